@@ -1,0 +1,3 @@
+//! The `towline` command.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! What tests of Towline share: laws, oracle, processes.
