@@ -1,0 +1,207 @@
+//! The front door: open, register, import, read, write, notify.
+
+mod core;
+mod import;
+mod interfaces;
+mod options;
+mod request;
+mod stats;
+
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub(crate) use self::core::EndpointCore;
+pub use self::import::Remote;
+pub use self::options::EndpointOptions;
+pub use self::request::Request;
+pub use self::stats::{PathStats, Stats};
+use crate::memory::{Dtype, ReduceOp, Storage};
+use crate::notify::{NextNotification, Notification};
+use crate::region::{RegisterError, Registered, Span};
+use crate::route::Routing;
+use crate::transfer::{Op, Transfer};
+use crate::wire::AtomicOp;
+use crate::{Access, Identity, Result, Ticket, fork};
+
+/// This process on the fabric.
+///
+/// Cheap to clone. An endpoint lives until it is closed, or until the last of its handles, registrations and remotes
+/// is gone.
+///
+/// ```
+/// use towline::{Access, Endpoint, SharedStorage, SystemStorage};
+///
+/// let prefill = Endpoint::open("prefill")?;
+/// let source = prefill.register(SharedStorage::new(4096)?, Access::READ)?;
+/// source.write_at(0, b"hello")?;
+/// let ticket = source.ticket()?;                     // travels by your own channel
+///
+/// let decode = Endpoint::open("decode")?;            // usually another process
+/// let remote = decode.import(&ticket)?;
+/// let target = decode.register(SystemStorage::new(4096)?, Access::NONE)?;
+/// decode.read(&remote, &target).start()?.wait()?;
+///
+/// let mut bytes = [0; 5];
+/// target.read_at(0, &mut bytes)?;
+/// assert_eq!(&bytes, b"hello");
+/// # Ok::<(), towline::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Endpoint(Arc<EndpointCore>);
+
+impl Endpoint {
+    /// Opens an endpoint that is reachable from this host: by a Unix socket and by TCP on loopback.
+    pub fn open(name: &str) -> Result<Endpoint> {
+        Endpoint::options(name).open()
+    }
+
+    /// Everything that can be set before opening.
+    pub fn options(name: &str) -> EndpointOptions {
+        EndpointOptions::new(name)
+    }
+
+    pub(crate) fn from_core(core: Arc<EndpointCore>) -> Endpoint {
+        Endpoint(core)
+    }
+
+    /// Who this is: name, identity, incarnation.
+    pub fn identity(&self) -> &Identity {
+        self.0.identity()
+    }
+
+    /// Makes a storage reachable. Touches none of its pages and sends nothing.
+    ///
+    /// The error holds both the cause and the storage.
+    pub fn register<S: Storage>(&self, storage: S, access: Access) -> Result<Registered<S>, RegisterError<S>> {
+        match fork::guard("register") {
+            Ok(()) => Registered::new(&self.0, storage, access),
+            Err(error) => Err(RegisterError { error, storage }),
+        }
+    }
+
+    /// Registers many storages: all of them, or none.
+    pub fn register_many<S: Storage>(
+        &self,
+        storages: Vec<S>,
+        access: Access,
+    ) -> Result<Vec<Registered<S>>, RegisterError<Vec<S>>> {
+        let mut registered = Vec::with_capacity(storages.len());
+        let mut rest = storages.into_iter();
+        while let Some(storage) = rest.next() {
+            match self.register(storage, access) {
+                Ok(region) => registered.push(region),
+                Err(RegisterError { error, storage }) => {
+                    // Nobody has a ticket to these yet, so taking them back does not wait.
+                    let mut storages: Vec<S> =
+                        registered.into_iter().filter_map(|region| region.into_storage().ok()).collect();
+                    storages.push(storage);
+                    storages.extend(rest);
+                    return Err(RegisterError { error, storage: storages });
+                }
+            }
+        }
+        Ok(registered)
+    }
+
+    /// Makes a ticket usable here: first contact with its owner if there was none, then one round trip.
+    pub fn import(&self, ticket: &Ticket) -> Result<Remote> {
+        self.import_with(ticket, &self.0.routing().clone())
+    }
+
+    /// [`import`](Self::import) over the paths that the caller allows.
+    pub fn import_with(&self, ticket: &Ticket, routing: &Routing) -> Result<Remote> {
+        import::import(&self.0, std::slice::from_ref(ticket), routing)?
+            .pop()
+            .unwrap_or_else(|| Err(crate::Error::new(crate::Kind::Internal, "import", "no answer")))
+    }
+
+    /// Imports many tickets with one round trip per owner. The outer error is for what concerns all of them.
+    pub fn import_many(&self, tickets: &[Ticket]) -> Result<Vec<Result<Remote>>> {
+        import::import(&self.0, tickets, &self.0.routing().clone())
+    }
+
+    /// [`import`](Self::import) as a future: the waiting is done by a thread that lives only for the contact.
+    pub fn import_async(&self, ticket: &Ticket) -> impl Future<Output = Result<Remote>> + Send + use<> {
+        import::import_async(Arc::clone(&self.0), ticket.clone())
+    }
+
+    /// Asks for bytes of a remote region: `remote` to `local`.
+    pub fn read<'a>(&'a self, remote: &'a Remote, local: impl Into<Span>) -> Request<'a> {
+        Request::new(&self.0, remote, Op::Read, Some(local.into()))
+    }
+
+    /// Asks for bytes of a remote region to be changed: `local` to `remote`.
+    pub fn write<'a>(&'a self, remote: &'a Remote, local: impl Into<Span>) -> Request<'a> {
+        Request::new(&self.0, remote, Op::Write, Some(local.into()))
+    }
+
+    /// Asks for `local` to be combined into a remote region, element by element; each element is updated atomically.
+    pub fn reduce_into<'a>(
+        &'a self,
+        remote: &'a Remote,
+        local: impl Into<Span>,
+        op: ReduceOp,
+        dtype: Dtype,
+    ) -> Request<'a> {
+        Request::new(&self.0, remote, Op::Reduce(op, dtype), Some(local.into()))
+    }
+
+    /// Adds to a 64-bit word of a remote region; the transfer's [`value`](Transfer::value) is what it held before.
+    pub fn fetch_add(&self, remote: &Remote, offset: u64, add: u64) -> Result<Transfer> {
+        Request::new(&self.0, remote, Op::Atomic { offset, op: AtomicOp::Add(add) }, None).start()
+    }
+
+    /// Replaces a 64-bit word of a remote region if it holds `expected`; the transfer's
+    /// [`value`](Transfer::value) is what it held before.
+    pub fn compare_swap(&self, remote: &Remote, offset: u64, expected: u64, new: u64) -> Result<Transfer> {
+        let op = AtomicOp::CompareSwap { expected, new };
+        Request::new(&self.0, remote, Op::Atomic { offset, op }, None).start()
+    }
+
+    /// Raises a 64-bit counter of a remote region and wakes who waits for it there.
+    pub fn signal(&self, remote: &Remote, offset: u64, add: u64) -> Result<Transfer> {
+        Request::new(&self.0, remote, Op::Write, None).signal(offset, add).start()
+    }
+
+    /// Hands the owner of a remote region a message.
+    pub fn notify(&self, remote: &Remote, message: impl Into<Vec<u8>>) -> Result<Transfer> {
+        Request::new(&self.0, remote, Op::Write, None).notify(message).start()
+    }
+
+    /// The next message from a peer, waiting for at most that long.
+    pub fn receive(&self, within: Duration) -> Result<Notification> {
+        fork::guard("receive")?;
+        self.0.notifications.wait(within)
+    }
+
+    /// The next message from a peer, if there is one.
+    pub fn try_receive(&self) -> Result<Option<Notification>> {
+        fork::guard("receive")?;
+        Ok(self.0.notifications.try_next())
+    }
+
+    /// The next message from a peer, as a future.
+    pub fn next_notification(&self) -> NextNotification<'_> {
+        NextNotification(&self.0.notifications)
+    }
+
+    /// What was moved, per peer and path, and what is held.
+    pub fn stats(&self) -> Stats {
+        self.0.stats()
+    }
+
+    /// Revokes every region, ends every transfer and closes every connection. Closing twice is harmless.
+    pub fn close(&self) {
+        if !fork::in_child() {
+            self.0.close();
+        }
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint").field("identity", self.identity()).field("reach", &self.0.reach()).finish()
+    }
+}

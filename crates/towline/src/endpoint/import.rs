@@ -1,0 +1,281 @@
+//! Tickets made usable here: contact with their owner, grants, and the ways to the region.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::EndpointCore;
+use super::stats::Counters;
+use crate::identity::Incarnation;
+use crate::layout::Layout;
+use crate::memory::Place;
+use crate::route::{Explanation, Routes, Routing};
+use crate::sync::lock;
+use crate::ticket::Reach;
+use crate::transport::tcp::{GrantHandle, Medium, Session};
+use crate::transport::{Offer, Owner, TRANSPORTS};
+use crate::wire::Grant;
+use crate::{Access, Error, Kind, Result, Ticket, fork};
+
+/// A ticket made usable here.
+pub struct Remote {
+    peer: Arc<str>,
+    grant: Grant,
+    routes: Routes,
+    counters: Vec<(&'static str, Arc<Counters>)>,
+    expires: Option<Instant>,
+}
+
+impl Remote {
+    fn new(
+        endpoint: &Arc<EndpointCore>,
+        owner: Owner<'_>,
+        grant: Grant,
+        peer: &str,
+        routing: &Routing,
+    ) -> Result<Remote> {
+        let routes = Routes::find(&Offer { endpoint, owner, grant: &grant }, routing)
+            .map_err(|error| error.with_peer(peer))?;
+        let peer: Arc<str> = peer.into();
+        let counters = TRANSPORTS
+            .iter()
+            .map(|transport| (transport.name(), endpoint.counters.of(&peer, transport.name())))
+            .collect();
+        let expires = grant.expires_in_ms.map(|left| Instant::now() + Duration::from_millis(left));
+        Ok(Remote { peer, grant, routes, counters, expires })
+    }
+
+    /// How many bytes the ticket reaches.
+    #[allow(clippy::len_without_is_empty, reason = "a region is never empty")]
+    pub fn len(&self) -> u64 {
+        self.grant.length
+    }
+
+    /// What the ticket allows.
+    pub fn access(&self) -> Access {
+        self.grant.access
+    }
+
+    /// Where the bytes live.
+    pub fn place(&self) -> Place {
+        self.grant.place
+    }
+
+    /// The layout that the owner put into the ticket.
+    pub fn layout(&self) -> Option<&Layout> {
+        self.grant.layout.as_ref()
+    }
+
+    /// The owner's name.
+    pub fn peer(&self) -> &Arc<str> {
+        &self.peer
+    }
+
+    /// The path that transfers take.
+    pub fn path(&self) -> &'static str {
+        self.explain().taken().unwrap_or("none")
+    }
+
+    /// Every candidate path, the one taken, and the reason for the others.
+    pub fn explain(&self) -> &Explanation {
+        self.routes.explanation()
+    }
+
+    pub(super) fn routes(&self) -> &Routes {
+        &self.routes
+    }
+
+    pub(super) fn counters(&self, path: &'static str) -> Arc<Counters> {
+        self.counters
+            .iter()
+            .find(|(name, _)| *name == path)
+            .map_or_else(Arc::default, |(_, counters)| Arc::clone(counters))
+    }
+
+    /// Refuses what the lease no longer allows; the owner checks again wherever it takes part.
+    pub(super) fn check_lease(&self, op: &'static str) -> Result<()> {
+        match self.expires {
+            Some(expires) if Instant::now() >= expires => {
+                Err(Error::new(Kind::PermissionDenied, op, "the ticket's lease has run out"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Remote")
+            .field("peer", &self.peer)
+            .field("len", &self.len())
+            .field("access", &self.access())
+            .field("place", &self.place())
+            .field("path", &self.path())
+            .finish()
+    }
+}
+
+/// Imports tickets with one round trip per owner.
+pub(super) fn import(
+    endpoint: &Arc<EndpointCore>,
+    tickets: &[Ticket],
+    routing: &Routing,
+) -> Result<Vec<Result<Remote>>> {
+    fork::guard("import")?;
+    endpoint.check_open("import")?;
+    let until = Instant::now() + endpoint.limits().no_progress;
+    let mut outcomes: Vec<Option<Result<Remote>>> = tickets.iter().map(|_| None).collect();
+    let mut by_owner: HashMap<Incarnation, Vec<usize>> = HashMap::new();
+    for (index, ticket) in tickets.iter().enumerate() {
+        let incarnation = ticket.incarnation();
+        match EndpointCore::here(&incarnation) {
+            Some(owner) if routing.allows("inproc") => {
+                outcomes[index] = Some(import_here(endpoint, &owner, ticket, routing));
+            }
+            _ => by_owner.entry(incarnation).or_default().push(index),
+        }
+    }
+    for indices in by_owner.into_values() {
+        let asked: Vec<&Ticket> = indices.iter().map(|index| &tickets[*index]).collect();
+        match import_there(endpoint, &asked, routing, until) {
+            Ok(remotes) => {
+                for (index, remote) in indices.into_iter().zip(remotes) {
+                    outcomes[index] = Some(remote);
+                }
+            }
+            Err(error) => {
+                for index in indices {
+                    outcomes[index] = Some(Err(error.clone()));
+                }
+            }
+        }
+    }
+    let missing = || Err(Error::new(Kind::Internal, "import", "the owner did not answer for this ticket"));
+    Ok(outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(missing)).collect())
+}
+
+/// [`import`] of one ticket on a thread of its own, so that a slow contact blocks neither the caller nor the workers.
+pub(super) fn import_async(
+    endpoint: Arc<EndpointCore>,
+    ticket: Ticket,
+) -> impl Future<Output = Result<Remote>> + Send {
+    use std::sync::Mutex;
+    use std::task::{Poll, Waker};
+
+    #[derive(Default)]
+    struct Slot {
+        outcome: Option<Result<Remote>>,
+        waker: Option<Waker>,
+    }
+
+    let slot = Arc::new(Mutex::new(Slot::default()));
+    let filled = Arc::clone(&slot);
+    let spawned = std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
+        let routing = endpoint.routing().clone();
+        let outcome = import(&endpoint, &[ticket], &routing).and_then(|mut all| {
+            all.pop().unwrap_or_else(|| Err(Error::new(Kind::Internal, "import", "no answer")))
+        });
+        let waker = {
+            let mut slot = lock(&filled);
+            slot.outcome = Some(outcome);
+            slot.waker.take()
+        };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    });
+    if let Err(error) = spawned {
+        lock(&slot).outcome = Some(Err(Error::os("import", "thread creation", error)));
+    }
+    std::future::poll_fn(move |cx| {
+        let mut slot = lock(&slot);
+        match slot.outcome.take() {
+            Some(outcome) => Poll::Ready(outcome),
+            None => {
+                slot.waker = Some(cx.waker().clone());
+                Poll::Pending
+            }
+        }
+    })
+}
+
+fn import_here(
+    endpoint: &Arc<EndpointCore>,
+    owner: &Arc<EndpointCore>,
+    ticket: &Ticket,
+    routing: &Routing,
+) -> Result<Remote> {
+    let challenge = b"one process";
+    let (region, claims) = owner.verify(ticket.public_bytes(), &ticket.proof(challenge), challenge)?;
+    let grant = region.grant(&claims, 0, false);
+    Remote::new(endpoint, Owner::Here(&region), grant, owner.name(), routing)
+}
+
+fn import_there(
+    endpoint: &Arc<EndpointCore>,
+    tickets: &[&Ticket],
+    routing: &Routing,
+    until: Instant,
+) -> Result<Vec<Result<Remote>>> {
+    let Some(first) = tickets.first() else { return Ok(Vec::new()) };
+    let session = contact(endpoint, first, routing, until)?;
+    let imported = session.import(tickets, until)?;
+    Ok(imported
+        .into_iter()
+        .map(|granted| {
+            let (grant, handle): (Grant, Arc<GrantHandle>) = granted?;
+            Remote::new(endpoint, Owner::There(&handle), grant, session.peer_name(), routing)
+        })
+        .collect())
+}
+
+/// A session with the ticket's owner: an existing one, or a new one over the first way that answers.
+fn contact(
+    endpoint: &Arc<EndpointCore>,
+    ticket: &Ticket,
+    routing: &Routing,
+    until: Instant,
+) -> Result<Arc<Session>> {
+    let incarnation = ticket.incarnation();
+    let local = ["mapped", "cma", "unix"].into_iter().any(|path| routing.allows(path));
+    let mut tried = Vec::new();
+    for reach in ticket.reach() {
+        let medium = match reach {
+            Reach::Unix if local => Medium::Unix,
+            Reach::Tcp(address) if routing.allows("tcp") => Medium::Tcp(*address),
+            Reach::Unix => continue,
+            Reach::Tcp(_) => continue,
+        };
+        let key = (incarnation, medium.name());
+        let known = lock(&endpoint.sessions).get(&key).filter(|session| session.alive().is_ok()).cloned();
+        if let Some(session) = known {
+            return Ok(session);
+        }
+        match Session::connect(endpoint, ticket, medium, until) {
+            Ok(session) => {
+                let mut sessions = lock(&endpoint.sessions);
+                // Two threads may have made contact at once; the first one's session serves both.
+                if let Some(earlier) = sessions.get(&key).filter(|session| session.alive().is_ok()) {
+                    return Ok(Arc::clone(earlier));
+                }
+                sessions.insert(key, Arc::clone(&session));
+                return Ok(session);
+            }
+            // The owner itself has answered: another way to it would not change its mind.
+            Err(error) if matches!(error.kind(), Kind::PermissionDenied | Kind::Stale | Kind::Protocol) => {
+                return Err(error.with_peer(ticket.name()));
+            }
+            Err(error) => tried.push((error.kind(), format!("{medium}: {}", error.message()))),
+        }
+    }
+    let kind = if tried.iter().any(|(kind, _)| *kind == Kind::Timeout) { Kind::Timeout } else { Kind::Disconnected };
+    let (kind, message) = if tried.is_empty() {
+        (Kind::Unavailable, "the ticket names no way to its owner that the caller allows".to_owned())
+    } else {
+        let all: Vec<_> = tried.into_iter().map(|(_, message)| message).collect();
+        (kind, format!("its owner does not answer ({})", all.join("; ")))
+    };
+    Err(Error::new(kind, "import", message).with_peer(ticket.name()))
+}

@@ -1,0 +1,131 @@
+//! What can be set before an endpoint is opened.
+
+use std::net::SocketAddr;
+
+use super::{Endpoint, EndpointCore};
+use crate::route::Routing;
+use crate::transfer::Limits;
+use crate::wire::handshake::Secret;
+use crate::{Error, Result, fork};
+
+/// The environment variable that names listening addresses for programs that cannot pass one.
+const LISTEN_VARIABLE: &str = "TOWLINE_LISTEN";
+
+/// Settings of an endpoint.
+///
+/// ```
+/// use towline::{Endpoint, Limits};
+/// use std::time::Duration;
+/// let endpoint = Endpoint::options("decode-3")
+///     .listen("127.0.0.1:0".parse().unwrap())
+///     .secret(b"one secret for the whole cluster")
+///     .limits(Limits::within(Duration::from_secs(10)))
+///     .open()?;
+/// # Ok::<(), towline::Error>(())
+/// ```
+#[must_use = "options do nothing until opened"]
+pub struct EndpointOptions {
+    pub(super) name: String,
+    pub(super) listen: Vec<SocketAddr>,
+    pub(super) advertise: Vec<SocketAddr>,
+    pub(super) secret: Option<Secret>,
+    pub(super) limits: Limits,
+    pub(super) routing: Routing,
+    pub(super) max_regions: u32,
+    pub(super) lanes: usize,
+}
+
+impl EndpointOptions {
+    pub(super) fn new(name: &str) -> EndpointOptions {
+        EndpointOptions {
+            name: name.to_owned(),
+            listen: Vec::new(),
+            advertise: Vec::new(),
+            secret: None,
+            limits: Limits::default(),
+            routing: Routing::default(),
+            max_regions: 1 << 20,
+            lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
+        }
+    }
+
+    /// Listens on that address. Without any, the endpoint listens on loopback only, unless `TOWLINE_LISTEN` names
+    /// addresses (`host:port`, separated by commas).
+    pub fn listen(mut self, address: SocketAddr) -> EndpointOptions {
+        self.listen.push(address);
+        self
+    }
+
+    /// Writes that address into tickets, where peers reach this endpoint by another address than it listens on.
+    pub fn advertise(mut self, address: SocketAddr) -> EndpointOptions {
+        self.advertise.push(address);
+        self
+    }
+
+    /// Requires peers to know a secret in addition to holding a ticket.
+    pub fn secret(mut self, secret: &[u8]) -> EndpointOptions {
+        self.secret = Some(Secret::new(secret));
+        self
+    }
+
+    /// Sets how long transfers may take where the request does not say.
+    pub fn limits(mut self, limits: Limits) -> EndpointOptions {
+        self.limits = limits;
+        self
+    }
+
+    /// Sets which paths imports may use where the import does not say.
+    pub fn routing(mut self, routing: Routing) -> EndpointOptions {
+        self.routing = routing;
+        self
+    }
+
+    /// Sets how many regions can be registered at a time. The default is a million.
+    pub fn max_regions(mut self, regions: u32) -> EndpointOptions {
+        self.max_regions = regions;
+        self
+    }
+
+    /// Sets how many connections a large transfer is spread over, between hosts.
+    pub fn lanes(mut self, lanes: usize) -> EndpointOptions {
+        self.lanes = lanes.clamp(1, 16);
+        self
+    }
+
+    /// Opens the endpoint.
+    pub fn open(mut self) -> Result<Endpoint> {
+        fork::guard("open")?;
+        if self.listen.is_empty() {
+            if let Ok(addresses) = std::env::var(LISTEN_VARIABLE) {
+                self.listen = parse_listen(&addresses)?;
+            }
+        }
+        EndpointCore::open(self).map(Endpoint::from_core)
+    }
+}
+
+fn parse_listen(addresses: &str) -> Result<Vec<SocketAddr>> {
+    addresses
+        .split(',')
+        .map(str::trim)
+        .filter(|address| !address.is_empty())
+        .map(|address| {
+            address.parse().map_err(|error| {
+                Error::invalid("open", format!("{LISTEN_VARIABLE}: {address:?} is not an address and a port: {error}"))
+            })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn listening_addresses_come_from_a_list_and_nonsense_is_named() {
+        let parsed = parse_listen("127.0.0.1:0, [::1]:7000,").unwrap();
+        assert_eq!(parsed, ["127.0.0.1:0".parse().unwrap(), "[::1]:7000".parse().unwrap()]);
+        assert!(parse_listen("localhost").unwrap_err().to_string().contains("localhost"));
+    }
+}

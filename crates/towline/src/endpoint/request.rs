@@ -1,0 +1,299 @@
+//! A request before it starts: what to move, and how.
+#![allow(unsafe_code, reason = "hands the address of a pinned local region to the path")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{EndpointCore, Remote};
+use crate::layout::{Indices, Layout, Piece, Plan};
+use crate::memory::Place;
+use crate::notify::MAX_MESSAGE;
+use crate::region::Span;
+use crate::route::Routing;
+use crate::transfer::{self, After, Limits, Op, Parts, Signal, Transfer, TransferCore};
+use crate::transport::{Attachment, Capabilities};
+use crate::{Access, Error, Kind, Result, fork};
+
+/// A transfer that has not started yet.
+///
+/// Without [`at`](Self::at), [`spans`](Self::spans) or [`blocks`](Self::blocks) it moves the whole local span, from
+/// or to the start of the remote region.
+///
+/// ```
+/// # use towline::{Access, Endpoint, Layout, SharedStorage};
+/// # let owner = Endpoint::open("owner")?;
+/// # let cache = owner.register(SharedStorage::new(64 << 10)?, Access::READ)?;
+/// # let endpoint = Endpoint::open("reader")?;
+/// # let remote = endpoint.import(&cache.ticket()?)?;
+/// # let local = endpoint.register(SharedStorage::new(64 << 10)?, Access::NONE)?;
+/// let pages = Layout::blocks(0, 4096, 16, 4096)?;
+/// endpoint
+///     .read(&remote, &local)
+///     .blocks(&pages, &[3u32, 9, 10], &pages, &[0u32, 1, 2])
+///     .notify("taken")
+///     .start()?
+///     .wait()?;
+/// assert_eq!(owner.receive(std::time::Duration::from_secs(5))?.message, b"taken");
+/// # Ok::<(), towline::Error>(())
+/// ```
+#[must_use = "a request does nothing until started"]
+pub struct Request<'a> {
+    endpoint: &'a Arc<EndpointCore>,
+    remote: &'a Remote,
+    op: Op,
+    local: Option<Span>,
+    what: What,
+    after: After,
+    limits: Option<Limits>,
+    routing: Option<Routing>,
+}
+
+enum What {
+    Whole,
+    Span(u64, u64, u64),
+    Plan(Result<Plan>),
+}
+
+impl<'a> Request<'a> {
+    pub(super) fn new(endpoint: &'a Arc<EndpointCore>, remote: &'a Remote, op: Op, local: Option<Span>) -> Self {
+        Request {
+            endpoint,
+            remote,
+            op,
+            local,
+            what: What::Whole,
+            after: After::default(),
+            limits: None,
+            routing: None,
+        }
+    }
+
+    /// Moves `len` bytes between those offsets.
+    pub fn at(mut self, remote: u64, local: u64, len: u64) -> Request<'a> {
+        self.what = What::Span(remote, local, len);
+        self
+    }
+
+    /// Moves several ranges, each given as remote offset, local offset and length.
+    pub fn spans(mut self, spans: &[(u64, u64, u64)]) -> Request<'a> {
+        self.what = What::Plan(Plan::spans(spans));
+        self
+    }
+
+    /// Moves blocks by index: the n-th remote index pairs with the n-th local index. The layouts are relative to the
+    /// remote region and to the local span.
+    pub fn blocks<'i>(
+        mut self,
+        remote: &Layout,
+        remote_indices: impl Into<Indices<'i>>,
+        local: &Layout,
+        local_indices: impl Into<Indices<'i>>,
+    ) -> Request<'a> {
+        self.what = What::Plan(Plan::blocks(remote, remote_indices.into(), local, local_indices.into()));
+        self
+    }
+
+    /// Raises a 64-bit counter of the remote region once all bytes are visible to its owner.
+    pub fn signal(mut self, offset: u64, add: u64) -> Request<'a> {
+        self.after.signal = Some(Signal { offset, add });
+        self
+    }
+
+    /// Hands the owner a message once all bytes are visible to it (for a read: once they have been read).
+    pub fn notify(mut self, message: impl Into<Vec<u8>>) -> Request<'a> {
+        self.after.notify = Some(message.into());
+        self
+    }
+
+    /// Ends it with `Timeout` after that time.
+    pub fn within(mut self, time: Duration) -> Request<'a> {
+        self.limits = Some(Limits::within(time));
+        self
+    }
+
+    /// Sets how long it may take, without progress and in all.
+    pub fn limits(mut self, limits: Limits) -> Request<'a> {
+        self.limits = Some(limits);
+        self
+    }
+
+    /// Restricts the paths for this request. It can only narrow what the import allowed.
+    pub fn routing(mut self, routing: Routing) -> Request<'a> {
+        self.routing = Some(routing);
+        self
+    }
+
+    /// Checks everything and starts. An error here means that no byte has moved.
+    pub fn start(self) -> Result<Transfer> {
+        let op = self.op.name();
+        let peer = Arc::clone(self.remote.peer());
+        self.begin().map_err(|error| error.during(op).with_peer(&*peer))
+    }
+
+    fn begin(mut self) -> Result<Transfer> {
+        fork::guard(self.op.name())?;
+        self.endpoint.check_open(self.op.name())?;
+        self.check_rights()?;
+        self.check_after()?;
+        let attachment = Arc::clone(self.remote.routes().pick(self.needs(), self.routing.as_ref())?);
+        attachment.alive()?;
+        let (pieces, bytes, blocks) = self.pieces()?;
+        let local = match &self.local {
+            Some(span) => {
+                if !Arc::ptr_eq(&span.core().endpoint, self.endpoint) {
+                    return Err(Error::invalid(self.op.name(), "the local region belongs to another endpoint"));
+                }
+                if span.core().place != Place::Host {
+                    return Err(Error::new(
+                        Kind::Unsupported,
+                        self.op.name(),
+                        format!("no path moves bytes from or to {}", span.core().place),
+                    ));
+                }
+                Some(span.core().begin_use(self.op.name())?)
+            }
+            None => None,
+        };
+        let base = local.as_ref().map_or(std::ptr::null_mut(), |local| local.core().addr as *mut u8);
+        let path = attachment.transport().name();
+        let counters = self.remote.counters(path);
+        // SAFETY: `local` is a use of the local region that lives through the call, and `pieces` was checked
+        // against the span that lies within it.
+        if let Some(ended) = unsafe { attachment.run_now(self.op, base, pieces.as_slice(), bytes, &self.after) } {
+            drop(local);
+            let result = ended.map_err(|error| error.on(path).with_peer(&**self.remote.peer()).during(self.op.name()));
+            let value = result.as_ref().ok().copied().flatten();
+            let result = result.map(|_| ());
+            counters.count(self.op, bytes, &result);
+            return Ok(Transfer::done(path, bytes, blocks, value, result));
+        }
+        let op = self.op;
+        let core = TransferCore::begin(Parts {
+            id: transfer::next_id(),
+            op,
+            plan: pieces.into_plan()?,
+            local,
+            after: std::mem::take(&mut self.after),
+            limits: self.limits.unwrap_or_else(|| self.endpoint.limits()),
+            attachment: Arc::clone(&attachment),
+            peer: Arc::clone(self.remote.peer()),
+            on_end: Box::new(move |result| counters.count(op, bytes, result)),
+        });
+        tracing::debug!(
+            id = core.id, op = op.name(), path, bytes, peer = &**self.remote.peer(), "transfer started"
+        );
+        attachment.start(&core);
+        Ok(Transfer::live(core))
+    }
+
+    fn needs(&self) -> Capabilities {
+        let needs = match self.op {
+            Op::Read => Capabilities::READ,
+            Op::Write => Capabilities::WRITE,
+            Op::Reduce(..) => Capabilities::REDUCE,
+            Op::Atomic { .. } => Capabilities::ATOMIC,
+        };
+        if self.after.signal.is_some() { needs | Capabilities::SIGNAL } else { needs }
+    }
+
+    fn check_rights(&self) -> Result<()> {
+        let needed = match self.op {
+            Op::Read if self.after.signal.is_some() => Access::READ_WRITE,
+            Op::Read => Access::READ,
+            // A message alone touches no memory.
+            Op::Write if self.local.is_none() && self.after.signal.is_none() => Access::NONE,
+            _ => Access::WRITE,
+        };
+        let held = self.remote.access();
+        if held.contains(needed) {
+            return self.remote.check_lease(self.op.name());
+        }
+        Err(Error::new(
+            Kind::PermissionDenied,
+            self.op.name(),
+            format!("the ticket allows {held}, and this needs {needed}"),
+        ))
+    }
+
+    fn check_after(&self) -> Result<()> {
+        let word = match (self.op, self.after.signal) {
+            (Op::Atomic { offset, .. }, _) => Some(offset),
+            (_, Some(signal)) => Some(signal.offset),
+            _ => None,
+        };
+        if let Some(offset) = word {
+            if offset.checked_add(8).is_none_or(|end| end > self.remote.len()) {
+                return Err(Error::invalid(
+                    self.op.name(),
+                    format!("the word at offset {offset} does not lie within {} bytes", self.remote.len()),
+                ));
+            }
+        }
+        match &self.after.notify {
+            Some(message) if message.len() > MAX_MESSAGE => Err(Error::invalid(
+                self.op.name(),
+                format!("a message has at most {MAX_MESSAGE} bytes, not {}", message.len()),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The checked pieces, with local offsets relative to the local region, their bytes and their blocks.
+    fn pieces(&mut self) -> Result<(Pieces, u64, u64)> {
+        let Some(span) = &self.local else { return Ok((Pieces::None, 0, 1)) };
+        let (remote_len, local_len) = (self.remote.len(), span.len() as u64);
+        let (remote, local, len) = match std::mem::replace(&mut self.what, What::Whole) {
+            What::Plan(plan) => {
+                let plan = plan?;
+                plan.check_bounds(remote_len, local_len)?;
+                let plan = plan.shift_local(span.offset() as u64);
+                let (bytes, blocks) = (plan.bytes(), plan.block_count());
+                return Ok((Pieces::Many(plan), bytes, blocks));
+            }
+            What::Whole => (0, 0, local_len),
+            What::Span(remote, local, len) => (remote, local, len),
+        };
+        let inside = |offset: u64, whole: u64| offset.checked_add(len).is_some_and(|end| end <= whole);
+        if len == 0 {
+            return Err(Error::invalid(self.op.name(), "a transfer of no bytes"));
+        }
+        if !inside(remote, remote_len) {
+            return Err(Error::invalid(
+                self.op.name(),
+                format!("{len} bytes at offset {remote} do not lie within the remote's {remote_len} bytes"),
+            ));
+        }
+        if !inside(local, local_len) {
+            return Err(Error::invalid(
+                self.op.name(),
+                format!("{len} bytes at offset {local} do not lie within the local {local_len} bytes"),
+            ));
+        }
+        Ok((Pieces::One([Piece { remote, local: local + span.offset() as u64, len }]), len, 1))
+    }
+}
+
+/// One piece needs no allocation: small reads are the ones that are counted in nanoseconds.
+enum Pieces {
+    None,
+    One([Piece; 1]),
+    Many(Plan),
+}
+
+impl Pieces {
+    fn as_slice(&self) -> &[Piece] {
+        match self {
+            Pieces::None => &[],
+            Pieces::One(piece) => piece,
+            Pieces::Many(plan) => plan.pieces(),
+        }
+    }
+
+    fn into_plan(self) -> Result<Plan> {
+        match self {
+            Pieces::None => Ok(Plan::default()),
+            Pieces::One([piece]) => Plan::span(piece.remote, piece.local, piece.len),
+            Pieces::Many(plan) => Ok(plan),
+        }
+    }
+}

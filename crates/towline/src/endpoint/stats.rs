@@ -1,0 +1,91 @@
+//! What was moved, per peer and path.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::Result;
+use crate::sync::lock;
+use crate::transfer::Op;
+
+/// What an endpoint has moved and what it holds.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Transfers that this endpoint started, per peer and path.
+    pub paths: Vec<PathStats>,
+    /// Regions that are registered now.
+    pub regions: usize,
+    /// Storages of dropped registrations that a peer has not let go yet, and their bytes.
+    pub parked: (usize, usize),
+    /// Accesses that this endpoint refused to serve.
+    pub refused: u64,
+}
+
+/// What was moved between this endpoint and one peer over one path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PathStats {
+    /// The peer's name.
+    pub peer: String,
+    /// The path.
+    pub path: &'static str,
+    /// Reads that ended well, and their bytes.
+    pub reads: (u64, u64),
+    /// Writes, reductions, signals and atomics that ended well, and their bytes.
+    pub writes: (u64, u64),
+    /// Transfers that ended in an error.
+    pub failures: u64,
+}
+
+/// The counters behind one [`PathStats`].
+#[derive(Default)]
+pub(crate) struct Counters {
+    reads: AtomicU64,
+    read_bytes: AtomicU64,
+    writes: AtomicU64,
+    written_bytes: AtomicU64,
+    failures: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn count(&self, op: Op, bytes: u64, result: &Result<()>) {
+        let (ops, moved) = match (result, op) {
+            (Err(_), _) => {
+                self.failures.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+            (Ok(()), Op::Read) => (&self.reads, &self.read_bytes),
+            (Ok(()), _) => (&self.writes, &self.written_bytes),
+        };
+        ops.fetch_add(1, Ordering::Relaxed);
+        moved.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+/// The counters of every peer and path.
+#[derive(Default)]
+pub(crate) struct AllCounters(Mutex<HashMap<(Arc<str>, &'static str), Arc<Counters>>>);
+
+impl AllCounters {
+    pub(crate) fn of(&self, peer: &Arc<str>, path: &'static str) -> Arc<Counters> {
+        Arc::clone(lock(&self.0).entry((Arc::clone(peer), path)).or_default())
+    }
+
+    pub(crate) fn snapshot(&self) -> Vec<PathStats> {
+        let mut all: Vec<PathStats> = lock(&self.0)
+            .iter()
+            .map(|((peer, path), counters)| {
+                let load = |one: &AtomicU64| one.load(Ordering::Relaxed);
+                PathStats {
+                    peer: peer.to_string(),
+                    path,
+                    reads: (load(&counters.reads), load(&counters.read_bytes)),
+                    writes: (load(&counters.writes), load(&counters.written_bytes)),
+                    failures: load(&counters.failures),
+                }
+            })
+            .filter(|path| path.reads.0 + path.writes.0 + path.failures > 0)
+            .collect();
+        all.sort_by(|a, b| (&a.peer, a.path).cmp(&(&b.peer, b.path)));
+        all
+    }
+}

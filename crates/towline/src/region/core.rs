@@ -1,0 +1,338 @@
+//! What a registration is to the rest of the library: its row, who uses it now, and how it is taken back.
+
+use std::any::Any;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use super::stale;
+use crate::endpoint::EndpointCore;
+use crate::fence::{Holder, LifeView, PinPage, SlotState};
+use crate::layout::Layout;
+use crate::memory::{Place, SegmentSlice, Storage};
+use crate::sync::lock;
+use crate::ticket::{Claims, TicketBody};
+use crate::wire::{Grant, SegmentRef};
+use crate::{Access, Error, Kind, Result, Ticket};
+
+/// The top bit of the use count: no new use may begin.
+const CLOSED: usize = 1 << (usize::BITS - 1);
+
+/// After this long, taking a region back breaks the connections that are still sending its bytes to a slow peer.
+const PATIENCE_WITH_STREAMS: Duration = Duration::from_millis(50);
+
+/// One registration.
+pub(crate) struct RegionCore {
+    pub(crate) endpoint: Arc<EndpointCore>,
+    pub(crate) row: u32,
+    pub(crate) generation: u64,
+    pub(crate) addr: usize,
+    pub(crate) len: usize,
+    pub(crate) place: Place,
+    pub(crate) access: Access,
+    pub(crate) segment: Option<SegmentSlice>,
+    /// Uses by this process (its own transfers, copies by endpoints of this process, serving streams).
+    uses: AtomicUsize,
+    /// The peers that touch the memory directly, and may hold a pin.
+    direct_peers: Mutex<Vec<Arc<PeerPins>>>,
+    freed: AtomicBool,
+}
+
+/// The pins of one peer process on this endpoint's regions.
+pub(crate) struct PeerPins {
+    pub(crate) page: Arc<PinPage>,
+    /// The peer's life page: tells which of its threads have died.
+    pub(crate) life: OnceLock<LifeView>,
+    /// The peer's process has exited: none of its pins counts any more.
+    pub(crate) exited: AtomicBool,
+    pub(crate) peer: String,
+}
+
+impl PeerPins {
+    /// Whether some copy of the peer may still be inside that generation's memory.
+    fn holds(&self, generation: u64) -> bool {
+        if self.exited.load(Ordering::Acquire) {
+            return false;
+        }
+        self.page.holders(generation).into_iter().any(|holder| {
+            let died = match holder {
+                Holder::Thread(slot) => {
+                    self.life.get().is_some_and(|life| life.slot_state(slot) == SlotState::Died)
+                }
+                Holder::Process(_) => false,
+            };
+            if died {
+                self.page.reclaim(holder, generation);
+            }
+            !died
+        })
+    }
+}
+
+/// Proof that the region's memory stays: taken before it is touched, given back after.
+pub(crate) struct RegionUse {
+    core: Arc<RegionCore>,
+    released: AtomicBool,
+}
+
+impl RegionUse {
+    pub(crate) fn core(&self) -> &Arc<RegionCore> {
+        &self.core
+    }
+
+    /// Gives it back before the drop; the holder does not touch the memory any more.
+    pub(crate) fn release(&self) {
+        if !self.released.swap(true, Ordering::AcqRel) {
+            self.core.end_use();
+        }
+    }
+}
+
+impl Drop for RegionUse {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+impl RegionCore {
+    pub(super) fn register<S: Storage>(
+        endpoint: &Arc<EndpointCore>,
+        storage: &S,
+        access: Access,
+    ) -> Result<Arc<RegionCore>> {
+        endpoint.check_open("register")?;
+        let (addr, len) = (storage.addr(), storage.size());
+        if len == 0 {
+            return Err(Error::invalid("register", "a storage of no bytes cannot be registered"));
+        }
+        let claim = endpoint.table.claim(addr as u64, len as u64)?;
+        let core = Arc::new(RegionCore {
+            endpoint: Arc::clone(endpoint),
+            row: claim.row,
+            generation: claim.generation,
+            addr,
+            len,
+            place: storage.place(),
+            access,
+            segment: storage.segment(),
+            uses: AtomicUsize::new(0),
+            direct_peers: Mutex::new(Vec::new()),
+            freed: AtomicBool::new(false),
+        });
+        endpoint.regions.insert(&core);
+        Ok(core)
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.uses.load(Ordering::Acquire) & CLOSED != 0
+    }
+
+    /// Begins a use by this process; `Stale` once the region was revoked.
+    pub(crate) fn begin_use(self: &Arc<Self>, op: &'static str) -> Result<RegionUse> {
+        self.enter(op)?;
+        Ok(RegionUse { core: Arc::clone(self), released: AtomicBool::new(false) })
+    }
+
+    /// [`begin_use`](Self::begin_use) for a copy within one stack frame; pair with [`leave`](Self::leave).
+    pub(crate) fn enter(&self, op: &'static str) -> Result<()> {
+        if self.uses.fetch_add(1, Ordering::SeqCst) & CLOSED != 0 {
+            self.end_use();
+            return Err(stale(op));
+        }
+        Ok(())
+    }
+
+    /// Ends what [`enter`](Self::enter) began.
+    pub(crate) fn leave(&self) {
+        self.end_use();
+    }
+
+    fn end_use(&self) {
+        if self.uses.fetch_sub(1, Ordering::SeqCst) == CLOSED + 1 {
+            self.endpoint.drains.ring();
+        }
+    }
+
+    pub(crate) fn ticket(&self, layout: Option<Layout>) -> Result<Ticket> {
+        if self.is_closed() {
+            return Err(stale("ticket"));
+        }
+        let body = TicketBody {
+            identity: self.endpoint.identity().clone(),
+            reach: self.endpoint.reach(),
+            row: self.row,
+            generation: self.generation,
+            length: self.len as u64,
+            place: self.place,
+            access: self.access,
+            issued_ms: self.endpoint.clock_ms(),
+            layout,
+        };
+        Ticket::mint(&body, &self.endpoint.region_key(self.row, self.generation))
+    }
+
+    /// What a verified ticket gives the worker that presents it. `attached`: the segment's descriptor goes along.
+    pub(crate) fn grant(&self, claims: &Claims, handle: u32, attached: bool) -> Grant {
+        let whole = claims.range == (0..self.len as u64);
+        Grant {
+            handle,
+            row: self.row,
+            generation: self.generation,
+            offset: claims.range.start,
+            length: claims.range.end - claims.range.start,
+            access: claims.access,
+            place: self.place,
+            layout: if whole { claims.layout.clone() } else { None },
+            segment: self.segment.as_ref().map(|slice| SegmentRef {
+                id: slice.segment.id(),
+                len: slice.segment.len() as u64,
+                offset: slice.offset as u64,
+                attached,
+            }),
+            expires_in_ms: claims.expires_ms.map(|expires| expires.saturating_sub(self.endpoint.clock_ms())),
+        }
+    }
+
+    /// Lets a peer touch the memory directly: from now on its pins are respected.
+    pub(crate) fn admit(&self, peer: &Arc<PeerPins>) -> Result<()> {
+        let mut peers = lock(&self.direct_peers);
+        if self.is_closed() {
+            return Err(stale("import"));
+        }
+        if !peers.iter().any(|known| Arc::ptr_eq(known, peer)) {
+            peers.retain(|known| !known.exited.load(Ordering::Acquire));
+            peers.push(Arc::clone(peer));
+        }
+        Ok(())
+    }
+
+    /// Refuses every access from now on; true for the call that did it.
+    pub(crate) fn revoke(&self) -> bool {
+        let first = self.uses.fetch_or(CLOSED, Ordering::SeqCst) & CLOSED == 0;
+        if first {
+            self.endpoint.table.revoke(self.row);
+            for peer in lock(&self.direct_peers).iter() {
+                peer.page.drain_started();
+            }
+            // Between the revocation and the scan of the pins: the other half is in the pins' protocol.
+            fence(Ordering::SeqCst);
+        }
+        first
+    }
+
+    /// Whether nobody is inside the memory any more. Only meaningful after it was revoked.
+    fn drained(&self) -> bool {
+        let generation = self.generation;
+        self.uses.load(Ordering::SeqCst) == CLOSED
+            && !lock(&self.direct_peers).iter().any(|peer| peer.holds(generation))
+    }
+
+    /// Revokes and waits until nobody is inside the memory any more.
+    pub(super) fn take_back(&self, within: Duration) -> Result<()> {
+        self.revoke();
+        let started = Instant::now();
+        let mut streams_broken = false;
+        loop {
+            let seen = self.endpoint.drains.seen();
+            if self.drained() {
+                self.free();
+                return Ok(());
+            }
+            let spent = started.elapsed();
+            if spent >= within {
+                return Err(Error::new(
+                    Kind::Timeout,
+                    "deregister",
+                    format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users()),
+                ));
+            }
+            let patience = if streams_broken { within } else { PATIENCE_WITH_STREAMS.min(within) };
+            if spent >= patience && !streams_broken {
+                streams_broken = true;
+                self.endpoint.break_streams_of(self.generation);
+                continue;
+            }
+            self.endpoint.drains.wait(seen, patience.saturating_sub(spent));
+        }
+    }
+
+    fn users(&self) -> String {
+        let mut users: Vec<String> = lock(&self.direct_peers)
+            .iter()
+            .filter(|peer| peer.holds(self.generation))
+            .map(|peer| format!("peer {}", peer.peer))
+            .collect();
+        let own = self.uses.load(Ordering::SeqCst) & !CLOSED;
+        if own > 0 {
+            users.push(format!("{own} transfers of this process"));
+        }
+        users.join(", ")
+    }
+
+    fn free(&self) {
+        if !self.freed.swap(true, Ordering::AcqRel) {
+            for peer in lock(&self.direct_peers).drain(..) {
+                peer.page.drain_ended();
+            }
+            self.endpoint.regions.remove(self.row);
+            self.endpoint.table.free(self.row);
+        }
+    }
+
+    /// What a drop does: frees the storage if nobody is inside it, otherwise parks it until that is so.
+    pub(super) fn release_or_park(core: &Arc<RegionCore>, storage: impl Any + Send) {
+        core.revoke();
+        if core.drained() {
+            core.free();
+            drop(storage);
+            return;
+        }
+        core.endpoint.break_streams_of(core.generation);
+        tracing::warn!(
+            endpoint = core.endpoint.name(),
+            generation = core.generation,
+            bytes = core.len,
+            users = core.users(),
+            "a dropped region is still in use; its storage is parked until the users let go"
+        );
+        core.endpoint.parked.park(Parked { core: Arc::clone(core), storage: Box::new(storage) });
+        core.endpoint.drains.ring();
+    }
+}
+
+/// A storage whose registration was dropped while somebody was inside a copy.
+struct Parked {
+    core: Arc<RegionCore>,
+    storage: Box<dyn Any + Send>,
+}
+
+/// The storages that wait for their last users. What a peer never lets go stays here for the life of the process:
+/// freeing it would let a stopped peer write into somebody else's memory.
+#[derive(Default)]
+pub(crate) struct ParkingLot {
+    parked: Mutex<Vec<Parked>>,
+}
+
+impl ParkingLot {
+    fn park(&self, parked: Parked) {
+        lock(&self.parked).push(parked);
+    }
+
+    /// Frees what nobody uses any more.
+    pub(crate) fn sweep(&self) {
+        let free: Vec<Parked> = {
+            let mut parked = lock(&self.parked);
+            parked.extract_if(.., |parked| parked.core.drained()).collect()
+        };
+        for Parked { core, storage } in free {
+            core.free();
+            drop(storage);
+        }
+    }
+
+    /// How many storages are parked, and their bytes.
+    pub(crate) fn load(&self) -> (usize, usize) {
+        let parked = lock(&self.parked);
+        (parked.len(), parked.iter().map(|parked| parked.core.len).sum())
+    }
+}

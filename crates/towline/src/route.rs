@@ -1,0 +1,200 @@
+//! The only policy: which way for this pair, and why.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::transport::{Attachment, Capabilities, Offer, TRANSPORTS};
+use crate::{Error, Kind, Result};
+
+/// Against whom bounds, rights and revocation must hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Isolation {
+    /// Between cooperating processes of one user: the fastest ways are allowed.
+    #[default]
+    Cooperative,
+    /// Against a compromised peer too: only ways in which the owner checks every access.
+    Enforced,
+}
+
+/// Which ways a caller allows.
+///
+/// ```
+/// use towline::{Isolation, Routing};
+/// let only_tcp = Routing::default().require("tcp")?;
+/// let no_copies_behind_my_back = Routing::default().forbid("cma")?.isolation(Isolation::Enforced);
+/// assert!(Routing::default().require("carrier-pigeon").is_err());
+/// # Ok::<(), towline::Error>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Routing {
+    require: Vec<&'static str>,
+    forbid: Vec<&'static str>,
+    isolation: Isolation,
+}
+
+impl Routing {
+    /// Allows only that path (and the others that are required too).
+    pub fn require(mut self, path: &str) -> Result<Routing> {
+        self.require.push(known(path)?);
+        Ok(self)
+    }
+
+    /// Allows every path but that one.
+    pub fn forbid(mut self, path: &str) -> Result<Routing> {
+        self.forbid.push(known(path)?);
+        Ok(self)
+    }
+
+    /// Sets against whom bounds, rights and revocation must hold.
+    #[must_use]
+    pub fn isolation(mut self, isolation: Isolation) -> Routing {
+        self.isolation = isolation;
+        self
+    }
+
+    /// Why that path is not allowed; `None` when it is.
+    pub(crate) fn refusal(&self, path: &str, enforced: bool) -> Option<String> {
+        if self.forbid.contains(&path) {
+            return Some("forbidden by the caller".into());
+        }
+        if !self.require.is_empty() && !self.require.contains(&path) {
+            return Some(format!("the caller requires {}", self.require.join(" or ")));
+        }
+        if self.isolation == Isolation::Enforced && !enforced {
+            return Some("isolation is enforced, and the owner does not check accesses on this path".into());
+        }
+        None
+    }
+
+    /// Whether that path is allowed.
+    pub(crate) fn allows(&self, path: &'static str) -> bool {
+        TRANSPORTS
+            .iter()
+            .find(|transport| transport.name() == path)
+            .is_some_and(|transport| self.refusal(path, transport.enforced()).is_none())
+    }
+}
+
+fn known(path: &str) -> Result<&'static str> {
+    TRANSPORTS.iter().map(|transport| transport.name()).find(|name| *name == path).ok_or_else(|| {
+        let names: Vec<_> = TRANSPORTS.iter().map(|transport| transport.name()).collect();
+        Error::invalid("route", format!("there is no path {path:?}; the paths are {}", names.join(", ")))
+    })
+}
+
+/// What became of one candidate path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// Transfers take it.
+    Taken,
+    /// It would work; a better one is taken. Serves what the better one cannot do.
+    Possible,
+    /// It cannot be used.
+    Refused,
+}
+
+/// One candidate path and what became of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Candidate {
+    /// The path's name.
+    pub path: &'static str,
+    /// What became of it.
+    pub verdict: Verdict,
+    /// Why.
+    pub reason: String,
+    /// Whether the owner checks every access on it.
+    pub enforced: bool,
+}
+
+/// Every candidate path to a remote region, the one taken, and the reason for the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Explanation {
+    /// The candidates in order of preference.
+    pub candidates: Vec<Candidate>,
+}
+
+impl Explanation {
+    /// The path that transfers take.
+    pub fn taken(&self) -> Option<&'static str> {
+        self.candidates.iter().find(|candidate| candidate.verdict == Verdict::Taken).map(|one| one.path)
+    }
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for candidate in &self.candidates {
+            let mark = match candidate.verdict {
+                Verdict::Taken => "->",
+                Verdict::Possible => " +",
+                Verdict::Refused => " -",
+            };
+            writeln!(f, "{mark} {:<7} {}", candidate.path, candidate.reason)?;
+        }
+        Ok(())
+    }
+}
+
+/// The ways to one remote region: the usable ones in order of preference, and what became of the others.
+pub(crate) struct Routes {
+    usable: Vec<Arc<dyn Attachment>>,
+    explanation: Explanation,
+}
+
+impl Routes {
+    /// Asks every transport, in order of preference.
+    pub(crate) fn find(offer: &Offer<'_>, routing: &Routing) -> Result<Routes> {
+        let mut usable: Vec<Arc<dyn Attachment>> = Vec::new();
+        let mut candidates = Vec::new();
+        for transport in TRANSPORTS {
+            let (verdict, reason) = match routing.refusal(transport.name(), transport.enforced()) {
+                Some(reason) => (Verdict::Refused, reason),
+                None => match transport.attach(offer) {
+                    Ok(attachment) => {
+                        let first = usable.is_empty();
+                        usable.push(attachment);
+                        if first {
+                            (Verdict::Taken, transport.summary().to_owned())
+                        } else {
+                            (Verdict::Possible, "a better path is taken".to_owned())
+                        }
+                    }
+                    Err(error) => (Verdict::Refused, error.message().to_owned()),
+                },
+            };
+            candidates.push(Candidate { path: transport.name(), verdict, reason, enforced: transport.enforced() });
+        }
+        let explanation = Explanation { candidates };
+        if usable.is_empty() {
+            return Err(Error::new(
+                Kind::Unavailable,
+                "import",
+                format!("no path to the region can be used:\n{explanation}"),
+            ));
+        }
+        Ok(Routes { usable, explanation })
+    }
+
+    /// The best way that can do all of that and that the caller allows.
+    pub(crate) fn pick(&self, needs: Capabilities, routing: Option<&Routing>) -> Result<&Arc<dyn Attachment>> {
+        self.usable
+            .iter()
+            .find(|attachment| {
+                let transport = attachment.transport();
+                transport.capabilities().contains(needs)
+                    && routing.is_none_or(|routing| {
+                        routing.refusal(transport.name(), transport.enforced()).is_none()
+                    })
+            })
+            .ok_or_else(|| {
+                Error::new(
+                    Kind::Unsupported,
+                    "route",
+                    format!("no usable path can do {needs:?} as required:\n{}", self.explanation),
+                )
+            })
+    }
+
+    pub(crate) fn explanation(&self) -> &Explanation {
+        &self.explanation
+    }
+}

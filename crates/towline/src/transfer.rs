@@ -1,0 +1,521 @@
+//! One request in flight: what was asked, how far it is, how it ended.
+//!
+//! [`Transfer`] is what callers hold; `TransferCore` is what the paths drive; [`state`] is the pure
+//! bookkeeping of both.
+
+pub(crate) mod state;
+
+use std::fmt;
+use std::future::Future;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use crate::layout::Plan;
+use crate::memory::{Dtype, ReduceOp};
+use crate::progress::{self, Timer, TimerId};
+use crate::region::RegionUse;
+use crate::sync::lock;
+use crate::transport::Attachment;
+use crate::wire::AtomicOp;
+use crate::{Error, Kind, Result};
+use state::State;
+
+/// What a transfer does to the remote memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Op {
+    Read,
+    Write,
+    Reduce(ReduceOp, Dtype),
+    Atomic { offset: u64, op: AtomicOp },
+}
+
+impl Op {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Op::Read => "read",
+            Op::Write => "write",
+            Op::Reduce(..) => "reduce_into",
+            Op::Atomic { op: AtomicOp::Add(_), .. } => "fetch_add",
+            Op::Atomic { op: AtomicOp::CompareSwap { .. }, .. } => "compare_swap",
+        }
+    }
+}
+
+/// A counter of the owner that is raised once all bytes are visible.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Signal {
+    pub(crate) offset: u64,
+    pub(crate) add: u64,
+}
+
+/// What the owner learns once all bytes are visible.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct After {
+    pub(crate) signal: Option<Signal>,
+    pub(crate) notify: Option<Vec<u8>>,
+}
+
+impl After {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.signal.is_none() && self.notify.is_none()
+    }
+}
+
+/// How long a transfer may take: without any progress, and in all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// The longest time in which nothing moves.
+    pub no_progress: Duration,
+    /// The longest time for a transfer of no bytes.
+    pub total: Duration,
+    /// The slowest acceptable link, in bytes per second: adds to `total`.
+    pub bytes_per_second: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            no_progress: Duration::from_secs(5),
+            total: Duration::from_secs(30),
+            bytes_per_second: 50_000_000,
+        }
+    }
+}
+
+impl Limits {
+    /// Limits that end everything after that time.
+    pub fn within(total: Duration) -> Limits {
+        Limits { no_progress: total, total, bytes_per_second: u64::MAX }
+    }
+
+    /// The longest time for that many bytes.
+    pub fn total_for(&self, bytes: u64) -> Duration {
+        self.total + Duration::from_secs_f64(bytes as f64 / self.bytes_per_second.max(1) as f64)
+    }
+}
+
+/// Some blocks of a transfer that failed, and why.
+#[derive(Debug, Clone)]
+pub struct BlockFailure {
+    /// The blocks, numbered in the order in which the request named them.
+    pub blocks: Range<u64>,
+    /// Why they failed.
+    pub error: Error,
+}
+
+/// One request in flight: a future, which can also be waited on, polled and cancelled.
+///
+/// Dropping a transfer does not stop it: the memory it touches stays alive until it has ended.
+#[must_use = "a transfer goes on when dropped, but nobody learns how it ended"]
+pub struct Transfer(Repr);
+
+enum Repr {
+    Done(Done),
+    Live(Arc<TransferCore>),
+}
+
+struct Done {
+    path: &'static str,
+    bytes: u64,
+    value: Option<u64>,
+    result: Result<()>,
+    blocks: u64,
+}
+
+impl Transfer {
+    /// A transfer that ended in the call that started it.
+    pub(crate) fn done(
+        path: &'static str,
+        bytes: u64,
+        blocks: u64,
+        value: Option<u64>,
+        result: Result<()>,
+    ) -> Transfer {
+        Transfer(Repr::Done(Done { path, bytes, value, result, blocks }))
+    }
+
+    pub(crate) fn live(core: Arc<TransferCore>) -> Transfer {
+        Transfer(Repr::Live(core))
+    }
+
+    /// The path that the bytes take.
+    pub fn path(&self) -> &'static str {
+        match &self.0 {
+            Repr::Done(done) => done.path,
+            Repr::Live(core) => core.path(),
+        }
+    }
+
+    /// How many bytes were asked for.
+    pub fn bytes(&self) -> u64 {
+        match &self.0 {
+            Repr::Done(done) => done.bytes,
+            Repr::Live(core) => core.plan.bytes(),
+        }
+    }
+
+    /// Whether it has ended, well or not.
+    pub fn is_done(&self) -> bool {
+        match &self.0 {
+            Repr::Done(_) => true,
+            Repr::Live(core) => lock(&core.inner).end().is_some(),
+        }
+    }
+
+    /// How it ended, or `None` while it is in flight.
+    pub fn result(&self) -> Option<Result<()>> {
+        match &self.0 {
+            Repr::Done(done) => Some(done.result.clone()),
+            Repr::Live(core) => lock(&core.inner).end().cloned(),
+        }
+    }
+
+    /// The word that an atomic operation found, once it has ended well.
+    pub fn value(&self) -> Option<u64> {
+        match &self.0 {
+            Repr::Done(done) => done.value,
+            Repr::Live(core) => lock(&core.inner).state.value(),
+        }
+    }
+
+    /// Waits until it has ended. The transfer's own limits bound the wait.
+    pub fn wait(&self) -> Result<()> {
+        match &self.0 {
+            Repr::Done(done) => done.result.clone(),
+            Repr::Live(core) => core.wait(None).unwrap_or_else(|| {
+                Err(Error::new(Kind::Internal, core.op.name(), "the wait ended before the transfer"))
+            }),
+        }
+    }
+
+    /// Waits for at most that long; `None` means that it is still in flight.
+    pub fn wait_for(&self, time: Duration) -> Option<Result<()>> {
+        match &self.0 {
+            Repr::Done(done) => Some(done.result.clone()),
+            Repr::Live(core) => core.wait(Some(Instant::now() + time)),
+        }
+    }
+
+    /// Asks it to stop. It ends with [`Kind::Canceled`] once the local memory is safe to reuse: wait for that.
+    ///
+    /// A transfer that has already ended stays as it ended.
+    pub fn cancel(&self) {
+        if let Repr::Live(core) = &self.0 {
+            core.stop(Error::new(Kind::Canceled, core.op.name(), "cancelled by the caller"));
+        }
+    }
+
+    /// Whether nothing of this transfer can touch the local memory any more.
+    ///
+    /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done).
+    pub fn quiet(&self) -> bool {
+        self.is_done()
+    }
+
+    /// Waits for at most that long until nothing can touch the local memory any more.
+    pub fn wait_quiet(&self, time: Duration) -> bool {
+        self.wait_for(time).is_some()
+    }
+
+    /// The blocks that failed and why; empty when all went well or while it is in flight.
+    pub fn failures(&self) -> Vec<BlockFailure> {
+        match &self.0 {
+            Repr::Done(Done { result: Err(error), blocks, .. }) => {
+                vec![BlockFailure { blocks: 0..*blocks, error: error.clone() }]
+            }
+            Repr::Done(_) => Vec::new(),
+            Repr::Live(core) => {
+                let inner = lock(&core.inner);
+                inner.end().map(|_| inner.state.failures().to_vec()).unwrap_or_default()
+            }
+        }
+    }
+}
+
+impl Future for Transfer {
+    type Output = Result<()>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {
+        match &self.0 {
+            Repr::Done(done) => Poll::Ready(done.result.clone()),
+            Repr::Live(core) => {
+                let mut inner = lock(&core.inner);
+                if let Some(result) = inner.end() {
+                    return Poll::Ready(result.clone());
+                }
+                if !inner.wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+                    inner.wakers.push(cx.waker().clone());
+                }
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transfer")
+            .field("path", &self.path())
+            .field("bytes", &self.bytes())
+            .field("result", &self.result())
+            .finish()
+    }
+}
+
+/// What the paths drive: the request, what it keeps alive, and its state.
+pub(crate) struct TransferCore {
+    pub(crate) id: u64,
+    pub(crate) op: Op,
+    pub(crate) plan: Plan,
+    /// The runs of pieces that the path works in; each reports once.
+    pub(crate) units: Vec<Range<usize>>,
+    /// The local region: kept and pinned until the end.
+    pub(crate) local: Option<RegionUse>,
+    pub(crate) after: After,
+    pub(crate) limits: Limits,
+    attachment: Arc<dyn Attachment>,
+    peer: Arc<str>,
+    stopped: AtomicBool,
+    timer: OnceLock<TimerId>,
+    inner: Mutex<Inner>,
+    ended: Condvar,
+    /// Counts the end in the path's statistics.
+    on_end: Box<dyn Fn(&Result<()>) + Send + Sync>,
+}
+
+struct Inner {
+    state: State,
+    wakers: Vec<Waker>,
+    started: Instant,
+    last_progress: Instant,
+    /// The local memory is no longer pinned: only then do callers learn of the end.
+    released: bool,
+}
+
+impl Inner {
+    fn end(&self) -> Option<&Result<()>> {
+        self.state.ended().filter(|_| self.released)
+    }
+}
+
+/// What a transfer is made of.
+pub(crate) struct Parts {
+    pub(crate) id: u64,
+    pub(crate) op: Op,
+    pub(crate) plan: Plan,
+    pub(crate) local: Option<RegionUse>,
+    pub(crate) after: After,
+    pub(crate) limits: Limits,
+    pub(crate) attachment: Arc<dyn Attachment>,
+    pub(crate) peer: Arc<str>,
+    pub(crate) on_end: Box<dyn Fn(&Result<()>) + Send + Sync>,
+}
+
+impl TransferCore {
+    /// Cuts the plan into the path's units, each of which must report exactly once; the limits run from now.
+    pub(crate) fn begin(parts: Parts) -> Arc<TransferCore> {
+        let now = Instant::now();
+        let (plan, units) = parts.attachment.cut(parts.op, parts.plan);
+        let state = State::new(units.len());
+        let core = Arc::new(TransferCore {
+            id: parts.id,
+            op: parts.op,
+            plan,
+            units,
+            local: parts.local,
+            after: parts.after,
+            limits: parts.limits,
+            attachment: parts.attachment,
+            peer: parts.peer,
+            stopped: AtomicBool::new(false),
+            timer: OnceLock::new(),
+            inner: Mutex::new(Inner {
+                state,
+                wakers: Vec::new(),
+                started: now,
+                last_progress: now,
+                released: false,
+            }),
+            ended: Condvar::new(),
+            on_end: parts.on_end,
+        });
+        core.arm(now);
+        core
+    }
+
+    pub(crate) fn path(&self) -> &'static str {
+        self.attachment.transport().name()
+    }
+
+    /// Whether the paths should stop moving bytes for it.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
+    }
+
+    /// Why it was stopped, for the units that did not run.
+    pub(crate) fn stop_error(&self) -> Error {
+        lock(&self.inner).state.stopping().cloned().unwrap_or_else(|| {
+            Error::new(Kind::Canceled, self.op.name(), "stopped")
+        })
+    }
+
+    /// Some bytes moved.
+    pub(crate) fn progressed(&self, bytes: u64) {
+        let mut inner = lock(&self.inner);
+        inner.state.progressed(bytes);
+        inner.last_progress = Instant::now();
+    }
+
+    /// The word that an atomic operation found.
+    pub(crate) fn set_value(&self, value: u64) {
+        lock(&self.inner).state.set_value(value);
+    }
+
+    /// The blocks that one unit carries.
+    fn blocks_of(&self, unit: usize) -> Range<u64> {
+        let pieces = &self.units[unit];
+        if pieces.is_empty() {
+            return 0..0;
+        }
+        self.plan.blocks_of(pieces.start).start..self.plan.blocks_of(pieces.end - 1).end
+    }
+
+    /// One unit has ended well.
+    pub(crate) fn unit_done(&self) {
+        self.report(|state| state.unit_done());
+    }
+
+    /// One unit has ended; its blocks failed.
+    pub(crate) fn unit_failed(&self, unit: usize, error: Error) {
+        let error = self.dress(error);
+        let blocks = self.blocks_of(unit);
+        self.report(|state| state.unit_failed(blocks, error));
+    }
+
+    /// The address that the pieces' local offsets are relative to.
+    pub(crate) fn local_base(&self) -> *mut u8 {
+        self.local.as_ref().map_or(std::ptr::null_mut(), |local| local.core().addr as *mut u8)
+    }
+
+    /// Stops it: the path makes it quiet, then it ends with that error.
+    pub(crate) fn stop(self: &Arc<Self>, error: Error) {
+        let error = self.dress(error);
+        if !lock(&self.inner).state.stop(error) {
+            return;
+        }
+        self.stopped.store(true, Ordering::Release);
+        self.attachment.stop(self);
+    }
+
+    fn dress(&self, error: Error) -> Error {
+        let error = if error.transport().is_none() { error.on(self.path()) } else { error };
+        let error = if error.peer().is_none() { error.with_peer(&*self.peer) } else { error };
+        error.during(self.op.name())
+    }
+
+    fn report(&self, step: impl FnOnce(&mut State)) {
+        let result = {
+            let mut inner = lock(&self.inner);
+            inner.last_progress = Instant::now();
+            let before = inner.state.ended().is_some();
+            step(&mut inner.state);
+            match inner.state.ended() {
+                Some(result) if !before => result.clone(),
+                _ => return,
+            }
+        };
+        if let Some(local) = &self.local {
+            local.release();
+        }
+        if let (Some(timer), Ok(reactor)) = (self.timer.get(), progress::reactor()) {
+            reactor.cancel(*timer);
+        }
+        (self.on_end)(&result);
+        let wakers = {
+            let mut inner = lock(&self.inner);
+            inner.released = true;
+            std::mem::take(&mut inner.wakers)
+        };
+        self.ended.notify_all();
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    fn wait(&self, until: Option<Instant>) -> Option<Result<()>> {
+        let mut inner = lock(&self.inner);
+        loop {
+            if let Some(result) = inner.end() {
+                return Some(result.clone());
+            }
+            inner = match until {
+                None => self.ended.wait(inner).unwrap_or_else(std::sync::PoisonError::into_inner),
+                Some(until) => {
+                    let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
+                    self.ended
+                        .wait_timeout(inner, left)
+                        .unwrap_or_else(std::sync::PoisonError::into_inner)
+                        .0
+                }
+            };
+        }
+    }
+
+    fn next_check(&self, inner: &Inner) -> Instant {
+        let stalled = inner.last_progress + self.limits.no_progress;
+        let over = inner.started + self.limits.total_for(self.plan.bytes());
+        stalled.min(over)
+    }
+
+    fn arm(self: &Arc<Self>, now: Instant) {
+        let Ok(reactor) = progress::reactor() else { return };
+        let at = self.next_check(&lock(&self.inner)).max(now);
+        let weak = Arc::downgrade(self);
+        let timer: std::sync::Weak<dyn Timer> = weak;
+        let _ = self.timer.set(reactor.at(at, timer, 0));
+    }
+}
+
+impl Timer for TransferCore {
+    fn fired(self: Arc<Self>, key: u64) {
+        let now = Instant::now();
+        let error = {
+            let inner = lock(&self.inner);
+            if inner.state.ended().is_some() {
+                return;
+            }
+            let next = self.next_check(&inner);
+            if now < next {
+                drop(inner);
+                if let Ok(reactor) = progress::reactor() {
+                    let weak = Arc::downgrade(&self);
+                    let timer: std::sync::Weak<dyn Timer> = weak;
+                    reactor.at(next, timer, key);
+                }
+                return;
+            }
+            let stalled = now.duration_since(inner.last_progress);
+            let moved = inner.state.bytes();
+            Error::new(
+                Kind::Timeout,
+                self.op.name(),
+                format!(
+                    "{moved} of {} bytes moved in {:.3} s, nothing in the last {:.3} s",
+                    self.plan.bytes(),
+                    now.duration_since(inner.started).as_secs_f64(),
+                    stalled.as_secs_f64()
+                ),
+            )
+        };
+        self.stop(error);
+    }
+}
+
+/// Serves transfers whose peer may be anywhere: numbers them within this process.
+pub(crate) fn next_id() -> u64 {
+    use std::sync::atomic::AtomicU64;
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}

@@ -1,0 +1,166 @@
+//! How far a transfer is and how it ended: pure bookkeeping without clock or I/O.
+
+use std::ops::Range;
+
+use super::BlockFailure;
+use crate::{Error, Result};
+
+/// The state of one transfer. It ends exactly once, when every unit has reported.
+#[derive(Debug)]
+pub(crate) struct State {
+    pending: usize,
+    bytes: u64,
+    value: Option<u64>,
+    stopping: Option<Error>,
+    failures: Vec<BlockFailure>,
+    ended: Option<Result<()>>,
+}
+
+impl State {
+    /// A transfer that ends when that many units have reported.
+    pub(crate) fn new(units: usize) -> State {
+        State {
+            pending: units.max(1),
+            bytes: 0,
+            value: None,
+            stopping: None,
+            failures: Vec::new(),
+            ended: None,
+        }
+    }
+
+    pub(crate) fn progressed(&mut self, bytes: u64) {
+        self.bytes += bytes;
+    }
+
+    pub(crate) fn set_value(&mut self, value: u64) {
+        self.value = Some(value);
+    }
+
+    pub(crate) fn unit_done(&mut self) {
+        self.unit_over();
+    }
+
+    pub(crate) fn unit_failed(&mut self, blocks: Range<u64>, error: Error) {
+        self.failures.push(BlockFailure { blocks, error });
+        self.unit_over();
+    }
+
+    /// Remembers why it is being stopped; false when it has ended or is stopping already.
+    pub(crate) fn stop(&mut self, error: Error) -> bool {
+        if self.ended.is_some() || self.stopping.is_some() {
+            return false;
+        }
+        self.stopping = Some(error);
+        true
+    }
+
+    fn unit_over(&mut self) {
+        if self.ended.is_some() {
+            return;
+        }
+        self.pending -= 1;
+        if self.pending > 0 {
+            return;
+        }
+        self.failures.sort_by_key(|failure| failure.blocks.start);
+        // A stop that came too late, after every unit went well, does not turn success into failure.
+        self.ended = Some(match (self.failures.first(), &self.stopping) {
+            (None, _) => Ok(()),
+            (Some(_), Some(stopping)) => Err(stopping.clone()),
+            (Some(failure), None) => Err(failure.error.clone()),
+        });
+    }
+
+    pub(crate) fn ended(&self) -> Option<&Result<()>> {
+        self.ended.as_ref()
+    }
+
+    pub(crate) fn stopping(&self) -> Option<&Error> {
+        self.stopping.as_ref()
+    }
+
+    pub(crate) fn failures(&self) -> &[BlockFailure] {
+        &self.failures
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(crate) fn value(&self) -> Option<u64> {
+        self.value
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::Kind;
+    use proptest::prelude::*;
+
+    fn stale() -> Error {
+        Error::new(Kind::Stale, "read", "gone")
+    }
+
+    #[test]
+    fn it_ends_when_the_last_unit_has_reported() {
+        let mut state = State::new(2);
+        state.unit_done();
+        assert!(state.ended().is_none());
+        state.unit_done();
+        assert!(state.ended().unwrap().is_ok());
+    }
+
+    #[test]
+    fn a_failed_unit_names_its_blocks_and_fails_the_whole() {
+        let mut state = State::new(3);
+        state.unit_failed(7..9, stale());
+        state.unit_done();
+        state.unit_failed(1..2, stale());
+        assert_eq!(state.ended().unwrap().as_ref().unwrap_err().kind(), Kind::Stale);
+        let blocks: Vec<_> = state.failures().iter().map(|failure| failure.blocks.clone()).collect();
+        assert_eq!(blocks, [1..2, 7..9]);
+    }
+
+    #[test]
+    fn a_stop_after_all_units_went_well_changes_nothing() {
+        let mut state = State::new(2);
+        state.unit_done();
+        assert!(state.stop(Error::new(Kind::Canceled, "read", "cancelled")));
+        assert!(state.ended().is_none(), "it ends only when quiet");
+        state.unit_done();
+        assert!(state.ended().unwrap().is_ok());
+        assert!(!state.stop(stale()));
+    }
+
+    #[test]
+    fn the_first_reason_to_stop_is_the_one_reported() {
+        let mut state = State::new(1);
+        assert!(state.stop(Error::new(Kind::Timeout, "read", "late")));
+        assert!(!state.stop(Error::new(Kind::Canceled, "read", "cancelled")));
+        state.unit_failed(0..1, stale());
+        assert_eq!(state.ended().unwrap().as_ref().unwrap_err().kind(), Kind::Timeout);
+    }
+
+    proptest! {
+        #[test]
+        fn it_ends_exactly_once_whatever_the_order(units in 1usize..40, script in prop::collection::vec(0u8..3, 0..80)) {
+            let mut state = State::new(units);
+            let mut reported = 0;
+            let mut failed = 0;
+            for step in script.into_iter().chain(std::iter::repeat_n(0, units)) {
+                if reported == units { break; }
+                match step {
+                    0 => { state.unit_done(); reported += 1; }
+                    1 => { state.unit_failed(reported as u64..reported as u64 + 1, stale()); reported += 1; failed += 1; }
+                    _ => { state.stop(Error::new(Kind::Canceled, "read", "cancelled")); }
+                }
+                prop_assert_eq!(state.ended().is_some(), reported == units);
+            }
+            prop_assert_eq!(state.failures().len(), failed);
+            prop_assert_eq!(state.ended().unwrap().is_ok(), failed == 0);
+        }
+    }
+}

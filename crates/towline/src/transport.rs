@@ -1,0 +1,172 @@
+//! The seam: what a way of moving bytes must be able to say and do, and the list of those that exist.
+//!
+//! To add a transport, write one file beside the others and add one word to [`TRANSPORTS`]. The order of the
+//! list is the order of preference.
+//!
+//! # The contract of an attachment
+//! The laws of the test kit carry the same numbers.
+//!
+//! 1. A read that succeeds has filled the whole range with the owner's bytes, and the owner's generation was
+//!    valid from start to end.
+//! 2. A write that succeeds is visible to the owner before its notification or its signal is.
+//! 3. Nothing outside the requested ranges changes, on either side, whatever happens.
+//! 4. Every unit of a transfer reports exactly once; after the last report nothing touches the local memory.
+//! 5. After the owner has deregistered, every access gives `Stale` and moves nothing.
+//! 6. Access outside the grant's range or rights is refused before a byte moves.
+//! 7. `stop` returns at once and the transfer ends soon after: no unit waits for the peer any longer.
+//! 8. A 64-bit atomic is atomic with respect to every other path to the same word.
+
+pub(crate) mod cma;
+pub(crate) mod direct;
+pub(crate) mod inproc;
+pub(crate) mod mapped;
+pub(crate) mod tcp;
+
+use std::fmt;
+use std::ops::{BitOr, Range};
+use std::sync::Arc;
+
+use crate::endpoint::EndpointCore;
+use crate::layout::{Piece, Plan};
+use crate::region::RegionCore;
+use crate::transfer::{After, Op, TransferCore};
+use crate::transport::tcp::GrantHandle;
+use crate::wire::Grant;
+use crate::Result;
+
+/// Every transport, the preferred ones first.
+pub(crate) static TRANSPORTS: [&dyn Transport; 5] =
+    [&inproc::InProc, &mapped::Mapped, &cma::Cma, &tcp::Unix, &tcp::Tcp];
+
+/// What a path can do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Capabilities(u8);
+
+impl Capabilities {
+    /// Reads.
+    pub const READ: Capabilities = Capabilities(1);
+    /// Writes.
+    pub const WRITE: Capabilities = Capabilities(2);
+    /// 64-bit fetch-and-add and compare-and-swap.
+    pub const ATOMIC: Capabilities = Capabilities(4);
+    /// Reductions into the owner's memory.
+    pub const REDUCE: Capabilities = Capabilities(8);
+    /// Counters that are raised after the bytes.
+    pub const SIGNAL: Capabilities = Capabilities(16);
+    /// All of them.
+    pub const ALL: Capabilities = Capabilities(31);
+
+    /// Whether all of `other` are among these.
+    pub fn contains(self, other: Capabilities) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+impl BitOr for Capabilities {
+    type Output = Capabilities;
+
+    fn bitor(self, other: Capabilities) -> Capabilities {
+        Capabilities(self.0 | other.0)
+    }
+}
+
+impl fmt::Debug for Capabilities {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = [
+            (Capabilities::READ, "read"),
+            (Capabilities::WRITE, "write"),
+            (Capabilities::ATOMIC, "atomic"),
+            (Capabilities::REDUCE, "reduce"),
+            (Capabilities::SIGNAL, "signal"),
+        ];
+        let held: Vec<_> = names.iter().filter(|(one, _)| self.contains(*one)).map(|(_, name)| *name).collect();
+        f.write_str(&held.join("+"))
+    }
+}
+
+/// Whether a transport works on this machine at all.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Probe {
+    /// It works; with a remark where one is useful.
+    Works(String),
+    /// It does not work here.
+    Missing {
+        /// Why.
+        reason: String,
+        /// What would mend it.
+        mend: String,
+    },
+}
+
+/// Where a region lives, as seen from the worker that imports it.
+pub(crate) enum Owner<'a> {
+    /// In this process.
+    Here(&'a Arc<RegionCore>),
+    /// In another process, granted over a session.
+    There(&'a Arc<GrantHandle>),
+}
+
+/// What a transport gets to see of a grant before it says yes or no.
+pub(crate) struct Offer<'a> {
+    pub(crate) endpoint: &'a Arc<EndpointCore>,
+    pub(crate) owner: Owner<'a>,
+    pub(crate) grant: &'a Grant,
+}
+
+/// One way of moving bytes.
+pub(crate) trait Transport: Send + Sync {
+    /// The name that users see, require and forbid.
+    fn name(&self) -> &'static str;
+
+    /// What it is, in one line.
+    fn summary(&self) -> &'static str;
+
+    /// Whether it works on this machine. Cost: a few system calls.
+    fn probe(&self) -> Probe;
+
+    /// What it can do.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Whether the owner checks bounds, rights and revocation on every access, so that they hold against a
+    /// compromised peer too; otherwise they hold between cooperating processes.
+    fn enforced(&self) -> bool;
+
+    /// Binds this way to one granted region. The error says why it is not a candidate.
+    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>>;
+}
+
+/// One way of moving bytes, bound to one granted region. Offsets are relative to the grant's range, and the
+/// caller has checked them against the grant's length and rights.
+pub(crate) trait Attachment: Send + Sync {
+    /// The way it belongs to.
+    fn transport(&self) -> &'static dyn Transport;
+
+    /// Runs a small request in the calling thread, where that is the fastest; `None` leaves it to
+    /// [`start`](Self::start). `local` is the address that the pieces' local offsets are relative to.
+    ///
+    /// # Safety
+    /// `local` plus every piece lies in memory that the caller keeps alive and pinned during the call.
+    #[allow(unsafe_code, reason = "the local memory is a raw address, kept alive by the caller")]
+    unsafe fn run_now(
+        &self,
+        op: Op,
+        local: *mut u8,
+        pieces: &[Piece],
+        bytes: u64,
+        after: &After,
+    ) -> Option<Result<Option<u64>>>;
+
+    /// Cuts a plan into the units that this way works in: the plan, its longest pieces cut, and the runs of
+    /// pieces that make up the units. Each unit reports once; a plan without pieces is one unit.
+    fn cut(&self, op: Op, plan: Plan) -> (Plan, Vec<Range<usize>>);
+
+    /// Starts a transfer whose plan went through [`cut`](Self::cut). What follows the bytes (signal, notification)
+    /// is its task too.
+    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>);
+
+    /// Makes a transfer quiet and lets its remaining units report. Never waits for the peer.
+    fn stop(&self, transfer: &Arc<TransferCore>);
+
+    /// Whether it can still be used: the owner is alive as far as is known.
+    fn alive(&self) -> Result<()>;
+}

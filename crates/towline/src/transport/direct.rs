@@ -1,0 +1,166 @@
+//! What the paths that copy by themselves share: who copies, in which portions, and what follows the bytes.
+#![allow(unsafe_code, reason = "passes on raw local addresses that the transfer keeps alive")]
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use super::{Attachment, Transport};
+use crate::layout::{Piece, Plan};
+use crate::progress;
+use crate::transfer::{After, Op, Signal, TransferCore};
+use crate::{Error, Kind, Result};
+
+/// Requests up to this size are copied by the calling thread: waking a worker costs as much as copying a few
+/// hundred KiB, and a pause of this length does not disturb an event loop.
+const INLINE: u64 = 1 << 20;
+
+/// Workers take portions of about this size: small enough that a cancel is quick and that two workers end
+/// together, large enough that the pin and the hand-out do not show.
+const PORTION: u64 = 2 << 20;
+
+/// A path on which this process copies the bytes itself.
+pub(crate) trait Direct: Send + Sync + 'static {
+    fn transport(&self) -> &'static dyn Transport;
+
+    /// Copies the pieces, pinned: either all of them while the region was valid, or an error.
+    ///
+    /// # Safety
+    /// `local` plus every piece's local range is memory that the caller keeps alive and pinned.
+    unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()>;
+
+    /// An atomic operation on a word of the region, where this path can do it.
+    fn atomic(&self, offset: u64, op: crate::wire::AtomicOp) -> Result<u64>;
+
+    /// Raises a counter of the region and wakes who waits for it.
+    fn signal(&self, signal: Signal) -> Result<()>;
+
+    /// Hands the owner a message.
+    fn notify(&self, message: &[u8]) -> Result<()>;
+
+    /// Whether the owner is alive as far as is known.
+    fn alive(&self) -> Result<()>;
+
+    /// What follows the bytes.
+    fn after(&self, after: &After) -> Result<()> {
+        if let Some(signal) = after.signal {
+            self.signal(signal)?;
+        }
+        match &after.notify {
+            Some(message) => self.notify(message),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A direct path bound to a region.
+pub(crate) struct DirectAttachment<D>(pub(crate) Arc<D>);
+
+impl<D: Direct> Attachment for DirectAttachment<D> {
+    fn transport(&self) -> &'static dyn Transport {
+        self.0.transport()
+    }
+
+    unsafe fn run_now(
+        &self,
+        op: Op,
+        local: *mut u8,
+        pieces: &[Piece],
+        bytes: u64,
+        after: &After,
+    ) -> Option<Result<Option<u64>>> {
+        if bytes > INLINE {
+            return None;
+        }
+        let moved = match op {
+            Op::Atomic { offset, op } => self.0.atomic(offset, op).map(Some),
+            _ if pieces.is_empty() => Ok(None),
+            // SAFETY: the caller's obligation is the same.
+            _ => unsafe { self.0.copy(op, local, pieces) }.map(|()| None),
+        };
+        Some(moved.and_then(|value| self.0.after(after).map(|()| value)))
+    }
+
+    fn cut(&self, _op: Op, plan: Plan) -> (Plan, Vec<Range<usize>>) {
+        let plan = plan.cut(PORTION);
+        let mut units: Vec<_> = plan.chunks(PORTION).collect();
+        if units.is_empty() {
+            units.push(0..0);
+        }
+        (plan, units)
+    }
+
+    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
+        let run = Arc::new(Run {
+            direct: Arc::clone(&self.0),
+            transfer: Arc::clone(transfer),
+            next: AtomicUsize::new(0),
+            left: AtomicUsize::new(transfer.units.len()),
+            failed: AtomicBool::new(false),
+        });
+        let pool = progress::pool();
+        let workers = pool.limit().min(transfer.units.len());
+        for worker in 0..workers {
+            let job = Arc::clone(&run);
+            if pool.spawn(Box::new(move || job.work())).is_err() && worker == 0 {
+                // No thread can be made: the caller does the work, late but surely.
+                run.work();
+                return;
+            }
+        }
+    }
+
+    fn stop(&self, _transfer: &Arc<TransferCore>) {
+        // Workers look at the transfer's flag before every portion.
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.0.alive()
+    }
+}
+
+/// One transfer being copied by workers.
+struct Run<D> {
+    direct: Arc<D>,
+    transfer: Arc<TransferCore>,
+    next: AtomicUsize,
+    left: AtomicUsize,
+    failed: AtomicBool,
+}
+
+impl<D: Direct> Run<D> {
+    fn work(&self) {
+        let transfer = &self.transfer;
+        let local = transfer.local_base();
+        loop {
+            let unit = self.next.fetch_add(1, Ordering::Relaxed);
+            let Some(pieces) = transfer.units.get(unit) else { return };
+            let mut outcome = if transfer.is_stopped() {
+                Err(transfer.stop_error())
+            } else {
+                // SAFETY: the transfer holds a use of its local region until its last unit has reported, and the
+                // plan was checked against that region's length.
+                unsafe { self.direct.copy(transfer.op, local, &transfer.plan.pieces()[pieces.clone()]) }
+            };
+            if outcome.is_err() {
+                self.failed.store(true, Ordering::Release);
+            }
+            // The last worker to finish speaks for all: every portion is visible by then.
+            if self.left.fetch_sub(1, Ordering::AcqRel) == 1 && !self.failed.load(Ordering::Acquire) {
+                outcome = self.direct.after(&transfer.after);
+            }
+            match outcome {
+                Ok(()) => {
+                    transfer.progressed(transfer.plan.pieces()[pieces.clone()].iter().map(|one| one.len).sum());
+                    transfer.unit_done();
+                }
+                Err(error) => transfer.unit_failed(unit, error),
+            }
+        }
+    }
+}
+
+/// The error for a word that is not eight aligned bytes.
+pub(crate) fn misaligned(op: &'static str, offset: u64) -> Error {
+    Error::new(Kind::Invalid, op, format!("the word at offset {offset} is not aligned to 8 bytes"))
+}

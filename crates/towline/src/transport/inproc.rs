@@ -1,0 +1,154 @@
+//! Both endpoints live in this process: a plain copy, no system call.
+#![allow(unsafe_code, reason = "copies between registered memory by address")]
+
+use std::sync::Arc;
+
+use super::direct::{Direct, DirectAttachment, misaligned};
+use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
+use crate::identity::Identity;
+use crate::layout::Piece;
+use crate::memory::{Place, bytes, reduce};
+use crate::notify::Notification;
+use crate::region::{RegionCore, raise, stale};
+use crate::transfer::{Op, Signal};
+use crate::wire::AtomicOp;
+use crate::{Error, Kind, Result};
+
+/// The transport between endpoints of one process.
+pub(crate) struct InProc;
+
+impl Transport for InProc {
+    fn name(&self) -> &'static str {
+        "inproc"
+    }
+
+    fn summary(&self) -> &'static str {
+        "the owner is in this process: plain memory copies"
+    }
+
+    fn probe(&self) -> Probe {
+        Probe::Works("always".into())
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::ALL
+    }
+
+    fn enforced(&self) -> bool {
+        // One process is one trust domain; the library checks every access, as an owner would.
+        true
+    }
+
+    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
+        let Owner::Here(region) = offer.owner else {
+            return Err(Error::new(Kind::Unavailable, "import", "the owner is in another process"));
+        };
+        if region.place != Place::Host {
+            return Err(Error::new(Kind::Unsupported, "import", format!("the bytes are on {}", region.place)));
+        }
+        Ok(Arc::new(DirectAttachment(Arc::new(Local {
+            region: Arc::clone(region),
+            offset: offer.grant.offset as usize,
+            from: offer.endpoint.identity().clone(),
+        }))))
+    }
+}
+
+struct Local {
+    region: Arc<RegionCore>,
+    offset: usize,
+    from: Identity,
+}
+
+impl Local {
+    /// Runs while the region is in use, so that its memory stays; fails if it was revoked meanwhile.
+    fn inside<T>(&self, op: &'static str, body: impl FnOnce(*mut u8) -> Result<T>) -> Result<T> {
+        self.region.enter(op)?;
+        let outcome = body((self.region.addr + self.offset) as *mut u8);
+        let revoked = self.region.is_closed();
+        self.region.leave();
+        if revoked { Err(stale(op)) } else { outcome }
+    }
+
+    fn word(&self, op: &'static str, offset: u64) -> Result<()> {
+        if (self.region.addr + self.offset + offset as usize) % 8 != 0 {
+            return Err(misaligned(op, offset));
+        }
+        Ok(())
+    }
+}
+
+impl Direct for Local {
+    fn transport(&self) -> &'static dyn Transport {
+        &InProc
+    }
+
+    unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()> {
+        self.inside(op.name(), |remote| {
+            // SAFETY: `inside` keeps the remote region, the caller keeps the local one; the offsets were checked
+            // against both.
+            unsafe { move_pieces(op, local, remote, pieces) }
+        })
+    }
+
+    fn atomic(&self, offset: u64, op: AtomicOp) -> Result<u64> {
+        self.word("atomic", offset)?;
+        self.inside("atomic", |remote| {
+            // SAFETY: eight aligned bytes within the grant, kept by `inside`.
+            Ok(unsafe { apply_atomic(remote.add(offset as usize), op) })
+        })
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        self.word("signal", signal.offset)?;
+        self.inside("signal", |remote| {
+            // SAFETY: eight aligned bytes within the grant, kept by `inside`.
+            unsafe { raise(remote.add(signal.offset as usize).cast(), signal.add) };
+            Ok(())
+        })
+    }
+
+    fn notify(&self, message: &[u8]) -> Result<()> {
+        let notification = Notification { from: self.from.clone(), message: message.to_vec() };
+        self.region.endpoint.notifications.deliver(notification)
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.region.endpoint.check_open("use")
+    }
+}
+
+/// Moves the pieces between local and remote memory that is mapped here.
+///
+/// # Safety
+/// Both ranges of every piece lie in mapped memory that stays during the call.
+pub(crate) unsafe fn move_pieces(op: Op, local: *mut u8, remote: *mut u8, pieces: &[Piece]) -> Result<()> {
+    for piece in pieces {
+        // SAFETY: the caller's obligation.
+        unsafe {
+            let (near, far) = (local.add(piece.local as usize), remote.add(piece.remote as usize));
+            let len = piece.len as usize;
+            match op {
+                Op::Read => bytes::copy(near, far, len),
+                Op::Write => bytes::copy(far, near, len),
+                Op::Reduce(op, dtype) => reduce::reduce(far, near, len, op, dtype)?,
+                Op::Atomic { .. } => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Performs an atomic operation on a word that is mapped here; returns what it held before.
+///
+/// # Safety
+/// `word` points to eight aligned bytes that stay mapped during the call.
+pub(crate) unsafe fn apply_atomic(word: *mut u8, op: AtomicOp) -> u64 {
+    // SAFETY: the caller's obligation.
+    unsafe {
+        match op {
+            AtomicOp::Add(value) => reduce::fetch_add(word, value),
+            AtomicOp::CompareSwap { expected, new } => reduce::compare_swap(word, expected, new),
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! The owner's shared memory is mapped here: plain copies under a pin, no system call.
+#![allow(unsafe_code, reason = "copies between registered memory by address")]
+
+use std::sync::Arc;
+
+use super::direct::{Direct, DirectAttachment, misaligned};
+use super::inproc::{apply_atomic, move_pieces};
+use super::tcp::GrantHandle;
+use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
+use crate::layout::Piece;
+use crate::memory::{Mapping, SharedStorage};
+use crate::region::raise;
+use crate::transfer::{Op, Signal};
+use crate::wire::AtomicOp;
+use crate::{Access, Error, Kind, Result};
+
+/// The transport over mapped shared memory.
+pub(crate) struct Mapped;
+
+impl Transport for Mapped {
+    fn name(&self) -> &'static str {
+        "mapped"
+    }
+
+    fn summary(&self) -> &'static str {
+        "the owner's shared memory is mapped here: plain memory copies"
+    }
+
+    fn probe(&self) -> Probe {
+        match SharedStorage::new(4096) {
+            Ok(_) => Probe::Works("memfd and sealing work".into()),
+            Err(error) => Probe::Missing {
+                reason: error.to_string(),
+                mend: "allow memfd_create and raise the memory limit of this process".into(),
+            },
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::ALL
+    }
+
+    fn enforced(&self) -> bool {
+        false
+    }
+
+    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
+        let Owner::There(handle) = offer.owner else {
+            return Err(Error::new(Kind::Unavailable, "import", "the owner is in this process"));
+        };
+        handle.local_fence()?;
+        let Some(segment) = &offer.grant.segment else {
+            return Err(Error::new(
+                Kind::Unavailable,
+                "import",
+                "the owner's storage is private memory, not a SharedStorage that could be mapped",
+            ));
+        };
+        let writable = offer.grant.access.contains(Access::WRITE);
+        let mapping = handle.mapping(segment, writable)?;
+        let start = segment.offset.checked_add(offer.grant.offset).filter(|start| {
+            start.checked_add(offer.grant.length).is_some_and(|end| end <= mapping.len() as u64)
+        });
+        let Some(start) = start else {
+            return Err(Error::protocol("import", "the grant reaches beyond the segment"));
+        };
+        Ok(Arc::new(DirectAttachment(Arc::new(Window {
+            handle: Arc::clone(handle),
+            mapping,
+            start: start as usize,
+        }))))
+    }
+}
+
+struct Window {
+    handle: Arc<GrantHandle>,
+    mapping: Arc<Mapping>,
+    start: usize,
+}
+
+impl Window {
+    fn base(&self) -> *mut u8 {
+        self.mapping.ptr().wrapping_add(self.start)
+    }
+
+    fn word(&self, op: &'static str, offset: u64) -> Result<*mut u8> {
+        let word = self.base().wrapping_add(offset as usize);
+        if word.addr() % 8 == 0 { Ok(word) } else { Err(misaligned(op, offset)) }
+    }
+}
+
+impl Direct for Window {
+    fn transport(&self) -> &'static dyn Transport {
+        &Mapped
+    }
+
+    unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()> {
+        self.handle.pinned(op.name(), |_row| {
+            // SAFETY: the mapping is ours and sealed against shrinking; `attach` checked the grant against it and
+            // the caller the pieces against the grant and the local region.
+            unsafe { move_pieces(op, local, self.base(), pieces) }
+        })
+    }
+
+    fn atomic(&self, offset: u64, op: AtomicOp) -> Result<u64> {
+        let word = self.word("atomic", offset)?;
+        // SAFETY: eight aligned bytes within the grant and the mapping.
+        self.handle.pinned("atomic", |_row| Ok(unsafe { apply_atomic(word, op) }))
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        let word = self.word("signal", signal.offset)?;
+        self.handle.pinned("signal", |_row| {
+            // SAFETY: eight aligned bytes within the grant and the mapping.
+            unsafe { raise(word.cast(), signal.add) };
+            Ok(())
+        })
+    }
+
+    fn notify(&self, message: &[u8]) -> Result<()> {
+        self.handle.session().notify(message)
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.handle.session().alive()
+    }
+}
