@@ -127,7 +127,7 @@ impl fmt::Display for Place {
 /// 1. **One allocation.** `addr()..addr() + size()` lies in one valid allocation at `place()`. It does not
 ///    wrap around, `size()` is at most `isize::MAX`, and on the host its provenance is exposed
 ///    ([`pointer::expose_provenance`]) or comes from outside Rust. ([`Place::Disk`] has no addresses:
-///    `addr()` is 0 there and only `size()` counts.)
+///    there `addr()` is an offset into the file, 0 for a whole one.)
 /// 2. **It stays.** The allocation stays mapped at that address, readable and writable, wherever the value
 ///    is moved: the bytes are not stored inline.
 /// 3. **The same answers every time.** `addr`, `size`, `storage_kind`, `place` and `segment` never change.

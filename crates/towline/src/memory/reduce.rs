@@ -426,5 +426,4 @@ unsafe fn each<W: Word>(dst: *mut u8, src: *const u8, len: usize, apply: impl Fn
 }
 
 #[cfg(test)]
-#[path = "reduce/tests.rs"]
 mod tests;

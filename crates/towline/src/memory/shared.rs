@@ -278,6 +278,19 @@ mod tests {
     }
 
     #[test]
+    fn reserved_huge_pages_serve_both_sides_where_the_pool_has_one() {
+        match SharedStorage::options().huge_pages(HugePages::Require).allocate(10_000) {
+            Ok(storage) => {
+                let peer = Mapping::map(handed_over(&storage), 10_000, true).unwrap();
+                storage.write_at(9_999, &[7]).unwrap();
+                // SAFETY: 10,000 bytes are mapped, and nothing else touches them.
+                assert_eq!(unsafe { peer.ptr().add(9_999).read() }, 7);
+            }
+            Err(error) => assert!(matches!(error.kind(), Kind::Exhausted | Kind::Unavailable), "{error}"),
+        }
+    }
+
+    #[test]
     fn trying_huge_pages_always_gives_memory() {
         let storage = SharedStorage::options().huge_pages(HugePages::Try).allocate(5 << 20).unwrap();
         storage.write_at((5 << 20) - 1, &[1]).unwrap();
