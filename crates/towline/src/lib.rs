@@ -5,3 +5,8 @@ pub mod layout;
 pub mod memory;
 
 pub use error::{Error, Kind, Result};
+pub use memory::{
+    Arena, ArenaAllocator, ArenaBuffer, Buffer, Dtype, ExternalStorage, HugePages, MemoryAccess,
+    MemoryDescription, MemoryDescriptor, OffsetBuffer, OffsetView, Place, ReduceOp, SharedStorage, Storage,
+    StorageKind, SystemStorage, create_buffer,
+};

@@ -1,1 +1,56 @@
-//! Storages.
+//! Storages: owned or borrowed bytes that can be registered and reached by other workers.
+//!
+//! | storage | bytes | who can reach them without the owner's help |
+//! | --- | --- | --- |
+//! | [`SystemStorage`] | private anonymous pages | peers of the same user, through the kernel |
+//! | [`SharedStorage`] | a sealed memory file ([`Segment`]) | peers that were handed the file and map it ([`Mapping`]) |
+//! | [`ExternalStorage`] | memory that something else owns | depends on the memory |
+//!
+//! [`Buffer`] is a shared handle to any of them, [`OffsetBuffer`] a checked part of one, and [`Arena`] hands
+//! out pages of one.
+//!
+//! Bytes that a peer may touch are never a Rust reference. [`MemoryAccess`] copies them in and out through
+//! raw pointers; slices exist only where exclusive access is certain ([`SystemStorage::as_mut_slice`]) or
+//! where the caller vouches for it (`unsafe`).
+//!
+//! ```
+//! use towline::memory::{MemoryAccess, MemoryDescription, SharedStorage};
+//! # fn main() -> towline::Result<()> {
+//! let storage = SharedStorage::new(1 << 16)?;
+//! storage.write_at(100, b"keys and values")?;
+//! let mut back = [0; 15];
+//! storage.read_at(100, &mut back)?;
+//! assert_eq!(&back, b"keys and values");
+//! assert_eq!(storage.size(), 1 << 16);
+//! # Ok(())
+//! # }
+//! ```
+
+mod arena;
+mod buffer;
+pub(crate) mod bytes;
+mod description;
+mod external;
+mod limit;
+mod map;
+mod nixl;
+pub(crate) mod reduce;
+mod segment;
+mod shared;
+mod system;
+
+pub use arena::{Arena, ArenaBuffer};
+pub use buffer::{Buffer, OffsetBuffer, create_buffer};
+pub use bytes::MemoryAccess;
+pub use description::{MemoryDescription, Place, Storage, StorageKind};
+pub use external::ExternalStorage;
+pub use map::HugePages;
+pub use nixl::{MemType, NixlDescriptor};
+pub use reduce::{Dtype, ReduceOp};
+pub use segment::{Mapping, Segment, SegmentSlice};
+pub use shared::{SharedOptions, SharedStorage};
+pub use system::{SystemOptions, SystemStorage};
+
+pub use Arena as ArenaAllocator;
+pub use MemoryDescription as MemoryDescriptor;
+pub use OffsetBuffer as OffsetView;

@@ -1,0 +1,192 @@
+//! The copy of the CPU paths, and safe access to the bytes of host storages.
+#![allow(unsafe_code, reason = "copies bytes through raw pointers")]
+
+use std::ffi::{c_int, c_void};
+use std::hint::black_box;
+use std::ptr;
+
+use super::{Place, Storage};
+use crate::{Error, Kind, Result};
+
+/// Copies `len` bytes; the ranges may overlap.
+///
+/// Somebody else may be writing the source or the destination meanwhile: then which bytes arrive is
+/// unspecified, byte by byte, and nothing else is. A copy in Rust would promise the compiler that nobody
+/// interferes; the C library's is machine code that takes what it finds, and calling it through a pointer that
+/// the optimiser cannot see through keeps it that way.
+///
+/// # Safety
+/// `src` is valid for reads and `dst` for writes of `len` bytes for the whole call.
+#[inline]
+pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) {
+    type Memmove = unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> *mut c_void;
+    let memmove: Memmove = black_box(libc::memmove);
+    // BYTES MOVE HERE
+    // SAFETY: both ranges are valid by the caller's promise, and `memmove` allows them to overlap.
+    unsafe { memmove(dst.cast(), src.cast(), len) };
+}
+
+/// Sets `len` bytes to `value`; others may touch them meanwhile, as for [`copy`].
+///
+/// # Safety
+/// `dst` is valid for writes of `len` bytes for the whole call.
+#[inline]
+pub(crate) unsafe fn fill(dst: *mut u8, value: u8, len: usize) {
+    type Memset = unsafe extern "C" fn(*mut c_void, c_int, usize) -> *mut c_void;
+    let memset: Memset = black_box(libc::memset);
+    // SAFETY: the range is valid by the caller's promise.
+    unsafe { memset(dst.cast(), c_int::from(value), len) };
+}
+
+/// Fails with `Invalid` where `len` bytes from `offset` on are not all among the first `size`.
+pub(crate) fn in_bounds(op: &'static str, size: usize, offset: usize, len: usize) -> Result<()> {
+    match offset.checked_add(len) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(Error::invalid(
+            op,
+            format!("{len} bytes at offset {offset} are past the end of {size} bytes"),
+        )),
+    }
+}
+
+/// Copies bytes into and out of any host storage, with bounds checks.
+///
+/// Peers may touch the same bytes at the same time; a copy is then a mixture, byte by byte. Nothing here makes
+/// a reference to them.
+pub trait MemoryAccess: Storage {
+    /// Copies bytes out, from `offset` on.
+    ///
+    /// # Errors
+    /// `Invalid` past the end; `Unsupported` where the CPU cannot reach the bytes.
+    fn read_at(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        let from = host_pointer(self, "read_at", offset, into.len())?;
+        // SAFETY: `host_pointer` checked the range, which is valid while `self` lives (`Storage`, promises 1 and
+        // 2); `into` is an exclusive slice.
+        unsafe { copy(into.as_mut_ptr(), from, into.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes in, from `offset` on.
+    ///
+    /// # Errors
+    /// `Invalid` past the end; `Unsupported` where the CPU cannot reach the bytes.
+    fn write_at(&self, offset: usize, from: &[u8]) -> Result<()> {
+        let into = host_pointer(self, "write_at", offset, from.len())?;
+        // SAFETY: as in `read_at`; that no Rust reference to the destination exists is promise 4 of `Storage`.
+        unsafe { copy(into, from.as_ptr(), from.len()) };
+        Ok(())
+    }
+
+    /// Sets `len` bytes from `offset` on to `value`.
+    ///
+    /// # Errors
+    /// `Invalid` past the end; `Unsupported` where the CPU cannot reach the bytes.
+    fn memset(&self, value: u8, offset: usize, len: usize) -> Result<()> {
+        let into = host_pointer(self, "memset", offset, len)?;
+        // SAFETY: as in `write_at`.
+        unsafe { fill(into, value, len) };
+        Ok(())
+    }
+}
+
+impl<S: Storage + ?Sized> MemoryAccess for S {}
+
+fn host_pointer<S: Storage + ?Sized>(
+    storage: &S,
+    op: &'static str,
+    offset: usize,
+    len: usize,
+) -> Result<*mut u8> {
+    let place = storage.place();
+    if place != Place::Host {
+        return Err(Error::new(Kind::Unsupported, op, format!("the CPU cannot reach bytes on {place}")));
+    }
+    in_bounds(op, storage.size(), offset, len)?;
+    Ok(ptr::with_exposed_provenance_mut(storage.addr() + offset))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::memory::{MemoryDescription, SharedStorage, SystemStorage, create_buffer};
+
+    #[test]
+    fn access_past_the_end_is_invalid_and_writes_nothing() {
+        let storage = SystemStorage::new(10).unwrap();
+        for offset in [8, 11, usize::MAX] {
+            assert_eq!(storage.write_at(offset, &[1, 2, 3]).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(storage.read_at(offset, &mut [0; 3]).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(storage.memset(1, offset, 3).unwrap_err().kind(), Kind::Invalid);
+        }
+        let mut all = [9; 10];
+        storage.read_at(0, &mut all).unwrap();
+        assert_eq!(all, [0; 10]);
+        storage.read_at(10, &mut []).unwrap();
+    }
+
+    #[test]
+    fn access_works_through_shared_handles_and_trait_objects() {
+        let buffer = create_buffer(SharedStorage::new(10).unwrap());
+        buffer.write_at(3, &[4]).unwrap();
+        let storage: &dyn Storage = &*buffer;
+        let mut byte = [0];
+        storage.read_at(3, &mut byte).unwrap();
+        assert_eq!(byte, [4]);
+    }
+
+    #[test]
+    fn overlapping_ranges_copy_as_if_through_a_third_place() {
+        let storage = SystemStorage::new(8).unwrap();
+        storage.write_at(0, &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+        // SAFETY: both ranges lie inside the storage.
+        unsafe { copy(storage.as_ptr().add(2), storage.as_ptr(), 6) };
+        let mut all = [0; 8];
+        storage.read_at(0, &mut all).unwrap();
+        assert_eq!(all, [1, 2, 1, 2, 3, 4, 5, 6]);
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Write(usize, Vec<u8>),
+        Fill(u8, usize, usize),
+        Read(usize, usize),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            (0..300usize, prop::collection::vec(any::<u8>(), 0..120))
+                .prop_map(|(at, data)| Step::Write(at, data)),
+            (any::<u8>(), 0..300usize, 0..120usize).prop_map(|(value, at, len)| Step::Fill(value, at, len)),
+            (0..300usize, 0..120usize).prop_map(|(at, len)| Step::Read(at, len)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_storage_behaves_like_a_vector(steps in prop::collection::vec(step(), 0..40)) {
+            let storage = SystemStorage::new(256).unwrap();
+            let mut model = vec![0u8; storage.size()];
+            for step in steps {
+                match step {
+                    Step::Write(at, data) => {
+                        let expected = model.get_mut(at..at + data.len()).map(|part| part.copy_from_slice(&data));
+                        prop_assert_eq!(storage.write_at(at, &data).is_ok(), expected.is_some());
+                    }
+                    Step::Fill(value, at, len) => {
+                        let expected = model.get_mut(at..at + len).map(|part| part.fill(value));
+                        prop_assert_eq!(storage.memset(value, at, len).is_ok(), expected.is_some());
+                    }
+                    Step::Read(at, len) => {
+                        let mut data = vec![0; len];
+                        let read = storage.read_at(at, &mut data).ok().map(|()| &data[..]);
+                        prop_assert_eq!(read, model.get(at..at + len));
+                    }
+                }
+            }
+        }
+    }
+}

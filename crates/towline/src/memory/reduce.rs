@@ -1,0 +1,429 @@
+//! Element-wise reductions and atomics on memory that several processes share.
+#![allow(unsafe_code, reason = "updates shared memory through atomics")]
+
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
+
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+
+use super::bytes;
+use crate::{Error, Result};
+
+/// How two elements become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReduceOp {
+    /// Their sum; integers wrap around.
+    Sum,
+    /// Their product; integers wrap around.
+    Prod,
+    /// The smaller one. A NaN on either side gives a NaN, and -0 is smaller than +0.
+    Min,
+    /// The larger one. A NaN on either side gives a NaN, and +0 is larger than -0.
+    Max,
+}
+
+impl ReduceOp {
+    /// Every operation, in the order of the codes.
+    pub const ALL: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max];
+
+    /// The name, as `FromStr` takes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Prod => "prod",
+            ReduceOp::Min => "min",
+            ReduceOp::Max => "max",
+        }
+    }
+
+    /// The number on the wire.
+    pub fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The operation with that number on the wire.
+    pub fn from_code(code: u8) -> Option<ReduceOp> {
+        ReduceOp::ALL.get(usize::from(code)).copied()
+    }
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ReduceOp {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<ReduceOp> {
+        ReduceOp::ALL
+            .into_iter()
+            .find(|op| op.name() == name)
+            .ok_or_else(|| Error::invalid("parse", format!("no reduction is called {name:?}")))
+    }
+}
+
+/// The type of an element.
+///
+/// ```
+/// use towline::memory::Dtype;
+/// assert_eq!("bf16".parse::<Dtype>()?, Dtype::Bf16);
+/// assert_eq!("float32".parse::<Dtype>()?.size(), 4);
+/// # Ok::<(), towline::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// Unsigned, 8 bits.
+    U8,
+    /// Signed, 8 bits.
+    I8,
+    /// Unsigned, 32 bits.
+    U32,
+    /// Signed, 32 bits.
+    I32,
+    /// Unsigned, 64 bits.
+    U64,
+    /// Signed, 64 bits.
+    I64,
+    /// IEEE half precision; reduced in single precision and rounded back each time.
+    F16,
+    /// The upper half of single precision; reduced in single precision and rounded back each time.
+    Bf16,
+    /// IEEE single precision.
+    F32,
+    /// IEEE double precision.
+    F64,
+}
+
+impl Dtype {
+    /// Every type, in the order of the codes.
+    pub const ALL: [Dtype; 10] = [
+        Dtype::U8,
+        Dtype::I8,
+        Dtype::U32,
+        Dtype::I32,
+        Dtype::U64,
+        Dtype::I64,
+        Dtype::F16,
+        Dtype::Bf16,
+        Dtype::F32,
+        Dtype::F64,
+    ];
+
+    /// The bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            Dtype::U8 | Dtype::I8 => 1,
+            Dtype::F16 | Dtype::Bf16 => 2,
+            Dtype::U32 | Dtype::I32 | Dtype::F32 => 4,
+            Dtype::U64 | Dtype::I64 | Dtype::F64 => 8,
+        }
+    }
+
+    /// The name: a letter and the bits.
+    pub fn name(self) -> &'static str {
+        self.names().0
+    }
+
+    /// The short name and the one that array libraries use; `FromStr` takes both.
+    fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Dtype::U8 => ("u8", "uint8"),
+            Dtype::I8 => ("i8", "int8"),
+            Dtype::U32 => ("u32", "uint32"),
+            Dtype::I32 => ("i32", "int32"),
+            Dtype::U64 => ("u64", "uint64"),
+            Dtype::I64 => ("i64", "int64"),
+            Dtype::F16 => ("f16", "float16"),
+            Dtype::Bf16 => ("bf16", "bfloat16"),
+            Dtype::F32 => ("f32", "float32"),
+            Dtype::F64 => ("f64", "float64"),
+        }
+    }
+
+    /// The number on the wire.
+    pub fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The type with that number on the wire.
+    pub fn from_code(code: u8) -> Option<Dtype> {
+        Dtype::ALL.get(usize::from(code)).copied()
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Dtype {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Dtype> {
+        Dtype::ALL
+            .into_iter()
+            .find(|dtype| dtype.names().0 == name || dtype.names().1 == name)
+            .ok_or_else(|| Error::invalid("parse", format!("no element type is called {name:?}")))
+    }
+}
+
+/// Reduces `len` bytes of elements into the destination: `dst[i] = op(dst[i], src[i])`.
+///
+/// Each destination element is updated atomically, so that several peers and the owner can reduce into one span
+/// at once and no contribution is lost. The elements of one call become visible in no particular order; whoever
+/// announces the reduction afterwards announces all of it. The source may lie anywhere; one that others write
+/// meanwhile, or that overlaps the destination, gives a mixture.
+///
+/// # Errors
+/// `Invalid` where the destination is not aligned to the element, or the length is not a whole number of them.
+///
+/// # Safety
+/// `src` is valid for reads and `dst` for reads and writes of `len` bytes for the whole call, and no Rust
+/// reference to the destination's bytes is alive.
+#[allow(dead_code, reason = "the paths between workers call it")]
+pub(crate) unsafe fn reduce(
+    dst: *mut u8,
+    src: *const u8,
+    len: usize,
+    op: ReduceOp,
+    dtype: Dtype,
+) -> Result<()> {
+    let size = dtype.size();
+    if !dst.addr().is_multiple_of(size) || !len.is_multiple_of(size) {
+        return Err(Error::invalid(
+            "reduce",
+            format!("{len} bytes at {:#x} are not whole, aligned elements of {size} bytes", dst.addr()),
+        ));
+    }
+    // SAFETY: the caller's promise, and the checks above: whole elements at aligned addresses.
+    unsafe {
+        match dtype {
+            Dtype::U8 => reduce_as::<u8>(dst, src, len, op),
+            Dtype::I8 => reduce_as::<i8>(dst, src, len, op),
+            Dtype::U32 => reduce_as::<u32>(dst, src, len, op),
+            Dtype::I32 => reduce_as::<i32>(dst, src, len, op),
+            Dtype::U64 => reduce_as::<u64>(dst, src, len, op),
+            Dtype::I64 => reduce_as::<i64>(dst, src, len, op),
+            Dtype::F16 => reduce_as::<f16>(dst, src, len, op),
+            Dtype::Bf16 => reduce_as::<bf16>(dst, src, len, op),
+            Dtype::F32 => reduce_as::<f32>(dst, src, len, op),
+            Dtype::F64 => reduce_as::<f64>(dst, src, len, op),
+        }
+    }
+    // One barrier for all elements, so that a later relaxed store cannot become visible before them.
+    fence(Ordering::Release);
+    Ok(())
+}
+
+/// Adds to the 64-bit number at `addr`, wrapping around, and answers with what was there.
+///
+/// # Safety
+/// `addr` is aligned to 8, valid for reads and writes of 8 bytes, and no Rust reference to them is alive.
+#[allow(dead_code, reason = "the paths between workers call it")]
+pub(crate) unsafe fn fetch_add(addr: *mut u8, v: u64) -> u64 {
+    // SAFETY: the caller's promise.
+    unsafe { AtomicU64::from_ptr(addr.cast()) }.fetch_add(v, Ordering::SeqCst)
+}
+
+/// Stores `new` in the 64-bit number at `addr` if it is `expected`, and answers with what was there.
+///
+/// # Safety
+/// `addr` is aligned to 8, valid for reads and writes of 8 bytes, and no Rust reference to them is alive.
+#[allow(dead_code, reason = "the paths between workers call it")]
+pub(crate) unsafe fn compare_swap(addr: *mut u8, expected: u64, new: u64) -> u64 {
+    // SAFETY: the caller's promise.
+    let cell = unsafe { AtomicU64::from_ptr(addr.cast()) };
+    match cell.compare_exchange(expected, new, Ordering::SeqCst, Ordering::SeqCst) {
+        Ok(before) | Err(before) => before,
+    }
+}
+
+/// The unsigned integer that holds an element's bits in an atomic.
+trait Word: Copy {
+    /// Replaces the word by `change` of it, whatever others do meanwhile.
+    ///
+    /// # Safety
+    /// `at` is aligned to the word and valid for reads and writes of it.
+    unsafe fn update(at: *mut Self, change: impl Fn(Self) -> Self);
+
+    /// Adds to the word, wrapping around.
+    ///
+    /// # Safety
+    /// As for `update`.
+    unsafe fn add(at: *mut Self, more: Self);
+}
+
+macro_rules! word {
+    ($($word:ty, $atomic:ty;)*) => {$(
+        impl Word for $word {
+            #[inline(always)]
+            unsafe fn update(at: *mut $word, change: impl Fn($word) -> $word) {
+                // SAFETY: the caller's promise.
+                let cell = unsafe { <$atomic>::from_ptr(at) };
+                let mut seen = cell.load(Ordering::Relaxed);
+                loop {
+                    let wanted = change(seen);
+                    if wanted == seen {
+                        return;
+                    }
+                    match cell.compare_exchange_weak(seen, wanted, Ordering::Relaxed, Ordering::Relaxed) {
+                        Ok(_) => return,
+                        Err(now) => seen = now,
+                    }
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn add(at: *mut $word, more: $word) {
+                // SAFETY: the caller's promise.
+                unsafe { <$atomic>::from_ptr(at) }.fetch_add(more, Ordering::Relaxed);
+            }
+        }
+    )*};
+}
+
+word! { u8, AtomicU8; u16, AtomicU16; u32, AtomicU32; u64, AtomicU64; }
+
+/// An element, as arithmetic on its bits.
+trait Element {
+    type Bits: Word;
+    /// Whether the sum is the wrapping sum of the bits, for which there is one instruction.
+    const ADDS_BITS: bool;
+    fn sum(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    fn prod(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    fn min(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    fn max(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+}
+
+macro_rules! integer {
+    ($($type:ty, $bits:ty;)*) => {$(
+        impl Element for $type {
+            type Bits = $bits;
+            const ADDS_BITS: bool = true;
+
+            #[inline(always)]
+            fn sum(a: $bits, b: $bits) -> $bits {
+                a.wrapping_add(b)
+            }
+
+            #[inline(always)]
+            fn prod(a: $bits, b: $bits) -> $bits {
+                a.wrapping_mul(b)
+            }
+
+            #[inline(always)]
+            fn min(a: $bits, b: $bits) -> $bits {
+                (a as $type).min(b as $type) as $bits
+            }
+
+            #[inline(always)]
+            fn max(a: $bits, b: $bits) -> $bits {
+                (a as $type).max(b as $type) as $bits
+            }
+        }
+    )*};
+}
+
+integer! { u8, u8; i8, u8; u32, u32; i32, u32; u64, u64; i64, u64; }
+
+macro_rules! float {
+    ($($type:ty, $bits:ty, $wide:ty, $widen:expr, $narrow:expr;)*) => {$(
+        impl Element for $type {
+            type Bits = $bits;
+            const ADDS_BITS: bool = false;
+
+            #[inline(always)]
+            fn sum(a: $bits, b: $bits) -> $bits {
+                let wide: $wide = $widen(a) + $widen(b);
+                $narrow(wide)
+            }
+
+            #[inline(always)]
+            fn prod(a: $bits, b: $bits) -> $bits {
+                let wide: $wide = $widen(a) * $widen(b);
+                $narrow(wide)
+            }
+
+            #[inline(always)]
+            fn min(a: $bits, b: $bits) -> $bits {
+                let (x, y): ($wide, $wide) = ($widen(a), $widen(b));
+                if x < y || x.is_nan() || (x == y && x.is_sign_negative()) { a } else { b }
+            }
+
+            #[inline(always)]
+            fn max(a: $bits, b: $bits) -> $bits {
+                let (x, y): ($wide, $wide) = ($widen(a), $widen(b));
+                if x > y || x.is_nan() || (x == y && x.is_sign_positive()) { a } else { b }
+            }
+        }
+    )*};
+}
+
+float! {
+    f16, u16, f32, |bits| f16::from_bits(bits).to_f32(), |wide| f16::from_f32(wide).to_bits();
+    bf16, u16, f32, |bits| bf16::from_bits(bits).to_f32(), |wide| bf16::from_f32(wide).to_bits();
+    f32, u32, f32, f32::from_bits, f32::to_bits;
+    f64, u64, f64, f64::from_bits, f64::to_bits;
+}
+
+/// Reduces whole elements.
+///
+/// # Safety
+/// As for [`reduce`]; moreover `dst` is aligned to the element and `len` a multiple of its size.
+unsafe fn reduce_as<E: Element>(dst: *mut u8, src: *const u8, len: usize, op: ReduceOp) {
+    // SAFETY: each arm passes the caller's promise on.
+    unsafe {
+        match op {
+            ReduceOp::Sum if E::ADDS_BITS => {
+                each::<E::Bits>(dst, src, len, |at, value| E::Bits::add(at, value))
+            }
+            ReduceOp::Sum => each::<E::Bits>(dst, src, len, |at, b| E::Bits::update(at, |a| E::sum(a, b))),
+            ReduceOp::Prod => each::<E::Bits>(dst, src, len, |at, b| E::Bits::update(at, |a| E::prod(a, b))),
+            ReduceOp::Min => each::<E::Bits>(dst, src, len, |at, b| E::Bits::update(at, |a| E::min(a, b))),
+            ReduceOp::Max => each::<E::Bits>(dst, src, len, |at, b| E::Bits::update(at, |a| E::max(a, b))),
+        }
+    }
+}
+
+/// Small enough to stay in the nearest cache, large enough to hide the call of the copy.
+const CHUNK: usize = 4096;
+
+#[repr(align(8))]
+struct Chunk(MaybeUninit<[u8; CHUNK]>);
+
+/// Calls `apply` with each destination word and the source word of the same position.
+///
+/// # Safety
+/// As for [`reduce_as`]; `apply` is called with pointers to aligned words of the destination.
+#[inline(always)]
+unsafe fn each<W: Word>(dst: *mut u8, src: *const u8, len: usize, apply: impl Fn(*mut W, W)) {
+    // The source may be unaligned, and others may be writing it: a private copy is neither.
+    let mut chunk = Chunk(MaybeUninit::uninit());
+    let words = chunk.0.as_mut_ptr().cast::<W>();
+    let mut done = 0;
+    while done < len {
+        let step = CHUNK.min(len - done);
+        // BYTES MOVE HERE
+        // SAFETY: `done + step` is at most `len`, for which the caller vouches, and `step` at most the chunk;
+        // the chunk is aligned to every word, and its first `step` bytes are written before they are read.
+        unsafe {
+            bytes::copy(words.cast(), src.add(done), step);
+            let target = dst.add(done).cast::<W>();
+            for index in 0..step / size_of::<W>() {
+                apply(target.add(index), words.add(index).read());
+            }
+        }
+        done += step;
+    }
+}
+
+#[cfg(test)]
+mod tests;

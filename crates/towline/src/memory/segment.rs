@@ -1,0 +1,249 @@
+//! Sealed memory files: the owner's side ([`Segment`]) and a peer's ([`Mapping`]).
+
+use std::fs;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::Advice;
+use rustix::process::Resource;
+
+use super::limit;
+use super::map::{self, HugePages, Map};
+use crate::{Error, Kind, Result};
+
+/// A sealed memory file with the owner's mapping of it; peers that are handed the file map the same pages.
+///
+/// Its space is reserved when it is made and its length is sealed, so that no access to a mapping of it can
+/// fault later on, on either side.
+#[derive(Debug)]
+pub struct Segment {
+    id: u64,
+    len: usize,
+    file: OwnedFd,
+    map: Map,
+}
+
+/// Says where in a segment a storage starts.
+#[derive(Debug, Clone)]
+pub struct SegmentSlice {
+    /// The segment that holds the bytes.
+    pub segment: Arc<Segment>,
+    /// How far from its start the bytes begin.
+    pub offset: usize,
+}
+
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+
+impl Segment {
+    /// Makes a segment of at least `len` bytes.
+    pub(super) fn create(len: usize, huge: HugePages) -> Result<Arc<Segment>> {
+        map::not_empty(len)?;
+        let file = memory_file(huge)?;
+        let unit = page_size_of(&file)?;
+        let size = map::round_up(len, unit)?;
+        if huge != HugePages::Require {
+            limit::has_room_for(size)?;
+        }
+        within_file_size_limit(size)?;
+        let full = |error| no_space(len, huge, error);
+        rustix::fs::ftruncate(&file, size as u64).map_err(full)?;
+        let map = Map::of_file("allocate", file.as_fd(), size, unit, true).map_err(|error| {
+            if huge == HugePages::Require && error.kind() == Kind::Exhausted {
+                map::pool_exhausted(len)
+            } else {
+                error
+            }
+        })?;
+        if huge == HugePages::Try {
+            populate(&map, size);
+        }
+        reserve(&file, size, unit).map_err(full)?;
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(|error| Error::os("allocate", "fcntl(F_ADD_SEALS)", error))?;
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(Segment { id, len: size, file, map }))
+    }
+
+    /// The number of the segment, used once in the life of the process.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The length in bytes: what was asked for, rounded up to whole pages.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no byte in it, which never happens.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The file, to be handed to peers.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// The first byte of the owner's mapping.
+    pub fn ptr(&self) -> *mut u8 {
+        self.map.ptr()
+    }
+}
+
+/// Opens an empty memory file that can be sealed and never executed.
+fn memory_file(huge: HugePages) -> Result<OwnedFd> {
+    let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    if huge == HugePages::Require {
+        flags |= MemfdFlags::HUGETLB;
+    }
+    let opened = match rustix::fs::memfd_create("towline", flags | MemfdFlags::NOEXEC_SEAL) {
+        // Kernels before 6.3 do not know the flag.
+        Err(Errno::INVAL) => rustix::fs::memfd_create("towline", flags),
+        opened => opened,
+    };
+    opened.map_err(|error| match error {
+        Errno::INVAL | Errno::NODEV | Errno::NOENT | Errno::NOSYS | Errno::OPNOTSUPP
+            if huge == HugePages::Require =>
+        {
+            map::pool_missing()
+        }
+        error => Error::os("allocate", "memfd_create", error),
+    })
+}
+
+fn page_size_of(file: &OwnedFd) -> Result<usize> {
+    let stat = rustix::fs::fstat(file).map_err(|error| Error::os("map", "fstat", error))?;
+    let unit = usize::try_from(stat.st_blksize).unwrap_or(0);
+    Ok(if unit.is_power_of_two() { unit.max(map::page_size()) } else { map::page_size() })
+}
+
+/// Fails where the length is past `RLIMIT_FSIZE`: the kernel would end the process by a signal.
+fn within_file_size_limit(size: usize) -> Result<()> {
+    match rustix::process::getrlimit(Resource::Fsize).current {
+        Some(limit) if limit < size as u64 => Err(Error::new(
+            Kind::Exhausted,
+            "allocate",
+            format!("{size} bytes are past the process's file size limit of {limit} (RLIMIT_FSIZE)"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Touches the pages through an advised mapping where that is what gets them huge.
+///
+/// Best effort: `reserve` afterwards takes every page that is still missing, and says so if it cannot.
+fn populate(map: &Map, size: usize) {
+    let policy = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+    if !policy.contains("[advise]") || map.advise(size, Advice::LinuxHugepage).is_err() {
+        return;
+    }
+    let mut offset = 0;
+    while offset < size {
+        let step = (64 << 20).min(size - offset);
+        if let Err(error) = map.advise_part(offset, step, Advice::LinuxPopulateWrite) {
+            tracing::debug!(%error, "pages of a segment were not populated");
+            return;
+        }
+        offset += step;
+    }
+}
+
+/// Takes all pages of the file now, so that none can be missing later.
+fn reserve(file: &OwnedFd, size: usize, unit: usize) -> Result<(), Errno> {
+    // A signal undoes the whole call, so a large reservation under a profiler's timer would never end: small
+    // steps, and smaller ones after each interruption, always get on.
+    let mut step = unit.max(4 << 20);
+    let mut offset = 0;
+    while offset < size {
+        let len = step.min(size - offset);
+        match rustix::fs::fallocate(file, FallocateFlags::empty(), offset as u64, len as u64) {
+            Ok(()) => offset += len,
+            Err(Errno::INTR) => step = (step / 2).max(unit),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn no_space(len: usize, huge: HugePages, error: Errno) -> Error {
+    match error {
+        Errno::NOSPC | Errno::NOMEM if huge == HugePages::Require => map::pool_exhausted(len),
+        Errno::NOSPC | Errno::NOMEM | Errno::FBIG => Error::new(
+            Kind::Exhausted,
+            "allocate",
+            format!("the system has no room for {len} bytes of shared memory"),
+        )
+        .caused_by(std::io::Error::from(error)),
+        error => Error::os("allocate", "fallocate", error),
+    }
+}
+
+/// A peer's segment, mapped here; unmapped on drop.
+///
+/// The peer's bytes: nothing but raw pointers, and no reliance on what they contain.
+#[derive(Debug)]
+pub struct Mapping {
+    map: Map,
+    len: usize,
+    writable: bool,
+}
+
+impl Mapping {
+    /// Maps the first `expected_len` bytes of a memory file that a peer handed over.
+    ///
+    /// The file is checked first: unless its length is sealed against shrinking, the peer could later take the
+    /// pages away and have the kernel end this process. The descriptor is closed in any case.
+    ///
+    /// What is left to trust: a peer can still punch holes into its own file. In ordinary memory a hole reads
+    /// as zeros; in reserved huge pages it faults when the pool is empty.
+    ///
+    /// # Errors
+    /// `Invalid` for length 0; `Protocol` where the file is no sealed memory file or is too short;
+    /// `PermissionDenied` where it does not allow writing; `Exhausted` without address space.
+    pub fn map(fd: OwnedFd, expected_len: usize, writable: bool) -> Result<Mapping> {
+        if expected_len == 0 {
+            return Err(Error::invalid("map", "a mapping needs at least one byte"));
+        }
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|error| match error {
+            Errno::INVAL => Error::protocol("map", "the peer's file is not a memory file that can be sealed"),
+            error => Error::os("map", "fcntl(F_GET_SEALS)", error),
+        })?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(Error::protocol("map", "the peer's memory file can still shrink: it is not sealed"));
+        }
+        let stat = rustix::fs::fstat(&fd).map_err(|error| Error::os("map", "fstat", error))?;
+        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        if size < expected_len as u64 {
+            return Err(Error::protocol(
+                "map",
+                format!("the peer's memory file has {size} bytes where {expected_len} were announced"),
+            ));
+        }
+        let unit = page_size_of(&fd)?;
+        let map = Map::of_file("map", fd.as_fd(), expected_len, unit, writable)?;
+        Ok(Mapping { map, len: expected_len, writable })
+    }
+
+    /// The first byte.
+    pub fn ptr(&self) -> *mut u8 {
+        self.map.ptr()
+    }
+
+    /// The number of bytes that may be touched.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no byte in it, which never happens.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether the bytes may be written.
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+}
