@@ -117,9 +117,10 @@ run_tests() {
   logged "$@" || status=$?
   read -r ok bad ignored < <(awk '/^test result:/ { ok += $4; bad += $6; ignored += $8 }
     END { print ok + 0, bad + 0, ignored + 0 }' "$log")
+  # On one core the harness has already begun the line with the test's name.
   while IFS= read -r line; do
-    skips+=("${line#SKIPPED }")
-  done < <(grep '^SKIPPED ' "$log" | sort -u)
+    skips+=("$line")
+  done < <(sed -nE 's/^(test .* \.\.\. )?SKIPPED //p' "$log" | sort -u)
   if ((ignored > 0)); then
     skips+=("$step: $ignored ignored tests")
   fi
