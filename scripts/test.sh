@@ -24,6 +24,7 @@ mkdir -p "$logs"
 
 passed=0
 failed=0
+skipped=0 # beyond one for each line of skips
 skips=()
 summary=()
 
@@ -122,7 +123,8 @@ run_tests() {
     skips+=("$line")
   done < <(sed -nE 's/^(test .* \.\.\. )?SKIPPED //p' "$log" | sort -u)
   if ((ignored > 0)); then
-    skips+=("$step: $ignored ignored tests")
+    skips+=("$step: $ignored tests are marked ignored")
+    skipped=$((skipped + ignored - 1))
   fi
   passed=$((passed + ok))
   if ((status != 0 || bad > 0)); then
@@ -184,5 +186,5 @@ printf '%s\n' "${summary[@]}"
 for line in ${skips[@]+"${skips[@]}"}; do
   echo "SKIPPED $line"
 done
-echo "$passed passed, $failed failed, ${#skips[@]} skipped"
+echo "$passed passed, $failed failed, $((skipped + ${#skips[@]})) skipped"
 ((failed == 0))
