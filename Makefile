@@ -1,0 +1,59 @@
+CARGO ?= cargo
+CARGO_TARGET_DIR ?= target
+FUZZ_SECONDS ?= 60
+towline = $(CARGO_TARGET_DIR)/release/towline
+
+.PHONY: help demo test lint test-unit test-loom test-forced-tcp bench fuzz fmt clean-tools
+
+help:
+	@echo "make demo             build the command and let two workers move memory"
+	@echo "make test             everything that must pass before a change goes in"
+	@echo "make lint             only the checks that run no test"
+	@echo "make test-unit        only the tests of the workspace"
+	@echo "make test-loom        only the memory-ordering tests, under loom"
+	@echo "make test-forced-tcp  the laws again, with every other path forbidden"
+	@echo "make bench            measure each path beside its limit"
+	@echo "make fuzz             fuzz each decoder for FUZZ_SECONDS ($(FUZZ_SECONDS)) each"
+	@echo "make fmt              format the code"
+	@echo "make clean-tools      remove the tools that make lint installed in .tools and .venv"
+
+demo:
+	$(CARGO) build --release -p towline-cli
+	$(towline) demo
+
+test:
+	scripts/test.sh
+
+lint:
+	scripts/test.sh fmt clippy doc decisions deny typos aarch64
+
+test-unit:
+	scripts/test.sh workspace
+
+test-loom:
+	scripts/test.sh loom
+
+# TOWLINE_TEST_FORCE=tcp cargo test -p towline-testkit --test laws
+test-forced-tcp:
+	scripts/test.sh forced-tcp
+
+bench:
+	$(CARGO) build --release -p towline-cli
+	$(towline) bench
+
+fuzz:
+	@$(CARGO) +nightly fuzz --version >/dev/null 2>&1 || { \
+		echo "make fuzz needs a nightly toolchain and cargo-fuzz:"; \
+		echo "  rustup toolchain install nightly && cargo install cargo-fuzz"; \
+		exit 1; }
+	@targets=$$($(CARGO) +nightly fuzz list) || exit 1; \
+	[ -n "$$targets" ] || { echo "there are no fuzz targets"; exit 1; }; \
+	for target in $$targets; do \
+		$(CARGO) +nightly fuzz run $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; \
+	done
+
+fmt:
+	$(CARGO) fmt --all
+
+clean-tools:
+	rm -rf .tools .venv

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Checks that every decision has the form that docs/decisions/README.md asks for and stands in its index.
+set -euo pipefail
+cd "$(dirname "$0")/../docs/decisions"
+
+bad=0
+complain() {
+  echo "docs/decisions/$1: $2"
+  bad=1
+}
+
+shopt -s nullglob
+for page in *.md; do
+  [[ $page != README.md ]] || continue
+  [[ $page =~ ^[0-9]{4}-[a-z0-9-]+\.md$ ]] || complain "$page" "the name is not NNNN-title.md"
+  grep -qE '^Date: [0-9]{4}-[0-9]{2}-[0-9]{2}$' "$page" || complain "$page" "there is no line 'Date: YYYY-MM-DD'"
+  grep -qE '^Status: (accepted|superseded by \[[0-9]{4}\]\(.+\.md\))$' "$page" ||
+    complain "$page" "there is no line 'Status: accepted' or 'Status: superseded by [NNNN](page.md)'"
+  grep -qF "($page)" README.md || complain "$page" "it is not in the index in README.md"
+done
+while IFS= read -r page; do
+  [[ -e $page ]] || complain README.md "the index names $page, which does not exist"
+done < <(grep -oE '\([0-9]{4}-[a-z0-9-]+\.md\)' README.md | tr -d '()')
+numbers=$(printf '%s\n' [0-9]*.md | cut -c1-4 | sort | uniq -d)
+[[ -z $numbers ]] || complain README.md "these numbers are used twice: $numbers"
+exit "$bad"

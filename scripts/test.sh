@@ -1,0 +1,190 @@
+#!/usr/bin/env bash
+# Runs the checks and tests named on the command line, or all of them, and counts what happened.
+#
+#   scripts/test.sh                  everything
+#   scripts/test.sh clippy loom      only these steps
+#
+# All steps run, also after a failure. A step that cannot run here is skipped with its reason; name it in
+# TOWLINE_REQUIRE (a comma-separated list, or `all`) to make that a failure. Tests say on a line of their own
+# `SKIPPED name: reason` when the machine lacks what they need; those are counted too. A test step in which
+# no test ran fails. The last line is `N passed, M failed, K skipped`, where a check counts as one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp)
+cargo_deny_version=0.20
+typos_version=1.51.1
+arm=aarch64-unknown-linux-gnu
+
+# The totals are read from the output, which must therefore be plain text.
+export CARGO_TERM_COLOR=never
+target_dir=${CARGO_TARGET_DIR:-target}
+logs=$target_dir/test-logs
+mkdir -p "$logs"
+
+passed=0
+failed=0
+skipped=0 # beyond one for each line of skips
+skips=()
+summary=()
+
+# ---- the steps -------------------------------------------------------------------------------------------
+
+step_fmt() { check cargo fmt --all --check; }
+
+step_clippy() { check cargo clippy --workspace --all-targets -- -D warnings; }
+
+step_doc() {
+  RUSTDOCFLAGS="-D warnings -D rustdoc::broken_intra_doc_links" check cargo doc --workspace --no-deps
+}
+
+step_decisions() { check scripts/check-decisions.sh; }
+
+# The advisory database is left out: it needs the network, and it can fail a change that did nothing wrong.
+step_deny() {
+  local deny
+  if command -v cargo-deny >/dev/null; then
+    deny=cargo-deny
+  else
+    deny=.tools/bin/cargo-deny
+    if [[ ! -x $deny ]] && ! cargo install cargo-deny --version "^$cargo_deny_version" --locked --root .tools; then
+      skip cargo-deny "it is not installed, and 'cargo install cargo-deny' failed"
+      return
+    fi
+  fi
+  check "$deny" --locked check licenses bans sources
+}
+
+step_typos() {
+  local typos=.venv/bin/typos
+  if command -v typos >/dev/null; then
+    typos=typos
+  elif [[ ! -x $typos ]]; then
+    if ! command -v python3 >/dev/null; then
+      skip typos "it is not installed, and there is no python3 to install it with"
+      return
+    elif ! install_typos; then
+      skip typos "it is not installed, and 'pip install typos' into .venv failed"
+      return
+    fi
+  fi
+  check "$typos"
+}
+
+install_typos() {
+  [[ -x .venv/bin/pip ]] || python3 -m venv .venv || return 1
+  .venv/bin/pip install --quiet --disable-pip-version-check "typos==$typos_version"
+}
+
+step_aarch64() {
+  local std
+  std=$(rustc --print target-libdir --target "$arm") || std=
+  if [[ ! -d $std ]]; then
+    skip "aarch64 check" "the target's standard library is not installed (rustup target add $arm)"
+    return
+  fi
+  check cargo check --target "$arm" --workspace
+}
+
+step_workspace() { run_tests cargo test --workspace --no-fail-fast; }
+
+# A directory of its own: the flag changes every crate, and sharing one would rebuild the world each time.
+# Without link-time optimization, since loom spends its time in the tests' own code.
+step_loom() {
+  RUSTFLAGS="${RUSTFLAGS:-} --cfg loom" CARGO_TARGET_DIR=$target_dir/loom CARGO_PROFILE_RELEASE_LTO=off \
+    run_tests cargo test -p towline --release --lib loom --no-fail-fast
+}
+
+step_forced-tcp() {
+  TOWLINE_TEST_FORCE=tcp run_tests cargo test -p towline-testkit --test laws --no-fail-fast
+}
+
+# ---- the counting ----------------------------------------------------------------------------------------
+
+# Runs a command that passes or fails as a whole.
+check() {
+  if logged "$@"; then
+    passed=$((passed + 1))
+    report passed
+  else
+    failed=$((failed + 1))
+    report "FAILED: $*"
+  fi
+}
+
+# Runs tests and adds up their own totals.
+run_tests() {
+  local status=0 ok bad ignored line
+  logged "$@" || status=$?
+  read -r ok bad ignored < <(awk '/^test result:/ { ok += $4; bad += $6; ignored += $8 }
+    END { print ok + 0, bad + 0, ignored + 0 }' "$log")
+  # On one core the harness has already begun the line with the test's name.
+  while IFS= read -r line; do
+    skips+=("$line")
+  done < <(sed -nE 's/^(test .* \.\.\. )?SKIPPED //p' "$log" | sort -u)
+  if ((ignored > 0)); then
+    skips+=("$step: $ignored tests are marked ignored")
+    skipped=$((skipped + ignored - 1))
+  fi
+  passed=$((passed + ok))
+  if ((status != 0 || bad > 0)); then
+    # A build that broke has no totals of its own.
+    failed=$((failed + (bad > 0 ? bad : 1)))
+    report "FAILED: $ok tests passed, $bad failed: $*"
+  elif ((ok == 0)); then
+    failed=$((failed + 1))
+    report "FAILED: no test ran: $*"
+  else
+    report "$ok tests passed"
+  fi
+}
+
+# Notes that the step cannot run here, or fails it where it was required.
+skip() {
+  local name=$1 reason=$2
+  if required "$step"; then
+    failed=$((failed + 1))
+    report "FAILED: required, but $reason"
+  else
+    echo "SKIPPED $name: $reason"
+    skips+=("$name: $reason")
+    report skipped
+  fi
+}
+
+required() { [[ ",${TOWLINE_REQUIRE:-}," == *",$1,"* || ",${TOWLINE_REQUIRE:-}," == *",all,"* ]]; }
+
+logged() {
+  echo "+ $*"
+  "$@" 2>&1 | tee "$log"
+}
+
+report() { summary+=("$(printf '%-11s %4ds  %s' "$step" "$((SECONDS - began))" "$1")"); }
+
+# ---- the run ---------------------------------------------------------------------------------------------
+
+steps=("$@")
+((${#steps[@]} > 0)) || steps=("${all_steps[@]}")
+for step in "${steps[@]}"; do
+  if ! declare -F "step_$step" >/dev/null; then
+    echo "there is no step '$step'; there are: ${all_steps[*]}" >&2
+    exit 2
+  fi
+done
+
+for step in "${steps[@]}"; do
+  echo
+  echo "== $step"
+  began=$SECONDS
+  log=$logs/$step.log
+  "step_$step"
+done
+
+echo
+echo "== summary (logs in $logs)"
+printf '%s\n' "${summary[@]}"
+for line in ${skips[@]+"${skips[@]}"}; do
+  echo "SKIPPED $line"
+done
+echo "$passed passed, $failed failed, $((skipped + ${#skips[@]})) skipped"
+((failed == 0))
