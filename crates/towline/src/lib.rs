@@ -1,12 +1,58 @@
 //! Registered memory and one-sided transfers between inference workers.
+//!
+//! Describe bytes once, register them, hand another worker a small [`Ticket`], and it reads or writes them at the
+//! speed of the link in between.
+//!
+//! ```
+//! use towline::{Access, Endpoint, SharedStorage, SystemStorage};
+//!
+//! // One worker owns the bytes and hands out a ticket.
+//! let prefill = Endpoint::open("prefill")?;
+//! let cache = prefill.register(SharedStorage::new(1 << 20)?, Access::READ)?;
+//! let ticket: String = cache.ticket()?.to_string();
+//!
+//! // Another one, usually in another process, reads them.
+//! let decode = Endpoint::open("decode")?;
+//! let remote = decode.import(&ticket.parse()?)?;
+//! let target = decode.register(SystemStorage::new(1 << 20)?, Access::NONE)?;
+//! let transfer = decode.read(&remote, &target).notify("taken").start()?;
+//! transfer.wait()?;                                   // or: transfer.await
+//! println!("{} bytes over {}", transfer.bytes(), transfer.path());
+//! # Ok::<(), towline::Error>(())
+//! ```
 
+mod access;
+mod endpoint;
 mod error;
+mod fence;
+mod fork;
+mod identity;
 pub mod layout;
 pub mod memory;
+mod notify;
+mod progress;
+mod region;
+mod route;
+mod sync;
+pub mod ticket;
+mod transfer;
+mod transport;
+#[doc(hidden)]
+pub mod wire;
 
+pub use access::Access;
+pub use endpoint::{Endpoint, EndpointOptions, PathStats, Remote, Request, Stats};
 pub use error::{Error, Kind, Result};
+pub use identity::{EndpointId, Identity, Incarnation};
+pub use layout::{Dim, Indices, Layout};
 pub use memory::{
     Arena, ArenaAllocator, ArenaBuffer, Buffer, Dtype, ExternalStorage, HugePages, MemoryAccess,
     MemoryDescription, MemoryDescriptor, OffsetBuffer, OffsetView, Place, ReduceOp, SharedStorage, Storage,
     StorageKind, SystemStorage, create_buffer,
 };
+pub use notify::{MAX_MESSAGE, NextNotification, Notification};
+pub use region::{RegisterError, Registered, RegisteredView, Span, StillPinned};
+pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
+pub use ticket::{Narrow, Reach, Ticket};
+pub use transfer::{BlockFailure, Limits, Transfer};
+pub use transport::{Capabilities, PathInfo, Probe, paths};

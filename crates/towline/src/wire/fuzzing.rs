@@ -1,0 +1,1 @@
+//! The entry functions of the fuzz targets.

@@ -1,0 +1,206 @@
+//! The bodies that turn tickets into grants.
+
+use super::WireError;
+use super::codec::{Reader, put_counted, put_layout, put_option, put_place, put_u16, put_u32, put_u64};
+use crate::layout::Layout;
+use crate::memory::Place;
+use crate::ticket::MAX_TICKET;
+use crate::{Access, Result};
+
+/// The most tickets in one [`Import`], and answers in one [`Granted`].
+pub const MAX_ITEMS: usize = 1024;
+
+// Room that is taken before any item was read: enough for the usual batch, and far below 64 KiB.
+const FIRST_ROOM: usize = 64;
+
+/// A ticket without its tag, and the proof that its sender has the tag.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImportItem {
+    /// The ticket's public bytes.
+    pub ticket: Vec<u8>,
+    /// The proof over the connection's challenge.
+    pub proof: [u8; 32],
+}
+
+/// Tickets to be turned into grants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Import {
+    /// The tickets; at most [`MAX_ITEMS`], and no more than fit a body.
+    pub items: Vec<ImportItem>,
+}
+
+impl Import {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        put_count(out, self.items.len());
+        for item in &self.items {
+            put_counted(out, &item.ticket);
+            out.extend_from_slice(&item.proof);
+        }
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<Import> {
+        let mut reader = Reader::new("import", body);
+        let items = take_items(&mut reader, 2 + 32, |reader| {
+            Ok(ImportItem { ticket: reader.counted(MAX_TICKET)?.to_vec(), proof: reader.array()? })
+        })?;
+        reader.finish()?;
+        Ok(Import { items })
+    }
+}
+
+/// The shared memory that a region lies in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SegmentRef {
+    /// The segment's number at its owner.
+    pub id: u64,
+    /// The segment's length.
+    pub len: u64,
+    /// Where the region starts in it.
+    pub offset: u64,
+    /// Whether its descriptor rides with this frame.
+    pub attached: bool,
+}
+
+/// The owner's answer to a ticket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grant {
+    /// The number by which later frames on this link name the grant.
+    pub handle: u32,
+    /// The region's row in the owner's table.
+    pub row: u32,
+    /// The row's generation.
+    pub generation: u64,
+    /// Where the granted range starts in the region.
+    pub offset: u64,
+    /// How long it is.
+    pub length: u64,
+    /// What may be done.
+    pub access: Access,
+    /// Where the region lives.
+    pub place: Place,
+    /// The region's layout.
+    pub layout: Option<Layout>,
+    /// The shared memory that it lies in, on one host.
+    pub segment: Option<SegmentRef>,
+}
+
+impl Grant {
+    fn put(&self, out: &mut Vec<u8>) {
+        put_u32(out, self.handle);
+        put_u32(out, self.row);
+        put_u64(out, self.generation);
+        put_u64(out, self.offset);
+        put_u64(out, self.length);
+        out.push(self.access.bits());
+        put_place(out, self.place);
+        put_option(out, self.layout.as_ref(), put_layout);
+        put_option(out, self.segment, |out, segment| {
+            put_u64(out, segment.id);
+            put_u64(out, segment.len);
+            put_u64(out, segment.offset);
+            out.push(u8::from(segment.attached));
+        });
+    }
+
+    fn take(reader: &mut Reader<'_>) -> Result<Grant> {
+        let grant = Grant {
+            handle: reader.u32()?,
+            row: reader.u32()?,
+            generation: reader.u64()?,
+            offset: reader.u64()?,
+            length: reader.u64()?,
+            access: reader.access()?,
+            place: reader.place()?,
+            layout: reader.option(Reader::layout)?,
+            segment: reader.option(|reader| {
+                Ok(SegmentRef {
+                    id: reader.u64()?,
+                    len: reader.u64()?,
+                    offset: reader.u64()?,
+                    attached: reader.bool()?,
+                })
+            })?,
+        };
+        let Some(end) = grant.offset.checked_add(grant.length) else {
+            return Err(reader.bad("the grant's range has no end"));
+        };
+        // The region lies at `segment.offset`, so the granted range must end inside the segment.
+        if let Some(segment) = grant.segment
+            && segment.offset.checked_add(end).is_none_or(|end| end > segment.len)
+        {
+            return Err(reader.bad("the grant's range is not inside its segment"));
+        }
+        Ok(grant)
+    }
+}
+
+/// The answers to an [`Import`], in its order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Granted {
+    /// A grant or the reason why not, for each ticket.
+    pub items: Vec<Result<Grant, WireError>>,
+}
+
+impl Granted {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        put_count(out, self.items.len());
+        for item in &self.items {
+            WireError::put_outcome(out, item, |out, grant| grant.put(out));
+        }
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<Granted> {
+        let mut reader = Reader::new("granted", body);
+        // The shortest item is an error without a message.
+        let items =
+            take_items(&mut reader, 1 + 1 + 2, |reader| WireError::take_outcome(reader, Grant::take))?;
+        reader.finish()?;
+        Ok(Granted { items })
+    }
+}
+
+/// A grant is no longer needed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Release {
+    /// The grant.
+    pub handle: u32,
+}
+
+impl Release {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        put_u32(out, self.handle);
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<Release> {
+        let mut reader = Reader::new("release", body);
+        let handle = reader.u32()?;
+        reader.finish()?;
+        Ok(Release { handle })
+    }
+}
+
+fn put_count(out: &mut Vec<u8>, count: usize) {
+    put_u16(out, u16::try_from(count).unwrap_or(u16::MAX));
+}
+
+fn take_items<'a, T>(
+    reader: &mut Reader<'a>,
+    shortest: usize,
+    mut take: impl FnMut(&mut Reader<'a>) -> Result<T>,
+) -> Result<Vec<T>> {
+    let count = usize::from(reader.u16()?);
+    if count > MAX_ITEMS || count * shortest > reader.remaining() {
+        return Err(reader.bad(format!("{count} items are more than fit")));
+    }
+    let mut items = Vec::with_capacity(count.min(FIRST_ROOM));
+    for _ in 0..count {
+        items.push(take(reader)?);
+    }
+    Ok(items)
+}
