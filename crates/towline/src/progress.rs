@@ -1,0 +1,84 @@
+//! Who waits: per process, started on first use and asleep when idle, one epoll thread and one copy pool.
+//!
+//! [`reactor`] waits for descriptors and for moments in time, on the thread `towline-io`. [`pool`] runs
+//! what takes long (copies, blocking waits) on threads `towline-copy-N`, of which an idle process has none.
+//! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
+//! a process in which nothing happens makes no system call.
+
+mod pool;
+mod reactor;
+pub(crate) mod socket;
+mod timers;
+
+use std::any::Any;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, JoinHandle};
+
+pub(crate) use pool::{Job, Pool, Refused};
+pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
+pub(crate) use timers::{Timer, TimerId};
+
+use crate::error::{Error, Result};
+use crate::fork;
+
+static REACTOR: OnceLock<Arc<Reactor>> = OnceLock::new();
+static STARTING: Mutex<()> = Mutex::new(());
+static POOL: OnceLock<Pool> = OnceLock::new();
+
+/// The process's event loop; the first call starts its thread.
+///
+/// Errors: `Unavailable` in a forked child; `Exhausted` without descriptors or threads (a later call tries again).
+pub(crate) fn reactor() -> Result<&'static Reactor> {
+    fork::guard("start the event loop")?;
+    if let Some(reactor) = REACTOR.get() {
+        return Ok(reactor);
+    }
+    let _one_starts_it = lock(&STARTING);
+    if let Some(reactor) = REACTOR.get() {
+        return Ok(reactor);
+    }
+    let started = Reactor::start("towline-io")?;
+    Ok(REACTOR.get_or_init(|| started))
+}
+
+/// The process's copy pool; it has no thread until a job comes.
+pub(crate) fn pool() -> &'static Pool {
+    POOL.get_or_init(|| Pool::new("towline-copy", pool::limit()))
+}
+
+/// Starts a library thread, which takes no signal that the program may want on a thread of its own.
+///
+/// A Python program counts on SIGINT interrupting its main thread, so the library's threads must not be
+/// the ones that receive it. Faults stay unblocked: they belong to the thread that causes them.
+pub(crate) fn start_thread(name: String, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    thread::Builder::new().name(name).spawn(move || {
+        reactor::block_signals();
+        body();
+    })
+}
+
+/// What is logged about a caught panic: its message, where it has one.
+fn panic_message(payload: Box<dyn Any + Send>) -> String {
+    match payload.downcast::<String>() {
+        Ok(message) => *message,
+        Err(payload) => match payload.downcast::<&'static str>() {
+            Ok(message) => (*message).to_owned(),
+            Err(payload) => {
+                // A payload of an unknown type may panic when it is dropped, outside of any catch.
+                std::mem::forget(payload);
+                "no message".to_owned()
+            }
+        },
+    }
+}
+
+/// Locks; a panic elsewhere does not poison, since every holder leaves its data consistent.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An `Exhausted` error where a thread cannot be started, whatever errno says.
+fn no_thread(op: &'static str, error: io::Error) -> Error {
+    Error::new(crate::Kind::Exhausted, op, format!("cannot start a thread: {error}")).caused_by(error)
+}

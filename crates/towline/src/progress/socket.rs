@@ -1,0 +1,582 @@
+//! The nonblocking stream socket that the stream transport stands on: TCP, or Unix with descriptors.
+//!
+//! No call here blocks, but for [`Socket::wait_readable`] and [`Socket::wait_writable`], which have a limit.
+//! Each call is one system call (repeated after EINTR) and may move less than was asked for.
+#![allow(
+    unsafe_code,
+    reason = "hands raw parts of registered memory to sendmsg and recvmsg; reads SO_PEERPIDFD"
+)]
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::{self, MaybeUninit, offset_of};
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
+    sockopt,
+};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::error::{Error, Kind, Result};
+use crate::fork;
+
+/// Descriptors in one message: the kernel's SCM_MAX_FD.
+pub(crate) const MAX_FILES: usize = 253;
+
+/// Parts in one system call: the kernel's UIO_MAXIOV. What is beyond is left for the next call.
+pub(crate) const MAX_PARTS: usize = 1024;
+
+/// Connections that may wait to be accepted on a TCP listener; the kernel cuts it to its own limit.
+const TCP_BACKLOG: i32 = 1024;
+
+/// Failed connections skipped in one `accept` before the caller's other work gets its turn.
+const MAX_ABORTED: usize = 64;
+
+/// A nonblocking, close-on-exec stream socket, connected or listening.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    fd: OwnedFd,
+    family: Family,
+}
+
+/// Which kind of stream it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Family {
+    /// Between hosts, or over loopback.
+    Tcp,
+    /// On one host; passes descriptors and knows the peer's credentials.
+    Unix,
+}
+
+/// Who connected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PeerAddr {
+    /// Somebody at that address.
+    Tcp(SocketAddr),
+    /// Somebody on this host: see [`Socket::peer_credentials`].
+    Unix,
+}
+
+/// A peer's identity when it connected, in this process's pid and user namespaces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ucred {
+    /// Its process; 0 where that is invisible from this pid namespace.
+    pub(crate) pid: i32,
+    /// Its effective user.
+    pub(crate) uid: u32,
+    /// Its effective group.
+    pub(crate) gid: u32,
+}
+
+/// What a connection is for, as far as its buffers are concerned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// Small messages.
+    Control,
+    /// Payload.
+    Bulk,
+}
+
+/// What a send did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Sent {
+    /// That many bytes, and all of the descriptors, are on their way.
+    Bytes(usize),
+    /// Nothing: there is no room.
+    WouldBlock,
+}
+
+/// What a receive did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Received {
+    /// That many bytes came.
+    Bytes(usize),
+    /// Nothing: there is nothing yet.
+    WouldBlock,
+    /// The peer will send no more.
+    Eof,
+}
+
+/// A part of memory to send from, which is never a Rust slice.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RawPart {
+    /// Where it starts.
+    pub(crate) ptr: *const u8,
+    /// Its length in bytes.
+    pub(crate) len: usize,
+}
+
+/// A part of memory to receive into, which is never a Rust slice.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RawPartMut {
+    /// Where it starts.
+    pub(crate) ptr: *mut u8,
+    /// Its length in bytes.
+    pub(crate) len: usize,
+}
+
+// The kernel reads the parts as they are, so they must lie as iovecs do.
+const _: () = {
+    assert!(mem::size_of::<RawPart>() == mem::size_of::<libc::iovec>());
+    assert!(mem::size_of::<RawPartMut>() == mem::size_of::<libc::iovec>());
+    assert!(mem::align_of::<RawPart>() == mem::align_of::<libc::iovec>());
+    assert!(mem::align_of::<RawPartMut>() == mem::align_of::<libc::iovec>());
+    assert!(offset_of!(RawPart, ptr) == offset_of!(libc::iovec, iov_base));
+    assert!(offset_of!(RawPart, len) == offset_of!(libc::iovec, iov_len));
+    assert!(offset_of!(RawPartMut, ptr) == offset_of!(libc::iovec, iov_base));
+    assert!(offset_of!(RawPartMut, len) == offset_of!(libc::iovec, iov_len));
+};
+
+impl Socket {
+    /// Connects to an abstract Unix name. It is connected on return.
+    ///
+    /// Errors: `Disconnected` where nobody listens, `Exhausted` where the listener's backlog is full.
+    pub(crate) fn connect_unix_abstract(name: &[u8]) -> Result<Socket> {
+        const OP: &str = "connect";
+        let address = abstract_address(OP, name)?;
+        let socket = Socket::new(OP, Family::Unix, AddressFamily::UNIX)?;
+        rustix::io::retry_on_intr(|| net::connect(&socket.fd, &address))
+            .map_err(|e| failed(OP, "connect", e))?;
+        Ok(socket)
+    }
+
+    /// Starts to connect to a TCP address; once it is writable, [`Socket::finish_connect`] tells the outcome.
+    pub(crate) fn connect_tcp(address: SocketAddr) -> Result<Socket> {
+        const OP: &str = "connect";
+        let socket = Socket::new(OP, Family::Tcp, family_of(&address))?;
+        match net::connect(&socket.fd, &address) {
+            // An interrupted nonblocking connect goes on by itself.
+            Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(socket),
+            Err(error) => Err(failed(OP, "connect", error)),
+        }
+    }
+
+    /// Whether the connection stands; false while it is still being made, an error where it cannot be.
+    pub(crate) fn finish_connect(&self) -> Result<bool> {
+        const OP: &str = "connect";
+        sockopt::socket_error(&self.fd)
+            .map_err(|e| failed(OP, "getsockopt", e))?
+            .map_err(|e| failed(OP, "connect", e))?;
+        if self.family == Family::Unix {
+            return Ok(true);
+        }
+        let peer = match net::getpeername(&self.fd) {
+            Ok(peer) => peer,
+            Err(Errno::NOTCONN) => return Ok(false),
+            Err(error) => return Err(failed(OP, "getpeername", error)),
+        };
+        // Towards a dead listener on this host the kernel may pick the very port it connects to, and TCP then
+        // connects the socket to itself.
+        if peer == Some(net::getsockname(&self.fd).map_err(|e| failed(OP, "getsockname", e))?) {
+            return Err(Error::new(Kind::Disconnected, OP, "nobody listens at this address"));
+        }
+        Ok(true)
+    }
+
+    /// Listens at an abstract Unix name, which goes away with the socket.
+    pub(crate) fn listen_unix_abstract(name: &[u8], backlog: i32) -> Result<Socket> {
+        const OP: &str = "listen";
+        let address = abstract_address(OP, name)?;
+        let socket = Socket::new(OP, Family::Unix, AddressFamily::UNIX)?;
+        net::bind(&socket.fd, &address).map_err(|e| failed(OP, "bind", e))?;
+        net::listen(&socket.fd, backlog).map_err(|e| failed(OP, "listen", e))?;
+        Ok(socket)
+    }
+
+    /// Listens at a TCP address (port 0: see [`Socket::local_addr`]); an IPv6 one takes IPv6 only.
+    pub(crate) fn listen_tcp(address: SocketAddr) -> Result<Socket> {
+        const OP: &str = "listen";
+        let socket = Socket::new(OP, Family::Tcp, family_of(&address))?;
+        sockopt::set_socket_reuseaddr(&socket.fd, true).map_err(|e| failed(OP, "setsockopt", e))?;
+        if address.is_ipv6() {
+            sockopt::set_ipv6_v6only(&socket.fd, true).map_err(|e| failed(OP, "setsockopt", e))?;
+        }
+        net::bind(&socket.fd, &address).map_err(|e| failed(OP, "bind", e))?;
+        net::listen(&socket.fd, TCP_BACKLOG).map_err(|e| failed(OP, "listen", e))?;
+        Ok(socket)
+    }
+
+    /// Takes the next connection, `None` where nobody waits.
+    ///
+    /// `Exhausted`: no descriptor or memory is left and the connection still waits, so a listener that stays
+    /// readable would spin: stop watching it for a while.
+    pub(crate) fn accept(&self) -> Result<Option<(Socket, PeerAddr)>> {
+        const OP: &str = "accept";
+        for _ in 0..MAX_ABORTED {
+            let (fd, address) =
+                match net::acceptfrom_with(&self.fd, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC) {
+                    Ok(accepted) => accepted,
+                    Err(Errno::AGAIN) => return Ok(None),
+                    // accept(2): errors of the waiting connection itself are reported here and use it up.
+                    Err(
+                        Errno::INTR
+                        | Errno::CONNABORTED
+                        | Errno::PERM
+                        | Errno::PROTO
+                        | Errno::NETDOWN
+                        | Errno::NOPROTOOPT
+                        | Errno::HOSTDOWN
+                        | Errno::NONET
+                        | Errno::HOSTUNREACH
+                        | Errno::NETUNREACH,
+                    ) => continue,
+                    Err(error) => return Err(failed(OP, "accept4", error)),
+                };
+            let socket = Socket { fd, family: self.family };
+            let peer = match self.family {
+                Family::Unix => PeerAddr::Unix,
+                Family::Tcp => match address.map(SocketAddr::try_from) {
+                    Some(Ok(address)) => PeerAddr::Tcp(address),
+                    // Reset between its coming and our taking it.
+                    _ => continue,
+                },
+            };
+            return Ok(Some((socket, peer)));
+        }
+        Ok(None)
+    }
+
+    /// Which kind of stream it is.
+    pub(crate) fn family(&self) -> Family {
+        self.family
+    }
+
+    /// The TCP address of this side.
+    pub(crate) fn local_addr(&self) -> Result<SocketAddr> {
+        const OP: &str = "local address";
+        let address = net::getsockname(&self.fd).map_err(|e| failed(OP, "getsockname", e))?;
+        SocketAddr::try_from(address).map_err(|_| Error::invalid(OP, "not a TCP socket"))
+    }
+
+    /// Who was at the other end when the connection was made.
+    pub(crate) fn peer_credentials(&self) -> Result<Ucred> {
+        const OP: &str = "peer credentials";
+        // rustix's type has a pid that cannot be zero, but a process of an outer pid namespace has none here.
+        let ucred: libc::ucred = self.option(OP, libc::SO_PEERCRED)?;
+        Ok(Ucred { pid: ucred.pid, uid: ucred.uid, gid: ucred.gid })
+    }
+
+    /// A pidfd of the process that made the connection.
+    ///
+    /// `Disconnected` where that process is gone. Before Linux 6.5 it is opened by pid, and the connection
+    /// is looked at again afterwards: while the peer holds it, its pid has not been given to another.
+    pub(crate) fn peer_pidfd(&self) -> Result<OwnedFd> {
+        const OP: &str = "peer process";
+        match self.option::<libc::c_int>(OP, libc::SO_PEERPIDFD) {
+            // SAFETY: the kernel has just made this descriptor for us and nobody else knows its number.
+            Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+            Ok(_) => Err(Error::new(Kind::Unavailable, OP, "the kernel gave no descriptor")),
+            Err(error) if error.kind() == Kind::Native => self.peer_pidfd_by_pid(),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn peer_pidfd_by_pid(&self) -> Result<OwnedFd> {
+        const OP: &str = "peer process";
+        let pid = Pid::from_raw(self.peer_credentials()?.pid).filter(|pid| pid.as_raw_nonzero().get() > 0);
+        let pid = pid.ok_or_else(|| {
+            Error::new(
+                Kind::Unavailable,
+                OP,
+                "the peer is in another pid namespace and cannot be seen from here",
+            )
+        })?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Error::os(OP, "pidfd_open", e))?;
+        if self.poll(PollFlags::RDHUP, Duration::ZERO)?.intersects(PollFlags::HUP | PollFlags::RDHUP) {
+            return Err(Error::new(Kind::Disconnected, OP, "the peer has closed the connection"));
+        }
+        Ok(pidfd)
+    }
+
+    /// Reads a socket-level option of a plain C type.
+    fn option<T: Plain>(&self, op: &'static str, option: libc::c_int) -> Result<T> {
+        let mut value = MaybeUninit::<T>::zeroed();
+        let mut length = mem::size_of::<T>() as libc::socklen_t;
+        // SAFETY: `value` is valid for `length` bytes, and both outlive the call.
+        let outcome = unsafe {
+            libc::getsockopt(
+                self.fd.as_raw_fd(),
+                libc::SOL_SOCKET,
+                option,
+                value.as_mut_ptr().cast(),
+                &mut length,
+            )
+        };
+        if outcome != 0 {
+            return Err(failed_io(op, "getsockopt", io::Error::last_os_error()));
+        }
+        // SAFETY: zeroed above and perhaps written by the kernel; `Plain` types are valid for any bytes.
+        Ok(unsafe { value.assume_init() })
+    }
+
+    /// Sets what a connection of that use wants; `unanswered` is how long sent bytes may go unacknowledged
+    /// before TCP gives up (it is ignored on Unix sockets, where nothing can get lost).
+    pub(crate) fn tune(&self, lane: Lane, unanswered: Option<Duration>) -> Result<()> {
+        const OP: &str = "tune";
+        if self.family == Family::Tcp {
+            sockopt::set_tcp_nodelay(&self.fd, true).map_err(|e| failed(OP, "setsockopt", e))?;
+            sockopt::set_socket_keepalive(&self.fd, true).map_err(|e| failed(OP, "setsockopt", e))?;
+            if let Some(limit) = unanswered {
+                let milliseconds =
+                    u32::try_from(limit.as_millis()).unwrap_or(u32::MAX).clamp(1, i32::MAX as u32);
+                sockopt::set_tcp_user_timeout(&self.fd, milliseconds)
+                    .map_err(|e| failed(OP, "setsockopt", e))?;
+            }
+        }
+        let _ = lane;
+        Ok(())
+    }
+
+    /// Ends both directions: the peer reads the end of the stream, and so does this side. Never fails.
+    pub(crate) fn shutdown(&self) {
+        // A child shares the connection with its parent.
+        if !fork::in_child() {
+            let _ = net::shutdown(&self.fd, Shutdown::Both);
+        }
+    }
+
+    /// Sends from slices, with descriptors (on Unix sockets; they travel with the first byte).
+    pub(crate) fn send(&self, slices: &[IoSlice<'_>], files: &[BorrowedFd<'_>]) -> Result<Sent> {
+        const OP: &str = "send";
+        let slices = &slices[..slices.len().min(MAX_PARTS)];
+        if slices.iter().all(|slice| slice.is_empty()) {
+            return if files.is_empty() {
+                Ok(Sent::Bytes(0))
+            } else {
+                Err(Error::invalid(OP, "descriptors need at least one byte to travel with"))
+            };
+        }
+        if !files.is_empty() && (self.family != Family::Unix || files.len() > MAX_FILES) {
+            return Err(Error::invalid(OP, "only a Unix socket passes descriptors, up to 253 at once"));
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
+            return Err(Error::new(Kind::Internal, OP, "the descriptors do not fit"));
+        }
+        // BYTES MOVE HERE
+        sent(rustix::io::retry_on_intr(|| {
+            net::sendmsg(&self.fd, slices, &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+        }))
+    }
+
+    /// Receives into slices; descriptors that came along are appended to `files`.
+    ///
+    /// `Exhausted`: this process had no room for all the descriptors. Those that came were closed, the bytes
+    /// are lost, and so the connection is of no more use.
+    pub(crate) fn recv(&self, slices: &mut [IoSliceMut<'_>], files: &mut Vec<OwnedFd>) -> Result<Received> {
+        const OP: &str = "receive";
+        let count = slices.len().min(MAX_PARTS);
+        let slices = &mut slices[..count];
+        if slices.iter().all(|slice| slice.is_empty()) {
+            return Ok(Received::Bytes(0));
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
+        let mut control = match self.family {
+            Family::Unix => RecvAncillaryBuffer::new(&mut space),
+            Family::Tcp => RecvAncillaryBuffer::default(),
+        };
+        // BYTES MOVE HERE
+        let message = match rustix::io::retry_on_intr(|| {
+            net::recvmsg(&self.fd, slices, &mut control, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT)
+        }) {
+            Ok(message) => message,
+            Err(error) => return received(Err(error)),
+        };
+        let before = files.len();
+        for part in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(passed) = part {
+                files.extend(passed);
+            }
+        }
+        if message.flags.contains(ReturnFlags::CTRUNC) {
+            files.truncate(before);
+            return Err(Error::new(
+                Kind::Exhausted,
+                OP,
+                "descriptors that the peer sent could not be taken: this process has too many open",
+            ));
+        }
+        received(Ok(message.bytes))
+    }
+
+    /// Sends from raw parts, the first 1024 of them.
+    ///
+    /// # Safety
+    /// Each part must be readable for its length until this returns. Others may write to it meanwhile; what
+    /// is sent is then any mixture of old and new bytes.
+    pub(crate) unsafe fn send_raw(&self, parts: &[RawPart]) -> Result<Sent> {
+        if parts.iter().all(|part| part.len == 0) {
+            return Ok(Sent::Bytes(0));
+        }
+        // SAFETY: all zero is a valid msghdr: no address, no parts, no control.
+        let mut message: libc::msghdr = unsafe { mem::zeroed() };
+        message.msg_iov = parts.as_ptr().cast_mut().cast();
+        message.msg_iovlen = parts.len().min(MAX_PARTS) as _;
+        // SAFETY: `parts` lies as an array of iovecs (asserted above), which the kernel only reads, and the
+        // caller keeps the memory behind it readable.
+        sent(repeat(|| unsafe {
+            // BYTES MOVE HERE
+            libc::sendmsg(self.fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
+        }))
+    }
+
+    /// Receives into raw parts, the first 1024 of them.
+    ///
+    /// `Protocol`: descriptors came along with payload. They were closed.
+    ///
+    /// # Safety
+    /// Each part must be writable for its length until this returns, and no Rust reference to it may exist.
+    pub(crate) unsafe fn recv_raw(&self, parts: &[RawPartMut]) -> Result<Received> {
+        if parts.iter().all(|part| part.len == 0) {
+            return Ok(Received::Bytes(0));
+        }
+        // SAFETY: all zero is a valid msghdr: no address, no parts, no control.
+        let mut message: libc::msghdr = unsafe { mem::zeroed() };
+        message.msg_iov = parts.as_ptr().cast_mut().cast();
+        message.msg_iovlen = parts.len().min(MAX_PARTS) as _;
+        // SAFETY: `parts` lies as an array of iovecs (asserted above), which the kernel only reads, and the
+        // caller keeps the memory behind it writable and free of references.
+        let outcome = repeat(|| unsafe {
+            // BYTES MOVE HERE
+            libc::recvmsg(
+                self.fd.as_raw_fd(),
+                ptr::from_mut(&mut message),
+                libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC,
+            )
+        });
+        if outcome.is_ok() && message.msg_flags & libc::MSG_CTRUNC != 0 {
+            return Err(Error::protocol("receive", "the peer sent descriptors in the middle of payload"));
+        }
+        received(outcome)
+    }
+
+    /// Waits until a receive will not block (bytes, end or error: the receive tells); false at the limit.
+    pub(crate) fn wait_readable(&self, timeout: Duration) -> Result<bool> {
+        Ok(!self.poll(PollFlags::IN, timeout)?.is_empty())
+    }
+
+    /// Waits until a send will not block (room, or an error: the send tells); false at the limit.
+    pub(crate) fn wait_writable(&self, timeout: Duration) -> Result<bool> {
+        Ok(!self.poll(PollFlags::OUT, timeout)?.is_empty())
+    }
+
+    fn poll(&self, events: PollFlags, timeout: Duration) -> Result<PollFlags> {
+        // Some kernels refuse larger ones, and nobody waits a day.
+        let timeout = timeout.min(Duration::from_secs(24 * 60 * 60));
+        let until = Instant::now() + timeout;
+        let mut left = timeout;
+        loop {
+            let mut fds = [PollFd::new(&self.fd, events)];
+            let limit = Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos() as _ };
+            match poll(&mut fds, Some(&limit)) {
+                Ok(_) => return Ok(fds[0].revents()),
+                Err(Errno::INTR) => left = until.saturating_duration_since(Instant::now()),
+                Err(error) => return Err(failed("wait", "poll", error)),
+            }
+        }
+    }
+
+    fn new(op: &'static str, family: Family, address: AddressFamily) -> Result<Socket> {
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let fd = net::socket_with(address, SocketType::STREAM, flags, None)
+            .map_err(|e| failed(op, "socket", e))?;
+        Ok(Socket { fd, family })
+    }
+
+    /// Two connected Unix sockets.
+    #[cfg(test)]
+    pub(crate) fn pair() -> Result<(Socket, Socket)> {
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let (a, b) = net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+            .map_err(|e| failed("connect", "socketpair", e))?;
+        Ok((Socket { fd: a, family: Family::Unix }, Socket { fd: b, family: Family::Unix }))
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// C types without padding and without invalid values.
+trait Plain: Copy {}
+impl Plain for libc::c_int {}
+impl Plain for libc::ucred {}
+
+fn family_of(address: &SocketAddr) -> AddressFamily {
+    if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 }
+}
+
+fn abstract_address(op: &'static str, name: &[u8]) -> Result<SocketAddrUnix> {
+    // An empty name would make the kernel choose one.
+    if name.is_empty() {
+        return Err(Error::invalid(op, "a socket's name must not be empty"));
+    }
+    SocketAddrUnix::new_abstract_name(name)
+        .map_err(|_| Error::invalid(op, "a socket's name has at most 107 bytes"))
+}
+
+/// Repeats a system call after an interruption.
+fn repeat(mut call: impl FnMut() -> isize) -> std::result::Result<usize, Errno> {
+    loop {
+        match usize::try_from(call()) {
+            Ok(count) => return Ok(count),
+            Err(_) => match Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO) {
+                Errno::INTR => {}
+                error => return Err(error),
+            },
+        }
+    }
+}
+
+fn sent(outcome: std::result::Result<usize, Errno>) -> Result<Sent> {
+    match outcome {
+        Ok(count) => Ok(Sent::Bytes(count)),
+        Err(Errno::AGAIN) => Ok(Sent::WouldBlock),
+        Err(error) => Err(failed("send", "sendmsg", error)),
+    }
+}
+
+fn received(outcome: std::result::Result<usize, Errno>) -> Result<Received> {
+    match outcome {
+        Ok(0) => Ok(Received::Eof),
+        Ok(count) => Ok(Received::Bytes(count)),
+        Err(Errno::AGAIN) => Ok(Received::WouldBlock),
+        Err(error) => Err(failed("receive", "recvmsg", error)),
+    }
+}
+
+fn failed(op: &'static str, call: &'static str, error: Errno) -> Error {
+    failed_io(op, call, error.into())
+}
+
+/// As `Error::os`, and knows which errors of a socket mean that the other side cannot be reached.
+fn failed_io(op: &'static str, call: &'static str, error: io::Error) -> Error {
+    let kind = match error.raw_os_error() {
+        Some(
+            libc::EHOSTUNREACH
+            | libc::ENETUNREACH
+            | libc::EHOSTDOWN
+            | libc::ENETDOWN
+            | libc::ENETRESET
+            | libc::ENOTCONN
+            | libc::ESHUTDOWN,
+        ) => Kind::Disconnected,
+        // More descriptors are in flight than the user may have open.
+        Some(libc::ETOOMANYREFS) => Kind::Exhausted,
+        _ => return Error::os(op, call, error),
+    };
+    Error::new(kind, op, format!("{call} failed: {error}")).caused_by(error)
+}
