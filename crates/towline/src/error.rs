@@ -103,7 +103,14 @@ struct Inner {
 impl Error {
     /// An error of that kind in that operation.
     pub fn new(kind: Kind, op: &'static str, message: impl Into<Cow<'static, str>>) -> Error {
-        Error(Box::new(Inner { kind, op, transport: None, peer: None, message: message.into(), source: None }))
+        Error(Box::new(Inner {
+            kind,
+            op,
+            transport: None,
+            peer: None,
+            message: message.into(),
+            source: None,
+        }))
     }
 
     /// An [`Kind::Invalid`] error.
@@ -120,9 +127,9 @@ impl Error {
     pub fn os(op: &'static str, call: &'static str, error: impl Into<std::io::Error>) -> Error {
         let error = error.into();
         let kind = match error.raw_os_error() {
-            Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOSPC | libc::ENOBUFS | libc::EAGAIN) => {
-                Kind::Exhausted
-            }
+            Some(
+                libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOSPC | libc::ENOBUFS | libc::EAGAIN,
+            ) => Kind::Exhausted,
             Some(libc::EPERM | libc::EACCES) => Kind::PermissionDenied,
             Some(libc::ENOSYS) => Kind::Unavailable,
             Some(libc::ECONNRESET | libc::EPIPE | libc::ECONNREFUSED | libc::ESRCH | libc::ECONNABORTED) => {
