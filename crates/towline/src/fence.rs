@@ -1,0 +1,11 @@
+//! Generations and pins shared with peers: the machinery behind "a stale access never gives bytes".
+//!
+//! An *owner* endpoint publishes its regions as rows of a [`table::Table`]. An *initiator* in another process
+//! pins a row in the [`pins::PinPage`] that the two share, copies, checks the row again and releases. The
+//! owner revokes a row, then scans the pins; a death on either side is seen through robust futexes:
+//! [`life`] for single threads, [`watcher`] for whole processes. See `docs/decisions/0002-the-fence.md`.
+
+pub(crate) mod life;
+pub(crate) mod pins;
+pub(crate) mod table;
+pub(crate) mod watcher;
