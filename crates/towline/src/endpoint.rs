@@ -74,7 +74,11 @@ impl Endpoint {
     /// Makes a storage reachable. Touches none of its pages and sends nothing.
     ///
     /// The error holds both the cause and the storage.
-    pub fn register<S: Storage>(&self, storage: S, access: Access) -> Result<Registered<S>, RegisterError<S>> {
+    pub fn register<S: Storage>(
+        &self,
+        storage: S,
+        access: Access,
+    ) -> Result<Registered<S>, RegisterError<S>> {
         match fork::guard("register") {
             Ok(()) => Registered::new(&self.0, storage, access),
             Err(error) => Err(RegisterError { error, storage }),

@@ -94,7 +94,8 @@ impl Notifications {
                     format!("no notification came in {:.3} s", time.as_secs_f64()),
                 ));
             }
-            inner = self.arrived.wait_timeout(inner, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+            inner =
+                self.arrived.wait_timeout(inner, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
     }
 

@@ -161,7 +161,12 @@ impl Routes {
                     Err(error) => (Verdict::Refused, error.message().to_owned()),
                 },
             };
-            candidates.push(Candidate { path: transport.name(), verdict, reason, enforced: transport.enforced() });
+            candidates.push(Candidate {
+                path: transport.name(),
+                verdict,
+                reason,
+                enforced: transport.enforced(),
+            });
         }
         let explanation = Explanation { candidates };
         if usable.is_empty() {
@@ -175,7 +180,11 @@ impl Routes {
     }
 
     /// The best way that can do all of that and that the caller allows.
-    pub(crate) fn pick(&self, needs: Capabilities, routing: Option<&Routing>) -> Result<&Arc<dyn Attachment>> {
+    pub(crate) fn pick(
+        &self,
+        needs: Capabilities,
+        routing: Option<&Routing>,
+    ) -> Result<&Arc<dyn Attachment>> {
         self.usable
             .iter()
             .find(|attachment| {

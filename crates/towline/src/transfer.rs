@@ -275,6 +275,7 @@ pub(crate) struct TransferCore {
     pub(crate) units: Vec<Range<usize>>,
     /// The local region: kept and pinned until the end.
     pub(crate) local: Option<RegionUse>,
+    local_base: usize,
     pub(crate) after: After,
     pub(crate) limits: Limits,
     attachment: Arc<dyn Attachment>,
@@ -308,6 +309,8 @@ pub(crate) struct Parts {
     pub(crate) op: Op,
     pub(crate) plan: Plan,
     pub(crate) local: Option<RegionUse>,
+    /// The address that the plan's local offsets are relative to.
+    pub(crate) local_base: usize,
     pub(crate) after: After,
     pub(crate) limits: Limits,
     pub(crate) attachment: Arc<dyn Attachment>,
@@ -327,6 +330,7 @@ impl TransferCore {
             plan,
             units,
             local: parts.local,
+            local_base: parts.local_base,
             after: parts.after,
             limits: parts.limits,
             attachment: parts.attachment,
@@ -358,9 +362,11 @@ impl TransferCore {
 
     /// Why it was stopped, for the units that did not run.
     pub(crate) fn stop_error(&self) -> Error {
-        lock(&self.inner).state.stopping().cloned().unwrap_or_else(|| {
-            Error::new(Kind::Canceled, self.op.name(), "stopped")
-        })
+        lock(&self.inner)
+            .state
+            .stopping()
+            .cloned()
+            .unwrap_or_else(|| Error::new(Kind::Canceled, self.op.name(), "stopped"))
     }
 
     /// Some bytes moved.
@@ -398,7 +404,7 @@ impl TransferCore {
 
     /// The address that the pieces' local offsets are relative to.
     pub(crate) fn local_base(&self) -> *mut u8 {
-        self.local.as_ref().map_or(std::ptr::null_mut(), |local| local.core().addr as *mut u8)
+        self.local_base as *mut u8
     }
 
     /// Stops it: the path makes it quiet, then it ends with that error.
@@ -454,10 +460,7 @@ impl TransferCore {
                 None => self.ended.wait(inner).unwrap_or_else(std::sync::PoisonError::into_inner),
                 Some(until) => {
                     let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-                    self.ended
-                        .wait_timeout(inner, left)
-                        .unwrap_or_else(std::sync::PoisonError::into_inner)
-                        .0
+                    self.ended.wait_timeout(inner, left).unwrap_or_else(std::sync::PoisonError::into_inner).0
                 }
             };
         }

@@ -26,13 +26,13 @@ use std::fmt;
 use std::ops::{BitOr, Range};
 use std::sync::Arc;
 
+use crate::Result;
 use crate::endpoint::EndpointCore;
 use crate::layout::{Piece, Plan};
 use crate::region::RegionCore;
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::tcp::GrantHandle;
 use crate::wire::Grant;
-use crate::Result;
 
 /// Every transport, the preferred ones first.
 pub(crate) static TRANSPORTS: [&dyn Transport; 5] =
@@ -79,7 +79,8 @@ impl fmt::Debug for Capabilities {
             (Capabilities::REDUCE, "reduce"),
             (Capabilities::SIGNAL, "signal"),
         ];
-        let held: Vec<_> = names.iter().filter(|(one, _)| self.contains(*one)).map(|(_, name)| *name).collect();
+        let held: Vec<_> =
+            names.iter().filter(|(one, _)| self.contains(*one)).map(|(_, name)| *name).collect();
         f.write_str(&held.join("+"))
     }
 }
@@ -169,4 +170,33 @@ pub(crate) trait Attachment: Send + Sync {
 
     /// Whether it can still be used: the owner is alive as far as is known.
     fn alive(&self) -> Result<()>;
+}
+
+/// One path as `towline doctor` shows it.
+#[derive(Debug, Clone)]
+pub struct PathInfo {
+    /// The path's name.
+    pub name: &'static str,
+    /// What it is, in one line.
+    pub summary: &'static str,
+    /// What it can do.
+    pub capabilities: Capabilities,
+    /// Whether the owner checks every access on it.
+    pub enforced: bool,
+    /// Whether it works on this machine.
+    pub probe: Probe,
+}
+
+/// Every path in order of preference, probed on this machine.
+pub fn paths() -> Vec<PathInfo> {
+    TRANSPORTS
+        .iter()
+        .map(|transport| PathInfo {
+            name: transport.name(),
+            summary: transport.summary(),
+            capabilities: transport.capabilities(),
+            enforced: transport.enforced(),
+            probe: transport.probe(),
+        })
+        .collect()
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::interfaces;
 use super::options::EndpointOptions;
 use super::stats::{AllCounters, Stats};
-use crate::fence::Table;
+use crate::fence::table::Table;
 use crate::identity::{Identity, Incarnation};
 use crate::notify::Notifications;
 use crate::progress::{self, Interest, Readiness, Source};
@@ -62,7 +62,7 @@ impl EndpointCore {
             getrandom::fill(bytes)
                 .map_err(|error| Error::new(Kind::Native, "open", format!("no randomness: {error}")))?;
         }
-        let identity = Identity::new(&options.name, Incarnation::from_bytes(incarnation))?;
+        let identity = Identity::new(&options.name, Incarnation(incarnation))?;
         let table = Table::create(options.max_regions.saturating_add(1))?;
         let nonce = Box::new(incarnation);
         // The first row is nobody's region: it tells peers where the nonce is.
@@ -91,9 +91,7 @@ impl EndpointCore {
             nonce,
         });
         core.listen(&options.listen, &options.advertise)?;
-        lock(&HERE)
-            .get_or_insert_default()
-            .insert(core.identity.incarnation, Arc::downgrade(&core));
+        lock(&HERE).get_or_insert_default().insert(core.identity.incarnation, Arc::downgrade(&core));
         Ok(core)
     }
 
@@ -174,12 +172,20 @@ impl EndpointCore {
         let ticket = ticket::parse_public(public)?;
         let claims = ticket.claims();
         if claims.incarnation != self.identity.incarnation {
-            return Err(Error::new(Kind::Stale, "import", "the ticket is of an earlier life of this endpoint"));
+            return Err(Error::new(
+                Kind::Stale,
+                "import",
+                "the ticket is of an earlier life of this endpoint",
+            ));
         }
         let tag = ticket.tag(&self.region_key(claims.row, claims.generation));
         if !tag.verify_proof(challenge, proof) {
             self.refused.fetch_add(1, Ordering::Relaxed);
-            return Err(Error::new(Kind::PermissionDenied, "import", "the ticket's tag is not this endpoint's"));
+            return Err(Error::new(
+                Kind::PermissionDenied,
+                "import",
+                "the ticket's tag is not this endpoint's",
+            ));
         }
         self.check_lease(&claims)?;
         let region = self.regions.find(claims.row, claims.generation).ok_or_else(|| stale("import"))?;

@@ -129,7 +129,7 @@ pub(super) fn import(
     let mut outcomes: Vec<Option<Result<Remote>>> = tickets.iter().map(|_| None).collect();
     let mut by_owner: HashMap<Incarnation, Vec<usize>> = HashMap::new();
     for (index, ticket) in tickets.iter().enumerate() {
-        let incarnation = ticket.incarnation();
+        let incarnation = ticket.body().identity.incarnation;
         match EndpointCore::here(&incarnation) {
             Some(owner) if routing.allows("inproc") => {
                 outcomes[index] = Some(import_here(endpoint, &owner, ticket, routing));
@@ -238,10 +238,10 @@ fn contact(
     routing: &Routing,
     until: Instant,
 ) -> Result<Arc<Session>> {
-    let incarnation = ticket.incarnation();
+    let incarnation = ticket.body().identity.incarnation;
     let local = ["mapped", "cma", "unix"].into_iter().any(|path| routing.allows(path));
     let mut tried = Vec::new();
-    for reach in ticket.reach() {
+    for reach in &ticket.body().reach {
         let medium = match reach {
             Reach::Unix if local => Medium::Unix,
             Reach::Tcp(address) if routing.allows("tcp") => Medium::Tcp(*address),
@@ -265,17 +265,18 @@ fn contact(
             }
             // The owner itself has answered: another way to it would not change its mind.
             Err(error) if matches!(error.kind(), Kind::PermissionDenied | Kind::Stale | Kind::Protocol) => {
-                return Err(error.with_peer(ticket.name()));
+                return Err(error.with_peer(&*ticket.body().identity.name));
             }
             Err(error) => tried.push((error.kind(), format!("{medium}: {}", error.message()))),
         }
     }
-    let kind = if tried.iter().any(|(kind, _)| *kind == Kind::Timeout) { Kind::Timeout } else { Kind::Disconnected };
+    let kind =
+        if tried.iter().any(|(kind, _)| *kind == Kind::Timeout) { Kind::Timeout } else { Kind::Disconnected };
     let (kind, message) = if tried.is_empty() {
         (Kind::Unavailable, "the ticket names no way to its owner that the caller allows".to_owned())
     } else {
         let all: Vec<_> = tried.into_iter().map(|(_, message)| message).collect();
         (kind, format!("its owner does not answer ({})", all.join("; ")))
     };
-    Err(Error::new(kind, "import", message).with_peer(ticket.name()))
+    Err(Error::new(kind, "import", message).with_peer(&*ticket.body().identity.name))
 }

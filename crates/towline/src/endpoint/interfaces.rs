@@ -11,7 +11,9 @@ pub(super) fn reachable(bound: SocketAddr) -> Vec<SocketAddr> {
     }
     let mut addresses: Vec<IpAddr> = interface_addresses()
         .into_iter()
-        .filter(|address| address.is_ipv4() == bound.is_ipv4() && !address.is_loopback() && !link_local(address))
+        .filter(|address| {
+            address.is_ipv4() == bound.is_ipv4() && !address.is_loopback() && !link_local(address)
+        })
         .collect();
     if addresses.is_empty() {
         addresses.push(match bound {

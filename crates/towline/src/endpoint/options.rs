@@ -111,7 +111,10 @@ fn parse_listen(addresses: &str) -> Result<Vec<SocketAddr>> {
         .filter(|address| !address.is_empty())
         .map(|address| {
             address.parse().map_err(|error| {
-                Error::invalid("open", format!("{LISTEN_VARIABLE}: {address:?} is not an address and a port: {error}"))
+                Error::invalid(
+                    "open",
+                    format!("{LISTEN_VARIABLE}: {address:?} is not an address and a port: {error}"),
+                )
             })
         })
         .collect()

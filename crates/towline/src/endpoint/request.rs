@@ -11,7 +11,7 @@ use crate::notify::MAX_MESSAGE;
 use crate::region::Span;
 use crate::route::Routing;
 use crate::transfer::{self, After, Limits, Op, Parts, Signal, Transfer, TransferCore};
-use crate::transport::{Attachment, Capabilities};
+use crate::transport::Capabilities;
 use crate::{Access, Error, Kind, Result, fork};
 
 /// A transfer that has not started yet.
@@ -55,7 +55,12 @@ enum What {
 }
 
 impl<'a> Request<'a> {
-    pub(super) fn new(endpoint: &'a Arc<EndpointCore>, remote: &'a Remote, op: Op, local: Option<Span>) -> Self {
+    pub(super) fn new(
+        endpoint: &'a Arc<EndpointCore>,
+        remote: &'a Remote,
+        op: Op,
+        local: Option<Span>,
+    ) -> Self {
         Request {
             endpoint,
             remote,
@@ -141,7 +146,10 @@ impl<'a> Request<'a> {
         let local = match &self.local {
             Some(span) => {
                 if !Arc::ptr_eq(&span.core().endpoint, self.endpoint) {
-                    return Err(Error::invalid(self.op.name(), "the local region belongs to another endpoint"));
+                    return Err(Error::invalid(
+                        self.op.name(),
+                        "the local region belongs to another endpoint",
+                    ));
                 }
                 if span.core().place != Place::Host {
                     return Err(Error::new(
@@ -154,14 +162,17 @@ impl<'a> Request<'a> {
             }
             None => None,
         };
-        let base = local.as_ref().map_or(std::ptr::null_mut(), |local| local.core().addr as *mut u8);
+        let base = self.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
         let path = attachment.transport().name();
         let counters = self.remote.counters(path);
         // SAFETY: `local` is a use of the local region that lives through the call, and `pieces` was checked
         // against the span that lies within it.
-        if let Some(ended) = unsafe { attachment.run_now(self.op, base, pieces.as_slice(), bytes, &self.after) } {
+        if let Some(ended) =
+            unsafe { attachment.run_now(self.op, base as *mut u8, pieces.as_slice(), bytes, &self.after) }
+        {
             drop(local);
-            let result = ended.map_err(|error| error.on(path).with_peer(&**self.remote.peer()).during(self.op.name()));
+            let result =
+                ended.map_err(|error| error.on(path).with_peer(&**self.remote.peer()).during(self.op.name()));
             let value = result.as_ref().ok().copied().flatten();
             let result = result.map(|_| ());
             counters.count(self.op, bytes, &result);
@@ -173,6 +184,7 @@ impl<'a> Request<'a> {
             op,
             plan: pieces.into_plan()?,
             local,
+            local_base: base,
             after: std::mem::take(&mut self.after),
             limits: self.limits.unwrap_or_else(|| self.endpoint.limits()),
             attachment: Arc::clone(&attachment),
@@ -180,7 +192,12 @@ impl<'a> Request<'a> {
             on_end: Box::new(move |result| counters.count(op, bytes, result)),
         });
         tracing::debug!(
-            id = core.id, op = op.name(), path, bytes, peer = &**self.remote.peer(), "transfer started"
+            id = core.id,
+            op = op.name(),
+            path,
+            bytes,
+            peer = &**self.remote.peer(),
+            "transfer started"
         );
         attachment.start(&core);
         Ok(Transfer::live(core))
@@ -238,7 +255,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// The checked pieces, with local offsets relative to the local region, their bytes and their blocks.
+    /// The checked pieces, their bytes and their blocks.
     fn pieces(&mut self) -> Result<(Pieces, u64, u64)> {
         let Some(span) = &self.local else { return Ok((Pieces::None, 0, 1)) };
         let (remote_len, local_len) = (self.remote.len(), span.len() as u64);
@@ -246,7 +263,9 @@ impl<'a> Request<'a> {
             What::Plan(plan) => {
                 let plan = plan?;
                 plan.check_bounds(remote_len, local_len)?;
-                let plan = plan.shift_local(span.offset() as u64);
+                if plan.is_empty() {
+                    return Err(Error::invalid(self.op.name(), "a transfer of no bytes"));
+                }
                 let (bytes, blocks) = (plan.bytes(), plan.block_count());
                 return Ok((Pieces::Many(plan), bytes, blocks));
             }
@@ -269,7 +288,7 @@ impl<'a> Request<'a> {
                 format!("{len} bytes at offset {local} do not lie within the local {local_len} bytes"),
             ));
         }
-        Ok((Pieces::One([Piece { remote, local: local + span.offset() as u64, len }]), len, 1))
+        Ok((Pieces::One([Piece { remote, local, len }]), len, 1))
     }
 }
 
@@ -291,7 +310,7 @@ impl Pieces {
 
     fn into_plan(self) -> Result<Plan> {
         match self {
-            Pieces::None => Ok(Plan::default()),
+            Pieces::None => Plan::spans(&[]),
             Pieces::One([piece]) => Plan::span(piece.remote, piece.local, piece.len),
             Pieces::Many(plan) => Ok(plan),
         }

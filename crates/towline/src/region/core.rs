@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::stale;
 use crate::endpoint::EndpointCore;
-use crate::fence::{Holder, LifeView, PinPage, SlotState};
+use crate::fence::life::{LifeView, SlotState};
+use crate::fence::pins::{Holder, PinPage};
 use crate::layout::Layout;
 use crate::memory::{Place, SegmentSlice, Storage};
 use crate::sync::lock;

@@ -46,9 +46,8 @@ pub(super) fn wait(core: &RegionCore, offset: usize, at_least: u64, within: Dura
     let started = Instant::now();
     loop {
         // SAFETY: checked above to lie within the region, whose registration the caller holds by reference.
-        let (value, word) = unsafe {
-            (AtomicU64::from_ptr(counter).load(Ordering::SeqCst), &*low_half(counter))
-        };
+        let (value, word) =
+            unsafe { (AtomicU64::from_ptr(counter).load(Ordering::SeqCst), &*low_half(counter)) };
         if value >= at_least {
             return Ok(value);
         }

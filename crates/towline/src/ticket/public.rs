@@ -6,6 +6,7 @@ use super::caveat::Rights;
 use super::fields;
 use super::{Caveat, MAX_CAVEATS, MAX_TICKET, OP, RegionKey, SEAL_LEN, Tag, TicketBody};
 use crate::identity::Incarnation;
+use crate::layout::Layout;
 use crate::wire::codec::Reader;
 use crate::{Access, Error, Result};
 
@@ -34,6 +35,8 @@ pub struct Claims {
     pub access: Access,
     /// Until when, in milliseconds since the owner opened.
     pub expires_ms: Option<u64>,
+    /// The layout that the owner put into the ticket.
+    pub layout: Option<Layout>,
 }
 
 /// Parses the public bytes of a ticket.
@@ -84,6 +87,7 @@ impl PublicTicket<'_> {
             range: self.rights.range.clone(),
             access: self.rights.access,
             expires_ms: self.rights.expires_ms,
+            layout: self.body.layout.clone(),
         }
     }
 

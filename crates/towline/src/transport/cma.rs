@@ -35,14 +35,24 @@ impl Transport for Cma {
         let pid = rustix::process::getpid().as_raw_nonzero().get();
         // SAFETY: both ranges are local arrays that outlive the call.
         let read = unsafe {
-            process_vm(Op::Read, pid, &[iovec(target.as_mut_ptr(), 7)], &[iovec(source.as_ptr().cast_mut(), 7)])
+            process_vm(
+                Op::Read,
+                pid,
+                &[iovec(target.as_mut_ptr(), 7)],
+                &[iovec(source.as_ptr().cast_mut(), 7)],
+            )
         };
         match read {
-            Ok(7) if target == source => Probe::Works("process_vm_readv works between processes of one user".into()),
-            Ok(_) => Probe::Missing { reason: "process_vm_readv copies short".into(), mend: "report it".into() },
+            Ok(7) if target == source => {
+                Probe::Works("process_vm_readv works between processes of one user".into())
+            }
+            Ok(_) => {
+                Probe::Missing { reason: "process_vm_readv copies short".into(), mend: "report it".into() }
+            }
             Err(error) => Probe::Missing {
                 reason: format!("process_vm_readv: {error}"),
-                mend: "allow process_vm_readv and process_vm_writev in the container's seccomp profile".into(),
+                mend: "allow process_vm_readv and process_vm_writev in the container's seccomp profile"
+                    .into(),
             },
         }
     }
@@ -131,7 +141,9 @@ impl Direct for Process {
 impl Process {
     fn failure(&self, op: Op, error: io::Error) -> Error {
         match error.raw_os_error() {
-            Some(libc::ESRCH) => Error::new(Kind::Disconnected, op.name(), "the owner's process is gone").caused_by(error),
+            Some(libc::ESRCH) => {
+                Error::new(Kind::Disconnected, op.name(), "the owner's process is gone").caused_by(error)
+            }
             Some(libc::EFAULT) => Error::new(
                 Kind::Native,
                 op.name(),
@@ -147,9 +159,8 @@ impl Process {
 pub(crate) fn probe_peer(pid: i32, addr: u64, nonce: &[u8; 16]) -> Result<()> {
     let mut found = [0u8; 16];
     // SAFETY: the local range is an array that outlives the call; the remote one is the kernel's to check.
-    let read = unsafe {
-        process_vm(Op::Read, pid, &[iovec(found.as_mut_ptr(), 16)], &[iovec(addr as *mut u8, 16)])
-    };
+    let read =
+        unsafe { process_vm(Op::Read, pid, &[iovec(found.as_mut_ptr(), 16)], &[iovec(addr as *mut u8, 16)]) };
     match read {
         Ok(16) if found == *nonce => Ok(()),
         Ok(_) => Err(Error::new(

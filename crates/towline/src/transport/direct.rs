@@ -151,7 +151,8 @@ impl<D: Direct> Run<D> {
             }
             match outcome {
                 Ok(()) => {
-                    transfer.progressed(transfer.plan.pieces()[pieces.clone()].iter().map(|one| one.len).sum());
+                    transfer
+                        .progressed(transfer.plan.pieces()[pieces.clone()].iter().map(|one| one.len).sum());
                     transfer.unit_done();
                 }
                 Err(error) => transfer.unit_failed(unit, error),

@@ -44,7 +44,11 @@ impl Transport for InProc {
             return Err(Error::new(Kind::Unavailable, "import", "the owner is in another process"));
         };
         if region.place != Place::Host {
-            return Err(Error::new(Kind::Unsupported, "import", format!("the bytes are on {}", region.place)));
+            return Err(Error::new(
+                Kind::Unsupported,
+                "import",
+                format!("the bytes are on {}", region.place),
+            ));
         }
         Ok(Arc::new(DirectAttachment(Arc::new(Local {
             region: Arc::clone(region),

@@ -84,6 +84,9 @@ pub struct Grant {
     pub layout: Option<Layout>,
     /// The shared memory that it lies in, on one host.
     pub segment: Option<SegmentRef>,
+    /// How long the ticket's lease still runs, in milliseconds. The owner checks it wherever it takes part; on the
+    /// other paths the holder does.
+    pub expires_in_ms: Option<u64>,
 }
 
 impl Grant {
@@ -102,6 +105,7 @@ impl Grant {
             put_u64(out, segment.offset);
             out.push(u8::from(segment.attached));
         });
+        put_option(out, self.expires_in_ms, put_u64);
     }
 
     fn take(reader: &mut Reader<'_>) -> Result<Grant> {
@@ -122,6 +126,7 @@ impl Grant {
                     attached: reader.bool()?,
                 })
             })?,
+            expires_in_ms: reader.option(Reader::u64)?,
         };
         let Some(end) = grant.offset.checked_add(grant.length) else {
             return Err(reader.bad("the grant's range has no end"));
