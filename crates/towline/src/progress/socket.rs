@@ -461,14 +461,22 @@ impl Socket {
         received(outcome)
     }
 
+    /// Waits until a receive or a send will not block, whichever is asked for; false at the limit.
+    pub(crate) fn wait(&self, read: bool, write: bool, timeout: Duration) -> Result<bool> {
+        let mut events = PollFlags::empty();
+        events.set(PollFlags::IN, read);
+        events.set(PollFlags::OUT, write);
+        Ok(!self.poll(events, timeout)?.is_empty())
+    }
+
     /// Waits until a receive will not block (bytes, end or error: the receive tells); false at the limit.
     pub(crate) fn wait_readable(&self, timeout: Duration) -> Result<bool> {
-        Ok(!self.poll(PollFlags::IN, timeout)?.is_empty())
+        self.wait(true, false, timeout)
     }
 
     /// Waits until a send will not block (room, or an error: the send tells); false at the limit.
     pub(crate) fn wait_writable(&self, timeout: Duration) -> Result<bool> {
-        Ok(!self.poll(PollFlags::OUT, timeout)?.is_empty())
+        self.wait(false, true, timeout)
     }
 
     fn poll(&self, events: PollFlags, timeout: Duration) -> Result<PollFlags> {
