@@ -1,6 +1,6 @@
 //! Who waits: per process, started on first use and asleep when idle, one epoll thread and one copy pool.
 //!
-//! [`reactor`] waits for descriptors and for moments in time, on the thread `towline-io`. [`pool`] runs
+//! [`reactor()`] waits for descriptors and for moments in time, on the thread `towline-io`. [`pool()`] runs
 //! what takes long (copies, blocking waits) on threads `towline-copy-N`, of which an idle process has none.
 //! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
 //! a process in which nothing happens makes no system call.

@@ -133,6 +133,7 @@ impl Pool {
                 }
             }
             Err(error) => {
+                drop(state);
                 tracing::debug!(%error, pool = self.name, "no further thread; the job waits for a busy one");
                 Ok(())
             }
