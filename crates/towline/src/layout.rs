@@ -25,7 +25,24 @@ impl Layout {
         if dims.is_empty() || dims.len() > 4 {
             return Err(Error::invalid("layout", "a layout has 1 to 4 dimensions"));
         }
+        if block_len == 0 || dims.iter().any(|dim| dim.count == 0) {
+            return Err(Error::invalid("layout", "the block length or a count is zero"));
+        }
+        let mut extent = base.checked_add(block_len);
+        for dim in dims {
+            extent = extent
+                .zip((dim.count - 1).checked_mul(dim.stride))
+                .and_then(|(end, step)| end.checked_add(step));
+        }
+        if extent.is_none() {
+            return Err(Error::invalid("layout", "the last block's offset does not fit in 64 bits"));
+        }
         Ok(Layout { base, block_len, dims: dims.to_vec() })
+    }
+
+    /// One past the last byte that any block reaches.
+    pub fn extent(&self) -> u64 {
+        self.dims.iter().fold(self.base + self.block_len, |end, dim| end + (dim.count - 1) * dim.stride)
     }
 
     /// The first byte.

@@ -13,14 +13,27 @@ pub enum Place {
 
 /// The type of an element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
 pub enum Dtype {
-    /// 32-bit float.
-    F32,
-    /// 64-bit unsigned.
+    U8,
+    I8,
+    U32,
+    I32,
     U64,
+    I64,
+    F16,
+    Bf16,
+    F32,
+    F64,
 }
 
 impl Dtype {
+    /// Every type, in the order of the codes.
+    pub const ALL: [Dtype; 10] = {
+        use Dtype::*;
+        [U8, I8, U32, I32, U64, I64, F16, Bf16, F32, F64]
+    };
+
     /// Its number on the wire.
     pub fn code(self) -> u8 {
         self as u8
@@ -28,20 +41,24 @@ impl Dtype {
 
     /// The type with that number.
     pub fn from_code(code: u8) -> Option<Dtype> {
-        [Dtype::F32, Dtype::U64].get(usize::from(code)).copied()
+        Dtype::ALL.get(usize::from(code)).copied()
     }
 }
 
 /// How a reduction combines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
 pub enum ReduceOp {
-    /// Sum.
     Sum,
-    /// Maximum.
+    Prod,
+    Min,
     Max,
 }
 
 impl ReduceOp {
+    /// Every operation, in the order of the codes.
+    pub const ALL: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max];
+
     /// Its number on the wire.
     pub fn code(self) -> u8 {
         self as u8
@@ -49,6 +66,6 @@ impl ReduceOp {
 
     /// The operation with that number.
     pub fn from_code(code: u8) -> Option<ReduceOp> {
-        [ReduceOp::Sum, ReduceOp::Max].get(usize::from(code)).copied()
+        ReduceOp::ALL.get(usize::from(code)).copied()
     }
 }
