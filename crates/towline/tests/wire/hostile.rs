@@ -105,6 +105,9 @@ pub(crate) fn tickets() -> Vec<Input> {
         ("caveat-expiry-later", with_caveat(&narrowed, &[&[3, 8, 0][..], &[0xff; 8]].concat())),
         ("caveats-seventeen", with_caveat(&plain, &[2, 1, 0, 1].repeat(17))),
         ("too-long", with_field(&plain, &[&[0x70, 0xa0, 0x0f][..], &[0; 4000]].concat())),
+        ("tag-missing-plain", plain.public_bytes().to_vec()),
+        ("tag-missing-narrowed", narrowed.public_bytes().to_vec()),
+        ("tag-missing-layout", full.public_bytes().to_vec()),
         ("text-not-bytes", plain.to_string().into_bytes()),
         ("http-request", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".to_vec()),
         (
@@ -160,8 +163,8 @@ pub(crate) fn frames() -> Vec<Input> {
         ("import-65535-items", frame(FrameKind::Import, &[255, 255, 0, 0])),
         ("import-ticket-too-long", frame(FrameKind::Import, &[&[1, 0, 255, 255][..], &[0; 200]].concat())),
         (
-            "granted-1025-items",
-            frame(FrameKind::Granted, &[&1025u16.to_le_bytes()[..], &[1, 0, 0, 0].repeat(1025)].concat()),
+            "granted-257-items",
+            frame(FrameKind::Granted, &[&257u16.to_le_bytes()[..], &[1, 0, 0, 0].repeat(257)].concat()),
         ),
         ("granted-bool-two", frame(FrameKind::Granted, &[1, 0, 2, 0, 0, 0])),
         ("error-kind-unknown", frame(FrameKind::Refuse, &[13, 0, 0])),
