@@ -85,7 +85,11 @@ fn take_blocks(reader: &mut Reader<'_>) -> Result<Vec<Block>> {
     if len.is_some() != (equal && first.is_some()) {
         return Err(reader.bad("the blocks are not in their shortest form"));
     }
-    bytes.chunks_exact(size).map(block).collect()
+    let mut blocks = Vec::with_capacity(count);
+    for chunk in bytes.chunks_exact(size) {
+        blocks.push(block(chunk)?);
+    }
+    Ok(blocks)
 }
 
 /// A request for bytes; answered by [`Data`].
