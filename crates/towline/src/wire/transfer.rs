@@ -67,7 +67,7 @@ fn take_blocks(reader: &mut Reader<'_>) -> Result<Vec<Block>> {
     let bytes = reader.rest();
     let block = |bytes: &[u8]| {
         let mut reader = Reader::new("blocks", bytes);
-        Ok(Block { offset: reader.u64()?, len: len.map_or_else(|| reader.u32(), Ok)? })
+        Ok::<_, crate::Error>(Block { offset: reader.u64()?, len: len.map_or_else(|| reader.u32(), Ok)? })
     };
     // Judged before room is made for them: a list takes more room in memory than on the wire.
     let (mut total, mut first, mut equal) = (0u64, None, true);
