@@ -321,12 +321,9 @@ fn a_killed_peer_is_reported_by_every_watch_and_a_stopped_one_by_none() {
     assert_eq!(one_more.unwrap_err().kind(), Kind::Exhausted);
 
     peer.signal(libc::SIGSTOP);
-    let mut status = 0;
+    let (pid, mut status) = (peer.child.id() as i32, 0);
     // SAFETY: our own child and our own integer.
-    assert_eq!(
-        unsafe { libc::waitpid(peer.child.id() as i32, &mut status, libc::WUNTRACED) },
-        peer.child.id() as i32
-    );
+    assert_eq!(unsafe { libc::waitpid(pid, &mut status, libc::WUNTRACED) }, pid);
     assert!(libc::WIFSTOPPED(status));
     assert!(deaths.recv_timeout(Duration::from_millis(200)).is_err());
 
