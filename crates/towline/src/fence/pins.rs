@@ -145,9 +145,11 @@ impl PinPage {
             return Err(PinError::Stale);
         }
         let word = &self.threads().get(slot as usize).ok_or(PinError::Busy)?.generation;
-        if !protocol::announce::<Machine>(word, slot, &self.header().threads_used, generation) {
+        // Outside the protocol: only this thread writes the slot, and loom explores less behind such a load.
+        if word.load(Ordering::Relaxed) != 0 {
             return Err(PinError::Busy);
         }
+        protocol::announce::<Machine>(word, slot, &self.header().threads_used, generation);
         let pin = ThreadPin { page: self, word, generation, this_thread: PhantomData };
         match protocol::confirm::<Machine>(row.word(), generation) {
             true => Ok(pin),

@@ -80,18 +80,15 @@ impl Memory for Machine {
     }
 }
 
-/// Initiator: announces a pin in a slot that only this thread writes; false when the slot is in use.
+/// Initiator: announces a pin in a slot that only this thread writes, and that it has found empty.
 ///
 /// The store is a release although nothing is being released: a slot goes g1 → 0 → g2, and an owner that
-/// waits for g1 and finds g2 must still have the copy under g1 before it.
+/// waits for g1 and finds g2 must still have the copy under g1 before it. The fence of the release before
+/// covers that for one thread, but a slot can pass from a thread that ended to a new one.
 #[inline]
-pub(crate) fn announce<M: Memory>(slot: &M::U64, index: u32, high: &M::U32, generation: u64) -> bool {
-    if slot.load(Ordering::Relaxed) != 0 {
-        return false;
-    }
+pub(crate) fn announce<M: Memory>(slot: &M::U64, index: u32, high: &M::U32, generation: u64) {
     raise_mark::<M>(high, index);
     slot.store(generation, Ordering::Release);
-    true
 }
 
 /// Initiator: announces a pin in a slot that any thread of the process may take; false when it is taken.
@@ -259,7 +256,7 @@ mod loom_tests {
         }
 
         fn pin<M: Memory<U64 = AtomicU64, U32 = AtomicU32>>(&self, slot: u32, generation: u64) -> bool {
-            assert!(announce::<M>(&self.slots[slot as usize], slot, &self.high, generation));
+            announce::<M>(&self.slots[slot as usize], slot, &self.high, generation);
             let pinned = confirm::<M>(&self.row, generation);
             if !pinned {
                 self.unpin::<M>(slot);
@@ -407,8 +404,10 @@ mod loom_tests {
                         bytes.with(|_| ());
                         page.unpin::<Fenced>(0);
                     }
-                    // The same thread goes on to another region: the slot shows 8, not 0.
-                    announce::<Fenced>(&page.slots[0], 0, &page.high, 8);
+                    // The thread ends, the next one gets its slot: the owner finds 8 there, not 0.
+                    thread::spawn(move || announce::<Fenced>(&page.slots[0], 0, &page.high, 8))
+                        .join()
+                        .unwrap();
                 }
             });
             revoke::<Fenced>(&page.row);
