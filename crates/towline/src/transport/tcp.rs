@@ -77,13 +77,12 @@ impl Transport for Unix {
     fn probe(&self) -> Probe {
         let mut name = *b"towline/probe/................";
         let random = getrandom::fill(&mut name[14..]);
-        match random.map_err(|error| error.to_string()).and_then(|()| {
-            Socket::listen_unix_abstract(&name, 1).map_err(|error| error.to_string())
-        }) {
+        match random
+            .map_err(|error| error.to_string())
+            .and_then(|()| Socket::listen_unix_abstract(&name, 1).map_err(|error| error.to_string()))
+        {
             Ok(_) => Probe::Works("abstract Unix sockets work".into()),
-            Err(reason) => {
-                Probe::Missing { reason, mend: "allow Unix sockets in this container".into() }
-            }
+            Err(reason) => Probe::Missing { reason, mend: "allow Unix sockets in this container".into() },
         }
     }
 
@@ -141,7 +140,11 @@ fn attach(transport: &'static dyn Transport, offer: &Offer<'_>) -> Result<Arc<dy
         return Err(Error::new(Kind::Unavailable, "import", format!("the owner is reached by {medium}")));
     }
     if offer.grant.place != Place::Host {
-        return Err(Error::new(Kind::Unsupported, "import", format!("the bytes are on {}", offer.grant.place)));
+        return Err(Error::new(
+            Kind::Unsupported,
+            "import",
+            format!("the bytes are on {}", offer.grant.place),
+        ));
     }
     Ok(Arc::new(Stream { transport, handle: Arc::clone(handle), runs: Mutex::default() }))
 }

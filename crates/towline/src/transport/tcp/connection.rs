@@ -86,7 +86,12 @@ enum Reading {
 
 impl Connection {
     /// Takes a connected socket. Nothing is read until [`watch`](Self::watch).
-    pub(super) fn new(socket: Socket, role: Role, authenticated: bool, handler: Arc<dyn Handler>) -> Arc<Connection> {
+    pub(super) fn new(
+        socket: Socket,
+        role: Role,
+        authenticated: bool,
+        handler: Arc<dyn Handler>,
+    ) -> Arc<Connection> {
         Arc::new_cyclic(|me| Connection {
             socket,
             lane: AtomicBool::new(role == Role::Lane),
@@ -173,7 +178,13 @@ impl Connection {
     }
 
     /// Sends a frame, or queues it where the socket is full.
-    pub(super) fn send(&self, head: Vec<u8>, files: Vec<OwnedFd>, payload: Payload, keep: Keep) -> Result<()> {
+    pub(super) fn send(
+        &self,
+        head: Vec<u8>,
+        files: Vec<OwnedFd>,
+        payload: Payload,
+        keep: Keep,
+    ) -> Result<()> {
         let mut outgoing = lock(&self.outgoing);
         if self.is_closed() {
             return Err(Error::new(Kind::Disconnected, "send", "the connection is closed"));
@@ -318,7 +329,8 @@ impl Connection {
             let available = incoming.end - incoming.start;
             match &mut incoming.reading {
                 Reading::Header => {
-                    let Some(bytes) = incoming.staging[incoming.start..incoming.end].first_chunk::<HEADER_LEN>()
+                    let Some(bytes) =
+                        incoming.staging[incoming.start..incoming.end].first_chunk::<HEADER_LEN>()
                     else {
                         return Ok(());
                     };
@@ -351,7 +363,10 @@ impl Connection {
                         (incoming.start, incoming.end) = (0, end - start);
                     }
                     if header.files as usize > incoming.files.len() {
-                        return Err(Error::protocol("receive", "descriptors that a frame names did not come"));
+                        return Err(Error::protocol(
+                            "receive",
+                            "descriptors that a frame names did not come",
+                        ));
                     }
                     let files = incoming.files.drain(..header.files as usize).collect();
                     incoming.reading = Reading::Header;

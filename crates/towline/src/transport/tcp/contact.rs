@@ -130,7 +130,9 @@ fn read_frame(
     match Message::decode(header.kind, &body)? {
         Message::Refuse(Refuse { error }) => Err(error.into_error("contact")),
         message if message.kind() == expected && header.files as usize == files.len() => Ok(body),
-        message => Err(Error::protocol("contact", format!("{:?} came instead of {expected:?}", message.kind()))),
+        message => {
+            Err(Error::protocol("contact", format!("{:?} came instead of {expected:?}", message.kind())))
+        }
     }
 }
 
@@ -148,4 +150,3 @@ fn read_all(socket: &Socket, mut bytes: &mut [u8], files: &mut Vec<OwnedFd>, unt
     }
     Ok(())
 }
-

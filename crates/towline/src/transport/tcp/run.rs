@@ -98,12 +98,13 @@ impl Run {
             run.spread(&lanes);
         } else {
             let later = Arc::clone(&run);
-            let opening = std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
-                match later.handle.session().lanes() {
-                    Ok(lanes) => later.spread(&lanes),
-                    Err(error) => later.fail_rest(&error),
-                }
-            });
+            let opening =
+                std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
+                    match later.handle.session().lanes() {
+                        Ok(lanes) => later.spread(&lanes),
+                        Err(error) => later.fail_rest(&error),
+                    }
+                });
             if let Err(error) = opening {
                 run.fail_rest(&Error::os("transfer", "thread creation", error));
             }

@@ -217,7 +217,13 @@ impl Serving {
     }
 
     /// Checks a request against what was granted, and begins a use of the region.
-    fn admit(&self, handle: u32, needed: Access, blocks: &[Block], request: u64) -> Result<(Keep, Vec<RawPartMut>)> {
+    fn admit(
+        &self,
+        handle: u32,
+        needed: Access,
+        blocks: &[Block],
+        request: u64,
+    ) -> Result<(Keep, Vec<RawPartMut>)> {
         let op = if needed == Access::READ { "read" } else { "write" };
         let admitted = self.check(op, handle, needed, blocks);
         if let (Err(_), Some(endpoint)) = (&admitted, self.endpoint.upgrade()) {
@@ -235,7 +241,13 @@ impl Serving {
         Ok((Keep::Region(Arc::new(using), request), parts))
     }
 
-    fn check(&self, op: &'static str, handle: u32, needed: Access, blocks: &[Block]) -> Result<(RegionUse, usize)> {
+    fn check(
+        &self,
+        op: &'static str,
+        handle: u32,
+        needed: Access,
+        blocks: &[Block],
+    ) -> Result<(RegionUse, usize)> {
         let granting = lock(&self.grants)
             .get(&handle)
             .cloned()
@@ -250,7 +262,8 @@ impl Serving {
         }
         self.endpoint()?.check_lease(claims)?;
         let length = claims.range.end - claims.range.start;
-        let outside = |block: &&Block| block.offset.checked_add(block.len.into()).is_none_or(|end| end > length);
+        let outside =
+            |block: &&Block| block.offset.checked_add(block.len.into()).is_none_or(|end| end > length);
         if let Some(block) = blocks.iter().find(outside) {
             return Err(Error::invalid(
                 op,
@@ -294,7 +307,10 @@ impl Serving {
         let (_keep, parts) = self.admit(handle, Access::WRITE, &[block], 0)?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
         if word.is_null() || word.addr() % 8 != 0 {
-            return Err(Error::invalid("atomic", format!("the word at offset {offset} is not aligned to 8 bytes")));
+            return Err(Error::invalid(
+                "atomic",
+                format!("the word at offset {offset} is not aligned to 8 bytes"),
+            ));
         }
         Ok(act(word))
     }
@@ -322,7 +338,11 @@ impl Serving {
         let due = {
             let mut all = lock(&self.counted);
             if all.len() >= MOST_COUNTED && !all.contains_key(&transfer) {
-                return Err(Error::new(Kind::Exhausted, "serve", "too many transfers wait for their last piece"));
+                return Err(Error::new(
+                    Kind::Exhausted,
+                    "serve",
+                    "too many transfers wait for their last piece",
+                ));
             }
             let counted = all.entry(transfer).or_default();
             step(counted);
@@ -419,7 +439,9 @@ impl Handler for Arc<Serving> {
         let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
             Message::Write(write) => (write.handle, write.blocks, false),
             Message::Reduce(reduce) => (reduce.handle, reduce.blocks, true),
-            other => return Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind()))),
+            other => {
+                return Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind())));
+            }
         };
         let bytes: u64 = blocks.iter().map(|block| u64::from(block.len)).sum();
         if bytes != header.payload_len {
@@ -438,7 +460,8 @@ impl Handler for Arc<Serving> {
             Message::Write(write) => (write.transfer, sink.outcome("write")),
             Message::Reduce(reduce) => {
                 let outcome = sink.outcome("reduce_into").and_then(|()| {
-                    let (_keep, parts) = self.admit(reduce.handle, Access::WRITE, &reduce.blocks, header.id)?;
+                    let (_keep, parts) =
+                        self.admit(reduce.handle, Access::WRITE, &reduce.blocks, header.id)?;
                     apply::reduce(&parts, &sink.buffer, reduce.op, reduce.dtype)
                 });
                 (reduce.transfer, outcome)
@@ -493,11 +516,8 @@ impl Local {
             exit: OnceLock::new(),
             peer: peer.name.clone(),
         });
-        let local = Local {
-            pins: pins_of_peer,
-            passed: Mutex::default(),
-            alive: Mutex::new(Some((hold, None))),
-        };
+        let local =
+            Local { pins: pins_of_peer, passed: Mutex::default(), alive: Mutex::new(Some((hold, None))) };
         Ok(Some((local, vec![table, pins, doorbell])))
     }
 
@@ -552,4 +572,3 @@ impl Drop for ExitWatch {
         }
     }
 }
-

@@ -187,7 +187,12 @@ impl Session {
             .fd()
             .try_clone_to_owned()
             .map_err(|error| Error::os("contact", "dup", error))?;
-        self.control()?.send(Message::from(wire::Held {}).frame(0, 0, 1), vec![life], Payload::None, Keep::Nothing)
+        self.control()?.send(
+            Message::from(wire::Held {}).frame(0, 0, 1),
+            vec![life],
+            Payload::None,
+            Keep::Nothing,
+        )
     }
 
     fn control(&self) -> Result<&Arc<Connection>> {
@@ -328,7 +333,8 @@ impl Session {
     /// The connections for large requests, opened where they are not. Blocks while it opens them.
     pub(super) fn lanes(self: &Arc<Self>) -> Result<Vec<Arc<Connection>>> {
         self.alive()?;
-        let endpoint = self.endpoint.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
+        let endpoint =
+            self.endpoint.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
         let mut lanes = lock(&self.lanes);
         lanes.open.retain(|lane| !lane.is_closed());
         lanes.last_used = Some(Instant::now());
@@ -420,7 +426,8 @@ impl Session {
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
         }
-        let connections: Vec<_> = lock(&self.lanes).open.drain(..).chain(self.control.get().cloned()).collect();
+        let connections: Vec<_> =
+            lock(&self.lanes).open.drain(..).chain(self.control.get().cloned()).collect();
         for connection in connections {
             connection.close(error.clone());
             // What is pending reports below, so nothing may move any more.
@@ -519,7 +526,9 @@ impl Session {
                 }
             }
             Message::Data(data) => match (self.forget(header.id), data.outcome) {
-                (Some(Pending::Unit { run, unit, .. }), Err(error)) => run.failed(unit, error.into_error("read")),
+                (Some(Pending::Unit { run, unit, .. }), Err(error)) => {
+                    run.failed(unit, error.into_error("read"))
+                }
                 (Some(Pending::Unit { run, unit, .. }), Ok(())) => {
                     run.failed(unit, Error::protocol("read", "the owner answered without the bytes"));
                 }
@@ -527,7 +536,9 @@ impl Session {
             },
             Message::Done(done) => match (self.forget(header.id), done.outcome) {
                 (Some(Pending::Unit { run, unit, connection }), Ok(_)) => run.done(unit, &connection),
-                (Some(Pending::Unit { run, unit, .. }), Err(error)) => run.failed(unit, error.into_error("write")),
+                (Some(Pending::Unit { run, unit, .. }), Err(error)) => {
+                    run.failed(unit, error.into_error("write"))
+                }
                 (Some(Pending::Atomic { transfer }), Ok(value)) => {
                     transfer.set_value(value);
                     transfer.unit_done();
@@ -571,7 +582,10 @@ impl Timer for Session {
             let since = lanes.last_used.map_or(LANES_IDLE, |used| used.elapsed());
             if busy || since < LANES_IDLE {
                 lanes.timer = true;
-                self.wake_at(Instant::now() + LANES_IDLE.saturating_sub(since).max(LANES_IDLE / 10), IDLE_TIMER);
+                self.wake_at(
+                    Instant::now() + LANES_IDLE.saturating_sub(since).max(LANES_IDLE / 10),
+                    IDLE_TIMER,
+                );
                 Vec::new()
             } else {
                 std::mem::take(&mut lanes.open)
