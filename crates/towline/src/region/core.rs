@@ -19,9 +19,6 @@ use crate::{Access, Error, Kind, Result, Ticket};
 /// The top bit of the use count: no new use may begin.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 
-/// After this long, taking a region back breaks the connections that are still sending its bytes to a slow peer.
-const PATIENCE_WITH_STREAMS: Duration = Duration::from_millis(50);
-
 /// One registration.
 pub(crate) struct RegionCore {
     pub(crate) endpoint: Arc<EndpointCore>,
@@ -46,6 +43,8 @@ pub(crate) struct PeerPins {
     pub(crate) life: OnceLock<LifeView>,
     /// The peer's process has exited: none of its pins counts any more.
     pub(crate) exited: AtomicBool,
+    /// What tells of the exit; it must live as long as the pins are asked about.
+    pub(crate) exit: OnceLock<Arc<dyn Send + Sync>>,
     pub(crate) peer: String,
 }
 
@@ -231,8 +230,8 @@ impl RegionCore {
     /// Revokes and waits until nobody is inside the memory any more.
     pub(super) fn take_back(&self, within: Duration) -> Result<()> {
         self.revoke();
+        self.endpoint.break_streams_of(self.generation);
         let started = Instant::now();
-        let mut streams_broken = false;
         loop {
             let seen = self.endpoint.drains.seen();
             if self.drained() {
@@ -247,13 +246,7 @@ impl RegionCore {
                     format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users()),
                 ));
             }
-            let patience = if streams_broken { within } else { PATIENCE_WITH_STREAMS.min(within) };
-            if spent >= patience && !streams_broken {
-                streams_broken = true;
-                self.endpoint.break_streams_of(self.generation);
-                continue;
-            }
-            self.endpoint.drains.wait(seen, patience.saturating_sub(spent));
+            self.endpoint.drains.wait(seen, within - spent);
         }
     }
 
