@@ -149,7 +149,7 @@ impl RegionCore {
 
     fn end_use(&self) {
         if self.uses.fetch_sub(1, Ordering::SeqCst) == CLOSED + 1 {
-            self.endpoint.drains.ring();
+            self.endpoint.let_go();
         }
     }
 
@@ -290,7 +290,8 @@ impl RegionCore {
             "a dropped region is still in use; its storage is parked until the users let go"
         );
         core.endpoint.parked.park(Parked { core: Arc::clone(core), storage: Box::new(storage) });
-        core.endpoint.drains.ring();
+        // The last user may have let go between the look and the parking.
+        core.endpoint.let_go();
     }
 }
 
