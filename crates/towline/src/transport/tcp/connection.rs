@@ -380,8 +380,8 @@ impl Connection {
                     };
                     incoming = lock(&self.incoming);
                     if let Some(mut sink) = sink {
-                        // A stop that came while nobody held the lock did not find this sink.
-                        if sink.keep().is_over() {
+                        // A stop or a close that came while nobody held the lock did not find this sink.
+                        if sink.keep().is_over() || self.is_closed() {
                             sink.give_up();
                         }
                         incoming.reading = Reading::Payload { header, sink, left: header.payload_len };
