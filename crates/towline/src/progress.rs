@@ -42,6 +42,17 @@ pub(crate) fn reactor() -> Result<&'static Reactor> {
     Ok(REACTOR.get_or_init(|| started))
 }
 
+/// Refuses to block the event loop: a waker that waits would wait for itself.
+pub(crate) fn may_block(op: &'static str) -> Result<()> {
+    match REACTOR.get() {
+        Some(reactor) if reactor.on_reactor_thread() => Err(Error::invalid(
+            op,
+            "a blocking call inside a waker, on the library's own event loop; await it or hand it to another thread",
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// The process's copy pool; it has no thread until a job comes.
 pub(crate) fn pool() -> &'static Pool {
     &POOL

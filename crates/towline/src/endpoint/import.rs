@@ -11,6 +11,7 @@ use super::stats::Counters;
 use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
+use crate::progress;
 use crate::route::{Explanation, Routes, Routing};
 use crate::sync::lock;
 use crate::ticket::Reach;
@@ -124,6 +125,7 @@ pub(super) fn import(
     routing: &Routing,
 ) -> Result<Vec<Result<Remote>>> {
     fork::guard("import")?;
+    progress::may_block("import")?;
     endpoint.check_open("import")?;
     let until = Instant::now() + endpoint.limits().no_progress;
     let mut outcomes: Vec<Option<Result<Remote>>> = tickets.iter().map(|_| None).collect();

@@ -279,10 +279,10 @@ impl Session {
         let request = self.next_request.fetch_add(1, Ordering::Relaxed);
         lock(&self.pending).insert(request, pending);
         // Whoever fails the session takes what is pending after it has said that it is dead.
-        if let Err(error) = self.alive() {
-            if lock(&self.pending).remove(&request).is_some() {
-                return Err(error);
-            }
+        if let Err(error) = self.alive()
+            && lock(&self.pending).remove(&request).is_some()
+        {
+            return Err(error);
         }
         self.beat();
         Ok(request)
