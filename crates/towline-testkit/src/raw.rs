@@ -134,9 +134,16 @@ impl RawCopy {
             Cut::Portions(bytes) => bytes,
         }
         .max(1);
-        let inside = |offset: u64, len: u64, whole: u64| offset.checked_add(len).is_some_and(|end| end <= whole);
-        let mut copy =
-            RawCopy { direction, pid, near: Vec::new(), far: Vec::new(), parts: Vec::new(), _kept: (near, far_memory) };
+        let inside =
+            |offset: u64, len: u64, whole: u64| offset.checked_add(len).is_some_and(|end| end <= whole);
+        let mut copy = RawCopy {
+            direction,
+            pid,
+            near: Vec::new(),
+            far: Vec::new(),
+            parts: Vec::new(),
+            _kept: (near, far_memory),
+        };
         let (mut start, mut room) = (0, part_len);
         for &(far_at, near_at, len) in pieces {
             if !inside(far_at, len, far_len) || !inside(near_at, len, near_len) {
@@ -173,7 +180,8 @@ impl RawCopy {
         match self.pid {
             None => {
                 for (near, far) in near.iter().zip(far) {
-                    let (to, from) = if self.direction == Direction::Read { (near, far) } else { (far, near) };
+                    let (to, from) =
+                        if self.direction == Direction::Read { (near, far) } else { (far, near) };
                     // SAFETY: `new` checked both ranges against memory that `_kept` keeps mapped, and that the target
                     // is writable; the C library's copy takes whatever bytes it finds. `memmove` stands the two
                     // being one memory.
@@ -233,7 +241,8 @@ mod tests {
             let copy = RawCopy::new(Direction::Read, near, far, &pieces, cut).unwrap();
             (0..copy.parts()).for_each(|part| copy.run(part).unwrap());
             let mut expected = vec![0; 64 << 10];
-            for (far, near, len) in pieces.map(|(far, near, len)| (far as usize, near as usize, len as usize)) {
+            for (far, near, len) in pieces.map(|(far, near, len)| (far as usize, near as usize, len as usize))
+            {
                 expected[near..near + len].copy_from_slice(&bytes[far..far + len]);
             }
             let mut found = vec![0; 64 << 10];
