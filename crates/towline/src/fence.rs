@@ -3,9 +3,18 @@
 //! An *owner* endpoint publishes its regions as rows of a [`table::Table`]. An *initiator* in another process
 //! pins a row in the [`pins::PinPage`] that the two share, copies, checks the row again and releases. The
 //! owner revokes a row, then scans the pins; a death on either side is seen through robust futexes:
-//! [`life`] for single threads, [`watcher`] for whole processes. See `docs/decisions/0002-the-fence.md`.
+//! [`life`] for single threads, [`watcher`] for whole processes.
+//!
+//! The order of every store, load and fence is decided in one file, `protocol`, which loom explores. The
+//! reasons, the limits and what the fence cannot promise: `docs/decisions/0002-the-fence.md`.
 
 pub(crate) mod life;
 pub(crate) mod pins;
+mod protocol;
+mod robust;
+mod shared;
 pub(crate) mod table;
 pub(crate) mod watcher;
+
+#[cfg(test)]
+mod tests;

@@ -117,15 +117,15 @@ fn wiped_page() -> Option<*mut AtomicU32> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
 
     use std::time::{Duration, Instant};
 
     use super::*;
 
-    /// Forks, runs `check` in the child and returns its answer.
-    fn in_a_child(check: impl FnOnce() -> bool) -> bool {
+    /// Forks, runs `check` in the child and returns its answer. `check` must not allocate nor lock.
+    pub(crate) fn in_a_child(check: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child calls only `check` (loads, getpid) and `_exit`: nothing that takes a lock.
         let pid = unsafe { libc::fork() };
         assert!(pid >= 0, "fork failed");

@@ -1,6 +1,6 @@
 //! Who waits: per process, started on first use and asleep when idle, one epoll thread and one copy pool.
 //!
-//! [`reactor`] waits for descriptors and for moments in time, on the thread `towline-io`. [`pool`] runs
+//! [`reactor()`] waits for descriptors and for moments in time, on the thread `towline-io`. [`pool()`] runs
 //! what takes long (copies, blocking waits) on threads `towline-copy-N`, of which an idle process has none.
 //! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
 //! a process in which nothing happens makes no system call.
@@ -15,7 +15,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 
-pub(crate) use pool::{Job, Pool, Refused};
+pub(crate) use pool::Pool;
 pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
 pub(crate) use timers::{Timer, TimerId};
 
@@ -24,7 +24,7 @@ use crate::fork;
 
 static REACTOR: OnceLock<Arc<Reactor>> = OnceLock::new();
 static STARTING: Mutex<()> = Mutex::new(());
-static POOL: OnceLock<Pool> = OnceLock::new();
+static POOL: Pool = Pool::new("towline-copy", 0);
 
 /// The process's event loop; the first call starts its thread.
 ///
@@ -44,7 +44,7 @@ pub(crate) fn reactor() -> Result<&'static Reactor> {
 
 /// The process's copy pool; it has no thread until a job comes.
 pub(crate) fn pool() -> &'static Pool {
-    POOL.get_or_init(|| Pool::new("towline-copy", pool::limit()))
+    &POOL
 }
 
 /// Starts a library thread, which takes no signal that the program may want on a thread of its own.

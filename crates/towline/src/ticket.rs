@@ -233,7 +233,7 @@ impl fmt::Debug for Ticket {
 }
 
 /// Puts the tag and the checksum behind the public bytes.
-fn seal(mut public: Vec<u8>, tag: &Tag) -> Vec<u8> {
+pub(crate) fn seal(mut public: Vec<u8>, tag: &Tag) -> Vec<u8> {
     public.extend_from_slice(&tag.0);
     let check = checksum(&public);
     public.extend_from_slice(&check);

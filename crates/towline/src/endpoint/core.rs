@@ -215,8 +215,7 @@ impl EndpointCore {
         }
     }
 
-    /// Breaks the connections over which bytes of that generation are being moved: their peers are too slow to wait
-    /// for.
+    /// Stops serving bytes of that generation over sockets: a slow peer does not delay the taking back.
     pub(crate) fn break_streams_of(&self, generation: u64) {
         let serving: Vec<_> = lock(&self.serving).iter().filter_map(Weak::upgrade).collect();
         for peer in serving {

@@ -221,14 +221,12 @@ fn import_there(
 ) -> Result<Vec<Result<Remote>>> {
     let Some(first) = tickets.first() else { return Ok(Vec::new()) };
     let session = contact(endpoint, first, routing, until)?;
-    let imported = session.import(tickets, until)?;
-    Ok(imported
-        .into_iter()
-        .map(|granted| {
-            let (grant, handle): (Grant, Arc<GrantHandle>) = granted?;
-            Remote::new(endpoint, Owner::There(&handle), grant, session.peer_name(), routing)
-        })
-        .collect())
+    let mut imported = session.import(tickets, until)?;
+    let remote = |granted: Result<(Grant, Arc<GrantHandle>)>| {
+        let (grant, handle) = granted?;
+        Remote::new(endpoint, Owner::There(&handle), grant, session.peer_name(), routing)
+    };
+    Ok(imported.outcomes.drain(..).map(remote).collect())
 }
 
 /// A session with the ticket's owner: an existing one, or a new one over the first way that answers.

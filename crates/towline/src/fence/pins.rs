@@ -1,21 +1,62 @@
 //! The pin page of one connection: which generations an initiator is touching right now.
 
-use std::marker::PhantomData;
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::Arc;
+#![allow(unsafe_code, reason = "declares which types may be lent from shared memory")]
 
-use crate::Result;
+use std::marker::PhantomData;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use crate::fence::life;
+use crate::fence::protocol::{self, Machine};
+use crate::fence::robust::RobustMutex;
+use crate::fence::shared::{self, Lendable, Mapping, forked};
 use crate::fence::table::Row;
+use crate::{Error, Kind, Result};
 
 /// Slots for pins of single threads, one per life slot.
-pub(crate) const THREAD_SLOTS: u32 = crate::fence::life::SLOTS;
+pub(crate) const THREAD_SLOTS: u32 = life::SLOTS;
 /// Slots for pins that belong to a process.
 pub(crate) const PROCESS_SLOTS: u32 = 256;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"towl-pin");
+const VERSION: u32 = 1;
+const THREADS_AT: usize = size_of::<Header>();
+const PROCESSES_AT: usize = THREADS_AT + THREAD_SLOTS as usize * size_of::<Slot>();
+const BYTES: usize = PROCESSES_AT + PROCESS_SLOTS as usize * size_of::<Slot>();
+
+#[repr(C)]
+struct Header {
+    magic: AtomicU64,
+    version: AtomicU32,
+    /// How many drains of the owner are going on: a release rings while there is one.
+    draining: AtomicU32,
+    /// One past the highest slot that was ever used, so that a scan is as short as the use of the page.
+    threads_used: AtomicU32,
+    processes_used: AtomicU32,
+    owner_life: RobustMutex,
+    initiator_life: RobustMutex,
+}
+
+/// One pin on its own cache line: the threads that copy do not disturb each other.
+#[repr(C, align(64))]
+struct Slot {
+    generation: AtomicU64,
+}
+
+const _: () = assert!(size_of::<Header>() == 192 && size_of::<Slot>() == 64, "the page's layout is shared");
+
+// SAFETY: atomics and mutexes that are `Lendable` themselves.
+unsafe impl Lendable for Header {}
+// SAFETY: one atomic; the padding is never read.
+unsafe impl Lendable for Slot {}
 
 /// Which of the two processes of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
+    /// The one whose memory it is, which made the page.
     Owner,
+    /// The one that reads and writes that memory.
     Initiator,
 }
 
@@ -38,94 +79,257 @@ pub(crate) enum Holder {
 }
 
 /// The page; made by the owner, mapped read-write by both sides.
-pub(crate) struct PinPage {}
+pub(crate) struct PinPage {
+    mapping: Mapping,
+    fd: Option<OwnedFd>,
+    doorbell: Option<OwnedFd>,
+}
 
 impl PinPage {
+    /// Makes the page of a new connection.
     pub(crate) fn create() -> Result<PinPage> {
-        unimplemented!()
+        let (fd, mapping) = shared::create("towline-pins", BYTES, "connect")?;
+        shared::seal_size(fd.as_fd(), "connect")?;
+        let page = PinPage { mapping, fd: Some(fd), doorbell: None };
+        let header = page.header();
+        header.owner_life.init()?;
+        header.initiator_life.init()?;
+        header.version.store(VERSION, Ordering::Relaxed);
+        header.magic.store(MAGIC, Ordering::Release);
+        Ok(page)
     }
 
     /// Maps what the owner sent, after checking seals, size and magic.
     pub(crate) fn map(fd: OwnedFd) -> Result<PinPage> {
-        unimplemented!("{fd:?}")
+        let mapping = shared::map_received(&fd, BYTES, true, "connect")?;
+        let page = PinPage { mapping, fd: None, doorbell: None };
+        let header = page.header();
+        if header.magic.load(Ordering::Acquire) != MAGIC {
+            return Err(Error::protocol("connect", "the memory file is not a pin page"));
+        }
+        match header.version.load(Ordering::Relaxed) {
+            VERSION => Ok(page),
+            other => {
+                let message = format!("the pin page has version {other}, this side knows {VERSION}");
+                Err(Error::new(Kind::Unsupported, "connect", message))
+            }
+        }
     }
 
     /// Gives the eventfd that a release rings while the owner drains.
     #[must_use]
-    pub(crate) fn with_doorbell(self, doorbell: OwnedFd) -> PinPage {
-        unimplemented!("{doorbell:?}")
+    pub(crate) fn with_doorbell(mut self, doorbell: OwnedFd) -> PinPage {
+        self.doorbell = Some(doorbell);
+        self
     }
 
     /// The descriptor to pass on; `None` on the initiator's side and after `take_fd`.
     pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
-        unimplemented!()
+        self.fd.as_ref().map(AsFd::as_fd)
     }
 
     /// Takes the descriptor out, so that an idle connection does not keep it open.
     pub(crate) fn take_fd(&mut self) -> Option<OwnedFd> {
-        unimplemented!()
+        self.fd.take()
     }
 
-    /// Pins for the calling thread, whose life slot it is (`LifePage::thread_slot`).
+    /// Pins for the calling thread, whose own life slot it must be (`LifePage::thread_slot`).
+    #[inline]
     pub(crate) fn pin_thread(
         &self,
         slot: u32,
         row: &Row,
         generation: u64,
     ) -> Result<ThreadPin<'_>, PinError> {
-        unimplemented!("{slot}{generation}{}", row.generation())
+        if generation == 0 {
+            return Err(PinError::Stale);
+        }
+        let word = &self.threads().get(slot as usize).ok_or(PinError::Busy)?.generation;
+        // Outside the protocol: only this thread writes the slot, and loom explores less behind such a load.
+        if word.load(Ordering::Relaxed) != 0 {
+            return Err(PinError::Busy);
+        }
+        protocol::announce::<Machine>(word, slot, &self.header().threads_used, generation);
+        let pin = ThreadPin { page: self, word, generation, this_thread: PhantomData };
+        match protocol::confirm::<Machine>(row.word(), generation) {
+            true => Ok(pin),
+            false => Err(PinError::Stale),
+        }
     }
 
     /// Pins for the whole process: long holds (CUDA, NIXL, peer views).
     pub(crate) fn pin_process(self: &Arc<Self>, row: &Row, generation: u64) -> Result<ProcessPin, PinError> {
-        unimplemented!("{generation}{}", row.generation())
+        if generation == 0 {
+            return Err(PinError::Stale);
+        }
+        if forked() {
+            return Err(PinError::Busy);
+        }
+        let used = &self.header().processes_used;
+        // From the first slot on, so that the owner's scans stay short.
+        let slot = (0..)
+            .zip(self.processes())
+            .find(|(index, slot)| {
+                slot.generation.load(Ordering::Relaxed) == 0
+                    && protocol::announce_shared::<Machine>(&slot.generation, *index, used, generation)
+            })
+            .map(|(index, _)| index)
+            .ok_or(PinError::Busy)?;
+        let pin = ProcessPin { page: self.clone(), slot, generation };
+        match protocol::confirm::<Machine>(row.word(), generation) {
+            true => Ok(pin),
+            false => Err(PinError::Stale),
+        }
     }
 
-    /// Asks initiators to ring on release. Counted: each call is paired with `drain_ended`.
+    /// Asks the initiator to ring on release. Counted: each call is paired with `drain_ended`.
+    ///
+    /// Called before the first scan whose answer is waited for.
     pub(crate) fn drain_started(&self) {
-        unimplemented!()
+        protocol::drain_started::<Machine>(&self.header().draining);
     }
 
+    /// Ends what `drain_started` began.
     pub(crate) fn drain_ended(&self) {
-        unimplemented!()
+        protocol::drain_ended::<Machine>(&self.header().draining);
     }
 
-    /// Whether any pin of that generation is left. Call after `Table::revoke`.
+    /// Whether any pin of that generation is left. Asked after `Table::revoke`: before it a new pin may come.
     pub(crate) fn held(&self, generation: u64) -> bool {
-        unimplemented!("{generation}")
+        let mut held = false;
+        self.scan(generation, |_| {
+            held = true;
+            false
+        });
+        held
     }
 
+    /// Every pin of that generation.
     pub(crate) fn holders(&self, generation: u64) -> Vec<Holder> {
-        unimplemented!("{generation}")
+        let mut holders = Vec::new();
+        self.scan(generation, |holder| {
+            holders.push(holder);
+            true
+        });
+        holders
     }
 
-    /// Clears a dead holder's pin; false when it was no longer there.
+    /// Clears the pin of a holder that is gone; false when it was no longer there.
+    ///
+    /// The caller has made sure that it is gone: see [`Holder`].
     pub(crate) fn reclaim(&self, holder: Holder, generation: u64) -> bool {
-        unimplemented!("{holder:?}{generation}")
+        let (slots, index) = match holder {
+            Holder::Thread(index) => (self.threads(), index),
+            Holder::Process(index) => (self.processes(), index),
+        };
+        generation != 0
+            && slots
+                .get(index as usize)
+                .is_some_and(|slot| protocol::reclaim::<Machine>(&slot.generation, generation))
+    }
+
+    fn scan(&self, generation: u64, mut found: impl FnMut(Holder) -> bool) {
+        if generation == 0 {
+            return;
+        }
+        let header = self.header();
+        let mut more = true;
+        let threads = self.threads().iter().map(|slot| &slot.generation);
+        protocol::scan::<Machine>(threads, &header.threads_used, generation, |index| {
+            more = found(Holder::Thread(index));
+            more
+        });
+        if more {
+            let processes = self.processes().iter().map(|slot| &slot.generation);
+            protocol::scan::<Machine>(processes, &header.processes_used, generation, |index| {
+                found(Holder::Process(index))
+            });
+        }
+    }
+
+    /// The mutex that tells whether that side lives; only that side's watcher thread locks it.
+    pub(crate) fn life(&self, side: Side) -> &RobustMutex {
+        match side {
+            Side::Owner => &self.header().owner_life,
+            Side::Initiator => &self.header().initiator_life,
+        }
+    }
+
+    #[cold]
+    fn ring(&self) {
+        if let Some(doorbell) = &self.doorbell {
+            // A full counter means that the owner has a ring to see anyway; a closed end, that nobody waits.
+            let _ = rustix::io::retry_on_intr(|| rustix::io::write(doorbell, &1_u64.to_ne_bytes()));
+        }
+    }
+
+    #[inline]
+    fn header(&self) -> &Header {
+        &self.mapping.lend::<Header>(0, 1)[0]
+    }
+
+    #[inline]
+    fn threads(&self) -> &[Slot] {
+        self.mapping.lend(THREADS_AT, THREAD_SLOTS as usize)
+    }
+
+    #[inline]
+    fn processes(&self) -> &[Slot] {
+        self.mapping.lend(PROCESSES_AT, PROCESS_SLOTS as usize)
     }
 }
 
 /// A pin of the calling thread; released on drop.
 pub(crate) struct ThreadPin<'a> {
     page: &'a PinPage,
+    word: &'a AtomicU64,
+    generation: u64,
+    /// The slot speaks for the thread that made the pin, so the pin must not leave it.
     this_thread: PhantomData<*const ()>,
 }
 
 impl ThreadPin<'_> {
     /// Whether the region was live for the whole time of the pin up to now: asked after the copy.
+    #[inline]
     pub(crate) fn still_valid(&self, row: &Row) -> bool {
-        unimplemented!("{}", row.generation())
+        protocol::revalidate::<Machine>(row.word(), self.generation)
     }
 }
 
-/// A pin of the process; released on drop, by any thread.
+impl Drop for ThreadPin<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if protocol::release::<Machine>(self.word, &self.page.header().draining) {
+            self.page.ring();
+        }
+    }
+}
+
+/// A pin of the process; released on drop, by any thread. In a forked child the drop does nothing.
 pub(crate) struct ProcessPin {
     page: Arc<PinPage>,
+    slot: u32,
+    generation: u64,
 }
 
 impl ProcessPin {
     /// Whether the region was live for the whole time of the pin up to now.
     pub(crate) fn still_valid(&self, row: &Row) -> bool {
-        unimplemented!("{}", row.generation())
+        protocol::revalidate::<Machine>(row.word(), self.generation)
+    }
+}
+
+impl Drop for ProcessPin {
+    fn drop(&mut self) {
+        if !forked()
+            && let Some(slot) = self.page.processes().get(self.slot as usize)
+            && protocol::release_shared::<Machine>(
+                &slot.generation,
+                self.generation,
+                &self.page.header().draining,
+            )
+        {
+            self.page.ring();
+        }
     }
 }

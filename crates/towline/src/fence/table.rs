@@ -1,9 +1,15 @@
 //! The registration table: one row per region, written by its owner, mapped read-only by peers.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::AtomicU64;
+#![allow(unsafe_code, reason = "declares that a row may be lent from shared memory")]
 
-use crate::Result;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::fence::protocol::{self, Machine};
+use crate::fence::shared::{self, Lendable, Mapping};
+use crate::sync::lock;
+use crate::{Error, Kind, Result};
 
 /// One region as its peers see it; `generation` is 0 while there is no live region.
 #[repr(C)]
@@ -11,23 +17,38 @@ pub(crate) struct Row {
     generation: AtomicU64,
     addr: AtomicU64,
     len: AtomicU64,
-    reserved: AtomicU64,
+    /// Only the owner reads it: whether the row is taken, so that a row is never given back twice.
+    taken: AtomicU64,
 }
+
+const _: () = assert!(size_of::<Row>() == 32, "rows have a fixed stride in shared memory");
+
+// SAFETY: nothing but atomics.
+unsafe impl Lendable for Row {}
 
 impl Row {
     /// The generation of the live region, or 0.
+    #[inline]
     pub(crate) fn generation(&self) -> u64 {
-        unimplemented!()
+        self.generation.load(Ordering::Acquire)
     }
 
-    /// The address in the owner; stable while the row is pinned.
+    /// The address in the owner; belongs to the generation only while that is pinned.
+    #[inline]
     pub(crate) fn addr(&self) -> u64 {
-        unimplemented!()
+        self.addr.load(Ordering::Relaxed)
     }
 
-    /// The length in bytes; stable while the row is pinned.
+    /// The length in bytes; belongs to the generation only while that is pinned.
+    #[inline]
+    #[allow(clippy::len_without_is_empty, reason = "the region's length, not a collection's")]
     pub(crate) fn len(&self) -> u64 {
-        unimplemented!()
+        self.len.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    pub(crate) fn word(&self) -> &AtomicU64 {
+        &self.generation
     }
 }
 
@@ -38,60 +59,217 @@ pub(crate) struct Claim {
     pub(crate) generation: u64,
 }
 
-/// The owner's side: all rows of one endpoint, in a sealed memfd.
-pub(crate) struct Table {}
+/// The owner's side: all rows of one endpoint, in a sealed memory file.
+pub(crate) struct Table {
+    mapping: Mapping,
+    readers: OwnedFd,
+    rows: u32,
+    supply: Mutex<Supply>,
+}
+
+struct Supply {
+    /// Rows given back; taken last in, first out, so that few pages are ever touched.
+    free: Vec<u32>,
+    /// Rows from here on were never used.
+    unused: u32,
+    last_generation: u64,
+}
 
 impl Table {
+    /// Makes a table of that many rows. Memory is used only for rows that are.
     pub(crate) fn create(rows: u32) -> Result<Table> {
-        unimplemented!("{rows}")
+        Table::sealed_by(rows, shared::seal_for_readers)
     }
 
+    fn sealed_by(rows: u32, seal: fn(OwnedFd, &'static str) -> Result<OwnedFd>) -> Result<Table> {
+        if rows == 0 {
+            return Err(Error::invalid("open", "a table needs at least one row"));
+        }
+        let (fd, mapping) = shared::create("towline-table", rows as usize * size_of::<Row>(), "open")?;
+        let readers = seal(fd, "open")?;
+        let supply = Mutex::new(Supply { free: Vec::new(), unused: 0, last_generation: 0 });
+        Ok(Table { mapping, readers, rows, supply })
+    }
+
+    /// Takes a row for a region and makes it live.
     pub(crate) fn claim(&self, addr: u64, len: u64) -> Result<Claim> {
-        unimplemented!("{addr}{len}")
+        let mut supply = lock(&self.supply);
+        let index = match supply.free.pop() {
+            Some(row) => row,
+            None if supply.unused < self.rows => {
+                supply.unused += 1;
+                supply.unused - 1
+            }
+            None => {
+                let message = format!("all {} rows of the registration table are taken", self.rows);
+                return Err(Error::new(Kind::Exhausted, "register", message));
+            }
+        };
+        supply.last_generation += 1;
+        let generation = supply.last_generation;
+        let Some(row) = self.row(index) else {
+            return Err(Error::new(
+                Kind::Internal,
+                "register",
+                "the free list names a row outside the table",
+            ));
+        };
+        row.taken.store(1, Ordering::Relaxed);
+        row.addr.store(addr, Ordering::Relaxed);
+        row.len.store(len, Ordering::Relaxed);
+        protocol::publish::<Machine>(&row.generation, generation);
+        Ok(Claim { row: index, generation })
     }
 
-    /// Ends the region in that row: from here on no new pin succeeds. Existing pins are found by a scan.
+    /// Ends the region in that row: from here on no new pin succeeds. Pins that exist are found by a scan.
     pub(crate) fn revoke(&self, row: u32) {
-        unimplemented!("{row}")
+        if let Some(row) = self.row(row) {
+            protocol::revoke::<Machine>(&row.generation);
+        }
     }
 
-    /// Gives a revoked row back. Only after no pin of its generation is left.
+    /// Gives a row back; only after no pin of its generation is left. Revokes it if nobody did.
     pub(crate) fn free(&self, row: u32) {
-        unimplemented!("{row}")
+        let mut supply = lock(&self.supply);
+        let Some(entry) = self.row(row) else { return };
+        if entry.taken.swap(0, Ordering::Relaxed) == 1 {
+            protocol::revoke::<Machine>(&entry.generation);
+            supply.free.push(row);
+        }
     }
 
+    /// The generation of the live region in that row, or 0.
     pub(crate) fn generation(&self, row: u32) -> u64 {
-        unimplemented!("{row}")
+        self.row(row).map_or(0, Row::generation)
     }
 
     /// The row itself, for an initiator in the owner's own process.
+    #[inline]
     pub(crate) fn row(&self, row: u32) -> Option<&Row> {
-        unimplemented!("{row}")
+        self.mapping.lend::<Row>(0, self.rows as usize).get(row as usize)
     }
 
     /// The descriptor to pass to a peer: nothing that maps it can write.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        unimplemented!()
+        self.readers.as_fd()
     }
 
+    /// How many rows there are.
     pub(crate) fn rows(&self) -> u32 {
-        unimplemented!()
+        self.rows
     }
 }
 
 /// A peer's side: the same rows, read-only.
-pub(crate) struct TableView {}
+pub(crate) struct TableView {
+    mapping: Mapping,
+    rows: u32,
+}
 
 impl TableView {
+    /// Maps what the owner sent, after checking seals and size.
     pub(crate) fn map(fd: OwnedFd, rows: u32) -> Result<TableView> {
-        unimplemented!("{fd:?}{rows}")
+        if rows == 0 {
+            return Err(Error::protocol("connect", "a table has at least one row"));
+        }
+        let mapping = shared::map_received(&fd, rows as usize * size_of::<Row>(), false, "connect")?;
+        Ok(TableView { mapping, rows })
     }
 
+    /// The row with that number, if the table has it.
+    #[inline]
     pub(crate) fn row(&self, row: u32) -> Option<&Row> {
-        unimplemented!("{row}")
+        self.mapping.lend::<Row>(0, self.rows as usize).get(row as usize)
     }
 
+    /// How many rows there are.
     pub(crate) fn rows(&self) -> u32 {
-        unimplemented!()
+        self.rows
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use super::*;
+    use rustix::mm::{MapFlags, ProtFlags};
+
+    fn writable_mapping_is_refused(fd: BorrowedFd<'_>) -> bool {
+        // SAFETY: a fresh mapping, never touched.
+        let mapped = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                32,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
+        };
+        mapped.is_err()
+    }
+
+    #[test]
+    fn a_generation_is_never_used_twice_and_rows_are() {
+        let table = Table::create(2).unwrap();
+        let first = table.claim(0x1000, 10).unwrap();
+        let second = table.claim(0x2000, 20).unwrap();
+        assert_eq!(table.claim(0x3000, 30).unwrap_err().kind(), Kind::Exhausted);
+        table.revoke(first.row);
+        assert_eq!(table.generation(first.row), 0);
+        assert_eq!(table.claim(0x3000, 30).unwrap_err().kind(), Kind::Exhausted, "revoked is not yet free");
+        table.free(first.row);
+        table.free(first.row);
+        let third = table.claim(0x3000, 30).unwrap();
+        assert_eq!(third.row, first.row);
+        assert!(third.generation > second.generation && second.generation > first.generation);
+        assert_eq!(table.claim(1, 1).unwrap_err().kind(), Kind::Exhausted, "freed twice, given once");
+        table.revoke(99);
+        table.free(99);
+        assert_eq!(table.generation(99), 0);
+    }
+
+    #[test]
+    fn peers_see_the_rows_and_cannot_write_them() {
+        let by_seal = Table::create(1000).unwrap();
+        // What kernels before 5.1 get.
+        let by_descriptor = Table::sealed_by(1000, |fd, op| {
+            shared::seal_size(fd.as_fd(), op)?;
+            shared::reopen_read_only(&fd, op)
+        })
+        .unwrap();
+        for table in [by_seal, by_descriptor] {
+            let view = TableView::map(table.fd().try_clone_to_owned().unwrap(), 1000).unwrap();
+            let claim = table.claim(0xabc, 77).unwrap();
+            let row = view.row(claim.row).unwrap();
+            assert_eq!((row.generation(), row.addr(), row.len()), (claim.generation, 0xabc, 77));
+            table.revoke(claim.row);
+            assert_eq!(row.generation(), 0);
+            assert!(view.row(1000).is_none());
+            assert_eq!((view.rows(), table.rows()), (1000, 1000));
+            assert!(writable_mapping_is_refused(table.fd()));
+        }
+    }
+
+    #[test]
+    fn a_file_that_could_shrink_or_is_too_small_is_refused() {
+        let (unsealed, _mapping) = shared::create("test", 4096, "test").unwrap();
+        assert_eq!(TableView::map(unsealed, 1).err().unwrap().kind(), Kind::Protocol);
+        let table = Table::create(4).unwrap();
+        let copy = || table.fd().try_clone_to_owned().unwrap();
+        assert_eq!(TableView::map(copy(), 5).err().unwrap().kind(), Kind::Protocol);
+        assert_eq!(TableView::map(copy(), u32::MAX).err().unwrap().kind(), Kind::Protocol);
+        let pipe = rustix::pipe::pipe().unwrap().0;
+        assert_eq!(TableView::map(pipe, 1).err().unwrap().kind(), Kind::Protocol);
+    }
+
+    #[test]
+    fn a_large_table_costs_nothing_until_it_is_used() {
+        let table = Table::create(1 << 20).unwrap();
+        let used = rustix::fs::fstat(table.fd()).unwrap().st_blocks;
+        assert_eq!(used, 0);
+        table.claim(1, 1).unwrap();
+        assert!(rustix::fs::fstat(table.fd()).unwrap().st_blocks * 512 <= 64 * 1024);
     }
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,11 +18,6 @@ pub(crate) type Job = Box<dyn FnOnce() + Send>;
 /// A worker without work leaves after this time: long against the gaps inside a burst of transfers, short
 /// enough that an idle process soon has no thread left.
 const LINGER: Duration = Duration::from_secs(1);
-
-/// Threads of the process's pool: one per core that this process may use, but no more than saturate memory.
-pub(super) fn limit() -> usize {
-    thread::available_parallelism().map_or(1, usize::from).clamp(1, 16)
-}
 
 /// A job that was not accepted, handed back with the reason; `?` turns it into the reason.
 pub(crate) struct Refused {
@@ -49,19 +44,15 @@ impl fmt::Debug for Refused {
 /// A job that panics is logged, and its thread goes on. Jobs may block, but the pool does not grow past its
 /// limit: a job that waits for the other side should look at [`Pool::busy_or_queued`] and make room.
 pub(crate) struct Pool {
-    shared: Arc<Shared>,
-}
-
-struct Shared {
     name: &'static str,
-    limit: usize,
+    /// 0 where the machine decides and has not been asked yet.
+    limit: AtomicUsize,
     state: Mutex<State>,
     work: Condvar,
     /// The queue's length, readable without the lock.
     queued: AtomicUsize,
 }
 
-#[derive(Default)]
 struct State {
     queue: VecDeque<Job>,
     /// One bit per running thread, at its number.
@@ -73,22 +64,32 @@ struct State {
 }
 
 impl Pool {
-    /// A pool without threads, which may have up to `limit` (at most 64), named `name-N`.
-    pub(super) fn new(name: &'static str, limit: usize) -> Pool {
+    /// A pool without threads, which may have up to `limit` (at most 64; 0: as many as the machine suggests),
+    /// named `name-N`.
+    ///
+    /// Constant, so that the process's pool needs no lock to come into being: a forked child could find that
+    /// lock held for ever, before it reaches the guard.
+    pub(super) const fn new(name: &'static str, limit: usize) -> Pool {
         Pool {
-            shared: Arc::new(Shared {
-                name,
-                limit: limit.clamp(1, 64),
-                state: Mutex::new(State::default()),
-                work: Condvar::new(),
-                queued: AtomicUsize::new(0),
-            }),
+            name,
+            limit: AtomicUsize::new(limit),
+            state: Mutex::new(State { queue: VecDeque::new(), threads: 0, idle: 0, called: 0 }),
+            work: Condvar::new(),
+            queued: AtomicUsize::new(0),
         }
     }
 
-    /// How many threads there can be.
+    /// How many threads there can be: one per core that this process may use, but no more than 16, which
+    /// saturate the memory of most machines.
     pub(crate) fn limit(&self) -> usize {
-        self.shared.limit
+        match self.limit.load(Ordering::Relaxed) {
+            0 => {
+                let limit = thread::available_parallelism().map_or(1, usize::from).clamp(1, 16);
+                self.limit.store(limit, Ordering::Relaxed);
+                limit
+            }
+            limit => limit.min(64),
+        }
     }
 
     /// Queues a job and sees to it that a thread comes for it: a waiting one, a new one below the limit, or
@@ -96,36 +97,35 @@ impl Pool {
     ///
     /// Handed back, never run inline (the caller may be the event loop, which must not block):
     /// `Exhausted` where the pool has no thread and none can be started, `Unavailable` in a forked child.
-    pub(crate) fn spawn(&self, job: Job) -> std::result::Result<(), Refused> {
+    pub(crate) fn spawn(&'static self, job: Job) -> std::result::Result<(), Refused> {
         if let Err(error) = fork::guard("queue a copy") {
             return Err(Refused { job, error });
         }
-        let shared = &self.shared;
-        let mut state = lock(&shared.state);
+        let limit = self.limit();
+        let mut state = lock(&self.state);
         state.queue.push_back(job);
-        shared.queued.store(state.queue.len(), Ordering::Relaxed);
+        self.queued.store(state.queue.len(), Ordering::Relaxed);
         if state.idle > 0 {
             state.idle -= 1;
             state.called += 1;
             drop(state);
-            shared.work.notify_one();
+            self.work.notify_one();
             return Ok(());
         }
         let number = (!state.threads).trailing_zeros() as usize;
-        if number >= shared.limit {
+        if number >= limit {
             return Ok(());
         }
         // The thread is started under the lock, so that on failure the last job in the queue is still ours
         // and the count of threads that could serve it is exact.
-        let worker = Arc::clone(shared);
-        match start_thread(format!("{}-{number}", shared.name), move || worker.work(number)) {
+        match start_thread(format!("{}-{number}", self.name), move || self.work(number)) {
             Ok(_) => {
                 state.threads |= 1 << number;
                 Ok(())
             }
             Err(error) if state.threads == 0 => {
                 let job = state.queue.pop_back();
-                shared.queued.store(state.queue.len(), Ordering::Relaxed);
+                self.queued.store(state.queue.len(), Ordering::Relaxed);
                 drop(state);
                 match job {
                     Some(job) => Err(Refused { job, error: no_thread("queue a copy", error) }),
@@ -133,7 +133,8 @@ impl Pool {
                 }
             }
             Err(error) => {
-                tracing::debug!(%error, pool = shared.name, "no further thread; the job waits for a busy one");
+                drop(state);
+                tracing::debug!(%error, pool = self.name, "no further thread; the job waits for a busy one");
                 Ok(())
             }
         }
@@ -141,11 +142,9 @@ impl Pool {
 
     /// Whether jobs wait for a thread: a worker that only waits for the other side should then make room.
     pub(crate) fn busy_or_queued(&self) -> bool {
-        self.shared.queued.load(Ordering::Relaxed) > 0
+        self.queued.load(Ordering::Relaxed) > 0
     }
-}
 
-impl Shared {
     /// One worker's life.
     fn work(&self, number: usize) {
         let mut state = lock(&self.state);
@@ -184,12 +183,17 @@ impl Shared {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
 
-    use std::sync::Barrier;
     use std::sync::mpsc::channel;
+    use std::sync::{Arc, Barrier};
 
     use super::*;
 
     const WATCHDOG: Duration = Duration::from_secs(30);
+
+    /// Workers may outlive a test.
+    fn leaked(name: &'static str, limit: usize) -> &'static Pool {
+        Box::leak(Box::new(Pool::new(name, limit)))
+    }
 
     fn threads_named(prefix: &str) -> usize {
         std::fs::read_dir("/proc/self/task")
@@ -209,7 +213,7 @@ mod tests {
 
     #[test]
     fn ten_thousand_jobs_run_once_each_and_no_thread_stays() {
-        let pool = Pool::new("t-shrink", 4);
+        let pool = leaked("t-shrink", 4);
         let done = Arc::new(AtomicUsize::new(0));
         for _ in 0..10_000 {
             let done = Arc::clone(&done);
@@ -231,7 +235,7 @@ mod tests {
 
     #[test]
     fn blocked_jobs_each_get_a_thread_up_to_the_limit_and_the_next_is_seen_waiting() {
-        let pool = Pool::new("t-grow", 3);
+        let pool = leaked("t-grow", 3);
         let barrier = Arc::new(Barrier::new(4));
         for _ in 0..3 {
             let barrier = Arc::clone(&barrier);
@@ -252,19 +256,25 @@ mod tests {
 
     #[test]
     fn a_waiting_thread_is_used_before_a_new_one_is_started() {
-        let pool = Pool::new("t-reuse", 8);
+        let pool = leaked("t-reuse", 8);
         for _ in 0..50 {
             let (sender, receiver) = channel();
             pool.spawn(Box::new(move || sender.send(()).unwrap())).unwrap();
             receiver.recv_timeout(WATCHDOG).unwrap();
-            wait_until("the worker waits again", || lock(&pool.shared.state).idle > 0);
+            wait_until("the worker waits again", || lock(&pool.state).idle > 0);
         }
-        assert_eq!(lock(&pool.shared.state).threads, 1);
+        assert_eq!(lock(&pool.state).threads, 1);
+    }
+
+    #[test]
+    fn the_processs_pool_has_a_limit_between_one_and_sixteen() {
+        assert!((1..=16).contains(&crate::progress::pool().limit()));
+        assert_eq!(Pool::new("t-limit", 1000).limit(), 64);
     }
 
     #[test]
     fn a_panicking_job_does_not_end_its_thread() {
-        let pool = Pool::new("t-panic", 1);
+        let pool = leaked("t-panic", 1);
         let (sender, receiver) = channel();
         let before = sender.clone();
         pool.spawn(Box::new(move || before.send(thread::current().id()).unwrap())).unwrap();
@@ -273,5 +283,56 @@ mod tests {
         let first = receiver.recv_timeout(WATCHDOG).unwrap();
         let second = receiver.recv_timeout(WATCHDOG).unwrap();
         assert_eq!(first, second);
+    }
+
+    #[test]
+    fn without_any_thread_the_job_is_handed_back_and_with_one_it_waits() {
+        // The limit holds for a whole process, so this test runs once more in one of its own.
+        const CHILD: &str = "TOWLINE_TEST_OWN_PROCESS";
+        if std::env::var_os(CHILD).is_none() {
+            let name = "without_any_thread_the_job_is_handed_back_and_with_one_it_waits";
+            let output = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", &format!("progress::pool::tests::{name}"), "--test-threads=1"])
+                .env(CHILD, "1")
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+        let old = getrlimit(Resource::As);
+        let no_room_for_a_stack = || {
+            let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+            let pages: u64 = statm.split(' ').next().unwrap().parse().unwrap();
+            let current = pages * rustix::param::page_size() as u64 + (1 << 20);
+            setrlimit(Resource::As, Rlimit { current: Some(current), maximum: old.maximum }).unwrap();
+        };
+        let pool = leaked("t-refuse", 2);
+        let (sender, receiver) = channel();
+        let again = sender.clone();
+
+        no_room_for_a_stack();
+        let refused = pool.spawn(Box::new(move || sender.send(1).unwrap())).unwrap_err();
+        setrlimit(Resource::As, old).unwrap();
+        assert_eq!(refused.error.kind(), crate::Kind::Exhausted);
+        assert!(refused.error.is_retryable());
+        assert!(!pool.busy_or_queued());
+        let barrier = Arc::new(Barrier::new(2));
+        let blocks = Arc::clone(&barrier);
+        let job = refused.job;
+        pool.spawn(Box::new(move || {
+            blocks.wait();
+            job();
+        }))
+        .unwrap();
+
+        no_room_for_a_stack();
+        pool.spawn(Box::new(move || again.send(2).unwrap())).unwrap();
+        assert_eq!(lock(&pool.state).threads, 1);
+        setrlimit(Resource::As, old).unwrap();
+        barrier.wait();
+        assert_eq!(receiver.recv_timeout(WATCHDOG), Ok(1));
+        assert_eq!(receiver.recv_timeout(WATCHDOG), Ok(2));
     }
 }

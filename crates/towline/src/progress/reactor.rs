@@ -391,3 +391,6 @@ pub(super) fn block_signals() {
         libc::pthread_sigmask(libc::SIG_SETMASK, set.as_ptr(), ptr::null_mut());
     }
 }
+
+#[cfg(test)]
+mod tests;

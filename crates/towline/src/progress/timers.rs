@@ -83,6 +83,15 @@ impl Timers {
         self.pending.len()
     }
 
+    /// When the sleeping thread wakes by itself.
+    #[cfg(test)]
+    pub(super) fn sleeping_until(&self) -> Option<Instant> {
+        match self.sleep {
+            Sleep::Until(until) => Some(until),
+            Sleep::Awake | Sleep::Forever => None,
+        }
+    }
+
     /// Takes the earliest timer, where it is due at `now`.
     pub(super) fn pop_due(&mut self, now: Instant) -> Option<(Weak<dyn Timer>, u64)> {
         let first = self.pending.first_entry()?;

@@ -11,6 +11,7 @@ use crate::fence::life::{LifeView, SlotState};
 use crate::fence::pins::{Holder, PinPage};
 use crate::layout::Layout;
 use crate::memory::{Place, SegmentSlice, Storage};
+use crate::progress;
 use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
 use crate::wire::{Grant, SegmentRef};
@@ -18,9 +19,6 @@ use crate::{Access, Error, Kind, Result, Ticket};
 
 /// The top bit of the use count: no new use may begin.
 const CLOSED: usize = 1 << (usize::BITS - 1);
-
-/// After this long, taking a region back breaks the connections that are still sending its bytes to a slow peer.
-const PATIENCE_WITH_STREAMS: Duration = Duration::from_millis(50);
 
 /// One registration.
 pub(crate) struct RegionCore {
@@ -46,6 +44,8 @@ pub(crate) struct PeerPins {
     pub(crate) life: OnceLock<LifeView>,
     /// The peer's process has exited: none of its pins counts any more.
     pub(crate) exited: AtomicBool,
+    /// What tells of the exit; it must live as long as the pins are asked about.
+    pub(crate) exit: OnceLock<Arc<dyn Send + Sync>>,
     pub(crate) peer: String,
 }
 
@@ -151,6 +151,11 @@ impl RegionCore {
     fn end_use(&self) {
         if self.uses.fetch_sub(1, Ordering::SeqCst) == CLOSED + 1 {
             self.endpoint.drains.ring();
+            if self.endpoint.parked.load().0 > 0 {
+                // Not here: whoever ends a use may hold locks, and a storage's drop may be the user's code.
+                let endpoint = Arc::clone(&self.endpoint);
+                let _ = progress::pool().spawn(Box::new(move || endpoint.parked.sweep()));
+            }
         }
     }
 
@@ -231,8 +236,8 @@ impl RegionCore {
     /// Revokes and waits until nobody is inside the memory any more.
     pub(super) fn take_back(&self, within: Duration) -> Result<()> {
         self.revoke();
+        self.endpoint.break_streams_of(self.generation);
         let started = Instant::now();
-        let mut streams_broken = false;
         loop {
             let seen = self.endpoint.drains.seen();
             if self.drained() {
@@ -247,13 +252,7 @@ impl RegionCore {
                     format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users()),
                 ));
             }
-            let patience = if streams_broken { within } else { PATIENCE_WITH_STREAMS.min(within) };
-            if spent >= patience && !streams_broken {
-                streams_broken = true;
-                self.endpoint.break_streams_of(self.generation);
-                continue;
-            }
-            self.endpoint.drains.wait(seen, patience.saturating_sub(spent));
+            self.endpoint.drains.wait(seen, within - spent);
         }
     }
 
@@ -297,7 +296,8 @@ impl RegionCore {
             "a dropped region is still in use; its storage is parked until the users let go"
         );
         core.endpoint.parked.park(Parked { core: Arc::clone(core), storage: Box::new(storage) });
-        core.endpoint.drains.ring();
+        // The last user may have let go before the storage was in its place.
+        core.endpoint.parked.sweep();
     }
 }
 

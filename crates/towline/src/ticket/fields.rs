@@ -4,7 +4,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
 use super::{MAX_REACH, MAX_TICKET, OP, Reach, SEAL_LEN, TicketBody};
 use crate::identity::{EndpointId, Identity, Incarnation};
-use crate::layout::Layout;
 use crate::wire::codec::{Reader, put_layout, put_place, put_u16, put_u32, put_u64};
 use crate::wire::{OLDEST, VERSION};
 use crate::{Error, Result};
@@ -156,18 +155,7 @@ fn check(body: &TicketBody) -> Result<(), &'static str> {
         reach.check()?;
     }
     match &body.layout {
-        Some(layout) if end_of(layout).is_none_or(|end| end > body.length) => {
-            Err("the layout reaches beyond the region")
-        }
+        Some(layout) if layout.extent() > body.length => Err("the layout reaches beyond the region"),
         _ => Ok(()),
     }
-}
-
-fn end_of(layout: &Layout) -> Option<u64> {
-    if layout.dims().iter().any(|dim| dim.count == 0) {
-        return Some(layout.base());
-    }
-    layout.dims().iter().try_fold(layout.base().checked_add(layout.block_len())?, |end, dim| {
-        end.checked_add((dim.count - 1).checked_mul(dim.stride)?)
-    })
 }

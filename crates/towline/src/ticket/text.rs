@@ -53,12 +53,18 @@ impl<'de> Deserialize<'de> for Ticket {
         if deserializer.is_human_readable() {
             deserializer.deserialize_str(TicketVisitor)
         } else {
-            deserializer.deserialize_bytes(TicketVisitor)
+            TicketVisitor::bytes(deserializer)
         }
     }
 }
 
-struct TicketVisitor;
+pub(super) struct TicketVisitor;
+
+impl TicketVisitor {
+    pub(super) fn bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Ticket, D::Error> {
+        deserializer.deserialize_bytes(TicketVisitor)
+    }
+}
 
 impl<'de> Visitor<'de> for TicketVisitor {
     type Value = Ticket;

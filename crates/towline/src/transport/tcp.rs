@@ -1,54 +1,46 @@
-//! Bytes over sockets.
+//! Bytes over sockets: TCP between hosts, and a Unix stream on one host where memory cannot be shared.
+//!
+//! A user ([`session`]) asks, the owner ([`serving`]) checks and serves; both speak frames over [`connection`]s. The
+//! first connection to an owner carries small requests and all messages; large transfers are spread over *lanes*. On
+//! one host the session is also how `mapped` and `cma` get what they need: descriptors, the table, the page of pins.
+
+mod apply;
+mod connection;
+mod contact;
+mod listener;
+mod parts;
+mod run;
+mod serving;
+mod session;
+
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::time::Instant;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use super::{Attachment, Capabilities, Offer, Probe, Transport};
-use crate::endpoint::EndpointCore;
-use crate::fence::table::Row;
-use crate::memory::Mapping;
-use crate::transfer::Signal;
-use crate::wire::{Grant, SegmentRef};
-use crate::{Error, Kind, Result, Ticket};
+pub(crate) use self::listener::Listener;
+use self::run::Run;
+pub(crate) use self::serving::Serving;
+pub(crate) use self::session::{GrantHandle, Session};
+use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
+use crate::layout::{Piece, Plan};
+use crate::memory::Place;
+use crate::progress::socket::Socket;
+use crate::sync::lock;
+use crate::transfer::{After, Op, TransferCore};
+use crate::{Error, Kind, Result};
 
-pub(crate) struct Unix;
-pub(crate) struct Tcp;
-fn no() -> Error {
-    Error::new(Kind::Unavailable, "import", "not built yet")
-}
-macro_rules! t {
-    ($t:ident, $n:literal) => {
-        impl Transport for $t {
-            fn name(&self) -> &'static str {
-                $n
-            }
-            fn summary(&self) -> &'static str {
-                "sockets"
-            }
-            fn probe(&self) -> Probe {
-                Probe::Works("".into())
-            }
-            fn capabilities(&self) -> Capabilities {
-                Capabilities::ALL
-            }
-            fn enforced(&self) -> bool {
-                true
-            }
-            fn attach(&self, _offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
-                Err(no())
-            }
-        }
-    };
-}
-t!(Unix, "unix");
-t!(Tcp, "tcp");
+/// Bytes that a peer has not acknowledged for this long mean that it cannot be reached.
+const UNANSWERED: Duration = Duration::from_secs(2);
 
-#[derive(Clone, Copy)]
+/// What a session runs over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Medium {
     Unix,
     Tcp(SocketAddr),
 }
+
 impl Medium {
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -57,75 +49,160 @@ impl Medium {
         }
     }
 }
+
 impl fmt::Display for Medium {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        match self {
+            Medium::Unix => f.write_str("unix socket"),
+            Medium::Tcp(address) => write!(f, "tcp {address}"),
+        }
     }
 }
-pub(crate) struct Session;
-impl Session {
-    pub(crate) fn connect(
-        _e: &Arc<EndpointCore>,
-        _t: &Ticket,
-        _m: Medium,
-        _u: Instant,
-    ) -> Result<Arc<Session>> {
-        Err(no())
+
+/// The transport over a Unix socket.
+pub(crate) struct Unix;
+
+/// The transport over TCP.
+pub(crate) struct Tcp;
+
+impl Transport for Unix {
+    fn name(&self) -> &'static str {
+        "unix"
     }
-    pub(crate) fn import(
-        self: &Arc<Self>,
-        _t: &[&Ticket],
-        _u: Instant,
-    ) -> Result<Vec<Result<(Grant, Arc<GrantHandle>)>>> {
-        Err(no())
+
+    fn summary(&self) -> &'static str {
+        "the owner serves over a Unix socket on this host"
     }
-    pub(crate) fn alive(&self) -> Result<()> {
-        Err(no())
+
+    fn probe(&self) -> Probe {
+        let mut name = *b"towline/probe/................";
+        let random = getrandom::fill(&mut name[14..]);
+        match random
+            .map_err(|error| error.to_string())
+            .and_then(|()| Socket::listen_unix_abstract(&name, 1).map_err(|error| error.to_string()))
+        {
+            Ok(_) => Probe::Works("abstract Unix sockets work".into()),
+            Err(reason) => Probe::Missing { reason, mend: "allow Unix sockets in this container".into() },
+        }
     }
-    pub(crate) fn notify(&self, _m: &[u8]) -> Result<()> {
-        Err(no())
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::ALL
     }
-    pub(crate) fn signal(&self, _h: &GrantHandle, _s: Signal) -> Result<()> {
-        Err(no())
+
+    fn enforced(&self) -> bool {
+        true
     }
-    pub(crate) fn cma_pid(&self) -> Result<i32> {
-        Err(no())
-    }
-    pub(crate) fn peer_name(&self) -> &str {
-        ""
-    }
-    pub(crate) fn close(&self, _e: Error) {}
-}
-pub(crate) struct GrantHandle(Arc<Session>);
-impl GrantHandle {
-    pub(crate) fn session(&self) -> &Arc<Session> {
-        &self.0
-    }
-    pub(crate) fn local_fence(&self) -> Result<()> {
-        Err(no())
-    }
-    pub(crate) fn mapping(&self, _s: &SegmentRef, _w: bool) -> Result<Arc<Mapping>> {
-        Err(no())
-    }
-    pub(crate) fn pinned<T>(&self, _op: &'static str, _b: impl FnOnce(&Row) -> Result<T>) -> Result<T> {
-        Err(no())
+
+    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
+        attach(&Unix, offer)
     }
 }
-pub(crate) struct Serving;
-impl Serving {
-    pub(crate) fn break_off(&self, _g: u64) {}
-    pub(crate) fn close(&self) {}
+
+impl Transport for Tcp {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn summary(&self) -> &'static str {
+        "the owner serves over TCP"
+    }
+
+    fn probe(&self) -> Probe {
+        match Socket::listen_tcp(SocketAddr::from(([127, 0, 0, 1], 0))) {
+            Ok(_) => Probe::Works("listening on loopback works".into()),
+            Err(error) => Probe::Missing {
+                reason: error.to_string(),
+                mend: "bring the loopback interface up and allow TCP sockets".into(),
+            },
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::ALL
+    }
+
+    fn enforced(&self) -> bool {
+        true
+    }
+
+    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
+        attach(&Tcp, offer)
+    }
 }
-pub(crate) struct Listener;
-impl Listener {
-    pub(crate) fn unix(_e: &Arc<EndpointCore>) -> Result<Arc<Listener>> {
-        Ok(Arc::new(Listener))
+
+fn attach(transport: &'static dyn Transport, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
+    let Owner::There(handle) = offer.owner else {
+        return Err(Error::new(Kind::Unavailable, "import", "the owner is in this process"));
+    };
+    let medium = handle.session().medium();
+    if medium.name() != transport.name() {
+        return Err(Error::new(Kind::Unavailable, "import", format!("the owner is reached by {medium}")));
     }
-    pub(crate) fn tcp(_e: &Arc<EndpointCore>, _a: SocketAddr) -> Result<Arc<Listener>> {
-        Ok(Arc::new(Listener))
+    if offer.grant.place != Place::Host {
+        return Err(Error::new(
+            Kind::Unsupported,
+            "import",
+            format!("the bytes are on {}", offer.grant.place),
+        ));
     }
-    pub(crate) fn address(&self) -> Result<SocketAddr> {
-        Ok(SocketAddr::from(([127, 0, 0, 1], 1)))
+    Ok(Arc::new(Stream { transport, handle: Arc::clone(handle), runs: Mutex::default() }))
+}
+
+/// A session bound to a granted region.
+struct Stream {
+    transport: &'static dyn Transport,
+    handle: Arc<GrantHandle>,
+    /// The transfers in flight, for the one that is stopped.
+    runs: Mutex<Vec<std::sync::Weak<Run>>>,
+}
+
+impl Attachment for Stream {
+    fn transport(&self) -> &'static dyn Transport {
+        self.transport
     }
-    pub(crate) fn close(&self) {}
+
+    #[allow(unsafe_code, reason = "implements the seam; touches no memory itself")]
+    unsafe fn run_now(
+        &self,
+        op: Op,
+        _local: *mut u8,
+        pieces: &[Piece],
+        _bytes: u64,
+        after: &After,
+    ) -> Option<Result<Option<u64>>> {
+        let alone = pieces.is_empty() && !matches!(op, Op::Atomic { .. });
+        alone.then(|| run::tell_after(self.handle.session(), &self.handle, after, 0, 0).map(|()| None))
+    }
+
+    fn cut(&self, _op: Op, plan: Plan) -> (Plan, Vec<Range<usize>>) {
+        run::cut(plan)
+    }
+
+    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
+        let run = Run::start(&self.handle, transfer);
+        let mut runs = lock(&self.runs);
+        runs.retain(|run| run.strong_count() > 0);
+        runs.push(Arc::downgrade(&run));
+        drop(runs);
+        // A stop that came before the run was known here did not find it.
+        if transfer.is_stopped() {
+            self.stop(transfer);
+        }
+    }
+
+    fn stop(&self, transfer: &Arc<TransferCore>) {
+        let run = lock(&self.runs)
+            .iter()
+            .filter_map(std::sync::Weak::upgrade)
+            .find(|run| run.transfer.id == transfer.id);
+        if let Some(run) = run {
+            self.handle.session().stop(&run);
+            run.fail_rest(&transfer.stop_error());
+        }
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.handle.session().alive()
+    }
 }

@@ -8,10 +8,11 @@ use crate::ticket::MAX_TICKET;
 use crate::{Access, Result};
 
 /// The most tickets in one [`Import`], and answers in one [`Granted`].
-pub const MAX_ITEMS: usize = 1024;
+pub const MAX_ITEMS: usize = 256;
 
-// Room that is taken before any item was read: enough for the usual batch, and far below 64 KiB.
-const FIRST_ROOM: usize = 64;
+// A body of many tiny items must not make much of little: all of them together stay within 64 KiB.
+const _: () = assert!(MAX_ITEMS * size_of::<Result<Grant, WireError>>() <= 64 << 10);
+const _: () = assert!(MAX_ITEMS * size_of::<ImportItem>() <= 64 << 10);
 
 /// A ticket without its tag, and the proof that its sender has the tag.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -203,7 +204,7 @@ fn take_items<'a, T>(
     if count > MAX_ITEMS || count * shortest > reader.remaining() {
         return Err(reader.bad(format!("{count} items are more than fit")));
     }
-    let mut items = Vec::with_capacity(count.min(FIRST_ROOM));
+    let mut items = Vec::with_capacity(count);
     for _ in 0..count {
         items.push(take(reader)?);
     }

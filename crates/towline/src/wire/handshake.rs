@@ -11,6 +11,9 @@
 //! The key is the tag of a ticket, with the endpoint's secret where one is required, or the key of an earlier
 //! connection. Neither the tag nor the secret is ever sent.
 
+#[cfg(test)]
+mod tests;
+
 use std::fmt;
 
 use sha2::{Digest, Sha256};
@@ -72,6 +75,13 @@ impl LinkKey {
 // Cloned because the server keeps one for the whole session and gives one to each handshake.
 #[derive(Clone)]
 pub struct SessionKey([u8; 32]);
+
+impl SessionKey {
+    /// Returns whether both are the same key, in constant time.
+    pub fn is(&self, other: &SessionKey) -> bool {
+        self.0.ct_eq(&other.0).into()
+    }
+}
 
 macro_rules! never_shown {
     ($($name:ident),*) => {$(

@@ -1,0 +1,510 @@
+//! One socket: frames in, frames out, payload straight from and into registered memory.
+//!
+//! A connection never blocks. A *control* connection is driven by the event loop; a *lane*, which carries payload in
+//! bulk, is driven by workers of the pool. Whoever has something to send sends it at once where the socket takes it.
+#![allow(unsafe_code, reason = "hands raw parts of registered memory to the socket")]
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Duration;
+
+use super::parts::{Keep, Outgoing, Payload, Sink};
+use crate::progress::socket::{Received, Sent, Socket};
+use crate::progress::{self, Interest, Readiness, Source, Token};
+use crate::sync::lock;
+use crate::wire::{HEADER_LEN, Header};
+use crate::{Error, Kind, Result};
+
+/// What is read ahead of the frames: a header, its body and a small payload come with one system call.
+const STAGING: usize = 16 << 10;
+
+/// Above this many unsent frames nothing is read any more: a peer that asks and does not take the answers waits.
+const MOST_UNSENT: usize = 1024;
+
+/// How long a worker waits for the other side itself before it leaves the lane to the event loop.
+const LINGER: Duration = Duration::from_millis(2);
+
+/// What a connection is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    Control,
+    Lane,
+}
+
+/// Who a connection's frames are for.
+pub(super) trait Handler: Send + Sync {
+    /// A frame without payload has come.
+    fn frame(
+        &self,
+        connection: &Arc<Connection>,
+        header: Header,
+        body: &[u8],
+        files: Vec<OwnedFd>,
+    ) -> Result<()>;
+
+    /// The body of a frame with payload has come: where does the payload go?
+    fn payload(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink>;
+
+    /// The payload has gone there.
+    fn received(&self, connection: &Arc<Connection>, header: Header, sink: Sink) -> Result<()>;
+
+    /// The connection is of no more use. Called once.
+    fn closed(&self, connection: &Arc<Connection>, error: Error);
+}
+
+/// One socket.
+pub(super) struct Connection {
+    socket: Socket,
+    lane: AtomicBool,
+    token: OnceLock<Token>,
+    handler: Mutex<Option<Arc<dyn Handler>>>,
+    authenticated: AtomicBool,
+    closed: AtomicBool,
+    driven: AtomicBool,
+    outgoing: Mutex<Outgoing>,
+    incoming: Mutex<Incoming>,
+    me: Weak<Connection>,
+    itself: Mutex<Option<Arc<Connection>>>,
+}
+
+struct Incoming {
+    staging: Box<[u8]>,
+    start: usize,
+    end: usize,
+    files: VecDeque<OwnedFd>,
+    reading: Reading,
+}
+
+enum Reading {
+    Header,
+    Body(Header),
+    Payload { header: Header, sink: Sink, left: u64 },
+}
+
+impl Connection {
+    /// Takes a connected socket. Nothing is read until [`watch`](Self::watch).
+    pub(super) fn new(
+        socket: Socket,
+        role: Role,
+        authenticated: bool,
+        handler: Arc<dyn Handler>,
+    ) -> Arc<Connection> {
+        Arc::new_cyclic(|me| Connection {
+            socket,
+            lane: AtomicBool::new(role == Role::Lane),
+            token: OnceLock::new(),
+            handler: Mutex::new(Some(handler)),
+            authenticated: AtomicBool::new(authenticated),
+            closed: AtomicBool::new(false),
+            driven: AtomicBool::new(false),
+            outgoing: Mutex::new(Outgoing::default()),
+            incoming: Mutex::new(Incoming {
+                staging: vec![0; STAGING].into_boxed_slice(),
+                start: 0,
+                end: 0,
+                files: VecDeque::new(),
+                reading: Reading::Header,
+            }),
+            me: me.clone(),
+            itself: Mutex::new(None),
+        })
+    }
+
+    /// Starts reading.
+    pub(super) fn watch(self: &Arc<Self>) -> Result<()> {
+        let weak = Arc::downgrade(self);
+        let mut outgoing = lock(&self.outgoing);
+        outgoing.armed = (true, outgoing.blocked());
+        let token = progress::reactor()?.add(self.socket.as_fd(), self.interest(outgoing.armed), weak)?;
+        let _ = self.token.set(token);
+        Ok(())
+    }
+
+    pub(super) fn socket(&self) -> &Socket {
+        &self.socket
+    }
+
+    pub(super) fn role(&self) -> Role {
+        if self.lane.load(Ordering::Acquire) { Role::Lane } else { Role::Control }
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// The peer has proven who it is: from now on that handler gets the frames. Called by the thread that reads.
+    pub(super) fn authenticate(&self, handler: impl Handler + 'static, role: Role) {
+        *lock(&self.handler) = Some(Arc::new(handler));
+        self.authenticated.store(true, Ordering::Release);
+        if role == Role::Lane {
+            // The event loop is inside this connection; workers may not come in until it has left.
+            self.driven.store(true, Ordering::Release);
+            self.lane.store(true, Ordering::Release);
+        }
+    }
+
+    /// Lives until it is closed, whoever else holds it.
+    pub(super) fn hold_itself(self: &Arc<Self>) {
+        *lock(&self.itself) = Some(Arc::clone(self));
+    }
+
+    fn interest(&self, (read, write): (bool, bool)) -> Interest {
+        let mut interest = Interest::NONE;
+        for (wanted, what) in
+            [(read, Interest::READ), (write, Interest::WRITE), (self.role() == Role::Lane, Interest::ONESHOT)]
+        {
+            if wanted {
+                interest = interest | what;
+            }
+        }
+        interest
+    }
+
+    /// Tells the event loop what to watch for. Under the lock, so that the last word is the right one.
+    fn arm(&self, outgoing: &mut Outgoing) {
+        let wanted = (outgoing.len() <= MOST_UNSENT, outgoing.blocked());
+        if wanted == outgoing.armed && self.role() == Role::Control {
+            return;
+        }
+        outgoing.armed = wanted;
+        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
+            if !self.is_closed() {
+                let _ = reactor.modify(*token, self.socket.as_fd(), self.interest(wanted));
+            }
+        }
+    }
+
+    /// Sends a frame, or queues it where the socket is full.
+    pub(super) fn send(
+        &self,
+        head: Vec<u8>,
+        files: Vec<OwnedFd>,
+        payload: Payload,
+        keep: Keep,
+    ) -> Result<()> {
+        let mut outgoing = lock(&self.outgoing);
+        if self.is_closed() {
+            return Err(Error::new(Kind::Disconnected, "send", "the connection is closed"));
+        }
+        outgoing.push(head, files, payload, keep);
+        if self.role() == Role::Lane {
+            drop(outgoing);
+            self.drive_soon();
+            return Ok(());
+        }
+        if outgoing.blocked() {
+            return Ok(());
+        }
+        match self.flush(&mut outgoing) {
+            Ok(()) => {
+                self.arm(&mut outgoing);
+                Ok(())
+            }
+            Err(error) => {
+                drop(outgoing);
+                self.close(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes back what has not been sent of that transfer: afterwards its memory is not read any more.
+    pub(super) fn withdraw(&self, belongs: impl Fn(&Keep) -> bool) -> Vec<u64> {
+        lock(&self.outgoing).withdraw(belongs)
+    }
+
+    /// Lets a payload that is coming in go nowhere: afterwards its memory is not written any more.
+    pub(super) fn discard(&self, belongs: impl Fn(&Keep) -> bool) {
+        let mut incoming = lock(&self.incoming);
+        if let Reading::Payload { sink, .. } = &mut incoming.reading {
+            if belongs(sink.keep()) {
+                sink.give_up();
+            }
+        }
+    }
+
+    /// Closes; the handler is told once.
+    pub(super) fn close(&self, error: Error) {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
+            reactor.remove(*token, self.socket.as_fd());
+        }
+        self.socket.shutdown();
+        let handler = lock(&self.handler).take();
+        if let (Some(handler), Some(me)) = (handler, self.me.upgrade()) {
+            handler.closed(&me, error);
+        }
+        drop(lock(&self.itself).take());
+    }
+
+    /// Drops what the queues keep alive; called by the handler once nothing of it is needed.
+    pub(super) fn let_go(&self) {
+        lock(&self.outgoing).clear();
+        self.discard(|_| true);
+    }
+
+    /// Sends as much as the socket takes.
+    fn flush(&self, outgoing: &mut Outgoing) -> Result<()> {
+        while let Some((head, files)) = outgoing.descriptors() {
+            // Descriptors travel with the first byte of their frame, so its head goes alone.
+            let borrowed: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+            match self.socket.send(&[IoSlice::new(head)], &borrowed)? {
+                Sent::Bytes(sent) => outgoing.sent(sent),
+                Sent::WouldBlock => {
+                    outgoing.set_blocked(true);
+                    return Ok(());
+                }
+            }
+        }
+        while !outgoing.is_empty() {
+            if outgoing.descriptors().is_some() {
+                return self.flush(outgoing);
+            }
+            let parts = outgoing.gather();
+            // SAFETY: the parts are frames that the queue owns and memory that their `Keep` pins; both stay while
+            // the queue is locked.
+            match unsafe { self.socket.send_raw(parts) }? {
+                Sent::Bytes(sent) => outgoing.sent(sent),
+                Sent::WouldBlock => {
+                    outgoing.set_blocked(true);
+                    return Ok(());
+                }
+            }
+        }
+        outgoing.set_blocked(false);
+        Ok(())
+    }
+
+    /// Reads and handles what has come. False: nothing more for now.
+    fn read(self: &Arc<Self>) -> Result<bool> {
+        let mut incoming = lock(&self.incoming);
+        if lock(&self.outgoing).len() > MOST_UNSENT {
+            return Ok(false);
+        }
+        let came = match &mut incoming.reading {
+            Reading::Payload { sink, left, .. } if *left > 0 => {
+                let left_before = *left;
+                // SAFETY: the sink's `Keep` pins its memory, and the connection's lock keeps the sink in place.
+                let received = unsafe { self.socket.recv_raw(sink.parts(left_before)) }?;
+                if let Received::Bytes(bytes) = received {
+                    *left -= bytes as u64;
+                    sink.advance(bytes);
+                }
+                received
+            }
+            _ => {
+                let Incoming { staging, start, end, files, .. } = &mut *incoming;
+                if *start > 0 {
+                    staging.copy_within(*start..*end, 0);
+                    (*start, *end) = (0, *end - *start);
+                }
+                let mut passed = Vec::new();
+                let received = self.socket.recv(&mut [IoSliceMut::new(&mut staging[*end..])], &mut passed)?;
+                files.extend(passed);
+                if let Received::Bytes(bytes) = received {
+                    *end += bytes;
+                }
+                received
+            }
+        };
+        match came {
+            Received::WouldBlock => return Ok(false),
+            Received::Eof => {
+                return Err(Error::new(Kind::Disconnected, "receive", "the peer has closed the connection"));
+            }
+            Received::Bytes(_) => {}
+        }
+        self.digest(incoming)?;
+        Ok(true)
+    }
+
+    /// Handles every whole frame that was read. The lock is given up while a handler runs.
+    fn digest<'a>(self: &'a Arc<Self>, mut incoming: std::sync::MutexGuard<'a, Incoming>) -> Result<()> {
+        loop {
+            let available = incoming.end - incoming.start;
+            match &mut incoming.reading {
+                Reading::Header => {
+                    let Some(bytes) =
+                        incoming.staging[incoming.start..incoming.end].first_chunk::<HEADER_LEN>()
+                    else {
+                        return Ok(());
+                    };
+                    let header = Header::decode(bytes)?;
+                    header.check(self.authenticated.load(Ordering::Acquire))?;
+                    incoming.start += HEADER_LEN;
+                    if header.body_len as usize > incoming.staging.len() {
+                        let (start, end) = (incoming.start, incoming.end);
+                        let mut larger = vec![0; header.body_len as usize + STAGING];
+                        larger[..end - start].copy_from_slice(&incoming.staging[start..end]);
+                        incoming.staging = larger.into_boxed_slice();
+                        (incoming.start, incoming.end) = (0, end - start);
+                    }
+                    incoming.reading = Reading::Body(header);
+                }
+                Reading::Body(header) => {
+                    let header = *header;
+                    let body_len = header.body_len as usize;
+                    if available < body_len {
+                        return Ok(());
+                    }
+                    let start = incoming.start;
+                    let body = incoming.staging[start..start + body_len].to_vec();
+                    incoming.start += body_len;
+                    if incoming.staging.len() > 2 * STAGING && incoming.end - incoming.start <= STAGING {
+                        let (start, end) = (incoming.start, incoming.end);
+                        let mut smaller = vec![0; STAGING];
+                        smaller[..end - start].copy_from_slice(&incoming.staging[start..end]);
+                        incoming.staging = smaller.into_boxed_slice();
+                        (incoming.start, incoming.end) = (0, end - start);
+                    }
+                    if header.files as usize > incoming.files.len() {
+                        return Err(Error::protocol(
+                            "receive",
+                            "descriptors that a frame names did not come",
+                        ));
+                    }
+                    let files = incoming.files.drain(..header.files as usize).collect();
+                    incoming.reading = Reading::Header;
+                    let Some(handler) = self.handler() else { return Ok(()) };
+                    drop(incoming);
+                    let sink = if header.payload_len > 0 {
+                        Some(handler.payload(self, header, &body)?)
+                    } else {
+                        handler.frame(self, header, &body, files)?;
+                        None
+                    };
+                    incoming = lock(&self.incoming);
+                    if let Some(mut sink) = sink {
+                        // A stop or a close that came while nobody held the lock did not find this sink.
+                        if sink.keep().is_over() || self.is_closed() {
+                            sink.give_up();
+                        }
+                        incoming.reading = Reading::Payload { header, sink, left: header.payload_len };
+                    }
+                }
+                Reading::Payload { left, .. } if *left > 0 => {
+                    if available == 0 {
+                        return Ok(());
+                    }
+                    let Incoming { staging, start, end, reading, .. } = &mut *incoming;
+                    let Reading::Payload { sink, left, .. } = reading else { return Ok(()) };
+                    let take = (*end - *start).min(usize::try_from(*left).unwrap_or(usize::MAX));
+                    // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
+                    unsafe { sink.fill(&staging[*start..*start + take]) };
+                    *start += take;
+                    *left -= take as u64;
+                }
+                Reading::Payload { .. } => {
+                    let Reading::Payload { header, sink, .. } =
+                        std::mem::replace(&mut incoming.reading, Reading::Header)
+                    else {
+                        return Ok(());
+                    };
+                    let Some(handler) = self.handler() else { return Ok(()) };
+                    drop(incoming);
+                    handler.received(self, header, sink)?;
+                    incoming = lock(&self.incoming);
+                }
+            }
+        }
+    }
+
+    fn handler(&self) -> Option<Arc<dyn Handler>> {
+        lock(&self.handler).clone()
+    }
+
+    /// Sends and reads until neither goes on.
+    fn pump(self: &Arc<Self>) -> Result<()> {
+        loop {
+            self.flush(&mut lock(&self.outgoing))?;
+            if self.is_closed() || !self.read()? {
+                // Handlers may have queued answers that the socket takes at once.
+                let mut outgoing = lock(&self.outgoing);
+                if !outgoing.blocked() {
+                    self.flush(&mut outgoing)?;
+                }
+                return Ok(());
+            }
+        }
+    }
+
+    fn drive_soon(&self) {
+        if self.driven.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let Some(me) = self.me.upgrade() else { return };
+        if let Err(refused) = progress::pool().spawn(Box::new(move || me.drive())) {
+            self.close(refused.error);
+        }
+    }
+
+    /// A worker's turn at a lane.
+    fn drive(self: Arc<Self>) {
+        loop {
+            if let Err(error) = self.pump() {
+                self.close(error);
+                return;
+            }
+            if self.is_closed() {
+                return;
+            }
+            let unsent = lock(&self.outgoing).blocked();
+            // While the other side is busy with our bytes it is cheaper to wait here than to go round the event loop;
+            // but not while other work waits for a thread.
+            if !progress::pool().busy_or_queued() {
+                match self.socket.wait(true, unsent, LINGER) {
+                    Ok(true) => continue,
+                    Ok(false) => {}
+                    Err(error) => {
+                        self.close(error);
+                        return;
+                    }
+                }
+            }
+            self.driven.store(false, Ordering::Release);
+            // Somebody may have queued a frame after the pump and before the flag was down.
+            if !lock(&self.outgoing).is_idle() && !self.driven.swap(true, Ordering::AcqRel) {
+                continue;
+            }
+            self.arm(&mut lock(&self.outgoing));
+            return;
+        }
+    }
+
+    /// Says goodbye where the socket takes it at once.
+    pub(super) fn bye(&self, error: Option<&Error>) {
+        let bye = crate::wire::Bye { error: error.map(Into::into) };
+        let frame = crate::wire::Message::from(bye).frame(0, 0, 0);
+        let mut outgoing = lock(&self.outgoing);
+        if !outgoing.blocked() && !self.is_closed() {
+            outgoing.push(frame, Vec::new(), Payload::None, Keep::Nothing);
+            let _ = self.flush(&mut outgoing);
+        }
+    }
+}
+
+impl Source for Connection {
+    fn ready(self: Arc<Self>, _readiness: Readiness) {
+        if self.role() == Role::Lane {
+            self.drive_soon();
+            return;
+        }
+        if let Err(error) = self.pump() {
+            self.close(error);
+            return;
+        }
+        if self.role() == Role::Lane {
+            // It became one just now.
+            self.driven.store(false, Ordering::Release);
+            if !lock(&self.outgoing).is_idle() {
+                self.drive_soon();
+            }
+        }
+        self.arm(&mut lock(&self.outgoing));
+    }
+}

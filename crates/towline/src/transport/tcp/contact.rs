@@ -1,0 +1,152 @@
+//! First contact: the socket and the handshake, from the initiator's side. Blocks the calling thread, with a limit.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use super::session::Session;
+use super::{Medium, UNANSWERED};
+use crate::endpoint::EndpointCore;
+use crate::identity::Incarnation;
+use crate::progress::socket::{Lane, Received, Sent, Socket};
+use crate::ticket::socket_name;
+use crate::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
+use crate::wire::{FrameKind, HEADER_LEN, Header, Message, Ready, Refuse};
+use crate::{Error, Kind, Result, Ticket};
+
+/// One address of a ticket gets at most this long, so that the next one has its turn.
+const ONE_ADDRESS: Duration = Duration::from_secs(2);
+
+/// How long to wait before asking a listener again whose queue was full.
+const QUEUE_FULL: Duration = Duration::from_millis(1);
+
+/// A connection whose owner has been proven to be the ticket's.
+pub(super) struct Contact {
+    pub(super) socket: Socket,
+    pub(super) ready: Ready,
+    pub(super) key: SessionKey,
+    pub(super) challenge: [u8; 32],
+    pub(super) files: Vec<OwnedFd>,
+}
+
+/// Connects with the key that a ticket gives.
+pub(super) fn with_ticket(
+    endpoint: &EndpointCore,
+    ticket: &Ticket,
+    medium: Medium,
+    until: Instant,
+) -> Result<Contact> {
+    let owner = ticket.body().identity.incarnation;
+    let socket = dial(medium, &owner, Lane::Control, until)?;
+    handshake(endpoint, socket, owner, ClientKey::Ticket(ticket), until)
+}
+
+/// Connects once more to the owner of a session.
+pub(super) fn with_session(endpoint: &EndpointCore, session: &Session, until: Instant) -> Result<Socket> {
+    let owner = session.owner().incarnation;
+    let socket = dial(session.medium(), &owner, Lane::Bulk, until)?;
+    let key = ClientKey::Session { id: session.id, key: &session.key };
+    handshake(endpoint, socket, owner, key, until).map(|contact| contact.socket)
+}
+
+fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Result<Socket> {
+    let until = until.min(Instant::now() + ONE_ADDRESS);
+    let socket = match medium {
+        Medium::Unix => loop {
+            match Socket::connect_unix_abstract(&socket_name(owner)) {
+                Err(error) if error.kind() == Kind::Exhausted && Instant::now() < until => {
+                    std::thread::sleep(QUEUE_FULL);
+                }
+                other => break other?,
+            }
+        },
+        Medium::Tcp(address) => {
+            let socket = Socket::connect_tcp(address)?;
+            while !socket.finish_connect()? {
+                if !socket.wait_writable(left(until)?)? {
+                    return Err(late());
+                }
+            }
+            socket
+        }
+    };
+    socket.tune(lane, Some(UNANSWERED))?;
+    Ok(socket)
+}
+
+fn handshake(
+    endpoint: &EndpointCore,
+    socket: Socket,
+    owner: Incarnation,
+    key: ClientKey<'_>,
+    until: Instant,
+) -> Result<Contact> {
+    let mut nonce = [0; 32];
+    getrandom::fill(&mut nonce)
+        .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+    let (client, hello) = ClientHandshake::start(endpoint.identity(), owner, key, nonce, endpoint.secret());
+    send_all(&socket, &hello, until)?;
+    let mut files = Vec::new();
+    let welcome = read_frame(&socket, FrameKind::Welcome, false, &mut files, until)?;
+    let (prove, key, challenge) = client.on_welcome(&welcome)?;
+    send_all(&socket, &prove, until)?;
+    let ready = read_frame(&socket, FrameKind::Ready, true, &mut files, until)?;
+    Ok(Contact { socket, ready: Ready::decode(&ready)?, key, challenge, files })
+}
+
+fn left(until: Instant) -> Result<Duration> {
+    until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()).ok_or_else(late)
+}
+
+fn late() -> Error {
+    Error::new(Kind::Timeout, "contact", "no answer in time")
+}
+
+fn send_all(socket: &Socket, mut bytes: &[u8], until: Instant) -> Result<()> {
+    while !bytes.is_empty() {
+        match socket.send(&[IoSlice::new(bytes)], &[])? {
+            Sent::Bytes(sent) => bytes = &bytes[sent..],
+            Sent::WouldBlock => {
+                socket.wait_writable(left(until)?)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn read_frame(
+    socket: &Socket,
+    expected: FrameKind,
+    authenticated: bool,
+    files: &mut Vec<OwnedFd>,
+    until: Instant,
+) -> Result<Vec<u8>> {
+    let mut head = [0; HEADER_LEN];
+    read_all(socket, &mut head, files, until)?;
+    let header = Header::decode(&head)?;
+    header.check(authenticated)?;
+    let mut body = vec![0; header.body_len as usize];
+    read_all(socket, &mut body, files, until)?;
+    match Message::decode(header.kind, &body)? {
+        Message::Refuse(Refuse { error }) => Err(error.into_error("contact")),
+        message if message.kind() == expected && header.files as usize == files.len() => Ok(body),
+        message => {
+            Err(Error::protocol("contact", format!("{:?} came instead of {expected:?}", message.kind())))
+        }
+    }
+}
+
+fn read_all(socket: &Socket, mut bytes: &mut [u8], files: &mut Vec<OwnedFd>, until: Instant) -> Result<()> {
+    while !bytes.is_empty() {
+        match socket.recv(&mut [IoSliceMut::new(bytes)], files)? {
+            Received::Bytes(came) => bytes = &mut bytes[came..],
+            Received::WouldBlock => {
+                socket.wait_readable(left(until)?)?;
+            }
+            Received::Eof => {
+                return Err(Error::new(Kind::Disconnected, "contact", "the owner closed the connection"));
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,263 @@
+//! Where peers come in: listening sockets, and connections that have not proven themselves yet.
+
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use super::UNANSWERED;
+use super::connection::{Connection, Handler, Role};
+use super::parts::{Keep, Payload, Sink};
+use super::serving::Serving;
+use crate::endpoint::EndpointCore;
+use crate::progress::socket::{Lane, Socket};
+use crate::progress::{self, Interest, Readiness, Source, Timer, Token};
+use crate::sync::lock;
+use crate::ticket::{self, socket_name};
+use crate::wire::handshake::{LinkBase, ServerHandshake, refusal};
+use crate::wire::{FrameKind, Header, KeyRef};
+use crate::{Error, Kind, Result};
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 1024;
+
+/// A connection that has not proven itself by then is closed.
+const PROVE_WITHIN: Duration = Duration::from_secs(5);
+
+/// At most this many connections that have not proven themselves; the next ones are closed at once.
+const MOST_UNPROVEN: usize = 256;
+
+/// How long accepting pauses when the process has no descriptor left.
+const NO_DESCRIPTORS: Duration = Duration::from_millis(100);
+
+/// A listening socket.
+pub(crate) struct Listener {
+    socket: Socket,
+    endpoint: Weak<EndpointCore>,
+    token: OnceLock<Token>,
+    unproven: Arc<AtomicUsize>,
+    closed: AtomicBool,
+}
+
+impl Listener {
+    /// Listens on the Unix socket whose name follows from the endpoint's incarnation.
+    pub(crate) fn unix(endpoint: &Arc<EndpointCore>) -> Result<Arc<Listener>> {
+        let name = socket_name(&endpoint.identity().incarnation);
+        Listener::on(endpoint, Socket::listen_unix_abstract(&name, BACKLOG)?)
+    }
+
+    /// Listens on a TCP address.
+    pub(crate) fn tcp(endpoint: &Arc<EndpointCore>, address: SocketAddr) -> Result<Arc<Listener>> {
+        let socket = Socket::listen_tcp(address).map_err(|error| {
+            Error::new(error.kind(), "open", format!("cannot listen on {address}: {}", error.message()))
+                .caused_by(error)
+        })?;
+        Listener::on(endpoint, socket)
+    }
+
+    fn on(endpoint: &Arc<EndpointCore>, socket: Socket) -> Result<Arc<Listener>> {
+        let listener = Arc::new(Listener {
+            socket,
+            endpoint: Arc::downgrade(endpoint),
+            token: OnceLock::new(),
+            unproven: Arc::default(),
+            closed: AtomicBool::new(false),
+        });
+        let weak = Arc::downgrade(&listener);
+        let token = progress::reactor()?.add(listener.socket.as_fd(), Interest::READ, weak)?;
+        let _ = listener.token.set(token);
+        Ok(listener)
+    }
+
+    /// The address that it is bound to.
+    pub(crate) fn address(&self) -> Result<SocketAddr> {
+        self.socket.local_addr()
+    }
+
+    /// Stops listening.
+    pub(crate) fn close(&self) {
+        if !self.closed.swap(true, Ordering::AcqRel) {
+            if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
+                reactor.remove(*token, self.socket.as_fd());
+            }
+            self.socket.shutdown();
+        }
+    }
+
+    fn listen_for(&self, interest: Interest) {
+        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
+            let _ = reactor.modify(*token, self.socket.as_fd(), interest);
+        }
+    }
+
+    fn take(&self, socket: Socket) -> Result<()> {
+        socket.tune(Lane::Control, Some(UNANSWERED))?;
+        let newcomer = Arc::new(Newcomer {
+            endpoint: self.endpoint.clone(),
+            handshake: Mutex::new(None),
+            unproven: Arc::clone(&self.unproven),
+            connection: OnceLock::new(),
+        });
+        self.unproven.fetch_add(1, Ordering::Relaxed);
+        let handler: Arc<dyn Handler> = Arc::clone(&newcomer) as Arc<dyn Handler>;
+        let connection = Connection::new(socket, Role::Control, false, handler);
+        let _ = newcomer.connection.set(Arc::downgrade(&connection));
+        connection.hold_itself();
+        let weak: Weak<dyn Timer> = Arc::downgrade(&newcomer) as Weak<dyn Timer>;
+        progress::reactor()?.at(Instant::now() + PROVE_WITHIN, weak, 0);
+        connection.watch()
+    }
+}
+
+impl Source for Listener {
+    fn ready(self: Arc<Self>, _readiness: Readiness) {
+        // A bounded number, so that a flood of connections does not starve those that have proven themselves.
+        for _ in 0..64 {
+            match self.socket.accept() {
+                Ok(None) => return,
+                Ok(Some((socket, _))) => {
+                    if self.unproven.load(Ordering::Relaxed) >= MOST_UNPROVEN {
+                        continue;
+                    }
+                    if let Err(error) = self.take(socket) {
+                        tracing::debug!(%error, "a connection could not be taken");
+                    }
+                }
+                Err(error) if error.kind() == Kind::Exhausted => {
+                    tracing::warn!(%error, "no descriptor is left for a new peer");
+                    self.listen_for(Interest::NONE);
+                    let weak: Weak<dyn Timer> = Arc::downgrade(&self) as Weak<dyn Timer>;
+                    if let Ok(reactor) = progress::reactor() {
+                        reactor.at(Instant::now() + NO_DESCRIPTORS, weak, 0);
+                    }
+                    return;
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "listening has ended");
+                    self.close();
+                    return;
+                }
+            }
+        }
+    }
+}
+
+impl Timer for Listener {
+    fn fired(self: Arc<Self>, _key: u64) {
+        if !self.closed.load(Ordering::Acquire) {
+            self.listen_for(Interest::READ);
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A connection that has not proven itself yet.
+struct Newcomer {
+    endpoint: Weak<EndpointCore>,
+    handshake: Mutex<Option<ServerHandshake>>,
+    unproven: Arc<AtomicUsize>,
+    connection: OnceLock<Weak<Connection>>,
+}
+
+impl Newcomer {
+    fn hello(&self, connection: &Arc<Connection>, endpoint: &EndpointCore, body: &[u8]) -> Result<()> {
+        let mut nonce = [0; 32];
+        getrandom::fill(&mut nonce)
+            .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+        let lookup = |key: &KeyRef| link_base(endpoint, key);
+        let (handshake, welcome) =
+            ServerHandshake::on_hello(body, endpoint.identity(), nonce, endpoint.secret(), lookup)?;
+        *lock(&self.handshake) = Some(handshake);
+        connection.send(welcome, Vec::new(), Payload::None, Keep::Nothing)
+    }
+
+    fn step(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<()> {
+        let endpoint = self
+            .endpoint
+            .upgrade()
+            .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the endpoint is closed"))?;
+        endpoint.check_open("contact")?;
+        match header.kind {
+            FrameKind::Hello if lock(&self.handshake).is_none() => self.hello(connection, &endpoint, body),
+            FrameKind::Prove => {
+                let handshake = lock(&self.handshake)
+                    .take()
+                    .ok_or_else(|| Error::protocol("contact", "a proof came before the hello"))?;
+                let client = handshake.client().clone();
+                let joined = match handshake.key_ref() {
+                    KeyRef::Session(id) => Some(*id),
+                    KeyRef::Ticket(_) => None,
+                };
+                let (key, challenge) = handshake.on_prove(body)?;
+                match joined {
+                    Some(id) => Serving::join(&endpoint, id, connection),
+                    None => Serving::begin(&endpoint, client, key, challenge, connection),
+                }
+            }
+            other => Err(Error::protocol("contact", format!("{other:?} came out of turn"))),
+        }
+    }
+}
+
+/// The key that a client says it has.
+fn link_base(endpoint: &EndpointCore, key: &KeyRef) -> Result<LinkBase> {
+    match key {
+        KeyRef::Ticket(public) => {
+            let ticket = ticket::parse_public(public)?;
+            let claims = ticket.claims();
+            // Whether the region still exists is told only to who has proven to hold the ticket.
+            Ok(LinkBase::Tag(ticket.tag(&endpoint.region_key(claims.row, claims.generation))))
+        }
+        KeyRef::Session(id) => Serving::find(endpoint, *id)
+            .map(|serving| LinkBase::Session(serving.key().clone()))
+            .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over")),
+    }
+}
+
+impl Handler for Newcomer {
+    fn frame(
+        &self,
+        connection: &Arc<Connection>,
+        header: Header,
+        body: &[u8],
+        _files: Vec<OwnedFd>,
+    ) -> Result<()> {
+        self.step(connection, header, body).inspect_err(|error| {
+            if let Some(endpoint) = self.endpoint.upgrade() {
+                endpoint.refused.fetch_add(1, Ordering::Relaxed);
+            }
+            let _ = connection.send(refusal(error), Vec::new(), Payload::None, Keep::Nothing);
+        })
+    }
+
+    fn payload(&self, _: &Arc<Connection>, _: Header, _: &[u8]) -> Result<Sink> {
+        Err(Error::protocol("contact", "payload came before authentication"))
+    }
+
+    fn received(&self, _: &Arc<Connection>, _: Header, _: Sink) -> Result<()> {
+        Ok(())
+    }
+
+    fn closed(&self, _connection: &Arc<Connection>, _error: Error) {}
+}
+
+impl Timer for Newcomer {
+    fn fired(self: Arc<Self>, _key: u64) {
+        // Once a connection has proven itself this object is gone, and with it the timer.
+        if let Some(connection) = self.connection.get().and_then(Weak::upgrade) {
+            connection.close(Error::new(Kind::Timeout, "contact", "the peer did not prove itself in time"));
+        }
+    }
+}
+
+impl Drop for Newcomer {
+    fn drop(&mut self) {
+        self.unproven.fetch_sub(1, Ordering::Relaxed);
+    }
+}

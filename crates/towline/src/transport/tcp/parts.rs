@@ -1,0 +1,350 @@
+//! What is on its way through a connection: unsent frames, and the places that payload goes to.
+#![allow(unsafe_code, reason = "raw parts of registered memory")]
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use crate::layout::Piece;
+use crate::memory::bytes;
+use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
+use crate::region::{RegionUse, stale};
+use crate::transfer::TransferCore;
+use crate::{Error, Result};
+
+/// What keeps the memory behind a payload in place.
+#[derive(Clone)]
+pub(super) enum Keep {
+    Nothing,
+    /// A transfer of this process; the number is the request's.
+    Transfer(Arc<TransferCore>, u64),
+    /// A region that this endpoint serves; the number is the request's.
+    Region(Arc<RegionUse>, u64),
+}
+
+impl Keep {
+    pub(super) fn is_transfer(&self, id: u64) -> bool {
+        matches!(self, Keep::Transfer(transfer, _) if transfer.id == id)
+    }
+
+    pub(super) fn is_generation(&self, generation: u64) -> bool {
+        matches!(self, Keep::Region(region, _) if region.core().generation == generation)
+    }
+
+    /// Whether the memory must not be touched any more.
+    pub(super) fn is_over(&self) -> bool {
+        match self {
+            Keep::Nothing => false,
+            Keep::Transfer(transfer, _) => transfer.is_stopped(),
+            Keep::Region(region, _) => region.core().is_closed(),
+        }
+    }
+
+    fn request(&self) -> Option<u64> {
+        match self {
+            Keep::Transfer(_, request) | Keep::Region(_, request) => Some(*request),
+            Keep::Nothing => None,
+        }
+    }
+}
+
+/// The payload of a frame that is sent.
+pub(super) enum Payload {
+    None,
+    /// Parts of registered memory.
+    Memory(Vec<RawPart>),
+}
+
+// SAFETY: the parts are addresses; whoever uses them holds the `Keep` that pins the memory.
+unsafe impl Send for Payload {}
+
+struct Frame {
+    head: Vec<u8>,
+    files: Vec<OwnedFd>,
+    payload: Vec<RawPart>,
+    keep: Keep,
+    /// How much of head and payload together has been sent.
+    sent: usize,
+}
+
+impl Frame {
+    fn len(&self) -> usize {
+        self.head.len() + self.payload.iter().map(|part| part.len).sum::<usize>()
+    }
+}
+
+/// The frames that wait to be sent.
+#[derive(Default)]
+pub(super) struct Outgoing {
+    frames: VecDeque<Frame>,
+    gathered: Vec<RawPart>,
+    blocked: bool,
+    /// What the event loop was last asked to watch for: reading, writing.
+    pub(super) armed: (bool, bool),
+}
+
+// SAFETY: as for `Payload`; `gathered` is scratch space that is filled and used under one lock.
+unsafe impl Send for Outgoing {}
+
+impl Outgoing {
+    pub(super) fn push(&mut self, head: Vec<u8>, files: Vec<OwnedFd>, payload: Payload, keep: Keep) {
+        let payload = match payload {
+            Payload::None => Vec::new(),
+            Payload::Memory(parts) => parts,
+        };
+        self.frames.push_back(Frame { head, files, payload, keep, sent: 0 });
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.frames.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.frames.is_empty()
+    }
+
+    /// Whether there is nothing that a flush could move now.
+    pub(super) fn is_idle(&self) -> bool {
+        self.blocked || self.frames.is_empty()
+    }
+
+    /// Whether the socket was full at the last attempt.
+    pub(super) fn blocked(&self) -> bool {
+        self.blocked
+    }
+
+    pub(super) fn set_blocked(&mut self, blocked: bool) {
+        self.blocked = blocked;
+    }
+
+    /// The head of the first frame and its descriptors, where these have not been sent yet.
+    pub(super) fn descriptors(&self) -> Option<(&[u8], &[OwnedFd])> {
+        let first = self.frames.front().filter(|frame| frame.sent == 0 && !frame.files.is_empty())?;
+        Some((&first.head, &first.files))
+    }
+
+    /// The parts to send next: of as many frames as one system call takes, up to one that has descriptors.
+    pub(super) fn gather(&mut self) -> &[RawPart] {
+        self.gathered.clear();
+        for (index, frame) in self.frames.iter().enumerate() {
+            if index > 0 && !frame.files.is_empty() {
+                break;
+            }
+            let mut skip = frame.sent;
+            let head = RawPart { ptr: frame.head.as_ptr(), len: frame.head.len() };
+            for part in std::iter::once(&head).chain(&frame.payload) {
+                if skip >= part.len {
+                    skip -= part.len;
+                    continue;
+                }
+                if self.gathered.len() == MAX_PARTS {
+                    return &self.gathered;
+                }
+                self.gathered.push(RawPart { ptr: part.ptr.wrapping_add(skip), len: part.len - skip });
+                skip = 0;
+            }
+        }
+        &self.gathered
+    }
+
+    /// That many bytes have been sent.
+    pub(super) fn sent(&mut self, mut bytes: usize) {
+        while let Some(first) = self.frames.front_mut() {
+            let left = first.len() - first.sent;
+            if bytes < left {
+                first.sent += bytes;
+                return;
+            }
+            bytes -= left;
+            if let Keep::Transfer(transfer, _) = &first.keep {
+                transfer.progressed(0);
+            }
+            self.frames.pop_front();
+        }
+    }
+
+    /// Takes back the frames that belong to something that is being stopped; returns their requests. Of a frame that
+    /// is half sent the rest is copied first, since the stream must stay whole.
+    pub(super) fn withdraw(&mut self, belongs: impl Fn(&Keep) -> bool) -> Vec<u64> {
+        let mut requests = Vec::new();
+        self.frames.retain_mut(|frame| {
+            if !belongs(&frame.keep) {
+                return true;
+            }
+            if frame.sent == 0 {
+                requests.extend(frame.keep.request());
+                return false;
+            }
+            let mut rest = std::mem::take(&mut frame.head);
+            for part in frame.payload.drain(..) {
+                let start = rest.len();
+                rest.resize(start + part.len, 0);
+                // SAFETY: the frame's `Keep` still pins the part's memory; `rest` has room for it.
+                unsafe { bytes::copy(rest.as_mut_ptr().add(start), part.ptr, part.len) };
+            }
+            frame.head = rest;
+            frame.keep = Keep::Nothing;
+            true
+        });
+        requests
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.frames.clear();
+    }
+}
+
+/// Where an incoming payload goes.
+pub(super) struct Sink {
+    parts: Vec<RawPartMut>,
+    next: usize,
+    /// A payload that is combined with what is there comes into this buffer first.
+    pub(super) buffer: Vec<u8>,
+    keep: Keep,
+    scratch: Option<Box<[u8]>>,
+    body: Vec<u8>,
+    refusal: Option<Error>,
+}
+
+// SAFETY: the parts are addresses; whoever uses them holds the `Keep` that pins the memory.
+unsafe impl Send for Sink {}
+
+/// A payload that goes nowhere is read in portions of this size.
+const SCRATCH: usize = 64 << 10;
+
+impl Sink {
+    /// Parts of registered memory, which `keep` pins.
+    pub(super) fn memory(parts: Vec<RawPartMut>, keep: Keep) -> Sink {
+        Sink { parts, keep, ..Sink::nowhere() }
+    }
+
+    /// A buffer of its own.
+    pub(super) fn buffer(len: usize, keep: Keep) -> Sink {
+        let mut buffer = vec![0; len];
+        let parts = vec![RawPartMut { ptr: buffer.as_mut_ptr(), len }];
+        Sink { parts, buffer, keep, ..Sink::nowhere() }
+    }
+
+    /// Nowhere.
+    pub(super) fn discard() -> Sink {
+        Sink { scratch: Some(vec![0; SCRATCH].into_boxed_slice()), ..Sink::nowhere() }
+    }
+
+    fn nowhere() -> Sink {
+        Sink {
+            parts: Vec::new(),
+            next: 0,
+            buffer: Vec::new(),
+            keep: Keep::Nothing,
+            scratch: None,
+            body: Vec::new(),
+            refusal: None,
+        }
+    }
+
+    /// Keeps the body of the frame until its payload is there.
+    pub(super) fn with_body(mut self, body: &[u8]) -> Sink {
+        self.body = body.to_vec();
+        self
+    }
+
+    pub(super) fn take_body(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.body)
+    }
+
+    /// Keeps the reason why the payload goes nowhere.
+    pub(super) fn refused(mut self, error: Error) -> Sink {
+        self.refusal = Some(error);
+        self
+    }
+
+    /// Stops where it is: what is still to come goes nowhere.
+    pub(super) fn give_up(&mut self) {
+        let body = self.take_body();
+        *self = Sink { body, ..Sink::discard() };
+    }
+
+    /// Whether the whole payload went where it should.
+    pub(super) fn outcome(&mut self, op: &'static str) -> Result<()> {
+        match self.refusal.take() {
+            Some(error) => Err(error),
+            // Only the taking back of a region lets a payload go nowhere that was admitted.
+            None if self.is_discarded() => Err(stale(op)),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn keep(&self) -> &Keep {
+        &self.keep
+    }
+
+    pub(super) fn is_discarded(&self) -> bool {
+        self.scratch.is_some()
+    }
+
+    /// Where the next bytes go, at most `left` of them.
+    pub(super) fn parts(&mut self, left: u64) -> &[RawPartMut] {
+        if let Some(scratch) = &mut self.scratch {
+            let len = scratch.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+            self.parts = vec![RawPartMut { ptr: scratch.as_mut_ptr(), len }];
+            self.next = 0;
+        }
+        &self.parts[self.next..]
+    }
+
+    /// That many bytes have gone there.
+    pub(super) fn advance(&mut self, mut bytes: usize) {
+        if self.scratch.is_some() {
+            return;
+        }
+        if let Keep::Transfer(transfer, _) = &self.keep {
+            transfer.progressed(bytes as u64);
+        }
+        while bytes > 0 && self.next < self.parts.len() {
+            let part = &mut self.parts[self.next];
+            let taken = bytes.min(part.len);
+            part.ptr = part.ptr.wrapping_add(taken);
+            part.len -= taken;
+            bytes -= taken;
+            if part.len == 0 {
+                self.next += 1;
+            }
+        }
+    }
+
+    /// Puts bytes there that were read ahead.
+    ///
+    /// # Safety
+    /// The memory behind the parts is pinned, and the bytes fit.
+    pub(super) unsafe fn fill(&mut self, mut bytes: &[u8]) {
+        if self.scratch.is_some() {
+            return;
+        }
+        while let Some(part) = self.parts.get(self.next).filter(|_| !bytes.is_empty()) {
+            let taken = bytes.len().min(part.len);
+            // SAFETY: the caller's obligation; `taken` bytes fit the part.
+            unsafe { bytes::copy(part.ptr, bytes.as_ptr(), taken) };
+            self.advance(taken);
+            bytes = &bytes[taken..];
+        }
+    }
+}
+
+/// The local parts of those pieces.
+pub(super) fn local_parts(transfer: &TransferCore, pieces: &[Piece]) -> Vec<RawPartMut> {
+    let base = transfer.local_base();
+    let mut parts: Vec<RawPartMut> = Vec::with_capacity(pieces.len());
+    for piece in pieces {
+        let ptr = base.wrapping_add(piece.local as usize);
+        match parts.last_mut() {
+            Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += piece.len as usize,
+            _ => parts.push(RawPartMut { ptr, len: piece.len as usize }),
+        }
+    }
+    parts
+}
+
+/// The same parts to send from.
+pub(super) fn readable(parts: Vec<RawPartMut>) -> Vec<RawPart> {
+    parts.into_iter().map(|part| RawPart { ptr: part.ptr, len: part.len }).collect()
+}

@@ -1,0 +1,578 @@
+//! The owner's side of a connection: verifies tickets, serves requests, and minds the pins of a peer on this host.
+
+use std::collections::{HashMap, HashSet};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use super::connection::{Connection, Handler, Role};
+use super::parts::{Keep, Payload, Sink, readable};
+use crate::endpoint::EndpointCore;
+use crate::fence::life::LifeView;
+use crate::fence::pins::{PinPage, Side};
+use crate::fence::watcher;
+use crate::identity::Identity;
+use crate::memory::Place;
+use crate::notify::Notification;
+use crate::progress::socket::{Family, Lane, RawPartMut};
+use crate::progress::{self, Interest, Readiness, Source, Token};
+use crate::region::{PeerPins, RegionCore, RegionUse, stale};
+use crate::sync::lock;
+use crate::ticket::Claims;
+use crate::transport::tcp::apply;
+use crate::wire::handshake::SessionKey;
+use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
+use crate::{Access, Error, Kind, Result};
+
+/// Transfers of one peer whose pieces are counted because a notification or a signal follows them.
+const MOST_COUNTED: usize = 1 << 16;
+
+/// One peer that uses this endpoint's regions.
+pub(crate) struct Serving {
+    id: u64,
+    endpoint: Weak<EndpointCore>,
+    peer: Identity,
+    key: SessionKey,
+    challenge: [u8; 32],
+    connections: Mutex<Vec<Arc<Connection>>>,
+    grants: Mutex<HashMap<u32, Granting>>,
+    next_handle: AtomicU32,
+    counted: Mutex<HashMap<u64, Counted>>,
+    local: Option<Local>,
+    closed: AtomicBool,
+}
+
+/// A peer of the same user on this host.
+struct Local {
+    pins: Arc<PeerPins>,
+    alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
+}
+
+/// What a handle of the peer stands for.
+#[derive(Clone)]
+struct Granting {
+    region: Weak<RegionCore>,
+    claims: Claims,
+}
+
+/// A transfer whose pieces are counted.
+#[derive(Default)]
+struct Counted {
+    applied: u32,
+    failed: bool,
+    waiting: Vec<(u32, Message)>,
+}
+
+impl Serving {
+    /// A peer has proven to hold a ticket.
+    pub(super) fn begin(
+        endpoint: &Arc<EndpointCore>,
+        peer: Identity,
+        key: SessionKey,
+        challenge: [u8; 32],
+        connection: &Arc<Connection>,
+    ) -> Result<()> {
+        use std::sync::atomic::AtomicU64;
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let (local, files) = match Local::offer(endpoint, &peer, connection)? {
+            Some((local, files)) => (Some(local), files),
+            None => (None, Vec::new()),
+        };
+        let serving = Arc::new(Serving {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            endpoint: Arc::downgrade(endpoint),
+            peer,
+            key,
+            challenge,
+            connections: Mutex::new(vec![Arc::clone(connection)]),
+            grants: Mutex::default(),
+            next_handle: AtomicU32::new(1),
+            counted: Mutex::default(),
+            local,
+            closed: AtomicBool::new(false),
+        });
+        if let Some(local) = &serving.local {
+            local.watch_exit(endpoint, connection);
+        }
+        {
+            let mut all = lock(&endpoint.serving);
+            all.retain(|one| one.strong_count() > 0);
+            all.push(Arc::downgrade(&serving));
+        }
+        let rows = serving.local.as_ref().map(|_| endpoint.table.rows());
+        let ready = wire::Ready { session: serving.id, name: endpoint.name().to_owned(), local: rows };
+        connection.authenticate(serving, Role::Control);
+        let head = Message::from(ready).frame(0, 0, files.len() as u8);
+        connection.send(head, files, Payload::None, Keep::Nothing)
+    }
+
+    /// A known peer has opened one more connection.
+    pub(super) fn join(endpoint: &Arc<EndpointCore>, id: u64, connection: &Arc<Connection>) -> Result<()> {
+        let serving = Serving::find(endpoint, id)
+            .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over"))?;
+        connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
+        lock(&serving.connections).push(Arc::clone(connection));
+        let ready = wire::Ready { session: id, name: endpoint.name().to_owned(), local: None };
+        connection.authenticate(serving, Role::Lane);
+        connection.send(Message::from(ready).frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
+    }
+
+    /// The peer with that session.
+    pub(super) fn find(endpoint: &EndpointCore, id: u64) -> Option<Arc<Serving>> {
+        lock(&endpoint.serving).iter().filter_map(Weak::upgrade).find(|serving| serving.id == id)
+    }
+
+    pub(super) fn key(&self) -> &SessionKey {
+        &self.key
+    }
+
+    fn endpoint(&self) -> Result<Arc<EndpointCore>> {
+        self.endpoint
+            .upgrade()
+            .ok_or_else(|| Error::new(Kind::Disconnected, "serve", "the endpoint is closed"))
+    }
+
+    /// Stops serving that generation: what comes in goes nowhere, what is not sent yet is answered with `Stale`.
+    pub(crate) fn break_off(&self, generation: u64) {
+        let connections = lock(&self.connections).clone();
+        for connection in connections {
+            connection.discard(|keep| keep.is_generation(generation));
+            for request in connection.withdraw(|keep| keep.is_generation(generation)) {
+                let _ = self.answer_read(&connection, request, Err(stale("read")));
+            }
+        }
+    }
+
+    /// Ends it on this side's wish.
+    pub(crate) fn close(&self) {
+        let connections = lock(&self.connections).clone();
+        for connection in &connections {
+            if connection.role() == Role::Control {
+                connection.bye(None);
+            }
+        }
+        self.end(&Error::new(Kind::Canceled, "serve", "the endpoint was closed"));
+    }
+
+    fn end(&self, error: &Error) {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let connections: Vec<_> = lock(&self.connections).drain(..).collect();
+        for connection in connections {
+            connection.close(error.clone());
+            connection.let_go();
+        }
+        lock(&self.grants).clear();
+        lock(&self.counted).clear();
+        if let Some(local) = &self.local {
+            drop(lock(&local.alive).take());
+        }
+        if let Some(endpoint) = self.endpoint.upgrade() {
+            lock(&endpoint.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(self));
+            // The peer may have held memory that is being taken back.
+            endpoint.let_go();
+        }
+    }
+
+    fn import(&self, connection: &Arc<Connection>, request: u64, import: Import) -> Result<()> {
+        let endpoint = self.endpoint()?;
+        let mut files = Vec::new();
+        let mut passed = HashSet::new();
+        let items = import
+            .items
+            .iter()
+            .map(|item| {
+                let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &self.challenge)?;
+                let attached = self.pass(&region, &mut passed, &mut files)?;
+                let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
+                let mut grant = region.grant(&claims, handle, attached);
+                if self.local.is_none() {
+                    grant.segment = None;
+                }
+                lock(&self.grants).insert(handle, Granting { region: Arc::downgrade(&region), claims });
+                Ok(grant)
+            })
+            .map(|outcome: Result<_>| outcome.map_err(|error| WireError::from(&error)))
+            .collect();
+        let frame = Message::from(Granted { items }).frame(request, 0, files.len() as u8);
+        connection.send(frame, files, Payload::None, Keep::Nothing)
+    }
+
+    /// Lets a peer on this host touch the region directly; true where its segment's descriptor must go along.
+    fn pass(
+        &self,
+        region: &Arc<RegionCore>,
+        passed: &mut HashSet<u64>,
+        files: &mut Vec<OwnedFd>,
+    ) -> Result<bool> {
+        let Some(local) = &self.local else { return Ok(false) };
+        region.admit(&local.pins)?;
+        let Some(slice) = &region.segment else { return Ok(false) };
+        if passed.contains(&slice.segment.id()) {
+            return Ok(false);
+        }
+        let file =
+            slice.segment.file().try_clone_to_owned().map_err(|error| Error::os("import", "dup", error))?;
+        files.push(file);
+        passed.insert(slice.segment.id());
+        Ok(true)
+    }
+
+    /// Checks a request against what was granted, and begins a use of the region.
+    fn admit(
+        &self,
+        handle: u32,
+        needed: Access,
+        blocks: &[Block],
+        request: u64,
+    ) -> Result<(Keep, Vec<RawPartMut>)> {
+        let op = if needed == Access::READ { "read" } else { "write" };
+        let admitted = self.check(op, handle, needed, blocks);
+        if let (Err(_), Some(endpoint)) = (&admitted, self.endpoint.upgrade()) {
+            endpoint.refused.fetch_add(1, Ordering::Relaxed);
+        }
+        let (using, base) = admitted?;
+        let mut parts: Vec<RawPartMut> = Vec::with_capacity(blocks.len());
+        for block in blocks {
+            let (ptr, len) = ((base + block.offset as usize) as *mut u8, block.len as usize);
+            match parts.last_mut() {
+                Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += len,
+                _ => parts.push(RawPartMut { ptr, len }),
+            }
+        }
+        Ok((Keep::Region(Arc::new(using), request), parts))
+    }
+
+    fn check(
+        &self,
+        op: &'static str,
+        handle: u32,
+        needed: Access,
+        blocks: &[Block],
+    ) -> Result<(RegionUse, usize)> {
+        let granting = lock(&self.grants)
+            .get(&handle)
+            .cloned()
+            .ok_or_else(|| Error::new(Kind::NotFound, op, "there is no such grant"))?;
+        let claims = &granting.claims;
+        if !claims.access.contains(needed) {
+            return Err(Error::new(
+                Kind::PermissionDenied,
+                op,
+                format!("the ticket allows {}, and this needs {needed}", claims.access),
+            ));
+        }
+        self.endpoint()?.check_lease(claims)?;
+        let length = claims.range.end - claims.range.start;
+        let outside =
+            |block: &&Block| block.offset.checked_add(block.len.into()).is_none_or(|end| end > length);
+        if let Some(block) = blocks.iter().find(outside) {
+            return Err(Error::invalid(
+                op,
+                format!("{} bytes at offset {} do not lie within {length} bytes", block.len, block.offset),
+            ));
+        }
+        let region = granting.region.upgrade().ok_or_else(|| stale(op))?;
+        if region.place != Place::Host {
+            return Err(Error::new(Kind::Unsupported, op, format!("the bytes are on {}", region.place)));
+        }
+        let base = region.addr + claims.range.start as usize;
+        Ok((region.begin_use(op)?, base))
+    }
+
+    fn read(&self, connection: &Arc<Connection>, request: u64, read: &wire::Read) -> Result<()> {
+        match self.admit(read.handle, Access::READ, &read.blocks, request) {
+            Ok((keep, parts)) => {
+                let bytes: u64 = parts.iter().map(|part| part.len as u64).sum();
+                let head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
+                connection.send(head, Vec::new(), Payload::Memory(readable(parts)), keep)
+            }
+            Err(error) => self.answer_read(connection, request, Err(error)),
+        }
+    }
+
+    fn answer_read(&self, connection: &Connection, request: u64, outcome: Result<()>) -> Result<()> {
+        let data = wire::Data { outcome: outcome.map_err(|error| WireError::from(&error)) };
+        let head = Message::from(data).frame(request, 0, 0);
+        connection.send(head, Vec::new(), Payload::None, Keep::Nothing)
+    }
+
+    fn answer(&self, connection: &Connection, request: u64, outcome: Result<u64>) -> Result<()> {
+        let done = Done { outcome: outcome.map_err(|error| WireError::from(&error)) };
+        let head = Message::from(done).frame(request, 0, 0);
+        connection.send(head, Vec::new(), Payload::None, Keep::Nothing)
+    }
+
+    /// An operation on one word of a region.
+    fn word(&self, handle: u32, offset: u64, act: impl FnOnce(*mut u8) -> u64) -> Result<u64> {
+        let block = Block { offset, len: 8 };
+        let (_keep, parts) = self.admit(handle, Access::WRITE, &[block], 0)?;
+        let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
+        if word.is_null() || word.addr() % 8 != 0 {
+            return Err(Error::invalid(
+                "atomic",
+                format!("the word at offset {offset} is not aligned to 8 bytes"),
+            ));
+        }
+        Ok(act(word))
+    }
+
+    /// A piece of a transfer was applied, or failed; what waits for the last of them is done now.
+    fn applied(&self, transfer: u64, ok: bool) -> Result<()> {
+        if transfer == 0 {
+            return Ok(());
+        }
+        self.count(transfer, |counted| {
+            counted.applied += 1;
+            counted.failed |= !ok;
+        })
+    }
+
+    /// Something is to follow the pieces of a transfer.
+    fn follow(&self, transfer: u64, pieces: u32, message: Message) -> Result<()> {
+        if pieces == 0 {
+            return self.act(message);
+        }
+        self.count(transfer, |counted| counted.waiting.push((pieces, message)))
+    }
+
+    fn count(&self, transfer: u64, step: impl FnOnce(&mut Counted)) -> Result<()> {
+        let due = {
+            let mut all = lock(&self.counted);
+            if all.len() >= MOST_COUNTED && !all.contains_key(&transfer) {
+                return Err(Error::new(
+                    Kind::Exhausted,
+                    "serve",
+                    "too many transfers wait for their last piece",
+                ));
+            }
+            let counted = all.entry(transfer).or_default();
+            step(counted);
+            let complete = counted.waiting.first().is_some_and(|(pieces, _)| counted.applied >= *pieces);
+            if !complete {
+                return Ok(());
+            }
+            // The count stays until the user says that nothing more follows: a signal and a notification may both.
+            let failed = counted.failed;
+            let due = std::mem::take(&mut counted.waiting);
+            if failed { Vec::new() } else { due }
+        };
+        due.into_iter().try_for_each(|(_, message)| self.act(message))
+    }
+
+    fn act(&self, message: Message) -> Result<()> {
+        match message {
+            Message::Notify(notify) => {
+                let notification = Notification { from: self.peer.clone(), message: notify.message };
+                self.endpoint()?.notifications.deliver(notification)
+            }
+            Message::Signal(signal) => {
+                let raised = self.word(signal.handle, signal.offset, |word| apply::signal(word, signal.add));
+                if let Err(error) = raised {
+                    tracing::debug!(%error, peer = self.peer.name, "a signal was refused");
+                }
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn held(self: &Arc<Self>, files: Vec<OwnedFd>) -> Result<()> {
+        let (Some(local), Some(life)) = (&self.local, files.into_iter().next()) else {
+            return Err(Error::protocol("serve", "a life page came that nobody asked for"));
+        };
+        let _ = local.pins.life.set(LifeView::map(life)?);
+        let weak = Arc::downgrade(self);
+        let died = Box::new(move || {
+            if let Some(serving) = weak.upgrade() {
+                serving.end(&Error::new(Kind::Disconnected, "serve", "the peer's process has died"));
+            }
+        });
+        let watch = watcher::watch(Arc::clone(&local.pins.page), Side::Initiator, died)
+            .inspect_err(|error| tracing::debug!(%error, "no watch on the peer"))
+            .ok();
+        if let Some(alive) = lock(&local.alive).as_mut() {
+            alive.1 = watch;
+        }
+        Ok(())
+    }
+}
+
+/// Passes a connection's frames on.
+impl Handler for Arc<Serving> {
+    fn frame(
+        &self,
+        connection: &Arc<Connection>,
+        header: Header,
+        body: &[u8],
+        files: Vec<OwnedFd>,
+    ) -> Result<()> {
+        match Message::decode(header.kind, body)? {
+            Message::Import(import) => self.import(connection, header.id, import),
+            Message::Release(release) => {
+                lock(&self.grants).remove(&release.handle);
+                Ok(())
+            }
+            Message::Read(read) => self.read(connection, header.id, &read),
+            Message::Atomic(atomic) => {
+                let done = self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op));
+                self.answer(connection, header.id, done)
+            }
+            Message::Signal(signal) => self.follow(signal.transfer, signal.pieces, signal.into()),
+            Message::Notify(notify) => self.follow(notify.transfer, notify.pieces, notify.into()),
+            Message::Cancel(_) => {
+                lock(&self.counted).remove(&header.id);
+                Ok(())
+            }
+            Message::Held(_) => self.held(files),
+            Message::Ping(_) => connection.send(
+                Message::from(wire::Pong {}).frame(header.id, 0, 0),
+                Vec::new(),
+                Payload::None,
+                Keep::Nothing,
+            ),
+            Message::Pong(_) => Ok(()),
+            Message::Bye(_) => Err(Error::new(Kind::Disconnected, "serve", "the peer has closed")),
+            other => Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind()))),
+        }
+    }
+
+    fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
+        let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
+            Message::Write(write) => (write.handle, write.blocks, false),
+            Message::Reduce(reduce) => (reduce.handle, reduce.blocks, true),
+            other => {
+                return Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind())));
+            }
+        };
+        let bytes: u64 = blocks.iter().map(|block| u64::from(block.len)).sum();
+        if bytes != header.payload_len {
+            return Err(Error::protocol("serve", "the payload's length is not that of its blocks"));
+        }
+        // A refusal is answered when the payload has passed, so that the stream stays whole.
+        match self.admit(handle, Access::WRITE, &blocks, header.id) {
+            Ok((keep, _)) if buffered => Ok(Sink::buffer(bytes as usize, keep).with_body(body)),
+            Ok((keep, parts)) => Ok(Sink::memory(parts, keep).with_body(body)),
+            Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
+        }
+    }
+
+    fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
+        let (transfer, outcome) = match Message::decode(header.kind, &sink.take_body())? {
+            Message::Write(write) => (write.transfer, sink.outcome("write")),
+            Message::Reduce(reduce) => {
+                let outcome = sink.outcome("reduce_into").and_then(|()| {
+                    let (_keep, parts) =
+                        self.admit(reduce.handle, Access::WRITE, &reduce.blocks, header.id)?;
+                    apply::reduce(&parts, &sink.buffer, reduce.op, reduce.dtype)
+                });
+                (reduce.transfer, outcome)
+            }
+            _ => (0, Err(Error::protocol("serve", "a payload that nobody asked for"))),
+        };
+        // The memory is let go before the peer learns of it.
+        drop(sink);
+        // Before the answer: once the user has it, it may say that nothing more belongs to this transfer.
+        self.applied(transfer, outcome.is_ok())?;
+        self.answer(connection, header.id, outcome.map(|()| header.payload_len))
+    }
+
+    fn closed(&self, connection: &Arc<Connection>, error: Error) {
+        connection.let_go();
+        match connection.role() {
+            Role::Control => self.end(&error),
+            Role::Lane => lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection)),
+        }
+        if error.kind() == Kind::Protocol {
+            tracing::warn!(%error, peer = self.peer.name, "a peer broke the protocol");
+        }
+    }
+}
+
+impl Local {
+    /// What a peer of the same user on this host gets: the table, a page for its pins, and the doorbell.
+    fn offer(
+        endpoint: &Arc<EndpointCore>,
+        peer: &Identity,
+        connection: &Connection,
+    ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
+        let socket = connection.socket();
+        if socket.family() != Family::Unix
+            || socket.peer_credentials()?.uid != rustix::process::geteuid().as_raw()
+        {
+            return Ok(None);
+        }
+        let failed = |error| Error::os("contact", "dup", error);
+        let mut page = PinPage::create()?;
+        let pins = page.take_fd().ok_or_else(|| Error::new(Kind::Internal, "contact", "no page"))?;
+        let table = endpoint.table.fd().try_clone_to_owned().map_err(failed)?;
+        let doorbell = endpoint.doorbell()?.try_clone_to_owned().map_err(failed)?;
+        let page = Arc::new(page);
+        let hold = watcher::hold(Arc::clone(&page), Side::Owner)
+            .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
+            .ok();
+        let pins_of_peer = Arc::new(PeerPins {
+            page,
+            life: OnceLock::new(),
+            exited: AtomicBool::new(false),
+            exit: OnceLock::new(),
+            peer: peer.name.clone(),
+        });
+        let local = Local { pins: pins_of_peer, alive: Mutex::new(Some((hold, None))) };
+        Ok(Some((local, vec![table, pins, doorbell])))
+    }
+
+    /// Learns when the peer's process has exited: only then do pins end that no thread's life tells about.
+    fn watch_exit(&self, endpoint: &Arc<EndpointCore>, connection: &Connection) {
+        let watched = connection.socket().peer_pidfd().and_then(|process| {
+            let watch = Arc::new(ExitWatch {
+                process,
+                pins: Arc::downgrade(&self.pins),
+                endpoint: Arc::downgrade(endpoint),
+                token: OnceLock::new(),
+            });
+            let weak: Weak<dyn Source> = Arc::downgrade(&watch) as Weak<dyn Source>;
+            let token = progress::reactor()?.add(watch.process.as_fd(), Interest::READ, weak)?;
+            let _ = watch.token.set(token);
+            Ok(watch)
+        });
+        match watched {
+            Ok(watch) => {
+                // It outlives the connection: the peer may exit after it has closed.
+                let _ = self.pins.exit.set(watch);
+            }
+            Err(error) => tracing::debug!(%error, "the exit of a peer cannot be watched"),
+        }
+    }
+}
+
+/// Waits for a peer's process to exit.
+struct ExitWatch {
+    process: OwnedFd,
+    pins: Weak<PeerPins>,
+    endpoint: Weak<EndpointCore>,
+    token: OnceLock<Token>,
+}
+
+impl Source for ExitWatch {
+    fn ready(self: Arc<Self>, _readiness: Readiness) {
+        if let Some(pins) = self.pins.upgrade() {
+            pins.exited.store(true, Ordering::Release);
+        }
+        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
+            reactor.remove(*token, self.process.as_fd());
+        }
+        if let Some(endpoint) = self.endpoint.upgrade() {
+            endpoint.let_go();
+        }
+    }
+}
+
+impl Drop for ExitWatch {
+    fn drop(&mut self) {
+        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
+            reactor.remove(*token, self.process.as_fd());
+        }
+    }
+}

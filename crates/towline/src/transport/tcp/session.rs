@@ -1,0 +1,743 @@
+//! The initiator's side of a connection to an owner: imports, requests, and what same-host paths need of it.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use super::Medium;
+use super::connection::{Connection, Handler};
+use super::contact;
+use super::parts::{Keep, Payload, Sink};
+use super::run::Run;
+use crate::endpoint::EndpointCore;
+use crate::fence::life::LifePage;
+use crate::fence::pins::{PinError, PinPage, Side};
+use crate::fence::table::{Row, TableView};
+use crate::fence::watcher;
+use crate::memory::Mapping;
+use crate::progress::{self, Timer};
+use crate::region::stale;
+use crate::sync::lock;
+use crate::transfer::{Signal, TransferCore};
+use crate::transport::cma;
+use crate::wire::handshake::SessionKey;
+use crate::wire::{self, FrameKind, Grant, Granted, Header, Import, ImportItem, Message, SegmentRef};
+use crate::{Access, Error, Kind, Result, Ticket};
+
+/// While something is in flight between hosts, a frame goes out at least this often, so that TCP notices a peer that
+/// does not acknowledge any more.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+
+/// Lanes that carried nothing for this long are closed.
+const LANES_IDLE: Duration = Duration::from_secs(10);
+
+/// Imports per frame: bounded by the descriptors that can ride with the answer.
+const IMPORTS_PER_FRAME: usize = 128;
+
+/// The timers of a session.
+const HEARTBEAT_TIMER: u64 = 1;
+const IDLE_TIMER: u64 = 2;
+
+/// A connection to an owner, with what belongs to it.
+pub(crate) struct Session {
+    pub(super) endpoint: Weak<EndpointCore>,
+    owner: crate::Identity,
+    medium: Medium,
+    pub(super) id: u64,
+    pub(super) key: SessionKey,
+    challenge: [u8; 32],
+    control: OnceLock<Arc<Connection>>,
+    lanes: Mutex<Lanes>,
+    pending: Mutex<HashMap<u64, Pending>>,
+    next_request: AtomicU64,
+    local: Option<Local>,
+    cma: OnceLock<Result<i32>>,
+    dead: OnceLock<Error>,
+    beating: AtomicBool,
+    me: Weak<Session>,
+}
+
+/// What a session with a process of the same user on this host has besides.
+struct Local {
+    table: TableView,
+    pins: Arc<PinPage>,
+    pid: i32,
+    /// The owner's segments that are mapped here, by their number.
+    mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
+    /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
+    alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
+}
+
+#[derive(Default)]
+struct Lanes {
+    open: Vec<Arc<Connection>>,
+    last_used: Option<Instant>,
+    timer: bool,
+}
+
+/// Who waits for the answer to a request.
+pub(super) enum Pending {
+    Import(Arc<Reply>),
+    Unit { run: Arc<Run>, unit: usize, connection: Arc<Connection> },
+    Atomic { transfer: Arc<TransferCore> },
+}
+
+/// An import's answer and who waits for it.
+#[derive(Default)]
+pub(super) struct Reply {
+    answer: Mutex<Option<Result<Answer>>>,
+    came: Condvar,
+}
+
+/// The owner's answer to an import, and the segments that came with it.
+struct Answer {
+    granted: Granted,
+    /// Keeps the mappings until the remotes that use them exist.
+    mapped: Vec<Arc<Mapping>>,
+}
+
+impl Reply {
+    fn fill(&self, answer: Result<Answer>) {
+        *lock(&self.answer) = Some(answer);
+        self.came.notify_all();
+    }
+
+    fn wait(&self, until: Instant) -> Option<Result<Answer>> {
+        let mut answer = lock(&self.answer);
+        loop {
+            if let Some(answer) = answer.take() {
+                return Some(answer);
+            }
+            let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
+            answer = self.came.wait_timeout(answer, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// What the owner granted, ticket by ticket. Must live until the remotes that use it exist.
+pub(crate) struct Imported {
+    pub(crate) outcomes: Vec<Result<(Grant, Arc<GrantHandle>)>>,
+    _mapped: Vec<Arc<Mapping>>,
+}
+
+impl Session {
+    /// Makes first contact with the owner of a ticket. Blocks, at most until then.
+    pub(crate) fn connect(
+        endpoint: &Arc<EndpointCore>,
+        ticket: &Ticket,
+        medium: Medium,
+        until: Instant,
+    ) -> Result<Arc<Session>> {
+        let contact = contact::with_ticket(endpoint, ticket, medium, until)?;
+        let mut files = contact.files.into_iter();
+        let mut owner = ticket.body().identity.clone();
+        owner.name.clone_from(&contact.ready.name);
+        let local = match (contact.ready.local, files.next(), files.next(), files.next()) {
+            (Some(rows), Some(table), Some(pins), Some(doorbell)) => Some(Local {
+                table: TableView::map(table, rows)?,
+                pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
+                pid: contact.socket.peer_credentials()?.pid,
+                mappings: Mutex::default(),
+                alive: Mutex::new(None),
+            }),
+            _ => None,
+        };
+        let session = Arc::new_cyclic(|me| Session {
+            endpoint: Arc::downgrade(endpoint),
+            owner,
+            medium,
+            id: contact.ready.session,
+            key: contact.key,
+            challenge: contact.challenge,
+            control: OnceLock::new(),
+            lanes: Mutex::default(),
+            pending: Mutex::default(),
+            next_request: AtomicU64::new(1),
+            local,
+            cma: OnceLock::new(),
+            dead: OnceLock::new(),
+            beating: AtomicBool::new(false),
+            me: me.clone(),
+        });
+        let control = Connection::new(
+            contact.socket,
+            super::connection::Role::Control,
+            true,
+            Arc::new(ToSession(Arc::downgrade(&session))),
+        );
+        control.watch()?;
+        let _ = session.control.set(control);
+        session.stay_alive()?;
+        Ok(session)
+    }
+
+    /// On one host: shows the owner that this process lives, and learns when the owner's does not.
+    fn stay_alive(self: &Arc<Self>) -> Result<()> {
+        let Some(local) = &self.local else { return Ok(()) };
+        // Where the kernel lacks what is needed, the end of the connection tells, only later.
+        let hold = watcher::hold(Arc::clone(&local.pins), Side::Initiator)
+            .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the owner"))
+            .ok();
+        let weak = Arc::downgrade(self);
+        let died = Box::new(move || {
+            if let Some(session) = weak.upgrade() {
+                session.fail(Error::new(Kind::Disconnected, "session", "the owner's process has died"));
+            }
+        });
+        let watch = watcher::watch(Arc::clone(&local.pins), Side::Owner, died)
+            .inspect_err(|error| tracing::debug!(%error, "no watch on the owner"))
+            .ok();
+        *lock(&local.alive) = Some((hold, watch));
+        let life = LifePage::ours()?
+            .fd()
+            .try_clone_to_owned()
+            .map_err(|error| Error::os("contact", "dup", error))?;
+        self.control()?.send(
+            Message::from(wire::Held {}).frame(0, 0, 1),
+            vec![life],
+            Payload::None,
+            Keep::Nothing,
+        )
+    }
+
+    fn control(&self) -> Result<&Arc<Connection>> {
+        self.alive()?;
+        self.control.get().ok_or_else(|| Error::new(Kind::Internal, "session", "not connected"))
+    }
+
+    pub(crate) fn peer_name(&self) -> &str {
+        &self.owner.name
+    }
+
+    pub(super) fn owner(&self) -> &crate::Identity {
+        &self.owner
+    }
+
+    pub(super) fn medium(&self) -> Medium {
+        self.medium
+    }
+
+    /// Whether it can still be used; the error is why it cannot.
+    pub(crate) fn alive(&self) -> Result<()> {
+        match self.dead.get() {
+            None => Ok(()),
+            Some(error) => Err(error.clone()),
+        }
+    }
+
+    /// Turns tickets into grants.
+    pub(crate) fn import(self: &Arc<Self>, tickets: &[&Ticket], until: Instant) -> Result<Imported> {
+        let mut waiting = Vec::new();
+        for some in tickets.chunks(IMPORTS_PER_FRAME) {
+            let items = some
+                .iter()
+                .map(|ticket| ImportItem {
+                    ticket: ticket.public_bytes().to_vec(),
+                    proof: ticket.proof(&self.challenge),
+                })
+                .collect();
+            let reply = Arc::new(Reply::default());
+            let request = self.expect(Pending::Import(Arc::clone(&reply)))?;
+            let frame = Message::from(Import { items }).frame(request, 0, 0);
+            self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)?;
+            waiting.push((request, reply, some.len()));
+        }
+        let mut outcomes = Vec::with_capacity(tickets.len());
+        let mut mapped = Vec::new();
+        for (request, reply, expected) in waiting {
+            let Some(granted) = reply.wait(until) else {
+                lock(&self.pending).remove(&request);
+                return Err(Error::new(Kind::Timeout, "import", "the owner did not answer in time")
+                    .on(self.medium.name())
+                    .with_peer(self.peer_name()));
+            };
+            let Answer { granted, mapped: more } = granted?;
+            mapped.extend(more);
+            if granted.items.len() != expected {
+                return Err(Error::protocol("import", "the owner answered for another number of tickets"));
+            }
+            outcomes.extend(granted.items.into_iter().map(|item| match item {
+                Ok(grant) => {
+                    let handle = Arc::new(GrantHandle {
+                        session: Arc::clone(self),
+                        handle: grant.handle,
+                        row: grant.row,
+                        generation: grant.generation,
+                    });
+                    Ok((grant, handle))
+                }
+                Err(error) => Err(error.into_error("import").with_peer(self.peer_name())),
+            }));
+        }
+        Ok(Imported { outcomes, _mapped: mapped })
+    }
+
+    /// Remembers who waits for the answer to a new request.
+    pub(super) fn expect(&self, pending: Pending) -> Result<u64> {
+        let request = self.next_request.fetch_add(1, Ordering::Relaxed);
+        lock(&self.pending).insert(request, pending);
+        // Whoever fails the session takes what is pending after it has said that it is dead.
+        if let Err(error) = self.alive() {
+            if lock(&self.pending).remove(&request).is_some() {
+                return Err(error);
+            }
+        }
+        self.beat();
+        Ok(request)
+    }
+
+    /// Forgets a request; whoever succeeds is the one to report its end.
+    pub(super) fn forget(&self, request: u64) -> Option<Pending> {
+        lock(&self.pending).remove(&request)
+    }
+
+    /// Sends a request whose answer nobody waits for.
+    pub(super) fn tell(&self, message: impl Into<Message>) -> Result<()> {
+        self.control()?.send(message.into().frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
+    }
+
+    /// Hands the owner a message.
+    pub(crate) fn notify(&self, message: &[u8]) -> Result<()> {
+        self.tell(wire::Notify { transfer: 0, pieces: 0, message: message.to_vec() })
+    }
+
+    /// Asks the owner to raise a counter.
+    pub(crate) fn signal(&self, handle: &GrantHandle, signal: Signal) -> Result<()> {
+        self.tell(wire::Signal {
+            transfer: 0,
+            pieces: 0,
+            handle: handle.handle,
+            offset: signal.offset,
+            add: signal.add,
+        })
+    }
+
+    /// Tells the owner that nothing more belongs to a transfer whose pieces it counted.
+    pub(super) fn close_count(&self, transfer: u64) {
+        if let Ok(control) = self.control() {
+            let frame = Message::from(wire::Cancel {}).frame(transfer, 0, 0);
+            let _ = control.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+        }
+    }
+
+    /// Asks the owner to perform an atomic operation.
+    pub(super) fn atomic(&self, handle: u32, offset: u64, op: wire::AtomicOp, transfer: &Arc<TransferCore>) {
+        let sent = self.expect(Pending::Atomic { transfer: Arc::clone(transfer) }).and_then(|request| {
+            let frame = Message::from(wire::Atomic { handle, offset, op }).frame(request, 0, 0);
+            let sent = self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+            match sent {
+                // The failed connection has reported for it already.
+                Err(_) if self.forget(request).is_none() => Ok(()),
+                other => other,
+            }
+        });
+        if let Err(error) = sent {
+            transfer.unit_failed(0, error);
+        }
+    }
+
+    /// The connection for small requests.
+    pub(super) fn control_lane(&self) -> Result<Arc<Connection>> {
+        self.control().cloned()
+    }
+
+    /// The connections for large requests, opened where they are not. Blocks while it opens them.
+    pub(super) fn lanes(self: &Arc<Self>) -> Result<Vec<Arc<Connection>>> {
+        self.alive()?;
+        let endpoint =
+            self.endpoint.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
+        let mut lanes = lock(&self.lanes);
+        lanes.open.retain(|lane| !lane.is_closed());
+        lanes.last_used = Some(Instant::now());
+        while lanes.open.len() < endpoint.lanes() {
+            let until = Instant::now() + endpoint.limits().no_progress;
+            let opened = contact::with_session(&endpoint, self, until).and_then(|socket| {
+                let handler = Arc::new(ToSession(Arc::downgrade(self)));
+                let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
+                lane.watch()?;
+                Ok(lane)
+            });
+            match opened {
+                Ok(lane) => lanes.open.push(lane),
+                // Fewer lanes than wanted are enough.
+                Err(error) if lanes.open.is_empty() => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(lanes.open.clone())
+    }
+
+    /// The lanes that are open now.
+    pub(super) fn open_lanes(&self) -> Option<Vec<Arc<Connection>>> {
+        let mut lanes = lock(&self.lanes);
+        lanes.open.retain(|lane| !lane.is_closed());
+        lanes.last_used = Some(Instant::now());
+        (!lanes.open.is_empty()).then(|| lanes.open.clone())
+    }
+
+    /// A transfer over the lanes has ended: they close if nothing follows for a while.
+    pub(super) fn lanes_used(&self) {
+        let mut lanes = lock(&self.lanes);
+        lanes.last_used = Some(Instant::now());
+        if !std::mem::replace(&mut lanes.timer, true) {
+            self.wake_at(Instant::now() + LANES_IDLE, IDLE_TIMER);
+        }
+    }
+
+    fn wake_at(&self, when: Instant, key: u64) {
+        if let Ok(reactor) = progress::reactor() {
+            let weak: Weak<dyn Timer> = self.me.clone();
+            reactor.at(when, weak, key);
+        }
+    }
+
+    /// Between hosts: keeps frames going out while something is in flight.
+    fn beat(&self) {
+        if matches!(self.medium, Medium::Tcp(_)) && !self.beating.swap(true, Ordering::AcqRel) {
+            self.wake_at(Instant::now() + HEARTBEAT, HEARTBEAT_TIMER);
+        }
+    }
+
+    /// Makes a transfer quiet: nothing of it is sent or received any more.
+    pub(super) fn stop(&self, run: &Run) {
+        let id = run.transfer.id;
+        let connections: Vec<_> = lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect();
+        for connection in connections {
+            connection.withdraw(|keep| keep.is_transfer(id));
+            connection.discard(|keep| keep.is_transfer(id));
+        }
+        let stopped: Vec<_> = {
+            let mut pending = lock(&self.pending);
+            let requests: Vec<u64> = pending
+                .iter()
+                .filter(|(_, pending)| matches!(pending, Pending::Unit { run, .. } if run.transfer.id == id))
+                .map(|(request, _)| *request)
+                .collect();
+            requests.into_iter().filter_map(|request| pending.remove(&request)).collect()
+        };
+        for pending in stopped {
+            if let Pending::Unit { run, unit, .. } = pending {
+                run.failed(unit, run.transfer.stop_error());
+            }
+        }
+    }
+
+    /// The owner is gone, or the connection to it is: everything in flight ends with that error.
+    pub(crate) fn fail(&self, error: Error) {
+        let error = error.on(self.medium.name()).with_peer(self.peer_name());
+        if self.dead.set(error.clone()).is_err() {
+            return;
+        }
+        if let Some(local) = &self.local {
+            drop(lock(&local.alive).take());
+        }
+        let connections: Vec<_> =
+            lock(&self.lanes).open.drain(..).chain(self.control.get().cloned()).collect();
+        for connection in connections {
+            connection.close(error.clone());
+            // What is pending reports below, so nothing may move any more.
+            connection.let_go();
+        }
+        let pending: Vec<_> = lock(&self.pending).drain().map(|(_, pending)| pending).collect();
+        for pending in pending {
+            match pending {
+                Pending::Import(reply) => reply.fill(Err(error.clone())),
+                Pending::Unit { run, unit, .. } => run.failed(unit, error.clone()),
+                Pending::Atomic { transfer } => transfer.unit_failed(0, error.clone()),
+            }
+        }
+        if let Some(endpoint) = self.endpoint.upgrade() {
+            let mut sessions = lock(&endpoint.sessions);
+            let key = (self.owner.incarnation, self.medium.name());
+            if sessions.get(&key).is_some_and(|session| std::ptr::eq(Arc::as_ptr(session), self)) {
+                sessions.remove(&key);
+            }
+        }
+    }
+
+    /// Ends it on this side's wish.
+    pub(crate) fn close(&self, error: Error) {
+        if let Some(control) = self.control.get() {
+            control.bye(None);
+        }
+        self.fail(error);
+    }
+
+    /// A lane has failed: what was in flight on it fails, the rest goes on.
+    fn lane_closed(&self, lane: &Arc<Connection>, error: &Error) {
+        lock(&self.lanes).open.retain(|open| !Arc::ptr_eq(open, lane));
+        lane.let_go();
+        let lost: Vec<_> = {
+            let mut pending = lock(&self.pending);
+            let requests: Vec<u64> = pending
+                .iter()
+                .filter(|(_, one)| {
+                    matches!(one, Pending::Unit { connection, .. } if Arc::ptr_eq(connection, lane))
+                })
+                .map(|(request, _)| *request)
+                .collect();
+            requests.into_iter().filter_map(|request| pending.remove(&request)).collect()
+        };
+        for pending in lost {
+            if let Pending::Unit { run, unit, .. } = pending {
+                run.failed(unit, error.clone());
+            }
+        }
+    }
+
+    /// The owner's process, if the kernel lets this process copy from and to it.
+    pub(crate) fn cma_pid(&self) -> Result<i32> {
+        let Some(local) = &self.local else { return Err(self.not_local()) };
+        self.cma
+            .get_or_init(|| {
+                let row = local
+                    .table
+                    .row(0)
+                    .ok_or_else(|| Error::protocol("import", "the owner's table has no first row"))?;
+                cma::probe_peer(local.pid, row.addr(), self.owner.incarnation.as_bytes())?;
+                Ok(local.pid)
+            })
+            .clone()
+    }
+
+    fn not_local(&self) -> Error {
+        let reason = match self.medium {
+            Medium::Tcp(_) => "the owner is reached by tcp",
+            Medium::Unix => "the owner runs as another user and shares no memory",
+        };
+        Error::new(Kind::Unavailable, "import", reason)
+    }
+
+    /// Maps the segments whose descriptors came along. One that cannot be mapped is no reason to refuse the grant:
+    /// the path that needs it says so.
+    fn map_segments(&self, granted: &Granted, files: Vec<OwnedFd>) -> Result<Vec<Arc<Mapping>>> {
+        let mut files = files.into_iter();
+        let mut mapped = Vec::new();
+        let segments =
+            || granted.items.iter().flatten().filter_map(|grant| Some((grant.segment?, grant.access)));
+        for (segment, _) in segments().filter(|(segment, _)| segment.attached) {
+            let file = files
+                .next()
+                .ok_or_else(|| Error::protocol("import", "a segment's descriptor did not come"))?;
+            let Some(local) = &self.local else { continue };
+            let writable =
+                segments().any(|(one, access)| one.id == segment.id && access.contains(Access::WRITE));
+            let mut mappings = lock(&local.mappings);
+            let known = mappings.get(&segment.id).and_then(Weak::upgrade);
+            if let Some(known) = known.filter(|known| known.is_writable() || !writable) {
+                mapped.push(known);
+                continue;
+            }
+            match Mapping::map(file, segment.len as usize, writable) {
+                Ok(mapping) => {
+                    let mapping = Arc::new(mapping);
+                    mappings.retain(|_, mapping| mapping.strong_count() > 0);
+                    mappings.insert(segment.id, Arc::downgrade(&mapping));
+                    mapped.push(mapping);
+                }
+                Err(error) => tracing::debug!(%error, "a segment cannot be mapped"),
+            }
+        }
+        Ok(mapped)
+    }
+
+    fn answered(&self, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
+        match Message::decode(header.kind, body)? {
+            Message::Granted(granted) => {
+                let mapped = self.map_segments(&granted, files)?;
+                if let Some(Pending::Import(reply)) = self.forget(header.id) {
+                    reply.fill(Ok(Answer { granted, mapped }));
+                }
+            }
+            Message::Data(data) => match (self.forget(header.id), data.outcome) {
+                (Some(Pending::Unit { run, unit, .. }), Err(error)) => {
+                    run.failed(unit, error.into_error("read"))
+                }
+                (Some(Pending::Unit { run, unit, .. }), Ok(())) => {
+                    run.failed(unit, Error::protocol("read", "the owner answered without the bytes"));
+                }
+                _ => {}
+            },
+            Message::Done(done) => match (self.forget(header.id), done.outcome) {
+                (Some(Pending::Unit { run, unit, connection }), Ok(_)) => run.done(unit, &connection),
+                (Some(Pending::Unit { run, unit, .. }), Err(error)) => {
+                    run.failed(unit, error.into_error("write"))
+                }
+                (Some(Pending::Atomic { transfer }), Ok(value)) => {
+                    transfer.set_value(value);
+                    transfer.unit_done();
+                }
+                (Some(Pending::Atomic { transfer }), Err(error)) => {
+                    transfer.unit_failed(0, error.into_error("atomic"));
+                }
+                _ => {}
+            },
+            Message::Ping(_) => self.tell(wire::Pong {})?,
+            Message::Pong(_) => {}
+            Message::Bye(bye) => {
+                let why = bye.error.map_or_else(|| "the owner has closed".to_owned(), |error| error.message);
+                return Err(Error::new(Kind::Disconnected, "session", why));
+            }
+            other => {
+                return Err(Error::protocol("receive", format!("an owner does not send {:?}", other.kind())));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Timer for Session {
+    fn fired(self: Arc<Self>, key: u64) {
+        if self.alive().is_err() {
+            return;
+        }
+        if key == HEARTBEAT_TIMER {
+            self.beating.store(false, Ordering::Release);
+            if !lock(&self.pending).is_empty() {
+                let _ = self.tell(wire::Ping {});
+                self.beat();
+            }
+            return;
+        }
+        let idle: Vec<_> = {
+            let mut lanes = lock(&self.lanes);
+            lanes.timer = false;
+            let busy = lock(&self.pending).values().any(|one| matches!(one, Pending::Unit { .. }));
+            let since = lanes.last_used.map_or(LANES_IDLE, |used| used.elapsed());
+            if busy || since < LANES_IDLE {
+                lanes.timer = true;
+                self.wake_at(
+                    Instant::now() + LANES_IDLE.saturating_sub(since).max(LANES_IDLE / 10),
+                    IDLE_TIMER,
+                );
+                Vec::new()
+            } else {
+                std::mem::take(&mut lanes.open)
+            }
+        };
+        for lane in idle {
+            lane.close(Error::new(Kind::Canceled, "session", "an idle lane was closed"));
+        }
+    }
+}
+
+/// Passes a connection's frames on to its session, without keeping it alive.
+struct ToSession(Weak<Session>);
+
+impl ToSession {
+    fn session(&self) -> Result<Arc<Session>> {
+        self.0.upgrade().ok_or_else(|| Error::new(Kind::Canceled, "session", "the session is gone"))
+    }
+}
+
+impl Handler for ToSession {
+    fn frame(&self, _: &Arc<Connection>, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
+        self.session()?.answered(header, body, files)
+    }
+
+    fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
+        if header.kind != FrameKind::Data {
+            return Err(Error::protocol("receive", format!("an owner does not send {:?}", header.kind)));
+        }
+        wire::Data::decode(body)?
+            .outcome
+            .map_err(|_| Error::protocol("receive", "the owner sent an error and bytes with it"))?;
+        let session = self.session()?;
+        let pending = lock(&session.pending);
+        match pending.get(&header.id) {
+            Some(Pending::Unit { run, unit, .. }) => run.sink(*unit, header),
+            // Its transfer was stopped: the bytes are no longer wanted.
+            _ => Ok(Sink::discard()),
+        }
+    }
+
+    fn received(&self, connection: &Arc<Connection>, header: Header, sink: Sink) -> Result<()> {
+        if sink.is_discarded() {
+            return Ok(());
+        }
+        drop(sink);
+        if let Some(Pending::Unit { run, unit, .. }) = self.session()?.forget(header.id) {
+            run.done(unit, connection);
+        }
+        Ok(())
+    }
+
+    fn closed(&self, connection: &Arc<Connection>, error: Error) {
+        let Some(session) = self.0.upgrade() else { return };
+        match connection.role() {
+            super::connection::Role::Control => session.fail(error),
+            super::connection::Role::Lane => session.lane_closed(connection, &error),
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if crate::fork::in_child() {
+            return;
+        }
+        self.close(Error::new(Kind::Canceled, "session", "the session is no longer used"));
+    }
+}
+
+/// What an owner has granted; gives it back when dropped.
+pub(crate) struct GrantHandle {
+    session: Arc<Session>,
+    pub(super) handle: u32,
+    row: u32,
+    generation: u64,
+}
+
+impl GrantHandle {
+    pub(crate) fn session(&self) -> &Arc<Session> {
+        &self.session
+    }
+
+    /// Refuses where owner and user do not share memory.
+    pub(crate) fn local_fence(&self) -> Result<()> {
+        if self.session.local.is_some() { Ok(()) } else { Err(self.session.not_local()) }
+    }
+
+    /// The owner's segment, mapped here.
+    pub(crate) fn mapping(&self, segment: &SegmentRef, writable: bool) -> Result<Arc<Mapping>> {
+        let Some(local) = &self.session.local else { return Err(self.session.not_local()) };
+        let mapping = lock(&local.mappings).get(&segment.id).and_then(Weak::upgrade);
+        mapping.filter(|mapping| mapping.is_writable() || !writable).ok_or_else(|| {
+            Error::new(Kind::Unavailable, "import", "the owner's shared memory could not be mapped here")
+        })
+    }
+
+    /// Runs a copy while the owner's row is pinned: `Stale` where it was revoked before, or during the copy.
+    pub(crate) fn pinned<T>(&self, op: &'static str, copy: impl FnOnce(&Row) -> Result<T>) -> Result<T> {
+        let Some(local) = &self.session.local else { return Err(self.session.not_local()) };
+        let row = local.table.row(self.row).ok_or_else(|| Error::protocol(op, "the grant names no row"))?;
+        if let Some(slot) = LifePage::thread_slot() {
+            match local.pins.pin_thread(slot, row, self.generation) {
+                Ok(pin) => {
+                    let outcome = copy(row);
+                    return if pin.still_valid(row) { outcome } else { Err(stale(op)) };
+                }
+                Err(PinError::Stale) => return Err(stale(op)),
+                Err(PinError::Busy) => {}
+            }
+        }
+        match local.pins.pin_process(row, self.generation) {
+            Ok(pin) => {
+                let outcome = copy(row);
+                if pin.still_valid(row) { outcome } else { Err(stale(op)) }
+            }
+            Err(PinError::Stale) => Err(stale(op)),
+            Err(PinError::Busy) => Err(Error::new(Kind::Exhausted, op, "too many copies hold a pin at once")),
+        }
+    }
+}
+
+impl Drop for GrantHandle {
+    fn drop(&mut self) {
+        if !crate::fork::in_child() {
+            let _ = self.session.tell(wire::Release { handle: self.handle });
+        }
+    }
+}
