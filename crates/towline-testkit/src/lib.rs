@@ -1,1 +1,3 @@
 //! What tests of Towline share: laws, oracle, processes.
+
+pub mod raw;
