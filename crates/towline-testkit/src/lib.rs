@@ -1,5 +1,5 @@
 //! What proves Towline's core: laws that every path obeys, an oracle for wrong bytes, real processes that are
-//! killed and stopped, network namespaces, and a model.
+//! killed and stopped, and network namespaces.
 //!
 //! A law is a function over a [`Bench`](bench::Bench): an owner, a user, and the path between them. The same laws
 //! run over every path that the machine has; `tests/laws.rs` makes one test of each pair. What the machine lacks is
@@ -9,11 +9,11 @@
 pub mod bench;
 pub mod executor;
 pub mod laws;
-pub mod model;
 pub mod netns;
 pub mod oracle;
 pub mod process;
 pub mod random;
+pub mod raw;
 pub mod skip;
 pub mod watchdog;
 pub mod worker;

@@ -27,8 +27,7 @@ use crate::{Access, Identity, Result, Ticket, fork};
 
 /// This process on the fabric.
 ///
-/// Cheap to clone. An endpoint lives until it is closed, or until the last of its handles, registrations and remotes
-/// is gone.
+/// Cheap to clone. An endpoint lives until it is closed, or until the last of its handles and registrations is gone.
 ///
 /// ```
 /// use towline::{Access, Endpoint, SharedStorage, SystemStorage};

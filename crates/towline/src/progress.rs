@@ -15,7 +15,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 
-pub(crate) use pool::{Job, Pool, Refused};
+pub(crate) use pool::Pool;
 pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
 pub(crate) use timers::{Timer, TimerId};
 
@@ -40,6 +40,17 @@ pub(crate) fn reactor() -> Result<&'static Reactor> {
     }
     let started = Reactor::start("towline-io")?;
     Ok(REACTOR.get_or_init(|| started))
+}
+
+/// Refuses to block the event loop: a waker that waits would wait for itself.
+pub(crate) fn may_block(op: &'static str) -> Result<()> {
+    match REACTOR.get() {
+        Some(reactor) if reactor.on_reactor_thread() => Err(Error::invalid(
+            op,
+            "a blocking call inside a waker, on the library's own event loop; await it or hand it to another thread",
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// The process's copy pool; it has no thread until a job comes.

@@ -266,6 +266,9 @@ impl fmt::Debug for Transfer {
     }
 }
 
+/// Told once how a transfer ended, before its waiters are.
+pub(crate) type OnEnd = Box<dyn Fn(&Result<()>) + Send + Sync>;
+
 /// What the paths drive: the request, what it keeps alive, and its state.
 pub(crate) struct TransferCore {
     pub(crate) id: u64,
@@ -285,7 +288,7 @@ pub(crate) struct TransferCore {
     inner: Mutex<Inner>,
     ended: Condvar,
     /// Counts the end in the path's statistics.
-    on_end: Box<dyn Fn(&Result<()>) + Send + Sync>,
+    on_end: OnEnd,
 }
 
 struct Inner {
@@ -315,7 +318,7 @@ pub(crate) struct Parts {
     pub(crate) limits: Limits,
     pub(crate) attachment: Arc<dyn Attachment>,
     pub(crate) peer: Arc<str>,
-    pub(crate) on_end: Box<dyn Fn(&Result<()>) + Send + Sync>,
+    pub(crate) on_end: OnEnd,
 }
 
 impl TransferCore {
@@ -451,6 +454,9 @@ impl TransferCore {
     }
 
     fn wait(&self, until: Option<Instant>) -> Option<Result<()>> {
+        if let Err(error) = progress::may_block(self.op.name()) {
+            return Some(Err(error));
+        }
         let mut inner = lock(&self.inner);
         loop {
             if let Some(result) = inner.end() {

@@ -300,10 +300,10 @@ impl Regions {
 
     pub(crate) fn remove(&self, row: u32) {
         let mut rows = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(slot) = rows.rows.get_mut(row as usize) {
-            if slot.take().is_some() {
-                rows.count -= 1;
-            }
+        if let Some(slot) = rows.rows.get_mut(row as usize)
+            && slot.take().is_some()
+        {
+            rows.count -= 1;
         }
     }
 

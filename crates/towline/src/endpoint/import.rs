@@ -11,6 +11,7 @@ use super::stats::Counters;
 use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
+use crate::progress;
 use crate::route::{Explanation, Routes, Routing};
 use crate::sync::lock;
 use crate::ticket::Reach;
@@ -124,6 +125,7 @@ pub(super) fn import(
     routing: &Routing,
 ) -> Result<Vec<Result<Remote>>> {
     fork::guard("import")?;
+    progress::may_block("import")?;
     endpoint.check_open("import")?;
     let until = Instant::now() + endpoint.limits().no_progress;
     let mut outcomes: Vec<Option<Result<Remote>>> = tickets.iter().map(|_| None).collect();
@@ -221,14 +223,12 @@ fn import_there(
 ) -> Result<Vec<Result<Remote>>> {
     let Some(first) = tickets.first() else { return Ok(Vec::new()) };
     let session = contact(endpoint, first, routing, until)?;
-    let imported = session.import(tickets, until)?;
-    Ok(imported
-        .into_iter()
-        .map(|granted| {
-            let (grant, handle): (Grant, Arc<GrantHandle>) = granted?;
-            Remote::new(endpoint, Owner::There(&handle), grant, session.peer_name(), routing)
-        })
-        .collect())
+    let mut imported = session.import(tickets, until)?;
+    let remote = |granted: Result<(Grant, Arc<GrantHandle>)>| {
+        let (grant, handle) = granted?;
+        Remote::new(endpoint, Owner::There(&handle), grant, session.peer_name(), routing)
+    };
+    Ok(imported.outcomes.drain(..).map(remote).collect())
 }
 
 /// A session with the ticket's owner: an existing one, or a new one over the first way that answers.

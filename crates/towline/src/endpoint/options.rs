@@ -95,10 +95,10 @@ impl EndpointOptions {
     /// Opens the endpoint.
     pub fn open(mut self) -> Result<Endpoint> {
         fork::guard("open")?;
-        if self.listen.is_empty() {
-            if let Ok(addresses) = std::env::var(LISTEN_VARIABLE) {
-                self.listen = parse_listen(&addresses)?;
-            }
+        if self.listen.is_empty()
+            && let Ok(addresses) = std::env::var(LISTEN_VARIABLE)
+        {
+            self.listen = parse_listen(&addresses)?;
         }
         EndpointCore::open(self).map(Endpoint::from_core)
     }

@@ -167,9 +167,9 @@ impl<'a> Request<'a> {
         let counters = self.remote.counters(path);
         // SAFETY: `local` is a use of the local region that lives through the call, and `pieces` was checked
         // against the span that lies within it.
-        if let Some(ended) =
-            unsafe { attachment.run_now(self.op, base as *mut u8, pieces.as_slice(), bytes, &self.after) }
-        {
+        let ended =
+            unsafe { attachment.run_now(self.op, base as *mut u8, pieces.as_slice(), bytes, &self.after) };
+        if let Some(ended) = ended {
             drop(local);
             let result =
                 ended.map_err(|error| error.on(path).with_peer(&**self.remote.peer()).during(self.op.name()));
@@ -238,13 +238,13 @@ impl<'a> Request<'a> {
             (_, Some(signal)) => Some(signal.offset),
             _ => None,
         };
-        if let Some(offset) = word {
-            if offset.checked_add(8).is_none_or(|end| end > self.remote.len()) {
-                return Err(Error::invalid(
-                    self.op.name(),
-                    format!("the word at offset {offset} does not lie within {} bytes", self.remote.len()),
-                ));
-            }
+        if let Some(offset) = word
+            && offset.checked_add(8).is_none_or(|end| end > self.remote.len())
+        {
+            return Err(Error::invalid(
+                self.op.name(),
+                format!("the word at offset {offset} does not lie within {} bytes", self.remote.len()),
+            ));
         }
         match &self.after.notify {
             Some(message) if message.len() > MAX_MESSAGE => Err(Error::invalid(

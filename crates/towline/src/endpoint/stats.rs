@@ -63,7 +63,9 @@ impl Counters {
 
 /// The counters of every peer and path.
 #[derive(Default)]
-pub(crate) struct AllCounters(Mutex<HashMap<(Arc<str>, &'static str), Arc<Counters>>>);
+pub(crate) struct AllCounters(Mutex<HashMap<PeerAndPath, Arc<Counters>>>);
+
+type PeerAndPath = (Arc<str>, &'static str);
 
 impl AllCounters {
     pub(crate) fn of(&self, peer: &Arc<str>, path: &'static str) -> Arc<Counters> {

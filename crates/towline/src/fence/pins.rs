@@ -3,7 +3,9 @@
 #![allow(unsafe_code, reason = "declares which types may be lent from shared memory")]
 
 use std::marker::PhantomData;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+#[cfg(test)]
+use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -123,6 +125,7 @@ impl PinPage {
         self
     }
 
+    #[cfg(test)]
     /// The descriptor to pass on; `None` on the initiator's side and after `take_fd`.
     pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().map(AsFd::as_fd)
@@ -194,6 +197,7 @@ impl PinPage {
         protocol::drain_ended::<Machine>(&self.header().draining);
     }
 
+    #[cfg(test)]
     /// Whether any pin of that generation is left. Asked after `Table::revoke`: before it a new pin may come.
     pub(crate) fn held(&self, generation: u64) -> bool {
         let mut held = false;

@@ -28,7 +28,7 @@ unsafe impl Lendable for Row {}
 
 impl Row {
     /// The generation of the live region, or 0.
-    #[inline]
+    #[cfg(test)]
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
@@ -138,6 +138,7 @@ impl Table {
         }
     }
 
+    #[cfg(test)]
     /// The generation of the live region in that row, or 0.
     pub(crate) fn generation(&self, row: u32) -> u64 {
         self.row(row).map_or(0, Row::generation)
@@ -182,6 +183,7 @@ impl TableView {
         self.mapping.lend::<Row>(0, self.rows as usize).get(row as usize)
     }
 
+    #[cfg(test)]
     /// How many rows there are.
     pub(crate) fn rows(&self) -> u32 {
         self.rows

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use super::life::{LifePage, LifeView, SlotState};
 use super::pins::{Holder, PinError, PinPage, Side};
+use super::robust::WAITERS;
 use super::table::{Claim, Table, TableView};
 use super::watcher::{self, MAX_WATCHES};
 use crate::Kind;
@@ -350,6 +351,9 @@ fn a_peer_that_exits_while_it_holds_is_reported() {
 fn a_peer_that_lets_go_is_not_reported() {
     let _alone = alone_with_the_watcher();
     let (mut peer, pages, _watches, deaths) = watched_child(2);
+    let noticed =
+        |page: &Arc<PinPage>| page.life(Side::Initiator).word().load(Ordering::Relaxed) & WAITERS != 0;
+    until("the watches have noticed the hold", || pages.iter().all(noticed));
     peer.say("release");
     peer.hear("released");
     let free = |page: &Arc<PinPage>| page.life(Side::Initiator).word().load(Ordering::Relaxed) == 0;

@@ -83,8 +83,9 @@ pub(crate) fn hold(page: Arc<PinPage>, side: Side) -> Result<Hold> {
 /// Calls `on_death` on the watcher thread when that side's process dies while it holds its mutex.
 ///
 /// Either order of `hold` there and `watch` here will do, but a process that dies *before* it held is not
-/// seen. A side that lets go in good order ends the watch without a call. The callback is short and never
-/// blocks; no lock is held while it runs, and a panic in it is contained.
+/// seen. A side that lets go in good order ends the watch without a call; one that holds and lets go before
+/// a watch that was there first has noticed leaves it waiting for the next hold. The callback is short and
+/// never blocks; no lock is held while it runs, and a panic in it is contained.
 ///
 /// `Exhausted` past [`MAX_WATCHES`], `Unavailable` without `futex_waitv` (kernels before 5.16, some sandboxes)
 /// and in a forked child: the caller then relies on a pidfd or on the end of the connection.
@@ -99,7 +100,11 @@ pub(crate) fn watch(page: Arc<PinPage>, side: Side, on_death: Box<dyn FnOnce() +
             return Err(Error::new(Kind::Exhausted, "connect", message));
         }
         let id = state.next_id();
-        state.watches.insert(id, Entry { page, side, seen_held: false, on_death });
+        let mut seen_held = false;
+        // Looked at here as well, so that a side that holds now and lets go at once ends the watch; whatever
+        // the word says, the watcher thread acts on it.
+        let _ = examine(page.life(side).word(), &mut seen_held);
+        state.watches.insert(id, Entry { page, side, seen_held, on_death });
         id
     };
     WATCHER.nudge();

@@ -44,8 +44,6 @@ impl Interest {
     pub(crate) const READ: Interest = Interest(EventFlags::IN);
     /// Room to write, or the end of connecting.
     pub(crate) const WRITE: Interest = Interest(EventFlags::OUT);
-    /// The other side will send no more, also while unread bytes are left.
-    pub(crate) const HANGUP: Interest = Interest(EventFlags::RDHUP);
     /// One event, then none (errors included) until [`Reactor::modify`] asks again.
     pub(crate) const ONESHOT: Interest = Interest(EventFlags::ONESHOT);
 }
@@ -63,24 +61,22 @@ impl BitOr for Interest {
 pub(crate) struct Readiness(EventFlags);
 
 impl Readiness {
+    #[cfg(test)]
     /// Whether a read will not block: bytes, a connection, or the end of the stream.
     pub(crate) fn readable(self) -> bool {
         self.0.contains(EventFlags::IN)
     }
 
+    #[cfg(test)]
     /// Whether a write will not block, or connecting has ended.
     pub(crate) fn writable(self) -> bool {
         self.0.contains(EventFlags::OUT)
     }
 
+    #[cfg(test)]
     /// Whether the other side has closed (both directions, or its own where that was asked for).
     pub(crate) fn hangup(self) -> bool {
         self.0.intersects(EventFlags::HUP | EventFlags::RDHUP)
-    }
-
-    /// Whether the descriptor has an error.
-    pub(crate) fn error(self) -> bool {
-        self.0.contains(EventFlags::ERR)
     }
 }
 

@@ -41,6 +41,9 @@ pub(crate) const MAX_PARTS: usize = 1024;
 /// left to the kernel, since a fixed size ends its tuning to the bandwidth and the round trip.
 const LOCAL_BULK_BUFFER: usize = 212_992;
 
+/// An idle connection is probed after this long.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+
 /// Connections that may wait to be accepted on a TCP listener; the kernel cuts it to its own limit.
 const TCP_BACKLOG: i32 = 1024;
 
@@ -335,6 +338,9 @@ impl Socket {
         if self.family == Family::Tcp {
             sockopt::set_tcp_nodelay(&self.fd, true).map_err(|e| failed(OP, "setsockopt", e))?;
             sockopt::set_socket_keepalive(&self.fd, true).map_err(|e| failed(OP, "setsockopt", e))?;
+            // An idle connection whose other end has vanished is noticed by the kernel, without waking this process.
+            sockopt::set_tcp_keepidle(&self.fd, KEEP_ALIVE).map_err(|e| failed(OP, "setsockopt", e))?;
+            sockopt::set_tcp_keepintvl(&self.fd, KEEP_ALIVE / 5).map_err(|e| failed(OP, "setsockopt", e))?;
             if let Some(limit) = unanswered {
                 let milliseconds =
                     u32::try_from(limit.as_millis()).unwrap_or(u32::MAX).clamp(1, i32::MAX as u32);

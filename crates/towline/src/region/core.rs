@@ -11,6 +11,7 @@ use crate::fence::life::{LifeView, SlotState};
 use crate::fence::pins::{Holder, PinPage};
 use crate::layout::Layout;
 use crate::memory::{Place, SegmentSlice, Storage};
+use crate::progress;
 use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
 use crate::wire::{Grant, SegmentRef};
@@ -149,7 +150,12 @@ impl RegionCore {
 
     fn end_use(&self) {
         if self.uses.fetch_sub(1, Ordering::SeqCst) == CLOSED + 1 {
-            self.endpoint.let_go();
+            self.endpoint.drains.ring();
+            if self.endpoint.parked.load().0 > 0 {
+                // Not here: whoever ends a use may hold locks, and a storage's drop may be the user's code.
+                let endpoint = Arc::clone(&self.endpoint);
+                let _ = progress::pool().spawn(Box::new(move || endpoint.parked.sweep()));
+            }
         }
     }
 
@@ -290,8 +296,8 @@ impl RegionCore {
             "a dropped region is still in use; its storage is parked until the users let go"
         );
         core.endpoint.parked.park(Parked { core: Arc::clone(core), storage: Box::new(storage) });
-        // The last user may have let go between the look and the parking.
-        core.endpoint.let_go();
+        // The last user may have let go before the storage was in its place.
+        core.endpoint.parked.sweep();
     }
 }
 

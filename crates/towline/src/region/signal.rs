@@ -36,7 +36,7 @@ pub(super) fn wait(core: &RegionCore, offset: usize, at_least: u64, within: Dura
         return Err(Error::new(Kind::Unsupported, "wait_signal", "the region is not in host memory"));
     }
     let addr = core.addr.wrapping_add(offset);
-    if offset.checked_add(8).is_none_or(|end| end > core.len) || addr % 8 != 0 {
+    if offset.checked_add(8).is_none_or(|end| end > core.len) || !addr.is_multiple_of(8) {
         return Err(Error::invalid(
             "wait_signal",
             format!("offset {offset} does not name eight aligned bytes within {} bytes", core.len),

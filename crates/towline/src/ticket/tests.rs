@@ -246,6 +246,7 @@ fn claims_are_what_is_left_after_the_caveats() {
         range: 100..600,
         access: Access::READ,
         expires_ms: Some(11_000),
+        layout: held.body().layout.clone(),
     };
     assert_eq!(claims, expected);
 }

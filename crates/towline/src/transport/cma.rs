@@ -82,6 +82,7 @@ impl Transport for Cma {
             handle: Arc::clone(handle),
             pid,
             offset: offer.grant.offset,
+            end: offer.grant.offset.saturating_add(offer.grant.length),
         }))))
     }
 }
@@ -90,6 +91,7 @@ struct Process {
     handle: Arc<GrantHandle>,
     pid: i32,
     offset: u64,
+    end: u64,
 }
 
 impl Direct for Process {
@@ -100,6 +102,9 @@ impl Direct for Process {
     unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()> {
         self.handle.pinned(op.name(), |row| {
             // The address comes from the owner's table, read under the pin: never from a message.
+            if row.len() < self.end {
+                return Err(Error::protocol(op.name(), "the grant reaches beyond the region"));
+            }
             let remote = (row.addr() + self.offset) as usize;
             let mut near = Vec::with_capacity(pieces.len().min(IOV_MAX));
             let mut far = Vec::with_capacity(pieces.len().min(IOV_MAX));

@@ -102,10 +102,14 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
         let workers = pool.limit().min(transfer.units.len());
         for worker in 0..workers {
             let job = Arc::clone(&run);
-            if pool.spawn(Box::new(move || job.work())).is_err() && worker == 0 {
-                // No thread can be made: the caller does the work, late but surely.
-                run.work();
-                return;
+            match pool.spawn(Box::new(move || job.work())) {
+                Ok(()) => {}
+                Err(refused) if worker == 0 => {
+                    // No thread can be made: the caller does the work, late but surely.
+                    (refused.job)();
+                    return;
+                }
+                Err(_) => return,
             }
         }
     }

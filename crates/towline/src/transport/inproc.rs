@@ -75,7 +75,7 @@ impl Local {
     }
 
     fn word(&self, op: &'static str, offset: u64) -> Result<()> {
-        if (self.region.addr + self.offset + offset as usize) % 8 != 0 {
+        if !(self.region.addr + self.offset + offset as usize).is_multiple_of(8) {
             return Err(misaligned(op, offset));
         }
         Ok(())

@@ -85,7 +85,7 @@ impl Window {
 
     fn word(&self, op: &'static str, offset: u64) -> Result<*mut u8> {
         let word = self.base().wrapping_add(offset as usize);
-        if word.addr() % 8 == 0 { Ok(word) } else { Err(misaligned(op, offset)) }
+        if word.addr().is_multiple_of(8) { Ok(word) } else { Err(misaligned(op, offset)) }
     }
 }
 

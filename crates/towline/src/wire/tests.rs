@@ -49,24 +49,28 @@ fn any_grant() -> impl Strategy<Value = Grant> {
     let place = prop_oneof![Just(Place::Host), any::<u32>().prop_map(Place::Cuda), Just(Place::Disk)];
     let range = (0..1u64 << 50, 0..1u64 << 50);
     let segment = option::of((any::<u64>(), 0..1u64 << 50, 0..1u64 << 50, any::<bool>()));
-    (any::<(u32, u32, u64)>(), range, 0..=3u8, place, option::of(any_layout()), segment).prop_map(
-        |((handle, row, generation), (offset, length), access, place, layout, segment)| Grant {
-            handle,
-            row,
-            generation,
-            offset,
-            length,
-            access: Access::from_bits(access).unwrap(),
-            place,
-            layout,
-            segment: segment.map(|(id, more, at, attached)| SegmentRef {
-                id,
-                len: at + offset + length + more,
-                offset: at,
-                attached,
-            }),
-        },
-    )
+    (any::<(u32, u32, u64)>(), range, 0..=3u8, place, option::of(any_layout()), segment, any::<Option<u64>>())
+        .prop_map(
+            |((handle, row, generation), (offset, length), access, place, layout, segment, expires_in_ms)| {
+                Grant {
+                    handle,
+                    row,
+                    generation,
+                    offset,
+                    length,
+                    access: Access::from_bits(access).unwrap(),
+                    place,
+                    layout,
+                    segment: segment.map(|(id, more, at, attached)| SegmentRef {
+                        id,
+                        len: at + offset + length + more,
+                        offset: at,
+                        attached,
+                    }),
+                    expires_in_ms,
+                }
+            },
+        )
 }
 
 fn any_identity() -> impl Strategy<Value = Identity> {
@@ -305,6 +309,7 @@ fn a_grant_outside_its_segment_is_refused() {
         place: Place::Host,
         layout: None,
         segment: Some(SegmentRef { id: 1, len: 4096, offset: 4096 - 150, attached: true }),
+        expires_in_ms: None,
     };
     let decode = |grant: Grant| Granted::decode(&body(&Granted { items: vec![Ok(grant)] }.into()));
     assert!(decode(grant.clone()).is_ok());

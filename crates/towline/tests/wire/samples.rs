@@ -83,6 +83,7 @@ fn grant(segment: Option<SegmentRef>, layout: Option<Layout>, place: Place) -> G
         place,
         layout,
         segment,
+        expires_in_ms: Some(5_000),
     }
 }
 

@@ -170,10 +170,10 @@ impl Connection {
             return;
         }
         outgoing.armed = wanted;
-        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
-            if !self.is_closed() {
-                let _ = reactor.modify(*token, self.socket.as_fd(), self.interest(wanted));
-            }
+        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor())
+            && !self.is_closed()
+        {
+            let _ = reactor.modify(*token, self.socket.as_fd(), self.interest(wanted));
         }
     }
 
@@ -219,10 +219,10 @@ impl Connection {
     /// Lets a payload that is coming in go nowhere: afterwards its memory is not written any more.
     pub(super) fn discard(&self, belongs: impl Fn(&Keep) -> bool) {
         let mut incoming = lock(&self.incoming);
-        if let Reading::Payload { sink, .. } = &mut incoming.reading {
-            if belongs(sink.keep()) {
-                sink.give_up();
-            }
+        if let Reading::Payload { sink, .. } = &mut incoming.reading
+            && belongs(sink.keep())
+        {
+            sink.give_up();
         }
     }
 
@@ -380,8 +380,8 @@ impl Connection {
                     };
                     incoming = lock(&self.incoming);
                     if let Some(mut sink) = sink {
-                        // A stop that came while nobody held the lock did not find this sink.
-                        if sink.keep().is_over() {
+                        // A stop or a close that came while nobody held the lock did not find this sink.
+                        if sink.keep().is_over() || self.is_closed() {
                             sink.give_up();
                         }
                         incoming.reading = Reading::Payload { header, sink, left: header.payload_len };

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use super::connection::{Connection, Role};
+use super::connection::Connection;
 use super::parts::{Keep, Payload, Sink, local_parts, readable};
 use super::session::{GrantHandle, Pending, Session};
 use crate::layout::Plan;
@@ -207,13 +207,11 @@ impl Run {
     pub(super) fn done(self: &Arc<Self>, unit: usize, connection: &Arc<Connection>) {
         let last = self.left.fetch_sub(1, Ordering::AcqRel) == 1;
         let mut outcome = Ok(());
+        if last && self.transfer.op == Op::Read && !self.failed.load(Ordering::Acquire) {
+            outcome = tell_after(self.handle.session(), &self.handle, &self.transfer.after, 0, 0);
+        }
         if last {
-            if self.transfer.op == Op::Read && !self.failed.load(Ordering::Acquire) {
-                outcome = tell_after(self.handle.session(), &self.handle, &self.transfer.after, 0, 0);
-            }
-            if connection.role() == Role::Lane {
-                self.handle.session().lanes_used();
-            }
+            self.over();
         }
         match outcome {
             Ok(()) => self.transfer.unit_done(),
@@ -224,12 +222,10 @@ impl Run {
         }
     }
 
-    /// A unit has failed. The others may still go well, so that the transfer can say which blocks arrived.
+    /// A unit has failed. Where the others may still go well, they go on: the transfer says which blocks arrived.
     pub(super) fn failed(self: &Arc<Self>, unit: usize, error: Error) {
-        self.failed.store(true, Ordering::Release);
-        self.left.fetch_sub(1, Ordering::AcqRel);
         let hopeless = !matches!(error.kind(), Kind::PermissionDenied | Kind::Invalid);
-        self.transfer.unit_failed(unit, error.clone());
+        self.unit_failed(unit, error.clone());
         if hopeless {
             self.fail_rest(&error);
         }
@@ -237,14 +233,31 @@ impl Run {
 
     /// Reports for every unit that has not been sent yet.
     pub(super) fn fail_rest(&self, error: &Error) {
-        self.failed.store(true, Ordering::Release);
         loop {
             let unit = self.next.fetch_add(1, Ordering::Relaxed);
             if unit >= self.transfer.units.len() {
                 return;
             }
-            self.left.fetch_sub(1, Ordering::AcqRel);
-            self.transfer.unit_failed(unit, error.clone());
+            self.unit_failed(unit, error.clone());
+        }
+    }
+
+    fn unit_failed(&self, unit: usize, error: Error) {
+        self.failed.store(true, Ordering::Release);
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.over();
+        }
+        self.transfer.unit_failed(unit, error);
+    }
+
+    /// Every unit has ended.
+    fn over(&self) {
+        let session = self.handle.session();
+        if self.transfer.op != Op::Read && !self.transfer.after.is_empty() {
+            session.close_count(self.transfer.id);
+        }
+        if self.transfer.plan.bytes() > SMALL {
+            session.lanes_used();
         }
     }
 }

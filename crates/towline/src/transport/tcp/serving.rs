@@ -21,7 +21,7 @@ use crate::sync::lock;
 use crate::ticket::Claims;
 use crate::transport::tcp::apply;
 use crate::wire::handshake::SessionKey;
-use crate::wire::{self, Block, Done, FrameKind, Granted, Header, Import, Message, WireError};
+use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result};
 
 /// Transfers of one peer whose pieces are counted because a notification or a signal follows them.
@@ -45,8 +45,6 @@ pub(crate) struct Serving {
 /// A peer of the same user on this host.
 struct Local {
     pins: Arc<PeerPins>,
-    /// Segments whose descriptors the peer has.
-    passed: Mutex<HashSet<u64>>,
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
 }
 
@@ -180,12 +178,13 @@ impl Serving {
     fn import(&self, connection: &Arc<Connection>, request: u64, import: Import) -> Result<()> {
         let endpoint = self.endpoint()?;
         let mut files = Vec::new();
+        let mut passed = HashSet::new();
         let items = import
             .items
             .iter()
             .map(|item| {
                 let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &self.challenge)?;
-                let attached = self.pass(&region, &mut files)?;
+                let attached = self.pass(&region, &mut passed, &mut files)?;
                 let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
                 let mut grant = region.grant(&claims, handle, attached);
                 if self.local.is_none() {
@@ -201,18 +200,22 @@ impl Serving {
     }
 
     /// Lets a peer on this host touch the region directly; true where its segment's descriptor must go along.
-    fn pass(&self, region: &Arc<RegionCore>, files: &mut Vec<OwnedFd>) -> Result<bool> {
+    fn pass(
+        &self,
+        region: &Arc<RegionCore>,
+        passed: &mut HashSet<u64>,
+        files: &mut Vec<OwnedFd>,
+    ) -> Result<bool> {
         let Some(local) = &self.local else { return Ok(false) };
         region.admit(&local.pins)?;
         let Some(slice) = &region.segment else { return Ok(false) };
-        if !lock(&local.passed).insert(slice.segment.id()) {
+        if passed.contains(&slice.segment.id()) {
             return Ok(false);
         }
-        let file = slice.segment.file().try_clone_to_owned().map_err(|error| {
-            lock(&local.passed).remove(&slice.segment.id());
-            Error::os("import", "dup", error)
-        })?;
+        let file =
+            slice.segment.file().try_clone_to_owned().map_err(|error| Error::os("import", "dup", error))?;
         files.push(file);
+        passed.insert(slice.segment.id());
         Ok(true)
     }
 
@@ -350,7 +353,7 @@ impl Serving {
             if !complete {
                 return Ok(());
             }
-            // A second follower (signal and notification) may come after the last piece; it finds the count again.
+            // The count stays until the user says that nothing more follows: a signal and a notification may both.
             let failed = counted.failed;
             let due = std::mem::take(&mut counted.waiting);
             if failed { Vec::new() } else { due }
@@ -470,9 +473,9 @@ impl Handler for Arc<Serving> {
         };
         // The memory is let go before the peer learns of it.
         drop(sink);
-        let ok = outcome.is_ok();
-        self.answer(connection, header.id, outcome.map(|()| header.payload_len))?;
-        self.applied(transfer, ok)
+        // Before the answer: once the user has it, it may say that nothing more belongs to this transfer.
+        self.applied(transfer, outcome.is_ok())?;
+        self.answer(connection, header.id, outcome.map(|()| header.payload_len))
     }
 
     fn closed(&self, connection: &Arc<Connection>, error: Error) {
@@ -516,8 +519,7 @@ impl Local {
             exit: OnceLock::new(),
             peer: peer.name.clone(),
         });
-        let local =
-            Local { pins: pins_of_peer, passed: Mutex::default(), alive: Mutex::new(Some((hold, None))) };
+        let local = Local { pins: pins_of_peer, alive: Mutex::new(Some((hold, None))) };
         Ok(Some((local, vec![table, pins, doorbell])))
     }
 
@@ -526,7 +528,7 @@ impl Local {
         let watched = connection.socket().peer_pidfd().and_then(|process| {
             let watch = Arc::new(ExitWatch {
                 process,
-                pins: Arc::clone(&self.pins),
+                pins: Arc::downgrade(&self.pins),
                 endpoint: Arc::downgrade(endpoint),
                 token: OnceLock::new(),
             });
@@ -548,14 +550,16 @@ impl Local {
 /// Waits for a peer's process to exit.
 struct ExitWatch {
     process: OwnedFd,
-    pins: Arc<PeerPins>,
+    pins: Weak<PeerPins>,
     endpoint: Weak<EndpointCore>,
     token: OnceLock<Token>,
 }
 
 impl Source for ExitWatch {
     fn ready(self: Arc<Self>, _readiness: Readiness) {
-        self.pins.exited.store(true, Ordering::Release);
+        if let Some(pins) = self.pins.upgrade() {
+            pins.exited.store(true, Ordering::Release);
+        }
         if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
             reactor.remove(*token, self.process.as_fd());
         }

@@ -1,7 +1,7 @@
 //! The initiator's side of a connection to an owner: imports, requests, and what same-host paths need of it.
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ use crate::transfer::{Signal, TransferCore};
 use crate::transport::cma;
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, FrameKind, Grant, Granted, Header, Import, ImportItem, Message, SegmentRef};
-use crate::{Error, Kind, Result, Ticket};
+use crate::{Access, Error, Kind, Result, Ticket};
 
 /// While something is in flight between hosts, a frame goes out at least this often, so that TCP notices a peer that
 /// does not acknowledge any more.
@@ -64,16 +64,10 @@ struct Local {
     table: TableView,
     pins: Arc<PinPage>,
     pid: i32,
-    mappings: Mutex<Mappings>,
+    /// The owner's segments that are mapped here, by their number.
+    mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
     /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
-}
-
-#[derive(Default)]
-struct Mappings {
-    /// Descriptors of the owner's segments, until they are mapped.
-    files: HashMap<u64, OwnedFd>,
-    mapped: HashMap<(u64, bool), Weak<Mapping>>,
 }
 
 #[derive(Default)]
@@ -93,17 +87,24 @@ pub(super) enum Pending {
 /// An import's answer and who waits for it.
 #[derive(Default)]
 pub(super) struct Reply {
-    answer: Mutex<Option<Result<Granted>>>,
+    answer: Mutex<Option<Result<Answer>>>,
     came: Condvar,
 }
 
+/// The owner's answer to an import, and the segments that came with it.
+struct Answer {
+    granted: Granted,
+    /// Keeps the mappings until the remotes that use them exist.
+    mapped: Vec<Arc<Mapping>>,
+}
+
 impl Reply {
-    fn fill(&self, answer: Result<Granted>) {
+    fn fill(&self, answer: Result<Answer>) {
         *lock(&self.answer) = Some(answer);
         self.came.notify_all();
     }
 
-    fn wait(&self, until: Instant) -> Option<Result<Granted>> {
+    fn wait(&self, until: Instant) -> Option<Result<Answer>> {
         let mut answer = lock(&self.answer);
         loop {
             if let Some(answer) = answer.take() {
@@ -113,6 +114,12 @@ impl Reply {
             answer = self.came.wait_timeout(answer, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
+}
+
+/// What the owner granted, ticket by ticket. Must live until the remotes that use it exist.
+pub(crate) struct Imported {
+    pub(crate) outcomes: Vec<Result<(Grant, Arc<GrantHandle>)>>,
+    _mapped: Vec<Arc<Mapping>>,
 }
 
 impl Session {
@@ -221,11 +228,7 @@ impl Session {
     }
 
     /// Turns tickets into grants.
-    pub(crate) fn import(
-        self: &Arc<Self>,
-        tickets: &[&Ticket],
-        until: Instant,
-    ) -> Result<Vec<Result<(Grant, Arc<GrantHandle>)>>> {
+    pub(crate) fn import(self: &Arc<Self>, tickets: &[&Ticket], until: Instant) -> Result<Imported> {
         let mut waiting = Vec::new();
         for some in tickets.chunks(IMPORTS_PER_FRAME) {
             let items = some
@@ -242,6 +245,7 @@ impl Session {
             waiting.push((request, reply, some.len()));
         }
         let mut outcomes = Vec::with_capacity(tickets.len());
+        let mut mapped = Vec::new();
         for (request, reply, expected) in waiting {
             let Some(granted) = reply.wait(until) else {
                 lock(&self.pending).remove(&request);
@@ -249,7 +253,8 @@ impl Session {
                     .on(self.medium.name())
                     .with_peer(self.peer_name()));
             };
-            let granted = granted?;
+            let Answer { granted, mapped: more } = granted?;
+            mapped.extend(more);
             if granted.items.len() != expected {
                 return Err(Error::protocol("import", "the owner answered for another number of tickets"));
             }
@@ -266,7 +271,7 @@ impl Session {
                 Err(error) => Err(error.into_error("import").with_peer(self.peer_name())),
             }));
         }
-        Ok(outcomes)
+        Ok(Imported { outcomes, _mapped: mapped })
     }
 
     /// Remembers who waits for the answer to a new request.
@@ -274,10 +279,10 @@ impl Session {
         let request = self.next_request.fetch_add(1, Ordering::Relaxed);
         lock(&self.pending).insert(request, pending);
         // Whoever fails the session takes what is pending after it has said that it is dead.
-        if let Err(error) = self.alive() {
-            if lock(&self.pending).remove(&request).is_some() {
-                return Err(error);
-            }
+        if let Err(error) = self.alive()
+            && lock(&self.pending).remove(&request).is_some()
+        {
+            return Err(error);
         }
         self.beat();
         Ok(request)
@@ -307,6 +312,14 @@ impl Session {
             offset: signal.offset,
             add: signal.add,
         })
+    }
+
+    /// Tells the owner that nothing more belongs to a transfer whose pieces it counted.
+    pub(super) fn close_count(&self, transfer: u64) {
+        if let Ok(control) = self.control() {
+            let frame = Message::from(wire::Cancel {}).frame(transfer, 0, 0);
+            let _ = control.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+        }
     }
 
     /// Asks the owner to perform an atomic operation.
@@ -409,12 +422,6 @@ impl Session {
                 run.failed(unit, run.transfer.stop_error());
             }
         }
-        if !run.transfer.after.is_empty() {
-            let cancel = Message::from(wire::Cancel {}).frame(id, 0, 0);
-            if let Ok(control) = self.control() {
-                let _ = control.send(cancel, Vec::new(), Payload::None, Keep::Nothing);
-            }
-        }
     }
 
     /// The owner is gone, or the connection to it is: everything in flight ends with that error.
@@ -503,26 +510,45 @@ impl Session {
         Error::new(Kind::Unavailable, "import", reason)
     }
 
-    fn took_segments(&self, granted: &Granted, files: Vec<OwnedFd>) -> Result<()> {
+    /// Maps the segments whose descriptors came along. One that cannot be mapped is no reason to refuse the grant:
+    /// the path that needs it says so.
+    fn map_segments(&self, granted: &Granted, files: Vec<OwnedFd>) -> Result<Vec<Arc<Mapping>>> {
         let mut files = files.into_iter();
-        for grant in granted.items.iter().flatten() {
-            let Some(segment) = grant.segment.filter(|segment| segment.attached) else { continue };
+        let mut mapped = Vec::new();
+        let segments =
+            || granted.items.iter().flatten().filter_map(|grant| Some((grant.segment?, grant.access)));
+        for (segment, _) in segments().filter(|(segment, _)| segment.attached) {
             let file = files
                 .next()
                 .ok_or_else(|| Error::protocol("import", "a segment's descriptor did not come"))?;
-            if let Some(local) = &self.local {
-                lock(&local.mappings).files.insert(segment.id, file);
+            let Some(local) = &self.local else { continue };
+            let writable =
+                segments().any(|(one, access)| one.id == segment.id && access.contains(Access::WRITE));
+            let mut mappings = lock(&local.mappings);
+            let known = mappings.get(&segment.id).and_then(Weak::upgrade);
+            if let Some(known) = known.filter(|known| known.is_writable() || !writable) {
+                mapped.push(known);
+                continue;
+            }
+            match Mapping::map(file, segment.len as usize, writable) {
+                Ok(mapping) => {
+                    let mapping = Arc::new(mapping);
+                    mappings.retain(|_, mapping| mapping.strong_count() > 0);
+                    mappings.insert(segment.id, Arc::downgrade(&mapping));
+                    mapped.push(mapping);
+                }
+                Err(error) => tracing::debug!(%error, "a segment cannot be mapped"),
             }
         }
-        Ok(())
+        Ok(mapped)
     }
 
     fn answered(&self, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
         match Message::decode(header.kind, body)? {
             Message::Granted(granted) => {
-                self.took_segments(&granted, files)?;
+                let mapped = self.map_segments(&granted, files)?;
                 if let Some(Pending::Import(reply)) = self.forget(header.id) {
-                    reply.fill(Ok(granted));
+                    reply.fill(Ok(Answer { granted, mapped }));
                 }
             }
             Message::Data(data) => match (self.forget(header.id), data.outcome) {
@@ -677,21 +703,10 @@ impl GrantHandle {
     /// The owner's segment, mapped here.
     pub(crate) fn mapping(&self, segment: &SegmentRef, writable: bool) -> Result<Arc<Mapping>> {
         let Some(local) = &self.session.local else { return Err(self.session.not_local()) };
-        let mut mappings = lock(&local.mappings);
-        if let Some(mapping) = mappings.mapped.get(&(segment.id, writable)).and_then(Weak::upgrade) {
-            return Ok(mapping);
-        }
-        let file = mappings
-            .files
-            .get(&segment.id)
-            .ok_or_else(|| Error::protocol("import", "the owner did not pass the segment's descriptor"))?
-            .as_fd()
-            .try_clone_to_owned()
-            .map_err(|error| Error::os("import", "dup", error))?;
-        let mapping = Arc::new(Mapping::map(file, segment.len as usize, writable)?);
-        mappings.mapped.retain(|_, mapping| mapping.strong_count() > 0);
-        mappings.mapped.insert((segment.id, writable), Arc::downgrade(&mapping));
-        Ok(mapping)
+        let mapping = lock(&local.mappings).get(&segment.id).and_then(Weak::upgrade);
+        mapping.filter(|mapping| mapping.is_writable() || !writable).ok_or_else(|| {
+            Error::new(Kind::Unavailable, "import", "the owner's shared memory could not be mapped here")
+        })
     }
 
     /// Runs a copy while the owner's row is pinned: `Stale` where it was revoked before, or during the copy.

@@ -1,10 +1,12 @@
 //! Random programs against plain vectors, over each kind of path. `TOWLINE_TEST_SEED` tries others.
 
+mod world;
+
 use std::time::Duration;
 
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use towline_testkit::bench::{forced, routing};
-use towline_testkit::{model, random, watchdog};
+use towline_testkit::{random, watchdog};
 
 const PROGRAMS: u32 = 48;
 
@@ -17,7 +19,7 @@ fn programs_agree_with_the_model(path: &str, kind: &'static str) {
     let mut seed = [0; 32];
     seed[..8].copy_from_slice(&random::seed().to_le_bytes());
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
-    let outcome = runner.run(&model::program(), |program| model::run(&routing, kind, &program));
+    let outcome = runner.run(&world::program(), |program| world::run(&routing, kind, &program));
     if let Err(error) = outcome {
         panic!("seed {}: {error}", random::seed());
     }

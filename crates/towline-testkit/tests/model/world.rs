@@ -13,8 +13,8 @@ use towline::{
     SystemStorage, Transfer,
 };
 
-use crate::bench::{STALL, options};
-use crate::worker::storage;
+use towline_testkit::bench::{STALL, options};
+use towline_testkit::worker::storage;
 
 const ENDPOINTS: usize = 3;
 const LOCAL: usize = 1_300_000;
@@ -22,7 +22,7 @@ const BLOCK: u64 = 48;
 
 /// One step of a program.
 #[derive(Debug, Clone)]
-pub enum Step {
+pub(crate) enum Step {
     /// A new region of an endpoint.
     Register {
         /// Whose.
@@ -131,7 +131,7 @@ pub enum Step {
 }
 
 /// A random step.
-pub fn step() -> impl Strategy<Value = Step> {
+pub(crate) fn step() -> impl Strategy<Value = Step> {
     let len = prop_oneof![6 => 0..5000u32, 1 => 1_040_000..1_200_000u32];
     let offset = prop_oneof![6 => 0..5000u32, 1 => 0..1_200_000u32];
     let word = prop_oneof![5 => (0..600u32).prop_map(|word| word * 8), 1 => 0..5000u32];
@@ -163,7 +163,7 @@ pub fn step() -> impl Strategy<Value = Step> {
 }
 
 /// A random program.
-pub fn program() -> impl Strategy<Value = Vec<Step>> {
+pub(crate) fn program() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step(), 1..60)
 }
 
@@ -202,7 +202,7 @@ struct World {
 type Case = std::result::Result<(), TestCaseError>;
 
 /// Runs a program over endpoints that use those paths only.
-pub fn run(routing: &Routing, kind: &'static str, program: &[Step]) -> Case {
+pub(crate) fn run(routing: &Routing, kind: &'static str, program: &[Step]) -> Case {
     let mut world = World::new(routing, kind);
     for step in program {
         world.take(step).map_err(|error| match error {

@@ -1,0 +1,166 @@
+//! `towline bench`: every path beside the limit of the machine, measured in turns in the same run.
+
+mod bed;
+mod costs;
+mod growth;
+mod limit;
+mod measure;
+mod report;
+mod shapes;
+mod team;
+mod transfers;
+
+use std::time::Duration;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use self::measure::Pace;
+use self::report::{Report, Row, Skipped};
+use self::shapes::Path;
+use crate::machine::Machine;
+use crate::outcome::{Exit, Failure, Outcome};
+use crate::output::Output;
+use crate::size;
+use crate::worker::protocol::Op;
+
+pub(crate) const HELP: &str = "\
+Every row is measured in rounds that alternate between ours and the limit, so that a change of the machine's
+speed meets both; medians are shown. The limit of a row is what the machine does without the library:
+  inproc, mapped  memcpy of the same blocks, in the same order, over the same memory, with as many threads
+  cma             process_vm_readv/writev of the same blocks, 1024 to a call, with as many threads
+  unix, tcp       a bare socket copy of as many bytes, with as many streams
+  notify          a round trip over two eventfds between two sleeping processes
+  growth          the same transfer with one registration
+The ratio says how near ours is to the limit, 1.0 being equal: ours/limit for rates, limit/ours for times. Rows
+without a limit show the target instead, and the ratio is target/ours: 1.0 or more meets it.
+Blocks are taken in random order on both sides. Every shape is verified before it is measured.
+
+With --json: {\"rows\": [{\"name\", \"path\", \"op\", \"bytes\", \"blocks\", \"block_size\", \"threads\", \"streams\", \"unit\",
+\"ours\", \"limit\", \"target\", \"ratio\", \"goal\", \"met\", \"p99\", \"rounds\", \"against\"}], \"skipped\": [...], \"machine\": {...}}";
+
+#[derive(Args)]
+pub(crate) struct Options {
+    /// Fewer shapes and rounds: under a minute
+    #[arg(long)]
+    quick: bool,
+    /// Only rows whose label (path/name/op, as in mapped/16384x4k/read) contains this
+    #[arg(long, value_name = "NAME")]
+    filter: Option<String>,
+    /// Measure this many blocks instead of the standard shapes
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    blocks: Option<u32>,
+    /// Measure blocks of this size instead of the standard shapes: bytes, or with K, M, G
+    #[arg(long, value_name = "BYTES", value_parser = size::parse)]
+    block_size: Option<u64>,
+    /// Only this direction
+    #[arg(long)]
+    op: Option<Op>,
+    /// Only this path
+    #[arg(long)]
+    path: Option<Path>,
+    /// At least this many rounds of each row
+    #[arg(long, value_name = "ROUNDS", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repeat: Option<u32>,
+    /// List the rows instead of measuring them
+    #[arg(long)]
+    list: bool,
+}
+
+impl Options {
+    fn pace(&self) -> Pace {
+        let (budget, fewest, most) = if self.quick { (300, 3, 15) } else { (1500, 7, 61) };
+        let fewest = self.repeat.map_or(fewest, |rounds| rounds as usize);
+        Pace { budget: Duration::from_millis(budget), fewest, most: most.max(fewest) }
+    }
+
+    fn wants(&self, label: &str) -> bool {
+        self.filter.as_ref().is_none_or(|filter| label.contains(filter.as_str()))
+    }
+}
+
+pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
+    let cases: Vec<_> =
+        shapes::cases(options).into_iter().filter(|case| options.wants(&case.label())).collect();
+    let narrowed = options.blocks.is_some()
+        || options.block_size.is_some()
+        || options.op.is_some()
+        || options.path.is_some();
+    let costs: Vec<_> = costs::all().filter(|cost| !narrowed && options.wants(cost.name)).collect();
+    if cases.is_empty() && costs.is_empty() {
+        return Err(Failure::usage("no row has such a label; towline bench --list shows them all"));
+    }
+    if options.list {
+        for label in
+            cases.iter().map(shapes::Case::label).chain(costs.iter().map(|cost| cost.name.to_owned()))
+        {
+            output.text(label);
+        }
+        return Ok(Exit::Fine);
+    }
+    if cfg!(debug_assertions) && !output.is_json() {
+        eprintln!("towline: this is a debug build; its figures mean little");
+    }
+    let mut session = Session {
+        pace: options.pace(),
+        rows: Vec::new(),
+        skipped: Vec::new(),
+        failures: Vec::new(),
+        progress: progress(output, cases.len() + costs.len()),
+    };
+    for path in Path::ALL {
+        let mine: Vec<_> = cases.iter().filter(|case| case.path == path).collect();
+        if !mine.is_empty() {
+            transfers::run(&mut session, path, &mine);
+        }
+    }
+    for cost in costs {
+        session.step(cost.name);
+        if let Err(failure) = (cost.measure)(&mut session) {
+            session.fail(cost.name.to_owned(), None, &failure);
+        }
+    }
+    session.progress.finish_and_clear();
+    let report = Report { rows: session.rows, skipped: session.skipped, machine: Machine::here() };
+    report.print(output);
+    match session.failures.as_slice() {
+        [] => Ok(Exit::Fine),
+        failures => Err(Failure::failed(failures.join("; "))),
+    }
+}
+
+/// What a run has found so far.
+pub(crate) struct Session {
+    pace: Pace,
+    rows: Vec<Row>,
+    skipped: Vec<Skipped>,
+    failures: Vec<String>,
+    progress: ProgressBar,
+}
+
+impl Session {
+    fn step(&self, label: &str) {
+        self.progress.set_message(label.to_owned());
+        self.progress.inc(1);
+    }
+
+    /// Notes a row that could not be measured: skipped where the machine lacks what it needs, else a failure.
+    fn fail(&mut self, name: String, path: Option<&'static str>, failure: &Failure) {
+        let label = path.map_or(name.clone(), |path| format!("{path}/{name}"));
+        if failure.exit != Exit::Unavailable {
+            self.failures.push(format!("{label}: {}", failure.message));
+        }
+        self.skipped.push(Skipped { name, path, reason: failure.message.clone() });
+    }
+}
+
+fn progress(output: &Output, rows: usize) -> ProgressBar {
+    if !output.shows_progress() {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new(rows as u64);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}") {
+        bar.set_style(style);
+    }
+    bar
+}

@@ -1,0 +1,206 @@
+//! What a run found, as a table and as JSON.
+
+use serde::Serialize;
+
+use crate::machine::Machine;
+use crate::output::Output;
+use crate::size;
+
+#[derive(Serialize)]
+pub(super) struct Report {
+    pub(super) rows: Vec<Row>,
+    pub(super) skipped: Vec<Skipped>,
+    pub(super) machine: Machine,
+}
+
+/// One measured row. The help of `towline bench` says what the fields mean.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Row {
+    pub(super) name: String,
+    pub(super) path: Option<&'static str>,
+    pub(super) op: Option<&'static str>,
+    pub(super) bytes: u64,
+    pub(super) blocks: u64,
+    pub(super) block_size: u64,
+    pub(super) threads: Option<usize>,
+    pub(super) streams: Option<usize>,
+    pub(super) unit: Unit,
+    pub(super) ours: f64,
+    pub(super) limit: Option<f64>,
+    pub(super) target: Option<f64>,
+    pub(super) ratio: Option<f64>,
+    pub(super) goal: Option<f64>,
+    pub(super) met: Option<bool>,
+    pub(super) p99: Option<f64>,
+    pub(super) rounds: usize,
+    pub(super) against: &'static str,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(super) enum Unit {
+    #[serde(rename = "GiB/s")]
+    Rate,
+    #[serde(rename = "us")]
+    Microseconds,
+    #[serde(rename = "ms")]
+    Milliseconds,
+    #[serde(rename = "s")]
+    Seconds,
+    #[serde(rename = "bytes")]
+    Bytes,
+    #[serde(rename = "count")]
+    Count,
+}
+
+/// A row that could not be measured.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Skipped {
+    pub(super) name: String,
+    pub(super) path: Option<&'static str>,
+    pub(super) reason: String,
+}
+
+impl Row {
+    /// A row of that name and value; the rest is filled in by who knows it.
+    pub(super) fn new(name: impl Into<String>, unit: Unit, ours: f64) -> Row {
+        Row {
+            name: name.into(),
+            path: None,
+            op: None,
+            bytes: 0,
+            blocks: 0,
+            block_size: 0,
+            threads: None,
+            streams: None,
+            unit,
+            ours,
+            limit: None,
+            target: None,
+            ratio: None,
+            goal: None,
+            met: None,
+            p99: None,
+            rounds: 1,
+            against: "",
+        }
+    }
+
+    /// Sets what ours is compared with, the ratio that is asked for, and how near it is.
+    pub(super) fn against(mut self, what: &'static str, limit: Option<f64>, goal: Option<f64>) -> Row {
+        self.against = what;
+        self.limit = limit;
+        self.goal = goal;
+        self.judged()
+    }
+
+    /// Sets the value that is asked for.
+    pub(super) fn target(mut self, target: Option<f64>) -> Row {
+        self.target = target;
+        self.judged()
+    }
+
+    fn judged(mut self) -> Row {
+        let near = |limit: f64| match self.unit {
+            Unit::Rate => self.ours / limit,
+            _ if self.ours == 0.0 => 1.0,
+            _ => limit / self.ours,
+        };
+        self.ratio = self.limit.or(self.target).map(near);
+        let by_goal = self.goal.zip(self.ratio).map(|(goal, ratio)| ratio >= goal);
+        let by_target = self.target.map(|target| near(target) >= 1.0);
+        self.met = match (by_goal, by_target) {
+            (Some(goal), Some(target)) => Some(goal && target),
+            (one, other) => one.or(other),
+        };
+        self
+    }
+
+    fn cells(&self) -> Vec<String> {
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+        let asked = match (self.goal, self.target) {
+            (Some(goal), _) => format!("ratio {goal:.2}"),
+            (None, Some(target)) => self.unit.show(target),
+            (None, None) => String::new(),
+        };
+        let workers = match (self.streams, self.threads) {
+            (Some(streams), _) => format!("{streams} streams"),
+            (None, Some(threads)) => threads.to_string(),
+            (None, None) => "-".to_owned(),
+        };
+        vec![
+            self.name.clone(),
+            or_dash(self.path.map(str::to_owned)),
+            or_dash(self.op.map(str::to_owned)),
+            workers,
+            self.unit.show(self.ours),
+            or_dash(self.limit.map(|limit| self.unit.show(limit))),
+            or_dash(self.ratio.map(|ratio| format!("{ratio:.2}"))),
+            asked,
+            match self.met {
+                Some(true) => "met",
+                Some(false) => "NOT MET",
+                None => "",
+            }
+            .to_owned(),
+        ]
+    }
+}
+
+impl Unit {
+    fn show(self, value: f64) -> String {
+        match self {
+            Unit::Rate => format!("{value:.2} GiB/s"),
+            Unit::Microseconds => format!("{value:.2} µs"),
+            Unit::Milliseconds => format!("{value:.3} ms"),
+            Unit::Seconds => format!("{value:.4} s"),
+            Unit::Bytes => format!("{value:.0} B"),
+            Unit::Count => format!("{value:.0}"),
+        }
+    }
+}
+
+impl Report {
+    pub(super) fn print(&self, output: &Output) {
+        output.document(self);
+        let rows: Vec<_> = self.rows.iter().map(Row::cells).collect();
+        let header = ["shape", "path", "op", "threads", "ours", "limit", "ratio", "asked", ""];
+        output.table(&header, &rows, &[3, 4, 5, 6, 7]);
+        for skipped in &self.skipped {
+            let label = skipped.path.map_or(skipped.name.clone(), |path| format!("{path}/{}", skipped.name));
+            output.text(format!("skipped {label}: {}", skipped.reason));
+        }
+        let judged: Vec<_> = self.rows.iter().filter_map(|row| row.met).collect();
+        let met = judged.iter().filter(|met| **met).count();
+        let machine = &self.machine;
+        output.text(format!(
+            "\n{met} of {} figures asked for are met. {}, {} cores, {}, {}, {} build. Ratio: ours/limit for rates, \
+             limit/ours for times; 1.0 is the limit.",
+            judged.len(),
+            machine.cpu,
+            machine.cores,
+            size::bytes(machine.memory_bytes),
+            machine.kernel,
+            machine.build,
+        ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ratio_is_nearness_to_the_limit_for_rates_and_for_times() {
+        let rate = Row::new("a", Unit::Rate, 9.0).against("memcpy", Some(10.0), Some(0.85));
+        assert_eq!((rate.ratio, rate.met), (Some(0.9), Some(true)));
+        let time = Row::new("b", Unit::Microseconds, 4.0).against("eventfd", Some(1.0), Some(0.3));
+        assert_eq!((time.ratio, time.met), (Some(0.25), Some(false)));
+        let cost = Row::new("c", Unit::Milliseconds, 5.0).target(Some(10.0));
+        assert_eq!((cost.ratio, cost.met), (Some(2.0), Some(true)));
+        let free = Row::new("d", Unit::Seconds, 0.0).target(Some(0.0));
+        assert_eq!((free.ratio, free.met), (Some(1.0), Some(true)));
+        let both =
+            Row::new("e", Unit::Microseconds, 0.5).target(Some(1.0)).against("memcpy", Some(0.1), None);
+        assert_eq!((both.ratio, both.met), (Some(0.2), Some(true)));
+    }
+}

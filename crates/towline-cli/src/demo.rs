@@ -1,0 +1,215 @@
+//! `towline demo`: two processes move a tensor both ways over every path that the machine has.
+
+use clap::Args;
+use serde::Serialize;
+use towline::{Probe, Ticket};
+
+use crate::outcome::{Exit, Failure, Outcome};
+use crate::output::Output;
+use crate::size;
+use crate::worker::Worker;
+use crate::worker::protocol::{Ask, Memory, Op, Told};
+
+/// Each transfer is timed this many times, after one that is verified.
+const REPEAT: u32 = 3;
+
+#[derive(Args)]
+pub(crate) struct Options {
+    /// The size of the tensor: bytes, or with K, M, G
+    #[arg(long, default_value = "64M", value_parser = size::parse)]
+    bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Report {
+    ok: bool,
+    bytes: u64,
+    rows: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    path: &'static str,
+    op: &'static str,
+    bytes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seconds: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gib_per_second: Option<f64>,
+    verdict: Verdict,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<String>,
+}
+
+#[derive(Serialize, Clone, Copy, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+enum Verdict {
+    /// Moved, and every byte compared.
+    Verified,
+    /// Moved wrongly, or not at all.
+    Failed,
+    /// This machine or this pair of processes does not have the path.
+    Skipped,
+}
+
+pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
+    let mut pair = Pair::start(options.bytes)?;
+    output.text(format!(
+        "Worker {} (process {}) owns a tensor of {}; worker {} (process {}) reads and writes it.\n",
+        pair.owner.name(),
+        pair.owner.pid(),
+        size::bytes(options.bytes),
+        pair.mover.name(),
+        pair.mover.pid(),
+    ));
+    let mut rows = Vec::new();
+    for path in towline::paths() {
+        for op in Op::BOTH {
+            let row = match &path.probe {
+                Probe::Works(_) => pair.row(path.name, op),
+                Probe::Missing { reason, mend } => Row::without_time(
+                    path.name,
+                    op,
+                    options.bytes,
+                    Verdict::Skipped,
+                    format!("{reason}; {mend}"),
+                ),
+            };
+            rows.push(row);
+        }
+    }
+    let failed = rows.iter().filter(|row| row.verdict == Verdict::Failed).count();
+    let verified = rows.iter().filter(|row| row.verdict == Verdict::Verified).count();
+    let table: Vec<Vec<String>> = rows.iter().map(Row::cells).collect();
+    output.table(&["path", "direction", "bytes", "time", "GiB/s", "verdict"], &table, &[2, 3, 4]);
+    let report = Report { ok: failed == 0 && verified > 0, bytes: options.bytes, rows };
+    output.document(&report);
+    for row in report.rows.iter().filter(|row| row.op == "read") {
+        if let Some(reason) = &row.reason {
+            output.text(format!("\n{}: {reason}", row.path));
+        }
+    }
+    output.text(match failed {
+        0 => format!("\n{verified} transfers, every byte verified."),
+        _ => format!("\n{failed} of {} transfers failed.", failed + verified),
+    });
+    Ok(if report.ok { Exit::Fine } else { Exit::Failed })
+}
+
+/// The worker that owns the tensor and the one that moves it.
+struct Pair {
+    owner: Worker,
+    mover: Worker,
+    bytes: u64,
+    seed: u64,
+    shared: Region,
+    private: Region,
+}
+
+/// A region of a worker: its number there, and its ticket.
+struct Region(usize, Ticket);
+
+impl Pair {
+    fn start(bytes: u64) -> Outcome<Pair> {
+        let mut owner = Worker::start("prefill")?;
+        let mover = Worker::start("decode")?;
+        let shared = register(&mut owner, Memory::Shared, bytes)?;
+        let private = register(&mut owner, Memory::System, bytes)?;
+        Ok(Pair { owner, mover, bytes, seed: 1, shared, private })
+    }
+
+    fn row(&mut self, path: &'static str, op: Op) -> Row {
+        match self.transfer(path, op) {
+            Ok((seconds, None)) => Row {
+                path,
+                op: op.name(),
+                bytes: self.bytes,
+                seconds: Some(seconds),
+                gib_per_second: Some(size::gib_per_second(self.bytes, seconds)),
+                verdict: Verdict::Verified,
+                reason: None,
+            },
+            Ok((_, Some(offset))) => Row::without_time(
+                path,
+                op,
+                self.bytes,
+                Verdict::Failed,
+                format!("the byte at offset {offset} is wrong"),
+            ),
+            // A path that these two processes do not have is no failure of the path.
+            Err(failure) if failure.exit == Exit::Unavailable && path != "inproc" => {
+                Row::without_time(path, op, self.bytes, Verdict::Skipped, failure.message)
+            }
+            Err(failure) => Row::without_time(path, op, self.bytes, Verdict::Failed, failure.message),
+        }
+    }
+
+    /// One transfer over that path: how long it took, and the first wrong offset.
+    fn transfer(&mut self, path: &'static str, op: Op) -> Outcome<(f64, Option<u64>)> {
+        // Bytes of an earlier transfer must not pass for those of this one.
+        self.seed += 2;
+        let (seed, bytes) = (self.seed, self.bytes);
+        let inside;
+        let (region, owner) = match path {
+            "inproc" => {
+                inside = register(&mut self.mover, Memory::System, bytes)?;
+                (&inside, &mut self.mover)
+            }
+            "mapped" => (&self.shared, &mut self.owner),
+            _ => (&self.private, &mut self.owner),
+        };
+        let before = if op == Op::Read { seed } else { seed + 1 };
+        owner.ask(&Ask::Fill { region: region.0, seed: before })?;
+        let ask =
+            Ask::Move { ticket: region.1.clone(), path: path.to_owned(), op, bytes, seed, repeat: REPEAT };
+        let told = self.mover.ask(&ask)?;
+        let Told::Moved { seconds, path: taken, wrong } = told else {
+            return Err(self.mover.surprise(&told));
+        };
+        if taken != path {
+            return Err(Failure::failed(format!("the bytes went over {taken}")));
+        }
+        let owner = if path == "inproc" { &mut self.mover } else { &mut self.owner };
+        let wrong = match op {
+            Op::Read => wrong,
+            Op::Write => match owner.ask(&Ask::Verify { region: region.0, seed, bytes })? {
+                Told::Verified { wrong } => wrong,
+                told => return Err(owner.surprise(&told)),
+            },
+        };
+        if path == "inproc" {
+            owner.ask(&Ask::Release { region: region.0 })?;
+        }
+        Ok((seconds, wrong))
+    }
+}
+
+fn register(worker: &mut Worker, memory: Memory, bytes: u64) -> Outcome<Region> {
+    match worker.ask(&Ask::Register { memory, bytes, seed: 0 })? {
+        Told::Region { region, ticket, .. } => Ok(Region(region, ticket)),
+        told => Err(worker.surprise(&told)),
+    }
+}
+
+impl Row {
+    fn without_time(path: &'static str, op: Op, bytes: u64, verdict: Verdict, reason: String) -> Row {
+        Row { path, op: op.name(), bytes, seconds: None, gib_per_second: None, verdict, reason: Some(reason) }
+    }
+
+    fn cells(&self) -> Vec<String> {
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+        vec![
+            self.path.to_owned(),
+            self.op.to_owned(),
+            size::bytes(self.bytes),
+            or_dash(self.seconds.map(size::seconds)),
+            or_dash(self.gib_per_second.map(|rate| format!("{rate:.2}"))),
+            match self.verdict {
+                Verdict::Verified => "verified",
+                Verdict::Failed => "FAILED",
+                Verdict::Skipped => "skipped",
+            }
+            .to_owned(),
+        ]
+    }
+}

@@ -1,0 +1,141 @@
+//! The paths, each probed and then tried with a second process.
+
+use std::time::Instant;
+
+use towline::{Access, Endpoint, Probe, Routing, SystemStorage, Ticket};
+
+use super::{Check, Status};
+use crate::outcome::Outcome;
+use crate::size;
+use crate::worker::Worker;
+use crate::worker::protocol::{Ask, Memory, Told};
+
+const GROUP: &str = "Paths";
+const BYTES: u64 = 1 << 20;
+const SEED: u64 = 5;
+
+/// Checks every path; returns those over which another process was reached.
+pub(super) fn check(checks: &mut Vec<Check>) -> Vec<&'static str> {
+    let start = Instant::now();
+    let endpoint = Endpoint::open("doctor");
+    let opened = start.elapsed();
+    let other = endpoint.as_ref().map_err(|error| error.clone().into()).and_then(|_| Other::start());
+    let mut usable = Vec::new();
+    for path in towline::paths() {
+        let enforced = if path.enforced { "; the owner checks every access" } else { "" };
+        let check = match (&path.probe, &endpoint, &other) {
+            (Probe::Missing { reason, mend }, ..) => {
+                Check::new(GROUP, path.name, Status::Missing, reason).mend(mend)
+            }
+            (Probe::Works(_), Ok(_), _) if path.name == "inproc" => {
+                Check::new(GROUP, path.name, Status::Ok, path.summary)
+            }
+            (Probe::Works(_), Ok(endpoint), Ok(other)) => match other.reach(endpoint, path.name) {
+                Ok(time) => {
+                    usable.push(path.name);
+                    let found = format!("{}; {} read in {time}{enforced}", path.summary, size::bytes(BYTES));
+                    Check::new(GROUP, path.name, Status::Ok, found)
+                }
+                Err(failure) => Check::new(GROUP, path.name, Status::Missing, failure.message)
+                    .mend(mend_between_processes(path.name)),
+            },
+            (Probe::Works(remark), ..) => Check::new(
+                GROUP,
+                path.name,
+                Status::Note,
+                format!("{remark} (not tried with another process)"),
+            ),
+        };
+        checks.push(check);
+    }
+    match &endpoint {
+        Ok(_) => checks.push(Check::new(
+            "Contact",
+            "open an endpoint",
+            Status::Ok,
+            size::seconds(opened.as_secs_f64()),
+        )),
+        Err(error) => {
+            checks.push(Check::new("Contact", "open an endpoint", Status::Missing, error.to_string()))
+        }
+    }
+    match &other {
+        Ok(other) => checks.extend(other.first_contact()),
+        Err(failure) => {
+            checks.push(Check::new("Contact", "second process", Status::Missing, &failure.message))
+        }
+    }
+    usable
+}
+
+fn mend_between_processes(path: &str) -> &'static str {
+    match path {
+        "cma" => {
+            "run both workers as one user in one pid namespace; set kernel.yama.ptrace_scope to 0 or give the workers \
+             CAP_SYS_PTRACE; allow process_vm_readv in the seccomp profile"
+        }
+        "mapped" => "run both workers as one user in one network namespace, and allow memfd_create",
+        "unix" => "run both workers in one network namespace: the socket's name is abstract",
+        "tcp" => "bring up the loopback interface, or name an address by --listen or TOWLINE_LISTEN",
+        _ => "",
+    }
+}
+
+/// A second process with two regions.
+struct Other {
+    _worker: Worker,
+    shared: Ticket,
+    private: Ticket,
+}
+
+impl Other {
+    fn start() -> Outcome<Other> {
+        let mut worker = Worker::start("patient")?;
+        let mut register = |memory| match worker.ask(&Ask::Register { memory, bytes: BYTES, seed: SEED })? {
+            Told::Region { ticket, .. } => Ok(ticket),
+            told => Err(worker.surprise(&told)),
+        };
+        let (shared, private) = (register(Memory::Shared)?, register(Memory::System)?);
+        Ok(Other { _worker: worker, shared, private })
+    }
+
+    /// Reads the other process's bytes over that path, compares them, and says how long it took.
+    fn reach(&self, endpoint: &Endpoint, path: &str) -> Outcome<String> {
+        let ticket = if path == "mapped" { &self.shared } else { &self.private };
+        let remote = endpoint.import_with(ticket, &Routing::default().require(path)?)?;
+        let local = endpoint
+            .register(SystemStorage::new(BYTES as usize)?, Access::NONE)
+            .map_err(towline::Error::from)?;
+        endpoint.read(&remote, &local).start()?.wait()?;
+        if let Some(offset) = crate::pattern::first_wrong(local.storage(), SEED, BYTES)? {
+            return Err(crate::outcome::Failure::failed(format!("the byte at offset {offset} came wrong")));
+        }
+        let start = Instant::now();
+        endpoint.read(&remote, &local).start()?.wait()?;
+        Ok(size::seconds(start.elapsed().as_secs_f64()))
+    }
+
+    /// How long a new endpoint needs to open, and to make contact with the other process.
+    fn first_contact(&self) -> Vec<Check> {
+        let contact = || -> Outcome<_> {
+            let start = Instant::now();
+            let endpoint = Endpoint::open("doctor-contact")?;
+            let opened = start.elapsed();
+            let start = Instant::now();
+            let remote = endpoint.import(&self.shared)?;
+            Ok((opened, start.elapsed(), remote.path()))
+        };
+        match contact() {
+            Ok((opened, contacted, path)) => vec![
+                Check::new("Contact", "open a second one", Status::Ok, size::seconds(opened.as_secs_f64())),
+                Check::new(
+                    "Contact",
+                    "first contact",
+                    Status::Ok,
+                    format!("{}; {path} is taken", size::seconds(contacted.as_secs_f64())),
+                ),
+            ],
+            Err(failure) => vec![Check::new("Contact", "first contact", Status::Missing, failure.message)],
+        }
+    }
+}

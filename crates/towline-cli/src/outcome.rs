@@ -1,0 +1,93 @@
+//! How a command ends: an exit code, and what is said when it fails.
+
+use std::error::Error as _;
+use std::fmt;
+use std::process::ExitCode;
+
+use towline::Kind;
+
+/// How a command ended.
+pub(crate) type Outcome<T = Exit> = Result<T, Failure>;
+
+/// The exit codes, as the help lists them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Exit {
+    /// It worked.
+    Fine = 0,
+    /// A check failed, or what was given was refused.
+    Failed = 1,
+    /// The command line is wrong; the parser uses the same number.
+    Usage = 2,
+    /// Something needed is not available here.
+    Unavailable = 3,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> ExitCode {
+        ExitCode::from(exit as u8)
+    }
+}
+
+/// Why a command failed: one line, and the chain of causes behind it.
+#[derive(Debug, Clone)]
+pub(crate) struct Failure {
+    pub(crate) exit: Exit,
+    pub(crate) message: String,
+    pub(crate) causes: Vec<String>,
+}
+
+impl Failure {
+    pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Failure {
+        Failure { exit, message: message.into(), causes: Vec::new() }
+    }
+
+    pub(crate) fn failed(message: impl Into<String>) -> Failure {
+        Failure::new(Exit::Failed, message)
+    }
+
+    pub(crate) fn usage(message: impl Into<String>) -> Failure {
+        Failure::new(Exit::Usage, message)
+    }
+
+    pub(crate) fn unavailable(message: impl Into<String>) -> Failure {
+        Failure::new(Exit::Unavailable, message)
+    }
+
+    /// Something that the operating system refused.
+    pub(crate) fn os(what: impl fmt::Display, error: impl Into<std::io::Error>) -> Failure {
+        Failure::unavailable(format!("{what}: {}", error.into()))
+    }
+
+    /// Says what was being done when it failed.
+    pub(crate) fn while_doing(mut self, what: impl fmt::Display) -> Failure {
+        self.message = format!("{what}: {}", self.message);
+        self
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl From<towline::Error> for Failure {
+    fn from(error: towline::Error) -> Failure {
+        let exit = match error.kind() {
+            Kind::Disconnected
+            | Kind::Exhausted
+            | Kind::NotFound
+            | Kind::Timeout
+            | Kind::Unavailable
+            | Kind::Unsupported => Exit::Unavailable,
+            _ => Exit::Failed,
+        };
+        let mut causes = Vec::new();
+        let mut next = error.source();
+        while let Some(cause) = next {
+            causes.push(cause.to_string());
+            next = cause.source();
+        }
+        Failure { exit, message: error.to_string(), causes }
+    }
+}

@@ -1,0 +1,129 @@
+//! `towline serve`: registers a region, prints its ticket and waits. `towline fetch` is the other side.
+
+use std::fs::File;
+use std::io::Read;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use serde::Serialize;
+use towline::memory::MemoryAccess;
+use towline::{Access, Endpoint, SharedStorage};
+
+use crate::outcome::{Exit, Failure, Outcome};
+use crate::output::Output;
+use crate::size;
+
+#[derive(Args)]
+pub(crate) struct Options {
+    /// The name of the endpoint
+    #[arg(long, default_value = "serve")]
+    name: String,
+    /// Listen on this address and port too; without it only this host can fetch
+    #[arg(long, value_name = "ADDRESS")]
+    listen: Vec<SocketAddr>,
+    /// The size of the region: bytes, or with K, M, G [default: the file's, or 64M]
+    #[arg(long, value_parser = size::parse)]
+    bytes: Option<u64>,
+    /// Fill the region with the contents of this file
+    #[arg(long, value_name = "PATH")]
+    file: Option<PathBuf>,
+    /// What holders of the ticket may do: read, write or read+write
+    #[arg(long, default_value = "read", value_parser = access)]
+    access: Access,
+    /// End after this many seconds; without it, on Ctrl-C or when standard input ends
+    #[arg(long = "for", value_name = "SECONDS")]
+    seconds: Option<u64>,
+}
+
+fn access(text: &str) -> Result<Access, String> {
+    text.parse().map_err(|error: towline::Error| error.message().to_owned())
+}
+
+#[derive(Serialize)]
+struct Report {
+    ticket: String,
+    name: String,
+    bytes: u64,
+    access: &'static str,
+    reach: Vec<String>,
+}
+
+pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
+    let storage = storage(options)?;
+    let mut endpoint = Endpoint::options(&options.name);
+    for address in &options.listen {
+        endpoint = endpoint.listen(*address);
+    }
+    let endpoint = endpoint.open()?;
+    let region = endpoint.register(storage, options.access).map_err(towline::Error::from)?;
+    let ticket = region.ticket()?;
+    let report = Report {
+        ticket: ticket.to_string(),
+        name: options.name.clone(),
+        bytes: ticket.length(),
+        access: options.access.name(),
+        reach: ticket.body().reach.iter().map(ToString::to_string).collect(),
+    };
+    // The ticket is alone on its line, so that a shell can take it.
+    output.text(&report.ticket);
+    output.document(&report);
+    if !output.is_json() {
+        eprintln!(
+            "{} of {} served for {} by {}; whoever holds the ticket can use it. Ctrl-C ends.",
+            size::bytes(report.bytes),
+            report.name,
+            report.access,
+            report.reach.join(", "),
+        );
+    }
+    match options.seconds {
+        Some(seconds) => std::thread::sleep(Duration::from_secs(seconds)),
+        None => wait_for_end_of_input()?,
+    }
+    endpoint.close();
+    Ok(Exit::Fine)
+}
+
+fn storage(options: &Options) -> Outcome<SharedStorage> {
+    const PORTION: usize = 1 << 20;
+    let Some(path) = &options.file else {
+        return Ok(SharedStorage::new(options.bytes.unwrap_or(64 << 20) as usize)?);
+    };
+    let failed = |error| Failure::os(path.display(), error);
+    let mut file = File::open(path).map_err(failed)?;
+    let in_file = file.metadata().map_err(failed)?.len();
+    let bytes = options.bytes.unwrap_or(in_file);
+    if bytes == 0 {
+        return Err(Failure::usage(format!("{} is empty: name the size by --bytes", path.display())));
+    }
+    let storage = SharedStorage::new(bytes as usize)?;
+    let mut portion = vec![0; PORTION.min(bytes as usize)];
+    let mut at = 0;
+    while at < bytes as usize {
+        let len = portion.len().min(bytes as usize - at);
+        match file.read(&mut portion[..len]).map_err(failed)? {
+            0 => break,
+            read => {
+                storage.write_at(at, &portion[..read])?;
+                at += read;
+            }
+        }
+    }
+    Ok(storage)
+}
+
+fn wait_for_end_of_input() -> Outcome<()> {
+    let mut ignored = [0; 4096];
+    let mut stdin = std::io::stdin().lock();
+    loop {
+        match stdin.read(&mut ignored) {
+            Ok(0) => return Ok(()),
+            Err(error) if error.kind() != std::io::ErrorKind::Interrupted => {
+                return Err(Failure::os("standard input", error));
+            }
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! The other process of `demo`, `doctor` and `bench`: the same program again, told what to do line by line.
+//!
+//! The parent writes one JSON object per line to the worker's standard input and reads one back per line. A worker
+//! ends when its input does, and the kernel ends it with its parent whatever happens.
+
+mod duties;
+mod hire;
+pub(crate) mod protocol;
+pub(crate) mod sockets;
+
+use std::io::{BufRead, Write};
+
+use clap::Args;
+use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+
+pub(crate) use self::hire::{Worker, start_echo};
+use self::protocol::{Ask, Told};
+use crate::outcome::{Exit, Failure, Outcome};
+
+#[derive(Args)]
+pub(crate) struct Options {
+    /// The process that started it
+    #[arg(long)]
+    parent: i32,
+    /// The name of its endpoints
+    #[arg(long, default_value = "worker")]
+    name: String,
+    /// Answer one eventfd (standard input) with another (standard output): the bare round trip of two processes
+    #[arg(long)]
+    echo: bool,
+}
+
+pub(crate) fn run(options: &Options) -> Outcome {
+    set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| Failure::os("prctl", error))?;
+    // A parent that died before that line has another number already.
+    if getppid().map(|pid| pid.as_raw_nonzero().get()) != Some(options.parent) {
+        return Err(Failure::unavailable("the parent of this worker is gone"));
+    }
+    if options.echo {
+        return echo();
+    }
+    let mut duties = duties::Duties::new(&options.name);
+    let mut stdout = std::io::stdout().lock();
+    for line in std::io::stdin().lock().lines() {
+        let line = line.map_err(|error| Failure::os("standard input", error))?;
+        let ask: Ask = serde_json::from_str(&line)
+            .map_err(|error| Failure::failed(format!("an order that this worker does not know: {error}")))?;
+        let mut answer = |told: &Told| {
+            let line = serde_json::to_string(told).map_err(|error| Failure::failed(error.to_string()))?;
+            writeln!(stdout, "{line}")
+                .and_then(|()| stdout.flush())
+                .map_err(|error| Failure::os("answer", error))
+        };
+        match duties.perform(ask) {
+            Ok(told) => answer(&told)?,
+            Err(failure) => answer(&Told::failed(&failure))?,
+        }
+        duties.after_answer();
+    }
+    Ok(Exit::Fine)
+}
+
+fn echo() -> Outcome {
+    let mut count = [0; 8];
+    loop {
+        match rustix::io::read(std::io::stdin(), &mut count) {
+            Ok(8) => rustix::io::write(std::io::stdout(), &1u64.to_ne_bytes())
+                .map_err(|error| Failure::os("eventfd", error))?,
+            Ok(_) => return Ok(Exit::Fine),
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => return Err(Failure::os("eventfd", error)),
+        };
+    }
+}

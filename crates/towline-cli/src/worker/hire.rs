@@ -1,0 +1,141 @@
+//! A worker as its parent sees it.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use super::protocol::{Ask, Told};
+use crate::outcome::{Failure, Outcome};
+
+/// How long an answer may take: the largest regions are filled and verified in a debug build too.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How long a worker may take to end by itself.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// A worker process; it is ended with this value.
+pub(crate) struct Worker {
+    child: Child,
+    orders: Option<ChildStdin>,
+    answers: Receiver<std::io::Result<String>>,
+    name: String,
+}
+
+impl Worker {
+    pub(crate) fn start(name: &str) -> Outcome<Worker> {
+        let mut child = itself()?
+            .args(["--name", name])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| Failure::os(format!("worker {name}"), error))?;
+        let orders = child.stdin.take();
+        let stdout = child.stdout.take();
+        let (sender, answers) = channel();
+        // Reading in a thread lets an answer have a limit. It ends with the worker's output.
+        std::thread::Builder::new()
+            .name(format!("answers-{name}"))
+            .spawn(move || {
+                let Some(stdout) = stdout else { return };
+                for line in BufReader::new(stdout).lines() {
+                    if sender.send(line).is_err() {
+                        return;
+                    }
+                }
+            })
+            .map_err(|error| Failure::os("thread", error))?;
+        Ok(Worker { child, orders, answers, name: name.to_owned() })
+    }
+
+    pub(crate) fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Asks for something and waits for the answer.
+    pub(crate) fn ask(&mut self, ask: &Ask) -> Outcome<Told> {
+        let gone = |worker: &mut Worker| {
+            let status = worker.child.try_wait().ok().flatten();
+            let how = status.map_or("it closed its output".to_owned(), |status| status.to_string());
+            Failure::failed(format!("worker {} is gone: {how}", worker.name))
+        };
+        let line = serde_json::to_string(ask).map_err(|error| Failure::failed(error.to_string()))?;
+        let sent =
+            self.orders.as_mut().map(|orders| writeln!(orders, "{line}").and_then(|()| orders.flush()));
+        if !matches!(sent, Some(Ok(()))) {
+            return Err(gone(self));
+        }
+        let line = match self.answers.recv_timeout(PATIENCE) {
+            Ok(Ok(line)) => line,
+            Ok(Err(error)) => return Err(Failure::os(format!("worker {}", self.name), error)),
+            Err(RecvTimeoutError::Disconnected) => return Err(gone(self)),
+            Err(RecvTimeoutError::Timeout) => {
+                let seconds = PATIENCE.as_secs();
+                return Err(Failure::failed(format!("worker {} gave no answer in {seconds} s", self.name)));
+            }
+        };
+        match serde_json::from_str(&line) {
+            Ok(Told::Failed { exit, message, causes }) => Err(Told::into_failure(exit, message, causes)),
+            Ok(told) => Ok(told),
+            Err(error) => Err(Failure::failed(format!("worker {}: {error}", self.name))),
+        }
+    }
+
+    /// The failure of an answer that is not the one asked for.
+    pub(crate) fn surprise(&self, told: &Told) -> Failure {
+        Failure::failed(format!("worker {} answered something else: {told:?}", self.name))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        drop(self.orders.take());
+        end(&mut self.child);
+    }
+}
+
+/// Waits a moment for a child to end, then ends it.
+fn end(child: &mut Child) {
+    let until = Instant::now() + GRACE;
+    while Instant::now() < until {
+        if !matches!(child.try_wait(), Ok(None)) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+/// A process that answers one eventfd with another; ended with this value.
+pub(crate) struct Echo(Child);
+
+impl Drop for Echo {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts a process that answers every count on `ping` with one on `pong`.
+pub(crate) fn start_echo(ping: OwnedFd, pong: OwnedFd) -> Outcome<Echo> {
+    let child = itself()?
+        .arg("--echo")
+        .stdin(Stdio::from(ping))
+        .stdout(Stdio::from(pong))
+        .spawn()
+        .map_err(|error| Failure::os("worker", error))?;
+    Ok(Echo(child))
+}
+
+fn itself() -> Outcome<Command> {
+    let program = std::env::current_exe().map_err(|error| Failure::os("this program's own path", error))?;
+    let mut command = Command::new(program);
+    command.args(["worker", "--parent", &std::process::id().to_string()]);
+    Ok(command)
+}

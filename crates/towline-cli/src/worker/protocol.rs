@@ -1,0 +1,148 @@
+//! What a worker can be asked, and what it answers.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use towline::Ticket;
+
+use crate::outcome::{Exit, Failure};
+
+/// Read or write, seen from the process that starts the transfer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Op {
+    Read,
+    Write,
+}
+
+impl Op {
+    pub(crate) const BOTH: [Op; 2] = [Op::Read, Op::Write];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Op::Read => "read",
+            Op::Write => "write",
+        }
+    }
+}
+
+/// What a region is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Memory {
+    Shared,
+    System,
+}
+
+/// Which kind of socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Medium {
+    Unix,
+    Tcp,
+}
+
+/// One order.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "ask", rename_all = "snake_case")]
+pub(crate) enum Ask {
+    /// Registers memory for reading and writing, filled with a pattern. Answer: `Region`.
+    Register { memory: Memory, bytes: u64, seed: u64 },
+    /// Fills a region with a pattern. Answer: `Done`.
+    Fill { region: usize, seed: u64 },
+    /// Takes a region back. Answer: `Done`.
+    Release { region: usize },
+    /// Compares the first bytes of a region with a pattern. Answer: `Verified`.
+    Verify { region: usize, seed: u64, bytes: u64 },
+    /// Compares shuffled blocks that a peer wrote with the pattern that it wrote. Answer: `Verified`.
+    VerifyBlocks { region: usize, seed: u64, blocks: u64, block_size: u64 },
+    /// Moves the first bytes of somebody's region over one path; verified when read. Answer: `Moved`.
+    Move { ticket: Ticket, path: String, op: Op, bytes: u64, seed: u64, repeat: u32 },
+    /// Answers notifications through that ticket until one says `stop`. Answer: `Done`, when it listens.
+    Echo { ticket: Ticket },
+    /// Opens an endpoint with that many registrations. Answer: `Ticket`, of the last of them.
+    Crowd { regions: u32, bytes: u64 },
+    /// Registers that many small regions. Answer: `Tickets`.
+    Tickets { count: u32 },
+    /// Serves bare sockets: that many streams, each with a buffer of that size. Answer: `Address`.
+    Sockets { medium: Medium, op: Op, streams: usize, buffer: u64 },
+    /// Opens that many endpoints, each in contact with the ticket's owner. Answer: `Done`.
+    Endpoints { count: u32, ticket: Ticket },
+    /// What this process uses. Answer: `Usage`.
+    Usage,
+}
+
+/// One answer.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "told", rename_all = "snake_case")]
+pub(crate) enum Told {
+    Done,
+    /// A region: its number here, its ticket, and what a bare copy needs to reach it.
+    Region {
+        region: usize,
+        ticket: Ticket,
+        addr: u64,
+        file: Option<i32>,
+    },
+    /// The first wrong offset, if there is one.
+    Verified {
+        wrong: Option<u64>,
+    },
+    /// How long one transfer took (the median), over which path, and the first wrong offset.
+    Moved {
+        seconds: f64,
+        path: String,
+        wrong: Option<u64>,
+    },
+    Ticket {
+        ticket: Ticket,
+    },
+    Tickets {
+        tickets: Vec<Ticket>,
+    },
+    Address {
+        address: String,
+    },
+    Usage(Usage),
+    Failed {
+        exit: u8,
+        message: String,
+        causes: Vec<String>,
+    },
+}
+
+impl Told {
+    pub(crate) fn failed(failure: &Failure) -> Told {
+        Told::Failed {
+            exit: failure.exit as u8,
+            message: failure.message.clone(),
+            causes: failure.causes.clone(),
+        }
+    }
+
+    /// The failure that the worker reported, as one of this process.
+    pub(crate) fn into_failure(exit: u8, message: String, causes: Vec<String>) -> Failure {
+        let exit = if exit == Exit::Unavailable as u8 { Exit::Unavailable } else { Exit::Failed };
+        Failure { exit, message, causes }
+    }
+}
+
+/// What a process uses.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(crate) struct Usage {
+    pub(crate) cpu_seconds: f64,
+    pub(crate) threads: usize,
+    pub(crate) files: usize,
+}
+
+impl Usage {
+    pub(crate) fn now() -> Usage {
+        let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+        // Listing the descriptors opens one.
+        let entries = |path| std::fs::read_dir(path).map_or(0, |entries| entries.count());
+        Usage {
+            cpu_seconds: cpu.tv_sec as f64 + cpu.tv_nsec as f64 / 1e9,
+            threads: entries("/proc/self/task"),
+            files: entries("/proc/self/fd").saturating_sub(1),
+        }
+    }
+}

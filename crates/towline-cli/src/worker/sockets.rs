@@ -1,0 +1,144 @@
+//! Bare sockets between two processes: what the socket paths are compared with.
+//!
+//! The client names a number of bytes (eight bytes, little endian). Reading, the server sends that many from a
+//! buffer; writing, it receives that many into a buffer and answers with one byte.
+
+use std::io::{self, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+
+use super::protocol::{Medium, Op};
+use crate::outcome::{Failure, Outcome};
+
+/// How much is handed to the kernel in one call.
+const CALL: usize = 4 << 20;
+
+trait Stream: Read + Write + Send {}
+impl<S: Read + Write + Send> Stream for S {}
+
+/// Listens and serves that many connections, each in a thread of its own; returns where.
+pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64) -> Outcome<String> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let refused = |error| Failure::os("listen", error);
+    let (address, accept): (String, Box<dyn FnMut() -> io::Result<Box<dyn Stream>> + Send>) = match medium {
+        Medium::Tcp => {
+            let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(refused)?;
+            let address = listener.local_addr().map_err(refused)?.to_string();
+            let accept = move || {
+                let (stream, _) = listener.accept()?;
+                stream.set_nodelay(true)?;
+                Ok(Box::new(stream) as Box<dyn Stream>)
+            };
+            (address, Box::new(accept))
+        }
+        Medium::Unix => {
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let name = format!("towline-bench/{}/{number}", std::process::id());
+            let address = SocketAddr::from_abstract_name(&name).map_err(refused)?;
+            let listener = UnixListener::bind_addr(&address).map_err(refused)?;
+            (name, Box::new(move || Ok(Box::new(listener.accept()?.0) as Box<dyn Stream>)))
+        }
+    };
+    let mut accept = accept;
+    thread::spawn(move || {
+        for _ in 0..streams {
+            let Ok(mut stream) = accept() else { return };
+            // An error here is the client hanging up.
+            thread::spawn(move || serve_one(&mut *stream, op, &mut touched(buffer)));
+        }
+    });
+    Ok(address)
+}
+
+fn serve_one(stream: &mut dyn Stream, op: Op, buffer: &mut [u8]) -> io::Result<()> {
+    loop {
+        let mut count = [0; 8];
+        stream.read_exact(&mut count)?;
+        let count = u64::from_le_bytes(count);
+        match op {
+            Op::Read => send(stream, buffer, count)?,
+            Op::Write => {
+                receive(stream, buffer, count)?;
+                stream.write_all(&[1])?;
+            }
+        }
+    }
+}
+
+/// One connection to a bare server, with a buffer of its own.
+pub(crate) struct Client {
+    stream: Box<dyn Stream>,
+    op: Op,
+    buffer: Vec<u8>,
+}
+
+impl Client {
+    pub(crate) fn connect(medium: Medium, address: &str, op: Op, buffer: u64) -> io::Result<Client> {
+        let stream: Box<dyn Stream> = match medium {
+            Medium::Tcp => {
+                let stream = TcpStream::connect(address)?;
+                stream.set_nodelay(true)?;
+                Box::new(stream)
+            }
+            Medium::Unix => Box::new(UnixStream::connect_addr(&SocketAddr::from_abstract_name(address)?)?),
+        };
+        Ok(Client { stream, op, buffer: touched(buffer) })
+    }
+
+    /// Moves that many bytes; they are here, or acknowledged, when this returns.
+    pub(crate) fn transfer(&mut self, count: u64) -> io::Result<()> {
+        self.stream.write_all(&count.to_le_bytes())?;
+        match self.op {
+            Op::Read => receive(&mut *self.stream, &mut self.buffer, count),
+            Op::Write => {
+                send(&mut *self.stream, &self.buffer, count)?;
+                self.stream.read_exact(&mut [0])
+            }
+        }
+    }
+}
+
+fn send(stream: &mut dyn Stream, buffer: &[u8], count: u64) -> io::Result<()> {
+    parts(buffer.len(), count).try_for_each(|range| stream.write_all(&buffer[range]))
+}
+
+fn receive(stream: &mut dyn Stream, buffer: &mut [u8], count: u64) -> io::Result<()> {
+    parts(buffer.len(), count).try_for_each(|range| stream.read_exact(&mut buffer[range]))
+}
+
+/// The ranges of a buffer that carry that many bytes, from its start again when it is shorter.
+fn parts(len: usize, count: u64) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let (mut at, mut left) = (0, count);
+    std::iter::from_fn(move || {
+        if left == 0 || len == 0 {
+            return None;
+        }
+        let step = CALL.min(len - at).min(left.min(usize::MAX as u64) as usize);
+        let range = at..at + step;
+        left -= step as u64;
+        at = if at + step == len { 0 } else { at + step };
+        Some(range)
+    })
+}
+
+/// A buffer whose pages are there already.
+fn touched(len: u64) -> Vec<u8> {
+    vec![1; len as usize]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_cover_the_count_and_stay_in_the_buffer() {
+        for (len, count) in [(10, 25), (CALL * 2 + 5, CALL as u64 * 3), (7, 7), (7, 0)] {
+            let ranges: Vec<_> = parts(len, count).collect();
+            assert_eq!(ranges.iter().map(|range| range.len() as u64).sum::<u64>(), count);
+            assert!(ranges.iter().all(|range| range.end <= len && !range.is_empty()));
+        }
+    }
+}
