@@ -259,8 +259,8 @@ impl PinPage {
         }
     }
 
-    #[cold]
-    fn ring(&self) {
+    /// Rings the owner's bell.
+    pub(crate) fn ring(&self) {
         if let Some(doorbell) = &self.doorbell {
             // A full counter means that the owner has a ring to see anyway; a closed end, that nobody waits.
             let _ = rustix::io::retry_on_intr(|| rustix::io::write(doorbell, &1_u64.to_ne_bytes()));
