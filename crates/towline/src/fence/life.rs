@@ -5,11 +5,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, OnceLock};
 
+use crate::Result;
 use crate::fence::robust::{self, RobustMutex};
 use crate::fence::shared::{self, Mapping};
 use crate::fork::{guard, in_child};
 use crate::sync::lock;
-use crate::Result;
 
 /// Threads of one process that can hold a slot at the same time.
 pub(crate) const SLOTS: u32 = 1024;

@@ -51,6 +51,8 @@ pub(crate) struct Session {
     challenge: [u8; 32],
     control: OnceLock<Arc<Connection>>,
     lanes: Mutex<Lanes>,
+    /// Held by the one thread that opens lanes.
+    opening: Mutex<()>,
     pending: Mutex<HashMap<u64, Pending>>,
     next_request: AtomicU64,
     local: Option<Local>,
@@ -156,6 +158,7 @@ impl Session {
             challenge: contact.challenge,
             control: OnceLock::new(),
             lanes: Mutex::default(),
+            opening: Mutex::default(),
             pending: Mutex::default(),
             next_request: AtomicU64::new(1),
             local,
@@ -353,30 +356,35 @@ impl Session {
         self.control().cloned()
     }
 
-    /// The connections for large requests, opened where they are not. Blocks while it opens them.
+    /// The connections for large requests, opened where they are not. Blocks while it opens them, but nobody else:
+    /// whoever stops a transfer must get by.
     pub(super) fn lanes(self: &Arc<Self>) -> Result<Vec<Arc<Connection>>> {
-        self.alive()?;
+        let _one_opens = lock(&self.opening);
         let endpoint =
             self.endpoint.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
-        let mut lanes = lock(&self.lanes);
-        lanes.open.retain(|lane| !lane.is_closed());
-        lanes.last_used = Some(Instant::now());
-        while lanes.open.len() < endpoint.lanes() {
-            let until = Instant::now() + endpoint.limits().no_progress;
-            let opened = contact::with_session(&endpoint, self, until).and_then(|socket| {
-                let handler = Arc::new(ToSession(Arc::downgrade(self)));
-                let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
-                lane.watch()?;
-                Ok(lane)
-            });
-            match opened {
-                Ok(lane) => lanes.open.push(lane),
+        let mut open = self.open_lanes().unwrap_or_default();
+        while open.len() < endpoint.lanes() {
+            self.alive()?;
+            match self.open_lane(&endpoint) {
+                Ok(lane) => open.push(lane),
                 // Fewer lanes than wanted are enough.
-                Err(error) if lanes.open.is_empty() => return Err(error),
+                Err(error) if open.is_empty() => return Err(error),
                 Err(_) => break,
             }
         }
-        Ok(lanes.open.clone())
+        Ok(open)
+    }
+
+    fn open_lane(self: &Arc<Self>, endpoint: &EndpointCore) -> Result<Arc<Connection>> {
+        let until = Instant::now() + endpoint.limits().no_progress;
+        let socket = contact::with_session(endpoint, self, until)?;
+        let handler = Arc::new(ToSession(Arc::downgrade(self)));
+        let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
+        lane.watch()?;
+        lock(&self.lanes).open.push(Arc::clone(&lane));
+        // Whoever fails the session closes the lanes that it finds after it has said that it is dead.
+        self.alive().inspect_err(|error| lane.close(error.clone()))?;
+        Ok(lane)
     }
 
     /// The lanes that are open now.
