@@ -57,12 +57,6 @@ impl Failure {
     pub(crate) fn os(what: impl fmt::Display, error: impl Into<std::io::Error>) -> Failure {
         Failure::unavailable(format!("{what}: {}", error.into()))
     }
-
-    /// Says what was being done when it failed.
-    pub(crate) fn while_doing(mut self, what: impl fmt::Display) -> Failure {
-        self.message = format!("{what}: {}", self.message);
-        self
-    }
 }
 
 impl fmt::Display for Failure {
