@@ -1,3 +1,19 @@
-//! What tests of Towline share: laws, oracle, processes.
+//! What proves Towline's core: laws that every path obeys, an oracle for wrong bytes, real processes that are
+//! killed and stopped, and network namespaces.
+//!
+//! A law is a function over a [`Bench`](bench::Bench): an owner, a user, and the path between them. The same laws
+//! run over every path that the machine has; `tests/laws.rs` makes one test of each pair. What the machine lacks is
+//! reported as skipped ([`skip`]), and `TOWLINE_REQUIRE` makes that a failure.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "this is test code: it fails by panicking")]
 
+pub mod bench;
+pub mod executor;
+pub mod laws;
+pub mod netns;
+pub mod oracle;
+pub mod process;
+pub mod random;
 pub mod raw;
+pub mod skip;
+pub mod watchdog;
+pub mod worker;

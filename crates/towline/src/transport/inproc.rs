@@ -118,7 +118,11 @@ impl Direct for Local {
     }
 
     fn alive(&self) -> Result<()> {
-        self.region.endpoint.check_open("use")
+        // The owner's end is not the caller's mistake, which `Invalid` would say.
+        self.region
+            .endpoint
+            .check_open("use")
+            .map_err(|error| Error::new(Kind::Disconnected, "use", error.message().to_owned()))
     }
 }
 

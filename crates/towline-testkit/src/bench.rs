@@ -1,0 +1,163 @@
+//! Where laws are tried: an owner, a user, and one path between them.
+
+mod owner;
+
+use std::time::Duration;
+
+use towline::{
+    Access, Endpoint, EndpointOptions, Error, Kind, Limits, Probe, Registered, Remote, Routing,
+    SystemStorage, Ticket,
+};
+
+pub(crate) use owner::register_views;
+pub use owner::{Owner, OwnerRegion, OwnerStats, Views};
+
+use crate::oracle::Stamp;
+
+/// The variable that forces one path for every law.
+const FORCE: &str = "TOWLINE_TEST_FORCE";
+
+/// The limit without progress in laws; their watchdog waits ten times as long.
+pub const STALL: Duration = Duration::from_secs(5);
+
+/// Whether owner and user are two processes or one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Setting {
+    /// Both are in the process of the test. Paths other than `inproc` go through real sockets all the same.
+    OneProcess,
+    /// The owner is in a worker.
+    TwoProcesses,
+}
+
+/// An owner, a user, and one path between them.
+pub struct Bench {
+    /// The path that bytes take.
+    pub path: &'static str,
+    /// Whether they are two processes.
+    pub setting: Setting,
+    /// The worker whose memory it is.
+    pub owner: Owner,
+    /// The worker that reads and writes it.
+    pub user: Endpoint,
+    /// What allows that path only (and, where it cannot do everything, the one that helps it out).
+    pub routing: Routing,
+}
+
+impl Bench {
+    /// Builds a bench for that path, or says why the machine cannot. `TOWLINE_TEST_FORCE` replaces the path.
+    pub fn open(path: &str, setting: Setting) -> Result<Bench, String> {
+        let path = forced().unwrap_or_else(|| path.to_owned());
+        // `inproc` needs one process, and `cma` two: it copies between processes.
+        let setting = match path.as_str() {
+            "inproc" => Setting::OneProcess,
+            "cma" => Setting::TwoProcesses,
+            _ => setting,
+        };
+        let paths = towline::paths();
+        let Some(info) = paths.iter().find(|info| info.name == path) else {
+            panic!("no path is called {path:?}");
+        };
+        if let Probe::Missing { reason, .. } = &info.probe {
+            return Err(reason.clone());
+        }
+        let path = info.name;
+        let owner = Owner::open("owner", setting, "");
+        let routing = routing(path);
+        let user = options("user").routing(routing.clone()).open().unwrap();
+        let bench = Bench { path, setting, owner, user, routing };
+        match bench.try_path() {
+            Ok(()) => Ok(bench),
+            // A container may forbid what the machine could do.
+            Err(error) if error.kind() == Kind::Unavailable && path == "cma" => Err(error.to_string()),
+            Err(error) => panic!("no bench for {path}: {error}"),
+        }
+    }
+
+    fn try_path(&self) -> Result<(), Error> {
+        let remote = self.user.import(&self.region(64, Access::READ).ticket())?;
+        assert_eq!(remote.path(), self.path, "{}", remote.explain());
+        Ok(())
+    }
+
+    /// What the owner's storages are: those that the path can reach, and both kinds where it does not matter.
+    pub fn kind(&self) -> &'static str {
+        match (self.path, self.setting) {
+            ("mapped", _) => "shared",
+            ("cma", _) | (_, Setting::OneProcess) => "system",
+            _ => "shared",
+        }
+    }
+
+    /// A region of the owner.
+    pub fn region(&self, len: usize, access: Access) -> OwnerRegion<'_> {
+        self.owner.register(len, self.kind(), access).unwrap()
+    }
+
+    /// A region of the owner, filled with a stamp.
+    pub fn stamped(&self, len: usize, access: Access, stamp: Stamp) -> OwnerRegion<'_> {
+        let region = self.region(len, access);
+        region.fill(stamp);
+        region
+    }
+
+    /// That region as the user sees it.
+    pub fn import(&self, region: &OwnerRegion<'_>) -> Remote {
+        self.remote(&region.ticket())
+    }
+
+    /// A ticket as the user sees it.
+    pub fn remote(&self, ticket: &Ticket) -> Remote {
+        self.user.import(ticket).unwrap()
+    }
+
+    /// Memory of the user.
+    pub fn local(&self, len: usize) -> Registered<SystemStorage> {
+        self.user.register(SystemStorage::new(len).unwrap(), Access::NONE).unwrap()
+    }
+
+    /// Memory of the user, filled with a stamp.
+    pub fn local_stamped(&self, len: usize, stamp: Stamp) -> Registered<SystemStorage> {
+        let local = self.local(len);
+        stamp.fill_storage(local.storage()).unwrap();
+        local
+    }
+
+    /// The other paths on which the same owner can be reached, with their routing.
+    pub fn all_paths(&self) -> Vec<Routing> {
+        let all = match self.setting {
+            _ if forced().is_some() => vec![self.path],
+            Setting::OneProcess => vec!["inproc", "mapped", "unix", "tcp"],
+            Setting::TwoProcesses => vec!["mapped", "unix", "tcp"],
+        };
+        all.into_iter().map(routing).collect()
+    }
+}
+
+/// Options with the limits of the laws.
+pub fn options(name: &str) -> EndpointOptions {
+    Endpoint::options(name).limits(Limits { no_progress: STALL, ..Limits::default() })
+}
+
+/// The path that `TOWLINE_TEST_FORCE` names.
+pub fn forced() -> Option<String> {
+    std::env::var(FORCE).ok().filter(|path| !path.is_empty())
+}
+
+/// What allows that path only. `cma` cannot do atomics and reductions: the stream helps it out.
+pub fn routing(path: &str) -> Routing {
+    let routing = Routing::default().require(path).unwrap();
+    if path == "cma" { routing.require("unix").unwrap() } else { routing }
+}
+
+/// The user's side of what became of a request, however it ended.
+pub fn outcome(started: towline::Result<towline::Transfer>) -> towline::Result<()> {
+    started.and_then(|transfer| transfer.wait())
+}
+
+/// Asserts that a request ended with one of these kinds of error.
+#[track_caller]
+pub fn refused<T: std::fmt::Debug>(result: towline::Result<T>, kinds: &[Kind]) -> Error {
+    let error = result.expect_err("an error was expected");
+    assert!(kinds.contains(&error.kind()), "one of {kinds:?} was expected, not: {error}");
+    error
+}

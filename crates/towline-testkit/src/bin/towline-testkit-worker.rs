@@ -1,0 +1,5 @@
+//! A worker that tests start, order about, stop and kill.
+
+fn main() {
+    towline_testkit::worker::main();
+}

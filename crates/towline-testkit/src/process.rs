@@ -1,0 +1,274 @@
+//! Real processes to kill and stop: a worker that is told what to do, line by line.
+//!
+//! A child dies with the thread that started it (`PR_SET_PDEATHSIG`), with its [`Process`], and with its standard
+//! input; none survives a test, however that ends.
+#![allow(unsafe_code, reason = "asks the kernel, between fork and exec, to end a child with its parent")]
+
+mod line;
+
+use std::fs::File;
+use std::io::{self, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+use std::{fmt, fs, thread};
+
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::process::{Pid, Signal, kill_process};
+use towline::{Error, Kind};
+
+pub(crate) use line::Line;
+
+use crate::watchdog;
+
+/// How long an answer may take where nothing else was said.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// An error that a worker reported, or that ended the talk with it.
+#[derive(Debug, Clone)]
+pub struct Failure {
+    /// The kind of the worker's error; `Disconnected` when the worker is gone.
+    pub kind: Kind,
+    /// What it said.
+    pub message: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({:?})", self.message, self.kind)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure { kind: error.kind(), message: error.to_string() }
+    }
+}
+
+/// What a worker answered.
+#[derive(Debug, Clone, Default)]
+pub struct Reply {
+    words: Vec<String>,
+    /// The bytes that came with it.
+    pub payload: Vec<u8>,
+}
+
+impl Reply {
+    /// The n-th word.
+    pub fn text(&self, n: usize) -> &str {
+        self.words.get(n).map_or("", String::as_str)
+    }
+
+    /// The n-th word as a number.
+    pub fn number(&self, n: usize) -> u64 {
+        self.text(n).parse().unwrap_or_else(|_| panic!("word {n} of {:?} is not a number", self.words))
+    }
+}
+
+/// A worker process.
+pub struct Process {
+    name: String,
+    child: Child,
+    stdin: Option<ChildStdin>,
+    answers: Receiver<Line>,
+    log: File,
+    last: String,
+}
+
+impl Process {
+    /// Starts a worker.
+    pub fn start(name: &str) -> Process {
+        Process::start_by(Command::new(worker_path()), name)
+    }
+
+    /// Starts a worker in a network namespace.
+    pub fn start_in(namespace: &str, name: &str) -> Process {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace]).arg(worker_path());
+        Process::start_by(command, name)
+    }
+
+    /// Starts a worker and opens an endpoint of the same name in it.
+    pub fn open(name: &str, options: &str) -> Process {
+        let mut process = Process::start(name);
+        process.must(&format!("open {name} {options}"));
+        process
+    }
+
+    fn start_by(mut command: Command, name: &str) -> Process {
+        let log = File::from(memfd_create("worker-log", MemfdFlags::CLOEXEC).unwrap());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log.try_clone().unwrap());
+        let parent = std::process::id();
+        // SAFETY: the closure only makes system calls that are safe between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+                    return Err(io::Error::last_os_error());
+                }
+                // The parent may have died before the request.
+                if libc::getppid() as u32 != parent {
+                    return Err(io::Error::from_raw_os_error(libc::ESRCH));
+                }
+                Ok(())
+            });
+        }
+        let mut child = command
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot start {}: {error}", worker_path().display()));
+        watchdog::child_started(child.id() as i32, name);
+        let stdin = child.stdin.take();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let (sender, answers) = channel();
+        thread::spawn(move || {
+            while let Ok(Some(line)) = Line::read(&mut stdout) {
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Process { name: name.to_owned(), child, stdin, answers, log, last: String::new() }
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    /// Gives an order and waits for the answer.
+    pub fn ask(&mut self, order: &str) -> Result<Reply, Failure> {
+        self.ask_with(order, &[])
+    }
+
+    /// [`ask`](Self::ask), with bytes.
+    pub fn ask_with(&mut self, order: &str, payload: &[u8]) -> Result<Reply, Failure> {
+        self.tell_with(order, payload);
+        self.answer(ANSWER)
+    }
+
+    /// Gives an order that must be carried out.
+    pub fn must(&mut self, order: &str) -> Reply {
+        self.ask(order)
+            .unwrap_or_else(|failure| panic!("worker {}: {order}: {failure}\n{}", self.name, self.log()))
+    }
+
+    /// Gives an order without waiting for the answer.
+    pub fn tell(&mut self, order: &str) {
+        self.tell_with(order, &[]);
+    }
+
+    fn tell_with(&mut self, order: &str, payload: &[u8]) {
+        self.last = order.chars().take(80).collect();
+        let line = Line::order(order, payload);
+        // A worker that is gone says so when the answer is waited for.
+        if let Some(stdin) = &mut self.stdin {
+            let _ = line.write(stdin).and_then(|()| stdin.flush());
+        }
+    }
+
+    /// Waits for the answer to an order; one that does not come in time is a failure of the test.
+    pub fn answer(&mut self, within: Duration) -> Result<Reply, Failure> {
+        match self.answers.recv_timeout(within) {
+            Ok(line) => line.into_reply(),
+            Err(RecvTimeoutError::Disconnected) => {
+                Err(Failure { kind: Kind::Disconnected, message: format!("worker {} is gone", self.name) })
+            }
+            Err(RecvTimeoutError::Timeout) => panic!(
+                "worker {} does not answer {:?} in {within:?}\n{}{}",
+                self.name,
+                self.last,
+                watchdog::dump(self.pid(), &self.name),
+                self.log()
+            ),
+        }
+    }
+
+    /// Kills it, as `kill -9` does, and waits until it is gone.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        watchdog::child_ended(self.pid());
+    }
+
+    /// Kills it without waiting until it is gone.
+    pub fn kill_at_once(&mut self) {
+        let _ = self.child.kill();
+    }
+
+    /// Stops it in whatever it does, and waits until all its threads stand still.
+    pub fn stop(&mut self) {
+        self.signal(Signal::STOP);
+        let stopped = watchdog::eventually(Duration::from_secs(10), || {
+            self.thread_states().iter().all(|state| matches!(state, 'T' | 't' | 'Z'))
+        });
+        assert!(stopped, "worker {} does not stop: {}", self.name, watchdog::dump(self.pid(), &self.name));
+    }
+
+    /// Lets a stopped worker go on.
+    pub fn resume(&mut self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_raw(self.pid()).unwrap(), signal).unwrap();
+    }
+
+    fn thread_states(&self) -> Vec<char> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).into_iter().flatten().flatten();
+        tasks.map(|task| watchdog::state_of(&task.path())).collect()
+    }
+
+    /// The names of its threads.
+    pub fn threads(&self) -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).into_iter().flatten().flatten();
+        tasks
+            .filter_map(|task| fs::read_to_string(task.path().join("comm")).ok())
+            .map(|name| name.trim().to_owned())
+            .collect()
+    }
+
+    /// How many descriptors it has open.
+    pub fn descriptors(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/fd", self.pid())).map_or(0, Iterator::count)
+    }
+
+    /// What it wrote to its standard error.
+    pub fn log(&self) -> String {
+        // By offset: the child writes at the position that both share.
+        let mut text = vec![0; 64 << 10];
+        let len = self.log.read_at(&mut text, 0).unwrap_or(0);
+        String::from_utf8_lossy(&text[..len]).into_owned()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let log = self.log();
+            let doing = watchdog::dump(self.pid(), &self.name);
+            crate::skip::say(&format!(
+                "worker at the time of the failure, last order {:?}:\n{doing}{log}",
+                self.last
+            ));
+        }
+        self.stdin = None;
+        self.kill();
+    }
+}
+
+/// The worker's program: beside the tests that cargo has built.
+fn worker_path() -> PathBuf {
+    if let Some(path) = std::env::var_os("TOWLINE_TESTKIT_WORKER") {
+        return path.into();
+    }
+    let mut path = std::env::current_exe().unwrap();
+    path.pop();
+    if path.ends_with("deps") {
+        path.pop();
+    }
+    path.join("towline-testkit-worker")
+}

@@ -1,0 +1,324 @@
+//! What a worker process does: one order per line, one answer per order.
+//!
+//! Regions and remotes are named by the numbers that `register` and `import` answer with. `loop` and `chase` go on
+//! until the next line (`halt`) comes, or until the worker is killed, which is what they are for.
+
+mod alone;
+mod chase;
+
+use std::collections::HashMap;
+use std::io::BufReader;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::Duration;
+
+use towline::{
+    Access, Endpoint, Error, Kind, Layout, Limits, OffsetBuffer, Registered, Remote, Routing, SharedStorage,
+    Storage, SystemStorage, Ticket,
+};
+
+use crate::bench::register_views;
+use crate::oracle::Stamp;
+use crate::process::{Failure, Line};
+
+type Answer = Result<(String, Vec<u8>), Failure>;
+
+/// A storage of the kind that the order names.
+pub fn storage(len: usize, kind: &str) -> towline::Result<Arc<dyn Storage>> {
+    match kind {
+        "system" => Ok(Arc::new(SystemStorage::new(len)?)),
+        "shared" => Ok(Arc::new(SharedStorage::new(len)?)),
+        other => Err(Error::new(Kind::Invalid, "register", format!("no storage is called {other}"))),
+    }
+}
+
+/// Reads paths, separated by commas, as a routing that requires them.
+pub fn requiring(paths: &str) -> towline::Result<Routing> {
+    paths
+        .split(',')
+        .filter(|path| !path.is_empty())
+        .try_fold(Routing::default(), |all, path| all.require(path))
+}
+
+/// Runs until the end of the input.
+pub fn main() {
+    let (sender, orders) = channel();
+    thread::Builder::new()
+        .name("orders".into())
+        .spawn(move || {
+            let mut input = BufReader::new(std::io::stdin());
+            while let Ok(Some(line)) = Line::read(&mut input) {
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+            // Nobody is there to give further orders, whatever the worker is doing.
+            std::process::exit(0);
+        })
+        .unwrap();
+    let mut worker = Worker {
+        endpoint: None,
+        regions: HashMap::new(),
+        remotes: HashMap::new(),
+        views: Vec::new(),
+        next: 0,
+        orders,
+    };
+    while let Ok(line) = worker.orders.recv() {
+        let outcome = worker.carry_out(&line);
+        let _ = Line::outcome(outcome).write(&mut std::io::stdout());
+    }
+}
+
+/// The state of a worker between orders.
+struct Worker {
+    endpoint: Option<Endpoint>,
+    regions: HashMap<u64, Registered<Arc<dyn Storage>>>,
+    remotes: HashMap<u64, Remote>,
+    views: Vec<Registered<OffsetBuffer>>,
+    next: u64,
+    orders: Receiver<Line>,
+}
+
+/// The words of an order, taken one after the other.
+struct Words<'a> {
+    words: std::str::SplitWhitespace<'a>,
+}
+
+impl<'a> Words<'a> {
+    fn text(&mut self) -> Result<&'a str, Failure> {
+        self.words.next().ok_or_else(|| bad("a word is missing"))
+    }
+
+    fn take<T: FromStr>(&mut self) -> Result<T, Failure> {
+        let word = self.text()?;
+        word.parse().map_err(|_| bad(format!("{word:?} is not what was expected")))
+    }
+
+    fn millis(&mut self) -> Result<Duration, Failure> {
+        self.take().map(Duration::from_millis)
+    }
+
+    fn stamp(&mut self) -> Result<Stamp, Failure> {
+        Ok(Stamp::new(self.take()?, self.take()?))
+    }
+
+    /// The words that are left, as `key=value`.
+    fn options(&mut self) -> Vec<(&'a str, &'a str)> {
+        self.words.by_ref().filter_map(|word| word.split_once('=')).collect()
+    }
+}
+
+fn bad(message: impl Into<String>) -> Failure {
+    Failure { kind: Kind::Invalid, message: message.into() }
+}
+
+fn said(text: impl ToString) -> Answer {
+    Ok((text.to_string(), Vec::new()))
+}
+
+impl Worker {
+    fn carry_out(&mut self, line: &Line) -> Answer {
+        let mut words = Words { words: line.text.split_whitespace() };
+        match words.text()? {
+            "open" => self.open(&mut words),
+            "register" => {
+                let (len, kind, access): (usize, &str, Access) =
+                    (words.take()?, words.text()?, words.take()?);
+                let region = self
+                    .endpoint()?
+                    .register(storage(len, kind)?, access)
+                    .map_err(|failed| Failure::from(failed.error))?;
+                let generation = region.generation();
+                self.next += 1;
+                self.regions.insert(self.next, region);
+                said(format!("{} {generation}", self.next))
+            }
+            "ticket" => said(self.region(&mut words)?.ticket()?),
+            "ticket-layout" => {
+                let region = self.region(&mut words)?;
+                let layout = Layout::blocks(words.take()?, words.take()?, words.take()?, words.take()?)?;
+                said(region.ticket_with_layout(layout)?)
+            }
+            "fill" => {
+                let region = self.region(&mut words)?;
+                words.stamp()?.fill_storage(region.storage())?;
+                said("")
+            }
+            "check" => {
+                let region = self.region(&mut words)?;
+                let (stamp, offset, len) = (words.stamp()?, words.take()?, words.take()?);
+                match stamp.verify_storage(region.storage(), offset, len) {
+                    Ok(()) => said(""),
+                    Err(wrong) => Err(Failure { kind: Kind::Internal, message: wrong.to_string() }),
+                }
+            }
+            "put" => {
+                self.region(&mut words)?.write_at(words.take()?, &line.payload)?;
+                said("")
+            }
+            "take" => {
+                let region = self.region(&mut words)?;
+                let (offset, len): (usize, usize) = (words.take()?, words.take()?);
+                let mut bytes = vec![0; len];
+                region.read_at(offset, &mut bytes)?;
+                Ok((String::new(), bytes))
+            }
+            "wait-signal" => {
+                let region = self.region(&mut words)?;
+                said(region.wait_signal(words.take()?, words.take()?, words.millis()?)?)
+            }
+            "deregister" => self.deregister(&mut words),
+            "drop" => {
+                let id: u64 = words.take()?;
+                said(self.regions.remove(&id).is_some())
+            }
+            "receive" => {
+                let notification = self.endpoint()?.receive(words.millis()?)?;
+                Ok((notification.from.name, notification.message))
+            }
+            "stats" => {
+                let stats = self.endpoint()?.stats();
+                said(format!("{} {} {} {}", stats.regions, stats.parked.0, stats.parked.1, stats.refused))
+            }
+            "close" => {
+                self.endpoint()?.close();
+                said("")
+            }
+            "import" => {
+                let ticket: Ticket = words.take()?;
+                let remote = match words.text() {
+                    Ok(paths) => self.endpoint()?.import_with(&ticket, &requiring(paths)?)?,
+                    Err(_) => self.endpoint()?.import(&ticket)?,
+                };
+                let path = remote.path();
+                self.next += 1;
+                self.remotes.insert(self.next, remote);
+                said(format!("{} {path}", self.next))
+            }
+            "forget" => {
+                let id: u64 = words.take()?;
+                said(self.remotes.remove(&id).is_some())
+            }
+            op @ ("read" | "write") => {
+                let (remote, local) = (self.remote(&mut words)?, self.region(&mut words)?);
+                let endpoint = self.endpoint()?;
+                let request =
+                    if op == "read" { endpoint.read(remote, local) } else { endpoint.write(remote, local) };
+                let transfer = request.at(words.take()?, words.take()?, words.take()?).start()?;
+                transfer.wait()?;
+                said(transfer.path())
+            }
+            "add" => {
+                let remote = self.remote(&mut words)?;
+                let transfer = self.endpoint()?.fetch_add(remote, words.take()?, words.take()?)?;
+                transfer.wait()?;
+                said(transfer.value().unwrap_or_default())
+            }
+            "notify" => {
+                let remote = self.remote(&mut words)?;
+                self.endpoint()?.notify(remote, line.payload.clone())?.wait()?;
+                said("")
+            }
+            "views" => {
+                let (count, step, len, kind) = (words.take()?, words.take()?, words.take()?, words.text()?);
+                let views = register_views(self.endpoint()?, count, step, len, kind, words.stamp()?)?;
+                let mut tickets = String::new();
+                for view in &views {
+                    tickets.push_str(&format!("{}\n", view.ticket()?));
+                }
+                self.views.extend(views);
+                Ok((String::new(), tickets.into_bytes()))
+            }
+            "loop" => self.repeat(&mut words),
+            "chase" => self.chase(&mut words),
+            "crowd" => alone::crowd(words.take()?),
+            "read-all" => self.read_all(line, &mut words),
+            "fork" => self.fork(),
+            "starve" => self.starve(&mut words),
+            "exit" => std::process::exit(words.take()?),
+            other => Err(bad(format!("no order is called {other:?}"))),
+        }
+    }
+
+    fn open(&mut self, words: &mut Words<'_>) -> Answer {
+        let mut options = Endpoint::options(words.text()?);
+        let mut limits = Limits::default();
+        for (key, value) in words.options() {
+            let number = || value.parse::<u64>().map_err(|_| bad(format!("{key}={value}")));
+            options = match key {
+                "stall" => {
+                    limits.no_progress = Duration::from_millis(number()?);
+                    options.limits(limits)
+                }
+                "total" => {
+                    limits.total = Duration::from_millis(number()?);
+                    options.limits(limits)
+                }
+                "secret" => options.secret(value.as_bytes()),
+                "listen" => options.listen(value.parse().map_err(|_| bad(format!("{key}={value}")))?),
+                "require" => options.routing(requiring(value)?),
+                "lanes" => options.lanes(number()? as usize),
+                _ => return Err(bad(format!("no option is called {key}"))),
+            };
+        }
+        let endpoint = options.open()?;
+        let incarnation = endpoint.identity().incarnation;
+        self.endpoint = Some(endpoint);
+        said(incarnation)
+    }
+
+    fn deregister(&mut self, words: &mut Words<'_>) -> Answer {
+        let (id, within): (u64, _) = (words.take()?, words.millis()?);
+        let region = self.regions.remove(&id).ok_or_else(|| bad(format!("no region is called {id}")))?;
+        match region.into_storage_within(within) {
+            Ok(_) => said(""),
+            Err(pinned) => {
+                let failure = Failure::from(pinned.error);
+                self.regions.insert(id, pinned.registration);
+                Err(failure)
+            }
+        }
+    }
+
+    /// Reads or writes over and over until the next order; answers at once, and again at the end.
+    fn repeat(&mut self, words: &mut Words<'_>) -> Answer {
+        let (op, remote, local) = (words.text()?, self.remote(words)?, self.region(words)?);
+        let len: u64 = words.take()?;
+        let endpoint = self.endpoint()?;
+        let _ = Line::outcome(said("started")).write(&mut std::io::stdout());
+        let (mut done, mut failed, mut last) = (0u64, 0u64, "none");
+        while self.orders.try_recv().is_err() {
+            let request = match op {
+                "read" => endpoint.read(remote, local),
+                _ => endpoint.write(remote, local),
+            };
+            match request.at(0, 0, len).start().and_then(|transfer| transfer.wait()) {
+                Ok(()) => done += 1,
+                Err(error) => {
+                    failed += 1;
+                    last = error.kind().name();
+                    // A peer that is gone stays so: no need to ask as fast as possible.
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+        }
+        said(format!("{done} {failed} {last}"))
+    }
+
+    fn endpoint(&self) -> Result<&Endpoint, Failure> {
+        self.endpoint.as_ref().ok_or_else(|| bad("no endpoint is open"))
+    }
+
+    fn region(&self, words: &mut Words<'_>) -> Result<&Registered<Arc<dyn Storage>>, Failure> {
+        let id: u64 = words.take()?;
+        self.regions.get(&id).ok_or_else(|| bad(format!("no region is called {id}")))
+    }
+
+    fn remote(&self, words: &mut Words<'_>) -> Result<&Remote, Failure> {
+        let id: u64 = words.take()?;
+        self.remotes.get(&id).ok_or_else(|| bad(format!("no remote is called {id}")))
+    }
+}
