@@ -19,11 +19,14 @@ const CALL: usize = 4 << 20;
 trait Stream: Read + Write + Send {}
 impl<S: Read + Write + Send> Stream for S {}
 
+/// Waits for the next connection.
+type Accept = Box<dyn FnMut() -> io::Result<Box<dyn Stream>> + Send>;
+
 /// Listens and serves that many connections, each in a thread of its own; returns where.
 pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64) -> Outcome<String> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let refused = |error| Failure::os("listen", error);
-    let (address, accept): (String, Box<dyn FnMut() -> io::Result<Box<dyn Stream>> + Send>) = match medium {
+    let (address, mut accept): (String, Accept) = match medium {
         Medium::Tcp => {
             let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(refused)?;
             let address = listener.local_addr().map_err(refused)?.to_string();
@@ -42,7 +45,6 @@ pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64) -> Outc
             (name, Box::new(move || Ok(Box::new(listener.accept()?.0) as Box<dyn Stream>)))
         }
     };
-    let mut accept = accept;
     thread::spawn(move || {
         for _ in 0..streams {
             let Ok(mut stream) = accept() else { return };
