@@ -176,18 +176,18 @@ impl Endpoint {
     /// The next message from a peer, waiting for at most that long.
     pub fn receive(&self, within: Duration) -> Result<Notification> {
         fork::guard("receive")?;
-        self.0.notifications.wait(within)
+        self.0.receive(within)
     }
 
     /// The next message from a peer, if there is one.
     pub fn try_receive(&self) -> Result<Option<Notification>> {
         fork::guard("receive")?;
-        Ok(self.0.notifications.try_next())
+        self.0.notifications.next()
     }
 
     /// The next message from a peer, as a future.
     pub fn next_notification(&self) -> NextNotification<'_> {
-        NextNotification(&self.0.notifications)
+        NextNotification(&self.0)
     }
 
     /// What was moved, per peer and path, and what is held.

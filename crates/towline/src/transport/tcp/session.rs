@@ -17,6 +17,7 @@ use crate::fence::pins::{PinError, PinPage, Side};
 use crate::fence::table::{Row, TableView};
 use crate::fence::watcher;
 use crate::memory::Mapping;
+use crate::notify::Mailbox;
 use crate::progress::{self, Timer};
 use crate::region::stale;
 use crate::sync::lock;
@@ -63,6 +64,7 @@ pub(crate) struct Session {
 struct Local {
     table: TableView,
     pins: Arc<PinPage>,
+    mailbox: Mailbox,
     pid: i32,
     /// The owner's segments that are mapped here, by their number.
     mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
@@ -134,10 +136,11 @@ impl Session {
         let mut files = contact.files.into_iter();
         let mut owner = ticket.body().identity.clone();
         owner.name.clone_from(&contact.ready.name);
-        let local = match (contact.ready.local, files.next(), files.next(), files.next()) {
-            (Some(rows), Some(table), Some(pins), Some(doorbell)) => Some(Local {
+        let local = match (contact.ready.local, files.next(), files.next(), files.next(), files.next()) {
+            (Some(rows), Some(table), Some(pins), Some(doorbell), Some(mailbox)) => Some(Local {
                 table: TableView::map(table, rows)?,
                 pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
+                mailbox: Mailbox::map(&mailbox)?,
                 pid: contact.socket.peer_credentials()?.pid,
                 mappings: Mutex::default(),
                 alive: Mutex::new(None),
@@ -300,6 +303,13 @@ impl Session {
 
     /// Hands the owner a message.
     pub(crate) fn notify(&self, message: &[u8]) -> Result<()> {
+        self.alive()?;
+        if let Some(local) = &self.local
+            && local.mailbox.put(message)
+        {
+            local.pins.ring();
+            return Ok(());
+        }
         self.tell(wire::Notify { transfer: 0, pieces: 0, message: message.to_vec() })
     }
 
