@@ -282,8 +282,11 @@ fn contact(
             Err(error) => tried.push((error.kind(), format!("{medium}: {}", error.message()))),
         }
     }
-    let kind =
-        if tried.iter().any(|(kind, _)| *kind == Kind::Timeout) { Kind::Timeout } else { Kind::Disconnected };
+    // What the caller can do something about comes first.
+    let kind = [Kind::Exhausted, Kind::Timeout]
+        .into_iter()
+        .find(|kind| tried.iter().any(|(seen, _)| seen == kind))
+        .unwrap_or(Kind::Disconnected);
     let (kind, message) = if tried.is_empty() {
         (Kind::Unavailable, "the ticket names no way to its owner that the caller allows".to_owned())
     } else {

@@ -160,6 +160,7 @@ impl RegionCore {
     }
 
     pub(crate) fn ticket(&self, layout: Option<Layout>) -> Result<Ticket> {
+        crate::fork::guard("ticket")?;
         if self.is_closed() {
             return Err(stale("ticket"));
         }
