@@ -27,6 +27,9 @@ use crate::{Access, Error, Kind, Result};
 /// Transfers of one peer whose pieces are counted because a notification or a signal follows them.
 const MOST_COUNTED: usize = 1 << 16;
 
+/// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
+const MOST_REDUCED: u64 = 4 << 20;
+
 /// One peer that uses this endpoint's regions.
 pub(crate) struct Serving {
     id: u64,
@@ -445,7 +448,9 @@ impl Handler for Arc<Serving> {
     fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
         let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
             Message::Write(write) => (write.handle, write.blocks, false),
-            Message::Reduce(reduce) => (reduce.handle, reduce.blocks, true),
+            Message::Reduce(reduce) if header.payload_len <= MOST_REDUCED => {
+                (reduce.handle, reduce.blocks, true)
+            }
             other => {
                 return Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind())));
             }
