@@ -458,7 +458,12 @@ impl World {
         let (far, len) = (far as usize, len as usize);
         let mut reasons = self.reasons(handle, Access::WRITE);
         let at = handle.start + far;
-        if len == 0 || far + len > handle.len || len > LOCAL || !at.is_multiple_of(4) || !len.is_multiple_of(4) {
+        if len == 0
+            || far + len > handle.len
+            || len > LOCAL
+            || !at.is_multiple_of(4)
+            || !len.is_multiple_of(4)
+        {
             reasons.push(Kind::Invalid);
         }
         let worker = &self.workers[handle.user];
