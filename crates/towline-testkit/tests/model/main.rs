@@ -8,7 +8,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use towline_testkit::bench::{forced, routing};
 use towline_testkit::{random, watchdog};
 
-const PROGRAMS: u32 = 48;
+const PROGRAMS: u32 = 256;
 
 fn programs_agree_with_the_model(path: &str, kind: &'static str) {
     let path = forced().unwrap_or_else(|| path.to_owned());

@@ -191,14 +191,6 @@ impl<'a> Request<'a> {
             peer: Arc::clone(self.remote.peer()),
             on_end: Box::new(move |result| counters.count(op, bytes, result)),
         });
-        tracing::debug!(
-            id = core.id,
-            op = op.name(),
-            path,
-            bytes,
-            peer = &**self.remote.peer(),
-            "transfer started"
-        );
         attachment.start(&core);
         Ok(Transfer::live(core))
     }

@@ -12,8 +12,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::fence::life;
 use crate::fence::protocol::{self, Machine};
 use crate::fence::robust::RobustMutex;
-use crate::fence::shared::{self, Lendable, Mapping, forked};
+use crate::fence::shared::{self, Lendable, Mapping};
 use crate::fence::table::Row;
+use crate::fork::in_child;
 use crate::{Error, Kind, Result};
 
 /// Slots for pins of single threads, one per life slot.
@@ -165,7 +166,7 @@ impl PinPage {
         if generation == 0 {
             return Err(PinError::Stale);
         }
-        if forked() {
+        if in_child() {
             return Err(PinError::Busy);
         }
         let used = &self.header().processes_used;
@@ -259,8 +260,8 @@ impl PinPage {
         }
     }
 
-    #[cold]
-    fn ring(&self) {
+    /// Rings the owner's bell.
+    pub(crate) fn ring(&self) {
         if let Some(doorbell) = &self.doorbell {
             // A full counter means that the owner has a ring to see anyway; a closed end, that nobody waits.
             let _ = rustix::io::retry_on_intr(|| rustix::io::write(doorbell, &1_u64.to_ne_bytes()));
@@ -325,7 +326,7 @@ impl ProcessPin {
 
 impl Drop for ProcessPin {
     fn drop(&mut self) {
-        if !forked()
+        if !in_child()
             && let Some(slot) = self.page.processes().get(self.slot as usize)
             && protocol::release_shared::<Machine>(
                 &slot.generation,

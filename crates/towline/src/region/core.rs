@@ -150,7 +150,7 @@ impl RegionCore {
 
     fn end_use(&self) {
         if self.uses.fetch_sub(1, Ordering::SeqCst) == CLOSED + 1 {
-            self.endpoint.drains.ring();
+            self.endpoint.bell.ring();
             if self.endpoint.parked.load().0 > 0 {
                 // Not here: whoever ends a use may hold locks, and a storage's drop may be the user's code.
                 let endpoint = Arc::clone(&self.endpoint);
@@ -160,6 +160,7 @@ impl RegionCore {
     }
 
     pub(crate) fn ticket(&self, layout: Option<Layout>) -> Result<Ticket> {
+        crate::fork::guard("ticket")?;
         if self.is_closed() {
             return Err(stale("ticket"));
         }
@@ -239,7 +240,7 @@ impl RegionCore {
         self.endpoint.break_streams_of(self.generation);
         let started = Instant::now();
         loop {
-            let seen = self.endpoint.drains.seen();
+            let seen = self.endpoint.bell.seen();
             if self.drained() {
                 self.free();
                 return Ok(());
@@ -252,7 +253,8 @@ impl RegionCore {
                     format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users()),
                 ));
             }
-            self.endpoint.drains.wait(seen, within - spent);
+            self.endpoint.bell.wait(seen, started + within);
+            self.endpoint.rung();
         }
     }
 
@@ -296,6 +298,7 @@ impl RegionCore {
             "a dropped region is still in use; its storage is parked until the users let go"
         );
         core.endpoint.parked.park(Parked { core: Arc::clone(core), storage: Box::new(storage) });
+        core.endpoint.listen_to_bell();
         // The last user may have let go before the storage was in its place.
         core.endpoint.parked.sweep();
     }

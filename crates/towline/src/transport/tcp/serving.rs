@@ -13,7 +13,7 @@ use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::memory::Place;
-use crate::notify::Notification;
+use crate::notify::{Mail, Mailbox, Notification};
 use crate::progress::socket::{Family, Lane, RawPartMut};
 use crate::progress::{self, Interest, Readiness, Source, Token};
 use crate::region::{PeerPins, RegionCore, RegionUse, stale};
@@ -45,6 +45,7 @@ pub(crate) struct Serving {
 /// A peer of the same user on this host.
 struct Local {
     pins: Arc<PeerPins>,
+    mail: Arc<Mail>,
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
 }
 
@@ -169,6 +170,9 @@ impl Serving {
             drop(lock(&local.alive).take());
         }
         if let Some(endpoint) = self.endpoint.upgrade() {
+            if let Some(local) = &self.local {
+                endpoint.notifications.empty(&local.mail);
+            }
             lock(&endpoint.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(self));
             // The peer may have held memory that is being taken back.
             endpoint.let_go();
@@ -365,7 +369,7 @@ impl Serving {
         match message {
             Message::Notify(notify) => {
                 let notification = Notification { from: self.peer.clone(), message: notify.message };
-                self.endpoint()?.notifications.deliver(notification)
+                self.endpoint()?.deliver(notification)
             }
             Message::Signal(signal) => {
                 let raised = self.word(signal.handle, signal.offset, |word| apply::signal(word, signal.add));
@@ -495,7 +499,7 @@ impl Local {
     fn offer(
         endpoint: &Arc<EndpointCore>,
         peer: &Identity,
-        connection: &Connection,
+        connection: &Arc<Connection>,
     ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
         let socket = connection.socket();
         if socket.family() != Family::Unix
@@ -507,7 +511,8 @@ impl Local {
         let mut page = PinPage::create()?;
         let pins = page.take_fd().ok_or_else(|| Error::new(Kind::Internal, "contact", "no page"))?;
         let table = endpoint.table.fd().try_clone_to_owned().map_err(failed)?;
-        let doorbell = endpoint.doorbell()?.try_clone_to_owned().map_err(failed)?;
+        let doorbell = endpoint.bell.event().try_clone_to_owned().map_err(failed)?;
+        let (mailbox, mailbox_file) = Mailbox::create()?;
         let page = Arc::new(page);
         let hold = watcher::hold(Arc::clone(&page), Side::Owner)
             .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
@@ -519,8 +524,19 @@ impl Local {
             exit: OnceLock::new(),
             peer: peer.name.clone(),
         });
-        let local = Local { pins: pins_of_peer, alive: Mutex::new(Some((hold, None))) };
-        Ok(Some((local, vec![table, pins, doorbell])))
+        let weak = Arc::downgrade(connection);
+        let mail = Arc::new(Mail {
+            from: peer.clone(),
+            mailbox,
+            on_nonsense: Box::new(move |error| {
+                if let Some(connection) = weak.upgrade() {
+                    connection.close(error);
+                }
+            }),
+        });
+        endpoint.notifications.subscribe(&mail);
+        let local = Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))) };
+        Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
     }
 
     /// Learns when the peer's process has exited: only then do pins end that no thread's life tells about.

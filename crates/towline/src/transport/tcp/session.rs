@@ -17,6 +17,7 @@ use crate::fence::pins::{PinError, PinPage, Side};
 use crate::fence::table::{Row, TableView};
 use crate::fence::watcher;
 use crate::memory::Mapping;
+use crate::notify::Mailbox;
 use crate::progress::{self, Timer};
 use crate::region::stale;
 use crate::sync::lock;
@@ -50,6 +51,8 @@ pub(crate) struct Session {
     challenge: [u8; 32],
     control: OnceLock<Arc<Connection>>,
     lanes: Mutex<Lanes>,
+    /// Held by the one thread that opens lanes.
+    opening: Mutex<()>,
     pending: Mutex<HashMap<u64, Pending>>,
     next_request: AtomicU64,
     local: Option<Local>,
@@ -63,6 +66,7 @@ pub(crate) struct Session {
 struct Local {
     table: TableView,
     pins: Arc<PinPage>,
+    mailbox: Mailbox,
     pid: i32,
     /// The owner's segments that are mapped here, by their number.
     mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
@@ -134,10 +138,11 @@ impl Session {
         let mut files = contact.files.into_iter();
         let mut owner = ticket.body().identity.clone();
         owner.name.clone_from(&contact.ready.name);
-        let local = match (contact.ready.local, files.next(), files.next(), files.next()) {
-            (Some(rows), Some(table), Some(pins), Some(doorbell)) => Some(Local {
+        let local = match (contact.ready.local, files.next(), files.next(), files.next(), files.next()) {
+            (Some(rows), Some(table), Some(pins), Some(doorbell), Some(mailbox)) => Some(Local {
                 table: TableView::map(table, rows)?,
                 pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
+                mailbox: Mailbox::map(&mailbox)?,
                 pid: contact.socket.peer_credentials()?.pid,
                 mappings: Mutex::default(),
                 alive: Mutex::new(None),
@@ -153,6 +158,7 @@ impl Session {
             challenge: contact.challenge,
             control: OnceLock::new(),
             lanes: Mutex::default(),
+            opening: Mutex::default(),
             pending: Mutex::default(),
             next_request: AtomicU64::new(1),
             local,
@@ -300,6 +306,13 @@ impl Session {
 
     /// Hands the owner a message.
     pub(crate) fn notify(&self, message: &[u8]) -> Result<()> {
+        self.alive()?;
+        if let Some(local) = &self.local
+            && local.mailbox.put(message)
+        {
+            local.pins.ring();
+            return Ok(());
+        }
         self.tell(wire::Notify { transfer: 0, pieces: 0, message: message.to_vec() })
     }
 
@@ -343,30 +356,35 @@ impl Session {
         self.control().cloned()
     }
 
-    /// The connections for large requests, opened where they are not. Blocks while it opens them.
+    /// The connections for large requests, opened where they are not. Blocks while it opens them, but nobody else:
+    /// whoever stops a transfer must get by.
     pub(super) fn lanes(self: &Arc<Self>) -> Result<Vec<Arc<Connection>>> {
-        self.alive()?;
+        let _one_opens = lock(&self.opening);
         let endpoint =
             self.endpoint.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
-        let mut lanes = lock(&self.lanes);
-        lanes.open.retain(|lane| !lane.is_closed());
-        lanes.last_used = Some(Instant::now());
-        while lanes.open.len() < endpoint.lanes() {
-            let until = Instant::now() + endpoint.limits().no_progress;
-            let opened = contact::with_session(&endpoint, self, until).and_then(|socket| {
-                let handler = Arc::new(ToSession(Arc::downgrade(self)));
-                let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
-                lane.watch()?;
-                Ok(lane)
-            });
-            match opened {
-                Ok(lane) => lanes.open.push(lane),
+        let mut open = self.open_lanes().unwrap_or_default();
+        while open.len() < endpoint.lanes() {
+            self.alive()?;
+            match self.open_lane(&endpoint) {
+                Ok(lane) => open.push(lane),
                 // Fewer lanes than wanted are enough.
-                Err(error) if lanes.open.is_empty() => return Err(error),
+                Err(error) if open.is_empty() => return Err(error),
                 Err(_) => break,
             }
         }
-        Ok(lanes.open.clone())
+        Ok(open)
+    }
+
+    fn open_lane(self: &Arc<Self>, endpoint: &EndpointCore) -> Result<Arc<Connection>> {
+        let until = Instant::now() + endpoint.limits().no_progress;
+        let socket = contact::with_session(endpoint, self, until)?;
+        let handler = Arc::new(ToSession(Arc::downgrade(self)));
+        let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
+        lane.watch()?;
+        lock(&self.lanes).open.push(Arc::clone(&lane));
+        // Whoever fails the session closes the lanes that it finds after it has said that it is dead.
+        self.alive().inspect_err(|error| lane.close(error.clone()))?;
+        Ok(lane)
     }
 
     /// The lanes that are open now.
