@@ -22,6 +22,7 @@
 //! ```
 
 mod access;
+mod completion;
 mod endpoint;
 mod error;
 mod fence;

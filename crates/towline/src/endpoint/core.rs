@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::interfaces;
+use super::operations::Operations;
 use super::options::EndpointOptions;
 use super::stats::{AllCounters, Stats};
 use crate::fence::table::Table;
@@ -40,6 +41,8 @@ pub(crate) struct EndpointCore {
     pub(crate) table: Table,
     pub(crate) regions: Regions,
     pub(crate) notifications: Notifications,
+    /// What waits to be claimed by a peer, or to be done by it.
+    pub(crate) operations: Operations,
     pub(crate) drains: Drains,
     pub(crate) parked: ParkingLot,
     pub(crate) counters: AllCounters,
@@ -80,6 +83,7 @@ impl EndpointCore {
             table,
             regions: Regions::default(),
             notifications: Notifications::new(),
+            operations: Operations::default(),
             drains: Drains::default(),
             parked: ParkingLot::default(),
             counters: AllCounters::default(),
@@ -239,6 +243,7 @@ impl EndpointCore {
         if let Some(here) = lock(&HERE).as_mut() {
             here.remove(&self.identity.incarnation);
         }
+        self.operations.end_all(&Error::new(Kind::Canceled, "close", "the endpoint was closed"));
         for region in self.regions.all() {
             region.revoke();
         }
