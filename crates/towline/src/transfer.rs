@@ -326,7 +326,7 @@ impl TransferCore {
     /// Cuts the plan into the path's units, each of which must report exactly once; the limits run from now.
     pub(crate) fn begin(parts: Parts) -> Arc<TransferCore> {
         let now = Instant::now();
-        let (plan, units) = parts.attachment.cut(parts.op, parts.plan);
+        let (plan, units) = parts.attachment.cut(parts.op, parts.plan, &parts.after);
         let state = State::new(units.len());
         let span = tracing::debug_span!(
             "transfer",

@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::os::fd::BorrowedFd;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use crate::fence::life;
 use crate::fence::protocol::{self, Machine};
@@ -207,6 +207,12 @@ impl PinPage {
             false
         });
         held
+    }
+
+    /// Whether the initiator holds no pin. Meaningful once it makes none any more.
+    pub(crate) fn is_idle(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.threads().iter().chain(self.processes()).all(|slot| slot.generation.load(Ordering::SeqCst) == 0)
     }
 
     /// Every pin of that generation.

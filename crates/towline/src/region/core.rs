@@ -42,17 +42,28 @@ pub(crate) struct PeerPins {
     pub(crate) page: Arc<PinPage>,
     /// The peer's life page: tells which of its threads have died.
     pub(crate) life: OnceLock<LifeView>,
-    /// The peer's process has exited: none of its pins counts any more.
-    pub(crate) exited: AtomicBool,
+    /// The peer has exited, or has said that it holds no pin: none counts any more.
+    pub(crate) gone: AtomicBool,
     /// What tells of the exit; it must live as long as the pins are asked about.
-    pub(crate) exit: OnceLock<Arc<dyn Send + Sync>>,
+    pub(crate) exit: Mutex<Option<Arc<dyn Send + Sync>>>,
     pub(crate) peer: String,
 }
 
 impl PeerPins {
+    /// Keeps what tells of the exit.
+    pub(crate) fn watch(&self, exit: Arc<dyn Send + Sync>) {
+        *lock(&self.exit) = Some(exit);
+    }
+
+    /// None of its pins counts any more.
+    pub(crate) fn gone(&self) {
+        self.gone.store(true, Ordering::Release);
+        drop(lock(&self.exit).take());
+    }
+
     /// Whether some copy of the peer may still be inside that generation's memory.
     fn holds(&self, generation: u64) -> bool {
-        if self.exited.load(Ordering::Acquire) {
+        if self.gone.load(Ordering::Acquire) {
             return false;
         }
         self.page.holders(generation).into_iter().any(|holder| {
@@ -207,7 +218,7 @@ impl RegionCore {
             return Err(stale("import"));
         }
         if !peers.iter().any(|known| Arc::ptr_eq(known, peer)) {
-            peers.retain(|known| !known.exited.load(Ordering::Acquire));
+            peers.retain(|known| !known.gone.load(Ordering::Acquire));
             peers.push(Arc::clone(peer));
         }
         Ok(())

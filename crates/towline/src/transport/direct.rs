@@ -87,7 +87,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
         Some(moved.and_then(|value| self.0.after(after).map(|()| value)))
     }
 
-    fn cut(&self, _op: Op, plan: Plan) -> (Plan, Vec<Range<usize>>) {
+    fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
         let workers = progress::pool().limit() as u64;
         let portion = (plan.bytes() / (workers * PORTIONS_EACH)).clamp(LEAST_PORTION, MOST_PORTION);
         let plan = plan.cut(portion);

@@ -9,23 +9,23 @@ use std::time::{Duration, Instant};
 use super::Medium;
 use super::connection::{Connection, Handler};
 use super::contact;
+use super::grant::GrantHandle;
 use super::importing::{Answer, Reply};
 use super::parts::{Keep, Payload, Sink};
 use super::run::Run;
 use crate::endpoint::EndpointCore;
 use crate::fence::life::LifePage;
-use crate::fence::pins::{PinError, PinPage, Side};
-use crate::fence::table::{Row, TableView};
+use crate::fence::pins::{PinPage, Side};
+use crate::fence::table::TableView;
 use crate::fence::watcher;
 use crate::memory::Mapping;
 use crate::notify::Mailbox;
 use crate::progress::{self, Timer};
-use crate::region::stale;
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
 use crate::transport::cma;
 use crate::wire::handshake::SessionKey;
-use crate::wire::{self, FrameKind, Grant, Granted, Header, Message, SegmentRef};
+use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result, Ticket};
 
 /// While something is in flight between hosts, a frame goes out at least this often, so that TCP notices a peer that
@@ -63,13 +63,13 @@ pub(crate) struct Session {
 }
 
 /// What a session with a process of the same user on this host has besides.
-struct Local {
-    table: TableView,
-    pins: Arc<PinPage>,
+pub(super) struct Local {
+    pub(super) table: TableView,
+    pub(super) pins: Arc<PinPage>,
     mailbox: Mailbox,
     pid: i32,
     /// The owner's segments that are mapped here, by their number.
-    mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
+    pub(super) mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
     /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
 }
@@ -371,9 +371,13 @@ impl Session {
     /// The owner is gone, or the connection to it is: everything in flight ends with that error.
     pub(crate) fn fail(&self, error: Error) {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
-        if self.dead.set(error.clone()).is_err() {
-            return;
+        if self.dead.set(error.clone()).is_ok() {
+            self.bury(&error);
         }
+    }
+
+    /// Everything in flight ends, and nothing moves any more.
+    fn bury(&self, error: &Error) {
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
         }
@@ -403,10 +407,15 @@ impl Session {
 
     /// Ends it on this side's wish.
     pub(crate) fn close(&self, error: Error) {
-        if let Some(control) = self.control.get() {
-            control.bye(None);
+        let error = error.on(self.medium.name()).with_peer(self.peer_name());
+        if self.dead.set(error.clone()).is_ok() {
+            // Goodbye means that no pin is held: a copy that begins now sees that the session is over.
+            let quiet = self.local.as_ref().is_none_or(|local| local.pins.is_idle());
+            if let Some(control) = self.control.get().filter(|_| quiet) {
+                control.bye(None);
+            }
+            self.bury(&error);
         }
-        self.fail(error);
     }
 
     /// A lane has failed: what was in flight on it fails, the rest goes on.
@@ -433,7 +442,7 @@ impl Session {
 
     /// The owner's process, if the kernel lets this process copy from and to it.
     pub(crate) fn cma_pid(&self) -> Result<i32> {
-        let Some(local) = &self.local else { return Err(self.not_local()) };
+        let local = self.local()?;
         self.cma
             .get_or_init(|| {
                 let row = local
@@ -446,12 +455,15 @@ impl Session {
             .clone()
     }
 
-    fn not_local(&self) -> Error {
-        let reason = match self.medium {
-            Medium::Tcp(_) => "the owner is reached by tcp",
-            Medium::Unix => "the owner runs as another user and shares no memory",
-        };
-        Error::new(Kind::Unavailable, "import", reason)
+    /// What a session with a process of the same user on this host has; the error says why this is none.
+    pub(super) fn local(&self) -> Result<&Local> {
+        self.local.as_ref().ok_or_else(|| {
+            let reason = match self.medium {
+                Medium::Tcp(_) => "the owner is reached by tcp",
+                Medium::Unix => "the owner runs as another user and shares no memory",
+            };
+            Error::new(Kind::Unavailable, "import", reason)
+        })
     }
 
     /// Maps the segments whose descriptors came along. One that cannot be mapped is no reason to refuse the grant:
@@ -623,74 +635,5 @@ impl Drop for Session {
             return;
         }
         self.close(Error::new(Kind::Canceled, "session", "the session is no longer used"));
-    }
-}
-
-/// What an owner has granted; gives it back when dropped.
-pub(crate) struct GrantHandle {
-    session: Arc<Session>,
-    pub(super) handle: u32,
-    row: u32,
-    generation: u64,
-}
-
-impl GrantHandle {
-    pub(super) fn new(session: &Arc<Session>, grant: &Grant) -> GrantHandle {
-        GrantHandle {
-            session: Arc::clone(session),
-            handle: grant.handle,
-            row: grant.row,
-            generation: grant.generation,
-        }
-    }
-
-    pub(crate) fn session(&self) -> &Arc<Session> {
-        &self.session
-    }
-
-    /// Refuses where owner and user do not share memory.
-    pub(crate) fn local_fence(&self) -> Result<()> {
-        if self.session.local.is_some() { Ok(()) } else { Err(self.session.not_local()) }
-    }
-
-    /// The owner's segment, mapped here.
-    pub(crate) fn mapping(&self, segment: &SegmentRef, writable: bool) -> Result<Arc<Mapping>> {
-        let Some(local) = &self.session.local else { return Err(self.session.not_local()) };
-        let mapping = lock(&local.mappings).get(&segment.id).and_then(Weak::upgrade);
-        mapping.filter(|mapping| mapping.is_writable() || !writable).ok_or_else(|| {
-            Error::new(Kind::Unavailable, "import", "the owner's shared memory could not be mapped here")
-        })
-    }
-
-    /// Runs a copy while the owner's row is pinned: `Stale` where it was revoked before, or during the copy.
-    pub(crate) fn pinned<T>(&self, op: &'static str, copy: impl FnOnce(&Row) -> Result<T>) -> Result<T> {
-        let Some(local) = &self.session.local else { return Err(self.session.not_local()) };
-        let row = local.table.row(self.row).ok_or_else(|| Error::protocol(op, "the grant names no row"))?;
-        if let Some(slot) = LifePage::thread_slot() {
-            match local.pins.pin_thread(slot, row, self.generation) {
-                Ok(pin) => {
-                    let outcome = copy(row);
-                    return if pin.still_valid(row) { outcome } else { Err(stale(op)) };
-                }
-                Err(PinError::Stale) => return Err(stale(op)),
-                Err(PinError::Busy) => {}
-            }
-        }
-        match local.pins.pin_process(row, self.generation) {
-            Ok(pin) => {
-                let outcome = copy(row);
-                if pin.still_valid(row) { outcome } else { Err(stale(op)) }
-            }
-            Err(PinError::Stale) => Err(stale(op)),
-            Err(PinError::Busy) => Err(Error::new(Kind::Exhausted, op, "too many copies hold a pin at once")),
-        }
-    }
-}
-
-impl Drop for GrantHandle {
-    fn drop(&mut self) {
-        if !crate::fork::in_child() {
-            let _ = self.session.tell(wire::Release { handle: self.handle });
-        }
     }
 }
