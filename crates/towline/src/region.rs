@@ -1,6 +1,7 @@
 //! Storages made reachable: [`Registered`], [`Span`], and what happens when they are taken back.
 
 mod core;
+mod peers;
 mod signal;
 
 use std::any::Any;
@@ -9,7 +10,8 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(crate) use self::core::{ParkingLot, PeerPins, RegionCore, RegionUse};
+pub(crate) use self::core::{ParkingLot, RegionCore, RegionUse};
+pub(crate) use self::peers::PeerPins;
 pub(crate) use self::signal::raise;
 use crate::endpoint::EndpointCore;
 use crate::layout::Layout;

@@ -71,7 +71,11 @@ impl Attacker {
         let (proof, _, challenge) = handshake.on_welcome(&welcome).unwrap();
         self.send(&proof);
         assert_eq!(self.frame().expect("ready").0.kind, FrameKind::Ready);
-        let item = ImportItem { ticket: ticket.public_bytes().to_vec(), proof: ticket.proof(&challenge) };
+        let item = ImportItem {
+            ticket: ticket.public_bytes().to_vec(),
+            proof: ticket.proof(&challenge),
+            operation: None,
+        };
         self.send(&Message::from(Import { items: vec![item] }).frame(1, 0, 0));
         let (header, body) = self.frame().expect("the grant");
         assert_eq!(header.kind, FrameKind::Granted);

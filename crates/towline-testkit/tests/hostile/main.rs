@@ -230,7 +230,7 @@ fn mischief(handle: u32) -> Vec<(&'static str, Vec<u8>)> {
         }),
         ("a release of what was never granted", Message::from(Release { handle: 4711 }).frame(7, 0, 0)),
         ("an import of garbage", {
-            let item = ImportItem { ticket: vec![3; 100], proof: [4; 32] };
+            let item = ImportItem { ticket: vec![3; 100], proof: [4; 32], operation: None };
             Message::from(Import { items: vec![item] }).frame(7, 0, 0)
         }),
         ("a message that is too long", frame(FrameKind::Notify, 7, &[0; (64 << 10) + 13], 0, 0)),

@@ -159,6 +159,7 @@ impl<'a> Request<'a> {
         let attachment = Arc::clone(self.remote.routes().pick(self.needs(), self.routing.as_ref())?);
         attachment.alive()?;
         let (pieces, bytes, blocks) = self.pieces()?;
+        self.check_elements(pieces.as_slice())?;
         let local = match &self.local {
             Some(span) => {
                 if !Arc::ptr_eq(&span.core().endpoint, self.endpoint) {
@@ -271,6 +272,20 @@ impl<'a> Request<'a> {
                 format!("a message has at most {MAX_MESSAGE} bytes, not {}", message.len()),
             )),
             _ => Ok(()),
+        }
+    }
+
+    /// A reduction acts on whole elements, all of them aligned alike: otherwise some would be applied and others not.
+    fn check_elements(&self, pieces: &[Piece]) -> Result<()> {
+        let Op::Reduce(_, dtype) = self.op else { return Ok(()) };
+        let size = dtype.size() as u64;
+        let first = pieces.first().map_or(0, |piece| piece.remote % size);
+        match pieces.iter().find(|piece| !piece.len.is_multiple_of(size) || piece.remote % size != first) {
+            None => Ok(()),
+            Some(piece) => Err(Error::invalid(
+                self.op.name(),
+                format!("{} bytes at offset {} are not whole elements of {dtype}", piece.len, piece.remote),
+            )),
         }
     }
 

@@ -2,13 +2,12 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::peers::PeerPins;
 use super::stale;
 use crate::endpoint::EndpointCore;
-use crate::fence::life::{LifeView, SlotState};
-use crate::fence::pins::{Holder, PinPage};
 use crate::layout::Layout;
 use crate::memory::{Place, SegmentSlice, Storage};
 use crate::progress;
@@ -35,50 +34,6 @@ pub(crate) struct RegionCore {
     /// The peers that touch the memory directly, and may hold a pin.
     direct_peers: Mutex<Vec<Arc<PeerPins>>>,
     freed: AtomicBool,
-}
-
-/// The pins of one peer process on this endpoint's regions.
-pub(crate) struct PeerPins {
-    pub(crate) page: Arc<PinPage>,
-    /// The peer's life page: tells which of its threads have died.
-    pub(crate) life: OnceLock<LifeView>,
-    /// The peer has exited, or has said that it holds no pin: none counts any more.
-    pub(crate) gone: AtomicBool,
-    /// What tells of the exit; it must live as long as the pins are asked about.
-    pub(crate) exit: Mutex<Option<Arc<dyn Send + Sync>>>,
-    pub(crate) peer: String,
-}
-
-impl PeerPins {
-    /// Keeps what tells of the exit.
-    pub(crate) fn watch(&self, exit: Arc<dyn Send + Sync>) {
-        *lock(&self.exit) = Some(exit);
-    }
-
-    /// None of its pins counts any more.
-    pub(crate) fn gone(&self) {
-        self.gone.store(true, Ordering::Release);
-        drop(lock(&self.exit).take());
-    }
-
-    /// Whether some copy of the peer may still be inside that generation's memory.
-    fn holds(&self, generation: u64) -> bool {
-        if self.gone.load(Ordering::Acquire) {
-            return false;
-        }
-        self.page.holders(generation).into_iter().any(|holder| {
-            let died = match holder {
-                Holder::Thread(slot) => {
-                    self.life.get().is_some_and(|life| life.slot_state(slot) == SlotState::Died)
-                }
-                Holder::Process(_) => false,
-            };
-            if died {
-                self.page.reclaim(holder, generation);
-            }
-            !died
-        })
-    }
 }
 
 /// Proof that the region's memory stays: taken before it is touched, given back after.
@@ -218,7 +173,7 @@ impl RegionCore {
             return Err(stale("import"));
         }
         if !peers.iter().any(|known| Arc::ptr_eq(known, peer)) {
-            peers.retain(|known| !known.gone.load(Ordering::Acquire));
+            peers.retain(|known| !known.is_gone());
             peers.push(Arc::clone(peer));
         }
         Ok(())
@@ -242,7 +197,7 @@ impl RegionCore {
     fn drained(&self) -> bool {
         let generation = self.generation;
         self.uses.load(Ordering::SeqCst) == CLOSED
-            && !lock(&self.direct_peers).iter().any(|peer| peer.holds(generation))
+            && !lock(&self.direct_peers).iter().any(|peer| peer.holds(generation, &self.endpoint))
     }
 
     /// Revokes and waits until nobody is inside the memory any more.
@@ -272,7 +227,7 @@ impl RegionCore {
     fn users(&self) -> String {
         let mut users: Vec<String> = lock(&self.direct_peers)
             .iter()
-            .filter(|peer| peer.holds(self.generation))
+            .filter(|peer| peer.holds(self.generation, &self.endpoint))
             .map(|peer| format!("peer {}", peer.peer))
             .collect();
         let own = self.uses.load(Ordering::SeqCst) & !CLOSED;

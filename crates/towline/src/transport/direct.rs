@@ -90,6 +90,8 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
         let workers = progress::pool().limit() as u64;
         let portion = (plan.bytes() / (workers * PORTIONS_EACH)).clamp(LEAST_PORTION, MOST_PORTION);
+        // Whole pages, so that no element of a reduction is cut in two.
+        let portion = portion & !4095;
         let plan = plan.cut(portion);
         let mut units: Vec<_> = plan.chunks(portion).collect();
         if units.is_empty() {

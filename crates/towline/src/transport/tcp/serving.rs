@@ -1,9 +1,9 @@
 //! The owner's side of a connection: verifies tickets, serves requests, and minds the pins of a peer on this host.
 
 use std::collections::{HashMap, HashSet};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Handler, Role};
@@ -19,7 +19,7 @@ use crate::identity::Identity;
 use crate::memory::Place;
 use crate::notify::{Mail, Mailbox, Notification};
 use crate::progress::socket::{Family, Lane, RawPartMut};
-use crate::progress::{self, Interest, Readiness, Source, Timer, Token};
+use crate::progress::{self, Timer};
 use crate::region::{PeerPins, RegionCore, RegionUse, stale};
 use crate::sync::lock;
 use crate::ticket::Claims;
@@ -93,9 +93,6 @@ impl Serving {
             closed: AtomicBool::new(false),
             beating: AtomicBool::new(false),
         });
-        if let Some(local) = &serving.local {
-            local.watch_exit(endpoint, connection);
-        }
         {
             let mut all = lock(&endpoint.serving);
             all.retain(|one| one.strong_count() > 0);
@@ -169,6 +166,7 @@ impl Serving {
         self.counting.clear();
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
+            local.pins.end();
         }
         if let Some(endpoint) = self.endpoint.upgrade() {
             if let Some(local) = &self.local {
@@ -408,7 +406,7 @@ impl Serving {
         let (Some(local), Some(life)) = (&self.local, files.into_iter().next()) else {
             return Err(Error::protocol("serve", "a life page came that nobody asked for"));
         };
-        let _ = local.pins.life.set(LifeView::map(life)?);
+        local.pins.lives(LifeView::map(life)?);
         let weak = Arc::downgrade(self);
         let died = Box::new(move || {
             if let Some(serving) = weak.upgrade() {
@@ -477,7 +475,7 @@ impl Handler for Arc<Serving> {
             Message::Bye(_) => {
                 // A peer says so only when it holds no pin and makes none any more.
                 if let Some(local) = &self.local {
-                    local.pins.gone();
+                    local.pins.let_go();
                 }
                 Err(Error::new(Kind::Disconnected, "serve", "the peer has closed"))
             }
@@ -549,9 +547,11 @@ impl Local {
         connection: &Arc<Connection>,
     ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
         let socket = connection.socket();
-        if socket.family() != Family::Unix
-            || socket.peer_credentials()?.uid != rustix::process::geteuid().as_raw()
-        {
+        if socket.family() != Family::Unix {
+            return Ok(None);
+        }
+        let credentials = socket.peer_credentials()?;
+        if credentials.uid != rustix::process::geteuid().as_raw() {
             return Ok(None);
         }
         let failed = |error| Error::os("contact", "dup", error);
@@ -564,13 +564,7 @@ impl Local {
         let hold = watcher::hold(Arc::clone(&page), Side::Owner)
             .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
             .ok();
-        let pins_of_peer = Arc::new(PeerPins {
-            page,
-            life: OnceLock::new(),
-            gone: AtomicBool::new(false),
-            exit: Mutex::new(None),
-            peer: peer.name.clone(),
-        });
+        let pins_of_peer = PeerPins::new(page, &peer.name, credentials.pid);
         let weak = Arc::downgrade(connection);
         let mail = Arc::new(Mail {
             from: peer.clone(),
@@ -584,58 +578,5 @@ impl Local {
         endpoint.notifications.subscribe(&mail);
         let local = Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))) };
         Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
-    }
-
-    /// Learns when the peer's process has exited: only then do pins end that no thread's life tells about.
-    fn watch_exit(&self, endpoint: &Arc<EndpointCore>, connection: &Connection) {
-        let watched = connection.socket().peer_pidfd().and_then(|process| {
-            let watch = Arc::new(ExitWatch {
-                process,
-                pins: Arc::downgrade(&self.pins),
-                endpoint: Arc::downgrade(endpoint),
-                token: OnceLock::new(),
-            });
-            let weak: Weak<dyn Source> = Arc::downgrade(&watch) as Weak<dyn Source>;
-            let token = progress::reactor()?.add(watch.process.as_fd(), Interest::READ, weak)?;
-            let _ = watch.token.set(token);
-            Ok(watch)
-        });
-        match watched {
-            Ok(watch) => {
-                // It outlives the connection: the peer may exit after it has closed.
-                self.pins.watch(watch);
-            }
-            Err(error) => tracing::debug!(%error, "the exit of a peer cannot be watched"),
-        }
-    }
-}
-
-/// Waits for a peer's process to exit.
-struct ExitWatch {
-    process: OwnedFd,
-    pins: Weak<PeerPins>,
-    endpoint: Weak<EndpointCore>,
-    token: OnceLock<Token>,
-}
-
-impl Source for ExitWatch {
-    fn ready(self: Arc<Self>, _readiness: Readiness) {
-        if let Some(pins) = self.pins.upgrade() {
-            pins.gone();
-        }
-        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
-            reactor.remove(*token, self.process.as_fd());
-        }
-        if let Some(endpoint) = self.endpoint.upgrade() {
-            endpoint.let_go();
-        }
-    }
-}
-
-impl Drop for ExitWatch {
-    fn drop(&mut self) {
-        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
-            reactor.remove(*token, self.process.as_fd());
-        }
     }
 }
