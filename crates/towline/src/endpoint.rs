@@ -1,8 +1,10 @@
 //! The front door: open, register, import, read, write, notify.
 
+pub(crate) mod claim;
 mod core;
 mod import;
 mod interfaces;
+pub(crate) mod operations;
 mod options;
 mod request;
 mod stats;

@@ -26,6 +26,7 @@
 struct ReadmeExamples;
 
 mod access;
+mod completion;
 mod endpoint;
 mod error;
 mod fence;

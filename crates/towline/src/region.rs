@@ -147,6 +147,25 @@ impl<S: Storage> Registered<S> {
         signal::wait(&self.core, offset, at_least, within)
     }
 
+    /// The row and the generation: what names the registration to the endpoint.
+    pub(crate) fn place_in_table(&self) -> (u32, u64) {
+        (self.core.row, self.core.generation)
+    }
+
+    /// Revokes, and drops the storage and then `after` once nobody is inside the memory any more.
+    pub(crate) fn release_then(self, after: impl Any + Send) {
+        if fork::in_child() {
+            std::mem::forget((self, after));
+            return;
+        }
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is never used or dropped again, so storage and core are each moved out once.
+        #[allow(unsafe_code, reason = "moves the fields out of a type that has a Drop")]
+        let (core, storage) =
+            unsafe { (std::ptr::read(&raw const this.core), ManuallyDrop::take(&mut this.storage)) };
+        RegionCore::release_or_park(&core, (storage, after));
+    }
+
     /// Deregisters and gives the storage back, waiting for peers that are inside a copy.
     pub fn into_storage(self) -> Result<S, StillPinned<S>> {
         let within = self.core.endpoint.limits().no_progress;

@@ -63,7 +63,11 @@ fn deregistering_under_four_peers_leaves_no_stale_or_torn_word() {
                 .unwrap_or_else(|pinned| panic!("generation {generation}: {}", pinned.error));
             // Ours again. The readers' part is as it was; the writers' parts hold only what was written meanwhile.
             stamp.verify_storage(&memory, 0, READ_LEN).unwrap();
-            verify_written(&memory, stamp, [crew[2].0, crew[3].0].map(|path| path == "tcp" || path == "unix"));
+            verify_written(
+                &memory,
+                stamp,
+                [crew[2].0, crew[3].0].map(|path| path == "tcp" || path == "unix"),
+            );
             // Recycled for something else, and looked at again after a while: nothing comes late.
             let next = Stamp::new(2, generation);
             next.fill_storage(&memory).unwrap();
@@ -93,7 +97,8 @@ fn verify_written(memory: &impl towline::Storage, stamp: Stamp, streams: [bool; 
         let writer = index * 8 / WRITE_LEN;
         let place = offset - (READ_LEN + writer * WRITE_LEN) as u64;
         let expected = Stamp::new(MARK + 2 + writer as u16, stamp.generation).word(place);
-        let (found, ours, theirs) = (word.to_ne_bytes(), stamp.word(offset).to_ne_bytes(), expected.to_ne_bytes());
+        let (found, ours, theirs) =
+            (word.to_ne_bytes(), stamp.word(offset).to_ne_bytes(), expected.to_ne_bytes());
         let mixed = || (0..8).all(|byte| found[byte] == ours[byte] || found[byte] == theirs[byte]);
         assert!(
             word == expected || (streams[writer] && mixed()),

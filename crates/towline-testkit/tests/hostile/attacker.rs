@@ -57,7 +57,7 @@ impl Attacker {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let mut random = Random::new(NEXT.fetch_add(1, Ordering::Relaxed));
         let mut nonce = [0; 32];
-        nonce.fill_with(|| random.next() as u8);
+        nonce.fill_with(|| random.number() as u8);
         let identity = Identity::new("attacker", Incarnation([6; 16])).unwrap();
         let target = ticket.body().identity.incarnation;
         ClientHandshake::start(&identity, target, ClientKey::Ticket(ticket), nonce, None)

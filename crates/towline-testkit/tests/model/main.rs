@@ -1,4 +1,5 @@
 //! Random programs against plain vectors, over each kind of path. `TOWLINE_TEST_SEED` tries others.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 mod world;
 

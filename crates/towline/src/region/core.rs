@@ -290,6 +290,11 @@ impl RegionCore {
             return;
         }
         core.endpoint.break_streams_of(core.generation);
+        if core.drained() {
+            core.free();
+            drop(storage);
+            return;
+        }
         tracing::warn!(
             endpoint = core.endpoint.name(),
             generation = core.generation,

@@ -7,6 +7,7 @@
 mod apply;
 mod connection;
 mod contact;
+mod importing;
 mod listener;
 mod parts;
 mod run;
@@ -19,6 +20,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+pub(crate) use self::importing::{Imported, Importing, proven};
 pub(crate) use self::listener::Listener;
 use self::run::Run;
 pub(crate) use self::serving::Serving;

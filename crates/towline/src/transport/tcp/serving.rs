@@ -4,10 +4,13 @@ use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Handler, Role};
+use super::importing::proven;
 use super::parts::{Keep, Payload, Sink, readable};
 use crate::endpoint::EndpointCore;
+use crate::endpoint::operations::Claimer;
 use crate::fence::life::LifeView;
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
@@ -15,7 +18,7 @@ use crate::identity::Identity;
 use crate::memory::Place;
 use crate::notify::{Mail, Mailbox, Notification};
 use crate::progress::socket::{Family, Lane, RawPartMut};
-use crate::progress::{self, Interest, Readiness, Source, Token};
+use crate::progress::{self, Interest, Readiness, Source, Timer, Token};
 use crate::region::{PeerPins, RegionCore, RegionUse, stale};
 use crate::sync::lock;
 use crate::ticket::Claims;
@@ -24,8 +27,14 @@ use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result};
 
+/// While a peer between hosts holds a claim, a frame goes out at least this often.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+
 /// Transfers of one peer whose pieces are counted because a notification or a signal follows them.
 const MOST_COUNTED: usize = 1 << 16;
+
+/// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
+const MOST_REDUCED: u64 = 4 << 20;
 
 /// One peer that uses this endpoint's regions.
 pub(crate) struct Serving {
@@ -40,6 +49,7 @@ pub(crate) struct Serving {
     counted: Mutex<HashMap<u64, Counted>>,
     local: Option<Local>,
     closed: AtomicBool,
+    beating: AtomicBool,
 }
 
 /// A peer of the same user on this host.
@@ -91,6 +101,7 @@ impl Serving {
             counted: Mutex::default(),
             local,
             closed: AtomicBool::new(false),
+            beating: AtomicBool::new(false),
         });
         if let Some(local) = &serving.local {
             local.watch_exit(endpoint, connection);
@@ -174,12 +185,15 @@ impl Serving {
                 endpoint.notifications.empty(&local.mail);
             }
             lock(&endpoint.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(self));
+            let gone =
+                Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
+            endpoint.operations.abandon(self.claimer(), &gone);
             // The peer may have held memory that is being taken back.
             endpoint.let_go();
         }
     }
 
-    fn import(&self, connection: &Arc<Connection>, request: u64, import: Import) -> Result<()> {
+    fn import(self: &Arc<Self>, connection: &Arc<Connection>, request: u64, import: Import) -> Result<()> {
         let endpoint = self.endpoint()?;
         let mut files = Vec::new();
         let mut passed = HashSet::new();
@@ -187,8 +201,15 @@ impl Serving {
             .items
             .iter()
             .map(|item| {
-                let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &self.challenge)?;
+                let proven = proven(&self.challenge, item.operation.as_ref());
+                let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &proven)?;
                 let attached = self.pass(&region, &mut passed, &mut files)?;
+                if let Some(operation) = &item.operation {
+                    let of = (region.row, region.generation);
+                    let who = self.claimer();
+                    endpoint.operations.claim(operation, who, &self.peer.name, of, claims.access)?;
+                    self.beat();
+                }
                 let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
                 let mut grant = region.grant(&claims, handle, attached);
                 if self.local.is_none() {
@@ -201,6 +222,29 @@ impl Serving {
             .collect();
         let frame = Message::from(Granted { items }).frame(request, 0, files.len() as u8);
         connection.send(frame, files, Payload::None, Keep::Nothing)
+    }
+
+    fn claimer(&self) -> Claimer {
+        Claimer::Session(self.id)
+    }
+
+    /// Between hosts: keeps frames going out while the peer holds a claim, so that TCP notices if it is gone.
+    fn beat(self: &Arc<Self>) {
+        let far = lock(&self.connections).iter().any(|one| one.socket().family() != Family::Unix);
+        if far
+            && !self.beating.swap(true, Ordering::AcqRel)
+            && let Ok(reactor) = progress::reactor()
+        {
+            let weak = Arc::downgrade(self);
+            let timer: Weak<dyn Timer> = weak;
+            reactor.at(Instant::now() + HEARTBEAT, timer, 0);
+        }
+    }
+
+    fn finish(&self, finish: wire::Finish) -> Result<()> {
+        let outcome = finish.outcome.map_err(|error| error.into_error("serve"));
+        self.endpoint()?.operations.finish(&finish.operation, self.claimer(), outcome);
+        Ok(())
     }
 
     /// Lets a peer on this host touch the region directly; true where its segment's descriptor must go along.
@@ -403,6 +447,22 @@ impl Serving {
     }
 }
 
+impl Timer for Serving {
+    fn fired(self: Arc<Self>, _key: u64) {
+        self.beating.store(false, Ordering::Release);
+        let Some(endpoint) = self.endpoint.upgrade() else { return };
+        if self.closed.load(Ordering::Acquire) || !endpoint.operations.any_claimed_by(self.claimer()) {
+            return;
+        }
+        let control = lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned();
+        if let Some(control) = control {
+            let ping = Message::from(wire::Ping {}).frame(0, 0, 0);
+            let _ = control.send(ping, Vec::new(), Payload::None, Keep::Nothing);
+            self.beat();
+        }
+    }
+}
+
 /// Passes a connection's frames on.
 impl Handler for Arc<Serving> {
     fn frame(
@@ -429,6 +489,7 @@ impl Handler for Arc<Serving> {
                 lock(&self.counted).remove(&header.id);
                 Ok(())
             }
+            Message::Finish(finish) => self.finish(finish),
             Message::Held(_) => self.held(files),
             Message::Ping(_) => connection.send(
                 Message::from(wire::Pong {}).frame(header.id, 0, 0),
@@ -445,7 +506,9 @@ impl Handler for Arc<Serving> {
     fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
         let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
             Message::Write(write) => (write.handle, write.blocks, false),
-            Message::Reduce(reduce) => (reduce.handle, reduce.blocks, true),
+            Message::Reduce(reduce) if header.payload_len <= MOST_REDUCED => {
+                (reduce.handle, reduce.blocks, true)
+            }
             other => {
                 return Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind())));
             }

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::Medium;
 use super::connection::{Connection, Handler};
 use super::contact;
+use super::importing::{Answer, Reply};
 use super::parts::{Keep, Payload, Sink};
 use super::run::Run;
 use crate::endpoint::EndpointCore;
@@ -24,7 +25,7 @@ use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
 use crate::transport::cma;
 use crate::wire::handshake::SessionKey;
-use crate::wire::{self, FrameKind, Grant, Granted, Header, Import, ImportItem, Message, SegmentRef};
+use crate::wire::{self, FrameKind, Grant, Granted, Header, Message, SegmentRef};
 use crate::{Access, Error, Kind, Result, Ticket};
 
 /// While something is in flight between hosts, a frame goes out at least this often, so that TCP notices a peer that
@@ -33,9 +34,6 @@ const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// Lanes that carried nothing for this long are closed.
 const LANES_IDLE: Duration = Duration::from_secs(10);
-
-/// Imports per frame: bounded by the descriptors that can ride with the answer.
-const IMPORTS_PER_FRAME: usize = 128;
 
 /// The timers of a session.
 const HEARTBEAT_TIMER: u64 = 1;
@@ -55,6 +53,8 @@ pub(crate) struct Session {
     opening: Mutex<()>,
     pending: Mutex<HashMap<u64, Pending>>,
     next_request: AtomicU64,
+    /// Held while the frames of one import are sent.
+    pub(super) importing: Mutex<()>,
     local: Option<Local>,
     cma: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
@@ -86,44 +86,6 @@ pub(super) enum Pending {
     Import(Arc<Reply>),
     Unit { run: Arc<Run>, unit: usize, connection: Arc<Connection> },
     Atomic { transfer: Arc<TransferCore> },
-}
-
-/// An import's answer and who waits for it.
-#[derive(Default)]
-pub(super) struct Reply {
-    answer: Mutex<Option<Result<Answer>>>,
-    came: Condvar,
-}
-
-/// The owner's answer to an import, and the segments that came with it.
-struct Answer {
-    granted: Granted,
-    /// Keeps the mappings until the remotes that use them exist.
-    mapped: Vec<Arc<Mapping>>,
-}
-
-impl Reply {
-    fn fill(&self, answer: Result<Answer>) {
-        *lock(&self.answer) = Some(answer);
-        self.came.notify_all();
-    }
-
-    fn wait(&self, until: Instant) -> Option<Result<Answer>> {
-        let mut answer = lock(&self.answer);
-        loop {
-            if let Some(answer) = answer.take() {
-                return Some(answer);
-            }
-            let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-            answer = self.came.wait_timeout(answer, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-}
-
-/// What the owner granted, ticket by ticket. Must live until the remotes that use it exist.
-pub(crate) struct Imported {
-    pub(crate) outcomes: Vec<Result<(Grant, Arc<GrantHandle>)>>,
-    _mapped: Vec<Arc<Mapping>>,
 }
 
 impl Session {
@@ -161,6 +123,7 @@ impl Session {
             opening: Mutex::default(),
             pending: Mutex::default(),
             next_request: AtomicU64::new(1),
+            importing: Mutex::default(),
             local,
             cma: OnceLock::new(),
             dead: OnceLock::new(),
@@ -233,51 +196,14 @@ impl Session {
         }
     }
 
-    /// Turns tickets into grants.
-    pub(crate) fn import(self: &Arc<Self>, tickets: &[&Ticket], until: Instant) -> Result<Imported> {
-        let mut waiting = Vec::new();
-        for some in tickets.chunks(IMPORTS_PER_FRAME) {
-            let items = some
-                .iter()
-                .map(|ticket| ImportItem {
-                    ticket: ticket.public_bytes().to_vec(),
-                    proof: ticket.proof(&self.challenge),
-                })
-                .collect();
-            let reply = Arc::new(Reply::default());
-            let request = self.expect(Pending::Import(Arc::clone(&reply)))?;
-            let frame = Message::from(Import { items }).frame(request, 0, 0);
-            self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)?;
-            waiting.push((request, reply, some.len()));
-        }
-        let mut outcomes = Vec::with_capacity(tickets.len());
-        let mut mapped = Vec::new();
-        for (request, reply, expected) in waiting {
-            let Some(granted) = reply.wait(until) else {
-                lock(&self.pending).remove(&request);
-                return Err(Error::new(Kind::Timeout, "import", "the owner did not answer in time")
-                    .on(self.medium.name())
-                    .with_peer(self.peer_name()));
-            };
-            let Answer { granted, mapped: more } = granted?;
-            mapped.extend(more);
-            if granted.items.len() != expected {
-                return Err(Error::protocol("import", "the owner answered for another number of tickets"));
-            }
-            outcomes.extend(granted.items.into_iter().map(|item| match item {
-                Ok(grant) => {
-                    let handle = Arc::new(GrantHandle {
-                        session: Arc::clone(self),
-                        handle: grant.handle,
-                        row: grant.row,
-                        generation: grant.generation,
-                    });
-                    Ok((grant, handle))
-                }
-                Err(error) => Err(error.into_error("import").with_peer(self.peer_name())),
-            }));
-        }
-        Ok(Imported { outcomes, _mapped: mapped })
+    /// What proofs on this session are about.
+    pub(super) fn challenge(&self) -> &[u8; 32] {
+        &self.challenge
+    }
+
+    /// Sends a request whose answer is expected already.
+    pub(super) fn ask(&self, frame: Vec<u8>) -> Result<()> {
+        self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)
     }
 
     /// Remembers who waits for the answer to a new request.
@@ -300,7 +226,7 @@ impl Session {
     }
 
     /// Sends a request whose answer nobody waits for.
-    pub(super) fn tell(&self, message: impl Into<Message>) -> Result<()> {
+    pub(crate) fn tell(&self, message: impl Into<Message>) -> Result<()> {
         self.control()?.send(message.into().frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
     }
 
@@ -461,7 +387,7 @@ impl Session {
         let pending: Vec<_> = lock(&self.pending).drain().map(|(_, pending)| pending).collect();
         for pending in pending {
             match pending {
-                Pending::Import(reply) => reply.fill(Err(error.clone())),
+                Pending::Import(reply) => reply.fill(self, Err(error.clone())),
                 Pending::Unit { run, unit, .. } => run.failed(unit, error.clone()),
                 Pending::Atomic { transfer } => transfer.unit_failed(0, error.clone()),
             }
@@ -566,7 +492,7 @@ impl Session {
             Message::Granted(granted) => {
                 let mapped = self.map_segments(&granted, files)?;
                 if let Some(Pending::Import(reply)) = self.forget(header.id) {
-                    reply.fill(Ok(Answer { granted, mapped }));
+                    reply.fill(self, Ok(Answer { granted, mapped }));
                 }
             }
             Message::Data(data) => match (self.forget(header.id), data.outcome) {
@@ -709,6 +635,15 @@ pub(crate) struct GrantHandle {
 }
 
 impl GrantHandle {
+    pub(super) fn new(session: &Arc<Session>, grant: &Grant) -> GrantHandle {
+        GrantHandle {
+            session: Arc::clone(session),
+            handle: grant.handle,
+            row: grant.row,
+            generation: grant.generation,
+        }
+    }
+
     pub(crate) fn session(&self) -> &Arc<Session> {
         &self.session
     }
