@@ -23,6 +23,7 @@
 
 mod access;
 mod completion;
+pub mod connect;
 mod endpoint;
 mod error;
 mod fence;

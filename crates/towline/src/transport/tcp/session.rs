@@ -353,9 +353,12 @@ impl Session {
     /// The owner is gone, or the connection to it is: everything in flight ends with that error.
     pub(crate) fn fail(&self, error: Error) {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
-        if self.dead.set(error.clone()).is_err() {
-            return;
+        if self.dead.set(error.clone()).is_ok() {
+            self.tear_down(&error);
         }
+    }
+
+    fn tear_down(&self, error: &Error) {
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
         }
@@ -385,14 +388,20 @@ impl Session {
 
     /// Ends it on this side's wish.
     pub(crate) fn close(&self, error: Error) {
+        let error = error.on(self.medium.name()).with_peer(self.peer_name());
+        // Before the goodbye: the owner closes when it has that, which must not look like the cause.
+        if self.dead.set(error.clone()).is_err() {
+            return;
+        }
         if let Some(control) = self.control.get() {
             control.bye(None);
         }
-        self.fail(error);
+        self.tear_down(&error);
     }
 
     /// A lane has failed: what was in flight on it fails, the rest goes on.
     fn lane_closed(&self, lane: &Arc<Connection>, error: &Error) {
+        let error = self.dead.get().unwrap_or(error);
         lock(&self.lanes).open.retain(|open| !Arc::ptr_eq(open, lane));
         lane.let_go();
         let lost: Vec<_> = {
