@@ -199,7 +199,7 @@ fn a_silent_claimer_that_closes_is_named() {
         let error = readable.wait(Some(WATCHDOG)).unwrap_err();
         assert_eq!((error.kind(), error.peer()), (Kind::Disconnected, Some("decode")), "{path}: {error}");
         assert_eq!(readable.status(), OperationStatus::Errored);
-        assert!(block_on(begun).is_err());
+        assert!(block_on(async { begun.await?.await }).is_err());
         eventually("the offered memory is let go", || regions(&encode) == 0);
     }
 }

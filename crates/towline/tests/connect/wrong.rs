@@ -9,7 +9,7 @@ use towline::{Error, Kind};
 use crate::scene::*;
 
 fn refused<T>(outcome: towline::Result<T>, kind: Kind, words: &str) {
-    let error: Error = outcome.err().expect("it is refused");
+    let error: Error = outcome.err().unwrap();
     assert_eq!(error.kind(), kind, "{error}");
     assert!(error.message().contains(words), "{words:?} is not in {error}");
 }
@@ -78,7 +78,7 @@ fn a_second_claimer_gets_nothing() {
         // While it is under way, and after.
         for connector in [&decode, &third] {
             let outcome = connector.begin_write(vec![empty(64 << 20), empty(8)], &metadata);
-            let error = outcome.err().expect("it is refused");
+            let error = outcome.expect_err("it is refused");
             match error.kind() {
                 Kind::Invalid => assert!(error.message().contains("already claimed by decode"), "{error}"),
                 kind => assert_eq!(kind, Kind::Stale, "{error}"),
@@ -122,7 +122,7 @@ fn metadata_of_an_owner_that_is_gone_gives_an_error() {
         encode.close();
         assert_eq!(readable.status(), OperationStatus::Cancelled);
         assert!(readable.error().unwrap().message().contains("closed"));
-        let error = decode.begin_read(&metadata, empty(100)).err().expect("nobody is there");
+        let error = decode.begin_read(&metadata, empty(100)).expect_err("nobody is there");
         assert!(matches!(error.kind(), Kind::Disconnected | Kind::Stale | Kind::Unavailable), "{error}");
         refused(encode.create_readable(empty(1)), Kind::Invalid, "closed");
         refused(encode.begin_read(&metadata, empty(100)), Kind::Invalid, "closed");
@@ -153,7 +153,7 @@ fn hostile_metadata_is_refused_and_harms_nobody() {
         refused(read(&mixed), Kind::Stale, "none of this endpoint's");
 
         // A ticket for another operation.
-        let others = BASE64.decode(other.metadata().unwrap().nixl_metadata[4..].as_bytes()).unwrap();
+        let others = BASE64.decode(&other.metadata().unwrap().nixl_metadata.as_bytes()[4..]).unwrap();
         let stolen = meddled(&good, |bytes| bytes.splice(24.., others[24..].iter().copied()).for_each(drop));
         refused(read(&stolen), Kind::PermissionDenied, "does not offer");
 
