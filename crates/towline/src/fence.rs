@@ -12,7 +12,7 @@ pub(crate) mod life;
 pub(crate) mod pins;
 mod protocol;
 mod robust;
-mod shared;
+pub(crate) mod shared;
 pub(crate) mod table;
 pub(crate) mod watcher;
 

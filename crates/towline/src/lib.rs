@@ -21,6 +21,10 @@
 //! # Ok::<(), towline::Error>(())
 //! ```
 
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct ReadmeExamples;
+
 mod access;
 mod completion;
 pub mod connect;

@@ -5,6 +5,7 @@
 //! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
 //! a process in which nothing happens makes no system call.
 
+mod bell;
 mod pool;
 mod reactor;
 pub(crate) mod socket;
@@ -15,6 +16,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 
+pub(crate) use bell::Bell;
 pub(crate) use pool::Pool;
 pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
 pub(crate) use timers::{Timer, TimerId};

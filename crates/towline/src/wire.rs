@@ -115,7 +115,7 @@ impl FrameKind {
     /// Returns how many descriptors may ride with it.
     pub fn max_files(self) -> u8 {
         match self {
-            FrameKind::Ready => 3,
+            FrameKind::Ready => 4,
             FrameKind::Held => 1,
             FrameKind::Granted => MAX_FILES,
             _ => 0,

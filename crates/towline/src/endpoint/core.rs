@@ -2,9 +2,8 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::interfaces;
@@ -13,8 +12,8 @@ use super::options::EndpointOptions;
 use super::stats::{AllCounters, Stats};
 use crate::fence::table::Table;
 use crate::identity::{Identity, Incarnation};
-use crate::notify::Notifications;
-use crate::progress::{self, Interest, Readiness, Source};
+use crate::notify::{Notification, Notifications};
+use crate::progress::{self, Bell, Interest, Readiness, Source, Token};
 use crate::region::{ParkingLot, RegionCore, stale};
 use crate::route::Routing;
 use crate::sync::lock;
@@ -41,9 +40,11 @@ pub(crate) struct EndpointCore {
     pub(crate) table: Table,
     pub(crate) regions: Regions,
     pub(crate) notifications: Notifications,
+    /// Rung when a peer or this process has let go of memory, or has sent a message.
+    pub(crate) bell: Bell,
+    listening: Mutex<(Option<Token>, bool)>,
     /// What waits to be claimed by a peer, or to be done by it.
     pub(crate) operations: Operations,
-    pub(crate) drains: Drains,
     pub(crate) parked: ParkingLot,
     pub(crate) counters: AllCounters,
     /// Connections to owners, by who is at the other end and over what.
@@ -52,7 +53,6 @@ pub(crate) struct EndpointCore {
     pub(crate) serving: Mutex<Vec<Weak<Serving>>>,
     pub(crate) refused: AtomicU64,
     closed: AtomicBool,
-    doorbell: OnceLock<Arc<Doorbell>>,
     /// The bytes that peers read to see whether the kernel lets them copy from this process.
     nonce: Box<[u8; 16]>,
 }
@@ -82,16 +82,16 @@ impl EndpointCore {
             listeners: Mutex::new(Vec::new()),
             table,
             regions: Regions::default(),
-            notifications: Notifications::new(),
+            notifications: Notifications::default(),
+            bell: Bell::new()?,
+            listening: Mutex::new((None, false)),
             operations: Operations::default(),
-            drains: Drains::default(),
             parked: ParkingLot::default(),
             counters: AllCounters::default(),
             sessions: Mutex::new(HashMap::new()),
             serving: Mutex::new(Vec::new()),
             refused: AtomicU64::new(0),
             closed: AtomicBool::new(false),
-            doorbell: OnceLock::new(),
             nonce,
         });
         core.listen(&options.listen, &options.advertise)?;
@@ -207,16 +207,67 @@ impl EndpointCore {
         }
     }
 
-    /// The descriptor by which peers say that they have let go of memory which is being taken back.
-    pub(crate) fn doorbell(self: &Arc<Self>) -> Result<BorrowedFd<'_>> {
-        if self.doorbell.get().is_none() {
-            let doorbell = Doorbell::install(self)?;
-            let _ = self.doorbell.set(doorbell);
+    /// Delivers a message to this endpoint's user.
+    pub(crate) fn deliver(&self, notification: Notification) -> Result<()> {
+        self.notifications.queue(notification)?;
+        self.bell.ring();
+        self.notifications.wake();
+        Ok(())
+    }
+
+    /// The next message, waiting until then.
+    pub(crate) fn receive(&self, within: Duration) -> Result<Notification> {
+        progress::may_block("receive")?;
+        let until = Instant::now() + within;
+        loop {
+            let seen = self.bell.seen();
+            if let Some(notification) = self.notifications.next()? {
+                return Ok(notification);
+            }
+            if Instant::now() >= until {
+                return Err(Error::new(
+                    Kind::Timeout,
+                    "receive",
+                    format!("no notification came in {:.3} s", within.as_secs_f64()),
+                ));
+            }
+            self.bell.wait(seen, until);
+            self.rung();
         }
-        match self.doorbell.get() {
-            Some(doorbell) => Ok(doorbell.event.as_fd()),
-            None => Err(Error::new(Kind::Internal, "contact", "no doorbell")),
+    }
+
+    /// The bell has rung: does what nobody else may be waiting to do.
+    pub(crate) fn rung(&self) {
+        if self.parked.load().0 > 0 {
+            self.parked.sweep();
         }
+        if self.notifications.awaited() {
+            self.notifications.wake();
+        }
+    }
+
+    /// Somebody has let go of memory that is being taken back.
+    pub(crate) fn let_go(&self) {
+        self.bell.ring();
+        self.rung();
+    }
+
+    /// Lets the event loop listen for peers' rings: needed only while a future waits for a message or a storage is
+    /// parked. Threads that wait listen themselves.
+    pub(crate) fn listen_to_bell(self: &Arc<Self>) {
+        let mut listening = lock(&self.listening);
+        let Ok(reactor) = progress::reactor() else { return };
+        match listening.0 {
+            Some(token) if !listening.1 => {
+                let _ = reactor.modify(token, self.bell.event(), Interest::READ);
+            }
+            Some(_) => {}
+            None => {
+                let weak: Weak<dyn Source> = Arc::downgrade(self) as Weak<dyn Source>;
+                listening.0 = reactor.add(self.bell.event(), Interest::READ, weak).ok();
+            }
+        }
+        listening.1 = true;
     }
 
     /// Stops serving bytes of that generation over sockets: a slow peer does not delay the taking back.
@@ -265,6 +316,10 @@ impl EndpointCore {
             peer.close();
         }
         self.notifications.close();
+        self.bell.ring();
+        if let (Some(token), Ok(reactor)) = (lock(&self.listening).0.take(), progress::reactor()) {
+            reactor.remove(token, self.bell.event());
+        }
     }
 }
 
@@ -329,81 +384,16 @@ impl Regions {
     }
 }
 
-/// Wakes those who wait for memory to be let go.
-#[derive(Default)]
-pub(crate) struct Drains {
-    rung: Mutex<u64>,
-    changed: Condvar,
-}
-
-impl Drains {
-    /// What to pass to [`wait`](Self::wait): read it before looking whether the memory was let go.
-    pub(crate) fn seen(&self) -> u64 {
-        *lock(&self.rung)
-    }
-
-    /// Waits until somebody has let go of something since `seen`, or for that long.
-    pub(crate) fn wait(&self, seen: u64, time: Duration) {
-        let until = Instant::now() + time;
-        let mut rung = lock(&self.rung);
-        while *rung == seen {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            rung = self.changed.wait_timeout(rung, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    pub(crate) fn ring(&self) {
-        *lock(&self.rung) += 1;
-        self.changed.notify_all();
-    }
-}
-
-/// The eventfd that peers write to when they let go of memory that is being taken back.
-struct Doorbell {
-    event: OwnedFd,
-    endpoint: Weak<EndpointCore>,
-    token: OnceLock<progress::Token>,
-}
-
-impl Doorbell {
-    fn install(endpoint: &Arc<EndpointCore>) -> Result<Arc<Doorbell>> {
-        use rustix::event::{EventfdFlags, eventfd};
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::os("contact", "eventfd", error))?;
-        let doorbell =
-            Arc::new(Doorbell { event, endpoint: Arc::downgrade(endpoint), token: OnceLock::new() });
-        let weak = Arc::downgrade(&doorbell);
-        let token = progress::reactor()?.add(doorbell.event.as_fd(), Interest::READ, weak)?;
-        let _ = doorbell.token.set(token);
-        Ok(doorbell)
-    }
-}
-
-impl Source for Doorbell {
+impl Source for EndpointCore {
     fn ready(self: Arc<Self>, _readiness: Readiness) {
-        let mut count = [0u8; 8];
-        let _ = rustix::io::read(&self.event, &mut count);
-        if let Some(endpoint) = self.endpoint.upgrade() {
-            endpoint.let_go();
+        self.bell.heard();
+        self.rung();
+        let mut listening = lock(&self.listening);
+        if !self.notifications.awaited() && self.parked.load().0 == 0 {
+            if let (Some(token), Ok(reactor)) = (listening.0, progress::reactor()) {
+                let _ = reactor.modify(token, self.bell.event(), Interest::NONE);
+            }
+            listening.1 = false;
         }
-    }
-}
-
-impl Drop for Doorbell {
-    fn drop(&mut self) {
-        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
-            reactor.remove(*token, self.event.as_fd());
-        }
-    }
-}
-
-impl EndpointCore {
-    /// Somebody has let go of memory that is being taken back: frees what was parked and wakes who waits.
-    pub(crate) fn let_go(&self) {
-        self.parked.sweep();
-        self.drains.ring();
     }
 }

@@ -118,16 +118,30 @@ impl fmt::Debug for Remote {
     }
 }
 
+/// Imports one ticket.
+pub(super) fn import_one(
+    endpoint: &Arc<EndpointCore>,
+    ticket: &Ticket,
+    routing: &Routing,
+    within: Duration,
+) -> Result<Remote> {
+    import(endpoint, std::slice::from_ref(ticket), routing, within)?
+        .pop()
+        .unwrap_or_else(|| Err(Error::new(Kind::Internal, "import", "no answer")))
+}
+
 /// Imports tickets with one round trip per owner.
+#[tracing::instrument(level = "debug", skip_all, fields(endpoint = endpoint.name(), tickets = tickets.len()))]
 pub(super) fn import(
     endpoint: &Arc<EndpointCore>,
     tickets: &[Ticket],
     routing: &Routing,
+    within: Duration,
 ) -> Result<Vec<Result<Remote>>> {
     fork::guard("import")?;
     progress::may_block("import")?;
     endpoint.check_open("import")?;
-    let until = Instant::now() + endpoint.limits().no_progress;
+    let until = Instant::now() + within;
     let mut outcomes: Vec<Option<Result<Remote>>> = tickets.iter().map(|_| None).collect();
     let mut by_owner: HashMap<Incarnation, Vec<usize>> = HashMap::new();
     for (index, ticket) in tickets.iter().enumerate() {
@@ -165,9 +179,7 @@ pub(super) fn import_async(
 ) -> impl Future<Output = Result<Remote>> + Send {
     on_a_thread(move || {
         let routing = endpoint.routing().clone();
-        import(&endpoint, &[ticket], &routing).and_then(|mut all| {
-            all.pop().unwrap_or_else(|| Err(Error::new(Kind::Internal, "import", "no answer")))
-        })
+        import_one(&endpoint, &ticket, &routing, endpoint.limits().no_progress)
     })
 }
 
@@ -294,8 +306,11 @@ pub(super) fn contact(
             Err(error) => tried.push((error.kind(), format!("{medium}: {}", error.message()))),
         }
     }
-    let kind =
-        if tried.iter().any(|(kind, _)| *kind == Kind::Timeout) { Kind::Timeout } else { Kind::Disconnected };
+    // What the caller can do something about comes first.
+    let kind = [Kind::Exhausted, Kind::Timeout]
+        .into_iter()
+        .find(|kind| tried.iter().any(|(seen, _)| seen == kind))
+        .unwrap_or(Kind::Disconnected);
     let (kind, message) = if tried.is_empty() {
         (Kind::Unavailable, "the ticket names no way to its owner that the caller allows".to_owned())
     } else {

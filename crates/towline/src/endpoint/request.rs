@@ -218,14 +218,6 @@ impl<'a> Request<'a> {
                 }
             }),
         });
-        tracing::debug!(
-            id = core.id,
-            op = op.name(),
-            path,
-            bytes,
-            peer = &**self.remote.peer(),
-            "transfer started"
-        );
         attachment.start(&core);
         Ok(Transfer::live(core))
     }

@@ -42,17 +42,28 @@ pub(crate) struct PeerPins {
     pub(crate) page: Arc<PinPage>,
     /// The peer's life page: tells which of its threads have died.
     pub(crate) life: OnceLock<LifeView>,
-    /// The peer's process has exited: none of its pins counts any more.
-    pub(crate) exited: AtomicBool,
+    /// The peer has exited, or has said that it holds no pin: none counts any more.
+    pub(crate) gone: AtomicBool,
     /// What tells of the exit; it must live as long as the pins are asked about.
-    pub(crate) exit: OnceLock<Arc<dyn Send + Sync>>,
+    pub(crate) exit: Mutex<Option<Arc<dyn Send + Sync>>>,
     pub(crate) peer: String,
 }
 
 impl PeerPins {
+    /// Keeps what tells of the exit.
+    pub(crate) fn watch(&self, exit: Arc<dyn Send + Sync>) {
+        *lock(&self.exit) = Some(exit);
+    }
+
+    /// None of its pins counts any more.
+    pub(crate) fn gone(&self) {
+        self.gone.store(true, Ordering::Release);
+        drop(lock(&self.exit).take());
+    }
+
     /// Whether some copy of the peer may still be inside that generation's memory.
     fn holds(&self, generation: u64) -> bool {
-        if self.exited.load(Ordering::Acquire) {
+        if self.gone.load(Ordering::Acquire) {
             return false;
         }
         self.page.holders(generation).into_iter().any(|holder| {
@@ -150,7 +161,7 @@ impl RegionCore {
 
     fn end_use(&self) {
         if self.uses.fetch_sub(1, Ordering::SeqCst) == CLOSED + 1 {
-            self.endpoint.drains.ring();
+            self.endpoint.bell.ring();
             if self.endpoint.parked.load().0 > 0 {
                 // Not here: whoever ends a use may hold locks, and a storage's drop may be the user's code.
                 let endpoint = Arc::clone(&self.endpoint);
@@ -160,6 +171,7 @@ impl RegionCore {
     }
 
     pub(crate) fn ticket(&self, layout: Option<Layout>) -> Result<Ticket> {
+        crate::fork::guard("ticket")?;
         if self.is_closed() {
             return Err(stale("ticket"));
         }
@@ -206,7 +218,7 @@ impl RegionCore {
             return Err(stale("import"));
         }
         if !peers.iter().any(|known| Arc::ptr_eq(known, peer)) {
-            peers.retain(|known| !known.exited.load(Ordering::Acquire));
+            peers.retain(|known| !known.gone.load(Ordering::Acquire));
             peers.push(Arc::clone(peer));
         }
         Ok(())
@@ -239,7 +251,7 @@ impl RegionCore {
         self.endpoint.break_streams_of(self.generation);
         let started = Instant::now();
         loop {
-            let seen = self.endpoint.drains.seen();
+            let seen = self.endpoint.bell.seen();
             if self.drained() {
                 self.free();
                 return Ok(());
@@ -252,7 +264,8 @@ impl RegionCore {
                     format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users()),
                 ));
             }
-            self.endpoint.drains.wait(seen, within - spent);
+            self.endpoint.bell.wait(seen, started + within);
+            self.endpoint.rung();
         }
     }
 
@@ -301,6 +314,7 @@ impl RegionCore {
             "a dropped region is still in use; its storage is parked until the users let go"
         );
         core.endpoint.parked.park(Parked { core: Arc::clone(core), storage: Box::new(storage) });
+        core.endpoint.listen_to_bell();
         // The last user may have let go before the storage was in its place.
         core.endpoint.parked.sweep();
     }

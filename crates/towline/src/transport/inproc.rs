@@ -114,7 +114,7 @@ impl Direct for Local {
 
     fn notify(&self, message: &[u8]) -> Result<()> {
         let notification = Notification { from: self.from.clone(), message: message.to_vec() };
-        self.region.endpoint.notifications.deliver(notification)
+        self.region.endpoint.deliver(notification)
     }
 
     fn alive(&self) -> Result<()> {

@@ -21,8 +21,11 @@ use crate::{Error, Kind, Result};
 /// What is read ahead of the frames: a header, its body and a small payload come with one system call.
 const STAGING: usize = 16 << 10;
 
-/// Above this many unsent frames nothing is read any more: a peer that asks and does not take the answers waits.
+/// Above this weight of unsent frames nothing is read any more: a peer that asks and does not take the answers waits.
 const MOST_UNSENT: usize = 1024;
+
+/// After this many receives a connection lets others have their turn.
+const TURN: usize = 256;
 
 /// How long a worker waits for the other side itself before it leaves the lane to the event loop.
 const LINGER: Duration = Duration::from_millis(2);
@@ -165,7 +168,7 @@ impl Connection {
 
     /// Tells the event loop what to watch for. Under the lock, so that the last word is the right one.
     fn arm(&self, outgoing: &mut Outgoing) {
-        let wanted = (outgoing.len() <= MOST_UNSENT, outgoing.blocked());
+        let wanted = (outgoing.weight() <= MOST_UNSENT, outgoing.blocked());
         if wanted == outgoing.armed && self.role() == Role::Control {
             return;
         }
@@ -283,7 +286,7 @@ impl Connection {
     /// Reads and handles what has come. False: nothing more for now.
     fn read(self: &Arc<Self>) -> Result<bool> {
         let mut incoming = lock(&self.incoming);
-        if lock(&self.outgoing).len() > MOST_UNSENT {
+        if lock(&self.outgoing).weight() > MOST_UNSENT {
             return Ok(false);
         }
         let came = match &mut incoming.reading {
@@ -418,19 +421,20 @@ impl Connection {
         lock(&self.handler).clone()
     }
 
-    /// Sends and reads until neither goes on.
+    /// Sends and reads until neither goes on, or until others should have their turn.
     fn pump(self: &Arc<Self>) -> Result<()> {
-        loop {
+        for _ in 0..TURN {
             self.flush(&mut lock(&self.outgoing))?;
             if self.is_closed() || !self.read()? {
-                // Handlers may have queued answers that the socket takes at once.
-                let mut outgoing = lock(&self.outgoing);
-                if !outgoing.blocked() {
-                    self.flush(&mut outgoing)?;
-                }
-                return Ok(());
+                break;
             }
         }
+        // Handlers may have queued answers that the socket takes at once.
+        let mut outgoing = lock(&self.outgoing);
+        if !outgoing.blocked() {
+            self.flush(&mut outgoing)?;
+        }
+        Ok(())
     }
 
     fn drive_soon(&self) {
@@ -453,11 +457,14 @@ impl Connection {
             if self.is_closed() {
                 return;
             }
-            let unsent = lock(&self.outgoing).blocked();
+            let (readable, unsent) = {
+                let outgoing = lock(&self.outgoing);
+                (outgoing.weight() <= MOST_UNSENT, outgoing.blocked())
+            };
             // While the other side is busy with our bytes it is cheaper to wait here than to go round the event loop;
             // but not while other work waits for a thread.
             if !progress::pool().busy_or_queued() {
-                match self.socket.wait(true, unsent, LINGER) {
+                match self.socket.wait(readable, unsent, LINGER) {
                     Ok(true) => continue,
                     Ok(false) => {}
                     Err(error) => {

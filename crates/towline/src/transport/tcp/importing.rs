@@ -4,7 +4,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use super::session::{GrantHandle, Pending, Session};
+use super::grant::GrantHandle;
+use super::session::{Pending, Session};
 use crate::memory::Mapping;
 use crate::progress::{self, Timer, TimerId};
 use crate::sync::lock;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Handler, Role};
+use super::counting::{Counting, Due, Follower};
 use super::importing::proven;
 use super::parts::{Keep, Payload, Sink, readable};
 use crate::endpoint::EndpointCore;
@@ -16,7 +17,7 @@ use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::memory::Place;
-use crate::notify::Notification;
+use crate::notify::{Mail, Mailbox, Notification};
 use crate::progress::socket::{Family, Lane, RawPartMut};
 use crate::progress::{self, Interest, Readiness, Source, Timer, Token};
 use crate::region::{PeerPins, RegionCore, RegionUse, stale};
@@ -30,8 +31,8 @@ use crate::{Access, Error, Kind, Result};
 /// While a peer between hosts holds a claim, a frame goes out at least this often.
 const HEARTBEAT: Duration = Duration::from_millis(500);
 
-/// Transfers of one peer whose pieces are counted because a notification or a signal follows them.
-const MOST_COUNTED: usize = 1 << 16;
+/// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
+const MOST_REDUCED: u64 = 4 << 20;
 
 /// One peer that uses this endpoint's regions.
 pub(crate) struct Serving {
@@ -43,7 +44,7 @@ pub(crate) struct Serving {
     connections: Mutex<Vec<Arc<Connection>>>,
     grants: Mutex<HashMap<u32, Granting>>,
     next_handle: AtomicU32,
-    counted: Mutex<HashMap<u64, Counted>>,
+    counting: Counting,
     local: Option<Local>,
     closed: AtomicBool,
     beating: AtomicBool,
@@ -52,6 +53,7 @@ pub(crate) struct Serving {
 /// A peer of the same user on this host.
 struct Local {
     pins: Arc<PeerPins>,
+    mail: Arc<Mail>,
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
 }
 
@@ -60,14 +62,6 @@ struct Local {
 struct Granting {
     region: Weak<RegionCore>,
     claims: Claims,
-}
-
-/// A transfer whose pieces are counted.
-#[derive(Default)]
-struct Counted {
-    applied: u32,
-    failed: bool,
-    waiting: Vec<(u32, Message)>,
 }
 
 impl Serving {
@@ -94,7 +88,7 @@ impl Serving {
             connections: Mutex::new(vec![Arc::clone(connection)]),
             grants: Mutex::default(),
             next_handle: AtomicU32::new(1),
-            counted: Mutex::default(),
+            counting: Counting::default(),
             local,
             closed: AtomicBool::new(false),
             beating: AtomicBool::new(false),
@@ -172,11 +166,14 @@ impl Serving {
             connection.let_go();
         }
         lock(&self.grants).clear();
-        lock(&self.counted).clear();
+        self.counting.clear();
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
         }
         if let Some(endpoint) = self.endpoint.upgrade() {
+            if let Some(local) = &self.local {
+                endpoint.notifications.empty(&local.mail);
+            }
             lock(&endpoint.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(self));
             let gone =
                 Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
@@ -359,64 +356,52 @@ impl Serving {
         Ok(act(word))
     }
 
-    /// A piece of a transfer was applied, or failed; what waits for the last of them is done now.
-    fn applied(&self, transfer: u64, ok: bool) -> Result<()> {
-        if transfer == 0 {
-            return Ok(());
-        }
-        self.count(transfer, |counted| {
-            counted.applied += 1;
-            counted.failed |= !ok;
-        })
-    }
-
-    /// Something is to follow the pieces of a transfer.
-    fn follow(&self, transfer: u64, pieces: u32, message: Message) -> Result<()> {
-        if pieces == 0 {
-            return self.act(message);
-        }
-        self.count(transfer, |counted| counted.waiting.push((pieces, message)))
-    }
-
-    fn count(&self, transfer: u64, step: impl FnOnce(&mut Counted)) -> Result<()> {
-        let due = {
-            let mut all = lock(&self.counted);
-            if all.len() >= MOST_COUNTED && !all.contains_key(&transfer) {
-                return Err(Error::new(
-                    Kind::Exhausted,
-                    "serve",
-                    "too many transfers wait for their last piece",
-                ));
-            }
-            let counted = all.entry(transfer).or_default();
-            step(counted);
-            let complete = counted.waiting.first().is_some_and(|(pieces, _)| counted.applied >= *pieces);
-            if !complete {
-                return Ok(());
-            }
-            // The count stays until the user says that nothing more follows: a signal and a notification may both.
-            let failed = counted.failed;
-            let due = std::mem::take(&mut counted.waiting);
-            if failed { Vec::new() } else { due }
+    /// Does what follows a transfer, or says that it will not be done.
+    fn settle(&self, due: Due) -> Result<()> {
+        let (followers, act) = match due {
+            Due::Act(followers) => (followers, true),
+            Due::Drop(followers) => (followers, false),
         };
-        due.into_iter().try_for_each(|(_, message)| self.act(message))
+        for Follower { message, answer } in followers {
+            let outcome = if act {
+                self.act(message)
+            } else {
+                Err(Error::new(Kind::Canceled, "signal", "the transfer before it failed"))
+            };
+            match answer {
+                Some((connection, request)) => self.answer(&connection, request, outcome)?,
+                None if act => drop(outcome?),
+                None => {}
+            }
+        }
+        Ok(())
     }
 
-    fn act(&self, message: Message) -> Result<()> {
+    fn act(&self, message: Message) -> Result<u64> {
         match message {
             Message::Notify(notify) => {
                 let notification = Notification { from: self.peer.clone(), message: notify.message };
-                self.endpoint()?.notifications.deliver(notification)
+                self.endpoint()?.deliver(notification).map(|()| 0)
             }
             Message::Signal(signal) => {
-                let raised = self.word(signal.handle, signal.offset, |word| apply::signal(word, signal.add));
-                if let Err(error) = raised {
-                    tracing::debug!(%error, peer = self.peer.name, "a signal was refused");
-                }
-                Ok(())
+                self.word(signal.handle, signal.offset, |word| apply::signal(word, signal.add))
             }
-            _ => Ok(()),
+            _ => Ok(0),
         }
+    }
+
+    /// Something is to follow the pieces of a transfer.
+    fn follow(&self, connection: &Arc<Connection>, request: u64, message: Message) -> Result<()> {
+        let (transfer, pieces) = match &message {
+            Message::Signal(signal) => (signal.transfer, signal.pieces),
+            Message::Notify(notify) => (notify.transfer, notify.pieces),
+            _ => (0, 0),
+        };
+        // Request 0 wants no answer; a signal that is refused then is not worth the session.
+        let alone = request == 0 && matches!(message, Message::Signal(_));
+        let answer = (request != 0).then(|| (Arc::clone(connection), request));
+        let settled = self.settle(self.counting.follow(transfer, pieces, Follower { message, answer })?);
+        if alone { Ok(()) } else { settled }
     }
 
     fn held(self: &Arc<Self>, files: Vec<OwnedFd>) -> Result<()> {
@@ -476,12 +461,10 @@ impl Handler for Arc<Serving> {
                 let done = self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op));
                 self.answer(connection, header.id, done)
             }
-            Message::Signal(signal) => self.follow(signal.transfer, signal.pieces, signal.into()),
-            Message::Notify(notify) => self.follow(notify.transfer, notify.pieces, notify.into()),
-            Message::Cancel(_) => {
-                lock(&self.counted).remove(&header.id);
-                Ok(())
+            message @ (Message::Signal(_) | Message::Notify(_)) => {
+                self.follow(connection, header.id, message)
             }
+            Message::Cancel(_) => self.settle(self.counting.forget(header.id)),
             Message::Finish(finish) => self.finish(finish),
             Message::Held(_) => self.held(files),
             Message::Ping(_) => connection.send(
@@ -491,7 +474,13 @@ impl Handler for Arc<Serving> {
                 Keep::Nothing,
             ),
             Message::Pong(_) => Ok(()),
-            Message::Bye(_) => Err(Error::new(Kind::Disconnected, "serve", "the peer has closed")),
+            Message::Bye(_) => {
+                // A peer says so only when it holds no pin and makes none any more.
+                if let Some(local) = &self.local {
+                    local.pins.gone();
+                }
+                Err(Error::new(Kind::Disconnected, "serve", "the peer has closed"))
+            }
             other => Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind()))),
         }
     }
@@ -499,7 +488,9 @@ impl Handler for Arc<Serving> {
     fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
         let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
             Message::Write(write) => (write.handle, write.blocks, false),
-            Message::Reduce(reduce) => (reduce.handle, reduce.blocks, true),
+            Message::Reduce(reduce) if header.payload_len <= MOST_REDUCED => {
+                (reduce.handle, reduce.blocks, true)
+            }
             other => {
                 return Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind())));
             }
@@ -532,7 +523,9 @@ impl Handler for Arc<Serving> {
         // The memory is let go before the peer learns of it.
         drop(sink);
         // Before the answer: once the user has it, it may say that nothing more belongs to this transfer.
-        self.applied(transfer, outcome.is_ok())?;
+        if transfer != 0 {
+            self.settle(self.counting.piece(transfer, outcome.is_ok())?)?;
+        }
         self.answer(connection, header.id, outcome.map(|()| header.payload_len))
     }
 
@@ -553,7 +546,7 @@ impl Local {
     fn offer(
         endpoint: &Arc<EndpointCore>,
         peer: &Identity,
-        connection: &Connection,
+        connection: &Arc<Connection>,
     ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
         let socket = connection.socket();
         if socket.family() != Family::Unix
@@ -565,7 +558,8 @@ impl Local {
         let mut page = PinPage::create()?;
         let pins = page.take_fd().ok_or_else(|| Error::new(Kind::Internal, "contact", "no page"))?;
         let table = endpoint.table.fd().try_clone_to_owned().map_err(failed)?;
-        let doorbell = endpoint.doorbell()?.try_clone_to_owned().map_err(failed)?;
+        let doorbell = endpoint.bell.event().try_clone_to_owned().map_err(failed)?;
+        let (mailbox, mailbox_file) = Mailbox::create()?;
         let page = Arc::new(page);
         let hold = watcher::hold(Arc::clone(&page), Side::Owner)
             .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
@@ -573,12 +567,23 @@ impl Local {
         let pins_of_peer = Arc::new(PeerPins {
             page,
             life: OnceLock::new(),
-            exited: AtomicBool::new(false),
-            exit: OnceLock::new(),
+            gone: AtomicBool::new(false),
+            exit: Mutex::new(None),
             peer: peer.name.clone(),
         });
-        let local = Local { pins: pins_of_peer, alive: Mutex::new(Some((hold, None))) };
-        Ok(Some((local, vec![table, pins, doorbell])))
+        let weak = Arc::downgrade(connection);
+        let mail = Arc::new(Mail {
+            from: peer.clone(),
+            mailbox,
+            on_nonsense: Box::new(move |error| {
+                if let Some(connection) = weak.upgrade() {
+                    connection.close(error);
+                }
+            }),
+        });
+        endpoint.notifications.subscribe(&mail);
+        let local = Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))) };
+        Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
     }
 
     /// Learns when the peer's process has exited: only then do pins end that no thread's life tells about.
@@ -598,7 +603,7 @@ impl Local {
         match watched {
             Ok(watch) => {
                 // It outlives the connection: the peer may exit after it has closed.
-                let _ = self.pins.exit.set(watch);
+                self.pins.watch(watch);
             }
             Err(error) => tracing::debug!(%error, "the exit of a peer cannot be watched"),
         }
@@ -616,7 +621,7 @@ struct ExitWatch {
 impl Source for ExitWatch {
     fn ready(self: Arc<Self>, _readiness: Readiness) {
         if let Some(pins) = self.pins.upgrade() {
-            pins.exited.store(true, Ordering::Release);
+            pins.gone();
         }
         if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
             reactor.remove(*token, self.process.as_fd());

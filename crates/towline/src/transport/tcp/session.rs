@@ -9,22 +9,23 @@ use std::time::{Duration, Instant};
 use super::Medium;
 use super::connection::{Connection, Handler};
 use super::contact;
+use super::grant::GrantHandle;
 use super::importing::{Answer, Reply};
 use super::parts::{Keep, Payload, Sink};
 use super::run::Run;
 use crate::endpoint::EndpointCore;
 use crate::fence::life::LifePage;
-use crate::fence::pins::{PinError, PinPage, Side};
-use crate::fence::table::{Row, TableView};
+use crate::fence::pins::{PinPage, Side};
+use crate::fence::table::TableView;
 use crate::fence::watcher;
 use crate::memory::Mapping;
+use crate::notify::Mailbox;
 use crate::progress::{self, Timer};
-use crate::region::stale;
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
 use crate::transport::cma;
 use crate::wire::handshake::SessionKey;
-use crate::wire::{self, FrameKind, Grant, Granted, Header, Message, SegmentRef};
+use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result, Ticket};
 
 /// While something is in flight between hosts, a frame goes out at least this often, so that TCP notices a peer that
@@ -48,6 +49,8 @@ pub(crate) struct Session {
     challenge: [u8; 32],
     control: OnceLock<Arc<Connection>>,
     lanes: Mutex<Lanes>,
+    /// Held by the one thread that opens lanes.
+    opening: Mutex<()>,
     pending: Mutex<HashMap<u64, Pending>>,
     next_request: AtomicU64,
     /// Held while the frames of one import are sent.
@@ -60,12 +63,13 @@ pub(crate) struct Session {
 }
 
 /// What a session with a process of the same user on this host has besides.
-struct Local {
-    table: TableView,
-    pins: Arc<PinPage>,
+pub(super) struct Local {
+    pub(super) table: TableView,
+    pub(super) pins: Arc<PinPage>,
+    mailbox: Mailbox,
     pid: i32,
     /// The owner's segments that are mapped here, by their number.
-    mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
+    pub(super) mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
     /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
 }
@@ -96,10 +100,11 @@ impl Session {
         let mut files = contact.files.into_iter();
         let mut owner = ticket.body().identity.clone();
         owner.name.clone_from(&contact.ready.name);
-        let local = match (contact.ready.local, files.next(), files.next(), files.next()) {
-            (Some(rows), Some(table), Some(pins), Some(doorbell)) => Some(Local {
+        let local = match (contact.ready.local, files.next(), files.next(), files.next(), files.next()) {
+            (Some(rows), Some(table), Some(pins), Some(doorbell), Some(mailbox)) => Some(Local {
                 table: TableView::map(table, rows)?,
                 pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
+                mailbox: Mailbox::map(&mailbox)?,
                 pid: contact.socket.peer_credentials()?.pid,
                 mappings: Mutex::default(),
                 alive: Mutex::new(None),
@@ -115,6 +120,7 @@ impl Session {
             challenge: contact.challenge,
             control: OnceLock::new(),
             lanes: Mutex::default(),
+            opening: Mutex::default(),
             pending: Mutex::default(),
             next_request: AtomicU64::new(1),
             importing: Mutex::default(),
@@ -226,6 +232,13 @@ impl Session {
 
     /// Hands the owner a message.
     pub(crate) fn notify(&self, message: &[u8]) -> Result<()> {
+        self.alive()?;
+        if let Some(local) = &self.local
+            && local.mailbox.put(message)
+        {
+            local.pins.ring();
+            return Ok(());
+        }
         self.tell(wire::Notify { transfer: 0, pieces: 0, message: message.to_vec() })
     }
 
@@ -269,30 +282,35 @@ impl Session {
         self.control().cloned()
     }
 
-    /// The connections for large requests, opened where they are not. Blocks while it opens them.
+    /// The connections for large requests, opened where they are not. Blocks while it opens them, but nobody else:
+    /// whoever stops a transfer must get by.
     pub(super) fn lanes(self: &Arc<Self>) -> Result<Vec<Arc<Connection>>> {
-        self.alive()?;
+        let _one_opens = lock(&self.opening);
         let endpoint =
             self.endpoint.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
-        let mut lanes = lock(&self.lanes);
-        lanes.open.retain(|lane| !lane.is_closed());
-        lanes.last_used = Some(Instant::now());
-        while lanes.open.len() < endpoint.lanes() {
-            let until = Instant::now() + endpoint.limits().no_progress;
-            let opened = contact::with_session(&endpoint, self, until).and_then(|socket| {
-                let handler = Arc::new(ToSession(Arc::downgrade(self)));
-                let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
-                lane.watch()?;
-                Ok(lane)
-            });
-            match opened {
-                Ok(lane) => lanes.open.push(lane),
+        let mut open = self.open_lanes().unwrap_or_default();
+        while open.len() < endpoint.lanes() {
+            self.alive()?;
+            match self.open_lane(&endpoint) {
+                Ok(lane) => open.push(lane),
                 // Fewer lanes than wanted are enough.
-                Err(error) if lanes.open.is_empty() => return Err(error),
+                Err(error) if open.is_empty() => return Err(error),
                 Err(_) => break,
             }
         }
-        Ok(lanes.open.clone())
+        Ok(open)
+    }
+
+    fn open_lane(self: &Arc<Self>, endpoint: &EndpointCore) -> Result<Arc<Connection>> {
+        let until = Instant::now() + endpoint.limits().no_progress;
+        let socket = contact::with_session(endpoint, self, until)?;
+        let handler = Arc::new(ToSession(Arc::downgrade(self)));
+        let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
+        lane.watch()?;
+        lock(&self.lanes).open.push(Arc::clone(&lane));
+        // Whoever fails the session closes the lanes that it finds after it has said that it is dead.
+        self.alive().inspect_err(|error| lane.close(error.clone()))?;
+        Ok(lane)
     }
 
     /// The lanes that are open now.
@@ -354,11 +372,12 @@ impl Session {
     pub(crate) fn fail(&self, error: Error) {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
         if self.dead.set(error.clone()).is_ok() {
-            self.tear_down(&error);
+            self.bury(&error);
         }
     }
 
-    fn tear_down(&self, error: &Error) {
+    /// Everything in flight ends, and nothing moves any more.
+    fn bury(&self, error: &Error) {
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
         }
@@ -389,14 +408,14 @@ impl Session {
     /// Ends it on this side's wish.
     pub(crate) fn close(&self, error: Error) {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
-        // Before the goodbye: the owner closes when it has that, which must not look like the cause.
-        if self.dead.set(error.clone()).is_err() {
-            return;
+        if self.dead.set(error.clone()).is_ok() {
+            // Goodbye means that no pin is held: a copy that begins now sees that the session is over.
+            let quiet = self.local.as_ref().is_none_or(|local| local.pins.is_idle());
+            if let Some(control) = self.control.get().filter(|_| quiet) {
+                control.bye(None);
+            }
+            self.bury(&error);
         }
-        if let Some(control) = self.control.get() {
-            control.bye(None);
-        }
-        self.tear_down(&error);
     }
 
     /// A lane has failed: what was in flight on it fails, the rest goes on.
@@ -424,7 +443,7 @@ impl Session {
 
     /// The owner's process, if the kernel lets this process copy from and to it.
     pub(crate) fn cma_pid(&self) -> Result<i32> {
-        let Some(local) = &self.local else { return Err(self.not_local()) };
+        let local = self.local()?;
         self.cma
             .get_or_init(|| {
                 let row = local
@@ -437,12 +456,15 @@ impl Session {
             .clone()
     }
 
-    fn not_local(&self) -> Error {
-        let reason = match self.medium {
-            Medium::Tcp(_) => "the owner is reached by tcp",
-            Medium::Unix => "the owner runs as another user and shares no memory",
-        };
-        Error::new(Kind::Unavailable, "import", reason)
+    /// What a session with a process of the same user on this host has; the error says why this is none.
+    pub(super) fn local(&self) -> Result<&Local> {
+        self.local.as_ref().ok_or_else(|| {
+            let reason = match self.medium {
+                Medium::Tcp(_) => "the owner is reached by tcp",
+                Medium::Unix => "the owner runs as another user and shares no memory",
+            };
+            Error::new(Kind::Unavailable, "import", reason)
+        })
     }
 
     /// Maps the segments whose descriptors came along. One that cannot be mapped is no reason to refuse the grant:
@@ -614,74 +636,5 @@ impl Drop for Session {
             return;
         }
         self.close(Error::new(Kind::Canceled, "session", "the session is no longer used"));
-    }
-}
-
-/// What an owner has granted; gives it back when dropped.
-pub(crate) struct GrantHandle {
-    session: Arc<Session>,
-    pub(super) handle: u32,
-    row: u32,
-    generation: u64,
-}
-
-impl GrantHandle {
-    pub(super) fn new(session: &Arc<Session>, grant: &Grant) -> GrantHandle {
-        GrantHandle {
-            session: Arc::clone(session),
-            handle: grant.handle,
-            row: grant.row,
-            generation: grant.generation,
-        }
-    }
-
-    pub(crate) fn session(&self) -> &Arc<Session> {
-        &self.session
-    }
-
-    /// Refuses where owner and user do not share memory.
-    pub(crate) fn local_fence(&self) -> Result<()> {
-        if self.session.local.is_some() { Ok(()) } else { Err(self.session.not_local()) }
-    }
-
-    /// The owner's segment, mapped here.
-    pub(crate) fn mapping(&self, segment: &SegmentRef, writable: bool) -> Result<Arc<Mapping>> {
-        let Some(local) = &self.session.local else { return Err(self.session.not_local()) };
-        let mapping = lock(&local.mappings).get(&segment.id).and_then(Weak::upgrade);
-        mapping.filter(|mapping| mapping.is_writable() || !writable).ok_or_else(|| {
-            Error::new(Kind::Unavailable, "import", "the owner's shared memory could not be mapped here")
-        })
-    }
-
-    /// Runs a copy while the owner's row is pinned: `Stale` where it was revoked before, or during the copy.
-    pub(crate) fn pinned<T>(&self, op: &'static str, copy: impl FnOnce(&Row) -> Result<T>) -> Result<T> {
-        let Some(local) = &self.session.local else { return Err(self.session.not_local()) };
-        let row = local.table.row(self.row).ok_or_else(|| Error::protocol(op, "the grant names no row"))?;
-        if let Some(slot) = LifePage::thread_slot() {
-            match local.pins.pin_thread(slot, row, self.generation) {
-                Ok(pin) => {
-                    let outcome = copy(row);
-                    return if pin.still_valid(row) { outcome } else { Err(stale(op)) };
-                }
-                Err(PinError::Stale) => return Err(stale(op)),
-                Err(PinError::Busy) => {}
-            }
-        }
-        match local.pins.pin_process(row, self.generation) {
-            Ok(pin) => {
-                let outcome = copy(row);
-                if pin.still_valid(row) { outcome } else { Err(stale(op)) }
-            }
-            Err(PinError::Stale) => Err(stale(op)),
-            Err(PinError::Busy) => Err(Error::new(Kind::Exhausted, op, "too many copies hold a pin at once")),
-        }
-    }
-}
-
-impl Drop for GrantHandle {
-    fn drop(&mut self) {
-        if !crate::fork::in_child() {
-            let _ = self.session.tell(wire::Release { handle: self.handle });
-        }
     }
 }

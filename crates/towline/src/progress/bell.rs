@@ -1,0 +1,165 @@
+//! One descriptor that peers and this process ring: mail has come, or memory was let go.
+//!
+//! A thread that waits sleeps on the descriptor itself, so that a peer's ring wakes it without going through the
+//! event loop. Where several threads wait, one of them (the leader) sleeps on the descriptor and wakes the others.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Instant;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use crate::sync::lock;
+use crate::{Error, Result};
+
+/// The bell of an endpoint.
+pub(crate) struct Bell {
+    event: OwnedFd,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    rung: u64,
+    leader: bool,
+}
+
+impl Bell {
+    pub(crate) fn new() -> Result<Bell> {
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| Error::os("open", "eventfd", error))?;
+        Ok(Bell { event, state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    /// The descriptor that peers ring by writing to it.
+    pub(crate) fn event(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+
+    /// What to pass to [`wait`](Self::wait): taken before looking for what is waited for.
+    pub(crate) fn seen(&self) -> u64 {
+        lock(&self.state).rung
+    }
+
+    /// Rings from within this process. A system call only where a thread sleeps on the descriptor.
+    pub(crate) fn ring(&self) {
+        let mut state = lock(&self.state);
+        state.rung += 1;
+        let leader = state.leader;
+        drop(state);
+        self.changed.notify_all();
+        if leader {
+            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Takes note of a peer's ring, for who has watched the descriptor; false where there was none.
+    pub(crate) fn heard(&self) -> bool {
+        let rung = self.silence();
+        if rung {
+            lock(&self.state).rung += 1;
+            self.changed.notify_all();
+        }
+        rung
+    }
+
+    fn silence(&self) -> bool {
+        let mut count = [0u8; 8];
+        rustix::io::retry_on_intr(|| rustix::io::read(&self.event, &mut count)).is_ok()
+    }
+
+    /// Waits until the bell has rung since `seen`, or until then.
+    pub(crate) fn wait(&self, seen: u64, until: Instant) {
+        let mut state = lock(&self.state);
+        while state.rung == seen {
+            let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+            else {
+                return;
+            };
+            if state.leader {
+                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
+            state.leader = true;
+            drop(state);
+            let limit = Timespec {
+                tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            // Interrupted or failed: the loop looks again, and the limit holds.
+            let _ = poll(&mut [PollFd::new(&self.event, PollFlags::IN)], Some(&limit));
+            let rung = self.silence();
+            state = lock(&self.state);
+            state.leader = false;
+            state.rung += u64::from(rung);
+            // Those who wait look too, and one of them leads from here on.
+            self.changed.notify_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    use super::*;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(30)
+    }
+
+    #[test]
+    fn a_ring_before_the_wait_is_not_lost() {
+        let bell = Bell::new().unwrap();
+        let seen = bell.seen();
+        bell.ring();
+        bell.wait(seen, soon());
+        let seen = bell.seen();
+        rustix::io::write(bell.event(), &1u64.to_ne_bytes()).unwrap();
+        bell.wait(seen, soon());
+        assert!(bell.seen() > seen);
+    }
+
+    #[test]
+    fn a_wait_that_nobody_ends_is_over_at_its_limit() {
+        let bell = Bell::new().unwrap();
+        let seen = bell.seen();
+        bell.wait(seen, Instant::now() + Duration::from_millis(20));
+        assert_eq!(bell.seen(), seen);
+    }
+
+    #[test]
+    fn every_waiting_thread_sees_every_ring_wherever_it_comes_from() {
+        let bell = Arc::new(Bell::new().unwrap());
+        let value = Arc::new(AtomicUsize::new(0));
+        let threads: Vec<_> = (0..4)
+            .map(|_| {
+                let (bell, value) = (Arc::clone(&bell), Arc::clone(&value));
+                std::thread::spawn(move || {
+                    loop {
+                        let seen = bell.seen();
+                        if value.load(Ordering::SeqCst) == 200 {
+                            return;
+                        }
+                        bell.wait(seen, soon());
+                    }
+                })
+            })
+            .collect();
+        for round in 0..200 {
+            value.fetch_add(1, Ordering::SeqCst);
+            if round % 2 == 0 {
+                bell.ring();
+            } else {
+                rustix::io::write(bell.event(), &1u64.to_ne_bytes()).unwrap();
+            }
+        }
+        for thread in threads {
+            thread.join().unwrap();
+        }
+    }
+}
