@@ -120,9 +120,9 @@ impl Blocks {
                     .map_err(|_| invalid(py, op, format!("{argument}: a block's index is negative")))
             }
             None if PyBuffer::<u8>::get(object).is_err() && object.len().is_ok() => {
-                object.extract().map(Blocks::U64).map_err(|_| wrong(py, argument))
+                object.extract().map(Blocks::U64).map_err(|_| wrong(argument))
             }
-            None => Err(wrong(py, argument)),
+            None => Err(wrong(argument)),
         }
     }
 
@@ -135,7 +135,7 @@ impl Blocks {
     }
 }
 
-fn wrong(_py: Python<'_>, argument: &str) -> PyErr {
+fn wrong(argument: &str) -> PyErr {
     pyo3::exceptions::PyTypeError::new_err(format!(
         "{argument}: block indices are a buffer of 32- or 64-bit integers, a sequence of integers, or None for all"
     ))

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use towline::{Access, Isolation, Request, Routing};
 
@@ -87,14 +87,15 @@ impl What {
         match (at, spans, blocks) {
             (None, None, None) => Ok(What::Whole),
             (Some(at), None, None) => {
-                if let Ok(offset) = at.extract::<u64>() {
-                    return Ok(What::From(offset));
+                match at.extract::<u64>() {
+                    Ok(offset) => return Ok(What::From(offset)),
+                    Err(error) if error.is_instance_of::<PyOverflowError>(py) => {
+                        return Err(wrong(py, op, AT, &error));
+                    }
+                    Err(_) => {}
                 }
-                let (remote, local, len) = at.extract().map_err(|_| {
-                    PyTypeError::new_err(
-                        "at: a remote offset, or remote offset, local offset and length are needed, not negative",
-                    )
-                })?;
+                let given = at.extract::<(u64, u64, u64)>();
+                let (remote, local, len) = given.map_err(|error| wrong(py, op, AT, &error))?;
                 Ok(What::At(remote, local, len))
             }
             (None, Some(spans), None) => Ok(What::Spans(triples(py, op, spans)?)),
@@ -127,24 +128,32 @@ impl What {
     }
 }
 
+const AT: &str = "at: a remote offset is needed, or remote offset, local offset and length; none is negative";
+const SPANS: &str = "spans: rows of remote offset, local offset and length are needed; none is negative";
+
+/// Numbers of a wrong type, or numbers out of their range.
+fn wrong(py: Python<'_>, op: &'static str, needed: &str, error: &PyErr) -> PyErr {
+    if error.is_instance_of::<PyOverflowError>(py) {
+        invalid(py, op, needed.to_owned())
+    } else {
+        PyTypeError::new_err(needed.to_owned())
+    }
+}
+
 /// Spans from a buffer of rows of three integers, or from any iterable of triples.
 fn triples(py: Python<'_>, op: &'static str, spans: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64, u64)>> {
-    let wrong = || {
-        PyTypeError::new_err(
-            "spans: rows of remote offset, local offset and length are needed, none of them negative",
-        )
-    };
     let flat = if let Ok(buffer) = PyBuffer::<u64>::get(spans) {
         buffer.to_vec(py)?
     } else if let Ok(buffer) = PyBuffer::<i64>::get(spans) {
         let rows: Result<Vec<u64>, _> = buffer.to_vec(py)?.into_iter().map(u64::try_from).collect();
         rows.map_err(|_| invalid(py, op, "spans: an offset or a length is negative".to_owned()))?
     } else {
-        return spans.try_iter()?.map(|row| row?.extract().map_err(|_| wrong())).collect();
+        let row = |row: Bound<'_, PyAny>| row.extract().map_err(|error| wrong(py, op, SPANS, &error));
+        return spans.try_iter()?.map(|given| row(given?)).collect();
     };
     let (rows, rest) = flat.as_chunks::<3>();
     if !rest.is_empty() {
-        return Err(wrong());
+        return Err(PyTypeError::new_err(SPANS));
     }
     Ok(rows.iter().map(|[remote, local, len]| (*remote, *local, *len)).collect())
 }

@@ -89,6 +89,8 @@ class Endpoint:
     def register(self, obj: object, access: Access = "read") -> Region:
         """Makes the memory of an object reachable, and keeps the object alive for as long as that is so.
 
+        Keep the region: closing or dropping it takes the memory back, and its tickets become stale.
+
         ``obj`` is anything with the buffer protocol, ``__array_interface__`` or DLPack, or a tuple of address, size in bytes
         and owner (an object that keeps the memory, or ``None``). Its memory must be contiguous. ``access`` says what
         peers may do; ``"none"`` is right for memory that only this process reads into or writes from.

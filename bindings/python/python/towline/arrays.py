@@ -42,11 +42,13 @@ _TYPES = {
     "float8_e5m2fnuz": _Type("", "V", 13, 8),
 }
 
+_OWN: dict[type, str] = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
+
 
 def _type_name(dtype: object) -> str:
     """The name in `_TYPES` of a string, a NumPy or a torch type, or one of Python's own."""
-    if dtype in (bool, int, float, complex):
-        return {bool: "bool", int: "int64", float: "float64", complex: "complex128"}[dtype]  # type: ignore[index]
+    if isinstance(dtype, type) and dtype in _OWN:
+        return _OWN[dtype]
     if isinstance(dtype, str):
         name = dtype
     elif isinstance(dtype, type):
