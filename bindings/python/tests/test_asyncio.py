@@ -77,12 +77,16 @@ def test_a_transfer_is_awaited_by_several_loops_and_threads(
         started.wait()
         await task
 
+    def loop() -> None:
+        asyncio.run(wait())
+        ended.append("loop")
+
     def block() -> None:
         started.wait()
         transfer.wait()
+        ended.append("thread")
 
-    threads = [threading.Thread(target=lambda: (asyncio.run(wait()), ended.append("loop"))) for _ in range(2)]
-    threads += [threading.Thread(target=lambda: (block(), ended.append("thread"))) for _ in range(2)]
+    threads = [threading.Thread(target=work) for work in (loop, loop, block, block)]
     for thread in threads:
         thread.start()
     started.wait()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import numpy
 import pytest
@@ -94,7 +95,7 @@ def test_a_forked_child_gets_errors_and_the_parent_goes_on(
             async def await_it() -> None:
                 await transfer
 
-            calls = [
+            calls: list[Callable[[], object]] = [
                 lambda: towline.Endpoint("child"),
                 lambda: endpoint.register(bytearray(8)),
                 lambda: endpoint.import_(ticket),
@@ -151,8 +152,8 @@ def test_a_keyboard_interrupt_ends_a_wait(call: str, peer: MakePeer) -> None:
             "-c",
             PENDING
             + f"""
-print("waiting", flush=True)
 try:
+    print("waiting", flush=True)
     {call}
 except KeyboardInterrupt:
     print("interrupted", flush=True)

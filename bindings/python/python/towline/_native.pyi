@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Self, final
 
+from typing_extensions import CapsuleType
+
 from ._errors import Error
 
 __version__: str
@@ -313,6 +315,6 @@ class SharedArray:
         max_version: Any = None,
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
-    ) -> object: ...
+    ) -> CapsuleType: ...
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
