@@ -137,7 +137,7 @@ impl Pair {
                 format!("the byte at offset {offset} is wrong"),
             ),
             // A path that these two processes do not have is no failure of the path.
-            Err(failure) if failure.exit == Exit::Unavailable && path != "inproc" => {
+            Err(failure) if failure.lacking && path != "inproc" => {
                 Row::without_time(path, op, self.bytes, Verdict::Skipped, failure.message)
             }
             Err(failure) => Row::without_time(path, op, self.bytes, Verdict::Failed, failure.message),

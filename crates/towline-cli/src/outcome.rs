@@ -34,11 +34,13 @@ pub(crate) struct Failure {
     pub(crate) exit: Exit,
     pub(crate) message: String,
     pub(crate) causes: Vec<String>,
+    /// The machine lacks something, so that there is nothing to try: a reason to skip, not a failure.
+    pub(crate) lacking: bool,
 }
 
 impl Failure {
     pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Failure {
-        Failure { exit, message: message.into(), causes: Vec::new() }
+        Failure { exit, message: message.into(), causes: Vec::new(), lacking: false }
     }
 
     pub(crate) fn failed(message: impl Into<String>) -> Failure {
@@ -49,19 +51,14 @@ impl Failure {
         Failure::new(Exit::Usage, message)
     }
 
-    pub(crate) fn unavailable(message: impl Into<String>) -> Failure {
-        Failure::new(Exit::Unavailable, message)
+    /// Something that this machine lacks.
+    pub(crate) fn lacking(message: impl Into<String>) -> Failure {
+        Failure { lacking: true, ..Failure::new(Exit::Unavailable, message) }
     }
 
     /// Something that the operating system refused.
     pub(crate) fn os(what: impl fmt::Display, error: impl Into<std::io::Error>) -> Failure {
-        Failure::unavailable(format!("{what}: {}", error.into()))
-    }
-
-    /// Says what was being done when it failed.
-    pub(crate) fn while_doing(mut self, what: impl fmt::Display) -> Failure {
-        self.message = format!("{what}: {}", self.message);
-        self
+        Failure::new(Exit::Unavailable, format!("{what}: {}", error.into()))
     }
 }
 
@@ -88,6 +85,7 @@ impl From<towline::Error> for Failure {
             causes.push(cause.to_string());
             next = cause.source();
         }
-        Failure { exit, message: error.to_string(), causes }
+        let lacking = matches!(error.kind(), Kind::Unavailable | Kind::Unsupported);
+        Failure { exit, message: error.to_string(), causes, lacking }
     }
 }

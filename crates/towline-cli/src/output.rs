@@ -45,13 +45,15 @@ impl Output {
         }
     }
 
-    /// Prints a table, unless a program asked: with frames on a terminal, plain columns elsewhere.
+    /// Prints a table, unless a program asked: with lines on a terminal, plain columns elsewhere.
     pub(crate) fn table(&self, header: &[&str], rows: &[Vec<String>], right: &[usize]) {
         if self.json || rows.is_empty() {
             return;
         }
         let mut table = Table::new();
-        table.load_style(if self.terminal { presets::UTF8_HORIZONTAL_ONLY } else { presets::NOTHING });
+        let mut style = if self.terminal { presets::UTF8_HORIZONTAL_ONLY } else { presets::NOTHING };
+        style.row_separator = presets::NOTHING.row_separator;
+        table.load_style(style);
         table.set_content_arrangement(ContentArrangement::Disabled);
         table.set_header(header.to_vec());
         for row in rows {

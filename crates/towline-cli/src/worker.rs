@@ -34,7 +34,7 @@ pub(crate) fn run(options: &Options) -> Outcome {
     set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| Failure::os("prctl", error))?;
     // A parent that died before that line has another number already.
     if getppid().map(|pid| pid.as_raw_nonzero().get()) != Some(options.parent) {
-        return Err(Failure::unavailable("the parent of this worker is gone"));
+        return Err(Failure::lacking("the parent of this worker is gone"));
     }
     if options.echo {
         return echo();

@@ -161,7 +161,8 @@ impl Process {
         self.tell_with(order, &[]);
     }
 
-    fn tell_with(&mut self, order: &str, payload: &[u8]) {
+    /// [`tell`](Self::tell), with bytes.
+    pub fn tell_with(&mut self, order: &str, payload: &[u8]) {
         self.last = order.chars().take(80).collect();
         let line = Line::order(order, payload);
         // A worker that is gone says so when the answer is waited for.

@@ -14,14 +14,14 @@ impl Random {
     }
 
     /// Returns the next number.
-    pub fn next(&mut self) -> u64 {
+    pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
 
     /// Returns a number below `end`, which is not zero.
     pub fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
+        self.number() % end
     }
 
     /// Returns a moment of at most that many microseconds.
@@ -70,7 +70,7 @@ mod tests {
     fn unmixing_undoes_mixing() {
         let mut random = Random::new(3);
         for _ in 0..10_000 {
-            let word = random.next();
+            let word = random.number();
             assert_eq!(unmix(mix(word)), word);
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! `TOWLINE_TEST_FORCE=tcp` runs all of them over that path; `TOWLINE_REQUIRE=mapped,cma,tcp` makes it a failure that
 //! one of these paths cannot run here.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 use towline_testkit::bench::{Bench, Setting, outcome};
 use towline_testkit::laws;

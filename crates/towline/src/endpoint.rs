@@ -1,8 +1,10 @@
 //! The front door: open, register, import, read, write, notify.
 
+pub(crate) mod claim;
 mod core;
 mod import;
 mod interfaces;
+pub(crate) mod operations;
 mod options;
 mod request;
 mod stats;
@@ -115,14 +117,17 @@ impl Endpoint {
 
     /// [`import`](Self::import) over the paths that the caller allows.
     pub fn import_with(&self, ticket: &Ticket, routing: &Routing) -> Result<Remote> {
-        import::import(&self.0, std::slice::from_ref(ticket), routing)?
-            .pop()
-            .unwrap_or_else(|| Err(crate::Error::new(crate::Kind::Internal, "import", "no answer")))
+        self.import_within(ticket, routing, self.0.limits().no_progress)
+    }
+
+    /// [`import_with`](Self::import_with) a limit of its own: `Timeout` when the owner has not answered by then.
+    pub fn import_within(&self, ticket: &Ticket, routing: &Routing, within: Duration) -> Result<Remote> {
+        import::import_one(&self.0, ticket, routing, within)
     }
 
     /// Imports many tickets with one round trip per owner. The outer error is for what concerns all of them.
     pub fn import_many(&self, tickets: &[Ticket]) -> Result<Vec<Result<Remote>>> {
-        import::import(&self.0, tickets, &self.0.routing().clone())
+        import::import(&self.0, tickets, &self.0.routing().clone(), self.0.limits().no_progress)
     }
 
     /// [`import`](Self::import) as a future: the waiting is done by a thread that lives only for the contact.

@@ -21,7 +21,12 @@
 //! # Ok::<(), towline::Error>(())
 //! ```
 
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct ReadmeExamples;
+
 mod access;
+mod completion;
 mod endpoint;
 mod error;
 mod fence;

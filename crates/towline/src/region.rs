@@ -1,6 +1,7 @@
 //! Storages made reachable: [`Registered`], [`Span`], and what happens when they are taken back.
 
 mod core;
+mod peers;
 mod signal;
 
 use std::any::Any;
@@ -9,7 +10,8 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(crate) use self::core::{ParkingLot, PeerPins, RegionCore, RegionUse};
+pub(crate) use self::core::{ParkingLot, RegionCore, RegionUse};
+pub(crate) use self::peers::PeerPins;
 pub(crate) use self::signal::raise;
 use crate::endpoint::EndpointCore;
 use crate::layout::Layout;
@@ -145,6 +147,25 @@ impl<S: Storage> Registered<S> {
     pub fn wait_signal(&self, offset: usize, at_least: u64, within: Duration) -> Result<u64> {
         fork::guard("wait_signal")?;
         signal::wait(&self.core, offset, at_least, within)
+    }
+
+    /// The row and the generation: what names the registration to the endpoint.
+    pub(crate) fn place_in_table(&self) -> (u32, u64) {
+        (self.core.row, self.core.generation)
+    }
+
+    /// Revokes, and drops the storage and then `after` once nobody is inside the memory any more.
+    pub(crate) fn release_then(self, after: impl Any + Send) {
+        if fork::in_child() {
+            std::mem::forget((self, after));
+            return;
+        }
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is never used or dropped again, so storage and core are each moved out once.
+        #[allow(unsafe_code, reason = "moves the fields out of a type that has a Drop")]
+        let (core, storage) =
+            unsafe { (std::ptr::read(&raw const this.core), ManuallyDrop::take(&mut this.storage)) };
+        RegionCore::release_or_park(&core, (storage, after));
     }
 
     /// Deregisters and gives the storage back, waiting for peers that are inside a copy.

@@ -283,6 +283,7 @@ pub(crate) struct TransferCore {
     pub(crate) limits: Limits,
     attachment: Arc<dyn Attachment>,
     peer: Arc<str>,
+    span: tracing::Span,
     stopped: AtomicBool,
     timer: OnceLock<TimerId>,
     inner: Mutex<Inner>,
@@ -325,8 +326,17 @@ impl TransferCore {
     /// Cuts the plan into the path's units, each of which must report exactly once; the limits run from now.
     pub(crate) fn begin(parts: Parts) -> Arc<TransferCore> {
         let now = Instant::now();
-        let (plan, units) = parts.attachment.cut(parts.op, parts.plan);
+        let (plan, units) = parts.attachment.cut(parts.op, parts.plan, &parts.after);
         let state = State::new(units.len());
+        let span = tracing::debug_span!(
+            "transfer",
+            id = parts.id,
+            op = parts.op.name(),
+            path = parts.attachment.transport().name(),
+            peer = &*parts.peer,
+            bytes = plan.bytes(),
+            pieces = plan.piece_count(),
+        );
         let core = Arc::new(TransferCore {
             id: parts.id,
             op: parts.op,
@@ -338,6 +348,7 @@ impl TransferCore {
             limits: parts.limits,
             attachment: parts.attachment,
             peer: parts.peer,
+            span,
             stopped: AtomicBool::new(false),
             timer: OnceLock::new(),
             inner: Mutex::new(Inner {
@@ -444,6 +455,10 @@ impl TransferCore {
             reactor.cancel(*timer);
         }
         (self.on_end)(&result);
+        self.span.in_scope(|| match &result {
+            Ok(()) => tracing::debug!("ended well"),
+            Err(error) => tracing::debug!(%error, "ended"),
+        });
         let wakers = {
             let mut inner = lock(&self.inner);
             inner.released = true;

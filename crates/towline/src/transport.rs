@@ -158,8 +158,8 @@ pub(crate) trait Attachment: Send + Sync {
     ) -> Option<Result<Option<u64>>>;
 
     /// Cuts a plan into the units that this way works in: the plan, its longest pieces cut, and the runs of
-    /// pieces that make up the units. Each unit reports once; a plan without pieces is one unit.
-    fn cut(&self, op: Op, plan: Plan) -> (Plan, Vec<Range<usize>>);
+    /// pieces that make up the units. Each unit reports once; there is at least one.
+    fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>);
 
     /// Starts a transfer whose plan went through [`cut`](Self::cut). What follows the bytes (signal, notification)
     /// is its task too.

@@ -17,7 +17,7 @@ mod tests;
 
 pub use contact::{Bye, Cancel, Held, Hello, KeyRef, Ping, Pong, Prove, Ready, Refuse, Welcome};
 pub use error::{MAX_ERROR, WireError};
-pub use grant::{Grant, Granted, Import, ImportItem, MAX_ITEMS, Release, SegmentRef};
+pub use grant::{Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, OperationId, Release, SegmentRef};
 pub use message::Message;
 pub use transfer::{
     Atomic, AtomicOp, Block, Data, Done, MAX_BLOCKS, MAX_NOTIFY, Notify, Read, Reduce, Signal, Write,
@@ -82,6 +82,8 @@ pub enum FrameKind {
     Notify = 39,
     /// The request with this frame's id is to be abandoned.
     Cancel = 40,
+    /// A claimed operation has ended.
+    Finish = 41,
     /// Are you there?
     Ping = 48,
     /// Yes.
@@ -92,11 +94,11 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// Every kind, by number.
-    pub const ALL: [FrameKind; 21] = {
+    pub const ALL: [FrameKind; 22] = {
         use FrameKind::*;
         [
             Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Read, Data, Write, Reduce,
-            Done, Atomic, Signal, Notify, Cancel, Ping, Pong, Bye,
+            Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
         ]
     };
 

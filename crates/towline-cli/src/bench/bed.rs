@@ -189,7 +189,7 @@ fn there(worker: &mut Worker, path: Path, bytes: u64) -> Outcome<(Owner, Ticket)
 /// Fails where the machine has no room for that many bytes.
 fn room_for(bytes: u64) -> Outcome<()> {
     match machine::meminfo("MemAvailable") {
-        Some(available) if available < bytes => Err(Failure::unavailable(format!(
+        Some(available) if available < bytes => Err(Failure::lacking(format!(
             "it needs {} of memory, and {} are available",
             size::bytes(bytes),
             size::bytes(available)

@@ -146,7 +146,8 @@ fn ticket(session: &mut Session) -> Outcome<()> {
     };
     let plain = || region.ticket();
     let paged = || region.ticket_with_layout(layout()?);
-    let kinds: [(&str, &dyn Fn() -> towline::Result<Ticket>, u64); 2] =
+    type Make<'a> = &'a dyn Fn() -> towline::Result<Ticket>;
+    let kinds: [(&str, Make<'_>, u64); 2] =
         [("ticket", &plain, 1), ("ticket-6.5m-blocks", &paged, 6_500_000)];
     for (name, make, blocks) in kinds {
         let mut times = Vec::new();

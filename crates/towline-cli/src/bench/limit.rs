@@ -11,13 +11,19 @@ use super::team::{Team, Work};
 use crate::outcome::{Failure, Outcome};
 use crate::worker::Worker;
 use crate::worker::protocol::{Ask, Medium, Op, Told};
-use crate::worker::sockets::Client;
+use crate::worker::sockets::{Client, Style};
 
 /// Threads that help each other take portions of this size.
 const PORTION: u64 = 2 << 20;
 
 /// The bytes of all buffers of a bare socket copy together; longer copies go round in them.
 const SOCKET_BUFFERS: u64 = 256 << 20;
+
+/// From this many bytes on, how a bare socket is used makes a difference.
+const STYLE_MATTERS: u64 = 512 << 10;
+
+/// And this many tell which way is the fastest.
+const STYLE_TRIAL: u64 = 64 << 20;
 
 /// Something that the machine does without the library.
 pub(super) struct Limit {
@@ -80,7 +86,8 @@ impl Limit {
         Ok(Limit { team: Team::new(threads).map_err(failed)?, work, next: Some(next) })
     }
 
-    /// A bare socket copy of that many bytes with that many streams; the worker is at the other end.
+    /// A bare socket copy of that many bytes with that many streams, in the style that is the fastest here; the
+    /// worker is at the other end.
     pub(super) fn sockets(
         worker: &mut Worker,
         medium: Medium,
@@ -99,11 +106,32 @@ impl Limit {
             .map(|_| Client::connect(medium, &address, op, buffer).map(Mutex::new))
             .collect::<io::Result<_>>()
             .map_err(failed)?;
-        let work: Work = Arc::new(move |number| {
-            let rest = bytes.saturating_sub(share * number as u64).min(share);
-            clients[number].lock().unwrap_or_else(PoisonError::into_inner).transfer(rest)
-        });
-        Ok(Limit { team: Team::new(streams).map_err(failed)?, work, next: None })
+        let clients: Arc<[Mutex<Client>]> = clients.into();
+        let copy = |style: Style, bytes: u64| -> Work {
+            let clients = Arc::clone(&clients);
+            let share = bytes.div_ceil(streams as u64);
+            Arc::new(move |number| {
+                let rest = bytes.saturating_sub(share * number as u64).min(share);
+                clients[number].lock().unwrap_or_else(PoisonError::into_inner).transfer(rest, style)
+            })
+        };
+        let mut limit = Limit {
+            team: Team::new(streams).map_err(failed)?,
+            work: copy(Style::default(), bytes),
+            next: None,
+        };
+        if bytes >= STYLE_MATTERS {
+            let mut best = (f64::INFINITY, Style::default());
+            for style in Style::ALL {
+                limit.work = copy(style, bytes.min(STYLE_TRIAL));
+                let time = limit.best_of(3)?;
+                if time < best.0 {
+                    best = (time, style);
+                }
+            }
+            limit.work = copy(best.1, bytes);
+        }
+        Ok(limit)
     }
 
     fn best_of(&self, runs: usize) -> Outcome<f64> {

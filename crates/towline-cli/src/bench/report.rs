@@ -123,6 +123,7 @@ impl Row {
             (None, None) => String::new(),
         };
         let workers = match (self.streams, self.threads) {
+            (Some(1), _) => "1 stream".to_owned(),
             (Some(streams), _) => format!("{streams} streams"),
             (None, Some(threads)) => threads.to_string(),
             (None, None) => "-".to_owned(),

@@ -12,6 +12,9 @@ use crate::size;
 /// Regions are not made larger than this for the sake of rows that can be measured one by one.
 const SHARED_BED: u64 = 512 << 20;
 
+/// The socket paths ask for about this many bytes at a time: a transfer takes no more streams than it has requests.
+const REQUEST: u64 = 1 << 20;
+
 /// Measures the rows of one path.
 pub(super) fn run(session: &mut Session, path: Path, cases: &[&Case]) {
     let (small, large): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|case| case.bytes() <= SHARED_BED);
@@ -50,7 +53,7 @@ fn row(session: &Session, bed: &mut Bed, case: &Case) -> Outcome<Row> {
     let (limit, streams) = match case.path.medium() {
         None => (Limit::copy(case.op, &bed.near(), &bed.far()?, &shape.pieces, threads)?, None),
         Some(medium) => {
-            let streams = if case.manner == Manner::Latency { 1 } else { bed.lanes };
+            let streams = (case.bytes() / REQUEST).clamp(1, bed.lanes as u64) as usize;
             let limit = Limit::sockets(&mut bed.worker, medium, case.op, case.bytes(), streams)?;
             (limit, Some(streams))
         }

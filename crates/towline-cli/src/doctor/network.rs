@@ -61,14 +61,14 @@ fn link_local(address: &IpAddr) -> bool {
     }
 }
 
-/// The local addresses in a routing trie: those whose next line says `host LOCAL`.
+/// The local addresses in a routing trie: those whose next line says `/32 host LOCAL`.
 fn local_v4(table: &str) -> Vec<Ipv4Addr> {
     let mut found: Vec<Ipv4Addr> = Vec::new();
     let mut last = None;
     for line in table.lines() {
         if let Some((_, address)) = line.split_once("|-- ") {
             last = address.trim().parse().ok();
-        } else if line.contains("host LOCAL") {
+        } else if line.contains("/32 host LOCAL") {
             found.extend(last.filter(|address| !found.contains(address)));
         }
     }
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn addresses_come_out_of_the_kernel_tables() {
         let trie = "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 0.0.0.0\n        /0 universe UNICAST\n     |-- 10.1.2.3\n        \
-                    /32 host LOCAL\n     |-- 127.0.0.1\n        /32 host LOCAL\n";
+                    /32 host LOCAL\n     |-- 127.0.0.0\n        /8 host LOCAL\n     |-- 127.0.0.1\n        /32 host LOCAL\n";
         assert_eq!(local_v4(trie), [Ipv4Addr::new(10, 1, 2, 3), Ipv4Addr::LOCALHOST]);
         let inet6 = "00000000000000000000000000000001 01 80 10 80       lo\n";
         assert_eq!(local_v6(inet6), [("lo".to_owned(), Ipv6Addr::LOCALHOST)]);

@@ -79,9 +79,8 @@ impl Worker {
                 return Err(Failure::failed(format!("worker {} gave no answer in {seconds} s", self.name)));
             }
         };
-        match serde_json::from_str(&line) {
-            Ok(Told::Failed { exit, message, causes }) => Err(Told::into_failure(exit, message, causes)),
-            Ok(told) => Ok(told),
+        match serde_json::from_str::<Told>(&line) {
+            Ok(told) => told.or_failure(),
             Err(error) => Err(Failure::failed(format!("worker {}: {error}", self.name))),
         }
     }

@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use towline::Ticket;
 
-use crate::outcome::{Exit, Failure};
+use crate::outcome::{Exit, Failure, Outcome};
 
 /// Read or write, seen from the process that starts the transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -107,6 +107,7 @@ pub(crate) enum Told {
         exit: u8,
         message: String,
         causes: Vec<String>,
+        lacking: bool,
     },
 }
 
@@ -116,13 +117,19 @@ impl Told {
             exit: failure.exit as u8,
             message: failure.message.clone(),
             causes: failure.causes.clone(),
+            lacking: failure.lacking,
         }
     }
 
-    /// The failure that the worker reported, as one of this process.
-    pub(crate) fn into_failure(exit: u8, message: String, causes: Vec<String>) -> Failure {
-        let exit = if exit == Exit::Unavailable as u8 { Exit::Unavailable } else { Exit::Failed };
-        Failure { exit, message, causes }
+    /// The answer, or the failure that the worker reported as one of this process.
+    pub(crate) fn or_failure(self) -> Outcome<Told> {
+        match self {
+            Told::Failed { exit, message, causes, lacking } => {
+                let exit = if exit == Exit::Unavailable as u8 { Exit::Unavailable } else { Exit::Failed };
+                Err(Failure { exit, message, causes, lacking })
+            }
+            told => Ok(told),
+        }
     }
 }
 

@@ -1,29 +1,79 @@
 //! Bare sockets between two processes: what the socket paths are compared with.
 //!
-//! The client names a number of bytes (eight bytes, little endian). Reading, the server sends that many from a
-//! buffer; writing, it receives that many into a buffer and answers with one byte.
+//! The client names a number of bytes and how to move them. Reading, the server sends that many from a buffer;
+//! writing, it receives that many into a buffer and answers with one byte.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
+use rustix::net::RecvFlags;
+
 use super::protocol::{Medium, Op};
 use crate::outcome::{Failure, Outcome};
 
-/// How much is handed to the kernel in one call.
-const CALL: usize = 4 << 20;
+/// How a bare copy uses the socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Style {
+    /// How much is handed to the kernel in one call.
+    call: u32,
+    /// Whether a receiving call waits until all of it is there, instead of taking what has come.
+    whole: bool,
+}
 
-trait Stream: Read + Write + Send {}
-impl<S: Read + Write + Send> Stream for S {}
+impl Style {
+    /// Styles that are worth trying; which of them is the fastest depends on the machine.
+    pub(crate) const ALL: [Style; 3] = [
+        Style { call: 4 << 20, whole: false },
+        Style { call: 1 << 20, whole: true },
+        Style { call: 256 << 10, whole: true },
+    ];
+}
+
+impl Default for Style {
+    fn default() -> Style {
+        Style::ALL[0]
+    }
+}
+
+/// What the client asks for.
+struct Request {
+    count: u64,
+    style: Style,
+}
+
+impl Request {
+    fn encode(&self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&self.count.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.style.call.to_le_bytes());
+        bytes[12] = u8::from(self.style.whole);
+        bytes
+    }
+
+    fn decode(bytes: [u8; 16]) -> Request {
+        let [count @ .., _, _, _, _, _, _, _, _] = bytes;
+        let [_, _, _, _, _, _, _, _, a, b, c, d, whole, ..] = bytes;
+        let style = Style { call: u32::from_le_bytes([a, b, c, d]), whole: whole != 0 };
+        Request { count: u64::from_le_bytes(count), style }
+    }
+}
+
+trait Stream: Read + Write + AsFd + Send {}
+impl<S: Read + Write + AsFd + Send> Stream for S {}
+
+/// Waits for the next connection.
+type Accept = Box<dyn FnMut() -> io::Result<Box<dyn Stream>> + Send>;
 
 /// Listens and serves that many connections, each in a thread of its own; returns where.
 pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64) -> Outcome<String> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let refused = |error| Failure::os("listen", error);
-    let (address, accept): (String, Box<dyn FnMut() -> io::Result<Box<dyn Stream>> + Send>) = match medium {
+    let (address, mut accept): (String, Accept) = match medium {
         Medium::Tcp => {
             let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(refused)?;
             let address = listener.local_addr().map_err(refused)?.to_string();
@@ -42,7 +92,6 @@ pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64) -> Outc
             (name, Box::new(move || Ok(Box::new(listener.accept()?.0) as Box<dyn Stream>)))
         }
     };
-    let mut accept = accept;
     thread::spawn(move || {
         for _ in 0..streams {
             let Ok(mut stream) = accept() else { return };
@@ -55,13 +104,13 @@ pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64) -> Outc
 
 fn serve_one(stream: &mut dyn Stream, op: Op, buffer: &mut [u8]) -> io::Result<()> {
     loop {
-        let mut count = [0; 8];
-        stream.read_exact(&mut count)?;
-        let count = u64::from_le_bytes(count);
+        let mut request = [0; 16];
+        stream.read_exact(&mut request)?;
+        let request = Request::decode(request);
         match op {
-            Op::Read => send(stream, buffer, count)?,
+            Op::Read => send(stream, buffer, &request)?,
             Op::Write => {
-                receive(stream, buffer, count)?;
+                receive(stream, buffer, &request)?;
                 stream.write_all(&[1])?;
             }
         }
@@ -89,34 +138,47 @@ impl Client {
     }
 
     /// Moves that many bytes; they are here, or acknowledged, when this returns.
-    pub(crate) fn transfer(&mut self, count: u64) -> io::Result<()> {
-        self.stream.write_all(&count.to_le_bytes())?;
+    pub(crate) fn transfer(&mut self, count: u64, style: Style) -> io::Result<()> {
+        let request = Request { count, style };
+        self.stream.write_all(&request.encode())?;
         match self.op {
-            Op::Read => receive(&mut *self.stream, &mut self.buffer, count),
+            Op::Read => receive(&mut *self.stream, &mut self.buffer, &request),
             Op::Write => {
-                send(&mut *self.stream, &self.buffer, count)?;
+                send(&mut *self.stream, &self.buffer, &request)?;
                 self.stream.read_exact(&mut [0])
             }
         }
     }
 }
 
-fn send(stream: &mut dyn Stream, buffer: &[u8], count: u64) -> io::Result<()> {
-    parts(buffer.len(), count).try_for_each(|range| stream.write_all(&buffer[range]))
+fn send(stream: &mut dyn Stream, buffer: &[u8], request: &Request) -> io::Result<()> {
+    parts(buffer.len(), request).try_for_each(|range| stream.write_all(&buffer[range]))
 }
 
-fn receive(stream: &mut dyn Stream, buffer: &mut [u8], count: u64) -> io::Result<()> {
-    parts(buffer.len(), count).try_for_each(|range| stream.read_exact(&mut buffer[range]))
+fn receive(stream: &mut dyn Stream, buffer: &mut [u8], request: &Request) -> io::Result<()> {
+    for mut range in parts(buffer.len(), request) {
+        while request.style.whole && !range.is_empty() {
+            match rustix::net::recv(stream.as_fd(), &mut buffer[range.clone()], RecvFlags::WAITALL) {
+                Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok((read, _)) => range.start += read,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        stream.read_exact(&mut buffer[range])?;
+    }
+    Ok(())
 }
 
 /// The ranges of a buffer that carry that many bytes, from its start again when it is shorter.
-fn parts(len: usize, count: u64) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let (mut at, mut left) = (0, count);
+fn parts(len: usize, request: &Request) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
+    let (mut at, mut left) = (0, request.count);
+    let call = request.style.call.max(1) as usize;
     std::iter::from_fn(move || {
         if left == 0 || len == 0 {
             return None;
         }
-        let step = CALL.min(len - at).min(left.min(usize::MAX as u64) as usize);
+        let step = call.min(len - at).min(left.min(usize::MAX as u64) as usize);
         let range = at..at + step;
         left -= step as u64;
         at = if at + step == len { 0 } else { at + step };
@@ -135,10 +197,19 @@ mod tests {
 
     #[test]
     fn parts_cover_the_count_and_stay_in_the_buffer() {
-        for (len, count) in [(10, 25), (CALL * 2 + 5, CALL as u64 * 3), (7, 7), (7, 0)] {
-            let ranges: Vec<_> = parts(len, count).collect();
+        let style = Style { call: 1000, whole: false };
+        for (len, count) in [(10, 25), (2005, 3000), (7, 7), (7, 0)] {
+            let ranges: Vec<_> = parts(len, &Request { count, style }).collect();
             assert_eq!(ranges.iter().map(|range| range.len() as u64).sum::<u64>(), count);
             assert!(ranges.iter().all(|range| range.end <= len && !range.is_empty()));
+        }
+    }
+
+    #[test]
+    fn a_request_survives_the_wire() {
+        for style in Style::ALL {
+            let request = Request::decode(Request { count: 1 << 40, style }.encode());
+            assert_eq!((request.count, request.style), (1 << 40, style));
         }
     }
 }

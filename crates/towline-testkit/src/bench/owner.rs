@@ -146,7 +146,7 @@ pub(crate) fn register_views(
     let views = (0..count)
         .map(|number| OffsetBuffer::new(whole.clone(), number * step, len))
         .collect::<towline::Result<Vec<_>>>()?;
-    Ok(endpoint.register_many(views, Access::READ).map_err(|failed| failed.error)?)
+    endpoint.register_many(views, Access::READ).map_err(|failed| failed.error)
 }
 
 fn ask(process: &Mutex<Process>, order: &str) -> Result<crate::process::Reply> {

@@ -15,7 +15,9 @@ use crate::oracle::Stamp;
 const PAGE: usize = 4096;
 
 /// What keeps a crowd of endpoints alive after the order.
-static CROWD: Mutex<Vec<(Endpoint, Registered<SharedStorage>, Vec<Remote>)>> = Mutex::new(Vec::new());
+static CROWD: Mutex<Vec<Member>> = Mutex::new(Vec::new());
+
+type Member = (Endpoint, Registered<SharedStorage>, Vec<Remote>);
 
 /// Opens that many endpoints, lets each read from the next one over three paths, and keeps them open.
 pub(super) fn crowd(count: usize) -> Answer {

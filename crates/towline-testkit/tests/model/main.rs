@@ -1,4 +1,5 @@
 //! Random programs against plain vectors, over each kind of path. `TOWLINE_TEST_SEED` tries others.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 mod world;
 
@@ -8,7 +9,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use towline_testkit::bench::{forced, routing};
 use towline_testkit::{random, watchdog};
 
-const PROGRAMS: u32 = 48;
+const PROGRAMS: u32 = 256;
 
 fn programs_agree_with_the_model(path: &str, kind: &'static str) {
     let path = forced().unwrap_or_else(|| path.to_owned());

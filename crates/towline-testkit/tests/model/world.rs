@@ -428,7 +428,7 @@ impl World {
         let offset = offset as usize;
         let mut reasons = self.reasons(handle, Access::WRITE);
         let at = handle.start + offset;
-        if offset + 8 > handle.len || at % 8 != 0 {
+        if offset + 8 > handle.len || !at.is_multiple_of(8) {
             reasons.push(Kind::Invalid);
         }
         let bytes = &mut self.regions[handle.region].bytes;
@@ -458,7 +458,12 @@ impl World {
         let (far, len) = (far as usize, len as usize);
         let mut reasons = self.reasons(handle, Access::WRITE);
         let at = handle.start + far;
-        if len == 0 || far + len > handle.len || len > LOCAL || at % 4 != 0 || len % 4 != 0 {
+        if len == 0
+            || far + len > handle.len
+            || len > LOCAL
+            || !at.is_multiple_of(4)
+            || !len.is_multiple_of(4)
+        {
             reasons.push(Kind::Invalid);
         }
         let worker = &self.workers[handle.user];
@@ -481,7 +486,7 @@ impl World {
         let (len, counter) = (usize::from(len) % 4096 + 1, counter as usize);
         let mut reasons = self.reasons(handle, Access::WRITE);
         let word = handle.start + counter;
-        if len > handle.len || counter + 8 > handle.len || word % 8 != 0 {
+        if len > handle.len || counter + 8 > handle.len || !word.is_multiple_of(8) {
             reasons.push(Kind::Invalid);
         }
         // A counter inside the written range would be overwritten or not, as it happens.
@@ -492,7 +497,7 @@ impl World {
         let request = worker.endpoint.write(&handle.real, &worker.local).at(0, 0, len as u64);
         let outcome =
             request.signal(counter as u64, 3).notify("done").start().and_then(|transfer| transfer.wait());
-        if outcome.is_err() && reasons == [Kind::Invalid] && word % 8 != 0 {
+        if outcome.is_err() && reasons == [Kind::Invalid] && !word.is_multiple_of(8) {
             // A path may notice the odd word only after the bytes have moved: they are within what was asked for.
             let region = &mut self.regions[handle.region];
             let real = region.real.as_ref().unwrap();

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::interfaces;
+use super::operations::Operations;
 use super::options::EndpointOptions;
 use super::stats::{AllCounters, Stats};
 use crate::fence::table::Table;
@@ -42,6 +43,8 @@ pub(crate) struct EndpointCore {
     /// Rung when a peer or this process has let go of memory, or has sent a message.
     pub(crate) bell: Bell,
     listening: Mutex<(Option<Token>, bool)>,
+    /// What waits to be claimed by a peer, or to be done by it.
+    pub(crate) operations: Operations,
     pub(crate) parked: ParkingLot,
     pub(crate) counters: AllCounters,
     /// Connections to owners, by who is at the other end and over what.
@@ -82,6 +85,7 @@ impl EndpointCore {
             notifications: Notifications::default(),
             bell: Bell::new()?,
             listening: Mutex::new((None, false)),
+            operations: Operations::default(),
             parked: ParkingLot::default(),
             counters: AllCounters::default(),
             sessions: Mutex::new(HashMap::new()),
@@ -290,6 +294,7 @@ impl EndpointCore {
         if let Some(here) = lock(&HERE).as_mut() {
             here.remove(&self.identity.incarnation);
         }
+        self.operations.end_all(&Error::new(Kind::Canceled, "close", "the endpoint was closed"));
         for region in self.regions.all() {
             region.revoke();
         }

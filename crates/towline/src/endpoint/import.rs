@@ -30,7 +30,7 @@ pub struct Remote {
 }
 
 impl Remote {
-    fn new(
+    pub(super) fn new(
         endpoint: &Arc<EndpointCore>,
         owner: Owner<'_>,
         grant: Grant,
@@ -118,16 +118,30 @@ impl fmt::Debug for Remote {
     }
 }
 
+/// Imports one ticket.
+pub(super) fn import_one(
+    endpoint: &Arc<EndpointCore>,
+    ticket: &Ticket,
+    routing: &Routing,
+    within: Duration,
+) -> Result<Remote> {
+    import(endpoint, std::slice::from_ref(ticket), routing, within)?
+        .pop()
+        .unwrap_or_else(|| Err(Error::new(Kind::Internal, "import", "no answer")))
+}
+
 /// Imports tickets with one round trip per owner.
+#[tracing::instrument(level = "debug", skip_all, fields(endpoint = endpoint.name(), tickets = tickets.len()))]
 pub(super) fn import(
     endpoint: &Arc<EndpointCore>,
     tickets: &[Ticket],
     routing: &Routing,
+    within: Duration,
 ) -> Result<Vec<Result<Remote>>> {
     fork::guard("import")?;
     progress::may_block("import")?;
     endpoint.check_open("import")?;
-    let until = Instant::now() + endpoint.limits().no_progress;
+    let until = Instant::now() + within;
     let mut outcomes: Vec<Option<Result<Remote>>> = tickets.iter().map(|_| None).collect();
     let mut by_owner: HashMap<Incarnation, Vec<usize>> = HashMap::new();
     for (index, ticket) in tickets.iter().enumerate() {
@@ -163,22 +177,28 @@ pub(super) fn import_async(
     endpoint: Arc<EndpointCore>,
     ticket: Ticket,
 ) -> impl Future<Output = Result<Remote>> + Send {
+    on_a_thread(move || {
+        let routing = endpoint.routing().clone();
+        import_one(&endpoint, &ticket, &routing, endpoint.limits().no_progress)
+    })
+}
+
+/// Runs a blocking contact on a thread that lives only for it.
+pub(super) fn on_a_thread<T: Send + 'static>(
+    contact: impl FnOnce() -> Result<T> + Send + 'static,
+) -> impl Future<Output = Result<T>> + Send {
     use std::sync::Mutex;
     use std::task::{Poll, Waker};
 
-    #[derive(Default)]
-    struct Slot {
-        outcome: Option<Result<Remote>>,
+    struct Slot<T> {
+        outcome: Option<Result<T>>,
         waker: Option<Waker>,
     }
 
-    let slot = Arc::new(Mutex::new(Slot::default()));
+    let slot = Arc::new(Mutex::new(Slot { outcome: None, waker: None }));
     let filled = Arc::clone(&slot);
     let spawned = std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
-        let routing = endpoint.routing().clone();
-        let outcome = import(&endpoint, &[ticket], &routing).and_then(|mut all| {
-            all.pop().unwrap_or_else(|| Err(Error::new(Kind::Internal, "import", "no answer")))
-        });
+        let outcome = contact();
         let waker = {
             let mut slot = lock(&filled);
             slot.outcome = Some(outcome);
@@ -223,7 +243,7 @@ fn import_there(
 ) -> Result<Vec<Result<Remote>>> {
     let Some(first) = tickets.first() else { return Ok(Vec::new()) };
     let session = contact(endpoint, first, routing, until)?;
-    let mut imported = session.import(tickets, until)?;
+    let mut imported = session.import(tickets, None, until)?.wait()?;
     let remote = |granted: Result<(Grant, Arc<GrantHandle>)>| {
         let (grant, handle) = granted?;
         Remote::new(endpoint, Owner::There(&handle), grant, session.peer_name(), routing)
@@ -231,30 +251,46 @@ fn import_there(
     Ok(imported.outcomes.drain(..).map(remote).collect())
 }
 
+/// The ways to the ticket's owner that the caller allows, best first.
+fn media(ticket: &Ticket, routing: &Routing) -> impl Iterator<Item = Medium> {
+    let local = ["mapped", "cma", "unix"].into_iter().any(|path| routing.allows(path));
+    let far = routing.allows("tcp");
+    ticket.body().reach.iter().filter_map(move |reach| match reach {
+        Reach::Unix => local.then_some(Medium::Unix),
+        Reach::Tcp(address) => far.then_some(Medium::Tcp(*address)),
+    })
+}
+
+fn session_over(endpoint: &EndpointCore, incarnation: Incarnation, medium: Medium) -> Option<Arc<Session>> {
+    let sessions = lock(&endpoint.sessions);
+    sessions.get(&(incarnation, medium.name())).filter(|session| session.alive().is_ok()).cloned()
+}
+
+/// The session with the ticket's owner that [`contact`] would take without making contact.
+pub(super) fn known_session(
+    endpoint: &EndpointCore,
+    ticket: &Ticket,
+    routing: &Routing,
+) -> Option<Arc<Session>> {
+    session_over(endpoint, ticket.body().identity.incarnation, media(ticket, routing).next()?)
+}
+
 /// A session with the ticket's owner: an existing one, or a new one over the first way that answers.
-fn contact(
+pub(super) fn contact(
     endpoint: &Arc<EndpointCore>,
     ticket: &Ticket,
     routing: &Routing,
     until: Instant,
 ) -> Result<Arc<Session>> {
     let incarnation = ticket.body().identity.incarnation;
-    let local = ["mapped", "cma", "unix"].into_iter().any(|path| routing.allows(path));
     let mut tried = Vec::new();
-    for reach in &ticket.body().reach {
-        let medium = match reach {
-            Reach::Unix if local => Medium::Unix,
-            Reach::Tcp(address) if routing.allows("tcp") => Medium::Tcp(*address),
-            Reach::Unix => continue,
-            Reach::Tcp(_) => continue,
-        };
-        let key = (incarnation, medium.name());
-        let known = lock(&endpoint.sessions).get(&key).filter(|session| session.alive().is_ok()).cloned();
-        if let Some(session) = known {
+    for medium in media(ticket, routing) {
+        if let Some(session) = session_over(endpoint, incarnation, medium) {
             return Ok(session);
         }
         match Session::connect(endpoint, ticket, medium, until) {
             Ok(session) => {
+                let key = (incarnation, medium.name());
                 let mut sessions = lock(&endpoint.sessions);
                 // Two threads may have made contact at once; the first one's session serves both.
                 if let Some(earlier) = sessions.get(&key).filter(|session| session.alive().is_ok()) {
@@ -270,8 +306,11 @@ fn contact(
             Err(error) => tried.push((error.kind(), format!("{medium}: {}", error.message()))),
         }
     }
-    let kind =
-        if tried.iter().any(|(kind, _)| *kind == Kind::Timeout) { Kind::Timeout } else { Kind::Disconnected };
+    // What the caller can do something about comes first.
+    let kind = [Kind::Exhausted, Kind::Timeout]
+        .into_iter()
+        .find(|kind| tried.iter().any(|(seen, _)| seen == kind))
+        .unwrap_or(Kind::Disconnected);
     let (kind, message) = if tried.is_empty() {
         (Kind::Unavailable, "the ticket names no way to its owner that the caller allows".to_owned())
     } else {

@@ -10,7 +10,7 @@ use crate::memory::Place;
 use crate::notify::MAX_MESSAGE;
 use crate::region::Span;
 use crate::route::Routing;
-use crate::transfer::{self, After, Limits, Op, Parts, Signal, Transfer, TransferCore};
+use crate::transfer::{self, After, Limits, OnEnd, Op, Parts, Signal, Transfer, TransferCore};
 use crate::transport::Capabilities;
 use crate::{Access, Error, Kind, Result, fork};
 
@@ -46,6 +46,8 @@ pub struct Request<'a> {
     after: After,
     limits: Option<Limits>,
     routing: Option<Routing>,
+    by_workers: bool,
+    then: Option<OnEnd>,
 }
 
 enum What {
@@ -70,6 +72,8 @@ impl<'a> Request<'a> {
             after: After::default(),
             limits: None,
             routing: None,
+            by_workers: false,
+            then: None,
         }
     }
 
@@ -128,6 +132,18 @@ impl<'a> Request<'a> {
         self
     }
 
+    /// Leaves every copy to the workers, whatever its size: for one of many that are started together.
+    pub(crate) fn by_workers(mut self, by_workers: bool) -> Request<'a> {
+        self.by_workers = by_workers;
+        self
+    }
+
+    /// Tells that how it ended, before anybody who waits. Not called where [`start`](Self::start) fails.
+    pub(crate) fn then(mut self, then: OnEnd) -> Request<'a> {
+        self.then = Some(then);
+        self
+    }
+
     /// Checks everything and starts. An error here means that no byte has moved.
     pub fn start(self) -> Result<Transfer> {
         let op = self.op.name();
@@ -143,6 +159,7 @@ impl<'a> Request<'a> {
         let attachment = Arc::clone(self.remote.routes().pick(self.needs(), self.routing.as_ref())?);
         attachment.alive()?;
         let (pieces, bytes, blocks) = self.pieces()?;
+        self.check_elements(pieces.as_slice())?;
         let local = match &self.local {
             Some(span) => {
                 if !Arc::ptr_eq(&span.core().endpoint, self.endpoint) {
@@ -165,10 +182,13 @@ impl<'a> Request<'a> {
         let base = self.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
         let path = attachment.transport().name();
         let counters = self.remote.counters(path);
-        // SAFETY: `local` is a use of the local region that lives through the call, and `pieces` was checked
-        // against the span that lies within it.
-        let ended =
-            unsafe { attachment.run_now(self.op, base as *mut u8, pieces.as_slice(), bytes, &self.after) };
+        let ended = if self.by_workers {
+            None
+        } else {
+            // SAFETY: `local` is a use of the local region that lives through the call, and `pieces` was checked
+            // against the span that lies within it.
+            unsafe { attachment.run_now(self.op, base as *mut u8, pieces.as_slice(), bytes, &self.after) }
+        };
         if let Some(ended) = ended {
             drop(local);
             let result =
@@ -176,9 +196,12 @@ impl<'a> Request<'a> {
             let value = result.as_ref().ok().copied().flatten();
             let result = result.map(|_| ());
             counters.count(self.op, bytes, &result);
+            if let Some(then) = &self.then {
+                then(&result);
+            }
             return Ok(Transfer::done(path, bytes, blocks, value, result));
         }
-        let op = self.op;
+        let (op, then) = (self.op, self.then.take());
         let core = TransferCore::begin(Parts {
             id: transfer::next_id(),
             op,
@@ -189,16 +212,13 @@ impl<'a> Request<'a> {
             limits: self.limits.unwrap_or_else(|| self.endpoint.limits()),
             attachment: Arc::clone(&attachment),
             peer: Arc::clone(self.remote.peer()),
-            on_end: Box::new(move |result| counters.count(op, bytes, result)),
+            on_end: Box::new(move |result| {
+                counters.count(op, bytes, result);
+                if let Some(then) = &then {
+                    then(result);
+                }
+            }),
         });
-        tracing::debug!(
-            id = core.id,
-            op = op.name(),
-            path,
-            bytes,
-            peer = &**self.remote.peer(),
-            "transfer started"
-        );
         attachment.start(&core);
         Ok(Transfer::live(core))
     }
@@ -252,6 +272,20 @@ impl<'a> Request<'a> {
                 format!("a message has at most {MAX_MESSAGE} bytes, not {}", message.len()),
             )),
             _ => Ok(()),
+        }
+    }
+
+    /// A reduction acts on whole elements, all of them aligned alike: otherwise some would be applied and others not.
+    fn check_elements(&self, pieces: &[Piece]) -> Result<()> {
+        let Op::Reduce(_, dtype) = self.op else { return Ok(()) };
+        let size = dtype.size() as u64;
+        let first = pieces.first().map_or(0, |piece| piece.remote % size);
+        match pieces.iter().find(|piece| !piece.len.is_multiple_of(size) || piece.remote % size != first) {
+            None => Ok(()),
+            Some(piece) => Err(Error::invalid(
+                self.op.name(),
+                format!("{} bytes at offset {} are not whole elements of {dtype}", piece.len, piece.remote),
+            )),
         }
     }
 

@@ -5,10 +5,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, OnceLock};
 
+use crate::Result;
 use crate::fence::robust::{self, RobustMutex};
-use crate::fence::shared::{self, Mapping, forked};
+use crate::fence::shared::{self, Mapping};
+use crate::fork::{guard, in_child};
 use crate::sync::lock;
-use crate::{Error, Kind, Result};
 
 /// Threads of one process that can hold a slot at the same time.
 pub(crate) const SLOTS: u32 = 1024;
@@ -51,7 +52,7 @@ struct ThreadSlot(Cell<Option<u32>>);
 impl Drop for ThreadSlot {
     fn drop(&mut self) {
         if let Some(slot) = self.0.get()
-            && !forked()
+            && !in_child()
             && let Some(page) = OURS.get()
         {
             page.give_back(slot);
@@ -62,9 +63,7 @@ impl Drop for ThreadSlot {
 impl LifePage {
     /// The process's one page, made at the first call; an error in a forked child.
     pub(crate) fn ours() -> Result<&'static LifePage> {
-        if forked() {
-            return Err(Error::new(Kind::Unavailable, "open", "not usable in a forked child"));
-        }
+        guard("open")?;
         if let Some(page) = OURS.get() {
             return Ok(page);
         }
@@ -84,7 +83,7 @@ impl LifePage {
     /// thread pins for its process instead.
     #[inline]
     pub(crate) fn thread_slot() -> Option<u32> {
-        if !robust::SUPPORTED || forked() {
+        if !robust::SUPPORTED || in_child() {
             return None;
         }
         // Gone while the thread's own destructors run: then there is no slot any more.

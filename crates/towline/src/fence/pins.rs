@@ -7,13 +7,14 @@ use std::marker::PhantomData;
 use std::os::fd::BorrowedFd;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use crate::fence::life;
 use crate::fence::protocol::{self, Machine};
 use crate::fence::robust::RobustMutex;
-use crate::fence::shared::{self, Lendable, Mapping, forked};
+use crate::fence::shared::{self, Lendable, Mapping};
 use crate::fence::table::Row;
+use crate::fork::in_child;
 use crate::{Error, Kind, Result};
 
 /// Slots for pins of single threads, one per life slot.
@@ -165,7 +166,7 @@ impl PinPage {
         if generation == 0 {
             return Err(PinError::Stale);
         }
-        if forked() {
+        if in_child() {
             return Err(PinError::Busy);
         }
         let used = &self.header().processes_used;
@@ -206,6 +207,12 @@ impl PinPage {
             false
         });
         held
+    }
+
+    /// Whether the initiator holds no pin. Meaningful once it makes none any more.
+    pub(crate) fn is_idle(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.threads().iter().chain(self.processes()).all(|slot| slot.generation.load(Ordering::SeqCst) == 0)
     }
 
     /// Every pin of that generation.
@@ -325,7 +332,7 @@ impl ProcessPin {
 
 impl Drop for ProcessPin {
     fn drop(&mut self) {
-        if !forked()
+        if !in_child()
             && let Some(slot) = self.page.processes().get(self.slot as usize)
             && protocol::release_shared::<Machine>(
                 &slot.generation,

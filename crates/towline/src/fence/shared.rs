@@ -1,15 +1,14 @@
-//! Sealed memory files, their mappings, and the mark that tells a forked child from its parent.
+//! Sealed memory files and their mappings.
 
 #![allow(unsafe_code, reason = "maps files that other processes map as well, and lends words inside them")]
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::{Error, Result};
 
@@ -129,44 +128,4 @@ pub(crate) fn map_received(fd: &OwnedFd, len: usize, writable: bool, op: &'stati
     }
     let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
     Mapping::of_file(fd.as_fd(), len, prot, op)
-}
-
-/// A page that the kernel clears in a forked child.
-struct ForkMark {
-    page: Option<Mapping>,
-    pid: u32,
-}
-
-impl ForkMark {
-    fn new() -> ForkMark {
-        // Without the advice (kernels before 4.14) the pid is compared, which costs a system call.
-        ForkMark { page: ForkMark::wiped_on_fork().ok(), pid: std::process::id() }
-    }
-
-    fn wiped_on_fork() -> Result<Mapping> {
-        let (len, prot) = (rustix::param::page_size(), ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: a fresh private mapping at an address of the kernel's choice.
-        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, prot, MapFlags::PRIVATE) };
-        let page = Mapping::new(base, len, "open")?;
-        // SAFETY: the range is exactly the mapping made above, and nothing relies on its bytes in a child.
-        unsafe { rustix::mm::madvise(page.base.as_ptr().cast(), len, Advice::LinuxWipeOnFork) }
-            .map_err(|error| Error::os("open", "madvise", error))?;
-        page.lend::<AtomicU32>(0, 1)[0].store(1, Ordering::Relaxed);
-        Ok(page)
-    }
-}
-
-/// Whether this is a forked child of the process that first asked. A nanosecond after the first call.
-///
-/// A child shares the parent's pages: a pin that it released, or a mutex that it unlocked, would be the
-/// parent's. So everything that writes to shared words, or takes a lock that the fork may have copied while
-/// it was held, asks first.
-#[inline]
-pub(crate) fn forked() -> bool {
-    static MARK: OnceLock<ForkMark> = OnceLock::new();
-    let mark = MARK.get_or_init(ForkMark::new);
-    match &mark.page {
-        Some(page) => page.lend::<AtomicU32>(0, 1)[0].load(Ordering::Relaxed) == 0,
-        None => mark.pid != std::process::id(),
-    }
 }

@@ -21,7 +21,7 @@ use rustix::thread::{ClockId, futex};
 
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::robust::{OWNER_DIED, TID_MASK, WAITERS};
-use crate::fence::shared::forked;
+use crate::fork::{guard, in_child};
 use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
@@ -113,7 +113,7 @@ pub(crate) fn watch(page: Arc<PinPage>, side: Side, on_death: Box<dyn FnOnce() +
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        if !forked() {
+        if !in_child() {
             lock(&WATCHER.state).requests.push_back(Request::Release { id: self.id });
             WATCHER.nudge();
         }
@@ -122,7 +122,7 @@ impl Drop for Hold {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        if !forked() {
+        if !in_child() {
             // Bound to a name: what the callback owns is dropped after the lock is given back.
             let ended = lock(&WATCHER.state).watches.remove(&self.id);
             if ended.is_some() {
@@ -192,9 +192,7 @@ impl State {
 impl Watcher {
     /// The state, with the thread running.
     fn started(&'static self) -> Result<std::sync::MutexGuard<'static, State>> {
-        if forked() {
-            return Err(Error::new(Kind::Unavailable, "connect", "not usable in a forked child"));
-        }
+        guard("connect")?;
         let mut state = lock(&self.state);
         if state.thread.is_none() {
             state.can_watch = futex_waitv_works();

@@ -73,7 +73,8 @@ impl Bell {
     pub(crate) fn wait(&self, seen: u64, until: Instant) {
         let mut state = lock(&self.state);
         while state.rung == seen {
-            let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
+            let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+            else {
                 return;
             };
             if state.leader {

@@ -2,13 +2,12 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::peers::PeerPins;
 use super::stale;
 use crate::endpoint::EndpointCore;
-use crate::fence::life::{LifeView, SlotState};
-use crate::fence::pins::{Holder, PinPage};
 use crate::layout::Layout;
 use crate::memory::{Place, SegmentSlice, Storage};
 use crate::progress;
@@ -35,39 +34,6 @@ pub(crate) struct RegionCore {
     /// The peers that touch the memory directly, and may hold a pin.
     direct_peers: Mutex<Vec<Arc<PeerPins>>>,
     freed: AtomicBool,
-}
-
-/// The pins of one peer process on this endpoint's regions.
-pub(crate) struct PeerPins {
-    pub(crate) page: Arc<PinPage>,
-    /// The peer's life page: tells which of its threads have died.
-    pub(crate) life: OnceLock<LifeView>,
-    /// The peer's process has exited: none of its pins counts any more.
-    pub(crate) exited: AtomicBool,
-    /// What tells of the exit; it must live as long as the pins are asked about.
-    pub(crate) exit: OnceLock<Arc<dyn Send + Sync>>,
-    pub(crate) peer: String,
-}
-
-impl PeerPins {
-    /// Whether some copy of the peer may still be inside that generation's memory.
-    fn holds(&self, generation: u64) -> bool {
-        if self.exited.load(Ordering::Acquire) {
-            return false;
-        }
-        self.page.holders(generation).into_iter().any(|holder| {
-            let died = match holder {
-                Holder::Thread(slot) => {
-                    self.life.get().is_some_and(|life| life.slot_state(slot) == SlotState::Died)
-                }
-                Holder::Process(_) => false,
-            };
-            if died {
-                self.page.reclaim(holder, generation);
-            }
-            !died
-        })
-    }
 }
 
 /// Proof that the region's memory stays: taken before it is touched, given back after.
@@ -160,6 +126,7 @@ impl RegionCore {
     }
 
     pub(crate) fn ticket(&self, layout: Option<Layout>) -> Result<Ticket> {
+        crate::fork::guard("ticket")?;
         if self.is_closed() {
             return Err(stale("ticket"));
         }
@@ -206,7 +173,7 @@ impl RegionCore {
             return Err(stale("import"));
         }
         if !peers.iter().any(|known| Arc::ptr_eq(known, peer)) {
-            peers.retain(|known| !known.exited.load(Ordering::Acquire));
+            peers.retain(|known| !known.is_gone());
             peers.push(Arc::clone(peer));
         }
         Ok(())
@@ -230,7 +197,7 @@ impl RegionCore {
     fn drained(&self) -> bool {
         let generation = self.generation;
         self.uses.load(Ordering::SeqCst) == CLOSED
-            && !lock(&self.direct_peers).iter().any(|peer| peer.holds(generation))
+            && !lock(&self.direct_peers).iter().any(|peer| peer.holds(generation, &self.endpoint))
     }
 
     /// Revokes and waits until nobody is inside the memory any more.
@@ -260,7 +227,7 @@ impl RegionCore {
     fn users(&self) -> String {
         let mut users: Vec<String> = lock(&self.direct_peers)
             .iter()
-            .filter(|peer| peer.holds(self.generation))
+            .filter(|peer| peer.holds(self.generation, &self.endpoint))
             .map(|peer| format!("peer {}", peer.peer))
             .collect();
         let own = self.uses.load(Ordering::SeqCst) & !CLOSED;
@@ -289,6 +256,11 @@ impl RegionCore {
             return;
         }
         core.endpoint.break_streams_of(core.generation);
+        if core.drained() {
+            core.free();
+            drop(storage);
+            return;
+        }
         tracing::warn!(
             endpoint = core.endpoint.name(),
             generation = core.generation,

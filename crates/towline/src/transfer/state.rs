@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::BlockFailure;
-use crate::{Error, Result};
+use crate::{Error, Kind, Result};
 
 /// The state of one transfer. It ends exactly once, when every unit has reported.
 #[derive(Debug)]
@@ -65,7 +65,9 @@ impl State {
         }
         self.failures.sort_by_key(|failure| failure.blocks.start);
         // A stop that came too late, after every unit went well, does not turn success into failure.
-        self.ended = Some(match (self.failures.first(), &self.stopping) {
+        // What was dropped because something else failed does not speak for the whole.
+        let cause = self.failures.iter().find(|failure| failure.error.kind() != Kind::Canceled);
+        self.ended = Some(match (cause.or(self.failures.first()), &self.stopping) {
             (None, _) => Ok(()),
             (Some(_), Some(stopping)) => Err(stopping.clone()),
             (Some(failure), None) => Err(failure.error.clone()),
@@ -97,7 +99,6 @@ impl State {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::Kind;
     use proptest::prelude::*;
 
     fn stale() -> Error {

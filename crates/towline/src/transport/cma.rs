@@ -4,7 +4,7 @@
 use std::io;
 use std::sync::Arc;
 
-use super::direct::{Direct, DirectAttachment};
+use super::direct::{Direct, DirectAttachment, misaligned};
 use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::Piece;
@@ -131,7 +131,13 @@ impl Direct for Process {
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
-        self.handle.session().signal(&self.handle, signal)
+        // The owner raises it. What it would refuse is refused here, where the caller learns of it.
+        self.handle.pinned("signal", |row| {
+            if !(row.addr() + self.offset + signal.offset).is_multiple_of(8) {
+                return Err(misaligned("signal", signal.offset));
+            }
+            self.handle.session().signal(&self.handle, signal)
+        })
     }
 
     fn notify(&self, message: &[u8]) -> Result<()> {

@@ -7,6 +7,9 @@
 mod apply;
 mod connection;
 mod contact;
+mod counting;
+mod grant;
+mod importing;
 mod listener;
 mod parts;
 mod run;
@@ -19,10 +22,12 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+pub(crate) use self::grant::GrantHandle;
+pub(crate) use self::importing::{Imported, Importing, proven};
 pub(crate) use self::listener::Listener;
 use self::run::Run;
 pub(crate) use self::serving::Serving;
-pub(crate) use self::session::{GrantHandle, Session};
+pub(crate) use self::session::Session;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;
@@ -171,12 +176,14 @@ impl Attachment for Stream {
         _bytes: u64,
         after: &After,
     ) -> Option<Result<Option<u64>>> {
-        let alone = pieces.is_empty() && !matches!(op, Op::Atomic { .. });
-        alone.then(|| run::tell_after(self.handle.session(), &self.handle, after, 0, 0).map(|()| None))
+        // Only a message alone needs no answer.
+        let alone = pieces.is_empty() && after.signal.is_none() && !matches!(op, Op::Atomic { .. });
+        let message = after.notify.as_ref().filter(|_| alone)?;
+        Some(self.handle.session().notify(message).map(|()| None))
     }
 
-    fn cut(&self, _op: Op, plan: Plan) -> (Plan, Vec<Range<usize>>) {
-        run::cut(plan)
+    fn cut(&self, _op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+        run::cut(plan, after)
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {

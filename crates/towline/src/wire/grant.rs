@@ -14,13 +14,18 @@ pub const MAX_ITEMS: usize = 256;
 const _: () = assert!(MAX_ITEMS * size_of::<Result<Grant, WireError>>() <= 64 << 10);
 const _: () = assert!(MAX_ITEMS * size_of::<ImportItem>() <= 64 << 10);
 
+/// The number of an operation that waits to be claimed: random, chosen by its owner.
+pub type OperationId = [u8; 16];
+
 /// A ticket without its tag, and the proof that its sender has the tag.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImportItem {
     /// The ticket's public bytes.
     pub ticket: Vec<u8>,
-    /// The proof over the connection's challenge.
+    /// The proof over the connection's challenge, and over the operation where one is claimed.
     pub proof: [u8; 32],
+    /// The operation that its sender claims with the ticket.
+    pub operation: Option<OperationId>,
 }
 
 /// Tickets to be turned into grants.
@@ -37,14 +42,19 @@ impl Import {
         for item in &self.items {
             put_counted(out, &item.ticket);
             out.extend_from_slice(&item.proof);
+            put_option(out, item.operation, |out, operation| out.extend_from_slice(&operation));
         }
     }
 
     /// Reads a body.
     pub fn decode(body: &[u8]) -> Result<Import> {
         let mut reader = Reader::new("import", body);
-        let items = take_items(&mut reader, 2 + 32, |reader| {
-            Ok(ImportItem { ticket: reader.counted(MAX_TICKET)?.to_vec(), proof: reader.array()? })
+        let items = take_items(&mut reader, 2 + 32 + 1, |reader| {
+            Ok(ImportItem {
+                ticket: reader.counted(MAX_TICKET)?.to_vec(),
+                proof: reader.array()?,
+                operation: reader.option(Reader::array)?,
+            })
         })?;
         reader.finish()?;
         Ok(Import { items })
@@ -188,6 +198,32 @@ impl Release {
         let handle = reader.u32()?;
         reader.finish()?;
         Ok(Release { handle })
+    }
+}
+
+/// The claimer of an operation has done its part, or could not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finish {
+    /// The operation.
+    pub operation: OperationId,
+    /// How it ended.
+    pub outcome: Result<(), WireError>,
+}
+
+impl Finish {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.operation);
+        WireError::put_outcome(out, &self.outcome, |_, ()| {});
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<Finish> {
+        let mut reader = Reader::new("finish", body);
+        let operation = reader.array()?;
+        let outcome = WireError::take_outcome(&mut reader, |_| Ok(()))?;
+        reader.finish()?;
+        Ok(Finish { operation, outcome })
     }
 }
 

@@ -42,7 +42,7 @@ macro_rules! messages {
 
 messages!(
     Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Read, Data, Write, Reduce, Done,
-    Atomic, Signal, Notify, Cancel, Ping, Pong, Bye,
+    Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
 );
 
 impl Message {

@@ -114,8 +114,8 @@ fn any_contact() -> impl Strategy<Value = Message> {
 }
 
 fn any_message() -> impl Strategy<Value = Message> {
-    let item = (vec(any::<u8>(), 0..300), any::<[u8; 32]>())
-        .prop_map(|(ticket, proof)| ImportItem { ticket, proof });
+    let item = (vec(any::<u8>(), 0..300), any::<[u8; 32]>(), option::of(any::<[u8; 16]>()))
+        .prop_map(|(ticket, proof, operation)| ImportItem { ticket, proof, operation });
     let op = (0..ReduceOp::ALL.len()).prop_map(|at| ReduceOp::ALL[at]);
     let dtype = (0..Dtype::ALL.len()).prop_map(|at| Dtype::ALL[at]);
     let atomic = prop_oneof![
@@ -135,6 +135,8 @@ fn any_message() -> impl Strategy<Value = Message> {
             Reduce { transfer, handle, op, dtype, blocks }.into()
         }),
         1 => any_outcome(any::<u64>()).prop_map(|outcome| Done { outcome }.into()),
+        1 => (any::<[u8; 16]>(), any_outcome(Just(())))
+            .prop_map(|(operation, outcome)| Finish { operation, outcome }.into()),
         1 => (any::<(u32, u64)>(), atomic).prop_map(|((handle, offset), op)| Atomic { handle, offset, op }.into()),
         1 => any::<(u64, u32, u32, u64, u64)>().prop_map(|(transfer, pieces, handle, offset, add)| {
             Signal { transfer, pieces, handle, offset, add }.into()
@@ -194,7 +196,10 @@ fn every_truncated_body_is_refused() {
         Read { transfer: 1, handle: 2, blocks: blocks.clone() }.into(),
         Reduce { transfer: 1, handle: 2, op: ReduceOp::Max, dtype: Dtype::F32, blocks }.into(),
         Atomic { handle: 1, offset: 8, op: AtomicOp::CompareSwap { expected: 1, new: 2 } }.into(),
-        Import { items: vec![ImportItem { ticket: vec![1; 9], proof: [2; 32] }; 3] }.into(),
+        Import {
+            items: vec![ImportItem { ticket: vec![1; 9], proof: [2; 32], operation: Some([3; 16]) }; 3],
+        }
+        .into(),
         Bye { error: Some(WireError { kind: Kind::Timeout, message: "slow".into() }) }.into(),
     ];
     for message in full {
@@ -209,7 +214,7 @@ fn every_truncated_body_is_refused() {
 #[test]
 fn kinds_keep_their_numbers() {
     let numbers: Vec<u8> = FrameKind::ALL.iter().map(|kind| *kind as u8).collect();
-    assert_eq!(numbers, [1, 2, 3, 4, 5, 6, 16, 17, 18, 32, 33, 34, 35, 36, 37, 38, 39, 40, 48, 49, 50]);
+    assert_eq!(numbers, [1, 2, 3, 4, 5, 6, 16, 17, 18, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 48, 49, 50]);
     assert_eq!((0..=255).filter_map(FrameKind::from_code).count(), FrameKind::ALL.len());
 }
 

@@ -166,6 +166,12 @@ pub(crate) fn frames() -> Vec<Input> {
             "granted-257-items",
             frame(FrameKind::Granted, &[&257u16.to_le_bytes()[..], &[1, 0, 0, 0].repeat(257)].concat()),
         ),
+        ("import-operation-short", {
+            let item = [&[1, 0, 1, 0, 7][..], &[0; 32], &[1], &[0; 15]].concat();
+            frame(FrameKind::Import, &item)
+        }),
+        ("finish-outcome-two", frame(FrameKind::Finish, &[&[7; 16][..], &[2]].concat())),
+        ("finish-without-an-outcome", frame(FrameKind::Finish, &[7; 16])),
         ("granted-bool-two", frame(FrameKind::Granted, &[1, 0, 2, 0, 0, 0])),
         ("error-kind-unknown", frame(FrameKind::Refuse, &[13, 0, 0])),
         ("error-not-utf8", frame(FrameKind::Refuse, &[1, 1, 0, 0xff])),

@@ -117,9 +117,9 @@ pub(crate) fn frames() -> Vec<(String, Sample)> {
         secret_required: true,
         mac: counting(0x50),
     };
-    let import = Import {
-        items: vec![ImportItem { ticket: plain.public_bytes().to_vec(), proof: counting(0x90) }; 2],
-    };
+    let item =
+        |operation| ImportItem { ticket: plain.public_bytes().to_vec(), proof: counting(0x90), operation };
+    let operation = counting(0xd0);
     let local = Ready { session: 31, name: "prefill-0".into(), local: Some(65_536) };
     let reduce =
         Reduce { transfer: 77, handle: 11, op: ReduceOp::Sum, dtype: Dtype::F32, blocks: mixed.clone() };
@@ -140,7 +140,7 @@ pub(crate) fn frames() -> Vec<(String, Sample)> {
     add("ready", Ready { session: 31, name: "prefill-0".into(), local: None }.into(), 0, 0);
     add("ready-local", local.into(), 0, 3);
     add("held", Held {}.into(), 0, 1);
-    add("import", import.into(), 0, 0);
+    add("import", Import { items: vec![item(None), item(Some(operation))] }.into(), 0, 0);
     add("granted", granted.into(), 0, 1);
     add("release", Release { handle: 11 }.into(), 0, 0);
     add("read-equal", Read { transfer: 77, handle: 11, blocks: equal.clone() }.into(), 0, 0);
@@ -156,6 +156,8 @@ pub(crate) fn frames() -> Vec<(String, Sample)> {
     add("signal", Signal { transfer: 77, pieces: 3, handle: 11, offset: 16, add: 1 }.into(), 0, 0);
     add("notify", Notify { transfer: 77, pieces: 3, message: b"layer 4 is there".to_vec() }.into(), 0, 0);
     add("cancel", Cancel {}.into(), 0, 0);
+    add("finish", Finish { operation, outcome: Ok(()) }.into(), 0, 0);
+    add("finish-error", Finish { operation, outcome: Err(error()) }.into(), 0, 0);
     add("ping", Ping {}.into(), 0, 0);
     add("pong", Pong {}.into(), 0, 0);
     add("bye", Bye { error: None }.into(), 0, 0);

@@ -21,11 +21,16 @@ use crate::{Error, Kind, Result};
 /// What is read ahead of the frames: a header, its body and a small payload come with one system call.
 const STAGING: usize = 16 << 10;
 
-/// Above this many unsent frames nothing is read any more: a peer that asks and does not take the answers waits.
+/// Above this weight of unsent frames nothing is read any more: a peer that asks and does not take the answers waits.
 const MOST_UNSENT: usize = 1024;
 
-/// How long a worker waits for the other side itself before it leaves the lane to the event loop.
-const LINGER: Duration = Duration::from_millis(2);
+/// After this many receives a connection lets others have their turn.
+const TURN: usize = 256;
+
+/// How long a worker waits for the other side itself before it leaves the lane to the event loop: a few times as long as
+/// the other side needs to empty or fill a socket's buffer. In slices, between which it looks for other work.
+const LINGER: Duration = Duration::from_micros(50);
+const LINGERS: usize = 8;
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -165,7 +170,7 @@ impl Connection {
 
     /// Tells the event loop what to watch for. Under the lock, so that the last word is the right one.
     fn arm(&self, outgoing: &mut Outgoing) {
-        let wanted = (outgoing.len() <= MOST_UNSENT, outgoing.blocked());
+        let wanted = (outgoing.weight() <= MOST_UNSENT, outgoing.blocked());
         if wanted == outgoing.armed && self.role() == Role::Control {
             return;
         }
@@ -189,18 +194,24 @@ impl Connection {
         if self.is_closed() {
             return Err(Error::new(Kind::Disconnected, "send", "the connection is closed"));
         }
+        let bulk = matches!(payload, Payload::Memory(_)) && self.role() == Role::Lane;
         outgoing.push(head, files, payload, keep);
-        if self.role() == Role::Lane {
+        if outgoing.blocked() {
+            return Ok(());
+        }
+        if bulk {
             drop(outgoing);
             self.drive_soon();
             return Ok(());
         }
-        if outgoing.blocked() {
-            return Ok(());
-        }
         match self.flush(&mut outgoing) {
             Ok(()) => {
-                self.arm(&mut outgoing);
+                if self.role() == Role::Control {
+                    self.arm(&mut outgoing);
+                } else if outgoing.blocked() {
+                    drop(outgoing);
+                    self.drive_soon();
+                }
                 Ok(())
             }
             Err(error) => {
@@ -283,7 +294,7 @@ impl Connection {
     /// Reads and handles what has come. False: nothing more for now.
     fn read(self: &Arc<Self>) -> Result<bool> {
         let mut incoming = lock(&self.incoming);
-        if lock(&self.outgoing).len() > MOST_UNSENT {
+        if lock(&self.outgoing).weight() > MOST_UNSENT {
             return Ok(false);
         }
         let came = match &mut incoming.reading {
@@ -418,19 +429,20 @@ impl Connection {
         lock(&self.handler).clone()
     }
 
-    /// Sends and reads until neither goes on.
+    /// Sends and reads until neither goes on, or until others should have their turn.
     fn pump(self: &Arc<Self>) -> Result<()> {
-        loop {
+        for _ in 0..TURN {
             self.flush(&mut lock(&self.outgoing))?;
             if self.is_closed() || !self.read()? {
-                // Handlers may have queued answers that the socket takes at once.
-                let mut outgoing = lock(&self.outgoing);
-                if !outgoing.blocked() {
-                    self.flush(&mut outgoing)?;
-                }
-                return Ok(());
+                break;
             }
         }
+        // Handlers may have queued answers that the socket takes at once.
+        let mut outgoing = lock(&self.outgoing);
+        if !outgoing.blocked() {
+            self.flush(&mut outgoing)?;
+        }
+        Ok(())
     }
 
     fn drive_soon(&self) {
@@ -453,17 +465,12 @@ impl Connection {
             if self.is_closed() {
                 return;
             }
-            let unsent = lock(&self.outgoing).blocked();
-            // While the other side is busy with our bytes it is cheaper to wait here than to go round the event loop;
-            // but not while other work waits for a thread.
-            if !progress::pool().busy_or_queued() {
-                match self.socket.wait(true, unsent, LINGER) {
-                    Ok(true) => continue,
-                    Ok(false) => {}
-                    Err(error) => {
-                        self.close(error);
-                        return;
-                    }
+            match self.linger() {
+                Ok(true) => continue,
+                Ok(false) => {}
+                Err(error) => {
+                    self.close(error);
+                    return;
                 }
             }
             self.driven.store(false, Ordering::Release);
@@ -474,6 +481,27 @@ impl Connection {
             self.arm(&mut lock(&self.outgoing));
             return;
         }
+    }
+
+    /// Waits a moment for the other side: while it is busy with our bytes that is cheaper than to go round the event
+    /// loop. Not while other work waits for a thread. True: there is something to do here.
+    fn linger(&self) -> Result<bool> {
+        for _ in 0..LINGERS {
+            let (readable, blocked) = {
+                let outgoing = lock(&self.outgoing);
+                if !outgoing.is_idle() {
+                    return Ok(true);
+                }
+                (outgoing.weight() <= MOST_UNSENT, outgoing.blocked())
+            };
+            if progress::pool().busy_or_queued() {
+                return Ok(false);
+            }
+            if self.socket.wait(readable, blocked, LINGER)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Says goodbye where the socket takes it at once.

@@ -182,7 +182,10 @@ impl Newcomer {
             .endpoint
             .upgrade()
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the endpoint is closed"))?;
-        endpoint.check_open("contact")?;
+        // Told to the peer, whose own endpoint is open: `Invalid` would accuse it.
+        endpoint
+            .check_open("contact")
+            .map_err(|error| Error::new(Kind::Disconnected, "contact", error.message().to_owned()))?;
         match header.kind {
             FrameKind::Hello if lock(&self.handshake).is_none() => self.hello(connection, &endpoint, body),
             FrameKind::Prove => {

@@ -73,11 +73,15 @@ impl Frame {
     }
 }
 
+/// So many parts weigh as much as a frame.
+const PARTS_PER_WEIGHT: usize = 256;
+
 /// The frames that wait to be sent.
 #[derive(Default)]
 pub(super) struct Outgoing {
     frames: VecDeque<Frame>,
     gathered: Vec<RawPart>,
+    parts: usize,
     blocked: bool,
     /// What the event loop was last asked to watch for: reading, writing.
     pub(super) armed: (bool, bool),
@@ -92,11 +96,13 @@ impl Outgoing {
             Payload::None => Vec::new(),
             Payload::Memory(parts) => parts,
         };
+        self.parts += payload.len();
         self.frames.push_back(Frame { head, files, payload, keep, sent: 0 });
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.frames.len()
+    /// How much is waiting: frames, and the parts of memory that they name.
+    pub(super) fn weight(&self) -> usize {
+        self.frames.len() + self.parts / PARTS_PER_WEIGHT
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -159,6 +165,7 @@ impl Outgoing {
             if let Keep::Transfer(transfer, _) = &first.keep {
                 transfer.progressed(0);
             }
+            self.parts -= first.payload.len();
             self.frames.pop_front();
         }
     }
@@ -171,6 +178,7 @@ impl Outgoing {
             if !belongs(&frame.keep) {
                 return true;
             }
+            self.parts -= frame.payload.len();
             if frame.sent == 0 {
                 requests.extend(frame.keep.request());
                 return false;
@@ -191,6 +199,7 @@ impl Outgoing {
 
     pub(super) fn clear(&mut self) {
         self.frames.clear();
+        self.parts = 0;
     }
 }
 

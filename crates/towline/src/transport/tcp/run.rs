@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::connection::Connection;
+use super::grant::GrantHandle;
 use super::parts::{Keep, Payload, Sink, local_parts, readable};
-use super::session::{GrantHandle, Pending, Session};
+use super::session::Pending;
 use crate::layout::Plan;
 use crate::transfer::{After, Op, TransferCore};
 use crate::wire::{self, Block, Header, Message};
@@ -29,13 +30,17 @@ const WINDOW: usize = 4;
 pub(super) struct Run {
     pub(super) transfer: Arc<TransferCore>,
     handle: Arc<GrantHandle>,
+    /// The units that carry bytes: all but the signal's.
+    requests: usize,
     next: AtomicUsize,
     left: AtomicUsize,
     failed: AtomicBool,
+    /// Somebody has taken it upon himself to report for the signal's unit.
+    signalled: AtomicBool,
 }
 
-/// Cuts a plan into requests.
-pub(super) fn cut(plan: Plan) -> (Plan, Vec<Range<usize>>) {
+/// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
+pub(super) fn cut(plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
     let plan = plan.cut(UNIT);
     let mut units = Vec::new();
     for chunk in plan.chunks(UNIT) {
@@ -46,28 +51,10 @@ pub(super) fn cut(plan: Plan) -> (Plan, Vec<Range<usize>>) {
             start = end;
         }
     }
-    if units.is_empty() {
-        units.push(0..0);
+    if units.is_empty() || after.signal.is_some() {
+        units.push(plan.pieces().len()..plan.pieces().len());
     }
     (plan, units)
-}
-
-/// Tells the owner what follows the bytes of a transfer of that many pieces.
-pub(super) fn tell_after(
-    session: &Session,
-    handle: &GrantHandle,
-    after: &After,
-    transfer: u64,
-    pieces: u32,
-) -> Result<()> {
-    if let Some(signal) = after.signal {
-        let (offset, add) = (signal.offset, signal.add);
-        session.tell(wire::Signal { transfer, pieces, handle: handle.handle, offset, add })?;
-    }
-    match &after.notify {
-        Some(message) => session.tell(wire::Notify { transfer, pieces, message: message.clone() }),
-        None => Ok(()),
-    }
 }
 
 impl Run {
@@ -76,9 +63,11 @@ impl Run {
         let run = Arc::new(Run {
             transfer: Arc::clone(transfer),
             handle: Arc::clone(handle),
+            requests: transfer.units.len() - usize::from(transfer.after.signal.is_some()),
             next: AtomicUsize::new(0),
             left: AtomicUsize::new(transfer.units.len()),
             failed: AtomicBool::new(false),
+            signalled: AtomicBool::new(transfer.after.signal.is_none()),
         });
         let session = handle.session();
         if let Op::Atomic { offset, op } = transfer.op {
@@ -113,12 +102,35 @@ impl Run {
     }
 
     /// What follows a write is told first: the owner acts on it when the last piece is applied.
-    fn announce(&self) -> Result<()> {
-        if self.transfer.op == Op::Read || self.transfer.after.is_empty() {
+    fn announce(self: &Arc<Self>) -> Result<()> {
+        if self.transfer.op == Op::Read {
             return Ok(());
         }
-        let pieces = self.transfer.units.len() as u32;
-        tell_after(self.handle.session(), &self.handle, &self.transfer.after, self.transfer.id, pieces)
+        let pieces = self.requests as u32;
+        if let Some(message) = &self.transfer.after.notify {
+            let (transfer, message) = (self.transfer.id, message.clone());
+            self.handle.session().tell(wire::Notify { transfer, pieces, message })?;
+        }
+        self.signal(pieces);
+        Ok(())
+    }
+
+    /// Asks the owner to raise the counter once that many pieces are applied; reports for the signal's unit.
+    fn signal(self: &Arc<Self>, pieces: u32) {
+        let Some(signal) = self.transfer.after.signal else { return };
+        if self.signalled.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (transfer, handle) = (self.transfer.id, self.handle.handle);
+        let message = wire::Signal { transfer, pieces, handle, offset: signal.offset, add: signal.add };
+        let asked = self
+            .handle
+            .session()
+            .control_lane()
+            .and_then(|control| self.ask(self.requests, &control, message.into(), 0, Payload::None));
+        if let Err(error) = asked {
+            self.failed(self.requests, error);
+        }
     }
 
     fn spread(self: &Arc<Self>, connections: &[Arc<Connection>]) {
@@ -134,7 +146,7 @@ impl Run {
     /// Sends the next unit over that connection; false when there is none left.
     fn feed(self: &Arc<Self>, connection: &Arc<Connection>) -> bool {
         let unit = self.next.fetch_add(1, Ordering::Relaxed);
-        if unit >= self.transfer.units.len() {
+        if unit >= self.requests {
             return false;
         }
         if self.transfer.is_stopped() {
@@ -149,7 +161,6 @@ impl Run {
 
     fn request(self: &Arc<Self>, unit: usize, connection: &Arc<Connection>) -> Result<()> {
         let transfer = &self.transfer;
-        let session = self.handle.session();
         let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
         let blocks: Vec<Block> =
             pieces.iter().map(|piece| Block { offset: piece.remote, len: piece.len as u32 }).collect();
@@ -170,11 +181,21 @@ impl Run {
         } else {
             Payload::Memory(readable(local_parts(transfer, pieces)))
         };
-        let request = session.expect(Pending::Unit {
-            run: Arc::clone(self),
-            unit,
-            connection: Arc::clone(connection),
-        })?;
+        self.ask(unit, connection, message, payload_len, payload)
+    }
+
+    /// Sends a unit's request; its answer, or its failure, reports.
+    fn ask(
+        self: &Arc<Self>,
+        unit: usize,
+        connection: &Arc<Connection>,
+        message: Message,
+        payload_len: u64,
+        payload: Payload,
+    ) -> Result<()> {
+        let (session, transfer) = (self.handle.session(), &self.transfer);
+        let pending = Pending::Unit { run: Arc::clone(self), unit, connection: Arc::clone(connection) };
+        let request = session.expect(pending)?;
         let keep = Keep::Transfer(Arc::clone(transfer), request);
         let sent = connection.send(message.frame(request, payload_len, 0), Vec::new(), payload, keep);
         let over = match sent {
@@ -205,19 +226,28 @@ impl Run {
 
     /// A unit has ended well; the connection is free for the next.
     pub(super) fn done(self: &Arc<Self>, unit: usize, connection: &Arc<Connection>) {
-        let last = self.left.fetch_sub(1, Ordering::AcqRel) == 1;
-        let mut outcome = Ok(());
-        if last && self.transfer.op == Op::Read && !self.failed.load(Ordering::Acquire) {
-            outcome = tell_after(self.handle.session(), &self.handle, &self.transfer.after, 0, 0);
-        }
-        if last {
+        let left = self.left.fetch_sub(1, Ordering::AcqRel) - 1;
+        if left == 0 {
             self.over();
         }
-        match outcome {
+        let reading = self.transfer.op == Op::Read && !self.failed.load(Ordering::Acquire);
+        let told = match &self.transfer.after.notify {
+            Some(message) if left == 0 && reading => self.handle.session().notify(message),
+            _ => Ok(()),
+        };
+        // Only the signal is left: the bytes have been read, or not.
+        if left == 1 && self.transfer.op == Op::Read {
+            if reading {
+                self.signal(0);
+            } else {
+                self.no_signal(&Error::new(Kind::Canceled, "signal", "the read before it failed"));
+            }
+        }
+        match told {
             Ok(()) => self.transfer.unit_done(),
             Err(error) => self.transfer.unit_failed(unit, error),
         }
-        if !last {
+        if left > 0 {
             self.feed(connection);
         }
     }
@@ -235,25 +265,46 @@ impl Run {
     pub(super) fn fail_rest(&self, error: &Error) {
         loop {
             let unit = self.next.fetch_add(1, Ordering::Relaxed);
-            if unit >= self.transfer.units.len() {
-                return;
+            if unit >= self.requests {
+                break;
             }
             self.unit_failed(unit, error.clone());
         }
+        self.no_signal(error);
     }
 
     fn unit_failed(&self, unit: usize, error: Error) {
-        self.failed.store(true, Ordering::Release);
-        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+        let first = !self.failed.swap(true, Ordering::AcqRel);
+        // The owner waits in vain for the pieces that a signal or a notification was to follow.
+        if first && self.counted() {
+            self.handle.session().close_count(self.transfer.id);
+        }
+        let left = self.left.fetch_sub(1, Ordering::AcqRel) - 1;
+        if left == 0 {
             self.over();
         }
-        self.transfer.unit_failed(unit, error);
+        self.transfer.unit_failed(unit, error.clone());
+        if left == 1 {
+            self.no_signal(&error);
+        }
+    }
+
+    /// Reports for the signal's unit, where nobody has asked for the signal.
+    fn no_signal(&self, error: &Error) {
+        if !self.signalled.swap(true, Ordering::AcqRel) {
+            self.unit_failed(self.requests, error.clone());
+        }
+    }
+
+    /// Whether the owner counts the pieces.
+    fn counted(&self) -> bool {
+        self.transfer.op != Op::Read && !self.transfer.after.is_empty()
     }
 
     /// Every unit has ended.
     fn over(&self) {
         let session = self.handle.session();
-        if self.transfer.op != Op::Read && !self.transfer.after.is_empty() {
+        if self.counted() {
             session.close_count(self.transfer.id);
         }
         if self.transfer.plan.bytes() > SMALL {

@@ -1,13 +1,17 @@
 //! The owner's side of a connection: verifies tickets, serves requests, and minds the pins of a peer on this host.
 
 use std::collections::{HashMap, HashSet};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Handler, Role};
+use super::counting::{Counting, Due, Follower};
+use super::importing::proven;
 use super::parts::{Keep, Payload, Sink, readable};
 use crate::endpoint::EndpointCore;
+use crate::endpoint::operations::Claimer;
 use crate::fence::life::LifeView;
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
@@ -15,7 +19,7 @@ use crate::identity::Identity;
 use crate::memory::Place;
 use crate::notify::{Mail, Mailbox, Notification};
 use crate::progress::socket::{Family, Lane, RawPartMut};
-use crate::progress::{self, Interest, Readiness, Source, Token};
+use crate::progress::{self, Timer};
 use crate::region::{PeerPins, RegionCore, RegionUse, stale};
 use crate::sync::lock;
 use crate::ticket::Claims;
@@ -24,8 +28,11 @@ use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result};
 
-/// Transfers of one peer whose pieces are counted because a notification or a signal follows them.
-const MOST_COUNTED: usize = 1 << 16;
+/// While a peer between hosts holds a claim, a frame goes out at least this often.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+
+/// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
+const MOST_REDUCED: u64 = 4 << 20;
 
 /// One peer that uses this endpoint's regions.
 pub(crate) struct Serving {
@@ -37,9 +44,10 @@ pub(crate) struct Serving {
     connections: Mutex<Vec<Arc<Connection>>>,
     grants: Mutex<HashMap<u32, Granting>>,
     next_handle: AtomicU32,
-    counted: Mutex<HashMap<u64, Counted>>,
+    counting: Counting,
     local: Option<Local>,
     closed: AtomicBool,
+    beating: AtomicBool,
 }
 
 /// A peer of the same user on this host.
@@ -54,14 +62,6 @@ struct Local {
 struct Granting {
     region: Weak<RegionCore>,
     claims: Claims,
-}
-
-/// A transfer whose pieces are counted.
-#[derive(Default)]
-struct Counted {
-    applied: u32,
-    failed: bool,
-    waiting: Vec<(u32, Message)>,
 }
 
 impl Serving {
@@ -88,13 +88,11 @@ impl Serving {
             connections: Mutex::new(vec![Arc::clone(connection)]),
             grants: Mutex::default(),
             next_handle: AtomicU32::new(1),
-            counted: Mutex::default(),
+            counting: Counting::default(),
             local,
             closed: AtomicBool::new(false),
+            beating: AtomicBool::new(false),
         });
-        if let Some(local) = &serving.local {
-            local.watch_exit(endpoint, connection);
-        }
         {
             let mut all = lock(&endpoint.serving);
             all.retain(|one| one.strong_count() > 0);
@@ -165,21 +163,25 @@ impl Serving {
             connection.let_go();
         }
         lock(&self.grants).clear();
-        lock(&self.counted).clear();
+        self.counting.clear();
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
+            local.pins.end();
         }
         if let Some(endpoint) = self.endpoint.upgrade() {
             if let Some(local) = &self.local {
                 endpoint.notifications.empty(&local.mail);
             }
             lock(&endpoint.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(self));
+            let gone =
+                Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
+            endpoint.operations.abandon(self.claimer(), &gone);
             // The peer may have held memory that is being taken back.
             endpoint.let_go();
         }
     }
 
-    fn import(&self, connection: &Arc<Connection>, request: u64, import: Import) -> Result<()> {
+    fn import(self: &Arc<Self>, connection: &Arc<Connection>, request: u64, import: Import) -> Result<()> {
         let endpoint = self.endpoint()?;
         let mut files = Vec::new();
         let mut passed = HashSet::new();
@@ -187,8 +189,15 @@ impl Serving {
             .items
             .iter()
             .map(|item| {
-                let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &self.challenge)?;
+                let proven = proven(&self.challenge, item.operation.as_ref());
+                let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &proven)?;
                 let attached = self.pass(&region, &mut passed, &mut files)?;
+                if let Some(operation) = &item.operation {
+                    let of = (region.row, region.generation);
+                    let who = self.claimer();
+                    endpoint.operations.claim(operation, who, &self.peer.name, of, claims.access)?;
+                    self.beat();
+                }
                 let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
                 let mut grant = region.grant(&claims, handle, attached);
                 if self.local.is_none() {
@@ -201,6 +210,29 @@ impl Serving {
             .collect();
         let frame = Message::from(Granted { items }).frame(request, 0, files.len() as u8);
         connection.send(frame, files, Payload::None, Keep::Nothing)
+    }
+
+    fn claimer(&self) -> Claimer {
+        Claimer::Session(self.id)
+    }
+
+    /// Between hosts: keeps frames going out while the peer holds a claim, so that TCP notices if it is gone.
+    fn beat(self: &Arc<Self>) {
+        let far = lock(&self.connections).iter().any(|one| one.socket().family() != Family::Unix);
+        if far
+            && !self.beating.swap(true, Ordering::AcqRel)
+            && let Ok(reactor) = progress::reactor()
+        {
+            let weak = Arc::downgrade(self);
+            let timer: Weak<dyn Timer> = weak;
+            reactor.at(Instant::now() + HEARTBEAT, timer, 0);
+        }
+    }
+
+    fn finish(&self, finish: wire::Finish) -> Result<()> {
+        let outcome = finish.outcome.map_err(|error| error.into_error("serve"));
+        self.endpoint()?.operations.finish(&finish.operation, self.claimer(), outcome);
+        Ok(())
     }
 
     /// Lets a peer on this host touch the region directly; true where its segment's descriptor must go along.
@@ -322,71 +354,59 @@ impl Serving {
         Ok(act(word))
     }
 
-    /// A piece of a transfer was applied, or failed; what waits for the last of them is done now.
-    fn applied(&self, transfer: u64, ok: bool) -> Result<()> {
-        if transfer == 0 {
-            return Ok(());
-        }
-        self.count(transfer, |counted| {
-            counted.applied += 1;
-            counted.failed |= !ok;
-        })
-    }
-
-    /// Something is to follow the pieces of a transfer.
-    fn follow(&self, transfer: u64, pieces: u32, message: Message) -> Result<()> {
-        if pieces == 0 {
-            return self.act(message);
-        }
-        self.count(transfer, |counted| counted.waiting.push((pieces, message)))
-    }
-
-    fn count(&self, transfer: u64, step: impl FnOnce(&mut Counted)) -> Result<()> {
-        let due = {
-            let mut all = lock(&self.counted);
-            if all.len() >= MOST_COUNTED && !all.contains_key(&transfer) {
-                return Err(Error::new(
-                    Kind::Exhausted,
-                    "serve",
-                    "too many transfers wait for their last piece",
-                ));
-            }
-            let counted = all.entry(transfer).or_default();
-            step(counted);
-            let complete = counted.waiting.first().is_some_and(|(pieces, _)| counted.applied >= *pieces);
-            if !complete {
-                return Ok(());
-            }
-            // The count stays until the user says that nothing more follows: a signal and a notification may both.
-            let failed = counted.failed;
-            let due = std::mem::take(&mut counted.waiting);
-            if failed { Vec::new() } else { due }
+    /// Does what follows a transfer, or says that it will not be done.
+    fn settle(&self, due: Due) -> Result<()> {
+        let (followers, act) = match due {
+            Due::Act(followers) => (followers, true),
+            Due::Drop(followers) => (followers, false),
         };
-        due.into_iter().try_for_each(|(_, message)| self.act(message))
+        for Follower { message, answer } in followers {
+            let outcome = if act {
+                self.act(message)
+            } else {
+                Err(Error::new(Kind::Canceled, "signal", "the transfer before it failed"))
+            };
+            match answer {
+                Some((connection, request)) => self.answer(&connection, request, outcome)?,
+                None if act => drop(outcome?),
+                None => {}
+            }
+        }
+        Ok(())
     }
 
-    fn act(&self, message: Message) -> Result<()> {
+    fn act(&self, message: Message) -> Result<u64> {
         match message {
             Message::Notify(notify) => {
                 let notification = Notification { from: self.peer.clone(), message: notify.message };
-                self.endpoint()?.deliver(notification)
+                self.endpoint()?.deliver(notification).map(|()| 0)
             }
             Message::Signal(signal) => {
-                let raised = self.word(signal.handle, signal.offset, |word| apply::signal(word, signal.add));
-                if let Err(error) = raised {
-                    tracing::debug!(%error, peer = self.peer.name, "a signal was refused");
-                }
-                Ok(())
+                self.word(signal.handle, signal.offset, |word| apply::signal(word, signal.add))
             }
-            _ => Ok(()),
+            _ => Ok(0),
         }
+    }
+
+    /// Something is to follow the pieces of a transfer.
+    fn follow(&self, connection: &Arc<Connection>, request: u64, message: Message) -> Result<()> {
+        let (transfer, pieces) = match &message {
+            Message::Signal(signal) => (signal.transfer, signal.pieces),
+            Message::Notify(notify) => (notify.transfer, notify.pieces),
+            _ => (0, 0),
+        };
+        // Request 0 wants no answer; a signal that is refused then is not worth the session.
+        let alone = request == 0 && matches!(message, Message::Signal(_));
+        let answer = (request != 0).then(|| (Arc::clone(connection), request));
+        let settled = self.settle(self.counting.follow(transfer, pieces, Follower { message, answer })?);
+        if alone { Ok(()) } else { settled }
     }
 
     fn held(self: &Arc<Self>, files: Vec<OwnedFd>) -> Result<()> {
         let (Some(local), Some(life)) = (&self.local, files.into_iter().next()) else {
             return Err(Error::protocol("serve", "a life page came that nobody asked for"));
         };
-        let _ = local.pins.life.set(LifeView::map(life)?);
+        local.pins.lives(LifeView::map(life)?);
         let weak = Arc::downgrade(self);
         let died = Box::new(move || {
             if let Some(serving) = weak.upgrade() {
@@ -400,6 +420,22 @@ impl Serving {
             alive.1 = watch;
         }
         Ok(())
+    }
+}
+
+impl Timer for Serving {
+    fn fired(self: Arc<Self>, _key: u64) {
+        self.beating.store(false, Ordering::Release);
+        let Some(endpoint) = self.endpoint.upgrade() else { return };
+        if self.closed.load(Ordering::Acquire) || !endpoint.operations.any_claimed_by(self.claimer()) {
+            return;
+        }
+        let control = lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned();
+        if let Some(control) = control {
+            let ping = Message::from(wire::Ping {}).frame(0, 0, 0);
+            let _ = control.send(ping, Vec::new(), Payload::None, Keep::Nothing);
+            self.beat();
+        }
     }
 }
 
@@ -423,12 +459,11 @@ impl Handler for Arc<Serving> {
                 let done = self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op));
                 self.answer(connection, header.id, done)
             }
-            Message::Signal(signal) => self.follow(signal.transfer, signal.pieces, signal.into()),
-            Message::Notify(notify) => self.follow(notify.transfer, notify.pieces, notify.into()),
-            Message::Cancel(_) => {
-                lock(&self.counted).remove(&header.id);
-                Ok(())
+            message @ (Message::Signal(_) | Message::Notify(_)) => {
+                self.follow(connection, header.id, message)
             }
+            Message::Cancel(_) => self.settle(self.counting.forget(header.id)),
+            Message::Finish(finish) => self.finish(finish),
             Message::Held(_) => self.held(files),
             Message::Ping(_) => connection.send(
                 Message::from(wire::Pong {}).frame(header.id, 0, 0),
@@ -437,7 +472,13 @@ impl Handler for Arc<Serving> {
                 Keep::Nothing,
             ),
             Message::Pong(_) => Ok(()),
-            Message::Bye(_) => Err(Error::new(Kind::Disconnected, "serve", "the peer has closed")),
+            Message::Bye(_) => {
+                // A peer says so only when it holds no pin and makes none any more.
+                if let Some(local) = &self.local {
+                    local.pins.let_go();
+                }
+                Err(Error::new(Kind::Disconnected, "serve", "the peer has closed"))
+            }
             other => Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind()))),
         }
     }
@@ -445,7 +486,9 @@ impl Handler for Arc<Serving> {
     fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
         let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
             Message::Write(write) => (write.handle, write.blocks, false),
-            Message::Reduce(reduce) => (reduce.handle, reduce.blocks, true),
+            Message::Reduce(reduce) if header.payload_len <= MOST_REDUCED => {
+                (reduce.handle, reduce.blocks, true)
+            }
             other => {
                 return Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind())));
             }
@@ -478,7 +521,9 @@ impl Handler for Arc<Serving> {
         // The memory is let go before the peer learns of it.
         drop(sink);
         // Before the answer: once the user has it, it may say that nothing more belongs to this transfer.
-        self.applied(transfer, outcome.is_ok())?;
+        if transfer != 0 {
+            self.settle(self.counting.piece(transfer, outcome.is_ok())?)?;
+        }
         self.answer(connection, header.id, outcome.map(|()| header.payload_len))
     }
 
@@ -502,9 +547,11 @@ impl Local {
         connection: &Arc<Connection>,
     ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
         let socket = connection.socket();
-        if socket.family() != Family::Unix
-            || socket.peer_credentials()?.uid != rustix::process::geteuid().as_raw()
-        {
+        if socket.family() != Family::Unix {
+            return Ok(None);
+        }
+        let credentials = socket.peer_credentials()?;
+        if credentials.uid != rustix::process::geteuid().as_raw() {
             return Ok(None);
         }
         let failed = |error| Error::os("contact", "dup", error);
@@ -517,13 +564,7 @@ impl Local {
         let hold = watcher::hold(Arc::clone(&page), Side::Owner)
             .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
             .ok();
-        let pins_of_peer = Arc::new(PeerPins {
-            page,
-            life: OnceLock::new(),
-            exited: AtomicBool::new(false),
-            exit: OnceLock::new(),
-            peer: peer.name.clone(),
-        });
+        let pins_of_peer = PeerPins::new(page, &peer.name, credentials.pid);
         let weak = Arc::downgrade(connection);
         let mail = Arc::new(Mail {
             from: peer.clone(),
@@ -537,58 +578,5 @@ impl Local {
         endpoint.notifications.subscribe(&mail);
         let local = Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))) };
         Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
-    }
-
-    /// Learns when the peer's process has exited: only then do pins end that no thread's life tells about.
-    fn watch_exit(&self, endpoint: &Arc<EndpointCore>, connection: &Connection) {
-        let watched = connection.socket().peer_pidfd().and_then(|process| {
-            let watch = Arc::new(ExitWatch {
-                process,
-                pins: Arc::downgrade(&self.pins),
-                endpoint: Arc::downgrade(endpoint),
-                token: OnceLock::new(),
-            });
-            let weak: Weak<dyn Source> = Arc::downgrade(&watch) as Weak<dyn Source>;
-            let token = progress::reactor()?.add(watch.process.as_fd(), Interest::READ, weak)?;
-            let _ = watch.token.set(token);
-            Ok(watch)
-        });
-        match watched {
-            Ok(watch) => {
-                // It outlives the connection: the peer may exit after it has closed.
-                let _ = self.pins.exit.set(watch);
-            }
-            Err(error) => tracing::debug!(%error, "the exit of a peer cannot be watched"),
-        }
-    }
-}
-
-/// Waits for a peer's process to exit.
-struct ExitWatch {
-    process: OwnedFd,
-    pins: Weak<PeerPins>,
-    endpoint: Weak<EndpointCore>,
-    token: OnceLock<Token>,
-}
-
-impl Source for ExitWatch {
-    fn ready(self: Arc<Self>, _readiness: Readiness) {
-        if let Some(pins) = self.pins.upgrade() {
-            pins.exited.store(true, Ordering::Release);
-        }
-        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
-            reactor.remove(*token, self.process.as_fd());
-        }
-        if let Some(endpoint) = self.endpoint.upgrade() {
-            endpoint.let_go();
-        }
-    }
-}
-
-impl Drop for ExitWatch {
-    fn drop(&mut self) {
-        if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
-            reactor.remove(*token, self.process.as_fd());
-        }
     }
 }

@@ -3,28 +3,29 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::Medium;
 use super::connection::{Connection, Handler};
 use super::contact;
+use super::grant::GrantHandle;
+use super::importing::{Answer, Reply};
 use super::parts::{Keep, Payload, Sink};
 use super::run::Run;
 use crate::endpoint::EndpointCore;
 use crate::fence::life::LifePage;
-use crate::fence::pins::{PinError, PinPage, Side};
-use crate::fence::table::{Row, TableView};
+use crate::fence::pins::{PinPage, Side};
+use crate::fence::table::TableView;
 use crate::fence::watcher;
 use crate::memory::Mapping;
 use crate::notify::Mailbox;
 use crate::progress::{self, Timer};
-use crate::region::stale;
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
 use crate::transport::cma;
 use crate::wire::handshake::SessionKey;
-use crate::wire::{self, FrameKind, Grant, Granted, Header, Import, ImportItem, Message, SegmentRef};
+use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result, Ticket};
 
 /// While something is in flight between hosts, a frame goes out at least this often, so that TCP notices a peer that
@@ -33,9 +34,6 @@ const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// Lanes that carried nothing for this long are closed.
 const LANES_IDLE: Duration = Duration::from_secs(10);
-
-/// Imports per frame: bounded by the descriptors that can ride with the answer.
-const IMPORTS_PER_FRAME: usize = 128;
 
 /// The timers of a session.
 const HEARTBEAT_TIMER: u64 = 1;
@@ -51,8 +49,12 @@ pub(crate) struct Session {
     challenge: [u8; 32],
     control: OnceLock<Arc<Connection>>,
     lanes: Mutex<Lanes>,
+    /// Held by the one thread that opens lanes.
+    opening: Mutex<()>,
     pending: Mutex<HashMap<u64, Pending>>,
     next_request: AtomicU64,
+    /// Held while the frames of one import are sent.
+    pub(super) importing: Mutex<()>,
     local: Option<Local>,
     cma: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
@@ -61,13 +63,13 @@ pub(crate) struct Session {
 }
 
 /// What a session with a process of the same user on this host has besides.
-struct Local {
-    table: TableView,
-    pins: Arc<PinPage>,
+pub(super) struct Local {
+    pub(super) table: TableView,
+    pub(super) pins: Arc<PinPage>,
     mailbox: Mailbox,
     pid: i32,
     /// The owner's segments that are mapped here, by their number.
-    mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
+    pub(super) mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
     /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
 }
@@ -84,44 +86,6 @@ pub(super) enum Pending {
     Import(Arc<Reply>),
     Unit { run: Arc<Run>, unit: usize, connection: Arc<Connection> },
     Atomic { transfer: Arc<TransferCore> },
-}
-
-/// An import's answer and who waits for it.
-#[derive(Default)]
-pub(super) struct Reply {
-    answer: Mutex<Option<Result<Answer>>>,
-    came: Condvar,
-}
-
-/// The owner's answer to an import, and the segments that came with it.
-struct Answer {
-    granted: Granted,
-    /// Keeps the mappings until the remotes that use them exist.
-    mapped: Vec<Arc<Mapping>>,
-}
-
-impl Reply {
-    fn fill(&self, answer: Result<Answer>) {
-        *lock(&self.answer) = Some(answer);
-        self.came.notify_all();
-    }
-
-    fn wait(&self, until: Instant) -> Option<Result<Answer>> {
-        let mut answer = lock(&self.answer);
-        loop {
-            if let Some(answer) = answer.take() {
-                return Some(answer);
-            }
-            let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-            answer = self.came.wait_timeout(answer, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-}
-
-/// What the owner granted, ticket by ticket. Must live until the remotes that use it exist.
-pub(crate) struct Imported {
-    pub(crate) outcomes: Vec<Result<(Grant, Arc<GrantHandle>)>>,
-    _mapped: Vec<Arc<Mapping>>,
 }
 
 impl Session {
@@ -156,8 +120,10 @@ impl Session {
             challenge: contact.challenge,
             control: OnceLock::new(),
             lanes: Mutex::default(),
+            opening: Mutex::default(),
             pending: Mutex::default(),
             next_request: AtomicU64::new(1),
+            importing: Mutex::default(),
             local,
             cma: OnceLock::new(),
             dead: OnceLock::new(),
@@ -230,51 +196,14 @@ impl Session {
         }
     }
 
-    /// Turns tickets into grants.
-    pub(crate) fn import(self: &Arc<Self>, tickets: &[&Ticket], until: Instant) -> Result<Imported> {
-        let mut waiting = Vec::new();
-        for some in tickets.chunks(IMPORTS_PER_FRAME) {
-            let items = some
-                .iter()
-                .map(|ticket| ImportItem {
-                    ticket: ticket.public_bytes().to_vec(),
-                    proof: ticket.proof(&self.challenge),
-                })
-                .collect();
-            let reply = Arc::new(Reply::default());
-            let request = self.expect(Pending::Import(Arc::clone(&reply)))?;
-            let frame = Message::from(Import { items }).frame(request, 0, 0);
-            self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)?;
-            waiting.push((request, reply, some.len()));
-        }
-        let mut outcomes = Vec::with_capacity(tickets.len());
-        let mut mapped = Vec::new();
-        for (request, reply, expected) in waiting {
-            let Some(granted) = reply.wait(until) else {
-                lock(&self.pending).remove(&request);
-                return Err(Error::new(Kind::Timeout, "import", "the owner did not answer in time")
-                    .on(self.medium.name())
-                    .with_peer(self.peer_name()));
-            };
-            let Answer { granted, mapped: more } = granted?;
-            mapped.extend(more);
-            if granted.items.len() != expected {
-                return Err(Error::protocol("import", "the owner answered for another number of tickets"));
-            }
-            outcomes.extend(granted.items.into_iter().map(|item| match item {
-                Ok(grant) => {
-                    let handle = Arc::new(GrantHandle {
-                        session: Arc::clone(self),
-                        handle: grant.handle,
-                        row: grant.row,
-                        generation: grant.generation,
-                    });
-                    Ok((grant, handle))
-                }
-                Err(error) => Err(error.into_error("import").with_peer(self.peer_name())),
-            }));
-        }
-        Ok(Imported { outcomes, _mapped: mapped })
+    /// What proofs on this session are about.
+    pub(super) fn challenge(&self) -> &[u8; 32] {
+        &self.challenge
+    }
+
+    /// Sends a request whose answer is expected already.
+    pub(super) fn ask(&self, frame: Vec<u8>) -> Result<()> {
+        self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)
     }
 
     /// Remembers who waits for the answer to a new request.
@@ -297,7 +226,7 @@ impl Session {
     }
 
     /// Sends a request whose answer nobody waits for.
-    pub(super) fn tell(&self, message: impl Into<Message>) -> Result<()> {
+    pub(crate) fn tell(&self, message: impl Into<Message>) -> Result<()> {
         self.control()?.send(message.into().frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
     }
 
@@ -353,30 +282,35 @@ impl Session {
         self.control().cloned()
     }
 
-    /// The connections for large requests, opened where they are not. Blocks while it opens them.
+    /// The connections for large requests, opened where they are not. Blocks while it opens them, but nobody else:
+    /// whoever stops a transfer must get by.
     pub(super) fn lanes(self: &Arc<Self>) -> Result<Vec<Arc<Connection>>> {
-        self.alive()?;
+        let _one_opens = lock(&self.opening);
         let endpoint =
             self.endpoint.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
-        let mut lanes = lock(&self.lanes);
-        lanes.open.retain(|lane| !lane.is_closed());
-        lanes.last_used = Some(Instant::now());
-        while lanes.open.len() < endpoint.lanes() {
-            let until = Instant::now() + endpoint.limits().no_progress;
-            let opened = contact::with_session(&endpoint, self, until).and_then(|socket| {
-                let handler = Arc::new(ToSession(Arc::downgrade(self)));
-                let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
-                lane.watch()?;
-                Ok(lane)
-            });
-            match opened {
-                Ok(lane) => lanes.open.push(lane),
+        let mut open = self.open_lanes().unwrap_or_default();
+        while open.len() < endpoint.lanes() {
+            self.alive()?;
+            match self.open_lane(&endpoint) {
+                Ok(lane) => open.push(lane),
                 // Fewer lanes than wanted are enough.
-                Err(error) if lanes.open.is_empty() => return Err(error),
+                Err(error) if open.is_empty() => return Err(error),
                 Err(_) => break,
             }
         }
-        Ok(lanes.open.clone())
+        Ok(open)
+    }
+
+    fn open_lane(self: &Arc<Self>, endpoint: &EndpointCore) -> Result<Arc<Connection>> {
+        let until = Instant::now() + endpoint.limits().no_progress;
+        let socket = contact::with_session(endpoint, self, until)?;
+        let handler = Arc::new(ToSession(Arc::downgrade(self)));
+        let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
+        lane.watch()?;
+        lock(&self.lanes).open.push(Arc::clone(&lane));
+        // Whoever fails the session closes the lanes that it finds after it has said that it is dead.
+        self.alive().inspect_err(|error| lane.close(error.clone()))?;
+        Ok(lane)
     }
 
     /// The lanes that are open now.
@@ -437,9 +371,13 @@ impl Session {
     /// The owner is gone, or the connection to it is: everything in flight ends with that error.
     pub(crate) fn fail(&self, error: Error) {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
-        if self.dead.set(error.clone()).is_err() {
-            return;
+        if self.dead.set(error.clone()).is_ok() {
+            self.bury(&error);
         }
+    }
+
+    /// Everything in flight ends, and nothing moves any more.
+    fn bury(&self, error: &Error) {
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
         }
@@ -453,7 +391,7 @@ impl Session {
         let pending: Vec<_> = lock(&self.pending).drain().map(|(_, pending)| pending).collect();
         for pending in pending {
             match pending {
-                Pending::Import(reply) => reply.fill(Err(error.clone())),
+                Pending::Import(reply) => reply.fill(self, Err(error.clone())),
                 Pending::Unit { run, unit, .. } => run.failed(unit, error.clone()),
                 Pending::Atomic { transfer } => transfer.unit_failed(0, error.clone()),
             }
@@ -469,10 +407,15 @@ impl Session {
 
     /// Ends it on this side's wish.
     pub(crate) fn close(&self, error: Error) {
-        if let Some(control) = self.control.get() {
-            control.bye(None);
+        let error = error.on(self.medium.name()).with_peer(self.peer_name());
+        if self.dead.set(error.clone()).is_ok() {
+            // Goodbye means that no pin is held: a copy that begins now sees that the session is over.
+            let quiet = self.local.as_ref().is_none_or(|local| local.pins.is_idle());
+            if let Some(control) = self.control.get().filter(|_| quiet) {
+                control.bye(None);
+            }
+            self.bury(&error);
         }
-        self.fail(error);
     }
 
     /// A lane has failed: what was in flight on it fails, the rest goes on.
@@ -499,7 +442,7 @@ impl Session {
 
     /// The owner's process, if the kernel lets this process copy from and to it.
     pub(crate) fn cma_pid(&self) -> Result<i32> {
-        let Some(local) = &self.local else { return Err(self.not_local()) };
+        let local = self.local()?;
         self.cma
             .get_or_init(|| {
                 let row = local
@@ -512,12 +455,15 @@ impl Session {
             .clone()
     }
 
-    fn not_local(&self) -> Error {
-        let reason = match self.medium {
-            Medium::Tcp(_) => "the owner is reached by tcp",
-            Medium::Unix => "the owner runs as another user and shares no memory",
-        };
-        Error::new(Kind::Unavailable, "import", reason)
+    /// What a session with a process of the same user on this host has; the error says why this is none.
+    pub(super) fn local(&self) -> Result<&Local> {
+        self.local.as_ref().ok_or_else(|| {
+            let reason = match self.medium {
+                Medium::Tcp(_) => "the owner is reached by tcp",
+                Medium::Unix => "the owner runs as another user and shares no memory",
+            };
+            Error::new(Kind::Unavailable, "import", reason)
+        })
     }
 
     /// Maps the segments whose descriptors came along. One that cannot be mapped is no reason to refuse the grant:
@@ -558,7 +504,7 @@ impl Session {
             Message::Granted(granted) => {
                 let mapped = self.map_segments(&granted, files)?;
                 if let Some(Pending::Import(reply)) = self.forget(header.id) {
-                    reply.fill(Ok(Answer { granted, mapped }));
+                    reply.fill(self, Ok(Answer { granted, mapped }));
                 }
             }
             Message::Data(data) => match (self.forget(header.id), data.outcome) {
@@ -689,65 +635,5 @@ impl Drop for Session {
             return;
         }
         self.close(Error::new(Kind::Canceled, "session", "the session is no longer used"));
-    }
-}
-
-/// What an owner has granted; gives it back when dropped.
-pub(crate) struct GrantHandle {
-    session: Arc<Session>,
-    pub(super) handle: u32,
-    row: u32,
-    generation: u64,
-}
-
-impl GrantHandle {
-    pub(crate) fn session(&self) -> &Arc<Session> {
-        &self.session
-    }
-
-    /// Refuses where owner and user do not share memory.
-    pub(crate) fn local_fence(&self) -> Result<()> {
-        if self.session.local.is_some() { Ok(()) } else { Err(self.session.not_local()) }
-    }
-
-    /// The owner's segment, mapped here.
-    pub(crate) fn mapping(&self, segment: &SegmentRef, writable: bool) -> Result<Arc<Mapping>> {
-        let Some(local) = &self.session.local else { return Err(self.session.not_local()) };
-        let mapping = lock(&local.mappings).get(&segment.id).and_then(Weak::upgrade);
-        mapping.filter(|mapping| mapping.is_writable() || !writable).ok_or_else(|| {
-            Error::new(Kind::Unavailable, "import", "the owner's shared memory could not be mapped here")
-        })
-    }
-
-    /// Runs a copy while the owner's row is pinned: `Stale` where it was revoked before, or during the copy.
-    pub(crate) fn pinned<T>(&self, op: &'static str, copy: impl FnOnce(&Row) -> Result<T>) -> Result<T> {
-        let Some(local) = &self.session.local else { return Err(self.session.not_local()) };
-        let row = local.table.row(self.row).ok_or_else(|| Error::protocol(op, "the grant names no row"))?;
-        if let Some(slot) = LifePage::thread_slot() {
-            match local.pins.pin_thread(slot, row, self.generation) {
-                Ok(pin) => {
-                    let outcome = copy(row);
-                    return if pin.still_valid(row) { outcome } else { Err(stale(op)) };
-                }
-                Err(PinError::Stale) => return Err(stale(op)),
-                Err(PinError::Busy) => {}
-            }
-        }
-        match local.pins.pin_process(row, self.generation) {
-            Ok(pin) => {
-                let outcome = copy(row);
-                if pin.still_valid(row) { outcome } else { Err(stale(op)) }
-            }
-            Err(PinError::Stale) => Err(stale(op)),
-            Err(PinError::Busy) => Err(Error::new(Kind::Exhausted, op, "too many copies hold a pin at once")),
-        }
-    }
-}
-
-impl Drop for GrantHandle {
-    fn drop(&mut self) {
-        if !crate::fork::in_child() {
-            let _ = self.session.tell(wire::Release { handle: self.handle });
-        }
     }
 }

@@ -1,0 +1,345 @@
+//! The command as its users meet it: every subcommand, its JSON and its exit codes.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use serde_json::Value;
+
+/// Far longer than anything here takes: what hangs fails.
+const WATCHDOG: Duration = Duration::from_secs(120);
+
+fn towline(arguments: &[&str]) -> Output {
+    finish(spawn(arguments, b""))
+}
+
+fn spawn(arguments: &[&str], input: &[u8]) -> Child {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_towline"))
+        .args(arguments)
+        .env_remove("TOWLINE_LISTEN")
+        .env_remove("RUST_LOG")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // A command that has read enough may have closed its input.
+    let _ = child.stdin.take().unwrap().write_all(input);
+    child
+}
+
+fn finish(child: Child) -> Output {
+    let pid = child.id();
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || sender.send(child.wait_with_output()));
+    receiver.recv_timeout(WATCHDOG).unwrap_or_else(|_| panic!("process {pid} hangs")).unwrap()
+}
+
+fn code(output: &Output) -> i32 {
+    output.status.code().unwrap()
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| {
+        panic!("{error}: {}\n{}", String::from_utf8_lossy(&output.stdout), stderr(output))
+    })
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// A running `towline serve` and its ticket; it ends when its input is closed.
+struct Served {
+    child: Child,
+    ticket: String,
+}
+
+impl Served {
+    fn start(arguments: &[&str]) -> Served {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_towline"))
+            .arg("serve")
+            .args(arguments)
+            .env_remove("TOWLINE_LISTEN")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut ticket = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut ticket).unwrap();
+        Served { child, ticket: ticket.trim().to_owned() }
+    }
+
+    fn end(mut self) -> i32 {
+        drop(self.child.stdin.take());
+        code(&finish(self.child))
+    }
+}
+
+#[test]
+fn the_demo_moves_bytes_both_ways_over_every_path_that_is_available() {
+    let output = towline(&["demo", "--bytes", "1M", "--json"]);
+    assert_eq!(code(&output), 0, "{}{}", stdout(&output), stderr(&output));
+    let report = json(&output);
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 2 * towline::paths().len());
+    for path in towline::paths() {
+        for op in ["read", "write"] {
+            let row = rows.iter().find(|row| row["path"] == path.name && row["op"] == op).unwrap();
+            match row["verdict"].as_str().unwrap() {
+                "verified" => assert!(row["gib_per_second"].as_f64().unwrap() > 0.0),
+                "skipped" => println!("SKIPPED demo over {}: {}", path.name, row["reason"]),
+                other => panic!("{} {op}: {other} {row}", path.name),
+            }
+        }
+    }
+    assert!(rows.iter().any(|row| row["path"] != "inproc" && row["verdict"] == "verified"));
+}
+
+#[test]
+fn the_demo_prints_a_plain_table_when_piped() {
+    let output = towline(&["demo", "--bytes", "64K"]);
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(text.contains("inproc  read") && text.contains("verified"), "{text}");
+    assert!(!text.contains('\u{1b}'), "no colours in a pipe: {text}");
+}
+
+#[test]
+fn the_doctor_finds_a_path_and_explains_the_machine() {
+    let output = towline(&["doctor", "--json"]);
+    assert_eq!(code(&output), 0, "{}{}", stdout(&output), stderr(&output));
+    let report = json(&output);
+    assert_eq!(report["ok"], true);
+    assert!(!report["usable"].as_array().unwrap().is_empty());
+    let checks = report["checks"].as_array().unwrap();
+    for name in ["mapped", "cma", "unix", "tcp", "open an endpoint", "open files", "TOWLINE_LISTEN", "nixl"] {
+        assert!(checks.iter().any(|check| check["name"] == name), "{name}");
+    }
+    assert!(stdout(&towline(&["doctor"])).contains("Another process was reached over"));
+}
+
+#[test]
+fn serve_and_fetch_move_a_file_over_every_path_between_processes() {
+    let folder = std::env::temp_dir().join(format!("towline-cli-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let (from, to) = (folder.join("from"), folder.join("to"));
+    let bytes: Vec<u8> = (0..3_000_001u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    std::fs::write(&from, &bytes).unwrap();
+    let served = Served::start(&["--name", "library", "--file", from.to_str().unwrap()]);
+    for path in ["mapped", "cma", "unix", "tcp"] {
+        let _ = std::fs::remove_file(&to);
+        let output =
+            towline(&["fetch", &served.ticket, "--out", to.to_str().unwrap(), "--path", path, "--json"]);
+        if code(&output) == 3 {
+            println!("SKIPPED fetch over {path}: {}", stderr(&output));
+            continue;
+        }
+        assert_eq!(code(&output), 0, "{path}: {}", stderr(&output));
+        let report = json(&output);
+        assert_eq!((&report["path"], &report["peer"]), (&path.into(), &"library".into()));
+        assert!(std::fs::read(&to).unwrap() == bytes, "{path}");
+    }
+    let output = towline(&["fetch", &served.ticket, "--explain"]);
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    assert!(stdout(&output).contains("-> "), "{}", stdout(&output));
+    let ticket = served.ticket.clone();
+    assert_eq!(served.end(), 0);
+    let output = towline(&["fetch", &ticket]);
+    assert_eq!(code(&output), 3, "an owner that is gone: {}", stderr(&output));
+    assert_eq!(stderr(&output).lines().count(), 1, "{}", stderr(&output));
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn serve_ends_by_itself_after_the_time_it_was_given() {
+    let output = towline(&["serve", "--bytes", "64K", "--for", "0", "--json"]);
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let report = json(&output);
+    assert_eq!(report["bytes"], 65536);
+    assert!(report["ticket"].as_str().unwrap().starts_with("towline1:"));
+}
+
+#[test]
+fn a_ticket_is_shown_from_text_from_a_file_and_from_input_and_never_its_tag() {
+    let served = Served::start(&["--name", "library", "--bytes", "64K", "--access", "read+write"]);
+    let output = towline(&["inspect", &served.ticket, "--json"]);
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let report = json(&output);
+    assert_eq!(report["owner"], "library");
+    assert_eq!(report["region_bytes"], 65536);
+    assert_eq!(report["rights"]["access"], "read+write");
+    assert_eq!(report["rights"]["bytes"], 65536);
+
+    let ticket: towline::Ticket = served.ticket.parse().unwrap();
+    let narrowed = ticket.narrow().range(4096, 100).access(towline::Access::READ).finish().unwrap();
+    let path = std::env::temp_dir().join(format!("towline-ticket-{}", std::process::id()));
+    std::fs::write(&path, narrowed.encode()).unwrap();
+    let output = towline(&["inspect", path.to_str().unwrap()]);
+    assert!(stdout(&output).contains("read of bytes 4096..4196"), "{}", stdout(&output));
+    std::fs::remove_file(&path).unwrap();
+
+    let output = finish(spawn(&["inspect", "-"], format!("{ticket}\n").as_bytes()));
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let encoded = ticket.encode();
+    let tag: String =
+        encoded[encoded.len() - 36..encoded.len() - 4].iter().map(|byte| format!("{byte:02x}")).collect();
+    for text in [stdout(&output), report.to_string()] {
+        assert!(!text.contains(&tag) && !text.contains("towline1:"), "{text}");
+    }
+    assert_eq!(served.end(), 0);
+}
+
+#[test]
+fn garbage_is_no_ticket() {
+    for garbage in ["", "nonsense", "towline1:", "towline1:AAAA", "towline1:!!!!"] {
+        for command in ["inspect", "fetch"] {
+            let output = towline(&[command, garbage]);
+            assert_eq!(code(&output), 1, "{command} {garbage:?}: {}", stderr(&output));
+            assert_eq!(stderr(&output).lines().count(), 1, "{}", stderr(&output));
+            assert!(stderr(&output).starts_with("towline: "), "{}", stderr(&output));
+        }
+    }
+    let output = finish(spawn(&["inspect", "-"], &[0xff; 100_000]));
+    assert_eq!(code(&output), 1);
+}
+
+#[test]
+fn a_bench_row_has_the_documented_keys() {
+    let arguments = [
+        "bench",
+        "--quick",
+        "--blocks",
+        "16",
+        "--block-size",
+        "4K",
+        "--op",
+        "read",
+        "--path",
+        "inproc",
+        "--json",
+    ];
+    let output = towline(&arguments);
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let report = json(&output);
+    let [row] = report["rows"].as_array().unwrap().as_slice() else { panic!("{report}") };
+    for key in [
+        "name",
+        "path",
+        "op",
+        "bytes",
+        "blocks",
+        "block_size",
+        "threads",
+        "streams",
+        "unit",
+        "ours",
+        "limit",
+        "target",
+        "ratio",
+        "goal",
+        "met",
+        "p99",
+        "rounds",
+        "against",
+    ] {
+        assert!(row.get(key).is_some(), "{key}: {row}");
+    }
+    assert_eq!((&row["blocks"], &row["bytes"], &row["unit"]), (&16.into(), &65536.into(), &"GiB/s".into()));
+    let number = |key: &str| row[key].as_f64().unwrap();
+    assert!((number("ratio") - number("ours") / number("limit")).abs() < 1e-9);
+    assert!(report["machine"]["cores"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn every_path_and_direction_can_be_measured_and_is_verified() {
+    for op in ["read", "write"] {
+        let output =
+            towline(&["bench", "--quick", "--blocks", "64", "--block-size", "8K", "--op", op, "--json"]);
+        assert_eq!(code(&output), 0, "{}", stderr(&output));
+        let report = json(&output);
+        let (rows, skipped) = (report["rows"].as_array().unwrap(), report["skipped"].as_array().unwrap());
+        assert_eq!(rows.len() + skipped.len(), towline::paths().len(), "{report}");
+        for skipped in skipped {
+            println!("SKIPPED bench over {}: {}", skipped["path"], skipped["reason"]);
+        }
+        assert!(rows.iter().any(|row| row["path"] == "tcp"), "{report}");
+    }
+}
+
+#[test]
+fn the_costs_can_be_measured_one_by_one() {
+    for (filter, expected) in
+        [("ticket", "ticket-size"), ("open", "open"), ("first-contact", "first-contact")]
+    {
+        let output = towline(&["bench", "--quick", "--filter", filter, "--json"]);
+        assert_eq!(code(&output), 0, "{}", stderr(&output));
+        let report = json(&output);
+        let row =
+            report["rows"].as_array().unwrap().iter().find(|row| row["name"] == expected).unwrap().clone();
+        assert!(row["target"].as_f64().unwrap() > 0.0 && row["limit"].is_null(), "{row}");
+    }
+}
+
+#[test]
+fn a_wrong_command_line_exits_with_two() {
+    for arguments in [
+        &["frobnicate"][..],
+        &["bench", "--path", "pigeon"],
+        &["bench", "--filter", "no-such-row"],
+        &["bench", "--blocks", "0"],
+        &["demo", "--bytes", "0"],
+        &["serve", "--access", "everything"],
+        &["inspect"],
+        &[],
+    ] {
+        let output = towline(arguments);
+        assert_eq!(code(&output), 2, "{arguments:?}: {}", stderr(&output));
+    }
+    let served = Served::start(&["--bytes", "4K"]);
+    let output = towline(&["fetch", &served.ticket, "--path", "pigeon"]);
+    assert_eq!(code(&output), 2, "{}", stderr(&output));
+    assert_eq!(served.end(), 0);
+}
+
+#[test]
+fn the_help_names_the_exit_codes_and_hides_the_worker() {
+    let output = towline(&["--help"]);
+    assert_eq!(code(&output), 0);
+    let help = stdout(&output);
+    assert!(help.contains("Exit codes") && !help.contains("worker  "), "{help}");
+    assert!(stdout(&towline(&["bench", "--help"])).contains("ours/limit for rates"));
+}
+
+#[test]
+fn workers_end_with_their_parent() {
+    let mut parent = Command::new(env!("CARGO_BIN_EXE_towline"))
+        .args(["bench", "--filter", "idle"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let task = format!("/proc/{0}/task/{0}/children", parent.id());
+    let workers = || std::fs::read_to_string(&task).unwrap_or_default();
+    let until = std::time::Instant::now() + WATCHDOG;
+    while workers().trim().is_empty() {
+        assert!(std::time::Instant::now() < until, "no worker was started");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let worker: u32 = workers().split_whitespace().next().unwrap().parse().unwrap();
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    let state = || std::fs::read_to_string(format!("/proc/{worker}/cmdline")).unwrap_or_default();
+    while state().contains("worker") {
+        assert!(std::time::Instant::now() < until, "worker {worker} is still there");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,194 @@
+//! A peer that speaks the protocol by hand, as badly as it is told to.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use towline::ticket::{Reach, Ticket, socket_name};
+use towline::wire::handshake::{ClientHandshake, ClientKey};
+use towline::wire::{Data, Done, FrameKind, Granted, HEADER_LEN, Header, Import, ImportItem, Message};
+use towline::{Identity, Incarnation};
+use towline_testkit::random::Random;
+
+/// How long an answer may take.
+const ANSWER: Duration = Duration::from_secs(20);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Medium {
+    Unix,
+    Tcp,
+}
+
+enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+pub(crate) struct Attacker {
+    stream: Stream,
+    said: Vec<u8>,
+}
+
+impl Attacker {
+    pub(crate) fn connect(ticket: &Ticket, medium: Medium) -> Attacker {
+        let body = ticket.body();
+        let stream = match medium {
+            Medium::Unix => {
+                let name = socket_name(&body.identity.incarnation);
+                let address = SocketAddr::from_abstract_name(name).unwrap();
+                Stream::Unix(UnixStream::connect_addr(&address).unwrap())
+            }
+            Medium::Tcp => {
+                let address = body.reach.iter().find_map(|reach| match reach {
+                    Reach::Tcp(address) => Some(*address),
+                    _ => None,
+                });
+                Stream::Tcp(TcpStream::connect(address.unwrap()).unwrap())
+            }
+        };
+        Attacker { stream, said: Vec::new() }
+    }
+
+    /// The first frame of somebody who holds that ticket.
+    pub(crate) fn hello(ticket: &Ticket) -> (ClientHandshake, Vec<u8>) {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let mut random = Random::new(NEXT.fetch_add(1, Ordering::Relaxed));
+        let mut nonce = [0; 32];
+        nonce.fill_with(|| random.number() as u8);
+        let identity = Identity::new("attacker", Incarnation([6; 16])).unwrap();
+        let target = ticket.body().identity.incarnation;
+        ClientHandshake::start(&identity, target, ClientKey::Ticket(ticket), nonce, None)
+    }
+
+    /// A whole handshake and an import; returns the grant's handle.
+    pub(crate) fn log_in(&mut self, ticket: &Ticket) -> u32 {
+        let (handshake, hello) = Attacker::hello(ticket);
+        self.send(&hello);
+        let (_, welcome) = self.frame().expect("a welcome");
+        let (proof, _, challenge) = handshake.on_welcome(&welcome).unwrap();
+        self.send(&proof);
+        assert_eq!(self.frame().expect("ready").0.kind, FrameKind::Ready);
+        let item = ImportItem {
+            ticket: ticket.public_bytes().to_vec(),
+            proof: ticket.proof(&challenge),
+            operation: None,
+        };
+        self.send(&Message::from(Import { items: vec![item] }).frame(1, 0, 0));
+        let (header, body) = self.frame().expect("the grant");
+        assert_eq!(header.kind, FrameKind::Granted);
+        Granted::decode(&body).unwrap().items[0].as_ref().unwrap().handle
+    }
+
+    /// Everything that was sent.
+    pub(crate) fn said(&self) -> &[u8] {
+        &self.said
+    }
+
+    /// Sends; that the other side has hung up is no surprise.
+    pub(crate) fn send(&mut self, bytes: &[u8]) {
+        self.said.extend_from_slice(bytes);
+        let _ = match &mut self.stream {
+            Stream::Unix(stream) => stream.write_all(bytes),
+            Stream::Tcp(stream) => stream.write_all(bytes),
+        };
+    }
+
+    /// The next frame and its body, its payload left out; `None` at the end of the connection.
+    pub(crate) fn frame(&mut self) -> Option<(Header, Vec<u8>)> {
+        let mut header = [0; HEADER_LEN];
+        self.read_exact(&mut header)?;
+        let header = Header::decode(&header).unwrap();
+        let mut body = vec![0; header.body_len as usize];
+        self.read_exact(&mut body)?;
+        let mut payload = vec![0; header.payload_len as usize];
+        self.read_exact(&mut payload)?;
+        Some((header, body))
+    }
+
+    fn read_exact(&mut self, into: &mut [u8]) -> Option<()> {
+        self.set_timeout(ANSWER);
+        let read = match &mut self.stream {
+            Stream::Unix(stream) => stream.read_exact(into),
+            Stream::Tcp(stream) => stream.read_exact(into),
+        };
+        match read {
+            Ok(()) => Some(()),
+            Err(error)
+                if matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) =>
+            {
+                panic!("the target neither answers nor hangs up");
+            }
+            Err(_) => None,
+        }
+    }
+
+    fn set_timeout(&self, time: Duration) {
+        let _ = match &self.stream {
+            Stream::Unix(stream) => stream.set_read_timeout(Some(time)),
+            Stream::Tcp(stream) => stream.set_read_timeout(Some(time)),
+        };
+    }
+
+    /// Whether the target hangs up within that time, whatever it says before.
+    pub(crate) fn is_cut_off(&mut self, within: Duration) -> bool {
+        let until = Instant::now() + within;
+        let mut bytes = [0; 4096];
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            self.set_timeout(left);
+            let read = match &mut self.stream {
+                Stream::Unix(stream) => stream.read(&mut bytes),
+                Stream::Tcp(stream) => stream.read(&mut bytes),
+            };
+            match read {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(error) => {
+                    return !matches!(
+                        error.kind(),
+                        std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut
+                    );
+                }
+            }
+        }
+    }
+
+    /// Whether all that comes, until the target hangs up, are refusals (and the welcome before them).
+    pub(crate) fn gets_nothing_but_refusals(&mut self) -> bool {
+        while let Some((header, _)) = self.frame() {
+            if !matches!(header.kind, FrameKind::Refuse | FrameKind::Welcome | FrameKind::Bye) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Whether what was sent is answered with an error, the end, or nothing before the answer to a ping.
+    pub(crate) fn gets_nothing_but_errors(&mut self) -> bool {
+        self.send(&Message::from(towline::wire::Ping {}).frame(8, 0, 0));
+        // What swallows the ping as part of something longer has to be told that nothing more comes.
+        let _ = match &self.stream {
+            Stream::Unix(stream) => stream.shutdown(std::net::Shutdown::Write),
+            Stream::Tcp(stream) => stream.shutdown(std::net::Shutdown::Write),
+        };
+        while let Some((header, body)) = self.frame() {
+            let good = match header.kind {
+                FrameKind::Data => Data::decode(&body).unwrap().outcome.is_err(),
+                FrameKind::Done => Done::decode(&body).unwrap().outcome.is_err(),
+                FrameKind::Granted => Granted::decode(&body).unwrap().items.iter().all(Result::is_err),
+                FrameKind::Pong | FrameKind::Bye | FrameKind::Refuse => true,
+                _ => false,
+            };
+            if !good {
+                return false;
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,156 @@
+//! Two hosts, as far as one machine can play them: two network namespaces with a cable that can be pulled.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
+
+use std::time::Duration;
+
+use towline::Kind;
+use towline_testkit::netns::{End, Network};
+use towline_testkit::process::Process;
+use towline_testkit::random::Random;
+use towline_testkit::skip;
+use towline_testkit::watchdog::{eventually, watch};
+
+const MIB: usize = 1 << 20;
+
+/// The limit without progress; errors must come within ten times that.
+const STALL: Duration = Duration::from_secs(2);
+
+fn network(test: &str) -> Option<Network> {
+    match Network::build() {
+        Ok(network) => Some(network),
+        Err(reason) => {
+            skip::skip(test, "netns", &reason);
+            None
+        }
+    }
+}
+
+/// An owner at one end that listens there, and a user at the other.
+fn pair(network: &Network, v6: bool) -> (Process, Process) {
+    let mut owner = Process::start_in(&network.namespace(End::A), "owner");
+    let mut user = Process::start_in(&network.namespace(End::B), "user");
+    let address = std::net::SocketAddr::new(network.address(End::A, v6), 0);
+    owner.must(&format!("open owner listen={address} stall={}", STALL.as_millis()));
+    user.must(&format!("open user stall={}", STALL.as_millis()));
+    (owner, user)
+}
+
+fn bytes_cross(test: &str, v6: bool) {
+    let Some(network) = network(test) else { return };
+    let _watchdog = watch(test, Duration::from_secs(60));
+    let (mut owner, mut user) = pair(&network, v6);
+    owner.must(&format!("register {} system read+write", 8 * MIB));
+    owner.must("fill 1 1 1");
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    user.must(&format!("register {} system none", 8 * MIB));
+    // Without being asked for: nothing else leads to another host.
+    let imported = user.must(&format!("import {ticket}"));
+    let (remote, path) = (imported.number(0), imported.text(1).to_owned());
+    assert_eq!(path, "tcp");
+    assert_eq!(user.must(&format!("read {remote} 1 0 0 {}", 8 * MIB)).text(0), "tcp");
+    user.must(&format!("check 1 1 1 0 {}", 8 * MIB));
+    user.must("fill 1 2 2");
+    user.must(&format!("write {remote} 1 4096 4096 {}", 3 * MIB));
+    owner.must(&format!("check 1 2 2 4096 {}", 3 * MIB));
+    owner.must("check 1 1 1 0 4096");
+    assert!(user.ask_with(&format!("notify {remote}"), b"hello").is_ok());
+    let message = owner.must("receive 20000");
+    assert_eq!((message.text(0), &message.payload[..]), ("user", &b"hello"[..]));
+    let before = user.must(&format!("add {remote} 0 5")).number(0);
+    assert_eq!(user.must(&format!("add {remote} 0 5")).number(0), before.wrapping_add(5));
+    owner.must("deregister 1 20000");
+    let late = user.ask(&format!("read {remote} 1 0 0 64")).unwrap_err();
+    assert_eq!(late.kind, Kind::Stale, "{late}");
+}
+
+#[test]
+fn bytes_cross_between_two_hosts_over_ipv4() {
+    bytes_cross("bytes_cross_between_two_hosts_over_ipv4", false);
+}
+
+#[test]
+fn bytes_cross_between_two_hosts_over_ipv6() {
+    if !std::fs::exists("/proc/sys/net/ipv6").unwrap_or(false) {
+        skip::skip("bytes_cross_between_two_hosts_over_ipv6", "netns", "the kernel has no IPv6");
+        return;
+    }
+    bytes_cross("bytes_cross_between_two_hosts_over_ipv6", true);
+}
+
+/// A cable pulled in mid-transfer: an error within the limit, quiet afterwards, and all is well once it is back.
+fn cable_pulled(test: &str, op: &str, end: End) {
+    const LEN: usize = 512 * MIB;
+    let Some(network) = network(test) else { return };
+    let _watchdog = watch(test, Duration::from_secs(120));
+    let mut random = Random::new(70 + end as u64);
+    let (mut owner, mut user) = pair(&network, false);
+    owner.must(&format!("register {LEN} system read+write"));
+    user.must(&format!("register {LEN} system none"));
+    user.must(&format!("register {MIB} system none"));
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    let mut errors = 0;
+    for _ in 0..20 {
+        let remote = user.must(&format!("import {ticket} tcp")).number(0);
+        user.tell(&format!("{op} {remote} 1 0 0 {LEN}"));
+        std::thread::sleep(random.micros(60_000));
+        network.cut(end);
+        let outcome = user.answer(STALL * 10);
+        let failed = outcome.is_err();
+        if let Err(failure) = &outcome {
+            assert!(matches!(failure.kind, Kind::Timeout | Kind::Disconnected), "{failure}");
+            errors += 1;
+        }
+        // A new contact does not hang either.
+        let unreachable = user.ask(&format!("import {ticket} tcp"));
+        if let Err(failure) = unreachable {
+            assert!(matches!(failure.kind, Kind::Timeout | Kind::Disconnected), "{failure}");
+        }
+        // What was in flight must not land once the cable is back.
+        let target = if op == "read" { &mut user } else { &mut owner };
+        if failed {
+            target.must("fill 1 9 9");
+        }
+        network.heal(end);
+        let again = eventually(Duration::from_secs(20), || user.ask(&format!("import {ticket} tcp")).is_ok());
+        assert!(again, "no contact after healing");
+        let remote = user.must(&format!("import {ticket} tcp")).number(0);
+        user.must(&format!("read {remote} 2 0 0 {MIB}"));
+        if failed {
+            let target = if op == "read" { &mut user } else { &mut owner };
+            target.must(&format!("check 1 9 9 0 {LEN}"));
+        }
+        if errors == 3 {
+            return;
+        }
+    }
+    panic!("in {errors} of 20 rounds the cable was pulled in mid-transfer");
+}
+
+#[test]
+fn a_read_whose_cable_is_pulled_at_the_users_end_fails_in_time() {
+    cable_pulled("a_read_whose_cable_is_pulled_at_the_users_end_fails_in_time", "read", End::B);
+}
+
+#[test]
+fn a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time() {
+    cable_pulled("a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time", "write", End::A);
+}
+
+#[test]
+fn an_owner_whose_peer_is_cut_off_takes_its_memory_back() {
+    let test = "an_owner_whose_peer_is_cut_off_takes_its_memory_back";
+    let Some(network) = network(test) else { return };
+    let _watchdog = watch(test, Duration::from_secs(60));
+    let (mut owner, mut user) = pair(&network, false);
+    owner.must(&format!("register {} system read+write", 256 * MIB));
+    user.must(&format!("register {} system none", 256 * MIB));
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    let remote = user.must(&format!("import {ticket} tcp")).number(0);
+    user.must(&format!("loop read {remote} 1 {}", 256 * MIB));
+    std::thread::sleep(Duration::from_millis(50));
+    network.cut(End::B);
+    // Bytes are under way to somebody who will never take them.
+    owner.must(&format!("deregister 1 {}", (STALL * 5).as_millis()));
+    let stats = owner.must("stats");
+    assert_eq!((stats.number(0), stats.number(1)), (0, 0), "regions and parked storages");
+}

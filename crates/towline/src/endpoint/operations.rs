@@ -1,0 +1,429 @@
+//! Operations that wait for a peer: who has claimed one, and how it ended.
+//!
+//! An operation is opened by the owner of some memory. One peer claims it (with an import), reads or writes, and says
+//! how that went. It ends once, by that word, at its deadline, with the claimer's session, or because its owner wants it
+//! to; and only when its regions are revoked and nobody is inside their memory any more, so that whoever learns of the end
+//! may reuse the memory.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use super::EndpointCore;
+use crate::completion::Completion;
+use crate::memory::{Buffer, MemoryDescription};
+use crate::progress::{self, Timer, TimerId};
+use crate::region::Registered;
+use crate::sync::lock;
+use crate::wire::OperationId;
+use crate::{Access, Error, Kind, Result};
+
+/// The moments that an operation waits for.
+const DEADLINE: u64 = 1;
+const QUIET: u64 = 2;
+
+/// Who claims an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Claimer {
+    /// The peer of that session.
+    Session(u64),
+    /// An endpoint of this process; each claim has a number of its own.
+    Here(u64),
+}
+
+impl Claimer {
+    /// A new claim from within this process.
+    pub(crate) fn here() -> Claimer {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Claimer::Here(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// The operations of one endpoint that have not ended.
+#[derive(Default)]
+pub(crate) struct Operations(Mutex<HashMap<OperationId, Weak<Passive>>>);
+
+impl Operations {
+    /// Claims the operation with a verified ticket to that region.
+    pub(crate) fn claim(
+        &self,
+        operation: &OperationId,
+        claimer: Claimer,
+        peer: &str,
+        region: (u32, u64),
+        access: Access,
+    ) -> Result<()> {
+        self.find(operation).ok_or_else(over)?.claim(claimer, peer, region, access)
+    }
+
+    /// The claimer says how it ended. From anybody else it means nothing.
+    pub(crate) fn finish(&self, operation: &OperationId, claimer: Claimer, outcome: Result<()>) {
+        if let Some(passive) = self.find(operation) {
+            passive.finish(claimer, outcome);
+        }
+    }
+
+    /// A session is over: what its peer had claimed ends.
+    pub(crate) fn abandon(&self, claimer: Claimer, error: &Error) {
+        for passive in self.all().into_iter().filter(|passive| passive.is_claimed_by(claimer)) {
+            passive.finish(claimer, Err(error.clone()));
+        }
+    }
+
+    /// Whether the session's peer has claimed something that has not ended.
+    pub(crate) fn any_claimed_by(&self, claimer: Claimer) -> bool {
+        self.all().iter().any(|passive| passive.is_claimed_by(claimer))
+    }
+
+    /// Ends all of them.
+    pub(crate) fn end_all(&self, error: &Error) {
+        for passive in self.all() {
+            passive.end(Err(error.clone()));
+        }
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        lock(&self.0).len()
+    }
+
+    fn find(&self, operation: &OperationId) -> Option<Arc<Passive>> {
+        lock(&self.0).get(operation)?.upgrade()
+    }
+
+    fn all(&self) -> Vec<Arc<Passive>> {
+        lock(&self.0).values().filter_map(Weak::upgrade).collect()
+    }
+}
+
+fn over() -> Error {
+    Error::new(Kind::Stale, "import", "the operation has ended, or is none of this endpoint's")
+}
+
+/// Memory that an operation offers: a region of its own, and what is dropped when the memory is quiet.
+pub(crate) struct Offered {
+    pub(crate) region: Registered<Buffer>,
+    pub(crate) keep: Box<dyn Any + Send>,
+}
+
+/// An operation that waits for a peer.
+pub(crate) struct Passive {
+    id: OperationId,
+    name: &'static str,
+    access: Access,
+    endpoint: Weak<EndpointCore>,
+    unclaimed_limit: Option<Duration>,
+    claimed_limit: Duration,
+    /// How long it waits for the memory to become quiet.
+    quiet_limit: Duration,
+    inner: Mutex<Inner>,
+    completion: Completion,
+}
+
+struct Inner {
+    state: State,
+    /// What is offered, and whether it was claimed.
+    offered: Vec<(Offered, bool)>,
+    due: Option<(Instant, TimerId)>,
+}
+
+enum State {
+    Waiting,
+    Claimed {
+        by: Claimer,
+        peer: Arc<str>,
+    },
+    /// It ends so when that many regions are quiet.
+    Ending {
+        result: Result<()>,
+        noisy: usize,
+    },
+    Ended {
+        quiet: bool,
+    },
+}
+
+/// What an operation is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stage {
+    Waiting,
+    Claimed,
+    Ended,
+}
+
+impl Passive {
+    /// Opens an operation over those regions, which must be registered for it alone.
+    pub(crate) fn open(
+        endpoint: &Arc<EndpointCore>,
+        name: &'static str,
+        access: Access,
+        offered: Vec<Offered>,
+        unclaimed_limit: Option<Duration>,
+    ) -> Result<Arc<Passive>> {
+        let mut id = [0; 16];
+        getrandom::fill(&mut id)
+            .map_err(|error| Error::new(Kind::Native, name, format!("no randomness: {error}")))?;
+        // Shown to users as a UUID of version 4.
+        id[6] = id[6] & 0x0f | 0x40;
+        id[8] = id[8] & 0x3f | 0x80;
+        let bytes = offered.iter().map(|one| one.region.size() as u64).sum();
+        let limits = endpoint.limits();
+        let passive = Arc::new(Passive {
+            id,
+            name,
+            access,
+            endpoint: Arc::downgrade(endpoint),
+            unclaimed_limit,
+            // The claimer has limits of its own and says when they have passed; this is for one that says nothing.
+            claimed_limit: limits.total_for(bytes) + limits.no_progress,
+            quiet_limit: limits.no_progress,
+            inner: Mutex::new(Inner {
+                state: State::Waiting,
+                offered: offered.into_iter().map(|one| (one, false)).collect(),
+                due: None,
+            }),
+            completion: Completion::default(),
+        });
+        {
+            let mut inner = lock(&passive.inner);
+            passive.arm(&mut inner, unclaimed_limit, DEADLINE);
+        }
+        lock(&endpoint.operations.0).insert(id, Arc::downgrade(&passive));
+        // A close that came before it was in the table did not find it.
+        if let Err(error) = endpoint.check_open(name) {
+            passive.end(Err(error.clone()));
+            return Err(error);
+        }
+        Ok(passive)
+    }
+
+    pub(crate) fn id(&self) -> &OperationId {
+        &self.id
+    }
+
+    pub(crate) fn completion(&self) -> &Completion {
+        &self.completion
+    }
+
+    pub(crate) fn stage(&self) -> Stage {
+        match lock(&self.inner).state {
+            State::Waiting => Stage::Waiting,
+            State::Claimed { .. } | State::Ending { .. } => Stage::Claimed,
+            State::Ended { .. } => Stage::Ended,
+        }
+    }
+
+    /// Whether it has ended and nobody is inside its memory.
+    pub(crate) fn is_quiet(&self) -> bool {
+        matches!(lock(&self.inner).state, State::Ended { quiet: true })
+    }
+
+    /// Runs with the regions, while these are still reachable.
+    pub(crate) fn with_regions<T>(&self, f: impl FnOnce(&[(Offered, bool)]) -> Result<T>) -> Result<T> {
+        let inner = lock(&self.inner);
+        match inner.state {
+            State::Waiting | State::Claimed { .. } => f(&inner.offered),
+            State::Ending { .. } | State::Ended { .. } => {
+                Err(Error::new(Kind::Stale, self.name, "the operation has ended"))
+            }
+        }
+    }
+
+    fn claim(self: &Arc<Self>, claimer: Claimer, by: &str, region: (u32, u64), access: Access) -> Result<()> {
+        let mut inner = lock(&self.inner);
+        let Inner { state, offered, .. } = &mut *inner;
+        let first = match state {
+            State::Waiting => true,
+            State::Claimed { by, .. } if *by == claimer => false,
+            State::Claimed { peer, .. } => {
+                return Err(Error::invalid("import", format!("the operation was already claimed by {peer}")));
+            }
+            State::Ending { .. } | State::Ended { .. } => return Err(over()),
+        };
+        let Some((_, claimed)) = offered.iter_mut().find(|(one, _)| one.region.place_in_table() == region)
+        else {
+            return Err(Error::new(
+                Kind::PermissionDenied,
+                "import",
+                "the ticket is for memory that the operation does not offer",
+            ));
+        };
+        if !access.contains(self.access) {
+            return Err(Error::new(
+                Kind::PermissionDenied,
+                "import",
+                format!("the ticket allows {access}, and the operation needs {}", self.access),
+            ));
+        }
+        if std::mem::replace(claimed, true) {
+            return Err(Error::invalid("import", format!("the operation was already claimed by {by}")));
+        }
+        if first {
+            *state = State::Claimed { by: claimer, peer: by.into() };
+            self.arm(&mut inner, Some(self.claimed_limit), DEADLINE);
+        }
+        Ok(())
+    }
+
+    fn is_claimed_by(&self, claimer: Claimer) -> bool {
+        matches!(lock(&self.inner).state, State::Claimed { by, .. } if by == claimer)
+    }
+
+    fn finish(self: &Arc<Self>, claimer: Claimer, outcome: Result<()>) {
+        let outcome = {
+            let inner = lock(&self.inner);
+            let State::Claimed { by, peer } = &inner.state else { return };
+            if *by != claimer {
+                return;
+            }
+            let whole = inner.offered.iter().all(|(_, claimed)| *claimed);
+            match outcome {
+                Ok(()) if whole => Ok(()),
+                Ok(()) => {
+                    let message = "the claimer says that it is done, and has not asked for all of the memory";
+                    Err(Error::protocol(self.name, message).with_peer(&**peer))
+                }
+                Err(error) => Err(error.during(self.name).with_peer(&**peer)),
+            }
+        };
+        self.end(outcome);
+    }
+
+    /// Ends it, unless it has ended or is about to: revokes its regions, and tells who waits when these are quiet.
+    pub(crate) fn end(self: &Arc<Self>, result: Result<()>) {
+        let offered = {
+            let mut inner = lock(&self.inner);
+            if matches!(inner.state, State::Ending { .. } | State::Ended { .. }) {
+                return;
+            }
+            let offered = std::mem::take(&mut inner.offered);
+            // One more than there are regions: the last of them may be quiet before all are revoked.
+            inner.state = State::Ending { result, noisy: offered.len() + 1 };
+            disarm(&mut inner);
+            offered
+        };
+        if let Some(endpoint) = self.endpoint.upgrade() {
+            lock(&endpoint.operations.0).remove(&self.id);
+        }
+        for (Offered { region, keep }, _) in offered {
+            // What is dropped first is told of first: the memory's user, then who waits for the operation.
+            region.release_then((keep, Quiet(Arc::clone(self))));
+        }
+        self.one_quiet();
+        let mut inner = lock(&self.inner);
+        if matches!(inner.state, State::Ending { .. }) {
+            self.arm(&mut inner, Some(self.quiet_limit), QUIET);
+        }
+    }
+
+    fn one_quiet(&self) {
+        let result = {
+            let mut inner = lock(&self.inner);
+            match &mut inner.state {
+                State::Ending { result, noisy } => {
+                    *noisy -= 1;
+                    if *noisy > 0 {
+                        return;
+                    }
+                    let result = result.clone();
+                    inner.state = State::Ended { quiet: true };
+                    disarm(&mut inner);
+                    result
+                }
+                // It ended at its limit, and the memory is quiet only now.
+                State::Ended { quiet } => {
+                    *quiet = true;
+                    return;
+                }
+                State::Waiting | State::Claimed { .. } => return,
+            }
+        };
+        self.completion.set(result);
+    }
+
+    /// Somebody is inside the memory for too long: it ends all the same, and the memory stays parked.
+    fn give_up_on_quiet(&self) {
+        let result = {
+            let mut inner = lock(&self.inner);
+            let State::Ending { result, .. } = &inner.state else { return };
+            let result = match result {
+                // What was read was read; nothing can change any more.
+                Ok(()) if self.access == Access::READ => Ok(()),
+                Ok(()) => Err(self.still_held("it was done")),
+                Err(error) => Err(self.still_held(error.message())),
+            };
+            inner.state = State::Ended { quiet: false };
+            result
+        };
+        self.completion.set(result);
+    }
+
+    fn still_held(&self, cause: &str) -> Error {
+        let waited = self.quiet_limit.as_secs_f64();
+        Error::new(
+            Kind::Timeout,
+            self.name,
+            format!("{cause}; a peer was still inside the memory {waited:.3} s later"),
+        )
+    }
+
+    fn arm(self: &Arc<Self>, inner: &mut Inner, within: Option<Duration>, key: u64) {
+        disarm(inner);
+        let Some(when) = within.and_then(|within| Instant::now().checked_add(within)) else { return };
+        if let Ok(reactor) = progress::reactor() {
+            let weak = Arc::downgrade(self);
+            let timer: Weak<dyn Timer> = weak;
+            inner.due = Some((when, reactor.at(when, timer, key)));
+        }
+    }
+
+    fn deadline_passed(self: &Arc<Self>) {
+        let error = {
+            let inner = lock(&self.inner);
+            // A timer that was replaced while it fired is none.
+            if !inner.due.is_some_and(|(when, _)| when <= Instant::now()) {
+                return;
+            }
+            match &inner.state {
+                State::Waiting => {
+                    let limit = self.unclaimed_limit.unwrap_or_default().as_secs_f64();
+                    Error::new(Kind::Timeout, self.name, format!("nobody claimed it within {limit:.3} s"))
+                }
+                State::Claimed { peer, .. } => {
+                    let limit = self.claimed_limit.as_secs_f64();
+                    let message = format!("its claimer was not done after {limit:.3} s");
+                    Error::new(Kind::Timeout, self.name, message).with_peer(&**peer)
+                }
+                State::Ending { .. } | State::Ended { .. } => return,
+            }
+        };
+        self.end(Err(error));
+    }
+}
+
+fn disarm(inner: &mut Inner) {
+    if let (Some((_, timer)), Ok(reactor)) = (inner.due.take(), progress::reactor()) {
+        reactor.cancel(timer);
+    }
+}
+
+impl Timer for Passive {
+    fn fired(self: Arc<Self>, key: u64) {
+        match key {
+            DEADLINE => self.deadline_passed(),
+            _ => self.give_up_on_quiet(),
+        }
+    }
+}
+
+/// Dropped when nobody is inside a region's memory any more.
+struct Quiet(Arc<Passive>);
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        if !crate::fork::in_child() {
+            self.0.one_quiet();
+        }
+    }
+}

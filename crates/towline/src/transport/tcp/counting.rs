@@ -1,0 +1,140 @@
+//! What follows the pieces of a transfer: signals and notifications that wait until the last piece is applied, however
+//! many connections the pieces took.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use super::connection::Connection;
+use crate::sync::lock;
+use crate::wire::Message;
+use crate::{Error, Kind, Result};
+
+/// Transfers of one peer whose pieces are counted at a time.
+const MOST_COUNTED: usize = 1 << 16;
+
+/// Something that follows the pieces of a transfer, and where its outcome is to be told.
+pub(super) struct Follower {
+    pub(super) message: Message,
+    pub(super) answer: Option<(Arc<Connection>, u64)>,
+}
+
+/// What became of followers.
+pub(super) enum Due {
+    /// Their time has come.
+    Act(Vec<Follower>),
+    /// A piece has failed, so it never comes.
+    Drop(Vec<Follower>),
+}
+
+#[derive(Default)]
+struct Count {
+    applied: u32,
+    failed: bool,
+    waiting: Vec<(u32, Follower)>,
+}
+
+/// The transfers of one peer whose pieces are counted.
+#[derive(Default)]
+pub(super) struct Counting(Mutex<HashMap<u64, Count>>);
+
+impl Counting {
+    /// A piece was applied, or failed.
+    pub(super) fn piece(&self, transfer: u64, ok: bool) -> Result<Due> {
+        self.step(transfer, |count| {
+            count.applied += 1;
+            count.failed |= !ok;
+        })
+    }
+
+    /// Something is to follow that many pieces.
+    pub(super) fn follow(&self, transfer: u64, pieces: u32, follower: Follower) -> Result<Due> {
+        if pieces == 0 {
+            return Ok(Due::Act(vec![follower]));
+        }
+        self.step(transfer, |count| count.waiting.push((pieces, follower)))
+    }
+
+    /// Nothing more belongs to the transfer.
+    pub(super) fn forget(&self, transfer: u64) -> Due {
+        let waiting = lock(&self.0).remove(&transfer).map(|count| count.waiting).unwrap_or_default();
+        Due::Drop(waiting.into_iter().map(|(_, follower)| follower).collect())
+    }
+
+    pub(super) fn clear(&self) {
+        lock(&self.0).clear();
+    }
+
+    fn step(&self, transfer: u64, step: impl FnOnce(&mut Count)) -> Result<Due> {
+        let mut all = lock(&self.0);
+        if all.len() >= MOST_COUNTED && !all.contains_key(&transfer) {
+            return Err(Error::new(Kind::Exhausted, "serve", "too many transfers wait for their last piece"));
+        }
+        // The count stays until the user says that nothing more belongs to it: a signal and a notification may both
+        // follow, and either may come after the last piece.
+        let count = all.entry(transfer).or_default();
+        step(count);
+        let (applied, failed) = (count.applied, count.failed);
+        let due = count.waiting.extract_if(.., |(pieces, _)| failed || applied >= *pieces);
+        let due = due.map(|(_, follower)| follower).collect();
+        Ok(if failed { Due::Drop(due) } else { Due::Act(due) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::wire::Notify;
+
+    fn follower(name: &str) -> Follower {
+        Follower { message: Notify { transfer: 1, pieces: 0, message: name.into() }.into(), answer: None }
+    }
+
+    fn acted(due: Due) -> Vec<Vec<u8>> {
+        let names = |followers: Vec<Follower>| {
+            followers
+                .into_iter()
+                .map(|follower| match follower.message {
+                    Message::Notify(notify) => notify.message,
+                    _ => Vec::new(),
+                })
+                .collect()
+        };
+        match due {
+            Due::Act(followers) => names(followers),
+            Due::Drop(followers) => {
+                assert!(followers.is_empty());
+                Vec::new()
+            }
+        }
+    }
+
+    #[test]
+    fn a_follower_acts_with_the_last_piece_whichever_comes_first() {
+        let counting = Counting::default();
+        assert!(acted(counting.piece(1, true).unwrap()).is_empty());
+        assert!(acted(counting.follow(1, 2, follower("signal")).unwrap()).is_empty());
+        assert_eq!(acted(counting.piece(1, true).unwrap()), [b"signal"]);
+        assert_eq!(acted(counting.follow(1, 2, follower("notify")).unwrap()), [b"notify"]);
+        assert_eq!(acted(counting.follow(2, 0, follower("alone")).unwrap()), [b"alone"]);
+    }
+
+    #[test]
+    fn nothing_follows_a_transfer_of_which_a_piece_failed() {
+        let counting = Counting::default();
+        let _ = counting.follow(1, 2, follower("signal")).unwrap();
+        assert!(matches!(counting.piece(1, false).unwrap(), Due::Drop(dropped) if dropped.len() == 1));
+        assert!(
+            matches!(counting.follow(1, 2, follower("notify")).unwrap(), Due::Drop(dropped) if dropped.len() == 1)
+        );
+        assert!(acted(counting.piece(1, true).unwrap()).is_empty());
+    }
+
+    #[test]
+    fn what_is_forgotten_is_counted_anew_and_its_followers_are_dropped() {
+        let counting = Counting::default();
+        let _ = counting.follow(1, 1, follower("signal")).unwrap();
+        assert!(matches!(counting.forget(1), Due::Drop(dropped) if dropped.len() == 1));
+        assert!(acted(counting.piece(1, true).unwrap()).is_empty());
+    }
+}

@@ -1,0 +1,89 @@
+//! What an owner has granted, and what the same-host paths need of it: the mapped segment, the pin.
+
+use std::sync::{Arc, Weak};
+
+use super::session::Session;
+use crate::fence::life::LifePage;
+use crate::fence::pins::PinError;
+use crate::fence::table::Row;
+use crate::memory::Mapping;
+use crate::region::stale;
+use crate::sync::lock;
+use crate::wire::{self, Grant, SegmentRef};
+use crate::{Error, Kind, Result};
+
+/// What an owner has granted; gives it back when dropped.
+pub(crate) struct GrantHandle {
+    pub(super) session: Arc<Session>,
+    pub(super) handle: u32,
+    pub(super) row: u32,
+    pub(super) generation: u64,
+}
+
+impl GrantHandle {
+    pub(super) fn new(session: &Arc<Session>, grant: &Grant) -> GrantHandle {
+        GrantHandle {
+            session: Arc::clone(session),
+            handle: grant.handle,
+            row: grant.row,
+            generation: grant.generation,
+        }
+    }
+
+    pub(crate) fn session(&self) -> &Arc<Session> {
+        &self.session
+    }
+
+    /// Refuses where owner and user do not share memory.
+    pub(crate) fn local_fence(&self) -> Result<()> {
+        self.session.local().map(|_| ())
+    }
+
+    /// The owner's segment, mapped here.
+    pub(crate) fn mapping(&self, segment: &SegmentRef, writable: bool) -> Result<Arc<Mapping>> {
+        let local = self.session.local()?;
+        let mapping = lock(&local.mappings).get(&segment.id).and_then(Weak::upgrade);
+        mapping.filter(|mapping| mapping.is_writable() || !writable).ok_or_else(|| {
+            Error::new(Kind::Unavailable, "import", "the owner's shared memory could not be mapped here")
+        })
+    }
+
+    /// Runs a copy while the owner's row is pinned: `Stale` where it was revoked before, or during the copy.
+    pub(crate) fn pinned<T>(&self, op: &'static str, copy: impl FnOnce(&Row) -> Result<T>) -> Result<T> {
+        let local = self.session.local()?;
+        let row = local.table.row(self.row).ok_or_else(|| Error::protocol(op, "the grant names no row"))?;
+        if let Some(slot) = LifePage::thread_slot() {
+            match local.pins.pin_thread(slot, row, self.generation) {
+                Ok(pin) => return self.copy(op, row, copy, || pin.still_valid(row)),
+                Err(PinError::Stale) => return Err(stale(op)),
+                Err(PinError::Busy) => {}
+            }
+        }
+        match local.pins.pin_process(row, self.generation) {
+            Ok(pin) => self.copy(op, row, copy, || pin.still_valid(row)),
+            Err(PinError::Stale) => Err(stale(op)),
+            Err(PinError::Busy) => Err(Error::new(Kind::Exhausted, op, "too many copies hold a pin at once")),
+        }
+    }
+
+    fn copy<T>(
+        &self,
+        op: &'static str,
+        row: &Row,
+        copy: impl FnOnce(&Row) -> Result<T>,
+        still_valid: impl FnOnce() -> bool,
+    ) -> Result<T> {
+        // After the pin: a session that says goodbye has looked for pins after it was over.
+        self.session.alive()?;
+        let outcome = copy(row);
+        if still_valid() { outcome } else { Err(stale(op)) }
+    }
+}
+
+impl Drop for GrantHandle {
+    fn drop(&mut self) {
+        if !crate::fork::in_child() {
+            let _ = self.session.tell(wire::Release { handle: self.handle });
+        }
+    }
+}
