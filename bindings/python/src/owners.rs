@@ -46,25 +46,27 @@ impl Drop for OwnerToken {
         if process::in_child() {
             return;
         }
-        let listener = {
+        let listeners: Vec<_> = {
             let mut dropped = lock(&DROPPED);
             dropped.ids.push(self.0);
             if dropped.ids.len() > 1 {
                 return;
             }
             dropped.listeners.retain(|listener| listener.strong_count() > 0);
-            dropped.listeners.iter().find_map(Weak::upgrade)
+            dropped.listeners.iter().filter_map(Weak::upgrade).collect()
         };
-        if let Some(queue) = listener {
+        // All of them: one that has stopped without being closed would not answer.
+        for queue in listeners {
             queue.ring();
         }
     }
 }
 
-/// Wakes that queue when there is something to release and nobody else to do it.
+/// Wakes that queue when there is something to release.
 pub(crate) fn listen(queue: &Arc<Queue>) {
-    // The latest first: earlier loops are the likelier ones to have stopped.
-    lock(&DROPPED).listeners.insert(0, Arc::downgrade(queue));
+    let mut dropped = lock(&DROPPED);
+    dropped.listeners.retain(|listener| listener.strong_count() > 0);
+    dropped.listeners.push(Arc::downgrade(queue));
 }
 
 /// Releases what the core has let go of.

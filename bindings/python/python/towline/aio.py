@@ -163,7 +163,7 @@ class CompletionQueue:
         self._next_id = 0
 
     def fileno(self) -> int:
-        """The descriptor that is readable when ``ready()`` has something to give."""
+        """The descriptor that is readable when ``ready()`` should be called, which now and then gives nothing."""
         return self._completions.fileno()
 
     def add(self, transfer: Transfer[Any]) -> None:
