@@ -1,6 +1,7 @@
 //! `towline bench`: every path beside the limit of the machine, measured in turns in the same run.
 
 mod bed;
+mod cores;
 mod costs;
 mod growth;
 mod limit;
@@ -30,7 +31,7 @@ speed meets both; medians are shown. The limit of a row is what the machine does
   inproc, mapped  memcpy of the same blocks, in the same order, over the same memory, with as many threads
   cma             process_vm_readv/writev of the same blocks, 1024 to a call, with as many threads
   unix, tcp       a bare socket copy of as many bytes, with as many streams
-  notify          a round trip over two eventfds between two sleeping processes
+  notify          a round trip over two eventfds between two sleeping processes: on two cores, and on one
   growth          the same transfer with one registration
 The ratio says how near ours is to the limit, 1.0 being equal: ours/limit for rates, limit/ours for times. Rows
 without a limit show the target instead, and the ratio is target/ours: 1.0 or more meets it.

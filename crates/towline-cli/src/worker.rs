@@ -12,6 +12,7 @@ use std::io::{BufRead, Write};
 
 use clap::Args;
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use rustix::thread::{CpuSet, sched_setaffinity};
 
 pub(crate) use self::hire::{Worker, start_echo};
 use self::protocol::{Ask, Told};
@@ -25,6 +26,9 @@ pub(crate) struct Options {
     /// The name of its endpoints
     #[arg(long, default_value = "worker")]
     name: String,
+    /// Stay on this core
+    #[arg(long)]
+    core: Option<usize>,
     /// Answer one eventfd (standard input) with another (standard output): the bare round trip of two processes
     #[arg(long)]
     echo: bool,
@@ -35,6 +39,11 @@ pub(crate) fn run(options: &Options) -> Outcome {
     // A parent that died before that line has another number already.
     if getppid().map(|pid| pid.as_raw_nonzero().get()) != Some(options.parent) {
         return Err(Failure::lacking("the parent of this worker is gone"));
+    }
+    if let Some(core) = options.core {
+        let mut set = CpuSet::new();
+        set.set(core);
+        sched_setaffinity(None, &set).map_err(|error| Failure::os("sched_setaffinity", error))?;
     }
     if options.echo {
         return echo();

@@ -10,6 +10,7 @@ use towline::{
 };
 
 use super::Session;
+use super::cores::OwnCore;
 use super::growth;
 use super::measure::{self, median};
 use super::report::{Row, Unit};
@@ -39,9 +40,15 @@ pub(super) fn all() -> impl Iterator<Item = Cost> {
 
 /// A message there and one back, both sides asleep in between.
 fn notify(session: &mut Session) -> Outcome<()> {
+    let Some(own) = OwnCore::take() else { return notify_on(session, "notify-one-core", None) };
+    notify_on(session, "notify", Some(own.peer))?;
+    notify_on(session, "notify-one-core", Some(own.own))
+}
+
+fn notify_on(session: &mut Session, name: &str, core: Option<usize>) -> Outcome<()> {
     let endpoint = Endpoint::open("bench-notify")?;
     let region = endpoint.register(SharedStorage::new(4096)?, Access::READ).map_err(towline::Error::from)?;
-    let mut worker = Worker::start("echo")?;
+    let mut worker = Worker::start_on(core, "echo")?;
     let theirs = one_region(&mut worker, 4096)?;
     let remote = endpoint.import(&theirs)?;
     worker.ask(&Ask::Echo { ticket: region.ticket()? })?;
@@ -53,11 +60,11 @@ fn notify(session: &mut Session) -> Outcome<()> {
     let bell = || eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| Failure::os("eventfd", error));
     let (ping, pong) = (bell()?, bell()?);
     let copy = |fd: &rustix::fd::OwnedFd| fd.try_clone().map_err(|error| Failure::os("dup", error));
-    let _echo = start_echo(copy(&ping)?, copy(&pong)?)?;
+    let _echo = start_echo(core, copy(&ping)?, copy(&pong)?)?;
     let mut bare = || round_trip(ping.as_fd(), pong.as_fd());
     let times = measure::latencies(session.pace, &mut ours, Some(&mut bare))?;
     endpoint.notify(&remote, *b"stop")?.wait()?;
-    let row = Row::new("notify", Unit::Microseconds, times.ours * 1e6).against(
+    let row = Row::new(name, Unit::Microseconds, times.ours * 1e6).against(
         "eventfd round trip",
         times.limit.map(|time| time * 1e6),
         Some(1.0 / 3.0),

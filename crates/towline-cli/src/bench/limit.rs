@@ -19,8 +19,8 @@ const PORTION: u64 = 2 << 20;
 /// The bytes of all buffers of a bare socket copy together; longer copies go round in them.
 const SOCKET_BUFFERS: u64 = 256 << 20;
 
-/// From this many bytes on, how a bare socket is used makes a difference.
-const STYLE_MATTERS: u64 = 512 << 10;
+/// From this many bytes on, the library uses connections for bulk, and how a bare socket is used matters.
+const BULK: u64 = 512 << 10;
 
 /// And this many tell which way is the fastest.
 const STYLE_TRIAL: u64 = 64 << 20;
@@ -98,12 +98,13 @@ impl Limit {
         let failed = |error| Failure::os("the bare socket", error);
         let share = bytes.div_ceil(streams as u64);
         let buffer = share.min(SOCKET_BUFFERS / streams as u64).max(1);
-        let address = match worker.ask(&Ask::Sockets { medium, op, streams, buffer })? {
+        let bulk = bytes >= BULK;
+        let address = match worker.ask(&Ask::Sockets { medium, op, streams, buffer, bulk })? {
             Told::Address { address } => address,
             told => return Err(worker.surprise(&told)),
         };
         let clients: Vec<_> = (0..streams)
-            .map(|_| Client::connect(medium, &address, op, buffer).map(Mutex::new))
+            .map(|_| Client::connect(medium, &address, op, buffer, bulk).map(Mutex::new))
             .collect::<io::Result<_>>()
             .map_err(failed)?;
         let clients: Arc<[Mutex<Client>]> = clients.into();
@@ -120,7 +121,7 @@ impl Limit {
             work: copy(Style::default(), bytes),
             next: None,
         };
-        if bytes >= STYLE_MATTERS {
+        if bulk {
             let mut best = (f64::INFINITY, Style::default());
             for style in Style::ALL {
                 limit.work = copy(style, bytes.min(STYLE_TRIAL));

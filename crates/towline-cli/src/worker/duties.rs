@@ -71,8 +71,8 @@ impl Duties {
             }
             Ask::Crowd { regions, bytes } => self.crowd(regions, bytes)?,
             Ask::Tickets { count } => self.tickets(count)?,
-            Ask::Sockets { medium, op, streams, buffer } => {
-                Told::Address { address: sockets::serve(medium, op, streams, buffer)? }
+            Ask::Sockets { medium, op, streams, buffer, bulk } => {
+                Told::Address { address: sockets::serve(medium, op, streams, buffer, bulk)? }
             }
             Ask::Endpoints { count, ticket } => {
                 for index in 0..count {

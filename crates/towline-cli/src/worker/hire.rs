@@ -25,7 +25,12 @@ pub(crate) struct Worker {
 
 impl Worker {
     pub(crate) fn start(name: &str) -> Outcome<Worker> {
-        let mut child = itself()?
+        Worker::start_on(None, name)
+    }
+
+    /// A worker that stays on that core.
+    pub(crate) fn start_on(core: Option<usize>, name: &str) -> Outcome<Worker> {
+        let mut child = itself(core)?
             .args(["--name", name])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -122,8 +127,8 @@ impl Drop for Echo {
 }
 
 /// Starts a process that answers every count on `ping` with one on `pong`.
-pub(crate) fn start_echo(ping: OwnedFd, pong: OwnedFd) -> Outcome<Echo> {
-    let child = itself()?
+pub(crate) fn start_echo(core: Option<usize>, ping: OwnedFd, pong: OwnedFd) -> Outcome<Echo> {
+    let child = itself(core)?
         .arg("--echo")
         .stdin(Stdio::from(ping))
         .stdout(Stdio::from(pong))
@@ -132,9 +137,12 @@ pub(crate) fn start_echo(ping: OwnedFd, pong: OwnedFd) -> Outcome<Echo> {
     Ok(Echo(child))
 }
 
-fn itself() -> Outcome<Command> {
+fn itself(core: Option<usize>) -> Outcome<Command> {
     let program = std::env::current_exe().map_err(|error| Failure::os("this program's own path", error))?;
     let mut command = Command::new(program);
     command.args(["worker", "--parent", &std::process::id().to_string()]);
+    if let Some(core) = core {
+        command.args(["--core", &core.to_string()]);
+    }
     Ok(command)
 }

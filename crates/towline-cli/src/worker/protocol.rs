@@ -63,8 +63,9 @@ pub(crate) enum Ask {
     Crowd { regions: u32, bytes: u64 },
     /// Registers that many small regions. Answer: `Tickets`.
     Tickets { count: u32 },
-    /// Serves bare sockets: that many streams, each with a buffer of that size. Answer: `Address`.
-    Sockets { medium: Medium, op: Op, streams: usize, buffer: u64 },
+    /// Serves bare sockets: that many streams, each with a buffer of that size; `bulk` ones with socket buffers like
+    /// the library's. Answer: `Address`.
+    Sockets { medium: Medium, op: Op, streams: usize, buffer: u64, bulk: bool },
     /// Opens that many endpoints, each in contact with the ticket's owner. Answer: `Done`.
     Endpoints { count: u32, ticket: Ticket },
     /// What this process uses. Answer: `Usage`.

@@ -11,7 +11,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
-use rustix::net::RecvFlags;
+use rustix::net::{RecvFlags, sockopt};
 
 use super::protocol::{Medium, Op};
 use crate::outcome::{Failure, Outcome};
@@ -38,6 +38,15 @@ impl Default for Style {
     fn default() -> Style {
         Style::ALL[0]
     }
+}
+
+/// The library's socket buffers for bulk on one host; the bare copy gets the same.
+const BULK_BUFFER: usize = 212_992;
+
+fn tune(stream: &dyn Stream) -> io::Result<()> {
+    sockopt::set_socket_send_buffer_size(stream.as_fd(), BULK_BUFFER)?;
+    sockopt::set_socket_recv_buffer_size(stream.as_fd(), BULK_BUFFER)?;
+    Ok(())
 }
 
 /// What the client asks for.
@@ -70,7 +79,7 @@ impl<S: Read + Write + AsFd + Send> Stream for S {}
 type Accept = Box<dyn FnMut() -> io::Result<Box<dyn Stream>> + Send>;
 
 /// Listens and serves that many connections, each in a thread of its own; returns where.
-pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64) -> Outcome<String> {
+pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64, bulk: bool) -> Outcome<String> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let refused = |error| Failure::os("listen", error);
     let (address, mut accept): (String, Accept) = match medium {
@@ -95,6 +104,9 @@ pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64) -> Outc
     thread::spawn(move || {
         for _ in 0..streams {
             let Ok(mut stream) = accept() else { return };
+            if bulk && tune(&*stream).is_err() {
+                return;
+            }
             // An error here is the client hanging up.
             thread::spawn(move || serve_one(&mut *stream, op, &mut touched(buffer)));
         }
@@ -125,7 +137,13 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    pub(crate) fn connect(medium: Medium, address: &str, op: Op, buffer: u64) -> io::Result<Client> {
+    pub(crate) fn connect(
+        medium: Medium,
+        address: &str,
+        op: Op,
+        buffer: u64,
+        bulk: bool,
+    ) -> io::Result<Client> {
         let stream: Box<dyn Stream> = match medium {
             Medium::Tcp => {
                 let stream = TcpStream::connect(address)?;
@@ -134,6 +152,9 @@ impl Client {
             }
             Medium::Unix => Box::new(UnixStream::connect_addr(&SocketAddr::from_abstract_name(address)?)?),
         };
+        if bulk {
+            tune(&*stream)?;
+        }
         Ok(Client { stream, op, buffer: touched(buffer) })
     }
 
