@@ -3,7 +3,7 @@ CARGO_TARGET_DIR ?= target
 FUZZ_SECONDS ?= 60
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test lint test-unit test-loom test-forced-tcp bench fuzz fmt clean-tools
+.PHONY: help demo test lint test-unit test-loom test-forced-tcp python bench fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command and let two workers move memory"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-unit        only the tests of the workspace"
 	@echo "make test-loom        only the memory-ordering tests, under loom"
 	@echo "make test-forced-tcp  the laws again, with every other path forbidden"
+	@echo "make python           build the Python package into .venv, check its types and test it"
 	@echo "make bench            measure each path beside its limit"
 	@echo "make fuzz             fuzz each decoder for FUZZ_SECONDS ($(FUZZ_SECONDS)) each"
 	@echo "make fmt              format the code"
@@ -36,6 +37,9 @@ test-loom:
 # TOWLINE_TEST_FORCE=tcp cargo test -p towline-testkit --test laws
 test-forced-tcp:
 	scripts/test.sh forced-tcp
+
+python:
+	TOWLINE_REQUIRE=python scripts/test.sh python
 
 bench:
 	$(CARGO) build --release -p towline-cli

@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp)
+all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp python)
 cargo_deny_version=0.20
 typos_version=1.51.1
 arm=aarch64-unknown-linux-gnu
@@ -32,10 +32,10 @@ summary=()
 
 step_fmt() { check cargo fmt --all --check; }
 
-step_clippy() { check cargo clippy --workspace --all-targets -- -D warnings; }
+step_clippy() { check cargo clippy --all-targets -- -D warnings; }
 
 step_doc() {
-  RUSTDOCFLAGS="-D warnings -D rustdoc::broken_intra_doc_links" check cargo doc --workspace --no-deps
+  RUSTDOCFLAGS="-D warnings -D rustdoc::broken_intra_doc_links" check cargo doc --no-deps
 }
 
 step_decisions() { check scripts/check-decisions.sh; }
@@ -83,16 +83,54 @@ step_aarch64() {
     skip "aarch64 check" "the target's standard library is not installed (rustup target add $arm)"
     return
   fi
-  check cargo check --target "$arm" --workspace
+  check cargo check --target "$arm"
 }
 
-step_workspace() { run_tests cargo test --workspace --no-fail-fast; }
+step_workspace() { run_tests cargo test --no-fail-fast; }
 
 # A directory of its own: the flag changes every crate, and sharing one would rebuild the world each time.
 # Without link-time optimization, since loom spends its time in the tests' own code.
 step_loom() {
   RUSTFLAGS="${RUSTFLAGS:-} --cfg loom" CARGO_TARGET_DIR=$target_dir/loom CARGO_PROFILE_RELEASE_LTO=off \
     run_tests cargo test -p towline --release --lib loom --no-fail-fast
+}
+
+# The package is not among the workspace's default members, so that everything else needs no Python.
+step_python() {
+  local package=bindings/python reason
+  if ! reason=$(prepare_python); then
+    skip "the Python package" "$reason"
+    return
+  fi
+  local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python PYO3_BUILD_EXTENSION_MODULE=1
+  check cargo clippy -p towline-python --all-targets -- -D warnings
+  log=$logs/python-build.log
+  check .venv/bin/maturin develop --manifest-path $package/Cargo.toml
+  log=$logs/python-types.log
+  check .venv/bin/mypy --config-file $package/pyproject.toml $package/python/towline $package/tests
+  log=$logs/python-stubs.log
+  check .venv/bin/python -m mypy.stubtest towline._native
+  log=$logs/python.log
+  run_pytest .venv/bin/pytest --color=no -c $package/pyproject.toml $package/tests
+}
+
+# Makes .venv and what the package's tests need in it; otherwise says why that cannot be.
+prepare_python() {
+  local python=.venv/bin/python
+  if [[ ! -x $python ]]; then
+    command -v python3 >/dev/null || { echo "there is no python3"; return 1; }
+    python3 -m venv .venv >&2 || { echo "'python3 -m venv .venv' failed"; return 1; }
+  fi
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    { echo "it needs Python 3.11, and there is $("$python" --version) in .venv"; return 1; }
+  "$python" - >"$logs/python-needs.txt" <<'EOF'
+import tomllib
+with open("bindings/python/pyproject.toml", "rb") as file:
+    project = tomllib.load(file)
+print(*project["build-system"]["requires"], *project["project"]["optional-dependencies"]["test"], sep="\n")
+EOF
+  "$python" -m pip install --quiet --disable-pip-version-check -r "$logs/python-needs.txt" >&2 ||
+    { echo "'pip install' of what its tests need into .venv failed"; return 1; }
 }
 
 step_forced-tcp() {
@@ -132,6 +170,27 @@ run_tests() {
     failed=$((failed + (bad > 0 ? bad : 1)))
     report "FAILED: $ok tests passed, $bad failed: $*"
   elif ((ok == 0)); then
+    failed=$((failed + 1))
+    report "FAILED: no test ran: $*"
+  else
+    report "$ok tests passed"
+  fi
+}
+
+# The same for pytest.
+run_pytest() {
+  local status=0 ok bad line
+  logged "$@" || status=$?
+  ok=$(sed -nE 's/^(=+ )?(.*, )?([0-9]+) passed.* in .*/\3/p' "$log" | tail -1)
+  bad=$(sed -nE 's/^(=+ )?(.*, )?([0-9]+) failed.* in .*/\3/p' "$log" | tail -1)
+  while IFS= read -r line; do
+    skips+=("$line")
+  done < <(sed -nE 's/^SKIPPED \[[0-9]+\] //p' "$log" | sort -u)
+  passed=$((passed + ${ok:-0}))
+  if ((status != 0)); then
+    failed=$((failed + ${bad:-1}))
+    report "FAILED: ${ok:-0} tests passed, ${bad:-1} failed: $*"
+  elif ((${ok:-0} == 0)); then
     failed=$((failed + 1))
     report "FAILED: no test ran: $*"
   else

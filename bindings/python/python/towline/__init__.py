@@ -1,0 +1,96 @@
+"""Registered memory and one-sided transfers between inference workers.
+
+Describe bytes once, register them, hand another worker a small ticket, and it reads or writes them at the speed of the
+link in between.
+
+>>> import towline
+>>> prefill = towline.Endpoint("prefill")                 # one worker owns the bytes
+>>> cache = towline.empty(1 << 20)
+>>> cache[:5] = list(b"hello")
+>>> region = prefill.register(cache, "read")
+>>> ticket = str(region.ticket())                         # travels by your own channel
+>>> decode = towline.Endpoint("decode")                   # usually another process
+>>> remote = decode.import_(ticket)
+>>> target = bytearray(1 << 20)
+>>> with decode.register(target, "none") as local:
+...     decode.read(remote, local, notify="taken").wait() # or: await decode.read(...)
+>>> bytes(target[:5])
+b'hello'
+>>> prefill.receive().message
+b'taken'
+>>> decode.close(); prefill.close()
+"""
+
+from . import _native
+from ._endpoint import Access, Endpoint, Isolation
+from ._errors import (
+    Canceled,
+    Disconnected,
+    Error,
+    Exhausted,
+    Internal,
+    Invalid,
+    Native,
+    NotFound,
+    PermissionDenied,
+    Protocol,
+    Stale,
+    Timeout,
+    Unavailable,
+    Unsupported,
+)
+from ._native import (
+    Candidate,
+    Explanation,
+    Layout,
+    Notification,
+    PathStats,
+    Region,
+    Remote,
+    SharedArray,
+    Span,
+    Stats,
+    Ticket,
+    paths,
+)
+from ._transfer import BlockFailure, Transfer
+from .aio import CompletionQueue
+from .arrays import empty
+
+__version__: str = _native.__version__
+
+__all__ = [
+    "Access",
+    "BlockFailure",
+    "Canceled",
+    "Candidate",
+    "CompletionQueue",
+    "Disconnected",
+    "Endpoint",
+    "Error",
+    "Exhausted",
+    "Explanation",
+    "Internal",
+    "Invalid",
+    "Isolation",
+    "Layout",
+    "Native",
+    "NotFound",
+    "Notification",
+    "PathStats",
+    "PermissionDenied",
+    "Protocol",
+    "Region",
+    "Remote",
+    "SharedArray",
+    "Span",
+    "Stale",
+    "Stats",
+    "Ticket",
+    "Timeout",
+    "Transfer",
+    "Unavailable",
+    "Unsupported",
+    "empty",
+    "paths",
+]

@@ -1,0 +1,266 @@
+"""The front door: open, register, import, read, write, notify."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import _native, aio
+from ._errors import Timeout
+from ._transfer import Transfer
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from ._native import Layout, Notification, Region, Remote, Span, Stats, Ticket
+
+Access = Literal["none", "read", "write", "read+write"]
+Isolation = Literal["cooperative", "enforced"]
+Names = str | Iterable[str] | None
+Blocks = tuple["Layout", Any, "Layout", Any]
+
+DEFAULT_RECEIVE_TIMEOUT = 30.0
+
+
+def _names(value: Names) -> list[str]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+class Endpoint:
+    """This process on the fabric.
+
+    Reachable from this host by a Unix socket and by TCP on loopback; ``listen`` names further addresses
+    (``"10.0.0.5:7000"``). Tickets carry the addresses that are listened on, or those in ``advertise``. With a ``secret``,
+    peers must know it too. ``timeout`` is the longest time for a transfer (plus the time of its bytes at 50 MB/s) and
+    ``stall_timeout`` the longest time in which nothing moves. ``require`` and ``forbid`` name paths; with
+    ``isolation="enforced"`` only those are used on which the owner of the memory checks every access.
+
+    Use it in a ``with`` or an ``async with`` block, or ``close()`` it.
+    """
+
+    __slots__ = ("_native", "__weakref__")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        listen: Names = None,
+        advertise: Names = None,
+        secret: bytes | str | None = None,
+        timeout: float | None = None,
+        stall_timeout: float | None = None,
+        require: Names = None,
+        forbid: Names = None,
+        isolation: Isolation | None = None,
+        max_regions: int | None = None,
+        lanes: int | None = None,
+    ) -> None:
+        self._native = _native.Endpoint(
+            name,
+            listen=_names(listen),
+            advertise=_names(advertise),
+            secret=None if secret is None else _bytes(secret),
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+            require=_names(require),
+            forbid=_names(forbid),
+            isolation=isolation,
+            max_regions=max_regions,
+            lanes=lanes,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name that peers see."""
+        return self._native.name
+
+    @property
+    def incarnation(self) -> str:
+        """The life of this endpoint: another one each time it is opened."""
+        return self._native.incarnation
+
+    def register(self, obj: object, access: Access = "read") -> Region:
+        """Makes the memory of an object reachable, and keeps the object alive for as long as that is so.
+
+        Keep the region: closing or dropping it takes the memory back, and its tickets become stale.
+
+        ``obj`` is anything with the buffer protocol, ``__array_interface__`` or DLPack, or a tuple of address, size in bytes
+        and owner (an object that keeps the memory, or ``None``). Its memory must be contiguous. ``access`` says what
+        peers may do; ``"none"`` is right for memory that only this process reads into or writes from.
+
+        An array of `towline.empty` (or a view of one) is mapped by peers on the same host.
+        """
+        return self._native.register(obj, access)
+
+    def import_(
+        self,
+        ticket: Ticket | str | bytes,
+        *,
+        require: Names = None,
+        forbid: Names = None,
+        isolation: Isolation | None = None,
+    ) -> Remote:
+        """Makes a ticket usable here: contact with its owner if there was none, then one round trip."""
+        return self._native.import_(ticket, _names(require), _names(forbid), isolation)
+
+    async def import_async(
+        self,
+        ticket: Ticket | str | bytes,
+        *,
+        require: Names = None,
+        forbid: Names = None,
+        isolation: Isolation | None = None,
+    ) -> Remote:
+        """`import_` without blocking the event loop."""
+        return await aio.imported(
+            self._native.start_import(ticket, _names(require), _names(forbid), isolation)
+        )
+
+    def read(
+        self,
+        remote: Remote,
+        local: Region | Span,
+        *,
+        at: int | tuple[int, int, int] | None = None,
+        spans: Any = None,
+        blocks: Blocks | None = None,
+        notify: bytes | str | None = None,
+        signal: tuple[int, int] | None = None,
+        timeout: float | None = None,
+        require: Names = None,
+        forbid: Names = None,
+    ) -> Transfer[None]:
+        """Starts to read: from ``remote`` into ``local``.
+
+        Moves the whole of ``local``, from the start of the remote region; or what one of these says:
+
+        * ``at``: a remote offset, or remote offset, local offset and length in bytes;
+        * ``spans``: rows of those three numbers (an iterable of tuples, or an array of 64-bit integers);
+        * ``blocks``: remote layout, remote indices, local layout, local indices, where indices are an array of 32- or
+          64-bit integers, a sequence, or ``None`` for all blocks in order.
+
+        Once the bytes have been read, the owner gets the message ``notify``, and its 64-bit counter at ``signal[0]``
+        is raised by ``signal[1]``. ``require`` and ``forbid`` turn a silent slow path into an error.
+        """
+        return self._start(
+            False, remote, local, at, spans, blocks, notify, signal, timeout, require, forbid
+        )
+
+    def write(
+        self,
+        remote: Remote,
+        local: Region | Span,
+        *,
+        at: int | tuple[int, int, int] | None = None,
+        spans: Any = None,
+        blocks: Blocks | None = None,
+        notify: bytes | str | None = None,
+        signal: tuple[int, int] | None = None,
+        timeout: float | None = None,
+        require: Names = None,
+        forbid: Names = None,
+    ) -> Transfer[None]:
+        """Starts to write: from ``local`` into ``remote``. The arguments are those of `read`.
+
+        The owner sees the message and the raised counter only after it can see all the bytes.
+        """
+        return self._start(
+            True, remote, local, at, spans, blocks, notify, signal, timeout, require, forbid
+        )
+
+    def _start(
+        self,
+        writes: bool,
+        remote: Remote,
+        local: Region | Span,
+        at: int | tuple[int, int, int] | None,
+        spans: Any,
+        blocks: Blocks | None,
+        notify: bytes | str | None,
+        signal: tuple[int, int] | None,
+        timeout: float | None,
+        require: Names,
+        forbid: Names,
+    ) -> Transfer[None]:
+        return Transfer(
+            self._native.start(
+                writes,
+                remote,
+                local,
+                at,
+                spans,
+                blocks,
+                None if notify is None else _bytes(notify),
+                signal,
+                timeout,
+                _names(require),
+                _names(forbid),
+            )
+        )
+
+    def fetch_add(self, remote: Remote, offset: int, add: int) -> Transfer[int]:
+        """Adds to a 64-bit word of a remote region; the transfer gives what it held before."""
+        return Transfer(self._native.fetch_add(remote, offset, add))
+
+    def compare_swap(self, remote: Remote, offset: int, expected: int, new: int) -> Transfer[int]:
+        """Replaces a 64-bit word of a remote region if it holds ``expected``; the transfer gives what it held before."""
+        return Transfer(self._native.compare_swap(remote, offset, expected, new))
+
+    def signal(self, remote: Remote, offset: int, add: int = 1) -> Transfer[None]:
+        """Raises a 64-bit counter of a remote region and wakes who waits for it there."""
+        return Transfer(self._native.signal(remote, offset, add))
+
+    def notify(self, remote: Remote, message: bytes | str) -> Transfer[None]:
+        """Hands the owner of a remote region a message."""
+        return Transfer(self._native.notify(remote, _bytes(message)))
+
+    def receive(self, timeout: float = DEFAULT_RECEIVE_TIMEOUT) -> Notification:
+        """The next message from a peer; raises ``Timeout`` when none came in time."""
+        notification = self._native.receive(timeout)
+        if notification is None:
+            raise Timeout(f"nothing came in {timeout} s", op="receive")
+        return notification
+
+    async def receive_async(self, timeout: float = DEFAULT_RECEIVE_TIMEOUT) -> Notification:
+        """`receive` without blocking the event loop."""
+        return await aio.received(self, self._native.poll_receive, timeout, "receive")
+
+    def stats(self) -> Stats:
+        """What was moved, per peer and path, and what is held."""
+        return self._native.stats()
+
+    def close(self) -> None:
+        """Revokes every region, ends every transfer and closes every connection. Closing twice is harmless."""
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self.name} {self.incarnation[:8]}>"

@@ -1,0 +1,207 @@
+//! How Python learns that something has ended: a queue of numbers and an eventfd that says that it is not empty.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Instant;
+
+use pyo3::prelude::*;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use towline::Error;
+
+use crate::errors::OrRaise;
+use crate::{owners, process};
+
+fn event() -> Result<OwnedFd, Error> {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|error| Error::os("wait", "eventfd", error))
+}
+
+fn signal(event: &OwnedFd) {
+    // Fails only when the counter is full, and then the descriptor is readable anyway.
+    let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+}
+
+fn clear(event: &OwnedFd) {
+    let mut count = [0; 8];
+    let _ = rustix::io::read(event, &mut count);
+}
+
+/// What has ended and was not taken yet.
+pub(crate) struct Queue {
+    event: OwnedFd,
+    ended: Mutex<Vec<u64>>,
+}
+
+impl Queue {
+    fn push(&self, id: u64) {
+        let first = {
+            let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+            ended.push(id);
+            ended.len() == 1
+        };
+        if first {
+            self.ring();
+        }
+    }
+
+    /// Makes the descriptor readable.
+    pub(crate) fn ring(&self) {
+        signal(&self.event);
+    }
+
+    fn take(&self) -> Vec<u64> {
+        // In this order: what is queued after the clearing either is taken below or signals again.
+        clear(&self.event);
+        std::mem::take(&mut *self.ended.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A queue of ends, and the descriptor to watch for them.
+#[pyclass(frozen, module = "towline._native")]
+pub(crate) struct Completions(Arc<Queue>);
+
+#[pymethods]
+impl Completions {
+    #[new]
+    fn new(py: Python<'_>) -> PyResult<Completions> {
+        process::guard(py, "wait")?;
+        let queue = Arc::new(Queue { event: event().or_raise(py)?, ended: Mutex::new(Vec::new()) });
+        owners::listen(&queue);
+        Ok(Completions(queue))
+    }
+
+    /// The descriptor that is readable while something waits to be taken.
+    fn fileno(&self) -> RawFd {
+        self.0.event.as_raw_fd()
+    }
+
+    /// What puts `id` into the queue when it is woken.
+    fn waiter(&self, id: u64) -> Waiter {
+        Waiter(Waker::from(Arc::new(Entry { queue: Arc::clone(&self.0), id })))
+    }
+
+    /// The ids that have come since the last call. Also releases memory that nobody uses any more.
+    fn take(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        process::guard(py, "wait")?;
+        owners::release(py);
+        Ok(self.0.take())
+    }
+}
+
+/// One entry that will come into a queue.
+#[pyclass(frozen, module = "towline._native")]
+pub(crate) struct Waiter(Waker);
+
+impl Waiter {
+    pub(crate) fn context(&self) -> Context<'_> {
+        Context::from_waker(&self.0)
+    }
+}
+
+#[pymethods]
+impl Waiter {
+    /// Puts the entry into the queue now.
+    fn wake(&self) {
+        self.0.wake_by_ref();
+    }
+}
+
+struct Entry {
+    queue: Arc<Queue>,
+    id: u64,
+}
+
+impl Wake for Entry {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.queue.push(self.id);
+    }
+}
+
+/// Blocks one thread: on a descriptor, so that a signal such as Ctrl-C ends the wait.
+struct Parker(OwnedFd);
+
+impl Wake for Parker {
+    fn wake(self: Arc<Self>) {
+        signal(&self.0);
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        signal(&self.0);
+    }
+}
+
+impl Parker {
+    fn current() -> Result<Arc<Parker>, Error> {
+        thread_local! {
+            static PARKER: std::cell::OnceCell<Arc<Parker>> = const { std::cell::OnceCell::new() };
+        }
+        PARKER.with(|cell| {
+            if let Some(parker) = cell.get() {
+                return Ok(Arc::clone(parker));
+            }
+            let parker = Arc::new(Parker(event()?));
+            Ok(Arc::clone(cell.get_or_init(|| parker)))
+        })
+    }
+
+    fn park(&self, until: Option<Instant>) -> Result<Parked, Error> {
+        let left = match until {
+            None => None,
+            Some(until) => match until.checked_duration_since(Instant::now()) {
+                None => return Ok(Parked::TooLate),
+                Some(left) => Some(Timespec {
+                    tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
+                    tv_nsec: left.subsec_nanos().into(),
+                }),
+            },
+        };
+        let mut waiting = [PollFd::from_borrowed_fd(self.0.as_fd(), PollFlags::IN)];
+        match poll(&mut waiting, left.as_ref()) {
+            Ok(0) => Ok(Parked::TooLate),
+            Ok(_) => {
+                clear(&self.0);
+                Ok(Parked::Woken)
+            }
+            Err(Errno::INTR) => Ok(Parked::Interrupted),
+            Err(error) => Err(Error::os("wait", "poll", error)),
+        }
+    }
+}
+
+enum Parked {
+    Woken,
+    Interrupted,
+    TooLate,
+}
+
+/// Blocks the calling thread, without the GIL, until `step` is ready; `None` when that was not in time.
+pub(crate) fn block_on<T>(
+    py: Python<'_>,
+    until: Option<Instant>,
+    mut step: impl FnMut(&mut Context<'_>) -> Poll<T>,
+) -> PyResult<Option<T>> {
+    let parker = Parker::current().or_raise(py)?;
+    let waker = Waker::from(Arc::clone(&parker));
+    let mut context = Context::from_waker(&waker);
+    loop {
+        if let Poll::Ready(value) = step(&mut context) {
+            return Ok(Some(value));
+        }
+        match py.detach(|| parker.park(until)).or_raise(py)? {
+            Parked::Woken => {}
+            Parked::Interrupted => py.check_signals()?,
+            Parked::TooLate => {
+                return Ok(match step(&mut context) {
+                    Poll::Ready(value) => Some(value),
+                    Poll::Pending => None,
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! DLPack: tensors of other libraries as memory, and our memory as a tensor of theirs.
+#![allow(unsafe_code, reason = "reads and makes the C structures of DLPack")]
+
+use std::ffi::{CStr, c_void};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
+use towline::SharedStorage;
+
+use crate::errors::invalid;
+
+const NAME: &CStr = c"dltensor";
+const USED_NAME: &CStr = c"used_dltensor";
+const VERSIONED_NAME: &CStr = c"dltensor_versioned";
+const CPU: i32 = 1;
+const READ_ONLY: u64 = 1;
+
+#[repr(C)]
+struct Device {
+    kind: i32,
+    id: i32,
+}
+
+/// The type of an element: code, bits, lanes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Type {
+    pub(crate) code: u8,
+    pub(crate) bits: u8,
+    pub(crate) lanes: u16,
+}
+
+#[repr(C)]
+struct Tensor {
+    data: *mut c_void,
+    device: Device,
+    ndim: i32,
+    dtype: Type,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+#[repr(C)]
+struct Managed {
+    tensor: Tensor,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Managed)>,
+}
+
+#[repr(C)]
+struct ManagedVersioned {
+    major: u32,
+    minor: u32,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut ManagedVersioned)>,
+    flags: u64,
+    tensor: Tensor,
+}
+
+/// Memory that a tensor occupies, and the capsule that keeps it.
+pub(crate) struct Exported<'py> {
+    pub(crate) addr: usize,
+    pub(crate) len: usize,
+    pub(crate) read_only: bool,
+    pub(crate) owner: Bound<'py, PyAny>,
+}
+
+/// The memory of an object that speaks DLPack. The capsule is not consumed: holding it holds the tensor.
+pub(crate) fn import<'py>(object: &Bound<'py, PyAny>) -> PyResult<Exported<'py>> {
+    let py = object.py();
+    let (kind, device): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
+    if kind != CPU {
+        return Err(crate::buffer::unsupported_place(py, &format!("DLPack device {kind}:{device}")));
+    }
+    let options = PyDict::new(py);
+    options.set_item("max_version", (1, 0))?;
+    let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,
+        made => made?,
+    };
+    let capsule = capsule.cast_into::<PyCapsule>()?;
+    let (tensor, read_only) = if capsule.is_valid_checked(Some(VERSIONED_NAME)) {
+        let managed = capsule.pointer_checked(Some(VERSIONED_NAME))?.cast::<ManagedVersioned>();
+        // SAFETY: a capsule of that name holds that structure (DLPack's contract), and lives through the block.
+        let managed = unsafe { managed.as_ref() };
+        if managed.major != 1 {
+            let version = managed.major;
+            return Err(PyBufferError::new_err(format!("DLPack {version}.x is not known here")));
+        }
+        (&managed.tensor, managed.flags & READ_ONLY != 0)
+    } else {
+        let managed = capsule.pointer_checked(Some(NAME))?.cast::<Managed>();
+        // SAFETY: as above.
+        (&unsafe { managed.as_ref() }.tensor, false)
+    };
+    // SAFETY: `tensor` was read from a valid capsule that is still alive.
+    let (addr, len) = unsafe { extent(py, tensor) }?;
+    Ok(Exported { addr, len, read_only, owner: capsule.into_any() })
+}
+
+/// Address and length of a tensor without gaps.
+///
+/// # Safety
+/// The tensor's arrays have `ndim` entries, as DLPack promises.
+unsafe fn extent(py: Python<'_>, tensor: &Tensor) -> PyResult<(usize, usize)> {
+    let ndim = usize::try_from(tensor.ndim)?;
+    let row = |start: *mut i64| match NonNull::new(start) {
+        // SAFETY: the caller's obligation.
+        Some(start) if ndim > 0 => Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), ndim) }),
+        _ => None,
+    };
+    let shape = row(tensor.shape).unwrap_or_default();
+    let bits = usize::from(tensor.dtype.bits) * usize::from(tensor.dtype.lanes);
+    let mut count = 1i64;
+    let strides = row(tensor.strides);
+    for axis in (0..shape.len()).rev() {
+        if let Some(strides) = strides
+            && shape[axis] != 1
+            && strides[axis] != count
+        {
+            return Err(crate::buffer::not_contiguous(py));
+        }
+        count = count
+            .checked_mul(shape[axis])
+            .ok_or_else(|| invalid(py, "register", "obj: the tensor is too large".to_owned()))?;
+    }
+    let len = usize::try_from(count)?
+        .checked_mul(bits)
+        .ok_or_else(|| invalid(py, "register", "obj: the tensor is too large".to_owned()))?
+        .div_ceil(8);
+    Ok((tensor.data.addr().wrapping_add(usize::try_from(tensor.byte_offset)?), len))
+}
+
+/// What an exported tensor owns.
+struct Ours {
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    _storage: Arc<SharedStorage>,
+}
+
+/// Shared memory as a DLPack capsule.
+pub(crate) fn export<'py>(
+    py: Python<'py>,
+    storage: &Arc<SharedStorage>,
+    shape: &[isize],
+    dtype: Type,
+) -> PyResult<Bound<'py, PyCapsule>> {
+    let shape: Vec<i64> = shape.iter().map(|count| *count as i64).collect();
+    let mut strides = vec![1; shape.len()];
+    for axis in (1..shape.len()).rev() {
+        strides[axis - 1] = strides[axis] * shape[axis];
+    }
+    let mut ours = Box::new(Ours { shape, strides, _storage: Arc::clone(storage) });
+    let managed = Box::new(Managed {
+        tensor: Tensor {
+            data: storage.as_ptr().cast(),
+            device: Device { kind: CPU, id: 0 },
+            ndim: i32::try_from(ours.shape.len())?,
+            dtype,
+            shape: ours.shape.as_mut_ptr(),
+            strides: ours.strides.as_mut_ptr(),
+            byte_offset: 0,
+        },
+        context: ptr::null_mut(),
+        deleter: Some(delete),
+    });
+    let managed = Box::into_raw(managed);
+    // SAFETY: `managed` was made by the line above and nobody else has it yet.
+    unsafe { (*managed).context = Box::into_raw(ours).cast() };
+    // SAFETY: a box is never null.
+    let pointer = unsafe { NonNull::new_unchecked(managed.cast::<c_void>()) };
+    // SAFETY: the pointer stays valid until `delete`, which the consumer or `unconsumed` calls, once.
+    unsafe { PyCapsule::new_with_pointer_and_destructor(py, pointer, NAME, Some(unconsumed)) }
+}
+
+/// Frees an exported tensor; any thread may call it, since nothing of it is Python's.
+unsafe extern "C" fn delete(managed: *mut Managed) {
+    // SAFETY: DLPack calls the deleter once, with what `export` made.
+    unsafe {
+        let managed = Box::from_raw(managed);
+        drop(Box::from_raw(managed.context.cast::<Ours>()));
+    }
+}
+
+/// The destructor of a capsule: frees the tensor unless somebody took it over, and renamed the capsule.
+unsafe extern "C" fn unconsumed(capsule: *mut ffi::PyObject) {
+    // SAFETY: Python calls it with the capsule, whose name says whether the pointer is still ours to free.
+    unsafe {
+        if ffi::PyCapsule_IsValid(capsule, USED_NAME.as_ptr()) != 0 {
+            return;
+        }
+        let pointer = ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr());
+        if pointer.is_null() {
+            ffi::PyErr_Clear();
+        } else {
+            delete(pointer.cast());
+        }
+    }
+}

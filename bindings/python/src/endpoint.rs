@@ -1,0 +1,312 @@
+//! The front door.
+
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use towline::{Limits, Result};
+
+use crate::buffer::Memory;
+use crate::completions::{Waiter, block_on};
+use crate::errors::{OrRaise, invalid};
+use crate::import::Import;
+use crate::process::{self, Inherited};
+use crate::region::{self, Region};
+use crate::remote::Remote;
+use crate::request::{BlocksArgument, What, access, routing, seconds};
+use crate::stats::Stats;
+use crate::transfer::Transfer;
+use crate::{owners, ticket};
+
+/// This process on the fabric.
+#[pyclass(frozen, module = "towline._native")]
+pub(crate) struct Endpoint(Inherited<towline::Endpoint>);
+
+impl Endpoint {
+    fn enter(&self, py: Python<'_>, op: &'static str) -> PyResult<&towline::Endpoint> {
+        process::guard(py, op)?;
+        owners::release(py);
+        Ok(&self.0)
+    }
+
+    fn next(&self, context: &mut Context<'_>) -> Poll<Result<towline::Notification>> {
+        Future::poll(Pin::new(&mut self.0.next_notification()), context)
+    }
+}
+
+#[pymethods]
+impl Endpoint {
+    #[new]
+    #[pyo3(signature = (name, *, listen, advertise, secret, timeout, stall_timeout, require, forbid, isolation,
+                        max_regions, lanes))]
+    #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        listen: Vec<String>,
+        advertise: Vec<String>,
+        secret: Option<&[u8]>,
+        timeout: Option<f64>,
+        stall_timeout: Option<f64>,
+        require: Vec<String>,
+        forbid: Vec<String>,
+        isolation: Option<&str>,
+        max_regions: Option<u32>,
+        lanes: Option<usize>,
+    ) -> PyResult<Endpoint> {
+        process::guard(py, "open")?;
+        let mut options = towline::Endpoint::options(name);
+        for address in &listen {
+            options = options.listen(socket_address(py, "listen", address)?);
+        }
+        for address in &advertise {
+            options = options.advertise(socket_address(py, "advertise", address)?);
+        }
+        if let Some(secret) = secret {
+            options = options.secret(secret);
+        }
+        let mut limits = Limits::default();
+        if let Some(total) = seconds(py, "open", "timeout", timeout)? {
+            limits.total = total;
+            limits.no_progress = limits.no_progress.min(total);
+        }
+        if let Some(stall) = seconds(py, "open", "stall_timeout", stall_timeout)? {
+            limits.no_progress = stall;
+        }
+        options = options.limits(limits);
+        if let Some(routing) = routing(py, &require, &forbid, isolation)? {
+            options = options.routing(routing);
+        }
+        if let Some(regions) = max_regions {
+            options = options.max_regions(regions);
+        }
+        if let Some(lanes) = lanes {
+            options = options.lanes(lanes);
+        }
+        let endpoint = py.detach(|| options.open()).or_raise(py)?;
+        process::mark();
+        Ok(Endpoint(Inherited::new(endpoint)))
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.identity().name
+    }
+
+    /// The life of this endpoint, as hexadecimal digits: another one each time it is opened.
+    #[getter]
+    fn incarnation(&self) -> String {
+        self.0.identity().incarnation.to_string()
+    }
+
+    fn register(&self, py: Python<'_>, obj: &Bound<'_, PyAny>, access: &str) -> PyResult<Region> {
+        let endpoint = self.enter(py, "register")?;
+        let access = self::access(py, "register", access)?;
+        let memory = Memory::of(obj)?;
+        let read_only = memory.read_only;
+        region::check_writable(py, read_only, access)?;
+        let storage = memory.into_storage(py)?;
+        let registered = py.detach(|| endpoint.register(storage, access));
+        // A storage that was refused is dropped with the error, and its object can go.
+        let registered = registered.or_raise(py);
+        owners::release(py);
+        Ok(Region::new(registered?, read_only))
+    }
+
+    #[pyo3(name = "import_")]
+    fn import(
+        &self,
+        py: Python<'_>,
+        ticket: &Bound<'_, PyAny>,
+        require: Vec<String>,
+        forbid: Vec<String>,
+        isolation: Option<&str>,
+    ) -> PyResult<Remote> {
+        let endpoint = self.enter(py, "import")?;
+        let ticket = ticket::from_object(py, ticket)?;
+        let routing = routing(py, &require, &forbid, isolation)?;
+        let remote = py.detach(|| match &routing {
+            Some(routing) => endpoint.import_with(&ticket, routing),
+            None => endpoint.import(&ticket),
+        });
+        remote.map(|remote| Remote(Inherited::new(remote))).or_raise(py)
+    }
+
+    fn start_import(
+        &self,
+        py: Python<'_>,
+        ticket: &Bound<'_, PyAny>,
+        require: Vec<String>,
+        forbid: Vec<String>,
+        isolation: Option<&str>,
+    ) -> PyResult<Import> {
+        let endpoint = self.enter(py, "import")?.clone();
+        let ticket = ticket::from_object(py, ticket)?;
+        let routing = routing(py, &require, &forbid, isolation)?;
+        py.detach(|| Import::start(endpoint, ticket, routing)).or_raise(py)
+    }
+
+    /// Starts a read (or, with `writes`, a write).
+    #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn start(
+        &self,
+        py: Python<'_>,
+        writes: bool,
+        remote: &Bound<'_, Remote>,
+        local: &Bound<'_, PyAny>,
+        at: Option<&Bound<'_, PyAny>>,
+        spans: Option<&Bound<'_, PyAny>>,
+        blocks: Option<BlocksArgument<'_>>,
+        notify: Option<&[u8]>,
+        signal: Option<(u64, u64)>,
+        timeout: Option<f64>,
+        require: Vec<String>,
+        forbid: Vec<String>,
+    ) -> PyResult<Transfer> {
+        let op = if writes { "write" } else { "read" };
+        let endpoint = self.enter(py, op)?;
+        let local = region::local(op, local, !writes)?;
+        let what = What::from_objects(py, op, at, spans, blocks)?;
+        let routing = routing(py, &require, &forbid, None)?;
+        let timeout = seconds(py, op, "timeout", timeout)?;
+        let notify = notify.map(<[u8]>::to_vec);
+        let remote = &*remote.get().0;
+        let started = py.detach(|| {
+            let len = local.len();
+            let request = if writes { endpoint.write(remote, local) } else { endpoint.read(remote, local) };
+            let mut request = what.apply(request, len);
+            if let Some(message) = notify {
+                request = request.notify(message);
+            }
+            if let Some((offset, add)) = signal {
+                request = request.signal(offset, add);
+            }
+            if let Some(routing) = routing {
+                request = request.routing(routing);
+            }
+            if let Some(timeout) = timeout {
+                request = request.within(timeout);
+            }
+            request.start()
+        });
+        started.map(Transfer::new).or_raise(py)
+    }
+
+    fn fetch_add(
+        &self,
+        py: Python<'_>,
+        remote: &Bound<'_, Remote>,
+        offset: u64,
+        add: u64,
+    ) -> PyResult<Transfer> {
+        let endpoint = self.enter(py, "fetch_add")?;
+        let remote = &*remote.get().0;
+        py.detach(|| endpoint.fetch_add(remote, offset, add)).map(Transfer::new).or_raise(py)
+    }
+
+    fn compare_swap(
+        &self,
+        py: Python<'_>,
+        remote: &Bound<'_, Remote>,
+        offset: u64,
+        expected: u64,
+        new: u64,
+    ) -> PyResult<Transfer> {
+        let endpoint = self.enter(py, "compare_swap")?;
+        let remote = &*remote.get().0;
+        py.detach(|| endpoint.compare_swap(remote, offset, expected, new)).map(Transfer::new).or_raise(py)
+    }
+
+    fn signal(
+        &self,
+        py: Python<'_>,
+        remote: &Bound<'_, Remote>,
+        offset: u64,
+        add: u64,
+    ) -> PyResult<Transfer> {
+        let endpoint = self.enter(py, "signal")?;
+        let remote = &*remote.get().0;
+        py.detach(|| endpoint.signal(remote, offset, add)).map(Transfer::new).or_raise(py)
+    }
+
+    fn notify(&self, py: Python<'_>, remote: &Bound<'_, Remote>, message: &[u8]) -> PyResult<Transfer> {
+        let endpoint = self.enter(py, "notify")?;
+        let remote = &*remote.get().0;
+        let message = message.to_vec();
+        py.detach(|| endpoint.notify(remote, message)).map(Transfer::new).or_raise(py)
+    }
+
+    /// The next message, waiting for at most that many seconds; `None` when none came.
+    fn receive(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<Notification>> {
+        self.enter(py, "receive")?;
+        let until = seconds(py, "receive", "timeout", Some(timeout))?.map(|time| Instant::now() + time);
+        match block_on(py, until, |context| self.next(context))? {
+            Some(received) => received.map(|notification| Some(Notification(notification))).or_raise(py),
+            None => Ok(None),
+        }
+    }
+
+    /// The next message if there is one; otherwise the waiter is woken when one comes.
+    fn poll_receive(&self, py: Python<'_>, waiter: &Waiter) -> PyResult<Option<Notification>> {
+        self.enter(py, "receive")?;
+        match self.next(&mut waiter.context()) {
+            Poll::Ready(received) => {
+                received.map(|notification| Some(Notification(notification))).or_raise(py)
+            }
+            Poll::Pending => Ok(None),
+        }
+    }
+
+    fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
+        Ok(self.enter(py, "stats")?.stats().into())
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let endpoint = self.enter(py, "close")?;
+        py.detach(|| endpoint.close());
+        owners::release(py);
+        Ok(())
+    }
+}
+
+/// A message from a peer.
+#[pyclass(frozen, module = "towline")]
+pub(crate) struct Notification(towline::Notification);
+
+#[pymethods]
+impl Notification {
+    /// The name of the endpoint that sent it.
+    #[getter]
+    fn sender(&self) -> &str {
+        &self.0.from.name
+    }
+
+    /// What was sent.
+    #[getter]
+    fn message<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.message)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<Notification from {}: {} bytes>", self.0.from.name, self.0.message.len())
+    }
+}
+
+/// The names of the paths, the most preferred first.
+#[pyfunction]
+pub(crate) fn paths() -> Vec<&'static str> {
+    towline::paths().iter().map(|path| path.name).collect()
+}
+
+fn socket_address(py: Python<'_>, argument: &str, text: &str) -> PyResult<SocketAddr> {
+    text.parse().map_err(|_| {
+        invalid(
+            py,
+            "open",
+            format!("{argument}: {text:?} is not an address and a port, such as 10.0.0.5:7000 or [::1]:0"),
+        )
+    })
+}

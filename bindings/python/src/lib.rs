@@ -1,0 +1,57 @@
+//! The native half of the Python package `towline`: converts, releases the GIL, calls the core, converts.
+//!
+//! No thread of the library ever takes the GIL. What ends is queued and an eventfd is signalled
+//! ([`completions`]); what the core lets go of is queued and released by a Python thread ([`owners`]).
+
+mod buffer;
+mod completions;
+mod dlpack;
+mod endpoint;
+mod errors;
+mod import;
+mod layout;
+mod owners;
+mod process;
+mod region;
+mod remote;
+mod request;
+mod shared;
+mod stats;
+mod ticket;
+mod transfer;
+
+use pyo3::prelude::*;
+
+/// The private native half of `towline`.
+#[pymodule]
+mod _native {
+    use super::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+
+    #[pymodule_export]
+    use crate::completions::{Completions, Waiter};
+    #[pymodule_export]
+    use crate::endpoint::{Endpoint, Notification, paths};
+    #[pymodule_export]
+    use crate::import::Import;
+    #[pymodule_export]
+    use crate::layout::Layout;
+    #[pymodule_export]
+    use crate::owners::held;
+    #[pymodule_export]
+    use crate::region::{Region, Span};
+    #[pymodule_export]
+    use crate::remote::{Candidate, Explanation, Remote};
+    #[pymodule_export]
+    use crate::shared::SharedArray;
+    #[pymodule_export]
+    use crate::stats::{PathStats, Stats};
+    #[pymodule_export]
+    use crate::ticket::Ticket;
+    #[pymodule_export]
+    use crate::transfer::Transfer;
+}

@@ -1,0 +1,343 @@
+//! Registered memory.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use pyo3::types::PyAny;
+use towline::{Access, Buffer, Error, Kind, MemoryDescription, Place, Registered, Result, StillPinned};
+
+use crate::errors::{OrRaise, invalid, raise};
+use crate::layout::Layout;
+use crate::owners;
+use crate::process::{self, Inherited};
+use crate::request::seconds;
+use crate::ticket::Ticket;
+
+/// How often a wait for a counter looks whether a signal such as Ctrl-C came in.
+const ATTENTION: Duration = Duration::from_millis(200);
+
+/// Memory that other workers can reach.
+///
+/// The object whose memory it is stays alive while the region does. Closing waits until no peer is inside a copy;
+/// so does leaving a ``with`` block. A region that is dropped instead is taken back too, without the waiting.
+#[pyclass(frozen, weakref, module = "towline")]
+pub(crate) struct Region {
+    holder: Inherited<Holder>,
+    nbytes: usize,
+    access: Access,
+    place: Place,
+    kind: String,
+    read_only: bool,
+}
+
+/// The registration, which can be taken out when it is closed.
+struct Holder {
+    state: Mutex<State>,
+    left: Condvar,
+}
+
+struct State {
+    registered: Option<Arc<Registered<Buffer>>>,
+    /// Somebody closes it, and waits for those who are inside.
+    closing: bool,
+}
+
+impl Holder {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn enter(&self, op: &'static str) -> Result<Arc<Registered<Buffer>>> {
+        let state = self.lock();
+        match &state.registered {
+            Some(registered) if !state.closing => Ok(Arc::clone(registered)),
+            _ => Err(Error::invalid(op, "the region is closed")),
+        }
+    }
+
+    fn leave(&self, registered: Arc<Registered<Buffer>>) {
+        // Inside the lock, so that whoever closes does not miss it.
+        let state = self.lock();
+        drop(registered);
+        drop(state);
+        self.left.notify_all();
+    }
+
+    /// Deregisters; `None` for the time means the endpoint's limit.
+    fn close(&self, within: Option<Duration>) -> Result<()> {
+        let mut state = self.lock();
+        if state.closing {
+            return Ok(());
+        }
+        let Some(mut registered) = state.registered.take() else { return Ok(()) };
+        state.closing = true;
+        let registered = loop {
+            match Arc::try_unwrap(registered) {
+                Ok(registered) => break registered,
+                // Those inside look up at least every `ATTENTION`.
+                Err(shared) => {
+                    registered = shared;
+                    state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+        };
+        drop(state);
+        let closed = match within {
+            Some(within) => registered.into_storage_within(within),
+            None => registered.into_storage(),
+        };
+        let mut state = self.lock();
+        state.closing = false;
+        match closed {
+            Ok(storage) => {
+                drop(state);
+                drop(storage);
+                Ok(())
+            }
+            Err(StillPinned { error, registration }) => {
+                state.registered = Some(Arc::new(registration));
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Region {
+    pub(crate) fn new(registered: Registered<Buffer>, read_only: bool) -> Region {
+        Region {
+            nbytes: registered.size(),
+            access: registered.access(),
+            place: registered.place(),
+            kind: registered.storage_kind().to_string(),
+            read_only,
+            holder: Inherited::new(Holder {
+                state: Mutex::new(State { registered: Some(Arc::new(registered)), closing: false }),
+                left: Condvar::new(),
+            }),
+        }
+    }
+
+    fn with<T>(
+        &self,
+        py: Python<'_>,
+        op: &'static str,
+        work: impl FnOnce(&Registered<Buffer>) -> Result<T>,
+    ) -> PyResult<T> {
+        process::guard(py, op)?;
+        owners::release(py);
+        let registered = self.holder.enter(op).or_raise(py)?;
+        let done = work(&registered);
+        self.holder.leave(registered);
+        done.or_raise(py)
+    }
+
+    fn whole(&self, py: Python<'_>, op: &'static str) -> PyResult<Span> {
+        let read_only = self.read_only;
+        self.with(py, op, |registered| Ok(Span { span: registered.into(), read_only }))
+    }
+}
+
+#[pymethods]
+impl Region {
+    /// What your own channel carries to another worker. A layout tells it how the region is divided into blocks.
+    #[pyo3(signature = (layout=None))]
+    fn ticket(&self, py: Python<'_>, layout: Option<&Layout>) -> PyResult<Ticket> {
+        self.with(py, "ticket", |registered| match layout {
+            Some(layout) => registered.ticket_with_layout(layout.0.clone()),
+            None => registered.ticket(),
+        })
+        .map(Ticket)
+    }
+
+    /// A part of the region: ``nbytes`` bytes from ``offset`` on, or all the rest.
+    #[pyo3(signature = (offset, nbytes=None))]
+    fn span(&self, py: Python<'_>, offset: usize, nbytes: Option<usize>) -> PyResult<Span> {
+        self.whole(py, "span")?.span(py, offset, nbytes)
+    }
+
+    /// Waits until the 64-bit counter at that offset is at least that high, and returns it.
+    #[pyo3(signature = (offset, at_least, timeout=30.0))]
+    fn wait_signal(&self, py: Python<'_>, offset: usize, at_least: u64, timeout: f64) -> PyResult<u64> {
+        process::guard(py, "wait_signal")?;
+        let within = seconds(py, "wait_signal", "timeout", Some(timeout))?.unwrap_or_default();
+        let until = Instant::now() + within;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let waited = py.detach(|| {
+                let registered = self.holder.enter("wait_signal")?;
+                let waited = registered.wait_signal(offset, at_least, left.min(ATTENTION));
+                self.holder.leave(registered);
+                waited
+            });
+            match waited {
+                Err(error) if error.kind() == Kind::Timeout && left > ATTENTION => py.check_signals()?,
+                Err(error) if error.kind() == Kind::Timeout => {
+                    let message = format!("the counter did not reach {at_least} in {timeout} s");
+                    return Err(raise(py, &Error::new(Kind::Timeout, "wait_signal", message)));
+                }
+                waited => return waited.or_raise(py),
+            }
+        }
+    }
+
+    /// Takes the memory back. Returns once no peer can touch it any more; closing twice is harmless.
+    ///
+    /// Raises ``Timeout`` when a peer is still inside a copy after ``timeout`` seconds: no new access can begin then,
+    /// and closing can be tried again.
+    #[pyo3(signature = (timeout=None))]
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        process::guard(py, "close")?;
+        let within = seconds(py, "close", "timeout", timeout)?;
+        let closed = py.detach(|| self.holder.close(within));
+        owners::release(py);
+        closed.or_raise(py)
+    }
+
+    /// Whether it was closed.
+    #[getter]
+    fn closed(&self, py: Python<'_>) -> PyResult<bool> {
+        process::guard(py, "region")?;
+        let state = self.holder.lock();
+        Ok(state.closing || state.registered.as_ref().is_none_or(|registered| !registered.is_registered()))
+    }
+
+    /// How many bytes it has.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.nbytes
+    }
+
+    /// What peers may do with it.
+    #[getter]
+    fn access(&self) -> &'static str {
+        self.access.name()
+    }
+
+    /// Where the bytes live.
+    #[getter]
+    fn place(&self) -> String {
+        self.place.to_string()
+    }
+
+    /// What the memory is made of: ``shared`` memory can be mapped by peers, ``external`` cannot.
+    #[getter]
+    fn kind(&self) -> &str {
+        &self.kind
+    }
+
+    /// Whether its bytes cannot be written, by anybody: then it is no target for a read.
+    #[getter]
+    fn readonly(&self) -> bool {
+        self.read_only
+    }
+
+    fn __len__(&self) -> usize {
+        self.nbytes
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) -> PyResult<()> {
+        self.close(py, None)
+    }
+
+    fn __repr__(&self) -> String {
+        let state =
+            if process::in_child() || self.holder.lock().registered.is_some() { "" } else { ", closed" };
+        format!(
+            "<Region: {} bytes at {} ({}), {}{state}>",
+            self.nbytes,
+            self.place,
+            self.kind,
+            self.access.name()
+        )
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if process::in_child() {
+            return;
+        }
+        drop(self.holder.lock().registered.take());
+        // The object was kept for this region alone, most of the time: let it go now rather than at the next call.
+        Python::try_attach(owners::release);
+    }
+}
+
+/// A part of a region. It does not keep the region open; a transfer that uses it does.
+#[pyclass(frozen, module = "towline")]
+pub(crate) struct Span {
+    pub(crate) span: towline::Span,
+    read_only: bool,
+}
+
+#[pymethods]
+impl Span {
+    /// A part of this part.
+    #[pyo3(signature = (offset, nbytes=None))]
+    fn span(&self, py: Python<'_>, offset: usize, nbytes: Option<usize>) -> PyResult<Span> {
+        let len = nbytes.unwrap_or(self.span.len().saturating_sub(offset));
+        let span = self.span.span(offset, len).or_raise(py)?;
+        Ok(Span { span, read_only: self.read_only })
+    }
+
+    /// How many bytes it names.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.span.len()
+    }
+
+    /// Whether its bytes cannot be written, by anybody.
+    #[getter]
+    fn readonly(&self) -> bool {
+        self.read_only
+    }
+
+    fn __len__(&self) -> usize {
+        self.span.len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<{:?}>", self.span)
+    }
+}
+
+/// The local side of a transfer, from a `Region` or a `Span`.
+pub(crate) fn local(op: &'static str, object: &Bound<'_, PyAny>, is_target: bool) -> PyResult<towline::Span> {
+    let py = object.py();
+    let (span, read_only) = if let Ok(region) = object.cast::<Region>() {
+        let whole = region.get().whole(py, op)?;
+        (whole.span, whole.read_only)
+    } else if let Ok(span) = object.cast::<Span>() {
+        (span.get().span.clone(), span.get().read_only)
+    } else {
+        let kind = object.get_type().name()?;
+        return Err(pyo3::exceptions::PyTypeError::new_err(format!(
+            "local: a Region or a Span is needed, not {kind} (register it first)"
+        )));
+    };
+    if is_target && read_only {
+        return Err(invalid(
+            py,
+            op,
+            "local: its memory is read-only, so nothing can be read into it".to_owned(),
+        ));
+    }
+    Ok(span)
+}
+
+/// Refuses rights that read-only memory cannot give.
+pub(crate) fn check_writable(py: Python<'_>, read_only: bool, access: Access) -> PyResult<()> {
+    if read_only && access.contains(Access::WRITE) {
+        return Err(raise(
+            py,
+            &Error::invalid("register", "obj: its memory is read-only, and access would let peers write it"),
+        ));
+    }
+    Ok(())
+}

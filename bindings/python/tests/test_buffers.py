@@ -1,0 +1,269 @@
+"""Which objects can be registered, how long they live, and arrays in shared memory."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import mmap
+import sys
+import weakref
+from typing import Any, get_args
+
+import numpy
+import pytest
+from conftest import MakePeer, run_python
+
+import towline
+from towline import _native
+
+
+class Interface:
+    """Memory by `__array_interface__` alone."""
+
+    def __init__(self, source: numpy.ndarray[Any, Any]) -> None:
+        self.source = source
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return dict(self.source.__array_interface__)
+
+
+class Tensor:
+    """Memory by DLPack alone."""
+
+    def __init__(self, source: Any, old: bool = False) -> None:
+        self.source, self.old = source, old
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self.source.__dlpack_device__()
+        return device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.old and options:
+            raise TypeError("an old producer knows no options")
+        return self.source.__dlpack__(**options)
+
+
+def read_back(endpoint: towline.Endpoint, region: towline.Region) -> bytes:
+    with towline.Endpoint("reader") as reader:
+        remote = reader.import_(region.ticket())
+        target = bytearray(len(remote))
+        with reader.register(target, "none") as local:
+            reader.read(remote, local).wait()
+        return bytes(target)
+
+
+def test_anything_with_memory_can_be_registered(endpoint: towline.Endpoint) -> None:
+    numbers = numpy.arange(12, dtype=numpy.float32).reshape(3, 4)
+    raw = numbers.tobytes()
+    mapped = mmap.mmap(-1, len(raw))
+    mapped[:] = raw
+    objects: list[Any] = [
+        raw,
+        bytearray(raw),
+        memoryview(raw),
+        array.array("f", numbers.ravel().tolist()),
+        (ctypes.c_char * len(raw)).from_buffer_copy(raw),
+        mapped,
+        numbers,
+        Interface(numbers),
+        Tensor(numbers),
+        Tensor(numbers, old=True),
+        (numbers.ctypes.data, numbers.nbytes, numbers),
+        (numbers.ctypes.data, numbers.nbytes, None),
+    ]
+    for obj in objects:
+        with endpoint.register(obj) as region:
+            assert (region.nbytes, region.place, region.access) == (len(raw), "host", "read")
+            assert read_back(endpoint, region) == raw, type(obj)
+
+
+def test_fortran_order_is_contiguous_too(endpoint: towline.Endpoint) -> None:
+    numbers = numpy.asfortranarray(numpy.arange(6, dtype=numpy.uint8).reshape(2, 3))
+    assert read_back(endpoint, endpoint.register(numbers)) == numbers.tobytes(order="F")
+
+
+def test_memory_with_gaps_is_refused(endpoint: towline.Endpoint) -> None:
+    numbers = numpy.zeros((4, 4), numpy.float32)
+    for gaps in (numbers[:, ::2], numbers[::2], numbers[:, 1:]):
+        for obj in (gaps, Interface(gaps), Tensor(gaps)):
+            with pytest.raises(ValueError, match="obj: .*not contiguous"):
+                endpoint.register(obj)
+
+
+def test_read_only_memory_is_never_written(endpoint: towline.Endpoint) -> None:
+    frozen = numpy.zeros(8, numpy.uint8)
+    frozen.flags.writeable = False
+    for obj in (bytes(8), memoryview(bytes(8)), frozen, Interface(frozen)):
+        for access in get_args(towline.Access)[2:]:
+            with pytest.raises(ValueError, match="obj: .*read-only"):
+                endpoint.register(obj, access)
+        with endpoint.register(obj, "read") as region, towline.Endpoint("other") as other:
+            assert region.readonly
+            source = other.register(bytearray(8))
+            remote = endpoint.import_(source.ticket())
+            for local in (region, region.span(0, 4)):
+                with pytest.raises(ValueError, match="local: .*read-only"):
+                    endpoint.read(remote, local)
+
+
+def test_objects_without_memory_are_refused_by_type(endpoint: towline.Endpoint) -> None:
+    for obj in (None, 5, "text", object(), [1, 2], (1, 2), ("a", "b", None)):
+        with pytest.raises(TypeError, match="obj"):
+            endpoint.register(obj)
+
+
+def test_device_memory_is_not_supported_yet(endpoint: towline.Endpoint) -> None:
+    class Device:
+        __cuda_array_interface__ = {"shape": (1,), "typestr": "|u1", "data": (1, False), "version": 3}
+
+    class Elsewhere:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 0)
+
+        def __dlpack__(self, **_options: object) -> object:
+            raise AssertionError("not asked for")
+
+    for obj in (Device(), Elsewhere()):
+        with pytest.raises(towline.Unsupported, match="obj"):
+            endpoint.register(obj)
+
+
+def test_bad_addresses_and_interfaces_are_refused(endpoint: towline.Endpoint) -> None:
+    for bad in ((0, 8, None), (4096, 0, None), (2**64 - 4, 8, None)):
+        with pytest.raises(ValueError):
+            endpoint.register(bad)
+    with pytest.raises(ValueError):
+        endpoint.register(b"")
+
+    class Broken:
+        __array_interface__ = {"shape": (2**40, 2**40), "typestr": "<f8", "data": (8, False)}
+
+    with pytest.raises(ValueError, match="shape"):
+        endpoint.register(Broken())
+
+
+def test_an_object_lives_while_it_is_registered_and_no_longer(endpoint: towline.Endpoint) -> None:
+    before = _native.held()
+    source = numpy.zeros(64, numpy.uint8)
+    gone = weakref.ref(source)
+    region = endpoint.register(source)
+    del source
+    gc.collect()
+    assert gone() is not None and _native.held() == before + 1
+    region.close()
+    assert gone() is None and _native.held() == before
+
+    source = numpy.zeros(64, numpy.uint8)
+    gone = weakref.ref(source)
+    region = endpoint.register(source)
+    del source, region
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_registered_bytearray_cannot_be_resized(endpoint: towline.Endpoint) -> None:
+    source = bytearray(8)
+    with endpoint.register(source), pytest.raises(BufferError):
+        source.extend(b"x")
+    source.extend(b"x")
+
+
+def test_a_failed_registration_keeps_nothing(endpoint: towline.Endpoint) -> None:
+    before = _native.held()
+    endpoint.close()
+    with pytest.raises(towline.Invalid, match="closed"):
+        endpoint.register(bytearray(8))
+    assert _native.held() == before
+
+
+def test_shared_arrays_are_recognised_also_in_part(endpoint: towline.Endpoint) -> None:
+    whole = towline.empty((8, 16), "float32")
+    assert type(whole).__name__ == "ndarray" and whole.dtype == numpy.float32 and not whole.any()
+    whole[:] = numpy.arange(128).reshape(8, 16)
+    for part in (whole, whole[2:4], whole.reshape(-1)[5:9], whole.view(numpy.uint8), memoryview(whole)):
+        with endpoint.register(part) as region:
+            assert region.kind == "shared", region
+            assert read_back(endpoint, region) == bytes(memoryview(part).cast("B"))
+    assert endpoint.register(numpy.zeros(4)).kind == "external"
+
+
+def test_shared_memory_lives_with_its_region(endpoint: towline.Endpoint, peer: MakePeer) -> None:
+    array = towline.empty(4096)
+    array[:] = 7
+    region = endpoint.register(array)
+    del array
+    gc.collect()
+    assert read_back(endpoint, region) == b"\7" * 4096
+
+
+def test_shared_arrays_have_every_kind_of_element() -> None:
+    for name in ("bool", "int8", "uint16", "int32", "uint64", "float16", "float64", "complex64"):
+        array = towline.empty((2, 3), name)
+        assert array.dtype == numpy.dtype(name) and array.shape == (2, 3)
+    assert towline.empty(3, numpy.dtype("int16")).dtype == numpy.int16
+    assert towline.empty(3, numpy.float32).dtype == numpy.float32
+    assert towline.empty(3, float).dtype == numpy.float64
+    odd = towline.empty((2, 3), "bfloat16")
+    assert (odd.shape, odd.nbytes, len(odd), odd.dtype) == ((2, 3), 12, 2, "bfloat16")
+    assert memoryview(odd).shape == (2, 3, 2)
+    for bad in ("float31", object(), "O"):
+        with pytest.raises(ValueError, match="dtype"):
+            towline.empty(3, bad)
+    for bad_shape in (0, (4, 0), -1, (2**62, 2**62), 2**63):
+        with pytest.raises(ValueError, match="shape"):
+            towline.empty(bad_shape)
+    with pytest.raises(TypeError, match="shape"):
+        towline.empty(1.5)  # type: ignore[arg-type]
+
+
+def test_a_shared_array_is_exported_without_a_copy() -> None:
+    shared: Any = _native.SharedArray([2, 3], "float32", "f", "<f4", 2, 32)
+    by_buffer, by_dlpack = numpy.asarray(shared), numpy.from_dlpack(shared)
+    by_buffer[1, 2] = 5
+    assert by_dlpack[1, 2] == 5 and by_dlpack.shape == (2, 3)
+    address, read_only = shared.__array_interface__["data"]
+    assert address == by_buffer.ctypes.data and not read_only
+    assert memoryview(shared)[1, 2] == 5
+    capsule = shared.__dlpack__()
+    before = sys.getrefcount(shared)
+    del capsule
+    assert sys.getrefcount(shared) == before
+    with pytest.raises(BufferError):
+        shared.__dlpack__(copy=True)
+    del shared
+    gc.collect()
+    assert by_dlpack[1, 2] == 5
+
+
+def test_shared_arrays_work_without_numpy() -> None:
+    run_python(
+        """
+import sys
+sys.modules["numpy"] = None
+import towline
+array = towline.empty((2, 4), "uint32")
+assert type(array) is towline.SharedArray
+view = memoryview(array)
+view[1, 3] = 9
+with towline.Endpoint("a") as a, a.register(array) as region:
+    assert region.kind == "shared"
+    remote = a.import_(region.ticket())
+    target = bytearray(32)
+    a.read(remote, a.register(target, "none")).wait()
+    assert target[28] == 9
+"""
+    )
+
+
+def test_tensors_of_torch_are_registered_without_a_copy(endpoint: towline.Endpoint) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    for dtype in ("bfloat16", "float32", "uint8"):
+        plain = torch.ones(16, dtype=getattr(torch, dtype))
+        assert endpoint.register(plain, "none").nbytes == plain.nbytes
+        shared = torch.from_dlpack(towline.empty(16, getattr(torch, dtype)))
+        with endpoint.register(shared, "read+write") as region:
+            assert region.kind == "shared" and shared.dtype == getattr(torch, dtype)
+    with pytest.raises(ValueError, match="contiguous"):
+        endpoint.register(torch.ones(4, 4).t())
