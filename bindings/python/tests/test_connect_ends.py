@@ -87,7 +87,7 @@ def test_cancelling_the_passive_side_ends_both(worker: MakeWorker) -> None:
     peer = worker("unix")
     with over("unix") as connector:
         readable = claimed_and_stopped(connector, peer, "read")
-        assert readable.status is OperationStatus.IN_PROGRESS
+        assert str(readable.status) == "PROC"
         readable.cancel()
         with pytest.raises(towline.Canceled):
             readable.wait(30)
