@@ -317,6 +317,13 @@ impl EndpointCore {
         }
         self.notifications.close();
         self.bell.ring();
+        // Peers may still be inside memory that is parked, and ring when they leave it.
+        if self.parked.load().0 == 0 {
+            self.stop_listening();
+        }
+    }
+
+    fn stop_listening(&self) {
         if let (Some(token), Ok(reactor)) = (lock(&self.listening).0.take(), progress::reactor()) {
             reactor.remove(token, self.bell.event());
         }
@@ -334,6 +341,7 @@ impl Drop for EndpointCore {
             }
             self.hang_up();
         }
+        self.stop_listening();
         self.nonce.fill(0);
     }
 }
