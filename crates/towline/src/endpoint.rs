@@ -67,6 +67,10 @@ impl Endpoint {
         Endpoint(core)
     }
 
+    pub(crate) fn core(&self) -> &Arc<EndpointCore> {
+        &self.0
+    }
+
     /// Who this is: name, identity, incarnation.
     pub fn identity(&self) -> &Identity {
         self.0.identity()

@@ -27,6 +27,7 @@ struct ReadmeExamples;
 
 mod access;
 mod completion;
+pub mod connect;
 mod endpoint;
 mod error;
 mod fence;

@@ -45,7 +45,7 @@ impl Claim {
                 }
             }
             Of::There(session) => {
-                let outcome = outcome.as_ref().map(|()| ()).map_err(Into::into);
+                let outcome = outcome.clone().map_err(|error| (&error).into());
                 // Where the session is over, the owner knows by that.
                 let _ = session.tell(Finish { operation: self.operation, outcome });
             }

@@ -282,6 +282,7 @@ impl EndpointCore {
         Stats {
             paths: self.counters.snapshot(),
             regions: self.regions.count(),
+            operations: self.operations.count(),
             parked: self.parked.load(),
             refused: self.refused.load(Ordering::Relaxed),
         }

@@ -5,6 +5,9 @@
 //! to; and only when its regions are revoked and nobody is inside their memory any more, so that whoever learns of the end
 //! may reuse the memory.
 
+#[cfg(test)]
+mod tests;
+
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -382,7 +385,7 @@ impl Passive {
         let error = {
             let inner = lock(&self.inner);
             // A timer that was replaced while it fired is none.
-            if !inner.due.is_some_and(|(when, _)| when <= Instant::now()) {
+            if inner.due.is_none_or(|(when, _)| when > Instant::now()) {
                 return;
             }
             match &inner.state {

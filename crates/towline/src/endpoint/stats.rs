@@ -15,6 +15,8 @@ pub struct Stats {
     pub paths: Vec<PathStats>,
     /// Regions that are registered now.
     pub regions: usize,
+    /// Operations that wait for a peer, or for the one that has claimed them.
+    pub operations: usize,
     /// Storages of dropped registrations that a peer has not let go yet, and their bytes.
     pub parked: (usize, usize),
     /// Accesses that this endpoint refused to serve.

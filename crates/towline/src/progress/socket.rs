@@ -10,7 +10,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::{self, MaybeUninit, offset_of};
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,6 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
     sockopt,
 };
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::error::{Error, Kind, Result};
 use crate::fork;
@@ -276,38 +275,6 @@ impl Socket {
         // rustix's type has a pid that cannot be zero, but a process of an outer pid namespace has none here.
         let ucred: libc::ucred = self.option(OP, libc::SO_PEERCRED)?;
         Ok(Ucred { pid: ucred.pid, uid: ucred.uid, gid: ucred.gid })
-    }
-
-    /// A pidfd of the process that made the connection.
-    ///
-    /// `Disconnected` where that process is gone. Before Linux 6.5 it is opened by pid, and the connection
-    /// is looked at again afterwards: while the peer holds it, its pid has not been given to another.
-    pub(crate) fn peer_pidfd(&self) -> Result<OwnedFd> {
-        const OP: &str = "peer process";
-        match self.option::<libc::c_int>(OP, libc::SO_PEERPIDFD) {
-            // SAFETY: the kernel has just made this descriptor for us and nobody else knows its number.
-            Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-            Ok(_) => Err(Error::new(Kind::Unavailable, OP, "the kernel gave no descriptor")),
-            Err(error) if error.kind() == Kind::Native => self.peer_pidfd_by_pid(),
-            Err(error) => Err(error),
-        }
-    }
-
-    fn peer_pidfd_by_pid(&self) -> Result<OwnedFd> {
-        const OP: &str = "peer process";
-        let pid = Pid::from_raw(self.peer_credentials()?.pid).filter(|pid| pid.as_raw_nonzero().get() > 0);
-        let pid = pid.ok_or_else(|| {
-            Error::new(
-                Kind::Unavailable,
-                OP,
-                "the peer is in another pid namespace and cannot be seen from here",
-            )
-        })?;
-        let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Error::os(OP, "pidfd_open", e))?;
-        if self.poll(PollFlags::RDHUP, Duration::ZERO)?.intersects(PollFlags::HUP | PollFlags::RDHUP) {
-            return Err(Error::new(Kind::Disconnected, OP, "the peer has closed the connection"));
-        }
-        Ok(pidfd)
     }
 
     /// Reads a socket-level option of a plain C type.

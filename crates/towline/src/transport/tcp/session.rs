@@ -420,6 +420,7 @@ impl Session {
 
     /// A lane has failed: what was in flight on it fails, the rest goes on.
     fn lane_closed(&self, lane: &Arc<Connection>, error: &Error) {
+        let error = self.dead.get().unwrap_or(error);
         lock(&self.lanes).open.retain(|open| !Arc::ptr_eq(open, lane));
         lane.let_go();
         let lost: Vec<_> = {

@@ -1,0 +1,296 @@
+//! Memory that takes part in operations.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::{Connector, Device};
+use crate::identity::Incarnation;
+use crate::memory::{Buffer, MemoryDescription, Place, Storage};
+use crate::region::Registered;
+use crate::sync::lock;
+use crate::{Access, Endpoint, Error, Kind, Result};
+
+/// Memory that takes part in operations: where it is, how long it is, and whether it is registered.
+///
+/// Clones are the same descriptor. It keeps the storage alive. An operation registers it for as long as the operation
+/// lasts; what the user has registered by [`register_memory`](Self::register_memory) stays so until the user
+/// says otherwise.
+///
+/// ```
+/// use towline::connect::{Connector, Descriptor, Device};
+/// use towline::SystemStorage;
+/// let descriptor = Descriptor::new(SystemStorage::new(1 << 20)?).with_size(1000)?;
+/// assert_eq!((descriptor.size(), descriptor.device()), (1000, Device::HOST));
+///
+/// let connector = Connector::new()?;
+/// descriptor.register_memory(&connector)?;
+/// descriptor.register_memory(&connector)?;          // the second time changes nothing
+/// assert!(descriptor.is_registered());
+/// # Ok::<(), towline::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Descriptor(Arc<Inner>);
+
+struct Inner {
+    memory: Memory,
+    device: Device,
+    /// How many bytes there are; `size` of them are used.
+    capacity: usize,
+    size: AtomicUsize,
+    read_only: AtomicBool,
+    bound: Mutex<Bound>,
+}
+
+enum Memory {
+    Storage(Buffer),
+    /// Memory that no path reaches: only its address is known.
+    Foreign(usize),
+}
+
+/// To whom the memory is registered, and for whom.
+#[derive(Default)]
+struct Bound {
+    to: Option<(Incarnation, String)>,
+    /// The user's own registration.
+    explicit: Option<Registered<Buffer>>,
+    /// Operations that use it now; each has a registration of its own.
+    uses: usize,
+}
+
+impl Descriptor {
+    /// Describes a storage, or a [`Buffer`] that shares one.
+    pub fn new(storage: impl Storage) -> Descriptor {
+        let device = storage.place().into();
+        let size = storage.size();
+        Descriptor::build(Memory::Storage(Buffer::new(storage)), device, size)
+    }
+
+    /// Describes memory that no path of this library reaches, such as an XPU's. It can be shown, not registered.
+    pub fn foreign(ptr: usize, size: usize, device: Device) -> Descriptor {
+        Descriptor::build(Memory::Foreign(ptr), device, size)
+    }
+
+    fn build(memory: Memory, device: Device, size: usize) -> Descriptor {
+        Descriptor(Arc::new(Inner {
+            memory,
+            device,
+            capacity: size,
+            size: AtomicUsize::new(size),
+            read_only: AtomicBool::new(false),
+            bound: Mutex::default(),
+        }))
+    }
+
+    /// Uses only the first bytes of the storage: [`set_size`](Self::set_size) while building.
+    pub fn with_size(self, size: usize) -> Result<Descriptor> {
+        self.set_size(size)?;
+        Ok(self)
+    }
+
+    /// Uses only the first bytes of the storage from now on. What an operation offers is what this says when its
+    /// metadata is asked for.
+    pub fn set_size(&self, size: usize) -> Result<()> {
+        if size == 0 || size > self.0.capacity {
+            let message = format!("size {size} is not within 1 to {} bytes of the storage", self.0.capacity);
+            return Err(Error::invalid("descriptor", message));
+        }
+        self.0.size.store(size, Ordering::Release);
+        Ok(())
+    }
+
+    /// Refuses to be written from now on: it can be offered for reading and be the source of a write.
+    #[must_use]
+    pub fn read_only(self) -> Descriptor {
+        self.0.read_only.store(true, Ordering::Release);
+        self
+    }
+
+    /// Whether it refuses to be written.
+    pub fn is_read_only(&self) -> bool {
+        self.0.read_only.load(Ordering::Acquire)
+    }
+
+    /// Where the memory lives.
+    pub fn device(&self) -> Device {
+        self.0.device
+    }
+
+    /// How many bytes of it are used.
+    pub fn size(&self) -> usize {
+        self.0.size.load(Ordering::Acquire)
+    }
+
+    /// How many bytes there are.
+    pub fn capacity(&self) -> usize {
+        self.0.capacity
+    }
+
+    /// The address of the first byte in this process.
+    pub fn ptr(&self) -> usize {
+        match &self.0.memory {
+            Memory::Storage(storage) => storage.addr(),
+            Memory::Foreign(ptr) => *ptr,
+        }
+    }
+
+    /// The storage; none for [`foreign`](Self::foreign) memory.
+    pub fn storage(&self) -> Option<&Buffer> {
+        match &self.0.memory {
+            Memory::Storage(storage) => Some(storage),
+            Memory::Foreign(_) => None,
+        }
+    }
+
+    /// Whether it is registered: by the user, or by an operation that has not ended.
+    pub fn is_registered(&self) -> bool {
+        let bound = lock(&self.0.bound);
+        bound.uses > 0 || bound.explicit.as_ref().is_some_and(Registered::is_registered)
+    }
+
+    /// Registers the memory until [`deregister_memory`](Self::deregister_memory), whatever operations come and go.
+    ///
+    /// Again with the same connector changes nothing; with another one it is `Invalid` while the memory is registered.
+    pub fn register_memory(&self, connector: &Connector) -> Result<()> {
+        let endpoint = connector.endpoint()?;
+        let mut bound = self.bind(&endpoint)?;
+        if bound.explicit.is_none() {
+            // Nobody gets a ticket to this one: it stands for what transports keep prepared.
+            bound.explicit = Some(self.register(&endpoint, Access::NONE)?);
+        }
+        Ok(())
+    }
+
+    /// Takes back what [`register_memory`](Self::register_memory) did; operations that use the memory go on.
+    pub fn deregister_memory(&self, connector: &Connector) -> Result<()> {
+        let mut bound = lock(&self.0.bound);
+        let explicit = match (&bound.to, &bound.explicit) {
+            (Some((to, name)), Some(_)) => {
+                if !connector.is_open_as(to) {
+                    return Err(elsewhere(name));
+                }
+                bound.explicit.take()
+            }
+            _ => None,
+        };
+        bound.unbind_if_unused();
+        drop(bound);
+        drop(explicit);
+        Ok(())
+    }
+
+    /// Registers it for one operation.
+    pub(super) fn enlist(&self, endpoint: &Endpoint, access: Access) -> Result<(Registered<Buffer>, Use)> {
+        let mut bound = self.bind(endpoint)?;
+        let region = self.register(endpoint, access)?;
+        bound.uses += 1;
+        Ok((region, Use(self.clone())))
+    }
+
+    fn register(&self, endpoint: &Endpoint, access: Access) -> Result<Registered<Buffer>> {
+        match &self.0.memory {
+            Memory::Storage(storage) if storage.place() == Place::Host => {
+                endpoint.register(storage.clone(), access).map_err(|failed| failed.error)
+            }
+            _ => Err(Error::new(
+                Kind::Unsupported,
+                "register",
+                format!("memory on {} cannot be registered: no path here reaches it", self.0.device),
+            )),
+        }
+    }
+
+    fn bind(&self, endpoint: &Endpoint) -> Result<std::sync::MutexGuard<'_, Bound>> {
+        let identity = endpoint.identity();
+        let mut bound = lock(&self.0.bound);
+        // A connector that was closed has taken its registrations with it.
+        if bound.explicit.as_ref().is_some_and(|region| !region.is_registered()) {
+            bound.explicit = None;
+        }
+        bound.unbind_if_unused();
+        match &bound.to {
+            Some((to, name)) if *to != identity.incarnation => return Err(elsewhere(name)),
+            _ => bound.to = Some((identity.incarnation, identity.name.clone())),
+        }
+        Ok(bound)
+    }
+}
+
+impl Bound {
+    fn unbind_if_unused(&mut self) {
+        if self.uses == 0 && self.explicit.is_none() {
+            self.to = None;
+        }
+    }
+}
+
+fn elsewhere(name: &str) -> Error {
+    Error::invalid("register", format!("the descriptor is registered with another connector, {name}"))
+}
+
+impl From<Buffer> for Descriptor {
+    fn from(buffer: Buffer) -> Descriptor {
+        let (device, size) = (buffer.place().into(), buffer.size());
+        Descriptor::build(Memory::Storage(buffer), device, size)
+    }
+}
+
+impl fmt::Debug for Descriptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Descriptor(ptr={:#x}, size={}, device={})", self.ptr(), self.size(), self.device())
+    }
+}
+
+/// One operation's use of a descriptor.
+pub(super) struct Use(Descriptor);
+
+impl Drop for Use {
+    fn drop(&mut self) {
+        if crate::fork::in_child() {
+            return;
+        }
+        let mut bound = lock(&self.0.0.bound);
+        bound.uses -= 1;
+        bound.unbind_if_unused();
+    }
+}
+
+/// One descriptor or several, as operations take them.
+#[derive(Debug, Clone)]
+pub struct Descriptors(pub(super) Vec<Descriptor>);
+
+impl From<Descriptor> for Descriptors {
+    fn from(one: Descriptor) -> Descriptors {
+        Descriptors(vec![one])
+    }
+}
+
+impl From<&Descriptor> for Descriptors {
+    fn from(one: &Descriptor) -> Descriptors {
+        Descriptors(vec![one.clone()])
+    }
+}
+
+impl From<Vec<Descriptor>> for Descriptors {
+    fn from(some: Vec<Descriptor>) -> Descriptors {
+        Descriptors(some)
+    }
+}
+
+impl From<&[Descriptor]> for Descriptors {
+    fn from(some: &[Descriptor]) -> Descriptors {
+        Descriptors(some.to_vec())
+    }
+}
+
+impl From<&Vec<Descriptor>> for Descriptors {
+    fn from(some: &Vec<Descriptor>) -> Descriptors {
+        Descriptors(some.clone())
+    }
+}
+
+impl<const N: usize> From<[Descriptor; N]> for Descriptors {
+    fn from(some: [Descriptor; N]) -> Descriptors {
+        Descriptors(some.into())
+    }
+}

@@ -1,0 +1,245 @@
+//! The transfers of one active operation: started together, ended together.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use super::descriptor::Use;
+use crate::completion::Completion;
+use crate::endpoint::claim::Claim;
+use crate::memory::Buffer;
+use crate::region::Registered;
+use crate::sync::lock;
+use crate::transfer::Op;
+use crate::{Endpoint, Error, Remote, Result, Span, Transfer};
+
+/// Sets up to this size may be copied by the calling thread; the paths use the same limit for one transfer.
+const INLINE: u64 = 1 << 20;
+
+/// Transfers are started while fewer bytes than this are in flight: one that waits behind others for long would be taken
+/// for one that does not move.
+const IN_FLIGHT: u64 = 64 << 20;
+
+/// The registered local memory, the remote memory, and how many bytes.
+pub(super) type Part = ((Registered<Buffer>, Use), Remote, usize);
+
+/// The transfers of one active operation.
+pub(super) struct TransferSet {
+    endpoint: Endpoint,
+    op: Op,
+    bytes: u64,
+    peer: Arc<str>,
+    path: &'static str,
+    by_workers: bool,
+    inner: Mutex<Inner>,
+    completion: Completion,
+}
+
+struct Inner {
+    waiting: VecDeque<(Remote, Result<Span>)>,
+    /// What runs or has run; emptied at the end, since each of them refers back to the set.
+    started: Vec<Arc<Transfer>>,
+    /// Transfers that have not ended, and one more while somebody is starting some.
+    left: usize,
+    in_flight: u64,
+    starting: bool,
+    failed: bool,
+    /// Why the set is being stopped.
+    cause: Option<Error>,
+    /// The local registrations, kept until the end.
+    local: Vec<(Registered<Buffer>, Use)>,
+    claim: Option<Claim>,
+}
+
+impl TransferSet {
+    pub(super) fn start(endpoint: &Endpoint, op: Op, claim: Claim, parts: Vec<Part>) -> Arc<TransferSet> {
+        let bytes = parts.iter().map(|(_, _, size)| *size as u64).sum();
+        let first = parts.first().map(|(_, remote, _)| remote);
+        let (peer, path) =
+            first.map_or(("".into(), "none"), |remote| (Arc::clone(remote.peer()), remote.path()));
+        let mut waiting = VecDeque::with_capacity(parts.len());
+        let mut local = Vec::with_capacity(parts.len());
+        for (held, remote, size) in parts {
+            waiting.push_back((remote, held.0.span(0, size)));
+            local.push(held);
+        }
+        let set = Arc::new(TransferSet {
+            endpoint: endpoint.clone(),
+            op,
+            bytes,
+            peer,
+            path,
+            by_workers: bytes > INLINE,
+            inner: Mutex::new(Inner {
+                left: waiting.len(),
+                waiting,
+                started: Vec::new(),
+                in_flight: 0,
+                starting: false,
+                failed: false,
+                cause: None,
+                local,
+                claim: Some(claim),
+            }),
+            completion: Completion::default(),
+        });
+        set.start_some();
+        set
+    }
+
+    pub(super) fn completion(&self) -> &Completion {
+        &self.completion
+    }
+
+    pub(super) fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    pub(super) fn path(&self) -> &'static str {
+        self.path
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Starts what may be in flight. One thread at a time; what ends meanwhile leaves the next ones to it.
+    fn start_some(self: &Arc<Self>) {
+        loop {
+            {
+                let mut inner = lock(&self.inner);
+                if std::mem::replace(&mut inner.starting, true) {
+                    return;
+                }
+                // Held while it starts some, so that the end comes after.
+                inner.left += 1;
+            }
+            while let Some((remote, span)) = self.next() {
+                self.start_one(&remote, span);
+            }
+            if !self.count(0, &Ok(())) {
+                return;
+            }
+        }
+    }
+
+    fn next(&self) -> Option<(Remote, Result<Span>)> {
+        let mut inner = lock(&self.inner);
+        let next = if inner.has_room() { inner.waiting.pop_front() } else { None };
+        match &next {
+            Some((_, span)) => inner.in_flight += size_of_span(span),
+            None => inner.starting = false,
+        }
+        next
+    }
+
+    fn start_one(self: &Arc<Self>, remote: &Remote, span: Result<Span>) {
+        let size = size_of_span(&span);
+        let started = span.and_then(|span| {
+            let request = match self.op {
+                Op::Write => self.endpoint.write(remote, span),
+                _ => self.endpoint.read(remote, span),
+            };
+            let told = Arc::clone(self);
+            request
+                .by_workers(self.by_workers)
+                .then(Box::new(move |result| told.one_ended(size, result)))
+                .start()
+        });
+        match started {
+            Ok(transfer) => {
+                let transfer = Arc::new(transfer);
+                let stopping = {
+                    let mut inner = lock(&self.inner);
+                    inner.started.push(Arc::clone(&transfer));
+                    inner.cause.is_some()
+                };
+                if stopping {
+                    transfer.cancel();
+                }
+            }
+            Err(error) => self.one_ended(size, &Err(error)),
+        }
+    }
+
+    fn one_ended(self: &Arc<Self>, size: u64, result: &Result<()>) {
+        if self.count(size, result) {
+            self.start_some();
+        }
+    }
+
+    /// Counts one end; true where more can be started now.
+    fn count(self: &Arc<Self>, size: u64, result: &Result<()>) -> bool {
+        let (last, more) = {
+            let mut inner = lock(&self.inner);
+            inner.left -= 1;
+            inner.in_flight -= size;
+            if let Err(error) = result {
+                inner.failed = true;
+                inner.cause.get_or_insert_with(|| error.clone());
+            }
+            if inner.cause.is_some() && !inner.waiting.is_empty() {
+                // What was not started does not start any more.
+                inner.failed = true;
+                inner.left -= inner.waiting.len();
+                inner.waiting.clear();
+            }
+            (inner.left == 0, inner.has_room() && !inner.starting && !inner.waiting.is_empty())
+        };
+        if last {
+            self.end();
+        } else if result.is_err() {
+            self.stop_started();
+        }
+        more
+    }
+
+    fn stop_started(&self) {
+        let started = lock(&self.inner).started.clone();
+        for transfer in started {
+            transfer.cancel();
+        }
+    }
+
+    /// Stops it; it ends when the local memory is quiet. What has ended stays as it ended.
+    pub(super) fn cancel(self: &Arc<Self>, error: Error) {
+        {
+            let mut inner = lock(&self.inner);
+            if inner.left == 0 || inner.cause.is_some() {
+                return;
+            }
+            inner.cause = Some(error);
+            // Held while the transfers are stopped, so that the end comes after.
+            inner.left += 1;
+        }
+        self.stop_started();
+        self.count(0, &Ok(()));
+    }
+
+    fn end(&self) {
+        let (result, claim, local, started) = {
+            let mut inner = lock(&self.inner);
+            let result = match inner.cause.take() {
+                Some(cause) if inner.failed => Err(cause),
+                _ => Ok(()),
+            };
+            (result, inner.claim.take(), std::mem::take(&mut inner.local), std::mem::take(&mut inner.started))
+        };
+        // The registrations go before anybody learns of the end, so that the memory is the user's again.
+        drop(local);
+        if let Some(claim) = claim {
+            claim.finish(&result);
+        }
+        self.completion.set(result);
+        drop(started);
+    }
+}
+
+impl Inner {
+    fn has_room(&self) -> bool {
+        self.cause.is_none() && self.in_flight < IN_FLIGHT
+    }
+}
+
+fn size_of_span(span: &Result<Span>) -> u64 {
+    span.as_ref().map_or(0, |span| span.len() as u64)
+}

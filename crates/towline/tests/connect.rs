@@ -1,0 +1,11 @@
+//! The operations API over every path: both pairings, what goes wrong, and what is left behind.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+#[path = "connect/faults.rs"]
+mod faults;
+#[path = "connect/pairing.rs"]
+mod pairing;
+#[path = "connect/scene.rs"]
+mod scene;
+#[path = "connect/wrong.rs"]
+mod wrong;
