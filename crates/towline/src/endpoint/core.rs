@@ -317,16 +317,6 @@ impl EndpointCore {
         }
         self.notifications.close();
         self.bell.ring();
-        // Peers may still be inside memory that is parked, and ring when they leave it.
-        if self.parked.load().0 == 0 {
-            self.stop_listening();
-        }
-    }
-
-    fn stop_listening(&self) {
-        if let (Some(token), Ok(reactor)) = (lock(&self.listening).0.take(), progress::reactor()) {
-            reactor.remove(token, self.bell.event());
-        }
     }
 }
 
@@ -341,7 +331,10 @@ impl Drop for EndpointCore {
             }
             self.hang_up();
         }
-        self.stop_listening();
+        // Not before: a closed endpoint still listens for peers that let go of what is parked.
+        if let (Some(token), Ok(reactor)) = (lock(&self.listening).0.take(), progress::reactor()) {
+            reactor.remove(token, self.bell.event());
+        }
         self.nonce.fill(0);
     }
 }
