@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -12,6 +12,9 @@ use towline::Error;
 
 use crate::errors::OrRaise;
 use crate::{owners, process};
+
+/// How often a thread that waits looks whether a signal such as Ctrl-C came in unnoticed.
+pub(crate) const ATTENTION: Duration = Duration::from_millis(200);
 
 fn event() -> Result<OwnedFd, Error> {
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -150,11 +153,12 @@ impl Parker {
         })
     }
 
-    fn park(&self, until: Option<Instant>) -> Result<Parked, Error> {
+    /// Blocks until it is woken or a signal comes; false where neither was in time.
+    fn park(&self, until: Option<Instant>) -> Result<bool, Error> {
         let left = match until {
             None => None,
             Some(until) => match until.checked_duration_since(Instant::now()) {
-                None => return Ok(Parked::TooLate),
+                None => return Ok(false),
                 Some(left) => Some(Timespec {
                     tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
                     tv_nsec: left.subsec_nanos().into(),
@@ -163,21 +167,15 @@ impl Parker {
         };
         let mut waiting = [PollFd::from_borrowed_fd(self.0.as_fd(), PollFlags::IN)];
         match poll(&mut waiting, left.as_ref()) {
-            Ok(0) => Ok(Parked::TooLate),
+            Ok(0) => Ok(false),
             Ok(_) => {
                 clear(&self.0);
-                Ok(Parked::Woken)
+                Ok(true)
             }
-            Err(Errno::INTR) => Ok(Parked::Interrupted),
+            Err(Errno::INTR) => Ok(true),
             Err(error) => Err(Error::os("wait", "poll", error)),
         }
     }
-}
-
-enum Parked {
-    Woken,
-    Interrupted,
-    TooLate,
 }
 
 /// Blocks the calling thread, without the GIL, until `step` is ready; `None` when that was not in time.
@@ -193,15 +191,16 @@ pub(crate) fn block_on<T>(
         if let Poll::Ready(value) = step(&mut context) {
             return Ok(Some(value));
         }
-        match py.detach(|| parker.park(until)).or_raise(py)? {
-            Parked::Woken => {}
-            Parked::Interrupted => py.check_signals()?,
-            Parked::TooLate => {
-                return Ok(match step(&mut context) {
-                    Poll::Ready(value) => Some(value),
-                    Poll::Pending => None,
-                });
-            }
+        // A signal that came just before the wait does not end it.
+        py.check_signals()?;
+        let look_up = Instant::now() + ATTENTION;
+        let sooner = until.is_none_or(|until| look_up < until);
+        let in_time = py.detach(|| parker.park(if sooner { Some(look_up) } else { until })).or_raise(py)?;
+        if !in_time && !sooner {
+            return Ok(match step(&mut context) {
+                Poll::Ready(value) => Some(value),
+                Poll::Pending => None,
+            });
         }
     }
 }

@@ -7,15 +7,13 @@ use pyo3::prelude::*;
 use pyo3::types::PyAny;
 use towline::{Access, Buffer, Error, Kind, MemoryDescription, Place, Registered, Result, StillPinned};
 
+use crate::completions::ATTENTION;
 use crate::errors::{OrRaise, invalid, raise};
 use crate::layout::Layout;
 use crate::owners;
 use crate::process::{self, Inherited};
 use crate::request::seconds;
 use crate::ticket::Ticket;
-
-/// How often a wait for a counter looks whether a signal such as Ctrl-C came in.
-const ATTENTION: Duration = Duration::from_millis(200);
 
 /// Memory that other workers can reach.
 ///
