@@ -3,7 +3,7 @@ CARGO_TARGET_DIR ?= target
 FUZZ_SECONDS ?= 60
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test lint test-unit test-loom test-forced-tcp python bench fuzz fmt clean-tools
+.PHONY: help demo test lint test-unit test-loom test-forced-tcp python docs wheel bench fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command and let two workers move memory"
@@ -13,6 +13,8 @@ help:
 	@echo "make test-loom        only the memory-ordering tests, under loom"
 	@echo "make test-forced-tcp  the laws again, with every other path forbidden"
 	@echo "make python           build the Python package into .venv, check its types and test it"
+	@echo "make docs             build the documentation site into $(CARGO_TARGET_DIR)/site"
+	@echo "make wheel            build the Python wheel, check it and try it in a fresh environment"
 	@echo "make bench            measure each path beside its limit"
 	@echo "make fuzz             fuzz each decoder for FUZZ_SECONDS ($(FUZZ_SECONDS)) each"
 	@echo "make fmt              format the code"
@@ -40,6 +42,12 @@ test-forced-tcp:
 
 python:
 	TOWLINE_REQUIRE=python scripts/test.sh python
+
+docs:
+	TOWLINE_REQUIRE=docs scripts/test.sh docs
+
+wheel:
+	scripts/wheel.sh
 
 bench:
 	$(CARGO) build --release -p towline-cli
