@@ -11,11 +11,26 @@ use crate::errors::{OrRaise, invalid, raise};
 use crate::owners::OwnerToken;
 use crate::{dlpack, shared};
 
+/// Who asks for memory, for the messages: the operation, and the argument that is the object.
+#[derive(Clone, Copy)]
+pub(crate) struct Asked {
+    pub(crate) op: &'static str,
+    pub(crate) argument: &'static str,
+}
+
+impl Asked {
+    pub(crate) fn invalid(self, py: Python<'_>, message: &str) -> PyErr {
+        invalid(py, self.op, format!("{}: {message}", self.argument))
+    }
+}
+
 /// The memory of a Python object.
 pub(crate) struct Memory<'py> {
-    addr: usize,
-    len: usize,
+    pub(crate) addr: usize,
+    pub(crate) len: usize,
     pub(crate) read_only: bool,
+    /// DLPack's kind and number of the device where it is, unless that is the host.
+    pub(crate) device: Option<(i32, i32)>,
     /// Keeps the bytes where they are for as long as it lives.
     owner: Option<Bound<'py, PyAny>>,
 }
@@ -23,38 +38,45 @@ pub(crate) struct Memory<'py> {
 impl<'py> Memory<'py> {
     /// Finds the memory of anything that can tell: a tuple of address, size and owner, the buffer protocol,
     /// `__array_interface__` or DLPack.
-    pub(crate) fn of(object: &Bound<'py, PyAny>) -> PyResult<Memory<'py>> {
+    pub(crate) fn of(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<Memory<'py>> {
         let py = object.py();
         if let Ok(tuple) = object.cast::<PyTuple>() {
             let (addr, len, owner): (usize, usize, Bound<'py, PyAny>) = tuple.extract().map_err(|_| {
-                PyTypeError::new_err(
-                    "obj: a tuple holds the address, the size in bytes and the owner (or None)",
-                )
+                PyTypeError::new_err(format!(
+                    "{}: a tuple holds the address, the size in bytes and the owner (or None)",
+                    asked.argument
+                ))
             })?;
-            let owner = Some(owner).filter(|owner| !owner.is_none());
-            return Ok(Memory { addr, len, read_only: false, owner });
+            return Ok(Memory::raw(addr, len, Some(owner)));
         }
         if let Ok(view) = PyMemoryView::from(object) {
-            return of_buffer(view);
+            return of_buffer(view, asked);
         }
         if let Some(interface) = object.getattr_opt("__array_interface__")? {
-            return of_array_interface(object, &interface);
+            return of_array_interface(object, &interface, asked);
         }
         if object.hasattr("__cuda_array_interface__")? {
-            return Err(unsupported_place(py, "a CUDA device"));
+            return Err(unsupported_place(py, asked, "a CUDA device"));
         }
         if object.hasattr("__dlpack__")? {
-            let dlpack::Exported { addr, len, read_only, owner } = dlpack::import(object)?;
-            return Ok(Memory { addr, len, read_only, owner: Some(owner) });
+            let dlpack::Exported { addr, len, read_only, device, owner } = dlpack::import(object, asked)?;
+            return Ok(Memory { addr, len, read_only, device, owner: Some(owner) });
         }
         let kind = object.get_type().name()?;
         Err(PyTypeError::new_err(format!(
-            "obj: {kind} has no memory to register: neither the buffer protocol, __array_interface__ nor DLPack"
+            "{}: {kind} has no memory to register: neither the buffer protocol, __array_interface__ nor DLPack",
+            asked.argument
         )))
     }
 
+    /// Memory by its address; the owner keeps it, unless that is `None`.
+    pub(crate) fn raw(addr: usize, len: usize, owner: Option<Bound<'py, PyAny>>) -> Memory<'py> {
+        let owner = owner.filter(|owner| !owner.is_none());
+        Memory { addr, len, read_only: false, device: None, owner }
+    }
+
     /// The storage for the core, and whether peers can map it.
-    pub(crate) fn into_storage(self, py: Python<'py>) -> PyResult<Buffer> {
+    pub(crate) fn into_storage(self, py: Python<'py>, asked: Asked) -> PyResult<Buffer> {
         if let Some(part) = shared::part_of(self.addr, self.len) {
             return Ok(part);
         }
@@ -64,32 +86,32 @@ impl<'py> Memory<'py> {
         // storage. They come from outside Rust and nothing here refers to them. Where they are read-only, `register`
         // refuses rights that would let anybody write, and `read` refuses them as a target.
         let storage = unsafe { ExternalStorage::new(self.addr, self.len, Place::Host, owner) };
-        storage.map(Buffer::new).map_err(|error| error.during("register")).or_raise(py)
+        storage.map(Buffer::new).map_err(|error| error.during(asked.op)).or_raise(py)
     }
 }
 
-fn of_buffer(view: Bound<'_, PyMemoryView>) -> PyResult<Memory<'_>> {
+fn of_buffer(view: Bound<'_, PyMemoryView>, asked: Asked) -> PyResult<Memory<'_>> {
     let buffer = PyUntypedBuffer::get(&view)?;
     if !buffer.is_c_contiguous() && !buffer.is_fortran_contiguous() {
-        return Err(not_contiguous(view.py()));
+        return Err(not_contiguous(view.py(), asked));
     }
     let (addr, len, read_only) = (buffer.buf_ptr().addr(), buffer.len_bytes(), buffer.readonly());
     // The view holds the export: a bytearray cannot be resized meanwhile.
     drop(buffer);
-    Ok(Memory { addr, len, read_only, owner: Some(view.into_any()) })
+    Ok(Memory { addr, len, read_only, device: None, owner: Some(view.into_any()) })
 }
 
 fn of_array_interface<'py>(
     object: &Bound<'py, PyAny>,
     interface: &Bound<'py, PyAny>,
+    asked: Asked,
 ) -> PyResult<Memory<'py>> {
     let py = object.py();
     let interface = interface.cast::<PyDict>()?;
     let field = |name: &str| -> PyResult<Option<Bound<'py, PyAny>>> {
         Ok(interface.get_item(name)?.filter(|value| !value.is_none()))
     };
-    let missing =
-        |name: &str| invalid(py, "register", format!("obj: its __array_interface__ has no usable {name:?}"));
+    let missing = |name: &str| asked.invalid(py, &format!("its __array_interface__ has no usable {name:?}"));
     let (addr, read_only): (usize, bool) =
         field("data")?.and_then(|data| data.extract().ok()).ok_or_else(|| missing("data"))?;
     let shape: Vec<usize> =
@@ -107,24 +129,19 @@ fn of_array_interface<'py>(
     for axis in (0..shape.len()).rev() {
         let stride = strides.as_ref().and_then(|strides| strides.get(axis));
         if shape[axis] != 1 && stride.is_some_and(|stride| usize::try_from(*stride) != Ok(len)) {
-            return Err(not_contiguous(py));
+            return Err(not_contiguous(py, asked));
         }
         len = len.checked_mul(shape[axis]).ok_or_else(|| missing("shape"))?;
     }
-    Ok(Memory { addr, len, read_only, owner: Some(object.clone()) })
+    Ok(Memory { addr, len, read_only, device: None, owner: Some(object.clone()) })
 }
 
-pub(crate) fn not_contiguous(py: Python<'_>) -> PyErr {
-    invalid(py, "register", "obj: its memory has gaps (it is not contiguous); register a copy".to_owned())
+pub(crate) fn not_contiguous(py: Python<'_>, asked: Asked) -> PyErr {
+    asked.invalid(py, "its memory has gaps (it is not contiguous); use a contiguous copy")
 }
 
-pub(crate) fn unsupported_place(py: Python<'_>, place: &str) -> PyErr {
-    raise(
-        py,
-        &Error::new(
-            Kind::Unsupported,
-            "register",
-            format!("obj: its memory is on {place}, and only host memory can be registered"),
-        ),
-    )
+pub(crate) fn unsupported_place(py: Python<'_>, asked: Asked, place: &str) -> PyErr {
+    let message =
+        format!("{}: its memory is on {place}, and only host memory can be registered", asked.argument);
+    raise(py, &Error::new(Kind::Unsupported, asked.op, message))
 }

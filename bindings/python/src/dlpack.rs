@@ -11,12 +11,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 use towline::SharedStorage;
 
-use crate::errors::invalid;
+use crate::buffer::Asked;
 
 const NAME: &CStr = c"dltensor";
 const USED_NAME: &CStr = c"used_dltensor";
 const VERSIONED_NAME: &CStr = c"dltensor_versioned";
 const CPU: i32 = 1;
+/// The CPU's memory, and the CPU's memory that is pinned for CUDA or ROCm.
+const HOST: [i32; 3] = [CPU, 3, 11];
 const READ_ONLY: u64 = 1;
 
 #[repr(C)]
@@ -67,16 +69,16 @@ pub(crate) struct Exported<'py> {
     pub(crate) addr: usize,
     pub(crate) len: usize,
     pub(crate) read_only: bool,
+    /// Kind and number of the device, unless it is the host.
+    pub(crate) device: Option<(i32, i32)>,
     pub(crate) owner: Bound<'py, PyAny>,
 }
 
 /// The memory of an object that speaks DLPack. The capsule is not consumed: holding it holds the tensor.
-pub(crate) fn import<'py>(object: &Bound<'py, PyAny>) -> PyResult<Exported<'py>> {
+pub(crate) fn import<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<Exported<'py>> {
     let py = object.py();
-    let (kind, device): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
-    if kind != CPU {
-        return Err(crate::buffer::unsupported_place(py, &format!("DLPack device {kind}:{device}")));
-    }
+    let device: (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
+    let device = Some(device).filter(|(kind, _)| !HOST.contains(kind));
     let options = PyDict::new(py);
     options.set_item("max_version", (1, 0))?;
     let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
@@ -99,15 +101,15 @@ pub(crate) fn import<'py>(object: &Bound<'py, PyAny>) -> PyResult<Exported<'py>>
         (&unsafe { managed.as_ref() }.tensor, false)
     };
     // SAFETY: `tensor` was read from a valid capsule that is still alive.
-    let (addr, len) = unsafe { extent(py, tensor) }?;
-    Ok(Exported { addr, len, read_only, owner: capsule.into_any() })
+    let (addr, len) = unsafe { extent(py, tensor, asked) }?;
+    Ok(Exported { addr, len, read_only, device, owner: capsule.into_any() })
 }
 
 /// Address and length of a tensor without gaps.
 ///
 /// # Safety
 /// The tensor's arrays have `ndim` entries, as DLPack promises.
-unsafe fn extent(py: Python<'_>, tensor: &Tensor) -> PyResult<(usize, usize)> {
+unsafe fn extent(py: Python<'_>, tensor: &Tensor, asked: Asked) -> PyResult<(usize, usize)> {
     let ndim = usize::try_from(tensor.ndim)?;
     let row = |start: *mut i64| match NonNull::new(start) {
         // SAFETY: the caller's obligation.
@@ -123,15 +125,13 @@ unsafe fn extent(py: Python<'_>, tensor: &Tensor) -> PyResult<(usize, usize)> {
             && shape[axis] != 1
             && strides[axis] != count
         {
-            return Err(crate::buffer::not_contiguous(py));
+            return Err(crate::buffer::not_contiguous(py, asked));
         }
-        count = count
-            .checked_mul(shape[axis])
-            .ok_or_else(|| invalid(py, "register", "obj: the tensor is too large".to_owned()))?;
+        count = count.checked_mul(shape[axis]).ok_or_else(|| asked.invalid(py, "the tensor is too large"))?;
     }
     let len = usize::try_from(count)?
         .checked_mul(bits)
-        .ok_or_else(|| invalid(py, "register", "obj: the tensor is too large".to_owned()))?
+        .ok_or_else(|| asked.invalid(py, "the tensor is too large"))?
         .div_ceil(8);
     Ok((tensor.data.addr().wrapping_add(usize::try_from(tensor.byte_offset)?), len))
 }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use towline::{Limits, Result};
 
-use crate::buffer::Memory;
+use crate::buffer::{Asked, Memory, unsupported_place};
 use crate::completions::{Waiter, block_on};
 use crate::errors::{OrRaise, invalid};
 use crate::import::Import;
@@ -21,11 +21,23 @@ use crate::stats::Stats;
 use crate::transfer::Transfer;
 use crate::{owners, ticket};
 
+const ASKED: Asked = Asked { op: "register", argument: "obj" };
+
 /// This process on the fabric.
 #[pyclass(frozen, module = "towline._native")]
 pub(crate) struct Endpoint(Inherited<towline::Endpoint>);
 
+impl From<towline::Endpoint> for Endpoint {
+    fn from(endpoint: towline::Endpoint) -> Endpoint {
+        Endpoint(Inherited::new(endpoint))
+    }
+}
+
 impl Endpoint {
+    pub(crate) fn inner(&self) -> &towline::Endpoint {
+        &self.0
+    }
+
     fn enter(&self, py: Python<'_>, op: &'static str) -> PyResult<&towline::Endpoint> {
         process::guard(py, op)?;
         owners::release(py);
@@ -88,7 +100,7 @@ impl Endpoint {
         }
         let endpoint = py.detach(|| options.open()).or_raise(py)?;
         process::mark();
-        Ok(Endpoint(Inherited::new(endpoint)))
+        Ok(endpoint.into())
     }
 
     #[getter]
@@ -105,10 +117,13 @@ impl Endpoint {
     fn register(&self, py: Python<'_>, obj: &Bound<'_, PyAny>, access: &str) -> PyResult<Region> {
         let endpoint = self.enter(py, "register")?;
         let access = self::access(py, "register", access)?;
-        let memory = Memory::of(obj)?;
+        let memory = Memory::of(obj, ASKED)?;
+        if let Some((kind, id)) = memory.device {
+            return Err(unsupported_place(py, ASKED, &format!("DLPack device {kind}:{id}")));
+        }
         let read_only = memory.read_only;
         region::check_writable(py, read_only, access)?;
-        let storage = memory.into_storage(py)?;
+        let storage = memory.into_storage(py, ASKED)?;
         let registered = py.detach(|| endpoint.register(storage, access));
         // A storage that was refused is dropped with the error, and its object can go.
         let registered = registered.or_raise(py);

@@ -5,6 +5,7 @@
 
 mod buffer;
 mod completions;
+mod connect;
 mod dlpack;
 mod endpoint;
 mod errors;
@@ -34,6 +35,14 @@ mod _native {
 
     #[pymodule_export]
     use crate::completions::{Completions, Waiter};
+    #[pymodule_export]
+    use crate::connect::connector::{Beginning, Connector};
+    #[pymodule_export]
+    use crate::connect::descriptor::Descriptor;
+    #[pymodule_export]
+    use crate::connect::metadata::{device_from_text, metadata_from_json, metadata_owner};
+    #[pymodule_export]
+    use crate::connect::operation::Operation;
     #[pymodule_export]
     use crate::endpoint::{Endpoint, Notification, paths};
     #[pymodule_export]

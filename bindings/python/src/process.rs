@@ -5,7 +5,7 @@
 //! that a drop would take may be held by threads that do not exist there.
 
 use std::mem::ManuallyDrop;
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use pyo3::prelude::*;
@@ -57,6 +57,12 @@ impl<T> Deref for Inherited<T> {
 
     fn deref(&self) -> &T {
         &self.0
+    }
+}
+
+impl<T> DerefMut for Inherited<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
     }
 }
 

@@ -56,6 +56,20 @@ from ._native import (
 from ._transfer import BlockFailure, Transfer
 from .aio import CompletionQueue
 from .arrays import empty
+from .connect import (
+    Connector,
+    Descriptor,
+    Device,
+    DeviceKind,
+    OperationKind,
+    OperationStatus,
+    RdmaMetadata,
+    ReadableOperation,
+    ReadOperation,
+    SerializedDescriptor,
+    WritableOperation,
+    WriteOperation,
+)
 
 __version__: str = _native.__version__
 
@@ -65,6 +79,10 @@ __all__ = [
     "Canceled",
     "Candidate",
     "CompletionQueue",
+    "Connector",
+    "Descriptor",
+    "Device",
+    "DeviceKind",
     "Disconnected",
     "Endpoint",
     "Error",
@@ -77,11 +95,17 @@ __all__ = [
     "Native",
     "NotFound",
     "Notification",
+    "OperationKind",
+    "OperationStatus",
     "PathStats",
     "PermissionDenied",
     "Protocol",
+    "RdmaMetadata",
+    "ReadOperation",
+    "ReadableOperation",
     "Region",
     "Remote",
+    "SerializedDescriptor",
     "SharedArray",
     "Span",
     "Stale",
@@ -91,6 +115,8 @@ __all__ = [
     "Transfer",
     "Unavailable",
     "Unsupported",
+    "WritableOperation",
+    "WriteOperation",
     "empty",
     "paths",
 ]

@@ -76,6 +76,12 @@ class Endpoint:
             lanes=lanes,
         )
 
+    @classmethod
+    def _of(cls, native: _native.Endpoint) -> Endpoint:
+        endpoint = cls.__new__(cls)
+        endpoint._native = native
+        return endpoint
+
     @property
     def name(self) -> str:
         """The name that peers see."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from . import _native
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Ending(Protocol):
+    """What can be waited for: a native transfer or operation."""
+
+    def poll(self, waiter: _native.Waiter) -> bool: ...
+    def done(self) -> bool: ...
+    def cancel(self) -> None: ...
+
 
 class _Port:
     """The queue of one event loop, and who waits for which number."""
@@ -27,7 +34,7 @@ class _Port:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.completions = _native.Completions()
         self.waiting: dict[int, set[asyncio.Future[None]]] = {}
-        self.receivers: WeakKeyDictionary[object, tuple[int, _native.Waiter]] = WeakKeyDictionary()
+        self.known: WeakKeyDictionary[object, tuple[int, _native.Waiter]] = WeakKeyDictionary()
         self.next_id = 0
         # The loop holds the port, not the other way round, so that a forgotten loop takes its port along.
         loop.add_reader(self.completions.fileno(), self.deliver)
@@ -41,6 +48,13 @@ class _Port:
     def waiter(self) -> tuple[int, _native.Waiter]:
         self.next_id += 1
         return self.next_id, self.completions.waiter(self.next_id)
+
+    def known_waiter(self, key: object) -> tuple[int, _native.Waiter]:
+        """The one waiter of that object."""
+        known = self.known.get(key)
+        if known is None:
+            known = self.known[key] = self.waiter()
+        return known
 
     def future(self, number: int) -> asyncio.Future[None]:
         """What is done when that number comes: to be awaited before control goes back to the loop."""
@@ -71,33 +85,62 @@ def _port() -> _Port:
     return port
 
 
-async def ended(transfer: _native.Transfer) -> None:
-    """Returns when the transfer has ended.
+async def ended(
+    ending: Ending, timeout: float | None = None, key: object | None = None
+) -> bool:
+    """Returns when it has ended; with a timeout, whether that was in time.
 
-    A cancelled task cancels the transfer, and still waits until nothing can touch the local memory any more: the
-    transfer's own limits bound that.
+    A cancelled task cancels what it waits for, and still waits until nothing can touch the local memory any more: its own
+    limits bound that. `key` is an object that stands for it: then it has one waiter per loop, however often it was waited
+    for in vain.
     """
+    loop = asyncio.get_running_loop()
     port = _port()
-    number, waiter = port.waiter()
+    number, waiter = port.waiter() if key is None else port.known_waiter(key)
+    deadline = None if timeout is None else loop.time() + timeout
     cancelled: asyncio.CancelledError | None = None
-    if transfer.poll(waiter):
-        return
-    while not transfer.done():
+    if ending.poll(waiter):
+        return True
+    while not ending.done():
+        left = None if deadline is None or cancelled is not None else deadline - loop.time()
+        if left is not None and left <= 0:
+            return False
         future = port.future(number)
+        alarm = None if left is None else loop.call_later(left, _wake, future)
         try:
             await future
         except asyncio.CancelledError as error:
             if cancelled is None:
-                transfer.cancel()
+                ending.cancel()
             cancelled = error
         except GeneratorExit:
             # The task is thrown away, and nobody can wait. The library keeps the memory until it is quiet.
-            transfer.cancel()
+            ending.cancel()
             raise
         finally:
             port.forget(number, future)
+            if alarm is not None:
+                alarm.cancel()
     if cancelled is not None:
         raise cancelled
+    return True
+
+
+async def begun(beginning: _native.Beginning) -> _native.Operation:
+    """Returns the operation that has begun. Cancelling the task gives the claim back; no byte has moved then."""
+    port = _port()
+    number, waiter = port.waiter()
+    try:
+        while not beginning.poll(waiter):
+            future = port.future(number)
+            try:
+                await future
+            finally:
+                port.forget(number, future)
+    except BaseException:
+        beginning.abandon()
+        raise
+    return beginning.result()
 
 
 async def imported(pending: _native.Import) -> _native.Remote:
@@ -122,10 +165,7 @@ async def received(
     """
     loop = asyncio.get_running_loop()
     port = _port()
-    known = port.receivers.get(key)
-    if known is None:
-        known = port.receivers[key] = port.waiter()
-    number, waiter = known
+    number, waiter = port.known_waiter(key)
     deadline = loop.time() + timeout
     while True:
         value = poll(waiter)

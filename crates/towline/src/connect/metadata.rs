@@ -72,6 +72,14 @@ impl RdmaMetadata {
         serde_json::to_string(self).map_err(|error| Error::invalid(OP, error.to_string()))
     }
 
+    /// The name of the endpoint whose operation a [`nixl_metadata`](Self::nixl_metadata) names. What was not made by this
+    /// library gives the error that beginning an operation with it would give.
+    pub fn owner(nixl_metadata: &str) -> Result<String> {
+        let envelope = Envelope::from_text(nixl_metadata)?;
+        let first = envelope.tickets.first();
+        Ok(first.map(|ticket| ticket.body().identity.name.clone()).unwrap_or_default())
+    }
+
     /// Refuses what no passive operation says.
     pub(super) fn check(&self) -> Result<()> {
         if self.operation_kind == OperationKind::Unspecified {

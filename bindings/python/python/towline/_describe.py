@@ -1,0 +1,111 @@
+"""What memory an object has, for descriptors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from . import _native
+from ._devices import HOST, Device, DeviceKind, as_device
+from ._errors import Invalid
+
+
+class Described(NamedTuple):
+    """Where the memory of an object is. Without a native descriptor there is nothing that can be registered."""
+
+    native: _native.Descriptor | None
+    ptr: int
+    size: int
+    device: Device
+    reference: object
+
+
+def _known(native: _native.Descriptor, reference: object) -> Described:
+    kind, number = native.device
+    return Described(native, native.ptr, native.size, Device((DeviceKind(kind), number)), reference)
+
+
+def raw(ptr: int, size: int, device: Device, reference: object) -> Described:
+    """Memory by its address."""
+    native = None
+    if 0 < ptr < 1 << 64 and 0 < size < 1 << 63:
+        native = _native.Descriptor.raw(ptr, size, device.kind, device.id, reference)
+    return Described(native, ptr, size, device, reference)
+
+
+def is_torch(data: object) -> bool:
+    """Whether it is a `torch.Tensor`, found out without importing torch."""
+    return any(
+        base.__name__ == "Tensor" and base.__module__.partition(".")[0] == "torch"
+        for base in type(data).__mro__
+    )
+
+
+def of_torch(data: Any) -> Described:
+    """The memory of a tensor that has no gaps."""
+    kind: str = data.device.type
+    if data.is_cuda:
+        kind = "cuda"
+    if kind not in ("cpu", "cuda", "xpu"):
+        raise Invalid(f"data: memory on the torch device {data.device} has no address here", op="descriptor")
+    ptr, size = int(data.data_ptr()), int(data.numel()) * int(data.element_size())
+    if not data.is_contiguous():
+        raise Invalid(
+            "data: the tensor has gaps (it is not contiguous); use a contiguous copy", op="descriptor"
+        )
+    if data.is_conj() or data.is_neg():
+        raise Invalid("data: the tensor is a lazy view; resolve_conj and resolve_neg it", op="descriptor")
+    device = HOST if kind == "cpu" else Device(f"{kind}:{data.device.index or 0}")
+    return raw(ptr, size, device, data)
+
+
+def of_object(data: Any, device: Device | None = None) -> Described:
+    """The memory of anything that tells: by the buffer protocol, ``__array_interface__``, CUDA's, or DLPack."""
+    interface = None
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        interface = getattr(data, "__cuda_array_interface__", None)
+    if interface is None:
+        described = _known(_native.Descriptor(data), data)
+    else:
+        number = getattr(getattr(data, "device", None), "id", 0)
+        there = device if device is not None else Device((DeviceKind.CUDA, number))
+        described = _of_cuda(interface, there, data)
+    if device is not None and device.kind is not described.device.kind:
+        raise Invalid(
+            f"data: the array is on {described.device}, and the device says {device}", op="descriptor"
+        )
+    return described
+
+
+def _of_cuda(interface: Any, device: Device, data: object) -> Described:
+    try:
+        ptr, read_only = interface["data"]
+        size = int(interface["typestr"][2:])
+        strides = interface.get("strides")
+        for axis in reversed(range(len(interface["shape"]))):
+            length = int(interface["shape"][axis])
+            if strides is not None and length != 1 and strides[axis] != size:
+                raise Invalid(
+                    "data: its memory has gaps (it is not contiguous); use a contiguous copy",
+                    op="descriptor",
+                )
+            size *= length
+        described = raw(int(ptr), size, device, data)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise Invalid(
+            f"data: its __cuda_array_interface__ is damaged: {error!r}", op="descriptor"
+        ) from error
+    if read_only and described.native is not None:
+        described.native.freeze()
+    return described
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an integer, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def of_raw_tuple(data: tuple[Any, ...]) -> Described:
+    """Address, size, device (the host if it is not there) and a reference that keeps the memory."""
+    ptr, size, *rest = data
+    device = as_device(rest[0], "data[2]") if rest else HOST
+    return raw(ptr, size, device, rest[1] if len(rest) > 1 else None)

@@ -1,0 +1,214 @@
+//! What makes operations.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use towline::Result;
+use towline::connect::{self, OperationKind};
+
+use super::descriptor::Descriptor;
+use super::metadata;
+use super::operation::{Operation, Started};
+use crate::completions::{Waiter, block_on};
+use crate::endpoint::Endpoint;
+use crate::errors::{OrRaise, invalid};
+use crate::owners;
+use crate::process::{self, Inherited};
+use crate::request::seconds;
+
+/// Makes operations over one endpoint, which is opened when it is first needed.
+#[pyclass(frozen, module = "towline._native")]
+pub(crate) struct Connector(Inherited<connect::Connector>);
+
+impl Connector {
+    pub(crate) fn inner(&self) -> &connect::Connector {
+        &self.0
+    }
+
+    /// Sees to it that the endpoint is open, and that forked children know.
+    pub(crate) fn open(&self, py: Python<'_>, op: &'static str) -> PyResult<&connect::Connector> {
+        process::guard(py, op)?;
+        owners::release(py);
+        py.detach(|| self.0.endpoint()).or_raise(py)?;
+        process::mark();
+        Ok(&self.0)
+    }
+}
+
+fn reads(kind: u8) -> PyResult<bool> {
+    match OperationKind::from_code(kind) {
+        Some(OperationKind::Read) => Ok(true),
+        Some(OperationKind::Write) => Ok(false),
+        _ => Err(PyTypeError::new_err("kind: neither a read nor a write")),
+    }
+}
+
+fn descriptors(local: Vec<Bound<'_, Descriptor>>) -> Vec<connect::Descriptor> {
+    local.iter().map(|one| one.get().inner().clone()).collect()
+}
+
+#[pymethods]
+impl Connector {
+    /// Under that name, or a random one; or over an endpoint that is open.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        name: Option<&str>,
+        endpoint: Option<&Bound<'_, Endpoint>>,
+    ) -> PyResult<Connector> {
+        process::guard(py, "connector")?;
+        let connector = match (endpoint, name) {
+            (Some(endpoint), _) => Ok(connect::Connector::with_endpoint(endpoint.get().inner().clone())),
+            (None, Some(name)) => connect::Connector::named(name),
+            (None, None) => connect::Connector::new(),
+        };
+        connector.map(|connector| Connector(Inherited::new(connector))).or_raise(py)
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    #[getter]
+    fn hostname(&self) -> &str {
+        self.0.hostname()
+    }
+
+    /// The endpoint, opened now if it was not.
+    fn endpoint(&self, py: Python<'_>) -> PyResult<Endpoint> {
+        let endpoint = self.open(py, "connector")?.endpoint();
+        endpoint.map(Endpoint::from).or_raise(py)
+    }
+
+    /// Offers memory for one peer; `unclaimed` is how many seconds it waits for one, `None` for ever.
+    fn create(
+        &self,
+        py: Python<'_>,
+        kind: u8,
+        local: Vec<Bound<'_, Descriptor>>,
+        unclaimed: Option<f64>,
+    ) -> PyResult<Operation> {
+        let (reads, local) = (reads(kind)?, descriptors(local));
+        let op = if reads { "create_readable" } else { "create_writable" };
+        let unclaimed = seconds(py, op, "unclaimed_timeout", unclaimed)?;
+        let connector = self.open(py, op)?;
+        let started = py.detach(|| {
+            Ok(if reads {
+                Started::Readable(connector.create_readable_within(local, unclaimed)?)
+            } else {
+                Started::Writable(connector.create_writable_within(local, unclaimed)?)
+            })
+        });
+        started.map(Operation::new).map_err(|error: towline::Error| error.during(op)).or_raise(py)
+    }
+
+    /// Starts to claim an operation of a peer, to read from it or to write to it.
+    fn begin(
+        &self,
+        py: Python<'_>,
+        kind: u8,
+        remote: &Bound<'_, PyAny>,
+        local: Vec<Bound<'_, Descriptor>>,
+    ) -> PyResult<Beginning> {
+        let (reads, local) = (reads(kind)?, descriptors(local));
+        let remote = metadata::from_fields(remote)?;
+        let connector = self.open(py, if reads { "begin_read" } else { "begin_write" })?;
+        let claiming: connect::Beginning<Started> = py.detach(|| {
+            if reads {
+                let begun = connector.begin_read_async(&remote, local);
+                Box::pin(async move { begun.await.map(Started::Read) })
+            } else {
+                let begun = connector.begin_write_async(local, &remote);
+                Box::pin(async move { begun.await.map(Started::Write) }) as connect::Beginning<Started>
+            }
+        });
+        Ok(Beginning(Inherited::new(Mutex::new(Some(State::Claiming(claiming))))))
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        process::guard(py, "close")?;
+        py.detach(|| self.0.close());
+        owners::release(py);
+        Ok(())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", *self.0)
+    }
+}
+
+/// An active operation that is about to begin. Dropping it gives the claim back.
+#[pyclass(frozen, module = "towline._native")]
+pub(crate) struct Beginning(Inherited<Mutex<Option<State>>>);
+
+enum State {
+    Claiming(connect::Beginning<Started>),
+    Begun(Result<Started>),
+}
+
+impl Beginning {
+    fn lock(&self) -> MutexGuard<'_, Option<State>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Without the GIL, since small copies happen in here.
+    fn poll_once(&self, py: Python<'_>, waker: &std::task::Waker) -> bool {
+        py.detach(|| {
+            let mut state = self.lock();
+            if let Some(State::Claiming(claiming)) = &mut *state
+                && let Poll::Ready(begun) = claiming.as_mut().poll(&mut Context::from_waker(waker))
+            {
+                *state = Some(State::Begun(begun));
+            }
+            !matches!(&*state, Some(State::Claiming(_)))
+        })
+    }
+}
+
+#[pymethods]
+impl Beginning {
+    /// Whether it has begun or failed; if not, the waiter is woken when there is news.
+    fn poll(&self, py: Python<'_>, waiter: &Waiter) -> PyResult<bool> {
+        process::guard(py, "begin")?;
+        Ok(self.poll_once(py, waiter.context().waker()))
+    }
+
+    /// Blocks until it has begun or failed. The endpoint's limits bound it.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        process::guard(py, "begin")?;
+        block_on(py, None, |context| {
+            if self.poll_once(py, context.waker()) { Poll::Ready(()) } else { Poll::Pending }
+        })?;
+        Ok(())
+    }
+
+    /// The operation, once; or raises why there is none.
+    fn result(&self, py: Python<'_>) -> PyResult<Operation> {
+        process::guard(py, "begin")?;
+        owners::release(py);
+        let mut state = self.lock();
+        match state.take() {
+            Some(State::Begun(begun)) => {
+                drop(state);
+                begun.map(Operation::new).or_raise(py)
+            }
+            other => {
+                *state = other;
+                drop(state);
+                Err(invalid(py, "begin", "the operation is about to begin, or was taken".to_owned()))
+            }
+        }
+    }
+
+    /// Gives the claim back.
+    fn abandon(&self, py: Python<'_>) {
+        if !process::in_child() {
+            let state = self.lock().take();
+            py.detach(|| drop(state));
+            owners::release(py);
+        }
+    }
+}

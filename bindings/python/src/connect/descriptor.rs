@@ -1,0 +1,145 @@
+//! Memory that takes part in operations.
+
+use pyo3::prelude::*;
+use towline::connect::{self, DeviceKind};
+use towline::{Error, Kind};
+
+use super::connector::Connector;
+use super::metadata::device;
+use crate::buffer::{Asked, Memory};
+use crate::errors::{OrRaise, raise};
+use crate::owners;
+use crate::process::{self, Inherited};
+
+const ASKED: Asked = Asked { op: "descriptor", argument: "data" };
+
+/// Memory that takes part in operations.
+#[pyclass(frozen, module = "towline._native")]
+pub(crate) struct Descriptor(Inherited<Option<connect::Descriptor>>);
+
+impl Descriptor {
+    fn new(descriptor: connect::Descriptor) -> Descriptor {
+        Descriptor(Inherited::new(Some(descriptor)))
+    }
+
+    pub(crate) fn inner(&self) -> &connect::Descriptor {
+        match &*self.0 {
+            Some(descriptor) => descriptor,
+            // Only `drop` empties it.
+            None => unreachable!("a descriptor that was dropped is used"),
+        }
+    }
+}
+
+#[pymethods]
+impl Descriptor {
+    /// Describes the memory of an object that can tell where it is.
+    #[new]
+    fn from_object(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<Descriptor> {
+        process::guard(py, "descriptor")?;
+        owners::release(py);
+        let memory = Memory::of(data, ASKED)?;
+        let read_only = memory.read_only;
+        let descriptor = match memory.device {
+            Some((kind, id)) => {
+                let kind = match kind {
+                    2 | 10 | 13 => DeviceKind::Cuda,
+                    14 => DeviceKind::Xpu,
+                    _ => {
+                        let message = format!("data: its memory is on the unknown DLPack device {kind}:{id}");
+                        return Err(raise(py, &Error::new(Kind::Unsupported, "descriptor", message)));
+                    }
+                };
+                let id = u32::try_from(id)?;
+                connect::Descriptor::foreign(memory.addr, memory.len, connect::Device::new(kind, id))
+            }
+            None => connect::Descriptor::from(memory.into_storage(py, ASKED)?),
+        };
+        Ok(Descriptor::new(if read_only { descriptor.read_only() } else { descriptor }))
+    }
+
+    /// Describes memory by its address; `owner` keeps it.
+    #[staticmethod]
+    fn raw(
+        py: Python<'_>,
+        ptr: usize,
+        size: usize,
+        kind: u8,
+        id: u32,
+        owner: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Descriptor> {
+        process::guard(py, "descriptor")?;
+        owners::release(py);
+        let device = device(kind, id);
+        Ok(Descriptor::new(if device.kind() == DeviceKind::Host {
+            connect::Descriptor::from(Memory::raw(ptr, size, owner).into_storage(py, ASKED)?)
+        } else {
+            connect::Descriptor::foreign(ptr, size, device)
+        }))
+    }
+
+    /// Refuses to be written from now on.
+    fn freeze(&self) {
+        let _ = self.inner().clone().read_only();
+    }
+
+    #[getter]
+    fn read_only(&self) -> bool {
+        self.inner().is_read_only()
+    }
+
+    #[getter]
+    fn ptr(&self) -> usize {
+        self.inner().ptr()
+    }
+
+    #[getter]
+    fn size(&self) -> usize {
+        self.inner().size()
+    }
+
+    fn set_size(&self, py: Python<'_>, size: usize) -> PyResult<()> {
+        self.inner().set_size(size).or_raise(py)
+    }
+
+    #[getter]
+    fn capacity(&self) -> usize {
+        self.inner().capacity()
+    }
+
+    /// The number of the device's kind, and the device's own.
+    #[getter]
+    fn device(&self) -> (u8, u32) {
+        let device = self.inner().device();
+        (device.kind().code(), device.id())
+    }
+
+    #[getter]
+    fn is_registered(&self, py: Python<'_>) -> PyResult<bool> {
+        process::guard(py, "descriptor")?;
+        Ok(self.inner().is_registered())
+    }
+
+    fn register(&self, py: Python<'_>, connector: &Bound<'_, Connector>) -> PyResult<()> {
+        let connector = connector.get().open(py, "register")?;
+        py.detach(|| self.inner().register_memory(connector)).or_raise(py)
+    }
+
+    fn deregister(&self, py: Python<'_>, connector: &Bound<'_, Connector>) -> PyResult<()> {
+        process::guard(py, "deregister")?;
+        let connector = connector.get().inner();
+        let done = py.detach(|| self.inner().deregister_memory(connector));
+        owners::release(py);
+        done.or_raise(py)
+    }
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        if !process::in_child() {
+            drop(self.0.take());
+            // The object was most likely kept for this descriptor alone: let it go now rather than at the next call.
+            Python::try_attach(owners::release);
+        }
+    }
+}
