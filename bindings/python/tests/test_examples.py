@@ -18,10 +18,14 @@ EXAMPLES = ROOT / "examples/python"
 NATS = ROOT / ".tools/nats-server"
 
 
-def run(example: str, *arguments: str) -> str:
+def run(example: str, *arguments: str, **environment: str) -> str:
     """Runs an example to its end and returns what it printed."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / example), *arguments], capture_output=True, text=True, timeout=50
+        [sys.executable, str(EXAMPLES / example), *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
     )
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}"
     assert not done.stderr, done.stderr
@@ -98,6 +102,12 @@ def test_the_pages_of_a_request_move_between_two_processes() -> None:
     printed = run("paged_kv_cache.py")
     assert "393216 bytes over mapped into the pages" in printed
     assert "are free again" in printed
+
+
+def test_code_for_dynamo_runs_unmodified() -> None:
+    command = [sys.executable, "-m", "towline", "dropin-path"]
+    path = subprocess.run(command, check=True, capture_output=True, text=True, timeout=50).stdout.strip()
+    assert "read: DONE, 262144 bytes" in run("dynamo_worker.py", PYTHONPATH=path)
 
 
 def test_workers_hand_over_metadata_by_http() -> None:
