@@ -6,7 +6,7 @@ towline = $(CARGO_TARGET_DIR)/release/towline
 .PHONY: help demo test lint test-unit test-loom test-forced-tcp python docs wheel bench fuzz fmt clean-tools
 
 help:
-	@echo "make demo             build the command and let two workers move memory"
+	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
 	@echo "make test             everything that must pass before a change goes in"
 	@echo "make lint             only the checks that run no test"
 	@echo "make test-unit        only the tests of the workspace"
@@ -23,6 +23,7 @@ help:
 demo:
 	$(CARGO) build --release -p towline-cli
 	$(towline) demo
+	@scripts/quickstart.sh
 
 test:
 	scripts/test.sh

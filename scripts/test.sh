@@ -107,7 +107,7 @@ step_python() {
   log=$logs/python-build.log
   check .venv/bin/maturin develop --manifest-path $package/Cargo.toml
   log=$logs/python-types.log
-  check .venv/bin/mypy --config-file $package/pyproject.toml $package/python/towline $package/tests examples/python
+  check .venv/bin/mypy --config-file $package/pyproject.toml $package/python/towline $package/tests examples/python docs/site
   log=$logs/python-stubs.log
   check .venv/bin/python -m mypy.stubtest towline._native
   log=$logs/python.log
