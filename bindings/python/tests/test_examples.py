@@ -1,4 +1,4 @@
-"""The examples run, and the texts that show one show the one that runs."""
+"""The examples run, the pages that show one show the one that runs, and links between pages lead somewhere."""
 
 from __future__ import annotations
 
@@ -139,3 +139,16 @@ def test_every_example_is_run_by_a_test() -> None:
     tests = Path(__file__).read_text()
     programs = [path.name for path in EXAMPLES.glob("*.py") if path.name != "model.py"]
     assert not [name for name in programs if f'"{name}"' not in tests]
+
+
+def test_links_between_the_pages_of_the_repository_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    pages.append(ROOT / "bindings/python/README.md")
+    broken = []
+    for page in pages:
+        # Without code, which may show how a link is written.
+        text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+            if not (page.parent / link).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
