@@ -285,6 +285,24 @@ def test_closing_the_connector_ends_its_operations() -> None:
     connector.close()
 
 
+def test_other_event_loops_watch_a_descriptor() -> None:
+    import select
+
+    queue = towline.CompletionQueue()
+    with Connector() as connector:
+        readable = connector.create_readable_sync(Descriptor(b"bytes"))
+        queue.add(readable)
+        assert select.select([queue], [], [], 0)[0] == [] and len(queue) == 1
+        target = bytearray(5)
+        read = connector.begin_read_sync(readable.metadata(), Descriptor(target))
+        queue.add(read)
+        ended: list[object] = []
+        while len(ended) < 2:
+            assert select.select([queue], [], [], 30)[0] == [queue]
+            ended += queue.ready()
+        assert set(map(id, ended)) == {id(readable), id(read)} and target == b"bytes"
+
+
 def test_ten_thousand_operations_leave_nothing_behind() -> None:
     async def main() -> None:
         one, other = over("mapped", "one"), over("mapped", "other")

@@ -16,7 +16,7 @@ import towline
 from towline import Connector, Descriptor, Device, DeviceKind, RdmaMetadata, SerializedDescriptor
 
 FROZEN = numpy.zeros(8, numpy.uint8)
-FROZEN.flags.writeable = False
+FROZEN.setflags(write=False)
 GRID = numpy.zeros((4, 4), numpy.float32)
 
 

@@ -21,7 +21,8 @@ class Described(NamedTuple):
 
 def _known(native: _native.Descriptor, reference: object) -> Described:
     kind, number = native.device
-    return Described(native, native.ptr, native.size, Device((DeviceKind(kind), number)), reference)
+    device = HOST if kind == DeviceKind.HOST else Device((DeviceKind(kind), number))
+    return Described(native, native.ptr, native.size, device, reference)
 
 
 def raw(ptr: int, size: int, device: Device, reference: object) -> Described:
