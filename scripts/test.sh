@@ -47,8 +47,10 @@ step_deny() {
     deny=cargo-deny
   else
     deny=.tools/bin/cargo-deny
-    if [[ ! -x $deny ]] && ! cargo install cargo-deny --version "^$cargo_deny_version" --locked --root .tools; then
-      skip cargo-deny "it is not installed, and 'cargo install cargo-deny' failed"
+    # It takes two minutes to build on two idle cores; a machine on which it takes ten has better things to do.
+    if [[ ! -x $deny ]] &&
+      ! timeout 600 cargo install --quiet cargo-deny --version "^$cargo_deny_version" --locked --root .tools; then
+      skip cargo-deny "it is not installed, and 'cargo install cargo-deny' failed or took over ten minutes"
       return
     fi
   fi
