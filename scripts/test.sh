@@ -103,7 +103,7 @@ step_python() {
     return
   fi
   local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python PYO3_BUILD_EXTENSION_MODULE=1
-  check cargo clippy -p towline-python --all-targets -- -D warnings
+  check cargo clippy -p towline-python --no-deps --all-targets -- -D warnings
   log=$logs/python-build.log
   check .venv/bin/maturin develop --manifest-path $package/Cargo.toml
   log=$logs/python-types.log

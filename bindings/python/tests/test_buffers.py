@@ -94,7 +94,7 @@ def test_memory_with_gaps_is_refused(endpoint: towline.Endpoint) -> None:
 
 def test_read_only_memory_is_never_written(endpoint: towline.Endpoint) -> None:
     frozen = numpy.zeros(8, numpy.uint8)
-    frozen.flags.writeable = False
+    frozen.setflags(write=False)
     for obj in (bytes(8), memoryview(bytes(8)), frozen, Interface(frozen)):
         for access in get_args(towline.Access)[2:]:
             with pytest.raises(ValueError, match="obj: .*read-only"):

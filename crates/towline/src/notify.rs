@@ -12,7 +12,7 @@ pub(crate) use self::mailbox::Mailbox;
 use crate::endpoint::EndpointCore;
 use crate::identity::Identity;
 use crate::sync::lock;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, fork};
 
 /// The longest message.
 pub const MAX_MESSAGE: usize = 64 * 1024;
@@ -145,6 +145,7 @@ impl Future for NextNotification<'_> {
     type Output = Result<Notification>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Notification>> {
+        fork::guard("receive")?;
         let notifications = &self.0.notifications;
         if let Some(next) = notifications.next().transpose() {
             return Poll::Ready(next);

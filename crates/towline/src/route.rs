@@ -128,7 +128,12 @@ impl fmt::Display for Explanation {
                 Verdict::Possible => " +",
                 Verdict::Refused => " -",
             };
-            writeln!(f, "{mark} {:<7} {}", candidate.path, candidate.reason)?;
+            let guard = match (&candidate.verdict, candidate.enforced) {
+                (Verdict::Refused, _) => "",
+                (_, true) => " [the owner checks every access]",
+                (_, false) => " [rights hold between cooperating processes]",
+            };
+            writeln!(f, "{mark} {:<7} {}{guard}", candidate.path, candidate.reason)?;
         }
         Ok(())
     }

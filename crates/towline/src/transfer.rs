@@ -21,7 +21,7 @@ use crate::region::RegionUse;
 use crate::sync::lock;
 use crate::transport::Attachment;
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, fork};
 use state::State;
 
 /// What a transfer does to the remote memory.
@@ -162,7 +162,7 @@ impl Transfer {
     pub fn is_done(&self) -> bool {
         match &self.0 {
             Repr::Done(_) => true,
-            Repr::Live(core) => lock(&core.inner).end().is_some(),
+            Repr::Live(core) => core.end().is_some(),
         }
     }
 
@@ -170,7 +170,7 @@ impl Transfer {
     pub fn result(&self) -> Option<Result<()>> {
         match &self.0 {
             Repr::Done(done) => Some(done.result.clone()),
-            Repr::Live(core) => lock(&core.inner).end().cloned(),
+            Repr::Live(core) => core.end(),
         }
     }
 
@@ -178,6 +178,7 @@ impl Transfer {
     pub fn value(&self) -> Option<u64> {
         match &self.0 {
             Repr::Done(done) => done.value,
+            Repr::Live(_) if fork::in_child() => None,
             Repr::Live(core) => lock(&core.inner).state.value(),
         }
     }
@@ -204,7 +205,9 @@ impl Transfer {
     ///
     /// A transfer that has already ended stays as it ended.
     pub fn cancel(&self) {
-        if let Repr::Live(core) = &self.0 {
+        if let Repr::Live(core) = &self.0
+            && !fork::in_child()
+        {
             core.stop(Error::new(Kind::Canceled, core.op.name(), "cancelled by the caller"));
         }
     }
@@ -228,6 +231,7 @@ impl Transfer {
                 vec![BlockFailure { blocks: 0..*blocks, error: error.clone() }]
             }
             Repr::Done(_) => Vec::new(),
+            Repr::Live(_) if fork::in_child() => Vec::new(),
             Repr::Live(core) => {
                 let inner = lock(&core.inner);
                 inner.end().map(|_| inner.state.failures().to_vec()).unwrap_or_default()
@@ -243,6 +247,9 @@ impl Future for Transfer {
         match &self.0 {
             Repr::Done(done) => Poll::Ready(done.result.clone()),
             Repr::Live(core) => {
+                if let Err(error) = fork::guard(core.op.name()) {
+                    return Poll::Ready(Err(error));
+                }
                 let mut inner = lock(&core.inner);
                 if let Some(result) = inner.end() {
                     return Poll::Ready(result.clone());
@@ -468,8 +475,16 @@ impl TransferCore {
         wakers.into_iter().for_each(Waker::wake);
     }
 
+    /// How it ended; in a forked child, where its locks may never open again, the reason for that.
+    fn end(&self) -> Option<Result<()>> {
+        match fork::guard(self.op.name()) {
+            Ok(()) => lock(&self.inner).end().cloned(),
+            Err(error) => Some(Err(error)),
+        }
+    }
+
     fn wait(&self, until: Option<Instant>) -> Option<Result<()>> {
-        if let Err(error) = progress::may_block(self.op.name()) {
+        if let Err(error) = fork::guard(self.op.name()).and_then(|()| progress::may_block(self.op.name())) {
             return Some(Err(error));
         }
         let mut inner = lock(&self.inner);

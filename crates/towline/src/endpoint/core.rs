@@ -317,9 +317,6 @@ impl EndpointCore {
         }
         self.notifications.close();
         self.bell.ring();
-        if let (Some(token), Ok(reactor)) = (lock(&self.listening).0.take(), progress::reactor()) {
-            reactor.remove(token, self.bell.event());
-        }
     }
 }
 
@@ -333,6 +330,10 @@ impl Drop for EndpointCore {
                 here.remove(&self.identity.incarnation);
             }
             self.hang_up();
+        }
+        // Not before: a closed endpoint still listens for peers that let go of what is parked.
+        if let (Some(token), Ok(reactor)) = (lock(&self.listening).0.take(), progress::reactor()) {
+            reactor.remove(token, self.bell.event());
         }
         self.nonce.fill(0);
     }

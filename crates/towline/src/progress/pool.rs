@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn the_processs_pool_has_a_limit_between_one_and_sixteen() {
+    fn the_pool_of_the_process_has_a_limit_between_one_and_sixteen() {
         assert!((1..=16).contains(&crate::progress::pool().limit()));
         assert_eq!(Pool::new("t-limit", 1000).limit(), 64);
     }
