@@ -33,8 +33,12 @@ async def measured(
         with Peer() as peer:
             try:
                 async for found in figure(Bench(peer, reference, pace)):
-                    if wanted in found.name:
-                        (rows if isinstance(found, Row) else skipped).append(found)  # type: ignore[arg-type]
+                    if wanted not in found.name:
+                        continue
+                    if isinstance(found, Row):
+                        rows.append(found)
+                    else:
+                        skipped.append(found)
             except Exception as error:
                 reason = str(error) if isinstance(error, Lacking) else f"{type(error).__name__}: {error}"
                 skipped.append(Skipped(names[0], reason, failed=not isinstance(error, Lacking)))

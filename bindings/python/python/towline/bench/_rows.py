@@ -85,7 +85,7 @@ class Skipped:
 
 def table(rows: Iterable[Row]) -> str:
     """The rows as plain columns."""
-    lines = [("shape", "path", "ours", "limit", "ratio", "asked", "")]
+    lines: list[tuple[str, ...]] = [("shape", "path", "ours", "limit", "ratio", "asked", "")]
     lines += [row.line() for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
