@@ -3,16 +3,18 @@ CARGO_TARGET_DIR ?= target
 FUZZ_SECONDS ?= 60
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test lint test-unit test-loom test-forced-tcp python bench fuzz fmt clean-tools
+.PHONY: help demo test lint test-unit test-loom test-forced-tcp python docs wheel bench fuzz fmt clean-tools
 
 help:
-	@echo "make demo             build the command and let two workers move memory"
+	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
 	@echo "make test             everything that must pass before a change goes in"
 	@echo "make lint             only the checks that run no test"
 	@echo "make test-unit        only the tests of the workspace"
 	@echo "make test-loom        only the memory-ordering tests, under loom"
 	@echo "make test-forced-tcp  the laws again, with every other path forbidden"
 	@echo "make python           build the Python package into .venv, check its types and test it"
+	@echo "make docs             build the documentation site into $(CARGO_TARGET_DIR)/site"
+	@echo "make wheel            build the Python wheel, check it and try it in a fresh environment"
 	@echo "make bench            measure each path beside its limit"
 	@echo "make fuzz             fuzz each decoder for FUZZ_SECONDS ($(FUZZ_SECONDS)) each"
 	@echo "make fmt              format the code"
@@ -21,6 +23,7 @@ help:
 demo:
 	$(CARGO) build --release -p towline-cli
 	$(towline) demo
+	@scripts/quickstart.sh
 
 test:
 	scripts/test.sh
@@ -40,6 +43,12 @@ test-forced-tcp:
 
 python:
 	TOWLINE_REQUIRE=python scripts/test.sh python
+
+docs:
+	TOWLINE_REQUIRE=docs scripts/test.sh docs
+
+wheel:
+	scripts/wheel.sh
 
 bench:
 	$(CARGO) build --release -p towline-cli

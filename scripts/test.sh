@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp python)
+all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp python docs)
 cargo_deny_version=0.20
 typos_version=1.51.1
 arm=aarch64-unknown-linux-gnu
@@ -107,14 +107,28 @@ step_python() {
   log=$logs/python-build.log
   check .venv/bin/maturin develop --manifest-path $package/Cargo.toml
   log=$logs/python-types.log
-  check .venv/bin/mypy --config-file $package/pyproject.toml $package/python/towline $package/tests
+  check .venv/bin/mypy --config-file $package/pyproject.toml $package/python/towline $package/tests examples/python docs/site
   log=$logs/python-stubs.log
   check .venv/bin/python -m mypy.stubtest towline._native
   log=$logs/python.log
   run_pytest .venv/bin/pytest --color=no -c $package/pyproject.toml $package/tests
 }
 
-# Makes .venv and what the package's tests need in it; otherwise says why that cannot be.
+# The reference is made from the docstrings of the built package, half of which are inside its native module.
+step_docs() {
+  local reason
+  if ! reason=$(prepare_python docs); then
+    skip "the documentation site" "$reason"
+    return
+  fi
+  local -x VIRTUAL_ENV=$PWD/.venv
+  log=$logs/docs-build.log
+  check .venv/bin/maturin develop --quiet --manifest-path bindings/python/Cargo.toml
+  log=$logs/docs.log
+  check .venv/bin/sphinx-build -W --keep-going -q -b html docs/site "$target_dir/site"
+}
+
+# Makes .venv and what the package's tests, or another of its extras, need in it; otherwise says why that cannot be.
 prepare_python() {
   local python=.venv/bin/python
   if [[ ! -x $python ]]; then
@@ -123,14 +137,14 @@ prepare_python() {
   fi
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     { echo "it needs Python 3.11, and there is $("$python" --version) in .venv"; return 1; }
-  "$python" - >"$logs/python-needs.txt" <<'EOF'
-import tomllib
+  "$python" - "${1:-test}" >"$logs/python-needs.txt" <<'EOF'
+import sys, tomllib
 with open("bindings/python/pyproject.toml", "rb") as file:
     project = tomllib.load(file)
-print(*project["build-system"]["requires"], *project["project"]["optional-dependencies"]["test"], sep="\n")
+print(*project["build-system"]["requires"], *project["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
 EOF
   "$python" -m pip install --quiet --disable-pip-version-check -r "$logs/python-needs.txt" >&2 ||
-    { echo "'pip install' of what its tests need into .venv failed"; return 1; }
+    { echo "'pip install' of what it needs into .venv failed"; return 1; }
 }
 
 step_forced-tcp() {

@@ -16,6 +16,8 @@ use crate::{dlpack, shared};
 pub(crate) struct Asked {
     pub(crate) op: &'static str,
     pub(crate) argument: &'static str,
+    /// Memory of a device is refused, before the object is asked for it.
+    pub(crate) host_only: bool,
 }
 
 impl Asked {

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 use towline::SharedStorage;
 
-use crate::buffer::Asked;
+use crate::buffer::{Asked, not_contiguous, unsupported_place};
 
 const NAME: &CStr = c"dltensor";
 const USED_NAME: &CStr = c"used_dltensor";
@@ -79,6 +79,9 @@ pub(crate) fn import<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<
     let py = object.py();
     let device: (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
     let device = Some(device).filter(|(kind, _)| !HOST.contains(kind));
+    if let Some((kind, id)) = device.filter(|_| asked.host_only) {
+        return Err(unsupported_place(py, asked, &format!("DLPack device {kind}:{id}")));
+    }
     let options = PyDict::new(py);
     options.set_item("max_version", (1, 0))?;
     let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
@@ -125,7 +128,7 @@ unsafe fn extent(py: Python<'_>, tensor: &Tensor, asked: Asked) -> PyResult<(usi
             && shape[axis] != 1
             && strides[axis] != count
         {
-            return Err(crate::buffer::not_contiguous(py, asked));
+            return Err(not_contiguous(py, asked));
         }
         count = count.checked_mul(shape[axis]).ok_or_else(|| asked.invalid(py, "the tensor is too large"))?;
     }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use towline::{Limits, Result};
 
-use crate::buffer::{Asked, Memory, unsupported_place};
+use crate::buffer::{Asked, Memory};
 use crate::completions::{Waiter, block_on};
 use crate::errors::{OrRaise, invalid};
 use crate::import::Import;
@@ -21,7 +21,7 @@ use crate::stats::Stats;
 use crate::transfer::Transfer;
 use crate::{owners, ticket};
 
-const ASKED: Asked = Asked { op: "register", argument: "obj" };
+const ASKED: Asked = Asked { op: "register", argument: "obj", host_only: true };
 
 /// This process on the fabric.
 #[pyclass(frozen, module = "towline._native")]
@@ -118,9 +118,6 @@ impl Endpoint {
         let endpoint = self.enter(py, "register")?;
         let access = self::access(py, "register", access)?;
         let memory = Memory::of(obj, ASKED)?;
-        if let Some((kind, id)) = memory.device {
-            return Err(unsupported_place(py, ASKED, &format!("DLPack device {kind}:{id}")));
-        }
         let read_only = memory.read_only;
         region::check_writable(py, read_only, access)?;
         let storage = memory.into_storage(py, ASKED)?;

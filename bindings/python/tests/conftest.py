@@ -26,17 +26,16 @@ def watchdog() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
-class Peer:
-    """A process that runs `peer.py`: it owns a region, gives its ticket, and does what it is told."""
+class Process:
+    """A process that runs a script of this directory and does what it is told."""
 
-    def __init__(self, nbytes: int, access: str, memory: str) -> None:
+    def __init__(self, script: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "peer.py"), str(nbytes), access, memory],
+            [sys.executable, str(HERE / script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.ticket = self.answer()
 
     def answer(self) -> str:
         assert self.process.stdout is not None
@@ -44,14 +43,20 @@ class Peer:
         assert line, "the peer has ended"
         return line
 
-    def tell(self, command: str) -> str:
+    def order(self, command: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
+
+    def tell(self, command: str) -> str:
+        self.order(command)
         return self.answer()
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
+        self.wait_until_stopped()
+
+    def wait_until_stopped(self) -> None:
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
@@ -71,7 +76,16 @@ class Peer:
                 pass
 
 
+class Peer(Process):
+    """A process that runs `peer.py`: it owns a region and gives its ticket."""
+
+    def __init__(self, nbytes: int, access: str, memory: str) -> None:
+        super().__init__("peer.py", str(nbytes), access, memory)
+        self.ticket = self.answer()
+
+
 MakePeer = Callable[..., Peer]
+MakeWorker = Callable[..., Process]
 
 
 @pytest.fixture
@@ -84,6 +98,20 @@ def peer() -> Iterator[MakePeer]:
 
     yield make
     for one in peers:
+        one.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[MakeWorker]:
+    """Makes processes that run `connect_peer.py`, with operations over one path."""
+    workers: list[Process] = []
+
+    def make(path: str = "unix", memory: str = "plain") -> Process:
+        workers.append(Process("connect_peer.py", path, memory))
+        return workers[-1]
+
+    yield make
+    for one in workers:
         one.close()
 
 

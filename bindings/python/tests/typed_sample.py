@@ -5,6 +5,7 @@ import asyncio
 from typing import assert_type
 
 import towline
+from towline import nixl_connect
 
 
 async def worker(text: str) -> int:
@@ -23,6 +24,30 @@ async def worker(text: str) -> int:
             found = await endpoint.fetch_add(remote, 0, 1)
             assert_type(found, int)
             return found + endpoint.compare_swap(remote, 0, 1, 2).wait(timeout=1.0)
+
+
+async def operations(text: str) -> None:
+    async with towline.Connector("typed", unclaimed_timeout=None) as connector:
+        local = towline.Descriptor((bytearray(4096), "cpu"))
+        assert_type(local.device, towline.Device)
+        async with await connector.create_writable([local], unclaimed_timeout=60) as writable:
+            assert_type(writable, towline.WritableOperation)
+            assert_type(writable.metadata(), towline.RdmaMetadata)
+            assert_type(await writable, None)
+        remote = towline.RdmaMetadata.from_json(text)
+        with await connector.begin_read(remote, local) as read:
+            await read.wait_for_completion(timeout=1.0)
+            assert_type(read.results(), list[towline.Descriptor])
+            assert_type(read.error, towline.Error | None)
+        assert_type(connector.begin_write_sync(local, remote), towline.WriteOperation)
+
+
+async def drop_in(values: dict[str, object]) -> None:
+    connector = nixl_connect.Connector()
+    metadata = nixl_connect.RdmaMetadata.model_validate(values)
+    with await connector.begin_read(metadata, nixl_connect.Descriptor(bytearray(8))) as read:
+        assert_type(read.status, towline.OperationStatus)
+        await read.wait_for_completion()
 
 
 def main() -> None:

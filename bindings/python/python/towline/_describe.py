@@ -21,7 +21,8 @@ class Described(NamedTuple):
 
 def _known(native: _native.Descriptor, reference: object) -> Described:
     kind, number = native.device
-    return Described(native, native.ptr, native.size, Device((DeviceKind(kind), number)), reference)
+    device = HOST if kind == DeviceKind.HOST else Device((DeviceKind(kind), number))
+    return Described(native, native.ptr, native.size, device, reference)
 
 
 def raw(ptr: int, size: int, device: Device, reference: object) -> Described:
@@ -66,8 +67,9 @@ def of_object(data: Any, device: Device | None = None) -> Described:
     if interface is None:
         described = _known(_native.Descriptor(data), data)
     else:
-        number = getattr(getattr(data, "device", None), "id", 0)
-        there = device if device is not None else Device((DeviceKind.CUDA, number))
+        there = device
+        if there is None or there.kind is not DeviceKind.CUDA:
+            there = Device((DeviceKind.CUDA, getattr(getattr(data, "device", None), "id", 0)))
         described = _of_cuda(interface, there, data)
     if device is not None and device.kind is not described.device.kind:
         raise Invalid(
@@ -90,7 +92,9 @@ def _of_cuda(interface: Any, device: Device, data: object) -> Described:
                 )
             size *= length
         described = raw(int(ptr), size, device, data)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except Invalid:
+        raise
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise Invalid(
             f"data: its __cuda_array_interface__ is damaged: {error!r}", op="descriptor"
         ) from error

@@ -99,7 +99,7 @@ class Device:
                 raise Invalid(f"metadata: {number} is not the number of a device", op="device")
         else:
             raise TypeError(
-                f"metadata: a str or a tuple of DeviceKind and int is needed, not {metadata!r:.100}"
+                f"metadata: a device is a str or a tuple of DeviceKind and int, not {metadata!r:.100}"
             )
         self._kind = DeviceKind(kind)
         self._id = 0 if self._kind is DeviceKind.HOST else number

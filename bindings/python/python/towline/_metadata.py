@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _native
 from ._describe import is_number
@@ -14,6 +14,9 @@ from ._errors import Invalid, Protocol
 
 if TYPE_CHECKING:
     from ._native import _Fields
+
+
+T = TypeVar("T")
 
 
 def _wrong_type(name: str, needed: str, value: object) -> TypeError:
@@ -145,13 +148,16 @@ class RdmaMetadata:
 
     @classmethod
     def _of(cls, fields: _Fields) -> RdmaMetadata:
-        """From the native side, which has checked them."""
         descriptors, nixl_metadata, notification_key, kind = fields
-        return cls(
-            tuple(SerializedDescriptor(*one) for one in descriptors),
-            nixl_metadata,
-            notification_key,
-            OperationKind(kind),
+        return _checked(
+            cls,
+            descriptors=tuple(
+                _checked(SerializedDescriptor, device=device, ptr=ptr, size=size)
+                for device, ptr, size in descriptors
+            ),
+            nixl_metadata=nixl_metadata,
+            notification_key=notification_key,
+            operation_kind=OperationKind(kind),
         )
 
     def _fields(self) -> _Fields:
@@ -161,6 +167,14 @@ class RdmaMetadata:
             self.notification_key,
             int(self.operation_kind),
         )
+
+
+def _checked(cls: type[T], **values: Any) -> T:
+    """An instance with values from the native side, which has checked them: asking again would cost more than the rest."""
+    made = cls.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def _check_keys(name: str, values: Mapping[str, Any], of: type) -> None:

@@ -16,6 +16,7 @@ from ._errors import Timeout
 
 if TYPE_CHECKING:
     from ._transfer import Transfer
+    from .connect import Operation
 
 T = TypeVar("T")
 
@@ -189,7 +190,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 class CompletionQueue:
-    """Tells other event loops than asyncio's what has ended, by a descriptor to watch.
+    """Tells other event loops than asyncio's which transfers and operations have ended, by a descriptor to watch.
 
     >>> queue = CompletionQueue()
     >>> queue.add(transfer)                         # doctest: +SKIP
@@ -199,15 +200,15 @@ class CompletionQueue:
 
     def __init__(self) -> None:
         self._completions = _native.Completions()
-        self._waiting: dict[int, Transfer[Any]] = {}
+        self._waiting: dict[int, Transfer[Any] | Operation] = {}
         self._next_id = 0
 
     def fileno(self) -> int:
         """The descriptor that is readable when ``ready()`` should be called, which now and then gives nothing."""
         return self._completions.fileno()
 
-    def add(self, transfer: Transfer[Any]) -> None:
-        """Has ``ready()`` give that transfer when it has ended, which may be at once."""
+    def add(self, transfer: Transfer[Any] | Operation) -> None:
+        """Has ``ready()`` give that transfer or operation when it has ended, which may be at once."""
         self._next_id += 1
         number = self._next_id
         waiter = self._completions.waiter(number)
@@ -215,8 +216,8 @@ class CompletionQueue:
         if transfer._native.poll(waiter):
             waiter.wake()
 
-    def ready(self) -> list[Transfer[Any]]:
-        """The transfers that have ended since the last call; never blocks."""
+    def ready(self) -> list[Transfer[Any] | Operation]:
+        """What has ended since the last call; never blocks."""
         ended = (self._waiting.pop(number, None) for number in self._completions.take())
         return [transfer for transfer in ended if transfer is not None]
 

@@ -11,7 +11,7 @@ use crate::errors::{OrRaise, raise};
 use crate::owners;
 use crate::process::{self, Inherited};
 
-const ASKED: Asked = Asked { op: "descriptor", argument: "data" };
+const ASKED: Asked = Asked { op: "descriptor", argument: "data", host_only: false };
 
 /// Memory that takes part in operations.
 #[pyclass(frozen, module = "towline._native")]

@@ -118,13 +118,16 @@ impl Operation {
 
     /// What the peer needs to know; only of a passive operation.
     fn metadata(&self, py: Python<'_>, hex: bool) -> PyResult<Fields> {
-        let metadata = match (self.enter(py)?, hex) {
-            (Started::Readable(operation), false) => operation.metadata(),
-            (Started::Readable(operation), true) => operation.metadata_in_hex(),
-            (Started::Writable(operation), false) => operation.metadata(),
-            (Started::Writable(operation), true) => operation.metadata_in_hex(),
-            _ => return Err(PyTypeError::new_err("an active operation has no metadata")),
-        };
+        let started = self.enter(py)?;
+        // Without the GIL: a thousand tickets take a while to sign.
+        let metadata = py.detach(|| match (started, hex) {
+            (Started::Readable(operation), false) => Some(operation.metadata()),
+            (Started::Readable(operation), true) => Some(operation.metadata_in_hex()),
+            (Started::Writable(operation), false) => Some(operation.metadata()),
+            (Started::Writable(operation), true) => Some(operation.metadata_in_hex()),
+            _ => None,
+        });
+        let metadata = metadata.ok_or_else(|| PyTypeError::new_err("an active operation has no metadata"))?;
         metadata.map(metadata::to_fields).or_raise(py)
     }
 

@@ -262,6 +262,19 @@ mod tests {
     }
 
     #[test]
+    fn the_owner_is_named_and_what_is_not_ours_is_refused() {
+        let connector = crate::connect::Connector::named("owner").unwrap();
+        let storage = crate::SystemStorage::new(64).unwrap();
+        let readable = connector.create_readable(crate::connect::Descriptor::new(storage)).unwrap();
+        for metadata in [readable.metadata().unwrap(), readable.metadata_in_hex().unwrap()] {
+            assert_eq!(RdmaMetadata::owner(&metadata.nixl_metadata).unwrap(), "owner");
+        }
+        assert_eq!(RdmaMetadata::owner("").unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(RdmaMetadata::owner("00").unwrap_err().kind(), Kind::Protocol);
+        assert_eq!(RdmaMetadata::owner("b64:eJw=").unwrap_err().kind(), Kind::Unsupported);
+    }
+
+    #[test]
     fn the_secret_part_is_not_shown() {
         assert!(!format!("{:?}", metadata()).contains("AAAA"));
     }

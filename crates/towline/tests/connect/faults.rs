@@ -7,7 +7,7 @@ use towline::{Kind, Limits};
 
 use crate::scene::*;
 
-const LARGE: usize = 256 << 20;
+const LARGE: usize = 96 << 20;
 
 /// The readable's memory is one large pattern: long enough that something can happen while it is read.
 fn reading(path: &str) -> (Connector, Connector, ReadableOperation, ReadOperation) {

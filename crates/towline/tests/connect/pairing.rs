@@ -127,7 +127,7 @@ fn as_many_descriptors_as_are_allowed_are_one_claim() {
 #[test]
 fn more_than_may_be_in_flight_is_moved_in_turns() {
     let (encode, decode) = pair("mapped");
-    let (count, len) = (5, 24 << 20);
+    let (count, len) = (9, 8 << 20);
     let source = filled(4, len);
     let readable = encode.create_readable(vec![source; count]).unwrap();
     let targets: Vec<_> = (0..count).map(|_| empty(len)).collect();
@@ -268,16 +268,6 @@ fn a_thousand_operations_leave_nothing_behind() {
             }
         }
     }
-}
-
-#[test]
-fn an_operation_is_seen_to_be_claimed_before_it_ends() {
-    let (encode, decode) = pair("tcp");
-    let readable = encode.create_readable(filled(1, 64 << 20)).unwrap();
-    let read = decode.begin_read(&readable.metadata().unwrap(), empty(64 << 20)).unwrap();
-    assert_ne!(readable.status(), OperationStatus::Initialized);
-    read.wait(None).unwrap();
-    readable.wait(None).unwrap();
 }
 
 #[test]

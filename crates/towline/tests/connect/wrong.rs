@@ -71,23 +71,19 @@ fn a_second_claimer_gets_nothing() {
     for path in PATHS {
         let (encode, decode) = pair(path);
         let third = over(path, "third");
-        let writable = encode.create_writable(vec![empty_shared(64 << 20), empty_shared(8)]).unwrap();
+        let writable = encode.create_writable(vec![empty_shared(5000), empty_shared(8)]).unwrap();
         let metadata = writable.metadata().unwrap();
-        let source = vec![filled(1, 64 << 20), filled(2, 8)];
-        let write = decode.begin_write(&source, &metadata).unwrap();
-        // While it is under way, and after.
+        let local = || vec![empty(5000), empty(8)];
+        let begun = decode.begin_write_async(vec![filled(1, 5000), filled(2, 8)], &metadata);
+        eventually("it is claimed", || writable.status() == OperationStatus::InProgress);
         for connector in [&decode, &third] {
-            let outcome = connector.begin_write(vec![empty(64 << 20), empty(8)], &metadata);
-            let error = outcome.expect_err("it is refused");
-            match error.kind() {
-                Kind::Invalid => assert!(error.message().contains("already claimed by decode"), "{error}"),
-                kind => assert_eq!(kind, Kind::Stale, "{error}"),
-            }
+            refused(connector.begin_write(local(), &metadata), Kind::Invalid, "already claimed by decode");
         }
+        let write = block_on(begun).unwrap();
         write.wait(None).unwrap();
         writable.wait(None).unwrap();
         for connector in [&decode, &third] {
-            refused(connector.begin_write(vec![empty(64 << 20), empty(8)], &metadata), Kind::Stale, "");
+            refused(connector.begin_write(local(), &metadata), Kind::Stale, "");
         }
         assert_eq!(bytes(&writable.descriptors()[1]), pattern(2, 8));
         refused(writable.metadata(), Kind::Stale, "has ended");
@@ -213,18 +209,21 @@ fn hostile_metadata_is_refused_and_harms_nobody() {
 
 #[test]
 fn nobody_can_finish_what_another_has_claimed() {
-    // The second claimer's refusal must not end the first one's operation, nor must its drop.
+    // A second claimer of the same session is refused; neither that nor its drop may end the first one's operation.
     let (encode, decode) = pair("unix");
-    let writable = encode.create_writable(empty_shared(64 << 20)).unwrap();
+    let writable = encode.create_writable(empty_shared(5000)).unwrap();
     let metadata = writable.metadata().unwrap();
-    let write = decode.begin_write(filled(3, 64 << 20), &metadata).unwrap();
+    let begun = decode.begin_write_async(filled(3, 5000), &metadata);
+    eventually("it is claimed", || writable.status() == OperationStatus::InProgress);
     for _ in 0..20 {
-        drop(block_on(decode.begin_write_async(empty(64 << 20), &metadata)).err().unwrap());
-        drop(decode.begin_write_async(empty(64 << 20), &metadata));
+        refused(block_on(decode.begin_write_async(empty(5000), &metadata)), Kind::Invalid, "already claimed");
+        drop(decode.begin_write_async(empty(5000), &metadata));
     }
-    write.wait(None).unwrap();
+    refused(decode.begin_write(empty(5000), &metadata), Kind::Invalid, "already claimed");
+    assert_eq!(writable.status(), OperationStatus::InProgress);
+    block_on(async { begun.await?.await }).unwrap();
     writable.wait(None).unwrap();
-    assert_eq!(bytes(&writable.descriptors()[0]), pattern(3, 64 << 20));
+    assert_eq!(bytes(&writable.descriptors()[0]), pattern(3, 5000));
 }
 
 #[test]

@@ -23,7 +23,7 @@ from .._devices import Device, DeviceKind, OperationKind, OperationStatus
 from ._connector import Connection, Connector, Remote
 from ._descriptor import Descriptor
 from ._models import RdmaMetadata, SerializedDescriptor
-from ._nixl import _NixlImportProxy
+from ._nixl import _NixlImportProxy as _NixlImportProxy
 from ._operations import (
     AbstractOperation,
     ActiveOperation,

@@ -217,8 +217,10 @@ class Connection:
 class Remote:
     """The peer that made some metadata."""
 
+    # Until it is counted there is nothing to release.
+    _released = True
+
     def __init__(self, connection: Connection, nixl_metadata: bytes | str) -> None:
-        self._released = True
         if not isinstance(connection, Connection):
             raise TypeError(f"connection: a Connection is needed, not {type(connection).__name__}")
         if not isinstance(nixl_metadata, (bytes, str)):

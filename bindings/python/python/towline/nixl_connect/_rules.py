@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def device(value: str) -> str:
     text = value.strip().lower()
     known = str(Device(text)) if text.startswith(("cpu", "cuda", "xpu")) else ""
-    if text not in (known, known.removesuffix(":0")):
+    if not known or text not in (known, known.removesuffix(":0")):
         raise ValueError(f"device: {value!r:.80} is not cpu, cuda:N or xpu:N")
     return text
 

@@ -111,6 +111,11 @@ impl Serving {
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over"))?;
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         lock(&serving.connections).push(Arc::clone(connection));
+        // Whoever ends it closes the connections that it finds after it has said so.
+        if serving.closed.load(Ordering::Acquire) {
+            lock(&serving.connections).clear();
+            return Err(Error::new(Kind::Disconnected, "contact", "the session is over"));
+        }
         let ready = wire::Ready { session: id, name: endpoint.name().to_owned(), local: None };
         connection.authenticate(serving, Role::Lane);
         connection.send(Message::from(ready).frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)

@@ -294,7 +294,8 @@ impl Session {
             match self.open_lane(&endpoint) {
                 Ok(lane) => open.push(lane),
                 // Fewer lanes than wanted are enough.
-                Err(error) if open.is_empty() => return Err(error),
+                // Where this side has ended the session, that is the reason, and not that the owner refuses now.
+                Err(error) if open.is_empty() => return Err(self.alive().err().unwrap_or(error)),
                 Err(_) => break,
             }
         }

@@ -1,0 +1,33 @@
+import asyncio
+
+import towline
+
+
+async def main() -> None:
+    # Worker A owns the bytes. Any array or buffer can be registered; peers on the same host map this one.
+    prefill = towline.Endpoint("prefill")
+    cache = towline.empty(1 << 20)
+    memoryview(cache)[:33] = b"sixteen layers of keys and values"
+    region = prefill.register(cache, "read")
+    ticket = str(region.ticket())                              # send it any way you like
+
+    # Worker B, usually another process or another host, reads them.
+    decode = towline.Endpoint("decode")
+    remote = await decode.import_async(ticket)
+    target = bytearray(1 << 20)
+    local = decode.register(target, "none")
+    transfer = decode.read(remote, local, notify="taken")
+    await transfer                                             # or, without an event loop: transfer.wait()
+    print(f"{transfer.nbytes} bytes over {transfer.path}\n{remote.explain()}")
+
+    # A paged cache is a few numbers, not millions of descriptors: blocks are named by index.
+    pages = towline.Layout.blocks(4096, 256)                   # block length, count
+    await decode.read(remote, local, blocks=(pages, [0, 8, 200], pages, [7, 1, 2]))
+
+    assert target[:33] == target[7 * 4096 :][:33] == b"sixteen layers of keys and values"
+    assert (await prefill.receive_async()).message == b"taken"
+    decode.close()
+    prefill.close()
+
+
+asyncio.run(main())
