@@ -30,7 +30,9 @@ mod _native {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        module.add("__version__", env!("CARGO_PKG_VERSION"))
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        // A figure of a debug build means little: who measures has to know.
+        module.add("__build__", if cfg!(debug_assertions) { "debug" } else { "release" })
     }
 
     #[pymodule_export]

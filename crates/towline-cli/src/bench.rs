@@ -6,11 +6,14 @@ mod costs;
 mod growth;
 mod limit;
 mod measure;
+mod python;
 mod report;
 mod shapes;
 mod team;
 mod transfers;
 
+use std::borrow::Cow;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -37,8 +40,22 @@ The ratio says how near ours is to the limit, 1.0 being equal: ours/limit for ra
 without a limit show the target instead, and the ratio is target/ours: 1.0 or more meets it.
 Blocks are taken in random order on both sides. Every shape is verified before it is measured.
 
+With --python the package measures itself (python -m towline.bench) between two processes of the interpreter, and the
+limit of a row is the same transfer in Rust, over the same memory, in turns:
+  py-4k-operation             4 KiB from begin_read to the awaiting code on both sides
+  py-4k-simulated-polling     the same, waited for by sleeping and looking as dynamo.nixl_connect does, without NIXL
+  py-4k-nixl                  the same by dynamo.nixl_connect, where it and NIXL are installed
+  py-overhead                 p50 of a 4 KiB operation, less p50 of that operation begun by Rust
+  py-overhead-transfer        p50 of a 4 KiB transfer, less p50 of that transfer in Rust
+  py-operation-over-transfer  p50 of a 4 KiB operation, less p50 of a transfer in Rust, which claims nothing
+  py-notifications            a message there and one back, after 100,000 finished ones and between fresh endpoints
+  py-64m-pause                the longest delay of a timer of the event loop during a read, and during as long a sleep
+  py-64m, py-64m-transfer     64 MiB by an operation, and by a transfer
+  py-81920x4k                 blocks by index arrays
+
 With --json: {\"rows\": [{\"name\", \"path\", \"op\", \"bytes\", \"blocks\", \"block_size\", \"threads\", \"streams\", \"unit\",
-\"ours\", \"limit\", \"target\", \"ratio\", \"goal\", \"met\", \"p99\", \"rounds\", \"against\"}], \"skipped\": [...], \"machine\": {...}}";
+\"ours\", \"limit\", \"target\", \"ratio\", \"goal\", \"met\", \"p99\", \"rounds\", \"against\"}], \"skipped\": [...], \"machine\": {...}}, and with --python also
+\"python\": {...}, the interpreter and the package.";
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -66,6 +83,12 @@ pub(crate) struct Options {
     /// List the rows instead of measuring them
     #[arg(long)]
     list: bool,
+    /// Measure the Python package instead, beside the same transfers in Rust
+    #[arg(long, conflicts_with_all = ["blocks", "block_size", "op", "path"])]
+    python: bool,
+    /// The interpreter that has the package; otherwise that of .venv here, or else python3
+    #[arg(long, value_name = "PATH", requires = "python")]
+    python_exe: Option<PathBuf>,
 }
 
 impl Options {
@@ -81,6 +104,9 @@ impl Options {
 }
 
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
+    if options.python {
+        return python::run(options, output);
+    }
     let cases: Vec<_> =
         shapes::cases(options).into_iter().filter(|case| options.wants(&case.label())).collect();
     let narrowed = options.blocks.is_some()
@@ -99,9 +125,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         }
         return Ok(Exit::Fine);
     }
-    if cfg!(debug_assertions) && !output.is_json() {
-        eprintln!("towline: this is a debug build; its figures mean little");
-    }
+    warn_of_debug_build(output);
     let mut session = Session {
         pace: options.pace(),
         rows: Vec::new(),
@@ -122,11 +146,18 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         }
     }
     session.progress.finish_and_clear();
-    let report = Report { rows: session.rows, skipped: session.skipped, machine: Machine::here() };
+    let report =
+        Report { rows: session.rows, skipped: session.skipped, machine: Machine::here(), python: None };
     report.print(output);
     match session.failures.as_slice() {
         [] => Ok(Exit::Fine),
         failures => Err(Failure::failed(failures.join("; "))),
+    }
+}
+
+fn warn_of_debug_build(output: &Output) {
+    if cfg!(debug_assertions) && !output.is_json() {
+        eprintln!("towline: this is a debug build; its figures mean little");
     }
 }
 
@@ -151,6 +182,7 @@ impl Session {
         if failure.exit != Exit::Unavailable {
             self.failures.push(format!("{label}: {}", failure.message));
         }
+        let path = path.map(Cow::Borrowed);
         self.skipped.push(Skipped { name, path, reason: failure.message.clone() });
     }
 }

@@ -289,12 +289,25 @@ fn the_costs_can_be_measured_one_by_one() {
 }
 
 #[test]
+fn a_python_without_the_package_exits_with_three_and_says_what_to_do() {
+    let output = towline(&["bench", "--python", "--python-exe", "/no/such/python"]);
+    assert_eq!(code(&output), 3, "{}", stderr(&output));
+    assert!(stderr(&output).contains("/no/such/python") && stderr(&output).contains("--python-exe"));
+    // A program that can be run and is no interpreter with the package stands for one without it.
+    let output = towline(&["bench", "--python", "--python-exe", "false"]);
+    assert_eq!(code(&output), 3, "{}", stderr(&output));
+    assert!(stderr(&output).contains("make python"), "{}", stderr(&output));
+}
+
+#[test]
 fn a_wrong_command_line_exits_with_two() {
     for arguments in [
         &["frobnicate"][..],
         &["bench", "--path", "pigeon"],
         &["bench", "--filter", "no-such-row"],
         &["bench", "--blocks", "0"],
+        &["bench", "--python", "--path", "tcp"],
+        &["bench", "--python-exe", "python3"],
         &["demo", "--bytes", "0"],
         &["serve", "--access", "everything"],
         &["inspect"],

@@ -10,8 +10,10 @@ from typing_extensions import CapsuleType
 from ._errors import Error
 
 __version__: str
+__build__: str
 
 __all__ = [
+    "__build__",
     "__version__",
     "Beginning",
     "Candidate",

@@ -71,7 +71,7 @@ fn notify_on(session: &mut Session, name: &str, core: Option<usize>) -> Outcome<
     );
     let p99 = times.p99.map(|time| time * 1e6);
     session.rows.push(Row {
-        path: Some(remote.path()),
+        path: Some(remote.path().into()),
         bytes: 4,
         blocks: 1,
         p99,
@@ -198,7 +198,7 @@ fn first_contact(session: &mut Session) -> Outcome<()> {
         path = Some(remote.path());
     }
     let row = Row::new("first-contact", Unit::Milliseconds, median(&mut times) * 1e3).target(Some(2.0));
-    session.rows.push(Row { path, rounds: times.len(), ..row });
+    session.rows.push(Row { path: path.map(Into::into), rounds: times.len(), ..row });
     Ok(())
 }
 
@@ -224,13 +224,13 @@ fn import_batch(session: &mut Session) -> Outcome<()> {
     }
     let row = Row::new("import-1000-at-once", Unit::Milliseconds, median(&mut times) * 1e3);
     session.rows.push(Row {
-        path: Some(first.path()),
+        path: Some(first.path().into()),
         blocks: u64::from(TICKETS),
         rounds: times.len(),
         ..row
     });
     let row = Row::new("import-one", Unit::Microseconds, median(&mut singles) * 1e6);
-    session.rows.push(Row { path: Some(first.path()), blocks: 1, rounds: singles.len(), ..row });
+    session.rows.push(Row { path: Some(first.path().into()), blocks: 1, rounds: singles.len(), ..row });
     Ok(())
 }
 

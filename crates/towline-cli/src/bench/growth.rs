@@ -37,8 +37,8 @@ fn one_path(session: &mut Session, worker: &mut Worker, path: Path) -> Outcome<(
             Some(0.9),
         );
         session.rows.push(Row {
-            path: Some(path.name()),
-            op: Some("read"),
+            path: Some(path.name().into()),
+            op: Some("read".into()),
             bytes: BYTES,
             blocks: 1,
             block_size: BYTES,

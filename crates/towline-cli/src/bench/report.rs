@@ -1,6 +1,9 @@
 //! What a run found, as a table and as JSON.
 
-use serde::Serialize;
+use std::borrow::Cow;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::machine::Machine;
 use crate::output::Output;
@@ -11,14 +14,17 @@ pub(super) struct Report {
     pub(super) rows: Vec<Row>,
     pub(super) skipped: Vec<Skipped>,
     pub(super) machine: Machine,
+    /// The interpreter and the package, where they were measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) python: Option<Value>,
 }
 
 /// One measured row. The help of `towline bench` says what the fields mean.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Row {
     pub(super) name: String,
-    pub(super) path: Option<&'static str>,
-    pub(super) op: Option<&'static str>,
+    pub(super) path: Option<Cow<'static, str>>,
+    pub(super) op: Option<Cow<'static, str>>,
     pub(super) bytes: u64,
     pub(super) blocks: u64,
     pub(super) block_size: u64,
@@ -33,10 +39,10 @@ pub(super) struct Row {
     pub(super) met: Option<bool>,
     pub(super) p99: Option<f64>,
     pub(super) rounds: usize,
-    pub(super) against: &'static str,
+    pub(super) against: Cow<'static, str>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Unit {
     #[serde(rename = "GiB/s")]
     Rate,
@@ -53,10 +59,10 @@ pub(super) enum Unit {
 }
 
 /// A row that could not be measured.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Skipped {
     pub(super) name: String,
-    pub(super) path: Option<&'static str>,
+    pub(super) path: Option<Cow<'static, str>>,
     pub(super) reason: String,
 }
 
@@ -81,13 +87,13 @@ impl Row {
             met: None,
             p99: None,
             rounds: 1,
-            against: "",
+            against: Cow::Borrowed(""),
         }
     }
 
     /// Sets what ours is compared with, the ratio that is asked for, and how near it is.
     pub(super) fn against(mut self, what: &'static str, limit: Option<f64>, goal: Option<f64>) -> Row {
-        self.against = what;
+        self.against = Cow::Borrowed(what);
         self.limit = limit;
         self.goal = goal;
         self.judged()
@@ -130,8 +136,8 @@ impl Row {
         };
         vec![
             self.name.clone(),
-            or_dash(self.path.map(str::to_owned)),
-            or_dash(self.op.map(str::to_owned)),
+            or_dash(self.path.as_deref().map(str::to_owned)),
+            or_dash(self.op.as_deref().map(str::to_owned)),
             workers,
             self.unit.show(self.ours),
             or_dash(self.limit.map(|limit| self.unit.show(limit))),
@@ -167,7 +173,8 @@ impl Report {
         let header = ["shape", "path", "op", "threads", "ours", "limit", "ratio", "asked", ""];
         output.table(&header, &rows, &[3, 4, 5, 6, 7]);
         for skipped in &self.skipped {
-            let label = skipped.path.map_or(skipped.name.clone(), |path| format!("{path}/{}", skipped.name));
+            let label =
+                skipped.path.as_ref().map_or(skipped.name.clone(), |path| format!("{path}/{}", skipped.name));
             output.text(format!("skipped {label}: {}", skipped.reason));
         }
         let judged: Vec<_> = self.rows.iter().filter_map(|row| row.met).collect();

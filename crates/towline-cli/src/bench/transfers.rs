@@ -78,8 +78,8 @@ fn row(session: &Session, bed: &mut Bed, case: &Case) -> Outcome<Row> {
         }
     };
     Ok(Row {
-        path: Some(case.path.name()),
-        op: Some(case.op.name()),
+        path: Some(case.path.name().into()),
+        op: Some(case.op.name().into()),
         bytes: case.bytes(),
         blocks: case.blocks,
         block_size: case.block_size,
