@@ -88,6 +88,7 @@ macro_rules! each_law {
             blocks_that_failed_are_named_and_the_others_are_right
             a_deadline_ends_a_transfer
             closing_the_user_ends_its_use
+            closing_the_user_does_not_wait_for_its_peer
             closing_the_owner_ends_everybodys_use
             what_was_moved_is_counted
             // futures

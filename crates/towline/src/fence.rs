@@ -17,4 +17,4 @@ pub(crate) mod table;
 pub(crate) mod watcher;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -3,6 +3,8 @@
 mod core;
 mod peers;
 mod signal;
+#[cfg(test)]
+mod tests;
 
 use std::any::Any;
 use std::fmt;

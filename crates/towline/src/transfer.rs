@@ -4,6 +4,8 @@
 //! bookkeeping of both.
 
 pub(crate) mod state;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::future::Future;

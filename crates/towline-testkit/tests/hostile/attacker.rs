@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use towline::ticket::{Reach, Ticket, socket_name};
 use towline::wire::handshake::{ClientHandshake, ClientKey};
-use towline::wire::{Data, Done, FrameKind, Granted, HEADER_LEN, Header, Import, ImportItem, Message};
+use towline::wire::{
+    Data, Done, FrameKind, Granted, HEADER_LEN, Header, Import, ImportItem, Message, WireError,
+};
 use towline::{Identity, Incarnation};
 use towline_testkit::random::Random;
 
@@ -65,6 +67,11 @@ impl Attacker {
 
     /// A whole handshake and an import; returns the grant's handle.
     pub(crate) fn log_in(&mut self, ticket: &Ticket) -> u32 {
+        self.try_log_in(ticket).unwrap()
+    }
+
+    /// A whole handshake and an import; the owner's answer to the ticket.
+    pub(crate) fn try_log_in(&mut self, ticket: &Ticket) -> Result<u32, WireError> {
         let (handshake, hello) = Attacker::hello(ticket);
         self.send(&hello);
         let (_, welcome) = self.frame().expect("a welcome");
@@ -79,7 +86,7 @@ impl Attacker {
         self.send(&Message::from(Import { items: vec![item] }).frame(1, 0, 0));
         let (header, body) = self.frame().expect("the grant");
         assert_eq!(header.kind, FrameKind::Granted);
-        Granted::decode(&body).unwrap().items[0].as_ref().unwrap().handle
+        Granted::decode(&body).unwrap().items.swap_remove(0).map(|grant| grant.handle)
     }
 
     /// Everything that was sent.

@@ -138,6 +138,23 @@ fn a_flood_of_connections_does_not_keep_others_out() {
 }
 
 #[test]
+fn only_so_many_connections_without_a_proof_are_kept() {
+    const FLOOD: usize = 400;
+    /// The owner's limit for each socket that it listens on, and a little for what comes and goes meanwhile.
+    const KEPT: usize = 256 + 16;
+    let mut target = Target::open("only_so_many_connections_without_a_proof_are_kept");
+    for medium in [Medium::Unix, Medium::Tcp] {
+        let flood: Vec<Attacker> = (0..FLOOD).map(|_| Attacker::connect(&target.ticket, medium)).collect();
+        target.settle();
+        let kept = target.process.descriptors().saturating_sub(target.descriptors);
+        assert!(kept <= KEPT, "{kept} of {FLOOD} connections over {medium:?} are kept");
+        drop(flood);
+        assert!(eventually(PATIENCE * 10, || target.process.descriptors() <= target.descriptors));
+    }
+    target.is_unharmed();
+}
+
+#[test]
 fn wrong_proofs_are_refused() {
     let mut target = Target::open("wrong_proofs_are_refused");
     let body = target.ticket.body();
@@ -268,6 +285,60 @@ fn a_peer_with_a_ticket_gets_no_more_than_the_ticket_allows() {
         target.serves();
     }
     assert!(target.process.must("stats").number(3) > 0, "refusals are counted");
+    target.is_unharmed();
+}
+
+#[test]
+fn a_narrowed_ticket_holds_against_a_peer_that_asks_for_more() {
+    let mut target = Target::open("a_narrowed_ticket_holds_against_a_peer_that_asks_for_more");
+    // What lies outside is the owner's memory all the same: nothing but the check keeps it.
+    let narrow = target.ticket.narrow().range(4096, 4096).finish().unwrap();
+    let asks = |handle: u32, offset: u64, len: u32| {
+        let blocks = || vec![Block { offset, len }];
+        let mut write =
+            Message::from(Write { transfer: 0, handle, blocks: blocks() }).frame(7, len.into(), 0);
+        write.extend(vec![7; len as usize]);
+        let read = Message::from(Read { transfer: 0, handle, blocks: blocks() }).frame(7, 0, 0);
+        let atomic = Message::from(Atomic { handle, offset, op: AtomicOp::Add(1) }).frame(7, 0, 0);
+        let signal = Message::from(Signal { transfer: 0, pieces: 0, handle, offset, add: 1 }).frame(7, 0, 0);
+        [read, write, atomic, signal]
+    };
+    for medium in [Medium::Unix, Medium::Tcp] {
+        for (offset, len) in [(4096, 8), (4092, 8), (8192, 4096), (u64::MAX - 7, 8)] {
+            for number in 0..4 {
+                let mut attacker = Attacker::connect(&narrow, medium);
+                let handle = attacker.log_in(&narrow);
+                attacker.send(&asks(handle, offset, len)[number]);
+                assert!(
+                    attacker.gets_nothing_but_errors(),
+                    "request {number} for {len} bytes at {offset} over {medium:?} was served"
+                );
+            }
+        }
+    }
+    target.is_unharmed();
+}
+
+#[test]
+fn a_lease_ends_for_a_peer_that_does_not_look_at_its_clock() {
+    let mut target = Target::open("a_lease_ends_for_a_peer_that_does_not_look_at_its_clock");
+    for medium in [Medium::Unix, Medium::Tcp] {
+        // A busy machine may be too slow for a short lease: then a longer one is tried.
+        let tried = [1, 4, 16].into_iter().find_map(|seconds| {
+            let lease = Duration::from_secs(seconds);
+            let fresh: Ticket = target.process.must("ticket 1").text(0).parse().unwrap();
+            let leased = fresh.narrow().lease(lease).finish().unwrap();
+            let mut attacker = Attacker::connect(&leased, medium);
+            let handle = attacker.try_log_in(&leased).ok()?;
+            Some((attacker, handle, lease))
+        });
+        let (mut attacker, handle, lease) = tried.unwrap();
+        std::thread::sleep(lease);
+        let blocks = vec![Block { offset: 0, len: 8 }];
+        attacker.send(&Message::from(Read { transfer: 0, handle, blocks }).frame(7, 0, 0));
+        attacker.send(&Message::from(Atomic { handle, offset: 0, op: AtomicOp::Add(1) }).frame(7, 0, 0));
+        assert!(attacker.gets_nothing_but_errors(), "served after the lease over {medium:?}");
+    }
     target.is_unharmed();
 }
 

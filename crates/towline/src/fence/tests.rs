@@ -26,12 +26,12 @@ const WATCHDOG: Duration = Duration::from_secs(20);
 const MARK: &str = "TOWLINE-CHILD ";
 
 /// The number of watches is the process's, and the tests of this binary share it.
-fn alone_with_the_watcher() -> MutexGuard<'static, ()> {
+pub(crate) fn alone_with_the_watcher() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     lock(&ALONE)
 }
 
-fn until(what: &str, mut done: impl FnMut() -> bool) {
+pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
         assert!(start.elapsed() < WATCHDOG, "never came: {what}");
@@ -265,36 +265,54 @@ fn what_is_not_a_pin_page_is_refused() {
     assert!(page.take_fd().is_some() && page.fd().is_none());
 }
 
-fn pinned_by_a_child(kill: impl FnOnce(&mut Peer)) {
-    let (table, _view, claim) = table_with_one_region();
-    let owner = PinPage::create().unwrap();
-    let mut peer = Peer::start("pinner", &[path_of(table.fd()), path_of(owner.fd().unwrap())]);
-    let line = peer.hear("pinned");
-    let numbers: Vec<u32> = line.split(' ').skip(1).map(|number| number.parse().unwrap()).collect();
-    let [pid, life, slot] = numbers[..] else { panic!("{line}") };
-    let life = LifeView::map(open(&format!("/proc/{pid}/fd/{life}"), false)).unwrap();
+/// A child of which one thread holds a pin.
+pub(crate) struct PinnedByAChild {
+    pub(crate) generation: u64,
+    slot: u32,
+    peer: Peer,
+}
 
-    table.revoke(claim.row);
-    assert_eq!(owner.holders(claim.generation), [Holder::Thread(slot)]);
+impl PinnedByAChild {
+    /// The child, the page with its pin, and what tells whether the thread lives.
+    pub(crate) fn start() -> (PinnedByAChild, PinPage, LifeView) {
+        let (table, _view, claim) = table_with_one_region();
+        let page = PinPage::create().unwrap();
+        let peer = Peer::start("pinner", &[path_of(table.fd()), path_of(page.fd().unwrap())]);
+        let line = peer.hear("pinned");
+        let numbers: Vec<u32> = line.split(' ').skip(1).map(|number| number.parse().unwrap()).collect();
+        let [pid, life, slot] = numbers[..] else { panic!("{line}") };
+        let life = LifeView::map(open(&format!("/proc/{pid}/fd/{life}"), false)).unwrap();
+        table.revoke(claim.row);
+        (PinnedByAChild { generation: claim.generation, slot, peer }, page, life)
+    }
+
+    /// Ends the thread that holds the pin; the process lives on.
+    pub(crate) fn end_the_thread(&mut self) {
+        self.peer.say("die");
+        assert!(self.peer.child.try_wait().unwrap().is_none(), "the process lives");
+    }
+}
+
+fn pinned_by_a_child(kill: impl FnOnce(&mut PinnedByAChild)) {
+    let (mut child, owner, life) = PinnedByAChild::start();
+    let (generation, slot) = (child.generation, child.slot);
+    assert_eq!(owner.holders(generation), [Holder::Thread(slot)]);
     assert_eq!(life.slot_state(slot), SlotState::Held);
-    kill(&mut peer);
+    kill(&mut child);
     until("the death of the thread", || life.slot_state(slot) == SlotState::Died);
-    assert!(owner.held(claim.generation), "death alone releases nothing");
-    assert!(owner.reclaim(Holder::Thread(slot), claim.generation));
-    assert!(!owner.held(claim.generation));
+    assert!(owner.held(generation), "death alone releases nothing");
+    assert!(owner.reclaim(Holder::Thread(slot), generation));
+    assert!(!owner.held(generation));
 }
 
 #[test]
 fn the_pin_of_a_killed_process_is_reclaimable() {
-    pinned_by_a_child(|peer| peer.signal(libc::SIGKILL));
+    pinned_by_a_child(|child| child.peer.signal(libc::SIGKILL));
 }
 
 #[test]
 fn the_pin_of_a_thread_that_died_alone_is_reclaimable() {
-    pinned_by_a_child(|peer| {
-        peer.say("die");
-        assert!(peer.child.try_wait().unwrap().is_none(), "the process lives");
-    });
+    pinned_by_a_child(PinnedByAChild::end_the_thread);
 }
 
 /// A child that holds the initiator's side of that many pages, watched by us.

@@ -179,3 +179,92 @@ impl<D: Direct> Run<D> {
 pub(crate) fn misaligned(op: &'static str, offset: u64) -> Error {
     Error::new(Kind::Invalid, op, format!("the word at offset {offset} is not aligned to 8 bytes"))
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::Limits;
+    use crate::transfer::{Parts, Transfer};
+    use crate::transport::inproc::InProc;
+
+    /// A path that copies nothing, and notes how many portions were copied when something followed them.
+    #[derive(Default)]
+    struct Counted {
+        copied: AtomicUsize,
+        /// One more than the number, so that zero means that nothing followed.
+        followed: AtomicUsize,
+        fails_at: Option<u64>,
+    }
+
+    impl Direct for Counted {
+        fn transport(&self) -> &'static dyn Transport {
+            &InProc
+        }
+
+        unsafe fn copy(&self, _op: Op, _local: *mut u8, pieces: &[Piece]) -> Result<()> {
+            // The first portion is the last one to be copied.
+            if pieces[0].remote == 0 {
+                std::thread::sleep(std::time::Duration::from_millis(20));
+            }
+            if self.fails_at == Some(pieces[0].remote) {
+                return Err(Error::new(Kind::Stale, "write", "gone"));
+            }
+            self.copied.fetch_add(1, Ordering::AcqRel);
+            Ok(())
+        }
+
+        fn atomic(&self, _offset: u64, _op: crate::wire::AtomicOp) -> Result<u64> {
+            Ok(0)
+        }
+
+        fn signal(&self, _signal: Signal) -> Result<()> {
+            self.followed.store(self.copied.load(Ordering::Acquire) + 1, Ordering::Release);
+            Ok(())
+        }
+
+        fn notify(&self, _message: &[u8]) -> Result<()> {
+            Ok(())
+        }
+
+        fn alive(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn write_over(direct: Counted) -> (Result<()>, Arc<Counted>, usize) {
+        let direct = Arc::new(direct);
+        let attachment = Arc::new(DirectAttachment(Arc::clone(&direct)));
+        let core = TransferCore::begin(Parts {
+            id: crate::transfer::next_id(),
+            op: Op::Write,
+            plan: Plan::span(0, 0, 8 * LEAST_PORTION * PORTIONS_EACH).unwrap(),
+            local: None,
+            local_base: 0,
+            after: After { signal: Some(Signal { offset: 0, add: 1 }), notify: None },
+            limits: Limits::default(),
+            attachment: Arc::clone(&attachment) as Arc<dyn Attachment>,
+            peer: "peer".into(),
+            on_end: Box::new(|_| ()),
+        });
+        attachment.start(&core);
+        let units = core.units.len();
+        (Transfer::live(core).wait(), direct, units)
+    }
+
+    #[test]
+    fn what_follows_the_bytes_follows_all_of_them() {
+        let (ended, direct, units) = write_over(Counted::default());
+        ended.unwrap();
+        assert!(units > 1);
+        assert_eq!(direct.followed.load(Ordering::Acquire), units + 1);
+    }
+
+    #[test]
+    fn nothing_follows_bytes_of_which_some_failed() {
+        let (ended, direct, _) = write_over(Counted { fails_at: Some(0), ..Counted::default() });
+        assert_eq!(ended.unwrap_err().kind(), Kind::Stale);
+        assert_eq!(direct.followed.load(Ordering::Acquire), 0);
+    }
+}

@@ -160,3 +160,29 @@ pub(crate) unsafe fn apply_atomic(word: *mut u8, op: AtomicOp) -> u64 {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::region::Span;
+    use crate::{Access, Endpoint, SystemStorage};
+
+    #[test]
+    fn a_copy_during_which_the_region_was_revoked_is_stale() {
+        let endpoint = Endpoint::open("both").unwrap();
+        let registered = endpoint.register(SystemStorage::new(64).unwrap(), Access::READ).unwrap();
+        let region = Arc::clone(Span::from(&registered).core());
+        let local = Local { region, offset: 0, from: endpoint.identity().clone() };
+        local.inside("read", |_| Ok(())).unwrap();
+        let copied = local.inside("read", |_| {
+            assert!(local.region.revoke());
+            let pinned = registered.into_storage_within(std::time::Duration::ZERO).unwrap_err();
+            assert!(pinned.error.message().contains("transfers of this process"), "{}", pinned.error);
+            Ok(())
+        });
+        assert_eq!(copied.unwrap_err().kind(), Kind::Stale);
+        assert_eq!(local.inside("read", |_| Ok(())).unwrap_err().kind(), Kind::Stale);
+    }
+}

@@ -1,5 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+use std::sync::Barrier;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -160,22 +162,24 @@ fn unaligned_destinations_and_broken_elements_are_invalid() {
 #[test]
 fn four_threads_that_reduce_into_one_span_lose_nothing() {
     const ELEMENTS: usize = 16;
-    const ROUNDS: usize = 2_000;
+    const ROUNDS: usize = 20_000;
     let ones: [(Dtype, Vec<u8>, Vec<u8>); 5] = [
-        (Dtype::F32, 1f32.to_ne_bytes().to_vec(), 8000f32.to_ne_bytes().to_vec()),
-        (Dtype::F64, 1f64.to_ne_bytes().to_vec(), 8000f64.to_ne_bytes().to_vec()),
-        (Dtype::I32, (-1i32).to_ne_bytes().to_vec(), (-8000i32).to_ne_bytes().to_vec()),
-        (Dtype::U8, vec![1], vec![(8000 % 256) as u8]),
+        (Dtype::F32, 1f32.to_ne_bytes().to_vec(), 80_000f32.to_ne_bytes().to_vec()),
+        (Dtype::F64, 1f64.to_ne_bytes().to_vec(), 80_000f64.to_ne_bytes().to_vec()),
+        (Dtype::I32, (-1i32).to_ne_bytes().to_vec(), (-80_000i32).to_ne_bytes().to_vec()),
+        (Dtype::U8, vec![1], vec![(80_000 % 256) as u8]),
         // Half precision has 11 bits: multiples of 4 up to 8192 are exact.
         (Dtype::F16, f16::from_f32(4.0).to_ne_bytes().to_vec(), f16::from_f32(8000.0).to_ne_bytes().to_vec()),
     ];
     for (dtype, one, total) in ones {
-        let rounds = if dtype == Dtype::F16 { ROUNDS / 4 } else { ROUNDS };
+        let rounds = if dtype == Dtype::F16 { 500 } else { ROUNDS };
         let into = SystemStorage::new(ELEMENTS * dtype.size()).unwrap();
         let from = one.repeat(ELEMENTS);
+        let together = Barrier::new(4);
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
+                    together.wait();
                     for _ in 0..rounds {
                         // SAFETY: both ranges have that length.
                         unsafe { reduce(into.as_ptr(), from.as_ptr(), from.len(), ReduceOp::Sum, dtype) }
@@ -188,6 +192,40 @@ fn four_threads_that_reduce_into_one_span_lose_nothing() {
         into.read_at(0, &mut result).unwrap();
         assert_eq!(result, total.repeat(ELEMENTS), "{dtype}");
     }
+}
+
+#[test]
+fn four_threads_that_count_on_one_word_lose_nothing() {
+    const ROUNDS: u64 = 500_000;
+    let storage = SystemStorage::new(16).unwrap();
+    let together = Barrier::new(4);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                together.wait();
+                let (added, swapped) = (storage.as_ptr(), storage.as_ptr().wrapping_add(8));
+                let mut guess = 0;
+                for _ in 0..ROUNDS {
+                    // SAFETY: aligned words inside the storage, which outlives the threads.
+                    unsafe {
+                        fetch_add(added, 1);
+                        loop {
+                            let found = compare_swap(swapped, guess, guess + 1);
+                            if found == guess {
+                                break;
+                            }
+                            guess = found;
+                        }
+                    }
+                    guess += 1;
+                }
+            });
+        }
+    });
+    let mut words = [0; 16];
+    storage.read_at(0, &mut words).unwrap();
+    let word = |at| u64::from_ne_bytes(words[at..at + 8].try_into().unwrap());
+    assert_eq!((word(0), word(8)), (4 * ROUNDS, 4 * ROUNDS));
 }
 
 #[test]

@@ -1,0 +1,140 @@
+//! Taking memory back while a peer is inside a copy: every step at a moment that the test chooses.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::sync::{Arc, MutexGuard, Weak};
+use std::time::{Duration, Instant};
+
+use super::{PeerPins, Registered, StillPinned};
+use crate::fence::tests::{PinnedByAChild, alone_with_the_watcher, until};
+use crate::memory::{SharedStorage, SystemStorage};
+use crate::transport::tcp::{GrantHandle, Medium, Session};
+use crate::{Access, Endpoint, Kind, Result};
+
+const LEN: usize = 4096;
+const WATCHDOG: Duration = Duration::from_secs(20);
+
+/// An owner, and a user that touches its memory directly.
+struct Pair {
+    owner: Endpoint,
+    user: Endpoint,
+    session: Option<Arc<Session>>,
+    /// Sessions watch their peers, whose number the process shares.
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Pair {
+    fn open() -> Pair {
+        let alone = alone_with_the_watcher();
+        let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
+        Pair { owner, user, session: None, _alone: alone }
+    }
+
+    /// A region of the owner, its memory, and the user's handle on it.
+    fn share(&mut self) -> (Registered<Arc<SharedStorage>>, Weak<SharedStorage>, Arc<GrantHandle>) {
+        let storage = Arc::new(SharedStorage::new(LEN).unwrap());
+        let memory = Arc::downgrade(&storage);
+        let region = self.owner.register(storage, Access::READ_WRITE).unwrap();
+        let (ticket, until) = (region.ticket().unwrap(), Instant::now() + WATCHDOG);
+        let session = self.session.get_or_insert_with(|| {
+            let user = self.user.register(SystemStorage::new(8).unwrap(), Access::NONE).unwrap();
+            Session::connect(&user.core.endpoint, &ticket, Medium::Unix, until).unwrap()
+        });
+        let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
+        let (_, handle) = imported.outcomes.pop().unwrap().unwrap();
+        (region, memory, handle)
+    }
+}
+
+fn is_stale<T>(result: Result<T>) -> bool {
+    matches!(result, Err(error) if error.kind() == Kind::Stale)
+}
+
+/// A copy that must not begin.
+fn never<T>(_: &crate::fence::table::Row) -> Result<T> {
+    panic!("a copy of what is gone")
+}
+
+/// Tries to take it back without waiting, which a peer that is inside does not allow.
+fn still_pinned<S: crate::Storage>(region: Registered<S>) -> Registered<S> {
+    let StillPinned { error, registration } = region.into_storage_within(Duration::ZERO).unwrap_err();
+    assert_eq!(error.kind(), Kind::Timeout, "{error}");
+    assert!(error.message().contains("peer user"), "{error}");
+    registration
+}
+
+#[test]
+fn a_copy_during_which_the_region_was_revoked_is_stale() {
+    let mut pair = Pair::open();
+    let (region, _, handle) = pair.share();
+    handle.pinned("read", |_| Ok(())).unwrap();
+    let copied = handle.pinned("read", |_| {
+        assert!(region.core.revoke());
+        Ok(())
+    });
+    assert!(is_stale(copied), "bytes that may be another's were given out");
+}
+
+#[test]
+fn a_revoked_region_lets_nobody_in_while_others_are_still_inside() {
+    let mut pair = Pair::open();
+    let (region, _, handle) = pair.share();
+    let mut revoked = None;
+    let outer = handle.pinned("read", |row| {
+        let region = still_pinned(region);
+        assert_eq!(row.generation(), 0);
+        assert!(is_stale(handle.pinned("read", never::<()>)));
+        revoked = Some(still_pinned(region));
+        Ok(())
+    });
+    assert!(is_stale(outer));
+    assert!(is_stale(handle.pinned("read", never::<()>)));
+    revoked.unwrap().into_storage_within(Duration::ZERO).unwrap();
+}
+
+#[test]
+fn a_pin_of_the_process_counts_like_one_of_a_thread() {
+    let mut pair = Pair::open();
+    let (_kept, _, outer) = pair.share();
+    let (region, _, inner) = pair.share();
+    let mut revoked = None;
+    // The outer copy has the thread's own slot, so the inner one takes one of the process.
+    let copied = outer.pinned("read", |_| {
+        inner.pinned("read", |_| {
+            revoked = Some(still_pinned(region));
+            Ok(())
+        })
+    });
+    assert!(is_stale(copied));
+    revoked.unwrap().into_storage_within(Duration::ZERO).unwrap();
+}
+
+#[test]
+fn memory_that_is_dropped_under_a_peer_is_parked_until_the_peer_is_out() {
+    let mut pair = Pair::open();
+    let (region, memory, handle) = pair.share();
+    let copied = handle.pinned("write", |_| {
+        drop(region);
+        assert_eq!(pair.owner.stats().parked, (1, LEN));
+        assert!(memory.upgrade().is_some(), "freed under a peer");
+        Ok(())
+    });
+    assert!(is_stale(copied));
+    until("the memory is freed", || memory.strong_count() == 0 && pair.owner.stats().parked == (0, 0));
+}
+
+#[test]
+fn the_pin_of_a_thread_counts_until_that_thread_has_died() {
+    let owner = Endpoint::open("owner").unwrap();
+    let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
+    let (mut child, page, life) = PinnedByAChild::start();
+    // A process of another pid namespace has no number here: only the thread's own slot can tell.
+    let pins = PeerPins::new(Arc::new(page), "peer", 0);
+    let generation = child.generation;
+    let holds = || pins.holds(generation, &region.core.endpoint);
+    assert!(holds(), "nothing is known of its threads yet");
+    pins.lives(life);
+    assert!(holds() && holds(), "the thread lives");
+    child.end_the_thread();
+    until("the pin is reclaimed", || !holds());
+}
