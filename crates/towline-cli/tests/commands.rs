@@ -276,9 +276,14 @@ fn every_path_and_direction_can_be_measured_and_is_verified() {
 
 #[test]
 fn the_costs_can_be_measured_one_by_one() {
-    for (filter, expected) in
-        [("ticket", "ticket-size"), ("open", "open"), ("first-contact", "first-contact")]
-    {
+    for (filter, expected) in [
+        ("ticket", "ticket-size"),
+        ("open", "open"),
+        ("first-contact", "first-contact"),
+        ("first-contact-peers", "first-contact-8-peers"),
+        ("first-contact-peers", "first-contact-64-peers"),
+        ("register", "register-10000"),
+    ] {
         let output = towline(&["bench", "--quick", "--filter", filter, "--json"]);
         assert_eq!(code(&output), 0, "{}", stderr(&output));
         let report = json(&output);
@@ -286,6 +291,16 @@ fn the_costs_can_be_measured_one_by_one() {
             report["rows"].as_array().unwrap().iter().find(|row| row["name"] == expected).unwrap().clone();
         assert!(row["target"].as_f64().unwrap() > 0.0 && row["limit"].is_null(), "{row}");
     }
+}
+
+#[test]
+fn only_the_whole_bench_has_the_weights() {
+    let weights = |arguments: &[&str]| {
+        let list = stdout(&towline(arguments));
+        list.lines().filter(|label| label.contains("weights")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(weights(&["bench", "--list"]), ["mapped/weights-2.67g/read"]);
+    assert!(weights(&["bench", "--list", "--quick"]).is_empty());
 }
 
 #[test]
