@@ -1,6 +1,7 @@
 //! `towline bench`: every path beside the limit of the machine, measured in turns in the same run.
 
 mod bed;
+mod contacts;
 mod cores;
 mod costs;
 mod growth;

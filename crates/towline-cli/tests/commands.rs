@@ -276,9 +276,14 @@ fn every_path_and_direction_can_be_measured_and_is_verified() {
 
 #[test]
 fn the_costs_can_be_measured_one_by_one() {
-    for (filter, expected) in
-        [("ticket", "ticket-size"), ("open", "open"), ("first-contact", "first-contact")]
-    {
+    for (filter, expected) in [
+        ("ticket", "ticket-size"),
+        ("open", "open"),
+        ("first-contact", "first-contact"),
+        ("first-contact-peers", "first-contact-8-peers"),
+        ("first-contact-peers", "first-contact-64-peers"),
+        ("register", "register-10000"),
+    ] {
         let output = towline(&["bench", "--quick", "--filter", filter, "--json"]);
         assert_eq!(code(&output), 0, "{}", stderr(&output));
         let report = json(&output);
@@ -297,6 +302,16 @@ fn a_python_without_the_package_exits_with_three_and_says_what_to_do() {
     let output = towline(&["bench", "--python", "--python-exe", "false"]);
     assert_eq!(code(&output), 3, "{}", stderr(&output));
     assert!(stderr(&output).contains("make python"), "{}", stderr(&output));
+}
+
+#[test]
+fn only_the_whole_bench_has_the_weights() {
+    let weights = |arguments: &[&str]| {
+        let list = stdout(&towline(arguments));
+        list.lines().filter(|label| label.contains("weights")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(weights(&["bench", "--list"]), ["mapped/weights-2.67g/read"]);
+    assert!(weights(&["bench", "--list", "--quick"]).is_empty());
 }
 
 #[test]

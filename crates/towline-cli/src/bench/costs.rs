@@ -10,6 +10,7 @@ use towline::{
 };
 
 use super::Session;
+use super::contacts;
 use super::cores::OwnCore;
 use super::growth;
 use super::measure::{self, median};
@@ -30,7 +31,8 @@ pub(super) fn all() -> impl Iterator<Item = Cost> {
         Cost { name: "register", measure: register },
         Cost { name: "ticket", measure: ticket },
         Cost { name: "open", measure: open },
-        Cost { name: "first-contact", measure: first_contact },
+        Cost { name: "first-contact", measure: contacts::one },
+        Cost { name: "first-contact-peers", measure: contacts::many },
         Cost { name: "import-1000", measure: import_batch },
         Cost { name: "growth", measure: growth::measure },
         Cost { name: "idle", measure: idle },
@@ -88,14 +90,18 @@ fn round_trip(ping: BorrowedFd<'_>, pong: BorrowedFd<'_>) -> Outcome<()> {
     Ok(())
 }
 
-/// Ten thousand views of 200 KB of one allocation: one by one, in one call, and taken back.
+/// Views of 200 KB of one allocation: one by one, in one call, and taken back.
 fn register(session: &mut Session) -> Outcome<()> {
-    const VIEWS: usize = 10_000;
+    register_views(session, 1_000, None)?;
+    register_views(session, 10_000, Some(10.0))
+}
+
+fn register_views(session: &mut Session, count: usize, target: Option<f64>) -> Outcome<()> {
     const VIEW: usize = 200_000;
-    let storage = create_buffer(SystemStorage::new(VIEWS * VIEW)?);
+    let storage = create_buffer(SystemStorage::new(count * VIEW)?);
     let endpoint = Endpoint::open("bench-register")?;
     let views = |storage: &Buffer| -> Outcome<Vec<OffsetBuffer>> {
-        Ok((0..VIEWS)
+        Ok((0..count)
             .map(|index| OffsetBuffer::new(storage.clone(), index * VIEW, VIEW))
             .collect::<towline::Result<_>>()?)
     };
@@ -103,7 +109,7 @@ fn register(session: &mut Session) -> Outcome<()> {
     for _ in 0..session.pace.fewest {
         let made = views(&storage)?;
         let start = Instant::now();
-        let mut regions: Vec<Registered<OffsetBuffer>> = Vec::with_capacity(VIEWS);
+        let mut regions: Vec<Registered<OffsetBuffer>> = Vec::with_capacity(count);
         for view in made {
             regions.push(endpoint.register(view, Access::READ).map_err(towline::Error::from)?);
         }
@@ -118,13 +124,13 @@ fn register(session: &mut Session) -> Outcome<()> {
         drop(regions);
     }
     for (name, mut times, target) in [
-        ("register-10000", single, Some(10.0)),
-        ("register-10000-at-once", many, Some(10.0)),
-        ("deregister-10000", back, None),
+        (format!("register-{count}"), single, target),
+        (format!("register-{count}-at-once"), many, target),
+        (format!("deregister-{count}"), back, None),
     ] {
         let rounds = times.len();
         let row = Row::new(name, Unit::Milliseconds, median(&mut times) * 1e3).target(target);
-        session.rows.push(Row { blocks: VIEWS as u64, block_size: VIEW as u64, rounds, ..row });
+        session.rows.push(Row { blocks: count as u64, block_size: VIEW as u64, rounds, ..row });
     }
     Ok(())
 }
@@ -182,23 +188,6 @@ fn open(session: &mut Session) -> Outcome<()> {
     }
     let row = Row::new("open", Unit::Milliseconds, median(&mut times) * 1e3).target(Some(5.0));
     session.rows.push(Row { rounds: times.len(), ..row });
-    Ok(())
-}
-
-/// A new endpoint's import of a ticket whose owner it has never met.
-fn first_contact(session: &mut Session) -> Outcome<()> {
-    let mut worker = Worker::start("contact")?;
-    let ticket = one_region(&mut worker, 4096)?;
-    let (mut times, mut path) = (Vec::new(), None);
-    for _ in 0..20 {
-        let endpoint = Endpoint::open("bench-contact")?;
-        let start = Instant::now();
-        let remote = endpoint.import(&ticket)?;
-        times.push(start.elapsed().as_secs_f64());
-        path = Some(remote.path());
-    }
-    let row = Row::new("first-contact", Unit::Milliseconds, median(&mut times) * 1e3).target(Some(2.0));
-    session.rows.push(Row { path: path.map(Into::into), rounds: times.len(), ..row });
     Ok(())
 }
 

@@ -71,6 +71,7 @@ impl Duties {
             }
             Ask::Crowd { regions, bytes } => self.crowd(regions, bytes)?,
             Ask::Tickets { count } => self.tickets(count)?,
+            Ask::Owners { count } => self.owners(count)?,
             Ask::Sockets { medium, op, streams, buffer, bulk } => {
                 Told::Address { address: sockets::serve(medium, op, streams, buffer, bulk)? }
             }
@@ -179,6 +180,20 @@ impl Duties {
             Some(last) => Ok(Told::Ticket { ticket: last.ticket()? }),
             None => Err(Failure::failed("a crowd of nobody")),
         }
+    }
+
+    fn owners(&mut self, count: u32) -> Outcome<Told> {
+        let storage = create_buffer(SharedStorage::new(4096)?);
+        let mut tickets = Vec::new();
+        for index in 0..count {
+            let endpoint = Endpoint::open(&format!("{}-owner-{index}", self.name))?;
+            let view = OffsetBuffer::new(storage.clone(), 0, 4096)?;
+            let region = endpoint.register(view, Access::READ).map_err(towline::Error::from)?;
+            tickets.push(region.ticket()?);
+            self.views.push(region);
+            self.others.push((endpoint, None));
+        }
+        Ok(Told::Tickets { tickets })
     }
 
     fn tickets(&mut self, count: u32) -> Outcome<Told> {

@@ -63,6 +63,8 @@ pub(crate) enum Ask {
     Crowd { regions: u32, bytes: u64 },
     /// Registers that many small regions. Answer: `Tickets`.
     Tickets { count: u32 },
+    /// Opens that many endpoints, each with a small region. Answer: `Tickets`, one of each.
+    Owners { count: u32 },
     /// Serves bare sockets: that many streams, each with a buffer of that size; `bulk` ones with socket buffers like
     /// the library's. Answer: `Address`.
     Sockets { medium: Medium, op: Op, streams: usize, buffer: u64, bulk: bool },

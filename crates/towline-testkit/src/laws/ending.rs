@@ -258,23 +258,31 @@ pub fn closing_the_user_does_not_wait_for_its_peer(bench: &Bench) {
     let Owner::There(process) = &bench.owner else { return };
     // Its own limits would end it far too late.
     let patient = Limits { no_progress: STALL * 20, total: STALL * 20, ..Limits::default() };
-    let user = options("leaving").limits(patient).routing(bench.routing.clone()).open().unwrap();
     let region = bench.stamped(LARGE, Access::READ, THEIRS);
-    let remote = user.import(&region.ticket()).unwrap();
-    let local = user.register(SystemStorage::new(LARGE).unwrap(), Access::NONE).unwrap();
-    outcome(user.read(&remote, &local).start()).unwrap();
-    process.lock().unwrap().stop();
-    let transfer = user.read(&remote, &local).start().unwrap();
-    user.close();
-    let ended = transfer.wait_for(STALL * 2);
-    process.lock().unwrap().resume();
-    match ended.expect("it ends with its endpoint") {
-        Ok(()) => THEIRS.verify_storage(local.storage(), 0, LARGE).unwrap(),
-        Err(error) => assert!(matches!(error.kind(), Kind::Canceled | Kind::Stale), "{error}"),
+    // Once while the transfer is in flight, and once while it still waits for the peer to accept a connection.
+    for connected in [true, false] {
+        let user = options("leaving").limits(patient).routing(bench.routing.clone()).open().unwrap();
+        let remote = user.import(&region.ticket()).unwrap();
+        let local = user.register(SystemStorage::new(LARGE).unwrap(), Access::NONE).unwrap();
+        if connected {
+            outcome(user.read(&remote, &local).start()).unwrap();
+        }
+        process.lock().unwrap().stop();
+        let transfer = user.read(&remote, &local).start().unwrap();
+        if !connected {
+            std::thread::sleep(std::time::Duration::from_millis(100));
+        }
+        user.close();
+        let ended = transfer.wait_for(STALL * 2);
+        process.lock().unwrap().resume();
+        match ended.expect("it ends with its endpoint") {
+            Ok(()) => THEIRS.verify_storage(local.storage(), 0, LARGE).unwrap(),
+            Err(error) => assert!(matches!(error.kind(), Kind::Canceled | Kind::Stale), "{error}"),
+        }
+        OURS.fill_storage(local.storage()).unwrap();
+        outcome(bench.user.read(&bench.import(&region), &bench.local(64)).start()).unwrap();
+        OURS.verify_storage(local.storage(), 0, LARGE).unwrap();
     }
-    OURS.fill_storage(local.storage()).unwrap();
-    outcome(bench.user.read(&bench.import(&region), &bench.local(64)).start()).unwrap();
-    OURS.verify_storage(local.storage(), 0, LARGE).unwrap();
 }
 
 /// When the owner closes, its peers get an error, and no bytes.

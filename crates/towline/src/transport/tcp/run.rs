@@ -85,6 +85,8 @@ impl Run {
             }
         } else if let Some(lanes) = session.open_lanes() {
             run.spread(&lanes);
+        } else if let Err(error) = session.will_start(&run) {
+            run.fail_rest(&error);
         } else {
             let later = Arc::clone(&run);
             let opening =

@@ -51,6 +51,8 @@ pub(crate) struct Session {
     lanes: Mutex<Lanes>,
     /// Held by the one thread that opens lanes.
     opening: Mutex<()>,
+    /// Transfers that wait for lanes: nothing of them is pending yet.
+    starting: Mutex<Vec<Weak<Run>>>,
     pending: Mutex<HashMap<u64, Pending>>,
     next_request: AtomicU64,
     /// Held while the frames of one import are sent.
@@ -121,6 +123,7 @@ impl Session {
             control: OnceLock::new(),
             lanes: Mutex::default(),
             opening: Mutex::default(),
+            starting: Mutex::default(),
             pending: Mutex::default(),
             next_request: AtomicU64::new(1),
             importing: Mutex::default(),
@@ -314,6 +317,16 @@ impl Session {
         Ok(lane)
     }
 
+    /// Remembers a transfer that waits for lanes, so that it ends with the session.
+    pub(super) fn will_start(&self, run: &Arc<Run>) -> Result<()> {
+        let mut starting = lock(&self.starting);
+        starting.retain(|run| run.strong_count() > 0);
+        starting.push(Arc::downgrade(run));
+        drop(starting);
+        // Whoever ends the session takes what is starting after it has said that it is over.
+        self.alive()
+    }
+
     /// The lanes that are open now.
     pub(super) fn open_lanes(&self) -> Option<Vec<Arc<Connection>>> {
         let mut lanes = lock(&self.lanes);
@@ -396,6 +409,10 @@ impl Session {
                 Pending::Unit { run, unit, .. } => run.failed(unit, error.clone()),
                 Pending::Atomic { transfer } => transfer.unit_failed(0, error.clone()),
             }
+        }
+        let starting: Vec<_> = lock(&self.starting).drain(..).filter_map(|run| run.upgrade()).collect();
+        for run in starting {
+            run.fail_rest(error);
         }
         if let Some(endpoint) = self.endpoint.upgrade() {
             let mut sessions = lock(&endpoint.sessions);
