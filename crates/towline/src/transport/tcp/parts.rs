@@ -63,15 +63,41 @@ struct Frame {
     files: Vec<OwnedFd>,
     payload: Vec<RawPart>,
     keep: Keep,
-    /// How much of head and payload together has been sent.
-    sent: usize,
+    /// How much of the head has been sent.
+    head_sent: usize,
+    /// The first part that has not been sent whole; parts that were cut short have their start moved.
+    next: usize,
 }
 
 impl Frame {
-    fn len(&self) -> usize {
-        self.head.len() + self.payload.iter().map(|part| part.len).sum::<usize>()
+    fn started(&self) -> bool {
+        self.head_sent > 0
+    }
+
+    /// Takes note of sent bytes; returns those that belong to the frames behind, `None` while some of this one are left.
+    fn sent(&mut self, mut bytes: usize) -> Option<usize> {
+        let of_head = bytes.min(self.head.len() - self.head_sent);
+        self.head_sent += of_head;
+        bytes -= of_head;
+        if self.head_sent < self.head.len() {
+            return None;
+        }
+        while let Some(part) = self.payload.get_mut(self.next) {
+            if bytes < part.len {
+                part.ptr = part.ptr.wrapping_add(bytes);
+                part.len -= bytes;
+                return None;
+            }
+            bytes -= part.len;
+            self.next += 1;
+        }
+        Some(bytes)
     }
 }
+
+/// One system call is given at most about this many bytes: more than a local socket takes at once, and few enough that
+/// the kernel does not look at parts which it will not reach.
+const AT_ONCE: usize = 512 << 10;
 
 /// So many parts weigh as much as a frame.
 const PARTS_PER_WEIGHT: usize = 256;
@@ -97,7 +123,7 @@ impl Outgoing {
             Payload::Memory(parts) => parts,
         };
         self.parts += payload.len();
-        self.frames.push_back(Frame { head, files, payload, keep, sent: 0 });
+        self.frames.push_back(Frame { head, files, payload, keep, head_sent: 0, next: 0 });
     }
 
     /// How much is waiting: frames, and the parts of memory that they name.
@@ -125,29 +151,28 @@ impl Outgoing {
 
     /// The head of the first frame and its descriptors, where these have not been sent yet.
     pub(super) fn descriptors(&self) -> Option<(&[u8], &[OwnedFd])> {
-        let first = self.frames.front().filter(|frame| frame.sent == 0 && !frame.files.is_empty())?;
+        let first = self.frames.front().filter(|frame| !frame.started() && !frame.files.is_empty())?;
         Some((&first.head, &first.files))
     }
 
     /// The parts to send next: of as many frames as one system call takes, up to one that has descriptors.
     pub(super) fn gather(&mut self) -> &[RawPart] {
         self.gathered.clear();
+        let mut bytes = 0;
         for (index, frame) in self.frames.iter().enumerate() {
             if index > 0 && !frame.files.is_empty() {
                 break;
             }
-            let mut skip = frame.sent;
-            let head = RawPart { ptr: frame.head.as_ptr(), len: frame.head.len() };
-            for part in std::iter::once(&head).chain(&frame.payload) {
-                if skip >= part.len {
-                    skip -= part.len;
-                    continue;
-                }
-                if self.gathered.len() == MAX_PARTS {
+            let unsent = &frame.head[frame.head_sent..];
+            let head = RawPart { ptr: unsent.as_ptr(), len: unsent.len() };
+            let parts =
+                std::iter::once(&head).filter(|head| head.len > 0).chain(&frame.payload[frame.next..]);
+            for part in parts {
+                if self.gathered.len() == MAX_PARTS || bytes >= AT_ONCE {
                     return &self.gathered;
                 }
-                self.gathered.push(RawPart { ptr: part.ptr.wrapping_add(skip), len: part.len - skip });
-                skip = 0;
+                self.gathered.push(*part);
+                bytes += part.len;
             }
         }
         &self.gathered
@@ -156,17 +181,16 @@ impl Outgoing {
     /// That many bytes have been sent.
     pub(super) fn sent(&mut self, mut bytes: usize) {
         while let Some(first) = self.frames.front_mut() {
-            let left = first.len() - first.sent;
-            if bytes < left {
-                first.sent += bytes;
-                return;
-            }
-            bytes -= left;
+            let Some(rest) = first.sent(bytes) else { return };
+            bytes = rest;
             if let Keep::Transfer(transfer, _) = &first.keep {
                 transfer.progressed(0);
             }
             self.parts -= first.payload.len();
             self.frames.pop_front();
+            if bytes == 0 {
+                return;
+            }
         }
     }
 
@@ -179,18 +203,21 @@ impl Outgoing {
                 return true;
             }
             self.parts -= frame.payload.len();
-            if frame.sent == 0 {
+            if !frame.started() {
                 requests.extend(frame.keep.request());
                 return false;
             }
-            let mut rest = std::mem::take(&mut frame.head);
-            for part in frame.payload.drain(..) {
+            let mut rest = frame.head.split_off(frame.head_sent);
+            for part in frame.payload.drain(..).skip(frame.next) {
                 let start = rest.len();
                 rest.resize(start + part.len, 0);
                 // SAFETY: the frame's `Keep` still pins the part's memory; `rest` has room for it.
                 unsafe { bytes::copy(rest.as_mut_ptr().add(start), part.ptr, part.len) };
             }
+            // What is left is a frame without a head of its own; its descriptors went with the first byte.
             frame.head = rest;
+            frame.files.clear();
+            (frame.head_sent, frame.next) = (0, 0);
             frame.keep = Keep::Nothing;
             true
         });
@@ -298,7 +325,13 @@ impl Sink {
             self.parts = vec![RawPartMut { ptr: scratch.as_mut_ptr(), len }];
             self.next = 0;
         }
-        &self.parts[self.next..]
+        let mut bytes = 0;
+        let unfilled = &self.parts[self.next..];
+        let enough = unfilled.iter().position(|part| {
+            bytes += part.len;
+            bytes >= AT_ONCE
+        });
+        enough.map_or(unfilled, |last| &unfilled[..=last])
     }
 
     /// That many bytes have gone there.

@@ -13,9 +13,17 @@ use crate::transfer::{After, Op, TransferCore};
 use crate::wire::{self, Block, Header, Message};
 use crate::{Error, Kind, Result};
 
-/// Requests carry about this many bytes: enough to hide the round trip with a few of them in flight, little enough
-/// that a cancelled one is soon out of the way.
-const UNIT: u64 = 1 << 20;
+/// Requests carry at least about this many bytes: enough to hide the round trip with a few of them in flight.
+const LEAST_UNIT: u64 = 1 << 20;
+
+/// And at most this many, little enough that a cancelled one is soon out of the way.
+const MOST_UNIT: u64 = 4 << 20;
+
+/// Pieces that are shorter than this on average count as scattered.
+const SCATTERED: u64 = 64 << 10;
+
+/// A transfer has about this many of them, so that every lane has its share.
+const UNITS: u64 = 8;
 
 /// And at most this many blocks, so that a request of tiny blocks stays small.
 const UNIT_BLOCKS: usize = 4096;
@@ -41,9 +49,14 @@ pub(super) struct Run {
 
 /// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
 pub(super) fn cut(plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
-    let plan = plan.cut(UNIT);
+    // Long requests pay where the bytes lie together; of scattered blocks, short ones keep the lists of parts short.
+    let scattered = plan.bytes() / SCATTERED < plan.piece_count() as u64;
+    let most = if scattered { LEAST_UNIT } else { MOST_UNIT };
+    // Whole pages, so that no element of a reduction is cut in two.
+    let unit = (plan.bytes() / UNITS).clamp(LEAST_UNIT, most) & !4095;
+    let plan = plan.cut(unit);
     let mut units = Vec::new();
-    for chunk in plan.chunks(UNIT) {
+    for chunk in plan.chunks(unit) {
         let mut start = chunk.start;
         while start < chunk.end {
             let end = chunk.end.min(start + UNIT_BLOCKS);
