@@ -15,6 +15,7 @@ use std::any::Any;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 pub(crate) use bell::Bell;
 pub(crate) use pool::Pool;
@@ -42,6 +43,12 @@ pub(crate) fn reactor() -> Result<&'static Reactor> {
     }
     let started = Reactor::start("towline-io")?;
     Ok(REACTOR.get_or_init(|| started))
+}
+
+/// That long after that moment; a caller's "for ever" becomes a century, which an `Instant` can hold.
+pub(crate) fn later(from: Instant, by: Duration) -> Instant {
+    const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+    from + by.min(CENTURY)
 }
 
 /// Refuses to block the event loop: a waker that waits would wait for itself.

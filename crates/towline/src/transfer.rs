@@ -96,7 +96,11 @@ impl Limits {
 
     /// The longest time for that many bytes.
     pub fn total_for(&self, bytes: u64) -> Duration {
-        self.total + Duration::from_secs_f64(bytes as f64 / self.bytes_per_second.max(1) as f64)
+        let rate = self.bytes_per_second.max(1);
+        let rest = (bytes % rate).saturating_mul(1000) / rate;
+        self.total
+            .saturating_add(Duration::from_secs(bytes / rate))
+            .saturating_add(Duration::from_millis(rest))
     }
 }
 
@@ -199,7 +203,7 @@ impl Transfer {
     pub fn wait_for(&self, time: Duration) -> Option<Result<()>> {
         match &self.0 {
             Repr::Done(done) => Some(done.result.clone()),
-            Repr::Live(core) => core.wait(Some(Instant::now() + time)),
+            Repr::Live(core) => core.wait(Some(progress::later(Instant::now(), time))),
         }
     }
 
@@ -505,8 +509,8 @@ impl TransferCore {
     }
 
     fn next_check(&self, inner: &Inner) -> Instant {
-        let stalled = inner.last_progress + self.limits.no_progress;
-        let over = inner.started + self.limits.total_for(self.plan.bytes());
+        let stalled = progress::later(inner.last_progress, self.limits.no_progress);
+        let over = progress::later(inner.started, self.limits.total_for(self.plan.bytes()));
         stalled.min(over)
     }
 

@@ -125,7 +125,7 @@ impl Wanted {
     }
 
     fn until(&self) -> Instant {
-        Instant::now() + self.endpoint.limits().no_progress
+        progress::later(Instant::now(), self.endpoint.limits().no_progress)
     }
 
     fn owner_here(&self) -> Option<Arc<EndpointCore>> {

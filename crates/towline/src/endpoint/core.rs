@@ -218,7 +218,7 @@ impl EndpointCore {
     /// The next message, waiting until then.
     pub(crate) fn receive(&self, within: Duration) -> Result<Notification> {
         progress::may_block("receive")?;
-        let until = Instant::now() + within;
+        let until = progress::later(Instant::now(), within);
         loop {
             let seen = self.bell.seen();
             if let Some(notification) = self.notifications.next()? {

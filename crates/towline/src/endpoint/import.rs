@@ -44,7 +44,8 @@ impl Remote {
             .iter()
             .map(|transport| (transport.name(), endpoint.counters.of(&peer, transport.name())))
             .collect();
-        let expires = grant.expires_in_ms.map(|left| Instant::now() + Duration::from_millis(left));
+        let expires =
+            grant.expires_in_ms.map(|left| progress::later(Instant::now(), Duration::from_millis(left)));
         Ok(Remote { peer, grant, routes, counters, expires })
     }
 
@@ -141,7 +142,7 @@ pub(super) fn import(
     fork::guard("import")?;
     progress::may_block("import")?;
     endpoint.check_open("import")?;
-    let until = Instant::now() + within;
+    let until = progress::later(Instant::now(), within);
     let mut outcomes: Vec<Option<Result<Remote>>> = tickets.iter().map(|_| None).collect();
     let mut by_owner: HashMap<Incarnation, Vec<usize>> = HashMap::new();
     for (index, ticket) in tickets.iter().enumerate() {

@@ -219,7 +219,7 @@ impl RegionCore {
                     format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users()),
                 ));
             }
-            self.endpoint.bell.wait(seen, started + within);
+            self.endpoint.bell.wait(seen, progress::later(started, within));
             self.endpoint.rung();
         }
     }

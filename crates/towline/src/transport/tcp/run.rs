@@ -19,14 +19,14 @@ const LEAST_UNIT: u64 = 1 << 20;
 /// And at most this many, little enough that a cancelled one is soon out of the way.
 const MOST_UNIT: u64 = 4 << 20;
 
-/// Pieces that are shorter than this on average count as scattered.
-const SCATTERED: u64 = 64 << 10;
-
-/// A transfer has about this many of them, so that every lane has its share.
-const UNITS: u64 = 8;
-
 /// And at most this many blocks, so that a request of tiny blocks stays small.
 const UNIT_BLOCKS: usize = 4096;
+
+/// A transfer has about this many requests, so that every lane has its share.
+const UNITS: u64 = 8;
+
+/// Pieces that are shorter than this on average count as scattered.
+const SCATTERED: u64 = 64 << 10;
 
 /// Transfers up to this size go over the control connection: a worker would take longer to wake.
 const SMALL: u64 = 256 << 10;

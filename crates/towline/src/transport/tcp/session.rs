@@ -306,7 +306,7 @@ impl Session {
     }
 
     fn open_lane(self: &Arc<Self>, endpoint: &EndpointCore) -> Result<Arc<Connection>> {
-        let until = Instant::now() + endpoint.limits().no_progress;
+        let until = progress::later(Instant::now(), endpoint.limits().no_progress);
         let socket = contact::with_session(endpoint, self, until)?;
         let handler = Arc::new(ToSession(Arc::downgrade(self)));
         let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
