@@ -1,0 +1,1 @@
+//! The meeting: how ranks that hold one unique id find each other.

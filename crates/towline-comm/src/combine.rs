@@ -1,0 +1,1 @@
+//! How elements of several ranks become one (pure).

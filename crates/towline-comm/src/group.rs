@@ -1,0 +1,1 @@
+//! Calls that are collected and launched together.

@@ -1,0 +1,1 @@
+//! Memory that all ranks of a group have registered together.
