@@ -94,7 +94,7 @@ pub(crate) struct Options {
 
 impl Options {
     fn pace(&self) -> Pace {
-        let (budget, fewest, most) = if self.quick { (300, 3, 15) } else { (1500, 7, 61) };
+        let (budget, fewest, most) = if self.quick { (300, 7, 15) } else { (1500, 7, 61) };
         let fewest = self.repeat.map_or(fewest, |rounds| rounds as usize);
         Pace { budget: Duration::from_millis(budget), fewest, most: most.max(fewest) }
     }
