@@ -143,6 +143,7 @@ pub(crate) fn frames() -> Vec<(String, Sample)> {
     add("import", Import { items: vec![item(None), item(Some(operation))] }.into(), 0, 0);
     add("granted", granted.into(), 0, 1);
     add("release", Release { handle: 11 }.into(), 0, 0);
+    add("unmap", Unmap { segment: 5 }.into(), 0, 0);
     add("read-equal", Read { transfer: 77, handle: 11, blocks: equal.clone() }.into(), 0, 0);
     add("read-mixed", Read { transfer: 77, handle: 11, blocks: mixed.clone() }.into(), 0, 0);
     add("data", Data { outcome: Ok(()) }.into(), 192, 0);

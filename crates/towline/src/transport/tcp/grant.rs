@@ -1,6 +1,6 @@
 //! What an owner has granted, and what the same-host paths need of it: the mapped segment, the pin.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use super::session::Session;
 use crate::fence::life::LifePage;
@@ -8,7 +8,6 @@ use crate::fence::pins::PinError;
 use crate::fence::table::Row;
 use crate::memory::Mapping;
 use crate::region::stale;
-use crate::sync::lock;
 use crate::wire::{self, Grant, SegmentRef};
 use crate::{Error, Kind, Result};
 
@@ -42,8 +41,7 @@ impl GrantHandle {
     /// The owner's segment, mapped here.
     pub(crate) fn mapping(&self, segment: &SegmentRef, writable: bool) -> Result<Arc<Mapping>> {
         let local = self.session.local()?;
-        let mapping = lock(&local.mappings).get(&segment.id).and_then(Weak::upgrade);
-        mapping.filter(|mapping| mapping.is_writable() || !writable).ok_or_else(|| {
+        local.mappings.find(segment.id, writable).ok_or_else(|| {
             Error::new(Kind::Unavailable, "import", "the owner's shared memory could not be mapped here")
         })
     }

@@ -16,7 +16,7 @@ use crate::fence::life::LifeView;
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
 use crate::identity::Identity;
-use crate::memory::Place;
+use crate::memory::{Holder, Place};
 use crate::notify::{Mail, Mailbox, Notification};
 use crate::progress::socket::{Family, Lane, RawPartMut};
 use crate::progress::{self, Timer};
@@ -30,6 +30,10 @@ use crate::{Access, Error, Kind, Result};
 
 /// While a peer between hosts holds a claim, a frame goes out at least this often.
 const HEARTBEAT: Duration = Duration::from_millis(500);
+
+/// The moments that it waits for: when to beat, and when to tell of segments that are gone.
+const BEAT: u64 = 0;
+const GONE: u64 = 1;
 
 /// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
 const MOST_REDUCED: u64 = 4 << 20;
@@ -55,6 +59,8 @@ struct Local {
     pins: Arc<PeerPins>,
     mail: Arc<Mail>,
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
+    /// Segments that the peer may have mapped and that are gone.
+    gone: Mutex<Vec<u64>>,
 }
 
 /// What a handle of the peer stands for.
@@ -230,7 +236,7 @@ impl Serving {
         {
             let weak = Arc::downgrade(self);
             let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now() + HEARTBEAT, timer, 0);
+            reactor.at(Instant::now() + HEARTBEAT, timer, BEAT);
         }
     }
 
@@ -242,7 +248,7 @@ impl Serving {
 
     /// Lets a peer on this host touch the region directly; true where its segment's descriptor must go along.
     fn pass(
-        &self,
+        self: &Arc<Self>,
         region: &Arc<RegionCore>,
         passed: &mut HashSet<u64>,
         files: &mut Vec<OwnedFd>,
@@ -257,6 +263,9 @@ impl Serving {
             slice.segment.file().try_clone_to_owned().map_err(|error| Error::os("import", "dup", error))?;
         files.push(file);
         passed.insert(slice.segment.id());
+        let weak = Arc::downgrade(self);
+        let holder: Weak<dyn Holder> = weak;
+        slice.segment.lent_to(holder);
         Ok(true)
     }
 
@@ -428,15 +437,50 @@ impl Serving {
     }
 }
 
+impl Holder for Serving {
+    fn segment_gone(self: Arc<Self>, segment: u64) {
+        let Some(local) = &self.local else { return };
+        let mut gone = lock(&local.gone);
+        gone.push(segment);
+        // The last use of a segment can end anywhere, also under a connection's lock: the event loop tells.
+        if gone.len() == 1
+            && let Ok(reactor) = progress::reactor()
+        {
+            let weak = Arc::downgrade(&self);
+            let timer: Weak<dyn Timer> = weak;
+            reactor.at(Instant::now(), timer, GONE);
+        }
+    }
+}
+
+impl Serving {
+    fn control(&self) -> Option<Arc<Connection>> {
+        lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned()
+    }
+
+    fn tell_gone(&self) {
+        let Some(local) = &self.local else { return };
+        let gone = std::mem::take(&mut *lock(&local.gone));
+        let Some(control) = self.control() else { return };
+        for segment in gone {
+            let unmap = Message::from(wire::Unmap { segment }).frame(0, 0, 0);
+            let _ = control.send(unmap, Vec::new(), Payload::None, Keep::Nothing);
+        }
+    }
+}
+
 impl Timer for Serving {
-    fn fired(self: Arc<Self>, _key: u64) {
+    fn fired(self: Arc<Self>, key: u64) {
+        if key == GONE {
+            self.tell_gone();
+            return;
+        }
         self.beating.store(false, Ordering::Release);
         let Some(endpoint) = self.endpoint.upgrade() else { return };
         if self.closed.load(Ordering::Acquire) || !endpoint.operations.any_claimed_by(self.claimer()) {
             return;
         }
-        let control = lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned();
-        if let Some(control) = control {
+        if let Some(control) = self.control() {
             let ping = Message::from(wire::Ping {}).frame(0, 0, 0);
             let _ = control.send(ping, Vec::new(), Payload::None, Keep::Nothing);
             self.beat();
@@ -581,7 +625,8 @@ impl Local {
             }),
         });
         endpoint.notifications.subscribe(&mail);
-        let local = Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))) };
+        let local =
+            Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))), gone: Mutex::default() };
         Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
     }
 }
