@@ -16,7 +16,7 @@ use super::parts::{Keep, Payload, Sink};
 use super::run::Run;
 use crate::endpoint::EndpointCore;
 use crate::fence::life::LifePage;
-use crate::fence::pins::{PinPage, Side};
+use crate::fence::pins::{PinPage, ProcessPin, Side};
 use crate::fence::table::TableView;
 use crate::fence::watcher;
 use crate::memory::Mapping;
@@ -72,6 +72,8 @@ pub(super) struct Local {
     mailbox: Mailbox,
     pid: i32,
     pub(super) mappings: Mappings,
+    /// The owner's regions that are pinned for long, by generation.
+    pub(super) held: Mutex<HashMap<u64, Weak<ProcessPin>>>,
     /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
 }
@@ -109,6 +111,7 @@ impl Session {
                 mailbox: Mailbox::map(&mailbox)?,
                 pid: contact.socket.peer_credentials()?.pid,
                 mappings: Mappings::default(),
+                held: Mutex::default(),
                 alive: Mutex::new(None),
             }),
             _ => None,
@@ -475,9 +478,15 @@ impl Session {
             .clone()
     }
 
-    /// What a session with a process of the same user on this host has; the error says why this is none.
+    /// What a session with a process of the same user on this host has.
+    #[inline]
+    pub(super) fn shared(&self) -> Option<&Local> {
+        self.local.as_ref()
+    }
+
+    /// [`shared`](Self::shared); the error says why this is none.
     pub(super) fn local(&self) -> Result<&Local> {
-        self.local.as_ref().ok_or_else(|| {
+        self.shared().ok_or_else(|| {
             let reason = match self.medium {
                 Medium::Tcp(_) => "the owner is reached by tcp",
                 Medium::Unix => "the owner runs as another user and shares no memory",
