@@ -25,6 +25,7 @@ mod envelope;
 mod kinds;
 mod metadata;
 mod passive;
+mod portion;
 mod set;
 
 use std::fmt;
