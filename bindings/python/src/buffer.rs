@@ -177,9 +177,8 @@ fn of_array_interface<'py>(
         .and_then(|digits| digits.parse().ok())
         .and_then(|size: usize| size.checked_mul(unit))
         .ok_or_else(|| missing("typestr"))?;
-    let strides: Option<Vec<i64>> = field("strides")?
-        .map(|strides| strides.extract().map_err(|_| missing("strides")))
-        .transpose()?;
+    let strides: Option<Vec<i64>> =
+        field("strides")?.map(|strides| strides.extract().map_err(|_| missing("strides"))).transpose()?;
     let Extent { len, layout } = match strides {
         None => {
             let len = shape.iter().try_fold(item, |len, count| len.checked_mul(*count));

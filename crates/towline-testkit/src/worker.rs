@@ -5,6 +5,7 @@
 
 mod alone;
 mod chase;
+mod operations;
 
 use std::collections::HashMap;
 use std::io::BufReader;
@@ -63,6 +64,7 @@ pub fn main() {
         regions: HashMap::new(),
         remotes: HashMap::new(),
         views: Vec::new(),
+        operation: None,
         next: 0,
         orders,
     };
@@ -78,6 +80,7 @@ struct Worker {
     regions: HashMap<u64, Registered<Arc<dyn Storage>>>,
     remotes: HashMap<u64, Remote>,
     views: Vec<Registered<OffsetBuffer>>,
+    operation: Option<operations::Operation>,
     next: u64,
     orders: Receiver<Line>,
 }
@@ -232,6 +235,9 @@ impl Worker {
                 self.views.extend(views);
                 Ok((String::new(), tickets.into_bytes()))
             }
+            "offer" => self.offer(&mut words),
+            "claim" => self.claim(line, &mut words),
+            "ended" => self.ended(&mut words),
             "loop" => self.repeat(&mut words),
             "chase" => self.chase(&mut words),
             "crowd" => alone::crowd(words.take()?),
