@@ -94,7 +94,11 @@ impl<'py> Memory<'py> {
             })?;
             return Ok(Memory::raw(addr, len, Some(owner)));
         }
-        if let Ok(view) = PyMemoryView::from(object) {
+        if let Ok(mut view) = PyMemoryView::from(object) {
+            // A single number has neither shape nor strides, of which the buffer wants some.
+            if view.getattr("ndim")?.extract::<usize>()? == 0 {
+                view = view.call_method1("cast", ("B",))?.cast_into()?;
+            }
             return of_buffer(view, asked);
         }
         if let Some(interface) = object.getattr_opt("__array_interface__")? {
@@ -174,7 +178,8 @@ fn of_array_interface<'py>(
     let unit = if typestr.get(1..2) == Some("U") { 4 } else { 1 };
     let item: usize = typestr
         .get(2..)
-        .and_then(|digits| digits.parse().ok())
+        // Times have their unit behind the size.
+        .and_then(|rest| rest.split('[').next()?.parse().ok())
         .and_then(|size: usize| size.checked_mul(unit))
         .ok_or_else(|| missing("typestr"))?;
     let strides: Option<Vec<i64>> =

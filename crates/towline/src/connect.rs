@@ -22,6 +22,8 @@ mod connector;
 mod descriptor;
 mod device;
 mod envelope;
+#[doc(hidden)]
+pub mod fuzzing;
 mod kinds;
 mod metadata;
 mod passive;

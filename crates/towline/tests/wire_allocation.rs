@@ -12,6 +12,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use towline::Ticket;
+use towline::connect::RdmaMetadata;
 use towline::wire::{FrameKind, HEADER_LEN, Message};
 
 thread_local! {
@@ -88,5 +89,19 @@ fn a_refused_body_allocates_no_more_than_itself_and_64_kib() {
         assert!(peak <= body.len() + SLACK, "{name} allocated {peak} bytes");
         let made_here = name.starts_with("many-") || name.starts_with("a-million");
         assert!(refused || !made_here, "{name} was meant to be refused");
+    }
+}
+
+#[test]
+fn refused_metadata_allocates_no_more_than_itself_and_64_kib() {
+    for (name, bytes) in hostile::metadata() {
+        let Ok(text) = std::str::from_utf8(&bytes) else { continue };
+        let peak = peak_of(|| assert!(RdmaMetadata::from_json(text).is_err()));
+        assert!(peak <= bytes.len() + SLACK, "{name} allocated {peak} bytes");
+    }
+    for (name, bytes) in hostile::envelopes() {
+        let text = data_encoding::HEXLOWER.encode(&bytes);
+        let peak = peak_of(|| assert!(RdmaMetadata::owner(&text).is_err()));
+        assert!(peak <= text.len() + SLACK, "{name} allocated {peak} bytes");
     }
 }
