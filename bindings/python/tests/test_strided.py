@@ -143,7 +143,7 @@ def test_a_view_is_refused_as_a_target() -> None:
 )
 def test_what_no_layout_can_say_is_refused_with_the_reason(view: Any, why: str) -> None:
     forms = [view, (view, "cpu"), Interface(view)]
-    if view.flags.writeable:
+    if view.flags["W"]:
         # DLPack knows no memory that is read-only, in its older form.
         forms.append(Tensor(view))
     for data in forms:

@@ -93,15 +93,20 @@ fn a_refused_body_allocates_no_more_than_itself_and_64_kib() {
 }
 
 #[test]
-fn refused_metadata_allocates_no_more_than_itself_and_64_kib() {
-    for (name, bytes) in hostile::metadata() {
+fn metadata_allocates_no_more_than_itself_and_64_kib() {
+    let taken =
+        samples::all_metadata().into_iter().map(|(name, text)| (name.to_owned(), text.into_bytes(), true));
+    let refused = hostile::metadata().into_iter().map(|(name, bytes)| (name, bytes, false));
+    for (name, bytes, good) in taken.chain(refused) {
         let Ok(text) = std::str::from_utf8(&bytes) else { continue };
-        let peak = peak_of(|| assert!(RdmaMetadata::from_json(text).is_err()));
+        let peak = peak_of(|| assert_eq!(RdmaMetadata::from_json(text).is_ok(), good, "{name}"));
         assert!(peak <= bytes.len() + SLACK, "{name} allocated {peak} bytes");
     }
-    for (name, bytes) in hostile::envelopes() {
+    let taken = samples::envelopes().into_iter().map(|(name, bytes)| (name.to_owned(), bytes, true));
+    let refused = hostile::envelopes().into_iter().map(|(name, bytes)| (name, bytes, false));
+    for (name, bytes, good) in taken.chain(refused) {
         let text = data_encoding::HEXLOWER.encode(&bytes);
-        let peak = peak_of(|| assert!(RdmaMetadata::owner(&text).is_err()));
+        let peak = peak_of(|| assert_eq!(RdmaMetadata::owner(&text).is_ok(), good, "{name}"));
         assert!(peak <= text.len() + SLACK, "{name} allocated {peak} bytes");
     }
 }
