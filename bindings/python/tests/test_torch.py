@@ -15,7 +15,7 @@ import towline
 from towline import Connector, Descriptor
 from towline import nixl_connect as nc
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed here; scripts/test.sh torch has it")
 
 DTYPES = ["bfloat16", "float16", "float32", "float64", "int8", "uint8", "int64", "bool", "complex64"]
 

@@ -83,20 +83,6 @@ impl Layout {
         bytes.ok_or_else(|| Error::invalid(OP, "the bytes of the blocks do not fit in 64 bits"))
     }
 
-    /// Whether the blocks, one after the other, are one run of bytes.
-    pub fn is_one_run(&self) -> bool {
-        self.block_count() == 1
-            || self
-                .dims()
-                .iter()
-                .rev()
-                .try_fold(self.block_len(), |run, dim| {
-                    let joins = dim.count == 1 || dim.stride == run;
-                    if joins { run.checked_mul(dim.count) } else { None }
-                })
-                .is_some()
-    }
-
     /// Refuses blocks that share bytes. Those that only interleave are refused with them: no slice, transposition or
     /// permutation of an array does that.
     pub(crate) fn check_disjoint(&self) -> Result<()> {
@@ -137,7 +123,6 @@ mod tests {
             let layout = Layout::strided(4, shape, strides).unwrap();
             let bytes = 4 * shape.iter().product::<u64>();
             assert_eq!((layout.block_len(), layout.block_count()), (bytes, 1), "{shape:?}");
-            assert!(layout.is_one_run());
         }
     }
 
@@ -149,7 +134,6 @@ mod tests {
         let transposed = Layout::strided(2, &[5, 7], &[2, 10]).unwrap();
         assert_eq!((transposed.block_len(), dims(&transposed)), (2, vec![(5, 2), (7, 10)]));
         assert_eq!((transposed.extent(), transposed.packed_len().unwrap()), (70, 70));
-        assert!(!transposed.is_one_run());
         let every_second = Layout::strided(2, &[3, 4], &[16, 4]).unwrap();
         assert_eq!(dims(&every_second), [(12, 4)]);
     }
