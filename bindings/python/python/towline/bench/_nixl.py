@@ -89,31 +89,30 @@ class _Side:
         self.descriptor = (memory.ctypes.data, nbytes, 0)
         self.agent.register_memory([(*self.descriptor, "")], "DRAM")
         self.remote = ""
+        self.source: tuple[int, ...] = ()
 
     async def perform(self, order: dict[str, Any]) -> None:
         match order["do"]:
             case "offer":
-                key = uuid.uuid4().hex
-                if order["first"]:
-                    fill(self.memory)
-                    metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
-                    _say(metadata=metadata, descriptor=self.descriptor, key=key)
-                else:
-                    _say(descriptor=self.descriptor, key=key)
-                await polled(_Awaited(self.agent, key.encode()))
+                fill(self.memory)
+                metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
+                _say(metadata=metadata, descriptor=self.descriptor)
+            case "know":
+                named = self.agent.add_remote_agent(base64.b64decode(order["metadata"]))
+                self.remote = named.decode() if isinstance(named, bytes) else named
+                self.source = tuple(order["descriptor"])
+                _say()
+            case "wait":
+                await polled(_Awaited(self.agent, order["key"].encode()))
                 _say(ended=time.monotonic_ns())
             case "read":
-                offered = order["offered"]
-                if "metadata" in offered:
-                    named = self.agent.add_remote_agent(base64.b64decode(offered["metadata"]))
-                    self.remote = named.decode() if isinstance(named, bytes) else named
                 began = time.monotonic_ns()
                 handle = self.agent.initialize_xfer(
                     "READ",
                     self.agent.get_xfer_descs([self.descriptor], "DRAM"),
-                    self.agent.get_xfer_descs([tuple(offered["descriptor"])], "DRAM"),
+                    self.agent.get_xfer_descs([self.source], "DRAM"),
                     self.remote,
-                    offered["key"].encode(),
+                    order["key"].encode(),
                 )
                 await polled(_Posted(self.agent, handle))
                 ended = time.monotonic_ns()
