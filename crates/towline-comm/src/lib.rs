@@ -6,7 +6,10 @@ mod bootstrap;
 mod collective;
 mod combine;
 mod communicator;
+mod error;
 mod group;
 mod team;
 mod unique_id;
 mod window;
+
+pub use error::{Error, Result};
