@@ -6,6 +6,7 @@ mod import;
 mod interfaces;
 pub(crate) mod operations;
 mod options;
+mod pinned;
 mod request;
 mod stats;
 
@@ -17,6 +18,7 @@ use std::time::Duration;
 pub(crate) use self::core::EndpointCore;
 pub use self::import::Remote;
 pub use self::options::EndpointOptions;
+pub use self::pinned::Pinned;
 pub use self::request::Request;
 pub use self::stats::{PathStats, Stats};
 use crate::memory::{Dtype, ReduceOp, Storage};

@@ -10,7 +10,7 @@
 
 pub(crate) mod life;
 pub(crate) mod pins;
-mod protocol;
+pub(crate) mod protocol;
 mod robust;
 pub(crate) mod shared;
 pub(crate) mod table;

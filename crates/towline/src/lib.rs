@@ -47,7 +47,7 @@ mod transport;
 pub mod wire;
 
 pub use access::Access;
-pub use endpoint::{Endpoint, EndpointOptions, PathStats, Remote, Request, Stats};
+pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Remote, Request, Stats};
 pub use error::{Error, Kind, Result};
 pub use identity::{EndpointId, Identity, Incarnation};
 pub use layout::{Dim, Indices, Layout};
@@ -57,7 +57,7 @@ pub use memory::{
     StorageKind, SystemStorage, create_buffer,
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
-pub use region::{RegisterError, Registered, RegisteredView, Span, StillPinned};
+pub use region::{Patience, RegisterError, Registered, RegisteredView, Span, StillPinned};
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
 pub use transfer::{BlockFailure, Limits, Transfer};

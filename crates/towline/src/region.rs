@@ -5,6 +5,7 @@ mod peers;
 mod signal;
 #[cfg(test)]
 mod tests;
+mod words;
 
 use std::any::Any;
 use std::fmt;
@@ -14,7 +15,9 @@ use std::time::Duration;
 
 pub(crate) use self::core::{ParkingLot, RegionCore, RegionUse};
 pub(crate) use self::peers::PeerPins;
-pub(crate) use self::signal::raise;
+pub use self::signal::Patience;
+pub(crate) use self::signal::{raise, ring};
+pub(crate) use self::words::word_at;
 use crate::endpoint::EndpointCore;
 use crate::layout::Layout;
 use crate::memory::{MemType, MemoryAccess, MemoryDescription, NixlDescriptor, Place, Storage, StorageKind};

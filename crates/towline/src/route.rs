@@ -208,6 +208,11 @@ impl Routes {
             })
     }
 
+    /// Every way that can be used, the preferred ones first.
+    pub(crate) fn usable(&self) -> &[Arc<dyn Attachment>] {
+        &self.usable
+    }
+
     pub(crate) fn explanation(&self) -> &Explanation {
         &self.explanation
     }

@@ -31,6 +31,7 @@ use crate::endpoint::EndpointCore;
 use crate::layout::{Piece, Plan};
 use crate::region::RegionCore;
 use crate::transfer::{After, Op, TransferCore};
+use crate::transport::direct::Held;
 use crate::transport::tcp::GrantHandle;
 use crate::wire::Grant;
 
@@ -170,6 +171,11 @@ pub(crate) trait Attachment: Send + Sync {
 
     /// Whether it can still be used: the owner is alive as far as is known.
     fn alive(&self) -> Result<()>;
+
+    /// Pins the region for a long time; `None` on a way that shares no memory with the owner.
+    fn hold(&self) -> Option<Result<Held>> {
+        None
+    }
 }
 
 /// One path as `towline doctor` shows it.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::EndpointCore;
+use super::pinned::Pinned;
 use super::stats::Counters;
 use crate::identity::Incarnation;
 use crate::layout::Layout;
@@ -83,6 +84,43 @@ impl Remote {
     /// Every candidate path, the one taken, and the reason for the others.
     pub fn explain(&self) -> &Explanation {
         self.routes.explanation()
+    }
+
+    /// Whether the owner can still be reached, as far as is known here; the error says what ended it.
+    ///
+    /// On one host the death of the owner's process shows at once; between hosts when the connection notices. It says
+    /// nothing of the region: an owner that has deregistered it lives on.
+    pub fn alive(&self) -> Result<()> {
+        fork::guard("alive")?;
+        let first = self.routes.usable().first();
+        first.map_or(Ok(()), |way| way.alive()).map_err(|error| error.with_peer(&*self.peer))
+    }
+
+    /// Pins the region for a series of accesses by plain loads and stores.
+    ///
+    /// # Errors
+    /// `Unsupported` unless the memory is shared with this process (paths `inproc` and `mapped`), `Stale` once the owner
+    /// has deregistered it, `Exhausted` where too many regions of that owner are pinned (960), `PermissionDenied` after
+    /// the ticket's lease.
+    pub fn pin(&self) -> Result<Pinned> {
+        let pinned = || {
+            fork::guard("pin")?;
+            self.check_lease("pin")?;
+            let held = self.routes.usable().iter().find_map(|way| {
+                let path = way.transport().name();
+                Some(way.hold()?.map(|held| (held, path)).map_err(|error| error.on(path)))
+            });
+            let Some(held) = held else {
+                return Err(Error::new(
+                    Kind::Unsupported,
+                    "pin",
+                    format!("no way to the region shares its memory:\n{}", self.explain()),
+                ));
+            };
+            let (held, path) = held?;
+            Ok(Pinned::new(held, self.len() as usize, self.access(), path, Arc::clone(&self.peer)))
+        };
+        pinned().map_err(|error| error.with_peer(&*self.peer))
     }
 
     pub(super) fn routes(&self) -> &Routes {

@@ -20,10 +20,13 @@ use crate::{Error, Kind, Result};
 /// Slots for pins of single threads, one per life slot.
 pub(crate) const THREAD_SLOTS: u32 = life::SLOTS;
 /// Slots for pins that belong to a process.
-pub(crate) const PROCESS_SLOTS: u32 = 256;
+pub(crate) const PROCESS_SLOTS: u32 = 1024;
+/// How many of them are for pins that are held for long: the rest is left to copies.
+pub(crate) const LONG_SLOTS: u32 = PROCESS_SLOTS - 64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"towl-pin");
-const VERSION: u32 = 1;
+/// Of this page and of the table that comes with it. 2: more process slots; sleepers are counted in the table's rows.
+const VERSION: u32 = 2;
 const THREADS_AT: usize = size_of::<Header>();
 const PROCESSES_AT: usize = THREADS_AT + THREAD_SLOTS as usize * size_of::<Slot>();
 const BYTES: usize = PROCESSES_AT + PROCESS_SLOTS as usize * size_of::<Slot>();
@@ -161,8 +164,17 @@ impl PinPage {
         }
     }
 
-    /// Pins for the whole process: long holds (CUDA, NIXL, peer views).
+    /// Pins for the whole process: a copy inside another, or by a thread without a slot.
     pub(crate) fn pin_process(self: &Arc<Self>, row: &Row, generation: u64) -> Result<ProcessPin, PinError> {
+        self.pin_among(PROCESS_SLOTS, row, generation)
+    }
+
+    /// Pins for the whole process and for long. It may be released by any thread.
+    pub(crate) fn pin_long(self: &Arc<Self>, row: &Row, generation: u64) -> Result<ProcessPin, PinError> {
+        self.pin_among(LONG_SLOTS, row, generation)
+    }
+
+    fn pin_among(self: &Arc<Self>, slots: u32, row: &Row, generation: u64) -> Result<ProcessPin, PinError> {
         if generation == 0 {
             return Err(PinError::Stale);
         }
@@ -171,7 +183,7 @@ impl PinPage {
         }
         let used = &self.header().processes_used;
         // From the first slot on, so that the owner's scans stay short.
-        let slot = (0..)
+        let slot = (0..slots)
             .zip(self.processes())
             .find(|(index, slot)| {
                 slot.generation.load(Ordering::Relaxed) == 0
@@ -327,6 +339,12 @@ impl ProcessPin {
     /// Whether the region was live for the whole time of the pin up to now.
     pub(crate) fn still_valid(&self, row: &Row) -> bool {
         protocol::revalidate::<Machine>(row.word(), self.generation)
+    }
+
+    /// Whether the owner has revoked the region. Orders nothing: the pin is what protects the bytes.
+    #[inline]
+    pub(crate) fn is_unwanted(&self, row: &Row) -> bool {
+        !row.shows(self.generation)
     }
 }
 

@@ -1,12 +1,13 @@
 //! The ordering-critical steps of the fence, written once for the machine's atomics and for loom's.
 //!
-//! Two races decide whether the fence holds, and both have the shape "each side stores one word and then
+//! Two races decide whether the fence holds, a third whether a sleeper is woken, and all have the shape "each side stores one word and then
 //! loads the other's", which only a full fence on *both* sides makes safe:
 //!
 //! | initiator | owner | must never happen |
 //! | --- | --- | --- |
 //! | slot := g, **fence**, load row | row := 0, **fence**, load slot | the pin succeeds and the scan sees none |
 //! | slot := 0, **fence**, load draining | draining += 1, **fence**, load slot | the scan sees a pin and its release does not ring |
+//! | flag := 1, **fence**, load sleepers | sleepers += 1, **fence**, load flag | the owner sleeps and nobody wakes it |
 //!
 //! Nothing here touches a system call or a mapping, so that loom can run every interleaving of it.
 
@@ -199,6 +200,34 @@ pub(crate) fn scan<'a, M: Memory>(
 #[inline]
 pub(crate) fn reclaim<M: Memory>(slot: &M::U64, generation: u64) -> bool {
     slot.replace(generation, 0)
+}
+
+/// Owner: from here on, whoever changes something that this thread waits for wakes it.
+///
+/// Followed by a load of the bell, then by the check of what is waited for, then by a sleep that begins only if the
+/// bell is still what was loaded. Why no wake-up is lost: of the fence here and the one in `wake_wanted` one comes
+/// first. If this one does, the waker sees the sleeper and raises the bell: before the load of the bell, in which case
+/// the load acquires what the waker has changed and the check sees it; or after, in which case the sleep does not
+/// begin, or is ended by the wake call that follows. If the other one does, the check sees what was changed.
+#[inline]
+pub(crate) fn sleeper_came<M: Memory>(sleepers: &M::U32) {
+    sleepers.add(1);
+    M::full_fence();
+}
+
+/// Owner: the pair of `sleeper_came`.
+#[inline]
+pub(crate) fn sleeper_left<M: Memory>(sleepers: &M::U32) {
+    sleepers.add(u32::MAX);
+}
+
+/// Anybody, after a change that the owner may be waiting for: whether somebody may be asleep. If so, the bell is raised
+/// (a release) and who sleeps on it is woken, in this order.
+#[inline]
+#[must_use]
+pub(crate) fn wake_wanted<M: Memory>(sleepers: &M::U32) -> bool {
+    M::full_fence();
+    sleepers.load(Ordering::Relaxed) != 0
 }
 
 #[cfg(all(test, loom))]
@@ -506,6 +535,62 @@ mod loom_tests {
             });
             let mine = announce_shared::<Fenced>(&page.slots[0], 0, &page.high, 7);
             assert_ne!(mine, other.join().unwrap());
+        });
+    }
+
+    /// The bell as the kernel treats it: a sleep begins only while it holds the value that was loaded, and the wake
+    /// call comes after it was raised. So who has not seen the change must find the bell raised in the end.
+    fn sleep_against_wake<M: Memory<U64 = AtomicU64, U32 = AtomicU32> + 'static>() {
+        let (sleepers, bell) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
+        let flag = Arc::new(AtomicU64::new(0));
+        let waker = thread::spawn({
+            let (sleepers, bell, flag) = (sleepers.clone(), bell.clone(), flag.clone());
+            move || {
+                flag.store(1, Ordering::Release);
+                if wake_wanted::<M>(&sleepers) {
+                    bell.add(1);
+                }
+            }
+        });
+        sleeper_came::<M>(&sleepers);
+        let rung = Word::load(&*bell, Ordering::Acquire);
+        let seen = flag.load(Ordering::Acquire) == 1;
+        waker.join().unwrap();
+        assert!(
+            seen || Word::load(&*bell, Ordering::Acquire) != rung,
+            "the owner sleeps and nobody wakes it"
+        );
+        sleeper_left::<M>(&sleepers);
+        assert!(!wake_wanted::<M>(&sleepers));
+    }
+
+    #[test]
+    fn loom_no_wake_up_is_lost() {
+        loom::model(sleep_against_wake::<Fenced>);
+    }
+
+    #[test]
+    fn loom_without_the_fence_a_wake_up_is_lost() {
+        assert!(violated(sleep_against_wake::<Unfenced>));
+    }
+
+    #[test]
+    fn loom_a_sleeper_that_saw_the_bell_raised_sees_what_it_was_raised_for() {
+        loom::model(|| {
+            let words = Arc::new((AtomicU32::new(1), AtomicU32::new(0), AtomicU64::new(0)));
+            let waker = thread::spawn({
+                let words = words.clone();
+                move || {
+                    words.2.store(1, Ordering::Relaxed);
+                    if wake_wanted::<Fenced>(&words.0) {
+                        words.1.add(1);
+                    }
+                }
+            });
+            if Word::load(&words.1, Ordering::Acquire) == 1 {
+                assert_eq!(words.2.load(Ordering::Relaxed), 1);
+            }
+            waker.join().unwrap();
         });
     }
 

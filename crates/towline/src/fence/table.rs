@@ -4,7 +4,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::fence::protocol::{self, Machine};
 use crate::fence::shared::{self, Lendable, Mapping};
@@ -18,7 +18,10 @@ pub(crate) struct Row {
     addr: AtomicU64,
     len: AtomicU64,
     /// Only the owner reads it: whether the row is taken, so that a row is never given back twice.
-    taken: AtomicU64,
+    taken: AtomicU32,
+    /// How many threads of the owner sleep until a peer changes the region. The owner writes it, so that a peer's
+    /// wake costs no system call while it is 0.
+    sleepers: AtomicU32,
 }
 
 const _: () = assert!(size_of::<Row>() == 32, "rows have a fixed stride in shared memory");
@@ -31,6 +34,18 @@ impl Row {
     #[cfg(test)]
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
+    }
+
+    /// Whether the row shows a live region of that generation.
+    #[inline]
+    pub(crate) fn shows(&self, generation: u64) -> bool {
+        self.generation.load(Ordering::Acquire) == generation
+    }
+
+    /// How many threads of the owner sleep until the region changes.
+    #[inline]
+    pub(crate) fn sleepers(&self) -> &AtomicU32 {
+        &self.sleepers
     }
 
     /// The address in the owner; belongs to the generation only while that is pinned.

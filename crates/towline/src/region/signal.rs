@@ -1,5 +1,5 @@
-//! Counters in registered memory that are raised by peers and waited for by the owner.
-#![allow(unsafe_code, reason = "counters live in registered memory, which is reached by address")]
+//! Counters and flags in registered memory that peers change and the owner waits for.
+#![allow(unsafe_code, reason = "the words live in registered memory, which is reached by address")]
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -7,63 +7,183 @@ use std::time::{Duration, Instant};
 use rustix::thread::futex;
 
 use super::RegionCore;
-use crate::memory::Place;
-use crate::{Error, Kind, Result};
+use crate::fence::protocol::{self, Machine};
+use crate::progress;
+use crate::{Error, Kind, Result, fork};
+
+/// How a wait begins before the thread goes to sleep.
+///
+/// Spinning answers within a fraction of a microsecond and takes a whole core; giving way lets others run in
+/// between; sleeping costs the waker a system call and the sleeper a few microseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Patience {
+    /// How long to look again and again.
+    pub spin: Duration,
+    /// How long to look in between giving way to other threads, after that.
+    pub yielding: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Patience {
+        Patience { spin: Duration::from_micros(5), yielding: Duration::from_micros(50) }
+    }
+}
+
+/// All threads of this process that sleep until some region changes: what a change made by this process itself asks,
+/// whichever registration of the memory it goes through.
+static SLEEPERS_HERE: AtomicU32 = AtomicU32::new(0);
+
+/// How often a wait whose bell cannot be rung looks again.
+const WITHOUT_A_BELL: Duration = Duration::from_millis(1);
 
 /// The 32 bits of a counter on which its waiters sleep: those that change with every signal.
 fn low_half(counter: *mut u64) -> *const AtomicU32 {
     if cfg!(target_endian = "little") { counter.cast() } else { counter.cast::<AtomicU32>().wrapping_add(1) }
 }
 
-/// Raises the counter at that address and wakes who waits for it.
+/// Raises the counter at that address and wakes who waits for it; returns what it was. `sleepers`: as the owner counts
+/// them in the region's row; `None` where this process is the owner.
 ///
 /// # Safety
 /// `counter` points to eight aligned bytes of registered memory that stay mapped during the call.
-pub(crate) unsafe fn raise(counter: *mut u64, add: u64) -> u64 {
+pub(crate) unsafe fn raise(counter: *mut u64, add: u64, sleepers: Option<&AtomicU32>) -> u64 {
     // SAFETY: the caller's obligation; other users of the word go through atomics too.
     let before = unsafe { AtomicU64::from_ptr(counter) }.fetch_add(add, Ordering::SeqCst);
-    // SAFETY: as above; the kernel only looks at the address.
-    let word = unsafe { &*low_half(counter) };
-    // Shared, not private: the waiter may be another process that maps the same memory. A failure means that
-    // nobody can be waiting there.
-    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
+    if protocol::wake_wanted::<Machine>(sleepers.unwrap_or(&SLEEPERS_HERE)) {
+        // SAFETY: the caller's obligation.
+        unsafe { wake_all(counter) };
+    }
     before
 }
 
-/// Waits until the counter is at least that high.
-pub(super) fn wait(core: &RegionCore, offset: usize, at_least: u64, within: Duration) -> Result<u64> {
-    if core.place != Place::Host {
-        return Err(Error::new(Kind::Unsupported, "wait_signal", "the region is not in host memory"));
+/// Wakes who waits on the bell at that address, if anybody does. What was stored before is visible to it.
+///
+/// # Safety
+/// As for [`raise`].
+#[inline]
+pub(crate) unsafe fn ring(bell: *mut u64, sleepers: &AtomicU32) {
+    if protocol::wake_wanted::<Machine>(sleepers) {
+        // SAFETY: the caller's obligation.
+        unsafe { ring_loudly(bell) };
     }
-    let addr = core.addr.wrapping_add(offset);
-    if offset.checked_add(8).is_none_or(|end| end > core.len) || !addr.is_multiple_of(8) {
-        return Err(Error::invalid(
-            "wait_signal",
-            format!("offset {offset} does not name eight aligned bytes within {} bytes", core.len),
-        ));
+}
+
+#[cold]
+#[inline(never)]
+unsafe fn ring_loudly(bell: *mut u64) {
+    // SAFETY: the caller's obligation.
+    unsafe {
+        AtomicU64::from_ptr(bell).fetch_add(1, Ordering::SeqCst);
+        wake_all(bell);
     }
-    let counter = addr as *mut u64;
+}
+
+unsafe fn wake_all(counter: *mut u64) {
+    // SAFETY: the caller's obligation; the kernel only looks at the address.
+    let word = unsafe { &*low_half(counter) };
+    // Shared, not private: waker and sleeper may be processes that map the same memory. A failure means that nobody
+    // can be waiting there.
+    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
+}
+
+/// A thread that is counted as asleep; the count is taken back even if a check panics.
+struct Sleeper<'a>(&'a AtomicU32);
+
+impl<'a> Sleeper<'a> {
+    fn new(row: &'a AtomicU32) -> Sleeper<'a> {
+        // The last step has the fence that counts for both.
+        SLEEPERS_HERE.fetch_add(1, Ordering::SeqCst);
+        protocol::sleeper_came::<Machine>(row);
+        Sleeper(row)
+    }
+}
+
+impl Drop for Sleeper<'_> {
+    fn drop(&mut self) {
+        protocol::sleeper_left::<Machine>(self.0);
+        SLEEPERS_HERE.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Waits until `check` gives something: spins, gives way, then sleeps on the bell. `None` at the limit.
+///
+/// The caller holds the registration, so that memory and row stay.
+pub(super) fn wait_changed<T>(
+    core: &RegionCore,
+    bell: usize,
+    patience: Patience,
+    within: Duration,
+    mut check: impl FnMut() -> Option<T>,
+) -> Option<T> {
+    if let Some(found) = check() {
+        return Some(found);
+    }
+    if fork::in_child() {
+        return None;
+    }
     let started = Instant::now();
-    loop {
-        // SAFETY: checked above to lie within the region, whose registration the caller holds by reference.
-        let (value, word) =
-            unsafe { (AtomicU64::from_ptr(counter).load(Ordering::SeqCst), &*low_half(counter)) };
-        if value >= at_least {
-            return Ok(value);
+    let until = progress::later(started, within);
+    let spin_until = progress::later(started, patience.spin).min(until);
+    let yield_until = progress::later(spin_until, patience.yielding).min(until);
+    while Instant::now() < spin_until {
+        // The clock costs more than a look.
+        for _ in 0..8 {
+            std::hint::spin_loop();
+            if let Some(found) = check() {
+                return Some(found);
+            }
         }
-        let spent = started.elapsed();
-        let Some(left) = within.checked_sub(spent).filter(|left| !left.is_zero()) else {
-            return Err(Error::new(
-                Kind::Timeout,
-                "wait_signal",
-                format!("the counter is {value}, not {at_least}, after {:.3} s", spent.as_secs_f64()),
-            ));
-        };
+    }
+    while Instant::now() < yield_until {
+        std::thread::yield_now();
+        if let Some(found) = check() {
+            return Some(found);
+        }
+    }
+    let row = core.endpoint.table.row(core.row).map(|row| row.sleepers());
+    let (Some(row), Ok(bell)) = (row, core.word("wait", bell)) else {
+        return look_now_and_then(until, check);
+    };
+    let _asleep = Sleeper::new(row);
+    loop {
+        // SAFETY: `word` checked that it lies within the region, whose registration the caller holds.
+        let (rung, word) = unsafe { (AtomicU64::from_ptr(bell).load(Ordering::Acquire), &*low_half(bell)) };
+        if let Some(found) = check() {
+            return Some(found);
+        }
+        let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
         let timeout = rustix::time::Timespec {
             tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: left.subsec_nanos().into(),
         };
         // Every outcome (woken, value changed, interrupted, timed out) leads back to the check above.
-        let _ = futex::wait(word, futex::Flags::empty(), value as u32, Some(&timeout));
+        let _ = futex::wait(word, futex::Flags::empty(), rung as u32, Some(&timeout));
     }
+}
+
+fn look_now_and_then<T>(until: Instant, mut check: impl FnMut() -> Option<T>) -> Option<T> {
+    loop {
+        if let Some(found) = check() {
+            return Some(found);
+        }
+        let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
+        std::thread::sleep(left.min(WITHOUT_A_BELL));
+    }
+}
+
+/// Waits until the counter is at least that high.
+pub(super) fn wait(core: &RegionCore, offset: usize, at_least: u64, within: Duration) -> Result<u64> {
+    let counter = core.word("wait_signal", offset)?;
+    let mut value = 0;
+    let started = Instant::now();
+    let found = wait_changed(core, offset, Patience::default(), within, || {
+        // SAFETY: `word` checked that it lies within the region, whose registration the caller holds.
+        value = unsafe { AtomicU64::from_ptr(counter) }.load(Ordering::SeqCst);
+        (value >= at_least).then_some(value)
+    });
+    found.ok_or_else(|| {
+        let spent = started.elapsed().as_secs_f64();
+        let message = format!("the counter is {value}, not {at_least}, after {spent:.3} s");
+        Error::new(Kind::Timeout, "wait_signal", message)
+    })
 }

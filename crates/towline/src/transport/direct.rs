@@ -6,9 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::{Attachment, Transport};
+use crate::fence::pins::ProcessPin;
+use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
+use crate::memory::Mapping;
 use crate::progress;
+use crate::region::RegionUse;
 use crate::transfer::{After, Op, Signal, TransferCore};
+use crate::transport::tcp::GrantHandle;
 use crate::{Error, Kind, Result};
 
 /// Requests up to this size are copied by the calling thread: waking a worker costs as much as copying a few
@@ -46,6 +51,11 @@ pub(crate) trait Direct: Send + Sync + 'static {
 
     /// Whether the owner is alive as far as is known.
     fn alive(&self) -> Result<()>;
+
+    /// Pins the region for long, where its memory is shared with this process.
+    fn hold(&self) -> Option<Result<Held>> {
+        None
+    }
 
     /// What follows the bytes.
     fn after(&self, after: &After) -> Result<()> {
@@ -130,6 +140,47 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
 
     fn alive(&self) -> Result<()> {
         self.0.alive()
+    }
+
+    fn hold(&self) -> Option<Result<Held>> {
+        self.0.hold()
+    }
+}
+
+/// A region that is pinned for long, with what keeps its memory reachable here.
+pub(crate) enum Held {
+    /// A region of this process, and where in it the grant begins.
+    Here { used: RegionUse, offset: usize },
+    /// A region of another process, and where in the mapping the grant begins.
+    There { pin: Arc<ProcessPin>, handle: Arc<GrantHandle>, mapping: Arc<Mapping>, start: usize },
+}
+
+impl Held {
+    /// The first byte of the grant.
+    pub(crate) fn base(&self) -> usize {
+        match self {
+            Held::Here { used, offset } => used.core().addr + offset,
+            Held::There { mapping, start, .. } => mapping.ptr().expose_provenance() + start,
+        }
+    }
+
+    /// The region's row in its owner's table.
+    #[inline]
+    pub(crate) fn row(&self) -> Option<&Row> {
+        match self {
+            Held::Here { used, .. } => used.core().endpoint.table.row(used.core().row),
+            Held::There { handle, .. } => handle.row(),
+        }
+    }
+
+    /// Whether the owner wants the region back, or is gone.
+    pub(crate) fn is_stale(&self) -> bool {
+        match self {
+            Held::Here { used, .. } => used.core().is_closed(),
+            Held::There { pin, handle, .. } => {
+                handle.session().alive().is_err() || handle.row().is_none_or(|row| pin.is_unwanted(row))
+            }
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::direct::{Direct, DirectAttachment, misaligned};
+use super::direct::{Direct, DirectAttachment, Held, misaligned};
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
@@ -107,7 +107,7 @@ impl Direct for Local {
         self.word("signal", signal.offset)?;
         self.inside("signal", |remote| {
             // SAFETY: eight aligned bytes within the grant, kept by `inside`.
-            unsafe { raise(remote.add(signal.offset as usize).cast(), signal.add) };
+            unsafe { raise(remote.add(signal.offset as usize).cast(), signal.add, None) };
             Ok(())
         })
     }
@@ -115,6 +115,11 @@ impl Direct for Local {
     fn notify(&self, message: &[u8]) -> Result<()> {
         let notification = Notification { from: self.from.clone(), message: message.to_vec() };
         self.region.endpoint.deliver(notification)
+    }
+
+    fn hold(&self) -> Option<Result<Held>> {
+        let held = self.region.begin_use("pin").map(|used| Held::Here { used, offset: self.offset });
+        Some(held)
     }
 
     fn alive(&self) -> Result<()> {

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::direct::{Direct, DirectAttachment, misaligned};
+use super::direct::{Direct, DirectAttachment, Held, misaligned};
 use super::inproc::{apply_atomic, move_pieces};
 use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
@@ -110,15 +110,25 @@ impl Direct for Window {
 
     fn signal(&self, signal: Signal) -> Result<()> {
         let word = self.word("signal", signal.offset)?;
-        self.handle.pinned("signal", |_row| {
+        self.handle.pinned("signal", |row| {
             // SAFETY: eight aligned bytes within the grant and the mapping.
-            unsafe { raise(word.cast(), signal.add) };
+            unsafe { raise(word.cast(), signal.add, Some(row.sleepers())) };
             Ok(())
         })
     }
 
     fn notify(&self, message: &[u8]) -> Result<()> {
         self.handle.session().notify(message)
+    }
+
+    fn hold(&self) -> Option<Result<Held>> {
+        let held = self.handle.hold("pin").map(|pin| Held::There {
+            pin,
+            handle: Arc::clone(&self.handle),
+            mapping: Arc::clone(&self.mapping),
+            start: self.start,
+        });
+        Some(held)
     }
 
     fn alive(&self) -> Result<()> {

@@ -18,7 +18,7 @@ pub(super) fn atomic(word: *mut u8, op: AtomicOp) -> u64 {
 /// Raises a counter that the caller has checked and pinned.
 pub(super) fn signal(word: *mut u8, add: u64) -> u64 {
     // SAFETY: as above.
-    unsafe { raise(word.cast(), add) }
+    unsafe { raise(word.cast(), add, None) }
 }
 
 /// Combines received bytes into parts that the caller has checked and pinned.

@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 
 use super::session::Session;
 use crate::fence::life::LifePage;
-use crate::fence::pins::PinError;
+use crate::fence::pins::{LONG_SLOTS, PinError, ProcessPin};
 use crate::fence::table::Row;
 use crate::memory::Mapping;
 use crate::region::stale;
@@ -64,6 +64,44 @@ impl GrantHandle {
             Err(PinError::Stale) => Err(stale(op)),
             Err(PinError::Busy) => Err(Error::new(Kind::Exhausted, op, "too many copies hold a pin at once")),
         }
+    }
+
+    /// The region's row in the owner's table, as far as owner and user share memory.
+    #[inline]
+    pub(crate) fn row(&self) -> Option<&Row> {
+        self.session.local().ok()?.table.row(self.row)
+    }
+
+    /// Pins the owner's row for long. Holders of one region share a pin, which is released with the last of them.
+    pub(crate) fn hold(&self, op: &'static str) -> Result<Arc<ProcessPin>> {
+        let local = self.session.local()?;
+        let row = self.row().ok_or_else(|| Error::protocol(op, "the grant names no row"))?;
+        let mut held = lock(&local.held);
+        let pin = match held.get(&self.generation).and_then(Weak::upgrade) {
+            // It was confirmed when it was made; the check is whether the region has been revoked since.
+            Some(pin) if pin.still_valid(row) => pin,
+            Some(_) => return Err(stale(op)),
+            None => match local.pins.pin_long(row, self.generation) {
+                Ok(pin) => {
+                    let pin = Arc::new(pin);
+                    held.retain(|_, pin| pin.strong_count() > 0);
+                    held.insert(self.generation, Arc::downgrade(&pin));
+                    pin
+                }
+                Err(PinError::Stale) => return Err(stale(op)),
+                Err(PinError::Busy) => {
+                    return Err(Error::new(
+                        Kind::Exhausted,
+                        op,
+                        format!("{LONG_SLOTS} regions of this owner are pinned, which is the limit"),
+                    ));
+                }
+            },
+        };
+        drop(held);
+        // After the pin, as for a copy.
+        self.session.alive()?;
+        Ok(pin)
     }
 
     fn copy<T>(

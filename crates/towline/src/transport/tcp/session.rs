@@ -15,7 +15,7 @@ use super::parts::{Keep, Payload, Sink};
 use super::run::Run;
 use crate::endpoint::EndpointCore;
 use crate::fence::life::LifePage;
-use crate::fence::pins::{PinPage, Side};
+use crate::fence::pins::{PinPage, ProcessPin, Side};
 use crate::fence::table::TableView;
 use crate::fence::watcher;
 use crate::memory::Mapping;
@@ -72,6 +72,8 @@ pub(super) struct Local {
     pid: i32,
     /// The owner's segments that are mapped here, by their number.
     pub(super) mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
+    /// The owner's regions that are pinned for long, by generation.
+    pub(super) held: Mutex<HashMap<u64, Weak<ProcessPin>>>,
     /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
 }
@@ -109,6 +111,7 @@ impl Session {
                 mailbox: Mailbox::map(&mailbox)?,
                 pid: contact.socket.peer_credentials()?.pid,
                 mappings: Mutex::default(),
+                held: Mutex::default(),
                 alive: Mutex::new(None),
             }),
             _ => None,
