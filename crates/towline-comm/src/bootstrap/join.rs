@@ -83,11 +83,13 @@ pub(crate) fn join(id: &UniqueId, joining: &Joining<'_>) -> Result<Vec<Ticket>> 
     stream.limit(GREETING).map_err(lost)?;
     stream.write_all(&message).map_err(lost)?;
     let answer = hear(&mut stream, &session, joining.nranks, until + GRACE)?;
-    // Ranks of this process that come now are too late, wherever the root is.
-    used_up(id.nonce());
     match answer {
         Answer::Failed(error) => Err(error),
-        Answer::List(list) if list.len() == joining.nranks => wire::tickets(&list),
+        Answer::List(list) if list.len() == joining.nranks => {
+            // Ranks of this process that come now are too late, wherever the root is.
+            used_up(id.nonce());
+            wire::tickets(&list)
+        }
         Answer::List(_) => Err(Error::protocol(OP, "the root's list has another length")),
     }
 }

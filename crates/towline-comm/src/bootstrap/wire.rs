@@ -203,8 +203,9 @@ impl Answer {
                 for rank in error.ranks() {
                     bytes.extend((*rank as u32).to_le_bytes());
                 }
-                let text = error.message();
-                put_bytes(&mut bytes, &text.as_bytes()[..text.floor_char_boundary(MOST_TEXT)]);
+                // Cut where it may: the reader takes what is not whole for what it is.
+                let text = error.message().as_bytes();
+                put_bytes(&mut bytes, &text[..text.len().min(MOST_TEXT)]);
             }
         }
         bytes

@@ -44,6 +44,7 @@ pub(crate) struct Inner {
     seating: OnceLock<Seating>,
     team: RwLock<Option<Arc<Team>>>,
     life: AtomicU8,
+    process: u32,
     windows: Windows,
     buffers: Buffers,
     /// Registered buffers that all ranks have used together, by the ids that the ranks gave them.
@@ -76,6 +77,7 @@ impl Inner {
             seating: OnceLock::new(),
             team: RwLock::new(None),
             life: AtomicU8::new(OPEN),
+            process: std::process::id(),
             windows: Windows::default(),
             buffers: Buffers::default(),
             shared: Mutex::new(HashMap::new()),
@@ -161,7 +163,7 @@ impl Inner {
 
     fn run(self: &Arc<Self>, jobs: Vec<Job>) -> Result<()> {
         let team = self.team("submit")?;
-        let _busy = self.enter();
+        let _busy = jobs.iter().any(|job| !matches!(job, Job::Wait(_))).then(|| self.enter());
         group::run(self, &team, jobs)
     }
 
@@ -240,7 +242,8 @@ impl Inner {
 
     /// Waits for what is in flight, closes every handle and lets go of the group. Closing twice is harmless.
     pub(crate) fn close(&self, abort: Option<&Error>) {
-        if self.life.load(Ordering::Acquire) == CLOSED {
+        // In a forked child the threads that would end the work do not exist.
+        if self.life.load(Ordering::Acquire) == CLOSED || self.process != std::process::id() {
             return;
         }
         let team = self.team.read().unwrap_or_else(PoisonError::into_inner).clone();

@@ -51,7 +51,7 @@ impl Communicator {
         let signals = signals.to_vec();
         self.submit("wait_signal", move |inner| {
             check_wait(inner, &signals)?;
-            Ok(Job::Call(Box::new(move |inner, team| wait(inner, team, &signals))))
+            Ok(Job::Wait(Box::new(move |inner, team| wait(inner, team, &signals))))
         })
     }
 
@@ -194,9 +194,8 @@ pub(crate) fn one_sided(
         done.tell(outcome);
         told
     }));
-    match group::defer(inner, job) {
-        Some(job) => inner.launch(vec![job])?,
-        None => {}
+    if let Some(job) = group::defer(inner, job) {
+        inner.launch(vec![job])?;
     }
     Ok(operation)
 }

@@ -194,7 +194,7 @@ impl Window {
 
     fn word(&self, peer: usize, offset: usize, op: &'static str) -> Result<Arc<WindowCore>> {
         let core = self.checked(peer, offset, 8, op)?;
-        if offset % 8 != 0 {
+        if !offset.is_multiple_of(8) {
             let error = Error::invalid(op, format!("offset {offset} is not a multiple of 8")).about([peer]);
             return Err(group::poison(error));
         }

@@ -101,9 +101,7 @@ impl Offer {
     /// An offer that says why there is none.
     fn refusal(error: &Error) -> (u8, String) {
         let index = Kind::ALL.iter().position(|(kind, _)| *kind == error.kind()).unwrap_or(0);
-        let mut why = error.message().to_owned();
-        why.truncate(why.floor_char_boundary(512));
-        (index as u8, why)
+        (index as u8, error.message().chars().take(512).collect())
     }
 }
 

@@ -89,6 +89,15 @@ fn ranks_that_differ_about_size_or_settings_are_refused_on_every_rank() {
 }
 
 #[test]
+fn a_rank_that_comes_after_the_meeting_has_failed_learns_why() {
+    let _watchdog = watch("a late rank");
+    let id = get_unique_id().unwrap();
+    refused(&id, &[(3, 1, config()), (3, 1, config())], Kind::Invalid, &[1]);
+    let error = Communicator::init(3, 0, &id, config()).unwrap_err();
+    assert_eq!((error.kind(), error.ranks()), (Kind::Invalid, &[1][..]), "{error}");
+}
+
+#[test]
 fn an_id_serves_one_meeting() {
     let _watchdog = watch("used id");
     let id = get_unique_id().unwrap();
