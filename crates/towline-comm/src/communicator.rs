@@ -186,7 +186,10 @@ impl Communicator {
     pub fn is_near(&self, rank: usize) -> Result<bool> {
         let team = self.inner("is_near")?.team("is_near")?;
         if rank >= team.nranks() {
-            return Err(Error::invalid("is_near", format!("there is no rank {rank} among {}", team.nranks())));
+            return Err(Error::invalid(
+                "is_near",
+                format!("there is no rank {rank} among {}", team.nranks()),
+            ));
         }
         Ok(team.is_near(rank))
     }
@@ -223,7 +226,9 @@ impl Communicator {
         inner.wait_idle();
         match self.get_async_error()? {
             Progress::Done => Ok(()),
-            Progress::InProgress => Err(Error::new(Kind::Timeout, "synchronize", "work is still in progress")),
+            Progress::InProgress => {
+                Err(Error::new(Kind::Timeout, "synchronize", "work is still in progress"))
+            }
         }
     }
 
@@ -236,7 +241,8 @@ impl Communicator {
         if let Some(memory) = inner.windows().containing(&storage) {
             return Ok(memory);
         }
-        let (addr, len) = (towline::MemoryDescription::addr(&storage), towline::MemoryDescription::size(&storage));
+        let (addr, len) =
+            (towline::MemoryDescription::addr(&storage), towline::MemoryDescription::size(&storage));
         if let Some((buffer, offset)) = inner.buffers().containing(addr, len) {
             return Memory::of_buffer(&buffer, offset, len);
         }

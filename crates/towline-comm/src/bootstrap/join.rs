@@ -106,7 +106,8 @@ fn greet(id: &UniqueId, until: Instant) -> Result<(Stream, Session)> {
     stream.write_all(&wire::hello(id.nonce(), &challenge)).map_err(lost)?;
     let mut welcome = [0; WELCOME_LEN];
     stream.read_exact(&mut welcome).map_err(lost)?;
-    let stranger = || Error::new(Kind::PermissionDenied, OP, "what answers at the id's address is not its root");
+    let stranger =
+        || Error::new(Kind::PermissionDenied, OP, "what answers at the id's address is not its root");
     let (theirs, proof) = wire::parse_welcome(&welcome).ok_or_else(stranger)?;
     let session = Session::new(id.secret(), id.nonce(), &challenge, &theirs);
     if !session.proves(&proof) {
@@ -163,11 +164,17 @@ fn read_until(stream: &mut Stream, into: &mut [u8], until: Instant) -> Result<()
     while filled < into.len() {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Error::new(Kind::Timeout, OP, "the root did not say in time whether everybody had come"));
+            return Err(Error::new(
+                Kind::Timeout,
+                OP,
+                "the root did not say in time whether everybody had come",
+            ));
         }
         let read = stream.limit(left).and_then(|()| stream.read(&mut into[filled..]));
         match read {
-            Ok(0) => return Err(lost(&io::ErrorKind::UnexpectedEof.into(), "while waiting for the other ranks")),
+            Ok(0) => {
+                return Err(lost(&io::ErrorKind::UnexpectedEof.into(), "while waiting for the other ranks"));
+            }
             Ok(len) => filled += len,
             Err(error) if would_wait(&error) => {}
             Err(error) => return Err(lost(&error, "while waiting for the other ranks")),

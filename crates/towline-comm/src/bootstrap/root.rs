@@ -48,9 +48,8 @@ pub(crate) fn listen(on: &[SocketAddr]) -> Result<Vec<TcpListener>> {
     let on = if on.is_empty() { &loopback[..] } else { on };
     on.iter()
         .map(|address| {
-            let listener = TcpListener::bind(address).map_err(|error| {
-                Error::from(towline::Error::os(OP, "bind", error)).about_address(address)
-            })?;
+            let listener = TcpListener::bind(address)
+                .map_err(|error| Error::from(towline::Error::os(OP, "bind", error)).about_address(address))?;
             listener.set_nonblocking(true).map_err(|error| towline::Error::os(OP, "fcntl", error))?;
             Ok(listener)
         })
@@ -60,7 +59,11 @@ pub(crate) fn listen(on: &[SocketAddr]) -> Result<Vec<TcpListener>> {
 /// Where those listen.
 pub(crate) fn addresses(listeners: &[TcpListener]) -> Result<Vec<SocketAddr>> {
     let local = |listener: &TcpListener| listener.local_addr();
-    Ok(listeners.iter().map(local).collect::<io::Result<_>>().map_err(|e| towline::Error::os(OP, "getsockname", e))?)
+    Ok(listeners
+        .iter()
+        .map(local)
+        .collect::<io::Result<_>>()
+        .map_err(|e| towline::Error::os(OP, "getsockname", e))?)
 }
 
 /// Opens the meeting: its thread ends when everybody has heard the answer.

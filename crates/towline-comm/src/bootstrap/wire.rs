@@ -215,7 +215,9 @@ impl Answer {
         let mut reader = Reader(bytes);
         let version = reader.u16()?;
         if version != VERSION {
-            return Err(bad(format!("the root speaks version {version} of the meeting, this rank {VERSION}")));
+            return Err(bad(format!(
+                "the root speaks version {version} of the meeting, this rank {VERSION}"
+            )));
         }
         let answer = match reader.u8()? {
             0 => {

@@ -178,11 +178,14 @@ impl Inner {
         let left = || until.saturating_duration_since(Instant::now());
         let queued = self.worker.wait_idle(left());
         let busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
-        let (busy, _) =
-            self.idle.wait_timeout_while(busy, left(), |busy| *busy > 0).unwrap_or_else(PoisonError::into_inner);
+        let (busy, _) = self
+            .idle
+            .wait_timeout_while(busy, left(), |busy| *busy > 0)
+            .unwrap_or_else(PoisonError::into_inner);
         let calm = *busy == 0;
         drop(busy);
-        let lanes: Vec<_> = self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        let lanes: Vec<_> =
+            self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         lanes.iter().all(|lane| lane.wait_idle(left())) && queued && calm
     }
 
@@ -254,7 +257,10 @@ impl Inner {
             self.worker.discard();
         }
         if !self.wait_idle() {
-            tracing::warn!(name = self.config.name, "work is still in flight; its memory is kept until it ends");
+            tracing::warn!(
+                name = self.config.name,
+                "work is still in flight; its memory is kept until it ends"
+            );
         }
         if self.life.swap(CLOSED, Ordering::AcqRel) == CLOSED {
             return;

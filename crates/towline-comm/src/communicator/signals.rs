@@ -96,7 +96,9 @@ pub(crate) fn check_counter(
     if context >= contexts || index >= signals {
         return Err(Error::invalid(
             op,
-            format!("there is no counter {index} of context {context}: there are {contexts} contexts of {signals}"),
+            format!(
+                "there is no counter {index} of context {context}: there are {contexts} contexts of {signals}"
+            ),
         ));
     }
     Ok(())
@@ -147,7 +149,13 @@ fn wait(inner: &Arc<Inner>, team: &Arc<Team>, signals: &[WaitSignal]) -> Result<
 }
 
 /// Raises the counter behind everything that is on its way to that rank.
-pub(crate) fn signal(inner: &Arc<Inner>, team: &Arc<Team>, peer: usize, context: u32, index: u32) -> Operation {
+pub(crate) fn signal(
+    inner: &Arc<Inner>,
+    team: &Arc<Team>,
+    peer: usize,
+    context: u32,
+    index: u32,
+) -> Operation {
     let lane = match inner.lane_in_use(peer) {
         Some(lane) if !lane.is_idle() => lane,
         None | Some(_) if team.is_near(peer) => {

@@ -239,7 +239,12 @@ impl Window {
 }
 
 /// Refuses what was read while the owner took its memory back.
-pub(super) fn still(core: &WindowCore, peer: usize, pinned: &towline::Pinned, op: &'static str) -> Result<()> {
+pub(super) fn still(
+    core: &WindowCore,
+    peer: usize,
+    pinned: &towline::Pinned,
+    op: &'static str,
+) -> Result<()> {
     if pinned.is_stale() { core.way(peer, op).map(|_| ()) } else { Ok(()) }
 }
 

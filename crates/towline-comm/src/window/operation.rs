@@ -95,7 +95,10 @@ impl Operation {
                 return outcome;
             }
             if state.deferred && group::is_open() {
-                return Err(Error::invalid(shared.op, "it starts at the end of the group: end the group first"));
+                return Err(Error::invalid(
+                    shared.op,
+                    "it starts at the end of the group: end the group first",
+                ));
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {

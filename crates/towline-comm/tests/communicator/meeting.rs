@@ -72,7 +72,10 @@ fn a_rank_outside_the_group_is_named_to_everybody() {
     assert_eq!((error.kind(), error.ranks()), (Kind::Invalid, &[5][..]));
     let error = waiting.join().unwrap().unwrap_err();
     assert_eq!((error.kind(), error.ranks()), (Kind::Invalid, &[5][..]));
-    assert_eq!(Communicator::init(0, 0, &get_unique_id().unwrap(), config()).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(
+        Communicator::init(0, 0, &get_unique_id().unwrap(), config()).unwrap_err().kind(),
+        Kind::Invalid
+    );
 }
 
 #[test]

@@ -244,7 +244,11 @@ fn a_window_over_private_memory_works_too() {
         all(2, &way.config(), |comm, rank| {
             let window = comm.register_window(SystemStorage::new(4096)?, WindowFlag::DEFAULT)?.unwrap();
             window.put_signal_bytes(1 - rank, 8, b"private", 1, 2)?.wait()?;
-            let wait = towline_comm::WaitSignal { context: 1, index: 2, ..towline_comm::WaitSignal::from_rank(1 - rank) };
+            let wait = towline_comm::WaitSignal {
+                context: 1,
+                index: 2,
+                ..towline_comm::WaitSignal::from_rank(1 - rank)
+            };
             comm.wait_signal(&[wait])?;
             let mut bytes = [0; 7];
             window.memory()?.read_at(8, &mut bytes)?;
@@ -265,7 +269,8 @@ fn a_thousand_windows_leave_nothing_behind() {
     let comms = Communicator::init_all_with(2, &Config { name: "many".into(), ..config() }).unwrap();
     let round = |comm: &Communicator, count: usize| {
         for _ in 0..count {
-            let window = comm.register_window(mem_alloc(4096).unwrap(), WindowFlag::DEFAULT).unwrap().unwrap();
+            let window =
+                comm.register_window(mem_alloc(4096).unwrap(), WindowFlag::DEFAULT).unwrap().unwrap();
             window.put_bytes(1 - comm.rank().unwrap(), 0, b"x").unwrap().wait().unwrap();
             window.fence().unwrap();
         }
