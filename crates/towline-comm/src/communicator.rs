@@ -29,23 +29,24 @@ use crate::{Error, Result};
 /// and its error names the ranks that it is about. It can be used by several threads.
 ///
 /// ```
-/// use towline_comm::{Communicator, mem_alloc};
+/// use towline_comm::{Communicator, Result, WaitSignal, WindowFlag, mem_alloc};
+///
+/// fn rank(comm: &Communicator) -> Result<()> {
+///     let window = comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT)?.expect("windows");
+///     let peer = 1 - comm.rank()?;
+///     window.put_signal_bytes(peer, 0, b"hello", 0, 0)?.wait()?;
+///     comm.wait_signal(&[WaitSignal::from_rank(peer)])?;
+///     let mut bytes = [0; 5];
+///     window.memory()?.read_at(0, &mut bytes)?;
+///     assert_eq!(&bytes, b"hello");
+///     comm.finalize()
+/// }
 ///
 /// let ranks = Communicator::init_all(2)?;
 /// std::thread::scope(|scope| {
-///     for comm in &ranks {
-///         scope.spawn(move || -> towline_comm::Result<()> {
-///             let window = comm.register_window(mem_alloc(4096)?, Default::default())?.expect("windows");
-///             let peer = 1 - comm.rank()?;
-///             window.put_signal_bytes(peer, 0, b"hello", 0, 0)?.wait()?;
-///             comm.wait_signal(&[towline_comm::WaitSignal::from_rank(peer)])?;
-///             let mut bytes = [0; 5];
-///             window.memory()?.read_at(0, &mut bytes)?;
-///             assert_eq!(&bytes, b"hello");
-///             comm.finalize()
-///         });
-///     }
-/// });
+///     let threads: Vec<_> = ranks.iter().map(|comm| scope.spawn(move || rank(comm))).collect();
+///     threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+/// })?;
 /// # Ok::<(), towline_comm::Error>(())
 /// ```
 pub struct Communicator {

@@ -14,6 +14,7 @@ use towline_comm::{
 };
 use towline_testkit::netns::{End, Network};
 use towline_testkit::skip::skip;
+use towline_testkit::watchdog::eventually;
 
 use super::{LONG, WAYS, Way, watch};
 
@@ -90,6 +91,7 @@ fn what_a_rank_process_does() {
     match words[0] {
         "laws" => laws(&comm, way, rank, nranks).unwrap(),
         "kill" => killed(&comm, rank).unwrap(),
+        "growth" => growth(&comm, rank, nranks).unwrap(),
         other => panic!("no part {other}"),
     }
 }
@@ -168,6 +170,38 @@ fn hosts(words: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// Threads, descriptors, and resident bytes of this process.
+fn held() -> (usize, usize, usize) {
+    let count = |folder: &str| std::fs::read_dir(folder).unwrap().count();
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: usize = statm.split_whitespace().nth(1).unwrap().parse().unwrap();
+    (count("/proc/self/task"), count("/proc/self/fd"), pages * 4096)
+}
+
+fn growth(comm: &Communicator, rank: usize, nranks: usize) -> Result<()> {
+    let open_and_close = |count: usize| -> Result<()> {
+        for _ in 0..count {
+            let window = comm.register_window(mem_alloc(64 << 10)?, WindowFlag::DEFAULT)?.unwrap();
+            for peer in 0..nranks {
+                window.put_bytes(peer, rank * 4096, &[1; 4096])?.wait()?;
+            }
+            window.fence()?;
+        }
+        Ok(())
+    };
+    open_and_close(100)?;
+    let before = held();
+    open_and_close(1000)?;
+    // The last windows may still be on their way back.
+    let calm = eventually(LONG, || {
+        let now = held();
+        now.0 <= before.0 + 2 && now.1 <= before.1 + 8 && now.2 <= before.2 + (4 << 20)
+    });
+    assert!(calm, "before {before:?}, after {:?}", held());
+    assert_eq!(comm.open_handles()?, 0);
+    comm.finalize()
+}
+
 #[allow(clippy::print_stdout, reason = "a rank tells its parent by its output")]
 fn killed(comm: &Communicator, rank: usize) -> Result<()> {
     let window = comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT)?.unwrap();
@@ -195,6 +229,15 @@ fn processes_put_get_signal_and_count_by_shared_memory_and_by_sockets() {
     for way in WAYS {
         let id = get_unique_id().unwrap();
         start_all("laws", way, 3, &id).into_iter().for_each(Rank::ends_well);
+    }
+}
+
+#[test]
+fn a_thousand_windows_leave_no_thread_descriptor_or_memory_behind() {
+    let _watchdog = watch("growth");
+    for way in WAYS {
+        let id = get_unique_id().unwrap();
+        start_all("growth", way, 2, &id).into_iter().for_each(Rank::ends_well);
     }
 }
 
