@@ -153,6 +153,8 @@ fn register(
     slot: &Slot,
 ) -> Result<()> {
     let _one_call = team.serialise();
+    // Ranks that have closed windows which this one keeps open wait for their memory.
+    inner.windows().release_ended();
     let offset = storage.segment().map_or(0, |slice| slice.offset as u64);
     let prepared = prepare(inner.endpoint(), storage);
     let mine = Offer {

@@ -109,7 +109,10 @@ impl Epoch<'_> {
     /// Copies bytes into `peer`'s memory.
     pub fn put(&self, peer: usize, offset: usize, bytes: &[u8]) -> Result<()> {
         match self.pinned(peer, "put")? {
-            Some(pinned) => Ok(pinned.write_at(offset, bytes)?),
+            Some(pinned) => {
+                self.core.order();
+                Ok(pinned.write_at(offset, bytes)?)
+            }
             None => self.window.put_bytes(peer, offset, bytes)?.wait().map(|_| ()),
         }
     }
@@ -136,6 +139,7 @@ impl Epoch<'_> {
     ) -> Result<()> {
         match self.pinned(peer, "put_signal")? {
             Some(pinned) if self.team.is_near(peer) => {
+                self.core.order();
                 pinned.write_at(offset, bytes)?;
                 self.team.signal(peer, context, index, 1)
             }
