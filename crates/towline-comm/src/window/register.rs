@@ -153,8 +153,6 @@ fn register(
     slot: &Slot,
 ) -> Result<()> {
     let _one_call = team.serialise();
-    // Ranks that have closed windows which this one keeps open wait for their memory.
-    inner.windows().release_ended();
     let offset = storage.segment().map_or(0, |slice| slice.offset as u64);
     let prepared = prepare(inner.endpoint(), storage);
     let mine = Offer {
@@ -167,6 +165,8 @@ fn register(
         ticket: prepared.as_ref().map_or_else(|_| Vec::new(), |(_, ticket)| ticket.encode()),
     };
     let told = team.all_gather_bytes(OP, &mine.encode())?;
+    // Ranks wait for the memory of windows that they closed before they came here and this one keeps open.
+    inner.windows().release_ended();
     let offers = told.iter().map(|bytes| Offer::decode(bytes)).collect::<Result<Vec<_>>>()?;
     let id = offers.iter().map(|offer| offer.next_id).max().unwrap_or(1);
     inner.windows().use_up(id);

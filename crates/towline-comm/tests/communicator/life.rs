@@ -156,8 +156,8 @@ fn an_abort_unblocks_everybody() {
             }
             comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT).map(|_| ())
         });
-        for rank in 0..2 {
-            let error = ended[rank].as_ref().unwrap_err();
+        for outcome in &ended[..2] {
+            let error = outcome.as_ref().unwrap_err();
             assert_eq!((error.kind(), error.ranks()), (Kind::Canceled, &[2][..]), "{way:?}: {error}");
         }
     }
