@@ -104,6 +104,21 @@ pub fn mem_alloc(size: usize) -> Result<SharedStorage> {
 ///
 /// A rank that has accessed another's memory holds it until it notices that the owner has closed its window: at its next
 /// access, registration or closing. Until then the owner's memory is not freed.
+///
+/// ```
+/// # let id = towline_comm::get_unique_id()?;
+/// # let comm = towline_comm::Communicator::init(1, 0, &id, towline_comm::Config::default())?;
+/// use towline_comm::{WindowFlag, mem_alloc};
+/// let window = comm.register_window(mem_alloc(1 << 20)?, WindowFlag::DEFAULT)?.expect("windows");
+/// window.put_bytes(0, 4096, b"bytes")?.wait()?;              // or: window.put_bytes(..)?.await
+/// assert_eq!(window.fetch_add(0, 8, 5)?.wait()?, 0);
+/// window.fence()?;                                           // everything of every rank has landed
+/// let mut bytes = [0; 5];
+/// window.get_bytes(0, 4096, &mut bytes)?;
+/// assert_eq!(&bytes, b"bytes");
+/// window.close();
+/// # Ok::<(), towline_comm::Error>(())
+/// ```
 pub struct Window {
     inner: Arc<Inner>,
     slot: Arc<Slot>,

@@ -117,6 +117,22 @@ fn survivors_that_disagree_about_the_dead_all_get_an_error() {
 }
 
 #[test]
+fn a_survivor_that_is_gone_too_is_named_at_once() {
+    let _watchdog = watch("a dead survivor");
+    let gone = std::sync::Barrier::new(4);
+    let ended = outcomes(4, &config(), |comm, rank| {
+        if rank >= 2 {
+            comm.destroy();
+        }
+        gone.wait();
+        if rank < 2 { comm.shrink(&[3]).map(|_| ()) } else { Ok(()) }
+    });
+    for outcome in &ended[..2] {
+        assert_eq!(outcome.as_ref().unwrap_err().ranks(), [2], "{outcome:?}");
+    }
+}
+
+#[test]
 fn who_leaves_after_the_last_call_does_not_fail_the_others() {
     let _watchdog = watch("leaving");
     for way in WAYS {
