@@ -12,4 +12,5 @@ mod team;
 mod unique_id;
 mod window;
 
+pub use combine::{Op, Scalar};
 pub use error::{Error, Result};
