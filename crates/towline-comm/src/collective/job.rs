@@ -33,6 +33,10 @@ pub(crate) struct Job {
     pub(crate) send: Option<Memory>,
     /// What this rank receives into, exactly; `None` where it receives nothing.
     pub(crate) recv: Option<Memory>,
+    /// Whose window or buffer stands for what this rank sends and receives when the ranks compare them: also where this
+    /// rank does not take part on that side, so that all can name the same.
+    pub(crate) send_home: Option<Memory>,
+    pub(crate) recv_home: Option<Memory>,
     /// This rank's factor, as its peers need it.
     pub(crate) scale: u64,
 }
@@ -86,6 +90,8 @@ impl Job {
             }
         }
         let recv = recv.map(|recv| if recv.len() == received { Ok(recv.clone()) } else { recv.part(0, received) });
+        let recv = recv.transpose()?;
+        let home = |given: Option<&Memory>, other: Option<&Memory>| given.or(other).cloned();
         let job = Job {
             kind,
             dtype,
@@ -93,8 +99,10 @@ impl Job {
             root,
             algorithm,
             block,
+            send_home: home(ask.send, ask.recv),
+            recv_home: home(ask.recv, ask.send),
             send: send.cloned(),
-            recv: recv.transpose()?,
+            recv,
             scale: op.scale(dtype).map_err(|error| error.during(name))?,
         };
         job.no_overlap(rank)?;
