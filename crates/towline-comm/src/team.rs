@@ -1,25 +1,40 @@
 //! The ranks of one communicator, how each is reached, and how they wait for each other.
-#![allow(dead_code, unused_variables, reason = "the first commit fixes the signatures")]
+//!
+//! Every rank owns a control region ([`layout`]) into which the others write: near ones by plain stores, far ones by
+//! transfers ([`link`]). Who waits sleeps on one word of its own region ([`waiting`]). On that stand rounds, in which
+//! all ranks announce a collective call ([`round`]), byte channels between two ranks ([`channel`]), and signals.
+#![cfg_attr(not(test), allow(dead_code, reason = "the communicator and the collectives stand on it"))]
 
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+mod channel;
+mod layout;
+mod link;
+mod record;
+mod round;
+#[cfg(test)]
+mod tests;
+mod waiting;
 
-use towline::{Endpoint, Kind, Ticket};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
+use towline::{Access, Endpoint, Patience, Registered, SharedStorage, Ticket};
+
+use self::channel::Channel;
+use self::layout::Layout;
+use self::link::Links;
+use self::round::{Progress, lost};
 use crate::{Error, Result};
-
-/// How long a waiter spins and yields before it sleeps.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Patience {
-    pub(crate) spin: Duration,
-    pub(crate) yielding: Duration,
-}
 
 /// The most bytes that ride along with an announcement.
 pub(crate) const PAYLOAD: usize = 8 << 10;
 
 /// The most bytes that one rank can give to [`Team::all_gather_bytes`].
 pub(crate) const MOST_GATHERED: usize = 1 << 20;
+
+/// How long a rank that leaves waits until what it sent to far ranks has arrived.
+const SETTLE: Duration = Duration::from_secs(2);
 
 /// What all ranks of a team agree on, and how long they wait.
 #[derive(Debug, Clone)]
@@ -35,17 +50,25 @@ pub(crate) struct TeamOptions {
 }
 
 /// What one rank prepares before the meeting: its control region.
-pub(crate) struct Seat {}
+pub(crate) struct Seat {
+    endpoint: Endpoint,
+    region: Registered<SharedStorage>,
+    layout: Layout,
+    nranks: usize,
+    options: TeamOptions,
+}
 
 impl Seat {
     /// Allocates and registers the control region of a rank in a team of that many.
     pub(crate) fn open(endpoint: &Endpoint, nranks: usize, options: TeamOptions) -> Result<Seat> {
-        Err(later())
+        let layout = Layout::new(nranks, options.contexts, options.signals)?;
+        let region = endpoint.register(SharedStorage::new(layout.len())?, Access::READ_WRITE)?;
+        Ok(Seat { endpoint: endpoint.clone(), region, layout, nranks, options })
     }
 
     /// What the other ranks need.
     pub(crate) fn ticket(&self) -> Result<Ticket> {
-        Err(later())
+        Ok(self.region.ticket()?)
     }
 }
 
@@ -64,27 +87,9 @@ pub(crate) struct Call<'a> {
 
 /// A collective call that all ranks have announced. What they announced can be read until this rank's next
 /// [`enter`](Team::enter).
-#[must_use = "what the others announced is here"]
 pub(crate) struct Round<'t> {
     team: &'t Team,
     number: u64,
-}
-
-impl Round<'_> {
-    /// What that rank told the others.
-    pub(crate) fn words(&self, rank: usize) -> [u64; 4] {
-        [0; 4]
-    }
-
-    /// How many bytes rode along with that rank's announcement.
-    pub(crate) fn payload_len(&self, rank: usize) -> usize {
-        0
-    }
-
-    /// Copies out the start of what rode along with that rank's announcement; returns how many bytes were copied.
-    pub(crate) fn payload_into(&self, rank: usize, into: &mut [u8]) -> Result<usize> {
-        Err(later())
-    }
 }
 
 /// A message to a rank: sent by [`Team::exchange_messages`].
@@ -106,26 +111,64 @@ pub(crate) struct Incoming<'a> {
 }
 
 /// The ranks of one communicator.
+///
+/// An error in a round or on a channel fails the team: every rank learns of it, and later calls end with it too.
+/// Announcements that differ, and messages that are not what was asked for, leave it usable, since all that they
+/// concern learn of them.
 pub(crate) struct Team {
-    rank: usize,
-    nranks: usize,
     endpoint: Endpoint,
     options: TeamOptions,
+    links: Links,
+    channels: Vec<Channel>,
+    progress: Mutex<Progress>,
     serial: Mutex<()>,
+    failed: AtomicBool,
+    failure: OnceLock<Error>,
+    /// What is published of whom this rank waits for.
+    waits: AtomicU64,
 }
 
 impl Team {
     /// Makes a team of the seats whose tickets these are, by rank: imports all of them, and meets the others.
     pub(crate) fn assemble(seat: Seat, rank: usize, tickets: Vec<Ticket>) -> Result<Arc<Team>> {
-        Err(later())
+        const OP: &str = "assemble";
+        let Seat { endpoint, region, layout, nranks, options } = seat;
+        if rank >= nranks || tickets.len() != nranks {
+            let message = format!("rank {rank} of {nranks} cannot sit down with {} tickets", tickets.len());
+            return Err(Error::invalid(OP, message));
+        }
+        let mut remotes = Vec::with_capacity(nranks);
+        for (peer, remote) in endpoint.import_many(&tickets)?.into_iter().enumerate() {
+            let remote = remote.map_err(|error| lost(OP, peer, &error.into()))?;
+            if remote.len() != layout.len() as u64 {
+                let message = format!("rank {peer} has come with other options than rank {rank}");
+                return Err(Error::invalid(OP, message).about([peer]));
+            }
+            remotes.push(remote);
+        }
+        let links = Links::new(&endpoint, region, layout, rank, remotes, options.timeout)?;
+        let team = Arc::new(Team {
+            endpoint,
+            options,
+            links,
+            channels: (0..nranks).map(|_| Channel::default()).collect(),
+            progress: Mutex::default(),
+            serial: Mutex::default(),
+            failed: AtomicBool::new(false),
+            failure: OnceLock::new(),
+            waits: AtomicU64::new(0),
+        });
+        let (contexts, signals) = (u64::from(team.options.contexts), u64::from(team.options.signals));
+        team.enter(Call { name: OP, digest: contexts << 32 | signals, words: [0; 4], payload: &[] })?;
+        Ok(team)
     }
 
     pub(crate) fn rank(&self) -> usize {
-        self.rank
+        self.links.rank
     }
 
     pub(crate) fn nranks(&self) -> usize {
-        self.nranks
+        self.links.nranks()
     }
 
     pub(crate) fn endpoint(&self) -> &Endpoint {
@@ -138,119 +181,63 @@ impl Team {
 
     /// Whether that rank's memory is shared with this process; true for this rank itself.
     pub(crate) fn is_near(&self, peer: usize) -> bool {
-        false
+        self.links.is_near(peer)
     }
 
     /// Holds off the collective calls of other threads: taken once around everything that one call does.
     pub(crate) fn serialise(&self) -> MutexGuard<'_, ()> {
-        self.serial.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.serial.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Announces a collective call and waits for everybody's announcement. A digest that differs is `Invalid` on
-    /// every rank and names those that differ from most; the team stays usable.
-    pub(crate) fn enter(&self, call: Call<'_>) -> Result<Round<'_>> {
-        Err(later())
-    }
-
-    /// Returns when everybody has left: what peers read or wrote in this round may be reused.
-    pub(crate) fn leave(&self, round: Round<'_>) -> Result<()> {
-        Err(later())
-    }
-
-    /// Returns when everybody has called it.
-    pub(crate) fn barrier(&self) -> Result<()> {
-        Err(later())
-    }
-
-    /// Gives every rank the bytes of all, by rank; at most [`MOST_GATHERED`] of each, and any length.
-    pub(crate) fn all_gather_bytes(&self, name: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-        Err(later())
-    }
-
-    /// Sends bytes on the ordered channel to that rank; returns when they are on their way.
-    pub(crate) fn send(&self, peer: usize, bytes: &[u8]) -> Result<()> {
-        Err(later())
-    }
-
-    /// Takes bytes from the ordered channel of that rank.
-    pub(crate) fn recv(&self, peer: usize, into: &mut [u8]) -> Result<()> {
-        Err(later())
-    }
-
-    /// Sends to one rank and receives from one (it may be the same, or this rank itself) at once.
-    pub(crate) fn exchange(&self, to: usize, bytes: &[u8], from: usize, into: &mut [u8]) -> Result<()> {
-        Err(later())
-    }
-
-    /// Sends to many ranks and receives from many at once; what concerns one rank goes in the order given.
-    pub(crate) fn exchange_all(
-        &self,
-        op: &'static str,
-        sends: &[(usize, &[u8])],
-        receives: &mut [(usize, &mut [u8])],
-    ) -> Result<()> {
-        Err(later())
-    }
-
-    /// Sends a message whose length and digest the receiver checks; a difference is `Invalid` on both sides, and the
-    /// channel stays usable. Returns when the receiver has accepted it.
-    pub(crate) fn send_message(&self, peer: usize, digest: u64, bytes: &[u8]) -> Result<()> {
-        self.exchange_messages("send", &[Outgoing { peer, digest, bytes }], &mut [])
-    }
-
-    /// Receives a message of exactly that length and digest.
-    pub(crate) fn recv_message(&self, peer: usize, digest: u64, into: &mut [u8]) -> Result<()> {
-        self.exchange_messages("recv", &[], &mut [Incoming { peer, digest, into }])
-    }
-
-    /// Sends and receives many messages at once; those of one rank go in the order given.
-    pub(crate) fn exchange_messages(
-        &self,
-        op: &'static str,
-        sends: &[Outgoing<'_>],
-        receives: &mut [Incoming<'_>],
-    ) -> Result<()> {
-        Err(later())
-    }
-
-    /// Raises this rank's counter of that context and index at a peer, after everything that this thread wrote there.
+    /// Raises this rank's counter of that context and index at a peer.
+    ///
+    /// What this thread has written into a near peer's memory before is visible to who sees the counter, and so is what
+    /// was written to a far one by transfers that have ended.
     pub(crate) fn signal(&self, peer: usize, context: u32, index: u32, add: u64) -> Result<()> {
-        Err(later())
+        const OP: &str = "signal";
+        self.working(OP)?;
+        if peer >= self.nranks() {
+            return Err(self.no_such_rank(OP, peer));
+        }
+        let counter = self.links.layout.signal(self.rank(), context, index).ok_or_else(|| {
+            let (contexts, signals) = (self.options.contexts, self.options.signals);
+            let message = format!(
+                "there is no signal {index} of context {context}: there are {contexts} contexts of {signals}"
+            );
+            Error::invalid(OP, message)
+        })?;
+        self.links.add(peer, counter, add).map_err(|error| lost(OP, peer, &error))
     }
 
     /// How far that rank has raised its counter here; 0 for a counter that does not exist.
     pub(crate) fn signals(&self, from: usize, context: u32, index: u32) -> u64 {
-        0
+        let counter = self.links.layout.signal(from, context, index);
+        counter.and_then(|counter| self.links.region.load(counter).ok()).unwrap_or_default()
     }
 
-    /// Waits until `check` gives something. The error names who is missing, as `missing` says at that moment; an empty
-    /// list means everybody. It does not fail the team: a collective calls [`abort`](Self::abort) with it.
-    pub(crate) fn wait<T>(
-        &self,
-        op: &'static str,
-        missing: impl Fn() -> Vec<usize>,
-        check: impl FnMut() -> Option<T>,
-    ) -> Result<T> {
-        Err(later())
-    }
-
-    /// Fails the team: every rank's waits and later calls end with this error.
-    pub(crate) fn abort(&self, error: &Error) {}
-
-    /// Fails the team because this rank no longer takes part.
-    pub(crate) fn revoke(&self) {}
-
-    /// Why the team has failed; `None` while it works.
-    pub(crate) fn failure(&self) -> Option<Error> {
-        None
-    }
-
-    /// The ranks that cannot be reached any more.
-    pub(crate) fn dead(&self) -> Vec<usize> {
-        Vec::new()
+    fn no_such_rank(&self, op: &'static str, peer: usize) -> Error {
+        Error::invalid(op, format!("there is no rank {peer} among {}", self.nranks()))
     }
 }
 
-fn later() -> Error {
-    Error::new(Kind::Unsupported, "team", "not there yet")
+impl Drop for Team {
+    fn drop(&mut self) {
+        for peer in (0..self.nranks()).filter(|peer| *peer != self.rank()) {
+            // Who is gone already need not be told.
+            let _ = self.links.advance(peer, self.links.layout.departed(self.rank()), 1, 1);
+        }
+        let until = Instant::now() + SETTLE;
+        self.settle_entries(until);
+        self.links.settle(until);
+    }
+}
+
+impl fmt::Debug for Team {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Team")
+            .field("rank", &self.rank())
+            .field("nranks", &self.nranks())
+            .field("failure", &self.failure())
+            .finish_non_exhaustive()
+    }
 }

@@ -185,7 +185,8 @@ mod tests {
             ("state".to_owned(), STATE, STATE_LEN),
         ];
         for rank in 0..layout.nranks {
-            let mut add = |name: &str, at: usize, len: usize| all.push((format!("{name} of {rank}"), at, len));
+            let mut add =
+                |name: &str, at: usize, len: usize| all.push((format!("{name} of {rank}"), at, len));
             add("left", layout.left(rank), 8);
             add("tail", layout.tail(rank), 8);
             add("taken", layout.taken(rank), 8);
