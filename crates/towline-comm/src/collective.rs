@@ -90,11 +90,12 @@ fn run_tiny(inner: &Inner, team: &Team, job: &Job) -> Result<()> {
 fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()> {
     let (rank, nranks) = (team.rank(), team.nranks());
     let announced = announce(inner, team, job);
+    let header = [announced.flags, job.scale];
     let call = Call {
         name: job.kind.name(),
         digest: job.digest(),
         words: announced.words,
-        payload: bytemuck::cast_slice(&[announced.flags, job.scale]),
+        payload: bytemuck::cast_slice(&header),
     };
     let round = team.enter(call)?;
     let everybody = Everybody::read(&round, nranks)?;
