@@ -22,11 +22,13 @@ enum Way {
     Near,
     /// By sockets only.
     Far,
-    /// The even ranks and the odd ones share memory among themselves; the rest goes by sockets.
+    /// By whatever works on one host without shared memory.
+    Host,
+    /// What the odd ranks write goes by sockets, what the even ones write by memory: both meet in one region.
     Mixed,
 }
 
-const WAYS: [Way; 3] = [Way::Near, Way::Far, Way::Mixed];
+const WAYS: [Way; 4] = [Way::Near, Way::Far, Way::Host, Way::Mixed];
 
 impl Way {
     fn routing(self, rank: usize) -> Routing {
@@ -34,7 +36,7 @@ impl Way {
         match self {
             Way::Near => Routing::default(),
             Way::Far => far,
-            // What the odd ranks write goes by sockets, what the even ones write by memory: both meet in one region.
+            Way::Host => Routing::default().forbid("inproc").and_then(|way| way.forbid("mapped")).unwrap(),
             Way::Mixed if rank % 2 == 1 => far,
             Way::Mixed => Routing::default(),
         }

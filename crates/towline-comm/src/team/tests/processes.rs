@@ -90,12 +90,12 @@ fn what_a_rank_process_does() {
             break error;
         }
     };
-    let dead = team.dead();
-    leave_word(
-        &place,
-        &format!("end-{rank}"),
-        &format!("{:?} {:?} {dead:?} {error}", error.kind(), error.ranks()),
-    );
+    let end = format!("{:?} {:?} {:?} {error}", error.kind(), error.ranks(), team.dead());
+    leave_word(&place, &format!("end-{rank}"), &end);
+    // Who is seen to be dead must not depend on who ends first.
+    for peer in (0..RANKS).filter(|peer| *peer != VICTIM) {
+        find_word(&place, &format!("end-{peer}"));
+    }
 }
 
 fn a_kill_is_told(what: &str) {
