@@ -68,7 +68,8 @@ pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()>
     let nranks = team.nranks();
     let rides = choice::rides(job.kind, job.bytes(nranks), job.algorithm, PAYLOAD)?;
     let _one_call = team.serialise();
-    if rides { run_tiny(inner, team, job) } else { run_large(inner, team, job) }.map_err(|error| error.during(name))
+    if rides { run_tiny(inner, team, job) } else { run_large(inner, team, job) }
+        .map_err(|error| error.during(name))
 }
 
 fn run_tiny(inner: &Inner, team: &Team, job: &Job) -> Result<()> {
@@ -195,10 +196,17 @@ impl Everybody {
 
     /// How many ranks are far, how many have memory that the others cannot map, and how this rank reaches everybody's
     /// memory where it is neither. The numbers are the same on all ranks.
-    fn reach(&self, inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<(usize, usize, Option<Reach>)> {
+    fn reach(
+        &self,
+        inner: &Arc<Inner>,
+        team: &Arc<Team>,
+        job: &Job,
+    ) -> Result<(usize, usize, Option<Reach>)> {
         let far = self.flags.iter().filter(|&flags| flags & NEAR == 0).count();
         let (send, recv) = direct::needs(job.kind);
-        if team.nranks() == 1 || matches!(job.algorithm, Algorithm::Staged | Algorithm::Ring | Algorithm::Tree) {
+        if team.nranks() == 1
+            || matches!(job.algorithm, Algorithm::Staged | Algorithm::Ring | Algorithm::Tree)
+        {
             return Ok((far, 0, None));
         }
         let missing = self.missing(send, 0, job.root).max(self.missing(recv, 2, job.root));
@@ -240,8 +248,7 @@ impl Everybody {
         if whose == Whose::Nobodys {
             return Ok(Some(Vec::new()));
         }
-        let (mine, home) =
-            if place == 0 { (&job.send, &job.send_home) } else { (&job.recv, &job.recv_home) };
+        let (mine, home) = if place == 0 { (&job.send, &job.send_home) } else { (&job.recv, &job.recv_home) };
         let Some(home) = home else { return Ok(None) };
         let ids: Vec<u64> = self.words.iter().map(|words| words[place]).collect();
         let Some(window) = inner.reachable(team, &ids, home)? else { return Ok(None) };

@@ -5,8 +5,8 @@
 
 use std::fmt;
 
-use half::slice::HalfFloatSliceExt;
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 use towline::Dtype;
 
 use crate::{Error, Result};
@@ -148,10 +148,6 @@ pub(crate) fn wide(dtype: Dtype) -> Dtype {
 pub(crate) struct Scratch(Vec<u64>);
 
 impl Scratch {
-    pub(crate) fn new(bytes: usize) -> Scratch {
-        Scratch(vec![0; bytes.div_ceil(8)])
-    }
-
     pub(crate) fn bytes(&mut self, len: usize) -> &mut [u8] {
         if self.0.len() * 8 < len {
             self.0.resize(len.div_ceil(8), 0);
@@ -206,7 +202,9 @@ impl Accumulator {
         let target = if first { &mut self.sum } else { &mut self.widened };
         let target: &mut [f32] = bytemuck::cast_slice_mut(target.bytes(full));
         match self.dtype {
-            Dtype::F16 => bytemuck::cast_slice::<u8, f16>(self.arrived.seen(narrow)).convert_to_f32_slice(target),
+            Dtype::F16 => {
+                bytemuck::cast_slice::<u8, f16>(self.arrived.seen(narrow)).convert_to_f32_slice(target)
+            }
             _ => widen(bytemuck::cast_slice(self.arrived.seen(narrow)), target),
         }
         self.scaled(first, true, full, scale);

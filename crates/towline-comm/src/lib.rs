@@ -41,9 +41,9 @@ mod team;
 mod unique_id;
 mod window;
 
-pub use communicator::{Communicator, Config, Progress, WaitSignal};
 pub use collective::{Algorithm, Using};
 pub use combine::{Op, Scalar};
+pub use communicator::{Communicator, Config, Progress, WaitSignal};
 pub use error::{Error, Result};
 pub use group::{group, group_end, group_start};
 pub use towline::Patience;

@@ -122,7 +122,9 @@ fn scatter_sums(
             own(sum, run.before(1))?;
             for places in 1..run.nranks {
                 own(next, run.before(places + 1))?;
-                next.take_partial(|into| run.team.exchange(run.after(1), sum.partial(), run.before(1), into))?;
+                next.take_partial(|into| {
+                    run.team.exchange(run.after(1), sum.partial(), run.before(1), into)
+                })?;
                 mem::swap(sum, next);
             }
         }

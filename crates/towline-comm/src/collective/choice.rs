@@ -129,7 +129,10 @@ impl Kind {
     fn has(self, algorithm: Algorithm) -> bool {
         match algorithm {
             Algorithm::Ring => {
-                matches!(self, Kind::AllReduce | Kind::Reduce | Kind::Broadcast | Kind::AllGather | Kind::ReduceScatter)
+                matches!(
+                    self,
+                    Kind::AllReduce | Kind::Reduce | Kind::Broadcast | Kind::AllGather | Kind::ReduceScatter
+                )
             }
             Algorithm::Tree => matches!(self, Kind::AllReduce | Kind::Reduce | Kind::Broadcast),
             _ => true,
@@ -183,9 +186,11 @@ pub(crate) fn rides(kind: Kind, bytes: usize, wanted: Algorithm, limit: usize) -
     match wanted {
         Algorithm::Auto => Ok(bytes <= TINY.min(limit)),
         Algorithm::Tiny if bytes <= limit => Ok(true),
-        Algorithm::Tiny => {
-            Err(refused(kind, wanted, format!("{bytes} bytes are more than the {limit} that an announcement carries")))
-        }
+        Algorithm::Tiny => Err(refused(
+            kind,
+            wanted,
+            format!("{bytes} bytes are more than the {limit} that an announcement carries"),
+        )),
         _ if !kind.has(wanted) => Err(refused(kind, wanted, "there is none for this operation".to_owned())),
         _ => Ok(false),
     }
@@ -196,13 +201,19 @@ pub(crate) fn choose(situation: Situation, wanted: Algorithm, rides: bool) -> Re
     let Situation { kind, bytes, nranks, far, unregistered } = situation;
     let (algorithm, reason) = match wanted {
         Algorithm::Direct if nranks > 1 && far > 0 => {
-            return Err(refused(kind, wanted, format!("{far} of {nranks} ranks do not share memory with all others")));
+            return Err(refused(
+                kind,
+                wanted,
+                format!("{far} of {nranks} ranks do not share memory with all others"),
+            ));
         }
         Algorithm::Direct if nranks > 1 && unregistered > 0 => {
             return Err(refused(
                 kind,
                 wanted,
-                format!("the memory of {unregistered} of {nranks} ranks is in no window or registered buffer that all can map"),
+                format!(
+                    "the memory of {unregistered} of {nranks} ranks is in no window or registered buffer that all can map"
+                ),
             ));
         }
         Algorithm::Auto if rides => (Algorithm::Tiny, Reason::Rides),
@@ -215,7 +226,9 @@ pub(crate) fn choose(situation: Situation, wanted: Algorithm, rides: bool) -> Re
         Algorithm::Auto if kind.has(Algorithm::Tree) && bytes <= TREE && nranks > 2 => {
             (Algorithm::Tree, Reason::FarAndSmall)
         }
-        Algorithm::Auto if kind.has(Algorithm::Ring) && nranks > 2 && far < nranks => (Algorithm::Ring, Reason::Mixed),
+        Algorithm::Auto if kind.has(Algorithm::Ring) && nranks > 2 && far < nranks => {
+            (Algorithm::Ring, Reason::Mixed)
+        }
         Algorithm::Auto if kind.has(Algorithm::Ring) && nranks > 2 => (Algorithm::Ring, Reason::FarAndLarge),
         Algorithm::Auto => (Algorithm::Staged, Reason::FarAndPairwise),
         asked => (asked, Reason::Asked),
@@ -237,13 +250,18 @@ impl fmt::Display for Choice {
             Reason::Alone => write!(f, "there is no other rank"),
             Reason::Reachable => write!(f, "all ranks share memory, and what they touch is in windows"),
             Reason::NotRegistered => {
-                write!(f, "the memory of {unregistered} ranks is in no window or registered buffer that all can map")
+                write!(
+                    f,
+                    "the memory of {unregistered} ranks is in no window or registered buffer that all can map"
+                )
             }
             Reason::Mixed => write!(f, "{far} of {nranks} ranks do not share memory with all others"),
             Reason::FarAndSmall => {
                 write!(f, "{far} of {nranks} ranks are far, and at most {TREE} bytes are a matter of steps")
             }
-            Reason::FarAndLarge => write!(f, "all ranks are far, and more than {TREE} bytes are a matter of links"),
+            Reason::FarAndLarge => {
+                write!(f, "all ranks are far, and more than {TREE} bytes are a matter of links")
+            }
             Reason::FarAndPairwise => {
                 write!(f, "{far} of {nranks} ranks are far, and each pair has its own bytes to exchange")
             }

@@ -114,7 +114,9 @@ pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
         (Kind::Reduce, ..) => {
             combine(run, &reach.send, Share::OfEverything, |at, result| reach.recv[root].write(at, result))
         }
-        (Kind::ReduceScatter, ..) => combine(run, &reach.send, Share::OwnBlock, |at, result| run.write(at, result)),
+        (Kind::ReduceScatter, ..) => {
+            combine(run, &reach.send, Share::OwnBlock, |at, result| run.write(at, result))
+        }
         (Kind::Broadcast, _, Some(recv)) => reach.send[root].copy_to(0, recv),
         (Kind::Scatter, _, Some(recv)) => reach.send[root].copy_to(rank * block, recv),
         (Kind::Gather, Some(send), _) => reach.recv[root].copy_from(rank * block, send),

@@ -68,7 +68,9 @@ impl Job {
         let (many_sent, many_received) = kind.blocks();
         let times = |many: bool| if many { nranks } else { 1 };
         let block = match (send, recv) {
-            (Some(send), _) if kind != Kind::Scatter => whole_blocks(name, send.len(), times(many_sent), dtype)?,
+            (Some(send), _) if kind != Kind::Scatter => {
+                whole_blocks(name, send.len(), times(many_sent), dtype)?
+            }
             (_, Some(recv)) => whole_blocks(name, recv.len(), 1, dtype)?,
             (Some(_), None) | (None, None) => 0,
         };
@@ -89,7 +91,8 @@ impl Job {
                 ));
             }
         }
-        let recv = recv.map(|recv| if recv.len() == received { Ok(recv.clone()) } else { recv.part(0, received) });
+        let recv =
+            recv.map(|recv| if recv.len() == received { Ok(recv.clone()) } else { recv.part(0, received) });
         let recv = recv.transpose()?;
         let home = |given: Option<&Memory>, other: Option<&Memory>| given.or(other).cloned();
         let job = Job {

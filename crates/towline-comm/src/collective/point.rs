@@ -90,12 +90,15 @@ fn pass_to_self(rank: usize, messages: &[Message]) -> Result<()> {
     let of = |incoming: bool| messages.iter().filter(move |message| message.incoming == incoming);
     let (sends, receives) = (of(false).count(), of(true).count());
     if sends != receives {
-        let message = format!("this rank sends itself {sends} messages and receives {receives} of them in one group");
+        let message =
+            format!("this rank sends itself {sends} messages and receives {receives} of them in one group");
         return Err(Error::invalid("send", message).about([rank]));
     }
     for (send, receive) in of(false).zip(of(true)) {
         if send.digest != receive.digest {
-            return Err(Error::invalid("send", "a message to this rank itself differs in size or type").about([rank]));
+            return Err(
+                Error::invalid("send", "a message to this rank itself differs in size or type").about([rank])
+            );
         }
         copy_here(&send.memory, &receive.memory)?;
     }
@@ -162,7 +165,11 @@ fn refused(message: &Message, error: Error) -> Error {
     }
     let (op, does) = if message.incoming { ("recv", "receives") } else { ("send", "sends") };
     let len = message.memory.len();
-    let text = format!("rank {} disagrees with this rank, which {does} {len} bytes: {}", message.peer, error.message());
+    let text = format!(
+        "rank {} disagrees with this rank, which {does} {len} bytes: {}",
+        message.peer,
+        error.message()
+    );
     Error::invalid(op, text).about([message.peer])
 }
 
@@ -211,7 +218,8 @@ fn take(inner: &Arc<Inner>, peer: usize, note: &Note, into: &Memory) -> Result<(
     let offset = note.offset as usize;
     let remote = if note.id & BUFFER_BIT == 0 {
         let window = inner.windows().find(note.id).ok_or_else(|| {
-            Error::new(ErrorKind::Stale, "recv", "the message lies in a window that is closed here").about([peer])
+            Error::new(ErrorKind::Stale, "recv", "the message lies in a window that is closed here")
+                .about([peer])
         })?;
         match window.way(peer, "recv")? {
             // BYTES MOVE HERE
@@ -281,7 +289,8 @@ impl Note {
             u64::from_le_bytes(word)
         };
         let len = usize::try_from(word(2)).unwrap_or(usize::MAX);
-        let ticket = bytes[24..].get(..len).ok_or_else(|| Error::protocol("recv", "a note is longer than a note"))?;
+        let ticket =
+            bytes[24..].get(..len).ok_or_else(|| Error::protocol("recv", "a note is longer than a note"))?;
         Ok(Note { id: word(0), offset: word(1), ticket: ticket.to_vec() })
     }
 }

@@ -54,15 +54,39 @@ fn combined(op: Op, dtype: Dtype, a: Value, b: Value) -> Value {
         (Value::Single(a), Value::Single(b)) => Value::Single(match op {
             Op::Prod => a * b,
             Op::Min | Op::Max if a.is_nan() || b.is_nan() => f32::NAN,
-            Op::Min => if a.total_cmp(&b).is_le() { a } else { b },
-            Op::Max => if a.total_cmp(&b).is_ge() { a } else { b },
+            Op::Min => {
+                if a.total_cmp(&b).is_le() {
+                    a
+                } else {
+                    b
+                }
+            }
+            Op::Max => {
+                if a.total_cmp(&b).is_ge() {
+                    a
+                } else {
+                    b
+                }
+            }
             _ => a + b,
         }),
         (Value::Double(a), Value::Double(b)) => Value::Double(match op {
             Op::Prod => a * b,
             Op::Min | Op::Max if a.is_nan() || b.is_nan() => f64::NAN,
-            Op::Min => if a.total_cmp(&b).is_le() { a } else { b },
-            Op::Max => if a.total_cmp(&b).is_ge() { a } else { b },
+            Op::Min => {
+                if a.total_cmp(&b).is_le() {
+                    a
+                } else {
+                    b
+                }
+            }
+            Op::Max => {
+                if a.total_cmp(&b).is_ge() {
+                    a
+                } else {
+                    b
+                }
+            }
             _ => a + b,
         }),
         _ => panic!("two types in one reduction"),

@@ -10,7 +10,6 @@ use towline::{Endpoint, Kind, Ticket};
 use super::config::Config;
 use super::worker::Worker;
 use crate::collective;
-use crate::collective;
 use crate::group::{self, Job};
 use crate::team::Team;
 use crate::window::{Buffers, Lane, Memory, WindowCore, Windows, share_buffers};
@@ -88,7 +87,6 @@ impl Inner {
             busy: Mutex::new(0),
             idle: Condvar::new(),
             shrinks: Mutex::new(0),
-            collectives: collective::State::default(),
             collectives: collective::State::default(),
         })
     }

@@ -81,7 +81,11 @@ fn ranks_that_differ_in_the_root_all_learn_of_it() {
 fn ranks_that_differ_in_the_order_of_calls_all_learn_of_it() {
     differing(3, |comm, rank, send, recv| {
         let part = recv.part(0, 1024)?;
-        if rank == 1 { comm.all_reduce(send, recv, Dtype::U8, Op::Sum) } else { comm.all_gather(&part, send, Dtype::U8) }
+        if rank == 1 {
+            comm.all_reduce(send, recv, Dtype::U8, Op::Sum)
+        } else {
+            comm.all_gather(&part, send, Dtype::U8)
+        }
     });
 }
 
@@ -158,16 +162,28 @@ fn arguments_that_make_no_sense_are_refused_before_anything_is_announced() {
                 ("a remainder", comm.reduce_scatter(&part(&send, 0, 16), &recv, Dtype::F32, Op::Sum)),
                 ("a remainder", comm.all_to_all(&part(&send, 0, 16), &recv, Dtype::F32)),
                 ("room too small", comm.all_gather(&part(&send, 0, 16), &part(&recv, 0, 47), Dtype::U8)),
-                ("room too small", comm.all_reduce(&part(&send, 0, 16), &part(&recv, 0, 8), Dtype::U8, Op::Sum)),
-                ("another size to scatter", comm.scatter(Some(&part(&send, 0, 16)), &part(&recv, 0, 4), Dtype::U8, 0)),
+                (
+                    "room too small",
+                    comm.all_reduce(&part(&send, 0, 16), &part(&recv, 0, 8), Dtype::U8, Op::Sum),
+                ),
+                (
+                    "another size to scatter",
+                    comm.scatter(Some(&part(&send, 0, 16)), &part(&recv, 0, 4), Dtype::U8, 0),
+                ),
                 ("no such root", comm.broadcast(Some(&send), Some(&recv), Dtype::U8, 3)),
                 ("no such peer", comm.send(&send, Dtype::U8, 3)),
                 ("nothing to send", comm.scatter(None, &part(&recv, 0, 4), Dtype::U8, 0)),
                 ("nowhere to receive", comm.gather(&part(&send, 0, 4), None, Dtype::U8, 0)),
-                ("an overlap", comm.all_reduce(&part(&send, 0, 64), &part(&send, 32, 64), Dtype::U8, Op::Sum)),
+                (
+                    "an overlap",
+                    comm.all_reduce(&part(&send, 0, 64), &part(&send, 32, 64), Dtype::U8, Op::Sum),
+                ),
                 ("an overlap", comm.all_gather(&part(&send, 16, 16), &part(&send, 0, 48), Dtype::U8)),
                 ("in place", comm.all_to_all(&part(&send, 0, 48), &part(&send, 0, 48), Dtype::U8)),
-                ("half a factor", comm.all_reduce(&send, &recv, Dtype::I32, Op::ScaledSum(Scalar::Float(0.5)))),
+                (
+                    "half a factor",
+                    comm.all_reduce(&send, &recv, Dtype::I32, Op::ScaledSum(Scalar::Float(0.5))),
+                ),
             ];
             for (what, outcome) in refused {
                 assert_eq!(outcome.unwrap_err().kind(), ErrorKind::Invalid, "{what}");

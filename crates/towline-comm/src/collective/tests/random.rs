@@ -33,11 +33,14 @@ fn case(numbers: &mut Numbers, nranks: usize, links: Links, wanted: Option<Algor
     if kind == Kind::AllToAll && form.in_place() {
         form = Form::Windows;
     }
-    let largest = if wanted == Some(Algorithm::Tiny) { 1000 } else { [64, 2000, 40_000, LARGEST][numbers.below(4)] };
+    let largest =
+        if wanted == Some(Algorithm::Tiny) { 1000 } else { [64, 2000, 40_000, LARGEST][numbers.below(4)] };
     let count = 1 + numbers.below(largest / dtype.size());
     let algorithm = wanted.unwrap_or(Algorithm::Auto);
     let possible = match algorithm {
-        Algorithm::Direct => nranks == 1 || (links == Links::Near && form.is_registered() && registers(kind, form)),
+        Algorithm::Direct => {
+            nranks == 1 || (links == Links::Near && form.is_registered() && registers(kind, form))
+        }
         Algorithm::Ring => !matches!(kind, Kind::Gather | Kind::Scatter | Kind::AllToAll),
         Algorithm::Tree => matches!(kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast),
         _ => true,
@@ -108,13 +111,8 @@ fn every_collective_equals_the_reference_through_channels() {
 
 #[test]
 fn every_collective_equals_the_reference_over_tcp() {
-    let wanted = [
-        None,
-        Some(Algorithm::Tiny),
-        Some(Algorithm::Staged),
-        Some(Algorithm::Ring),
-        Some(Algorithm::Tree),
-    ];
+    let wanted =
+        [None, Some(Algorithm::Tiny), Some(Algorithm::Staged), Some(Algorithm::Ring), Some(Algorithm::Tree)];
     for nranks in [2, 4] {
         compare(nranks, Links::Far, &wanted, 20, 500 + nranks as u64);
     }

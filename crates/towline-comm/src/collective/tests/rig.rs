@@ -38,7 +38,11 @@ fn only_tcp() -> Routing {
 }
 
 /// Runs the body on every rank of a new group and gives back what each returned.
-pub(super) fn on_ranks<T: Send>(nranks: usize, links: Links, body: impl Fn(&Communicator) -> T + Sync) -> Vec<T> {
+pub(super) fn on_ranks<T: Send>(
+    nranks: usize,
+    links: Links,
+    body: impl Fn(&Communicator) -> T + Sync,
+) -> Vec<T> {
     let id = get_unique_id().unwrap();
     std::thread::scope(|scope| {
         let (id, body) = (&id, &body);
@@ -171,27 +175,37 @@ impl Case {
     fn input(&self, rank: usize, nranks: usize) -> Vec<u8> {
         let blocks = if self.kind.blocks().0 { nranks } else { 1 };
         let mut numbers = Numbers::new(self.seed ^ ((rank as u64 + 1) << 32));
-        (0..self.count * blocks).flat_map(|_| self.element(numbers.next())).collect()
+        let size = self.dtype.size();
+        let mut bytes = vec![0; self.count * blocks * size];
+        // A few values over and over: the reference must not take longer than what it checks.
+        let values: Vec<[u8; 8]> = (0..61).map(|_| self.element(numbers.next())).collect();
+        for (index, element) in bytes.chunks_exact_mut(size).enumerate() {
+            element.copy_from_slice(&values[index % values.len()][..size]);
+        }
+        bytes
     }
 
-    fn element(&self, number: u64) -> Vec<u8> {
+    fn element(&self, number: u64) -> [u8; 8] {
         let value = match self.op {
             Op::Prod => [1.0, 2.0, -1.0, 0.5][(number % 4) as usize],
             _ => (number % 17) as f32 - 8.0,
         };
+        let mut bytes = number.to_ne_bytes();
         match self.dtype {
-            Dtype::F16 => f16::from_f32(value).to_ne_bytes().to_vec(),
-            Dtype::Bf16 => bf16::from_f32(value).to_ne_bytes().to_vec(),
-            Dtype::F32 => value.to_ne_bytes().to_vec(),
-            Dtype::F64 => f64::from(value).to_ne_bytes().to_vec(),
-            whole => number.to_ne_bytes()[..whole.size()].to_vec(),
+            Dtype::F16 => bytes[..2].copy_from_slice(&f16::from_f32(value).to_ne_bytes()),
+            Dtype::Bf16 => bytes[..2].copy_from_slice(&bf16::from_f32(value).to_ne_bytes()),
+            Dtype::F32 => bytes[..4].copy_from_slice(&value.to_ne_bytes()),
+            Dtype::F64 => bytes.copy_from_slice(&f64::from(value).to_ne_bytes()),
+            _ => {}
         }
+        bytes
     }
 
     /// What that rank has afterwards; `None` where it receives nothing.
     pub(super) fn expected(&self, rank: usize, nranks: usize) -> Option<Vec<u8>> {
         let block = self.block();
-        let of = |from: usize, index: usize| self.input(from, nranks)[index * block..][..block].to_vec();
+        let inputs: Vec<Vec<u8>> = (0..nranks).map(|from| self.input(from, nranks)).collect();
+        let of = |from: usize, index: usize| inputs[from][index * block..][..block].to_vec();
         let combined = |index: usize| {
             let mut sum = Accumulator::new(self.op, self.dtype);
             sum.start(self.count);
@@ -230,7 +244,9 @@ impl Case {
         let (send, recv) = match (self.form.in_place(), self.kind.blocks()) {
             (true, (false, false)) => (recv.part(start, block)?, recv.part(start, block)?),
             (true, (false, true)) => (recv.part(start + rank * block, block)?, recv.part(start, received)?),
-            (true, (true, false)) => (send.part(start, input.len())?, send.part(start + rank * block, block)?),
+            (true, (true, false)) => {
+                (send.part(start, input.len())?, send.part(start + rank * block, block)?)
+            }
             _ => (send.part(start, input.len())?, recv.part(start, received + 8)?),
         };
         let exact = self.kind == Kind::Broadcast || self.kind == Kind::Scatter || self.form.in_place();
