@@ -66,7 +66,7 @@ const RECV_MAPPED: u64 = 4;
 pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()> {
     let name = job.kind.name();
     let nranks = team.nranks();
-    let rides = choice::rides(job.kind, job.bytes(nranks), job.algorithm, PAYLOAD)?;
+    let rides = choice::rides(job.kind, job.bytes(nranks), nranks, job.algorithm, PAYLOAD)?;
     let _one_call = team.serialise();
     if rides { run_tiny(inner, team, job) } else { run_large(inner, team, job) }
         .map_err(|error| error.during(name))
