@@ -9,6 +9,7 @@ mod counting;
 mod ending;
 mod futures;
 mod moving;
+mod pinning;
 mod refusing;
 mod routing;
 mod telling;
@@ -19,6 +20,7 @@ pub use counting::*;
 pub use ending::*;
 pub use futures::*;
 pub use moving::*;
+pub use pinning::*;
 pub use refusing::*;
 pub use routing::*;
 pub use telling::*;
@@ -63,6 +65,15 @@ macro_rules! each_law {
             a_message_follows_the_bytes_of_a_read
             messages_that_are_too_long_are_refused
             waiting_for_a_message_or_a_signal_ends_in_time
+            // pinning
+            a_pinned_region_is_copied_both_ways
+            words_of_a_pinned_region_stay_atomic_over_all_paths
+            a_pinned_region_is_given_back_only_when_it_is_let_go
+            a_region_dropped_while_pinned_is_parked
+            pinned_access_outside_the_range_or_the_rights_is_refused
+            hundreds_of_regions_are_pinned_at_once
+            closing_the_user_leaves_what_it_has_pinned_in_place
+            memory_that_is_not_shared_cannot_be_pinned
             // refusing
             lengths_of_zero_are_refused
             unequal_lengths_and_counts_are_refused

@@ -5,6 +5,7 @@
 
 mod alone;
 mod chase;
+mod pinning;
 
 use std::collections::HashMap;
 use std::io::BufReader;
@@ -15,10 +16,11 @@ use std::thread;
 use std::time::Duration;
 
 use towline::{
-    Access, Endpoint, Error, Kind, Layout, Limits, OffsetBuffer, Registered, Remote, Routing, SharedStorage,
-    Storage, SystemStorage, Ticket,
+    Access, Endpoint, Error, Kind, Layout, Limits, OffsetBuffer, Pinned, Registered, Remote, Routing,
+    SharedStorage, Storage, SystemStorage, Ticket,
 };
 
+pub use self::pinning::play;
 use crate::bench::register_views;
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
@@ -62,6 +64,7 @@ pub fn main() {
         endpoint: None,
         regions: HashMap::new(),
         remotes: HashMap::new(),
+        pinned: HashMap::new(),
         views: Vec::new(),
         next: 0,
         orders,
@@ -77,6 +80,7 @@ struct Worker {
     endpoint: Option<Endpoint>,
     regions: HashMap<u64, Registered<Arc<dyn Storage>>>,
     remotes: HashMap<u64, Remote>,
+    pinned: HashMap<u64, Pinned>,
     views: Vec<Registered<OffsetBuffer>>,
     next: u64,
     orders: Receiver<Line>,
@@ -232,6 +236,12 @@ impl Worker {
                 self.views.extend(views);
                 Ok((String::new(), tickets.into_bytes()))
             }
+            "pin" => self.pin(&mut words),
+            "unpin" => {
+                let id: u64 = words.take()?;
+                said(self.pinned.remove(&id).is_some())
+            }
+            "pong" => self.pong(&mut words),
             "loop" => self.repeat(&mut words),
             "chase" => self.chase(&mut words),
             "crowd" => alone::crowd(words.take()?),

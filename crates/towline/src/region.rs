@@ -5,6 +5,8 @@ mod peers;
 mod signal;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod waking_tests;
 mod words;
 
 use std::any::Any;

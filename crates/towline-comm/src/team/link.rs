@@ -41,7 +41,7 @@ pub(super) enum Link {
     /// This rank itself.
     Own,
     Near {
-        remote: Remote,
+        remote: Box<Remote>,
         pin: Pinned,
     },
     Far(Box<Far>),
@@ -100,7 +100,7 @@ impl Links {
                 Link::Own
             } else {
                 match remote.pin() {
-                    Ok(pin) => Link::Near { remote, pin },
+                    Ok(pin) => Link::Near { remote: Box::new(remote), pin },
                     Err(error) if error.kind() == Kind::Unsupported => {
                         far += 1;
                         Link::Far(Box::new(Far {
@@ -190,14 +190,20 @@ impl Links {
         Ok(None)
     }
 
-    /// Sets one of this rank's counters in a peer's region, to `value`, which is `add` more than before.
+    /// Sets one of this rank's counters in a peer's region, to `value`, which is `add` more than before, and wakes it.
     pub(super) fn advance(&self, peer: usize, counter: usize, value: u64, add: u64) -> Result<()> {
+        self.set(peer, counter, value, add)?;
+        self.wake(peer);
+        Ok(())
+    }
+
+    /// [`advance`](Self::advance) without waking.
+    pub(super) fn set(&self, peer: usize, counter: usize, value: u64, add: u64) -> Result<()> {
         match &self.links[peer] {
             Link::Own => self.region.store(counter, value)?,
             Link::Near { pin, .. } => pin.store(counter, value)?,
             Link::Far(far) => self.bump(far, counter, add)?,
         }
-        self.wake(peer);
         Ok(())
     }
 

@@ -155,10 +155,14 @@ impl Team {
             }
         }
         // Everybody has the bytes before the first system call that wakes one.
-        for peer in (0..self.nranks()).filter(|peer| *peer != self.rank()) {
-            links.wake(peer);
-        }
+        self.wake_others();
         failed.map_or(Ok(()), Err)
+    }
+
+    fn wake_others(&self) {
+        for peer in (0..self.nranks()).filter(|peer| *peer != self.rank()) {
+            self.links.wake(peer);
+        }
     }
 
     /// Waits until nothing reads the staged entry any more.
@@ -191,10 +195,11 @@ impl Team {
         progress.left += 1;
         let left = progress.left;
         let (links, nranks) = (&self.links, self.nranks());
+        let mine = links.layout.left(self.rank());
         for peer in 0..nranks {
-            let mine = links.layout.left(self.rank());
-            links.advance(peer, mine, left, 1).map_err(|error| self.fail(lost(OP, peer, &error)))?;
+            links.set(peer, mine, left, 1).map_err(|error| self.fail(lost(OP, peer, &error)))?;
         }
+        self.wake_others();
         let gone = |rank: usize| links.region.load(links.layout.left(rank)).is_ok_and(|seen| seen >= left);
         let mut next = 0;
         let check = || {

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use towline::{Kind, Patience};
+use towline::{Kind, Patience, Transfer};
 
 use super::layout::{ABORTED, BELL, RECORD, STATE_WAITS};
 use super::{Team, record};
@@ -42,7 +42,7 @@ impl Team {
         let mut slice = LOOK.min(self.options.timeout);
         let mut waited = Duration::ZERO;
         let mut since = None;
-        let _published = Published(self);
+        self.publish_waits(None);
         loop {
             let seen = links.region.wait_changed(BELL, patience, slice, || match check() {
                 Some(it) => Some(Seen::It(it)),
@@ -50,7 +50,10 @@ impl Team {
                 None => None,
             });
             match seen {
-                Some(Seen::It(it)) => return Ok(it),
+                Some(Seen::It(it)) => {
+                    self.publish_waits(None);
+                    return Ok(it);
+                }
                 Some(Seen::Aborted) => {
                     self.working(op)?;
                     return Err(Error::new(Kind::Internal, op, "aborted without a reason"));
@@ -74,6 +77,8 @@ impl Team {
             }
             if spent >= self.options.timeout {
                 let ranks = self.culprits(&wanted);
+                // Another rank may have come to its conclusion while this one asked.
+                self.working(op)?;
                 let message = format!("{} in {:.3} s", did_not_come(&ranks), spent.as_secs_f64());
                 return Err(Error::new(Kind::Timeout, op, message).about(ranks));
             }
@@ -125,10 +130,13 @@ impl Team {
         let mut bytes = [0; RECORD];
         let at = self.links.layout.abort_record(from);
         self.links.region.read_at(at, &mut bytes).ok()?;
-        let told = record::decode(&bytes, "team", from, self.nranks());
-        let error = self.failure.get_or_init(|| told).clone();
-        self.failed.store(true, Ordering::Release);
-        Some(error)
+        let error = record::decode(&bytes, "team", self.nranks());
+        if self.failure.set(error).is_ok() {
+            self.failed.store(true, Ordering::Release);
+            // Who gave up may have died before it had told everybody.
+            self.tell(&bytes);
+        }
+        self.failure.get().cloned()
     }
 
     /// Fails the team: every rank's waits and later calls end with this error, or with the one that came before it.
@@ -138,20 +146,25 @@ impl Team {
         }
         self.failed.store(true, Ordering::Release);
         tracing::debug!(rank = self.rank(), %error, "gives the team up");
-        let record = record::encode(error);
+        let told = self.tell(&record::encode(error, self.rank()));
+        let until = Instant::now() + TELL;
+        for transfer in told {
+            if transfer.wait_for(until.saturating_duration_since(Instant::now())).is_none() {
+                break;
+            }
+        }
+    }
+
+    /// Leaves a record with every rank that has none; returns what is on its way to far ones.
+    fn tell(&self, record: &[u8; RECORD]) -> Vec<Transfer> {
         let mut told = Vec::new();
         for peer in 0..self.nranks() {
-            match self.links.tell_abort(peer, &record) {
+            match self.links.tell_abort(peer, record) {
                 Ok(sent) => told.extend(sent),
                 Err(reason) => tracing::debug!(peer, %reason, "could not be told"),
             }
         }
-        let started = Instant::now();
-        for transfer in told {
-            if transfer.wait_for(TELL.saturating_sub(started.elapsed())).is_none() {
-                break;
-            }
-        }
+        told
     }
 
     /// Fails the team because this rank takes part no longer.
@@ -206,21 +219,13 @@ impl Team {
         culprits
     }
 
+    /// Publishes for whom this rank has waited for a while. It stays so when the wait fails: who waits for this rank in
+    /// turn looks for the culprit at about the same time.
     fn publish_waits(&self, peer: Option<usize>) {
         let value = peer.map_or(0, |peer| peer as u64 + 1);
-        if self.waits.swap(value, Ordering::Relaxed) != value {
+        if self.waits.load(Ordering::Relaxed) != value {
+            self.waits.store(value, Ordering::Relaxed);
             let _ = self.links.region.store(STATE_WAITS, value);
-        }
-    }
-}
-
-/// Takes back, when a wait ends, what it has published about itself.
-struct Published<'a>(&'a Team);
-
-impl Drop for Published<'_> {
-    fn drop(&mut self) {
-        if self.0.waits.load(Ordering::Relaxed) != 0 {
-            self.0.publish_waits(None);
         }
     }
 }

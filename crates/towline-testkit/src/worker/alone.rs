@@ -138,6 +138,7 @@ impl Worker {
         let endpoint = self.endpoint.take();
         let regions = std::mem::take(&mut self.regions);
         let remotes = std::mem::take(&mut self.remotes);
+        let pinned = std::mem::take(&mut self.pinned);
         check("open", &mut || Endpoint::open("child").map(drop));
         if let (Some(endpoint), Some(region), Some(remote)) =
             (&endpoint, regions.values().next(), remotes.values().next())
@@ -153,12 +154,20 @@ impl Worker {
             check("write", &mut || endpoint.write(remote, region).at(0, 0, 8).start().map(drop));
             check("fetch_add", &mut || endpoint.fetch_add(remote, 0, 1).map(drop));
             check("notify", &mut || endpoint.notify(remote, "hello").map(drop));
+            check("alive", &mut || remote.alive());
+            check("pin", &mut || remote.pin().map(drop));
+            for pinned in pinned.values() {
+                check("load", &mut || pinned.load(0).map(drop));
+                check("write_at", &mut || pinned.write_at(0, b"not mine"));
+                check("wake", &mut || pinned.wake(0));
+            }
             check("wait_signal", &mut || region.wait_signal(0, u64::MAX, Duration::from_secs(5)).map(drop));
             endpoint.close();
         } else {
             wrong.push_str("nothing-to-try ");
         }
         let before = Instant::now();
+        drop(pinned);
         drop(remotes);
         drop(regions);
         drop(endpoint);

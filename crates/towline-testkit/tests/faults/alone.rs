@@ -68,6 +68,9 @@ fn a_forked_child_can_do_nothing_and_the_parent_goes_on() {
     for path in ["mapped", "tcp"] {
         let remote = parent.must(&format!("import {ticket} {path}")).number(0);
         parent.must(&format!("read {remote} 1 0 0 65536"));
+        if path == "mapped" {
+            parent.must(&format!("pin {remote}"));
+        }
         let wrong = parent.must("fork");
         assert_eq!(wrong.text(0), "", "in the child");
         // The child has dropped and closed everything that it saw; here nothing has changed.

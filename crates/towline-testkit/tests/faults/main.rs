@@ -4,6 +4,7 @@
 mod alone;
 mod deregistering;
 mod killed;
+mod pinned;
 mod stopped;
 
 use std::time::Duration;

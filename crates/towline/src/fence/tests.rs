@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::life::{LifePage, LifeView, SlotState};
-use super::pins::{Holder, PinError, PinPage, Side};
+use super::pins::{Holder, LONG_SLOTS, PROCESS_SLOTS, PinError, PinPage, Side};
 use super::robust::WAITERS;
 use super::table::{Claim, Table, TableView};
 use super::watcher::{self, MAX_WATCHES};
@@ -221,14 +221,20 @@ fn process_pins_are_many_move_between_threads_and_run_out() {
     let owner = PinPage::create().unwrap();
     let initiator = Arc::new(second_mapping(&owner));
     let row = view.row(claim.row).unwrap();
+    let count = PROCESS_SLOTS as usize;
     let mut pins: Vec<_> =
-        (0..256).map(|_| initiator.pin_process(row, claim.generation).ok().unwrap()).collect();
+        (0..LONG_SLOTS).map(|_| initiator.pin_long(row, claim.generation).ok().unwrap()).collect();
+    assert_eq!(initiator.pin_long(row, claim.generation).err(), Some(PinError::Busy));
+    // What is held for long leaves room for copies.
+    pins.extend(
+        (LONG_SLOTS..PROCESS_SLOTS).map(|_| initiator.pin_process(row, claim.generation).ok().unwrap()),
+    );
     assert_eq!(initiator.pin_process(row, claim.generation).err(), Some(PinError::Busy));
-    assert_eq!(owner.holders(claim.generation).len(), 256);
+    assert_eq!(owner.holders(claim.generation).len(), count);
     let last = pins.pop().unwrap();
     assert!(last.still_valid(row));
     std::thread::spawn(move || drop(last)).join().unwrap();
-    assert_eq!(owner.holders(claim.generation).len(), 255);
+    assert_eq!(owner.holders(claim.generation).len(), count - 1);
     table.revoke(claim.row);
     assert_eq!(initiator.pin_process(row, claim.generation).err(), Some(PinError::Stale));
     assert!(!pins[0].still_valid(row));

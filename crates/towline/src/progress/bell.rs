@@ -56,9 +56,16 @@ impl Bell {
 
     /// Takes note of a peer's ring, for who has watched the descriptor; false where there was none.
     pub(crate) fn heard(&self) -> bool {
+        let mut state = lock(&self.state);
+        if state.leader {
+            // The leader sleeps until it finds the descriptor ringing: silenced here, it would sleep on.
+            drop(state);
+            std::thread::yield_now();
+            return true;
+        }
         let rung = self.silence();
         if rung {
-            lock(&self.state).rung += 1;
+            state.rung += 1;
             self.changed.notify_all();
         }
         rung
@@ -103,7 +110,7 @@ impl Bell {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::time::Duration;
 
     use super::*;
@@ -130,6 +137,28 @@ mod tests {
         let seen = bell.seen();
         bell.wait(seen, Instant::now() + Duration::from_millis(20));
         assert_eq!(bell.seen(), seen);
+    }
+
+    #[test]
+    fn who_watches_the_descriptor_does_not_take_a_ring_from_a_thread_that_sleeps_on_it() {
+        let bell = Bell::new().unwrap();
+        for _ in 0..1000 {
+            let ended = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let seen = bell.seen();
+                scope.spawn(|| {
+                    while !ended.load(Ordering::SeqCst) {
+                        bell.heard();
+                    }
+                });
+                scope.spawn(|| bell.ring());
+                let limit = soon();
+                bell.wait(seen, limit);
+                ended.store(true, Ordering::SeqCst);
+                assert!(Instant::now() < limit, "the ring was lost");
+            });
+        }
+        assert!(bell.seen() >= 1000);
     }
 
     #[test]

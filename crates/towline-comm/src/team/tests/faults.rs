@@ -6,9 +6,10 @@ use towline::Kind;
 
 use super::*;
 use crate::Error;
+use crate::team::record;
 
 /// A team's limit in tests that wait for it.
-const SHORT: Duration = Duration::from_millis(600);
+const SHORT: Duration = Duration::from_millis(1000);
 
 #[test]
 fn a_timeout_names_the_rank_that_did_not_come() {
@@ -73,6 +74,24 @@ fn an_abort_unblocks_everybody_with_its_cause() {
             assert!(error.message().contains("has had enough"));
         }
         assert_eq!(errors[1].op(), "barrier");
+    }
+}
+
+#[test]
+fn an_abort_that_reached_one_rank_reaches_all() {
+    for way in WAYS {
+        let errors = with_ranks(4, way, LONG, |team| {
+            if team.rank() == 0 {
+                // As if this rank had died after it had told the first.
+                let error = Error::new(Kind::Native, "all_reduce", "half told").about([2]);
+                let _ = team.links.tell_abort(1, &record::encode(&error, 0)).unwrap();
+            }
+            team.recv((team.rank() + 1) % 4, &mut [0; 8]).unwrap_err()
+        });
+        for error in errors {
+            assert_eq!((error.kind(), error.ranks()), (Kind::Native, &[2][..]), "{way:?}: {error}");
+            assert!(error.message().starts_with("rank 0 gave up"), "{error}");
+        }
     }
 }
 

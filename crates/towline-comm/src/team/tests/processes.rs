@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::{env, fs, thread};
 
+use rustix::process::{Pid, Signal, kill_process};
 use towline::Ticket;
+use towline_testkit::random::Random;
 use towline_testkit::watchdog::eventually;
 
 use super::*;
@@ -67,7 +69,8 @@ fn what_a_rank_process_does() {
     let rank: usize = rank.parse().unwrap();
     let way = if what.contains("far") { Way::Far } else { Way::Near };
     let endpoint = Endpoint::options(&format!("rank-{rank}")).routing(way.routing(rank)).open().unwrap();
-    let seat = Seat::open(&endpoint, RANKS, options(Duration::from_secs(20))).unwrap();
+    let timeout = Duration::from_secs(if what.contains("stop") { 3 } else { 20 });
+    let seat = Seat::open(&endpoint, RANKS, options(timeout)).unwrap();
     leave_word(&place, &format!("ticket-{rank}"), &seat.ticket().unwrap().to_string());
     let tickets: Vec<Ticket> =
         (0..RANKS).map(|peer| find_word(&place, &format!("ticket-{peer}")).parse().unwrap()).collect();
@@ -98,19 +101,37 @@ fn what_a_rank_process_does() {
     }
 }
 
-fn a_kill_is_told(what: &str) {
+/// Starts ranks, does something to one of them after a while, and looks at how the others end.
+fn others_end(what: &str, seed: u64, harm: impl FnOnce(&mut Option<Rank>), with: &str) {
     let _watchdog = watchdog::watch(what.to_owned(), Duration::from_secs(200));
-    let meeting = Meeting::new(&what.replace(' ', "-"));
+    let meeting = Meeting::new(&format!("{}-{seed}", what.replace(' ', "-")));
     let place = &meeting.0;
     let mut ranks: Vec<Option<Rank>> = (0..RANKS).map(|rank| Some(start(place, rank, what))).collect();
     for rank in 0..RANKS {
         find_word(place, &format!("ready-{rank}"));
     }
-    thread::sleep(Duration::from_millis(30));
-    drop(ranks[VICTIM].take());
+    thread::sleep(Random::new(seed).micros(30_000));
+    harm(&mut ranks[VICTIM]);
     for rank in (0..RANKS).filter(|rank| *rank != VICTIM) {
         let end = find_word(place, &format!("end-{rank}"));
-        assert!(end.starts_with("Disconnected [1] [1]"), "rank {rank}: {end}");
+        assert!(end.starts_with(with), "rank {rank}: {end}");
+    }
+}
+
+fn a_kill_is_told(what: &str) {
+    for seed in 0..3 {
+        others_end(what, seed, |victim| drop(victim.take()), "Disconnected [1] [1]");
+    }
+}
+
+#[test]
+fn a_stopped_process_is_named_by_the_others_at_the_limit() {
+    for what in ["near ring stop", "far barrier stop"] {
+        let stop = |victim: &mut Option<Rank>| {
+            let pid = Pid::from_child(&victim.as_ref().unwrap().0);
+            kill_process(pid, Signal::STOP).unwrap();
+        };
+        others_end(what, 9, stop, "Timeout [1] ");
     }
 }
 
