@@ -149,6 +149,32 @@ fn the_choice_and_its_reason_are_told() {
 }
 
 #[test]
+fn groups_are_as_near_and_as_far_as_the_tests_take_them_to_be() {
+    let near =
+        |links| on_ranks(4, links, |comm| (0..4).map(|peer| comm.is_near(peer).unwrap()).collect::<Vec<_>>());
+    assert_eq!(near(Links::Near), vec![[true; 4]; 4]);
+    for (rank, seen) in near(Links::Far).into_iter().enumerate() {
+        assert!((0..4).all(|peer| seen[peer] == (peer == rank)), "{rank}: {seen:?}");
+    }
+    let mixed = near(Links::Mixed);
+    assert!(mixed[2][3] && mixed[3][2] && !mixed[0][1] && !mixed[0][2], "{mixed:?}");
+}
+
+#[test]
+fn a_far_group_and_a_mixed_one_say_why_they_take_a_ring() {
+    for (links, why) in [(Links::Far, "all ranks are far"), (Links::Mixed, "of 4 ranks do not share memory")]
+    {
+        on_ranks(4, links, |comm| {
+            let room = Room::new(comm, 1 << 18);
+            let [send, recv] = room.memory(Form::Windows, comm.rank().unwrap());
+            comm.all_reduce(&send, &recv, Dtype::U8, Op::Sum).unwrap();
+            assert_eq!(comm.last_algorithm().unwrap(), Some(Algorithm::Ring));
+            assert!(comm.explain().unwrap().contains(why), "{}", comm.explain().unwrap());
+        });
+    }
+}
+
+#[test]
 fn arguments_that_make_no_sense_are_refused_before_anything_is_announced() {
     on_ranks(3, Links::Near, |comm| {
         let rank = comm.rank().unwrap();
@@ -190,6 +216,20 @@ fn arguments_that_make_no_sense_are_refused_before_anything_is_announced() {
             }
         }
         usable(comm, &send, &recv);
+    });
+}
+
+#[test]
+fn buffers_that_are_registered_anew_for_every_call_keep_the_direct_path() {
+    on_ranks(3, Links::Near, |comm| {
+        for _ in 0..20 {
+            let [send, recv] =
+                [0, 1].map(|_| comm.register_buffer(SharedStorage::new(ROOM).unwrap()).unwrap());
+            usable(comm, &send.memory().unwrap(), &recv.memory().unwrap());
+            assert_eq!(comm.last_algorithm().unwrap(), Some(Algorithm::Direct));
+            recv.close();
+        }
+        assert_eq!(comm.open_handles().unwrap(), 0);
     });
 }
 
