@@ -59,7 +59,10 @@ pub fn get_unique_id() -> Result<UniqueId> {
     if let Ok(addresses) = std::env::var("TOWLINE_LISTEN") {
         for address in addresses.split(',').map(str::trim).filter(|address| !address.is_empty()) {
             let address: SocketAddr = address.parse().map_err(|error| {
-                Error::invalid("get_unique_id", format!("TOWLINE_LISTEN: {address:?} is not an address: {error}"))
+                Error::invalid(
+                    "get_unique_id",
+                    format!("TOWLINE_LISTEN: {address:?} is not an address: {error}"),
+                )
             })?;
             // The port belongs to the endpoint; an unspecified address tells other hosts nothing.
             if !address.ip().is_unspecified() {
@@ -87,7 +90,10 @@ pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)
     if addresses.is_empty() {
         addresses = bootstrap::addresses(&listeners)?;
         if addresses.iter().any(|address| address.ip().is_unspecified()) {
-            return Err(Error::invalid(OP, "an unspecified address tells nobody where to come: advertise one"));
+            return Err(Error::invalid(
+                OP,
+                "an unspecified address tells nobody where to come: advertise one",
+            ));
         }
     }
     let id = UniqueId::compose(&random, &addresses)?;

@@ -17,8 +17,8 @@ use std::sync::{Arc, OnceLock};
 
 use towline::SharedStorage;
 
-pub(crate) use self::buffer::{BUFFER_BIT, Buffers};
 pub use self::buffer::RegisteredBuffer;
+pub(crate) use self::buffer::{BUFFER_BIT, Buffers};
 pub(crate) use self::core::{Way, WindowCore, Windows};
 pub(crate) use self::lane::{Lane, Task};
 pub use self::memory::Memory;

@@ -40,7 +40,8 @@ impl Communicator {
         let made = child.clone();
         let (child_now, from) = (child.clone(), Arc::clone(parent));
         let work = move || {
-            let outcome = from.team("split").and_then(|team| split(&from, &team, color, key, child_now.as_ref()));
+            let outcome =
+                from.team("split").and_then(|team| split(&from, &team, color, key, child_now.as_ref()));
             if let Some(child) = child_now.filter(|_| !from.config.blocking) {
                 child.worker.finish(outcome.clone());
             }
@@ -127,7 +128,8 @@ fn split(
     let told = team.all_gather_bytes(OP, &ticket.unwrap_or_default())?;
     let (Some(child), Some(seat)) = (child, seat) else { return Ok(()) };
     let (seat, _) = seat?;
-    let without: Vec<usize> = members.iter().map(|(_, rank)| *rank).filter(|rank| told[*rank].is_empty()).collect();
+    let without: Vec<usize> =
+        members.iter().map(|(_, rank)| *rank).filter(|rank| told[*rank].is_empty()).collect();
     if !without.is_empty() {
         return Err(Error::new(Kind::Exhausted, OP, "a rank could not take its seat").about(without));
     }

@@ -194,7 +194,7 @@ impl Window {
 
     fn word(&self, peer: usize, offset: usize, op: &'static str) -> Result<Arc<WindowCore>> {
         let core = self.checked(peer, offset, 8, op)?;
-        if offset % 8 != 0 {
+        if !offset.is_multiple_of(8) {
             let error = Error::invalid(op, format!("offset {offset} is not a multiple of 8")).about([peer]);
             return Err(group::poison(error));
         }
@@ -239,7 +239,12 @@ impl Window {
 }
 
 /// Refuses what was read while the owner took its memory back.
-pub(super) fn still(core: &WindowCore, peer: usize, pinned: &towline::Pinned, op: &'static str) -> Result<()> {
+pub(super) fn still(
+    core: &WindowCore,
+    peer: usize,
+    pinned: &towline::Pinned,
+    op: &'static str,
+) -> Result<()> {
     if pinned.is_stale() { core.way(peer, op).map(|_| ()) } else { Ok(()) }
 }
 

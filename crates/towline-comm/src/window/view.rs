@@ -126,7 +126,14 @@ impl Epoch<'_> {
     }
 
     /// Copies bytes into `peer`'s memory, then raises its counter of that context and index by one.
-    pub fn put_signal(&self, peer: usize, offset: usize, bytes: &[u8], context: u32, index: u32) -> Result<()> {
+    pub fn put_signal(
+        &self,
+        peer: usize,
+        offset: usize,
+        bytes: &[u8],
+        context: u32,
+        index: u32,
+    ) -> Result<()> {
         match self.pinned(peer, "put_signal")? {
             Some(pinned) if self.team.is_near(peer) => {
                 pinned.write_at(offset, bytes)?;
