@@ -7,7 +7,7 @@ use towline::{Dtype, Kind as ErrorKind, SharedStorage};
 use super::rig::{Form, Links, Room, on_ranks};
 use crate::collective::Algorithm;
 use crate::combine::{Op, Scalar};
-use crate::{Communicator, Config, Memory, Result};
+use crate::{Communicator, Config, Memory, Result, WindowFlag};
 
 const ROOM: usize = 1 << 16;
 
@@ -216,6 +216,47 @@ fn arguments_that_make_no_sense_are_refused_before_anything_is_announced() {
             }
         }
         usable(comm, &send, &recv);
+    });
+}
+
+#[test]
+fn ranks_that_use_windows_of_their_own_take_the_direct_path() {
+    on_ranks(3, Links::Near, |comm| {
+        let rank = comm.rank().unwrap();
+        let room = Room::new(comm, ROOM);
+        let [mut send, mut recv] = room.memory(Form::Windows, rank);
+        if rank == 1 {
+            std::mem::swap(&mut send, &mut recv);
+        }
+        usable(comm, &send, &recv);
+        assert_eq!(comm.last_algorithm().unwrap(), Some(Algorithm::Direct));
+    });
+}
+
+#[test]
+fn a_root_whose_window_another_rank_has_closed_is_served_by_channels() {
+    on_ranks(3, Links::Near, |comm| {
+        let rank = comm.rank().unwrap();
+        let window =
+            comm.register_window(SharedStorage::new(ROOM).unwrap(), WindowFlag::DEFAULT).unwrap().unwrap();
+        let recv = comm.memory(SharedStorage::new(ROOM).unwrap()).unwrap();
+        let send = window.memory().unwrap();
+        for (closed, algorithm) in [(false, Algorithm::Direct), (true, Algorithm::Ring)] {
+            if closed && rank == 2 {
+                window.close();
+            }
+            if rank == 0 {
+                send.write_at(ROOM - 1, &[7 + u8::from(closed)]).unwrap();
+            }
+            comm.broadcast((rank == 0).then_some(&send), (rank > 0).then_some(&recv), Dtype::U8, 0).unwrap();
+            assert_eq!(comm.last_algorithm().unwrap(), Some(algorithm), "{}", comm.explain().unwrap());
+            if rank > 0 {
+                let mut last = [0];
+                recv.read_at(ROOM - 1, &mut last).unwrap();
+                assert_eq!(last, [7 + u8::from(closed)]);
+            }
+        }
+        comm.barrier().unwrap();
     });
 }
 
