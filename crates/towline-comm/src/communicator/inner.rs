@@ -9,6 +9,7 @@ use towline::{Endpoint, Kind, Ticket};
 
 use super::config::Config;
 use super::worker::Worker;
+use crate::collective;
 use crate::group::{self, Job};
 use crate::team::Team;
 use crate::window::{Buffers, Lane, Memory, WindowCore, Windows, share_buffers};
@@ -56,6 +57,7 @@ pub(crate) struct Inner {
     busy: Mutex<usize>,
     idle: Condvar,
     pub(crate) shrinks: Mutex<u64>,
+    pub(crate) collectives: collective::State,
 }
 
 /// Counts a call that is running.
@@ -87,6 +89,7 @@ impl Inner {
             busy: Mutex::new(0),
             idle: Condvar::new(),
             shrinks: Mutex::new(0),
+            collectives: collective::State::default(),
         })
     }
 
@@ -222,7 +225,14 @@ impl Inner {
         }
         let window = share_buffers(self.endpoint(), &self.config.routing, team, mine)?;
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        // Their owners wait for the pins on what they have closed, and no call names it again.
+        let ended = |window: &WindowCore| (0..ids.len()).any(|rank| window.way(rank, "sweep").is_err());
+        let gone: Vec<_> = shared.extract_if(|_, window| ended(window)).map(|(_, window)| window).collect();
         shared.insert(ids.to_vec(), Arc::clone(&window));
+        drop(shared);
+        for window in gone {
+            window.close();
+        }
         Ok(Some(window))
     }
 
