@@ -47,7 +47,8 @@ pub struct UniqueId([u8; UNIQUE_ID_LEN]);
 pub struct UniqueIdOptions {
     /// The addresses on which the meeting listens; port 0 picks one.
     pub listen: Vec<SocketAddr>,
-    /// The addresses that are written into the id, where they differ from those listened on.
+    /// The addresses that are written into the id, where they differ from those listened on; at most three. Port 0
+    /// stands for the port of the first one listened on.
     pub advertise: Vec<SocketAddr>,
 }
 
@@ -86,9 +87,13 @@ pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)
     getrandom::fill(&mut random)
         .map_err(|error| Error::new(Kind::Native, OP, format!("no random bytes: {error}")))?;
     let listeners = bootstrap::listen(&options.listen)?;
+    let own = bootstrap::addresses(&listeners)?;
     let mut addresses = options.advertise.clone();
+    for address in addresses.iter_mut().filter(|address| address.port() == 0) {
+        address.set_port(own.first().map_or(0, SocketAddr::port));
+    }
     if addresses.is_empty() {
-        addresses = bootstrap::addresses(&listeners)?;
+        addresses = own;
         if addresses.iter().any(|address| address.ip().is_unspecified()) {
             return Err(Error::invalid(
                 OP,

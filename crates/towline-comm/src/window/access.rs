@@ -218,7 +218,10 @@ impl Window {
             return None;
         }
         match core.way(peer, op) {
-            Ok(Way::Near(pinned)) => Some(pinned.write_at(offset, bytes).map_err(Error::from)),
+            Ok(Way::Near(pinned)) => {
+                core.order();
+                Some(pinned.write_at(offset, bytes).map_err(Error::from))
+            }
             Ok(Way::Far(_)) => None,
             Err(error) => Some(Err(error)),
         }
@@ -258,6 +261,7 @@ pub(super) fn put(
 ) -> Result<Operation> {
     match core.way(peer, op)? {
         Way::Near(pinned) => {
+            core.order();
             let copied = pinned.copy_from(offset, source.span());
             Ok(Operation::done(copied.map(|()| 0).map_err(|error| Error::from(error).during(op))))
         }

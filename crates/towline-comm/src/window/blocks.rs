@@ -115,6 +115,7 @@ fn put(
 ) -> Result<Operation> {
     match core.way(peer, "put")? {
         Way::Near(pinned) => {
+            core.order();
             for (remote, local, len) in &pairs.pieces {
                 let part = source.span().part(*local as usize, *len as usize)?;
                 pinned.copy_from(*remote as usize, &part)?;

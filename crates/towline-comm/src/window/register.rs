@@ -165,6 +165,8 @@ fn register(
         ticket: prepared.as_ref().map_or_else(|_| Vec::new(), |(_, ticket)| ticket.encode()),
     };
     let told = team.all_gather_bytes(OP, &mine.encode())?;
+    // Ranks wait for the memory of windows that they closed before they came here and this one keeps open.
+    inner.windows().release_ended();
     let offers = told.iter().map(|bytes| Offer::decode(bytes)).collect::<Result<Vec<_>>>()?;
     let id = offers.iter().map(|offer| offer.next_id).max().unwrap_or(1);
     inner.windows().use_up(id);

@@ -290,3 +290,29 @@ fn a_handle_closed_before_the_group_ends_is_not_left_open() {
     });
     ended.into_iter().for_each(|outcome| outcome.unwrap());
 }
+
+#[test]
+fn memory_comes_back_when_the_others_notice_that_a_window_was_closed() {
+    let _watchdog = watch("memory comes back");
+    let arena = Arena::new(SharedStorage::new(1 << 20).unwrap(), 4096).unwrap();
+    let before = arena.available();
+    all(2, &config(), |comm, rank| {
+        let storage = create_buffer(arena.allocate(8192).unwrap());
+        let window = comm.register_window(storage, WindowFlag::DEFAULT)?.unwrap();
+        window.put_bytes(1 - rank, 0, b"x")?.wait()?;
+        window.fence()?;
+        if rank == 0 {
+            window.close();
+        }
+        // Rank 1 keeps its window open and never accesses it again.
+        let other = comm.register_window(mem_alloc(64)?, WindowFlag::DEFAULT)?.unwrap();
+        other.fence()?;
+        if rank == 0 {
+            assert!(eventually(LONG, || arena.available() == before - 8192), "{}", arena.available());
+        }
+        comm.finalize()?;
+        drop(window);
+        Ok(())
+    });
+    assert!(eventually(LONG, || arena.available() == before));
+}
