@@ -33,6 +33,8 @@ pub(crate) struct Memory<'py> {
     pub(crate) read_only: bool,
     /// DLPack's kind and number of the device where it is, unless that is the host.
     pub(crate) device: Option<(i32, i32)>,
+    /// The type of its elements, where DLPack told.
+    pub(crate) element: Option<dlpack::Type>,
     /// Keeps the bytes where they are for as long as it lives.
     owner: Option<Bound<'py, PyAny>>,
 }
@@ -61,8 +63,9 @@ impl<'py> Memory<'py> {
             return Err(unsupported_place(py, asked, "a CUDA device"));
         }
         if object.hasattr("__dlpack__")? {
-            let dlpack::Exported { addr, len, read_only, device, owner } = dlpack::import(object, asked)?;
-            return Ok(Memory { addr, len, read_only, device, owner: Some(owner) });
+            let dlpack::Exported { addr, len, read_only, device, element, owner } =
+                dlpack::import(object, asked)?;
+            return Ok(Memory { addr, len, read_only, device, element: Some(element), owner: Some(owner) });
         }
         let kind = object.get_type().name()?;
         Err(PyTypeError::new_err(format!(
@@ -74,7 +77,7 @@ impl<'py> Memory<'py> {
     /// Memory by its address; the owner keeps it, unless that is `None`.
     pub(crate) fn raw(addr: usize, len: usize, owner: Option<Bound<'py, PyAny>>) -> Memory<'py> {
         let owner = owner.filter(|owner| !owner.is_none());
-        Memory { addr, len, read_only: false, device: None, owner }
+        Memory { addr, len, read_only: false, device: None, element: None, owner }
     }
 
     /// The storage for the core, and whether peers can map it.
@@ -100,7 +103,7 @@ fn of_buffer(view: Bound<'_, PyMemoryView>, asked: Asked) -> PyResult<Memory<'_>
     let (addr, len, read_only) = (buffer.buf_ptr().addr(), buffer.len_bytes(), buffer.readonly());
     // The view holds the export: a bytearray cannot be resized meanwhile.
     drop(buffer);
-    Ok(Memory { addr, len, read_only, device: None, owner: Some(view.into_any()) })
+    Ok(Memory { addr, len, read_only, device: None, element: None, owner: Some(view.into_any()) })
 }
 
 fn of_array_interface<'py>(
@@ -135,7 +138,7 @@ fn of_array_interface<'py>(
         }
         len = len.checked_mul(shape[axis]).ok_or_else(|| missing("shape"))?;
     }
-    Ok(Memory { addr, len, read_only, device: None, owner: Some(object.clone()) })
+    Ok(Memory { addr, len, read_only, device: None, element: None, owner: Some(object.clone()) })
 }
 
 pub(crate) fn not_contiguous(py: Python<'_>, asked: Asked) -> PyErr {
