@@ -57,7 +57,7 @@ mod _native {
     #[pymodule_export]
     use crate::nccl::config::CommConfig;
     #[pymodule_export]
-    use crate::nccl::group::{group_abandon, group_end, group_start};
+    use crate::nccl::group::{group_end, group_poison, group_start};
     #[pymodule_export]
     use crate::nccl::unique_id::{unique_id, unique_id_from_text, unique_id_texts};
     #[pymodule_export]

@@ -52,11 +52,11 @@ pub(crate) fn group_end(py: Python<'_>) -> PyResult<()> {
     ended
 }
 
-/// Ends a group of calls on this thread; nothing of it, or of the groups around it, is launched.
+/// Keeps the group that is open on this thread, if any, from being launched.
 #[pyfunction]
-pub(crate) fn group_abandon(py: Python<'_>, why: String) -> PyResult<()> {
-    poison(&Error::invalid("group", why));
-    // What it raises is what it was just told.
-    let _ = group_end(py);
+pub(crate) fn group_poison(py: Python<'_>, op: &str, why: String) -> PyResult<()> {
+    process::guard(py, "group")?;
+    let op = if op.is_empty() { String::new() } else { format!("{op}: ") };
+    poison(&Error::invalid("group", format!("{op}{why}")));
     Ok(())
 }
