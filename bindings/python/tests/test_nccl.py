@@ -171,6 +171,7 @@ def test_a_communicator_says_what_it_is() -> None:
         assert comm.is_near(0) and comm.dead_ranks() == []
         assert nccl.Communicator(comm.ptr).rank == comm.rank
         assert f"rank {comm.rank} of 3" in repr(comm)
+        comm.barrier()
         return comm.rank
 
     assert every(3, body) == [0, 1, 2]

@@ -37,6 +37,7 @@ def test_a_put_lands_at_an_offset_in_elements(settings: nccl.NCCLConfig) -> None
         assert done.done() and done.wait() is None and done.result() is None
         comm.fence(window)
         assert numbers.tolist() == [0, 0, 0, 1.5 * (peer + 1), 2.5 * (peer + 1), 0, 0, 0]
+        comm.fence(window)
         # The offset counts elements of the local buffer, not of the window.
         comm.put(numpy.array([7], numpy.uint8), peer, window, 63)
         comm.fence(window)

@@ -163,12 +163,16 @@ pub(crate) fn follow(told: Completion, call: impl FnOnce() -> Result<()>) -> Res
 /// The job, which also tells whoever follows the call how it ended.
 pub(crate) fn followed(job: Job) -> Job {
     let Some(told) = FOLLOWER.with_borrow_mut(Option::take) else { return job };
-    match job {
-        Job::Call(work) => Job::Call(Box::new(move |inner, team| {
+    let telling = |work: Work, told: Completion| -> Work {
+        Box::new(move |inner, team| {
             let outcome = work(inner, team);
             told.tell(outcome.clone().map(|()| 0));
             outcome
-        })),
+        })
+    };
+    match job {
+        Job::Call(work) => Job::Call(telling(work, told)),
+        Job::Wait(work) => Job::Wait(telling(work, told)),
         Job::Message(message, together) => Job::Message(Message { told: Some(told), ..message }, together),
     }
 }
