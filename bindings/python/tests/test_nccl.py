@@ -67,7 +67,7 @@ def test_bytes_are_not_an_id() -> None:
 
 def test_settings_are_by_keyword_and_read_at_every_use() -> None:
     with pytest.raises(TypeError):
-        nccl.NCCLConfig(True)  # type: ignore[call-arg, misc]
+        nccl.NCCLConfig(True)  # type: ignore[call-arg]
     settings = nccl.NCCLConfig(min_ctas=2, cta_policy=1, nvls_host_mode=0, split_share=True)
     settings.comm_name = "training"
     settings.num_rma_sig = 3
@@ -122,7 +122,7 @@ def test_errors_are_those_of_nccl4py_and_of_towline() -> None:
 
 def test_results_have_the_numbers_of_nccl() -> None:
     assert [int(result) for result in nccl.Result] == list(range(9))
-    assert nccl.Result.InProgress is nccl.Result.IN_PROGRESS
+    assert int(nccl.Result.InProgress) == int(nccl.Result.IN_PROGRESS) == 7
     assert all(nccl.get_error_string(result) for result in nccl.Result)
     assert "unknown" in nccl.get_error_string(99)
 
@@ -257,7 +257,7 @@ def test_init_all_makes_a_group_in_this_process() -> None:
     with pytest.raises(nccl.NcclInvalid, match="devices"):
         nccl.Communicator.init_all([0])
     with pytest.raises(TypeError):
-        nccl.Communicator.init_all("all")  # type: ignore[arg-type]
+        nccl.Communicator.init_all("all")
 
 
 def test_a_split_orders_by_key_and_leaves_out_who_has_no_color() -> None:

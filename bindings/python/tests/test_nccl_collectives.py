@@ -19,9 +19,13 @@ Body = Callable[[nccl.Communicator], None]
 def reduced(op: nccl.NcclRedOp, rows: Any) -> Any:
     if op is nccl.AVG:
         return rows.sum(axis=0) / len(rows)
-    return {nccl.SUM: numpy.sum, nccl.PROD: numpy.prod, nccl.MAX: numpy.max, nccl.MIN: numpy.min}[op](
-        rows, axis=0
-    )
+    combine: dict[nccl.NcclRedOp, Callable[..., Any]] = {
+        nccl.SUM: numpy.sum,
+        nccl.PROD: numpy.prod,
+        nccl.MAX: numpy.max,
+        nccl.MIN: numpy.min,
+    }
+    return combine[op](rows, axis=0)
 
 
 @pytest.mark.parametrize("count", [0, 1, 100, 100_000])
@@ -200,7 +204,7 @@ def test_the_algorithm_is_told_and_can_be_chosen() -> None:
         assert "no collective" in comm.explain()
         numbers = numpy.ones(1 << 16, numpy.float32)
         for algorithm in ("ring", "tree", "staged"):
-            comm.allreduce(numbers, numbers, nccl.MAX, algorithm=algorithm)  # type: ignore[arg-type]
+            comm.allreduce(numbers, numbers, nccl.MAX, algorithm=algorithm)
             assert f": {algorithm}, because the caller asked" in comm.explain()
         with pytest.raises(nccl.NcclInvalid, match="direct cannot do this"):
             comm.allreduce(numbers, numbers, nccl.MAX, algorithm="direct")
@@ -269,11 +273,16 @@ def test_a_stream_is_none_a_number_or_a_stream() -> None:
 # Each is right on its own, and the ranks differ: rank 1 asks for something else.
 DIFFER: dict[str, Callable[[nccl.Communicator, bool], Any]] = {
     "sizes": lambda c, odd: c.allreduce(numpy.zeros(5 if odd else 4), numpy.zeros(5)),
-    "types": lambda c, odd: c.allreduce(*[numpy.zeros(4, "f4" if odd else "i4")] * 2),
-    "operations": lambda c, odd: c.allreduce(*[numpy.zeros(4)] * 2, nccl.MAX if odd else nccl.MIN),
+    "types": lambda c, odd: _in_place(c, "f4" if odd else "i4"),
+    "operations": lambda c, odd: _in_place(c, "f8", nccl.MAX if odd else nccl.MIN),
     "roots": lambda c, odd: c.broadcast(numpy.zeros(4), numpy.zeros(4), 1 if odd else 0),
-    "calls": lambda c, odd: c.barrier() if odd else c.allreduce(*[numpy.zeros(4)] * 2),
+    "calls": lambda c, odd: c.barrier() if odd else _in_place(c, "f8"),
 }
+
+
+def _in_place(comm: nccl.Communicator, dtype: str, op: nccl.NcclRedOp = nccl.SUM) -> None:
+    numbers = numpy.zeros(4, dtype)
+    comm.allreduce(numbers, numbers, op)
 
 
 @pytest.mark.parametrize("what", list(DIFFER))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from typing import Any
 
 import nccl_ranks
 import pytest
 from conftest import run_python
-from ranks import Processes
+from ranks import Processes, config
 
 from towline import nccl
 
@@ -51,18 +52,23 @@ def test_a_killed_rank_is_named_by_the_others_which_go_on_without_it(when: str) 
 
 def test_threads_and_processes_form_one_group() -> None:
     unique_id = nccl.get_unique_id()
-    with Processes(1, _join_last, unique_id) as ranks:
-        comm = nccl.Communicator.init(2, 0, unique_id)
-        numbers = bytearray(b"\3")
-        comm.allreduce(numbers, numbers)
-        assert numbers == b"\7" and ranks.outcome(0) == 7
-        comm.finalize()
-        comm.destroy()
+    found: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        found[rank] = _join(0, unique_id, rank)
+
+    with Processes(1, _join, unique_id, 2) as ranks:
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [7, 7] and ranks.outcome(0) == 7
 
 
-def _join_last(_index: int, unique_id: nccl.UniqueId) -> int:
-    with nccl.Communicator.init(2, 1, unique_id) as comm:
-        numbers = bytearray(b"\4")
+def _join(_index: int, unique_id: nccl.UniqueId, rank: int) -> int:
+    with nccl.Communicator.init(3, rank, unique_id, config()) as comm:
+        numbers = bytearray([1 << rank])
         comm.allreduce(numbers, numbers)
         return numbers[0]
 
