@@ -244,8 +244,8 @@ class Communicator(Collectives):
         """What it can do, in one value."""
         native = self._need("properties")
         rank, nranks = native.rank(), native.nranks()
-        near = native.async_error()[0] is Result.SUCCESS or self.blocking
-        alone = near and all(native.is_near(peer) for peer in range(nranks))
+        met = native.blocking or native.async_error() == (Result.SUCCESS, None)
+        together = met and all(native.is_near(peer) for peer in range(nranks))
         return NCCLCommProperties(
             rank=rank,
             nranks=nranks,
@@ -255,7 +255,7 @@ class Communicator(Collectives):
             multimem_support=False,
             gin_type=0,
             railed_gin_type=0,
-            n_lsa_teams=1 if alone else None,
+            n_lsa_teams=1 if together else None,
             host_rma_support=True,
         )
 

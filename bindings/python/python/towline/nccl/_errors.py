@@ -56,14 +56,14 @@ class ClosedResource(NcclInvalid, RuntimeError):
 
 
 class NCCLError(_GroupError):
-    """A call failed though it was right. Its subclasses are also the fitting exceptions of `towline`."""
+    """A call failed though it was right. Its subclasses are also the fitting exceptions of ``towline``."""
 
     status: ClassVar[Result] = Result.INTERNAL_ERROR
     """The number that NCCL would have returned."""
 
 
 class NCCLTimeout(NCCLError, _errors.Timeout):
-    """Some ranks did not arrive, or did not go on, in time: ``ranks`` are those. Also a `TimeoutError`."""
+    """Some ranks did not arrive, or did not go on, in time: ``ranks`` are those. Also a ``TimeoutError``."""
 
     status = Result.TIMEOUT
 
