@@ -243,6 +243,21 @@ def test_ranks_that_do_not_come_are_named() -> None:
     assert raised.value.ranks == (0, 2) and isinstance(raised.value, TimeoutError)
 
 
+def test_a_launched_rank_finds_its_place_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("TOWLINE_RANK", "TOWLINE_NRANKS", "TOWLINE_UNIQUE_ID")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in zip(names, ("0", "1", str(nccl.get_unique_id())), strict=True):
+        with pytest.raises(nccl.NcclInvalid, match="towline launch"):
+            nccl.Communicator.from_env()
+        monkeypatch.setenv(name, value)
+    with nccl.Communicator.from_env(config()) as comm:
+        assert (comm.rank, comm.nranks) == (0, 1)
+    monkeypatch.setenv("TOWLINE_RANK", "first")
+    with pytest.raises(nccl.NcclInvalid, match="TOWLINE_RANK"):
+        nccl.Communicator.from_env()
+
+
 def test_init_all_makes_a_group_in_this_process() -> None:
     assert nccl.Communicator.init_all(0) == nccl.Communicator.init_all([]) == []
     for devices in (2, [-1, "cpu"], (-1, -1)):

@@ -399,3 +399,22 @@ def _send_what_is_forgotten(comm: nccl.Communicator) -> int:
         comm.recv(target, 0).wait()
     comm.synchronize()
     return int(target.sum())
+
+
+def test_a_buffer_that_is_closed_during_a_collective_is_let_go_of_after_it() -> None:
+    def body(comm: nccl.Communicator) -> None:
+        numbers = nccl.empty(1 << 16, "float32")
+        numbers[:] = comm.rank + 1
+        handle = comm.register_buffer(numbers)
+        if comm.rank == 0:
+            closing = threading.Thread(target=handle.close)
+            started = comm.allreduce(numbers, numbers)
+            closing.start()
+            started.wait()
+            closing.join()
+        else:
+            comm.allreduce(numbers, numbers).wait()
+        assert (numbers == 3).all() and handle.is_valid == (comm.rank == 1)
+        comm.synchronize()
+
+    every(2, body, config(blocking=False))

@@ -59,12 +59,14 @@ impl<T> OrRaise<T> for towline_comm::Result<T> {
 pub(super) fn argument(py: Python<'_>, op: &'static str, error: &PyErr) -> Option<Error> {
     let message = || -> PyResult<Option<Error>> {
         let module = py.import("towline._errors")?;
-        let wrong = [module.getattr("Invalid")?, module.getattr("Unsupported")?];
         let value = error.value(py);
-        if !value.is_instance(&wrong[0])? && !value.is_instance(&wrong[1])? {
+        let ranks = value.getattr_opt("ranks")?.map(|ranks| ranks.extract::<Vec<usize>>()).transpose()?;
+        // The core does not support memory of devices, and says so; a communicator that cannot do something means it.
+        let wrong = value.is_instance(&module.getattr("Invalid")?)?
+            || (ranks.is_none() && value.is_instance(&module.getattr("Unsupported")?)?);
+        if !wrong {
             return Ok(None);
         }
-        let ranks = value.getattr_opt("ranks")?.map(|ranks| ranks.extract::<Vec<usize>>()).transpose()?;
         let message: String = value.getattr("message")?.extract()?;
         Ok(Some(Error::invalid(op, message).about(ranks.unwrap_or_default())))
     };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -141,6 +142,23 @@ class Communicator(Collectives):
         settings = _settings(config or NCCLConfig())
         assert settings is not None
         self._adopt(_native.Communicator.init(nranks, rank, bytes(unique_id), settings))
+
+    @classmethod
+    def from_env(cls, config: NCCLConfig | None = None) -> Self:
+        """`init` as ``towline launch`` wants it: by ``TOWLINE_RANK``, ``TOWLINE_NRANKS`` and ``TOWLINE_UNIQUE_ID``.
+
+        An id serves one meeting, so that a process does this once; further groups come from `split`.
+        """
+        found = {}
+        for name in ("TOWLINE_RANK", "TOWLINE_NRANKS", "TOWLINE_UNIQUE_ID"):
+            found[name] = os.environ.get(name, "")
+            if not found[name]:
+                raise invalid("from_env", f"{name} is not set: start the ranks with towline launch")
+        try:
+            rank, nranks = int(found["TOWLINE_RANK"]), int(found["TOWLINE_NRANKS"])
+        except ValueError as error:
+            raise invalid("from_env", f"TOWLINE_RANK, TOWLINE_NRANKS: {error}") from error
+        return cls.init(nranks, rank, UniqueId(found["TOWLINE_UNIQUE_ID"]), config)
 
     @classmethod
     def init_all(
