@@ -1,5 +1,6 @@
 //! Communicators: groups of ranks, windows, one-sided access and collectives.
 
+mod attention;
 pub(crate) mod communicator;
 pub(crate) mod config;
 mod errors;

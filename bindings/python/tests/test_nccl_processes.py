@@ -115,3 +115,45 @@ assert after[0] <= before[0] + 2 and after[1] == before[1] == 0, (before, after)
 """,
     )
     assert not [name for name in os.listdir("/dev/shm") if "towline" in name]
+
+
+@pytest.mark.parametrize("call", ["init", "barrier", "window", "wait", "group"])
+def test_ctrl_c_ends_a_blocking_call(call: str) -> None:
+    printed = run_python(
+        """
+import signal, sys, threading
+from towline import nccl
+ids, call = nccl.get_unique_id(), sys.argv[1]
+settings = nccl.NCCLConfig(timeout=50)
+if call == "init":
+    comm = None
+else:
+    comms = nccl.Communicator.init_all(2, settings)
+    comm = comms[0]
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+try:
+    if call == "init":
+        nccl.Communicator.init(2, 0, ids, settings)
+    elif call == "barrier":
+        comm.barrier()
+    elif call == "window":
+        comm.register_window(nccl.empty(64))
+    elif call == "wait":
+        comm.wait_signal(nccl.WaitSignalDesc(1))
+    else:
+        with nccl.group():
+            comm.barrier()
+except KeyboardInterrupt:
+    print("interrupted")
+if call in ("barrier", "window", "group"):
+    try:
+        comms[1].barrier()
+    except nccl.NCCLCanceled as error:
+        print("named", error.ranks)
+""",
+        call,
+        timeout=30,
+    )
+    expected = ["interrupted"] + (["named (0,)"] if call in ("barrier", "window", "group") else [])
+    assert printed.splitlines() == expected

@@ -418,3 +418,26 @@ def test_a_buffer_that_is_closed_during_a_collective_is_let_go_of_after_it() -> 
         comm.synchronize()
 
     every(2, body, config(blocking=False))
+
+
+def test_a_timeout_gives_up_a_wait_for_signals() -> None:
+    async def wait(comm: nccl.Communicator) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(comm.signaled(nccl.WaitSignalDesc(0)), 0.05)
+        comm.signal(0)
+        await asyncio.wait_for(comm.signaled(nccl.WaitSignalDesc(0)), 10)
+        comm.signal(0)
+        task = asyncio.ensure_future(_awaited(comm.signaled(nccl.WaitSignalDesc(0, 2))))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        comm.wait_signal(nccl.WaitSignalDesc(0))  # what came stays for the next
+
+    comm = nccl.Communicator.init(1, 0, nccl.get_unique_id(), config())
+    asyncio.run(wait(comm))
+    comm.destroy()
+
+
+async def _awaited(operation: nccl.Operation[None]) -> None:
+    await operation

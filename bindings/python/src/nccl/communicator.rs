@@ -1,11 +1,15 @@
 //! The membership of a rank, as Python holds it.
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
 use pyo3::prelude::*;
 use towline_comm::{
     Algorithm, Config, Error, Memory, Op, Operation, Progress, Result, Scalar, UniqueId, Using, WaitSignal,
     WindowFlag, WindowOptions,
 };
 
+use super::attention::without_gil;
 use super::config::CommConfig;
 use super::errors::{OrRaise, argument, exception, invalid, raise, settle};
 use super::memory::{Array, Element};
@@ -50,14 +54,14 @@ impl Communicator {
         start: impl FnOnce() -> Result<Operation> + Send,
     ) -> PyResult<Operation> {
         let waits = self.waits();
-        let started = py.detach(|| {
+        let started = without_gil(py, || {
             let operation = start()?;
             if waits {
                 operation.wait()?;
             }
             Ok(operation)
         });
-        started.or_raise(py)
+        started?.or_raise(py)
     }
 
     /// Makes a call without the GIL and follows it to its end.
@@ -68,7 +72,7 @@ impl Communicator {
         call: impl FnOnce() -> Result<()> + Send,
     ) -> PyResult<Operation> {
         let comm = self.enter(py, op)?;
-        py.detach(|| comm.follow(op, |_| call())).or_raise(py)
+        without_gil(py, || comm.follow(op, |_| call()))?.or_raise(py)
     }
 
     fn settings(&self, config: Option<&Bound<'_, CommConfig>>) -> Config {
@@ -103,7 +107,7 @@ impl Communicator {
             let id = UniqueId::from_bytes(id).map_err(|error| error.during(OP)).or_raise(py)?;
             let config = config.get().over(Config::default());
             let init = config.clone();
-            let comm = py.detach(|| towline_comm::Communicator::init(nranks, rank, &id, init));
+            let comm = without_gil(py, || towline_comm::Communicator::init(nranks, rank, &id, init))?;
             Ok(Communicator::new(comm.or_raise(py)?, config))
         };
         made().map_err(|error| settle(py, OP, error))
@@ -127,7 +131,7 @@ impl Communicator {
     ) -> PyResult<Option<Communicator>> {
         let config = self.settings(config);
         let comm = self.enter(py, "split")?;
-        let child = py.detach(|| comm.split_with(color, key, Some(config.clone()))).or_raise(py)?;
+        let child = without_gil(py, || comm.split_with(color, key, Some(config.clone())))?.or_raise(py)?;
         Ok(color.map(|_| Communicator::new(child, config)))
     }
 
@@ -141,7 +145,7 @@ impl Communicator {
         let exclude = exclude.collect::<PyResult<Vec<_>>>()?;
         let config = self.settings(config);
         let comm = self.enter(py, "shrink")?;
-        let child = py.detach(|| comm.shrink_with(&exclude, Some(config.clone()))).or_raise(py)?;
+        let child = without_gil(py, || comm.shrink_with(&exclude, Some(config.clone())))?.or_raise(py)?;
         Ok(Communicator::new(child, config))
     }
 
@@ -203,7 +207,7 @@ impl Communicator {
 
     fn finalize(&self, py: Python<'_>) -> PyResult<()> {
         let comm = self.enter(py, "finalize")?;
-        py.detach(|| comm.finalize()).or_raise(py)
+        without_gil(py, || comm.finalize())?.or_raise(py)
     }
 
     fn destroy(&self, py: Python<'_>) -> PyResult<()> {
@@ -272,13 +276,13 @@ impl Communicator {
             }
         };
         let mut window = None;
-        let registering = py.detach(|| {
+        let registering = without_gil(py, || {
             comm.follow(OP, |comm| {
                 window = comm.register_window(storage, options)?;
                 Ok(())
             })
         });
-        let registering = registering.or_raise(py);
+        let registering = registering.and_then(|registering| registering.or_raise(py));
         owners::release(py);
         Ok((window.map(|window| Window::new(window, addr)), Work::new(registering?)))
     }
@@ -307,11 +311,13 @@ impl Communicator {
             });
             let signals = signals.collect::<PyResult<Vec<_>>>()?;
             if apart {
-                return py.detach(|| comm.signaled(&signals)).or_raise(py);
+                let withdrawn = Arc::new(AtomicBool::new(false));
+                let waiting = py.detach(|| comm.signaled_unless(&signals, Arc::clone(&withdrawn)));
+                return Ok(Work::withdrawable(waiting.or_raise(py)?, withdrawn));
             }
-            self.followed(py, OP, || comm.wait_signal(&signals))
+            self.followed(py, OP, || comm.wait_signal(&signals)).map(Work::new)
         };
-        started().map(Work::new).map_err(|error| settle(py, OP, error))
+        started().map_err(|error| settle(py, OP, error))
     }
 
     /// How many signals have come on that counter so far, taken or not.

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use pyo3::prelude::*;
 use towline_comm::Error;
 
+use super::attention::without_gil;
 use super::errors::OrRaise;
 use crate::{owners, process};
 
@@ -47,7 +48,7 @@ pub(crate) fn group_end(py: Python<'_>) -> PyResult<()> {
     process::guard(py, "group_end")?;
     let (depth, number) = OPEN.get();
     OPEN.set((depth.saturating_sub(1), number));
-    let ended = py.detach(towline_comm::group_end).or_raise(py);
+    let ended = without_gil(py, towline_comm::group_end).and_then(|ended| ended.or_raise(py));
     owners::release(py);
     ended
 }

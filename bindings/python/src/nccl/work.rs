@@ -2,7 +2,8 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -24,16 +25,24 @@ pub(crate) struct Work {
     valued: bool,
     /// The group in which it was asked for, whose end starts it.
     group: Option<u64>,
+    /// Set to give it up, where that can be done.
+    withdrawn: Option<Arc<AtomicBool>>,
 }
 
 impl Work {
     pub(super) fn new(operation: Operation) -> Work {
-        Work { operation: Inherited::new(Mutex::new(operation)), valued: false, group: group::current() }
+        let operation = Inherited::new(Mutex::new(operation));
+        Work { operation, valued: false, group: group::current(), withdrawn: None }
     }
 
     /// What an atomic operation finds is its value.
     pub(super) fn valued(operation: Operation) -> Work {
         Work { valued: true, ..Work::new(operation) }
+    }
+
+    /// It ends soon after `withdrawn` was set.
+    pub(super) fn withdrawable(operation: Operation, withdrawn: Arc<AtomicBool>) -> Work {
+        Work { withdrawn: Some(withdrawn), group: None, ..Work::new(operation) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Operation> {
@@ -89,6 +98,10 @@ impl Work {
         }
     }
 
-    /// Does nothing: the other ranks count on what was begun.
-    fn cancel(&self) {}
+    /// Gives up a wait for signals. Anything else goes on: the other ranks count on what was begun.
+    fn cancel(&self) {
+        if let Some(withdrawn) = &self.withdrawn {
+            withdrawn.store(true, Ordering::Release);
+        }
+    }
 }

@@ -541,7 +541,10 @@ class Communicator(Collectives):
         return Operation(self._need("wait_signal").wait_signal(self._signals(desc), False), "wait_signal")
 
     def signaled(self, desc: WaitSignalDesc | Sequence[WaitSignalDesc]) -> Operation[None]:
-        """`wait_signal` beside everything else, on any communicator: returns at once, and is awaited."""
+        """`wait_signal` beside everything else, on any communicator: returns at once, and is awaited.
+
+        Where the task that awaits it is cancelled (by a timeout, for example), it is given up and takes no signals.
+        """
         return Operation(self._need("wait_signal").wait_signal(self._signals(desc), True), "wait_signal")
 
     def _signals(

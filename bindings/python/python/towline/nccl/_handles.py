@@ -33,7 +33,7 @@ class Operation(Generic[T_co]):
 
     def __await__(self) -> Generator[object, None, T_co]:
         """Ends when the call has. The other ranks count on what was begun, so cancelling the task does not stop it, and the
-        await ends only once the local memory is safe to reuse."""
+        await ends only once the local memory is safe to reuse. Only `Communicator.signaled` is given up."""
         if not self._native.done():
             yield from aio.ended(self._native).__await__()
         return self.result()
