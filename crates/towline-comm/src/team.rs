@@ -3,7 +3,6 @@
 //! Every rank owns a control region ([`layout`]) into which the others write: near ones by plain stores, far ones by
 //! transfers ([`link`]). Who waits sleeps on one word of its own region ([`waiting`]). On that stand rounds, in which
 //! all ranks announce a collective call ([`round`]), byte channels between two ranks ([`channel`]), and signals.
-#![allow(dead_code, reason = "the communicator and the collectives stand on it")]
 
 mod channel;
 mod layout;
@@ -116,7 +115,6 @@ pub(crate) struct Incoming<'a> {
 /// Announcements that differ, and messages that are not what was asked for, leave it usable, since all that they
 /// concern learn of them.
 pub(crate) struct Team {
-    endpoint: Endpoint,
     options: TeamOptions,
     links: Links,
     channels: Vec<Channel>,
@@ -148,7 +146,6 @@ impl Team {
         }
         let links = Links::new(&endpoint, region, layout, rank, remotes, options.timeout)?;
         let team = Arc::new(Team {
-            endpoint,
             options,
             links,
             channels: (0..nranks).map(|_| Channel::default()).collect(),
@@ -169,10 +166,6 @@ impl Team {
 
     pub(crate) fn nranks(&self) -> usize {
         self.links.nranks()
-    }
-
-    pub(crate) fn endpoint(&self) -> &Endpoint {
-        &self.endpoint
     }
 
     pub(crate) fn options(&self) -> &TeamOptions {

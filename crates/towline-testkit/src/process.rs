@@ -232,6 +232,12 @@ impl Process {
             .collect()
     }
 
+    /// How many shared storages it has mapped: its own, and those of its peers.
+    pub fn mapped_segments(&self) -> usize {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap_or_default();
+        maps.lines().filter(|line| line.contains("/memfd:towline (")).count()
+    }
+
     /// How many descriptors it has open.
     pub fn descriptors(&self) -> usize {
         fs::read_dir(format!("/proc/{}/fd", self.pid())).map_or(0, Iterator::count)

@@ -47,6 +47,7 @@ pub use external::ExternalStorage;
 pub use map::HugePages;
 pub use nixl::{MemType, NixlDescriptor};
 pub use reduce::{Dtype, ReduceOp};
+pub(crate) use segment::Holder;
 pub use segment::{Mapping, Segment, SegmentSlice};
 pub use shared::{SharedOptions, SharedStorage};
 pub use system::{SystemOptions, SystemStorage};

@@ -17,7 +17,9 @@ mod tests;
 
 pub use contact::{Bye, Cancel, Held, Hello, KeyRef, Ping, Pong, Prove, Ready, Refuse, Welcome};
 pub use error::{MAX_ERROR, WireError};
-pub use grant::{Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, OperationId, Release, SegmentRef};
+pub use grant::{
+    Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, OperationId, Release, SegmentRef, Unmap,
+};
 pub use message::Message;
 pub use transfer::{
     Atomic, AtomicOp, Block, Data, Done, MAX_BLOCKS, MAX_NOTIFY, Notify, Read, Reduce, Signal, Write,
@@ -64,6 +66,8 @@ pub enum FrameKind {
     Granted = 17,
     /// A grant is no longer needed.
     Release = 18,
+    /// A segment of the owner is gone: nobody needs its mapping any more.
+    Unmap = 19,
     /// A request for bytes.
     Read = 32,
     /// The bytes.
@@ -94,11 +98,11 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// Every kind, by number.
-    pub const ALL: [FrameKind; 22] = {
+    pub const ALL: [FrameKind; 23] = {
         use FrameKind::*;
         [
-            Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Read, Data, Write, Reduce,
-            Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
+            Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Read, Data, Write,
+            Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
         ]
     };
 

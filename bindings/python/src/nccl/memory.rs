@@ -106,7 +106,7 @@ impl<'py> Array<'py> {
         writable: bool,
     ) -> PyResult<Array<'py>> {
         let py = object.py();
-        let asked = Asked { op, argument, host_only: true };
+        let asked = Asked { op, argument, host_only: true, views: false };
         let memory = buffer::Memory::of(object, asked)?;
         if writable && memory.read_only {
             return Err(asked.invalid(py, "its memory is read-only"));

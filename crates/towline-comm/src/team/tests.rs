@@ -6,7 +6,7 @@ mod faults;
 mod processes;
 mod rounds;
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
@@ -64,15 +64,18 @@ fn with_ranks<T: Send>(
         seats.push(Seat::open(&endpoint, nranks, options(timeout)).unwrap());
     }
     let tickets: Vec<_> = seats.iter().map(|seat| seat.ticket().unwrap()).collect();
+    // A body may abort at once, which must not meet a rank that is still assembling.
+    let all_seated = Barrier::new(nranks);
     thread::scope(|scope| {
         let threads: Vec<_> = seats
             .into_iter()
             .enumerate()
             .map(|(rank, seat)| {
-                let (tickets, body) = (tickets.clone(), &body);
+                let (tickets, body, all_seated) = (tickets.clone(), &body, &all_seated);
                 scope.spawn(move || {
-                    let team = Team::assemble(seat, rank, tickets).unwrap();
-                    body(&team)
+                    let team = Team::assemble(seat, rank, tickets);
+                    all_seated.wait();
+                    body(&team.unwrap())
                 })
             })
             .collect();

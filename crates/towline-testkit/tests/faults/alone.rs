@@ -57,6 +57,31 @@ fn twenty_processes_all_read_from_all() {
 }
 
 #[test]
+fn a_mapping_is_kept_for_the_next_import_and_let_go_with_the_storage() {
+    let _watchdog =
+        watch("a_mapping_is_kept_for_the_next_import_and_let_go_with_the_storage", Duration::from_secs(60));
+    let mut owner = Process::open("owner", "");
+    let mut reader = Process::open("reader", "");
+    reader.must("register 65536 system none");
+    owner.must("register 65536 shared read");
+    owner.must("register 65536 shared read");
+    let kept = owner.must("ticket 1").text(0).to_owned();
+    let other = owner.must("ticket 2").text(0).to_owned();
+    for _ in 0..3 {
+        for ticket in [&kept, &other] {
+            let remote = reader.must(&format!("import {ticket} mapped")).number(0);
+            reader.must(&format!("read {remote} 1 0 0 65536"));
+            reader.must(&format!("forget {remote}"));
+        }
+        assert_eq!(reader.mapped_segments(), 2);
+    }
+    owner.must("drop 1");
+    assert!(eventually(Duration::from_secs(30), || reader.mapped_segments() == 1));
+    owner.kill();
+    assert!(eventually(Duration::from_secs(30), || reader.mapped_segments() == 0));
+}
+
+#[test]
 fn a_forked_child_can_do_nothing_and_the_parent_goes_on() {
     let _watchdog = watch("a_forked_child_can_do_nothing_and_the_parent_goes_on", Duration::from_secs(60));
     let mut owner = Process::open("owner", "");

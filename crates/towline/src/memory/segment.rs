@@ -2,8 +2,8 @@
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -12,6 +12,8 @@ use rustix::process::Resource;
 
 use super::limit;
 use super::map::{self, HugePages, Map};
+use crate::fork;
+use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// A sealed memory file with the owner's mapping of it; peers that are handed the file map the same pages.
@@ -24,6 +26,13 @@ pub struct Segment {
     len: usize,
     file: OwnedFd,
     map: Map,
+    lent: Mutex<Vec<Weak<dyn Holder>>>,
+}
+
+/// Somebody whose peer may have mapped a segment.
+pub(crate) trait Holder: Send + Sync {
+    /// The segment is gone. Called from wherever the last use of it ended: must neither block nor take long.
+    fn segment_gone(self: Arc<Self>, segment: u64);
 }
 
 /// Says where in a segment a storage starts.
@@ -64,7 +73,7 @@ impl Segment {
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(|error| Error::os("allocate", "fcntl(F_ADD_SEALS)", error))?;
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(Segment { id, len: size, file, map }))
+        Ok(Arc::new(Segment { id, len: size, file, map, lent: Mutex::default() }))
     }
 
     /// The number of the segment, used once in the life of the process.
@@ -90,6 +99,26 @@ impl Segment {
     /// The first byte of the owner's mapping.
     pub fn ptr(&self) -> *mut u8 {
         self.map.ptr()
+    }
+
+    /// Remembers whom to tell when it is gone.
+    pub(crate) fn lent_to(&self, holder: Weak<dyn Holder>) {
+        let mut lent = lock(&self.lent);
+        if !lent.iter().any(|one| one.ptr_eq(&holder)) {
+            lent.retain(|one| one.strong_count() > 0);
+            lent.push(holder);
+        }
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        if fork::in_child() {
+            return;
+        }
+        for holder in lock(&self.lent).drain(..).filter_map(|holder| holder.upgrade()) {
+            holder.segment_gone(self.id);
+        }
     }
 }
 

@@ -20,7 +20,7 @@ use crate::{Error, Result};
 /// storage.as_mut_slice_of::<f32>()?[3] = 1.5;
 /// assert_eq!(storage.as_mut_slice()[12..16], 1.5f32.to_le_bytes());
 ///
-/// let large = SystemStorage::options().huge_pages(HugePages::Try).allocate(8 << 20)?;
+/// let large = SystemStorage::options().huge_pages(HugePages::Never).allocate(8 << 20)?;
 /// assert_eq!(large.size(), 8 << 20);
 /// # Ok(())
 /// # }
@@ -32,13 +32,20 @@ pub struct SystemStorage {
 }
 
 /// How a [`SystemStorage`] is allocated.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub struct SystemOptions {
     huge_pages: HugePages,
 }
 
+impl Default for SystemOptions {
+    fn default() -> SystemOptions {
+        // Costs nothing before the first touch, and every path that is not a plain copy gains from it (decision 0007).
+        SystemOptions { huge_pages: HugePages::Try }
+    }
+}
+
 impl SystemOptions {
-    /// Chooses the page size; [`HugePages::Never`] unless said otherwise.
+    /// Chooses the page size; [`HugePages::Try`] unless said otherwise, which matters from one huge page on.
     #[must_use]
     pub fn huge_pages(mut self, huge_pages: HugePages) -> SystemOptions {
         self.huge_pages = huge_pages;

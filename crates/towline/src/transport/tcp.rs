@@ -11,6 +11,7 @@ mod counting;
 mod grant;
 mod importing;
 mod listener;
+mod mappings;
 mod parts;
 mod run;
 mod serving;

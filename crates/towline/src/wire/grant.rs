@@ -201,6 +201,28 @@ impl Release {
     }
 }
 
+/// A segment of the owner is gone: nobody needs its mapping any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unmap {
+    /// The segment's number.
+    pub segment: u64,
+}
+
+impl Unmap {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        put_u64(out, self.segment);
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<Unmap> {
+        let mut reader = Reader::new("unmap", body);
+        let segment = reader.u64()?;
+        reader.finish()?;
+        Ok(Unmap { segment })
+    }
+}
+
 /// The claimer of an operation has done its part, or could not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finish {

@@ -128,6 +128,7 @@ fn any_message() -> impl Strategy<Value = Message> {
         1 => vec(item, 0..20).prop_map(|items| Import { items }.into()),
         1 => vec(any_outcome(any_grant()), 0..20).prop_map(|items| Granted { items }.into()),
         1 => any::<u32>().prop_map(|handle| Release { handle }.into()),
+        1 => any::<u64>().prop_map(|segment| Unmap { segment }.into()),
         1 => (ids, any_blocks()).prop_map(|((transfer, handle), blocks)| Read { transfer, handle, blocks }.into()),
         1 => any_outcome(Just(())).prop_map(|outcome| Data { outcome }.into()),
         1 => (ids, any_blocks()).prop_map(|((transfer, handle), blocks)| Write { transfer, handle, blocks }.into()),
@@ -214,7 +215,7 @@ fn every_truncated_body_is_refused() {
 #[test]
 fn kinds_keep_their_numbers() {
     let numbers: Vec<u8> = FrameKind::ALL.iter().map(|kind| *kind as u8).collect();
-    assert_eq!(numbers, [1, 2, 3, 4, 5, 6, 16, 17, 18, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 48, 49, 50]);
+    assert_eq!(numbers, [1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 48, 49, 50]);
     assert_eq!((0..=255).filter_map(FrameKind::from_code).count(), FrameKind::ALL.len());
 }
 

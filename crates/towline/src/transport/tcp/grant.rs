@@ -42,8 +42,7 @@ impl GrantHandle {
     /// The owner's segment, mapped here.
     pub(crate) fn mapping(&self, segment: &SegmentRef, writable: bool) -> Result<Arc<Mapping>> {
         let local = self.session.local()?;
-        let mapping = lock(&local.mappings).get(&segment.id).and_then(Weak::upgrade);
-        mapping.filter(|mapping| mapping.is_writable() || !writable).ok_or_else(|| {
+        local.mappings.find(segment.id, writable).ok_or_else(|| {
             Error::new(Kind::Unavailable, "import", "the owner's shared memory could not be mapped here")
         })
     }

@@ -16,7 +16,7 @@ use crate::fence::life::LifeView;
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
 use crate::identity::Identity;
-use crate::memory::Place;
+use crate::memory::{Holder, Place};
 use crate::notify::{Mail, Mailbox, Notification};
 use crate::progress::socket::{Family, Lane, RawPartMut};
 use crate::progress::{self, Timer};
@@ -28,8 +28,12 @@ use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result};
 
-/// While a peer between hosts holds a claim, a frame goes out at least this often.
+/// While a peer holds a claim, it is asked this often whether it is there.
 const HEARTBEAT: Duration = Duration::from_millis(500);
+
+/// The moments that it waits for: when to beat, and when to tell of segments that are gone.
+const BEAT: u64 = 0;
+const GONE: u64 = 1;
 
 /// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
 const MOST_REDUCED: u64 = 4 << 20;
@@ -48,6 +52,8 @@ pub(crate) struct Serving {
     local: Option<Local>,
     closed: AtomicBool,
     beating: AtomicBool,
+    /// Heartbeats since the last frame of the peer.
+    unanswered: AtomicU32,
 }
 
 /// A peer of the same user on this host.
@@ -55,6 +61,8 @@ struct Local {
     pins: Arc<PeerPins>,
     mail: Arc<Mail>,
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
+    /// Segments that the peer may have mapped and that are gone.
+    gone: Mutex<Vec<u64>>,
 }
 
 /// What a handle of the peer stands for.
@@ -92,6 +100,7 @@ impl Serving {
             local,
             closed: AtomicBool::new(false),
             beating: AtomicBool::new(false),
+            unanswered: AtomicU32::new(0),
         });
         {
             let mut all = lock(&endpoint.serving);
@@ -162,6 +171,9 @@ impl Serving {
         if self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
+        if let Some(local) = &self.local {
+            local.mail.mailbox.close();
+        }
         let connections: Vec<_> = lock(&self.connections).drain(..).collect();
         for connection in connections {
             connection.close(error.clone());
@@ -221,16 +233,15 @@ impl Serving {
         Claimer::Session(self.id)
     }
 
-    /// Between hosts: keeps frames going out while the peer holds a claim, so that TCP notices if it is gone.
+    /// Asks the peer from time to time whether it is there, while it holds a claim. Between hosts TCP notices by these frames
+    /// that it is gone; a peer that is stopped, anywhere, does not answer them.
     fn beat(self: &Arc<Self>) {
-        let far = lock(&self.connections).iter().any(|one| one.socket().family() != Family::Unix);
-        if far
-            && !self.beating.swap(true, Ordering::AcqRel)
+        if !self.beating.swap(true, Ordering::AcqRel)
             && let Ok(reactor) = progress::reactor()
         {
             let weak = Arc::downgrade(self);
             let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now() + HEARTBEAT, timer, 0);
+            reactor.at(Instant::now() + HEARTBEAT, timer, BEAT);
         }
     }
 
@@ -242,7 +253,7 @@ impl Serving {
 
     /// Lets a peer on this host touch the region directly; true where its segment's descriptor must go along.
     fn pass(
-        &self,
+        self: &Arc<Self>,
         region: &Arc<RegionCore>,
         passed: &mut HashSet<u64>,
         files: &mut Vec<OwnedFd>,
@@ -257,6 +268,9 @@ impl Serving {
             slice.segment.file().try_clone_to_owned().map_err(|error| Error::os("import", "dup", error))?;
         files.push(file);
         passed.insert(slice.segment.id());
+        let weak = Arc::downgrade(self);
+        let holder: Weak<dyn Holder> = weak;
+        slice.segment.lent_to(holder);
         Ok(true)
     }
 
@@ -428,15 +442,58 @@ impl Serving {
     }
 }
 
+impl Holder for Serving {
+    fn segment_gone(self: Arc<Self>, segment: u64) {
+        let Some(local) = &self.local else { return };
+        let mut gone = lock(&local.gone);
+        gone.push(segment);
+        // The last use of a segment can end anywhere, also under a connection's lock: the event loop tells.
+        if gone.len() == 1
+            && let Ok(reactor) = progress::reactor()
+        {
+            let weak = Arc::downgrade(&self);
+            let timer: Weak<dyn Timer> = weak;
+            reactor.at(Instant::now(), timer, GONE);
+        }
+    }
+}
+
+impl Serving {
+    fn control(&self) -> Option<Arc<Connection>> {
+        lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned()
+    }
+
+    fn tell_gone(&self) {
+        let Some(local) = &self.local else { return };
+        let gone = std::mem::take(&mut *lock(&local.gone));
+        let Some(control) = self.control() else { return };
+        for segment in gone {
+            let unmap = Message::from(wire::Unmap { segment }).frame(0, 0, 0);
+            let _ = control.send(unmap, Vec::new(), Payload::None, Keep::Nothing);
+        }
+    }
+}
+
 impl Timer for Serving {
-    fn fired(self: Arc<Self>, _key: u64) {
+    fn fired(self: Arc<Self>, key: u64) {
+        if key == GONE {
+            self.tell_gone();
+            return;
+        }
         self.beating.store(false, Ordering::Release);
         let Some(endpoint) = self.endpoint.upgrade() else { return };
         if self.closed.load(Ordering::Acquire) || !endpoint.operations.any_claimed_by(self.claimer()) {
+            self.unanswered.store(0, Ordering::Relaxed);
             return;
         }
-        let control = lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned();
-        if let Some(control) = control {
+        let silent = HEARTBEAT * self.unanswered.fetch_add(1, Ordering::Relaxed);
+        if silent >= endpoint.limits().no_progress {
+            // It may only be slow, and the session may live on: what it has claimed does not.
+            let message = format!("its claimer has said nothing for {:.1} s", silent.as_secs_f64());
+            endpoint.operations.abandon(self.claimer(), &Error::new(Kind::Timeout, "serve", message));
+            return;
+        }
+        if let Some(control) = self.control() {
             let ping = Message::from(wire::Ping {}).frame(0, 0, 0);
             let _ = control.send(ping, Vec::new(), Payload::None, Keep::Nothing);
             self.beat();
@@ -453,6 +510,7 @@ impl Handler for Arc<Serving> {
         body: &[u8],
         files: Vec<OwnedFd>,
     ) -> Result<()> {
+        self.unanswered.store(0, Ordering::Relaxed);
         match Message::decode(header.kind, body)? {
             Message::Import(import) => self.import(connection, header.id, import),
             Message::Release(release) => {
@@ -489,6 +547,7 @@ impl Handler for Arc<Serving> {
     }
 
     fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
+        self.unanswered.store(0, Ordering::Relaxed);
         let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
             Message::Write(write) => (write.handle, write.blocks, false),
             Message::Reduce(reduce) if header.payload_len <= MOST_REDUCED => {
@@ -581,7 +640,8 @@ impl Local {
             }),
         });
         endpoint.notifications.subscribe(&mail);
-        let local = Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))) };
+        let local =
+            Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))), gone: Mutex::default() };
         Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
     }
 }

@@ -11,6 +11,7 @@ use super::connection::{Connection, Handler};
 use super::contact;
 use super::grant::GrantHandle;
 use super::importing::{Answer, Reply};
+use super::mappings::Mappings;
 use super::parts::{Keep, Payload, Sink};
 use super::run::Run;
 use crate::endpoint::EndpointCore;
@@ -70,8 +71,7 @@ pub(super) struct Local {
     pub(super) pins: Arc<PinPage>,
     mailbox: Mailbox,
     pid: i32,
-    /// The owner's segments that are mapped here, by their number.
-    pub(super) mappings: Mutex<HashMap<u64, Weak<Mapping>>>,
+    pub(super) mappings: Mappings,
     /// The owner's regions that are pinned for long, by generation.
     pub(super) held: Mutex<HashMap<u64, Weak<ProcessPin>>>,
     /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
@@ -110,7 +110,7 @@ impl Session {
                 pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
                 mailbox: Mailbox::map(&mailbox)?,
                 pid: contact.socket.peer_credentials()?.pid,
-                mappings: Mutex::default(),
+                mappings: Mappings::default(),
                 held: Mutex::default(),
                 alive: Mutex::new(None),
             }),
@@ -397,6 +397,7 @@ impl Session {
     fn bury(&self, error: &Error) {
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
+            local.mappings.clear();
         }
         let connections: Vec<_> =
             lock(&self.lanes).open.drain(..).chain(self.control.get().cloned()).collect();
@@ -508,19 +509,8 @@ impl Session {
             let Some(local) = &self.local else { continue };
             let writable =
                 segments().any(|(one, access)| one.id == segment.id && access.contains(Access::WRITE));
-            let mut mappings = lock(&local.mappings);
-            let known = mappings.get(&segment.id).and_then(Weak::upgrade);
-            if let Some(known) = known.filter(|known| known.is_writable() || !writable) {
-                mapped.push(known);
-                continue;
-            }
-            match Mapping::map(file, segment.len as usize, writable) {
-                Ok(mapping) => {
-                    let mapping = Arc::new(mapping);
-                    mappings.retain(|_, mapping| mapping.strong_count() > 0);
-                    mappings.insert(segment.id, Arc::downgrade(&mapping));
-                    mapped.push(mapping);
-                }
+            match local.mappings.map(&segment, file, writable) {
+                Ok(mapping) => mapped.push(mapping),
                 Err(error) => tracing::debug!(%error, "a segment cannot be mapped"),
             }
         }
@@ -558,6 +548,11 @@ impl Session {
                 }
                 _ => {}
             },
+            Message::Unmap(unmap) => {
+                if let Some(local) = &self.local {
+                    local.mappings.forget(unmap.segment);
+                }
+            }
             Message::Ping(_) => self.tell(wire::Pong {})?,
             Message::Pong(_) => {}
             Message::Bye(bye) => {
