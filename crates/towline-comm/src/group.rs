@@ -139,8 +139,10 @@ pub(crate) fn poison(error: Error) -> Error {
     error
 }
 
-/// Puts a job into the group that is open on this thread; gives it back where there is none.
+/// Puts a job into the group that is open on this thread; gives it back where there is none. Either way the job tells
+/// whoever follows the call.
 pub(crate) fn defer(inner: &Arc<Inner>, job: Job) -> Option<Job> {
+    let job = followed(job);
     OPEN.with_borrow_mut(|open| match open {
         Some(group) => {
             group.jobs.push((Arc::clone(inner), job));
@@ -161,7 +163,7 @@ pub(crate) fn follow(told: Completion, call: impl FnOnce() -> Result<()>) -> Res
 }
 
 /// The job, which also tells whoever follows the call how it ended.
-pub(crate) fn followed(job: Job) -> Job {
+fn followed(job: Job) -> Job {
     let Some(told) = FOLLOWER.with_borrow_mut(Option::take) else { return job };
     let telling = |work: Work, told: Completion| -> Work {
         Box::new(move |inner, team| {

@@ -161,7 +161,7 @@ impl Window {
         work: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + Send + 'static,
     ) -> Result<()> {
         self.inner.check_usable(op).map_err(group::poison)?;
-        match group::defer(&self.inner, group::followed(Job::Call(Box::new(work)))) {
+        match group::defer(&self.inner, Job::Call(Box::new(work))) {
             Some(job) => self.inner.launch(vec![job]),
             None => Ok(()),
         }
