@@ -20,7 +20,7 @@ use crate::bootstrap::{self, Joining};
 use crate::group::{self, Job};
 use crate::team::{Seat, Team};
 use crate::unique_id::UniqueId;
-use crate::window::{Memory, RegisteredBuffer};
+use crate::window::{Memory, Operation, RegisteredBuffer};
 use crate::{Error, Result};
 
 /// A rank's membership in a fixed group.
@@ -231,6 +231,33 @@ impl Communicator {
                 Err(Error::new(Kind::Timeout, "synchronize", "work is still in progress"))
             }
         }
+    }
+
+    /// Makes a call and follows it to its end: at once on a blocking communicator, otherwise when its work is done,
+    /// inside a group after the outermost end. For calls whose own result says nothing about that: collectives,
+    /// messages, registrations of windows, waits for signals, flushes and fences.
+    ///
+    /// ```
+    /// use towline_comm::{Communicator, Config, get_unique_id};
+    /// let config = Config { blocking: false, ..Config::default() };
+    /// let comm = Communicator::init(1, 0, &get_unique_id()?, config)?;
+    /// let barrier = comm.follow("barrier", |comm| comm.barrier())?;
+    /// barrier.wait()?; // or: barrier.await
+    /// # Ok::<(), towline_comm::Error>(())
+    /// ```
+    pub fn follow(
+        &self,
+        op: &'static str,
+        call: impl FnOnce(&Communicator) -> Result<()>,
+    ) -> Result<Operation> {
+        let inner = self.inner(op).map_err(group::poison)?;
+        if inner.config.blocking && !group::is_open() {
+            call(self)?;
+            return Ok(Operation::done(Ok(0)));
+        }
+        let (operation, told) = Operation::live(op, inner.config.timeout, true);
+        group::follow(told, || call(self))?;
+        Ok(operation)
     }
 
     /// The bytes of a storage, for a call: those of a window or registered buffer where it lies in one, otherwise

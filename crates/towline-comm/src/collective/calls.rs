@@ -212,6 +212,7 @@ impl Communicator {
                 digest: digest(&[u64::from(dtype.code()), job.block as u64]),
                 memory: memory.clone(),
                 incoming: kind == Kind::Recv,
+                told: None,
             };
             Ok(group::Job::Message(message, point::run_together))
         })

@@ -7,7 +7,7 @@ use towline::{Kind, Patience, Transfer};
 
 use super::layout::{ABORTED, BELL, RECORD, STATE_WAITS};
 use super::{Team, record};
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 /// How often a waiter looks whether somebody died.
 const LOOK: Duration = Duration::from_millis(100);
@@ -60,6 +60,7 @@ impl Team {
                 }
                 None => {}
             }
+            interrupt::check(op).map_err(|error| error.about([self.rank()]))?;
             // The clock is not looked at before: most waits are shorter than that costs.
             waited += slice;
             let since =

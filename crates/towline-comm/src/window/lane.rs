@@ -43,8 +43,8 @@ struct Failure {
 }
 
 /// What goes to one far rank.
-#[derive(Default)]
 pub(crate) struct Lane {
+    peer: usize,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -62,6 +62,11 @@ struct State {
 }
 
 impl Lane {
+    /// The lane to that rank.
+    pub(crate) fn to(peer: usize) -> Lane {
+        Lane { peer, state: Mutex::default(), changed: Condvar::new() }
+    }
+
     pub(crate) fn is_idle(&self) -> bool {
         let state = self.lock();
         state.queue.is_empty() && state.active == 0
@@ -175,7 +180,8 @@ impl Lane {
 
     fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>) {
         let Some((transfer, done)) = in_flight.pop_front() else { return };
-        let outcome = transfer.wait().map(|()| transfer.value().unwrap_or(0)).map_err(Error::from);
+        let outcome = transfer.wait().map(|()| transfer.value().unwrap_or(0));
+        let outcome = outcome.map_err(|error| Error::from(error).about([self.peer]).during(done.op()));
         self.ended(done, outcome, true);
     }
 

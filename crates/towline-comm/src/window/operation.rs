@@ -154,6 +154,11 @@ impl Shared {
 }
 
 impl Completion {
+    /// The operation that it is of.
+    pub(crate) fn op(&self) -> &'static str {
+        self.0.as_ref().map_or("access", |shared| shared.op)
+    }
+
     /// Tells how it ended.
     pub(crate) fn tell(mut self, outcome: Result<u64>) -> Option<Told> {
         let shared = self.0.take()?;
