@@ -419,13 +419,18 @@ impl TransferCore {
         lock(&self.inner).state.set_value(value);
     }
 
-    /// The blocks that one unit carries.
-    fn blocks_of(&self, unit: usize) -> Range<u64> {
-        let pieces = &self.units[unit];
-        if pieces.is_empty() {
-            return 0..0;
-        }
-        self.plan.blocks_of(pieces.start).start..self.plan.blocks_of(pieces.end - 1).end
+    /// The blocks that one unit carries, in runs.
+    fn blocks_of(&self, unit: usize) -> Vec<Range<u64>> {
+        let mut blocks: Vec<_> = self.units[unit].clone().map(|piece| self.plan.blocks_of(piece)).collect();
+        blocks.sort_unstable_by_key(|blocks| blocks.start);
+        blocks.dedup_by(|next, run| {
+            let joins = next.start <= run.end;
+            if joins {
+                run.end = run.end.max(next.end);
+            }
+            joins
+        });
+        blocks
     }
 
     /// One unit has ended well.
