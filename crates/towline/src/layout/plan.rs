@@ -247,21 +247,21 @@ impl Plan {
         cut
     }
 
-    /// Puts the pieces into the order of their remote offsets. Blocks keep their numbers.
+    /// Puts the pieces into the order of a key, such as the offset on one side. Blocks keep their numbers.
     ///
-    /// Blocks that lie side by side in the owner's memory, whatever their order here, then follow each other, and whoever
+    /// Blocks that lie side by side there, in whatever order they were asked for, then follow each other, and whoever
     /// moves them there can do so in one go.
     ///
     /// ```
     /// use towline::layout::Plan;
-    /// let plan = Plan::spans(&[(8, 0, 4), (0, 8, 4)])?.by_remote();
+    /// let plan = Plan::spans(&[(8, 0, 4), (0, 8, 4)])?.sorted_by_key(|piece| piece.remote);
     /// assert_eq!(plan.pieces()[0].remote, 0);
     /// assert_eq!(plan.blocks_of(0), 1..2);
     /// # Ok::<(), towline::Error>(())
     /// ```
     #[must_use]
-    pub fn by_remote(self) -> Plan {
-        if self.pieces.is_sorted_by_key(|piece| piece.remote) {
+    pub fn sorted_by_key(self, key: impl Fn(&Piece) -> u64) -> Plan {
+        if self.pieces.is_sorted_by_key(&key) {
             return self;
         }
         let mut before = 0;
@@ -270,7 +270,7 @@ impl Plan {
             order.push((piece, self.asked_before.get(number).copied().unwrap_or(before)));
             before += piece.len;
         }
-        order.sort_unstable_by_key(|(piece, _)| piece.remote);
+        order.sort_unstable_by_key(|(piece, _)| key(piece));
         let mut sorted =
             Plan { pieces: Vec::with_capacity(order.len()), marks: Vec::new(), bytes: 0, ..self };
         sorted.asked_before = order.iter().map(|(_, before)| *before).collect();

@@ -242,7 +242,7 @@ fn agrees_with_the_model(plan: &Plan, model: &[(u64, u64, u64)]) {
 
 proptest! {
     #[test]
-    fn a_sorted_plan_moves_the_same_blocks_in_the_owners_order((remote, theirs, local, ours) in programs(), max in 1u64..40) {
+    fn a_sorted_plan_moves_the_same_blocks_in_another_order((remote, theirs, local, ours) in programs(), max in 1u64..40) {
         let plan = Plan::blocks(&remote, (&theirs).into(), &local, (&ours).into()).unwrap();
         let named = |plan: &Plan| {
             let mut all: Vec<_> = (0..plan.piece_count())
@@ -251,7 +251,7 @@ proptest! {
             all.sort_unstable();
             all
         };
-        let sorted = plan.clone().by_remote();
+        let sorted = plan.clone().sorted_by_key(|piece| piece.remote);
         prop_assert!(sorted.pieces().is_sorted_by_key(|piece| piece.remote));
         prop_assert_eq!(sorted.bytes(), plan.bytes());
         prop_assert_eq!(named(&sorted), named(&plan));
