@@ -24,7 +24,7 @@ pub(crate) enum Job {
 }
 
 /// Sends and receives messages at once.
-pub(crate) type Together = fn(&Arc<Team>, Vec<Message>) -> Result<()>;
+pub(crate) type Together = fn(&Arc<Inner>, &Arc<Team>, Vec<Message>) -> Result<()>;
 
 /// A message to or from a rank.
 pub(crate) struct Message {
@@ -197,7 +197,7 @@ pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, jobs: Vec<Job>) -> Resul
                         messages.push(message);
                     }
                 }
-                together(team, messages)
+                together(inner, team, messages)
             }
         };
         outcome = outcome.and(ended);

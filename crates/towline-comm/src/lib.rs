@@ -41,6 +41,8 @@ mod team;
 mod unique_id;
 mod window;
 
+pub use collective::{Algorithm, Using};
+pub use combine::{Op, Scalar};
 pub use communicator::{Communicator, Config, Progress, WaitSignal};
 pub use error::{Error, Result};
 pub use group::{group, group_end, group_start};

@@ -19,7 +19,7 @@ use towline::SharedStorage;
 
 pub(crate) use self::buffer::{BUFFER_BIT, Buffers};
 pub use self::buffer::RegisteredBuffer;
-pub(crate) use self::core::{WindowCore, Windows};
+pub(crate) use self::core::{Way, WindowCore, Windows};
 pub(crate) use self::lane::{Lane, Task};
 pub use self::memory::Memory;
 pub use self::operation::Operation;

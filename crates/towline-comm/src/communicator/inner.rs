@@ -9,6 +9,7 @@ use towline::{Endpoint, Kind, Ticket};
 
 use super::config::Config;
 use super::worker::Worker;
+use crate::collective;
 use crate::group::{self, Job};
 use crate::team::Team;
 use crate::window::{Buffers, Lane, Memory, WindowCore, Windows, share_buffers};
@@ -55,6 +56,7 @@ pub(crate) struct Inner {
     busy: Mutex<usize>,
     idle: Condvar,
     pub(crate) shrinks: Mutex<u64>,
+    pub(crate) collectives: collective::State,
 }
 
 /// Counts a call that is running.
@@ -85,6 +87,7 @@ impl Inner {
             busy: Mutex::new(0),
             idle: Condvar::new(),
             shrinks: Mutex::new(0),
+            collectives: collective::State::default(),
         })
     }
 

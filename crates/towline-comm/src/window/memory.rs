@@ -7,7 +7,7 @@ use towline::{Buffer, Registered, Span};
 
 use super::buffer::BufferCore;
 use super::core::WindowCore;
-use crate::Result;
+use crate::{Error, Result};
 
 /// A part of memory that a call reads or writes. Cheap to clone; keeps the bytes alive.
 ///
@@ -34,6 +34,8 @@ pub struct Memory {
     home: Home,
     /// Where the span starts in its window or buffer.
     offset: usize,
+    /// As long as the span, or nothing: a span is never empty, and calls on no elements are still calls.
+    len: usize,
 }
 
 /// Whose memory it is, and so who keeps it.
@@ -47,39 +49,60 @@ enum Home {
 impl Memory {
     pub(crate) fn of_window(window: &Arc<WindowCore>, offset: usize, len: usize) -> Result<Memory> {
         let span = window.local().part(offset, len)?;
-        Ok(Memory { span, home: Home::Window(Arc::clone(window)), offset })
+        Ok(Memory { span, home: Home::Window(Arc::clone(window)), offset, len })
     }
 
     pub(crate) fn of_buffer(buffer: &Arc<BufferCore>, offset: usize, len: usize) -> Result<Memory> {
         let span = buffer.local().part(offset, len)?;
-        Ok(Memory { span, home: Home::Buffer(Arc::clone(buffer)), offset })
+        Ok(Memory { span, home: Home::Buffer(Arc::clone(buffer)), offset, len })
     }
 
     pub(crate) fn loose(region: Registered<Buffer>) -> Memory {
         let region = Arc::new(region);
-        Memory { span: Span::from(&*region), home: Home::Loose(region), offset: 0 }
+        let span = Span::from(&*region);
+        Memory { len: span.len(), span, home: Home::Loose(region), offset: 0 }
     }
 
     /// How many bytes it names.
-    #[allow(clippy::len_without_is_empty, reason = "memory is never empty")]
     pub fn len(&self) -> usize {
-        self.span.len()
+        self.len
     }
 
-    /// A part of this part.
+    /// Whether it names no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A part of this part. It may be empty.
     pub fn part(&self, offset: usize, len: usize) -> Result<Memory> {
+        if len == 0 && offset <= self.len {
+            return Ok(Memory { len: 0, offset: self.offset + offset, ..self.clone() });
+        }
+        if self.is_empty() {
+            return Err(Error::invalid("part", format!("{len} bytes do not lie within none")));
+        }
         let span = self.span.part(offset, len)?;
-        Ok(Memory { span, home: self.home.clone(), offset: self.offset + offset })
+        Ok(Memory { span, home: self.home.clone(), offset: self.offset + offset, len })
     }
 
     /// Copies bytes out. Peers may be writing them: a word may be old or new, never invented.
     pub fn read_at(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        self.inside("read_at", offset, into.len())?;
         Ok(self.span.read_at(offset, into)?)
     }
 
     /// Copies bytes in.
     pub fn write_at(&self, offset: usize, from: &[u8]) -> Result<()> {
+        self.inside("write_at", offset, from.len())?;
         Ok(self.span.write_at(offset, from)?)
+    }
+
+    /// The span checks against its own length, which is too long where this names nothing.
+    fn inside(&self, op: &'static str, offset: usize, len: usize) -> Result<()> {
+        if self.is_empty() && (offset, len) != (0, 0) {
+            return Err(Error::invalid(op, format!("{len} bytes do not lie within none")));
+        }
+        Ok(())
     }
 
     /// Whether other ranks reach it: it is a part of a window or of a registered buffer.
