@@ -142,6 +142,14 @@ fn one_that_fails_stops_the_others_and_gives_its_exit_code() {
 }
 
 #[test]
+fn the_others_are_asked_to_end_before_they_are_made_to() {
+    let output = shell("3", &["--grace", "3600", "--json"], "[ $RANK = 2 ] && exit 1; exec sleep 1000");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let signals: Vec<_> = report["ranks"].as_array().unwrap().iter().map(|rank| rank["signal"].as_i64()).collect();
+    assert_eq!(signals, [None, Some(15), Some(15)]);
+}
+
+#[test]
 fn one_that_does_not_listen_is_ended_after_the_grace_time() {
     let script = "trap '' TERM; if [ $RANK = 0 ]; then kill -9 $$; fi; while :; do sleep 0.1; done";
     let output = shell("2", &["--grace", "0", "--json"], script);

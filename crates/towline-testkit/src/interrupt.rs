@@ -13,20 +13,11 @@ pub struct Interrupts(OwnedFd);
 
 impl Interrupts {
     /// Keeps them from now on, in the calling thread and all that it starts: call it before there are others. Programs
-    /// started by [`std::process::Command`] are not concerned, since it gives them an empty mask.
+    /// that are started inherit this; [`release`] ends it there.
     pub fn keep() -> io::Result<Interrupts> {
-        let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-        // SAFETY: `sigemptyset` makes a whole set of the memory, and the others get that set; none keeps the pointer.
-        let fd = unsafe {
-            libc::sigemptyset(set.as_mut_ptr());
-            for signal in ENDING {
-                libc::sigaddset(set.as_mut_ptr(), signal);
-            }
-            if libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut()) != 0 {
-                return Err(io::Error::last_os_error());
-            }
-            libc::signalfd(-1, set.as_ptr(), libc::SFD_CLOEXEC | libc::SFD_NONBLOCK)
-        };
+        let set = masked(libc::SIG_BLOCK)?;
+        // SAFETY: the set is whole, and the kernel does not keep the pointer.
+        let fd = unsafe { libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -42,6 +33,28 @@ impl Interrupts {
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(None),
             Err(error) => Err(error.into()),
         }
+    }
+}
+
+/// Lets the signals that ask a program to end do so again, in the calling thread.
+pub fn release() -> io::Result<()> {
+    masked(libc::SIG_UNBLOCK).map(drop)
+}
+
+fn masked(how: libc::c_int) -> io::Result<libc::sigset_t> {
+    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: `sigemptyset` makes a whole set of the memory, and the others get that set; none keeps the pointer.
+    let set = unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        for signal in ENDING {
+            libc::sigaddset(set.as_mut_ptr(), signal);
+        }
+        set.assume_init()
+    };
+    // SAFETY: as above; the old mask is not asked for.
+    match unsafe { libc::pthread_sigmask(how, &set, std::ptr::null_mut()) } {
+        0 => Ok(set),
+        error => Err(io::Error::from_raw_os_error(error)),
     }
 }
 

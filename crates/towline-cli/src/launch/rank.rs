@@ -32,6 +32,8 @@ pub(crate) fn become_rank(options: &RankOptions) -> Outcome {
     if getppid().map(|pid| pid.as_raw_nonzero().get()) != Some(options.parent) {
         return Err(Failure::new(Exit::Unavailable, "the launcher is gone"));
     }
+    // The launcher waits for its signals, and its children inherit that.
+    towline_testkit::interrupt::release().map_err(|error| Failure::os("signals", error))?;
     let Some((program, arguments)) = options.program.split_first() else {
         return Err(Failure::usage("there is no program"));
     };
