@@ -1,6 +1,7 @@
 //! `towline bench`: every path beside the limit of the machine, measured in turns in the same run.
 
 mod bed;
+pub(crate) mod comm;
 mod contacts;
 mod cores;
 mod costs;
@@ -17,7 +18,7 @@ use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use self::measure::Pace;
@@ -58,8 +59,18 @@ With --json: {\"rows\": [{\"name\", \"path\", \"op\", \"bytes\", \"blocks\", \"b
 \"ours\", \"limit\", \"target\", \"ratio\", \"goal\", \"met\", \"p99\", \"rounds\", \"against\"}], \"skipped\": [...], \"machine\": {...}}, and with --python also
 \"python\": {...}, the interpreter and the package.";
 
+/// What else can be measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Subject {
+    /// Groups of 2 and 4 ranks, beside the machine, Open MPI and gloo
+    Comm,
+}
+
 #[derive(Args)]
 pub(crate) struct Options {
+    /// Measure this instead of the paths
+    #[arg(value_name = "SUBJECT", conflicts_with_all = ["blocks", "block_size", "op", "path", "python"])]
+    subject: Option<Subject>,
     /// Fewer shapes and rounds: under a minute
     #[arg(long)]
     quick: bool,
@@ -107,6 +118,9 @@ impl Options {
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     if options.python {
         return python::run(options, output);
+    }
+    if options.subject == Some(Subject::Comm) {
+        return comm::run(options, output);
     }
     let cases: Vec<_> =
         shapes::cases(options).into_iter().filter(|case| options.wants(&case.label())).collect();
