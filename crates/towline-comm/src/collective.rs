@@ -66,7 +66,7 @@ const RECV_MAPPED: u64 = 4;
 pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()> {
     let name = job.kind.name();
     let nranks = team.nranks();
-    let rides = choice::rides(job.kind, job.bytes(nranks), job.algorithm, PAYLOAD)?;
+    let rides = choice::rides(job.kind, job.bytes(nranks), nranks, job.algorithm, PAYLOAD)?;
     let _one_call = team.serialise();
     if rides { run_tiny(inner, team, job) } else { run_large(inner, team, job) }
         .map_err(|error| error.during(name))
@@ -156,7 +156,7 @@ fn announce(inner: &Inner, team: &Team, job: &Job) -> Announced {
         flags |= NEAR;
     }
     let mut words = [0; 4];
-    for (place, memory, flag) in [(0, &job.send_home, SEND_MAPPED), (2, &job.recv_home, RECV_MAPPED)] {
+    for (Side { place, mapped }, memory) in [(SEND, &job.send_home), (RECV, &job.recv_home)] {
         let Some((id, offset)) = memory.as_ref().and_then(Memory::window) else { continue };
         words[place] = id;
         words[place + 1] = offset as u64;
@@ -164,7 +164,7 @@ fn announce(inner: &Inner, team: &Team, job: &Job) -> Announced {
             && id & BUFFER_BIT == 0
             && inner.windows().find(id).is_some_and(|window| is_mapped(&window, nranks))
         {
-            flags |= flag;
+            flags |= mapped;
         }
     }
     Announced { words, flags }
@@ -202,73 +202,133 @@ impl Everybody {
         team: &Arc<Team>,
         job: &Job,
     ) -> Result<(usize, usize, Option<Reach>)> {
+        let nranks = team.nranks();
         let far = self.flags.iter().filter(|&flags| flags & NEAR == 0).count();
-        let (send, recv) = direct::needs(job.kind);
-        if team.nranks() == 1
-            || matches!(job.algorithm, Algorithm::Staged | Algorithm::Ring | Algorithm::Tree)
-        {
+        if nranks == 1 || matches!(job.algorithm, Algorithm::Staged | Algorithm::Ring | Algorithm::Tree) {
             return Ok((far, 0, None));
         }
-        let missing = self.missing(send, 0, job.root).max(self.missing(recv, 2, job.root));
+        let (send, recv) = direct::needs(job.kind);
+        let (send, recv) = (self.plan(send, SEND, job.root), self.plan(recv, RECV, job.root));
+        let missing = send.missing().max(recv.missing());
         if far > 0 || missing > 0 {
             return Ok((far, missing, None));
         }
-        let send = self.parts(inner, team, job, send, 0)?;
-        let recv = self.parts(inner, team, job, recv, 2)?;
-        match (send, recv) {
-            (Some(send), Some(recv)) => Ok((0, 0, Some(Reach { send, recv }))),
-            _ => Ok((0, team.nranks(), None)),
-        }
+        let meets = send == Plan::Asked || recv == Plan::Asked;
+        let send = self.parts(inner, team, job, send, SEND)?;
+        let recv = self.parts(inner, team, job, recv, RECV)?;
+        let reach = send.zip(recv).map(|(send, recv)| Reach { send, recv });
+        let all = if meets { everybody_says(team, reach.is_some())? } else { reach.is_some() };
+        Ok(if all { (0, 0, reach) } else { (0, nranks, None) })
     }
 
-    /// How many ranks gave no memory that the others could map, where the call needs it.
-    fn missing(&self, whose: Whose, place: usize, root: usize) -> usize {
+    /// How the ranks come to reach the memory of one side: the same on all ranks.
+    fn plan(&self, whose: Whose, side: Side, root: usize) -> Plan {
         if whose == Whose::Nobodys {
-            return 0;
+            return Plan::Nothing;
         }
-        let ids = || self.words.iter().map(|words| words[place]);
+        let ids = || self.words.iter().map(|words| words[side.place]);
         if ids().all(|id| id & BUFFER_BIT != 0) {
-            return 0;
+            return Plan::Buffers;
         }
-        let common = self.words[root][place];
-        let flag = if place == 0 { SEND_MAPPED } else { RECV_MAPPED };
-        ids().zip(&self.flags).filter(|&(id, flags)| common == 0 || id != common || flags & flag == 0).count()
+        let common = self.words[root][side.place];
+        let is_window = |id: u64| id != 0 && id & BUFFER_BIT == 0;
+        if is_window(common)
+            && ids().zip(&self.flags).all(|(id, flags)| id == common && flags & side.mapped != 0)
+        {
+            return Plan::Known;
+        }
+        match whose {
+            Whose::Roots if is_window(common) => Plan::Asked,
+            Whose::Roots => Plan::Missing(1),
+            _ => match ids().filter(|&id| !is_window(id)).count() {
+                0 => Plan::Asked,
+                missing => Plan::Missing(missing),
+            },
+        }
     }
 
-    /// Everybody's memory, where all ranks can map it; empty where nobody's is needed. Ranks that use registered buffers
-    /// together for the first time meet in here.
+    /// Everybody's memory on one side, where this rank can map what the call needs of it. Ranks that use registered
+    /// buffers together for the first time meet in here.
     fn parts(
         &self,
         inner: &Arc<Inner>,
         team: &Arc<Team>,
         job: &Job,
-        whose: Whose,
-        place: usize,
+        plan: Plan,
+        side: Side,
     ) -> Result<Option<Vec<Part>>> {
-        if whose == Whose::Nobodys {
-            return Ok(Some(Vec::new()));
-        }
-        let (mine, home) = if place == 0 { (&job.send, &job.send_home) } else { (&job.recv, &job.recv_home) };
-        let Some(home) = home else { return Ok(None) };
-        let ids: Vec<u64> = self.words.iter().map(|words| words[place]).collect();
-        let Some(window) = inner.reachable(team, &ids, home)? else { return Ok(None) };
         let nranks = team.nranks();
-        if ids[0] & BUFFER_BIT != 0 && !agree(inner, team, &ids, is_mapped(&window, nranks))? {
-            return Ok(None);
-        }
+        let ids: Vec<u64> = self.words.iter().map(|words| words[side.place]).collect();
+        let (mine, home) = match side.place {
+            0 => (&job.send, &job.send_home),
+            _ => (&job.recv, &job.recv_home),
+        };
+        let shared = match (plan, home) {
+            (Plan::Nothing, _) => return Ok(Some(Vec::new())),
+            (Plan::Buffers, Some(home)) => match inner.reachable(team, &ids, home)? {
+                Some(window) if agree(inner, team, &ids, is_mapped(&window, nranks))? => Some(window),
+                _ => return Ok(None),
+            },
+            (Plan::Buffers | Plan::Missing(_), _) => return Ok(None),
+            (Plan::Known | Plan::Asked, _) => None,
+        };
+        let (send, recv) = direct::needs(job.kind);
+        let only_root = if side.place == 0 { send } else { recv } == Whose::Roots;
         let part = |rank: usize| {
+            if only_root && rank != job.root {
+                return Some(Part::Unneeded);
+            }
             if rank == team.rank()
                 && let Some(memory) = mine
             {
-                return Ok(Part::Mine(memory.clone()));
+                return Some(Part::Mine(memory.clone()));
             }
-            let pinned = window.pinned(rank).ok_or_else(|| {
-                let message = "the rank has closed its window or buffer during the call";
-                Error::new(towline::Kind::Stale, job.kind.name(), message).about([rank])
-            })?;
-            Ok(Part::Theirs { pinned, base: self.words[rank][place + 1] as usize })
+            let window = shared.clone().or_else(|| inner.windows().find(ids[rank]))?;
+            Some(Part::Theirs {
+                pinned: window.pinned(rank)?,
+                base: self.words[rank][side.place + 1] as usize,
+            })
         };
-        (0..nranks).map(part).collect::<Result<Vec<Part>>>().map(Some)
+        let parts: Option<Vec<Part>> = (0..nranks).map(part).collect();
+        match (parts, plan) {
+            // It was mapped when the ranks announced it, or agreed on it: they count on it.
+            (None, Plan::Known | Plan::Buffers) => {
+                let message = "a rank has closed its window or buffer during the call";
+                Err(Error::new(towline::Kind::Stale, job.kind.name(), message))
+            }
+            (parts, _) => Ok(parts),
+        }
+    }
+}
+
+/// What is sent or what is received: where the announcement names it.
+#[derive(Clone, Copy)]
+struct Side {
+    place: usize,
+    mapped: u64,
+}
+
+const SEND: Side = Side { place: 0, mapped: SEND_MAPPED };
+const RECV: Side = Side { place: 2, mapped: RECV_MAPPED };
+
+/// How the ranks of a call come to reach the memory of one side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Plan {
+    /// The call does not need it.
+    Nothing,
+    /// All use one window, and all have said that they map it.
+    Known,
+    /// The ranks use windows of their own: they have to ask each other whether all map what they need.
+    Asked,
+    /// All use registered buffers.
+    Buffers,
+    /// So many ranks use neither.
+    Missing(usize),
+}
+
+impl Plan {
+    fn missing(self) -> usize {
+        if let Plan::Missing(ranks) = self { ranks } else { 0 }
     }
 }
 
@@ -289,12 +349,17 @@ fn agree(inner: &Inner, team: &Team, ids: &[u64], mapped: bool) -> Result<bool> 
     if let Some(&agreed) = known().get(ids) {
         return Ok(agreed);
     }
-    let answers = team.all_gather_bytes("register_buffer", &[u8::from(mapped)])?;
-    let agreed = answers.iter().all(|answer| answer == &[1]);
+    let agreed = everybody_says(team, mapped)?;
     let mut known = known();
     if known.len() >= MOST_AGREED {
         known.clear();
     }
     known.insert(ids.to_vec(), agreed);
     Ok(agreed)
+}
+
+/// Whether all ranks say yes; all of them come here in the same call.
+fn everybody_says(team: &Team, yes: bool) -> Result<bool> {
+    let answers = team.all_gather_bytes("agree", &[u8::from(yes)])?;
+    Ok(answers.iter().all(|answer| answer == &[1]))
 }

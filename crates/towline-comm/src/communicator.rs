@@ -29,23 +29,24 @@ use crate::{Error, Result};
 /// and its error names the ranks that it is about. It can be used by several threads.
 ///
 /// ```
-/// use towline_comm::{Communicator, mem_alloc};
+/// use towline_comm::{Communicator, Result, WaitSignal, WindowFlag, mem_alloc};
+///
+/// fn rank(comm: &Communicator) -> Result<()> {
+///     let window = comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT)?.expect("windows");
+///     let peer = 1 - comm.rank()?;
+///     window.put_signal_bytes(peer, 0, b"hello", 0, 0)?.wait()?;
+///     comm.wait_signal(&[WaitSignal::from_rank(peer)])?;
+///     let mut bytes = [0; 5];
+///     window.memory()?.read_at(0, &mut bytes)?;
+///     assert_eq!(&bytes, b"hello");
+///     comm.finalize()
+/// }
 ///
 /// let ranks = Communicator::init_all(2)?;
 /// std::thread::scope(|scope| {
-///     for comm in &ranks {
-///         scope.spawn(move || -> towline_comm::Result<()> {
-///             let window = comm.register_window(mem_alloc(4096)?, Default::default())?.expect("windows");
-///             let peer = 1 - comm.rank()?;
-///             window.put_signal_bytes(peer, 0, b"hello", 0, 0)?.wait()?;
-///             comm.wait_signal(&[towline_comm::WaitSignal::from_rank(peer)])?;
-///             let mut bytes = [0; 5];
-///             window.memory()?.read_at(0, &mut bytes)?;
-///             assert_eq!(&bytes, b"hello");
-///             comm.finalize()
-///         });
-///     }
-/// });
+///     let threads: Vec<_> = ranks.iter().map(|comm| scope.spawn(move || rank(comm))).collect();
+///     threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+/// })?;
 /// # Ok::<(), towline_comm::Error>(())
 /// ```
 pub struct Communicator {
@@ -210,7 +211,10 @@ impl Communicator {
     pub fn is_near(&self, rank: usize) -> Result<bool> {
         let team = self.inner("is_near")?.team("is_near")?;
         if rank >= team.nranks() {
-            return Err(Error::invalid("is_near", format!("there is no rank {rank} among {}", team.nranks())));
+            return Err(Error::invalid(
+                "is_near",
+                format!("there is no rank {rank} among {}", team.nranks()),
+            ));
         }
         Ok(team.is_near(rank))
     }
@@ -247,7 +251,9 @@ impl Communicator {
         inner.wait_idle();
         match self.get_async_error()? {
             Progress::Done => Ok(()),
-            Progress::InProgress => Err(Error::new(Kind::Timeout, "synchronize", "work is still in progress")),
+            Progress::InProgress => {
+                Err(Error::new(Kind::Timeout, "synchronize", "work is still in progress"))
+            }
         }
     }
 
@@ -260,7 +266,8 @@ impl Communicator {
         if let Some(memory) = inner.windows().containing(&storage) {
             return Ok(memory);
         }
-        let (addr, len) = (towline::MemoryDescription::addr(&storage), towline::MemoryDescription::size(&storage));
+        let (addr, len) =
+            (towline::MemoryDescription::addr(&storage), towline::MemoryDescription::size(&storage));
         if let Some((buffer, offset)) = inner.buffers().containing(addr, len) {
             return Memory::of_buffer(&buffer, offset, len);
         }

@@ -19,6 +19,8 @@ pub(crate) type Work = Box<dyn FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + S
 pub(crate) enum Job {
     /// Runs alone.
     Call(Work),
+    /// Waits for other ranks and touches no memory: handles may be closed meanwhile.
+    Wait(Work),
     /// Runs together with the messages beside it, by the function that the first of them names.
     Message(Message, Together),
 }
@@ -189,7 +191,7 @@ pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, jobs: Vec<Job>) -> Resul
     let mut jobs = jobs.into_iter().peekable();
     while let Some(job) = jobs.next() {
         let ended = match job {
-            Job::Call(work) => work(inner, team),
+            Job::Call(work) | Job::Wait(work) => work(inner, team),
             Job::Message(message, together) => {
                 let mut messages = vec![message];
                 while let Some(Job::Message(..)) = jobs.peek() {

@@ -47,7 +47,8 @@ pub struct UniqueId([u8; UNIQUE_ID_LEN]);
 pub struct UniqueIdOptions {
     /// The addresses on which the meeting listens; port 0 picks one.
     pub listen: Vec<SocketAddr>,
-    /// The addresses that are written into the id, where they differ from those listened on.
+    /// The addresses that are written into the id, where they differ from those listened on; at most three. Port 0
+    /// stands for the port of the first one listened on.
     pub advertise: Vec<SocketAddr>,
 }
 
@@ -59,7 +60,10 @@ pub fn get_unique_id() -> Result<UniqueId> {
     if let Ok(addresses) = std::env::var("TOWLINE_LISTEN") {
         for address in addresses.split(',').map(str::trim).filter(|address| !address.is_empty()) {
             let address: SocketAddr = address.parse().map_err(|error| {
-                Error::invalid("get_unique_id", format!("TOWLINE_LISTEN: {address:?} is not an address: {error}"))
+                Error::invalid(
+                    "get_unique_id",
+                    format!("TOWLINE_LISTEN: {address:?} is not an address: {error}"),
+                )
             })?;
             // The port belongs to the endpoint; an unspecified address tells other hosts nothing.
             if !address.ip().is_unspecified() {
@@ -83,11 +87,18 @@ pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)
     getrandom::fill(&mut random)
         .map_err(|error| Error::new(Kind::Native, OP, format!("no random bytes: {error}")))?;
     let listeners = bootstrap::listen(&options.listen)?;
+    let own = bootstrap::addresses(&listeners)?;
     let mut addresses = options.advertise.clone();
+    for address in addresses.iter_mut().filter(|address| address.port() == 0) {
+        address.set_port(own.first().map_or(0, SocketAddr::port));
+    }
     if addresses.is_empty() {
-        addresses = bootstrap::addresses(&listeners)?;
+        addresses = own;
         if addresses.iter().any(|address| address.ip().is_unspecified()) {
-            return Err(Error::invalid(OP, "an unspecified address tells nobody where to come: advertise one"));
+            return Err(Error::invalid(
+                OP,
+                "an unspecified address tells nobody where to come: advertise one",
+            ));
         }
     }
     let id = UniqueId::compose(&random, &addresses)?;

@@ -17,8 +17,8 @@ use std::sync::{Arc, OnceLock};
 
 use towline::SharedStorage;
 
-pub(crate) use self::buffer::{BUFFER_BIT, Buffers};
 pub use self::buffer::RegisteredBuffer;
+pub(crate) use self::buffer::{BUFFER_BIT, Buffers};
 pub(crate) use self::core::{Way, WindowCore, Windows};
 pub(crate) use self::lane::{Lane, Task};
 pub use self::memory::Memory;
@@ -98,10 +98,27 @@ pub fn mem_alloc(size: usize) -> Result<SharedStorage> {
 /// memory that it goes to. Registering is collective, closing is local: ranks that still access the memory get
 /// `Stale`, never bytes of something else. Dropping closes; destroying or aborting the communicator closes all.
 ///
-/// Order: accesses of one rank to a near peer (shared memory) happen in the order of the calls. To a far peer puts may
-/// overtake each other until a signal, [`flush`](Self::flush) or the end of an operation, unless the window was
-/// registered with [`WindowFlag::STRICT_ORDERING`]. When a signal is seen, everything that its source put before it is
-/// visible.
+/// Order: puts may become visible in another order than they were asked for, until a signal, [`flush`](Self::flush) or
+/// the end of their operations; unless the window was registered with [`WindowFlag::STRICT_ORDERING`]. When a signal is
+/// seen, everything that its source put before it is visible.
+///
+/// A rank that has accessed another's memory holds it until it notices that the owner has closed its window: at its next
+/// access, registration or closing. Until then the owner's memory is not freed.
+///
+/// ```
+/// # let id = towline_comm::get_unique_id()?;
+/// # let comm = towline_comm::Communicator::init(1, 0, &id, towline_comm::Config::default())?;
+/// use towline_comm::{WindowFlag, mem_alloc};
+/// let window = comm.register_window(mem_alloc(1 << 20)?, WindowFlag::DEFAULT)?.expect("windows");
+/// window.put_bytes(0, 4096, b"bytes")?.wait()?;              // or: window.put_bytes(..)?.await
+/// assert_eq!(window.fetch_add(0, 8, 5)?.wait()?, 0);
+/// window.fence()?;                                           // everything of every rank has landed
+/// let mut bytes = [0; 5];
+/// window.get_bytes(0, 4096, &mut bytes)?;
+/// assert_eq!(&bytes, b"bytes");
+/// window.close();
+/// # Ok::<(), towline_comm::Error>(())
+/// ```
 pub struct Window {
     inner: Arc<Inner>,
     slot: Arc<Slot>,
@@ -174,6 +191,7 @@ impl Window {
         if let Some(core) = self.slot.core.get() {
             self.inner.windows().remove(core.id());
             core.close();
+            self.inner.windows().release_ended();
         }
     }
 }

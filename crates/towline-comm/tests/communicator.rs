@@ -77,7 +77,11 @@ fn all<T: Send>(
     config: &Config,
     part: impl Fn(&Communicator, usize) -> Result<T> + Sync,
 ) -> Vec<T> {
-    outcomes(nranks, config, part).into_iter().map(|outcome| outcome.unwrap()).collect()
+    let outcomes = outcomes(nranks, config, part);
+    // All of them: what one rank ran into is often why another one waited.
+    let wrong: Vec<_> = outcomes.iter().map(|outcome| outcome.as_ref().err()).collect();
+    assert!(wrong.iter().all(Option::is_none), "by rank: {wrong:?}");
+    outcomes.into_iter().map(Result::unwrap).collect()
 }
 
 /// [`outcomes`] that are all errors.

@@ -37,6 +37,7 @@ pub(crate) fn guard(op: &'static str) -> Result<()> {
 }
 
 /// Whether this is a forked child of a process that used Towline: a `Drop` then does nothing.
+#[inline]
 pub(crate) fn in_child() -> bool {
     PROCESS.state() == State::Child
 }
@@ -61,6 +62,7 @@ impl Mark {
         Mark { page: AtomicPtr::new(ptr::null_mut()), pid: AtomicU32::new(0) }
     }
 
+    #[inline]
     fn state(&self) -> State {
         let page = self.page.load(Ordering::Acquire);
         if !page.is_null() {

@@ -83,11 +83,13 @@ pub(crate) fn join(id: &UniqueId, joining: &Joining<'_>) -> Result<Vec<Ticket>> 
     stream.limit(GREETING).map_err(lost)?;
     stream.write_all(&message).map_err(lost)?;
     let answer = hear(&mut stream, &session, joining.nranks, until + GRACE)?;
-    // Ranks of this process that come now are too late, wherever the root is.
-    used_up(id.nonce());
     match answer {
         Answer::Failed(error) => Err(error),
-        Answer::List(list) if list.len() == joining.nranks => wire::tickets(&list),
+        Answer::List(list) if list.len() == joining.nranks => {
+            // Ranks of this process that come now are too late, wherever the root is.
+            used_up(id.nonce());
+            wire::tickets(&list)
+        }
         Answer::List(_) => Err(Error::protocol(OP, "the root's list has another length")),
     }
 }
@@ -104,7 +106,8 @@ fn greet(id: &UniqueId, until: Instant) -> Result<(Stream, Session)> {
     stream.write_all(&wire::hello(id.nonce(), &challenge)).map_err(lost)?;
     let mut welcome = [0; WELCOME_LEN];
     stream.read_exact(&mut welcome).map_err(lost)?;
-    let stranger = || Error::new(Kind::PermissionDenied, OP, "what answers at the id's address is not its root");
+    let stranger =
+        || Error::new(Kind::PermissionDenied, OP, "what answers at the id's address is not its root");
     let (theirs, proof) = wire::parse_welcome(&welcome).ok_or_else(stranger)?;
     let session = Session::new(id.secret(), id.nonce(), &challenge, &theirs);
     if !session.proves(&proof) {
@@ -161,11 +164,17 @@ fn read_until(stream: &mut Stream, into: &mut [u8], until: Instant) -> Result<()
     while filled < into.len() {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Error::new(Kind::Timeout, OP, "the root did not say in time whether everybody had come"));
+            return Err(Error::new(
+                Kind::Timeout,
+                OP,
+                "the root did not say in time whether everybody had come",
+            ));
         }
         let read = stream.limit(left).and_then(|()| stream.read(&mut into[filled..]));
         match read {
-            Ok(0) => return Err(lost(&io::ErrorKind::UnexpectedEof.into(), "while waiting for the other ranks")),
+            Ok(0) => {
+                return Err(lost(&io::ErrorKind::UnexpectedEof.into(), "while waiting for the other ranks"));
+            }
             Ok(len) => filled += len,
             Err(error) if would_wait(&error) => {}
             Err(error) => return Err(lost(&error, "while waiting for the other ranks")),

@@ -48,9 +48,8 @@ pub(crate) fn listen(on: &[SocketAddr]) -> Result<Vec<TcpListener>> {
     let on = if on.is_empty() { &loopback[..] } else { on };
     on.iter()
         .map(|address| {
-            let listener = TcpListener::bind(address).map_err(|error| {
-                Error::from(towline::Error::os(OP, "bind", error)).about_address(address)
-            })?;
+            let listener = TcpListener::bind(address)
+                .map_err(|error| Error::from(towline::Error::os(OP, "bind", error)).about_address(address))?;
             listener.set_nonblocking(true).map_err(|error| towline::Error::os(OP, "fcntl", error))?;
             Ok(listener)
         })
@@ -60,7 +59,11 @@ pub(crate) fn listen(on: &[SocketAddr]) -> Result<Vec<TcpListener>> {
 /// Where those listen.
 pub(crate) fn addresses(listeners: &[TcpListener]) -> Result<Vec<SocketAddr>> {
     let local = |listener: &TcpListener| listener.local_addr();
-    Ok(listeners.iter().map(local).collect::<io::Result<_>>().map_err(|e| towline::Error::os(OP, "getsockname", e))?)
+    Ok(listeners
+        .iter()
+        .map(local)
+        .collect::<io::Result<_>>()
+        .map_err(|e| towline::Error::os(OP, "getsockname", e))?)
 }
 
 /// Opens the meeting: its thread ends when everybody has heard the answer.
@@ -78,6 +81,7 @@ pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>) -> Result<Root> {
         guests: Vec::new(),
         meeting: Meeting::default(),
         called_off: Arc::clone(&called_off),
+        closing: None,
     };
     std::thread::Builder::new()
         .name("towline-root".into())
@@ -144,6 +148,7 @@ struct Guest {
     input: Vec<u8>,
     output: VecDeque<u8>,
     until: Instant,
+    told: bool,
 }
 
 impl Guest {
@@ -197,6 +202,8 @@ struct Host {
     guests: Vec<Guest>,
     meeting: Meeting,
     called_off: Arc<Mutex<Option<Error>>>,
+    /// Until when late ranks are told why there is no group.
+    closing: Option<Instant>,
 }
 
 impl Host {
@@ -209,14 +216,40 @@ impl Host {
                 break answer;
             }
         };
+        if matches!(answer, Answer::Failed(_)) {
+            self.explain(&answer);
+        }
         self.tell(&answer);
+    }
+
+    /// Tells who comes late, for a while, what those who came in time were told.
+    fn explain(&mut self, answer: &Answer) {
+        let until = Instant::now() + HEARING;
+        self.closing = Some(until);
+        while Instant::now() < until {
+            self.queue(answer);
+            let _ = self.turn();
+        }
+    }
+
+    /// Puts the answer on its way to every rank that has not heard it.
+    fn queue(&mut self, answer: &Answer) {
+        let plain = answer.encode();
+        for guest in &mut self.guests {
+            if let (Phase::Seated(session, _), false) = (&guest.phase, guest.told) {
+                let sealed = session.seal(Side::Root, &plain);
+                guest.output.extend((sealed.len() as u32).to_le_bytes());
+                guest.output.extend(sealed);
+                guest.told = true;
+            }
+        }
     }
 
     /// Waits for something to happen and deals with it. The answer, where the meeting ends.
     fn turn(&mut self) -> Option<Answer> {
         let now = Instant::now();
         let strangers = self.guests.iter().filter(|guest| guest.is_stranger()).map(|guest| guest.until);
-        let until = strangers.chain(self.meeting.deadline()).min();
+        let until = strangers.chain(self.closing.or(self.meeting.deadline())).min();
         let ready = {
             let mut fds = vec![PollFd::from_borrowed_fd(self.unix.as_fd(), PollFlags::IN)];
             fds.extend(self.tcp.iter().map(|tcp| PollFd::from_borrowed_fd(tcp.as_fd(), PollFlags::IN)));
@@ -241,7 +274,7 @@ impl Host {
         if ready[..doors].contains(&true) {
             self.admit(now);
         }
-        answer.or_else(|| self.meeting.expire(now))
+        if self.closing.is_some() { None } else { answer.or_else(|| self.meeting.expire(now)) }
     }
 
     /// Lets in who stands at the doors.
@@ -273,7 +306,7 @@ impl Host {
         for stream in arrived {
             let until = now + STRANGER;
             let (phase, input, output) = (Phase::Greeting, Vec::new(), VecDeque::new());
-            self.guests.push(Guest { stream, phase, input, output, until });
+            self.guests.push(Guest { stream, phase, input, output, until, told: false });
         }
         while self.guests.iter().filter(|guest| guest.is_stranger()).count() > MOST_STRANGERS {
             let oldest = self.guests.iter().position(Guest::is_stranger);
@@ -333,7 +366,7 @@ impl Host {
                 };
                 guest.phase = Phase::Seated(session.clone(), join.rank);
                 guest.input = Vec::new();
-                self.meeting.arrive(join, Instant::now())
+                if self.closing.is_some() { None } else { self.meeting.arrive(join, Instant::now()) }
             }
             Err(()) => {
                 guest.phase = Phase::Gone;
@@ -346,14 +379,7 @@ impl Host {
     fn tell(&mut self, answer: &Answer) {
         super::join::used_up(self.id.nonce());
         self.tcp.clear();
-        let plain = answer.encode();
-        for guest in &mut self.guests {
-            if let Phase::Seated(session, _) = &guest.phase {
-                let sealed = session.seal(Side::Root, &plain);
-                guest.output.extend((sealed.len() as u32).to_le_bytes());
-                guest.output.extend(sealed);
-            }
-        }
+        self.queue(answer);
         self.guests.retain(|guest| matches!(guest.phase, Phase::Seated(..)));
         let until = Instant::now() + HEARING;
         loop {

@@ -203,8 +203,9 @@ impl Answer {
                 for rank in error.ranks() {
                     bytes.extend((*rank as u32).to_le_bytes());
                 }
-                let text = error.message();
-                put_bytes(&mut bytes, &text.as_bytes()[..text.floor_char_boundary(MOST_TEXT)]);
+                // Cut where it may: the reader takes what is not whole for what it is.
+                let text = error.message().as_bytes();
+                put_bytes(&mut bytes, &text[..text.len().min(MOST_TEXT)]);
             }
         }
         bytes
@@ -214,7 +215,9 @@ impl Answer {
         let mut reader = Reader(bytes);
         let version = reader.u16()?;
         if version != VERSION {
-            return Err(bad(format!("the root speaks version {version} of the meeting, this rank {VERSION}")));
+            return Err(bad(format!(
+                "the root speaks version {version} of the meeting, this rank {VERSION}"
+            )));
         }
         let answer = match reader.u8()? {
             0 => {

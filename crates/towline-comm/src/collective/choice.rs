@@ -174,17 +174,29 @@ enum Reason {
     FarAndPairwise,
 }
 
-/// The most bytes that a rank sends along with its announcement, if nobody says otherwise: above, writing them to every
-/// rank costs more than a second round does.
-pub(crate) const TINY: usize = 4 << 10;
+/// The most bytes that all ranks together send along with their announcements to one rank, if nobody says otherwise:
+/// every rank writes its bytes to every other, which beats a second round up to here (measured with 2 and 4 ranks).
+const TINY: usize = 64 << 10;
+
+/// What always rides along, however many ranks there are.
+const ALWAYS_TINY: usize = 256;
+
+/// Up to this, ranks that share memory but not these bytes use a tree: half as many messages as between all pairs.
+const SMALL: usize = 16 << 10;
 
 /// Below this, the steps of a ring cost more than the bytes that a tree sends twice.
-pub(crate) const TREE: usize = 64 << 10;
+const TREE: usize = 64 << 10;
 
 /// Whether the data ride in the announcement: known before anybody has announced anything.
-pub(crate) fn rides(kind: Kind, bytes: usize, wanted: Algorithm, limit: usize) -> Result<bool> {
+pub(crate) fn rides(
+    kind: Kind,
+    bytes: usize,
+    nranks: usize,
+    wanted: Algorithm,
+    limit: usize,
+) -> Result<bool> {
     match wanted {
-        Algorithm::Auto => Ok(bytes <= TINY.min(limit)),
+        Algorithm::Auto => Ok(bytes <= limit && (bytes <= ALWAYS_TINY || bytes * nranks <= TINY)),
         Algorithm::Tiny if bytes <= limit => Ok(true),
         Algorithm::Tiny => Err(refused(
             kind,
@@ -222,6 +234,9 @@ pub(crate) fn choose(situation: Situation, wanted: Algorithm, rides: bool) -> Re
         Algorithm::Auto if far == 0 && kind == Kind::Broadcast && nranks > 2 => {
             (Algorithm::Ring, Reason::NotRegistered)
         }
+        Algorithm::Auto if far == 0 && kind.has(Algorithm::Tree) && bytes <= SMALL => {
+            (Algorithm::Tree, Reason::NotRegistered)
+        }
         Algorithm::Auto if far == 0 => (Algorithm::Staged, Reason::NotRegistered),
         Algorithm::Auto if kind.has(Algorithm::Tree) && bytes <= TREE && nranks > 2 => {
             (Algorithm::Tree, Reason::FarAndSmall)
@@ -246,7 +261,7 @@ impl fmt::Display for Choice {
         write!(f, "{} of {bytes} bytes among {nranks}: {}, because ", kind.name(), self.algorithm)?;
         match self.reason {
             Reason::Asked => write!(f, "the caller asked for it"),
-            Reason::Rides => write!(f, "at most {TINY} bytes ride in the announcement"),
+            Reason::Rides => write!(f, "so few bytes ride in the announcement"),
             Reason::Alone => write!(f, "there is no other rank"),
             Reason::Reachable => write!(f, "all ranks share memory, and what they touch is in windows"),
             Reason::NotRegistered => {
@@ -279,7 +294,8 @@ mod tests {
         Situation { kind: Kind::AllReduce, bytes: 1 << 20, nranks: 4, far: 0, unregistered: 0 };
 
     fn chosen(situation: Situation) -> Algorithm {
-        let rides = rides(situation.kind, situation.bytes, Algorithm::Auto, 8 << 10).unwrap();
+        let Situation { kind, bytes, nranks, .. } = situation;
+        let rides = rides(kind, bytes, nranks, Algorithm::Auto, 8 << 10).unwrap();
         choose(situation, Algorithm::Auto, rides).unwrap().algorithm
     }
 
@@ -287,7 +303,12 @@ mod tests {
     fn the_choice_follows_from_size_group_and_registration() {
         assert_eq!(chosen(NEAR), Algorithm::Direct);
         assert_eq!(chosen(Situation { bytes: 1024, ..NEAR }), Algorithm::Tiny);
+        assert_eq!(chosen(Situation { bytes: 8 << 10, ..NEAR }), Algorithm::Tiny);
+        assert_eq!(chosen(Situation { bytes: 8 << 10, nranks: 64, ..NEAR }), Algorithm::Direct);
+        assert_eq!(chosen(Situation { bytes: 64, nranks: 4096, ..NEAR }), Algorithm::Tiny);
         assert_eq!(chosen(Situation { unregistered: 1, ..NEAR }), Algorithm::Staged);
+        assert_eq!(chosen(Situation { unregistered: 1, bytes: 16 << 10, ..NEAR }), Algorithm::Tree);
+        assert_eq!(chosen(Situation { unregistered: 1, kind: Kind::Broadcast, ..NEAR }), Algorithm::Ring);
         assert_eq!(chosen(Situation { far: 2, ..NEAR }), Algorithm::Ring);
         assert_eq!(chosen(Situation { far: 4, bytes: 16 << 10, ..NEAR }), Algorithm::Tree);
         assert_eq!(chosen(Situation { far: 4, kind: Kind::AllToAll, ..NEAR }), Algorithm::Staged);
@@ -302,7 +323,7 @@ mod tests {
             (NEAR, Algorithm::Tiny, "more than the 8192"),
             (Situation { kind: Kind::AllToAll, ..NEAR }, Algorithm::Tree, "there is none"),
         ] {
-            let error = rides(situation.kind, situation.bytes, wanted, 8 << 10)
+            let error = rides(situation.kind, situation.bytes, situation.nranks, wanted, 8 << 10)
                 .and_then(|rides| choose(situation, wanted, rides))
                 .unwrap_err();
             assert_eq!(error.kind(), towline::Kind::Invalid);

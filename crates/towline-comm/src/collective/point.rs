@@ -245,6 +245,10 @@ fn source(inner: &Inner, peer: usize, note: &Note) -> Result<Arc<Remote>> {
     let ticket = Ticket::decode(&note.ticket)?;
     let remote = Arc::new(inner.endpoint().import_with(&ticket, &inner.config.routing)?);
     let mut known = known();
+    // What its owner has closed is never named again, and would stay mapped here.
+    known.retain(|_, remote| {
+        remote.alive().is_ok() && !remote.pin().is_err_and(|error| error.kind() == ErrorKind::Stale)
+    });
     if known.len() >= MOST_SOURCES {
         known.clear();
     }

@@ -5,11 +5,12 @@
 //! a new communicator, and sends its id to the other survivors as a message to their endpoints, through the tickets
 //! that all ranks know from the first meeting; so nothing depends on the dead.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
-use towline::{Kind, Ticket};
+use towline::{Kind, Reach, Ticket};
 
 use super::{Communicator, Config, Inner, Seating, meet};
 use crate::group;
@@ -40,7 +41,8 @@ impl Communicator {
         let made = child.clone();
         let (child_now, from) = (child.clone(), Arc::clone(parent));
         let work = move || {
-            let outcome = from.team("split").and_then(|team| split(&from, &team, color, key, child_now.as_ref()));
+            let outcome =
+                from.team("split").and_then(|team| split(&from, &team, color, key, child_now.as_ref()));
             if let Some(child) = child_now.filter(|_| !from.config.blocking) {
                 child.worker.finish(outcome.clone());
             }
@@ -127,7 +129,8 @@ fn split(
     let told = team.all_gather_bytes(OP, &ticket.unwrap_or_default())?;
     let (Some(child), Some(seat)) = (child, seat) else { return Ok(()) };
     let (seat, _) = seat?;
-    let without: Vec<usize> = members.iter().map(|(_, rank)| *rank).filter(|rank| told[*rank].is_empty()).collect();
+    let without: Vec<usize> =
+        members.iter().map(|(_, rank)| *rank).filter(|rank| told[*rank].is_empty()).collect();
     if !without.is_empty() {
         return Err(Error::new(Kind::Exhausted, OP, "a rank could not take its seat").about(without));
     }
@@ -174,12 +177,8 @@ fn shrink(parent: &Arc<Inner>, child: &Arc<Inner>, survivors: &[usize], rank: us
     call.extend(seating.group_id);
     call.extend(nth.to_le_bytes());
     let id = if rank == 0 {
-        let options = UniqueIdOptions {
-            listen: child.config.listen.iter().map(|address| (address.ip(), 0).into()).collect(),
-            // A meeting has a port of its own; an address behind a translation cannot be advertised for it.
-            advertise: Vec::new(),
-        };
-        let (id, root) = open_meeting(&options).map_err(|error| error.during(OP))?;
+        let (id, root) = open_meeting(&meeting_place(parent, &seating.tickets[survivors[0]]))
+            .map_err(|error| error.during(OP))?;
         call.extend(id.as_bytes());
         for survivor in &survivors[1..] {
             if let Err(error) = tell(parent, &seating.tickets[*survivor], &call) {
@@ -194,6 +193,29 @@ fn shrink(parent: &Arc<Inner>, child: &Arc<Inner>, survivors: &[usize], rank: us
         hear(parent, &call, survivors[0])?
     };
     meet(child, survivors.len(), rank, &id, u64::from_le_bytes(about), OP)
+}
+
+/// A meeting where this rank's endpoint is reached, on a port of its own.
+fn meeting_place(parent: &Inner, ticket: &Ticket) -> UniqueIdOptions {
+    let mut reached: Vec<SocketAddr> = Vec::new();
+    for reach in &ticket.body().reach {
+        if let Reach::Tcp(address) = reach
+            && !reached.iter().any(|known| known.ip() == address.ip())
+        {
+            reached.push(SocketAddr::new(address.ip(), 0));
+        }
+    }
+    // Other hosts first: an id has room for a few only.
+    reached.sort_by_key(|address| address.ip().is_loopback());
+    reached.truncate(3);
+    match &parent.config.listen[..] {
+        // The endpoint chose these itself, so they are addresses of this host.
+        [] => UniqueIdOptions { listen: reached, advertise: Vec::new() },
+        listen => UniqueIdOptions {
+            listen: listen.iter().map(|address| SocketAddr::new(address.ip(), 0)).collect(),
+            advertise: if listen.len() == 1 { reached } else { Vec::new() },
+        },
+    }
 }
 
 fn tell(parent: &Inner, ticket: &Ticket, call: &[u8]) -> Result<()> {

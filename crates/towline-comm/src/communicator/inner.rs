@@ -45,6 +45,7 @@ pub(crate) struct Inner {
     seating: OnceLock<Seating>,
     team: RwLock<Option<Arc<Team>>>,
     life: AtomicU8,
+    process: u32,
     windows: Windows,
     buffers: Buffers,
     /// Registered buffers that all ranks have used together, by the ids that the ranks gave them.
@@ -78,6 +79,7 @@ impl Inner {
             seating: OnceLock::new(),
             team: RwLock::new(None),
             life: AtomicU8::new(OPEN),
+            process: std::process::id(),
             windows: Windows::default(),
             buffers: Buffers::default(),
             shared: Mutex::new(HashMap::new()),
@@ -164,7 +166,7 @@ impl Inner {
 
     fn run(self: &Arc<Self>, jobs: Vec<Job>) -> Result<()> {
         let team = self.team("submit")?;
-        let _busy = self.enter();
+        let _busy = jobs.iter().any(|job| !matches!(job, Job::Wait(_))).then(|| self.enter());
         group::run(self, &team, jobs)
     }
 
@@ -179,11 +181,14 @@ impl Inner {
         let left = || until.saturating_duration_since(Instant::now());
         let queued = self.worker.wait_idle(left());
         let busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
-        let (busy, _) =
-            self.idle.wait_timeout_while(busy, left(), |busy| *busy > 0).unwrap_or_else(PoisonError::into_inner);
+        let (busy, _) = self
+            .idle
+            .wait_timeout_while(busy, left(), |busy| *busy > 0)
+            .unwrap_or_else(PoisonError::into_inner);
         let calm = *busy == 0;
         drop(busy);
-        let lanes: Vec<_> = self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        let lanes: Vec<_> =
+            self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         lanes.iter().all(|lane| lane.wait_idle(left())) && queued && calm
     }
 
@@ -220,7 +225,14 @@ impl Inner {
         }
         let window = share_buffers(self.endpoint(), &self.config.routing, team, mine)?;
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        // Their owners wait for the pins on what they have closed, and no call names it again.
+        let ended = |window: &WindowCore| (0..ids.len()).any(|rank| window.way(rank, "sweep").is_err());
+        let gone: Vec<_> = shared.extract_if(|_, window| ended(window)).map(|(_, window)| window).collect();
         shared.insert(ids.to_vec(), Arc::clone(&window));
+        drop(shared);
+        for window in gone {
+            window.close();
+        }
         Ok(Some(window))
     }
 
@@ -243,7 +255,8 @@ impl Inner {
 
     /// Waits for what is in flight, closes every handle and lets go of the group. Closing twice is harmless.
     pub(crate) fn close(&self, abort: Option<&Error>) {
-        if self.life.load(Ordering::Acquire) == CLOSED {
+        // In a forked child the threads that would end the work do not exist.
+        if self.life.load(Ordering::Acquire) == CLOSED || self.process != std::process::id() {
             return;
         }
         let team = self.team.read().unwrap_or_else(PoisonError::into_inner).clone();
@@ -254,7 +267,10 @@ impl Inner {
             self.worker.discard();
         }
         if !self.wait_idle() {
-            tracing::warn!(name = self.config.name, "work is still in flight; its memory is kept until it ends");
+            tracing::warn!(
+                name = self.config.name,
+                "work is still in flight; its memory is kept until it ends"
+            );
         }
         if self.life.swap(CLOSED, Ordering::AcqRel) == CLOSED {
             return;

@@ -51,7 +51,7 @@ impl Communicator {
         let signals = signals.to_vec();
         self.submit("wait_signal", move |inner| {
             check_wait(inner, &signals)?;
-            Ok(Job::Call(Box::new(move |inner, team| wait(inner, team, &signals))))
+            Ok(Job::Wait(Box::new(move |inner, team| wait(inner, team, &signals))))
         })
     }
 
@@ -96,7 +96,9 @@ pub(crate) fn check_counter(
     if context >= contexts || index >= signals {
         return Err(Error::invalid(
             op,
-            format!("there is no counter {index} of context {context}: there are {contexts} contexts of {signals}"),
+            format!(
+                "there is no counter {index} of context {context}: there are {contexts} contexts of {signals}"
+            ),
         ));
     }
     Ok(())
@@ -147,7 +149,13 @@ fn wait(inner: &Arc<Inner>, team: &Arc<Team>, signals: &[WaitSignal]) -> Result<
 }
 
 /// Raises the counter behind everything that is on its way to that rank.
-pub(crate) fn signal(inner: &Arc<Inner>, team: &Arc<Team>, peer: usize, context: u32, index: u32) -> Operation {
+pub(crate) fn signal(
+    inner: &Arc<Inner>,
+    team: &Arc<Team>,
+    peer: usize,
+    context: u32,
+    index: u32,
+) -> Operation {
     let lane = match inner.lane_in_use(peer) {
         Some(lane) if !lane.is_idle() => lane,
         None | Some(_) if team.is_near(peer) => {
@@ -194,9 +202,8 @@ pub(crate) fn one_sided(
         done.tell(outcome);
         told
     }));
-    match group::defer(inner, job) {
-        Some(job) => inner.launch(vec![job])?,
-        None => {}
+    if let Some(job) = group::defer(inner, job) {
+        inner.launch(vec![job])?;
     }
     Ok(operation)
 }

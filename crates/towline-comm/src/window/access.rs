@@ -194,7 +194,7 @@ impl Window {
 
     fn word(&self, peer: usize, offset: usize, op: &'static str) -> Result<Arc<WindowCore>> {
         let core = self.checked(peer, offset, 8, op)?;
-        if offset % 8 != 0 {
+        if !offset.is_multiple_of(8) {
             let error = Error::invalid(op, format!("offset {offset} is not a multiple of 8")).about([peer]);
             return Err(group::poison(error));
         }
@@ -218,7 +218,10 @@ impl Window {
             return None;
         }
         match core.way(peer, op) {
-            Ok(Way::Near(pinned)) => Some(pinned.write_at(offset, bytes).map_err(Error::from)),
+            Ok(Way::Near(pinned)) => {
+                core.order();
+                Some(pinned.write_at(offset, bytes).map_err(Error::from))
+            }
             Ok(Way::Far(_)) => None,
             Err(error) => Some(Err(error)),
         }
@@ -239,7 +242,12 @@ impl Window {
 }
 
 /// Refuses what was read while the owner took its memory back.
-pub(super) fn still(core: &WindowCore, peer: usize, pinned: &towline::Pinned, op: &'static str) -> Result<()> {
+pub(super) fn still(
+    core: &WindowCore,
+    peer: usize,
+    pinned: &towline::Pinned,
+    op: &'static str,
+) -> Result<()> {
     if pinned.is_stale() { core.way(peer, op).map(|_| ()) } else { Ok(()) }
 }
 
@@ -253,6 +261,7 @@ pub(super) fn put(
 ) -> Result<Operation> {
     match core.way(peer, op)? {
         Way::Near(pinned) => {
+            core.order();
             let copied = pinned.copy_from(offset, source.span());
             Ok(Operation::done(copied.map(|()| 0).map_err(|error| Error::from(error).during(op))))
         }

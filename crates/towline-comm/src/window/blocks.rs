@@ -91,11 +91,15 @@ fn plan(
 ) -> Result<Pairs> {
     let make = || -> Result<Pairs> {
         let plan = Plan::blocks(remote, remote_indices, local, local_indices)?;
-        let pieces: Vec<_> = plan.pieces().iter().map(|piece| (piece.remote, piece.local, piece.len)).collect();
+        let pieces: Vec<_> =
+            plan.pieces().iter().map(|piece| (piece.remote, piece.local, piece.len)).collect();
         let end = pieces.iter().map(|(_, local, len)| local.saturating_add(*len)).max().unwrap_or(0);
         if end > memory.len() as u64 {
             let len = memory.len();
-            return Err(Error::invalid(op, format!("the layout reaches byte {end} of memory of {len} bytes")));
+            return Err(Error::invalid(
+                op,
+                format!("the layout reaches byte {end} of memory of {len} bytes"),
+            ));
         }
         Ok(Pairs { pieces })
     };
@@ -111,6 +115,7 @@ fn put(
 ) -> Result<Operation> {
     match core.way(peer, "put")? {
         Way::Near(pinned) => {
+            core.order();
             for (remote, local, len) in &pairs.pieces {
                 let part = source.span().part(*local as usize, *len as usize)?;
                 pinned.copy_from(*remote as usize, &part)?;

@@ -155,7 +155,12 @@ pub struct RegisteredBuffer {
 }
 
 impl RegisteredBuffer {
-    pub(crate) fn new(inner: &Arc<Inner>, core: Arc<BufferCore>, offset: usize, size: usize) -> RegisteredBuffer {
+    pub(crate) fn new(
+        inner: &Arc<Inner>,
+        core: Arc<BufferCore>,
+        offset: usize,
+        size: usize,
+    ) -> RegisteredBuffer {
         RegisteredBuffer { inner: Arc::downgrade(inner), core: Mutex::new(Some(core)), offset, size }
     }
 

@@ -1,7 +1,7 @@
 //! What a window is made of: the memory of this rank, and the way to that of every other.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use towline::{Buffer, Kind, MemoryDescription, Pinned, Registered, Remote, Span};
@@ -129,6 +129,14 @@ impl WindowCore {
         Err(self.ended(rank, op, &remote))
     }
 
+    /// Keeps what follows from becoming visible before what this thread has put before, where the window is strict.
+    #[inline]
+    pub(crate) fn order(&self) {
+        if self.flags.contains(WindowFlag::STRICT_ORDERING) {
+            fence(Ordering::Release);
+        }
+    }
+
     /// Refuses a range that is not all inside that rank's memory.
     pub(crate) fn check(&self, rank: usize, offset: usize, len: usize, op: &'static str) -> Result<()> {
         if self.is_closed() {
@@ -176,6 +184,22 @@ impl WindowCore {
             *link = Link::Ended(why.clone());
         }
         why
+    }
+
+    /// Lets go of the memory that its owners want back; they wait for it.
+    fn release_ended(&self) {
+        for rank in 0..self.peers.len() {
+            let ended = match &*self.peers[rank].link.read().unwrap_or_else(PoisonError::into_inner) {
+                Link::Open(remote, pinned) => {
+                    let stale = pinned.get().and_then(Option::as_ref).is_some_and(|pinned| pinned.is_stale());
+                    stale.then(|| Arc::clone(remote))
+                }
+                _ => None,
+            };
+            if let Some(remote) = ended {
+                self.ended(rank, "access", &remote);
+            }
+        }
     }
 
     /// Lets go of all other ranks' memory and takes this rank's back.
@@ -233,6 +257,14 @@ impl Windows {
     pub(crate) fn use_up(&self, id: u64) {
         let mut table = self.table();
         table.last_id = table.last_id.max(id);
+    }
+
+    /// Lets go of the memory of other ranks that its owners want back, in all windows.
+    pub(crate) fn release_ended(&self) {
+        let windows: Vec<_> = self.table().by_id.values().cloned().collect();
+        for window in windows {
+            window.release_ended();
+        }
     }
 
     pub(crate) fn insert(&self, window: &Arc<WindowCore>) {

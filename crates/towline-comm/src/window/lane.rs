@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use towline::{Kind, Transfer};
 
-use super::operation::Completion;
+use super::operation::{Completion, Told};
 use crate::{Error, Result};
 
 /// How long the thread of a lane stays when it has nothing to do.
@@ -17,6 +17,9 @@ const LINGER: Duration = Duration::from_secs(2);
 
 /// How many transfers of one lane are in flight at once.
 const IN_FLIGHT: usize = 64;
+
+/// How many failures are remembered; the first matter.
+const MOST_FAILURES: usize = 16;
 
 /// Starts a transfer; what it needs is inside.
 pub(crate) type Start = Box<dyn FnOnce() -> Result<Transfer> + Send>;
@@ -26,8 +29,17 @@ pub(crate) type Step = Box<dyn FnOnce() -> Result<u64> + Send>;
 pub(crate) enum Task {
     /// A transfer that may run beside its neighbours.
     Beside(Start, Completion),
-    /// A step that begins when everything before it has ended well; otherwise it ends with the first error.
+    /// A step that begins when everything before it has ended. It ends with the first error of what was before it,
+    /// unless the caller had seen that error before it asked for the step.
     After(Step, Completion),
+}
+
+/// Something that went wrong.
+struct Failure {
+    error: Error,
+    told: Option<Told>,
+    /// What was pushed before this number could not know of it.
+    known_from: u64,
 }
 
 /// What goes to one far rank.
@@ -39,10 +51,14 @@ pub(crate) struct Lane {
 
 #[derive(Default)]
 struct State {
-    queue: VecDeque<Task>,
+    queue: VecDeque<(u64, Task)>,
+    /// How many tasks were ever pushed.
+    pushed: u64,
     /// Tasks taken from the queue that have not ended.
     active: usize,
     running: bool,
+    /// What nobody was told of yet by a step that waits.
+    failures: Vec<Failure>,
 }
 
 impl Lane {
@@ -54,7 +70,9 @@ impl Lane {
     /// Adds a task behind all others.
     pub(crate) fn push(self: &Arc<Self>, task: Task) {
         let mut state = self.lock();
-        state.queue.push_back(task);
+        state.pushed += 1;
+        let number = state.pushed;
+        state.queue.push_back((number, task));
         if state.running {
             self.changed.notify_all();
             return;
@@ -67,7 +85,7 @@ impl Lane {
                 let why = Error::new(Kind::Exhausted, "put", format!("no thread can be started: {error}"));
                 let tasks = std::mem::take(&mut state.queue);
                 drop(state);
-                for task in tasks {
+                for (_, task) in tasks {
                     let (Task::Beside(_, done) | Task::After(_, done)) = task;
                     done.tell(Err(why.clone()));
                 }
@@ -80,7 +98,7 @@ impl Lane {
     }
 
     /// The next task; `None` where none came in time (then the thread has signed off).
-    fn next(&self, wait: bool) -> Option<Task> {
+    fn next(&self, wait: bool) -> Option<(u64, Task)> {
         let mut state = self.lock();
         loop {
             if let Some(task) = state.queue.pop_front() {
@@ -100,53 +118,65 @@ impl Lane {
         }
     }
 
-    fn ended(&self, done: Completion, outcome: Result<u64>) {
-        self.lock().active -= 1;
-        done.tell(outcome);
+    /// Tells how a task ended; its own failure is remembered for the steps behind it.
+    fn ended(&self, done: Completion, outcome: Result<u64>, own: bool) {
+        let known_from = self.lock().pushed + 1;
+        let error = outcome.as_ref().err().filter(|_| own).cloned();
+        let told = done.tell(outcome);
+        let mut state = self.lock();
+        state.active -= 1;
+        if let Some(error) = error
+            && state.failures.len() < MOST_FAILURES
+        {
+            state.failures.push(Failure { error, told, known_from });
+        }
+        drop(state);
         self.changed.notify_all();
+    }
+
+    /// What went wrong before a step, and is not known to who asked for it.
+    fn failed_before(&self, number: u64) -> Option<Error> {
+        let mut state = self.lock();
+        let seen = |failure: &Failure| failure.told.as_ref().is_some_and(Told::was_seen);
+        state.failures.retain(|failure| number < failure.known_from || !seen(failure));
+        let error = state.failures.first().map(|failure| failure.error.clone());
+        // Told now; but steps that were asked for before it happened must still learn of it.
+        state.failures.retain(|failure| number < failure.known_from);
+        error
     }
 
     fn run(&self) {
         let mut in_flight: VecDeque<(Transfer, Completion)> = VecDeque::new();
-        // The first error since the last step that waited: that step must not pretend that all went well.
-        let mut failed: Option<Error> = None;
         loop {
             match self.next(in_flight.is_empty()) {
-                Some(Task::Beside(start, done)) => match start() {
+                Some((_, Task::Beside(start, done))) => match start() {
                     Ok(transfer) => {
                         in_flight.push_back((transfer, done));
                         if in_flight.len() == IN_FLIGHT {
-                            self.settle_one(&mut in_flight, &mut failed);
+                            self.settle_one(&mut in_flight);
                         }
                     }
-                    Err(error) => {
-                        failed.get_or_insert(error.clone());
-                        self.ended(done, Err(error));
-                    }
+                    Err(error) => self.ended(done, Err(error), true),
                 },
-                Some(Task::After(step, done)) => {
+                Some((number, Task::After(step, done))) => {
                     while !in_flight.is_empty() {
-                        self.settle_one(&mut in_flight, &mut failed);
+                        self.settle_one(&mut in_flight);
                     }
-                    let outcome = match failed.take() {
-                        Some(error) => Err(error),
-                        None => step(),
-                    };
-                    self.ended(done, outcome);
+                    match self.failed_before(number) {
+                        Some(error) => self.ended(done, Err(error), false),
+                        None => self.ended(done, step(), true),
+                    }
                 }
                 None if in_flight.is_empty() => return,
-                None => self.settle_one(&mut in_flight, &mut failed),
+                None => self.settle_one(&mut in_flight),
             }
         }
     }
 
-    fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>, failed: &mut Option<Error>) {
+    fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>) {
         let Some((transfer, done)) = in_flight.pop_front() else { return };
         let outcome = transfer.wait().map(|()| transfer.value().unwrap_or(0)).map_err(Error::from);
-        if let Err(error) = &outcome {
-            failed.get_or_insert(error.clone());
-        }
-        self.ended(done, outcome);
+        self.ended(done, outcome, true);
     }
 
     /// Waits until everything that was pushed has ended; `false` when it has not in that time.

@@ -27,6 +27,9 @@ enum Repr {
 /// Where an operation's end is told.
 pub(crate) struct Completion(Option<Arc<Shared>>);
 
+/// An operation whose end was told.
+pub(crate) struct Told(Arc<Shared>);
+
 struct Shared {
     state: Mutex<State>,
     ended: Condvar,
@@ -38,7 +41,16 @@ struct Shared {
 struct State {
     outcome: Option<Result<u64>>,
     deferred: bool,
+    /// Somebody has looked how it ended.
+    seen: bool,
     wakers: Vec<Waker>,
+}
+
+impl State {
+    fn look(&mut self) -> Option<Result<u64>> {
+        self.seen |= self.outcome.is_some();
+        self.outcome.clone()
+    }
 }
 
 impl Operation {
@@ -55,14 +67,17 @@ impl Operation {
 
     /// Whether it has ended, well or not.
     pub fn is_done(&self) -> bool {
-        self.result().is_some()
+        match &self.0 {
+            Repr::Done(_) => true,
+            Repr::Live(shared) => shared.lock().outcome.is_some(),
+        }
     }
 
     /// How it ended, or `None` while it is in flight.
     pub fn result(&self) -> Option<Result<u64>> {
         match &self.0 {
             Repr::Done(outcome) => Some(outcome.clone()),
-            Repr::Live(shared) => shared.lock().outcome.clone(),
+            Repr::Live(shared) => shared.lock().look(),
         }
     }
 
@@ -76,11 +91,14 @@ impl Operation {
         let until = Instant::now() + shared.within.saturating_mul(2).min(Duration::from_secs(86_400 * 365));
         let mut state = shared.lock();
         loop {
-            if let Some(outcome) = &state.outcome {
-                return outcome.clone();
+            if let Some(outcome) = state.look() {
+                return outcome;
             }
             if state.deferred && group::is_open() {
-                return Err(Error::invalid(shared.op, "it starts at the end of the group: end the group first"));
+                return Err(Error::invalid(
+                    shared.op,
+                    "it starts at the end of the group: end the group first",
+                ));
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -99,8 +117,8 @@ impl Future for Operation {
             Repr::Done(outcome) => Poll::Ready(outcome.clone()),
             Repr::Live(shared) => {
                 let mut state = shared.lock();
-                if let Some(outcome) = &state.outcome {
-                    return Poll::Ready(outcome.clone());
+                if let Some(outcome) = state.look() {
+                    return Poll::Ready(outcome);
                 }
                 if !state.wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
                     state.wakers.push(cx.waker().clone());
@@ -113,7 +131,7 @@ impl Future for Operation {
 
 impl fmt::Debug for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Operation").field(&self.result()).finish()
+        f.debug_struct("Operation").field("done", &self.is_done()).finish()
     }
 }
 
@@ -137,10 +155,17 @@ impl Shared {
 
 impl Completion {
     /// Tells how it ended.
-    pub(crate) fn tell(mut self, outcome: Result<u64>) {
-        if let Some(shared) = self.0.take() {
-            shared.complete(outcome);
-        }
+    pub(crate) fn tell(mut self, outcome: Result<u64>) -> Option<Told> {
+        let shared = self.0.take()?;
+        shared.complete(outcome);
+        Some(Told(shared))
+    }
+}
+
+impl Told {
+    /// Whether somebody has looked how it ended.
+    pub(crate) fn was_seen(&self) -> bool {
+        self.0.lock().seen
     }
 }
 

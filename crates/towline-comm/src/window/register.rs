@@ -33,11 +33,8 @@ impl Communicator {
     ) -> Result<Option<Window>> {
         let storage = Buffer::new(storage);
         let options = options.into();
-        let slot = Arc::new(Slot {
-            core: OnceLock::new(),
-            closed: AtomicBool::new(false),
-            size: storage.size(),
-        });
+        let slot =
+            Arc::new(Slot { core: OnceLock::new(), closed: AtomicBool::new(false), size: storage.size() });
         let filled = Arc::clone(&slot);
         self.submit(OP, move |_| {
             Ok(Job::Call(Box::new(move |inner, team| register(inner, team, storage, options, &filled))))
@@ -101,9 +98,7 @@ impl Offer {
     /// An offer that says why there is none.
     fn refusal(error: &Error) -> (u8, String) {
         let index = Kind::ALL.iter().position(|(kind, _)| *kind == error.kind()).unwrap_or(0);
-        let mut why = error.message().to_owned();
-        why.truncate(why.floor_char_boundary(512));
-        (index as u8, why)
+        (index as u8, error.message().chars().take(512).collect())
     }
 }
 
@@ -129,7 +124,8 @@ fn judge(offers: &[Offer]) -> Result<()> {
 fn agree(offers: &[Offer], what: &str, of: impl Fn(&Offer) -> u64) -> Result<()> {
     let values: Vec<u64> = offers.iter().map(of).collect();
     let votes = |value: u64| values.iter().filter(|other| **other == value).count();
-    let Some(usual) = values.iter().copied().reduce(|best, next| if votes(next) > votes(best) { next } else { best })
+    let Some(usual) =
+        values.iter().copied().reduce(|best, next| if votes(next) > votes(best) { next } else { best })
     else {
         return Ok(());
     };
@@ -169,6 +165,8 @@ fn register(
         ticket: prepared.as_ref().map_or_else(|_| Vec::new(), |(_, ticket)| ticket.encode()),
     };
     let told = team.all_gather_bytes(OP, &mine.encode())?;
+    // Ranks wait for the memory of windows that they closed before they came here and this one keeps open.
+    inner.windows().release_ended();
     let offers = told.iter().map(|bytes| Offer::decode(bytes)).collect::<Result<Vec<_>>>()?;
     let id = offers.iter().map(|offer| offer.next_id).max().unwrap_or(1);
     inner.windows().use_up(id);

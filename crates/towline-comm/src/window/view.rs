@@ -98,6 +98,19 @@ impl fmt::Debug for PeerView {
 
 /// A series of small accesses to a window: everything that each needs was looked up once. Its calls run at once, also
 /// inside a group, and wait for their end.
+///
+/// ```
+/// # let id = towline_comm::get_unique_id()?;
+/// # let comm = towline_comm::Communicator::init(1, 0, &id, towline_comm::Config::default())?;
+/// # let memory = towline_comm::mem_alloc(4096)?;
+/// # let window = comm.register_window(memory, towline_comm::WindowFlag::DEFAULT)?.expect("windows");
+/// let epoch = window.epoch()?;
+/// for round in 1..=100u64 {
+///     epoch.put_signal(0, 0, &round.to_ne_bytes(), 0, 0)?;
+///     epoch.wait_level(0, 0, 0, round)?;
+/// }
+/// # Ok::<(), towline_comm::Error>(())
+/// ```
 pub struct Epoch<'w> {
     window: &'w Window,
     core: Arc<WindowCore>,
@@ -109,7 +122,10 @@ impl Epoch<'_> {
     /// Copies bytes into `peer`'s memory.
     pub fn put(&self, peer: usize, offset: usize, bytes: &[u8]) -> Result<()> {
         match self.pinned(peer, "put")? {
-            Some(pinned) => Ok(pinned.write_at(offset, bytes)?),
+            Some(pinned) => {
+                self.core.order();
+                Ok(pinned.write_at(offset, bytes)?)
+            }
             None => self.window.put_bytes(peer, offset, bytes)?.wait().map(|_| ()),
         }
     }
@@ -126,9 +142,17 @@ impl Epoch<'_> {
     }
 
     /// Copies bytes into `peer`'s memory, then raises its counter of that context and index by one.
-    pub fn put_signal(&self, peer: usize, offset: usize, bytes: &[u8], context: u32, index: u32) -> Result<()> {
+    pub fn put_signal(
+        &self,
+        peer: usize,
+        offset: usize,
+        bytes: &[u8],
+        context: u32,
+        index: u32,
+    ) -> Result<()> {
         match self.pinned(peer, "put_signal")? {
             Some(pinned) if self.team.is_near(peer) => {
+                self.core.order();
                 pinned.write_at(offset, bytes)?;
                 self.team.signal(peer, context, index, 1)
             }

@@ -111,11 +111,25 @@ fn a_shrink_of_nobody_or_of_strangers_is_invalid() {
 fn survivors_that_disagree_about_the_dead_all_get_an_error() {
     let _watchdog = watch("disagreeing survivors");
     let shorter = Config { timeout: Duration::from_secs(2), ..config() };
-    let ended = errors(3, &shorter, |comm, rank| match rank {
-        0 => comm.shrink(&[2]),
-        _ => comm.shrink(&[3 - rank - rank / 2 * 2]),
-    });
+    // Rank 0 believes that 2 is dead, rank 1 that 3 is, rank 2 that 1 is, rank 3 that 0 is.
+    let ended = errors(4, &shorter, |comm, rank| comm.shrink(&[[2, 3, 1, 0][rank]]));
     assert!(ended.iter().all(|error| matches!(error.kind(), Kind::Invalid | Kind::Timeout)), "{ended:?}");
+}
+
+#[test]
+fn a_survivor_that_is_gone_too_is_named_at_once() {
+    let _watchdog = watch("a dead survivor");
+    let gone = std::sync::Barrier::new(4);
+    let ended = outcomes(4, &config(), |comm, rank| {
+        if rank >= 2 {
+            comm.destroy();
+        }
+        gone.wait();
+        if rank < 2 { comm.shrink(&[3]).map(|_| ()) } else { Ok(()) }
+    });
+    for outcome in &ended[..2] {
+        assert_eq!(outcome.as_ref().unwrap_err().ranks(), [2], "{outcome:?}");
+    }
 }
 
 #[test]
@@ -158,8 +172,8 @@ fn an_abort_unblocks_everybody() {
             }
             comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT).map(|_| ())
         });
-        for rank in 0..2 {
-            let error = ended[rank].as_ref().unwrap_err();
+        for outcome in &ended[..2] {
+            let error = outcome.as_ref().unwrap_err();
             assert_eq!((error.kind(), error.ranks()), (Kind::Canceled, &[2][..]), "{way:?}: {error}");
         }
     }
@@ -250,4 +264,58 @@ fn a_non_blocking_meeting_that_fails_is_told_by_the_state() {
     let error = comm.get_async_error().unwrap_err();
     assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[0, 2][..]));
     comm.destroy();
+}
+
+#[test]
+fn everything_can_be_used_from_any_thread() {
+    fn sync<T: Send + Sync>() {}
+    sync::<Communicator>();
+    sync::<towline_comm::Window>();
+    sync::<towline_comm::RegisteredBuffer>();
+    sync::<towline_comm::Memory>();
+    sync::<towline_comm::Operation>();
+    sync::<towline_comm::PeerView>();
+    sync::<towline_comm::Epoch<'static>>();
+}
+
+#[test]
+fn threads_of_one_rank_share_its_communicator() {
+    let _watchdog = watch("threads of one rank");
+    for way in WAYS {
+        all(2, &way.config(), |comm, rank| {
+            let window = comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT)?.unwrap();
+            thread::scope(|scope| {
+                for index in 0..4 {
+                    let window = &window;
+                    scope.spawn(move || {
+                        for _ in 0..50 {
+                            let put = window
+                                .put_signal_bytes(1 - rank, index * 8, &[index as u8; 8], 0, index as u32)
+                                .unwrap();
+                            drop(put);
+                            let wait = WaitSignal { index: index as u32, ..WaitSignal::from_rank(1 - rank) };
+                            comm.wait_signal(&[wait]).unwrap();
+                        }
+                    });
+                }
+            });
+            comm.finalize()
+        });
+    }
+}
+
+#[test]
+fn a_handle_can_be_closed_while_another_thread_waits_for_a_signal() {
+    let _watchdog = watch("closing beside a wait");
+    all(1, &config(), |comm, _| {
+        let window = comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT)?.unwrap();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| comm.wait_signal(&[WaitSignal::from_rank(0)]));
+            thread::sleep(Duration::from_millis(50));
+            window.close();
+            assert!(!waiting.is_finished());
+            comm.signal(0, 0, 0)?.wait()?;
+            waiting.join().unwrap()
+        })
+    });
 }

@@ -72,7 +72,10 @@ fn a_rank_outside_the_group_is_named_to_everybody() {
     assert_eq!((error.kind(), error.ranks()), (Kind::Invalid, &[5][..]));
     let error = waiting.join().unwrap().unwrap_err();
     assert_eq!((error.kind(), error.ranks()), (Kind::Invalid, &[5][..]));
-    assert_eq!(Communicator::init(0, 0, &get_unique_id().unwrap(), config()).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(
+        Communicator::init(0, 0, &get_unique_id().unwrap(), config()).unwrap_err().kind(),
+        Kind::Invalid
+    );
 }
 
 #[test]
@@ -86,6 +89,15 @@ fn ranks_that_differ_about_size_or_settings_are_refused_on_every_rank() {
             assert_eq!((error.kind(), error.ranks().len()), (Kind::Invalid, 1), "{error}");
         }
     }
+}
+
+#[test]
+fn a_rank_that_comes_after_the_meeting_has_failed_learns_why() {
+    let _watchdog = watch("a late rank");
+    let id = get_unique_id().unwrap();
+    refused(&id, &[(3, 1, config()), (3, 1, config())], Kind::Invalid, &[1]);
+    let error = Communicator::init(3, 0, &id, config()).unwrap_err();
+    assert_eq!((error.kind(), error.ranks()), (Kind::Invalid, &[1][..]), "{error}");
 }
 
 #[test]

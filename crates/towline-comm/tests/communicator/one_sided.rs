@@ -246,7 +246,9 @@ fn blocks_and_strides_go_where_the_layouts_say() {
             window.get_blocks(peer, &spread, &[9u32, 3], &back, &packed, &[0u32, 1])?.wait()?;
             let mut bytes = vec![0; 192];
             back.read_at(0, &mut bytes)?;
-            assert!(bytes[..64].iter().all(|byte| *byte == 9) && bytes[64..128].iter().all(|byte| *byte == 16));
+            assert!(
+                bytes[..64].iter().all(|byte| *byte == 9) && bytes[64..128].iter().all(|byte| *byte == 16)
+            );
             assert!(bytes[128..].iter().all(|byte| *byte == 0));
             comm.finalize()
         });

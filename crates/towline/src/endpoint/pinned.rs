@@ -104,7 +104,7 @@ impl Pinned {
             return Ok(());
         }
         // SAFETY: as in `read_at`.
-        unsafe { bytes::copy(into, from.as_ptr(), from.len()) };
+        unsafe { bytes::copy_to_publish(into, from.as_ptr(), from.len()) };
         Ok(())
     }
 
@@ -112,14 +112,18 @@ impl Pinned {
     pub fn copy_to(&self, offset: usize, target: &Span) -> Result<()> {
         let from = self.range("copy_to", Access::READ, offset, target.len())?;
         // SAFETY: as in `read_at`; `inside` keeps the local bytes.
-        target.inside("copy_to", 0, target.len(), |into| unsafe { bytes::copy(into, from, target.len()) })
+        target.inside("copy_to", 0, target.len(), |into| unsafe {
+            bytes::copy_to_publish(into, from, target.len())
+        })
     }
 
     /// Copies the whole of a local span, to `offset` on. `Stale` where the span's region was revoked.
     pub fn copy_from(&self, offset: usize, source: &Span) -> Result<()> {
         let into = self.range("copy_from", Access::WRITE, offset, source.len())?;
         // SAFETY: as in `read_at`; `inside` keeps the local bytes.
-        source.inside("copy_from", 0, source.len(), |from| unsafe { bytes::copy(into, from, source.len()) })
+        source.inside("copy_from", 0, source.len(), |from| unsafe {
+            bytes::copy_to_publish(into, from, source.len())
+        })
     }
 
     /// Reads the 64-bit word at that offset; what its writer stored before is visible afterwards (acquire).

@@ -107,19 +107,19 @@ impl PinPage {
 
     /// Maps what the owner sent, after checking seals, size and magic.
     pub(crate) fn map(fd: OwnedFd) -> Result<PinPage> {
-        let mapping = shared::map_received(&fd, BYTES, true, "connect")?;
-        let page = PinPage { mapping, fd: None, doorbell: None };
-        let header = page.header();
+        // The header first: a page of another version may have another size.
+        let start = shared::map_received(&fd, size_of::<Header>(), true, "connect")?;
+        let header = &start.lend::<Header>(0, 1)[0];
         if header.magic.load(Ordering::Acquire) != MAGIC {
             return Err(Error::protocol("connect", "the memory file is not a pin page"));
         }
-        match header.version.load(Ordering::Relaxed) {
-            VERSION => Ok(page),
-            other => {
-                let message = format!("the pin page has version {other}, this side knows {VERSION}");
-                Err(Error::new(Kind::Unsupported, "connect", message))
-            }
+        let version = header.version.load(Ordering::Relaxed);
+        if version != VERSION {
+            let message = format!("the pin page has version {version}, this side knows {VERSION}");
+            return Err(Error::new(Kind::Unsupported, "connect", message));
         }
+        let mapping = shared::map_received(&fd, BYTES, true, "connect")?;
+        Ok(PinPage { mapping, fd: None, doorbell: None })
     }
 
     /// Gives the eventfd that a release rings while the owner drains.

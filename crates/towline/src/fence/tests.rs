@@ -267,6 +267,11 @@ fn what_is_not_a_pin_page_is_refused() {
     let (fd, _mapping) = super::shared::create("test", 1 << 20, "test").unwrap();
     super::shared::seal_size(std::os::fd::AsFd::as_fd(&fd), "test").unwrap();
     assert_eq!(PinPage::map(fd).err().unwrap().kind(), Kind::Protocol);
+    // Of another version, and of another size.
+    let (fd, _mapping) = super::shared::create("test", 4096, "test").unwrap();
+    rustix::io::pwrite(&fd, b"towl-pin\x01\0\0\0", 0).unwrap();
+    super::shared::seal_size(std::os::fd::AsFd::as_fd(&fd), "test").unwrap();
+    assert_eq!(PinPage::map(fd).err().unwrap().kind(), Kind::Unsupported);
     let mut page = PinPage::create().unwrap();
     assert!(page.take_fd().is_some() && page.fd().is_none());
 }

@@ -4,6 +4,7 @@
 use std::ffi::{c_int, c_void};
 use std::hint::black_box;
 use std::ptr;
+use std::sync::atomic::{Ordering, fence};
 
 use super::{Place, Storage};
 use crate::{Error, Kind, Result};
@@ -24,6 +25,22 @@ pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) {
     // BYTES MOVE HERE
     // SAFETY: both ranges are valid by the caller's promise, and `memmove` allows them to overlap.
     unsafe { memmove(dst.cast(), src.cast(), len) };
+}
+
+/// From this length on a copy may have gone around the cache, and a release store alone does not wait for that.
+const MAY_LINGER: usize = 4096;
+
+/// [`copy`] for bytes that are published by a release store or a wake afterwards, and not by a check of the fence.
+///
+/// # Safety
+/// As for [`copy`].
+#[inline]
+pub(crate) unsafe fn copy_to_publish(dst: *mut u8, src: *const u8, len: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { copy(dst, src, len) };
+    if len >= MAY_LINGER {
+        fence(Ordering::SeqCst);
+    }
 }
 
 /// Sets `len` bytes to `value`; others may touch them meanwhile, as for [`copy`].
@@ -73,7 +90,7 @@ pub trait MemoryAccess: Storage {
     fn write_at(&self, offset: usize, from: &[u8]) -> Result<()> {
         let into = host_pointer(self, "write_at", offset, from.len())?;
         // SAFETY: as in `read_at`; that no Rust reference to the destination exists is promise 4 of `Storage`.
-        unsafe { copy(into, from.as_ptr(), from.len()) };
+        unsafe { copy_to_publish(into, from.as_ptr(), from.len()) };
         Ok(())
     }
 

@@ -228,6 +228,7 @@ pub(crate) unsafe fn reduce(
 /// # Safety
 /// `addr` is aligned to 8, valid for reads and writes of 8 bytes, and no Rust reference to them is alive.
 #[allow(dead_code, reason = "the paths between workers call it")]
+#[inline]
 pub(crate) unsafe fn fetch_add(addr: *mut u8, v: u64) -> u64 {
     // SAFETY: the caller's promise.
     unsafe { AtomicU64::from_ptr(addr.cast()) }.fetch_add(v, Ordering::SeqCst)
@@ -238,6 +239,7 @@ pub(crate) unsafe fn fetch_add(addr: *mut u8, v: u64) -> u64 {
 /// # Safety
 /// `addr` is aligned to 8, valid for reads and writes of 8 bytes, and no Rust reference to them is alive.
 #[allow(dead_code, reason = "the paths between workers call it")]
+#[inline]
 pub(crate) unsafe fn compare_swap(addr: *mut u8, expected: u64, new: u64) -> u64 {
     // SAFETY: the caller's promise.
     let cell = unsafe { AtomicU64::from_ptr(addr.cast()) };

@@ -10,6 +10,7 @@ use crate::{Error, Kind, Result};
 
 impl RegionCore {
     /// The address of the eight aligned bytes at that offset.
+    #[inline]
     pub(super) fn word(&self, op: &'static str, offset: usize) -> Result<*mut u64> {
         if self.place != Place::Host {
             return Err(self.out_of_reach(op));
@@ -137,7 +138,7 @@ impl Span {
     pub fn write_at(&self, offset: usize, from: &[u8]) -> Result<()> {
         self.inside("write_at", offset, from.len(), |into| {
             // SAFETY: `inside` checked the range and keeps the memory, to which no Rust reference exists.
-            unsafe { bytes::copy(into, from.as_ptr(), from.len()) }
+            unsafe { bytes::copy_to_publish(into, from.as_ptr(), from.len()) }
         })
     }
 

@@ -7,7 +7,7 @@ use towline::{Dtype, Kind as ErrorKind, SharedStorage};
 use super::rig::{Form, Links, Room, on_ranks};
 use crate::collective::Algorithm;
 use crate::combine::{Op, Scalar};
-use crate::{Communicator, Config, Memory, Result};
+use crate::{Communicator, Config, Memory, Result, WindowFlag};
 
 const ROOM: usize = 1 << 16;
 
@@ -149,6 +149,32 @@ fn the_choice_and_its_reason_are_told() {
 }
 
 #[test]
+fn groups_are_as_near_and_as_far_as_the_tests_take_them_to_be() {
+    let near =
+        |links| on_ranks(4, links, |comm| (0..4).map(|peer| comm.is_near(peer).unwrap()).collect::<Vec<_>>());
+    assert_eq!(near(Links::Near), vec![[true; 4]; 4]);
+    for (rank, seen) in near(Links::Far).into_iter().enumerate() {
+        assert!((0..4).all(|peer| seen[peer] == (peer == rank)), "{rank}: {seen:?}");
+    }
+    let mixed = near(Links::Mixed);
+    assert!(mixed[2][3] && mixed[3][2] && !mixed[0][1] && !mixed[0][2], "{mixed:?}");
+}
+
+#[test]
+fn a_far_group_and_a_mixed_one_say_why_they_take_a_ring() {
+    for (links, why) in [(Links::Far, "all ranks are far"), (Links::Mixed, "of 4 ranks do not share memory")]
+    {
+        on_ranks(4, links, |comm| {
+            let room = Room::new(comm, 1 << 18);
+            let [send, recv] = room.memory(Form::Windows, comm.rank().unwrap());
+            comm.all_reduce(&send, &recv, Dtype::U8, Op::Sum).unwrap();
+            assert_eq!(comm.last_algorithm().unwrap(), Some(Algorithm::Ring));
+            assert!(comm.explain().unwrap().contains(why), "{}", comm.explain().unwrap());
+        });
+    }
+}
+
+#[test]
 fn arguments_that_make_no_sense_are_refused_before_anything_is_announced() {
     on_ranks(3, Links::Near, |comm| {
         let rank = comm.rank().unwrap();
@@ -190,6 +216,61 @@ fn arguments_that_make_no_sense_are_refused_before_anything_is_announced() {
             }
         }
         usable(comm, &send, &recv);
+    });
+}
+
+#[test]
+fn ranks_that_use_windows_of_their_own_take_the_direct_path() {
+    on_ranks(3, Links::Near, |comm| {
+        let rank = comm.rank().unwrap();
+        let room = Room::new(comm, ROOM);
+        let [mut send, mut recv] = room.memory(Form::Windows, rank);
+        if rank == 1 {
+            std::mem::swap(&mut send, &mut recv);
+        }
+        usable(comm, &send, &recv);
+        assert_eq!(comm.last_algorithm().unwrap(), Some(Algorithm::Direct));
+    });
+}
+
+#[test]
+fn a_root_whose_window_another_rank_has_closed_is_served_by_channels() {
+    on_ranks(3, Links::Near, |comm| {
+        let rank = comm.rank().unwrap();
+        let window =
+            comm.register_window(SharedStorage::new(ROOM).unwrap(), WindowFlag::DEFAULT).unwrap().unwrap();
+        let recv = comm.memory(SharedStorage::new(ROOM).unwrap()).unwrap();
+        let send = window.memory().unwrap();
+        for (closed, algorithm) in [(false, Algorithm::Direct), (true, Algorithm::Ring)] {
+            if closed && rank == 2 {
+                window.close();
+            }
+            if rank == 0 {
+                send.write_at(ROOM - 1, &[7 + u8::from(closed)]).unwrap();
+            }
+            comm.broadcast((rank == 0).then_some(&send), (rank > 0).then_some(&recv), Dtype::U8, 0).unwrap();
+            assert_eq!(comm.last_algorithm().unwrap(), Some(algorithm), "{}", comm.explain().unwrap());
+            if rank > 0 {
+                let mut last = [0];
+                recv.read_at(ROOM - 1, &mut last).unwrap();
+                assert_eq!(last, [7 + u8::from(closed)]);
+            }
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn buffers_that_are_registered_anew_for_every_call_keep_the_direct_path() {
+    on_ranks(3, Links::Near, |comm| {
+        for _ in 0..20 {
+            let [send, recv] =
+                [0, 1].map(|_| comm.register_buffer(SharedStorage::new(ROOM).unwrap()).unwrap());
+            usable(comm, &send.memory().unwrap(), &recv.memory().unwrap());
+            assert_eq!(comm.last_algorithm().unwrap(), Some(Algorithm::Direct));
+            recv.close();
+        }
+        assert_eq!(comm.open_handles().unwrap(), 0);
     });
 }
 

@@ -1,6 +1,6 @@
 //! Messages between two ranks.
 
-use towline::{Dtype, Kind as ErrorKind};
+use towline::{Dtype, Kind as ErrorKind, SharedStorage};
 
 use super::rig::{Form, Links, Numbers, Room, on_ranks};
 use crate::{Communicator, Memory, group};
@@ -102,6 +102,25 @@ fn a_group_on_one_side_meets_plain_calls_on_the_other() {
                 }
                 holds(&recv, 1 - rank);
             }
+        }
+    });
+}
+
+#[test]
+fn a_message_from_a_buffer_that_was_registered_anew_is_the_new_one() {
+    on_ranks(2, Links::Near, |comm| {
+        let rank = comm.rank().unwrap();
+        for round in 0..10 {
+            let buffer = comm.register_buffer(SharedStorage::new(ROOM).unwrap()).unwrap();
+            let memory = buffer.memory().unwrap();
+            if rank == 0 {
+                fill(&memory, round);
+                comm.send(&memory, Dtype::U8, 1).unwrap();
+            } else {
+                comm.recv(&memory, Dtype::U8, 0).unwrap();
+                holds(&memory, round);
+            }
+            buffer.close();
         }
     });
 }

@@ -38,9 +38,7 @@ fn case(numbers: &mut Numbers, nranks: usize, links: Links, wanted: Option<Algor
     let count = 1 + numbers.below(largest / dtype.size());
     let algorithm = wanted.unwrap_or(Algorithm::Auto);
     let possible = match algorithm {
-        Algorithm::Direct => {
-            nranks == 1 || (links == Links::Near && form.is_registered() && registers(kind, form))
-        }
+        Algorithm::Direct => nranks == 1 || (links == Links::Near && form.is_registered()),
         Algorithm::Ring => !matches!(kind, Kind::Gather | Kind::Scatter | Kind::AllToAll),
         Algorithm::Tree => matches!(kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast),
         _ => true,
@@ -57,11 +55,6 @@ fn case(numbers: &mut Numbers, nranks: usize, links: Links, wanted: Option<Algor
         seed: numbers.next(),
     };
     possible.then_some(case)
-}
-
-/// Whether all ranks name one window where only the root's memory is touched: they name the other side's otherwise.
-fn registers(kind: Kind, form: Form) -> bool {
-    !(matches!(kind, Kind::Broadcast | Kind::Scatter | Kind::Gather | Kind::Reduce) && form == Form::Windows)
 }
 
 fn compare(nranks: usize, links: Links, wanted: &[Option<Algorithm>], cases: usize, seed: u64) {

@@ -69,7 +69,7 @@ impl GrantHandle {
     /// The region's row in the owner's table, as far as owner and user share memory.
     #[inline]
     pub(crate) fn row(&self) -> Option<&Row> {
-        self.session.local().ok()?.table.row(self.row)
+        self.session.shared()?.table.row(self.row)
     }
 
     /// Pins the owner's row for long. Holders of one region share a pin, which is released with the last of them.

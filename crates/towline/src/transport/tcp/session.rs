@@ -477,9 +477,15 @@ impl Session {
             .clone()
     }
 
-    /// What a session with a process of the same user on this host has; the error says why this is none.
+    /// What a session with a process of the same user on this host has.
+    #[inline]
+    pub(super) fn shared(&self) -> Option<&Local> {
+        self.local.as_ref()
+    }
+
+    /// [`shared`](Self::shared); the error says why this is none.
     pub(super) fn local(&self) -> Result<&Local> {
-        self.local.as_ref().ok_or_else(|| {
+        self.shared().ok_or_else(|| {
             let reason = match self.medium {
                 Medium::Tcp(_) => "the owner is reached by tcp",
                 Medium::Unix => "the owner runs as another user and shares no memory",
