@@ -156,8 +156,8 @@ fn announce(inner: &Inner, team: &Team, job: &Job) -> Announced {
         flags |= NEAR;
     }
     let mut words = [0; 4];
-    for (Side { place, mapped }, memory) in [(SEND, &job.send_home), (RECV, &job.recv_home)] {
-        let Some((id, offset)) = memory.as_ref().and_then(Memory::window) else { continue };
+    for (Side { place, mapped }, memory) in [(SEND, job.send_home()), (RECV, job.recv_home())] {
+        let Some((id, offset)) = memory.and_then(Memory::window) else { continue };
         words[place] = id;
         words[place + 1] = offset as u64;
         if flags & NEAR != 0
@@ -260,8 +260,8 @@ impl Everybody {
         let nranks = team.nranks();
         let ids: Vec<u64> = self.words.iter().map(|words| words[side.place]).collect();
         let (mine, home) = match side.place {
-            0 => (&job.send, &job.send_home),
-            _ => (&job.recv, &job.recv_home),
+            0 => (&job.send, job.send_home()),
+            _ => (&job.recv, job.recv_home()),
         };
         let shared = match (plan, home) {
             (Plan::Nothing, _) => return Ok(Some(Vec::new())),

@@ -182,6 +182,30 @@ impl Communicator {
         }
     }
 
+    /// [`submit`](Self::submit) of a call that nothing but a group or the communicator's thread holds back: otherwise it
+    /// runs at once, without being put anywhere.
+    pub(crate) fn submit_call<W>(
+        &self,
+        op: &'static str,
+        prepare: impl FnOnce(&Arc<Inner>) -> Result<W>,
+    ) -> Result<()>
+    where
+        W: FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + Send + 'static,
+    {
+        let prepared = self.inner(op).and_then(|inner| {
+            inner.check_usable(op)?;
+            Ok((inner, prepare(inner)?))
+        });
+        let (inner, work) = prepared.map_err(group::poison)?;
+        if inner.config.blocking && !group::is_open() {
+            return inner.run_now(work);
+        }
+        match group::defer(inner, Job::Call(Box::new(work))) {
+            Some(job) => inner.launch(vec![job]),
+            None => Ok(()),
+        }
+    }
+
     /// This rank's number in the group.
     pub fn rank(&self) -> Result<usize> {
         Ok(self.inner("rank")?.place("rank")?.0)

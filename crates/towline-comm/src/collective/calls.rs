@@ -10,6 +10,7 @@ use super::{Algorithm, Ask, Job, point};
 use crate::combine::Op;
 use crate::communicator::{Communicator, Inner};
 use crate::group;
+use crate::team::Team;
 use crate::{Error, Memory, Result};
 
 /// The collectives of a communicator by an algorithm that the caller names: see [`Communicator::using`].
@@ -30,11 +31,11 @@ impl Using<'_> {
         dtype: Dtype,
         (op, root): (Op, usize),
     ) -> Result<()> {
-        self.comm.submit(kind.name(), |inner| {
+        self.comm.submit_call(kind.name(), |inner| {
             let (send, recv) = memory;
             let ask = Ask { kind, send, recv, dtype, op, root, algorithm: self.algorithm };
             let job = checked(inner, ask)?;
-            Ok(group::Job::Call(Box::new(move |inner, team| super::run(inner, team, &job))))
+            Ok(move |inner: &Arc<Inner>, team: &Arc<Team>| super::run(inner, team, &job))
         })
     }
 
@@ -183,11 +184,11 @@ impl Communicator {
 
     /// Returns when everybody has called it.
     pub fn barrier(&self) -> Result<()> {
-        self.submit("barrier", |_| {
-            Ok(group::Job::Call(Box::new(|_, team| {
+        self.submit_call("barrier", |_| {
+            Ok(|_: &Arc<Inner>, team: &Arc<Team>| {
                 let _one_call = team.serialise();
                 team.barrier().map_err(|error| error.during("barrier"))
-            })))
+            })
         })
     }
 

@@ -33,10 +33,8 @@ pub(crate) struct Job {
     pub(crate) send: Option<Memory>,
     /// What this rank receives into, exactly; `None` where it receives nothing.
     pub(crate) recv: Option<Memory>,
-    /// Whose window or buffer stands for what this rank sends and receives when the ranks compare them: also where this
-    /// rank does not take part on that side, so that all can name the same.
-    pub(crate) send_home: Option<Memory>,
-    pub(crate) recv_home: Option<Memory>,
+    /// Memory whose window or buffer stands for what this rank does not send, or does not receive.
+    idle_home: Option<Memory>,
     /// This rank's factor, as its peers need it.
     pub(crate) scale: u64,
 }
@@ -94,7 +92,11 @@ impl Job {
         let recv =
             recv.map(|recv| if recv.len() == received { Ok(recv.clone()) } else { recv.part(0, received) });
         let recv = recv.transpose()?;
-        let home = |given: Option<&Memory>, other: Option<&Memory>| given.or(other).cloned();
+        let idle_home = match (send, &recv) {
+            (Some(_), Some(_)) => None,
+            (None, _) => ask.send.or(ask.recv).cloned(),
+            (_, None) => ask.recv.or(ask.send).cloned(),
+        };
         let job = Job {
             kind,
             dtype,
@@ -102,14 +104,24 @@ impl Job {
             root,
             algorithm,
             block,
-            send_home: home(ask.send, ask.recv),
-            recv_home: home(ask.recv, ask.send),
+            idle_home,
             send: send.cloned(),
             recv,
             scale: op.scale(dtype).map_err(|error| error.during(name))?,
         };
         job.no_overlap(rank)?;
         Ok(job)
+    }
+
+    /// Whose window or buffer stands for what this rank sends when the ranks compare them: also where it does not send,
+    /// so that all can name the same.
+    pub(crate) fn send_home(&self) -> Option<&Memory> {
+        self.send.as_ref().or(self.idle_home.as_ref())
+    }
+
+    /// [`send_home`](Self::send_home) for what this rank receives.
+    pub(crate) fn recv_home(&self) -> Option<&Memory> {
+        self.recv.as_ref().or(self.idle_home.as_ref())
     }
 
     /// How many bytes the sender with the most data sends.

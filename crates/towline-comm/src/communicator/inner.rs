@@ -54,10 +54,17 @@ pub(crate) struct Inner {
     pub(crate) awaited: Mutex<HashMap<(usize, u32, u32), u64>>,
     lanes: Mutex<HashMap<usize, Arc<Lane>>>,
     pub(crate) worker: Arc<Worker>,
-    busy: Mutex<usize>,
+    calls: Mutex<Calls>,
     idle: Condvar,
     pub(crate) shrinks: Mutex<u64>,
     pub(crate) collectives: collective::State,
+}
+
+/// Calls that run, and threads that wait until none does.
+#[derive(Default)]
+struct Calls {
+    running: usize,
+    waiting: usize,
 }
 
 /// Counts a call that is running.
@@ -65,8 +72,12 @@ struct Busy<'i>(&'i Inner);
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
-        *self.0.busy.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.0.idle.notify_all();
+        let mut calls = self.0.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        calls.running -= 1;
+        // Telling is a system call, whether anybody listens or not.
+        if calls.running == 0 && calls.waiting > 0 {
+            self.0.idle.notify_all();
+        }
     }
 }
 
@@ -86,7 +97,7 @@ impl Inner {
             awaited: Mutex::new(HashMap::new()),
             lanes: Mutex::new(HashMap::new()),
             worker: Arc::default(),
-            busy: Mutex::new(0),
+            calls: Mutex::default(),
             idle: Condvar::new(),
             shrinks: Mutex::new(0),
             collectives: collective::State::default(),
@@ -170,8 +181,18 @@ impl Inner {
         group::run(self, &team, jobs)
     }
 
+    /// Runs one call of a blocking communicator.
+    pub(crate) fn run_now(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()>,
+    ) -> Result<()> {
+        let team = self.team("submit")?;
+        let _busy = self.enter();
+        work(self, &team)
+    }
+
     fn enter(&self) -> Busy<'_> {
-        *self.busy.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner).running += 1;
         Busy(self)
     }
 
@@ -180,13 +201,15 @@ impl Inner {
         let until = Instant::now() + self.config.timeout.min(Duration::from_secs(86_400 * 365));
         let left = || until.saturating_duration_since(Instant::now());
         let queued = self.worker.wait_idle(left());
-        let busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
-        let (busy, _) = self
+        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        calls.waiting += 1;
+        let (mut calls, _) = self
             .idle
-            .wait_timeout_while(busy, left(), |busy| *busy > 0)
+            .wait_timeout_while(calls, left(), |calls| calls.running > 0)
             .unwrap_or_else(PoisonError::into_inner);
-        let calm = *busy == 0;
-        drop(busy);
+        calls.waiting -= 1;
+        let calm = calls.running == 0;
+        drop(calls);
         let lanes: Vec<_> =
             self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         lanes.iter().all(|lane| lane.wait_idle(left())) && queued && calm

@@ -261,12 +261,11 @@ impl Member {
             // Everybody has closed before anybody looks.
             Ok(comm.barrier()?)
         };
-        batch()?;
-        batch()?;
+        let all = || (0..count.div_ceil(at_a_time.max(1))).try_for_each(|_| batch());
+        // As many before, so that the allocator and the tables have grown to what they need.
+        all()?;
         let (before, before_bytes) = (Usage::now(), resident());
-        for _ in 0..count.div_ceil(at_a_time.max(1)) {
-            batch()?;
-        }
+        all()?;
         let (after, after_bytes) = (Usage::now(), resident());
         let grown = |after: usize, before: usize| after as i64 - before as i64;
         Ok(Answer::Grown {
