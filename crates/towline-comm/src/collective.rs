@@ -27,6 +27,7 @@ use self::choice::{Choice, Kind, Situation};
 use self::direct::{Part, Reach, Whose};
 pub(crate) use self::job::{Ask, Job};
 use self::run::Run;
+use crate::combine::Op;
 use crate::communicator::Inner;
 use crate::team::{Call, PAYLOAD, Round, Team};
 use crate::window::{BUFFER_BIT, WindowCore};
@@ -36,6 +37,7 @@ use crate::{Error, Memory, Result};
 #[derive(Default)]
 pub(crate) struct State {
     last: Mutex<Option<Choice>>,
+    room: Mutex<tiny::Room>,
     /// Whether all ranks can map each other's registered buffers, by the ids that the ranks gave them.
     agreed: Mutex<HashMap<Vec<u64>, bool>>,
     pub(self) sources: point::Sources,
@@ -74,18 +76,22 @@ pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()>
 
 fn run_tiny(inner: &Inner, team: &Team, job: &Job) -> Result<()> {
     let nranks = team.nranks();
-    let mut payload = vec![0; job.send.as_ref().map_or(0, Memory::len)];
+    let mut room = inner.collectives.room.lock().unwrap_or_else(PoisonError::into_inner);
+    let payload = room.payload.bytes(job.send.as_ref().map_or(0, Memory::len));
     if let Some(send) = &job.send {
-        send.read_at(0, &mut payload)?;
+        send.read_at(0, payload)?;
     }
     let words = [job.scale, 0, 0, 0];
-    let round = team.enter(Call { name: job.kind.name(), digest: job.digest(), words, payload: &payload })?;
+    let round = team.enter(Call { name: job.kind.name(), digest: job.digest(), words, payload })?;
     inner.collectives.remember(choice::choose(situation(job, nranks, 0, 0), job.algorithm, true)?);
-    let scales = (0..nranks).map(|rank| round.words(rank)[0]).collect();
     if job.block == 0 {
         return Ok(());
     }
-    tiny::run(&Run { team, job, rank: team.rank(), nranks, scales }, &round)
+    let scales = match job.op {
+        Op::ScaledSum(_) => (0..nranks).map(|rank| round.words(rank)[0]).collect(),
+        _ => Vec::new(),
+    };
+    tiny::run(&Run { team, job, rank: team.rank(), nranks, scales }, &round, &mut room)
 }
 
 fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()> {

@@ -182,25 +182,24 @@ impl Communicator {
         }
     }
 
-    /// [`submit`](Self::submit) of a call that nothing but a group or the communicator's thread holds back: otherwise it
-    /// runs at once, without being put anywhere.
-    pub(crate) fn submit_call<W>(
+    /// [`submit`](Self::submit) of a call with arguments that `prepare` checks: it runs at once, without being put
+    /// anywhere, unless a group or the communicator's thread holds it back.
+    pub(crate) fn submit_call<A: Send + 'static>(
         &self,
         op: &'static str,
-        prepare: impl FnOnce(&Arc<Inner>) -> Result<W>,
-    ) -> Result<()>
-    where
-        W: FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + Send + 'static,
-    {
-        let prepared = self.inner(op).and_then(|inner| {
-            inner.check_usable(op)?;
-            Ok((inner, prepare(inner)?))
-        });
-        let (inner, work) = prepared.map_err(group::poison)?;
+        prepare: impl FnOnce(&Arc<Inner>) -> Result<A>,
+        work: fn(&Arc<Inner>, &Arc<Team>, &A) -> Result<()>,
+    ) -> Result<()> {
+        let inner = self.inner(op).map_err(group::poison)?;
+        inner.check_usable(op).map_err(group::poison)?;
+        let arguments = match prepare(inner) {
+            Ok(arguments) => arguments,
+            Err(error) => return Err(group::poison(error)),
+        };
         if inner.config.blocking && !group::is_open() {
-            return inner.run_now(work);
+            return inner.run_now(|inner, team| work(inner, team, &arguments));
         }
-        match group::defer(inner, Job::Call(Box::new(work))) {
+        match group::defer(inner, Job::Call(Box::new(move |inner, team| work(inner, team, &arguments)))) {
             Some(job) => inner.launch(vec![job]),
             None => Ok(()),
         }

@@ -31,12 +31,9 @@ impl Using<'_> {
         dtype: Dtype,
         (op, root): (Op, usize),
     ) -> Result<()> {
-        self.comm.submit_call(kind.name(), |inner| {
-            let (send, recv) = memory;
-            let ask = Ask { kind, send, recv, dtype, op, root, algorithm: self.algorithm };
-            let job = checked(inner, ask)?;
-            Ok(move |inner: &Arc<Inner>, team: &Arc<Team>| super::run(inner, team, &job))
-        })
+        let (send, recv) = memory;
+        let ask = Ask { kind, send, recv, dtype, op, root, algorithm: self.algorithm };
+        self.comm.submit_call(kind.name(), |inner| checked(inner, ask), super::run)
     }
 
     /// [`Communicator::all_reduce`] by this algorithm.
@@ -184,12 +181,11 @@ impl Communicator {
 
     /// Returns when everybody has called it.
     pub fn barrier(&self) -> Result<()> {
-        self.submit_call("barrier", |_| {
-            Ok(|_: &Arc<Inner>, team: &Arc<Team>| {
-                let _one_call = team.serialise();
-                team.barrier().map_err(|error| error.during("barrier"))
-            })
-        })
+        let meet = |_: &Arc<Inner>, team: &Arc<Team>, _: &()| {
+            let _one_call = team.serialise();
+            team.barrier().map_err(|error| error.during("barrier"))
+        };
+        self.submit_call("barrier", |_| Ok(()), meet)
     }
 
     /// Sends elements to a rank that receives as many of the same type; returns when they have arrived. A difference is

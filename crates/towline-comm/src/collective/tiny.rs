@@ -5,16 +5,24 @@
 
 use super::choice::Kind;
 use super::run::Run;
-use crate::combine::{Accumulator, Scratch};
+use crate::combine::{Accumulator, Scratch, Spent};
 use crate::team::Round;
 use crate::{Error, Result};
 
-pub(super) fn run(run: &Run<'_>, round: &Round<'_>) -> Result<()> {
+/// Memory that small calls use again and again: allocating it takes longer than they do.
+#[derive(Default)]
+pub(super) struct Room {
+    /// What this rank announces.
+    pub(super) payload: Scratch,
+    spent: Spent,
+}
+
+pub(super) fn run(run: &Run<'_>, round: &Round<'_>, room: &mut Room) -> Result<()> {
     let block = run.job.block;
     match run.job.kind {
-        Kind::AllReduce => combine(run, round, 0),
-        Kind::Reduce if run.is_root() => combine(run, round, 0),
-        Kind::ReduceScatter => combine(run, round, run.rank * block),
+        Kind::AllReduce => combine(run, round, 0, room),
+        Kind::Reduce if run.is_root() => combine(run, round, 0, room),
+        Kind::ReduceScatter => combine(run, round, run.rank * block, room),
         Kind::Broadcast if run.job.recv.is_some() => copy(run, round, run.job.root, 0, 0),
         Kind::Scatter => copy(run, round, run.job.root, run.rank * block, 0),
         Kind::AllGather => (0..run.nranks).try_for_each(|from| copy(run, round, from, 0, from * block)),
@@ -29,12 +37,12 @@ pub(super) fn run(run: &Run<'_>, round: &Round<'_>) -> Result<()> {
 }
 
 /// Combines what everybody announced from `offset` on, in the order of the ranks.
-fn combine(run: &Run<'_>, round: &Round<'_>, offset: usize) -> Result<()> {
-    let mut sum = Accumulator::new(run.job.op, run.job.dtype);
+fn combine(run: &Run<'_>, round: &Round<'_>, offset: usize, room: &mut Room) -> Result<()> {
+    let mut sum = Accumulator::reusing(run.job.op, run.job.dtype, std::mem::take(&mut room.spent));
     sum.start(run.job.elements());
     let mut scratch = Scratch::default();
     for from in 0..run.nranks {
-        sum.take(run.scales[from], |into| {
+        sum.take(run.scales.get(from).copied().unwrap_or_default(), |into| {
             if offset == 0 {
                 return announced(run, round, from, into);
             }
@@ -44,7 +52,9 @@ fn combine(run: &Run<'_>, round: &Round<'_>, offset: usize) -> Result<()> {
             Ok(())
         })?;
     }
-    run.write(0, sum.finish(run.nranks))
+    run.write(0, sum.finish(run.nranks))?;
+    room.spent = sum.spend();
+    Ok(())
 }
 
 /// Writes one block of what a rank announced to its place.
