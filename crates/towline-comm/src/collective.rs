@@ -65,7 +65,7 @@ const RECV_MAPPED: u64 = 4;
 /// # Errors
 /// `Invalid` on every rank where they ask for different things or the algorithm asked for cannot work: nothing has
 /// happened, and the communicator stays usable. Any other error fails the communicator on all ranks.
-pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()> {
+pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {
     let name = job.kind.name();
     let nranks = team.nranks();
     let rides = choice::rides(job.kind, job.bytes(nranks), nranks, job.algorithm, PAYLOAD)?;
@@ -74,10 +74,10 @@ pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()>
         .map_err(|error| error.during(name))
 }
 
-fn run_tiny(inner: &Inner, team: &Team, job: &Job) -> Result<()> {
+fn run_tiny(inner: &Inner, team: &Team, job: &Job<'_>) -> Result<()> {
     let nranks = team.nranks();
     let mut room = inner.collectives.room.lock().unwrap_or_else(PoisonError::into_inner);
-    let payload = room.payload.bytes(job.send.as_ref().map_or(0, Memory::len));
+    let payload = room.payload.bytes(job.send.as_ref().map_or(0, |send| send.len()));
     if let Some(send) = &job.send {
         send.read_at(0, payload)?;
     }
@@ -94,7 +94,7 @@ fn run_tiny(inner: &Inner, team: &Team, job: &Job) -> Result<()> {
     tiny::run(&Run { team, job, rank: team.rank(), nranks, scales }, &round, &mut room)
 }
 
-fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()> {
+fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {
     let (rank, nranks) = (team.rank(), team.nranks());
     let announced = announce(inner, team, job);
     let header = [announced.flags, job.scale];
@@ -145,7 +145,7 @@ fn through_channels(run: &Run<'_>, algorithm: Algorithm) -> Result<()> {
     }
 }
 
-fn situation(job: &Job, nranks: usize, far: usize, unregistered: usize) -> Situation {
+fn situation(job: &Job<'_>, nranks: usize, far: usize, unregistered: usize) -> Situation {
     Situation { kind: job.kind, bytes: job.bytes(nranks), nranks, far, unregistered }
 }
 
@@ -155,7 +155,7 @@ struct Announced {
     flags: u64,
 }
 
-fn announce(inner: &Inner, team: &Team, job: &Job) -> Announced {
+fn announce(inner: &Inner, team: &Team, job: &Job<'_>) -> Announced {
     let nranks = team.nranks();
     let mut flags = 0;
     if (0..nranks).all(|peer| team.is_near(peer)) {
@@ -206,7 +206,7 @@ impl Everybody {
         &self,
         inner: &Arc<Inner>,
         team: &Arc<Team>,
-        job: &Job,
+        job: &Job<'_>,
     ) -> Result<(usize, usize, Option<Reach>)> {
         let nranks = team.nranks();
         let far = self.flags.iter().filter(|&flags| flags & NEAR == 0).count();
@@ -259,7 +259,7 @@ impl Everybody {
         &self,
         inner: &Arc<Inner>,
         team: &Arc<Team>,
-        job: &Job,
+        job: &Job<'_>,
         plan: Plan,
         side: Side,
     ) -> Result<Option<Vec<Part>>> {
@@ -287,7 +287,7 @@ impl Everybody {
             if rank == team.rank()
                 && let Some(memory) = mine
             {
-                return Some(Part::Mine(memory.clone()));
+                return Some(Part::Mine(memory.clone().into_owned()));
             }
             let window = shared.clone().or_else(|| inner.windows().find(ids[rank]))?;
             Some(Part::Theirs {
@@ -340,9 +340,9 @@ impl Plan {
 
 impl Reach {
     /// The memory of the only rank.
-    fn alone(job: &Job) -> Reach {
-        let part = |memory: &Option<Memory>| memory.iter().cloned().map(Part::Mine).collect();
-        Reach { send: part(&job.send), recv: part(&job.recv) }
+    fn alone(job: &Job<'_>) -> Reach {
+        let part = |memory: Option<&Memory>| memory.cloned().map(Part::Mine).into_iter().collect();
+        Reach { send: part(job.send.as_deref()), recv: part(job.recv.as_deref()) }
     }
 }
 

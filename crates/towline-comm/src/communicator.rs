@@ -182,13 +182,14 @@ impl Communicator {
         }
     }
 
-    /// [`submit`](Self::submit) of a call with arguments that `prepare` checks: it runs at once, without being put
-    /// anywhere, unless a group or the communicator's thread holds it back.
-    pub(crate) fn submit_call<A: Send + 'static>(
+    /// [`submit`](Self::submit) of a call with arguments that `prepare` checks: `work` does it at once, without putting
+    /// it anywhere, unless a group or the communicator's thread holds it back, for which `keep` makes a job of it.
+    pub(crate) fn submit_call<A>(
         &self,
         op: &'static str,
         prepare: impl FnOnce(&Arc<Inner>) -> Result<A>,
-        work: fn(&Arc<Inner>, &Arc<Team>, &A) -> Result<()>,
+        work: impl FnOnce(&Arc<Inner>, &Arc<Team>, &A) -> Result<()>,
+        keep: impl FnOnce(A) -> Job,
     ) -> Result<()> {
         let inner = self.inner(op).map_err(group::poison)?;
         inner.check_usable(op).map_err(group::poison)?;
@@ -199,7 +200,7 @@ impl Communicator {
         if inner.config.blocking && !group::is_open() {
             return inner.run_now(|inner, team| work(inner, team, &arguments));
         }
-        match group::defer(inner, Job::Call(Box::new(move |inner, team| work(inner, team, &arguments)))) {
+        match group::defer(inner, keep(arguments)) {
             Some(job) => inner.launch(vec![job]),
             None => Ok(()),
         }

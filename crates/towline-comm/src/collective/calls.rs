@@ -33,7 +33,11 @@ impl Using<'_> {
     ) -> Result<()> {
         let (send, recv) = memory;
         let ask = Ask { kind, send, recv, dtype, op, root, algorithm: self.algorithm };
-        self.comm.submit_call(kind.name(), |inner| checked(inner, ask), super::run)
+        let run = |inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>| super::run(inner, team, job);
+        self.comm.submit_call(kind.name(), |inner| checked(inner, ask), run, |job| {
+            let job = job.keep();
+            group::Job::Call(Box::new(move |inner, team| super::run(inner, team, &job)))
+        })
     }
 
     /// [`Communicator::all_reduce`] by this algorithm.
@@ -181,11 +185,12 @@ impl Communicator {
 
     /// Returns when everybody has called it.
     pub fn barrier(&self) -> Result<()> {
-        let meet = |_: &Arc<Inner>, team: &Arc<Team>, _: &()| {
+        fn meet(team: &Team) -> Result<()> {
             let _one_call = team.serialise();
             team.barrier().map_err(|error| error.during("barrier"))
-        };
-        self.submit_call("barrier", |_| Ok(()), meet)
+        }
+        let later = |()| group::Job::Call(Box::new(|_, team| meet(team)));
+        self.submit_call("barrier", |_| Ok(()), |_, team, ()| meet(team), later)
     }
 
     /// Sends elements to a rank that receives as many of the same type; returns when they have arrived. A difference is
@@ -232,7 +237,7 @@ impl Communicator {
     }
 }
 
-fn checked(inner: &Arc<Inner>, ask: Ask<'_>) -> Result<Job> {
+fn checked<'a>(inner: &Arc<Inner>, ask: Ask<'a>) -> Result<Job<'a>> {
     let (rank, nranks) = inner.place(ask.kind.name())?;
     if nranks == 0 {
         return Err(Error::invalid(ask.kind.name(), "the group has no ranks"));
