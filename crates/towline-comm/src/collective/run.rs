@@ -10,7 +10,7 @@ use crate::team::Team;
 use crate::{Error, Memory, Result};
 
 /// The bytes that one step moves: small enough that scratch memory stays in the second-level cache, large enough that
-/// waking the other side does not show.
+/// waking the other side does not show. Measured from 16 KiB to 512 KiB with 2 and 4 ranks: half of a ring or all of it.
 pub(super) const STEP: usize = 128 << 10;
 
 /// A call that everybody has announced.
