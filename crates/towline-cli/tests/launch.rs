@@ -107,7 +107,8 @@ fn every_rank_learns_its_number_the_size_and_the_id() {
                   echo $TOWLINE_UNIQUE_ID >&2";
     let output = shell("3", &[], script);
     assert_eq!(output.status.code(), Some(0));
-    let expected: Vec<String> = (0..3).map(|rank| format!("[{rank}] {rank} 3 {rank} 3 {rank} 3 171")).collect();
+    let expected: Vec<String> =
+        (0..3).map(|rank| format!("[{rank}] {rank} 3 {rank} 3 {rank} 3 171")).collect();
     assert_eq!(lines(&output.stdout), expected);
     let ids: Vec<String> = lines(&output.stderr).iter().map(|line| line[4..].to_owned()).collect();
     assert!(ids.len() == 3 && ids.iter().all(|id| *id == ids[0]), "{ids:?}");
@@ -145,7 +146,8 @@ fn one_that_fails_stops_the_others_and_gives_its_exit_code() {
 fn the_others_are_asked_to_end_before_they_are_made_to() {
     let output = shell("3", &["--grace", "3600", "--json"], "[ $RANK = 2 ] && exit 1; exec sleep 1000");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let signals: Vec<_> = report["ranks"].as_array().unwrap().iter().map(|rank| rank["signal"].as_i64()).collect();
+    let signals: Vec<_> =
+        report["ranks"].as_array().unwrap().iter().map(|rank| rank["signal"].as_i64()).collect();
     assert_eq!(signals, [None, Some(15), Some(15)]);
 }
 

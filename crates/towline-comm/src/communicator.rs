@@ -104,7 +104,8 @@ impl Communicator {
             })
         };
         let (rank, nranks) = (number("TOWLINE_RANK")?, number("TOWLINE_NRANKS")?);
-        let id = variable("TOWLINE_UNIQUE_ID")?.parse::<UniqueId>().map_err(|error| error.during("from_env"))?;
+        let id =
+            variable("TOWLINE_UNIQUE_ID")?.parse::<UniqueId>().map_err(|error| error.during("from_env"))?;
         Communicator::init(nranks, rank, &id, config)
     }
 

@@ -217,7 +217,10 @@ impl Flag {
     /// The 64-bit word at that offset.
     pub fn new(memory: Memory, offset: u64) -> io::Result<Flag> {
         let (addr, len) = memory.range()?;
-        if !memory.is_writable() || !offset.is_multiple_of(8) || offset.checked_add(8).is_none_or(|end| end > len) {
+        if !memory.is_writable()
+            || !offset.is_multiple_of(8)
+            || offset.checked_add(8).is_none_or(|end| end > len)
+        {
             return Err(invalid("there is no such word that can be written"));
         }
         Ok(Flag { word: std::ptr::with_exposed_provenance_mut(addr + offset as usize), _kept: memory })

@@ -96,7 +96,12 @@ impl Row {
     }
 
     /// Sets what ours is compared with, the ratio that is asked for, and how near it is.
-    pub(super) fn against(mut self, what: impl Into<Cow<'static, str>>, limit: Option<f64>, goal: Option<f64>) -> Row {
+    pub(super) fn against(
+        mut self,
+        what: impl Into<Cow<'static, str>>,
+        limit: Option<f64>,
+        goal: Option<f64>,
+    ) -> Row {
         self.against = what.into();
         self.limit = limit;
         self.goal = goal;

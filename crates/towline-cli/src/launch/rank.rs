@@ -91,7 +91,8 @@ impl Rank {
         program: &[OsString],
         quiet: bool,
     ) -> Outcome<Rank> {
-        let itself = std::env::current_exe().map_err(|error| Failure::os("this program's own path", error))?;
+        let itself =
+            std::env::current_exe().map_err(|error| Failure::os("this program's own path", error))?;
         let failed = |error| Failure::os(format!("rank {number}"), error);
         let (rank, size) = (number.to_string(), nranks.to_string());
         let mut child = Command::new(itself)

@@ -34,10 +34,15 @@ impl Using<'_> {
         let (send, recv) = memory;
         let ask = Ask { kind, send, recv, dtype, op, root, algorithm: self.algorithm };
         let run = |inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>| super::run(inner, team, job);
-        self.comm.submit_call(kind.name(), |inner| checked(inner, ask), run, |job| {
-            let job = job.keep();
-            group::Job::Call(Box::new(move |inner, team| super::run(inner, team, &job)))
-        })
+        self.comm.submit_call(
+            kind.name(),
+            |inner| checked(inner, ask),
+            run,
+            |job| {
+                let job = job.keep();
+                group::Job::Call(Box::new(move |inner, team| super::run(inner, team, &job)))
+            },
+        )
     }
 
     /// [`Communicator::all_reduce`] by this algorithm.

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use towline::memory::{Mapping, MemoryAccess, Storage};
 use towline::{Dtype, SharedStorage, SystemStorage};
 use towline_comm::{
-    Communicator, Config, Memory as CommMemory, Op as Combine, Patience, RegisteredBuffer, Window, WindowFlag,
-    mem_alloc,
+    Communicator, Config, Memory as CommMemory, Op as Combine, Patience, RegisteredBuffer, Window,
+    WindowFlag, mem_alloc,
 };
 use towline_testkit::raw::{Cut, Direction, Far, Flag, Memory as RawMemory, RawCopy};
 
@@ -140,7 +140,9 @@ impl Member {
                 let mut bytes = [0; 8];
                 storage.read_at(0, &mut bytes)?;
                 if u64::from_ne_bytes(bytes) != number {
-                    return Err(Failure::failed(format!("the put of round {number} is not what has arrived")));
+                    return Err(Failure::failed(format!(
+                        "the put of round {number} is not what has arrived"
+                    )));
                 }
             }
             Ok(())

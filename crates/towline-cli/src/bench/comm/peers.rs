@@ -21,23 +21,31 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// How long a peer may take to end by itself.
 const GRACE: Duration = Duration::from_secs(3);
 
-/// Ways to run Open MPI: what is told to mpirun, and what it is called.
+/// Settings of Open MPI that copy between processes with one copy.
+macro_rules! with_cma {
+    ($($more:literal),*) => {
+        &["pml=ob1", "btl=self,vader", "btl_vader_single_copy_mechanism=cma", $($more),*]
+    };
+}
+
+/// Ways to run Open MPI: what they are called, and what is told to mpirun.
 pub(super) const SETTINGS: [(&str, &[&str]); 8] = [
     ("defaults", &[]),
-    ("vader with cma", &["pml=ob1", "btl=self,vader", "btl_vader_single_copy_mechanism=cma"]),
+    ("vader with cma", with_cma!()),
     ("vader without cma", &["pml=ob1", "btl=self,vader", "btl_vader_single_copy_mechanism=none"]),
-    ("cma, recursive doubling", &[CMA[0], CMA[1], CMA[2], "coll_tuned_use_dynamic_rules=1", "coll_tuned_allreduce_algorithm=3"]),
-    ("cma, ring", &[CMA[0], CMA[1], CMA[2], "coll_tuned_use_dynamic_rules=1", "coll_tuned_allreduce_algorithm=4"]),
-    ("cma, segmented ring", &[CMA[0], CMA[1], CMA[2], "coll_tuned_use_dynamic_rules=1", "coll_tuned_allreduce_algorithm=5"]),
-    ("cma, Rabenseifner", &[CMA[0], CMA[1], CMA[2], "coll_tuned_use_dynamic_rules=1", "coll_tuned_allreduce_algorithm=6"]),
-    ("cma, shared-memory collectives", &[CMA[0], CMA[1], CMA[2], "coll_sm_priority=100"]),
+    (
+        "cma, recursive doubling",
+        with_cma!("coll_tuned_use_dynamic_rules=1", "coll_tuned_allreduce_algorithm=3"),
+    ),
+    ("cma, ring", with_cma!("coll_tuned_use_dynamic_rules=1", "coll_tuned_allreduce_algorithm=4")),
+    ("cma, segmented ring", with_cma!("coll_tuned_use_dynamic_rules=1", "coll_tuned_allreduce_algorithm=5")),
+    ("cma, Rabenseifner", with_cma!("coll_tuned_use_dynamic_rules=1", "coll_tuned_allreduce_algorithm=6")),
+    ("cma, shared-memory collectives", with_cma!("coll_sm_priority=100")),
 ];
-
-const CMA: [&str; 3] = ["pml=ob1", "btl=self,vader", "btl_vader_single_copy_mechanism=cma"];
 
 /// Which peers there are.
 pub(super) struct Peers {
-    folder: Folder,
+    folder: Option<Folder>,
     /// The program for Open MPI, compiled.
     open_mpi: Outcome<PathBuf>,
     /// An interpreter that has torch.
@@ -59,7 +67,13 @@ impl Peers {
         let folder = Folder(std::env::temp_dir().join(format!("towline-bench-{}", std::process::id())));
         std::fs::create_dir_all(&folder.0).map_err(|error| Failure::os(folder.0.display(), error))?;
         let open_mpi = compile(folder.0.join("open-mpi"));
-        Ok(Peers { folder, open_mpi, python: interpreter() })
+        Ok(Peers { folder: Some(folder), open_mpi, python: interpreter() })
+    }
+
+    /// Looks for nobody.
+    pub(super) fn none() -> Peers {
+        let unwanted = || Failure::lacking("not asked");
+        Peers { folder: None, open_mpi: Err(unwanted()), python: Err(unwanted()) }
     }
 
     /// Starts that many ranks under mpirun.
@@ -80,7 +94,8 @@ impl Peers {
     /// Starts that many interpreters that meet.
     pub(super) fn gloo(&self, nranks: usize) -> Outcome<Peer> {
         let python = self.python.clone()?;
-        let meeting = self.folder.0.join(format!("gloo-{nranks}"));
+        let Some(folder) = &self.folder else { return Err(Failure::lacking("there is no place to meet")) };
+        let meeting = folder.0.join(format!("gloo-{nranks}"));
         let _ = std::fs::remove_file(&meeting);
         let own_cores = nranks <= machine::cores();
         let start = |rank: usize| {
@@ -118,29 +133,17 @@ fn compile(program: PathBuf) -> Outcome<PathBuf> {
 }
 
 fn interpreter() -> Outcome<&'static str> {
-    let has_gloo = |python: &&&str| {
+    let has_torch = |python: &&str| {
         Command::new(python)
-            .args(["-c", "import torch.distributed as dist; assert dist.is_gloo_available()"])
+            .args(["-c", "import torch.distributed as dist; assert dist.is_available()"])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .status()
             .is_ok_and(|status| status.success())
     };
-    let has_backend = PYTHONS.iter().find(has_gloo).or_else(|| {
-        // Older ones do not say whether they have it.
-        let older = |python: &&&str| {
-            Command::new(python)
-                .args(["-c", "import torch.distributed as dist; assert dist.is_available()"])
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .status()
-                .is_ok_and(|status| status.success())
-        };
-        PYTHONS.iter().find(older)
-    });
-    has_backend.copied().ok_or_else(|| Failure::lacking("not installed: no python3 has torch.distributed"))
+    let found = PYTHONS.into_iter().find(has_torch);
+    found.ok_or_else(|| Failure::lacking("not installed: no python3 has torch.distributed"))
 }
 
 /// A peer that runs and waits for orders; it ends with this value.
@@ -167,9 +170,10 @@ impl Peer {
         let mut most: f64 = 0.0;
         for process in &mut self.0 {
             let said = process.hear()?;
-            let seconds: f64 = said.trim().parse().map_err(|_| {
-                Failure::failed(format!("{} says {said:?} instead of a time", process.name))
-            })?;
+            let seconds: f64 = said
+                .trim()
+                .parse()
+                .map_err(|_| Failure::failed(format!("{} says {said:?} instead of a time", process.name)))?;
             most = most.max(seconds);
         }
         Ok(most)
@@ -209,7 +213,8 @@ impl Process {
     }
 
     fn say(&mut self, line: &str) -> Outcome<()> {
-        let said = self.orders.as_mut().map(|orders| writeln!(orders, "{line}").and_then(|()| orders.flush()));
+        let said =
+            self.orders.as_mut().map(|orders| writeln!(orders, "{line}").and_then(|()| orders.flush()));
         if matches!(said, Some(Ok(()))) { Ok(()) } else { Err(self.gone()) }
     }
 

@@ -40,15 +40,16 @@ pub(super) fn run(session: &mut Session, peers: &Peers, nranks: usize, sizes: &[
             return;
         }
     };
-    let mut open_mpi = best_settings(peers, nranks, sizes, if quick { 3 } else { SETTINGS.len() });
-    let mut field = Field { group, open_mpi: None, gloo: peers.gloo(nranks) };
-    for (size, best) in sizes.iter().zip(&mut open_mpi) {
+    let best = best_settings(peers, nranks, sizes, if quick { 3 } else { SETTINGS.len() });
+    let waiting = Err(Failure::lacking("it has not been started"));
+    let mut field = Field { group, open_mpi: waiting, gloo: peers.gloo(nranks) };
+    for (size, best) in sizes.iter().zip(best) {
         session.step(&format!("{nranks}-ranks/{}", name(*size)));
         let (label, started) = match best {
-            Ok(index) => (SETTINGS[*index].0, peers.open_mpi(nranks, SETTINGS[*index].1)),
-            Err(failure) => ("", Err(failure.clone())),
+            Ok(index) => (SETTINGS[index].0, peers.open_mpi(nranks, SETTINGS[index].1)),
+            Err(failure) => ("", Err(failure)),
         };
-        field.open_mpi = Some(started);
+        field.open_mpi = started;
         match field.measure(session.pace, *size) {
             Ok(times) => rows(session, nranks, *size, &times, label, &field),
             Err(failure) => session.fail(name(*size), None, &failure),
@@ -96,8 +97,15 @@ enum Runner {
 /// Everybody who is measured in turns.
 struct Field {
     group: Group,
-    open_mpi: Option<Outcome<Peer>>,
+    open_mpi: Outcome<Peer>,
     gloo: Outcome<Peer>,
+}
+
+/// Notes why a peer does not take part; the first reason counts.
+fn leave(peer: &mut Outcome<Peer>, failure: Failure) {
+    if peer.is_ok() {
+        *peer = Err(failure);
+    }
 }
 
 /// The median of everybody's turns, in seconds; `None` for who is not here.
@@ -110,19 +118,14 @@ struct Times {
 
 impl Field {
     fn turn(&mut self, runner: Runner, size: Size, repeats: u64) -> Outcome<f64> {
-        let absent = || Failure::lacking("not installed");
+        let theirs = |peer: &mut Outcome<Peer>, size: Size, repeats| match peer {
+            Ok(peer) => peer.all_reduce(size.1, repeats),
+            Err(failure) => Err(failure.clone()),
+        };
         match runner {
-            Runner::Ours(memory) => {
-                self.group.seconds(&Order::AllReduce { memory, bytes: size.1, repeats })
-            }
-            Runner::OpenMpi => match &mut self.open_mpi {
-                Some(Ok(peer)) => peer.all_reduce(size.1, repeats),
-                _ => Err(absent()),
-            },
-            Runner::Gloo => match &mut self.gloo {
-                Ok(peer) => peer.all_reduce(size.1, repeats),
-                Err(_) => Err(absent()),
-            },
+            Runner::Ours(memory) => self.group.seconds(&Order::AllReduce { memory, bytes: size.1, repeats }),
+            Runner::OpenMpi => theirs(&mut self.open_mpi, size, repeats),
+            Runner::Gloo => theirs(&mut self.gloo, size, repeats),
         }
     }
 
@@ -134,8 +137,8 @@ impl Field {
                 Ok(once) => runners.push((runner, repeats(once), Vec::new())),
                 // A peer that fails is reported as absent; ours must work.
                 Err(failure) if matches!(runner, Runner::Ours(_)) => return Err(failure),
-                Err(failure) if runner == Runner::OpenMpi => self.open_mpi = self.open_mpi.take().map(|peer| peer.and(Err(failure))),
-                Err(failure) => self.gloo = std::mem::replace(&mut self.gloo, Err(failure.clone())).and(Err(failure)),
+                Err(failure) if runner == Runner::OpenMpi => leave(&mut self.open_mpi, failure),
+                Err(failure) => leave(&mut self.gloo, failure),
             }
         }
         let start = Instant::now();
@@ -164,15 +167,11 @@ fn rows(session: &mut Session, nranks: usize, size: Size, times: &Times, label: 
     let small = size.1 < 64 << 10;
     let shown = |seconds: f64| if small { seconds * 1e6 } else { size::gib_per_second(size.1, seconds) };
     let unit = if small { Unit::Microseconds } else { Unit::Rate };
-    let absent = |peer: &str, outcome: Option<&Failure>| match outcome {
-        Some(failure) => format!("{peer}: {failure}"),
-        None => peer.to_owned(),
-    };
     let open_mpi = match &field.open_mpi {
-        Some(Err(failure)) => absent("Open MPI", Some(failure)),
-        _ => format!("Open MPI ({label})"),
+        Ok(_) => format!("Open MPI ({label})"),
+        Err(failure) => format!("Open MPI: {failure}"),
     };
-    let gloo = absent("gloo", field.gloo.as_ref().err());
+    let gloo = field.gloo.as_ref().map_or_else(|failure| format!("gloo: {failure}"), |_| "gloo".to_owned());
     let base = |memory: Memory, ours: f64| Row {
         path: Some(memory.name().into()),
         op: Some("sum f32".into()),
