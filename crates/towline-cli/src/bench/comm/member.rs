@@ -166,17 +166,37 @@ impl Member {
         let direction = if op == Op::Read { Direction::Read } else { Direction::Write };
         let near = RawMemory::Storage(local as Arc<dyn Storage>);
         let failed = |error| Failure::os("copy", error);
-        let raw = RawCopy::new(direction, near, Far::Memory(far.clone()), &[(0, 0, bytes)], Cut::Even(1))
-            .map_err(failed)?;
+        let by_hand = |direction| {
+            let (near, far) = (near.clone(), Far::Memory(far.clone()));
+            RawCopy::new(direction, near, far, &[(0, 0, bytes)], Cut::Even(1)).map_err(failed)
+        };
         let window = &one_sided.window;
-        let mut ours = || {
+        let ours = |op| -> Outcome<()> {
             match op {
                 Op::Read => window.get(1, 0, &memory)?.wait()?,
                 Op::Write => window.put(1, 0, &memory)?.wait()?,
             };
             Ok(())
         };
-        let mut bare = || raw.run(0).map_err(failed);
+        // What one way brings there, the other way has to find.
+        let pattern: Vec<u8> = (0..bytes).map(|at| (at / 7 * 31) as u8).collect();
+        memory.write_at(0, &pattern)?;
+        match op {
+            Op::Write => ours(op)?,
+            Op::Read => by_hand(Direction::Write)?.run(0).map_err(failed)?,
+        }
+        memory.write_at(0, &vec![0; bytes as usize])?;
+        match op {
+            Op::Write => by_hand(Direction::Read)?.run(0).map_err(failed)?,
+            Op::Read => ours(op)?,
+        }
+        let mut found = vec![0; bytes as usize];
+        memory.read_at(0, &mut found)?;
+        if found != pattern {
+            return Err(Failure::failed("what was copied is not what was there"));
+        }
+        let raw = by_hand(direction)?;
+        let (mut ours, mut bare) = (|| ours(op), || raw.run(0).map_err(failed));
         let times = measure::rates(pace, &mut ours, Some(&mut bare))?;
         Ok(Answer::Copied { ours: times.ours, bare: times.limit.unwrap_or(f64::NAN), rounds: times.rounds })
     }
@@ -188,6 +208,10 @@ impl Member {
         }
         let (comm, Reduction { send, recv, .. }) = (self.comm()?, &self.reductions[&(memory, bytes)]);
         comm.barrier()?;
+        // Others had the cores before.
+        for _ in 0..repeats / 8 {
+            comm.all_reduce(send, recv, Dtype::F32, Combine::Sum)?;
+        }
         let start = Instant::now();
         for _ in 0..repeats {
             comm.all_reduce(send, recv, Dtype::F32, Combine::Sum)?;

@@ -145,9 +145,7 @@ impl Field {
         let budget = pace.budget * 2;
         let mut rounds = 0;
         while rounds < pace.most && (rounds < pace.fewest || start.elapsed() < budget) {
-            for place in 0..runners.len() {
-                // Who comes first changes.
-                let at = (place + rounds) % runners.len();
+            for at in order(runners.len(), rounds) {
                 let (runner, repeats, _) = runners[at];
                 let time = self.turn(runner, size, repeats)?;
                 runners[at].2.push(time);
@@ -161,6 +159,12 @@ impl Field {
         let ours = Memory::ALL.map(|memory| of(Runner::Ours(memory)).unwrap_or(f64::NAN));
         Ok(Times { ours, open_mpi: of(Runner::OpenMpi), gloo: of(Runner::Gloo), rounds })
     }
+}
+
+/// In which order turns are taken in a round: who comes first changes, and so does who comes after whom.
+fn order(count: usize, round: usize) -> impl Iterator<Item = usize> {
+    let backwards = round % 2 == 1;
+    (0..count).map(move |place| (if backwards { count - 1 - place } else { place } + round / 2) % count)
 }
 
 fn rows(session: &mut Session, nranks: usize, size: Size, times: &Times, label: &str, field: &Field) {
@@ -189,4 +193,22 @@ fn rows(session: &mut Session, nranks: usize, size: Size, times: &Times, label: 
     let [window, _, unregistered] = times.ours;
     let goal = (size.1 >= 64 << 20).then_some(WINDOWS_AHEAD);
     session.rows.push(base(Memory::Window, window).against("unregistered", Some(shown(unregistered)), goal));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everybody_has_one_turn_in_a_round_and_nobody_is_always_first() {
+        let mut first = Vec::new();
+        for round in 0..10 {
+            let mut turns: Vec<usize> = order(5, round).collect();
+            first.push(turns[0]);
+            turns.sort_unstable();
+            assert_eq!(turns, [0, 1, 2, 3, 4]);
+        }
+        first.sort_unstable();
+        assert_eq!(first, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]);
+    }
 }
