@@ -77,12 +77,14 @@ pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result
 fn run_tiny(inner: &Inner, team: &Team, job: &Job<'_>) -> Result<()> {
     let nranks = team.nranks();
     let mut room = inner.collectives.room.lock().unwrap_or_else(PoisonError::into_inner);
+    let room = &mut *room;
     let payload = room.payload.bytes(job.send.as_ref().map_or(0, |send| send.len()));
     if let Some(send) = &job.send {
         send.read_at(0, payload)?;
     }
     let words = [job.scale, 0, 0, 0];
-    let round = team.enter(Call { name: job.kind.name(), digest: job.digest(), words, payload })?;
+    let call = Call { name: job.kind.name(), digest: job.digest(), words, payload };
+    let round = team.enter_knowing(call)?;
     inner.collectives.remember(choice::choose(situation(job, nranks, 0, 0), job.algorithm, true)?);
     if job.block == 0 {
         return Ok(());
@@ -91,7 +93,7 @@ fn run_tiny(inner: &Inner, team: &Team, job: &Job<'_>) -> Result<()> {
         Op::ScaledSum(_) => (0..nranks).map(|rank| round.words(rank)[0]).collect(),
         _ => Vec::new(),
     };
-    tiny::run(&Run { team, job, rank: team.rank(), nranks, scales }, &round, &mut room)
+    tiny::run(&Run { team, job, rank: team.rank(), nranks, scales }, &round, room)
 }
 
 fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {

@@ -1,7 +1,7 @@
 //! What the handles to one communicator share.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -54,7 +54,7 @@ pub(crate) struct Inner {
     pub(crate) awaited: Mutex<HashMap<(usize, u32, u32), u64>>,
     lanes: Mutex<HashMap<usize, Arc<Lane>>>,
     pub(crate) worker: Arc<Worker>,
-    calls: Mutex<Calls>,
+    calls: Calls,
     idle: Condvar,
     pub(crate) shrinks: Mutex<u64>,
     pub(crate) collectives: collective::State,
@@ -63,8 +63,10 @@ pub(crate) struct Inner {
 /// Calls that run, and threads that wait until none does.
 #[derive(Default)]
 struct Calls {
-    running: usize,
-    waiting: usize,
+    running: AtomicUsize,
+    waiting: AtomicUsize,
+    /// Held by a waiter from its look at `running` until it waits.
+    looking: Mutex<()>,
 }
 
 /// Counts a call that is running.
@@ -72,10 +74,10 @@ struct Busy<'i>(&'i Inner);
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
-        let mut calls = self.0.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        calls.running -= 1;
-        // Telling is a system call, whether anybody listens or not.
-        if calls.running == 0 && calls.waiting > 0 {
+        let calls = &self.0.calls;
+        // Who waits has counted itself before it looked: this sees it, or it has seen this.
+        if calls.running.fetch_sub(1, Ordering::SeqCst) == 1 && calls.waiting.load(Ordering::SeqCst) > 0 {
+            drop(calls.looking.lock().unwrap_or_else(PoisonError::into_inner));
             self.0.idle.notify_all();
         }
     }
@@ -97,7 +99,7 @@ impl Inner {
             awaited: Mutex::new(HashMap::new()),
             lanes: Mutex::new(HashMap::new()),
             worker: Arc::default(),
-            calls: Mutex::default(),
+            calls: Calls::default(),
             idle: Condvar::new(),
             shrinks: Mutex::new(0),
             collectives: collective::State::default(),
@@ -192,7 +194,7 @@ impl Inner {
     }
 
     fn enter(&self) -> Busy<'_> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner).running += 1;
+        self.calls.running.fetch_add(1, Ordering::SeqCst);
         Busy(self)
     }
 
@@ -201,15 +203,13 @@ impl Inner {
         let until = Instant::now() + self.config.timeout.min(Duration::from_secs(86_400 * 365));
         let left = || until.saturating_duration_since(Instant::now());
         let queued = self.worker.wait_idle(left());
-        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        calls.waiting += 1;
-        let (mut calls, _) = self
-            .idle
-            .wait_timeout_while(calls, left(), |calls| calls.running > 0)
-            .unwrap_or_else(PoisonError::into_inner);
-        calls.waiting -= 1;
-        let calm = calls.running == 0;
-        drop(calls);
+        let busy = |_: &mut ()| self.calls.running.load(Ordering::SeqCst) > 0;
+        let looking = self.calls.looking.lock().unwrap_or_else(PoisonError::into_inner);
+        self.calls.waiting.fetch_add(1, Ordering::SeqCst);
+        let waited = self.idle.wait_timeout_while(looking, left(), busy);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        self.calls.waiting.fetch_sub(1, Ordering::SeqCst);
+        let calm = !busy(&mut ());
         let lanes: Vec<_> =
             self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         lanes.iter().all(|lane| lane.wait_idle(left())) && queued && calm
