@@ -84,6 +84,31 @@ impl Communicator {
         Ok(comm)
     }
 
+    /// Joins the group that `towline launch` started this process for, or any other launcher that sets the variables
+    /// `TOWLINE_RANK`, `TOWLINE_NRANKS` and `TOWLINE_UNIQUE_ID`. An id serves one meeting, so that a process does this
+    /// once; further groups are [`split`](Self::split) from it.
+    ///
+    /// # Errors
+    /// `Invalid` where a variable is missing or makes no sense, and as [`init`](Self::init).
+    pub fn from_env(config: Config) -> Result<Communicator> {
+        let variable = |name: &str| {
+            std::env::var(name).map_err(|error| {
+                let message = format!("{name}: {error}; `towline launch -n 4 -- program` sets it");
+                Error::invalid("from_env", message)
+            })
+        };
+        let number = |name: &str| {
+            let text = variable(name)?;
+            text.trim().parse::<usize>().map_err(|error| {
+                Error::invalid("from_env", format!("{name}: {text:?} is not a number of ranks: {error}"))
+            })
+        };
+        let (rank, nranks) = (number("TOWLINE_RANK")?, number("TOWLINE_NRANKS")?);
+        let id =
+            variable("TOWLINE_UNIQUE_ID")?.parse::<UniqueId>().map_err(|error| error.during("from_env"))?;
+        Communicator::init(nranks, rank, &id, config)
+    }
+
     /// Makes a group of `count` ranks in this process: one communicator for each, by rank.
     pub fn init_all(count: usize) -> Result<Vec<Communicator>> {
         Communicator::init_all_with(count, &Config::default())
@@ -153,6 +178,30 @@ impl Communicator {
         });
         let (inner, job) = prepared.map_err(group::poison)?;
         match group::defer(inner, job) {
+            Some(job) => inner.launch(vec![job]),
+            None => Ok(()),
+        }
+    }
+
+    /// [`submit`](Self::submit) of a call with arguments that `prepare` checks: `work` does it at once, without putting
+    /// it anywhere, unless a group or the communicator's thread holds it back, for which `keep` makes a job of it.
+    pub(crate) fn submit_call<A>(
+        &self,
+        op: &'static str,
+        prepare: impl FnOnce(&Arc<Inner>) -> Result<A>,
+        work: impl FnOnce(&Arc<Inner>, &Arc<Team>, &A) -> Result<()>,
+        keep: impl FnOnce(A) -> Job,
+    ) -> Result<()> {
+        let inner = self.inner(op).map_err(group::poison)?;
+        inner.check_usable(op).map_err(group::poison)?;
+        let arguments = match prepare(inner) {
+            Ok(arguments) => arguments,
+            Err(error) => return Err(group::poison(error)),
+        };
+        if inner.config.blocking && !group::is_open() {
+            return inner.run_now(|inner, team| work(inner, team, &arguments));
+        }
+        match group::defer(inner, keep(arguments)) {
             Some(job) => inner.launch(vec![job]),
             None => Ok(()),
         }
