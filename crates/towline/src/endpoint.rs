@@ -131,9 +131,20 @@ impl Endpoint {
         import::import_one(&self.0, ticket, routing, within)
     }
 
-    /// Imports many tickets with one round trip per owner. The outer error is for what concerns all of them.
+    /// Imports many tickets with one round trip per owner, to all owners at once. The outer error is for what concerns
+    /// all of them.
     pub fn import_many(&self, tickets: &[Ticket]) -> Result<Vec<Result<Remote>>> {
-        import::import(&self.0, tickets, &self.0.routing().clone(), self.0.limits().no_progress)
+        self.import_many_within(tickets, &self.0.routing().clone(), self.0.limits().no_progress)
+    }
+
+    /// [`import_many`](Self::import_many) with a routing and a limit of its own.
+    pub fn import_many_within(
+        &self,
+        tickets: &[Ticket],
+        routing: &Routing,
+        within: Duration,
+    ) -> Result<Vec<Result<Remote>>> {
+        import::import(&self.0, tickets, routing, within)
     }
 
     /// [`import`](Self::import) as a future: the waiting is done by a thread that lives only for the contact.

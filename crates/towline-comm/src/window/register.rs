@@ -207,18 +207,16 @@ fn register(
 
 fn import(endpoint: &Endpoint, routing: &Routing, team: &Team, offers: &[Offer]) -> Result<Vec<Remote>> {
     let within = team.options().timeout;
-    let anyhow = Routing::default();
-    offers
-        .iter()
-        .enumerate()
-        .map(|(rank, offer)| {
-            let ticket = Ticket::decode(&offer.ticket)?;
-            // What the caller allows concerns other ranks: a rank always reaches itself directly.
-            let routing = if rank == team.rank() { &anyhow } else { routing };
-            let remote = endpoint.import_within(&ticket, routing, within);
-            remote.map_err(|error| Error::from(error).about([rank]))
-        })
-        .collect()
+    let mut tickets =
+        offers.iter().map(|offer| Ok(Ticket::decode(&offer.ticket)?)).collect::<Result<Vec<_>>>()?;
+    // What the caller allows concerns other ranks: a rank always reaches itself directly.
+    let own = endpoint.import_within(&tickets.remove(team.rank()), &Routing::default(), within);
+    let mut remotes = endpoint.import_many_within(&tickets, routing, within)?;
+    remotes.insert(team.rank(), own);
+    let about = |(rank, remote): (usize, towline::Result<Remote>)| {
+        remote.map_err(|error| Error::from(error).about([rank]))
+    };
+    remotes.into_iter().enumerate().map(about).collect()
 }
 
 /// The same outcome on every rank: what this rank has, or the error of the first rank that has none.

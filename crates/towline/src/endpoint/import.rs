@@ -16,7 +16,7 @@ use crate::progress;
 use crate::route::{Explanation, Routes, Routing};
 use crate::sync::lock;
 use crate::ticket::Reach;
-use crate::transport::tcp::{GrantHandle, Medium, Session};
+use crate::transport::tcp::{GrantHandle, Importing, Medium, Session};
 use crate::transport::{Offer, Owner, TRANSPORTS};
 use crate::wire::Grant;
 use crate::{Access, Error, Kind, Result, Ticket, fork};
@@ -192,9 +192,20 @@ pub(super) fn import(
             _ => by_owner.entry(incarnation).or_default().push(index),
         }
     }
-    for indices in by_owner.into_values() {
-        let asked: Vec<&Ticket> = indices.iter().map(|index| &tickets[*index]).collect();
-        match import_there(endpoint, &asked, routing, until) {
+    // All owners are asked before the first answer is waited for; those that need a first contact come last, since that
+    // takes the longest.
+    let mut owners: Vec<Vec<usize>> = by_owner.into_values().collect();
+    owners.sort_by_key(|indices| known_session(endpoint, &tickets[indices[0]], routing).is_none());
+    let asked: Vec<_> = owners
+        .into_iter()
+        .map(|indices| {
+            let of_owner: Vec<&Ticket> = indices.iter().map(|index| &tickets[*index]).collect();
+            let asked = ask(endpoint, &of_owner, routing, until);
+            (indices, asked)
+        })
+        .collect();
+    for (indices, asked) in asked {
+        match asked.and_then(|(session, importing)| granted(endpoint, &session, importing, routing)) {
             Ok(remotes) => {
                 for (index, remote) in indices.into_iter().zip(remotes) {
                     outcomes[index] = Some(remote);
@@ -274,15 +285,26 @@ fn import_here(
     Remote::new(endpoint, Owner::Here(&region), grant, owner.name(), routing)
 }
 
-fn import_there(
+/// Asks the owner of those tickets for grants, after a first contact where there was none.
+fn ask(
     endpoint: &Arc<EndpointCore>,
     tickets: &[&Ticket],
     routing: &Routing,
     until: Instant,
+) -> Result<(Arc<Session>, Importing)> {
+    let session = contact(endpoint, tickets[0], routing, until)?;
+    let importing = session.import(tickets, None, until)?;
+    Ok((session, importing))
+}
+
+/// Waits for an owner's grants.
+fn granted(
+    endpoint: &Arc<EndpointCore>,
+    session: &Session,
+    importing: Importing,
+    routing: &Routing,
 ) -> Result<Vec<Result<Remote>>> {
-    let Some(first) = tickets.first() else { return Ok(Vec::new()) };
-    let session = contact(endpoint, first, routing, until)?;
-    let mut imported = session.import(tickets, None, until)?.wait()?;
+    let mut imported = importing.wait()?;
     let remote = |granted: Result<(Grant, Arc<GrantHandle>)>| {
         let (grant, handle) = granted?;
         Remote::new(endpoint, Owner::There(&handle), grant, session.peer_name(), routing)
