@@ -35,6 +35,7 @@ mod fork;
 mod identity;
 pub mod layout;
 pub mod memory;
+pub mod nixl;
 mod notify;
 mod progress;
 mod region;

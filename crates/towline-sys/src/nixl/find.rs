@@ -140,6 +140,8 @@ fn in_prefix(prefix: &Path) -> impl Iterator<Item = PathBuf> {
 fn package_folders(here: &Surroundings) -> Vec<(PathBuf, String)> {
     let mut found: Vec<(PathBuf, String)> = Vec::new();
     let mut add = |folder: PathBuf, origin: &str| {
+        // `/lib` is `/usr/lib` on most systems, and a folder is listed once.
+        let Ok(folder) = folder.canonicalize() else { return };
         if folder.is_dir() && !found.iter().any(|(known, _)| *known == folder) {
             found.push((folder, origin.to_owned()));
         }
