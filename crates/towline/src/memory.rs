@@ -48,6 +48,7 @@ pub use bytes::MemoryAccess;
 pub use description::{MemoryDescription, Place, Storage, StorageKind};
 pub use disk::{DirectIo, DiskOptions, DiskStorage};
 pub use external::ExternalStorage;
+pub(crate) use file::ALIGNMENT as FILE_ALIGNMENT;
 pub use file::FileSlice;
 pub use map::HugePages;
 pub use nixl::{MemType, NixlDescriptor};

@@ -34,6 +34,11 @@ impl FileSlice {
         self.file.descriptor()
     }
 
+    /// The descriptor's number.
+    pub(crate) fn number(&self) -> u64 {
+        self.file().as_raw_fd() as u64
+    }
+
     /// How far from the start of the file the bytes begin.
     pub fn offset(&self) -> u64 {
         self.offset
