@@ -1,13 +1,37 @@
-//! NIXL, where it is installed: found and loaded at run time, never needed.
+//! NIXL, where it is installed: found and loaded at run time, never needed; with the names of `dynamo_memory::nixl`.
+//!
+//! What differs from there: errors are [`Error`]s, and a missing library is `Unavailable` with the places
+//! tried; [`register_with_nixl`] gives the storage back together with the cause; there is no way to swap a storage
+//! underneath its registration; a request keeps the memory that it uses; clones of an agent share their backends.
+//!
+//! So far these names stand on NIXL alone. [`Endpoint`](crate::Endpoint) does not use it as a path yet.
+
+mod agent;
+mod config;
+mod registered;
+mod transfer;
 
 use std::path::PathBuf;
 
 use towline_sys::loader::NotLoaded;
-use towline_sys::nixl::{AgentConfig, Nixl};
+use towline_sys::nixl::Nixl;
 
 use crate::{Error, Kind};
 
+pub use agent::NixlAgent;
+pub use config::{AgentConfig, NixlBackendConfig, ThreadSync};
+pub use registered::{NixlCompatible, NixlMemory, NixlRegisterExt, NixlRegistered, register_with_nixl};
 pub use towline_sys::nixl::SETTING;
+pub use transfer::{NotificationMap, OptArgs, XferDescList, XferOp, XferRequest, XferStatus, XferTelemetry};
+
+pub use crate::memory::{MemType, NixlDescriptor};
+pub use crate::region::RegisteredView;
+pub use NixlAgent as Agent;
+
+/// Whether NIXL is missing here.
+pub fn is_stub() -> bool {
+    Nixl::load().is_err()
+}
 
 /// Whether NIXL is there, and what it can do; or where it was looked for in vain.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,9 +73,8 @@ pub enum Availability {
 pub fn availability() -> Availability {
     let found = Nixl::load().and_then(|nixl| {
         // Asking for plug-ins needs an agent; this one moves nothing.
-        let mut config = AgentConfig::default();
-        config.progress_thread = false;
-        let plugins = nixl.agent("towline-probe", &config)?.plugins()?;
+        let config = AgentConfig { enable_prog_thread: false, ..AgentConfig::default() };
+        let plugins = nixl.agent("towline-probe", &config.native())?.plugins()?;
         Ok(Availability::Found {
             path: nixl.path().to_owned(),
             origin: nixl.origin().to_owned(),

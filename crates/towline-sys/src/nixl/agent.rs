@@ -69,6 +69,8 @@ pub(crate) struct AgentCore {
     raw: *mut RawAgent,
     name: String,
     mailbox: Mutex<Option<Mailbox>>,
+    /// The process that made it; in a forked child nothing of it may be touched.
+    process: u32,
 }
 
 // SAFETY: the agent was created with a synchronisation of its own (`ThreadSync` has no other value), so NIXL does the
@@ -89,10 +91,18 @@ impl AgentCore {
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
+
+    /// Whether this is a forked child, to which NIXL's threads and connections did not come along.
+    pub(crate) fn in_child(&self) -> bool {
+        self.process != std::process::id()
+    }
 }
 
 impl Drop for AgentCore {
     fn drop(&mut self) {
+        if self.in_child() {
+            return;
+        }
         // SAFETY: made by `create`; all that was made with it holds this core, so nothing of it is left.
         unsafe { (self.loaded.api.destroy_agent)(self.raw) };
     }
@@ -121,7 +131,13 @@ impl Agent {
         api::check(call, unsafe { (loaded.api.create_agent)(c_name.as_ptr(), &raw_config, &mut raw) })?;
         let raw = api::made(call, raw)?;
         let name = name.to_owned();
-        Ok(Agent(Arc::new(AgentCore { loaded, raw, name, mailbox: Mutex::new(None) })))
+        Ok(Agent(Arc::new(AgentCore {
+            loaded,
+            raw,
+            name,
+            mailbox: Mutex::new(None),
+            process: std::process::id(),
+        })))
     }
 
     /// Its name.
@@ -471,7 +487,9 @@ impl Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         // Who must know whether it worked calls `deregister`.
-        let _ = self.give_back();
+        if !self.agent.in_child() {
+            let _ = self.give_back();
+        }
     }
 }
 

@@ -194,6 +194,9 @@ impl Prepared {
 
 impl Drop for PreparedCore {
     fn drop(&mut self) {
+        if self.agent.in_child() {
+            return;
+        }
         // SAFETY: made by the agent, which is alive, and no request uses it: requests hold it.
         unsafe { (self.agent.loaded().api.release_prepared)(self.agent.raw(), self.raw) };
     }

@@ -152,7 +152,7 @@ impl Request {
 
 impl Drop for Request {
     fn drop(&mut self) {
-        if self.try_release().is_err() {
+        if self.agent.in_child() || self.try_release().is_err() {
             // NIXL still uses the handle, so nothing that it leads to may go.
             std::mem::forget(Arc::clone(&self.agent));
             std::mem::forget(std::mem::take(&mut self._sides));
