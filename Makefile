@@ -3,7 +3,7 @@ CARGO_TARGET_DIR ?= target
 FUZZ_SECONDS ?= 60
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test lint test-unit test-loom test-forced-tcp python docs wheel bench bench-python fuzz fmt clean-tools
+.PHONY: help demo test lint test-unit test-loom test-forced-tcp python torch docs wheel bench bench-python fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
@@ -13,13 +13,14 @@ help:
 	@echo "make test-loom        only the memory-ordering tests, under loom"
 	@echo "make test-forced-tcp  the laws again, with every other path forbidden"
 	@echo "make python           build the Python package into .venv, check its types and test it"
+	@echo "make torch            test the Python package with real tensors, in .venv-torch"
 	@echo "make docs             build the documentation site into $(CARGO_TARGET_DIR)/site"
 	@echo "make wheel            build the Python wheel, check it and try it in a fresh environment"
 	@echo "make bench            measure each path beside its limit"
 	@echo "make bench-python     measure the Python package beside Rust (release build of both)"
 	@echo "make fuzz             fuzz each decoder for FUZZ_SECONDS ($(FUZZ_SECONDS)) each"
 	@echo "make fmt              format the code"
-	@echo "make clean-tools      remove the tools that make lint installed in .tools and .venv"
+	@echo "make clean-tools      remove what was installed in .tools, .venv and .venv-torch"
 
 demo:
 	$(CARGO) build --release -p towline-cli
@@ -44,6 +45,9 @@ test-forced-tcp:
 
 python:
 	TOWLINE_REQUIRE=python scripts/test.sh python
+
+torch:
+	TOWLINE_REQUIRE=torch scripts/test.sh torch
 
 docs:
 	TOWLINE_REQUIRE=docs scripts/test.sh docs
@@ -76,4 +80,4 @@ fmt:
 	$(CARGO) fmt --all
 
 clean-tools:
-	rm -rf .tools .venv
+	rm -rf .tools .venv .venv-torch

@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp python docs)
+all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp python torch docs)
 cargo_deny_version=0.20
 typos_version=1.51.1
 nixl_version=1.5.1
@@ -132,6 +132,43 @@ step_python() {
   check .venv/bin/python -m mypy.stubtest towline._native
   log=$logs/python.log
   run_pytest .venv/bin/pytest --color=no -c $package/pyproject.toml $package/tests
+}
+
+# Debian's torch is for Debian's own Python, so it gets an environment of its own, and the package as the wheel that users get.
+step_torch() {
+  local package=bindings/python reason
+  if ! reason=$(prepare_python && prepare_torch); then
+    skip "tensors of torch" "$reason"
+    return
+  fi
+  local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python
+  local wheels=$target_dir/torch-wheel
+  rm -rf "$wheels"
+  log=$logs/torch-build.log
+  check .venv/bin/maturin build --quiet --profile dev --manifest-path $package/Cargo.toml --out "$wheels"
+  log=$logs/torch-install.log
+  check .venv-torch/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheels"/*.whl
+  log=$logs/torch.log
+  run_pytest .venv-torch/bin/python -m pytest --color=no -c $package/pyproject.toml $package/tests/test_torch.py
+}
+
+# Makes .venv-torch over a Python that has torch; installs Debian's where that is allowed. Otherwise says why that cannot be.
+prepare_torch() {
+  local python=.venv-torch/bin/python base=/usr/bin/python3 name=python3-torch
+  if ! "$python" -c 'import torch' 2>/dev/null; then
+    [[ -x $base ]] || { echo "there is no $base, for which $name would be"; return 1; }
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+      { echo "it needs Python 3.11, and $base is $("$base" --version)"; return 1; }
+    if ! "$base" -c 'import torch' 2>/dev/null; then
+      command -v apt-get >/dev/null || { echo "torch is not installed, and there is no apt-get to install $name"; return 1; }
+      ((EUID == 0)) || { echo "torch is not installed (apt-get install $name), and only root can do that"; return 1; }
+      timeout 600 apt-get install -y --no-install-recommends "$name" python3-venv >"$logs/torch-apt.log" 2>&1 ||
+        { echo "'apt-get install $name' failed: $(tail -n 1 "$logs/torch-apt.log")"; return 1; }
+    fi
+    "$base" -m venv --clear --system-site-packages .venv-torch >&2 || { echo "'$base -m venv .venv-torch' failed"; return 1; }
+  fi
+  "$python" -m pip install --quiet --disable-pip-version-check "pytest>=9.2" "pydantic>=2.13" >&2 ||
+    { echo "'pip install' of pytest and pydantic into .venv-torch failed"; return 1; }
 }
 
 # The reference is made from the docstrings of the built package, half of which are inside its native module.

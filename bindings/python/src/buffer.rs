@@ -5,7 +5,7 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMemoryView, PyTuple};
-use towline::{Buffer, Error, ExternalStorage, Kind, Place};
+use towline::{Buffer, Error, ExternalStorage, Kind, Layout, Place};
 
 use crate::errors::{OrRaise, invalid, raise};
 use crate::owners::OwnerToken;
@@ -18,6 +18,9 @@ pub(crate) struct Asked {
     pub(crate) argument: &'static str,
     /// Memory of a device is refused, before the object is asked for it.
     pub(crate) host_only: bool,
+    /// Memory with gaps is described by a layout, in the order of its elements. Otherwise it is refused, and the order does
+    /// not matter.
+    pub(crate) views: bool,
 }
 
 impl Asked {
@@ -26,13 +29,55 @@ impl Asked {
     }
 }
 
+/// Which bytes from an object's first element on are the object's.
+pub(crate) struct Extent {
+    /// From the first of them to the last.
+    pub(crate) len: usize,
+    /// Where they have gaps or another order than their addresses.
+    pub(crate) layout: Option<Layout>,
+}
+
+impl Extent {
+    /// Of an array with that shape and those strides in bytes.
+    pub(crate) fn of(
+        py: Python<'_>,
+        asked: Asked,
+        item: u64,
+        shape: &[u64],
+        strides: &[i64],
+    ) -> PyResult<Extent> {
+        if item == 0 || shape.contains(&0) {
+            return Ok(Extent { len: 0, layout: None });
+        }
+        let layout = Layout::strided(item, shape, strides);
+        let (len, layout) = match layout {
+            Ok(layout) if layout.block_count() == 1 => (layout.block_len(), None),
+            Ok(layout) if asked.views => (layout.extent(), Some(layout)),
+            Err(error) if asked.views => {
+                let why = error.message();
+                let message = format!(
+                    "its memory has gaps (it is not contiguous) that no layout can say: {why}; use a contiguous copy"
+                );
+                return Err(asked.invalid(py, &message));
+            }
+            _ => return Err(not_contiguous(py, asked)),
+        };
+        let len = usize::try_from(len).map_err(|_| asked.invalid(py, "it is too large"))?;
+        Ok(Extent { len, layout })
+    }
+}
+
 /// The memory of a Python object.
 pub(crate) struct Memory<'py> {
     pub(crate) addr: usize,
     pub(crate) len: usize,
+    /// Which of the bytes are meant, and in which order, where it is not all of them as they lie.
+    pub(crate) layout: Option<Layout>,
     pub(crate) read_only: bool,
     /// DLPack's kind and number of the device where it is, unless that is the host.
     pub(crate) device: Option<(i32, i32)>,
+    /// The type of its elements, where DLPack told.
+    pub(crate) element: Option<dlpack::Type>,
     /// Keeps the bytes where they are for as long as it lives.
     owner: Option<Bound<'py, PyAny>>,
 }
@@ -51,7 +96,11 @@ impl<'py> Memory<'py> {
             })?;
             return Ok(Memory::raw(addr, len, Some(owner)));
         }
-        if let Ok(view) = PyMemoryView::from(object) {
+        if let Ok(mut view) = PyMemoryView::from(object) {
+            // A single number has neither shape nor strides, of which the buffer wants some.
+            if view.getattr("ndim")?.extract::<usize>()? == 0 {
+                view = view.call_method1("cast", ("B",))?.cast_into()?;
+            }
             return of_buffer(view, asked);
         }
         if let Some(interface) = object.getattr_opt("__array_interface__")? {
@@ -61,8 +110,18 @@ impl<'py> Memory<'py> {
             return Err(unsupported_place(py, asked, "a CUDA device"));
         }
         if object.hasattr("__dlpack__")? {
-            let dlpack::Exported { addr, len, read_only, device, owner } = dlpack::import(object, asked)?;
-            return Ok(Memory { addr, len, read_only, device, owner: Some(owner) });
+            let dlpack::Exported { addr, extent, read_only, device, element, owner } =
+                dlpack::import(object, asked)?;
+            let Extent { len, layout } = extent;
+            return Ok(Memory {
+                addr,
+                len,
+                layout,
+                read_only,
+                device,
+                element: Some(element),
+                owner: Some(owner),
+            });
         }
         let kind = object.get_type().name()?;
         Err(PyTypeError::new_err(format!(
@@ -74,7 +133,7 @@ impl<'py> Memory<'py> {
     /// Memory by its address; the owner keeps it, unless that is `None`.
     pub(crate) fn raw(addr: usize, len: usize, owner: Option<Bound<'py, PyAny>>) -> Memory<'py> {
         let owner = owner.filter(|owner| !owner.is_none());
-        Memory { addr, len, read_only: false, device: None, owner }
+        Memory { addr, len, layout: None, read_only: false, device: None, element: None, owner }
     }
 
     /// The storage for the core, and whether peers can map it.
@@ -94,13 +153,20 @@ impl<'py> Memory<'py> {
 
 fn of_buffer(view: Bound<'_, PyMemoryView>, asked: Asked) -> PyResult<Memory<'_>> {
     let buffer = PyUntypedBuffer::get(&view)?;
-    if !buffer.is_c_contiguous() && !buffer.is_fortran_contiguous() {
-        return Err(not_contiguous(view.py(), asked));
-    }
-    let (addr, len, read_only) = (buffer.buf_ptr().addr(), buffer.len_bytes(), buffer.readonly());
+    let whole = buffer.is_c_contiguous() || (!asked.views && buffer.is_fortran_contiguous());
+    let Extent { len, layout } = if whole {
+        Extent { len: buffer.len_bytes(), layout: None }
+    } else if buffer.suboffsets().is_some() {
+        return Err(asked.invalid(view.py(), "its memory is behind pointers; use a contiguous copy"));
+    } else {
+        let shape: Vec<u64> = buffer.shape().iter().map(|count| *count as u64).collect();
+        let strides: Vec<i64> = buffer.strides().iter().map(|stride| *stride as i64).collect();
+        Extent::of(view.py(), asked, buffer.item_size() as u64, &shape, &strides)?
+    };
+    let (addr, read_only) = (buffer.buf_ptr().addr(), buffer.readonly());
     // The view holds the export: a bytearray cannot be resized meanwhile.
     drop(buffer);
-    Ok(Memory { addr, len, read_only, device: None, owner: Some(view.into_any()) })
+    Ok(Memory { addr, len, layout, read_only, device: None, element: None, owner: Some(view.into_any()) })
 }
 
 fn of_array_interface<'py>(
@@ -123,19 +189,24 @@ fn of_array_interface<'py>(
     let unit = if typestr.get(1..2) == Some("U") { 4 } else { 1 };
     let item: usize = typestr
         .get(2..)
-        .and_then(|digits| digits.parse().ok())
+        // Times have their unit behind the size.
+        .and_then(|rest| rest.split('[').next()?.parse().ok())
         .and_then(|size: usize| size.checked_mul(unit))
         .ok_or_else(|| missing("typestr"))?;
-    let mut len = item;
-    let strides: Option<Vec<isize>> = field("strides")?.map(|strides| strides.extract()).transpose()?;
-    for axis in (0..shape.len()).rev() {
-        let stride = strides.as_ref().and_then(|strides| strides.get(axis));
-        if shape[axis] != 1 && stride.is_some_and(|stride| usize::try_from(*stride) != Ok(len)) {
-            return Err(not_contiguous(py, asked));
+    let strides: Option<Vec<i64>> =
+        field("strides")?.map(|strides| strides.extract().map_err(|_| missing("strides"))).transpose()?;
+    let Extent { len, layout } = match strides {
+        None => {
+            let len = shape.iter().try_fold(item, |len, count| len.checked_mul(*count));
+            Extent { len: len.ok_or_else(|| missing("shape"))?, layout: None }
         }
-        len = len.checked_mul(shape[axis]).ok_or_else(|| missing("shape"))?;
-    }
-    Ok(Memory { addr, len, read_only, device: None, owner: Some(object.clone()) })
+        Some(strides) if strides.len() != shape.len() => return Err(missing("strides")),
+        Some(strides) => {
+            let shape: Vec<u64> = shape.iter().map(|count| *count as u64).collect();
+            Extent::of(py, asked, item as u64, &shape, &strides)?
+        }
+    };
+    Ok(Memory { addr, len, layout, read_only, device: None, element: None, owner: Some(object.clone()) })
 }
 
 pub(crate) fn not_contiguous(py: Python<'_>, asked: Asked) -> PyErr {

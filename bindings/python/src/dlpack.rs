@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 use towline::SharedStorage;
 
-use crate::buffer::{Asked, not_contiguous, unsupported_place};
+use crate::buffer::{Asked, Extent, not_contiguous, unsupported_place};
 
 const NAME: &CStr = c"dltensor";
 const USED_NAME: &CStr = c"used_dltensor";
@@ -67,10 +67,11 @@ struct ManagedVersioned {
 /// Memory that a tensor occupies, and the capsule that keeps it.
 pub(crate) struct Exported<'py> {
     pub(crate) addr: usize,
-    pub(crate) len: usize,
+    pub(crate) extent: Extent,
     pub(crate) read_only: bool,
     /// Kind and number of the device, unless it is the host.
     pub(crate) device: Option<(i32, i32)>,
+    pub(crate) element: Type,
     pub(crate) owner: Bound<'py, PyAny>,
 }
 
@@ -104,15 +105,16 @@ pub(crate) fn import<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<
         (&unsafe { managed.as_ref() }.tensor, false)
     };
     // SAFETY: `tensor` was read from a valid capsule that is still alive.
-    let (addr, len) = unsafe { extent(py, tensor, asked) }?;
-    Ok(Exported { addr, len, read_only, device, owner: capsule.into_any() })
+    let (addr, extent) = unsafe { extent(py, tensor, asked) }?;
+    let element = tensor.dtype;
+    Ok(Exported { addr, extent, read_only, device, element, owner: capsule.into_any() })
 }
 
-/// Address and length of a tensor without gaps.
+/// Where a tensor begins, and which bytes from there on are its own.
 ///
 /// # Safety
 /// The tensor's arrays have `ndim` entries, as DLPack promises.
-unsafe fn extent(py: Python<'_>, tensor: &Tensor, asked: Asked) -> PyResult<(usize, usize)> {
+unsafe fn extent(py: Python<'_>, tensor: &Tensor, asked: Asked) -> PyResult<(usize, Extent)> {
     let ndim = usize::try_from(tensor.ndim)?;
     let row = |start: *mut i64| match NonNull::new(start) {
         // SAFETY: the caller's obligation.
@@ -121,22 +123,32 @@ unsafe fn extent(py: Python<'_>, tensor: &Tensor, asked: Asked) -> PyResult<(usi
     };
     let shape = row(tensor.shape).unwrap_or_default();
     let bits = usize::from(tensor.dtype.bits) * usize::from(tensor.dtype.lanes);
+    let too_large = || asked.invalid(py, "the tensor is too large");
     let mut count = 1i64;
+    let mut whole = true;
     let strides = row(tensor.strides);
     for axis in (0..shape.len()).rev() {
-        if let Some(strides) = strides
-            && shape[axis] != 1
-            && strides[axis] != count
-        {
-            return Err(not_contiguous(py, asked));
-        }
-        count = count.checked_mul(shape[axis]).ok_or_else(|| asked.invalid(py, "the tensor is too large"))?;
+        whole &= shape[axis] == 1 || strides.is_none_or(|strides| strides[axis] == count);
+        count = count.checked_mul(shape[axis]).ok_or_else(too_large)?;
     }
-    let len = usize::try_from(count)?
-        .checked_mul(bits)
-        .ok_or_else(|| asked.invalid(py, "the tensor is too large"))?
-        .div_ceil(8);
-    Ok((tensor.data.addr().wrapping_add(usize::try_from(tensor.byte_offset)?), len))
+    let extent = match strides {
+        Some(strides) if !whole => {
+            // Elements that share a byte cannot be told apart by bytes.
+            if !bits.is_multiple_of(8) {
+                return Err(not_contiguous(py, asked));
+            }
+            let item = (bits / 8) as u64;
+            let shape = shape.iter().map(|count| u64::try_from(*count)).collect::<Result<Vec<_>, _>>()?;
+            let strides = strides.iter().map(|stride| stride.checked_mul(item as i64));
+            let strides = strides.collect::<Option<Vec<_>>>().ok_or_else(too_large)?;
+            Extent::of(py, asked, item, &shape, &strides)?
+        }
+        _ => {
+            let len = usize::try_from(count)?.checked_mul(bits).ok_or_else(too_large)?;
+            Extent { len: len.div_ceil(8), layout: None }
+        }
+    };
+    Ok((tensor.data.addr().wrapping_add(usize::try_from(tensor.byte_offset)?), extent))
 }
 
 /// What an exported tensor owns.

@@ -21,7 +21,7 @@ use crate::stats::Stats;
 use crate::transfer::Transfer;
 use crate::{owners, ticket};
 
-const ASKED: Asked = Asked { op: "register", argument: "obj", host_only: true };
+const ASKED: Asked = Asked { op: "register", argument: "obj", host_only: true, views: false };
 
 /// This process on the fabric.
 #[pyclass(frozen, module = "towline._native")]

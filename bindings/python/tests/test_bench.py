@@ -11,10 +11,11 @@ import pytest
 
 import towline
 from towline.bench import __main__ as bench
-from towline.bench._figures import FIGURES, Bench, Pace, by_library, longest_pause
+from towline.bench import _nixl
+from towline.bench._figures import FIGURES, Bench, Pace, by_library, longest_pause, nixl_polling
 from towline.bench._peer import Peer
 from towline.bench._reference import Blocking
-from towline.bench._rows import Row, table
+from towline.bench._rows import Row, Skipped, table
 
 KEYS = {
     *("name", "path", "op", "bytes", "blocks", "block_size", "threads", "streams", "unit", "ours", "limit"),
@@ -40,13 +41,13 @@ def test_every_figure_is_measured_between_two_processes() -> None:
     assert not [one for one in skipped if one.failed], skipped
     found = {row.name for row in rows} | {one.name for one in skipped}
     assert found == {
-        *("py-4k-operation", "py-4k-simulated-polling", "py-4k-nixl"),
+        *("py-4k-operation", "py-4k-simulated-polling", "py-4k-nixl", "py-4k-nixl-polling"),
         *("py-overhead", "py-overhead-transfer", "py-operation-over-transfer"),
         *("py-notifications", "py-1m-pause", "py-1m", "py-1m-transfer", "py-64x4k"),
     }
     for row in rows:
         assert set(row.document()) == KEYS
-        assert row.path in towline.paths() and row.rounds > 0 and row.against, row
+        assert row.path in (None, *towline.paths()) and row.rounds > 0 and row.against, row
     polling = next(row for row in rows if row.name == "py-4k-simulated-polling")
     assert polling.met is None and "simulated" in polling.against
     assert "py-notifications" in table(rows)
@@ -90,6 +91,18 @@ def test_a_library_with_the_interface_of_nixl_connect_can_be_measured() -> None:
             return await by_library(Bench(peer, Blocking(), TINY), "towline.nixl_connect", "ours")
 
     assert asyncio.run(measure()).ours > 0
+
+
+def test_nixl_itself_is_measured_or_the_row_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Peer() as peer:
+        found = nixl_polling(Bench(peer, Blocking(), TINY))
+        if isinstance(found, Row):
+            assert found.ours > 0 and "NIXL" in found.against
+        else:
+            assert "nixl" in found.reason.lower() and not found.failed
+        monkeypatch.setattr(_nixl, "PACKAGES", ("no_such_nixl",))
+        absent = nixl_polling(Bench(peer, Blocking(), TINY))
+    assert isinstance(absent, Skipped) and "no_such_nixl" in absent.reason and not absent.failed
 
 
 def test_a_blocked_loop_shows_as_a_pause() -> None:

@@ -255,15 +255,3 @@ with towline.Endpoint("a") as a, a.register(array) as region:
     assert target[28] == 9
 """
     )
-
-
-def test_tensors_of_torch_are_registered_without_a_copy(endpoint: towline.Endpoint) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    for dtype in ("bfloat16", "float32", "uint8"):
-        plain = torch.ones(16, dtype=getattr(torch, dtype))
-        assert endpoint.register(plain, "none").nbytes == plain.nbytes
-        shared = torch.from_dlpack(towline.empty(16, getattr(torch, dtype)))
-        with endpoint.register(shared, "read+write") as region:
-            assert region.kind == "shared" and shared.dtype == getattr(torch, dtype)
-    with pytest.raises(ValueError, match="contiguous"):
-        endpoint.register(torch.ones(4, 4).t())

@@ -387,7 +387,9 @@ def test_a_keyboard_interrupt_ends_a_wait() -> None:
             sys.executable,
             "-c",
             """
-import towline
+import signal, towline
+# Who is started in the background by a shell inherits that it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 connector = towline.Connector()
 readable = connector.create_readable_sync(towline.Descriptor(b"x"))
 try:

@@ -46,6 +46,7 @@ limit of a row is the same transfer in Rust, over the same memory, in turns:
   py-4k-operation             4 KiB from begin_read to the awaiting code on both sides
   py-4k-simulated-polling     the same, waited for by sleeping and looking as dynamo.nixl_connect does, without NIXL
   py-4k-nixl                  the same by dynamo.nixl_connect, where it and NIXL are installed
+  py-4k-nixl-polling          the same by NIXL alone, where it is installed, waited for in the same way
   py-overhead                 p50 of a 4 KiB operation, less p50 of that operation begun by Rust
   py-overhead-transfer        p50 of a 4 KiB transfer, less p50 of that transfer in Rust
   py-operation-over-transfer  p50 of a 4 KiB operation, less p50 of a transfer in Rust, which claims nothing

@@ -1,1 +1,17 @@
-//! The meeting: how ranks that hold one unique id find each other.
+//! How ranks find each other: a root waits for all of them and tells everyone the list, or what went wrong.
+//!
+//! The root is a thread in the process that made the id. It listens on a Unix socket and on TCP, asleep in `poll`.
+//! A rank proves that it knows the id's secret without sending it, and what it says and hears afterwards is
+//! encrypted. Strangers, garbage, silence and slow senders cost the root a descriptor and a few hundred bytes for a
+//! few seconds, and the others nothing.
+
+mod join;
+mod meeting;
+mod root;
+mod wire;
+
+pub(crate) use self::join::{Joining, join};
+pub(crate) use self::root::{Root, addresses, listen, open};
+
+/// The most ranks of a group.
+pub(crate) const MOST_RANKS: usize = 1024;

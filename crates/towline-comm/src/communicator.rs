@@ -1,1 +1,405 @@
-//! A rank's place in a group: its life, its registrations, its children.
+//! A fixed group of ranks: how it comes together, how it ends, and what its members can ask of it.
+
+mod config;
+mod family;
+mod inner;
+mod signals;
+mod worker;
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use towline::{Buffer, Endpoint, Kind, Place, Storage};
+
+pub use self::config::Config;
+pub(crate) use self::inner::{Inner, Seating, Station};
+pub use self::signals::WaitSignal;
+pub(crate) use self::signals::{check_counter, flush, flush_all, one_sided, signal};
+pub use self::worker::Progress;
+use crate::bootstrap::{self, Joining};
+use crate::group::{self, Job};
+use crate::team::{Seat, Team};
+use crate::unique_id::UniqueId;
+use crate::window::{Memory, Operation, RegisteredBuffer};
+use crate::{Error, Result};
+
+/// A rank's membership in a fixed group.
+///
+/// Its calls are made by all ranks in the same order, except where they say that they are local. Each has a deadline,
+/// and its error names the ranks that it is about. It can be used by several threads.
+///
+/// ```
+/// use towline_comm::{Communicator, Result, WaitSignal, WindowFlag, mem_alloc};
+///
+/// fn rank(comm: &Communicator) -> Result<()> {
+///     let window = comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT)?.expect("windows");
+///     let peer = 1 - comm.rank()?;
+///     window.put_signal_bytes(peer, 0, b"hello", 0, 0)?.wait()?;
+///     comm.wait_signal(&[WaitSignal::from_rank(peer)])?;
+///     let mut bytes = [0; 5];
+///     window.memory()?.read_at(0, &mut bytes)?;
+///     assert_eq!(&bytes, b"hello");
+///     comm.finalize()
+/// }
+///
+/// let ranks = Communicator::init_all(2)?;
+/// std::thread::scope(|scope| {
+///     let threads: Vec<_> = ranks.iter().map(|comm| scope.spawn(move || rank(comm))).collect();
+///     threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+/// })?;
+/// # Ok::<(), towline_comm::Error>(())
+/// ```
+pub struct Communicator {
+    inner: Option<Arc<Inner>>,
+}
+
+impl Communicator {
+    /// The communicator of a rank that belongs to no group: every call is `Invalid`.
+    pub fn null() -> Communicator {
+        Communicator { inner: None }
+    }
+
+    pub(crate) fn from_inner(inner: Arc<Inner>) -> Communicator {
+        Communicator { inner: Some(inner) }
+    }
+
+    /// Joins a group of `nranks` as `rank`: every rank calls it with the same id, from threads, processes or hosts.
+    ///
+    /// # Errors
+    /// On every rank, with the ranks named: `Timeout` where some did not come in time, `Invalid` where a rank came
+    /// twice, lies outside the group, or has another idea of the group's size, settings or protocol version.
+    pub fn init(nranks: usize, rank: usize, id: &UniqueId, config: Config) -> Result<Communicator> {
+        group::refuse("init")?;
+        config.check("init")?;
+        if nranks == 0 || nranks > bootstrap::MOST_RANKS {
+            let most = bootstrap::MOST_RANKS;
+            return Err(Error::invalid("init", format!("a group has 1 to {most} ranks, not {nranks}")));
+        }
+        let station = open_station(&config, rank)?;
+        let inner = Inner::new(config, station, Some((rank, nranks)));
+        let comm = Communicator::from_inner(Arc::clone(&inner));
+        let id = id.clone();
+        let meet = move || meet(&inner, nranks, rank, &id, 0, "init");
+        comm.establish(meet)?;
+        Ok(comm)
+    }
+
+    /// Makes a group of `count` ranks in this process: one communicator for each, by rank.
+    pub fn init_all(count: usize) -> Result<Vec<Communicator>> {
+        Communicator::init_all_with(count, &Config::default())
+    }
+
+    /// [`init_all`](Self::init_all) with settings.
+    pub fn init_all_with(count: usize, config: &Config) -> Result<Vec<Communicator>> {
+        group::refuse("init_all")?;
+        config.check("init_all")?;
+        let mut group_id = [0; 16];
+        getrandom::fill(&mut group_id)
+            .map_err(|error| Error::new(Kind::Native, "init_all", format!("no random bytes: {error}")))?;
+        let mut members = Vec::with_capacity(count);
+        let mut tickets = Vec::with_capacity(count);
+        for rank in 0..count {
+            let station = open_station(config, rank)?;
+            let seat = Seat::open(&station.endpoint, count, config.team_options(count))?;
+            tickets.push(seat.ticket()?);
+            members.push((rank, Inner::new(config.clone(), station, Some((rank, count))), seat));
+        }
+        // The first meeting needs all of them at once.
+        std::thread::scope(|scope| {
+            let tickets = &tickets;
+            let threads: Vec<_> = members
+                .into_iter()
+                .map(|(rank, inner, seat)| {
+                    scope.spawn(move || -> Result<Communicator> {
+                        let team = Team::assemble(seat, rank, tickets.clone())?;
+                        let seating = Seating { rank, nranks: count, tickets: tickets.clone(), group_id };
+                        inner.seat(seating, team)?;
+                        Ok(Communicator::from_inner(inner))
+                    })
+                })
+                .collect();
+            let joined = threads.into_iter().map(|thread| {
+                let panicked = |_| Err(Error::new(Kind::Internal, "init_all", "a thread panicked"));
+                thread.join().unwrap_or_else(panicked)
+            });
+            joined.collect()
+        })
+    }
+
+    /// Runs what makes the group: now, or on the communicator's thread.
+    fn establish(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+        let inner = self.inner("init")?;
+        if inner.config.blocking { work() } else { inner.worker.push(Box::new(work)) }
+    }
+
+    pub(crate) fn inner(&self, op: &'static str) -> Result<&Arc<Inner>> {
+        match &self.inner {
+            Some(inner) if inner.is_open() => Ok(inner),
+            Some(_) => Err(inner::closed(op)),
+            None => Err(Error::invalid(op, "the communicator is null: this rank belongs to no group")),
+        }
+    }
+
+    /// Checks a call by `prepare`, then runs it: now, at the end of the group, or on the communicator's thread. An
+    /// error of `prepare` poisons the group that is open.
+    pub(crate) fn submit(
+        &self,
+        op: &'static str,
+        prepare: impl FnOnce(&Arc<Inner>) -> Result<Job>,
+    ) -> Result<()> {
+        let prepared = self.inner(op).and_then(|inner| {
+            inner.check_usable(op)?;
+            Ok((inner, prepare(inner)?))
+        });
+        let (inner, job) = prepared.map_err(group::poison)?;
+        match group::defer(inner, job) {
+            Some(job) => inner.launch(vec![job]),
+            None => Ok(()),
+        }
+    }
+
+    /// This rank's number in the group.
+    pub fn rank(&self) -> Result<usize> {
+        Ok(self.inner("rank")?.place("rank")?.0)
+    }
+
+    /// How many ranks the group has.
+    pub fn nranks(&self) -> Result<usize> {
+        Ok(self.inner("nranks")?.place("nranks")?.1)
+    }
+
+    /// Where the memory of this communicator lives.
+    pub fn device(&self) -> Result<Place> {
+        self.inner("device").map(|_| Place::Host)
+    }
+
+    /// What it is called in errors and logs.
+    pub fn name(&self) -> Result<&str> {
+        Ok(&self.inner("name")?.config.name)
+    }
+
+    /// Whether it can be used: it is neither null nor closed. Local.
+    pub fn is_valid(&self) -> bool {
+        self.inner.as_ref().is_some_and(|inner| inner.is_open())
+    }
+
+    /// Whether that rank's memory can be shared with this process; true for this rank itself. Local.
+    pub fn is_near(&self, rank: usize) -> Result<bool> {
+        let team = self.inner("is_near")?.team("is_near")?;
+        if rank >= team.nranks() {
+            return Err(Error::invalid(
+                "is_near",
+                format!("there is no rank {rank} among {}", team.nranks()),
+            ));
+        }
+        Ok(team.is_near(rank))
+    }
+
+    /// The ranks that cannot be reached any more. Local.
+    pub fn dead_ranks(&self) -> Result<Vec<usize>> {
+        Ok(self.inner("dead_ranks")?.team("dead_ranks")?.dead())
+    }
+
+    /// How many windows and registered buffers are open. Local.
+    pub fn open_handles(&self) -> Result<usize> {
+        let inner = self.inner("open_handles")?;
+        Ok(inner.windows().count() + inner.buffers().count())
+    }
+
+    /// How far the work of this communicator is: in progress, done, or the error with which it ended. Local.
+    ///
+    /// On a blocking communicator nothing is ever in progress between calls; the error is the one that made the group
+    /// unusable.
+    pub fn get_async_error(&self) -> Result<Progress> {
+        let inner = self.inner("get_async_error")?;
+        match inner.worker.progress()? {
+            Progress::InProgress => Ok(Progress::InProgress),
+            Progress::Done => match inner.team("get_async_error").ok().and_then(|team| team.failure()) {
+                Some(error) => Err(error),
+                None => Ok(Progress::Done),
+            },
+        }
+    }
+
+    /// Waits until the work of this communicator is done, for at most its timeout. Local.
+    pub fn synchronize(&self) -> Result<()> {
+        let inner = self.inner("synchronize")?;
+        inner.wait_idle();
+        match self.get_async_error()? {
+            Progress::Done => Ok(()),
+            Progress::InProgress => {
+                Err(Error::new(Kind::Timeout, "synchronize", "work is still in progress"))
+            }
+        }
+    }
+
+    /// Makes a call and follows it to its end: at once on a blocking communicator, otherwise when its work is done,
+    /// inside a group after the outermost end. For calls whose own result says nothing about that: collectives,
+    /// messages, registrations of windows, waits for signals, flushes and fences.
+    ///
+    /// ```
+    /// use towline_comm::{Communicator, Config, get_unique_id};
+    /// let config = Config { blocking: false, ..Config::default() };
+    /// let comm = Communicator::init(1, 0, &get_unique_id()?, config)?;
+    /// let barrier = comm.follow("barrier", |comm| comm.barrier())?;
+    /// barrier.wait()?; // or: barrier.await
+    /// # Ok::<(), towline_comm::Error>(())
+    /// ```
+    pub fn follow(
+        &self,
+        op: &'static str,
+        call: impl FnOnce(&Communicator) -> Result<()>,
+    ) -> Result<Operation> {
+        let inner = self.inner(op).map_err(group::poison)?;
+        if inner.config.blocking && !group::is_open() {
+            call(self)?;
+            return Ok(Operation::done(Ok(0)));
+        }
+        let (operation, told) = Operation::live(op, inner.config.timeout, true);
+        group::follow(told, || call(self))?;
+        Ok(operation)
+    }
+
+    /// The bytes of a storage, for a call: those of a window or registered buffer where it lies in one, otherwise
+    /// memory that no other rank reaches. Local.
+    pub fn memory(&self, storage: impl Storage) -> Result<Memory> {
+        let inner = self.inner("memory")?;
+        let storage = Buffer::new(storage);
+        host_only("memory", &storage)?;
+        if let Some(memory) = inner.windows().containing(&storage) {
+            return Ok(memory);
+        }
+        let (addr, len) =
+            (towline::MemoryDescription::addr(&storage), towline::MemoryDescription::size(&storage));
+        if let Some((buffer, offset)) = inner.buffers().containing(addr, len) {
+            return Memory::of_buffer(&buffer, offset, len);
+        }
+        Ok(Memory::loose(inner.endpoint().register(storage, towline::Access::NONE)?))
+    }
+
+    /// Registers a buffer with this communicator for zero-copy communication. Local, and at once also inside a group.
+    pub fn register_buffer(&self, storage: impl Storage) -> Result<RegisteredBuffer> {
+        let register = || {
+            let inner = self.inner("register_buffer")?;
+            inner.check_usable("register_buffer")?;
+            let storage = Buffer::new(storage);
+            host_only("register_buffer", &storage)?;
+            let size = towline::MemoryDescription::size(&storage);
+            let (core, offset) = inner.buffers().register(inner.endpoint(), storage)?;
+            Ok(RegisteredBuffer::new(inner, core, offset, size))
+        };
+        register().map_err(|error: Error| group::poison(error.during("register_buffer")))
+    }
+
+    /// Waits until everybody has called it and everything of this rank that was in flight has landed. Later calls are
+    /// `Invalid`, [`destroy`](Self::destroy) excepted. A second call is harmless.
+    pub fn finalize(&self) -> Result<()> {
+        let inner = self.inner("finalize")?;
+        if inner.check_usable("finalize").is_err() {
+            return Ok(());
+        }
+        self.submit("finalize", |inner| {
+            inner.mark_finalized();
+            Ok(Job::Call(Box::new(|inner, team| {
+                let landed = signals::flush_all(inner, team);
+                let _one_call = team.serialise();
+                team.barrier().map_err(|error| error.during("finalize"))?;
+                landed
+            })))
+        })
+    }
+
+    /// Closes all handles once work in flight has ended, and leaves the group. Local; a second call is harmless. What
+    /// other ranks still access gives them `Stale`; [`finalize`](Self::finalize) first waits for them.
+    pub fn destroy(&self) {
+        if let Some(inner) = &self.inner {
+            inner.close(None);
+        }
+    }
+
+    /// Ends the work in flight on every rank with an error, then closes all handles. Local; unblocks everybody.
+    pub fn abort(&self) {
+        if let Some(inner) = &self.inner
+            && inner.is_open()
+        {
+            let (rank, _) = inner.place("abort").unwrap_or_default();
+            let why = Error::new(Kind::Canceled, "abort", "a rank aborted the communicator").about([rank]);
+            inner.close(Some(&why));
+        }
+    }
+
+    /// Ends the work in flight on every rank with an error and forbids further calls; [`shrink`](Self::shrink),
+    /// [`destroy`](Self::destroy) and [`abort`](Self::abort) stay possible. Local.
+    pub fn revoke(&self) -> Result<()> {
+        self.inner("revoke")?.team("revoke")?.revoke();
+        Ok(())
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        self.destroy();
+    }
+}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(inner) = &self.inner else { return f.write_str("Communicator(null)") };
+        let mut shown = f.debug_struct("Communicator");
+        shown.field("name", &inner.config.name);
+        match inner.place("debug") {
+            Ok((rank, nranks)) => shown.field("rank", &rank).field("nranks", &nranks),
+            Err(_) => shown.field("open", &inner.is_open()),
+        };
+        shown.finish()
+    }
+}
+
+/// Refuses memory that the CPU does not reach.
+pub(crate) fn host_only(op: &'static str, storage: &Buffer) -> Result<()> {
+    match storage.place() {
+        Place::Host => Ok(()),
+        place => Err(Error::invalid(op, format!("the communicator is on the host, the buffer on {place}"))),
+    }
+}
+
+pub(crate) fn open_station(config: &Config, rank: usize) -> Result<Arc<Station>> {
+    let mut options = Endpoint::options(&format!("{}:{rank}", config.name)).routing(config.routing.clone());
+    for address in &config.listen {
+        options = options.listen(*address);
+    }
+    for address in &config.advertise {
+        options = options.advertise(*address);
+    }
+    Ok(Arc::new(Station { endpoint: options.open()?, mail: Mutex::new(Vec::new()) }))
+}
+
+/// Meets the other ranks and takes the seat.
+pub(crate) fn meet(
+    inner: &Arc<Inner>,
+    nranks: usize,
+    rank: usize,
+    id: &UniqueId,
+    about: u64,
+    op: &'static str,
+) -> Result<()> {
+    // A rank outside the group has no seat, but the others must learn of it.
+    let seat = (rank < nranks)
+        .then(|| Seat::open(inner.endpoint(), nranks, inner.config.team_options(nranks)))
+        .transpose()?;
+    let ticket = seat.as_ref().map(Seat::ticket).transpose()?;
+    let joining = Joining {
+        nranks,
+        rank,
+        digest: inner.config.digest() ^ about,
+        name: &inner.config.name,
+        ticket: ticket.as_ref(),
+        timeout: inner.config.timeout,
+    };
+    let tickets = bootstrap::join(id, &joining).map_err(|error| error.during(op))?;
+    let Some(seat) = seat else {
+        return Err(Error::invalid(op, format!("there is no rank {rank} among {nranks}")).about([rank]));
+    };
+    let team = Team::assemble(seat, rank, tickets.clone()).map_err(|error| error.during(op))?;
+    inner.seat(Seating { rank, nranks, tickets, group_id: *id.nonce() }, team)
+}

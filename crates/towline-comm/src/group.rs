@@ -1,1 +1,247 @@
-//! Calls that are collected and launched together.
+//! Calls that start together: deferred on this thread until the outermost group ends.
+//!
+//! An error inside a group poisons it: nothing of it is launched and its end gives that error again. The calls of
+//! several communicators run side by side, so that one thread can drive several ranks; those of one communicator run
+//! in order, and neighbouring messages of it together.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use crate::communicator::Inner;
+use crate::team::Team;
+use crate::window::{Completion, Memory};
+use crate::{Error, Result};
+
+/// What a call does once its arguments were checked.
+pub(crate) type Work = Box<dyn FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + Send>;
+
+/// A call whose arguments were checked.
+pub(crate) enum Job {
+    /// Runs alone.
+    Call(Work),
+    /// Waits for other ranks and touches no memory: handles may be closed meanwhile.
+    Wait(Work),
+    /// Runs together with the messages beside it, by the function that the first of them names.
+    Message(Message, Together),
+}
+
+/// Sends and receives messages at once.
+pub(crate) type Together = fn(&Arc<Inner>, &Arc<Team>, Vec<Message>) -> Result<()>;
+
+/// A message to or from a rank.
+pub(crate) struct Message {
+    pub(crate) peer: usize,
+    /// What must be equal on both sides.
+    pub(crate) digest: u64,
+    pub(crate) memory: Memory,
+    /// Received where true, sent where false.
+    pub(crate) incoming: bool,
+    /// Who wants to know how it ended.
+    pub(crate) told: Option<Completion>,
+}
+
+struct Group {
+    depth: usize,
+    jobs: Vec<(Arc<Inner>, Job)>,
+    error: Option<Error>,
+}
+
+thread_local! {
+    static OPEN: RefCell<Option<Group>> = const { RefCell::new(None) };
+    /// Who wants to know how the call that this thread is making ends.
+    static FOLLOWER: RefCell<Option<Completion>> = const { RefCell::new(None) };
+}
+
+/// Begins a group of calls on this thread: they are launched by the [`group_end`] that matches the first start.
+///
+/// ```
+/// towline_comm::group_start();
+/// // calls on one or several communicators
+/// towline_comm::group_end()?;
+/// assert!(towline_comm::group_end().is_err());
+/// # Ok::<(), towline_comm::Error>(())
+/// ```
+pub fn group_start() {
+    OPEN.with_borrow_mut(|open| match open {
+        Some(group) => group.depth += 1,
+        None => *open = Some(Group { depth: 1, jobs: Vec::new(), error: None }),
+    });
+}
+
+/// Ends a group of calls; the outermost end launches them. `Invalid` where no group was begun.
+///
+/// # Errors
+/// The first error that a call inside the group gave: then nothing was launched. Otherwise the first error of the
+/// calls as they ran.
+pub fn group_end() -> Result<()> {
+    let ended = OPEN.with_borrow_mut(|open| {
+        let Some(group) = open else {
+            return Err(Error::invalid("group_end", "no group was started on this thread"));
+        };
+        group.depth -= 1;
+        Ok(if group.depth == 0 { open.take() } else { None })
+    })?;
+    match ended {
+        Some(Group { error: Some(error), .. }) => Err(error),
+        Some(group) => launch(group.jobs),
+        None => Ok(()),
+    }
+}
+
+/// Runs the body as a group of calls. Where it errs, nothing is launched.
+///
+/// ```
+/// # let id = towline_comm::get_unique_id()?;
+/// # let comm = towline_comm::Communicator::init(1, 0, &id, towline_comm::Config::default())?;
+/// towline_comm::group(|| {
+///     comm.signal(0, 0, 0)?;
+///     comm.signal(0, 0, 1)
+/// })?;
+/// # Ok::<(), towline_comm::Error>(())
+/// ```
+pub fn group<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Ends the group without launching it where the body does not come back.
+    struct Abandon(bool);
+    impl Drop for Abandon {
+        fn drop(&mut self) {
+            if self.0 {
+                poison(Error::invalid("group", "the group was left by a panic"));
+                let _ = group_end();
+            }
+        }
+    }
+    group_start();
+    let mut abandon = Abandon(true);
+    let outcome = body();
+    abandon.0 = false;
+    match outcome {
+        Ok(value) => group_end().map(|()| value),
+        Err(error) => {
+            let error = poison(error);
+            let _ = group_end();
+            Err(error)
+        }
+    }
+}
+
+/// Whether a group is open on this thread.
+pub(crate) fn is_open() -> bool {
+    OPEN.with_borrow(Option::is_some)
+}
+
+/// Keeps the group that is open on this thread, if any, from being launched. Gives the error back.
+pub(crate) fn poison(error: Error) -> Error {
+    OPEN.with_borrow_mut(|open| {
+        if let Some(group) = open {
+            group.error.get_or_insert(error.clone());
+        }
+    });
+    error
+}
+
+/// Puts a job into the group that is open on this thread; gives it back where there is none. Either way the job tells
+/// whoever follows the call.
+pub(crate) fn defer(inner: &Arc<Inner>, job: Job) -> Option<Job> {
+    let job = followed(job);
+    OPEN.with_borrow_mut(|open| match open {
+        Some(group) => {
+            group.jobs.push((Arc::clone(inner), job));
+            None
+        }
+        None => Some(job),
+    })
+}
+
+/// Makes a call; the job that it submits tells how it ended.
+pub(crate) fn follow(told: Completion, call: impl FnOnce() -> Result<()>) -> Result<()> {
+    FOLLOWER.with_borrow_mut(|follower| *follower = Some(told));
+    let outcome = call();
+    // Still there where the call submitted nothing; dropped outside of the borrow, since that wakes others.
+    let unused = FOLLOWER.with_borrow_mut(Option::take);
+    drop(unused);
+    outcome
+}
+
+/// The job, which also tells whoever follows the call how it ended.
+fn followed(job: Job) -> Job {
+    let Some(told) = FOLLOWER.with_borrow_mut(Option::take) else { return job };
+    let telling = |work: Work, told: Completion| -> Work {
+        Box::new(move |inner, team| {
+            let outcome = work(inner, team);
+            told.tell(outcome.clone().map(|()| 0));
+            outcome
+        })
+    };
+    match job {
+        Job::Call(work) => Job::Call(telling(work, told)),
+        Job::Wait(work) => Job::Wait(telling(work, told)),
+        Job::Message(message, together) => Job::Message(Message { told: Some(told), ..message }, together),
+    }
+}
+
+/// Refuses what makes or ends communicators inside a group: it would wait for calls that the group holds back.
+pub(crate) fn refuse(op: &'static str) -> Result<()> {
+    if is_open() {
+        return Err(poison(Error::invalid(op, "cannot be called inside a group")));
+    }
+    Ok(())
+}
+
+fn launch(jobs: Vec<(Arc<Inner>, Job)>) -> Result<()> {
+    let mut by_communicator: Vec<(Arc<Inner>, Vec<Job>)> = Vec::new();
+    for (inner, job) in jobs {
+        match by_communicator.iter_mut().find(|(known, _)| Arc::ptr_eq(known, &inner)) {
+            Some((_, jobs)) => jobs.push(job),
+            None => by_communicator.push((inner, vec![job])),
+        }
+    }
+    let mut outcomes = Vec::new();
+    std::thread::scope(|scope| {
+        let mut rest = by_communicator.into_iter();
+        let first = rest.next();
+        let others: Vec<_> = rest
+            .map(|(inner, jobs)| {
+                let name = std::thread::Builder::new().name("towline-group".into());
+                name.spawn_scoped(scope, move || inner.launch(jobs))
+            })
+            .collect();
+        outcomes.extend(first.map(|(inner, jobs)| inner.launch(jobs)));
+        for other in others {
+            outcomes.push(match other {
+                Ok(thread) => thread.join().unwrap_or_else(|_| {
+                    Err(Error::new(towline::Kind::Internal, "group_end", "a thread of the group panicked"))
+                }),
+                Err(error) => Err(towline::Error::os("group_end", "thread creation", error).into()),
+            });
+        }
+    });
+    outcomes.into_iter().collect()
+}
+
+/// Runs jobs in order, neighbouring messages together. All of them run; the error is the first.
+pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, jobs: Vec<Job>) -> Result<()> {
+    let mut outcome = Ok(());
+    let mut jobs = jobs.into_iter().peekable();
+    while let Some(job) = jobs.next() {
+        let ended = match job {
+            Job::Call(work) | Job::Wait(work) => work(inner, team),
+            Job::Message(message, together) => {
+                let mut messages = vec![message];
+                while let Some(Job::Message(..)) = jobs.peek() {
+                    if let Some(Job::Message(message, _)) = jobs.next() {
+                        messages.push(message);
+                    }
+                }
+                let told: Vec<Completion> =
+                    messages.iter_mut().filter_map(|message| message.told.take()).collect();
+                let ended = together(inner, team, messages);
+                for one in told {
+                    one.tell(ended.clone().map(|()| 0));
+                }
+                ended
+            }
+        };
+        outcome = outcome.and(ended);
+    }
+    outcome
+}

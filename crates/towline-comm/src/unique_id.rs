@@ -1,1 +1,273 @@
-//! The 128 bytes by which the ranks of a group find and trust each other.
+//! The id of a meeting: where it takes place and the secret that lets a rank in.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::str::FromStr;
+
+use data_encoding::{BASE64URL_NOPAD, HEXLOWER};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use sha2::{Digest, Sha256};
+use towline::Kind;
+
+use crate::bootstrap::{self, Root};
+use crate::{Error, Result};
+
+/// How many bytes an id has.
+pub const UNIQUE_ID_LEN: usize = 128;
+
+const MAGIC: [u8; 4] = *b"TLid";
+const VERSION: u8 = 1;
+const MOST_ADDRESSES: usize = 3;
+const ADDRESS_LEN: usize = 19;
+const SECRET: std::ops::Range<usize> = 8..40;
+const NONCE: std::ops::Range<usize> = 40..56;
+const ADDRESSES: usize = 56;
+const CHECKSUM: usize = UNIQUE_ID_LEN - 8;
+
+/// The id of a meeting: 128 bytes that carry where it takes place and the secret that lets a rank in.
+///
+/// Whoever has it can join: hand it to the ranks by a channel that you trust. It prints as text and reads back from
+/// it. An id serves one meeting.
+///
+/// ```
+/// use towline_comm::{UniqueId, get_unique_id};
+/// let id = get_unique_id()?;
+/// let text = id.to_string();
+/// assert_eq!(text.parse::<UniqueId>()?.as_bytes(), id.as_bytes());
+/// assert!("something else".parse::<UniqueId>().is_err());
+/// # Ok::<(), towline_comm::Error>(())
+/// ```
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct UniqueId([u8; UNIQUE_ID_LEN]);
+
+/// Where a meeting takes place, for [`get_unique_id_with`].
+///
+/// Without addresses: on this host only. A rank on another host needs an address that it can reach.
+#[derive(Debug, Clone, Default)]
+pub struct UniqueIdOptions {
+    /// The addresses on which the meeting listens; port 0 picks one.
+    pub listen: Vec<SocketAddr>,
+    /// The addresses that are written into the id, where they differ from those listened on; at most three. Port 0
+    /// stands for the port of the first one listened on.
+    pub advertise: Vec<SocketAddr>,
+}
+
+/// Opens a meeting on this host and returns its id. This process must live until everybody has joined.
+///
+/// Where the variable `TOWLINE_LISTEN` names addresses, the meeting takes place on those hosts' addresses too.
+pub fn get_unique_id() -> Result<UniqueId> {
+    let mut options = UniqueIdOptions::default();
+    if let Ok(addresses) = std::env::var("TOWLINE_LISTEN") {
+        for address in addresses.split(',').map(str::trim).filter(|address| !address.is_empty()) {
+            let address: SocketAddr = address.parse().map_err(|error| {
+                Error::invalid(
+                    "get_unique_id",
+                    format!("TOWLINE_LISTEN: {address:?} is not an address: {error}"),
+                )
+            })?;
+            // The port belongs to the endpoint; an unspecified address tells other hosts nothing.
+            if !address.ip().is_unspecified() {
+                options.listen.push(SocketAddr::new(address.ip(), 0));
+            }
+        }
+        options.listen.truncate(MOST_ADDRESSES);
+    }
+    get_unique_id_with(&options)
+}
+
+/// Opens a meeting at those addresses and returns its id.
+pub fn get_unique_id_with(options: &UniqueIdOptions) -> Result<UniqueId> {
+    open_meeting(options).map(|(id, _)| id)
+}
+
+/// Opens a meeting: its id, and the handle by which it can be called off.
+pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)> {
+    const OP: &str = "get_unique_id";
+    let mut random = [0; 48];
+    getrandom::fill(&mut random)
+        .map_err(|error| Error::new(Kind::Native, OP, format!("no random bytes: {error}")))?;
+    let listeners = bootstrap::listen(&options.listen)?;
+    let own = bootstrap::addresses(&listeners)?;
+    let mut addresses = options.advertise.clone();
+    for address in addresses.iter_mut().filter(|address| address.port() == 0) {
+        address.set_port(own.first().map_or(0, SocketAddr::port));
+    }
+    if addresses.is_empty() {
+        addresses = own;
+        if addresses.iter().any(|address| address.ip().is_unspecified()) {
+            return Err(Error::invalid(
+                OP,
+                "an unspecified address tells nobody where to come: advertise one",
+            ));
+        }
+    }
+    let id = UniqueId::compose(&random, &addresses)?;
+    let root = bootstrap::open(&id, listeners)?;
+    Ok((id, root))
+}
+
+impl UniqueId {
+    fn compose(random: &[u8; 48], addresses: &[SocketAddr]) -> Result<UniqueId> {
+        if addresses.len() > MOST_ADDRESSES {
+            let most = MOST_ADDRESSES;
+            return Err(Error::invalid("get_unique_id", format!("an id carries at most {most} addresses")));
+        }
+        let mut bytes = [0; UNIQUE_ID_LEN];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4] = VERSION;
+        bytes[5] = addresses.len() as u8;
+        bytes[SECRET].copy_from_slice(&random[..32]);
+        bytes[NONCE].copy_from_slice(&random[32..]);
+        for (slot, address) in bytes[ADDRESSES..].chunks_exact_mut(ADDRESS_LEN).zip(addresses) {
+            let (family, ip) = match address.ip() {
+                IpAddr::V4(ip) => (4, ip.to_ipv6_mapped()),
+                IpAddr::V6(ip) => (6, ip),
+            };
+            slot[0] = family;
+            slot[1..17].copy_from_slice(&ip.octets());
+            slot[17..].copy_from_slice(&address.port().to_be_bytes());
+        }
+        let sum = checksum(&bytes);
+        bytes[CHECKSUM..].copy_from_slice(&sum);
+        Ok(UniqueId(bytes))
+    }
+
+    /// Takes the bytes of an id.
+    ///
+    /// # Errors
+    /// `Invalid` where they are not those of an id, were damaged, or come from another version.
+    pub fn from_bytes(bytes: &[u8]) -> Result<UniqueId> {
+        let refuse = |why: String| Err(Error::invalid("unique_id", why));
+        let Ok(bytes) = <[u8; UNIQUE_ID_LEN]>::try_from(bytes) else {
+            return refuse(format!("an id has {UNIQUE_ID_LEN} bytes, not {}", bytes.len()));
+        };
+        if bytes[..4] != MAGIC {
+            return refuse("these bytes are not an id".into());
+        }
+        if bytes[4] != VERSION {
+            return refuse(format!("the id is of version {}, this is version {VERSION}", bytes[4]));
+        }
+        if bytes[CHECKSUM..] != checksum(&bytes) {
+            return refuse("the id is damaged: its checksum does not fit".into());
+        }
+        if usize::from(bytes[5]) > MOST_ADDRESSES {
+            return refuse("the id names too many addresses".into());
+        }
+        Ok(UniqueId(bytes))
+    }
+
+    /// The bytes of the id.
+    pub fn as_bytes(&self) -> &[u8; UNIQUE_ID_LEN] {
+        &self.0
+    }
+
+    pub(crate) fn secret(&self) -> &[u8] {
+        &self.0[SECRET]
+    }
+
+    /// The name of the meeting.
+    pub(crate) fn nonce(&self) -> &[u8; 16] {
+        self.0[NONCE].first_chunk().unwrap_or(&[0; 16])
+    }
+
+    /// Where the meeting takes place.
+    pub(crate) fn addresses(&self) -> Vec<SocketAddr> {
+        let count = usize::from(self.0[5]);
+        let slots = self.0[ADDRESSES..CHECKSUM].chunks_exact(ADDRESS_LEN).take(count);
+        slots
+            .filter_map(|slot| {
+                let ip = Ipv6Addr::from(*slot[1..17].first_chunk::<16>()?);
+                let port = u16::from_be_bytes([slot[17], slot[18]]);
+                let ip = if slot[0] == 4 { IpAddr::V4(ip.to_ipv4_mapped()?) } else { IpAddr::V6(ip) };
+                Some(SocketAddr::new(ip, port))
+            })
+            .collect()
+    }
+
+    /// The abstract Unix socket of the meeting, for ranks on the same host.
+    pub(crate) fn socket_name(&self) -> String {
+        format!("towline-meeting-{}", HEXLOWER.encode(self.nonce()))
+    }
+}
+
+fn checksum(bytes: &[u8; UNIQUE_ID_LEN]) -> [u8; 8] {
+    let digest = Sha256::digest(&bytes[..CHECKSUM]);
+    let mut sum = [0; 8];
+    sum.copy_from_slice(&digest[..8]);
+    sum
+}
+
+impl fmt::Display for UniqueId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&BASE64URL_NOPAD.encode(&self.0))
+    }
+}
+
+impl fmt::Debug for UniqueId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Without the secret: debug output ends up in logs.
+        write!(f, "UniqueId({}, {:?})", HEXLOWER.encode(self.nonce()), self.addresses())
+    }
+}
+
+impl FromStr for UniqueId {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<UniqueId> {
+        let bytes = BASE64URL_NOPAD
+            .decode(text.trim().as_bytes())
+            .map_err(|error| Error::invalid("unique_id", format!("not the text of an id: {error}")))?;
+        UniqueId::from_bytes(&bytes)
+    }
+}
+
+impl Serialize for UniqueId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for UniqueId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<UniqueId, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map_err(|error: Error| serde::de::Error::custom(error.message()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+    use super::*;
+
+    fn sample() -> UniqueId {
+        let addresses = ["10.1.2.3:4567".parse().unwrap(), "[fe80::1]:80".parse().unwrap()];
+        UniqueId::compose(&std::array::from_fn(|index| index as u8), &addresses).unwrap()
+    }
+
+    #[test]
+    fn an_id_survives_bytes_and_text_and_names_its_addresses() {
+        let id = sample();
+        assert_eq!(UniqueId::from_bytes(id.as_bytes()).unwrap(), id);
+        assert_eq!(id.to_string().parse::<UniqueId>().unwrap(), id);
+        assert_eq!(id.addresses(), ["10.1.2.3:4567".parse().unwrap(), "[fe80::1]:80".parse().unwrap()]);
+    }
+
+    #[test]
+    fn a_changed_byte_anywhere_is_noticed() {
+        let id = sample();
+        for at in 0..UNIQUE_ID_LEN {
+            let mut bytes = *id.as_bytes();
+            bytes[at] ^= 0x40;
+            assert_eq!(UniqueId::from_bytes(&bytes).unwrap_err().kind(), Kind::Invalid, "byte {at}");
+        }
+        assert!(UniqueId::from_bytes(&id.as_bytes()[..127]).is_err());
+        assert!(UniqueId::from_bytes(&[0; UNIQUE_ID_LEN]).is_err());
+    }
+
+    #[test]
+    fn debug_output_does_not_show_the_secret() {
+        let id = sample();
+        let secret = HEXLOWER.encode(id.secret());
+        assert!(!format!("{id:?}").contains(&secret[..16]));
+    }
+}

@@ -5,6 +5,7 @@
 
 mod alone;
 mod chase;
+mod operations;
 mod pinning;
 
 use std::collections::HashMap;
@@ -67,6 +68,7 @@ pub fn main() {
         remotes: HashMap::new(),
         pinned: HashMap::new(),
         views: Vec::new(),
+        operation: None,
         next: 0,
         orders,
     };
@@ -83,6 +85,7 @@ struct Worker {
     remotes: HashMap<u64, Remote>,
     pinned: HashMap<u64, Pinned>,
     views: Vec<Registered<OffsetBuffer>>,
+    operation: Option<operations::Operation>,
     next: u64,
     orders: Receiver<Line>,
 }
@@ -243,6 +246,9 @@ impl Worker {
                 said(self.pinned.remove(&id).is_some())
             }
             "pong" => self.pong(&mut words),
+            "offer" => self.offer(&mut words),
+            "claim" => self.claim(line, &mut words),
+            "ended" => self.ended(&mut words),
             "loop" => self.repeat(&mut words),
             "chase" => self.chase(&mut words),
             "crowd" => alone::crowd(words.take()?),

@@ -154,3 +154,45 @@ fn an_owner_whose_peer_is_cut_off_takes_its_memory_back() {
     let stats = owner.must("stats");
     assert_eq!((stats.number(0), stats.number(1)), (0, 0), "regions and parked storages");
 }
+
+/// An operation at end A that end B claims, and then the cable is pulled at that end.
+fn claimer_cut_off(test: &str, op: &str, how: &str, end: End) {
+    let Some(network) = network(test) else { return };
+    let _watchdog = watch(test, Duration::from_secs(120));
+    const LEN: usize = 256 * MIB;
+    let (mut owner, mut claimer) = pair(&network, false);
+    let metadata = owner.must(&format!("offer {op} {LEN} system")).payload;
+    claimer.ask_with(&format!("claim {op} {LEN} {how}"), &metadata).unwrap();
+    // A silent claim is made by a thread; another claimer would be refused once it is there.
+    if !how.is_empty() {
+        let claimed = eventually(STALL * 5, || {
+            let second = claimer.ask_with(&format!("claim {op} {LEN}"), &metadata);
+            second.err().is_some_and(|failure| failure.message.contains("already claimed"))
+        });
+        assert!(claimed, "nobody claims it");
+    }
+    network.cut(end);
+    // The limit of the whole operation is 30 s and more: this must come from the silence alone.
+    let failure = owner.ask(&format!("ended {}", (STALL * 10).as_millis())).unwrap_err();
+    assert!(matches!(failure.kind, Kind::Disconnected | Kind::Timeout), "{failure}");
+    assert!(failure.message.contains("user") && failure.message.contains("claimer"), "{failure}");
+    let stats = owner.must("stats");
+    assert_eq!((stats.number(0), stats.number(1)), (0, 0), "regions and parked storages");
+}
+
+#[test]
+fn a_silent_claimer_whose_cable_is_pulled_leaves_the_readable_errored() {
+    let test = "a_silent_claimer_whose_cable_is_pulled_leaves_the_readable_errored";
+    claimer_cut_off(test, "read", "silently", End::B);
+}
+
+#[test]
+fn a_silent_claimer_of_an_owner_whose_cable_is_pulled_leaves_the_writable_errored() {
+    let test = "a_silent_claimer_of_an_owner_whose_cable_is_pulled_leaves_the_writable_errored";
+    claimer_cut_off(test, "write", "silently", End::A);
+}
+
+#[test]
+fn a_reader_whose_cable_is_pulled_leaves_the_readable_errored() {
+    claimer_cut_off("a_reader_whose_cable_is_pulled_leaves_the_readable_errored", "read", "", End::B);
+}

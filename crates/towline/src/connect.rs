@@ -22,9 +22,12 @@ mod connector;
 mod descriptor;
 mod device;
 mod envelope;
+#[doc(hidden)]
+pub mod fuzzing;
 mod kinds;
 mod metadata;
 mod passive;
+mod portion;
 mod set;
 
 use std::fmt;

@@ -17,6 +17,7 @@
 //! ```
 
 mod plan;
+mod strides;
 mod walk;
 
 use std::fmt;

@@ -7,5 +7,7 @@ mod faults;
 mod pairing;
 #[path = "connect/scene.rs"]
 mod scene;
+#[path = "connect/strided.rs"]
+mod strided;
 #[path = "connect/wrong.rs"]
 mod wrong;

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 use data_encoding::HEXLOWER;
 use towline::Ticket;
+use towline::connect::{RdmaMetadata, fuzzing as connect_fuzzing};
 use towline::ticket::parse_public;
 use towline::wire::{FrameKind, HEADER_LEN, Header, Message, fuzzing};
 
@@ -139,4 +140,32 @@ fn hostile_frames_are_refused_without_harm() {
 #[test]
 fn hostile_handshakes_end_without_a_link() {
     corpus("handshake", hostile::handshakes()).iter().for_each(|(_, bytes)| fuzzing::handshake(bytes));
+}
+
+#[test]
+fn hostile_metadata_is_refused_without_harm() {
+    let mut made = hostile::metadata();
+    for (name, bytes) in &made {
+        let refused = std::str::from_utf8(bytes).is_err()
+            || RdmaMetadata::from_json(std::str::from_utf8(bytes).unwrap()).is_err();
+        assert!(refused, "{name}");
+    }
+    for (name, text) in samples::all_metadata() {
+        RdmaMetadata::from_json(&text).unwrap_or_else(|error| panic!("{name}: {error}"));
+        made.push((name.into(), text.into_bytes()));
+    }
+    corpus("metadata", made).iter().for_each(|(_, bytes)| connect_fuzzing::metadata(bytes));
+}
+
+#[test]
+fn hostile_envelopes_are_refused_without_harm() {
+    let mut made = hostile::envelopes();
+    for (name, bytes) in &made {
+        assert!(RdmaMetadata::owner(&HEXLOWER.encode(bytes)).is_err(), "{name}");
+    }
+    for (name, bytes) in samples::envelopes() {
+        assert_eq!(RdmaMetadata::owner(&HEXLOWER.encode(&bytes)).unwrap(), "prefill-0", "{name}");
+        made.push((name.into(), bytes));
+    }
+    corpus("envelope", made).iter().for_each(|(_, bytes)| connect_fuzzing::envelope(bytes));
 }

@@ -12,6 +12,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use towline::Ticket;
+use towline::connect::RdmaMetadata;
 use towline::wire::{FrameKind, HEADER_LEN, Message};
 
 thread_local! {
@@ -88,5 +89,24 @@ fn a_refused_body_allocates_no_more_than_itself_and_64_kib() {
         assert!(peak <= body.len() + SLACK, "{name} allocated {peak} bytes");
         let made_here = name.starts_with("many-") || name.starts_with("a-million");
         assert!(refused || !made_here, "{name} was meant to be refused");
+    }
+}
+
+#[test]
+fn metadata_allocates_no_more_than_itself_and_64_kib() {
+    let taken =
+        samples::all_metadata().into_iter().map(|(name, text)| (name.to_owned(), text.into_bytes(), true));
+    let refused = hostile::metadata().into_iter().map(|(name, bytes)| (name, bytes, false));
+    for (name, bytes, good) in taken.chain(refused) {
+        let Ok(text) = std::str::from_utf8(&bytes) else { continue };
+        let peak = peak_of(|| assert_eq!(RdmaMetadata::from_json(text).is_ok(), good, "{name}"));
+        assert!(peak <= bytes.len() + SLACK, "{name} allocated {peak} bytes");
+    }
+    let taken = samples::envelopes().into_iter().map(|(name, bytes)| (name.to_owned(), bytes, true));
+    let refused = hostile::envelopes().into_iter().map(|(name, bytes)| (name, bytes, false));
+    for (name, bytes, good) in taken.chain(refused) {
+        let text = data_encoding::HEXLOWER.encode(&bytes);
+        let peak = peak_of(|| assert_eq!(RdmaMetadata::owner(&text).is_ok(), good, "{name}"));
+        assert!(peak <= text.len() + SLACK, "{name} allocated {peak} bytes");
     }
 }

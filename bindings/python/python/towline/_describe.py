@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from . import _native
@@ -33,6 +35,15 @@ def raw(ptr: int, size: int, device: Device, reference: object) -> Described:
     return Described(native, ptr, size, device, reference)
 
 
+def _view(
+    ptr: int, item: int, shape: Iterable[int], strides: Iterable[int], device: Device, reference: object
+) -> Described:
+    """An array by its first element, the bytes of one, its shape and its strides in bytes."""
+    array = (item, list(shape), list(strides))
+    native = _native.Descriptor.view(ptr, array, device.kind, device.id, reference)
+    return Described(native, ptr, native.size, device, reference)
+
+
 def is_torch(data: object) -> bool:
     """Whether it is a `torch.Tensor`, found out without importing torch."""
     return any(
@@ -42,21 +53,20 @@ def is_torch(data: object) -> bool:
 
 
 def of_torch(data: Any) -> Described:
-    """The memory of a tensor that has no gaps."""
+    """The memory of a tensor, seen through a layout where it has gaps."""
     kind: str = data.device.type
     if data.is_cuda:
         kind = "cuda"
     if kind not in ("cpu", "cuda", "xpu"):
         raise Invalid(f"data: memory on the torch device {data.device} has no address here", op="descriptor")
     ptr, size = int(data.data_ptr()), int(data.numel()) * int(data.element_size())
-    if not data.is_contiguous():
-        raise Invalid(
-            "data: the tensor has gaps (it is not contiguous); use a contiguous copy", op="descriptor"
-        )
     if data.is_conj() or data.is_neg():
         raise Invalid("data: the tensor is a lazy view; resolve_conj and resolve_neg it", op="descriptor")
     device = HOST if kind == "cpu" else Device(f"{kind}:{data.device.index or 0}")
-    return raw(ptr, size, device, data)
+    if data.is_contiguous():
+        return raw(ptr, size, device, data)
+    item = int(data.element_size())
+    return _view(ptr, item, map(int, data.shape), (int(stride) * item for stride in data.stride()), device, data)
 
 
 def of_object(data: Any, device: Device | None = None) -> Described:
@@ -81,20 +91,16 @@ def of_object(data: Any, device: Device | None = None) -> Described:
 def _of_cuda(interface: Any, device: Device, data: object) -> Described:
     try:
         ptr, read_only = interface["data"]
-        size = int(interface["typestr"][2:])
+        item = int(interface["typestr"][2:])
+        shape = [int(length) for length in interface["shape"]]
         strides = interface.get("strides")
-        for axis in reversed(range(len(interface["shape"]))):
-            length = int(interface["shape"][axis])
-            if strides is not None and length != 1 and strides[axis] != size:
-                raise Invalid(
-                    "data: its memory has gaps (it is not contiguous); use a contiguous copy",
-                    op="descriptor",
-                )
-            size *= length
-        described = raw(int(ptr), size, device, data)
+        if strides is None or 0 in shape:
+            described = raw(int(ptr), item * math.prod(shape), device, data)
+        else:
+            described = _view(int(ptr), item, shape, map(int, strides), device, data)
     except Invalid:
         raise
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise Invalid(
             f"data: its __cuda_array_interface__ is damaged: {error!r}", op="descriptor"
         ) from error

@@ -70,8 +70,11 @@ class Descriptor:
     * anything with DLPack, ``__array_interface__`` or ``__cuda_array_interface__``;
     * a tuple of address, size in bytes, device, and an object that keeps the memory alive (the last two may be left out).
 
-    The memory must be contiguous. It is kept alive, and a ``bytearray`` cannot be resized, for as long as the descriptor or an
-    operation needs it. Memory that is not the host's can be described, and gives ``Unsupported`` when it is
+    Memory with gaps, such as a slice or a transposed array, can be read and not written: its elements arrive packed, in
+    row-major order, and `size` is what they take. It is described by a `layout`, without a copy. Reversed, broadcast or overlapping
+    memory, and more than four dimensions with gaps, no layout can say: these are refused.
+
+    The memory is kept alive, and a ``bytearray`` cannot be resized, for as long as the descriptor or an operation needs it. Memory that is not the host's can be described, and gives ``Unsupported`` when it is
     registered. An array of `towline.empty` is mapped by peers on the same host.
     """
 
@@ -115,8 +118,13 @@ class Descriptor:
 
     @property
     def capacity(self) -> int:
-        """How many bytes there are."""
+        """How many bytes there are, without gaps."""
         return self._native.capacity
+
+    @property
+    def layout(self) -> _native.Layout | None:
+        """Which bytes from `ptr` on are meant, and in which order, where the memory has gaps."""
+        return self._native.layout
 
     @property
     def readonly(self) -> bool:

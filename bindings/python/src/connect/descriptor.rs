@@ -1,17 +1,17 @@
 //! Memory that takes part in operations.
 
 use pyo3::prelude::*;
-use towline::connect::{self, DeviceKind};
-use towline::{Error, Kind};
+use towline::connect::{self, Device, DeviceKind};
+use towline::{Error, Kind, Layout};
 
 use super::connector::Connector;
 use super::metadata::device;
-use crate::buffer::{Asked, Memory};
+use crate::buffer::{Asked, Extent, Memory};
 use crate::errors::{OrRaise, raise};
 use crate::owners;
 use crate::process::{self, Inherited};
 
-const ASKED: Asked = Asked { op: "descriptor", argument: "data", host_only: false };
+const ASKED: Asked = Asked { op: "descriptor", argument: "data", host_only: false, views: true };
 
 /// Memory that takes part in operations.
 #[pyclass(frozen, module = "towline._native")]
@@ -31,6 +31,30 @@ impl Descriptor {
     }
 }
 
+/// The descriptor, seen through a layout where there is one.
+fn seen(py: Python<'_>, whole: connect::Descriptor, layout: Option<Layout>) -> PyResult<Descriptor> {
+    let descriptor = match layout {
+        Some(layout) => whole.through(layout).or_raise(py)?,
+        None => whole,
+    };
+    Ok(Descriptor::new(descriptor))
+}
+
+/// Memory by its address; `owner` keeps it.
+fn at(
+    py: Python<'_>,
+    ptr: usize,
+    size: usize,
+    device: Device,
+    owner: Option<Bound<'_, PyAny>>,
+) -> PyResult<connect::Descriptor> {
+    Ok(if device.kind() == DeviceKind::Host {
+        connect::Descriptor::from(Memory::raw(ptr, size, owner).into_storage(py, ASKED)?)
+    } else {
+        connect::Descriptor::foreign(ptr, size, device)
+    })
+}
+
 #[pymethods]
 impl Descriptor {
     /// Describes the memory of an object that can tell where it is.
@@ -38,8 +62,8 @@ impl Descriptor {
     fn from_object(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<Descriptor> {
         process::guard(py, "descriptor")?;
         owners::release(py);
-        let memory = Memory::of(data, ASKED)?;
-        let read_only = memory.read_only;
+        let mut memory = Memory::of(data, ASKED)?;
+        let (read_only, layout) = (memory.read_only, memory.layout.take());
         let descriptor = match memory.device {
             Some((kind, id)) => {
                 let kind = match kind {
@@ -55,7 +79,7 @@ impl Descriptor {
             }
             None => connect::Descriptor::from(memory.into_storage(py, ASKED)?),
         };
-        Ok(Descriptor::new(if read_only { descriptor.read_only() } else { descriptor }))
+        seen(py, if read_only { descriptor.read_only() } else { descriptor }, layout)
     }
 
     /// Describes memory by its address; `owner` keeps it.
@@ -70,17 +94,35 @@ impl Descriptor {
     ) -> PyResult<Descriptor> {
         process::guard(py, "descriptor")?;
         owners::release(py);
-        let device = device(kind, id);
-        Ok(Descriptor::new(if device.kind() == DeviceKind::Host {
-            connect::Descriptor::from(Memory::raw(ptr, size, owner).into_storage(py, ASKED)?)
-        } else {
-            connect::Descriptor::foreign(ptr, size, device)
-        }))
+        at(py, ptr, size, device(kind, id), owner).map(Descriptor::new)
+    }
+
+    /// Describes an array by the address of its first element, the bytes of one, its shape and its strides in bytes.
+    #[staticmethod]
+    fn view(
+        py: Python<'_>,
+        ptr: usize,
+        array: (u64, Vec<u64>, Vec<i64>),
+        kind: u8,
+        id: u32,
+        owner: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Descriptor> {
+        process::guard(py, "descriptor")?;
+        owners::release(py);
+        let (item, shape, strides) = array;
+        let extent = Extent::of(py, ASKED, item, &shape, &strides)?;
+        seen(py, at(py, ptr, extent.len, device(kind, id), owner)?, extent.layout)
     }
 
     /// Refuses to be written from now on.
     fn freeze(&self) {
         let _ = self.inner().clone().read_only();
+    }
+
+    /// The layout through which the memory is seen, where it has gaps.
+    #[getter]
+    fn layout(&self) -> Option<crate::layout::Layout> {
+        self.inner().layout().cloned().map(crate::layout::Layout)
     }
 
     #[getter]

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 mod alone;
+mod claimers;
 mod deregistering;
 mod killed;
 mod pinned;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::descriptor::{Descriptors, Use};
 use super::passive::check_list;
-use super::set::TransferSet;
+use super::portion::portions;
+use super::set::{Part, TransferSet};
 use super::{Connector, Descriptor, OperationKind, OperationStatus, RdmaMetadata};
 use crate::completion::Completion;
 use crate::endpoint::claim::{self, Claimed};
@@ -132,12 +133,22 @@ impl Prepared {
     fn start(self, claimed: Result<Claimed>) -> Result<ActiveOperation> {
         let claimed = claimed.map_err(|error| error.during(name(self.kind)))?;
         let op = if self.kind == OperationKind::Write { Op::Write } else { Op::Read };
+        let portions: Result<Vec<_>> = claimed
+            .remotes
+            .iter()
+            .zip(&self.local)
+            .map(|(remote, local)| portions(op, remote.layout(), local.layout(), local.size() as u64))
+            .collect();
+        let portions = portions.map_err(|error| {
+            claimed.claim.finish(&Err(error.clone()));
+            error.during(name(self.kind))
+        })?;
         let parts = self
             .spans
             .into_iter()
             .zip(claimed.remotes)
-            .zip(&self.local)
-            .map(|((local, remote), descriptor)| (local, remote, descriptor.size()))
+            .zip(portions)
+            .map(|((local, remote), portions)| Part { local, remote, portions })
             .collect();
         let set = TransferSet::start(&self.endpoint, op, claimed.claim, parts);
         Ok(ActiveOperation { kind: self.kind, set, local: self.local })

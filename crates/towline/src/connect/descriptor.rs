@@ -9,7 +9,7 @@ use crate::identity::Incarnation;
 use crate::memory::{Buffer, MemoryDescription, Place, Storage};
 use crate::region::Registered;
 use crate::sync::lock;
-use crate::{Access, Endpoint, Error, Kind, Result};
+use crate::{Access, Endpoint, Error, Kind, Layout, Result};
 
 /// Memory that takes part in operations: where it is, how long it is, and whether it is registered.
 ///
@@ -35,6 +35,8 @@ pub struct Descriptor(Arc<Inner>);
 struct Inner {
     memory: Memory,
     device: Device,
+    /// Which bytes of the memory are meant, and in which order; all of them where there is none.
+    layout: Option<Layout>,
     /// How many bytes there are; `size` of them are used.
     capacity: usize,
     size: AtomicUsize,
@@ -63,18 +65,71 @@ impl Descriptor {
     pub fn new(storage: impl Storage) -> Descriptor {
         let device = storage.place().into();
         let size = storage.size();
-        Descriptor::build(Memory::Storage(Buffer::new(storage)), device, size)
+        Descriptor::build(Memory::Storage(Buffer::new(storage)), device, size, None)
     }
 
     /// Describes memory that no path of this library reaches, such as an XPU's. It can be shown, not registered.
     pub fn foreign(ptr: usize, size: usize, device: Device) -> Descriptor {
-        Descriptor::build(Memory::Foreign(ptr), device, size)
+        Descriptor::build(Memory::Foreign(ptr), device, size, None)
     }
 
-    fn build(memory: Memory, device: Device, size: usize) -> Descriptor {
+    /// Describes a view of a storage: the blocks of the layout, one after the other. It can be read, not written.
+    ///
+    /// Its size is that of the packed blocks, and that many bytes the other side receives or is sent. All of the storage is
+    /// registered, and the peer that claims the operation could read the gaps too.
+    ///
+    /// ```
+    /// use towline::connect::{Connector, Descriptor};
+    /// use towline::{Buffer, Layout, MemoryAccess, SharedStorage, SystemStorage};
+    /// let connector = Connector::new()?;
+    /// let matrix = Buffer::new(SharedStorage::new(12)?);
+    /// matrix.write_at(0, b"abcdefghijkl")?;
+    ///
+    /// // 3 rows of 4: the column in the middle, and the matrix transposed.
+    /// let columns = [Layout::blocks(1, 2, 3, 4)?, Layout::strided(1, &[4, 3], &[1, 4])?];
+    /// for (layout, expected) in columns.into_iter().zip(["bcfgjk", "aeibfjcgkdhl"]) {
+    ///     let view = Descriptor::strided(matrix.clone(), layout)?;
+    ///     let target = Descriptor::new(SystemStorage::new(view.size())?);
+    ///     let readable = connector.create_readable(view)?;
+    ///     connector.begin_read(&readable.metadata()?, &target)?.wait(None)?;
+    ///     let mut bytes = vec![0; target.size()];
+    ///     target.storage().unwrap().read_at(0, &mut bytes)?;
+    ///     assert_eq!(bytes, expected.as_bytes());
+    /// }
+    /// # Ok::<(), towline::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Invalid` when the layout reaches beyond the storage, or when its blocks overlap or interleave.
+    pub fn strided(storage: impl Storage, layout: Layout) -> Result<Descriptor> {
+        Descriptor::new(storage).through(layout)
+    }
+
+    /// Another descriptor of the same memory, seen through a layout: see [`strided`](Self::strided).
+    pub fn through(&self, layout: Layout) -> Result<Descriptor> {
+        let whole = match &self.0.memory {
+            Memory::Storage(storage) => storage.size(),
+            Memory::Foreign(_) => self.0.capacity,
+        };
+        let size = layout
+            .fits(whole as u64)
+            .and_then(|()| layout.check_disjoint())
+            .and_then(|()| layout.packed_len())
+            .map_err(|error| error.during("descriptor"))?;
+        // It fits: blocks that share no bytes are together no longer than the storage.
+        let size = usize::try_from(size).unwrap_or(usize::MAX);
+        let memory = match &self.0.memory {
+            Memory::Storage(storage) => Memory::Storage(storage.clone()),
+            Memory::Foreign(ptr) => Memory::Foreign(*ptr),
+        };
+        Ok(Descriptor::build(memory, self.0.device, size, Some(layout)).read_only())
+    }
+
+    fn build(memory: Memory, device: Device, size: usize, layout: Option<Layout>) -> Descriptor {
         Descriptor(Arc::new(Inner {
             memory,
             device,
+            layout,
             capacity: size,
             size: AtomicUsize::new(size),
             read_only: AtomicBool::new(false),
@@ -82,13 +137,13 @@ impl Descriptor {
         }))
     }
 
-    /// Uses only the first bytes of the storage: [`set_size`](Self::set_size) while building.
+    /// Uses only the first bytes: [`set_size`](Self::set_size) while building.
     pub fn with_size(self, size: usize) -> Result<Descriptor> {
         self.set_size(size)?;
         Ok(self)
     }
 
-    /// Uses only the first bytes of the storage from now on. What an operation offers is what this says when its
+    /// Uses only the first bytes from now on. What an operation offers is what this says when its
     /// metadata is asked for.
     pub fn set_size(&self, size: usize) -> Result<()> {
         if size == 0 || size > self.0.capacity {
@@ -128,10 +183,16 @@ impl Descriptor {
 
     /// The address of the first byte in this process.
     pub fn ptr(&self) -> usize {
-        match &self.0.memory {
+        let first = match &self.0.memory {
             Memory::Storage(storage) => storage.addr(),
             Memory::Foreign(ptr) => *ptr,
-        }
+        };
+        first + self.0.layout.as_ref().map_or(0, |layout| layout.base() as usize)
+    }
+
+    /// The layout through which it is seen, where it is a [`strided`](Self::strided) one.
+    pub fn layout(&self) -> Option<&Layout> {
+        self.0.layout.as_ref()
     }
 
     /// The storage; none for [`foreign`](Self::foreign) memory.
@@ -231,7 +292,7 @@ fn elsewhere(name: &str) -> Error {
 impl From<Buffer> for Descriptor {
     fn from(buffer: Buffer) -> Descriptor {
         let (device, size) = (buffer.place().into(), buffer.size());
-        Descriptor::build(Memory::Storage(buffer), device, size)
+        Descriptor::build(Memory::Storage(buffer), device, size, None)
     }
 }
 

@@ -123,9 +123,22 @@ impl RdmaMetadata {
             return Err(Error::protocol(OP, message));
         }
         for (index, (one, ticket)) in self.descriptors.iter().zip(&envelope.tickets).enumerate() {
-            if one.size != ticket.length() {
-                let message =
-                    format!("descriptor {index}: size is {}, and its ticket's {}", one.size, ticket.length());
+            let (offered, right) = match ticket.layout() {
+                Some(layout) => {
+                    if self.operation_kind != OperationKind::Read {
+                        let message =
+                            format!("descriptor {index}: its ticket has a layout, and is not for a read");
+                        return Err(Error::protocol(OP, message));
+                    }
+                    let packed = layout
+                        .packed_len()
+                        .map_err(|error| Error::protocol(OP, error.message().to_owned()))?;
+                    (packed, one.size <= packed)
+                }
+                None => (ticket.length(), one.size == ticket.length()),
+            };
+            if !right {
+                let message = format!("descriptor {index}: size is {}, and its ticket's {offered}", one.size);
                 return Err(Error::protocol(OP, message));
             }
             let place = Device::from(ticket.body().place);

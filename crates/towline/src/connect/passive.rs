@@ -44,9 +44,16 @@ pub(super) fn check_list(op: &'static str, local: &[Descriptor], written: bool) 
             format!("local: descriptors on {} and on {} cannot be mixed", first.device(), other.device());
         return Err(Error::invalid(op, message));
     }
-    match local.iter().position(Descriptor::is_read_only) {
-        Some(index) if written => {
-            Err(Error::invalid(op, format!("local: descriptor {index} is read-only and would be written")))
+    match local.iter().enumerate().find(|(_, one)| one.is_read_only()) {
+        Some((index, one)) if written => {
+            let message = match one.layout() {
+                Some(_) => format!(
+                    "local: descriptor {index} has gaps (it is not contiguous) and would be written; only a source may have \
+                     them: use a contiguous target"
+                ),
+                None => format!("local: descriptor {index} is read-only and would be written"),
+            };
+            Err(Error::invalid(op, message))
         }
         _ => Ok(()),
     }
@@ -82,10 +89,12 @@ impl PassiveOperation {
         let (descriptors, tickets) = self.passive.with_regions(|offered| {
             let both = offered.iter().zip(&self.local).map(|((offered, _), local)| {
                 let (size, whole) = (local.size() as u64, offered.region.size() as u64);
-                let mut ticket = offered.region.ticket()?;
-                if size != whole {
-                    ticket = ticket.narrow().range(0, size).finish()?;
-                }
+                let ticket = match local.layout() {
+                    // A part of a layout is none: the size alone says how many of the packed bytes are offered.
+                    Some(layout) => offered.region.ticket_with_layout(layout.clone())?,
+                    None if size != whole => offered.region.ticket()?.narrow().range(0, size).finish()?,
+                    None => offered.region.ticket()?,
+                };
                 let ptr = offered.region.generation();
                 Ok((SerializedDescriptor { device: local.device(), ptr, size }, ticket))
             });

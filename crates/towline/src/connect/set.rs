@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use super::descriptor::Use;
+use super::portion::Portion;
 use crate::completion::Completion;
 use crate::endpoint::claim::Claim;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, MemoryDescription};
 use crate::region::Registered;
 use crate::sync::lock;
 use crate::transfer::Op;
@@ -19,8 +20,19 @@ const INLINE: u64 = 1 << 20;
 /// for one that does not move.
 const IN_FLIGHT: u64 = 64 << 20;
 
-/// The registered local memory, the remote memory, and how many bytes.
-pub(super) type Part = ((Registered<Buffer>, Use), Remote, usize);
+/// The registered local memory, the remote memory, and what is moved between them.
+pub(super) struct Part {
+    pub(super) local: (Registered<Buffer>, Use),
+    pub(super) remote: Remote,
+    pub(super) portions: Vec<Portion>,
+}
+
+/// A transfer that was not started yet.
+struct Waiting {
+    remote: Arc<Remote>,
+    span: Result<Span>,
+    portion: Portion,
+}
 
 /// The transfers of one active operation.
 pub(super) struct TransferSet {
@@ -35,11 +47,12 @@ pub(super) struct TransferSet {
 }
 
 struct Inner {
-    waiting: VecDeque<(Remote, Result<Span>)>,
+    waiting: VecDeque<Waiting>,
     /// What runs or has run; emptied at the end, since each of them refers back to the set.
     started: Vec<Arc<Transfer>>,
     /// Transfers that have not ended, and one more while somebody is starting some.
     left: usize,
+    /// What the transfers that run weigh.
     in_flight: u64,
     starting: bool,
     failed: bool,
@@ -52,15 +65,23 @@ struct Inner {
 
 impl TransferSet {
     pub(super) fn start(endpoint: &Endpoint, op: Op, claim: Claim, parts: Vec<Part>) -> Arc<TransferSet> {
-        let bytes = parts.iter().map(|(_, _, size)| *size as u64).sum();
-        let first = parts.first().map(|(_, remote, _)| remote);
+        let portions = || parts.iter().flat_map(|part| &part.portions);
+        let bytes = portions().map(Portion::bytes).sum();
+        let by_workers = portions().map(Portion::weight).sum::<u64>() > INLINE;
+        let first = parts.first().map(|part| &part.remote);
         let (peer, path) =
             first.map_or(("".into(), "none"), |remote| (Arc::clone(remote.peer()), remote.path()));
         let mut waiting = VecDeque::with_capacity(parts.len());
         let mut local = Vec::with_capacity(parts.len());
-        for (held, remote, size) in parts {
-            waiting.push_back((remote, held.0.span(0, size)));
-            local.push(held);
+        for part in parts {
+            let remote = Arc::new(part.remote);
+            let region = &part.local.0;
+            waiting.extend(part.portions.into_iter().map(|portion| Waiting {
+                remote: Arc::clone(&remote),
+                span: region.span(0, region.size()),
+                portion,
+            }));
+            local.push(part.local);
         }
         let set = Arc::new(TransferSet {
             endpoint: endpoint.clone(),
@@ -68,7 +89,7 @@ impl TransferSet {
             bytes,
             peer,
             path,
-            by_workers: bytes > INLINE,
+            by_workers,
             inner: Mutex::new(Inner {
                 left: waiting.len(),
                 waiting,
@@ -113,8 +134,8 @@ impl TransferSet {
                 // Held while it starts some, so that the end comes after.
                 inner.left += 1;
             }
-            while let Some((remote, span)) = self.next() {
-                self.start_one(&remote, span);
+            while let Some(next) = self.next() {
+                self.start_one(next);
             }
             if !self.count(0, &Ok(())) {
                 return;
@@ -122,27 +143,29 @@ impl TransferSet {
         }
     }
 
-    fn next(&self) -> Option<(Remote, Result<Span>)> {
+    fn next(&self) -> Option<Waiting> {
         let mut inner = lock(&self.inner);
         let next = if inner.has_room() { inner.waiting.pop_front() } else { None };
         match &next {
-            Some((_, span)) => inner.in_flight += size_of_span(span),
+            Some(next) => inner.in_flight += next.portion.weight(),
             None => inner.starting = false,
         }
         next
     }
 
-    fn start_one(self: &Arc<Self>, remote: &Remote, span: Result<Span>) {
-        let size = size_of_span(&span);
+    fn start_one(self: &Arc<Self>, next: Waiting) {
+        let Waiting { remote, span, portion } = next;
+        let weight = portion.weight();
         let started = span.and_then(|span| {
             let request = match self.op {
-                Op::Write => self.endpoint.write(remote, span),
-                _ => self.endpoint.read(remote, span),
+                Op::Write => self.endpoint.write(&remote, span),
+                _ => self.endpoint.read(&remote, span),
             };
             let told = Arc::clone(self);
-            request
+            portion
+                .of(request)
                 .by_workers(self.by_workers)
-                .then(Box::new(move |result| told.one_ended(size, result)))
+                .then(Box::new(move |result| told.one_ended(weight, result)))
                 .start()
         });
         match started {
@@ -157,22 +180,22 @@ impl TransferSet {
                     transfer.cancel();
                 }
             }
-            Err(error) => self.one_ended(size, &Err(error)),
+            Err(error) => self.one_ended(weight, &Err(error)),
         }
     }
 
-    fn one_ended(self: &Arc<Self>, size: u64, result: &Result<()>) {
-        if self.count(size, result) {
+    fn one_ended(self: &Arc<Self>, weight: u64, result: &Result<()>) {
+        if self.count(weight, result) {
             self.start_some();
         }
     }
 
     /// Counts one end; true where more can be started now.
-    fn count(self: &Arc<Self>, size: u64, result: &Result<()>) -> bool {
+    fn count(self: &Arc<Self>, weight: u64, result: &Result<()>) -> bool {
         let (last, more) = {
             let mut inner = lock(&self.inner);
             inner.left -= 1;
-            inner.in_flight -= size;
+            inner.in_flight -= weight;
             if let Err(error) = result {
                 inner.failed = true;
                 inner.cause.get_or_insert_with(|| error.clone());
@@ -238,8 +261,4 @@ impl Inner {
     fn has_room(&self) -> bool {
         self.cause.is_none() && self.in_flight < IN_FLIGHT
     }
-}
-
-fn size_of_span(span: &Result<Span>) -> u64 {
-    span.as_ref().map_or(0, |span| span.len() as u64)
 }

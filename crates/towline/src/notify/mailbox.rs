@@ -18,6 +18,7 @@ const CAPACITY: u64 = 4096;
 /// Where the parts lie, in words. Writer and reader have a cache line each.
 const WRITTEN: usize = 0;
 const READ: usize = 8;
+const CLOSED: usize = 9;
 const TEXT: usize = 16;
 const LEN: usize = (TEXT + CAPACITY as usize) * 8;
 
@@ -53,7 +54,12 @@ impl Mailbox {
         &self.words()[TEXT + (position % CAPACITY) as usize]
     }
 
-    /// Puts a message in; false where it does not fit now.
+    /// Takes no more messages: whoever puts one afterwards is sent to the socket, which is closed too.
+    pub(crate) fn close(&self) {
+        self.words()[CLOSED].store(1, Ordering::Release);
+    }
+
+    /// Puts a message in; false where it does not fit now, or nobody reads it any more.
     pub(crate) fn put(&self, message: &[u8]) -> bool {
         if message.len() > LONGEST {
             return false;
@@ -63,7 +69,8 @@ impl Mailbox {
         let written = words[WRITTEN].load(Ordering::Relaxed);
         let read = words[READ].load(Ordering::Acquire);
         let needed = 1 + message.len().div_ceil(8) as u64;
-        if needed > CAPACITY.saturating_sub(written.wrapping_sub(read)) {
+        let closed = words[CLOSED].load(Ordering::Acquire) != 0;
+        if closed || needed > CAPACITY.saturating_sub(written.wrapping_sub(read)) {
             return false;
         }
         self.text(written).store(message.len() as u64, Ordering::Relaxed);
@@ -142,6 +149,16 @@ mod tests {
         assert_eq!(put, CAPACITY as usize / 126);
         assert!(reader.take().unwrap().is_some());
         assert!(writer.put(&[8; 1000]));
+    }
+
+    #[test]
+    fn a_closed_ring_takes_nothing_and_still_gives_what_is_in_it() {
+        let (writer, reader) = pair();
+        assert!(writer.put(b"before"));
+        reader.close();
+        assert!(!writer.put(b"after"));
+        assert_eq!(reader.take().unwrap().as_deref(), Some(&b"before"[..]));
+        assert_eq!(reader.take().unwrap(), None);
     }
 
     #[test]

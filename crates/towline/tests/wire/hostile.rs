@@ -216,3 +216,78 @@ pub(crate) fn handshakes() -> Vec<Input> {
     }
     inputs
 }
+
+/// Opaque parts of metadata that must be refused.
+pub(crate) fn envelopes() -> Vec<Input> {
+    let [(_, _, plain), ..] = samples::tickets();
+    let good = samples::envelope(std::slice::from_ref(&plain));
+    let changed = |at: usize, value: u8| {
+        let mut bytes = good.clone();
+        bytes[at] = value;
+        bytes
+    };
+    let with = |count: u16, rest: &[u8]| [&good[..22], &count.to_le_bytes()[..], rest].concat();
+    named(vec![
+        ("empty", Vec::new()),
+        ("magic-alone", b"TOWC".to_vec()),
+        ("magic-wrong", changed(0, b't')),
+        ("magic-of-a-ticket", plain.encode()),
+        ("version-zero", changed(4, 0)),
+        ("version-later", changed(4, 2)),
+        ("operation-cut", good[..20].to_vec()),
+        ("tickets-none", with(0, &[])),
+        ("tickets-one-too-many", changed(22, 2)),
+        ("tickets-1025", with(1025, &vec![0; 4096])),
+        ("tickets-65535", with(u16::MAX, &vec![0; 4096])),
+        ("ticket-empty", with(1, &[0, 0])),
+        ("ticket-longer-than-the-rest", with(1, &[0xff, 0xff, 0])),
+        ("ticket-too-long", with(1, &[&5000u16.to_le_bytes()[..], &vec![0; 5000]].concat())),
+        ("ticket-damaged", changed(60, 0xff)),
+        ("cut", good[..good.len() - 1].to_vec()),
+        ("longer", [&good[..], &[0]].concat()),
+        ("of-nixl", b"\x78\x9c\x4b\x4c\x4a\x4e\x01\x00\x03\xd8\x01\x8b".to_vec()),
+        ("zlib-header-alone", vec![0x78, 0x01]),
+    ])
+}
+
+/// JSON that must be refused.
+pub(crate) fn metadata() -> Vec<Input> {
+    let one = |device: &str, ptr: u64, size: u64, kind: u8| {
+        samples::metadata(&[(device, ptr, size)], "b64:AA==", kind)
+    };
+    let good = one("cpu", 7, 4096, 1);
+    let mut inputs: Vec<(&str, String)> = vec![
+        ("empty", String::new()),
+        ("null", "null".into()),
+        ("a-list", "[]".into()),
+        ("no-fields", "{}".into()),
+        ("cut", good[..good.len() - 1].into()),
+        ("longer", format!("{good}x")),
+        ("one-field-more", good.replacen('{', r#"{"extra":1,"#, 1)),
+        ("a-field-twice", good.replacen('{', r#"{"operation_kind":1,"#, 1)),
+        ("a-field-less", good.replacen(r#","operation_kind":1"#, "", 1)),
+        ("kind-0", one("cpu", 7, 4096, 0)),
+        ("kind-3", one("cpu", 7, 4096, 3)),
+        ("kind-text", good.replacen(r#""operation_kind":1"#, r#""operation_kind":"1""#, 1)),
+        ("ptr-0", one("cpu", 0, 4096, 1)),
+        ("ptr-negative", good.replacen(r#""ptr":7"#, r#""ptr":-7"#, 1)),
+        ("ptr-65-bits", good.replacen(r#""ptr":7"#, r#""ptr":18446744073709551616"#, 1)),
+        ("ptr-a-fraction", good.replacen(r#""ptr":7"#, r#""ptr":7.5"#, 1)),
+        ("size-0", one("cpu", 7, 0, 1)),
+        ("size-64-bits", one("cpu", 7, u64::MAX, 1)),
+        ("size-exponent", good.replacen(r#""size":4096"#, r#""size":1e400"#, 1)),
+        ("sizes-overflow", samples::metadata(&[("cpu", 7, 1 << 62), ("cpu", 8, 1 << 62)], "b64:AA==", 1)),
+        ("device-unknown", one("meta", 7, 4096, 1)),
+        ("device-number-too-large", one("cuda:99999999999", 7, 4096, 1)),
+        ("descriptors-none", samples::metadata(&[], "b64:AA==", 1)),
+        ("descriptors-1025", samples::metadata(&vec![("cpu", 7, 1); 1025], "b64:AA==", 1)),
+        ("key-empty", good.replacen("c0c1c2c3-c4c5-46c7-88c9-cacbcccdcecf", "", 1)),
+        ("key-long", good.replacen("c0c1c2c3-c4c5-46c7-88c9-cacbcccdcecf", &"k".repeat(257), 1)),
+        ("a-lone-surrogate", good.replacen("b64:AA==", "\\ud800", 1)),
+    ];
+    inputs.push(("lists-in-lists", format!(r#"{{"descriptors":{}"#, "[".repeat(5000))));
+    let mut inputs: Vec<Input> =
+        inputs.into_iter().map(|(name, text)| (name.to_owned(), text.into_bytes())).collect();
+    inputs.push(("not-utf8".into(), b"\xff\xfe{}".to_vec()));
+    inputs
+}

@@ -165,3 +165,70 @@ pub(crate) fn frames() -> Vec<(String, Sample)> {
     add("bye-error", Bye { error: Some(error()) }.into(), 0, 0);
     frames
 }
+
+/// What `nixl_metadata` holds, before its text form: an operation and the tickets of its memory.
+pub(crate) fn envelope(tickets: &[Ticket]) -> Vec<u8> {
+    let mut bytes = b"TOWC\x01\x00".to_vec();
+    bytes.extend_from_slice(&counting::<16>(0xc0));
+    bytes.extend_from_slice(&(tickets.len() as u16).to_le_bytes());
+    for ticket in tickets {
+        let ticket = ticket.encode();
+        bytes.extend_from_slice(&(ticket.len() as u16).to_le_bytes());
+        bytes.extend_from_slice(&ticket);
+    }
+    bytes
+}
+
+/// Envelopes that are taken.
+pub(crate) fn envelopes() -> Vec<(&'static str, Vec<u8>)> {
+    let [plain, narrowed, full] = tickets().map(|(_, _, ticket)| ticket);
+    vec![
+        ("genuine-one", envelope(std::slice::from_ref(&plain))),
+        ("genuine-narrowed", envelope(std::slice::from_ref(&narrowed))),
+        ("genuine-layout", envelope(std::slice::from_ref(&full))),
+        ("genuine-three", envelope(&[plain, narrowed, full])),
+    ]
+}
+
+/// The JSON form of metadata.
+pub(crate) fn metadata(descriptors: &[(&str, u64, u64)], opaque: &str, kind: u8) -> String {
+    let descriptors: Vec<String> = descriptors
+        .iter()
+        .map(|(device, ptr, size)| format!(r#"{{"device":"{device}","ptr":{ptr},"size":{size}}}"#))
+        .collect();
+    let descriptors = descriptors.join(",");
+    format!(
+        r#"{{"descriptors":[{descriptors}],"nixl_metadata":"{opaque}","notification_key":"c0c1c2c3-c4c5-46c7-88c9-cacbcccdcecf","operation_kind":{kind}}}"#
+    )
+}
+
+fn base64(bytes: &[u8]) -> String {
+    format!("b64:{}", data_encoding::BASE64.encode(bytes))
+}
+
+/// JSON that is taken; whether the opaque part opens is another matter.
+pub(crate) fn all_metadata() -> Vec<(&'static str, String)> {
+    let [plain, _, full] = tickets().map(|(_, _, ticket)| ticket);
+    let packed = full.layout().unwrap().packed_len().unwrap();
+    let (one, view) = (envelope(std::slice::from_ref(&plain)), envelope(std::slice::from_ref(&full)));
+    let both = envelope(&[plain.clone(), plain]);
+    let hex = data_encoding::HEXLOWER.encode(&one);
+    let len = 0x20_0000;
+    vec![
+        ("genuine-read", metadata(&[("cpu", 7, len)], &base64(&one), 1)),
+        ("genuine-write", metadata(&[("cpu", 7, len)], &base64(&one), 2)),
+        ("genuine-hex", metadata(&[("cpu", 7, len)], &hex, 1)),
+        ("genuine-two", metadata(&[("cpu", 7, len), ("cpu", 8, len)], &base64(&both), 1)),
+        ("genuine-layout", metadata(&[("cuda:3", 7, packed)], &base64(&view), 1)),
+        ("layout-prefix", metadata(&[("cuda:3", 7, packed - 1)], &base64(&view), 1)),
+        ("layout-too-long", metadata(&[("cuda:3", 7, packed + 1)], &base64(&view), 1)),
+        ("layout-for-a-write", metadata(&[("cuda:3", 7, packed)], &base64(&view), 2)),
+        ("size-not-the-tickets", metadata(&[("cpu", 7, 1)], &base64(&one), 1)),
+        ("device-not-the-tickets", metadata(&[("xpu:1", 7, len)], &base64(&one), 1)),
+        ("more-descriptors-than-tickets", metadata(&[("cpu", 7, len), ("cpu", 8, len)], &base64(&one), 1)),
+        ("of-nixl", metadata(&[("cpu", 7, 4096)], "b64:eJxLTEpOAQAD2AGL", 1)),
+        ("opaque-empty", metadata(&[("cpu", 7, 4096)], "", 1)),
+        ("opaque-not-text", metadata(&[("cpu", 7, 4096)], "b64:%%%", 1)),
+        ("opaque-escaped", metadata(&[("cpu", 7, 4096)], "b64:\\u0054\\u004f", 1)),
+    ]
+}

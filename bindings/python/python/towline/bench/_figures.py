@@ -14,6 +14,7 @@ from typing import Any
 
 import towline
 
+from . import _nixl
 from ._peer import Peer, is_block, polled
 from ._reference import Reference, zeroed
 from ._rows import GIB, Row, Skipped, median, p99
@@ -89,6 +90,7 @@ async def operation(bench: Bench) -> AsyncIterator[Row | Skipped]:
                 else "the time asked for",
             )
     yield await real_polling(bench, "dynamo.nixl_connect")
+    yield nixl_polling(bench)
 
 
 async def real_polling(bench: Bench, library: str) -> Row | Skipped:
@@ -127,6 +129,38 @@ async def by_library(bench: Bench, library: str, name: str) -> Row:
         p99=p99(times),
         rounds=len(times),
         against=f"the same operation by {library}",
+    )
+
+
+def nixl_polling(bench: Bench) -> Row | Skipped:
+    """The same by NIXL alone, waited for in the same way. Registering and first contact are left out, in its favour."""
+    name = "py-4k-nixl-polling"
+    if _nixl.package() is None:
+        return Skipped(name, f"nixl is not installed: none of {', '.join(_nixl.PACKAGES)} can be imported")
+    times = []
+    with Peer(_nixl.__name__, _nixl.ENVIRONMENT) as owner, Peer(_nixl.__name__, _nixl.ENVIRONMENT) as reader:
+        try:
+            reader.ask(**owner.ask(do="offer", bytes=BLOCK) | {"do": "know", "bytes": BLOCK})
+        except RuntimeError as error:
+            return Skipped(name, f"NIXL {_nixl.version()} cannot be used here: {error}")
+        for number in range(-5, bench.pace.rounds * 20):
+            # Both begin to look at the same moment, as they nearly do where one message starts them.
+            for side, what in ((owner, "wait"), (reader, "read")):
+                side.tell(do=what, key=str(number))
+            read, ended = reader.answer(), owner.answer()["ended"]
+            if number >= 0:
+                times.append((max(read["ended"], ended) - read["began"]) / 1e6)
+    return Row(
+        name=name,
+        op="read",
+        bytes=BLOCK,
+        blocks=1,
+        block_size=BLOCK,
+        unit="ms",
+        ours=median(times),
+        p99=p99(times),
+        rounds=len(times),
+        against=f"the same read by NIXL {_nixl.version()}, waited for as dynamo.nixl_connect does, memory and peer known before",
     )
 
 
@@ -443,7 +477,7 @@ async def by_index(bench: Bench) -> AsyncIterator[Row | Skipped]:
 
 
 FIGURES: list[tuple[tuple[str, ...], Figure]] = [
-    (("py-4k-operation", "py-4k-simulated-polling", "py-4k-nixl"), operation),
+    (("py-4k-operation", "py-4k-simulated-polling", "py-4k-nixl", "py-4k-nixl-polling"), operation),
     (("py-overhead", "py-overhead-transfer", "py-operation-over-transfer"), overhead),
     (("py-notifications",), notifications),
     (("py-64m-pause", "py-64m", "py-64m-transfer"), large),

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import towline
@@ -52,9 +54,13 @@ async def polled(operation: Any) -> None:
 class Peer:
     """The process, as its parent sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = __name__, environment: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**(environment or {}), **os.environ},
+            text=True,
         )
 
     def tell(self, **order: Any) -> None:

@@ -156,9 +156,13 @@ def _described(data: Any) -> _describe.Described:
     if data is None:
         raise ValueError("data: memory is needed, not None")
     if _describe.is_torch(data):
-        if data.is_contiguous():
+        try:
             return _describe.of_torch(data)
-        # Good as a source. As a target it would leave the caller's tensor as it was, so it refuses to be one.
+        except Invalid:
+            if data.is_contiguous():
+                raise
+        # No layout can say it (it is expanded, or overlaps): the original copies, which is good for a source. As a target it would
+        # leave the caller's tensor as it was, so it refuses to be one.
         described = _describe.of_torch(data.contiguous())
         if described.native is not None:
             described.native.freeze()

@@ -54,6 +54,8 @@ pub(super) fn cut(plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
     let most = if scattered { LEAST_UNIT } else { MOST_UNIT };
     // Whole pages, so that no element of a reduction is cut in two.
     let unit = (plan.bytes() / UNITS).clamp(LEAST_UNIT, most) & !4095;
+    // In the owner's order, neighbours that are far apart here are sent or received there as one.
+    let plan = if scattered { plan.by_remote() } else { plan };
     let plan = plan.cut(unit);
     let mut units = Vec::new();
     for chunk in plan.chunks(unit) {

@@ -30,7 +30,7 @@ use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result};
 
-/// While a peer between hosts holds a claim, a frame goes out at least this often.
+/// While a peer holds a claim, it is asked this often whether it is there.
 const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// The moments that it waits for: when to beat, and when to tell of segments that are gone.
@@ -55,6 +55,8 @@ pub(crate) struct Serving {
     local: Option<Local>,
     closed: AtomicBool,
     beating: AtomicBool,
+    /// Heartbeats since the last frame of the peer.
+    unanswered: AtomicU32,
 }
 
 /// A peer of the same user on this host.
@@ -124,6 +126,7 @@ impl Serving {
             local,
             closed: AtomicBool::new(false),
             beating: AtomicBool::new(false),
+            unanswered: AtomicU32::new(0),
         });
         {
             let mut all = lock(&endpoint.serving);
@@ -194,6 +197,9 @@ impl Serving {
         if self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
+        if let Some(local) = &self.local {
+            local.mail.mailbox.close();
+        }
         let connections: Vec<_> = lock(&self.connections).drain(..).collect();
         for connection in connections {
             connection.close(error.clone());
@@ -254,11 +260,10 @@ impl Serving {
         Claimer::Session(self.id)
     }
 
-    /// Between hosts: keeps frames going out while the peer holds a claim, so that TCP notices if it is gone.
+    /// Asks the peer from time to time whether it is there, while it holds a claim. Between hosts TCP notices by these frames
+    /// that it is gone; a peer that is stopped, anywhere, does not answer them.
     fn beat(self: &Arc<Self>) {
-        let far = lock(&self.connections).iter().any(|one| one.socket().family() != Family::Unix);
-        if far
-            && !self.beating.swap(true, Ordering::AcqRel)
+        if !self.beating.swap(true, Ordering::AcqRel)
             && let Ok(reactor) = progress::reactor()
         {
             let weak = Arc::downgrade(self);
@@ -568,6 +573,14 @@ impl Timer for Serving {
         self.beating.store(false, Ordering::Release);
         let Some(endpoint) = self.endpoint.upgrade() else { return };
         if self.closed.load(Ordering::Acquire) || !endpoint.operations.any_claimed_by(self.claimer()) {
+            self.unanswered.store(0, Ordering::Relaxed);
+            return;
+        }
+        let silent = HEARTBEAT * self.unanswered.fetch_add(1, Ordering::Relaxed);
+        if silent >= endpoint.limits().no_progress {
+            // It may only be slow, and the session may live on: what it has claimed does not.
+            let message = format!("its claimer has said nothing for {:.1} s", silent.as_secs_f64());
+            endpoint.operations.abandon(self.claimer(), &Error::new(Kind::Timeout, "serve", message));
             return;
         }
         if let Some(control) = self.control() {
@@ -587,6 +600,7 @@ impl Handler for Arc<Serving> {
         body: &[u8],
         files: Vec<OwnedFd>,
     ) -> Result<()> {
+        self.unanswered.store(0, Ordering::Relaxed);
         match Message::decode(header.kind, body)? {
             Message::Import(import) => self.import(connection, header.id, import),
             Message::Release(release) => {
@@ -623,6 +637,7 @@ impl Handler for Arc<Serving> {
     }
 
     fn payload(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
+        self.unanswered.store(0, Ordering::Relaxed);
         let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
             Message::Write(write) => (write.handle, write.blocks, false),
             Message::Reduce(reduce) if header.payload_len <= MOST_REDUCED => {

@@ -1,0 +1,427 @@
+//! The root of a meeting: a thread that lets ranks in, waits for all of them, and tells everyone how it went.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::meeting::Meeting;
+use super::wire::{self, Answer, HELLO_LEN, Join, MOST_JOIN, Session, Side};
+use crate::unique_id::UniqueId;
+use crate::{Error, Result};
+
+const OP: &str = "get_unique_id";
+/// How long a stranger may take to show that it knows the secret.
+const STRANGER: Duration = Duration::from_secs(5);
+/// How long a rank may take to hear the answer.
+const HEARING: Duration = Duration::from_secs(10);
+/// The most strangers at a time; one more sends the oldest away.
+const MOST_STRANGERS: usize = 512;
+/// How long the root looks away when the process has no descriptors left.
+const SHORTAGE: Duration = Duration::from_millis(50);
+
+/// An open meeting.
+pub(crate) struct Root {
+    called_off: Arc<Mutex<Option<Error>>>,
+    socket_name: String,
+}
+
+impl Root {
+    /// Ends the meeting with that error, for everybody who has come and will come.
+    pub(crate) fn call_off(&self, error: Error) {
+        *self.called_off.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        // Somebody at the door wakes the thread.
+        let _ = std::os::unix::net::SocketAddr::from_abstract_name(&self.socket_name)
+            .and_then(|address| UnixStream::connect_addr(&address));
+    }
+}
+
+/// Listens on those addresses; on loopback without any.
+pub(crate) fn listen(on: &[SocketAddr]) -> Result<Vec<TcpListener>> {
+    let loopback = [SocketAddr::from((Ipv4Addr::LOCALHOST, 0))];
+    let on = if on.is_empty() { &loopback[..] } else { on };
+    on.iter()
+        .map(|address| {
+            let listener = TcpListener::bind(address)
+                .map_err(|error| Error::from(towline::Error::os(OP, "bind", error)).about_address(address))?;
+            listener.set_nonblocking(true).map_err(|error| towline::Error::os(OP, "fcntl", error))?;
+            Ok(listener)
+        })
+        .collect()
+}
+
+/// Where those listen.
+pub(crate) fn addresses(listeners: &[TcpListener]) -> Result<Vec<SocketAddr>> {
+    let local = |listener: &TcpListener| listener.local_addr();
+    Ok(listeners
+        .iter()
+        .map(local)
+        .collect::<io::Result<_>>()
+        .map_err(|e| towline::Error::os(OP, "getsockname", e))?)
+}
+
+/// Opens the meeting: its thread ends when everybody has heard the answer.
+pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>) -> Result<Root> {
+    let socket_name = id.socket_name();
+    let unix = std::os::unix::net::SocketAddr::from_abstract_name(&socket_name)
+        .and_then(|address| UnixListener::bind_addr(&address))
+        .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+        .map_err(|error| towline::Error::os(OP, "bind", error))?;
+    let called_off = Arc::new(Mutex::new(None));
+    let mut host = Host {
+        id: id.clone(),
+        unix,
+        tcp,
+        guests: Vec::new(),
+        meeting: Meeting::default(),
+        called_off: Arc::clone(&called_off),
+        closing: None,
+    };
+    std::thread::Builder::new()
+        .name("towline-root".into())
+        .spawn(move || host.run())
+        .map_err(|error| towline::Error::os(OP, "thread creation", error))?;
+    Ok(Root { called_off, socket_name })
+}
+
+trait AboutAddress {
+    fn about_address(self, address: &SocketAddr) -> Error;
+}
+
+impl AboutAddress for Error {
+    fn about_address(self, address: &SocketAddr) -> Error {
+        let message = format!("{address}: {}", self.message());
+        Error::new(self.kind(), self.op(), message).caused_by(self)
+    }
+}
+
+/// A connection, by either way.
+enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl Stream {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Stream::Unix(stream) => stream.read(into),
+            Stream::Tcp(stream) => stream.read(into),
+        }
+    }
+
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        match self {
+            Stream::Unix(stream) => stream.write(from),
+            Stream::Tcp(stream) => stream.write(from),
+        }
+    }
+
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
+        }
+    }
+}
+
+/// How far a guest is.
+enum Phase {
+    /// Nothing is known of it.
+    Greeting,
+    /// It was welcomed and must show that it knows the secret.
+    Welcomed(Session),
+    /// It is the rank of that number.
+    Seated(Session, usize),
+    /// Gone, or to be sent away.
+    Gone,
+}
+
+struct Guest {
+    stream: Stream,
+    phase: Phase,
+    input: Vec<u8>,
+    output: VecDeque<u8>,
+    until: Instant,
+    told: bool,
+}
+
+impl Guest {
+    /// Reads what has come, up to what this phase may say. `false` where the connection has ended.
+    fn fill(&mut self) -> bool {
+        let most = match self.phase {
+            Phase::Greeting => HELLO_LEN,
+            Phase::Welcomed(_) => 4 + MOST_JOIN,
+            // A rank says nothing more: anything but silence ends it.
+            Phase::Seated(..) => 1,
+            Phase::Gone => return false,
+        };
+        let mut chunk = [0; 2048];
+        while self.input.len() < most {
+            let room = (most - self.input.len()).min(chunk.len());
+            match self.stream.read(&mut chunk[..room]) {
+                Ok(0) => return false,
+                Ok(len) => self.input.extend_from_slice(&chunk[..len]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
+                Err(_) => return false,
+            }
+        }
+        true
+    }
+
+    /// Writes what can be written. `false` where the connection has ended.
+    fn drain(&mut self) -> bool {
+        while !self.output.is_empty() {
+            let (head, _) = self.output.as_slices();
+            match self.stream.write(head) {
+                Ok(0) => return false,
+                Ok(len) => drop(self.output.drain(..len)),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
+                Err(_) => return false,
+            }
+        }
+        true
+    }
+
+    fn is_stranger(&self) -> bool {
+        matches!(self.phase, Phase::Greeting | Phase::Welcomed(_))
+    }
+}
+
+struct Host {
+    id: UniqueId,
+    unix: UnixListener,
+    tcp: Vec<TcpListener>,
+    guests: Vec<Guest>,
+    meeting: Meeting,
+    called_off: Arc<Mutex<Option<Error>>>,
+    /// Until when late ranks are told why there is no group.
+    closing: Option<Instant>,
+}
+
+impl Host {
+    fn run(&mut self) {
+        let answer = loop {
+            if let Some(error) = self.called_off.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                break Answer::Failed(error);
+            }
+            if let Some(answer) = self.turn() {
+                break answer;
+            }
+        };
+        if matches!(answer, Answer::Failed(_)) {
+            self.explain(&answer);
+        }
+        self.tell(&answer);
+    }
+
+    /// Tells who comes late, for a while, what those who came in time were told.
+    fn explain(&mut self, answer: &Answer) {
+        let until = Instant::now() + HEARING;
+        self.closing = Some(until);
+        while Instant::now() < until {
+            self.queue(answer);
+            let _ = self.turn();
+        }
+    }
+
+    /// Puts the answer on its way to every rank that has not heard it.
+    fn queue(&mut self, answer: &Answer) {
+        let plain = answer.encode();
+        for guest in &mut self.guests {
+            if let (Phase::Seated(session, _), false) = (&guest.phase, guest.told) {
+                let sealed = session.seal(Side::Root, &plain);
+                guest.output.extend((sealed.len() as u32).to_le_bytes());
+                guest.output.extend(sealed);
+                guest.told = true;
+            }
+        }
+    }
+
+    /// Waits for something to happen and deals with it. The answer, where the meeting ends.
+    fn turn(&mut self) -> Option<Answer> {
+        let now = Instant::now();
+        let strangers = self.guests.iter().filter(|guest| guest.is_stranger()).map(|guest| guest.until);
+        let until = strangers.chain(self.closing.or(self.meeting.deadline())).min();
+        let ready = {
+            let mut fds = vec![PollFd::from_borrowed_fd(self.unix.as_fd(), PollFlags::IN)];
+            fds.extend(self.tcp.iter().map(|tcp| PollFd::from_borrowed_fd(tcp.as_fd(), PollFlags::IN)));
+            fds.extend(self.guests.iter().map(|guest| {
+                let out = if guest.output.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
+                PollFd::from_borrowed_fd(guest.stream.as_fd(), PollFlags::IN | out)
+            }));
+            wait(&mut fds, until.map(|until| until.saturating_duration_since(now)));
+            fds.iter().map(|fd| !fd.revents().is_empty()).collect::<Vec<_>>()
+        };
+        let doors = 1 + self.tcp.len();
+        let mut answer = None;
+        for index in 0..self.guests.len() {
+            if answer.is_none() && ready.get(doors + index).copied().unwrap_or(false) {
+                answer = self.attend(index);
+            }
+        }
+        let now = Instant::now();
+        self.guests.retain(|guest| {
+            !matches!(guest.phase, Phase::Gone) && (!guest.is_stranger() || guest.until > now)
+        });
+        if ready[..doors].contains(&true) {
+            self.admit(now);
+        }
+        if self.closing.is_some() { None } else { answer.or_else(|| self.meeting.expire(now)) }
+    }
+
+    /// Lets in who stands at the doors.
+    fn admit(&mut self, now: Instant) {
+        let mut arrived = Vec::new();
+        let mut shortage = false;
+        let mut take = |accepted: io::Result<Stream>| match accepted {
+            Ok(stream) => {
+                arrived.push(stream);
+                arrived.len() < MOST_STRANGERS
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
+            Err(error) => {
+                shortage |= error.kind() != io::ErrorKind::WouldBlock;
+                false
+            }
+        };
+        while take(self.unix.accept().and_then(|(stream, _)| {
+            stream.set_nonblocking(true)?;
+            Ok(Stream::Unix(stream))
+        })) {}
+        for tcp in &self.tcp {
+            while take(tcp.accept().and_then(|(stream, _)| {
+                stream.set_nonblocking(true)?;
+                stream.set_nodelay(true)?;
+                Ok(Stream::Tcp(stream))
+            })) {}
+        }
+        for stream in arrived {
+            let until = now + STRANGER;
+            let (phase, input, output) = (Phase::Greeting, Vec::new(), VecDeque::new());
+            self.guests.push(Guest { stream, phase, input, output, until, told: false });
+        }
+        while self.guests.iter().filter(|guest| guest.is_stranger()).count() > MOST_STRANGERS {
+            let oldest = self.guests.iter().position(Guest::is_stranger);
+            self.guests.remove(oldest.unwrap_or(0));
+        }
+        if shortage {
+            // The queue of the listener stays full and would be reported again at once.
+            std::thread::sleep(SHORTAGE);
+        }
+    }
+
+    /// Deals with what one guest has said. The answer, where the meeting ends with it.
+    fn attend(&mut self, index: usize) -> Option<Answer> {
+        let guest = &mut self.guests[index];
+        let alive = guest.fill() && guest.drain();
+        if let Phase::Seated(_, rank) = guest.phase {
+            if alive && guest.input.is_empty() {
+                return None;
+            }
+            let rank = std::mem::replace(&mut guest.phase, Phase::Gone).seat().unwrap_or(rank);
+            return Some(self.meeting.depart(rank));
+        }
+        if let (Phase::Greeting, Some(hello)) = (&guest.phase, guest.input.first_chunk::<HELLO_LEN>()) {
+            let mut challenge = [0; 32];
+            match wire::parse_hello(hello, self.id.nonce()) {
+                Some(theirs) if getrandom::fill(&mut challenge).is_ok() => {
+                    let session = Session::new(self.id.secret(), self.id.nonce(), &theirs, &challenge);
+                    guest.output.extend(wire::welcome(&challenge, &session.proof()));
+                    guest.phase = Phase::Welcomed(session);
+                    guest.input.clear();
+                }
+                _ => guest.phase = Phase::Gone,
+            }
+            let more = guest.drain() && guest.fill();
+            if !more {
+                guest.phase = Phase::Gone;
+            }
+        }
+        let Phase::Welcomed(session) = &guest.phase else {
+            if !alive {
+                guest.phase = Phase::Gone;
+            }
+            return None;
+        };
+        match sealed(&guest.input) {
+            Ok(None) => {
+                if !alive {
+                    guest.phase = Phase::Gone;
+                }
+                None
+            }
+            Ok(Some(sealed)) => {
+                let join = session.unseal(Side::Rank, sealed).and_then(|plain| Join::decode(&plain).ok());
+                let Some(join) = join else {
+                    guest.phase = Phase::Gone;
+                    return None;
+                };
+                guest.phase = Phase::Seated(session.clone(), join.rank);
+                guest.input = Vec::new();
+                if self.closing.is_some() { None } else { self.meeting.arrive(join, Instant::now()) }
+            }
+            Err(()) => {
+                guest.phase = Phase::Gone;
+                None
+            }
+        }
+    }
+
+    /// Closes the doors and tells every rank that has come how it went.
+    fn tell(&mut self, answer: &Answer) {
+        super::join::used_up(self.id.nonce());
+        self.tcp.clear();
+        self.queue(answer);
+        self.guests.retain(|guest| matches!(guest.phase, Phase::Seated(..)));
+        let until = Instant::now() + HEARING;
+        loop {
+            self.guests.retain_mut(|guest| guest.drain() && !guest.output.is_empty());
+            let left = until.saturating_duration_since(Instant::now());
+            if self.guests.is_empty() || left.is_zero() {
+                return;
+            }
+            let mut fds: Vec<_> = self
+                .guests
+                .iter()
+                .map(|guest| PollFd::from_borrowed_fd(guest.stream.as_fd(), PollFlags::OUT))
+                .collect();
+            wait(&mut fds, Some(left));
+        }
+    }
+}
+
+impl Phase {
+    fn seat(self) -> Option<usize> {
+        match self {
+            Phase::Seated(_, rank) => Some(rank),
+            _ => None,
+        }
+    }
+}
+
+/// The sealed message at the start of what a guest has said, once it is whole; an error where it is too long.
+fn sealed(input: &[u8]) -> Result<Option<&[u8]>, ()> {
+    let Some((len, rest)) = input.split_first_chunk::<4>() else { return Ok(None) };
+    let len = u32::from_le_bytes(*len) as usize;
+    if len > MOST_JOIN {
+        return Err(());
+    }
+    Ok(rest.get(..len))
+}
+
+fn wait(fds: &mut [PollFd<'_>], within: Option<Duration>) {
+    let limit = within.map(|within| Timespec {
+        tv_sec: within.as_secs().min(1 << 30) as i64,
+        // Rounded up: a wait that ends a moment early would spin.
+        tv_nsec: i64::from(within.subsec_nanos().saturating_add(999_999).min(999_999_999)),
+    });
+    let _ = poll(fds, limit.as_ref());
+}

@@ -1,0 +1,245 @@
+//! The calls that a communicator offers.
+
+use std::sync::Arc;
+
+use towline::Dtype;
+
+use super::choice::Kind;
+use super::job::digest;
+use super::{Algorithm, Ask, Job, point};
+use crate::combine::Op;
+use crate::communicator::{Communicator, Inner};
+use crate::group;
+use crate::{Error, Memory, Result};
+
+/// The collectives of a communicator by an algorithm that the caller names: see [`Communicator::using`].
+#[derive(Clone, Copy)]
+pub struct Using<'c> {
+    comm: &'c Communicator,
+    algorithm: Algorithm,
+}
+
+/// What has no operation and no root.
+const PLAIN: (Op, usize) = (Op::Sum, 0);
+
+impl Using<'_> {
+    fn call(
+        self,
+        kind: Kind,
+        memory: (Option<&Memory>, Option<&Memory>),
+        dtype: Dtype,
+        (op, root): (Op, usize),
+    ) -> Result<()> {
+        self.comm.submit(kind.name(), |inner| {
+            let (send, recv) = memory;
+            let ask = Ask { kind, send, recv, dtype, op, root, algorithm: self.algorithm };
+            let job = checked(inner, ask)?;
+            Ok(group::Job::Call(Box::new(move |inner, team| super::run(inner, team, &job))))
+        })
+    }
+
+    /// [`Communicator::all_reduce`] by this algorithm.
+    pub fn all_reduce(self, send: &Memory, recv: &Memory, dtype: Dtype, op: Op) -> Result<()> {
+        self.call(Kind::AllReduce, (Some(send), Some(recv)), dtype, (op, 0))
+    }
+
+    /// [`Communicator::reduce`] by this algorithm.
+    pub fn reduce(
+        self,
+        send: &Memory,
+        recv: Option<&Memory>,
+        dtype: Dtype,
+        op: Op,
+        root: usize,
+    ) -> Result<()> {
+        self.call(Kind::Reduce, (Some(send), recv), dtype, (op, root))
+    }
+
+    /// [`Communicator::broadcast`] by this algorithm.
+    pub fn broadcast(
+        self,
+        send: Option<&Memory>,
+        recv: Option<&Memory>,
+        dtype: Dtype,
+        root: usize,
+    ) -> Result<()> {
+        self.call(Kind::Broadcast, (send, recv), dtype, (Op::Sum, root))
+    }
+
+    /// [`Communicator::all_gather`] by this algorithm.
+    pub fn all_gather(self, send: &Memory, recv: &Memory, dtype: Dtype) -> Result<()> {
+        self.call(Kind::AllGather, (Some(send), Some(recv)), dtype, PLAIN)
+    }
+
+    /// [`Communicator::gather`] by this algorithm.
+    pub fn gather(self, send: &Memory, recv: Option<&Memory>, dtype: Dtype, root: usize) -> Result<()> {
+        self.call(Kind::Gather, (Some(send), recv), dtype, (Op::Sum, root))
+    }
+
+    /// [`Communicator::scatter`] by this algorithm.
+    pub fn scatter(self, send: Option<&Memory>, recv: &Memory, dtype: Dtype, root: usize) -> Result<()> {
+        self.call(Kind::Scatter, (send, Some(recv)), dtype, (Op::Sum, root))
+    }
+
+    /// [`Communicator::reduce_scatter`] by this algorithm.
+    pub fn reduce_scatter(self, send: &Memory, recv: &Memory, dtype: Dtype, op: Op) -> Result<()> {
+        self.call(Kind::ReduceScatter, (Some(send), Some(recv)), dtype, (op, 0))
+    }
+
+    /// [`Communicator::all_to_all`] by this algorithm.
+    pub fn all_to_all(self, send: &Memory, recv: &Memory, dtype: Dtype) -> Result<()> {
+        self.call(Kind::AllToAll, (Some(send), Some(recv)), dtype, PLAIN)
+    }
+}
+
+/// Collectives and messages. All ranks make the same collective calls in the same order. The number of elements follows
+/// from the memory. Ranks that differ in size, type, operation, root or algorithm all get `Invalid`, nothing has
+/// happened, and the communicator stays usable. A call on no elements moves nothing, but the ranks still agree on it.
+///
+/// The calls of one communicator run one after another, whichever thread makes them: a thread that waits for a message
+/// holds up the others. What must run at once belongs into a [`group`](crate::group()), or on two communicators.
+impl Communicator {
+    /// Combines the elements of all ranks and gives everybody the result. `recv` is at least as long as `send`; in place:
+    /// both start at the same byte.
+    ///
+    /// ```
+    /// use towline::{Dtype, SharedStorage};
+    /// use towline_comm::{Communicator, Op};
+    ///
+    /// let ranks = Communicator::init_all(2)?;
+    /// std::thread::scope(|scope| {
+    ///     for comm in &ranks {
+    ///         scope.spawn(move || -> towline_comm::Result<()> {
+    ///             let memory = comm.memory(SharedStorage::new(4096)?)?;
+    ///             memory.write_at(0, &1.5f32.to_ne_bytes())?;
+    ///             comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum)?;
+    ///             let mut sum = [0; 4];
+    ///             memory.read_at(0, &mut sum)?;
+    ///             assert_eq!(f32::from_ne_bytes(sum), 3.0);
+    ///             assert!(comm.explain()?.contains("tiny"));
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), towline_comm::Error>(())
+    /// ```
+    pub fn all_reduce(&self, send: &Memory, recv: &Memory, dtype: Dtype, op: Op) -> Result<()> {
+        self.using(Algorithm::Auto).all_reduce(send, recv, dtype, op)
+    }
+
+    /// Combines the elements of all ranks and gives the root the result. Other ranks need no `recv`; in place: both start
+    /// at the same byte.
+    pub fn reduce(
+        &self,
+        send: &Memory,
+        recv: Option<&Memory>,
+        dtype: Dtype,
+        op: Op,
+        root: usize,
+    ) -> Result<()> {
+        self.using(Algorithm::Auto).reduce(send, recv, dtype, op, root)
+    }
+
+    /// Gives everybody the root's elements. Only the root needs `send`; where it also has `recv`, of the same length, it
+    /// gets a copy there.
+    pub fn broadcast(
+        &self,
+        send: Option<&Memory>,
+        recv: Option<&Memory>,
+        dtype: Dtype,
+        root: usize,
+    ) -> Result<()> {
+        self.using(Algorithm::Auto).broadcast(send, recv, dtype, root)
+    }
+
+    /// Gives everybody the elements of all ranks, by rank. In place: `send` is this rank's own block of `recv`.
+    pub fn all_gather(&self, send: &Memory, recv: &Memory, dtype: Dtype) -> Result<()> {
+        self.using(Algorithm::Auto).all_gather(send, recv, dtype)
+    }
+
+    /// Gives the root the elements of all ranks, by rank. Other ranks need no `recv`; in place: `send` is the root's own
+    /// block of `recv`.
+    pub fn gather(&self, send: &Memory, recv: Option<&Memory>, dtype: Dtype, root: usize) -> Result<()> {
+        self.using(Algorithm::Auto).gather(send, recv, dtype, root)
+    }
+
+    /// Gives each rank its block of the root's elements. Only the root needs `send`, one block per rank; in place: `recv`
+    /// is the root's own block of `send`.
+    pub fn scatter(&self, send: Option<&Memory>, recv: &Memory, dtype: Dtype, root: usize) -> Result<()> {
+        self.using(Algorithm::Auto).scatter(send, recv, dtype, root)
+    }
+
+    /// Combines the elements of all ranks and gives each rank its block of the result. Elements that do not divide among
+    /// the ranks are refused; in place: `recv` is this rank's own block of `send`.
+    pub fn reduce_scatter(&self, send: &Memory, recv: &Memory, dtype: Dtype, op: Op) -> Result<()> {
+        self.using(Algorithm::Auto).reduce_scatter(send, recv, dtype, op)
+    }
+
+    /// Gives each rank its block of everybody's elements, by rank. Elements that do not divide among the ranks are
+    /// refused; there is no form in place.
+    pub fn all_to_all(&self, send: &Memory, recv: &Memory, dtype: Dtype) -> Result<()> {
+        self.using(Algorithm::Auto).all_to_all(send, recv, dtype)
+    }
+
+    /// Returns when everybody has called it.
+    pub fn barrier(&self) -> Result<()> {
+        self.submit("barrier", |_| {
+            Ok(group::Job::Call(Box::new(|_, team| {
+                let _one_call = team.serialise();
+                team.barrier().map_err(|error| error.during("barrier"))
+            })))
+        })
+    }
+
+    /// Sends elements to a rank that receives as many of the same type; returns when they have arrived. A difference is
+    /// `Invalid` on both sides. Ranks that send to each other do so in a [`group`](crate::group()).
+    pub fn send(&self, memory: &Memory, dtype: Dtype, peer: usize) -> Result<()> {
+        self.message(Kind::Send, memory, dtype, peer)
+    }
+
+    /// Receives elements from a rank that sends as many of the same type.
+    pub fn recv(&self, memory: &Memory, dtype: Dtype, peer: usize) -> Result<()> {
+        self.message(Kind::Recv, memory, dtype, peer)
+    }
+
+    fn message(&self, kind: Kind, memory: &Memory, dtype: Dtype, peer: usize) -> Result<()> {
+        self.submit(kind.name(), |inner| {
+            let (send, recv) = if kind == Kind::Send { (Some(memory), None) } else { (None, Some(memory)) };
+            let ask = Ask { kind, send, recv, dtype, op: Op::Sum, root: peer, algorithm: Algorithm::Auto };
+            let job = checked(inner, ask)?;
+            let message = group::Message {
+                peer,
+                digest: digest(&[u64::from(dtype.code()), job.block as u64]),
+                memory: memory.clone(),
+                incoming: kind == Kind::Recv,
+                told: None,
+            };
+            Ok(group::Job::Message(message, point::run_together))
+        })
+    }
+
+    /// The same calls by an algorithm that the caller names, equal on all ranks. One that cannot work is `Invalid` on every
+    /// rank, with the reason.
+    pub fn using(&self, algorithm: Algorithm) -> Using<'_> {
+        Using { comm: self, algorithm }
+    }
+
+    /// The algorithm of the latest collective call on this communicator, with its reason, in words. Local.
+    pub fn explain(&self) -> Result<String> {
+        let last = self.inner("explain")?.collectives.last();
+        Ok(last.map_or_else(|| "no collective has run yet".to_owned(), |choice| choice.to_string()))
+    }
+
+    /// The algorithm of the latest collective call on this communicator. Local.
+    pub fn last_algorithm(&self) -> Result<Option<Algorithm>> {
+        Ok(self.inner("last_algorithm")?.collectives.last().map(|choice| choice.algorithm))
+    }
+}
+
+fn checked(inner: &Arc<Inner>, ask: Ask<'_>) -> Result<Job> {
+    let (rank, nranks) = inner.place(ask.kind.name())?;
+    if nranks == 0 {
+        return Err(Error::invalid(ask.kind.name(), "the group has no ranks"));
+    }
+    Job::new(rank, nranks, ask)
+}

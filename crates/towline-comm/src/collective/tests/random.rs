@@ -1,0 +1,120 @@
+//! Every collective against the reference: random shapes, types, operations, roots and group sizes, by every algorithm.
+
+use towline::Dtype;
+
+use super::rig::{Case, Form, Links, Numbers, Room, on_ranks};
+use crate::collective::Algorithm;
+use crate::collective::choice::Kind;
+use crate::combine::{Op, Scalar};
+
+const KINDS: [Kind; 8] = [
+    Kind::AllReduce,
+    Kind::Reduce,
+    Kind::Broadcast,
+    Kind::AllGather,
+    Kind::Gather,
+    Kind::Scatter,
+    Kind::ReduceScatter,
+    Kind::AllToAll,
+];
+
+const OPS: [Op; 6] = [Op::Sum, Op::Prod, Op::Min, Op::Max, Op::Avg, Op::ScaledSum(Scalar::Int(1))];
+
+/// The memory of a rank on each side.
+const ROOM: usize = 8 * LARGEST + 4096;
+/// The most bytes of one block.
+const LARGEST: usize = 300 << 10;
+
+/// A call that can work on such a group.
+fn case(numbers: &mut Numbers, nranks: usize, links: Links, wanted: Option<Algorithm>) -> Option<Case> {
+    let kind = numbers.pick(&KINDS);
+    let dtype = numbers.pick(&Dtype::ALL);
+    let mut form = numbers.pick(&Form::ALL);
+    if kind == Kind::AllToAll && form.in_place() {
+        form = Form::Windows;
+    }
+    let largest =
+        if wanted == Some(Algorithm::Tiny) { 1000 } else { [64, 2000, 40_000, LARGEST][numbers.below(4)] };
+    let count = 1 + numbers.below(largest / dtype.size());
+    let algorithm = wanted.unwrap_or(Algorithm::Auto);
+    let possible = match algorithm {
+        Algorithm::Direct => nranks == 1 || (links == Links::Near && form.is_registered()),
+        Algorithm::Ring => !matches!(kind, Kind::Gather | Kind::Scatter | Kind::AllToAll),
+        Algorithm::Tree => matches!(kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast),
+        _ => true,
+    };
+    let case = Case {
+        kind,
+        dtype,
+        op: numbers.pick(&OPS),
+        count,
+        shift: numbers.below(3),
+        root: numbers.below(nranks),
+        algorithm,
+        form,
+        seed: numbers.next(),
+    };
+    possible.then_some(case)
+}
+
+fn compare(nranks: usize, links: Links, wanted: &[Option<Algorithm>], cases: usize, seed: u64) {
+    on_ranks(nranks, links, |comm| {
+        let room = Room::new(comm, ROOM);
+        let mut numbers = Numbers::new(seed);
+        let mut done = 0;
+        while done < cases {
+            let algorithm = numbers.pick(wanted);
+            if let Some(case) = case(&mut numbers, nranks, links, algorithm) {
+                case.check(comm, &room).unwrap_or_else(|error| panic!("{case:?}: {error}"));
+                done += 1;
+            }
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn every_collective_equals_the_reference_as_chosen_for_groups_of_1_to_8() {
+    for nranks in 1..=8 {
+        compare(nranks, Links::Near, &[None], 24, 100 + nranks as u64);
+    }
+}
+
+#[test]
+fn every_collective_equals_the_reference_in_the_announcement() {
+    for nranks in [1, 2, 3, 5, 8] {
+        compare(nranks, Links::Near, &[Some(Algorithm::Tiny)], 40, 200 + nranks as u64);
+    }
+}
+
+#[test]
+fn every_collective_equals_the_reference_from_memory_to_memory() {
+    for nranks in [1, 2, 3, 4, 7] {
+        compare(nranks, Links::Near, &[Some(Algorithm::Direct)], 40, 300 + nranks as u64);
+    }
+}
+
+#[test]
+fn every_collective_equals_the_reference_through_channels() {
+    let through = [Some(Algorithm::Staged), Some(Algorithm::Ring), Some(Algorithm::Tree)];
+    for nranks in [1, 2, 3, 5, 8] {
+        compare(nranks, Links::Near, &through, 30, 400 + nranks as u64);
+    }
+}
+
+#[test]
+fn every_collective_equals_the_reference_over_tcp() {
+    let wanted =
+        [None, Some(Algorithm::Tiny), Some(Algorithm::Staged), Some(Algorithm::Ring), Some(Algorithm::Tree)];
+    for nranks in [2, 4] {
+        compare(nranks, Links::Far, &wanted, 20, 500 + nranks as u64);
+    }
+}
+
+#[test]
+fn every_collective_equals_the_reference_where_some_ranks_are_near_and_some_far() {
+    let wanted = [None, Some(Algorithm::Staged), Some(Algorithm::Ring), Some(Algorithm::Tree)];
+    for nranks in [3, 4] {
+        compare(nranks, Links::Mixed, &wanted, 20, 600 + nranks as u64);
+    }
+}

@@ -1,0 +1,88 @@
+//! What can be set when a communicator is made.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use towline::{Patience, Routing};
+
+use crate::team::TeamOptions;
+use crate::{Error, Result};
+
+/// What can be set when a communicator is made. `contexts` and `signals` must be equal on all ranks.
+///
+/// ```
+/// use std::time::Duration;
+/// use towline_comm::Config;
+/// let patient = Config { timeout: Duration::from_secs(600), name: "training".into(), ..Config::default() };
+/// ```
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Whether calls wait for their end. Where false they return at once, their work runs in order on a thread of the
+    /// communicator, and [`get_async_error`](crate::Communicator::get_async_error) says how far it is.
+    pub blocking: bool,
+    /// The longest wait for another rank.
+    pub timeout: Duration,
+    /// How many contexts one-sided signals have.
+    pub contexts: u32,
+    /// How many signals each context has.
+    pub signals: u32,
+    /// The addresses on which this rank listens for ranks of other hosts. Without any: loopback only.
+    pub listen: Vec<SocketAddr>,
+    /// The addresses by which other hosts reach this rank, where they differ from those it listens on.
+    pub advertise: Vec<SocketAddr>,
+    /// What this communicator is called in errors and logs.
+    pub name: String,
+    /// Which paths to other ranks are allowed.
+    pub routing: Routing,
+    /// How long a waiter spins and yields before it sleeps; chosen from ranks and cores where not set.
+    pub patience: Option<Patience>,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            blocking: true,
+            timeout: Duration::from_secs(30),
+            contexts: 4,
+            signals: 32,
+            listen: Vec::new(),
+            advertise: Vec::new(),
+            name: "comm".into(),
+            routing: Routing::default(),
+            patience: None,
+        }
+    }
+}
+
+/// The most contexts times signals: they take room in every rank's control region for every other rank.
+const MOST_SIGNALS: u64 = 1 << 16;
+
+impl Config {
+    pub(crate) fn check(&self, op: &'static str) -> Result<()> {
+        let signals = u64::from(self.contexts) * u64::from(self.signals);
+        if signals == 0 || signals > MOST_SIGNALS {
+            let message = format!("contexts times signals is {signals}; it must be 1 to {MOST_SIGNALS}");
+            return Err(Error::invalid(op, message));
+        }
+        if self.timeout.is_zero() {
+            return Err(Error::invalid(op, "the timeout is zero"));
+        }
+        if self.name.len() > 64 {
+            return Err(Error::invalid(op, "the name is longer than 64 bytes"));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn team_options(&self, nranks: usize) -> TeamOptions {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // A spinning waiter takes the core that the rank it waits for needs.
+        let crowded = Patience { spin: Duration::ZERO, yielding: Duration::from_micros(100) };
+        let patience = self.patience.unwrap_or(if nranks <= cores { Patience::default() } else { crowded });
+        TeamOptions { timeout: self.timeout, contexts: self.contexts, signals: self.signals, patience }
+    }
+
+    /// What must be equal on all ranks.
+    pub(crate) fn digest(&self) -> u64 {
+        u64::from(self.contexts) << 32 | u64::from(self.signals)
+    }
+}

@@ -1,0 +1,256 @@
+//! Communicators made from communicators: split by all ranks, shrunk by the survivors.
+//!
+//! **Split** needs the whole group: colours and keys, then the tickets of the new control regions, are exchanged
+//! through the old one. **Shrink** must work when the old group does not: the lowest survivor opens a meeting, as for
+//! a new communicator, and sends its id to the other survivors as a message to their endpoints, through the tickets
+//! that all ranks know from the first meeting; so nothing depends on the dead.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use sha2::{Digest, Sha256};
+use towline::{Kind, Reach, Ticket};
+
+use super::{Communicator, Config, Inner, Seating, meet};
+use crate::group;
+use crate::team::{Seat, Team};
+use crate::unique_id::{UniqueId, UniqueIdOptions, open_meeting};
+use crate::{Error, Result, interrupt};
+
+/// What begins the message that calls survivors to a meeting.
+const CALL: &[u8; 16] = b"towline shrink 1";
+/// How long a survivor looks for its message before it looks whether another communicator has found it.
+const LOOK: Duration = Duration::from_millis(20);
+
+impl Communicator {
+    /// Splits the group: ranks of one colour form a new one, ordered by key, then by their old rank. Every rank calls
+    /// it; a rank without a colour gets a null communicator.
+    pub fn split(&self, color: Option<u32>, key: i64) -> Result<Communicator> {
+        self.split_with(color, key, None)
+    }
+
+    /// [`split`](Self::split) with settings of its own for the new communicator.
+    pub fn split_with(&self, color: Option<u32>, key: i64, config: Option<Config>) -> Result<Communicator> {
+        group::refuse("split")?;
+        let parent = self.inner("split")?;
+        parent.check_usable("split")?;
+        let config = config.unwrap_or_else(|| parent.config.clone());
+        config.check("split")?;
+        let child = color.map(|_| Inner::new(config, Arc::clone(&parent.station), None));
+        let made = child.clone();
+        let (child_now, from) = (child.clone(), Arc::clone(parent));
+        let work = move || {
+            let outcome =
+                from.team("split").and_then(|team| split(&from, &team, color, key, child_now.as_ref()));
+            if let Some(child) = child_now.filter(|_| !from.config.blocking) {
+                child.worker.finish(outcome.clone());
+            }
+            outcome
+        };
+        if parent.config.blocking {
+            work()?;
+        } else {
+            if let Some(child) = &child {
+                child.worker.begin();
+            }
+            if let Err(error) = parent.worker.push(Box::new(work)) {
+                if let Some(child) = &child {
+                    child.worker.finish(Err(error.clone()));
+                }
+                return Err(error);
+            }
+        }
+        Ok(made.map_or_else(Communicator::null, Communicator::from_inner))
+    }
+
+    /// Makes a group of all ranks but those. Only the survivors call it, with the same list; it also works after a
+    /// rank has died or the communicator was revoked.
+    pub fn shrink(&self, exclude: &[usize]) -> Result<Communicator> {
+        self.shrink_with(exclude, None)
+    }
+
+    /// [`shrink`](Self::shrink) with settings of its own for the new communicator.
+    pub fn shrink_with(&self, exclude: &[usize], config: Option<Config>) -> Result<Communicator> {
+        group::refuse("shrink")?;
+        let parent = self.inner("shrink")?;
+        let config = config.unwrap_or_else(|| parent.config.clone());
+        config.check("shrink")?;
+        let seating = parent.seating("shrink")?;
+        let survivors = survivors(seating, exclude)?;
+        let rank = survivors.iter().position(|survivor| *survivor == seating.rank).unwrap_or(0);
+        let nth = {
+            let mut shrinks = parent.shrinks.lock().unwrap_or_else(PoisonError::into_inner);
+            *shrinks += 1;
+            *shrinks
+        };
+        let child = Inner::new(config, Arc::clone(&parent.station), Some((rank, survivors.len())));
+        let made = Arc::clone(&child);
+        let from = Arc::clone(parent);
+        let work = move || shrink(&from, &child, &survivors, rank, nth);
+        if parent.config.blocking {
+            work()?;
+        } else {
+            made.worker.push(Box::new(work))?;
+        }
+        Ok(Communicator::from_inner(made))
+    }
+}
+
+fn split(
+    parent: &Arc<Inner>,
+    team: &Arc<Team>,
+    color: Option<u32>,
+    key: i64,
+    child: Option<&Arc<Inner>>,
+) -> Result<()> {
+    const OP: &str = "split";
+    let _one_call = team.serialise();
+    let mut mine = color.map_or(-1, i64::from).to_le_bytes().to_vec();
+    mine.extend(key.to_le_bytes());
+    let told = team.all_gather_bytes(OP, &mine)?;
+    let mut members = Vec::new();
+    for (rank, bytes) in told.iter().enumerate() {
+        let words = bytes.first_chunk::<8>().zip(bytes.last_chunk::<8>()).filter(|_| bytes.len() == 16);
+        let (theirs, key) = words.ok_or_else(|| Error::protocol(OP, "a rank's announcement is too short"))?;
+        if Some(i64::from_le_bytes(*theirs)) == color.map(i64::from) {
+            members.push((i64::from_le_bytes(*key), rank));
+        }
+    }
+    members.sort_unstable();
+    let seat = child.map(|child| {
+        let options = child.config.team_options(members.len());
+        let seat = Seat::open(child.endpoint(), members.len(), options)?;
+        let ticket = seat.ticket()?;
+        Ok::<_, Error>((seat, ticket))
+    });
+    // Nothing stands for a rank that has no seat; the others of its colour must learn of it.
+    let ticket = seat.as_ref().and_then(|seat| seat.as_ref().ok()).map(|(_, ticket)| ticket.encode());
+    let told = team.all_gather_bytes(OP, &ticket.unwrap_or_default())?;
+    let (Some(child), Some(seat)) = (child, seat) else { return Ok(()) };
+    let (seat, _) = seat?;
+    let without: Vec<usize> =
+        members.iter().map(|(_, rank)| *rank).filter(|rank| told[*rank].is_empty()).collect();
+    if !without.is_empty() {
+        return Err(Error::new(Kind::Exhausted, OP, "a rank could not take its seat").about(without));
+    }
+    let tickets: Vec<Ticket> =
+        members.iter().map(|(_, rank)| Ok(Ticket::decode(&told[*rank])?)).collect::<Result<_>>()?;
+    let old = parent.seating(OP)?;
+    let rank = members.iter().position(|(_, member)| *member == old.rank);
+    let rank = rank.ok_or_else(|| Error::new(Kind::Internal, OP, "this rank is not of its own colour"))?;
+    // The tickets are new for every split, so their digest names the group.
+    let mut digest = Sha256::new_with_prefix(old.group_id);
+    tickets.iter().for_each(|ticket| digest.update(ticket.public_bytes()));
+    let group_id = *digest.finalize().first_chunk().unwrap_or(&[0; 16]);
+    let nranks = members.len();
+    let team = Team::assemble(seat, rank, tickets.clone()).map_err(|error| error.during(OP))?;
+    child.seat(Seating { rank, nranks, tickets, group_id }, team)
+}
+
+/// The old ranks that stay, in order.
+fn survivors(seating: &Seating, exclude: &[usize]) -> Result<Vec<usize>> {
+    const OP: &str = "shrink";
+    if exclude.is_empty() {
+        return Err(Error::invalid(OP, "no rank is excluded"));
+    }
+    let outside: Vec<usize> = exclude.iter().copied().filter(|rank| *rank >= seating.nranks).collect();
+    if !outside.is_empty() {
+        let why = format!("there are only {} ranks", seating.nranks);
+        return Err(Error::invalid(OP, why).about(outside));
+    }
+    if exclude.contains(&seating.rank) {
+        return Err(Error::invalid(OP, "an excluded rank cannot take part").about([seating.rank]));
+    }
+    Ok((0..seating.nranks).filter(|rank| !exclude.contains(rank)).collect())
+}
+
+fn shrink(parent: &Arc<Inner>, child: &Arc<Inner>, survivors: &[usize], rank: usize, nth: u64) -> Result<()> {
+    const OP: &str = "shrink";
+    let seating = parent.seating(OP)?;
+    let mut digest = Sha256::new_with_prefix(seating.group_id);
+    digest.update(nth.to_le_bytes());
+    survivors.iter().for_each(|survivor| digest.update((*survivor as u64).to_le_bytes()));
+    let about = *digest.finalize().first_chunk::<8>().unwrap_or(&[0; 8]);
+    // The call is for this shrink of this communicator; who is called is compared at the meeting.
+    let mut call = CALL.to_vec();
+    call.extend(seating.group_id);
+    call.extend(nth.to_le_bytes());
+    let id = if rank == 0 {
+        let (id, root) = open_meeting(&meeting_place(parent, &seating.tickets[survivors[0]]))
+            .map_err(|error| error.during(OP))?;
+        call.extend(id.as_bytes());
+        for survivor in &survivors[1..] {
+            if let Err(error) = tell(parent, &seating.tickets[*survivor], &call) {
+                let why = format!("a survivor cannot be reached: {}", error.message());
+                let error = Error::new(error.kind(), OP, why).about([*survivor]);
+                root.call_off(error.clone());
+                return Err(error);
+            }
+        }
+        id
+    } else {
+        hear(parent, &call, survivors[0])?
+    };
+    meet(child, survivors.len(), rank, &id, u64::from_le_bytes(about), OP)
+}
+
+/// A meeting where this rank's endpoint is reached, on a port of its own.
+fn meeting_place(parent: &Inner, ticket: &Ticket) -> UniqueIdOptions {
+    let mut reached: Vec<SocketAddr> = Vec::new();
+    for reach in &ticket.body().reach {
+        if let Reach::Tcp(address) = reach
+            && !reached.iter().any(|known| known.ip() == address.ip())
+        {
+            reached.push(SocketAddr::new(address.ip(), 0));
+        }
+    }
+    // Other hosts first: an id has room for a few only.
+    reached.sort_by_key(|address| address.ip().is_loopback());
+    reached.truncate(3);
+    match &parent.config.listen[..] {
+        // The endpoint chose these itself, so they are addresses of this host.
+        [] => UniqueIdOptions { listen: reached, advertise: Vec::new() },
+        listen => UniqueIdOptions {
+            listen: listen.iter().map(|address| SocketAddr::new(address.ip(), 0)).collect(),
+            advertise: if listen.len() == 1 { reached } else { Vec::new() },
+        },
+    }
+}
+
+fn tell(parent: &Inner, ticket: &Ticket, call: &[u8]) -> Result<()> {
+    let remote = parent.endpoint().import(ticket)?;
+    let transfer = parent.endpoint().notify(&remote, call.to_vec())?;
+    Ok(transfer.wait()?)
+}
+
+/// Waits for the call of the lowest survivor.
+fn hear(parent: &Inner, call: &[u8], caller: usize) -> Result<UniqueId> {
+    const OP: &str = "shrink";
+    let started = Instant::now();
+    loop {
+        {
+            let mut mail = parent.station.mail.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(index) = mail.iter().position(|message| message.starts_with(call)) {
+                let message = mail.swap_remove(index);
+                return UniqueId::from_bytes(&message[call.len()..]).map_err(|error| error.during(OP));
+            }
+        }
+        interrupt::check(OP)?;
+        let left = parent.config.timeout.saturating_sub(started.elapsed());
+        if left.is_zero() {
+            let waited = started.elapsed().as_secs_f64();
+            let why = format!("the lowest survivor did not call the others in {waited:.3} s");
+            return Err(Error::new(Kind::Timeout, OP, why).about([caller]));
+        }
+        match parent.endpoint().receive(left.min(LOOK)) {
+            Ok(notification) if notification.message.starts_with(CALL) => {
+                let mut mail = parent.station.mail.lock().unwrap_or_else(PoisonError::into_inner);
+                mail.push(notification.message);
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == Kind::Timeout => {}
+            Err(error) => return Err(Error::from(error).during(OP)),
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! What the handles to one communicator share.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use towline::{Endpoint, Kind, Ticket};
+
+use super::config::Config;
+use super::worker::Worker;
+use crate::collective;
+use crate::group::{self, Job};
+use crate::team::Team;
+use crate::window::{Buffers, Lane, Memory, WindowCore, Windows, share_buffers};
+use crate::{Error, Result};
+
+/// The endpoint of a rank, shared by its communicator and those that were split from it.
+pub(crate) struct Station {
+    pub(crate) endpoint: Endpoint,
+    /// Messages that came while another communicator of this endpoint was looking for its own.
+    pub(crate) mail: Mutex<Vec<Vec<u8>>>,
+}
+
+/// Where a rank sits, known once the group has met.
+pub(crate) struct Seating {
+    pub(crate) rank: usize,
+    pub(crate) nranks: usize,
+    /// The tickets of all control regions, by rank: how survivors find each other.
+    pub(crate) tickets: Vec<Ticket>,
+    /// Equal on all ranks and on no other communicator.
+    pub(crate) group_id: [u8; 16],
+}
+
+const OPEN: u8 = 0;
+const FINALIZED: u8 = 1;
+const CLOSED: u8 = 2;
+
+/// The state of one communicator.
+pub(crate) struct Inner {
+    pub(crate) config: Config,
+    pub(crate) station: Arc<Station>,
+    /// Rank and size as far as they are known before the group has met.
+    expected: Option<(usize, usize)>,
+    seating: OnceLock<Seating>,
+    team: RwLock<Option<Arc<Team>>>,
+    life: AtomicU8,
+    process: u32,
+    windows: Windows,
+    buffers: Buffers,
+    /// Registered buffers that all ranks have used together, by the ids that the ranks gave them.
+    shared: Mutex<HashMap<Vec<u64>, Arc<WindowCore>>>,
+    /// How many signals were waited for so far, by source, context and index.
+    pub(crate) awaited: Mutex<HashMap<(usize, u32, u32), u64>>,
+    lanes: Mutex<HashMap<usize, Arc<Lane>>>,
+    pub(crate) worker: Arc<Worker>,
+    busy: Mutex<usize>,
+    idle: Condvar,
+    pub(crate) shrinks: Mutex<u64>,
+    pub(crate) collectives: collective::State,
+}
+
+/// Counts a call that is running.
+struct Busy<'i>(&'i Inner);
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        *self.0.busy.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.idle.notify_all();
+    }
+}
+
+impl Inner {
+    pub(crate) fn new(config: Config, station: Arc<Station>, expected: Option<(usize, usize)>) -> Arc<Inner> {
+        Arc::new(Inner {
+            config,
+            station,
+            expected,
+            seating: OnceLock::new(),
+            team: RwLock::new(None),
+            life: AtomicU8::new(OPEN),
+            process: std::process::id(),
+            windows: Windows::default(),
+            buffers: Buffers::default(),
+            shared: Mutex::new(HashMap::new()),
+            awaited: Mutex::new(HashMap::new()),
+            lanes: Mutex::new(HashMap::new()),
+            worker: Arc::default(),
+            busy: Mutex::new(0),
+            idle: Condvar::new(),
+            shrinks: Mutex::new(0),
+            collectives: collective::State::default(),
+        })
+    }
+
+    /// The group has met: from now on calls work.
+    pub(crate) fn seat(&self, seating: Seating, team: Arc<Team>) -> Result<()> {
+        let mut place = self.team.write().unwrap_or_else(PoisonError::into_inner);
+        if self.life.load(Ordering::Acquire) == CLOSED {
+            team.revoke();
+            return Err(Error::invalid("init", "the communicator was closed before the group had met"));
+        }
+        *place = Some(team);
+        let _ = self.seating.set(seating);
+        Ok(())
+    }
+
+    pub(crate) fn endpoint(&self) -> &Endpoint {
+        &self.station.endpoint
+    }
+
+    pub(crate) fn windows(&self) -> &Windows {
+        &self.windows
+    }
+
+    pub(crate) fn buffers(&self) -> &Buffers {
+        &self.buffers
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        self.life.load(Ordering::Acquire) != CLOSED
+    }
+
+    /// Rank and size.
+    pub(crate) fn place(&self, op: &'static str) -> Result<(usize, usize)> {
+        if !self.is_open() {
+            return Err(closed(op));
+        }
+        let known = self.seating.get().map(|seating| (seating.rank, seating.nranks));
+        known.or(self.expected).ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))
+    }
+
+    pub(crate) fn seating(&self, op: &'static str) -> Result<&Seating> {
+        if !self.is_open() {
+            return Err(closed(op));
+        }
+        self.seating.get().ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))
+    }
+
+    /// The team, for calls. `Invalid` once closed, and before the group has met.
+    pub(crate) fn team(&self, op: &'static str) -> Result<Arc<Team>> {
+        if !self.is_open() {
+            return Err(closed(op));
+        }
+        let team = self.team.read().unwrap_or_else(PoisonError::into_inner);
+        team.clone().ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))
+    }
+
+    /// Refuses calls on a communicator that was closed or finalised.
+    pub(crate) fn check_usable(&self, op: &'static str) -> Result<()> {
+        match self.life.load(Ordering::Acquire) {
+            OPEN => Ok(()),
+            FINALIZED => Err(Error::invalid(op, "the communicator is finalized")),
+            _ => Err(closed(op)),
+        }
+    }
+
+    /// Runs jobs as the communicator's mode says: now, or in order on its thread.
+    pub(crate) fn launch(self: &Arc<Self>, jobs: Vec<Job>) -> Result<()> {
+        if self.config.blocking {
+            return self.run(jobs);
+        }
+        let inner = Arc::clone(self);
+        self.worker.push(Box::new(move || inner.run(jobs)))
+    }
+
+    fn run(self: &Arc<Self>, jobs: Vec<Job>) -> Result<()> {
+        let team = self.team("submit")?;
+        let _busy = jobs.iter().any(|job| !matches!(job, Job::Wait(_))).then(|| self.enter());
+        group::run(self, &team, jobs)
+    }
+
+    fn enter(&self) -> Busy<'_> {
+        *self.busy.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Busy(self)
+    }
+
+    /// Waits until no call runs and nothing is queued. Calls have limits of their own, so this ends.
+    pub(crate) fn wait_idle(&self) -> bool {
+        let until = Instant::now() + self.config.timeout.min(Duration::from_secs(86_400 * 365));
+        let left = || until.saturating_duration_since(Instant::now());
+        let queued = self.worker.wait_idle(left());
+        let busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        let (busy, _) = self
+            .idle
+            .wait_timeout_while(busy, left(), |busy| *busy > 0)
+            .unwrap_or_else(PoisonError::into_inner);
+        let calm = *busy == 0;
+        drop(busy);
+        let lanes: Vec<_> =
+            self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        lanes.iter().all(|lane| lane.wait_idle(left())) && queued && calm
+    }
+
+    /// What goes to that far rank, in order.
+    pub(crate) fn lane(&self, peer: usize) -> Arc<Lane> {
+        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(lanes.entry(peer).or_insert_with(|| Arc::new(Lane::to(peer))))
+    }
+
+    /// The lane of that rank, where something was ever sent to it by requests.
+    pub(crate) fn lane_in_use(&self, peer: usize) -> Option<Arc<Lane>> {
+        self.lanes.lock().unwrap_or_else(PoisonError::into_inner).get(&peer).cloned()
+    }
+
+    /// The memory through which all ranks reach each other in this call: `ids[rank]` is what each announced of its
+    /// [`Memory::window`], 0 for none. The same window everywhere, or registered buffers everywhere (which are
+    /// imported the first time that these are used together: then all ranks take part); otherwise `None`.
+    pub(crate) fn reachable(
+        self: &Arc<Self>,
+        team: &Arc<Team>,
+        ids: &[u64],
+        mine: &Memory,
+    ) -> Result<Option<Arc<WindowCore>>> {
+        use crate::window::BUFFER_BIT;
+        let Some(first) = ids.first() else { return Ok(None) };
+        if ids.iter().all(|id| id == first) && *first != 0 && first & BUFFER_BIT == 0 {
+            return Ok(self.windows.find(*first));
+        }
+        if !ids.iter().all(|id| id & BUFFER_BIT != 0) {
+            return Ok(None);
+        }
+        let known = self.shared.lock().unwrap_or_else(PoisonError::into_inner).get(ids).cloned();
+        if known.is_some() {
+            return Ok(known);
+        }
+        let window = share_buffers(self.endpoint(), &self.config.routing, team, mine)?;
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        // Their owners wait for the pins on what they have closed, and no call names it again.
+        let ended = |window: &WindowCore| (0..ids.len()).any(|rank| window.way(rank, "sweep").is_err());
+        let gone: Vec<_> = shared.extract_if(|_, window| ended(window)).map(|(_, window)| window).collect();
+        shared.insert(ids.to_vec(), Arc::clone(&window));
+        drop(shared);
+        for window in gone {
+            window.close();
+        }
+        Ok(Some(window))
+    }
+
+    /// Forgets the combinations that a buffer of this rank was part of.
+    pub(crate) fn forget_buffer(&self, id: u64) {
+        let Some(rank) = self.seating.get().map(|seating| seating.rank) else { return };
+        let gone: Vec<_> = {
+            let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+            shared.extract_if(|ids, _| ids.get(rank) == Some(&id)).map(|(_, window)| window).collect()
+        };
+        for window in gone {
+            window.close();
+        }
+    }
+
+    /// Ends the collective life of the communicator: later calls are `Invalid`. True the first time.
+    pub(crate) fn mark_finalized(&self) -> bool {
+        self.life.compare_exchange(OPEN, FINALIZED, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// Waits for what is in flight, closes every handle and lets go of the group. Closing twice is harmless.
+    pub(crate) fn close(&self, abort: Option<&Error>) {
+        // In a forked child the threads that would end the work do not exist.
+        if self.life.load(Ordering::Acquire) == CLOSED || self.process != std::process::id() {
+            return;
+        }
+        let team = self.team.read().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(why) = abort {
+            if let Some(team) = &team {
+                team.abort(why);
+            }
+            self.worker.discard();
+        }
+        if !self.wait_idle() {
+            tracing::warn!(
+                name = self.config.name,
+                "work is still in flight; its memory is kept until it ends"
+            );
+        }
+        if self.life.swap(CLOSED, Ordering::AcqRel) == CLOSED {
+            return;
+        }
+        self.windows.close_all();
+        let shared = std::mem::take(&mut *self.shared.lock().unwrap_or_else(PoisonError::into_inner));
+        for window in shared.into_values() {
+            window.close();
+        }
+        self.buffers.close_all();
+        let team = self.team.write().unwrap_or_else(PoisonError::into_inner).take();
+        drop(team);
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.close(None);
+    }
+}
+
+pub(crate) fn closed(op: &'static str) -> Error {
+    Error::new(Kind::Invalid, op, "the communicator is closed")
+}

@@ -1,0 +1,399 @@
+//! How one rank reaches another's control region: by plain stores where memory is shared, by transfers elsewhere.
+//!
+//! What a rank tells another is always *bytes, then a counter*: who sees the counter sees the bytes. A near link stores
+//! the counter with release. A far one lets the owner raise it by the transfer's signal, which the core promises to do
+//! after the bytes are visible; the order of the bytes within one write is not promised, so no sequence rides in them.
+//! The transfers of one far link are small enough to take one connection, which keeps them in order.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use towline::{Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, SystemStorage, Transfer};
+
+use super::PAYLOAD;
+use super::layout::{ABORTED, BELL, ENTRY_HEAD, Layout, RECORD, STATE, STATE_LEN, STATE_ROUND, STATE_WAITS};
+use crate::{Error, Result};
+
+/// The most transfers of one far link that nobody has looked at yet.
+const UNSEEN: usize = 256;
+
+/// The most bytes that go through a ring in one transfer: far below what the core spreads over several connections.
+const FAR_CHUNK: usize = 64 << 10;
+
+/// What a rank publishes about itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct State {
+    /// The round that it has entered last.
+    pub(super) round: u64,
+    /// The rank for which it has waited for a while.
+    pub(super) waits_for: Option<usize>,
+}
+
+impl State {
+    fn new(round: u64, waits: u64) -> State {
+        State { round, waits_for: (waits as usize).checked_sub(1) }
+    }
+}
+
+/// The way to one rank.
+pub(super) enum Link {
+    /// This rank itself.
+    Own,
+    Near {
+        remote: Box<Remote>,
+        pin: Pinned,
+    },
+    Far(Box<Far>),
+}
+
+/// The way to a rank whose memory is not shared.
+pub(super) struct Far {
+    remote: Remote,
+    /// Where in the staging memory the copy of its ring lies.
+    ring: usize,
+    unseen: Mutex<VecDeque<Transfer>>,
+    broken: OnceLock<Error>,
+}
+
+/// Memory from which far writes go out.
+struct Staging(Registered<SystemStorage>);
+
+impl Staging {
+    fn entry(round: u64) -> usize {
+        Layout::entry_slot(round) * (ENTRY_HEAD + PAYLOAD)
+    }
+
+    const ZEROS: usize = 2 * (ENTRY_HEAD + PAYLOAD);
+    const RECORD: usize = Staging::ZEROS + 64;
+    const LOOK: usize = Staging::RECORD + RECORD;
+    const RINGS: usize = (Staging::LOOK + 64).next_multiple_of(4096);
+}
+
+/// The ways to all ranks.
+pub(super) struct Links {
+    pub(super) rank: usize,
+    pub(super) layout: Layout,
+    pub(super) region: Registered<SharedStorage>,
+    endpoint: Endpoint,
+    links: Vec<Link>,
+    staging: Option<Staging>,
+    limits: Limits,
+    /// Held while the state of a far rank is read.
+    looking: Mutex<()>,
+}
+
+impl Links {
+    /// Pins what is near; the rest is far.
+    pub(super) fn new(
+        endpoint: &Endpoint,
+        region: Registered<SharedStorage>,
+        layout: Layout,
+        rank: usize,
+        remotes: Vec<Remote>,
+        timeout: Duration,
+    ) -> Result<Links> {
+        let mut far = 0;
+        let mut links = Vec::with_capacity(remotes.len());
+        for (peer, remote) in remotes.into_iter().enumerate() {
+            links.push(if peer == rank {
+                Link::Own
+            } else {
+                match remote.pin() {
+                    Ok(pin) => Link::Near { remote: Box::new(remote), pin },
+                    Err(error) if error.kind() == Kind::Unsupported => {
+                        far += 1;
+                        Link::Far(Box::new(Far {
+                            remote,
+                            ring: Staging::RINGS + (far - 1) * layout.ring_len(),
+                            unseen: Mutex::default(),
+                            broken: OnceLock::new(),
+                        }))
+                    }
+                    Err(error) => return Err(Error::from(error).about([peer])),
+                }
+            });
+        }
+        let staging = if far == 0 {
+            None
+        } else {
+            let storage = SystemStorage::new(Staging::RINGS + far * layout.ring_len())?;
+            Some(Staging(endpoint.register(storage, towline::Access::NONE)?))
+        };
+        Ok(Links {
+            rank,
+            layout,
+            region,
+            endpoint: endpoint.clone(),
+            links,
+            staging,
+            limits: Limits::within(timeout),
+            looking: Mutex::default(),
+        })
+    }
+
+    pub(super) fn nranks(&self) -> usize {
+        self.links.len()
+    }
+
+    pub(super) fn is_near(&self, peer: usize) -> bool {
+        self.links.get(peer).is_some_and(|link| !matches!(link, Link::Far(_)))
+    }
+
+    pub(super) fn has_far(&self) -> bool {
+        self.staging.is_some()
+    }
+
+    fn staging(&self) -> Result<&Staging> {
+        self.staging
+            .as_ref()
+            .ok_or_else(|| Error::new(Kind::Internal, "team", "there is no staging memory for far ranks"))
+    }
+
+    /// Prepares an entry for far ranks. Those of the round that used the memory before have been waited for.
+    pub(super) fn stage_entry(&self, round: u64, head: &[u8], payload: &[u8]) -> Result<()> {
+        if let Some(staging) = &self.staging {
+            staging.0.write_at(Staging::entry(round) + 8, head)?;
+            staging.0.write_at(Staging::entry(round) + ENTRY_HEAD, payload)?;
+        }
+        Ok(())
+    }
+
+    /// Writes this rank's entry into a peer's region. A far peer's is on its way when this returns, from the staging
+    /// memory, which must not change until the transfer has ended.
+    pub(super) fn post_entry(
+        &self,
+        peer: usize,
+        round: u64,
+        head: &[u8],
+        payload: &[u8],
+    ) -> Result<Option<Transfer>> {
+        let entry = self.layout.entry(self.rank, round);
+        match &self.links[peer] {
+            Link::Own => {
+                self.region.write_at(entry + 8, head)?;
+                self.region.write_at(entry + ENTRY_HEAD, payload)?;
+                self.region.store(entry, round)?;
+            }
+            Link::Near { pin, .. } => {
+                pin.write_at(entry + 8, head)?;
+                pin.write_at(entry + ENTRY_HEAD, payload)?;
+                pin.store(entry, round)?;
+            }
+            Link::Far(far) => {
+                let len = ENTRY_HEAD - 8 + payload.len();
+                let from = Staging::entry(round) + 8;
+                let step = Layout::entry_step(round);
+                return self.put(far, entry + 8, from, len, entry, step).map(Some);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Sets one of this rank's counters in a peer's region, to `value`, which is `add` more than before, and wakes it.
+    pub(super) fn advance(&self, peer: usize, counter: usize, value: u64, add: u64) -> Result<()> {
+        self.set(peer, counter, value, add)?;
+        self.wake(peer);
+        Ok(())
+    }
+
+    /// [`advance`](Self::advance) without waking.
+    pub(super) fn set(&self, peer: usize, counter: usize, value: u64, add: u64) -> Result<()> {
+        match &self.links[peer] {
+            Link::Own => self.region.store(counter, value)?,
+            Link::Near { pin, .. } => pin.store(counter, value)?,
+            Link::Far(far) => self.bump(far, counter, add)?,
+        }
+        Ok(())
+    }
+
+    /// Adds to one of this rank's counters in a peer's region, however many threads do so.
+    pub(super) fn add(&self, peer: usize, counter: usize, add: u64) -> Result<()> {
+        match &self.links[peer] {
+            Link::Own => drop(self.region.fetch_add(counter, add)?),
+            Link::Near { pin, .. } => drop(pin.fetch_add(counter, add)?),
+            Link::Far(far) => self.bump(far, counter, add)?,
+        }
+        self.wake(peer);
+        Ok(())
+    }
+
+    /// Writes into this rank's ring at a peer, and then moves its end. The range does not wrap around.
+    pub(super) fn push(&self, peer: usize, position: u64, bytes: &[u8]) -> Result<()> {
+        let (at, _) = self.layout.ring_place(position);
+        let (ring, tail) = (self.layout.ring(self.rank), self.layout.tail(self.rank));
+        let end = position + bytes.len() as u64;
+        match &self.links[peer] {
+            Link::Own => {
+                self.region.write_at(ring + at, bytes)?;
+                self.region.store(tail, end)?;
+            }
+            Link::Near { pin, .. } => {
+                pin.write_at(ring + at, bytes)?;
+                pin.store(tail, end)?;
+            }
+            Link::Far(far) => {
+                // The staging memory is an image of the ring: where the peer has made room, it has the bytes.
+                self.staging()?.0.write_at(far.ring + at, bytes)?;
+                let sent = self.put(far, ring + at, far.ring + at, bytes.len(), tail, bytes.len() as u64)?;
+                far.keep(sent)?;
+            }
+        }
+        self.wake(peer);
+        Ok(())
+    }
+
+    /// The most bytes that one push takes.
+    pub(super) fn chunk(&self, peer: usize) -> usize {
+        // A quarter of the ring, so that the other side copies out while this one copies in.
+        let quarter = self.layout.ring_len() / 4;
+        if self.is_near(peer) { quarter } else { quarter.min(FAR_CHUNK) }
+    }
+
+    /// Tells a peer that the team was aborted, unless another rank has told it already. Returns what is on its way.
+    pub(super) fn tell_abort(&self, peer: usize, record: &[u8; RECORD]) -> Result<Option<Transfer>> {
+        let (at, mark) = (self.layout.abort_record(self.rank), self.rank as u64 + 1);
+        let sent = match &self.links[peer] {
+            Link::Own => {
+                self.region.write_at(at, record)?;
+                self.region.compare_swap(ABORTED, 0, mark)?;
+                None
+            }
+            Link::Near { pin, .. } => {
+                pin.write_at(at, record)?;
+                pin.compare_swap(ABORTED, 0, mark)?;
+                None
+            }
+            Link::Far(far) => {
+                self.staging()?.0.write_at(Staging::RECORD, record)?;
+                let scratch = self.layout.scratch(self.rank);
+                let written = self.put(far, at, Staging::RECORD, RECORD, scratch, 1)?;
+                far.keep(written)?;
+                Some(self.endpoint.compare_swap(&far.remote, ABORTED as u64, 0, mark)?)
+            }
+        };
+        self.wake(peer);
+        Ok(sent)
+    }
+
+    /// What a peer publishes about itself; an error where it cannot be learnt within that time.
+    pub(super) fn state_of(&self, peer: usize, within: Duration) -> Result<State> {
+        Ok(match &self.links[peer] {
+            Link::Own => State::new(self.region.load(STATE_ROUND)?, self.region.load(STATE_WAITS)?),
+            Link::Near { pin, .. } => State::new(pin.load(STATE_ROUND)?, pin.load(STATE_WAITS)?),
+            Link::Far(far) => {
+                let _alone = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
+                let staging = &self.staging()?.0;
+                self.endpoint
+                    .read(&far.remote, staging)
+                    .at(STATE as u64, Staging::LOOK as u64, STATE_LEN as u64)
+                    .within(within)
+                    .start()?
+                    .wait()?;
+                State::new(staging.load(Staging::LOOK)?, staging.load(Staging::LOOK + 8)?)
+            }
+        })
+    }
+
+    /// Wakes a peer that sleeps. That it is gone is seen elsewhere: it may have left in order after what it was told.
+    pub(super) fn wake(&self, peer: usize) {
+        match &self.links[peer] {
+            Link::Own => drop(self.region.wake(BELL)),
+            Link::Near { pin, .. } => drop(pin.wake(BELL)),
+            Link::Far(far) => drop(self.endpoint.signal(&far.remote, BELL as u64, 1)),
+        }
+    }
+
+    /// Whether a peer can still be reached; the error is why it cannot.
+    pub(super) fn check(&self, peer: usize) -> Result<()> {
+        match &self.links[peer] {
+            Link::Own => Ok(()),
+            Link::Near { remote, pin } => {
+                remote.alive()?;
+                if pin.is_stale() {
+                    return Err(Error::new(Kind::Disconnected, "team", "its control region is gone"));
+                }
+                Ok(())
+            }
+            Link::Far(far) => {
+                far.look()?;
+                Ok(far.remote.alive()?)
+            }
+        }
+    }
+
+    /// Waits until what was sent to far ranks has arrived, or until then.
+    pub(super) fn settle(&self, until: Instant) {
+        for link in &self.links {
+            let Link::Far(far) = link else { continue };
+            for transfer in far.unseen.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+                if transfer.wait_for(until.saturating_duration_since(Instant::now())).is_none() {
+                    return;
+                }
+            }
+        }
+    }
+
+    fn bump(&self, far: &Far, counter: usize, add: u64) -> Result<()> {
+        // A signal rides on a write, since only a request takes the team's limits.
+        let sent = self.put(far, self.layout.scratch(self.rank), Staging::ZEROS, 8, counter, add)?;
+        far.keep(sent)
+    }
+
+    fn put(
+        &self,
+        far: &Far,
+        to: usize,
+        from: usize,
+        len: usize,
+        counter: usize,
+        add: u64,
+    ) -> Result<Transfer> {
+        let sent = self
+            .endpoint
+            .write(&far.remote, &self.staging()?.0)
+            .at(to as u64, from as u64, len as u64)
+            .signal(counter as u64, add)
+            .limits(self.limits)
+            .start()?;
+        Ok(sent)
+    }
+}
+
+impl Far {
+    /// Keeps a transfer until somebody has looked at how it ended.
+    fn keep(&self, transfer: Transfer) -> Result<()> {
+        let mut unseen = self.unseen.lock().unwrap_or_else(PoisonError::into_inner);
+        unseen.push_back(transfer);
+        while let Some(first) = unseen.front() {
+            let ended = if unseen.len() > UNSEEN { Some(first.wait()) } else { first.result() };
+            match ended {
+                None => break,
+                Some(Ok(())) => drop(unseen.pop_front()),
+                Some(Err(error)) => {
+                    unseen.pop_front();
+                    let _ = self.broken.set(error.into());
+                }
+            }
+        }
+        drop(unseen);
+        self.broken()
+    }
+
+    fn broken(&self) -> Result<()> {
+        self.broken.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Looks at transfers that have ended.
+    fn look(&self) -> Result<()> {
+        let mut unseen = self.unseen.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some(ended) = unseen.front().and_then(Transfer::result) {
+            unseen.pop_front();
+            if let Err(error) = ended {
+                let _ = self.broken.set(error.into());
+            }
+        }
+        drop(unseen);
+        self.broken()
+    }
+}

@@ -1,0 +1,168 @@
+//! Ranks that do not come, leave, or give up.
+
+use std::thread;
+
+use towline::Kind;
+
+use super::*;
+use crate::Error;
+use crate::team::record;
+
+/// A team's limit in tests that wait for it.
+const SHORT: Duration = Duration::from_millis(1000);
+
+#[test]
+fn a_timeout_names_the_rank_that_did_not_come() {
+    for way in WAYS {
+        let errors = with_ranks(4, way, SHORT, |team| {
+            team.barrier().unwrap();
+            if team.rank() == 2 {
+                while team.failure().is_none() {
+                    thread::sleep(Duration::from_millis(5));
+                }
+            }
+            let first = team.barrier().unwrap_err();
+            let again = team.all_gather_bytes("tickets", b"x").unwrap_err();
+            assert_eq!((again.kind(), again.ranks()), (first.kind(), first.ranks()));
+            first
+        });
+        for error in errors {
+            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[2][..]), "{way:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn the_rank_that_holds_up_a_ring_is_named_and_not_its_victims() {
+    for way in WAYS {
+        let errors = with_ranks(4, way, SHORT, |team| {
+            team.barrier().unwrap();
+            let rank = team.rank();
+            let mut into = [0; 8];
+            if rank == 0 {
+                while team.failure().is_none() {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                return team.recv(3, &mut into).unwrap_err();
+            }
+            // Rank 1 waits for 0, rank 2 for 1, rank 3 for 2.
+            team.recv(rank - 1, &mut into).unwrap_err()
+        });
+        for error in errors {
+            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[0][..]), "{way:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn an_abort_unblocks_everybody_with_its_cause() {
+    for way in WAYS {
+        let errors = with_ranks(4, way, LONG, |team| match team.rank() {
+            0 => {
+                thread::sleep(Duration::from_millis(50));
+                team.abort(
+                    &Error::new(Kind::Native, "all_reduce", "the caller has had enough").about([0, 3]),
+                );
+                team.failure().unwrap()
+            }
+            1 => team.barrier().unwrap_err(),
+            2 => team.recv(1, &mut [0; 8]).unwrap_err(),
+            _ => team.wait("wait_signal", || vec![1], || None::<()>).unwrap_err(),
+        });
+        for (rank, error) in errors.iter().enumerate() {
+            assert_eq!((error.kind(), error.ranks()), (Kind::Native, &[0, 3][..]), "{way:?} {rank}: {error}");
+            assert!(error.message().contains("has had enough"));
+        }
+        assert_eq!(errors[1].op(), "barrier");
+    }
+}
+
+#[test]
+fn an_abort_that_reached_one_rank_reaches_all() {
+    for way in WAYS {
+        let errors = with_ranks(4, way, LONG, |team| {
+            if team.rank() == 0 {
+                // As if this rank had died after it had told the first.
+                let error = Error::new(Kind::Native, "all_reduce", "half told").about([2]);
+                let _ = team.links.tell_abort(1, &record::encode(&error, 0)).unwrap();
+            }
+            team.recv((team.rank() + 1) % 4, &mut [0; 8]).unwrap_err()
+        });
+        for error in errors {
+            assert_eq!((error.kind(), error.ranks()), (Kind::Native, &[2][..]), "{way:?}: {error}");
+            assert!(error.message().starts_with("rank 0 gave up"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn an_abort_unblocks_other_threads_of_the_same_rank() {
+    with_ranks(2, Way::Near, LONG, |team| {
+        if team.rank() == 0 {
+            thread::scope(|scope| {
+                let waiting = scope.spawn(|| team.recv(1, &mut [0; 8]).unwrap_err());
+                thread::sleep(Duration::from_millis(20));
+                team.abort(&Error::new(Kind::Canceled, "abort", "stopped"));
+                assert_eq!(waiting.join().unwrap().kind(), Kind::Canceled);
+            });
+        } else {
+            assert_eq!(team.barrier().unwrap_err().kind(), Kind::Canceled);
+        }
+    });
+}
+
+#[test]
+fn a_revoked_team_is_canceled_everywhere() {
+    for way in WAYS {
+        with_ranks(3, way, LONG, |team| {
+            if team.rank() == 1 {
+                team.revoke();
+            }
+            let error = team.barrier().unwrap_err();
+            assert_eq!((error.kind(), error.ranks()), (Kind::Canceled, &[1][..]), "{way:?}: {error}");
+        });
+    }
+}
+
+#[test]
+fn a_timeout_of_a_plain_wait_leaves_the_team_usable() {
+    with_ranks(2, Way::Near, SHORT, |team| {
+        let error = team.wait("wait_signal", || vec![1 - team.rank()], || None::<()>).unwrap_err();
+        assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[1 - team.rank()][..]));
+        team.barrier().unwrap();
+    });
+}
+
+#[test]
+fn who_waits_for_a_rank_that_has_left_is_told_so() {
+    for way in WAYS {
+        let errors = with_ranks(3, way, LONG, |team| {
+            team.barrier().unwrap();
+            if team.rank() == 1 {
+                return None;
+            }
+            Some(team.barrier().unwrap_err())
+        });
+        assert!(errors[1].is_none());
+        for error in errors.into_iter().flatten() {
+            assert_eq!((error.kind(), error.ranks()), (Kind::Disconnected, &[1][..]), "{way:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_after_its_last_round_disturbs_nobody() {
+    for way in WAYS {
+        for _ in 0..10 {
+            with_ranks(4, way, LONG, |team| {
+                if team.rank() % 2 == 0 {
+                    team.send((team.rank() + 1) % 4, &[7; 1000]).unwrap();
+                } else {
+                    thread::sleep(Duration::from_millis(1));
+                    team.recv(team.rank() - 1, &mut [0; 1000]).unwrap();
+                }
+                team.barrier().unwrap();
+            });
+        }
+    }
+}

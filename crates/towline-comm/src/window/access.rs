@@ -1,0 +1,342 @@
+//! One-sided access: put, get, update, signal.
+
+use std::sync::Arc;
+
+use towline::{Access, Buffer, SystemStorage};
+
+use super::core::Way;
+use super::lane::Task;
+use super::{Memory, Operation, Window, WindowCore, WindowFlag};
+use crate::communicator::{Inner, check_counter, flush, flush_all, one_sided, signal};
+use crate::group::{self, Job};
+use crate::team::Team;
+use crate::{Error, Result};
+
+impl Window {
+    /// Copies `source` into `peer`'s memory at that offset. When the operation has ended the bytes have landed.
+    pub fn put(&self, peer: usize, offset: usize, source: &Memory) -> Result<Operation> {
+        let core = self.checked(peer, offset, source.len(), "put")?;
+        let source = source.clone();
+        self.start("put", move |inner, _| put(inner, &core, peer, offset, &source, "put"))
+    }
+
+    /// [`put`](Self::put) of bytes that are copied at the call.
+    pub fn put_bytes(&self, peer: usize, offset: usize, bytes: &[u8]) -> Result<Operation> {
+        let core = self.checked(peer, offset, bytes.len(), "put")?;
+        if let Some(outcome) = self.put_now(&core, peer, offset, bytes, "put") {
+            return Ok(Operation::done(outcome.map(|()| 0)));
+        }
+        let Some(source) = self.staged(bytes, "put")? else { return Ok(Operation::done(Ok(0))) };
+        self.start("put", move |inner, _| put(inner, &core, peer, offset, &source, "put"))
+    }
+
+    /// Copies `peer`'s memory from that offset on into all of `target`.
+    pub fn get(&self, peer: usize, offset: usize, target: &Memory) -> Result<Operation> {
+        let core = self.checked(peer, offset, target.len(), "get")?;
+        let target = target.clone();
+        self.start("get", move |inner, _| get(inner, &core, peer, offset, &target))
+    }
+
+    /// Copies bytes of `peer`'s memory out, waiting for them. Not deferred inside a group.
+    pub fn get_bytes(&self, peer: usize, offset: usize, into: &mut [u8]) -> Result<()> {
+        let core = self.checked(peer, offset, into.len(), "get")?;
+        if into.is_empty() {
+            return Ok(());
+        }
+        match core.way(peer, "get")? {
+            Way::Near(pinned) => {
+                pinned.read_at(offset, into).map_err(Error::from)?;
+                still(&core, peer, &pinned, "get")
+            }
+            Way::Far(_) => {
+                let landing = SystemStorage::new(into.len())?;
+                let region = self.inner.endpoint().register(Buffer::new(landing), Access::NONE)?;
+                let target = Memory::loose(region);
+                get(&self.inner, &core, peer, offset, &target)?.wait()?;
+                target.read_at(0, into)
+            }
+        }
+    }
+
+    /// [`put`](Self::put), then raises `peer`'s counter of that context and index by one. The bytes, and all that this
+    /// rank put there before, are visible before the counter is.
+    pub fn put_signal(
+        &self,
+        peer: usize,
+        offset: usize,
+        source: &Memory,
+        context: u32,
+        index: u32,
+    ) -> Result<Operation> {
+        let core = self.checked(peer, offset, source.len(), "put_signal")?;
+        self.counter(peer, context, index)?;
+        let source = source.clone();
+        self.start("put_signal", move |inner, team| {
+            let put = put(inner, &core, peer, offset, &source, "put_signal")?;
+            then_signal(inner, team, put, peer, context, index)
+        })
+    }
+
+    /// [`put_signal`](Self::put_signal) of bytes that are copied at the call; none at all only signals.
+    pub fn put_signal_bytes(
+        &self,
+        peer: usize,
+        offset: usize,
+        bytes: &[u8],
+        context: u32,
+        index: u32,
+    ) -> Result<Operation> {
+        let core = self.checked(peer, offset, bytes.len(), "put_signal")?;
+        self.counter(peer, context, index)?;
+        if let Some(outcome) = self.put_now(&core, peer, offset, bytes, "put_signal") {
+            outcome?;
+            let team = self.inner.team("put_signal")?;
+            return Ok(signal(&self.inner, &team, peer, context, index));
+        }
+        let source = self.staged(bytes, "put_signal")?;
+        self.start("put_signal", move |inner, team| {
+            let put = match &source {
+                Some(source) => put(inner, &core, peer, offset, source, "put_signal")?,
+                None => Operation::done(Ok(0)),
+            };
+            then_signal(inner, team, put, peer, context, index)
+        })
+    }
+
+    /// Adds to a 64-bit word of `peer`'s memory; the operation's value is what it held before.
+    pub fn fetch_add(&self, peer: usize, offset: usize, add: u64) -> Result<Operation> {
+        let core = self.word(peer, offset, "fetch_add")?;
+        self.start("fetch_add", move |inner, _| match core.way(peer, "fetch_add")? {
+            Way::Near(pinned) => Ok(Operation::done(pinned.fetch_add(offset, add).map_err(Error::from))),
+            Way::Far(remote) => {
+                let endpoint = inner.endpoint().clone();
+                let start = move || Ok(endpoint.fetch_add(&remote, offset as u64, add)?);
+                Ok(in_lane(inner, &core, peer, "fetch_add", start))
+            }
+        })
+    }
+
+    /// Replaces a 64-bit word of `peer`'s memory if it holds `expected`; the operation's value is what it held before.
+    pub fn compare_swap(&self, peer: usize, offset: usize, expected: u64, new: u64) -> Result<Operation> {
+        let core = self.word(peer, offset, "compare_swap")?;
+        self.start("compare_swap", move |inner, _| match core.way(peer, "compare_swap")? {
+            Way::Near(pinned) => {
+                Ok(Operation::done(pinned.compare_swap(offset, expected, new).map_err(Error::from)))
+            }
+            Way::Far(remote) => {
+                let endpoint = inner.endpoint().clone();
+                let start = move || Ok(endpoint.compare_swap(&remote, offset as u64, expected, new)?);
+                Ok(in_lane(inner, &core, peer, "compare_swap", start))
+            }
+        })
+    }
+
+    /// Waits until everything that this rank has put into `peer`'s memory has landed. Local.
+    pub fn flush(&self, peer: usize) -> Result<()> {
+        self.checked(peer, 0, 0, "flush")?;
+        self.later("flush", move |inner, _| flush(inner, peer))
+    }
+
+    /// [`flush`](Self::flush) to every rank. Local.
+    pub fn flush_all(&self) -> Result<()> {
+        self.checked(0, 0, 0, "flush")?;
+        self.later("flush", |inner, team| flush_all(inner, team))
+    }
+
+    /// Waits until everything that any rank has put into any rank's memory before its own call has landed. Collective.
+    pub fn fence(&self) -> Result<()> {
+        self.checked(0, 0, 0, "fence")?;
+        self.later("fence", |inner, team| {
+            let landed = flush_all(inner, team);
+            let _one_call = team.serialise();
+            // Also after a failed flush: the others must not wait for this rank.
+            team.barrier().map_err(|error| error.during("fence"))?;
+            landed
+        })
+    }
+
+    pub(super) fn later(
+        &self,
+        op: &'static str,
+        work: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        self.inner.check_usable(op).map_err(group::poison)?;
+        match group::defer(&self.inner, Job::Call(Box::new(work))) {
+            Some(job) => self.inner.launch(vec![job]),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn start(
+        &self,
+        op: &'static str,
+        start: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<Operation> + Send + 'static,
+    ) -> Result<Operation> {
+        one_sided(&self.inner, op, start)
+    }
+
+    /// The window, where that range of that rank can be accessed. Its error poisons the group that is open.
+    pub(super) fn checked(
+        &self,
+        peer: usize,
+        offset: usize,
+        len: usize,
+        op: &'static str,
+    ) -> Result<Arc<WindowCore>> {
+        let check = || {
+            self.inner.check_usable(op)?;
+            let core = self.core(op)?;
+            core.check(peer, offset, len, op)?;
+            Ok(Arc::clone(core))
+        };
+        check().map_err(group::poison)
+    }
+
+    fn word(&self, peer: usize, offset: usize, op: &'static str) -> Result<Arc<WindowCore>> {
+        let core = self.checked(peer, offset, 8, op)?;
+        if !offset.is_multiple_of(8) {
+            let error = Error::invalid(op, format!("offset {offset} is not a multiple of 8")).about([peer]);
+            return Err(group::poison(error));
+        }
+        Ok(core)
+    }
+
+    fn counter(&self, peer: usize, context: u32, index: u32) -> Result<()> {
+        check_counter(&self.inner, peer, context, index, "put_signal").map_err(group::poison)
+    }
+
+    /// Puts without a copy in between, where the memory is near and nothing must be deferred.
+    fn put_now(
+        &self,
+        core: &WindowCore,
+        peer: usize,
+        offset: usize,
+        bytes: &[u8],
+        op: &'static str,
+    ) -> Option<Result<()>> {
+        if !self.inner.config.blocking || group::is_open() {
+            return None;
+        }
+        match core.way(peer, op) {
+            Ok(Way::Near(pinned)) => {
+                core.order();
+                Some(pinned.write_at(offset, bytes).map_err(Error::from))
+            }
+            Ok(Way::Far(_)) => None,
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    /// A copy of the bytes that requests can read; `None` for no bytes.
+    fn staged(&self, bytes: &[u8], op: &'static str) -> Result<Option<Memory>> {
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        let stage = || -> Result<Memory> {
+            let mut storage = SystemStorage::new(bytes.len())?;
+            storage.as_mut_slice().copy_from_slice(bytes);
+            Ok(Memory::loose(self.inner.endpoint().register(Buffer::new(storage), Access::NONE)?))
+        };
+        stage().map(Some).map_err(|error| group::poison(error.during(op)))
+    }
+}
+
+/// Refuses what was read while the owner took its memory back.
+pub(super) fn still(
+    core: &WindowCore,
+    peer: usize,
+    pinned: &towline::Pinned,
+    op: &'static str,
+) -> Result<()> {
+    if pinned.is_stale() { core.way(peer, op).map(|_| ()) } else { Ok(()) }
+}
+
+pub(super) fn put(
+    inner: &Arc<Inner>,
+    core: &Arc<WindowCore>,
+    peer: usize,
+    offset: usize,
+    source: &Memory,
+    op: &'static str,
+) -> Result<Operation> {
+    match core.way(peer, op)? {
+        Way::Near(pinned) => {
+            core.order();
+            let copied = pinned.copy_from(offset, source.span());
+            Ok(Operation::done(copied.map(|()| 0).map_err(|error| Error::from(error).during(op))))
+        }
+        Way::Far(remote) => {
+            let (endpoint, source) = (inner.endpoint().clone(), source.clone());
+            let len = source.len() as u64;
+            let start = move || {
+                let request = endpoint.write(&remote, source.span()).at(offset as u64, 0, len);
+                Ok(request.start()?)
+            };
+            Ok(in_lane(inner, core, peer, op, start))
+        }
+    }
+}
+
+fn get(
+    inner: &Arc<Inner>,
+    core: &Arc<WindowCore>,
+    peer: usize,
+    offset: usize,
+    target: &Memory,
+) -> Result<Operation> {
+    match core.way(peer, "get")? {
+        Way::Near(pinned) => {
+            let copied = pinned.copy_to(offset, target.span()).map_err(Error::from);
+            let copied = copied.and_then(|()| still(core, peer, &pinned, "get"));
+            Ok(Operation::done(copied.map(|()| 0).map_err(|error| error.during("get"))))
+        }
+        Way::Far(remote) => {
+            let (endpoint, target) = (inner.endpoint().clone(), target.clone());
+            let len = target.len() as u64;
+            let start = move || {
+                let request = endpoint.read(&remote, target.span()).at(offset as u64, 0, len);
+                Ok(request.start()?)
+            };
+            Ok(in_lane(inner, core, peer, "get", start))
+        }
+    }
+}
+
+/// Sends a transfer on its way to a far rank: beside the others, or behind them where the window is strict.
+pub(super) fn in_lane(
+    inner: &Arc<Inner>,
+    core: &WindowCore,
+    peer: usize,
+    op: &'static str,
+    start: impl FnOnce() -> Result<towline::Transfer> + Send + 'static,
+) -> Operation {
+    let (operation, done) = Operation::live(op, inner.config.timeout, false);
+    let about = move |error: Error| error.about([peer]).during(op);
+    let task = if core.flags().contains(WindowFlag::STRICT_ORDERING) {
+        let step = move || {
+            let transfer = start().map_err(about)?;
+            transfer.wait().map_err(|error| about(error.into()))?;
+            Ok(transfer.value().unwrap_or(0))
+        };
+        Task::After(Box::new(step), done)
+    } else {
+        Task::Beside(Box::new(move || start().map_err(about)), done)
+    };
+    inner.lane(peer).push(task);
+    operation
+}
+
+/// Signals once the put has landed; a put that failed is not signalled.
+pub(super) fn then_signal(
+    inner: &Arc<Inner>,
+    team: &Arc<Team>,
+    put: Operation,
+    peer: usize,
+    context: u32,
+    index: u32,
+) -> Result<Operation> {
+    if let Some(Err(error)) = put.result() {
+        return Err(error);
+    }
+    Ok(signal(inner, team, peer, context, index))
+}

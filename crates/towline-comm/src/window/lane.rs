@@ -1,0 +1,197 @@
+//! The order of what goes to one far rank: puts are in flight together, a signal waits for those before it.
+//!
+//! Each far rank has a thread that lives while there is something to do and a little longer, so that a slow rank
+//! delays nobody else.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use towline::{Kind, Transfer};
+
+use super::operation::{Completion, Told};
+use crate::{Error, Result};
+
+/// How long the thread of a lane stays when it has nothing to do.
+const LINGER: Duration = Duration::from_secs(2);
+
+/// How many transfers of one lane are in flight at once.
+const IN_FLIGHT: usize = 64;
+
+/// How many failures are remembered; the first matter.
+const MOST_FAILURES: usize = 16;
+
+/// Starts a transfer; what it needs is inside.
+pub(crate) type Start = Box<dyn FnOnce() -> Result<Transfer> + Send>;
+/// Runs a step that waits for what was before it.
+pub(crate) type Step = Box<dyn FnOnce() -> Result<u64> + Send>;
+
+pub(crate) enum Task {
+    /// A transfer that may run beside its neighbours.
+    Beside(Start, Completion),
+    /// A step that begins when everything before it has ended. It ends with the first error of what was before it,
+    /// unless the caller had seen that error before it asked for the step.
+    After(Step, Completion),
+}
+
+/// Something that went wrong.
+struct Failure {
+    error: Error,
+    told: Option<Told>,
+    /// What was pushed before this number could not know of it.
+    known_from: u64,
+}
+
+/// What goes to one far rank.
+pub(crate) struct Lane {
+    peer: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<(u64, Task)>,
+    /// How many tasks were ever pushed.
+    pushed: u64,
+    /// Tasks taken from the queue that have not ended.
+    active: usize,
+    running: bool,
+    /// What nobody was told of yet by a step that waits.
+    failures: Vec<Failure>,
+}
+
+impl Lane {
+    /// The lane to that rank.
+    pub(crate) fn to(peer: usize) -> Lane {
+        Lane { peer, state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        let state = self.lock();
+        state.queue.is_empty() && state.active == 0
+    }
+
+    /// Adds a task behind all others.
+    pub(crate) fn push(self: &Arc<Self>, task: Task) {
+        let mut state = self.lock();
+        state.pushed += 1;
+        let number = state.pushed;
+        state.queue.push_back((number, task));
+        if state.running {
+            self.changed.notify_all();
+            return;
+        }
+        let lane = Arc::clone(self);
+        let started = std::thread::Builder::new().name("towline-lane".into()).spawn(move || lane.run());
+        match started {
+            Ok(_) => state.running = true,
+            Err(error) => {
+                let why = Error::new(Kind::Exhausted, "put", format!("no thread can be started: {error}"));
+                let tasks = std::mem::take(&mut state.queue);
+                drop(state);
+                for (_, task) in tasks {
+                    let (Task::Beside(_, done) | Task::After(_, done)) = task;
+                    done.tell(Err(why.clone()));
+                }
+            }
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next task; `None` where none came in time (then the thread has signed off).
+    fn next(&self, wait: bool) -> Option<(u64, Task)> {
+        let mut state = self.lock();
+        loop {
+            if let Some(task) = state.queue.pop_front() {
+                state.active += 1;
+                return Some(task);
+            }
+            if !wait {
+                return None;
+            }
+            let (after, timeout) =
+                self.changed.wait_timeout(state, LINGER).unwrap_or_else(PoisonError::into_inner);
+            state = after;
+            if timeout.timed_out() && state.queue.is_empty() {
+                state.running = false;
+                return None;
+            }
+        }
+    }
+
+    /// Tells how a task ended; its own failure is remembered for the steps behind it.
+    fn ended(&self, done: Completion, outcome: Result<u64>, own: bool) {
+        let known_from = self.lock().pushed + 1;
+        let error = outcome.as_ref().err().filter(|_| own).cloned();
+        let told = done.tell(outcome);
+        let mut state = self.lock();
+        state.active -= 1;
+        if let Some(error) = error
+            && state.failures.len() < MOST_FAILURES
+        {
+            state.failures.push(Failure { error, told, known_from });
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// What went wrong before a step, and is not known to who asked for it.
+    fn failed_before(&self, number: u64) -> Option<Error> {
+        let mut state = self.lock();
+        let seen = |failure: &Failure| failure.told.as_ref().is_some_and(Told::was_seen);
+        state.failures.retain(|failure| number < failure.known_from || !seen(failure));
+        let error = state.failures.first().map(|failure| failure.error.clone());
+        // Told now; but steps that were asked for before it happened must still learn of it.
+        state.failures.retain(|failure| number < failure.known_from);
+        error
+    }
+
+    fn run(&self) {
+        let mut in_flight: VecDeque<(Transfer, Completion)> = VecDeque::new();
+        loop {
+            match self.next(in_flight.is_empty()) {
+                Some((_, Task::Beside(start, done))) => match start() {
+                    Ok(transfer) => {
+                        in_flight.push_back((transfer, done));
+                        if in_flight.len() == IN_FLIGHT {
+                            self.settle_one(&mut in_flight);
+                        }
+                    }
+                    Err(error) => self.ended(done, Err(error), true),
+                },
+                Some((number, Task::After(step, done))) => {
+                    while !in_flight.is_empty() {
+                        self.settle_one(&mut in_flight);
+                    }
+                    match self.failed_before(number) {
+                        Some(error) => self.ended(done, Err(error), false),
+                        None => self.ended(done, step(), true),
+                    }
+                }
+                None if in_flight.is_empty() => return,
+                None => self.settle_one(&mut in_flight),
+            }
+        }
+    }
+
+    fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>) {
+        let Some((transfer, done)) = in_flight.pop_front() else { return };
+        let outcome = transfer.wait().map(|()| transfer.value().unwrap_or(0));
+        let outcome = outcome.map_err(|error| Error::from(error).about([self.peer]).during(done.op()));
+        self.ended(done, outcome, true);
+    }
+
+    /// Waits until everything that was pushed has ended; `false` when it has not in that time.
+    pub(crate) fn wait_idle(&self, within: Duration) -> bool {
+        let state = self.lock();
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(state, within, |state| !state.queue.is_empty() || state.active > 0)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.queue.is_empty() && state.active == 0
+    }
+}

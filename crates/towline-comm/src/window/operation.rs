@@ -1,0 +1,184 @@
+//! A one-sided operation in flight: a future, which can also be waited on.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use towline::Kind;
+
+use crate::{Error, Result, group};
+
+/// A one-sided operation in flight: a future, which can also be waited on. It owns what it touches, and goes on when
+/// dropped.
+///
+/// Its value is what an atomic operation found, and 0 for any other. An operation that was asked for inside a group
+/// starts at the outermost end of the group.
+#[must_use = "an operation goes on when dropped, but nobody learns how it ended"]
+pub struct Operation(Repr);
+
+enum Repr {
+    Done(Result<u64>),
+    Live(Arc<Shared>),
+}
+
+/// Where an operation's end is told.
+pub(crate) struct Completion(Option<Arc<Shared>>);
+
+/// An operation whose end was told.
+pub(crate) struct Told(Arc<Shared>);
+
+struct Shared {
+    state: Mutex<State>,
+    ended: Condvar,
+    op: &'static str,
+    within: Duration,
+}
+
+#[derive(Default)]
+struct State {
+    outcome: Option<Result<u64>>,
+    deferred: bool,
+    /// Somebody has looked how it ended.
+    seen: bool,
+    wakers: Vec<Waker>,
+}
+
+impl State {
+    fn look(&mut self) -> Option<Result<u64>> {
+        self.seen |= self.outcome.is_some();
+        self.outcome.clone()
+    }
+}
+
+impl Operation {
+    pub(crate) fn done(outcome: Result<u64>) -> Operation {
+        Operation(Repr::Done(outcome))
+    }
+
+    /// An operation that ends later, and the place where that is told. `deferred`: it has not started yet.
+    pub(crate) fn live(op: &'static str, within: Duration, deferred: bool) -> (Operation, Completion) {
+        let state = State { deferred, ..State::default() };
+        let shared = Arc::new(Shared { state: Mutex::new(state), ended: Condvar::new(), op, within });
+        (Operation(Repr::Live(Arc::clone(&shared))), Completion(Some(shared)))
+    }
+
+    /// Whether it has ended, well or not.
+    pub fn is_done(&self) -> bool {
+        match &self.0 {
+            Repr::Done(_) => true,
+            Repr::Live(shared) => shared.lock().outcome.is_some(),
+        }
+    }
+
+    /// How it ended, or `None` while it is in flight.
+    pub fn result(&self) -> Option<Result<u64>> {
+        match &self.0 {
+            Repr::Done(outcome) => Some(outcome.clone()),
+            Repr::Live(shared) => shared.lock().look(),
+        }
+    }
+
+    /// Waits until it has ended. The communicator's limits bound the wait.
+    pub fn wait(&self) -> Result<u64> {
+        let shared = match &self.0 {
+            Repr::Done(outcome) => return outcome.clone(),
+            Repr::Live(shared) => shared,
+        };
+        // What carries it has limits of its own and always tells its end; this one is for the unforeseen.
+        let until = Instant::now() + shared.within.saturating_mul(2).min(Duration::from_secs(86_400 * 365));
+        let mut state = shared.lock();
+        loop {
+            if let Some(outcome) = state.look() {
+                return outcome;
+            }
+            if state.deferred && group::is_open() {
+                return Err(Error::invalid(
+                    shared.op,
+                    "it starts at the end of the group: end the group first",
+                ));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::new(Kind::Timeout, shared.op, "the operation is still in flight"));
+            }
+            state = shared.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Future for Operation {
+    type Output = Result<u64>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<u64>> {
+        match &self.0 {
+            Repr::Done(outcome) => Poll::Ready(outcome.clone()),
+            Repr::Live(shared) => {
+                let mut state = shared.lock();
+                if let Some(outcome) = state.look() {
+                    return Poll::Ready(outcome);
+                }
+                if !state.wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+                    state.wakers.push(cx.waker().clone());
+                }
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Operation").field("done", &self.is_done()).finish()
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn complete(&self, outcome: Result<u64>) {
+        let wakers = {
+            let mut state = self.lock();
+            state.outcome.get_or_insert(outcome);
+            std::mem::take(&mut state.wakers)
+        };
+        self.ended.notify_all();
+        for waker in wakers {
+            waker.wake();
+        }
+    }
+}
+
+impl Completion {
+    /// The operation that it is of.
+    pub(crate) fn op(&self) -> &'static str {
+        self.0.as_ref().map_or("access", |shared| shared.op)
+    }
+
+    /// Tells how it ended.
+    pub(crate) fn tell(mut self, outcome: Result<u64>) -> Option<Told> {
+        let shared = self.0.take()?;
+        shared.complete(outcome);
+        Some(Told(shared))
+    }
+}
+
+impl Told {
+    /// Whether somebody has looked how it ended.
+    pub(crate) fn was_seen(&self) -> bool {
+        self.0.lock().seen
+    }
+}
+
+impl Drop for Completion {
+    fn drop(&mut self) {
+        if let Some(shared) = self.0.take() {
+            let op = shared.op;
+            shared.complete(Err(Error::new(Kind::Canceled, op, "it was never started")));
+        }
+    }
+}
