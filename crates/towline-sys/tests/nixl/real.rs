@@ -283,6 +283,56 @@ fn a_backend_of_another_agent_and_garbage_for_metadata_are_refused() {
     assert!(two.agent.connect("nobody", &Options::default()).is_err());
 }
 
+/// What this process holds in memory, in bytes.
+fn resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+}
+
+#[test]
+fn a_thousand_registrations_and_transfers_leave_nothing_behind() {
+    const ALONE: &str = "TOWLINE_TEST_ALONE";
+    let name = "a_thousand_registrations_and_transfers_leave_nothing_behind";
+    let Some(nixl) = nixl(name) else { return };
+    if std::env::var_os(ALONE).is_none() {
+        // In a process of its own, whose memory no other test changes.
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let output = child.args(["--exact", &format!("real::{name}")]).env(ALONE, "1").output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let owner = Worker::new(&nixl, "patient-owner", pattern(64 << 10, 5));
+    let reader = Worker::new(&nixl, "patient-reader", vec![0; 4096]);
+    reader.agent.load_metadata(&owner.agent.metadata().unwrap()).unwrap();
+    let target = vec![0u8; 64 << 10];
+    let round = |number: usize| {
+        let range = Descriptor { address: target.as_ptr() as u64, length: 64 << 10, device: 0 };
+        let list = RegistrationList::new(&nixl, MemoryKind::Dram, [range]).unwrap();
+        // SAFETY: `target` outlives the round, at whose end nothing of it is left.
+        let registration = unsafe { reader.agent.register(list, &Options::default()) }.unwrap();
+        let local = TransferList::new(&nixl, MemoryKind::Dram, [range]).unwrap();
+        let remote = owner.list(&nixl, [(0, 64 << 10)]);
+        // SAFETY: as above, and the owner outlives it too.
+        let mut request = unsafe {
+            reader.agent.request(Direction::Read, &local, &remote, "patient-owner", &Options::default())
+        }
+        .unwrap();
+        let posted = request.post(Some(&number.to_le_bytes())).unwrap();
+        finish(&mut request, posted);
+        request.release().unwrap();
+        registration.deregister().unwrap();
+        assert_eq!(await_messages(&owner.agent, 1)[0].message, number.to_le_bytes());
+    };
+    (0..200).for_each(round);
+    let before = resident();
+    (200..1200).for_each(round);
+    let grown = resident().saturating_sub(before);
+    // NIXL's own caches have settled by then; half a page that stayed in every round would show.
+    assert!(grown < 2 << 20, "{grown} bytes more after a thousand rounds");
+}
+
 #[test]
 fn a_process_that_used_nixl_ends_cleanly_without_the_users_help() {
     let name = "a_process_that_used_nixl_ends_cleanly_without_the_users_help";
