@@ -14,6 +14,7 @@ cd "$(dirname "$0")/.."
 all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp python torch docs)
 cargo_deny_version=0.20
 typos_version=1.51.1
+nixl_version=1.5.1
 arm=aarch64-unknown-linux-gnu
 
 # The totals are read from the output, which must therefore be plain text.
@@ -88,7 +89,24 @@ step_aarch64() {
   check cargo check --target "$arm"
 }
 
-step_workspace() { run_tests cargo test --no-fail-fast; }
+# The tests of NIXL find its wheel through the environment; without it they say so and are skipped.
+step_workspace() {
+  local reason
+  reason=$(prepare_nixl) || echo "NIXL is not in .venv: $reason"
+  VIRTUAL_ENV=$PWD/.venv run_tests cargo test --no-fail-fast
+}
+
+# Installs NIXL into .venv; otherwise says why that cannot be. Only its libraries are used, not what it needs in Python.
+prepare_nixl() {
+  local libraries=(.venv/lib/python3*/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so)
+  [[ ! -e ${libraries[0]} ]] || return 0
+  if [[ ! -x .venv/bin/pip ]]; then
+    command -v python3 >/dev/null || { echo "there is no python3"; return 1; }
+    python3 -m venv .venv >&2 || { echo "'python3 -m venv .venv' failed"; return 1; }
+  fi
+  .venv/bin/pip install --quiet --disable-pip-version-check --no-deps "nixl-cu12==$nixl_version" >&2 ||
+    { echo "'pip install nixl-cu12==$nixl_version' failed"; return 1; }
+}
 
 # A directory of its own: the flag changes every crate, and sharing one would rebuild the world each time.
 # Without link-time optimization, since loom spends its time in the tests' own code.

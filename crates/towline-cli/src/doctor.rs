@@ -1,5 +1,6 @@
 //! `towline doctor`: what works here, what does not, why, and how to mend it.
 
+mod engines;
 mod network;
 mod paths;
 mod system;
@@ -70,9 +71,7 @@ pub(crate) fn run(_options: &Options, output: &Output) -> Outcome {
     let usable = paths::check(&mut checks);
     checks.extend(system::check());
     checks.extend(network::check());
-    for engine in ["cuda", "nixl", "nccl"] {
-        checks.push(Check::fact("Engines", engine, "not part of this build"));
-    }
+    checks.extend(engines::check());
     let report = Report { ok: !usable.is_empty(), usable, machine: Machine::here(), checks };
     output.document(&report);
     output.text(report.text());

@@ -2,25 +2,32 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use towline::memory::MemoryAccess;
-use towline::{Access, Endpoint, Explanation, Routing, SystemStorage, Verdict};
+use towline::{Access, Endpoint, Explanation, Registered, Remote, Routing, SystemStorage, Transfer, Verdict};
 
 use crate::inspect::find_ticket;
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 use crate::size;
 
+/// A file comes in portions of this size, two of which are held.
+const PORTION: u64 = 32 << 20;
+
+/// And is written in portions of this one.
+const AT_ONCE: usize = 1 << 20;
+
 #[derive(Args)]
 pub(crate) struct Options {
     /// The ticket's text, or a file that holds it as text or bytes, or - for standard input
     ticket: String,
-    /// Write the bytes to this file
-    #[arg(long, value_name = "FILE")]
+    /// Write the bytes to this file, as they come
+    #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Take this path and no other: inproc, mapped, cma, unix or tcp
     #[arg(long, value_name = "PATH")]
@@ -61,24 +68,24 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     let start = Instant::now();
     let remote = endpoint.import_with(&ticket, &routing)?;
     let contact = start.elapsed().as_secs_f64();
-    let local = endpoint
-        .register(SystemStorage::new(remote.len() as usize)?, Access::NONE)
-        .map_err(towline::Error::from)?;
+    let progress = progress(output, remote.len());
     let start = Instant::now();
-    let transfer = endpoint.read(&remote, &local).start()?;
-    transfer.wait()?;
-    let seconds = start.elapsed().as_secs_f64();
-    if let Some(out) = &options.out {
-        let storage = local.storage();
-        write_out(out, remote.len(), |at, into| storage.read_at(at, into))?;
+    match &options.out {
+        Some(out) => write_out(out, &endpoint, &remote, &progress)?,
+        None => {
+            let local = register(&endpoint, remote.len())?;
+            endpoint.read(&remote, &local).start()?.wait()?;
+        }
     }
+    let seconds = start.elapsed().as_secs_f64();
+    progress.finish_and_clear();
     let report = Report {
         peer: remote.peer().to_string(),
-        path: transfer.path().to_owned(),
-        bytes: transfer.bytes(),
+        path: remote.path().to_owned(),
+        bytes: remote.len(),
         contact_seconds: contact,
         seconds,
-        gib_per_second: size::gib_per_second(transfer.bytes(), seconds),
+        gib_per_second: size::gib_per_second(remote.len(), seconds),
         out: options.out.as_ref().map(|out| out.display().to_string()),
         candidates: candidates(remote.explain()),
     };
@@ -115,20 +122,52 @@ fn candidates(explanation: &Explanation) -> Vec<Candidate> {
         .collect()
 }
 
-fn write_out(
-    path: &PathBuf,
-    bytes: u64,
-    read_at: impl Fn(usize, &mut [u8]) -> towline::Result<()>,
-) -> Outcome<()> {
+fn register(endpoint: &Endpoint, bytes: u64) -> Outcome<Registered<SystemStorage>> {
+    let storage = SystemStorage::new(bytes as usize)?;
+    Ok(endpoint.register(storage, Access::NONE).map_err(towline::Error::from)?)
+}
+
+/// Writes portion after portion; the next one comes while one is written.
+fn write_out(path: &Path, endpoint: &Endpoint, remote: &Remote, progress: &ProgressBar) -> Outcome<()> {
     let failed = |error| Failure::os(path.display(), error);
     let mut file = File::create(path).map_err(failed)?;
-    let mut portion = vec![0; (1 << 20).min(bytes as usize)];
-    let mut at = 0;
-    while at < bytes as usize {
-        let len = portion.len().min(bytes as usize - at);
-        read_at(at, &mut portion[..len])?;
-        file.write_all(&portion[..len]).map_err(failed)?;
-        at += len;
+    let portion = PORTION.min(remote.len());
+    let halves = [register(endpoint, portion)?, register(endpoint, portion)?];
+    let mut buffer = vec![0; AT_ONCE.min(portion as usize)];
+    let start = |number: u64| -> Outcome<Option<(u64, Transfer)>> {
+        let at = number * portion;
+        let len = portion.min(remote.len().saturating_sub(at));
+        if len == 0 {
+            return Ok(None);
+        }
+        let half = &halves[(number % 2) as usize];
+        Ok(Some((len, endpoint.read(remote, half).at(at, 0, len).start()?)))
+    };
+    let mut coming = start(0)?;
+    let mut number = 0;
+    while let Some((len, transfer)) = coming {
+        transfer.wait()?;
+        coming = start(number + 1)?;
+        let storage = halves[(number % 2) as usize].storage();
+        for at in (0..len as usize).step_by(AT_ONCE) {
+            let part = &mut buffer[..AT_ONCE.min(len as usize - at)];
+            storage.read_at(at, part)?;
+            file.write_all(part).map_err(failed)?;
+        }
+        progress.inc(len);
+        number += 1;
     }
     file.flush().map_err(failed)
+}
+
+fn progress(output: &Output, bytes: u64) -> ProgressBar {
+    if !output.shows_progress() {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new(bytes);
+    let style = ProgressStyle::with_template("{bar:30} {binary_bytes} of {binary_total_bytes}, {eta} left");
+    if let Ok(style) = style {
+        bar.set_style(style);
+    }
+    bar
 }

@@ -4,12 +4,13 @@ use std::fs::File;
 use std::io::Read;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
 use towline::memory::MemoryAccess;
-use towline::{Access, Endpoint, SharedStorage};
+use towline::{Access, DiskStorage, Endpoint, SharedStorage, Storage};
 
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
@@ -17,6 +18,9 @@ use crate::size;
 
 #[derive(Args)]
 pub(crate) struct Options {
+    /// Serve this file where it is: the owner reads (and, where allowed, writes) it for whoever holds the ticket
+    #[arg(value_name = "FILE", conflicts_with_all = ["file", "bytes"])]
+    in_place: Option<PathBuf>,
     /// The name of the endpoint
     #[arg(long, default_value = "serve")]
     name: String,
@@ -26,7 +30,7 @@ pub(crate) struct Options {
     /// The size of the region: bytes, or with K, M, G [default: the file's, or 64M]
     #[arg(long, value_parser = size::parse)]
     bytes: Option<u64>,
-    /// Fill the region with the contents of this file
+    /// Fill memory with a copy of this file, and serve that: the fast paths of one host need memory
     #[arg(long, value_name = "PATH")]
     file: Option<PathBuf>,
     /// What holders of the ticket may do: read, write or read+write
@@ -86,10 +90,14 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     Ok(Exit::Fine)
 }
 
-fn storage(options: &Options) -> Outcome<SharedStorage> {
+fn storage(options: &Options) -> Outcome<Arc<dyn Storage>> {
     const PORTION: usize = 1 << 20;
+    if let Some(path) = &options.in_place {
+        let read_only = !options.access.contains(Access::WRITE);
+        return Ok(Arc::new(DiskStorage::options().read_only(read_only).open(path)?));
+    }
     let Some(path) = &options.file else {
-        return Ok(SharedStorage::new(options.bytes.unwrap_or(64 << 20) as usize)?);
+        return Ok(Arc::new(SharedStorage::new(options.bytes.unwrap_or(64 << 20) as usize)?));
     };
     let failed = |error| Failure::os(path.display(), error);
     let mut file = File::open(path).map_err(failed)?;
@@ -111,7 +119,7 @@ fn storage(options: &Options) -> Outcome<SharedStorage> {
             }
         }
     }
-    Ok(storage)
+    Ok(Arc::new(storage))
 }
 
 fn wait_for_end_of_input() -> Outcome<()> {

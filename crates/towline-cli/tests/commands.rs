@@ -159,6 +159,34 @@ fn serve_and_fetch_move_a_file_over_every_path_between_processes() {
 }
 
 #[test]
+fn a_file_is_served_where_it_is_and_fetched_in_portions() {
+    let folder = std::env::temp_dir().join(format!("towline-cli-in-place-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let (from, to) = (folder.join("from"), folder.join("to"));
+    // More than two portions, and not a whole number of them.
+    let bytes: Vec<u8> = (0..70_000_001u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    std::fs::write(&from, &bytes).unwrap();
+    let served = Served::start(&["--name", "library", from.to_str().unwrap()]);
+    for path in ["unix", "tcp"] {
+        let _ = std::fs::remove_file(&to);
+        let output =
+            towline(&["fetch", &served.ticket, "-o", to.to_str().unwrap(), "--path", path, "--json"]);
+        assert_eq!(code(&output), 0, "{path}: {}", stderr(&output));
+        assert_eq!(json(&output)["bytes"], bytes.len());
+        assert!(std::fs::read(&to).unwrap() == bytes, "{path}");
+    }
+    let output = towline(&["fetch", &served.ticket, "--path", "mapped"]);
+    assert_ne!(code(&output), 0);
+    assert!(stderr(&output).contains("the bytes are on disk"), "{}", stderr(&output));
+    assert_eq!(served.end(), 0);
+    assert!(std::fs::read(&from).unwrap() == bytes, "the file is as it was");
+    let output = towline(&["serve", folder.join("none").to_str().unwrap(), "--for", "0"]);
+    assert_ne!(code(&output), 0);
+    assert!(stderr(&output).contains("is not there"), "{}", stderr(&output));
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
 fn serve_ends_by_itself_after_the_time_it_was_given() {
     let output = towline(&["serve", "--bytes", "64K", "--for", "0", "--json"]);
     assert_eq!(code(&output), 0, "{}", stderr(&output));

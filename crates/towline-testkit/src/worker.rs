@@ -17,8 +17,8 @@ use std::thread;
 use std::time::Duration;
 
 use towline::{
-    Access, Endpoint, Error, Kind, Layout, Limits, OffsetBuffer, Pinned, Registered, Remote, Routing,
-    SharedStorage, Storage, SystemStorage, Ticket,
+    Access, DiskStorage, Endpoint, Error, Kind, Layout, Limits, OffsetBuffer, Pinned, Registered, Remote,
+    Routing, SharedStorage, Storage, SystemStorage, Ticket,
 };
 
 pub use self::pinning::play;
@@ -33,6 +33,7 @@ pub fn storage(len: usize, kind: &str) -> towline::Result<Arc<dyn Storage>> {
     match kind {
         "system" => Ok(Arc::new(SystemStorage::new(len)?)),
         "shared" => Ok(Arc::new(SharedStorage::new(len)?)),
+        "disk" => Ok(Arc::new(DiskStorage::new(len)?)),
         other => Err(Error::new(Kind::Invalid, "register", format!("no storage is called {other}"))),
     }
 }

@@ -35,6 +35,7 @@ mod fork;
 mod identity;
 pub mod layout;
 pub mod memory;
+pub mod nixl;
 mod notify;
 mod progress;
 mod region;
@@ -52,9 +53,9 @@ pub use error::{Error, Kind, Result};
 pub use identity::{EndpointId, Identity, Incarnation};
 pub use layout::{Dim, Indices, Layout};
 pub use memory::{
-    Arena, ArenaAllocator, ArenaBuffer, Buffer, Dtype, ExternalStorage, HugePages, MemoryAccess,
-    MemoryDescription, MemoryDescriptor, OffsetBuffer, OffsetView, Place, ReduceOp, SharedStorage, Storage,
-    StorageKind, SystemStorage, create_buffer,
+    Arena, ArenaAllocator, ArenaBuffer, Buffer, DirectIo, DiskStorage, Dtype, ExternalStorage, HugePages,
+    MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, OffsetView, Place, ReduceOp,
+    SharedStorage, Storage, StorageKind, SystemStorage, create_buffer,
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{Patience, RegisterError, Registered, RegisteredView, Span, StillPinned};

@@ -4,6 +4,7 @@
 //! | --- | --- | --- |
 //! | [`SystemStorage`] | private anonymous pages | peers of the same user, through the kernel |
 //! | [`SharedStorage`] | a sealed memory file ([`Segment`]) | peers that were handed the file and map it ([`Mapping`]) |
+//! | [`DiskStorage`] | a file | nobody: the owner reads and writes it for them |
 //! | [`ExternalStorage`] | memory that something else owns | depends on the memory |
 //!
 //! [`Buffer`] is a shared handle to any of them, [`OffsetBuffer`] a checked part of one, and [`Arena`] hands
@@ -30,7 +31,9 @@ mod arena;
 mod buffer;
 pub(crate) mod bytes;
 mod description;
+mod disk;
 mod external;
+mod file;
 mod limit;
 mod map;
 mod nixl;
@@ -43,7 +46,10 @@ pub use arena::{Arena, ArenaBuffer};
 pub use buffer::{Buffer, OffsetBuffer, create_buffer};
 pub use bytes::MemoryAccess;
 pub use description::{MemoryDescription, Place, Storage, StorageKind};
+pub use disk::{DirectIo, DiskOptions, DiskStorage};
 pub use external::ExternalStorage;
+pub(crate) use file::ALIGNMENT as FILE_ALIGNMENT;
+pub use file::FileSlice;
 pub use map::HugePages;
 pub use nixl::{MemType, NixlDescriptor};
 pub use reduce::{Dtype, ReduceOp};

@@ -22,7 +22,9 @@ pub(crate) use self::signal::{raise, ring};
 pub(crate) use self::words::word_at;
 use crate::endpoint::EndpointCore;
 use crate::layout::Layout;
-use crate::memory::{MemType, MemoryAccess, MemoryDescription, NixlDescriptor, Place, Storage, StorageKind};
+use crate::memory::{
+    FileSlice, MemType, MemoryAccess, MemoryDescription, NixlDescriptor, Place, Storage, StorageKind,
+};
 use crate::{Access, Error, Kind, Result, Ticket, fork};
 
 /// A storage made reachable by other workers.
@@ -239,7 +241,7 @@ impl<S: Storage> RegisteredView for Registered<S> {
         let (mem_type, device_id) = match self.core.place {
             Place::Host => (MemType::Dram, 0),
             Place::Cuda(device) => (MemType::Vram, u64::from(device)),
-            Place::Disk => (MemType::File, 0),
+            Place::Disk => (MemType::File, self.core.file.as_ref().map_or(0, FileSlice::number)),
         };
         NixlDescriptor { addr: self.core.addr as u64, size: self.core.len, mem_type, device_id }
     }

@@ -289,6 +289,48 @@ fn a_peer_with_a_ticket_gets_no_more_than_the_ticket_allows() {
 }
 
 #[test]
+fn a_peer_that_asks_for_files_and_takes_nothing_does_not_fill_the_owners_memory() {
+    const FILE: usize = 32 << 20;
+    const ASKED: u32 = 4 << 20;
+    /// The most that the owner holds for one peer, doubled for what the allocator keeps and the rest of the process needs.
+    const HELD: usize = 2 * (32 << 20);
+    let name = "a_peer_that_asks_for_files_and_takes_nothing_does_not_fill_the_owners_memory";
+    let mut target = Target::open(name);
+    target.process.must(&format!("register {FILE} disk read+write"));
+    let ticket: Ticket = target.process.must("ticket 2").text(0).parse().unwrap();
+    let most = |process: &Process| {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", process.pid())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+    };
+    let before = most(&target.process);
+    let read = |handle, blocks| Message::from(Read { transfer: 0, handle, blocks }).frame(7, 0, 0);
+    let mut waiting = Vec::new();
+    for medium in [Medium::Unix, Medium::Tcp] {
+        // More than a request may ask for, and what a file does not do.
+        let mut attacker = Attacker::connect(&ticket, medium);
+        let handle = attacker.log_in(&ticket);
+        attacker.send(&read(handle, vec![Block { offset: 0, len: ASKED }; 5]));
+        attacker.send(&Message::from(Atomic { handle, offset: 0, op: AtomicOp::Add(1) }).frame(7, 0, 0));
+        assert!(attacker.gets_nothing_but_errors(), "over {medium:?}");
+        // Far more requests than are served while their answers are not taken.
+        let mut attacker = Attacker::connect(&ticket, medium);
+        let handle = attacker.log_in(&ticket);
+        for _ in 0..500 {
+            attacker.send(&read(handle, vec![Block { offset: 0, len: ASKED }]));
+        }
+        waiting.push(attacker);
+    }
+    target.serves();
+    target.settle();
+    let grown = most(&target.process).saturating_sub(before);
+    assert!(grown < 2 * HELD, "{grown} bytes are held for two peers that take nothing");
+    drop(waiting);
+    target.process.must("deregister 2 60000");
+    target.is_unharmed();
+}
+
+#[test]
 fn a_narrowed_ticket_holds_against_a_peer_that_asks_for_more() {
     let mut target = Target::open("a_narrowed_ticket_holds_against_a_peer_that_asks_for_more");
     // What lies outside is the owner's memory all the same: nothing but the check keeps it.

@@ -12,6 +12,7 @@ use crate::region::Span;
 use crate::route::Routing;
 use crate::transfer::{self, After, Limits, OnEnd, Op, Parts, Signal, Transfer, TransferCore};
 use crate::transport::Capabilities;
+use crate::transport::inproc::file::no_words;
 use crate::{Access, Error, Kind, Result, fork};
 
 /// A transfer that has not started yet.
@@ -253,6 +254,10 @@ impl<'a> Request<'a> {
     }
 
     fn check_after(&self) -> Result<()> {
+        let plain = Capabilities::READ | Capabilities::WRITE;
+        if self.remote.place() == Place::Disk && !plain.contains(self.needs()) {
+            return Err(no_words(self.op.name()));
+        }
         let word = match (self.op, self.after.signal) {
             (Op::Atomic { offset, .. }, _) => Some(offset),
             (_, Some(signal)) => Some(signal.offset),

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{MemoryDescription, NixlDescriptor, Place, SegmentSlice, Storage, StorageKind};
+use super::{FileSlice, MemoryDescription, NixlDescriptor, Place, SegmentSlice, Storage, StorageKind};
 use crate::{Error, Kind, Result};
 
 /// Hands out parts of one storage, in whole pages; clones share it.
@@ -260,6 +260,10 @@ unsafe impl<S: Storage> Storage for ArenaBuffer<S> {
     fn segment(&self) -> Option<SegmentSlice> {
         let SegmentSlice { segment, offset } = self.arena.storage.segment()?;
         Some(SegmentSlice { segment, offset: offset + self.offset() })
+    }
+
+    fn file(&self) -> Option<FileSlice> {
+        Some(self.arena.storage.file()?.forward(self.offset()))
     }
 }
 

@@ -7,7 +7,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use super::bytes;
-use super::{MemoryDescription, NixlDescriptor, Place, SegmentSlice, Storage, StorageKind};
+use super::{FileSlice, MemoryDescription, NixlDescriptor, Place, SegmentSlice, Storage, StorageKind};
 use crate::{Error, Result};
 
 /// A cheap shared handle to any storage.
@@ -93,6 +93,10 @@ unsafe impl Storage for Buffer {
 
     fn segment(&self) -> Option<SegmentSlice> {
         self.0.segment()
+    }
+
+    fn file(&self) -> Option<FileSlice> {
+        self.0.file()
     }
 }
 
@@ -182,6 +186,10 @@ unsafe impl Storage for OffsetBuffer {
     fn segment(&self) -> Option<SegmentSlice> {
         let SegmentSlice { segment, offset } = self.base.segment()?;
         Some(SegmentSlice { segment, offset: offset + self.offset })
+    }
+
+    fn file(&self) -> Option<FileSlice> {
+        Some(self.base.file()?.forward(self.offset))
     }
 }
 

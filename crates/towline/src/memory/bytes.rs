@@ -55,6 +55,9 @@ pub(crate) unsafe fn fill(dst: *mut u8, value: u8, len: usize) {
     unsafe { memset(dst.cast(), c_int::from(value), len) };
 }
 
+/// A file is filled in portions of this size.
+const FILL_AT_ONCE: usize = 1 << 20;
+
 /// Fails with `Invalid` where `len` bytes from `offset` on are not all among the first `size`.
 pub(crate) fn in_bounds(op: &'static str, size: usize, offset: usize, len: usize) -> Result<()> {
     match offset.checked_add(len) {
@@ -66,7 +69,7 @@ pub(crate) fn in_bounds(op: &'static str, size: usize, offset: usize, len: usize
     }
 }
 
-/// Copies bytes into and out of any host storage, with bounds checks.
+/// Copies bytes into and out of any storage on the host or in a file, with bounds checks.
 ///
 /// Peers may touch the same bytes at the same time; a copy is then a mixture, byte by byte. Nothing here makes
 /// a reference to them.
@@ -76,6 +79,11 @@ pub trait MemoryAccess: Storage {
     /// # Errors
     /// `Invalid` past the end; `Unsupported` where the CPU cannot reach the bytes.
     fn read_at(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        if let Some(file) = self.file() {
+            in_bounds("read_at", self.size(), offset, into.len())?;
+            // SAFETY: `into` is an exclusive slice.
+            return unsafe { file.read("read_at", offset as u64, into.as_mut_ptr(), into.len()) };
+        }
         let from = host_pointer(self, "read_at", offset, into.len())?;
         // SAFETY: `host_pointer` checked the range, which is valid while `self` lives (`Storage`, promises 1 and
         // 2); `into` is an exclusive slice.
@@ -88,6 +96,11 @@ pub trait MemoryAccess: Storage {
     /// # Errors
     /// `Invalid` past the end; `Unsupported` where the CPU cannot reach the bytes.
     fn write_at(&self, offset: usize, from: &[u8]) -> Result<()> {
+        if let Some(file) = self.file() {
+            in_bounds("write_at", self.size(), offset, from.len())?;
+            // SAFETY: `from` is a slice.
+            return unsafe { file.write("write_at", offset as u64, from.as_ptr(), from.len()) };
+        }
         let into = host_pointer(self, "write_at", offset, from.len())?;
         // SAFETY: as in `read_at`; that no Rust reference to the destination exists is promise 4 of `Storage`.
         unsafe { copy_to_publish(into, from.as_ptr(), from.len()) };
@@ -99,6 +112,13 @@ pub trait MemoryAccess: Storage {
     /// # Errors
     /// `Invalid` past the end; `Unsupported` where the CPU cannot reach the bytes.
     fn memset(&self, value: u8, offset: usize, len: usize) -> Result<()> {
+        if self.file().is_some() {
+            in_bounds("memset", self.size(), offset, len)?;
+            let some = vec![value; len.min(FILL_AT_ONCE)];
+            return (0..len)
+                .step_by(FILL_AT_ONCE)
+                .try_for_each(|start| self.write_at(offset + start, &some[..FILL_AT_ONCE.min(len - start)]));
+        }
         let into = host_pointer(self, "memset", offset, len)?;
         // SAFETY: as in `write_at`.
         unsafe { fill(into, value, len) };

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{NixlDescriptor, SegmentSlice};
+use super::{FileSlice, NixlDescriptor, SegmentSlice};
 
 /// Describes a span of memory: where it is, how long it is, and of which kind.
 ///
@@ -130,7 +130,7 @@ impl fmt::Display for Place {
 ///    there `addr()` is an offset into the file, 0 for a whole one.)
 /// 2. **It stays.** The allocation stays mapped at that address, readable and writable, wherever the value
 ///    is moved: the bytes are not stored inline.
-/// 3. **The same answers every time.** `addr`, `size`, `storage_kind`, `place` and `segment` never change.
+/// 3. **The same answers every time.** `addr`, `size`, `storage_kind`, `place`, `segment` and `file` never change.
 /// 4. **No references through `&self`.** No safe method that takes `&self` (nor any shared handle to the
 ///    value) gives out a Rust reference to the bytes. One that takes `&mut self` may: nothing that registers
 ///    a storage gives out `&mut` to it.
@@ -149,6 +149,11 @@ pub unsafe trait Storage: MemoryDescription + 'static {
 
     /// The part of a memory file that holds the bytes, where peers can map them.
     fn segment(&self) -> Option<SegmentSlice> {
+        None
+    }
+
+    /// The part of a file that holds the bytes, at [`Place::Disk`].
+    fn file(&self) -> Option<FileSlice> {
         None
     }
 }
@@ -184,6 +189,10 @@ unsafe impl<S: Storage + ?Sized> Storage for Arc<S> {
 
     fn segment(&self) -> Option<SegmentSlice> {
         (**self).segment()
+    }
+
+    fn file(&self) -> Option<FileSlice> {
+        (**self).file()
     }
 }
 

@@ -9,7 +9,7 @@ use super::peers::PeerPins;
 use super::stale;
 use crate::endpoint::EndpointCore;
 use crate::layout::Layout;
-use crate::memory::{Place, SegmentSlice, Storage};
+use crate::memory::{FileSlice, Place, SegmentSlice, Storage};
 use crate::progress;
 use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
@@ -29,6 +29,7 @@ pub(crate) struct RegionCore {
     pub(crate) place: Place,
     pub(crate) access: Access,
     pub(crate) segment: Option<SegmentSlice>,
+    pub(crate) file: Option<FileSlice>,
     /// Uses by this process (its own transfers, copies by endpoints of this process, serving streams).
     uses: AtomicUsize,
     /// The peers that touch the memory directly, and may hold a pin.
@@ -72,6 +73,14 @@ impl RegionCore {
         if len == 0 {
             return Err(Error::invalid("register", "a storage of no bytes cannot be registered"));
         }
+        let file = storage.file();
+        if access.contains(Access::WRITE) && file.as_ref().is_some_and(|file| !file.is_writable()) {
+            return Err(Error::new(
+                Kind::PermissionDenied,
+                "register",
+                "the file was opened for reading only, and cannot be lent for writing",
+            ));
+        }
         let claim = endpoint.table.claim(addr as u64, len as u64)?;
         let core = Arc::new(RegionCore {
             endpoint: Arc::clone(endpoint),
@@ -82,6 +91,7 @@ impl RegionCore {
             place: storage.place(),
             access,
             segment: storage.segment(),
+            file,
             uses: AtomicUsize::new(0),
             direct_peers: Mutex::new(Vec::new()),
             freed: AtomicBool::new(false),

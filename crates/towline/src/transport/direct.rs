@@ -57,6 +57,11 @@ pub(crate) trait Direct: Send + Sync + 'static {
         None
     }
 
+    /// Whether a copy waits for a device, and so never belongs into the calling thread.
+    fn blocks(&self) -> bool {
+        false
+    }
+
     /// What follows the bytes.
     fn after(&self, after: &After) -> Result<()> {
         if let Some(signal) = after.signal {
@@ -85,7 +90,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
         bytes: u64,
         after: &After,
     ) -> Option<Result<Option<u64>>> {
-        if bytes > INLINE {
+        if bytes > INLINE || (bytes > 0 && self.0.blocks()) {
             return None;
         }
         let moved = match op {

@@ -1,6 +1,8 @@
 //! Both endpoints live in this process: a plain copy, no system call.
 #![allow(unsafe_code, reason = "copies between registered memory by address")]
 
+pub(crate) mod file;
+
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, Held, misaligned};
@@ -43,6 +45,14 @@ impl Transport for InProc {
         let Owner::Here(region) = offer.owner else {
             return Err(Error::new(Kind::Unavailable, "import", "the owner is in another process"));
         };
+        if let Some(file) = &region.file {
+            return Ok(Arc::new(DirectAttachment(Arc::new(file::LocalFile {
+                region: Arc::clone(region),
+                file: file.clone(),
+                offset: offer.grant.offset,
+                from: offer.endpoint.identity().clone(),
+            }))));
+        }
         if region.place != Place::Host {
             return Err(Error::new(
                 Kind::Unsupported,
@@ -123,12 +133,16 @@ impl Direct for Local {
     }
 
     fn alive(&self) -> Result<()> {
-        // The owner's end is not the caller's mistake, which `Invalid` would say.
-        self.region
-            .endpoint
-            .check_open("use")
-            .map_err(|error| Error::new(Kind::Disconnected, "use", error.message().to_owned()))
+        owner_is_open(&self.region)
     }
+}
+
+/// The owner's end is not the caller's mistake, which `Invalid` would say.
+fn owner_is_open(region: &RegionCore) -> Result<()> {
+    region
+        .endpoint
+        .check_open("use")
+        .map_err(|error| Error::new(Kind::Disconnected, "use", error.message().to_owned()))
 }
 
 /// Moves the pieces between local and remote memory that is mapped here.

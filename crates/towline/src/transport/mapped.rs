@@ -8,7 +8,7 @@ use super::inproc::{apply_atomic, move_pieces};
 use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::Piece;
-use crate::memory::{Mapping, SharedStorage};
+use crate::memory::{Mapping, Place, SharedStorage};
 use crate::region::raise;
 use crate::transfer::{Op, Signal};
 use crate::wire::AtomicOp;
@@ -49,6 +49,13 @@ impl Transport for Mapped {
             return Err(Error::new(Kind::Unavailable, "import", "the owner is in this process"));
         };
         handle.local_fence()?;
+        if offer.grant.place != Place::Host {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "import",
+                format!("the bytes are on {}", offer.grant.place),
+            ));
+        }
         let Some(segment) = &offer.grant.segment else {
             return Err(Error::new(
                 Kind::Unavailable,

@@ -8,6 +8,7 @@ mod apply;
 mod connection;
 mod contact;
 mod counting;
+mod files;
 mod grant;
 mod importing;
 mod listener;
@@ -145,7 +146,7 @@ fn attach(transport: &'static dyn Transport, offer: &Offer<'_>) -> Result<Arc<dy
     if medium.name() != transport.name() {
         return Err(Error::new(Kind::Unavailable, "import", format!("the owner is reached by {medium}")));
     }
-    if offer.grant.place != Place::Host {
+    if !matches!(offer.grant.place, Place::Host | Place::Disk) {
         return Err(Error::new(
             Kind::Unsupported,
             "import",

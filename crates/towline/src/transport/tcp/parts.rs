@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::files::Bounce;
 use crate::layout::Piece;
 use crate::memory::bytes;
 use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
@@ -20,6 +21,8 @@ pub(super) enum Keep {
     Transfer(Arc<TransferCore>, u64),
     /// A region that this endpoint serves; the number is the request's.
     Region(Arc<RegionUse>, u64),
+    /// Bytes of a file that this endpoint serves; the number is the request's.
+    Bounce(Arc<Bounce>, u64),
 }
 
 impl Keep {
@@ -28,7 +31,11 @@ impl Keep {
     }
 
     pub(super) fn is_generation(&self, generation: u64) -> bool {
-        matches!(self, Keep::Region(region, _) if region.core().generation == generation)
+        match self {
+            Keep::Region(region, _) => region.core().generation == generation,
+            Keep::Bounce(bounce, _) => bounce.region().generation == generation,
+            Keep::Nothing | Keep::Transfer(..) => false,
+        }
     }
 
     /// Whether the memory must not be touched any more.
@@ -37,12 +44,15 @@ impl Keep {
             Keep::Nothing => false,
             Keep::Transfer(transfer, _) => transfer.is_stopped(),
             Keep::Region(region, _) => region.core().is_closed(),
+            Keep::Bounce(bounce, _) => bounce.region().is_closed(),
         }
     }
 
     fn request(&self) -> Option<u64> {
         match self {
-            Keep::Transfer(_, request) | Keep::Region(_, request) => Some(*request),
+            Keep::Transfer(_, request) | Keep::Region(_, request) | Keep::Bounce(_, request) => {
+                Some(*request)
+            }
             Keep::Nothing => None,
         }
     }

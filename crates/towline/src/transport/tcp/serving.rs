@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Handler, Role};
 use super::counting::{Counting, Due, Follower};
+use super::files::{Asked, Files};
 use super::importing::proven;
 use super::parts::{Keep, Payload, Sink, readable};
 use crate::endpoint::EndpointCore;
@@ -23,6 +24,7 @@ use crate::progress::{self, Timer};
 use crate::region::{PeerPins, RegionCore, RegionUse, stale};
 use crate::sync::lock;
 use crate::ticket::Claims;
+use crate::transport::inproc::file::no_words;
 use crate::transport::tcp::apply;
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
@@ -49,6 +51,7 @@ pub(crate) struct Serving {
     grants: Mutex<HashMap<u32, Granting>>,
     next_handle: AtomicU32,
     counting: Counting,
+    files: Arc<Files>,
     local: Option<Local>,
     closed: AtomicBool,
     beating: AtomicBool,
@@ -63,6 +66,28 @@ struct Local {
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
     /// Segments that the peer may have mapped and that are gone.
     gone: Mutex<Vec<u64>>,
+}
+
+/// What a request may act on.
+enum Admitted {
+    /// Parts of memory, and what keeps them in place.
+    Memory(Keep, Vec<RawPartMut>),
+    /// A part of a file.
+    File(Asked),
+}
+
+impl Admitted {
+    fn memory(using: RegionUse, base: usize, blocks: &[Block], request: u64) -> Admitted {
+        let mut parts: Vec<RawPartMut> = Vec::with_capacity(blocks.len());
+        for block in blocks {
+            let (ptr, len) = ((base + block.offset as usize) as *mut u8, block.len as usize);
+            match parts.last_mut() {
+                Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += len,
+                _ => parts.push(RawPartMut { ptr, len }),
+            }
+        }
+        Admitted::Memory(Keep::Region(Arc::new(using), request), parts)
+    }
 }
 
 /// What a handle of the peer stands for.
@@ -97,6 +122,7 @@ impl Serving {
             grants: Mutex::default(),
             next_handle: AtomicU32::new(1),
             counting: Counting::default(),
+            files: Arc::default(),
             local,
             closed: AtomicBool::new(false),
             beating: AtomicBool::new(false),
@@ -181,6 +207,7 @@ impl Serving {
         }
         lock(&self.grants).clear();
         self.counting.clear();
+        self.files.clear();
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
             local.pins.end();
@@ -274,29 +301,37 @@ impl Serving {
         Ok(true)
     }
 
-    /// Checks a request against what was granted, and begins a use of the region.
-    fn admit(
-        &self,
-        handle: u32,
-        needed: Access,
-        blocks: &[Block],
-        request: u64,
-    ) -> Result<(Keep, Vec<RawPartMut>)> {
+    /// Checks a request against what was granted; begins a use of the region where its bytes are in memory.
+    fn admit(&self, handle: u32, needed: Access, blocks: &[Block], request: u64) -> Result<Admitted> {
         let op = if needed == Access::READ { "read" } else { "write" };
-        let admitted = self.check(op, handle, needed, blocks);
+        let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start)| {
+            if let Some(file) = region.file.clone() {
+                return Ok(Admitted::File(Asked { region, file, start, blocks: blocks.to_vec() }));
+            }
+            if region.place != Place::Host {
+                return Err(Error::new(Kind::Unsupported, op, format!("the bytes are on {}", region.place)));
+            }
+            let base = region.addr + start as usize;
+            Ok(Admitted::memory(region.begin_use(op)?, base, blocks, request))
+        });
         if let (Err(_), Some(endpoint)) = (&admitted, self.endpoint.upgrade()) {
             endpoint.refused.fetch_add(1, Ordering::Relaxed);
         }
-        let (using, base) = admitted?;
-        let mut parts: Vec<RawPartMut> = Vec::with_capacity(blocks.len());
-        for block in blocks {
-            let (ptr, len) = ((base + block.offset as usize) as *mut u8, block.len as usize);
-            match parts.last_mut() {
-                Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += len,
-                _ => parts.push(RawPartMut { ptr, len }),
-            }
+        admitted
+    }
+
+    /// [`admit`](Self::admit) for what acts on words in memory.
+    fn admit_words(
+        &self,
+        op: &'static str,
+        handle: u32,
+        blocks: &[Block],
+        request: u64,
+    ) -> Result<(Keep, Vec<RawPartMut>)> {
+        match self.admit(handle, Access::WRITE, blocks, request)? {
+            Admitted::Memory(keep, parts) => Ok((keep, parts)),
+            Admitted::File(_) => Err(no_words(op)),
         }
-        Ok((Keep::Region(Arc::new(using), request), parts))
     }
 
     fn check(
@@ -305,7 +340,7 @@ impl Serving {
         handle: u32,
         needed: Access,
         blocks: &[Block],
-    ) -> Result<(RegionUse, usize)> {
+    ) -> Result<(Arc<RegionCore>, u64)> {
         let granting = lock(&self.grants)
             .get(&handle)
             .cloned()
@@ -329,16 +364,16 @@ impl Serving {
             ));
         }
         let region = granting.region.upgrade().ok_or_else(|| stale(op))?;
-        if region.place != Place::Host {
-            return Err(Error::new(Kind::Unsupported, op, format!("the bytes are on {}", region.place)));
-        }
-        let base = region.addr + claims.range.start as usize;
-        Ok((region.begin_use(op)?, base))
+        Ok((region, claims.range.start))
     }
 
-    fn read(&self, connection: &Arc<Connection>, request: u64, read: &wire::Read) -> Result<()> {
+    fn read(self: &Arc<Self>, connection: &Arc<Connection>, request: u64, read: &wire::Read) -> Result<()> {
         match self.admit(read.handle, Access::READ, &read.blocks, request) {
-            Ok((keep, parts)) => {
+            Ok(Admitted::File(asked)) => match self.files.read(self, connection, request, asked) {
+                Ok(()) => Ok(()),
+                Err(error) => self.answer_read(connection, request, Err(error)),
+            },
+            Ok(Admitted::Memory(keep, parts)) => {
                 let bytes: u64 = parts.iter().map(|part| part.len as u64).sum();
                 let head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
                 connection.send(head, Vec::new(), Payload::Memory(readable(parts)), keep)
@@ -347,10 +382,65 @@ impl Serving {
         }
     }
 
-    fn answer_read(&self, connection: &Connection, request: u64, outcome: Result<()>) -> Result<()> {
+    pub(super) fn answer_read(
+        &self,
+        connection: &Connection,
+        request: u64,
+        outcome: Result<()>,
+    ) -> Result<()> {
         let data = wire::Data { outcome: outcome.map_err(|error| WireError::from(&error)) };
         let head = Message::from(data).frame(request, 0, 0);
         connection.send(head, Vec::new(), Payload::None, Keep::Nothing)
+    }
+
+    /// Writes what has come for a file. A lane's thread may wait for the disk, and its peer with it; the event loop may
+    /// not.
+    fn write_file(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        header: Header,
+        write: wire::Write,
+        bytes: Vec<u8>,
+    ) -> Result<()> {
+        let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
+        let work = move || {
+            let outcome =
+                serving.admit(write.handle, Access::WRITE, &write.blocks, header.id).and_then(|admitted| {
+                    match admitted {
+                        Admitted::File(asked) => asked.write(&bytes),
+                        Admitted::Memory(..) => {
+                            Err(Error::new(Kind::Internal, "write", "a file has become memory"))
+                        }
+                    }
+                });
+            serving.files.wrote(answered.role(), header.payload_len);
+            serving.applied(&answered, header, write.transfer, outcome)
+        };
+        if connection.role() == Role::Lane {
+            return work();
+        }
+        let closed = Arc::clone(connection);
+        let job = Box::new(move || {
+            if let Err(error) = work() {
+                closed.close(error);
+            }
+        });
+        progress::pool().spawn(job).map_err(|refused| refused.error)
+    }
+
+    /// A piece of a transfer is applied, or not: acts on what waits for it, and answers.
+    fn applied(
+        &self,
+        connection: &Connection,
+        header: Header,
+        transfer: u64,
+        outcome: Result<()>,
+    ) -> Result<()> {
+        // Before the answer: once the user has it, it may say that nothing more belongs to this transfer.
+        if transfer != 0 {
+            self.settle(self.counting.piece(transfer, outcome.is_ok())?)?;
+        }
+        self.answer(connection, header.id, outcome.map(|()| header.payload_len))
     }
 
     fn answer(&self, connection: &Connection, request: u64, outcome: Result<u64>) -> Result<()> {
@@ -362,7 +452,7 @@ impl Serving {
     /// An operation on one word of a region.
     fn word(&self, handle: u32, offset: u64, act: impl FnOnce(*mut u8) -> u64) -> Result<u64> {
         let block = Block { offset, len: 8 };
-        let (_keep, parts) = self.admit(handle, Access::WRITE, &[block], 0)?;
+        let (_keep, parts) = self.admit_words("atomic", handle, &[block], 0)?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
         if word.is_null() || word.addr() % 8 != 0 {
             return Err(Error::invalid(
@@ -546,7 +636,7 @@ impl Handler for Arc<Serving> {
         }
     }
 
-    fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
+    fn payload(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
         self.unanswered.store(0, Ordering::Relaxed);
         let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
             Message::Write(write) => (write.handle, write.blocks, false),
@@ -563,19 +653,33 @@ impl Handler for Arc<Serving> {
         }
         // A refusal is answered when the payload has passed, so that the stream stays whole.
         match self.admit(handle, Access::WRITE, &blocks, header.id) {
-            Ok((keep, _)) if buffered => Ok(Sink::buffer(bytes as usize, keep).with_body(body)),
-            Ok((keep, parts)) => Ok(Sink::memory(parts, keep).with_body(body)),
+            Ok(Admitted::Memory(keep, _)) if buffered => {
+                Ok(Sink::buffer(bytes as usize, keep).with_body(body))
+            }
+            Ok(Admitted::Memory(keep, parts)) => Ok(Sink::memory(parts, keep).with_body(body)),
+            Ok(Admitted::File(_)) if buffered => {
+                Ok(Sink::discard().refused(no_words("reduce_into")).with_body(body))
+            }
+            Ok(Admitted::File(_)) => match self.files.admit_write(connection.role(), bytes) {
+                Ok(()) => Ok(Sink::buffer(bytes as usize, Keep::Nothing).with_body(body)),
+                Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
+            },
             Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
         }
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
         let (transfer, outcome) = match Message::decode(header.kind, &sink.take_body())? {
+            // Only the bytes of a file come into a buffer first.
+            Message::Write(write) if !sink.buffer.is_empty() => {
+                let bytes = std::mem::take(&mut sink.buffer);
+                return self.write_file(connection, header, write, bytes);
+            }
             Message::Write(write) => (write.transfer, sink.outcome("write")),
             Message::Reduce(reduce) => {
                 let outcome = sink.outcome("reduce_into").and_then(|()| {
                     let (_keep, parts) =
-                        self.admit(reduce.handle, Access::WRITE, &reduce.blocks, header.id)?;
+                        self.admit_words("reduce_into", reduce.handle, &reduce.blocks, header.id)?;
                     apply::reduce(&parts, &sink.buffer, reduce.op, reduce.dtype)
                 });
                 (reduce.transfer, outcome)
@@ -584,11 +688,7 @@ impl Handler for Arc<Serving> {
         };
         // The memory is let go before the peer learns of it.
         drop(sink);
-        // Before the answer: once the user has it, it may say that nothing more belongs to this transfer.
-        if transfer != 0 {
-            self.settle(self.counting.piece(transfer, outcome.is_ok())?)?;
-        }
-        self.answer(connection, header.id, outcome.map(|()| header.payload_len))
+        self.applied(connection, header, transfer, outcome)
     }
 
     fn closed(&self, connection: &Arc<Connection>, error: Error) {

@@ -1,0 +1,50 @@
+//! The engines of others that are loaded where they are installed.
+
+use towline::nixl::{Availability, availability};
+
+use super::{Check, Status};
+
+const GROUP: &str = "Engines";
+
+pub(super) fn check() -> Vec<Check> {
+    let mut checks = nixl(availability());
+    for engine in ["cuda", "nccl"] {
+        checks.push(Check::fact(GROUP, engine, "not part of this build"));
+    }
+    checks
+}
+
+fn nixl(found: Availability) -> Vec<Check> {
+    match found {
+        Availability::Found { path, origin, version, plugins } => {
+            let version = version.unwrap_or_else(|| "of unknown version".into());
+            vec![
+                Check::new(GROUP, "nixl", Status::Ok, format!("{version}, {} ({origin})", path.display())),
+                Check::fact(GROUP, "nixl plug-ins", plugins.join(", ")),
+                Check::fact(GROUP, "nixl as a path", "not yet: no transport of this build takes it"),
+            ]
+        }
+        Availability::Missing { tried, mend } => {
+            let missing =
+                Check::new(GROUP, "nixl", Status::Note, "not found; nothing here needs it").mend(mend);
+            std::iter::once(missing)
+                .chain(tried.into_iter().map(|place| Check::fact(GROUP, "nixl tried", place)))
+                .collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_shown_with_every_place_that_was_tried() {
+        let tried = vec!["a: not there".to_owned(), "b: no ELF".to_owned()];
+        let checks = nixl(Availability::Missing { tried, mend: "install it".into() });
+        let found: Vec<_> = checks.iter().map(|check| check.found.as_str()).collect();
+        assert_eq!(found, ["not found; nothing here needs it", "a: not there", "b: no ELF"]);
+        assert_eq!(checks[0].mend.as_deref(), Some("install it"));
+    }
+}

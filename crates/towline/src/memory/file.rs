@@ -1,0 +1,199 @@
+//! The bytes of a file: read and written at offsets, around the page cache where that is possible.
+#![allow(unsafe_code, reason = "reads into and writes from registered memory, which is reached by address")]
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use crate::{Error, Kind, Result};
+
+/// What direct input and output is aligned to: no file system asks for more than a page, and parts that share no
+/// page with buffered ones cannot get in their way.
+pub(crate) const ALIGNMENT: usize = 4096;
+
+/// Direct input and output pays from about this length on.
+const LEAST_DIRECT: usize = 64 << 10;
+
+/// Says where in a file a storage starts.
+#[derive(Debug, Clone)]
+pub struct FileSlice {
+    pub(super) file: Arc<FileBytes>,
+    pub(super) offset: u64,
+}
+
+impl FileSlice {
+    /// The same file, `by` bytes further on.
+    pub(super) fn forward(mut self, by: usize) -> FileSlice {
+        self.offset += by as u64;
+        self
+    }
+
+    /// The descriptor of the file: the one for direct input and output, where there is one.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.file.descriptor()
+    }
+
+    /// The descriptor's number.
+    pub(crate) fn number(&self) -> u64 {
+        self.file().as_raw_fd() as u64
+    }
+
+    /// How far from the start of the file the bytes begin.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Whether the bytes can be written.
+    pub fn is_writable(&self) -> bool {
+        self.file.writable
+    }
+
+    /// Reads `len` bytes from `offset` on. Blocks.
+    ///
+    /// # Safety
+    /// `into` is valid for writes of `len` bytes during the call; others may touch them.
+    pub(crate) unsafe fn read(&self, op: &'static str, offset: u64, into: *mut u8, len: usize) -> Result<()> {
+        // SAFETY: the caller's obligation is the same.
+        unsafe { self.file.transfer(Way::Read, op, self.offset + offset, into, len) }
+    }
+
+    /// Writes `len` bytes from `offset` on. Blocks.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of `len` bytes during the call; others may touch them.
+    pub(crate) unsafe fn write(
+        &self,
+        op: &'static str,
+        offset: u64,
+        from: *const u8,
+        len: usize,
+    ) -> Result<()> {
+        if !self.file.writable {
+            return Err(Error::new(Kind::PermissionDenied, op, "the file was opened for reading only"));
+        }
+        // SAFETY: the caller's obligation is the same; `Way::Write` only reads.
+        unsafe { self.file.transfer(Way::Write, op, self.offset + offset, from.cast_mut(), len) }
+    }
+}
+
+/// An open file.
+#[derive(Debug)]
+pub(crate) struct FileBytes {
+    pub(super) buffered: OwnedFd,
+    /// The same file opened with `O_DIRECT`, where the file system takes that.
+    pub(super) direct: Option<OwnedFd>,
+    pub(super) writable: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Read,
+    Write,
+}
+
+impl FileBytes {
+    pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.direct.as_ref().unwrap_or(&self.buffered).as_fd()
+    }
+
+    /// Moves bytes between the file and memory: whole pages directly, the rest through the page cache.
+    ///
+    /// # Safety
+    /// `memory` is valid for the way of the call and `len` bytes.
+    unsafe fn transfer(
+        &self,
+        way: Way,
+        op: &'static str,
+        offset: u64,
+        memory: *mut u8,
+        len: usize,
+    ) -> Result<()> {
+        let pages = match &self.direct {
+            Some(_) => whole_pages(offset, memory.addr(), len),
+            None => 0..0,
+        };
+        let parts = [(0..pages.start, false), (pages.clone(), true), (pages.end..len, false)];
+        for (part, directly) in parts.into_iter().filter(|(part, _)| !part.is_empty()) {
+            let (at, memory) = (offset + part.start as u64, memory.wrapping_add(part.start));
+            let file = self.direct.as_ref().filter(|_| directly).unwrap_or(&self.buffered);
+            // SAFETY: a part of the caller's range.
+            let moved = match unsafe { all(way, file, at, memory, part.len()) } {
+                // A file system may take the flag and still refuse this very alignment.
+                Err(error) if directly && error.raw_os_error() == Some(libc::EINVAL) => {
+                    // SAFETY: as above.
+                    unsafe { all(way, &self.buffered, at, memory, part.len()) }
+                }
+                moved => moved,
+            };
+            moved.map_err(|error| failed(way, op, error))?;
+        }
+        Ok(())
+    }
+}
+
+fn failed(way: Way, op: &'static str, error: io::Error) -> Error {
+    if error.kind() == io::ErrorKind::UnexpectedEof {
+        return Error::new(Kind::Native, op, "the file has become shorter").caused_by(error);
+    }
+    Error::os(op, if way == Way::Read { "pread" } else { "pwrite" }, error)
+}
+
+/// The part of a range that covers whole pages of both the file and the memory; empty where that is not worth it.
+fn whole_pages(offset: u64, memory: usize, len: usize) -> Range<usize> {
+    let into_page = (offset % ALIGNMENT as u64) as usize;
+    if memory % ALIGNMENT != into_page {
+        return 0..0;
+    }
+    let start = (ALIGNMENT - into_page) % ALIGNMENT;
+    let whole = len.saturating_sub(start) / ALIGNMENT * ALIGNMENT;
+    if whole < LEAST_DIRECT { 0..0 } else { start..start + whole }
+}
+
+/// Repeats the system call until all bytes have moved.
+///
+/// # Safety
+/// `memory` is valid for the way of the call and `len` bytes.
+unsafe fn all(way: Way, file: &OwnedFd, offset: u64, memory: *mut u8, len: usize) -> io::Result<()> {
+    let mut done = 0;
+    while done < len {
+        let at = libc::off_t::try_from(offset + done as u64)
+            .map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
+        let (memory, left) = (memory.wrapping_add(done), len - done);
+        // BYTES MOVE HERE
+        // SAFETY: the rest of the caller's range.
+        let moved = unsafe {
+            match way {
+                Way::Read => libc::pread(file.as_raw_fd(), memory.cast(), left, at),
+                Way::Write => libc::pwrite(file.as_raw_fd(), memory.cast_const().cast(), left, at),
+            }
+        };
+        match usize::try_from(moved) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(moved) => done += moved,
+            Err(_) => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_whole_pages_that_lie_alike_go_directly() {
+        let page = ALIGNMENT;
+        assert_eq!(whole_pages(0, 0x10000, 16 * page), 0..16 * page);
+        assert_eq!(whole_pages(0, 0x10000, 16 * page + 5), 0..16 * page);
+        assert_eq!(whole_pages(100, 0x10000 + 100, 20 * page), page - 100..20 * page - 100);
+        assert_eq!(whole_pages(100, 0x10000, 20 * page), 0..0, "the memory lies otherwise than the file");
+        assert_eq!(whole_pages(0, 0x10000, 15 * page), 0..0, "too short to be worth it");
+        assert_eq!(whole_pages(1, 0x10001, 10), 0..0);
+    }
+}

@@ -1,0 +1,136 @@
+//! NIXL, where it is installed: found and loaded at run time, never needed; with the names of `dynamo_memory::nixl`.
+//!
+//! What differs from there: errors are [`Error`]s, and a missing library is `Unavailable` with the places
+//! tried; [`register_with_nixl`] gives the storage back together with the cause; there is no way to swap a storage
+//! underneath its registration; a request keeps the memory that it uses; clones of an agent share their backends.
+//!
+//! So far these names stand on NIXL alone. [`Endpoint`](crate::Endpoint) does not use it as a path yet.
+
+mod agent;
+mod config;
+mod registered;
+mod transfer;
+
+use std::path::PathBuf;
+
+use towline_sys::loader::NotLoaded;
+use towline_sys::nixl::Nixl;
+
+use crate::{Error, Kind};
+
+pub use agent::NixlAgent;
+pub use config::{AgentConfig, NixlBackendConfig, ThreadSync};
+pub use registered::{NixlCompatible, NixlMemory, NixlRegisterExt, NixlRegistered, register_with_nixl};
+pub use towline_sys::nixl::SETTING;
+pub use transfer::{NotificationMap, OptArgs, XferDescList, XferOp, XferRequest, XferStatus, XferTelemetry};
+
+pub use crate::memory::{MemType, NixlDescriptor};
+pub use crate::region::RegisteredView;
+pub use NixlAgent as Agent;
+
+/// Whether NIXL is missing here.
+pub fn is_stub() -> bool {
+    Nixl::load().is_err()
+}
+
+/// Whether NIXL is there, and what it can do; or where it was looked for in vain.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Availability {
+    /// It is there.
+    Found {
+        /// The library that was loaded.
+        path: PathBuf,
+        /// Why it was looked for there.
+        origin: String,
+        /// Its version, where that can be told.
+        version: Option<String>,
+        /// The plug-ins that came with it.
+        plugins: Vec<String>,
+    },
+    /// It is not there, or cannot be used.
+    Missing {
+        /// Every place that was tried, with the reason why it did not serve.
+        tried: Vec<String>,
+        /// What would mend it.
+        mend: String,
+    },
+}
+
+/// Looks for NIXL and asks it for its plug-ins.
+///
+/// This loads the library, which then stays loaded. [`SETTING`] names one library or folder, or says `off`;
+/// [`towline_sys::nixl`] lists the places.
+///
+/// ```
+/// use towline::nixl::{Availability, availability};
+/// match availability() {
+///     Availability::Found { path, plugins, .. } => println!("{} with {plugins:?}", path.display()),
+///     Availability::Missing { tried, .. } => println!("not found: {}", tried.join("; ")),
+///     _ => {}
+/// }
+/// ```
+pub fn availability() -> Availability {
+    let found = Nixl::load().and_then(|nixl| {
+        // Asking for plug-ins needs an agent; this one moves nothing.
+        let config = AgentConfig { enable_prog_thread: false, ..AgentConfig::default() };
+        let plugins = nixl.agent("towline-probe", &config.native())?.plugins()?;
+        Ok(Availability::Found {
+            path: nixl.path().to_owned(),
+            origin: nixl.origin().to_owned(),
+            version: nixl.version().map(str::to_owned),
+            plugins,
+        })
+    });
+    found.unwrap_or_else(|error| match error {
+        towline_sys::Error::NotLoaded(why) => {
+            let NotLoaded { mend, attempts, .. } = *why;
+            Availability::Missing { tried: attempts.iter().map(ToString::to_string).collect(), mend }
+        }
+        error => Availability::Missing { tried: vec![error.to_string()], mend: String::new() },
+    })
+}
+
+/// What a foreign library said, with the kind that tells the caller what to do about it.
+impl From<towline_sys::Error> for Error {
+    fn from(error: towline_sys::Error) -> Error {
+        let kind = match &error {
+            error if error.is_unavailable() => Kind::Unavailable,
+            towline_sys::Error::Argument { .. } => Kind::Invalid,
+            towline_sys::Error::Refused { name: "invalid parameter", .. } => Kind::Invalid,
+            towline_sys::Error::Refused { name: "not found", .. } => Kind::NotFound,
+            _ => Kind::Native,
+        };
+        Error::new(kind, "nixl", error.to_string()).caused_by(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_unavailable_and_keeps_the_places_tried() {
+        let error = Error::from(Nixl::load_from("/nowhere/libnixl_capi.so").unwrap_err());
+        assert_eq!(error.kind(), Kind::Unavailable);
+        assert!(error.message().contains("/nowhere/libnixl_capi.so"), "{error}");
+        let source = std::error::Error::source(&error).unwrap();
+        assert!(source.downcast_ref::<towline_sys::Error>().unwrap().is_unavailable());
+    }
+
+    #[test]
+    fn refusals_keep_their_call_and_get_a_useful_kind() {
+        for (code, name, kind) in [
+            (-1, "invalid parameter", Kind::Invalid),
+            (-2, "backend error", Kind::Native),
+            (-6, "not found", Kind::NotFound),
+        ] {
+            let refused = towline_sys::Error::Refused { call: "nixl_capi_register_mem", code, name };
+            let error = Error::from(refused);
+            assert_eq!(error.kind(), kind);
+            assert!(error.message().contains(&format!("nixl_capi_register_mem returned {code} ({name})")));
+        }
+    }
+}

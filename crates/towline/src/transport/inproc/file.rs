@@ -1,0 +1,72 @@
+//! A file of this process: the workers read and write it.
+#![allow(unsafe_code, reason = "implements the seam over raw local addresses")]
+
+use std::sync::Arc;
+
+use super::InProc;
+use crate::identity::Identity;
+use crate::layout::Piece;
+use crate::memory::FileSlice;
+use crate::notify::Notification;
+use crate::region::{RegionCore, stale};
+use crate::transfer::{Op, Signal};
+use crate::transport::Transport;
+use crate::transport::direct::Direct;
+use crate::wire::AtomicOp;
+use crate::{Error, Kind, Result};
+
+pub(super) struct LocalFile {
+    pub(super) region: Arc<RegionCore>,
+    pub(super) file: FileSlice,
+    pub(super) offset: u64,
+    pub(super) from: Identity,
+}
+
+impl Direct for LocalFile {
+    fn transport(&self) -> &'static dyn Transport {
+        &InProc
+    }
+
+    fn blocks(&self) -> bool {
+        true
+    }
+
+    unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()> {
+        let _use = self.region.begin_use(op.name())?;
+        for piece in pieces {
+            let (near, len) = (local.wrapping_add(piece.local as usize), piece.len as usize);
+            let far = self.offset + piece.remote;
+            // SAFETY: the caller keeps the local range, and checked it.
+            unsafe {
+                match op {
+                    Op::Read => self.file.read(op.name(), far, near, len)?,
+                    Op::Write => self.file.write(op.name(), far, near, len)?,
+                    Op::Reduce(..) | Op::Atomic { .. } => return Err(no_words(op.name())),
+                }
+            }
+        }
+        if self.region.is_closed() { Err(stale(op.name())) } else { Ok(()) }
+    }
+
+    fn atomic(&self, _offset: u64, _op: AtomicOp) -> Result<u64> {
+        Err(no_words("atomic"))
+    }
+
+    fn signal(&self, _signal: Signal) -> Result<()> {
+        Err(no_words("signal"))
+    }
+
+    fn notify(&self, message: &[u8]) -> Result<()> {
+        let notification = Notification { from: self.from.clone(), message: message.to_vec() };
+        self.region.endpoint.deliver(notification)
+    }
+
+    fn alive(&self) -> Result<()> {
+        super::owner_is_open(&self.region)
+    }
+}
+
+/// The error of everything that acts on words where there is a file.
+pub(crate) fn no_words(op: &'static str) -> Error {
+    Error::new(Kind::Unsupported, op, "the bytes are in a file, which takes reads and writes only")
+}

@@ -1,0 +1,274 @@
+//! Files that an owner serves: workers read and write them, through buffers that are bounded for each peer.
+#![allow(unsafe_code, reason = "reads files into buffers that are sent as raw parts")]
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, Weak};
+
+use super::connection::{Connection, Role};
+use super::parts::{Keep, Payload};
+use super::serving::Serving;
+use crate::memory::FileSlice;
+use crate::progress;
+use crate::progress::socket::RawPart;
+use crate::region::{RegionCore, stale};
+use crate::sync::lock;
+use crate::wire::{self, Block, Message};
+use crate::{Error, Kind, Result};
+
+/// One request may ask for this many bytes of a file: a few times what this library asks for.
+const MOST_AT_ONCE: u64 = 16 << 20;
+
+/// For one peer this much is read and not sent yet; further requests wait.
+const MOST_READ: usize = 32 << 20;
+
+/// And this many requests, with this many blocks, wait at most: a peer that asks and does not take is cut short.
+const MOST_WAITING: usize = 16 << 10;
+const MOST_BLOCKS: usize = 1 << 20;
+
+/// And so many workers read at once: enough to keep a disk busy, and few enough to leave some for others.
+const MOST_WORKERS: usize = 2;
+
+/// And this much has come over the control connection to be written and is not.
+const MOST_WRITTEN: usize = 256 << 20;
+
+/// A part of a served file: a request that has been checked.
+pub(super) struct Asked {
+    pub(super) region: Arc<RegionCore>,
+    pub(super) file: FileSlice,
+    /// Where in the file the granted range begins.
+    pub(super) start: u64,
+    pub(super) blocks: Vec<Block>,
+}
+
+impl Asked {
+    fn bytes(&self) -> u64 {
+        self.blocks.iter().map(|block| u64::from(block.len)).sum()
+    }
+
+    /// The ranges of the file, neighbours joined.
+    fn ranges(&self) -> Vec<(u64, usize)> {
+        let mut ranges: Vec<(u64, usize)> = Vec::new();
+        for block in &self.blocks {
+            let (offset, len) = (self.start + block.offset, block.len as usize);
+            match ranges.last_mut() {
+                Some((at, last)) if *at + *last as u64 == offset => *last += len,
+                _ => ranges.push((offset, len)),
+            }
+        }
+        ranges
+    }
+
+    /// Writes the bytes; the region stays meanwhile. Blocks.
+    pub(super) fn write(&self, mut bytes: &[u8]) -> Result<()> {
+        let _use = self.region.begin_use("write")?;
+        for (offset, len) in self.ranges() {
+            let (now, rest) = bytes.split_at(len.min(bytes.len()));
+            // SAFETY: `now` is a slice.
+            unsafe { self.file.write("write", offset, now.as_ptr(), now.len())? };
+            bytes = rest;
+        }
+        if self.region.is_closed() { Err(stale("write")) } else { Ok(()) }
+    }
+}
+
+/// What of files is on its way to and from one peer.
+#[derive(Default)]
+pub(super) struct Files {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<Reading>,
+    blocks: usize,
+    workers: usize,
+    /// Bytes in buffers that are being filled or sent.
+    read: usize,
+    /// Bytes that have come, or are coming, to be written.
+    written: usize,
+}
+
+/// A request that waits for its turn.
+struct Reading {
+    serving: Weak<Serving>,
+    connection: Arc<Connection>,
+    request: u64,
+    asked: Asked,
+}
+
+impl Files {
+    /// Takes a request for bytes of a file; a worker answers it.
+    pub(super) fn read(
+        self: &Arc<Self>,
+        serving: &Arc<Serving>,
+        connection: &Arc<Connection>,
+        request: u64,
+        asked: Asked,
+    ) -> Result<()> {
+        check_size("read", asked.bytes())?;
+        let mut state = lock(&self.state);
+        if state.waiting.len() >= MOST_WAITING || state.blocks + asked.blocks.len() > MOST_BLOCKS {
+            return Err(Error::new(Kind::Exhausted, "read", "too many requests for bytes of files wait"));
+        }
+        state.blocks += asked.blocks.len();
+        let (serving, connection) = (Arc::downgrade(serving), Arc::clone(connection));
+        state.waiting.push_back(Reading { serving, connection, request, asked });
+        drop(state);
+        self.go_on();
+        Ok(())
+    }
+
+    /// Takes note of bytes that come to be written. On a lane they are written before more is read, so that they need
+    /// no count.
+    pub(super) fn admit_write(&self, role: Role, bytes: u64) -> Result<()> {
+        check_size("write", bytes)?;
+        if role == Role::Lane {
+            return Ok(());
+        }
+        let mut state = lock(&self.state);
+        if state.written + bytes as usize > MOST_WRITTEN {
+            return Err(Error::new(
+                Kind::Exhausted,
+                "write",
+                "the owner cannot write files as fast as the bytes come",
+            ));
+        }
+        state.written += bytes as usize;
+        Ok(())
+    }
+
+    /// They have been written, or never will be.
+    pub(super) fn wrote(&self, role: Role, bytes: u64) {
+        if role == Role::Lane {
+            return;
+        }
+        let mut state = lock(&self.state);
+        state.written = state.written.saturating_sub(bytes as usize);
+    }
+
+    /// Forgets what waits.
+    pub(super) fn clear(&self) {
+        let waiting = {
+            let mut state = lock(&self.state);
+            state.blocks = 0;
+            std::mem::take(&mut state.waiting)
+        };
+        drop(waiting);
+    }
+
+    /// Calls a worker where there is something to do. Never blocks: it is called wherever a buffer becomes free.
+    fn go_on(self: &Arc<Self>) {
+        let mut state = lock(&self.state);
+        if state.workers >= MOST_WORKERS || state.next().is_none() {
+            return;
+        }
+        state.workers += 1;
+        drop(state);
+        let files = Arc::clone(self);
+        if let Err(refused) = progress::pool().spawn(Box::new(move || files.work())) {
+            // What waits is tried again with the next request; if none comes, the peer's limit ends its wait.
+            tracing::warn!(error = %refused.error, "a file cannot be read for a peer");
+            lock(&self.state).workers -= 1;
+        }
+    }
+
+    /// A worker's turn.
+    fn work(self: &Arc<Self>) {
+        loop {
+            let mut state = lock(&self.state);
+            let next = state.next().and_then(|bytes| Some((bytes, state.waiting.pop_front()?)));
+            let Some((bytes, reading)) = next else {
+                state.workers -= 1;
+                return;
+            };
+            state.blocks = state.blocks.saturating_sub(reading.asked.blocks.len());
+            state.read += bytes;
+            drop(state);
+            let region = Arc::clone(&reading.asked.region);
+            reading.run(Bounce { files: Arc::clone(self), region, bytes, buffer: Vec::new() });
+        }
+    }
+}
+
+impl State {
+    /// The bytes of the request whose turn it is, where there is room for them.
+    fn next(&self) -> Option<usize> {
+        let bytes = self.waiting.front()?.asked.bytes() as usize;
+        (self.read == 0 || self.read + bytes <= MOST_READ).then_some(bytes)
+    }
+}
+
+/// Refuses requests whose bytes would take too much memory on their way.
+fn check_size(op: &'static str, bytes: u64) -> Result<()> {
+    if bytes > MOST_AT_ONCE {
+        return Err(Error::invalid(op, format!("a request moves at most {MOST_AT_ONCE} bytes of a file")));
+    }
+    Ok(())
+}
+
+impl Reading {
+    fn run(self, mut bounce: Bounce) {
+        let Some(serving) = self.serving.upgrade() else { return };
+        // Until the answer is in its queue: who takes the region back then finds it there, or waits for it here.
+        let using = self.asked.region.begin_use("read");
+        let filled = using.as_ref().map_err(Clone::clone).and_then(|_| bounce.fill(&self.asked));
+        let sent = match filled {
+            Ok(parts) => {
+                let head =
+                    Message::from(wire::Data { outcome: Ok(()) }).frame(self.request, self.asked.bytes(), 0);
+                let keep = Keep::Bounce(Arc::new(bounce), self.request);
+                self.connection.send(head, Vec::new(), Payload::Memory(parts), keep)
+            }
+            Err(error) => serving.answer_read(&self.connection, self.request, Err(error)),
+        };
+        if sent.is_ok() && self.asked.region.is_closed() {
+            serving.break_off(self.asked.region.generation);
+        }
+        drop(using);
+    }
+}
+
+/// Bytes of a file on their way to a peer.
+pub(super) struct Bounce {
+    files: Arc<Files>,
+    region: Arc<RegionCore>,
+    bytes: usize,
+    buffer: Vec<u8>,
+}
+
+impl Bounce {
+    pub(super) fn region(&self) -> &RegionCore {
+        &self.region
+    }
+
+    /// Reads what was asked for; the parts stay valid until the bounce is dropped.
+    fn fill(&mut self, asked: &Asked) -> Result<Vec<RawPart>> {
+        let ranges = asked.ranges();
+        let page = crate::memory::FILE_ALIGNMENT;
+        self.buffer = vec![0; self.bytes + page];
+        // The buffer lies in its page as the first range in its own, so that it can go around the page cache.
+        let wanted = (asked.file.offset() + ranges.first().map_or(0, |(offset, _)| *offset)) as usize % page;
+        let start = (page + wanted - self.buffer.as_ptr().addr() % page) % page;
+        let mut at = start;
+        for (offset, len) in ranges {
+            let into = &mut self.buffer[at..at + len];
+            // SAFETY: `into` is an exclusive slice of that length.
+            unsafe { asked.file.read("read", offset, into.as_mut_ptr(), len)? };
+            at += len;
+        }
+        if asked.region.is_closed() {
+            return Err(stale("read"));
+        }
+        let filled = &self.buffer[start..at];
+        Ok(vec![RawPart { ptr: filled.as_ptr(), len: filled.len() }])
+    }
+}
+
+impl Drop for Bounce {
+    fn drop(&mut self) {
+        let mut state = lock(&self.files.state);
+        state.read = state.read.saturating_sub(self.bytes);
+        drop(state);
+        self.files.go_on();
+    }
+}
