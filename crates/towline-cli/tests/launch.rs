@@ -153,8 +153,15 @@ fn the_others_are_asked_to_end_before_they_are_made_to() {
 
 #[test]
 fn one_that_does_not_listen_is_ended_after_the_grace_time() {
-    let script = "trap '' TERM; if [ $RANK = 0 ]; then kill -9 $$; fi; while :; do sleep 0.1; done";
-    let output = shell("2", &["--grace", "0", "--json"], script);
+    // The first one waits until the other does not listen any more.
+    let deaf = std::env::temp_dir().join(format!("towline-deaf-{}", std::process::id()));
+    let script = format!(
+        "trap '' TERM; if [ $RANK = 0 ]; then until [ -e {0} ]; do sleep 0.05; done; kill -9 $$; fi; : > {0}; \
+         while :; do sleep 0.1; done",
+        deaf.display()
+    );
+    let output = shell("2", &["--grace", "0", "--json"], &script);
+    std::fs::remove_file(&deaf).unwrap();
     assert_eq!(output.status.code(), Some(128 + 9), "{}", String::from_utf8_lossy(&output.stderr));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["exit"], 137);
