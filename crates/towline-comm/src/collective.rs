@@ -100,10 +100,8 @@ fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()> {
     };
     let round = team.enter(call)?;
     let everybody = Everybody::read(&round, nranks)?;
-    let fail = |error: Error| {
-        team.abort(&error);
-        error
-    };
+    // Who finds a window gone may be the first to notice that its rank has aborted: that is the cause then.
+    let fail = |error: Error| team.fail(error);
     let (far, unregistered, reach) = everybody.reach(inner, team, job).map_err(fail)?;
     let choice = choice::choose(situation(job, nranks, far, unregistered), job.algorithm, false)?;
     inner.collectives.remember(choice);
@@ -285,6 +283,7 @@ impl Everybody {
             }
             let window = shared.clone().or_else(|| inner.windows().find(ids[rank]))?;
             Some(Part::Theirs {
+                rank,
                 pinned: window.pinned(rank)?,
                 base: self.words[rank][side.place + 1] as usize,
             })

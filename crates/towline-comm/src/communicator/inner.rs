@@ -194,7 +194,10 @@ impl Inner {
 
     /// What goes to that far rank, in order.
     pub(crate) fn lane(&self, peer: usize) -> Arc<Lane> {
-        Arc::clone(self.lanes.lock().unwrap_or_else(PoisonError::into_inner).entry(peer).or_default())
+        let team = self.team.read().unwrap_or_else(PoisonError::into_inner);
+        let team = team.as_ref().map(Arc::downgrade).unwrap_or_default();
+        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(lanes.entry(peer).or_insert_with(|| Arc::new(Lane::new(peer, team))))
     }
 
     /// The lane of that rank, where something was ever sent to it by requests.

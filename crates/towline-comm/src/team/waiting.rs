@@ -29,7 +29,8 @@ enum Seen<T> {
 
 impl Team {
     /// Waits until `check` gives something. The error names who is missing, as `missing` says at that moment; an empty
-    /// list means everybody. It does not fail the team: a collective calls [`abort`](Self::abort) with it.
+    /// list means everybody. It fails the team where a rank has died, and nowhere else: a collective calls
+    /// [`abort`](Self::abort) with it.
     pub(crate) fn wait<T>(
         &self,
         op: &'static str,
@@ -71,9 +72,14 @@ impl Team {
                 wanted = (0..self.nranks()).filter(|peer| *peer != self.rank()).collect();
             }
             self.publish_waits(wanted.first().copied());
-            if let Some(error) = self.gone(op, &wanted) {
+            if let Some((error, died)) = self.gone(op, &wanted) {
                 // What they did before they went may be all that was waited for.
-                return check().ok_or(error);
+                if let Some(it) = check() {
+                    self.publish_waits(None);
+                    return Ok(it);
+                }
+                // Who waits for this rank waits for the dead one, and does not know it.
+                return Err(if died { self.fail(error) } else { error });
             }
             if spent >= self.options.timeout {
                 let ranks = self.culprits(&wanted);
@@ -97,7 +103,7 @@ impl Team {
     }
 
     /// Fails the team, and gives back why it failed: this, or what came before.
-    pub(super) fn fail(&self, error: Error) -> Error {
+    pub(crate) fn fail(&self, error: Error) -> Error {
         self.abort(&error);
         // Another rank may have been first; everybody ends with the same cause.
         self.failure().map_or(error.clone(), |cause| cause.during(error.op()))
@@ -179,22 +185,40 @@ impl Team {
         (0..self.nranks()).filter(|peer| self.links.check(*peer).is_err()).collect()
     }
 
-    /// The error of waiting for ranks of which some are gone.
-    fn gone(&self, op: &'static str, wanted: &[usize]) -> Option<Error> {
-        let mut ranks = Vec::new();
-        let mut words = Vec::new();
+    /// The error of waiting for ranks of which some are gone, and whether one of them did not leave in order.
+    fn gone(&self, op: &'static str, wanted: &[usize]) -> Option<(Error, bool)> {
+        let (mut ranks, mut words, mut died) = (Vec::new(), Vec::new(), false);
         for peer in wanted.iter().copied().filter(|peer| *peer < self.nranks()) {
-            let departed =
-                self.links.region.load(self.links.layout.departed(peer)).is_ok_and(|left| left != 0);
             let why = match self.links.check(peer) {
-                _ if departed => "it has left the group".to_owned(),
-                Err(error) => error.message().to_owned(),
+                _ if self.has_departed(peer) => "it has left the group".to_owned(),
+                Err(error) => {
+                    died = true;
+                    error.message().to_owned()
+                }
                 Ok(()) => continue,
             };
             ranks.push(peer);
             words.push(format!("rank {peer} is gone: {why}"));
         }
-        (!ranks.is_empty()).then(|| Error::new(Kind::Disconnected, op, words.join("; ")).about(ranks))
+        let error = || Error::new(Kind::Disconnected, op, words.join("; ")).about(ranks.iter().copied());
+        (!ranks.is_empty()).then(|| (error(), died))
+    }
+
+    fn has_departed(&self, peer: usize) -> bool {
+        self.links.region.load(self.links.layout.departed(peer)).is_ok_and(|left| left != 0)
+    }
+
+    /// Says why an access to that rank's memory has failed. Where the rank is gone, and did not leave in order, the
+    /// team fails with it. Where the team has failed, that is why: ranks that have learnt of it close their windows.
+    pub(crate) fn lost(&self, peer: usize, error: Error) -> Error {
+        if error.kind() == Kind::Invalid {
+            return error;
+        }
+        let error = if error.ranks().is_empty() { error.about([peer]) } else { error };
+        if error.kind() == Kind::Disconnected && peer < self.nranks() && !self.has_departed(peer) {
+            return self.fail(error);
+        }
+        self.failure().map_or(error.clone(), |cause| cause.during(error.op()))
     }
 
     /// Whom the ranks that are missing wait for in turn: a rank that is held up is not to blame.

@@ -65,6 +65,14 @@ impl Operation {
         (Operation(Repr::Live(Arc::clone(&shared))), Completion(Some(shared)))
     }
 
+    /// Replaces the error of one that has failed at once.
+    pub(crate) fn explained(self, explain: impl FnOnce(Error) -> Error) -> Operation {
+        match self.0 {
+            Repr::Done(Err(error)) => Operation::done(Err(explain(error))),
+            repr => Operation(repr),
+        }
+    }
+
     /// Whether it has ended, well or not.
     pub fn is_done(&self) -> bool {
         match &self.0 {
