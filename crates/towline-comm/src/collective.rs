@@ -292,8 +292,12 @@ impl Everybody {
         match (parts, plan) {
             // It was mapped when the ranks announced it, or agreed on it: they count on it.
             (None, Plan::Known | Plan::Buffers) => {
+                let gone: Vec<usize> = (0..nranks).filter(|rank| part(*rank).is_none()).collect();
+                let window = |rank: usize| shared.clone().or_else(|| inner.windows().find(ids[rank]));
+                let why = gone.iter().find_map(|rank| window(*rank)?.way(*rank, job.kind.name()).err());
                 let message = "a rank has closed its window or buffer during the call";
-                Err(Error::new(towline::Kind::Stale, job.kind.name(), message))
+                let closed = || Error::new(towline::Kind::Stale, job.kind.name(), message);
+                Err(why.unwrap_or_else(closed).about(gone))
             }
             (parts, _) => Ok(parts),
         }

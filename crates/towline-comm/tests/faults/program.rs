@@ -9,10 +9,10 @@ use towline_comm::{
 use towline_testkit::random::Random;
 
 /// A room has four parts. From the first a rank sends, into the second it receives: it is still busy there when others
-/// are in their next step, so what they put and what they get has places of its own.
+/// are in their next step, so what they put (each in its own place) and what they get lies elsewhere.
 const HALF: usize = 512 << 10;
 const PUTS: usize = 2 * HALF;
-const GETS: usize = PUTS + MOST;
+const GETS: usize = PUTS + 5 * MOST;
 const ROOM: usize = GETS + MOST;
 /// The most bytes of one block: five of them fit into a half.
 const MOST: usize = 96 << 10;
@@ -191,9 +191,9 @@ impl Step<'_> {
         let window = if random.below(2) == 0 { &self.room.shared } else { &self.room.private };
         let far = 1 + random.below(self.nranks as u64 - 1) as usize;
         let (next, before) = ((self.rank + far) % self.nranks, (self.rank + self.nranks - far) % self.nranks);
-        let put = window.put_signal_bytes(next, PUTS, &self.mine(next, len), 0, 0)?;
+        let put = window.put_signal_bytes(next, PUTS + self.rank * MOST, &self.mine(next, len), 0, 0)?;
         self.comm.wait_signal(&[WaitSignal::from_rank(before)])?;
-        self.expect("put_signal", &window.memory()?.part(PUTS, len)?, before, self.rank)?;
+        self.expect("put_signal", &window.memory()?.part(PUTS + before * MOST, len)?, before, self.rank)?;
         put.wait()?;
         // Nobody writes there again before this rank has looked.
         self.comm.signal(before, 1, 3)?.wait()?;
