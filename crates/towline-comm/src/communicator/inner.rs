@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use towline::{Endpoint, Kind, Ticket};
@@ -146,6 +146,12 @@ impl Inner {
         team.clone().ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))
     }
 
+    /// The team, for what may outlive it.
+    pub(crate) fn weak_team(&self) -> Weak<Team> {
+        let team = self.team.read().unwrap_or_else(PoisonError::into_inner);
+        team.as_ref().map(Arc::downgrade).unwrap_or_default()
+    }
+
     /// Refuses calls on a communicator that was closed or finalised.
     pub(crate) fn check_usable(&self, op: &'static str) -> Result<()> {
         match self.life.load(Ordering::Acquire) {
@@ -194,8 +200,7 @@ impl Inner {
 
     /// What goes to that far rank, in order.
     pub(crate) fn lane(&self, peer: usize) -> Arc<Lane> {
-        let team = self.team.read().unwrap_or_else(PoisonError::into_inner);
-        let team = team.as_ref().map(Arc::downgrade).unwrap_or_default();
+        let team = self.weak_team();
         let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
         Arc::clone(lanes.entry(peer).or_insert_with(|| Arc::new(Lane::new(peer, team))))
     }

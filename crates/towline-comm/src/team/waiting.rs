@@ -245,7 +245,7 @@ impl Team {
 
     /// Publishes for whom this rank has waited for a while. It stays so when the wait fails: who waits for this rank in
     /// turn looks for the culprit at about the same time.
-    fn publish_waits(&self, peer: Option<usize>) {
+    pub(crate) fn publish_waits(&self, peer: Option<usize>) {
         let value = peer.map_or(0, |peer| peer as u64 + 1);
         if self.waits.load(Ordering::Relaxed) != value {
             self.waits.store(value, Ordering::Relaxed);

@@ -281,10 +281,10 @@ pub(super) fn put(
         }
         Way::Far(remote) => {
             let (endpoint, source) = (inner.endpoint().clone(), source.clone());
-            let len = source.len() as u64;
+            let (len, limits) = (source.len() as u64, inner.config.limits());
             let start = move || {
                 let request = endpoint.write(&remote, source.span()).at(offset as u64, 0, len);
-                Ok(request.start()?)
+                Ok(request.limits(limits).start()?)
             };
             Ok(in_lane(inner, core, peer, op, start))
         }
@@ -306,10 +306,10 @@ fn get(
         }
         Way::Far(remote) => {
             let (endpoint, target) = (inner.endpoint().clone(), target.clone());
-            let len = target.len() as u64;
+            let (len, limits) = (target.len() as u64, inner.config.limits());
             let start = move || {
                 let request = endpoint.read(&remote, target.span()).at(offset as u64, 0, len);
-                Ok(request.start()?)
+                Ok(request.limits(limits).start()?)
             };
             Ok(in_lane(inner, core, peer, "get", start))
         }
@@ -324,7 +324,7 @@ pub(super) fn in_lane(
     op: &'static str,
     start: impl FnOnce() -> Result<towline::Transfer> + Send + 'static,
 ) -> Operation {
-    let (operation, done) = Operation::live(op, inner.config.timeout, false);
+    let (operation, done) = Operation::toward(peer, inner.weak_team(), op, inner.config.timeout);
     let about = move |error: Error| error.about([peer]).during(op);
     let task = if core.flags().contains(WindowFlag::STRICT_ORDERING) {
         let step = move || {

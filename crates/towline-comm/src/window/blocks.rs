@@ -124,7 +124,10 @@ fn put(
         }
         Way::Far(remote) => {
             let (endpoint, source) = (inner.endpoint().clone(), source.clone());
-            let start = move || Ok(endpoint.write(&remote, source.span()).spans(&pairs.pieces).start()?);
+            let limits = inner.config.limits();
+            let start = move || {
+                Ok(endpoint.write(&remote, source.span()).spans(&pairs.pieces).limits(limits).start()?)
+            };
             Ok(in_lane(inner, core, peer, "put", start))
         }
     }
@@ -148,7 +151,10 @@ fn get(
         }
         Way::Far(remote) => {
             let (endpoint, target) = (inner.endpoint().clone(), target.clone());
-            let start = move || Ok(endpoint.read(&remote, target.span()).spans(&pairs.pieces).start()?);
+            let limits = inner.config.limits();
+            let start = move || {
+                Ok(endpoint.read(&remote, target.span()).spans(&pairs.pieces).limits(limits).start()?)
+            };
             Ok(in_lane(inner, core, peer, "get", start))
         }
     }
