@@ -215,6 +215,10 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
+        // The team of a forked child is its parent's.
+        if towline::fork_guard("leave").is_err() {
+            return;
+        }
         for peer in (0..self.nranks()).filter(|peer| *peer != self.rank()) {
             // Who is gone already need not be told.
             let _ = self.links.advance(peer, self.links.layout.departed(self.rank()), 1, 1);

@@ -45,7 +45,6 @@ pub(crate) struct Inner {
     seating: OnceLock<Seating>,
     team: RwLock<Option<Arc<Team>>>,
     life: AtomicU8,
-    process: u32,
     windows: Windows,
     buffers: Buffers,
     /// Registered buffers that all ranks have used together, by the ids that the ranks gave them.
@@ -79,7 +78,6 @@ impl Inner {
             seating: OnceLock::new(),
             team: RwLock::new(None),
             life: AtomicU8::new(OPEN),
-            process: std::process::id(),
             windows: Windows::default(),
             buffers: Buffers::default(),
             shared: Mutex::new(HashMap::new()),
@@ -139,6 +137,7 @@ impl Inner {
 
     /// The team, for calls. `Invalid` once closed, and before the group has met.
     pub(crate) fn team(&self, op: &'static str) -> Result<Arc<Team>> {
+        towline::fork_guard(op)?;
         if !self.is_open() {
             return Err(closed(op));
         }
@@ -154,6 +153,7 @@ impl Inner {
 
     /// Refuses calls on a communicator that was closed or finalised.
     pub(crate) fn check_usable(&self, op: &'static str) -> Result<()> {
+        towline::fork_guard(op)?;
         match self.life.load(Ordering::Acquire) {
             OPEN => Ok(()),
             FINALIZED => Err(Error::invalid(op, "the communicator is finalized")),
@@ -264,7 +264,7 @@ impl Inner {
     /// Waits for what is in flight, closes every handle and lets go of the group. Closing twice is harmless.
     pub(crate) fn close(&self, abort: Option<&Error>) {
         // In a forked child the threads that would end the work do not exist.
-        if self.life.load(Ordering::Acquire) == CLOSED || self.process != std::process::id() {
+        if self.life.load(Ordering::Acquire) == CLOSED || towline::fork_guard("destroy").is_err() {
             return;
         }
         let team = self.team.read().unwrap_or_else(PoisonError::into_inner).clone();
