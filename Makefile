@@ -3,7 +3,7 @@ CARGO_TARGET_DIR ?= target
 FUZZ_SECONDS ?= 60
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test lint test-unit test-loom test-forced-tcp python torch docs wheel bench bench-python fuzz fmt clean-tools
+.PHONY: help demo test lint test-unit test-loom test-forced-tcp python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
@@ -18,6 +18,7 @@ help:
 	@echo "make wheel            build the Python wheel, check it and try it in a fresh environment"
 	@echo "make bench            measure each path beside its limit"
 	@echo "make bench-python     measure the Python package beside Rust (release build of both)"
+	@echo "make bench-comm       measure groups of ranks beside the machine, and Open MPI and gloo where installed"
 	@echo "make fuzz             fuzz each decoder for FUZZ_SECONDS ($(FUZZ_SECONDS)) each"
 	@echo "make fmt              format the code"
 	@echo "make clean-tools      remove what was installed in .tools, .venv and .venv-torch"
@@ -64,6 +65,10 @@ bench-python:
 	$(CARGO) build --release -p towline-cli
 	.venv/bin/maturin develop --release --manifest-path bindings/python/Cargo.toml
 	$(towline) bench --python
+
+bench-comm:
+	$(CARGO) build --release -p towline-cli
+	$(towline) bench comm
 
 fuzz:
 	@$(CARGO) +nightly fuzz --version >/dev/null 2>&1 || { \

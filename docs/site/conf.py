@@ -62,7 +62,9 @@ nitpick_ignore_regex = [
     # What the standard library documents; looking it up would need the network.
     ("py:.*", r"(asyncio|collections|types|typing|numpy)\..*"),
     # Names of types that the pages explain in words.
-    ("py:.*", r"(Access|Blocks|Isolation|Local|Names|.*\bT_co)"),
+    ("py:.*", r"(Access|Algorithm|Blocks|Isolation|Local|Names|.*\bT_co)"),
+    # A base that only says which ranks an error is about.
+    ("py:class", r"towline\.nccl\._errors\._GroupError"),
 ]
 
 html_theme = "furo"

@@ -76,6 +76,8 @@ pub(crate) struct Memory<'py> {
     pub(crate) read_only: bool,
     /// DLPack's kind and number of the device where it is, unless that is the host.
     pub(crate) device: Option<(i32, i32)>,
+    /// The type of its elements, where DLPack told.
+    pub(crate) element: Option<dlpack::Type>,
     /// Keeps the bytes where they are for as long as it lives.
     owner: Option<Bound<'py, PyAny>>,
 }
@@ -108,9 +110,18 @@ impl<'py> Memory<'py> {
             return Err(unsupported_place(py, asked, "a CUDA device"));
         }
         if object.hasattr("__dlpack__")? {
-            let dlpack::Exported { addr, extent, read_only, device, owner } = dlpack::import(object, asked)?;
+            let dlpack::Exported { addr, extent, read_only, device, element, owner } =
+                dlpack::import(object, asked)?;
             let Extent { len, layout } = extent;
-            return Ok(Memory { addr, len, layout, read_only, device, owner: Some(owner) });
+            return Ok(Memory {
+                addr,
+                len,
+                layout,
+                read_only,
+                device,
+                element: Some(element),
+                owner: Some(owner),
+            });
         }
         let kind = object.get_type().name()?;
         Err(PyTypeError::new_err(format!(
@@ -122,7 +133,7 @@ impl<'py> Memory<'py> {
     /// Memory by its address; the owner keeps it, unless that is `None`.
     pub(crate) fn raw(addr: usize, len: usize, owner: Option<Bound<'py, PyAny>>) -> Memory<'py> {
         let owner = owner.filter(|owner| !owner.is_none());
-        Memory { addr, len, layout: None, read_only: false, device: None, owner }
+        Memory { addr, len, layout: None, read_only: false, device: None, element: None, owner }
     }
 
     /// The storage for the core, and whether peers can map it.
@@ -155,7 +166,7 @@ fn of_buffer(view: Bound<'_, PyMemoryView>, asked: Asked) -> PyResult<Memory<'_>
     let (addr, read_only) = (buffer.buf_ptr().addr(), buffer.readonly());
     // The view holds the export: a bytearray cannot be resized meanwhile.
     drop(buffer);
-    Ok(Memory { addr, len, layout, read_only, device: None, owner: Some(view.into_any()) })
+    Ok(Memory { addr, len, layout, read_only, device: None, element: None, owner: Some(view.into_any()) })
 }
 
 fn of_array_interface<'py>(
@@ -195,7 +206,7 @@ fn of_array_interface<'py>(
             Extent::of(py, asked, item as u64, &shape, &strides)?
         }
     };
-    Ok(Memory { addr, len, layout, read_only, device: None, owner: Some(object.clone()) })
+    Ok(Memory { addr, len, layout, read_only, device: None, element: None, owner: Some(object.clone()) })
 }
 
 pub(crate) fn not_contiguous(py: Python<'_>, asked: Asked) -> PyErr {

@@ -71,6 +71,7 @@ pub(crate) struct Exported<'py> {
     pub(crate) read_only: bool,
     /// Kind and number of the device, unless it is the host.
     pub(crate) device: Option<(i32, i32)>,
+    pub(crate) element: Type,
     pub(crate) owner: Bound<'py, PyAny>,
 }
 
@@ -105,7 +106,8 @@ pub(crate) fn import<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<
     };
     // SAFETY: `tensor` was read from a valid capsule that is still alive.
     let (addr, extent) = unsafe { extent(py, tensor, asked) }?;
-    Ok(Exported { addr, extent, read_only, device, owner: capsule.into_any() })
+    let element = tensor.dtype;
+    Ok(Exported { addr, extent, read_only, device, element, owner: capsule.into_any() })
 }
 
 /// Where a tensor begins, and which bytes from there on are its own.

@@ -11,6 +11,7 @@ mod endpoint;
 mod errors;
 mod import;
 mod layout;
+mod nccl;
 mod owners;
 mod process;
 mod region;
@@ -51,6 +52,20 @@ mod _native {
     use crate::import::Import;
     #[pymodule_export]
     use crate::layout::Layout;
+    #[pymodule_export]
+    use crate::nccl::communicator::{Communicator, array_type};
+    #[pymodule_export]
+    use crate::nccl::config::CommConfig;
+    #[pymodule_export]
+    use crate::nccl::group::{group_end, group_poison, group_start};
+    #[pymodule_export]
+    use crate::nccl::unique_id::{unique_id, unique_id_from_text, unique_id_texts};
+    #[pymodule_export]
+    use crate::nccl::view::PeerView;
+    #[pymodule_export]
+    use crate::nccl::window::{RegisteredBuffer, Window};
+    #[pymodule_export]
+    use crate::nccl::work::Work;
     #[pymodule_export]
     use crate::owners::held;
     #[pymodule_export]

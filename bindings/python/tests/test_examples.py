@@ -104,6 +104,12 @@ def test_the_pages_of_a_request_move_between_two_processes() -> None:
     assert "are free again" in printed
 
 
+def test_ranks_reduce_and_put_into_windows() -> None:
+    printed = run("communicator.py")
+    assert "all_reduce of 1048576 bytes among 4: direct, because" in printed
+    assert "a block from rank 3, one to rank 1 over mapped" in printed
+
+
 def test_code_for_dynamo_runs_unmodified() -> None:
     command = [sys.executable, "-m", "towline", "dropin-path"]
     path = subprocess.run(command, check=True, capture_output=True, text=True, timeout=50).stdout.strip()

@@ -12,7 +12,7 @@ import pytest
 from conftest import MakeWorker
 
 import towline
-from towline import Connector, Descriptor
+from towline import Connector, Descriptor, nccl
 from towline import nixl_connect as nc
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed here; scripts/test.sh torch has it")
@@ -266,3 +266,37 @@ class TestDropIn:
         for wrong in ([torch.zeros(4)], (torch.zeros(4),)):
             with pytest.raises(TypeError, match="data"):
                 nc.Descriptor(wrong)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "int8", "uint8", "int32", "int64"])
+def test_tensors_are_reduced_and_put_into_windows(dtype: str) -> None:
+    comms = nccl.Communicator.init_all(2)
+    tensors = [torch.full((3, 5), rank + 1).to(getattr(torch, dtype)) for rank in range(2)]
+    with nccl.group():
+        for comm, tensor in zip(comms, tensors, strict=True):
+            comm.allreduce(tensor, tensor, nccl.SUM)
+    assert all((tensor == 3).all() for tensor in tensors)
+
+    with nccl.group():
+        windows = [comm.register_window(tensor) for comm, tensor in zip(comms, tensors, strict=True)]
+    assert windows[0] is not None and windows[0].size == 15 * tensors[0].element_size()
+    comms[0].put_signal(tensors[0][1] + 1, 1, windows[0], peer_window_offset=10)
+    comms[1].wait_signal(nccl.WaitSignalDesc(0))
+    assert (tensors[1][2] == 4).all() and (tensors[1][:2] == 3).all()
+    for comm in comms:
+        comm.destroy()
+
+
+def test_tensors_with_gaps_and_of_shared_memory_in_collectives() -> None:
+    comm = nccl.Communicator.init(1, 0, nccl.get_unique_id())
+    tensor = torch.zeros(4, 4)
+    with pytest.raises(nccl.NcclInvalid, match="sendbuf: .*contiguous"):
+        comm.allreduce(tensor[:, 1], tensor[:, 1])
+    shared = torch.from_dlpack(nccl.empty((4, 4), "float32"))
+    window = comm.register_window(shared[1:3])
+    assert window is not None and window.user_ptr == shared[1].data_ptr()
+    gone = weakref.ref(shared)
+    del shared
+    comm.destroy()
+    gc.collect()
+    assert gone() is None

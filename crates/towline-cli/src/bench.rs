@@ -1,6 +1,7 @@
 //! `towline bench`: every path beside the limit of the machine, measured in turns in the same run.
 
 mod bed;
+pub(crate) mod comm;
 mod contacts;
 mod cores;
 mod costs;
@@ -17,7 +18,7 @@ use std::borrow::Cow;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use self::measure::Pace;
@@ -55,12 +56,36 @@ limit of a row is the same transfer in Rust, over the same memory, in turns:
   py-64m, py-64m-transfer     64 MiB by an operation, and by a transfer
   py-81920x4k                 blocks by index arrays
 
+comm measures groups of 2 and 4 rank processes on this host. Where there are enough cores, each rank has its own.
+Times of a call are those of the slowest rank. Peers take their turns between ours, where they are installed:
+  put-signal-8b     8 bytes and a signal, waited for, there and back; beside a flag in shared memory that two
+                    processes raise and spin on, and beside MPI_Put and MPI_Win_flush, the target polling
+  put-4m, get-4m    beside memcpy between the same memory
+  all-reduce-SIZE   f32, sums, out of place: with windows, registered buffers and neither; beside MPI_Allreduce with the
+                    fastest of several settings, chosen for each size, and torch.distributed with gloo
+  window-1g         registering a window of 1 GiB
+  windows-1000      what 1,000 windows, opened and closed after as many others, leave behind
+--list shows the rows, --filter takes a part of a label (4-ranks/all-reduce-1m).
+
 With --json: {\"rows\": [{\"name\", \"path\", \"op\", \"bytes\", \"blocks\", \"block_size\", \"threads\", \"streams\", \"unit\",
-\"ours\", \"limit\", \"target\", \"ratio\", \"goal\", \"met\", \"p99\", \"rounds\", \"against\"}], \"skipped\": [...], \"machine\": {...}}, and with --python also
+\"ranks\" (comm), \"ours\", \"limit\", \"target\", \"ratio\", \"goal\", \"met\", \"p99\", \"rounds\", \"against\"}], \"skipped\": [...], \"machine\": {...}}, and with --python also
 \"python\": {...}, the interpreter and the package.";
+
+/// What else can be measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Subject {
+    /// Groups of 2 and 4 ranks, beside the machine, Open MPI and gloo
+    Comm,
+}
 
 #[derive(Args)]
 pub(crate) struct Options {
+    /// Measure this instead of the paths
+    #[arg(value_name = "SUBJECT", conflicts_with_all = ["blocks", "block_size", "op", "path", "python"])]
+    subject: Option<Subject>,
+    /// Compare a group only with the machine, not with Open MPI and gloo
+    #[arg(long, requires = "subject")]
+    alone: bool,
     /// Fewer shapes and rounds: under a minute
     #[arg(long)]
     quick: bool,
@@ -108,6 +133,9 @@ impl Options {
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     if options.python {
         return python::run(options, output);
+    }
+    if options.subject == Some(Subject::Comm) {
+        return comm::run(options, output);
     }
     let cases: Vec<_> =
         shapes::cases(options).into_iter().filter(|case| options.wants(&case.label())).collect();

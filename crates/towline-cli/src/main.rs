@@ -7,6 +7,7 @@ mod demo;
 mod doctor;
 mod fetch;
 mod inspect;
+mod launch;
 mod machine;
 mod outcome;
 mod output;
@@ -66,6 +67,12 @@ enum Command {
     /// Read a whole region by its ticket
     #[command(after_help = EXIT_CODES)]
     Fetch(fetch::Options),
+    /// Start the ranks of a group on this host, and stop them all when one fails
+    #[command(after_help = launch::HELP)]
+    Launch(launch::Options),
+    /// What launch becomes a rank by
+    #[command(hide = true)]
+    Rank(launch::RankOptions),
     /// The other process of demo, doctor and bench
     #[command(hide = true)]
     Worker(worker::Options),
@@ -82,6 +89,12 @@ fn main() -> ExitCode {
         Command::Inspect(options) => inspect::run(&options, &output),
         Command::Serve(options) => serve::run(&options, &output),
         Command::Fetch(options) => fetch::run(&options, &output),
+        Command::Launch(options) => match launch::run(&options, &output) {
+            // The code is that of a rank.
+            Ok(code) => return code,
+            Err(failure) => Err(failure),
+        },
+        Command::Rank(options) => launch::become_rank(&options),
         Command::Worker(options) => worker::run(&options),
     };
     match outcome {

@@ -1,6 +1,5 @@
 //! How a command ends: an exit code, and what is said when it fails.
 
-use std::error::Error as _;
 use std::fmt;
 use std::process::ExitCode;
 
@@ -60,17 +59,9 @@ impl Failure {
     pub(crate) fn os(what: impl fmt::Display, error: impl Into<std::io::Error>) -> Failure {
         Failure::new(Exit::Unavailable, format!("{what}: {}", error.into()))
     }
-}
 
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl From<towline::Error> for Failure {
-    fn from(error: towline::Error) -> Failure {
-        let exit = match error.kind() {
+    fn of(kind: Kind, error: &dyn std::error::Error) -> Failure {
+        let exit = match kind {
             Kind::Disconnected
             | Kind::Exhausted
             | Kind::NotFound
@@ -85,7 +76,25 @@ impl From<towline::Error> for Failure {
             causes.push(cause.to_string());
             next = cause.source();
         }
-        let lacking = matches!(error.kind(), Kind::Unavailable | Kind::Unsupported);
+        let lacking = matches!(kind, Kind::Unavailable | Kind::Unsupported);
         Failure { exit, message: error.to_string(), causes, lacking }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl From<towline::Error> for Failure {
+    fn from(error: towline::Error) -> Failure {
+        Failure::of(error.kind(), &error)
+    }
+}
+
+impl From<towline_comm::Error> for Failure {
+    fn from(error: towline_comm::Error) -> Failure {
+        Failure::of(error.kind(), &error)
     }
 }

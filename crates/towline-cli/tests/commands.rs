@@ -305,6 +305,36 @@ fn a_python_without_the_package_exits_with_three_and_says_what_to_do() {
 }
 
 #[test]
+fn groups_of_ranks_are_measured_without_any_peer() {
+    let list = stdout(&towline(&["bench", "comm", "--list"]));
+    for label in ["2-ranks/put-signal-8b", "2-ranks/get-4m", "4-ranks/all-reduce-64m", "4-ranks/windows-1000"]
+    {
+        assert!(list.lines().any(|line| line == label), "{list}");
+    }
+    let rows = |filter: &str| {
+        let output =
+            towline(&["bench", "comm", "--alone", "--quick", "--repeat", "1", "--filter", filter, "--json"]);
+        assert_eq!(code(&output), 0, "{}", stderr(&output));
+        json(&output)["rows"].as_array().unwrap().clone()
+    };
+    for filter in ["put-signal-8b", "put-4m"] {
+        let rows = rows(filter);
+        assert!(
+            rows[0]["ours"].as_f64().unwrap() > 0.0 && rows[0]["limit"].as_f64().unwrap() > 0.0,
+            "{rows:?}"
+        );
+    }
+    // Ranks verify their first reduction.
+    let rows = rows("4-ranks/all-reduce-1k");
+    assert_eq!(rows.len(), 7);
+    for row in &rows {
+        assert!(row["ours"].as_f64().unwrap() > 0.0 && row["ranks"] == 4, "{row}");
+        let against = row["against"].as_str().unwrap();
+        assert!(against == "unregistered" || against.ends_with(": not asked"), "{row}");
+    }
+}
+
+#[test]
 fn only_the_whole_bench_has_the_weights() {
     let weights = |arguments: &[&str]| {
         let list = stdout(&towline(arguments));
@@ -323,6 +353,9 @@ fn a_wrong_command_line_exits_with_two() {
         &["bench", "--blocks", "0"],
         &["bench", "--python", "--path", "tcp"],
         &["bench", "--python-exe", "python3"],
+        &["bench", "comm", "--path", "tcp"],
+        &["bench", "comm", "--filter", "no-such-row"],
+        &["bench", "--alone"],
         &["demo", "--bytes", "0"],
         &["serve", "--access", "everything"],
         &["inspect"],

@@ -27,6 +27,7 @@ use self::choice::{Choice, Kind, Situation};
 use self::direct::{Part, Reach, Whose};
 pub(crate) use self::job::{Ask, Job};
 use self::run::Run;
+use crate::combine::Op;
 use crate::communicator::Inner;
 use crate::team::{Call, PAYLOAD, Round, Team};
 use crate::window::{BUFFER_BIT, WindowCore};
@@ -36,6 +37,7 @@ use crate::{Error, Memory, Result};
 #[derive(Default)]
 pub(crate) struct State {
     last: Mutex<Option<Choice>>,
+    room: Mutex<tiny::Room>,
     /// Whether all ranks can map each other's registered buffers, by the ids that the ranks gave them.
     agreed: Mutex<HashMap<Vec<u64>, bool>>,
     pub(self) sources: point::Sources,
@@ -63,7 +65,7 @@ const RECV_MAPPED: u64 = 4;
 /// # Errors
 /// `Invalid` on every rank where they ask for different things or the algorithm asked for cannot work: nothing has
 /// happened, and the communicator stays usable. Any other error fails the communicator on all ranks.
-pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()> {
+pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {
     let name = job.kind.name();
     let nranks = team.nranks();
     let rides = choice::rides(job.kind, job.bytes(nranks), nranks, job.algorithm, PAYLOAD)?;
@@ -72,23 +74,29 @@ pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()>
         .map_err(|error| error.during(name))
 }
 
-fn run_tiny(inner: &Inner, team: &Team, job: &Job) -> Result<()> {
+fn run_tiny(inner: &Inner, team: &Team, job: &Job<'_>) -> Result<()> {
     let nranks = team.nranks();
-    let mut payload = vec![0; job.send.as_ref().map_or(0, Memory::len)];
+    let mut room = inner.collectives.room.lock().unwrap_or_else(PoisonError::into_inner);
+    let room = &mut *room;
+    let payload = room.payload.bytes(job.send.as_ref().map_or(0, |send| send.len()));
     if let Some(send) = &job.send {
-        send.read_at(0, &mut payload)?;
+        send.read_at(0, payload)?;
     }
     let words = [job.scale, 0, 0, 0];
-    let round = team.enter(Call { name: job.kind.name(), digest: job.digest(), words, payload: &payload })?;
+    let call = Call { name: job.kind.name(), digest: job.digest(), words, payload };
+    let round = team.enter_knowing(call)?;
     inner.collectives.remember(choice::choose(situation(job, nranks, 0, 0), job.algorithm, true)?);
-    let scales = (0..nranks).map(|rank| round.words(rank)[0]).collect();
     if job.block == 0 {
         return Ok(());
     }
-    tiny::run(&Run { team, job, rank: team.rank(), nranks, scales }, &round)
+    let scales = match job.op {
+        Op::ScaledSum(_) => (0..nranks).map(|rank| round.words(rank)[0]).collect(),
+        _ => Vec::new(),
+    };
+    tiny::run(&Run { team, job, rank: team.rank(), nranks, scales }, &round, room)
 }
 
-fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job) -> Result<()> {
+fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {
     let (rank, nranks) = (team.rank(), team.nranks());
     let announced = announce(inner, team, job);
     let header = [announced.flags, job.scale];
@@ -137,7 +145,7 @@ fn through_channels(run: &Run<'_>, algorithm: Algorithm) -> Result<()> {
     }
 }
 
-fn situation(job: &Job, nranks: usize, far: usize, unregistered: usize) -> Situation {
+fn situation(job: &Job<'_>, nranks: usize, far: usize, unregistered: usize) -> Situation {
     Situation { kind: job.kind, bytes: job.bytes(nranks), nranks, far, unregistered }
 }
 
@@ -147,15 +155,15 @@ struct Announced {
     flags: u64,
 }
 
-fn announce(inner: &Inner, team: &Team, job: &Job) -> Announced {
+fn announce(inner: &Inner, team: &Team, job: &Job<'_>) -> Announced {
     let nranks = team.nranks();
     let mut flags = 0;
     if (0..nranks).all(|peer| team.is_near(peer)) {
         flags |= NEAR;
     }
     let mut words = [0; 4];
-    for (Side { place, mapped }, memory) in [(SEND, &job.send_home), (RECV, &job.recv_home)] {
-        let Some((id, offset)) = memory.as_ref().and_then(Memory::window) else { continue };
+    for (Side { place, mapped }, memory) in [(SEND, job.send_home()), (RECV, job.recv_home())] {
+        let Some((id, offset)) = memory.and_then(Memory::window) else { continue };
         words[place] = id;
         words[place + 1] = offset as u64;
         if flags & NEAR != 0
@@ -198,7 +206,7 @@ impl Everybody {
         &self,
         inner: &Arc<Inner>,
         team: &Arc<Team>,
-        job: &Job,
+        job: &Job<'_>,
     ) -> Result<(usize, usize, Option<Reach>)> {
         let nranks = team.nranks();
         let far = self.flags.iter().filter(|&flags| flags & NEAR == 0).count();
@@ -251,15 +259,15 @@ impl Everybody {
         &self,
         inner: &Arc<Inner>,
         team: &Arc<Team>,
-        job: &Job,
+        job: &Job<'_>,
         plan: Plan,
         side: Side,
     ) -> Result<Option<Vec<Part>>> {
         let nranks = team.nranks();
         let ids: Vec<u64> = self.words.iter().map(|words| words[side.place]).collect();
         let (mine, home) = match side.place {
-            0 => (&job.send, &job.send_home),
-            _ => (&job.recv, &job.recv_home),
+            0 => (&job.send, job.send_home()),
+            _ => (&job.recv, job.recv_home()),
         };
         let shared = match (plan, home) {
             (Plan::Nothing, _) => return Ok(Some(Vec::new())),
@@ -279,7 +287,7 @@ impl Everybody {
             if rank == team.rank()
                 && let Some(memory) = mine
             {
-                return Some(Part::Mine(memory.clone()));
+                return Some(Part::Mine(memory.clone().into_owned()));
             }
             let window = shared.clone().or_else(|| inner.windows().find(ids[rank]))?;
             Some(Part::Theirs {
@@ -337,9 +345,9 @@ impl Plan {
 
 impl Reach {
     /// The memory of the only rank.
-    fn alone(job: &Job) -> Reach {
-        let part = |memory: &Option<Memory>| memory.iter().cloned().map(Part::Mine).collect();
-        Reach { send: part(&job.send), recv: part(&job.recv) }
+    fn alone(job: &Job<'_>) -> Reach {
+        let part = |memory: Option<&Memory>| memory.cloned().map(Part::Mine).into_iter().collect();
+        Reach { send: part(job.send.as_deref()), recv: part(job.recv.as_deref()) }
     }
 }
 

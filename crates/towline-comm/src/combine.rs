@@ -174,10 +174,23 @@ pub(crate) struct Accumulator {
     narrowed: Scratch,
 }
 
+/// The memory of an accumulator that has done its work, for the next one.
+#[derive(Default)]
+pub(crate) struct Spent([Scratch; 4]);
+
 impl Accumulator {
     pub(crate) fn new(op: Op, dtype: Dtype) -> Accumulator {
-        let [sum, arrived, widened, narrowed] = std::array::from_fn(|_| Scratch::default());
+        Accumulator::reusing(op, dtype, Spent::default())
+    }
+
+    /// One that takes over the memory of another.
+    pub(crate) fn reusing(op: Op, dtype: Dtype, spent: Spent) -> Accumulator {
+        let Spent([sum, arrived, widened, narrowed]) = spent;
         Accumulator { op, dtype, elements: 0, taken: 0, sum, arrived, widened, narrowed }
+    }
+
+    pub(crate) fn spend(self) -> Spent {
+        Spent([self.sum, self.arrived, self.widened, self.narrowed])
     }
 
     /// Begins a stretch of that many elements.

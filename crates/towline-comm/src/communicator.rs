@@ -20,7 +20,7 @@ use crate::bootstrap::{self, Joining};
 use crate::group::{self, Job};
 use crate::team::{Seat, Team};
 use crate::unique_id::UniqueId;
-use crate::window::{Memory, RegisteredBuffer};
+use crate::window::{Memory, Operation, RegisteredBuffer};
 use crate::{Error, Result};
 
 /// A rank's membership in a fixed group.
@@ -82,6 +82,31 @@ impl Communicator {
         let meet = move || meet(&inner, nranks, rank, &id, 0, "init");
         comm.establish(meet)?;
         Ok(comm)
+    }
+
+    /// Joins the group that `towline launch` started this process for, or any other launcher that sets the variables
+    /// `TOWLINE_RANK`, `TOWLINE_NRANKS` and `TOWLINE_UNIQUE_ID`. An id serves one meeting, so that a process does this
+    /// once; further groups are [`split`](Self::split) from it.
+    ///
+    /// # Errors
+    /// `Invalid` where a variable is missing or makes no sense, and as [`init`](Self::init).
+    pub fn from_env(config: Config) -> Result<Communicator> {
+        let variable = |name: &str| {
+            std::env::var(name).map_err(|error| {
+                let message = format!("{name}: {error}; `towline launch -n 4 -- program` sets it");
+                Error::invalid("from_env", message)
+            })
+        };
+        let number = |name: &str| {
+            let text = variable(name)?;
+            text.trim().parse::<usize>().map_err(|error| {
+                Error::invalid("from_env", format!("{name}: {text:?} is not a number of ranks: {error}"))
+            })
+        };
+        let (rank, nranks) = (number("TOWLINE_RANK")?, number("TOWLINE_NRANKS")?);
+        let id =
+            variable("TOWLINE_UNIQUE_ID")?.parse::<UniqueId>().map_err(|error| error.during("from_env"))?;
+        Communicator::init(nranks, rank, &id, config)
     }
 
     /// Makes a group of `count` ranks in this process: one communicator for each, by rank.
@@ -160,6 +185,30 @@ impl Communicator {
         }
     }
 
+    /// [`submit`](Self::submit) of a call with arguments that `prepare` checks: `work` does it at once, without putting
+    /// it anywhere, unless a group or the communicator's thread holds it back, for which `keep` makes a job of it.
+    pub(crate) fn submit_call<A>(
+        &self,
+        op: &'static str,
+        prepare: impl FnOnce(&Arc<Inner>) -> Result<A>,
+        work: impl FnOnce(&Arc<Inner>, &Arc<Team>, &A) -> Result<()>,
+        keep: impl FnOnce(A) -> Job,
+    ) -> Result<()> {
+        let inner = self.inner(op).map_err(group::poison)?;
+        inner.check_usable(op).map_err(group::poison)?;
+        let arguments = match prepare(inner) {
+            Ok(arguments) => arguments,
+            Err(error) => return Err(group::poison(error)),
+        };
+        if inner.config.blocking && !group::is_open() {
+            return inner.run_now(|inner, team| work(inner, team, &arguments));
+        }
+        match group::defer(inner, keep(arguments)) {
+            Some(job) => inner.launch(vec![job]),
+            None => Ok(()),
+        }
+    }
+
     /// This rank's number in the group.
     pub fn rank(&self) -> Result<usize> {
         Ok(self.inner("rank")?.place("rank")?.0)
@@ -233,6 +282,33 @@ impl Communicator {
                 Err(Error::new(Kind::Timeout, "synchronize", "work is still in progress"))
             }
         }
+    }
+
+    /// Makes a call and follows it to its end: at once on a blocking communicator, otherwise when its work is done,
+    /// inside a group after the outermost end. For calls whose own result says nothing about that: collectives,
+    /// messages, registrations of windows, waits for signals, flushes and fences.
+    ///
+    /// ```
+    /// use towline_comm::{Communicator, Config, get_unique_id};
+    /// let config = Config { blocking: false, ..Config::default() };
+    /// let comm = Communicator::init(1, 0, &get_unique_id()?, config)?;
+    /// let barrier = comm.follow("barrier", |comm| comm.barrier())?;
+    /// barrier.wait()?; // or: barrier.await
+    /// # Ok::<(), towline_comm::Error>(())
+    /// ```
+    pub fn follow(
+        &self,
+        op: &'static str,
+        call: impl FnOnce(&Communicator) -> Result<()>,
+    ) -> Result<Operation> {
+        let inner = self.inner(op).map_err(group::poison)?;
+        if inner.config.blocking && !group::is_open() {
+            call(self)?;
+            return Ok(Operation::done(Ok(0)));
+        }
+        let (operation, told) = Operation::live(op, inner.config.timeout, true);
+        group::follow(told, || call(self))?;
+        Ok(operation)
     }
 
     /// The bytes of a storage, for a call: those of a window or registered buffer where it lies in one, otherwise

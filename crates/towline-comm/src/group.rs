@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::communicator::Inner;
 use crate::team::Team;
-use crate::window::Memory;
+use crate::window::{Completion, Memory};
 use crate::{Error, Result};
 
 /// What a call does once its arguments were checked.
@@ -36,6 +36,8 @@ pub(crate) struct Message {
     pub(crate) memory: Memory,
     /// Received where true, sent where false.
     pub(crate) incoming: bool,
+    /// Who wants to know how it ended.
+    pub(crate) told: Option<Completion>,
 }
 
 struct Group {
@@ -46,6 +48,8 @@ struct Group {
 
 thread_local! {
     static OPEN: RefCell<Option<Group>> = const { RefCell::new(None) };
+    /// Who wants to know how the call that this thread is making ends.
+    static FOLLOWER: RefCell<Option<Completion>> = const { RefCell::new(None) };
 }
 
 /// Begins a group of calls on this thread: they are launched by the [`group_end`] that matches the first start.
@@ -135,8 +139,10 @@ pub(crate) fn poison(error: Error) -> Error {
     error
 }
 
-/// Puts a job into the group that is open on this thread; gives it back where there is none.
+/// Puts a job into the group that is open on this thread; gives it back where there is none. Either way the job tells
+/// whoever follows the call.
 pub(crate) fn defer(inner: &Arc<Inner>, job: Job) -> Option<Job> {
+    let job = followed(job);
     OPEN.with_borrow_mut(|open| match open {
         Some(group) => {
             group.jobs.push((Arc::clone(inner), job));
@@ -144,6 +150,33 @@ pub(crate) fn defer(inner: &Arc<Inner>, job: Job) -> Option<Job> {
         }
         None => Some(job),
     })
+}
+
+/// Makes a call; the job that it submits tells how it ended.
+pub(crate) fn follow(told: Completion, call: impl FnOnce() -> Result<()>) -> Result<()> {
+    FOLLOWER.with_borrow_mut(|follower| *follower = Some(told));
+    let outcome = call();
+    // Still there where the call submitted nothing; dropped outside of the borrow, since that wakes others.
+    let unused = FOLLOWER.with_borrow_mut(Option::take);
+    drop(unused);
+    outcome
+}
+
+/// The job, which also tells whoever follows the call how it ended.
+fn followed(job: Job) -> Job {
+    let Some(told) = FOLLOWER.with_borrow_mut(Option::take) else { return job };
+    let telling = |work: Work, told: Completion| -> Work {
+        Box::new(move |inner, team| {
+            let outcome = work(inner, team);
+            told.tell(outcome.clone().map(|()| 0));
+            outcome
+        })
+    };
+    match job {
+        Job::Call(work) => Job::Call(telling(work, told)),
+        Job::Wait(work) => Job::Wait(telling(work, told)),
+        Job::Message(message, together) => Job::Message(Message { told: Some(told), ..message }, together),
+    }
 }
 
 /// Refuses what makes or ends communicators inside a group: it would wait for calls that the group holds back.
@@ -199,7 +232,13 @@ pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, jobs: Vec<Job>) -> Resul
                         messages.push(message);
                     }
                 }
-                together(inner, team, messages)
+                let told: Vec<Completion> =
+                    messages.iter_mut().filter_map(|message| message.told.take()).collect();
+                let ended = together(inner, team, messages);
+                for one in told {
+                    one.tell(ended.clone().map(|()| 0));
+                }
+                ended
             }
         };
         outcome = outcome.and(ended);

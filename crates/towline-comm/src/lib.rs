@@ -37,6 +37,7 @@ mod combine;
 mod communicator;
 mod error;
 mod group;
+mod interrupt;
 mod team;
 mod unique_id;
 mod window;
@@ -48,6 +49,7 @@ pub use combine::{Op, Scalar};
 pub use communicator::{Communicator, Config, Progress, WaitSignal};
 pub use error::{Error, Result};
 pub use group::{group, group_end, group_start};
+pub use interrupt::interruptible;
 pub use towline::Patience;
 pub use unique_id::{UNIQUE_ID_LEN, UniqueId, UniqueIdOptions, get_unique_id, get_unique_id_with};
 pub use window::{

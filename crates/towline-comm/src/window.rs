@@ -22,6 +22,7 @@ pub(crate) use self::buffer::{BUFFER_BIT, Buffers};
 pub(crate) use self::core::{Way, WindowCore, Windows};
 pub(crate) use self::lane::{Lane, Task};
 pub use self::memory::Memory;
+pub(crate) use self::operation::Completion;
 pub use self::operation::Operation;
 pub(crate) use self::register::share_buffers;
 pub use self::view::{Epoch, PeerView};

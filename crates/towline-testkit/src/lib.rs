@@ -8,6 +8,7 @@
 
 pub mod bench;
 pub mod executor;
+pub mod interrupt;
 pub mod laws;
 pub mod netns;
 pub mod oracle;

@@ -6,6 +6,8 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use towline::memory::{Mapping, Place, Storage};
 
@@ -197,6 +199,77 @@ impl RawCopy {
     }
 }
 
+/// A word of memory that two processes share: one raises it, the other spins until it has.
+pub struct Flag {
+    word: *mut u64,
+    _kept: Memory,
+}
+
+// SAFETY: the word lies in memory that `_kept` keeps mapped, and is only ever touched atomically.
+unsafe impl Send for Flag {}
+// SAFETY: as above.
+unsafe impl Sync for Flag {}
+
+impl Flag {
+    /// How long [`wait`](Self::wait) spins for a process that may have died.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// The 64-bit word at that offset.
+    pub fn new(memory: Memory, offset: u64) -> io::Result<Flag> {
+        let (addr, len) = memory.range()?;
+        if !memory.is_writable()
+            || !offset.is_multiple_of(8)
+            || offset.checked_add(8).is_none_or(|end| end > len)
+        {
+            return Err(invalid("there is no such word that can be written"));
+        }
+        Ok(Flag { word: std::ptr::with_exposed_provenance_mut(addr + offset as usize), _kept: memory })
+    }
+
+    #[inline(always)]
+    fn word(&self) -> &AtomicU64 {
+        // SAFETY: `new` checked that the aligned word lies within memory that `_kept` keeps mapped and writable;
+        // everybody touches it atomically.
+        unsafe { AtomicU64::from_ptr(self.word) }
+    }
+
+    /// What it holds.
+    #[inline(always)]
+    pub fn value(&self) -> u64 {
+        self.word().load(Ordering::Acquire)
+    }
+
+    /// Sets it; what was written before is visible to who sees it.
+    #[inline(always)]
+    pub fn raise(&self, value: u64) {
+        self.word().store(value, Ordering::Release);
+    }
+
+    /// Spins until it is at least that high.
+    #[inline(always)]
+    pub fn wait(&self, value: u64) -> io::Result<()> {
+        for _ in 0..1 << 16 {
+            if self.value() >= value {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        self.wait_long(value)
+    }
+
+    #[cold]
+    fn wait_long(&self, value: u64) -> io::Result<()> {
+        let until = Instant::now() + Flag::PATIENCE;
+        while self.value() < value {
+            if Instant::now() > until {
+                return Err(io::Error::new(io::ErrorKind::TimedOut, "the other process does not answer"));
+            }
+            std::hint::spin_loop();
+        }
+        Ok(())
+    }
+}
+
 fn process_vm(direction: Direction, pid: i32, near: &[libc::iovec], far: &[libc::iovec]) -> io::Result<()> {
     let call = match direction {
         Direction::Read => libc::process_vm_readv,
@@ -249,6 +322,18 @@ mod tests {
             to.read_at(0, &mut found).unwrap();
             assert!(found == expected, "{cut:?}");
         }
+    }
+
+    #[test]
+    fn a_flag_is_seen_by_who_waits_for_it() {
+        let memory = Memory::Storage(Arc::new(SharedStorage::new(4096).unwrap()));
+        let (mine, theirs) = (Flag::new(memory.clone(), 64).unwrap(), Flag::new(memory.clone(), 64).unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(move || theirs.raise(3));
+            mine.wait(3).unwrap();
+        });
+        assert_eq!(mine.value(), 3);
+        assert!(Flag::new(memory.clone(), 4096).is_err() && Flag::new(memory, 12).is_err());
     }
 
     #[test]

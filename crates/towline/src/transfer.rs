@@ -12,7 +12,7 @@ use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -282,6 +282,14 @@ impl fmt::Debug for Transfer {
 /// Told once how a transfer ended, before its waiters are.
 pub(crate) type OnEnd = Box<dyn Fn(&Result<()>) + Send + Sync>;
 
+/// Work that a caller can take part in instead of sleeping until others have done it.
+pub(crate) trait Help: Send + Sync {
+    fn help(&self);
+}
+
+/// A caller that waits for less than this does not help: what it takes on may last longer.
+const LEAST_HELPFUL: Duration = Duration::from_secs(1);
+
 /// What the paths drive: the request, what it keeps alive, and its state.
 pub(crate) struct TransferCore {
     pub(crate) id: u64,
@@ -299,6 +307,8 @@ pub(crate) struct TransferCore {
     span: tracing::Span,
     stopped: AtomicBool,
     timer: OnceLock<TimerId>,
+    /// What a caller that waits can do meanwhile.
+    help: OnceLock<Weak<dyn Help>>,
     inner: Mutex<Inner>,
     ended: Condvar,
     /// Counts the end in the path's statistics.
@@ -364,6 +374,7 @@ impl TransferCore {
             span,
             stopped: AtomicBool::new(false),
             timer: OnceLock::new(),
+            help: OnceLock::new(),
             inner: Mutex::new(Inner {
                 state,
                 wakers: Vec::new(),
@@ -408,13 +419,18 @@ impl TransferCore {
         lock(&self.inner).state.set_value(value);
     }
 
-    /// The blocks that one unit carries.
-    fn blocks_of(&self, unit: usize) -> Range<u64> {
-        let pieces = &self.units[unit];
-        if pieces.is_empty() {
-            return 0..0;
-        }
-        self.plan.blocks_of(pieces.start).start..self.plan.blocks_of(pieces.end - 1).end
+    /// The blocks that one unit carries, in runs.
+    fn blocks_of(&self, unit: usize) -> Vec<Range<u64>> {
+        let mut blocks: Vec<_> = self.units[unit].clone().map(|piece| self.plan.blocks_of(piece)).collect();
+        blocks.sort_unstable_by_key(|blocks| blocks.start);
+        blocks.dedup_by(|next, run| {
+            let joins = next.start <= run.end;
+            if joins {
+                run.end = run.end.max(next.end);
+            }
+            joins
+        });
+        blocks
     }
 
     /// One unit has ended well.
@@ -489,9 +505,19 @@ impl TransferCore {
         }
     }
 
+    /// Lets callers that wait for this transfer take part in that work.
+    pub(crate) fn set_help(&self, help: Weak<dyn Help>) {
+        let _ = self.help.set(help);
+    }
+
     fn wait(&self, until: Option<Instant>) -> Option<Result<()>> {
         if let Err(error) = fork::guard(self.op.name()).and_then(|()| progress::may_block(self.op.name())) {
             return Some(Err(error));
+        }
+        if let Some(work) = self.help.get().and_then(Weak::upgrade)
+            && until.is_none_or(|until| until >= progress::later(Instant::now(), LEAST_HELPFUL))
+        {
+            work.help();
         }
         let mut inner = lock(&self.inner);
         loop {
@@ -518,7 +544,7 @@ impl TransferCore {
         let Ok(reactor) = progress::reactor() else { return };
         let at = self.next_check(&lock(&self.inner)).max(now);
         let weak = Arc::downgrade(self);
-        let timer: std::sync::Weak<dyn Timer> = weak;
+        let timer: Weak<dyn Timer> = weak;
         let _ = self.timer.set(reactor.at(at, timer, 0));
     }
 }
@@ -536,7 +562,7 @@ impl Timer for TransferCore {
                 drop(inner);
                 if let Ok(reactor) = progress::reactor() {
                     let weak = Arc::downgrade(&self);
-                    let timer: std::sync::Weak<dyn Timer> = weak;
+                    let timer: Weak<dyn Timer> = weak;
                     reactor.at(next, timer, key);
                 }
                 return;

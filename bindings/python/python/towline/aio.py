@@ -15,8 +15,8 @@ from . import _native
 from ._errors import Timeout
 
 if TYPE_CHECKING:
+    from . import connect, nccl
     from ._transfer import Transfer
-    from .connect import Operation
 
 T = TypeVar("T")
 
@@ -200,14 +200,14 @@ class CompletionQueue:
 
     def __init__(self) -> None:
         self._completions = _native.Completions()
-        self._waiting: dict[int, Transfer[Any] | Operation] = {}
+        self._waiting: dict[int, Transfer[Any] | connect.Operation | nccl.Operation[Any]] = {}
         self._next_id = 0
 
     def fileno(self) -> int:
         """The descriptor that is readable when ``ready()`` should be called, which now and then gives nothing."""
         return self._completions.fileno()
 
-    def add(self, transfer: Transfer[Any] | Operation) -> None:
+    def add(self, transfer: Transfer[Any] | connect.Operation | nccl.Operation[Any]) -> None:
         """Has ``ready()`` give that transfer or operation when it has ended, which may be at once."""
         self._next_id += 1
         number = self._next_id
@@ -216,7 +216,7 @@ class CompletionQueue:
         if transfer._native.poll(waiter):
             waiter.wake()
 
-    def ready(self) -> list[Transfer[Any] | Operation]:
+    def ready(self) -> list[Transfer[Any] | connect.Operation | nccl.Operation[Any]]:
         """What has ended since the last call; never blocks."""
         ended = (self._waiting.pop(number, None) for number in self._completions.take())
         return [transfer for transfer in ended if transfer is not None]

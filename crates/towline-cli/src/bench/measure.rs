@@ -115,8 +115,6 @@ fn some_median(values: &mut [f64]) -> Option<f64> {
 }
 
 /// How many threads of this process share the work of `step`, by the processor time that each of them gets.
-///
-/// Where helpers do it, the caller, which only prepares and waits, is not counted.
 pub(super) fn busy_threads(step: &mut Step<'_>) -> Outcome<usize> {
     let before = thread_times();
     let start = Instant::now();
@@ -125,19 +123,15 @@ pub(super) fn busy_threads(step: &mut Step<'_>) -> Outcome<usize> {
         step()?;
         runs += 1;
     }
-    let caller = rustix::thread::gettid().as_raw_nonzero().get();
-    let (mut total, mut helpers) = (0, Vec::new());
-    for (thread, time) in thread_times() {
-        let gained = time.saturating_sub(before.get(&thread).copied().unwrap_or(0));
-        total += gained;
-        if thread != caller {
-            helpers.push(gained);
-        }
-    }
-    if helpers.iter().sum::<u64>() * 2 < total {
-        return Ok(1);
-    }
-    Ok(helpers.iter().filter(|time| **time * 20 > total).count().max(1))
+    let gained: Vec<u64> = thread_times()
+        .into_iter()
+        .map(|(thread, time)| time.saturating_sub(before.get(&thread).copied().unwrap_or(0)))
+        .collect();
+    // A caller that only prepares and waits is not counted. Not always the same threads come to work, so that more of
+    // them can be seen than are at work at once.
+    let most = std::thread::available_parallelism().map_or(1, usize::from);
+    let busy = gained.iter().filter(|time| **time * 20 > gained.iter().sum()).count();
+    Ok(busy.clamp(1, most))
 }
 
 /// Nanoseconds on a processor, by thread.

@@ -30,6 +30,9 @@ pub(super) struct Row {
     pub(super) block_size: u64,
     pub(super) threads: Option<usize>,
     pub(super) streams: Option<usize>,
+    /// How many ranks took part, where a group did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) ranks: Option<usize>,
     pub(super) unit: Unit,
     pub(super) ours: f64,
     pub(super) limit: Option<f64>,
@@ -78,6 +81,7 @@ impl Row {
             block_size: 0,
             threads: None,
             streams: None,
+            ranks: None,
             unit,
             ours,
             limit: None,
@@ -92,8 +96,13 @@ impl Row {
     }
 
     /// Sets what ours is compared with, the ratio that is asked for, and how near it is.
-    pub(super) fn against(mut self, what: &'static str, limit: Option<f64>, goal: Option<f64>) -> Row {
-        self.against = Cow::Borrowed(what);
+    pub(super) fn against(
+        mut self,
+        what: impl Into<Cow<'static, str>>,
+        limit: Option<f64>,
+        goal: Option<f64>,
+    ) -> Row {
+        self.against = what.into();
         self.limit = limit;
         self.goal = goal;
         self.judged()
@@ -121,20 +130,21 @@ impl Row {
         self
     }
 
-    fn cells(&self) -> Vec<String> {
+    fn cells(&self, names_limits: bool) -> Vec<String> {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         let asked = match (self.goal, self.target) {
             (Some(goal), _) => format!("ratio {goal:.2}"),
             (None, Some(target)) => self.unit.show(target),
             (None, None) => String::new(),
         };
-        let workers = match (self.streams, self.threads) {
-            (Some(1), _) => "1 stream".to_owned(),
-            (Some(streams), _) => format!("{streams} streams"),
-            (None, Some(threads)) => threads.to_string(),
-            (None, None) => "-".to_owned(),
+        let workers = match (self.ranks, self.streams, self.threads) {
+            (Some(ranks), ..) => format!("{ranks} ranks"),
+            (_, Some(1), _) => "1 stream".to_owned(),
+            (_, Some(streams), _) => format!("{streams} streams"),
+            (_, None, Some(threads)) => threads.to_string(),
+            (_, None, None) => "-".to_owned(),
         };
-        vec![
+        let mut cells = vec![
             self.name.clone(),
             or_dash(self.path.as_deref().map(str::to_owned)),
             or_dash(self.op.as_deref().map(str::to_owned)),
@@ -149,7 +159,11 @@ impl Row {
                 None => "",
             }
             .to_owned(),
-        ]
+        ];
+        if names_limits {
+            cells.push(self.against.clone().into_owned());
+        }
+        cells
     }
 }
 
@@ -169,8 +183,13 @@ impl Unit {
 impl Report {
     pub(super) fn print(&self, output: &Output) {
         output.document(self);
-        let rows: Vec<_> = self.rows.iter().map(Row::cells).collect();
-        let header = ["shape", "path", "op", "threads", "ours", "limit", "ratio", "asked", ""];
+        // Rows of a group have different limits, one beside the other.
+        let names_limits = self.rows.iter().any(|row| row.ranks.is_some());
+        let rows: Vec<_> = self.rows.iter().map(|row| row.cells(names_limits)).collect();
+        let mut header = vec!["shape", "path", "op", "threads", "ours", "limit", "ratio", "asked", ""];
+        if names_limits {
+            header.push("limit is");
+        }
         output.table(&header, &rows, &[3, 4, 5, 6, 7]);
         for skipped in &self.skipped {
             let label =

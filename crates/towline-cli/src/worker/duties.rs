@@ -10,6 +10,7 @@ use towline::{
 
 use super::protocol::{Ask, Memory, Op, Told, Usage};
 use super::sockets;
+use crate::bench::comm::member::Member;
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::{self, Shuffle};
 
@@ -24,6 +25,7 @@ pub(super) struct Duties {
     views: Vec<Registered<OffsetBuffer>>,
     others: Vec<(Endpoint, Option<Remote>)>,
     echo: Option<Remote>,
+    member: Member,
 }
 
 impl Duties {
@@ -36,6 +38,7 @@ impl Duties {
             views: Vec::new(),
             others: Vec::new(),
             echo: None,
+            member: Member::default(),
         }
     }
 
@@ -84,6 +87,7 @@ impl Duties {
                 Told::Done
             }
             Ask::Usage => Told::Usage(Usage::now()),
+            Ask::Comm { order } => Told::Comm { answer: self.member.perform(order)? },
         })
     }
 

@@ -64,21 +64,30 @@ impl Worker {
 
     /// Asks for something and waits for the answer.
     pub(crate) fn ask(&mut self, ask: &Ask) -> Outcome<Told> {
-        let gone = |worker: &mut Worker| {
-            let status = worker.child.try_wait().ok().flatten();
-            let how = status.map_or("it closed its output".to_owned(), |status| status.to_string());
-            Failure::failed(format!("worker {} is gone: {how}", worker.name))
-        };
+        self.tell(ask)?;
+        self.answer()
+    }
+
+    fn gone(&mut self) -> Failure {
+        let status = self.child.try_wait().ok().flatten();
+        let how = status.map_or("it closed its output".to_owned(), |status| status.to_string());
+        Failure::failed(format!("worker {} is gone: {how}", self.name))
+    }
+
+    /// Asks for something; [`answer`](Self::answer) waits for what it says.
+    pub(crate) fn tell(&mut self, ask: &Ask) -> Outcome<()> {
         let line = serde_json::to_string(ask).map_err(|error| Failure::failed(error.to_string()))?;
         let sent =
             self.orders.as_mut().map(|orders| writeln!(orders, "{line}").and_then(|()| orders.flush()));
-        if !matches!(sent, Some(Ok(()))) {
-            return Err(gone(self));
-        }
+        if matches!(sent, Some(Ok(()))) { Ok(()) } else { Err(self.gone()) }
+    }
+
+    /// Waits for the answer to what it was asked.
+    pub(crate) fn answer(&mut self) -> Outcome<Told> {
         let line = match self.answers.recv_timeout(PATIENCE) {
             Ok(Ok(line)) => line,
             Ok(Err(error)) => return Err(Failure::os(format!("worker {}", self.name), error)),
-            Err(RecvTimeoutError::Disconnected) => return Err(gone(self)),
+            Err(RecvTimeoutError::Disconnected) => return Err(self.gone()),
             Err(RecvTimeoutError::Timeout) => {
                 let seconds = PATIENCE.as_secs();
                 return Err(Failure::failed(format!("worker {} gave no answer in {seconds} s", self.name)));

@@ -4,6 +4,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use towline::Ticket;
 
+use crate::bench::comm::order::{Answer, Order};
 use crate::outcome::{Exit, Failure, Outcome};
 
 /// Read or write, seen from the process that starts the transfer.
@@ -72,6 +73,8 @@ pub(crate) enum Ask {
     Endpoints { count: u32, ticket: Ticket },
     /// What this process uses. Answer: `Usage`.
     Usage,
+    /// Takes part in a group. Answer: `Comm`.
+    Comm { order: Order },
 }
 
 /// One answer.
@@ -106,6 +109,9 @@ pub(crate) enum Told {
         address: String,
     },
     Usage(Usage),
+    Comm {
+        answer: Answer,
+    },
     Failed {
         exit: u8,
         message: String,

@@ -12,7 +12,7 @@ use towline::{Kind, Ticket};
 
 use super::wire::{self, Answer, Join, Session, Side, VERSION, WELCOME_LEN};
 use crate::unique_id::UniqueId;
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 const OP: &str = "init";
 /// How much longer than its own patience a rank waits for the root to say who is missing.
@@ -159,6 +159,9 @@ fn hear(stream: &mut Stream, session: &Session, nranks: usize, until: Instant) -
     Answer::decode(&plain)
 }
 
+/// How often a rank that waits for the others looks whether its caller was interrupted.
+const LOOK: Duration = Duration::from_millis(100);
+
 fn read_until(stream: &mut Stream, into: &mut [u8], until: Instant) -> Result<()> {
     let mut filled = 0;
     while filled < into.len() {
@@ -170,7 +173,8 @@ fn read_until(stream: &mut Stream, into: &mut [u8], until: Instant) -> Result<()
                 "the root did not say in time whether everybody had come",
             ));
         }
-        let read = stream.limit(left).and_then(|()| stream.read(&mut into[filled..]));
+        interrupt::check(OP)?;
+        let read = stream.limit(left.min(LOOK)).and_then(|()| stream.read(&mut into[filled..]));
         match read {
             Ok(0) => {
                 return Err(lost(&io::ErrorKind::UnexpectedEof.into(), "while waiting for the other ranks"));

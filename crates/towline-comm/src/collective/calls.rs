@@ -10,6 +10,7 @@ use super::{Algorithm, Ask, Job, point};
 use crate::combine::Op;
 use crate::communicator::{Communicator, Inner};
 use crate::group;
+use crate::team::Team;
 use crate::{Error, Memory, Result};
 
 /// The collectives of a communicator by an algorithm that the caller names: see [`Communicator::using`].
@@ -30,12 +31,18 @@ impl Using<'_> {
         dtype: Dtype,
         (op, root): (Op, usize),
     ) -> Result<()> {
-        self.comm.submit(kind.name(), |inner| {
-            let (send, recv) = memory;
-            let ask = Ask { kind, send, recv, dtype, op, root, algorithm: self.algorithm };
-            let job = checked(inner, ask)?;
-            Ok(group::Job::Call(Box::new(move |inner, team| super::run(inner, team, &job))))
-        })
+        let (send, recv) = memory;
+        let ask = Ask { kind, send, recv, dtype, op, root, algorithm: self.algorithm };
+        let run = |inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>| super::run(inner, team, job);
+        self.comm.submit_call(
+            kind.name(),
+            |inner| checked(inner, ask),
+            run,
+            |job| {
+                let job = job.keep();
+                group::Job::Call(Box::new(move |inner, team| super::run(inner, team, &job)))
+            },
+        )
     }
 
     /// [`Communicator::all_reduce`] by this algorithm.
@@ -183,12 +190,12 @@ impl Communicator {
 
     /// Returns when everybody has called it.
     pub fn barrier(&self) -> Result<()> {
-        self.submit("barrier", |_| {
-            Ok(group::Job::Call(Box::new(|_, team| {
-                let _one_call = team.serialise();
-                team.barrier().map_err(|error| error.during("barrier"))
-            })))
-        })
+        fn meet(team: &Team) -> Result<()> {
+            let _one_call = team.serialise();
+            team.barrier().map_err(|error| error.during("barrier"))
+        }
+        let later = |()| group::Job::Call(Box::new(|_, team| meet(team)));
+        self.submit_call("barrier", |_| Ok(()), |_, team, ()| meet(team), later)
     }
 
     /// Sends elements to a rank that receives as many of the same type; returns when they have arrived. A difference is
@@ -212,6 +219,7 @@ impl Communicator {
                 digest: digest(&[u64::from(dtype.code()), job.block as u64]),
                 memory: memory.clone(),
                 incoming: kind == Kind::Recv,
+                told: None,
             };
             Ok(group::Job::Message(message, point::run_together))
         })
@@ -235,7 +243,7 @@ impl Communicator {
     }
 }
 
-fn checked(inner: &Arc<Inner>, ask: Ask<'_>) -> Result<Job> {
+fn checked<'a>(inner: &Arc<Inner>, ask: Ask<'a>) -> Result<Job<'a>> {
     let (rank, nranks) = inner.place(ask.kind.name())?;
     if nranks == 0 {
         return Err(Error::invalid(ask.kind.name(), "the group has no ranks"));

@@ -1,5 +1,7 @@
 //! One call with its arguments, checked before anything is announced (pure).
 
+use std::borrow::Cow;
+
 use towline::Dtype;
 
 use super::choice::{Algorithm, Kind};
@@ -19,9 +21,10 @@ pub(crate) struct Ask<'a> {
     pub(crate) algorithm: Algorithm,
 }
 
-/// A call whose arguments make sense on this rank. Owns what it touches: it can run later, at the end of a group.
+/// A call whose arguments make sense on this rank. Borrows the caller's memory while it runs at once; one that is
+/// [kept](Job::keep) owns what it touches, and can run later, at the end of a group.
 #[derive(Debug, Clone)]
-pub(crate) struct Job {
+pub(crate) struct Job<'a> {
     pub(crate) kind: Kind,
     pub(crate) dtype: Dtype,
     pub(crate) op: Op,
@@ -30,20 +33,18 @@ pub(crate) struct Job {
     /// The bytes of one block: what one rank contributes to or gets from a gather, and so on.
     pub(crate) block: usize,
     /// What this rank sends, exactly; `None` where it sends nothing.
-    pub(crate) send: Option<Memory>,
+    pub(crate) send: Option<Cow<'a, Memory>>,
     /// What this rank receives into, exactly; `None` where it receives nothing.
-    pub(crate) recv: Option<Memory>,
-    /// Whose window or buffer stands for what this rank sends and receives when the ranks compare them: also where this
-    /// rank does not take part on that side, so that all can name the same.
-    pub(crate) send_home: Option<Memory>,
-    pub(crate) recv_home: Option<Memory>,
+    pub(crate) recv: Option<Cow<'a, Memory>>,
+    /// Memory whose window or buffer stands for what this rank does not send, or does not receive.
+    idle_home: Option<Cow<'a, Memory>>,
     /// This rank's factor, as its peers need it.
     pub(crate) scale: u64,
 }
 
-impl Job {
+impl<'a> Job<'a> {
     /// Checks everything that this rank can check alone: `Invalid` before anybody hears of the call.
-    pub(crate) fn new(rank: usize, nranks: usize, ask: Ask<'_>) -> Result<Job> {
+    pub(crate) fn new(rank: usize, nranks: usize, ask: Ask<'a>) -> Result<Job<'a>> {
         let Ask { kind, dtype, op, root, algorithm, .. } = ask;
         let name = kind.name();
         if root >= nranks {
@@ -91,10 +92,16 @@ impl Job {
                 ));
             }
         }
-        let recv =
-            recv.map(|recv| if recv.len() == received { Ok(recv.clone()) } else { recv.part(0, received) });
-        let recv = recv.transpose()?;
-        let home = |given: Option<&Memory>, other: Option<&Memory>| given.or(other).cloned();
+        let recv = match recv {
+            Some(recv) if recv.len() == received => Some(Cow::Borrowed(recv)),
+            Some(recv) => Some(Cow::Owned(recv.part(0, received)?)),
+            None => None,
+        };
+        let idle_home = match (send, &recv) {
+            (Some(_), Some(_)) => None,
+            (None, _) => ask.send.or(ask.recv).map(Cow::Borrowed),
+            (_, None) => ask.recv.or(ask.send).map(Cow::Borrowed),
+        };
         let job = Job {
             kind,
             dtype,
@@ -102,14 +109,32 @@ impl Job {
             root,
             algorithm,
             block,
-            send_home: home(ask.send, ask.recv),
-            recv_home: home(ask.recv, ask.send),
-            send: send.cloned(),
+            idle_home,
+            send: send.map(Cow::Borrowed),
             recv,
             scale: op.scale(dtype).map_err(|error| error.during(name))?,
         };
         job.no_overlap(rank)?;
         Ok(job)
+    }
+
+    /// The same call, with its own hold on all that it touches.
+    pub(crate) fn keep(self) -> Job<'static> {
+        let owned = |memory: Option<Cow<'a, Memory>>| memory.map(|memory| Cow::Owned(memory.into_owned()));
+        let (send, recv, idle_home) = (owned(self.send), owned(self.recv), owned(self.idle_home));
+        let Job { kind, dtype, op, root, algorithm, block, scale, .. } = self;
+        Job { kind, dtype, op, root, algorithm, block, send, recv, idle_home, scale }
+    }
+
+    /// Whose window or buffer stands for what this rank sends when the ranks compare them: also where it does not send,
+    /// so that all can name the same.
+    pub(crate) fn send_home(&self) -> Option<&Memory> {
+        self.send.as_deref().or(self.idle_home.as_deref())
+    }
+
+    /// [`send_home`](Self::send_home) for what this rank receives.
+    pub(crate) fn recv_home(&self) -> Option<&Memory> {
+        self.recv.as_deref().or(self.idle_home.as_deref())
     }
 
     /// How many bytes the sender with the most data sends.

@@ -1,5 +1,6 @@
 //! One call on its way: who takes part, what this rank reads and writes, and how data is cut.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use towline::Kind as ErrorKind;
@@ -15,7 +16,7 @@ pub(super) const STEP: usize = 128 << 10;
 /// A call that everybody has announced.
 pub(super) struct Run<'a> {
     pub(super) team: &'a Team,
-    pub(super) job: &'a Job,
+    pub(super) job: &'a Job<'a>,
     pub(super) rank: usize,
     pub(super) nranks: usize,
     /// Everybody's factor.
@@ -49,8 +50,8 @@ impl Run<'_> {
         self.expect(&self.job.recv)?.write_at(offset, from)
     }
 
-    fn expect<'m>(&self, memory: &'m Option<Memory>) -> Result<&'m Memory> {
-        memory.as_ref().ok_or_else(|| {
+    fn expect<'m>(&self, memory: &'m Option<Cow<'_, Memory>>) -> Result<&'m Memory> {
+        memory.as_deref().ok_or_else(|| {
             Error::new(ErrorKind::Internal, self.job.kind.name(), "a rank without memory was asked for bytes")
         })
     }

@@ -74,7 +74,11 @@ impl Config {
     }
 
     pub(crate) fn team_options(&self, nranks: usize) -> TeamOptions {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = match std::thread::available_parallelism().map_or(1, usize::from) {
+            // A rank that is bound to a core: launchers do that where every rank gets one of its own.
+            1 => online_cores().unwrap_or(1),
+            several => several,
+        };
         // A spinning waiter takes the core that the rank it waits for needs.
         let crowded = Patience { spin: Duration::ZERO, yielding: Duration::from_micros(100) };
         let patience = self.patience.unwrap_or(if nranks <= cores { Patience::default() } else { crowded });
@@ -90,5 +94,33 @@ impl Config {
     /// What must be equal on all ranks.
     pub(crate) fn digest(&self) -> u64 {
         u64::from(self.contexts) << 32 | u64::from(self.signals)
+    }
+}
+
+/// The cores of this host, whatever this process may use of them.
+fn online_cores() -> Option<usize> {
+    count_cores(&std::fs::read_to_string("/sys/devices/system/cpu/online").ok()?)
+}
+
+/// How many cores a list like `0-3,8` names.
+fn count_cores(list: &str) -> Option<usize> {
+    list.trim().split(',').try_fold(0usize, |count, range| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
+        count.checked_add(last.checked_sub(first)?.checked_add(1)?)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+    use super::*;
+
+    #[test]
+    fn the_list_of_cores_is_counted() {
+        assert_eq!(count_cores("0-1\n"), Some(2));
+        assert_eq!(count_cores("0,2-5,7"), Some(6));
+        assert_eq!(count_cores("3-1"), None);
+        assert_eq!(count_cores(""), None);
     }
 }

@@ -16,7 +16,7 @@ use super::{Communicator, Config, Inner, Seating, meet};
 use crate::group;
 use crate::team::{Seat, Team};
 use crate::unique_id::{UniqueId, UniqueIdOptions, open_meeting};
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 /// What begins the message that calls survivors to a meeting.
 const CALL: &[u8; 16] = b"towline shrink 1";
@@ -236,6 +236,7 @@ fn hear(parent: &Inner, call: &[u8], caller: usize, timeout: Duration) -> Result
                 return UniqueId::from_bytes(&message[call.len()..]).map_err(|error| error.during(OP));
             }
         }
+        interrupt::check(OP)?;
         let left = timeout.saturating_sub(started.elapsed());
         if left.is_zero() {
             let waited = started.elapsed().as_secs_f64();

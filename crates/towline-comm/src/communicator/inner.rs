@@ -1,7 +1,7 @@
 //! What the handles to one communicator share.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -53,10 +53,19 @@ pub(crate) struct Inner {
     pub(crate) awaited: Mutex<HashMap<(usize, u32, u32), u64>>,
     lanes: Mutex<HashMap<usize, Arc<Lane>>>,
     pub(crate) worker: Arc<Worker>,
-    busy: Mutex<usize>,
+    calls: Calls,
     idle: Condvar,
     pub(crate) shrinks: Mutex<u64>,
     pub(crate) collectives: collective::State,
+}
+
+/// Calls that run, and threads that wait until none does.
+#[derive(Default)]
+struct Calls {
+    running: AtomicUsize,
+    waiting: AtomicUsize,
+    /// Held by a waiter from its look at `running` until it waits.
+    looking: Mutex<()>,
 }
 
 /// Counts a call that is running.
@@ -64,8 +73,12 @@ struct Busy<'i>(&'i Inner);
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
-        *self.0.busy.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.0.idle.notify_all();
+        let calls = &self.0.calls;
+        // Who waits has counted itself before it looked: this sees it, or it has seen this.
+        if calls.running.fetch_sub(1, Ordering::SeqCst) == 1 && calls.waiting.load(Ordering::SeqCst) > 0 {
+            drop(calls.looking.lock().unwrap_or_else(PoisonError::into_inner));
+            self.0.idle.notify_all();
+        }
     }
 }
 
@@ -84,7 +97,7 @@ impl Inner {
             awaited: Mutex::new(HashMap::new()),
             lanes: Mutex::new(HashMap::new()),
             worker: Arc::default(),
-            busy: Mutex::new(0),
+            calls: Calls::default(),
             idle: Condvar::new(),
             shrinks: Mutex::new(0),
             collectives: collective::State::default(),
@@ -176,8 +189,18 @@ impl Inner {
         group::run(self, &team, jobs)
     }
 
+    /// Runs one call of a blocking communicator.
+    pub(crate) fn run_now(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()>,
+    ) -> Result<()> {
+        let team = self.team("submit")?;
+        let _busy = self.enter();
+        work(self, &team)
+    }
+
     fn enter(&self) -> Busy<'_> {
-        *self.busy.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.calls.running.fetch_add(1, Ordering::SeqCst);
         Busy(self)
     }
 
@@ -186,13 +209,13 @@ impl Inner {
         let until = Instant::now() + self.config.timeout.min(Duration::from_secs(86_400 * 365));
         let left = || until.saturating_duration_since(Instant::now());
         let queued = self.worker.wait_idle(left());
-        let busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
-        let (busy, _) = self
-            .idle
-            .wait_timeout_while(busy, left(), |busy| *busy > 0)
-            .unwrap_or_else(PoisonError::into_inner);
-        let calm = *busy == 0;
-        drop(busy);
+        let busy = |_: &mut ()| self.calls.running.load(Ordering::SeqCst) > 0;
+        let looking = self.calls.looking.lock().unwrap_or_else(PoisonError::into_inner);
+        self.calls.waiting.fetch_add(1, Ordering::SeqCst);
+        let waited = self.idle.wait_timeout_while(looking, left(), busy);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        self.calls.waiting.fetch_sub(1, Ordering::SeqCst);
+        let calm = !busy(&mut ());
         let lanes: Vec<_> =
             self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         lanes.iter().all(|lane| lane.wait_idle(left())) && queued && calm

@@ -1,6 +1,9 @@
 //! Counters between ranks: raised by the source after its data, waited for by the target.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
+
+use towline::Kind;
 
 use super::{Communicator, Inner};
 use crate::group::Job;
@@ -51,19 +54,26 @@ impl Communicator {
         let signals = signals.to_vec();
         self.submit("wait_signal", move |inner| {
             check_wait(inner, &signals)?;
-            Ok(Job::Wait(Box::new(move |inner, team| wait(inner, team, &signals))))
+            Ok(Job::Wait(Box::new(move |inner, team| wait(inner, team, &signals, None))))
         })
     }
 
     /// [`wait_signal`](Self::wait_signal) as a future: a thread that lives only for it does the waiting.
     pub fn signaled(&self, signals: &[WaitSignal]) -> Result<Operation> {
+        self.signaled_unless(signals, Arc::default())
+    }
+
+    /// [`signaled`](Self::signaled), which can be given up: once `withdrawn` is true it soon ends with `Canceled`, and has
+    /// taken nothing.
+    pub fn signaled_unless(&self, signals: &[WaitSignal], withdrawn: Arc<AtomicBool>) -> Result<Operation> {
         let inner = self.inner("wait_signal")?;
         inner.check_usable("wait_signal")?;
         check_wait(inner, signals)?;
         let (operation, done) = Operation::live("wait_signal", inner.config.timeout, false);
         let (inner, signals) = (Arc::clone(inner), signals.to_vec());
         let waiting = move || {
-            let outcome = inner.team("wait_signal").and_then(|team| wait(&inner, &team, &signals));
+            let team = inner.team("wait_signal");
+            let outcome = team.and_then(|team| wait(&inner, &team, &signals, Some(&withdrawn)));
             done.tell(outcome.map(|()| 0));
         };
         std::thread::Builder::new()
@@ -117,7 +127,12 @@ fn check_wait(inner: &Inner, signals: &[WaitSignal]) -> Result<()> {
     Ok(())
 }
 
-fn wait(inner: &Arc<Inner>, team: &Arc<Team>, signals: &[WaitSignal]) -> Result<()> {
+fn wait(
+    inner: &Arc<Inner>,
+    team: &Arc<Team>,
+    signals: &[WaitSignal],
+    withdrawn: Option<&AtomicBool>,
+) -> Result<()> {
     let mut targets: Vec<((usize, u32, u32), u64)> = Vec::with_capacity(signals.len());
     {
         let mut awaited = inner.awaited.lock().unwrap_or_else(PoisonError::into_inner);
@@ -135,7 +150,13 @@ fn wait(inner: &Arc<Inner>, team: &Arc<Team>, signals: &[WaitSignal]) -> Result<
         team.signals(*peer, *context, *index) >= *level
     };
     let missing = || targets.iter().filter(|target| !arrived(target)).map(|((peer, ..), _)| *peer).collect();
-    let outcome = team.wait("wait_signal", missing, || targets.iter().all(arrived).then_some(()));
+    let given_up = || withdrawn.is_some_and(|withdrawn| withdrawn.load(Ordering::Acquire));
+    let canceled = || Err(Error::new(Kind::Canceled, "wait_signal", "the wait was given up"));
+    let outcome = team.wait("wait_signal", missing, || match targets.iter().all(arrived) {
+        true => Some(Ok(())),
+        false => given_up().then(canceled),
+    });
+    let outcome = outcome.and_then(|ended| ended);
     if outcome.is_err() {
         // Nothing was taken: a signal that comes late serves the next wait.
         let mut awaited = inner.awaited.lock().unwrap_or_else(PoisonError::into_inner);

@@ -95,6 +95,15 @@ impl Team {
     /// Announces a collective call and waits for everybody's announcement. A digest that differs is `Invalid` on
     /// every rank and names those that differ from most; the team stays usable.
     pub(crate) fn enter(&self, call: Call<'_>) -> Result<Round<'_>> {
+        self.enter_hearing(call, call.payload)
+    }
+
+    /// [`enter`](Self::enter) of a rank that does not read back its own payload: the round has none of it.
+    pub(crate) fn enter_knowing(&self, call: Call<'_>) -> Result<Round<'_>> {
+        self.enter_hearing(call, &[])
+    }
+
+    fn enter_hearing(&self, call: Call<'_>, own: &[u8]) -> Result<Round<'_>> {
         self.working(call.name)?;
         if call.payload.len() > PAYLOAD {
             let message = format!("{} bytes do not ride along, {PAYLOAD} do", call.payload.len());
@@ -103,7 +112,7 @@ impl Team {
         let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
         progress.round += 1;
         let round = progress.round;
-        self.announce(&call, &mut progress).map_err(|error| self.fail(error))?;
+        self.announce(&call, own, &mut progress).map_err(|error| self.fail(error))?;
         // Ranks are looked at in turn: an announcement does not go away.
         let (links, nranks) = (&self.links, self.nranks());
         let came =
@@ -122,7 +131,7 @@ impl Team {
         Ok(round)
     }
 
-    fn announce(&self, call: &Call<'_>, progress: &mut Progress) -> Result<()> {
+    fn announce(&self, call: &Call<'_>, own: &[u8], progress: &mut Progress) -> Result<()> {
         let round = progress.round;
         let mut head = [0; ENTRY_HEAD - 8];
         let mut set = |offset: usize, word: u64| {
@@ -147,7 +156,8 @@ impl Team {
         let sent = &mut progress.sent[(round % 2) as usize];
         let mut failed = None;
         for peer in 0..self.nranks() {
-            match links.post_entry(peer, round, &head, call.payload) {
+            let payload = if peer == self.rank() { own } else { call.payload };
+            match links.post_entry(peer, round, &head, payload) {
                 Ok(None) => {}
                 Ok(Some(transfer)) => sent.push((peer, transfer)),
                 // The others are told all the same: they wait for this rank.

@@ -193,7 +193,8 @@ impl Lane {
 
     fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>) {
         let Some((transfer, done)) = in_flight.pop_front() else { return };
-        let outcome = transfer.wait().map(|()| transfer.value().unwrap_or(0)).map_err(Error::from);
+        let outcome = transfer.wait().map(|()| transfer.value().unwrap_or(0));
+        let outcome = outcome.map_err(|error| Error::from(error).about([self.peer]).during(done.op()));
         self.ended(done, outcome, true);
     }
 

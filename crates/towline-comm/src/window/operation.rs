@@ -126,6 +126,9 @@ impl Operation {
         let mut state = shared.lock();
         loop {
             if let Some(outcome) = state.look() {
+                if held_up && outcome.is_ok() {
+                    shared.waits_for(false);
+                }
                 return outcome;
             }
             if state.deferred && group::is_open() {
@@ -144,7 +147,7 @@ impl Operation {
             state = after;
             if timeout.timed_out() && !held_up {
                 held_up = true;
-                shared.is_held_up();
+                shared.waits_for(true);
             }
         }
     }
@@ -181,12 +184,12 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the team know for whom this rank waits: who waits for this one looks for the culprit.
-    fn is_held_up(&self) {
+    /// Lets the team know whether this rank waits for the one it is about: who waits for this one looks for the culprit.
+    fn waits_for(&self, waits: bool) {
         if let Some((peer, team)) = &self.toward
             && let Some(team) = team.upgrade()
         {
-            team.publish_waits(Some(*peer));
+            team.publish_waits(waits.then_some(*peer));
         }
     }
 
@@ -204,6 +207,11 @@ impl Shared {
 }
 
 impl Completion {
+    /// The operation that it is of.
+    pub(crate) fn op(&self) -> &'static str {
+        self.0.as_ref().map_or("access", |shared| shared.op)
+    }
+
     /// Tells how it ended.
     pub(crate) fn tell(mut self, outcome: Result<u64>) -> Option<Told> {
         let shared = self.0.take()?;

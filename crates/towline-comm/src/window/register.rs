@@ -37,9 +37,20 @@ impl Communicator {
             Arc::new(Slot { core: OnceLock::new(), closed: AtomicBool::new(false), size: storage.size() });
         let filled = Arc::clone(&slot);
         self.submit(OP, move |_| {
-            Ok(Job::Call(Box::new(move |inner, team| register(inner, team, storage, options, &filled))))
+            Ok(Job::Call(Box::new(move |inner, team| register(inner, team, Ok(storage), options, &filled))))
         })?;
         Ok(Some(Window { inner: Arc::clone(self.inner(OP)?), slot }))
+    }
+
+    /// Takes part in the registration of a window only to say that this rank has no buffer for it: every rank gets the
+    /// error, and nobody waits for this one. For callers that find out before they have a storage.
+    pub fn refuse_window(&self, why: Error) -> Result<()> {
+        self.submit(OP, move |_| {
+            Ok(Job::Call(Box::new(move |inner, team| {
+                let slot = Slot { core: OnceLock::new(), closed: AtomicBool::new(false), size: 0 };
+                register(inner, team, Err(why), WindowOptions::default(), &slot)
+            })))
+        })
     }
 }
 
@@ -148,13 +159,14 @@ fn prepare(endpoint: &Endpoint, storage: Buffer) -> Result<(Registered<Buffer>, 
 fn register(
     inner: &Arc<Inner>,
     team: &Arc<Team>,
-    storage: Buffer,
+    storage: Result<Buffer>,
     options: WindowOptions,
     slot: &Slot,
 ) -> Result<()> {
     let _one_call = team.serialise();
-    let offset = storage.segment().map_or(0, |slice| slice.offset as u64);
-    let prepared = prepare(inner.endpoint(), storage);
+    let segment = storage.as_ref().ok().and_then(|storage| storage.segment());
+    let offset = segment.map_or(0, |slice| slice.offset as u64);
+    let prepared = storage.and_then(|storage| prepare(inner.endpoint(), storage));
     let mine = Offer {
         refusal: prepared.as_ref().err().map(Offer::refusal),
         flags: options.flags.bits(),

@@ -1,7 +1,9 @@
 //! Groups of calls.
 
-use towline::Kind;
-use towline_comm::{Communicator, Error, WaitSignal, WindowFlag, group, group_end, group_start, mem_alloc};
+use towline::{Dtype, Kind};
+use towline_comm::{
+    Communicator, Config, Error, Op, WaitSignal, WindowFlag, group, group_end, group_start, mem_alloc,
+};
 
 use super::{all, config, watch};
 
@@ -108,4 +110,46 @@ fn communicators_are_not_made_inside_a_group() {
     group_start();
     assert_eq!(Communicator::init_all(1).unwrap_err().kind(), Kind::Invalid);
     assert!(group_end().is_err());
+}
+
+#[test]
+fn a_call_that_is_followed_ends_when_its_work_has() {
+    let _watchdog = watch("followed calls");
+    let patient = Config { blocking: false, ..config() };
+    all(2, &patient, |comm, rank| {
+        let barrier = comm.follow("barrier", |comm| comm.barrier())?;
+        barrier.wait()?;
+        let memory = comm.memory(mem_alloc(64)?)?;
+        let mut window = None;
+        let summed =
+            comm.follow("all_reduce", |comm| comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum))?;
+        let registered = comm.follow("register_window", |comm| {
+            window = comm.register_window(mem_alloc(64 << rank)?, WindowFlag::DEFAULT)?;
+            Ok(())
+        })?;
+        let said = if rank == 0 {
+            comm.follow("send", |comm| comm.send(&memory, Dtype::U8, 1))?
+        } else {
+            comm.follow("recv", |comm| comm.recv(&memory, Dtype::U8, 0))?
+        };
+        summed.wait()?;
+        // Each call ends with its own error, also where those after it go well.
+        assert_eq!(registered.wait().unwrap_err().kind(), Kind::Invalid);
+        said.wait()?;
+        comm.finalize()
+    });
+}
+
+#[test]
+fn a_call_that_is_followed_in_a_group_that_fails_was_never_started() {
+    let _watchdog = watch("followed in a group");
+    let comm = Communicator::init_all(1).unwrap().remove(0);
+    let mut barrier = None;
+    let error = group(|| {
+        barrier = Some(comm.follow("barrier", |comm| comm.barrier())?);
+        Err::<(), _>(Error::invalid("test", "no"))
+    });
+    assert!(error.is_err());
+    assert_eq!(barrier.unwrap().wait().unwrap_err().kind(), Kind::Canceled);
+    comm.barrier().unwrap();
 }

@@ -1,11 +1,12 @@
 //! Laws of one-sided access: bounds, visibility, order, atomicity, over shared memory and over sockets.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use towline::{Kind, Layout, SystemStorage};
-use towline_comm::{Communicator, Result, WaitSignal, Window, WindowFlag, mem_alloc};
+use towline_comm::{Communicator, Result, WaitSignal, Window, WindowFlag, interruptible, mem_alloc};
 
-use super::{WAYS, Way, all, watch};
+use super::{WAYS, Way, all, config, outcomes, watch};
 
 fn window(comm: &Communicator, size: usize, flags: WindowFlag) -> Result<Window> {
     Ok(comm.register_window(mem_alloc(size)?, flags)?.unwrap())
@@ -315,5 +316,33 @@ fn operations_can_be_awaited() {
             assert_eq!((before, &bytes), (0, b"awaited!"));
             comm.finalize()
         });
+    }
+}
+
+#[test]
+fn a_wait_that_is_given_up_has_taken_nothing() {
+    let _watchdog = watch("withdrawn wait");
+    let comm = Communicator::init_all(1).unwrap().remove(0);
+    let one = [WaitSignal::from_rank(0)];
+    let withdrawn = Arc::new(AtomicBool::new(false));
+    let waiting = comm.signaled_unless(&one, Arc::clone(&withdrawn)).unwrap();
+    assert!(!waiting.is_done());
+    withdrawn.store(true, Ordering::Release);
+    assert_eq!(waiting.wait().unwrap_err().kind(), Kind::Canceled);
+    comm.signal(0, 0, 0).unwrap().wait().unwrap();
+    comm.wait_signal(&one).unwrap();
+}
+
+#[test]
+fn an_interrupted_wait_ends_and_its_rank_is_named_by_the_others() {
+    let _watchdog = watch("interrupted wait");
+    let found = outcomes(3, &config(), |comm, rank| match rank {
+        0 => interruptible(|| true, || comm.barrier()),
+        1 => comm.barrier(),
+        // It does not come.
+        _ => comm.wait_signal(&[WaitSignal::from_rank(0)]),
+    });
+    for error in found.into_iter().map(Result::unwrap_err) {
+        assert_eq!((error.kind(), error.ranks()), (Kind::Canceled, &[0][..]), "{error}");
     }
 }

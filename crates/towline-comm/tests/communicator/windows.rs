@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use towline::{Arena, Buffer, Kind, OffsetBuffer, SharedStorage, SystemStorage, create_buffer};
-use towline_comm::{Communicator, WindowFlag, WindowOptions, get_unique_id, mem_alloc};
+use towline_comm::{Communicator, Error, WindowFlag, WindowOptions, get_unique_id, mem_alloc};
 use towline_testkit::watchdog::eventually;
 
 use super::{LONG, WAYS, all, config, errors, outcomes, watch};
@@ -315,4 +315,20 @@ fn memory_comes_back_when_the_others_notice_that_a_window_was_closed() {
         Ok(())
     });
     assert!(eventually(LONG, || arena.available() == before));
+}
+
+#[test]
+fn a_rank_without_a_buffer_tells_the_others_instead_of_keeping_them() {
+    let _watchdog = watch("refused window");
+    all(3, &config(), |comm, rank| {
+        let error = if rank == 1 {
+            comm.refuse_window(Error::invalid("register_window", "its memory has gaps")).unwrap_err()
+        } else {
+            comm.register_window(mem_alloc(64)?, WindowFlag::DEFAULT).unwrap_err()
+        };
+        assert_eq!((error.kind(), error.ranks()), (Kind::Invalid, &[1][..]), "{error}");
+        assert!(error.message().contains("its memory has gaps"), "{error}");
+        assert!(comm.register_window(mem_alloc(64)?, WindowFlag::DEFAULT)?.is_some());
+        comm.finalize()
+    });
 }

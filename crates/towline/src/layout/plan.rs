@@ -17,7 +17,7 @@ pub struct Piece {
     pub len: u64,
 }
 
-/// What a transfer moves: pieces in the order asked for, and which blocks each of them carries.
+/// What a transfer moves: pieces, in the order asked for unless they were sorted, and which blocks each of them carries.
 ///
 /// Blocks are numbered in the order of the index arrays (or of the list of spans). A block that continues the
 /// one before it on the remote *and* the local side joins its piece, so whole rows of a cache that lie
@@ -49,6 +49,8 @@ pub struct Plan {
     pieces: Vec<Piece>,
     /// For every [`MARK_EVERY`]th piece, the bytes in the pieces before it.
     marks: Vec<u64>,
+    /// For every piece, the bytes that were asked for before it, where that is another order than the pieces'.
+    asked_before: Vec<u64>,
     bytes: u64,
     numbering: Numbering,
     remote_end: u64,
@@ -182,7 +184,8 @@ impl Plan {
             return 0..0;
         };
         let before = &self.pieces[piece / MARK_EVERY * MARK_EVERY..piece];
-        let start = mark + before.iter().map(|piece| piece.len).sum::<u64>();
+        let in_order = || mark + before.iter().map(|piece| piece.len).sum::<u64>();
+        let start = self.asked_before.get(piece).copied().unwrap_or_else(in_order);
         self.block_at(start)..self.block_at(start + last.len - 1) + 1
     }
 
@@ -223,17 +226,56 @@ impl Plan {
         if max_len == 0 || self.pieces.iter().all(|piece| piece.len <= max_len) {
             return self;
         }
-        let mut cut =
-            Plan { pieces: Vec::with_capacity(self.pieces.len() + 1), marks: Vec::new(), bytes: 0, ..self };
-        for piece in &self.pieces {
+        let mut cut = Plan {
+            pieces: Vec::with_capacity(self.pieces.len() + 1),
+            marks: Vec::new(),
+            asked_before: Vec::new(),
+            bytes: 0,
+            ..self
+        };
+        for (number, piece) in self.pieces.iter().enumerate() {
             let mut done = 0;
             while done < piece.len {
                 let len = max_len.min(piece.len - done);
+                if let Some(before) = self.asked_before.get(number) {
+                    cut.asked_before.push(before + done);
+                }
                 cut.push(Piece { remote: piece.remote + done, local: piece.local + done, len });
                 done += len;
             }
         }
         cut
+    }
+
+    /// Puts the pieces into the order of a key, such as the offset on one side. Blocks keep their numbers.
+    ///
+    /// Blocks that lie side by side there, in whatever order they were asked for, then follow each other, and whoever
+    /// moves them there can do so in one go.
+    ///
+    /// ```
+    /// use towline::layout::Plan;
+    /// let plan = Plan::spans(&[(8, 0, 4), (0, 8, 4)])?.sorted_by_key(|piece| piece.remote);
+    /// assert_eq!(plan.pieces()[0].remote, 0);
+    /// assert_eq!(plan.blocks_of(0), 1..2);
+    /// # Ok::<(), towline::Error>(())
+    /// ```
+    #[must_use]
+    pub fn sorted_by_key(self, key: impl Fn(&Piece) -> u64) -> Plan {
+        if self.pieces.is_sorted_by_key(&key) {
+            return self;
+        }
+        let mut before = 0;
+        let mut order: Vec<(Piece, u64)> = Vec::with_capacity(self.pieces.len());
+        for (number, &piece) in self.pieces.iter().enumerate() {
+            order.push((piece, self.asked_before.get(number).copied().unwrap_or(before)));
+            before += piece.len;
+        }
+        order.sort_unstable_by_key(|(piece, _)| key(piece));
+        let mut sorted =
+            Plan { pieces: Vec::with_capacity(order.len()), marks: Vec::new(), bytes: 0, ..self };
+        sorted.asked_before = order.iter().map(|(_, before)| *before).collect();
+        order.iter().for_each(|(piece, _)| sorted.push(*piece));
+        sorted
     }
 
     /// Splits the list of pieces into runs of at least `target_bytes` (the last may have fewer).
@@ -264,7 +306,15 @@ impl Plan {
     }
 
     fn empty(numbering: Numbering) -> Plan {
-        Plan { pieces: Vec::new(), marks: Vec::new(), bytes: 0, numbering, remote_end: 0, local_end: 0 }
+        Plan {
+            pieces: Vec::new(),
+            marks: Vec::new(),
+            asked_before: Vec::new(),
+            bytes: 0,
+            numbering,
+            remote_end: 0,
+            local_end: 0,
+        }
     }
 
     /// Makes room for that many pieces; a layout may name more blocks than there is memory to list.

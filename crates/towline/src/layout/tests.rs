@@ -242,6 +242,23 @@ fn agrees_with_the_model(plan: &Plan, model: &[(u64, u64, u64)]) {
 
 proptest! {
     #[test]
+    fn a_sorted_plan_moves_the_same_blocks_in_another_order((remote, theirs, local, ours) in programs(), max in 1u64..40) {
+        let plan = Plan::blocks(&remote, (&theirs).into(), &local, (&ours).into()).unwrap();
+        let named = |plan: &Plan| {
+            let mut all: Vec<_> = (0..plan.piece_count())
+                .map(|at| (plan.pieces()[at].remote, plan.pieces()[at].local, plan.pieces()[at].len, plan.blocks_of(at).start, plan.blocks_of(at).end))
+                .collect();
+            all.sort_unstable();
+            all
+        };
+        let sorted = plan.clone().sorted_by_key(|piece| piece.remote);
+        prop_assert!(sorted.pieces().is_sorted_by_key(|piece| piece.remote));
+        prop_assert_eq!(sorted.bytes(), plan.bytes());
+        prop_assert_eq!(named(&sorted), named(&plan));
+        prop_assert_eq!(named(&sorted.cut(max)), named(&plan.cut(max)));
+    }
+
+    #[test]
     fn a_plan_moves_the_bytes_that_the_plain_model_moves((remote, theirs, local, ours) in programs()) {
         let truth = model(&remote, &theirs, &local, &ours);
         let plan = Plan::blocks(&remote, (&theirs).into(), &local, (&ours).into()).unwrap();

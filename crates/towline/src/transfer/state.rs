@@ -41,8 +41,12 @@ impl State {
         self.unit_over();
     }
 
-    pub(crate) fn unit_failed(&mut self, blocks: Range<u64>, error: Error) {
-        self.failures.push(BlockFailure { blocks, error });
+    /// A unit has ended, and so the blocks that it carries; one without any, such as a signal, is named all the same.
+    pub(crate) fn unit_failed(&mut self, blocks: Vec<Range<u64>>, error: Error) {
+        if blocks.is_empty() {
+            self.failures.push(BlockFailure { blocks: 0..0, error: error.clone() });
+        }
+        self.failures.extend(blocks.into_iter().map(|blocks| BlockFailure { blocks, error: error.clone() }));
         self.unit_over();
     }
 
@@ -105,6 +109,10 @@ mod tests {
         Error::new(Kind::Stale, "read", "gone")
     }
 
+    fn one_run(blocks: Range<u64>) -> Vec<Range<u64>> {
+        std::iter::once(blocks).collect()
+    }
+
     #[test]
     fn it_ends_when_the_last_unit_has_reported() {
         let mut state = State::new(2);
@@ -117,9 +125,9 @@ mod tests {
     #[test]
     fn a_failed_unit_names_its_blocks_and_fails_the_whole() {
         let mut state = State::new(3);
-        state.unit_failed(7..9, stale());
+        state.unit_failed(one_run(7..9), stale());
         state.unit_done();
-        state.unit_failed(1..2, stale());
+        state.unit_failed(one_run(1..2), stale());
         assert_eq!(state.ended().unwrap().as_ref().unwrap_err().kind(), Kind::Stale);
         let blocks: Vec<_> = state.failures().iter().map(|failure| failure.blocks.clone()).collect();
         assert_eq!(blocks, [1..2, 7..9]);
@@ -141,7 +149,7 @@ mod tests {
         let mut state = State::new(1);
         assert!(state.stop(Error::new(Kind::Timeout, "read", "late")));
         assert!(!state.stop(Error::new(Kind::Canceled, "read", "cancelled")));
-        state.unit_failed(0..1, stale());
+        state.unit_failed(one_run(0..1), stale());
         assert_eq!(state.ended().unwrap().as_ref().unwrap_err().kind(), Kind::Timeout);
     }
 
@@ -155,7 +163,7 @@ mod tests {
                 if reported == units { break; }
                 match step {
                     0 => { state.unit_done(); reported += 1; }
-                    1 => { state.unit_failed(reported as u64..reported as u64 + 1, stale()); reported += 1; failed += 1; }
+                    1 => { let blocks = reported as u64..reported as u64 + 1; state.unit_failed(one_run(blocks), stale()); reported += 1; failed += 1; }
                     _ => { state.stop(Error::new(Kind::Canceled, "read", "cancelled")); }
                 }
                 prop_assert_eq!(state.ended().is_some(), reported == units);

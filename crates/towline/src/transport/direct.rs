@@ -2,17 +2,17 @@
 #![allow(unsafe_code, reason = "passes on raw local addresses that the transfer keeps alive")]
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
 use super::{Attachment, Transport};
 use crate::fence::pins::ProcessPin;
 use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
 use crate::memory::Mapping;
-use crate::progress;
+use crate::progress::{self, Refused};
 use crate::region::RegionUse;
-use crate::transfer::{After, Op, Signal, TransferCore};
+use crate::transfer::{After, Help, Op, Signal, TransferCore};
 use crate::transport::tcp::GrantHandle;
 use crate::{Error, Kind, Result};
 
@@ -28,7 +28,7 @@ const LEAST_PORTION: u64 = 2 << 20;
 const MOST_PORTION: u64 = 64 << 20;
 
 /// Portions per worker, so that they end at about the same time.
-const PORTIONS_EACH: u64 = 2;
+const PORTIONS_EACH: u64 = 4;
 
 /// A path on which this process copies the bytes itself.
 pub(crate) trait Direct: Send + Sync + 'static {
@@ -117,20 +117,15 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
             next: AtomicUsize::new(0),
             left: AtomicUsize::new(transfer.units.len()),
             failed: AtomicBool::new(false),
+            wanted: progress::pool().limit().min(transfer.units.len()),
+            working: AtomicUsize::new(0),
         });
-        let pool = progress::pool();
-        let workers = pool.limit().min(transfer.units.len());
-        for worker in 0..workers {
-            let job = Arc::clone(&run);
-            match pool.spawn(Box::new(move || job.work())) {
-                Ok(()) => {}
-                Err(refused) if worker == 0 => {
-                    // No thread can be made: the caller does the work, late but surely.
-                    (refused.job)();
-                    return;
-                }
-                Err(_) => return,
-            }
+        let weak = Arc::downgrade(&run);
+        let help: Weak<dyn Help> = weak;
+        transfer.set_help(help);
+        if let Err(refused) = run.call_one() {
+            // No thread can be made: the caller does the work, late but surely.
+            (refused.job)();
         }
     }
 
@@ -191,9 +186,36 @@ struct Run<D> {
     next: AtomicUsize,
     left: AtomicUsize,
     failed: AtomicBool,
+    /// How many threads should work on it, and how many were called or do.
+    wanted: usize,
+    working: AtomicUsize,
 }
 
+/// Every worker calls so many others before it begins: waking takes a while, and so it is shared.
+const CALLS_EACH: usize = 2;
+
 impl<D: Direct> Run<D> {
+    /// Takes a place among those who work on it, while there is one.
+    fn join(&self) -> bool {
+        let join = |working| (working < self.wanted).then_some(working + 1);
+        self.working.fetch_update(Ordering::Relaxed, Ordering::Relaxed, join).is_ok()
+    }
+
+    /// Calls one more worker, where one is wanted.
+    fn call_one(self: &Arc<Self>) -> Result<(), Refused> {
+        if self.next.load(Ordering::Relaxed) >= self.transfer.units.len() || !self.join() {
+            return Ok(());
+        }
+        let run = Arc::clone(self);
+        progress::pool().spawn(Box::new(move || {
+            for _ in 0..CALLS_EACH {
+                // Those who are there do the work of one who cannot come.
+                let _ = run.call_one();
+            }
+            run.work();
+        }))
+    }
+
     fn work(&self) {
         let transfer = &self.transfer;
         let local = transfer.local_base();
@@ -222,6 +244,15 @@ impl<D: Direct> Run<D> {
                 }
                 Err(error) => transfer.unit_failed(unit, error),
             }
+        }
+    }
+}
+
+impl<D: Direct> Help for Run<D> {
+    /// A caller that waits takes the place of a worker that is not needed then.
+    fn help(&self) {
+        if self.join() {
+            self.work();
         }
     }
 }

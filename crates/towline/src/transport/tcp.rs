@@ -183,8 +183,8 @@ impl Attachment for Stream {
         Some(self.handle.session().notify(message).map(|()| None))
     }
 
-    fn cut(&self, _op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
-        run::cut(plan, after)
+    fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+        run::cut(op, plan, after)
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {

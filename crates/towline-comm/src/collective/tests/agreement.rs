@@ -116,7 +116,7 @@ fn an_algorithm_that_cannot_work_is_invalid_on_every_rank_with_its_reason() {
     on_ranks(3, Links::Near, |comm| {
         let rank = comm.rank().unwrap();
         let room = Room::new(comm, ROOM);
-        let [send, recv] = room.memory(Form::Every2nd, rank);
+        let [send, recv] = room.memory(Form::EverySecond, rank);
         let error = comm.using(Algorithm::Direct).all_reduce(&send, &recv, Dtype::U8, Op::Sum).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.to_string().contains("no window"), "{error}");
@@ -137,7 +137,7 @@ fn the_choice_and_its_reason_are_told() {
             (Form::Windows, ROOM, Algorithm::Direct, "share memory"),
             (Form::Buffers, ROOM, Algorithm::Direct, "share memory"),
             (Form::Loose, ROOM, Algorithm::Staged, "no window"),
-            (Form::Every2nd, ROOM, Algorithm::Staged, "no window"),
+            (Form::EverySecond, ROOM, Algorithm::Staged, "no window"),
         ] {
             let [send, recv] = room.memory(form, rank);
             let (send, recv) = (send.part(0, len).unwrap(), recv.part(0, len).unwrap());

@@ -28,7 +28,7 @@ fn pairs(links: Links) {
     on_ranks(2, links, |comm| {
         let rank = comm.rank().unwrap();
         let room = Room::new(comm, ROOM);
-        for form in [Form::Windows, Form::Buffers, Form::Loose, Form::Every2nd] {
+        for form in [Form::Windows, Form::Buffers, Form::Loose, Form::EverySecond] {
             let [send, recv] = room.memory(form, rank);
             for (index, len) in SIZES.into_iter().enumerate() {
                 let (send, recv) = (send.part(7, len).unwrap(), recv.part(3, len).unwrap());
@@ -62,7 +62,7 @@ fn ranks_that_all_send_to_all_in_a_group_never_wait_for_each_other() {
         on_ranks(4, Links::Near, |comm| {
             let rank = comm.rank().unwrap();
             let room = Room::new(comm, 4 * len);
-            let [send, recv] = room.memory(if len == 100 { Form::Windows } else { Form::Every2nd }, rank);
+            let [send, recv] = room.memory(if len == 100 { Form::Windows } else { Form::EverySecond }, rank);
             group(|| {
                 for peer in 0..4 {
                     let out = send.part(peer * len, len)?;

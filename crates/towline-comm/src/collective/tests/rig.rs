@@ -92,14 +92,20 @@ pub(super) enum Form {
     Buffers,
     Loose,
     /// Every second rank has windows.
-    Every2nd,
+    EverySecond,
     WindowInPlace,
     LooseInPlace,
 }
 
 impl Form {
-    pub(super) const ALL: [Form; 6] =
-        [Form::Windows, Form::Buffers, Form::Loose, Form::Every2nd, Form::WindowInPlace, Form::LooseInPlace];
+    pub(super) const ALL: [Form; 6] = [
+        Form::Windows,
+        Form::Buffers,
+        Form::Loose,
+        Form::EverySecond,
+        Form::WindowInPlace,
+        Form::LooseInPlace,
+    ];
 
     pub(super) fn is_registered(self) -> bool {
         matches!(self, Form::Windows | Form::Buffers | Form::WindowInPlace)
@@ -133,9 +139,9 @@ impl Room {
         let windows = || [0, 1].map(|index| self.windows[index].memory().unwrap());
         match form {
             Form::Windows | Form::WindowInPlace => windows(),
-            Form::Every2nd if rank.is_multiple_of(2) => windows(),
+            Form::EverySecond if rank.is_multiple_of(2) => windows(),
             Form::Buffers => [0, 1].map(|index| self.buffers[index].memory().unwrap()),
-            Form::Loose | Form::LooseInPlace | Form::Every2nd => self.loose.clone(),
+            Form::Loose | Form::LooseInPlace | Form::EverySecond => self.loose.clone(),
         }
     }
 }

@@ -48,12 +48,18 @@ pub(super) struct Run {
 }
 
 /// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
-pub(super) fn cut(plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+pub(super) fn cut(op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
     // Long requests pay where the bytes lie together; of scattered blocks, short ones keep the lists of parts short.
     let scattered = plan.bytes() / SCATTERED < plan.piece_count() as u64;
     let most = if scattered { LEAST_UNIT } else { MOST_UNIT };
     // Whole pages, so that no element of a reduction is cut in two.
     let unit = (plan.bytes() / UNITS).clamp(LEAST_UNIT, most) & !4095;
+    // In the order of the side that receives, neighbours are received as one; scattered bytes cost less to send.
+    let plan = match (scattered, op) {
+        (false, _) => plan,
+        (true, Op::Read) => plan.sorted_by_key(|piece| piece.local),
+        (true, _) => plan.sorted_by_key(|piece| piece.remote),
+    };
     let plan = plan.cut(unit);
     let mut units = Vec::new();
     for chunk in plan.chunks(unit) {

@@ -1,0 +1,13 @@
+//! Communicators: groups of ranks, windows, one-sided access and collectives.
+
+mod attention;
+pub(crate) mod communicator;
+pub(crate) mod config;
+mod errors;
+pub(crate) mod group;
+mod memory;
+mod quiet;
+pub(crate) mod unique_id;
+pub(crate) mod view;
+pub(crate) mod window;
+pub(crate) mod work;

@@ -1,0 +1,65 @@
+//! A group of rank processes as the bench sees it.
+
+use super::order::{Answer, Order};
+use crate::machine;
+use crate::outcome::{Failure, Outcome};
+use crate::worker::Worker;
+use crate::worker::protocol::{Ask, Told};
+
+/// Rank processes that have met; they end with this value.
+pub(super) struct Group(Vec<Worker>);
+
+impl Group {
+    /// Starts that many ranks: each on a core of its own where there are enough. A waiter of a `spinning` group spins.
+    pub(super) fn start(nranks: usize, spinning: bool) -> Outcome<Group> {
+        let own_cores = nranks <= machine::cores();
+        let start = |rank| Worker::start_on(own_cores.then_some(rank), &format!("rank-{rank}"));
+        let mut group = Group((0..nranks).map(start).collect::<Outcome<_>>()?);
+        let id = towline_comm::get_unique_id()?;
+        group.each(|rank| Order::Join { nranks, rank, id: Box::new(id.clone()), spinning })?;
+        Ok(group)
+    }
+
+    pub(super) fn nranks(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Gives every rank its order, then waits for all answers.
+    pub(super) fn each(&mut self, order: impl Fn(usize) -> Order) -> Outcome<Vec<Answer>> {
+        for (rank, worker) in self.0.iter_mut().enumerate() {
+            worker.tell(&Ask::Comm { order: order(rank) })?;
+        }
+        // All are heard, so that a failure leaves no answer for the next question.
+        let told: Vec<Outcome<Told>> = self.0.iter_mut().map(Worker::answer).collect();
+        told.into_iter()
+            .zip(&self.0)
+            .map(|(told, worker)| match told? {
+                Told::Comm { answer } => Ok(answer),
+                told => Err(worker.surprise(&told)),
+            })
+            .collect()
+    }
+
+    /// Gives all ranks the same order, and waits for the slowest one's seconds.
+    pub(super) fn seconds(&mut self, order: &Order) -> Outcome<f64> {
+        let answers = self.each(|_| order.clone())?;
+        answers.into_iter().try_fold(0.0, |most: f64, answer| match answer {
+            Answer::Seconds(seconds) => Ok(most.max(seconds)),
+            answer => Err(surprise(&answer)),
+        })
+    }
+
+    /// Gives one rank an order that concerns nobody else.
+    pub(super) fn one(&mut self, rank: usize, order: Order) -> Outcome<Answer> {
+        let Some(worker) = self.0.get_mut(rank) else { return Err(Failure::failed("there is no such rank")) };
+        match worker.ask(&Ask::Comm { order })? {
+            Told::Comm { answer } => Ok(answer),
+            told => Err(worker.surprise(&told)),
+        }
+    }
+}
+
+/// The failure of an answer that is not the one asked for.
+pub(super) fn surprise(answer: &Answer) -> Failure {
+    Failure::failed(format!("a rank answered something else: {answer:?}"))
+}
