@@ -192,9 +192,12 @@ impl Team {
         self.abort(&error.about([rank]));
     }
 
-    /// The ranks that cannot be reached any more.
+    /// The ranks that cannot be reached any more, by this rank or by the one whose word on it has failed the team: that
+    /// may come before this one notices.
     pub(crate) fn dead(&self) -> Vec<usize> {
-        (0..self.nranks()).filter(|peer| self.links.check(*peer).is_err()).collect()
+        let failure = self.failure().filter(|error| error.kind() == Kind::Disconnected);
+        let told = |peer: usize| failure.as_ref().is_some_and(|error| error.ranks().contains(&peer));
+        (0..self.nranks()).filter(|peer| told(*peer) || self.links.check(*peer).is_err()).collect()
     }
 
     /// The error of waiting for ranks of which some are gone, and whether one of them did not leave in order.
