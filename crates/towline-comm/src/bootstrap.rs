@@ -5,6 +5,7 @@
 //! encrypted. Strangers, garbage, silence and slow senders cost the root a descriptor and a few hundred bytes for a
 //! few seconds, and the others nothing.
 
+pub mod fuzzing;
 mod join;
 mod meeting;
 mod root;

@@ -108,10 +108,8 @@ fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> 
     };
     let round = team.enter(call)?;
     let everybody = Everybody::read(&round, nranks)?;
-    let fail = |error: Error| {
-        team.abort(&error);
-        error
-    };
+    // Who finds a window gone may be the first to notice that its rank has aborted: that is the cause then.
+    let fail = |error: Error| team.fail(error);
     let (far, unregistered, reach) = everybody.reach(inner, team, job).map_err(fail)?;
     let choice = choice::choose(situation(job, nranks, far, unregistered), job.algorithm, false)?;
     inner.collectives.remember(choice);
@@ -293,6 +291,7 @@ impl Everybody {
             }
             let window = shared.clone().or_else(|| inner.windows().find(ids[rank]))?;
             Some(Part::Theirs {
+                rank,
                 pinned: window.pinned(rank)?,
                 base: self.words[rank][side.place + 1] as usize,
             })
@@ -301,8 +300,12 @@ impl Everybody {
         match (parts, plan) {
             // It was mapped when the ranks announced it, or agreed on it: they count on it.
             (None, Plan::Known | Plan::Buffers) => {
+                let gone: Vec<usize> = (0..nranks).filter(|rank| part(*rank).is_none()).collect();
+                let window = |rank: usize| shared.clone().or_else(|| inner.windows().find(ids[rank]));
+                let why = gone.iter().find_map(|rank| window(*rank)?.way(*rank, job.kind.name()).err());
                 let message = "a rank has closed its window or buffer during the call";
-                Err(Error::new(towline::Kind::Stale, job.kind.name(), message))
+                let closed = || Error::new(towline::Kind::Stale, job.kind.name(), message);
+                Err(why.unwrap_or_else(closed).about(gone))
             }
             (parts, _) => Ok(parts),
         }

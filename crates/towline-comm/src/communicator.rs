@@ -158,6 +158,8 @@ impl Communicator {
     }
 
     pub(crate) fn inner(&self, op: &'static str) -> Result<&Arc<Inner>> {
+        // Before any lock: in a forked child one may be held by a thread that does not exist there.
+        towline::fork_guard(op)?;
         match &self.inner {
             Some(inner) if inner.is_open() => Ok(inner),
             Some(_) => Err(inner::closed(op)),
@@ -370,6 +372,7 @@ impl Communicator {
     pub fn abort(&self) {
         if let Some(inner) = &self.inner
             && inner.is_open()
+            && towline::fork_guard("abort").is_ok()
         {
             let (rank, _) = inner.place("abort").unwrap_or_default();
             let why = Error::new(Kind::Canceled, "abort", "a rank aborted the communicator").about([rank]);

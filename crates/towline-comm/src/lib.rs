@@ -42,6 +42,8 @@ mod team;
 mod unique_id;
 mod window;
 
+#[doc(hidden)]
+pub use bootstrap::fuzzing;
 pub use collective::{Algorithm, Using};
 pub use combine::{Op, Scalar};
 pub use communicator::{Communicator, Config, Progress, WaitSignal};

@@ -5,6 +5,7 @@
 //! all ranks announce a collective call ([`round`]), byte channels between two ranks ([`channel`]), and signals.
 
 mod channel;
+mod farewell;
 mod layout;
 mod link;
 mod record;
@@ -135,14 +136,19 @@ impl Team {
             let message = format!("rank {rank} of {nranks} cannot sit down with {} tickets", tickets.len());
             return Err(Error::invalid(OP, message));
         }
-        let mut remotes = Vec::with_capacity(nranks);
+        let (mut remotes, mut failed) = (Vec::with_capacity(nranks), None);
         for (peer, remote) in endpoint.import_many(&tickets)?.into_iter().enumerate() {
-            let remote = remote.map_err(|error| lost(OP, peer, &error.into()))?;
-            if remote.len() != layout.len() as u64 {
-                let message = format!("rank {peer} has come with other options than rank {rank}");
-                return Err(Error::invalid(OP, message).about([peer]));
+            match remote {
+                Ok(remote) if remote.len() == layout.len() as u64 => remotes.push(remote),
+                Ok(_) => {
+                    let message = format!("rank {peer} has come with other options than rank {rank}");
+                    failed = failed.or(Some(Error::invalid(OP, message).about([peer])));
+                }
+                Err(error) => failed = failed.or(Some(lost(OP, peer, &error.into()))),
             }
-            remotes.push(remote);
+        }
+        if let Some(error) = failed {
+            return Err(farewell::part(&endpoint, &region, &layout, rank, remotes.iter(), error));
         }
         let links = Links::new(&endpoint, region, layout, rank, remotes, options.timeout)?;
         let team = Arc::new(Team {
@@ -215,6 +221,10 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
+        // The team of a forked child is its parent's.
+        if towline::fork_guard("leave").is_err() {
+            return;
+        }
         for peer in (0..self.nranks()).filter(|peer| *peer != self.rank()) {
             // Who is gone already need not be told.
             let _ = self.links.advance(peer, self.links.layout.departed(self.rank()), 1, 1);

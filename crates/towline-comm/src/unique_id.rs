@@ -83,6 +83,7 @@ pub fn get_unique_id_with(options: &UniqueIdOptions) -> Result<UniqueId> {
 /// Opens a meeting: its id, and the handle by which it can be called off.
 pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)> {
     const OP: &str = "get_unique_id";
+    towline::fork_guard(OP)?;
     let mut random = [0; 48];
     getrandom::fill(&mut random)
         .map_err(|error| Error::new(Kind::Native, OP, format!("no random bytes: {error}")))?;

@@ -185,7 +185,7 @@ impl Window {
 
     /// Gives up the window on this rank, once its work in flight has ended. Local; closing twice is harmless.
     pub fn close(&self) {
-        if self.slot.closed.swap(true, Ordering::AcqRel) {
+        if towline::fork_guard("close").is_err() || self.slot.closed.swap(true, Ordering::AcqRel) {
             return;
         }
         self.inner.wait_idle();

@@ -3,6 +3,8 @@
 
 #[path = "communicator/groups.rs"]
 mod groups;
+#[path = "communicator/hostile.rs"]
+mod hostile;
 #[path = "communicator/life.rs"]
 mod life;
 #[path = "communicator/meeting.rs"]

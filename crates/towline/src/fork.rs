@@ -19,7 +19,7 @@ const ALIVE: u32 = 1;
 static PROCESS: Mark = Mark::new();
 
 /// Refuses to go on in a forked child; costs one load. The first call marks this process as the owner.
-pub(crate) fn guard(op: &'static str) -> Result<()> {
+pub fn guard(op: &'static str) -> Result<()> {
     match PROCESS.state() {
         State::Owner => Ok(()),
         State::Unmarked => {

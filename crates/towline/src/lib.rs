@@ -50,6 +50,8 @@ pub mod wire;
 pub use access::Access;
 pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Remote, Request, Stats};
 pub use error::{Error, Kind, Result};
+#[doc(hidden)]
+pub use fork::guard as fork_guard;
 pub use identity::{EndpointId, Identity, Incarnation};
 pub use layout::{Dim, Indices, Layout};
 pub use memory::{

@@ -408,7 +408,7 @@ impl Phase {
 }
 
 /// The sealed message at the start of what a guest has said, once it is whole; an error where it is too long.
-fn sealed(input: &[u8]) -> Result<Option<&[u8]>, ()> {
+pub(super) fn sealed(input: &[u8]) -> Result<Option<&[u8]>, ()> {
     let Some((len, rest)) = input.split_first_chunk::<4>() else { return Ok(None) };
     let len = u32::from_le_bytes(*len) as usize;
     if len > MOST_JOIN {

@@ -28,6 +28,7 @@ const PAGE: usize = 4096;
 pub(super) enum Part {
     Mine(Memory),
     Theirs {
+        rank: usize,
         pinned: Arc<Pinned>,
         base: usize,
     },
@@ -40,7 +41,7 @@ impl Part {
         // BYTES MOVE HERE
         match self {
             Part::Mine(memory) => memory.read_at(offset, into),
-            Part::Theirs { pinned, base } => Ok(pinned.read_at(base + offset, into)?),
+            Part::Theirs { rank, pinned, base } => of(*rank, pinned.read_at(base + offset, into)),
             Part::Unneeded => Err(unneeded()),
         }
     }
@@ -49,7 +50,7 @@ impl Part {
         // BYTES MOVE HERE
         match self {
             Part::Mine(memory) => memory.write_at(offset, from),
-            Part::Theirs { pinned, base } => Ok(pinned.write_at(base + offset, from)?),
+            Part::Theirs { rank, pinned, base } => of(*rank, pinned.write_at(base + offset, from)),
             Part::Unneeded => Err(unneeded()),
         }
     }
@@ -59,7 +60,7 @@ impl Part {
         // BYTES MOVE HERE
         match self {
             Part::Mine(memory) => copy_here(&memory.part(offset, target.len())?, target),
-            Part::Theirs { pinned, base } => Ok(pinned.copy_to(base + offset, target.span())?),
+            Part::Theirs { rank, pinned, base } => of(*rank, pinned.copy_to(base + offset, target.span())),
             Part::Unneeded => Err(unneeded()),
         }
     }
@@ -69,10 +70,15 @@ impl Part {
         // BYTES MOVE HERE
         match self {
             Part::Mine(memory) => copy_here(source, &memory.part(offset, source.len())?),
-            Part::Theirs { pinned, base } => Ok(pinned.copy_from(base + offset, source.span())?),
+            Part::Theirs { rank, pinned, base } => of(*rank, pinned.copy_from(base + offset, source.span())),
             Part::Unneeded => Err(unneeded()),
         }
     }
+}
+
+/// Says whose memory an access was to.
+fn of(rank: usize, accessed: towline::Result<()>) -> Result<()> {
+    accessed.map_err(|error| Error::from(error).about([rank]))
 }
 
 fn unneeded() -> Error {

@@ -193,7 +193,7 @@ fn receive(inner: &Arc<Inner>, team: &Arc<Team>, message: &Message) -> Result<()
     team.recv_message(peer, digest, &mut bytes)?;
     let note = Note::decode(&bytes)?;
     if note.id != 0 {
-        let taken = take(inner, peer, &note, memory);
+        let taken = take(inner, peer, &note, memory).map_err(|error| team.lost(peer, error));
         // Closing by another digest tells the sender that its bytes were not taken.
         let closing = if taken.is_ok() { digest ^ CLOSING } else { !digest };
         let closed = team.recv_message(peer, closing, &mut []);
@@ -223,7 +223,11 @@ fn take(inner: &Arc<Inner>, peer: usize, note: &Note, into: &Memory) -> Result<(
         })?;
         match window.way(peer, "recv")? {
             // BYTES MOVE HERE
-            Way::Near(pinned) => return Ok(pinned.copy_to(offset, into.span())?),
+            Way::Near(pinned) => {
+                pinned.copy_to(offset, into.span())?;
+                // What was copied counts only if the window was open to the end.
+                return window.way(peer, "recv").map(drop);
+            }
             Way::Far(remote) => remote,
         }
     } else {

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use towline::{Patience, Routing};
+use towline::{Limits, Patience, Routing};
 
 use crate::team::TeamOptions;
 use crate::{Error, Result};
@@ -83,6 +83,12 @@ impl Config {
         let crowded = Patience { spin: Duration::ZERO, yielding: Duration::from_micros(100) };
         let patience = self.patience.unwrap_or(if nranks <= cores { Patience::default() } else { crowded });
         TeamOptions { timeout: self.timeout, contexts: self.contexts, signals: self.signals, patience }
+    }
+
+    /// How long an access to a far rank's memory may take: no longer than any other wait for that rank.
+    pub(crate) fn limits(&self) -> Limits {
+        let usual = Limits::default();
+        Limits { no_progress: usual.no_progress.min(self.timeout), total: self.timeout, ..usual }
     }
 
     /// What must be equal on all ranks.

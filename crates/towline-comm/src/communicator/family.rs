@@ -190,7 +190,7 @@ fn shrink(parent: &Arc<Inner>, child: &Arc<Inner>, survivors: &[usize], rank: us
         }
         id
     } else {
-        hear(parent, &call, survivors[0])?
+        hear(parent, &call, survivors[0], child.config.timeout)?
     };
     meet(child, survivors.len(), rank, &id, u64::from_le_bytes(about), OP)
 }
@@ -225,7 +225,7 @@ fn tell(parent: &Inner, ticket: &Ticket, call: &[u8]) -> Result<()> {
 }
 
 /// Waits for the call of the lowest survivor.
-fn hear(parent: &Inner, call: &[u8], caller: usize) -> Result<UniqueId> {
+fn hear(parent: &Inner, call: &[u8], caller: usize, timeout: Duration) -> Result<UniqueId> {
     const OP: &str = "shrink";
     let started = Instant::now();
     loop {
@@ -237,7 +237,7 @@ fn hear(parent: &Inner, call: &[u8], caller: usize) -> Result<UniqueId> {
             }
         }
         interrupt::check(OP)?;
-        let left = parent.config.timeout.saturating_sub(started.elapsed());
+        let left = timeout.saturating_sub(started.elapsed());
         if left.is_zero() {
             let waited = started.elapsed().as_secs_f64();
             let why = format!("the lowest survivor did not call the others in {waited:.3} s");

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use towline::{Endpoint, Kind, Ticket};
@@ -45,7 +45,6 @@ pub(crate) struct Inner {
     seating: OnceLock<Seating>,
     team: RwLock<Option<Arc<Team>>>,
     life: AtomicU8,
-    process: u32,
     windows: Windows,
     buffers: Buffers,
     /// Registered buffers that all ranks have used together, by the ids that the ranks gave them.
@@ -92,7 +91,6 @@ impl Inner {
             seating: OnceLock::new(),
             team: RwLock::new(None),
             life: AtomicU8::new(OPEN),
-            process: std::process::id(),
             windows: Windows::default(),
             buffers: Buffers::default(),
             shared: Mutex::new(HashMap::new()),
@@ -152,6 +150,7 @@ impl Inner {
 
     /// The team, for calls. `Invalid` once closed, and before the group has met.
     pub(crate) fn team(&self, op: &'static str) -> Result<Arc<Team>> {
+        towline::fork_guard(op)?;
         if !self.is_open() {
             return Err(closed(op));
         }
@@ -159,8 +158,15 @@ impl Inner {
         team.clone().ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))
     }
 
+    /// The team, for what may outlive it.
+    pub(crate) fn weak_team(&self) -> Weak<Team> {
+        let team = self.team.read().unwrap_or_else(PoisonError::into_inner);
+        team.as_ref().map(Arc::downgrade).unwrap_or_default()
+    }
+
     /// Refuses calls on a communicator that was closed or finalised.
     pub(crate) fn check_usable(&self, op: &'static str) -> Result<()> {
+        towline::fork_guard(op)?;
         match self.life.load(Ordering::Acquire) {
             OPEN => Ok(()),
             FINALIZED => Err(Error::invalid(op, "the communicator is finalized")),
@@ -217,8 +223,9 @@ impl Inner {
 
     /// What goes to that far rank, in order.
     pub(crate) fn lane(&self, peer: usize) -> Arc<Lane> {
+        let team = self.weak_team();
         let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        Arc::clone(lanes.entry(peer).or_insert_with(|| Arc::new(Lane::to(peer))))
+        Arc::clone(lanes.entry(peer).or_insert_with(|| Arc::new(Lane::new(peer, team))))
     }
 
     /// The lane of that rank, where something was ever sent to it by requests.
@@ -280,7 +287,7 @@ impl Inner {
     /// Waits for what is in flight, closes every handle and lets go of the group. Closing twice is harmless.
     pub(crate) fn close(&self, abort: Option<&Error>) {
         // In a forked child the threads that would end the work do not exist.
-        if self.life.load(Ordering::Acquire) == CLOSED || self.process != std::process::id() {
+        if self.life.load(Ordering::Acquire) == CLOSED || towline::fork_guard("destroy").is_err() {
             return;
         }
         let team = self.team.read().unwrap_or_else(PoisonError::into_inner).clone();

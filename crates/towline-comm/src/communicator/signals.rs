@@ -184,7 +184,7 @@ pub(crate) fn signal(
         }
         _ => inner.lane(peer),
     };
-    let (operation, done) = Operation::live("signal", inner.config.timeout, false);
+    let (operation, done) = Operation::toward(peer, Arc::downgrade(team), "signal", inner.config.timeout);
     let team = Arc::clone(team);
     lane.push(Task::After(Box::new(move || team.signal(peer, context, index, 1).map(|()| 0)), done));
     operation
@@ -193,7 +193,7 @@ pub(crate) fn signal(
 /// Waits until everything that this rank has sent to that one has landed.
 pub(crate) fn flush(inner: &Arc<Inner>, peer: usize) -> Result<()> {
     let Some(lane) = inner.lane_in_use(peer) else { return Ok(()) };
-    let (operation, done) = Operation::live("flush", inner.config.timeout, false);
+    let (operation, done) = Operation::toward(peer, inner.weak_team(), "flush", inner.config.timeout);
     lane.push(Task::After(Box::new(|| Ok(0)), done));
     operation.wait().map(|_| ())
 }

@@ -97,6 +97,11 @@ impl Layout {
         HEAD + self.nranks * self.part
     }
 
+    /// How many ranks the team has.
+    pub(super) fn nranks(&self) -> usize {
+        self.nranks
+    }
+
     /// The bytes of one ring.
     pub(super) fn ring_len(&self) -> usize {
         self.ring

@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 
 use towline::{Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, SystemStorage, Transfer};
 
-use super::PAYLOAD;
 use super::layout::{ABORTED, BELL, ENTRY_HEAD, Layout, RECORD, STATE, STATE_LEN, STATE_ROUND, STATE_WAITS};
+use super::round::lost;
+use super::{PAYLOAD, farewell};
 use crate::{Error, Result};
 
 /// The most transfers of one far link that nobody has looked at yet.
@@ -45,6 +46,16 @@ pub(super) enum Link {
         pin: Pinned,
     },
     Far(Box<Far>),
+}
+
+impl Link {
+    fn remote(&self) -> Option<&Remote> {
+        match self {
+            Link::Own => None,
+            Link::Near { remote, .. } => Some(remote),
+            Link::Far(far) => Some(&far.remote),
+        }
+    }
 }
 
 /// The way to a rank whose memory is not shared.
@@ -95,7 +106,9 @@ impl Links {
     ) -> Result<Links> {
         let mut far = 0;
         let mut links = Vec::with_capacity(remotes.len());
-        for (peer, remote) in remotes.into_iter().enumerate() {
+        let mut rest = remotes.into_iter();
+        while let Some(remote) = rest.next() {
+            let peer = links.len();
             links.push(if peer == rank {
                 Link::Own
             } else {
@@ -110,7 +123,11 @@ impl Links {
                             broken: OnceLock::new(),
                         }))
                     }
-                    Err(error) => return Err(Error::from(error).about([peer])),
+                    Err(error) => {
+                        let error = lost("assemble", peer, &error.into());
+                        let reached = links.iter().filter_map(Link::remote).chain(rest.as_slice());
+                        return Err(farewell::part(endpoint, &region, &layout, rank, reached, error));
+                    }
                 }
             });
         }

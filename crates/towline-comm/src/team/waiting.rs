@@ -32,7 +32,8 @@ enum Seen<T> {
 
 impl Team {
     /// Waits until `check` gives something. The error names who is missing, as `missing` says at that moment; an empty
-    /// list means everybody. It does not fail the team: a collective calls [`abort`](Self::abort) with it.
+    /// list means everybody. It fails the team where a rank has died, and nowhere else: a collective calls
+    /// [`abort`](Self::abort) with it.
     pub(crate) fn wait<T>(
         &self,
         op: &'static str,
@@ -83,9 +84,14 @@ impl Team {
                 wanted = (0..self.nranks()).filter(|peer| *peer != self.rank()).collect();
             }
             self.publish_waits(wanted.first().copied());
-            if let Some(error) = self.gone(op, &wanted) {
+            if let Some((error, died)) = self.gone(op, &wanted) {
                 // What they did before they went may be all that was waited for.
-                return check().ok_or(error);
+                if let Some(it) = check() {
+                    self.publish_waits(None);
+                    return Ok(it);
+                }
+                // Who waits for this rank waits for the dead one, and does not know it.
+                return Err(if died { self.fail(error) } else { error });
             }
             if spent >= self.options.timeout {
                 let ranks = self.culprits(&wanted);
@@ -109,7 +115,7 @@ impl Team {
     }
 
     /// Fails the team, and gives back why it failed: this, or what came before.
-    pub(super) fn fail(&self, error: Error) -> Error {
+    pub(crate) fn fail(&self, error: Error) -> Error {
         self.abort(&error);
         // Another rank may have been first; everybody ends with the same cause.
         self.failure().map_or(error.clone(), |cause| cause.during(error.op()))
@@ -186,27 +192,48 @@ impl Team {
         self.abort(&error.about([rank]));
     }
 
-    /// The ranks that cannot be reached any more.
+    /// The ranks that cannot be reached any more, by this rank or by the one whose word on it has failed the team: that
+    /// may come before this one notices.
     pub(crate) fn dead(&self) -> Vec<usize> {
-        (0..self.nranks()).filter(|peer| self.links.check(*peer).is_err()).collect()
+        let failure = self.failure().filter(|error| error.kind() == Kind::Disconnected);
+        let told = |peer: usize| failure.as_ref().is_some_and(|error| error.ranks().contains(&peer));
+        (0..self.nranks()).filter(|peer| told(*peer) || self.links.check(*peer).is_err()).collect()
     }
 
-    /// The error of waiting for ranks of which some are gone.
-    fn gone(&self, op: &'static str, wanted: &[usize]) -> Option<Error> {
-        let mut ranks = Vec::new();
-        let mut words = Vec::new();
+    /// The error of waiting for ranks of which some are gone, and whether one of them did not leave in order.
+    fn gone(&self, op: &'static str, wanted: &[usize]) -> Option<(Error, bool)> {
+        let (mut ranks, mut words, mut died) = (Vec::new(), Vec::new(), false);
         for peer in wanted.iter().copied().filter(|peer| *peer < self.nranks()) {
-            let departed =
-                self.links.region.load(self.links.layout.departed(peer)).is_ok_and(|left| left != 0);
             let why = match self.links.check(peer) {
-                _ if departed => "it has left the group".to_owned(),
-                Err(error) => error.message().to_owned(),
+                _ if self.has_departed(peer) => "it has left the group".to_owned(),
+                Err(error) => {
+                    died = true;
+                    error.message().to_owned()
+                }
                 Ok(()) => continue,
             };
             ranks.push(peer);
             words.push(format!("rank {peer} is gone: {why}"));
         }
-        (!ranks.is_empty()).then(|| Error::new(Kind::Disconnected, op, words.join("; ")).about(ranks))
+        let error = || Error::new(Kind::Disconnected, op, words.join("; ")).about(ranks.iter().copied());
+        (!ranks.is_empty()).then(|| (error(), died))
+    }
+
+    fn has_departed(&self, peer: usize) -> bool {
+        self.links.region.load(self.links.layout.departed(peer)).is_ok_and(|left| left != 0)
+    }
+
+    /// Says why an access to that rank's memory has failed. Where the rank is gone, and did not leave in order, the
+    /// team fails with it. Where the team has failed, that is why: ranks that have learnt of it close their windows.
+    pub(crate) fn lost(&self, peer: usize, error: Error) -> Error {
+        if error.kind() == Kind::Invalid {
+            return error;
+        }
+        let error = if error.ranks().is_empty() { error.about([peer]) } else { error };
+        if error.kind() == Kind::Disconnected && peer < self.nranks() && !self.has_departed(peer) {
+            return self.fail(error);
+        }
+        self.failure().map_or(error.clone(), |cause| cause.during(error.op()))
     }
 
     /// Whom the ranks that are missing wait for in turn: a rank that is held up is not to blame.
@@ -233,7 +260,7 @@ impl Team {
 
     /// Publishes for whom this rank has waited for a while. It stays so when the wait fails: who waits for this rank in
     /// turn looks for the culprit at about the same time.
-    fn publish_waits(&self, peer: Option<usize>) {
+    pub(crate) fn publish_waits(&self, peer: Option<usize>) {
         let value = peer.map_or(0, |peer| peer as u64 + 1);
         if self.waits.load(Ordering::Relaxed) != value {
             self.waits.store(value, Ordering::Relaxed);

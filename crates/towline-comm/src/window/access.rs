@@ -17,7 +17,7 @@ impl Window {
     pub fn put(&self, peer: usize, offset: usize, source: &Memory) -> Result<Operation> {
         let core = self.checked(peer, offset, source.len(), "put")?;
         let source = source.clone();
-        self.start("put", move |inner, _| put(inner, &core, peer, offset, &source, "put"))
+        self.start("put", peer, move |inner, _| put(inner, &core, peer, offset, &source, "put"))
     }
 
     /// [`put`](Self::put) of bytes that are copied at the call.
@@ -27,14 +27,14 @@ impl Window {
             return Ok(Operation::done(outcome.map(|()| 0)));
         }
         let Some(source) = self.staged(bytes, "put")? else { return Ok(Operation::done(Ok(0))) };
-        self.start("put", move |inner, _| put(inner, &core, peer, offset, &source, "put"))
+        self.start("put", peer, move |inner, _| put(inner, &core, peer, offset, &source, "put"))
     }
 
     /// Copies `peer`'s memory from that offset on into all of `target`.
     pub fn get(&self, peer: usize, offset: usize, target: &Memory) -> Result<Operation> {
         let core = self.checked(peer, offset, target.len(), "get")?;
         let target = target.clone();
-        self.start("get", move |inner, _| get(inner, &core, peer, offset, &target))
+        self.start("get", peer, move |inner, _| get(inner, &core, peer, offset, &target))
     }
 
     /// Copies bytes of `peer`'s memory out, waiting for them. Not deferred inside a group.
@@ -43,10 +43,11 @@ impl Window {
         if into.is_empty() {
             return Ok(());
         }
-        match core.way(peer, "get")? {
+        match core.way(peer, "get").map_err(|error| self.lost(peer, error))? {
             Way::Near(pinned) => {
-                pinned.read_at(offset, into).map_err(Error::from)?;
-                still(&core, peer, &pinned, "get")
+                let got = pinned.read_at(offset, into).map_err(Error::from);
+                let got = got.and_then(|()| still(&core, peer, &pinned, "get"));
+                got.map_err(|error| self.lost(peer, error.during("get")))
             }
             Way::Far(_) => {
                 let landing = SystemStorage::new(into.len())?;
@@ -71,7 +72,7 @@ impl Window {
         let core = self.checked(peer, offset, source.len(), "put_signal")?;
         self.counter(peer, context, index)?;
         let source = source.clone();
-        self.start("put_signal", move |inner, team| {
+        self.start("put_signal", peer, move |inner, team| {
             let put = put(inner, &core, peer, offset, &source, "put_signal")?;
             then_signal(inner, team, put, peer, context, index)
         })
@@ -94,7 +95,7 @@ impl Window {
             return Ok(signal(&self.inner, &team, peer, context, index));
         }
         let source = self.staged(bytes, "put_signal")?;
-        self.start("put_signal", move |inner, team| {
+        self.start("put_signal", peer, move |inner, team| {
             let put = match &source {
                 Some(source) => put(inner, &core, peer, offset, source, "put_signal")?,
                 None => Operation::done(Ok(0)),
@@ -106,7 +107,7 @@ impl Window {
     /// Adds to a 64-bit word of `peer`'s memory; the operation's value is what it held before.
     pub fn fetch_add(&self, peer: usize, offset: usize, add: u64) -> Result<Operation> {
         let core = self.word(peer, offset, "fetch_add")?;
-        self.start("fetch_add", move |inner, _| match core.way(peer, "fetch_add")? {
+        self.start("fetch_add", peer, move |inner, _| match core.way(peer, "fetch_add")? {
             Way::Near(pinned) => Ok(Operation::done(pinned.fetch_add(offset, add).map_err(Error::from))),
             Way::Far(remote) => {
                 let endpoint = inner.endpoint().clone();
@@ -119,7 +120,7 @@ impl Window {
     /// Replaces a 64-bit word of `peer`'s memory if it holds `expected`; the operation's value is what it held before.
     pub fn compare_swap(&self, peer: usize, offset: usize, expected: u64, new: u64) -> Result<Operation> {
         let core = self.word(peer, offset, "compare_swap")?;
-        self.start("compare_swap", move |inner, _| match core.way(peer, "compare_swap")? {
+        self.start("compare_swap", peer, move |inner, _| match core.way(peer, "compare_swap")? {
             Way::Near(pinned) => {
                 Ok(Operation::done(pinned.compare_swap(offset, expected, new).map_err(Error::from)))
             }
@@ -170,9 +171,21 @@ impl Window {
     pub(super) fn start(
         &self,
         op: &'static str,
+        peer: usize,
         start: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<Operation> + Send + 'static,
     ) -> Result<Operation> {
-        one_sided(&self.inner, op, start)
+        one_sided(&self.inner, op, move |inner, team| {
+            let started = start(inner, team).map_err(|error| team.lost(peer, error))?;
+            Ok(started.explained(|error| team.lost(peer, error)))
+        })
+    }
+
+    /// What an access that failed at once has to say.
+    fn lost(&self, peer: usize, error: Error) -> Error {
+        match self.inner.team(error.op()) {
+            Ok(team) => team.lost(peer, error),
+            Err(_) => error,
+        }
     }
 
     /// The window, where that range of that rank can be accessed. Its error poisons the group that is open.
@@ -220,10 +233,11 @@ impl Window {
         match core.way(peer, op) {
             Ok(Way::Near(pinned)) => {
                 core.order();
-                Some(pinned.write_at(offset, bytes).map_err(Error::from))
+                let put = pinned.write_at(offset, bytes);
+                Some(put.map_err(|error| self.lost(peer, Error::from(error).during(op))))
             }
             Ok(Way::Far(_)) => None,
-            Err(error) => Some(Err(error)),
+            Err(error) => Some(Err(self.lost(peer, error))),
         }
     }
 
@@ -267,10 +281,10 @@ pub(super) fn put(
         }
         Way::Far(remote) => {
             let (endpoint, source) = (inner.endpoint().clone(), source.clone());
-            let len = source.len() as u64;
+            let (len, limits) = (source.len() as u64, inner.config.limits());
             let start = move || {
                 let request = endpoint.write(&remote, source.span()).at(offset as u64, 0, len);
-                Ok(request.start()?)
+                Ok(request.limits(limits).start()?)
             };
             Ok(in_lane(inner, core, peer, op, start))
         }
@@ -292,10 +306,10 @@ fn get(
         }
         Way::Far(remote) => {
             let (endpoint, target) = (inner.endpoint().clone(), target.clone());
-            let len = target.len() as u64;
+            let (len, limits) = (target.len() as u64, inner.config.limits());
             let start = move || {
                 let request = endpoint.read(&remote, target.span()).at(offset as u64, 0, len);
-                Ok(request.start()?)
+                Ok(request.limits(limits).start()?)
             };
             Ok(in_lane(inner, core, peer, "get", start))
         }
@@ -310,7 +324,7 @@ pub(super) fn in_lane(
     op: &'static str,
     start: impl FnOnce() -> Result<towline::Transfer> + Send + 'static,
 ) -> Operation {
-    let (operation, done) = Operation::live(op, inner.config.timeout, false);
+    let (operation, done) = Operation::toward(peer, inner.weak_team(), op, inner.config.timeout);
     let about = move |error: Error| error.about([peer]).during(op);
     let task = if core.flags().contains(WindowFlag::STRICT_ORDERING) {
         let step = move || {

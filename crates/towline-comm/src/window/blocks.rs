@@ -32,7 +32,7 @@ impl Window {
         let pairs = plan(layout, indices.into(), source_layout, source_indices.into(), source, "put")?;
         let core = self.reach(peer, &pairs, "put")?;
         let source = source.clone();
-        self.start("put", move |inner, _| put(inner, &core, peer, &source, pairs))
+        self.start("put", peer, move |inner, _| put(inner, &core, peer, &source, pairs))
     }
 
     /// [`put_blocks`](Self::put_blocks), then raises `peer`'s counter, as [`put_signal`](Self::put_signal) does.
@@ -51,7 +51,7 @@ impl Window {
         let core = self.reach(peer, &pairs, "put_signal")?;
         check_counter(&self.inner, peer, context, index, "put_signal").map_err(group::poison)?;
         let source = source.clone();
-        self.start("put_signal", move |inner, team| {
+        self.start("put_signal", peer, move |inner, team| {
             let put = put(inner, &core, peer, &source, pairs)?;
             then_signal(inner, team, put, peer, context, index)
         })
@@ -71,7 +71,7 @@ impl Window {
         let pairs = plan(layout, indices.into(), target_layout, target_indices.into(), target, "get")?;
         let core = self.reach(peer, &pairs, "get")?;
         let target = target.clone();
-        self.start("get", move |inner, _| get(inner, &core, peer, &target, pairs))
+        self.start("get", peer, move |inner, _| get(inner, &core, peer, &target, pairs))
     }
 
     fn reach(&self, peer: usize, pairs: &Pairs, op: &'static str) -> Result<Arc<WindowCore>> {
@@ -124,7 +124,10 @@ fn put(
         }
         Way::Far(remote) => {
             let (endpoint, source) = (inner.endpoint().clone(), source.clone());
-            let start = move || Ok(endpoint.write(&remote, source.span()).spans(&pairs.pieces).start()?);
+            let limits = inner.config.limits();
+            let start = move || {
+                Ok(endpoint.write(&remote, source.span()).spans(&pairs.pieces).limits(limits).start()?)
+            };
             Ok(in_lane(inner, core, peer, "put", start))
         }
     }
@@ -148,7 +151,10 @@ fn get(
         }
         Way::Far(remote) => {
             let (endpoint, target) = (inner.endpoint().clone(), target.clone());
-            let start = move || Ok(endpoint.read(&remote, target.span()).spans(&pairs.pieces).start()?);
+            let limits = inner.config.limits();
+            let start = move || {
+                Ok(endpoint.read(&remote, target.span()).spans(&pairs.pieces).limits(limits).start()?)
+            };
             Ok(in_lane(inner, core, peer, "get", start))
         }
     }

@@ -195,6 +195,9 @@ impl RegisteredBuffer {
 
     /// Gives up the registration, once work in flight has ended. Closing twice is harmless.
     pub fn close(&self) {
+        if towline::fork_guard("close").is_err() {
+            return;
+        }
         let Some(core) = self.core.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
         if let Some(inner) = self.inner.upgrade() {
             inner.wait_idle();

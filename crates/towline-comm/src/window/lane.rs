@@ -4,12 +4,13 @@
 //! delays nobody else.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use towline::{Kind, Transfer};
 
 use super::operation::{Completion, Told};
+use crate::team::Team;
 use crate::{Error, Result};
 
 /// How long the thread of a lane stays when it has nothing to do.
@@ -45,6 +46,7 @@ struct Failure {
 /// What goes to one far rank.
 pub(crate) struct Lane {
     peer: usize,
+    team: Weak<Team>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -62,9 +64,9 @@ struct State {
 }
 
 impl Lane {
-    /// The lane to that rank.
-    pub(crate) fn to(peer: usize) -> Lane {
-        Lane { peer, state: Mutex::default(), changed: Condvar::new() }
+    /// The lane of that rank; a failure that shows that the rank is dead fails the team.
+    pub(crate) fn new(peer: usize, team: Weak<Team>) -> Lane {
+        Lane { peer, team, state: Mutex::default(), changed: Condvar::new() }
     }
 
     pub(crate) fn is_idle(&self) -> bool {
@@ -126,6 +128,7 @@ impl Lane {
     /// Tells how a task ended; its own failure is remembered for the steps behind it.
     fn ended(&self, done: Completion, outcome: Result<u64>, own: bool) {
         let known_from = self.lock().pushed + 1;
+        let outcome = outcome.map_err(|error| self.named(error));
         let error = outcome.as_ref().err().filter(|_| own).cloned();
         let told = done.tell(outcome);
         let mut state = self.lock();
@@ -137,6 +140,16 @@ impl Lane {
         }
         drop(state);
         self.changed.notify_all();
+    }
+
+    /// Says whom an error is about, and tells everybody where it means that a rank has died: they may wait for ranks
+    /// that hear of it only here.
+    fn named(&self, error: Error) -> Error {
+        match self.team.upgrade() {
+            Some(team) => team.lost(self.peer, error),
+            None if error.ranks().is_empty() => error.about([self.peer]),
+            None => error,
+        }
     }
 
     /// What went wrong before a step, and is not known to who asked for it.

@@ -3,13 +3,17 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use towline::Kind;
 
+use crate::team::Team;
 use crate::{Error, Result, group};
+
+/// After that long, a rank that waits for an operation says so to those that wait for it.
+const WHILE: Duration = Duration::from_millis(100);
 
 /// A one-sided operation in flight: a future, which can also be waited on. It owns what it touches, and goes on when
 /// dropped.
@@ -35,6 +39,8 @@ struct Shared {
     ended: Condvar,
     op: &'static str,
     within: Duration,
+    /// The rank whose memory it is about, where it is one, and its team.
+    toward: Option<(usize, Weak<Team>)>,
 }
 
 #[derive(Default)]
@@ -58,11 +64,38 @@ impl Operation {
         Operation(Repr::Done(outcome))
     }
 
+    /// An operation towards that rank of that team that ends later, and the place where that is told.
+    pub(crate) fn toward(
+        peer: usize,
+        team: Weak<Team>,
+        op: &'static str,
+        within: Duration,
+    ) -> (Operation, Completion) {
+        Operation::new(op, within, Some((peer, team)), false)
+    }
+
     /// An operation that ends later, and the place where that is told. `deferred`: it has not started yet.
     pub(crate) fn live(op: &'static str, within: Duration, deferred: bool) -> (Operation, Completion) {
+        Operation::new(op, within, None, deferred)
+    }
+
+    fn new(
+        op: &'static str,
+        within: Duration,
+        toward: Option<(usize, Weak<Team>)>,
+        deferred: bool,
+    ) -> (Operation, Completion) {
         let state = State { deferred, ..State::default() };
-        let shared = Arc::new(Shared { state: Mutex::new(state), ended: Condvar::new(), op, within });
+        let shared = Arc::new(Shared { state: Mutex::new(state), ended: Condvar::new(), op, within, toward });
         (Operation(Repr::Live(Arc::clone(&shared))), Completion(Some(shared)))
+    }
+
+    /// Replaces the error of one that has failed at once.
+    pub(crate) fn explained(self, explain: impl FnOnce(Error) -> Error) -> Operation {
+        match self.0 {
+            Repr::Done(Err(error)) => Operation::done(Err(explain(error))),
+            repr => Operation(repr),
+        }
     }
 
     /// Whether it has ended, well or not.
@@ -89,9 +122,13 @@ impl Operation {
         };
         // What carries it has limits of its own and always tells its end; this one is for the unforeseen.
         let until = Instant::now() + shared.within.saturating_mul(2).min(Duration::from_secs(86_400 * 365));
+        let mut held_up = false;
         let mut state = shared.lock();
         loop {
             if let Some(outcome) = state.look() {
+                if held_up && outcome.is_ok() {
+                    shared.waits_for(false);
+                }
                 return outcome;
             }
             if state.deferred && group::is_open() {
@@ -102,9 +139,16 @@ impl Operation {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Error::new(Kind::Timeout, shared.op, "the operation is still in flight"));
+                let error = Error::new(Kind::Timeout, shared.op, "the operation is still in flight");
+                return Err(error.about(shared.toward.as_ref().map(|(peer, _)| *peer)));
             }
-            state = shared.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            let (after, timeout) =
+                shared.ended.wait_timeout(state, left.min(WHILE)).unwrap_or_else(PoisonError::into_inner);
+            state = after;
+            if timeout.timed_out() && !held_up {
+                held_up = true;
+                shared.waits_for(true);
+            }
         }
     }
 }
@@ -138,6 +182,15 @@ impl fmt::Debug for Operation {
 impl Shared {
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets the team know whether this rank waits for the one it is about: who waits for this one looks for the culprit.
+    fn waits_for(&self, waits: bool) {
+        if let Some((peer, team)) = &self.toward
+            && let Some(team) = team.upgrade()
+        {
+            team.publish_waits(waits.then_some(*peer));
+        }
     }
 
     fn complete(&self, outcome: Result<u64>) {

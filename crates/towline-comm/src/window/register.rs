@@ -221,23 +221,30 @@ fn import(endpoint: &Endpoint, routing: &Routing, team: &Team, offers: &[Offer])
 
 /// The same outcome on every rank: what this rank has, or the error of the first rank that has none.
 fn all_or_none<T>(team: &Team, op: &'static str, mine: Result<T>) -> Result<T> {
+    // Whom the error is about, one more than the rank: the one that cannot be reached is to blame, not who says so.
     let told = match &mine {
         Ok(_) => Vec::new(),
         Err(error) => {
             let (kind, why) = Offer::refusal(error);
-            std::iter::once(kind).chain(why.into_bytes()).collect()
+            let about = error.ranks().first().map_or(0, |rank| *rank as u32 + 1);
+            std::iter::once(kind).chain(about.to_le_bytes()).chain(why.into_bytes()).collect()
         }
     };
     let answers = team.all_gather_bytes(op, &told)?;
-    let failing: Vec<usize> = (0..answers.len()).filter(|rank| !answers[*rank].is_empty()).collect();
-    match failing.first().and_then(|rank| answers[*rank].split_first()) {
-        None => mine,
-        Some((code, why)) => {
-            let kind = Kind::ALL.get(usize::from(*code)).map_or(Kind::Internal, |(kind, _)| *kind);
-            let why = String::from_utf8_lossy(why);
-            Err(Error::new(kind, op, format!("a rank cannot reach the others: {why}")).about(failing))
-        }
-    }
+    let failing = answers.iter().enumerate().filter_map(|(rank, answer)| {
+        let (code, rest) = answer.split_first()?;
+        let (about, why) = rest.split_first_chunk::<4>()?;
+        let blamed =
+            (u32::from_le_bytes(*about) as usize).checked_sub(1).filter(|peer| *peer < answers.len());
+        Some((*code, blamed.unwrap_or(rank), String::from_utf8_lossy(why)))
+    });
+    let failing: Vec<_> = failing.collect();
+    let Some((code, _, why)) = failing.first() else { return mine };
+    let kind = Kind::ALL.get(usize::from(*code)).map_or(Kind::Internal, |(kind, _)| *kind);
+    let error = Error::new(kind, op, format!("a rank cannot reach another: {why}"))
+        .about(failing.iter().map(|(_, blamed, _)| *blamed));
+    // Who died after it had announced its part is missed only here.
+    Err(if kind == Kind::Disconnected { team.fail(error) } else { error })
 }
 
 /// Makes a window of the registered buffers that the ranks use in one call. Every rank calls it.

@@ -187,7 +187,10 @@ impl Epoch<'_> {
             return Err(Error::invalid(op, format!("there is no rank {peer} among {ranks}")));
         };
         match pinned {
-            Some(pinned) => still(&self.core, peer, pinned, op).map(|()| Some(pinned)),
+            Some(pinned) => {
+                let open = still(&self.core, peer, pinned, op);
+                open.map(|()| Some(pinned)).map_err(|error| self.team.lost(peer, error))
+            }
             None => Ok(None),
         }
     }

@@ -13,7 +13,7 @@ use towline_comm::{Communicator, Config, Result, UniqueId, get_unique_id};
 use super::{config, impatient, watch};
 
 /// Joins with one thread per entry: size and rank as that thread believes them.
-fn join(id: &UniqueId, beliefs: &[(usize, usize, Config)]) -> Vec<Result<Communicator>> {
+pub(super) fn join(id: &UniqueId, beliefs: &[(usize, usize, Config)]) -> Vec<Result<Communicator>> {
     thread::scope(|scope| {
         let threads: Vec<_> = beliefs
             .iter()
@@ -25,7 +25,7 @@ fn join(id: &UniqueId, beliefs: &[(usize, usize, Config)]) -> Vec<Result<Communi
     })
 }
 
-fn refused(id: &UniqueId, beliefs: &[(usize, usize, Config)], kind: Kind, ranks: &[usize]) {
+pub(super) fn refused(id: &UniqueId, beliefs: &[(usize, usize, Config)], kind: Kind, ranks: &[usize]) {
     for outcome in join(id, beliefs) {
         let error = outcome.unwrap_err();
         assert_eq!((error.kind(), error.ranks()), (kind, ranks), "{error}");
@@ -112,7 +112,7 @@ fn an_id_serves_one_meeting() {
 }
 
 /// The address of the meeting, as an id that was written down carries it.
-fn doors(id: &UniqueId) -> (String, String) {
+pub(super) fn doors(id: &UniqueId) -> (String, String) {
     let shown = format!("{id:?}");
     let nonce = shown[9..41].to_owned();
     let address = shown.split(['[', ']']).nth(1).unwrap().to_owned();

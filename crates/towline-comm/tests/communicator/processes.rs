@@ -77,6 +77,9 @@ fn what_a_rank_process_does() {
     let words: Vec<&str> = told.split(' ').collect();
     if words[0] == "id" {
         println!("ID {}", get_unique_id().unwrap());
+        if words.get(1) == Some(&"stays") {
+            std::thread::sleep(LONG);
+        }
         return;
     }
     if words[0] == "hosts" {
@@ -280,6 +283,28 @@ fn ranks_on_two_hosts_meet_put_get_signal_and_shrink() {
         rank.says("DONE");
         rank.ends_well();
     }
+}
+
+#[test]
+fn ranks_whose_root_dies_while_they_wait_are_told_at_once() {
+    let _watchdog = watch("a root that dies");
+    let mut maker = Rank::start("id stays");
+    let id: UniqueId = maker.says("ID").parse().unwrap();
+    let config = || Config { timeout: LONG, ..Config::default() };
+    let waiting: Vec<_> = (0..2)
+        .map(|rank| {
+            let id = id.clone();
+            std::thread::spawn(move || Communicator::init(3, rank, &id, config()).map(drop))
+        })
+        .collect();
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    drop(maker);
+    for rank in waiting {
+        let error = rank.join().unwrap().unwrap_err();
+        // Stale where the rank was so late that it did not find the root at all.
+        assert!(matches!(error.kind(), Kind::Disconnected | Kind::Stale), "{error}");
+    }
+    assert_eq!(Communicator::init(3, 2, &id, config()).unwrap_err().kind(), Kind::Stale);
 }
 
 #[test]

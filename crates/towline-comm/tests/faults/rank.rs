@@ -1,0 +1,141 @@
+//! A rank as a process, and what it does.
+
+use std::env;
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::Duration;
+
+use towline::{Dtype, Routing};
+use towline_comm::{Communicator, Config, Op, Result, UniqueId, mem_alloc};
+
+use super::{leaks, program};
+
+const PART: &str = "TOWLINE_COMM_FAULT_PART";
+
+/// A process of a test, killed with it.
+pub(crate) struct Rank(Child, BufReader<ChildStdout>);
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Rank {
+    pub(crate) fn start(part: &str) -> Rank {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args(["--exact", "rank::what_a_rank_process_does", "--nocapture", "--test-threads=1"]);
+        let mut child = command.env(PART, part).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let said = BufReader::new(child.stdout.take().unwrap());
+        Rank(child, said)
+    }
+
+    pub(crate) fn child(&self) -> &Child {
+        &self.0
+    }
+
+    /// Waits for the line that starts so, and gives the rest of it.
+    pub(crate) fn says(&mut self, word: &str, what: &str) -> String {
+        for line in (&mut self.1).lines() {
+            if let Some((_, rest)) = line.unwrap().split_once(word) {
+                return rest.trim().to_owned();
+            }
+        }
+        panic!("{what}: a rank ended without {word:?}")
+    }
+
+    pub(crate) fn ends_well(mut self, what: &str, so_far: &[String]) {
+        (&mut self.1).lines().for_each(drop);
+        assert!(self.0.wait().unwrap().success(), "{what}: after {so_far:#?}");
+    }
+}
+
+/// Ends this process with the test that started it.
+fn end_with_the_test() {
+    std::thread::spawn(|| {
+        let _ = std::io::stdin().read(&mut [0; 16]);
+        std::process::exit(7);
+    });
+}
+
+#[test]
+fn what_a_rank_process_does() {
+    let Ok(told) = env::var(PART) else { return };
+    end_with_the_test();
+    let words: Vec<&str> = told.split(' ').collect();
+    match words[0] {
+        "fault" => fault(&words),
+        "idle" => leaks::idle(&words),
+        "fork" => leaks::fork_and_go_on(&words),
+        other => panic!("no part {other}"),
+    }
+}
+
+/// Joins as the words say: how, ranks, rank, id.
+pub(crate) fn join(words: &[&str], timeout: Duration) -> Result<Communicator> {
+    let routing = match words[1] {
+        "Far" => Routing::default().require("tcp")?,
+        _ => Routing::default(),
+    };
+    let (nranks, rank): (usize, usize) = (words[2].parse().unwrap(), words[3].parse().unwrap());
+    let id: UniqueId = words[4].parse()?;
+    Communicator::init(nranks, rank, &id, Config { timeout, routing, ..Config::default() })
+}
+
+#[allow(clippy::print_stdout, reason = "a rank tells its parent by its output")]
+fn fault(words: &[&str]) {
+    let number = |at: usize| words[at].parse::<u64>().unwrap();
+    let (seed, victim) = (number(5), number(6) as usize);
+    let limit = Duration::from_millis(number(7));
+    let aborts =
+        words[8].split_once(':').map(|(when, exits)| (when.parse::<u64>().unwrap(), exits == "true"));
+    let met = join(words, limit).and_then(|comm| comm.barrier().map(|()| comm));
+    let comm = match met {
+        Ok(comm) => comm,
+        // Only where the victim died before everybody had met; then there is nothing to shrink.
+        Err(error) => return println!("END {:?} {error}", error.ranks()),
+    };
+    println!("READY");
+    if let Some((when, exits)) = aborts {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_micros(when));
+                comm.abort();
+            });
+            program::run(&comm, seed);
+        });
+        if !exits {
+            std::thread::sleep(Duration::from_secs(600));
+        }
+        return;
+    }
+    let error = program::run(&comm, seed);
+    println!("END {:?} {error}", error.ranks());
+    go_on_without(&comm, victim).unwrap_or_else(|error| panic!("seed {seed}: after the fault: {error}"));
+}
+
+fn go_on_without(comm: &Communicator, victim: usize) -> Result<()> {
+    // Survivors may come one limit after each other: who waits for whom decides when each gives up.
+    let patient = Config { timeout: super::LONG, ..Config::default() };
+    let routing = if comm.is_near((comm.rank()? + 1) % comm.nranks()?)? {
+        Routing::default()
+    } else {
+        Routing::default().require("tcp")?
+    };
+    let child = comm.shrink_with(&[victim], Some(Config { routing, ..patient }))?;
+    let (rank, nranks) = (child.rank()?, child.nranks()?);
+    assert_eq!(nranks, comm.nranks()? - 1);
+    for elements in [3, 5_000, 40_000] {
+        let memory = child.memory(mem_alloc(elements * 8)?)?;
+        let values: Vec<u8> =
+            (0..elements as u64).flat_map(|at| (at * (rank as u64 + 1)).to_ne_bytes()).collect();
+        memory.write_at(0, &values)?;
+        child.all_reduce(&memory, &memory, Dtype::U64, Op::Sum)?;
+        let mut sums = vec![0; elements * 8];
+        memory.read_at(0, &mut sums)?;
+        let all = (nranks * (nranks + 1) / 2) as u64;
+        assert!(sums.chunks_exact(8).enumerate().all(|(at, sum)| sum == (at as u64 * all).to_ne_bytes()));
+    }
+    child.finalize()
+}
