@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,6 +140,12 @@ def test_workers_hand_over_metadata_by_nats(nats_server: str) -> None:
 def test_the_quick_start_in_a_readme_is_the_one_that_runs(page: str) -> None:
     shown = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     assert (EXAMPLES / "quickstart.py").read_text() in shown, f"{page} shows another quick start"
+
+
+def test_what_the_readme_shows_of_the_communicator_is_what_runs() -> None:
+    shown = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    program = (EXAMPLES / "communicator.py").read_text()
+    assert any(textwrap.indent(block, " " * 8) in program for block in shown)
 
 
 def test_every_example_is_run_by_a_test() -> None:

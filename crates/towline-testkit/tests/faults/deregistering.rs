@@ -12,7 +12,7 @@ use towline_testkit::worker::storage;
 
 use super::{MIB, STALL, endpoint};
 
-const TIME: Duration = Duration::from_secs(25);
+const TIME: Duration = Duration::from_secs(30);
 
 /// The owner's part, which readers read; behind it each writer has a part.
 const READ_LEN: usize = 3 * MIB;
