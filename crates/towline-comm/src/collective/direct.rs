@@ -21,6 +21,9 @@ fn chunk(nranks: usize) -> usize {
     if nranks == 2 { 4 << 10 } else { 32 << 10 }
 }
 
+/// From this many bytes on, results are written around the cache: they would not stay in it until somebody reads them.
+const LONG: usize = 16 << 20;
+
 /// Shares are cut at pages, so that no two ranks write to one.
 const PAGE: usize = 4096;
 
@@ -51,6 +54,16 @@ impl Part {
         match self {
             Part::Mine(memory) => memory.write_at(offset, from),
             Part::Theirs { rank, pinned, base } => of(*rank, pinned.write_at(base + offset, from)),
+            Part::Unneeded => Err(unneeded()),
+        }
+    }
+
+    /// [`write`](Self::write) where the whole is longer than caches are.
+    fn stream(&self, offset: usize, from: &[u8]) -> Result<()> {
+        // BYTES MOVE HERE
+        match self {
+            Part::Mine(memory) => memory.stream_at(offset, from),
+            Part::Theirs { rank, pinned, base } => of(*rank, pinned.stream_at(base + offset, from)),
             Part::Unneeded => Err(unneeded()),
         }
     }
@@ -128,10 +141,14 @@ pub(super) fn needs(kind: Kind) -> (Whose, Whose) {
 pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
     let Run { job, rank, nranks, .. } = *run;
     let (block, root) = (job.block, job.root);
+    let long = job.elements() * job.dtype.size() >= LONG;
     match (job.kind, &job.send, &job.recv) {
         (Kind::AllReduce, ..) => combine(run, &reach.send, Share::OfEverything, |at, result| {
             // Starting with the next rank spreads the writers over the readers' memory.
-            (1..=nranks).try_for_each(|places| reach.recv[run.after(places)].write(at, result))
+            (1..=nranks).try_for_each(|places| {
+                let part = &reach.recv[run.after(places)];
+                if long { part.stream(at, result) } else { part.write(at, result) }
+            })
         }),
         (Kind::Reduce, ..) => {
             combine(run, &reach.send, Share::OfEverything, |at, result| reach.recv[root].write(at, result))

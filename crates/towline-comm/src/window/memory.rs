@@ -97,6 +97,12 @@ impl Memory {
         Ok(self.span.write_at(offset, from)?)
     }
 
+    /// Copies in a portion of something long that nobody reads soon.
+    pub(crate) fn stream_at(&self, offset: usize, from: &[u8]) -> Result<()> {
+        self.inside("stream_at", offset, from.len())?;
+        Ok(self.span.stream_at(offset, from)?)
+    }
+
     /// The span checks against its own length, which is too long where this names nothing.
     fn inside(&self, op: &'static str, offset: usize, len: usize) -> Result<()> {
         if self.is_empty() && (offset, len) != (0, 0) {

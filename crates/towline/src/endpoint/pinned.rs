@@ -108,6 +108,14 @@ impl Pinned {
         Ok(())
     }
 
+    /// [`write_at`](Self::write_at) for a portion of something long that nobody reads soon: the bytes go around the cache.
+    pub fn stream_at(&self, offset: usize, from: &[u8]) -> Result<()> {
+        let into = self.range("stream_at", Access::WRITE, offset, from.len())?;
+        // SAFETY: as in `read_at`; a slice of this process's own and memory that is never a reference do not overlap.
+        unsafe { bytes::copy_around_cache(into, from.as_ptr(), from.len()) };
+        Ok(())
+    }
+
     /// Copies into the whole of a local span, from `offset` on. `Stale` where the span's region was revoked.
     pub fn copy_to(&self, offset: usize, target: &Span) -> Result<()> {
         let from = self.range("copy_to", Access::READ, offset, target.len())?;

@@ -142,6 +142,14 @@ impl Span {
         })
     }
 
+    /// [`write_at`](Self::write_at) for a portion of something long that nobody reads soon: the bytes go around the cache.
+    pub fn stream_at(&self, offset: usize, from: &[u8]) -> Result<()> {
+        self.inside("stream_at", offset, from.len(), |into| {
+            // SAFETY: as in `write_at`.
+            unsafe { bytes::copy_around_cache(into, from.as_ptr(), from.len()) }
+        })
+    }
+
     /// A part of this part, as [`span`](Self::span).
     pub fn part(&self, offset: usize, len: usize) -> Result<Span> {
         self.span(offset, len)
