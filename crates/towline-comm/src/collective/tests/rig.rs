@@ -98,8 +98,14 @@ pub(super) enum Form {
 }
 
 impl Form {
-    pub(super) const ALL: [Form; 6] =
-        [Form::Windows, Form::Buffers, Form::Loose, Form::EverySecond, Form::WindowInPlace, Form::LooseInPlace];
+    pub(super) const ALL: [Form; 6] = [
+        Form::Windows,
+        Form::Buffers,
+        Form::Loose,
+        Form::EverySecond,
+        Form::WindowInPlace,
+        Form::LooseInPlace,
+    ];
 
     pub(super) fn is_registered(self) -> bool {
         matches!(self, Form::Windows | Form::Buffers | Form::WindowInPlace)
