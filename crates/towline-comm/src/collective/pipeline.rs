@@ -15,8 +15,8 @@ use crate::Result;
 use crate::combine::{Accumulator, Scratch, wide};
 use crate::team::Pipes;
 
-/// The most bytes of a chunk.
-const CHUNK: usize = 32 << 10;
+/// The most bytes of a chunk. Measured as the rings were: 16 KiB make 4.0 GiB/s, 32 KiB 4.4, 64 KiB 4.8, 128 KiB 4.9.
+const CHUNK: usize = 64 << 10;
 
 /// The bytes of one rank that are combined at a time, in the type in which they are combined.
 const PIECE: usize = 8 << 10;
@@ -30,9 +30,6 @@ pub(super) fn all_reduce(run: &Run<'_>) -> Result<()> {
     let stretches: Vec<_> = steps(run.job.elements(), pipes.chunk().min(CHUNK) / size * run.nranks).collect();
     let sum = Accumulator::new(run.job.op, run.job.dtype);
     let mut pipeline = Pipeline { run, pipes, stretches, sum, scratch: Scratch::default() };
-    if run.nranks == 2 {
-        return pipeline.exchange();
-    }
     for step in 0..pipeline.stretches.len() + 2 {
         pipeline.give(step)?;
         if let Some(step) = step.checked_sub(1) {
@@ -56,38 +53,6 @@ struct Pipeline<'a> {
 }
 
 impl Pipeline<'_> {
-    /// Two ranks give each other everything, and both combine all of it: as many bytes go through the rings as with a
-    /// share each, and nobody waits for a result.
-    fn exchange(&mut self) -> Result<()> {
-        let (run, size, dtype) = (self.run, self.run.job.dtype.size(), self.run.job.dtype);
-        let peer = run.after(1);
-        let (sum, pipes) = (&mut self.sum, &mut self.pipes);
-        let bytes = |stretch: &Range<usize>| stretch.start * size..stretch.end * size;
-        for step in 0..self.stretches.len() + 1 {
-            if let Some(cut) = self.stretches.get(step).map(bytes) {
-                pipes.reserve(peer, cut.len())?;
-                pipes.copy(peer, run.sent()?.span(), cut.start, cut.len())?;
-                pipes.publish(peer)?;
-            }
-            let Some(cut) = step.checked_sub(1).and_then(|step| self.stretches.get(step)).map(bytes) else {
-                continue;
-            };
-            pipes.expect(peer, cut.len())?;
-            for part in steps(cut.len(), PIECE / wide(dtype).size() * size) {
-                let at = cut.start + part.start;
-                sum.start(part.len() / size);
-                // In the order of the ranks, so that both come to the same bits.
-                for rank in 0..2 {
-                    sum.take(run.scales[rank], |into| {
-                        if rank == run.rank { run.read(at, into) } else { pipes.read(peer, into) }
-                    })?;
-                }
-                run.write(at, sum.finish(run.nranks))?;
-            }
-        }
-        Ok(())
-    }
-
     /// The bytes of a rank's chunk of a stretch; empty where there is no such stretch.
     fn cut(&self, step: usize, rank: usize) -> Range<usize> {
         let Some(stretch) = self.stretches.get(step) else { return 0..0 };

@@ -382,7 +382,7 @@ impl Team {
     fn tell_taken(&self, peer: usize, received: &mut Received) {
         let links = &self.links;
         let add = received.head - received.told;
-        if add >= links.layout.ring_len() as u64 / 4 {
+        if add >= links.layout.untold() as u64 {
             // A sender that has left in order has no use for it any more.
             let _ = links.advance(peer, links.layout.taken(self.rank()), received.head, add);
             received.told = received.head;

@@ -269,9 +269,8 @@ impl Links {
 
     /// The most bytes that one push takes.
     pub(super) fn chunk(&self, peer: usize) -> usize {
-        // A quarter of the ring, so that the other side copies out while this one copies in.
-        let quarter = self.layout.ring_len() / 4;
-        if self.is_near(peer) { quarter } else { quarter.min(FAR_CHUNK) }
+        let untold = self.layout.untold();
+        if self.is_near(peer) { untold } else { untold.min(FAR_CHUNK) }
     }
 
     /// Tells a peer that the team was aborted, unless another rank has told it already. Returns what is on its way.
