@@ -2,14 +2,15 @@
 //!
 //! Every call is first checked on its own rank ([`job`]), then announced with a digest of its arguments, so that ranks
 //! that ask for different things all learn of it before a byte moves. What everybody announced decides the algorithm
-//! ([`choice`], pure): [`tiny`] in the announcement itself, [`direct`] from memory to memory, [`channel`] and [`tree`]
-//! through the channels between pairs of ranks. Messages between two ranks are in [`point`].
+//! ([`choice`], pure): [`tiny`] in the announcement itself, [`direct`] from memory to memory, [`channel`], [`tree`]
+//! and [`pipeline`] through the channels between pairs of ranks. Messages between two ranks are in [`point`].
 
 mod calls;
 mod channel;
 mod choice;
 mod direct;
 mod job;
+mod pipeline;
 mod point;
 mod run;
 #[cfg(test)]
@@ -93,7 +94,7 @@ fn run_tiny(inner: &Inner, team: &Team, job: &Job<'_>) -> Result<()> {
         Op::ScaledSum(_) => (0..nranks).map(|rank| round.words(rank)[0]).collect(),
         _ => Vec::new(),
     };
-    tiny::run(&Run { team, job, rank: team.rank(), nranks, scales }, &round, room)
+    tiny::run(&Run { team, job, rank: team.rank(), nranks, scales, near: false }, &round, room)
 }
 
 fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {
@@ -116,7 +117,7 @@ fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> 
     if job.block == 0 {
         return Ok(());
     }
-    let run = Run { team, job, rank, nranks, scales: everybody.scales };
+    let run = Run { team, job, rank, nranks, scales: everybody.scales, near: far == 0 };
     match choice.algorithm {
         Algorithm::Direct => {
             let reach = reach.unwrap_or_else(|| Reach::alone(job));
@@ -133,6 +134,7 @@ fn through_channels(run: &Run<'_>, algorithm: Algorithm) -> Result<()> {
         (Kind::AllReduce, Algorithm::Tree) => tree::all_reduce(run),
         (Kind::Reduce, Algorithm::Tree) => tree::reduce(run),
         (Kind::Broadcast, Algorithm::Tree) => tree::broadcast(run),
+        (Kind::AllReduce, Algorithm::Staged) if run.near => pipeline::all_reduce(run),
         (Kind::AllReduce, _) => channel::all_reduce(run, pattern),
         (Kind::Reduce, _) => channel::reduce(run, pattern),
         (Kind::Broadcast, _) => channel::broadcast(run, pattern),

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use towline::{Access, Endpoint, Patience, Registered, SharedStorage, Ticket};
 
 use self::channel::Channel;
+pub(crate) use self::channel::Pipes;
 use self::layout::Layout;
 use self::link::Links;
 use self::round::{Progress, lost};

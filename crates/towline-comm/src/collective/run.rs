@@ -21,6 +21,8 @@ pub(super) struct Run<'a> {
     pub(super) nranks: usize,
     /// Everybody's factor.
     pub(super) scales: Vec<u64>,
+    /// Whether all ranks share memory with all others, as all of them know.
+    pub(super) near: bool,
 }
 
 impl Run<'_> {
@@ -48,6 +50,11 @@ impl Run<'_> {
     pub(super) fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
         // BYTES MOVE HERE
         self.expect(&self.job.recv)?.write_at(offset, from)
+    }
+
+    /// What this rank sends.
+    pub(super) fn sent(&self) -> Result<&Memory> {
+        self.expect(&self.job.send)
     }
 
     fn expect<'m>(&self, memory: &'m Option<Cow<'_, Memory>>) -> Result<&'m Memory> {

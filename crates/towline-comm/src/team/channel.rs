@@ -4,8 +4,11 @@
 //! tells in the sender's region how much it has taken. Whatever a call sends and receives makes progress together, so
 //! that ranks which send to each other never wait for each other's full rings.
 
+mod pipes;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+pub(crate) use self::pipes::Pipes;
 use super::round::lost;
 use super::{Incoming, Outgoing, Team};
 use crate::{Error, Result};
@@ -370,15 +373,20 @@ impl Team {
             if head > 0 && item.done == head && item.refused.is_none() {
                 self.judge(op, one.peer, item, &mut one.received).map_err(|error| self.fail(error))?;
             }
-            // Room that is not needed yet is given back in large pieces.
-            if one.received.head - one.received.told >= links.layout.ring_len() as u64 / 4 {
-                let (value, add) = (one.received.head, one.received.head - one.received.told);
-                // A sender that has left in order has no use for it any more.
-                let _ = links.advance(one.peer, links.layout.taken(self.rank()), value, add);
-                one.received.told = value;
-            }
+            self.tell_taken(one.peer, &mut one.received);
         }
         Ok(moved)
+    }
+
+    /// Gives room back to the sender, in large pieces.
+    fn tell_taken(&self, peer: usize, received: &mut Received) {
+        let links = &self.links;
+        let add = received.head - received.told;
+        if add >= links.layout.untold() as u64 {
+            // A sender that has left in order has no use for it any more.
+            let _ = links.advance(peer, links.layout.taken(self.rank()), received.head, add);
+            received.told = received.head;
+        }
     }
 
     /// Looks at the head of a message, and tells the sender whether it is what was asked for.

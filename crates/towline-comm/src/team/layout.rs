@@ -58,7 +58,11 @@ const MOST_SIGNALS: u64 = 1 << 20;
 /// All rings of a rank together take about this much, so that a large team does not take all memory.
 const RINGS: usize = 4 << 20;
 const LEAST_RING: usize = 16 << 10;
-const MOST_RING: usize = 256 << 10;
+/// Measured on an all_reduce of 1 MiB of unregistered memory with 2 ranks, on 2 busy cores: rings of 256 KiB make
+/// 2.5 GiB/s, of 512 KiB 3.9, of 1 MiB 4.4, of 2 MiB 4.4 and of 4 MiB 4.3.
+const MOST_RING: usize = 1 << 20;
+/// The most bytes that are put into a ring, or taken out of it, before the other side is told.
+const MOST_UNTOLD: usize = 64 << 10;
 
 /// The layout of the control regions of one team.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,6 +109,11 @@ impl Layout {
     /// The bytes of one ring.
     pub(super) fn ring_len(&self) -> usize {
         self.ring
+    }
+
+    /// How many bytes of a ring one side moves before it tells the other, which works on them meanwhile.
+    pub(super) fn untold(&self) -> usize {
+        (self.ring / 4).min(MOST_UNTOLD)
     }
 
     fn part(&self, rank: usize) -> usize {
@@ -241,7 +250,7 @@ mod tests {
     #[test]
     fn a_large_team_has_smaller_rings() {
         let len = |nranks| Layout::new(nranks, 1, 1).unwrap().ring_len();
-        assert_eq!((len(1), len(16), len(100), len(4000)), (256 << 10, 256 << 10, 32 << 10, 16 << 10));
+        assert_eq!((len(1), len(16), len(100), len(4000)), (1 << 20, 256 << 10, 32 << 10, 16 << 10));
     }
 
     #[test]

@@ -9,7 +9,9 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use towline::{Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, SystemStorage, Transfer};
+use towline::{
+    Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, Span, SystemStorage, Transfer,
+};
 
 use super::layout::{ABORTED, BELL, ENTRY_HEAD, Layout, RECORD, STATE, STATE_LEN, STATE_ROUND, STATE_WAITS};
 use super::round::lost;
@@ -260,11 +262,32 @@ impl Links {
         Ok(())
     }
 
+    /// Writes into this rank's ring at a near peer without moving its end. The range does not wrap around.
+    pub(super) fn fill(&self, peer: usize, position: u64, bytes: &[u8]) -> Result<()> {
+        let at = self.layout.ring(self.rank) + self.layout.ring_place(position).0;
+        // BYTES MOVE HERE
+        match &self.links[peer] {
+            Link::Own => self.region.write_at(at, bytes)?,
+            Link::Near { pin, .. } => pin.write_at(at, bytes)?,
+            Link::Far(_) => return Err(not_near()),
+        }
+        Ok(())
+    }
+
+    /// [`fill`](Self::fill) with memory of this rank.
+    pub(super) fn fill_from(&self, peer: usize, position: u64, from: &Span) -> Result<()> {
+        let at = self.layout.ring(self.rank) + self.layout.ring_place(position).0;
+        // BYTES MOVE HERE
+        match &self.links[peer] {
+            Link::Near { pin, .. } => Ok(pin.copy_from(at, from)?),
+            Link::Own | Link::Far(_) => Err(not_near()),
+        }
+    }
+
     /// The most bytes that one push takes.
     pub(super) fn chunk(&self, peer: usize) -> usize {
-        // A quarter of the ring, so that the other side copies out while this one copies in.
-        let quarter = self.layout.ring_len() / 4;
-        if self.is_near(peer) { quarter } else { quarter.min(FAR_CHUNK) }
+        let untold = self.layout.untold();
+        if self.is_near(peer) { untold } else { untold.min(FAR_CHUNK) }
     }
 
     /// Tells a peer that the team was aborted, unless another rank has told it already. Returns what is on its way.
@@ -375,6 +398,10 @@ impl Links {
             .start()?;
         Ok(sent)
     }
+}
+
+fn not_near() -> Error {
+    Error::new(Kind::Internal, "team", "bytes for another near rank were given to one that is none")
 }
 
 impl Far {

@@ -1,0 +1,125 @@
+//! Reductions of any memory among ranks that share memory, through the rings between them.
+//!
+//! The data is cut into stretches of one chunk per rank. Every rank copies the others' chunks from its memory into
+//! their rings; the owner of a chunk combines it straight from its rings, a piece at a time that stays in the
+//! first-level cache, and writes the result to its memory and into the others' rings, from which they copy it out.
+//! The steps of a stretch overlap with those of the next ones, so that a rank seldom waits for another.
+//!
+//! No rank waits for a full ring in vain: one that is at a stretch has taken all that the others sent it two stretches
+//! before, and what is sent in two stretches fits into a ring.
+
+use std::ops::Range;
+
+use super::run::{Run, share, steps};
+use crate::Result;
+use crate::combine::{Accumulator, Scratch, wide};
+use crate::team::Pipes;
+
+/// The most bytes of a chunk. Measured as the rings were: 16 KiB make 4.0 GiB/s, 32 KiB 4.4, 64 KiB 4.8, 128 KiB 4.9.
+const CHUNK: usize = 64 << 10;
+
+/// The bytes of one rank that are combined at a time, in the type in which they are combined.
+const PIECE: usize = 8 << 10;
+
+/// Chunks are cut at cache lines.
+const LINE: usize = 64;
+
+pub(super) fn all_reduce(run: &Run<'_>) -> Result<()> {
+    let pipes = run.team.pipes(run.job.kind.name())?;
+    let size = run.job.dtype.size();
+    let stretches: Vec<_> = steps(run.job.elements(), pipes.chunk().min(CHUNK) / size * run.nranks).collect();
+    let sum = Accumulator::new(run.job.op, run.job.dtype);
+    let mut pipeline = Pipeline { run, pipes, stretches, sum, scratch: Scratch::default() };
+    for step in 0..pipeline.stretches.len() + 2 {
+        pipeline.give(step)?;
+        if let Some(step) = step.checked_sub(1) {
+            pipeline.combine(step)?;
+        }
+        if let Some(step) = step.checked_sub(2) {
+            pipeline.collect(step)?;
+        }
+    }
+    Ok(())
+}
+
+/// One call on its way.
+struct Pipeline<'a> {
+    run: &'a Run<'a>,
+    pipes: Pipes<'a>,
+    /// The elements of each stretch.
+    stretches: Vec<Range<usize>>,
+    sum: Accumulator,
+    scratch: Scratch,
+}
+
+impl Pipeline<'_> {
+    /// The bytes of a rank's chunk of a stretch; empty where there is no such stretch.
+    fn cut(&self, step: usize, rank: usize) -> Range<usize> {
+        let Some(stretch) = self.stretches.get(step) else { return 0..0 };
+        let size = self.run.job.dtype.size();
+        let part = share(stretch.len(), LINE / size, self.run.nranks, rank);
+        (stretch.start + part.start) * size..(stretch.start + part.end) * size
+    }
+
+    /// Gives the others what this rank has of their chunks.
+    fn give(&mut self, step: usize) -> Result<()> {
+        for places in 1..self.run.nranks {
+            let to = self.run.after(places);
+            let cut = self.cut(step, to);
+            if cut.is_empty() {
+                continue;
+            }
+            self.pipes.reserve(to, cut.len())?;
+            self.pipes.copy(to, self.run.sent()?.span(), cut.start, cut.len())?;
+            self.pipes.publish(to)?;
+        }
+        Ok(())
+    }
+
+    /// Combines this rank's own chunk, and gives everybody the result.
+    fn combine(&mut self, step: usize) -> Result<()> {
+        let (run, cut) = (self.run, self.cut(step, self.run.rank));
+        if cut.is_empty() {
+            return Ok(());
+        }
+        for places in 1..run.nranks {
+            self.pipes.expect(run.before(places), cut.len())?;
+            self.pipes.reserve(run.after(places), cut.len())?;
+        }
+        let (size, dtype) = (run.job.dtype.size(), run.job.dtype);
+        let (sum, pipes) = (&mut self.sum, &mut self.pipes);
+        for part in steps(cut.len(), PIECE / wide(dtype).size() * size) {
+            let at = cut.start + part.start;
+            sum.start(part.len() / size);
+            sum.take(run.scales[run.rank], |into| run.read(at, into))?;
+            for places in 1..run.nranks {
+                let from = run.before(places);
+                sum.take(run.scales[from], |into| pipes.read(from, into))?;
+            }
+            let result = sum.finish(run.nranks);
+            for places in 1..run.nranks {
+                pipes.write(run.after(places), result)?;
+            }
+            run.write(at, result)?;
+        }
+        (1..run.nranks).try_for_each(|places| pipes.publish(run.after(places)))
+    }
+
+    /// Takes the others' results.
+    fn collect(&mut self, step: usize) -> Result<()> {
+        for places in 1..self.run.nranks {
+            let from = self.run.before(places);
+            let cut = self.cut(step, from);
+            if cut.is_empty() {
+                continue;
+            }
+            self.pipes.expect(from, cut.len())?;
+            for part in steps(cut.len(), PIECE) {
+                let bytes = self.scratch.bytes(part.len());
+                self.pipes.read(from, bytes)?;
+                self.run.write(cut.start + part.start, bytes)?;
+            }
+        }
+        Ok(())
+    }
+}

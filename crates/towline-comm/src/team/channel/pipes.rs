@@ -1,0 +1,139 @@
+//! The rings of near ranks, written and read piece by piece.
+//!
+//! A call that knows what it sends and receives writes pieces straight into the others' rings and reads them straight
+//! out of its own, and moves the ends once per chunk: nothing is gathered in memory between, and nobody is woken for a
+//! piece. All bytes go through the same rings as those of [`exchange`](Team::exchange), in the same order.
+
+use std::sync::MutexGuard;
+
+use towline::Span;
+
+use super::{Received, Sent, garbled};
+use crate::Result;
+use crate::team::Team;
+use crate::team::round::lost;
+
+/// How often a waiter that may spin looks before it waits in earnest: the peer is at work on what is waited for, and
+/// takes some ten microseconds for a chunk. Who gives the core away for that long may not get it back for milliseconds.
+const LOOKS: usize = 1000;
+
+/// This rank's ends of the rings to and from all others, held for one call.
+pub(crate) struct Pipes<'t> {
+    team: &'t Team,
+    op: &'static str,
+    sending: Vec<MutexGuard<'t, Sent>>,
+    receiving: Vec<MutexGuard<'t, Received>>,
+}
+
+impl Team {
+    /// Takes hold of all channels. All ranks of the team are near.
+    pub(crate) fn pipes(&self, op: &'static str) -> Result<Pipes<'_>> {
+        self.working(op)?;
+        let ranks = || 0..self.nranks();
+        Ok(Pipes {
+            team: self,
+            op,
+            sending: ranks().map(|peer| self.sending(op, peer)).collect::<Result<_>>()?,
+            receiving: ranks().map(|peer| self.receiving(op, peer)).collect::<Result<_>>()?,
+        })
+    }
+}
+
+impl Pipes<'_> {
+    /// The most bytes of a chunk of which four find room in a ring, also where its owner has not told all it has taken.
+    pub(crate) fn chunk(&self) -> usize {
+        self.team.links.layout.ring_len() / 8
+    }
+
+    /// Waits until a peer's ring has room for that many bytes.
+    pub(crate) fn reserve(&self, peer: usize, len: usize) -> Result<()> {
+        let (team, sent) = (self.team, &self.sending[peer]);
+        let room = || team.room(self.op, peer, sent);
+        if self.spin(|| room().is_ok_and(|room| room >= len)) {
+            return Ok(());
+        }
+        team.wait_together(self.op, || vec![peer], || room().map_or(true, |room| room >= len).then_some(()))?;
+        room().map(drop).map_err(|error| team.fail(error))
+    }
+
+    /// Waits until that many bytes of a peer have come.
+    pub(crate) fn expect(&self, peer: usize, len: usize) -> Result<()> {
+        let (team, received) = (self.team, &self.receiving[peer]);
+        let filled = || team.filled(self.op, peer, received);
+        if self.spin(|| filled().is_ok_and(|filled| filled >= len)) {
+            return Ok(());
+        }
+        let come = || filled().map_or(true, |filled| filled >= len).then_some(());
+        team.wait_together(self.op, || vec![peer], come)?;
+        filled().map(drop).map_err(|error| team.fail(error))
+    }
+
+    /// Writes bytes for which room was reserved. The peer sees them once they are [published](Self::publish).
+    pub(crate) fn write(&mut self, peer: usize, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            let tail = self.sending[peer].tail;
+            let (now, rest) = bytes.split_at(self.unbroken(tail, bytes.len()));
+            let written = self.team.links.fill(peer, tail, now);
+            written.map_err(|error| lost(self.op, peer, &error))?;
+            self.sending[peer].tail += now.len() as u64;
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    /// [`write`](Self::write) of a part of this rank's memory.
+    pub(crate) fn copy(&mut self, peer: usize, from: &Span, mut at: usize, mut len: usize) -> Result<()> {
+        while len > 0 {
+            let tail = self.sending[peer].tail;
+            let now = self.unbroken(tail, len);
+            let copied = self.team.links.fill_from(peer, tail, &from.part(at, now)?);
+            copied.map_err(|error| lost(self.op, peer, &error))?;
+            self.sending[peer].tail += now as u64;
+            (at, len) = (at + now, len - now);
+        }
+        Ok(())
+    }
+
+    /// Shows a peer all that was written.
+    pub(crate) fn publish(&mut self, peer: usize) -> Result<()> {
+        let links = &self.team.links;
+        let end = self.sending[peer].tail;
+        let moved = links.advance(peer, links.layout.tail(links.rank), end, 0);
+        moved.map_err(|error| lost(self.op, peer, &error))
+    }
+
+    /// Takes bytes that have come.
+    pub(crate) fn read(&mut self, peer: usize, into: &mut [u8]) -> Result<()> {
+        let (team, links) = (self.team, &self.team.links);
+        let received = &mut self.receiving[peer];
+        if team.filled(self.op, peer, received)? < into.len() {
+            return Err(garbled(self.op, peer));
+        }
+        let (at, unbroken) = links.layout.ring_place(received.head);
+        let (first, second) = into.split_at_mut(into.len().min(unbroken));
+        let ring = links.layout.ring(peer);
+        // BYTES MOVE HERE
+        links.region.read_at(ring + at, first)?;
+        if !second.is_empty() {
+            links.region.read_at(ring, second)?;
+        }
+        received.head += into.len() as u64;
+        team.tell_taken(peer, received);
+        Ok(())
+    }
+
+    fn spin(&self, mut ready: impl FnMut() -> bool) -> bool {
+        let looks = if self.team.options.patience.spin.is_zero() { 1 } else { LOOKS };
+        (0..looks).any(|_| {
+            let ready = ready();
+            if !ready {
+                std::hint::spin_loop();
+            }
+            ready
+        })
+    }
+
+    fn unbroken(&self, position: u64, len: usize) -> usize {
+        len.min(self.team.links.layout.ring_place(position).1)
+    }
+}
