@@ -83,9 +83,9 @@ fn what_a_rank_process_does() {
     leave_word(&place, &format!("ready-{rank}"), "");
     let (next, before) = ((rank + 1) % RANKS, (rank + RANKS - 1) % RANKS);
     let error = loop {
-        let mut into = vec![0; 300_000];
+        let mut into = vec![0; 3_000_000];
         let step = if what.contains("ring") {
-            team.exchange(next, &vec![rank as u8; 300_000], before, &mut into)
+            team.exchange(next, &vec![rank as u8; 3_000_000], before, &mut into)
         } else {
             team.barrier()
         };
