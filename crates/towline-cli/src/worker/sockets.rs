@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
 use rustix::net::{RecvFlags, sockopt};
+use towline::SystemStorage;
 
 use super::protocol::{Medium, Op};
 use crate::outcome::{Failure, Outcome};
@@ -108,7 +109,7 @@ pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64, bulk: b
                 return;
             }
             // An error here is the client hanging up.
-            thread::spawn(move || serve_one(&mut *stream, op, &mut touched(buffer)));
+            thread::spawn(move || serve_one(&mut *stream, op, touched(buffer)?.as_mut_slice()));
         }
     });
     Ok(address)
@@ -133,7 +134,7 @@ fn serve_one(stream: &mut dyn Stream, op: Op, buffer: &mut [u8]) -> io::Result<(
 pub(crate) struct Client {
     stream: Box<dyn Stream>,
     op: Op,
-    buffer: Vec<u8>,
+    buffer: SystemStorage,
 }
 
 impl Client {
@@ -155,7 +156,7 @@ impl Client {
         if bulk {
             tune(&*stream)?;
         }
-        Ok(Client { stream, op, buffer: touched(buffer) })
+        Ok(Client { stream, op, buffer: touched(buffer)? })
     }
 
     /// Moves that many bytes; they are here, or acknowledged, when this returns.
@@ -163,9 +164,9 @@ impl Client {
         let request = Request { count, style };
         self.stream.write_all(&request.encode())?;
         match self.op {
-            Op::Read => receive(&mut *self.stream, &mut self.buffer, &request),
+            Op::Read => receive(&mut *self.stream, self.buffer.as_mut_slice(), &request),
             Op::Write => {
-                send(&mut *self.stream, &self.buffer, &request)?;
+                send(&mut *self.stream, self.buffer.as_mut_slice(), &request)?;
                 self.stream.read_exact(&mut [0])
             }
         }
@@ -207,9 +208,11 @@ fn parts(len: usize, request: &Request) -> impl Iterator<Item = std::ops::Range<
     })
 }
 
-/// A buffer whose pages are there already.
-fn touched(len: u64) -> Vec<u8> {
-    vec![1; len as usize]
+/// A buffer whose pages are there already: memory of the same kind as the library's, huge pages included.
+fn touched(len: u64) -> io::Result<SystemStorage> {
+    let mut storage = SystemStorage::new(len as usize).map_err(io::Error::other)?;
+    storage.as_mut_slice().fill(1);
+    Ok(storage)
 }
 
 #[cfg(test)]

@@ -160,7 +160,7 @@ def nixl_polling(bench: Bench) -> Row | Skipped:
         ours=median(times),
         p99=p99(times),
         rounds=len(times),
-        against=f"the same read by NIXL {_nixl.version()}, waited for as dynamo.nixl_connect does, memory and peer known before",
+        against=f"the same read by NIXL {_nixl.version()}, waited for as dynamo.nixl_connect does, memory and peer known before; both sides begin to poll when the read begins",
     )
 
 
