@@ -5,6 +5,7 @@
 
 mod alone;
 mod chase;
+mod leaving;
 mod operations;
 mod pinning;
 
@@ -70,10 +71,16 @@ pub fn main() {
         views: Vec::new(),
         operation: None,
         next: 0,
+        returning: None,
         orders,
     };
     while let Ok(line) = worker.orders.recv() {
         let outcome = worker.carry_out(&line);
+        if let Some(code) = worker.returning {
+            // As at the end of a main function: everything is dropped, then the process exits.
+            drop(worker);
+            std::process::exit(code);
+        }
         let _ = Line::outcome(outcome).write(&mut std::io::stdout());
     }
 }
@@ -87,6 +94,8 @@ struct Worker {
     views: Vec<Registered<OffsetBuffer>>,
     operation: Option<operations::Operation>,
     next: u64,
+    /// The code that the worker is to end with.
+    returning: Option<i32>,
     orders: Receiver<Line>,
 }
 
@@ -179,6 +188,9 @@ impl Worker {
                 said(region.wait_signal(words.take()?, words.take()?, words.millis()?)?)
             }
             "deregister" => self.deregister(&mut words),
+            "recycle" => self.recycle(&mut words),
+            "leave" => self.leave(&mut words),
+            "until-broken" => self.until_broken(&mut words),
             "drop" => {
                 let id: u64 = words.take()?;
                 said(self.regions.remove(&id).is_some())
@@ -298,6 +310,21 @@ impl Worker {
                 Err(failure)
             }
         }
+    }
+
+    /// `recycle REGION STAMP MS`: takes the memory back, fills it and registers it again, all in one; answers with the new
+    /// number and its ticket.
+    fn recycle(&mut self, words: &mut Words<'_>) -> Answer {
+        let id: u64 = words.take()?;
+        let (stamp, within) = (words.stamp()?, words.millis()?);
+        let region = self.regions.remove(&id).ok_or_else(|| bad(format!("no region is called {id}")))?;
+        let memory = region.into_storage_within(within).map_err(|pinned| Failure::from(pinned.error))?;
+        stamp.fill_storage(&memory)?;
+        let region = self.endpoint()?.register(memory, Access::READ_WRITE).map_err(|failed| failed.error)?;
+        let ticket = region.ticket()?;
+        self.next += 1;
+        self.regions.insert(self.next, region);
+        said(format!("{} {ticket}", self.next))
     }
 
     /// Reads or writes over and over until the next order; answers at once, and again at the end.

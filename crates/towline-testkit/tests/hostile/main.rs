@@ -3,17 +3,15 @@
 //! The endpoint is in a worker, so that its descriptors can be counted from outside while tests run side by side.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
-mod attacker;
-
 use std::time::Duration;
 
-use attacker::{Attacker, Medium};
 use towline::ticket::{RegionKey, Ticket};
 use towline::wire::{
     Atomic, AtomicOp, Block, FrameKind, HEADER_LEN, Header, Import, ImportItem, MAX_BODY, MAX_PAYLOAD,
     Message, Notify, Prove, Read, Reduce, Release, Signal, Write, frame,
 };
 use towline::{Access, Dtype, Endpoint, ReduceOp, SystemStorage};
+use towline_testkit::attacker::{Attacker, Medium};
 use towline_testkit::bench::routing;
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
