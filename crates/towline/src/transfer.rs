@@ -207,7 +207,9 @@ impl Transfer {
         }
     }
 
-    /// Asks it to stop. It ends with [`Kind::Canceled`] once the local memory is safe to reuse: wait for that.
+    /// Asks it to stop. It ends with [`Kind::Canceled`] once the local memory is safe to reuse, and nothing of it changes the
+    /// remote memory any more: wait for that. Over a stream, a write that is under way ends when the owner has said what became
+    /// of it; an owner that says nothing for two seconds loses the connection, and what it has not read with it.
     ///
     /// A transfer that has already ended stays as it ended.
     pub fn cancel(&self) {
@@ -306,6 +308,7 @@ pub(crate) struct TransferCore {
     peer: Arc<str>,
     span: tracing::Span,
     stopped: AtomicBool,
+    stopped_at: OnceLock<Instant>,
     timer: OnceLock<TimerId>,
     /// What a caller that waits can do meanwhile.
     help: OnceLock<Weak<dyn Help>>,
@@ -373,6 +376,7 @@ impl TransferCore {
             peer: parts.peer,
             span,
             stopped: AtomicBool::new(false),
+            stopped_at: OnceLock::new(),
             timer: OnceLock::new(),
             help: OnceLock::new(),
             inner: Mutex::new(Inner {
@@ -396,6 +400,11 @@ impl TransferCore {
     /// Whether the paths should stop moving bytes for it.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
+    }
+
+    /// When it was started, and when it was stopped, if it was.
+    pub(crate) fn span_of_time(&self) -> (Instant, Option<Instant>) {
+        (lock(&self.inner).started, self.stopped_at.get().copied())
     }
 
     /// Why it was stopped, for the units that did not run.
@@ -456,6 +465,7 @@ impl TransferCore {
         if !lock(&self.inner).state.stop(error) {
             return;
         }
+        let _ = self.stopped_at.set(Instant::now());
         self.stopped.store(true, Ordering::Release);
         self.attachment.stop(self);
     }

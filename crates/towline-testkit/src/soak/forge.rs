@@ -46,7 +46,7 @@ impl Forge {
 
 /// An access that the ticket does not allow, and how many bytes of payload come with it.
 fn mischief(random: &mut Random, handle: u32, request: u64) -> Vec<u8> {
-    let far = || vec![Block { offset: u64::MAX - 4, len: 8 }];
+    let far = || vec![Block { offset: u64::MAX - 16, len: 8 }];
     let inside = || vec![Block { offset: 0, len: 8 }];
     let outside = |random: &mut Random| {
         let offset = LENGTH - 7 + random.below(1 << 40);

@@ -341,6 +341,25 @@ impl Socket {
         }
     }
 
+    /// Ends the connection so that nothing of it arrives later: TCP forgets what is not sent yet and resets the connection. The
+    /// peer may still have bytes that it has not read; [`Socket::hung_up`] tells it that nobody stands by them any more.
+    pub(crate) fn reset(&self) {
+        if fork::in_child() {
+            return;
+        }
+        if self.family == Family::Tcp {
+            // The descriptor stays, so that no other thread finds somebody else's socket under its number.
+            let _ = net::connect_unspec(&self.fd);
+        }
+        self.shutdown();
+    }
+
+    /// Whether the other side has ended the connection, though bytes of it may still wait to be read.
+    pub(crate) fn hung_up(&self) -> bool {
+        let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        self.poll(PollFlags::RDHUP, Duration::ZERO).is_ok_and(|events| events.intersects(ended))
+    }
+
     /// Sends from slices, with descriptors (on Unix sockets; they travel with the first byte).
     pub(crate) fn send(&self, slices: &[IoSlice<'_>], files: &[BorrowedFd<'_>]) -> Result<Sent> {
         const OP: &str = "send";

@@ -207,7 +207,10 @@ impl Attachment for Stream {
             .find(|run| run.transfer.id == transfer.id);
         if let Some(run) = run {
             self.handle.session().stop(&run);
-            run.fail_rest(&transfer.stop_error());
+            // An atomic is one request, which has been sent.
+            if !matches!(transfer.op, Op::Atomic { .. }) {
+                run.fail_rest(&transfer.stop_error());
+            }
         }
     }
 

@@ -239,13 +239,22 @@ impl Connection {
 
     /// Closes; the handler is told once.
     pub(super) fn close(&self, error: Error) {
+        self.end(error, Socket::shutdown);
+    }
+
+    /// Closes so that nothing of what was sent is acted upon later; the handler is told once.
+    pub(super) fn reset(&self, error: Error) {
+        self.end(error, Socket::reset);
+    }
+
+    fn end(&self, error: Error, how: fn(&Socket)) {
         if self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
         if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
             reactor.remove(*token, self.socket.as_fd());
         }
-        self.socket.shutdown();
+        how(&self.socket);
         let handler = lock(&self.handler).take();
         if let (Some(handler), Some(me)) = (handler, self.me.upgrade()) {
             handler.closed(&me, error);
@@ -300,6 +309,7 @@ impl Connection {
         let came = match &mut incoming.reading {
             Reading::Payload { sink, left, .. } if *left > 0 => {
                 let left_before = *left;
+                self.give_up_if_abandoned(sink);
                 // SAFETY: the sink's `Keep` pins its memory, and the connection's lock keeps the sink in place.
                 let received = unsafe { self.socket.recv_raw(sink.parts(left_before)) }?;
                 if let Received::Bytes(bytes) = received {
@@ -405,6 +415,7 @@ impl Connection {
                     let Incoming { staging, start, end, reading, .. } = &mut *incoming;
                     let Reading::Payload { sink, left, .. } = reading else { return Ok(()) };
                     let take = (*end - *start).min(usize::try_from(*left).unwrap_or(usize::MAX));
+                    self.give_up_if_abandoned(sink);
                     // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
                     unsafe { sink.fill(&staging[*start..*start + take]) };
                     *start += take;
@@ -422,6 +433,19 @@ impl Connection {
                     incoming = lock(&self.incoming);
                 }
             }
+        }
+    }
+
+    /// Whether the peer has hung up: what it asked for before, and has not been done, is not wanted any more.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.socket.hung_up()
+    }
+
+    /// Lets the bytes of a write go nowhere if its initiator has hung up: it has told its caller that nothing of the write
+    /// lands any more. This side may have been stopped since the bytes came.
+    fn give_up_if_abandoned(&self, sink: &mut Sink) {
+        if sink.writes_a_region() && self.is_abandoned() {
+            sink.give_up();
         }
     }
 

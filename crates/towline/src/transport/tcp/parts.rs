@@ -324,6 +324,11 @@ impl Sink {
         &self.keep
     }
 
+    /// Whether the bytes go straight into memory that a peer writes to.
+    pub(super) fn writes_a_region(&self) -> bool {
+        matches!(self.keep, Keep::Region(..)) && !self.is_discarded()
+    }
+
     pub(super) fn is_discarded(&self) -> bool {
         self.scratch.is_some()
     }

@@ -34,6 +34,9 @@ const SMALL: u64 = 256 << 10;
 /// Requests in flight per lane.
 const WINDOW: usize = 4;
 
+/// Requests of one read that are sent again after their lane was lost.
+const MOST_REPEATED: usize = 64;
+
 /// One transfer over sockets.
 pub(super) struct Run {
     pub(super) transfer: Arc<TransferCore>,
@@ -45,6 +48,8 @@ pub(super) struct Run {
     failed: AtomicBool,
     /// Somebody has taken it upon himself to report for the signal's unit.
     signalled: AtomicBool,
+    /// How often a unit of a read was asked for again.
+    repeated: AtomicUsize,
 }
 
 /// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
@@ -87,6 +92,7 @@ impl Run {
             left: AtomicUsize::new(transfer.units.len()),
             failed: AtomicBool::new(false),
             signalled: AtomicBool::new(transfer.after.signal.is_none()),
+            repeated: AtomicUsize::new(0),
         });
         let session = handle.session();
         if let Op::Atomic { offset, op } = transfer.op {
@@ -223,7 +229,11 @@ impl Run {
             Err(error) => Some(error),
             // A stop that came before the request was pending did not find it.
             Ok(()) if transfer.is_stopped() => {
-                connection.withdraw(|keep| keep.is_transfer(transfer.id));
+                let unsent = connection.withdraw(|keep| keep.is_transfer(transfer.id));
+                if self.changes(unit) && !unsent.contains(&request) {
+                    session.settle();
+                    return Ok(());
+                }
                 Some(transfer.stop_error())
             }
             Ok(()) => None,
@@ -231,6 +241,35 @@ impl Run {
         match over {
             Some(error) if session.forget(request).is_some() => Err(error),
             _ => Ok(()),
+        }
+    }
+
+    /// Whether a unit changes the owner's memory: it has ended only when the owner has said so, or cannot do it any more.
+    pub(super) fn changes(&self, unit: usize) -> bool {
+        self.transfer.op != Op::Read || unit >= self.requests
+    }
+
+    /// The lane of a unit is lost. A read is asked for again over another one: nothing has changed by the first time.
+    pub(super) fn lost(self: &Arc<Self>, unit: usize, error: Error) {
+        let again = !self.changes(unit)
+            && error.kind() == Kind::Disconnected
+            && !self.transfer.is_stopped()
+            && self.handle.session().alive().is_ok()
+            && self.repeated.fetch_add(1, Ordering::Relaxed) < MOST_REPEATED;
+        if !again {
+            return self.failed(unit, error);
+        }
+        let run = Arc::clone(self);
+        // Opening a lane waits for the owner, and this thread may be the event loop.
+        let repeating = std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
+            let lanes = run.handle.session().lanes();
+            let lane = lanes.and_then(|lanes| lanes.get(unit % lanes.len().max(1)).cloned().ok_or(error));
+            if let Err(error) = lane.and_then(|lane| run.request(unit, &lane)) {
+                run.failed(unit, error);
+            }
+        });
+        if let Err(error) = repeating {
+            self.failed(unit, Error::os("transfer", "thread creation", error));
         }
     }
 

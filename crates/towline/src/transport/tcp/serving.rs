@@ -404,15 +404,12 @@ impl Serving {
     ) -> Result<()> {
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
-            let outcome =
-                serving.admit(write.handle, Access::WRITE, &write.blocks, header.id).and_then(|admitted| {
-                    match admitted {
-                        Admitted::File(asked) => asked.write(&bytes),
-                        Admitted::Memory(..) => {
-                            Err(Error::new(Kind::Internal, "write", "a file has become memory"))
-                        }
-                    }
-                });
+            let admitted = wanted("write", &answered)
+                .and_then(|()| serving.admit(write.handle, Access::WRITE, &write.blocks, header.id));
+            let outcome = admitted.and_then(|admitted| match admitted {
+                Admitted::File(asked) => asked.write(&bytes),
+                Admitted::Memory(..) => Err(Error::new(Kind::Internal, "write", "a file has become memory")),
+            });
             serving.files.wrote(answered.role(), header.payload_len);
             serving.applied(&answered, header, write.transfer, outcome)
         };
@@ -591,6 +588,14 @@ impl Timer for Serving {
     }
 }
 
+/// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more.
+fn wanted(op: &'static str, connection: &Connection) -> Result<()> {
+    match connection.is_abandoned() {
+        false => Ok(()),
+        true => Err(Error::new(Kind::Disconnected, op, "the peer has hung up since it asked")),
+    }
+}
+
 /// Passes a connection's frames on.
 impl Handler for Arc<Serving> {
     fn frame(
@@ -609,7 +614,9 @@ impl Handler for Arc<Serving> {
             }
             Message::Read(read) => self.read(connection, header.id, &read),
             Message::Atomic(atomic) => {
-                let done = self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op));
+                let done = wanted("atomic", connection).and_then(|()| {
+                    self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op))
+                });
                 self.answer(connection, header.id, done)
             }
             message @ (Message::Signal(_) | Message::Notify(_)) => {
@@ -678,6 +685,7 @@ impl Handler for Arc<Serving> {
             Message::Write(write) => (write.transfer, sink.outcome("write")),
             Message::Reduce(reduce) => {
                 let outcome = sink.outcome("reduce_into").and_then(|()| {
+                    wanted("reduce_into", connection)?;
                     let (_keep, parts) =
                         self.admit_words("reduce_into", reduce.handle, &reduce.blocks, header.id)?;
                     apply::reduce(&parts, &sink.buffer, reduce.op, reduce.dtype)

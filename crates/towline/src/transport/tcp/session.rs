@@ -36,9 +36,16 @@ const HEARTBEAT: Duration = Duration::from_millis(500);
 /// Lanes that carried nothing for this long are closed.
 const LANES_IDLE: Duration = Duration::from_secs(10);
 
+/// How long the owner may take to say what became of a write that was stopped, since it was asked or was last heard: the write's
+/// own limit without progress, but within these bounds, which leave time for a long round trip and still are no long wait.
+/// Then the connection is reset, so that nothing of the write happens any more.
+const LEAST_GRACE: Duration = Duration::from_millis(500);
+const MOST_GRACE: Duration = Duration::from_secs(2);
+
 /// The timers of a session.
 const HEARTBEAT_TIMER: u64 = 1;
 const IDLE_TIMER: u64 = 2;
+const SETTLE_TIMER: u64 = 3;
 
 /// A connection to an owner, with what belongs to it.
 pub(crate) struct Session {
@@ -62,6 +69,9 @@ pub(crate) struct Session {
     cma: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
     beating: AtomicBool,
+    /// When the owner was last heard, in microseconds since the session began.
+    heard: AtomicU64,
+    began: Instant,
     me: Weak<Session>,
 }
 
@@ -90,6 +100,17 @@ pub(super) enum Pending {
     Import(Arc<Reply>),
     Unit { run: Arc<Run>, unit: usize, connection: Arc<Connection> },
     Atomic { transfer: Arc<TransferCore> },
+}
+
+impl Pending {
+    /// The transfer, where the owner's memory changes by this request.
+    fn changing(&self) -> Option<&Arc<TransferCore>> {
+        match self {
+            Pending::Unit { run, unit, .. } => run.changes(*unit).then_some(&run.transfer),
+            Pending::Atomic { transfer } => Some(transfer),
+            Pending::Import(_) => None,
+        }
+    }
 }
 
 impl Session {
@@ -134,6 +155,8 @@ impl Session {
             cma: OnceLock::new(),
             dead: OnceLock::new(),
             beating: AtomicBool::new(false),
+            heard: AtomicU64::new(0),
+            began: Instant::now(),
             me: me.clone(),
         });
         let control = Connection::new(
@@ -361,12 +384,14 @@ impl Session {
         }
     }
 
-    /// Makes a transfer quiet: nothing of it is sent or received any more.
+    /// Makes a transfer quiet: nothing of it is sent or received any more. What has been sent and changes the owner's memory
+    /// stays pending: see [`settle`](Self::settle).
     pub(super) fn stop(&self, run: &Run) {
         let id = run.transfer.id;
         let connections: Vec<_> = lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect();
+        let mut unsent = Vec::new();
         for connection in connections {
-            connection.withdraw(|keep| keep.is_transfer(id));
+            unsent.extend(connection.withdraw(|keep| keep.is_transfer(id)));
             connection.discard(|keep| keep.is_transfer(id));
         }
         let stopped: Vec<_> = {
@@ -374,6 +399,7 @@ impl Session {
             let requests: Vec<u64> = pending
                 .iter()
                 .filter(|(_, pending)| matches!(pending, Pending::Unit { run, .. } if run.transfer.id == id))
+                .filter(|(request, pending)| pending.changing().is_none() || unsent.contains(request))
                 .map(|(request, _)| *request)
                 .collect();
             requests.into_iter().filter_map(|request| pending.remove(&request)).collect()
@@ -383,6 +409,44 @@ impl Session {
                 run.failed(unit, run.transfer.stop_error());
             }
         }
+        self.settle();
+    }
+
+    /// Ends what was stopped and may still change the owner's memory: the owner's answer ends it, or, where none comes in time,
+    /// the reset of its connection.
+    pub(super) fn settle(&self) {
+        let now = Instant::now();
+        let heard = self.began + Duration::from_micros(self.heard.load(Ordering::Relaxed));
+        let mut next: Option<Instant> = None;
+        let mut silent: Vec<Arc<Connection>> = Vec::new();
+        for pending in lock(&self.pending).values() {
+            let Some(transfer) = pending.changing() else { continue };
+            let (started, Some(stopped)) = transfer.span_of_time() else { continue };
+            let grace = transfer.limits.no_progress.clamp(LEAST_GRACE, MOST_GRACE);
+            let due = (started.max(heard) + grace).max(stopped);
+            if due > now {
+                next = Some(next.map_or(due, |next| next.min(due)));
+                continue;
+            }
+            let connection = match pending {
+                Pending::Unit { connection, .. } => Some(connection),
+                _ => self.control.get(),
+            };
+            silent.extend(
+                connection.filter(|one| !silent.iter().any(|known| Arc::ptr_eq(known, one))).cloned(),
+            );
+        }
+        for connection in silent {
+            let message = "the owner did not say what became of a write that was stopped";
+            connection.reset(Error::new(Kind::Disconnected, "session", message));
+        }
+        if let Some(next) = next {
+            self.wake_at(next, SETTLE_TIMER);
+        }
+    }
+
+    fn hear(&self) {
+        self.heard.store(self.began.elapsed().as_micros() as u64, Ordering::Relaxed);
     }
 
     /// The owner is gone, or the connection to it is: everything in flight ends with that error.
@@ -401,8 +465,14 @@ impl Session {
         }
         let connections: Vec<_> =
             lock(&self.lanes).open.drain(..).chain(self.control.get().cloned()).collect();
+        // Their callers learn below that nothing of them happens any more.
+        let unsettled = lock(&self.pending).values().any(|pending| pending.changing().is_some());
         for connection in connections {
-            connection.close(error.clone());
+            if unsettled {
+                connection.reset(error.clone())
+            } else {
+                connection.close(error.clone())
+            }
             // What is pending reports below, so nothing may move any more.
             connection.let_go();
         }
@@ -458,7 +528,7 @@ impl Session {
         };
         for pending in lost {
             if let Pending::Unit { run, unit, .. } = pending {
-                run.failed(unit, error.clone());
+                run.lost(unit, error.clone());
             }
         }
     }
@@ -518,6 +588,7 @@ impl Session {
     }
 
     fn answered(&self, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
+        self.hear();
         match Message::decode(header.kind, body)? {
             Message::Granted(granted) => {
                 let mapped = self.map_segments(&granted, files)?;
@@ -580,6 +651,10 @@ impl Timer for Session {
             }
             return;
         }
+        if key == SETTLE_TIMER {
+            self.settle();
+            return;
+        }
         let idle: Vec<_> = {
             let mut lanes = lock(&self.lanes);
             lanes.timer = false;
@@ -637,7 +712,9 @@ impl Handler for ToSession {
             return Ok(());
         }
         drop(sink);
-        if let Some(Pending::Unit { run, unit, .. }) = self.session()?.forget(header.id) {
+        let session = self.session()?;
+        session.hear();
+        if let Some(Pending::Unit { run, unit, .. }) = session.forget(header.id) {
             run.done(unit, connection);
         }
         Ok(())
