@@ -14,6 +14,7 @@ pub mod laws;
 pub mod netns;
 pub mod oracle;
 pub mod process;
+pub mod proxy;
 pub mod random;
 pub mod raw;
 pub mod skip;
