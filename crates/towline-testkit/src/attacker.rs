@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use towline::ticket::{Reach, Ticket, socket_name};
-use towline::wire::handshake::{ClientHandshake, ClientKey};
+use towline::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
 use towline::wire::{
-    Data, Done, FrameKind, Granted, HEADER_LEN, Header, Import, ImportItem, Message, WireError,
+    Data, Done, FrameKind, Granted, HEADER_LEN, Header, Import, ImportItem, Message, Ready, WireError,
 };
 use towline::{Identity, Incarnation};
 
@@ -93,6 +93,52 @@ impl Attacker {
         let (header, body) = self.frame().expect("the grant");
         assert_eq!(header.kind, FrameKind::Granted);
         Granted::decode(&body).unwrap().items.swap_remove(0).map(|grant| grant.handle)
+    }
+
+    /// A whole handshake, and nothing after it: the session's number and its key.
+    pub fn open_session(&mut self, ticket: &Ticket) -> (u64, SessionKey) {
+        let (handshake, hello) = Attacker::hello(ticket);
+        self.send(&hello);
+        let (_, welcome) = self.frame().expect("a welcome");
+        let (proof, key, _) = handshake.on_welcome(&welcome).unwrap();
+        self.send(&proof);
+        let (header, body) = self.frame().expect("ready");
+        assert_eq!(header.kind, FrameKind::Ready);
+        (Ready::decode(&body).unwrap().session, key)
+    }
+
+    /// Joins a session by its key, as a lane; says whether it was let in.
+    pub fn join(&mut self, ticket: &Ticket, session: u64, key: &SessionKey) -> bool {
+        let identity = Identity::new("attacker", Incarnation([6; 16])).unwrap();
+        let target = ticket.body().identity.incarnation;
+        let key = ClientKey::Session { id: session, key };
+        let (handshake, hello) = ClientHandshake::start(&identity, target, key, [5; 32], None);
+        self.send(&hello);
+        let Some((_, welcome)) = self.frame() else { return false };
+        let Ok((proof, ..)) = handshake.on_welcome(&welcome) else { return false };
+        self.send(&proof);
+        self.frame().is_some_and(|(header, _)| header.kind == FrameKind::Ready)
+    }
+
+    /// Ends its own direction.
+    pub fn end_sending(&self) {
+        let _ = match &self.stream {
+            Stream::Unix(stream) => stream.shutdown(std::net::Shutdown::Write),
+            Stream::Tcp(stream) => stream.shutdown(std::net::Shutdown::Write),
+        };
+    }
+
+    /// The next frame and its body, if one comes within that time.
+    pub fn frame_within(&mut self, within: Duration) -> Option<(Header, Vec<u8>)> {
+        self.set_timeout(within);
+        let mut first = [0; 1];
+        let peeked = match &mut self.stream {
+            Stream::Unix(stream) => {
+                rustix::net::recv(stream, &mut first, rustix::net::RecvFlags::PEEK).map(|got| got.0)
+            }
+            Stream::Tcp(stream) => stream.peek(&mut first).map_err(|_| rustix::io::Errno::AGAIN),
+        };
+        matches!(peeked, Ok(1)).then(|| self.frame()).flatten()
     }
 
     /// Everything that was sent.

@@ -17,6 +17,7 @@ pub mod process;
 pub mod proxy;
 pub mod random;
 pub mod raw;
+pub mod serving;
 pub mod skip;
 pub mod soak;
 pub mod watchdog;

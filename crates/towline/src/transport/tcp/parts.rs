@@ -379,6 +379,10 @@ impl Sink {
         }
         while let Some(part) = self.parts.get(self.next).filter(|_| !bytes.is_empty()) {
             let taken = bytes.len().min(part.len);
+            if taken == 0 {
+                self.next += 1;
+                continue;
+            }
             // SAFETY: the caller's obligation; `taken` bytes fit the part.
             unsafe { bytes::copy(part.ptr, bytes.as_ptr(), taken) };
             self.advance(taken);

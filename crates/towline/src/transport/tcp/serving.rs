@@ -79,7 +79,8 @@ enum Admitted {
 impl Admitted {
     fn memory(using: RegionUse, base: usize, blocks: &[Block], request: u64) -> Admitted {
         let mut parts: Vec<RawPartMut> = Vec::with_capacity(blocks.len());
-        for block in blocks {
+        // A part without bytes would never be filled, and so whoever fills them would never get past it.
+        for block in blocks.iter().filter(|block| block.len > 0) {
             let (ptr, len) = ((base + block.offset as usize) as *mut u8, block.len as usize);
             match parts.last_mut() {
                 Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += len,
