@@ -96,7 +96,7 @@ impl Input<'_> {
     }
 
     fn handle(&mut self, granted: u32) -> u32 {
-        if self.byte() % 8 == 0 { self.number() as u32 } else { granted }
+        if self.byte().is_multiple_of(8) { self.number() as u32 } else { granted }
     }
 
     fn take(&mut self, len: usize) -> Vec<u8> {
@@ -108,7 +108,7 @@ impl Input<'_> {
 
     fn ticket(&mut self, right: &Ticket) -> Vec<u8> {
         let mut bytes = right.public_bytes().to_vec();
-        if self.byte() % 2 == 0 && !bytes.is_empty() {
+        if self.byte().is_multiple_of(2) && !bytes.is_empty() {
             let at = self.number() as usize % bytes.len();
             bytes[at] ^= self.byte();
         }
@@ -123,7 +123,7 @@ impl Input<'_> {
 pub fn play(data: &[u8]) {
     let owner = owner();
     let mut input = Input(data);
-    let medium = if input.byte() % 4 == 0 { Medium::Tcp } else { Medium::Unix };
+    let medium = if input.byte().is_multiple_of(4) { Medium::Tcp } else { Medium::Unix };
     let mut control = Attacker::connect(&owner.ticket, medium);
     let (session, key) = control.open_session(&owner.ticket);
     let mut connections = vec![control];
@@ -229,13 +229,13 @@ pub fn play(data: &[u8]) {
 
 fn payload_of(blocks: &[Block], input: &mut Input<'_>) -> u64 {
     let right = blocks.iter().map(|block| u64::from(block.len)).sum();
-    if input.byte() % 16 == 0 { u64::from(input.byte()) } else { right }
+    if input.byte().is_multiple_of(16) { u64::from(input.byte()) } else { right }
 }
 
 /// A frame with that much payload, which is sometimes cut short: what comes next is then taken for it.
 fn with_payload(message: Message, id: u64, len: u64, input: &mut Input<'_>) -> Vec<u8> {
     let mut bytes = message.frame(id, len, 0);
-    let sent = if input.byte() % 32 == 0 { len / 2 } else { len };
+    let sent = if input.byte().is_multiple_of(32) { len / 2 } else { len };
     bytes.extend(std::iter::repeat_n(input.byte(), (sent as usize).min(1 << 20)));
     bytes
 }

@@ -40,6 +40,8 @@ mod notify;
 mod progress;
 mod region;
 mod route;
+#[cfg(test)]
+mod simulated;
 mod sync;
 pub mod ticket;
 mod transfer;
