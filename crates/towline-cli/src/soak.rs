@@ -3,6 +3,7 @@
 mod figures;
 mod page;
 mod progress;
+mod ranks;
 mod report;
 
 use std::path::PathBuf;
@@ -114,7 +115,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
 
 fn chosen(options: &Options) -> Outcome<Vec<&'static Campaign>> {
     for name in &options.campaigns {
-        if !CAMPAIGNS.iter().any(|campaign| campaign.name == name) {
+        if !all().any(|campaign| campaign.name == name) {
             return Err(Failure::usage(format!(
                 "no campaign is called {name}; towline soak --list shows them all"
             )));
@@ -128,7 +129,12 @@ fn chosen(options: &Options) -> Outcome<Vec<&'static Campaign>> {
     let wanted = |campaign: &&Campaign| {
         options.campaigns.is_empty() || options.campaigns.iter().any(|name| name == campaign.name)
     };
-    Ok(CAMPAIGNS.iter().filter(wanted).collect())
+    Ok(all().filter(wanted).collect())
+}
+
+/// Those of the test kit, and those of the crates that it does not know.
+fn all() -> impl Iterator<Item = &'static Campaign> {
+    CAMPAIGNS.iter().chain(&ranks::CAMPAIGNS)
 }
 
 fn lanes_of(campaign: &'static Campaign, options: &Options) -> impl Iterator<Item = &'static str> {
@@ -146,6 +152,6 @@ fn fresh_seed() -> u64 {
 
 /// What becomes a worker of the campaigns.
 pub(crate) fn become_worker() -> Outcome {
-    towline_testkit::worker::main();
+    towline_testkit::worker::main_with(ranks::further);
     Ok(Exit::Fine)
 }

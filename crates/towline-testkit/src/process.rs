@@ -223,6 +223,11 @@ impl Process {
         resident_of(self.pid())
     }
 
+    /// Ends its input, at which it ends.
+    pub fn end_input(&mut self) {
+        self.stdin = None;
+    }
+
     /// Sends it a signal.
     pub fn send_signal(&self, signal: Signal) {
         self.signal(signal);

@@ -47,8 +47,16 @@ pub fn requiring(paths: &str) -> towline::Result<Routing> {
         .try_fold(Routing::default(), |all, path| all.require(path))
 }
 
+/// An order that this worker does not know, and what carries it out: it may answer beforehand by the function that it is given.
+pub type Further = fn(&str, &mut dyn FnMut(&str)) -> Option<Result<String, Failure>>;
+
 /// Runs until the end of the input.
 pub fn main() {
+    main_with(|_, _| None);
+}
+
+/// [`main`], with further orders.
+pub fn main_with(further: Further) {
     let (sender, orders) = channel();
     thread::Builder::new()
         .name("orders".into())
@@ -75,7 +83,11 @@ pub fn main() {
         orders,
     };
     while let Ok(line) = worker.orders.recv() {
-        let outcome = worker.carry_out(&line);
+        let mut say = |text: &str| drop(Line::outcome(said(text)).write(&mut std::io::stdout()));
+        let outcome = match further(&line.text, &mut say) {
+            Some(outcome) => outcome.and_then(said),
+            None => worker.carry_out(&line),
+        };
         if let Some(code) = worker.returning {
             // As at the end of a main function: everything is dropped, then the process exits.
             drop(worker);
