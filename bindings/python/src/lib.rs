@@ -10,6 +10,7 @@ mod dlpack;
 mod endpoint;
 mod errors;
 mod import;
+mod interpreter;
 mod layout;
 mod nccl;
 mod owners;
@@ -50,6 +51,8 @@ mod _native {
     use crate::endpoint::{Endpoint, Notification, paths};
     #[pymodule_export]
     use crate::import::Import;
+    #[pymodule_export]
+    use crate::interpreter::is_main_interpreter;
     #[pymodule_export]
     use crate::layout::Layout;
     #[pymodule_export]

@@ -22,6 +22,10 @@ b'taken'
 """
 
 from . import _native
+
+if not _native.is_main_interpreter():
+    raise ImportError("towline works in the main interpreter only: use it there, or in a process of its own")
+
 from ._endpoint import Access, Endpoint, Isolation
 from ._errors import (
     Canceled,
