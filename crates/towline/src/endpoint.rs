@@ -7,6 +7,7 @@ mod interfaces;
 pub(crate) mod operations;
 mod options;
 mod pinned;
+mod quotas;
 mod request;
 mod stats;
 
@@ -19,6 +20,7 @@ pub(crate) use self::core::EndpointCore;
 pub use self::import::Remote;
 pub use self::options::EndpointOptions;
 pub use self::pinned::Pinned;
+pub use self::quotas::Quotas;
 pub use self::request::Request;
 pub use self::stats::{PathStats, Stats};
 use crate::memory::{Dtype, ReduceOp, Storage};

@@ -48,7 +48,7 @@ mod transport;
 pub mod wire;
 
 pub use access::Access;
-pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Remote, Request, Stats};
+pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Quotas, Remote, Request, Stats};
 pub use error::{Error, Kind, Result};
 #[doc(hidden)]
 pub use fork::guard as fork_guard;

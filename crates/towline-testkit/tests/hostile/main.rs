@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 mod attacker;
+mod greed;
 
 use std::time::Duration;
 
@@ -36,8 +37,12 @@ struct Target {
 
 impl Target {
     fn open(test: &str) -> Target {
+        Target::open_with(test, "")
+    }
+
+    fn open_with(test: &str, options: &str) -> Target {
         let watchdog = watch(test, PATIENCE * 10 + Duration::from_secs(60));
-        let mut process = Process::open("target", "");
+        let mut process = Process::open("target", options);
         process.must(&format!("register {LEN} system read+write"));
         process.must("fill 1 1 1");
         let ticket = process.must("ticket 1").text(0).parse().unwrap();

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::interfaces;
 use super::operations::Operations;
 use super::options::EndpointOptions;
+use super::quotas::Quotas;
 use super::stats::{AllCounters, Stats};
 use crate::fence::table::Table;
 use crate::identity::{Identity, Incarnation};
@@ -19,7 +20,7 @@ use crate::route::Routing;
 use crate::sync::lock;
 use crate::ticket::{self, Claims, Reach, RegionKey};
 use crate::transfer::Limits;
-use crate::transport::tcp::{Listener, Serving, Session};
+use crate::transport::tcp::{Listener, Serving, Session, Strangers};
 use crate::wire::handshake::Secret;
 use crate::{Error, Kind, Result};
 
@@ -35,6 +36,9 @@ pub(crate) struct EndpointCore {
     limits: Limits,
     routing: Routing,
     lanes: usize,
+    quotas: Quotas,
+    /// Connections that have not proven themselves.
+    pub(crate) strangers: Strangers,
     reach: OnceLock<Vec<Reach>>,
     listeners: Mutex<Vec<Arc<Listener>>>,
     pub(crate) table: Table,
@@ -78,6 +82,8 @@ impl EndpointCore {
             limits: options.limits,
             routing: options.routing,
             lanes: options.lanes,
+            quotas: options.quotas,
+            strangers: Strangers::default(),
             reach: OnceLock::new(),
             listeners: Mutex::new(Vec::new()),
             table,
@@ -144,6 +150,11 @@ impl EndpointCore {
     /// How many connections a large transfer over sockets is spread over.
     pub(crate) fn lanes(&self) -> usize {
         self.lanes
+    }
+
+    /// How much strangers and peers may take.
+    pub(crate) fn quotas(&self) -> Quotas {
+        self.quotas
     }
 
     pub(crate) fn reach(&self) -> Vec<Reach> {
@@ -279,12 +290,17 @@ impl EndpointCore {
     }
 
     pub(crate) fn stats(&self) -> Stats {
+        let serving: Vec<_> = lock(&self.serving).iter().filter_map(Weak::upgrade).collect();
+        let in_flight = serving.iter().map(|peer| peer.in_flight());
         Stats {
             paths: self.counters.snapshot(),
             regions: self.regions.count(),
             operations: self.operations.count(),
             parked: self.parked.load(),
             refused: self.refused.load(Ordering::Relaxed),
+            peers: serving.len(),
+            strangers: self.strangers.count(),
+            in_flight: in_flight.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1)),
         }
     }
 

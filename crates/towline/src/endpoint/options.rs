@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use super::{Endpoint, EndpointCore};
+use super::{Endpoint, EndpointCore, Quotas};
 use crate::route::Routing;
 use crate::transfer::Limits;
 use crate::wire::handshake::Secret;
@@ -33,6 +33,7 @@ pub struct EndpointOptions {
     pub(super) routing: Routing,
     pub(super) max_regions: u32,
     pub(super) lanes: usize,
+    pub(super) quotas: Quotas,
 }
 
 impl EndpointOptions {
@@ -46,6 +47,7 @@ impl EndpointOptions {
             routing: Routing::default(),
             max_regions: 1 << 20,
             lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
+            quotas: Quotas::default(),
         }
     }
 
@@ -89,6 +91,12 @@ impl EndpointOptions {
     /// Sets how many connections a large transfer is spread over, between hosts.
     pub fn lanes(mut self, lanes: usize) -> EndpointOptions {
         self.lanes = lanes.clamp(1, 16);
+        self
+    }
+
+    /// Sets how much of this endpoint strangers and peers may take.
+    pub fn quotas(mut self, quotas: Quotas) -> EndpointOptions {
+        self.quotas = quotas;
         self
     }
 

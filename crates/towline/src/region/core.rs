@@ -41,6 +41,8 @@ pub(crate) struct RegionCore {
 pub(crate) struct RegionUse {
     core: Arc<RegionCore>,
     released: AtomicBool,
+    /// What else lasts as long: a peer's share, for example.
+    _held: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl RegionUse {
@@ -107,7 +109,18 @@ impl RegionCore {
     /// Begins a use by this process; `Stale` once the region was revoked.
     pub(crate) fn begin_use(self: &Arc<Self>, op: &'static str) -> Result<RegionUse> {
         self.enter(op)?;
-        Ok(RegionUse { core: Arc::clone(self), released: AtomicBool::new(false) })
+        Ok(RegionUse { core: Arc::clone(self), released: AtomicBool::new(false), _held: None })
+    }
+
+    /// [`begin_use`](Self::begin_use) that gives something else back when it ends.
+    pub(crate) fn begin_use_with(
+        self: &Arc<Self>,
+        op: &'static str,
+        held: impl Any + Send + Sync,
+    ) -> Result<RegionUse> {
+        self.enter(op)?;
+        let (core, released) = (Arc::clone(self), AtomicBool::new(false));
+        Ok(RegionUse { core, released, _held: Some(Box::new(held)) })
     }
 
     /// [`begin_use`](Self::begin_use) for a copy within one stack frame; pair with [`leave`](Self::leave).

@@ -4,6 +4,7 @@
 //! first connection to an owner carries small requests and all messages; large transfers are spread over *lanes*. On
 //! one host the session is also how `mapped` and `cma` get what they need: descriptors, the table, the page of pins.
 
+mod allowance;
 mod apply;
 mod connection;
 mod contact;
@@ -17,6 +18,7 @@ mod parts;
 mod run;
 mod serving;
 mod session;
+mod strangers;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -30,6 +32,7 @@ pub(crate) use self::listener::Listener;
 use self::run::Run;
 pub(crate) use self::serving::Serving;
 pub(crate) use self::session::Session;
+pub(crate) use self::strangers::Strangers;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;

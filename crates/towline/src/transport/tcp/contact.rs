@@ -85,13 +85,23 @@ fn handshake(
     getrandom::fill(&mut nonce)
         .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
     let (client, hello) = ClientHandshake::start(endpoint.identity(), owner, key, nonce, endpoint.secret());
-    send_all(&socket, &hello, until)?;
+    send_all(&socket, &hello, until).map_err(|error| refusal_or(&socket, error))?;
     let mut files = Vec::new();
     let welcome = read_frame(&socket, FrameKind::Welcome, false, &mut files, until)?;
     let (prove, key, challenge) = client.on_welcome(&welcome)?;
-    send_all(&socket, &prove, until)?;
+    send_all(&socket, &prove, until).map_err(|error| refusal_or(&socket, error))?;
     let ready = read_frame(&socket, FrameKind::Ready, true, &mut files, until)?;
     Ok(Contact { socket, ready: Ready::decode(&ready)?, key, challenge, files })
+}
+
+/// An owner that has no room says so and hangs up without listening: its word explains more than the broken connection.
+fn refusal_or(socket: &Socket, error: Error) -> Error {
+    match read_frame(socket, FrameKind::Refuse, false, &mut Vec::new(), Instant::now()) {
+        Err(refused) if !matches!(refused.kind(), Kind::Disconnected | Kind::Timeout | Kind::Protocol) => {
+            refused
+        }
+        _ => error,
+    }
 }
 
 fn left(until: Instant) -> Result<Duration> {

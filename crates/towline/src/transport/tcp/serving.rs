@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use super::allowance::{Allowance, exhausted};
 use super::connection::{Connection, Handler, Role};
 use super::counting::{Counting, Due, Follower};
 use super::files::{Asked, Files};
@@ -51,6 +52,7 @@ pub(crate) struct Serving {
     grants: Mutex<HashMap<u32, Granting>>,
     next_handle: AtomicU32,
     counting: Counting,
+    allowance: Arc<Allowance>,
     files: Arc<Files>,
     local: Option<Local>,
     closed: AtomicBool,
@@ -108,6 +110,7 @@ impl Serving {
     ) -> Result<()> {
         use std::sync::atomic::AtomicU64;
         static NEXT: AtomicU64 = AtomicU64::new(1);
+        Serving::has_room(endpoint, &peer)?;
         let (local, files) = match Local::offer(endpoint, &peer, connection)? {
             Some((local, files)) => (Some(local), files),
             None => (None, Vec::new()),
@@ -122,6 +125,7 @@ impl Serving {
             grants: Mutex::default(),
             next_handle: AtomicU32::new(1),
             counting: Counting::default(),
+            allowance: Allowance::new(endpoint.quotas()),
             files: Arc::default(),
             local,
             closed: AtomicBool::new(false),
@@ -140,10 +144,34 @@ impl Serving {
         connection.send(head, files, Payload::None, Keep::Nothing)
     }
 
+    /// Refuses a session beyond what all peers, or this one, may have.
+    fn has_room(endpoint: &EndpointCore, peer: &Identity) -> Result<()> {
+        let quotas = endpoint.quotas();
+        let serving: Vec<_> = lock(&endpoint.serving).iter().filter_map(Weak::upgrade).collect();
+        if serving.len() >= quotas.peers {
+            let message = format!("the owner serves {} peers, which is its limit", serving.len());
+            return Err(Error::new(Kind::Exhausted, "contact", message));
+        }
+        drop(serving);
+        Serving::has_connection_left(endpoint, peer)
+    }
+
+    fn has_connection_left(endpoint: &EndpointCore, peer: &Identity) -> Result<()> {
+        let most = endpoint.quotas().connections;
+        let serving: Vec<_> = lock(&endpoint.serving).iter().filter_map(Weak::upgrade).collect();
+        let same = serving.iter().filter(|one| one.peer.incarnation == peer.incarnation);
+        let open: usize = same.map(|one| lock(&one.connections).len()).sum();
+        if open >= most {
+            return Err(exhausted("contact", format!("{most} connections"), "at a time"));
+        }
+        Ok(())
+    }
+
     /// A known peer has opened one more connection.
     pub(super) fn join(endpoint: &Arc<EndpointCore>, id: u64, connection: &Arc<Connection>) -> Result<()> {
         let serving = Serving::find(endpoint, id)
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over"))?;
+        Serving::has_connection_left(endpoint, &serving.peer)?;
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         lock(&serving.connections).push(Arc::clone(connection));
         // Whoever ends it closes the connections that it finds after it has said so.
@@ -163,6 +191,11 @@ impl Serving {
 
     pub(super) fn key(&self) -> &SessionKey {
         &self.key
+    }
+
+    /// The requests that are being served, and their bytes.
+    pub(crate) fn in_flight(&self) -> (usize, u64) {
+        self.allowance.load()
     }
 
     fn endpoint(&self) -> Result<Arc<EndpointCore>> {
@@ -242,6 +275,7 @@ impl Serving {
                     endpoint.operations.claim(operation, who, &self.peer.name, of, claims.access)?;
                     self.beat();
                 }
+                self.allowance.check_grants(lock(&self.grants).len())?;
                 let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
                 let mut grant = region.grant(&claims, handle, attached);
                 if self.local.is_none() {
@@ -305,14 +339,22 @@ impl Serving {
     fn admit(&self, handle: u32, needed: Access, blocks: &[Block], request: u64) -> Result<Admitted> {
         let op = if needed == Access::READ { "read" } else { "write" };
         let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start)| {
+            let bytes = blocks.iter().map(|block| u64::from(block.len)).sum();
+            let flight = self.allowance.take(op, bytes)?;
             if let Some(file) = region.file.clone() {
-                return Ok(Admitted::File(Asked { region, file, start, blocks: blocks.to_vec() }));
+                return Ok(Admitted::File(Asked {
+                    region,
+                    file,
+                    start,
+                    blocks: blocks.to_vec(),
+                    _flight: flight,
+                }));
             }
             if region.place != Place::Host {
                 return Err(Error::new(Kind::Unsupported, op, format!("the bytes are on {}", region.place)));
             }
             let base = region.addr + start as usize;
-            Ok(Admitted::memory(region.begin_use(op)?, base, blocks, request))
+            Ok(Admitted::memory(region.begin_use_with(op, flight)?, base, blocks, request))
         });
         if let (Err(_), Some(endpoint)) = (&admitted, self.endpoint.upgrade()) {
             endpoint.refused.fetch_add(1, Ordering::Relaxed);
