@@ -60,7 +60,7 @@ pub use memory::{
     SharedStorage, Storage, StorageKind, SystemStorage, create_buffer,
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
-pub use region::{Patience, RegisterError, Registered, RegisteredView, Span, StillPinned};
+pub use region::{Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned};
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
 pub use transfer::{BlockFailure, Limits, Transfer};

@@ -52,6 +52,11 @@ impl Routing {
         self
     }
 
+    /// Whether only ways are allowed in which the owner checks every access.
+    pub(crate) fn is_enforced(&self) -> bool {
+        self.isolation == Isolation::Enforced
+    }
+
     /// Why that path is not allowed; `None` when it is.
     pub(crate) fn refusal(&self, path: &str, enforced: bool) -> Option<String> {
         if self.forbid.contains(&path) {

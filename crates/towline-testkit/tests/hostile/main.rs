@@ -5,6 +5,7 @@
 
 mod attacker;
 mod greed;
+mod holder;
 
 use std::time::Duration;
 
@@ -41,7 +42,8 @@ impl Target {
     }
 
     fn open_with(test: &str, options: &str) -> Target {
-        let watchdog = watch(test, PATIENCE * 10 + Duration::from_secs(60));
+        let long = Duration::from_millis(holder::forged_accesses() as u64);
+        let watchdog = watch(test, PATIENCE * 10 + Duration::from_secs(60) + long);
         let mut process = Process::open("target", options);
         process.must(&format!("register {LEN} system read+write"));
         process.must("fill 1 1 1");

@@ -15,7 +15,7 @@ use crate::fence::table::Table;
 use crate::identity::{Identity, Incarnation};
 use crate::notify::{Notification, Notifications};
 use crate::progress::{self, Bell, Interest, Readiness, Source, Token};
-use crate::region::{ParkingLot, RegionCore, stale};
+use crate::region::{Deed, Ledger, ParkingLot, RegionCore, stale};
 use crate::route::Routing;
 use crate::sync::lock;
 use crate::ticket::{self, Claims, Reach, RegionKey};
@@ -56,6 +56,8 @@ pub(crate) struct EndpointCore {
     /// Connections of peers that use this endpoint's regions.
     pub(crate) serving: Mutex<Vec<Weak<Serving>>>,
     pub(crate) refused: AtomicU64,
+    /// Who used the regions, as far as this process can see.
+    pub(crate) ledger: Ledger,
     closed: AtomicBool,
     /// The bytes that peers read to see whether the kernel lets them copy from this process.
     nonce: Box<[u8; 16]>,
@@ -97,6 +99,7 @@ impl EndpointCore {
             sessions: Mutex::new(HashMap::new()),
             serving: Mutex::new(Vec::new()),
             refused: AtomicU64::new(0),
+            ledger: Ledger::default(),
             closed: AtomicBool::new(false),
             nonce,
         });
@@ -195,7 +198,6 @@ impl EndpointCore {
         }
         let tag = ticket.tag(&self.region_key(claims.row, claims.generation));
         if !tag.verify_proof(challenge, proof) {
-            self.refused.fetch_add(1, Ordering::Relaxed);
             return Err(Error::new(
                 Kind::PermissionDenied,
                 "import",
@@ -207,11 +209,22 @@ impl EndpointCore {
         Ok((region, claims))
     }
 
+    /// Counts a ticket that was refused, also for the region that it names, where there is one.
+    pub(crate) fn count_refused(&self, public: &[u8], peer: &Identity) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+        self.ledger.of(peer).count(Deed::Refused);
+        if let Ok(ticket) = ticket::parse_public(public)
+            && let claims = ticket.claims()
+            && let Some(region) = self.regions.find(claims.row, claims.generation)
+        {
+            region.ledger.of(peer).count(Deed::Refused);
+        }
+    }
+
     /// Refuses a lease that has run out.
     pub(crate) fn check_lease(&self, claims: &Claims) -> Result<()> {
         match claims.expires_ms {
             Some(expires) if self.clock_ms() >= expires => {
-                self.refused.fetch_add(1, Ordering::Relaxed);
                 Err(Error::new(Kind::PermissionDenied, "access", "the ticket's lease has run out"))
             }
             _ => Ok(()),

@@ -76,7 +76,9 @@ impl EndpointOptions {
         self
     }
 
-    /// Sets which paths imports may use where the import does not say.
+    /// Sets which paths imports may use where the import does not say. With
+    /// [`Isolation::Enforced`](crate::Isolation::Enforced) this endpoint gives no other process its memory either: peers are
+    /// served by the Unix socket and TCP only, and every access is checked and counted here.
     pub fn routing(mut self, routing: Routing) -> EndpointOptions {
         self.routing = routing;
         self

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::audit::Ledger;
 use super::peers::PeerPins;
 use super::stale;
 use crate::endpoint::EndpointCore;
@@ -35,6 +36,8 @@ pub(crate) struct RegionCore {
     /// The peers that touch the memory directly, and may hold a pin.
     direct_peers: Mutex<Vec<Arc<PeerPins>>>,
     freed: AtomicBool,
+    /// Who used it, as far as this process can see.
+    pub(crate) ledger: Ledger,
 }
 
 /// Proof that the region's memory stays: taken before it is touched, given back after.
@@ -97,6 +100,7 @@ impl RegionCore {
             uses: AtomicUsize::new(0),
             direct_peers: Mutex::new(Vec::new()),
             freed: AtomicBool::new(false),
+            ledger: Ledger::default(),
         });
         endpoint.regions.insert(&core);
         Ok(core)
