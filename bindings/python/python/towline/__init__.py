@@ -40,11 +40,13 @@ from ._errors import (
     Unsupported,
 )
 from ._native import (
+    Audit,
     Candidate,
     Explanation,
     Layout,
     Notification,
     PathStats,
+    PeerAudit,
     Region,
     Remote,
     SharedArray,
@@ -75,6 +77,7 @@ __version__: str = _native.__version__
 
 __all__ = [
     "Access",
+    "Audit",
     "BlockFailure",
     "Canceled",
     "Candidate",
@@ -98,6 +101,7 @@ __all__ = [
     "OperationKind",
     "OperationStatus",
     "PathStats",
+    "PeerAudit",
     "PermissionDenied",
     "Protocol",
     "RdmaMetadata",
