@@ -22,7 +22,7 @@ use towline::{
 };
 
 pub use self::pinning::play;
-use crate::bench::register_views;
+use crate::bench::{register_views, with_tls};
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
 
@@ -261,7 +261,7 @@ impl Worker {
     }
 
     fn open(&mut self, words: &mut Words<'_>) -> Answer {
-        let mut options = Endpoint::options(words.text()?);
+        let mut options = with_tls(Endpoint::options(words.text()?));
         let mut limits = Limits::default();
         let mut quotas = Quotas::default();
         for (key, value) in words.options() {
@@ -278,6 +278,7 @@ impl Worker {
                 "secret" => options.secret(value.as_bytes()),
                 "listen" => options.listen(value.parse().map_err(|_| bad(format!("{key}={value}")))?),
                 "require" => options.routing(requiring(value)?),
+                "tls" => options.tls(towline::Tls::by_ticket()?),
                 "lanes" => options.lanes(number()? as usize),
                 "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" => {
                     let number = number()?;

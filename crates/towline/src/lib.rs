@@ -42,6 +42,7 @@ mod region;
 mod route;
 mod sync;
 pub mod ticket;
+mod tls;
 mod transfer;
 mod transport;
 #[doc(hidden)]
@@ -63,5 +64,6 @@ pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned};
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
+pub use tls::Tls;
 pub use transfer::{BlockFailure, Limits, Transfer};
 pub use transport::{Capabilities, PathInfo, Probe, paths};

@@ -160,10 +160,10 @@ impl Routes {
                 Some(reason) => (Verdict::Refused, reason),
                 None => match transport.attach(offer) {
                     Ok(attachment) => {
-                        let first = usable.is_empty();
+                        let (first, summary) = (usable.is_empty(), attachment.summary());
                         usable.push(attachment);
                         if first {
-                            (Verdict::Taken, transport.summary().to_owned())
+                            (Verdict::Taken, summary.to_owned())
                         } else {
                             (Verdict::Possible, "a better path is taken".to_owned())
                         }

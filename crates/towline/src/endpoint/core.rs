@@ -19,6 +19,7 @@ use crate::region::{Deed, Ledger, ParkingLot, RegionCore, stale};
 use crate::route::Routing;
 use crate::sync::lock;
 use crate::ticket::{self, Claims, Reach, RegionKey};
+use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::transport::tcp::{Listener, Serving, Session, Strangers};
 use crate::wire::handshake::Secret;
@@ -37,6 +38,7 @@ pub(crate) struct EndpointCore {
     routing: Routing,
     lanes: usize,
     quotas: Quotas,
+    tls: Option<Tls>,
     /// Connections that have not proven themselves.
     pub(crate) strangers: Strangers,
     reach: OnceLock<Vec<Reach>>,
@@ -85,6 +87,7 @@ impl EndpointCore {
             routing: options.routing,
             lanes: options.lanes,
             quotas: options.quotas,
+            tls: options.tls,
             strangers: Strangers::default(),
             reach: OnceLock::new(),
             listeners: Mutex::new(Vec::new()),
@@ -153,6 +156,11 @@ impl EndpointCore {
     /// How many connections a large transfer over sockets is spread over.
     pub(crate) fn lanes(&self) -> usize {
         self.lanes
+    }
+
+    /// How what goes over TCP is encrypted.
+    pub(crate) fn tls(&self) -> Option<&Tls> {
+        self.tls.as_ref()
     }
 
     /// How much strangers and peers may take.

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 
 use super::{Endpoint, EndpointCore, Quotas};
 use crate::route::Routing;
+use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::wire::handshake::Secret;
 use crate::{Error, Result, fork};
@@ -34,6 +35,7 @@ pub struct EndpointOptions {
     pub(super) max_regions: u32,
     pub(super) lanes: usize,
     pub(super) quotas: Quotas,
+    pub(super) tls: Option<Tls>,
 }
 
 impl EndpointOptions {
@@ -48,6 +50,7 @@ impl EndpointOptions {
             max_regions: 1 << 20,
             lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
             quotas: Quotas::default(),
+            tls: None,
         }
     }
 
@@ -99,6 +102,12 @@ impl EndpointOptions {
     /// Sets how much of this endpoint strangers and peers may take.
     pub fn quotas(mut self, quotas: Quotas) -> EndpointOptions {
         self.quotas = quotas;
+        self
+    }
+
+    /// Encrypts everything that goes over TCP, and refuses peers and owners that do not.
+    pub fn tls(mut self, tls: Tls) -> EndpointOptions {
+        self.tls = Some(tls);
         self
     }
 

@@ -6,6 +6,7 @@
 
 mod allowance;
 mod apply;
+mod channel;
 mod connection;
 mod contact;
 mod counting;
@@ -170,6 +171,13 @@ struct Stream {
 impl Attachment for Stream {
     fn transport(&self) -> &'static dyn Transport {
         self.transport
+    }
+
+    fn summary(&self) -> &'static str {
+        if self.handle.session().is_encrypted() {
+            return "tcp+tls: the owner serves over TCP, encrypted by TLS 1.3";
+        }
+        self.transport.summary()
     }
 
     #[allow(unsafe_code, reason = "implements the seam; touches no memory itself")]

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::UNANSWERED;
+use super::channel::Channel;
 use super::connection::{Connection, Handler, Role};
 use super::parts::{Keep, Payload, Sink};
 use super::serving::Serving;
@@ -115,6 +116,7 @@ impl Listener {
             stranger: Arc::clone(&stranger),
             connection: OnceLock::new(),
         });
+        let socket = Channel::accepted(socket, endpoint.tls())?;
         let handler: Arc<dyn Handler> = Arc::clone(&newcomer) as Arc<dyn Handler>;
         let connection = Connection::new(socket, Role::Control, false, handler);
         let _ = newcomer.connection.set(Arc::downgrade(&connection));
@@ -239,9 +241,17 @@ impl Newcomer {
         let mut nonce = [0; 32];
         getrandom::fill(&mut nonce)
             .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+        let binding = connection.socket().binding()?;
         let lookup = |key: &KeyRef| link_base(endpoint, key);
-        let (handshake, welcome) =
-            ServerHandshake::on_hello(body, endpoint.identity(), nonce, endpoint.secret(), lookup)?;
+        let (handshake, welcome) = ServerHandshake::on_hello_over(
+            body,
+            endpoint.identity(),
+            nonce,
+            endpoint.secret(),
+            binding,
+            lookup,
+        )?;
+        connection.socket().check_peer(&handshake.client().name)?;
         *lock(&self.handshake) = Some(handshake);
         self.stranger.has_spoken();
         connection.send(welcome, Vec::new(), Payload::None, Keep::Nothing)

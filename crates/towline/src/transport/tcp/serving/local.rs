@@ -29,7 +29,7 @@ impl Local {
         peer: &Identity,
         connection: &Arc<Connection>,
     ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
-        let socket = connection.socket();
+        let socket = connection.socket().socket();
         // An owner that wants to check every access itself gives nobody its memory.
         if socket.family() != Family::Unix || endpoint.routing().is_enforced() {
             return Ok(None);
