@@ -183,6 +183,18 @@ impl Channel {
         Ok(Sent::Bytes(taken))
     }
 
+    /// [`Socket::send_raw_patiently`]; with TLS, which has bytes of its own to send first, no more than `WouldBlock`.
+    ///
+    /// # Safety
+    /// As for the socket: each part stays readable until this returns.
+    pub(super) unsafe fn send_raw_patiently(&self, parts: &[RawPart]) -> Result<Sent> {
+        if self.is_encrypted() {
+            return Ok(Sent::WouldBlock);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.socket.send_raw_patiently(parts) }
+    }
+
     /// [`Socket::recv`].
     pub(super) fn recv(&self, slices: &mut [IoSliceMut<'_>], files: &mut Vec<OwnedFd>) -> Result<Received> {
         let Some(inside) = &self.tls else {
