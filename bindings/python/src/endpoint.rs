@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use towline::{Limits, Result};
 
+use crate::audit::Audit;
 use crate::buffer::{Asked, Memory};
 use crate::completions::{Waiter, block_on};
 use crate::errors::{OrRaise, invalid};
@@ -274,6 +275,15 @@ impl Endpoint {
 
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
         Ok(self.enter(py, "stats")?.stats().into())
+    }
+
+    fn audit(&self, py: Python<'_>) -> PyResult<Audit> {
+        Ok(self.enter(py, "audit")?.audit().into())
+    }
+
+    fn metrics(&self, py: Python<'_>) -> PyResult<String> {
+        let endpoint = self.enter(py, "metrics")?;
+        Ok(py.detach(|| endpoint.metrics()))
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

@@ -3,6 +3,7 @@
 //! No thread of the library ever takes the GIL. What ends is queued and an eventfd is signalled
 //! ([`completions`]); what the core lets go of is queued and released by a Python thread ([`owners`]).
 
+mod audit;
 mod buffer;
 mod completions;
 mod connect;
@@ -37,6 +38,8 @@ mod _native {
         module.add("__build__", if cfg!(debug_assertions) { "debug" } else { "release" })
     }
 
+    #[pymodule_export]
+    use crate::audit::{Audit, PeerAudit};
     #[pymodule_export]
     use crate::completions::{Completions, Waiter};
     #[pymodule_export]

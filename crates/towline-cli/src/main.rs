@@ -11,6 +11,7 @@ mod launch;
 mod machine;
 mod outcome;
 mod output;
+mod pages;
 mod pattern;
 mod serve;
 mod size;
@@ -59,7 +60,7 @@ enum Command {
     /// Measure every path beside the limit of the machine, in the same run
     #[command(after_long_help = format!("{}\n\n{EXIT_CODES}", bench::HELP))]
     Bench(bench::Options),
-    /// Show what a ticket says; its tag stays hidden
+    /// Show what a ticket says (its tag stays hidden), or who used a region that is served
     #[command(after_help = EXIT_CODES)]
     Inspect(inspect::Options),
     /// Register a region, print its ticket and wait

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use towline::ticket::{Reach, Ticket, socket_name};
 use towline::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
 use towline::wire::{
-    Data, Done, FrameKind, Granted, HEADER_LEN, Header, Import, ImportItem, Message, Ready, WireError,
+    Data, Done, FrameKind, Granted, HEADER_LEN, Header, Import, ImportItem, Message, Ready, Refuse, WireError,
 };
 use towline::{Identity, Incarnation};
 
@@ -78,12 +78,7 @@ impl Attacker {
 
     /// A whole handshake and an import; the owner's answer to the ticket.
     pub fn try_log_in(&mut self, ticket: &Ticket) -> Result<u32, WireError> {
-        let (handshake, hello) = Attacker::hello(ticket);
-        self.send(&hello);
-        let (_, welcome) = self.frame().expect("a welcome");
-        let (proof, _, challenge) = handshake.on_welcome(&welcome).unwrap();
-        self.send(&proof);
-        assert_eq!(self.frame().expect("ready").0.kind, FrameKind::Ready);
+        let challenge = self.shake_hands(ticket)?;
         let item = ImportItem {
             ticket: ticket.public_bytes().to_vec(),
             proof: ticket.proof(&challenge),
@@ -139,6 +134,31 @@ impl Attacker {
             Stream::Tcp(stream) => stream.peek(&mut first).map_err(|_| rustix::io::Errno::AGAIN),
         };
         matches!(peeked, Ok(1)).then(|| self.frame()).flatten()
+    }
+
+    /// A whole handshake; the challenge that proofs on this connection are about.
+    pub fn shake_hands(&mut self, ticket: &Ticket) -> Result<[u8; 32], WireError> {
+        let (handshake, hello) = Attacker::hello(ticket);
+        self.send(&hello);
+        let welcome = self.expect(FrameKind::Welcome)?;
+        let (proof, _, challenge) = handshake.on_welcome(&welcome).unwrap();
+        self.send(&proof);
+        self.expect(FrameKind::Ready)?;
+        Ok(challenge)
+    }
+
+    /// The body of the next frame, which is of that kind or a refusal.
+    fn expect(&mut self, kind: FrameKind) -> Result<Vec<u8>, WireError> {
+        match self.frame() {
+            Some((header, body)) if header.kind == FrameKind::Refuse => {
+                Err(Refuse::decode(&body).unwrap().error)
+            }
+            Some((header, body)) => {
+                assert_eq!(header.kind, kind);
+                Ok(body)
+            }
+            None => panic!("the target hung up before its {kind:?}"),
+        }
     }
 
     /// Everything that was sent.

@@ -17,6 +17,9 @@ use crate::oracle::Stamp;
 /// The variable that forces one path for every law.
 const FORCE: &str = "TOWLINE_TEST_FORCE";
 
+/// What is appended to a forced path that is to be encrypted: `tcp+tls`.
+const TLS: &str = "+tls";
+
 /// The limit without progress in laws; their watchdog waits ten times as long.
 pub const STALL: Duration = Duration::from_secs(5);
 
@@ -135,11 +138,24 @@ impl Bench {
 
 /// Options with the limits of the laws.
 pub fn options(name: &str) -> EndpointOptions {
-    Endpoint::options(name).limits(Limits { no_progress: STALL, ..Limits::default() })
+    with_tls(Endpoint::options(name).limits(Limits { no_progress: STALL, ..Limits::default() }))
+}
+
+/// Turns TLS on where the forced path wants it.
+pub fn with_tls(options: EndpointOptions) -> EndpointOptions {
+    if named().is_some_and(|path| path.ends_with(TLS)) {
+        options.tls(towline::Tls::by_ticket().unwrap())
+    } else {
+        options
+    }
 }
 
 /// The path that `TOWLINE_TEST_FORCE` names.
 pub fn forced() -> Option<String> {
+    named().map(|path| path.trim_end_matches(TLS).to_owned())
+}
+
+fn named() -> Option<String> {
     std::env::var(FORCE).ok().filter(|path| !path.is_empty())
 }
 

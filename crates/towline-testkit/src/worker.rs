@@ -18,12 +18,12 @@ use std::thread;
 use std::time::Duration;
 
 use towline::{
-    Access, DiskStorage, Endpoint, Error, Kind, Layout, Limits, OffsetBuffer, Pinned, Registered, Remote,
-    Routing, SharedStorage, Storage, SystemStorage, Ticket,
+    Access, DiskStorage, Endpoint, Error, Kind, Layout, Limits, OffsetBuffer, Pinned, Quotas, Registered,
+    Remote, Routing, SharedStorage, Storage, SystemStorage, Ticket,
 };
 
 pub use self::pinning::play;
-use crate::bench::register_views;
+use crate::bench::{register_views, with_tls};
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
 
@@ -285,8 +285,9 @@ impl Worker {
     }
 
     fn open(&mut self, words: &mut Words<'_>) -> Answer {
-        let mut options = Endpoint::options(words.text()?);
+        let mut options = with_tls(Endpoint::options(words.text()?));
         let mut limits = Limits::default();
+        let mut quotas = Quotas::default();
         for (key, value) in words.options() {
             let number = || value.parse::<u64>().map_err(|_| bad(format!("{key}={value}")));
             options = match key {
@@ -301,7 +302,20 @@ impl Worker {
                 "secret" => options.secret(value.as_bytes()),
                 "listen" => options.listen(value.parse().map_err(|_| bad(format!("{key}={value}")))?),
                 "require" => options.routing(requiring(value)?),
+                "tls" => options.tls(towline::Tls::by_ticket()?),
                 "lanes" => options.lanes(number()? as usize),
+                "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" => {
+                    let number = number()?;
+                    match key {
+                        "strangers" => quotas.strangers = number as usize,
+                        "peers" => quotas.peers = number as usize,
+                        "connections" => quotas.connections = number as usize,
+                        "grants" => quotas.grants = number as usize,
+                        "requests" => quotas.requests = number as usize,
+                        _ => quotas.bytes = number,
+                    }
+                    options.quotas(quotas)
+                }
                 _ => return Err(bad(format!("no option is called {key}"))),
             };
         }

@@ -44,13 +44,14 @@ mod route;
 mod simulated;
 mod sync;
 pub mod ticket;
+mod tls;
 mod transfer;
 mod transport;
 #[doc(hidden)]
 pub mod wire;
 
 pub use access::Access;
-pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Remote, Request, Stats};
+pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Quotas, Remote, Request, Stats};
 pub use error::{Error, Kind, Result};
 #[doc(hidden)]
 pub use fork::guard as fork_guard;
@@ -62,8 +63,9 @@ pub use memory::{
     SharedStorage, Storage, StorageKind, SystemStorage, create_buffer,
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
-pub use region::{Patience, RegisterError, Registered, RegisteredView, Span, StillPinned};
+pub use region::{Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned};
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
+pub use tls::Tls;
 pub use transfer::{BlockFailure, Limits, Transfer};
 pub use transport::{Capabilities, PathInfo, Probe, paths};

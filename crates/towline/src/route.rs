@@ -52,6 +52,11 @@ impl Routing {
         self
     }
 
+    /// Whether only ways are allowed in which the owner checks every access.
+    pub(crate) fn is_enforced(&self) -> bool {
+        self.isolation == Isolation::Enforced
+    }
+
     /// Why that path is not allowed; `None` when it is.
     pub(crate) fn refusal(&self, path: &str, enforced: bool) -> Option<String> {
         if self.forbid.contains(&path) {
@@ -155,10 +160,10 @@ impl Routes {
                 Some(reason) => (Verdict::Refused, reason),
                 None => match transport.attach(offer) {
                     Ok(attachment) => {
-                        let first = usable.is_empty();
+                        let (first, summary) = (usable.is_empty(), attachment.summary());
                         usable.push(attachment);
                         if first {
-                            (Verdict::Taken, transport.summary().to_owned())
+                            (Verdict::Taken, summary.to_owned())
                         } else {
                             (Verdict::Possible, "a better path is taken".to_owned())
                         }

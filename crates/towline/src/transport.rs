@@ -143,6 +143,11 @@ pub(crate) trait Attachment: Send + Sync {
     /// The way it belongs to.
     fn transport(&self) -> &'static dyn Transport;
 
+    /// What this way does, in one line.
+    fn summary(&self) -> &'static str {
+        self.transport().summary()
+    }
+
     /// Runs a small request in the calling thread, where that is the fastest; `None` leaves it to
     /// [`start`](Self::start). `local` is the address that the pieces' local offsets are relative to.
     ///

@@ -44,11 +44,13 @@ from ._errors import (
     Unsupported,
 )
 from ._native import (
+    Audit,
     Candidate,
     Explanation,
     Layout,
     Notification,
     PathStats,
+    PeerAudit,
     Region,
     Remote,
     SharedArray,
@@ -79,6 +81,7 @@ __version__: str = _native.__version__
 
 __all__ = [
     "Access",
+    "Audit",
     "BlockFailure",
     "Canceled",
     "Candidate",
@@ -102,6 +105,7 @@ __all__ = [
     "OperationKind",
     "OperationStatus",
     "PathStats",
+    "PeerAudit",
     "PermissionDenied",
     "Protocol",
     "RdmaMetadata",

@@ -13,7 +13,7 @@ from ._transfer import Transfer
 if TYPE_CHECKING:
     from typing import Self
 
-    from ._native import Layout, Notification, Region, Remote, Span, Stats, Ticket
+    from ._native import Audit, Layout, Notification, Region, Remote, Span, Stats, Ticket
 
 Access = Literal["none", "read", "write", "read+write"]
 Isolation = Literal["cooperative", "enforced"]
@@ -241,6 +241,18 @@ class Endpoint:
     def stats(self) -> Stats:
         """What was moved, per peer and path, and what is held."""
         return self._native.stats()
+
+    def audit(self) -> Audit:
+        """Who used this endpoint's regions, all of them together, and who was refused.
+
+        Counted is what this process serves: a peer that was given the memory itself (``unseen``) copies without it.
+        ``Region.audit`` is the same for one region.
+        """
+        return self._native.audit()
+
+    def metrics(self) -> str:
+        """All counters in the text form that Prometheus reads: the body of your own ``/metrics`` page."""
+        return self._native.metrics()
 
     def close(self) -> None:
         """Revokes every region, ends every transfer and closes every connection. Closing twice is harmless."""

@@ -13,6 +13,7 @@ use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
 use crate::progress;
+use crate::region::Deed;
 use crate::route::{Explanation, Routes, Routing};
 use crate::sync::lock;
 use crate::ticket::Reach;
@@ -280,7 +281,12 @@ fn import_here(
     routing: &Routing,
 ) -> Result<Remote> {
     let challenge = b"one process";
-    let (region, claims) = owner.verify(ticket.public_bytes(), &ticket.proof(challenge), challenge)?;
+    let (region, claims) = owner
+        .verify(ticket.public_bytes(), &ticket.proof(challenge), challenge)
+        .inspect_err(|_| owner.count_refused(ticket.public_bytes(), endpoint.identity()))?;
+    for ledger in [&region.ledger, &owner.ledger] {
+        ledger.of(endpoint.identity()).count(Deed::GivenAway);
+    }
     let grant = region.grant(&claims, 0, false);
     Remote::new(endpoint, Owner::Here(&region), grant, owner.name(), routing)
 }

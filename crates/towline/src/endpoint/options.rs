@@ -2,8 +2,9 @@
 
 use std::net::SocketAddr;
 
-use super::{Endpoint, EndpointCore};
+use super::{Endpoint, EndpointCore, Quotas};
 use crate::route::Routing;
+use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::wire::handshake::Secret;
 use crate::{Error, Result, fork};
@@ -33,6 +34,8 @@ pub struct EndpointOptions {
     pub(super) routing: Routing,
     pub(super) max_regions: u32,
     pub(super) lanes: usize,
+    pub(super) quotas: Quotas,
+    pub(super) tls: Option<Tls>,
 }
 
 impl EndpointOptions {
@@ -46,6 +49,8 @@ impl EndpointOptions {
             routing: Routing::default(),
             max_regions: 1 << 20,
             lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
+            quotas: Quotas::default(),
+            tls: None,
         }
     }
 
@@ -74,7 +79,9 @@ impl EndpointOptions {
         self
     }
 
-    /// Sets which paths imports may use where the import does not say.
+    /// Sets which paths imports may use where the import does not say. With
+    /// [`Isolation::Enforced`](crate::Isolation::Enforced) this endpoint gives no other process its memory either: peers are
+    /// served by the Unix socket and TCP only, and every access is checked and counted here.
     pub fn routing(mut self, routing: Routing) -> EndpointOptions {
         self.routing = routing;
         self
@@ -89,6 +96,18 @@ impl EndpointOptions {
     /// Sets how many connections a large transfer is spread over, between hosts.
     pub fn lanes(mut self, lanes: usize) -> EndpointOptions {
         self.lanes = lanes.clamp(1, 16);
+        self
+    }
+
+    /// Sets how much of this endpoint strangers and peers may take.
+    pub fn quotas(mut self, quotas: Quotas) -> EndpointOptions {
+        self.quotas = quotas;
+        self
+    }
+
+    /// Encrypts everything that goes over TCP, and refuses peers and owners that do not.
+    pub fn tls(mut self, tls: Tls) -> EndpointOptions {
+        self.tls = Some(tls);
         self
     }
 

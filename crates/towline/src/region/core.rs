@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::audit::Ledger;
 use super::peers::PeerPins;
 use super::stale;
 use crate::endpoint::EndpointCore;
@@ -35,12 +36,16 @@ pub(crate) struct RegionCore {
     /// The peers that touch the memory directly, and may hold a pin.
     direct_peers: Mutex<Vec<Arc<PeerPins>>>,
     freed: AtomicBool,
+    /// Who used it, as far as this process can see.
+    pub(crate) ledger: Ledger,
 }
 
 /// Proof that the region's memory stays: taken before it is touched, given back after.
 pub(crate) struct RegionUse {
     core: Arc<RegionCore>,
     released: AtomicBool,
+    /// What else lasts as long: a peer's share, for example.
+    _held: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl RegionUse {
@@ -95,6 +100,7 @@ impl RegionCore {
             uses: AtomicUsize::new(0),
             direct_peers: Mutex::new(Vec::new()),
             freed: AtomicBool::new(false),
+            ledger: Ledger::default(),
         });
         endpoint.regions.insert(&core);
         Ok(core)
@@ -107,7 +113,18 @@ impl RegionCore {
     /// Begins a use by this process; `Stale` once the region was revoked.
     pub(crate) fn begin_use(self: &Arc<Self>, op: &'static str) -> Result<RegionUse> {
         self.enter(op)?;
-        Ok(RegionUse { core: Arc::clone(self), released: AtomicBool::new(false) })
+        Ok(RegionUse { core: Arc::clone(self), released: AtomicBool::new(false), _held: None })
+    }
+
+    /// [`begin_use`](Self::begin_use) that gives something else back when it ends.
+    pub(crate) fn begin_use_with(
+        self: &Arc<Self>,
+        op: &'static str,
+        held: impl Any + Send + Sync,
+    ) -> Result<RegionUse> {
+        self.enter(op)?;
+        let (core, released) = (Arc::clone(self), AtomicBool::new(false));
+        Ok(RegionUse { core, released, _held: Some(Box::new(held)) })
     }
 
     /// [`begin_use`](Self::begin_use) for a copy within one stack frame; pair with [`leave`](Self::leave).

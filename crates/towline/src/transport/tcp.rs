@@ -4,7 +4,9 @@
 //! first connection to an owner carries small requests and all messages; large transfers are spread over *lanes*. On
 //! one host the session is also how `mapped` and `cma` get what they need: descriptors, the table, the page of pins.
 
+mod allowance;
 mod apply;
+mod channel;
 mod connection;
 mod contact;
 mod counting;
@@ -17,6 +19,7 @@ mod parts;
 mod run;
 mod serving;
 mod session;
+mod strangers;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -30,6 +33,7 @@ pub(crate) use self::listener::Listener;
 use self::run::Run;
 pub(crate) use self::serving::Serving;
 pub(crate) use self::session::Session;
+pub(crate) use self::strangers::Strangers;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;
@@ -167,6 +171,13 @@ struct Stream {
 impl Attachment for Stream {
     fn transport(&self) -> &'static dyn Transport {
         self.transport
+    }
+
+    fn summary(&self) -> &'static str {
+        if self.handle.session().is_encrypted() {
+            return "tcp+tls: the owner serves over TCP, encrypted by TLS 1.3";
+        }
+        self.transport.summary()
     }
 
     #[allow(unsafe_code, reason = "implements the seam; touches no memory itself")]

@@ -11,8 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
+use super::channel::Channel;
 use super::parts::{AT_ONCE, Keep, Outgoing, PATIENTLY, Payload, Sink};
-use crate::progress::socket::{Received, Sent, Socket};
+use crate::progress::socket::{Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
@@ -62,7 +63,7 @@ pub(super) trait Handler: Send + Sync {
 
 /// One socket.
 pub(super) struct Connection {
-    socket: Socket,
+    socket: Channel,
     lane: AtomicBool,
     token: OnceLock<Token>,
     handler: Mutex<Option<Arc<dyn Handler>>>,
@@ -92,7 +93,7 @@ enum Reading {
 impl Connection {
     /// Takes a connected socket. Nothing is read until [`watch`](Self::watch).
     pub(super) fn new(
-        socket: Socket,
+        socket: Channel,
         role: Role,
         authenticated: bool,
         handler: Arc<dyn Handler>,
@@ -128,7 +129,7 @@ impl Connection {
         Ok(())
     }
 
-    pub(super) fn socket(&self) -> &Socket {
+    pub(super) fn socket(&self) -> &Channel {
         &self.socket
     }
 
@@ -239,15 +240,15 @@ impl Connection {
 
     /// Closes; the handler is told once.
     pub(super) fn close(&self, error: Error) {
-        self.end(error, Socket::shutdown);
+        self.end(error, Channel::shutdown);
     }
 
     /// Closes so that nothing of what was sent is acted upon later; the handler is told once.
     pub(super) fn reset(&self, error: Error) {
-        self.end(error, Socket::reset);
+        self.end(error, Channel::reset);
     }
 
-    fn end(&self, error: Error, how: fn(&Socket)) {
+    fn end(&self, error: Error, how: fn(&Channel)) {
         if self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -296,7 +297,9 @@ impl Connection {
                 }
             }
         }
-        outgoing.set_blocked(false);
+        // What TLS has encrypted and the socket has not taken yet.
+        let taken = self.socket.flush()?;
+        outgoing.set_blocked(!taken);
         Ok(())
     }
 
@@ -484,6 +487,8 @@ impl Connection {
                 break;
             }
         }
+        // The event loop sees what waits in the socket, not what TLS has taken from it already.
+        while !self.is_closed() && self.socket.holds_bytes() && self.read()? {}
         // Handlers may have queued answers that the socket takes at once.
         let mut outgoing = lock(&self.outgoing);
         if !outgoing.blocked() {

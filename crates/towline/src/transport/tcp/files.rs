@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, Weak};
 
+use super::allowance::InFlight;
 use super::connection::{Connection, Role};
 use super::parts::{Keep, Payload};
 use super::serving::Serving;
@@ -38,6 +39,8 @@ pub(super) struct Asked {
     /// Where in the file the granted range begins.
     pub(super) start: u64,
     pub(super) blocks: Vec<Block>,
+    /// The peer's share that it takes.
+    pub(super) _flight: InFlight,
 }
 
 impl Asked {

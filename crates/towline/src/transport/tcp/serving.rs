@@ -1,29 +1,33 @@
 //! The owner's side of a connection: verifies tickets, serves requests, and minds the pins of a peer on this host.
 
+mod admitting;
+mod local;
+
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use self::admitting::{Admitted, Granting};
+use self::local::Local;
+use super::allowance::{Allowance, exhausted};
 use super::connection::{Connection, Handler, Role};
 use super::counting::{Counting, Due, Follower};
-use super::files::{Asked, Files};
-use super::importing::proven;
+use super::files::Files;
 use super::parts::{Keep, Payload, Sink, readable};
 use crate::endpoint::EndpointCore;
 use crate::endpoint::operations::Claimer;
 use crate::fence::life::LifeView;
-use crate::fence::pins::{PinPage, Side};
+use crate::fence::pins::Side;
 use crate::fence::watcher;
 use crate::identity::Identity;
-use crate::memory::{Holder, Place};
-use crate::notify::{Mail, Mailbox, Notification};
-use crate::progress::socket::{Family, Lane, RawPartMut};
+use crate::memory::Holder;
+use crate::notify::Notification;
+use crate::progress::socket::Lane;
 use crate::progress::{self, Timer};
-use crate::region::{PeerPins, RegionCore, RegionUse, stale};
+use crate::region::{Deed, stale};
 use crate::sync::lock;
-use crate::ticket::Claims;
 use crate::transport::inproc::file::no_words;
 use crate::transport::tcp::apply;
 use crate::wire::handshake::SessionKey;
@@ -51,51 +55,13 @@ pub(crate) struct Serving {
     grants: Mutex<HashMap<u32, Granting>>,
     next_handle: AtomicU32,
     counting: Counting,
+    allowance: Arc<Allowance>,
     files: Arc<Files>,
     local: Option<Local>,
     closed: AtomicBool,
     beating: AtomicBool,
     /// Heartbeats since the last frame of the peer.
     unanswered: AtomicU32,
-}
-
-/// A peer of the same user on this host.
-struct Local {
-    pins: Arc<PeerPins>,
-    mail: Arc<Mail>,
-    alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
-    /// Segments that the peer may have mapped and that are gone.
-    gone: Mutex<Vec<u64>>,
-}
-
-/// What a request may act on.
-enum Admitted {
-    /// Parts of memory, and what keeps them in place.
-    Memory(Keep, Vec<RawPartMut>),
-    /// A part of a file.
-    File(Asked),
-}
-
-impl Admitted {
-    fn memory(using: RegionUse, base: usize, blocks: &[Block], request: u64) -> Admitted {
-        let mut parts: Vec<RawPartMut> = Vec::with_capacity(blocks.len());
-        // A part without bytes would never be filled, and so whoever fills them would never get past it.
-        for block in blocks.iter().filter(|block| block.len > 0) {
-            let (ptr, len) = ((base + block.offset as usize) as *mut u8, block.len as usize);
-            match parts.last_mut() {
-                Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += len,
-                _ => parts.push(RawPartMut { ptr, len }),
-            }
-        }
-        Admitted::Memory(Keep::Region(Arc::new(using), request), parts)
-    }
-}
-
-/// What a handle of the peer stands for.
-#[derive(Clone)]
-struct Granting {
-    region: Weak<RegionCore>,
-    claims: Claims,
 }
 
 impl Serving {
@@ -109,6 +75,7 @@ impl Serving {
     ) -> Result<()> {
         use std::sync::atomic::AtomicU64;
         static NEXT: AtomicU64 = AtomicU64::new(1);
+        Serving::has_room(endpoint, &peer)?;
         let (local, files) = match Local::offer(endpoint, &peer, connection)? {
             Some((local, files)) => (Some(local), files),
             None => (None, Vec::new()),
@@ -123,6 +90,7 @@ impl Serving {
             grants: Mutex::default(),
             next_handle: AtomicU32::new(1),
             counting: Counting::default(),
+            allowance: Allowance::new(endpoint.quotas()),
             files: Arc::default(),
             local,
             closed: AtomicBool::new(false),
@@ -141,10 +109,34 @@ impl Serving {
         connection.send(head, files, Payload::None, Keep::Nothing)
     }
 
+    /// Refuses a session beyond what all peers, or this one, may have.
+    fn has_room(endpoint: &EndpointCore, peer: &Identity) -> Result<()> {
+        let quotas = endpoint.quotas();
+        let serving: Vec<_> = lock(&endpoint.serving).iter().filter_map(Weak::upgrade).collect();
+        if serving.len() >= quotas.peers {
+            let message = format!("the owner serves {} peers, which is its limit", serving.len());
+            return Err(Error::new(Kind::Exhausted, "contact", message));
+        }
+        drop(serving);
+        Serving::has_connection_left(endpoint, peer)
+    }
+
+    fn has_connection_left(endpoint: &EndpointCore, peer: &Identity) -> Result<()> {
+        let most = endpoint.quotas().connections;
+        let serving: Vec<_> = lock(&endpoint.serving).iter().filter_map(Weak::upgrade).collect();
+        let same = serving.iter().filter(|one| one.peer.incarnation == peer.incarnation);
+        let open: usize = same.map(|one| lock(&one.connections).len()).sum();
+        if open >= most {
+            return Err(exhausted("contact", format!("{most} connections"), "at a time"));
+        }
+        Ok(())
+    }
+
     /// A known peer has opened one more connection.
     pub(super) fn join(endpoint: &Arc<EndpointCore>, id: u64, connection: &Arc<Connection>) -> Result<()> {
         let serving = Serving::find(endpoint, id)
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over"))?;
+        Serving::has_connection_left(endpoint, &serving.peer)?;
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         lock(&serving.connections).push(Arc::clone(connection));
         // Whoever ends it closes the connections that it finds after it has said so.
@@ -164,6 +156,11 @@ impl Serving {
 
     pub(super) fn key(&self) -> &SessionKey {
         &self.key
+    }
+
+    /// The requests that are being served, and their bytes.
+    pub(crate) fn in_flight(&self) -> (usize, u64) {
+        self.allowance.load()
     }
 
     fn endpoint(&self) -> Result<Arc<EndpointCore>> {
@@ -234,24 +231,12 @@ impl Serving {
             .items
             .iter()
             .map(|item| {
-                let proven = proven(&self.challenge, item.operation.as_ref());
-                let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &proven)?;
-                let attached = self.pass(&region, &mut passed, &mut files)?;
-                if let Some(operation) = &item.operation {
-                    let of = (region.row, region.generation);
-                    let who = self.claimer();
-                    endpoint.operations.claim(operation, who, &self.peer.name, of, claims.access)?;
-                    self.beat();
-                }
-                let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
-                let mut grant = region.grant(&claims, handle, attached);
-                if self.local.is_none() {
-                    grant.segment = None;
-                }
-                lock(&self.grants).insert(handle, Granting { region: Arc::downgrade(&region), claims });
-                Ok(grant)
+                let outcome = self.grant(&endpoint, item, &mut passed, &mut files);
+                outcome.map_err(|error| {
+                    endpoint.count_refused(&item.ticket, &self.peer);
+                    WireError::from(&error)
+                })
             })
-            .map(|outcome: Result<_>| outcome.map_err(|error| WireError::from(&error)))
             .collect();
         let frame = Message::from(Granted { items }).frame(request, 0, files.len() as u8);
         connection.send(frame, files, Payload::None, Keep::Nothing)
@@ -279,97 +264,13 @@ impl Serving {
         Ok(())
     }
 
-    /// Lets a peer on this host touch the region directly; true where its segment's descriptor must go along.
-    fn pass(
-        self: &Arc<Self>,
-        region: &Arc<RegionCore>,
-        passed: &mut HashSet<u64>,
-        files: &mut Vec<OwnedFd>,
-    ) -> Result<bool> {
-        let Some(local) = &self.local else { return Ok(false) };
-        region.admit(&local.pins)?;
-        let Some(slice) = &region.segment else { return Ok(false) };
-        if passed.contains(&slice.segment.id()) {
-            return Ok(false);
-        }
-        let file =
-            slice.segment.file().try_clone_to_owned().map_err(|error| Error::os("import", "dup", error))?;
-        files.push(file);
-        passed.insert(slice.segment.id());
-        let weak = Arc::downgrade(self);
-        let holder: Weak<dyn Holder> = weak;
-        slice.segment.lent_to(holder);
-        Ok(true)
-    }
-
-    /// Checks a request against what was granted; begins a use of the region where its bytes are in memory.
-    fn admit(&self, handle: u32, needed: Access, blocks: &[Block], request: u64) -> Result<Admitted> {
-        let op = if needed == Access::READ { "read" } else { "write" };
-        let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start)| {
-            if let Some(file) = region.file.clone() {
-                return Ok(Admitted::File(Asked { region, file, start, blocks: blocks.to_vec() }));
-            }
-            if region.place != Place::Host {
-                return Err(Error::new(Kind::Unsupported, op, format!("the bytes are on {}", region.place)));
-            }
-            let base = region.addr + start as usize;
-            Ok(Admitted::memory(region.begin_use(op)?, base, blocks, request))
-        });
-        if let (Err(_), Some(endpoint)) = (&admitted, self.endpoint.upgrade()) {
-            endpoint.refused.fetch_add(1, Ordering::Relaxed);
-        }
-        admitted
-    }
-
-    /// [`admit`](Self::admit) for what acts on words in memory.
-    fn admit_words(
-        &self,
-        op: &'static str,
-        handle: u32,
-        blocks: &[Block],
-        request: u64,
-    ) -> Result<(Keep, Vec<RawPartMut>)> {
-        match self.admit(handle, Access::WRITE, blocks, request)? {
-            Admitted::Memory(keep, parts) => Ok((keep, parts)),
-            Admitted::File(_) => Err(no_words(op)),
-        }
-    }
-
-    fn check(
-        &self,
-        op: &'static str,
-        handle: u32,
-        needed: Access,
-        blocks: &[Block],
-    ) -> Result<(Arc<RegionCore>, u64)> {
-        let granting = lock(&self.grants)
-            .get(&handle)
-            .cloned()
-            .ok_or_else(|| Error::new(Kind::NotFound, op, "there is no such grant"))?;
-        let claims = &granting.claims;
-        if !claims.access.contains(needed) {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                op,
-                format!("the ticket allows {}, and this needs {needed}", claims.access),
-            ));
-        }
-        self.endpoint()?.check_lease(claims)?;
-        let length = claims.range.end - claims.range.start;
-        let outside =
-            |block: &&Block| block.offset.checked_add(block.len.into()).is_none_or(|end| end > length);
-        if let Some(block) = blocks.iter().find(outside) {
-            return Err(Error::invalid(
-                op,
-                format!("{} bytes at offset {} do not lie within {length} bytes", block.len, block.offset),
-            ));
-        }
-        let region = granting.region.upgrade().ok_or_else(|| stale(op))?;
-        Ok((region, claims.range.start))
-    }
-
     fn read(self: &Arc<Self>, connection: &Arc<Connection>, request: u64, read: &wire::Read) -> Result<()> {
-        match self.admit(read.handle, Access::READ, &read.blocks, request) {
+        let admitted = self.admit(read.handle, Access::READ, &read.blocks, request);
+        if admitted.is_ok() {
+            let bytes = read.blocks.iter().map(|block| u64::from(block.len)).sum();
+            self.served(read.handle, Deed::Read(bytes));
+        }
+        match admitted {
             Ok(Admitted::File(asked)) => match self.files.read(self, connection, request, asked) {
                 Ok(()) => Ok(()),
                 Err(error) => self.answer_read(connection, request, Err(error)),
@@ -453,11 +354,13 @@ impl Serving {
         let (_keep, parts) = self.admit_words("atomic", handle, &[block], 0)?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
         if word.is_null() || word.addr() % 8 != 0 {
+            self.refused(handle);
             return Err(Error::invalid(
                 "atomic",
                 format!("the word at offset {offset} is not aligned to 8 bytes"),
             ));
         }
+        self.served(handle, Deed::Written(8));
         Ok(act(word))
     }
 
@@ -660,7 +563,11 @@ impl Handler for Arc<Serving> {
             return Err(Error::protocol("serve", "the payload's length is not that of its blocks"));
         }
         // A refusal is answered when the payload has passed, so that the stream stays whole.
-        match self.admit(handle, Access::WRITE, &blocks, header.id) {
+        let admitted = self.admit(handle, Access::WRITE, &blocks, header.id);
+        if admitted.is_ok() {
+            self.served(handle, Deed::Written(bytes));
+        }
+        match admitted {
             Ok(Admitted::Memory(keep, _)) if buffered => {
                 Ok(Sink::buffer(bytes as usize, keep).with_body(body))
             }
@@ -707,50 +614,11 @@ impl Handler for Arc<Serving> {
             Role::Lane => lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection)),
         }
         if error.kind() == Kind::Protocol {
+            if let Some(endpoint) = self.endpoint.upgrade() {
+                endpoint.refused.fetch_add(1, Ordering::Relaxed);
+                endpoint.ledger.of(&self.peer).count(Deed::Refused);
+            }
             tracing::warn!(%error, peer = self.peer.name, "a peer broke the protocol");
         }
-    }
-}
-
-impl Local {
-    /// What a peer of the same user on this host gets: the table, a page for its pins, and the doorbell.
-    fn offer(
-        endpoint: &Arc<EndpointCore>,
-        peer: &Identity,
-        connection: &Arc<Connection>,
-    ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
-        let socket = connection.socket();
-        if socket.family() != Family::Unix {
-            return Ok(None);
-        }
-        let credentials = socket.peer_credentials()?;
-        if credentials.uid != rustix::process::geteuid().as_raw() {
-            return Ok(None);
-        }
-        let failed = |error| Error::os("contact", "dup", error);
-        let mut page = PinPage::create()?;
-        let pins = page.take_fd().ok_or_else(|| Error::new(Kind::Internal, "contact", "no page"))?;
-        let table = endpoint.table.fd().try_clone_to_owned().map_err(failed)?;
-        let doorbell = endpoint.bell.event().try_clone_to_owned().map_err(failed)?;
-        let (mailbox, mailbox_file) = Mailbox::create()?;
-        let page = Arc::new(page);
-        let hold = watcher::hold(Arc::clone(&page), Side::Owner)
-            .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
-            .ok();
-        let pins_of_peer = PeerPins::new(page, &peer.name, credentials.pid);
-        let weak = Arc::downgrade(connection);
-        let mail = Arc::new(Mail {
-            from: peer.clone(),
-            mailbox,
-            on_nonsense: Box::new(move |error| {
-                if let Some(connection) = weak.upgrade() {
-                    connection.close(error);
-                }
-            }),
-        });
-        endpoint.notifications.subscribe(&mail);
-        let local =
-            Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))), gone: Mutex::default() };
-        Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
     }
 }

@@ -130,7 +130,7 @@ impl Session {
                 table: TableView::map(table, rows)?,
                 pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
                 mailbox: Mailbox::map(&mailbox)?,
-                pid: contact.socket.peer_credentials()?.pid,
+                pid: contact.socket.socket().peer_credentials()?.pid,
                 mappings: Mappings::default(),
                 held: Mutex::default(),
                 alive: Mutex::new(None),
@@ -211,6 +211,11 @@ impl Session {
 
     pub(super) fn owner(&self) -> &crate::Identity {
         &self.owner
+    }
+
+    /// Whether what is said on it is encrypted.
+    pub(super) fn is_encrypted(&self) -> bool {
+        self.control.get().is_some_and(|control| control.socket().is_encrypted())
     }
 
     pub(super) fn medium(&self) -> Medium {
@@ -559,7 +564,7 @@ impl Session {
         self.shared().ok_or_else(|| {
             let reason = match self.medium {
                 Medium::Tcp(_) => "the owner is reached by tcp",
-                Medium::Unix => "the owner runs as another user and shares no memory",
+                Medium::Unix => "the owner runs as another user, or enforces isolation, and shares no memory",
             };
             Error::new(Kind::Unavailable, "import", reason)
         })
