@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::engine::Engine;
 use crate::{Error, Result};
 
 /// What the names of the variables begin with that turn backends on and off.
@@ -24,6 +25,8 @@ const PREFIX: &str = "DYN_KVBM_NIXL_BACKEND_";
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NixlBackendConfig {
     backends: BTreeMap<String, BTreeMap<String, String>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    engine: Option<Engine>,
 }
 
 impl NixlBackendConfig {
@@ -86,6 +89,18 @@ impl NixlBackendConfig {
         self
     }
 
+    /// Asks for an engine; without that it is NIXL where that is there, and else the embedded one.
+    #[must_use]
+    pub fn with_engine(mut self, engine: Engine) -> NixlBackendConfig {
+        self.engine = Some(engine);
+        self
+    }
+
+    /// The engine that is asked for.
+    pub fn engine(&self) -> Option<Engine> {
+        self.engine
+    }
+
     /// The names of the backends.
     pub fn backends(&self) -> Vec<String> {
         self.backends.keys().cloned().collect()
@@ -105,6 +120,7 @@ impl NixlBackendConfig {
     #[must_use]
     pub fn merge(mut self, other: NixlBackendConfig) -> NixlBackendConfig {
         self.backends.extend(other.backends);
+        self.engine = other.engine.or(self.engine);
         self
     }
 
@@ -139,8 +155,10 @@ pub struct AgentConfig {
     pub listen_port: u16,
     /// How calls from several threads are kept apart.
     pub thread_sync: ThreadSync,
-    /// Measures every transfer.
+    /// Measures every transfer. The embedded engine always does.
     pub capture_telemetry: bool,
+    /// The engine; without one, NIXL where that is there, and else the embedded one, to which the rest of this does not apply.
+    pub engine: Option<Engine>,
 }
 
 impl Default for AgentConfig {
@@ -152,6 +170,7 @@ impl Default for AgentConfig {
             listen_port: 8888,
             thread_sync: ThreadSync::Default,
             capture_telemetry: false,
+            engine: None,
         }
     }
 }

@@ -1,0 +1,1 @@
+//! With a plain process of NIXL.
