@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use towline_sys::nixl as sys_nixl;
 
@@ -13,6 +14,7 @@ use super::list::{RegDescList, XferDescList};
 use super::native::Native;
 use super::transfer::{
     Backend, Dlist, NotificationMap, OptArgs, Params, XferDlistHandle, XferOp, XferRequest, XferStatus,
+    pauses,
 };
 use crate::memory::MemType;
 use crate::sync::lock;
@@ -87,7 +89,7 @@ impl NixlAgent {
     /// As for [`new`](Self::new); `Unavailable` also where the configuration asks for NIXL and it is not there; `Invalid`
     /// where the name is none: for the embedded engine, 1 to 64 bytes without control characters.
     pub fn new_with_config(name: &str, config: &AgentConfig) -> Result<NixlAgent> {
-        let (running, why) = match engine::choose(config.engine)? {
+        let (running, why) = match engine::choose(config.engine, config.also_look_in.as_deref())? {
             Chosen::Nixl(nixl, why) => (Running::Nixl(Native::create(nixl, name, config)?), why),
             Chosen::Embedded(why) => {
                 (Running::Embedded { engine: Embedded::open(name)?, backends: Mutex::default() }, why)
@@ -447,6 +449,27 @@ impl NixlAgent {
             Running::Embedded { engine, .. } => into.extend(engine.notifications()?),
         }
         Ok(())
+    }
+
+    /// Waits until a message has come, for at most that long, and adds what has come; false where nothing has.
+    ///
+    /// On the embedded engine the caller sleeps. NIXL has nothing to sleep on: there it is asked again and again, after pauses
+    /// that grow from nothing to a millisecond.
+    pub fn wait_notifications(&self, into: &mut NotificationMap, within: Duration) -> Result<bool> {
+        match &self.0.running {
+            Running::Nixl(native) => pauses(within, || {
+                let came = native.agent().notifications()?;
+                let some = !came.is_empty();
+                into.extend(came.into_iter().map(|one| (one.peer, one.message)));
+                Ok(some)
+            }),
+            Running::Embedded { engine, .. } => {
+                let came = engine.wait_notifications(within)?;
+                let some = !came.is_empty();
+                into.extend(came);
+                Ok(some)
+            }
+        }
     }
 
     pub(super) fn running(&self) -> &Running {

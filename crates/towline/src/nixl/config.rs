@@ -1,6 +1,7 @@
 //! Which backends an agent is to have, and how agents are set up.
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -159,6 +160,8 @@ pub struct AgentConfig {
     pub capture_telemetry: bool,
     /// The engine; without one, NIXL where that is there, and else the embedded one, to which the rest of this does not apply.
     pub engine: Option<Engine>,
+    /// A library, its folder, a `site-packages` folder or a prefix to look in where NIXL is found nowhere else.
+    pub also_look_in: Option<PathBuf>,
 }
 
 impl Default for AgentConfig {
@@ -171,6 +174,7 @@ impl Default for AgentConfig {
             thread_sync: ThreadSync::Default,
             capture_telemetry: false,
             engine: None,
+            also_look_in: None,
         }
     }
 }

@@ -11,6 +11,7 @@ mod table;
 use std::collections::HashMap;
 use std::collections::hash_map;
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 pub(super) use self::metadata::MAGIC;
 use self::metadata::{Entry, Metadata};
@@ -271,6 +272,22 @@ impl Embedded {
             came.push((from.name, message));
         }
         Ok(came)
+    }
+
+    /// The same, waiting for the first one.
+    pub(super) fn wait_notifications(&self, within: Duration) -> Result<Vec<(String, Vec<u8>)>> {
+        let came = self.notifications()?;
+        if !came.is_empty() {
+            return Ok(came);
+        }
+        match self.endpoint.receive(within) {
+            Ok(Notification { from, message }) => {
+                let first = (from.name, message);
+                Ok(std::iter::once(first).chain(self.notifications()?).collect())
+            }
+            Err(error) if error.kind() == Kind::Timeout => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
     }
 
     pub(super) fn endpoint(&self) -> &Endpoint {

@@ -1,6 +1,7 @@
 //! What an agent moves bytes with: NIXL where it is there, the transports of this library where it is not.
 
 use std::fmt;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use towline_sys::nixl::{Nixl, SETTING};
@@ -43,11 +44,17 @@ pub(super) enum Chosen {
 /// Chooses: what was asked for, else NIXL where it can be loaded.
 ///
 /// A library that the user has named and that cannot be loaded is an error: a setting that is wrong must show.
-pub(super) fn choose(wanted: Option<Engine>) -> Result<Chosen> {
+/// `also` is looked in where it is found nowhere else.
+pub(super) fn choose(wanted: Option<Engine>, also: Option<&Path>) -> Result<Chosen> {
     if wanted == Some(Engine::Embedded) {
         return Ok(Chosen::Embedded("it was asked for".to_owned()));
     }
-    match Nixl::load() {
+    let found = Nixl::load().or_else(|error| match also {
+        // What the setting says is final.
+        Some(also) if std::env::var_os(SETTING).is_none() => Nixl::load_from(also).map_err(|_| error),
+        _ => Err(error),
+    });
+    match found {
         Ok(nixl) => {
             let why = format!("NIXL {} at {}", nixl.version().unwrap_or("?"), nixl.path().display());
             Ok(Chosen::Nixl(nixl, why))
@@ -71,7 +78,7 @@ mod tests {
 
     #[test]
     fn the_embedded_engine_needs_nothing_and_loads_nothing() {
-        assert!(matches!(choose(Some(Engine::Embedded)), Ok(Chosen::Embedded(_))));
+        assert!(matches!(choose(Some(Engine::Embedded), None), Ok(Chosen::Embedded(_))));
     }
 
     #[test]

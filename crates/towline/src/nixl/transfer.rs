@@ -237,25 +237,7 @@ impl XferRequest {
             Repr::Embedded(request) => return Ok(request.wait_for(time)?.transpose()?.is_some()),
             Repr::Nixl(native) => native,
         };
-        let until = progress::later(Instant::now(), time);
-        let mut looks = 0u32;
-        loop {
-            if native.with(native::Request::progress)? == native::Progress::Done {
-                return Ok(true);
-            }
-            let now = Instant::now();
-            if now >= until {
-                return Ok(false);
-            }
-            looks = looks.saturating_add(1);
-            match looks {
-                0..200 => std::thread::yield_now(),
-                _ => {
-                    let pause = Duration::from_micros(u64::from(looks - 190).min(1000));
-                    std::thread::sleep(pause.min(until - now));
-                }
-            }
-        }
+        pauses(time, || Ok(native.with(native::Request::progress)? == native::Progress::Done))
     }
 
     /// What was measured. NIXL needs an agent whose configuration asks for telemetry.
@@ -296,6 +278,29 @@ impl fmt::Debug for XferRequest {
             .field("engine", &engine)
             .field("regions", &regions)
             .finish_non_exhaustive()
+    }
+}
+
+/// Asks again and again, after pauses that grow from nothing to a millisecond, until it is so or the time is over.
+pub(super) fn pauses(time: Duration, mut is_so: impl FnMut() -> Result<bool>) -> Result<bool> {
+    let until = progress::later(Instant::now(), time);
+    let mut looks = 0u32;
+    loop {
+        if is_so()? {
+            return Ok(true);
+        }
+        let now = Instant::now();
+        if now >= until {
+            return Ok(false);
+        }
+        looks = looks.saturating_add(1);
+        match looks {
+            0..200 => std::thread::yield_now(),
+            _ => {
+                let pause = Duration::from_micros(u64::from(looks - 190).min(1000));
+                std::thread::sleep(pause.min(until - now));
+            }
+        }
     }
 }
 
