@@ -124,6 +124,7 @@ step_python() {
     skip "the Python package" "$reason"
     return
   fi
+  reason=$(prepare_nixl) || echo "NIXL is not in .venv: $reason"
   local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python PYO3_BUILD_EXTENSION_MODULE=1
   check cargo clippy -p towline-python --no-deps --all-targets -- -D warnings
   log=$logs/python-build.log
