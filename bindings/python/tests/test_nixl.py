@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import doctest
 import gc
 import importlib.util
 import json
@@ -159,6 +160,11 @@ def test_the_engine_is_chosen_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parametrised.backends == ["UCX"]
 
 
+def test_the_example_runs() -> None:
+    failed, attempted = doctest.testmod(nixl)
+    assert failed == 0 and attempted > 0
+
+
 def test_descriptors_have_the_form_of_the_wheel() -> None:
     some = Descriptors(((0x1000, 4096, 0), (0x3000, 512, 3)), "VRAM")
     assert Descriptors.from_bytes(some.to_bytes("nixl_cu13")) == some and some.nbytes == 4608
@@ -229,6 +235,48 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         region.close()
         with pytest.raises(towline.Stale):
             two.read(local, region.descriptors, peer).wait(30)
+
+
+OWNER = """
+import base64, sys
+from towline.nixl import Agent
+agent = Agent("other", engine="embedded")
+memory = bytearray(range(251)) * 400
+region = agent.register(memory)
+print(base64.b64encode(agent.metadata()).decode(), region.address, region.nbytes, flush=True)
+for line in sys.stdin:
+    (name, messages), = agent.receive(50).items()
+    print(name, messages[0].decode(), sum(memory), flush=True)
+"""
+
+
+def test_another_process_on_the_embedded_engine() -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdin is not None and owner.stdout is not None
+
+    def told() -> list[str]:
+        assert owner.stdin is not None and owner.stdout is not None
+        print("what", file=owner.stdin, flush=True)
+        return owner.stdout.readline().split()
+
+    with agent("embedded") as ours, owner.stdin, owner.stdout:
+        metadata, address, nbytes = owner.stdout.readline().split()
+        peer = ours.add_peer(base64.b64decode(metadata))
+        target = bytearray(int(nbytes))
+        with ours.register(target) as local:
+            remote = [(int(address), int(nbytes), 0)]
+            ours.read(local, remote, peer, notification=b"taken").wait(30)
+            assert target == bytes(range(251)) * 400
+            assert told() == [ours.name, "taken", str(sum(target))]
+            target[:] = b"\1" * len(target)
+            ours.write(local, remote, peer, notification=b"put").wait(30)
+            assert told() == [ours.name, "put", nbytes]
+            owner.kill()
+            owner.wait()
+            with pytest.raises(towline.Disconnected):
+                ours.read(local, remote, peer).wait(30)
 
 
 def test_a_plain_process_is_read_and_written_and_told(plain: Callable[[], Plain]) -> None:

@@ -15,6 +15,8 @@ mod agent;
 mod config;
 mod embedded;
 mod engine;
+#[doc(hidden)]
+pub mod fuzzing;
 mod lent;
 mod list;
 mod native;

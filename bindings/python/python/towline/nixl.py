@@ -64,7 +64,7 @@ class Descriptors:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Descriptors:
-        """Reads what ``get_serialized_descs`` of NIXL's Python API has made; raises `Protocol` for anything else."""
+        """Reads what ``get_serialized_descs`` of NIXL's Python API has made; raises ``Protocol`` for anything else."""
         memory, ranges = _native.nixl_unpack(bytes(data))
         return cls(tuple(ranges), memory)
 
@@ -172,7 +172,7 @@ class Request:
         return self._native.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for its end; raises why it failed, and `Timeout` where it goes on after that time."""
+        """Waits for its end; raises why it failed, and ``Timeout`` where it goes on after that time."""
         if not self._native.wait(timeout):
             raise Timeout(f"the transfer goes on after {timeout} s", op="wait", transport="nixl")
         error = self._native.error()

@@ -310,3 +310,10 @@ impl Prepared {
         }
     }
 }
+
+/// Decodes bytes as metadata; what is accepted is the same after another journey.
+pub(super) fn fuzz_metadata(data: &[u8]) {
+    if let Ok(metadata) = Metadata::decode(data) {
+        assert_eq!(Metadata::decode(&metadata.encode()).ok(), Some(metadata));
+    }
+}
