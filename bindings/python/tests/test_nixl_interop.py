@@ -207,7 +207,7 @@ def test_a_peer_that_has_died_is_an_error_and_others_go_on(plain: Callable[[], P
         metadata = nc.RdmaMetadata.model_validate(alive.ask("offer", kind="READ", sizes=[4096], seed=2))
         with await connector.begin_read(metadata, nc.Descriptor(target)) as read:
             await ends(read)
-        assert (first, target) == (pattern(4096, 1), pattern(4096, 2))
+        assert first == pattern(4096, 1) and target == pattern(4096, 2)
 
     asyncio.run(main())
     connector.close()
