@@ -16,6 +16,7 @@
 //! # Ok::<(), towline::Error>(())
 //! ```
 
+mod order;
 mod plan;
 mod strides;
 mod walk;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::walk::Walker;
-use super::{Indices, Layout, OP};
+use super::{Indices, Layout, OP, order};
 use crate::{Error, Kind, Result};
 
 /// One run of bytes, contiguous on both sides.
@@ -264,18 +264,30 @@ impl Plan {
         if self.pieces.is_sorted_by_key(&key) {
             return self;
         }
-        let mut before = 0;
-        let mut order: Vec<(Piece, u64)> = Vec::with_capacity(self.pieces.len());
-        for (number, &piece) in self.pieces.iter().enumerate() {
-            order.push((piece, self.asked_before.get(number).copied().unwrap_or(before)));
-            before += piece.len;
+        // A list that no transfer comes near stays as it is.
+        let Ok(count) = u32::try_from(self.pieces.len()) else { return self };
+        let Plan { mut pieces, mut asked_before, .. } = self;
+        if asked_before.is_empty() {
+            let mut before = 0;
+            let start_of = |piece: &Piece| {
+                before += piece.len;
+                before - piece.len
+            };
+            asked_before = pieces.iter().map(start_of).collect();
         }
-        order.sort_unstable_by_key(|(piece, _)| key(piece));
-        let mut sorted =
-            Plan { pieces: Vec::with_capacity(order.len()), marks: Vec::new(), bytes: 0, ..self };
-        sorted.asked_before = order.iter().map(|(_, before)| *before).collect();
-        order.iter().for_each(|(piece, _)| sorted.push(*piece));
-        sorted
+        let order = order::by_key(count, |one| key(&pieces[one as usize]));
+        order::arrange(order, |one, other| {
+            pieces.swap(one, other);
+            asked_before.swap(one, other);
+        });
+        let mut bytes = 0;
+        let mark = |some: &[Piece]| {
+            let before = bytes;
+            bytes += some.iter().map(|piece| piece.len).sum::<u64>();
+            before
+        };
+        let marks = pieces.chunks(MARK_EVERY).map(mark).collect();
+        Plan { pieces, marks, asked_before, ..self }
     }
 
     /// Splits the list of pieces into runs of at least `target_bytes` (the last may have fewer).

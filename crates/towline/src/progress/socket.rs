@@ -1,6 +1,6 @@
 //! The nonblocking stream socket that the stream transport stands on: TCP, or Unix with descriptors.
 //!
-//! No call here blocks, but for [`Socket::wait_readable`] and [`Socket::wait_writable`], which have a limit.
+//! No call here blocks, but for [`Socket::wait`], its two short forms, and [`Socket::send_raw_patiently`], which have a limit.
 //! Each call is one system call (repeated after EINTR) and may move less than was asked for.
 #![allow(
     unsafe_code,
@@ -39,6 +39,10 @@ pub(crate) const MAX_PARTS: usize = 1024;
 /// up (the bytes in flight then no longer stay in the cache); the quartiles overlap. Between hosts the buffers are
 /// left to the kernel, since a fixed size ends its tuning to the bandwidth and the round trip.
 const LOCAL_BULK_BUFFER: usize = 212_992;
+
+/// How long a [patient](Socket::send_raw_patiently) send waits for room; the kernel rounds it up to its clock tick, at most
+/// 10 ms.
+const PATIENCE: Duration = Duration::from_millis(1);
 
 /// An idle connection is probed after this long.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -321,6 +325,12 @@ impl Socket {
             sockopt::set_socket_recv_buffer_size(&self.fd, LOCAL_BULK_BUFFER)
                 .map_err(|e| failed(OP, "setsockopt", e))?;
         }
+        if lane == Lane::Bulk {
+            // For patient sends; every other call says itself that it does not wait.
+            sockopt::set_socket_timeout(&self.fd, sockopt::Timeout::Send, Some(PATIENCE))
+                .map_err(|e| failed(OP, "setsockopt", e))?;
+            rustix::io::ioctl_fionbio(&self.fd, false).map_err(|e| failed(OP, "ioctl", e))?;
+        }
         Ok(())
     }
 
@@ -412,6 +422,22 @@ impl Socket {
     /// Each part must be readable for its length until this returns. Others may write to it meanwhile; what
     /// is sent is then any mixture of old and new bytes.
     pub(crate) unsafe fn send_raw(&self, parts: &[RawPart]) -> Result<Sent> {
+        // SAFETY: the caller's obligation.
+        unsafe { self.send_parts(parts, libc::MSG_DONTWAIT) }
+    }
+
+    /// [`send_raw`](Self::send_raw) that waits for room, for a moment, on a socket that is [tuned](Self::tune) for bulk.
+    ///
+    /// # Safety
+    /// As for [`send_raw`](Self::send_raw).
+    pub(crate) unsafe fn send_raw_patiently(&self, parts: &[RawPart]) -> Result<Sent> {
+        // SAFETY: the caller's obligation.
+        unsafe { self.send_parts(parts, 0) }
+    }
+
+    /// # Safety
+    /// As for [`send_raw`](Self::send_raw).
+    unsafe fn send_parts(&self, parts: &[RawPart], flags: libc::c_int) -> Result<Sent> {
         if parts.iter().all(|part| part.len == 0) {
             return Ok(Sent::Bytes(0));
         }
@@ -423,7 +449,7 @@ impl Socket {
         // caller keeps the memory behind it readable.
         sent(repeat(|| unsafe {
             // BYTES MOVE HERE
-            libc::sendmsg(self.fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
+            libc::sendmsg(self.fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL | flags)
         }))
     }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
-use super::parts::{Keep, Outgoing, Payload, Sink};
+use super::parts::{AT_ONCE, Keep, Outgoing, PATIENTLY, Payload, Sink};
 use crate::progress::socket::{Received, Sent, Socket};
 use crate::progress::{self, Interest, Readiness, Source, Token};
 use crate::sync::lock;
@@ -276,7 +276,7 @@ impl Connection {
             if outgoing.descriptors().is_some() {
                 return self.flush(outgoing);
             }
-            let parts = outgoing.gather();
+            let parts = outgoing.gather(AT_ONCE);
             // SAFETY: the parts are frames that the queue owns and memory that their `Keep` pins; both stay while
             // the queue is locked.
             match unsafe { self.socket.send_raw(parts) }? {
@@ -289,6 +289,29 @@ impl Connection {
         }
         outgoing.set_blocked(false);
         Ok(())
+    }
+
+    /// Sends some of what the socket had no room for, and waits for room in the system call itself: one call carries more
+    /// than going round by poll, and a fifth more bytes per second went through loopback TCP. Not while bulk comes in:
+    /// the other side may wait in the same way. False: nothing was sent.
+    fn send_patiently(&self) -> Result<bool> {
+        if matches!(lock(&self.incoming).reading, Reading::Payload { .. }) {
+            return Ok(false);
+        }
+        let mut outgoing = lock(&self.outgoing);
+        if !outgoing.blocked() || outgoing.descriptors().is_some() {
+            return Ok(false);
+        }
+        let parts = outgoing.gather(PATIENTLY);
+        // SAFETY: as in `flush`.
+        match unsafe { self.socket.send_raw_patiently(parts) }? {
+            Sent::Bytes(sent) => {
+                outgoing.sent(sent);
+                outgoing.set_blocked(false);
+                Ok(true)
+            }
+            Sent::WouldBlock => Ok(false),
+        }
     }
 
     /// Reads and handles what has come. False: nothing more for now.
@@ -486,6 +509,9 @@ impl Connection {
     /// Waits a moment for the other side: while it is busy with our bytes that is cheaper than to go round the event
     /// loop. Not while other work waits for a thread. True: there is something to do here.
     fn linger(&self) -> Result<bool> {
+        if !progress::pool().busy_or_queued() && self.send_patiently()? {
+            return Ok(true);
+        }
         for _ in 0..LINGERS {
             let (readable, blocked) = {
                 let outgoing = lock(&self.outgoing);

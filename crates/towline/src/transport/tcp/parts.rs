@@ -107,7 +107,10 @@ impl Frame {
 
 /// One system call is given at most about this many bytes: more than a local socket takes at once, and few enough that
 /// the kernel does not look at parts which it will not reach.
-const AT_ONCE: usize = 512 << 10;
+pub(super) const AT_ONCE: usize = 512 << 10;
+
+/// One that waits for room is given more: the fewer calls, the better, and with [`MAX_PARTS`] of a page it is about this.
+pub(super) const PATIENTLY: usize = 4 << 20;
 
 /// So many parts weigh as much as a frame.
 const PARTS_PER_WEIGHT: usize = 256;
@@ -165,8 +168,8 @@ impl Outgoing {
         Some((&first.head, &first.files))
     }
 
-    /// The parts to send next: of as many frames as one system call takes, up to one that has descriptors.
-    pub(super) fn gather(&mut self) -> &[RawPart] {
+    /// The parts to send next: about `most` bytes, of as many frames as one system call takes, up to one that has descriptors.
+    pub(super) fn gather(&mut self, most: usize) -> &[RawPart] {
         self.gathered.clear();
         let mut bytes = 0;
         for (index, frame) in self.frames.iter().enumerate() {
@@ -178,7 +181,7 @@ impl Outgoing {
             let parts =
                 std::iter::once(&head).filter(|head| head.len > 0).chain(&frame.payload[frame.next..]);
             for part in parts {
-                if self.gathered.len() == MAX_PARTS || bytes >= AT_ONCE {
+                if self.gathered.len() == MAX_PARTS || bytes >= most {
                     return &self.gathered;
                 }
                 self.gathered.push(*part);

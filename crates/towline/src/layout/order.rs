@@ -1,0 +1,74 @@
+//! Sorting by a number whose values vary in few bits, as the offsets of blocks do.
+
+/// Bits per pass: the counts of one pass stay in the cache.
+const BITS: u32 = 11;
+
+/// The numbers of `len` things in the order of their keys, equal ones in the order that they have.
+///
+/// One pass over them for every 11 bits in which the keys differ. 16384 random blocks of 4 KiB took a comparing sort a
+/// tenth of the time that it takes to move them over a socket, mostly to touch new memory.
+pub(super) fn by_key(len: u32, key: impl Fn(u32) -> u64) -> Vec<u32> {
+    let varying = (1..len).fold(0, |all, one| all | (key(one) ^ key(0)));
+    let mut order: Vec<u32> = (0..len).collect();
+    let mut sorted = order.clone();
+    let mut shift = varying.trailing_zeros();
+    while shift < u64::BITS && varying >> shift != 0 {
+        let digit = |one: u32| (key(one) >> shift) as usize & ((1 << BITS) - 1);
+        let mut starts = [0u32; 1 << BITS];
+        for &one in &order {
+            starts[digit(one)] += 1;
+        }
+        let mut before = 0;
+        for start in &mut starts {
+            before += std::mem::replace(start, before);
+        }
+        for &one in &order {
+            let start = &mut starts[digit(one)];
+            sorted[*start as usize] = one;
+            *start += 1;
+        }
+        std::mem::swap(&mut order, &mut sorted);
+        shift += BITS;
+    }
+    order
+}
+
+/// Puts things into an order of [`by_key`], by swapping two of them at a time.
+pub(super) fn arrange(mut order: Vec<u32>, mut swap: impl FnMut(usize, usize)) {
+    for start in 0..order.len() {
+        let mut at = start;
+        loop {
+            // What is in its place says so, and ends the walk from there.
+            let from = std::mem::replace(&mut order[at], at as u32) as usize;
+            if from == start || from == at {
+                break;
+            }
+            swap(at, from);
+            at = from;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn it_sorts_as_a_comparing_sort_does(
+            keys in prop_oneof![
+                proptest::collection::vec(any::<u64>(), 0..200),
+                proptest::collection::vec((0..5000u64).prop_map(|block| block << 12), 0..2000),
+            ],
+        ) {
+            let mut items: Vec<(u64, usize)> = keys.into_iter().zip(0..).collect();
+            let mut expected = items.clone();
+            expected.sort_by_key(|item| item.0);
+            let order = by_key(items.len() as u32, |one| items[one as usize].0);
+            arrange(order, |one, other| items.swap(one, other));
+            prop_assert_eq!(items, expected);
+        }
+    }
+}
