@@ -99,16 +99,18 @@ step_workspace() {
   VIRTUAL_ENV=$PWD/.venv run_tests cargo test --no-fail-fast
 }
 
-# Installs NIXL into .venv; otherwise says why that cannot be. Only its libraries are used, not what it needs in Python.
+# Installs NIXL into .venv; otherwise says why that cannot be. Of what it needs in Python, its API uses only NumPy.
 prepare_nixl() {
   local libraries=(.venv/lib/python3*/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so)
-  [[ ! -e ${libraries[0]} ]] || return 0
+  local numpy=(.venv/lib/python3*/site-packages/numpy)
+  [[ ! -e ${libraries[0]} || ! -e ${numpy[0]} ]] || return 0
   if [[ ! -x .venv/bin/pip ]]; then
     command -v python3 >/dev/null || { echo "there is no python3"; return 1; }
     python3 -m venv .venv >&2 || { echo "'python3 -m venv .venv' failed"; return 1; }
   fi
   .venv/bin/pip install --quiet --disable-pip-version-check --no-deps "nixl-cu12==$nixl_version" >&2 ||
     { echo "'pip install nixl-cu12==$nixl_version' failed"; return 1; }
+  .venv/bin/pip install --quiet --disable-pip-version-check numpy >&2 || { echo "'pip install numpy' failed"; return 1; }
 }
 
 # The short form of the campaigns, by the program that the tests have built. Times are reported, not judged.
@@ -215,6 +217,7 @@ step_python() {
     skip "the Python package" "$reason"
     return
   fi
+  reason=$(prepare_nixl) || echo "NIXL is not in .venv: $reason"
   local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python PYO3_BUILD_EXTENSION_MODULE=1
   check cargo clippy -p towline-python --no-deps --all-targets -- -D warnings
   log=$logs/python-build.log

@@ -14,6 +14,7 @@ mod import;
 mod interpreter;
 mod layout;
 mod nccl;
+mod nixl;
 mod owners;
 mod process;
 mod region;
@@ -72,6 +73,8 @@ mod _native {
     use crate::nccl::window::{RegisteredBuffer, Window};
     #[pymodule_export]
     use crate::nccl::work::Work;
+    #[pymodule_export]
+    use crate::nixl::{Agent, Region as NixlRegion, Request as NixlRequest, nixl_pack, nixl_unpack};
     #[pymodule_export]
     use crate::owners::held;
     #[pymodule_export]

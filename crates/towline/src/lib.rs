@@ -25,6 +25,10 @@
 #[doc = include_str!("../../../README.md")]
 struct ReadmeExamples;
 
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/site/nixl.md")]
+struct NixlPageExamples;
+
 mod access;
 mod completion;
 pub mod connect;

@@ -4,6 +4,7 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
 
 use crate::{Error, Kind, Result};
@@ -27,6 +28,29 @@ impl FileSlice {
     pub(super) fn forward(mut self, by: usize) -> FileSlice {
         self.offset += by as u64;
         self
+    }
+
+    /// The file behind a descriptor of this process, from an offset on. It is opened anew: the descriptor may be closed.
+    pub(crate) fn of_descriptor(number: u64, offset: u64) -> Result<FileSlice> {
+        let failed = |call: &'static str, error: io::Error| Error::os("register", call, error);
+        let number = i32::try_from(number).map_err(|_| Error::invalid("register", "no such descriptor"))?;
+        let same = format!("/proc/self/fd/{number}");
+        let kind = std::fs::metadata(&same).map_err(|error| failed("stat", error))?;
+        if !kind.is_file() {
+            return Err(Error::invalid("register", format!("descriptor {number} is of no plain file")));
+        }
+        // SAFETY: it only asks; a number that is no descriptor is an error.
+        let flags = unsafe { libc::fcntl(number, libc::F_GETFL) };
+        if flags < 0 {
+            return Err(failed("fcntl", io::Error::last_os_error()));
+        }
+        let writable = flags & libc::O_ACCMODE != libc::O_RDONLY;
+        let open =
+            |more: i32| std::fs::File::options().read(true).write(writable).custom_flags(more).open(&same);
+        let buffered = open(0).map_err(|error| failed("open", error))?.into();
+        let direct =
+            if flags & libc::O_DIRECT != 0 { open(libc::O_DIRECT).ok().map(Into::into) } else { None };
+        Ok(FileSlice { file: Arc::new(FileBytes { buffered, direct, writable }), offset })
     }
 
     /// The descriptor of the file: the one for direct input and output, where there is one.
