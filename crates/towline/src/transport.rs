@@ -137,17 +137,18 @@ pub(crate) struct Question<'a> {
 pub(crate) struct Told {
     pub(crate) answer: Vec<u8>,
     pub(crate) files: Vec<OwnedFd>,
-    /// At the owner: from now on the peer reaches the region by itself, without pins that could be seen. Taking the
-    /// region back asks it to let go, and waits for that.
+    /// At the owner: from now on the peer reaches the region by itself.
     pub(crate) loan: Option<Arc<dyn Loan>>,
 }
 
 /// At the owner: a region that a peer reaches by itself.
 pub(crate) trait Loan: Send + Sync {
+    /// Whether the peer pins the region while something is under way. Where it does not, taking the region back asks it to let
+    /// go, and waits for that.
+    fn pinned(&self) -> bool;
+
     /// The session has ended before the peer had let go: calls back once the peer reaches the memory no more.
-    fn orphaned(&self, back: Box<dyn FnOnce() + Send>) {
-        back();
-    }
+    fn orphaned(&self, back: Box<dyn FnOnce() + Send>);
 }
 
 /// At the peer: who reaches a region by itself.
@@ -211,6 +212,11 @@ pub(crate) trait Transport: Send + Sync {
 
     /// At the owner: whether a peer should ask about that region. Called with every grant, so it is quick.
     fn offers(&self, _region: &RegionCore) -> bool {
+        false
+    }
+
+    /// At the owner: takes a word that asks for nothing and gives nothing; false where it is a question. Quick.
+    fn hears(&self, _region: &RegionCore, _words: &[u8]) -> bool {
         false
     }
 

@@ -94,16 +94,19 @@ impl Transport for NixlPath {
         region.place == Place::Host && region.endpoint.nixl.options().prefers() != NixlPrefer::Never
     }
 
+    fn hears(&self, region: &RegionCore, words: &[u8]) -> bool {
+        let help = matches!(Word::decode(words), Ok(Word::Help));
+        if let Some(engine) = region.endpoint.nixl.running().filter(|_| help) {
+            engine.help(engine::HELP);
+        }
+        help
+    }
+
     fn tell(&self, question: &Question<'_>) -> Result<Told> {
         let region = question.region;
         let domain = &region.endpoint.nixl;
         match Word::decode(question.words)? {
-            Word::Help => {
-                if let Some(engine) = domain.running() {
-                    engine.help(engine::HELP);
-                }
-                Ok(Told::default())
-            }
+            Word::Help => Ok(Told::default()),
             Word::Attach { required, pinned } => {
                 let prefers = domain.options().prefers();
                 if prefers == NixlPrefer::Never || region.place != Place::Host {
@@ -125,7 +128,7 @@ impl Transport for NixlPath {
                 engine.help(FIRST_HELP);
                 // Pins speak for a peer that shares memory with its owner; another one is asked to let go.
                 let pinned = pinned && question.pins.is_some();
-                let loan = (!pinned).then(|| EngineLoan::new(&engine));
+                let loan = Some(EngineLoan::new(&engine, pinned));
                 let (peer, range) = (&question.peer.name, &question.claims.range);
                 tracing::debug!(peer, ?range, pinned, "a peer reaches a region by NIXL");
                 Ok(Told { answer: answer.encode(), files: Vec::new(), loan })

@@ -125,14 +125,13 @@ impl Flight {
             Some(Ok(Progress::InProgress)) => {}
         }
         self.looks = self.looks.saturating_add(1);
+        match attachment.handle.session().alive() {
+            Err(error) if !self.left_behind => return Look::Leave(error),
+            Ok(()) if self.looks >= PATIENT_LOOKS => attachment.call_for_help(),
+            _ => {}
+        }
         if self.left_behind {
             return Look::Flying;
-        }
-        if let Err(error) = attachment.handle.session().alive() {
-            return Look::Leave(error);
-        }
-        if self.looks >= PATIENT_LOOKS {
-            attachment.call_for_help();
         }
         let Some((run, _)) = self.report.as_ref().filter(|(run, _)| run.transfer.is_stopped()) else {
             return Look::Flying;

@@ -18,8 +18,9 @@ use crate::{Error, Result};
 /// How long an owner drives its agent after a peer has asked for it; peers ask again in time.
 pub(super) const HELP: Duration = Duration::from_millis(5);
 
-/// What a peer has sent before its session ended can still arrive where UCX moves bytes over sockets: its memory is not
-/// given back for this long, while the agent takes in what comes. As long as a connection may be silent.
+/// What a peer has begun before its session ended may still be under way, and needs this agent where UCX moves bytes over
+/// sockets: the agent takes in what comes for this long, and what was lent is not given back before. As long as a
+/// connection may be silent.
 const COOLING: Duration = Duration::from_secs(2);
 
 /// What NIXL does for an endpoint.
@@ -194,18 +195,25 @@ impl Engine {
     }
 }
 
-/// A region that a peer on another host reaches by itself.
-pub(super) struct EngineLoan(Weak<Engine>);
+/// A region that a peer reaches by itself.
+pub(super) struct EngineLoan {
+    engine: Weak<Engine>,
+    pinned: bool,
+}
 
 impl EngineLoan {
-    pub(super) fn new(engine: &Arc<Engine>) -> Arc<dyn Loan> {
-        Arc::new(EngineLoan(Arc::downgrade(engine)))
+    pub(super) fn new(engine: &Arc<Engine>, pinned: bool) -> Arc<dyn Loan> {
+        Arc::new(EngineLoan { engine: Arc::downgrade(engine), pinned })
     }
 }
 
 impl Loan for EngineLoan {
+    fn pinned(&self) -> bool {
+        self.pinned
+    }
+
     fn orphaned(&self, back: Box<dyn FnOnce() + Send>) {
-        match self.0.upgrade() {
+        match self.engine.upgrade() {
             Some(engine) => engine.cool(Instant::now() + COOLING, back),
             None => back(),
         }

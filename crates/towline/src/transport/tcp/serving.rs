@@ -96,7 +96,7 @@ impl Admitted {
 /// What a handle of the peer stands for.
 #[derive(Clone)]
 pub(super) struct Granting {
-    region: Weak<RegionCore>,
+    pub(super) region: Weak<RegionCore>,
     pub(super) claims: Claims,
     pub(super) lent: Lending,
 }

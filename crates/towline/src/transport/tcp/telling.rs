@@ -39,11 +39,16 @@ impl Serving {
             granting.lent.back();
             return Ok(Told::default());
         }
+        let path = transport::numbered(ask.path)?;
+        // What was begun within a lease may end after it.
+        if granting.region.upgrade().is_some_and(|region| path.hears(&region, &ask.question)) {
+            return Ok(Told::default());
+        }
         let (region, _) = self.check("import", ask.handle, Access::NONE, &[])?;
         let claims = &granting.claims;
         let pins = self.local.as_ref().map(|local| &local.pins);
         let question = Question { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
-        let mut told = transport::numbered(ask.path)?.tell(&question)?;
+        let mut told = path.tell(&question)?;
         if let Some(loan) = told.loan.take() {
             let lent = Lent {
                 serving: Arc::downgrade(self),
@@ -93,6 +98,7 @@ impl Lending {
     fn begin(&self, lent: Lent, lend: impl FnOnce(Arc<dyn Borrower>) -> Result<()>) -> Result<()> {
         let state = Arc::new(State { lent, back: AtomicBool::new(false), orphaned: AtomicBool::new(false) });
         match self.0.set(Arc::clone(&state)) {
+            Ok(()) if state.lent.loan.pinned() => Ok(()),
             Ok(()) => lend(state),
             Err(_) => Ok(()),
         }
