@@ -17,8 +17,12 @@ use crate::oracle::Stamp;
 /// The variable that forces one path for every law.
 const FORCE: &str = "TOWLINE_TEST_FORCE";
 
-/// The limit without progress in laws; their watchdog waits ten times as long.
-pub const STALL: Duration = Duration::from_secs(5);
+/// The limit without progress in laws; their watchdog waits ten times as long. Built with `TOWLINE_TEST_SLOW` in the environment, it
+/// is long enough for an emulated machine.
+pub const STALL: Duration = Duration::from_secs(match option_env!("TOWLINE_TEST_SLOW") {
+    Some(_) => 60,
+    None => 5,
+});
 
 /// Whether owner and user are two processes or one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -137,8 +137,6 @@ impl NixlAttachment {
             || offer.endpoint.nixl.options().prefers() == super::NixlPrefer::Always;
         let told = handle.ask(&NixlPath, Word::Attach { required, pinned }.encode(), until)?;
         let answer = Answer::decode(&told.answer)?;
-        let incarnation = handle.session().owner().incarnation;
-        let peer = PeerAgent::load(&engine, incarnation, &answer)?;
         let start = answer.base.checked_add(offer.grant.offset);
         let address = start.filter(|start| start.checked_add(offer.grant.length).is_some());
         let remote = Descriptor {
@@ -146,6 +144,7 @@ impl NixlAttachment {
             length: offer.grant.length,
             device: answer.device,
         };
+        let peer = PeerAgent::load(&engine, handle.session(), &answer)?;
         let attachment = Arc::new_cyclic(|me| NixlAttachment {
             handle: Arc::clone(handle),
             engine,
@@ -379,6 +378,15 @@ impl NixlAttachment {
         }
         let flight = Flight::new(asked, key, inside, Some(keep), progress.err());
         Ok(Begun::Going(Box::new(Gone { flight: Some(flight), attachment: self.this()? })))
+    }
+}
+
+impl Drop for NixlAttachment {
+    fn drop(&mut self) {
+        if !crate::fork::in_child() {
+            self.forget_prepared();
+            self.peer.detach(&self.engine);
+        }
     }
 }
 

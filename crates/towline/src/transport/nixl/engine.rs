@@ -97,7 +97,7 @@ pub(crate) struct Engine {
     pub(super) opened: Instant,
     /// Whether transfers may go by a device that needs no help of the owner's processor.
     pub(super) rdma: bool,
-    pub(super) peers: Mutex<HashMap<Incarnation, Weak<PeerAgent>>>,
+    pub(super) peers: Mutex<HashMap<Incarnation, Arc<PeerAgent>>>,
     connection: OnceLock<Vec<u8>>,
     next_device: AtomicU64,
     pub(super) counts: Counts,
@@ -182,8 +182,7 @@ impl Engine {
         let counts = &self.counts;
         NixlStats {
             registered: load(&counts.registered),
-            peers: crate::sync::lock(&self.peers).values().filter(|peer| peer.strong_count() > 0).count()
-                as u64,
+            peers: crate::sync::lock(&self.peers).len() as u64,
             posted: load(&counts.posted),
             reused: load(&counts.reused),
             polls: load(&counts.polls),
