@@ -72,4 +72,5 @@ pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
 pub use tls::Tls;
 pub use transfer::{BlockFailure, Limits, Transfer};
+pub use transport::nixl::{NixlOptions, NixlPrefer, NixlStats};
 pub use transport::{Capabilities, PathInfo, Probe, paths};

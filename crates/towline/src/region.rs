@@ -18,7 +18,7 @@ use std::time::Duration;
 
 pub use self::audit::{Audit, PeerAudit};
 pub(crate) use self::audit::{Deed, Entry, Ledger};
-pub(crate) use self::core::{ParkingLot, RegionCore, RegionUse};
+pub(crate) use self::core::{Borrower, ParkingLot, RegionCore, RegionUse};
 pub(crate) use self::peers::PeerPins;
 pub use self::signal::Patience;
 pub(crate) use self::signal::{raise, ring};

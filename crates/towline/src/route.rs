@@ -57,6 +57,11 @@ impl Routing {
         self.isolation == Isolation::Enforced
     }
 
+    /// Whether that path is required by name.
+    pub(crate) fn requires(&self, path: &str) -> bool {
+        self.require.contains(&path)
+    }
+
     /// Why that path is not allowed; `None` when it is.
     pub(crate) fn refusal(&self, path: &str, enforced: bool) -> Option<String> {
         if self.forbid.contains(&path) {
@@ -152,7 +157,8 @@ pub(crate) struct Routes {
 
 impl Routes {
     /// Asks every transport, in order of preference.
-    pub(crate) fn find(offer: &Offer<'_>, routing: &Routing) -> Result<Routes> {
+    pub(crate) fn find(offer: &Offer<'_>) -> Result<Routes> {
+        let routing = offer.routing;
         let mut usable: Vec<Arc<dyn Attachment>> = Vec::new();
         let mut candidates = Vec::new();
         for transport in TRANSPORTS {
@@ -160,10 +166,11 @@ impl Routes {
                 Some(reason) => (Verdict::Refused, reason),
                 None => match transport.attach(offer) {
                     Ok(attachment) => {
-                        let (first, summary) = (usable.is_empty(), attachment.summary());
+                        let first = usable.is_empty();
+                        let summary = attachment.detail().unwrap_or_else(|| attachment.summary().to_owned());
                         usable.push(attachment);
                         if first {
-                            (Verdict::Taken, summary.to_owned())
+                            (Verdict::Taken, summary)
                         } else {
                             (Verdict::Possible, "a better path is taken".to_owned())
                         }

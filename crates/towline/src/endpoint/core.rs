@@ -21,6 +21,7 @@ use crate::sync::lock;
 use crate::ticket::{self, Claims, Reach, RegionKey};
 use crate::tls::Tls;
 use crate::transfer::Limits;
+use crate::transport::nixl;
 use crate::transport::tcp::{Listener, Serving, Session, Strangers};
 use crate::wire::handshake::Secret;
 use crate::{Error, Kind, Result};
@@ -53,6 +54,8 @@ pub(crate) struct EndpointCore {
     pub(crate) operations: Operations,
     pub(crate) parked: ParkingLot,
     pub(crate) counters: AllCounters,
+    /// The agent of NIXL, once a transfer by it was asked for.
+    pub(crate) nixl: nixl::Domain,
     /// Connections to owners, by who is at the other end and over what.
     pub(crate) sessions: Mutex<HashMap<(Incarnation, &'static str), Arc<Session>>>,
     /// Connections of peers that use this endpoint's regions.
@@ -99,6 +102,7 @@ impl EndpointCore {
             operations: Operations::default(),
             parked: ParkingLot::default(),
             counters: AllCounters::default(),
+            nixl: nixl::Domain::new(options.nixl),
             sessions: Mutex::new(HashMap::new()),
             serving: Mutex::new(Vec::new()),
             refused: AtomicU64::new(0),
@@ -322,6 +326,7 @@ impl EndpointCore {
             peers: serving.len(),
             strangers: self.strangers.count(),
             in_flight: in_flight.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1)),
+            nixl: self.nixl.stats(),
         }
     }
 

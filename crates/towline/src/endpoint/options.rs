@@ -6,6 +6,7 @@ use super::{Endpoint, EndpointCore, Quotas};
 use crate::route::Routing;
 use crate::tls::Tls;
 use crate::transfer::Limits;
+use crate::transport::nixl::NixlOptions;
 use crate::wire::handshake::Secret;
 use crate::{Error, Result, fork};
 
@@ -36,6 +37,7 @@ pub struct EndpointOptions {
     pub(super) lanes: usize,
     pub(super) quotas: Quotas,
     pub(super) tls: Option<Tls>,
+    pub(super) nixl: NixlOptions,
 }
 
 impl EndpointOptions {
@@ -51,6 +53,7 @@ impl EndpointOptions {
             lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
             quotas: Quotas::default(),
             tls: None,
+            nixl: NixlOptions::default(),
         }
     }
 
@@ -108,6 +111,12 @@ impl EndpointOptions {
     /// Encrypts everything that goes over TCP, and refuses peers and owners that do not.
     pub fn tls(mut self, tls: Tls) -> EndpointOptions {
         self.tls = Some(tls);
+        self
+    }
+
+    /// Sets how NIXL is used, where it is used.
+    pub fn nixl(mut self, nixl: NixlOptions) -> EndpointOptions {
+        self.nixl = nixl;
         self
     }
 

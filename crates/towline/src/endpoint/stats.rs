@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use crate::Result;
 use crate::sync::lock;
 use crate::transfer::Op;
+use crate::transport::nixl::NixlStats;
 
 /// What an endpoint has moved and what it holds.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -27,6 +28,8 @@ pub struct Stats {
     pub strangers: usize,
     /// Requests of peers that are being served, and their bytes.
     pub in_flight: (usize, u64),
+    /// What NIXL does for this endpoint; `None` where it was never needed.
+    pub nixl: Option<NixlStats>,
 }
 
 /// What was moved between this endpoint and one peer over one path.

@@ -20,6 +20,7 @@ mod run;
 mod serving;
 mod session;
 mod strangers;
+mod telling;
 
 use std::fmt;
 use std::net::SocketAddr;

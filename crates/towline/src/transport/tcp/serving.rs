@@ -48,7 +48,7 @@ const MOST_REDUCED: u64 = 4 << 20;
 pub(crate) struct Serving {
     id: u64,
     endpoint: Weak<EndpointCore>,
-    peer: Identity,
+    pub(super) peer: Identity,
     key: SessionKey,
     challenge: [u8; 32],
     connections: Mutex<Vec<Arc<Connection>>>,
@@ -57,8 +57,10 @@ pub(crate) struct Serving {
     counting: Counting,
     allowance: Arc<Allowance>,
     files: Arc<Files>,
-    local: Option<Local>,
+    pub(super) local: Option<Local>,
     closed: AtomicBool,
+    /// The peer has said that nothing of it is under way any more.
+    goodbye: AtomicBool,
     beating: AtomicBool,
     /// Heartbeats since the last frame of the peer.
     unanswered: AtomicU32,
@@ -94,6 +96,7 @@ impl Serving {
             files: Arc::default(),
             local,
             closed: AtomicBool::new(false),
+            goodbye: AtomicBool::new(false),
             beating: AtomicBool::new(false),
             unanswered: AtomicU32::new(0),
         });
@@ -163,7 +166,11 @@ impl Serving {
         self.allowance.load()
     }
 
-    fn endpoint(&self) -> Result<Arc<EndpointCore>> {
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    pub(super) fn endpoint(&self) -> Result<Arc<EndpointCore>> {
         self.endpoint
             .upgrade()
             .ok_or_else(|| Error::new(Kind::Disconnected, "serve", "the endpoint is closed"))
@@ -203,7 +210,7 @@ impl Serving {
             connection.close(error.clone());
             connection.let_go();
         }
-        lock(&self.grants).clear();
+        let grants = std::mem::take(&mut *lock(&self.grants));
         self.counting.clear();
         self.files.clear();
         if let Some(local) = &self.local {
@@ -218,6 +225,14 @@ impl Serving {
             let gone =
                 Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
             endpoint.operations.abandon(self.claimer(), &gone);
+            for granting in grants.values() {
+                // A peer says goodbye only when nothing of it is under way.
+                if self.goodbye.load(Ordering::Acquire) {
+                    granting.lent.back();
+                } else {
+                    granting.lent.orphaned();
+                }
+            }
             // The peer may have held memory that is being taken back.
             endpoint.let_go();
         }
@@ -450,7 +465,7 @@ impl Holder for Serving {
 }
 
 impl Serving {
-    fn control(&self) -> Option<Arc<Connection>> {
+    pub(super) fn control(&self) -> Option<Arc<Connection>> {
         lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned()
     }
 
@@ -513,9 +528,13 @@ impl Handler for Arc<Serving> {
         match Message::decode(header.kind, body)? {
             Message::Import(import) => self.import(connection, header.id, import),
             Message::Release(release) => {
-                lock(&self.grants).remove(&release.handle);
+                let released = lock(&self.grants).remove(&release.handle);
+                if let Some(granting) = released {
+                    granting.lent.back();
+                }
                 Ok(())
             }
+            Message::Ask(ask) => self.tell(connection, header.id, ask),
             Message::Read(read) => self.read(connection, header.id, &read),
             Message::Atomic(atomic) => {
                 let done = wanted("atomic", connection).and_then(|()| {
@@ -538,6 +557,7 @@ impl Handler for Arc<Serving> {
             Message::Pong(_) => Ok(()),
             Message::Bye(_) => {
                 // A peer says so only when it holds no pin and makes none any more.
+                self.goodbye.store(true, Ordering::Release);
                 if let Some(local) = &self.local {
                     local.pins.let_go();
                 }

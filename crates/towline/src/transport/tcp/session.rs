@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use super::Medium;
@@ -24,7 +24,7 @@ use crate::notify::Mailbox;
 use crate::progress::{self, Timer};
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
-use crate::transport::cma;
+use crate::transport::{Borrowing, Told, cma};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result, Ticket};
@@ -63,6 +63,8 @@ pub(crate) struct Session {
     starting: Mutex<Vec<Weak<Run>>>,
     pending: Mutex<HashMap<u64, Pending>>,
     next_request: AtomicU64,
+    /// Who must be told when the owner wants a grant back.
+    borrowing: Mutex<HashMap<u32, Weak<dyn Borrowing>>>,
     /// Held while the frames of one import are sent.
     pub(super) importing: Mutex<()>,
     local: Option<Local>,
@@ -98,6 +100,7 @@ struct Lanes {
 /// Who waits for the answer to a request.
 pub(super) enum Pending {
     Import(Arc<Reply>),
+    Ask(mpsc::SyncSender<Result<Told>>),
     Unit { run: Arc<Run>, unit: usize, connection: Arc<Connection> },
     Atomic { transfer: Arc<TransferCore> },
 }
@@ -108,7 +111,7 @@ impl Pending {
         match self {
             Pending::Unit { run, unit, .. } => run.changes(*unit).then_some(&run.transfer),
             Pending::Atomic { transfer } => Some(transfer),
-            Pending::Import(_) => None,
+            Pending::Import(_) | Pending::Ask(_) => None,
         }
     }
 }
@@ -150,6 +153,7 @@ impl Session {
             starting: Mutex::default(),
             pending: Mutex::default(),
             next_request: AtomicU64::new(1),
+            borrowing: Mutex::default(),
             importing: Mutex::default(),
             local,
             cma: OnceLock::new(),
@@ -209,7 +213,7 @@ impl Session {
         &self.owner.name
     }
 
-    pub(super) fn owner(&self) -> &crate::Identity {
+    pub(crate) fn owner(&self) -> &crate::Identity {
         &self.owner
     }
 
@@ -218,7 +222,7 @@ impl Session {
         self.control.get().is_some_and(|control| control.socket().is_encrypted())
     }
 
-    pub(super) fn medium(&self) -> Medium {
+    pub(crate) fn medium(&self) -> Medium {
         self.medium
     }
 
@@ -238,6 +242,34 @@ impl Session {
     /// Sends a request whose answer is expected already.
     pub(super) fn ask(&self, frame: Vec<u8>) -> Result<()> {
         self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)
+    }
+
+    /// Asks the owner about a path to one of its grants, and waits for the answer.
+    pub(super) fn ask_path(&self, ask: wire::Ask, until: Instant) -> Result<Told> {
+        progress::may_block("import")?;
+        let (asker, answer) = mpsc::sync_channel(1);
+        let request = self.expect(Pending::Ask(asker))?;
+        let told = self.ask(Message::from(ask).frame(request, 0, 0)).and_then(|()| {
+            answer.recv_timeout(until.saturating_duration_since(Instant::now())).unwrap_or_else(|_| {
+                let message = "the owner did not answer about a path in time";
+                Err(Error::new(Kind::Timeout, "import", message))
+            })
+        });
+        self.forget(request);
+        told.map_err(|error| error.on(self.medium.name()).with_peer(self.peer_name()))
+    }
+
+    /// Remembers who must be told when the owner wants that grant back.
+    pub(super) fn borrows(&self, handle: u32, borrowing: Weak<dyn Borrowing>) {
+        let mut all = lock(&self.borrowing);
+        all.retain(|_, one| one.strong_count() > 0);
+        all.insert(handle, borrowing);
+    }
+
+    /// Whether nothing is under way on a path that reaches the owner's memory by itself.
+    fn borrows_nothing(&self) -> bool {
+        let all: Vec<_> = lock(&self.borrowing).values().filter_map(Weak::upgrade).collect();
+        all.iter().all(|one| one.is_idle())
     }
 
     /// Remembers who waits for the answer to a new request.
@@ -485,6 +517,7 @@ impl Session {
         for pending in pending {
             match pending {
                 Pending::Import(reply) => reply.fill(self, Err(error.clone())),
+                Pending::Ask(asker) => drop(asker.try_send(Err(error.clone()))),
                 Pending::Unit { run, unit, .. } => run.failed(unit, error.clone()),
                 Pending::Atomic { transfer } => transfer.unit_failed(0, error.clone()),
             }
@@ -507,7 +540,8 @@ impl Session {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
         if self.dead.set(error.clone()).is_ok() {
             // Goodbye means that no pin is held: a copy that begins now sees that the session is over.
-            let quiet = self.local.as_ref().is_none_or(|local| local.pins.is_idle());
+            let quiet =
+                self.local.as_ref().is_none_or(|local| local.pins.is_idle()) && self.borrows_nothing();
             if let Some(control) = self.control.get().filter(|_| quiet) {
                 control.bye(None);
             }
@@ -601,6 +635,13 @@ impl Session {
                     reply.fill(self, Ok(Answer { granted, mapped }));
                 }
             }
+            Message::Told(told) => {
+                if let Some(Pending::Ask(asker)) = self.forget(header.id) {
+                    let told = told.outcome.map(|answer| Told { answer, files, loan: None });
+                    // Where nobody waits any more, the descriptors close here.
+                    let _ = asker.try_send(told.map_err(|error| error.into_error("import")));
+                }
+            }
             Message::Data(data) => match (self.forget(header.id), data.outcome) {
                 (Some(Pending::Unit { run, unit, .. }), Err(error)) => {
                     run.failed(unit, error.into_error("read"))
@@ -627,6 +668,12 @@ impl Session {
             Message::Unmap(unmap) => {
                 if let Some(local) = &self.local {
                     local.mappings.forget(unmap.segment);
+                }
+            }
+            Message::Recall(recall) => {
+                let borrowing = lock(&self.borrowing).get(&recall.handle).and_then(Weak::upgrade);
+                if let Some(borrowing) = borrowing {
+                    borrowing.recalled();
                 }
             }
             Message::Ping(_) => self.tell(wire::Pong {})?,

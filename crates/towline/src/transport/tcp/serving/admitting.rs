@@ -16,6 +16,7 @@ use crate::transport::inproc::file::no_words;
 use crate::transport::tcp::files::Asked;
 use crate::transport::tcp::importing::proven;
 use crate::transport::tcp::parts::Keep;
+use crate::transport::tcp::telling::Lending;
 use crate::wire::{Block, Grant, ImportItem};
 use crate::{Access, Error, Kind, Result};
 
@@ -44,9 +45,10 @@ impl Admitted {
 
 /// What a handle of the peer stands for.
 #[derive(Clone)]
-pub(super) struct Granting {
-    region: Weak<RegionCore>,
-    claims: Claims,
+pub(in crate::transport::tcp) struct Granting {
+    pub(in crate::transport::tcp) region: Weak<RegionCore>,
+    pub(in crate::transport::tcp) claims: Claims,
+    pub(in crate::transport::tcp) lent: Lending,
     /// Where the peer's deeds are counted: for the region, and for the endpoint.
     entries: [Arc<Entry>; 2],
 }
@@ -82,7 +84,8 @@ impl Serving {
             grant.segment = None;
         }
         let entries = [&region.ledger, &endpoint.ledger].map(|ledger| ledger.of(&self.peer));
-        let granting = Granting { region: Arc::downgrade(&region), claims, entries };
+        let granting =
+            Granting { region: Arc::downgrade(&region), claims, lent: Lending::default(), entries };
         if self.local.is_some() {
             granting.count(Deed::GivenAway);
         }
@@ -181,17 +184,19 @@ impl Serving {
         }
     }
 
-    fn check(
+    pub(in crate::transport::tcp) fn granting(&self, op: &'static str, handle: u32) -> Result<Granting> {
+        let granting = lock(&self.grants).get(&handle).cloned();
+        granting.ok_or_else(|| Error::new(Kind::NotFound, op, "there is no such grant"))
+    }
+
+    pub(in crate::transport::tcp) fn check(
         &self,
         op: &'static str,
         handle: u32,
         needed: Access,
         blocks: &[Block],
     ) -> Result<(Arc<RegionCore>, u64)> {
-        let granting = lock(&self.grants)
-            .get(&handle)
-            .cloned()
-            .ok_or_else(|| Error::new(Kind::NotFound, op, "there is no such grant"))?;
+        let granting = self.granting(op, handle)?;
         let claims = &granting.claims;
         if !claims.access.contains(needed) {
             return Err(Error::new(

@@ -14,8 +14,8 @@ use crate::transport::tcp::connection::Connection;
 use crate::{Error, Kind, Result};
 
 /// A peer of the same user on this host.
-pub(super) struct Local {
-    pub(super) pins: Arc<PeerPins>,
+pub(in crate::transport::tcp) struct Local {
+    pub(in crate::transport::tcp) pins: Arc<PeerPins>,
     pub(super) mail: Arc<Mail>,
     pub(super) alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
     /// Segments that the peer may have mapped and that are gone.
