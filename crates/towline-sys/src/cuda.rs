@@ -65,6 +65,9 @@ const FOLDERS: [&str; 5] = [
 /// The oldest driver whose functions are the ones that are called here: that of CUDA 11.4.
 const OLDEST: u32 = 11040;
 
+/// What this process uses, once that is known.
+static FOUND: OnceLock<Result<Cuda>> = OnceLock::new();
+
 /// The CUDA driver, loaded. Cheap to clone.
 #[derive(Clone)]
 pub struct Cuda(Arc<Loaded>);
@@ -82,10 +85,23 @@ impl Cuda {
     ///
     /// This starts nothing on a device. The first call that needs one does ([`Cuda::init`]).
     pub fn load() -> Result<Cuda> {
-        static FOUND: OnceLock<Result<Cuda>> = OnceLock::new();
         FOUND
             .get_or_init(|| Cuda::search(std::env::var_os(SETTING).filter(|value| !value.is_empty())))
             .clone()
+    }
+
+    /// Loads that file for the whole process, as if [`SETTING`] named it: [`Cuda::load`] gives it from then on.
+    ///
+    /// # Errors
+    /// Where it cannot be loaded, or where another one is loaded already.
+    pub fn load_for_process(path: impl AsRef<Path>) -> Result<Cuda> {
+        let cuda = FOUND.get_or_init(|| Cuda::load_from(&path)).clone()?;
+        let wanted = path.as_ref().canonicalize().unwrap_or_else(|_| path.as_ref().to_owned());
+        if cuda.path() != wanted {
+            let message = format!("{} is in use already, not {}", cuda.path().display(), wanted.display());
+            return Err(Error::argument("dlopen", message));
+        }
+        Ok(cuda)
     }
 
     /// Loads the driver from that file, and from nowhere else.
