@@ -16,13 +16,19 @@
 //! ```
 
 mod availability;
+mod copy;
 mod error;
 mod gpu;
 mod host;
+mod lane;
+mod list;
 
 pub use availability::{Availability, DeviceFacts, availability, load_driver};
+pub use copy::{CopyOptions, Copying, Run};
 pub use gpu::Gpu;
 pub use host::HostRegistration;
+#[doc(hidden)]
+pub use lane::Tuning;
 pub use towline_sys::cuda::{Entered, IpcHandle, MemoryType, PointerFacts, SETTING, StreamHandle};
 
 pub(crate) use error::failed;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use towline_sys::cuda::{Attribute, Context, Cuda, Device, Entered, MemoryType, PointerFacts, Stream};
 
+use super::copy::Engine;
 use super::failed;
 use crate::sync::lock;
 use crate::{Error, Kind, Result, fork};
@@ -29,6 +30,7 @@ pub struct Gpu {
     /// For access to single bytes, one caller at a time.
     plain: Mutex<Option<Stream>>,
     peers: Mutex<BTreeMap<u32, Result<()>>>,
+    pub(super) engine: Engine,
 }
 
 impl Gpu {
@@ -74,6 +76,7 @@ impl Gpu {
             same_host_pointer: device.can(Attribute::SameHostPointer),
             plain: Mutex::default(),
             peers: Mutex::default(),
+            engine: Engine::default(),
         })
     }
 
