@@ -159,7 +159,7 @@ class Side:
                 )
                 self._pump.start()
 
-    def unexpect(self, key: str) -> None:
+    def expect_no_longer(self, key: str) -> None:
         """Waits for that key no longer."""
         with self._lock:
             self._waiting.pop(key.encode(), None)
@@ -293,7 +293,7 @@ class Passive(Operation):
         return descriptors, text, self.key, int(self._kind)
 
     def cancel(self) -> None:
-        self._side.unexpect(self.key)
+        self._side.expect_no_longer(self.key)
         self._end(OperationStatus.CANCELLED, Canceled("cancelled by the caller", op="cancel"))
 
     def __del__(self) -> None:
