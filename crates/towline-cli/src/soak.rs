@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use towline_testkit::process::become_worker_by;
-use towline_testkit::soak::{self, CAMPAIGNS, Campaign, LANES, Plan};
+use towline_testkit::soak::{self, CAMPAIGNS, Campaign, LANES, Plan, SELF_CHECK};
 
 use self::progress::Progress;
 use self::report::{CampaignReport, Report};
@@ -115,7 +115,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
 
 fn chosen(options: &Options) -> Outcome<Vec<&'static Campaign>> {
     for name in &options.campaigns {
-        if !all().any(|campaign| campaign.name == name) {
+        if !all().chain([&SELF_CHECK]).any(|campaign| campaign.name == name) {
             return Err(Failure::usage(format!(
                 "no campaign is called {name}; towline soak --list shows them all"
             )));
@@ -126,10 +126,11 @@ fn chosen(options: &Options) -> Outcome<Vec<&'static Campaign>> {
             return Err(Failure::usage(format!("no path is called {lane}; there are {}", LANES.join(", "))));
         }
     }
-    let wanted = |campaign: &&Campaign| {
-        options.campaigns.is_empty() || options.campaigns.iter().any(|name| name == campaign.name)
-    };
-    Ok(all().filter(wanted).collect())
+    let named = |campaign: &&Campaign| options.campaigns.iter().any(|name| name == campaign.name);
+    Ok(match options.campaigns.is_empty() {
+        true => all().collect(),
+        false => all().chain([&SELF_CHECK]).filter(named).collect(),
+    })
 }
 
 /// Those of the test kit, and those of the crates that it does not know.

@@ -14,6 +14,7 @@ mod neighbour;
 mod partition;
 mod recycle;
 mod scene;
+mod selfcheck;
 mod stop;
 mod strangers;
 
@@ -177,6 +178,15 @@ pub static CAMPAIGNS: [Campaign; 14] = [
         prepare: |course| Ok(Box::new(stop::Claim::new(course)?)),
     },
 ];
+
+/// A campaign that fails in some rounds: it is run only where it is named.
+pub static SELF_CHECK: Campaign = Campaign {
+    name: "self-check",
+    summary: "a bit is flipped in some rounds: the campaign must fail, in the same rounds each time",
+    lanes: &["inproc"],
+    rounds: rounds(10, 1, 10),
+    prepare: |course| Ok(Box::new(selfcheck::SelfCheck::new(course)?)),
+};
 
 /// What a lane of a campaign is given before its first round.
 pub struct Course {

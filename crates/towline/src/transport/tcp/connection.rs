@@ -9,7 +9,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::channel::Channel;
 use super::parts::{AT_ONCE, Keep, Outgoing, PATIENTLY, Payload, Sink};
@@ -32,6 +32,11 @@ const TURN: usize = 256;
 /// the other side needs to empty or fill a socket's buffer. In slices, between which it looks for other work.
 const LINGER: Duration = Duration::from_micros(50);
 const LINGERS: usize = 8;
+
+/// Whether the peer is still there is known as long as this, and otherwise looked at again; but not for ever where the machine
+/// is so busy that it never is.
+const FRESH: Duration = Duration::from_millis(1);
+const LOOKS: usize = 100;
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -464,7 +469,17 @@ impl Connection {
 
     /// Whether the peer has hung up: what it asked for before, and has not been done, is not wanted any more.
     pub(super) fn is_abandoned(&self) -> bool {
-        self.socket.hung_up()
+        for _ in 0..LOOKS {
+            let before = Instant::now();
+            if self.socket.hung_up() {
+                return true;
+            }
+            // A process is stopped when it leaves the kernel: what it has seen there may be as old as that.
+            if before.elapsed() < FRESH {
+                return false;
+            }
+        }
+        false
     }
 
     /// Lets the bytes of a write go nowhere if its initiator has hung up: it has told its caller that nothing of the write

@@ -1,14 +1,15 @@
 //! One transfer over sockets: its units as requests, spread over the connections as these become free.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::connection::Connection;
 use super::grant::GrantHandle;
 use super::parts::{Keep, Payload, Sink, local_parts, readable};
 use super::session::Pending;
 use crate::layout::Plan;
+use crate::sync::lock;
 use crate::transfer::{After, Op, TransferCore};
 use crate::wire::{self, Block, Header, Message};
 use crate::{Error, Kind, Result};
@@ -50,6 +51,8 @@ pub(super) struct Run {
     signalled: AtomicBool,
     /// How often a unit of a read was asked for again.
     repeated: AtomicUsize,
+    /// The units that wait for a lane to be asked for again: whoever takes one out reports for it.
+    waiting: Mutex<Vec<usize>>,
 }
 
 /// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
@@ -93,6 +96,7 @@ impl Run {
             failed: AtomicBool::new(false),
             signalled: AtomicBool::new(transfer.after.signal.is_none()),
             repeated: AtomicUsize::new(0),
+            waiting: Mutex::default(),
         });
         let session = handle.session();
         if let Op::Atomic { offset, op } = transfer.op {
@@ -259,18 +263,39 @@ impl Run {
         if !again {
             return self.failed(unit, error);
         }
+        lock(&self.waiting).push(unit);
+        // A stop, or the end of the session, that came before did not find it there.
+        if let Err(error) =
+            self.handle.session().will_start(self).and_then(|()| match self.transfer.is_stopped() {
+                false => Ok(()),
+                true => Err(self.transfer.stop_error()),
+            })
+        {
+            return self.fail_rest(&error);
+        }
         let run = Arc::clone(self);
         // Opening a lane waits for the owner, and this thread may be the event loop.
         let repeating = std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
             let lanes = run.handle.session().lanes();
+            if !run.take_waiting(unit) {
+                return;
+            }
             let lane = lanes.and_then(|lanes| lanes.get(unit % lanes.len().max(1)).cloned().ok_or(error));
             if let Err(error) = lane.and_then(|lane| run.request(unit, &lane)) {
                 run.failed(unit, error);
             }
         });
-        if let Err(error) = repeating {
+        if let Err(error) = repeating
+            && self.take_waiting(unit)
+        {
             self.failed(unit, Error::os("transfer", "thread creation", error));
         }
+    }
+
+    fn take_waiting(&self, unit: usize) -> bool {
+        let mut waiting = lock(&self.waiting);
+        let found = waiting.iter().position(|one| *one == unit);
+        found.map(|at| waiting.swap_remove(at)).is_some()
     }
 
     /// Where the bytes of a unit go.
@@ -328,6 +353,10 @@ impl Run {
             if unit >= self.requests {
                 break;
             }
+            self.unit_failed(unit, error.clone());
+        }
+        let waiting = std::mem::take(&mut *lock(&self.waiting));
+        for unit in waiting {
             self.unit_failed(unit, error.clone());
         }
         self.no_signal(error);
