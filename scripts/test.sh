@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp python torch docs)
+all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp forced-tls forced-crc python torch docs)
 cargo_deny_version=0.20
 typos_version=1.51.1
 nixl_version=1.5.1
@@ -206,6 +206,15 @@ EOF
 
 step_forced-tcp() {
   TOWLINE_TEST_FORCE=tcp run_tests cargo test -p towline-testkit --test laws --no-fail-fast
+}
+
+# Only the suites of tcp: with the path forced, the others would say the same again.
+step_forced-tls() {
+  TOWLINE_TEST_FORCE=tcp+tls run_tests cargo test -p towline-testkit --test laws --no-fail-fast tcp
+}
+
+step_forced-crc() {
+  TOWLINE_TEST_FORCE=tcp+crc run_tests cargo test -p towline-testkit --test laws --no-fail-fast tcp
 }
 
 # ---- the counting ----------------------------------------------------------------------------------------

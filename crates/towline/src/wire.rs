@@ -22,7 +22,7 @@ pub use grant::{
 };
 pub use message::Message;
 pub use transfer::{
-    Atomic, AtomicOp, Block, Data, Done, MAX_BLOCKS, MAX_NOTIFY, Notify, Read, Reduce, Signal, Write,
+    Atomic, AtomicOp, Block, Check, Data, Done, MAX_BLOCKS, MAX_NOTIFY, Notify, Read, Reduce, Signal, Write,
 };
 
 use crate::{Error, Result};
@@ -88,6 +88,8 @@ pub enum FrameKind {
     Cancel = 40,
     /// A claimed operation has ended.
     Finish = 41,
+    /// The checksums of the blocks of the next frame.
+    Check = 42,
     /// Are you there?
     Ping = 48,
     /// Yes.
@@ -98,11 +100,11 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// Every kind, by number.
-    pub const ALL: [FrameKind; 23] = {
+    pub const ALL: [FrameKind; 24] = {
         use FrameKind::*;
         [
             Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Read, Data, Write,
-            Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
+            Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Check, Ping, Pong, Bye,
         ]
     };
 

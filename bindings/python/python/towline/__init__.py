@@ -53,6 +53,7 @@ from ._native import (
     Span,
     Stats,
     Ticket,
+    Tls,
     paths,
 )
 from ._transfer import BlockFailure, Transfer
@@ -116,6 +117,7 @@ __all__ = [
     "Stats",
     "Ticket",
     "Timeout",
+    "Tls",
     "Transfer",
     "Unavailable",
     "Unsupported",

@@ -39,6 +39,7 @@ __all__ = [
     "Span",
     "Stats",
     "Ticket",
+    "Tls",
     "Transfer",
     "Waiter",
     "Window",
@@ -101,6 +102,8 @@ class Endpoint:
         isolation: str | None,
         max_regions: int | None,
         lanes: int | None,
+        tls: Tls | None,
+        checksums: bool,
     ) -> Self: ...
     @property
     def name(self) -> str: ...
@@ -384,6 +387,15 @@ class Stats:
     def strangers(self) -> int: ...
     @property
     def in_flight(self) -> tuple[int, int]: ...
+
+@final
+class Tls:
+    """How an endpoint encrypts what goes over TCP, and by what it knows its peers. TLS 1.3, and nothing older."""
+
+    @staticmethod
+    def by_ticket() -> Tls: ...
+    @staticmethod
+    def by_certificate(chain: bytes, key: bytes, authorities: bytes) -> Tls: ...
 
 @final
 class Audit:

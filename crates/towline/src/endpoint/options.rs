@@ -36,6 +36,7 @@ pub struct EndpointOptions {
     pub(super) lanes: usize,
     pub(super) quotas: Quotas,
     pub(super) tls: Option<Tls>,
+    pub(super) checksums: bool,
 }
 
 impl EndpointOptions {
@@ -51,6 +52,7 @@ impl EndpointOptions {
             lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
             quotas: Quotas::default(),
             tls: None,
+            checksums: false,
         }
     }
 
@@ -108,6 +110,13 @@ impl EndpointOptions {
     /// Encrypts everything that goes over TCP, and refuses peers and owners that do not.
     pub fn tls(mut self, tls: Tls) -> EndpointOptions {
         self.tls = Some(tls);
+        self
+    }
+
+    /// Sends a CRC32C along with each block of this endpoint's transfers over sockets, and checks it at the other end. Off
+    /// by default: it costs a pass over the bytes on both sides, and TCP and TLS have checks of their own.
+    pub fn checksums(mut self, checksums: bool) -> EndpointOptions {
+        self.checksums = checksums;
         self
     }
 

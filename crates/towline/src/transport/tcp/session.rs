@@ -55,6 +55,8 @@ pub(crate) struct Session {
     /// Transfers that wait for lanes: nothing of them is pending yet.
     starting: Mutex<Vec<Weak<Run>>>,
     pending: Mutex<HashMap<u64, Pending>>,
+    /// Checksums that have come ahead of the bytes, by request.
+    checks: Mutex<HashMap<u64, Vec<u32>>>,
     next_request: AtomicU64,
     /// Held while the frames of one import are sent.
     pub(super) importing: Mutex<()>,
@@ -128,6 +130,7 @@ impl Session {
             opening: Mutex::default(),
             starting: Mutex::default(),
             pending: Mutex::default(),
+            checks: Mutex::default(),
             next_request: AtomicU64::new(1),
             importing: Mutex::default(),
             local,
@@ -233,7 +236,14 @@ impl Session {
 
     /// Forgets a request; whoever succeeds is the one to report its end.
     pub(super) fn forget(&self, request: u64) -> Option<Pending> {
-        lock(&self.pending).remove(&request)
+        let mut pending = lock(&self.pending);
+        let forgotten = pending.remove(&request);
+        // Nobody waits for these any more, if some have come.
+        let mut checks = lock(&self.checks);
+        if !checks.is_empty() {
+            checks.retain(|request, _| pending.contains_key(request));
+        }
+        forgotten
     }
 
     /// Sends a request whose answer nobody waits for.
@@ -553,6 +563,13 @@ impl Session {
                 }
                 _ => {}
             },
+            Message::Check(check) => {
+                // Under the lock of what is pending: nobody forgets the request meanwhile.
+                let pending = lock(&self.pending);
+                if matches!(pending.get(&header.id), Some(Pending::Unit { .. })) {
+                    lock(&self.checks).insert(header.id, check.checks);
+                }
+            }
             Message::Unmap(unmap) => {
                 if let Some(local) = &self.local {
                     local.mappings.forget(unmap.segment);
@@ -642,8 +659,13 @@ impl Handler for ToSession {
             return Ok(());
         }
         drop(sink);
-        if let Some(Pending::Unit { run, unit, .. }) = self.session()?.forget(header.id) {
-            run.done(unit, connection);
+        let session = self.session()?;
+        let checks = lock(&session.checks).remove(&header.id);
+        if let Some(Pending::Unit { run, unit, .. }) = session.forget(header.id) {
+            match run.verify(unit, checks) {
+                Ok(()) => run.done(unit, connection),
+                Err(error) => run.failed(unit, error),
+            }
         }
         Ok(())
     }
