@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_steps=(fmt clippy doc decisions deny typos aarch64 workspace soak loom forced-tcp python torch docs)
+all_steps=(fmt clippy doc decisions deny typos aarch64 workspace soak loom forced-tcp forced-tls forced-crc python torch docs)
 deep_steps=(loom asan tsan miri fuzz) # those of `make test-deep`, which take long and need a nightly toolchain
 cargo_deny_version=0.20
 cargo_fuzz_version=0.13
@@ -321,6 +321,15 @@ built() { realpath "$(find "$target_dir/debug/deps" -maxdepth 1 -name "$1-*" -ex
 
 step_forced-tcp() {
   TOWLINE_TEST_FORCE=tcp run_tests cargo test -p towline-testkit --test laws --no-fail-fast
+}
+
+# Only the suites of tcp: with the path forced, the others would say the same again.
+step_forced-tls() {
+  TOWLINE_TEST_FORCE=tcp+tls run_tests cargo test -p towline-testkit --test laws --no-fail-fast tcp
+}
+
+step_forced-crc() {
+  TOWLINE_TEST_FORCE=tcp+crc run_tests cargo test -p towline-testkit --test laws --no-fail-fast tcp
 }
 
 # ---- the counting ----------------------------------------------------------------------------------------

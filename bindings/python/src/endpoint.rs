@@ -19,6 +19,7 @@ use crate::region::{self, Region};
 use crate::remote::Remote;
 use crate::request::{BlocksArgument, What, access, routing, seconds};
 use crate::stats::Stats;
+use crate::tls::Tls;
 use crate::transfer::Transfer;
 use crate::{owners, ticket};
 
@@ -54,7 +55,7 @@ impl Endpoint {
 impl Endpoint {
     #[new]
     #[pyo3(signature = (name, *, listen, advertise, secret, timeout, stall_timeout, require, forbid, isolation,
-                        max_regions, lanes))]
+                        max_regions, lanes, tls, checksums))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -69,6 +70,8 @@ impl Endpoint {
         isolation: Option<&str>,
         max_regions: Option<u32>,
         lanes: Option<usize>,
+        tls: Option<&Tls>,
+        checksums: bool,
     ) -> PyResult<Endpoint> {
         process::guard(py, "open")?;
         let mut options = towline::Endpoint::options(name);
@@ -99,6 +102,10 @@ impl Endpoint {
         if let Some(lanes) = lanes {
             options = options.lanes(lanes);
         }
+        if let Some(tls) = tls {
+            options = options.tls(tls.0.clone());
+        }
+        options = options.checksums(checksums);
         let endpoint = py.detach(|| options.open()).or_raise(py)?;
         process::mark();
         Ok(endpoint.into())

@@ -23,6 +23,7 @@ mod request;
 mod shared;
 mod stats;
 mod ticket;
+mod tls;
 mod transfer;
 
 use pyo3::prelude::*;
@@ -87,6 +88,8 @@ mod _native {
     use crate::stats::{PathStats, Stats};
     #[pymodule_export]
     use crate::ticket::Ticket;
+    #[pymodule_export]
+    use crate::tls::Tls;
     #[pymodule_export]
     use crate::transfer::Transfer;
 }

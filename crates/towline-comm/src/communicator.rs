@@ -423,6 +423,9 @@ pub(crate) fn open_station(config: &Config, rank: usize) -> Result<Arc<Station>>
     for address in &config.advertise {
         options = options.advertise(*address);
     }
+    if let Some(tls) = &config.tls {
+        options = options.tls(tls.clone());
+    }
     Ok(Arc::new(Station { endpoint: options.open()?, mail: Mutex::new(Vec::new()) }))
 }
 

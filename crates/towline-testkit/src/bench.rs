@@ -20,6 +20,9 @@ const FORCE: &str = "TOWLINE_TEST_FORCE";
 /// What is appended to a forced path that is to be encrypted: `tcp+tls`.
 const TLS: &str = "+tls";
 
+/// And to one over which checksums go along: `tcp+crc`.
+const CRC: &str = "+crc";
+
 /// The limit without progress in laws; their watchdog waits ten times as long. Built with `TOWLINE_TEST_SLOW` in the environment, it
 /// is long enough for an emulated machine.
 pub const STALL: Duration = Duration::from_secs(match option_env!("TOWLINE_TEST_SLOW") {
@@ -156,21 +159,21 @@ impl Bench {
 
 /// Options with the limits of the laws.
 pub fn options(name: &str) -> EndpointOptions {
-    with_tls(Endpoint::options(name).limits(Limits { no_progress: STALL, ..Limits::default() }))
+    as_forced(Endpoint::options(name).limits(Limits { no_progress: STALL, ..Limits::default() }))
 }
 
-/// Turns TLS on where the forced path wants it.
-pub fn with_tls(options: EndpointOptions) -> EndpointOptions {
-    if named().is_some_and(|path| path.ends_with(TLS)) {
-        options.tls(towline::Tls::by_ticket().unwrap())
-    } else {
-        options
+/// Turns on what the forced path wants: TLS, checksums.
+pub fn as_forced(options: EndpointOptions) -> EndpointOptions {
+    match named() {
+        Some(path) if path.ends_with(TLS) => options.tls(towline::Tls::by_ticket().unwrap()),
+        Some(path) if path.ends_with(CRC) => options.checksums(true),
+        _ => options,
     }
 }
 
 /// The path that `TOWLINE_TEST_FORCE` names.
 pub fn forced() -> Option<String> {
-    named().map(|path| path.trim_end_matches(TLS).to_owned())
+    named().map(|path| path.trim_end_matches(TLS).trim_end_matches(CRC).to_owned())
 }
 
 fn named() -> Option<String> {

@@ -23,7 +23,7 @@ use towline::{
 };
 
 pub use self::pinning::play;
-use crate::bench::{register_views, with_tls};
+use crate::bench::{as_forced, register_views};
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
 
@@ -291,7 +291,7 @@ impl Worker {
     }
 
     fn open(&mut self, words: &mut Words<'_>) -> Answer {
-        let mut options = with_tls(Endpoint::options(words.text()?));
+        let mut options = as_forced(Endpoint::options(words.text()?));
         let mut limits = Limits::default();
         let mut quotas = Quotas::default();
         for (key, value) in words.options() {

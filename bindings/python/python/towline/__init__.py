@@ -57,6 +57,7 @@ from ._native import (
     Span,
     Stats,
     Ticket,
+    Tls,
     paths,
 )
 from ._transfer import BlockFailure, Transfer
@@ -120,6 +121,7 @@ __all__ = [
     "Stats",
     "Ticket",
     "Timeout",
+    "Tls",
     "Transfer",
     "Unavailable",
     "Unsupported",

@@ -42,6 +42,7 @@ __all__ = [
     "Span",
     "Stats",
     "Ticket",
+    "Tls",
     "Transfer",
     "Waiter",
     "Window",
@@ -107,6 +108,8 @@ class Endpoint:
         isolation: str | None,
         max_regions: int | None,
         lanes: int | None,
+        tls: Tls | None,
+        checksums: bool,
     ) -> Self: ...
     @property
     def name(self) -> str: ...
@@ -390,6 +393,15 @@ class Stats:
     def strangers(self) -> int: ...
     @property
     def in_flight(self) -> tuple[int, int]: ...
+
+@final
+class Tls:
+    """How an endpoint encrypts what goes over TCP, and by what it knows its peers. TLS 1.3, and nothing older."""
+
+    @staticmethod
+    def by_ticket() -> Tls: ...
+    @staticmethod
+    def by_certificate(chain: bytes, key: bytes, authorities: bytes) -> Tls: ...
 
 @final
 class Audit:

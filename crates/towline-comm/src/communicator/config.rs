@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use towline::{Limits, Patience, Routing};
+use towline::{Limits, Patience, Routing, Tls};
 
 use crate::team::TeamOptions;
 use crate::{Error, Result};
@@ -36,6 +36,9 @@ pub struct Config {
     pub routing: Routing,
     /// How long a waiter spins and yields before it sleeps; chosen from ranks and cores where not set.
     pub patience: Option<Patience>,
+    /// How what goes over TCP between ranks is encrypted; all ranks must agree. A certificate is for the communicator's
+    /// [`name`](Self::name).
+    pub tls: Option<Tls>,
 }
 
 impl Default for Config {
@@ -50,6 +53,7 @@ impl Default for Config {
             name: "comm".into(),
             routing: Routing::default(),
             patience: None,
+            tls: None,
         }
     }
 }

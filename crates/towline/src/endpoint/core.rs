@@ -40,6 +40,7 @@ pub(crate) struct EndpointCore {
     lanes: usize,
     quotas: Quotas,
     tls: Option<Tls>,
+    checksums: bool,
     /// Connections that have not proven themselves.
     pub(crate) strangers: Strangers,
     reach: OnceLock<Vec<Reach>>,
@@ -91,6 +92,7 @@ impl EndpointCore {
             lanes: options.lanes,
             quotas: options.quotas,
             tls: options.tls,
+            checksums: options.checksums,
             strangers: Strangers::default(),
             reach: OnceLock::new(),
             listeners: Mutex::new(Vec::new()),
@@ -165,6 +167,11 @@ impl EndpointCore {
     /// How what goes over TCP is encrypted.
     pub(crate) fn tls(&self) -> Option<&Tls> {
         self.tls.as_ref()
+    }
+
+    /// Whether checksums go along with bytes over sockets.
+    pub(crate) fn checksums(&self) -> bool {
+        self.checksums
     }
 
     /// How much strangers and peers may take.

@@ -38,6 +38,7 @@ pub struct EndpointOptions {
     pub(super) quotas: Quotas,
     pub(super) tls: Option<Tls>,
     pub(super) nixl: NixlOptions,
+    pub(super) checksums: bool,
 }
 
 impl EndpointOptions {
@@ -54,6 +55,7 @@ impl EndpointOptions {
             quotas: Quotas::default(),
             tls: None,
             nixl: NixlOptions::default(),
+            checksums: false,
         }
     }
 
@@ -117,6 +119,13 @@ impl EndpointOptions {
     /// Sets how NIXL is used, where it is used.
     pub fn nixl(mut self, nixl: NixlOptions) -> EndpointOptions {
         self.nixl = nixl;
+        self
+    }
+
+    /// Sends a CRC32C along with each block of this endpoint's transfers over sockets, and checks it at the other end. Off
+    /// by default: it costs a pass over the bytes on both sides, and TCP and TLS have checks of their own.
+    pub fn checksums(mut self, checksums: bool) -> EndpointOptions {
+        self.checksums = checksums;
         self
     }
 

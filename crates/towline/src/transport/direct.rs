@@ -331,6 +331,7 @@ mod tests {
             local_base: 0,
             after: After { signal: Some(Signal { offset: 0, add: 1 }), notify: None },
             limits: Limits::default(),
+            checked: false,
             attachment: Arc::clone(&attachment) as Arc<dyn Attachment>,
             peer: "peer".into(),
             on_end: Box::new(|_| ()),

@@ -7,6 +7,7 @@
 mod allowance;
 mod apply;
 mod channel;
+mod checks;
 mod connection;
 mod contact;
 mod counting;

@@ -4,11 +4,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use super::checks;
 use super::connection::Connection;
 use super::grant::GrantHandle;
 use super::parts::{Keep, Payload, Sink, local_parts, readable};
 use super::session::Pending;
-use crate::layout::Plan;
+use crate::layout::{Piece, Plan};
 use crate::sync::lock;
 use crate::transfer::{After, Op, TransferCore};
 use crate::wire::{self, Block, Header, Message};
@@ -154,11 +155,10 @@ impl Run {
         }
         let (transfer, handle) = (self.transfer.id, self.handle.handle);
         let message = wire::Signal { transfer, pieces, handle, offset: signal.offset, add: signal.add };
-        let asked = self
-            .handle
-            .session()
-            .control_lane()
-            .and_then(|control| self.ask(self.requests, &control, message.into(), 0, Payload::None));
+        let asked =
+            self.handle.session().control_lane().and_then(|control| {
+                self.ask(self.requests, &control, message.into(), 0, Payload::None, None)
+            });
         if let Err(error) = asked {
             self.failed(self.requests, error);
         }
@@ -212,7 +212,36 @@ impl Run {
         } else {
             Payload::Memory(readable(local_parts(transfer, pieces)))
         };
-        self.ask(unit, connection, message, payload_len, payload)
+        let checks = transfer.checked.then(|| match transfer.op {
+            // The owner is asked for them.
+            Op::Read => Vec::new(),
+            _ => self.checks(pieces),
+        });
+        self.ask(unit, connection, message, payload_len, payload, checks)
+    }
+
+    /// The checksums of local pieces. Only while some unit has not reported, so that the memory is in place.
+    #[allow(unsafe_code, reason = "reads the local memory of a transfer")]
+    fn checks(&self, pieces: &[Piece]) -> Vec<u32> {
+        let base = self.transfer.local_base();
+        let ranges = pieces
+            .iter()
+            .map(|piece| (base.wrapping_add(piece.local as usize).cast_const(), piece.len as usize));
+        // SAFETY: the transfer pins its local memory until every unit has reported, and the caller's has not.
+        unsafe { checks::of_memory(ranges) }
+    }
+
+    /// Whether the bytes of a unit have arrived as they were sent.
+    pub(super) fn verify(&self, unit: usize, sent: Option<Vec<u32>>) -> Result<()> {
+        let transfer = &self.transfer;
+        if !transfer.checked {
+            return Ok(());
+        }
+        let sent = sent.ok_or_else(|| Error::protocol("read", "the owner sent no checksums"))?;
+        let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
+        let blocks: Vec<Block> =
+            pieces.iter().map(|piece| Block { offset: piece.remote, len: piece.len as u32 }).collect();
+        checks::compare("read", &blocks, &sent, &self.checks(pieces))
     }
 
     /// Sends a unit's request; its answer, or its failure, reports.
@@ -223,12 +252,17 @@ impl Run {
         message: Message,
         payload_len: u64,
         payload: Payload,
+        checks: Option<Vec<u32>>,
     ) -> Result<()> {
         let (session, transfer) = (self.handle.session(), &self.transfer);
         let pending = Pending::Unit { run: Arc::clone(self), unit, connection: Arc::clone(connection) };
         let request = session.expect(pending)?;
         let keep = Keep::Transfer(Arc::clone(transfer), request);
-        let sent = connection.send(message.frame(request, payload_len, 0), Vec::new(), payload, keep);
+        let mut head = message.frame(request, payload_len, 0);
+        if let Some(checks) = checks {
+            head = checks::before(checks, request, head);
+        }
+        let sent = connection.send(head, Vec::new(), payload, keep);
         let over = match sent {
             Err(error) => Some(error),
             // A stop that came before the request was pending did not find it.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use self::admitting::{Admitted, Granting};
 use self::local::Local;
 use super::allowance::{Allowance, exhausted};
+use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Role};
 use super::counting::{Counting, Due, Follower};
 use super::files::Files;
@@ -55,6 +56,7 @@ pub(crate) struct Serving {
     grants: Mutex<HashMap<u32, Granting>>,
     next_handle: AtomicU32,
     counting: Counting,
+    announced: Announced,
     allowance: Arc<Allowance>,
     files: Arc<Files>,
     pub(super) local: Option<Local>,
@@ -92,6 +94,7 @@ impl Serving {
             grants: Mutex::default(),
             next_handle: AtomicU32::new(1),
             counting: Counting::default(),
+            announced: Announced::default(),
             allowance: Allowance::new(endpoint.quotas()),
             files: Arc::default(),
             local,
@@ -285,14 +288,21 @@ impl Serving {
             let bytes = read.blocks.iter().map(|block| u64::from(block.len)).sum();
             self.served(read.handle, Deed::Read(bytes));
         }
+        let checked = self.announced.take(connection, request).is_some();
         match admitted {
-            Ok(Admitted::File(asked)) => match self.files.read(self, connection, request, asked) {
+            Ok(Admitted::File(asked)) => match self.files.read(self, connection, request, asked, checked) {
                 Ok(()) => Ok(()),
                 Err(error) => self.answer_read(connection, request, Err(error)),
             },
             Ok(Admitted::Memory(keep, parts)) => {
                 let bytes: u64 = parts.iter().map(|part| part.len as u64).sum();
-                let head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
+                let mut head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
+                if checked {
+                    match self.checks(connection, "read", read.handle, Access::READ, &read.blocks) {
+                        Ok(checks) => head = checks::before(checks, request, head),
+                        Err(error) => return self.answer_read(connection, request, Err(error)),
+                    }
+                }
                 connection.send(head, Vec::new(), Payload::Memory(readable(parts)), keep)
             }
             Err(error) => self.answer_read(connection, request, Err(error)),
@@ -547,6 +557,10 @@ impl Handler for Arc<Serving> {
             }
             Message::Cancel(_) => self.settle(self.counting.forget(header.id)),
             Message::Finish(finish) => self.finish(finish),
+            Message::Check(check) => {
+                self.announced.put(connection, header.id, check.checks);
+                Ok(())
+            }
             Message::Held(_) => self.held(files),
             Message::Ping(_) => connection.send(
                 Message::from(wire::Pong {}).frame(header.id, 0, 0),
@@ -604,16 +618,43 @@ impl Handler for Arc<Serving> {
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
+        let sent = self.announced.take(connection, header.id);
         let (transfer, outcome) = match Message::decode(header.kind, &sink.take_body())? {
             // Only the bytes of a file come into a buffer first.
             Message::Write(write) if !sink.buffer.is_empty() => {
                 let bytes = std::mem::take(&mut sink.buffer);
+                if let Some(sent) = &sent
+                    && let Err(error) = checks::compare(
+                        "write",
+                        &write.blocks,
+                        sent,
+                        &checks::of_bytes(&write.blocks, &bytes),
+                    )
+                {
+                    self.files.wrote(connection.role(), header.payload_len);
+                    return self.applied(connection, header, write.transfer, Err(error));
+                }
                 return self.write_file(connection, header, write, bytes);
             }
-            Message::Write(write) => (write.transfer, sink.outcome("write")),
+            Message::Write(write) => {
+                // The sink still keeps the memory in place.
+                let outcome = sink.outcome("write").and_then(|()| match &sent {
+                    Some(sent) => {
+                        let arrived =
+                            self.checks(connection, "write", write.handle, Access::WRITE, &write.blocks)?;
+                        checks::compare("write", &write.blocks, sent, &arrived)
+                    }
+                    None => Ok(()),
+                });
+                (write.transfer, outcome)
+            }
             Message::Reduce(reduce) => {
                 let outcome = sink.outcome("reduce_into").and_then(|()| {
                     wanted("reduce_into", connection)?;
+                    if let Some(sent) = &sent {
+                        let arrived = checks::of_bytes(&reduce.blocks, &sink.buffer);
+                        checks::compare("reduce_into", &reduce.blocks, sent, &arrived)?;
+                    }
                     let (_keep, parts) =
                         self.admit_words("reduce_into", reduce.handle, &reduce.blocks, header.id)?;
                     apply::reduce(&parts, &sink.buffer, reduce.op, reduce.dtype)
@@ -629,6 +670,7 @@ impl Handler for Arc<Serving> {
 
     fn closed(&self, connection: &Arc<Connection>, error: Error) {
         connection.let_go();
+        self.announced.forget(connection);
         match connection.role() {
             Role::Control => self.end(&error),
             Role::Lane => lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection)),

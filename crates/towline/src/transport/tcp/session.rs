@@ -62,6 +62,8 @@ pub(crate) struct Session {
     /// Transfers that wait for lanes: nothing of them is pending yet.
     starting: Mutex<Vec<Weak<Run>>>,
     pending: Mutex<HashMap<u64, Pending>>,
+    /// Checksums that have come ahead of the bytes, by request.
+    checks: Mutex<HashMap<u64, Vec<u32>>>,
     next_request: AtomicU64,
     /// Who must be told when the owner wants a grant back.
     borrowing: Mutex<HashMap<u32, Weak<dyn Borrowing>>>,
@@ -152,6 +154,7 @@ impl Session {
             opening: Mutex::default(),
             starting: Mutex::default(),
             pending: Mutex::default(),
+            checks: Mutex::default(),
             next_request: AtomicU64::new(1),
             borrowing: Mutex::default(),
             importing: Mutex::default(),
@@ -288,7 +291,14 @@ impl Session {
 
     /// Forgets a request; whoever succeeds is the one to report its end.
     pub(super) fn forget(&self, request: u64) -> Option<Pending> {
-        lock(&self.pending).remove(&request)
+        let mut pending = lock(&self.pending);
+        let forgotten = pending.remove(&request);
+        // Nobody waits for these any more, if some have come.
+        let mut checks = lock(&self.checks);
+        if !checks.is_empty() {
+            checks.retain(|request, _| pending.contains_key(request));
+        }
+        forgotten
     }
 
     /// Sends a request whose answer nobody waits for.
@@ -665,6 +675,13 @@ impl Session {
                 }
                 _ => {}
             },
+            Message::Check(check) => {
+                // Under the lock of what is pending: nobody forgets the request meanwhile.
+                let pending = lock(&self.pending);
+                if matches!(pending.get(&header.id), Some(Pending::Unit { .. })) {
+                    lock(&self.checks).insert(header.id, check.checks);
+                }
+            }
             Message::Unmap(unmap) => {
                 if let Some(local) = &self.local {
                     local.mappings.forget(unmap.segment);
@@ -766,8 +783,12 @@ impl Handler for ToSession {
         drop(sink);
         let session = self.session()?;
         session.hear();
+        let checks = lock(&session.checks).remove(&header.id);
         if let Some(Pending::Unit { run, unit, .. }) = session.forget(header.id) {
-            run.done(unit, connection);
+            match run.verify(unit, checks) {
+                Ok(()) => run.done(unit, connection),
+                Err(error) => run.failed(unit, error),
+            }
         }
         Ok(())
     }

@@ -13,6 +13,8 @@ use crate::region::{Deed, Entry, RegionCore, RegionUse, stale};
 use crate::sync::lock;
 use crate::ticket::Claims;
 use crate::transport::inproc::file::no_words;
+use crate::transport::tcp::checks;
+use crate::transport::tcp::connection::{Connection, Role};
 use crate::transport::tcp::files::Asked;
 use crate::transport::tcp::importing::proven;
 use crate::transport::tcp::parts::Keep;
@@ -217,5 +219,31 @@ impl Serving {
         }
         let region = granting.region.upgrade().ok_or_else(|| stale(op))?;
         Ok((region, claims.range.start))
+    }
+
+    /// The checksums of blocks in memory, which somebody keeps in place meanwhile.
+    #[allow(unsafe_code, reason = "reads registered memory")]
+    pub(super) fn checks(
+        &self,
+        connection: &Connection,
+        op: &'static str,
+        handle: u32,
+        needed: Access,
+        blocks: &[Block],
+    ) -> Result<Vec<u32>> {
+        let bytes: u64 = blocks.iter().map(|block| u64::from(block.len)).sum();
+        if connection.role() == Role::Control && bytes > checks::MOST_ON_CONTROL {
+            return Err(Error::invalid(
+                op,
+                "a request with checksums is too long for the control connection",
+            ));
+        }
+        let (region, start) = self.check(op, handle, needed, blocks)?;
+        let _in_place = region.begin_use(op)?;
+        let base = (region.addr + start as usize) as *const u8;
+        let ranges =
+            blocks.iter().map(|block| (base.wrapping_add(block.offset as usize), block.len as usize));
+        // SAFETY: `check` has seen that the blocks lie within the region, and the use keeps its memory in place.
+        Ok(unsafe { checks::of_memory(ranges) })
     }
 }

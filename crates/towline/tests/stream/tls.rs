@@ -1,27 +1,12 @@
 //! TLS: whom it lets in, what somebody in the middle can do, and that everything else works inside it.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread;
 use std::time::Duration;
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, date_time_ymd};
-use towline::{
-    Access, Endpoint, Error, Kind, Limits, Registered, Remote, Routing, SystemStorage, Ticket, Tls,
-};
+use towline::{Access, Endpoint, Kind, Limits, SystemStorage, Ticket, Tls};
 
-const LEN: usize = 8 << 20;
-
-fn tcp() -> Routing {
-    Routing::default().require("tcp").unwrap()
-}
-
-fn bytes(seed: u8, len: usize) -> Vec<u8> {
-    (0..len).map(|at| (at as u8).wrapping_mul(31).wrapping_add((at >> 8) as u8) ^ seed).collect()
-}
+use crate::middle::Middle;
+use crate::{LEN, bytes, open, read, region, tcp};
 
 struct Authority {
     issuer: Issuer<'static, KeyPair>,
@@ -50,26 +35,6 @@ impl Authority {
         let (chain, key) = self.certificate(name, 2100);
         Tls::by_certificate(chain.as_bytes(), key.as_bytes(), self.pem.as_bytes()).unwrap()
     }
-}
-
-fn open(name: &str, tls: Option<Tls>) -> Endpoint {
-    let limits = Limits { no_progress: Duration::from_secs(20), ..Limits::default() };
-    let options = Endpoint::options(name).routing(tcp()).limits(limits).lanes(2);
-    tls.into_iter().fold(options, towline::EndpointOptions::tls).open().unwrap()
-}
-
-fn region(owner: &Endpoint, seed: u8) -> Registered<SystemStorage> {
-    let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
-    region.write_at(0, &bytes(seed, LEN)).unwrap();
-    region
-}
-
-fn read(user: &Endpoint, remote: &Remote) -> Result<Vec<u8>, Error> {
-    let local = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
-    user.read(remote, &local).start()?.wait()?;
-    let mut into = vec![0; LEN];
-    local.read_at(0, &mut into)?;
-    Ok(into)
 }
 
 /// Everything that goes over a session goes through TLS too.
@@ -195,73 +160,6 @@ fn the_wrong_secret_is_refused_inside_tls() {
     exercise(&open("owner", b"one"), &open("user", b"one"));
 }
 
-/// Somebody on the path: passes bytes on both ways, remembers them, and flips a bit where it is told to.
-struct Middle {
-    address: SocketAddr,
-    owner: Arc<Mutex<Option<SocketAddr>>>,
-    seen: Arc<Mutex<Vec<u8>>>,
-    /// After so many bytes, counted over both directions, a bit is flipped. Once.
-    flip_at: Arc<AtomicUsize>,
-    flipped: Arc<AtomicBool>,
-}
-
-impl Middle {
-    fn new() -> Middle {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let middle = Middle {
-            address: listener.local_addr().unwrap(),
-            owner: Arc::default(),
-            seen: Arc::default(),
-            flip_at: Arc::new(AtomicUsize::new(usize::MAX)),
-            flipped: Arc::default(),
-        };
-        let (owner, seen) = (Arc::clone(&middle.owner), Arc::clone(&middle.seen));
-        let (flip_at, flipped) = (Arc::clone(&middle.flip_at), Arc::clone(&middle.flipped));
-        thread::spawn(move || {
-            let passed = Arc::new(AtomicUsize::new(0));
-            while let Ok((near, _)) = listener.accept() {
-                let Some(owner) = *owner.lock().unwrap() else { continue };
-                let Ok(far) = TcpStream::connect(owner) else { continue };
-                for (from, to) in [(&near, &far), (&far, &near)] {
-                    let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
-                    let (seen, passed) = (Arc::clone(&seen), Arc::clone(&passed));
-                    let (flip_at, flipped) = (Arc::clone(&flip_at), Arc::clone(&flipped));
-                    thread::spawn(move || {
-                        let mut some = vec![0; 16 << 10];
-                        while let Ok(len @ 1..) = from.read(&mut some) {
-                            let before = passed.fetch_add(len, Ordering::SeqCst);
-                            let flip = flip_at.load(Ordering::SeqCst);
-                            if before + len > flip && !flipped.swap(true, Ordering::SeqCst) {
-                                some[flip.saturating_sub(before).min(len - 1)] ^= 4;
-                            }
-                            let mut seen = seen.lock().unwrap();
-                            if seen.len() < 4 << 20 {
-                                seen.extend_from_slice(&some[..len]);
-                            }
-                            drop(seen);
-                            if to.write_all(&some[..len]).is_err() {
-                                break;
-                            }
-                        }
-                        let _ = from.shutdown(std::net::Shutdown::Both);
-                        let _ = to.shutdown(std::net::Shutdown::Both);
-                    });
-                }
-            }
-        });
-        middle
-    }
-
-    /// An owner whose tickets lead here.
-    fn owner(&self, tls: Option<Tls>) -> Endpoint {
-        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let options = Endpoint::options("owner").routing(tcp()).listen(free).advertise(self.address);
-        let owner = tls.into_iter().fold(options, towline::EndpointOptions::tls).open().unwrap();
-        *self.owner.lock().unwrap() = Some(free);
-        owner
-    }
-}
-
 fn contains(text: &[u8], part: &[u8]) -> bool {
     text.windows(part.len()).any(|window| window == part)
 }
@@ -271,7 +169,7 @@ fn somebody_on_the_path_reads_nothing() {
     for encrypted in [false, true] {
         let tls = || encrypted.then(|| Tls::by_ticket().unwrap());
         let middle = Middle::new();
-        let (owner, user) = (middle.owner(tls()), open("user", tls()));
+        let (owner, user) = (middle.owner(tls(), false), open("user", tls()));
         let region = region(&owner, 1);
         region.write_at(0, b"a word that nobody else shall read").unwrap();
         let remote = user.import(&region.ticket().unwrap()).unwrap();
@@ -291,12 +189,12 @@ fn a_bit_flipped_on_the_way_is_an_error_and_never_wrong_bytes() {
     for place in places {
         let tls = || Some(Tls::by_ticket().unwrap());
         let middle = Middle::new();
-        middle.flip_at.store(place, Ordering::SeqCst);
-        let (owner, user) = (middle.owner(tls()), open("user", tls()));
+        middle.flip_after(place);
+        let (owner, user) = (middle.owner(tls(), false), open("user", tls()));
         let region = region(&owner, 1);
         let ticket: Ticket = region.ticket().unwrap();
         let outcome = user.import(&ticket).and_then(|remote| read(&user, &remote));
-        assert!(middle.flipped.load(Ordering::SeqCst), "nothing was flipped at {place}");
+        assert!(middle.has_flipped(), "nothing was flipped at {place}");
         if let Ok(read) = outcome {
             assert!(read == right, "wrong bytes after a flip at {place}");
             panic!("a bit was flipped at {place}, and nobody noticed");
