@@ -242,6 +242,14 @@ impl Transfer {
         }
     }
 
+    /// What an engine may still be at after the end; `None` for a transfer that ended in the call that started it.
+    pub(crate) fn noise(&self) -> Option<Noise> {
+        match &self.0 {
+            Repr::Done(_) => None,
+            Repr::Live(core) => Some(Noise(Arc::downgrade(core))),
+        }
+    }
+
     /// The blocks that failed and why; empty when all went well or while it is in flight.
     pub fn failures(&self) -> Vec<BlockFailure> {
         match &self.0 {
@@ -288,6 +296,16 @@ impl fmt::Debug for Transfer {
             .field("bytes", &self.bytes())
             .field("result", &self.result())
             .finish()
+    }
+}
+
+/// What an engine may still be at. Keeps nothing alive.
+pub(crate) struct Noise(Weak<TransferCore>);
+
+impl Noise {
+    /// Whether the engine has let go.
+    pub(crate) fn is_over(&self) -> bool {
+        self.0.upgrade().is_none_or(|core| core.noise.load(Ordering::Acquire) == 0)
     }
 }
 
