@@ -19,11 +19,13 @@ use crate::{Error, Kind, Result, fork};
 /// The threads of a block of the kernel, and the most units that it takes.
 const THREADS: u32 = 256;
 /// The bytes of one list.
-const LIST: usize = 512 << 10;
+const LIST: usize = 1 << 20;
 /// The most lists of one lane that the GPU has not read yet.
 const LISTS: usize = 8;
-/// The first list of a request is short, so that the GPU has work while the next is being written.
+/// The first list of a request is short, so that the GPU has work while the next is being written: so many runs, and so many
+/// times more blocks by index, which are written faster.
 const FIRST: usize = 4096;
+const FIRST_INDICES: usize = 4;
 /// How long a list is waited for: longer than any copy takes that could be in front of it.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -208,7 +210,7 @@ impl Lane {
         let most = (LIST / PAIR).min(1 << (31 - parts_log2).min(30));
         let mut done = 0;
         while done < count {
-            let room = if done == 0 { tuning.first.clamp(1, most) } else { most };
+            let room = if done == 0 { (FIRST_INDICES * tuning.first).clamp(1, most) } else { most };
             let now = (count - done).min(room);
             let list = ptr::from_ref(self.list(op, entered, tuning)?);
             // SAFETY: the ring keeps its lists where they are until it makes another, which is in the next turn.
@@ -319,7 +321,7 @@ fn argument<T>(value: &T) -> *mut c_void {
 /// is not what they do.
 fn per_block(units: u32, multiprocessors: u32) -> u32 {
     let warps = THREADS / 32;
-    (units / (multiprocessors * 16)).next_multiple_of(warps).clamp(warps, 4 * warps)
+    (units / (multiprocessors * 32)).next_multiple_of(warps).clamp(warps, 4 * warps)
 }
 
 impl Drop for Lane {
