@@ -173,8 +173,7 @@ pub(crate) fn runs_of_any_length_and_alignment_arrive_and_nothing_else_changes(g
         let most = [9, 70, 700, 5000, 40_000][(round % 5) as usize];
         let mut lens = |random: &mut Random| random.below(most);
         let program = program(&mut random, (from.1, &source), (to.1, &old), &mut lens);
-        let tuning =
-            Tuning { upload: round % 2 == 1, first: 1 + (round as usize % 4) * 50, ..Tuning::default() };
+        let tuning = Tuning { first: 1 + (round as usize % 4) * 50, ..Tuning::default() };
         copy(gpu, &program.runs, round % 3 != 0, (round % 4 != 3).then_some(&tuning));
         let got = contents(to.0);
         let wrong = got.iter().zip(&program.expected).position(|(got, want)| got != want);
