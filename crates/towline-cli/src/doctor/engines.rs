@@ -9,9 +9,7 @@ const GROUP: &str = "Engines";
 
 pub(super) fn check() -> Vec<Check> {
     let mut checks = nixl(availability());
-    for engine in ["cuda", "nccl"] {
-        checks.push(Check::fact(GROUP, engine, "not part of this build"));
-    }
+    checks.push(Check::fact(GROUP, "nccl", "not part of this build"));
     checks
 }
 
