@@ -12,7 +12,7 @@ pub(super) fn check() -> Vec<Check> {
     let mut checks = found(availability());
     let locked = match getrlimit(Resource::Memlock).current {
         None => "no limit".to_owned(),
-        Some(limit) => format!("{} (RLIMIT_MEMLOCK); CUDA pins memory past it", size::bytes(limit)),
+        Some(limit) => format!("{} (RLIMIT_MEMLOCK)", size::bytes(limit)),
     };
     checks.push(Check::fact(GROUP, "locked memory", locked));
     checks
