@@ -79,7 +79,10 @@ fn what_does_not_exist_is_refused_and_the_list_names_what_does() {
     for name in
         ["kill", "stop", "partition", "cancel", "deregister", "recycle", "fork", "exit", "load", "ranks"]
     {
-        assert!(stdout(&output).lines().any(|line| line.trim_start().starts_with(name)), "{name} is not listed");
+        assert!(
+            stdout(&output).lines().any(|line| line.trim_start().starts_with(name)),
+            "{name} is not listed"
+        );
     }
     assert!(!stdout(&output).contains("self-check"));
 }
