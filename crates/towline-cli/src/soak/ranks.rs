@@ -83,7 +83,7 @@ pub(super) fn further(order: &str, say: &mut dyn FnMut(&str)) -> Option<Result<S
         let seed = seed.parse().map_err(|_| bad("seed"))?;
         let mut config = Config { timeout: STALL * 2, ..Config::default() };
         if *lane == "tcp" {
-            config.routing = Routing::default().require("tcp").map_err(|error| Failure::from(error))?;
+            config.routing = Routing::default().require("tcp").map_err(Failure::from)?;
         }
         let comm = Communicator::init(nranks, rank, &id, config).map_err(told)?;
         let mut group = Group::new(comm, nranks, rank).map_err(told)?;

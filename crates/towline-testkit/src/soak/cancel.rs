@@ -11,7 +11,7 @@ use crate::bench::{outcome, routing};
 use crate::oracle::Stamp;
 use crate::worker::storage;
 
-const LEN: usize = 4 * MIB;
+const LEN: usize = 8 * MIB;
 const OLD: Stamp = Stamp { region: 5, generation: 1 };
 
 /// Reads and writes that are cancelled, or whose short deadline passes, while their owner is well.
@@ -21,6 +21,8 @@ pub(super) struct Cancel {
     buffer: Registered<SystemStorage>,
     small: Registered<SystemStorage>,
     target: Target,
+    /// No owner takes part.
+    direct: bool,
 }
 
 /// Whose memory is written to.
@@ -68,7 +70,8 @@ impl Cancel {
             (Target::There(Box::new((owner, observer))), remote)
         };
         let (buffer, small) = (local(&user, LEN), local(&user, 4 * KIB));
-        let mut cancel = Cancel { user, remote, buffer, small, target };
+        let mut cancel =
+            Cancel { user, remote, buffer, small, target, direct: !["unix", "tcp"].contains(&lane) };
         cancel.target.fill();
         Ok(cancel)
     }
@@ -77,11 +80,15 @@ impl Cancel {
 impl Drill for Cancel {
     fn round(&mut self, round: &mut Round) {
         let random = &mut round.random;
-        let len = random.pick(&[4 * KIB, 64 * KIB, 300 * KIB, MIB, LEN]);
+        // What is copied directly is over before it can be cancelled, unless it is long.
+        let len = match self.direct {
+            true => random.pick(&[300 * KIB, 4 * MIB, LEN, LEN]),
+            false => random.pick(&[4 * KIB, 64 * KIB, 300 * KIB, MIB, LEN]),
+        };
         let at = 8 * random.below(((LEN - len) / 8 + 1) as u64) as usize;
         let write = random.below(2) == 0;
         let by_deadline = random.below(4) == 0;
-        let moment = random.micros(if len > MIB { 1500 } else { 150 });
+        let moment = random.micros(if len > MIB && !self.direct { 1500 } else { 150 });
         let new = Stamp::new(6, round.number as u16);
         let mine = if write { new } else { Stamp::new(99, round.number as u16) };
         mine.fill_storage(self.buffer.storage()).unwrap();

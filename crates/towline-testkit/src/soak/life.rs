@@ -74,18 +74,19 @@ impl Drill for Exit {
         worker.must(&format!("register {LEN} shared read+write"));
         let remote = worker.must(&format!("import {ticket} {}", paths(lane))).number(0);
         let op = round.random.pick(&["read", "write"]);
-        let how = round.random.pick(&["exit", "return", "exec", "term", "int"]);
+        let how = round.random.pick(&["exit", "return", "exec", "term", "usr1"]);
         let code = 1 + round.random.below(60) as i32;
         let expected = match how {
             "exec" => 0,
             "term" => 128 + Signal::TERM.as_raw(),
-            "int" => 128 + Signal::INT.as_raw(),
+            // Not SIGINT, which programs in the background inherit as ignored.
+            "usr1" => 128 + Signal::USR1.as_raw(),
             _ => code,
         };
-        if ["term", "int"].contains(&how) {
+        if ["term", "usr1"].contains(&how) {
             worker.must(&format!("loop {op} {remote} 1 {LEN}"));
             thread::sleep(round.random.micros(3000));
-            worker.send_signal(if how == "term" { Signal::TERM } else { Signal::INT });
+            worker.send_signal(if how == "term" { Signal::TERM } else { Signal::USR1 });
         } else {
             worker.tell(&format!("leave {op} {remote} 1 {LEN} {how} {code}"));
         }

@@ -57,6 +57,21 @@ impl Pair {
         Pair { user, region, _owner: owner, proxy }
     }
 
+    /// What the memory holds once the owner has noticed that a connection was cut: until then it may be busy with what came
+    /// before, and nobody can ask it. Where nothing was cut that is now.
+    fn settled(&self) -> Vec<u8> {
+        let happened = self.proxy.happened();
+        let mut last = self.look();
+        if happened.cuts.load(Ordering::Relaxed) + happened.corruptions.load(Ordering::Relaxed) > 0 {
+            eventually(STALL * 10, || {
+                thread::sleep(DELAY);
+                let before = std::mem::replace(&mut last, self.look());
+                before == last
+            });
+        }
+        last
+    }
+
     fn look(&self) -> Vec<u8> {
         let mut bytes = vec![0; LEN];
         self.region.storage().read_at(0, &mut bytes).unwrap();
@@ -104,7 +119,7 @@ fn play(seed: u64, faults: Faults, tally: &mut Tally) {
             }
             transfer.wait_for(STALL * 40).unwrap_or_else(|| panic!("seed {seed}: a transfer does not end"))
         });
-        let at_the_end = pair.look();
+        let at_the_end = if ended.is_ok() { pair.look() } else { pair.settled() };
         match &ended {
             Ok(()) if write => mine.verify(at as u64, &at_the_end[at..at + len]).unwrap(),
             Ok(()) => {
