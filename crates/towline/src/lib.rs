@@ -65,4 +65,4 @@ pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
 pub use transfer::{BlockFailure, Limits, Transfer};
 pub use transport::nixl::{NixlOptions, NixlPrefer, NixlStats};
-pub use transport::{Capabilities, PathInfo, Probe, paths};
+pub use transport::{Capabilities, PathInfo, Probe, path_names, paths};
