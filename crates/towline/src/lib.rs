@@ -74,4 +74,4 @@ pub use ticket::{Narrow, Reach, Ticket};
 pub use tls::Tls;
 pub use transfer::{BlockFailure, Limits, Transfer};
 pub use transport::nixl::{NixlOptions, NixlPrefer, NixlStats};
-pub use transport::{Capabilities, PathInfo, Probe, paths};
+pub use transport::{Capabilities, PathInfo, Probe, path_names, paths};

@@ -333,7 +333,12 @@ pub struct PathInfo {
     pub probe: Probe,
 }
 
-/// Every path in order of preference, probed on this machine.
+/// The names of all paths in order of preference. Probes nothing.
+pub fn path_names() -> Vec<&'static str> {
+    TRANSPORTS.iter().map(|transport| transport.name()).collect()
+}
+
+/// Every path in order of preference, probed on this machine. Loads NIXL, where it is there: [`path_names`] does not.
 pub fn paths() -> Vec<PathInfo> {
     TRANSPORTS
         .iter()
