@@ -24,13 +24,13 @@ def test_the_audit_counts_what_the_owner_serves_and_says_what_it_does_not_see() 
 
 
 def test_metrics_are_text_that_prometheus_reads() -> None:
-    with towline.Endpoint("owner") as owner, towline.Endpoint('u"ser') as user:
+    with towline.Endpoint("owner") as owner, towline.Endpoint('user"1') as user:
         region = owner.register(bytearray(64), "read")
         remote = user.import_(region.ticket(), require="tcp")
         user.read(remote, user.register(bytearray(64), "none")).wait()
         lines = owner.metrics().splitlines()
         assert "towline_regions 1" in lines
-        assert 'towline_served_bytes_total{peer="u\\"ser",direction="read"} 64' in lines
+        assert 'towline_served_bytes_total{peer="user\\"1",direction="read"} 64' in lines
         assert "towline_peers 1" in lines
         samples = [line for line in lines if not line.startswith("#")]
         assert all(line.rsplit(" ", 1)[1].isdigit() for line in samples)

@@ -19,6 +19,7 @@ const MAGIC: [u8; 4] = *b"TLid";
 const VERSION: u8 = 1;
 const MOST_ADDRESSES: usize = 3;
 const ADDRESS_LEN: usize = 19;
+const TLS: usize = 6;
 const SECRET: std::ops::Range<usize> = 8..40;
 const NONCE: std::ops::Range<usize> = 40..56;
 const ADDRESSES: usize = 56;
@@ -50,6 +51,9 @@ pub struct UniqueIdOptions {
     /// The addresses that are written into the id, where they differ from those listened on; at most three. Port 0
     /// stands for the port of the first one listened on.
     pub advertise: Vec<SocketAddr>,
+    /// Whether ranks of other hosts come through TLS. What they say is encrypted under the id's secret in any case; with TLS
+    /// it stays so when the id becomes known later.
+    pub tls: bool,
 }
 
 /// Opens a meeting on this host and returns its id. This process must live until everybody has joined.
@@ -102,13 +106,13 @@ pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)
             ));
         }
     }
-    let id = UniqueId::compose(&random, &addresses)?;
+    let id = UniqueId::compose(&random, &addresses, options.tls)?;
     let root = bootstrap::open(&id, listeners)?;
     Ok((id, root))
 }
 
 impl UniqueId {
-    fn compose(random: &[u8; 48], addresses: &[SocketAddr]) -> Result<UniqueId> {
+    fn compose(random: &[u8; 48], addresses: &[SocketAddr], tls: bool) -> Result<UniqueId> {
         if addresses.len() > MOST_ADDRESSES {
             let most = MOST_ADDRESSES;
             return Err(Error::invalid("get_unique_id", format!("an id carries at most {most} addresses")));
@@ -117,6 +121,7 @@ impl UniqueId {
         bytes[..4].copy_from_slice(&MAGIC);
         bytes[4] = VERSION;
         bytes[5] = addresses.len() as u8;
+        bytes[TLS] = u8::from(tls);
         bytes[SECRET].copy_from_slice(&random[..32]);
         bytes[NONCE].copy_from_slice(&random[32..]);
         for (slot, address) in bytes[ADDRESSES..].chunks_exact_mut(ADDRESS_LEN).zip(addresses) {
@@ -154,12 +159,20 @@ impl UniqueId {
         if usize::from(bytes[5]) > MOST_ADDRESSES {
             return refuse("the id names too many addresses".into());
         }
+        if bytes[TLS] > 1 || bytes[TLS + 1] != 0 {
+            return refuse("the id asks for something that this version does not know".into());
+        }
         Ok(UniqueId(bytes))
     }
 
     /// The bytes of the id.
     pub fn as_bytes(&self) -> &[u8; UNIQUE_ID_LEN] {
         &self.0
+    }
+
+    /// Whether ranks of other hosts come through TLS.
+    pub(crate) fn tls(&self) -> bool {
+        self.0[TLS] != 0
     }
 
     pub(crate) fn secret(&self) -> &[u8] {
@@ -242,7 +255,7 @@ mod tests {
 
     fn sample() -> UniqueId {
         let addresses = ["10.1.2.3:4567".parse().unwrap(), "[fe80::1]:80".parse().unwrap()];
-        UniqueId::compose(&std::array::from_fn(|index| index as u8), &addresses).unwrap()
+        UniqueId::compose(&std::array::from_fn(|index| index as u8), &addresses, false).unwrap()
     }
 
     #[test]

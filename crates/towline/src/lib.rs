@@ -72,6 +72,8 @@ pub use region::{Audit, Patience, PeerAudit, RegisterError, Registered, Register
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
 pub use tls::Tls;
+#[doc(hidden)]
+pub use tls::TlsStream;
 pub use transfer::{BlockFailure, Limits, Transfer};
 pub use transport::nixl::{NixlOptions, NixlPrefer, NixlStats};
 pub use transport::{Capabilities, PathInfo, Probe, path_names, paths};

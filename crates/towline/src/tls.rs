@@ -3,6 +3,7 @@
 //! Why it is done this way stands in `docs/decisions/0012-tls.md`.
 
 use std::fmt;
+use std::io::{self, Read, Write};
 use std::sync::Arc;
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -24,6 +25,9 @@ const OP: &str = "tls";
 
 /// What both sides say they speak inside.
 const PROTOCOL: &[u8] = b"towline/1";
+
+/// The label under which both sides derive what their proofs are bound to.
+pub(crate) const BINDING: &[u8] = b"EXPORTER-towline-binding";
 
 /// How an endpoint encrypts what goes over TCP, and by what it knows its peers. TLS 1.3, and nothing older.
 ///
@@ -164,6 +168,106 @@ impl Tls {
             Ok(()) => Ok(()),
             Err(error) => denied(error.to_string()),
         }
+    }
+}
+
+/// A stream inside TLS, for the crates on top of this one that have connections of their own. It blocks where the stream
+/// below it does.
+#[doc(hidden)]
+pub struct TlsStream<S> {
+    tls: rustls::Connection,
+    stream: S,
+}
+
+impl Tls {
+    /// The side that was connected to.
+    #[doc(hidden)]
+    pub fn incoming<S: Read + Write>(&self, stream: S) -> Result<TlsStream<S>> {
+        Ok(TlsStream { tls: self.accept()?, stream })
+    }
+
+    /// The side that connects.
+    #[doc(hidden)]
+    pub fn outgoing<S: Read + Write>(&self, stream: S) -> Result<TlsStream<S>> {
+        Ok(TlsStream { tls: self.connect("towline")?, stream })
+    }
+}
+
+impl<S: Read + Write> TlsStream<S> {
+    /// Greets the other side.
+    pub fn greet(&mut self) -> io::Result<()> {
+        while self.tls.is_handshaking() {
+            self.push_out()?;
+            if self.tls.is_handshaking() {
+                self.pull_in()?;
+            }
+        }
+        self.push_out()
+    }
+
+    /// What both ends of this connection, and nobody else, can derive; an error before they have greeted each other.
+    pub fn binding(&self) -> io::Result<[u8; 32]> {
+        self.tls.export_keying_material([0; 32], BINDING, None).map_err(io::Error::other)
+    }
+
+    /// Whether something is left that the stream has not taken yet.
+    pub fn is_pending(&self) -> bool {
+        self.tls.wants_write()
+    }
+
+    /// The stream below.
+    pub fn stream(&self) -> &S {
+        &self.stream
+    }
+
+    fn push_out(&mut self) -> io::Result<()> {
+        while self.tls.wants_write() {
+            if self.tls.write_tls(&mut self.stream)? == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn pull_in(&mut self) -> io::Result<()> {
+        if self.tls.read_tls(&mut self.stream)? == 0 && self.tls.is_handshaking() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let processed =
+            self.tls.process_new_packets().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error));
+        // An alert tells the other side what is wrong; that it cannot be sent now is no error of the reading.
+        match self.push_out() {
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => processed.and(Err(error)),
+            _ => processed.map(drop),
+        }
+    }
+}
+
+impl<S: Read + Write> Read for TlsStream<S> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.tls.reader().read(into) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.pull_in()?,
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
+                read => return read,
+            }
+        }
+    }
+}
+
+impl<S: Read + Write> Write for TlsStream<S> {
+    /// Takes nothing while something is pending.
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.push_out()?;
+        let taken = self.tls.writer().write(from)?;
+        match self.push_out() {
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
+            _ => Ok(taken),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.push_out()
     }
 }
 

@@ -208,12 +208,14 @@ fn meeting_place(parent: &Inner, ticket: &Ticket) -> UniqueIdOptions {
     // Other hosts first: an id has room for a few only.
     reached.sort_by_key(|address| address.ip().is_loopback());
     reached.truncate(3);
+    let tls = parent.config.tls.is_some();
     match &parent.config.listen[..] {
         // The endpoint chose these itself, so they are addresses of this host.
-        [] => UniqueIdOptions { listen: reached, advertise: Vec::new() },
+        [] => UniqueIdOptions { listen: reached, advertise: Vec::new(), tls },
         listen => UniqueIdOptions {
             listen: listen.iter().map(|address| SocketAddr::new(address.ip(), 0)).collect(),
             advertise: if listen.len() == 1 { reached } else { Vec::new() },
+            tls,
         },
     }
 }

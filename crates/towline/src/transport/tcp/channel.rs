@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::memory::bytes;
 use crate::progress::socket::{Family, Lane, RawPart, RawPartMut, Received, Sent, Socket};
 use crate::sync::lock;
-use crate::tls::Tls;
+use crate::tls::{BINDING, Tls};
 use crate::wire::FrameKind;
 use crate::wire::handshake::refusal;
 use crate::{Error, Kind, Result};
@@ -24,9 +24,6 @@ const AT_ONCE: usize = 128 << 10;
 
 /// Plaintext goes through a buffer of this size: memory that peers may touch is never handed to a library as a slice.
 const BOUNCE: usize = 32 << 10;
-
-/// The label under which both sides derive what their proofs are bound to.
-const BINDING: &[u8] = b"EXPORTER-towline-binding";
 
 /// A connected socket.
 pub(super) struct Channel {
