@@ -24,16 +24,19 @@ pub(crate) mod tcp;
 
 use std::fmt;
 use std::ops::{BitOr, Range};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use crate::Result;
 use crate::endpoint::EndpointCore;
+use crate::identity::Identity;
 use crate::layout::{Piece, Plan};
-use crate::region::RegionCore;
+use crate::region::{PeerPins, RegionCore};
+use crate::ticket::Claims;
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::direct::Held;
 use crate::transport::tcp::GrantHandle;
 use crate::wire::Grant;
+use crate::{Error, Kind, Result};
 
 /// Every transport, the preferred ones first.
 pub(crate) static TRANSPORTS: [&dyn Transport; 5] =
@@ -115,6 +118,22 @@ pub(crate) struct Offer<'a> {
     pub(crate) grant: &'a Grant,
 }
 
+/// What a peer asks of an owner about one of its grants, so that it can take a path.
+pub(crate) struct Question<'a> {
+    pub(crate) region: &'a Arc<RegionCore>,
+    pub(crate) claims: &'a Claims,
+    pub(crate) peer: &'a Identity,
+    /// A peer of the same user on this host has pins, and descriptors can be handed to it.
+    pub(crate) pins: Option<&'a Arc<PeerPins>>,
+    pub(crate) words: &'a [u8],
+}
+
+/// An answer, and the descriptors that go with it.
+pub(crate) struct Told {
+    pub(crate) answer: Vec<u8>,
+    pub(crate) files: Vec<OwnedFd>,
+}
+
 /// One way of moving bytes.
 pub(crate) trait Transport: Send + Sync {
     /// The name that users see, require and forbid.
@@ -135,6 +154,38 @@ pub(crate) trait Transport: Send + Sync {
 
     /// Binds this way to one granted region. The error says why it is not a candidate.
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>>;
+
+    /// The number by which peers ask about it, 1 to 8; `None` where the grant says all that they need.
+    fn number(&self) -> Option<u8> {
+        None
+    }
+
+    /// At the owner: whether a peer should ask about that region. Called with every grant, so it is quick.
+    fn offers(&self, _region: &RegionCore) -> bool {
+        false
+    }
+
+    /// At the owner: answers what a peer asks before it attaches ([`GrantHandle::ask`]). Runs on a worker, and may block.
+    fn tell(&self, question: &Question<'_>) -> Result<Told> {
+        let message = format!("nothing is asked about {} on {}", question.region.place, self.name());
+        Err(Error::new(Kind::Unsupported, "import", message))
+    }
+}
+
+/// At the owner: the paths that a peer should ask about, a bit for each.
+pub(crate) fn offers(region: &RegionCore) -> u8 {
+    TRANSPORTS
+        .iter()
+        .filter_map(|transport| Some(1 << (transport.number()? - 1)).filter(|_| transport.offers(region)))
+        .fold(0, |all, one: u8| all | one)
+}
+
+/// The path that a peer asks about.
+pub(crate) fn numbered(number: u8) -> Result<&'static dyn Transport> {
+    TRANSPORTS
+        .into_iter()
+        .find(|transport| transport.number() == Some(number))
+        .ok_or_else(|| Error::new(Kind::Unsupported, "import", format!("there is no path {number} here")))
 }
 
 /// One way of moving bytes, bound to one granted region. Offsets are relative to the grant's range, and the

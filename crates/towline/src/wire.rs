@@ -18,7 +18,8 @@ mod tests;
 pub use contact::{Bye, Cancel, Held, Hello, KeyRef, Ping, Pong, Prove, Ready, Refuse, Welcome};
 pub use error::{MAX_ERROR, WireError};
 pub use grant::{
-    Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, OperationId, Release, SegmentRef, Unmap,
+    Ask, Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, MAX_TOLD, OperationId, Release, SegmentRef,
+    Told, Unmap,
 };
 pub use message::Message;
 pub use transfer::{
@@ -41,6 +42,9 @@ pub const MAX_HELLO: u32 = 8 << 10;
 pub const MAX_PAYLOAD: u64 = 64 << 20;
 /// The most descriptors that can ride with one frame: the kernel's limit for one message.
 pub const MAX_FILES: u8 = 253;
+
+/// The most descriptors that an owner hands over for one path to one region.
+pub const MAX_TOLD_FILES: u8 = 16;
 
 const OP: &str = "frame";
 
@@ -68,6 +72,10 @@ pub enum FrameKind {
     Release = 18,
     /// A segment of the owner is gone: nobody needs its mapping any more.
     Unmap = 19,
+    /// What a path needs to know of a granted region before it can be taken.
+    Ask = 20,
+    /// The answer.
+    Told = 21,
     /// A request for bytes.
     Read = 32,
     /// The bytes.
@@ -98,11 +106,11 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// Every kind, by number.
-    pub const ALL: [FrameKind; 23] = {
+    pub const ALL: [FrameKind; 25] = {
         use FrameKind::*;
         [
-            Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Read, Data, Write,
-            Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
+            Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Ask, Told, Read,
+            Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
         ]
     };
 
@@ -121,6 +129,7 @@ impl FrameKind {
         match self {
             FrameKind::Ready => 4,
             FrameKind::Held => 1,
+            FrameKind::Told => MAX_TOLD_FILES,
             FrameKind::Granted => MAX_FILES,
             _ => 0,
         }

@@ -13,6 +13,7 @@ use crate::memory::{FileSlice, Place, SegmentSlice, Storage};
 use crate::progress;
 use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
+use crate::transport;
 use crate::wire::{Grant, SegmentRef};
 use crate::{Access, Error, Kind, Result, Ticket};
 
@@ -173,6 +174,7 @@ impl RegionCore {
                 attached,
             }),
             expires_in_ms: claims.expires_ms.map(|expires| expires.saturating_sub(self.endpoint.clock_ms())),
+            offers: transport::offers(self),
         }
     }
 

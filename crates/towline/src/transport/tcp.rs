@@ -17,6 +17,7 @@ mod parts;
 mod run;
 mod serving;
 mod session;
+mod telling;
 
 use std::fmt;
 use std::net::SocketAddr;

@@ -98,6 +98,8 @@ pub struct Grant {
     /// How long the ticket's lease still runs, in milliseconds. The owner checks it wherever it takes part; on the
     /// other paths the holder does.
     pub expires_in_ms: Option<u64>,
+    /// The paths that the owner answers questions about: a bit for each, by its number.
+    pub offers: u8,
 }
 
 impl Grant {
@@ -117,6 +119,7 @@ impl Grant {
             out.push(u8::from(segment.attached));
         });
         put_option(out, self.expires_in_ms, put_u64);
+        out.push(self.offers);
     }
 
     fn take(reader: &mut Reader<'_>) -> Result<Grant> {
@@ -138,6 +141,7 @@ impl Grant {
                 })
             })?,
             expires_in_ms: reader.option(Reader::u64)?,
+            offers: reader.u8()?,
         };
         let Some(end) = grant.offset.checked_add(grant.length) else {
             return Err(reader.bad("the grant's range has no end"));
@@ -198,6 +202,60 @@ impl Release {
         let handle = reader.u32()?;
         reader.finish()?;
         Ok(Release { handle })
+    }
+}
+
+/// The longest question and the longest answer about a path.
+pub const MAX_TOLD: usize = 48 << 10;
+
+/// What a path needs to know of a granted region before it can be taken.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ask {
+    /// The grant.
+    pub handle: u32,
+    /// The path's number.
+    pub path: u8,
+    /// The question, in the path's own form.
+    pub question: Vec<u8>,
+}
+
+impl Ask {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        put_u32(out, self.handle);
+        out.push(self.path);
+        put_counted(out, &self.question);
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<Ask> {
+        let mut reader = Reader::new("ask", body);
+        let (handle, path) = (reader.u32()?, reader.u8()?);
+        let question = reader.counted(MAX_TOLD)?.to_vec();
+        reader.finish()?;
+        Ok(Ask { handle, path, question })
+    }
+}
+
+/// The answer to an [`Ask`]; descriptors may ride with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Told {
+    /// The answer in the path's own form, or why there is none.
+    pub outcome: Result<Vec<u8>, WireError>,
+}
+
+impl Told {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        WireError::put_outcome(out, &self.outcome, |out, answer| put_counted(out, answer));
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<Told> {
+        let mut reader = Reader::new("told", body);
+        let outcome = WireError::take_outcome(&mut reader, |reader| Ok(reader.counted(MAX_TOLD)?.to_vec()))?;
+        reader.finish()?;
+        Ok(Told { outcome })
     }
 }
 

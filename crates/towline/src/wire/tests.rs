@@ -49,9 +49,25 @@ fn any_grant() -> impl Strategy<Value = Grant> {
     let place = prop_oneof![Just(Place::Host), any::<u32>().prop_map(Place::Cuda), Just(Place::Disk)];
     let range = (0..1u64 << 50, 0..1u64 << 50);
     let segment = option::of((any::<u64>(), 0..1u64 << 50, 0..1u64 << 50, any::<bool>()));
-    (any::<(u32, u32, u64)>(), range, 0..=3u8, place, option::of(any_layout()), segment, any::<Option<u64>>())
+    (
+        any::<(u32, u32, u64)>(),
+        range,
+        0..=3u8,
+        place,
+        option::of(any_layout()),
+        segment,
+        any::<(Option<u64>, u8)>(),
+    )
         .prop_map(
-            |((handle, row, generation), (offset, length), access, place, layout, segment, expires_in_ms)| {
+            |(
+                (handle, row, generation),
+                (offset, length),
+                access,
+                place,
+                layout,
+                segment,
+                (expires_in_ms, offers),
+            )| {
                 Grant {
                     handle,
                     row,
@@ -68,6 +84,7 @@ fn any_grant() -> impl Strategy<Value = Grant> {
                         attached,
                     }),
                     expires_in_ms,
+                    offers,
                 }
             },
         )
@@ -129,6 +146,9 @@ fn any_message() -> impl Strategy<Value = Message> {
         1 => vec(any_outcome(any_grant()), 0..20).prop_map(|items| Granted { items }.into()),
         1 => any::<u32>().prop_map(|handle| Release { handle }.into()),
         1 => any::<u64>().prop_map(|segment| Unmap { segment }.into()),
+        1 => (any::<u32>(), any::<u8>(), vec(any::<u8>(), 0..300))
+            .prop_map(|(handle, path, question)| Ask { handle, path, question }.into()),
+        1 => any_outcome(vec(any::<u8>(), 0..300)).prop_map(|outcome| Told { outcome }.into()),
         1 => (ids, any_blocks()).prop_map(|((transfer, handle), blocks)| Read { transfer, handle, blocks }.into()),
         1 => any_outcome(Just(())).prop_map(|outcome| Data { outcome }.into()),
         1 => (ids, any_blocks()).prop_map(|((transfer, handle), blocks)| Write { transfer, handle, blocks }.into()),
@@ -217,7 +237,7 @@ fn kinds_keep_their_numbers() {
     let numbers: Vec<u8> = FrameKind::ALL.iter().map(|kind| *kind as u8).collect();
     assert_eq!(
         numbers,
-        [1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 48, 49, 50]
+        [1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 48, 49, 50]
     );
     assert_eq!((0..=255).filter_map(FrameKind::from_code).count(), FrameKind::ALL.len());
 }
@@ -319,6 +339,7 @@ fn a_grant_outside_its_segment_is_refused() {
         layout: None,
         segment: Some(SegmentRef { id: 1, len: 4096, offset: 4096 - 150, attached: true }),
         expires_in_ms: None,
+        offers: 0,
     };
     let decode = |grant: Grant| Granted::decode(&body(&Granted { items: vec![Ok(grant)] }.into()));
     assert!(decode(grant.clone()).is_ok());

@@ -1,6 +1,7 @@
 //! What an owner has granted, and what the same-host paths need of it: the mapped segment, the pin.
 
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use super::session::Session;
 use crate::fence::life::LifePage;
@@ -9,6 +10,7 @@ use crate::fence::table::Row;
 use crate::memory::Mapping;
 use crate::region::stale;
 use crate::sync::lock;
+use crate::transport::{Told, Transport};
 use crate::wire::{self, Grant, SegmentRef};
 use crate::{Error, Kind, Result};
 
@@ -32,6 +34,12 @@ impl GrantHandle {
 
     pub(crate) fn session(&self) -> &Arc<Session> {
         &self.session
+    }
+
+    /// Asks the owner what a path needs to know; the descriptors come from an owner on this host only. Blocks.
+    pub(crate) fn ask(&self, path: &dyn Transport, question: Vec<u8>, until: Instant) -> Result<Told> {
+        let path = path.number().ok_or_else(|| Error::protocol("import", "a path that nobody asks about"))?;
+        self.session.ask_path(wire::Ask { handle: self.handle, path, question }, until)
     }
 
     /// Refuses where owner and user do not share memory.

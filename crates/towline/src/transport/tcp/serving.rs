@@ -44,7 +44,7 @@ const MOST_REDUCED: u64 = 4 << 20;
 pub(crate) struct Serving {
     id: u64,
     endpoint: Weak<EndpointCore>,
-    peer: Identity,
+    pub(super) peer: Identity,
     key: SessionKey,
     challenge: [u8; 32],
     connections: Mutex<Vec<Arc<Connection>>>,
@@ -52,7 +52,7 @@ pub(crate) struct Serving {
     next_handle: AtomicU32,
     counting: Counting,
     files: Arc<Files>,
-    local: Option<Local>,
+    pub(super) local: Option<Local>,
     closed: AtomicBool,
     beating: AtomicBool,
     /// Heartbeats since the last frame of the peer.
@@ -60,8 +60,8 @@ pub(crate) struct Serving {
 }
 
 /// A peer of the same user on this host.
-struct Local {
-    pins: Arc<PeerPins>,
+pub(super) struct Local {
+    pub(super) pins: Arc<PeerPins>,
     mail: Arc<Mail>,
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
     /// Segments that the peer may have mapped and that are gone.
@@ -92,9 +92,9 @@ impl Admitted {
 
 /// What a handle of the peer stands for.
 #[derive(Clone)]
-struct Granting {
+pub(super) struct Granting {
     region: Weak<RegionCore>,
-    claims: Claims,
+    pub(super) claims: Claims,
 }
 
 impl Serving {
@@ -334,17 +334,19 @@ impl Serving {
         }
     }
 
-    fn check(
+    pub(super) fn granting(&self, op: &'static str, handle: u32) -> Result<Granting> {
+        let granting = lock(&self.grants).get(&handle).cloned();
+        granting.ok_or_else(|| Error::new(Kind::NotFound, op, "there is no such grant"))
+    }
+
+    pub(super) fn check(
         &self,
         op: &'static str,
         handle: u32,
         needed: Access,
         blocks: &[Block],
     ) -> Result<(Arc<RegionCore>, u64)> {
-        let granting = lock(&self.grants)
-            .get(&handle)
-            .cloned()
-            .ok_or_else(|| Error::new(Kind::NotFound, op, "there is no such grant"))?;
+        let granting = self.granting(op, handle)?;
         let claims = &granting.claims;
         if !claims.access.contains(needed) {
             return Err(Error::new(
@@ -607,6 +609,7 @@ impl Handler for Arc<Serving> {
                 lock(&self.grants).remove(&release.handle);
                 Ok(())
             }
+            Message::Ask(ask) => self.tell(connection, header.id, ask),
             Message::Read(read) => self.read(connection, header.id, &read),
             Message::Atomic(atomic) => {
                 let done = self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op));

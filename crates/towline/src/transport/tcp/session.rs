@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use super::Medium;
@@ -24,7 +24,7 @@ use crate::notify::Mailbox;
 use crate::progress::{self, Timer};
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
-use crate::transport::cma;
+use crate::transport::{Told, cma};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result, Ticket};
@@ -88,6 +88,7 @@ struct Lanes {
 /// Who waits for the answer to a request.
 pub(super) enum Pending {
     Import(Arc<Reply>),
+    Ask(mpsc::SyncSender<Result<Told>>),
     Unit { run: Arc<Run>, unit: usize, connection: Arc<Connection> },
     Atomic { transfer: Arc<TransferCore> },
 }
@@ -210,6 +211,21 @@ impl Session {
     /// Sends a request whose answer is expected already.
     pub(super) fn ask(&self, frame: Vec<u8>) -> Result<()> {
         self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)
+    }
+
+    /// Asks the owner about a path to one of its grants, and waits for the answer.
+    pub(super) fn ask_path(&self, ask: wire::Ask, until: Instant) -> Result<Told> {
+        progress::may_block("import")?;
+        let (asker, answer) = mpsc::sync_channel(1);
+        let request = self.expect(Pending::Ask(asker))?;
+        let told = self.ask(Message::from(ask).frame(request, 0, 0)).and_then(|()| {
+            answer.recv_timeout(until.saturating_duration_since(Instant::now())).unwrap_or_else(|_| {
+                let message = "the owner did not answer about a path in time";
+                Err(Error::new(Kind::Timeout, "import", message))
+            })
+        });
+        self.forget(request);
+        told.map_err(|error| error.on(self.medium.name()).with_peer(self.peer_name()))
     }
 
     /// Remembers who waits for the answer to a new request.
@@ -410,6 +426,7 @@ impl Session {
         for pending in pending {
             match pending {
                 Pending::Import(reply) => reply.fill(self, Err(error.clone())),
+                Pending::Ask(asker) => drop(asker.try_send(Err(error.clone()))),
                 Pending::Unit { run, unit, .. } => run.failed(unit, error.clone()),
                 Pending::Atomic { transfer } => transfer.unit_failed(0, error.clone()),
             }
@@ -523,6 +540,13 @@ impl Session {
                 let mapped = self.map_segments(&granted, files)?;
                 if let Some(Pending::Import(reply)) = self.forget(header.id) {
                     reply.fill(self, Ok(Answer { granted, mapped }));
+                }
+            }
+            Message::Told(told) => {
+                if let Some(Pending::Ask(asker)) = self.forget(header.id) {
+                    let told = told.outcome.map(|answer| Told { answer, files });
+                    // Where nobody waits any more, the descriptors close here.
+                    let _ = asker.try_send(told.map_err(|error| error.into_error("import")));
                 }
             }
             Message::Data(data) => match (self.forget(header.id), data.outcome) {
