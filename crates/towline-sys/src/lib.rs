@@ -12,6 +12,7 @@
 //! }
 //! ```
 
+pub mod cuda;
 mod error;
 pub mod loader;
 pub mod nixl;

@@ -28,6 +28,7 @@ struct ReadmeExamples;
 mod access;
 mod completion;
 pub mod connect;
+pub mod cuda;
 mod endpoint;
 mod error;
 mod fence;
@@ -55,9 +56,9 @@ pub use fork::guard as fork_guard;
 pub use identity::{EndpointId, Identity, Incarnation};
 pub use layout::{Dim, Indices, Layout};
 pub use memory::{
-    Arena, ArenaAllocator, ArenaBuffer, Buffer, DirectIo, DiskStorage, Dtype, ExternalStorage, HugePages,
-    MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, OffsetView, Place, ReduceOp,
-    SharedStorage, Storage, StorageKind, SystemStorage, create_buffer,
+    Arena, ArenaAllocator, ArenaBuffer, Buffer, DeviceStorage, DirectIo, DiskStorage, Dtype, ExternalStorage,
+    HugePages, MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, OffsetView, PinnedStorage,
+    Place, ReduceOp, SharedStorage, Storage, StorageKind, SystemStorage, create_buffer,
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{Patience, RegisterError, Registered, RegisteredView, Span, StillPinned};

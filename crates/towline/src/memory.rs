@@ -4,6 +4,8 @@
 //! | --- | --- | --- |
 //! | [`SystemStorage`] | private anonymous pages | peers of the same user, through the kernel |
 //! | [`SharedStorage`] | a sealed memory file ([`Segment`]) | peers that were handed the file and map it ([`Mapping`]) |
+//! | [`PinnedStorage`] | page-locked pages that GPUs reach, in a memory file unless asked otherwise | as for shared memory |
+//! | [`DeviceStorage`] | memory of a GPU | peers on the same machine that open it with CUDA |
 //! | [`DiskStorage`] | a file | nobody: the owner reads and writes it for them |
 //! | [`ExternalStorage`] | memory that something else owns | depends on the memory |
 //!
@@ -31,12 +33,14 @@ mod arena;
 mod buffer;
 pub(crate) mod bytes;
 mod description;
+mod device;
 mod disk;
 mod external;
 mod file;
 mod limit;
 mod map;
 mod nixl;
+mod pinned;
 pub(crate) mod reduce;
 mod segment;
 mod shared;
@@ -46,12 +50,14 @@ pub use arena::{Arena, ArenaBuffer};
 pub use buffer::{Buffer, OffsetBuffer, create_buffer};
 pub use bytes::MemoryAccess;
 pub use description::{MemoryDescription, Place, Storage, StorageKind};
+pub use device::{DeviceMemory, DeviceOptions, DeviceStorage};
 pub use disk::{DirectIo, DiskOptions, DiskStorage};
 pub use external::ExternalStorage;
 pub(crate) use file::ALIGNMENT as FILE_ALIGNMENT;
 pub use file::FileSlice;
 pub use map::HugePages;
 pub use nixl::{MemType, NixlDescriptor};
+pub use pinned::{PinnedOptions, PinnedStorage};
 pub use reduce::{Dtype, ReduceOp};
 pub(crate) use segment::Holder;
 pub use segment::{Mapping, Segment, SegmentSlice};

@@ -4,9 +4,11 @@
 use std::ffi::{c_int, c_void};
 use std::hint::black_box;
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::{Place, Storage};
+use crate::cuda::Gpu;
 use crate::{Error, Kind, Result};
 
 /// Copies `len` bytes; the ranges may overlap.
@@ -123,7 +125,7 @@ pub(crate) fn in_bounds(op: &'static str, size: usize, offset: usize, len: usize
     }
 }
 
-/// Copies bytes into and out of any storage on the host or in a file, with bounds checks.
+/// Copies bytes into and out of any storage, with bounds checks; those of a GPU go through its driver.
 ///
 /// Peers may touch the same bytes at the same time; a copy is then a mixture, byte by byte. Nothing here makes
 /// a reference to them.
@@ -131,12 +133,16 @@ pub trait MemoryAccess: Storage {
     /// Copies bytes out, from `offset` on.
     ///
     /// # Errors
-    /// `Invalid` past the end; `Unsupported` where the CPU cannot reach the bytes.
+    /// `Invalid` past the end; what the file or the driver of the GPU says, where the bytes are there.
     fn read_at(&self, offset: usize, into: &mut [u8]) -> Result<()> {
         if let Some(file) = self.file() {
             in_bounds("read_at", self.size(), offset, into.len())?;
             // SAFETY: `into` is an exclusive slice.
             return unsafe { file.read("read_at", offset as u64, into.as_mut_ptr(), into.len()) };
+        }
+        if let Some((gpu, from)) = device_address(self, "read_at", offset, into.len())? {
+            // SAFETY: the range was checked, and is valid while `self` lives (`Storage`); `into` is an exclusive slice.
+            return unsafe { gpu.read("read_at", from, into.as_mut_ptr(), into.len()) };
         }
         let from = host_pointer(self, "read_at", offset, into.len())?;
         // SAFETY: `host_pointer` checked the range, which is valid while `self` lives (`Storage`, promises 1 and
@@ -148,12 +154,16 @@ pub trait MemoryAccess: Storage {
     /// Copies bytes in, from `offset` on.
     ///
     /// # Errors
-    /// `Invalid` past the end; `Unsupported` where the CPU cannot reach the bytes.
+    /// `Invalid` past the end; what the file or the driver of the GPU says, where the bytes are there.
     fn write_at(&self, offset: usize, from: &[u8]) -> Result<()> {
         if let Some(file) = self.file() {
             in_bounds("write_at", self.size(), offset, from.len())?;
             // SAFETY: `from` is a slice.
             return unsafe { file.write("write_at", offset as u64, from.as_ptr(), from.len()) };
+        }
+        if let Some((gpu, into)) = device_address(self, "write_at", offset, from.len())? {
+            // SAFETY: the range was checked, and is valid while `self` lives (`Storage`); `from` is a slice.
+            return unsafe { gpu.write("write_at", into, from.as_ptr(), from.len()) };
         }
         let into = host_pointer(self, "write_at", offset, from.len())?;
         // SAFETY: as in `read_at`; that no Rust reference to the destination exists is promise 4 of `Storage`.
@@ -164,7 +174,7 @@ pub trait MemoryAccess: Storage {
     /// Sets `len` bytes from `offset` on to `value`.
     ///
     /// # Errors
-    /// `Invalid` past the end; `Unsupported` where the CPU cannot reach the bytes.
+    /// `Invalid` past the end; what the file or the driver of the GPU says, where the bytes are there.
     fn memset(&self, value: u8, offset: usize, len: usize) -> Result<()> {
         if self.file().is_some() {
             in_bounds("memset", self.size(), offset, len)?;
@@ -172,6 +182,10 @@ pub trait MemoryAccess: Storage {
             return (0..len)
                 .step_by(FILL_AT_ONCE)
                 .try_for_each(|start| self.write_at(offset + start, &some[..FILL_AT_ONCE.min(len - start)]));
+        }
+        if let Some((gpu, into)) = device_address(self, "memset", offset, len)? {
+            // SAFETY: the range was checked, and is valid while `self` lives (`Storage`).
+            return unsafe { gpu.fill("memset", into, value, len) };
         }
         let into = host_pointer(self, "memset", offset, len)?;
         // SAFETY: as in `write_at`.
@@ -181,6 +195,19 @@ pub trait MemoryAccess: Storage {
 }
 
 impl<S: Storage + ?Sized> MemoryAccess for S {}
+
+/// The GPU and the address there, for a storage that lies on one.
+fn device_address<S: Storage + ?Sized>(
+    storage: &S,
+    op: &'static str,
+    offset: usize,
+    len: usize,
+) -> Result<Option<(Arc<Gpu>, u64)>> {
+    let Place::Cuda(ordinal) = storage.place() else { return Ok(None) };
+    in_bounds(op, storage.size(), offset, len)?;
+    let gpu = Gpu::open(ordinal).map_err(|error| error.during(op))?;
+    Ok(Some((gpu, (storage.addr() + offset) as u64)))
+}
 
 fn host_pointer<S: Storage + ?Sized>(
     storage: &S,

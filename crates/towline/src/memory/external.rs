@@ -5,6 +5,7 @@ use std::any::Any;
 use std::fmt;
 
 use super::{MemoryDescription, Place, Storage, StorageKind};
+use crate::cuda::Gpu;
 use crate::{Error, Result};
 
 /// Memory at a given address, with its owner kept alive.
@@ -54,6 +55,29 @@ impl ExternalStorage {
             ));
         }
         Ok(ExternalStorage { addr, len, place, owner })
+    }
+
+    /// Describes `len` bytes of a GPU's memory at `addr`, which `owner` keeps valid for as long as it lives.
+    ///
+    /// The range is looked up with the driver. It may lie in several allocations side by side, as PyTorch's expandable
+    /// segments do.
+    ///
+    /// # Errors
+    /// `Invalid` for an impossible range, memory of another GPU or of the host, or memory that was freed; `Unavailable`
+    /// without a driver or a GPU.
+    ///
+    /// # Safety
+    /// As for [`new`](ExternalStorage::new): the check sees what is there now, and not what stays.
+    pub unsafe fn device(
+        addr: usize,
+        len: usize,
+        ordinal: u32,
+        owner: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Result<ExternalStorage> {
+        // SAFETY: the caller's promise is the same.
+        let storage = unsafe { ExternalStorage::new(addr, len, Place::Cuda(ordinal), owner) }?;
+        Gpu::open(ordinal)?.check_range("describe external memory", addr as u64, len)?;
+        Ok(storage)
     }
 }
 
@@ -121,12 +145,18 @@ mod tests {
 
     #[test]
     fn the_place_is_the_one_given_and_the_cpu_keeps_out_of_a_gpu() {
-        let storage = at(0x7000_0000, 64, Place::Cuda(3)).unwrap();
-        assert_eq!(storage.place(), Place::Cuda(3));
+        // An ordinal that no machine has: without a driver it is `Unavailable`, with one it is `Invalid`.
+        let storage = at(0x7000_0000, 64, Place::Cuda(4000)).unwrap();
+        assert_eq!(storage.place(), Place::Cuda(4000));
         assert_eq!(storage.storage_kind(), StorageKind::External);
-        assert_eq!(storage.read_at(0, &mut [0]).unwrap_err().kind(), Kind::Unsupported);
-        assert_eq!(storage.write_at(0, &[0]).unwrap_err().kind(), Kind::Unsupported);
-        assert_eq!(storage.memset(0, 0, 1).unwrap_err().kind(), Kind::Unsupported);
+        for error in [
+            storage.read_at(0, &mut [0]).unwrap_err(),
+            storage.write_at(0, &[0]).unwrap_err(),
+            storage.memset(0, 0, 1).unwrap_err(),
+        ] {
+            assert!(matches!(error.kind(), Kind::Unavailable | Kind::Invalid), "{error}");
+        }
+        assert_eq!(storage.read_at(64, &mut [0]).unwrap_err().op(), "read_at");
     }
 
     #[test]

@@ -49,6 +49,19 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 impl Segment {
     /// Makes a segment of at least `len` bytes.
     pub(super) fn create(len: usize, huge: HugePages) -> Result<Arc<Segment>> {
+        Segment::create_touched(len, huge, |map, size| {
+            if huge == HugePages::Try {
+                populate(map, size);
+            }
+        })
+    }
+
+    /// The same, where `touch` may take pages before all that are missing are taken by this thread.
+    pub(super) fn create_touched(
+        len: usize,
+        huge: HugePages,
+        touch: impl FnOnce(&Map, usize),
+    ) -> Result<Arc<Segment>> {
         map::not_empty(len)?;
         let file = memory_file(huge)?;
         let unit = page_size_of(&file)?;
@@ -66,9 +79,7 @@ impl Segment {
                 error
             }
         })?;
-        if huge == HugePages::Try {
-            populate(&map, size);
-        }
+        touch(&map, size);
         reserve(&file, size, unit).map_err(full)?;
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(|error| Error::os("allocate", "fcntl(F_ADD_SEALS)", error))?;

@@ -1,0 +1,252 @@
+//! A lane: one stream, and the pinned memory through which lists go to the GPU.
+#![allow(unsafe_code, reason = "launches the kernel and writes its lists")]
+
+use std::ffi::c_void;
+use std::ptr;
+use std::slice;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use towline_sys::cuda::{Entered, Event, Function, HostFlags, Stream};
+
+use super::copy::Run;
+use super::list::{self, PAIR, Shape, TRIPLE};
+use super::{Gpu, failed};
+use crate::{Error, Kind, Result, fork};
+
+/// The threads of a block of the kernel, and the most units that it takes.
+const THREADS: u32 = 256;
+/// The bytes of one list.
+const LIST: usize = 512 << 10;
+/// The most lists of one lane that the GPU has not read yet.
+const LISTS: usize = 8;
+/// The first list of a request is short, so that the GPU has work while the next is being written.
+const FIRST: usize = 4096;
+/// How long a list is waited for: longer than any copy takes that could be in front of it.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// What can be chosen about launches; measured, and not for users.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tuning {
+    /// Units per block of the kernel; 0 for what fits.
+    pub per_block: u32,
+    /// Whether lists are copied to the GPU before the kernel reads them, and not read where they are.
+    pub upload: bool,
+    /// Runs in the first list.
+    pub first: usize,
+    /// The length to which units are cut; 0 for what fits.
+    pub unit: u64,
+}
+
+impl Default for Tuning {
+    fn default() -> Tuning {
+        Tuning { per_block: 0, upload: false, first: FIRST, unit: 0 }
+    }
+}
+
+/// One stream with its lists.
+pub(super) struct Lane {
+    gpu: Arc<Gpu>,
+    pub(super) stream: Stream,
+    lists: Vec<List>,
+    next: usize,
+}
+
+/// Pinned memory for one list, and the point at which the GPU has read it.
+struct List {
+    start: *mut u8,
+    /// Where the GPU finds it.
+    device: u64,
+    /// Memory of the GPU for a copy of it, where one was ever wanted.
+    copy: u64,
+    read: Event,
+}
+
+// SAFETY: the memory belongs to the lane, of which one thread at a time has the use.
+unsafe impl Send for List {}
+
+impl Lane {
+    pub(super) fn new(gpu: &Arc<Gpu>, entered: &Entered<'_>) -> towline_sys::Result<Lane> {
+        Ok(Lane { gpu: Arc::clone(gpu), stream: entered.stream(0)?, lists: Vec::new(), next: 0 })
+    }
+
+    /// The next list that the GPU has read, made where there are not yet so many.
+    fn list(&mut self, op: &'static str, entered: &Entered<'_>, upload: bool) -> Result<usize> {
+        let sys = |error| failed(op, error);
+        let at = self.next;
+        self.next = (at + 1) % LISTS;
+        if at == self.lists.len() {
+            let read = entered.event().map_err(sys)?;
+            let start = entered.allocate_host(LIST, HostFlags::default()).map_err(sys)?;
+            self.lists.push(List { start, device: 0, copy: 0, read });
+            self.lists[at].device = entered.device_address(start).map_err(sys)?;
+        }
+        let list = &mut self.lists[at];
+        if upload && list.copy == 0 {
+            list.copy = entered.allocate(LIST).map_err(sys)?;
+        }
+        let until = Instant::now() + LIMIT;
+        while !list.read.has_happened().map_err(sys)? {
+            if Instant::now() > until {
+                return Err(Error::new(
+                    Kind::Timeout,
+                    op,
+                    "the GPU has not read its last lists for a minute",
+                ));
+            }
+            std::thread::yield_now();
+        }
+        Ok(at)
+    }
+
+    /// Starts copies of all runs, one after the other.
+    ///
+    /// # Safety
+    /// As for [`Gpu::copy`].
+    pub(super) unsafe fn plainly(
+        &self,
+        op: &'static str,
+        entered: &Entered<'_>,
+        runs: impl Iterator<Item = Run>,
+    ) -> Result<()> {
+        for run in runs.filter(|run| run.len > 0) {
+            // BYTES MOVE HERE
+            // SAFETY: the caller's promise.
+            unsafe { self.stream.copy(entered, run.to, run.from, run.len as usize) }
+                .map_err(|error| failed(op, error))?;
+        }
+        Ok(())
+    }
+
+    /// Starts the kernel over all runs, as often as their list needs room.
+    ///
+    /// # Safety
+    /// As for [`Gpu::copy`].
+    pub(super) unsafe fn by_kernel(
+        &mut self,
+        op: &'static str,
+        entered: &Entered<'_>,
+        kernel: &Function,
+        runs: impl ExactSizeIterator<Item = Run> + Clone,
+        bytes: u64,
+        tuning: &Tuning,
+    ) -> Result<()> {
+        let unit = if tuning.unit == 0 { list::longest_unit(bytes) } else { tuning.unit };
+        let mut rest = runs;
+        let mut open = None;
+        let (mut one_length, mut most) = (true, tuning.first.max(1));
+        while rest.len() > 0 || open.is_some() {
+            let at = self.list(op, entered, tuning.upload)?;
+            let start = self.lists[at].start;
+            let mut said = None;
+            if one_length {
+                // SAFETY: the list's memory is this lane's, zeroed or written before, and the GPU has read what it held.
+                let into = unsafe { slice::from_raw_parts_mut(start.cast(), most.min(LIST / PAIR)) };
+                said = list::uniform(rest.clone(), into, unit);
+                one_length = said.is_some();
+            }
+            let (shape, used) = match said {
+                Some((count, shape)) => {
+                    if count > 0 {
+                        rest.nth(count - 1);
+                    }
+                    (shape, count * PAIR)
+                }
+                None => {
+                    // SAFETY: as above.
+                    let into = unsafe { slice::from_raw_parts_mut(start.cast(), most.min(LIST / TRIPLE)) };
+                    let shape = list::listed(&mut rest, &mut open, into, unit);
+                    (shape, shape.units as usize * TRIPLE)
+                }
+            };
+            most = LIST;
+            // SAFETY: the list says the caller's runs; the rest is the caller's promise.
+            unsafe { self.launch(op, entered, kernel, at, shape, used, tuning)? };
+        }
+        Ok(())
+    }
+
+    /// Launches over one list.
+    ///
+    /// # Safety
+    /// As for [`Gpu::copy`], for the runs that the list says.
+    #[allow(clippy::too_many_arguments, reason = "one launch is all of these")]
+    unsafe fn launch(
+        &mut self,
+        op: &'static str,
+        entered: &Entered<'_>,
+        kernel: &Function,
+        at: usize,
+        shape: Shape,
+        used: usize,
+        tuning: &Tuning,
+    ) -> Result<()> {
+        if shape.units == 0 {
+            return Ok(());
+        }
+        let list = &self.lists[at];
+        let run = || {
+            let mut place = list.device;
+            if tuning.upload {
+                // SAFETY: both are as long as a list; the pinned side stays until `read` has happened.
+                unsafe { self.stream.copy(entered, list.copy, list.start.addr() as u64, used)? };
+                place = list.copy;
+            }
+            let per_block = match tuning.per_block {
+                0 => per_block(shape.units, self.gpu.multiprocessors),
+                chosen => chosen.min(THREADS),
+            };
+            let Shape { units, from, to, len, parts_log2, part, scale_log2, listed } = shape;
+            let listed = u32::from(listed);
+            let mut arguments: [*mut c_void; 10] = [
+                argument(&place),
+                argument(&units),
+                argument(&from),
+                argument(&to),
+                argument(&len),
+                argument(&parts_log2),
+                argument(&part),
+                argument(&scale_log2),
+                argument(&per_block),
+                argument(&listed),
+            ];
+            let blocks = units.div_ceil(per_block);
+            // BYTES MOVE HERE
+            // SAFETY: these are the kernel's parameters, in its order and of its types; what it touches is the caller's promise.
+            unsafe { self.stream.launch(entered, kernel, blocks, THREADS, &mut arguments)? };
+            self.stream.record(entered, &list.read)
+        };
+        run().map_err(|error| failed(op, error))
+    }
+}
+
+fn argument<T>(value: &T) -> *mut c_void {
+    ptr::from_ref(value).cast_mut().cast()
+}
+
+/// How many units a block takes: enough blocks that each multiprocessor has several, and few enough that reading the list
+/// is not what they do.
+fn per_block(units: u32, multiprocessors: u32) -> u32 {
+    let warps = THREADS / 32;
+    (units / (multiprocessors * 16)).next_multiple_of(warps).clamp(warps, 4 * warps)
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        if fork::in_child() {
+            return;
+        }
+        let Ok(entered) = self.gpu.enter("close a lane") else { return };
+        // Freeing waits for the GPU. Where it refuses, the memory stays until the process ends.
+        for list in self.lists.drain(..) {
+            // SAFETY: the lane's own memory; the driver waits until the GPU has read it.
+            unsafe {
+                let _ = entered.cuda().free_host(list.start);
+                if list.copy != 0 {
+                    let _ = entered.free(list.copy);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! The list of runs as the copy kernel reads it: as short as the runs allow. Pure.
+
+use super::copy::Run;
+
+/// The bytes of an entry for runs of one length.
+pub(super) const PAIR: usize = 8;
+/// The bytes of an entry for runs of any length.
+pub(super) const TRIPLE: usize = 24;
+
+/// Units are cut down to this length: one pass of a warp.
+const SHORTEST_UNIT: u64 = 4096;
+/// Longer units where there would be more of them than this.
+const MOST_UNITS: u64 = 1 << 20;
+
+/// What a launch needs besides the list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Shape {
+    pub(super) units: u32,
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) len: u64,
+    pub(super) parts_log2: u32,
+    pub(super) part: u64,
+    pub(super) scale_log2: u32,
+    pub(super) listed: bool,
+}
+
+/// How long a unit of work may be, a power of two, where `bytes` are moved in all.
+pub(super) fn longest_unit(bytes: u64) -> u64 {
+    (bytes / MOST_UNITS).next_power_of_two().max(SHORTEST_UNIT)
+}
+
+/// Writes pairs for runs that all have the length of the first, as far as there is room.
+///
+/// `None` where they do not, lie too far apart, or not at multiples of 16 bytes of each other while their offsets do not
+/// fit into 32 bits otherwise; what was written is then of no use.
+pub(super) fn uniform(
+    runs: impl Iterator<Item = Run> + Clone,
+    into: &mut [[i32; 2]],
+    unit: u64,
+) -> Option<(usize, Shape)> {
+    let first = runs.clone().next()?;
+    let written = pairs::<4>(runs.clone(), first, into)
+        .map(|count| (count, 4))
+        .or_else(|| pairs::<0>(runs, first, into).map(|count| (count, 0)));
+    let (count, scale_log2) = written?;
+    // Parts of one run are equal but for the last, so that a unit's start is a product. The 16 keeps them aligned.
+    let parts_log2 = first.len.div_ceil(unit).next_power_of_two().ilog2();
+    let part = (first.len.div_ceil(1 << parts_log2)).next_multiple_of(16);
+    let units = u32::try_from((count as u64) << parts_log2).ok()?;
+    let Run { from, to, len } = first;
+    Some((count, Shape { units, from, to, len, parts_log2, part, scale_log2, listed: false }))
+}
+
+/// Writes the offsets from the first run; `None` where a run does not fit. Nothing is decided before the end: without
+/// branches the loop is as fast as memory.
+fn pairs<const SCALE: u32>(
+    runs: impl Iterator<Item = Run>,
+    first: Run,
+    into: &mut [[i32; 2]],
+) -> Option<usize> {
+    let mask = (1i64 << SCALE) - 1;
+    let mut wrong = 0;
+    let mut count = 0;
+    for (entry, run) in into.iter_mut().zip(runs) {
+        let (from, to) = (run.from.wrapping_sub(first.from) as i64, run.to.wrapping_sub(first.to) as i64);
+        let (near, far) = (from >> SCALE, to >> SCALE);
+        wrong |= (run.len ^ first.len) as i64 | ((from | to) & mask);
+        wrong |= (i64::from(near as i32) ^ near) | (i64::from(far as i32) ^ far);
+        *entry = [near as i32, far as i32];
+        count += 1;
+    }
+    (wrong == 0).then_some(count)
+}
+
+/// Writes triples, cut into units; takes runs until there is no room.
+///
+/// `open` is the rest of a run that did not fit the last time, and is left for the next.
+pub(super) fn listed(
+    runs: &mut impl Iterator<Item = Run>,
+    open: &mut Option<Run>,
+    into: &mut [[u64; 3]],
+    unit: u64,
+) -> Shape {
+    let mut units = 0;
+    for entry in into.iter_mut() {
+        let Some(run) = open.take().or_else(|| runs.by_ref().find(|run| run.len > 0)) else { break };
+        let len = run.len.min(unit);
+        *entry = [run.from, run.to, len];
+        units += 1;
+        if run.len > len {
+            *open = Some(Run { from: run.from + len, to: run.to + len, len: run.len - len });
+        }
+    }
+    Shape { units, listed: true, ..Shape::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The runs that a kernel would copy, by the definition in `copy.ptx`.
+    fn units(shape: &Shape, pairs: &[[i32; 2]], triples: &[[u64; 3]]) -> Vec<Run> {
+        (0..shape.units)
+            .map(|unit| {
+                if shape.listed {
+                    let [from, to, len] = triples[unit as usize];
+                    return Run { from, to, len };
+                }
+                let piece = unit >> shape.parts_log2;
+                let start = u64::from(unit - (piece << shape.parts_log2)) * shape.part;
+                let [from, to] = pairs[piece as usize];
+                let at = |base: u64, offset: i32| {
+                    base.wrapping_add_signed(i64::from(offset) << shape.scale_log2) + start
+                };
+                let len = if start >= shape.len { 0 } else { (shape.len - start).min(shape.part) };
+                Run { from: at(shape.from, from), to: at(shape.to, to), len }
+            })
+            .filter(|run| run.len > 0)
+            .collect()
+    }
+
+    /// Joins what was cut.
+    fn joined(runs: impl IntoIterator<Item = Run>) -> Vec<Run> {
+        let mut all: Vec<Run> = Vec::new();
+        for run in runs.into_iter().filter(|run| run.len > 0) {
+            match all.last_mut() {
+                Some(last) if last.from + last.len == run.from && last.to + last.len == run.to => {
+                    last.len += run.len;
+                }
+                _ => all.push(run),
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn blocks_of_one_length_become_pairs() {
+        let runs = [3u64, 0, 7].map(|block| Run { from: 1 << 40 | block << 15, to: block << 20, len: 32768 });
+        let mut pairs = [[0; 2]; 8];
+        let (count, shape) = uniform(runs.iter().copied(), &mut pairs, 4096).unwrap();
+        assert_eq!((count, shape.units, shape.parts_log2, shape.part, shape.scale_log2), (3, 24, 3, 4096, 4));
+        assert_eq!(joined(units(&shape, &pairs, &[])), joined(runs));
+    }
+
+    #[test]
+    fn what_no_pair_can_say_is_refused() {
+        let mut pairs = [[0; 2]; 8];
+        let odd = [Run { from: 0, to: 0, len: 8 }, Run { from: 1 << 33 | 1, to: 0, len: 8 }];
+        let unequal = [Run { from: 0, to: 0, len: 8 }, Run { from: 16, to: 16, len: 9 }];
+        let far = [Run { from: 0, to: 0, len: 16 }, Run { from: 1 << 40, to: 16, len: 16 }];
+        for runs in [odd, unequal, far] {
+            assert_eq!(uniform(runs.into_iter(), &mut pairs, 4096), None);
+        }
+        let near = [Run { from: 5, to: 0, len: 8 }, Run { from: 4, to: 9, len: 8 }];
+        assert_eq!(uniform(near.into_iter(), &mut pairs, 4096).unwrap().1.scale_log2, 0);
+    }
+
+    #[test]
+    fn units_get_longer_only_where_there_would_be_too_many() {
+        assert_eq!(longest_unit(0), 4096);
+        assert_eq!(longest_unit(1 << 32), 4096);
+        assert_eq!(longest_unit(1 << 40), 1 << 20);
+    }
+
+    proptest! {
+        #[test]
+        fn every_list_says_the_runs_that_it_was_made_from(
+            runs in prop::collection::vec((0..1u64 << 36, 0..1u64 << 36, 0..20_000u64), 1..40),
+            same in prop::option::of(1..40_000u64),
+            aligned in any::<bool>(),
+            room in 1..60usize,
+        ) {
+            let mask = if aligned { !15 } else { !0 };
+            let runs: Vec<Run> = runs
+                .into_iter()
+                .map(|(from, to, len)| Run { from: from & mask, to: to & mask, len: same.unwrap_or(len) })
+                .collect();
+            let mut pairs = vec![[0; 2]; room];
+            let mut said = Vec::new();
+            if let Some((count, shape)) = uniform(runs.iter().copied(), &mut pairs, 4096) {
+                prop_assert_eq!(count, room.min(runs.len()));
+                prop_assert_eq!(joined(units(&shape, &pairs, &[])), joined(runs[..count].to_vec()));
+            }
+            let (mut rest, mut open) = (runs.iter().copied(), None);
+            loop {
+                let mut triples = vec![[0; 3]; room];
+                let shape = listed(&mut rest, &mut open, &mut triples, 4096);
+                if shape.units == 0 {
+                    break;
+                }
+                said.extend(units(&shape, &[], &triples));
+            }
+            prop_assert!(said.iter().all(|run| run.len <= 4096));
+            prop_assert_eq!(joined(said), joined(runs));
+        }
+    }
+}
