@@ -25,7 +25,10 @@ pub(crate) struct Launch {
     part: u64,
     scale_log2: u32,
     per_block: u32,
-    listed: u32,
+    form: u32,
+    list_to: u64,
+    from_step: u64,
+    to_step: u64,
     blocks: u32,
 }
 
@@ -35,7 +38,7 @@ impl Launch {
         for block in 0..self.blocks {
             let first = block.checked_mul(self.per_block)?;
             for unit in first..self.units.min(first + self.per_block) {
-                let (from, to, len) = if self.listed != 0 { self.listed(unit)? } else { self.uniform(unit)? };
+                let (from, to, len) = if self.form == 1 { self.triple(unit)? } else { self.equal(unit)? };
                 if len > 0 {
                     let (into, out_of) = {
                         let memory = memory();
@@ -49,21 +52,35 @@ impl Launch {
         Some(())
     }
 
-    fn listed(&self, unit: u32) -> Option<(u64, u64, u64)> {
+    fn triple(&self, unit: u32) -> Option<(u64, u64, u64)> {
         let entry = memory().bytes(self.list + u64::from(unit) * 24, 24)?;
         // SAFETY: 24 bytes were found there.
         let [from, to, len] = unsafe { entry.pointer.cast::<[u64; 3]>().read_unaligned() };
         Some((from, to, len))
     }
 
-    fn uniform(&self, unit: u32) -> Option<(u64, u64, u64)> {
-        let entry = memory().bytes(self.list + u64::from(unit >> self.parts_log2) * 8, 8)?;
-        // SAFETY: 8 bytes were found there.
-        let [from, to] = unsafe { entry.pointer.cast::<[i32; 2]>().read_unaligned() };
+    /// A unit of runs that all have one length.
+    fn equal(&self, unit: u32) -> Option<(u64, u64, u64)> {
+        let piece = unit >> self.parts_log2;
         let start = u64::from(unit & ((1 << self.parts_log2) - 1)) * self.part;
-        let at = |base: u64, offset: i32| {
-            base.wrapping_add_signed(i64::from(offset) << self.scale_log2).wrapping_add(start)
+        let (from, to) = if self.form == 2 {
+            let index = |list: u64| match list {
+                0 => Some(piece),
+                list => {
+                    let entry = memory().bytes(list + u64::from(piece) * 4, 4)?;
+                    // SAFETY: 4 bytes were found there.
+                    Some(unsafe { entry.pointer.cast::<u32>().read_unaligned() })
+                }
+            };
+            let at = |list: u64, step: u64| Some((u64::from(index(list)?) * step) as i64);
+            (at(self.list, self.from_step)?, at(self.list_to, self.to_step)?)
+        } else {
+            let entry = memory().bytes(self.list + u64::from(piece) * 8, 8)?;
+            // SAFETY: 8 bytes were found there.
+            let offsets = unsafe { entry.pointer.cast::<[i32; 2]>().read_unaligned() };
+            offsets.map(|offset| i64::from(offset) << self.scale_log2).into()
         };
+        let at = |base: u64, offset: i64| base.wrapping_add_signed(offset).wrapping_add(start);
         Some((at(self.from, from), at(self.to, to), self.part.min(self.len.saturating_sub(start))))
     }
 }
@@ -150,7 +167,10 @@ unsafe extern "C" fn cuLaunchKernel(
                 part: long(6),
                 scale_log2: short(7),
                 per_block: short(8),
-                listed: short(9),
+                form: short(9),
+                list_to: long(10),
+                from_step: long(11),
+                to_step: long(12),
                 blocks,
             }
         };

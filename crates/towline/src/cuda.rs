@@ -16,6 +16,7 @@
 //! ```
 
 mod availability;
+mod blocks;
 mod copy;
 mod error;
 mod gpu;
@@ -24,6 +25,7 @@ mod lane;
 mod list;
 
 pub use availability::{Availability, DeviceFacts, availability, load_driver};
+pub use blocks::Blocks;
 pub use copy::{CopyOptions, Copying, Run};
 pub use gpu::Gpu;
 pub use host::HostRegistration;

@@ -14,9 +14,9 @@ use std::ffi::{CString, c_void};
 use std::sync::Arc;
 use std::time::Instant;
 
-use towline::cuda::{CopyOptions, Gpu, Run, Tuning};
+use towline::cuda::{Blocks, CopyOptions, Gpu, Run, Tuning};
 use towline::memory::{DeviceStorage, PinnedStorage};
-use towline::{MemoryAccess, MemoryDescription};
+use towline::{Indices, MemoryAccess, MemoryDescription};
 use towline_sys::cuda::{Function, HostFlags, Stream};
 use towline_testkit::random::Random;
 
@@ -33,6 +33,9 @@ fn main() {
     gpu.prepare().unwrap();
     println!("the kernel was ready after {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
     let machine = Machine::new(gpu, bare.as_deref());
+    if tune {
+        machine.writing();
+    }
     machine.blocks(tune);
     machine.host(tune);
     machine.whole();
@@ -130,6 +133,56 @@ impl Machine {
         })
     }
 
+    /// The same blocks by their indices.
+    fn indexed(&self, runs: &[Run], tuning: &Tuning) -> f64 {
+        let (from, to) = (self.one.addr() as u64, self.two.addr() as u64);
+        let len = runs[0].len;
+        let sources: Vec<u32> = runs.iter().map(|run| ((run.from - from) / len) as u32).collect();
+        let targets: Vec<u32> = runs.iter().map(|run| ((run.to - to) / len) as u32).collect();
+        let side = |base, indices| Blocks { base, step: len, count: self.size / len, indices };
+        let (from, to) = (side(from, Indices::U32(&sources)), side(to, Indices::U32(&targets)));
+        median(|| {
+            // SAFETY: the blocks are valid.
+            let copying =
+                unsafe { self.gpu.copy_blocks_tuned(&from, &to, len, &CopyOptions::default(), tuning) }
+                    .unwrap();
+            assert!(copying.wait(None).unwrap());
+        })
+    }
+
+    /// How fast the CPU writes lists.
+    fn writing(&self) {
+        let entered = self.gpu.enter("bench").unwrap();
+        let len = 131_072;
+        let pinned = entered.allocate_host(len, HostFlags::default()).unwrap();
+        let flags = HostFlags { write_combined: true, ..HostFlags::default() };
+        let combined = entered.allocate_host(len, flags).unwrap();
+        let mut plain = vec![0u8; len];
+        let from = vec![7u8; len];
+        for (name, into, read) in [
+            ("plain memory", plain.as_mut_ptr(), false),
+            ("pinned memory", pinned, false),
+            ("pinned memory, read by the GPU before", pinned, true),
+            ("around the cache", combined, false),
+            ("around the cache, read by the GPU before", combined, true),
+        ] {
+            let mut spent = 0.0;
+            median(|| {
+                if read {
+                    // SAFETY: all are as long as that.
+                    unsafe { self.stream.copy(&entered, self.copy, into.addr() as u64, len) }.unwrap();
+                    self.stream.synchronize(&entered).unwrap();
+                }
+                let start = Instant::now();
+                // SAFETY: as above.
+                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), into, len) };
+                std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+                spent = start.elapsed().as_secs_f64();
+            });
+            println!("{len} bytes into {name}: {:.1} microseconds", spent * 1e6);
+        }
+    }
+
     /// Random blocks on both sides.
     fn runs(&self, count: u64, len: u64, from: (u64, u64), to: (u64, u64)) -> Vec<Run> {
         let mut random = Random::new(count ^ len);
@@ -186,6 +239,7 @@ impl Machine {
             if let Some(again) = self.bare(&runs) {
                 show("bare kernel again", again, None);
             }
+            show("ours, by index", self.indexed(&runs, &Tuning::default()), limit);
             let mut mixed = runs.clone();
             mixed[count as usize / 2].len -= 1;
             show("ours, one block shorter", self.ours(&mixed, false, None), limit);
@@ -196,20 +250,25 @@ impl Machine {
                 continue;
             }
             let base = Tuning::default();
-            for upload in [false, true] {
-                for per_block in [8, 16, 32, 64] {
-                    let tuning = Tuning { upload, per_block, ..base };
-                    let name = format!("upload {upload}, {per_block} a block");
+            for combined in [false, true] {
+                for upload in [false, true] {
+                    for first in [2048, 4096, 8192, 65536] {
+                        let tuning = Tuning { combined, upload, first, ..base };
+                        let name = format!("index, around {combined}, upload {upload}, {first}");
+                        show(&name, self.indexed(&runs, &tuning), limit);
+                    }
+                    let tuning = Tuning { combined, upload, ..base };
+                    let name = format!("runs, around {combined}, upload {upload}");
                     show(&name, self.ours(&runs, false, Some(&tuning)), limit);
                 }
             }
-            for first in [1024, 2048, 8192, 16384, 65536] {
-                let tuning = Tuning { first, ..base };
-                show(&format!("first {first}"), self.ours(&runs, false, Some(&tuning)), limit);
+            for per_block in [8, 16, 32, 64] {
+                let tuning = Tuning { per_block, ..base };
+                show(&format!("index, {per_block} a block"), self.indexed(&runs, &tuning), limit);
             }
             for unit in [2048, 8192, 16384, 65536] {
                 let tuning = Tuning { unit, ..base };
-                show(&format!("unit {unit}"), self.ours(&runs, false, Some(&tuning)), limit);
+                show(&format!("index, unit {unit}"), self.indexed(&runs, &tuning), limit);
             }
         }
     }

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use towline::cuda::{CopyOptions, Gpu, Run, StreamHandle, Tuning};
+use towline::cuda::{Blocks, CopyOptions, Gpu, Run, StreamHandle, Tuning};
 use towline::memory::{DeviceMemory, DeviceStorage, ExternalStorage, Mapping, PinnedStorage};
-use towline::{Kind, MemoryAccess, MemoryDescription, Place, Storage};
+use towline::{Indices, Kind, MemoryAccess, MemoryDescription, Place, Storage};
 use towline_sys::cuda::Cuda;
 use towline_testkit::random::Random;
 use towline_testkit::watchdog::watch;
@@ -249,6 +249,83 @@ pub(crate) fn lists_longer_than_all_that_is_in_flight_arrive(gpu: &Arc<Gpu>) {
     }
 }
 
+pub(crate) fn blocks_are_copied_by_their_indices(gpu: &Arc<Gpu>) {
+    let _watch = watch("blocks by index", 10 * LONG);
+    let mut random = Random::new(6);
+    for (len, count, steps) in [
+        (4096u64, 500u64, [4096u64, 8192u64]),
+        (100, 3000, [112, 104]),
+        (40_001, 30, [40_001, 50_000]),
+        (7, 70_000, [8, 7]),
+    ] {
+        let [one, two] =
+            steps.map(|step| DeviceStorage::new((step * count) as usize, gpu.ordinal()).unwrap());
+        let source = random_bytes(&mut random, one.size());
+        one.write_at(0, &source).unwrap();
+        let mut numbers: Vec<u64> = (0..count).collect();
+        random.shuffle(&mut numbers);
+        let narrow: Vec<u32> = numbers.iter().map(|number| *number as u32).collect();
+        let mut reversed = narrow.clone();
+        reversed.reverse();
+        for (from, to) in [
+            (Indices::U32(&narrow), Indices::U32(&reversed)),
+            (Indices::U64(&numbers), Indices::All),
+            (Indices::All, Indices::U64(&numbers)),
+            (Indices::All, Indices::All),
+            (Indices::U32(&narrow[..1]), Indices::U64(&numbers[count as usize - 1..])),
+        ] {
+            two.memset(0xEE, 0, two.size()).unwrap();
+            let mut expected = vec![0xEE; two.size()];
+            let list = |indices: Indices<'_>| -> Vec<u64> {
+                match indices {
+                    Indices::U32(list) => list.iter().map(|index| u64::from(*index)).collect(),
+                    Indices::U64(list) => list.to_vec(),
+                    Indices::All => (0..count).collect(),
+                }
+            };
+            for (from, to) in list(from).into_iter().zip(list(to)) {
+                let (from, to) = ((from * steps[0]) as usize, (to * steps[1]) as usize);
+                expected[to..to + len as usize].copy_from_slice(&source[from..from + len as usize]);
+            }
+            let side = |storage: &DeviceStorage, step, indices| Blocks {
+                base: storage.addr() as u64,
+                step,
+                count,
+                indices,
+            };
+            let (from, to) = (side(&one, steps[0], from), side(&two, steps[1], to));
+            // SAFETY: the storages live until the copy is done.
+            let copying = unsafe { gpu.copy_blocks(&from, &to, len, &CopyOptions::default()) }.unwrap();
+            assert!(copying.wait(Some(Instant::now() + LONG)).unwrap());
+            let got = contents(&two);
+            let wrong = got.iter().zip(&expected).position(|(got, want)| got != want);
+            assert_eq!(
+                wrong,
+                None,
+                "{count} blocks of {len} bytes, {:?}",
+                std::mem::discriminant(&from.indices)
+            );
+        }
+        let all = Blocks { base: one.addr() as u64, step: steps[0], count, indices: Indices::All };
+        let past = [0, count as u32];
+        for (from, to) in [
+            (all, Blocks { indices: Indices::U32(&narrow[1..]), ..all }),
+            (
+                Blocks { indices: Indices::U32(&past), ..all },
+                Blocks { indices: Indices::U32(&narrow[..2]), ..all },
+            ),
+            (
+                Blocks { indices: Indices::U32(&narrow[..1]), ..all },
+                Blocks { indices: Indices::U64(&[1 << 40]), ..all },
+            ),
+        ] {
+            // SAFETY: refused, so that nothing is touched.
+            let error = unsafe { gpu.copy_blocks(&from, &to, len, &CopyOptions::default()) }.unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid);
+        }
+    }
+}
+
 pub(crate) fn nothing_to_copy_is_done_at_once(gpu: &Arc<Gpu>) {
     copy(gpu, &[], false, None);
     copy(gpu, &[], false, Some(&Tuning::default()));
@@ -287,6 +364,8 @@ pub(crate) fn a_copy_waits_for_a_stream_and_holds_one_back(gpu: &Arc<Gpu>) {
     one.memset(1, 0, len).unwrap();
     two.memset(2, 0, len).unwrap();
     three.memset(3, 0, len).unwrap();
+    // What a first copy makes may wait for all streams, also for the one that is held back here.
+    gpu.prepare().unwrap();
     let entered = gpu.enter("test").unwrap();
     let stream = entered.stream(0).unwrap();
     let (open, gate) = mpsc::channel::<()>();

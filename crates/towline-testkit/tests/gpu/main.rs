@@ -44,6 +44,7 @@ tests![
     the_current_context_of_the_caller_stays,
     runs_of_any_length_and_alignment_arrive_and_nothing_else_changes,
     blocks_of_one_length_arrive,
+    blocks_are_copied_by_their_indices,
     lists_longer_than_all_that_is_in_flight_arrive,
     nothing_to_copy_is_done_at_once,
     copies_run_beside_each_other,

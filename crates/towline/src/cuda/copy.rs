@@ -3,7 +3,7 @@
 
 use std::ffi::CStr;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use towline_sys::cuda::{Entered, Event, Function, Stream, StreamHandle};
@@ -13,7 +13,7 @@ use super::{Gpu, failed};
 use crate::sync::lock;
 use crate::{Result, progress};
 
-const OP: &str = "copy on a GPU";
+pub(super) const OP: &str = "copy on a GPU";
 
 /// The kernel, which the driver compiles for the GPU that is there.
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("copy.ptx"), "\0").as_bytes()) {
@@ -29,9 +29,10 @@ const FEW: usize = 2;
 /// Runs between a GPU and the host are worth a call each from this length on: the copy engine is a little faster there.
 const LONG_TO_HOST: u64 = 2 << 20;
 /// How long a waiting thread looks again and again before it sleeps.
-const SPIN: Duration = Duration::from_micros(300);
-/// How often a sleeping one looks whether the context is lost, in which case nobody wakes it.
-const LOOK: Duration = Duration::from_millis(50);
+const SPIN: Duration = Duration::from_micros(500);
+/// How long it sleeps at a time.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(5);
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
 /// One run of bytes, by the addresses that the GPU uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,24 +104,33 @@ impl Gpu {
         I::IntoIter: ExactSizeIterator + Clone,
     {
         let runs = runs.into_iter();
+        self.start(options, |lane, entered, kernel| {
+            if tuning.is_none() && by_driver(runs.len(), options) {
+                // SAFETY: the caller's promise.
+                return unsafe { lane.plainly(OP, entered, runs) };
+            }
+            let tuning = tuning.copied().unwrap_or_default();
+            // SAFETY: the caller's promise.
+            unsafe { lane.by_kernel(OP, entered, &kernel()?, runs, options.bytes, &tuning) }
+        })
+    }
+
+    /// Lets `work` put a copy into a lane's stream.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        options: &CopyOptions,
+        work: impl FnOnce(&mut Lane, &Entered<'_>, &dyn Fn() -> Result<Function>) -> Result<()>,
+    ) -> Result<Copying> {
         let entered = self.enter(OP)?;
         let event = self.event(&entered)?;
         self.engine.on_a_lane(self, &entered, |lane| {
             let started = (|| {
                 if let Some(stream) = options.after {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: who named the stream promised that it is alive.
                     unsafe { entered.wait_for_foreign(stream, &lane.stream) }
                         .map_err(|error| failed(OP, error))?;
                 }
-                if tuning.is_none() && by_driver(runs.len(), options) {
-                    // SAFETY: the caller's promise.
-                    unsafe { lane.plainly(OP, &entered, runs)? };
-                } else {
-                    let kernel = self.engine.kernel(&entered)?;
-                    let tuning = tuning.copied().unwrap_or_default();
-                    // SAFETY: the caller's promise.
-                    unsafe { lane.by_kernel(OP, &entered, &kernel, runs, options.bytes, &tuning)? };
-                }
+                work(lane, &entered, &|| self.engine.kernel(&entered))?;
                 lane.stream.record(&entered, &event).map_err(|error| failed(OP, error))
             })();
             // Part of it may be running: an error means that nothing is, so that the caller has its memory back.
@@ -132,14 +142,19 @@ impl Gpu {
         Ok(Copying { gpu: Arc::clone(self), event: Some(event) })
     }
 
-    /// Prepares what the first copy would, which takes some milliseconds.
+    /// Prepares what the first copies would, which takes some milliseconds, and waits for other work of the GPU where the
+    /// driver does.
     ///
     /// # Errors
     /// What the driver says, for instance to the kernel.
     pub fn prepare(self: &Arc<Self>) -> Result<()> {
         let entered = self.enter(OP)?;
         self.engine.kernel(&entered)?;
-        self.engine.on_a_lane(self, &entered, |_| Ok(()))
+        for lane in &self.engine.lanes {
+            let mut lane = lock(lane);
+            Engine::made(self, &entered, &mut lane)?.prepare(OP, &entered)?;
+        }
+        Ok(())
     }
 
     fn event(&self, entered: &Entered<'_>) -> Result<Event> {
@@ -177,11 +192,14 @@ impl Engine {
         let turn = self.next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let free = (0..LANES).find_map(|step| self.lanes[(turn + step) % LANES].try_lock().ok());
         let mut lane = free.unwrap_or_else(|| lock(&self.lanes[turn % LANES]));
-        let lane = match &mut *lane {
-            Some(lane) => lane,
-            none => none.insert(Lane::new(gpu, entered).map_err(|error| failed(OP, error))?),
-        };
-        work(lane)
+        work(Engine::made(gpu, entered, &mut lane)?)
+    }
+
+    fn made<'a>(gpu: &Arc<Gpu>, entered: &Entered<'_>, lane: &'a mut Option<Lane>) -> Result<&'a mut Lane> {
+        match lane {
+            Some(lane) => Ok(lane),
+            none => Ok(none.insert(Lane::new(gpu, entered).map_err(|error| failed(OP, error))?)),
+        }
     }
 }
 
@@ -228,22 +246,13 @@ impl Copying {
             std::hint::spin_loop();
         }
         progress::may_block(OP)?;
-        let ended = Arc::new((Mutex::new(false), Condvar::new()));
-        self.on_done({
-            let ended = Arc::clone(&ended);
-            move || {
-                *lock(&ended.0) = true;
-                ended.1.notify_all();
-            }
-        })?;
+        // A call back of the driver's comes tenths of a millisecond late, and never where the context is lost. To look again
+        // after a sixty-fourth of the time that it has taken costs next to nothing, and is late by no more than that.
         loop {
-            let left = until.map_or(LOOK, |until| until.saturating_duration_since(Instant::now()).min(LOOK));
-            let guard = lock(&ended.0);
-            if !*guard && !left.is_zero() {
-                drop(ended.1.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner));
-            } else {
-                drop(guard);
-            }
+            let pause = (start.elapsed() / 64).clamp(SHORTEST_PAUSE, LONGEST_PAUSE);
+            std::thread::sleep(
+                until.map_or(pause, |until| pause.min(until.saturating_duration_since(Instant::now()))),
+            );
             if self.is_done()? {
                 return Ok(true);
             }

@@ -5,12 +5,14 @@ use std::ffi::c_void;
 use std::ptr;
 use std::slice;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use towline_sys::cuda::{Entered, Event, Function, HostFlags, Stream};
 
+use super::blocks::Blocks;
 use super::copy::Run;
-use super::list::{self, PAIR, Shape, TRIPLE};
+use super::list::{self, Form, PAIR, Shape, TRIPLE};
 use super::{Gpu, failed};
 use crate::{Error, Kind, Result, fork};
 
@@ -37,11 +39,13 @@ pub struct Tuning {
     pub first: usize,
     /// The length to which units are cut; 0 for what fits.
     pub unit: u64,
+    /// Whether lists lie in memory that the CPU writes around its cache.
+    pub combined: bool,
 }
 
 impl Default for Tuning {
     fn default() -> Tuning {
-        Tuning { per_block: 0, upload: false, first: FIRST, unit: 0 }
+        Tuning { per_block: 0, upload: false, first: FIRST, unit: 0, combined: true }
     }
 }
 
@@ -49,6 +53,12 @@ impl Default for Tuning {
 pub(super) struct Lane {
     gpu: Arc<Gpu>,
     pub(super) stream: Stream,
+    /// By whether they are written around the cache.
+    rings: [Ring; 2],
+}
+
+#[derive(Default)]
+struct Ring {
     lists: Vec<List>,
     next: usize,
 }
@@ -68,22 +78,24 @@ unsafe impl Send for List {}
 
 impl Lane {
     pub(super) fn new(gpu: &Arc<Gpu>, entered: &Entered<'_>) -> towline_sys::Result<Lane> {
-        Ok(Lane { gpu: Arc::clone(gpu), stream: entered.stream(0)?, lists: Vec::new(), next: 0 })
+        Ok(Lane { gpu: Arc::clone(gpu), stream: entered.stream(0)?, rings: Default::default() })
     }
 
     /// The next list that the GPU has read, made where there are not yet so many.
-    fn list(&mut self, op: &'static str, entered: &Entered<'_>, upload: bool) -> Result<usize> {
+    fn list(&mut self, op: &'static str, entered: &Entered<'_>, tuning: &Tuning) -> Result<&List> {
         let sys = |error| failed(op, error);
-        let at = self.next;
-        self.next = (at + 1) % LISTS;
-        if at == self.lists.len() {
+        let ring = &mut self.rings[usize::from(tuning.combined)];
+        let at = ring.next;
+        ring.next = (at + 1) % LISTS;
+        if at == ring.lists.len() {
             let read = entered.event().map_err(sys)?;
-            let start = entered.allocate_host(LIST, HostFlags::default()).map_err(sys)?;
-            self.lists.push(List { start, device: 0, copy: 0, read });
-            self.lists[at].device = entered.device_address(start).map_err(sys)?;
+            let flags = HostFlags { write_combined: tuning.combined, ..HostFlags::default() };
+            let start = entered.allocate_host(LIST, flags).map_err(sys)?;
+            ring.lists.push(List { start, device: 0, copy: 0, read });
+            ring.lists[at].device = entered.device_address(start).map_err(sys)?;
         }
-        let list = &mut self.lists[at];
-        if upload && list.copy == 0 {
+        let list = &mut ring.lists[at];
+        if tuning.upload && list.copy == 0 {
             list.copy = entered.allocate(LIST).map_err(sys)?;
         }
         let until = Instant::now() + LIMIT;
@@ -97,7 +109,12 @@ impl Lane {
             }
             std::thread::yield_now();
         }
-        Ok(at)
+        Ok(list)
+    }
+
+    /// Makes the first list, which a copy would make otherwise.
+    pub(super) fn prepare(&mut self, op: &'static str, entered: &Entered<'_>) -> Result<()> {
+        self.list(op, entered, &Tuning::default()).map(drop)
     }
 
     /// Starts copies of all runs, one after the other.
@@ -137,8 +154,10 @@ impl Lane {
         let mut open = None;
         let (mut one_length, mut most) = (true, tuning.first.max(1));
         while rest.len() > 0 || open.is_some() {
-            let at = self.list(op, entered, tuning.upload)?;
-            let start = self.lists[at].start;
+            let list = ptr::from_ref(self.list(op, entered, tuning)?);
+            // SAFETY: the ring keeps its lists where they are until it makes another, which is in the next turn.
+            let list = unsafe { &*list };
+            let start = list.start;
             let mut said = None;
             if one_length {
                 // SAFETY: the list's memory is this lane's, zeroed or written before, and the GPU has read what it held.
@@ -162,30 +181,90 @@ impl Lane {
             };
             most = LIST;
             // SAFETY: the list says the caller's runs; the rest is the caller's promise.
-            unsafe { self.launch(op, entered, kernel, at, shape, used, tuning)? };
+            unsafe { self.launch(op, entered, kernel, list, shape, [0, 0], used, tuning)? };
         }
         Ok(())
     }
 
-    /// Launches over one list.
+    /// Starts the kernel over blocks of one length, by their indices. Both lists are in bounds and equally long.
+    ///
+    /// # Safety
+    /// As for [`Gpu::copy`].
+    #[allow(clippy::too_many_arguments, reason = "two sides, and how")]
+    pub(super) unsafe fn by_index(
+        &mut self,
+        op: &'static str,
+        entered: &Entered<'_>,
+        kernel: &Function,
+        sides: [&Blocks<'_>; 2],
+        count: usize,
+        len: u64,
+        tuning: &Tuning,
+    ) -> Result<()> {
+        let unit =
+            if tuning.unit == 0 { list::longest_unit(len.saturating_mul(count as u64)) } else { tuning.unit };
+        let (parts_log2, part) = list::parts(len, unit);
+        // As many as have room on both sides and whose units can be counted.
+        let most = (LIST / PAIR).min(1 << (31 - parts_log2).min(30));
+        let mut done = 0;
+        while done < count {
+            let room = if done == 0 { tuning.first.clamp(1, most) } else { most };
+            let now = (count - done).min(room);
+            let list = ptr::from_ref(self.list(op, entered, tuning)?);
+            // SAFETY: the ring keeps its lists where they are until it makes another, which is in the next turn.
+            let list = unsafe { &*list };
+            let mut places = [0, 0];
+            let mut bases = [0, 0];
+            let mut used = 0;
+            for (at, side) in sides.into_iter().enumerate() {
+                // SAFETY: two times `now` indices have room in the list, which is this lane's and which the GPU has read.
+                let into = unsafe { slice::from_raw_parts_mut(start_at(list, used), now) };
+                let written = side.indices.write(done, into);
+                bases[at] = if written { side.base } else { side.base + done as u64 * side.step };
+                if written {
+                    places[at] = used as u64 + 1;
+                    used += now * size_of::<u32>();
+                }
+            }
+            let shape = Shape {
+                units: (now as u32) << parts_log2,
+                from: bases[0],
+                to: bases[1],
+                len,
+                parts_log2,
+                part,
+                scale_log2: 0,
+                form: Form::Indices,
+                steps: sides.map(|side| side.step),
+            };
+            // SAFETY: the indices are in bounds, and what they name is the caller's promise.
+            unsafe { self.launch(op, entered, kernel, list, shape, places, used, tuning)? };
+            done += now;
+        }
+        Ok(())
+    }
+
+    /// Launches over one list. `places` are where in it the indices of each side begin, plus one; 0 for none.
     ///
     /// # Safety
     /// As for [`Gpu::copy`], for the runs that the list says.
     #[allow(clippy::too_many_arguments, reason = "one launch is all of these")]
     unsafe fn launch(
-        &mut self,
+        &self,
         op: &'static str,
         entered: &Entered<'_>,
         kernel: &Function,
-        at: usize,
+        list: &List,
         shape: Shape,
+        places: [u64; 2],
         used: usize,
         tuning: &Tuning,
     ) -> Result<()> {
         if shape.units == 0 {
             return Ok(());
         }
-        let list = &self.lists[at];
+        // What was written around the cache is there before the GPU is told.
+        fence(Ordering::SeqCst);
         let run = || {
             let mut place = list.device;
             if tuning.upload {
@@ -197,10 +276,14 @@ impl Lane {
                 0 => per_block(shape.units, self.gpu.multiprocessors),
                 chosen => chosen.min(THREADS),
             };
-            let Shape { units, from, to, len, parts_log2, part, scale_log2, listed } = shape;
-            let listed = u32::from(listed);
-            let mut arguments: [*mut c_void; 10] = [
-                argument(&place),
+            let [first, second] = match shape.form {
+                Form::Indices => places.map(|at| if at == 0 { 0 } else { place + at - 1 }),
+                _ => [place, 0],
+            };
+            let Shape { units, from, to, len, parts_log2, part, scale_log2, form, steps } = shape;
+            let form = form as u32;
+            let mut arguments: [*mut c_void; 13] = [
+                argument(&first),
                 argument(&units),
                 argument(&from),
                 argument(&to),
@@ -209,7 +292,10 @@ impl Lane {
                 argument(&part),
                 argument(&scale_log2),
                 argument(&per_block),
-                argument(&listed),
+                argument(&form),
+                argument(&second),
+                argument(&steps[0]),
+                argument(&steps[1]),
             ];
             let blocks = units.div_ceil(per_block);
             // BYTES MOVE HERE
@@ -219,6 +305,10 @@ impl Lane {
         };
         run().map_err(|error| failed(op, error))
     }
+}
+
+fn start_at<T>(list: &List, offset: usize) -> *mut T {
+    list.start.wrapping_add(offset).cast()
 }
 
 fn argument<T>(value: &T) -> *mut c_void {
@@ -239,7 +329,7 @@ impl Drop for Lane {
         }
         let Ok(entered) = self.gpu.enter("close a lane") else { return };
         // Freeing waits for the GPU. Where it refuses, the memory stays until the process ends.
-        for list in self.lists.drain(..) {
+        for list in self.rings.iter_mut().flat_map(|ring| ring.lists.drain(..)) {
             // SAFETY: the lane's own memory; the driver waits until the GPU has read it.
             unsafe {
                 let _ = entered.cuda().free_host(list.start);

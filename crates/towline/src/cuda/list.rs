@@ -1,4 +1,5 @@
 //! The list of runs as the copy kernel reads it: as short as the runs allow. Pure.
+#![allow(unsafe_code, reason = "calls a function that needs a processor's feature, after asking for it")]
 
 use super::copy::Run;
 
@@ -22,7 +23,46 @@ pub(super) struct Shape {
     pub(super) parts_log2: u32,
     pub(super) part: u64,
     pub(super) scale_log2: u32,
-    pub(super) listed: bool,
+    pub(super) form: Form,
+    /// How far apart blocks lie, for indices.
+    pub(super) steps: [u64; 2],
+}
+
+/// In which form a list is, by the kernel's numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Form {
+    #[default]
+    Pairs = 0,
+    Triples = 1,
+    Indices = 2,
+}
+
+/// Into how many parts runs of that length are cut, as a power of two, and how long these are.
+///
+/// Parts of one run are equal but for the last, so that a unit's start is a product. Sixteen keeps them aligned.
+pub(super) fn parts(len: u64, unit: u64) -> (u32, u64) {
+    let parts_log2 = len.div_ceil(unit).next_power_of_two().ilog2();
+    (parts_log2, len.div_ceil(1 << parts_log2).next_multiple_of(16))
+}
+
+/// The largest of some indices; 0 where there are none. Runs at the speed of memory: it stands before every copy of blocks.
+pub(super) fn largest(indices: &[u32]) -> u32 {
+    #[inline(always)]
+    fn plainly(indices: &[u32]) -> u32 {
+        indices.iter().fold(0, |largest, index| largest.max(*index))
+    }
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2")]
+        fn widely(indices: &[u32]) -> u32 {
+            plainly(indices)
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the processor was asked.
+            return unsafe { widely(indices) };
+        }
+    }
+    plainly(indices)
 }
 
 /// How long a unit of work may be, a power of two, where `bytes` are moved in all.
@@ -44,12 +84,10 @@ pub(super) fn uniform(
         .map(|count| (count, 4))
         .or_else(|| pairs::<0>(runs, first, into).map(|count| (count, 0)));
     let (count, scale_log2) = written?;
-    // Parts of one run are equal but for the last, so that a unit's start is a product. The 16 keeps them aligned.
-    let parts_log2 = first.len.div_ceil(unit).next_power_of_two().ilog2();
-    let part = (first.len.div_ceil(1 << parts_log2)).next_multiple_of(16);
+    let (parts_log2, part) = parts(first.len, unit);
     let units = u32::try_from((count as u64) << parts_log2).ok()?;
     let Run { from, to, len } = first;
-    Some((count, Shape { units, from, to, len, parts_log2, part, scale_log2, listed: false }))
+    Some((count, Shape { units, from, to, len, parts_log2, part, scale_log2, ..Shape::default() }))
 }
 
 /// Writes the offsets from the first run; `None` where a run does not fit. Nothing is decided before the end: without
@@ -92,7 +130,7 @@ pub(super) fn listed(
             *open = Some(Run { from: run.from + len, to: run.to + len, len: run.len - len });
         }
     }
-    Shape { units, listed: true, ..Shape::default() }
+    Shape { units, form: Form::Triples, ..Shape::default() }
 }
 
 #[cfg(test)]
@@ -107,7 +145,7 @@ mod tests {
     fn units(shape: &Shape, pairs: &[[i32; 2]], triples: &[[u64; 3]]) -> Vec<Run> {
         (0..shape.units)
             .map(|unit| {
-                if shape.listed {
+                if shape.form == Form::Triples {
                     let [from, to, len] = triples[unit as usize];
                     return Run { from, to, len };
                 }
@@ -158,6 +196,19 @@ mod tests {
         }
         let near = [Run { from: 5, to: 0, len: 8 }, Run { from: 4, to: 9, len: 8 }];
         assert_eq!(uniform(near.into_iter(), &mut pairs, 4096).unwrap().1.scale_log2, 0);
+    }
+
+    #[test]
+    fn the_largest_index_is_found_wherever_it_is() {
+        assert_eq!(largest(&[]), 0);
+        for len in [1, 7, 8, 33, 1000] {
+            let mut list = vec![5u32; len];
+            list[len - 1] = u32::MAX;
+            assert_eq!(largest(&list), u32::MAX);
+            list[len - 1] = 4;
+            list[len / 2] = 6;
+            assert_eq!(largest(&list), 6);
+        }
     }
 
     #[test]
