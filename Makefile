@@ -3,7 +3,7 @@ CARGO_TARGET_DIR ?= target
 FUZZ_SECONDS ?= 60
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test lint test-unit test-loom test-forced-tcp python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
+.PHONY: help demo test lint test-unit test-loom test-forced-tcp test-rdma python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-unit        only the tests of the workspace"
 	@echo "make test-loom        only the memory-ordering tests, under loom"
 	@echo "make test-forced-tcp  the laws again, with every other path forbidden"
+	@echo "make test-rdma        the path nixl over RDMA: boots a guest whose kernel has an RDMA device in software"
 	@echo "make python           build the Python package into .venv, check its types and test it"
 	@echo "make torch            test the Python package with real tensors, in .venv-torch"
 	@echo "make docs             build the documentation site into $(CARGO_TARGET_DIR)/site"
@@ -43,6 +44,10 @@ test-loom:
 # TOWLINE_TEST_FORCE=tcp cargo test -p towline-testkit --test laws
 test-forced-tcp:
 	scripts/test.sh forced-tcp
+
+# Needs QEMU, and a few hundred MB under target/; skipped with the reason where that cannot be had.
+test-rdma:
+	scripts/test.sh rdma
 
 python:
 	TOWLINE_REQUIRE=python scripts/test.sh python

@@ -1,5 +1,6 @@
 //! `towline bench`: every path beside the limit of the machine, measured in turns in the same run.
 
+mod against;
 mod bed;
 pub(crate) mod comm;
 mod contacts;
@@ -56,6 +57,11 @@ limit of a row is the same transfer in Rust, over the same memory, in turns:
   py-64m, py-64m-transfer     64 MiB by an operation, and by a transfer
   py-81920x4k                 blocks by index arrays
 
+With --against nixl every shape is measured by the path nixl, by NIXL's own Python API (an interpreter with the wheel and numpy:
+.venv/bin/python, or python3), by the embedded path of the same kind and by the machine, in turns, for three settings of UCX.
+NIXL runs without its progress thread, which only takes time from transfers; notify and idle compare with that thread,
+as it is by default.
+
 comm measures groups of 2 and 4 rank processes on this host. Where there are enough cores, each rank has its own.
 Times of a call are those of the slowest rank. Peers take their turns between ours, where they are installed:
   put-signal-8b     8 bytes and a signal, waited for, there and back; beside a flag in shared memory that two
@@ -107,6 +113,9 @@ pub(crate) struct Options {
     /// At least this many rounds of each row
     #[arg(long, value_name = "ROUNDS", value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: Option<u32>,
+    /// Measure another engine beside ours, in one run: the same shapes by its own interface and through ours
+    #[arg(long, value_name = "ENGINE", conflicts_with_all = ["subject", "blocks", "block_size", "op", "path", "python"])]
+    against: Option<against::Against>,
     /// List the rows instead of measuring them
     #[arg(long)]
     list: bool,
@@ -133,6 +142,9 @@ impl Options {
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     if options.python {
         return python::run(options, output);
+    }
+    if let Some(against::Against::Nixl) = options.against {
+        return against::run(options, output);
     }
     if options.subject == Some(Subject::Comm) {
         return comm::run(options, output);
@@ -163,7 +175,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         failures: Vec::new(),
         progress: progress(output, cases.len() + costs.len()),
     };
-    for path in Path::ALL {
+    for path in Path::ALL.into_iter().chain([Path::Nixl]) {
         let mine: Vec<_> = cases.iter().filter(|case| case.path == path).collect();
         if !mine.is_empty() {
             transfers::run(&mut session, path, &mine);

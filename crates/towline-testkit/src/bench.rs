@@ -17,8 +17,12 @@ use crate::oracle::Stamp;
 /// The variable that forces one path for every law.
 const FORCE: &str = "TOWLINE_TEST_FORCE";
 
-/// The limit without progress in laws; their watchdog waits ten times as long.
-pub const STALL: Duration = Duration::from_secs(5);
+/// The limit without progress in laws; their watchdog waits ten times as long. Built with `TOWLINE_TEST_SLOW` in the environment, it
+/// is long enough for an emulated machine.
+pub const STALL: Duration = Duration::from_secs(match option_env!("TOWLINE_TEST_SLOW") {
+    Some(_) => 60,
+    None => 5,
+});
 
 /// Whether owner and user are two processes or one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,6 +45,8 @@ pub struct Bench {
     pub user: Endpoint,
     /// What allows that path only (and, where it cannot do everything, the one that helps it out).
     pub routing: Routing,
+    /// Whether a transfer that has ended is always quiet.
+    pub quiet_at_end: bool,
 }
 
 impl Bench {
@@ -60,15 +66,17 @@ impl Bench {
         if let Probe::Missing { reason, .. } = &info.probe {
             return Err(reason.clone());
         }
-        let path = info.name;
+        let (path, quiet_at_end) = (info.name, info.quiet_at_end);
         let owner = Owner::open("owner", setting, "");
         let routing = routing(path);
         let user = options("user").routing(routing.clone()).open().unwrap();
-        let bench = Bench { path, setting, owner, user, routing };
+        let bench = Bench { path, setting, owner, user, routing, quiet_at_end };
         match bench.try_path() {
             Ok(()) => Ok(bench),
             // A container may forbid what the machine could do.
-            Err(error) if error.kind() == Kind::Unavailable && path == "cma" => Err(error.to_string()),
+            Err(error) if error.kind() == Kind::Unavailable && matches!(path, "cma" | "nixl") => {
+                Err(error.to_string())
+            }
             Err(error) => panic!("no bench for {path}: {error}"),
         }
     }
@@ -122,6 +130,16 @@ impl Bench {
         local
     }
 
+    /// A transfer has ended: from now on the local memory is the caller's again.
+    pub fn settle(&self, transfer: &towline::Transfer) {
+        assert!(transfer.is_done());
+        if self.quiet_at_end {
+            assert!(transfer.quiet(), "a transfer that has ended is quiet on {}", self.path);
+        }
+        assert!(transfer.wait_quiet(STALL * 2), "the engine does not let go");
+        assert!(transfer.quiet());
+    }
+
     /// The other paths on which the same owner can be reached, with their routing.
     pub fn all_paths(&self) -> Vec<Routing> {
         let all = match self.setting {
@@ -143,10 +161,10 @@ pub fn forced() -> Option<String> {
     std::env::var(FORCE).ok().filter(|path| !path.is_empty())
 }
 
-/// What allows that path only. `cma` cannot do atomics and reductions: the stream helps it out.
+/// What allows that path only. `cma` and `nixl` cannot do atomics and reductions: the stream helps them out.
 pub fn routing(path: &str) -> Routing {
     let routing = Routing::default().require(path).unwrap();
-    if path == "cma" { routing.require("unix").unwrap() } else { routing }
+    if matches!(path, "cma" | "nixl") { routing.require("unix").unwrap() } else { routing }
 }
 
 /// The user's side of what became of a request, however it ended.

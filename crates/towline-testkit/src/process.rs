@@ -86,6 +86,13 @@ impl Process {
         Process::start_by(Command::new(worker_path()), name)
     }
 
+    /// Starts a worker with these variables in its environment.
+    pub fn start_with(name: &str, variables: &[(&str, &str)]) -> Process {
+        let mut command = Command::new(worker_path());
+        command.envs(variables.iter().copied());
+        Process::start_by(command, name)
+    }
+
     /// Starts a worker in a network namespace.
     pub fn start_in(namespace: &str, name: &str) -> Process {
         let mut command = Command::new("ip");

@@ -17,8 +17,8 @@ use std::thread;
 use std::time::Duration;
 
 use towline::{
-    Access, DiskStorage, Endpoint, Error, Kind, Layout, Limits, OffsetBuffer, Pinned, Registered, Remote,
-    Routing, SharedStorage, Storage, SystemStorage, Ticket,
+    Access, DiskStorage, Endpoint, Error, Kind, Layout, Limits, NixlOptions, NixlPrefer, OffsetBuffer,
+    Pinned, Registered, Remote, Routing, SharedStorage, Storage, SystemStorage, Ticket,
 };
 
 pub use self::pinning::play;
@@ -191,6 +191,12 @@ impl Worker {
                 let stats = self.endpoint()?.stats();
                 said(format!("{} {} {} {}", stats.regions, stats.parked.0, stats.parked.1, stats.refused))
             }
+            "stats-nixl" => {
+                let nixl = self.endpoint()?.stats().nixl;
+                said(nixl.map_or("none".to_owned(), |nixl| {
+                    format!("{} {} {} {}", nixl.registered, nixl.peers, nixl.in_flight, nixl.unquiet)
+                }))
+            }
             "close" => {
                 self.endpoint()?.close();
                 said("")
@@ -278,6 +284,11 @@ impl Worker {
                 "listen" => options.listen(value.parse().map_err(|_| bad(format!("{key}={value}")))?),
                 "require" => options.routing(requiring(value)?),
                 "lanes" => options.lanes(number()? as usize),
+                "nixl" => options.nixl(NixlOptions::default().prefer(match value {
+                    "never" => NixlPrefer::Never,
+                    "always" => NixlPrefer::Always,
+                    _ => NixlPrefer::WhenBetter,
+                })),
                 _ => return Err(bad(format!("no option is called {key}"))),
             };
         }

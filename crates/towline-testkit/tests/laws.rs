@@ -36,6 +36,8 @@ towline_testkit::each_law!(suite!(mapped_between_processes "mapped" TwoProcesses
 towline_testkit::each_law!(suite!(cma_between_processes "cma" TwoProcesses));
 towline_testkit::each_law!(suite!(unix_between_processes "unix" TwoProcesses));
 towline_testkit::each_law!(suite!(tcp_between_processes "tcp" TwoProcesses));
+towline_testkit::each_law!(suite!(nixl "nixl" OneProcess));
+towline_testkit::each_law!(suite!(nixl_between_processes "nixl" TwoProcesses));
 
 /// No runtime is imposed: it works under tokio as it does without it.
 fn under_tokio(bench: &Bench) {

@@ -65,4 +65,5 @@ pub use region::{Patience, RegisterError, Registered, RegisteredView, Span, Stil
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
 pub use transfer::{BlockFailure, Limits, Transfer};
+pub use transport::nixl::{NixlOptions, NixlPrefer, NixlStats};
 pub use transport::{Capabilities, PathInfo, Probe, paths};

@@ -15,7 +15,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(crate) use self::core::{ParkingLot, RegionCore, RegionUse};
+pub(crate) use self::core::{Borrower, ParkingLot, RegionCore, RegionUse};
 pub(crate) use self::peers::PeerPins;
 pub use self::signal::Patience;
 pub(crate) use self::signal::{raise, ring};

@@ -52,6 +52,11 @@ impl Routing {
         self
     }
 
+    /// Whether that path is required by name.
+    pub(crate) fn requires(&self, path: &str) -> bool {
+        self.require.contains(&path)
+    }
+
     /// Why that path is not allowed; `None` when it is.
     pub(crate) fn refusal(&self, path: &str, enforced: bool) -> Option<String> {
         if self.forbid.contains(&path) {
@@ -147,7 +152,8 @@ pub(crate) struct Routes {
 
 impl Routes {
     /// Asks every transport, in order of preference.
-    pub(crate) fn find(offer: &Offer<'_>, routing: &Routing) -> Result<Routes> {
+    pub(crate) fn find(offer: &Offer<'_>) -> Result<Routes> {
+        let routing = offer.routing;
         let mut usable: Vec<Arc<dyn Attachment>> = Vec::new();
         let mut candidates = Vec::new();
         for transport in TRANSPORTS {
@@ -156,9 +162,10 @@ impl Routes {
                 None => match transport.attach(offer) {
                     Ok(attachment) => {
                         let first = usable.is_empty();
+                        let detail = attachment.detail();
                         usable.push(attachment);
                         if first {
-                            (Verdict::Taken, transport.summary().to_owned())
+                            (Verdict::Taken, detail.unwrap_or_else(|| transport.summary().to_owned()))
                         } else {
                             (Verdict::Possible, "a better path is taken".to_owned())
                         }

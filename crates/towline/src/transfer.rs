@@ -11,7 +11,7 @@ use std::fmt;
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
@@ -220,14 +220,24 @@ impl Transfer {
 
     /// Whether nothing of this transfer can touch the local memory any more.
     ///
-    /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done).
+    /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done). NIXL cannot
+    /// stop what it has begun: there a transfer that was cancelled, ran out of time or lost its peer may end before it is
+    /// quiet. Its memory on both sides then stays registered, and is parked where it is dropped, until NIXL has let go.
     pub fn quiet(&self) -> bool {
-        self.is_done()
+        match &self.0 {
+            Repr::Done(_) => true,
+            Repr::Live(core) => core.end().is_some() && core.noise.load(Ordering::Acquire) == 0,
+        }
     }
 
     /// Waits for at most that long until nothing can touch the local memory any more.
     pub fn wait_quiet(&self, time: Duration) -> bool {
-        self.wait_for(time).is_some()
+        let until = progress::later(Instant::now(), time);
+        match &self.0 {
+            Repr::Done(_) => true,
+            Repr::Live(_) if fork::in_child() => false,
+            Repr::Live(core) => core.wait(Some(until)).is_some() && core.wait_quiet(until),
+        }
     }
 
     /// The blocks that failed and why; empty when all went well or while it is in flight.
@@ -306,6 +316,8 @@ pub(crate) struct TransferCore {
     peer: Arc<str>,
     span: tracing::Span,
     stopped: AtomicBool,
+    /// How many requests an engine has not let go of: the local memory stays pinned until there is none.
+    noise: AtomicUsize,
     timer: OnceLock<TimerId>,
     /// What a caller that waits can do meanwhile.
     help: OnceLock<Weak<dyn Help>>,
@@ -373,6 +385,7 @@ impl TransferCore {
             peer: parts.peer,
             span,
             stopped: AtomicBool::new(false),
+            noise: AtomicUsize::new(0),
             timer: OnceLock::new(),
             help: OnceLock::new(),
             inner: Mutex::new(Inner {
@@ -477,9 +490,7 @@ impl TransferCore {
                 _ => return,
             }
         };
-        if let Some(local) = &self.local {
-            local.release();
-        }
+        self.release_quiet();
         if let (Some(timer), Ok(reactor)) = (self.timer.get(), progress::reactor()) {
             reactor.cancel(*timer);
         }
@@ -495,6 +506,41 @@ impl TransferCore {
         };
         self.ended.notify_all();
         wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// An engine has begun something that it may not let go of in time. Before the unit's report.
+    pub(crate) fn engaged(&self) {
+        self.noise.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// It has let go: nothing of that touches the local memory any more. Before the unit's report, unless that came early.
+    pub(crate) fn let_go(&self) {
+        if self.noise.fetch_sub(1, Ordering::AcqRel) == 1 && lock(&self.inner).state.ended().is_some() {
+            self.release_quiet();
+            drop(lock(&self.inner));
+            self.ended.notify_all();
+        }
+    }
+
+    /// Gives the local memory back, once nothing touches it.
+    fn release_quiet(&self) {
+        if let Some(local) = &self.local
+            && self.noise.load(Ordering::Acquire) == 0
+        {
+            local.release();
+        }
+    }
+
+    fn wait_quiet(&self, until: Instant) -> bool {
+        let mut inner = lock(&self.inner);
+        while self.noise.load(Ordering::Acquire) > 0 {
+            let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+            else {
+                return false;
+            };
+            inner = self.ended.wait_timeout(inner, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+        true
     }
 
     /// How it ended; in a forked child, where its locks may never open again, the reason for that.

@@ -20,6 +20,7 @@ pub(crate) mod cma;
 pub(crate) mod direct;
 pub(crate) mod inproc;
 pub(crate) mod mapped;
+pub(crate) mod nixl;
 pub(crate) mod tcp;
 
 use std::fmt;
@@ -30,7 +31,8 @@ use std::sync::Arc;
 use crate::endpoint::EndpointCore;
 use crate::identity::Identity;
 use crate::layout::{Piece, Plan};
-use crate::region::{PeerPins, RegionCore};
+use crate::region::{PeerPins, RegionCore, RegionUse};
+use crate::route::Routing;
 use crate::ticket::Claims;
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::direct::Held;
@@ -39,8 +41,8 @@ use crate::wire::Grant;
 use crate::{Error, Kind, Result};
 
 /// Every transport, the preferred ones first.
-pub(crate) static TRANSPORTS: [&dyn Transport; 5] =
-    [&inproc::InProc, &mapped::Mapped, &cma::Cma, &tcp::Unix, &tcp::Tcp];
+pub(crate) static TRANSPORTS: [&dyn Transport; 6] =
+    [&inproc::InProc, &mapped::Mapped, &cma::Cma, &nixl::NixlPath, &tcp::Unix, &tcp::Tcp];
 
 /// What a path can do.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -116,6 +118,8 @@ pub(crate) struct Offer<'a> {
     pub(crate) endpoint: &'a Arc<EndpointCore>,
     pub(crate) owner: Owner<'a>,
     pub(crate) grant: &'a Grant,
+    /// What the caller allows.
+    pub(crate) routing: &'a Routing,
 }
 
 /// What a peer asks of an owner about one of its grants, so that it can take a path.
@@ -129,9 +133,45 @@ pub(crate) struct Question<'a> {
 }
 
 /// An answer, and the descriptors that go with it.
+#[derive(Default)]
 pub(crate) struct Told {
     pub(crate) answer: Vec<u8>,
     pub(crate) files: Vec<OwnedFd>,
+    /// At the owner: from now on the peer reaches the region by itself.
+    pub(crate) loan: Option<Arc<dyn Loan>>,
+}
+
+/// At the owner: a region that a peer reaches by itself.
+pub(crate) trait Loan: Send + Sync {
+    /// Whether the peer pins the region while something is under way. Where it does not, taking the region back asks it to let
+    /// go, and waits for that.
+    fn pinned(&self) -> bool;
+
+    /// The session has ended before the peer had let go: calls back once the peer reaches the memory no more.
+    fn orphaned(&self, back: Box<dyn FnOnce() + Send>);
+}
+
+/// At the peer: who reaches a region by itself.
+pub(crate) trait Borrowing: Send + Sync {
+    /// The owner wants it back: nothing new begins, and the owner is told once nothing is under way. On the event loop.
+    fn recalled(self: Arc<Self>);
+
+    /// Whether nothing is under way.
+    fn is_idle(&self) -> bool;
+}
+
+/// What became of a request that was begun in the calling thread.
+pub(crate) enum Begun {
+    /// It has ended.
+    Ended(Result<Option<u64>>),
+    /// It goes on by itself. Dropped, it goes on all the same, and nobody learns how it ended.
+    Going(Box<dyn Going>),
+}
+
+/// A request that goes on by itself.
+pub(crate) trait Going {
+    /// Reports to that transfer, which has one unit.
+    fn report_to(self: Box<Self>, transfer: &Arc<TransferCore>);
 }
 
 /// One way of moving bytes.
@@ -152,6 +192,16 @@ pub(crate) trait Transport: Send + Sync {
     /// compromised peer too; otherwise they hold between cooperating processes.
     fn enforced(&self) -> bool;
 
+    /// Whether a transfer is quiet when it has ended, however it ended.
+    fn quiet_at_end(&self) -> bool {
+        true
+    }
+
+    /// Whether [`attach`](Self::attach) would block for that offer: asks the owner, or loads a library. Quick.
+    fn blocks(&self, _offer: &Offer<'_>) -> bool {
+        false
+    }
+
     /// Binds this way to one granted region. The error says why it is not a candidate.
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>>;
 
@@ -162,6 +212,11 @@ pub(crate) trait Transport: Send + Sync {
 
     /// At the owner: whether a peer should ask about that region. Called with every grant, so it is quick.
     fn offers(&self, _region: &RegionCore) -> bool {
+        false
+    }
+
+    /// At the owner: takes a word that asks for nothing and gives nothing; false where it is a question. Quick.
+    fn hears(&self, _region: &RegionCore, _words: &[u8]) -> bool {
         false
     }
 
@@ -180,6 +235,13 @@ pub(crate) fn offers(region: &RegionCore) -> u8 {
         .fold(0, |all, one: u8| all | one)
 }
 
+/// Whether finding the ways to that region would block.
+pub(crate) fn blocks(offer: &Offer<'_>) -> bool {
+    let allowed =
+        |transport: &dyn Transport| offer.routing.refusal(transport.name(), transport.enforced()).is_none();
+    TRANSPORTS.into_iter().any(|transport| allowed(transport) && transport.blocks(offer))
+}
+
 /// The path that a peer asks about.
 pub(crate) fn numbered(number: u8) -> Result<&'static dyn Transport> {
     TRANSPORTS
@@ -193,6 +255,26 @@ pub(crate) fn numbered(number: u8) -> Result<&'static dyn Transport> {
 pub(crate) trait Attachment: Send + Sync {
     /// The way it belongs to.
     fn transport(&self) -> &'static dyn Transport;
+
+    /// What the path runs on here, for explanations.
+    fn detail(&self) -> Option<String> {
+        None
+    }
+
+    /// Begins a small request in the calling thread and stays with it for a moment; `None` leaves it to
+    /// [`run_now`](Self::run_now). `base` is the address, within the local region, that the pieces' local offsets are
+    /// relative to.
+    fn begin(
+        &self,
+        _op: Op,
+        _local: &RegionUse,
+        _base: usize,
+        _pieces: &[Piece],
+        _bytes: u64,
+        _after: &After,
+    ) -> Option<Begun> {
+        None
+    }
 
     /// Runs a small request in the calling thread, where that is the fastest; `None` leaves it to
     /// [`start`](Self::start). `local` is the address that the pieces' local offsets are relative to.
@@ -240,6 +322,8 @@ pub struct PathInfo {
     pub capabilities: Capabilities,
     /// Whether the owner checks every access on it.
     pub enforced: bool,
+    /// Whether a transfer is quiet when it has ended, however it ended.
+    pub quiet_at_end: bool,
     /// Whether it works on this machine.
     pub probe: Probe,
 }
@@ -253,6 +337,7 @@ pub fn paths() -> Vec<PathInfo> {
             summary: transport.summary(),
             capabilities: transport.capabilities(),
             enforced: transport.enforced(),
+            quiet_at_end: transport.quiet_at_end(),
             probe: transport.probe(),
         })
         .collect()

@@ -18,8 +18,8 @@ mod tests;
 pub use contact::{Bye, Cancel, Held, Hello, KeyRef, Ping, Pong, Prove, Ready, Refuse, Welcome};
 pub use error::{MAX_ERROR, WireError};
 pub use grant::{
-    Ask, Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, MAX_TOLD, OperationId, Release, SegmentRef,
-    Told, Unmap,
+    Ask, Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, MAX_TOLD, OperationId, Recall, Release,
+    SegmentRef, Told, Unmap,
 };
 pub use message::Message;
 pub use transfer::{
@@ -76,6 +76,8 @@ pub enum FrameKind {
     Ask = 20,
     /// The answer.
     Told = 21,
+    /// The owner wants a region back that a path of the peer still reaches by itself.
+    Recall = 22,
     /// A request for bytes.
     Read = 32,
     /// The bytes.
@@ -106,11 +108,11 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// Every kind, by number.
-    pub const ALL: [FrameKind; 25] = {
+    pub const ALL: [FrameKind; 26] = {
         use FrameKind::*;
         [
-            Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Ask, Told, Read,
-            Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
+            Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Ask, Told, Recall,
+            Read, Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
         ]
     };
 

@@ -70,7 +70,7 @@ impl Bed {
                 let storage: Arc<dyn Storage> = Arc::clone(region.storage()) as _;
                 Ok(Far::Memory(RawMemory::Storage(storage)))
             }
-            Owner::There { addr, bytes, .. } if self.path == Path::Cma => {
+            Owner::There { addr, bytes, .. } if matches!(self.path, Path::Cma | Path::Nixl) => {
                 Ok(Far::Process { pid: self.worker.pid(), addr: *addr, len: *bytes })
             }
             Owner::There { file, bytes, .. } => {

@@ -13,6 +13,8 @@ pub(crate) enum Path {
     Cma,
     Unix,
     Tcp,
+    /// Not measured unless named: it needs NIXL
+    Nixl,
 }
 
 impl Path {
@@ -25,6 +27,7 @@ impl Path {
             Path::Cma => "cma",
             Path::Unix => "unix",
             Path::Tcp => "tcp",
+            Path::Nixl => "nixl",
         }
     }
 
@@ -45,7 +48,7 @@ impl Path {
     pub(super) fn against(self) -> &'static str {
         match self {
             Path::Inproc | Path::Mapped => "memcpy",
-            Path::Cma => "process_vm",
+            Path::Cma | Path::Nixl => "process_vm",
             Path::Unix => "bare unix socket",
             Path::Tcp => "bare tcp socket",
         }
@@ -122,7 +125,8 @@ const SHAPES: [Shape; 18] = [
 /// The rows that the options ask for, reads before writes: a write leaves other bytes at the owner.
 pub(super) fn cases(options: &Options) -> Vec<Case> {
     let mut cases = Vec::new();
-    for path in Path::ALL.into_iter().filter(|path| options.path.is_none_or(|only| only == *path)) {
+    let paths = options.path.map_or(Path::ALL.to_vec(), |only| vec![only]);
+    for path in paths {
         for op in Op::BOTH.into_iter().filter(|op| options.op.is_none_or(|only| only == *op)) {
             if options.blocks.is_some() || options.block_size.is_some() {
                 // Without a direction, a shape of one's own is read.

@@ -1,5 +1,6 @@
 //! The engines of others that are loaded where they are installed.
 
+use towline::Probe;
 use towline::nixl::{Availability, availability};
 
 use super::{Check, Status};
@@ -14,6 +15,16 @@ pub(super) fn check() -> Vec<Check> {
     checks
 }
 
+/// NIXL's version, UCX's modules and settings, and the devices that matter.
+fn runs_on() -> String {
+    let path = towline::paths().into_iter().find(|path| path.name == "nixl");
+    match path.map(|path| path.probe) {
+        Some(Probe::Works(remark)) => remark,
+        Some(Probe::Missing { reason, .. }) => reason,
+        None => String::new(),
+    }
+}
+
 fn nixl(found: Availability) -> Vec<Check> {
     match found {
         Availability::Found { path, origin, version, plugins } => {
@@ -21,7 +32,12 @@ fn nixl(found: Availability) -> Vec<Check> {
             vec![
                 Check::new(GROUP, "nixl", Status::Ok, format!("{version}, {} ({origin})", path.display())),
                 Check::fact(GROUP, "nixl plug-ins", plugins.join(", ")),
-                Check::fact(GROUP, "nixl as a path", "not yet: no transport of this build takes it"),
+                Check::fact(GROUP, "nixl runs on", runs_on()),
+                Check::fact(
+                    GROUP,
+                    "nixl as a path",
+                    "between hosts where both sides have an RDMA device; elsewhere where it is required or preferred",
+                ),
             ]
         }
         Availability::Missing { tried, mend } => {

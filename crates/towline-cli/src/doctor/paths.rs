@@ -24,6 +24,10 @@ pub(super) fn check(checks: &mut Vec<Check>) -> Vec<&'static str> {
     for path in towline::paths() {
         let enforced = if path.enforced { "; the owner checks every access" } else { "" };
         let check = match (&path.probe, &endpoint, &other) {
+            // Nothing here needs it, and the engines say where it was looked for.
+            (Probe::Missing { mend, .. }, ..) if path.name == "nixl" => {
+                Check::new(GROUP, path.name, Status::Note, "NIXL is not there").mend(mend)
+            }
             (Probe::Missing { reason, mend }, ..) => {
                 Check::new(GROUP, path.name, Status::Missing, reason).mend(mend)
             }
@@ -76,6 +80,7 @@ fn mend_between_processes(path: &str) -> &'static str {
         }
         "mapped" => "run both workers as one user in one network namespace, and allow memfd_create",
         "unix" => "run both workers in one network namespace: the socket's name is abstract",
+        "nixl" => "look at what UCX prints with UCX_LOG_LEVEL=info, and at UCX_TLS and UCX_NET_DEVICES",
         "tcp" => "bring up the loopback interface, or name an address by --listen or TOWLINE_LISTEN",
         _ => "",
     }

@@ -115,6 +115,7 @@ pub fn a_cancelled_buffer_can_be_reused(bench: &Bench) {
         std::thread::sleep(random.micros(1500));
         transfer.cancel();
         let ended = transfer.wait_for(STALL).expect("a cancelled transfer ends");
+        bench.settle(&transfer);
         let mine = Stamp::new(3, round);
         mine.fill_storage(local.storage()).unwrap();
         if let Err(error) = ended {
@@ -153,6 +154,7 @@ pub fn blocks_that_failed_are_named_and_the_others_are_right(bench: &Bench) {
             region.deregister(STALL).unwrap();
         }
         let ended = transfer.wait_for(STALL * 2).expect("it ends");
+        bench.settle(&transfer);
         let failures = transfer.failures();
         assert_eq!(ended.is_err(), !failures.is_empty(), "{ended:?} {failures:?}");
         let mut failed = vec![false; count as usize];
@@ -191,6 +193,7 @@ pub fn a_deadline_ends_a_transfer(bench: &Bench) {
             Ok(()) => THEIRS.verify_storage(local.storage(), 0, LARGE).unwrap(),
             Err(error) => assert_eq!(error.kind(), Kind::Timeout, "{error}"),
         }
+        bench.settle(&transfer);
         OURS.fill_storage(local.storage()).unwrap();
         std::thread::sleep(Duration::from_millis(2));
         OURS.verify_storage(local.storage(), 0, LARGE).unwrap();
@@ -209,8 +212,16 @@ pub fn a_deadline_ends_a_transfer(bench: &Bench) {
                 );
             }
         }
-        OURS.fill_storage(local.storage()).unwrap();
-        process.lock().unwrap().resume();
+        // An engine that cannot stop lets go when the peer goes on.
+        if bench.quiet_at_end {
+            bench.settle(&transfer);
+            OURS.fill_storage(local.storage()).unwrap();
+            process.lock().unwrap().resume();
+        } else {
+            process.lock().unwrap().resume();
+            bench.settle(&transfer);
+            OURS.fill_storage(local.storage()).unwrap();
+        }
         // What the peer sends now that it goes on must not land.
         let other = bench.stamped(64, Access::READ, THEIRS);
         let target = bench.local(64);
@@ -279,6 +290,7 @@ pub fn closing_the_user_does_not_wait_for_its_peer(bench: &Bench) {
             Ok(()) => THEIRS.verify_storage(local.storage(), 0, LARGE).unwrap(),
             Err(error) => assert!(matches!(error.kind(), Kind::Canceled | Kind::Stale), "{error}"),
         }
+        bench.settle(&transfer);
         OURS.fill_storage(local.storage()).unwrap();
         outcome(bench.user.read(&bench.import(&region), &bench.local(64)).start()).unwrap();
         OURS.verify_storage(local.storage(), 0, LARGE).unwrap();
@@ -301,6 +313,7 @@ pub fn closing_the_owner_ends_everybodys_use(bench: &Bench) {
         Ok(()) => THEIRS.verify_storage(local.storage(), 0, LARGE).unwrap(),
         Err(error) => assert!(gone.contains(&error.kind()), "{error}"),
     }
+    bench.settle(&transfer);
     OURS.fill_storage(local.storage()).unwrap();
     refused(outcome(bench.user.read(&remote, &local).start()), gone);
     refused(outcome(bench.user.read(&remote, &local).at(0, 0, 8).start()), gone);

@@ -11,8 +11,8 @@ use super::EndpointCore;
 use super::import::{self, Remote};
 use super::operations::Claimer;
 use crate::route::Routing;
-use crate::transport::Owner;
 use crate::transport::tcp::{Imported, Importing, Session, proven};
+use crate::transport::{self, Offer, Owner};
 use crate::wire::{Finish, OperationId};
 use crate::{Error, Kind, Result, Ticket, fork, progress};
 
@@ -165,6 +165,14 @@ impl Wanted {
         session.import(&tickets, Some(self.operation), until)
     }
 
+    /// Whether finding the ways to what was granted would block.
+    fn blocks(&self, imported: &Imported) -> bool {
+        imported.outcomes.iter().flatten().any(|(grant, handle)| {
+            let owner = Owner::There(handle);
+            transport::blocks(&Offer { endpoint: &self.endpoint, owner, grant, routing: &self.routing })
+        })
+    }
+
     fn granted(&self, session: &Arc<Session>, mut imported: Imported) -> Result<Claimed> {
         let any = imported.outcomes.iter().any(Result::is_ok);
         let claim = any.then(|| Claim::new(self.operation, Of::There(Arc::clone(session))));
@@ -207,6 +215,20 @@ impl Future for Claiming {
             Doing::Done(outcome) => outcome.take(),
             Doing::Asked(wanted, session, importing) => match importing.poll(cx) {
                 Poll::Pending => return Poll::Pending,
+                // Finding the ways may take long, and this is a future: a thread does it.
+                Poll::Ready(Ok(imported)) if wanted.blocks(&imported) => {
+                    let (wanted, session) = (wanted.clone(), Arc::clone(session));
+                    let granted = import::on_a_thread(move || wanted.granted(&session, imported));
+                    let mut contacting: Pin<Box<dyn Future<Output = Result<Claimed>> + Send>> =
+                        Box::pin(granted);
+                    match contacting.as_mut().poll(cx) {
+                        Poll::Ready(claimed) => Some(claimed),
+                        Poll::Pending => {
+                            self.0 = Doing::Contacting(contacting);
+                            return Poll::Pending;
+                        }
+                    }
+                }
                 Poll::Ready(imported) => {
                     Some(imported.and_then(|imported| wanted.granted(session, imported)))
                 }

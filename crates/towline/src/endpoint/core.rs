@@ -19,6 +19,7 @@ use crate::route::Routing;
 use crate::sync::lock;
 use crate::ticket::{self, Claims, Reach, RegionKey};
 use crate::transfer::Limits;
+use crate::transport::nixl;
 use crate::transport::tcp::{Listener, Serving, Session};
 use crate::wire::handshake::Secret;
 use crate::{Error, Kind, Result};
@@ -47,6 +48,8 @@ pub(crate) struct EndpointCore {
     pub(crate) operations: Operations,
     pub(crate) parked: ParkingLot,
     pub(crate) counters: AllCounters,
+    /// The agent of NIXL, once a transfer by it was asked for.
+    pub(crate) nixl: nixl::Domain,
     /// Connections to owners, by who is at the other end and over what.
     pub(crate) sessions: Mutex<HashMap<(Incarnation, &'static str), Arc<Session>>>,
     /// Connections of peers that use this endpoint's regions.
@@ -88,6 +91,7 @@ impl EndpointCore {
             operations: Operations::default(),
             parked: ParkingLot::default(),
             counters: AllCounters::default(),
+            nixl: nixl::Domain::new(options.nixl),
             sessions: Mutex::new(HashMap::new()),
             serving: Mutex::new(Vec::new()),
             refused: AtomicU64::new(0),
@@ -285,6 +289,7 @@ impl EndpointCore {
             operations: self.operations.count(),
             parked: self.parked.load(),
             refused: self.refused.load(Ordering::Relaxed),
+            nixl: self.nixl.stats(),
         }
     }
 

@@ -38,7 +38,7 @@ impl Remote {
         peer: &str,
         routing: &Routing,
     ) -> Result<Remote> {
-        let routes = Routes::find(&Offer { endpoint, owner, grant: &grant }, routing)
+        let routes = Routes::find(&Offer { endpoint, owner, grant: &grant, routing })
             .map_err(|error| error.with_peer(peer))?;
         let peer: Arc<str> = peer.into();
         let counters = TRANSPORTS
@@ -314,8 +314,10 @@ fn granted(
 
 /// The ways to the ticket's owner that the caller allows, best first.
 fn media(ticket: &Ticket, routing: &Routing) -> impl Iterator<Item = Medium> {
-    let local = ["mapped", "cma", "unix"].into_iter().any(|path| routing.allows(path));
-    let far = routing.allows("tcp");
+    // NIXL moves the bytes, and the rest goes over a connection of either kind.
+    let nixl = routing.requires("nixl") && routing.allows("nixl");
+    let local = nixl || ["mapped", "cma", "unix"].into_iter().any(|path| routing.allows(path));
+    let far = nixl || routing.allows("tcp");
     ticket.body().reach.iter().filter_map(move |reach| match reach {
         Reach::Unix => local.then_some(Medium::Unix),
         Reach::Tcp(address) => far.then_some(Medium::Tcp(*address)),

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use super::{Endpoint, EndpointCore};
 use crate::route::Routing;
 use crate::transfer::Limits;
+use crate::transport::nixl::NixlOptions;
 use crate::wire::handshake::Secret;
 use crate::{Error, Result, fork};
 
@@ -33,6 +34,7 @@ pub struct EndpointOptions {
     pub(super) routing: Routing,
     pub(super) max_regions: u32,
     pub(super) lanes: usize,
+    pub(super) nixl: NixlOptions,
 }
 
 impl EndpointOptions {
@@ -46,6 +48,7 @@ impl EndpointOptions {
             routing: Routing::default(),
             max_regions: 1 << 20,
             lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
+            nixl: NixlOptions::default(),
         }
     }
 
@@ -89,6 +92,12 @@ impl EndpointOptions {
     /// Sets how many connections a large transfer is spread over, between hosts.
     pub fn lanes(mut self, lanes: usize) -> EndpointOptions {
         self.lanes = lanes.clamp(1, 16);
+        self
+    }
+
+    /// Sets how NIXL is used, where it is used.
+    pub fn nixl(mut self, nixl: NixlOptions) -> EndpointOptions {
+        self.nixl = nixl;
         self
     }
 

@@ -11,8 +11,8 @@ use crate::notify::MAX_MESSAGE;
 use crate::region::Span;
 use crate::route::Routing;
 use crate::transfer::{self, After, Limits, OnEnd, Op, Parts, Signal, Transfer, TransferCore};
-use crate::transport::Capabilities;
 use crate::transport::inproc::file::no_words;
+use crate::transport::{Begun, Capabilities};
 use crate::{Access, Error, Kind, Result, fork};
 
 /// A transfer that has not started yet.
@@ -183,8 +183,19 @@ impl<'a> Request<'a> {
         let base = self.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
         let path = attachment.transport().name();
         let counters = self.remote.counters(path);
-        let ended = if self.by_workers {
-            None
+        let begun = match &local {
+            Some(local) if !self.by_workers => {
+                attachment.begin(self.op, local, base, pieces.as_slice(), bytes, &self.after)
+            }
+            _ => None,
+        };
+        let (ended, going) = match begun {
+            Some(Begun::Ended(ended)) => (Some(ended), None),
+            Some(Begun::Going(going)) => (None, Some(going)),
+            None => (None, None),
+        };
+        let ended = if self.by_workers || ended.is_some() || going.is_some() {
+            ended
         } else {
             // SAFETY: `local` is a use of the local region that lives through the call, and `pieces` was checked
             // against the span that lies within it.
@@ -220,7 +231,10 @@ impl<'a> Request<'a> {
                 }
             }),
         });
-        attachment.start(&core);
+        match going {
+            Some(going) => going.report_to(&core),
+            None => attachment.start(&core),
+        }
         Ok(Transfer::live(core))
     }
 

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use crate::Result;
 use crate::sync::lock;
 use crate::transfer::Op;
+use crate::transport::nixl::NixlStats;
 
 /// What an endpoint has moved and what it holds.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -21,6 +22,8 @@ pub struct Stats {
     pub parked: (usize, usize),
     /// Accesses that this endpoint refused to serve.
     pub refused: u64,
+    /// What NIXL does for this endpoint; `None` where it was never needed.
+    pub nixl: Option<NixlStats>,
 }
 
 /// What was moved between this endpoint and one peer over one path.

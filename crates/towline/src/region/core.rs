@@ -13,7 +13,7 @@ use crate::memory::{FileSlice, Place, SegmentSlice, Storage};
 use crate::progress;
 use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
-use crate::transport;
+use crate::transport::{self, nixl};
 use crate::wire::{Grant, SegmentRef};
 use crate::{Access, Error, Kind, Result, Ticket};
 
@@ -35,7 +35,23 @@ pub(crate) struct RegionCore {
     uses: AtomicUsize,
     /// The peers that touch the memory directly, and may hold a pin.
     direct_peers: Mutex<Vec<Arc<PeerPins>>>,
+    /// The peers that reach the memory by themselves and hold no pin: they are asked to let go.
+    borrowers: Mutex<Vec<Arc<dyn Borrower>>>,
+    /// What NIXL knows of the memory, once a transfer by it was asked for.
+    pub(crate) nixl: nixl::Known,
     freed: AtomicBool,
+}
+
+/// A peer that reaches a region by itself, where no pin of it can be seen.
+pub(crate) trait Borrower: Send + Sync {
+    /// Asks it to let go.
+    fn recall(&self);
+
+    /// Whether it has let go, and reaches the memory no more.
+    fn is_back(&self) -> bool;
+
+    /// The peer's name.
+    fn who(&self) -> &str;
 }
 
 /// Proof that the region's memory stays: taken before it is touched, given back after.
@@ -95,6 +111,8 @@ impl RegionCore {
             file,
             uses: AtomicUsize::new(0),
             direct_peers: Mutex::new(Vec::new()),
+            borrowers: Mutex::new(Vec::new()),
+            nixl: nixl::Known::default(),
             freed: AtomicBool::new(false),
         });
         endpoint.regions.insert(&core);
@@ -191,6 +209,17 @@ impl RegionCore {
         Ok(())
     }
 
+    /// Lets a peer reach the memory by itself, until it has let go.
+    pub(crate) fn lend(&self, borrower: Arc<dyn Borrower>) -> Result<()> {
+        let mut borrowers = lock(&self.borrowers);
+        if self.is_closed() {
+            return Err(stale("import"));
+        }
+        borrowers.retain(|one| !one.is_back());
+        borrowers.push(borrower);
+        Ok(())
+    }
+
     /// Refuses every access from now on; true for the call that did it.
     pub(crate) fn revoke(&self) -> bool {
         let first = self.uses.fetch_or(CLOSED, Ordering::SeqCst) & CLOSED == 0;
@@ -199,6 +228,9 @@ impl RegionCore {
             for peer in lock(&self.direct_peers).iter() {
                 peer.page.drain_started();
             }
+            // Outside of the lock: whoever answers at once looks at the borrowers.
+            let borrowers = lock(&self.borrowers).clone();
+            borrowers.iter().filter(|one| !one.is_back()).for_each(|one| one.recall());
             // Between the revocation and the scan of the pins: the other half is in the pins' protocol.
             fence(Ordering::SeqCst);
         }
@@ -209,6 +241,7 @@ impl RegionCore {
     fn drained(&self) -> bool {
         let generation = self.generation;
         self.uses.load(Ordering::SeqCst) == CLOSED
+            && lock(&self.borrowers).iter().all(|one| one.is_back())
             && !lock(&self.direct_peers).iter().any(|peer| peer.holds(generation, &self.endpoint))
     }
 
@@ -242,6 +275,12 @@ impl RegionCore {
             .filter(|peer| peer.holds(self.generation, &self.endpoint))
             .map(|peer| format!("peer {}", peer.peer))
             .collect();
+        users.extend(
+            lock(&self.borrowers)
+                .iter()
+                .filter(|one| !one.is_back())
+                .map(|one| format!("peer {}", one.who())),
+        );
         let own = self.uses.load(Ordering::SeqCst) & !CLOSED;
         if own > 0 {
             users.push(format!("{own} transfers of this process"));
@@ -254,6 +293,8 @@ impl RegionCore {
             for peer in lock(&self.direct_peers).drain(..) {
                 peer.page.drain_ended();
             }
+            // NIXL lets go of the memory before its owner does.
+            self.nixl.free();
             self.endpoint.regions.remove(self.row);
             self.endpoint.table.free(self.row);
         }

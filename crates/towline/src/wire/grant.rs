@@ -259,6 +259,29 @@ impl Told {
     }
 }
 
+/// The owner wants a region back that a path of the peer reaches without its help: the peer begins nothing new there, and
+/// once nothing of it is under way any more it says so, by an [`Ask`] without words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Recall {
+    /// The grant.
+    pub handle: u32,
+}
+
+impl Recall {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        put_u32(out, self.handle);
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<Recall> {
+        let mut reader = Reader::new("recall", body);
+        let handle = reader.u32()?;
+        reader.finish()?;
+        Ok(Recall { handle })
+    }
+}
+
 /// A segment of the owner is gone: nobody needs its mapping any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unmap {

@@ -41,8 +41,8 @@ macro_rules! messages {
 }
 
 messages!(
-    Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Ask, Told, Read, Data,
-    Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
+    Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Ask, Told, Recall, Read,
+    Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
 );
 
 impl Message {

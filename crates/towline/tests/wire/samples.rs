@@ -148,6 +148,7 @@ pub(crate) fn frames() -> Vec<(String, Sample)> {
     add("ask", Ask { handle: 11, path: 2, question: vec![1, 2, 3] }.into(), 0, 0);
     add("told", Told { outcome: Ok(vec![4, 5]) }.into(), 0, 2);
     add("told-error", Told { outcome: Err(error()) }.into(), 0, 0);
+    add("recall", Recall { handle: 11 }.into(), 0, 0);
     add("read-equal", Read { transfer: 77, handle: 11, blocks: equal.clone() }.into(), 0, 0);
     add("read-mixed", Read { transfer: 77, handle: 11, blocks: mixed.clone() }.into(), 0, 0);
     add("data", Data { outcome: Ok(()) }.into(), 192, 0);

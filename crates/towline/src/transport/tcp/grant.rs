@@ -10,7 +10,7 @@ use crate::fence::table::Row;
 use crate::memory::Mapping;
 use crate::region::stale;
 use crate::sync::lock;
-use crate::transport::{Told, Transport};
+use crate::transport::{Borrowing, Told, Transport};
 use crate::wire::{self, Grant, SegmentRef};
 use crate::{Error, Kind, Result};
 
@@ -40,6 +40,17 @@ impl GrantHandle {
     pub(crate) fn ask(&self, path: &dyn Transport, question: Vec<u8>, until: Instant) -> Result<Told> {
         let path = path.number().ok_or_else(|| Error::protocol("import", "a path that nobody asks about"))?;
         self.session.ask_path(wire::Ask { handle: self.handle, path, question }, until)
+    }
+
+    /// Tells the owner something about a path; with no words, that nothing is under way there any more.
+    pub(crate) fn tell(&self, path: &dyn Transport, words: &[u8]) -> Result<()> {
+        let path = path.number().ok_or_else(|| Error::protocol("import", "a path that nobody asks about"))?;
+        self.session.tell(wire::Ask { handle: self.handle, path, question: words.to_vec() })
+    }
+
+    /// Tells that one when the owner wants the region back.
+    pub(crate) fn borrow_by(&self, borrowing: Weak<dyn Borrowing>) {
+        self.session.borrows(self.handle, borrowing);
     }
 
     /// Refuses where owner and user do not share memory.

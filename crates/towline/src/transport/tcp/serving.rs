@@ -11,6 +11,7 @@ use super::counting::{Counting, Due, Follower};
 use super::files::{Asked, Files};
 use super::importing::proven;
 use super::parts::{Keep, Payload, Sink, readable};
+use super::telling::Lending;
 use crate::endpoint::EndpointCore;
 use crate::endpoint::operations::Claimer;
 use crate::fence::life::LifeView;
@@ -54,6 +55,8 @@ pub(crate) struct Serving {
     files: Arc<Files>,
     pub(super) local: Option<Local>,
     closed: AtomicBool,
+    /// The peer has said that nothing of it is under way any more.
+    goodbye: AtomicBool,
     beating: AtomicBool,
     /// Heartbeats since the last frame of the peer.
     unanswered: AtomicU32,
@@ -93,8 +96,9 @@ impl Admitted {
 /// What a handle of the peer stands for.
 #[derive(Clone)]
 pub(super) struct Granting {
-    region: Weak<RegionCore>,
+    pub(super) region: Weak<RegionCore>,
     pub(super) claims: Claims,
+    pub(super) lent: Lending,
 }
 
 impl Serving {
@@ -125,6 +129,7 @@ impl Serving {
             files: Arc::default(),
             local,
             closed: AtomicBool::new(false),
+            goodbye: AtomicBool::new(false),
             beating: AtomicBool::new(false),
             unanswered: AtomicU32::new(0),
         });
@@ -165,7 +170,11 @@ impl Serving {
         &self.key
     }
 
-    fn endpoint(&self) -> Result<Arc<EndpointCore>> {
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    pub(super) fn endpoint(&self) -> Result<Arc<EndpointCore>> {
         self.endpoint
             .upgrade()
             .ok_or_else(|| Error::new(Kind::Disconnected, "serve", "the endpoint is closed"))
@@ -205,7 +214,7 @@ impl Serving {
             connection.close(error.clone());
             connection.let_go();
         }
-        lock(&self.grants).clear();
+        let grants = std::mem::take(&mut *lock(&self.grants));
         self.counting.clear();
         self.files.clear();
         if let Some(local) = &self.local {
@@ -220,6 +229,14 @@ impl Serving {
             let gone =
                 Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
             endpoint.operations.abandon(self.claimer(), &gone);
+            for granting in grants.values() {
+                // A peer says goodbye only when nothing of it is under way.
+                if self.goodbye.load(Ordering::Acquire) {
+                    granting.lent.back();
+                } else {
+                    granting.lent.orphaned();
+                }
+            }
             // The peer may have held memory that is being taken back.
             endpoint.let_go();
         }
@@ -247,7 +264,8 @@ impl Serving {
                 if self.local.is_none() {
                     grant.segment = None;
                 }
-                lock(&self.grants).insert(handle, Granting { region: Arc::downgrade(&region), claims });
+                let granting = Granting { region: Arc::downgrade(&region), claims, lent: Lending::default() };
+                lock(&self.grants).insert(handle, granting);
                 Ok(grant)
             })
             .map(|outcome: Result<_>| outcome.map_err(|error| WireError::from(&error)))
@@ -551,7 +569,7 @@ impl Holder for Serving {
 }
 
 impl Serving {
-    fn control(&self) -> Option<Arc<Connection>> {
+    pub(super) fn control(&self) -> Option<Arc<Connection>> {
         lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned()
     }
 
@@ -606,7 +624,10 @@ impl Handler for Arc<Serving> {
         match Message::decode(header.kind, body)? {
             Message::Import(import) => self.import(connection, header.id, import),
             Message::Release(release) => {
-                lock(&self.grants).remove(&release.handle);
+                let released = lock(&self.grants).remove(&release.handle);
+                if let Some(granting) = released {
+                    granting.lent.back();
+                }
                 Ok(())
             }
             Message::Ask(ask) => self.tell(connection, header.id, ask),
@@ -630,6 +651,7 @@ impl Handler for Arc<Serving> {
             Message::Pong(_) => Ok(()),
             Message::Bye(_) => {
                 // A peer says so only when it holds no pin and makes none any more.
+                self.goodbye.store(true, Ordering::Release);
                 if let Some(local) = &self.local {
                     local.pins.let_go();
                 }

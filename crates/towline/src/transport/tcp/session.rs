@@ -24,7 +24,7 @@ use crate::notify::Mailbox;
 use crate::progress::{self, Timer};
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
-use crate::transport::{Told, cma};
+use crate::transport::{Borrowing, Told, cma};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result, Ticket};
@@ -56,6 +56,8 @@ pub(crate) struct Session {
     starting: Mutex<Vec<Weak<Run>>>,
     pending: Mutex<HashMap<u64, Pending>>,
     next_request: AtomicU64,
+    /// Who must be told when the owner wants a grant back.
+    borrowing: Mutex<HashMap<u32, Weak<dyn Borrowing>>>,
     /// Held while the frames of one import are sent.
     pub(super) importing: Mutex<()>,
     local: Option<Local>,
@@ -130,6 +132,7 @@ impl Session {
             starting: Mutex::default(),
             pending: Mutex::default(),
             next_request: AtomicU64::new(1),
+            borrowing: Mutex::default(),
             importing: Mutex::default(),
             local,
             cma: OnceLock::new(),
@@ -187,11 +190,11 @@ impl Session {
         &self.owner.name
     }
 
-    pub(super) fn owner(&self) -> &crate::Identity {
+    pub(crate) fn owner(&self) -> &crate::Identity {
         &self.owner
     }
 
-    pub(super) fn medium(&self) -> Medium {
+    pub(crate) fn medium(&self) -> Medium {
         self.medium
     }
 
@@ -226,6 +229,19 @@ impl Session {
         });
         self.forget(request);
         told.map_err(|error| error.on(self.medium.name()).with_peer(self.peer_name()))
+    }
+
+    /// Remembers who must be told when the owner wants that grant back.
+    pub(super) fn borrows(&self, handle: u32, borrowing: Weak<dyn Borrowing>) {
+        let mut all = lock(&self.borrowing);
+        all.retain(|_, one| one.strong_count() > 0);
+        all.insert(handle, borrowing);
+    }
+
+    /// Whether nothing is under way on a path that reaches the owner's memory by itself.
+    fn borrows_nothing(&self) -> bool {
+        let all: Vec<_> = lock(&self.borrowing).values().filter_map(Weak::upgrade).collect();
+        all.iter().all(|one| one.is_idle())
     }
 
     /// Remembers who waits for the answer to a new request.
@@ -449,7 +465,8 @@ impl Session {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
         if self.dead.set(error.clone()).is_ok() {
             // Goodbye means that no pin is held: a copy that begins now sees that the session is over.
-            let quiet = self.local.as_ref().is_none_or(|local| local.pins.is_idle());
+            let quiet =
+                self.local.as_ref().is_none_or(|local| local.pins.is_idle()) && self.borrows_nothing();
             if let Some(control) = self.control.get().filter(|_| quiet) {
                 control.bye(None);
             }
@@ -544,7 +561,7 @@ impl Session {
             }
             Message::Told(told) => {
                 if let Some(Pending::Ask(asker)) = self.forget(header.id) {
-                    let told = told.outcome.map(|answer| Told { answer, files });
+                    let told = told.outcome.map(|answer| Told { answer, files, loan: None });
                     // Where nobody waits any more, the descriptors close here.
                     let _ = asker.try_send(told.map_err(|error| error.into_error("import")));
                 }
@@ -575,6 +592,12 @@ impl Session {
             Message::Unmap(unmap) => {
                 if let Some(local) = &self.local {
                     local.mappings.forget(unmap.segment);
+                }
+            }
+            Message::Recall(recall) => {
+                let borrowing = lock(&self.borrowing).get(&recall.handle).and_then(Weak::upgrade);
+                if let Some(borrowing) = borrowing {
+                    borrowing.recalled();
                 }
             }
             Message::Ping(_) => self.tell(wire::Pong {})?,

@@ -1,11 +1,14 @@
 //! What an owner tells a peer about a path to one of its grants, before the peer takes it.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 use super::connection::Connection;
 use super::parts::{Keep, Payload};
 use super::serving::Serving;
-use crate::transport::{self, Question, Told};
+use crate::endpoint::EndpointCore;
+use crate::region::Borrower;
+use crate::transport::{self, Loan, Question, Told};
 use crate::wire::{self, Message, WireError};
 use crate::{Access, Error, Kind, Result, progress};
 
@@ -30,13 +33,36 @@ impl Serving {
         progress::pool().spawn(Box::new(work)).map_err(|refused| refused.error)
     }
 
-    fn told(&self, ask: &wire::Ask) -> Result<Told> {
+    fn told(self: &Arc<Self>, ask: &wire::Ask) -> Result<Told> {
+        let granting = self.granting("import", ask.handle)?;
+        if ask.question.is_empty() {
+            granting.lent.back();
+            return Ok(Told::default());
+        }
+        let path = transport::numbered(ask.path)?;
+        // What was begun within a lease may end after it.
+        if granting.region.upgrade().is_some_and(|region| path.hears(&region, &ask.question)) {
+            return Ok(Told::default());
+        }
         let (region, _) = self.check("import", ask.handle, Access::NONE, &[])?;
-        let claims = self.granting("import", ask.handle)?.claims;
+        let claims = &granting.claims;
         let pins = self.local.as_ref().map(|local| &local.pins);
-        let question =
-            Question { region: &region, claims: &claims, peer: &self.peer, pins, words: &ask.question };
-        transport::numbered(ask.path)?.tell(&question)
+        let question = Question { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
+        let mut told = path.tell(&question)?;
+        if let Some(loan) = told.loan.take() {
+            let lent = Lent {
+                serving: Arc::downgrade(self),
+                handle: ask.handle,
+                peer: self.peer.name.clone(),
+                loan,
+            };
+            granting.lent.begin(lent, |lent| region.lend(lent))?;
+            // Whoever ends the session gives back what it finds after it has said so.
+            if self.is_closed() {
+                granting.lent.orphaned();
+            }
+        }
+        Ok(told)
     }
 
     fn fits(&self, told: Told) -> Result<Told> {
@@ -46,5 +72,92 @@ impl Serving {
         }
         let message = format!("{} bytes and {} descriptors do not fit", told.answer.len(), told.files.len());
         Err(Error::new(Kind::Internal, "import", message))
+    }
+}
+
+/// What a grant has lent to its peer: nothing, or the region.
+#[derive(Clone, Default)]
+pub(super) struct Lending(Arc<OnceLock<Arc<State>>>);
+
+struct State {
+    lent: Lent,
+    back: AtomicBool,
+    orphaned: AtomicBool,
+}
+
+/// A region that a peer reaches by itself.
+struct Lent {
+    serving: Weak<Serving>,
+    handle: u32,
+    peer: String,
+    loan: Arc<dyn Loan>,
+}
+
+impl Lending {
+    /// Lends it; a grant that has lent its region already goes on as it is.
+    fn begin(&self, lent: Lent, lend: impl FnOnce(Arc<dyn Borrower>) -> Result<()>) -> Result<()> {
+        let state = Arc::new(State { lent, back: AtomicBool::new(false), orphaned: AtomicBool::new(false) });
+        match self.0.set(Arc::clone(&state)) {
+            Ok(()) if state.lent.loan.pinned() => Ok(()),
+            Ok(()) => lend(state),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// The peer has let go.
+    pub(super) fn back(&self) {
+        if let Some(state) = self.0.get() {
+            state.end(state.lent.endpoint());
+        }
+    }
+
+    /// The session has ended, and the peer had not let go.
+    pub(super) fn orphaned(&self) {
+        if let Some(state) = self.0.get()
+            && !state.back.load(Ordering::Acquire)
+            && !state.orphaned.swap(true, Ordering::AcqRel)
+        {
+            // By then the one that served it is gone.
+            let (ended, endpoint) = (Arc::clone(state), state.lent.endpoint());
+            state.lent.loan.orphaned(Box::new(move || ended.end(endpoint)));
+        }
+    }
+}
+
+impl State {
+    fn end(&self, endpoint: Option<Arc<EndpointCore>>) {
+        if !self.back.swap(true, Ordering::AcqRel)
+            && let Some(endpoint) = endpoint
+        {
+            endpoint.bell.ring();
+            if endpoint.parked.load().0 > 0 {
+                // Not here: whoever ends it may hold locks, and a storage's drop may be the user's code.
+                let _ = progress::pool().spawn(Box::new(move || endpoint.parked.sweep()));
+            }
+        }
+    }
+}
+
+impl Lent {
+    fn endpoint(&self) -> Option<Arc<EndpointCore>> {
+        self.serving.upgrade()?.endpoint().ok()
+    }
+}
+
+impl Borrower for State {
+    fn recall(&self) {
+        if let Some(control) = self.lent.serving.upgrade().and_then(|serving| serving.control()) {
+            let frame = Message::from(wire::Recall { handle: self.lent.handle }).frame(0, 0, 0);
+            // Where it fails, the connection has ended, and with it the loan.
+            let _ = control.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+        }
+    }
+
+    fn is_back(&self) -> bool {
+        self.back.load(Ordering::Acquire)
+    }
+
+    fn who(&self) -> &str {
+        &self.lent.peer
     }
 }

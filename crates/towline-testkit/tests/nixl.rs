@@ -1,0 +1,307 @@
+//! The path `nixl` beyond the laws: what it costs who does not use it, two hosts, death, growth, broken libraries.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
+
+use std::path::Path;
+use std::time::Duration;
+
+use towline::{Access, Endpoint, Kind, Limits, Probe, Registered, Routing, SystemStorage};
+use towline_testkit::bench::STALL;
+use towline_testkit::netns::{End, Network};
+use towline_testkit::oracle::Stamp;
+use towline_testkit::process::Process;
+use towline_testkit::skip;
+use towline_testkit::watchdog::{eventually, watch};
+
+const MIB: usize = 1 << 20;
+
+/// Whether NIXL is here; says so where it is not.
+fn nixl(test: &str) -> bool {
+    let paths = towline::paths();
+    match &paths.iter().find(|path| path.name == "nixl").unwrap().probe {
+        Probe::Works(_) => true,
+        Probe::Missing { reason, .. } => {
+            skip::skip(test, "nixl", reason);
+            false
+        }
+    }
+}
+
+/// Whether this runs over an RDMA device in software, which is slow.
+fn rdma() -> bool {
+    std::env::var_os("TOWLINE_EXPECT_RDMA").is_some()
+}
+
+fn stall() -> String {
+    format!("stall={}", STALL.as_millis())
+}
+
+fn only_nixl() -> Routing {
+    Routing::default().require("nixl").unwrap()
+}
+
+fn user() -> Endpoint {
+    Endpoint::options("user").limits(Limits { no_progress: STALL, ..Limits::default() }).open().unwrap()
+}
+
+fn memory(endpoint: &Endpoint, len: usize) -> Registered<SystemStorage> {
+    endpoint.register(SystemStorage::new(len).unwrap(), Access::NONE).unwrap()
+}
+
+/// Whether a library whose name contains that is mapped, and the threads' names.
+fn loaded(pid: i32) -> (bool, Vec<String>) {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let names = threads.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    (maps.contains("/libnixl"), names.map(|name| name.trim().to_owned()).collect())
+}
+
+#[test]
+fn a_program_that_does_not_ask_for_nixl_pays_nothing_for_it() {
+    let test = "a_program_that_does_not_ask_for_nixl_pays_nothing_for_it";
+    let _watchdog = watch(test, STALL * 12);
+    let mut owner = Process::open("owner", &stall());
+    let mut user = Process::open("user", &stall());
+    owner.must("register 65536 system read+write");
+    owner.must("fill 1 1 1");
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    user.must("register 65536 system none");
+    for paths in ["", "unix", "tcp"] {
+        let remote = user.must(&format!("import {ticket} {paths}")).number(0);
+        user.must(&format!("read {remote} 1 0 0 65536"));
+    }
+    for process in [&mut owner, &mut user] {
+        assert_eq!(process.must("stats-nixl").text(0), "none");
+        let (mapped, threads) = loaded(process.pid());
+        assert!(!mapped, "NIXL was loaded");
+        assert!(!threads.iter().any(|name| name == "towline-nixl"), "{threads:?}");
+    }
+}
+
+#[test]
+fn the_thread_leaves_when_nothing_is_under_way_and_the_agent_stays() {
+    let test = "the_thread_leaves_when_nothing_is_under_way_and_the_agent_stays";
+    if !nixl(test) {
+        return;
+    }
+    let _watchdog = watch(test, STALL * 12);
+    let mut owner = Process::open("owner", &stall());
+    let mut user = Process::open("user", &stall());
+    owner.must("register 65536 system read+write");
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    user.must("register 65536 system none");
+    let remote = user.must(&format!("import {ticket} nixl")).number(0);
+    assert_eq!(user.must(&format!("read {remote} 1 0 0 65536")).text(0), "nixl");
+    for process in [&mut owner, &mut user] {
+        let pid = process.pid();
+        assert!(loaded(pid).0);
+        assert!(eventually(STALL, || !loaded(pid).1.iter().any(|name| name == "towline-nixl")));
+        let stats = process.must("stats-nixl");
+        assert_eq!((stats.number(0), stats.number(2)), (1, 0), "registered and in flight");
+    }
+}
+
+/// Reads and writes between two processes, whatever UCX chooses; by that control connection.
+fn both_ways(owner: &mut Process, user: &mut Process, paths: &str) {
+    let len = if rdma() { 3 * MIB } else { 24 * MIB };
+    let id = owner.must(&format!("register {len} system read+write")).number(0);
+    owner.must(&format!("fill {id} 1 1"));
+    let ticket = owner.must(&format!("ticket {id}")).text(0).to_owned();
+    let local = user.must(&format!("register {len} system none")).number(0);
+    let imported = user.must(&format!("import {ticket} {paths}"));
+    let remote = imported.number(0);
+    assert_eq!(imported.text(1), "nixl");
+    assert_eq!(user.must(&format!("read {remote} {local} 0 0 {len}")).text(0), "nixl");
+    user.must(&format!("check {local} 1 1 0 {len}"));
+    user.must(&format!("fill {local} 2 2"));
+    user.must(&format!("write {remote} {local} 4096 4096 {}", len / 2));
+    owner.must(&format!("check {id} 2 2 4096 {}", len / 2));
+    owner.must(&format!("check {id} 1 1 0 4096"));
+    assert!(user.ask_with(&format!("notify {remote}"), b"hello").is_ok());
+    assert_eq!(owner.must("receive 20000").payload, b"hello");
+    // A region that is taken back is stale at once, and its memory is not given back before the peer has let go.
+    owner.must(&format!("deregister {id} 20000"));
+    let late = user.ask(&format!("read {remote} {local} 0 0 64")).unwrap_err();
+    assert_eq!(late.kind, Kind::Stale, "{late}");
+    let stats = owner.must("stats");
+    assert_eq!((stats.number(0), stats.number(1)), (0, 0), "regions and parked storages");
+    assert_eq!(owner.must("stats-nixl").number(0), 0, "registered with NIXL");
+}
+
+#[test]
+fn two_processes_read_and_write() {
+    let test = "two_processes_read_and_write";
+    if !nixl(test) {
+        return;
+    }
+    let _watchdog = watch(test, STALL * 24);
+    let mut owner = Process::open("owner", &stall());
+    let mut user = Process::open("user", &stall());
+    both_ways(&mut owner, &mut user, "nixl");
+    both_ways(&mut owner, &mut user, "nixl");
+}
+
+#[test]
+fn bytes_cross_between_two_hosts_by_ucx_over_tcp() {
+    let test = "bytes_cross_between_two_hosts_by_ucx_over_tcp";
+    if !nixl(test) {
+        return;
+    }
+    let network = match Network::build() {
+        Ok(network) => network,
+        Err(reason) => return skip::skip(test, "netns", &reason),
+    };
+    let _watchdog = watch(test, STALL * 24);
+    let mut owner = Process::start_in(&network.namespace(End::A), "owner");
+    let mut user = Process::start_in(&network.namespace(End::B), "user");
+    let address = std::net::SocketAddr::new(network.address(End::A, false), 0);
+    owner.must(&format!("open owner listen={address} stall={}", STALL.as_millis()));
+    user.must(&format!("open user stall={}", STALL.as_millis()));
+    // Nothing here is better than tcp, so it is not taken without being asked for.
+    owner.must("register 4096 system read");
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    assert_eq!(user.must(&format!("import {ticket}")).text(1), "tcp");
+    assert_eq!(user.must("stats-nixl").text(0), "none");
+    owner.must("deregister 1 20000");
+    both_ways(&mut owner, &mut user, "nixl");
+    both_ways(&mut owner, &mut user, "nixl");
+    // A peer that dies while it has borrowed a region does not keep it for ever.
+    let id = owner.must(&format!("register {} system read+write", 64 * MIB)).number(0);
+    let ticket = owner.must(&format!("ticket {id}")).text(0).to_owned();
+    let local = user.must(&format!("register {} system none", 64 * MIB)).number(0);
+    let remote = user.must(&format!("import {ticket} nixl")).number(0);
+    user.must(&format!("loop write {remote} {local} {}", 64 * MIB));
+    std::thread::sleep(Duration::from_millis(100));
+    user.kill();
+    owner.must(&format!("deregister {id} {}", (STALL * 4).as_millis()));
+}
+
+#[test]
+fn a_peer_killed_in_mid_transfer_is_disconnected_and_later_peers_work() {
+    let test = "a_peer_killed_in_mid_transfer_is_disconnected_and_later_peers_work";
+    if !nixl(test) {
+        return;
+    }
+    let len = if rdma() { 8 * MIB } else { 64 * MIB };
+    let _watchdog = watch(test, STALL * 20);
+    let user = user();
+    let local = memory(&user, len);
+    let mine = Stamp::new(7, 7);
+    for (round, op) in ["read", "write", "read"].into_iter().enumerate() {
+        let mut owner = Process::open("owner", &stall());
+        owner.must(&format!("register {len} system read+write"));
+        let ticket = owner.must("ticket 1").text(0).parse().unwrap();
+        let remote = user.import_with(&ticket, &only_nixl()).unwrap();
+        user.read(&remote, &local).at(0, 0, 4096).start().unwrap().wait().unwrap();
+        let request = match op {
+            "read" => user.read(&remote, &local),
+            _ => user.write(&remote, &local),
+        };
+        let transfer = request.start().unwrap();
+        std::thread::sleep(Duration::from_millis(3 + 4 * round as u64));
+        owner.kill();
+        match transfer.wait_for(STALL * 2).expect("it ends though its peer is dead") {
+            Ok(()) => {}
+            Err(error) => assert_eq!(error.kind(), Kind::Disconnected, "{error}"),
+        }
+        let late = user.read(&remote, &local).at(0, 0, 64).start().and_then(|transfer| transfer.wait());
+        assert_eq!(late.unwrap_err().kind(), Kind::Disconnected);
+        // The buffer is ours again once NIXL has let go.
+        assert!(transfer.wait_quiet(STALL * 2));
+        mine.fill_storage(local.storage()).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        mine.verify_storage(local.storage(), 0, len).unwrap();
+    }
+    let mut next = Process::open("owner", &stall());
+    next.must("register 65536 system read");
+    next.must("fill 1 3 3");
+    let ticket = next.must("ticket 1").text(0).parse().unwrap();
+    let remote = user.import_with(&ticket, &only_nixl()).unwrap();
+    user.read(&remote, &local).at(0, 0, 65536).start().unwrap().wait().unwrap();
+    Stamp::new(3, 3).verify_storage(local.storage(), 0, 65536).unwrap();
+    assert_eq!(local.into_storage().map(|_| ()).map_err(|pinned| pinned.error.to_string()), Ok(()));
+}
+
+fn resident() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+}
+
+#[test]
+fn a_thousand_registrations_and_transfers_leave_nothing_behind() {
+    let test = "a_thousand_registrations_and_transfers_leave_nothing_behind";
+    if !nixl(test) {
+        return;
+    }
+    // What other tests of this process use must not count: it runs once more in a process of its own.
+    const CHILD: &str = "TOWLINE_TEST_OWN_PROCESS";
+    if std::env::var_os(CHILD).is_none() {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = command.args(["--exact", test]).env(CHILD, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{said}");
+        return;
+    }
+    let _watchdog = watch(test, STALL * 48);
+    let (owner, user) = (Endpoint::open("owner").unwrap(), user());
+    let round = || {
+        let region = owner.register(SystemStorage::new(65536).unwrap(), Access::READ_WRITE).unwrap();
+        let remote = user.import_with(&region.ticket().unwrap(), &only_nixl()).unwrap();
+        let local = memory(&user, 65536);
+        user.read(&remote, &local).start().unwrap().wait().unwrap();
+        user.write(&remote, &local).at(0, 0, 4096).start().unwrap().wait().unwrap();
+        drop(remote);
+        local.into_storage().unwrap();
+        region.into_storage().unwrap();
+    };
+    let (first, then) = if rdma() { (50, 150) } else { (200, 1000) };
+    (0..first).for_each(|_| round());
+    let before = resident();
+    (0..then).for_each(|_| round());
+    let grown = resident().saturating_sub(before);
+    assert!(grown < 4 * MIB, "{grown} bytes more than before");
+    let (theirs, ours) = (owner.stats(), user.stats());
+    assert_eq!((theirs.regions, theirs.parked, ours.regions, ours.parked), (0, (0, 0), 0, (0, 0)));
+    let (theirs, ours) = (theirs.nixl.unwrap(), ours.nixl.unwrap());
+    assert_eq!((theirs.registered, ours.registered, ours.in_flight), (0, 0, 0));
+    assert!(ours.peers <= 1);
+    assert_eq!(ours.posted, 2 * (first + then));
+}
+
+/// A worker whose environment names that library.
+fn with_library(library: &Path) -> Process {
+    Process::start_with("owner", &[("TOWLINE_NIXL", library.to_str().unwrap())])
+}
+
+#[test]
+fn an_owner_without_nixl_says_why_and_the_sockets_serve() {
+    let test = "an_owner_without_nixl_says_why_and_the_sockets_serve";
+    if !nixl(test) {
+        return;
+    }
+    let _watchdog = watch(test, STALL * 12);
+    let folder = tempfile(test);
+    let fake = folder.join("libnixl_capi.so");
+    std::fs::write(&fake, b"\x7fELF and nothing else").unwrap();
+    let user = user();
+    let local = memory(&user, 4096);
+    for library in [Path::new("off"), &folder.join("missing/libnixl_capi.so"), &fake] {
+        let mut owner = with_library(library);
+        owner.must("open owner");
+        owner.must("register 4096 system read");
+        let ticket = owner.must("ticket 1").text(0).parse().unwrap();
+        let error = user.import_with(&ticket, &only_nixl()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+        assert!(error.message().contains("NIXL could not be loaded"), "{error}");
+        let both = only_nixl().require("unix").unwrap();
+        let remote = user.import_with(&ticket, &both).unwrap();
+        assert_eq!(remote.path(), "unix", "{}", remote.explain());
+        user.read(&remote, &local).start().unwrap().wait().unwrap();
+    }
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+fn tempfile(name: &str) -> std::path::PathBuf {
+    let folder = std::env::temp_dir().join(format!("towline-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}

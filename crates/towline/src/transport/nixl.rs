@@ -1,0 +1,175 @@
+//! NIXL moves the bytes: UCX with its RDMA, shared memory and sockets underneath, and whatever else its plug-ins reach.
+//!
+//! One agent per endpoint, made when a transfer by NIXL is first asked for ([`Domain`]). The owner registers a region with
+//! its agent when a peer first asks about it, and answers with what that peer needs to reach it ([`words`]); the peer keeps
+//! that, and what it has prepared, in its [`attachment`]. Everything else (rights, messages, signals, who lives) goes over our
+//! own connection. Which of the promises NIXL cannot keep, and what is done about it, is in
+//! `docs/decisions/0013-nixl-transport.md`.
+
+mod attachment;
+mod driver;
+mod engine;
+mod lists;
+mod memory;
+mod options;
+mod peer;
+mod run;
+mod system;
+mod words;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use towline_sys::nixl::Nixl;
+
+use self::attachment::NixlAttachment;
+pub(crate) use self::engine::Domain;
+use self::engine::EngineLoan;
+pub use self::engine::NixlStats;
+pub(crate) use self::memory::Known;
+pub use self::options::{NixlOptions, NixlPrefer};
+use self::words::{Answer, Word};
+use super::tcp::Medium;
+use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
+use crate::memory::Place;
+use crate::region::RegionCore;
+use crate::{Error, Kind, Result, progress};
+
+/// How long the owner drives its agent after a peer has asked about a region: the first transfer connects.
+const FIRST_HELP: Duration = Duration::from_millis(50);
+
+/// The transport by NIXL.
+pub(crate) struct NixlPath;
+
+impl Transport for NixlPath {
+    fn name(&self) -> &'static str {
+        "nixl"
+    }
+
+    fn summary(&self) -> &'static str {
+        "NIXL moves the bytes (UCX: RDMA, shared memory, tcp)"
+    }
+
+    /// Loads the library, which then stays loaded.
+    fn probe(&self) -> Probe {
+        match Nixl::load() {
+            Ok(nixl) => Probe::Works(system::describe(&nixl)),
+            Err(error) => Probe::Missing {
+                reason: error.to_string(),
+                mend: "install NIXL (pip install nixl-cu12), or name it in TOWLINE_NIXL".into(),
+            },
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        // Signals are raised by the owner, asked over the session; atomics and reductions need its cooperation.
+        Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL
+    }
+
+    fn enforced(&self) -> bool {
+        false
+    }
+
+    fn quiet_at_end(&self) -> bool {
+        false
+    }
+
+    fn blocks(&self, offer: &Offer<'_>) -> bool {
+        candidate(offer).is_ok()
+    }
+
+    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
+        let handle = candidate(offer)?;
+        progress::may_block("import")?;
+        let engine = offer.endpoint.nixl.engine(offer.endpoint.identity())?;
+        let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
+        NixlAttachment::ask(offer, handle, engine, until).map(|attachment| attachment as Arc<dyn Attachment>)
+    }
+
+    fn number(&self) -> Option<u8> {
+        Some(2)
+    }
+
+    fn offers(&self, region: &RegionCore) -> bool {
+        region.place == Place::Host && region.endpoint.nixl.options().prefers() != NixlPrefer::Never
+    }
+
+    fn hears(&self, region: &RegionCore, words: &[u8]) -> bool {
+        let help = matches!(Word::decode(words), Ok(Word::Help));
+        if let Some(engine) = region.endpoint.nixl.running().filter(|_| help) {
+            engine.help(engine::HELP);
+        }
+        help
+    }
+
+    fn tell(&self, question: &Question<'_>) -> Result<Told> {
+        let region = question.region;
+        let domain = &region.endpoint.nixl;
+        match Word::decode(question.words)? {
+            Word::Help => Ok(Told::default()),
+            Word::Attach { required, pinned } => {
+                let prefers = domain.options().prefers();
+                if prefers == NixlPrefer::Never || region.place != Place::Host {
+                    return Err(unavailable("the owner does not offer it"));
+                }
+                if !required && prefers == NixlPrefer::WhenBetter && system::rdma_devices().is_empty() {
+                    return Err(unavailable("the owner has no RDMA device, without which tcp is as good"));
+                }
+                // While it is being registered it does not go.
+                let _used = region.begin_use("import")?;
+                let engine = domain.engine(region.endpoint.identity())?;
+                let memory = region.nixl.register(&engine, region)?;
+                let answer = Answer {
+                    device: memory.device(),
+                    base: region.addr as u64,
+                    connection: engine.connection()?,
+                    region: memory.metadata(&engine)?,
+                };
+                engine.help(FIRST_HELP);
+                // Pins speak for a peer that shares memory with its owner; another one is asked to let go.
+                let pinned = pinned && question.pins.is_some();
+                let loan = Some(EngineLoan::new(&engine, pinned));
+                let (peer, range) = (&question.peer.name, &question.claims.range);
+                tracing::debug!(peer, ?range, pinned, "a peer reaches a region by NIXL");
+                Ok(Told { answer: answer.encode(), files: Vec::new(), loan })
+            }
+        }
+    }
+}
+
+/// Refuses an offer that NIXL is not taken for; the error says why. Quick.
+fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<super::tcp::GrantHandle>> {
+    let Owner::There(handle) = offer.owner else {
+        return Err(unavailable("the owner is in this process"));
+    };
+    if offer.grant.place != Place::Host {
+        let message = format!("the bytes are on {}", offer.grant.place);
+        return Err(Error::new(Kind::Unsupported, "import", message));
+    }
+    if offer.grant.offers & (1 << (NixlPath.number().unwrap_or(1) - 1)) == 0 {
+        return Err(unavailable("the owner does not offer it"));
+    }
+    let prefers = offer.endpoint.nixl.options().prefers();
+    if prefers == NixlPrefer::Never {
+        return Err(unavailable("switched off in the endpoint's options"));
+    }
+    if offer.routing.requires("nixl") || prefers == NixlPrefer::Always {
+        return Ok(handle);
+    }
+    match handle.session().medium() {
+        Medium::Unix => Err(unavailable(
+            "the owner is on this host, where the paths above and below are faster; require nixl to take it",
+        )),
+        Medium::Tcp(address) if address.ip().is_loopback() => {
+            Err(unavailable("the owner is on this host; require nixl to take it"))
+        }
+        Medium::Tcp(_) if system::rdma_devices().is_empty() => Err(unavailable(
+            "there is no RDMA device here, without which tcp is as good; require or prefer nixl to take it",
+        )),
+        Medium::Tcp(_) => Ok(handle),
+    }
+}
+
+fn unavailable(reason: &'static str) -> Error {
+    Error::new(Kind::Unavailable, "import", reason)
+}

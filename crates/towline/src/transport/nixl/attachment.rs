@@ -1,0 +1,482 @@
+//! NIXL bound to one granted region.
+#![allow(unsafe_code, reason = "hands addresses of registered memory to NIXL")]
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use towline_sys::nixl::{Descriptor, Direction, MemoryKind, Progress, TransferList};
+
+use super::NixlPath;
+use super::driver::Flight;
+use super::engine::Engine;
+use super::lists::{Grids, Key, Requests, gridded};
+use super::memory::Memory;
+use super::peer::{Asked, PeerAgent};
+use super::run::{self, Run};
+use super::words::{Answer, Word};
+use crate::fence::pins::ProcessPin;
+use crate::layout::{Piece, Plan};
+use crate::region::{RegionUse, stale};
+use crate::transfer::{After, Op, TransferCore};
+use crate::transport::direct::misaligned;
+use crate::transport::tcp::GrantHandle;
+use crate::transport::{Attachment, Begun, Borrowing, Going, Offer, Transport};
+use crate::{Error, Kind, Result};
+
+/// Requests up to this size are posted by the calling thread: on paths where posting copies, that takes as long as a copy.
+pub(super) const INLINE: u64 = 1 << 20;
+
+/// How long the calling thread stays with such a request: about a round trip between two processes.
+const STAY: Duration = Duration::from_micros(60);
+
+/// After this many looks without an end, the owner's processor may be needed.
+pub(super) const PATIENT_LOOKS: u32 = 16;
+
+/// The owner wants the region back: the top bit of the count of what is under way.
+const RECALLED: usize = 1 << (usize::BITS - 1);
+
+/// What is under way to a region whose owner sees no pins; the owner is told when it wants the region back and nothing is.
+pub(super) struct Borrow {
+    handle: Arc<GrantHandle>,
+    under_way: AtomicUsize,
+}
+
+impl Borrow {
+    fn enter(&self, op: &'static str) -> Result<()> {
+        if self.under_way.fetch_add(1, Ordering::SeqCst) & RECALLED != 0 {
+            self.leave();
+            return Err(stale(op));
+        }
+        Ok(())
+    }
+
+    fn leave(&self) {
+        if self.under_way.fetch_sub(1, Ordering::SeqCst) == RECALLED + 1 {
+            self.let_go();
+        }
+    }
+
+    fn let_go(&self) {
+        // Where it fails, the session has ended, and the loan with it.
+        let _ = self.handle.tell(&NixlPath, &[]);
+    }
+}
+
+impl Borrowing for Borrow {
+    fn recalled(self: Arc<Self>) {
+        if self.under_way.fetch_or(RECALLED, Ordering::SeqCst) == 0 {
+            self.let_go();
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.under_way.load(Ordering::SeqCst) & !RECALLED == 0
+    }
+}
+
+/// Keeps the owner's memory where it is while something is under way.
+pub(super) struct Inside {
+    attachment: Arc<NixlAttachment>,
+    /// The pin, where owner and user share memory; otherwise the owner waits for what is under way.
+    pin: Option<Arc<ProcessPin>>,
+}
+
+impl Inside {
+    pub(super) fn attachment(&self) -> &Arc<NixlAttachment> {
+        &self.attachment
+    }
+
+    /// Whether the region was valid up to now.
+    pub(super) fn check(&self, op: &'static str) -> Result<()> {
+        match (&self.pin, self.attachment.handle.row()) {
+            (Some(pin), Some(row)) if !pin.still_valid(row) => Err(stale(op)),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        if self.pin.is_none() {
+            self.attachment.borrow.leave();
+        }
+    }
+}
+
+/// NIXL bound to one granted region.
+pub(crate) struct NixlAttachment {
+    pub(super) handle: Arc<GrantHandle>,
+    pub(super) engine: Arc<Engine>,
+    pub(super) peer: Arc<PeerAgent>,
+    /// The granted range, as the owner's agent knows it.
+    remote: Descriptor,
+    pinned: bool,
+    borrow: Arc<Borrow>,
+    requests: Arc<Requests>,
+    grids: Grids,
+    me: Weak<NixlAttachment>,
+}
+
+impl NixlAttachment {
+    /// Asks the owner for what NIXL needs, and takes it in. Blocks.
+    pub(super) fn ask(
+        offer: &Offer<'_>,
+        handle: &Arc<GrantHandle>,
+        engine: Arc<Engine>,
+        until: Instant,
+    ) -> Result<Arc<NixlAttachment>> {
+        let pinned = handle.local_fence().is_ok();
+        let borrow = Arc::new(Borrow { handle: Arc::clone(handle), under_way: AtomicUsize::new(0) });
+        // Before the owner lends it: from then on it may want it back.
+        let weak = Arc::downgrade(&borrow);
+        handle.borrow_by(weak);
+        // What the caller wishes, the owner need not think better.
+        let required = offer.routing.requires("nixl")
+            || offer.endpoint.nixl.options().prefers() == super::NixlPrefer::Always;
+        let told = handle.ask(&NixlPath, Word::Attach { required, pinned }.encode(), until)?;
+        let answer = Answer::decode(&told.answer)?;
+        let start = answer.base.checked_add(offer.grant.offset);
+        let address = start.filter(|start| start.checked_add(offer.grant.length).is_some());
+        let remote = Descriptor {
+            address: address.ok_or_else(|| Error::protocol("import", "the region wraps around"))?,
+            length: offer.grant.length,
+            device: answer.device,
+        };
+        let peer = PeerAgent::load(&engine, handle.session(), &answer)?;
+        let attachment = Arc::new_cyclic(|me| NixlAttachment {
+            handle: Arc::clone(handle),
+            engine,
+            peer: Arc::clone(&peer),
+            remote,
+            pinned,
+            borrow,
+            requests: Arc::default(),
+            grids: Grids::default(),
+            me: me.clone(),
+        });
+        peer.attached(&attachment);
+        Ok(attachment)
+    }
+
+    fn this(&self) -> Result<Arc<NixlAttachment>> {
+        self.me.upgrade().ok_or_else(|| Error::new(Kind::Internal, "transfer", "the attachment is gone"))
+    }
+
+    /// Drops what is prepared: NIXL is about to forget what it leads to.
+    pub(super) fn forget_prepared(&self) {
+        self.requests.clear();
+        self.grids.clear();
+    }
+
+    /// Begins something: from now on the owner's memory stays.
+    pub(super) fn enter(&self, op: &'static str) -> Result<Inside> {
+        self.handle.session().alive()?;
+        let attachment = self.this()?;
+        if self.pinned {
+            return Ok(Inside { pin: Some(self.handle.hold(op)?), attachment });
+        }
+        self.borrow.enter(op)?;
+        Ok(Inside { pin: None, attachment })
+    }
+
+    /// Refuses a signal that the owner would refuse.
+    pub(super) fn check_after(&self, after: &After) -> Result<()> {
+        match after.signal {
+            Some(signal) if !(self.remote.address + signal.offset).is_multiple_of(8) => {
+                Err(misaligned("signal", signal.offset))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What follows the bytes. They are there: NIXL says so only when the owner could see them.
+    pub(super) fn follow(&self, after: &After) -> Result<()> {
+        if let Some(signal) = after.signal {
+            self.handle.session().signal(&self.handle, signal)?;
+        }
+        match &after.notify {
+            Some(message) => self.handle.session().notify(message),
+            None => Ok(()),
+        }
+    }
+
+    /// Asks the owner to do its part, unless it was asked just now.
+    pub(super) fn call_for_help(&self) {
+        self.peer.slow.store(true, Ordering::Relaxed);
+        if self.peer.ask_now() {
+            self.engine.counts.help_asked.fetch_add(1, Ordering::Relaxed);
+            let _ = self.handle.tell(&NixlPath, &Word::Help.encode());
+        }
+    }
+
+    /// Makes a request for pieces whose local offsets are relative to that address.
+    ///
+    /// # Safety
+    /// The pieces' local ranges lie in `memory`'s region, which the caller keeps until NIXL has let go of the request.
+    pub(super) unsafe fn request(
+        &self,
+        op: Op,
+        memory: &Arc<Memory>,
+        base: usize,
+        pieces: &[Piece],
+    ) -> Result<(Asked, Option<Key>)> {
+        let direction = if op == Op::Read { Direction::Read } else { Direction::Write };
+        let local = memory.descriptor();
+        if let [piece] = pieces {
+            let key = Key {
+                direction,
+                device: local.device,
+                local: base as u64 + piece.local,
+                remote: piece.remote,
+                len: piece.len,
+            };
+            if let Some(kept) = self.requests.take(&key) {
+                self.engine.counts.reused.fetch_add(1, Ordering::Relaxed);
+                return Ok((kept, Some(key)));
+            }
+            memory.used_by(&self.requests);
+            // SAFETY: the caller's obligation.
+            let asked = unsafe { self.listed(direction, local.device, base, pieces) }?;
+            return Ok((asked, Some(key)));
+        }
+        if let Some(asked) = self.by_index(direction, memory, base, pieces)? {
+            return Ok((asked, None));
+        }
+        // SAFETY: the caller's obligation.
+        Ok((unsafe { self.listed(direction, local.device, base, pieces) }?, None))
+    }
+
+    /// A request of prepared blocks, where the pieces are such.
+    fn by_index(
+        &self,
+        direction: Direction,
+        memory: &Arc<Memory>,
+        base: usize,
+        pieces: &[Piece],
+    ) -> Result<Option<Asked>> {
+        let (engine, local) = (&self.engine, memory.descriptor());
+        let Some(found) = gridded(pieces, 0, base as u64 - local.address) else { return Ok(None) };
+        let blocks = found.remote_indices.len();
+        let near = memory.grids.find(engine, found.local, local, blocks, None)?;
+        let far = self.grids.find(engine, found.remote, self.remote, blocks, Some(&self.peer))?;
+        let (Some(near), Some(far)) = (near, far) else { return Ok(None) };
+        let (Some(near), Some(far)) = (near.list(), far.list()) else { return Ok(None) };
+        // SAFETY: as for `request`: the indices are those of the caller's pieces.
+        let request = unsafe {
+            engine.agent.request_prepared(
+                direction,
+                (near, &found.local_indices),
+                (far, &found.remote_indices),
+                &engine.options(),
+            )
+        };
+        let request = request.map_err(|error| self.refused(error))?;
+        Ok(Some(Asked::new(request, &self.peer)))
+    }
+
+    /// A request of pieces that are listed one by one.
+    ///
+    /// # Safety
+    /// As for [`request`](Self::request).
+    unsafe fn listed(
+        &self,
+        direction: Direction,
+        device: u64,
+        base: usize,
+        pieces: &[Piece],
+    ) -> Result<Asked> {
+        let engine = &self.engine;
+        let near = pieces.iter().map(|piece| Descriptor {
+            address: base as u64 + piece.local,
+            length: piece.len,
+            device,
+        });
+        let far = pieces.iter().map(|piece| Descriptor {
+            address: self.remote.address + piece.remote,
+            length: piece.len,
+            device: self.remote.device,
+        });
+        let near = TransferList::new(&engine.nixl, MemoryKind::Dram, near)?;
+        let far = TransferList::new(&engine.nixl, MemoryKind::Dram, far)?;
+        // SAFETY: the caller's obligation.
+        let request =
+            unsafe { engine.agent.request(direction, &near, &far, &self.peer.name, &engine.options()) }
+                .map_err(|error| self.refused(error))?;
+        Ok(Asked::new(request, &self.peer))
+    }
+
+    /// NIXL refuses a request: who is gone comes first, and a peer that NIXL has lost must be met again.
+    fn refused(&self, error: towline_sys::Error) -> Error {
+        if let Err(gone) = self.handle.session().alive() {
+            return gone;
+        }
+        let error = Error::from(error);
+        if matches!(error.kind(), Kind::Native | Kind::NotFound) {
+            self.peer.broke();
+        }
+        error
+    }
+
+    /// Posts a request. BYTES MOVE HERE, or begin to.
+    pub(super) fn post(&self, asked: &mut Asked) -> Result<Progress> {
+        self.peer.alive()?;
+        if self.peer.slow.load(Ordering::Relaxed) {
+            self.call_for_help();
+        }
+        self.engine.counts.posted.fetch_add(1, Ordering::Relaxed);
+        match asked.request() {
+            Some(request) => Ok(request.post(None)?),
+            None => Err(Error::new(Kind::Internal, "transfer", "a request without a handle")),
+        }
+    }
+
+    /// A request has ended well: another transfer may post it again.
+    pub(super) fn keep(&self, key: Option<Key>, asked: Asked) {
+        if let Some(key) = key {
+            self.requests.keep(key, asked);
+        }
+    }
+
+    fn try_begin(
+        &self,
+        op: Op,
+        local: &RegionUse,
+        base: usize,
+        pieces: &[Piece],
+        memory: &Arc<Memory>,
+        after: &After,
+    ) -> Result<Begun> {
+        self.check_after(after)?;
+        let inside = self.enter(op.name())?;
+        // The caller's own use ends with the call.
+        let keep = local.core().begin_use(op.name())?;
+        // SAFETY: the flight keeps that use until NIXL has let go, and the pieces were checked against the region.
+        let (mut asked, key) = unsafe { self.request(op, memory, base, pieces) }?;
+        let mut progress = self.post(&mut asked);
+        let mut looks = 0;
+        let began = Instant::now();
+        while let Ok(Progress::InProgress) = progress {
+            if looks > 2 && began.elapsed() > STAY {
+                break;
+            }
+            if looks == PATIENT_LOOKS {
+                self.call_for_help();
+            }
+            looks += 1;
+            progress = match asked.request() {
+                Some(request) => request.progress().map_err(Error::from),
+                None => break,
+            };
+        }
+        if let Ok(Progress::Done) = progress {
+            self.keep(key, asked);
+            inside.check(op.name())?;
+            drop((inside, keep));
+            return self.follow(after).map(|()| Begun::Ended(Ok(None)));
+        }
+        let flight = Flight::new(asked, key, inside, Some(keep), progress.err());
+        Ok(Begun::Going(Box::new(Gone { flight: Some(flight), attachment: self.this()? })))
+    }
+}
+
+impl Drop for NixlAttachment {
+    fn drop(&mut self) {
+        if !crate::fork::in_child() {
+            self.forget_prepared();
+            self.peer.detach(&self.engine);
+        }
+    }
+}
+
+/// A request that did not end in the call that began it.
+struct Gone {
+    flight: Option<Flight>,
+    attachment: Arc<NixlAttachment>,
+}
+
+impl Going for Gone {
+    fn report_to(mut self: Box<Self>, transfer: &Arc<TransferCore>) {
+        if let Some(flight) = self.flight.take() {
+            Run::flying(&self.attachment, transfer, flight);
+        }
+    }
+}
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        if let Some(flight) = self.flight.take() {
+            self.attachment.engine.add(flight);
+        }
+    }
+}
+
+impl Attachment for NixlAttachment {
+    fn transport(&self) -> &'static dyn Transport {
+        &NixlPath
+    }
+
+    fn detail(&self) -> Option<String> {
+        Some(self.engine.detail())
+    }
+
+    fn begin(
+        &self,
+        op: Op,
+        local: &RegionUse,
+        base: usize,
+        pieces: &[Piece],
+        bytes: u64,
+        after: &After,
+    ) -> Option<Begun> {
+        if bytes > INLINE || pieces.len() != 1 {
+            return None;
+        }
+        // Registering a region may take long: others do that.
+        let memory = local.core().nixl.find()?;
+        Some(
+            self.try_begin(op, local, base, pieces, &memory, after)
+                .unwrap_or_else(|error| Begun::Ended(Err(error))),
+        )
+    }
+
+    unsafe fn run_now(
+        &self,
+        op: Op,
+        _local: *mut u8,
+        pieces: &[Piece],
+        _bytes: u64,
+        after: &After,
+    ) -> Option<Result<Option<u64>>> {
+        if !pieces.is_empty() {
+            return None;
+        }
+        let followed = || {
+            self.check_after(after)?;
+            if after.signal.is_some() {
+                self.enter(op.name())?.check(op.name())?;
+            }
+            self.follow(after)
+        };
+        Some(followed().map(|()| None))
+    }
+
+    fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
+        run::cut(plan)
+    }
+
+    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
+        Run::start(&self, transfer);
+    }
+
+    fn stop(&self, _transfer: &Arc<TransferCore>) {
+        // Whoever drives looks at the transfer's flag.
+        self.engine.look();
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.handle.session().alive()?;
+        self.peer.alive()
+    }
+}

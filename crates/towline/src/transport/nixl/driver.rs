@@ -1,0 +1,376 @@
+//! Who asks NIXL how far things are: callers that wait, and one thread while something is under way.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Once, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use towline_sys::nixl::Progress;
+
+use super::attachment::{Inside, PATIENT_LOOKS};
+use super::engine::Engine;
+use super::lists::Key;
+use super::peer::Asked;
+use super::run::Run;
+use crate::region::RegionUse;
+use crate::sync::lock;
+use crate::{Error, Kind, Result, progress};
+
+/// A transfer that was stopped gets this long for NIXL to end what it has begun, before it ends without being quiet.
+const GRACE: Duration = Duration::from_millis(50);
+
+/// NIXL's general error may mean that the peer has died: the connection tells, but perhaps a little later.
+const WHY: Duration = Duration::from_millis(500);
+
+/// The thread stays this long without anything to do.
+const LINGER: Duration = Duration::from_millis(200);
+
+/// A caller that waits drives for this long without success before it sleeps.
+const STAY: Duration = Duration::from_millis(2);
+
+/// Rounds without success: first at once, then behind whoever else wants the processor, then after a sleep.
+const SPINS: u32 = 32;
+const YIELDS: u32 = 1000;
+const LEAST_SLEEP: Duration = Duration::from_micros(20);
+const MOST_SLEEP: Duration = Duration::from_millis(1);
+
+/// The thread looks this often where it only waits for NIXL to let go, or for what may still arrive.
+const RARELY: Duration = Duration::from_millis(2);
+
+/// What is under way, and what the thread has to do besides.
+#[derive(Default)]
+pub(super) struct Driving {
+    flights: Vec<Flight>,
+    /// Until when a peer needs this agent to do its part.
+    help_until: Option<Instant>,
+    /// What is called when the last bytes of a peer that is gone must have come.
+    cooling: Vec<(Instant, Box<dyn FnOnce() + Send>)>,
+    running: bool,
+}
+
+/// A request that NIXL is at.
+pub(super) struct Flight {
+    asked: Option<Asked>,
+    key: Option<Key>,
+    inside: Option<Inside>,
+    /// The local memory, where no transfer keeps it.
+    keep: Option<RegionUse>,
+    report: Option<(Arc<Run>, usize)>,
+    /// The transfer has ended without waiting for this.
+    left_behind: bool,
+    looks: u32,
+    stopping: Option<Instant>,
+    failed: Option<(Error, Instant)>,
+}
+
+/// What a look at a flight shows.
+enum Look {
+    Flying,
+    /// The transfer ends, though NIXL is still at it.
+    Leave(Error),
+    Landed(Result<()>),
+}
+
+impl Flight {
+    pub(super) fn new(
+        asked: Asked,
+        key: Option<Key>,
+        inside: Inside,
+        keep: Option<RegionUse>,
+        failed: Option<Error>,
+    ) -> Flight {
+        Flight {
+            asked: Some(asked),
+            key,
+            inside: Some(inside),
+            keep,
+            report: None,
+            left_behind: false,
+            looks: 0,
+            stopping: None,
+            failed: failed.map(|error| (error, Instant::now())),
+        }
+    }
+
+    pub(super) fn for_unit(mut self, run: &Arc<Run>, unit: usize) -> Flight {
+        self.report = Some((Arc::clone(run), unit));
+        self
+    }
+
+    fn op(&self) -> &'static str {
+        self.report.as_ref().map_or("transfer", |(run, _)| run.transfer.op.name())
+    }
+
+    fn look(&mut self, now: Instant) -> Look {
+        let (Some(inside), Some(asked)) = (&self.inside, &mut self.asked) else {
+            return Look::Landed(Ok(()));
+        };
+        let attachment = inside.attachment();
+        let engine = &attachment.engine;
+        if let Some((error, since)) = &self.failed {
+            // Who is gone, and what was taken back, comes before what NIXL calls an error.
+            let cause = attachment.handle.session().alive().and_then(|()| inside.check("transfer"));
+            return match cause {
+                Err(cause) => Look::Landed(Err(cause)),
+                Ok(()) if now.duration_since(*since) >= WHY => Look::Landed(Err(error.clone())),
+                Ok(()) => Look::Flying,
+            };
+        }
+        engine.counts.polls.fetch_add(1, Ordering::Relaxed);
+        match asked.request().map(|request| request.progress()) {
+            None | Some(Ok(Progress::Done)) => return Look::Landed(Ok(())),
+            Some(Err(error)) => {
+                self.failed = Some((error.into(), now));
+                return Look::Flying;
+            }
+            Some(Ok(Progress::InProgress)) => {}
+        }
+        self.looks = self.looks.saturating_add(1);
+        match attachment.handle.session().alive() {
+            Err(error) if !self.left_behind => return Look::Leave(error),
+            Ok(()) if self.looks >= PATIENT_LOOKS => attachment.call_for_help(),
+            _ => {}
+        }
+        if self.left_behind {
+            return Look::Flying;
+        }
+        let Some((run, _)) = self.report.as_ref().filter(|(run, _)| run.transfer.is_stopped()) else {
+            return Look::Flying;
+        };
+        if now.duration_since(*self.stopping.get_or_insert(now)) >= GRACE {
+            return Look::Leave(run.transfer.stop_error());
+        }
+        Look::Flying
+    }
+
+    /// NIXL has let go: reports, unless that was done before.
+    fn land(mut self, outcome: Result<()>) {
+        let op = self.op();
+        let (asked, inside) = (self.asked.take(), self.inside.take());
+        let outcome = match (outcome, &inside) {
+            (Ok(()), Some(inside)) => {
+                if let Some(asked) = asked {
+                    inside.attachment().keep(self.key, asked);
+                }
+                inside.check(op)
+            }
+            (Err(error), Some(inside)) => {
+                if error.kind() == Kind::Native {
+                    inside.attachment().peer.broke();
+                }
+                drop(asked);
+                Err(error)
+            }
+            (outcome, None) => outcome,
+        };
+        drop((inside, self.keep.take()));
+        if let Some((run, unit)) = self.report.take() {
+            run.landed();
+            if !self.left_behind {
+                run.ended(unit, outcome);
+            }
+            run.work();
+        }
+    }
+}
+
+impl Engine {
+    /// Sees to it that somebody asks how far that is.
+    pub(super) fn add(self: &Arc<Self>, flight: Flight) {
+        self.flying.fetch_add(1, Ordering::SeqCst);
+        let mut state = lock(&self.state);
+        state.flights.push(flight);
+        self.run_thread(&mut state);
+    }
+
+    /// Drives the agent for that long, for a peer's sake.
+    pub(super) fn help(self: &Arc<Self>, time: Duration) {
+        self.counts.help_given.fetch_add(1, Ordering::Relaxed);
+        let until = Instant::now() + time;
+        let mut state = lock(&self.state);
+        state.help_until = Some(state.help_until.map_or(until, |before| before.max(until)));
+        self.run_thread(&mut state);
+    }
+
+    /// Calls that at that time, and takes in what comes until then.
+    pub(super) fn cool(self: &Arc<Self>, at: Instant, then: Box<dyn FnOnce() + Send>) {
+        let mut state = lock(&self.state);
+        state.cooling.push((at, then));
+        self.run_thread(&mut state);
+    }
+
+    /// Something may have changed.
+    pub(super) fn look(&self) {
+        self.changed.notify_all();
+    }
+
+    fn run_thread(self: &Arc<Self>, state: &mut Driving) {
+        if state.running {
+            self.changed.notify_all();
+            return;
+        }
+        let engine = Arc::clone(self);
+        match progress::start_thread("towline-nixl".into(), move || engine.run()) {
+            Ok(_) => state.running = true,
+            // Callers that wait drive too; the next one that comes tries again.
+            Err(error) => tracing::warn!(%error, "no thread to drive NIXL"),
+        }
+    }
+
+    /// Looks at everything once; says how much of it has landed, or `None` where somebody else is looking.
+    pub(super) fn drive(self: &Arc<Self>) -> Option<usize> {
+        let looking = match self.driving.try_lock() {
+            Ok(looking) => looking,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        let mut flights = std::mem::take(&mut lock(&self.state).flights);
+        let now = Instant::now();
+        let (mut landed, mut left) = (Vec::new(), Vec::new());
+        let mut at = 0;
+        while at < flights.len() {
+            match flights[at].look(now) {
+                Look::Flying => at += 1,
+                Look::Leave(error) => {
+                    flights[at].left_behind = true;
+                    self.counts.unquiet.fetch_add(1, Ordering::Relaxed);
+                    left.extend(flights[at].report.clone().map(|report| (report, error)));
+                    at += 1;
+                }
+                Look::Landed(outcome) => landed.push((flights.swap_remove(at), outcome)),
+            }
+        }
+        {
+            let mut state = lock(&self.state);
+            flights.append(&mut state.flights);
+            state.flights = flights;
+        }
+        drop(looking);
+        // Not under a lock: whoever is told may be the user's code.
+        for ((run, unit), error) in left {
+            run.ended(unit, Err(error));
+            run.work();
+        }
+        let count = landed.len();
+        self.flying.fetch_sub(count, Ordering::SeqCst);
+        landed.into_iter().for_each(|(flight, outcome)| flight.land(outcome));
+        Some(count)
+    }
+
+    /// A caller that waits drives until that is so, or until it has been fruitless for a while.
+    pub(super) fn drive_until(self: &Arc<Self>, over: impl Fn() -> bool) {
+        self.helpers.fetch_add(1, Ordering::SeqCst);
+        let mut since = Instant::now();
+        let mut rounds = 0;
+        while !over() && since.elapsed() < STAY {
+            if self.drive().is_some_and(|landed| landed > 0) {
+                since = Instant::now();
+                rounds = 0;
+            }
+            rounds += 1;
+            if rounds > SPINS {
+                std::thread::yield_now();
+            }
+        }
+        self.helpers.fetch_sub(1, Ordering::SeqCst);
+        self.changed.notify_all();
+    }
+
+    /// The thread: as long as something is under way.
+    fn run(self: Arc<Self>) {
+        let _inside = Exiting::enter();
+        let mut fruitless = 0_u32;
+        let mut idle_since: Option<Instant> = None;
+        loop {
+            if EXITING.load(Ordering::SeqCst) {
+                return;
+            }
+            let now = Instant::now();
+            let (flying, alone, helping, cooled, cooling) = {
+                let mut state = lock(&self.state);
+                if state.help_until.is_some_and(|until| until <= now) {
+                    state.help_until = None;
+                }
+                let cooled: Vec<_> = state.cooling.extract_if(.., |(at, _)| *at <= now).collect();
+                let alone = state.flights.iter().all(|flight| flight.left_behind);
+                let flying = self.flying.load(Ordering::SeqCst) > 0;
+                (flying, alone, state.help_until.is_some(), cooled, !state.cooling.is_empty())
+            };
+            cooled.into_iter().for_each(|(_, then)| then());
+            if !flying && !helping && !cooling {
+                let since = *idle_since.get_or_insert(now);
+                let state = lock(&self.state);
+                let (mut state, _) =
+                    self.changed.wait_timeout(state, LINGER).unwrap_or_else(PoisonError::into_inner);
+                let nothing =
+                    state.flights.is_empty() && state.help_until.is_none() && state.cooling.is_empty();
+                if nothing && self.flying.load(Ordering::SeqCst) == 0 && since.elapsed() >= LINGER {
+                    state.running = false;
+                    return;
+                }
+                continue;
+            }
+            idle_since = None;
+            if self.helpers.load(Ordering::SeqCst) > 0 && !helping && !cooling {
+                self.sleep(MOST_SLEEP);
+                continue;
+            }
+            match self.drive() {
+                Some(landed) if landed > 0 => fruitless = 0,
+                _ => fruitless = fruitless.saturating_add(1),
+            }
+            if helping || cooling {
+                // What this agent has to do for its peers is done in any call; messages it gets none.
+                let _ = self.agent.notifications();
+            }
+            match fruitless {
+                // A peer waits for every single look, unless a device does the work.
+                _ if helping && !self.rdma => std::thread::yield_now(),
+                0..SPINS => std::hint::spin_loop(),
+                SPINS..YIELDS if !alone || helping => std::thread::yield_now(),
+                _ if alone && !helping => self.sleep(RARELY),
+                _ => self.sleep((LEAST_SLEEP * (fruitless / YIELDS)).clamp(LEAST_SLEEP, MOST_SLEEP)),
+            }
+        }
+    }
+
+    fn sleep(&self, time: Duration) {
+        let state = lock(&self.state);
+        drop(self.changed.wait_timeout(state, time));
+    }
+}
+
+/// The process is ending: what UCX stands on is about to be taken apart.
+static EXITING: AtomicBool = AtomicBool::new(false);
+static INSIDE: AtomicUsize = AtomicUsize::new(0);
+
+struct Exiting;
+
+impl Exiting {
+    fn enter() -> Exiting {
+        INSIDE.fetch_add(1, Ordering::SeqCst);
+        Exiting
+    }
+}
+
+impl Drop for Exiting {
+    fn drop(&mut self) {
+        INSIDE.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Gets the threads out of NIXL before a process that ends takes NIXL's libraries apart under them.
+#[allow(unsafe_code, reason = "registers what is done at the end of the process")]
+pub(super) fn leave_before_exit() {
+    extern "C" fn leave() {
+        EXITING.store(true, Ordering::SeqCst);
+        let until = Instant::now() + Duration::from_millis(200);
+        while INSIDE.load(Ordering::SeqCst) > 0 && Instant::now() < until && !crate::fork::in_child() {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: a function without arguments that neither unwinds nor touches what other handlers have freed.
+        let _ = unsafe { libc::atexit(leave) };
+    });
+}

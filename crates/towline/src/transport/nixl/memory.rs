@@ -1,0 +1,118 @@
+//! What NIXL knows of a region: its registration with the endpoint's agent, on either side of a transfer.
+#![allow(unsafe_code, reason = "hands the address of registered memory to NIXL")]
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use towline_sys::nixl::{Descriptor, MemoryKind, Registration, RegistrationList};
+
+use super::engine::Engine;
+use super::lists::{Grids, Requests};
+use crate::Result;
+use crate::region::RegionCore;
+use crate::sync::lock;
+
+/// A region's place for what NIXL knows of it: nothing, until a transfer by NIXL is asked for.
+#[derive(Default)]
+pub(crate) struct Known(Mutex<Option<Arc<Memory>>>);
+
+impl Known {
+    /// What NIXL knows, if it knows the region.
+    pub(super) fn find(&self) -> Option<Arc<Memory>> {
+        lock(&self.0).clone()
+    }
+
+    /// Registers the region with the agent, unless it is. May take as long as pinning all of its pages. The caller holds a
+    /// use of the region.
+    pub(super) fn register(&self, engine: &Arc<Engine>, region: &RegionCore) -> Result<Arc<Memory>> {
+        let mut known = lock(&self.0);
+        if let Some(memory) = &*known {
+            return Ok(Arc::clone(memory));
+        }
+        let descriptor = Descriptor {
+            address: region.addr as u64,
+            length: region.len as u64,
+            device: engine.next_device(),
+        };
+        let list = RegistrationList::new(&engine.nixl, MemoryKind::Dram, [descriptor])?;
+        // SAFETY: the region's memory stays until `RegionCore::free`, which is called when nobody is inside any more, and
+        // takes the registration back first.
+        let registration = unsafe { engine.agent.register(list, &engine.options()) }?;
+        engine.counts.registered.fetch_add(1, Ordering::Relaxed);
+        let memory = Arc::new(Memory {
+            engine: Arc::clone(engine),
+            descriptor,
+            registration: Mutex::new(Some(registration)),
+            metadata: OnceLock::new(),
+            grids: Grids::default(),
+            requests: Mutex::default(),
+        });
+        *known = Some(Arc::clone(&memory));
+        Ok(memory)
+    }
+
+    /// Nobody is inside the memory any more: NIXL lets go of it.
+    pub(crate) fn free(&self) {
+        let memory = lock(&self.0).take();
+        if let Some(memory) = memory.filter(|_| !crate::fork::in_child()) {
+            memory.retire();
+        }
+    }
+}
+
+/// A region that is registered with an agent.
+pub(super) struct Memory {
+    engine: Arc<Engine>,
+    descriptor: Descriptor,
+    registration: Mutex<Option<Registration>>,
+    metadata: OnceLock<Vec<u8>>,
+    /// Prepared lists of its blocks, as the local side of transfers.
+    pub(super) grids: Grids,
+    /// Where requests that use it are kept.
+    requests: Mutex<Vec<Weak<Requests>>>,
+}
+
+impl Memory {
+    pub(super) fn device(&self) -> u64 {
+        self.descriptor.device
+    }
+
+    pub(super) fn descriptor(&self) -> Descriptor {
+        self.descriptor
+    }
+
+    /// What a peer needs to reach it.
+    pub(super) fn metadata(&self, engine: &Engine) -> Result<Vec<u8>> {
+        if let Some(metadata) = self.metadata.get() {
+            return Ok(metadata.clone());
+        }
+        let metadata = match &*lock(&self.registration) {
+            Some(registration) => engine.agent.partial_metadata(registration.list(), &engine.options())?,
+            None => return Err(crate::region::stale("import")),
+        };
+        Ok(self.metadata.get_or_init(|| metadata).clone())
+    }
+
+    /// Remembers where a request that uses it is kept.
+    pub(super) fn used_by(&self, requests: &Arc<Requests>) {
+        let mut all = lock(&self.requests);
+        all.retain(|one| one.strong_count() > 0);
+        if !all.iter().any(|one| std::ptr::eq(one.as_ptr(), Arc::as_ptr(requests))) {
+            all.push(Arc::downgrade(requests));
+        }
+    }
+
+    /// Requests and lists first: they lead to what the registration holds.
+    fn retire(&self) {
+        for requests in lock(&self.requests).drain(..).filter_map(|one| one.upgrade()) {
+            requests.forget(self.device());
+        }
+        self.grids.clear();
+        if let Some(registration) = lock(&self.registration).take() {
+            self.engine.counts.registered.fetch_sub(1, Ordering::Relaxed);
+            if let Err(error) = registration.deregister() {
+                tracing::warn!(%error, "NIXL did not take back a registration");
+            }
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! One transfer by NIXL: its units as requests, a few of which are under way at a time.
+#![allow(unsafe_code, reason = "hands addresses of registered memory to NIXL")]
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, TryLockError, Weak};
+
+use towline_sys::nixl::Progress;
+
+use super::attachment::{INLINE, NixlAttachment};
+use super::driver::Flight;
+use super::memory::Memory;
+use crate::layout::Plan;
+use crate::transfer::{Help, TransferCore};
+use crate::{Error, Kind, Result, progress};
+
+/// A request carries at most about this many bytes: where posting copies, that is how long a stop takes, and where it does
+/// not, that is what shows that something moves.
+const UNIT: u64 = 8 << 20;
+
+/// And at most this many pieces.
+const UNIT_PIECES: usize = 8192;
+
+/// Requests of one transfer that are under way at a time.
+const WINDOW: usize = 4;
+
+/// Cuts a plan into requests.
+pub(super) fn cut(plan: Plan) -> (Plan, Vec<Range<usize>>) {
+    // A transfer of many pieces is one request where it can be: each one costs.
+    let scattered = plan.piece_count() > 64;
+    let unit = if scattered { UNIT * 4 } else { UNIT };
+    let plan = plan.cut(unit);
+    let mut units = Vec::new();
+    for chunk in plan.chunks(unit) {
+        let mut start = chunk.start;
+        while start < chunk.end {
+            let end = chunk.end.min(start + UNIT_PIECES);
+            units.push(start..end);
+            start = end;
+        }
+    }
+    if units.is_empty() {
+        units.push(0..0);
+    }
+    (plan, units)
+}
+
+/// One transfer by NIXL.
+pub(super) struct Run {
+    attachment: Arc<NixlAttachment>,
+    pub(super) transfer: Arc<TransferCore>,
+    memory: OnceLock<Arc<Memory>>,
+    next: AtomicUsize,
+    left: AtomicUsize,
+    flying: AtomicUsize,
+    /// Held by whoever posts.
+    posting: Mutex<()>,
+    /// Why the rest is not posted.
+    hopeless: OnceLock<Error>,
+    me: Weak<Run>,
+}
+
+impl Run {
+    fn new(attachment: &Arc<NixlAttachment>, transfer: &Arc<TransferCore>) -> Arc<Run> {
+        let run = Arc::new_cyclic(|me| Run {
+            attachment: Arc::clone(attachment),
+            transfer: Arc::clone(transfer),
+            memory: OnceLock::new(),
+            next: AtomicUsize::new(0),
+            left: AtomicUsize::new(transfer.units.len()),
+            flying: AtomicUsize::new(0),
+            posting: Mutex::default(),
+            hopeless: OnceLock::new(),
+            me: me.clone(),
+        });
+        let weak = Arc::downgrade(&run);
+        let help: Weak<dyn Help> = weak;
+        transfer.set_help(help);
+        run
+    }
+
+    /// Starts a transfer: a worker posts it, or the caller as soon as it waits.
+    pub(super) fn start(attachment: &Arc<NixlAttachment>, transfer: &Arc<TransferCore>) {
+        let run = Run::new(attachment, transfer);
+        let known = transfer.local.as_ref().is_none_or(|local| local.core().nixl.find().is_some());
+        if known && transfer.plan.bytes() <= INLINE {
+            run.work();
+            return;
+        }
+        let worked = Arc::clone(&run);
+        if let Err(refused) = progress::pool().spawn(Box::new(move || worked.work())) {
+            run.fail(&refused.error);
+            run.work();
+        }
+    }
+
+    /// Goes on with a transfer of one unit whose request is under way.
+    pub(super) fn flying(attachment: &Arc<NixlAttachment>, transfer: &Arc<TransferCore>, flight: Flight) {
+        let run = Run::new(attachment, transfer);
+        run.next.store(1, Ordering::SeqCst);
+        run.launch(flight, 0);
+    }
+
+    fn launch(self: &Arc<Self>, flight: Flight, unit: usize) {
+        self.flying.fetch_add(1, Ordering::SeqCst);
+        self.transfer.engaged();
+        self.attachment.engine.add(flight.for_unit(self, unit));
+    }
+
+    /// Why nothing more is posted.
+    fn over_because(&self) -> Option<Error> {
+        if self.transfer.is_stopped() {
+            return Some(self.transfer.stop_error());
+        }
+        self.hopeless.get().cloned().or_else(|| self.attachment.handle.session().alive().err())
+    }
+
+    fn fail(&self, error: &Error) {
+        let _ = self.hopeless.set(error.clone());
+    }
+
+    /// Posts what there is room for, or reports for what will not be posted.
+    pub(super) fn work(self: &Arc<Self>) {
+        while self.has_work() {
+            let posting = match self.posting.try_lock() {
+                Ok(posting) => posting,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                // That one looks again before it leaves.
+                Err(TryLockError::WouldBlock) => return,
+            };
+            while self.has_work() {
+                let unit = self.next.fetch_add(1, Ordering::SeqCst);
+                if unit >= self.transfer.units.len() {
+                    break;
+                }
+                let posted = match self.over_because() {
+                    Some(error) => Err(error),
+                    None => self.post(unit),
+                };
+                match posted {
+                    Ok(Some(flight)) => self.launch(flight, unit),
+                    Ok(None) => self.ended(unit, Ok(())),
+                    Err(error) => self.ended(unit, Err(error)),
+                }
+            }
+            drop(posting);
+        }
+    }
+
+    fn has_work(&self) -> bool {
+        self.next.load(Ordering::SeqCst) < self.transfer.units.len()
+            && (self.flying.load(Ordering::SeqCst) < WINDOW || self.over_because().is_some())
+    }
+
+    /// Posts a unit; `None` where it has ended.
+    fn post(self: &Arc<Self>, unit: usize) -> Result<Option<Flight>> {
+        let (transfer, attachment) = (&self.transfer, &self.attachment);
+        let op = transfer.op.name();
+        attachment.check_after(&transfer.after)?;
+        let inside = attachment.enter(op)?;
+        let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
+        let Some(local) = transfer.local.as_ref().filter(|_| !pieces.is_empty()) else {
+            return inside.check(op).map(|()| None);
+        };
+        let memory = match self.memory.get() {
+            Some(memory) => memory,
+            None => {
+                let memory = local.core().nixl.register(&attachment.engine, local.core())?;
+                self.memory.get_or_init(|| memory)
+            }
+        };
+        let base = transfer.local_base() as usize;
+        // SAFETY: the transfer keeps a use of its local region until NIXL has let go of all its requests, and its plan was
+        // checked against that region.
+        let (mut asked, key) = unsafe { attachment.request(transfer.op, memory, base, pieces) }?;
+        match attachment.post(&mut asked) {
+            Ok(Progress::Done) => {
+                attachment.keep(key, asked);
+                inside.check(op).map(|()| None)
+            }
+            Ok(Progress::InProgress) => Ok(Some(Flight::new(asked, key, inside, None, None))),
+            // The engine finds out what it means.
+            Err(error) => Ok(Some(Flight::new(asked, key, inside, None, Some(error)))),
+        }
+    }
+
+    /// NIXL has let go of a request.
+    pub(super) fn landed(self: &Arc<Self>) {
+        self.flying.fetch_sub(1, Ordering::SeqCst);
+        self.transfer.let_go();
+    }
+
+    /// A unit has ended; the last one speaks for what follows the bytes.
+    pub(super) fn ended(self: &Arc<Self>, unit: usize, outcome: Result<()>) {
+        let transfer = &self.transfer;
+        if let Err(error) = &outcome
+            && !matches!(error.kind(), Kind::PermissionDenied | Kind::Invalid)
+        {
+            self.fail(error);
+        } else if let Err(error) = &outcome {
+            tracing::debug!(%error, "a request was refused");
+        }
+        let last = self.left.fetch_sub(1, Ordering::SeqCst) == 1;
+        let outcome = match outcome {
+            Ok(()) if last && self.hopeless.get().is_none() => self.attachment.follow(&transfer.after),
+            other => other,
+        };
+        match outcome {
+            Ok(()) => {
+                let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
+                transfer.progressed(pieces.iter().map(|piece| piece.len).sum());
+                transfer.unit_done();
+            }
+            Err(error) => transfer.unit_failed(unit, error),
+        }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.left.load(Ordering::SeqCst) == 0
+    }
+}
+
+impl Help for Run {
+    /// A caller that waits posts, and drives NIXL for a while.
+    fn help(&self) {
+        if let Some(run) = self.me.upgrade() {
+            run.work();
+            self.attachment.engine.drive_until(|| run.is_over());
+        }
+    }
+}
