@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Handler, Role};
 use super::counting::{Counting, Due, Follower};
-use super::files::{Asked, Files};
+use super::files::{Asked, Files, Source};
 use super::importing::proven;
 use super::parts::{Keep, Payload, Sink, readable};
 use super::telling::Lending;
@@ -25,7 +25,6 @@ use crate::progress::{self, Timer};
 use crate::region::{PeerPins, RegionCore, RegionUse, stale};
 use crate::sync::lock;
 use crate::ticket::Claims;
-use crate::transport::inproc::file::no_words;
 use crate::transport::tcp::apply;
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
@@ -75,8 +74,8 @@ pub(super) struct Local {
 enum Admitted {
     /// Parts of memory, and what keeps them in place.
     Memory(Keep, Vec<RawPartMut>),
-    /// A part of a file.
-    File(Asked),
+    /// A part of a file, or of a GPU's memory: the bytes stop over in a buffer.
+    Bounced(Asked),
 }
 
 impl Admitted {
@@ -323,11 +322,13 @@ impl Serving {
     fn admit(&self, handle: u32, needed: Access, blocks: &[Block], request: u64) -> Result<Admitted> {
         let op = if needed == Access::READ { "read" } else { "write" };
         let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start)| {
-            if let Some(file) = region.file.clone() {
-                return Ok(Admitted::File(Asked { region, file, start, blocks: blocks.to_vec() }));
-            }
-            if region.place != Place::Host {
-                return Err(Error::new(Kind::Unsupported, op, format!("the bytes are on {}", region.place)));
+            let source = match (&region.file, region.place) {
+                (Some(file), _) => Some(Source::File(file.clone())),
+                (None, Place::Cuda(ordinal)) => Some(Source::Gpu(ordinal)),
+                (None, _) => None,
+            };
+            if let Some(source) = source {
+                return Ok(Admitted::Bounced(Asked { region, source, start, blocks: blocks.to_vec() }));
             }
             let base = region.addr + start as usize;
             Ok(Admitted::memory(region.begin_use(op)?, base, blocks, request))
@@ -348,7 +349,7 @@ impl Serving {
     ) -> Result<(Keep, Vec<RawPartMut>)> {
         match self.admit(handle, Access::WRITE, blocks, request)? {
             Admitted::Memory(keep, parts) => Ok((keep, parts)),
-            Admitted::File(_) => Err(no_words(op)),
+            Admitted::Bounced(asked) => Err(asked.no_words(op)),
         }
     }
 
@@ -389,7 +390,7 @@ impl Serving {
 
     fn read(self: &Arc<Self>, connection: &Arc<Connection>, request: u64, read: &wire::Read) -> Result<()> {
         match self.admit(read.handle, Access::READ, &read.blocks, request) {
-            Ok(Admitted::File(asked)) => match self.files.read(self, connection, request, asked) {
+            Ok(Admitted::Bounced(asked)) => match self.files.read(self, connection, request, asked) {
                 Ok(()) => Ok(()),
                 Err(error) => self.answer_read(connection, request, Err(error)),
             },
@@ -427,7 +428,7 @@ impl Serving {
             let outcome =
                 serving.admit(write.handle, Access::WRITE, &write.blocks, header.id).and_then(|admitted| {
                     match admitted {
-                        Admitted::File(asked) => asked.write(&bytes),
+                        Admitted::Bounced(asked) => asked.write(&bytes),
                         Admitted::Memory(..) => {
                             Err(Error::new(Kind::Internal, "write", "a file has become memory"))
                         }
@@ -682,10 +683,10 @@ impl Handler for Arc<Serving> {
                 Ok(Sink::buffer(bytes as usize, keep).with_body(body))
             }
             Ok(Admitted::Memory(keep, parts)) => Ok(Sink::memory(parts, keep).with_body(body)),
-            Ok(Admitted::File(_)) if buffered => {
-                Ok(Sink::discard().refused(no_words("reduce_into")).with_body(body))
+            Ok(Admitted::Bounced(asked)) if buffered => {
+                Ok(Sink::discard().refused(asked.no_words("reduce_into")).with_body(body))
             }
-            Ok(Admitted::File(_)) => match self.files.admit_write(connection.role(), bytes) {
+            Ok(Admitted::Bounced(_)) => match self.files.admit_write(connection.role(), bytes) {
                 Ok(()) => Ok(Sink::buffer(bytes as usize, Keep::Nothing).with_body(body)),
                 Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
             },
@@ -695,7 +696,7 @@ impl Handler for Arc<Serving> {
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
         let (transfer, outcome) = match Message::decode(header.kind, &sink.take_body())? {
-            // Only the bytes of a file come into a buffer first.
+            // Only the bytes of a file or of a GPU come into a buffer first.
             Message::Write(write) if !sink.buffer.is_empty() => {
                 let bytes = std::mem::take(&mut sink.buffer);
                 return self.write_file(connection, header, write, bytes);
