@@ -34,9 +34,7 @@ fn local(endpoint: &Endpoint, kind: &str) -> Registered<Arc<dyn Storage>> {
 /// All blocks of a region, shuffled.
 fn shuffled(random: &mut Random) -> Vec<u32> {
     let mut indices: Vec<u32> = (0..(LEN as u64 / BLOCK) as u32).collect();
-    for at in (1..indices.len()).rev() {
-        indices.swap(at, random.below(at as u64 + 1) as usize);
-    }
+    random.shuffle(&mut indices);
     indices
 }
 

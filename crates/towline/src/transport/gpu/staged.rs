@@ -183,7 +183,7 @@ impl Stage {
         let base = slot.ptr().expose_provenance();
         let slot = Mutex::new(Some(slot));
         let stage = Arc::clone(self);
-        let part = self.part(Plan::spans(&spans)?, base, After::default(), move |result| {
+        let part = self.part(self.transfer.op, Plan::spans(&spans)?, base, After::default(), move |result| {
             let (stage, slot, result) = (Arc::clone(&stage), lock(&slot).take(), result.clone());
             // Not here: whoever tells may be the event loop, which must not wait for a GPU.
             let work = move || stage.arrived(number, slot, result);
@@ -198,6 +198,7 @@ impl Stage {
     /// One transfer on the path underneath.
     fn part(
         self: &Arc<Self>,
+        op: Op,
         plan: Plan,
         base: usize,
         after: After,
@@ -205,7 +206,7 @@ impl Stage {
     ) -> Arc<TransferCore> {
         TransferCore::begin(Parts {
             id: transfer::next_id(),
-            op: self.transfer.op,
+            op,
             plan,
             local: None,
             local_base: base,
@@ -275,16 +276,20 @@ impl Stage {
             self.transfer.unit_done();
             return;
         }
-        let told = Arc::clone(&self.transfer);
-        match Plan::spans(&[]) {
-            Ok(plan) => {
-                let part = self.part(plan, 0, self.transfer.after.clone(), move |result| match result {
+        let after = &self.transfer.after;
+        // SAFETY: there are no pieces.
+        let followed = unsafe { self.under.run_now(Op::Write, std::ptr::null_mut(), &[], 0, after) };
+        match (followed, Plan::spans(&[])) {
+            (Some(Ok(_)), _) => self.transfer.unit_done(),
+            (Some(Err(error)), _) | (None, Err(error)) => self.transfer.unit_failed(0, error),
+            (None, Ok(plan)) => {
+                let told = Arc::clone(&self.transfer);
+                let part = self.part(Op::Write, plan, 0, after.clone(), move |result| match result {
                     Ok(()) => told.unit_done(),
                     Err(error) => told.unit_failed(0, error.clone()),
                 });
                 self.under_way(part);
             }
-            Err(error) => self.transfer.unit_failed(0, error),
         }
     }
 }
