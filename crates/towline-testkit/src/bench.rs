@@ -2,17 +2,19 @@
 
 mod owner;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use towline::{
-    Access, Endpoint, EndpointOptions, Error, Kind, Limits, Probe, Registered, Remote, Routing,
-    SystemStorage, Ticket,
+    Access, Endpoint, EndpointOptions, Error, Kind, Limits, Probe, Registered, Remote, Routing, Storage,
+    Ticket,
 };
 
 pub(crate) use owner::register_views;
 pub use owner::{Owner, OwnerRegion, OwnerStats, Views};
 
 use crate::oracle::Stamp;
+use crate::worker::storage;
 
 /// The variable that forces one path for every law.
 const FORCE: &str = "TOWLINE_TEST_FORCE";
@@ -53,16 +55,27 @@ pub struct Bench {
     pub routing: Routing,
     /// Whether a transfer that has ended is always quiet.
     pub quiet_at_end: bool,
+    /// The kinds of the owner's storages and the user's, where they are not the path's own.
+    kinds: Option<(&'static str, &'static str)>,
 }
 
 impl Bench {
     /// Builds a bench for that path, or says why the machine cannot. `TOWLINE_TEST_FORCE` replaces the path.
     pub fn open(path: &str, setting: Setting) -> Result<Bench, String> {
+        Bench::open_with(path, setting, None)
+    }
+
+    /// [`open`](Self::open), with storages of these kinds on the owner's side and on the user's.
+    pub fn open_with(
+        path: &str,
+        setting: Setting,
+        kinds: Option<(&'static str, &'static str)>,
+    ) -> Result<Bench, String> {
         let path = forced().unwrap_or_else(|| path.to_owned());
         // `inproc` needs one process, and `cma` two: it copies between processes.
         let setting = match path.as_str() {
             "inproc" => Setting::OneProcess,
-            "cma" => Setting::TwoProcesses,
+            "cma" | "cuda" => Setting::TwoProcesses,
             _ => setting,
         };
         let paths = towline::paths();
@@ -76,7 +89,7 @@ impl Bench {
         let owner = Owner::open("owner", setting, "");
         let routing = routing(path);
         let user = options("user").routing(routing.clone()).open().unwrap();
-        let bench = Bench { path, setting, owner, user, routing, quiet_at_end };
+        let bench = Bench { path, setting, owner, user, routing, quiet_at_end, kinds };
         match bench.try_path() {
             Ok(()) => Ok(bench),
             // A container may forbid what the machine could do.
@@ -96,10 +109,16 @@ impl Bench {
     /// What the owner's storages are: those that the path can reach, and both kinds where it does not matter.
     pub fn kind(&self) -> &'static str {
         match (self.path, self.setting) {
+            _ if self.kinds.is_some() => self.kinds.map_or("", |(owner, _)| owner),
             ("mapped", _) => "shared",
             ("cma", _) | (_, Setting::OneProcess) => "system",
             _ => "shared",
         }
+    }
+
+    /// Whether words of the owner's storages can be acted on: not on a GPU.
+    pub fn has_words(&self) -> bool {
+        !matches!(self.kind(), "device" | "exportable")
     }
 
     /// A region of the owner.
@@ -125,12 +144,17 @@ impl Bench {
     }
 
     /// Memory of the user.
-    pub fn local(&self, len: usize) -> Registered<SystemStorage> {
-        self.user.register(SystemStorage::new(len).unwrap(), Access::NONE).unwrap()
+    pub fn local(&self, len: usize) -> Registered<Arc<dyn Storage>> {
+        self.user.register(self.storage(len), Access::NONE).unwrap()
+    }
+
+    /// Memory as the user's is.
+    pub fn storage(&self, len: usize) -> Arc<dyn Storage> {
+        storage(len, self.kinds.map_or("system", |(_, user)| user)).unwrap()
     }
 
     /// Memory of the user, filled with a stamp.
-    pub fn local_stamped(&self, len: usize, stamp: Stamp) -> Registered<SystemStorage> {
+    pub fn local_stamped(&self, len: usize, stamp: Stamp) -> Registered<Arc<dyn Storage>> {
         let local = self.local(len);
         stamp.fill_storage(local.storage()).unwrap();
         local

@@ -113,6 +113,68 @@ macro_rules! each_law {
     };
 }
 
+/// Calls a macro with the arguments given and the names of the laws that hold where words cannot be acted on: on GPUs.
+#[macro_export]
+macro_rules! each_law_without_words {
+    ($suite:ident!($($arguments:tt)*)) => {
+        $suite! {
+            $($arguments)*:
+            law_1_a_read_that_succeeds_has_the_owners_bytes
+            law_2_a_write_is_visible_before_its_notification_and_its_signal
+            law_3_nothing_outside_the_requested_ranges_changes
+            law_4_a_transfer_ends_once_and_then_nothing_touches_the_local_memory
+            law_5_after_deregistration_every_access_is_stale_and_moves_nothing
+            law_6_access_outside_the_range_or_the_rights_is_refused_before_a_byte_moves
+            law_7_a_cancelled_transfer_does_not_wait_for_its_peer
+            a_whole_region_is_read_and_written
+            spans_are_read_and_written
+            blocks_with_random_indices_are_read_and_written
+            blocks_of_the_tickets_layout_are_read
+            parts_of_a_local_region_are_targets
+            many_transfers_are_in_flight_at_once
+            threads_share_a_remote
+            three_hundred_overlapping_views_of_one_allocation_are_read
+            messages_arrive_once_each
+            a_message_follows_the_bytes_of_a_read
+            offsets_and_indices_out_of_range_are_refused
+            a_local_region_of_another_endpoint_is_refused
+            a_narrowed_range_is_all_that_can_be_reached
+            a_lease_ends
+            a_batch_of_tickets_gets_an_answer_each
+            storage_comes_back_after_transfers
+            a_local_region_dropped_in_flight_stays_until_the_end
+            a_remote_region_dropped_in_flight_ends_the_transfer
+            a_cancelled_buffer_can_be_reused
+            blocks_that_failed_are_named_and_the_others_are_right
+            a_deadline_ends_a_transfer
+            closing_the_user_ends_its_use
+            closing_the_user_does_not_wait_for_its_peer
+            closing_the_owner_ends_everybodys_use
+            what_was_moved_is_counted
+            a_transfer_is_a_future
+            an_import_is_a_future
+            every_candidate_is_explained
+            required_forbidden_and_isolated_paths_are_respected
+        }
+    };
+}
+
+/// Runs a law over a path with storages of these kinds, or says why that cannot be done here.
+pub fn run_with(
+    path: &str,
+    setting: Setting,
+    kinds: (&'static str, &'static str),
+    name: &str,
+    law: fn(&Bench),
+) {
+    let name = format!("{path} {} {}::{name}", kinds.0, kinds.1);
+    let _watchdog = watchdog::watch(name.clone(), STALL * 10);
+    match Bench::open_with(path, setting, Some(kinds)) {
+        Ok(bench) => law(&bench),
+        Err(reason) => skip::skip(&name, path, &reason),
+    }
+}
+
 /// Runs a law over a path, or says why that cannot be done here.
 pub fn run(path: &str, setting: Setting, name: &str, law: fn(&Bench)) {
     let name = format!("{path}::{name}");

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::{self, BufReader, Write};
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -79,6 +79,15 @@ impl Reply {
     }
 }
 
+/// The CUDA driver of workers, where the test names one.
+static DRIVER: OnceLock<PathBuf> = OnceLock::new();
+
+/// Lets this process and the workers that it starts use that library as the CUDA driver.
+pub fn use_driver(library: &Path) {
+    towline::cuda::load_driver(library).unwrap();
+    let _ = DRIVER.set(library.to_owned());
+}
+
 /// A worker process.
 pub struct Process {
     name: String,
@@ -121,6 +130,9 @@ impl Process {
     }
 
     fn start_by(mut command: Command, name: &str) -> Process {
+        if let Some(driver) = DRIVER.get() {
+            command.env(towline::cuda::SETTING, driver);
+        }
         let log = File::from(memfd_create("worker-log", MemfdFlags::CLOEXEC).unwrap());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log.try_clone().unwrap());
         let parent = std::process::id();

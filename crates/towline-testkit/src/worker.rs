@@ -17,6 +17,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
+use towline::memory::{DeviceMemory, DeviceStorage, PinnedStorage};
 use towline::{
     Access, DiskStorage, Endpoint, Error, Kind, Layout, Limits, NixlOptions, NixlPrefer, OffsetBuffer,
     Pinned, Quotas, Registered, Remote, Routing, SharedStorage, Storage, SystemStorage, Ticket,
@@ -35,6 +36,11 @@ pub fn storage(len: usize, kind: &str) -> towline::Result<Arc<dyn Storage>> {
         "system" => Ok(Arc::new(SystemStorage::new(len)?)),
         "shared" => Ok(Arc::new(SharedStorage::new(len)?)),
         "disk" => Ok(Arc::new(DiskStorage::new(len)?)),
+        "pinned" => Ok(Arc::new(PinnedStorage::new(len)?)),
+        "device" => Ok(Arc::new(DeviceStorage::new(len, 0)?)),
+        "exportable" => {
+            Ok(Arc::new(DeviceStorage::options().memory(DeviceMemory::Exportable).allocate(len)?))
+        }
         other => Err(Error::new(Kind::Invalid, "register", format!("no storage is called {other}"))),
     }
 }

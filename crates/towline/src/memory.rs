@@ -41,6 +41,7 @@ mod limit;
 mod map;
 mod nixl;
 mod pinned;
+mod pinning;
 pub(crate) mod reduce;
 mod segment;
 mod shared;

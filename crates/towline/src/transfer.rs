@@ -16,6 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use crate::cuda::StreamHandle;
 use crate::layout::Plan;
 use crate::memory::{Dtype, ReduceOp};
 use crate::progress::{self, Timer, TimerId};
@@ -331,6 +332,8 @@ pub(crate) struct TransferCore {
     pub(crate) local: Option<RegionUse>,
     local_base: usize,
     pub(crate) after: After,
+    /// The stream of the caller's that the copy is in order with, where a GPU copies.
+    pub(crate) stream: Option<StreamHandle>,
     pub(crate) limits: Limits,
     pub(crate) checked: bool,
     attachment: Arc<dyn Attachment>,
@@ -373,6 +376,7 @@ pub(crate) struct Parts {
     /// The address that the plan's local offsets are relative to.
     pub(crate) local_base: usize,
     pub(crate) after: After,
+    pub(crate) stream: Option<StreamHandle>,
     pub(crate) limits: Limits,
     /// Checksums go along with the bytes, where the path has none of its own.
     pub(crate) checked: bool,
@@ -404,6 +408,7 @@ impl TransferCore {
             local: parts.local,
             local_base: parts.local_base,
             after: parts.after,
+            stream: parts.stream,
             limits: parts.limits,
             checked: parts.checked,
             attachment: parts.attachment,
@@ -430,6 +435,16 @@ impl TransferCore {
 
     pub(crate) fn path(&self) -> &'static str {
         self.attachment.transport().name()
+    }
+
+    /// The owner's name.
+    pub(crate) fn peer(&self) -> Arc<str> {
+        Arc::clone(&self.peer)
+    }
+
+    /// Whether it has ended, also where nobody knows yet.
+    pub(crate) fn has_ended(&self) -> bool {
+        lock(&self.inner).state.ended().is_some()
     }
 
     /// Whether the paths should stop moving bytes for it.

@@ -17,7 +17,9 @@
 //! 8. A 64-bit atomic is atomic with respect to every other path to the same word.
 
 pub(crate) mod cma;
+pub(crate) mod cuda;
 pub(crate) mod direct;
+pub(crate) mod gpu;
 pub(crate) mod inproc;
 pub(crate) mod mapped;
 pub(crate) mod nixl;
@@ -41,8 +43,8 @@ use crate::wire::Grant;
 use crate::{Error, Kind, Result};
 
 /// Every transport, the preferred ones first.
-pub(crate) static TRANSPORTS: [&dyn Transport; 6] =
-    [&inproc::InProc, &mapped::Mapped, &cma::Cma, &nixl::NixlPath, &tcp::Unix, &tcp::Tcp];
+pub(crate) static TRANSPORTS: [&dyn Transport; 7] =
+    [&inproc::InProc, &mapped::Mapped, &cuda::CudaPath, &cma::Cma, &nixl::NixlPath, &tcp::Unix, &tcp::Tcp];
 
 /// What a path can do.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -263,6 +265,12 @@ pub(crate) trait Attachment: Send + Sync {
 
     /// What the path runs on here, for explanations.
     fn detail(&self) -> Option<String> {
+        None
+    }
+
+    /// How GPUs copy by this way, for a request whose local memory is on one. `None` where this way knows host memory only:
+    /// such requests then go through pinned memory ([`gpu::Staged`]).
+    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
         None
     }
 

@@ -56,7 +56,7 @@ pub fn a_local_region_dropped_in_flight_stays_until_the_end(bench: &Bench) {
     let region = bench.stamped(LARGE, Access::READ, THEIRS);
     let remote = bench.import(&region);
     for _ in 0..5 {
-        let storage = Arc::new(SystemStorage::new(LARGE).unwrap());
+        let storage = bench.storage(LARGE);
         let watched = Arc::downgrade(&storage);
         let local = bench.user.register(storage, Access::NONE).unwrap();
         let transfer = bench.user.read(&remote, &local).start().unwrap();
@@ -237,7 +237,7 @@ pub fn closing_the_user_ends_its_use(bench: &Bench) {
     let region = bench.stamped(LARGE, Access::READ, THEIRS);
     let ticket = region.ticket();
     let remote = user.import(&ticket).unwrap();
-    let local = user.register(SystemStorage::new(LARGE).unwrap(), Access::READ).unwrap();
+    let local = user.register(bench.storage(LARGE), Access::READ).unwrap();
     let transfer = user.read(&remote, &local).start().unwrap();
     user.close();
     user.close();
@@ -274,7 +274,7 @@ pub fn closing_the_user_does_not_wait_for_its_peer(bench: &Bench) {
     for connected in [true, false] {
         let user = options("leaving").limits(patient).routing(bench.routing.clone()).open().unwrap();
         let remote = user.import(&region.ticket()).unwrap();
-        let local = user.register(SystemStorage::new(LARGE).unwrap(), Access::NONE).unwrap();
+        let local = user.register(bench.storage(LARGE), Access::NONE).unwrap();
         if connected {
             outcome(user.read(&remote, &local).start()).unwrap();
         }
@@ -318,7 +318,9 @@ pub fn closing_the_owner_ends_everybodys_use(bench: &Bench) {
     refused(outcome(bench.user.read(&remote, &local).start()), gone);
     refused(outcome(bench.user.read(&remote, &local).at(0, 0, 8).start()), gone);
     refused(outcome(bench.user.write(&remote, &local).at(0, 0, 8).start()), gone);
-    refused(outcome(bench.user.fetch_add(&remote, 0, 1)), gone);
+    if bench.has_words() {
+        refused(outcome(bench.user.fetch_add(&remote, 0, 1)), gone);
+    }
     refused(outcome(bench.user.notify(&remote, "hello")), gone);
     refused(bench.user.import(&ticket), &[Kind::Stale, Kind::Disconnected, Kind::Unavailable]);
     OURS.verify_storage(local.storage(), 0, LARGE).unwrap();

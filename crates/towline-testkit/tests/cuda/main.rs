@@ -4,19 +4,28 @@
 
 mod faults;
 mod kernel;
+mod processes;
 mod suite;
+mod transfers;
 
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 
-use towline::cuda::{Gpu, load_driver};
+use towline::cuda::Gpu;
+use towline_testkit::process::use_driver;
 
 fn fake() -> PathBuf {
     towline_fake_cuda::library().expect("Cargo builds the fake for its dependants")
 }
 
-fn here(_test: &str) -> Option<Arc<Gpu>> {
-    load_driver(fake()).unwrap();
+/// Loads the driver, here and in workers.
+fn driver(_test: &str) -> bool {
+    use_driver(&fake());
+    true
+}
+
+fn here(test: &str) -> Option<Arc<Gpu>> {
+    driver(test);
     Some(Gpu::open(0).unwrap())
 }
 
@@ -44,4 +53,19 @@ tests![
     nothing_to_copy_is_done_at_once,
     copies_run_beside_each_other,
     a_copy_waits_for_a_stream_and_holds_one_back,
+];
+
+macro_rules! process_tests {
+    ($($name:ident),* $(,)?) => {
+        $(#[test] fn $name() { processes::$name(); })*
+    };
+}
+
+process_tests![
+    a_killed_owner_ends_paged_copies_and_the_context_stays_usable,
+    a_killed_user_does_not_hold_the_owners_gpu_memory,
+    a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_it_goes_on,
+    regions_of_one_allocation_come_and_go_while_others_are_used,
+    memory_is_taken_back_under_paged_copies_and_nothing_stale_is_read,
+    a_transfer_keeps_the_order_of_a_stream,
 ];

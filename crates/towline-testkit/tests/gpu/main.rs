@@ -2,29 +2,36 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 #![allow(unsafe_code, reason = "starts copies on a GPU")]
 
+#[path = "../cuda/processes.rs"]
+mod processes;
 #[path = "../cuda/suite.rs"]
 mod suite;
+#[path = "../cuda/transfers.rs"]
+mod transfers;
 
 use std::sync::{Arc, PoisonError};
 
 use towline::cuda::{Availability, Gpu, availability};
 use towline_testkit::skip::skip;
 
-/// The first GPU; `None`, with a line that says why, where there is none.
-fn here(test: &str) -> Option<Arc<Gpu>> {
+/// Whether there is a real GPU; a line says why where there is none.
+fn driver(test: &str) -> bool {
     match availability() {
-        Availability::Found { fake: false, devices, .. } if !devices.is_empty() => {
-            Some(Gpu::open(0).unwrap())
-        }
+        Availability::Found { fake: false, devices, .. } if !devices.is_empty() => true,
         Availability::Missing { tried, .. } => {
             skip(test, "cuda", &format!("there is no GPU: {}", tried.join("; ")));
-            None
+            false
         }
         _ => {
             skip(test, "cuda", "there is no GPU: the driver is a fake, or has no device");
-            None
+            false
         }
     }
+}
+
+/// The first GPU.
+fn here(test: &str) -> Option<Arc<Gpu>> {
+    driver(test).then(|| Gpu::open(0).unwrap())
 }
 
 macro_rules! tests {
@@ -51,4 +58,19 @@ tests![
     nothing_to_copy_is_done_at_once,
     copies_run_beside_each_other,
     a_copy_waits_for_a_stream_and_holds_one_back,
+];
+
+macro_rules! process_tests {
+    ($($name:ident),* $(,)?) => {
+        $(#[test] fn $name() { processes::$name(); })*
+    };
+}
+
+process_tests![
+    a_killed_owner_ends_paged_copies_and_the_context_stays_usable,
+    a_killed_user_does_not_hold_the_owners_gpu_memory,
+    a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_it_goes_on,
+    regions_of_one_allocation_come_and_go_while_others_are_used,
+    memory_is_taken_back_under_paged_copies_and_nothing_stale_is_read,
+    a_transfer_keeps_the_order_of_a_stream,
 ];

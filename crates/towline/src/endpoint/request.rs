@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{EndpointCore, Remote};
+use crate::cuda::StreamHandle;
 use crate::layout::{Indices, Layout, Piece, Plan};
 use crate::memory::Place;
 use crate::notify::MAX_MESSAGE;
@@ -12,7 +13,7 @@ use crate::region::Span;
 use crate::route::Routing;
 use crate::transfer::{self, After, Limits, OnEnd, Op, Parts, Signal, Transfer, TransferCore};
 use crate::transport::inproc::file::no_words;
-use crate::transport::{Begun, Capabilities};
+use crate::transport::{Begun, Capabilities, gpu};
 use crate::{Access, Error, Kind, Result, fork};
 
 /// A transfer that has not started yet.
@@ -48,6 +49,7 @@ pub struct Request<'a> {
     limits: Option<Limits>,
     checked: Option<bool>,
     routing: Option<Routing>,
+    stream: Option<StreamHandle>,
     by_workers: bool,
     then: Option<OnEnd>,
 }
@@ -75,6 +77,7 @@ impl<'a> Request<'a> {
             limits: None,
             checked: None,
             routing: None,
+            stream: None,
             by_workers: false,
             then: None,
         }
@@ -144,6 +147,22 @@ impl<'a> Request<'a> {
         self
     }
 
+    /// Puts the copy into the order of a CUDA stream: it begins when what is queued there by now is done, and what is queued
+    /// there afterwards begins when it is done. The host waits for neither.
+    ///
+    /// The copy must be one that a GPU makes by itself: one side is memory of a GPU, and the other is too, or is pinned or
+    /// shared host memory of this machine. Otherwise the transfer ends with `Unsupported`, and nothing has moved.
+    /// A transfer that ends at its deadline, or is cancelled, while the stream is not yet there may not be
+    /// [quiet](crate::Transfer::quiet) then: GPUs cannot be told to forget a copy.
+    ///
+    /// # Safety
+    /// The handle is that of a live CUDA stream of this process, and stays so until the transfer has ended.
+    #[allow(unsafe_code, reason = "the signature passes an obligation to the caller")]
+    pub unsafe fn stream(mut self, stream: StreamHandle) -> Request<'a> {
+        self.stream = Some(stream);
+        self
+    }
+
     /// Leaves every copy to the workers, whatever its size: for one of many that are started together.
     pub(crate) fn by_workers(mut self, by_workers: bool) -> Request<'a> {
         self.by_workers = by_workers;
@@ -180,22 +199,27 @@ impl<'a> Request<'a> {
                         "the local region belongs to another endpoint",
                     ));
                 }
-                if span.core().place != Place::Host {
+                if span.core().place == Place::Disk {
                     return Err(Error::new(
                         Kind::Unsupported,
                         self.op.name(),
-                        format!("no path moves bytes from or to {}", span.core().place),
+                        "no path moves bytes from or to a local file",
                     ));
                 }
                 Some(span.core().begin_use(self.op.name())?)
             }
             None => None,
         };
+        let attachment = match &local {
+            Some(local) => gpu::serving(attachment, local.core().place, self.op),
+            None => attachment,
+        };
+        self.check_stream()?;
         let base = self.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
         let path = attachment.transport().name();
         let counters = self.remote.counters(path);
         let begun = match &local {
-            Some(local) if !self.by_workers => {
+            Some(local) if !self.by_workers && self.stream.is_none() => {
                 attachment.begin(self.op, local, base, pieces.as_slice(), bytes, &self.after)
             }
             _ => None,
@@ -205,7 +229,7 @@ impl<'a> Request<'a> {
             Some(Begun::Going(going)) => (None, Some(going)),
             None => (None, None),
         };
-        let ended = if self.by_workers || ended.is_some() || going.is_some() {
+        let ended = if self.by_workers || self.stream.is_some() || ended.is_some() || going.is_some() {
             ended
         } else {
             // SAFETY: `local` is a use of the local region that lives through the call, and `pieces` was checked
@@ -232,6 +256,7 @@ impl<'a> Request<'a> {
             local,
             local_base: base,
             after: std::mem::take(&mut self.after),
+            stream: self.stream,
             limits: self.limits.unwrap_or_else(|| self.endpoint.limits()),
             checked: self.checked.unwrap_or_else(|| self.endpoint.checksums()),
             attachment: Arc::clone(&attachment),
@@ -281,8 +306,11 @@ impl<'a> Request<'a> {
 
     fn check_after(&self) -> Result<()> {
         let plain = Capabilities::READ | Capabilities::WRITE;
-        if self.remote.place() == Place::Disk && !plain.contains(self.needs()) {
-            return Err(no_words(self.op.name()));
+        match self.remote.place() {
+            Place::Host => {}
+            _ if plain.contains(self.needs()) => {}
+            Place::Disk => return Err(no_words(self.op.name())),
+            Place::Cuda(_) => return Err(gpu::no_words(self.op.name())),
         }
         let word = match (self.op, self.after.signal) {
             (Op::Atomic { offset, .. }, _) => Some(offset),
@@ -304,6 +332,15 @@ impl<'a> Request<'a> {
             )),
             _ => Ok(()),
         }
+    }
+
+    fn check_stream(&self) -> Result<()> {
+        let on_gpu = |place| matches!(place, Place::Cuda(_));
+        let local = self.local.as_ref().map(|span| span.core().place);
+        if self.stream.is_none() || on_gpu(self.remote.place()) || local.is_some_and(on_gpu) {
+            return Ok(());
+        }
+        Err(Error::invalid(self.op.name(), "a stream orders copies on a GPU, and neither side is on one"))
     }
 
     /// A reduction acts on whole elements, all of them aligned alike: otherwise some would be applied and others not.

@@ -1,4 +1,5 @@
 //! Sealed memory files: the owner's side ([`Segment`]) and a peer's ([`Mapping`]).
+#![allow(unsafe_code, reason = "says how long a mapping lives to who pins it")]
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,6 +13,8 @@ use rustix::process::Resource;
 
 use super::limit;
 use super::map::{self, HugePages, Map};
+use super::pinning::Pinning;
+use crate::cuda::Gpu;
 use crate::fork;
 use crate::sync::lock;
 use crate::{Error, Kind, Result};
@@ -25,6 +28,8 @@ pub struct Segment {
     id: u64,
     len: usize,
     file: OwnedFd,
+    /// Before the mapping: it is unpinned before it can be unmapped.
+    pinning: Pinning,
     map: Map,
     lent: Mutex<Vec<Weak<dyn Holder>>>,
 }
@@ -84,7 +89,14 @@ impl Segment {
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(|error| Error::os("allocate", "fcntl(F_ADD_SEALS)", error))?;
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(Segment { id, len: size, file, map, lent: Mutex::default() }))
+        Ok(Arc::new(Segment {
+            id,
+            len: size,
+            file,
+            pinning: Pinning::default(),
+            map,
+            lent: Mutex::default(),
+        }))
     }
 
     /// The number of the segment, used once in the life of the process.
@@ -110,6 +122,14 @@ impl Segment {
     /// The first byte of the owner's mapping.
     pub fn ptr(&self) -> *mut u8 {
         self.map.ptr()
+    }
+
+    /// The address of its first byte for that GPU, where it is pinned or `bytes` more make that worth it.
+    ///
+    /// Whoever uses the address keeps the segment for as long.
+    pub(crate) fn on_gpu(&self, gpu: &Arc<Gpu>, bytes: u64) -> Option<u64> {
+        // SAFETY: the mapping lives as long as the segment, whose users keep it.
+        unsafe { self.pinning.address(gpu, self.ptr(), self.len, true, bytes) }
     }
 
     /// Remembers whom to tell when it is gone.
@@ -226,6 +246,8 @@ fn no_space(len: usize, huge: HugePages, error: Errno) -> Error {
 /// The peer's bytes: nothing but raw pointers, and no reliance on what they contain.
 #[derive(Debug)]
 pub struct Mapping {
+    /// Before the mapping: it is unpinned before it can be unmapped.
+    pinning: Pinning,
     map: Map,
     len: usize,
     writable: bool,
@@ -264,7 +286,7 @@ impl Mapping {
         }
         let unit = page_size_of(&fd)?;
         let map = Map::of_file("map", fd.as_fd(), expected_len, unit, writable)?;
-        Ok(Mapping { map, len: expected_len, writable })
+        Ok(Mapping { pinning: Pinning::default(), map, len: expected_len, writable })
     }
 
     /// The first byte.
@@ -280,6 +302,14 @@ impl Mapping {
     /// Whether there is no byte in it, which never happens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// The address of its first byte for that GPU, where it is pinned or `bytes` more make that worth it.
+    ///
+    /// Whoever uses the address keeps the mapping for as long.
+    pub(crate) fn on_gpu(&self, gpu: &Arc<Gpu>, bytes: u64) -> Option<u64> {
+        // SAFETY: the mapping lives as long as the value, whose users keep it.
+        unsafe { self.pinning.address(gpu, self.ptr(), self.len, self.writable, bytes) }
     }
 
     /// Whether the bytes may be written.

@@ -57,6 +57,11 @@ pub(crate) trait Direct: Send + Sync + 'static {
         None
     }
 
+    /// How GPUs copy by this way; see [`Attachment::by_gpu`].
+    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
+        None
+    }
+
     /// Whether a copy waits for a device, and so never belongs into the calling thread.
     fn blocks(&self) -> bool {
         false
@@ -80,6 +85,10 @@ pub(crate) struct DirectAttachment<D>(pub(crate) Arc<D>);
 impl<D: Direct> Attachment for DirectAttachment<D> {
     fn transport(&self) -> &'static dyn Transport {
         self.0.transport()
+    }
+
+    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
+        self.0.by_gpu()
     }
 
     unsafe fn run_now(
@@ -330,6 +339,7 @@ mod tests {
             local: None,
             local_base: 0,
             after: After { signal: Some(Signal { offset: 0, add: 1 }), notify: None },
+            stream: None,
             limits: Limits::default(),
             checked: false,
             attachment: Arc::clone(&attachment) as Arc<dyn Attachment>,

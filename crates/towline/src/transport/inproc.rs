@@ -6,13 +6,14 @@ pub(crate) mod file;
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, Held, misaligned};
+use super::gpu::{Far, GpuAttachment, Inside, Spot};
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
 use crate::memory::{Place, bytes, reduce};
 use crate::notify::Notification;
 use crate::region::{RegionCore, raise, stale};
-use crate::transfer::{Op, Signal};
+use crate::transfer::{After, Op, Signal};
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result};
 
@@ -53,21 +54,19 @@ impl Transport for InProc {
                 from: offer.endpoint.identity().clone(),
             }))));
         }
-        if region.place != Place::Host {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "import",
-                format!("the bytes are on {}", region.place),
-            ));
-        }
-        Ok(Arc::new(DirectAttachment(Arc::new(Local {
+        let local = Arc::new(Local {
             region: Arc::clone(region),
             offset: offer.grant.offset as usize,
             from: offer.endpoint.identity().clone(),
-        }))))
+        });
+        match region.place {
+            Place::Cuda(_) => Ok(GpuAttachment::new(local)),
+            _ => Ok(Arc::new(DirectAttachment(local))),
+        }
     }
 }
 
+#[derive(Clone)]
 struct Local {
     region: Arc<RegionCore>,
     offset: usize,
@@ -130,6 +129,30 @@ impl Direct for Local {
     fn hold(&self) -> Option<Result<Held>> {
         let held = self.region.begin_use("pin").map(|used| Held::Here { used, offset: self.offset });
         Some(held)
+    }
+
+    fn alive(&self) -> Result<()> {
+        owner_is_open(&self.region)
+    }
+
+    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
+        Some(GpuAttachment::new(Arc::new(self.clone())))
+    }
+}
+
+impl Far for Local {
+    fn transport(&self) -> &'static dyn Transport {
+        &InProc
+    }
+
+    fn enter(&self, op: &'static str) -> Result<(Inside, Spot)> {
+        let used = self.region.begin_use(op)?;
+        let spot = Spot::of(&self.region, self.region.addr + self.offset)?;
+        Ok((Inside::Here(used), spot))
+    }
+
+    fn follow(&self, after: &After) -> Result<()> {
+        Direct::after(self, after)
     }
 
     fn alive(&self) -> Result<()> {

@@ -4,13 +4,14 @@
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, Held, misaligned};
+use super::gpu::{Far, GpuAttachment, HostPart, Inside, Pinnable, Spot};
 use super::inproc::{apply_atomic, move_pieces};
 use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::Piece;
 use crate::memory::{Mapping, Place, SharedStorage};
 use crate::region::raise;
-use crate::transfer::{Op, Signal};
+use crate::transfer::{After, Op, Signal};
 use crate::wire::AtomicOp;
 use crate::{Access, Error, Kind, Result};
 
@@ -79,6 +80,7 @@ impl Transport for Mapped {
     }
 }
 
+#[derive(Clone)]
 struct Window {
     handle: Arc<GrantHandle>,
     mapping: Arc<Mapping>,
@@ -136,6 +138,40 @@ impl Direct for Window {
             start: self.start,
         });
         Some(held)
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.handle.session().alive()
+    }
+
+    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
+        Some(GpuAttachment::new(Arc::new(self.clone())))
+    }
+}
+
+impl Far for Window {
+    fn transport(&self) -> &'static dyn Transport {
+        &Mapped
+    }
+
+    fn enter(&self, op: &'static str) -> Result<(Inside, Spot)> {
+        let pin = self.handle.hold(op)?;
+        let start = self.mapping.ptr().expose_provenance() as u64;
+        let host = HostPart {
+            range: start..start + self.mapping.len() as u64,
+            pinnable: Some(Pinnable::Mapping(Arc::clone(&self.mapping))),
+        };
+        let spot = Spot { address: start + self.start as u64, gpu: None, host: Some(host) };
+        let inside = Inside::There {
+            _keep: Box::new(Arc::clone(&self.mapping)),
+            pin,
+            handle: Arc::clone(&self.handle),
+        };
+        Ok((inside, spot))
+    }
+
+    fn follow(&self, after: &After) -> Result<()> {
+        Direct::after(self, after)
     }
 
     fn alive(&self) -> Result<()> {

@@ -38,7 +38,6 @@ pub(crate) use self::session::Session;
 pub(crate) use self::strangers::Strangers;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::{Piece, Plan};
-use crate::memory::Place;
 use crate::progress::socket::Socket;
 use crate::sync::lock;
 use crate::transfer::{After, Op, TransferCore};
@@ -151,13 +150,6 @@ fn attach(transport: &'static dyn Transport, offer: &Offer<'_>) -> Result<Arc<dy
     let medium = handle.session().medium();
     if medium.name() != transport.name() {
         return Err(Error::new(Kind::Unavailable, "import", format!("the owner is reached by {medium}")));
-    }
-    if !matches!(offer.grant.place, Place::Host | Place::Disk) {
-        return Err(Error::new(
-            Kind::Unsupported,
-            "import",
-            format!("the bytes are on {}", offer.grant.place),
-        ));
     }
     Ok(Arc::new(Stream { transport, handle: Arc::clone(handle), runs: Mutex::default() }))
 }

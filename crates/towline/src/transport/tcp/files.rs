@@ -1,5 +1,5 @@
-//! Files that an owner serves: workers read and write them, through buffers that are bounded for each peer.
-#![allow(unsafe_code, reason = "reads files into buffers that are sent as raw parts")]
+//! Files and memory of GPUs that an owner serves: workers read and write them, through buffers that are bounded for each peer.
+#![allow(unsafe_code, reason = "reads into buffers that are sent as raw parts")]
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, Weak};
@@ -9,11 +9,16 @@ use super::checks;
 use super::connection::{Connection, Role};
 use super::parts::{Keep, Payload};
 use super::serving::Serving;
+use crate::cuda::Gpu;
+use crate::layout::Piece;
 use crate::memory::FileSlice;
 use crate::progress;
 use crate::progress::socket::RawPart;
 use crate::region::{RegionCore, stale};
 use crate::sync::lock;
+use crate::transport::gpu;
+use crate::transport::gpu::ring::{self, Passing, Slot};
+use crate::transport::inproc::file::no_words;
 use crate::wire::{self, Block, Message};
 use crate::{Error, Kind, Result};
 
@@ -33,11 +38,18 @@ const MOST_WORKERS: usize = 2;
 /// And this much has come over the control connection to be written and is not.
 const MOST_WRITTEN: usize = 256 << 20;
 
-/// A part of a served file: a request that has been checked.
+/// What bytes that stop over come from.
+pub(super) enum Source {
+    File(FileSlice),
+    /// Memory of the GPU with that ordinal.
+    Gpu(u32),
+}
+
+/// A part of a served file, or of a GPU's memory: a request that has been checked.
 pub(super) struct Asked {
     pub(super) region: Arc<RegionCore>,
-    pub(super) file: FileSlice,
-    /// Where in the file the granted range begins.
+    pub(super) source: Source,
+    /// Where in the region the granted range begins.
     pub(super) start: u64,
     pub(super) blocks: Vec<Block>,
     /// The peer's share that it takes.
@@ -49,7 +61,26 @@ impl Asked {
         self.blocks.iter().map(|block| u64::from(block.len)).sum()
     }
 
-    /// The ranges of the file, neighbours joined.
+    /// The error of everything that acts on words.
+    pub(super) fn no_words(&self, op: &'static str) -> Error {
+        match self.source {
+            Source::File(_) => no_words(op),
+            Source::Gpu(_) => gpu::no_words(op),
+        }
+    }
+
+    /// The ranges as pieces, which lie one after the other in a buffer.
+    fn pieces(&self) -> Vec<Piece> {
+        let mut local = 0;
+        let piece = |(remote, len): (u64, usize)| {
+            let piece = Piece { remote, local, len: len as u64 };
+            local += piece.len;
+            piece
+        };
+        self.ranges().into_iter().map(piece).collect()
+    }
+
+    /// The ranges of the region, neighbours joined.
     fn ranges(&self) -> Vec<(u64, usize)> {
         let mut ranges: Vec<(u64, usize)> = Vec::new();
         for block in &self.blocks {
@@ -65,11 +96,23 @@ impl Asked {
     /// Writes the bytes; the region stays meanwhile. Blocks.
     pub(super) fn write(&self, mut bytes: &[u8]) -> Result<()> {
         let _use = self.region.begin_use("write")?;
-        for (offset, len) in self.ranges() {
-            let (now, rest) = bytes.split_at(len.min(bytes.len()));
-            // SAFETY: `now` is a slice.
-            unsafe { self.file.write("write", offset, now.as_ptr(), now.len())? };
-            bytes = rest;
+        match &self.source {
+            Source::File(file) => {
+                for (offset, len) in self.ranges() {
+                    let (now, rest) = bytes.split_at(len.min(bytes.len()));
+                    // SAFETY: `now` is a slice.
+                    unsafe { file.write("write", offset, now.as_ptr(), now.len())? };
+                    bytes = rest;
+                }
+            }
+            Source::Gpu(ordinal) => {
+                let (base, from) = (self.region.addr as u64, bytes.as_ptr().expose_provenance() as u64);
+                // SAFETY: the use keeps the region, against which the blocks were checked; the payload has their length.
+                unsafe {
+                    let at = |piece: &Piece| base + piece.remote;
+                    ring::pass(&Gpu::open(*ordinal)?, true, &self.pieces(), at, |piece| from + piece.local)?;
+                }
+            }
         }
         if self.region.is_closed() { Err(stale("write")) } else { Ok(()) }
     }
@@ -115,7 +158,11 @@ impl Files {
         check_size("read", asked.bytes())?;
         let mut state = lock(&self.state);
         if state.waiting.len() >= MOST_WAITING || state.blocks + asked.blocks.len() > MOST_BLOCKS {
-            return Err(Error::new(Kind::Exhausted, "read", "too many requests for bytes of files wait"));
+            return Err(Error::new(
+                Kind::Exhausted,
+                "read",
+                "too many requests for bytes of files or GPUs wait",
+            ));
         }
         state.blocks += asked.blocks.len();
         let (serving, connection) = (Arc::downgrade(serving), Arc::clone(connection));
@@ -137,7 +184,7 @@ impl Files {
             return Err(Error::new(
                 Kind::Exhausted,
                 "write",
-                "the owner cannot write files as fast as the bytes come",
+                "the owner cannot write files or GPUs as fast as the bytes come",
             ));
         }
         state.written += bytes as usize;
@@ -192,7 +239,7 @@ impl Files {
             state.read += bytes;
             drop(state);
             let region = Arc::clone(&reading.asked.region);
-            reading.run(Bounce { files: Arc::clone(self), region, bytes, buffer: Vec::new() });
+            reading.run(Bounce { files: Arc::clone(self), region, bytes, buffer: Vec::new(), slot: None });
         }
     }
 }
@@ -208,7 +255,10 @@ impl State {
 /// Refuses requests whose bytes would take too much memory on their way.
 fn check_size(op: &'static str, bytes: u64) -> Result<()> {
     if bytes > MOST_AT_ONCE {
-        return Err(Error::invalid(op, format!("a request moves at most {MOST_AT_ONCE} bytes of a file")));
+        return Err(Error::invalid(
+            op,
+            format!("a request moves at most {MOST_AT_ONCE} bytes of a file or a GPU"),
+        ));
     }
     Ok(())
 }
@@ -244,6 +294,7 @@ pub(super) struct Bounce {
     region: Arc<RegionCore>,
     bytes: usize,
     buffer: Vec<u8>,
+    slot: Option<Slot>,
 }
 
 impl Bounce {
@@ -259,24 +310,48 @@ impl Bounce {
 
     /// Reads what was asked for; the parts stay valid until the bounce is dropped.
     fn fill(&mut self, asked: &Asked) -> Result<Vec<RawPart>> {
+        let part = match &asked.source {
+            Source::File(file) => self.fill_from_file(asked, file)?,
+            Source::Gpu(ordinal) => self.fill_from_gpu(asked, &Gpu::open(*ordinal)?)?,
+        };
+        if asked.region.is_closed() { Err(stale("read")) } else { Ok(vec![part]) }
+    }
+
+    fn fill_from_file(&mut self, asked: &Asked, file: &FileSlice) -> Result<RawPart> {
         let ranges = asked.ranges();
         let page = crate::memory::FILE_ALIGNMENT;
         self.buffer = vec![0; self.bytes + page];
         // The buffer lies in its page as the first range in its own, so that it can go around the page cache.
-        let wanted = (asked.file.offset() + ranges.first().map_or(0, |(offset, _)| *offset)) as usize % page;
+        let wanted = (file.offset() + ranges.first().map_or(0, |(offset, _)| *offset)) as usize % page;
         let start = (page + wanted - self.buffer.as_ptr().addr() % page) % page;
         let mut at = start;
         for (offset, len) in ranges {
             let into = &mut self.buffer[at..at + len];
             // SAFETY: `into` is an exclusive slice of that length.
-            unsafe { asked.file.read("read", offset, into.as_mut_ptr(), len)? };
+            unsafe { file.read("read", offset, into.as_mut_ptr(), len)? };
             at += len;
         }
-        if asked.region.is_closed() {
-            return Err(stale("read"));
-        }
         let filled = &self.buffer[start..at];
-        Ok(vec![RawPart { ptr: filled.as_ptr(), len: filled.len() }])
+        Ok(RawPart { ptr: filled.as_ptr(), len: filled.len() })
+    }
+
+    fn fill_from_gpu(&mut self, asked: &Asked, gpu: &Arc<Gpu>) -> Result<RawPart> {
+        let (base, pieces) = (asked.region.addr as u64, asked.pieces());
+        if self.bytes <= ring::SLOT {
+            // SAFETY: the caller holds a use of the region, against which the blocks were checked.
+            let passing =
+                unsafe { Passing::start(gpu, false, Slot::take(gpu)?, pieces, |piece| base + piece.remote) }?;
+            let slot = self.slot.insert(passing.into_slot()?);
+            return Ok(RawPart { ptr: slot.ptr(), len: self.bytes });
+        }
+        self.buffer = vec![0; self.bytes];
+        let into = self.buffer.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: as above; the buffer is as long as the pieces together.
+        unsafe {
+            let at = |piece: &Piece| base + piece.remote;
+            ring::pass(gpu, false, &pieces, at, |piece| into + piece.local)?;
+        }
+        Ok(RawPart { ptr: self.buffer.as_ptr(), len: self.buffer.len() })
     }
 }
 

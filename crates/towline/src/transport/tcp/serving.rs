@@ -29,7 +29,6 @@ use crate::progress::socket::Lane;
 use crate::progress::{self, Timer};
 use crate::region::{Deed, stale};
 use crate::sync::lock;
-use crate::transport::inproc::file::no_words;
 use crate::transport::tcp::apply;
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
@@ -290,10 +289,12 @@ impl Serving {
         }
         let checked = self.announced.take(connection, request).is_some();
         match admitted {
-            Ok(Admitted::File(asked)) => match self.files.read(self, connection, request, asked, checked) {
-                Ok(()) => Ok(()),
-                Err(error) => self.answer_read(connection, request, Err(error)),
-            },
+            Ok(Admitted::Bounced(asked)) => {
+                match self.files.read(self, connection, request, asked, checked) {
+                    Ok(()) => Ok(()),
+                    Err(error) => self.answer_read(connection, request, Err(error)),
+                }
+            }
             Ok(Admitted::Memory(keep, parts)) => {
                 let bytes: u64 = parts.iter().map(|part| part.len as u64).sum();
                 let mut head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
@@ -334,7 +335,7 @@ impl Serving {
             let admitted = wanted("write", &answered)
                 .and_then(|()| serving.admit(write.handle, Access::WRITE, &write.blocks, header.id));
             let outcome = admitted.and_then(|admitted| match admitted {
-                Admitted::File(asked) => asked.write(&bytes),
+                Admitted::Bounced(asked) => asked.write(&bytes),
                 Admitted::Memory(..) => Err(Error::new(Kind::Internal, "write", "a file has become memory")),
             });
             serving.files.wrote(answered.role(), header.payload_len);
@@ -606,10 +607,10 @@ impl Handler for Arc<Serving> {
                 Ok(Sink::buffer(bytes as usize, keep).with_body(body))
             }
             Ok(Admitted::Memory(keep, parts)) => Ok(Sink::memory(parts, keep).with_body(body)),
-            Ok(Admitted::File(_)) if buffered => {
-                Ok(Sink::discard().refused(no_words("reduce_into")).with_body(body))
+            Ok(Admitted::Bounced(asked)) if buffered => {
+                Ok(Sink::discard().refused(asked.no_words("reduce_into")).with_body(body))
             }
-            Ok(Admitted::File(_)) => match self.files.admit_write(connection.role(), bytes) {
+            Ok(Admitted::Bounced(_)) => match self.files.admit_write(connection.role(), bytes) {
                 Ok(()) => Ok(Sink::buffer(bytes as usize, Keep::Nothing).with_body(body)),
                 Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
             },
@@ -620,7 +621,7 @@ impl Handler for Arc<Serving> {
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
         let sent = self.announced.take(connection, header.id);
         let (transfer, outcome) = match Message::decode(header.kind, &sink.take_body())? {
-            // Only the bytes of a file come into a buffer first.
+            // Only the bytes of a file or of a GPU come into a buffer first.
             Message::Write(write) if !sink.buffer.is_empty() => {
                 let bytes = std::mem::take(&mut sink.buffer);
                 if let Some(sent) = &sent

@@ -510,6 +510,11 @@ impl Session {
             drop(lock(&local.alive).take());
             local.mappings.clear();
         }
+        let borrowing: Vec<_> =
+            lock(&self.borrowing).drain().filter_map(|(_, borrowing)| borrowing.upgrade()).collect();
+        for one in borrowing {
+            one.recalled();
+        }
         let connections: Vec<_> =
             lock(&self.lanes).open.drain(..).chain(self.control.get().cloned()).collect();
         // Their callers learn below that nothing of them happens any more.
@@ -550,8 +555,9 @@ impl Session {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
         if self.dead.set(error.clone()).is_ok() {
             // Goodbye means that no pin is held: a copy that begins now sees that the session is over.
+            // In this order: a path that borrows may let go of its pins when it is asked.
             let quiet =
-                self.local.as_ref().is_none_or(|local| local.pins.is_idle()) && self.borrows_nothing();
+                self.borrows_nothing() && self.local.as_ref().is_none_or(|local| local.pins.is_idle());
             if let Some(control) = self.control.get().filter(|_| quiet) {
                 control.bye(None);
             }

@@ -12,10 +12,9 @@ use crate::progress::socket::RawPartMut;
 use crate::region::{Deed, Entry, RegionCore, RegionUse, stale};
 use crate::sync::lock;
 use crate::ticket::Claims;
-use crate::transport::inproc::file::no_words;
 use crate::transport::tcp::checks;
 use crate::transport::tcp::connection::{Connection, Role};
-use crate::transport::tcp::files::Asked;
+use crate::transport::tcp::files::{Asked, Source};
 use crate::transport::tcp::importing::proven;
 use crate::transport::tcp::parts::Keep;
 use crate::transport::tcp::telling::Lending;
@@ -26,8 +25,8 @@ use crate::{Access, Error, Kind, Result};
 pub(super) enum Admitted {
     /// Parts of memory, and what keeps them in place.
     Memory(Keep, Vec<RawPartMut>),
-    /// A part of a file.
-    File(Asked),
+    /// A part of a file, or of a GPU's memory: the bytes stop over in a buffer.
+    Bounced(Asked),
 }
 
 impl Admitted {
@@ -130,17 +129,14 @@ impl Serving {
         let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start)| {
             let bytes = blocks.iter().map(|block| u64::from(block.len)).sum();
             let flight = self.allowance.take(op, bytes)?;
-            if let Some(file) = region.file.clone() {
-                return Ok(Admitted::File(Asked {
-                    region,
-                    file,
-                    start,
-                    blocks: blocks.to_vec(),
-                    _flight: flight,
-                }));
-            }
-            if region.place != Place::Host {
-                return Err(Error::new(Kind::Unsupported, op, format!("the bytes are on {}", region.place)));
+            let source = match (&region.file, region.place) {
+                (Some(file), _) => Some(Source::File(file.clone())),
+                (None, Place::Cuda(ordinal)) => Some(Source::Gpu(ordinal)),
+                (None, _) => None,
+            };
+            if let Some(source) = source {
+                let blocks = blocks.to_vec();
+                return Ok(Admitted::Bounced(Asked { region, source, start, blocks, _flight: flight }));
             }
             let base = region.addr + start as usize;
             Ok(Admitted::memory(region.begin_use_with(op, flight)?, base, blocks, request))
@@ -179,9 +175,9 @@ impl Serving {
     ) -> Result<(Keep, Vec<RawPartMut>)> {
         match self.admit(handle, Access::WRITE, blocks, request)? {
             Admitted::Memory(keep, parts) => Ok((keep, parts)),
-            Admitted::File(_) => {
+            Admitted::Bounced(asked) => {
                 self.refused(handle);
-                Err(no_words(op))
+                Err(asked.no_words(op))
             }
         }
     }

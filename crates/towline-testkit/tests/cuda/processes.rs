@@ -1,0 +1,259 @@
+//! GPU memory between processes that are killed, stopped and that take their memory back at random moments.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use towline::cuda::StreamHandle;
+use towline::memory::{DeviceStorage, Storage};
+use towline::{Access, Endpoint, Kind, Layout, Limits, Registered, Ticket};
+use towline_testkit::bench::{outcome, routing};
+use towline_testkit::oracle::Stamp;
+use towline_testkit::process::Process;
+use towline_testkit::random::Random;
+use towline_testkit::watchdog::{eventually, watch};
+use towline_testkit::worker::storage;
+
+use super::{driver, here};
+
+const STALL: Duration = Duration::from_secs(1);
+const MIB: usize = 1 << 20;
+const LEN: usize = 8 * MIB;
+const BLOCK: u64 = 4096;
+const GONE: [Kind; 3] = [Kind::Disconnected, Kind::Stale, Kind::Timeout];
+
+fn endpoint(name: &str) -> Endpoint {
+    let limits = Limits { no_progress: STALL, ..Limits::default() };
+    Endpoint::options(name).limits(limits).open().unwrap()
+}
+
+fn local(endpoint: &Endpoint, kind: &str) -> Registered<Arc<dyn Storage>> {
+    endpoint.register(storage(LEN, kind).unwrap(), Access::NONE).unwrap()
+}
+
+/// All blocks of a region, shuffled.
+fn shuffled(random: &mut Random) -> Vec<u32> {
+    let mut indices: Vec<u32> = (0..(LEN as u64 / BLOCK) as u32).collect();
+    random.shuffle(&mut indices);
+    indices
+}
+
+pub(crate) fn a_killed_owner_ends_paged_copies_and_the_context_stays_usable() {
+    if !driver("a_killed_owner_ends_paged_copies_and_the_context_stays_usable") {
+        return;
+    }
+    let _watchdog = watch("gpu: a killed owner", Duration::from_secs(120));
+    let mut random = Random::new(31);
+    let user = endpoint("user");
+    let pages = Layout::contiguous(LEN as u64, BLOCK).unwrap();
+    for round in 0..8u16 {
+        let stamp = Stamp::new(1, round);
+        let mut owner = Process::open("victim", "");
+        owner
+            .must(&format!("register {LEN} {} read+write", ["device", "exportable"][usize::from(round % 2)]));
+        owner.must(&format!("fill 1 {} {}", stamp.region, stamp.generation));
+        let ticket: Ticket = owner.must("ticket 1").text(0).parse().unwrap();
+        let remote = user.import_with(&ticket, &routing("cuda")).unwrap();
+        let buffer = local(&user, ["device", "system"][usize::from(round / 2 % 2)]);
+        let ids = shuffled(&mut random);
+        let start =
+            |_| user.read(&remote, &buffer).blocks(&pages, &ids[..], &pages, &ids[..]).start().unwrap();
+        let transfers: Vec<_> = (0..4).map(start).collect();
+        thread::sleep(random.micros(2000));
+        owner.kill_at_once();
+        for transfer in &transfers {
+            match transfer.wait_for(STALL * 10).expect("it ends") {
+                Ok(()) => {}
+                Err(error) => assert!(GONE.contains(&error.kind()), "round {round}: {error}"),
+            }
+            assert!(transfer.wait_quiet(STALL * 10));
+        }
+        let dead =
+            eventually(STALL * 10, || outcome(user.read(&remote, &buffer).at(0, 0, 8).start()).is_err());
+        assert!(dead, "round {round}: a dead owner still gives bytes");
+        let error = outcome(user.read(&remote, &buffer).start()).unwrap_err();
+        assert!(GONE.contains(&error.kind()), "round {round}: {error}");
+        // The context is as good as before.
+        let mine = Stamp::new(99, round);
+        mine.fill_storage(buffer.storage()).unwrap();
+        mine.verify_storage(buffer.storage(), 0, LEN).unwrap();
+        owner.kill();
+    }
+}
+
+pub(crate) fn a_killed_user_does_not_hold_the_owners_gpu_memory() {
+    if !driver("a_killed_user_does_not_hold_the_owners_gpu_memory") {
+        return;
+    }
+    let _watchdog = watch("gpu: a killed user", Duration::from_secs(120));
+    let mut random = Random::new(32);
+    let owner = endpoint("owner");
+    for round in 0..8u16 {
+        let stamp = Stamp::new(2, round);
+        let memory = storage(LEN, "device").unwrap();
+        stamp.fill_storage(&memory).unwrap();
+        let watched = Arc::downgrade(&memory);
+        let region = owner.register(memory, Access::READ_WRITE).unwrap();
+        let mut user = Process::open("victim", "");
+        user.must(&format!("register {LEN} {} none", ["device", "system"][usize::from(round % 2)]));
+        user.must("fill 1 98 98");
+        let imported = user.must(&format!("import {} cuda", region.ticket().unwrap()));
+        assert_eq!(imported.text(1), "cuda");
+        let op = if round % 2 == 0 { "write" } else { "read" };
+        user.must(&format!("loop {op} {} 1 {LEN}", imported.number(0)));
+        thread::sleep(random.micros(8000));
+        user.kill_at_once();
+        if round % 4 == 3 {
+            drop(region);
+            let freed =
+                eventually(STALL * 10, || watched.strong_count() == 0 && owner.stats().parked == (0, 0));
+            assert!(freed, "round {round}: {:?}", owner.stats());
+            continue;
+        }
+        let memory = region
+            .into_storage_within(STALL * 10)
+            .unwrap_or_else(|pinned| panic!("round {round}: {}", pinned.error));
+        let mine = Stamp::new(97, round);
+        mine.fill_storage(&memory).unwrap();
+        user.kill();
+        thread::sleep(random.micros(2000));
+        mine.verify_storage(&memory, 0, LEN).unwrap_or_else(|wrong| panic!("round {round}: {wrong}"));
+    }
+}
+
+pub(crate) fn a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_it_goes_on() {
+    if !driver("a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_it_goes_on") {
+        return;
+    }
+    let _watchdog = watch("gpu: a stopped user", Duration::from_secs(60));
+    let owner = endpoint("owner");
+    let memory = storage(LEN, "device").unwrap();
+    let watched = Arc::downgrade(&memory);
+    let region = owner.register(memory, Access::READ).unwrap();
+    let mut user = Process::open("user", "");
+    user.must(&format!("register {LEN} device none"));
+    let remote = user.must(&format!("import {} cuda", region.ticket().unwrap())).number(0);
+    user.must(&format!("read {remote} 1 0 0 {LEN}"));
+    user.stop();
+    // It has the memory open, though no copy is under way.
+    let pinned = region.into_storage_within(Duration::from_millis(200)).unwrap_err();
+    assert_eq!(pinned.error.kind(), Kind::Timeout);
+    drop(pinned.registration);
+    assert_eq!(owner.stats().parked.0, 1);
+    assert!(watched.upgrade().is_some(), "memory that is open elsewhere is not freed");
+    user.resume();
+    assert!(eventually(STALL * 10, || watched.strong_count() == 0 && owner.stats().parked == (0, 0)));
+    assert_eq!(user.ask(&format!("read {remote} 1 0 0 8")).unwrap_err().kind, Kind::Stale);
+}
+
+pub(crate) fn regions_of_one_allocation_come_and_go_while_others_are_used() {
+    if !driver("regions_of_one_allocation_come_and_go_while_others_are_used") {
+        return;
+    }
+    let _watchdog = watch("gpu: regions of one allocation", Duration::from_secs(60));
+    let owner = endpoint("owner");
+    let memory = storage(LEN, "device").unwrap();
+    let stamp = Stamp::new(3, 1);
+    stamp.fill_storage(&memory).unwrap();
+    let watched = Arc::downgrade(&memory);
+    let buffer = towline::Buffer::from_arc(memory);
+    let half = |at: usize| towline::OffsetBuffer::new(buffer.clone(), at * LEN / 4, LEN / 4).unwrap();
+    let regions: Vec<_> = (0..4).map(|at| owner.register(half(at), Access::READ).unwrap()).collect();
+    drop(buffer);
+    let mut user = Process::open("user", "");
+    user.must(&format!("register {LEN} device none"));
+    let remotes: Vec<u64> = regions
+        .iter()
+        .map(|region| user.must(&format!("import {} cuda", region.ticket().unwrap())).number(0))
+        .collect();
+    for (gone, region) in regions.into_iter().enumerate() {
+        // The others are served whichever of them is gone.
+        for (at, remote) in remotes.iter().enumerate() {
+            let read = user.ask(&format!("read {remote} 1 0 {} {}", at * LEN / 4, LEN / 4));
+            match read {
+                Ok(_) => assert!(at >= gone),
+                Err(failure) => assert!(at < gone && failure.kind == Kind::Stale, "{}", failure.message),
+            }
+        }
+        region.into_storage_within(STALL * 10).unwrap_or_else(|pinned| panic!("{gone}: {}", pinned.error));
+    }
+    assert_eq!(watched.strong_count(), 0, "with the last region the allocation is free");
+    user.must(&format!("check 1 3 1 0 {LEN}"));
+}
+
+pub(crate) fn memory_is_taken_back_under_paged_copies_and_nothing_stale_is_read() {
+    if !driver("memory_is_taken_back_under_paged_copies_and_nothing_stale_is_read") {
+        return;
+    }
+    let _watchdog = watch("gpu: taken back", Duration::from_secs(120));
+    let mut random = Random::new(33);
+    let mut owner = Process::open("owner", "");
+    let user = endpoint("user");
+    let pages = Layout::contiguous(LEN as u64, BLOCK).unwrap();
+    for round in 1..20u16 {
+        let id = owner.must(&format!("register {LEN} device read")).number(0);
+        owner.must(&format!("fill {id} 4 {round}"));
+        let ticket: Ticket = owner.must(&format!("ticket {id}")).text(0).parse().unwrap();
+        let remote = user.import_with(&ticket, &routing("cuda")).unwrap();
+        let buffer = local(&user, ["device", "system"][usize::from(round % 2)]);
+        let ids = shuffled(&mut random);
+        let reading = thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                loop {
+                    let read = user.read(&remote, &buffer).blocks(&pages, &ids[..], &pages, &ids[..]);
+                    match outcome(read.start()) {
+                        Ok(()) => Stamp::new(4, round).verify_storage(buffer.storage(), 0, LEN).unwrap(),
+                        Err(error) => return error,
+                    }
+                }
+            });
+            thread::sleep(random.micros(5000));
+            owner.must(&format!("deregister {id} {}", (STALL * 10).as_millis()));
+            reader.join().unwrap()
+        });
+        assert_eq!(reading.kind(), Kind::Stale, "round {round}: {reading}");
+    }
+}
+
+pub(crate) fn a_transfer_keeps_the_order_of_a_stream() {
+    let Some(gpu) = here("a_transfer_keeps_the_order_of_a_stream") else { return };
+    let _watchdog = watch("gpu: the order of a stream", Duration::from_secs(60));
+    let mut owner = Process::open("owner", "");
+    owner.must(&format!("register {LEN} device read+write"));
+    owner.must("fill 1 5 1");
+    let ticket: Ticket = owner.must("ticket 1").text(0).parse().unwrap();
+    let user = endpoint("user");
+    let remote = user.import_with(&ticket, &routing("cuda")).unwrap();
+    let near = user.register(DeviceStorage::new(LEN, 0).unwrap(), Access::NONE).unwrap();
+    let after = DeviceStorage::new(LEN, 0).unwrap();
+    let entered = gpu.enter("test").unwrap();
+    let stream = entered.stream(0).unwrap();
+    let handle = StreamHandle(stream.handle().0);
+    let address = |storage: &DeviceStorage| towline::MemoryDescription::addr(storage) as u64;
+    // What is queued in the stream before the write is what the owner gets.
+    // SAFETY: both are as long as that, and stay until the stream is empty; so below.
+    unsafe { stream.fill(&entered, address(near.storage()), 0x5A, LEN) }.unwrap();
+    // SAFETY: the stream lives to the end of the test; so below.
+    let write = unsafe { user.write(&remote, &near).stream(handle) }.start().unwrap();
+    // SAFETY: as above.
+    unsafe { stream.fill(&entered, address(near.storage()), 0x11, LEN) }.unwrap();
+    write.wait().unwrap();
+    stream.synchronize(&entered).unwrap();
+    let taken = owner.must(&format!("take 1 0 {LEN}")).payload;
+    assert!(taken.iter().all(|byte| *byte == 0x5A), "the write took the bytes of its moment");
+    // What is queued after a read sees its bytes, and nobody waits on the host.
+    // SAFETY: as above.
+    let read = unsafe { user.read(&remote, &near).stream(handle) }.start().unwrap();
+    // SAFETY: as above.
+    unsafe { stream.copy(&entered, address(&after), address(near.storage()), LEN) }.unwrap();
+    stream.synchronize(&entered).unwrap();
+    let mut bytes = vec![0; LEN];
+    towline::memory::MemoryAccess::read_at(&after, 0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0x5A), "what follows a read sees what was read");
+    read.wait().unwrap();
+    // Host memory that nobody pinned has no place in a stream.
+    let host = user.register(towline::SystemStorage::new(4096).unwrap(), Access::NONE).unwrap();
+    // SAFETY: as above.
+    let refused = outcome(unsafe { user.read(&remote, &host).stream(handle) }.start()).unwrap_err();
+    assert_eq!(refused.kind(), Kind::Unsupported, "{refused}");
+}

@@ -1,0 +1,273 @@
+//! The owner's GPU memory is opened here, and a GPU copies: on one GPU at the speed of its memory, between two over their link.
+//!
+//! A peer that imports a region asks the owner ([`words`]), who finds the allocation behind it and answers with a handle, or
+//! with descriptors for memory that was made by `cuMemCreate`. What was opened is kept by the owner's incarnation and CUDA's
+//! number of the allocation ([`opened`]): an address or a handle may come again for other memory, these do not.
+//!
+//! Revocation holds as on the host: a copy pins the owner's row and checks the generation again. Besides, memory must not be
+//! freed while it is open elsewhere: for as long as an allocation is open, one of its regions is pinned, and the owner recalls
+//! regions that it takes back, which makes the peer close what it needs no more. A peer that is stopped keeps its pin, and the
+//! memory is parked; the pins of one that was killed end with its process.
+
+mod opened;
+mod words;
+
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use towline_sys::cuda::Cuda;
+
+use self::opened::{Borrow, Kept};
+use self::words::{Answer, Ask, Form, MAX_PARTS};
+use super::gpu::{Far, GpuAttachment, Inside, Spot};
+use super::tcp::GrantHandle;
+use super::{Attachment, Capabilities, Loan, Offer, Owner, Probe, Question, Told, Transport};
+use crate::cuda::{Availability, Gpu, MemoryType, PointerFacts, availability, failed};
+use crate::memory::Place;
+use crate::region::RegionCore;
+use crate::transfer::After;
+use crate::{Error, Kind, Result, progress};
+
+const OP: &str = "import";
+
+/// The transport between processes that use GPUs of one machine.
+pub(crate) struct CudaPath;
+
+impl Transport for CudaPath {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn summary(&self) -> &'static str {
+        "the owner's GPU memory is opened here, and a GPU copies"
+    }
+
+    fn probe(&self) -> Probe {
+        match availability() {
+            Availability::Found { devices, version, .. } if !devices.is_empty() => {
+                Probe::Works(format!("CUDA {version}, {} GPUs", devices.len()))
+            }
+            Availability::Found { .. } => {
+                let mend = "run where a GPU is visible (CUDA_VISIBLE_DEVICES)".into();
+                Probe::Missing { reason: "the driver sees no GPU".into(), mend }
+            }
+            Availability::Missing { tried, mend } => Probe::Missing { reason: tried.join("; "), mend },
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::READ | Capabilities::WRITE
+    }
+
+    fn enforced(&self) -> bool {
+        false
+    }
+
+    fn quiet_at_end(&self) -> bool {
+        // A copy in the order of a stream cannot be called off.
+        false
+    }
+
+    fn blocks(&self, offer: &Offer<'_>) -> bool {
+        candidate(offer).is_ok()
+    }
+
+    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
+        let handle = candidate(offer)?;
+        progress::may_block(OP)?;
+        // Before the owner is troubled.
+        Cuda::load().and_then(|cuda| cuda.init()).map_err(|error| failed(OP, error))?;
+        let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
+        let borrow = Borrow::new(handle);
+        // Before the owner lends it: from then on it may want it back.
+        borrow.listen();
+        let (mut answer, mut files) = ask(handle, 0, until)?;
+        while let Form::Descriptors { parts, all } = &mut answer.form
+            && parts.len() < *all as usize
+        {
+            let (further, more) = ask(handle, parts.len() as u32, until)?;
+            match further.form {
+                Form::Descriptors { parts: new, .. } if !new.is_empty() => parts.extend(new),
+                _ => return Err(Error::protocol(OP, "the owner does not tell the rest of a region")),
+            }
+            files.extend(more);
+        }
+        let gpu = by_uuid(&answer.uuid)?;
+        gpu.prepare()?;
+        let start = borrow.open(&gpu, &answer, files, offer.grant)?;
+        let far = Opening { handle: Arc::clone(handle), kept: Kept(borrow), start };
+        Ok(GpuAttachment::new(Arc::new(far)))
+    }
+
+    fn number(&self) -> Option<u8> {
+        Some(1)
+    }
+
+    fn offers(&self, region: &RegionCore) -> bool {
+        matches!(region.place, Place::Cuda(_))
+    }
+
+    fn tell(&self, question: &Question<'_>) -> Result<Told> {
+        let Ask { skip } = Ask::decode(question.words)?;
+        let region = question.region;
+        let Place::Cuda(ordinal) = region.place else {
+            return Err(unavailable(format!("the bytes are on {}", region.place)));
+        };
+        if question.pins.is_none() {
+            return Err(unavailable("the peer shares no memory with the owner"));
+        }
+        let peer = &question.peer.name;
+        // While it is looked up it does not go.
+        let _used = region.begin_use(OP)?;
+        let gpu = Gpu::open(ordinal)?;
+        let (answer, files) = describe(&gpu, region, skip as usize)?;
+        tracing::debug!(peer, range = ?question.claims.range, form = ?answer.form, "a peer opens memory of a GPU");
+        Ok(Told { answer: answer.encode(), files, loan: Some(Arc::new(Recalled)) })
+    }
+}
+
+/// Taking a region back asks the peer to let go. What counts after the end of a session are its pins.
+struct Recalled;
+
+impl Loan for Recalled {
+    fn pinned(&self) -> bool {
+        false
+    }
+
+    fn orphaned(&self, back: Box<dyn FnOnce() + Send>) {
+        back();
+    }
+}
+
+fn ask(handle: &Arc<GrantHandle>, skip: u32, until: Instant) -> Result<(Answer, Vec<std::os::fd::OwnedFd>)> {
+    let told = handle.ask(&CudaPath, Ask { skip }.encode(), until)?;
+    Ok((Answer::decode(&told.answer)?, told.files))
+}
+
+/// Refuses an offer for which this way is not taken; the error says why. Quick.
+fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<GrantHandle>> {
+    let Owner::There(handle) = offer.owner else {
+        return Err(unavailable("the owner is in this process"));
+    };
+    if !matches!(offer.grant.place, Place::Cuda(_)) {
+        return Err(unavailable(format!("the bytes are on {}, not on a GPU", offer.grant.place)));
+    }
+    handle.local_fence()?;
+    if offer.grant.offers & (1 << (CudaPath.number().unwrap_or(1) - 1)) == 0 {
+        return Err(unavailable("the owner does not offer it"));
+    }
+    Ok(handle)
+}
+
+fn unavailable(reason: impl Into<String>) -> Error {
+    Error::new(Kind::Unavailable, OP, reason.into())
+}
+
+/// The GPU of this process that has that number in every process.
+fn by_uuid(uuid: &[u8; 16]) -> Result<Arc<Gpu>> {
+    static KNOWN: OnceLock<Vec<[u8; 16]>> = OnceLock::new();
+    if KNOWN.get().is_none() {
+        let cuda = Cuda::load().map_err(|error| failed(OP, error))?;
+        let known = (0..cuda.device_count().map_err(|error| failed(OP, error))?)
+            .map(|ordinal| cuda.device(ordinal).and_then(|device| device.uuid()))
+            .collect::<towline_sys::Result<Vec<_>>>()
+            .map_err(|error| failed(OP, error))?;
+        let _ = KNOWN.set(known);
+    }
+    let ordinal = KNOWN.get().and_then(|known| known.iter().position(|one| one == uuid));
+    match ordinal {
+        Some(ordinal) => Gpu::open(ordinal as u32),
+        None => {
+            let name: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+            Err(unavailable(format!(
+                "the owner's GPU ({name}) is not among those that this process sees (CUDA_VISIBLE_DEVICES)"
+            )))
+        }
+    }
+}
+
+/// At the owner: how a peer opens the memory behind a region. Of memory in several parts, those after the first `skip`.
+fn describe(gpu: &Arc<Gpu>, region: &RegionCore, skip: usize) -> Result<(Answer, Vec<std::os::fd::OwnedFd>)> {
+    let (address, end) = (region.addr as u64, region.addr as u64 + region.len as u64);
+    let first = known(gpu, address)?;
+    let uuid = gpu.device().uuid().map_err(|error| failed(OP, error))?;
+    let entered = gpu.enter(OP)?;
+    let answer = |len, form| Answer { uuid, buffer: first.buffer, start: address - first.start, len, form };
+    if first.legacy_ipc {
+        if first.start + first.len < end {
+            return Err(unavailable(
+                "the region lies in several allocations of cudaMalloc, and a handle opens one",
+            ));
+        }
+        let handle = entered.ipc_handle(first.start).map_err(|error| failed(OP, error))?;
+        return Ok((answer(first.len, Form::Handle(Box::new(handle))), Vec::new()));
+    }
+    if first.handle_types & 1 == 0 {
+        return Err(unavailable(if first.pooled {
+            "the memory comes from a pool of cudaMallocAsync, which other processes cannot open"
+        } else {
+            "the memory was made without handles for other processes (cuMemCreate without descriptors)"
+        }));
+    }
+    let (mut parts, mut files, mut all, mut at) = (Vec::new(), Vec::new(), 0u32, first.start);
+    while at < end {
+        let part = if at == first.start { first } else { known(gpu, at)? };
+        if part.start != at || part.len == 0 {
+            return Err(unavailable("the parts of the region do not lie side by side"));
+        }
+        if all as usize >= skip && parts.len() < MAX_PARTS {
+            let allocation = entered.cuda().retain_allocation(at).map_err(|error| failed(OP, error))?;
+            files.push(allocation.export().map_err(|error| failed(OP, error))?);
+            parts.push(part.len);
+        }
+        all += 1;
+        at += part.len;
+    }
+    Ok((answer(at - first.start, Form::Descriptors { parts, all }), files))
+}
+
+fn known(gpu: &Gpu, address: u64) -> Result<PointerFacts> {
+    match gpu.facts(OP, address)? {
+        Some(facts) if facts.memory == MemoryType::Device => Ok(facts),
+        Some(_) => Err(unavailable("the memory is not a GPU's alone (pinned or managed)")),
+        None => Err(Error::new(Kind::Stale, OP, "the GPU memory behind the region was freed")),
+    }
+}
+
+/// A region of another process that is open here.
+struct Opening {
+    kept: Kept,
+    handle: Arc<GrantHandle>,
+    /// Where in what was opened the grant begins.
+    start: u64,
+}
+
+impl Far for Opening {
+    fn transport(&self) -> &'static dyn Transport {
+        &CudaPath
+    }
+
+    fn enter(&self, op: &'static str) -> Result<(Inside, Spot)> {
+        self.handle.session().alive()?;
+        // First the pin: what is open stays so while it is held.
+        let pin = self.handle.hold(op)?;
+        let (open, entered) = self.kept.0.enter(op)?;
+        let spot = Spot { address: open.base() + self.start, gpu: Some(Arc::clone(open.gpu())), host: None };
+        let keep = Box::new((open, entered));
+        Ok((Inside::There { _keep: keep, pin, handle: Arc::clone(&self.handle) }, spot))
+    }
+
+    fn follow(&self, after: &After) -> Result<()> {
+        if after.signal.is_some() {
+            return Err(super::gpu::no_words("signal"));
+        }
+        match &after.notify {
+            Some(message) => self.handle.session().notify(message),
+            None => Ok(()),
+        }
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.handle.session().alive()
+    }
+}

@@ -1,0 +1,361 @@
+//! Allocations of other processes that are open here, and who needs them.
+#![allow(unsafe_code, reason = "opens and closes memory of other processes")]
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+
+use super::words::{Answer, Form};
+use super::{CudaPath, OP, unavailable};
+use crate::cuda::{Gpu, failed};
+use crate::fence::pins::ProcessPin;
+use crate::identity::Incarnation;
+use crate::region::stale;
+use crate::sync::lock;
+use crate::transport::Borrowing;
+use crate::transport::tcp::GrantHandle;
+use crate::wire::Grant;
+use crate::{Error, Result, fork, progress};
+
+/// The owner wants the region back, or it was closed: the top bit of the count of what is under way.
+const RECALLED: usize = 1 << (usize::BITS - 1);
+
+/// So many allocations stay open after the last remote that used them is gone: opening one takes half a millisecond.
+const KEPT: usize = 32;
+
+static LINGERING: Mutex<VecDeque<Arc<Borrow>>> = Mutex::new(VecDeque::new());
+
+/// What is open, by its owner and CUDA's number of the allocation.
+static OPENED: Mutex<Option<HashMap<Key, Weak<Opened>>>> = Mutex::new(None);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    owner: Incarnation,
+    buffer: u64,
+    /// Regions may span different parts of memory that comes in parts.
+    len: u64,
+}
+
+/// An allocation of another process, open here; closed when it is dropped.
+pub(super) struct Opened {
+    gpu: Arc<Gpu>,
+    base: u64,
+    len: u64,
+    /// The lengths of its parts, where it is mapped from descriptors.
+    parts: Option<Vec<u64>>,
+    users: Mutex<Users>,
+}
+
+#[derive(Default)]
+struct Users {
+    borrows: Vec<Weak<Borrow>>,
+    /// The pin that keeps the owner from freeing the allocation, and whose it is.
+    anchor: Option<(Weak<Borrow>, Arc<ProcessPin>)>,
+}
+
+impl Opened {
+    pub(super) fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// The address of its first byte.
+    pub(super) fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Opens what the answer describes. The caller holds a pin on a region in it.
+    fn open(gpu: &Arc<Gpu>, answer: &Answer, files: Vec<OwnedFd>) -> Result<Opened> {
+        let entered = gpu.enter(OP)?;
+        let users = Mutex::default();
+        let opened = |base, parts| Opened { gpu: Arc::clone(gpu), base, len: answer.len, parts, users };
+        let lengths = match &answer.form {
+            Form::Handle(handle) => {
+                // SAFETY: the owner has just given the handle, and keeps the memory while the caller's pin is held.
+                let base = unsafe { entered.open_ipc(handle) }.map_err(|error| {
+                    let error = failed(OP, error);
+                    let message = format!("the owner's memory cannot be opened: {}", error.message());
+                    Error::new(error.kind(), OP, message).caused_by(error)
+                })?;
+                return Ok(opened(base, None));
+            }
+            Form::Descriptors { parts, .. } => parts,
+        };
+        if files.len() != lengths.len()
+            || lengths.iter().try_fold(0u64, |sum, part| sum.checked_add(*part)) != Some(answer.len)
+        {
+            return Err(Error::protocol(OP, "the parts of the owner's memory do not add up"));
+        }
+        let cuda = entered.cuda();
+        let base = cuda.reserve_addresses(answer.len as usize).map_err(|error| failed(OP, error))?;
+        // From here on the value undoes what was done.
+        let mut opened = opened(base, Some(Vec::new()));
+        let mut at = base;
+        for (file, len) in files.iter().zip(lengths) {
+            let allocation = cuda.import_allocation(file.as_fd()).map_err(|error| failed(OP, error))?;
+            // SAFETY: the addresses were reserved above, and nothing is mapped there yet.
+            unsafe { allocation.map(at, *len as usize) }.map_err(|error| failed(OP, error))?;
+            if let Some(parts) = &mut opened.parts {
+                parts.push(*len);
+            }
+            entered.allow_access(at, *len as usize).map_err(|error| failed(OP, error))?;
+            at += len;
+        }
+        Ok(opened)
+    }
+
+    /// From now on that one needs it. The pin is kept where there is none yet.
+    fn join(&self, borrow: &Arc<Borrow>, pin: Arc<ProcessPin>) {
+        let mut users = lock(&self.users);
+        users.borrows.retain(|one| one.strong_count() > 0);
+        users.borrows.push(Arc::downgrade(borrow));
+        users.anchor.get_or_insert_with(|| (Arc::downgrade(borrow), pin));
+    }
+
+    /// That one needs it no more: another one's pin takes the place of its own. Gives back the pin that is to end when this
+    /// process has the allocation closed, or another pin speaks for it.
+    fn leave(&self, borrow: &Borrow) -> Option<Arc<ProcessPin>> {
+        // Dropped behind the lock, which the drop of the last reference to one of them wants.
+        let mut others: Vec<Arc<Borrow>> = Vec::new();
+        let mut users = lock(&self.users);
+        users.borrows.retain(|one| one.strong_count() > 0 && !std::ptr::eq(one.as_ptr(), borrow));
+        let anchored = |users: &Users| {
+            users.anchor.as_ref().is_some_and(|(whose, _)| std::ptr::eq(whose.as_ptr(), borrow))
+        };
+        if !anchored(&users) {
+            return None;
+        }
+        let (_, pin) = users.anchor.take()?;
+        others.extend(users.borrows.iter().filter_map(Weak::upgrade));
+        users.anchor = others
+            .iter()
+            .find_map(|other| other.handle.hold(OP).ok().map(|held| (Arc::downgrade(other), held)));
+        drop(users);
+        Some(pin)
+    }
+}
+
+/// Drops it elsewhere, where its last reference may be at hand inside one of its own methods.
+fn forget_later(borrow: Arc<Borrow>) {
+    if let Err(refused) = progress::pool().spawn(Box::new(move || drop(borrow))) {
+        drop(refused);
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        if fork::in_child() {
+            return;
+        }
+        let closed = self.gpu.enter("close GPU memory").and_then(|entered| {
+            let cuda = entered.cuda();
+            // SAFETY: opened by this value; whoever copies keeps it alive.
+            let closed = unsafe {
+                match &self.parts {
+                    None => entered.close_ipc(self.base),
+                    Some(parts) => {
+                        let mut at = self.base;
+                        let unmapped = parts.iter().try_for_each(|len| {
+                            let here = at;
+                            at += len;
+                            cuda.unmap(here, *len as usize)
+                        });
+                        unmapped.and_then(|()| cuda.free_addresses(self.base, self.len as usize))
+                    }
+                }
+            };
+            closed.map_err(|error| failed("close GPU memory", error))
+        });
+        if let Err(error) = closed {
+            tracing::warn!(%error, "memory of another process could not be closed");
+        }
+    }
+}
+
+/// One grant that needs an open allocation.
+pub(super) struct Borrow {
+    handle: Arc<GrantHandle>,
+    under_way: AtomicUsize,
+    opened: Mutex<Option<Arc<Opened>>>,
+    me: Weak<Borrow>,
+}
+
+impl Borrow {
+    pub(super) fn new(handle: &Arc<GrantHandle>) -> Arc<Borrow> {
+        Arc::new_cyclic(|me| Borrow {
+            handle: Arc::clone(handle),
+            under_way: AtomicUsize::new(0),
+            opened: Mutex::new(None),
+            me: me.clone(),
+        })
+    }
+
+    /// Hears when the owner wants the region back.
+    pub(super) fn listen(&self) {
+        let me: Weak<dyn Borrowing> = self.me.clone();
+        self.handle.borrow_by(me);
+    }
+
+    /// Opens what the owner has described, unless it is open; where in it the grant begins.
+    pub(super) fn open(
+        self: &Arc<Self>,
+        gpu: &Arc<Gpu>,
+        answer: &Answer,
+        files: Vec<OwnedFd>,
+        grant: &Grant,
+    ) -> Result<u64> {
+        let start = answer.start.checked_add(grant.offset);
+        let inside = |start: &u64| start.checked_add(grant.length).is_some_and(|end| end <= answer.len);
+        let start = start
+            .filter(inside)
+            .ok_or_else(|| Error::protocol(OP, "the grant reaches beyond the owner's allocation"))?;
+        // From the pin on the owner keeps the memory, until it is let go below or when it is closed.
+        let pin = self.handle.hold(OP)?;
+        let key =
+            Key { owner: self.handle.session().owner().incarnation, buffer: answer.buffer, len: answer.len };
+        let mut all = lock(&OPENED);
+        let known = all.get_or_insert_default();
+        known.retain(|_, opened| opened.strong_count() > 0);
+        let opened = match known.get(&key).and_then(Weak::upgrade).filter(|_| answer.buffer != 0) {
+            Some(opened) => opened,
+            None => {
+                let opened = Arc::new(Opened::open(gpu, answer, files)?);
+                known.insert(key, Arc::downgrade(&opened));
+                opened
+            }
+        };
+        opened.join(self, pin);
+        drop(all);
+        *lock(&self.opened) = Some(opened);
+        // A recall that came before found nothing to close.
+        if self.under_way.load(Ordering::SeqCst) & RECALLED != 0 {
+            self.close();
+            return Err(stale(OP));
+        }
+        Ok(start)
+    }
+
+    /// Begins a copy: what is open stays so until the second answer is dropped.
+    pub(super) fn enter(self: &Arc<Self>, op: &'static str) -> Result<(Arc<Opened>, Entered)> {
+        let before = self.under_way.fetch_add(1, Ordering::SeqCst);
+        let entered = Entered(Arc::clone(self));
+        if before & RECALLED != 0 {
+            self.handle.session().alive()?;
+            return Err(stale(op));
+        }
+        let opened = lock(&self.opened).clone();
+        opened.map(|opened| (opened, entered)).ok_or_else(|| unavailable("the memory is not open here"))
+    }
+
+    /// Nothing is under way and nothing begins any more: closes, and tells the owner. May take a while.
+    fn close(&self) {
+        let opened = lock(&self.opened).take();
+        if let Some(opened) = opened {
+            let pin = opened.leave(self);
+            // In this order: the owner may free the memory once the pin is gone.
+            drop(opened);
+            drop(pin);
+        }
+        let lingering = {
+            let mut all = lock(&LINGERING);
+            let at = all.iter().position(|one| std::ptr::eq(Arc::as_ptr(one), self));
+            at.and_then(|at| all.remove(at))
+        };
+        // Where it fails, the session has ended, and the loan with it.
+        let _ = self.handle.tell(&CudaPath, &[]);
+        if let Some(one) = lingering {
+            forget_later(one);
+        }
+    }
+
+    /// [`close`](Self::close) where this thread may not wait.
+    fn close_elsewhere(&self) {
+        let Some(this) = self.me.upgrade() else { return };
+        if let Err(refused) = progress::pool().spawn(Box::new(move || this.close())) {
+            tracing::debug!(error = %refused.error, "GPU memory is closed by the thread at hand");
+            (refused.job)();
+        }
+    }
+}
+
+/// A copy is under way.
+pub(super) struct Entered(Arc<Borrow>);
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if self.0.under_way.fetch_sub(1, Ordering::SeqCst) == RECALLED + 1 {
+            self.0.close_elsewhere();
+        }
+    }
+}
+
+impl Borrowing for Borrow {
+    fn recalled(self: Arc<Self>) {
+        if self.under_way.fetch_or(RECALLED, Ordering::SeqCst) == 0 {
+            self.close_elsewhere();
+        }
+    }
+
+    /// Asked when the session is about to say goodbye: what is open is closed before.
+    fn is_idle(&self) -> bool {
+        match self.under_way.compare_exchange(0, RECALLED, Ordering::SeqCst, Ordering::SeqCst) {
+            Ok(_) => {
+                self.close();
+                true
+            }
+            Err(under_way) => under_way & !RECALLED == 0 && lock(&self.opened).is_none(),
+        }
+    }
+}
+
+impl Drop for Borrow {
+    fn drop(&mut self) {
+        if fork::in_child() {
+            return;
+        }
+        if let Some(opened) = lock(&self.opened).take() {
+            let pin = opened.leave(self);
+            drop(opened);
+            drop(pin);
+        }
+    }
+}
+
+/// A remote's hold on what is open. When it is dropped, the last one for an allocation lingers for a while.
+pub(super) struct Kept(pub(super) Arc<Borrow>);
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if fork::in_child() || self.0.handle.session().alive().is_err() {
+            return;
+        }
+        let alone = match &*lock(&self.0.opened) {
+            Some(opened) => {
+                lock(&opened.users).borrows.iter().filter(|one| one.strong_count() > 0).count() == 1
+            }
+            None => false,
+        };
+        if !alone || self.0.under_way.load(Ordering::SeqCst) & RECALLED != 0 {
+            return;
+        }
+        let evicted = {
+            let mut all = lock(&LINGERING);
+            all.push_back(Arc::clone(&self.0));
+            if all.len() > KEPT { all.pop_front() } else { None }
+        };
+        drop(evicted);
+        // A recall in between did not find it there.
+        if self.0.under_way.load(Ordering::SeqCst) & RECALLED != 0 {
+            let mut all = lock(&LINGERING);
+            let gone = all.iter().position(|one| Arc::ptr_eq(one, &self.0)).and_then(|at| all.remove(at));
+            drop(all);
+            drop(gone);
+        }
+    }
+}
+
+impl std::fmt::Debug for Borrow {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Borrow").field("under_way", &self.under_way).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,296 @@
+//! Local memory on a GPU, over a path that knows host memory only: the bytes stop over in pinned memory.
+//!
+//! A transfer becomes many on the path underneath, a slot each, of which several are in flight while the GPU fills or empties
+//! others. What follows the bytes follows all of them.
+#![allow(unsafe_code, reason = "implements the seam over raw local addresses")]
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use super::ring::{Passing, Slot, portions};
+use crate::cuda::{CopyOptions, Gpu};
+use crate::layout::{Piece, Plan};
+use crate::memory::Place;
+use crate::progress;
+use crate::sync::lock;
+use crate::transfer::{self, After, Op, Parts, TransferCore};
+use crate::transport::{Attachment, Transport};
+use crate::{Error, Kind, Result};
+
+/// Slots that one transfer uses at a time.
+const IN_FLIGHT: usize = 4;
+
+/// A path that knows host memory, serving memory of a GPU.
+pub(crate) struct Staged {
+    under: Arc<dyn Attachment>,
+    /// The one transfer that it is made for.
+    stage: OnceLock<Weak<Stage>>,
+}
+
+impl Staged {
+    pub(crate) fn over(under: Arc<dyn Attachment>) -> Arc<dyn Attachment> {
+        Arc::new(Staged { under, stage: OnceLock::new() })
+    }
+}
+
+impl Attachment for Staged {
+    fn transport(&self) -> &'static dyn Transport {
+        self.under.transport()
+    }
+
+    unsafe fn run_now(
+        &self,
+        _op: Op,
+        _local: *mut u8,
+        _pieces: &[Piece],
+        _bytes: u64,
+        _after: &After,
+    ) -> Option<Result<Option<u64>>> {
+        None
+    }
+
+    fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
+        let count = plan.piece_count();
+        (plan, vec![0..count])
+    }
+
+    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
+        let started = Stage::new(&self.under, transfer).map(|stage| {
+            let _ = self.stage.set(Arc::downgrade(&stage));
+            let run = Arc::clone(&stage);
+            progress::pool().spawn(Box::new(move || run.begin()))
+        });
+        match started {
+            Ok(Ok(())) => {}
+            Ok(Err(refused)) => (refused.job)(),
+            Err(error) => super::fail(transfer, &error),
+        }
+    }
+
+    fn stop(&self, transfer: &Arc<TransferCore>) {
+        // The stage looks at the flag before it begins another part, and after it has begun one.
+        if let Some(stage) = self.stage.get().and_then(Weak::upgrade) {
+            let parts = lock(&stage.parts).clone();
+            parts.iter().for_each(|part| part.stop(transfer.stop_error()));
+        }
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.under.alive()
+    }
+}
+
+/// One transfer on its way through the slots.
+struct Stage {
+    under: Arc<dyn Attachment>,
+    transfer: Arc<TransferCore>,
+    gpu: Arc<Gpu>,
+    portions: Vec<Vec<Piece>>,
+    next: AtomicUsize,
+    left: AtomicUsize,
+    failed: Mutex<Option<Error>>,
+    /// What follows the bytes has been asked for.
+    followed: AtomicBool,
+    parts: Mutex<Vec<Arc<TransferCore>>>,
+}
+
+impl Stage {
+    fn new(under: &Arc<dyn Attachment>, transfer: &Arc<TransferCore>) -> Result<Arc<Stage>> {
+        let op = transfer.op.name();
+        let Some(Place::Cuda(ordinal)) = transfer.local.as_ref().map(|local| local.core().place) else {
+            return Err(Error::new(Kind::Internal, op, "the local side is not on a GPU"));
+        };
+        if transfer.stream.is_some() && transfer.op == Op::Read {
+            let message = "over this path the bytes stop over in host memory, and a stream cannot wait for them: name none, \
+                           and wait for the transfer";
+            return Err(Error::new(Kind::Unsupported, op, message));
+        }
+        let portions: Vec<_> = portions(transfer.plan.pieces()).collect();
+        Ok(Arc::new(Stage {
+            under: Arc::clone(under),
+            transfer: Arc::clone(transfer),
+            gpu: Gpu::open(ordinal)?,
+            next: AtomicUsize::new(0),
+            left: AtomicUsize::new(portions.len()),
+            portions,
+            failed: Mutex::new(None),
+            followed: AtomicBool::new(false),
+            parts: Mutex::default(),
+        }))
+    }
+
+    /// Begins as many portions as may be in flight. On a worker.
+    fn begin(self: &Arc<Self>) {
+        if let Err(error) = self.after_stream() {
+            self.note(error);
+        }
+        for _ in 0..IN_FLIGHT {
+            if !self.advance() {
+                return;
+            }
+        }
+    }
+
+    /// Waits for what is queued in the caller's stream.
+    fn after_stream(&self) -> Result<()> {
+        let Some(stream) = self.transfer.stream else { return Ok(()) };
+        let options = CopyOptions { after: Some(stream), ..CopyOptions::default() };
+        // SAFETY: nothing is copied; who named the stream promised that it lives.
+        let reached = unsafe { self.gpu.copy([], &options) }?;
+        while !reached.wait(Some(std::time::Instant::now() + std::time::Duration::from_millis(20)))? {
+            if self.transfer.is_stopped() {
+                return Err(self.transfer.stop_error());
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins the next portion; false when there is none left. On a worker.
+    fn advance(self: &Arc<Self>) -> bool {
+        let number = self.next.fetch_add(1, Ordering::AcqRel);
+        if number >= self.portions.len() {
+            return false;
+        }
+        let stopped = self.transfer.is_stopped().then(|| self.transfer.stop_error());
+        let failed = stopped.or_else(|| lock(&self.failed).clone());
+        let begun = match failed {
+            Some(error) => Err(error),
+            None => self.portion(number),
+        };
+        if let Err(error) = begun {
+            self.ended(number, Err(error));
+        }
+        true
+    }
+
+    fn portion(self: &Arc<Self>, number: usize) -> Result<()> {
+        let pieces = &self.portions[number];
+        let mut slot = Slot::take(&self.gpu)?;
+        if self.transfer.op != Op::Read {
+            // SAFETY: the transfer keeps its local region, against which the plan was checked.
+            slot = unsafe { self.between(false, slot, pieces) }?.into_slot()?;
+        }
+        let mut at = 0;
+        let spans: Vec<_> = pieces
+            .iter()
+            .map(|piece| {
+                let span = (piece.remote, at, piece.len);
+                at += piece.len;
+                span
+            })
+            .collect();
+        let base = slot.ptr().expose_provenance();
+        let slot = Mutex::new(Some(slot));
+        let stage = Arc::clone(self);
+        let part = self.part(self.transfer.op, Plan::spans(&spans)?, base, After::default(), move |result| {
+            let (stage, slot, result) = (Arc::clone(&stage), lock(&slot).take(), result.clone());
+            // Not here: whoever tells may be the event loop, which must not wait for a GPU.
+            let work = move || stage.arrived(number, slot, result);
+            if let Err(refused) = progress::pool().spawn(Box::new(work)) {
+                (refused.job)();
+            }
+        });
+        self.under_way(part);
+        Ok(())
+    }
+
+    /// One transfer on the path underneath.
+    fn part(
+        self: &Arc<Self>,
+        op: Op,
+        plan: Plan,
+        base: usize,
+        after: After,
+        on_end: impl Fn(&Result<()>) + Send + Sync + 'static,
+    ) -> Arc<TransferCore> {
+        TransferCore::begin(Parts {
+            id: transfer::next_id(),
+            op,
+            plan,
+            local: None,
+            local_base: base,
+            after,
+            stream: None,
+            checked: self.transfer.checked,
+            limits: self.transfer.limits,
+            attachment: Arc::clone(&self.under),
+            peer: self.transfer.peer(),
+            on_end: Box::new(on_end),
+        })
+    }
+
+    fn under_way(&self, part: Arc<TransferCore>) {
+        lock(&self.parts).push(Arc::clone(&part));
+        Arc::clone(&self.under).start(&part);
+        // The timer of the whole stops what is under way through its parts.
+        if self.transfer.is_stopped() {
+            part.stop(self.transfer.stop_error());
+        }
+    }
+
+    /// # Safety
+    /// The local region stays until the answer is dropped.
+    unsafe fn between(&self, to_device: bool, slot: Slot, pieces: &[Piece]) -> Result<Passing> {
+        let base = self.transfer.local_base().addr() as u64;
+        // SAFETY: the caller's promise; the plan was checked against the region.
+        unsafe { Passing::start(&self.gpu, to_device, slot, pieces.to_vec(), |piece| base + piece.local) }
+    }
+
+    /// The path underneath has done its part. On a worker.
+    fn arrived(self: &Arc<Self>, number: usize, slot: Option<Slot>, result: Result<()>) {
+        lock(&self.parts).retain(|part| !part.has_ended());
+        let result = match (result, slot) {
+            (Ok(()), Some(slot)) if self.transfer.op == Op::Read => {
+                // SAFETY: as in `portion`.
+                unsafe { self.between(true, slot, &self.portions[number]) }
+                    .and_then(Passing::into_slot)
+                    .map(drop)
+            }
+            (result, _) => result,
+        };
+        self.ended(number, result);
+        self.advance();
+    }
+
+    fn note(&self, error: Error) {
+        lock(&self.failed).get_or_insert(error);
+    }
+
+    fn ended(self: &Arc<Self>, number: usize, result: Result<()>) {
+        match result {
+            Ok(()) => self.transfer.progressed(self.portions[number].iter().map(|piece| piece.len).sum()),
+            Err(error) => self.note(error),
+        }
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.over();
+        }
+    }
+
+    /// All bytes are there, or some never will be.
+    fn over(self: &Arc<Self>) {
+        if let Some(error) = lock(&self.failed).clone() {
+            self.transfer.unit_failed(0, error);
+            return;
+        }
+        if self.transfer.after.is_empty() || self.followed.swap(true, Ordering::AcqRel) {
+            self.transfer.unit_done();
+            return;
+        }
+        let after = &self.transfer.after;
+        // SAFETY: there are no pieces.
+        let followed = unsafe { self.under.run_now(Op::Write, std::ptr::null_mut(), &[], 0, after) };
+        match (followed, Plan::spans(&[])) {
+            (Some(Ok(_)), _) => self.transfer.unit_done(),
+            (Some(Err(error)), _) | (None, Err(error)) => self.transfer.unit_failed(0, error),
+            (None, Ok(plan)) => {
+                let told = Arc::clone(&self.transfer);
+                let part = self.part(Op::Write, plan, 0, after.clone(), move |result| match result {
+                    Ok(()) => told.unit_done(),
+                    Err(error) => told.unit_failed(0, error.clone()),
+                });
+                self.under_way(part);
+            }
+        }
+    }
+}
