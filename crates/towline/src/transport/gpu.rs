@@ -295,7 +295,7 @@ impl Attachment for GpuAttachment {
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
         let count = plan.piece_count();
         if count > MANY || plan.bytes() <= PORTION {
-            return (plan, vec![0..count]);
+            return (plan, std::iter::once(0..count).collect());
         }
         let plan = plan.cut(PORTION);
         let units = plan.chunks(PORTION).collect();
