@@ -19,6 +19,7 @@
 pub(crate) mod cma;
 pub(crate) mod cuda;
 pub(crate) mod direct;
+pub(crate) mod file;
 pub(crate) mod gpu;
 pub(crate) mod inproc;
 pub(crate) mod mapped;
@@ -43,8 +44,16 @@ use crate::wire::Grant;
 use crate::{Error, Kind, Result};
 
 /// Every transport, the preferred ones first.
-pub(crate) static TRANSPORTS: [&dyn Transport; 7] =
-    [&inproc::InProc, &mapped::Mapped, &cuda::CudaPath, &cma::Cma, &nixl::NixlPath, &tcp::Unix, &tcp::Tcp];
+pub(crate) static TRANSPORTS: [&dyn Transport; 8] = [
+    &inproc::InProc,
+    &mapped::Mapped,
+    &cuda::CudaPath,
+    &cma::Cma,
+    &file::FilePath,
+    &nixl::NixlPath,
+    &tcp::Unix,
+    &tcp::Tcp,
+];
 
 /// What a path can do.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -322,7 +322,8 @@ fn granted(
 fn media(ticket: &Ticket, routing: &Routing) -> impl Iterator<Item = Medium> {
     // NIXL moves the bytes, and the rest goes over a connection of either kind.
     let nixl = routing.requires("nixl") && routing.allows("nixl");
-    let local = nixl || ["mapped", "cuda", "cma", "unix"].into_iter().any(|path| routing.allows(path));
+    let local =
+        nixl || ["mapped", "cuda", "cma", "file", "unix"].into_iter().any(|path| routing.allows(path));
     let far = nixl || routing.allows("tcp");
     ticket.body().reach.iter().filter_map(move |reach| match reach {
         Reach::Unix => local.then_some(Medium::Unix),

@@ -53,6 +53,30 @@ impl FileSlice {
         Ok(FileSlice { file: Arc::new(FileBytes { buffered, direct, writable }), offset })
     }
 
+    /// Descriptors of the file, made to be handed to somebody else: what they allow is only what is said here.
+    pub(crate) fn opened_anew(&self, writable: bool) -> Result<Vec<OwnedFd>> {
+        let open = |file: &OwnedFd, more: i32| {
+            let same = format!("/proc/self/fd/{}", file.as_raw_fd());
+            std::fs::File::options()
+                .read(true)
+                .write(writable)
+                .custom_flags(more)
+                .open(same)
+                .map(OwnedFd::from)
+        };
+        let buffered = open(&self.file.buffered, 0).map_err(|error| Error::os("import", "open", error))?;
+        let direct = self.file.direct.as_ref().and_then(|file| open(file, libc::O_DIRECT).ok());
+        Ok(std::iter::once(buffered).chain(direct).collect())
+    }
+
+    /// The file behind descriptors that somebody else has [opened anew](Self::opened_anew) and handed over.
+    pub(crate) fn passed(files: Vec<OwnedFd>, writable: bool, offset: u64) -> Result<FileSlice> {
+        let mut files = files.into_iter();
+        let buffered =
+            files.next().ok_or_else(|| Error::protocol("import", "the file's descriptor did not come"))?;
+        Ok(FileSlice { file: Arc::new(FileBytes { buffered, direct: files.next(), writable }), offset })
+    }
+
     /// The descriptor of the file: the one for direct input and output, where there is one.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.descriptor()
