@@ -232,7 +232,20 @@ unsafe fn all(way: Way, file: &OwnedFd, offset: u64, memory: *mut u8, len: usize
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
+
+    #[test]
+    fn a_descriptor_that_is_handed_over_allows_no_more_than_was_said() {
+        let storage = crate::DiskStorage::new(4096).unwrap();
+        let slice = crate::memory::Storage::file(&storage).unwrap();
+        for (writable, outcome) in [(true, Ok(1)), (false, Err(rustix::io::Errno::BADF))] {
+            for file in slice.opened_anew(writable).unwrap().iter().take(1) {
+                assert_eq!(rustix::io::pwrite(file, b"x", 0), outcome);
+            }
+        }
+    }
 
     #[test]
     fn only_whole_pages_that_lie_alike_go_directly() {

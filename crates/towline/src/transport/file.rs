@@ -19,6 +19,9 @@ use crate::{Access, Error, Kind, Result};
 
 const OP: &str = "import";
 
+/// The only question; an empty one would give back what was never lent.
+const OPEN: &[u8] = b"open";
+
 /// The transport over passed descriptors of files.
 pub(crate) struct FilePath;
 
@@ -67,7 +70,7 @@ impl Transport for FilePath {
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
         let handle = candidate(offer)?;
         let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
-        let told = handle.ask(self, Vec::new(), until)?;
+        let told = handle.ask(self, OPEN.to_vec(), until)?;
         let nonsense = || Error::protocol(OP, "the owner does not tell where its file is");
         let offset = u64::from_le_bytes(told.answer.try_into().map_err(|_| nonsense())?);
         // The owner's word against overflow only: what lies there is its own file.
@@ -86,6 +89,9 @@ impl Transport for FilePath {
     }
 
     fn tell(&self, question: &Question<'_>) -> Result<Told> {
+        if question.words != OPEN {
+            return Err(Error::protocol(OP, "nothing else is asked about a file"));
+        }
         let region = question.region;
         let Some(file) = &region.file else {
             return Err(unavailable(format!("the bytes are on {}", region.place)));
