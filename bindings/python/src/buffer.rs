@@ -5,11 +5,14 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMemoryView, PyTuple};
-use towline::{Buffer, Error, ExternalStorage, Kind, Layout, Place};
+use towline::{Buffer, Error, ExternalStorage, Kind, Layout, Place, cuda};
 
 use crate::errors::{OrRaise, invalid, raise};
 use crate::owners::OwnerToken;
 use crate::{dlpack, shared};
+
+/// DLPack's number for CUDA.
+pub(crate) const CUDA: i32 = 2;
 
 /// Who asks for memory, for the messages: the operation, and the argument that is the object.
 #[derive(Clone, Copy)]
@@ -84,7 +87,7 @@ pub(crate) struct Memory<'py> {
 
 impl<'py> Memory<'py> {
     /// Finds the memory of anything that can tell: a tuple of address, size and owner, the buffer protocol,
-    /// `__array_interface__` or DLPack.
+    /// `__array_interface__`, `__cuda_array_interface__` or DLPack.
     pub(crate) fn of(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<Memory<'py>> {
         let py = object.py();
         if let Ok(tuple) = object.cast::<PyTuple>() {
@@ -106,8 +109,21 @@ impl<'py> Memory<'py> {
         if let Some(interface) = object.getattr_opt("__array_interface__")? {
             return of_array_interface(object, &interface, asked);
         }
-        if object.hasattr("__cuda_array_interface__")? {
-            return Err(unsupported_place(py, asked, "a CUDA device"));
+        if let Some(interface) = object.getattr_opt("__cuda_array_interface__")? {
+            if asked.host_only {
+                return Err(unsupported_place(py, asked, "a CUDA device"));
+            }
+            // It tells everything but the device, which the driver knows.
+            let mut memory = of_array_interface(object, &interface, asked)?;
+            let device =
+                cuda::device_of(memory.addr as u64).map_err(|error| error.during(asked.op)).or_raise(py)?;
+            let Some(device) = device else {
+                let message =
+                    format!("CUDA knows of no memory at {:#x}: it was freed, or is not a GPU's", memory.addr);
+                return Err(asked.invalid(py, &message));
+            };
+            memory.device = Some((CUDA, i32::try_from(device)?));
+            return Ok(memory);
         }
         if object.hasattr("__dlpack__")? {
             let dlpack::Exported { addr, extent, read_only, device, element, owner } =
@@ -125,7 +141,7 @@ impl<'py> Memory<'py> {
         }
         let kind = object.get_type().name()?;
         Err(PyTypeError::new_err(format!(
-            "{}: {kind} has no memory to register: neither the buffer protocol, __array_interface__ nor DLPack",
+            "{}: {kind} has no memory to register: neither the buffer protocol, __array_interface__, __cuda_array_interface__ nor DLPack",
             asked.argument
         )))
     }
@@ -142,6 +158,17 @@ impl<'py> Memory<'py> {
             return Ok(part);
         }
         let owner = self.owner.map(|owner| Box::new(OwnerToken::keep(owner)) as Box<_>);
+        if let Some((kind, id)) = self.device {
+            let ordinal = u32::try_from(id).ok().filter(|_| kind == CUDA);
+            let Some(ordinal) = ordinal else {
+                let message = format!("{}: its memory is on DLPack device {kind}:{id}", asked.argument);
+                return Err(raise(py, &Error::new(Kind::Unsupported, asked.op, message)));
+            };
+            // SAFETY: as below; the memory is the GPU's, which the call checks.
+            let storage =
+                py.detach(|| unsafe { ExternalStorage::device(self.addr, self.len, ordinal, owner) });
+            return storage.map(Buffer::new).map_err(|error| error.during(asked.op)).or_raise(py);
+        }
         // SAFETY: the object vouches for the bytes while it lives (they are its exported buffer, or the caller gave
         // address, size and owner), and it lives until the token is dropped, which is when the core drops the
         // storage. They come from outside Rust and nothing here refers to them. Where they are read-only, `register`
@@ -179,7 +206,7 @@ fn of_array_interface<'py>(
     let field = |name: &str| -> PyResult<Option<Bound<'py, PyAny>>> {
         Ok(interface.get_item(name)?.filter(|value| !value.is_none()))
     };
-    let missing = |name: &str| asked.invalid(py, &format!("its __array_interface__ has no usable {name:?}"));
+    let missing = |name: &str| asked.invalid(py, &format!("its array interface has no usable {name:?}"));
     let (addr, read_only): (usize, bool) =
         field("data")?.and_then(|data| data.extract().ok()).ok_or_else(|| missing("data"))?;
     let shape: Vec<usize> =
@@ -215,6 +242,6 @@ pub(crate) fn not_contiguous(py: Python<'_>, asked: Asked) -> PyErr {
 
 pub(crate) fn unsupported_place(py: Python<'_>, asked: Asked, place: &str) -> PyErr {
     let message =
-        format!("{}: its memory is on {place}, and only host memory can be registered", asked.argument);
+        format!("{}: its memory is on {place}, and only host memory can be used here", asked.argument);
     raise(py, &Error::new(Kind::Unsupported, asked.op, message))
 }

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 use towline::SharedStorage;
 
-use crate::buffer::{Asked, Extent, not_contiguous, unsupported_place};
+use crate::buffer::{Asked, CUDA, Extent, not_contiguous, unsupported_place};
 
 const NAME: &CStr = c"dltensor";
 const USED_NAME: &CStr = c"used_dltensor";
@@ -85,6 +85,10 @@ pub(crate) fn import<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<
     }
     let options = PyDict::new(py);
     options.set_item("max_version", (1, 0))?;
+    if device.is_some_and(|(kind, _)| kind == CUDA) {
+        // Nothing is read now: who moves the bytes names the stream that they are in order with.
+        options.set_item("stream", -1)?;
+    }
     let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
         Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,
         made => made?,

@@ -1,4 +1,5 @@
 //! The front door.
+#![allow(unsafe_code, reason = "passes on a stream that the caller vouches for")]
 
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -7,7 +8,7 @@ use std::time::Instant;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use towline::{Limits, Result};
+use towline::{Limits, Result, cuda};
 
 use crate::audit::Audit;
 use crate::buffer::{Asked, Memory};
@@ -23,7 +24,7 @@ use crate::tls::Tls;
 use crate::transfer::Transfer;
 use crate::{owners, ticket};
 
-const ASKED: Asked = Asked { op: "register", argument: "obj", host_only: true, views: false };
+const ASKED: Asked = Asked { op: "register", argument: "obj", host_only: false, views: false };
 
 /// This process on the fabric.
 #[pyclass(frozen, module = "towline._native")]
@@ -185,6 +186,7 @@ impl Endpoint {
         timeout: Option<f64>,
         require: Vec<String>,
         forbid: Vec<String>,
+        stream: Option<usize>,
     ) -> PyResult<Transfer> {
         let op = if writes { "write" } else { "read" };
         let endpoint = self.enter(py, op)?;
@@ -209,6 +211,10 @@ impl Endpoint {
             }
             if let Some(timeout) = timeout {
                 request = request.within(timeout);
+            }
+            if let Some(stream) = stream {
+                // SAFETY: the caller vouches for the stream, as for all that it hands to CUDA.
+                request = unsafe { request.stream(cuda::StreamHandle(stream)) };
             }
             request.start()
         });
@@ -328,6 +334,12 @@ impl Notification {
 #[pyfunction]
 pub(crate) fn paths() -> Vec<&'static str> {
     towline::paths().iter().map(|path| path.name).collect()
+}
+
+/// The GPU whose memory is at that address; `None` where it is none's, or without a driver.
+#[pyfunction]
+pub(crate) fn cuda_device_of(address: u64) -> Option<u32> {
+    cuda::device_of(address).ok().flatten()
 }
 
 fn socket_address(py: Python<'_>, argument: &str, text: &str) -> PyResult<SocketAddr> {

@@ -53,7 +53,7 @@ mod _native {
     #[pymodule_export]
     use crate::connect::operation::Operation;
     #[pymodule_export]
-    use crate::endpoint::{Endpoint, Notification, paths};
+    use crate::endpoint::{Endpoint, Notification, cuda_device_of, paths};
     #[pymodule_export]
     use crate::import::Import;
     #[pymodule_export]

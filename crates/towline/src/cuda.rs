@@ -19,6 +19,7 @@ mod availability;
 mod blocks;
 mod copy;
 mod error;
+mod find;
 mod gpu;
 mod host;
 mod lane;
@@ -27,6 +28,7 @@ mod list;
 pub use availability::{Availability, DeviceFacts, availability, load_driver};
 pub use blocks::Blocks;
 pub use copy::{CopyOptions, Copying, Run};
+pub use find::device_of;
 pub use gpu::Gpu;
 pub use host::HostRegistration;
 #[doc(hidden)]

@@ -16,6 +16,7 @@
 //! # Ok::<(), towline::Error>(())
 //! ```
 
+mod indexed;
 mod order;
 mod plan;
 mod strides;
@@ -27,6 +28,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
+pub(crate) use self::indexed::{Indexed, Side};
 pub use plan::{Piece, Plan};
 
 /// The operation that errors of this module name until the caller puts its own in its place.

@@ -33,7 +33,7 @@ use std::sync::Arc;
 
 use crate::endpoint::EndpointCore;
 use crate::identity::Identity;
-use crate::layout::{Piece, Plan};
+use crate::layout::{Indexed, Piece, Plan};
 use crate::region::{PeerPins, RegionCore, RegionUse};
 use crate::route::Routing;
 use crate::ticket::Claims;
@@ -293,6 +293,19 @@ pub(crate) trait Attachment: Send + Sync {
         _base: usize,
         _pieces: &[Piece],
         _bytes: u64,
+        _after: &After,
+    ) -> Option<Begun> {
+        None
+    }
+
+    /// Begins a request for blocks by their indices, where this way needs no list of pieces; `None` leaves it to the others,
+    /// with such a list. The layouts were checked against the regions, the indices were not checked.
+    fn begin_blocks(
+        &self,
+        _op: Op,
+        _local: &RegionUse,
+        _base: usize,
+        _blocks: &Indexed,
         _after: &After,
     ) -> Option<Begun> {
         None

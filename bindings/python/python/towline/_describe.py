@@ -79,13 +79,22 @@ def of_object(data: Any, device: Device | None = None) -> Described:
     else:
         there = device
         if there is None or there.kind is not DeviceKind.CUDA:
-            there = Device((DeviceKind.CUDA, getattr(getattr(data, "device", None), "id", 0)))
+            there = Device((DeviceKind.CUDA, _cuda_device(interface, data)))
         described = _of_cuda(interface, there, data)
     if device is not None and device.kind is not described.device.kind:
         raise Invalid(
             f"data: the array is on {described.device}, and the device says {device}", op="descriptor"
         )
     return described
+
+
+def _cuda_device(interface: Any, data: Any) -> int:
+    """The number of the GPU: the driver knows, and without one the array may tell."""
+    try:
+        known = _native.cuda_device_of(int(interface["data"][0]))
+    except (KeyError, TypeError, ValueError, OverflowError, IndexError):
+        known = None
+    return known if known is not None else int(getattr(getattr(data, "device", None), "id", 0) or 0)
 
 
 def _of_cuda(interface: Any, device: Device, data: object) -> Described:

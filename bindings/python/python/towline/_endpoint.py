@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import _native, aio
 from ._errors import Timeout
+from ._streams import handle_of
 from ._transfer import Transfer
 
 if TYPE_CHECKING:
@@ -103,8 +104,9 @@ class Endpoint:
 
         Keep the region: closing or dropping it takes the memory back, and its tickets become stale.
 
-        ``obj`` is anything with the buffer protocol, ``__array_interface__`` or DLPack, or a tuple of address, size in bytes
-        and owner (an object that keeps the memory, or ``None``). Its memory must be contiguous. ``access`` says what
+        ``obj`` is anything with the buffer protocol, ``__array_interface__``, ``__cuda_array_interface__`` or DLPack, or a tuple of
+        address, size in bytes and owner (an object that keeps the memory, or ``None``). Its memory must be contiguous. Memory
+        of a GPU is looked up with the driver: memory that was freed is refused. ``access`` says what
         peers may do; ``"none"`` is right for memory that only this process reads into or writes from.
 
         An array of `towline.empty` (or a view of one) is mapped by peers on the same host.
@@ -148,6 +150,7 @@ class Endpoint:
         timeout: float | None = None,
         require: Names = None,
         forbid: Names = None,
+        stream: object = None,
     ) -> Transfer[None]:
         """Starts to read: from ``remote`` into ``local``.
 
@@ -160,9 +163,13 @@ class Endpoint:
 
         Once the bytes have been read, the owner gets the message ``notify``, and its 64-bit counter at ``signal[0]``
         is raised by ``signal[1]``. ``require`` and ``forbid`` turn a silent slow path into an error.
+
+        With ``stream`` (of torch or CuPy, or a handle as DLPack and ``__cuda_array_interface__`` give it) the copy is in the
+        order of that CUDA stream: it begins when what is queued there is done, and what is queued there afterwards sees the
+        bytes, without waiting for the transfer. Without, a transfer that has ended means that the bytes are there.
         """
         return self._start(
-            False, remote, local, at, spans, blocks, notify, signal, timeout, require, forbid
+            False, remote, local, at, spans, blocks, notify, signal, timeout, require, forbid, stream
         )
 
     def write(
@@ -178,13 +185,14 @@ class Endpoint:
         timeout: float | None = None,
         require: Names = None,
         forbid: Names = None,
+        stream: object = None,
     ) -> Transfer[None]:
         """Starts to write: from ``local`` into ``remote``. The arguments are those of `read`.
 
         The owner sees the message and the raised counter only after it can see all the bytes.
         """
         return self._start(
-            True, remote, local, at, spans, blocks, notify, signal, timeout, require, forbid
+            True, remote, local, at, spans, blocks, notify, signal, timeout, require, forbid, stream
         )
 
     def _start(
@@ -200,6 +208,7 @@ class Endpoint:
         timeout: float | None,
         require: Names,
         forbid: Names,
+        stream: object,
     ) -> Transfer[None]:
         return Transfer(
             self._native.start(
@@ -214,6 +223,7 @@ class Endpoint:
                 timeout,
                 _names(require),
                 _names(forbid),
+                handle_of(stream),
             )
         )
 

@@ -2,11 +2,12 @@
 
 use pyo3::prelude::*;
 use towline::connect::{self, Device, DeviceKind};
+use towline::cuda::device_of;
 use towline::{Error, Kind, Layout};
 
 use super::connector::Connector;
 use super::metadata::device;
-use crate::buffer::{Asked, Extent, Memory};
+use crate::buffer::{Asked, CUDA, Extent, Memory};
 use crate::errors::{OrRaise, raise};
 use crate::owners;
 use crate::process::{self, Inherited};
@@ -40,6 +41,13 @@ fn seen(py: Python<'_>, whole: connect::Descriptor, layout: Option<Layout>) -> P
     Ok(Descriptor::new(descriptor))
 }
 
+/// Memory of a device: the GPU's where there is a driver, and otherwise a description that cannot be registered.
+fn on_device(py: Python<'_>, memory: Memory<'_>, device: Device) -> PyResult<connect::Descriptor> {
+    let foreign = connect::Descriptor::foreign(memory.addr, memory.len, device);
+    let usable = device.kind() == DeviceKind::Cuda && device_of(memory.addr as u64).is_ok();
+    Ok(if usable { connect::Descriptor::from(memory.into_storage(py, ASKED)?) } else { foreign })
+}
+
 /// Memory by its address; `owner` keeps it.
 fn at(
     py: Python<'_>,
@@ -51,7 +59,10 @@ fn at(
     Ok(if device.kind() == DeviceKind::Host {
         connect::Descriptor::from(Memory::raw(ptr, size, owner).into_storage(py, ASKED)?)
     } else {
-        connect::Descriptor::foreign(ptr, size, device)
+        let mut memory = Memory::raw(ptr, size, owner);
+        memory.device =
+            Some((if device.kind() == DeviceKind::Cuda { CUDA } else { -1 }, i32::try_from(device.id())?));
+        on_device(py, memory, device)?
     })
 }
 
@@ -75,7 +86,10 @@ impl Descriptor {
                     }
                 };
                 let id = u32::try_from(id)?;
-                connect::Descriptor::foreign(memory.addr, memory.len, connect::Device::new(kind, id))
+                memory.device = memory
+                    .device
+                    .map(|(_, number)| (if kind == DeviceKind::Cuda { CUDA } else { -1 }, number));
+                on_device(py, memory, connect::Device::new(kind, id))?
             }
             None => connect::Descriptor::from(memory.into_storage(py, ASKED)?),
         };

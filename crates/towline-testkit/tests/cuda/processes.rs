@@ -16,7 +16,7 @@ use towline_testkit::worker::storage;
 
 use super::{driver, here};
 
-const STALL: Duration = Duration::from_secs(1);
+const STALL: Duration = Duration::from_secs(3);
 const MIB: usize = 1 << 20;
 const LEN: usize = 8 * MIB;
 const BLOCK: u64 = 4096;

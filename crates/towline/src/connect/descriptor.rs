@@ -250,7 +250,7 @@ impl Descriptor {
 
     fn register(&self, endpoint: &Endpoint, access: Access) -> Result<Registered<Buffer>> {
         match &self.0.memory {
-            Memory::Storage(storage) if storage.place() == Place::Host => {
+            Memory::Storage(storage) if storage.place() != Place::Disk => {
                 endpoint.register(storage.clone(), access).map_err(|failed| failed.error)
             }
             _ => Err(Error::new(

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::{EndpointCore, Remote};
 use crate::cuda::StreamHandle;
-use crate::layout::{Indices, Layout, Piece, Plan};
+use crate::layout::{Indexed, Indices, Layout, Piece, Plan};
 use crate::memory::Place;
 use crate::notify::MAX_MESSAGE;
 use crate::region::Span;
@@ -58,6 +58,8 @@ enum What {
     Whole,
     Span(u64, u64, u64),
     Plan(Result<Plan>),
+    /// Blocks, for a GPU.
+    Indexed(Box<Indexed>),
 }
 
 impl<'a> Request<'a> {
@@ -104,7 +106,16 @@ impl<'a> Request<'a> {
         local: &Layout,
         local_indices: impl Into<Indices<'i>>,
     ) -> Request<'a> {
-        self.what = What::Plan(Plan::blocks(remote, remote_indices.into(), local, local_indices.into()));
+        let (remote_indices, local_indices) = (remote_indices.into(), local_indices.into());
+        let near = self.local.as_ref().map(|span| span.core().place);
+        let on_gpu =
+            [Some(self.remote.place()), near].iter().any(|place| matches!(place, Some(Place::Cuda(_))));
+        // A GPU takes the indices as they are.
+        let indexed = on_gpu.then(|| Indexed::new(remote, remote_indices, local, local_indices)).flatten();
+        self.what = match indexed {
+            Some(indexed) => What::Indexed(Box::new(indexed)),
+            None => What::Plan(Plan::blocks(remote, remote_indices, local, local_indices)),
+        };
         self
     }
 
@@ -189,8 +200,6 @@ impl<'a> Request<'a> {
         self.check_after()?;
         let attachment = Arc::clone(self.remote.routes().pick(self.needs(), self.routing.as_ref())?);
         attachment.alive()?;
-        let (pieces, bytes, blocks) = self.pieces()?;
-        self.check_elements(pieces.as_slice())?;
         let local = match &self.local {
             Some(span) => {
                 if !Arc::ptr_eq(&span.core().endpoint, self.endpoint) {
@@ -216,9 +225,27 @@ impl<'a> Request<'a> {
         };
         self.check_stream()?;
         let base = self.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
+        let mut begun = None;
+        let mut given = None;
+        if let (What::Indexed(indexed), Some(used), false, None) =
+            (&self.what, &local, self.by_workers, self.stream)
+            && indexed.fits(self.remote.len(), self.local.as_ref().map_or(0, |span| span.len() as u64))
+        {
+            begun = attachment.begin_blocks(self.op, used, base, indexed, &self.after);
+            let bytes = indexed.bytes()?;
+            given = begun.is_some().then_some((bytes, indexed.count(), indexed.block_len()));
+        }
+        let (pieces, bytes, blocks) = match given {
+            Some((bytes, blocks, block_len)) => {
+                (Pieces::Many(Plan::of_blocks(bytes, block_len)?), bytes, blocks)
+            }
+            None => self.pieces()?,
+        };
+        self.check_elements(pieces.as_slice())?;
         let path = attachment.transport().name();
         let counters = self.remote.counters(path);
         let begun = match &local {
+            _ if begun.is_some() => begun,
             Some(local) if !self.by_workers && self.stream.is_none() => {
                 attachment.begin(self.op, local, base, pieces.as_slice(), bytes, &self.after)
             }
@@ -362,8 +389,12 @@ impl<'a> Request<'a> {
         let Some(span) = &self.local else { return Ok((Pieces::None, 0, 1)) };
         let (remote_len, local_len) = (self.remote.len(), span.len() as u64);
         let (remote, local, len) = match std::mem::replace(&mut self.what, What::Whole) {
-            What::Plan(plan) => {
-                let plan = plan?;
+            what @ (What::Plan(_) | What::Indexed(_)) => {
+                let plan = match what {
+                    What::Plan(plan) => plan?,
+                    What::Indexed(indexed) => indexed.plan()?,
+                    _ => Plan::spans(&[])?,
+                };
                 plan.check_bounds(remote_len, local_len)?;
                 if plan.is_empty() {
                     return Err(Error::invalid(self.op.name(), "a transfer of no bytes"));

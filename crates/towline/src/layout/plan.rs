@@ -127,6 +127,13 @@ impl Plan {
         Plan::spans(&[(remote, local, len)])
     }
 
+    /// Stands for blocks of one length that somebody moves by other means: one piece of all their bytes.
+    pub(crate) fn of_blocks(bytes: u64, block_len: u64) -> Result<Plan> {
+        let mut plan = Plan::span(0, 0, bytes)?;
+        plan.numbering = Numbering::Equal { block_len };
+        Ok(plan)
+    }
+
     /// Moves runs of bytes given as `(remote offset, local offset, length)`; each counts as one block.
     ///
     /// # Errors

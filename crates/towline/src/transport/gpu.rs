@@ -20,9 +20,9 @@ pub(crate) use self::staged::Staged;
 use super::direct::{Direct, DirectAttachment};
 use super::tcp::GrantHandle;
 use super::{Attachment, Begun, Going, Transport};
-use crate::cuda::{CopyOptions, Copying, Gpu, MemoryType, Run, StreamHandle};
+use crate::cuda::{Blocks, CopyOptions, Copying, Gpu, MemoryType, Run, StreamHandle};
 use crate::fence::pins::ProcessPin;
-use crate::layout::{Piece, Plan};
+use crate::layout::{Indexed, Piece, Plan, Side};
 use crate::memory::{Mapping, Place, Segment};
 use crate::region::{RegionCore, RegionUse, stale};
 use crate::transfer::{After, Op, Signal, TransferCore};
@@ -176,26 +176,54 @@ impl GpuAttachment {
         bytes: u64,
         stream: Option<StreamHandle>,
     ) -> Result<Option<Launched>> {
+        let reading = op == Op::Read;
+        self.launch_by(op, near, base, bytes, stream, |gpu, ours, theirs, options| {
+            let runs = pieces.iter().map(|piece| {
+                let (near, far) = (ours + piece.local, theirs + piece.remote);
+                let (from, to) = if reading { (far, near) } else { (near, far) };
+                Run { from, to, len: piece.len }
+            });
+            // SAFETY: the remote side is kept, and the caller keeps the local one; the pieces were checked against both. Who
+            // named a stream promised that it lives.
+            unsafe { gpu.copy(runs, options) }
+        })
+    }
+
+    /// Stays with a small copy for a moment.
+    fn stay(&self, mut launched: Launched, bytes: u64, after: &After) -> Begun {
+        let began = Instant::now();
+        while bytes <= SMALL {
+            match launched.look() {
+                Ok(false) if began.elapsed() < STAY => std::hint::spin_loop(),
+                Ok(false) => break,
+                copied => return Begun::Ended(launched.finish(copied, after).map(|()| None)),
+            }
+        }
+        Begun::Going(Box::new(launched))
+    }
+
+    /// [`launch`](Self::launch) for what `copy` starts, given where the two sides are for the GPU.
+    fn launch_by(
+        &self,
+        op: Op,
+        near: &RegionCore,
+        base: usize,
+        bytes: u64,
+        stream: Option<StreamHandle>,
+        copy: impl FnOnce(&Arc<Gpu>, u64, u64, &CopyOptions) -> Result<Copying>,
+    ) -> Result<Option<Launched>> {
         let (inside, far) = self.far.enter(op.name())?;
         let near = Spot::of(near, base)?;
         let gpu = copier(&near, &far)?;
         let (Some(ours), Some(theirs)) = (near.seen_by(&gpu, bytes)?, far.seen_by(&gpu, bytes)?) else {
             return Ok(None);
         };
-        let reading = op == Op::Read;
-        let runs = pieces.iter().map(|piece| {
-            let (near, far) = (ours + piece.local, theirs + piece.remote);
-            let (from, to) = if reading { (far, near) } else { (near, far) };
-            Run { from, to, len: piece.len }
-        });
         let options = CopyOptions { bytes, host: near.host.is_some() || far.host.is_some(), after: stream };
-        // SAFETY: `inside` keeps the remote side and the caller the local one; the pieces were checked against both. Who
-        // named a stream promised that it lives.
-        let copying = unsafe { gpu.copy(runs, &options) }?;
+        let copying = copy(&gpu, ours, theirs, &options)?;
         let launched =
             Launched { copying: Some(copying), inside: Some(inside), far: Arc::clone(&self.far), op };
         if let (Some(stream), Some(copying)) = (stream, &launched.copying) {
-            // SAFETY: as above. Where it fails, the value waits for the copy.
+            // SAFETY: who named the stream promised that it lives. Where it fails, the value waits for the copy.
             unsafe { copying.hold(stream) }?;
         }
         Ok(Some(launched))
@@ -264,21 +292,42 @@ impl Attachment for GpuAttachment {
         after: &After,
     ) -> Option<Begun> {
         // SAFETY: the caller keeps its use of the region until what is begun has ended; the pieces were checked against it.
-        let mut launched = match unsafe { self.launch(op, local.core(), base, pieces, bytes, None) } {
+        let launched = match unsafe { self.launch(op, local.core(), base, pieces, bytes, None) } {
             Ok(launched) => launched?,
             Err(error) => return Some(Begun::Ended(Err(error))),
         };
-        if bytes <= SMALL {
-            let began = Instant::now();
-            loop {
-                match launched.look() {
-                    Ok(false) if began.elapsed() < STAY => std::hint::spin_loop(),
-                    Ok(false) => break,
-                    copied => return Some(Begun::Ended(launched.finish(copied, after).map(|()| None))),
-                }
-            }
+        Some(self.stay(launched, bytes, after))
+    }
+
+    fn begin_blocks(
+        &self,
+        op: Op,
+        local: &RegionUse,
+        base: usize,
+        blocks: &Indexed,
+        after: &After,
+    ) -> Option<Begun> {
+        let side = |side: &'_ Side, base: u64| -> (u64, u64, u64) {
+            (base + side.base(), side.step(), side.blocks())
+        };
+        let launched = blocks.bytes().and_then(|bytes| {
+            self.launch_by(op, local.core(), base, bytes, None, |gpu, ours, theirs, options| {
+                let (at, step, count) = side(&blocks.local, ours);
+                let near = Blocks { base: at, step, count, indices: blocks.local.indices() };
+                let (at, step, count) = side(&blocks.remote, theirs);
+                let far = Blocks { base: at, step, count, indices: blocks.remote.indices() };
+                let (from, to) = if op == Op::Read { (far, near) } else { (near, far) };
+                // SAFETY: the remote side is kept, and the caller keeps the local one; the layouts were checked against
+                // both, and the call checks the indices against the layouts.
+                unsafe { gpu.copy_blocks(&from, &to, blocks.block_len(), options) }
+            })
+        });
+        match launched {
+            Ok(launched) => Some(self.stay(launched?, blocks.bytes().unwrap_or(u64::MAX), after)),
+            // Said again, and better, by who makes the list of pieces.
+            Err(error) if error.kind() == Kind::Invalid => None,
+            Err(error) => Some(Begun::Ended(Err(error))),
         }
-        Some(Begun::Going(Box::new(launched)))
     }
 
     unsafe fn run_now(

@@ -1,0 +1,107 @@
+//! Blocks by index, kept as they were given: for whoever moves them without a list of pieces.
+
+use super::{Indices, Layout, Plan};
+use crate::{Error, Result};
+
+/// Pairs of blocks: the n-th remote index with the n-th local one.
+#[derive(Debug, Clone)]
+pub(crate) struct Indexed {
+    pub(crate) remote: Side,
+    pub(crate) local: Side,
+    count: u64,
+}
+
+/// The blocks of one side.
+#[derive(Debug, Clone)]
+pub(crate) struct Side {
+    layout: Layout,
+    indices: Kept,
+}
+
+#[derive(Debug, Clone)]
+enum Kept {
+    U32(Vec<u32>),
+    U64(Vec<u64>),
+    All,
+}
+
+impl Side {
+    fn new(layout: &Layout, indices: Indices<'_>) -> Side {
+        let indices = match indices {
+            Indices::U32(list) => Kept::U32(list.to_vec()),
+            Indices::U64(list) => Kept::U64(list.to_vec()),
+            Indices::All => Kept::All,
+        };
+        Side { layout: layout.clone(), indices }
+    }
+
+    /// Where block 0 starts.
+    pub(crate) fn base(&self) -> u64 {
+        self.layout.base()
+    }
+
+    /// How far apart blocks start.
+    pub(crate) fn step(&self) -> u64 {
+        self.layout.dims().last().map_or(0, |dim| dim.stride)
+    }
+
+    /// How many there are.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.layout.block_count()
+    }
+
+    /// Which of them.
+    pub(crate) fn indices(&self) -> Indices<'_> {
+        match &self.indices {
+            Kept::U32(list) => Indices::U32(list),
+            Kept::U64(list) => Indices::U64(list),
+            Kept::All => Indices::All,
+        }
+    }
+}
+
+impl Indexed {
+    /// Keeps them where the blocks of each side lie at equal distances; `None` otherwise, and where they do not pair.
+    pub(crate) fn new(
+        remote: &Layout,
+        remote_indices: Indices<'_>,
+        local: &Layout,
+        local_indices: Indices<'_>,
+    ) -> Option<Indexed> {
+        let count = remote_indices.len(remote);
+        let pair = count > 0 && count == local_indices.len(local) && remote.block_len() == local.block_len();
+        let plain = |layout: &Layout| layout.dims().len() == 1;
+        (pair && plain(remote) && plain(local)).then(|| Indexed {
+            remote: Side::new(remote, remote_indices),
+            local: Side::new(local, local_indices),
+            count,
+        })
+    }
+
+    /// How many pairs there are.
+    pub(crate) fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The bytes of one block.
+    pub(crate) fn block_len(&self) -> u64 {
+        self.remote.layout.block_len()
+    }
+
+    /// The bytes of all of them.
+    pub(crate) fn bytes(&self) -> Result<u64> {
+        self.count
+            .checked_mul(self.block_len())
+            .ok_or_else(|| Error::invalid("plan", "the bytes to move do not fit in 64 bits"))
+    }
+
+    /// Whether all blocks of both layouts lie inside the regions, whatever the indices are.
+    pub(crate) fn fits(&self, remote_len: u64, local_len: u64) -> bool {
+        self.remote.layout.fits(remote_len).is_ok() && self.local.layout.fits(local_len).is_ok()
+    }
+
+    /// The list of pieces.
+    pub(crate) fn plan(&self) -> Result<Plan> {
+        Plan::blocks(&self.remote.layout, self.remote.indices(), &self.local.layout, self.local.indices())
+    }
+}
