@@ -35,7 +35,6 @@ driver! {
     copy: c"cuMemcpyAsync" = fn(u64, u64, usize, *mut c_void);
     call: c"cuLaunchHostFunc" = fn(*mut c_void, unsafe extern "C" fn(*mut c_void), *mut c_void);
     allocate_host: c"cuMemHostAlloc" = fn(*mut *mut c_void, usize, c_uint);
-    free_host: c"cuMemFreeHost" = fn(*mut c_void);
     allocate: c"cuMemAlloc_v2" = fn(*mut u64, usize);
     free: c"cuMemFree_v2" = fn(u64);
     retain: c"cuMemRetainAllocationHandle" = fn(*mut u64, *mut c_void);
@@ -94,11 +93,6 @@ impl Driver {
         // SAFETY: the place outlives the call.
         check(unsafe { (self.allocate_host)(&mut address, len.max(1), 0) })?;
         Ok(address.expose_provenance())
-    }
-
-    pub(crate) fn free_host(&self, address: usize) {
-        // SAFETY: allocated above, and nothing uses it any more.
-        unsafe { (self.free_host)(ptr::with_exposed_provenance_mut(address)) };
     }
 
     pub(crate) fn allocate(&self, len: usize) -> Done<u64> {

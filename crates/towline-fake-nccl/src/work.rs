@@ -9,25 +9,25 @@ use crate::driver::driver;
 use crate::element::{self, How};
 use crate::settings::*;
 
-/// Pinned memory that the streams may still use.
+/// Pinned memory, and whether no stream uses it.
 struct Staging {
     address: usize,
+    len: usize,
     done: Arc<AtomicBool>,
 }
 
 static STAGED: Mutex<Vec<Staging>> = Mutex::new(Vec::new());
 
-/// Pinned memory for one call, freed by a later one once the stream has got past it.
+/// Pinned memory for one call, which a later one uses again. It is never freed: that would wait for streams, and those for ranks.
 fn stage(len: usize) -> Done<(usize, Arc<AtomicBool>)> {
     let mut staged = STAGED.lock().unwrap_or_else(PoisonError::into_inner);
-    let (over, rest) =
-        std::mem::take(&mut *staged).into_iter().partition(|one: &Staging| one.done.load(Ordering::Acquire));
-    *staged = rest;
-    for one in over {
-        driver()?.free_host(one.address);
+    let fits = |one: &&Staging| one.len >= len && one.done.load(Ordering::Acquire);
+    if let Some(one) = staged.iter().find(fits) {
+        one.done.store(false, Ordering::Release);
+        return Ok((one.address, Arc::clone(&one.done)));
     }
     let (address, done) = (driver()?.allocate_host(len)?, Arc::new(AtomicBool::new(false)));
-    staged.push(Staging { address, done: Arc::clone(&done) });
+    staged.push(Staging { address, len, done: Arc::clone(&done) });
     Ok((address, done))
 }
 

@@ -172,6 +172,11 @@ impl RegisteredBuffer {
         self.entry.size
     }
 
+    /// The memory; `None` once it is closed.
+    pub fn memory(&self) -> Option<Buffer> {
+        lock(&self.entry.memory).clone()
+    }
+
     /// Whether it was closed, or its communicator was.
     pub fn is_closed(&self) -> bool {
         self.entry.is_closed()
