@@ -79,6 +79,15 @@ pub fn get_unique_id() -> Result<UniqueId> {
     get_unique_id_with(&options)
 }
 
+/// Makes an id of NCCL's, for a group on GPUs; NCCL in any program takes it. This process must live until everybody has
+/// joined.
+///
+/// # Errors
+/// `Unavailable` where there is no NCCL, with the places tried.
+pub fn get_nccl_unique_id() -> Result<UniqueId> {
+    Ok(UniqueId(towline::nccl::unique_id()?))
+}
+
 /// Opens a meeting at those addresses and returns its id.
 pub fn get_unique_id_with(options: &UniqueIdOptions) -> Result<UniqueId> {
     open_meeting(options).map(|(id, _)| id)
@@ -147,6 +156,9 @@ impl UniqueId {
         let Ok(bytes) = <[u8; UNIQUE_ID_LEN]>::try_from(bytes) else {
             return refuse(format!("an id has {UNIQUE_ID_LEN} bytes, not {}", bytes.len()));
         };
+        if bytes[..4] != MAGIC && names_a_socket(&bytes) {
+            return Ok(UniqueId(bytes));
+        }
         if bytes[..4] != MAGIC {
             return refuse("these bytes are not an id".into());
         }
@@ -163,6 +175,16 @@ impl UniqueId {
             return refuse("the id asks for something that this version does not know".into());
         }
         Ok(UniqueId(bytes))
+    }
+
+    /// Takes an id of NCCL's, for a group on GPUs.
+    pub fn from_nccl(bytes: [u8; UNIQUE_ID_LEN]) -> UniqueId {
+        UniqueId(bytes)
+    }
+
+    /// Whether it is one of NCCL's, for a group on GPUs.
+    pub fn is_nccl(&self) -> bool {
+        self.0[..4] != MAGIC
     }
 
     /// The bytes of the id.
@@ -204,6 +226,12 @@ impl UniqueId {
     }
 }
 
+/// Whether bytes are like an id of NCCL's: a random number, then the address of a socket.
+fn names_a_socket(bytes: &[u8; UNIQUE_ID_LEN]) -> bool {
+    // The families of IPv4 and IPv6 on Linux.
+    matches!(u16::from_ne_bytes([bytes[8], bytes[9]]), 2 | 10)
+}
+
 fn checksum(bytes: &[u8; UNIQUE_ID_LEN]) -> [u8; 8] {
     let digest = Sha256::digest(&bytes[..CHECKSUM]);
     let mut sum = [0; 8];
@@ -219,6 +247,9 @@ impl fmt::Display for UniqueId {
 
 impl fmt::Debug for UniqueId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_nccl() {
+            return f.write_str("UniqueId(of NCCL's)");
+        }
         // Without the secret: debug output ends up in logs.
         write!(f, "UniqueId({}, {:?})", HEXLOWER.encode(self.nonce()), self.addresses())
     }

@@ -20,7 +20,7 @@
 
 mod agent;
 mod api;
-mod find;
+pub(crate) mod find;
 mod list;
 mod options;
 mod request;

@@ -40,6 +40,7 @@ mod fork;
 mod identity;
 pub mod layout;
 pub mod memory;
+pub mod nccl;
 pub mod nixl;
 mod notify;
 mod progress;

@@ -34,6 +34,8 @@ pub struct Config {
     pub name: String,
     /// Which paths to other ranks are allowed.
     pub routing: Routing,
+    /// The GPU, for a group that meets by an id of NCCL's; 0 where not set.
+    pub gpu: Option<u32>,
     /// How long a waiter spins and yields before it sleeps; chosen from ranks and cores where not set.
     pub patience: Option<Patience>,
     /// How what goes over TCP between ranks is encrypted; all ranks must agree. A certificate is for the communicator's
@@ -52,6 +54,7 @@ impl Default for Config {
             advertise: Vec::new(),
             name: "comm".into(),
             routing: Routing::default(),
+            gpu: None,
             patience: None,
             tls: None,
         }
