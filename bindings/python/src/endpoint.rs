@@ -333,7 +333,7 @@ impl Notification {
 /// The names of the paths, the most preferred first.
 #[pyfunction]
 pub(crate) fn paths() -> Vec<&'static str> {
-    towline::paths().iter().map(|path| path.name).collect()
+    towline::path_names()
 }
 
 /// The GPU whose memory is at that address; `None` where it is none's, or without a driver.

@@ -6,6 +6,7 @@
 
 mod allowance;
 mod apply;
+mod asking;
 mod channel;
 mod checks;
 mod connection;

@@ -66,7 +66,7 @@ pub(crate) struct Session {
     checks: Mutex<HashMap<u64, Vec<u32>>>,
     next_request: AtomicU64,
     /// Who must be told when the owner wants a grant back.
-    borrowing: Mutex<HashMap<u32, Weak<dyn Borrowing>>>,
+    pub(super) borrowing: Mutex<HashMap<u32, Weak<dyn Borrowing>>>,
     /// Held while the frames of one import are sent.
     pub(super) importing: Mutex<()>,
     local: Option<Local>,
@@ -245,34 +245,6 @@ impl Session {
     /// Sends a request whose answer is expected already.
     pub(super) fn ask(&self, frame: Vec<u8>) -> Result<()> {
         self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)
-    }
-
-    /// Asks the owner about a path to one of its grants, and waits for the answer.
-    pub(super) fn ask_path(&self, ask: wire::Ask, until: Instant) -> Result<Told> {
-        progress::may_block("import")?;
-        let (asker, answer) = mpsc::sync_channel(1);
-        let request = self.expect(Pending::Ask(asker))?;
-        let told = self.ask(Message::from(ask).frame(request, 0, 0)).and_then(|()| {
-            answer.recv_timeout(until.saturating_duration_since(Instant::now())).unwrap_or_else(|_| {
-                let message = "the owner did not answer about a path in time";
-                Err(Error::new(Kind::Timeout, "import", message))
-            })
-        });
-        self.forget(request);
-        told.map_err(|error| error.on(self.medium.name()).with_peer(self.peer_name()))
-    }
-
-    /// Remembers who must be told when the owner wants that grant back.
-    pub(super) fn borrows(&self, handle: u32, borrowing: Weak<dyn Borrowing>) {
-        let mut all = lock(&self.borrowing);
-        all.retain(|_, one| one.strong_count() > 0);
-        all.insert(handle, borrowing);
-    }
-
-    /// Whether nothing is under way on a path that reaches the owner's memory by itself.
-    fn borrows_nothing(&self) -> bool {
-        let all: Vec<_> = lock(&self.borrowing).values().filter_map(Weak::upgrade).collect();
-        all.iter().all(|one| one.is_idle())
     }
 
     /// Remembers who waits for the answer to a new request.
