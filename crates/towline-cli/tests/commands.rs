@@ -333,8 +333,10 @@ fn every_path_and_direction_can_be_measured_and_is_verified() {
         assert_eq!(code(&output), 0, "{}", stderr(&output));
         let report = json(&output);
         let (rows, skipped) = (report["rows"].as_array().unwrap(), report["skipped"].as_array().unwrap());
-        // NIXL is measured only where it is asked for.
-        assert_eq!(rows.len() + skipped.len(), towline::path_names().len() - 1, "{report}");
+        // NIXL is measured only where it is asked for; GPUs and files have shapes of their own, or none.
+        let apart = ["nixl", "cuda", "file"];
+        let measured = towline::path_names().iter().filter(|path| !apart.contains(path)).count();
+        assert_eq!(rows.len() + skipped.len(), measured, "{report}");
         for skipped in skipped {
             println!("SKIPPED bench over {}: {}", skipped["path"], skipped["reason"]);
         }
