@@ -114,7 +114,7 @@ impl What {
     }
 
     /// Tells the request. Runs without the GIL: planning many blocks takes a while.
-    pub(crate) fn apply<'a>(&self, request: Request<'a>, local_len: usize) -> Request<'a> {
+    pub(crate) fn apply<'a>(&'a self, request: Request<'a>, local_len: usize) -> Request<'a> {
         match self {
             What::Whole => request,
             What::From(offset) => request.at(*offset, 0, local_len as u64),

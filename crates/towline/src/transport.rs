@@ -305,7 +305,7 @@ pub(crate) trait Attachment: Send + Sync {
         _op: Op,
         _local: &RegionUse,
         _base: usize,
-        _blocks: &Indexed,
+        _blocks: &Indexed<'_>,
         _after: &After,
     ) -> Option<Begun> {
         None

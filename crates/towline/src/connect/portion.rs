@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::endpoint::Request;
+use crate::layout::Plan;
 use crate::transfer::Op;
 use crate::{Error, Indices, Layout, Result};
 
@@ -97,7 +98,8 @@ impl Portion {
                     return request.blocks(&sides.remote, Indices::All, &sides.local, Indices::All);
                 }
                 let indices: Vec<u64> = blocks.clone().collect();
-                request.blocks(&sides.remote, &indices, &sides.local, &indices)
+                let indices = Indices::U64(&indices);
+                request.planned(Plan::blocks(&sides.remote, indices, &sides.local, indices))
             }
         }
     }

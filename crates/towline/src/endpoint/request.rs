@@ -44,7 +44,7 @@ pub struct Request<'a> {
     remote: &'a Remote,
     op: Op,
     local: Option<Span>,
-    what: What,
+    what: What<'a>,
     after: After,
     limits: Option<Limits>,
     checked: Option<bool>,
@@ -54,12 +54,12 @@ pub struct Request<'a> {
     then: Option<OnEnd>,
 }
 
-enum What {
+enum What<'a> {
     Whole,
     Span(u64, u64, u64),
     Plan(Result<Plan>),
     /// Blocks, for a GPU.
-    Indexed(Box<Indexed>),
+    Indexed(Box<Indexed<'a>>),
 }
 
 impl<'a> Request<'a> {
@@ -99,12 +99,12 @@ impl<'a> Request<'a> {
 
     /// Moves blocks by index: the n-th remote index pairs with the n-th local index. The layouts are relative to the
     /// remote region and to the local span.
-    pub fn blocks<'i>(
+    pub fn blocks(
         mut self,
         remote: &Layout,
-        remote_indices: impl Into<Indices<'i>>,
+        remote_indices: impl Into<Indices<'a>>,
         local: &Layout,
-        local_indices: impl Into<Indices<'i>>,
+        local_indices: impl Into<Indices<'a>>,
     ) -> Request<'a> {
         let (remote_indices, local_indices) = (remote_indices.into(), local_indices.into());
         let near = self.local.as_ref().map(|span| span.core().place);
@@ -116,6 +116,12 @@ impl<'a> Request<'a> {
             Some(indexed) => What::Indexed(Box::new(indexed)),
             None => What::Plan(Plan::blocks(remote, remote_indices, local, local_indices)),
         };
+        self
+    }
+
+    /// Moves what a plan says.
+    pub(crate) fn planned(mut self, plan: Result<Plan>) -> Request<'a> {
+        self.what = What::Plan(plan);
         self
     }
 

@@ -5,33 +5,21 @@ use crate::{Error, Result};
 
 /// Pairs of blocks: the n-th remote index with the n-th local one.
 #[derive(Debug, Clone)]
-pub(crate) struct Indexed {
-    pub(crate) remote: Side,
-    pub(crate) local: Side,
+pub(crate) struct Indexed<'a> {
+    pub(crate) remote: Side<'a>,
+    pub(crate) local: Side<'a>,
     count: u64,
 }
 
 /// The blocks of one side.
 #[derive(Debug, Clone)]
-pub(crate) struct Side {
+pub(crate) struct Side<'a> {
     layout: Layout,
-    indices: Kept,
+    indices: Indices<'a>,
 }
 
-#[derive(Debug, Clone)]
-enum Kept {
-    U32(Vec<u32>),
-    U64(Vec<u64>),
-    All,
-}
-
-impl Side {
-    fn new(layout: &Layout, indices: Indices<'_>) -> Side {
-        let indices = match indices {
-            Indices::U32(list) => Kept::U32(list.to_vec()),
-            Indices::U64(list) => Kept::U64(list.to_vec()),
-            Indices::All => Kept::All,
-        };
+impl<'a> Side<'a> {
+    fn new(layout: &Layout, indices: Indices<'a>) -> Side<'a> {
         Side { layout: layout.clone(), indices }
     }
 
@@ -51,23 +39,19 @@ impl Side {
     }
 
     /// Which of them.
-    pub(crate) fn indices(&self) -> Indices<'_> {
-        match &self.indices {
-            Kept::U32(list) => Indices::U32(list),
-            Kept::U64(list) => Indices::U64(list),
-            Kept::All => Indices::All,
-        }
+    pub(crate) fn indices(&self) -> Indices<'a> {
+        self.indices
     }
 }
 
-impl Indexed {
+impl<'a> Indexed<'a> {
     /// Keeps them where the blocks of each side lie at equal distances; `None` otherwise, and where they do not pair.
     pub(crate) fn new(
         remote: &Layout,
-        remote_indices: Indices<'_>,
+        remote_indices: Indices<'a>,
         local: &Layout,
-        local_indices: Indices<'_>,
-    ) -> Option<Indexed> {
+        local_indices: Indices<'a>,
+    ) -> Option<Indexed<'a>> {
         let count = remote_indices.len(remote);
         let pair = count > 0 && count == local_indices.len(local) && remote.block_len() == local.block_len();
         let plain = |layout: &Layout| layout.dims().len() == 1;

@@ -304,10 +304,10 @@ impl Attachment for GpuAttachment {
         op: Op,
         local: &RegionUse,
         base: usize,
-        blocks: &Indexed,
+        blocks: &Indexed<'_>,
         after: &After,
     ) -> Option<Begun> {
-        let side = |side: &'_ Side, base: u64| -> (u64, u64, u64) {
+        let side = |side: &Side<'_>, base: u64| -> (u64, u64, u64) {
             (base + side.base(), side.step(), side.blocks())
         };
         let launched = blocks.bytes().and_then(|bytes| {

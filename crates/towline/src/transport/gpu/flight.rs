@@ -68,8 +68,9 @@ impl Flight {
             }
             copied => {
                 let ended = launched.finish(copied, &self.transfer.after);
-                drop(launched);
+                // Within the lock: whoever gets it next must not finish again.
                 self.over.store(true, Ordering::Release);
+                drop(launched);
                 let first = self.report.swap(REPORTED, Ordering::AcqRel) == UNREPORTED;
                 self.transfer.let_go();
                 if first {

@@ -16,8 +16,8 @@ pub(crate) const SLOT: usize = 4 << 20;
 /// Slots that one copy uses: one is filled while the other is emptied.
 const EACH: usize = 2;
 
-/// Slots that are kept for the next copy.
-const KEPT: usize = 16;
+/// Slots that are kept for the next copy: as many as sixteen workers use at once, and a few more.
+const KEPT: usize = 40;
 
 static FREE: Mutex<Vec<PinnedStorage>> = Mutex::new(Vec::new());
 

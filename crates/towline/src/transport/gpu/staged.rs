@@ -19,7 +19,7 @@ use crate::transport::{Attachment, Transport};
 use crate::{Error, Kind, Result};
 
 /// Slots that one transfer uses at a time.
-const IN_FLIGHT: usize = 4;
+const IN_FLIGHT: usize = 8;
 
 /// A path that knows host memory, serving memory of a GPU.
 pub(crate) struct Staged {

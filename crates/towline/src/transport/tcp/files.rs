@@ -33,7 +33,7 @@ const MOST_WAITING: usize = 16 << 10;
 const MOST_BLOCKS: usize = 1 << 20;
 
 /// And so many workers read at once: enough to keep a disk busy, and few enough to leave some for others.
-const MOST_WORKERS: usize = 2;
+const MOST_WORKERS: usize = 4;
 
 /// And this much has come over the control connection to be written and is not.
 const MOST_WRITTEN: usize = 256 << 20;
