@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 /// Objects of one interpreter must not be released by another, and completions do not say whose they are: the package
 /// refuses to be imported elsewhere.
 #[pyfunction]
-pub(crate) fn is_main_interpreter(_: Python<'_>) -> bool {
+pub(crate) fn is_main_interpreter(_py: Python<'_>) -> bool {
     // SAFETY: the token says that this thread is attached to an interpreter, which both calls are about.
     unsafe { ffi::PyInterpreterState_GetID(ffi::PyInterpreterState_Get()) == 0 }
 }
