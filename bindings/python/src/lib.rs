@@ -65,6 +65,8 @@ mod _native {
     #[pymodule_export]
     use crate::nccl::config::CommConfig;
     #[pymodule_export]
+    use crate::nccl::device::{DeviceArray, nccl_found, nccl_unique_id, use_stream};
+    #[pymodule_export]
     use crate::nccl::group::{group_end, group_poison, group_start};
     #[pymodule_export]
     use crate::nccl::unique_id::{unique_id, unique_id_from_text, unique_id_texts};

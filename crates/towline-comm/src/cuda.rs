@@ -48,6 +48,11 @@ pub fn in_stream<T>(stream: Option<Stream>, calls: impl FnOnce() -> T) -> T {
     calls()
 }
 
+/// Lets this thread's calls on communicators of GPUs go into that stream from now on; `None` is the default one.
+pub fn use_stream(stream: Option<Stream>) {
+    STREAM.with_borrow_mut(|current| *current = stream);
+}
+
 /// Allocates memory of that GPU that windows accept. Local.
 ///
 /// # Errors

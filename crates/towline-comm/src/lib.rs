@@ -48,7 +48,7 @@ pub use bootstrap::fuzzing;
 pub use collective::{Algorithm, Using};
 pub use combine::{Op, Scalar};
 pub use communicator::{Communicator, Config, Progress, WaitSignal};
-pub use cuda::{Stream, StreamHandle, in_stream, mem_alloc_on};
+pub use cuda::{Stream, StreamHandle, in_stream, mem_alloc_on, use_stream};
 pub use error::{Error, Result};
 pub use group::{group, group_end, group_start};
 pub use interrupt::interruptible;

@@ -21,7 +21,7 @@ fn machine(test: &str) -> Option<Nccl> {
         (Err(error), _) => error.to_string(),
         (_, Err(error)) => error.to_string(),
     };
-    towline_testkit::skip(test, "cuda", &missing);
+    towline_testkit::skip::skip(test, "cuda", &missing);
     None
 }
 
@@ -152,7 +152,9 @@ fn buffers_and_windows_are_registered_a_thousand_times_without_growth() {
         Err(error) => panic!("{error}"),
     }
     let plain = comm.register_window(DeviceStorage::new(4 << 20, 0).unwrap(), WindowFlag::DEFAULT);
-    say(format!("a window over cuMemAlloc: {plain:?}"));
+    // NCCL refuses such memory where there are other ranks to map it.
+    say(format!("a window over cuMemAlloc, of one rank: {plain:?}"));
+    drop(plain);
     assert_eq!(comm.open_handles().unwrap(), 0);
 }
 

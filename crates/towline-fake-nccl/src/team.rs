@@ -10,6 +10,9 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// A counter: from, to, context, index.
 pub(crate) type Counter = (usize, usize, i32, i32);
 
+/// What each rank gave, and how many have taken it.
+type Round = (Vec<Option<Vec<u8>>>, usize);
+
 pub(crate) struct Team {
     pub(crate) size: usize,
     state: Mutex<State>,
@@ -19,7 +22,7 @@ pub(crate) struct Team {
 #[derive(Default)]
 pub(crate) struct State {
     pub(crate) joined: HashSet<usize>,
-    rounds: HashMap<u64, (Vec<Option<Vec<u8>>>, usize)>,
+    rounds: HashMap<u64, Round>,
     pub(crate) mail: HashMap<(usize, usize), VecDeque<Vec<u8>>>,
     pub(crate) signals: HashMap<Counter, u64>,
     children: HashMap<(u64, i64), Arc<Team>>,

@@ -66,13 +66,15 @@ fn round_trip(
     driver.call(stream, move || done.store(true, Ordering::Release))
 }
 
+/// Makes a rank's bytes of everybody's: rank, bytes of a block, root.
+type Make = fn(&[Vec<u8>], usize, usize, usize) -> Vec<u8>;
+
 /// What a collective gives and takes on this rank, in blocks.
 struct Shape {
     sent: usize,
     received: usize,
     op: Option<c_int>,
-    /// Makes this rank's bytes of everybody's: rank, bytes of a block.
-    make: fn(&[Vec<u8>], usize, usize, usize) -> Vec<u8>,
+    make: Make,
     root: usize,
 }
 

@@ -348,12 +348,11 @@ impl Core {
     }
 
     pub(super) fn place(&self, op: &'static str) -> Result<(usize, usize)> {
-        let raw = self.raw(op);
-        if let (Some(place), true) = (self.place.get(), lock(&self.life).stage != Stage::Gone) {
-            return Ok(*place);
+        if let Some(place) = self.place.get() {
+            return if self.is_gone() { Err(closed(op)) } else { Ok(*place) };
         }
-        let raw = raw?;
         self.settle(op)?;
+        let raw = self.raw(op)?;
         // SAFETY: it is alive, and nothing is in progress.
         let place = unsafe { self.nccl.place(raw) };
         let place = place.map_err(|error| failed(op, Some(&self.nccl), error))?;
