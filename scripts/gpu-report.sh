@@ -30,8 +30,11 @@ export TOWLINE_REQUIRE=cuda TOWLINE_TESTKIT_WORKER=$bin/towline-testkit-worker
   echo
   echo "## Tests (\`TOWLINE_REQUIRE=cuda\`)"
   echo '```'
-  timeout 600 "$bin/gpu" --test-threads 8 2>&1
+  # That test holds up a stream by a function of the host's, and the driver lets whoever frees memory wait for all streams.
+  alone=a_copy_waits_for_a_stream_and_holds_one_back
+  timeout 600 "$bin/gpu" --test-threads 8 --skip $alone 2>&1
   status=$?
+  timeout 60 "$bin/gpu" $alone 2>&1 || status=1
   echo '```'
 } > "$report"
 exit "${status:-1}"

@@ -29,8 +29,8 @@ use crate::transfer::{After, Op, Signal, TransferCore};
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result};
 
-/// The calling thread stays with copies up to this size: they end about when a launch does.
-const SMALL: u64 = 1 << 20;
+/// The calling thread stays with copies up to this size: on one GPU they end soon after the launch.
+const SMALL: u64 = 32 << 20;
 
 /// And for at most this long.
 const STAY: Duration = Duration::from_micros(50);
@@ -39,7 +39,7 @@ const STAY: Duration = Duration::from_micros(50);
 const PORTION: u64 = 16 << 20;
 
 /// Plans of more pieces than this are not cut: that would take longer than it helps.
-const MANY: usize = 1024;
+const MANY: usize = 64 << 10;
 
 /// The way for a request whose local memory is at that place.
 pub(crate) fn serving(attachment: Arc<dyn Attachment>, near: Place, op: Op) -> Arc<dyn Attachment> {
