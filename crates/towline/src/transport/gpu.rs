@@ -192,9 +192,9 @@ impl GpuAttachment {
     /// Stays with a small copy for a moment.
     fn stay(&self, mut launched: Launched, bytes: u64, after: &After) -> Begun {
         let began = Instant::now();
-        while bytes <= SMALL {
+        loop {
             match launched.look() {
-                Ok(false) if began.elapsed() < STAY => std::hint::spin_loop(),
+                Ok(false) if bytes <= SMALL && began.elapsed() < STAY => std::hint::spin_loop(),
                 Ok(false) => break,
                 copied => return Begun::Ended(launched.finish(copied, after).map(|()| None)),
             }
