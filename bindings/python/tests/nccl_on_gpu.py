@@ -55,7 +55,7 @@ def alone() -> None:
             lambda: comm.alltoall(send, recv),
             lambda: comm.allreduce(send, recv, comm.create_pre_mul_sum(0.5, nccl.FLOAT32)),
         ):
-            call().wait()
+            call().wait()  # type: ignore[no-untyped-call]
         comm.barrier().wait()
         with nccl.group():
             comm.send(send, 0)

@@ -150,7 +150,9 @@ def test_memory_for_windows_can_be_allocated() -> None:
         with pytest.raises(nccl.NcclInvalid):
             nccl.mem_alloc(wrong)
     with pytest.raises(nccl.NcclInvalid, match="device"):
-        nccl.mem_alloc(64, 0)
+        nccl.mem_alloc(64, -2)
+    with pytest.raises(TypeError, match="device"):
+        nccl.mem_alloc(64, 1.5)
     with pytest.raises(TypeError):
         nccl.mem_free(bytearray(8))  # type: ignore[arg-type]
     with pytest.raises(nccl.NcclInvalid, match="dtype"):

@@ -320,17 +320,21 @@ unsafe extern "C" fn ncclCommSplit(
         // SAFETY: as for init.
         let blocking = unsafe { (*config)[4] } != 0;
         let team = parent.team.child(round, color.into(), members.len());
-        parent.end(CALL, Some((Out(out), adopt(team, rank, blocking))))
+        parent.end(CALL, Some((Out(out), adopt(team, rank, blocking)?)))
     };
     finish(split())
 }
 
-/// A rank of a group that was made of another.
-fn adopt(team: Arc<Team>, rank: usize, blocking: bool) -> usize {
+/// A rank of a group that was made of another; where it blocks, the others have come too.
+fn adopt(team: Arc<Team>, rank: usize, blocking: bool) -> Done<usize> {
     team.change(|state| {
         state.joined.insert(rank);
     });
-    Comm::add(team, rank, blocking).0
+    let size = team.size;
+    if blocking && team.wait(|state| (state.joined.len() == size).then_some(())).is_none() {
+        return Err(REMOTE);
+    }
+    Ok(Comm::add(team, rank, blocking).0)
 }
 
 pub(crate) fn next_round(comm: &Comm) -> u64 {
@@ -361,7 +365,7 @@ unsafe extern "C" fn ncclCommShrink(
         // SAFETY: as for init.
         let blocking = unsafe { (*config)[4] } != 0;
         let team = parent.team.child(u64::MAX, i64::from(exclude[0]), survivors.len());
-        parent.end(CALL, Some((Out(out), adopt(team, rank, blocking))))
+        parent.end(CALL, Some((Out(out), adopt(team, rank, blocking)?)))
     };
     finish(shrink())
 }

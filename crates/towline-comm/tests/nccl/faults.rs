@@ -176,3 +176,20 @@ fn abort_and_revoke_end_what_waits_in_streams() {
     assert_eq!(sum.wait().unwrap_err().kind(), Kind::Canceled);
     assert_eq!(comm.rank().unwrap_err().kind(), Kind::Invalid);
 }
+
+#[test]
+fn a_revoked_communicator_can_be_shrunk() {
+    super::together(2, |comm| {
+        let rank = comm.rank().unwrap();
+        comm.barrier().unwrap();
+        if rank == 0 {
+            comm.revoke().unwrap();
+            let memory = floats(comm, &[1.0]);
+            assert_eq!(comm.signal(1, 0, 0).unwrap_err().kind(), Kind::Canceled);
+            assert_eq!(comm.send(&memory, Dtype::F32, 1).unwrap_err().kind(), Kind::Canceled);
+            let rest = comm.shrink(&[1]).unwrap();
+            assert_eq!((rest.rank().unwrap(), rest.nranks().unwrap()), (0, 1));
+            rest.destroy();
+        }
+    });
+}

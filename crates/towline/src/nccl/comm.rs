@@ -251,7 +251,10 @@ impl Comm {
         let parent = &self.0;
         fork::guard(op)?;
         let raw = parent.raw(op)?;
-        parent.settle(op)?;
+        // One that was revoked can still be split and shrunk.
+        if parent.failure().is_none() {
+            parent.settle(op)?;
+        }
         let slot = Slot::default();
         let (nccl, gpu) = (parent.nccl.clone(), Arc::clone(&parent.gpu));
         let child = Core::new(nccl, gpu, options, slot.clone(), Some(Arc::clone(parent)));
@@ -392,6 +395,10 @@ impl Core {
             let parent = lock(&self.parent).clone();
             let parent =
                 parent.ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))?;
+            // A parent that was revoked tells nothing more; the handle comes, or the deadline does.
+            if parent.failure().is_some() {
+                return Ok(Progress::InProgress);
+            }
             // The parent writes the handle before it says that it is done.
             return match parent.progress(op)? {
                 Progress::Done if self.raw.comm().is_none() => {
