@@ -191,15 +191,17 @@ impl GpuAttachment {
 
     /// Stays with a small copy for a moment.
     fn stay(&self, mut launched: Launched, bytes: u64, after: &After) -> Begun {
+        if bytes > SMALL {
+            return Begun::Going(Box::new(launched));
+        }
         let began = Instant::now();
-        while bytes <= SMALL {
+        loop {
             match launched.look() {
                 Ok(false) if began.elapsed() < STAY => std::hint::spin_loop(),
-                Ok(false) => break,
+                Ok(false) => return Begun::Going(Box::new(launched)),
                 copied => return Begun::Ended(launched.finish(copied, after).map(|()| None)),
             }
         }
-        Begun::Going(Box::new(launched))
     }
 
     /// [`launch`](Self::launch) for what `copy` starts, given where the two sides are for the GPU.
@@ -344,7 +346,7 @@ impl Attachment for GpuAttachment {
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
         let count = plan.piece_count();
         if count > MANY || plan.bytes() <= PORTION {
-            return (plan, vec![0..count]);
+            return (plan, std::iter::once(0..count).collect());
         }
         let plan = plan.cut(PORTION);
         let units = plan.chunks(PORTION).collect();

@@ -52,7 +52,7 @@ impl Attachment for Staged {
 
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
         let count = plan.piece_count();
-        (plan, vec![0..count])
+        (plan, std::iter::once(0..count).collect())
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
