@@ -3,11 +3,13 @@ CARGO_TARGET_DIR ?= target
 FUZZ_SECONDS ?= 60
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test lint test-unit test-loom test-forced-tcp test-rdma python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
+.PHONY: help demo test test-deep soak lint test-unit test-loom test-forced-tcp test-rdma python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
 	@echo "make test             everything that must pass before a change goes in"
+	@echo "make test-deep        sanitizers, Miri, loom and FUZZ_SECONDS ($(FUZZ_SECONDS)) of fuzzing, with a nightly toolchain"
+	@echo "make soak             the campaigns under faults, the short form (all of it: $(towline) soak)"
 	@echo "make lint             only the checks that run no test"
 	@echo "make test-unit        only the tests of the workspace"
 	@echo "make test-loom        only the memory-ordering tests, under loom"
@@ -20,7 +22,7 @@ help:
 	@echo "make bench            measure each path beside its limit"
 	@echo "make bench-python     measure the Python package beside Rust (release build of both)"
 	@echo "make bench-comm       measure groups of ranks beside the machine, and Open MPI and gloo where installed"
-	@echo "make fuzz             fuzz each decoder for FUZZ_SECONDS ($(FUZZ_SECONDS)) each"
+	@echo "make fuzz             fuzz the decoders and the server for FUZZ_SECONDS ($(FUZZ_SECONDS)) in all"
 	@echo "make fmt              format the code"
 	@echo "make clean-tools      remove what was installed in .tools, .venv and .venv-torch"
 
@@ -31,6 +33,13 @@ demo:
 
 test:
 	scripts/test.sh
+
+test-deep:
+	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test.sh deep
+
+soak:
+	$(CARGO) build --release -p towline-cli
+	$(towline) soak --quick --html $(CARGO_TARGET_DIR)/soak.html
 
 lint:
 	scripts/test.sh fmt clippy doc decisions deny typos aarch64
@@ -76,15 +85,7 @@ bench-comm:
 	$(towline) bench comm
 
 fuzz:
-	@$(CARGO) +nightly fuzz --version >/dev/null 2>&1 || { \
-		echo "make fuzz needs a nightly toolchain and cargo-fuzz:"; \
-		echo "  rustup toolchain install nightly && cargo install cargo-fuzz"; \
-		exit 1; }
-	@targets=$$($(CARGO) +nightly fuzz list) || exit 1; \
-	[ -n "$$targets" ] || { echo "there are no fuzz targets"; exit 1; }; \
-	for target in $$targets; do \
-		$(CARGO) +nightly fuzz run $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; \
-	done
+	TOWLINE_REQUIRE=fuzz FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test.sh fuzz
 
 fmt:
 	$(CARGO) fmt --all

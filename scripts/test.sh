@@ -3,6 +3,7 @@
 #
 #   scripts/test.sh                  everything
 #   scripts/test.sh clippy loom      only these steps
+#   scripts/test.sh deep             sanitizers, Miri, loom and fuzzing
 #
 # All steps run, also after a failure. A step that cannot run here is skipped with its reason; name it in
 # TOWLINE_REQUIRE (a comma-separated list, or `all`) to make that a failure. Tests say on a line of their own
@@ -11,8 +12,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_steps=(fmt clippy doc decisions deny typos aarch64 workspace loom forced-tcp python torch docs)
+all_steps=(fmt clippy doc decisions deny typos aarch64 workspace soak loom forced-tcp forced-tls forced-crc python torch docs)
+deep_steps=(loom asan tsan miri fuzz) # those of `make test-deep`, which take long and need a nightly toolchain
 cargo_deny_version=0.20
+cargo_fuzz_version=0.13
 typos_version=1.51.1
 nixl_version=1.5.1
 arm=aarch64-unknown-linux-gnu
@@ -86,6 +89,11 @@ step_aarch64() {
     skip "aarch64 check" "the target's standard library is not installed (rustup target add $arm)"
     return
   fi
+  # ring, which TLS stands on, has C and assembly that its build script compiles, also for a mere check.
+  if [[ -z ${CC_aarch64_unknown_linux_gnu:-} ]] && ! command -v aarch64-linux-gnu-gcc >/dev/null; then
+    skip "aarch64 check" "there is no C compiler for it (aarch64-linux-gnu-gcc, or CC_aarch64_unknown_linux_gnu)"
+    return
+  fi
   check cargo check --target "$arm"
 }
 
@@ -96,16 +104,108 @@ step_workspace() {
   VIRTUAL_ENV=$PWD/.venv run_tests cargo test --no-fail-fast
 }
 
-# Installs NIXL into .venv; otherwise says why that cannot be. Only its libraries are used, not what it needs in Python.
+# Installs NIXL into .venv; otherwise says why that cannot be. Of what it needs in Python, its API uses only NumPy.
 prepare_nixl() {
   local libraries=(.venv/lib/python3*/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so)
-  [[ ! -e ${libraries[0]} ]] || return 0
+  local numpy=(.venv/lib/python3*/site-packages/numpy)
+  [[ ! -e ${libraries[0]} || ! -e ${numpy[0]} ]] || return 0
   if [[ ! -x .venv/bin/pip ]]; then
     command -v python3 >/dev/null || { echo "there is no python3"; return 1; }
     python3 -m venv .venv >&2 || { echo "'python3 -m venv .venv' failed"; return 1; }
   fi
   .venv/bin/pip install --quiet --disable-pip-version-check --no-deps "nixl-cu12==$nixl_version" >&2 ||
     { echo "'pip install nixl-cu12==$nixl_version' failed"; return 1; }
+  .venv/bin/pip install --quiet --disable-pip-version-check numpy >&2 || { echo "'pip install numpy' failed"; return 1; }
+}
+
+# The short form of the campaigns, by the program that the tests have built. Times are reported, not judged.
+step_soak() {
+  local line
+  check cargo build -p towline-cli
+  log=$logs/soak.log
+  check "$target_dir/debug/towline" soak --quick --seconds "${SOAK_SECONDS:-100}" --html "$target_dir/soak.html"
+  while IFS= read -r line; do
+    skips+=("soak/$line")
+  done < <(sed -nE 's/^ +skipped //p' "$log")
+}
+
+# ---- the deep ones: a nightly toolchain, and hours if one likes --------------------------------------------
+
+nightly=${NIGHTLY:-nightly}
+host=$(rustc -vV | sed -n 's/^host: //p')
+fuzz_seconds=${FUZZ_SECONDS:-60} # for all targets together
+
+# Says why the nightly toolchain, or that component of it, cannot be used.
+nightly_lacks() {
+  local component=${1:-} installed
+  rustup run "$nightly" rustc --version >/dev/null 2>&1 || { echo "there is no nightly toolchain (rustup toolchain install nightly)"; return 0; }
+  [[ -n $component ]] || return 1
+  installed=$(rustup component list --toolchain "$nightly" --installed 2>/dev/null) || installed=
+  [[ $installed != *"$component"* ]] || return 1
+  echo "the nightly toolchain lacks $component (rustup component add --toolchain $nightly $component)"
+}
+
+# The core's own tests. Leaks are not looked for: threads and tables that live as long as the process are meant to.
+step_asan() {
+  local reason
+  if reason=$(nightly_lacks); then
+    skip "the address sanitizer" "$reason"
+    return
+  fi
+  RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
+    run_tests cargo "+$nightly" test -p towline --lib --target "$host" --no-fail-fast
+  log=$logs/asan-serving.log
+  RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
+    run_tests cargo "+$nightly" test -p towline-testkit --test serving --target "$host" --no-fail-fast
+}
+
+# Without those whose order is made by fences alone or by another process: this sanitizer knows neither (loom does the first).
+step_tsan() {
+  local reason
+  if reason=$(nightly_lacks rust-src); then
+    skip "the thread sanitizer" "$reason"
+    return
+  fi
+  RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=thread" CARGO_TARGET_DIR=$target_dir/tsan \
+    run_tests cargo "+$nightly" test -Zbuild-std -p towline --lib --target "$host" --no-fail-fast -- \
+    transfer:: progress::timers progress::pool route:: layout:: ticket:: wire:: simulated::
+}
+
+# The parts without system calls.
+step_miri() {
+  local reason
+  if reason=$(nightly_lacks miri); then
+    skip "Miri" "$reason"
+    return
+  fi
+  MIRIFLAGS="${MIRIFLAGS:--Zmiri-disable-isolation}" PROPTEST_CASES=${PROPTEST_CASES:-4} CARGO_TARGET_DIR=$target_dir/miri \
+    run_tests cargo "+$nightly" miri test -p towline --lib --no-fail-fast -- \
+    transfer::state wire::codec wire::error wire::message ticket::fields layout::plan route:: error:: access:: identity::
+}
+
+# Every target for its share of the time, from the corpus of the repository on.
+step_fuzz() {
+  local reason targets target share corpus
+  if reason=$(nightly_lacks); then
+    skip fuzzing "$reason"
+    return
+  fi
+  PATH=$PWD/.tools/bin:$PATH
+  if ! command -v cargo-fuzz >/dev/null &&
+    ! timeout 600 cargo install --quiet cargo-fuzz --version "^$cargo_fuzz_version" --locked --root .tools; then
+    skip fuzzing "cargo-fuzz is not installed, and 'cargo install cargo-fuzz' failed or took over ten minutes"
+    return
+  fi
+  targets=$(cargo "+$nightly" fuzz list)
+  share=$((fuzz_seconds / $(wc -w <<<"$targets")))
+  for target in $targets; do
+    log=$logs/fuzz-$target.log
+    corpus=(crates/*/tests/wire/corpus/"$target")
+    [[ $target != server ]] || corpus=(crates/towline-testkit/tests/serving/corpus)
+    mkdir -p "fuzz/corpus/$target"
+    check cargo "+$nightly" fuzz run "$target" "fuzz/corpus/$target" "${corpus[@]}" -- \
+      -max_total_time=$((share > 0 ? share : 1)) -max_len=4096 -timeout=60 -print_final_stats=1
+  done
 }
 
 # A directory of its own: the flag changes every crate, and sharing one would rebuild the world each time.
@@ -122,6 +222,7 @@ step_python() {
     skip "the Python package" "$reason"
     return
   fi
+  reason=$(prepare_nixl) || echo "NIXL is not in .venv: $reason"
   local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python PYO3_BUILD_EXTENSION_MODULE=1
   check cargo clippy -p towline-python --no-deps --all-targets -- -D warnings
   log=$logs/python-build.log
@@ -227,6 +328,15 @@ step_forced-tcp() {
   TOWLINE_TEST_FORCE=tcp run_tests cargo test -p towline-testkit --test laws --no-fail-fast
 }
 
+# Only the suites of tcp: with the path forced, the others would say the same again.
+step_forced-tls() {
+  TOWLINE_TEST_FORCE=tcp+tls run_tests cargo test -p towline-testkit --test laws --no-fail-fast tcp
+}
+
+step_forced-crc() {
+  TOWLINE_TEST_FORCE=tcp+crc run_tests cargo test -p towline-testkit --test laws --no-fail-fast tcp
+}
+
 # ---- the counting ----------------------------------------------------------------------------------------
 
 # Runs a command that passes or fails as a whole.
@@ -316,9 +426,10 @@ report() { summary+=("$(printf '%-11s %4ds  %s' "$step" "$((SECONDS - began))" "
 
 steps=("$@")
 ((${#steps[@]} > 0)) || steps=("${all_steps[@]}")
+[[ ${steps[*]} != deep ]] || steps=("${deep_steps[@]}")
 for step in "${steps[@]}"; do
   if ! declare -F "step_$step" >/dev/null; then
-    echo "there is no step '$step'; there are: ${all_steps[*]}" >&2
+    echo "there is no step '$step'; there are: ${all_steps[*]} ${deep_steps[*]:1}" >&2
     exit 2
   fi
 done

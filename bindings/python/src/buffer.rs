@@ -178,6 +178,21 @@ impl<'py> Memory<'py> {
     }
 }
 
+impl<'py> Memory<'py> {
+    /// The storage for the core, of memory on that GPU. The driver is asked whether it is.
+    pub(crate) fn into_device_storage(self, py: Python<'py>, asked: Asked, gpu: u32) -> PyResult<Buffer> {
+        let owner = self.owner.map(|owner| Box::new(OwnerToken::keep(owner)) as Box<_>);
+        // SAFETY: as for host memory: the object vouches for the bytes while it lives, and it lives until the core drops the
+        // storage.
+        let storage = unsafe { ExternalStorage::device(self.addr, self.len, gpu, owner) };
+        let named = |error: Error| {
+            let message = format!("{}: {}", asked.argument, error.message());
+            Error::new(error.kind(), asked.op, message)
+        };
+        storage.map(Buffer::new).map_err(named).or_raise(py)
+    }
+}
+
 fn of_buffer(view: Bound<'_, PyMemoryView>, asked: Asked) -> PyResult<Memory<'_>> {
     let buffer = PyUntypedBuffer::get(&view)?;
     let whole = buffer.is_c_contiguous() || (!asked.views && buffer.is_fortran_contiguous());

@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use towline::{Limits, Result, cuda};
 
+use crate::audit::Audit;
 use crate::buffer::{Asked, Memory};
 use crate::completions::{Waiter, block_on};
 use crate::errors::{OrRaise, invalid};
@@ -19,6 +20,7 @@ use crate::region::{self, Region};
 use crate::remote::Remote;
 use crate::request::{BlocksArgument, What, access, routing, seconds};
 use crate::stats::Stats;
+use crate::tls::Tls;
 use crate::transfer::Transfer;
 use crate::{owners, ticket};
 
@@ -54,7 +56,7 @@ impl Endpoint {
 impl Endpoint {
     #[new]
     #[pyo3(signature = (name, *, listen, advertise, secret, timeout, stall_timeout, require, forbid, isolation,
-                        max_regions, lanes))]
+                        max_regions, lanes, tls, checksums))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -69,6 +71,8 @@ impl Endpoint {
         isolation: Option<&str>,
         max_regions: Option<u32>,
         lanes: Option<usize>,
+        tls: Option<&Tls>,
+        checksums: bool,
     ) -> PyResult<Endpoint> {
         process::guard(py, "open")?;
         let mut options = towline::Endpoint::options(name);
@@ -99,6 +103,10 @@ impl Endpoint {
         if let Some(lanes) = lanes {
             options = options.lanes(lanes);
         }
+        if let Some(tls) = tls {
+            options = options.tls(tls.0.clone());
+        }
+        options = options.checksums(checksums);
         let endpoint = py.detach(|| options.open()).or_raise(py)?;
         process::mark();
         Ok(endpoint.into())
@@ -282,6 +290,15 @@ impl Endpoint {
         Ok(self.enter(py, "stats")?.stats().into())
     }
 
+    fn audit(&self, py: Python<'_>) -> PyResult<Audit> {
+        Ok(self.enter(py, "audit")?.audit().into())
+    }
+
+    fn metrics(&self, py: Python<'_>) -> PyResult<String> {
+        let endpoint = self.enter(py, "metrics")?;
+        Ok(py.detach(|| endpoint.metrics()))
+    }
+
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let endpoint = self.enter(py, "close")?;
         py.detach(|| endpoint.close());
@@ -316,7 +333,7 @@ impl Notification {
 /// The names of the paths, the most preferred first.
 #[pyfunction]
 pub(crate) fn paths() -> Vec<&'static str> {
-    towline::paths().iter().map(|path| path.name).collect()
+    towline::path_names()
 }
 
 /// The GPU whose memory is at that address; `None` where it is none's, or without a driver.

@@ -3,6 +3,7 @@
 //! No thread of the library ever takes the GIL. What ends is queued and an eventfd is signalled
 //! ([`completions`]); what the core lets go of is queued and released by a Python thread ([`owners`]).
 
+mod audit;
 mod buffer;
 mod completions;
 mod connect;
@@ -10,8 +11,10 @@ mod dlpack;
 mod endpoint;
 mod errors;
 mod import;
+mod interpreter;
 mod layout;
 mod nccl;
+mod nixl;
 mod owners;
 mod process;
 mod region;
@@ -20,6 +23,7 @@ mod request;
 mod shared;
 mod stats;
 mod ticket;
+mod tls;
 mod transfer;
 
 use pyo3::prelude::*;
@@ -37,6 +41,8 @@ mod _native {
     }
 
     #[pymodule_export]
+    use crate::audit::{Audit, PeerAudit};
+    #[pymodule_export]
     use crate::completions::{Completions, Waiter};
     #[pymodule_export]
     use crate::connect::connector::{Beginning, Connector};
@@ -51,11 +57,15 @@ mod _native {
     #[pymodule_export]
     use crate::import::Import;
     #[pymodule_export]
+    use crate::interpreter::is_main_interpreter;
+    #[pymodule_export]
     use crate::layout::Layout;
     #[pymodule_export]
     use crate::nccl::communicator::{Communicator, array_type};
     #[pymodule_export]
     use crate::nccl::config::CommConfig;
+    #[pymodule_export]
+    use crate::nccl::device::{DeviceArray, nccl_found, nccl_unique_id, use_stream};
     #[pymodule_export]
     use crate::nccl::group::{group_end, group_poison, group_start};
     #[pymodule_export]
@@ -66,6 +76,8 @@ mod _native {
     use crate::nccl::window::{RegisteredBuffer, Window};
     #[pymodule_export]
     use crate::nccl::work::Work;
+    #[pymodule_export]
+    use crate::nixl::{Agent, Region as NixlRegion, Request as NixlRequest, nixl_pack, nixl_unpack};
     #[pymodule_export]
     use crate::owners::held;
     #[pymodule_export]
@@ -78,6 +90,8 @@ mod _native {
     use crate::stats::{PathStats, Stats};
     #[pymodule_export]
     use crate::ticket::Ticket;
+    #[pymodule_export]
+    use crate::tls::Tls;
     #[pymodule_export]
     use crate::transfer::Transfer;
 }

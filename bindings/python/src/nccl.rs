@@ -3,6 +3,7 @@
 mod attention;
 pub(crate) mod communicator;
 pub(crate) mod config;
+pub(crate) mod device;
 mod errors;
 pub(crate) mod group;
 mod memory;

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyAny;
 use towline::{Access, Buffer, Error, Kind, MemoryDescription, Place, Registered, Result, StillPinned};
 
+use crate::audit::Audit;
 use crate::completions::ATTENTION;
 use crate::errors::{OrRaise, invalid, raise};
 use crate::layout::Layout;
@@ -146,6 +147,11 @@ impl Region {
             None => registered.ticket(),
         })
         .map(Ticket)
+    }
+
+    /// Who used the region and who was refused, as far as the owner can see.
+    fn audit(&self, py: Python<'_>) -> PyResult<Audit> {
+        self.with(py, "audit", |registered| Ok(registered.audit())).map(Audit::from)
     }
 
     /// A part of the region: ``nbytes`` bytes from ``offset`` on, or all the rest.

@@ -38,6 +38,24 @@ impl Stats {
         self.0.refused
     }
 
+    /// Sessions of peers that use this endpoint's regions.
+    #[getter]
+    fn peers(&self) -> usize {
+        self.0.peers
+    }
+
+    /// Connections that have not proven themselves yet.
+    #[getter]
+    fn strangers(&self) -> usize {
+        self.0.strangers
+    }
+
+    /// Requests of peers that are being served, and their bytes.
+    #[getter]
+    fn in_flight(&self) -> (usize, u64) {
+        self.0.in_flight
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "<Stats: {} regions, {} parked, {} refused, paths {:?}>",

@@ -224,7 +224,6 @@ def test_one_sided_calls_and_collectives_can_be_awaited(blocking: bool) -> None:
         assert await window is window and window.handle != 0
         peer = 1 - comm.rank
         arrived = comm.signaled(nccl.WaitSignalDesc(peer))
-        assert blocking or comm.rank == 1 or not arrived.done()
         await comm.put_signal(numpy.full(16, comm.rank + 1, numpy.float32), peer, window)
         await asyncio.wait_for(arrived, 10)
         assert (numbers == peer + 1).all()

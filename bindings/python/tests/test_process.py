@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -67,6 +68,31 @@ task._log_destroy_pending = False
     ),
     "after the peer goes on": ("os.kill(int(sys.argv[2]), signal.SIGCONT)", 0),
 }
+
+
+SUBINTERPRETER = """
+import sys
+sys.path[:0] = {path!r}
+try:
+    import towline
+except ImportError as error:
+    sys.stdout.write(str(error))
+    sys.stdout.flush()
+else:
+    raise SystemExit("it was imported")
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import towline"])
+def test_a_subinterpreter_is_refused_with_the_reason(first: str) -> None:
+    try:
+        modules = ["_interpreters", "_xxsubinterpreters"]
+        name = next(name for name in modules if importlib.util.find_spec(name))
+    except StopIteration:
+        pytest.skip("this Python has no subinterpreters")
+    inner = SUBINTERPRETER.format(path=sys.path)
+    program = f"{first}\nimport {name} as inner\ninner.run_string(inner.create(), {inner!r})\n"
+    assert "main interpreter only" in run_python(program)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

@@ -58,7 +58,7 @@ limit of a row is the same transfer in Rust, over the same memory, in turns:
   py-81920x4k                 blocks by index arrays
 
 With --against nixl every shape is measured by the path nixl, by NIXL's own Python API (an interpreter with the wheel and numpy:
-.venv/bin/python, or python3), by the embedded path of the same kind and by the machine, in turns, for three settings of UCX.
+.venv/bin/python, or python3), by the embedded path of the same kind and by the machine, in turns, for two settings of UCX.
 NIXL runs without its progress thread, which only takes time from transfers; notify and idle compare with that thread,
 as it is by default.
 

@@ -1,6 +1,7 @@
 //! `towline doctor`: what works here, what does not, why, and how to mend it.
 
 mod engines;
+mod gpus;
 mod network;
 mod paths;
 mod system;
@@ -71,6 +72,7 @@ pub(crate) fn run(_options: &Options, output: &Output) -> Outcome {
     let usable = paths::check(&mut checks);
     checks.extend(system::check());
     checks.extend(network::check());
+    checks.extend(gpus::check());
     checks.extend(engines::check());
     let report = Report { ok: !usable.is_empty(), usable, machine: Machine::here(), checks };
     output.document(&report);

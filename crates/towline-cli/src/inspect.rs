@@ -1,4 +1,5 @@
-//! `towline inspect`: what a ticket says. The tag is what makes it a capability, and is never shown.
+//! `towline inspect`: what a ticket says, or who used a region that is served. The tag is what makes a ticket a
+//! capability, and is never shown.
 
 use std::io::Read;
 use std::path::Path;
@@ -10,6 +11,7 @@ use towline::{Layout, Ticket};
 
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
+use crate::pages;
 use crate::size;
 
 /// A text ticket is longer than its bytes; more than this cannot be one.
@@ -17,7 +19,8 @@ const LONGEST: u64 = 2 * MAX_TICKET as u64;
 
 #[derive(Args)]
 pub(crate) struct Options {
-    /// The ticket's text, or a file that holds it as text or bytes, or - for standard input
+    /// The ticket's text, or a file that holds it as text or bytes, or - for standard input; or the http:// address of a
+    /// `towline serve --metrics`: then, who used its region
     ticket: String,
 }
 
@@ -51,6 +54,9 @@ struct Rights<'a> {
 }
 
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
+    if options.ticket.starts_with("http://") {
+        return show_audit(&options.ticket, output);
+    }
     let ticket = find_ticket(&options.ticket)?;
     let body = ticket.body();
     let report = Report {
@@ -78,6 +84,38 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     };
     output.text(report.lines().join("\n"));
     output.document(&report);
+    Ok(Exit::Fine)
+}
+
+/// Shows who used a region of a running process.
+fn show_audit(url: &str, output: &Output) -> Outcome {
+    let audit = pages::fetch_audit(url)?;
+    output.text(format!(
+        "region {} of {}, {}: {}",
+        audit.generation,
+        audit.endpoint,
+        size::bytes(audit.bytes),
+        if audit.peers.is_empty() { "nobody has come" } else { "who came" }
+    ));
+    let rows: Vec<Vec<String>> = audit
+        .peers
+        .iter()
+        .map(|peer| {
+            vec![
+                peer.peer.clone(),
+                peer.incarnation.chars().take(8).collect(),
+                peer.reads.to_string(),
+                size::bytes(peer.read_bytes),
+                peer.writes.to_string(),
+                size::bytes(peer.written_bytes),
+                peer.refused.to_string(),
+                if peer.unseen { "may copy by itself: not counted" } else { "all counted" }.to_owned(),
+            ]
+        })
+        .collect();
+    let header = ["peer", "life", "reads", "bytes", "writes", "bytes", "refused", "seen"];
+    output.table(&header, &rows, &[2, 3, 4, 5, 6]);
+    output.document(&audit);
     Ok(Exit::Fine)
 }
 

@@ -11,9 +11,11 @@ mod launch;
 mod machine;
 mod outcome;
 mod output;
+mod pages;
 mod pattern;
 mod serve;
 mod size;
+mod soak;
 mod worker;
 
 use std::process::ExitCode;
@@ -58,7 +60,7 @@ enum Command {
     /// Measure every path beside the limit of the machine, in the same run
     #[command(after_long_help = format!("{}\n\n{EXIT_CODES}", bench::HELP))]
     Bench(bench::Options),
-    /// Show what a ticket says; its tag stays hidden
+    /// Show what a ticket says (its tag stays hidden), or who used a region that is served
     #[command(after_help = EXIT_CODES)]
     Inspect(inspect::Options),
     /// Register a region, print its ticket and wait
@@ -70,6 +72,12 @@ enum Command {
     /// Start the ranks of a group on this host, and stop them all when one fails
     #[command(after_help = launch::HELP)]
     Launch(launch::Options),
+    /// Kill, stop, cut off and overload workers for as long as you like, and check every word
+    #[command(after_long_help = format!("{}\n\n{EXIT_CODES}", soak::HELP))]
+    Soak(soak::Options),
+    /// The workers of soak
+    #[command(hide = true)]
+    SoakWorker,
     /// What launch becomes a rank by
     #[command(hide = true)]
     Rank(launch::RankOptions),
@@ -94,6 +102,8 @@ fn main() -> ExitCode {
             Ok(code) => return code,
             Err(failure) => Err(failure),
         },
+        Command::Soak(options) => soak::run(&options, &output),
+        Command::SoakWorker => soak::become_worker(),
         Command::Rank(options) => launch::become_rank(&options),
         Command::Worker(options) => worker::run(&options),
     };

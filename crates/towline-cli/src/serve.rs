@@ -9,11 +9,12 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
-use towline::memory::MemoryAccess;
-use towline::{Access, DiskStorage, Endpoint, SharedStorage, Storage};
+use towline::memory::{MemoryAccess, MemoryDescription};
+use towline::{Access, DiskStorage, Endpoint, Registered, SharedStorage, Storage};
 
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
+use crate::pages::{self, AuditReport};
 use crate::size;
 
 #[derive(Args)]
@@ -36,6 +37,9 @@ pub(crate) struct Options {
     /// What holders of the ticket may do: read, write or read+write
     #[arg(long, default_value = "read", value_parser = access)]
     access: Access,
+    /// Show metrics for Prometheus at http://ADDRESS/metrics, and who used the region at /audit, to whoever asks
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<SocketAddr>,
     /// End after this many seconds; without it, on Ctrl-C or when standard input ends
     #[arg(long = "for", value_name = "SECONDS")]
     seconds: Option<u64>,
@@ -52,6 +56,24 @@ struct Report {
     bytes: u64,
     access: &'static str,
     reach: Vec<String>,
+    metrics: Option<String>,
+}
+
+/// What the pages of `--metrics` show.
+struct Shown {
+    endpoint: Endpoint,
+    region: Arc<Registered<Arc<dyn Storage>>>,
+}
+
+impl pages::Source for Shown {
+    fn metrics(&self) -> String {
+        self.endpoint.metrics()
+    }
+
+    fn audit(&self) -> AuditReport {
+        let (name, region) = (&self.endpoint.identity().name, &self.region);
+        AuditReport::new(name, region.generation(), region.size() as u64, &region.audit())
+    }
 }
 
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
@@ -61,7 +83,11 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         endpoint = endpoint.listen(*address);
     }
     let endpoint = endpoint.open()?;
-    let region = endpoint.register(storage, options.access).map_err(towline::Error::from)?;
+    let region = Arc::new(endpoint.register(storage, options.access).map_err(towline::Error::from)?);
+    let metrics = options.metrics.map(|address| {
+        pages::serve(address, Shown { endpoint: endpoint.clone(), region: Arc::clone(&region) })
+    });
+    let metrics = metrics.transpose()?.map(|address| format!("http://{address}/metrics"));
     let ticket = region.ticket()?;
     let report = Report {
         ticket: ticket.to_string(),
@@ -69,6 +95,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         bytes: ticket.length(),
         access: options.access.name(),
         reach: ticket.body().reach.iter().map(ToString::to_string).collect(),
+        metrics,
     };
     // The ticket is alone on its line, so that a shell can take it.
     output.text(&report.ticket);
@@ -81,6 +108,9 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
             report.access,
             report.reach.join(", "),
         );
+        if let Some(metrics) = &report.metrics {
+            eprintln!("metrics at {metrics}; who used the region: towline inspect {metrics}");
+        }
     }
     match options.seconds {
         Some(seconds) => std::thread::sleep(Duration::from_secs(seconds)),

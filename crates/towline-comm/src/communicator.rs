@@ -17,6 +17,7 @@ pub use self::signals::WaitSignal;
 pub(crate) use self::signals::{check_counter, flush, flush_all, one_sided, signal};
 pub use self::worker::Progress;
 use crate::bootstrap::{self, Joining};
+use crate::cuda::{self, Cuda};
 use crate::group::{self, Job};
 use crate::team::{Seat, Team};
 use crate::unique_id::UniqueId;
@@ -50,20 +51,45 @@ use crate::{Error, Result};
 /// # Ok::<(), towline_comm::Error>(())
 /// ```
 pub struct Communicator {
-    inner: Option<Arc<Inner>>,
+    engine: Engine,
+}
+
+/// What runs a communicator.
+enum Engine {
+    /// Nothing: the rank belongs to no group.
+    Null,
+    /// A team, on the memory of hosts.
+    Host(Arc<Inner>),
+    /// NCCL, on the memory of GPUs.
+    Nccl(Arc<Cuda>),
 }
 
 impl Communicator {
     /// The communicator of a rank that belongs to no group: every call is `Invalid`.
     pub fn null() -> Communicator {
-        Communicator { inner: None }
+        Communicator { engine: Engine::Null }
     }
 
     pub(crate) fn from_inner(inner: Arc<Inner>) -> Communicator {
-        Communicator { inner: Some(inner) }
+        Communicator { engine: Engine::Host(inner) }
+    }
+
+    pub(crate) fn on_gpu(cuda: Cuda) -> Communicator {
+        Communicator { engine: Engine::Nccl(Arc::new(cuda)) }
+    }
+
+    /// The communicator, where it is on a GPU.
+    pub(crate) fn cuda(&self) -> Option<&Arc<Cuda>> {
+        match &self.engine {
+            Engine::Nccl(cuda) => Some(cuda),
+            _ => None,
+        }
     }
 
     /// Joins a group of `nranks` as `rank`: every rank calls it with the same id, from threads, processes or hosts.
+    ///
+    /// With an id of NCCL's ([`get_nccl_unique_id`](crate::get_nccl_unique_id), or from any other program) the group is one
+    /// of NCCL's, its memory is that of the GPU which the settings name, and its calls are put into streams.
     ///
     /// # Errors
     /// On every rank, with the ranks named: `Timeout` where some did not come in time, `Invalid` where a rank came
@@ -71,6 +97,9 @@ impl Communicator {
     pub fn init(nranks: usize, rank: usize, id: &UniqueId, config: Config) -> Result<Communicator> {
         group::refuse("init")?;
         config.check("init")?;
+        if id.is_nccl() || config.gpu.is_some() {
+            return Cuda::init(nranks, rank, id, config).map(Communicator::on_gpu);
+        }
         if nranks == 0 || nranks > bootstrap::MOST_RANKS {
             let most = bootstrap::MOST_RANKS;
             return Err(Error::invalid("init", format!("a group has 1 to {most} ranks, not {nranks}")));
@@ -151,6 +180,30 @@ impl Communicator {
         })
     }
 
+    /// Makes a group of NCCL's in this process: one communicator for each of those GPUs, by rank. NCCL before 2.30 takes
+    /// each GPU once.
+    pub fn init_all_on(gpus: &[u32], config: &Config) -> Result<Vec<Communicator>> {
+        group::refuse("init_all")?;
+        config.check("init_all")?;
+        let id = crate::unique_id::get_nccl_unique_id().map_err(|error| error.during("init_all"))?;
+        std::thread::scope(|scope| {
+            let id = &id;
+            let threads: Vec<_> = gpus
+                .iter()
+                .enumerate()
+                .map(|(rank, gpu)| {
+                    let config = Config { gpu: Some(*gpu), ..config.clone() };
+                    scope.spawn(move || Communicator::init(gpus.len(), rank, id, config))
+                })
+                .collect();
+            let joined = threads.into_iter().map(|thread| {
+                let panicked = |_| Err(Error::new(Kind::Internal, "init_all", "a thread panicked"));
+                thread.join().unwrap_or_else(panicked)
+            });
+            joined.collect()
+        })
+    }
+
     /// Runs what makes the group: now, or on the communicator's thread.
     fn establish(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
         let inner = self.inner("init")?;
@@ -160,10 +213,13 @@ impl Communicator {
     pub(crate) fn inner(&self, op: &'static str) -> Result<&Arc<Inner>> {
         // Before any lock: in a forked child one may be held by a thread that does not exist there.
         towline::fork_guard(op)?;
-        match &self.inner {
-            Some(inner) if inner.is_open() => Ok(inner),
-            Some(_) => Err(inner::closed(op)),
-            None => Err(Error::invalid(op, "the communicator is null: this rank belongs to no group")),
+        match &self.engine {
+            Engine::Host(inner) if inner.is_open() => Ok(inner),
+            Engine::Host(_) => Err(inner::closed(op)),
+            Engine::Nccl(cuda) => Err(cuda.open(op).err().unwrap_or_else(|| cuda::lacks(op))),
+            Engine::Null => {
+                Err(Error::invalid(op, "the communicator is null: this rank belongs to no group"))
+            }
         }
     }
 
@@ -211,27 +267,43 @@ impl Communicator {
 
     /// This rank's number in the group.
     pub fn rank(&self) -> Result<usize> {
+        if let Some(cuda) = self.cuda() {
+            return Ok(cuda.place("rank")?.0);
+        }
         Ok(self.inner("rank")?.place("rank")?.0)
     }
 
     /// How many ranks the group has.
     pub fn nranks(&self) -> Result<usize> {
+        if let Some(cuda) = self.cuda() {
+            return Ok(cuda.place("nranks")?.1);
+        }
         Ok(self.inner("nranks")?.place("nranks")?.1)
     }
 
     /// Where the memory of this communicator lives.
     pub fn device(&self) -> Result<Place> {
+        if let Some(cuda) = self.cuda() {
+            return Ok(Place::Cuda(cuda.open("device")?.gpu().ordinal()));
+        }
         self.inner("device").map(|_| Place::Host)
     }
 
     /// What it is called in errors and logs.
     pub fn name(&self) -> Result<&str> {
+        if let Some(cuda) = self.cuda() {
+            return cuda.open("name").map(|_| cuda.config.name.as_str());
+        }
         Ok(&self.inner("name")?.config.name)
     }
 
     /// Whether it can be used: it is neither null nor closed. Local.
     pub fn is_valid(&self) -> bool {
-        self.inner.as_ref().is_some_and(|inner| inner.is_open())
+        match &self.engine {
+            Engine::Null => false,
+            Engine::Host(inner) => inner.is_open(),
+            Engine::Nccl(cuda) => cuda.comm.is_open(),
+        }
     }
 
     /// Whether that rank's memory can be shared with this process; true for this rank itself. Local.
@@ -253,6 +325,9 @@ impl Communicator {
 
     /// How many windows and registered buffers are open. Local.
     pub fn open_handles(&self) -> Result<usize> {
+        if let Some(cuda) = self.cuda() {
+            return Ok(cuda.open("open_handles")?.open_handles());
+        }
         let inner = self.inner("open_handles")?;
         Ok(inner.windows().count() + inner.buffers().count())
     }
@@ -262,6 +337,9 @@ impl Communicator {
     /// On a blocking communicator nothing is ever in progress between calls; the error is the one that made the group
     /// unusable.
     pub fn get_async_error(&self) -> Result<Progress> {
+        if let Some(cuda) = self.cuda() {
+            return cuda.progress();
+        }
         let inner = self.inner("get_async_error")?;
         match inner.worker.progress()? {
             Progress::InProgress => Ok(Progress::InProgress),
@@ -274,6 +352,9 @@ impl Communicator {
 
     /// Waits until the work of this communicator is done, for at most its timeout. Local.
     pub fn synchronize(&self) -> Result<()> {
+        if let Some(cuda) = self.cuda() {
+            return Ok(cuda.open("synchronize")?.synchronize()?);
+        }
         let inner = self.inner("synchronize")?;
         inner.wait_idle();
         match self.get_async_error()? {
@@ -301,6 +382,9 @@ impl Communicator {
         op: &'static str,
         call: impl FnOnce(&Communicator) -> Result<()>,
     ) -> Result<Operation> {
+        if self.cuda().is_some() {
+            return Cuda::follow(|| call(self));
+        }
         let inner = self.inner(op).map_err(group::poison)?;
         if inner.config.blocking && !group::is_open() {
             call(self)?;
@@ -314,6 +398,9 @@ impl Communicator {
     /// The bytes of a storage, for a call: those of a window or registered buffer where it lies in one, otherwise
     /// memory that no other rank reaches. Local.
     pub fn memory(&self, storage: impl Storage) -> Result<Memory> {
+        if let Some(cuda) = self.cuda() {
+            return cuda.memory(storage);
+        }
         let inner = self.inner("memory")?;
         let storage = Buffer::new(storage);
         host_only("memory", &storage)?;
@@ -331,6 +418,10 @@ impl Communicator {
     /// Registers a buffer with this communicator for zero-copy communication. Local, and at once also inside a group.
     pub fn register_buffer(&self, storage: impl Storage) -> Result<RegisteredBuffer> {
         let register = || {
+            if let Some(cuda) = self.cuda() {
+                let registered = cuda.open("register_buffer")?.register(Buffer::new(storage))?;
+                return Ok(RegisteredBuffer::on_device(registered));
+            }
             let inner = self.inner("register_buffer")?;
             inner.check_usable("register_buffer")?;
             let storage = Buffer::new(storage);
@@ -345,6 +436,10 @@ impl Communicator {
     /// Waits until everybody has called it and everything of this rank that was in flight has landed. Later calls are
     /// `Invalid`, [`destroy`](Self::destroy) excepted. A second call is harmless.
     pub fn finalize(&self) -> Result<()> {
+        if let Some(cuda) = self.cuda() {
+            group::refuse("finalize")?;
+            return Ok(cuda.open("finalize")?.finalize()?);
+        }
         let inner = self.inner("finalize")?;
         if inner.check_usable("finalize").is_err() {
             return Ok(());
@@ -363,14 +458,19 @@ impl Communicator {
     /// Closes all handles once work in flight has ended, and leaves the group. Local; a second call is harmless. What
     /// other ranks still access gives them `Stale`; [`finalize`](Self::finalize) first waits for them.
     pub fn destroy(&self) {
-        if let Some(inner) = &self.inner {
-            inner.close(None);
+        match &self.engine {
+            Engine::Null => {}
+            Engine::Host(inner) => inner.close(None),
+            Engine::Nccl(cuda) => cuda.comm.destroy(),
         }
     }
 
     /// Ends the work in flight on every rank with an error, then closes all handles. Local; unblocks everybody.
     pub fn abort(&self) {
-        if let Some(inner) = &self.inner
+        if let Engine::Nccl(cuda) = &self.engine {
+            cuda.comm.abort();
+        }
+        if let Engine::Host(inner) = &self.engine
             && inner.is_open()
             && towline::fork_guard("abort").is_ok()
         {
@@ -383,6 +483,9 @@ impl Communicator {
     /// Ends the work in flight on every rank with an error and forbids further calls; [`shrink`](Self::shrink),
     /// [`destroy`](Self::destroy) and [`abort`](Self::abort) stay possible. Local.
     pub fn revoke(&self) -> Result<()> {
+        if let Some(cuda) = self.cuda() {
+            return Ok(cuda.open("revoke")?.revoke()?);
+        }
         self.inner("revoke")?.team("revoke")?.revoke();
         Ok(())
     }
@@ -396,7 +499,11 @@ impl Drop for Communicator {
 
 impl fmt::Debug for Communicator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Some(inner) = &self.inner else { return f.write_str("Communicator(null)") };
+        let inner = match &self.engine {
+            Engine::Null => return f.write_str("Communicator(null)"),
+            Engine::Nccl(cuda) => return f.debug_tuple("Communicator").field(&cuda.comm).finish(),
+            Engine::Host(inner) => inner,
+        };
         let mut shown = f.debug_struct("Communicator");
         shown.field("name", &inner.config.name);
         match inner.place("debug") {
@@ -422,6 +529,9 @@ pub(crate) fn open_station(config: &Config, rank: usize) -> Result<Arc<Station>>
     }
     for address in &config.advertise {
         options = options.advertise(*address);
+    }
+    if let Some(tls) = &config.tls {
+        options = options.tls(tls.clone());
     }
     Ok(Arc::new(Station { endpoint: options.open()?, mail: Mutex::new(Vec::new()) }))
 }

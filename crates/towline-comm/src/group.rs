@@ -43,6 +43,8 @@ pub(crate) struct Message {
 struct Group {
     depth: usize,
     jobs: Vec<(Arc<Inner>, Job)>,
+    /// Of communicators on GPUs: they are one group of NCCL's.
+    on_gpu: Vec<towline::nccl::Job>,
     error: Option<Error>,
 }
 
@@ -64,7 +66,7 @@ thread_local! {
 pub fn group_start() {
     OPEN.with_borrow_mut(|open| match open {
         Some(group) => group.depth += 1,
-        None => *open = Some(Group { depth: 1, jobs: Vec::new(), error: None }),
+        None => *open = Some(Group { depth: 1, jobs: Vec::new(), on_gpu: Vec::new(), error: None }),
     });
 }
 
@@ -83,7 +85,11 @@ pub fn group_end() -> Result<()> {
     })?;
     match ended {
         Some(Group { error: Some(error), .. }) => Err(error),
-        Some(group) => launch(group.jobs),
+        Some(group) => {
+            // These are put into streams and wait for nobody, so that the others go after them.
+            let put = towline::nccl::run_together(group.on_gpu).map_err(Error::from);
+            put.and(launch(group.jobs))
+        }
         None => Ok(()),
     }
 }
@@ -146,6 +152,17 @@ pub(crate) fn defer(inner: &Arc<Inner>, job: Job) -> Option<Job> {
     OPEN.with_borrow_mut(|open| match open {
         Some(group) => {
             group.jobs.push((Arc::clone(inner), job));
+            None
+        }
+        None => Some(job),
+    })
+}
+
+/// Puts a job of a GPU into the group that is open on this thread; gives it back where there is none.
+pub(crate) fn defer_on_gpu(job: towline::nccl::Job) -> Option<towline::nccl::Job> {
+    OPEN.with_borrow_mut(|open| match open {
+        Some(group) => {
+            group.on_gpu.push(job);
             None
         }
         None => Some(job),

@@ -35,6 +35,7 @@ mod bootstrap;
 mod collective;
 mod combine;
 mod communicator;
+mod cuda;
 mod error;
 mod group;
 mod interrupt;
@@ -47,11 +48,14 @@ pub use bootstrap::fuzzing;
 pub use collective::{Algorithm, Using};
 pub use combine::{Op, Scalar};
 pub use communicator::{Communicator, Config, Progress, WaitSignal};
+pub use cuda::{Stream, StreamHandle, in_stream, mem_alloc_on, use_stream};
 pub use error::{Error, Result};
 pub use group::{group, group_end, group_start};
 pub use interrupt::interruptible;
 pub use towline::Patience;
-pub use unique_id::{UNIQUE_ID_LEN, UniqueId, UniqueIdOptions, get_unique_id, get_unique_id_with};
+pub use unique_id::{
+    UNIQUE_ID_LEN, UniqueId, UniqueIdOptions, get_nccl_unique_id, get_unique_id, get_unique_id_with,
+};
 pub use window::{
     Epoch, Memory, Operation, PeerView, RegisteredBuffer, Window, WindowFlag, WindowOptions, mem_alloc,
 };

@@ -19,6 +19,7 @@ const MAGIC: [u8; 4] = *b"TLid";
 const VERSION: u8 = 1;
 const MOST_ADDRESSES: usize = 3;
 const ADDRESS_LEN: usize = 19;
+const TLS: usize = 6;
 const SECRET: std::ops::Range<usize> = 8..40;
 const NONCE: std::ops::Range<usize> = 40..56;
 const ADDRESSES: usize = 56;
@@ -50,6 +51,9 @@ pub struct UniqueIdOptions {
     /// The addresses that are written into the id, where they differ from those listened on; at most three. Port 0
     /// stands for the port of the first one listened on.
     pub advertise: Vec<SocketAddr>,
+    /// Whether ranks of other hosts come through TLS. What they say is encrypted under the id's secret in any case; with TLS
+    /// it stays so when the id becomes known later.
+    pub tls: bool,
 }
 
 /// Opens a meeting on this host and returns its id. This process must live until everybody has joined.
@@ -73,6 +77,15 @@ pub fn get_unique_id() -> Result<UniqueId> {
         options.listen.truncate(MOST_ADDRESSES);
     }
     get_unique_id_with(&options)
+}
+
+/// Makes an id of NCCL's, for a group on GPUs; NCCL in any program takes it. This process must live until everybody has
+/// joined.
+///
+/// # Errors
+/// `Unavailable` where there is no NCCL, with the places tried.
+pub fn get_nccl_unique_id() -> Result<UniqueId> {
+    Ok(UniqueId(towline::nccl::unique_id()?))
 }
 
 /// Opens a meeting at those addresses and returns its id.
@@ -102,13 +115,13 @@ pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)
             ));
         }
     }
-    let id = UniqueId::compose(&random, &addresses)?;
+    let id = UniqueId::compose(&random, &addresses, options.tls)?;
     let root = bootstrap::open(&id, listeners)?;
     Ok((id, root))
 }
 
 impl UniqueId {
-    fn compose(random: &[u8; 48], addresses: &[SocketAddr]) -> Result<UniqueId> {
+    fn compose(random: &[u8; 48], addresses: &[SocketAddr], tls: bool) -> Result<UniqueId> {
         if addresses.len() > MOST_ADDRESSES {
             let most = MOST_ADDRESSES;
             return Err(Error::invalid("get_unique_id", format!("an id carries at most {most} addresses")));
@@ -117,6 +130,7 @@ impl UniqueId {
         bytes[..4].copy_from_slice(&MAGIC);
         bytes[4] = VERSION;
         bytes[5] = addresses.len() as u8;
+        bytes[TLS] = u8::from(tls);
         bytes[SECRET].copy_from_slice(&random[..32]);
         bytes[NONCE].copy_from_slice(&random[32..]);
         for (slot, address) in bytes[ADDRESSES..].chunks_exact_mut(ADDRESS_LEN).zip(addresses) {
@@ -142,6 +156,9 @@ impl UniqueId {
         let Ok(bytes) = <[u8; UNIQUE_ID_LEN]>::try_from(bytes) else {
             return refuse(format!("an id has {UNIQUE_ID_LEN} bytes, not {}", bytes.len()));
         };
+        if bytes[..4] != MAGIC && names_a_socket(&bytes) {
+            return Ok(UniqueId(bytes));
+        }
         if bytes[..4] != MAGIC {
             return refuse("these bytes are not an id".into());
         }
@@ -154,12 +171,30 @@ impl UniqueId {
         if usize::from(bytes[5]) > MOST_ADDRESSES {
             return refuse("the id names too many addresses".into());
         }
+        if bytes[TLS] > 1 || bytes[TLS + 1] != 0 {
+            return refuse("the id asks for something that this version does not know".into());
+        }
         Ok(UniqueId(bytes))
+    }
+
+    /// Takes an id of NCCL's, for a group on GPUs.
+    pub fn from_nccl(bytes: [u8; UNIQUE_ID_LEN]) -> UniqueId {
+        UniqueId(bytes)
+    }
+
+    /// Whether it is one of NCCL's, for a group on GPUs.
+    pub fn is_nccl(&self) -> bool {
+        self.0[..4] != MAGIC
     }
 
     /// The bytes of the id.
     pub fn as_bytes(&self) -> &[u8; UNIQUE_ID_LEN] {
         &self.0
+    }
+
+    /// Whether ranks of other hosts come through TLS.
+    pub(crate) fn tls(&self) -> bool {
+        self.0[TLS] != 0
     }
 
     pub(crate) fn secret(&self) -> &[u8] {
@@ -191,6 +226,12 @@ impl UniqueId {
     }
 }
 
+/// Whether bytes are like an id of NCCL's: a random number, then the address of a socket.
+fn names_a_socket(bytes: &[u8; UNIQUE_ID_LEN]) -> bool {
+    // The families of IPv4 and IPv6 on Linux.
+    matches!(u16::from_ne_bytes([bytes[8], bytes[9]]), 2 | 10)
+}
+
 fn checksum(bytes: &[u8; UNIQUE_ID_LEN]) -> [u8; 8] {
     let digest = Sha256::digest(&bytes[..CHECKSUM]);
     let mut sum = [0; 8];
@@ -206,6 +247,9 @@ impl fmt::Display for UniqueId {
 
 impl fmt::Debug for UniqueId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_nccl() {
+            return f.write_str("UniqueId(of NCCL's)");
+        }
         // Without the secret: debug output ends up in logs.
         write!(f, "UniqueId({}, {:?})", HEXLOWER.encode(self.nonce()), self.addresses())
     }
@@ -242,7 +286,7 @@ mod tests {
 
     fn sample() -> UniqueId {
         let addresses = ["10.1.2.3:4567".parse().unwrap(), "[fe80::1]:80".parse().unwrap()];
-        UniqueId::compose(&std::array::from_fn(|index| index as u8), &addresses).unwrap()
+        UniqueId::compose(&std::array::from_fn(|index| index as u8), &addresses, false).unwrap()
     }
 
     #[test]

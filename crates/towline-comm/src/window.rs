@@ -27,6 +27,7 @@ pub use self::operation::Operation;
 pub(crate) use self::register::share_buffers;
 pub use self::view::{Epoch, PeerView};
 use crate::communicator::Inner;
+use crate::cuda::{self, Cuda};
 use crate::{Error, Result};
 
 /// How a window is registered. Flags combine by `|`.
@@ -121,8 +122,14 @@ pub fn mem_alloc(size: usize) -> Result<SharedStorage> {
 /// # Ok::<(), towline_comm::Error>(())
 /// ```
 pub struct Window {
-    inner: Arc<Inner>,
+    engine: Engine,
     slot: Arc<Slot>,
+}
+
+/// Whose window it is.
+pub(crate) enum Engine {
+    Host(Arc<Inner>),
+    Nccl(towline::nccl::Window, Arc<Cuda>),
 }
 
 /// Where a window comes to be: empty until the registration has ended.
@@ -133,7 +140,22 @@ pub(crate) struct Slot {
 }
 
 impl Window {
+    pub(crate) fn on_device(window: towline::nccl::Window, cuda: Arc<Cuda>) -> Window {
+        let size = window.size();
+        let slot = Arc::new(Slot { core: OnceLock::new(), closed: AtomicBool::new(false), size });
+        Window { engine: Engine::Nccl(window, cuda), slot }
+    }
+
+    /// The communicator, where it is on the host.
+    fn host(&self, op: &'static str) -> Result<&Arc<Inner>> {
+        match &self.engine {
+            Engine::Host(inner) => Ok(inner),
+            Engine::Nccl(..) => Err(crate::group::poison(cuda::lacks(op))),
+        }
+    }
+
     fn core(&self, op: &'static str) -> Result<&Arc<WindowCore>> {
+        self.host(op)?;
         if self.slot.closed.load(Ordering::Acquire) {
             return Err(self::core::closed(op));
         }
@@ -147,7 +169,10 @@ impl Window {
     /// The number of the window, equal on all ranks; 0 until it is registered (at the end of the group, or of the
     /// work of a non-blocking communicator) and once it is closed.
     pub fn handle(&self) -> u64 {
-        self.core("handle").map_or(0, |core| core.id())
+        match &self.engine {
+            Engine::Nccl(window, _) => window.handle(),
+            Engine::Host(_) => self.core("handle").map_or(0, |core| core.id()),
+        }
     }
 
     /// How many bytes this rank has registered.
@@ -157,6 +182,12 @@ impl Window {
 
     /// How many bytes that rank has registered.
     pub fn size_of(&self, rank: usize) -> Result<usize> {
+        if let Engine::Nccl(_, cuda) = &self.engine {
+            // Sizes are equal on all ranks: NCCL does not tell others.
+            let (_, nranks) = cuda.place("size_of")?;
+            let wrong = || Error::invalid("size_of", format!("there is no rank {rank} among {nranks}"));
+            return if rank < nranks { Ok(self.size()) } else { Err(wrong()) };
+        }
         let core = self.core("size_of")?;
         core.check(rank, 0, 0, "size_of")?;
         Ok(core.len_of(rank))
@@ -164,7 +195,10 @@ impl Window {
 
     /// The flags it was registered with.
     pub fn flags(&self) -> Result<WindowFlag> {
-        Ok(self.core("flags")?.flags())
+        match &self.engine {
+            Engine::Nccl(window, _) => Ok(WindowFlag(window.flags())),
+            Engine::Host(_) => Ok(self.core("flags")?.flags()),
+        }
     }
 
     /// Whether it is registered and not closed.
@@ -174,6 +208,10 @@ impl Window {
 
     /// This rank's memory, for a call.
     pub fn memory(&self) -> Result<Memory> {
+        if let Engine::Nccl(window, _) = &self.engine {
+            let closed = || Error::invalid("memory", "the window is closed");
+            return window.memory().map(Memory::device).ok_or_else(closed);
+        }
         let core = self.core("memory")?;
         Memory::of_window(core, 0, core.local().len())
     }
@@ -188,11 +226,20 @@ impl Window {
         if towline::fork_guard("close").is_err() || self.slot.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.inner.wait_idle();
+        let inner = match &self.engine {
+            Engine::Host(inner) => inner,
+            Engine::Nccl(window, _) => {
+                if let Err(error) = window.close() {
+                    tracing::error!(%error, "a window could not be closed");
+                }
+                return;
+            }
+        };
+        inner.wait_idle();
         if let Some(core) = self.slot.core.get() {
-            self.inner.windows().remove(core.id());
+            inner.windows().remove(core.id());
             core.close();
-            self.inner.windows().release_ended();
+            inner.windows().release_ended();
         }
     }
 }

@@ -77,7 +77,7 @@ impl Launch {
         } else {
             let entry = memory().bytes(self.list + u64::from(piece) * 8, 8)?;
             // SAFETY: 8 bytes were found there.
-            let offsets = unsafe { entry.pointer.cast::<[i32; 2]>().read_unaligned() };
+            let offsets = unsafe { entry.pointer.cast::<[u32; 2]>().read_unaligned() };
             offsets.map(|offset| i64::from(offset) << self.scale_log2).into()
         };
         let at = |base: u64, offset: i64| base.wrapping_add_signed(offset).wrapping_add(start);

@@ -20,6 +20,15 @@ pub enum Error {
         /// The function that it lacks.
         symbol: &'static str,
     },
+    /// The library is loaded, but came out before the function that is needed.
+    TooOld {
+        /// The library and its version.
+        library: String,
+        /// The function that it lacks.
+        symbol: &'static str,
+        /// The first version that has it.
+        since: String,
+    },
     /// The library refused.
     Refused {
         /// The function that was called.
@@ -41,7 +50,7 @@ pub enum Error {
 impl Error {
     /// Whether a library or a function of it is missing here.
     pub fn is_unavailable(&self) -> bool {
-        matches!(self, Error::NotLoaded(_) | Error::Lacks { .. })
+        matches!(self, Error::NotLoaded(_) | Error::Lacks { .. } | Error::TooOld { .. })
     }
 
     pub(crate) fn argument(call: &'static str, message: impl Into<String>) -> Error {
@@ -54,6 +63,9 @@ impl fmt::Display for Error {
         match self {
             Error::NotLoaded(why) => why.fmt(f),
             Error::Lacks { library, symbol } => write!(f, "this {library} has no function {symbol}"),
+            Error::TooOld { library, symbol, since } => {
+                write!(f, "{library} has no function {symbol}: it came with {since}")
+            }
             Error::Refused { call, code, name } => write!(f, "{call} returned {code} ({name})"),
             Error::Argument { call, message } => write!(f, "{call}: {message}"),
         }

@@ -15,6 +15,7 @@
 pub mod cuda;
 mod error;
 pub mod loader;
+pub mod nccl;
 pub mod nixl;
 
 pub use error::{Error, Result};

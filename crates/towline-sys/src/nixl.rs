@@ -13,12 +13,14 @@
 //! * The wheel's UCX crashes the process at its end where the system has `libefa.so.1`: two copies of the verbs
 //!   libraries get mixed. A library from a wheel is therefore loaded with `UCX_MODULES=^efa` in the environment,
 //!   unless the variable is set: then it stays as it is.
+//! * UCX's cache of registrations is switched off, unless `UCX_RCACHE_ENABLE` is set or the caller gives the parameter
+//!   `engine_config`: it does not see memory that is unmapped without the C library, and then reaches pages that are gone.
 //! * The library is never unloaded, and everything made by an agent keeps that agent alive.
 //! * A request that NIXL will not let go of is kept, together with its agent; see [`Request::release`].
 
 mod agent;
 mod api;
-mod find;
+pub(crate) mod find;
 mod list;
 mod options;
 mod request;

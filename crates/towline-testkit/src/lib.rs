@@ -6,6 +6,7 @@
 //! reported as skipped ([`skip`]), and `TOWLINE_REQUIRE` makes that a failure.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "this is test code: it fails by panicking")]
 
+pub mod attacker;
 pub mod bench;
 pub mod executor;
 pub mod interrupt;
@@ -13,8 +14,11 @@ pub mod laws;
 pub mod netns;
 pub mod oracle;
 pub mod process;
+pub mod proxy;
 pub mod random;
 pub mod raw;
+pub mod serving;
 pub mod skip;
+pub mod soak;
 pub mod watchdog;
 pub mod worker;

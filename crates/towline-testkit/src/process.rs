@@ -9,7 +9,7 @@ mod line;
 use std::fs::File;
 use std::io::{self, BufReader, Write};
 use std::os::unix::fs::FileExt;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::OnceLock;
@@ -24,6 +24,14 @@ use towline::{Error, Kind};
 pub(crate) use line::Line;
 
 use crate::watchdog;
+
+/// What a worker is, where this program is one that becomes a worker itself.
+static PROGRAM: OnceLock<(PathBuf, Vec<String>)> = OnceLock::new();
+
+/// Starts workers by that program from now on. The first caller decides.
+pub fn become_worker_by(program: PathBuf, arguments: &[&str]) {
+    let _ = PROGRAM.set((program, arguments.iter().map(|one| (*one).to_owned()).collect()));
+}
 
 /// How long an answer may take where nothing else was said.
 const ANSWER: Duration = Duration::from_secs(60);
@@ -93,7 +101,10 @@ pub struct Process {
 impl Process {
     /// Starts a worker.
     pub fn start(name: &str) -> Process {
-        Process::start_by(Command::new(worker_path()), name)
+        let (program, arguments) = worker_program();
+        let mut command = Command::new(program);
+        command.args(arguments);
+        Process::start_by(command, name)
     }
 
     /// Starts a worker with these variables in its environment.
@@ -106,7 +117,8 @@ impl Process {
     /// Starts a worker in a network namespace.
     pub fn start_in(namespace: &str, name: &str) -> Process {
         let mut command = Command::new("ip");
-        command.args(["netns", "exec", namespace]).arg(worker_path());
+        let (program, arguments) = worker_program();
+        command.args(["netns", "exec", namespace]).arg(program).args(arguments);
         Process::start_by(command, name)
     }
 
@@ -139,7 +151,7 @@ impl Process {
         }
         let mut child = command
             .spawn()
-            .unwrap_or_else(|error| panic!("cannot start {}: {error}", worker_path().display()));
+            .unwrap_or_else(|error| panic!("cannot start {}: {error}", worker_program().0.display()));
         watchdog::child_started(child.id() as i32, name);
         let stdin = child.stdin.take();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
@@ -206,6 +218,38 @@ impl Process {
                 self.log()
             ),
         }
+    }
+
+    /// An answer that has come already, to an order that nobody has waited for yet.
+    pub fn early_answer(&mut self) -> Option<Result<Reply, Failure>> {
+        self.answers.try_recv().ok().map(Line::into_reply)
+    }
+
+    /// Waits until it has ended by itself: its exit code, or 128 and the signal that ended it, or `None` at the limit.
+    pub fn ended_within(&mut self, within: Duration) -> Option<i32> {
+        let mut status = None;
+        watchdog::eventually(within, || {
+            status = self.child.try_wait().ok().flatten();
+            status.is_some()
+        });
+        let status = status?;
+        watchdog::child_ended(self.pid());
+        status.code().or_else(|| status.signal().map(|signal| 128 + signal))
+    }
+
+    /// How much of its memory is in RAM, in bytes.
+    pub fn resident(&self) -> u64 {
+        resident_of(self.pid())
+    }
+
+    /// Ends its input, at which it ends.
+    pub fn end_input(&mut self) {
+        self.stdin = None;
+    }
+
+    /// Sends it a signal.
+    pub fn send_signal(&self, signal: Signal) {
+        self.signal(signal);
     }
 
     /// Kills it, as `kill -9` does, and waits until it is gone.
@@ -287,7 +331,19 @@ impl Drop for Process {
     }
 }
 
-/// The worker's program: beside the tests that cargo has built.
+/// How much of a process's memory is in RAM, in bytes.
+pub fn resident_of(pid: i32) -> u64 {
+    let statm = fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
+    let pages: u64 = statm.split_whitespace().nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
+    pages * rustix::param::page_size() as u64
+}
+
+/// The worker's program, and what it is called with.
+fn worker_program() -> (PathBuf, Vec<String>) {
+    PROGRAM.get().cloned().unwrap_or_else(|| (worker_path(), Vec::new()))
+}
+
+/// The program of its own: beside the tests that cargo has built.
 fn worker_path() -> PathBuf {
     if let Some(path) = std::env::var_os("TOWLINE_TESTKIT_WORKER") {
         return path.into();

@@ -13,6 +13,11 @@ impl Random {
         Random(mix(seed()) ^ mix(lane.wrapping_add(1)))
     }
 
+    /// A generator that the run's seed does not change.
+    pub fn from_seed(seed: u64) -> Random {
+        Random(mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15)))
+    }
+
     /// Returns the next number.
     pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -27,6 +32,11 @@ impl Random {
     /// Returns a moment of at most that many microseconds.
     pub fn micros(&mut self, most: u64) -> std::time::Duration {
         std::time::Duration::from_micros(self.below(most + 1))
+    }
+
+    /// Returns one of the items, of which there is at least one.
+    pub fn pick<T: Copy>(&mut self, items: &[T]) -> T {
+        items[self.below(items.len() as u64) as usize]
     }
 
     /// Puts the items in another order.

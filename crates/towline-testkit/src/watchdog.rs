@@ -34,14 +34,41 @@ pub fn watch(what: impl Into<String>, time: Duration) -> Watchdog {
     Watchdog { _called_off: called_off }
 }
 
+/// As [`watch`], and hands what every process was doing to `last`, which has a moment to write it down, before the end.
+pub fn watch_then(
+    what: impl Into<String>,
+    time: Duration,
+    last: impl FnOnce(String) + Send + 'static,
+) -> Watchdog {
+    let what = what.into();
+    let (called_off, waiting) = channel::<()>();
+    let body = move || {
+        if let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(time) {
+            last(report(&what, time));
+            end_all();
+        }
+    };
+    thread::Builder::new().name("watchdog".into()).spawn(body).unwrap();
+    Watchdog { _called_off: called_off }
+}
+
 fn bite(what: &str, time: Duration) {
+    say(&report(what, time));
+    end_all();
+}
+
+fn report(what: &str, time: Duration) -> String {
     let mut text = format!("\nWATCHDOG: {what} did not end in {time:?}. What every process was doing:\n");
     text.push_str(&dump(rustix::process::getpid().as_raw_nonzero().get(), "the test"));
     let children = CHILDREN.lock().unwrap_or_else(PoisonError::into_inner).clone();
     for (pid, name) in &children {
         text.push_str(&dump(*pid, name));
     }
-    say(&text);
+    text
+}
+
+fn end_all() {
+    let children = CHILDREN.lock().unwrap_or_else(PoisonError::into_inner).clone();
     for (pid, _) in children {
         let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
     }

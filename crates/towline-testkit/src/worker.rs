@@ -5,6 +5,7 @@
 
 mod alone;
 mod chase;
+mod leaving;
 mod operations;
 mod pinning;
 
@@ -19,11 +20,11 @@ use std::time::Duration;
 use towline::memory::{DeviceMemory, DeviceStorage, PinnedStorage};
 use towline::{
     Access, DiskStorage, Endpoint, Error, Kind, Layout, Limits, NixlOptions, NixlPrefer, OffsetBuffer,
-    Pinned, Registered, Remote, Routing, SharedStorage, Storage, SystemStorage, Ticket,
+    Pinned, Quotas, Registered, Remote, Routing, SharedStorage, Storage, SystemStorage, Ticket,
 };
 
 pub use self::pinning::play;
-use crate::bench::register_views;
+use crate::bench::{as_forced, register_views};
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
 
@@ -52,8 +53,16 @@ pub fn requiring(paths: &str) -> towline::Result<Routing> {
         .try_fold(Routing::default(), |all, path| all.require(path))
 }
 
+/// An order that this worker does not know, and what carries it out: it may answer beforehand by the function that it is given.
+pub type Further = fn(&str, &mut dyn FnMut(&str)) -> Option<Result<String, Failure>>;
+
 /// Runs until the end of the input.
 pub fn main() {
+    main_with(|_, _| None);
+}
+
+/// [`main`], with further orders.
+pub fn main_with(further: Further) {
     let (sender, orders) = channel();
     thread::Builder::new()
         .name("orders".into())
@@ -76,10 +85,20 @@ pub fn main() {
         views: Vec::new(),
         operation: None,
         next: 0,
+        returning: None,
         orders,
     };
     while let Ok(line) = worker.orders.recv() {
-        let outcome = worker.carry_out(&line);
+        let mut say = |text: &str| drop(Line::outcome(said(text)).write(&mut std::io::stdout()));
+        let outcome = match further(&line.text, &mut say) {
+            Some(outcome) => outcome.and_then(said),
+            None => worker.carry_out(&line),
+        };
+        if let Some(code) = worker.returning {
+            // As at the end of a main function: everything is dropped, then the process exits.
+            drop(worker);
+            std::process::exit(code);
+        }
         let _ = Line::outcome(outcome).write(&mut std::io::stdout());
     }
 }
@@ -93,6 +112,8 @@ struct Worker {
     views: Vec<Registered<OffsetBuffer>>,
     operation: Option<operations::Operation>,
     next: u64,
+    /// The code that the worker is to end with.
+    returning: Option<i32>,
     orders: Receiver<Line>,
 }
 
@@ -185,6 +206,9 @@ impl Worker {
                 said(region.wait_signal(words.take()?, words.take()?, words.millis()?)?)
             }
             "deregister" => self.deregister(&mut words),
+            "recycle" => self.recycle(&mut words),
+            "leave" => self.leave(&mut words),
+            "until-broken" => self.until_broken(&mut words),
             "drop" => {
                 let id: u64 = words.take()?;
                 said(self.regions.remove(&id).is_some())
@@ -273,8 +297,9 @@ impl Worker {
     }
 
     fn open(&mut self, words: &mut Words<'_>) -> Answer {
-        let mut options = Endpoint::options(words.text()?);
+        let mut options = as_forced(Endpoint::options(words.text()?));
         let mut limits = Limits::default();
+        let mut quotas = Quotas::default();
         for (key, value) in words.options() {
             let number = || value.parse::<u64>().map_err(|_| bad(format!("{key}={value}")));
             options = match key {
@@ -289,7 +314,20 @@ impl Worker {
                 "secret" => options.secret(value.as_bytes()),
                 "listen" => options.listen(value.parse().map_err(|_| bad(format!("{key}={value}")))?),
                 "require" => options.routing(requiring(value)?),
+                "tls" => options.tls(towline::Tls::by_ticket()?),
                 "lanes" => options.lanes(number()? as usize),
+                "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" => {
+                    let number = number()?;
+                    match key {
+                        "strangers" => quotas.strangers = number as usize,
+                        "peers" => quotas.peers = number as usize,
+                        "connections" => quotas.connections = number as usize,
+                        "grants" => quotas.grants = number as usize,
+                        "requests" => quotas.requests = number as usize,
+                        _ => quotas.bytes = number,
+                    }
+                    options.quotas(quotas)
+                }
                 "nixl" => options.nixl(NixlOptions::default().prefer(match value {
                     "never" => NixlPrefer::Never,
                     "always" => NixlPrefer::Always,
@@ -315,6 +353,21 @@ impl Worker {
                 Err(failure)
             }
         }
+    }
+
+    /// `recycle REGION STAMP MS`: takes the memory back, fills it and registers it again, all in one; answers with the new
+    /// number and its ticket.
+    fn recycle(&mut self, words: &mut Words<'_>) -> Answer {
+        let id: u64 = words.take()?;
+        let (stamp, within) = (words.stamp()?, words.millis()?);
+        let region = self.regions.remove(&id).ok_or_else(|| bad(format!("no region is called {id}")))?;
+        let memory = region.into_storage_within(within).map_err(|pinned| Failure::from(pinned.error))?;
+        stamp.fill_storage(&memory)?;
+        let region = self.endpoint()?.register(memory, Access::READ_WRITE).map_err(|failed| failed.error)?;
+        let ticket = region.ticket()?;
+        self.next += 1;
+        self.regions.insert(self.next, region);
+        said(format!("{} {ticket}", self.next))
     }
 
     /// Reads or writes over and over until the next order; answers at once, and again at the end.

@@ -1,6 +1,7 @@
 //! Every law over every path.
 //!
-//! `TOWLINE_TEST_FORCE=tcp` runs all of them over that path; `TOWLINE_REQUIRE=mapped,cma,tcp` makes it a failure that
+//! `TOWLINE_TEST_FORCE=tcp` runs all of them over that path, `tcp+tls` with TLS too, and `tcp+crc` with
+//! checksums; `TOWLINE_REQUIRE=mapped,cma,tcp` makes it a failure that
 //! one of these paths cannot run here.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 

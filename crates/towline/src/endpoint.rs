@@ -4,9 +4,11 @@ pub(crate) mod claim;
 mod core;
 mod import;
 mod interfaces;
+mod metrics;
 pub(crate) mod operations;
 mod options;
 mod pinned;
+mod quotas;
 mod request;
 mod stats;
 
@@ -19,11 +21,12 @@ pub(crate) use self::core::EndpointCore;
 pub use self::import::Remote;
 pub use self::options::EndpointOptions;
 pub use self::pinned::Pinned;
+pub use self::quotas::Quotas;
 pub use self::request::Request;
 pub use self::stats::{PathStats, Stats};
 use crate::memory::{Dtype, ReduceOp, Storage};
 use crate::notify::{NextNotification, Notification};
-use crate::region::{RegisterError, Registered, Span};
+use crate::region::{Audit, RegisterError, Registered, Span};
 use crate::route::Routing;
 use crate::transfer::{Op, Transfer};
 use crate::wire::AtomicOp;
@@ -215,6 +218,16 @@ impl Endpoint {
     /// What was moved, per peer and path, and what is held. Empty in a forked child.
     pub fn stats(&self) -> Stats {
         if fork::in_child() { Stats::default() } else { self.0.stats() }
+    }
+
+    /// All counters in the text form that Prometheus reads. Empty in a forked child.
+    pub fn metrics(&self) -> String {
+        if fork::in_child() { String::new() } else { self.0.metrics() }
+    }
+
+    /// Who used this endpoint's regions, all of them together, and who was refused.
+    pub fn audit(&self) -> Audit {
+        if fork::in_child() { Audit::default() } else { self.0.ledger.audit() }
     }
 
     /// Revokes every region, ends every transfer and closes every connection. Closing twice is harmless.

@@ -25,6 +25,10 @@
 #[doc = include_str!("../../../README.md")]
 struct ReadmeExamples;
 
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/site/nixl.md")]
+struct NixlPageExamples;
+
 mod access;
 mod completion;
 pub mod connect;
@@ -36,20 +40,24 @@ mod fork;
 mod identity;
 pub mod layout;
 pub mod memory;
+pub mod nccl;
 pub mod nixl;
 mod notify;
 mod progress;
 mod region;
 mod route;
+#[cfg(test)]
+mod simulated;
 mod sync;
 pub mod ticket;
+mod tls;
 mod transfer;
 mod transport;
 #[doc(hidden)]
 pub mod wire;
 
 pub use access::Access;
-pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Remote, Request, Stats};
+pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Quotas, Remote, Request, Stats};
 pub use error::{Error, Kind, Result};
 #[doc(hidden)]
 pub use fork::guard as fork_guard;
@@ -61,9 +69,12 @@ pub use memory::{
     Place, ReduceOp, SharedStorage, Storage, StorageKind, SystemStorage, create_buffer,
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
-pub use region::{Patience, RegisterError, Registered, RegisteredView, Span, StillPinned};
+pub use region::{Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned};
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
+pub use tls::Tls;
+#[doc(hidden)]
+pub use tls::TlsStream;
 pub use transfer::{BlockFailure, Limits, Transfer};
 pub use transport::nixl::{NixlOptions, NixlPrefer, NixlStats};
-pub use transport::{Capabilities, PathInfo, Probe, paths};
+pub use transport::{Capabilities, PathInfo, Probe, path_names, paths};

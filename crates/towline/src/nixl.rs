@@ -1,15 +1,29 @@
-//! NIXL, where it is installed: found and loaded at run time, never needed; with the names of `dynamo_memory::nixl`.
+//! The names of `dynamo_memory::nixl`: agents that register memory, tell peers of it and move it.
 //!
-//! What differs from there: errors are [`Error`]s, and a missing library is `Unavailable` with the places
-//! tried; [`register_with_nixl`] gives the storage back together with the cause; there is no way to swap a storage
-//! underneath its registration; a request keeps the memory that it uses; clones of an agent share their backends.
+//! They run on NIXL where that is installed (found and loaded at run time, never needed) and on the transports of this library
+//! where it is not: [`Engine`], chosen in [`AgentConfig`] or [`NixlBackendConfig`], by default automatically, and visible in
+//! [`NixlAgent::engine`]. Both ends of a transfer need the same engine; metadata of the other one is refused by name.
 //!
-//! So far these names stand on NIXL alone. [`Endpoint`](crate::Endpoint) does not use it as a path yet.
+//! `use dynamo_memory::nixl::…` becomes `use towline::nixl::…`, and `use nixl_sys::…` becomes `use towline::nixl::sys::…`
+//! (see [`sys`] for the two that have one name).
+//!
+//! What differs from there: errors are [`Error`]s; [`register_with_nixl`] gives the storage back together with the cause; there
+//! is no way to swap a storage underneath its registration; a request keeps the memory that it uses; clones of an agent share
+//! their backends; registering bare addresses ([`NixlAgent::register_memory`]) is `unsafe`, as it is.
 
 mod agent;
 mod config;
+mod embedded;
+mod engine;
+#[doc(hidden)]
+pub mod fuzzing;
+mod lent;
+mod list;
+mod native;
 mod registered;
+pub mod sys;
 mod transfer;
+mod wheel;
 
 use std::path::PathBuf;
 
@@ -20,15 +34,23 @@ use crate::{Error, Kind};
 
 pub use agent::NixlAgent;
 pub use config::{AgentConfig, NixlBackendConfig, ThreadSync};
+pub use engine::Engine;
+pub use lent::RegistrationHandle;
+pub use list::{DescList, RegDescList, XferDescList, XferDescriptor};
 pub use registered::{NixlCompatible, NixlMemory, NixlRegisterExt, NixlRegistered, register_with_nixl};
+pub use serde::{Deserialize, Serialize};
+pub use sys::MemoryRegion;
 pub use towline_sys::nixl::SETTING;
-pub use transfer::{NotificationMap, OptArgs, XferDescList, XferOp, XferRequest, XferStatus, XferTelemetry};
+pub use transfer::{
+    Backend, NotificationMap, OptArgs, Params, XferDlistHandle, XferOp, XferRequest, XferStatus,
+    XferTelemetry,
+};
 
 pub use crate::memory::{MemType, NixlDescriptor};
 pub use crate::region::RegisteredView;
 pub use NixlAgent as Agent;
 
-/// Whether NIXL is missing here.
+/// Whether NIXL is missing here, so that agents run on the embedded engine.
 pub fn is_stub() -> bool {
     Nixl::load().is_err()
 }

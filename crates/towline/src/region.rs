@@ -1,5 +1,6 @@
 //! Storages made reachable: [`Registered`], [`Span`], and what happens when they are taken back.
 
+mod audit;
 mod core;
 mod peers;
 mod signal;
@@ -15,6 +16,8 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use self::audit::{Audit, PeerAudit};
+pub(crate) use self::audit::{Deed, Entry, Ledger};
 pub(crate) use self::core::{Borrower, ParkingLot, RegionCore, RegionUse};
 pub(crate) use self::peers::PeerPins;
 pub use self::signal::Patience;
@@ -132,6 +135,11 @@ impl<S: Storage> Registered<S> {
     pub fn ticket_with_layout(&self, layout: Layout) -> Result<Ticket> {
         layout.fits(self.core.len as u64)?;
         self.core.ticket(Some(layout))
+    }
+
+    /// Who used the region and who was refused, as far as the owner can see.
+    pub fn audit(&self) -> Audit {
+        if fork::in_child() { Audit::default() } else { self.core.ledger.audit() }
     }
 
     /// A checked part of the region.

@@ -52,6 +52,11 @@ impl Routing {
         self
     }
 
+    /// Whether only ways are allowed in which the owner checks every access.
+    pub(crate) fn is_enforced(&self) -> bool {
+        self.isolation == Isolation::Enforced
+    }
+
     /// Whether that path is required by name.
     pub(crate) fn requires(&self, path: &str) -> bool {
         self.require.contains(&path)
@@ -162,10 +167,10 @@ impl Routes {
                 None => match transport.attach(offer) {
                     Ok(attachment) => {
                         let first = usable.is_empty();
-                        let detail = attachment.detail();
+                        let summary = attachment.detail().unwrap_or_else(|| attachment.summary().to_owned());
                         usable.push(attachment);
                         if first {
-                            (Verdict::Taken, detail.unwrap_or_else(|| transport.summary().to_owned()))
+                            (Verdict::Taken, summary)
                         } else {
                             (Verdict::Possible, "a better path is taken".to_owned())
                         }

@@ -208,7 +208,9 @@ impl Transfer {
         }
     }
 
-    /// Asks it to stop. It ends with [`Kind::Canceled`] once the local memory is safe to reuse: wait for that.
+    /// Asks it to stop. It ends with [`Kind::Canceled`] once the local memory is safe to reuse, and nothing of it changes the
+    /// remote memory any more: wait for that. Over a stream, a write that is under way ends when the owner has said what became
+    /// of it; an owner that says nothing for two seconds loses the connection, and what it has not read with it.
     ///
     /// A transfer that has already ended stays as it ended.
     pub fn cancel(&self) {
@@ -238,6 +240,14 @@ impl Transfer {
             Repr::Done(_) => true,
             Repr::Live(_) if fork::in_child() => false,
             Repr::Live(core) => core.wait(Some(until)).is_some() && core.wait_quiet(until),
+        }
+    }
+
+    /// What an engine may still be at after the end; `None` for a transfer that ended in the call that started it.
+    pub(crate) fn noise(&self) -> Option<Noise> {
+        match &self.0 {
+            Repr::Done(_) => None,
+            Repr::Live(core) => Some(Noise(Arc::downgrade(core))),
         }
     }
 
@@ -290,6 +300,16 @@ impl fmt::Debug for Transfer {
     }
 }
 
+/// What an engine may still be at. Keeps nothing alive.
+pub(crate) struct Noise(Weak<TransferCore>);
+
+impl Noise {
+    /// Whether the engine has let go.
+    pub(crate) fn is_over(&self) -> bool {
+        self.0.upgrade().is_none_or(|core| core.noise.load(Ordering::Acquire) == 0)
+    }
+}
+
 /// Told once how a transfer ended, before its waiters are.
 pub(crate) type OnEnd = Box<dyn Fn(&Result<()>) + Send + Sync>;
 
@@ -315,10 +335,12 @@ pub(crate) struct TransferCore {
     /// The stream of the caller's that the copy is in order with, where a GPU copies.
     pub(crate) stream: Option<StreamHandle>,
     pub(crate) limits: Limits,
+    pub(crate) checked: bool,
     attachment: Arc<dyn Attachment>,
     peer: Arc<str>,
     span: tracing::Span,
     stopped: AtomicBool,
+    stopped_at: OnceLock<Instant>,
     /// How many requests an engine has not let go of: the local memory stays pinned until there is none.
     noise: AtomicUsize,
     timer: OnceLock<TimerId>,
@@ -356,6 +378,8 @@ pub(crate) struct Parts {
     pub(crate) after: After,
     pub(crate) stream: Option<StreamHandle>,
     pub(crate) limits: Limits,
+    /// Checksums go along with the bytes, where the path has none of its own.
+    pub(crate) checked: bool,
     pub(crate) attachment: Arc<dyn Attachment>,
     pub(crate) peer: Arc<str>,
     pub(crate) on_end: OnEnd,
@@ -386,10 +410,12 @@ impl TransferCore {
             after: parts.after,
             stream: parts.stream,
             limits: parts.limits,
+            checked: parts.checked,
             attachment: parts.attachment,
             peer: parts.peer,
             span,
             stopped: AtomicBool::new(false),
+            stopped_at: OnceLock::new(),
             noise: AtomicUsize::new(0),
             timer: OnceLock::new(),
             help: OnceLock::new(),
@@ -424,6 +450,11 @@ impl TransferCore {
     /// Whether the paths should stop moving bytes for it.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
+    }
+
+    /// When it was started, and when it was stopped, if it was.
+    pub(crate) fn span_of_time(&self) -> (Instant, Option<Instant>) {
+        (lock(&self.inner).started, self.stopped_at.get().copied())
     }
 
     /// Why it was stopped, for the units that did not run.
@@ -484,6 +515,7 @@ impl TransferCore {
         if !lock(&self.inner).state.stop(error) {
             return;
         }
+        let _ = self.stopped_at.set(Instant::now());
         self.stopped.store(true, Ordering::Release);
         self.attachment.stop(self);
     }

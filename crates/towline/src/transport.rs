@@ -19,6 +19,7 @@
 pub(crate) mod cma;
 pub(crate) mod cuda;
 pub(crate) mod direct;
+pub(crate) mod file;
 pub(crate) mod gpu;
 pub(crate) mod inproc;
 pub(crate) mod mapped;
@@ -43,8 +44,16 @@ use crate::wire::Grant;
 use crate::{Error, Kind, Result};
 
 /// Every transport, the preferred ones first.
-pub(crate) static TRANSPORTS: [&dyn Transport; 7] =
-    [&inproc::InProc, &mapped::Mapped, &cuda::CudaPath, &cma::Cma, &nixl::NixlPath, &tcp::Unix, &tcp::Tcp];
+pub(crate) static TRANSPORTS: [&dyn Transport; 8] = [
+    &inproc::InProc,
+    &mapped::Mapped,
+    &cuda::CudaPath,
+    &cma::Cma,
+    &file::FilePath,
+    &nixl::NixlPath,
+    &tcp::Unix,
+    &tcp::Tcp,
+];
 
 /// What a path can do.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -258,6 +267,11 @@ pub(crate) trait Attachment: Send + Sync {
     /// The way it belongs to.
     fn transport(&self) -> &'static dyn Transport;
 
+    /// What this way does, in one line.
+    fn summary(&self) -> &'static str {
+        self.transport().summary()
+    }
+
     /// What the path runs on here, for explanations.
     fn detail(&self) -> Option<String> {
         None
@@ -349,7 +363,12 @@ pub struct PathInfo {
     pub probe: Probe,
 }
 
-/// Every path in order of preference, probed on this machine.
+/// The names of all paths in order of preference. Probes nothing.
+pub fn path_names() -> Vec<&'static str> {
+    TRANSPORTS.iter().map(|transport| transport.name()).collect()
+}
+
+/// Every path in order of preference, probed on this machine. Loads NIXL, where it is there: [`path_names`] does not.
 pub fn paths() -> Vec<PathInfo> {
     TRANSPORTS
         .iter()

@@ -23,7 +23,7 @@ pub use grant::{
 };
 pub use message::Message;
 pub use transfer::{
-    Atomic, AtomicOp, Block, Data, Done, MAX_BLOCKS, MAX_NOTIFY, Notify, Read, Reduce, Signal, Write,
+    Atomic, AtomicOp, Block, Check, Data, Done, MAX_BLOCKS, MAX_NOTIFY, Notify, Read, Reduce, Signal, Write,
 };
 
 use crate::{Error, Result};
@@ -98,6 +98,8 @@ pub enum FrameKind {
     Cancel = 40,
     /// A claimed operation has ended.
     Finish = 41,
+    /// The checksums of the blocks of the next frame.
+    Check = 42,
     /// Are you there?
     Ping = 48,
     /// Yes.
@@ -108,11 +110,11 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// Every kind, by number.
-    pub const ALL: [FrameKind; 26] = {
+    pub const ALL: [FrameKind; 27] = {
         use FrameKind::*;
         [
             Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Ask, Told, Recall,
-            Read, Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Ping, Pong, Bye,
+            Read, Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Check, Ping, Pong, Bye,
         ]
     };
 

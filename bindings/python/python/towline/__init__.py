@@ -22,6 +22,10 @@ b'taken'
 """
 
 from . import _native
+
+if not _native.is_main_interpreter():
+    raise ImportError("towline works in the main interpreter only: use it there, or in a process of its own")
+
 from ._endpoint import Access, Endpoint, Isolation
 from ._errors import (
     Canceled,
@@ -40,17 +44,20 @@ from ._errors import (
     Unsupported,
 )
 from ._native import (
+    Audit,
     Candidate,
     Explanation,
     Layout,
     Notification,
     PathStats,
+    PeerAudit,
     Region,
     Remote,
     SharedArray,
     Span,
     Stats,
     Ticket,
+    Tls,
     paths,
 )
 from ._transfer import BlockFailure, Transfer
@@ -75,6 +82,7 @@ __version__: str = _native.__version__
 
 __all__ = [
     "Access",
+    "Audit",
     "BlockFailure",
     "Canceled",
     "Candidate",
@@ -98,6 +106,7 @@ __all__ = [
     "OperationKind",
     "OperationStatus",
     "PathStats",
+    "PeerAudit",
     "PermissionDenied",
     "Protocol",
     "RdmaMetadata",
@@ -112,6 +121,7 @@ __all__ = [
     "Stats",
     "Ticket",
     "Timeout",
+    "Tls",
     "Transfer",
     "Unavailable",
     "Unsupported",

@@ -14,7 +14,7 @@ from ._transfer import Transfer
 if TYPE_CHECKING:
     from typing import Self
 
-    from ._native import Layout, Notification, Region, Remote, Span, Stats, Ticket
+    from ._native import Audit, Layout, Notification, Region, Remote, Span, Stats, Ticket, Tls
 
 Access = Literal["none", "read", "write", "read+write"]
 Isolation = Literal["cooperative", "enforced"]
@@ -41,7 +41,9 @@ class Endpoint:
     (``"10.0.0.5:7000"``). Tickets carry the addresses that are listened on, or those in ``advertise``. With a ``secret``,
     peers must know it too. ``timeout`` is the longest time for a transfer (plus the time of its bytes at 50 MB/s) and
     ``stall_timeout`` the longest time in which nothing moves. ``require`` and ``forbid`` name paths; with
-    ``isolation="enforced"`` only those are used on which the owner of the memory checks every access.
+    ``isolation="enforced"`` only those are used on which the owner of the memory checks every access, and no other process
+    is given this endpoint's memory. ``tls=True`` encrypts everything over TCP, authenticated by tickets; a `Tls` says it
+    with certificates. Peers must do the same. With ``checksums`` each block that goes over a socket is checked on arrival.
 
     Use it in a ``with`` or an ``async with`` block, or ``close()`` it.
     """
@@ -62,6 +64,8 @@ class Endpoint:
         isolation: Isolation | None = None,
         max_regions: int | None = None,
         lanes: int | None = None,
+        tls: Tls | bool = False,
+        checksums: bool = False,
     ) -> None:
         self._native = _native.Endpoint(
             name,
@@ -75,6 +79,8 @@ class Endpoint:
             isolation=isolation,
             max_regions=max_regions,
             lanes=lanes,
+            tls=_native.Tls.by_ticket() if tls is True else (tls or None),
+            checksums=checksums,
         )
 
     @classmethod
@@ -251,6 +257,18 @@ class Endpoint:
     def stats(self) -> Stats:
         """What was moved, per peer and path, and what is held."""
         return self._native.stats()
+
+    def audit(self) -> Audit:
+        """Who used this endpoint's regions, all of them together, and who was refused.
+
+        Counted is what this process serves: a peer that was given the memory itself (``unseen``) copies without it.
+        ``Region.audit`` is the same for one region.
+        """
+        return self._native.audit()
+
+    def metrics(self) -> str:
+        """All counters in the text form that Prometheus reads: the body of your own ``/metrics`` page."""
+        return self._native.metrics()
 
     def close(self) -> None:
         """Revokes every region, ends every transfer and closes every connection. Closing twice is harmless."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ._transfer import Transfer
 
 T = TypeVar("T")
+Begun = TypeVar("Begun", covariant=True)
 
 
 class Ending(Protocol):
@@ -127,7 +128,15 @@ async def ended(
     return True
 
 
-async def begun(beginning: _native.Beginning) -> _native.Operation:
+class Beginning(Protocol[Begun]):
+    """What is being started."""
+
+    def poll(self, waiter: _native.Waiter) -> bool: ...
+    def result(self) -> Begun: ...
+    def abandon(self) -> None: ...
+
+
+async def begun(beginning: Beginning[Begun]) -> Begun:
     """Returns the operation that has begun. Cancelling the task gives the claim back; no byte has moved then."""
     port = _port()
     number, waiter = port.waiter()

@@ -28,12 +28,22 @@ const IN_PROGRESS: u8 = 7;
 pub(crate) struct Communicator {
     comm: Quiet<towline_comm::Communicator>,
     config: Config,
+    /// The GPU that it is on.
+    gpu: Option<u32>,
 }
 
 impl Communicator {
     fn new(comm: towline_comm::Communicator, config: Config) -> Communicator {
         process::mark();
-        Communicator { comm: Quiet::new(comm), config }
+        let gpu = match comm.device() {
+            Ok(towline::Place::Cuda(gpu)) => Some(gpu),
+            _ => None,
+        };
+        Communicator { comm: Quiet::new(comm), config, gpu }
+    }
+
+    pub(super) fn on_gpu(&self) -> Option<u32> {
+        self.gpu
     }
 
     pub(super) fn enter(&self, py: Python<'_>, op: &'static str) -> PyResult<&towline_comm::Communicator> {
@@ -44,7 +54,8 @@ impl Communicator {
 
     /// Whether a call has to have ended when it returns.
     fn waits(&self) -> bool {
-        self.config.blocking && group::current().is_none()
+        // On a GPU a call has been put into a stream when it returns.
+        self.config.blocking && self.gpu.is_none() && group::current().is_none()
     }
 
     /// Starts an operation without the GIL, and waits for it where this communicator blocks.
@@ -104,8 +115,13 @@ impl Communicator {
             let nranks = usize::try_from(nranks)
                 .map_err(|_| invalid(py, OP, format!("nranks: a group has no {nranks} ranks")))?;
             let rank = self::rank(py, OP, "rank", rank)?;
-            let id = UniqueId::from_bytes(id).map_err(|error| error.during(OP)).or_raise(py)?;
             let config = config.get().over(Config::default());
+            let known = UniqueId::from_bytes(id).map_err(|error| error.during(OP));
+            // Where a GPU is named, what is no id of ours is one of NCCL's, whatever it looks like.
+            let id = match (known, <[u8; 128]>::try_from(id)) {
+                (Err(_), Ok(bytes)) if config.gpu.is_some() => UniqueId::from_nccl(bytes),
+                (known, _) => known.or_raise(py)?,
+            };
             let init = config.clone();
             let comm = without_gil(py, || towline_comm::Communicator::init(nranks, rank, &id, init))?;
             Ok(Communicator::new(comm.or_raise(py)?, config))
@@ -119,6 +135,24 @@ impl Communicator {
         let config = config.get().over(Config::default());
         let comms = py.detach(|| towline_comm::Communicator::init_all_with(count, &config)).or_raise(py)?;
         Ok(comms.into_iter().map(|comm| Communicator::new(comm, config.clone())).collect())
+    }
+
+    #[staticmethod]
+    fn init_all_on(
+        py: Python<'_>,
+        gpus: Vec<u32>,
+        config: &Bound<'_, CommConfig>,
+    ) -> PyResult<Vec<Communicator>> {
+        process::guard(py, "init_all")?;
+        let config = config.get().over(Config::default());
+        let comms = py.detach(|| towline_comm::Communicator::init_all_on(&gpus, &config)).or_raise(py)?;
+        Ok(comms.into_iter().map(|comm| Communicator::new(comm, config.clone())).collect())
+    }
+
+    /// The GPU that it is on; `None` on the host.
+    #[getter]
+    fn gpu(&self) -> Option<u32> {
+        self.gpu
     }
 
     /// The communicator of this rank's colour; `None` for a rank without one.
@@ -234,7 +268,7 @@ impl Communicator {
         let registered = || -> PyResult<_> {
             let comm = self.enter(py, OP)?;
             comm.rank().map_err(|error| error.during(OP)).or_raise(py)?;
-            let storage = Array::of(buffer, OP, "buffer", true)?.into_storage(py)?;
+            let storage = Array::of(buffer, OP, "buffer", true, self.gpu)?.into_storage(py)?;
             py.detach(|| comm.register_buffer(storage)).map(RegisteredBuffer::new).or_raise(py)
         };
         registered().map_err(|error| settle(py, OP, error))
@@ -254,7 +288,7 @@ impl Communicator {
             let Some(flags) = WindowFlag::from_bits(flags) else {
                 return Err(invalid(py, OP, format!("flags: {flags:#x} has bits that no flag has")));
             };
-            let array = Array::of(buffer, OP, "buffer", true)?;
+            let array = Array::of(buffer, OP, "buffer", true, self.gpu)?;
             if array.is_empty() {
                 return Err(invalid(py, OP, "buffer: a window of no bytes".to_owned()));
             }
@@ -362,8 +396,8 @@ impl Communicator {
                 Some(name) => name.parse::<Algorithm>().map_err(|error| error.during(kind)).or_raise(py)?,
                 None => Algorithm::Auto,
             };
-            let send = send.map(|send| Array::of(send, kind, "sendbuf", false)).transpose()?;
-            let recv = recv.map(|recv| Array::of(recv, kind, "recvbuf", true)).transpose()?;
+            let send = send.map(|send| Array::of(send, kind, "sendbuf", false, self.gpu)).transpose()?;
+            let recv = recv.map(|recv| Array::of(recv, kind, "recvbuf", true, self.gpu)).transpose()?;
             let element = elements(py, kind, nranks, send.as_ref(), recv.as_ref())?;
             let reduces = matches!(kind, "all_reduce" | "reduce" | "reduce_scatter");
             let dtype = if reduces { combined(py, kind, element, op)? } else { element.moved_as() };
@@ -493,11 +527,13 @@ fn operation(
 
 /// The name and size of the type of an object's elements, and how many it has.
 #[pyfunction]
+#[pyo3(signature = (buffer, gpu=None))]
 pub(crate) fn array_type(
     py: Python<'_>,
     buffer: &Bound<'_, PyAny>,
+    gpu: Option<u32>,
 ) -> PyResult<(&'static str, usize, usize)> {
     const OP: &str = "buffer";
-    let array = memory::Array::of(buffer, OP, "buffer", false).map_err(|error| settle(py, OP, error))?;
+    let array = memory::Array::of(buffer, OP, "buffer", false, gpu).map_err(|error| settle(py, OP, error))?;
     Ok((array.element.name, array.element.size, array.count()))
 }

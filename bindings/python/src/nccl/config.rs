@@ -20,12 +20,13 @@ pub(crate) struct CommConfig {
     listen: Vec<SocketAddr>,
     advertise: Vec<SocketAddr>,
     routing: Option<Routing>,
+    gpu: Option<u32>,
 }
 
 #[pymethods]
 impl CommConfig {
     #[new]
-    #[pyo3(signature = (*, blocking, timeout, contexts, signals, name, listen, advertise, require, forbid))]
+    #[pyo3(signature = (*, blocking, timeout, contexts, signals, name, listen, advertise, require, forbid, gpu=None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -38,6 +39,7 @@ impl CommConfig {
         advertise: Vec<String>,
         require: Vec<String>,
         forbid: Vec<String>,
+        gpu: Option<u32>,
     ) -> PyResult<CommConfig> {
         const OP: &str = "config";
         let count = |argument: &str, value: Option<i64>| {
@@ -54,6 +56,7 @@ impl CommConfig {
             listen: addresses(py, OP, "listen", &listen)?,
             advertise: addresses(py, OP, "advertise", &advertise)?,
             routing: routing(py, &require, &forbid, None).map_err(|error| settle(py, OP, error))?,
+            gpu,
         })
     }
 }
@@ -77,6 +80,7 @@ impl CommConfig {
         if let Some(routing) = &self.routing {
             config.routing = routing.clone();
         }
+        config.gpu = self.gpu.or(config.gpu);
         config
     }
 }

@@ -2,9 +2,10 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyMemoryView, PyTuple};
-use towline::{Buffer, Dtype, SystemStorage};
+use towline::{Buffer, DeviceStorage, Dtype, SystemStorage};
 use towline_comm::{Communicator, Error};
 
+use super::device;
 use super::errors::OrRaise;
 use crate::buffer::{self, Asked};
 use crate::dlpack::Type;
@@ -95,6 +96,8 @@ pub(super) struct Array<'py> {
     pub(super) memory: buffer::Memory<'py>,
     pub(super) element: &'static Element,
     asked: Asked,
+    /// The GPU of the communicator that it is for.
+    gpu: Option<u32>,
 }
 
 impl<'py> Array<'py> {
@@ -104,10 +107,23 @@ impl<'py> Array<'py> {
         op: &'static str,
         argument: &'static str,
         writable: bool,
+        gpu: Option<u32>,
     ) -> PyResult<Array<'py>> {
         let py = object.py();
-        let asked = Asked { op, argument, host_only: true, views: false };
-        let memory = buffer::Memory::of(object, asked)?;
+        let asked = Asked { op, argument, host_only: gpu.is_none(), views: false };
+        let memory = match gpu {
+            None => buffer::Memory::of(object, asked)?,
+            Some(gpu) => device::memory(object, asked)?.ok_or_else(|| {
+                asked
+                    .invalid(py, &format!("the communicator is on GPU {gpu}, and its memory is not on a GPU"))
+            })?,
+        };
+        if let (Some(gpu), Some((_, on @ 0..))) = (gpu, memory.device)
+            && on as u32 != gpu
+        {
+            let message = format!("the communicator is on GPU {gpu}, and its memory on GPU {on}");
+            return Err(asked.invalid(py, &message));
+        }
         if writable && memory.read_only {
             return Err(asked.invalid(py, "its memory is read-only"));
         }
@@ -116,7 +132,7 @@ impl<'py> Array<'py> {
             let message = format!("{} bytes are not whole elements of {}", memory.len, element.name);
             return Err(asked.invalid(py, &message));
         }
-        Ok(Array { memory, element, asked })
+        Ok(Array { memory, element, asked, gpu })
     }
 
     pub(super) fn count(&self) -> usize {
@@ -128,13 +144,21 @@ impl<'py> Array<'py> {
     }
 
     pub(super) fn into_storage(self, py: Python<'py>) -> PyResult<Buffer> {
-        self.memory.into_storage(py, self.asked)
+        match self.gpu {
+            Some(gpu) => self.memory.into_device_storage(py, self.asked, gpu),
+            None => self.memory.into_storage(py, self.asked),
+        }
     }
 
     /// The memory, for a call on that communicator.
     pub(super) fn into_memory(self, py: Python<'py>, comm: &Communicator) -> PyResult<towline_comm::Memory> {
         if self.is_empty() {
-            let none = || -> towline_comm::Result<_> { comm.memory(SystemStorage::new(64)?)?.part(0, 0) };
+            let none = || -> towline_comm::Result<_> {
+                match self.gpu {
+                    Some(gpu) => comm.memory(DeviceStorage::new(64, gpu)?)?.part(0, 0),
+                    None => comm.memory(SystemStorage::new(64)?)?.part(0, 0),
+                }
+            };
             return none().or_raise(py);
         }
         let op = self.asked.op;
@@ -173,6 +197,10 @@ fn element_of(
         let shown = (element.code, element.bits, element.lanes);
         let found = Element::of_dlpack(element);
         return found.ok_or_else(|| unknown(py, &format!("DLPack type {shown:?}"), asked));
+    }
+    if let Some(interface) = object.getattr_opt("__cuda_array_interface__")? {
+        let typestr = device::typestr(interface.cast()?)?;
+        return of_typestr(&typestr).ok_or_else(|| unknown(py, &format!("type {typestr}"), asked));
     }
     let (format, size): (String, usize) = if let Ok(view) = PyMemoryView::from(object) {
         (view.getattr("format")?.extract()?, view.getattr("itemsize")?.extract()?)

@@ -24,7 +24,7 @@ pub(crate) fn unique_id(
         if listen.is_empty() && advertise.is_empty() {
             towline_comm::get_unique_id()
         } else {
-            towline_comm::get_unique_id_with(&UniqueIdOptions { listen, advertise })
+            towline_comm::get_unique_id_with(&UniqueIdOptions { listen, advertise, tls: false })
         }
     });
     let id = made.or_raise(py)?;

@@ -79,7 +79,7 @@ impl Window {
         (op, writable): (&'static str, bool),
     ) -> PyResult<Access> {
         let peer = rank(py, op, "peer", peer)?;
-        let array = Array::of(local, op, "local_buffer", writable)?;
+        let array = Array::of(local, op, "local_buffer", writable, comm.on_gpu())?;
         let offset = usize::try_from(offset).ok().and_then(|offset| offset.checked_mul(array.element.size));
         let offset = offset
             .ok_or_else(|| invalid(py, op, "peer_window_offset: it is negative or too large".to_owned()))?;

@@ -42,19 +42,21 @@ struct Setting {
     name: &'static str,
     variables: &'static [(&'static str, &'static str)],
     embedded: Path,
+    /// Whether UCX needs the owner's processor there.
+    driven: bool,
     /// Whether its notifications and its idling are measured too.
     costs: bool,
 }
 
-const SETTINGS: [Setting; 3] = [
-    Setting { name: "cma", variables: &[], embedded: Path::Cma, costs: true },
+const SETTINGS: [Setting; 2] = [
+    Setting { name: "cma", variables: &[], embedded: Path::Cma, driven: false, costs: true },
     Setting {
-        name: "shm",
-        variables: &[("UCX_TLS", "posix,sysv,self,tcp")],
-        embedded: Path::Mapped,
+        name: "tcp",
+        variables: &[("UCX_TLS", "tcp")],
+        embedded: Path::Tcp,
+        driven: true,
         costs: false,
     },
-    Setting { name: "tcp", variables: &[("UCX_TLS", "tcp")], embedded: Path::Tcp, costs: false },
 ];
 
 impl Setting {
@@ -160,8 +162,9 @@ fn measure(setting: &Setting, options: &Options, output: &Output) -> Outcome {
     match Measuring::prepare(setting, options.pace()) {
         Err(failure) => skip(setting.name.to_owned(), failure),
         Ok(mut measuring) => {
-            for (shape, manner, blocks, block_size, goal) in SHAPES {
-                for op in Op::BOTH {
+            // Reads before writes: a write leaves other bytes at the owner.
+            for op in Op::BOTH {
+                for (shape, manner, blocks, block_size, goal) in SHAPES {
                     let label = format!("{}/{shape}/{}", setting.name, op.name());
                     if !options.wants(&label) {
                         continue;
@@ -212,7 +215,7 @@ const LIMIT: usize = 3;
 
 impl<'a> Measuring<'a> {
     fn prepare(setting: &'a Setting, pace: Pace) -> Outcome<Measuring<'a>> {
-        let api = Peer::start(BYTES, false)?;
+        let api = Peer::start(BYTES, false, setting.driven)?;
         let nixl = Bed::prepare(Path::Nixl, BYTES)?;
         let embedded = Bed::prepare(setting.embedded, BYTES)?;
         Ok(Measuring { setting, pace, nixl, embedded, api })
@@ -276,7 +279,7 @@ impl<'a> Measuring<'a> {
         const COUNT: usize = 200;
         const WATCHED: Duration = Duration::from_secs(2);
         // As NIXL is by default.
-        let mut api = Peer::start(1 << 20, true)?;
+        let mut api = Peer::start(1 << 20, true, false)?;
         let endpoint = Endpoint::open("bench-notify")?;
         let region =
             endpoint.register(SharedStorage::new(4096)?, Access::READ).map_err(towline::Error::from)?;

@@ -9,9 +9,7 @@ const GROUP: &str = "Engines";
 
 pub(super) fn check() -> Vec<Check> {
     let mut checks = nixl(availability());
-    for engine in ["cuda", "nccl"] {
-        checks.push(Check::fact(GROUP, engine, "not part of this build"));
-    }
+    checks.extend(nccl(towline::nccl::availability()));
     checks
 }
 
@@ -51,6 +49,33 @@ fn nixl(found: Availability) -> Vec<Check> {
     }
 }
 
+/// NCCL's version, and what of it depends on that.
+fn nccl(found: towline::nccl::Availability) -> Vec<Check> {
+    use towline::nccl::Availability;
+    match found {
+        Availability::Found { path, origin, version, fake, supports, lacks } => {
+            let what = if fake { "a fake for tests, " } else { "" };
+            let found = format!("{what}{version}, {} ({origin})", path.display());
+            let mut checks = vec![
+                Check::new(GROUP, "nccl", Status::Ok, found),
+                Check::fact(GROUP, "nccl supports", supports.join("; ")),
+            ];
+            if !lacks.is_empty() {
+                checks.push(Check::fact(GROUP, "nccl lacks", lacks.join("; ")));
+            }
+            checks
+        }
+        Availability::Missing { tried, mend } => {
+            let words = "not found; only communicators on GPUs need it";
+            let missing = Check::new(GROUP, "nccl", Status::Note, words).mend(mend);
+            std::iter::once(missing)
+                .chain(tried.into_iter().map(|place| Check::fact(GROUP, "nccl tried", place)))
+                .collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -62,5 +87,14 @@ mod tests {
         let found: Vec<_> = checks.iter().map(|check| check.found.as_str()).collect();
         assert_eq!(found, ["not found; nothing here needs it", "a: not there", "b: no ELF"]);
         assert_eq!(checks[0].mend.as_deref(), Some("install it"));
+    }
+
+    #[test]
+    fn the_version_of_nccl_is_shown_with_what_it_has_and_lacks() {
+        let checks = nccl(towline::nccl::availability());
+        assert_eq!(checks[0].name, "nccl");
+        let places = checks.iter().filter(|check| check.name == "nccl tried").count();
+        let facts = checks.iter().filter(|check| check.name == "nccl supports").count();
+        assert!((places > 0) != (facts > 0));
     }
 }

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use towline::{Kind, Ticket};
+use towline::{Kind, Ticket, Tls, TlsStream};
 
 use super::wire::{self, Answer, Join, Session, Side, VERSION, WELCOME_LEN};
 use crate::unique_id::UniqueId;
@@ -56,7 +56,7 @@ pub(crate) fn join(id: &UniqueId, joining: &Joining<'_>) -> Result<Vec<Ticket>> 
     }
     let until = Instant::now() + joining.timeout.min(Duration::from_secs(7 * 86_400));
     let mut tries = 0;
-    let (mut stream, session) = loop {
+    let (stream, session) = loop {
         match greet(id, until) {
             Ok(greeted) => break greeted,
             Err(error) if error.kind() == Kind::Disconnected && tries < TRIES && Instant::now() < until => {
@@ -66,6 +66,17 @@ pub(crate) fn join(id: &UniqueId, joining: &Joining<'_>) -> Result<Vec<Ticket>> 
             Err(error) => return Err(error),
         }
     };
+    take_part(id, stream, &session, joining, until)
+}
+
+/// Says who has come, and hears who else has.
+fn take_part(
+    id: &UniqueId,
+    mut stream: Stream,
+    session: &Session,
+    joining: &Joining<'_>,
+    until: Instant,
+) -> Result<Vec<Ticket>> {
     let left = until.saturating_duration_since(Instant::now());
     let join = Join {
         version: VERSION,
@@ -81,8 +92,8 @@ pub(crate) fn join(id: &UniqueId, joining: &Joining<'_>) -> Result<Vec<Ticket>> 
     message.extend(sealed);
     let lost = |error: io::Error| lost(&error, "while waiting for the other ranks");
     stream.limit(GREETING).map_err(lost)?;
-    stream.write_all(&message).map_err(lost)?;
-    let answer = hear(&mut stream, &session, joining.nranks, until + GRACE)?;
+    stream.write_all(&message).and_then(|()| stream.flush()).map_err(lost)?;
+    let answer = hear(&mut stream, session, joining.nranks, until + GRACE)?;
     match answer {
         Answer::Failed(error) => Err(error),
         Answer::List(list) if list.len() == joining.nranks => {
@@ -96,20 +107,24 @@ pub(crate) fn join(id: &UniqueId, joining: &Joining<'_>) -> Result<Vec<Ticket>> 
 
 /// Connects to the root and makes sure that it knows the secret.
 fn greet(id: &UniqueId, until: Instant) -> Result<(Stream, Session)> {
-    let mut stream = connect(id, until)?;
+    greet_over(id, connect(id, until)?, until)
+}
+
+fn greet_over(id: &UniqueId, mut stream: Stream, until: Instant) -> Result<(Stream, Session)> {
     let mut challenge = [0; 32];
     getrandom::fill(&mut challenge)
         .map_err(|error| Error::new(Kind::Native, OP, format!("no random bytes: {error}")))?;
     let lost = |error: io::Error| lost(&error, "before the root had answered");
     let left = until.saturating_duration_since(Instant::now()).min(GREETING).max(Duration::from_millis(1));
     stream.limit(left).map_err(lost)?;
-    stream.write_all(&wire::hello(id.nonce(), &challenge)).map_err(lost)?;
+    let binding = stream.encrypt(id).map_err(lost)?;
+    stream.write_all(&wire::hello(id.nonce(), &challenge)).and_then(|()| stream.flush()).map_err(lost)?;
     let mut welcome = [0; WELCOME_LEN];
     stream.read_exact(&mut welcome).map_err(lost)?;
     let stranger =
         || Error::new(Kind::PermissionDenied, OP, "what answers at the id's address is not its root");
     let (theirs, proof) = wire::parse_welcome(&welcome).ok_or_else(stranger)?;
-    let session = Session::new(id.secret(), id.nonce(), &challenge, &theirs);
+    let session = Session::new(id.secret(), id.nonce(), &challenge, &theirs).bound_to(binding);
     if !session.proves(&proof) {
         return Err(stranger());
     }
@@ -202,15 +217,34 @@ fn lost(error: &io::Error, when: &str) -> Error {
 enum Stream {
     Unix(UnixStream),
     Tcp(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
 }
 
 impl Stream {
+    /// Goes on inside TLS where the meeting wants that; what the two sides then have in common.
+    fn encrypt(&mut self, id: &UniqueId) -> io::Result<Option<[u8; 32]>> {
+        let Stream::Tcp(stream) = self else { return Ok(None) };
+        if !id.tls() {
+            return Ok(None);
+        }
+        let tls = Tls::by_ticket().map_err(io::Error::other)?;
+        let mut stream = Box::new(tls.outgoing(stream.try_clone()?).map_err(io::Error::other)?);
+        stream.greet()?;
+        let binding = stream.binding()?;
+        *self = Stream::Tls(stream);
+        Ok(Some(binding))
+    }
+
     /// Bounds the reads and writes that follow.
     fn limit(&self, within: Duration) -> io::Result<()> {
         let within = Some(within.max(Duration::from_millis(1)));
         match self {
             Stream::Unix(stream) => stream.set_read_timeout(within).and(stream.set_write_timeout(within)),
             Stream::Tcp(stream) => stream.set_read_timeout(within).and(stream.set_write_timeout(within)),
+            Stream::Tls(stream) => {
+                let below = stream.stream();
+                below.set_read_timeout(within).and(below.set_write_timeout(within))
+            }
         }
     }
 }
@@ -220,6 +254,7 @@ impl Read for Stream {
         match self {
             Stream::Unix(stream) => stream.read(into),
             Stream::Tcp(stream) => stream.read(into),
+            Stream::Tls(stream) => stream.read(into),
         }
     }
 }
@@ -229,10 +264,102 @@ impl Write for Stream {
         match self {
             Stream::Unix(stream) => stream.write(from),
             Stream::Tcp(stream) => stream.write(from),
+            Stream::Tls(stream) => stream.write(from),
         }
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+        match self {
+            Stream::Unix(_) | Stream::Tcp(_) => Ok(()),
+            Stream::Tls(stream) => stream.flush(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+    use std::net::{TcpListener, TcpStream};
+    use std::thread;
+
+    use towline::{Access, Endpoint, SystemStorage};
+
+    use super::*;
+    use crate::unique_id::{UniqueIdOptions, open_meeting};
+
+    /// A rank that comes from another host, so to say.
+    fn join_by_tcp(
+        id: &UniqueId,
+        address: std::net::SocketAddr,
+        rank: usize,
+        nranks: usize,
+    ) -> Result<usize> {
+        let until = Instant::now() + Duration::from_secs(20);
+        let stream = Stream::Tcp(TcpStream::connect(address).unwrap());
+        let (stream, session) = greet_over(id, stream, until)?;
+        assert_eq!(matches!(stream, Stream::Tls(_)), id.tls());
+        let name = format!("rank-{rank}");
+        let endpoint = Endpoint::open(&name).unwrap();
+        let region = endpoint.register(SystemStorage::new(64).unwrap(), Access::READ).unwrap();
+        let ticket = region.ticket().unwrap();
+        let timeout = Duration::from_secs(20);
+        let joining = Joining { nranks, rank, digest: 7, name: &name, ticket: Some(&ticket), timeout };
+        take_part(id, stream, &session, &joining, until).map(|tickets| tickets.len())
+    }
+
+    fn meeting(tls: bool) -> UniqueId {
+        open_meeting(&UniqueIdOptions { tls, ..UniqueIdOptions::default() }).unwrap().0
+    }
+
+    #[test]
+    fn ranks_of_other_hosts_meet_with_and_without_tls() {
+        for tls in [false, true] {
+            let id = meeting(tls);
+            assert_eq!(id.to_string().parse::<UniqueId>().unwrap().tls(), tls);
+            let address = id.addresses()[0];
+            let ranks: Vec<_> = (0..3)
+                .map(|rank| {
+                    let id = id.clone();
+                    thread::spawn(move || join_by_tcp(&id, address, rank, 3))
+                })
+                .collect();
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap().unwrap(), 3);
+            }
+        }
+    }
+
+    #[test]
+    fn a_root_that_does_not_know_the_secret_is_refused_inside_tls_too() {
+        let (id, other) = (meeting(true), meeting(true));
+        let error = join_by_tcp(&id, other.addresses()[0], 0, 1).unwrap_err();
+        assert!(matches!(error.kind(), Kind::Disconnected | Kind::PermissionDenied), "{error}");
+    }
+
+    #[test]
+    fn somebody_between_two_tls_connections_gets_nowhere() {
+        // It has keys of its own towards both sides, and passes on what they say.
+        let id = meeting(true);
+        let root = id.addresses()[0];
+        let middle = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = middle.local_addr().unwrap();
+        thread::spawn(move || {
+            let tls = Tls::by_ticket().unwrap();
+            let (rank, _) = middle.accept().unwrap();
+            let mut rank = tls.incoming(rank).unwrap();
+            let mut root = tls.outgoing(TcpStream::connect(root).unwrap()).unwrap();
+            root.greet().unwrap();
+            let mut hello = [0; wire::HELLO_LEN];
+            rank.read_exact(&mut hello).unwrap();
+            root.write_all(&hello).unwrap();
+            let mut welcome = [0; WELCOME_LEN];
+            root.read_exact(&mut welcome).unwrap();
+            rank.write_all(&welcome).unwrap();
+            rank.flush().unwrap();
+            // Until the rank hangs up.
+            let _ = rank.read(&mut [0; 1]);
+        });
+        let error = join_by_tcp(&id, address, 0, 1).unwrap_err();
+        assert_eq!(error.kind(), Kind::PermissionDenied, "{error}");
     }
 }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use towline::{Tls, TlsStream};
 
 use super::meeting::Meeting;
 use super::wire::{self, Answer, HELLO_LEN, Join, MOST_JOIN, Session, Side};
@@ -76,6 +77,7 @@ pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>) -> Result<Root> {
     let called_off = Arc::new(Mutex::new(None));
     let mut host = Host {
         id: id.clone(),
+        tls: id.tls().then(Tls::by_ticket).transpose()?,
         unix,
         tcp,
         guests: Vec::new(),
@@ -105,6 +107,7 @@ impl AboutAddress for Error {
 enum Stream {
     Unix(UnixStream),
     Tcp(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
 }
 
 impl Stream {
@@ -112,6 +115,7 @@ impl Stream {
         match self {
             Stream::Unix(stream) => stream.read(into),
             Stream::Tcp(stream) => stream.read(into),
+            Stream::Tls(stream) => stream.read(into),
         }
     }
 
@@ -119,6 +123,27 @@ impl Stream {
         match self {
             Stream::Unix(stream) => stream.write(from),
             Stream::Tcp(stream) => stream.write(from),
+            Stream::Tls(stream) => stream.write(from),
+        }
+    }
+
+    /// Sends what TLS has encrypted and the socket has not taken yet.
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Stream::Unix(_) | Stream::Tcp(_) => Ok(()),
+            Stream::Tls(stream) => stream.flush(),
+        }
+    }
+
+    fn is_pending(&self) -> bool {
+        matches!(self, Stream::Tls(stream) if stream.is_pending())
+    }
+
+    /// What the two sides of an encrypted connection have in common.
+    fn binding(&self) -> io::Result<Option<[u8; 32]>> {
+        match self {
+            Stream::Unix(_) | Stream::Tcp(_) => Ok(None),
+            Stream::Tls(stream) => stream.binding().map(Some),
         }
     }
 
@@ -126,6 +151,7 @@ impl Stream {
         match self {
             Stream::Unix(stream) => stream.as_fd(),
             Stream::Tcp(stream) => stream.as_fd(),
+            Stream::Tls(stream) => stream.stream().as_fd(),
         }
     }
 }
@@ -187,7 +213,15 @@ impl Guest {
                 Err(_) => return false,
             }
         }
-        true
+        match self.stream.flush() {
+            Ok(()) => true,
+            Err(error) => matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock),
+        }
+    }
+
+    /// Whether something is to be written.
+    fn has_output(&self) -> bool {
+        !self.output.is_empty() || self.stream.is_pending()
     }
 
     fn is_stranger(&self) -> bool {
@@ -197,6 +231,8 @@ impl Guest {
 
 struct Host {
     id: UniqueId,
+    /// What ranks of other hosts come through.
+    tls: Option<Tls>,
     unix: UnixListener,
     tcp: Vec<TcpListener>,
     guests: Vec<Guest>,
@@ -254,7 +290,7 @@ impl Host {
             let mut fds = vec![PollFd::from_borrowed_fd(self.unix.as_fd(), PollFlags::IN)];
             fds.extend(self.tcp.iter().map(|tcp| PollFd::from_borrowed_fd(tcp.as_fd(), PollFlags::IN)));
             fds.extend(self.guests.iter().map(|guest| {
-                let out = if guest.output.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
+                let out = if guest.has_output() { PollFlags::OUT } else { PollFlags::empty() };
                 PollFd::from_borrowed_fd(guest.stream.as_fd(), PollFlags::IN | out)
             }));
             wait(&mut fds, until.map(|until| until.saturating_duration_since(now)));
@@ -300,7 +336,10 @@ impl Host {
             while take(tcp.accept().and_then(|(stream, _)| {
                 stream.set_nonblocking(true)?;
                 stream.set_nodelay(true)?;
-                Ok(Stream::Tcp(stream))
+                match &self.tls {
+                    Some(tls) => Ok(Stream::Tls(Box::new(tls.incoming(stream).map_err(io::Error::other)?))),
+                    None => Ok(Stream::Tcp(stream)),
+                }
             })) {}
         }
         for stream in arrived {
@@ -331,9 +370,10 @@ impl Host {
         }
         if let (Phase::Greeting, Some(hello)) = (&guest.phase, guest.input.first_chunk::<HELLO_LEN>()) {
             let mut challenge = [0; 32];
-            match wire::parse_hello(hello, self.id.nonce()) {
-                Some(theirs) if getrandom::fill(&mut challenge).is_ok() => {
+            match (wire::parse_hello(hello, self.id.nonce()), guest.stream.binding()) {
+                (Some(theirs), Ok(binding)) if getrandom::fill(&mut challenge).is_ok() => {
                     let session = Session::new(self.id.secret(), self.id.nonce(), &theirs, &challenge);
+                    let session = session.bound_to(binding);
                     guest.output.extend(wire::welcome(&challenge, &session.proof()));
                     guest.phase = Phase::Welcomed(session);
                     guest.input.clear();
@@ -383,7 +423,7 @@ impl Host {
         self.guests.retain(|guest| matches!(guest.phase, Phase::Seated(..)));
         let until = Instant::now() + HEARING;
         loop {
-            self.guests.retain_mut(|guest| guest.drain() && !guest.output.is_empty());
+            self.guests.retain_mut(|guest| guest.drain() && guest.has_output());
             let left = until.saturating_duration_since(Instant::now());
             if self.guests.is_empty() || left.is_zero() {
                 return;

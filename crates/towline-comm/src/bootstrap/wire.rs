@@ -62,6 +62,14 @@ impl Session {
         Session { key: mac(secret, &[b"towline meeting", nonce, rank, root]) }
     }
 
+    /// Binds it to the encrypted connection that carries it: somebody who has another one to each side gets nowhere.
+    pub(super) fn bound_to(self, binding: Option<[u8; 32]>) -> Session {
+        match binding {
+            Some(binding) => Session { key: mac(&self.key, &[b"binding", &binding]) },
+            None => self,
+        }
+    }
+
     /// Shows that the root knows the secret.
     pub(super) fn proof(&self) -> [u8; 32] {
         mac(&self.key, &[b"root"])

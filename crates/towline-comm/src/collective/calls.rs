@@ -33,6 +33,9 @@ impl Using<'_> {
     ) -> Result<()> {
         let (send, recv) = memory;
         let ask = Ask { kind, send, recv, dtype, op, root, algorithm: self.algorithm };
+        if let Some(cuda) = self.comm.cuda() {
+            return cuda.collective(ask);
+        }
         let run = |inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>| super::run(inner, team, job);
         self.comm.submit_call(
             kind.name(),
@@ -190,6 +193,9 @@ impl Communicator {
 
     /// Returns when everybody has called it.
     pub fn barrier(&self) -> Result<()> {
+        if let Some(cuda) = self.cuda() {
+            return cuda.barrier();
+        }
         fn meet(team: &Team) -> Result<()> {
             let _one_call = team.serialise();
             team.barrier().map_err(|error| error.during("barrier"))
@@ -210,6 +216,11 @@ impl Communicator {
     }
 
     fn message(&self, kind: Kind, memory: &Memory, dtype: Dtype, peer: usize) -> Result<()> {
+        if let Some(cuda) = self.cuda() {
+            let (send, recv) = if kind == Kind::Send { (Some(memory), None) } else { (None, Some(memory)) };
+            let (op, algorithm) = (Op::Sum, Algorithm::Auto);
+            return cuda.collective(Ask { kind, send, recv, dtype, op, root: peer, algorithm });
+        }
         self.submit(kind.name(), |inner| {
             let (send, recv) = if kind == Kind::Send { (Some(memory), None) } else { (None, Some(memory)) };
             let ask = Ask { kind, send, recv, dtype, op: Op::Sum, root: peer, algorithm: Algorithm::Auto };
@@ -233,6 +244,9 @@ impl Communicator {
 
     /// The algorithm of the latest collective call on this communicator, with its reason, in words. Local.
     pub fn explain(&self) -> Result<String> {
+        if let Some(cuda) = self.cuda() {
+            return Ok(format!("NCCL {} chooses", cuda.open("explain")?.version()));
+        }
         let last = self.inner("explain")?.collectives.last();
         Ok(last.map_or_else(|| "no collective has run yet".to_owned(), |choice| choice.to_string()))
     }
@@ -244,6 +258,9 @@ impl Communicator {
 }
 
 fn checked<'a>(inner: &Arc<Inner>, ask: Ask<'a>) -> Result<Job<'a>> {
+    for memory in [ask.send, ask.recv].into_iter().flatten() {
+        memory.span().map_err(|error| error.during(ask.kind.name()))?;
+    }
     let (rank, nranks) = inner.place(ask.kind.name())?;
     if nranks == 0 {
         return Err(Error::invalid(ask.kind.name(), "the group has no ranks"));

@@ -73,7 +73,7 @@ impl Part {
         // BYTES MOVE HERE
         match self {
             Part::Mine(memory) => copy_here(&memory.part(offset, target.len())?, target),
-            Part::Theirs { rank, pinned, base } => of(*rank, pinned.copy_to(base + offset, target.span())),
+            Part::Theirs { rank, pinned, base } => of(*rank, pinned.copy_to(base + offset, target.span()?)),
             Part::Unneeded => Err(unneeded()),
         }
     }
@@ -83,7 +83,7 @@ impl Part {
         // BYTES MOVE HERE
         match self {
             Part::Mine(memory) => copy_here(source, &memory.part(offset, source.len())?),
-            Part::Theirs { rank, pinned, base } => of(*rank, pinned.copy_from(base + offset, source.span())),
+            Part::Theirs { rank, pinned, base } => of(*rank, pinned.copy_from(base + offset, source.span()?)),
             Part::Unneeded => Err(unneeded()),
         }
     }

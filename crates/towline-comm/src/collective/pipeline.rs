@@ -70,7 +70,7 @@ impl Pipeline<'_> {
                 continue;
             }
             self.pipes.reserve(to, cut.len())?;
-            self.pipes.copy(to, self.run.sent()?.span(), cut.start, cut.len())?;
+            self.pipes.copy(to, self.run.sent()?.span()?, cut.start, cut.len())?;
             self.pipes.publish(to)?;
         }
         Ok(())

@@ -224,7 +224,7 @@ fn take(inner: &Arc<Inner>, peer: usize, note: &Note, into: &Memory) -> Result<(
         match window.way(peer, "recv")? {
             // BYTES MOVE HERE
             Way::Near(pinned) => {
-                pinned.copy_to(offset, into.span())?;
+                pinned.copy_to(offset, into.span()?)?;
                 // What was copied counts only if the window was open to the end.
                 return window.way(peer, "recv").map(drop);
             }
@@ -233,7 +233,7 @@ fn take(inner: &Arc<Inner>, peer: usize, note: &Note, into: &Memory) -> Result<(
     } else {
         source(inner, peer, note)?
     };
-    let request = inner.endpoint().read(&remote, into.span().clone()).at(note.offset, 0, into.len() as u64);
+    let request = inner.endpoint().read(&remote, into.span()?.clone()).at(note.offset, 0, into.len() as u64);
     // BYTES MOVE HERE
     Ok(request.within(inner.config.timeout).start()?.wait().map(drop)?)
 }

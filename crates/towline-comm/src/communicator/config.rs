@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use towline::{Limits, Patience, Routing};
+use towline::{Limits, Patience, Routing, Tls};
 
 use crate::team::TeamOptions;
 use crate::{Error, Result};
@@ -34,8 +34,13 @@ pub struct Config {
     pub name: String,
     /// Which paths to other ranks are allowed.
     pub routing: Routing,
+    /// The GPU, for a group that meets by an id of NCCL's; 0 where not set.
+    pub gpu: Option<u32>,
     /// How long a waiter spins and yields before it sleeps; chosen from ranks and cores where not set.
     pub patience: Option<Patience>,
+    /// How what goes over TCP between ranks is encrypted; all ranks must agree. A certificate is for the communicator's
+    /// [`name`](Self::name).
+    pub tls: Option<Tls>,
 }
 
 impl Default for Config {
@@ -49,7 +54,9 @@ impl Default for Config {
             advertise: Vec::new(),
             name: "comm".into(),
             routing: Routing::default(),
+            gpu: None,
             patience: None,
+            tls: None,
         }
     }
 }

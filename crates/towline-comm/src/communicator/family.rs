@@ -33,6 +33,10 @@ impl Communicator {
     /// [`split`](Self::split) with settings of its own for the new communicator.
     pub fn split_with(&self, color: Option<u32>, key: i64, config: Option<Config>) -> Result<Communicator> {
         group::refuse("split")?;
+        if let Some(cuda) = self.cuda() {
+            let child = cuda.split(color, key, config.unwrap_or_else(|| cuda.config.clone()))?;
+            return Ok(child.map_or_else(Communicator::null, Communicator::on_gpu));
+        }
         let parent = self.inner("split")?;
         parent.check_usable("split")?;
         let config = config.unwrap_or_else(|| parent.config.clone());
@@ -73,6 +77,10 @@ impl Communicator {
     /// [`shrink`](Self::shrink) with settings of its own for the new communicator.
     pub fn shrink_with(&self, exclude: &[usize], config: Option<Config>) -> Result<Communicator> {
         group::refuse("shrink")?;
+        if let Some(cuda) = self.cuda() {
+            let child = cuda.shrink(exclude, config.unwrap_or_else(|| cuda.config.clone()))?;
+            return Ok(Communicator::on_gpu(child));
+        }
         let parent = self.inner("shrink")?;
         let config = config.unwrap_or_else(|| parent.config.clone());
         config.check("shrink")?;
@@ -208,12 +216,14 @@ fn meeting_place(parent: &Inner, ticket: &Ticket) -> UniqueIdOptions {
     // Other hosts first: an id has room for a few only.
     reached.sort_by_key(|address| address.ip().is_loopback());
     reached.truncate(3);
+    let tls = parent.config.tls.is_some();
     match &parent.config.listen[..] {
         // The endpoint chose these itself, so they are addresses of this host.
-        [] => UniqueIdOptions { listen: reached, advertise: Vec::new() },
+        [] => UniqueIdOptions { listen: reached, advertise: Vec::new(), tls },
         listen => UniqueIdOptions {
             listen: listen.iter().map(|address| SocketAddr::new(address.ip(), 0)).collect(),
             advertise: if listen.len() == 1 { reached } else { Vec::new() },
+            tls,
         },
     }
 }

@@ -39,6 +39,9 @@ impl WaitSignal {
 impl Communicator {
     /// Raises a counter of `peer` by one, after everything that this rank has put there. Local.
     pub fn signal(&self, peer: usize, context: u32, index: u32) -> Result<Operation> {
+        if let Some(cuda) = self.cuda() {
+            return cuda.signal(peer, context, index);
+        }
         let prepared = self.inner("signal").and_then(|inner| {
             inner.check_usable("signal")?;
             check_counter(inner, peer, context, index, "signal")?;
@@ -51,6 +54,9 @@ impl Communicator {
     /// Waits until all of those signals have come, and takes them: each wait takes its own, in the order of the
     /// calls. Signals that came before are remembered. All that their sources had put before is visible then.
     pub fn wait_signal(&self, signals: &[WaitSignal]) -> Result<()> {
+        if let Some(cuda) = self.cuda() {
+            return cuda.wait_signal(signals).map(drop);
+        }
         let signals = signals.to_vec();
         self.submit("wait_signal", move |inner| {
             check_wait(inner, &signals)?;
@@ -66,6 +72,9 @@ impl Communicator {
     /// [`signaled`](Self::signaled), which can be given up: once `withdrawn` is true it soon ends with `Canceled`, and has
     /// taken nothing.
     pub fn signaled_unless(&self, signals: &[WaitSignal], withdrawn: Arc<AtomicBool>) -> Result<Operation> {
+        if let Some(cuda) = self.cuda() {
+            return cuda.wait_signal(signals);
+        }
         let inner = self.inner("wait_signal")?;
         inner.check_usable("wait_signal")?;
         check_wait(inner, signals)?;

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use towline::{Access, Buffer, SystemStorage};
+use towline::nccl::Element;
+use towline::{Access, Buffer, Dtype, SystemStorage};
 
+use super::Engine;
 use super::core::Way;
 use super::lane::Task;
 use super::{Memory, Operation, Window, WindowCore, WindowFlag};
@@ -51,9 +53,9 @@ impl Window {
             }
             Way::Far(_) => {
                 let landing = SystemStorage::new(into.len())?;
-                let region = self.inner.endpoint().register(Buffer::new(landing), Access::NONE)?;
+                let region = self.host("get")?.endpoint().register(Buffer::new(landing), Access::NONE)?;
                 let target = Memory::loose(region);
-                get(&self.inner, &core, peer, offset, &target)?.wait()?;
+                get(self.host("get")?, &core, peer, offset, &target)?.wait()?;
                 target.read_at(0, into)
             }
         }
@@ -69,6 +71,12 @@ impl Window {
         context: u32,
         index: u32,
     ) -> Result<Operation> {
+        if let Engine::Nccl(window, cuda) = &self.engine {
+            let from = source.on_device("put_signal").map_err(group::poison)?;
+            let (element, way) = (Element::from(Dtype::U8), (peer, offset));
+            let job = cuda.open("put_signal")?.put_job(window, &from, element, way, (context, index));
+            return cuda.submit(job);
+        }
         let core = self.checked(peer, offset, source.len(), "put_signal")?;
         self.counter(peer, context, index)?;
         let source = source.clone();
@@ -87,12 +95,20 @@ impl Window {
         context: u32,
         index: u32,
     ) -> Result<Operation> {
+        if let Engine::Nccl(_, cuda) = &self.engine {
+            if bytes.is_empty() {
+                return cuda.signal(peer, context, index);
+            }
+            let wrong = "the communicator is on a GPU, and the bytes are the host's";
+            return Err(group::poison(Error::invalid("put_signal", wrong)));
+        }
         let core = self.checked(peer, offset, bytes.len(), "put_signal")?;
         self.counter(peer, context, index)?;
         if let Some(outcome) = self.put_now(&core, peer, offset, bytes, "put_signal") {
             outcome?;
-            let team = self.inner.team("put_signal")?;
-            return Ok(signal(&self.inner, &team, peer, context, index));
+            let inner = self.host("put_signal")?;
+            let team = inner.team("put_signal")?;
+            return Ok(signal(inner, &team, peer, context, index));
         }
         let source = self.staged(bytes, "put_signal")?;
         self.start("put_signal", peer, move |inner, team| {
@@ -161,9 +177,10 @@ impl Window {
         op: &'static str,
         work: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + Send + 'static,
     ) -> Result<()> {
-        self.inner.check_usable(op).map_err(group::poison)?;
-        match group::defer(&self.inner, Job::Call(Box::new(work))) {
-            Some(job) => self.inner.launch(vec![job]),
+        let inner = self.host(op)?;
+        inner.check_usable(op).map_err(group::poison)?;
+        match group::defer(inner, Job::Call(Box::new(work))) {
+            Some(job) => inner.launch(vec![job]),
             None => Ok(()),
         }
     }
@@ -174,7 +191,7 @@ impl Window {
         peer: usize,
         start: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<Operation> + Send + 'static,
     ) -> Result<Operation> {
-        one_sided(&self.inner, op, move |inner, team| {
+        one_sided(self.host(op)?, op, move |inner, team| {
             let started = start(inner, team).map_err(|error| team.lost(peer, error))?;
             Ok(started.explained(|error| team.lost(peer, error)))
         })
@@ -182,7 +199,7 @@ impl Window {
 
     /// What an access that failed at once has to say.
     fn lost(&self, peer: usize, error: Error) -> Error {
-        match self.inner.team(error.op()) {
+        match self.host(error.op()).and_then(|inner| inner.team(error.op())) {
             Ok(team) => team.lost(peer, error),
             Err(_) => error,
         }
@@ -197,7 +214,7 @@ impl Window {
         op: &'static str,
     ) -> Result<Arc<WindowCore>> {
         let check = || {
-            self.inner.check_usable(op)?;
+            self.host(op)?.check_usable(op)?;
             let core = self.core(op)?;
             core.check(peer, offset, len, op)?;
             Ok(Arc::clone(core))
@@ -215,7 +232,7 @@ impl Window {
     }
 
     fn counter(&self, peer: usize, context: u32, index: u32) -> Result<()> {
-        check_counter(&self.inner, peer, context, index, "put_signal").map_err(group::poison)
+        check_counter(self.host("put_signal")?, peer, context, index, "put_signal").map_err(group::poison)
     }
 
     /// Puts without a copy in between, where the memory is near and nothing must be deferred.
@@ -227,7 +244,7 @@ impl Window {
         bytes: &[u8],
         op: &'static str,
     ) -> Option<Result<()>> {
-        if !self.inner.config.blocking || group::is_open() {
+        if !self.host(op).is_ok_and(|inner| inner.config.blocking) || group::is_open() {
             return None;
         }
         match core.way(peer, op) {
@@ -249,7 +266,7 @@ impl Window {
         let stage = || -> Result<Memory> {
             let mut storage = SystemStorage::new(bytes.len())?;
             storage.as_mut_slice().copy_from_slice(bytes);
-            Ok(Memory::loose(self.inner.endpoint().register(Buffer::new(storage), Access::NONE)?))
+            Ok(Memory::loose(self.host(op)?.endpoint().register(Buffer::new(storage), Access::NONE)?))
         };
         stage().map(Some).map_err(|error| group::poison(error.during(op)))
     }
@@ -276,14 +293,14 @@ pub(super) fn put(
     match core.way(peer, op)? {
         Way::Near(pinned) => {
             core.order();
-            let copied = pinned.copy_from(offset, source.span());
+            let copied = pinned.copy_from(offset, source.span()?);
             Ok(Operation::done(copied.map(|()| 0).map_err(|error| Error::from(error).during(op))))
         }
         Way::Far(remote) => {
             let (endpoint, source) = (inner.endpoint().clone(), source.clone());
             let (len, limits) = (source.len() as u64, inner.config.limits());
             let start = move || {
-                let request = endpoint.write(&remote, source.span()).at(offset as u64, 0, len);
+                let request = endpoint.write(&remote, source.span()?).at(offset as u64, 0, len);
                 Ok(request.limits(limits).start()?)
             };
             Ok(in_lane(inner, core, peer, op, start))
@@ -300,7 +317,7 @@ fn get(
 ) -> Result<Operation> {
     match core.way(peer, "get")? {
         Way::Near(pinned) => {
-            let copied = pinned.copy_to(offset, target.span()).map_err(Error::from);
+            let copied = pinned.copy_to(offset, target.span()?).map_err(Error::from);
             let copied = copied.and_then(|()| still(core, peer, &pinned, "get"));
             Ok(Operation::done(copied.map(|()| 0).map_err(|error| error.during("get"))))
         }
@@ -308,7 +325,7 @@ fn get(
             let (endpoint, target) = (inner.endpoint().clone(), target.clone());
             let (len, limits) = (target.len() as u64, inner.config.limits());
             let start = move || {
-                let request = endpoint.read(&remote, target.span()).at(offset as u64, 0, len);
+                let request = endpoint.read(&remote, target.span()?).at(offset as u64, 0, len);
                 Ok(request.limits(limits).start()?)
             };
             Ok(in_lane(inner, core, peer, "get", start))

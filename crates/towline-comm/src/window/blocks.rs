@@ -49,7 +49,7 @@ impl Window {
     ) -> Result<Operation> {
         let pairs = plan(layout, indices.into(), source_layout, source_indices.into(), source, "put_signal")?;
         let core = self.reach(peer, &pairs, "put_signal")?;
-        check_counter(&self.inner, peer, context, index, "put_signal").map_err(group::poison)?;
+        check_counter(self.host("put_signal")?, peer, context, index, "put_signal").map_err(group::poison)?;
         let source = source.clone();
         self.start("put_signal", peer, move |inner, team| {
             let put = put(inner, &core, peer, &source, pairs)?;
@@ -117,7 +117,7 @@ fn put(
         Way::Near(pinned) => {
             core.order();
             for (remote, local, len) in &pairs.pieces {
-                let part = source.span().part(*local as usize, *len as usize)?;
+                let part = source.span()?.part(*local as usize, *len as usize)?;
                 pinned.copy_from(*remote as usize, &part)?;
             }
             Ok(Operation::done(Ok(0)))
@@ -126,7 +126,7 @@ fn put(
             let (endpoint, source) = (inner.endpoint().clone(), source.clone());
             let limits = inner.config.limits();
             let start = move || {
-                Ok(endpoint.write(&remote, source.span()).spans(&pairs.pieces).limits(limits).start()?)
+                Ok(endpoint.write(&remote, source.span()?).spans(&pairs.pieces).limits(limits).start()?)
             };
             Ok(in_lane(inner, core, peer, "put", start))
         }
@@ -143,7 +143,7 @@ fn get(
     match core.way(peer, "get")? {
         Way::Near(pinned) => {
             for (remote, local, len) in &pairs.pieces {
-                let part = target.span().part(*local as usize, *len as usize)?;
+                let part = target.span()?.part(*local as usize, *len as usize)?;
                 pinned.copy_to(*remote as usize, &part)?;
             }
             still(core, peer, &pinned, "get")?;
@@ -153,7 +153,7 @@ fn get(
             let (endpoint, target) = (inner.endpoint().clone(), target.clone());
             let limits = inner.config.limits();
             let start = move || {
-                Ok(endpoint.read(&remote, target.span()).spans(&pairs.pieces).limits(limits).start()?)
+                Ok(endpoint.read(&remote, target.span()?).spans(&pairs.pieces).limits(limits).start()?)
             };
             Ok(in_lane(inner, core, peer, "get", start))
         }

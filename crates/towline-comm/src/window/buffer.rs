@@ -150,6 +150,8 @@ impl Entries {
 pub struct RegisteredBuffer {
     inner: Weak<Inner>,
     core: Mutex<Option<Arc<BufferCore>>>,
+    /// NCCL's, on a GPU.
+    device: Option<towline::nccl::RegisteredBuffer>,
     offset: usize,
     size: usize,
 }
@@ -161,7 +163,19 @@ impl RegisteredBuffer {
         offset: usize,
         size: usize,
     ) -> RegisteredBuffer {
-        RegisteredBuffer { inner: Arc::downgrade(inner), core: Mutex::new(Some(core)), offset, size }
+        let (inner, core) = (Arc::downgrade(inner), Mutex::new(Some(core)));
+        RegisteredBuffer { inner, core, device: None, offset, size }
+    }
+
+    pub(crate) fn on_device(device: towline::nccl::RegisteredBuffer) -> RegisteredBuffer {
+        let size = device.size();
+        RegisteredBuffer { inner: Weak::new(), core: Mutex::new(None), device: Some(device), offset: 0, size }
+    }
+
+    /// NCCL's, where it is on a GPU and open.
+    fn device(&self) -> Option<Result<&towline::nccl::RegisteredBuffer>> {
+        let closed = || Error::invalid("handle", "the registered buffer is closed");
+        self.device.as_ref().map(|device| if device.is_closed() { Err(closed()) } else { Ok(device) })
     }
 
     fn core(&self, op: &'static str) -> Result<Arc<BufferCore>> {
@@ -173,8 +187,11 @@ impl RegisteredBuffer {
         }
     }
 
-    /// The number of the registration; never 0. `Invalid` once closed.
+    /// The number of the registration; never 0, except on a GPU, where NCCL may have no use for it. `Invalid` once closed.
     pub fn handle(&self) -> Result<u64> {
+        if let Some(device) = self.device() {
+            return device.map(towline::nccl::RegisteredBuffer::handle);
+        }
         Ok(self.core("handle")?.id & !BUFFER_BIT)
     }
 
@@ -185,11 +202,15 @@ impl RegisteredBuffer {
 
     /// Whether it is open.
     pub fn is_valid(&self) -> bool {
-        self.core("is_valid").is_ok()
+        self.device().map_or_else(|| self.core("is_valid").is_ok(), |device| device.is_ok())
     }
 
     /// The buffer, for a call.
     pub fn memory(&self) -> Result<Memory> {
+        if let Some(device) = self.device() {
+            let closed = || Error::invalid("memory", "the registered buffer is closed");
+            return device?.memory().map(Memory::device).ok_or_else(closed);
+        }
         Memory::of_buffer(&self.core("memory")?, self.offset, self.size)
     }
 
@@ -197,6 +218,9 @@ impl RegisteredBuffer {
     pub fn close(&self) {
         if towline::fork_guard("close").is_err() {
             return;
+        }
+        if let Some(Err(error)) = self.device.as_ref().map(towline::nccl::RegisteredBuffer::close) {
+            tracing::error!(%error, "a registered buffer could not be closed");
         }
         let Some(core) = self.core.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
         if let Some(inner) = self.inner.upgrade() {

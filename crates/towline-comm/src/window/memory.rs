@@ -3,7 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use towline::{Buffer, Registered, Span};
+use towline::nccl::Part;
+use towline::{Buffer, MemoryAccess, MemoryDescription, Registered, Span};
 
 use super::buffer::BufferCore;
 use super::core::WindowCore;
@@ -30,7 +31,8 @@ use crate::{Error, Result};
 /// ```
 #[derive(Clone)]
 pub struct Memory {
-    span: Span,
+    /// `None` on a GPU.
+    span: Option<Span>,
     home: Home,
     /// Where the span starts in its window or buffer.
     offset: usize,
@@ -44,23 +46,37 @@ enum Home {
     Window(Arc<WindowCore>),
     Buffer(Arc<BufferCore>),
     Loose(Arc<Registered<Buffer>>),
+    Device(Buffer),
 }
 
 impl Memory {
     pub(crate) fn of_window(window: &Arc<WindowCore>, offset: usize, len: usize) -> Result<Memory> {
         let span = window.local().part(offset, len)?;
-        Ok(Memory { span, home: Home::Window(Arc::clone(window)), offset, len })
+        Ok(Memory { span: Some(span), home: Home::Window(Arc::clone(window)), offset, len })
     }
 
     pub(crate) fn of_buffer(buffer: &Arc<BufferCore>, offset: usize, len: usize) -> Result<Memory> {
         let span = buffer.local().part(offset, len)?;
-        Ok(Memory { span, home: Home::Buffer(Arc::clone(buffer)), offset, len })
+        Ok(Memory { span: Some(span), home: Home::Buffer(Arc::clone(buffer)), offset, len })
     }
 
     pub(crate) fn loose(region: Registered<Buffer>) -> Memory {
         let region = Arc::new(region);
         let span = Span::from(&*region);
-        Memory { len: span.len(), span, home: Home::Loose(region), offset: 0 }
+        Memory { len: span.len(), span: Some(span), home: Home::Loose(region), offset: 0 }
+    }
+
+    /// Memory of a GPU.
+    pub(crate) fn device(buffer: Buffer) -> Memory {
+        Memory { len: buffer.size(), span: None, home: Home::Device(buffer), offset: 0 }
+    }
+
+    /// The part of a GPU's memory that it is.
+    pub(crate) fn on_device(&self, op: &'static str) -> Result<Part> {
+        match &self.home {
+            Home::Device(buffer) => Ok(Part::new(buffer.clone(), self.offset, self.len)?),
+            _ => Err(Error::invalid(op, "the communicator is on a GPU, and the memory is not")),
+        }
     }
 
     /// How many bytes it names.
@@ -81,26 +97,38 @@ impl Memory {
         if self.is_empty() {
             return Err(Error::invalid("part", format!("{len} bytes do not lie within none")));
         }
-        let span = self.span.part(offset, len)?;
+        if offset.checked_add(len).is_none_or(|end| end > self.len) {
+            let message = format!("{len} bytes at {offset} do not lie within {}", self.len);
+            return Err(Error::invalid("part", message));
+        }
+        let span = self.span.as_ref().map(|span| span.part(offset, len)).transpose()?;
         Ok(Memory { span, home: self.home.clone(), offset: self.offset + offset, len })
     }
 
     /// Copies bytes out. Peers may be writing them: a word may be old or new, never invented.
     pub fn read_at(&self, offset: usize, into: &mut [u8]) -> Result<()> {
         self.inside("read_at", offset, into.len())?;
-        Ok(self.span.read_at(offset, into)?)
+        if let Home::Device(buffer) = &self.home {
+            let part = towline::OffsetBuffer::new(buffer.clone(), self.offset, self.len)?;
+            return Ok(part.read_at(offset, into)?);
+        }
+        Ok(self.span()?.read_at(offset, into)?)
     }
 
     /// Copies bytes in.
     pub fn write_at(&self, offset: usize, from: &[u8]) -> Result<()> {
         self.inside("write_at", offset, from.len())?;
-        Ok(self.span.write_at(offset, from)?)
+        if let Home::Device(buffer) = &self.home {
+            let part = towline::OffsetBuffer::new(buffer.clone(), self.offset, self.len)?;
+            return Ok(part.write_at(offset, from)?);
+        }
+        Ok(self.span()?.write_at(offset, from)?)
     }
 
     /// Copies in a portion of something long that nobody reads soon.
     pub(crate) fn stream_at(&self, offset: usize, from: &[u8]) -> Result<()> {
         self.inside("stream_at", offset, from.len())?;
-        Ok(self.span.stream_at(offset, from)?)
+        Ok(self.span()?.stream_at(offset, from)?)
     }
 
     /// The span checks against its own length, which is too long where this names nothing.
@@ -113,11 +141,13 @@ impl Memory {
 
     /// Whether other ranks reach it: it is a part of a window or of a registered buffer.
     pub fn is_registered(&self) -> bool {
-        !matches!(self.home, Home::Loose(_))
+        !matches!(self.home, Home::Loose(_) | Home::Device(_))
     }
 
-    pub(crate) fn span(&self) -> &Span {
-        &self.span
+    /// Its bytes, where they are the host's.
+    pub(crate) fn span(&self) -> Result<&Span> {
+        let wrong = || Error::invalid("memory", "the communicator is on the host, and the memory on a GPU");
+        self.span.as_ref().ok_or_else(wrong)
     }
 
     /// The id of its window or registered buffer and where it starts in it; `None` for loose memory. What ranks
@@ -126,7 +156,7 @@ impl Memory {
         match &self.home {
             Home::Window(window) => Some((window.id(), self.offset)),
             Home::Buffer(buffer) => Some((buffer.id(), self.offset)),
-            Home::Loose(_) => None,
+            Home::Loose(_) | Home::Device(_) => None,
         }
     }
 
@@ -143,6 +173,7 @@ impl Memory {
             Home::Window(window) => window.addr(),
             Home::Buffer(buffer) => buffer.addr(),
             Home::Loose(region) => towline::MemoryDescription::addr(&**region),
+            Home::Device(buffer) => buffer.addr(),
         };
         base + self.offset
     }
@@ -154,6 +185,7 @@ impl fmt::Debug for Memory {
             Home::Window(_) => "window",
             Home::Buffer(_) => "buffer",
             Home::Loose(_) => "loose",
+            Home::Device(_) => "GPU",
         };
         write!(f, "Memory({} bytes at {} of a {home})", self.len(), self.offset)
     }

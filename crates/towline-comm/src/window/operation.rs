@@ -8,6 +8,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use towline::Kind;
+use towline::nccl::Pending;
 
 use crate::team::Team;
 use crate::{Error, Result, group};
@@ -26,6 +27,8 @@ pub struct Operation(Repr);
 enum Repr {
     Done(Result<u64>),
     Live(Arc<Shared>),
+    /// Ends when a stream has got past it.
+    InStream(Pending),
 }
 
 /// Where an operation's end is told.
@@ -62,6 +65,10 @@ impl State {
 impl Operation {
     pub(crate) fn done(outcome: Result<u64>) -> Operation {
         Operation(Repr::Done(outcome))
+    }
+
+    pub(crate) fn in_stream(pending: Pending) -> Operation {
+        Operation(Repr::InStream(pending))
     }
 
     /// An operation towards that rank of that team that ends later, and the place where that is told.
@@ -103,6 +110,7 @@ impl Operation {
         match &self.0 {
             Repr::Done(_) => true,
             Repr::Live(shared) => shared.lock().outcome.is_some(),
+            Repr::InStream(pending) => pending.result().is_some(),
         }
     }
 
@@ -111,6 +119,7 @@ impl Operation {
         match &self.0 {
             Repr::Done(outcome) => Some(outcome.clone()),
             Repr::Live(shared) => shared.lock().look(),
+            Repr::InStream(pending) => pending.result().map(of_stream),
         }
     }
 
@@ -119,6 +128,11 @@ impl Operation {
         let shared = match &self.0 {
             Repr::Done(outcome) => return outcome.clone(),
             Repr::Live(shared) => shared,
+            Repr::InStream(pending) if pending.is_deferred() && group::is_open() => {
+                let message = "it starts at the end of the group: end the group first";
+                return Err(Error::invalid(pending.op(), message));
+            }
+            Repr::InStream(pending) => return of_stream(pending.wait()),
         };
         // What carries it has limits of its own and always tells its end; this one is for the unforeseen.
         let until = Instant::now() + shared.within.saturating_mul(2).min(Duration::from_secs(86_400 * 365));
@@ -153,12 +167,23 @@ impl Operation {
     }
 }
 
+fn of_stream(outcome: towline::Result<()>) -> Result<u64> {
+    outcome.map(|()| 0).map_err(Error::from)
+}
+
 impl Future for Operation {
     type Output = Result<u64>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<u64>> {
         match &self.0 {
             Repr::Done(outcome) => Poll::Ready(outcome.clone()),
+            Repr::InStream(pending) => match pending.result() {
+                Some(outcome) => Poll::Ready(of_stream(outcome)),
+                None => {
+                    pending.wake(cx.waker());
+                    Poll::Pending
+                }
+            },
             Repr::Live(shared) => {
                 let mut state = shared.lock();
                 if let Some(outcome) = state.look() {

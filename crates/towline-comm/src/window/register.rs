@@ -8,9 +8,10 @@ use towline::{
 };
 
 use super::core::{Parts, WindowCore};
-use super::{Memory, Slot, Window, WindowFlag, WindowOptions};
+use super::{Engine, Memory, Slot, Window, WindowFlag, WindowOptions};
 use crate::communicator::{Communicator, Inner, host_only};
-use crate::group::Job;
+use crate::cuda::Cuda;
+use crate::group::{self, Job};
 use crate::team::Team;
 use crate::{Error, Result};
 
@@ -33,18 +34,25 @@ impl Communicator {
     ) -> Result<Option<Window>> {
         let storage = Buffer::new(storage);
         let options = options.into();
+        if let Some(cuda) = self.cuda() {
+            return on_device(cuda, storage, options);
+        }
         let slot =
             Arc::new(Slot { core: OnceLock::new(), closed: AtomicBool::new(false), size: storage.size() });
         let filled = Arc::clone(&slot);
         self.submit(OP, move |_| {
             Ok(Job::Call(Box::new(move |inner, team| register(inner, team, Ok(storage), options, &filled))))
         })?;
-        Ok(Some(Window { inner: Arc::clone(self.inner(OP)?), slot }))
+        Ok(Some(Window { engine: Engine::Host(Arc::clone(self.inner(OP)?)), slot }))
     }
 
     /// Takes part in the registration of a window only to say that this rank has no buffer for it: every rank gets the
     /// error, and nobody waits for this one. For callers that find out before they have a storage.
     pub fn refuse_window(&self, why: Error) -> Result<()> {
+        if self.cuda().is_some() {
+            // NCCL has no word for it: the other ranks wait until their deadline.
+            return Err(why);
+        }
         self.submit(OP, move |_| {
             Ok(Job::Call(Box::new(move |inner, team| {
                 let slot = Slot { core: OnceLock::new(), closed: AtomicBool::new(false), size: 0 };
@@ -52,6 +60,18 @@ impl Communicator {
             })))
         })
     }
+}
+
+/// NCCL's registration: at once, or at the end of the group.
+fn on_device(cuda: &Arc<Cuda>, storage: Buffer, options: WindowOptions) -> Result<Option<Window>> {
+    let prepared = cuda.open(OP).and_then(|comm| Ok(comm.window_job(storage, options.flags.bits())?));
+    let (window, job) = prepared.map_err(group::poison)?;
+    let filled_now = cuda.config.blocking && !group::is_open();
+    drop(cuda.submit(Ok(job))?);
+    if filled_now && window.handle() == 0 {
+        return Ok(None);
+    }
+    Ok(Some(Window::on_device(window, Arc::clone(cuda))))
 }
 
 /// What one rank brings to a registration.

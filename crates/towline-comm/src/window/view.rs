@@ -39,7 +39,7 @@ impl Window {
     /// The owner of memory that an epoch holds can close it, but gets it back only when the epoch has noticed.
     pub fn epoch(&self) -> Result<Epoch<'_>> {
         let core = self.checked(0, 0, 0, "epoch")?;
-        let team = self.inner.team("epoch")?;
+        let team = self.host("epoch")?.team("epoch")?;
         let near = (0..team.nranks()).map(|rank| core.pinned(rank)).collect();
         Ok(Epoch { window: self, core, team, near })
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use towline::{Kind, Layout, SystemStorage};
-use towline_comm::{Communicator, Result, WaitSignal, Window, WindowFlag, interruptible, mem_alloc};
+use towline_comm::{Communicator, Config, Result, WaitSignal, Window, WindowFlag, interruptible, mem_alloc};
 
 use super::{WAYS, Way, all, config, outcomes, watch};
 
@@ -35,6 +35,23 @@ fn bytes_that_were_put_are_got_from_every_rank_in_groups_of_one_to_eight() {
             });
         }
     }
+}
+
+#[test]
+fn ranks_talk_through_tls_where_they_want_it() {
+    let _watchdog = watch("TLS");
+    let encrypted = Config { tls: Some(towline::Tls::by_ticket().unwrap()), ..Way::Far.config() };
+    all(2, &encrypted, |comm, rank| {
+        let size = 3 << 20;
+        let window = window(comm, size, WindowFlag::DEFAULT)?;
+        window.put_bytes(1 - rank, 0, &vec![rank as u8 + 1; size])?.wait()?;
+        window.fence()?;
+        let mut bytes = vec![0; size];
+        window.get_bytes(rank, 0, &mut bytes)?;
+        assert!(bytes.iter().all(|byte| usize::from(*byte) == 2 - rank));
+        assert_eq!(window.path(1 - rank)?, "tcp");
+        comm.finalize()
+    });
 }
 
 #[test]

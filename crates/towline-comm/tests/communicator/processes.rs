@@ -141,7 +141,7 @@ fn hosts(words: &[&str]) -> Result<()> {
     let rank: usize = words[2].parse().unwrap();
     let id = match words.get(3) {
         Some(id) => id.parse()?,
-        None => get_unique_id_with(&UniqueIdOptions { listen: vec![address], advertise: Vec::new() })?,
+        None => get_unique_id_with(&UniqueIdOptions { listen: vec![address], ..UniqueIdOptions::default() })?,
     };
     println!("ID {id}");
     let config = Config { timeout: LONG, listen: vec![address], ..Config::default() };

@@ -104,6 +104,15 @@ impl Entered<'_> {
         self.api().check("cuStreamWaitEvent", answer)
     }
 
+    /// Records an event in a stream of somebody else's, which is of this context.
+    ///
+    /// # Safety
+    /// The handle is that of a live stream.
+    pub unsafe fn record_foreign(&self, stream: StreamHandle, event: &Event) -> Result<()> {
+        // SAFETY: the event is alive; the stream is by the caller's promise.
+        self.api().check("cuEventRecord", unsafe { (self.api().record)(event.raw, stream.raw()) })
+    }
+
     /// Lets `waiting` wait for what is in a stream of somebody else's by now, also where that is of another context.
     ///
     /// # Safety

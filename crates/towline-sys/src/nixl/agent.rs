@@ -160,7 +160,8 @@ impl Agent {
         let call = "nixl_capi_create_backend";
         let name = c_string(call, plugin)?;
         let defaults = self.plugin(plugin)?.parameters;
-        let merged: BTreeMap<_, _> = defaults.iter().chain(parameters).collect();
+        let safe = safe_defaults(plugin, std::env::var_os("UCX_RCACHE_ENABLE").is_some());
+        let merged: BTreeMap<_, _> = defaults.iter().chain(&safe).chain(parameters).collect();
         let params = parameters::Params::new(&self.0, merged)?;
         let mut raw = ptr::null_mut();
         // SAFETY: agent, name and parameters outlive the call, the target is a local variable.
@@ -497,6 +498,19 @@ impl fmt::Debug for Registration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Registration").field("agent", &self.agent.name).finish_non_exhaustive()
     }
+}
+
+/// Parameters without which a backend is not safe to use; those that the caller gives come before them.
+///
+/// UCX keeps registrations after they were given back, and relies on seeing every `munmap` by having patched the C library.
+/// Memory that is unmapped by a system call of one's own, as Rust programs do, goes unseen: what is mapped at the same address
+/// later is then read and written through a registration of the old pages. Seen over RDMA.
+fn safe_defaults(plugin: &str, chosen: bool) -> BTreeMap<String, String> {
+    let mut safe = BTreeMap::new();
+    if plugin == "UCX" && !chosen {
+        safe.insert("engine_config".to_owned(), "RCACHE_ENABLE=n".to_owned());
+    }
+    safe
 }
 
 /// A name for C; NIXL's names end at the first zero byte.

@@ -137,7 +137,7 @@ fn in_prefix(prefix: &Path) -> impl Iterator<Item = PathBuf> {
 }
 
 /// The folders of Python packages that a program started from here would see, each with what led to it.
-fn package_folders(here: &Surroundings) -> Vec<(PathBuf, String)> {
+pub(crate) fn package_folders(here: &Surroundings) -> Vec<(PathBuf, String)> {
     let mut found: Vec<(PathBuf, String)> = Vec::new();
     let mut add = |folder: PathBuf, origin: &str| {
         // `/lib` is `/usr/lib` on most systems, and a folder is listed once.

@@ -250,17 +250,10 @@ impl Machine {
                 continue;
             }
             let base = Tuning::default();
-            for combined in [false, true] {
-                for upload in [false, true] {
-                    for first in [2048, 4096, 8192, 65536] {
-                        let tuning = Tuning { combined, upload, first, ..base };
-                        let name = format!("index, around {combined}, upload {upload}, {first}");
-                        show(&name, self.indexed(&runs, &tuning), limit);
-                    }
-                    let tuning = Tuning { combined, upload, ..base };
-                    let name = format!("runs, around {combined}, upload {upload}");
-                    show(&name, self.ours(&runs, false, Some(&tuning)), limit);
-                }
+            for first in [1024, 2048, 8192, 65536] {
+                let tuning = Tuning { first, ..base };
+                show(&format!("index, first {first}"), self.indexed(&runs, &tuning), limit);
+                show(&format!("runs, first {first}"), self.ours(&runs, false, Some(&tuning)), limit);
             }
             for per_block in [8, 16, 32, 64] {
                 let tuning = Tuning { per_block, ..base };
@@ -298,8 +291,6 @@ impl Machine {
                 show("ours", self.ours(&runs, true, None));
                 if tune {
                     show("by the kernel", self.ours(&runs, true, Some(&Tuning::default())));
-                    let upload = Tuning { upload: true, ..Tuning::default() };
-                    show("by the kernel, upload", self.ours(&runs, true, Some(&upload)));
                     if count <= 1024 {
                         show("by the driver", self.driver(&runs));
                     }

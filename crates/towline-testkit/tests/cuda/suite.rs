@@ -1,7 +1,6 @@
 //! What must hold on every GPU, a fake one included.
 
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::{Arc, PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
 
 use towline::cuda::{Blocks, CopyOptions, Gpu, Run, StreamHandle, Tuning};
@@ -12,6 +11,9 @@ use towline_testkit::random::Random;
 use towline_testkit::watchdog::watch;
 
 const LONG: Duration = Duration::from_secs(60);
+
+/// Held by every test, exclusively by the one that keeps a stream from going on.
+pub(crate) static ALONE: RwLock<()> = RwLock::new(());
 
 fn random_bytes(random: &mut Random, len: usize) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(len + 8);
@@ -171,8 +173,7 @@ pub(crate) fn runs_of_any_length_and_alignment_arrive_and_nothing_else_changes(g
         let most = [9, 70, 700, 5000, 40_000][(round % 5) as usize];
         let mut lens = |random: &mut Random| random.below(most);
         let program = program(&mut random, (from.1, &source), (to.1, &old), &mut lens);
-        let tuning =
-            Tuning { upload: round % 2 == 1, first: 1 + (round as usize % 4) * 50, ..Tuning::default() };
+        let tuning = Tuning { first: 1 + (round as usize % 4) * 50, ..Tuning::default() };
         copy(gpu, &program.runs, round % 3 != 0, (round % 4 != 3).then_some(&tuning));
         let got = contents(to.0);
         let wrong = got.iter().zip(&program.expected).position(|(got, want)| got != want);
@@ -359,15 +360,19 @@ pub(crate) fn copies_run_beside_each_other(gpu: &Arc<Gpu>) {
 
 pub(crate) fn a_copy_waits_for_a_stream_and_holds_one_back(gpu: &Arc<Gpu>) {
     let _watch = watch("streams", 10 * LONG);
+    // While a function of the host is called, a driver may let every other thread wait, and with them this one.
+    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
     let len = 1 << 20;
     let [one, two, three] = [0; 3].map(|_| DeviceStorage::new(len, gpu.ordinal()).unwrap());
     one.memset(1, 0, len).unwrap();
     two.memset(2, 0, len).unwrap();
     three.memset(3, 0, len).unwrap();
-    // What a first copy makes may wait for all streams, also for the one that is held back here.
+    // What is made for the first time may wait for all streams, also for the one that is held back below.
     gpu.prepare().unwrap();
     let entered = gpu.enter("test").unwrap();
-    let stream = entered.stream(0).unwrap();
+    let (stream, then) = (entered.stream(0).unwrap(), entered.stream(0).unwrap());
+    // SAFETY: nothing is copied.
+    unsafe { gpu.copy([], &CopyOptions::default()) }.unwrap().on_done(|| ()).unwrap();
     let (open, gate) = mpsc::channel::<()>();
     stream.call_back(&entered, move || gate.recv_timeout(LONG).unwrap()).unwrap();
     // SAFETY: the ranges are the storages', which live until the end.
@@ -379,7 +384,6 @@ pub(crate) fn a_copy_waits_for_a_stream_and_holds_one_back(gpu: &Arc<Gpu>) {
     };
     // SAFETY: as above.
     let copying = unsafe { gpu.copy([0, 1, 2, 3].map(piece), &options) }.unwrap();
-    let then = entered.stream(0).unwrap();
     // SAFETY: the stream is alive.
     unsafe { copying.hold(then.handle()) }.unwrap();
     // SAFETY: the ranges are the storages'.

@@ -9,7 +9,7 @@ mod suite;
 #[path = "../cuda/transfers.rs"]
 mod transfers;
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use towline::cuda::{Availability, Gpu, availability};
 use towline_testkit::skip::skip;
@@ -38,6 +38,8 @@ macro_rules! tests {
     ($($name:ident),* $(,)?) => {
         $(#[test] fn $name() {
             if let Some(gpu) = here(stringify!($name)) {
+                let beside = stringify!($name) != "a_copy_waits_for_a_stream_and_holds_one_back";
+                let _beside = beside.then(|| suite::ALONE.read().unwrap_or_else(PoisonError::into_inner));
                 suite::$name(&gpu);
             }
         })*

@@ -3,17 +3,18 @@
 //! The endpoint is in a worker, so that its descriptors can be counted from outside while tests run side by side.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
-mod attacker;
+mod greed;
+mod holder;
 
 use std::time::Duration;
 
-use attacker::{Attacker, Medium};
 use towline::ticket::{RegionKey, Ticket};
 use towline::wire::{
     Atomic, AtomicOp, Block, FrameKind, HEADER_LEN, Header, Import, ImportItem, MAX_BODY, MAX_PAYLOAD,
     Message, Notify, Prove, Read, Reduce, Release, Signal, Write, frame,
 };
 use towline::{Access, Dtype, Endpoint, ReduceOp, SystemStorage};
+use towline_testkit::attacker::{Attacker, Medium};
 use towline_testkit::bench::routing;
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
@@ -36,8 +37,13 @@ struct Target {
 
 impl Target {
     fn open(test: &str) -> Target {
-        let watchdog = watch(test, PATIENCE * 10 + Duration::from_secs(60));
-        let mut process = Process::open("target", "");
+        Target::open_with(test, "")
+    }
+
+    fn open_with(test: &str, options: &str) -> Target {
+        let long = Duration::from_millis(holder::forged_accesses() as u64);
+        let watchdog = watch(test, PATIENCE * 10 + Duration::from_secs(60) + long);
+        let mut process = Process::open("target", options);
         process.must(&format!("register {LEN} system read+write"));
         process.must("fill 1 1 1");
         let ticket = process.must("ticket 1").text(0).parse().unwrap();

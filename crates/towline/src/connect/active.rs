@@ -176,7 +176,7 @@ impl ActiveOperation {
     }
 
     pub(super) fn is_quiet(&self) -> bool {
-        self.completion().result().is_some()
+        self.set.is_quiet()
     }
 
     pub(super) fn cancel(&self, why: &'static str) {

@@ -10,6 +10,7 @@ use crate::endpoint::claim::Claim;
 use crate::memory::{Buffer, MemoryDescription};
 use crate::region::Registered;
 use crate::sync::lock;
+use crate::transfer::Noise;
 use crate::transfer::Op;
 use crate::{Endpoint, Error, Remote, Result, Span, Transfer};
 
@@ -44,6 +45,8 @@ pub(super) struct TransferSet {
     by_workers: bool,
     inner: Mutex<Inner>,
     completion: Completion,
+    /// What engines had not let go of at the end.
+    noise: Mutex<Vec<Noise>>,
 }
 
 struct Inner {
@@ -102,9 +105,15 @@ impl TransferSet {
                 claim: Some(claim),
             }),
             completion: Completion::default(),
+            noise: Mutex::default(),
         });
         set.start_some();
         set
+    }
+
+    /// Whether it has ended, and no engine is at its local memory any more.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.completion.result().is_some() && lock(&self.noise).iter().all(Noise::is_over)
     }
 
     pub(super) fn completion(&self) -> &Completion {
@@ -247,6 +256,8 @@ impl TransferSet {
             };
             (result, inner.claim.take(), std::mem::take(&mut inner.local), std::mem::take(&mut inner.started))
         };
+        *lock(&self.noise) =
+            started.iter().filter_map(|one| one.noise()).filter(|one| !one.is_over()).collect();
         // The registrations go before anybody learns of the end, so that the memory is the user's again.
         drop(local);
         if let Some(claim) = claim {

@@ -24,12 +24,14 @@ const KERNEL: &CStr = c"towline_copy";
 
 /// Streams over which requests are spread.
 const LANES: usize = 4;
-/// Up to so many runs the driver copies one by one.
-const FEW: usize = 2;
 /// Runs between a GPU and the host are worth a call each from this length on: the copy engine is a little faster there.
-const LONG_TO_HOST: u64 = 2 << 20;
+const LONG_TO_HOST: u64 = 1 << 20;
+/// On the GPU they are from this length times their number on.
+const LONG: u64 = 512 << 10;
 /// How long a waiting thread looks again and again before it sleeps.
 const SPIN: Duration = Duration::from_micros(500);
+/// How long it lets others run in between: a sleep ends too late for copies that are so short.
+const YIELD: Duration = Duration::from_millis(4);
 /// How long it sleeps at a time.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
@@ -165,9 +167,10 @@ impl Gpu {
     }
 }
 
-/// Whether the driver's own copies are the better way.
+/// Whether the driver's own copies are the better way: a call each costs five microseconds, and moves a tenth more in a second.
 fn by_driver(runs: usize, options: &CopyOptions) -> bool {
-    runs <= FEW || (options.host && options.bytes / runs as u64 >= LONG_TO_HOST)
+    let enough = if options.host { LONG_TO_HOST } else { LONG.saturating_mul(runs as u64) };
+    runs <= 1 || options.bytes / runs as u64 >= enough
 }
 
 impl Engine {
@@ -246,6 +249,15 @@ impl Copying {
             std::hint::spin_loop();
         }
         progress::may_block(OP)?;
+        while start.elapsed() < YIELD {
+            std::thread::yield_now();
+            if self.is_done()? {
+                return Ok(true);
+            }
+            if until.is_some_and(|until| Instant::now() >= until) {
+                return Ok(false);
+            }
+        }
         // A call back of the driver's comes tenths of a millisecond late, and never where the context is lost. To look again
         // after a sixty-fourth of the time that it has taken costs next to nothing, and is late by no more than that.
         loop {

@@ -19,11 +19,13 @@ use crate::{Error, Kind, Result, fork};
 /// The threads of a block of the kernel, and the most units that it takes.
 const THREADS: u32 = 256;
 /// The bytes of one list.
-const LIST: usize = 512 << 10;
+const LIST: usize = 1 << 20;
 /// The most lists of one lane that the GPU has not read yet.
 const LISTS: usize = 8;
-/// The first list of a request is short, so that the GPU has work while the next is being written.
+/// The first list of a request is short, so that the GPU has work while the next is being written: so many runs, and so many
+/// times more blocks by index, which are written faster.
 const FIRST: usize = 4096;
+const FIRST_INDICES: usize = 4;
 /// How long a list is waited for: longer than any copy takes that could be in front of it.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -33,19 +35,15 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub struct Tuning {
     /// Units per block of the kernel; 0 for what fits.
     pub per_block: u32,
-    /// Whether lists are copied to the GPU before the kernel reads them, and not read where they are.
-    pub upload: bool,
     /// Runs in the first list.
     pub first: usize,
     /// The length to which units are cut; 0 for what fits.
     pub unit: u64,
-    /// Whether lists lie in memory that the CPU writes around its cache.
-    pub combined: bool,
 }
 
 impl Default for Tuning {
     fn default() -> Tuning {
-        Tuning { per_block: 0, upload: false, first: FIRST, unit: 0, combined: true }
+        Tuning { per_block: 0, first: FIRST, unit: 0 }
     }
 }
 
@@ -53,12 +51,6 @@ impl Default for Tuning {
 pub(super) struct Lane {
     gpu: Arc<Gpu>,
     pub(super) stream: Stream,
-    /// By whether they are written around the cache.
-    rings: [Ring; 2],
-}
-
-#[derive(Default)]
-struct Ring {
     lists: Vec<List>,
     next: usize,
 }
@@ -68,38 +60,50 @@ struct List {
     start: *mut u8,
     /// Where the GPU finds it.
     device: u64,
-    /// Memory of the GPU for a copy of it, where one was ever wanted.
-    copy: u64,
     read: Event,
 }
 
 // SAFETY: the memory belongs to the lane, of which one thread at a time has the use.
 unsafe impl Send for List {}
 
+impl List {
+    fn new(entered: &Entered<'_>) -> towline_sys::Result<List> {
+        let read = entered.event()?;
+        // The CPU writes it once and never reads it: around the cache, and read by the GPU without asking the CPU.
+        let flags = HostFlags { write_combined: true, ..HostFlags::default() };
+        let start = entered.allocate_host(LIST, flags)?;
+        match entered.device_address(start) {
+            Ok(device) => Ok(List { start, device, read }),
+            Err(error) => {
+                // SAFETY: allocated just now, and not used.
+                let _ = unsafe { entered.cuda().free_host(start) };
+                Err(error)
+            }
+        }
+    }
+}
+
 impl Lane {
     pub(super) fn new(gpu: &Arc<Gpu>, entered: &Entered<'_>) -> towline_sys::Result<Lane> {
-        Ok(Lane { gpu: Arc::clone(gpu), stream: entered.stream(0)?, rings: Default::default() })
+        Ok(Lane { gpu: Arc::clone(gpu), stream: entered.stream(0)?, lists: Vec::new(), next: 0 })
     }
 
-    /// The next list that the GPU has read, made where there are not yet so many.
-    fn list(&mut self, op: &'static str, entered: &Entered<'_>, tuning: &Tuning) -> Result<&List> {
+    /// A list that the GPU has read, made where there is none and not yet so many.
+    fn list(&mut self, op: &'static str, entered: &Entered<'_>) -> Result<&List> {
         let sys = |error| failed(op, error);
-        let ring = &mut self.rings[usize::from(tuning.combined)];
-        let at = ring.next;
-        ring.next = (at + 1) % LISTS;
-        if at == ring.lists.len() {
-            let read = entered.event().map_err(sys)?;
-            let flags = HostFlags { write_combined: tuning.combined, ..HostFlags::default() };
-            let start = entered.allocate_host(LIST, flags).map_err(sys)?;
-            ring.lists.push(List { start, device: 0, copy: 0, read });
-            ring.lists[at].device = entered.device_address(start).map_err(sys)?;
-        }
-        let list = &mut ring.lists[at];
-        if tuning.upload && list.copy == 0 {
-            list.copy = entered.allocate(LIST).map_err(sys)?;
-        }
         let until = Instant::now() + LIMIT;
-        while !list.read.has_happened().map_err(sys)? {
+        let at = loop {
+            // They are read in the order in which they were used, so that the next is the oldest.
+            let oldest = if self.next < self.lists.len() { self.next } else { 0 };
+            if let Some(list) = self.lists.get(oldest)
+                && list.read.has_happened().map_err(sys)?
+            {
+                break oldest;
+            }
+            if self.lists.len() < LISTS {
+                self.lists.insert(oldest, List::new(entered).map_err(sys)?);
+                break oldest;
+            }
             if Instant::now() > until {
                 return Err(Error::new(
                     Kind::Timeout,
@@ -108,13 +112,14 @@ impl Lane {
                 ));
             }
             std::thread::yield_now();
-        }
-        Ok(list)
+        };
+        self.next = at + 1;
+        Ok(&self.lists[at])
     }
 
     /// Makes the first list, which a copy would make otherwise.
     pub(super) fn prepare(&mut self, op: &'static str, entered: &Entered<'_>) -> Result<()> {
-        self.list(op, entered, &Tuning::default()).map(drop)
+        self.list(op, entered).map(drop)
     }
 
     /// Starts copies of all runs, one after the other.
@@ -154,8 +159,8 @@ impl Lane {
         let mut open = None;
         let (mut one_length, mut most) = (true, tuning.first.max(1));
         while rest.len() > 0 || open.is_some() {
-            let list = ptr::from_ref(self.list(op, entered, tuning)?);
-            // SAFETY: the ring keeps its lists where they are until it makes another, which is in the next turn.
+            let list = ptr::from_ref(self.list(op, entered)?);
+            // SAFETY: the lane keeps its lists where they are until it makes another, which is in the next turn.
             let list = unsafe { &*list };
             let start = list.start;
             let mut said = None;
@@ -165,23 +170,22 @@ impl Lane {
                 said = list::uniform(rest.clone(), into, unit);
                 one_length = said.is_some();
             }
-            let (shape, used) = match said {
+            let shape = match said {
                 Some((count, shape)) => {
                     if count > 0 {
                         rest.nth(count - 1);
                     }
-                    (shape, count * PAIR)
+                    shape
                 }
                 None => {
                     // SAFETY: as above.
                     let into = unsafe { slice::from_raw_parts_mut(start.cast(), most.min(LIST / TRIPLE)) };
-                    let shape = list::listed(&mut rest, &mut open, into, unit);
-                    (shape, shape.units as usize * TRIPLE)
+                    list::listed(&mut rest, &mut open, into, unit)
                 }
             };
             most = LIST;
             // SAFETY: the list says the caller's runs; the rest is the caller's promise.
-            unsafe { self.launch(op, entered, kernel, list, shape, [0, 0], used, tuning)? };
+            unsafe { self.launch(op, entered, kernel, list, shape, [0, 0], tuning)? };
         }
         Ok(())
     }
@@ -208,10 +212,10 @@ impl Lane {
         let most = (LIST / PAIR).min(1 << (31 - parts_log2).min(30));
         let mut done = 0;
         while done < count {
-            let room = if done == 0 { tuning.first.clamp(1, most) } else { most };
+            let room = if done == 0 { (FIRST_INDICES * tuning.first).clamp(1, most) } else { most };
             let now = (count - done).min(room);
-            let list = ptr::from_ref(self.list(op, entered, tuning)?);
-            // SAFETY: the ring keeps its lists where they are until it makes another, which is in the next turn.
+            let list = ptr::from_ref(self.list(op, entered)?);
+            // SAFETY: the lane keeps its lists where they are until it makes another, which is in the next turn.
             let list = unsafe { &*list };
             let mut places = [0, 0];
             let mut bases = [0, 0];
@@ -238,7 +242,7 @@ impl Lane {
                 steps: sides.map(|side| side.step),
             };
             // SAFETY: the indices are in bounds, and what they name is the caller's promise.
-            unsafe { self.launch(op, entered, kernel, list, shape, places, used, tuning)? };
+            unsafe { self.launch(op, entered, kernel, list, shape, places, tuning)? };
             done += now;
         }
         Ok(())
@@ -257,7 +261,6 @@ impl Lane {
         list: &List,
         shape: Shape,
         places: [u64; 2],
-        used: usize,
         tuning: &Tuning,
     ) -> Result<()> {
         if shape.units == 0 {
@@ -266,19 +269,13 @@ impl Lane {
         // What was written around the cache is there before the GPU is told.
         fence(Ordering::SeqCst);
         let run = || {
-            let mut place = list.device;
-            if tuning.upload {
-                // SAFETY: both are as long as a list; the pinned side stays until `read` has happened.
-                unsafe { self.stream.copy(entered, list.copy, list.start.addr() as u64, used)? };
-                place = list.copy;
-            }
             let per_block = match tuning.per_block {
                 0 => per_block(shape.units, self.gpu.multiprocessors),
                 chosen => chosen.min(THREADS),
             };
             let [first, second] = match shape.form {
-                Form::Indices => places.map(|at| if at == 0 { 0 } else { place + at - 1 }),
-                _ => [place, 0],
+                Form::Indices => places.map(|at| if at == 0 { 0 } else { list.device + at - 1 }),
+                _ => [list.device, 0],
             };
             let Shape { units, from, to, len, parts_log2, part, scale_log2, form, steps } = shape;
             let form = form as u32;
@@ -319,7 +316,7 @@ fn argument<T>(value: &T) -> *mut c_void {
 /// is not what they do.
 fn per_block(units: u32, multiprocessors: u32) -> u32 {
     let warps = THREADS / 32;
-    (units / (multiprocessors * 16)).next_multiple_of(warps).clamp(warps, 4 * warps)
+    (units / (multiprocessors * 32)).next_multiple_of(warps).clamp(warps, 4 * warps)
 }
 
 impl Drop for Lane {
@@ -329,14 +326,9 @@ impl Drop for Lane {
         }
         let Ok(entered) = self.gpu.enter("close a lane") else { return };
         // Freeing waits for the GPU. Where it refuses, the memory stays until the process ends.
-        for list in self.rings.iter_mut().flat_map(|ring| ring.lists.drain(..)) {
+        for list in self.lists.drain(..) {
             // SAFETY: the lane's own memory; the driver waits until the GPU has read it.
-            unsafe {
-                let _ = entered.cuda().free_host(list.start);
-                if list.copy != 0 {
-                    let _ = entered.free(list.copy);
-                }
-            }
+            let _ = unsafe { entered.cuda().free_host(list.start) };
         }
     }
 }

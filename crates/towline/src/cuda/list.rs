@@ -76,7 +76,7 @@ pub(super) fn longest_unit(bytes: u64) -> u64 {
 /// fit into 32 bits otherwise; what was written is then of no use.
 pub(super) fn uniform(
     runs: impl Iterator<Item = Run> + Clone,
-    into: &mut [[i32; 2]],
+    into: &mut [u64],
     unit: u64,
 ) -> Option<(usize, Shape)> {
     let first = runs.clone().next()?;
@@ -86,29 +86,29 @@ pub(super) fn uniform(
     let (count, scale_log2) = written?;
     let (parts_log2, part) = parts(first.len, unit);
     let units = u32::try_from((count as u64) << parts_log2).ok()?;
-    let Run { from, to, len } = first;
-    Some((count, Shape { units, from, to, len, parts_log2, part, scale_log2, ..Shape::default() }))
+    let [from, to] = [first.from, first.to].map(|start| base(start, scale_log2));
+    Some((count, Shape { units, from, to, len: first.len, parts_log2, part, scale_log2, ..Shape::default() }))
 }
 
-/// Writes the offsets from the first run; `None` where a run does not fit. Nothing is decided before the end: without
-/// branches the loop is as fast as memory.
-fn pairs<const SCALE: u32>(
-    runs: impl Iterator<Item = Run>,
-    first: Run,
-    into: &mut [[i32; 2]],
-) -> Option<usize> {
-    let mask = (1i64 << SCALE) - 1;
-    let mut wrong = 0;
-    let mut count = 0;
+/// Where offsets are counted from, so that runs before and after the first have unsigned ones.
+fn base(first: u64, scale_log2: u32) -> u64 {
+    first.wrapping_sub(1 << (31 + scale_log2))
+}
+
+/// Writes the offsets; `None` where a run does not fit. This loop is what the host has to do for each run: nothing is decided
+/// before the end, and turning by the scale puts what is not aligned where what is too far would be.
+fn pairs<const SCALE: u32>(runs: impl Iterator<Item = Run>, first: Run, into: &mut [u64]) -> Option<usize> {
+    let [from, to] = [first.from, first.to].map(|start| base(start, SCALE));
+    let (mut wide, mut unequal, mut count) = (0, 0, 0);
     for (entry, run) in into.iter_mut().zip(runs) {
-        let (from, to) = (run.from.wrapping_sub(first.from) as i64, run.to.wrapping_sub(first.to) as i64);
-        let (near, far) = (from >> SCALE, to >> SCALE);
-        wrong |= (run.len ^ first.len) as i64 | ((from | to) & mask);
-        wrong |= (i64::from(near as i32) ^ near) | (i64::from(far as i32) ^ far);
-        *entry = [near as i32, far as i32];
+        let near = run.from.wrapping_sub(from).rotate_right(SCALE);
+        let far = run.to.wrapping_sub(to).rotate_right(SCALE);
+        wide |= near | far;
+        unequal |= run.len ^ first.len;
+        *entry = near | far << 32;
         count += 1;
     }
-    (wrong == 0).then_some(count)
+    (wide >> 32 == 0 && unequal == 0).then_some(count)
 }
 
 /// Writes triples, cut into units; takes runs until there is no room.
@@ -121,8 +121,17 @@ pub(super) fn listed(
     unit: u64,
 ) -> Shape {
     let mut units = 0;
-    for entry in into.iter_mut() {
-        let Some(run) = open.take().or_else(|| runs.by_ref().find(|run| run.len > 0)) else { break };
+    'entries: for entry in into.iter_mut() {
+        let run = match open.take() {
+            Some(run) => run,
+            None => loop {
+                match runs.next() {
+                    Some(run) if run.len > 0 => break run,
+                    Some(_) => {}
+                    None => break 'entries,
+                }
+            },
+        };
         let len = run.len.min(unit);
         *entry = [run.from, run.to, len];
         units += 1;
@@ -142,7 +151,7 @@ mod tests {
     use super::*;
 
     /// The runs that a kernel would copy, by the definition in `copy.ptx`.
-    fn units(shape: &Shape, pairs: &[[i32; 2]], triples: &[[u64; 3]]) -> Vec<Run> {
+    fn units(shape: &Shape, pairs: &[u64], triples: &[[u64; 3]]) -> Vec<Run> {
         (0..shape.units)
             .map(|unit| {
                 if shape.form == Form::Triples {
@@ -151,10 +160,11 @@ mod tests {
                 }
                 let piece = unit >> shape.parts_log2;
                 let start = u64::from(unit - (piece << shape.parts_log2)) * shape.part;
-                let [from, to] = pairs[piece as usize];
-                let at = |base: u64, offset: i32| {
-                    base.wrapping_add_signed(i64::from(offset) << shape.scale_log2) + start
+                let pair = pairs[piece as usize];
+                let at = |base: u64, offset: u32| {
+                    base.wrapping_add(u64::from(offset) << shape.scale_log2).wrapping_add(start)
                 };
+                let (from, to) = (pair as u32, (pair >> 32) as u32);
                 let len = if start >= shape.len { 0 } else { (shape.len - start).min(shape.part) };
                 Run { from: at(shape.from, from), to: at(shape.to, to), len }
             })
@@ -179,7 +189,7 @@ mod tests {
     #[test]
     fn blocks_of_one_length_become_pairs() {
         let runs = [3u64, 0, 7].map(|block| Run { from: 1 << 40 | block << 15, to: block << 20, len: 32768 });
-        let mut pairs = [[0; 2]; 8];
+        let mut pairs = [0; 8];
         let (count, shape) = uniform(runs.iter().copied(), &mut pairs, 4096).unwrap();
         assert_eq!((count, shape.units, shape.parts_log2, shape.part, shape.scale_log2), (3, 24, 3, 4096, 4));
         assert_eq!(joined(units(&shape, &pairs, &[])), joined(runs));
@@ -187,7 +197,7 @@ mod tests {
 
     #[test]
     fn what_no_pair_can_say_is_refused() {
-        let mut pairs = [[0; 2]; 8];
+        let mut pairs = [0; 8];
         let odd = [Run { from: 0, to: 0, len: 8 }, Run { from: 1 << 33 | 1, to: 0, len: 8 }];
         let unequal = [Run { from: 0, to: 0, len: 8 }, Run { from: 16, to: 16, len: 9 }];
         let far = [Run { from: 0, to: 0, len: 16 }, Run { from: 1 << 40, to: 16, len: 16 }];
@@ -231,7 +241,7 @@ mod tests {
                 .into_iter()
                 .map(|(from, to, len)| Run { from: from & mask, to: to & mask, len: same.unwrap_or(len) })
                 .collect();
-            let mut pairs = vec![[0; 2]; room];
+            let mut pairs = vec![0; room];
             let mut said = Vec::new();
             if let Some((count, shape)) = uniform(runs.iter().copied(), &mut pairs, 4096) {
                 prop_assert_eq!(count, room.min(runs.len()));

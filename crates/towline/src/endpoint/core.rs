@@ -9,18 +9,20 @@ use std::time::{Duration, Instant};
 use super::interfaces;
 use super::operations::Operations;
 use super::options::EndpointOptions;
+use super::quotas::Quotas;
 use super::stats::{AllCounters, Stats};
 use crate::fence::table::Table;
 use crate::identity::{Identity, Incarnation};
 use crate::notify::{Notification, Notifications};
 use crate::progress::{self, Bell, Interest, Readiness, Source, Token};
-use crate::region::{ParkingLot, RegionCore, stale};
+use crate::region::{Deed, Ledger, ParkingLot, RegionCore, stale};
 use crate::route::Routing;
 use crate::sync::lock;
 use crate::ticket::{self, Claims, Reach, RegionKey};
+use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::transport::nixl;
-use crate::transport::tcp::{Listener, Serving, Session};
+use crate::transport::tcp::{Listener, Serving, Session, Strangers};
 use crate::wire::handshake::Secret;
 use crate::{Error, Kind, Result};
 
@@ -36,6 +38,11 @@ pub(crate) struct EndpointCore {
     limits: Limits,
     routing: Routing,
     lanes: usize,
+    quotas: Quotas,
+    tls: Option<Tls>,
+    checksums: bool,
+    /// Connections that have not proven themselves.
+    pub(crate) strangers: Strangers,
     reach: OnceLock<Vec<Reach>>,
     listeners: Mutex<Vec<Arc<Listener>>>,
     pub(crate) table: Table,
@@ -55,6 +62,8 @@ pub(crate) struct EndpointCore {
     /// Connections of peers that use this endpoint's regions.
     pub(crate) serving: Mutex<Vec<Weak<Serving>>>,
     pub(crate) refused: AtomicU64,
+    /// Who used the regions, as far as this process can see.
+    pub(crate) ledger: Ledger,
     closed: AtomicBool,
     /// The bytes that peers read to see whether the kernel lets them copy from this process.
     nonce: Box<[u8; 16]>,
@@ -81,6 +90,10 @@ impl EndpointCore {
             limits: options.limits,
             routing: options.routing,
             lanes: options.lanes,
+            quotas: options.quotas,
+            tls: options.tls,
+            checksums: options.checksums,
+            strangers: Strangers::default(),
             reach: OnceLock::new(),
             listeners: Mutex::new(Vec::new()),
             table,
@@ -95,6 +108,7 @@ impl EndpointCore {
             sessions: Mutex::new(HashMap::new()),
             serving: Mutex::new(Vec::new()),
             refused: AtomicU64::new(0),
+            ledger: Ledger::default(),
             closed: AtomicBool::new(false),
             nonce,
         });
@@ -150,6 +164,21 @@ impl EndpointCore {
         self.lanes
     }
 
+    /// How what goes over TCP is encrypted.
+    pub(crate) fn tls(&self) -> Option<&Tls> {
+        self.tls.as_ref()
+    }
+
+    /// Whether checksums go along with bytes over sockets.
+    pub(crate) fn checksums(&self) -> bool {
+        self.checksums
+    }
+
+    /// How much strangers and peers may take.
+    pub(crate) fn quotas(&self) -> Quotas {
+        self.quotas
+    }
+
     pub(crate) fn reach(&self) -> Vec<Reach> {
         self.reach.get().cloned().unwrap_or_default()
     }
@@ -188,7 +217,6 @@ impl EndpointCore {
         }
         let tag = ticket.tag(&self.region_key(claims.row, claims.generation));
         if !tag.verify_proof(challenge, proof) {
-            self.refused.fetch_add(1, Ordering::Relaxed);
             return Err(Error::new(
                 Kind::PermissionDenied,
                 "import",
@@ -200,11 +228,22 @@ impl EndpointCore {
         Ok((region, claims))
     }
 
+    /// Counts a ticket that was refused, also for the region that it names, where there is one.
+    pub(crate) fn count_refused(&self, public: &[u8], peer: &Identity) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+        self.ledger.of(peer).count(Deed::Refused);
+        if let Ok(ticket) = ticket::parse_public(public)
+            && let claims = ticket.claims()
+            && let Some(region) = self.regions.find(claims.row, claims.generation)
+        {
+            region.ledger.of(peer).count(Deed::Refused);
+        }
+    }
+
     /// Refuses a lease that has run out.
     pub(crate) fn check_lease(&self, claims: &Claims) -> Result<()> {
         match claims.expires_ms {
             Some(expires) if self.clock_ms() >= expires => {
-                self.refused.fetch_add(1, Ordering::Relaxed);
                 Err(Error::new(Kind::PermissionDenied, "access", "the ticket's lease has run out"))
             }
             _ => Ok(()),
@@ -283,12 +322,17 @@ impl EndpointCore {
     }
 
     pub(crate) fn stats(&self) -> Stats {
+        let serving: Vec<_> = lock(&self.serving).iter().filter_map(Weak::upgrade).collect();
+        let in_flight = serving.iter().map(|peer| peer.in_flight());
         Stats {
             paths: self.counters.snapshot(),
             regions: self.regions.count(),
             operations: self.operations.count(),
             parked: self.parked.load(),
             refused: self.refused.load(Ordering::Relaxed),
+            peers: serving.len(),
+            strangers: self.strangers.count(),
+            in_flight: in_flight.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1)),
             nixl: self.nixl.stats(),
         }
     }

@@ -13,6 +13,7 @@ use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
 use crate::progress;
+use crate::region::Deed;
 use crate::route::{Explanation, Routes, Routing};
 use crate::sync::lock;
 use crate::ticket::Reach;
@@ -280,7 +281,12 @@ fn import_here(
     routing: &Routing,
 ) -> Result<Remote> {
     let challenge = b"one process";
-    let (region, claims) = owner.verify(ticket.public_bytes(), &ticket.proof(challenge), challenge)?;
+    let (region, claims) = owner
+        .verify(ticket.public_bytes(), &ticket.proof(challenge), challenge)
+        .inspect_err(|_| owner.count_refused(ticket.public_bytes(), endpoint.identity()))?;
+    for ledger in [&region.ledger, &owner.ledger] {
+        ledger.of(endpoint.identity()).count(Deed::GivenAway);
+    }
     let grant = region.grant(&claims, 0, false);
     Remote::new(endpoint, Owner::Here(&region), grant, owner.name(), routing)
 }
@@ -316,7 +322,8 @@ fn granted(
 fn media(ticket: &Ticket, routing: &Routing) -> impl Iterator<Item = Medium> {
     // NIXL moves the bytes, and the rest goes over a connection of either kind.
     let nixl = routing.requires("nixl") && routing.allows("nixl");
-    let local = nixl || ["mapped", "cuda", "cma", "unix"].into_iter().any(|path| routing.allows(path));
+    let local =
+        nixl || ["mapped", "cuda", "cma", "file", "unix"].into_iter().any(|path| routing.allows(path));
     let far = nixl || routing.allows("tcp");
     ticket.body().reach.iter().filter_map(move |reach| match reach {
         Reach::Unix => local.then_some(Medium::Unix),

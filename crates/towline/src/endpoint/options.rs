@@ -2,8 +2,9 @@
 
 use std::net::SocketAddr;
 
-use super::{Endpoint, EndpointCore};
+use super::{Endpoint, EndpointCore, Quotas};
 use crate::route::Routing;
+use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::transport::nixl::NixlOptions;
 use crate::wire::handshake::Secret;
@@ -34,7 +35,10 @@ pub struct EndpointOptions {
     pub(super) routing: Routing,
     pub(super) max_regions: u32,
     pub(super) lanes: usize,
+    pub(super) quotas: Quotas,
+    pub(super) tls: Option<Tls>,
     pub(super) nixl: NixlOptions,
+    pub(super) checksums: bool,
 }
 
 impl EndpointOptions {
@@ -48,7 +52,10 @@ impl EndpointOptions {
             routing: Routing::default(),
             max_regions: 1 << 20,
             lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
+            quotas: Quotas::default(),
+            tls: None,
             nixl: NixlOptions::default(),
+            checksums: false,
         }
     }
 
@@ -77,7 +84,9 @@ impl EndpointOptions {
         self
     }
 
-    /// Sets which paths imports may use where the import does not say.
+    /// Sets which paths imports may use where the import does not say. With
+    /// [`Isolation::Enforced`](crate::Isolation::Enforced) this endpoint gives no other process its memory either: peers are
+    /// served by the Unix socket and TCP only, and every access is checked and counted here.
     pub fn routing(mut self, routing: Routing) -> EndpointOptions {
         self.routing = routing;
         self
@@ -95,9 +104,28 @@ impl EndpointOptions {
         self
     }
 
+    /// Sets how much of this endpoint strangers and peers may take.
+    pub fn quotas(mut self, quotas: Quotas) -> EndpointOptions {
+        self.quotas = quotas;
+        self
+    }
+
+    /// Encrypts everything that goes over TCP, and refuses peers and owners that do not.
+    pub fn tls(mut self, tls: Tls) -> EndpointOptions {
+        self.tls = Some(tls);
+        self
+    }
+
     /// Sets how NIXL is used, where it is used.
     pub fn nixl(mut self, nixl: NixlOptions) -> EndpointOptions {
         self.nixl = nixl;
+        self
+    }
+
+    /// Sends a CRC32C along with each block of this endpoint's transfers over sockets, and checks it at the other end. Off
+    /// by default: it costs a pass over the bytes on both sides, and TCP and TLS have checks of their own.
+    pub fn checksums(mut self, checksums: bool) -> EndpointOptions {
+        self.checksums = checksums;
         self
     }
 

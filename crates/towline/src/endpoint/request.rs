@@ -47,6 +47,7 @@ pub struct Request<'a> {
     what: What<'a>,
     after: After,
     limits: Option<Limits>,
+    checked: Option<bool>,
     routing: Option<Routing>,
     stream: Option<StreamHandle>,
     by_workers: bool,
@@ -76,6 +77,7 @@ impl<'a> Request<'a> {
             what: What::Whole,
             after: After::default(),
             limits: None,
+            checked: None,
             routing: None,
             stream: None,
             by_workers: false,
@@ -144,6 +146,15 @@ impl<'a> Request<'a> {
     /// Sets how long it may take, without progress and in all.
     pub fn limits(mut self, limits: Limits) -> Request<'a> {
         self.limits = Some(limits);
+        self
+    }
+
+    /// Sets whether a checksum goes along with each block over sockets, in place of what the endpoint says.
+    ///
+    /// A block that does not arrive as it was sent is then an error that names it. So is one that somebody changes while
+    /// it is being sent.
+    pub fn checked(mut self, checked: bool) -> Request<'a> {
+        self.checked = Some(checked);
         self
     }
 
@@ -280,6 +291,7 @@ impl<'a> Request<'a> {
             after: std::mem::take(&mut self.after),
             stream: self.stream,
             limits: self.limits.unwrap_or_else(|| self.endpoint.limits()),
+            checked: self.checked.unwrap_or_else(|| self.endpoint.checksums()),
             attachment: Arc::clone(&attachment),
             peer: Arc::clone(self.remote.peer()),
             on_end: Box::new(move |result| {

@@ -22,6 +22,12 @@ pub struct Stats {
     pub parked: (usize, usize),
     /// Accesses that this endpoint refused to serve.
     pub refused: u64,
+    /// Sessions of peers that use this endpoint's regions.
+    pub peers: usize,
+    /// Connections that have not proven themselves yet.
+    pub strangers: usize,
+    /// Requests of peers that are being served, and their bytes.
+    pub in_flight: (usize, u64),
     /// What NIXL does for this endpoint; `None` where it was never needed.
     pub nixl: Option<NixlStats>,
 }

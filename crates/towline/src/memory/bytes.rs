@@ -29,6 +29,24 @@ pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) {
     unsafe { memmove(dst.cast(), src.cast(), len) };
 }
 
+/// The CRC32C of `len` bytes. Somebody else may be writing them meanwhile, as for [`copy`].
+///
+/// # Safety
+/// `src` is valid for reads of `len` bytes for the whole call.
+pub(crate) unsafe fn crc32c(src: *const u8, len: usize) -> u32 {
+    // Through a buffer that stays in the cache: what others may write is never a slice.
+    let mut buffer = [0; 8 << 10];
+    let (mut check, mut at) = (0, 0);
+    while at < len {
+        let some = buffer.len().min(len - at);
+        // SAFETY: within the range that the caller promises; the buffer has room for it.
+        unsafe { copy(buffer.as_mut_ptr(), src.wrapping_add(at), some) };
+        check = crc32c::crc32c_append(check, &buffer[..some]);
+        at += some;
+    }
+    check
+}
+
 /// From this length on a copy may have gone around the cache, and a release store alone does not wait for that.
 const MAY_LINGER: usize = 4096;
 

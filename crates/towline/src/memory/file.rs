@@ -4,6 +4,7 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
 
 use crate::{Error, Kind, Result};
@@ -27,6 +28,53 @@ impl FileSlice {
     pub(super) fn forward(mut self, by: usize) -> FileSlice {
         self.offset += by as u64;
         self
+    }
+
+    /// The file behind a descriptor of this process, from an offset on. It is opened anew: the descriptor may be closed.
+    pub(crate) fn of_descriptor(number: u64, offset: u64) -> Result<FileSlice> {
+        let failed = |call: &'static str, error: io::Error| Error::os("register", call, error);
+        let number = i32::try_from(number).map_err(|_| Error::invalid("register", "no such descriptor"))?;
+        let same = format!("/proc/self/fd/{number}");
+        let kind = std::fs::metadata(&same).map_err(|error| failed("stat", error))?;
+        if !kind.is_file() {
+            return Err(Error::invalid("register", format!("descriptor {number} is of no plain file")));
+        }
+        // SAFETY: it only asks; a number that is no descriptor is an error.
+        let flags = unsafe { libc::fcntl(number, libc::F_GETFL) };
+        if flags < 0 {
+            return Err(failed("fcntl", io::Error::last_os_error()));
+        }
+        let writable = flags & libc::O_ACCMODE != libc::O_RDONLY;
+        let open =
+            |more: i32| std::fs::File::options().read(true).write(writable).custom_flags(more).open(&same);
+        let buffered = open(0).map_err(|error| failed("open", error))?.into();
+        let direct =
+            if flags & libc::O_DIRECT != 0 { open(libc::O_DIRECT).ok().map(Into::into) } else { None };
+        Ok(FileSlice { file: Arc::new(FileBytes { buffered, direct, writable }), offset })
+    }
+
+    /// Descriptors of the file, made to be handed to somebody else: what they allow is only what is said here.
+    pub(crate) fn opened_anew(&self, writable: bool) -> Result<Vec<OwnedFd>> {
+        let open = |file: &OwnedFd, more: i32| {
+            let same = format!("/proc/self/fd/{}", file.as_raw_fd());
+            std::fs::File::options()
+                .read(true)
+                .write(writable)
+                .custom_flags(more)
+                .open(same)
+                .map(OwnedFd::from)
+        };
+        let buffered = open(&self.file.buffered, 0).map_err(|error| Error::os("import", "open", error))?;
+        let direct = self.file.direct.as_ref().and_then(|file| open(file, libc::O_DIRECT).ok());
+        Ok(std::iter::once(buffered).chain(direct).collect())
+    }
+
+    /// The file behind descriptors that somebody else has [opened anew](Self::opened_anew) and handed over.
+    pub(crate) fn passed(files: Vec<OwnedFd>, writable: bool, offset: u64) -> Result<FileSlice> {
+        let mut files = files.into_iter();
+        let buffered =
+            files.next().ok_or_else(|| Error::protocol("import", "the file's descriptor did not come"))?;
+        Ok(FileSlice { file: Arc::new(FileBytes { buffered, direct: files.next(), writable }), offset })
     }
 
     /// The descriptor of the file: the one for direct input and output, where there is one.
@@ -184,7 +232,20 @@ unsafe fn all(way: Way, file: &OwnedFd, offset: u64, memory: *mut u8, len: usize
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
+
+    #[test]
+    fn a_descriptor_that_is_handed_over_allows_no_more_than_was_said() {
+        let storage = crate::DiskStorage::new(4096).unwrap();
+        let slice = crate::memory::Storage::file(&storage).unwrap();
+        for (writable, outcome) in [(true, Ok(1)), (false, Err(rustix::io::Errno::BADF))] {
+            for file in slice.opened_anew(writable).unwrap().iter().take(1) {
+                assert_eq!(rustix::io::pwrite(file, b"x", 0), outcome);
+            }
+        }
+    }
 
     #[test]
     fn only_whole_pages_that_lie_alike_go_directly() {

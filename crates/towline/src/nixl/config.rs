@@ -1,10 +1,12 @@
 //! Which backends an agent is to have, and how agents are set up.
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::engine::Engine;
 use crate::{Error, Result};
 
 /// What the names of the variables begin with that turn backends on and off.
@@ -24,6 +26,8 @@ const PREFIX: &str = "DYN_KVBM_NIXL_BACKEND_";
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NixlBackendConfig {
     backends: BTreeMap<String, BTreeMap<String, String>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    engine: Option<Engine>,
 }
 
 impl NixlBackendConfig {
@@ -86,6 +90,18 @@ impl NixlBackendConfig {
         self
     }
 
+    /// Asks for an engine; without that it is NIXL where that is there, and else the embedded one.
+    #[must_use]
+    pub fn with_engine(mut self, engine: Engine) -> NixlBackendConfig {
+        self.engine = Some(engine);
+        self
+    }
+
+    /// The engine that is asked for.
+    pub fn engine(&self) -> Option<Engine> {
+        self.engine
+    }
+
     /// The names of the backends.
     pub fn backends(&self) -> Vec<String> {
         self.backends.keys().cloned().collect()
@@ -105,6 +121,7 @@ impl NixlBackendConfig {
     #[must_use]
     pub fn merge(mut self, other: NixlBackendConfig) -> NixlBackendConfig {
         self.backends.extend(other.backends);
+        self.engine = other.engine.or(self.engine);
         self
     }
 
@@ -139,8 +156,12 @@ pub struct AgentConfig {
     pub listen_port: u16,
     /// How calls from several threads are kept apart.
     pub thread_sync: ThreadSync,
-    /// Measures every transfer.
+    /// Measures every transfer. The embedded engine always does.
     pub capture_telemetry: bool,
+    /// The engine; without one, NIXL where that is there, and else the embedded one, to which the rest of this does not apply.
+    pub engine: Option<Engine>,
+    /// A library, its folder, a `site-packages` folder or a prefix to look in where NIXL is found nowhere else.
+    pub also_look_in: Option<PathBuf>,
 }
 
 impl Default for AgentConfig {
@@ -152,6 +173,8 @@ impl Default for AgentConfig {
             listen_port: 8888,
             thread_sync: ThreadSync::Default,
             capture_telemetry: false,
+            engine: None,
+            also_look_in: None,
         }
     }
 }

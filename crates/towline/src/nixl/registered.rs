@@ -1,4 +1,4 @@
-//! Storages registered with an agent of NIXL.
+//! Storages registered with an agent.
 #![allow(unsafe_code, reason = "lends memory to NIXL by its address")]
 
 use std::any::Any;
@@ -8,7 +8,10 @@ use std::sync::Arc;
 
 use towline_sys::nixl as native;
 
-use super::agent::{NixlAgent, native_kind};
+use super::agent::{NixlAgent, Running};
+use super::embedded;
+use super::list::Range;
+use super::native::{Held, Native};
 use super::transfer::OptArgs;
 use crate::memory::{MemType, MemoryDescription, NixlDescriptor, Place, Storage, StorageKind};
 use crate::region::{RegisterError, RegisteredView};
@@ -37,51 +40,9 @@ pub trait NixlMemory: MemoryDescription + NixlCompatible {}
 
 impl<S: Storage + ?Sized> NixlMemory for S {}
 
-/// A range of memory as NIXL names it.
-#[derive(Clone, PartialEq, Eq)]
-pub(super) struct Range(pub(super) NixlDescriptor);
-
-impl Range {
-    pub(super) fn kind(&self) -> native::MemoryKind {
-        native_kind(self.0.mem_type)
-    }
-
-    pub(super) fn descriptor(&self) -> native::Descriptor {
-        native::Descriptor { address: self.0.addr, length: self.0.size as u64, device: self.0.device_id }
-    }
-
-    pub(super) fn key(&self) -> (u8, u64, u64) {
-        (self.0.mem_type as u8, self.0.device_id, self.0.addr)
-    }
-
-    /// The lowest key of the same kind and device.
-    pub(super) fn first_key(&self) -> (u8, u64, u64) {
-        (self.0.mem_type as u8, self.0.device_id, 0)
-    }
-
-    pub(super) fn covers(&self, other: &Range) -> bool {
-        let end = |range: &Range| range.0.addr.checked_add(range.0.size as u64);
-        self.first_key() == other.first_key()
-            && self.0.addr <= other.0.addr
-            && end(other).is_some_and(|other| end(self).is_some_and(|end| other <= end))
-    }
-}
-
-impl fmt::Debug for Range {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let NixlDescriptor { addr, size, mem_type, device_id } = &self.0;
-        write!(f, "{size} bytes at {addr:#x} of {mem_type:?} {device_id}")
-    }
-}
-
-/// A registered storage, as transfers hold it.
-pub(super) trait Held: Send + Sync {
-    fn range(&self) -> &Range;
-}
-
+/// A storage that is registered with NIXL itself.
 struct Core<S: Storage> {
     agent: NixlAgent,
-    name: String,
     range: Range,
     registration: Option<native::Registration>,
     storage: ManuallyDrop<S>,
@@ -97,7 +58,9 @@ impl<S: Storage> Core<S> {
     /// Deregisters; while that fails the memory must stay.
     fn deregister(&mut self) -> Result<()> {
         let Some(registration) = self.registration.take() else { return Ok(()) };
-        self.agent.forget(&self.range);
+        if let Running::Nixl(native) = self.agent.running() {
+            native.forget(&self.range);
+        }
         Ok(registration.deregister()?)
     }
 }
@@ -115,61 +78,101 @@ impl<S: Storage> Drop for Core<S> {
             // SAFETY: `into_storage` takes the storage only after the registration, of which there was one here.
             Ok(()) => unsafe { ManuallyDrop::drop(&mut self.storage) },
             Err(error) => {
-                tracing::warn!(%error, agent = self.name, "NIXL keeps a registration; its storage is kept too");
+                tracing::warn!(%error, agent = self.agent.name(), "NIXL keeps a registration; its storage is kept too");
             }
         }
     }
 }
 
-/// A storage that is registered with an agent of NIXL.
+/// A storage that is registered with an agent.
 ///
-/// Dropping it deregisters, then frees the storage. While a transfer of this agent uses the memory, both wait for it;
-/// that peers have stopped using it is for the program to see to: NIXL has no way to tell.
-pub struct NixlRegistered<S: Storage>(Arc<Core<S>>);
+/// Dropping it deregisters, then frees the storage. While a transfer of this agent uses the memory, both wait for it. That peers
+/// have stopped using it is for the program to see to where the engine is NIXL, which has no way to tell; on the embedded
+/// engine later accesses give `Stale`, and the storage stays until the last peer has left it.
+pub struct NixlRegistered<S: Storage> {
+    name: String,
+    range: Range,
+    /// Empty only while it is being dropped.
+    kept: Option<Kept<S>>,
+}
+
+enum Kept<S: Storage> {
+    Nixl(Arc<Core<S>>),
+    Embedded(embedded::Kept<S>),
+}
 
 impl<S: Storage> NixlRegistered<S> {
     /// The storage.
     pub fn storage(&self) -> &S {
-        &self.0.storage
+        match &self.kept {
+            Some(Kept::Nixl(core)) => &core.storage,
+            Some(Kept::Embedded(kept)) => kept.storage(),
+            None => unreachable!("it is emptied only when it is consumed"),
+        }
     }
 
-    /// Whether it is registered: always.
+    /// Whether peers can reach it: false only for what [`into_storage`](Self::into_storage) could not give back.
     pub fn is_registered(&self) -> bool {
-        self.0.registration.is_some()
+        match &self.kept {
+            Some(Kept::Nixl(core)) => core.registration.is_some(),
+            Some(Kept::Embedded(kept)) => kept.is_registered(),
+            None => false,
+        }
     }
 
     /// Deregisters and gives the storage back.
     ///
     /// # Errors
-    /// With the registration, where a transfer of this agent still uses the memory (`Exhausted`, to be tried again), or
+    /// With the registration, where the memory is still in use (to be tried again): `Exhausted` for a transfer or a prepared
+    /// list of this agent on NIXL, `Timeout` for a peer on the embedded engine, which is waited for first. Without it, where
     /// NIXL refuses to deregister; then the memory stays where it is for good.
-    pub fn into_storage(self) -> Result<S, RegisterError<Option<NixlRegistered<S>>>> {
-        let mut core = match Arc::try_unwrap(self.0) {
-            Ok(core) => core,
-            Err(shared) => {
-                let error = Error::new(Kind::Exhausted, "deregister", "a transfer still uses the memory");
-                return Err(RegisterError { error, storage: Some(NixlRegistered(shared)) });
-            }
+    pub fn into_storage(mut self) -> Result<S, RegisterError<Option<NixlRegistered<S>>>> {
+        let (error, kept) = match self.kept.take() {
+            Some(Kept::Embedded(kept)) => match kept.into_storage() {
+                Ok(storage) => return Ok(storage),
+                Err(RegisterError { error, storage }) => (error, Some(Kept::Embedded(storage))),
+            },
+            Some(Kept::Nixl(shared)) => match Arc::try_unwrap(shared) {
+                Ok(mut core) => match core.deregister() {
+                    // SAFETY: the registration is gone, so the drop of `core` does not touch the storage.
+                    Ok(()) => return Ok(unsafe { ManuallyDrop::take(&mut core.storage) }),
+                    Err(error) => (error.during("deregister"), None),
+                },
+                Err(shared) => {
+                    let why = "a transfer or a prepared list still uses the memory";
+                    (Error::new(Kind::Exhausted, "deregister", why), Some(Kept::Nixl(shared)))
+                }
+            },
+            None => (Error::new(Kind::Internal, "deregister", "it was consumed before"), None),
         };
-        if let Err(error) = core.deregister() {
-            return Err(RegisterError { error: error.during("deregister"), storage: None });
+        self.kept = kept;
+        let storage = self.kept.is_some().then_some(self);
+        Err(RegisterError { error, storage })
+    }
+}
+
+impl<S: Storage> Drop for NixlRegistered<S> {
+    fn drop(&mut self) {
+        match self.kept.take() {
+            // A forked child has neither the registration nor the memory to free.
+            Some(kept) if fork::in_child() => std::mem::forget(kept),
+            Some(Kept::Embedded(kept)) => kept.release(),
+            Some(Kept::Nixl(_)) | None => {}
         }
-        // SAFETY: the registration is gone, so the drop of `core` does not touch the storage.
-        Ok(unsafe { ManuallyDrop::take(&mut core.storage) })
     }
 }
 
 impl<S: Storage> MemoryDescription for NixlRegistered<S> {
     fn addr(&self) -> usize {
-        self.0.storage.addr()
+        self.storage().addr()
     }
 
     fn size(&self) -> usize {
-        self.0.storage.size()
+        self.storage().size()
     }
 
     fn storage_kind(&self) -> StorageKind {
-        self.0.storage.storage_kind()
+        self.storage().storage_kind()
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -183,20 +186,17 @@ impl<S: Storage> MemoryDescription for NixlRegistered<S> {
 
 impl<S: Storage> RegisteredView for NixlRegistered<S> {
     fn agent_name(&self) -> &str {
-        &self.0.name
+        &self.name
     }
 
     fn descriptor(&self) -> NixlDescriptor {
-        self.0.range.0.clone()
+        self.range.0.clone()
     }
 }
 
 impl<S: Storage> fmt::Debug for NixlRegistered<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NixlRegistered")
-            .field("storage", &*self.0.storage)
-            .field("agent", &self.0.name)
-            .finish()
+        f.debug_struct("NixlRegistered").field("storage", self.storage()).field("agent", &self.name).finish()
     }
 }
 
@@ -210,8 +210,23 @@ pub fn register_with_nixl<S: Storage>(
     opt: Option<&OptArgs>,
 ) -> Result<NixlRegistered<S>, RegisterError<S>> {
     let (address, size, mem_type, device_id) = storage.nixl_params();
-    let range = Range(NixlDescriptor { addr: address.addr() as u64, size, mem_type, device_id });
-    let refused = if size == 0 {
+    register_as(
+        NixlDescriptor { addr: address.addr() as u64, size, mem_type, device_id },
+        storage,
+        agent,
+        opt,
+    )
+}
+
+/// Registers a storage under a descriptor that names it.
+pub(super) fn register_as<S: Storage>(
+    descriptor: NixlDescriptor,
+    storage: S,
+    agent: &NixlAgent,
+    opt: Option<&OptArgs>,
+) -> Result<NixlRegistered<S>, RegisterError<S>> {
+    let range = Range(descriptor);
+    let refused = if range.0.size == 0 {
         Some("a storage of no bytes cannot be registered")
     } else if storage.nixl_descriptor().is_some() {
         Some("the storage is registered with NIXL already")
@@ -221,23 +236,38 @@ pub fn register_with_nixl<S: Storage>(
     if let Some(why) = refused {
         return Err(RegisterError { error: Error::invalid("register", why), storage });
     }
+    let kept = match agent.running() {
+        Running::Nixl(native) => Kept::Nixl(register_natively(native, agent, &range, storage, opt)?),
+        Running::Embedded { engine, .. } => match agent.check_options(opt) {
+            Ok(()) => Kept::Embedded(engine.register(storage, &range)?),
+            Err(error) => return Err(RegisterError { error: error.during("register"), storage }),
+        },
+    };
+    Ok(NixlRegistered { name: agent.name(), range, kept: Some(kept) })
+}
+
+fn register_natively<S: Storage>(
+    native: &Native,
+    agent: &NixlAgent,
+    range: &Range,
+    storage: S,
+    opt: Option<&OptArgs>,
+) -> Result<Arc<Core<S>>, RegisterError<S>> {
     // SAFETY: the storage keeps its bytes in place for as long as it lives (`Storage`, promises 1 and 2), and `Core` frees
     // it only after the registration is gone; no reference to them exists (promise 4).
-    let registration = match unsafe { agent.register_range(&range, opt) } {
+    let registration = match unsafe { native.register(range, opt) } {
         Ok(registration) => registration,
         Err(error) => return Err(RegisterError { error: error.during("register"), storage }),
     };
     let core = Arc::new(Core {
         agent: agent.clone(),
-        name: agent.name(),
-        range,
+        range: range.clone(),
         registration: Some(registration),
         storage: ManuallyDrop::new(storage),
     });
     let held: Arc<dyn Held> = Arc::clone(&core) as Arc<dyn Held>;
-    agent.note(&held);
-    drop(held);
-    Ok(NixlRegistered(core))
+    native.note(&held);
+    Ok(core)
 }
 
 /// [`register_with_nixl`] as a method.

@@ -1,16 +1,17 @@
-//! Lists, requests, options and notifications, under the names that users of NIXL know.
+//! Requests, options and notifications, under the names that users of NIXL know.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use towline_sys::nixl::{self as native, Nixl};
+use towline_sys::nixl as native;
 
-use super::agent::native_kind;
-use super::registered::{Held, Range};
-use crate::memory::{MemType, NixlDescriptor};
-use crate::region::RegisteredView;
+use super::embedded;
+use super::engine::Engine;
+use super::native::{Keepers, Prepared};
+use crate::progress;
 use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
@@ -37,7 +38,7 @@ impl XferOp {
 pub enum XferStatus {
     /// All bytes are where they belong.
     Success,
-    /// NIXL is at it.
+    /// The engine is at it.
     InProgress,
 }
 
@@ -45,81 +46,6 @@ impl XferStatus {
     /// Whether all bytes are where they belong.
     pub fn is_success(self) -> bool {
         self == XferStatus::Success
-    }
-}
-
-/// Ranges of one kind of memory on one side of a transfer. Plain data: it can be sent to a peer.
-///
-/// ```
-/// use towline::nixl::{MemType, XferDescList};
-/// let mut list = XferDescList::new(MemType::Dram);
-/// list.add_desc(0x1000, 4096, 0);
-/// assert_eq!(list.len(), 1);
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct XferDescList {
-    mem_type: MemType,
-    descriptors: Vec<(u64, usize, u64)>,
-}
-
-impl XferDescList {
-    /// An empty list.
-    pub fn new(mem_type: MemType) -> XferDescList {
-        XferDescList { mem_type, descriptors: Vec::new() }
-    }
-
-    /// The kind of memory that its ranges are of.
-    pub fn get_type(&self) -> MemType {
-        self.mem_type
-    }
-
-    /// Adds a range: address, length and device.
-    pub fn add_desc(&mut self, addr: usize, len: usize, dev_id: u64) {
-        self.descriptors.push((addr as u64, len, dev_id));
-    }
-
-    /// Adds the whole of what is registered. `Invalid` where it is of another kind.
-    pub fn add_storage_desc(&mut self, registered: &impl RegisteredView) -> Result<()> {
-        self.add_descriptor(&registered.descriptor())
-    }
-
-    /// Adds what a descriptor names. `Invalid` where it is of another kind.
-    pub fn add_descriptor(&mut self, descriptor: &NixlDescriptor) -> Result<()> {
-        if descriptor.mem_type != self.mem_type {
-            return Err(Error::invalid(
-                "nixl",
-                format!("a range of {:?} in a list of {:?}", descriptor.mem_type, self.mem_type),
-            ));
-        }
-        self.descriptors.push((descriptor.addr, descriptor.size, descriptor.device_id));
-        Ok(())
-    }
-
-    /// How many ranges it has.
-    pub fn len(&self) -> usize {
-        self.descriptors.len()
-    }
-
-    /// Whether it has none.
-    pub fn is_empty(&self) -> bool {
-        self.descriptors.is_empty()
-    }
-
-    /// Removes all ranges.
-    pub fn clear(&mut self) {
-        self.descriptors.clear();
-    }
-
-    pub(super) fn ranges(&self) -> impl Iterator<Item = Range> {
-        self.descriptors.iter().map(|(addr, size, device_id)| {
-            let (addr, size, device_id) = (*addr, *size, *device_id);
-            Range(NixlDescriptor { addr, size, mem_type: self.mem_type, device_id })
-        })
-    }
-
-    pub(super) fn native(&self, nixl: &Nixl) -> Result<native::TransferList> {
-        let ranges = self.ranges().map(|range| range.descriptor());
-        Ok(native::TransferList::new(nixl, native_kind(self.mem_type), ranges)?)
     }
 }
 
@@ -134,34 +60,54 @@ pub struct OptArgs {
 }
 
 impl OptArgs {
-    /// Options that leave everything to NIXL.
-    pub fn new() -> OptArgs {
-        OptArgs::default()
+    /// Options that leave everything to the engine.
+    pub fn new() -> Result<OptArgs> {
+        Ok(OptArgs::default())
     }
 
     /// Restricts the call to that backend and others that are added.
-    pub fn add_backend(&mut self, backend: &str) {
-        self.backends.push(backend.to_ascii_uppercase());
+    pub fn add_backend(&mut self, backend: impl AsRef<str>) -> Result<()> {
+        self.backends.push(backend.as_ref().to_ascii_uppercase());
+        Ok(())
     }
 
     /// Sets what the owner of the remote memory is told once the bytes are there.
-    pub fn set_notification_message(&mut self, message: &[u8]) {
+    pub fn set_notification_message(&mut self, message: &[u8]) -> Result<()> {
         self.message = message.to_vec();
+        Ok(())
+    }
+
+    /// What it is told.
+    pub fn get_notification_message(&self) -> Result<Vec<u8>> {
+        Ok(self.message.clone())
     }
 
     /// Says whether it is told.
-    pub fn set_has_notification(&mut self, has_notification: bool) {
+    pub fn set_has_notification(&mut self, has_notification: bool) -> Result<()> {
         self.has_notification = has_notification;
+        Ok(())
     }
 
-    /// Leaves neighbouring ranges as they are.
-    pub fn set_skip_descriptor_merge(&mut self, skip_merge: bool) {
+    /// Whether it is told.
+    pub fn has_notification(&self) -> Result<bool> {
+        Ok(self.has_notification)
+    }
+
+    /// Leaves neighbouring ranges as they are. The embedded engine joins them all the same.
+    pub fn set_skip_descriptor_merge(&mut self, skip_merge: bool) -> Result<()> {
         self.skip_merge = skip_merge;
+        Ok(())
     }
 
-    /// Sets bytes for the backend, whose meaning it defines.
-    pub fn set_custom_param(&mut self, custom: &[u8]) {
+    /// Whether neighbouring ranges are left as they are.
+    pub fn skip_descriptor_merge(&self) -> Result<bool> {
+        Ok(self.skip_merge)
+    }
+
+    /// Sets bytes for the backend, whose meaning it defines. The embedded engine has no use for them.
+    pub fn set_custom_param(&mut self, custom: &[u8]) -> Result<()> {
         self.custom = Some(custom.to_vec());
+        Ok(())
     }
 
     pub(super) fn notification(&self) -> Option<&[u8]> {
@@ -182,51 +128,137 @@ impl OptArgs {
     }
 }
 
-/// One transfer. It keeps the local memory for as long as NIXL uses it, also when it is dropped before its end.
-pub struct XferRequest {
-    /// Empty only while it is being dropped.
-    request: Mutex<Option<native::Request>>,
-    keep: Vec<Arc<dyn Held>>,
+/// The parameters of a backend.
+pub type Params = BTreeMap<String, String>;
+
+/// A backend of an agent, by its name.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Backend(pub(super) String);
+
+impl Backend {
+    /// The plug-in that it was made of.
+    pub fn name(&self) -> &str {
+        &self.0
+    }
 }
 
-impl XferRequest {
-    pub(super) fn new(request: native::Request, keep: Vec<Arc<dyn Held>>) -> XferRequest {
-        XferRequest { request: Mutex::new(Some(request)), keep }
+impl AsRef<str> for Backend {
+    fn as_ref(&self) -> &str {
+        &self.0
     }
+}
 
+/// One side of many transfers, looked up once; requests name its ranges by index. Made by
+/// [`NixlAgent::prepare_xfer_dlist`](super::NixlAgent::prepare_xfer_dlist).
+pub struct XferDlistHandle(pub(super) Dlist);
+
+pub(super) enum Dlist {
+    Nixl(Prepared),
+    Embedded(embedded::Prepared),
+}
+
+impl XferDlistHandle {
+    /// How many ranges it has.
+    #[allow(clippy::len_without_is_empty, reason = "a list of no ranges is refused")]
+    pub fn len(&self) -> usize {
+        match &self.0 {
+            Dlist::Nixl(prepared) => prepared.len(),
+            Dlist::Embedded(prepared) => prepared.len(),
+        }
+    }
+}
+
+impl fmt::Debug for XferDlistHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("XferDlistHandle").field("len", &self.len()).finish_non_exhaustive()
+    }
+}
+
+/// One transfer. It keeps the local memory for as long as the engine uses it, also when it is dropped before its end.
+pub struct XferRequest(Repr);
+
+enum Repr {
+    Nixl(NativeRequest),
+    Embedded(embedded::Request),
+}
+
+/// A request of NIXL with the memory that it uses.
+struct NativeRequest {
+    /// Empty only while it is being dropped.
+    request: Mutex<Option<native::Request>>,
+    keep: Vec<Keepers>,
+}
+
+impl NativeRequest {
     fn with<T>(&self, call: impl FnOnce(&mut native::Request) -> towline_sys::Result<T>) -> Result<T> {
         match lock(&self.request).as_mut() {
             Some(request) => Ok(call(request)?),
             None => Err(Error::new(Kind::Internal, "nixl", "the request is gone")),
         }
     }
+}
+
+impl XferRequest {
+    pub(super) fn native(request: native::Request, keep: Vec<Keepers>) -> XferRequest {
+        XferRequest(Repr::Nixl(NativeRequest { request: Mutex::new(Some(request)), keep }))
+    }
+
+    pub(super) fn embedded(request: embedded::Request) -> XferRequest {
+        XferRequest(Repr::Embedded(request))
+    }
 
     pub(super) fn post(&self, notification: Option<&[u8]>) -> Result<bool> {
-        let progress = self.with(|request| request.post(notification))?;
-        Ok(progress == native::Progress::InProgress)
+        match &self.0 {
+            Repr::Nixl(native) => {
+                let progress = native.with(|request| request.post(notification))?;
+                Ok(progress == native::Progress::InProgress)
+            }
+            Repr::Embedded(request) => request.post(notification),
+        }
     }
 
     pub(super) fn status(&self) -> Result<XferStatus> {
-        Ok(match self.with(native::Request::progress)? {
-            native::Progress::Done => XferStatus::Success,
-            native::Progress::InProgress => XferStatus::InProgress,
-        })
+        let done = match &self.0 {
+            Repr::Nixl(native) => native.with(native::Request::progress)? == native::Progress::Done,
+            Repr::Embedded(request) => request.result()?.transpose()?.is_some(),
+        };
+        Ok(if done { XferStatus::Success } else { XferStatus::InProgress })
     }
 
-    /// What NIXL measured. Needs an agent whose configuration asks for telemetry.
+    /// Waits for the end of what was posted, for at most that long; false while it is in progress.
+    ///
+    /// On the embedded engine the caller sleeps, or takes part in the copy. NIXL has nothing to sleep on: there it is
+    /// asked again and again, after pauses that grow from nothing to a millisecond.
+    ///
+    /// # Errors
+    /// Why it has failed.
+    pub fn wait_for(&self, time: Duration) -> Result<bool> {
+        let native = match &self.0 {
+            Repr::Embedded(request) => return Ok(request.wait_for(time)?.transpose()?.is_some()),
+            Repr::Nixl(native) => native,
+        };
+        pauses(time, || Ok(native.with(native::Request::progress)? == native::Progress::Done))
+    }
+
+    /// What was measured. NIXL needs an agent whose configuration asks for telemetry.
     pub fn get_telemetry(&self) -> Result<XferTelemetry> {
-        let native::Telemetry { posting, transfer, bytes, descriptors } =
-            self.with(native::Request::telemetry)?;
-        Ok(XferTelemetry {
-            post_duration: posting,
-            xfer_duration: transfer,
-            total_bytes: bytes,
-            desc_count: descriptors,
-        })
+        match &self.0 {
+            Repr::Nixl(native) => {
+                let native::Telemetry { posting, transfer, bytes, descriptors } =
+                    native.with(native::Request::telemetry)?;
+                Ok(XferTelemetry {
+                    post_duration: posting,
+                    xfer_duration: transfer,
+                    total_bytes: bytes,
+                    desc_count: descriptors,
+                })
+            }
+            Repr::Embedded(request) => request.telemetry(),
+        }
     }
 }
 
-impl Drop for XferRequest {
+impl Drop for NativeRequest {
     fn drop(&mut self) {
         let request = lock(&self.request).take();
         if let Some(Err(unreleased)) = request.map(native::Request::release) {
@@ -238,17 +270,47 @@ impl Drop for XferRequest {
 
 impl fmt::Debug for XferRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("XferRequest").field("registrations", &self.keep.len()).finish_non_exhaustive()
+        let (engine, regions) = match &self.0 {
+            Repr::Nixl(native) => (Engine::Nixl, native.keep.iter().map(|side| side.len()).sum()),
+            Repr::Embedded(request) => (Engine::Embedded, request.regions()),
+        };
+        f.debug_struct("XferRequest")
+            .field("engine", &engine)
+            .field("regions", &regions)
+            .finish_non_exhaustive()
     }
 }
 
-/// What NIXL measured of a transfer.
+/// Asks again and again, after pauses that grow from nothing to a millisecond, until it is so or the time is over.
+pub(super) fn pauses(time: Duration, mut is_so: impl FnMut() -> Result<bool>) -> Result<bool> {
+    let until = progress::later(Instant::now(), time);
+    let mut looks = 0u32;
+    loop {
+        if is_so()? {
+            return Ok(true);
+        }
+        let now = Instant::now();
+        if now >= until {
+            return Ok(false);
+        }
+        looks = looks.saturating_add(1);
+        match looks {
+            0..200 => std::thread::yield_now(),
+            _ => {
+                let pause = Duration::from_micros(u64::from(looks - 190).min(1000));
+                std::thread::sleep(pause.min(until - now));
+            }
+        }
+    }
+}
+
+/// What was measured of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct XferTelemetry {
     /// How long posting took.
-    pub post_duration: std::time::Duration,
+    pub post_duration: Duration,
     /// How long it took altogether.
-    pub xfer_duration: std::time::Duration,
+    pub xfer_duration: Duration,
     /// How many bytes were moved.
     pub total_bytes: u64,
     /// How many ranges there were, after neighbours were merged.
@@ -263,18 +325,18 @@ pub struct NotificationMap {
 
 impl NotificationMap {
     /// No messages.
-    pub fn new() -> NotificationMap {
-        NotificationMap::default()
+    pub fn new() -> Result<NotificationMap> {
+        Ok(NotificationMap::default())
     }
 
     /// How many agents have sent some.
-    pub fn len(&self) -> usize {
-        self.messages.len()
+    pub fn len(&self) -> Result<usize> {
+        Ok(self.messages.len())
     }
 
     /// Whether none has.
-    pub fn is_empty(&self) -> bool {
-        self.messages.is_empty()
+    pub fn is_empty(&self) -> Result<bool> {
+        Ok(self.messages.is_empty())
     }
 
     /// The agents that have sent some.
@@ -288,12 +350,12 @@ impl NotificationMap {
     }
 
     /// Takes all messages out.
-    pub fn take_notifs(&mut self) -> HashMap<String, Vec<Vec<u8>>> {
-        std::mem::take(&mut self.messages)
+    pub fn take_notifs(&mut self) -> Result<HashMap<String, Vec<Vec<u8>>>> {
+        Ok(std::mem::take(&mut self.messages))
     }
 
-    pub(super) fn extend(&mut self, came: Vec<native::Notification>) {
-        for native::Notification { peer, message } in came {
+    pub(super) fn extend(&mut self, came: impl IntoIterator<Item = (String, Vec<u8>)>) {
+        for (peer, message) in came {
             self.messages.entry(peer).or_default().push(message);
         }
     }

@@ -53,6 +53,10 @@ const TCP_BACKLOG: i32 = 1024;
 /// Failed connections skipped in one `accept` before the caller's other work gets its turn.
 const MAX_ABORTED: usize = 64;
 
+/// How often and at which distance a reset is tried again that the kernel refused.
+const RESET_TRIES: usize = 20;
+const RESET_PAUSE: Duration = Duration::from_micros(100);
+
 /// A nonblocking, close-on-exec stream socket, connected or listening.
 #[derive(Debug)]
 pub(crate) struct Socket {
@@ -349,6 +353,31 @@ impl Socket {
         if !fork::in_child() {
             let _ = net::shutdown(&self.fd, Shutdown::Both);
         }
+    }
+
+    /// Ends the connection so that nothing of it arrives later: TCP forgets what is not sent yet and resets the connection. The
+    /// peer may still have bytes that it has not read; [`Socket::hung_up`] tells it that nobody stands by them any more.
+    pub(crate) fn reset(&self) {
+        if fork::in_child() {
+            return;
+        }
+        // The descriptor stays, so that no other thread finds somebody else's socket under its number.
+        let mut over = self.family == Family::Unix || net::connect_unspec(&self.fd).is_ok();
+        self.shutdown();
+        // Some kernels refuse while a thread waits for room in a send; the shutdown has woken it.
+        for _ in 0..RESET_TRIES {
+            if over {
+                return;
+            }
+            std::thread::sleep(RESET_PAUSE);
+            over = net::connect_unspec(&self.fd).is_ok();
+        }
+    }
+
+    /// Whether the other side has ended the connection, though bytes of it may still wait to be read.
+    pub(crate) fn hung_up(&self) -> bool {
+        let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        self.poll(PollFlags::RDHUP, Duration::ZERO).is_ok_and(|events| events.intersects(ended))
     }
 
     /// Sends from slices, with descriptors (on Unix sockets; they travel with the first byte).

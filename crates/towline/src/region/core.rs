@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::audit::Ledger;
 use super::peers::PeerPins;
 use super::stale;
 use crate::endpoint::EndpointCore;
@@ -40,6 +41,8 @@ pub(crate) struct RegionCore {
     /// What NIXL knows of the memory, once a transfer by it was asked for.
     pub(crate) nixl: nixl::Known,
     freed: AtomicBool,
+    /// Who used it, as far as this process can see.
+    pub(crate) ledger: Ledger,
 }
 
 /// A peer that reaches a region by itself, where no pin of it can be seen.
@@ -58,6 +61,8 @@ pub(crate) trait Borrower: Send + Sync {
 pub(crate) struct RegionUse {
     core: Arc<RegionCore>,
     released: AtomicBool,
+    /// What else lasts as long: a peer's share, for example.
+    _held: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl RegionUse {
@@ -114,6 +119,7 @@ impl RegionCore {
             borrowers: Mutex::new(Vec::new()),
             nixl: nixl::Known::default(),
             freed: AtomicBool::new(false),
+            ledger: Ledger::default(),
         });
         endpoint.regions.insert(&core);
         Ok(core)
@@ -126,7 +132,18 @@ impl RegionCore {
     /// Begins a use by this process; `Stale` once the region was revoked.
     pub(crate) fn begin_use(self: &Arc<Self>, op: &'static str) -> Result<RegionUse> {
         self.enter(op)?;
-        Ok(RegionUse { core: Arc::clone(self), released: AtomicBool::new(false) })
+        Ok(RegionUse { core: Arc::clone(self), released: AtomicBool::new(false), _held: None })
+    }
+
+    /// [`begin_use`](Self::begin_use) that gives something else back when it ends.
+    pub(crate) fn begin_use_with(
+        self: &Arc<Self>,
+        op: &'static str,
+        held: impl Any + Send + Sync,
+    ) -> Result<RegionUse> {
+        self.enter(op)?;
+        let (core, released) = (Arc::clone(self), AtomicBool::new(false));
+        Ok(RegionUse { core, released, _held: Some(Box::new(held)) })
     }
 
     /// [`begin_use`](Self::begin_use) for a copy within one stack frame; pair with [`leave`](Self::leave).

@@ -341,6 +341,7 @@ mod tests {
             after: After { signal: Some(Signal { offset: 0, add: 1 }), notify: None },
             stream: None,
             limits: Limits::default(),
+            checked: false,
             attachment: Arc::clone(&attachment) as Arc<dyn Attachment>,
             peer: "peer".into(),
             on_end: Box::new(|_| ()),

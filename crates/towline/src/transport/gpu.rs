@@ -191,17 +191,15 @@ impl GpuAttachment {
 
     /// Stays with a small copy for a moment.
     fn stay(&self, mut launched: Launched, bytes: u64, after: &After) -> Begun {
-        if bytes > SMALL {
-            return Begun::Going(Box::new(launched));
-        }
         let began = Instant::now();
         loop {
             match launched.look() {
-                Ok(false) if began.elapsed() < STAY => std::hint::spin_loop(),
-                Ok(false) => return Begun::Going(Box::new(launched)),
+                Ok(false) if bytes <= SMALL && began.elapsed() < STAY => std::hint::spin_loop(),
+                Ok(false) => break,
                 copied => return Begun::Ended(launched.finish(copied, after).map(|()| None)),
             }
         }
+        Begun::Going(Box::new(launched))
     }
 
     /// [`launch`](Self::launch) for what `copy` starts, given where the two sides are for the GPU.

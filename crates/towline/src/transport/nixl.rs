@@ -128,7 +128,7 @@ impl Transport for NixlPath {
                 engine.help(FIRST_HELP);
                 // Pins speak for a peer that shares memory with its owner; another one is asked to let go.
                 let pinned = pinned && question.pins.is_some();
-                let loan = Some(EngineLoan::new(&engine, pinned));
+                let loan = Some(EngineLoan::of(&engine, pinned));
                 let (peer, range) = (&question.peer.name, &question.claims.range);
                 tracing::debug!(peer, ?range, pinned, "a peer reaches a region by NIXL");
                 Ok(Told { answer: answer.encode(), files: Vec::new(), loan })

@@ -4,7 +4,11 @@
 //! first connection to an owner carries small requests and all messages; large transfers are spread over *lanes*. On
 //! one host the session is also how `mapped` and `cma` get what they need: descriptors, the table, the page of pins.
 
+mod allowance;
 mod apply;
+mod asking;
+mod channel;
+mod checks;
 mod connection;
 mod contact;
 mod counting;
@@ -17,6 +21,7 @@ mod parts;
 mod run;
 mod serving;
 mod session;
+mod strangers;
 mod telling;
 
 use std::fmt;
@@ -31,6 +36,7 @@ pub(crate) use self::listener::Listener;
 use self::run::Run;
 pub(crate) use self::serving::Serving;
 pub(crate) use self::session::Session;
+pub(crate) use self::strangers::Strangers;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::{Piece, Plan};
 use crate::progress::socket::Socket;
@@ -162,6 +168,13 @@ impl Attachment for Stream {
         self.transport
     }
 
+    fn summary(&self) -> &'static str {
+        if self.handle.session().is_encrypted() {
+            return "tcp+tls: the owner serves over TCP, encrypted by TLS 1.3";
+        }
+        self.transport.summary()
+    }
+
     #[allow(unsafe_code, reason = "implements the seam; touches no memory itself")]
     unsafe fn run_now(
         &self,
@@ -200,7 +213,10 @@ impl Attachment for Stream {
             .find(|run| run.transfer.id == transfer.id);
         if let Some(run) = run {
             self.handle.session().stop(&run);
-            run.fail_rest(&transfer.stop_error());
+            // An atomic is one request, which has been sent.
+            if !matches!(transfer.op, Op::Atomic { .. }) {
+                run.fail_rest(&transfer.stop_error());
+            }
         }
     }
 

@@ -29,6 +29,7 @@ const LINK: &[u8] = b"towline link";
 const SERVER: &[u8] = b"towline server";
 const CLIENT: &[u8] = b"towline client";
 const SESSION: &[u8] = b"towline session";
+const BINDING: &[u8] = b"towline binding";
 
 /// An endpoint's secret: what a peer must know besides a ticket.
 ///
@@ -134,6 +135,7 @@ pub struct ClientHandshake {
     target: Incarnation,
     base: LinkBase,
     secret: Option<Secret>,
+    binding: Option<[u8; 32]>,
 }
 
 impl ClientHandshake {
@@ -157,7 +159,15 @@ impl ClientHandshake {
         hello.encode(&mut body);
         let first = frame(FrameKind::Hello, 0, &body, 0, 0);
         let secret = secret.map(|secret| Secret(secret.0));
-        (ClientHandshake { hello: body, target, base, secret }, first)
+        (ClientHandshake { hello: body, target, base, secret, binding: None }, first)
+    }
+
+    /// Binds the proofs to the encrypted connection that carries them: 32 bytes that both ends of it, and nobody else, can
+    /// derive. Both ends must do so, or none.
+    #[must_use]
+    pub fn bound_to(mut self, binding: Option<[u8; 32]>) -> ClientHandshake {
+        self.binding = binding;
+        self
     }
 
     /// Checks the server's answer; returns the frame to send, the session's key and the import challenge.
@@ -194,7 +204,7 @@ impl ClientHandshake {
             }
         };
         let key = self.base.link_key(secret);
-        let transcript = transcript(&self.hello, &welcome);
+        let transcript = transcript(&self.hello, &welcome, self.binding.as_ref());
         if !bool::from(key.proof(SERVER, &transcript).ct_eq(&welcome.mac)) {
             return Err(Error::new(
                 Kind::PermissionDenied,
@@ -228,6 +238,18 @@ impl ServerHandshake {
         secret: Option<&Secret>,
         lookup: impl FnOnce(&KeyRef) -> Result<LinkBase, Error>,
     ) -> Result<(ServerHandshake, Vec<u8>), Error> {
+        ServerHandshake::on_hello_over(body, me, nonce, secret, None, lookup)
+    }
+
+    /// [`on_hello`](Self::on_hello) on an encrypted connection, to which the proofs are bound.
+    pub fn on_hello_over(
+        body: &[u8],
+        me: &Identity,
+        nonce: [u8; 32],
+        secret: Option<&Secret>,
+        binding: Option<[u8; 32]>,
+        lookup: impl FnOnce(&KeyRef) -> Result<LinkBase, Error>,
+    ) -> Result<(ServerHandshake, Vec<u8>), Error> {
         // Versions first: the rest of a foreign Hello may look different.
         let (oldest, newest) = Hello::versions(body).map_err(|error| error.during(OP))?;
         let version = newest.min(VERSION);
@@ -257,7 +279,7 @@ impl ServerHandshake {
             secret_required: secret.is_some(),
             mac: [0; 32],
         };
-        let transcript = transcript(body, &welcome);
+        let transcript = transcript(body, &welcome, binding.as_ref());
         welcome.mac = key.proof(SERVER, &transcript);
         let answer = Message::from(welcome).frame(0, 0, 0);
         let handshake =
@@ -299,11 +321,16 @@ pub fn refusal(error: &Error) -> Vec<u8> {
     Message::from(Refuse { error: WireError::from(error) }).frame(0, 0, 0)
 }
 
-/// The hash of everything that was said before the proofs; both nonces make it unique to the connection.
-fn transcript(hello: &[u8], welcome: &Welcome) -> [u8; 32] {
+/// The hash of everything that was said before the proofs; both nonces make it unique to the connection. On an encrypted
+/// connection, also of what its two ends alone can derive.
+fn transcript(hello: &[u8], welcome: &Welcome, binding: Option<&[u8; 32]>) -> [u8; 32] {
     let mut said = Vec::new();
     welcome.encode_unproven(&mut said);
     let mut digest = Sha256::new_with_prefix(hello);
     digest.update(&said);
+    if let Some(binding) = binding {
+        digest.update(BINDING);
+        digest.update(binding);
+    }
     digest.finalize().into()
 }

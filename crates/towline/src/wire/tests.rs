@@ -159,6 +159,7 @@ fn any_message() -> impl Strategy<Value = Message> {
         1 => any_outcome(any::<u64>()).prop_map(|outcome| Done { outcome }.into()),
         1 => (any::<[u8; 16]>(), any_outcome(Just(())))
             .prop_map(|(operation, outcome)| Finish { operation, outcome }.into()),
+        1 => prop::collection::vec(any::<u32>(), 0..50).prop_map(|checks| Check { checks }.into()),
         1 => (any::<(u32, u64)>(), atomic).prop_map(|((handle, offset), op)| Atomic { handle, offset, op }.into()),
         1 => any::<(u64, u32, u32, u64, u64)>().prop_map(|(transfer, pieces, handle, offset, add)| {
             Signal { transfer, pieces, handle, offset, add }.into()
@@ -238,7 +239,10 @@ fn kinds_keep_their_numbers() {
     let numbers: Vec<u8> = FrameKind::ALL.iter().map(|kind| *kind as u8).collect();
     assert_eq!(
         numbers,
-        [1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 48, 49, 50]
+        [
+            1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 48, 49,
+            50
+        ]
     );
     assert_eq!((0..=255).filter_map(FrameKind::from_code).count(), FrameKind::ALL.len());
 }

@@ -209,6 +209,32 @@ impl Reduce {
     }
 }
 
+/// The CRC32C of each block of the next frame of that connection, which has the same id. Before a [`Read`] there are none:
+/// it asks for those of the answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Check {
+    /// The checksums, in the order of the blocks.
+    pub checks: Vec<u32>,
+}
+
+impl Check {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.reserve(4 * self.checks.len());
+        self.checks.iter().for_each(|check| put_u32(out, *check));
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<Check> {
+        let (checks, rest) = body.as_chunks::<4>();
+        if !rest.is_empty() || checks.len() > MAX_BLOCKS {
+            let reader = Reader::new("check", body);
+            return Err(reader.bad(format!("{} bytes are no list of checksums", body.len())));
+        }
+        Ok(Check { checks: checks.iter().map(|check| u32::from_le_bytes(*check)).collect() })
+    }
+}
+
 /// How a request ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Done {

@@ -164,6 +164,8 @@ pub(crate) fn frames() -> Vec<(String, Sample)> {
     add("cancel", Cancel {}.into(), 0, 0);
     add("finish", Finish { operation, outcome: Ok(()) }.into(), 0, 0);
     add("finish-error", Finish { operation, outcome: Err(error()) }.into(), 0, 0);
+    add("check", Check { checks: vec![0, 0xe306_9283, u32::MAX] }.into(), 0, 0);
+    add("check-asked", Check { checks: Vec::new() }.into(), 0, 0);
     add("ping", Ping {}.into(), 0, 0);
     add("pong", Pong {}.into(), 0, 0);
     add("bye", Bye { error: None }.into(), 0, 0);

@@ -1,4 +1,4 @@
-"""Communicators under the names of nccl4py's core module, on host memory.
+"""Communicators under the names of nccl4py's core module, on host memory and, through NCCL, on GPUs.
 
 A fixed group of ranks (threads, processes, hosts) registers buffers, opens windows over them, puts, gets, signals, and
 reduces.
@@ -64,6 +64,7 @@ from ._types import (
     UINT32,
     UINT64,
     CommShrinkFlag,
+    CudaDevice,
     HostDevice,
     NCCLCommProperties,
     NCCLConfig,
@@ -87,6 +88,7 @@ __all__ = [
     "ClosedResource",
     "CommShrinkFlag",
     "Communicator",
+    "CudaDevice",
     "CustomRedOp",
     "DOUBLE",
     "FLOAT",

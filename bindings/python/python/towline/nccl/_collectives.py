@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 from .. import _native
@@ -12,12 +14,37 @@ from ._types import SUM, NcclRedOp
 Algorithm = Literal["auto", "tiny", "direct", "staged", "ring", "tree"]
 
 
-def check_stream(stream: object) -> None:
-    """Streams order work on GPUs; here a call has ended when it returns, or when its operation has."""
-    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
+def check_stream(stream: object) -> int:
+    """The handle of a stream: ``None`` (the default one), an int, or a stream of cuda.core, torch or CuPy.
+
+    On the host streams mean nothing: there a call has ended when it returns, or when its operation has.
+    """
+    if stream is None:
+        return 0
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        said = stream.__cuda_stream__
+        return int((said() if callable(said) else said)[1])
+    for name in ("cuda_stream", "ptr"):
+        handle = getattr(stream, name, None)
+        if isinstance(handle, int):
+            return handle
+    raise TypeError(f"stream: None, an int or a stream is needed, not {type(stream).__name__}")
+
+
+@contextlib.contextmanager
+def in_stream(native: _native.Communicator, stream: object) -> Iterator[None]:
+    """Lets the calls of a block go into a stream, where the communicator is on a GPU."""
+    handle = check_stream(stream)
+    if native.gpu is None or handle == 0:
+        yield
         return
-    if not hasattr(stream, "__cuda_stream__"):
-        raise TypeError(f"stream: None, an int or a stream is needed, not {type(stream).__name__}")
+    _native.use_stream(handle)
+    try:
+        yield
+    finally:
+        _native.use_stream(None)
 
 
 class Collectives:
@@ -26,8 +53,8 @@ class Collectives:
     All ranks make the same calls in the same order. The number of elements follows from the buffers. Ranks that differ in
     size, type, operation or root all get `NcclInvalid`, and nothing has happened. Registered buffers and windows are
     used where they are, any others through channels; ``explain()`` says which, and ``algorithm`` overrides it, equally on all
-    ranks. ``stream`` is accepted and does nothing: on a blocking communicator a call has ended when it returns, on a
-    non-blocking one when its `Operation` has.
+    ranks. On the host ``stream`` is accepted and does nothing: on a blocking communicator a call has ended when it returns, on
+    a non-blocking one when its `Operation` has. On a GPU a call has been put into ``stream`` when it returns, and NCCL chooses.
     """
 
     __slots__ = ()
@@ -45,7 +72,6 @@ class Collectives:
         stream: object,
         algorithm: Algorithm | None,
     ) -> Operation[None]:
-        check_stream(stream)
         native = self._need(kind)
         scalar = None
         if isinstance(op, CustomRedOp):
@@ -53,14 +79,14 @@ class Collectives:
             op = SUM
         elif isinstance(op, bool) or not isinstance(op, int) or op not in _OPERATIONS:
             raise invalid(kind, f"op: {op!r} is none of SUM, PROD, MAX, MIN, AVG, nor a CustomRedOp")
-        return Operation(
-            native.collective(kind, sendbuf, recvbuf, int(op), scalar, root, algorithm), kind
-        )
+        with in_stream(native, stream):
+            work = native.collective(kind, sendbuf, recvbuf, int(op), scalar, root, algorithm)
+        return Operation(work, kind)
 
     def _scalar(self, kind: str, op: CustomRedOp, sendbuf: Any) -> int | float:
         if op._comm is not self or not op.is_valid:
             raise invalid(kind, "op: it is closed, or belongs to another communicator")
-        name, _, _ = _native.array_type(sendbuf)
+        name, _, _ = _native.array_type(sendbuf, self._need(kind).gpu)
         if name != op.datatype.type_name:
             raise invalid(kind, f"op: it is for {op.datatype.type_name}, and sendbuf has {name}")
         return op.scalar
@@ -179,8 +205,9 @@ class Collectives:
 
     def barrier(self, *, stream: object = None) -> Operation[None]:
         """Ends when everybody has called it."""
-        check_stream(stream)
-        return Operation(self._need("barrier").barrier(), "barrier")
+        native = self._need("barrier")
+        with in_stream(native, stream):
+            return Operation(native.barrier(), "barrier")
 
     def send(self, sendbuf: Any, peer: int, *, stream: object = None) -> Operation[None]:
         """Sends elements to a rank that receives as many of the same type; has ended when they have arrived.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterable, Sequence
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from .. import _native
-from .._devices import Device
-from ._collectives import Collectives, check_stream
+from .._devices import Device, DeviceKind
+from ._collectives import Collectives, check_stream, in_stream
 from ._errors import NcclInvalid, invalid, status_of
 from ._handles import (
     CommResource,
@@ -25,6 +26,7 @@ from ._types import (
     FLOAT64,
     INT64,
     CommShrinkFlag,
+    CudaDevice,
     HostDevice,
     NCCLCommProperties,
     NCCLConfig,
@@ -32,6 +34,8 @@ from ._types import (
     Result,
     WaitSignalDesc,
     WindowFlag,
+    current_gpu,
+    gpu_of,
 )
 from ._unique_id import UniqueId
 
@@ -139,7 +143,10 @@ class Communicator(Collectives):
             unique_id = unique_id[0]
         if not isinstance(unique_id, UniqueId):
             raise invalid("init", f"unique_id: a UniqueId is needed, not {type(unique_id).__name__}")
-        settings = _settings(config or NCCLConfig())
+        config = config or NCCLConfig()
+        if config.device is None and unique_id._is_nccl:
+            config = dataclasses.replace(config, device=current_gpu())
+        settings = _settings(config)
         assert settings is not None
         self._adopt(_native.Communicator.init(nranks, rank, bytes(unique_id), settings))
 
@@ -167,8 +174,13 @@ class Communicator(Collectives):
         """Makes a group inside this process, one communicator per rank, for threads or for groups of calls.
 
         ``devices`` is the number of ranks, or a list with the host's device (``-1`` or ``"cpu"``) once per rank. ``None`` is
-        one rank: this host is one device.
+        one rank: this host is one device. A list of GPUs (``"cuda:1"``, devices) makes a group of NCCL's, one rank on each.
         """
+        if isinstance(devices, (list, tuple)) and any(_is_gpu(device) for device in devices):
+            gpus = [gpu_of(device, "init_all") for device in devices]
+            settings = _settings(config or NCCLConfig())
+            assert settings is not None
+            return [cls._of(native) for native in _native.Communicator.init_all_on(gpus, settings)]
         if devices is None:
             count = 1
         elif isinstance(devices, int) and not isinstance(devices, bool):
@@ -242,9 +254,12 @@ class Communicator(Collectives):
         return self._need("nranks").nranks()
 
     @property
-    def device(self) -> HostDevice:
-        """Where the memory of this communicator lives: the host, whose ``device_id`` is -1."""
-        self._need("device").rank()
+    def device(self) -> HostDevice | CudaDevice:
+        """Where the memory of this communicator lives: a GPU, or the host, whose ``device_id`` is -1."""
+        native = self._need("device")
+        if native.gpu is not None:
+            return CudaDevice((DeviceKind.CUDA, native.gpu))
+        native.rank()
         return HostDevice()
 
     @property
@@ -262,6 +277,20 @@ class Communicator(Collectives):
         """What it can do, in one value."""
         native = self._need("properties")
         rank, nranks = native.rank(), native.nranks()
+        if native.gpu is not None:
+            found = _native.nccl_found()
+            return NCCLCommProperties(
+                rank=rank,
+                nranks=nranks,
+                cuda_dev=native.gpu,
+                nvml_dev=-1,
+                device_api_support=False,
+                multimem_support=False,
+                gin_type=0,
+                railed_gin_type=0,
+                n_lsa_teams=None,
+                host_rma_support=found is not None and "put with signal" in found[1],
+            )
         met = native.blocking or native.async_error() == (Result.SUCCESS, None)
         together = met and all(native.is_near(peer) for peer in range(nranks))
         return NCCLCommProperties(
@@ -463,8 +492,8 @@ class Communicator(Collectives):
         (remote layout, remote indices, local layout, local indices, as in `towline.Endpoint.write`) many blocks
         move at once. Every access is checked against the peer's size.
         """
-        check_stream(stream)
         native = self._need("put")
+        check_stream(stream)
         window = self._window("put", peer_window)
         return Operation(
             window.put(native, local_buffer, peer, peer_window_offset, None, blocks), "put"
@@ -487,15 +516,14 @@ class Communicator(Collectives):
 
         The bytes, and all that this rank put there before, are visible before the counter is. Nothing at all only signals.
         """
-        check_stream(stream)
         native = self._need("put_signal")
         window = self._window("put_signal", peer_window)
         if flags:
             raise invalid("put_signal", f"flags: {flags} is not 0")
         signal = (context, signal_index)
-        return Operation(
-            window.put(native, local_buffer, peer, peer_window_offset, signal, blocks), "put_signal"
-        )
+        with in_stream(native, stream):
+            work = window.put(native, local_buffer, peer, peer_window_offset, signal, blocks)
+        return Operation(work, "put_signal")
 
     def get(
         self,
@@ -523,11 +551,11 @@ class Communicator(Collectives):
         stream: object = None,
     ) -> Operation[None]:
         """Raises a counter of ``peer`` by one, after everything that this rank has put there. Local."""
-        check_stream(stream)
         native = self._need("signal")
         if flags:
             raise invalid("signal", f"flags: {flags} is not 0")
-        return Operation(native.signal(peer, signal_index, context), "signal")
+        with in_stream(native, stream):
+            return Operation(native.signal(peer, signal_index, context), "signal")
 
     def wait_signal(
         self, desc: WaitSignalDesc | Sequence[WaitSignalDesc], *, stream: object = None
@@ -537,8 +565,9 @@ class Communicator(Collectives):
         Signals that came before are remembered. All that their sources had put before is visible then. On a non-blocking
         communicator, later calls on it wait too; `signaled` does not hold them up.
         """
-        check_stream(stream)
-        return Operation(self._need("wait_signal").wait_signal(self._signals(desc), False), "wait_signal")
+        native = self._need("wait_signal")
+        with in_stream(native, stream):
+            return Operation(native.wait_signal(self._signals(desc), False), "wait_signal")
 
     def signaled(self, desc: WaitSignalDesc | Sequence[WaitSignalDesc]) -> Operation[None]:
         """`wait_signal` beside everything else, on any communicator: returns at once, and is awaited.
@@ -651,6 +680,13 @@ class Communicator(Collectives):
             return f"<Communicator {native.name}: rank {native.rank()} of {native.nranks()}>"
         except NcclInvalid:
             return f"<Communicator {native.name}>"
+
+
+def _is_gpu(device: object) -> bool:
+    """Whether a device in a list is named as a GPU, and not by a bare number."""
+    if isinstance(device, str):
+        return Device(device).kind is DeviceKind.CUDA
+    return getattr(device, "device_id", -1) >= 0 or getattr(device, "type", "") == "cuda"
 
 
 def _word(op: str, argument: str, value: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -189,6 +190,44 @@ class HostDevice(Device):
         super().__init__((DeviceKind.HOST, 0))
 
 
+class CudaDevice(Device):
+    """The device of a communicator on a GPU."""
+
+    __slots__ = ()
+
+    @property
+    def device_id(self) -> int:
+        """The number of the GPU."""
+        return self.id
+
+
+def gpu_of(device: object, op: str) -> int:
+    """The number of the GPU that an argument names."""
+    number = getattr(device, "device_id", None)
+    if number is None and hasattr(device, "index") and hasattr(device, "type"):
+        number = device.index or 0 if device.type == "cuda" else -1
+    if number is None:
+        number = device
+    if isinstance(number, str):
+        known = Device(number)
+        number = known.id if known.kind is DeviceKind.CUDA else -1
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"device: a GPU is an int, a str or a device, not {type(device).__name__}")
+    if not 0 <= number < 1 << 31:
+        from ._errors import NcclInvalid
+
+        raise NcclInvalid(f"device: {device!r} is not a GPU", op=op)
+    return number
+
+
+def current_gpu() -> int:
+    """The current GPU of torch, where it is in use here; else the first."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.current_device())
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class WaitSignalDesc:
     """Signals to wait for: how many, from whom, on which counter."""
@@ -225,6 +264,9 @@ class NCCLConfig:
     """Towline's own: only those paths to other ranks."""
     forbid: str | Iterable[str] | None = None
     """Towline's own: none of those paths."""
+    device: object = None
+    """Towline's own: the GPU, for a group of NCCL's: its number, ``"cuda:1"`` or a device. By default the current one of
+    torch, else GPU 0."""
 
     cga_cluster_size: int | None = None
     min_ctas: int | None = None
@@ -257,6 +299,7 @@ class NCCLConfig:
             advertise=names(self.advertise),
             require=names(self.require),
             forbid=names(self.forbid),
+            gpu=None if self.device is None else gpu_of(self.device, "config"),
         )
 
 
@@ -274,7 +317,7 @@ class NCCLCommProperties:
     rank: int
     nranks: int
     cuda_dev: int
-    """-1: it is on the host."""
+    """The GPU; -1 on the host."""
     nvml_dev: int
     device_api_support: bool
     """False: no kernel runs here that could use it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .. import _native
 from ._errors import NcclInvalid
-from ._types import names
+from ._types import gpu_of, names
 
 if TYPE_CHECKING:
     import numpy
@@ -58,6 +59,12 @@ class UniqueId:
         """Whether it is the empty one, which names no meeting."""
         return not any(self._data)
 
+    @property
+    def _is_nccl(self) -> bool:
+        """Whether it is like an id of NCCL's: a random number, then the address of a socket of IPv4 or IPv6."""
+        family = int.from_bytes(self._data[8:10], sys.byteorder)
+        return not self._data.startswith(b"TLid") and family in (2, 10)
+
     def __bytes__(self) -> bytes:
         return self._data
 
@@ -89,13 +96,20 @@ def get_unique_id(
     *,
     listen: str | Iterable[str] | None = None,
     advertise: str | Iterable[str] | None = None,
+    device: object = None,
 ) -> UniqueId:
     """Opens a meeting and returns its id; with ``empty``, an id of zeros to be filled by your own channel.
 
     This process must live until everybody has joined. Without addresses the meeting takes place on this host only (or where
     ``TOWLINE_LISTEN`` says); ``listen`` names addresses that other hosts reach, ``advertise`` those that are written into
     the id, where they differ.
+
+    With a ``device`` that is a GPU (``"cuda"``), the id is one of NCCL's: the group is on GPUs, and NCCL in any other program
+    takes it. Ids that NCCL made elsewhere serve too: ``UniqueId.from_bytes``.
     """
     if empty:
         return UniqueId()
+    if device is not None and device != -1 and str(device) != "cpu":
+        gpu_of(device, "get_unique_id")
+        return UniqueId(_native.nccl_unique_id())
     return UniqueId(_native.unique_id(names(listen), names(advertise)))

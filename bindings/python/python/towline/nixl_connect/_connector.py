@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
+import os
 import socket
 import threading
 import uuid
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .. import _native, aio
 from .._devices import OperationKind
+from . import _over_nixl
 from ._descriptor import Descriptor, original_errors
 from ._models import RdmaMetadata
 
@@ -25,14 +28,36 @@ if TYPE_CHECKING:
         WritableOperation,
         WriteOperation,
     )
+    from ._over_nixl import Side
 
 Local = Descriptor | list[Descriptor]
 
 
-class Connector:
-    """Makes operations. Its connection is opened when it is first needed."""
+Offer = Literal["towline", "nixl"]
+"""Who can take part in a passive operation: peers that use Towline, or peers that use NIXL."""
 
-    def __init__(self, worker_id: str | None = None) -> None:
+OFFER = "TOWLINE_NIXL_CONNECT"
+"""The variable that says it for programs that cannot: the original's constructor has no place for it."""
+
+
+def _offer(offer: str | None) -> Offer:
+    said = os.environ.get(OFFER, "towline") if offer is None else offer
+    if said == "nixl":
+        return "nixl"
+    if said == "towline":
+        return "towline"
+    raise ValueError(f"{OFFER if offer is None else 'offer'}: {said!r:.80} is neither 'towline' nor 'nixl'")
+
+
+class Connector:
+    """Makes operations. Its connection is opened when it is first needed.
+
+    Active operations find out from the metadata whether the peer uses Towline or NIXL. A passive one has to choose: ``offer``,
+    or the variable ``TOWLINE_NIXL_CONNECT``, is ``"nixl"`` where peers run the original.
+    """
+
+    def __init__(self, worker_id: str | None = None, *, offer: Offer | None = None) -> None:
+        self._offer = _offer(offer)
         if worker_id is None:
             worker_id = uuid.uuid4().hex
         if not isinstance(worker_id, str) or not worker_id:
@@ -85,13 +110,20 @@ class Connector:
         """Offers memory for one peer to read, once."""
         from ._operations import ReadableOperation
 
-        return ReadableOperation(self._shared_connection(), local_descriptors)
+        return ReadableOperation(await self._ready(), local_descriptors)
 
     async def create_writable(self, local_descriptors: Local) -> WritableOperation:
         """Offers memory for one peer to write, once."""
         from ._operations import WritableOperation
 
-        return WritableOperation(self._shared_connection(), local_descriptors)
+        return WritableOperation(await self._ready(), local_descriptors)
+
+    async def _ready(self) -> Connection:
+        """The connection, with its agent of NIXL where one is needed: making that takes a second, which is not the loop's."""
+        connection = self._shared_connection()
+        if self._offer == "nixl":
+            await asyncio.to_thread(connection._side().agent)
+        return connection
 
     async def begin_read(
         self, remote_metadata: RdmaMetadata, local_descriptors: Local
@@ -124,7 +156,7 @@ class Connector:
         with self._lock:
             connection = self._connection
         if connection is not None:
-            connection._native.close()
+            connection._close()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Connector) and self._worker_id == other._worker_id
@@ -169,8 +201,23 @@ class Connection:
         self._lock = threading.Lock()
         self._remotes: dict[str, int] = {}
         self._is_initialized = False
+        self._nixl: Side | None = None
         self._native = _native.Connector(self._name, None)
         self._native.endpoint()
+
+    def _side(self) -> Side:
+        """What speaks to peers that use NIXL."""
+        with self._lock:
+            if self._nixl is None:
+                self._nixl = _over_nixl.Side(self._name)
+            return self._nixl
+
+    def _close(self) -> None:
+        with self._lock:
+            side = self._nixl
+        if side is not None:
+            side.close()
+        self._native.close()
 
     @property
     def connector(self) -> Connector:
@@ -230,8 +277,13 @@ class Remote:
         if not nixl_metadata:
             raise ValueError("nixl_metadata: it is empty")
         self._connection = connection
-        self._text = _text(nixl_metadata)
-        self._name = _native.metadata_owner(self._text)
+        self._text, packed = _text(nixl_metadata)
+        self._agent = _over_nixl.inflated(packed)
+        """The metadata of an agent of NIXL, where the peer uses that."""
+        if self._agent is None:
+            self._name = _native.metadata_owner(self._text)
+        else:
+            self._name = _over_nixl.agent_name(self._agent)
         connection.acquire_remote_ref(self._name)
         self._released = False
 
@@ -275,20 +327,20 @@ class Remote:
 _LONGEST = 2 << 20
 
 
-def _text(nixl_metadata: bytes | str) -> str:
-    """The text of the metadata, with the errors that the original has for text that is damaged."""
+def _text(nixl_metadata: bytes | str) -> tuple[str, bytes]:
+    """The text of the metadata and its bytes, with the errors that the original has for text that is damaged."""
     if len(nixl_metadata) > _LONGEST:
         raise ValueError(f"nixl_metadata: {len(nixl_metadata)} characters are too many")
     if isinstance(nixl_metadata, bytes):
-        return nixl_metadata.hex()
+        return nixl_metadata.hex(), nixl_metadata
     if nixl_metadata.startswith("b64:"):
         try:
-            base64.b64decode(nixl_metadata[4:], validate=True)
+            packed = base64.b64decode(nixl_metadata[4:], validate=True)
         except ValueError as error:
             raise binascii.Error(f"nixl_metadata: it is not base64: {error}") from error
     else:
         try:
-            bytes.fromhex(nixl_metadata)
+            packed = bytes.fromhex(nixl_metadata)
         except ValueError as error:
             raise ValueError(f"nixl_metadata: it is neither base64 nor hex: {error}") from error
-    return nixl_metadata
+    return nixl_metadata, packed

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from .. import _native, aio
 from .._devices import OperationKind, OperationStatus
 from .._errors import Error, Timeout
+from . import _over_nixl
 from ._connector import Connection, Local, Remote
 from ._descriptor import Descriptor, original_errors
 from ._models import RdmaMetadata, SerializedDescriptor
@@ -64,7 +65,7 @@ def _check_one_place(some: list[Descriptor], argument: str) -> None:
 class AbstractOperation(ABC):
     """What all operations have in common."""
 
-    _native: _native.Operation | None = None
+    _native: _native.Operation | _over_nixl.Operation | None = None
     _cancelled_here = False
 
     def __init__(
@@ -183,7 +184,10 @@ class PassiveOperation(AbstractOperation):
         super().__init__(connection, operation_kind, local_descriptors, None, None)
         natives = [one._usable("local_descriptors") for one in self._local]
         with original_errors("local_descriptors"):
-            self._native = connection._native.create(operation_kind, natives, None)
+            if connection.connector._offer == "nixl":
+                self._native = _over_nixl.Passive(connection._side(), operation_kind, self._local)
+            else:
+                self._native = connection._native.create(operation_kind, natives, None)
 
     def metadata(self, hex_encode: bool = False) -> RdmaMetadata:
         """What the peer needs to know; send it by any channel. The sizes are what the descriptors say now."""
@@ -240,7 +244,12 @@ class _Plan:
     remote_descriptors: list[Descriptor]
     key: str
 
-    def begin(self) -> _native.Beginning:
+    def begin(self) -> _native.Beginning | _over_nixl.Beginning:
+        if self.remote._agent is not None:
+            side = self.remote.connection._side()
+            return _over_nixl.begin(
+                side, self.kind, self.local, self.remote_descriptors, self.remote._agent, self.key
+            )
         there = [(str(one.device), one.ptr, one.size) for one in self.remote_descriptors]
         natives = [one._usable("local_descriptors") for one in self.local]
         fields = (there, self.remote._text, self.key, int(self.kind))
@@ -315,7 +324,7 @@ class ActiveOperation(AbstractOperation):
         _check_one_place(plan.remote_descriptors, "remote_descriptors")
         self._remote = plan.remote
 
-    def _adopt(self, native: _native.Operation) -> None:
+    def _adopt(self, native: _native.Operation | _over_nixl.Operation) -> None:
         self._native = native
 
     def _planned_with(

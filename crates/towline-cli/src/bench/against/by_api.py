@@ -36,7 +36,7 @@ def memory(length):
     # Huge pages where the machine gives them, as Towline's own memory asks for them.
     import mmap
 
-    area = mmap.mmap(-1, length + (2 << 20))
+    area = mmap.mmap(-1, length + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(area, dtype=np.uint8)
     start = -array.ctypes.data % (2 << 20)
@@ -61,7 +61,7 @@ def owner(length, thread):
     say({"metadata": mine.get_agent_metadata().hex(), "address": data.ctypes.data})
     line = json.loads(sys.stdin.readline())
     mine.add_remote_agent(bytes.fromhex(line["metadata"]))
-    state = {"drive": True, "notify": False, "end": False}
+    state = {"drive": True, "end": False}
 
     def listen():
         for text in sys.stdin:
@@ -69,8 +69,7 @@ def owner(length, thread):
             if word == "cpu":
                 say({"cpu": cpu()})
             else:
-                state["drive"] = word in ("drive", "notify")
-                state["notify"] = word == "notify"
+                state["drive"] = word == "drive"
         state["end"] = True
 
     threading.Thread(target=listen, daemon=True).start()
@@ -81,14 +80,12 @@ def owner(length, thread):
         for messages in mine.get_new_notifs().values():
             for message in messages:
                 mine.send_notif("user", message)
-        if thread:
-            # With its thread, NIXL is meant to be looked at now and then.
-            time.sleep(0)
     os._exit(0)
 
 
 class User:
-    def __init__(self, length, thread):
+    def __init__(self, length, thread, driven):
+        self.driven = driven
         self.mine = agent("user", thread)
         self.data = memory(length)
         self.mine.register_memory([(self.data.ctypes.data, length, 0, "")], mem_type="DRAM")
@@ -105,7 +102,8 @@ class User:
         self.handle = None
         # The first transfer connects, for which both sides have to be driven.
         self.prepare("read", 1, 64)
-        self.run(1)
+        self.once()
+        self.tell("rest")
 
     def tell(self, line):
         self.child.stdin.write(line + "\n")
@@ -139,15 +137,24 @@ class User:
         if self.make:
             self.mine.release_xfer_handle(handle)
 
+    def drive(self):
+        # The owner looks for such words once a millisecond.
+        self.tell("drive")
+        time.sleep(0.005)
+
     def run(self, count):
+        if self.driven:
+            self.drive()
         times = []
         for _ in range(count):
             start = time.perf_counter()
             self.once()
             times.append(time.perf_counter() - start)
+        self.tell("rest")
         return times
 
     def notify(self, count):
+        self.drive()
         times = []
         for number in range(count):
             start = time.perf_counter()
@@ -155,10 +162,10 @@ class User:
             while not self.mine.get_new_notifs().get("owner"):
                 pass
             times.append(time.perf_counter() - start)
+        self.tell("rest")
         return times
 
     def idle(self, seconds):
-        self.tell("rest")
         before = cpu()
         self.tell("cpu")
         theirs = json.loads(self.child.stdout.readline())["cpu"]
@@ -166,7 +173,6 @@ class User:
         self.tell("cpu")
         theirs = json.loads(self.child.stdout.readline())["cpu"] - theirs
         ours = cpu() - before
-        self.tell("drive")
         return (ours + theirs) / seconds / 2
 
 
@@ -174,7 +180,8 @@ def main():
     length, thread = int(sys.argv[2]), sys.argv[3] == "1"
     if sys.argv[1] == "owner":
         owner(length, thread)
-    user = User(length, thread)
+    # Whether the owner's processor has to do its part, which it does without pause then.
+    user = User(length, thread, sys.argv[4:] == ["driven"])
     say("ready")
     for line in sys.stdin:
         words = line.split()

@@ -25,13 +25,16 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    /// Starts both; `thread`: with NIXL's own progress thread.
-    pub(super) fn start(bytes: u64, thread: bool) -> Outcome<Peer> {
+    /// Starts both; `thread`: with NIXL's own progress thread; `driven`: transfers need the owner's processor.
+    pub(super) fn start(bytes: u64, thread: bool, driven: bool) -> Outcome<Peer> {
         let python = if Path::new(PROJECT_PYTHON).exists() { PROJECT_PYTHON } else { "python3" };
         let program = std::env::temp_dir().join(format!("towline-nixl-{}-{thread}.py", std::process::id()));
         fs::write(&program, PROGRAM).map_err(|error| Failure::os(program.display(), error))?;
         let mut command = Command::new(python);
         command.arg(&program).args(["user", &bytes.to_string(), if thread { "1" } else { "0" }]);
+        if driven {
+            command.arg("driven");
+        }
         // The wheel's UCX crashes its process at the end otherwise.
         if std::env::var_os("UCX_MODULES").is_none() {
             command.env("UCX_MODULES", "^efa");

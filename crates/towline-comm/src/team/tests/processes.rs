@@ -102,7 +102,7 @@ fn what_a_rank_process_does() {
 }
 
 /// Starts ranks, does something to one of them after a while, and looks at how the others end.
-fn others_end(what: &str, seed: u64, harm: impl FnOnce(&mut Option<Rank>), with: &str) {
+fn others_end(what: &str, seed: u64, harm: impl FnOnce(&mut Option<Rank>), with: &[&str]) {
     let _watchdog = watchdog::watch(what.to_owned(), Duration::from_secs(200));
     let meeting = Meeting::new(&format!("{}-{seed}", what.replace(' ', "-")));
     let place = &meeting.0;
@@ -114,24 +114,29 @@ fn others_end(what: &str, seed: u64, harm: impl FnOnce(&mut Option<Rank>), with:
     harm(&mut ranks[VICTIM]);
     for rank in (0..RANKS).filter(|rank| *rank != VICTIM) {
         let end = find_word(place, &format!("end-{rank}"));
-        assert!(end.starts_with(with), "rank {rank}: {end}");
+        assert!(with.iter().any(|with| end.starts_with(with)), "rank {rank}: {end}");
     }
 }
 
 fn a_kill_is_told(what: &str) {
     for seed in 0..3 {
-        others_end(what, seed, |victim| drop(victim.take()), "Disconnected [1] [1]");
+        others_end(what, seed, |victim| drop(victim.take()), &["Disconnected [1] [1]"]);
     }
 }
 
 #[test]
 fn a_stopped_process_is_named_by_the_others_at_the_limit() {
-    for what in ["near ring stop", "far barrier stop"] {
+    // Over TCP a write to it that is given up resets the connection, so that nothing of it lands later: whoever sees that first
+    // says that the rank is gone, the others that it did not come in time.
+    for (what, ends) in [
+        ("near ring stop", &["Timeout [1] "][..]),
+        ("far barrier stop", &["Timeout [1] ", "Disconnected [1] "][..]),
+    ] {
         let stop = |victim: &mut Option<Rank>| {
             let pid = Pid::from_child(&victim.as_ref().unwrap().0);
             kill_process(pid, Signal::STOP).unwrap();
         };
-        others_end(what, 9, stop, "Timeout [1] ");
+        others_end(what, 9, stop, ends);
     }
 }
 

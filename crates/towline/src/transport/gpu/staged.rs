@@ -212,6 +212,7 @@ impl Stage {
             local_base: base,
             after,
             stream: None,
+            checked: self.transfer.checked,
             limits: self.transfer.limits,
             attachment: Arc::clone(&self.under),
             peer: self.transfer.peer(),

@@ -33,18 +33,8 @@ impl Direct for LocalFile {
 
     unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()> {
         let _use = self.region.begin_use(op.name())?;
-        for piece in pieces {
-            let (near, len) = (local.wrapping_add(piece.local as usize), piece.len as usize);
-            let far = self.offset + piece.remote;
-            // SAFETY: the caller keeps the local range, and checked it.
-            unsafe {
-                match op {
-                    Op::Read => self.file.read(op.name(), far, near, len)?,
-                    Op::Write => self.file.write(op.name(), far, near, len)?,
-                    Op::Reduce(..) | Op::Atomic { .. } => return Err(no_words(op.name())),
-                }
-            }
-        }
+        // SAFETY: the caller keeps the local range, and checked it.
+        unsafe { move_file_pieces(op, &self.file, self.offset, local, pieces)? };
         if self.region.is_closed() { Err(stale(op.name())) } else { Ok(()) }
     }
 
@@ -64,6 +54,32 @@ impl Direct for LocalFile {
     fn alive(&self) -> Result<()> {
         super::owner_is_open(&self.region)
     }
+}
+
+/// Moves the pieces between local memory and a file, in which the grant starts at `offset`.
+///
+/// # Safety
+/// The local range of every piece is memory that stays during the call.
+pub(crate) unsafe fn move_file_pieces(
+    op: Op,
+    file: &FileSlice,
+    offset: u64,
+    local: *mut u8,
+    pieces: &[Piece],
+) -> Result<()> {
+    for piece in pieces {
+        let (near, len) = (local.wrapping_add(piece.local as usize), piece.len as usize);
+        let far = offset + piece.remote;
+        // SAFETY: the caller's obligation.
+        unsafe {
+            match op {
+                Op::Read => file.read(op.name(), far, near, len)?,
+                Op::Write => file.write(op.name(), far, near, len)?,
+                Op::Reduce(..) | Op::Atomic { .. } => return Err(no_words(op.name())),
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The error of everything that acts on words where there is a file.

@@ -28,8 +28,9 @@ use crate::{Error, Kind, Result};
 /// Requests up to this size are posted by the calling thread: on paths where posting copies, that takes as long as a copy.
 pub(super) const INLINE: u64 = 1 << 20;
 
-/// How long the calling thread stays with such a request: about a round trip between two processes.
-const STAY: Duration = Duration::from_micros(60);
+/// How long the calling thread stays with such a request: longer than a round trip between two processes takes, and about as
+/// long as a copy that the calling thread would make by itself.
+const STAY: Duration = Duration::from_micros(150);
 
 /// After this many looks without an end, the owner's processor may be needed.
 pub(super) const PATIENT_LOOKS: u32 = 16;

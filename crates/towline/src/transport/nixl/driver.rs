@@ -30,6 +30,8 @@ const STAY: Duration = Duration::from_millis(2);
 /// Rounds without success: first at once, then behind whoever else wants the processor, then after a sleep.
 const SPINS: u32 = 32;
 const YIELDS: u32 = 1000;
+/// A peer waits for what this agent does: somebody else gets the processor only now and then.
+const HELPING_SPINS: u32 = 64;
 const LEAST_SLEEP: Duration = Duration::from_micros(20);
 const MOST_SLEEP: Duration = Duration::from_millis(1);
 
@@ -324,6 +326,9 @@ impl Engine {
             }
             match fruitless {
                 // A peer waits for every single look, unless a device does the work.
+                _ if helping && !self.rdma && !fruitless.is_multiple_of(HELPING_SPINS) => {
+                    std::hint::spin_loop()
+                }
                 _ if helping && !self.rdma => std::thread::yield_now(),
                 0..SPINS => std::hint::spin_loop(),
                 SPINS..YIELDS if !alone || helping => std::thread::yield_now(),

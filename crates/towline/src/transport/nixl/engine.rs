@@ -201,7 +201,7 @@ pub(super) struct EngineLoan {
 }
 
 impl EngineLoan {
-    pub(super) fn new(engine: &Arc<Engine>, pinned: bool) -> Arc<dyn Loan> {
+    pub(super) fn of(engine: &Arc<Engine>, pinned: bool) -> Arc<dyn Loan> {
         Arc::new(EngineLoan { engine: Arc::downgrade(engine), pinned })
     }
 }

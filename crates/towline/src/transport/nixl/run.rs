@@ -14,24 +14,21 @@ use crate::layout::Plan;
 use crate::transfer::{Help, TransferCore};
 use crate::{Error, Kind, Result, progress};
 
-/// A request carries at most about this many bytes: where posting copies, that is how long a stop takes, and where it does
-/// not, that is what shows that something moves.
-const UNIT: u64 = 8 << 20;
+/// A request carries at most about this many bytes: where posting copies, a stop takes as long as that, and where it does
+/// not, its end is what shows that something moves.
+const UNIT: u64 = 32 << 20;
 
 /// And at most this many pieces.
-const UNIT_PIECES: usize = 8192;
+const UNIT_PIECES: usize = 1 << 14;
 
 /// Requests of one transfer that are under way at a time.
 const WINDOW: usize = 4;
 
 /// Cuts a plan into requests.
 pub(super) fn cut(plan: Plan) -> (Plan, Vec<Range<usize>>) {
-    // A transfer of many pieces is one request where it can be: each one costs.
-    let scattered = plan.piece_count() > 64;
-    let unit = if scattered { UNIT * 4 } else { UNIT };
-    let plan = plan.cut(unit);
+    let plan = plan.cut(UNIT);
     let mut units = Vec::new();
-    for chunk in plan.chunks(unit) {
+    for chunk in plan.chunks(UNIT) {
         let mut start = chunk.start;
         while start < chunk.end {
             let end = chunk.end.min(start + UNIT_PIECES);
@@ -225,7 +222,9 @@ impl Help for Run {
     fn help(&self) {
         if let Some(run) = self.me.upgrade() {
             run.work();
-            self.attachment.engine.drive_until(|| run.is_over());
+            // While another thread posts there is nothing to drive: its caller sleeps.
+            let flying = || run.flying.load(Ordering::SeqCst) > 0;
+            self.attachment.engine.drive_until(|| run.is_over() || !flying());
         }
     }
 }

@@ -9,10 +9,11 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use super::channel::Channel;
 use super::parts::{AT_ONCE, Keep, Outgoing, PATIENTLY, Payload, Sink};
-use crate::progress::socket::{Received, Sent, Socket};
+use crate::progress::socket::{Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
@@ -31,6 +32,11 @@ const TURN: usize = 256;
 /// the other side needs to empty or fill a socket's buffer. In slices, between which it looks for other work.
 const LINGER: Duration = Duration::from_micros(50);
 const LINGERS: usize = 8;
+
+/// Whether the peer is still there is known as long as this, and otherwise looked at again; but not for ever where the machine
+/// is so busy that it never is.
+const FRESH: Duration = Duration::from_millis(1);
+const LOOKS: usize = 100;
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +68,7 @@ pub(super) trait Handler: Send + Sync {
 
 /// One socket.
 pub(super) struct Connection {
-    socket: Socket,
+    socket: Channel,
     lane: AtomicBool,
     token: OnceLock<Token>,
     handler: Mutex<Option<Arc<dyn Handler>>>,
@@ -92,7 +98,7 @@ enum Reading {
 impl Connection {
     /// Takes a connected socket. Nothing is read until [`watch`](Self::watch).
     pub(super) fn new(
-        socket: Socket,
+        socket: Channel,
         role: Role,
         authenticated: bool,
         handler: Arc<dyn Handler>,
@@ -128,7 +134,7 @@ impl Connection {
         Ok(())
     }
 
-    pub(super) fn socket(&self) -> &Socket {
+    pub(super) fn socket(&self) -> &Channel {
         &self.socket
     }
 
@@ -239,13 +245,22 @@ impl Connection {
 
     /// Closes; the handler is told once.
     pub(super) fn close(&self, error: Error) {
+        self.end(error, Channel::shutdown);
+    }
+
+    /// Closes so that nothing of what was sent is acted upon later; the handler is told once.
+    pub(super) fn reset(&self, error: Error) {
+        self.end(error, Channel::reset);
+    }
+
+    fn end(&self, error: Error, how: fn(&Channel)) {
         if self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
         if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
             reactor.remove(*token, self.socket.as_fd());
         }
-        self.socket.shutdown();
+        how(&self.socket);
         let handler = lock(&self.handler).take();
         if let (Some(handler), Some(me)) = (handler, self.me.upgrade()) {
             handler.closed(&me, error);
@@ -287,7 +302,9 @@ impl Connection {
                 }
             }
         }
-        outgoing.set_blocked(false);
+        // What TLS has encrypted and the socket has not taken yet.
+        let taken = self.socket.flush()?;
+        outgoing.set_blocked(!taken);
         Ok(())
     }
 
@@ -323,6 +340,7 @@ impl Connection {
         let came = match &mut incoming.reading {
             Reading::Payload { sink, left, .. } if *left > 0 => {
                 let left_before = *left;
+                self.give_up_if_abandoned(sink);
                 // SAFETY: the sink's `Keep` pins its memory, and the connection's lock keeps the sink in place.
                 let received = unsafe { self.socket.recv_raw(sink.parts(left_before)) }?;
                 if let Received::Bytes(bytes) = received {
@@ -428,6 +446,7 @@ impl Connection {
                     let Incoming { staging, start, end, reading, .. } = &mut *incoming;
                     let Reading::Payload { sink, left, .. } = reading else { return Ok(()) };
                     let take = (*end - *start).min(usize::try_from(*left).unwrap_or(usize::MAX));
+                    self.give_up_if_abandoned(sink);
                     // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
                     unsafe { sink.fill(&staging[*start..*start + take]) };
                     *start += take;
@@ -448,6 +467,29 @@ impl Connection {
         }
     }
 
+    /// Whether the peer has hung up: what it asked for before, and has not been done, is not wanted any more.
+    pub(super) fn is_abandoned(&self) -> bool {
+        for _ in 0..LOOKS {
+            let before = Instant::now();
+            if self.socket.hung_up() {
+                return true;
+            }
+            // A process is stopped when it leaves the kernel: what it has seen there may be as old as that.
+            if before.elapsed() < FRESH {
+                return false;
+            }
+        }
+        false
+    }
+
+    /// Lets the bytes of a write go nowhere if its initiator has hung up: it has told its caller that nothing of the write
+    /// lands any more. This side may have been stopped since the bytes came.
+    fn give_up_if_abandoned(&self, sink: &mut Sink) {
+        if sink.writes_a_region() && self.is_abandoned() {
+            sink.give_up();
+        }
+    }
+
     fn handler(&self) -> Option<Arc<dyn Handler>> {
         lock(&self.handler).clone()
     }
@@ -460,6 +502,8 @@ impl Connection {
                 break;
             }
         }
+        // The event loop sees what waits in the socket, not what TLS has taken from it already.
+        while !self.is_closed() && self.socket.holds_bytes() && self.read()? {}
         // Handlers may have queued answers that the socket takes at once.
         let mut outgoing = lock(&self.outgoing);
         if !outgoing.blocked() {

@@ -4,6 +4,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use super::channel::Channel;
 use super::session::Session;
 use super::{Medium, UNANSWERED};
 use crate::endpoint::EndpointCore;
@@ -22,7 +23,7 @@ const QUEUE_FULL: Duration = Duration::from_millis(1);
 
 /// A connection whose owner has been proven to be the ticket's.
 pub(super) struct Contact {
-    pub(super) socket: Socket,
+    pub(super) socket: Channel,
     pub(super) ready: Ready,
     pub(super) key: SessionKey,
     pub(super) challenge: [u8; 32],
@@ -38,13 +39,16 @@ pub(super) fn with_ticket(
 ) -> Result<Contact> {
     let owner = ticket.body().identity.incarnation;
     let socket = dial(medium, &owner, Lane::Control, until)?;
+    let name = &ticket.body().identity.name;
+    let socket = Channel::connected(socket, endpoint.tls(), name, until)?;
     handshake(endpoint, socket, owner, ClientKey::Ticket(ticket), until)
 }
 
 /// Connects once more to the owner of a session.
-pub(super) fn with_session(endpoint: &EndpointCore, session: &Session, until: Instant) -> Result<Socket> {
+pub(super) fn with_session(endpoint: &EndpointCore, session: &Session, until: Instant) -> Result<Channel> {
     let owner = session.owner().incarnation;
     let socket = dial(session.medium(), &owner, Lane::Bulk, until)?;
+    let socket = Channel::connected(socket, endpoint.tls(), session.peer_name(), until)?;
     let key = ClientKey::Session { id: session.id, key: &session.key };
     handshake(endpoint, socket, owner, key, until).map(|contact| contact.socket)
 }
@@ -76,7 +80,7 @@ fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Resu
 
 fn handshake(
     endpoint: &EndpointCore,
-    socket: Socket,
+    socket: Channel,
     owner: Incarnation,
     key: ClientKey<'_>,
     until: Instant,
@@ -85,13 +89,24 @@ fn handshake(
     getrandom::fill(&mut nonce)
         .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
     let (client, hello) = ClientHandshake::start(endpoint.identity(), owner, key, nonce, endpoint.secret());
-    send_all(&socket, &hello, until)?;
+    let client = client.bound_to(socket.binding()?);
+    send_all(&socket, &hello, until).map_err(|error| refusal_or(&socket, error))?;
     let mut files = Vec::new();
     let welcome = read_frame(&socket, FrameKind::Welcome, false, &mut files, until)?;
     let (prove, key, challenge) = client.on_welcome(&welcome)?;
-    send_all(&socket, &prove, until)?;
+    send_all(&socket, &prove, until).map_err(|error| refusal_or(&socket, error))?;
     let ready = read_frame(&socket, FrameKind::Ready, true, &mut files, until)?;
     Ok(Contact { socket, ready: Ready::decode(&ready)?, key, challenge, files })
+}
+
+/// An owner that has no room says so and hangs up without listening: its word explains more than the broken connection.
+fn refusal_or(socket: &Channel, error: Error) -> Error {
+    match read_frame(socket, FrameKind::Refuse, false, &mut Vec::new(), Instant::now()) {
+        Err(refused) if !matches!(refused.kind(), Kind::Disconnected | Kind::Timeout | Kind::Protocol) => {
+            refused
+        }
+        _ => error,
+    }
 }
 
 fn left(until: Instant) -> Result<Duration> {
@@ -102,7 +117,7 @@ fn late() -> Error {
     Error::new(Kind::Timeout, "contact", "no answer in time")
 }
 
-fn send_all(socket: &Socket, mut bytes: &[u8], until: Instant) -> Result<()> {
+fn send_all(socket: &Channel, mut bytes: &[u8], until: Instant) -> Result<()> {
     while !bytes.is_empty() {
         match socket.send(&[IoSlice::new(bytes)], &[])? {
             Sent::Bytes(sent) => bytes = &bytes[sent..],
@@ -111,11 +126,14 @@ fn send_all(socket: &Socket, mut bytes: &[u8], until: Instant) -> Result<()> {
             }
         }
     }
+    while !socket.flush()? {
+        socket.wait_writable(left(until)?)?;
+    }
     Ok(())
 }
 
 fn read_frame(
-    socket: &Socket,
+    socket: &Channel,
     expected: FrameKind,
     authenticated: bool,
     files: &mut Vec<OwnedFd>,
@@ -136,7 +154,7 @@ fn read_frame(
     }
 }
 
-fn read_all(socket: &Socket, mut bytes: &mut [u8], files: &mut Vec<OwnedFd>, until: Instant) -> Result<()> {
+fn read_all(socket: &Channel, mut bytes: &mut [u8], files: &mut Vec<OwnedFd>, until: Instant) -> Result<()> {
     while !bytes.is_empty() {
         match socket.recv(&mut [IoSliceMut::new(bytes)], files)? {
             Received::Bytes(came) => bytes = &mut bytes[came..],

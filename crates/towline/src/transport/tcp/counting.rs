@@ -12,10 +12,24 @@ use crate::{Error, Kind, Result};
 /// Transfers of one peer whose pieces are counted at a time.
 const MOST_COUNTED: usize = 1 << 16;
 
+/// What waits for pieces of one peer's transfers takes at most about this many bytes.
+const MOST_WAITING: usize = 64 << 20;
+
 /// Something that follows the pieces of a transfer, and where its outcome is to be told.
 pub(super) struct Follower {
     pub(super) message: Message,
     pub(super) answer: Option<(Arc<Connection>, u64)>,
+}
+
+impl Follower {
+    /// How much memory it takes, about.
+    fn cost(&self) -> usize {
+        let message = match &self.message {
+            Message::Notify(notify) => notify.message.len(),
+            _ => 0,
+        };
+        message + 128
+    }
 }
 
 /// What became of followers.
@@ -35,12 +49,19 @@ struct Count {
 
 /// The transfers of one peer whose pieces are counted.
 #[derive(Default)]
-pub(super) struct Counting(Mutex<HashMap<u64, Count>>);
+pub(super) struct Counting(Mutex<Counts>);
+
+#[derive(Default)]
+struct Counts {
+    transfers: HashMap<u64, Count>,
+    /// What all followers that wait take.
+    held: usize,
+}
 
 impl Counting {
     /// A piece was applied, or failed.
     pub(super) fn piece(&self, transfer: u64, ok: bool) -> Result<Due> {
-        self.step(transfer, |count| {
+        self.step(transfer, 0, |count| {
             count.applied += 1;
             count.failed |= !ok;
         })
@@ -51,31 +72,37 @@ impl Counting {
         if pieces == 0 {
             return Ok(Due::Act(vec![follower]));
         }
-        self.step(transfer, |count| count.waiting.push((pieces, follower)))
+        self.step(transfer, follower.cost(), |count| count.waiting.push((pieces, follower)))
     }
 
     /// Nothing more belongs to the transfer.
     pub(super) fn forget(&self, transfer: u64) -> Due {
-        let waiting = lock(&self.0).remove(&transfer).map(|count| count.waiting).unwrap_or_default();
-        Due::Drop(waiting.into_iter().map(|(_, follower)| follower).collect())
+        let mut all = lock(&self.0);
+        let waiting = all.transfers.remove(&transfer).map(|count| count.waiting).unwrap_or_default();
+        let dropped: Vec<_> = waiting.into_iter().map(|(_, follower)| follower).collect();
+        all.held -= dropped.iter().map(Follower::cost).sum::<usize>();
+        Due::Drop(dropped)
     }
 
     pub(super) fn clear(&self) {
-        lock(&self.0).clear();
+        *lock(&self.0) = Counts::default();
     }
 
-    fn step(&self, transfer: u64, step: impl FnOnce(&mut Count)) -> Result<Due> {
+    fn step(&self, transfer: u64, cost: usize, step: impl FnOnce(&mut Count)) -> Result<Due> {
         let mut all = lock(&self.0);
-        if all.len() >= MOST_COUNTED && !all.contains_key(&transfer) {
+        let Counts { transfers, held } = &mut *all;
+        let known = transfers.len() < MOST_COUNTED || transfers.contains_key(&transfer);
+        if !known || *held + cost > MOST_WAITING {
             return Err(Error::new(Kind::Exhausted, "serve", "too many transfers wait for their last piece"));
         }
         // The count stays until the user says that nothing more belongs to it: a signal and a notification may both
         // follow, and either may come after the last piece.
-        let count = all.entry(transfer).or_default();
+        let count = transfers.entry(transfer).or_default();
         step(count);
         let (applied, failed) = (count.applied, count.failed);
         let due = count.waiting.extract_if(.., |(pieces, _)| failed || applied >= *pieces);
-        let due = due.map(|(_, follower)| follower).collect();
+        let due: Vec<_> = due.map(|(_, follower)| follower).collect();
+        *held = *held + cost - due.iter().map(Follower::cost).sum::<usize>();
         Ok(if failed { Due::Drop(due) } else { Due::Act(due) })
     }
 }
@@ -136,5 +163,15 @@ mod tests {
         let _ = counting.follow(1, 1, follower("signal")).unwrap();
         assert!(matches!(counting.forget(1), Due::Drop(dropped) if dropped.len() == 1));
         assert!(acted(counting.piece(1, true).unwrap()).is_empty());
+    }
+
+    #[test]
+    fn what_waits_for_a_last_piece_is_bounded() {
+        let counting = Counting::default();
+        let long = "x".repeat(64 << 10);
+        let refused = (0..2000).find_map(|_| counting.follow(1, 2, follower(&long)).err()).unwrap();
+        assert_eq!(refused.kind(), Kind::Exhausted);
+        let _ = counting.forget(1);
+        assert!(counting.follow(1, 2, follower(&long)).is_ok());
     }
 }

@@ -4,6 +4,8 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, Weak};
 
+use super::allowance::InFlight;
+use super::checks;
 use super::connection::{Connection, Role};
 use super::parts::{Keep, Payload};
 use super::serving::Serving;
@@ -50,6 +52,8 @@ pub(super) struct Asked {
     /// Where in the region the granted range begins.
     pub(super) start: u64,
     pub(super) blocks: Vec<Block>,
+    /// The peer's share that it takes.
+    pub(super) _flight: InFlight,
 }
 
 impl Asked {
@@ -137,6 +141,8 @@ struct Reading {
     connection: Arc<Connection>,
     request: u64,
     asked: Asked,
+    /// Checksums go ahead of the bytes.
+    checked: bool,
 }
 
 impl Files {
@@ -147,6 +153,7 @@ impl Files {
         connection: &Arc<Connection>,
         request: u64,
         asked: Asked,
+        checked: bool,
     ) -> Result<()> {
         check_size("read", asked.bytes())?;
         let mut state = lock(&self.state);
@@ -159,7 +166,7 @@ impl Files {
         }
         state.blocks += asked.blocks.len();
         let (serving, connection) = (Arc::downgrade(serving), Arc::clone(connection));
-        state.waiting.push_back(Reading { serving, connection, request, asked });
+        state.waiting.push_back(Reading { serving, connection, request, asked, checked });
         drop(state);
         self.go_on();
         Ok(())
@@ -264,8 +271,11 @@ impl Reading {
         let filled = using.as_ref().map_err(Clone::clone).and_then(|_| bounce.fill(&self.asked));
         let sent = match filled {
             Ok(parts) => {
-                let head =
+                let mut head =
                     Message::from(wire::Data { outcome: Ok(()) }).frame(self.request, self.asked.bytes(), 0);
+                if self.checked {
+                    head = checks::before(bounce.checks(&self.asked, &parts), self.request, head);
+                }
                 let keep = Keep::Bounce(Arc::new(bounce), self.request);
                 self.connection.send(head, Vec::new(), Payload::Memory(parts), keep)
             }
@@ -290,6 +300,12 @@ pub(super) struct Bounce {
 impl Bounce {
     pub(super) fn region(&self) -> &RegionCore {
         &self.region
+    }
+
+    /// The checksums of what was read, block by block: it lies there without gaps.
+    fn checks(&self, asked: &Asked, parts: &[RawPart]) -> Vec<u32> {
+        let start = parts.first().map_or(0, |part| part.ptr.addr() - self.buffer.as_ptr().addr());
+        checks::of_bytes(&asked.blocks, &self.buffer[start..])
     }
 
     /// Reads what was asked for; the parts stay valid until the bounce is dropped.

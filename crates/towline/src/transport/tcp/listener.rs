@@ -1,17 +1,20 @@
 //! Where peers come in: listening sockets, and connections that have not proven themselves yet.
 
+use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::UNANSWERED;
+use super::channel::Channel;
 use super::connection::{Connection, Handler, Role};
 use super::parts::{Keep, Payload, Sink};
 use super::serving::Serving;
+use super::strangers::{Origin, Stranger};
 use crate::endpoint::EndpointCore;
-use crate::progress::socket::{Lane, Socket};
+use crate::progress::socket::{Lane, PeerAddr, Socket};
 use crate::progress::{self, Interest, Readiness, Source, Timer, Token};
 use crate::sync::lock;
 use crate::ticket::{self, socket_name};
@@ -22,21 +25,26 @@ use crate::{Error, Kind, Result};
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
 
-/// A connection that has not proven itself by then is closed.
-const PROVE_WITHIN: Duration = Duration::from_secs(5);
-
-/// At most this many connections that have not proven themselves; the next ones are closed at once.
-const MOST_UNPROVEN: usize = 256;
-
 /// How long accepting pauses when the process has no descriptor left.
 const NO_DESCRIPTORS: Duration = Duration::from_millis(100);
+
+/// A descriptor that is kept for the moment when there is none left: with it a waiting peer can be taken in, told why it
+/// cannot stay, and let go, instead of waiting for an answer that never comes.
+static RESERVE: Mutex<Option<OwnedFd>> = Mutex::new(None);
+
+/// Opens the reserve where it is missing.
+fn keep_reserve(reserve: &mut Option<OwnedFd>) {
+    if reserve.is_none() {
+        let flags = rustix::event::EventfdFlags::CLOEXEC;
+        *reserve = rustix::event::eventfd(0, flags).ok();
+    }
+}
 
 /// A listening socket.
 pub(crate) struct Listener {
     socket: Socket,
     endpoint: Weak<EndpointCore>,
     token: OnceLock<Token>,
-    unproven: Arc<AtomicUsize>,
     closed: AtomicBool,
 }
 
@@ -57,11 +65,11 @@ impl Listener {
     }
 
     fn on(endpoint: &Arc<EndpointCore>, socket: Socket) -> Result<Arc<Listener>> {
+        keep_reserve(&mut lock(&RESERVE));
         let listener = Arc::new(Listener {
             socket,
             endpoint: Arc::downgrade(endpoint),
             token: OnceLock::new(),
-            unproven: Arc::default(),
             closed: AtomicBool::new(false),
         });
         let weak = Arc::downgrade(&listener);
@@ -91,23 +99,87 @@ impl Listener {
         }
     }
 
-    fn take(&self, socket: Socket) -> Result<()> {
+    fn take(&self, socket: Socket, peer: &PeerAddr) -> Result<()> {
+        let endpoint = self
+            .endpoint
+            .upgrade()
+            .ok_or_else(|| Error::new(Kind::Disconnected, "accept", "the endpoint is closed"))?;
+        let quotas = endpoint.quotas();
+        if let Some(stranger) = endpoint.strangers.make_room(quotas.strangers) {
+            dismiss(&stranger, &too_many_strangers(quotas.strangers));
+        }
         socket.tune(Lane::Control, Some(UNANSWERED))?;
+        let stranger = endpoint.strangers.enter(Origin::of(&socket, peer));
         let newcomer = Arc::new(Newcomer {
             endpoint: self.endpoint.clone(),
             handshake: Mutex::new(None),
-            unproven: Arc::clone(&self.unproven),
+            stranger: Arc::clone(&stranger),
             connection: OnceLock::new(),
         });
-        self.unproven.fetch_add(1, Ordering::Relaxed);
+        let socket = Channel::accepted(socket, endpoint.tls())?;
         let handler: Arc<dyn Handler> = Arc::clone(&newcomer) as Arc<dyn Handler>;
         let connection = Connection::new(socket, Role::Control, false, handler);
         let _ = newcomer.connection.set(Arc::downgrade(&connection));
+        stranger.belongs_to(&connection);
         connection.hold_itself();
         let weak: Weak<dyn Timer> = Arc::downgrade(&newcomer) as Weak<dyn Timer>;
-        progress::reactor()?.at(Instant::now() + PROVE_WITHIN, weak, 0);
-        connection.watch()
+        progress::reactor()?.at(progress::later(Instant::now(), quotas.prove_within), weak, 0);
+        connection.watch().inspect_err(|error| connection.close(error.clone()))
     }
+
+    /// There is no descriptor left. Takes one from a connection that has said nothing yet; true where there was one.
+    fn take_from_silent(&self) -> bool {
+        let silent = self.endpoint.upgrade().and_then(|endpoint| endpoint.strangers.oldest_silent());
+        if let Some(stranger) = &silent {
+            dismiss(stranger, &no_descriptor());
+        }
+        silent.is_some()
+    }
+
+    /// There is no descriptor left, and none to be had: with the reserve, tells a waiting peer so. False: nobody waits.
+    fn turn_away(&self) -> bool {
+        let mut reserve = lock(&RESERVE);
+        drop(reserve.take());
+        let turned_away = match self.socket.accept() {
+            Ok(Some((socket, _))) => {
+                let _ = socket.send(&[IoSlice::new(&refusal(&no_descriptor()))], &[]);
+                true
+            }
+            _ => false,
+        };
+        keep_reserve(&mut reserve);
+        if turned_away && let Some(endpoint) = self.endpoint.upgrade() {
+            endpoint.refused.fetch_add(1, Ordering::Relaxed);
+        }
+        turned_away
+    }
+
+    /// Stops accepting for a moment.
+    fn pause(self: &Arc<Self>) {
+        self.listen_for(Interest::NONE);
+        let weak: Weak<dyn Timer> = Arc::downgrade(self) as Weak<dyn Timer>;
+        if let Ok(reactor) = progress::reactor() {
+            reactor.at(Instant::now() + NO_DESCRIPTORS, weak, 0);
+        }
+    }
+}
+
+/// Tells a connection that has not proven itself why it goes, and closes it.
+fn dismiss(stranger: &Stranger, error: &Error) {
+    if let Some(connection) = stranger.connection() {
+        let _ = connection.send(refusal(error), Vec::new(), Payload::None, Keep::Nothing);
+        connection.close(error.clone());
+    }
+}
+
+fn too_many_strangers(most: usize) -> Error {
+    let message =
+        format!("more than {most} connections wait to prove themselves, and this one was the oldest");
+    Error::new(Kind::Exhausted, "contact", message)
+}
+
+fn no_descriptor() -> Error {
+    Error::new(Kind::Exhausted, "contact", "the owner's process has no descriptor left for another peer")
 }
 
 impl Source for Listener {
@@ -116,22 +188,20 @@ impl Source for Listener {
         for _ in 0..64 {
             match self.socket.accept() {
                 Ok(None) => return,
-                Ok(Some((socket, _))) => {
-                    if self.unproven.load(Ordering::Relaxed) >= MOST_UNPROVEN {
-                        continue;
-                    }
-                    if let Err(error) = self.take(socket) {
+                Ok(Some((socket, peer))) => {
+                    if let Err(error) = self.take(socket, &peer) {
                         tracing::debug!(%error, "a connection could not be taken");
                     }
                 }
                 Err(error) if error.kind() == Kind::Exhausted => {
-                    tracing::warn!(%error, "no descriptor is left for a new peer");
-                    self.listen_for(Interest::NONE);
-                    let weak: Weak<dyn Timer> = Arc::downgrade(&self) as Weak<dyn Timer>;
-                    if let Ok(reactor) = progress::reactor() {
-                        reactor.at(Instant::now() + NO_DESCRIPTORS, weak, 0);
+                    if self.take_from_silent() {
+                        continue;
                     }
-                    return;
+                    tracing::warn!(%error, "no descriptor is left for a new peer");
+                    if !self.turn_away() {
+                        self.pause();
+                        return;
+                    }
                 }
                 Err(error) => {
                     tracing::warn!(%error, "listening has ended");
@@ -146,6 +216,7 @@ impl Source for Listener {
 impl Timer for Listener {
     fn fired(self: Arc<Self>, _key: u64) {
         if !self.closed.load(Ordering::Acquire) {
+            keep_reserve(&mut lock(&RESERVE));
             self.listen_for(Interest::READ);
         }
     }
@@ -161,7 +232,7 @@ impl Drop for Listener {
 struct Newcomer {
     endpoint: Weak<EndpointCore>,
     handshake: Mutex<Option<ServerHandshake>>,
-    unproven: Arc<AtomicUsize>,
+    stranger: Arc<Stranger>,
     connection: OnceLock<Weak<Connection>>,
 }
 
@@ -170,10 +241,19 @@ impl Newcomer {
         let mut nonce = [0; 32];
         getrandom::fill(&mut nonce)
             .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+        let binding = connection.socket().binding()?;
         let lookup = |key: &KeyRef| link_base(endpoint, key);
-        let (handshake, welcome) =
-            ServerHandshake::on_hello(body, endpoint.identity(), nonce, endpoint.secret(), lookup)?;
+        let (handshake, welcome) = ServerHandshake::on_hello_over(
+            body,
+            endpoint.identity(),
+            nonce,
+            endpoint.secret(),
+            binding,
+            lookup,
+        )?;
+        connection.socket().check_peer(&handshake.client().name)?;
         *lock(&self.handshake) = Some(handshake);
+        self.stranger.has_spoken();
         connection.send(welcome, Vec::new(), Payload::None, Keep::Nothing)
     }
 
@@ -261,6 +341,8 @@ impl Timer for Newcomer {
 
 impl Drop for Newcomer {
     fn drop(&mut self) {
-        self.unproven.fetch_sub(1, Ordering::Relaxed);
+        if let Some(endpoint) = self.endpoint.upgrade() {
+            endpoint.strangers.leave(&self.stranger);
+        }
     }
 }

@@ -327,6 +327,11 @@ impl Sink {
         &self.keep
     }
 
+    /// Whether the bytes go straight into memory that a peer writes to.
+    pub(super) fn writes_a_region(&self) -> bool {
+        matches!(self.keep, Keep::Region(..)) && !self.is_discarded()
+    }
+
     pub(super) fn is_discarded(&self) -> bool {
         self.scratch.is_some()
     }
@@ -377,6 +382,10 @@ impl Sink {
         }
         while let Some(part) = self.parts.get(self.next).filter(|_| !bytes.is_empty()) {
             let taken = bytes.len().min(part.len);
+            if taken == 0 {
+                self.next += 1;
+                continue;
+            }
             // SAFETY: the caller's obligation; `taken` bytes fit the part.
             unsafe { bytes::copy(part.ptr, bytes.as_ptr(), taken) };
             self.advance(taken);

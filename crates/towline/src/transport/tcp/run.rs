@@ -1,14 +1,16 @@
 //! One transfer over sockets: its units as requests, spread over the connections as these become free.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
+use super::checks;
 use super::connection::Connection;
 use super::grant::GrantHandle;
 use super::parts::{Keep, Payload, Sink, local_parts, readable};
 use super::session::Pending;
-use crate::layout::Plan;
+use crate::layout::{Piece, Plan};
+use crate::sync::lock;
 use crate::transfer::{After, Op, TransferCore};
 use crate::wire::{self, Block, Header, Message};
 use crate::{Error, Kind, Result};
@@ -34,6 +36,9 @@ const SMALL: u64 = 256 << 10;
 /// Requests in flight per lane.
 const WINDOW: usize = 4;
 
+/// Requests of one read that are sent again after their lane was lost.
+const MOST_REPEATED: usize = 64;
+
 /// One transfer over sockets.
 pub(super) struct Run {
     pub(super) transfer: Arc<TransferCore>,
@@ -45,6 +50,10 @@ pub(super) struct Run {
     failed: AtomicBool,
     /// Somebody has taken it upon himself to report for the signal's unit.
     signalled: AtomicBool,
+    /// How often a unit of a read was asked for again.
+    repeated: AtomicUsize,
+    /// The units that wait for a lane to be asked for again: whoever takes one out reports for it.
+    waiting: Mutex<Vec<usize>>,
 }
 
 /// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
@@ -87,6 +96,8 @@ impl Run {
             left: AtomicUsize::new(transfer.units.len()),
             failed: AtomicBool::new(false),
             signalled: AtomicBool::new(transfer.after.signal.is_none()),
+            repeated: AtomicUsize::new(0),
+            waiting: Mutex::default(),
         });
         let session = handle.session();
         if let Op::Atomic { offset, op } = transfer.op {
@@ -144,11 +155,10 @@ impl Run {
         }
         let (transfer, handle) = (self.transfer.id, self.handle.handle);
         let message = wire::Signal { transfer, pieces, handle, offset: signal.offset, add: signal.add };
-        let asked = self
-            .handle
-            .session()
-            .control_lane()
-            .and_then(|control| self.ask(self.requests, &control, message.into(), 0, Payload::None));
+        let asked =
+            self.handle.session().control_lane().and_then(|control| {
+                self.ask(self.requests, &control, message.into(), 0, Payload::None, None)
+            });
         if let Err(error) = asked {
             self.failed(self.requests, error);
         }
@@ -202,7 +212,36 @@ impl Run {
         } else {
             Payload::Memory(readable(local_parts(transfer, pieces)))
         };
-        self.ask(unit, connection, message, payload_len, payload)
+        let checks = transfer.checked.then(|| match transfer.op {
+            // The owner is asked for them.
+            Op::Read => Vec::new(),
+            _ => self.checks(pieces),
+        });
+        self.ask(unit, connection, message, payload_len, payload, checks)
+    }
+
+    /// The checksums of local pieces. Only while some unit has not reported, so that the memory is in place.
+    #[allow(unsafe_code, reason = "reads the local memory of a transfer")]
+    fn checks(&self, pieces: &[Piece]) -> Vec<u32> {
+        let base = self.transfer.local_base();
+        let ranges = pieces
+            .iter()
+            .map(|piece| (base.wrapping_add(piece.local as usize).cast_const(), piece.len as usize));
+        // SAFETY: the transfer pins its local memory until every unit has reported, and the caller's has not.
+        unsafe { checks::of_memory(ranges) }
+    }
+
+    /// Whether the bytes of a unit have arrived as they were sent.
+    pub(super) fn verify(&self, unit: usize, sent: Option<Vec<u32>>) -> Result<()> {
+        let transfer = &self.transfer;
+        if !transfer.checked {
+            return Ok(());
+        }
+        let sent = sent.ok_or_else(|| Error::protocol("read", "the owner sent no checksums"))?;
+        let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
+        let blocks: Vec<Block> =
+            pieces.iter().map(|piece| Block { offset: piece.remote, len: piece.len as u32 }).collect();
+        checks::compare("read", &blocks, &sent, &self.checks(pieces))
     }
 
     /// Sends a unit's request; its answer, or its failure, reports.
@@ -213,17 +252,26 @@ impl Run {
         message: Message,
         payload_len: u64,
         payload: Payload,
+        checks: Option<Vec<u32>>,
     ) -> Result<()> {
         let (session, transfer) = (self.handle.session(), &self.transfer);
         let pending = Pending::Unit { run: Arc::clone(self), unit, connection: Arc::clone(connection) };
         let request = session.expect(pending)?;
         let keep = Keep::Transfer(Arc::clone(transfer), request);
-        let sent = connection.send(message.frame(request, payload_len, 0), Vec::new(), payload, keep);
+        let mut head = message.frame(request, payload_len, 0);
+        if let Some(checks) = checks {
+            head = checks::before(checks, request, head);
+        }
+        let sent = connection.send(head, Vec::new(), payload, keep);
         let over = match sent {
             Err(error) => Some(error),
             // A stop that came before the request was pending did not find it.
             Ok(()) if transfer.is_stopped() => {
-                connection.withdraw(|keep| keep.is_transfer(transfer.id));
+                let unsent = connection.withdraw(|keep| keep.is_transfer(transfer.id));
+                if self.changes(unit) && !unsent.contains(&request) {
+                    session.settle();
+                    return Ok(());
+                }
                 Some(transfer.stop_error())
             }
             Ok(()) => None,
@@ -232,6 +280,56 @@ impl Run {
             Some(error) if session.forget(request).is_some() => Err(error),
             _ => Ok(()),
         }
+    }
+
+    /// Whether a unit changes the owner's memory: it has ended only when the owner has said so, or cannot do it any more.
+    pub(super) fn changes(&self, unit: usize) -> bool {
+        self.transfer.op != Op::Read || unit >= self.requests
+    }
+
+    /// The lane of a unit is lost. A read is asked for again over another one: nothing has changed by the first time.
+    pub(super) fn lost(self: &Arc<Self>, unit: usize, error: Error) {
+        let again = !self.changes(unit)
+            && error.kind() == Kind::Disconnected
+            && !self.transfer.is_stopped()
+            && self.handle.session().alive().is_ok()
+            && self.repeated.fetch_add(1, Ordering::Relaxed) < MOST_REPEATED;
+        if !again {
+            return self.failed(unit, error);
+        }
+        lock(&self.waiting).push(unit);
+        // A stop, or the end of the session, that came before did not find it there.
+        if let Err(error) =
+            self.handle.session().will_start(self).and_then(|()| match self.transfer.is_stopped() {
+                false => Ok(()),
+                true => Err(self.transfer.stop_error()),
+            })
+        {
+            return self.fail_rest(&error);
+        }
+        let run = Arc::clone(self);
+        // Opening a lane waits for the owner, and this thread may be the event loop.
+        let repeating = std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
+            let lanes = run.handle.session().lanes();
+            if !run.take_waiting(unit) {
+                return;
+            }
+            let lane = lanes.and_then(|lanes| lanes.get(unit % lanes.len().max(1)).cloned().ok_or(error));
+            if let Err(error) = lane.and_then(|lane| run.request(unit, &lane)) {
+                run.failed(unit, error);
+            }
+        });
+        if let Err(error) = repeating
+            && self.take_waiting(unit)
+        {
+            self.failed(unit, Error::os("transfer", "thread creation", error));
+        }
+    }
+
+    fn take_waiting(&self, unit: usize) -> bool {
+        let mut waiting = lock(&self.waiting);
+        let found = waiting.iter().position(|one| *one == unit);
+        found.map(|at| waiting.swap_remove(at)).is_some()
     }
 
     /// Where the bytes of a unit go.
@@ -289,6 +387,10 @@ impl Run {
             if unit >= self.requests {
                 break;
             }
+            self.unit_failed(unit, error.clone());
+        }
+        let waiting = std::mem::take(&mut *lock(&self.waiting));
+        for unit in waiting {
             self.unit_failed(unit, error.clone());
         }
         self.no_signal(error);

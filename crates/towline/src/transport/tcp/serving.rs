@@ -1,30 +1,34 @@
 //! The owner's side of a connection: verifies tickets, serves requests, and minds the pins of a peer on this host.
 
+mod admitting;
+mod local;
+
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use self::admitting::{Admitted, Granting};
+use self::local::Local;
+use super::allowance::{Allowance, exhausted};
+use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Role};
 use super::counting::{Counting, Due, Follower};
-use super::files::{Asked, Files, Source};
-use super::importing::proven;
+use super::files::Files;
 use super::parts::{Keep, Payload, Sink, readable};
-use super::telling::Lending;
 use crate::endpoint::EndpointCore;
 use crate::endpoint::operations::Claimer;
 use crate::fence::life::LifeView;
-use crate::fence::pins::{PinPage, Side};
+use crate::fence::pins::Side;
 use crate::fence::watcher;
 use crate::identity::Identity;
-use crate::memory::{Holder, Place};
-use crate::notify::{Mail, Mailbox, Notification};
-use crate::progress::socket::{Family, Lane, RawPartMut};
+use crate::memory::Holder;
+use crate::notify::Notification;
+use crate::progress::socket::Lane;
 use crate::progress::{self, Timer};
-use crate::region::{PeerPins, RegionCore, RegionUse, stale};
+use crate::region::{Deed, stale};
 use crate::sync::lock;
-use crate::ticket::Claims;
 use crate::transport::tcp::apply;
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
@@ -51,6 +55,8 @@ pub(crate) struct Serving {
     grants: Mutex<HashMap<u32, Granting>>,
     next_handle: AtomicU32,
     counting: Counting,
+    announced: Announced,
+    allowance: Arc<Allowance>,
     files: Arc<Files>,
     pub(super) local: Option<Local>,
     closed: AtomicBool,
@@ -59,45 +65,6 @@ pub(crate) struct Serving {
     beating: AtomicBool,
     /// Heartbeats since the last frame of the peer.
     unanswered: AtomicU32,
-}
-
-/// A peer of the same user on this host.
-pub(super) struct Local {
-    pub(super) pins: Arc<PeerPins>,
-    mail: Arc<Mail>,
-    alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
-    /// Segments that the peer may have mapped and that are gone.
-    gone: Mutex<Vec<u64>>,
-}
-
-/// What a request may act on.
-enum Admitted {
-    /// Parts of memory, and what keeps them in place.
-    Memory(Keep, Vec<RawPartMut>),
-    /// A part of a file, or of a GPU's memory: the bytes stop over in a buffer.
-    Bounced(Asked),
-}
-
-impl Admitted {
-    fn memory(using: RegionUse, base: usize, blocks: &[Block], request: u64) -> Admitted {
-        let mut parts: Vec<RawPartMut> = Vec::with_capacity(blocks.len());
-        for block in blocks {
-            let (ptr, len) = ((base + block.offset as usize) as *mut u8, block.len as usize);
-            match parts.last_mut() {
-                Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += len,
-                _ => parts.push(RawPartMut { ptr, len }),
-            }
-        }
-        Admitted::Memory(Keep::Region(Arc::new(using), request), parts)
-    }
-}
-
-/// What a handle of the peer stands for.
-#[derive(Clone)]
-pub(super) struct Granting {
-    pub(super) region: Weak<RegionCore>,
-    pub(super) claims: Claims,
-    pub(super) lent: Lending,
 }
 
 impl Serving {
@@ -111,6 +78,7 @@ impl Serving {
     ) -> Result<()> {
         use std::sync::atomic::AtomicU64;
         static NEXT: AtomicU64 = AtomicU64::new(1);
+        Serving::has_room(endpoint, &peer)?;
         let (local, files) = match Local::offer(endpoint, &peer, connection)? {
             Some((local, files)) => (Some(local), files),
             None => (None, Vec::new()),
@@ -125,6 +93,8 @@ impl Serving {
             grants: Mutex::default(),
             next_handle: AtomicU32::new(1),
             counting: Counting::default(),
+            announced: Announced::default(),
+            allowance: Allowance::new(endpoint.quotas()),
             files: Arc::default(),
             local,
             closed: AtomicBool::new(false),
@@ -144,10 +114,34 @@ impl Serving {
         connection.send(head, files, Payload::None, Keep::Nothing)
     }
 
+    /// Refuses a session beyond what all peers, or this one, may have.
+    fn has_room(endpoint: &EndpointCore, peer: &Identity) -> Result<()> {
+        let quotas = endpoint.quotas();
+        let serving: Vec<_> = lock(&endpoint.serving).iter().filter_map(Weak::upgrade).collect();
+        if serving.len() >= quotas.peers {
+            let message = format!("the owner serves {} peers, which is its limit", serving.len());
+            return Err(Error::new(Kind::Exhausted, "contact", message));
+        }
+        drop(serving);
+        Serving::has_connection_left(endpoint, peer)
+    }
+
+    fn has_connection_left(endpoint: &EndpointCore, peer: &Identity) -> Result<()> {
+        let most = endpoint.quotas().connections;
+        let serving: Vec<_> = lock(&endpoint.serving).iter().filter_map(Weak::upgrade).collect();
+        let same = serving.iter().filter(|one| one.peer.incarnation == peer.incarnation);
+        let open: usize = same.map(|one| lock(&one.connections).len()).sum();
+        if open >= most {
+            return Err(exhausted("contact", format!("{most} connections"), "at a time"));
+        }
+        Ok(())
+    }
+
     /// A known peer has opened one more connection.
     pub(super) fn join(endpoint: &Arc<EndpointCore>, id: u64, connection: &Arc<Connection>) -> Result<()> {
         let serving = Serving::find(endpoint, id)
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over"))?;
+        Serving::has_connection_left(endpoint, &serving.peer)?;
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         lock(&serving.connections).push(Arc::clone(connection));
         // Whoever ends it closes the connections that it finds after it has said so.
@@ -167,6 +161,11 @@ impl Serving {
 
     pub(super) fn key(&self) -> &SessionKey {
         &self.key
+    }
+
+    /// The requests that are being served, and their bytes.
+    pub(crate) fn in_flight(&self) -> (usize, u64) {
+        self.allowance.load()
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -249,25 +248,12 @@ impl Serving {
             .items
             .iter()
             .map(|item| {
-                let proven = proven(&self.challenge, item.operation.as_ref());
-                let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &proven)?;
-                let attached = self.pass(&region, &mut passed, &mut files)?;
-                if let Some(operation) = &item.operation {
-                    let of = (region.row, region.generation);
-                    let who = self.claimer();
-                    endpoint.operations.claim(operation, who, &self.peer.name, of, claims.access)?;
-                    self.beat();
-                }
-                let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
-                let mut grant = region.grant(&claims, handle, attached);
-                if self.local.is_none() {
-                    grant.segment = None;
-                }
-                let granting = Granting { region: Arc::downgrade(&region), claims, lent: Lending::default() };
-                lock(&self.grants).insert(handle, granting);
-                Ok(grant)
+                let outcome = self.grant(&endpoint, item, &mut passed, &mut files);
+                outcome.map_err(|error| {
+                    endpoint.count_refused(&item.ticket, &self.peer);
+                    WireError::from(&error)
+                })
             })
-            .map(|outcome: Result<_>| outcome.map_err(|error| WireError::from(&error)))
             .collect();
         let frame = Message::from(Granted { items }).frame(request, 0, files.len() as u8);
         connection.send(frame, files, Payload::None, Keep::Nothing)
@@ -295,108 +281,29 @@ impl Serving {
         Ok(())
     }
 
-    /// Lets a peer on this host touch the region directly; true where its segment's descriptor must go along.
-    fn pass(
-        self: &Arc<Self>,
-        region: &Arc<RegionCore>,
-        passed: &mut HashSet<u64>,
-        files: &mut Vec<OwnedFd>,
-    ) -> Result<bool> {
-        let Some(local) = &self.local else { return Ok(false) };
-        region.admit(&local.pins)?;
-        let Some(slice) = &region.segment else { return Ok(false) };
-        if passed.contains(&slice.segment.id()) {
-            return Ok(false);
-        }
-        let file =
-            slice.segment.file().try_clone_to_owned().map_err(|error| Error::os("import", "dup", error))?;
-        files.push(file);
-        passed.insert(slice.segment.id());
-        let weak = Arc::downgrade(self);
-        let holder: Weak<dyn Holder> = weak;
-        slice.segment.lent_to(holder);
-        Ok(true)
-    }
-
-    /// Checks a request against what was granted; begins a use of the region where its bytes are in memory.
-    fn admit(&self, handle: u32, needed: Access, blocks: &[Block], request: u64) -> Result<Admitted> {
-        let op = if needed == Access::READ { "read" } else { "write" };
-        let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start)| {
-            let source = match (&region.file, region.place) {
-                (Some(file), _) => Some(Source::File(file.clone())),
-                (None, Place::Cuda(ordinal)) => Some(Source::Gpu(ordinal)),
-                (None, _) => None,
-            };
-            if let Some(source) = source {
-                return Ok(Admitted::Bounced(Asked { region, source, start, blocks: blocks.to_vec() }));
-            }
-            let base = region.addr + start as usize;
-            Ok(Admitted::memory(region.begin_use(op)?, base, blocks, request))
-        });
-        if let (Err(_), Some(endpoint)) = (&admitted, self.endpoint.upgrade()) {
-            endpoint.refused.fetch_add(1, Ordering::Relaxed);
-        }
-        admitted
-    }
-
-    /// [`admit`](Self::admit) for what acts on words in memory.
-    fn admit_words(
-        &self,
-        op: &'static str,
-        handle: u32,
-        blocks: &[Block],
-        request: u64,
-    ) -> Result<(Keep, Vec<RawPartMut>)> {
-        match self.admit(handle, Access::WRITE, blocks, request)? {
-            Admitted::Memory(keep, parts) => Ok((keep, parts)),
-            Admitted::Bounced(asked) => Err(asked.no_words(op)),
-        }
-    }
-
-    pub(super) fn granting(&self, op: &'static str, handle: u32) -> Result<Granting> {
-        let granting = lock(&self.grants).get(&handle).cloned();
-        granting.ok_or_else(|| Error::new(Kind::NotFound, op, "there is no such grant"))
-    }
-
-    pub(super) fn check(
-        &self,
-        op: &'static str,
-        handle: u32,
-        needed: Access,
-        blocks: &[Block],
-    ) -> Result<(Arc<RegionCore>, u64)> {
-        let granting = self.granting(op, handle)?;
-        let claims = &granting.claims;
-        if !claims.access.contains(needed) {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                op,
-                format!("the ticket allows {}, and this needs {needed}", claims.access),
-            ));
-        }
-        self.endpoint()?.check_lease(claims)?;
-        let length = claims.range.end - claims.range.start;
-        let outside =
-            |block: &&Block| block.offset.checked_add(block.len.into()).is_none_or(|end| end > length);
-        if let Some(block) = blocks.iter().find(outside) {
-            return Err(Error::invalid(
-                op,
-                format!("{} bytes at offset {} do not lie within {length} bytes", block.len, block.offset),
-            ));
-        }
-        let region = granting.region.upgrade().ok_or_else(|| stale(op))?;
-        Ok((region, claims.range.start))
-    }
-
     fn read(self: &Arc<Self>, connection: &Arc<Connection>, request: u64, read: &wire::Read) -> Result<()> {
-        match self.admit(read.handle, Access::READ, &read.blocks, request) {
-            Ok(Admitted::Bounced(asked)) => match self.files.read(self, connection, request, asked) {
-                Ok(()) => Ok(()),
-                Err(error) => self.answer_read(connection, request, Err(error)),
-            },
+        let admitted = self.admit(read.handle, Access::READ, &read.blocks, request);
+        if admitted.is_ok() {
+            let bytes = read.blocks.iter().map(|block| u64::from(block.len)).sum();
+            self.served(read.handle, Deed::Read(bytes));
+        }
+        let checked = self.announced.take(connection, request).is_some();
+        match admitted {
+            Ok(Admitted::Bounced(asked)) => {
+                match self.files.read(self, connection, request, asked, checked) {
+                    Ok(()) => Ok(()),
+                    Err(error) => self.answer_read(connection, request, Err(error)),
+                }
+            }
             Ok(Admitted::Memory(keep, parts)) => {
                 let bytes: u64 = parts.iter().map(|part| part.len as u64).sum();
-                let head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
+                let mut head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
+                if checked {
+                    match self.checks(connection, "read", read.handle, Access::READ, &read.blocks) {
+                        Ok(checks) => head = checks::before(checks, request, head),
+                        Err(error) => return self.answer_read(connection, request, Err(error)),
+                    }
+                }
                 connection.send(head, Vec::new(), Payload::Memory(readable(parts)), keep)
             }
             Err(error) => self.answer_read(connection, request, Err(error)),
@@ -425,15 +332,12 @@ impl Serving {
     ) -> Result<()> {
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
-            let outcome =
-                serving.admit(write.handle, Access::WRITE, &write.blocks, header.id).and_then(|admitted| {
-                    match admitted {
-                        Admitted::Bounced(asked) => asked.write(&bytes),
-                        Admitted::Memory(..) => {
-                            Err(Error::new(Kind::Internal, "write", "a file has become memory"))
-                        }
-                    }
-                });
+            let admitted = wanted("write", &answered)
+                .and_then(|()| serving.admit(write.handle, Access::WRITE, &write.blocks, header.id));
+            let outcome = admitted.and_then(|admitted| match admitted {
+                Admitted::Bounced(asked) => asked.write(&bytes),
+                Admitted::Memory(..) => Err(Error::new(Kind::Internal, "write", "a file has become memory")),
+            });
             serving.files.wrote(answered.role(), header.payload_len);
             serving.applied(&answered, header, write.transfer, outcome)
         };
@@ -476,11 +380,13 @@ impl Serving {
         let (_keep, parts) = self.admit_words("atomic", handle, &[block], 0)?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
         if word.is_null() || word.addr() % 8 != 0 {
+            self.refused(handle);
             return Err(Error::invalid(
                 "atomic",
                 format!("the word at offset {offset} is not aligned to 8 bytes"),
             ));
         }
+        self.served(handle, Deed::Written(8));
         Ok(act(word))
     }
 
@@ -612,6 +518,14 @@ impl Timer for Serving {
     }
 }
 
+/// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more.
+fn wanted(op: &'static str, connection: &Connection) -> Result<()> {
+    match connection.is_abandoned() {
+        false => Ok(()),
+        true => Err(Error::new(Kind::Disconnected, op, "the peer has hung up since it asked")),
+    }
+}
+
 /// Passes a connection's frames on.
 impl Handler for Arc<Serving> {
     fn frame(
@@ -634,7 +548,9 @@ impl Handler for Arc<Serving> {
             Message::Ask(ask) => self.tell(connection, header.id, ask),
             Message::Read(read) => self.read(connection, header.id, &read),
             Message::Atomic(atomic) => {
-                let done = self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op));
+                let done = wanted("atomic", connection).and_then(|()| {
+                    self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op))
+                });
                 self.answer(connection, header.id, done)
             }
             message @ (Message::Signal(_) | Message::Notify(_)) => {
@@ -642,6 +558,10 @@ impl Handler for Arc<Serving> {
             }
             Message::Cancel(_) => self.settle(self.counting.forget(header.id)),
             Message::Finish(finish) => self.finish(finish),
+            Message::Check(check) => {
+                self.announced.put(connection, header.id, check.checks);
+                Ok(())
+            }
             Message::Held(_) => self.held(files),
             Message::Ping(_) => connection.send(
                 Message::from(wire::Pong {}).frame(header.id, 0, 0),
@@ -678,7 +598,11 @@ impl Handler for Arc<Serving> {
             return Err(Error::protocol("serve", "the payload's length is not that of its blocks"));
         }
         // A refusal is answered when the payload has passed, so that the stream stays whole.
-        match self.admit(handle, Access::WRITE, &blocks, header.id) {
+        let admitted = self.admit(handle, Access::WRITE, &blocks, header.id);
+        if admitted.is_ok() {
+            self.served(handle, Deed::Written(bytes));
+        }
+        match admitted {
             Ok(Admitted::Memory(keep, _)) if buffered => {
                 Ok(Sink::buffer(bytes as usize, keep).with_body(body))
             }
@@ -695,15 +619,43 @@ impl Handler for Arc<Serving> {
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
+        let sent = self.announced.take(connection, header.id);
         let (transfer, outcome) = match Message::decode(header.kind, &sink.take_body())? {
             // Only the bytes of a file or of a GPU come into a buffer first.
             Message::Write(write) if !sink.buffer.is_empty() => {
                 let bytes = std::mem::take(&mut sink.buffer);
+                if let Some(sent) = &sent
+                    && let Err(error) = checks::compare(
+                        "write",
+                        &write.blocks,
+                        sent,
+                        &checks::of_bytes(&write.blocks, &bytes),
+                    )
+                {
+                    self.files.wrote(connection.role(), header.payload_len);
+                    return self.applied(connection, header, write.transfer, Err(error));
+                }
                 return self.write_file(connection, header, write, bytes);
             }
-            Message::Write(write) => (write.transfer, sink.outcome("write")),
+            Message::Write(write) => {
+                // The sink still keeps the memory in place.
+                let outcome = sink.outcome("write").and_then(|()| match &sent {
+                    Some(sent) => {
+                        let arrived =
+                            self.checks(connection, "write", write.handle, Access::WRITE, &write.blocks)?;
+                        checks::compare("write", &write.blocks, sent, &arrived)
+                    }
+                    None => Ok(()),
+                });
+                (write.transfer, outcome)
+            }
             Message::Reduce(reduce) => {
                 let outcome = sink.outcome("reduce_into").and_then(|()| {
+                    wanted("reduce_into", connection)?;
+                    if let Some(sent) = &sent {
+                        let arrived = checks::of_bytes(&reduce.blocks, &sink.buffer);
+                        checks::compare("reduce_into", &reduce.blocks, sent, &arrived)?;
+                    }
                     let (_keep, parts) =
                         self.admit_words("reduce_into", reduce.handle, &reduce.blocks, header.id)?;
                     apply::reduce(&parts, &sink.buffer, reduce.op, reduce.dtype)
@@ -719,55 +671,17 @@ impl Handler for Arc<Serving> {
 
     fn closed(&self, connection: &Arc<Connection>, error: Error) {
         connection.let_go();
+        self.announced.forget(connection);
         match connection.role() {
             Role::Control => self.end(&error),
             Role::Lane => lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection)),
         }
         if error.kind() == Kind::Protocol {
+            if let Some(endpoint) = self.endpoint.upgrade() {
+                endpoint.refused.fetch_add(1, Ordering::Relaxed);
+                endpoint.ledger.of(&self.peer).count(Deed::Refused);
+            }
             tracing::warn!(%error, peer = self.peer.name, "a peer broke the protocol");
         }
-    }
-}
-
-impl Local {
-    /// What a peer of the same user on this host gets: the table, a page for its pins, and the doorbell.
-    fn offer(
-        endpoint: &Arc<EndpointCore>,
-        peer: &Identity,
-        connection: &Arc<Connection>,
-    ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
-        let socket = connection.socket();
-        if socket.family() != Family::Unix {
-            return Ok(None);
-        }
-        let credentials = socket.peer_credentials()?;
-        if credentials.uid != rustix::process::geteuid().as_raw() {
-            return Ok(None);
-        }
-        let failed = |error| Error::os("contact", "dup", error);
-        let mut page = PinPage::create()?;
-        let pins = page.take_fd().ok_or_else(|| Error::new(Kind::Internal, "contact", "no page"))?;
-        let table = endpoint.table.fd().try_clone_to_owned().map_err(failed)?;
-        let doorbell = endpoint.bell.event().try_clone_to_owned().map_err(failed)?;
-        let (mailbox, mailbox_file) = Mailbox::create()?;
-        let page = Arc::new(page);
-        let hold = watcher::hold(Arc::clone(&page), Side::Owner)
-            .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
-            .ok();
-        let pins_of_peer = PeerPins::new(page, &peer.name, credentials.pid);
-        let weak = Arc::downgrade(connection);
-        let mail = Arc::new(Mail {
-            from: peer.clone(),
-            mailbox,
-            on_nonsense: Box::new(move |error| {
-                if let Some(connection) = weak.upgrade() {
-                    connection.close(error);
-                }
-            }),
-        });
-        endpoint.notifications.subscribe(&mail);
-        let local =
-            Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))), gone: Mutex::default() };
-        Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
     }
 }

@@ -36,9 +36,16 @@ const HEARTBEAT: Duration = Duration::from_millis(500);
 /// Lanes that carried nothing for this long are closed.
 const LANES_IDLE: Duration = Duration::from_secs(10);
 
+/// How long the owner may take to say what became of a write that was stopped, since it was asked or was last heard: the write's
+/// own limit without progress, but within these bounds, which leave time for a long round trip and still are no long wait.
+/// Then the connection is reset, so that nothing of the write happens any more.
+const LEAST_GRACE: Duration = Duration::from_millis(500);
+const MOST_GRACE: Duration = Duration::from_secs(2);
+
 /// The timers of a session.
 const HEARTBEAT_TIMER: u64 = 1;
 const IDLE_TIMER: u64 = 2;
+const SETTLE_TIMER: u64 = 3;
 
 /// A connection to an owner, with what belongs to it.
 pub(crate) struct Session {
@@ -55,15 +62,20 @@ pub(crate) struct Session {
     /// Transfers that wait for lanes: nothing of them is pending yet.
     starting: Mutex<Vec<Weak<Run>>>,
     pending: Mutex<HashMap<u64, Pending>>,
+    /// Checksums that have come ahead of the bytes, by request.
+    checks: Mutex<HashMap<u64, Vec<u32>>>,
     next_request: AtomicU64,
     /// Who must be told when the owner wants a grant back.
-    borrowing: Mutex<HashMap<u32, Weak<dyn Borrowing>>>,
+    pub(super) borrowing: Mutex<HashMap<u32, Weak<dyn Borrowing>>>,
     /// Held while the frames of one import are sent.
     pub(super) importing: Mutex<()>,
     local: Option<Local>,
     cma: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
     beating: AtomicBool,
+    /// When the owner was last heard, in microseconds since the session began.
+    heard: AtomicU64,
+    began: Instant,
     me: Weak<Session>,
 }
 
@@ -95,6 +107,17 @@ pub(super) enum Pending {
     Atomic { transfer: Arc<TransferCore> },
 }
 
+impl Pending {
+    /// The transfer, where the owner's memory changes by this request.
+    fn changing(&self) -> Option<&Arc<TransferCore>> {
+        match self {
+            Pending::Unit { run, unit, .. } => run.changes(*unit).then_some(&run.transfer),
+            Pending::Atomic { transfer } => Some(transfer),
+            Pending::Import(_) | Pending::Ask(_) => None,
+        }
+    }
+}
+
 impl Session {
     /// Makes first contact with the owner of a ticket. Blocks, at most until then.
     pub(crate) fn connect(
@@ -112,7 +135,7 @@ impl Session {
                 table: TableView::map(table, rows)?,
                 pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
                 mailbox: Mailbox::map(&mailbox)?,
-                pid: contact.socket.peer_credentials()?.pid,
+                pid: contact.socket.socket().peer_credentials()?.pid,
                 mappings: Mappings::default(),
                 held: Mutex::default(),
                 alive: Mutex::new(None),
@@ -131,6 +154,7 @@ impl Session {
             opening: Mutex::default(),
             starting: Mutex::default(),
             pending: Mutex::default(),
+            checks: Mutex::default(),
             next_request: AtomicU64::new(1),
             borrowing: Mutex::default(),
             importing: Mutex::default(),
@@ -138,6 +162,8 @@ impl Session {
             cma: OnceLock::new(),
             dead: OnceLock::new(),
             beating: AtomicBool::new(false),
+            heard: AtomicU64::new(0),
+            began: Instant::now(),
             me: me.clone(),
         });
         let control = Connection::new(
@@ -194,6 +220,11 @@ impl Session {
         &self.owner
     }
 
+    /// Whether what is said on it is encrypted.
+    pub(super) fn is_encrypted(&self) -> bool {
+        self.control.get().is_some_and(|control| control.socket().is_encrypted())
+    }
+
     pub(crate) fn medium(&self) -> Medium {
         self.medium
     }
@@ -216,34 +247,6 @@ impl Session {
         self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)
     }
 
-    /// Asks the owner about a path to one of its grants, and waits for the answer.
-    pub(super) fn ask_path(&self, ask: wire::Ask, until: Instant) -> Result<Told> {
-        progress::may_block("import")?;
-        let (asker, answer) = mpsc::sync_channel(1);
-        let request = self.expect(Pending::Ask(asker))?;
-        let told = self.ask(Message::from(ask).frame(request, 0, 0)).and_then(|()| {
-            answer.recv_timeout(until.saturating_duration_since(Instant::now())).unwrap_or_else(|_| {
-                let message = "the owner did not answer about a path in time";
-                Err(Error::new(Kind::Timeout, "import", message))
-            })
-        });
-        self.forget(request);
-        told.map_err(|error| error.on(self.medium.name()).with_peer(self.peer_name()))
-    }
-
-    /// Remembers who must be told when the owner wants that grant back.
-    pub(super) fn borrows(&self, handle: u32, borrowing: Weak<dyn Borrowing>) {
-        let mut all = lock(&self.borrowing);
-        all.retain(|_, one| one.strong_count() > 0);
-        all.insert(handle, borrowing);
-    }
-
-    /// Whether nothing is under way on a path that reaches the owner's memory by itself.
-    fn borrows_nothing(&self) -> bool {
-        let all: Vec<_> = lock(&self.borrowing).values().filter_map(Weak::upgrade).collect();
-        all.iter().all(|one| one.is_idle())
-    }
-
     /// Remembers who waits for the answer to a new request.
     pub(super) fn expect(&self, pending: Pending) -> Result<u64> {
         let request = self.next_request.fetch_add(1, Ordering::Relaxed);
@@ -260,7 +263,14 @@ impl Session {
 
     /// Forgets a request; whoever succeeds is the one to report its end.
     pub(super) fn forget(&self, request: u64) -> Option<Pending> {
-        lock(&self.pending).remove(&request)
+        let mut pending = lock(&self.pending);
+        let forgotten = pending.remove(&request);
+        // Nobody waits for these any more, if some have come.
+        let mut checks = lock(&self.checks);
+        if !checks.is_empty() {
+            checks.retain(|request, _| pending.contains_key(request));
+        }
+        forgotten
     }
 
     /// Sends a request whose answer nobody waits for.
@@ -393,12 +403,14 @@ impl Session {
         }
     }
 
-    /// Makes a transfer quiet: nothing of it is sent or received any more.
+    /// Makes a transfer quiet: nothing of it is sent or received any more. What has been sent and changes the owner's memory
+    /// stays pending: see [`settle`](Self::settle).
     pub(super) fn stop(&self, run: &Run) {
         let id = run.transfer.id;
         let connections: Vec<_> = lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect();
+        let mut unsent = Vec::new();
         for connection in connections {
-            connection.withdraw(|keep| keep.is_transfer(id));
+            unsent.extend(connection.withdraw(|keep| keep.is_transfer(id)));
             connection.discard(|keep| keep.is_transfer(id));
         }
         let stopped: Vec<_> = {
@@ -406,6 +418,7 @@ impl Session {
             let requests: Vec<u64> = pending
                 .iter()
                 .filter(|(_, pending)| matches!(pending, Pending::Unit { run, .. } if run.transfer.id == id))
+                .filter(|(request, pending)| pending.changing().is_none() || unsent.contains(request))
                 .map(|(request, _)| *request)
                 .collect();
             requests.into_iter().filter_map(|request| pending.remove(&request)).collect()
@@ -415,6 +428,44 @@ impl Session {
                 run.failed(unit, run.transfer.stop_error());
             }
         }
+        self.settle();
+    }
+
+    /// Ends what was stopped and may still change the owner's memory: the owner's answer ends it, or, where none comes in time,
+    /// the reset of its connection.
+    pub(super) fn settle(&self) {
+        let now = Instant::now();
+        let heard = self.began + Duration::from_micros(self.heard.load(Ordering::Relaxed));
+        let mut next: Option<Instant> = None;
+        let mut silent: Vec<Arc<Connection>> = Vec::new();
+        for pending in lock(&self.pending).values() {
+            let Some(transfer) = pending.changing() else { continue };
+            let (started, Some(stopped)) = transfer.span_of_time() else { continue };
+            let grace = transfer.limits.no_progress.clamp(LEAST_GRACE, MOST_GRACE);
+            let due = (started.max(heard) + grace).max(stopped);
+            if due > now {
+                next = Some(next.map_or(due, |next| next.min(due)));
+                continue;
+            }
+            let connection = match pending {
+                Pending::Unit { connection, .. } => Some(connection),
+                _ => self.control.get(),
+            };
+            silent.extend(
+                connection.filter(|one| !silent.iter().any(|known| Arc::ptr_eq(known, one))).cloned(),
+            );
+        }
+        for connection in silent {
+            let message = "the owner did not say what became of a write that was stopped";
+            connection.reset(Error::new(Kind::Disconnected, "session", message));
+        }
+        if let Some(next) = next {
+            self.wake_at(next, SETTLE_TIMER);
+        }
+    }
+
+    fn hear(&self) {
+        self.heard.store(self.began.elapsed().as_micros() as u64, Ordering::Relaxed);
     }
 
     /// The owner is gone, or the connection to it is: everything in flight ends with that error.
@@ -438,8 +489,14 @@ impl Session {
         }
         let connections: Vec<_> =
             lock(&self.lanes).open.drain(..).chain(self.control.get().cloned()).collect();
+        // Their callers learn below that nothing of them happens any more.
+        let unsettled = lock(&self.pending).values().any(|pending| pending.changing().is_some());
         for connection in connections {
-            connection.close(error.clone());
+            if unsettled {
+                connection.reset(error.clone())
+            } else {
+                connection.close(error.clone())
+            }
             // What is pending reports below, so nothing may move any more.
             connection.let_go();
         }
@@ -498,7 +555,7 @@ impl Session {
         };
         for pending in lost {
             if let Pending::Unit { run, unit, .. } = pending {
-                run.failed(unit, error.clone());
+                run.lost(unit, error.clone());
             }
         }
     }
@@ -529,7 +586,7 @@ impl Session {
         self.shared().ok_or_else(|| {
             let reason = match self.medium {
                 Medium::Tcp(_) => "the owner is reached by tcp",
-                Medium::Unix => "the owner runs as another user and shares no memory",
+                Medium::Unix => "the owner runs as another user, or enforces isolation, and shares no memory",
             };
             Error::new(Kind::Unavailable, "import", reason)
         })
@@ -558,6 +615,7 @@ impl Session {
     }
 
     fn answered(&self, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
+        self.hear();
         match Message::decode(header.kind, body)? {
             Message::Granted(granted) => {
                 let mapped = self.map_segments(&granted, files)?;
@@ -595,6 +653,13 @@ impl Session {
                 }
                 _ => {}
             },
+            Message::Check(check) => {
+                // Under the lock of what is pending: nobody forgets the request meanwhile.
+                let pending = lock(&self.pending);
+                if matches!(pending.get(&header.id), Some(Pending::Unit { .. })) {
+                    lock(&self.checks).insert(header.id, check.checks);
+                }
+            }
             Message::Unmap(unmap) => {
                 if let Some(local) = &self.local {
                     local.mappings.forget(unmap.segment);
@@ -631,6 +696,10 @@ impl Timer for Session {
                 let _ = self.tell(wire::Ping {});
                 self.beat();
             }
+            return;
+        }
+        if key == SETTLE_TIMER {
+            self.settle();
             return;
         }
         let idle: Vec<_> = {
@@ -690,8 +759,14 @@ impl Handler for ToSession {
             return Ok(());
         }
         drop(sink);
-        if let Some(Pending::Unit { run, unit, .. }) = self.session()?.forget(header.id) {
-            run.done(unit, connection);
+        let session = self.session()?;
+        session.hear();
+        let checks = lock(&session.checks).remove(&header.id);
+        if let Some(Pending::Unit { run, unit, .. }) = session.forget(header.id) {
+            match run.verify(unit, checks) {
+                Ok(()) => run.done(unit, connection),
+                Err(error) => run.failed(unit, error),
+            }
         }
         Ok(())
     }

@@ -20,6 +20,9 @@ impl Serving {
         request: u64,
         ask: wire::Ask,
     ) -> Result<()> {
+        if self.hears(&ask)? {
+            return Ok(());
+        }
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
             let (outcome, files) = match serving.told(&ask).and_then(|told| serving.fits(told)) {
@@ -33,17 +36,22 @@ impl Serving {
         progress::pool().spawn(Box::new(work)).map_err(|refused| refused.error)
     }
 
-    fn told(self: &Arc<Self>, ask: &wire::Ask) -> Result<Told> {
-        let granting = self.granting("import", ask.handle)?;
+    /// Takes a word that wants no answer.
+    fn hears(&self, ask: &wire::Ask) -> Result<bool> {
+        // A grant that was given back meanwhile is no reason to end the session.
+        let Ok(granting) = self.granting("import", ask.handle) else { return Ok(ask.question.is_empty()) };
         if ask.question.is_empty() {
             granting.lent.back();
-            return Ok(Told::default());
+            return Ok(true);
         }
         let path = transport::numbered(ask.path)?;
-        // What was begun within a lease may end after it.
-        if granting.region.upgrade().is_some_and(|region| path.hears(&region, &ask.question)) {
-            return Ok(Told::default());
-        }
+        // Without a look at the lease: what was begun within it may end after it.
+        Ok(granting.region.upgrade().is_some_and(|region| path.hears(&region, &ask.question)))
+    }
+
+    fn told(self: &Arc<Self>, ask: &wire::Ask) -> Result<Told> {
+        let granting = self.granting("import", ask.handle)?;
+        let path = transport::numbered(ask.path)?;
         let (region, _) = self.check("import", ask.handle, Access::NONE, &[])?;
         let claims = &granting.claims;
         let pins = self.local.as_ref().map(|local| &local.pins);

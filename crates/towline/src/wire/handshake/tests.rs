@@ -132,7 +132,7 @@ fn a_client_that_ignores_the_servers_proof_cannot_prove_itself() {
     };
     let (server, welcome) = hear().unwrap();
     let welcome = Welcome::decode(&welcome[HEADER_LEN..]).unwrap();
-    let transcript = transcript(&hello[HEADER_LEN..], &welcome);
+    let transcript = transcript(&hello[HEADER_LEN..], &welcome, None);
     let mac = client.base.link_key(None).proof(CLIENT, &transcript);
     assert_eq!(server.on_prove(&mac).map(|_| ()).unwrap_err().kind(), Kind::PermissionDenied);
     // Nor by sending the server's own proof back.
@@ -256,4 +256,31 @@ fn no_key_is_ever_shown() {
     let shown = format!("{:?} {:?} {:?}", Secret::from("s3cret"), SessionKey([7; 32]), LinkKey([7; 32]));
     assert_eq!(shown, "Secret(..) SessionKey(..) LinkKey(..)");
     assert!(!format!("{:?}", LinkBase::Tag(Tag([7; 32]))).contains('7'));
+}
+
+#[test]
+fn proofs_that_are_bound_to_a_connection_are_worth_nothing_on_another() {
+    let ticket = ticket_signed_with(&key());
+    let owner = identity("owner", 1);
+    // What each end derives from its own encrypted connection: with somebody in the middle these are two.
+    let talk = |here: Option<[u8; 32]>, there: Option<[u8; 32]>| {
+        let me = identity("client", 9);
+        let (client, hello) =
+            ClientHandshake::start(&me, owner.incarnation, ClientKey::Ticket(&ticket), [1; 32], None);
+        let body = &hello[HEADER_LEN..];
+        let (server, welcome) = ServerHandshake::on_hello_over(body, &owner, [2; 32], None, there, |_| {
+            Ok(LinkBase::Tag(parse_public(ticket.public_bytes())?.tag(&key())))
+        })
+        .unwrap();
+        let (prove, key, _) = client.bound_to(here).on_welcome(&welcome[HEADER_LEN..])?;
+        let (other, _) = server.on_prove(&prove[HEADER_LEN..])?;
+        assert!(key.is(&other));
+        Ok(())
+    };
+    assert!(talk(Some([3; 32]), Some([3; 32])).is_ok());
+    assert!(talk(None, None).is_ok());
+    for (here, there) in [(Some([3; 32]), Some([4; 32])), (Some([3; 32]), None), (None, Some([4; 32]))] {
+        let error: Error = talk(here, there).unwrap_err();
+        assert_eq!(error.kind(), Kind::PermissionDenied);
+    }
 }

@@ -8,19 +8,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use towline::ticket::{Reach, Ticket, socket_name};
-use towline::wire::handshake::{ClientHandshake, ClientKey};
+use towline::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
 use towline::wire::{
-    Data, Done, FrameKind, Granted, HEADER_LEN, Header, Import, ImportItem, Message, WireError,
+    Data, Done, FrameKind, Granted, HEADER_LEN, Header, Import, ImportItem, Message, Ready, Refuse, WireError,
 };
 use towline::{Identity, Incarnation};
-use towline_testkit::random::Random;
+
+use crate::random::Random;
 
 /// How long an answer may take.
 const ANSWER: Duration = Duration::from_secs(20);
 
+/// Which of an owner's sockets it comes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Medium {
+pub enum Medium {
+    /// The abstract Unix socket.
     Unix,
+    /// The first TCP address of the ticket.
     Tcp,
 }
 
@@ -29,13 +33,15 @@ enum Stream {
     Tcp(TcpStream),
 }
 
-pub(crate) struct Attacker {
+/// A connection that speaks frames by hand.
+pub struct Attacker {
     stream: Stream,
     said: Vec<u8>,
 }
 
 impl Attacker {
-    pub(crate) fn connect(ticket: &Ticket, medium: Medium) -> Attacker {
+    /// Connects to the owner of that ticket, and says nothing yet.
+    pub fn connect(ticket: &Ticket, medium: Medium) -> Attacker {
         let body = ticket.body();
         let stream = match medium {
             Medium::Unix => {
@@ -55,9 +61,9 @@ impl Attacker {
     }
 
     /// The first frame of somebody who holds that ticket.
-    pub(crate) fn hello(ticket: &Ticket) -> (ClientHandshake, Vec<u8>) {
+    pub fn hello(ticket: &Ticket) -> (ClientHandshake, Vec<u8>) {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let mut random = Random::new(NEXT.fetch_add(1, Ordering::Relaxed));
+        let mut random = Random::new(NEXT.fetch_add(1, Ordering::Relaxed) ^ u64::from(std::process::id()));
         let mut nonce = [0; 32];
         nonce.fill_with(|| random.number() as u8);
         let identity = Identity::new("attacker", Incarnation([6; 16])).unwrap();
@@ -66,18 +72,13 @@ impl Attacker {
     }
 
     /// A whole handshake and an import; returns the grant's handle.
-    pub(crate) fn log_in(&mut self, ticket: &Ticket) -> u32 {
+    pub fn log_in(&mut self, ticket: &Ticket) -> u32 {
         self.try_log_in(ticket).unwrap()
     }
 
     /// A whole handshake and an import; the owner's answer to the ticket.
-    pub(crate) fn try_log_in(&mut self, ticket: &Ticket) -> Result<u32, WireError> {
-        let (handshake, hello) = Attacker::hello(ticket);
-        self.send(&hello);
-        let (_, welcome) = self.frame().expect("a welcome");
-        let (proof, _, challenge) = handshake.on_welcome(&welcome).unwrap();
-        self.send(&proof);
-        assert_eq!(self.frame().expect("ready").0.kind, FrameKind::Ready);
+    pub fn try_log_in(&mut self, ticket: &Ticket) -> Result<u32, WireError> {
+        let challenge = self.shake_hands(ticket)?;
         let item = ImportItem {
             ticket: ticket.public_bytes().to_vec(),
             proof: ticket.proof(&challenge),
@@ -89,13 +90,84 @@ impl Attacker {
         Granted::decode(&body).unwrap().items.swap_remove(0).map(|grant| grant.handle)
     }
 
+    /// A whole handshake, and nothing after it: the session's number and its key.
+    pub fn open_session(&mut self, ticket: &Ticket) -> (u64, SessionKey) {
+        let (handshake, hello) = Attacker::hello(ticket);
+        self.send(&hello);
+        let (_, welcome) = self.frame().expect("a welcome");
+        let (proof, key, _) = handshake.on_welcome(&welcome).unwrap();
+        self.send(&proof);
+        let (header, body) = self.frame().expect("ready");
+        assert_eq!(header.kind, FrameKind::Ready);
+        (Ready::decode(&body).unwrap().session, key)
+    }
+
+    /// Joins a session by its key, as a lane; says whether it was let in.
+    pub fn join(&mut self, ticket: &Ticket, session: u64, key: &SessionKey) -> bool {
+        let identity = Identity::new("attacker", Incarnation([6; 16])).unwrap();
+        let target = ticket.body().identity.incarnation;
+        let key = ClientKey::Session { id: session, key };
+        let (handshake, hello) = ClientHandshake::start(&identity, target, key, [5; 32], None);
+        self.send(&hello);
+        let Some((_, welcome)) = self.frame() else { return false };
+        let Ok((proof, ..)) = handshake.on_welcome(&welcome) else { return false };
+        self.send(&proof);
+        self.frame().is_some_and(|(header, _)| header.kind == FrameKind::Ready)
+    }
+
+    /// Ends its own direction.
+    pub fn end_sending(&self) {
+        let _ = match &self.stream {
+            Stream::Unix(stream) => stream.shutdown(std::net::Shutdown::Write),
+            Stream::Tcp(stream) => stream.shutdown(std::net::Shutdown::Write),
+        };
+    }
+
+    /// The next frame and its body, if one comes within that time.
+    pub fn frame_within(&mut self, within: Duration) -> Option<(Header, Vec<u8>)> {
+        self.set_timeout(within);
+        let mut first = [0; 1];
+        let peeked = match &mut self.stream {
+            Stream::Unix(stream) => {
+                rustix::net::recv(stream, &mut first, rustix::net::RecvFlags::PEEK).map(|got| got.0)
+            }
+            Stream::Tcp(stream) => stream.peek(&mut first).map_err(|_| rustix::io::Errno::AGAIN),
+        };
+        matches!(peeked, Ok(1)).then(|| self.frame()).flatten()
+    }
+
+    /// A whole handshake; the challenge that proofs on this connection are about.
+    pub fn shake_hands(&mut self, ticket: &Ticket) -> Result<[u8; 32], WireError> {
+        let (handshake, hello) = Attacker::hello(ticket);
+        self.send(&hello);
+        let welcome = self.expect(FrameKind::Welcome)?;
+        let (proof, _, challenge) = handshake.on_welcome(&welcome).unwrap();
+        self.send(&proof);
+        self.expect(FrameKind::Ready)?;
+        Ok(challenge)
+    }
+
+    /// The body of the next frame, which is of that kind or a refusal.
+    fn expect(&mut self, kind: FrameKind) -> Result<Vec<u8>, WireError> {
+        match self.frame() {
+            Some((header, body)) if header.kind == FrameKind::Refuse => {
+                Err(Refuse::decode(&body).unwrap().error)
+            }
+            Some((header, body)) => {
+                assert_eq!(header.kind, kind);
+                Ok(body)
+            }
+            None => panic!("the target hung up before its {kind:?}"),
+        }
+    }
+
     /// Everything that was sent.
-    pub(crate) fn said(&self) -> &[u8] {
+    pub fn said(&self) -> &[u8] {
         &self.said
     }
 
     /// Sends; that the other side has hung up is no surprise.
-    pub(crate) fn send(&mut self, bytes: &[u8]) {
+    pub fn send(&mut self, bytes: &[u8]) {
         self.said.extend_from_slice(bytes);
         let _ = match &mut self.stream {
             Stream::Unix(stream) => stream.write_all(bytes),
@@ -104,7 +176,7 @@ impl Attacker {
     }
 
     /// The next frame and its body, its payload left out; `None` at the end of the connection.
-    pub(crate) fn frame(&mut self) -> Option<(Header, Vec<u8>)> {
+    pub fn frame(&mut self) -> Option<(Header, Vec<u8>)> {
         let mut header = [0; HEADER_LEN];
         self.read_exact(&mut header)?;
         let header = Header::decode(&header).unwrap();
@@ -140,7 +212,7 @@ impl Attacker {
     }
 
     /// Whether the target hangs up within that time, whatever it says before.
-    pub(crate) fn is_cut_off(&mut self, within: Duration) -> bool {
+    pub fn is_cut_off(&mut self, within: Duration) -> bool {
         let until = Instant::now() + within;
         let mut bytes = [0; 4096];
         loop {
@@ -167,7 +239,7 @@ impl Attacker {
     }
 
     /// Whether all that comes, until the target hangs up, are refusals (and the welcome before them).
-    pub(crate) fn gets_nothing_but_refusals(&mut self) -> bool {
+    pub fn gets_nothing_but_refusals(&mut self) -> bool {
         while let Some((header, _)) = self.frame() {
             if !matches!(header.kind, FrameKind::Refuse | FrameKind::Welcome | FrameKind::Bye) {
                 return false;
@@ -177,7 +249,7 @@ impl Attacker {
     }
 
     /// Whether what was sent is answered with an error, the end, or nothing before the answer to a ping.
-    pub(crate) fn gets_nothing_but_errors(&mut self) -> bool {
+    pub fn gets_nothing_but_errors(&mut self) -> bool {
         self.send(&Message::from(towline::wire::Ping {}).frame(8, 0, 0));
         // What swallows the ping as part of something longer has to be told that nothing more comes.
         let _ = match &self.stream {

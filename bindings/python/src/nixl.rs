@@ -1,0 +1,414 @@
+//! Agents of NIXL, or what stands in their place.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use towline::nixl::{
+    AgentConfig, Engine, MemType, NixlAgent, NixlDescriptor, NixlRegisterExt, NixlRegistered,
+    NotificationMap, OptArgs, RegDescList, RegisteredView, XferDescList, XferOp, XferRequest,
+};
+use towline::{Buffer, Error, Kind, RegisterError, Result};
+
+use crate::buffer::{Asked, Memory};
+use crate::completions::ATTENTION;
+use crate::errors::{OrRaise, exception, invalid, raise};
+use crate::owners;
+use crate::process::{self, Inherited};
+use crate::request::seconds;
+
+const ASKED: Asked = Asked { op: "register", argument: "data", host_only: true, views: false };
+
+/// Address, length and device.
+type Range = (u64, u64, u64);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// NIXL's words for kinds of memory.
+const KINDS: [(&str, MemType); 5] = [
+    ("DRAM", MemType::Dram),
+    ("VRAM", MemType::Vram),
+    ("BLOCK", MemType::Block),
+    ("OBJ", MemType::Object),
+    ("FILE", MemType::File),
+];
+
+fn kind(py: Python<'_>, name: &str) -> PyResult<MemType> {
+    KINDS.iter().find(|(known, _)| *known == name).map(|(_, kind)| *kind).ok_or_else(|| {
+        let known: Vec<_> = KINDS.iter().map(|(known, _)| *known).collect();
+        invalid(py, "nixl", format!("memory: {name:?} is none of {}", known.join(", ")))
+    })
+}
+
+fn name_of(kind: MemType) -> &'static str {
+    KINDS.iter().find(|(_, known)| *known == kind).map_or("UNKNOWN", |(name, _)| name)
+}
+
+fn list(py: Python<'_>, memory: &str, ranges: Vec<Range>) -> PyResult<XferDescList> {
+    let mut list = XferDescList::new(kind(py, memory)?).or_raise(py)?;
+    for (address, len, device) in ranges {
+        list.add_desc(address as usize, len as usize, device).or_raise(py)?;
+    }
+    Ok(list)
+}
+
+/// A list of ranges in the form of NIXL's Python API.
+#[pyfunction]
+pub(crate) fn nixl_pack<'py>(
+    py: Python<'py>,
+    memory: &str,
+    ranges: Vec<Range>,
+    package: &str,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let bytes = list(py, memory, ranges)?.serialize_for(package).or_raise(py)?;
+    Ok(PyBytes::new(py, &bytes))
+}
+
+/// The kind of memory and the ranges in what NIXL's Python API has written. Nothing is unpickled.
+#[pyfunction]
+pub(crate) fn nixl_unpack(py: Python<'_>, data: &[u8]) -> PyResult<(&'static str, Vec<Range>)> {
+    let list = XferDescList::deserialize(data).or_raise(py)?;
+    let ranges = list.iter().map(|one| (one.addr as u64, one.len as u64, one.dev_id)).collect();
+    Ok((name_of(list.get_type().or_raise(py)?), ranges))
+}
+
+/// An agent.
+#[pyclass(frozen, name = "NixlAgent", module = "towline._native")]
+pub(crate) struct Agent {
+    agent: Inherited<Mutex<Option<NixlAgent>>>,
+    name: String,
+    engine: Engine,
+    why: String,
+}
+
+impl Agent {
+    fn enter(&self, py: Python<'_>, op: &'static str) -> PyResult<NixlAgent> {
+        process::guard(py, op)?;
+        owners::release(py);
+        lock(&self.agent)
+            .clone()
+            .ok_or_else(|| raise(py, &Error::new(Kind::Invalid, op, "the agent is closed")))
+    }
+}
+
+#[pymethods]
+impl Agent {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        backends: Vec<(String, HashMap<String, String>)>,
+        engine: Option<&str>,
+        progress_thread: bool,
+        packages: Option<PathBuf>,
+    ) -> PyResult<Agent> {
+        process::guard(py, "nixl")?;
+        let engine = match engine {
+            None => None,
+            Some("nixl") => Some(Engine::Nixl),
+            Some("embedded") => Some(Engine::Embedded),
+            Some(other) => {
+                return Err(invalid(
+                    py,
+                    "nixl",
+                    format!("engine: {other:?} is neither \"nixl\" nor \"embedded\""),
+                ));
+            }
+        };
+        let config = AgentConfig {
+            engine,
+            enable_prog_thread: progress_thread,
+            also_look_in: packages,
+            ..AgentConfig::default()
+        };
+        let made = py.detach(|| -> Result<NixlAgent> {
+            let agent = NixlAgent::new_with_config(name, &config)?;
+            for (backend, params) in &backends {
+                agent.add_backend_with_params(backend, params)?;
+            }
+            Ok(agent)
+        });
+        let agent = made.or_raise(py)?;
+        process::mark();
+        Ok(Agent {
+            name: agent.name(),
+            engine: agent.engine(),
+            why: agent.engine_reason().to_owned(),
+            agent: Inherited::new(Mutex::new(Some(agent))),
+        })
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    #[getter]
+    fn engine(&self) -> String {
+        self.engine.to_string()
+    }
+
+    #[getter]
+    fn engine_reason(&self) -> &str {
+        &self.why
+    }
+
+    fn backends(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        Ok(self.enter(py, "nixl")?.backends())
+    }
+
+    /// Registers the memory of an object, which is kept.
+    fn register(&self, py: Python<'_>, data: &Bound<'_, PyAny>, source_only: bool) -> PyResult<Region> {
+        let agent = self.enter(py, "register")?;
+        let memory = Memory::of(data, ASKED)?;
+        let read_only = memory.read_only || source_only;
+        if memory.read_only && !source_only {
+            return Err(ASKED.invalid(
+                py,
+                "its memory is read-only, and NIXL lets peers write whatever is registered; say source_only=True where no peer will",
+            ));
+        }
+        let storage = memory.into_storage(py, ASKED)?;
+        let registered = py.detach(|| storage.register(&agent, None)).or_raise(py)?;
+        Ok(Region {
+            descriptor: registered.descriptor(),
+            read_only,
+            registered: Inherited::new(Mutex::new(Some(registered))),
+        })
+    }
+
+    /// Metadata of everything, or of what covers these ranges.
+    fn metadata<'py>(
+        &self,
+        py: Python<'py>,
+        only: Option<(String, Vec<Range>)>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let agent = self.enter(py, "metadata")?;
+        let list = match only {
+            None => None,
+            Some((memory, ranges)) => {
+                let mut list = RegDescList::new(kind(py, &memory)?).or_raise(py)?;
+                for (address, len, device) in ranges {
+                    list.add_desc(address as usize, len as usize, device).or_raise(py)?;
+                }
+                Some(list)
+            }
+        };
+        let bytes = py.detach(|| match &list {
+            None => agent.get_local_md(),
+            Some(list) => agent.get_local_partial_md(list, None),
+        });
+        Ok(PyBytes::new(py, &bytes.or_raise(py)?))
+    }
+
+    fn load(&self, py: Python<'_>, metadata: &[u8]) -> PyResult<String> {
+        let agent = self.enter(py, "add_peer")?;
+        py.detach(|| agent.load_remote_md(metadata)).or_raise(py)
+    }
+
+    fn knows(&self, py: Python<'_>, peer: &str, of: Option<(String, Vec<Range>)>) -> PyResult<bool> {
+        let agent = self.enter(py, "knows")?;
+        let list = of.map(|(memory, ranges)| list(py, &memory, ranges)).transpose()?;
+        Ok(py.detach(|| agent.check_remote_metadata(peer, list.as_ref())))
+    }
+
+    fn connect(&self, py: Python<'_>, peer: &str) -> PyResult<()> {
+        let agent = self.enter(py, "connect")?;
+        py.detach(|| agent.make_connection(peer, None)).or_raise(py)
+    }
+
+    fn forget(&self, py: Python<'_>, peer: &str) -> PyResult<()> {
+        let agent = self.enter(py, "remove_peer")?;
+        py.detach(|| agent.invalidate_remote_md(peer)).or_raise(py)
+    }
+
+    /// Starts a transfer.
+    fn transfer(
+        &self,
+        py: Python<'_>,
+        reads: bool,
+        local: (String, Vec<Range>),
+        remote: (String, Vec<Range>),
+        peer: &str,
+        notification: Option<Vec<u8>>,
+    ) -> PyResult<Request> {
+        let agent = self.enter(py, if reads { "read" } else { "write" })?;
+        let (near, far) = (list(py, &local.0, local.1)?, list(py, &remote.0, remote.1)?);
+        let op = if reads { XferOp::Read } else { XferOp::Write };
+        let started = py.detach(|| -> Result<Request> {
+            let mut opt = OptArgs::new()?;
+            if let Some(message) = &notification {
+                opt.set_notification_message(message)?;
+                opt.set_has_notification(true)?;
+            }
+            let request = agent.create_xfer_req(op, &near, &far, peer, None)?;
+            let going = agent.post_xfer_req(&request, Some(&opt))?;
+            let end = (!going).then_some(Ok(()));
+            Ok(Request(Inherited::new(Mutex::new(Progress { request: Some(request), end }))))
+        });
+        started.or_raise(py)
+    }
+
+    fn notify(&self, py: Python<'_>, peer: &str, message: &[u8]) -> PyResult<()> {
+        let agent = self.enter(py, "notify")?;
+        py.detach(|| agent.send_notification(peer, message, None)).or_raise(py)
+    }
+
+    /// The messages that have come, by who sent them; waits for the first one for at most that long.
+    fn receive<'py>(
+        &self,
+        py: Python<'py>,
+        timeout: Option<f64>,
+    ) -> PyResult<HashMap<String, Vec<Bound<'py, PyBytes>>>> {
+        let agent = self.enter(py, "receive")?;
+        let timeout = seconds(py, "receive", "timeout", timeout)?.unwrap_or(Duration::MAX);
+        let mut came = NotificationMap::new().or_raise(py)?;
+        attentively(py, timeout, |time| agent.wait_notifications(&mut came, time))?;
+        let came = came.take_notifs().or_raise(py)?.into_iter();
+        Ok(came
+            .map(|(peer, messages)| (peer, messages.iter().map(|one| PyBytes::new(py, one)).collect()))
+            .collect())
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        process::guard(py, "nixl")?;
+        let agent = lock(&self.agent).take();
+        py.detach(|| drop(agent));
+        Ok(())
+    }
+}
+
+/// Waits in parts, so that a signal such as Ctrl-C ends the wait.
+fn attentively(
+    py: Python<'_>,
+    time: Duration,
+    mut wait: impl FnMut(Duration) -> Result<bool> + Send,
+) -> PyResult<bool> {
+    let start = Instant::now();
+    loop {
+        let left = time.saturating_sub(start.elapsed());
+        if py.detach(|| wait(left.min(ATTENTION))).or_raise(py)? {
+            return Ok(true);
+        }
+        if start.elapsed() >= time {
+            return Ok(false);
+        }
+        py.check_signals()?;
+    }
+}
+
+/// Memory that is registered with an agent.
+#[pyclass(frozen, name = "NixlRegion", module = "towline._native")]
+pub(crate) struct Region {
+    registered: Inherited<Mutex<Option<NixlRegistered<Buffer>>>>,
+    descriptor: NixlDescriptor,
+    read_only: bool,
+}
+
+#[pymethods]
+impl Region {
+    /// The kind of memory, and its one range.
+    #[getter]
+    fn descriptor(&self) -> (&'static str, Range) {
+        let NixlDescriptor { addr, size, mem_type, device_id } = self.descriptor;
+        (name_of(mem_type), (addr, size as u64, device_id))
+    }
+
+    #[getter]
+    fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    #[getter]
+    fn closed(&self) -> bool {
+        process::in_child() || lock(&self.registered).is_none()
+    }
+
+    /// Deregisters; where the memory is still in use, raises and stays open.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        process::guard(py, "deregister")?;
+        let closed = py.detach(|| {
+            let mut place = lock(&self.registered);
+            let Some(registered) = place.take() else { return Ok(()) };
+            registered.into_storage().map(drop).map_err(|RegisterError { error, storage }| {
+                *place = storage;
+                error
+            })
+        });
+        owners::release(py);
+        closed.or_raise(py)
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if !process::in_child() {
+            let registered = lock(&self.registered).take();
+            if Python::try_attach(|py| py.detach(|| drop(registered))).is_some() {
+                Python::try_attach(owners::release);
+            }
+        }
+    }
+}
+
+/// A transfer that was posted.
+#[pyclass(frozen, name = "NixlRequest", module = "towline._native")]
+pub(crate) struct Request(Inherited<Mutex<Progress>>);
+
+struct Progress {
+    request: Option<XferRequest>,
+    end: Option<Result<()>>,
+}
+
+impl Progress {
+    /// Whether it has ended, by then at the latest. NIXL lets go of the memory with the request.
+    fn ended(&mut self, within: Duration) -> bool {
+        if self.end.is_none() {
+            self.end = match self.request.as_ref().map(|request| request.wait_for(within)) {
+                Some(Ok(false)) => None,
+                Some(Err(error)) => Some(Err(error)),
+                Some(Ok(true)) | None => Some(Ok(())),
+            };
+        }
+        if self.end.is_some() {
+            drop(self.request.take());
+        }
+        self.end.is_some()
+    }
+}
+
+#[pymethods]
+impl Request {
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        process::guard(py, "transfer")?;
+        Ok(py.detach(|| lock(&self.0).ended(Duration::ZERO)))
+    }
+
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        process::guard(py, "transfer")?;
+        let timeout = seconds(py, "wait", "timeout", timeout)?.unwrap_or(Duration::MAX);
+        attentively(py, timeout, |time| Ok(lock(&self.0).ended(time)))
+    }
+
+    /// Why it has failed, where it has.
+    fn error<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        process::guard(py, "transfer")?;
+        owners::release(py);
+        let error = lock(&self.0).end.clone().and_then(Result::err);
+        error.map(|error| exception(py, &error)).transpose()
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        if !process::in_child() {
+            let request = lock(&self.0).request.take();
+            Python::try_attach(|py| py.detach(|| drop(request)));
+        }
+    }
+}

@@ -1,0 +1,258 @@
+"""`towline.nixl_connect` with the original's wire form on NIXL: a process that uses NIXL's own API as the original does."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+from conftest import run_python
+from test_nixl import Plain, needs_nixl, pattern, plain
+
+from towline import nixl_connect as nc
+
+__all__ = ["plain"]
+
+SIZES = [1 << 20, 4096, 333]
+
+
+@pytest.fixture
+def connector() -> Iterator[nc.Connector]:
+    needs_nixl()
+    connector = nc.Connector(offer="nixl")
+    yield connector
+    connector.close()
+
+
+def sent(metadata: nc.RdmaMetadata) -> Any:
+    return json.loads(metadata.model_dump_json())
+
+
+def registered(connector: nc.Connector) -> int:
+    """How much memory its agent of NIXL has registered."""
+    return len(connector._shared_connection()._side()._regions)
+
+
+async def ends(operation: nc.AbstractOperation) -> None:
+    await operation.wait_for_completion(timeout=50)
+    assert operation.status is nc.OperationStatus.COMPLETE
+
+
+@pytest.mark.parametrize("hex", [False, True])
+def test_the_original_reads_and_writes_our_operations(
+    connector: nc.Connector, plain: Callable[[], Plain], hex: bool
+) -> None:
+    peer = plain()
+
+    async def main() -> None:
+        sources = [numpy.frombuffer(pattern(size, 5), numpy.uint8).copy() for size in SIZES]
+        with await connector.create_readable([nc.Descriptor((one, "cpu")) for one in sources]) as readable:
+            metadata = sent(readable.metadata(hex_encode=hex))
+            assert set(metadata) == {"descriptors", "nixl_metadata", "notification_key", "operation_kind"}
+            assert [one["ptr"] for one in metadata["descriptors"]] == [one.ctypes.data for one in sources]
+            assert readable.status is nc.OperationStatus.INITIALIZED
+            told = peer.ask("begin", kind="READ", metadata=metadata, seed=None)
+            assert told == {"status": "DONE", "peer": f"{connector.name}-1"}
+            await ends(readable)
+        assert peer.bytes() == [pattern(size, 5) for size in SIZES]
+
+        targets = [bytearray(size) for size in SIZES]
+        with await connector.create_writable([nc.Descriptor(one) for one in targets]) as writable:
+            metadata = sent(writable.metadata(hex_encode=hex))
+            assert metadata["operation_kind"] == 2
+            waiting = asyncio.ensure_future(ends(writable))
+            await asyncio.to_thread(peer.ask, "begin", kind="WRITE", metadata=metadata, seed=77)
+            await waiting
+        assert [bytes(one) for one in targets] == [pattern(size, 77) for size in SIZES]
+        assert registered(connector) == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("hex", [False, True])
+def test_our_operations_read_and_write_those_of_the_original(
+    plain: Callable[[], Plain], hex: bool
+) -> None:
+    peer = plain()
+    # Nothing has to be said for this: the metadata tells.
+    connector = nc.Connector()
+
+    async def main() -> None:
+        offer = peer.ask("offer", kind="READ", sizes=SIZES, seed=8, hex=hex)
+        metadata = nc.RdmaMetadata.model_validate(offer)
+        targets = [bytearray(size) for size in SIZES]
+        with await connector.begin_read(metadata, [nc.Descriptor(one) for one in targets]) as read:
+            assert read.remote.name == f"{peer.name}-1"
+            await ends(read)
+            assert len(read.results()) == 3
+        assert [bytes(one) for one in targets] == [pattern(size, 8) for size in SIZES]
+        assert peer.ask("wait") == {"status": "DONE"}
+        peer.ask("forget")
+
+        # A second operation with the same peer, which has other memory by now.
+        offer = peer.ask("offer", kind="WRITE", sizes=SIZES, seed=None, hex=hex)
+        metadata = nc.RdmaMetadata.model_validate(offer)
+        sources = [pattern(size, 99) for size in SIZES]
+        with await connector.begin_write([nc.Descriptor(one) for one in sources], metadata) as write:
+            await ends(write)
+        assert peer.ask("wait") == {"status": "DONE"}
+        assert peer.bytes() == sources
+        assert registered(connector) == 0
+
+    asyncio.run(main())
+    connector.close()
+
+
+def test_two_of_ours_can_meet_over_nixl(connector: nc.Connector) -> None:
+    other = nc.Connector()
+
+    async def main() -> None:
+        source, target = bytearray(pattern(1 << 16, 3)), bytearray(1 << 16)
+        descriptor = nc.Descriptor(source)
+        descriptor._data_size = 1000
+        with await connector.create_readable(descriptor) as readable:
+            local = nc.Descriptor(target)
+            local._data_size = 1000
+            with await other.begin_read(readable.metadata(), local) as read:
+                await ends(read)
+            await ends(readable)
+        assert bytes(target) == pattern(1 << 16, 3)[:1000] + bytes((1 << 16) - 1000)
+
+    asyncio.run(main())
+    other.close()
+
+
+def test_passive_operations_are_cancelled_and_forgotten(connector: nc.Connector) -> None:
+    async def main() -> None:
+        data = bytearray(4096)
+        with await connector.create_readable(nc.Descriptor(data)) as readable:
+            with pytest.raises(TimeoutError):
+                await readable.wait_for_completion(timeout=0.05)
+            readable.cancel()
+            await readable.wait_for_completion()
+            assert readable.status is nc.OperationStatus.CANCELLED
+        assert registered(connector) == 0
+        # One that nobody keeps lets go of its memory too.
+        forgotten = await connector.create_writable(nc.Descriptor(data))
+        assert registered(connector) == 1
+        del forgotten, readable
+        gc.collect()
+        assert registered(connector) == 0
+        data.extend(b"x")
+        # Two operations on the same memory do not take it from each other.
+        shared = nc.Descriptor(data)
+        with await connector.create_readable(shared) as one:
+            with await connector.create_readable(shared) as two:
+                assert two.metadata().notification_key != one.metadata().notification_key
+            assert one.status is nc.OperationStatus.INITIALIZED
+            assert one.metadata().descriptors[0].ptr == shared.ptr
+
+    asyncio.run(main())
+    deadline = time.monotonic() + 30
+    while any(thread.name == "towline-nixl" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread waits for nothing"
+        time.sleep(0.01)
+
+
+def test_what_nixl_cannot_do_is_refused(connector: nc.Connector, plain: Callable[[], Plain]) -> None:
+    peer = plain()
+
+    async def main() -> None:
+        offer = peer.ask("offer", kind="READ", sizes=[4096], seed=1)
+        metadata = nc.RdmaMetadata.model_validate(offer)
+        with pytest.raises(ValueError, match="read-only"):
+            await connector.begin_read(metadata, nc.Descriptor(bytes(4096)))
+        with pytest.raises(ValueError, match="read-only"):
+            await connector.create_writable(nc.Descriptor(bytes(4096)))
+        gaps = numpy.zeros((64, 128), numpy.uint8)[:, ::2]
+        with pytest.raises(ValueError, match="gaps"):
+            await connector.create_readable(nc.Descriptor((gaps, "cpu")))
+        with pytest.raises(ValueError, match="4096 remote"):
+            await connector.begin_read(metadata, nc.Descriptor(bytearray(4097)))
+        # Memory that the peer did not offer.
+        wrong = nc.RdmaMetadata.model_validate(
+            offer | {"descriptors": [{"device": "cpu", "ptr": 4096, "size": 4096}]}
+        )
+        with pytest.raises(RuntimeError):
+            await connector.begin_read(wrong, nc.Descriptor(bytearray(4096)))
+        # After all of that it still works.
+        target = bytearray(4096)
+        with await connector.begin_read(metadata, nc.Descriptor(target)) as read:
+            await ends(read)
+        assert target == pattern(4096, 1)
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_has_died_is_an_error_and_others_go_on(plain: Callable[[], Plain]) -> None:
+    connector, dead, alive = nc.Connector(), plain(), plain()
+
+    async def main() -> None:
+        metadata = nc.RdmaMetadata.model_validate(dead.ask("offer", kind="READ", sizes=[4096], seed=1))
+        first = bytearray(4096)
+        with await connector.begin_read(metadata, nc.Descriptor(first)) as read:
+            await ends(read)
+        dead.kill()
+        with pytest.raises(RuntimeError):
+            with await connector.begin_read(metadata, nc.Descriptor(bytearray(4096))) as read:
+                await read.wait_for_completion(timeout=50)
+        target = bytearray(4096)
+        metadata = nc.RdmaMetadata.model_validate(alive.ask("offer", kind="READ", sizes=[4096], seed=2))
+        with await connector.begin_read(metadata, nc.Descriptor(target)) as read:
+            await ends(read)
+        assert first == pattern(4096, 1) and target == pattern(4096, 2)
+
+    asyncio.run(main())
+    connector.close()
+
+
+def test_metadata_that_inflates_without_end_is_refused() -> None:
+    from towline.nixl_connect import _over_nixl
+
+    bomb = zlib.compress(_over_nixl.SERIAL + bytes(_over_nixl.LONGEST + 1), 9)
+    assert _over_nixl.inflated(bomb) is None
+    good = _over_nixl.SERIAL + b"Agent\x03" + bytes(7) + b"one|"
+    assert _over_nixl.inflated(zlib.compress(good)) == good == _over_nixl.inflated(good)
+    assert _over_nixl.agent_name(good) == "one"
+    for damaged in (good[:-1], good[:20], _over_nixl.SERIAL, good.replace(b"\x03", b"\xff")):
+        with pytest.raises(ValueError, match="names no agent"):
+            _over_nixl.agent_name(damaged)
+
+
+def test_without_nixl_the_error_says_so() -> None:
+    program = """
+import asyncio, base64, zlib
+from towline import nixl_connect as nc
+metadata = nc.RdmaMetadata(
+    descriptors=[nc.SerializedDescriptor(ptr=4096, size=8)],
+    nixl_metadata="b64:" + base64.b64encode(zlib.compress(b"nixlSerDes|Agent\\x03" + bytes(7) + b"one|")).decode(),
+    notification_key="key", operation_kind=1)
+try:
+    asyncio.run(nc.Connector().begin_read(metadata, nc.Descriptor(bytearray(8))))
+except RuntimeError as error:
+    print(error)
+try:
+    asyncio.run(nc.Connector(offer="nixl").create_readable(nc.Descriptor(bytearray(8))))
+except RuntimeError as error:
+    print(error)
+"""
+    said = run_python("import os; os.environ['TOWLINE_NIXL'] = 'off'\n" + program).splitlines()
+    assert len(said) == 2 and all("it is not there" in line for line in said), said
+
+
+def test_who_is_offered_to_is_said_by_argument_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nc.Connector()._offer == "towline"
+    monkeypatch.setenv("TOWLINE_NIXL_CONNECT", "nixl")
+    assert nc.Connector()._offer == "nixl" and nc.Connector(offer="towline")._offer == "towline"
+    monkeypatch.setenv("TOWLINE_NIXL_CONNECT", "everybody")
+    with pytest.raises(ValueError, match="TOWLINE_NIXL_CONNECT"):
+        nc.Connector()
+    with pytest.raises(ValueError, match="offer"):
+        nc.Connector(offer="all")  # type: ignore[arg-type]

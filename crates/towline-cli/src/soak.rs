@@ -1,0 +1,158 @@
+//! `towline soak`: the campaigns that show what is promised under faults, for as long as one likes.
+
+mod figures;
+mod page;
+mod progress;
+mod ranks;
+mod report;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use towline_testkit::process::become_worker_by;
+use towline_testkit::soak::{self, CAMPAIGNS, Campaign, LANES, Plan, SELF_CHECK};
+
+use self::progress::Progress;
+use self::report::{CampaignReport, Report};
+use crate::outcome::{Exit, Failure, Outcome};
+use crate::output::Output;
+
+pub(crate) const HELP: &str = "\
+Every campaign starts real processes and treats them badly at random moments, over every path that the machine has; every
+destination word is compared with what it must be. A round's choices come from the seed, the campaign, the path and the
+round's number alone, so the command that is printed for a failed round runs that round again.
+--list shows the campaigns. What the machine lacks (network namespaces need root) is skipped with its reason.
+
+With --json: {\"ok\", \"seed\", \"commit\", \"date\", \"seconds\", \"campaigns\": [{\"name\", \"summary\", \"ok\", \"rounds\", \"passed\" (the rounds that did),
+\"skipped\" (reasons), \"seconds\", \"lanes\": [{\"lane\", \"rounds\", \"passed\", \"skipped\", \"seconds\", \"failures\": [{\"round\", \"message\",
+\"replay\"}], \"samples\": [{\"name\", \"count\", \"p50\", \"p99\", \"most\"}], \"counts\": {...}}]}], \"figures\": [{\"name\", \"value\", \"target\", \"met\"}],
+\"machine\": {...}}. Times are in seconds. A figure that is not met does not fail the run: times mean little on a busy machine.";
+
+#[derive(Args)]
+pub(crate) struct Options {
+    /// Only these campaigns
+    #[arg(value_name = "CAMPAIGN")]
+    campaigns: Vec<String>,
+    /// Only this path; may be given several times, or with commas
+    #[arg(long, value_name = "PATH", value_delimiter = ',')]
+    lane: Vec<String>,
+    /// As many rounds of each campaign over each path
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: Option<u32>,
+    /// The number of the first round
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    first: u32,
+    /// What all random choices come from; otherwise another one in each run
+    #[arg(long)]
+    seed: Option<u64>,
+    /// The short form: all campaigns in under five minutes
+    #[arg(long)]
+    quick: bool,
+    /// How long the short form may take in all
+    #[arg(long, value_name = "SECONDS", default_value_t = 220, requires = "quick")]
+    seconds: u64,
+    /// Where to write the report page
+    #[arg(long, value_name = "FILE", default_value = "towline-soak.html")]
+    html: PathBuf,
+    /// Write the report as Markdown too
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "docs/reliability-report.md")]
+    report: Option<PathBuf>,
+    /// List the campaigns instead of running them
+    #[arg(long)]
+    list: bool,
+}
+
+pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
+    let chosen = chosen(options)?;
+    if options.list {
+        let rows: Vec<Vec<String>> = chosen
+            .iter()
+            .map(|one| {
+                vec![
+                    one.name.to_owned(),
+                    one.lanes.join(" "),
+                    one.rounds.long.to_string(),
+                    one.summary.to_owned(),
+                ]
+            })
+            .collect();
+        output.table(&["campaign", "paths", "rounds", "what must hold"], &rows, &[2]);
+        return Ok(Exit::Fine);
+    }
+    let program = std::env::current_exe().map_err(|error| Failure::os("this program's own path", error))?;
+    become_worker_by(program, &["soak-worker"]);
+    let shares: u32 = chosen.iter().map(|campaign| campaign.rounds.quick.1).sum();
+    let plan = Plan {
+        seed: options.seed.unwrap_or_else(fresh_seed),
+        first: options.first,
+        rounds: options.rounds,
+        quick: options.quick,
+        share: Duration::from_secs(options.seconds) / shares.max(1),
+        lanes: options.lane.clone(),
+    };
+    let report = Report::begin(&plan, options.quick);
+    let progress = Arc::new(Progress::new(output, report, options.html.clone(), options.report.clone()));
+    output.text(format!("seed {}", plan.seed));
+    soak::take_panics();
+    let watcher: Arc<dyn soak::Watcher> = Arc::clone(&progress) as _;
+    for campaign in chosen {
+        if !lanes_of(campaign, options).any(|_| true) {
+            continue;
+        }
+        progress.begins(campaign.name);
+        let started = Instant::now();
+        let mut lanes = campaign.run(&plan, &watcher);
+        if let (Some(first), panics) = (lanes.first_mut(), soak::panics_elsewhere()) {
+            let round = first.rounds;
+            first.failures.extend(panics.into_iter().map(|message| soak::Failed { round, message }));
+        }
+        progress.ended(CampaignReport::new(campaign, lanes, started.elapsed(), &plan));
+    }
+    progress.finish()
+}
+
+fn chosen(options: &Options) -> Outcome<Vec<&'static Campaign>> {
+    for name in &options.campaigns {
+        if !all().chain([&SELF_CHECK]).any(|campaign| campaign.name == name) {
+            return Err(Failure::usage(format!(
+                "no campaign is called {name}; towline soak --list shows them all"
+            )));
+        }
+    }
+    for lane in &options.lane {
+        if !LANES.contains(&lane.as_str()) {
+            return Err(Failure::usage(format!("no path is called {lane}; there are {}", LANES.join(", "))));
+        }
+    }
+    let named = |campaign: &&Campaign| options.campaigns.iter().any(|name| name == campaign.name);
+    Ok(match options.campaigns.is_empty() {
+        true => all().collect(),
+        false => all().chain([&SELF_CHECK]).filter(named).collect(),
+    })
+}
+
+/// Those of the test kit, and those of the crates that it does not know.
+fn all() -> impl Iterator<Item = &'static Campaign> {
+    CAMPAIGNS.iter().chain(&ranks::CAMPAIGNS)
+}
+
+fn lanes_of(campaign: &'static Campaign, options: &Options) -> impl Iterator<Item = &'static str> {
+    campaign
+        .lanes
+        .iter()
+        .copied()
+        .filter(|lane| options.lane.is_empty() || options.lane.iter().any(|one| one == lane))
+}
+
+fn fresh_seed() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    (now.as_micros() as u64) % 1_000_000_007
+}
+
+/// What becomes a worker of the campaigns.
+pub(crate) fn become_worker() -> Outcome {
+    towline_testkit::worker::main_with(ranks::further);
+    Ok(Exit::Fine)
+}

@@ -1,0 +1,150 @@
+//! The figures that the campaigns are to reach, and whether they did.
+
+use serde::Serialize;
+
+use super::report::{CampaignReport, Sample, time};
+
+/// One figure.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Figure {
+    pub(super) name: String,
+    pub(super) value: String,
+    pub(super) target: String,
+    pub(super) met: bool,
+}
+
+/// Which part of the samples counts.
+#[derive(Clone, Copy)]
+enum Part {
+    Median,
+    P99,
+    Most,
+}
+
+struct Target {
+    name: &'static str,
+    campaign: &'static str,
+    /// Only these lanes, where it matters.
+    lanes: &'static [&'static str],
+    sample: &'static str,
+    part: Part,
+    limit: Limit,
+}
+
+enum Limit {
+    AtMost(f64),
+    AtLeast(f64),
+}
+
+const ANY: &[&str] = &[];
+
+/// The lines of the reliability tables that are times or rates.
+const TARGETS: &[Target] = &[
+    Target {
+        name: "a killed owner on this host is noticed",
+        campaign: "kill",
+        lanes: &["mapped", "cma", "unix"],
+        sample: "detected",
+        part: Part::P99,
+        limit: Limit::AtMost(0.020),
+    },
+    Target {
+        name: "the same with a large process",
+        campaign: "kill",
+        lanes: &["mapped", "cma", "unix"],
+        sample: "detected with a large process",
+        part: Part::P99,
+        limit: Limit::AtMost(0.020),
+    },
+    Target {
+        name: "a killed owner over tcp is noticed",
+        campaign: "kill",
+        lanes: &["tcp"],
+        sample: "detected",
+        part: Part::P99,
+        limit: Limit::AtMost(0.250),
+    },
+    Target {
+        name: "a read from a stopped owner ends (limit 1 s)",
+        campaign: "stop",
+        lanes: ANY,
+        sample: "read ended",
+        part: Part::Most,
+        limit: Limit::AtMost(1.6),
+    },
+    Target {
+        name: "a write to a stopped owner ends (limit 1 s)",
+        campaign: "stop",
+        lanes: ANY,
+        sample: "write ended",
+        part: Part::Most,
+        limit: Limit::AtMost(1.6),
+    },
+    Target {
+        name: "a pulled cable is noticed (limit 1 s)",
+        campaign: "partition",
+        lanes: ANY,
+        sample: "detected",
+        part: Part::Most,
+        limit: Limit::AtMost(2.5),
+    },
+    Target {
+        name: "a cancelled transfer ends",
+        campaign: "cancel",
+        lanes: ANY,
+        sample: "ended after",
+        part: Part::P99,
+        limit: Limit::AtMost(0.050),
+    },
+    Target {
+        name: "throughput kept beside a stopped peer",
+        campaign: "neighbour",
+        lanes: ANY,
+        sample: "share kept",
+        part: Part::Median,
+        limit: Limit::AtLeast(0.9),
+    },
+    Target {
+        name: "a new client is served among strangers",
+        campaign: "strangers",
+        lanes: ANY,
+        sample: "a new client is served",
+        part: Part::P99,
+        limit: Limit::AtMost(0.100),
+    },
+];
+
+/// The figures of those campaigns that were run.
+pub(super) fn of(campaigns: &[CampaignReport]) -> Vec<Figure> {
+    TARGETS.iter().filter_map(|target| target.measure(campaigns)).collect()
+}
+
+impl Target {
+    fn measure(&self, campaigns: &[CampaignReport]) -> Option<Figure> {
+        let campaign = campaigns.iter().find(|one| one.name == self.campaign)?;
+        let values: Vec<f64> = campaign
+            .lanes
+            .iter()
+            .filter(|lane| self.lanes.is_empty() || self.lanes.contains(&lane.lane))
+            .flat_map(|lane| &lane.samples)
+            .filter(|sample| sample.name == self.sample)
+            .flat_map(|sample| sample.values.iter().copied())
+            .collect();
+        if values.is_empty() {
+            return None;
+        }
+        let sample = Sample::new(self.sample, values);
+        let (part, value) = match self.part {
+            Part::Median => ("median", sample.p50),
+            Part::P99 => ("p99", sample.p99),
+            Part::Most => ("most", sample.most),
+        };
+        let show = |value: f64| if sample.is_time() { time(value) } else { format!("{value:.2}") };
+        let (target, met) = match self.limit {
+            Limit::AtMost(limit) => (format!("≤ {}", show(limit)), value <= limit),
+            Limit::AtLeast(limit) => (format!("≥ {}", show(limit)), value >= limit),
+        };
+        let name = format!("{}, {part} of {}", self.name, sample.count);
+        Some(Figure { name, value: show(value), target, met })
+    }
+}

@@ -1,0 +1,169 @@
+//! What is shown while the campaigns run, and written when they end, however that is.
+
+use std::collections::HashMap;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use towline_testkit::soak::{Failed, Watcher};
+
+use super::page;
+use super::report::{CampaignReport, FailureReport, LaneReport, Report, replay};
+use crate::outcome::{Exit, Failure, Outcome};
+use crate::output::Output;
+
+/// Where nobody looks on, a line says this often how far a campaign is.
+const SAY: Duration = Duration::from_secs(30);
+
+pub(super) struct Progress {
+    bar: ProgressBar,
+    json: bool,
+    started: Instant,
+    html: PathBuf,
+    markdown: Option<PathBuf>,
+    state: Mutex<State>,
+}
+
+struct State {
+    report: Report,
+    campaign: &'static str,
+    lanes: HashMap<&'static str, (u32, u32)>,
+    said: Instant,
+}
+
+impl Progress {
+    pub(super) fn new(output: &Output, report: Report, html: PathBuf, markdown: Option<PathBuf>) -> Progress {
+        let bar = if output.shows_progress() { ProgressBar::new(1) } else { ProgressBar::hidden() };
+        if let Ok(style) = ProgressStyle::with_template("{bar:30} {msg}") {
+            bar.set_style(style);
+        }
+        let state = State { report, campaign: "", lanes: HashMap::new(), said: Instant::now() };
+        let started = Instant::now();
+        Progress { bar, json: output.is_json(), started, html, markdown, state: Mutex::new(state) }
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn say(&self, text: &str) {
+        if self.json {
+            return;
+        }
+        self.bar.suspend(|| {
+            let mut stdout = std::io::stdout().lock();
+            let _ = writeln!(stdout, "{text}").and_then(|()| stdout.flush());
+        });
+    }
+
+    pub(super) fn begins(&self, campaign: &'static str) {
+        let mut state = self.state();
+        (state.campaign, state.said) = (campaign, Instant::now());
+        state.lanes.clear();
+        self.bar.set_length(1);
+        self.bar.set_position(0);
+        self.bar.set_message(campaign);
+        self.bar.enable_steady_tick(Duration::from_millis(200));
+    }
+
+    pub(super) fn ended(&self, campaign: CampaignReport) {
+        self.say(&campaign.verdict());
+        for lane in &campaign.lanes {
+            for failure in &lane.failures {
+                self.say(&format!(
+                    "  {} over {}, round {}: {}\n  again: {}",
+                    campaign.name, lane.lane, failure.round, failure.message, failure.replay
+                ));
+            }
+        }
+        self.state().report.add(campaign);
+    }
+
+    /// Writes the report; the exit code says whether all went well.
+    pub(super) fn finish(&self) -> Outcome {
+        self.bar.finish_and_clear();
+        let report = {
+            let mut state = self.state();
+            state.report.seconds = self.started.elapsed().as_secs_f64();
+            state.report.clone()
+        };
+        std::fs::write(&self.html, page::html(&report))
+            .map_err(|error| Failure::os(self.html.display(), error))?;
+        if let Some(path) = &self.markdown {
+            std::fs::write(path, report.markdown()).map_err(|error| Failure::os(path.display(), error))?;
+        }
+        for figure in &report.figures {
+            let met = if figure.met { "met" } else { "NOT met" };
+            self.say(&format!("{}: {} ({}, {met})", figure.name, figure.value, figure.target));
+        }
+        let failed = report.campaigns.iter().filter(|campaign| !campaign.ok).count();
+        let run = report.campaigns.iter().filter(|campaign| campaign.rounds > 0).count();
+        let rounds: u32 = report.campaigns.iter().map(|campaign| campaign.rounds).sum();
+        self.say(&format!(
+            "{run} campaigns, {rounds} rounds in {:.0} s, {failed} failed; report in {}",
+            report.seconds,
+            self.html.display()
+        ));
+        Output::new(self.json).document(&report);
+        if run == 0 {
+            return Err(Failure::lacking("no campaign could run here"));
+        }
+        Ok(if report.ok { Exit::Fine } else { Exit::Failed })
+    }
+}
+
+impl Watcher for Progress {
+    fn round(&self, campaign: &'static str, lane: &'static str, done: u32, of: u32) {
+        let mut state = self.state();
+        state.lanes.insert(lane, (done, of));
+        let (done, of) = state.lanes.values().fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
+        self.bar.set_length(u64::from(of));
+        self.bar.set_position(u64::from(done));
+        self.bar.set_message(format!("{campaign}: {done} of {of} rounds"));
+        if self.bar.is_hidden() && !self.json && state.said.elapsed() >= SAY {
+            state.said = Instant::now();
+            drop(state);
+            self.say(&format!("{campaign:<11} {done} of {of} rounds"));
+        }
+    }
+
+    fn hangs(&self, campaign: &'static str, lane: &'static str, failed: &Failed) {
+        let seed = {
+            let mut state = self.state();
+            let seed = state.report.seed;
+            let failure = FailureReport {
+                round: failed.round,
+                message: failed.message.clone(),
+                replay: replay(campaign, lane, failed.round, seed),
+            };
+            state.report.add(CampaignReport {
+                name: campaign,
+                summary: "a round did not end",
+                ok: false,
+                rounds: failed.round + 1,
+                passed: failed.round,
+                skipped: Vec::new(),
+                seconds: 0.0,
+                lanes: vec![LaneReport {
+                    lane,
+                    rounds: failed.round + 1,
+                    passed: failed.round,
+                    skipped: None,
+                    seconds: 0.0,
+                    failures: vec![failure],
+                    samples: Vec::new(),
+                    counts: std::collections::BTreeMap::new(),
+                }],
+            });
+            seed
+        };
+        self.say(&format!(
+            "{campaign:<11} FAILED: a round over {lane} does not end\n{}  again: {}",
+            failed.message,
+            replay(campaign, lane, failed.round, seed)
+        ));
+        let _ = self.finish();
+    }
+}

@@ -1,0 +1,88 @@
+//! `towline soak` with few rounds: what it prints, what it writes, and that a failed round can be seen again.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn page(name: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("towline-soak-test-{}-{name}.html", std::process::id()))
+}
+
+fn soak(name: &str, arguments: &str) -> (Output, String) {
+    let path = page(name);
+    let output = Command::new(env!("CARGO_BIN_EXE_towline"))
+        .arg("soak")
+        .args(arguments.split_whitespace())
+        .arg("--html")
+        .arg(&path)
+        .output()
+        .unwrap();
+    let html = std::fs::read_to_string(&path).unwrap_or_default();
+    let _ = std::fs::remove_file(&path);
+    (output, html)
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn a_few_rounds_pass_and_the_document_says_so() {
+    let (output, html) = soak("pass", "cancel recycle exit --lane unix,mapped --rounds 3 --seed 5 --json");
+    assert_eq!(output.status.code(), Some(0), "{}", stdout(&output));
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let campaigns = document["campaigns"].as_array().unwrap();
+    let names: Vec<&str> = campaigns.iter().map(|one| one["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["cancel", "recycle", "exit"]);
+    for campaign in campaigns {
+        assert_eq!((campaign["rounds"].as_u64(), campaign["passed"].as_u64()), (Some(6), Some(6)));
+        assert_eq!(campaign["ok"], true);
+        assert_eq!(campaign["lanes"].as_array().unwrap().len(), 2);
+    }
+    assert_eq!(document["seed"], 5);
+    assert!(html.contains("<svg") && html.contains("all passed"), "the page has plots and a verdict");
+    assert!(!html.contains("<script") && !html.contains("http"), "the page needs nothing else");
+}
+
+#[test]
+fn a_wrong_word_fails_the_run_and_the_printed_command_shows_it_again() {
+    let (output, html) = soak("fail", "self-check --rounds 40 --seed 5");
+    assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
+    let text = stdout(&output);
+    assert!(text.contains("self-check  FAILED") && text.contains("wrong words"), "{text}");
+    assert!(html.contains("failed"));
+    let again = text.lines().find_map(|line| line.trim().strip_prefix("again: towline soak ")).unwrap();
+    let message =
+        |text: &str| text.lines().find(|line| line.contains("wrong words")).unwrap().trim().to_owned();
+    for _ in 0..2 {
+        let (output, _) = soak("again", again);
+        assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
+        assert_eq!(message(&stdout(&output)), message(&text), "the same choices give the same failure");
+    }
+    let round: u32 = again.split("--first ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+    if round > 0 {
+        let (output, _) = soak("before", &format!("self-check --lane inproc --seed 5 --rounds {round}"));
+        assert_eq!(output.status.code(), Some(0), "the rounds before it were well: {}", stdout(&output));
+    }
+}
+
+#[test]
+fn what_does_not_exist_is_refused_and_the_list_names_what_does() {
+    let (output, _) = soak("unknown", "earthquake");
+    assert_eq!(output.status.code(), Some(2));
+    let (output, _) = soak("lane", "kill --lane pigeon");
+    assert_eq!(output.status.code(), Some(2));
+    let (output, _) = soak("list", "--list");
+    assert_eq!(output.status.code(), Some(0));
+    for name in
+        ["kill", "stop", "partition", "cancel", "deregister", "recycle", "fork", "exit", "load", "ranks"]
+    {
+        assert!(
+            stdout(&output).lines().any(|line| line.trim_start().starts_with(name)),
+            "{name} is not listed"
+        );
+    }
+    assert!(!stdout(&output).contains("self-check"));
+}

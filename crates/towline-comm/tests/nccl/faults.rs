@@ -1,0 +1,178 @@
+//! Refusals, old versions, and waits that come to their deadline.
+
+use std::time::{Duration, Instant};
+
+use towline::{Dtype, Kind};
+use towline_comm::{Communicator, Config, Op, Progress, WindowFlag, get_nccl_unique_id, mem_alloc_on};
+
+use super::{alone, config, elsewhere, fakes, floats};
+
+fn soon() -> Config {
+    Config { timeout: Duration::from_millis(200), ..config() }
+}
+
+#[test]
+fn a_null_window_is_none() {
+    if elsewhere("faults::a_null_window_is_none", &[("FAKE_NCCL_NO", "windows")]).is_some() {
+        return;
+    }
+    let comm = alone();
+    let window = comm.register_window(mem_alloc_on(0, 4096).unwrap(), WindowFlag::DEFAULT).unwrap();
+    assert!(window.is_none());
+    assert_eq!(comm.open_handles().unwrap(), 0);
+}
+
+#[test]
+fn an_old_version_is_named_with_the_one_that_has_the_function() {
+    const TEST: &str = "faults::an_old_version_is_named_with_the_one_that_has_the_function";
+    if elsewhere(TEST, &[("FAKE_NCCL_VERSION", "22605")]).is_some() {
+        return;
+    }
+    let comm = alone();
+    let memory = floats(&comm, &[1.0]);
+    comm.follow("all_reduce", |comm| comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum))
+        .unwrap()
+        .wait()
+        .unwrap();
+    let error = comm.register_window(mem_alloc_on(0, 4096).unwrap(), WindowFlag::DEFAULT).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unsupported);
+    assert_eq!(
+        error.message(),
+        "NCCL 2.26.5 has no function ncclCommWindowRegister: it came with NCCL 2.27.0"
+    );
+    assert_eq!(comm.signal(0, 0, 0).unwrap_err().kind(), Kind::Unsupported);
+    assert_eq!(comm.revoke().unwrap_err().kind(), Kind::Unsupported);
+    assert!(comm.is_valid());
+}
+
+#[test]
+fn a_version_that_is_not_known_is_not_used() {
+    const TEST: &str = "faults::a_version_that_is_not_known_is_not_used";
+    if elsewhere(TEST, &[("FAKE_NCCL_VERSION", "30100")]).is_some() {
+        return;
+    }
+    let error = towline::nccl::load_library(towline_fake_nccl::library().unwrap()).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable);
+    assert!(error.message().contains("its version is 3.1.0"), "{error}");
+}
+
+#[test]
+fn a_deregistration_that_fails_keeps_the_memory_until_the_communicator_is_gone() {
+    const TEST: &str = "faults::a_deregistration_that_fails_keeps_the_memory_until_the_communicator_is_gone";
+    let log = std::env::temp_dir().join(format!("towline-nccl-fault-{}", std::process::id()));
+    let settings =
+        [("FAKE_NCCL_FAIL", "ncclCommWindowDeregister:3"), ("FAKE_NCCL_LOG", log.to_str().unwrap())];
+    if elsewhere(TEST, &settings).is_none() {
+        let comm = alone();
+        let window =
+            comm.register_window(mem_alloc_on(0, 4096).unwrap(), WindowFlag::DEFAULT).unwrap().unwrap();
+        window.close();
+        assert_eq!(comm.open_handles().unwrap(), 0);
+        comm.destroy();
+        return;
+    }
+    let calls = std::fs::read_to_string(&log).unwrap();
+    std::fs::remove_file(&log).unwrap();
+    let at = |name: &str| calls.lines().position(|call| call == name).unwrap();
+    assert!(at("ncclCommWindowDeregister") < at("ncclCommDestroy"), "{calls}");
+    assert!(at("ncclCommDestroy") < at("ncclMemFree"), "{calls}");
+}
+
+#[test]
+fn a_refusal_says_what_nccl_said() {
+    const TEST: &str = "faults::a_refusal_says_what_nccl_said";
+    if elsewhere(TEST, &[("FAKE_NCCL_FAIL", "ncclAllReduce:1,ncclCommRegister:2")]).is_some() {
+        return;
+    }
+    let comm = alone();
+    let memory = floats(&comm, &[1.0]);
+    let error = comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum).unwrap_err();
+    assert_eq!(error.kind(), Kind::Native);
+    let said = "ncclAllReduce returned 1 (ncclUnhandledCudaError): the fake has nothing to add";
+    assert_eq!(error.message(), said);
+    assert_eq!(comm.register_buffer(mem_alloc_on(0, 64).unwrap()).unwrap_err().kind(), Kind::Native);
+    assert_eq!(comm.open_handles().unwrap(), 0);
+}
+
+#[test]
+fn ranks_that_do_not_come_are_waited_for_until_the_deadline() {
+    fakes();
+    let begun = Instant::now();
+    let error = Communicator::init(2, 0, &get_nccl_unique_id().unwrap(), soon()).unwrap_err();
+    assert_eq!(error.kind(), Kind::Timeout);
+    assert!(error.message().contains("still in progress after 0.200 s: not all 2 ranks"), "{error}");
+    assert!(begun.elapsed() < Duration::from_secs(15));
+
+    let config = Config { blocking: false, ..soon() };
+    let comm = Communicator::init(2, 0, &get_nccl_unique_id().unwrap(), config).unwrap();
+    assert_eq!(comm.get_async_error().unwrap(), Progress::InProgress);
+    let error = comm.synchronize().unwrap_err();
+    assert_eq!(error.kind(), Kind::Timeout);
+    assert!(
+        error.message().contains("NCCL says that it is in progress; the communicator was revoked"),
+        "{error}"
+    );
+    assert!(comm.get_async_error().is_err());
+    comm.destroy();
+}
+
+#[test]
+fn a_stream_that_waits_for_a_rank_is_ended_at_the_deadline() {
+    const TEST: &str = "faults::a_stream_that_waits_for_a_rank_is_ended_at_the_deadline";
+    if elsewhere(TEST, &[("FAKE_NCCL_STUCK", "ncclAllReduce")]).is_some() {
+        return;
+    }
+    fakes();
+    let comm = Communicator::init(1, 0, &get_nccl_unique_id().unwrap(), soon()).unwrap();
+    let memory = floats(&comm, &[1.0]);
+    let sum =
+        comm.follow("all_reduce", |comm| comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum)).unwrap();
+    let error = sum.wait().unwrap_err();
+    assert_eq!((error.kind(), error.op()), (Kind::Timeout, "all_reduce"));
+    assert!(error.message().contains("has not got past it in 0.200 s"), "{error}");
+    assert!(error.message().ends_with("the communicator was revoked"), "{error}");
+    let error = comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum).unwrap_err();
+    assert_eq!(error.kind(), Kind::Timeout);
+    comm.destroy();
+}
+
+#[test]
+fn a_call_that_hangs_inside_nccl_is_ended_at_the_deadline_also_where_it_cannot_be_revoked() {
+    const TEST: &str =
+        "faults::a_call_that_hangs_inside_nccl_is_ended_at_the_deadline_also_where_it_cannot_be_revoked";
+    let settings = [("FAKE_NCCL_STUCK", "ncclCommWindowRegister"), ("FAKE_NCCL_VERSION", "22800")];
+    if elsewhere(TEST, &settings).is_some() {
+        return;
+    }
+    fakes();
+    let comm = Communicator::init(1, 0, &get_nccl_unique_id().unwrap(), soon()).unwrap();
+    let error = comm.register_window(mem_alloc_on(0, 4096).unwrap(), WindowFlag::DEFAULT).unwrap_err();
+    assert_eq!(error.kind(), Kind::Timeout);
+    assert!(error.message().contains("the communicator was aborted"), "{error}");
+    assert_eq!(comm.open_handles().unwrap_err().kind(), Kind::Invalid);
+}
+
+#[test]
+fn abort_and_revoke_end_what_waits_in_streams() {
+    const TEST: &str = "faults::abort_and_revoke_end_what_waits_in_streams";
+    if elsewhere(TEST, &[("FAKE_NCCL_STUCK", "ncclAllReduce")]).is_some() {
+        return;
+    }
+    let comm = alone();
+    let memory = floats(&comm, &[1.0]);
+    let sum =
+        comm.follow("all_reduce", |comm| comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum)).unwrap();
+    comm.revoke().unwrap();
+    assert_eq!(sum.wait().unwrap_err().kind(), Kind::Canceled);
+    assert_eq!(comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum).unwrap_err().kind(), Kind::Canceled);
+    comm.destroy();
+
+    let comm = alone();
+    let memory = floats(&comm, &[1.0]);
+    let sum =
+        comm.follow("all_reduce", |comm| comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum)).unwrap();
+    comm.abort();
+    comm.abort();
+    assert_eq!(sum.wait().unwrap_err().kind(), Kind::Canceled);
+    assert_eq!(comm.rank().unwrap_err().kind(), Kind::Invalid);
+}

@@ -1,0 +1,498 @@
+//! Calls on communicators: checked, not owned. Who keeps memory, streams and handles alive is the caller's to say.
+#![allow(unsafe_code, reason = "foreign calls")]
+
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use super::api::{RawConfig, RawId, WaitDescription};
+use super::{Nccl, Progress, SIGNALS};
+use crate::cuda::StreamHandle;
+use crate::{Error, Result};
+
+/// A communicator, by NCCL's handle for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Comm(usize);
+
+impl Comm {
+    fn raw(self) -> *mut c_void {
+        ptr::with_exposed_provenance_mut(self.0)
+    }
+
+    /// The handle as a number.
+    pub fn handle(self) -> usize {
+        self.0
+    }
+}
+
+/// Where NCCL writes a handle: at once, at the end of a group, or from a thread of its own. Clones are the same place, which
+/// stays for as long as one of them lives.
+#[derive(Debug, Clone, Default)]
+pub struct Slot(Arc<AtomicPtr<c_void>>);
+
+impl Slot {
+    /// The handle, 0 until it was written.
+    pub fn handle(&self) -> usize {
+        self.0.load(Ordering::Acquire).expose_provenance()
+    }
+
+    /// The communicator that was written.
+    pub fn comm(&self) -> Option<Comm> {
+        Some(self.handle()).filter(|handle| *handle != 0).map(Comm)
+    }
+
+    fn place(&self) -> *mut *mut c_void {
+        self.0.as_ptr()
+    }
+}
+
+/// What is set when a communicator is made; NCCL's own variables of the environment come before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Config {
+    /// Whether calls wait for their end.
+    pub blocking: bool,
+}
+
+const UNSET: c_int = c_int::MIN;
+
+impl Config {
+    fn raw(self) -> RawConfig {
+        RawConfig {
+            size: size_of::<RawConfig>(),
+            magic: 0xcafe_beef,
+            version: 21800,
+            blocking: c_int::from(self.blocking),
+            cga_cluster_size: UNSET,
+            min_ctas: UNSET,
+            max_ctas: UNSET,
+            net_name: ptr::null(),
+            split_share: UNSET,
+        }
+    }
+}
+
+/// What all ranks do together, or two of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    /// `ncclAllReduce` by that operation.
+    AllReduce(i32),
+    /// `ncclReduce` by that operation, to that root.
+    Reduce(i32, i32),
+    /// `ncclBroadcast` from that root.
+    Broadcast(i32),
+    /// `ncclAllGather`.
+    AllGather,
+    /// `ncclGather` to that root.
+    Gather(i32),
+    /// `ncclScatter` from that root.
+    Scatter(i32),
+    /// `ncclReduceScatter` by that operation.
+    ReduceScatter(i32),
+    /// `ncclAlltoAll`.
+    AllToAll,
+    /// `ncclSend` to that rank.
+    Send(i32),
+    /// `ncclRecv` from that rank.
+    Recv(i32),
+}
+
+/// A put: where to, and which signal comes behind it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Put {
+    /// The rank.
+    pub peer: i32,
+    /// This rank's handle of the window.
+    pub window: usize,
+    /// Where in the peer's memory of the window, in bytes.
+    pub offset: usize,
+    /// The signal.
+    pub index: i32,
+    /// Its context.
+    pub context: i32,
+}
+
+fn pointer(address: u64) -> *mut c_void {
+    ptr::with_exposed_provenance_mut(address as usize)
+}
+
+fn stream_pointer(stream: StreamHandle) -> *mut c_void {
+    ptr::without_provenance_mut(stream.0)
+}
+
+impl Nccl {
+    /// Joins a group. The handle is in `out` when it returns, also where the call is still in progress.
+    pub fn init(
+        &self,
+        out: &Slot,
+        nranks: i32,
+        id: &[u8; 128],
+        rank: i32,
+        config: Config,
+    ) -> Result<Progress> {
+        let function = self.optional(self.api().init, "ncclCommInitRankConfig", 21400)?;
+        let mut config = config.raw();
+        // SAFETY: the slot outlives the call, and NCCL writes the handle before it returns; the settings are copied.
+        self.check("ncclCommInitRankConfig", unsafe {
+            function(out.place(), nranks, RawId(*id), rank, &mut config)
+        })
+    }
+
+    /// Splits a group; a rank without a colour takes part too, and gets no handle.
+    ///
+    /// # Safety
+    /// The communicator is alive, and the slot lives until the parent's work has ended.
+    pub unsafe fn split(
+        &self,
+        comm: Comm,
+        color: Option<i32>,
+        key: i32,
+        out: &Slot,
+        config: Config,
+    ) -> Result<Progress> {
+        let function = self.optional(self.api().split, "ncclCommSplit", 21800)?;
+        let mut config = config.raw();
+        // SAFETY: the caller's promise; the settings are copied.
+        let code = unsafe { function(comm.raw(), color.unwrap_or(-1), key, out.place(), &mut config) };
+        self.check("ncclCommSplit", code)
+    }
+
+    /// Makes a group of all ranks but those; with `abort`, work in flight is ended first.
+    ///
+    /// # Safety
+    /// The communicator is alive, and the slot lives until the parent's work has ended.
+    pub unsafe fn shrink(
+        &self,
+        comm: Comm,
+        exclude: &[i32],
+        out: &Slot,
+        config: Config,
+        abort: bool,
+    ) -> Result<Progress> {
+        let function = self.optional(self.api().shrink, "ncclCommShrink", 22700)?;
+        let (mut list, mut config) = (exclude.to_vec(), config.raw());
+        let count = c_int::try_from(list.len())
+            .map_err(|_| Error::argument("ncclCommShrink", "too many ranks are excluded"))?;
+        // SAFETY: the caller's promise; list and settings are copied.
+        self.check("ncclCommShrink", unsafe {
+            function(comm.raw(), list.as_mut_ptr(), count, out.place(), &mut config, c_int::from(abort))
+        })
+    }
+
+    /// How far the work of a communicator is.
+    ///
+    /// # Safety
+    /// The communicator is alive.
+    pub unsafe fn progress(&self, comm: Comm) -> Result<Progress> {
+        let function = self.optional(self.api().async_error, "ncclCommGetAsyncError", 20400)?;
+        let mut state = 0;
+        // SAFETY: the caller's promise; `state` outlives the call.
+        self.check("ncclCommGetAsyncError", unsafe { function(comm.raw(), &mut state) })?;
+        self.check("ncclCommGetAsyncError", state)
+    }
+
+    /// Ends the use of a communicator, once its work has ended; it stays alive.
+    ///
+    /// # Safety
+    /// The communicator is alive.
+    pub unsafe fn finalize(&self, comm: Comm) -> Result<Progress> {
+        let function = self.optional(self.api().finalize, "ncclCommFinalize", 21400)?;
+        // SAFETY: the caller's promise.
+        self.check("ncclCommFinalize", unsafe { function(comm.raw()) })
+    }
+
+    /// Frees a communicator.
+    ///
+    /// # Safety
+    /// It is alive, has nothing in progress, and is not used again.
+    pub unsafe fn destroy(&self, comm: Comm) -> Result<Progress> {
+        let function = self.optional(self.api().destroy, "ncclCommDestroy", 20000)?;
+        // SAFETY: the caller's promise.
+        self.check("ncclCommDestroy", unsafe { function(comm.raw()) })
+    }
+
+    /// Ends the work in flight and frees a communicator.
+    ///
+    /// # Safety
+    /// It is alive, and is not used again.
+    pub unsafe fn abort(&self, comm: Comm) -> Result<Progress> {
+        let function = self.optional(self.api().abort, "ncclCommAbort", 20400)?;
+        // SAFETY: the caller's promise.
+        self.check("ncclCommAbort", unsafe { function(comm.raw()) })
+    }
+
+    /// Ends the work in flight; the communicator stays alive, for nothing but its end, a split or a shrink.
+    ///
+    /// # Safety
+    /// It is alive.
+    pub unsafe fn revoke(&self, comm: Comm) -> Result<Progress> {
+        let function = self.optional(self.api().revoke, "ncclCommRevoke", 22809)?;
+        // SAFETY: the caller's promise.
+        self.check("ncclCommRevoke", unsafe { function(comm.raw(), 0) })
+    }
+
+    /// Rank and size of a communicator.
+    ///
+    /// # Safety
+    /// It is alive, and has nothing in progress.
+    pub unsafe fn place(&self, comm: Comm) -> Result<(usize, usize)> {
+        let rank = self.optional(self.api().rank, "ncclCommUserRank", 20000)?;
+        let count = self.optional(self.api().count, "ncclCommCount", 20000)?;
+        let (mut mine, mut all) = (0, 0);
+        // SAFETY: the caller's promise; both outlive the calls.
+        self.check("ncclCommUserRank", unsafe { rank(comm.raw(), &mut mine) })?;
+        // SAFETY: as above.
+        self.check("ncclCommCount", unsafe { count(comm.raw(), &mut all) })?;
+        Ok((usize::try_from(mine).unwrap_or(0), usize::try_from(all).unwrap_or(0)))
+    }
+
+    /// Registers a buffer; the handle is 0 where NCCL has no use for that.
+    ///
+    /// # Safety
+    /// The communicator is alive, and the bytes are until they are deregistered.
+    pub unsafe fn register(&self, comm: Comm, address: u64, len: usize) -> Result<usize> {
+        let function = self.optional(self.api().register, "ncclCommRegister", 21900)?;
+        // NCCL does not write it for host memory.
+        let mut handle = ptr::null_mut();
+        // SAFETY: the caller's promise; the handle outlives the call.
+        let code = unsafe { function(comm.raw(), pointer(address), len, &mut handle) };
+        self.check("ncclCommRegister", code)?;
+        Ok(handle.expose_provenance())
+    }
+
+    /// Gives up the registration of a buffer.
+    ///
+    /// # Safety
+    /// The communicator is alive, the handle is one of it, and is not used again.
+    pub unsafe fn deregister(&self, comm: Comm, handle: usize) -> Result<()> {
+        let function = self.optional(self.api().deregister, "ncclCommDeregister", 21900)?;
+        // SAFETY: the caller's promise.
+        let code = unsafe { function(comm.raw(), pointer(handle as u64)) };
+        self.check("ncclCommDeregister", code).map(drop)
+    }
+
+    /// Registers a window, with all ranks. The handle comes into the slot now, at the end of the group, or when the
+    /// communicator has nothing in progress.
+    ///
+    /// # Safety
+    /// The communicator is alive, the bytes are until the window is closed, and the slot is until the handle has come.
+    pub unsafe fn window(
+        &self,
+        comm: Comm,
+        address: u64,
+        len: usize,
+        flags: u32,
+        out: &Slot,
+    ) -> Result<Progress> {
+        let function = self.optional(self.api().window, "ncclCommWindowRegister", 22700)?;
+        // SAFETY: the caller's promise.
+        self.check("ncclCommWindowRegister", unsafe {
+            function(comm.raw(), pointer(address), len, out.place(), flags as c_int)
+        })
+    }
+
+    /// Closes a window.
+    ///
+    /// # Safety
+    /// The communicator is alive, the handle is one of it, is not used again, and nobody accesses the memory.
+    pub unsafe fn close_window(&self, comm: Comm, handle: usize) -> Result<Progress> {
+        let function = self.optional(self.api().close_window, "ncclCommWindowDeregister", 22700)?;
+        // SAFETY: the caller's promise.
+        let code = unsafe { function(comm.raw(), pointer(handle as u64)) };
+        self.check("ncclCommWindowDeregister", code)
+    }
+
+    /// An operation that multiplies this rank's elements by a scalar, and sums. `scalar` has the bytes of one element.
+    ///
+    /// # Safety
+    /// The communicator is alive.
+    pub unsafe fn scaled_sum(&self, comm: Comm, scalar: [u8; 8], datatype: i32) -> Result<i32> {
+        const ON_THE_HOST: c_int = 1;
+        let function = self.optional(self.api().scaled_sum, "ncclRedOpCreatePreMulSum", 21100)?;
+        let (mut op, mut scalar) = (0, u64::from_ne_bytes(scalar));
+        // SAFETY: the caller's promise; the scalar is read before it returns, and aligned for every type.
+        self.check("ncclRedOpCreatePreMulSum", unsafe {
+            function(&mut op, ptr::from_mut(&mut scalar).cast(), datatype, ON_THE_HOST, comm.raw())
+        })?;
+        Ok(op)
+    }
+
+    /// Gives up an operation; what was called with it goes on.
+    ///
+    /// # Safety
+    /// The communicator is alive, and the operation is one of it.
+    pub unsafe fn destroy_op(&self, comm: Comm, op: i32) -> Result<()> {
+        let function = self.optional(self.api().destroy_op, "ncclRedOpDestroy", 21100)?;
+        // SAFETY: the caller's promise.
+        self.check("ncclRedOpDestroy", unsafe { function(op, comm.raw()) }).map(drop)
+    }
+
+    /// Puts a call into a stream. `count` is that of NCCL's function: the elements of one block.
+    ///
+    /// # Safety
+    /// Communicator and stream are alive and of one device, and the bytes are until the stream has got past the call.
+    #[allow(clippy::too_many_arguments, reason = "one call is all of these")]
+    pub unsafe fn call(
+        &self,
+        comm: Comm,
+        call: Call,
+        send: u64,
+        recv: u64,
+        count: usize,
+        datatype: i32,
+        stream: StreamHandle,
+    ) -> Result<Progress> {
+        let (raw, stream) = (comm.raw(), stream_pointer(stream));
+        let (from, to) = (pointer(send), pointer(recv));
+        let api = self.api();
+        // SAFETY: the caller's promise, for each of them.
+        unsafe {
+            match call {
+                Call::AllReduce(op) => {
+                    let f = self.optional(api.all_reduce, "ncclAllReduce", 20000)?;
+                    self.check("ncclAllReduce", f(from, to, count, datatype, op, raw, stream))
+                }
+                Call::Reduce(op, root) => {
+                    let f = self.optional(api.reduce, "ncclReduce", 20000)?;
+                    self.check("ncclReduce", f(from, to, count, datatype, op, root, raw, stream))
+                }
+                Call::Broadcast(root) => {
+                    let f = self.optional(api.broadcast, "ncclBroadcast", 20200)?;
+                    self.check("ncclBroadcast", f(from, to, count, datatype, root, raw, stream))
+                }
+                Call::AllGather => {
+                    let f = self.optional(api.all_gather, "ncclAllGather", 20000)?;
+                    self.check("ncclAllGather", f(from, to, count, datatype, raw, stream))
+                }
+                Call::ReduceScatter(op) => {
+                    let f = self.optional(api.reduce_scatter, "ncclReduceScatter", 20000)?;
+                    self.check("ncclReduceScatter", f(from, to, count, datatype, op, raw, stream))
+                }
+                Call::Gather(root) => {
+                    let f = self.optional(api.gather, "ncclGather", 22800)?;
+                    self.check("ncclGather", f(from, to, count, datatype, root, raw, stream))
+                }
+                Call::Scatter(root) => {
+                    let f = self.optional(api.scatter, "ncclScatter", 22800)?;
+                    self.check("ncclScatter", f(from, to, count, datatype, root, raw, stream))
+                }
+                Call::AllToAll => {
+                    let f = self.optional(api.all_to_all, "ncclAlltoAll", 22800)?;
+                    self.check("ncclAlltoAll", f(from, to, count, datatype, raw, stream))
+                }
+                Call::Send(peer) => {
+                    let f = self.optional(api.send, "ncclSend", 20700)?;
+                    self.check("ncclSend", f(from, count, datatype, peer, raw, stream))
+                }
+                Call::Recv(peer) => {
+                    let f = self.optional(api.recv, "ncclRecv", 20700)?;
+                    self.check("ncclRecv", f(to, count, datatype, peer, raw, stream))
+                }
+            }
+        }
+    }
+
+    /// Puts a copy into a peer's memory of a window into a stream, with a signal behind it.
+    ///
+    /// # Safety
+    /// As for [`Nccl::call`]; the window is open, and the range lies in the peer's memory of it.
+    pub unsafe fn put_signal(
+        &self,
+        comm: Comm,
+        from: u64,
+        count: usize,
+        datatype: i32,
+        put: Put,
+        stream: StreamHandle,
+    ) -> Result<Progress> {
+        let function = self.optional(self.api().put_signal, "ncclPutSignal", SIGNALS)?;
+        let Put { peer, window, offset, index, context } = put;
+        // SAFETY: the caller's promise.
+        self.check("ncclPutSignal", unsafe {
+            function(
+                pointer(from),
+                count,
+                datatype,
+                peer,
+                pointer(window as u64),
+                offset,
+                index,
+                context,
+                0,
+                comm.raw(),
+                stream_pointer(stream),
+            )
+        })
+    }
+
+    /// Puts a signal to a peer into a stream.
+    ///
+    /// # Safety
+    /// Communicator and stream are alive and of one device.
+    pub unsafe fn signal(
+        &self,
+        comm: Comm,
+        peer: i32,
+        index: i32,
+        context: i32,
+        stream: StreamHandle,
+    ) -> Result<Progress> {
+        let function = self.optional(self.api().signal, "ncclSignal", SIGNALS)?;
+        // SAFETY: the caller's promise.
+        self.check("ncclSignal", unsafe {
+            function(peer, index, context, 0, comm.raw(), stream_pointer(stream))
+        })
+    }
+
+    /// Lets a stream wait for signals.
+    ///
+    /// # Safety
+    /// Communicator and stream are alive and of one device.
+    pub unsafe fn wait_signal(
+        &self,
+        comm: Comm,
+        signals: &[WaitDescription],
+        stream: StreamHandle,
+    ) -> Result<Progress> {
+        let function = self.optional(self.api().wait_signal, "ncclWaitSignal", SIGNALS)?;
+        let count = c_int::try_from(signals.len())
+            .map_err(|_| Error::argument("ncclWaitSignal", "too many signals are waited for"))?;
+        // SAFETY: the caller's promise; NCCL copies the list.
+        self.check("ncclWaitSignal", unsafe {
+            function(count, signals.as_ptr(), comm.raw(), stream_pointer(stream))
+        })
+    }
+
+    /// Gives out memory of the current device that windows accept.
+    pub fn allocate(&self, len: usize) -> Result<u64> {
+        let function = self.optional(self.api().allocate, "ncclMemAlloc", 21900)?;
+        let mut address = ptr::null_mut();
+        // SAFETY: `address` outlives the call.
+        self.check("ncclMemAlloc", unsafe { function(&mut address, len) })?;
+        Ok(address.expose_provenance() as u64)
+    }
+
+    /// Frees memory.
+    ///
+    /// # Safety
+    /// [`Nccl::allocate`] gave it out, and nobody uses it.
+    pub unsafe fn free(&self, address: u64) -> Result<()> {
+        let function = self.optional(self.api().free, "ncclMemFree", 21900)?;
+        // SAFETY: the caller's promise.
+        self.check("ncclMemFree", unsafe { function(pointer(address)) }).map(drop)
+    }
+
+    /// Begins a group of calls in this thread.
+    pub fn group_start(&self) -> Result<()> {
+        let function = self.optional(self.api().group_start, "ncclGroupStart", 20000)?;
+        // SAFETY: it takes nothing.
+        self.check("ncclGroupStart", unsafe { function() }).map(drop)
+    }
+
+    /// Ends a group of calls in this thread, and starts them.
+    pub fn group_end(&self) -> Result<Progress> {
+        let function = self.optional(self.api().group_end, "ncclGroupEnd", 20000)?;
+        // SAFETY: it takes nothing; what the calls of the group touch is the promise of who made them.
+        self.check("ncclGroupEnd", unsafe { function() })
+    }
+}

@@ -1,0 +1,514 @@
+//! The long campaigns: real processes and sockets, treated badly at random moments for as long as one likes.
+//!
+//! A campaign is run over lanes (paths), a lane in rounds. All that a round chooses comes from the seed, the campaign, the
+//! lane and the round's number, and from nothing that happened before: a round that failed can be run again alone. Every
+//! destination word is compared with what the [oracle](crate::oracle) says.
+
+mod cancel;
+mod deregister;
+mod forge;
+mod kill;
+mod life;
+mod load;
+mod neighbour;
+mod partition;
+mod recycle;
+mod scene;
+mod selfcheck;
+mod stop;
+mod strangers;
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::random::{Random, mix};
+use crate::watchdog;
+
+/// The limit without progress in the campaigns. What must end within it fails at ten times that.
+pub const STALL: Duration = Duration::from_secs(1);
+
+/// A lane ends after this many failed rounds: more of the same tell nothing new.
+const MOST_FAILURES: usize = 3;
+
+/// A round that has not ended after this long never will.
+const ROUND: Duration = Duration::from_secs(90);
+
+/// Samples beyond this many are thinned out: half of them are dropped, evenly.
+const MOST_SAMPLES: usize = 1 << 14;
+
+/// The paths between endpoints, in the order in which they are shown.
+pub const LANES: [&str; 5] = ["inproc", "mapped", "cma", "unix", "tcp"];
+
+const BETWEEN_PROCESSES: &[&str] = &["mapped", "cma", "unix", "tcp"];
+const STREAMS: &[&str] = &["unix", "tcp"];
+
+/// One kind of ill treatment.
+pub struct Campaign {
+    /// Its name.
+    pub name: &'static str,
+    /// What is done and what must hold, in one line.
+    pub summary: &'static str,
+    /// The lanes that it runs over.
+    pub lanes: &'static [&'static str],
+    /// How many rounds a lane has.
+    pub rounds: Rounds,
+    /// Makes what a lane needs; an error is why it cannot run here.
+    pub prepare: Prepare,
+}
+
+/// Makes what a lane needs; an error is why it cannot run here.
+pub type Prepare = fn(&Course) -> Result<Box<dyn Drill>, String>;
+
+/// How many rounds a lane of a campaign has.
+#[derive(Debug, Clone, Copy)]
+pub struct Rounds {
+    /// In the short form, if there is time; and how much time that takes in parts of the whole.
+    pub quick: (u32, u32),
+    /// In the long form.
+    pub long: u32,
+}
+
+/// So many rounds in the short form, which get that share of the time, and so many in the long form.
+pub const fn rounds(quick: u32, share: u32, long: u32) -> Rounds {
+    Rounds { quick: (quick, share), long }
+}
+
+/// All campaigns, in the order in which they run.
+pub static CAMPAIGNS: [Campaign; 14] = [
+    Campaign {
+        name: "kill",
+        summary: "an owner or a user is killed in mid-transfer: an error in time, then quiet; others are served",
+        lanes: BETWEEN_PROCESSES,
+        rounds: rounds(60, 22, 1000),
+        prepare: |course| Ok(Box::new(kill::Kill::new(course)?)),
+    },
+    Campaign {
+        name: "leftover",
+        summary: "workers are killed at any moment of their lives: no socket, no file, no process is left",
+        lanes: &["unix"],
+        rounds: rounds(80, 8, 1000),
+        prepare: |course| Ok(Box::new(kill::Leftover::new(course)?)),
+    },
+    Campaign {
+        name: "stop",
+        summary: "an owner or a user is stopped in mid-transfer: an error at the limit, and nothing late when it goes on",
+        lanes: BETWEEN_PROCESSES,
+        rounds: rounds(24, 28, 200),
+        prepare: |course| Ok(Box::new(stop::Stop::new(course)?)),
+    },
+    Campaign {
+        name: "partition",
+        summary: "the cable between two hosts is pulled: an error at the limit, and nothing late when it is back",
+        lanes: &["tcp"],
+        rounds: rounds(6, 24, 200),
+        prepare: |course| Ok(Box::new(partition::Partition::new(course)?)),
+    },
+    Campaign {
+        name: "cancel",
+        summary: "transfers are cancelled at any moment: the end comes soon, and not one byte lands after it",
+        lanes: &LANES,
+        rounds: rounds(300, 16, 10_000),
+        prepare: |course| Ok(Box::new(cancel::Cancel::new(course)?)),
+    },
+    Campaign {
+        name: "deregister",
+        summary: "memory is taken back under readers and writers: afterwards it is its owner's alone",
+        lanes: BETWEEN_PROCESSES,
+        rounds: rounds(400, 16, 10_000),
+        prepare: |course| Ok(Box::new(deregister::Deregister::new(course)?)),
+    },
+    Campaign {
+        name: "recycle",
+        summary: "memory is used for something else: old tickets give Stale, never the new bytes",
+        lanes: &LANES,
+        rounds: rounds(400, 16, 10_000),
+        prepare: |course| Ok(Box::new(recycle::Recycle::new(course)?)),
+    },
+    Campaign {
+        name: "fork",
+        summary: "a worker with connections forks: the child can do nothing, the parent notices nothing",
+        lanes: &["mapped", "unix", "tcp"],
+        rounds: rounds(20, 6, 200),
+        prepare: |course| Ok(Box::new(life::Fork::new(course)?)),
+    },
+    Campaign {
+        name: "exit",
+        summary: "a worker ends with work pending (exit, return, exec, signals): the code is right, its owner goes on",
+        lanes: BETWEEN_PROCESSES,
+        rounds: rounds(20, 8, 500),
+        prepare: |course| Ok(Box::new(life::Exit::new(course)?)),
+    },
+    Campaign {
+        name: "load",
+        summary: "checked operations, one after the other and many at once: memory, descriptors and threads stay flat",
+        lanes: &LANES,
+        rounds: rounds(100, 20, 10_000),
+        prepare: |course| Ok(Box::new(load::Load::new(course)?)),
+    },
+    Campaign {
+        name: "forge",
+        summary: "a peer with one narrow ticket asks for all that it has no right to: refused, counted, unharmed",
+        lanes: STREAMS,
+        rounds: rounds(60, 8, 2500),
+        prepare: |course| Ok(Box::new(forge::Forge::new(course)?)),
+    },
+    Campaign {
+        name: "strangers",
+        summary: "connections that never prove anything: no descriptor stays, and a new client is served at once",
+        lanes: STREAMS,
+        rounds: rounds(20, 10, 200),
+        prepare: |course| Ok(Box::new(strangers::Strangers::new(course)?)),
+    },
+    Campaign {
+        name: "neighbour",
+        summary: "a reader beside one that was stopped in mid-transfer keeps its throughput",
+        lanes: BETWEEN_PROCESSES,
+        rounds: rounds(4, 12, 20),
+        prepare: |course| Ok(Box::new(neighbour::Neighbour::new(course)?)),
+    },
+    Campaign {
+        name: "claim",
+        summary: "the claimer of an operation is killed or stopped: the passive side ends with the cause, and is quiet",
+        lanes: BETWEEN_PROCESSES,
+        rounds: rounds(8, 14, 200),
+        prepare: |course| Ok(Box::new(stop::Claim::new(course)?)),
+    },
+];
+
+/// A campaign that fails in some rounds: it is run only where it is named.
+pub static SELF_CHECK: Campaign = Campaign {
+    name: "self-check",
+    summary: "a bit is flipped in some rounds: the campaign must fail, in the same rounds each time",
+    lanes: &["inproc"],
+    rounds: rounds(10, 1, 10),
+    prepare: |course| Ok(Box::new(selfcheck::SelfCheck::new(course)?)),
+};
+
+/// What a lane of a campaign is given before its first round.
+pub struct Course {
+    /// The path.
+    pub lane: &'static str,
+    /// Whether little time is given.
+    pub quick: bool,
+}
+
+/// What a campaign does in one lane.
+pub trait Drill {
+    /// One round; it panics where something is wrong.
+    fn round(&mut self, round: &mut Round);
+
+    /// What is looked at after the last round.
+    fn finish(&mut self, _tally: &mut Tally) {}
+}
+
+/// One round: its own random numbers, and where its figures go.
+pub struct Round {
+    /// Its number.
+    pub number: u32,
+    /// Where all its choices come from.
+    pub random: Random,
+    /// What it has measured.
+    pub tally: Tally,
+}
+
+impl Round {
+    /// A number that is different in neighbouring rounds, for stamps.
+    pub fn generation(&self) -> u16 {
+        self.number as u16
+    }
+}
+
+/// Figures: samples of times and rates, and counts.
+#[derive(Debug, Clone, Default)]
+pub struct Tally {
+    /// Seconds, or what the name says.
+    pub samples: BTreeMap<&'static str, Vec<f64>>,
+    /// How often something happened.
+    pub counts: BTreeMap<&'static str, u64>,
+}
+
+impl Tally {
+    /// Notes a time.
+    pub fn time(&mut self, name: &'static str, time: Duration) {
+        self.sample(name, time.as_secs_f64());
+    }
+
+    /// Notes a figure.
+    pub fn sample(&mut self, name: &'static str, value: f64) {
+        self.samples.entry(name).or_default().push(value);
+    }
+
+    /// Notes that something happened.
+    pub fn count(&mut self, name: &'static str, times: u64) {
+        *self.counts.entry(name).or_default() += times;
+    }
+
+    /// Adds the figures of another one.
+    pub fn add(&mut self, other: Tally) {
+        for (name, values) in other.samples {
+            let all = self.samples.entry(name).or_default();
+            all.extend(values);
+            if all.len() > MOST_SAMPLES {
+                let mut keep = false;
+                all.retain(|_| {
+                    keep = !keep;
+                    keep
+                });
+            }
+        }
+        for (name, times) in other.counts {
+            *self.counts.entry(name).or_default() += times;
+        }
+    }
+}
+
+/// A round that failed.
+#[derive(Debug, Clone)]
+pub struct Failed {
+    /// Which one; the last number is that of what is looked at after the rounds.
+    pub round: u32,
+    /// What was wrong.
+    pub message: String,
+}
+
+/// What became of one lane.
+#[derive(Debug, Clone)]
+pub struct LaneResult {
+    /// The path.
+    pub lane: &'static str,
+    /// The rounds that were run.
+    pub rounds: u32,
+    /// Those that went well.
+    pub passed: u32,
+    /// Those that did not.
+    pub failures: Vec<Failed>,
+    /// Why there was nothing to run.
+    pub skipped: Option<String>,
+    /// How long it took.
+    pub took: Duration,
+    /// What was measured.
+    pub tally: Tally,
+}
+
+/// Which rounds to run.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// What all choices come from.
+    pub seed: u64,
+    /// The first round.
+    pub first: u32,
+    /// How many rounds; otherwise as many as the campaign has.
+    pub rounds: Option<u32>,
+    /// The short form.
+    pub quick: bool,
+    /// How long a share of the time is in the short form: a campaign ends when its shares are used up.
+    pub share: Duration,
+    /// Only these lanes.
+    pub lanes: Vec<String>,
+}
+
+/// Who looks on.
+pub trait Watcher: Send + Sync {
+    /// A lane has ended a round, well or not.
+    fn round(&self, campaign: &'static str, lane: &'static str, done: u32, of: u32);
+
+    /// A round hangs: this process ends when this returns.
+    fn hangs(&self, campaign: &'static str, lane: &'static str, failed: &Failed);
+}
+
+impl Campaign {
+    /// Runs it over its lanes, side by side.
+    pub fn run(&'static self, plan: &Plan, watcher: &Arc<dyn Watcher>) -> Vec<LaneResult> {
+        let lanes: Vec<&'static str> = self
+            .lanes
+            .iter()
+            .copied()
+            .filter(|lane| plan.lanes.is_empty() || plan.lanes.iter().any(|one| one == lane))
+            .collect();
+        // A child ends with the thread that started it, so the lanes stay until all have ended.
+        thread::scope(|scope| {
+            let running: Vec<_> = lanes
+                .into_iter()
+                .map(|lane| {
+                    thread::Builder::new()
+                        .name(format!("{}-{lane}", self.name))
+                        .spawn_scoped(scope, move || self.lane(lane, plan, watcher))
+                        .unwrap()
+                })
+                .collect();
+            running.into_iter().filter_map(|lane| lane.join().ok()).collect()
+        })
+    }
+
+    fn lane(&'static self, lane: &'static str, plan: &Plan, watcher: &Arc<dyn Watcher>) -> LaneResult {
+        let started = Instant::now();
+        let mut result = LaneResult {
+            lane,
+            rounds: 0,
+            passed: 0,
+            failures: Vec::new(),
+            skipped: None,
+            took: Duration::ZERO,
+            tally: Tally::default(),
+        };
+        let course = Course { lane, quick: plan.quick };
+        let count = plan.rounds.unwrap_or(if plan.quick { self.rounds.quick.0 } else { self.rounds.long });
+        let last = plan.first.saturating_add(count);
+        // Rounds that were asked for are all run.
+        let time = (plan.quick && plan.rounds.is_none()).then(|| plan.share * self.rounds.quick.1);
+        let mut drill: Option<Box<dyn Drill>> = None;
+        let mut number = plan.first;
+        while number < last && result.failures.len() < MOST_FAILURES {
+            if time.is_some_and(|time| started.elapsed() > time) && result.rounds > 0 {
+                break;
+            }
+            let mut round = Round {
+                number,
+                random: Random::from_seed(self.seed_of(plan.seed, lane, number)),
+                tally: Tally::default(),
+            };
+            let _watchdog = self.watch(lane, number, watcher);
+            let outcome = caught(|| -> Result<(), String> {
+                if drill.is_none() {
+                    if let Some(reason) = missing(lane) {
+                        return Err(reason);
+                    }
+                    drill = Some((self.prepare)(&course)?);
+                }
+                if let Some(drill) = &mut drill {
+                    drill.round(&mut round);
+                }
+                Ok(())
+            });
+            match outcome {
+                Ok(Ok(())) => result.passed += 1,
+                Ok(Err(reason)) => {
+                    result.skipped = Some(reason);
+                    break;
+                }
+                Err(message) => {
+                    result.failures.push(Failed { round: number, message });
+                    // What it left in an unknown state is not used any more.
+                    let _ = caught(|| drill = None);
+                }
+            }
+            result.rounds += 1;
+            result.tally.add(round.tally);
+            number += 1;
+            watcher.round(self.name, lane, number - plan.first, count);
+        }
+        if let Some(mut drill) = drill {
+            let _watchdog = self.watch(lane, number, watcher);
+            let mut tally = Tally::default();
+            let outcome = caught(|| {
+                drill.finish(&mut tally);
+                drop(drill);
+            });
+            if let Err(message) = outcome {
+                result.failures.push(Failed { round: number, message });
+            }
+            result.tally.add(tally);
+        }
+        result.took = started.elapsed();
+        result
+    }
+
+    fn seed_of(&self, seed: u64, lane: &str, round: u32) -> u64 {
+        let name = |text: &str| {
+            text.bytes().fold(0u64, |all, byte| mix(all.wrapping_mul(257).wrapping_add(u64::from(byte) + 1)))
+        };
+        mix(mix(seed) ^ name(self.name)).wrapping_add(mix(name(lane) ^ u64::from(round)))
+    }
+
+    fn watch(
+        &'static self,
+        lane: &'static str,
+        round: u32,
+        watcher: &Arc<dyn Watcher>,
+    ) -> watchdog::Watchdog {
+        let watcher = Arc::clone(watcher);
+        watchdog::watch_then(format!("{}, lane {lane}, round {round}", self.name), ROUND, move |message| {
+            watcher.hangs(self.name, lane, &Failed { round, message });
+        })
+    }
+}
+
+/// Why that path cannot be had here.
+fn missing(lane: &str) -> Option<String> {
+    let probe = towline::paths().into_iter().find(|info| info.name == lane).map(|info| info.probe);
+    match probe {
+        Some(towline::Probe::Missing { reason, .. }) => Some(reason),
+        Some(towline::Probe::Works(_)) => None,
+        None => Some(format!("no path is called {lane}")),
+    }
+}
+
+thread_local! {
+    static PLACE: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Where threads that the campaigns did not start have panicked.
+static ELSEWHERE: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Lets panics be told as results of rounds instead of being printed. Call it once, before the first campaign.
+pub fn take_panics() {
+    std::panic::set_hook(Box::new(|info| {
+        let place =
+            info.location().map_or_else(String::new, |place| format!("{}:{}", place.file(), place.line()));
+        if thread::current().name().is_some_and(|name| name.starts_with("towline-")) {
+            let told = format!("a thread of the library panicked at {place}: {info}");
+            ELSEWHERE.lock().unwrap_or_else(PoisonError::into_inner).push(told);
+        }
+        PLACE.with(|cell| *cell.borrow_mut() = Some(place));
+    }));
+}
+
+/// The panics of the library's own threads, which end no round but fail the run.
+pub fn panics_elsewhere() -> Vec<String> {
+    std::mem::take(&mut ELSEWHERE.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn caught<T>(body: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(body)).map_err(|payload| {
+        let message = payload
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| payload.downcast_ref::<&str>().map(|text| (*text).to_owned()))
+            .unwrap_or_else(|| "a panic without a message".to_owned());
+        match PLACE.with(|cell| cell.borrow_mut().take()) {
+            Some(place) => format!("{message} (at {place})"),
+            None => message,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_round_makes_the_same_choices_alone_as_among_others() {
+        let campaign = &CAMPAIGNS[0];
+        let choices = |round| Random::from_seed(campaign.seed_of(7, "tcp", round)).number();
+        let all: Vec<u64> = (0..50).map(choices).collect();
+        assert_eq!(choices(31), all[31]);
+        let mut different = all.clone();
+        different.sort_unstable();
+        different.dedup();
+        assert_eq!(different.len(), all.len());
+        assert_ne!(campaign.seed_of(7, "unix", 3), campaign.seed_of(7, "tcp", 3));
+        assert_ne!(campaign.seed_of(8, "tcp", 3), campaign.seed_of(7, "tcp", 3));
+    }
+
+    #[test]
+    fn campaigns_have_different_names_and_known_lanes() {
+        for (index, campaign) in CAMPAIGNS.iter().enumerate() {
+            assert!(CAMPAIGNS[..index].iter().all(|other| other.name != campaign.name));
+            assert!(campaign.lanes.iter().all(|lane| LANES.contains(lane)));
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! What the campaigns share: endpoints with their limits, a worker that owns memory, and somebody who looks on.
+
+use std::time::Duration;
+
+use towline::{Access, Endpoint, Kind, Limits, Registered, Remote, SystemStorage, Ticket};
+
+use super::STALL;
+use crate::bench::{outcome, routing};
+use crate::oracle::Stamp;
+use crate::process::{Process, Reply};
+use crate::watchdog::eventually;
+
+pub(super) const KIB: usize = 1 << 10;
+pub(super) const MIB: usize = 1 << 20;
+
+/// The kinds of error that a peer's death or standstill may give.
+pub(super) const GONE: [Kind; 3] = [Kind::Disconnected, Kind::Stale, Kind::Timeout];
+
+pub(super) fn endpoint(name: &str) -> Endpoint {
+    let limits = Limits { no_progress: STALL, ..Limits::default() };
+    Endpoint::options(name).limits(limits).open().unwrap()
+}
+
+pub(super) fn local(endpoint: &Endpoint, len: usize) -> Registered<SystemStorage> {
+    endpoint.register(SystemStorage::new(len).unwrap(), Access::NONE).unwrap()
+}
+
+/// The storage that a lane needs. Streams get shared memory too: that lets an observer look at it without the owner.
+pub(super) fn kind_for(lane: &str) -> &'static str {
+    if ["cma", "inproc"].contains(&lane) { "system" } else { "shared" }
+}
+
+/// The words of an order that require a lane.
+pub(super) fn paths(lane: &str) -> &str {
+    if lane == "cma" { "cma,unix" } else { lane }
+}
+
+/// A worker that owns one region, number 1.
+pub(super) struct Owner {
+    pub(super) process: Process,
+    pub(super) ticket: Ticket,
+    pub(super) len: usize,
+}
+
+impl Owner {
+    pub(super) fn open(lane: &str, len: usize) -> Owner {
+        let mut process = Process::open("owner", &format!("stall={}", STALL.as_millis()));
+        process.must(&format!("register {len} {} read+write", kind_for(lane)));
+        let ticket = process.must("ticket 1").text(0).parse().unwrap();
+        Owner { process, ticket, len }
+    }
+
+    pub(super) fn fill(&mut self, stamp: Stamp) -> Reply {
+        self.process.must(&format!("fill 1 {} {}", stamp.region, stamp.generation))
+    }
+
+    pub(super) fn import(&self, user: &Endpoint, lane: &str) -> Remote {
+        let remote = user.import_with(&self.ticket, &routing(lane)).unwrap();
+        assert_eq!(remote.path(), lane, "{}", remote.explain());
+        remote
+    }
+}
+
+/// Sees a region of another process as it is at that moment, without any help of its owner.
+pub(super) struct Observer {
+    endpoint: Endpoint,
+    remote: Remote,
+    glass: Registered<SystemStorage>,
+    len: usize,
+}
+
+impl Observer {
+    pub(super) fn of(owner: &Owner, lane: &str) -> Observer {
+        let endpoint = endpoint("observer");
+        let lane = if kind_for(lane) == "shared" { "mapped" } else { "cma" };
+        let remote = owner.import(&endpoint, lane);
+        let glass = local(&endpoint, owner.len);
+        Observer { endpoint, remote, glass, len: owner.len }
+    }
+
+    /// The bytes now.
+    pub(super) fn look(&self) -> Vec<u8> {
+        outcome(self.endpoint.read(&self.remote, &self.glass).start()).unwrap();
+        let mut bytes = vec![0; self.len];
+        self.glass.read_at(0, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+/// Panics where bytes that must stand still have changed.
+pub(super) fn unchanged(what: &str, before: &[u8], after: &[u8]) {
+    if let Some(at) = before.iter().zip(after).position(|(before, after)| before != after) {
+        let count = before.iter().zip(after).filter(|(before, after)| before != after).count();
+        panic!("{what}: {count} bytes changed after the end, the first at offset {at}");
+    }
+}
+
+/// Panics unless every byte is one of those that the two stamps have there.
+pub(super) fn old_or_new(what: &str, bytes: &[u8], at: usize, old: Stamp, new: Stamp, new_at: usize) {
+    let (mut before, mut after) = (vec![0; bytes.len()], vec![0; bytes.len()]);
+    old.fill(at as u64, &mut before);
+    new.fill(new_at as u64, &mut after);
+    let wrong = (0..bytes.len()).find(|i| bytes[*i] != before[*i] && bytes[*i] != after[*i]);
+    if let Some(wrong) = wrong {
+        panic!("{what}: the byte at offset {} is neither the old one nor the new one", at + wrong);
+    }
+}
+
+/// Waits until a read of a few bytes succeeds again.
+pub(super) fn served_again(user: &Endpoint, ticket: &Ticket, lane: &str, what: &str) {
+    let small = local(user, 4096);
+    let served = eventually(STALL * 10, || {
+        user.import_with(ticket, &routing(lane))
+            .and_then(|remote| outcome(user.read(&remote, &small).at(0, 0, 4096).start()))
+            .is_ok()
+    });
+    assert!(served, "{what}: the owner goes on, and nobody is served");
+}
+
+/// An owner that nothing happens to: whoever fails somewhere else must still reach it.
+pub(super) struct Bystander {
+    owner: Owner,
+    stamp: Stamp,
+}
+
+impl Bystander {
+    pub(super) fn open(lane: &str) -> Bystander {
+        let stamp = Stamp::new(50, 1);
+        let mut owner = Owner::open(lane, 64 * KIB);
+        owner.fill(stamp);
+        Bystander { owner, stamp }
+    }
+
+    pub(super) fn serves(&self, user: &Endpoint, lane: &str) -> Duration {
+        let started = std::time::Instant::now();
+        let remote = self.owner.import(user, lane);
+        let local = local(user, 64 * KIB);
+        outcome(user.read(&remote, &local).start()).unwrap();
+        let took = started.elapsed();
+        self.stamp.verify_storage(local.storage(), 0, 64 * KIB).unwrap();
+        took
+    }
+}

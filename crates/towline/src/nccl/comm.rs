@@ -1,0 +1,661 @@
+//! One rank's membership in a group of NCCL's: how it comes to be, how far it is, and how it ends.
+#![allow(unsafe_code, reason = "calls NCCL on communicators that are alive")]
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, mpsc};
+use std::time::{Duration, Instant};
+
+use towline_sys::cuda::{Entered, Event};
+use towline_sys::nccl::{self as sys, Nccl, Progress, Slot};
+
+use super::handles::Entry;
+use super::{failed, watch};
+use crate::cuda::Gpu;
+use crate::memory::Buffer;
+use crate::sync::lock;
+use crate::{Error, Kind, Result, fork};
+
+/// What is set when a communicator is made.
+#[derive(Debug, Clone)]
+pub struct CommOptions {
+    /// Whether calls wait until NCCL has taken them.
+    pub blocking: bool,
+    /// The longest wait, for other ranks and for streams.
+    pub timeout: Duration,
+}
+
+impl Default for CommOptions {
+    fn default() -> CommOptions {
+        CommOptions { blocking: true, timeout: Duration::from_secs(30) }
+    }
+}
+
+/// A rank's membership in a group of NCCL's, on one GPU. Cheap to clone; [`destroy`](Comm::destroy) ends it for all clones.
+///
+/// ```no_run
+/// use towline::nccl::{Comm, CommOptions, unique_id};
+/// let comm = Comm::init(0, 1, 0, &unique_id()?, CommOptions::default())?;
+/// assert_eq!(comm.place()?, (0, 1));
+/// comm.destroy();
+/// # Ok::<(), towline::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Comm(pub(super) Arc<Core>);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Open,
+    Finalized,
+    /// Nothing but its end, a split or a shrink is possible.
+    Revoked,
+    /// NCCL has freed it.
+    Gone,
+}
+
+struct Life {
+    stage: Stage,
+    closing: bool,
+    /// Why it was stopped.
+    failure: Option<Error>,
+}
+
+/// What the clones of a communicator share.
+pub(super) struct Core {
+    pub(super) nccl: Nccl,
+    pub(super) gpu: Arc<Gpu>,
+    pub(super) options: CommOptions,
+    place: OnceLock<(usize, usize)>,
+    raw: Slot,
+    life: Mutex<Life>,
+    /// NCCL takes one call at a time for a communicator.
+    calling: Mutex<()>,
+    in_flight: Mutex<InFlight>,
+    pub(super) handles: Mutex<Vec<Arc<Entry>>>,
+    /// Memory that NCCL would not let go of; freed after the communicator.
+    pub(super) kept: Mutex<Vec<Buffer>>,
+    /// Of whose work it is made, until it is.
+    parent: Mutex<Option<Arc<Core>>>,
+}
+
+#[derive(Default)]
+struct InFlight {
+    work: VecDeque<(Arc<Event>, [Option<Buffer>; 2])>,
+    spare: Vec<Event>,
+}
+
+impl Comm {
+    /// Joins a group of `nranks` as `rank`, on the GPU of that ordinal.
+    ///
+    /// # Errors
+    /// `Unavailable` without NCCL, a driver or a GPU; `Timeout` where the ranks did not come in time; what NCCL says.
+    pub fn init(
+        ordinal: u32,
+        nranks: usize,
+        rank: usize,
+        id: &[u8; 128],
+        options: CommOptions,
+    ) -> Result<Comm> {
+        const OP: &str = "init";
+        fork::guard(OP)?;
+        let (count, number) = match (i32::try_from(nranks), i32::try_from(rank)) {
+            (Ok(count), Ok(number)) if number < count => (count, number),
+            _ => return Err(Error::invalid(OP, format!("there is no rank {rank} among {nranks}"))),
+        };
+        let nccl = Nccl::load().map_err(|error| failed(OP, None, error))?;
+        let gpu = Gpu::open(ordinal).map_err(|error| error.during(OP))?;
+        let core = Core::new(nccl, gpu, options, Slot::default(), None);
+        let _ = core.place.set((rank, nranks));
+        if core.options.blocking {
+            meet(&core, count, id, number)?;
+        } else {
+            let _entered = core.gpu.enter(OP)?;
+            let begun = core.nccl.init(&core.raw, count, id, number, core.config());
+            begun.map_err(|error| failed(OP, Some(&core.nccl), error))?;
+        }
+        Ok(Comm(core))
+    }
+
+    /// Rank and size. Not known before a split that does not block has ended.
+    pub fn place(&self) -> Result<(usize, usize)> {
+        self.0.place("rank")
+    }
+
+    /// The GPU that it is on.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.0.gpu
+    }
+
+    /// What was set when it was made.
+    pub fn options(&self) -> &CommOptions {
+        &self.0.options
+    }
+
+    /// NCCL's version, 22809 for 2.28.9.
+    pub fn version(&self) -> u32 {
+        self.0.nccl.version()
+    }
+
+    /// Whether it was neither destroyed nor aborted.
+    pub fn is_open(&self) -> bool {
+        let life = lock(&self.0.life);
+        !life.closing && life.stage != Stage::Gone
+    }
+
+    /// Fails where it cannot be used for communication any more.
+    pub fn check_usable(&self, op: &'static str) -> Result<()> {
+        self.0.usable(op).map(drop)
+    }
+
+    /// How far it is: in progress, done, or the error with which it ended.
+    pub fn progress(&self) -> Result<Progress> {
+        self.0.progress("get_async_error")
+    }
+
+    /// Waits until nothing is in progress and all streams have got past what was put into them.
+    ///
+    /// # Errors
+    /// `Timeout` at the deadline: then it was revoked or aborted.
+    pub fn synchronize(&self) -> Result<()> {
+        const OP: &str = "synchronize";
+        self.0.settle(OP)?;
+        self.0.drain(OP)?;
+        self.0.failure().map_or(Ok(()), Err)
+    }
+
+    /// How many handles are open.
+    pub fn open_handles(&self) -> usize {
+        lock(&self.0.handles).len()
+    }
+
+    /// Waits until everything in flight has ended, and ends its use. A second call is harmless.
+    pub fn finalize(&self) -> Result<()> {
+        const OP: &str = "finalize";
+        if lock(&self.0.life).stage == Stage::Finalized {
+            return Ok(());
+        }
+        self.0.settle(OP)?;
+        self.0.drain(OP)?;
+        self.0.finalize(OP)
+    }
+
+    /// Closes all handles once work in flight has ended, and leaves the group. A second call is harmless.
+    pub fn destroy(&self) {
+        self.0.close();
+    }
+
+    /// Ends the work in flight and leaves the group. A second call is harmless.
+    pub fn abort(&self) {
+        if fork::in_child() || std::mem::replace(&mut lock(&self.0.life).closing, true) {
+            return;
+        }
+        let why = Error::new(Kind::Canceled, "abort", "the communicator was aborted");
+        self.0.abort(why);
+        self.0.release();
+    }
+
+    /// Ends the work in flight and forbids further calls, but those that end it, split it or shrink it.
+    ///
+    /// # Errors
+    /// `Unsupported` before NCCL 2.28.9; what NCCL says.
+    pub fn revoke(&self) -> Result<()> {
+        const OP: &str = "revoke";
+        let raw = self.0.raw(OP)?;
+        let mut life = lock(&self.0.life);
+        if life.stage == Stage::Revoked {
+            return Ok(());
+        }
+        let _entered = self.0.gpu.enter(OP)?;
+        // SAFETY: it is alive: what frees it holds the same lock.
+        let revoked = unsafe { self.0.nccl.revoke(raw) };
+        revoked.map_err(|error| failed(OP, Some(&self.0.nccl), error))?;
+        life.stage = Stage::Revoked;
+        life.failure = Some(Error::new(Kind::Canceled, OP, "the communicator was revoked"));
+        Ok(())
+    }
+
+    /// Makes a group of the ranks of one colour, by key and then by rank. `None` for a rank without a colour.
+    pub fn split(&self, color: Option<u32>, key: i64, options: CommOptions) -> Result<Option<Comm>> {
+        const OP: &str = "split";
+        let limits = "NCCL takes colours and keys below 2147483648";
+        let number = color.map(i32::try_from).transpose().map_err(|_| Error::invalid(OP, limits))?;
+        let key = i32::try_from(key).map_err(|_| Error::invalid(OP, limits))?;
+        let child = self.child(OP, options, |raw, slot, config| {
+            // SAFETY: the parent is alive; it and the child keep the slot.
+            unsafe { self.0.nccl.split(raw, number, key, slot, config) }
+        })?;
+        Ok(number.map(|_| child))
+    }
+
+    /// Makes a group of all ranks but those; with `abort`, work in flight is ended first.
+    pub fn shrink(&self, exclude: &[usize], abort: bool, options: CommOptions) -> Result<Comm> {
+        const OP: &str = "shrink";
+        let (rank, nranks) = self.place()?;
+        if exclude.is_empty() || exclude.contains(&rank) || exclude.iter().any(|one| *one >= nranks) {
+            let message = format!("{exclude:?} are not other ranks of {nranks}");
+            return Err(Error::invalid(OP, message));
+        }
+        let list: Vec<i32> = exclude.iter().map(|rank| *rank as i32).collect();
+        self.child(OP, options, |raw, slot, config| {
+            // SAFETY: the parent is alive; it and the child keep the slot.
+            unsafe { self.0.nccl.shrink(raw, &list, slot, config, abort) }
+        })
+    }
+
+    fn child(
+        &self,
+        op: &'static str,
+        options: CommOptions,
+        make: impl FnOnce(sys::Comm, &Slot, sys::Config) -> towline_sys::Result<Progress>,
+    ) -> Result<Comm> {
+        let parent = &self.0;
+        fork::guard(op)?;
+        let raw = parent.raw(op)?;
+        parent.settle(op)?;
+        let slot = Slot::default();
+        let (nccl, gpu) = (parent.nccl.clone(), Arc::clone(&parent.gpu));
+        let child = Core::new(nccl, gpu, options, slot.clone(), Some(Arc::clone(parent)));
+        let _entered = parent.gpu.enter(op)?;
+        let _one = lock(&parent.calling);
+        let guard = parent.guard(op);
+        let made = make(raw, &slot, child.config());
+        drop(guard);
+        made.map_err(|error| parent.explain(op, error))?;
+        Ok(Comm(child))
+    }
+}
+
+/// Calls the blocking init in a thread of its own: NCCL cannot be told to give it up.
+fn meet(core: &Arc<Core>, nranks: i32, id: &[u8; 128], rank: i32) -> Result<()> {
+    const OP: &str = "init";
+    let abandoned = Arc::new(Mutex::new(false));
+    let (tell, told) = mpsc::channel();
+    let (id, inner, left) = (*id, Arc::clone(core), Arc::clone(&abandoned));
+    let work = move || {
+        let begun = inner.gpu.enter(OP).and_then(|_entered| {
+            let made = inner.nccl.init(&inner.raw, nranks, &id, rank, inner.config());
+            made.map_err(|error| failed(OP, Some(&inner.nccl), error))
+        });
+        let left = lock(&left);
+        if *left {
+            inner.abort(Error::new(Kind::Timeout, OP, "the ranks came too late"));
+        } else {
+            let _ = tell.send(begun);
+        }
+    };
+    let thread = std::thread::Builder::new().name("towline-nccl-init".into()).spawn(work);
+    thread.map_err(|error| Error::os(OP, "thread creation", error))?;
+    if let Ok(outcome) = told.recv_timeout(core.options.timeout) {
+        return outcome.map(drop);
+    }
+    *lock(&abandoned) = true;
+    if let Ok(outcome) = told.try_recv() {
+        return outcome.map(drop);
+    }
+    let seconds = core.options.timeout.as_secs_f64();
+    let message = format!(
+        "ncclCommInitRankConfig is still in progress after {seconds:.3} s: not all {nranks} ranks have come"
+    );
+    Err(Error::new(Kind::Timeout, OP, message))
+}
+
+impl Core {
+    fn new(
+        nccl: Nccl,
+        gpu: Arc<Gpu>,
+        options: CommOptions,
+        raw: Slot,
+        parent: Option<Arc<Core>>,
+    ) -> Arc<Core> {
+        Arc::new(Core {
+            nccl,
+            gpu,
+            options,
+            place: OnceLock::new(),
+            raw,
+            life: Mutex::new(Life { stage: Stage::Open, closing: false, failure: None }),
+            calling: Mutex::default(),
+            in_flight: Mutex::default(),
+            handles: Mutex::default(),
+            kept: Mutex::default(),
+            parent: Mutex::new(parent),
+        })
+    }
+
+    fn config(&self) -> sys::Config {
+        sys::Config { blocking: self.options.blocking }
+    }
+
+    /// NCCL's handle, while there is one.
+    fn raw(&self, op: &'static str) -> Result<sys::Comm> {
+        fork::guard(op)?;
+        if lock(&self.life).stage == Stage::Gone {
+            return Err(closed(op));
+        }
+        self.raw.comm().ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))
+    }
+
+    /// NCCL's handle, for communication.
+    pub(super) fn usable(&self, op: &'static str) -> Result<sys::Comm> {
+        let raw = self.raw(op)?;
+        let life = lock(&self.life);
+        match life.stage {
+            Stage::Open if !life.closing => Ok(raw),
+            Stage::Finalized => Err(Error::invalid(op, "the communicator is finalized")),
+            Stage::Revoked => Err(life.failure.clone().unwrap_or_else(|| closed(op)).during(op)),
+            _ => Err(closed(op)),
+        }
+    }
+
+    pub(super) fn place(&self, op: &'static str) -> Result<(usize, usize)> {
+        if let Some(place) = self.place.get() {
+            return if self.is_gone() { Err(closed(op)) } else { Ok(*place) };
+        }
+        self.settle(op)?;
+        let raw = self.raw(op)?;
+        // SAFETY: it is alive, and nothing is in progress.
+        let place = unsafe { self.nccl.place(raw) };
+        let place = place.map_err(|error| failed(op, Some(&self.nccl), error))?;
+        Ok(*self.place.get_or_init(|| place))
+    }
+
+    /// Why it was stopped, if it was.
+    pub(super) fn failure(&self) -> Option<Error> {
+        lock(&self.life).failure.clone()
+    }
+
+    /// What a refusal means: where it was stopped meanwhile, that is why.
+    pub(super) fn explain(&self, op: &'static str, error: towline_sys::Error) -> Error {
+        match self.failure() {
+            Some(why) => Error::new(why.kind(), op, format!("{}: {error}", why.message())).caused_by(error),
+            None => failed(op, Some(&self.nccl), error),
+        }
+    }
+
+    /// Limits a call that waits inside NCCL.
+    pub(super) fn guard(self: &Arc<Self>, op: &'static str) -> Option<watch::Guard> {
+        let far = Duration::from_secs(86_400 * 365);
+        let deadline = Instant::now() + self.options.timeout.min(far);
+        self.options.blocking.then(|| watch::guard(Arc::downgrade(self), op, deadline))
+    }
+
+    /// Takes the right to call NCCL for this communicator.
+    pub(super) fn serialise(&self) -> MutexGuard<'_, ()> {
+        lock(&self.calling)
+    }
+
+    pub(super) fn progress(&self, op: &'static str) -> Result<Progress> {
+        if let Some(failure) = self.failure() {
+            return Err(failure.during(op));
+        }
+        let Some(raw) = self.raw.comm() else {
+            let parent = lock(&self.parent).clone();
+            let parent =
+                parent.ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))?;
+            // The parent writes the handle before it says that it is done.
+            return match parent.progress(op)? {
+                Progress::Done if self.raw.comm().is_none() => {
+                    Err(Error::invalid(op, "this rank belongs to no group"))
+                }
+                _ => Ok(Progress::InProgress),
+            };
+        };
+        let life = lock(&self.life);
+        if life.stage == Stage::Gone {
+            return Err(closed(op));
+        }
+        let _entered = self.gpu.enter(op)?;
+        // SAFETY: it is alive: what frees it holds the same lock.
+        let progress = unsafe { self.nccl.progress(raw) };
+        let progress = progress.map_err(|error| failed(op, Some(&self.nccl), error))?;
+        if progress == Progress::Done {
+            lock(&self.parent).take();
+        }
+        Ok(progress)
+    }
+
+    /// Waits until nothing is in progress; at the deadline it is stopped.
+    pub(super) fn settle(&self, op: &'static str) -> Result<()> {
+        if self.options.blocking && self.raw.comm().is_some() {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let mut pause = Duration::from_micros(10);
+        while self.progress(op)? == Progress::InProgress {
+            if begun.elapsed() >= self.options.timeout {
+                let (seconds, state) = (self.options.timeout.as_secs_f64(), self.stop(op));
+                return Err(Error::new(
+                    Kind::Timeout,
+                    op,
+                    format!("still in progress after {seconds:.3} s; {state}"),
+                ));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// Waits until the streams have got past all that was put into them; at the deadline it is stopped.
+    pub(super) fn drain(&self, op: &'static str) -> Result<()> {
+        if self.streams_end(self.options.timeout) {
+            return Ok(());
+        }
+        let (seconds, state) = (self.options.timeout.as_secs_f64(), self.stop(op));
+        let message = format!("streams have not got past the work in them in {seconds:.3} s; {state}");
+        Err(Error::new(Kind::Timeout, op, message))
+    }
+
+    fn streams_end(&self, within: Duration) -> bool {
+        let begun = Instant::now();
+        let mut pause = Duration::from_micros(5);
+        loop {
+            self.sweep(usize::MAX);
+            if lock(&self.in_flight).work.is_empty() {
+                return true;
+            }
+            if begun.elapsed() >= within {
+                return false;
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(1));
+        }
+    }
+
+    /// Lets go of memory that the streams have got past, of at most so many calls.
+    pub(super) fn sweep(&self, most: usize) {
+        let mut over = Vec::new();
+        {
+            let mut in_flight = lock(&self.in_flight);
+            for _ in 0..most {
+                // A lost context answers with an error: nothing runs there any more.
+                let Some((event, _)) = in_flight.work.front() else { break };
+                if matches!(event.has_happened(), Ok(false)) {
+                    break;
+                }
+                let Some((event, memory)) = in_flight.work.pop_front() else { break };
+                if let Some(event) = Arc::into_inner(event) {
+                    in_flight.spare.push(event);
+                }
+                over.push(memory);
+            }
+        }
+        // The owners are told outside of the lock.
+        drop(over);
+    }
+
+    /// An event for work that is put into a stream.
+    pub(super) fn event(&self, op: &'static str, entered: &Entered<'_>) -> Result<Event> {
+        match lock(&self.in_flight).spare.pop() {
+            Some(event) => Ok(event),
+            None => entered.event().map_err(|error| crate::cuda::failed(op, error)),
+        }
+    }
+
+    /// Keeps memory until the event has happened.
+    pub(super) fn keep(&self, event: &Arc<Event>, memory: [Option<Buffer>; 2]) {
+        lock(&self.in_flight).work.push_back((Arc::clone(event), memory));
+    }
+
+    /// Revokes it, or aborts it where NCCL cannot revoke, and says so. Any thread, also while another is inside NCCL.
+    pub(super) fn stop(&self, op: &'static str) -> String {
+        let mut life = lock(&self.life);
+        if let Some(failure) = &life.failure {
+            return failure.message().to_owned();
+        }
+        let Some(raw) = self.raw.comm().filter(|_| life.stage != Stage::Gone) else {
+            return "it was not initialised".to_owned();
+        };
+        let _entered = self.gpu.enter(op);
+        // SAFETY: it is alive: what frees it holds the same lock.
+        let state = match unsafe { self.nccl.progress(raw) } {
+            Ok(Progress::Done) => "NCCL knows of no error".to_owned(),
+            Ok(Progress::InProgress) => "NCCL says that it is in progress".to_owned(),
+            Err(error) => format!("NCCL says: {error}"),
+        };
+        // SAFETY: as above.
+        let done = match unsafe { self.nccl.revoke(raw) } {
+            Ok(_) => {
+                life.stage = Stage::Revoked;
+                "the communicator was revoked"
+            }
+            Err(_) => {
+                life.stage = Stage::Gone;
+                // SAFETY: as above, and it is not used again.
+                match unsafe { self.nccl.abort(raw) } {
+                    Ok(_) => "the communicator was aborted",
+                    Err(_) => "the communicator could not be aborted",
+                }
+            }
+        };
+        let message = format!("{state}; {done}");
+        life.failure = Some(Error::new(Kind::Timeout, op, message.clone()));
+        message
+    }
+
+    fn abort(&self, why: Error) {
+        let mut life = lock(&self.life);
+        life.failure.get_or_insert(why);
+        let Some(raw) = self.raw.comm().filter(|_| life.stage != Stage::Gone) else { return };
+        life.stage = Stage::Gone;
+        let Ok(_entered) = self.gpu.enter("abort") else { return };
+        // SAFETY: it is alive: what frees it holds the same lock; it is not used again.
+        if let Err(error) = unsafe { self.nccl.abort(raw) } {
+            tracing::error!(%error, "a communicator of NCCL's could not be aborted");
+        }
+    }
+
+    fn finalize(self: &Arc<Self>, op: &'static str) -> Result<()> {
+        let raw = self.usable(op)?;
+        let entered = self.gpu.enter(op)?;
+        let one = self.serialise();
+        let guard = self.guard(op);
+        // SAFETY: it is alive; only its owner frees it, or who stops it, and then NCCL gives an error.
+        let ended = unsafe { self.nccl.finalize(raw) };
+        drop((guard, one, entered));
+        ended.map_err(|error| self.explain(op, error))?;
+        self.settle(op)?;
+        let mut life = lock(&self.life);
+        if life.stage == Stage::Open {
+            life.stage = Stage::Finalized;
+        }
+        Ok(())
+    }
+
+    /// Closes handles after work in flight, then frees the communicator.
+    fn close(self: &Arc<Self>) {
+        const OP: &str = "destroy";
+        if fork::in_child() {
+            return;
+        }
+        {
+            let life = lock(&self.life);
+            if life.closing {
+                return;
+            }
+        }
+        if self.raw.comm().is_some() || lock(&self.parent).is_some() {
+            // Whatever goes wrong here has stopped the communicator, and what follows sees that.
+            let calm = self.settle(OP).and_then(|()| self.drain(OP));
+            self.close_handles();
+            let open = lock(&self.life).stage == Stage::Open;
+            let ended = if open { calm.and_then(|()| self.finalize(OP)) } else { calm };
+            if let Err(error) = ended {
+                tracing::warn!(%error, "a communicator did not end in order");
+            }
+        }
+        {
+            let mut life = lock(&self.life);
+            if std::mem::replace(&mut life.closing, true) {
+                return;
+            }
+            if let Some(raw) = self.raw.comm().filter(|_| life.stage != Stage::Gone)
+                && let Ok(_entered) = self.gpu.enter(OP)
+            {
+                life.stage = Stage::Gone;
+                // SAFETY: it is alive, nothing is in progress, and it is not used again.
+                if let Err(error) = unsafe { self.nccl.destroy(raw) } {
+                    tracing::error!(%error, "a communicator of NCCL's could not be destroyed");
+                }
+            }
+            life.stage = Stage::Gone;
+        }
+        self.release();
+    }
+
+    fn close_handles(self: &Arc<Self>) {
+        let entries: Vec<_> = lock(&self.handles).clone();
+        for entry in entries {
+            if let Err(error) = self.close_entry(&entry) {
+                tracing::error!(%error, "a handle of NCCL's could not be closed");
+            }
+        }
+    }
+
+    /// Lets go of all memory once no stream uses it. The communicator is gone.
+    fn release(self: &Arc<Self>) {
+        self.close_handles();
+        if !self.streams_end(self.options.timeout) {
+            let left = std::mem::take(&mut lock(&self.in_flight).work);
+            tracing::error!(
+                calls = left.len(),
+                "streams still use memory of a communicator that is gone; it is kept"
+            );
+            std::mem::forget(left);
+        }
+        drop(std::mem::take(&mut *lock(&self.kept)));
+    }
+
+    /// Whether NCCL has freed it, or will not be asked any more.
+    pub(super) fn is_gone(&self) -> bool {
+        lock(&self.life).stage == Stage::Gone
+    }
+
+    /// NCCL's handle, for closing what was registered with it.
+    pub(super) fn for_closing(&self) -> Option<sys::Comm> {
+        if self.is_gone() { None } else { self.raw.comm() }
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        if fork::in_child() {
+            return;
+        }
+        // Only a communicator whose maker failed gets here alive: `Comm` and its user destroy it.
+        self.abort(Error::new(Kind::Canceled, "drop", "the communicator was dropped"));
+    }
+}
+
+fn closed(op: &'static str) -> Error {
+    Error::invalid(op, "the communicator was destroyed or aborted")
+}
+
+impl fmt::Debug for Comm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Comm")
+            .field("gpu", &self.0.gpu.ordinal())
+            .field("place", &self.0.place.get())
+            .finish()
+    }
+}

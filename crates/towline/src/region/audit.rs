@@ -1,0 +1,194 @@
+//! Who used a region, as far as its owner can see.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::identity::{Identity, Incarnation};
+use crate::sync::lock;
+
+/// So many peers are told apart; what the others do is counted together.
+const MOST_PEERS: usize = 1024;
+
+/// Who used a region, or an endpoint, and who was refused.
+///
+/// Counted is what the owner serves and refuses. A peer that was given the memory itself ([`unseen`](PeerAudit::unseen))
+/// copies without the owner, which cannot know how much. Names are what peers call themselves.
+///
+/// ```
+/// use towline::{Access, Endpoint, Routing, SystemStorage};
+/// let owner = Endpoint::open("owner")?;
+/// let region = owner.register(SystemStorage::new(4096)?, Access::READ)?;
+/// let user = Endpoint::open("user")?;
+/// let remote = user.import_with(&region.ticket()?, &Routing::default().require("tcp")?)?;
+/// let local = user.register(SystemStorage::new(4096)?, Access::NONE)?;
+/// user.read(&remote, &local).start()?.wait()?;
+/// let audit = region.audit();
+/// assert_eq!((audit.peers[0].peer.as_str(), audit.peers[0].reads), ("user", (1, 4096)));
+/// # Ok::<(), towline::Error>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Audit {
+    /// The peers, by name.
+    pub peers: Vec<PeerAudit>,
+}
+
+/// What one peer did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerAudit {
+    /// What the peer calls itself; `(others)` where there were too many to tell apart.
+    pub peer: String,
+    /// The life of the peer that is meant.
+    pub incarnation: Incarnation,
+    /// Requests to read that the owner served, and the bytes that they asked for.
+    pub reads: (u64, u64),
+    /// Requests to write, combine, count and signal that the owner served, and the bytes that they brought.
+    pub writes: (u64, u64),
+    /// Requests and tickets that the owner refused.
+    pub refused: u64,
+    /// The peer was given the memory itself (paths `inproc`, `mapped`, `cma`): what it copied there is not counted.
+    pub unseen: bool,
+}
+
+impl Audit {
+    /// Whether some peer was given the memory itself, so that the numbers are not all there is.
+    pub fn is_incomplete(&self) -> bool {
+        self.peers.iter().any(|peer| peer.unseen)
+    }
+}
+
+impl fmt::Display for Audit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.peers.is_empty() {
+            return writeln!(f, "nobody has come");
+        }
+        for peer in &self.peers {
+            let short: String = peer.incarnation.to_string().chars().take(8).collect();
+            writeln!(
+                f,
+                "{} ({short}): {} reads of {} bytes, {} writes of {} bytes, {} refused{}",
+                peer.peer,
+                peer.reads.0,
+                peer.reads.1,
+                peer.writes.0,
+                peer.writes.1,
+                peer.refused,
+                if peer.unseen { "; may copy by itself, which the owner does not see" } else { "" }
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// The counters behind one [`PeerAudit`].
+#[derive(Default)]
+pub(crate) struct Entry {
+    reads: AtomicU64,
+    read_bytes: AtomicU64,
+    writes: AtomicU64,
+    written_bytes: AtomicU64,
+    refused: AtomicU64,
+    unseen: AtomicBool,
+}
+
+/// What a request did.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Deed {
+    Read(u64),
+    Written(u64),
+    Refused,
+    GivenAway,
+}
+
+impl Entry {
+    pub(crate) fn count(&self, deed: Deed) {
+        let add = |counter: &AtomicU64, number| {
+            counter.fetch_add(number, Ordering::Relaxed);
+        };
+        match deed {
+            Deed::Read(bytes) => {
+                add(&self.reads, 1);
+                add(&self.read_bytes, bytes);
+            }
+            Deed::Written(bytes) => {
+                add(&self.writes, 1);
+                add(&self.written_bytes, bytes);
+            }
+            Deed::Refused => add(&self.refused, 1),
+            Deed::GivenAway => self.unseen.store(true, Ordering::Relaxed),
+        }
+    }
+}
+
+/// Everybody's counters.
+#[derive(Default)]
+pub(crate) struct Ledger(Mutex<HashMap<Identity, Arc<Entry>>>);
+
+impl Ledger {
+    /// The counters of that peer.
+    pub(crate) fn of(&self, peer: &Identity) -> Arc<Entry> {
+        let mut all = lock(&self.0);
+        if let Some(known) = all.get(peer) {
+            return Arc::clone(known);
+        }
+        let who = if all.len() < MOST_PEERS { peer.clone() } else { others() };
+        Arc::clone(all.entry(who).or_default())
+    }
+
+    pub(crate) fn audit(&self) -> Audit {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let mut peers: Vec<PeerAudit> = lock(&self.0)
+            .iter()
+            .map(|(peer, entry)| PeerAudit {
+                peer: peer.name.clone(),
+                incarnation: peer.incarnation,
+                reads: (load(&entry.reads), load(&entry.read_bytes)),
+                writes: (load(&entry.writes), load(&entry.written_bytes)),
+                refused: load(&entry.refused),
+                unseen: entry.unseen.load(Ordering::Relaxed),
+            })
+            .collect();
+        peers.sort_by(|a, b| (&a.peer, a.incarnation).cmp(&(&b.peer, b.incarnation)));
+        Audit { peers }
+    }
+}
+
+fn others() -> Identity {
+    let name = "(others)".to_owned();
+    Identity { id: crate::EndpointId::of(&name), incarnation: Incarnation([0; 16]), name }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn peers_beyond_the_limit_are_counted_together() {
+        let ledger = Ledger::default();
+        for number in 0..MOST_PEERS + 500 {
+            let peer = Identity::new(format!("peer-{number}"), Incarnation([1; 16])).unwrap();
+            ledger.of(&peer).count(Deed::Refused);
+        }
+        let audit = ledger.audit();
+        assert_eq!(audit.peers.len(), MOST_PEERS + 1);
+        let others = audit.peers.iter().find(|peer| peer.peer == "(others)").unwrap();
+        assert_eq!(others.refused, 500);
+        assert!(!audit.is_incomplete());
+    }
+
+    #[test]
+    fn what_the_owner_does_not_see_is_said() {
+        let ledger = Ledger::default();
+        let peer = Identity::new("near", Incarnation([0xab; 16])).unwrap();
+        ledger.of(&peer).count(Deed::Read(10));
+        ledger.of(&peer).count(Deed::GivenAway);
+        let audit = ledger.audit();
+        assert!(audit.is_incomplete());
+        let text = audit.to_string();
+        assert!(text.contains("near (abababab): 1 reads of 10 bytes"), "{text}");
+        assert!(text.contains("does not see"), "{text}");
+        assert_eq!(Audit::default().to_string(), "nobody has come\n");
+    }
+}

@@ -1,0 +1,144 @@
+//! The owner's file is opened here: its descriptor was passed, and the workers read and write it under a pin.
+#![allow(unsafe_code, reason = "implements the seam over raw local addresses")]
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::direct::{Direct, DirectAttachment};
+use super::inproc::file::{move_file_pieces, no_words};
+use super::tcp::GrantHandle;
+use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
+use crate::layout::Piece;
+use crate::memory::{FileSlice, Place};
+use crate::progress;
+use crate::region::RegionCore;
+use crate::transfer::{Op, Signal};
+use crate::wire::AtomicOp;
+use crate::{Access, Error, Kind, Result};
+
+const OP: &str = "import";
+
+/// The only question; an empty one would give back what was never lent.
+const OPEN: &[u8] = b"open";
+
+/// The transport over passed descriptors of files.
+pub(crate) struct FilePath;
+
+fn unavailable(reason: impl Into<Cow<'static, str>>) -> Error {
+    Error::new(Kind::Unavailable, OP, reason)
+}
+
+/// Whether the owner can be asked for a descriptor.
+fn candidate<'a>(offer: &'a Offer<'_>) -> Result<&'a Arc<GrantHandle>> {
+    let Owner::There(handle) = &offer.owner else {
+        return Err(unavailable("the owner is in this process"));
+    };
+    if offer.grant.place != Place::Disk {
+        let message = format!("the bytes are on {}", offer.grant.place);
+        return Err(Error::new(Kind::Unsupported, OP, message));
+    }
+    handle.local_fence()?;
+    Ok(handle)
+}
+
+impl Transport for FilePath {
+    fn name(&self) -> &'static str {
+        "file"
+    }
+
+    fn summary(&self) -> &'static str {
+        "the owner's file is open in this process, which reads and writes it"
+    }
+
+    fn probe(&self) -> Probe {
+        Probe::Works("for files of owners on this host".into())
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::READ | Capabilities::WRITE
+    }
+
+    fn enforced(&self) -> bool {
+        false
+    }
+
+    fn blocks(&self, offer: &Offer<'_>) -> bool {
+        candidate(offer).is_ok()
+    }
+
+    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
+        let handle = candidate(offer)?;
+        let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
+        let told = handle.ask(self, OPEN.to_vec(), until)?;
+        let nonsense = || Error::protocol(OP, "the owner does not tell where its file is");
+        let offset = u64::from_le_bytes(told.answer.try_into().map_err(|_| nonsense())?);
+        // The owner's word against overflow only: what lies there is its own file.
+        offset.checked_add(offer.grant.length).ok_or_else(nonsense)?;
+        let writable = offer.grant.access.contains(Access::WRITE);
+        let file = FileSlice::passed(told.files, writable, offset)?;
+        Ok(Arc::new(DirectAttachment(Arc::new(Opened { handle: Arc::clone(handle), file }))))
+    }
+
+    fn number(&self) -> Option<u8> {
+        Some(3)
+    }
+
+    fn offers(&self, region: &RegionCore) -> bool {
+        region.file.is_some()
+    }
+
+    fn tell(&self, question: &Question<'_>) -> Result<Told> {
+        if question.words != OPEN {
+            return Err(Error::protocol(OP, "nothing else is asked about a file"));
+        }
+        let region = question.region;
+        let Some(file) = &region.file else {
+            return Err(unavailable(format!("the bytes are on {}", region.place)));
+        };
+        if question.pins.is_none() {
+            return Err(unavailable("the peer shares nothing with the owner"));
+        }
+        // A descriptor allows what it was opened for, whatever the ticket says: so it is opened anew.
+        let files = file.opened_anew(question.claims.access.contains(Access::WRITE))?;
+        let answer = (file.offset() + question.claims.range.start).to_le_bytes().to_vec();
+        Ok(Told { answer, files, loan: None })
+    }
+}
+
+struct Opened {
+    handle: Arc<GrantHandle>,
+    /// From the start of the granted range on.
+    file: FileSlice,
+}
+
+impl Direct for Opened {
+    fn transport(&self) -> &'static dyn Transport {
+        &FilePath
+    }
+
+    fn blocks(&self) -> bool {
+        true
+    }
+
+    unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()> {
+        // SAFETY: the caller keeps the local range, and checked it.
+        self.handle.pinned(op.name(), |_row| unsafe { move_file_pieces(op, &self.file, 0, local, pieces) })
+    }
+
+    fn atomic(&self, _offset: u64, _op: AtomicOp) -> Result<u64> {
+        Err(no_words("atomic"))
+    }
+
+    fn signal(&self, _signal: Signal) -> Result<()> {
+        Err(no_words("signal"))
+    }
+
+    fn notify(&self, message: &[u8]) -> Result<()> {
+        self.handle.session().notify(message)
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.handle.session().alive()
+    }
+}

@@ -1,0 +1,67 @@
+//! What a peer of the same user on this host is given, so that it can copy by itself.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+
+use crate::endpoint::EndpointCore;
+use crate::fence::pins::{PinPage, Side};
+use crate::fence::watcher;
+use crate::identity::Identity;
+use crate::notify::{Mail, Mailbox};
+use crate::progress::socket::Family;
+use crate::region::PeerPins;
+use crate::transport::tcp::connection::Connection;
+use crate::{Error, Kind, Result};
+
+/// A peer of the same user on this host.
+pub(in crate::transport::tcp) struct Local {
+    pub(in crate::transport::tcp) pins: Arc<PeerPins>,
+    pub(super) mail: Arc<Mail>,
+    pub(super) alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
+    /// Segments that the peer may have mapped and that are gone.
+    pub(super) gone: Mutex<Vec<u64>>,
+}
+
+impl Local {
+    /// What a peer of the same user on this host gets: the table, a page for its pins, and the doorbell.
+    pub(super) fn offer(
+        endpoint: &Arc<EndpointCore>,
+        peer: &Identity,
+        connection: &Arc<Connection>,
+    ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
+        let socket = connection.socket().socket();
+        // An owner that wants to check every access itself gives nobody its memory.
+        if socket.family() != Family::Unix || endpoint.routing().is_enforced() {
+            return Ok(None);
+        }
+        let credentials = socket.peer_credentials()?;
+        if credentials.uid != rustix::process::geteuid().as_raw() {
+            return Ok(None);
+        }
+        let failed = |error| Error::os("contact", "dup", error);
+        let mut page = PinPage::create()?;
+        let pins = page.take_fd().ok_or_else(|| Error::new(Kind::Internal, "contact", "no page"))?;
+        let table = endpoint.table.fd().try_clone_to_owned().map_err(failed)?;
+        let doorbell = endpoint.bell.event().try_clone_to_owned().map_err(failed)?;
+        let (mailbox, mailbox_file) = Mailbox::create()?;
+        let page = Arc::new(page);
+        let hold = watcher::hold(Arc::clone(&page), Side::Owner)
+            .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
+            .ok();
+        let pins_of_peer = PeerPins::new(page, &peer.name, credentials.pid);
+        let weak = Arc::downgrade(connection);
+        let mail = Arc::new(Mail {
+            from: peer.clone(),
+            mailbox,
+            on_nonsense: Box::new(move |error| {
+                if let Some(connection) = weak.upgrade() {
+                    connection.close(error);
+                }
+            }),
+        });
+        endpoint.notifications.subscribe(&mail);
+        let local =
+            Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))), gone: Mutex::default() };
+        Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
+    }
+}
