@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Tests and measures on a real GPU, and writes docs/gpu-report.md. TOWLINE_GPU_BIN names a folder with the programs where they
+# Tests and measures on a real GPU, and writes docs/gpu-transfers.md. TOWLINE_GPU_BIN names a folder with the programs where they
 # were built elsewhere: gpu (the tests), towline-testkit-gpu and towline-testkit-worker.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-report=${1:-docs/gpu-report.md}
+report=${1:-docs/gpu-transfers.md}
 bin=${TOWLINE_GPU_BIN:-}
 if [[ -z $bin ]]; then
   cargo build --release -p towline-testkit --bins || exit 1

@@ -72,11 +72,7 @@ impl Opened {
         let lengths = match &answer.form {
             Form::Handle(handle) => {
                 // SAFETY: the owner has just given the handle, and keeps the memory while the caller's pin is held.
-                let base = unsafe { entered.open_ipc(handle) }.map_err(|error| {
-                    let error = failed(OP, error);
-                    let message = format!("the owner's memory cannot be opened: {}", error.message());
-                    Error::new(error.kind(), OP, message).caused_by(error)
-                })?;
+                let base = unsafe { entered.open_ipc(handle) }.map_err(refused)?;
                 return Ok(opened(base, None));
             }
             Form::Descriptors { parts, .. } => parts,
@@ -92,9 +88,9 @@ impl Opened {
         let mut opened = opened(base, Some(Vec::new()));
         let mut at = base;
         for (file, len) in files.iter().zip(lengths) {
-            let allocation = cuda.import_allocation(file.as_fd()).map_err(|error| failed(OP, error))?;
+            let allocation = cuda.import_allocation(file.as_fd()).map_err(refused)?;
             // SAFETY: the addresses were reserved above, and nothing is mapped there yet.
-            unsafe { allocation.map(at, *len as usize) }.map_err(|error| failed(OP, error))?;
+            unsafe { allocation.map(at, *len as usize) }.map_err(refused)?;
             if let Some(parts) = &mut opened.parts {
                 parts.push(*len);
             }
@@ -133,6 +129,13 @@ impl Opened {
         drop(users);
         Some(pin)
     }
+}
+
+/// The driver does not open what the owner has described.
+fn refused(error: towline_sys::Error) -> Error {
+    let error = failed(OP, error);
+    let message = format!("the owner's GPU memory cannot be opened here: {}", error.message());
+    Error::new(error.kind(), OP, message).caused_by(error)
 }
 
 /// Drops it elsewhere, where its last reference may be at hand inside one of its own methods.
