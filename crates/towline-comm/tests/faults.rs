@@ -91,11 +91,16 @@ fn one_fault(fault: Fault, way: &str, seed: u64, limit: Duration, what: &str) {
         ends.push(format!("rank {rank}: {}", process.as_mut().unwrap().says("END", what)));
     }
     // All of them: what one rank ran into is often why another one ended as it did.
+    let ranks_of = |end: &String| -> Vec<usize> {
+        end.split(['[', ']']).nth(1).unwrap().split(", ").filter_map(|rank| rank.parse().ok()).collect()
+    };
+    // One who was held up by the victim may itself not have come where somebody waits, and then everybody learns of that one
+    // first: a stop shows only by time.
+    let agreed = ranks_of(&ends[0]);
+    let held_up = !agreed.is_empty() && ends.iter().all(|end| ranks_of(end) == agreed);
     let named = |end: &String| {
-        let ranks: Vec<usize> =
-            end.split(['[', ']']).nth(1).unwrap().split(", ").filter_map(|rank| rank.parse().ok()).collect();
-        // One who was held up by the victim may itself not have come where somebody waits: a stop shows only by time.
-        ranks == [victim] || fault == Fault::Stop && ranks.contains(&victim)
+        let ranks = ranks_of(end);
+        ranks == [victim] || fault == Fault::Stop && (ranks.contains(&victim) || held_up)
     };
     assert!(ends.iter().all(named), "{what}: of {nranks} ranks, {victim} is the victim: {ends:#?}");
     for process in
