@@ -356,6 +356,11 @@ def test_memory_that_is_not_the_hosts_is_described_and_not_registered() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return (2, 1)
 
+        def __dlpack__(self, **options: Any) -> Any:
+            # The stream of a GPU, of which NumPy knows nothing.
+            assert options.pop("stream") == -1
+            return super().__dlpack__(**options)
+
     with Connector() as connector:
         for data, device, size in (
             (Cuda(), "cuda:0", 32),
