@@ -63,6 +63,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|types|typing|numpy)\..*"),
     # Names of types that the pages explain in words.
     ("py:.*", r"(Access|Algorithm|Blocks|Isolation|Local|Names|.*\bT_co)"),
+    # Memory of a GPU from mem_alloc: something with __cuda_array_interface__, and no more is said of it.
+    ("py:class", r"towline\._native\.DeviceArray"),
     # A base that only says which ranks an error is about.
     ("py:class", r"towline\.nccl\._errors\._GroupError"),
 ]
