@@ -31,6 +31,7 @@ failed=0
 skipped=0 # beyond one for each line of skips
 skips=()
 summary=()
+failures=()
 
 # ---- the steps -------------------------------------------------------------------------------------------
 
@@ -347,6 +348,8 @@ check() {
   else
     failed=$((failed + 1))
     report "FAILED: $*"
+    # What it said last is the best guess at why.
+    note_failures "$step: $*" < <(tail -n 12 "$log")
   fi
 }
 
@@ -371,6 +374,9 @@ run_tests() {
     # A build that broke has no totals of its own.
     failed=$((failed + (bad > 0 ? bad : 1)))
     report "FAILED: $ok tests passed, $bad failed: $*"
+    # What each failed test printed; without any, what the build said last.
+    note_failures "$step: $*" < <(sed -nE '/^---- .* stdout ----$/,/^failures:$/p' "$log" | grep . | tail -n 60 |
+      grep . || tail -n 12 "$log")
   elif ((ok == 0)); then
     failed=$((failed + 1))
     report "FAILED: no test ran: $*"
@@ -392,6 +398,7 @@ run_pytest() {
   if ((status != 0)); then
     failed=$((failed + ${bad:-1}))
     report "FAILED: ${ok:-0} tests passed, ${bad:-1} failed: $*"
+    note_failures "$step: $*" < <(grep -E '^(E  |FAILED |ERROR )' "$log" | tail -n 40)
   elif ((${ok:-0} == 0)); then
     failed=$((failed + 1))
     report "FAILED: no test ran: $*"
@@ -420,6 +427,33 @@ logged() {
   "$@" 2>&1 | tee "$log"
 }
 
+# Keeps what is read for the end of the output, where it is looked for first.
+note_failures() {
+  local line
+  failures+=("FAILED $1")
+  while IFS= read -r line; do
+    failures+=("    ${line:0:400}")
+  done
+}
+
+# One line for all tests that were skipped for the same reason; the logs have every name.
+fold_skips() {
+  awk '{
+    at = index($0, ": ")
+    name = at ? substr($0, 1, at - 1) : $0
+    reason = at ? substr($0, at + 2) : ""
+    if (!(reason in count)) order[++reasons] = reason
+    if (++count[reason] <= 3) names[reason] = names[reason] (count[reason] > 1 ? ", " : "") name
+  }
+  END {
+    for (i = 1; i <= reasons; i++) {
+      reason = order[i]
+      more = count[reason] > 3 ? " and " count[reason] - 3 " more" : ""
+      print "SKIPPED " names[reason] more (reason == "" ? "" : ": " reason)
+    }
+  }'
+}
+
 report() { summary+=("$(printf '%-11s %4ds  %s' "$step" "$((SECONDS - began))" "$1")"); }
 
 # ---- the run ---------------------------------------------------------------------------------------------
@@ -444,9 +478,8 @@ done
 
 echo
 echo "== summary (logs in $logs)"
+((${#skips[@]} == 0)) || printf '%s\n' "${skips[@]}" | fold_skips
 printf '%s\n' "${summary[@]}"
-for line in ${skips[@]+"${skips[@]}"}; do
-  echo "SKIPPED $line"
-done
+((${#failures[@]} == 0)) || printf '%s\n' "${failures[@]}"
 echo "$passed passed, $failed failed, $((skipped + ${#skips[@]})) skipped"
 ((failed == 0))
