@@ -364,12 +364,18 @@ impl Links {
 
     /// Waits until what was sent to far ranks has arrived, or until then.
     pub(super) fn settle(&self, until: Instant) {
-        for link in &self.links {
-            let Link::Far(far) = link else { continue };
-            for transfer in far.unseen.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-                if transfer.wait_for(until.saturating_duration_since(Instant::now())).is_none() {
-                    return;
-                }
+        let far =
+            || self.links.iter().filter_map(|link| if let Link::Far(far) = link { Some(far) } else { None });
+        // Where bytes do not go by sockets, a transfer ends when its signal is on the way, and nobody has waited for the
+        // mark of an abort. Both take the connection that this takes, so they are there when its answer is here.
+        let answers: Vec<Transfer> = far()
+            .filter_map(|far| self.endpoint.compare_swap(&far.remote, ABORTED as u64, 0, 0).ok())
+            .collect();
+        let unseen = far()
+            .flat_map(|far| std::mem::take(&mut *far.unseen.lock().unwrap_or_else(PoisonError::into_inner)));
+        for transfer in unseen.chain(answers) {
+            if transfer.wait_for(until.saturating_duration_since(Instant::now())).is_none() {
+                return;
             }
         }
     }
