@@ -180,8 +180,9 @@ impl Attacker {
         let mut header = [0; HEADER_LEN];
         self.read_exact(&mut header)?;
         let header = Header::decode(&header).unwrap();
-        let mut body = vec![0; header.body_len as usize];
+        let mut body = vec![0; header.rest()];
         self.read_exact(&mut body)?;
+        body.truncate(header.body(&body).unwrap().len());
         let mut payload = vec![0; header.payload_len as usize];
         self.read_exact(&mut payload)?;
         Some((header, body))

@@ -237,7 +237,7 @@ impl Frames {
             at += 1;
             if let Some(whole) = self.header.first_chunk::<HEADER_LEN>() {
                 if let Ok(header) = Header::decode(whole) {
-                    self.left = u64::from(header.body_len) + header.payload_len;
+                    self.left = header.rest() as u64 + header.payload_len;
                 }
                 self.count += 1;
                 self.header.clear();

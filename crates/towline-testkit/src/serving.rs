@@ -205,7 +205,8 @@ pub fn play(data: &[u8]) {
                 let kind = FrameKind::from_code(input.byte()).unwrap_or(FrameKind::Ping);
                 let (body_len, payload_len) = (u32::from(input.byte()), u64::from(input.byte()));
                 let files = input.byte() % 3;
-                let mut bytes = Header { kind, flags: 0, files, body_len, payload_len, id }.encode().to_vec();
+                let header = Header { kind, flags: 0, files, pad: 0, body_len, payload_len, id };
+                let mut bytes = header.encode().to_vec();
                 bytes.extend(input.take((u64::from(body_len) + payload_len) as usize));
                 bytes
             }

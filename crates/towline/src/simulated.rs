@@ -80,12 +80,13 @@ struct Assembler(Vec<u8>);
 impl Assembler {
     fn next(&mut self) -> Option<(Header, Vec<u8>, Vec<u8>)> {
         let header = Header::decode(self.0.first_chunk::<HEADER_LEN>()?).unwrap();
-        let body_end = HEADER_LEN + header.body_len as usize;
-        let end = body_end + header.payload_len as usize;
+        let payload = HEADER_LEN + header.rest();
+        let end = payload + header.payload_len as usize;
         (self.0.len() >= end).then(|| {
             let rest = self.0.split_off(end);
             let frame = std::mem::replace(&mut self.0, rest);
-            (header, frame[HEADER_LEN..body_end].to_vec(), frame[body_end..].to_vec())
+            let body = header.body(&frame[HEADER_LEN..payload]).unwrap().to_vec();
+            (header, body, frame[payload..].to_vec())
         })
     }
 }

@@ -211,7 +211,7 @@ fn mischief(handle: u32) -> Vec<(&'static str, Vec<u8>)> {
     };
     let word = |offset| Message::from(Atomic { handle, offset, op: AtomicOp::Add(1) }).frame(7, 0, 0);
     let header = |kind, body_len, payload_len, files| {
-        Header { kind, flags: 0, files, body_len, payload_len, id: 7 }.encode().to_vec()
+        Header { kind, flags: 0, files, pad: 0, body_len, payload_len, id: 7 }.encode().to_vec()
     };
     let mut odd_kind = header(FrameKind::Ping, 0, 0, 0);
     odd_kind[0] = 200;

@@ -40,7 +40,7 @@ pub(crate) const MAX_PARTS: usize = 1024;
 /// left to the kernel, since a fixed size ends its tuning to the bandwidth and the round trip.
 const LOCAL_BULK_BUFFER: usize = 212_992;
 
-/// How long a [patient](Socket::send_raw_patiently) send waits for room; the kernel rounds it up to its clock tick, at most
+/// How long a [patient](Socket::send_raw_patiently) call waits for the other side; the kernel rounds it up to its clock tick, at most
 /// 10 ms.
 const PATIENCE: Duration = Duration::from_millis(1);
 
@@ -330,9 +330,11 @@ impl Socket {
                 .map_err(|e| failed(OP, "setsockopt", e))?;
         }
         if lane == Lane::Bulk {
-            // For patient sends; every other call says itself that it does not wait.
-            sockopt::set_socket_timeout(&self.fd, sockopt::Timeout::Send, Some(PATIENCE))
-                .map_err(|e| failed(OP, "setsockopt", e))?;
+            // For patient calls; every other says itself that it does not wait.
+            for way in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
+                sockopt::set_socket_timeout(&self.fd, way, Some(PATIENCE))
+                    .map_err(|e| failed(OP, "setsockopt", e))?;
+            }
             rustix::io::ioctl_fionbio(&self.fd, false).map_err(|e| failed(OP, "ioctl", e))?;
         }
         Ok(())
@@ -489,6 +491,23 @@ impl Socket {
     /// # Safety
     /// Each part must be writable for its length until this returns, and no Rust reference to it may exist.
     pub(crate) unsafe fn recv_raw(&self, parts: &[RawPartMut]) -> Result<Received> {
+        // SAFETY: the caller's obligation.
+        unsafe { self.recv_parts(parts, libc::MSG_DONTWAIT) }
+    }
+
+    /// [`recv_raw`](Self::recv_raw) that waits until the parts are full, for a moment, on a socket that is
+    /// [tuned](Self::tune) for bulk. Gives what has come when the process was stopped meanwhile.
+    ///
+    /// # Safety
+    /// As for [`recv_raw`](Self::recv_raw).
+    pub(crate) unsafe fn recv_raw_patiently(&self, parts: &[RawPartMut]) -> Result<Received> {
+        // SAFETY: the caller's obligation.
+        unsafe { self.recv_parts(parts, libc::MSG_WAITALL) }
+    }
+
+    /// # Safety
+    /// As for [`recv_raw`](Self::recv_raw).
+    unsafe fn recv_parts(&self, parts: &[RawPartMut], flags: libc::c_int) -> Result<Received> {
         if parts.iter().all(|part| part.len == 0) {
             return Ok(Received::Bytes(0));
         }
@@ -498,14 +517,11 @@ impl Socket {
         message.msg_iovlen = parts.len().min(MAX_PARTS) as _;
         // SAFETY: `parts` lies as an array of iovecs (asserted above), which the kernel only reads, and the
         // caller keeps the memory behind it writable and free of references.
-        let outcome = repeat(|| unsafe {
+        let receive = || unsafe {
             // BYTES MOVE HERE
-            libc::recvmsg(
-                self.fd.as_raw_fd(),
-                ptr::from_mut(&mut message),
-                libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC,
-            )
-        });
+            libc::recvmsg(self.fd.as_raw_fd(), ptr::from_mut(&mut message), flags | libc::MSG_CMSG_CLOEXEC)
+        };
+        let outcome = if flags & libc::MSG_DONTWAIT != 0 { repeat(receive) } else { once(receive) };
         if outcome.is_ok() && message.msg_flags & libc::MSG_CTRUNC != 0 {
             return Err(Error::protocol("receive", "the peer sent descriptors in the middle of payload"));
         }
@@ -590,14 +606,22 @@ fn abstract_address(op: &'static str, name: &[u8]) -> Result<SocketAddrUnix> {
 /// Repeats a system call after an interruption.
 fn repeat(mut call: impl FnMut() -> isize) -> std::result::Result<usize, Errno> {
     loop {
-        match usize::try_from(call()) {
-            Ok(count) => return Ok(count),
-            Err(_) => match Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO) {
-                Errno::INTR => {}
-                error => return Err(error),
-            },
+        match outcome(call()) {
+            Err(Errno::INTR) => {}
+            outcome => return outcome,
         }
     }
+}
+
+/// Makes a system call that may wait. An interruption, also that of a process which was stopped and goes on, counts as
+/// nothing having come: who called looks around before it goes on.
+fn once(mut call: impl FnMut() -> isize) -> std::result::Result<usize, Errno> {
+    outcome(call()).map_err(|error| if error == Errno::INTR { Errno::AGAIN } else { error })
+}
+
+fn outcome(returned: isize) -> std::result::Result<usize, Errno> {
+    usize::try_from(returned)
+        .map_err(|_| Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
 
 fn sent(outcome: std::result::Result<usize, Errno>) -> Result<Sent> {

@@ -177,8 +177,9 @@ proptest! {
         let bytes = message.frame(id, 0, 0);
         let (header, rest) = bytes.split_first_chunk().unwrap();
         let header = Header::decode(header).unwrap();
-        prop_assert_eq!((header.kind, header.id, header.body_len as usize), (message.kind(), id, rest.len()));
-        prop_assert_eq!(Message::decode(header.kind, rest).unwrap(), message);
+        prop_assert_eq!((header.kind, header.id, header.rest()), (message.kind(), id, rest.len()));
+        prop_assert!(!header.kind.is_padded() || bytes.len() % ALIGNED == 0);
+        prop_assert_eq!(Message::decode(header.kind, header.body(rest).unwrap()).unwrap(), message);
     }
 
     #[test]
@@ -249,12 +250,12 @@ fn kinds_keep_their_numbers() {
 
 #[test]
 fn a_header_keeps_its_shape() {
-    let header =
-        Header { kind: FrameKind::Write, flags: 0, files: 7, body_len: 0x0102, payload_len: 0x0304, id: 5 };
+    let (kind, body_len, payload_len) = (FrameKind::Write, 0x0102, 0x0304);
+    let header = Header { kind, flags: 0, files: 7, pad: 9, body_len, payload_len, id: 5 };
     let bytes = header.encode();
-    assert_eq!(bytes, [34, 0, 7, 0, 2, 1, 0, 0, 4, 3, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0]);
+    assert_eq!(bytes, [34, 0, 7, 9, 2, 1, 0, 0, 4, 3, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0]);
     assert_eq!(Header::decode(&bytes).unwrap(), header);
-    for (at, value) in [(0, 0), (0, 255), (0, b'G'), (1, 1), (3, 1)] {
+    for (at, value) in [(0, 0), (0, 255), (0, b'G'), (1, 1)] {
         let mut wrong = bytes;
         wrong[at] = value;
         assert_eq!(Header::decode(&wrong).unwrap_err().kind(), Kind::Protocol);
@@ -262,9 +263,25 @@ fn a_header_keeps_its_shape() {
 }
 
 #[test]
+fn padding_is_short_empty_and_not_in_the_handshake() {
+    for kind in FrameKind::ALL {
+        let header = Header { kind, flags: 0, files: 0, pad: 63, body_len: 0, payload_len: 0, id: 0 };
+        let plain = Header { pad: 0, ..header };
+        assert_eq!(header.check(true).is_ok(), plain.check(true).is_ok() && kind.is_padded(), "{kind:?}");
+        assert!(header.check(false).is_err() && Header { pad: 64, ..header }.check(true).is_err());
+    }
+    let header =
+        Header { kind: FrameKind::Ping, flags: 0, files: 0, pad: 2, body_len: 1, payload_len: 0, id: 0 };
+    assert_eq!(header.body(&[7, 0, 0]).unwrap(), [7]);
+    for rest in [&[7, 0, 1][..], &[]] {
+        assert_eq!(header.body(rest).unwrap_err().kind(), Kind::Protocol);
+    }
+}
+
+#[test]
 fn nothing_but_the_handshake_is_heard_before_authentication() {
     for kind in FrameKind::ALL {
-        let header = Header { kind, flags: 0, files: 0, body_len: 0, payload_len: 0, id: 0 };
+        let header = Header { kind, flags: 0, files: 0, pad: 0, body_len: 0, payload_len: 0, id: 0 };
         let early =
             matches!(kind, FrameKind::Hello | FrameKind::Welcome | FrameKind::Refuse | FrameKind::Prove);
         assert_eq!(header.check(false).is_ok(), early, "{kind:?}");
@@ -277,7 +294,7 @@ fn nothing_but_the_handshake_is_heard_before_authentication() {
 #[test]
 fn caps_are_checked_before_anything_is_allocated() {
     for kind in FrameKind::ALL {
-        let header = Header { kind, flags: 0, files: 0, body_len: MAX_BODY, payload_len: 0, id: 0 };
+        let header = Header { kind, flags: 0, files: 0, pad: 0, body_len: MAX_BODY, payload_len: 0, id: 0 };
         let known = header.check(true).is_ok();
         assert!(Header { body_len: MAX_BODY + 1, ..header }.check(true).is_err());
         assert_eq!(Header { payload_len: 1, ..header }.check(true).is_ok(), known && kind.has_payload());

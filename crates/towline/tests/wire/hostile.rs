@@ -122,7 +122,7 @@ fn frame(kind: FrameKind, body: &[u8]) -> Vec<u8> {
 }
 
 fn header(kind: FrameKind, body_len: u32, payload_len: u64, files: u8) -> Vec<u8> {
-    Header { kind, flags: 0, files, body_len, payload_len, id: 1 }.encode().to_vec()
+    Header { kind, flags: 0, files, pad: 0, body_len, payload_len, id: 1 }.encode().to_vec()
 }
 
 pub(crate) fn frames() -> Vec<Input> {

@@ -203,6 +203,44 @@ fn raw_parts_arrive_as_they_were_whatever_the_cuts() {
 }
 
 #[test]
+fn a_patient_receive_takes_what_comes_while_it_waits_and_gives_up_soon() {
+    for (a, b) in [Socket::pair().unwrap(), tcp_pair()] {
+        b.tune(Lane::Bulk, None).unwrap();
+        let mut target = [0_u8; 8];
+        let part = [RawPartMut { ptr: target.as_mut_ptr(), len: target.len() }];
+        // SAFETY: the part is `target`, to which there is no reference while a call lasts.
+        let receive = || unsafe { b.recv_raw_patiently(&part) }.unwrap();
+        assert_eq!(receive(), Received::WouldBlock);
+        assert_eq!(a.send(&[IoSlice::new(b"some")], &[]).unwrap(), Sent::Bytes(4));
+        assert!(b.wait_readable(WATCHDOG).unwrap());
+        assert_eq!(receive(), Received::Bytes(4));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for half in [b"all ", b"here"] {
+                    std::thread::sleep(Duration::from_millis(1));
+                    assert_eq!(a.send(&[IoSlice::new(half)], &[]).unwrap(), Sent::Bytes(4));
+                }
+            });
+            let mut came = 0;
+            while came < 8 {
+                let rest = [RawPartMut { ptr: target.as_mut_ptr().wrapping_add(came), len: 8 - came }];
+                // SAFETY: as above; what has come is not overwritten.
+                match unsafe { b.recv_raw_patiently(&rest) }.unwrap() {
+                    Received::Bytes(count) => came += count,
+                    Received::WouldBlock => {}
+                    Received::Eof => panic!("an early end"),
+                }
+            }
+        });
+        assert_eq!(&target, b"all here");
+        drop(a);
+        assert!(b.wait_readable(WATCHDOG).unwrap());
+        // SAFETY: as above.
+        assert_eq!(unsafe { b.recv_raw_patiently(&part) }.unwrap(), Received::Eof);
+    }
+}
+
+#[test]
 fn a_unix_name_is_reached_and_tells_who_connected() {
     let name = unique_name();
     assert_eq!(Socket::connect_unix_abstract(&name).unwrap_err().kind(), Kind::Disconnected);

@@ -252,6 +252,19 @@ impl Channel {
         received
     }
 
+    /// [`Socket::recv_raw_patiently`]; with TLS, where the parts of a message come in pieces anyway, without patience.
+    ///
+    /// # Safety
+    /// As for the socket: each part stays writable until this returns, and nobody has a reference to it.
+    pub(super) unsafe fn recv_raw_patiently(&self, parts: &[RawPartMut]) -> Result<Received> {
+        if self.is_encrypted() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.recv_raw(parts) };
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.socket.recv_raw_patiently(parts) }
+    }
+
     /// [`Socket::wait`].
     pub(super) fn wait(&self, read: bool, write: bool, timeout: Duration) -> Result<bool> {
         if read && self.holds_bytes() {

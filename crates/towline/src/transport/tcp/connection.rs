@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::parts::{AT_ONCE, Keep, Outgoing, PATIENTLY, Payload, Sink};
+use super::parts::{Keep, Outgoing, Payload, Sink};
 use crate::progress::socket::{Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token};
 use crate::sync::lock;
@@ -291,7 +291,7 @@ impl Connection {
             if outgoing.descriptors().is_some() {
                 return self.flush(outgoing);
             }
-            let parts = outgoing.gather(AT_ONCE);
+            let parts = outgoing.gather();
             // SAFETY: the parts are frames that the queue owns and memory that their `Keep` pins; both stay while
             // the queue is locked.
             match unsafe { self.socket.send_raw(parts) }? {
@@ -308,18 +308,20 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends some of what the socket had no room for, and waits for room in the system call itself: one call carries more
-    /// than going round by poll, and a fifth more bytes per second went through loopback TCP. Not while bulk comes in:
-    /// the other side may wait in the same way. False: nothing was sent.
+    /// Sends payload, and waits for room in the system call itself: one call carries more than going round by poll, and a
+    /// fifth more bytes per second went through loopback TCP. Not while bulk comes in: the other side may wait in the same
+    /// way; and not while other work waits for a thread. False: nothing was sent.
     fn send_patiently(&self) -> Result<bool> {
-        if matches!(lock(&self.incoming).reading, Reading::Payload { .. }) {
+        if progress::pool().busy_or_queued()
+            || matches!(lock(&self.incoming).reading, Reading::Payload { .. })
+        {
             return Ok(false);
         }
         let mut outgoing = lock(&self.outgoing);
-        if !outgoing.blocked() || outgoing.descriptors().is_some() {
+        if !outgoing.begins_with_payload() {
             return Ok(false);
         }
-        let parts = outgoing.gather(PATIENTLY);
+        let parts = outgoing.gather();
         // SAFETY: as in `flush`.
         match unsafe { self.socket.send_raw_patiently(parts) }? {
             Sent::Bytes(sent) => {
@@ -332,17 +334,31 @@ impl Connection {
     }
 
     /// Reads and handles what has come. False: nothing more for now.
-    fn read(self: &Arc<Self>) -> Result<bool> {
+    ///
+    /// A patient reader waits for the rest of a payload in the system call itself, as [`send_patiently`](Self::send_patiently)
+    /// does; not while there is something to send, for which the other side may wait.
+    fn read(self: &Arc<Self>, patient: bool) -> Result<bool> {
         let mut incoming = lock(&self.incoming);
-        if lock(&self.outgoing).weight() > MOST_UNSENT {
-            return Ok(false);
-        }
+        let idle = {
+            let outgoing = lock(&self.outgoing);
+            if outgoing.weight() > MOST_UNSENT {
+                return Ok(false);
+            }
+            outgoing.is_empty()
+        };
         let came = match &mut incoming.reading {
             Reading::Payload { sink, left, .. } if *left > 0 => {
                 let left_before = *left;
                 self.give_up_if_abandoned(sink);
+                let parts = sink.parts(left_before);
                 // SAFETY: the sink's `Keep` pins its memory, and the connection's lock keeps the sink in place.
-                let received = unsafe { self.socket.recv_raw(sink.parts(left_before)) }?;
+                let received = unsafe {
+                    if patient && idle && !progress::pool().busy_or_queued() {
+                        self.socket.recv_raw_patiently(parts)
+                    } else {
+                        self.socket.recv_raw(parts)
+                    }
+                }?;
                 if let Received::Bytes(bytes) = received {
                     *left -= bytes as u64;
                     sink.advance(bytes);
@@ -389,9 +405,9 @@ impl Connection {
                     let header = Header::decode(bytes)?;
                     header.check(self.authenticated.load(Ordering::Acquire))?;
                     incoming.start += HEADER_LEN;
-                    if header.body_len as usize > incoming.staging.len() {
+                    if header.rest() > incoming.staging.len() {
                         let (start, end) = (incoming.start, incoming.end);
-                        let mut larger = vec![0; header.body_len as usize + STAGING];
+                        let mut larger = vec![0; header.rest() + STAGING];
                         larger[..end - start].copy_from_slice(&incoming.staging[start..end]);
                         incoming.staging = larger.into_boxed_slice();
                         (incoming.start, incoming.end) = (0, end - start);
@@ -400,13 +416,12 @@ impl Connection {
                 }
                 Reading::Body(header) => {
                     let header = *header;
-                    let body_len = header.body_len as usize;
-                    if available < body_len {
+                    if available < header.rest() {
                         return Ok(());
                     }
                     let start = incoming.start;
-                    let body = incoming.staging[start..start + body_len].to_vec();
-                    incoming.start += body_len;
+                    let body = header.body(&incoming.staging[start..start + header.rest()])?.to_vec();
+                    incoming.start += header.rest();
                     if incoming.staging.len() > 2 * STAGING && incoming.end - incoming.start <= STAGING {
                         let (start, end) = (incoming.start, incoming.end);
                         let mut smaller = vec![0; STAGING];
@@ -495,18 +510,20 @@ impl Connection {
     }
 
     /// Sends and reads until neither goes on, or until others should have their turn.
-    fn pump(self: &Arc<Self>) -> Result<()> {
+    fn pump(self: &Arc<Self>, patient: bool) -> Result<()> {
         for _ in 0..TURN {
-            self.flush(&mut lock(&self.outgoing))?;
-            if self.is_closed() || !self.read()? {
+            if !(patient && self.send_patiently()?) {
+                self.flush(&mut lock(&self.outgoing))?;
+            }
+            if self.is_closed() || !self.read(patient)? {
                 break;
             }
         }
         // The event loop sees what waits in the socket, not what TLS has taken from it already.
-        while !self.is_closed() && self.socket.holds_bytes() && self.read()? {}
+        while !self.is_closed() && self.socket.holds_bytes() && self.read(false)? {}
         // Handlers may have queued answers that the socket takes at once.
         let mut outgoing = lock(&self.outgoing);
-        if !outgoing.blocked() {
+        if !(outgoing.blocked() || patient && outgoing.begins_with_payload()) {
             self.flush(&mut outgoing)?;
         }
         Ok(())
@@ -525,7 +542,7 @@ impl Connection {
     /// A worker's turn at a lane.
     fn drive(self: Arc<Self>) {
         loop {
-            if let Err(error) = self.pump() {
+            if let Err(error) = self.pump(true) {
                 self.close(error);
                 return;
             }
@@ -553,7 +570,7 @@ impl Connection {
     /// Waits a moment for the other side: while it is busy with our bytes that is cheaper than to go round the event
     /// loop. Not while other work waits for a thread. True: there is something to do here.
     fn linger(&self) -> Result<bool> {
-        if !progress::pool().busy_or_queued() && self.send_patiently()? {
+        if self.send_patiently()? {
             return Ok(true);
         }
         for _ in 0..LINGERS {
@@ -592,7 +609,7 @@ impl Source for Connection {
             self.drive_soon();
             return;
         }
-        if let Err(error) = self.pump() {
+        if let Err(error) = self.pump(false) {
             self.close(error);
             return;
         }

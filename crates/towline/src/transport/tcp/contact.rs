@@ -143,8 +143,9 @@ fn read_frame(
     read_all(socket, &mut head, files, until)?;
     let header = Header::decode(&head)?;
     header.check(authenticated)?;
-    let mut body = vec![0; header.body_len as usize];
+    let mut body = vec![0; header.rest()];
     read_all(socket, &mut body, files, until)?;
+    body.truncate(header.body(&body)?.len());
     match Message::decode(header.kind, &body)? {
         Message::Refuse(Refuse { error }) => Err(error.into_error("contact")),
         message if message.kind() == expected && header.files as usize == files.len() => Ok(body),
