@@ -42,7 +42,8 @@ impl fmt::Debug for Refused {
 /// Threads that run jobs, started in the order of their coming.
 ///
 /// A job that panics is logged, and its thread goes on. Jobs may block, but the pool does not grow past its
-/// limit: a job that waits for the other side should look at [`Pool::busy_or_queued`] and make room.
+/// limit: a job that waits for the other side should look at [`Pool::busy_or_queued`] and make room, or wait
+/// [aside](Pool::aside).
 pub(crate) struct Pool {
     name: &'static str,
     /// 0 where the machine decides and has not been asked yet.
@@ -61,6 +62,8 @@ struct State {
     idle: usize,
     /// Calls that no worker has answered yet.
     called: usize,
+    /// Workers that are aside: as many others may take their places.
+    aside: usize,
 }
 
 impl Pool {
@@ -73,7 +76,7 @@ impl Pool {
         Pool {
             name,
             limit: AtomicUsize::new(limit),
-            state: Mutex::new(State { queue: VecDeque::new(), threads: 0, idle: 0, called: 0 }),
+            state: Mutex::new(State { queue: VecDeque::new(), threads: 0, idle: 0, called: 0, aside: 0 }),
             work: Condvar::new(),
             queued: AtomicUsize::new(0),
         }
@@ -113,7 +116,7 @@ impl Pool {
             return Ok(());
         }
         let number = (!state.threads).trailing_zeros() as usize;
-        if number >= limit {
+        if number >= (limit + state.aside).min(64) {
             return Ok(());
         }
         // The thread is started under the lock, so that on failure the last job in the queue is still ours
@@ -143,6 +146,25 @@ impl Pool {
     /// Whether jobs wait for a thread: a worker that only waits for the other side should then make room.
     pub(crate) fn busy_or_queued(&self) -> bool {
         self.queued.load(Ordering::Relaxed) > 0
+    }
+
+    /// Lets a worker wait for the other side, for a bounded time, while jobs that come meanwhile find another thread.
+    /// `None`, without waiting, where jobs wait already.
+    pub(crate) fn aside<T>(&self, wait: impl FnOnce() -> T) -> Option<T> {
+        struct Aside<'a>(&'a Pool);
+        impl Drop for Aside<'_> {
+            fn drop(&mut self) {
+                lock(&self.0.state).aside -= 1;
+            }
+        }
+        let mut state = lock(&self.state);
+        if !state.queue.is_empty() {
+            return None;
+        }
+        state.aside += 1;
+        drop(state);
+        let _aside = Aside(self);
+        Some(wait())
     }
 
     /// One worker's life.
@@ -193,6 +215,39 @@ mod tests {
     /// Workers may outlive a test.
     fn leaked(name: &'static str, limit: usize) -> &'static Pool {
         Box::leak(Box::new(Pool::new(name, limit)))
+    }
+
+    #[test]
+    fn while_a_worker_is_aside_another_takes_its_place() {
+        let pool = leaked("aside", 1);
+        let (say, hear) = channel();
+        let (told, wait) = channel::<()>();
+        let first = say.clone();
+        pool.spawn(Box::new(move || {
+            let waited = pool.aside(|| {
+                first.send("aside").unwrap();
+                wait.recv_timeout(WATCHDOG).is_ok()
+            });
+            first.send(if waited == Some(true) { "back" } else { "alone" }).unwrap();
+        }))
+        .unwrap();
+        assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), "aside");
+        // The only thread is taken, and yet this runs.
+        pool.spawn(Box::new(move || told.send(()).unwrap())).unwrap();
+        assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), "back");
+        let (held, release) = channel::<()>();
+        let (busy, refused) = (say.clone(), say);
+        pool.spawn(Box::new(move || {
+            busy.send("busy").unwrap();
+            release.recv_timeout(WATCHDOG).unwrap();
+            busy.send(if pool.aside(|| ()).is_none() { "refused" } else { "let go" }).unwrap();
+        }))
+        .unwrap();
+        assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), "busy");
+        pool.spawn(Box::new(move || refused.send("after").unwrap())).unwrap();
+        held.send(()).unwrap();
+        let heard = [(); 2].map(|()| hear.recv_timeout(WATCHDOG).unwrap());
+        assert!(heard == ["refused", "after"] || heard == ["after", "let go"], "{heard:?}");
     }
 
     fn threads_named(prefix: &str) -> usize {

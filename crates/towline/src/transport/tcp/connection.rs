@@ -309,28 +309,23 @@ impl Connection {
     }
 
     /// Sends payload, and waits for room in the system call itself: one call carries more than going round by poll, and a
-    /// fifth more bytes per second went through loopback TCP. Not while bulk comes in: the other side may wait in the same
-    /// way; and not while other work waits for a thread. False: nothing was sent.
+    /// fifth more bytes per second went through loopback TCP. Not while something comes in: the other side may wait in the
+    /// same way; and not while other work waits for a thread. False: nothing was sent.
     fn send_patiently(&self) -> Result<bool> {
-        if progress::pool().busy_or_queued()
-            || matches!(lock(&self.incoming).reading, Reading::Payload { .. })
-        {
+        if matches!(lock(&self.incoming).reading, Reading::Payload { .. }) {
             return Ok(false);
         }
         let mut outgoing = lock(&self.outgoing);
-        if !outgoing.begins_with_payload() {
+        if !outgoing.begins_with_payload() || self.socket.wait_readable(Duration::ZERO)? {
             return Ok(false);
         }
         let parts = outgoing.gather();
         // SAFETY: as in `flush`.
-        match unsafe { self.socket.send_raw_patiently(parts) }? {
-            Sent::Bytes(sent) => {
-                outgoing.sent(sent);
-                outgoing.set_blocked(false);
-                Ok(true)
-            }
-            Sent::WouldBlock => Ok(false),
-        }
+        let sent = progress::pool().aside(|| unsafe { self.socket.send_raw_patiently(parts) }).transpose()?;
+        let Some(Sent::Bytes(sent)) = sent else { return Ok(false) };
+        outgoing.sent(sent);
+        outgoing.set_blocked(false);
+        Ok(true)
     }
 
     /// Reads and handles what has come. False: nothing more for now.
@@ -352,13 +347,11 @@ impl Connection {
                 self.give_up_if_abandoned(sink);
                 let parts = sink.parts(left_before);
                 // SAFETY: the sink's `Keep` pins its memory, and the connection's lock keeps the sink in place.
-                let received = unsafe {
-                    if patient && idle && !progress::pool().busy_or_queued() {
-                        self.socket.recv_raw_patiently(parts)
-                    } else {
-                        self.socket.recv_raw(parts)
-                    }
-                }?;
+                let at_once = || unsafe { self.socket.recv_raw(parts) };
+                // SAFETY: as before.
+                let patiently = || unsafe { self.socket.recv_raw_patiently(parts) };
+                let waited = (patient && idle).then(|| progress::pool().aside(patiently)).flatten();
+                let received = waited.unwrap_or_else(at_once)?;
                 if let Received::Bytes(bytes) = received {
                     *left -= bytes as u64;
                     sink.advance(bytes);
