@@ -24,9 +24,12 @@ pub(super) fn check(checks: &mut Vec<Check>) -> Vec<&'static str> {
     for path in towline::paths() {
         let enforced = if path.enforced { "; the owner checks every access" } else { "" };
         let check = match (&path.probe, &endpoint, &mut other) {
-            // Nothing here needs it, and the engines say where it was looked for.
+            // Nothing here needs them, and the groups below say where they were looked for.
             (Probe::Missing { mend, .. }, ..) if path.name == "nixl" => {
                 Check::new(GROUP, path.name, Status::Note, "NIXL is not there").mend(mend)
+            }
+            (Probe::Missing { mend, .. }, ..) if path.name == "cuda" => {
+                Check::new(GROUP, path.name, Status::Note, "no GPU can be used").mend(mend)
             }
             (Probe::Missing { reason, mend }, ..) => {
                 Check::new(GROUP, path.name, Status::Missing, reason).mend(mend)

@@ -124,7 +124,12 @@ impl Duties {
         let storage = match memory {
             Memory::Shared => create_buffer(SharedStorage::new(bytes as usize)?),
             Memory::System => create_buffer(SystemStorage::new(bytes as usize)?),
-            Memory::Disk => create_buffer(DiskStorage::new(bytes as usize)?),
+            Memory::Disk => {
+                let mut file = DiskStorage::new(bytes as usize)?;
+                // A worker that is killed leaves nothing behind.
+                file.unlink()?;
+                create_buffer(file)
+            }
             Memory::Device => create_buffer(DeviceStorage::new(bytes as usize, 0)?),
         };
         pattern::fill(&storage, seed)?;
