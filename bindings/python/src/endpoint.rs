@@ -18,7 +18,7 @@ use crate::import::Import;
 use crate::process::{self, Inherited};
 use crate::region::{self, Region};
 use crate::remote::Remote;
-use crate::request::{BlocksArgument, What, access, routing, seconds};
+use crate::request::{BlocksArgument, Number, What, access, routing, seconds};
 use crate::stats::Stats;
 use crate::tls::Tls;
 use crate::transfer::Transfer;
@@ -145,14 +145,14 @@ impl Endpoint {
         require: Vec<String>,
         forbid: Vec<String>,
         isolation: Option<&str>,
+        timeout: Option<f64>,
     ) -> PyResult<Remote> {
         let endpoint = self.enter(py, "import")?;
         let ticket = ticket::from_object(py, ticket)?;
         let routing = routing(py, &require, &forbid, isolation)?;
-        let remote = py.detach(|| match &routing {
-            Some(routing) => endpoint.import_with(&ticket, routing),
-            None => endpoint.import(&ticket),
-        });
+        let routing = routing.as_ref().unwrap_or(endpoint.routing());
+        let within = seconds(py, "import", "timeout", timeout)?.unwrap_or(endpoint.limits().no_progress);
+        let remote = py.detach(|| endpoint.import_within(&ticket, routing, within));
         remote.map(|remote| Remote(Inherited::new(remote))).or_raise(py)
     }
 
@@ -163,11 +163,14 @@ impl Endpoint {
         require: Vec<String>,
         forbid: Vec<String>,
         isolation: Option<&str>,
+        timeout: Option<f64>,
     ) -> PyResult<Import> {
         let endpoint = self.enter(py, "import")?.clone();
         let ticket = ticket::from_object(py, ticket)?;
-        let routing = routing(py, &require, &forbid, isolation)?;
-        py.detach(|| Import::start(endpoint, ticket, routing)).or_raise(py)
+        let routing =
+            routing(py, &require, &forbid, isolation)?.unwrap_or_else(|| endpoint.routing().clone());
+        let within = seconds(py, "import", "timeout", timeout)?.unwrap_or(endpoint.limits().no_progress);
+        py.detach(|| Import::start(endpoint, ticket, routing, within)).or_raise(py)
     }
 
     /// Starts a read (or, with `writes`, a write).
@@ -225,37 +228,39 @@ impl Endpoint {
         &self,
         py: Python<'_>,
         remote: &Bound<'_, Remote>,
-        offset: u64,
-        add: u64,
+        offset: Number,
+        add: Number,
     ) -> PyResult<Transfer> {
         let endpoint = self.enter(py, "fetch_add")?;
         let remote = &*remote.get().0;
-        py.detach(|| endpoint.fetch_add(remote, offset, add)).map(Transfer::new).or_raise(py)
+        py.detach(|| endpoint.fetch_add(remote, offset.0, add.0)).map(Transfer::new).or_raise(py)
     }
 
     fn compare_swap(
         &self,
         py: Python<'_>,
         remote: &Bound<'_, Remote>,
-        offset: u64,
-        expected: u64,
-        new: u64,
+        offset: Number,
+        expected: Number,
+        new: Number,
     ) -> PyResult<Transfer> {
         let endpoint = self.enter(py, "compare_swap")?;
         let remote = &*remote.get().0;
-        py.detach(|| endpoint.compare_swap(remote, offset, expected, new)).map(Transfer::new).or_raise(py)
+        py.detach(|| endpoint.compare_swap(remote, offset.0, expected.0, new.0))
+            .map(Transfer::new)
+            .or_raise(py)
     }
 
     fn signal(
         &self,
         py: Python<'_>,
         remote: &Bound<'_, Remote>,
-        offset: u64,
-        add: u64,
+        offset: Number,
+        add: Number,
     ) -> PyResult<Transfer> {
         let endpoint = self.enter(py, "signal")?;
         let remote = &*remote.get().0;
-        py.detach(|| endpoint.signal(remote, offset, add)).map(Transfer::new).or_raise(py)
+        py.detach(|| endpoint.signal(remote, offset.0, add.0)).map(Transfer::new).or_raise(py)
     }
 
     fn notify(&self, py: Python<'_>, remote: &Bound<'_, Remote>, message: &[u8]) -> PyResult<Transfer> {

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use towline::{Endpoint, Error, Kind, Result, Routing, Ticket};
@@ -27,15 +28,17 @@ fn lock(slot: &Mutex<Slot>) -> MutexGuard<'_, Slot> {
 }
 
 impl Import {
-    pub(crate) fn start(endpoint: Endpoint, ticket: Ticket, routing: Option<Routing>) -> Result<Import> {
+    pub(crate) fn start(
+        endpoint: Endpoint,
+        ticket: Ticket,
+        routing: Routing,
+        within: Duration,
+    ) -> Result<Import> {
         let slot = Arc::new(Mutex::new(Slot::default()));
         let filled = Arc::clone(&slot);
         let contact = move || {
             block_signals();
-            let outcome = match &routing {
-                Some(routing) => endpoint.import_with(&ticket, routing),
-                None => endpoint.import(&ticket),
-            };
+            let outcome = endpoint.import_within(&ticket, &routing, within);
             let waker = {
                 let mut slot = lock(&filled);
                 slot.outcome = Some(outcome);

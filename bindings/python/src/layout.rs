@@ -6,6 +6,7 @@ use pyo3::types::PyType;
 use towline::{Dim, Indices};
 
 use crate::errors::{OrRaise, invalid};
+use crate::request::{Number, number};
 
 /// What a layout is made from: base, block, dimensions.
 type Arguments = (u64, u64, Vec<(u64, u64)>);
@@ -21,22 +22,29 @@ pub(crate) struct Layout(pub(crate) towline::Layout);
 impl Layout {
     #[new]
     #[pyo3(signature = (base, block, dims))]
-    fn new(py: Python<'_>, base: u64, block: u64, dims: Vec<(u64, u64)>) -> PyResult<Layout> {
-        let dims: Vec<Dim> = dims.into_iter().map(|(count, stride)| Dim { count, stride }).collect();
-        towline::Layout::new(base, block, &dims).map(Layout).or_raise(py)
+    fn new(py: Python<'_>, base: Number, block: Number, dims: Vec<(Number, Number)>) -> PyResult<Layout> {
+        let dims: Vec<Dim> =
+            dims.into_iter().map(|(count, stride)| Dim { count: count.0, stride: stride.0 }).collect();
+        towline::Layout::new(base.0, block.0, &dims).map(Layout).or_raise(py)
     }
 
     /// Blocks that lie back to back and fill ``nbytes`` bytes.
     #[staticmethod]
-    fn contiguous(py: Python<'_>, nbytes: u64, block: u64) -> PyResult<Layout> {
-        towline::Layout::contiguous(nbytes, block).map(Layout).or_raise(py)
+    fn contiguous(py: Python<'_>, nbytes: Number, block: Number) -> PyResult<Layout> {
+        towline::Layout::contiguous(nbytes.0, block.0).map(Layout).or_raise(py)
     }
 
     /// ``count`` blocks, the first at ``base``, each ``stride`` bytes after the one before.
     #[staticmethod]
     #[pyo3(signature = (block, count, *, stride=None, base=0))]
-    fn blocks(py: Python<'_>, block: u64, count: u64, stride: Option<u64>, base: u64) -> PyResult<Layout> {
-        towline::Layout::blocks(base, block, count, stride.unwrap_or(block)).map(Layout).or_raise(py)
+    fn blocks(
+        py: Python<'_>,
+        block: Number,
+        count: Number,
+        stride: Option<Number>,
+        #[pyo3(from_py_with = number)] base: u64,
+    ) -> PyResult<Layout> {
+        towline::Layout::blocks(base, block.0, count.0, stride.unwrap_or(block).0).map(Layout).or_raise(py)
     }
 
     /// The offset of block 0.
@@ -64,8 +72,8 @@ impl Layout {
     }
 
     /// The offset of a block's first byte.
-    fn offset(&self, py: Python<'_>, index: u64) -> PyResult<u64> {
-        self.0.offset(index).or_raise(py)
+    fn offset(&self, py: Python<'_>, index: Number) -> PyResult<u64> {
+        self.0.offset(index.0).or_raise(py)
     }
 
     fn __len__(&self) -> PyResult<usize> {

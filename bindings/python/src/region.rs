@@ -13,7 +13,7 @@ use crate::errors::{OrRaise, invalid, raise};
 use crate::layout::Layout;
 use crate::owners;
 use crate::process::{self, Inherited};
-use crate::request::seconds;
+use crate::request::{Number, seconds};
 use crate::ticket::Ticket;
 
 /// Memory that other workers can reach.
@@ -156,14 +156,15 @@ impl Region {
 
     /// A part of the region: ``nbytes`` bytes from ``offset`` on, or all the rest.
     #[pyo3(signature = (offset, nbytes=None))]
-    fn span(&self, py: Python<'_>, offset: usize, nbytes: Option<usize>) -> PyResult<Span> {
+    fn span(&self, py: Python<'_>, offset: Number, nbytes: Option<Number>) -> PyResult<Span> {
         self.whole(py, "span")?.span(py, offset, nbytes)
     }
 
     /// Waits until the 64-bit counter at that offset is at least that high, and returns it.
     #[pyo3(signature = (offset, at_least, timeout=30.0))]
-    fn wait_signal(&self, py: Python<'_>, offset: usize, at_least: u64, timeout: f64) -> PyResult<u64> {
+    fn wait_signal(&self, py: Python<'_>, offset: Number, at_least: Number, timeout: f64) -> PyResult<u64> {
         process::guard(py, "wait_signal")?;
+        let (offset, at_least) = (offset.0 as usize, at_least.0);
         let within = seconds(py, "wait_signal", "timeout", Some(timeout))?.unwrap_or_default();
         let until = Instant::now() + within;
         loop {
@@ -284,8 +285,9 @@ pub(crate) struct Span {
 impl Span {
     /// A part of this part.
     #[pyo3(signature = (offset, nbytes=None))]
-    fn span(&self, py: Python<'_>, offset: usize, nbytes: Option<usize>) -> PyResult<Span> {
-        let len = nbytes.unwrap_or(self.span.len().saturating_sub(offset));
+    fn span(&self, py: Python<'_>, offset: Number, nbytes: Option<Number>) -> PyResult<Span> {
+        let offset = offset.0 as usize;
+        let len = nbytes.map_or(self.span.len().saturating_sub(offset), |nbytes| nbytes.0 as usize);
         let span = self.span.span(offset, len).or_raise(py)?;
         Ok(Span { span, read_only: self.read_only })
     }

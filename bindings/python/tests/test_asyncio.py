@@ -298,6 +298,29 @@ def test_an_import_does_not_block_the_loop_and_can_be_cancelled(
     run(main())
 
 
+def test_an_import_has_a_limit_of_its_own(peer: MakePeer) -> None:
+    owner = peer()
+
+    async def main(endpoint: towline.Endpoint) -> None:
+        owner.stop()
+        # That of asyncio raises the class of Python.
+        async with asyncio.timeout(60):
+            with pytest.raises(towline.Timeout):
+                await endpoint.import_async(owner.ticket, timeout=0.1)
+            with pytest.raises(towline.Timeout):
+                await asyncio.to_thread(endpoint.import_, owner.ticket, timeout=0.1)
+        for wrong in (-1, float("nan")):
+            with pytest.raises(ValueError, match="timeout"):
+                endpoint.import_(owner.ticket, timeout=wrong)
+            with pytest.raises(ValueError, match="timeout"):
+                await endpoint.import_async(owner.ticket, timeout=wrong)
+        owner.resume()
+        await endpoint.import_async(owner.ticket, timeout=60)
+
+    with towline.Endpoint("patient", stall_timeout=3600) as endpoint:
+        asyncio.run(main(endpoint))
+
+
 def test_a_task_that_is_thrown_away_cancels_its_transfer(
     peer: MakePeer, endpoint: towline.Endpoint
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import pickle
+from typing import Any
 
 import pytest
 from conftest import MakePeer
@@ -193,6 +194,43 @@ def test_wrong_arguments_are_named(endpoint: towline.Endpoint) -> None:
         endpoint.import_(region.ticket(), isolation="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="listen"):
         towline.Endpoint("x", listen="localhost")
+    wrong: Any
+    for wrong in (5, ["x", 5], object()):
+        for argument in ("listen", "advertise", "require", "forbid"):
+            with pytest.raises(TypeError, match=f"{argument}: "):
+                towline.Endpoint("x", **{argument: wrong})
+        with pytest.raises(TypeError, match="require: "):
+            endpoint.import_(region.ticket(), require=wrong)
+        with pytest.raises(TypeError, match="forbid: "):
+            endpoint.read(remote, region, forbid=wrong)
+    # As many zeros as the number says would be a secret that everybody guesses.
+    for wrong in (5, [1, 2], object()):
+        with pytest.raises(TypeError, match="secret: "):
+            towline.Endpoint("x", secret=wrong)
+        with pytest.raises(TypeError, match="message: "):
+            endpoint.notify(remote, wrong)
+        with pytest.raises(TypeError, match="notify: "):
+            endpoint.read(remote, region, notify=wrong)
+    for wrong in ("x", 2.5, (2, "3"), None):
+        with pytest.raises(TypeError, match="shape: "):
+            towline.empty(wrong)
+    with pytest.raises(TypeError) as caught:
+        towline.Endpoint(5)  # type: ignore[arg-type]
+    assert "name" in str(caught.value) + "".join(caught.value.__notes__)
+    for call in (
+        lambda: towline.Layout.blocks(-1, 1),
+        lambda: towline.Layout.contiguous(64, 1 << 64),
+        lambda: towline.Layout(0, 8, [(-1, 8)]),
+        lambda: layout.offset(-1),
+        lambda: region.span(-1, 8),
+        lambda: region.span(0, 8).span(0, -8),
+        lambda: region.wait_signal(-8, 1, 0),
+        lambda: endpoint.fetch_add(remote, -8, 1),
+        lambda: endpoint.compare_swap(remote, 0, -1, 1),
+        lambda: endpoint.signal(remote, 0, 1 << 64),
+    ):
+        with pytest.raises(ValueError, match="from 0 to"):
+            call()
     with pytest.raises(ValueError):
         towline.Endpoint("")
     with pytest.raises(ValueError):

@@ -65,6 +65,35 @@ def test_a_large_read_is_awaited_over_every_path(
     assert got == (bytes(range(251)) * (size // 251 + 1))[:size]
 
 
+@pytest.mark.parametrize("path", ["inproc", *ELSEWHERE])
+def test_a_large_copy_is_not_made_by_who_asks_for_it(path: str, peer: MakePeer, endpoint: towline.Endpoint) -> None:
+    size = 64 << 20
+    if path == "inproc":
+        region = endpoint.register(towline.empty(size), "read")
+        ticket = str(region.ticket())
+    else:
+        ticket = peer(size).ticket
+        skip_unless_usable(endpoint, ticket, path)
+    turns = 0
+
+    async def main() -> None:
+        nonlocal turns
+        remote = await endpoint.import_async(ticket, require=path)
+        with endpoint.register(bytearray(size), "none") as local:
+            # On a busy machine a copy may be over before this code goes on, now and then.
+            for _ in range(20):
+                transfer = endpoint.read(remote, local)
+                while not transfer.done():
+                    turns += 1
+                    await asyncio.sleep(0)
+                await transfer
+                if turns:
+                    break
+
+    asyncio.run(main())
+    assert turns, "every copy was over before the event loop had a turn"
+
+
 def test_within_a_process_bytes_go_by_a_copy(endpoint: towline.Endpoint) -> None:
     with towline.Endpoint("other") as other:
         source = endpoint.register(b"some bytes", "read")

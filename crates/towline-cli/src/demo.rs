@@ -102,20 +102,29 @@ struct Pair {
     mover: Worker,
     bytes: u64,
     seed: u64,
-    shared: Region,
-    private: Region,
+    /// What the owner has registered so far.
+    regions: Vec<(Memory, Region)>,
 }
 
 /// A region of a worker: its number there, and its ticket.
+#[derive(Clone)]
 struct Region(usize, Ticket);
 
 impl Pair {
     fn start(bytes: u64) -> Outcome<Pair> {
-        let mut owner = Worker::start("prefill")?;
+        let owner = Worker::start("prefill")?;
         let mover = Worker::start("decode")?;
-        let shared = register(&mut owner, Memory::Shared, bytes)?;
-        let private = register(&mut owner, Memory::System, bytes)?;
-        Ok(Pair { owner, mover, bytes, seed: 1, shared, private })
+        Ok(Pair { owner, mover, bytes, seed: 1, regions: Vec::new() })
+    }
+
+    /// The owner's tensor in memory of that kind.
+    fn region(&mut self, memory: Memory) -> Outcome<Region> {
+        if let Some((_, region)) = self.regions.iter().find(|(kind, _)| *kind == memory) {
+            return Ok(region.clone());
+        }
+        let region = register(&mut self.owner, memory, self.bytes)?;
+        self.regions.push((memory, region.clone()));
+        Ok(region)
     }
 
     fn row(&mut self, path: &'static str, op: Op) -> Row {
@@ -149,15 +158,11 @@ impl Pair {
         // Bytes of an earlier transfer must not pass for those of this one.
         self.seed += 2;
         let (seed, bytes) = (self.seed, self.bytes);
-        let inside;
-        let (region, owner) = match path {
-            "inproc" => {
-                inside = register(&mut self.mover, Memory::System, bytes)?;
-                (&inside, &mut self.mover)
-            }
-            "mapped" => (&self.shared, &mut self.owner),
-            _ => (&self.private, &mut self.owner),
+        let region = match path {
+            "inproc" => register(&mut self.mover, Memory::System, bytes)?,
+            _ => self.region(Memory::of_path(path))?,
         };
+        let owner = if path == "inproc" { &mut self.mover } else { &mut self.owner };
         let before = if op == Op::Read { seed } else { seed + 1 };
         owner.ask(&Ask::Fill { region: region.0, seed: before })?;
         let ask =

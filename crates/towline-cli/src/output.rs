@@ -1,5 +1,6 @@
 //! What a command prints: text for people, JSON for programs.
 
+use std::cell::Cell;
 use std::io::{ErrorKind, IsTerminal, Write};
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
@@ -11,11 +12,22 @@ use crate::outcome::Failure;
 pub(crate) struct Output {
     json: bool,
     terminal: bool,
+    /// Whether the one document is printed already.
+    answered: Cell<bool>,
+}
+
+/// What a program gets where a command failed before it had anything to tell.
+#[derive(Serialize)]
+struct Failed<'a> {
+    ok: bool,
+    error: &'a str,
+    causes: &'a [String],
+    exit: u8,
 }
 
 impl Output {
     pub(crate) fn new(json: bool) -> Output {
-        Output { json, terminal: std::io::stdout().is_terminal() }
+        Output { json, terminal: std::io::stdout().is_terminal(), answered: Cell::new(false) }
     }
 
     /// Whether a program asked.
@@ -38,6 +50,7 @@ impl Output {
     /// Prints the one JSON document, if a program asked.
     pub(crate) fn document(&self, document: &impl Serialize) {
         if self.json {
+            self.answered.set(true);
             match serde_json::to_string_pretty(document) {
                 Ok(text) => write(&text),
                 Err(error) => eprintln!("towline: the result cannot be written as JSON: {error}"),
@@ -68,8 +81,12 @@ impl Output {
         write(&lines.join("\n"));
     }
 
-    /// Prints why the command failed: one line, and the causes where they are asked for.
+    /// Prints why the command failed: one line, and the causes where they are asked for. A program gets a document all the same.
     pub(crate) fn failure(&self, failure: &Failure, verbose: bool) {
+        if !self.answered.get() {
+            let (error, causes) = (failure.message.as_str(), failure.causes.as_slice());
+            self.document(&Failed { ok: false, error, causes, exit: failure.exit as u8 });
+        }
         eprintln!("towline: {}", failure.message);
         if verbose {
             for cause in &failure.causes {

@@ -101,6 +101,8 @@ fn the_demo_moves_bytes_both_ways_over_every_path_that_is_available() {
         }
     }
     assert!(rows.iter().any(|row| row["path"] != "inproc" && row["verdict"] == "verified"));
+    // Bytes of a file need no more than a folder for it.
+    assert!(rows.iter().any(|row| row["path"] == "file" && row["verdict"] == "verified"), "{rows:?}");
 }
 
 #[test]
@@ -120,10 +122,17 @@ fn the_doctor_finds_a_path_and_explains_the_machine() {
     assert_eq!(report["ok"], true);
     assert!(!report["usable"].as_array().unwrap().is_empty());
     let checks = report["checks"].as_array().unwrap();
-    for name in ["mapped", "cma", "unix", "tcp", "open an endpoint", "open files", "TOWLINE_LISTEN", "nixl"] {
+    for name in
+        ["mapped", "cma", "unix", "tcp", "file", "open an endpoint", "open files", "TOWLINE_LISTEN", "nixl"]
+    {
         assert!(checks.iter().any(|check| check["name"] == name), "{name}");
     }
-    assert!(stdout(&towline(&["doctor"])).contains("Another process was reached over"));
+    let text = stdout(&towline(&["doctor"]));
+    assert!(text.contains("Another process was reached over"), "{text}");
+    assert!(
+        !text.contains("the caller requires"),
+        "a path that works is tried with memory that it can move: {text}"
+    );
 }
 
 #[test]
@@ -276,6 +285,16 @@ fn garbage_is_no_ticket() {
     }
     let output = finish(spawn(&["inspect", "-"], &[0xff; 100_000]));
     assert_eq!(code(&output), 1);
+}
+
+#[test]
+fn a_program_gets_a_document_from_a_command_that_failed_too() {
+    for arguments in [&["inspect", "nonsense", "--json"][..], &["fetch", "towline1:AAAA", "--json"]] {
+        let output = towline(arguments);
+        let report = json(&output);
+        assert_eq!((&report["ok"], &report["exit"]), (&Value::Bool(false), &Value::from(1)), "{report}");
+        assert!(stderr(&output).contains(report["error"].as_str().unwrap()), "{report}");
+    }
 }
 
 #[test]

@@ -88,6 +88,15 @@ pub fn use_driver(library: &Path) {
     let _ = DRIVER.set(library.to_owned());
 }
 
+/// What can stand between two processes of one host.
+#[derive(Debug, Clone, Copy)]
+pub enum Wall {
+    /// It runs as the user with that number.
+    User(u32),
+    /// A filter, as a container has one, refuses it the calls that copy between processes.
+    NoProcessVm,
+}
+
 /// A worker process.
 pub struct Process {
     name: String,
@@ -122,6 +131,24 @@ impl Process {
         Process::start_by(command, name)
     }
 
+    /// Starts a worker behind a wall, or says why that is not possible here.
+    pub fn start_behind(wall: Wall, name: &str) -> Result<Process, String> {
+        if let Wall::User(_) = wall
+            && !rustix::process::geteuid().is_root()
+        {
+            return Err("only root can start a process of another user".into());
+        }
+        let (program, arguments) = worker_program();
+        let mut command = Command::new(program);
+        command.args(arguments);
+        match wall {
+            Wall::User(id) => drop(command.uid(id).gid(id)),
+            // SAFETY: the closure only makes system calls that are safe between fork and exec.
+            Wall::NoProcessVm => drop(unsafe { command.pre_exec(forbid_process_vm) }),
+        }
+        Process::spawn(command, name).map_err(|error| format!("a worker behind {wall:?}: {error}"))
+    }
+
     /// Starts a worker and opens an endpoint of the same name in it.
     pub fn open(name: &str, options: &str) -> Process {
         let mut process = Process::start(name);
@@ -129,7 +156,12 @@ impl Process {
         process
     }
 
-    fn start_by(mut command: Command, name: &str) -> Process {
+    fn start_by(command: Command, name: &str) -> Process {
+        Process::spawn(command, name)
+            .unwrap_or_else(|error| panic!("cannot start {}: {error}", worker_program().0.display()))
+    }
+
+    fn spawn(mut command: Command, name: &str) -> io::Result<Process> {
         if let Some(driver) = DRIVER.get() {
             command.env(towline::cuda::SETTING, driver);
         }
@@ -149,9 +181,7 @@ impl Process {
                 Ok(())
             });
         }
-        let mut child = command
-            .spawn()
-            .unwrap_or_else(|error| panic!("cannot start {}: {error}", worker_program().0.display()));
+        let mut child = command.spawn()?;
         watchdog::child_started(child.id() as i32, name);
         let stdin = child.stdin.take();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
@@ -163,7 +193,7 @@ impl Process {
                 }
             }
         });
-        Process { name: name.to_owned(), child, stdin, answers, log, last: String::new() }
+        Ok(Process { name: name.to_owned(), child, stdin, answers, log, last: String::new() })
     }
 
     /// Its process id.
@@ -329,6 +359,32 @@ impl Drop for Process {
         self.stdin = None;
         self.kill();
     }
+}
+
+/// Has the kernel answer `process_vm_readv` and `process_vm_writev` with EPERM from now on. Called between fork and exec.
+fn forbid_process_vm() -> io::Result<()> {
+    let code = |code: u32| code as u16;
+    let (load, equal, answer) = (
+        code(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS),
+        code(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K),
+        code(libc::BPF_RET | libc::BPF_K),
+    );
+    let step = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    let mut filter = [
+        // The number of the call is the first field of what the filter sees.
+        step(load, 0, 0, 0),
+        step(equal, 2, 0, libc::SYS_process_vm_readv as u32),
+        step(equal, 1, 0, libc::SYS_process_vm_writev as u32),
+        step(answer, 0, 0, libc::SECCOMP_RET_ALLOW),
+        step(answer, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the program and its steps outlive the call, which copies them.
+    let done = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
+    };
+    if done { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// How much of a process's memory is in RAM, in bytes.

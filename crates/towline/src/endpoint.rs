@@ -28,7 +28,7 @@ use crate::memory::{Dtype, ReduceOp, Storage};
 use crate::notify::{NextNotification, Notification};
 use crate::region::{Audit, RegisterError, Registered, Span};
 use crate::route::Routing;
-use crate::transfer::{Op, Transfer};
+use crate::transfer::{Limits, Op, Transfer};
 use crate::wire::AtomicOp;
 use crate::{Access, Identity, Result, Ticket, fork};
 
@@ -79,6 +79,16 @@ impl Endpoint {
     /// Who this is: name, identity, incarnation.
     pub fn identity(&self) -> &Identity {
         self.0.identity()
+    }
+
+    /// Which paths imports may take where they do not say.
+    pub fn routing(&self) -> &Routing {
+        self.0.routing()
+    }
+
+    /// How long things may take where the call does not say.
+    pub fn limits(&self) -> Limits {
+        self.0.limits()
     }
 
     /// Makes a storage reachable. Touches none of its pages and sends nothing.
@@ -152,7 +162,17 @@ impl Endpoint {
 
     /// [`import`](Self::import) as a future: the waiting is done by a thread that lives only for the contact.
     pub fn import_async(&self, ticket: &Ticket) -> impl Future<Output = Result<Remote>> + Send + use<> {
-        import::import_async(Arc::clone(&self.0), ticket.clone())
+        self.import_async_within(ticket, self.routing(), self.limits().no_progress)
+    }
+
+    /// [`import_async`](Self::import_async) with a routing and a limit of its own.
+    pub fn import_async_within(
+        &self,
+        ticket: &Ticket,
+        routing: &Routing,
+        within: Duration,
+    ) -> impl Future<Output = Result<Remote>> + Send + use<> {
+        import::import_async(Arc::clone(&self.0), ticket.clone(), routing.clone(), within)
     }
 
     /// Asks for bytes of a remote region: `remote` to `local`.

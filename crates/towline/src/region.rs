@@ -96,7 +96,14 @@ impl<S: Storage> Registered<S> {
         &self.storage
     }
 
-    /// The storage, mutably.
+    /// The storage, mutably. Safe code cannot have it: what is registered could be swapped for something else, and be freed.
+    ///
+    /// ```compile_fail,E0133
+    /// use towline::{Access, Endpoint, SystemStorage};
+    /// let mut region = Endpoint::open("swap")?.register(SystemStorage::new(64)?, Access::READ)?;
+    /// let freed = std::mem::replace(region.storage_mut(), SystemStorage::new(64)?);
+    /// # Ok::<(), towline::Error>(())
+    /// ```
     ///
     /// # Safety
     /// The caller neither replaces nor frees the storage, and makes no reference to its bytes while a peer may

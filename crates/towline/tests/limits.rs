@@ -26,9 +26,11 @@ fn for_ever_is_a_limit_like_any_other() {
     region.into_storage().unwrap();
 }
 
+/// The limits are those that are promised where nothing else was said.
 #[test]
 fn a_slow_link_gets_the_time_of_its_bytes() {
-    let limits = Limits { total: Duration::from_secs(30), bytes_per_second: 50_000_000, ..Limits::default() };
+    let limits = Limits::default();
+    assert_eq!(limits.no_progress, Duration::from_secs(5));
     assert_eq!(limits.total_for(0), Duration::from_secs(30));
     assert_eq!(limits.total_for(125_000_000), Duration::from_millis(32_500));
 }

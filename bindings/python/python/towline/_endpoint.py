@@ -24,14 +24,26 @@ Blocks = tuple["Layout", Any, "Layout", Any]
 DEFAULT_RECEIVE_TIMEOUT = 30.0
 
 
-def _names(value: Names) -> list[str]:
+def _names(value: Names, argument: str) -> list[str]:
     if value is None:
         return []
-    return [value] if isinstance(value, str) else list(value)
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Iterable):
+        names = list(value)
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise TypeError(f"{argument}: a str or several are needed, not {value!r:.80}")
 
 
-def _bytes(value: bytes | str) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+def _bytes(value: bytes | str, argument: str) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    try:
+        # Of a number, `bytes` would make that many zeros.
+        return bytes(memoryview(value))
+    except TypeError:
+        raise TypeError(f"{argument}: bytes or a str is needed, not {type(value).__name__}") from None
 
 
 class Endpoint:
@@ -69,13 +81,13 @@ class Endpoint:
     ) -> None:
         self._native = _native.Endpoint(
             name,
-            listen=_names(listen),
-            advertise=_names(advertise),
-            secret=None if secret is None else _bytes(secret),
+            listen=_names(listen, "listen"),
+            advertise=_names(advertise, "advertise"),
+            secret=None if secret is None else _bytes(secret, "secret"),
             timeout=timeout,
             stall_timeout=stall_timeout,
-            require=_names(require),
-            forbid=_names(forbid),
+            require=_names(require, "require"),
+            forbid=_names(forbid, "forbid"),
             isolation=isolation,
             max_regions=max_regions,
             lanes=lanes,
@@ -120,9 +132,15 @@ class Endpoint:
         require: Names = None,
         forbid: Names = None,
         isolation: Isolation | None = None,
+        timeout: float | None = None,
     ) -> Remote:
-        """Makes a ticket usable here: contact with its owner if there was none, then one round trip."""
-        return self._native.import_(ticket, _names(require), _names(forbid), isolation)
+        """Makes a ticket usable here: contact with its owner if there was none, then one round trip.
+
+        Raises ``Timeout`` when the owner has not answered in time: ``timeout``, or the endpoint's ``stall_timeout``.
+        """
+        return self._native.import_(
+            ticket, _names(require, "require"), _names(forbid, "forbid"), isolation, timeout
+        )
 
     async def import_async(
         self,
@@ -131,10 +149,13 @@ class Endpoint:
         require: Names = None,
         forbid: Names = None,
         isolation: Isolation | None = None,
+        timeout: float | None = None,
     ) -> Remote:
         """`import_` without blocking the event loop."""
         return await aio.imported(
-            self._native.start_import(ticket, _names(require), _names(forbid), isolation)
+            self._native.start_import(
+                ticket, _names(require, "require"), _names(forbid, "forbid"), isolation, timeout
+            )
         )
 
     def read(
@@ -218,11 +239,11 @@ class Endpoint:
                 at,
                 spans,
                 blocks,
-                None if notify is None else _bytes(notify),
+                None if notify is None else _bytes(notify, "notify"),
                 signal,
                 timeout,
-                _names(require),
-                _names(forbid),
+                _names(require, "require"),
+                _names(forbid, "forbid"),
                 handle_of(stream),
             )
         )
@@ -241,7 +262,7 @@ class Endpoint:
 
     def notify(self, remote: Remote, message: bytes | str) -> Transfer[None]:
         """Hands the owner of a remote region a message."""
-        return Transfer(self._native.notify(remote, _bytes(message)))
+        return Transfer(self._native.notify(remote, _bytes(message, "message")))
 
     def receive(self, timeout: float = DEFAULT_RECEIVE_TIMEOUT) -> Notification:
         """The next message from a peer; raises ``Timeout`` when none came in time."""

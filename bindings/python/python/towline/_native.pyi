@@ -129,6 +129,7 @@ class Endpoint:
         require: Sequence[str],
         forbid: Sequence[str],
         isolation: str | None,
+        timeout: float | None,
     ) -> Remote: ...
     def start_import(
         self,
@@ -136,6 +137,7 @@ class Endpoint:
         require: Sequence[str],
         forbid: Sequence[str],
         isolation: str | None,
+        timeout: float | None,
     ) -> Import: ...
     def start(
         self,

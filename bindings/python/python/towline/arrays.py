@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 from . import _native
@@ -70,9 +71,9 @@ def empty(shape: int | Sequence[int], dtype: object = "uint8") -> Any:
     a copy. The memory lives until the last array over it is gone.
     """
     try:
-        lengths = [shape] if isinstance(shape, int) else [int(length) for length in shape]
+        lengths = [shape] if isinstance(shape, int) else [index(length) for length in shape]
     except TypeError as error:
-        raise TypeError(f"shape: an integer or a sequence of integers is needed, not {shape!r}") from error
+        raise TypeError(f"shape: an integer or a sequence of integers is needed, not {shape!r:.80}") from error
     if any(length < 0 or length > sys.maxsize for length in lengths):
         raise Invalid(f"shape: {shape!r} has a length that is negative or too large", op="empty")
     name = _type_name(dtype)

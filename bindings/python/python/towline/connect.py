@@ -74,8 +74,9 @@ class Descriptor:
     row-major order, and `size` is what they take. It is described by a `layout`, without a copy. Reversed, broadcast or overlapping
     memory, and more than four dimensions with gaps, no layout can say: these are refused.
 
-    The memory is kept alive, and a ``bytearray`` cannot be resized, for as long as the descriptor or an operation needs it. Memory that is not the host's can be described, and gives ``Unsupported`` when it is
-    registered. An array of `towline.empty` is mapped by peers on the same host.
+    The memory is kept alive, and a ``bytearray`` cannot be resized, for as long as the descriptor or an operation needs it. Memory of
+    an XPU, and of a GPU where there is no driver, can be described, and gives ``Unsupported`` when it is registered. An array of
+    `towline.empty` is mapped by peers on the same host.
     """
 
     __slots__ = ("_data", "_device", "_native", "__weakref__")

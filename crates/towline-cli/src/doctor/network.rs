@@ -16,8 +16,10 @@ pub(super) fn check() -> Vec<Check> {
     let v6 = read("/proc/net/if_inet6").map(|table| local_v6(&table)).unwrap_or_default();
     addresses.extend(v6.into_iter().map(|(device, address)| (device, address.into())));
     for (device, address) in &addresses {
-        let remark = if address.is_loopback() {
+        let remark = if *address == IpAddr::from(Ipv4Addr::LOCALHOST) {
             "this host only; listened on by default"
+        } else if address.is_loopback() {
+            "this host only"
         } else if link_local(address) {
             "link-local: never put into tickets"
         } else {

@@ -19,14 +19,17 @@ pub(super) fn check(checks: &mut Vec<Check>) -> Vec<&'static str> {
     let start = Instant::now();
     let endpoint = Endpoint::open("doctor");
     let opened = start.elapsed();
-    let other = endpoint.as_ref().map_err(|error| error.clone().into()).and_then(|_| Other::start());
+    let mut other = endpoint.as_ref().map_err(|error| error.clone().into()).and_then(|_| Other::start());
     let mut usable = Vec::new();
     for path in towline::paths() {
         let enforced = if path.enforced { "; the owner checks every access" } else { "" };
-        let check = match (&path.probe, &endpoint, &other) {
-            // Nothing here needs it, and the engines say where it was looked for.
+        let check = match (&path.probe, &endpoint, &mut other) {
+            // Nothing here needs them, and the groups below say where they were looked for.
             (Probe::Missing { mend, .. }, ..) if path.name == "nixl" => {
                 Check::new(GROUP, path.name, Status::Note, "NIXL is not there").mend(mend)
+            }
+            (Probe::Missing { mend, .. }, ..) if path.name == "cuda" => {
+                Check::new(GROUP, path.name, Status::Note, "no GPU can be used").mend(mend)
             }
             (Probe::Missing { reason, mend }, ..) => {
                 Check::new(GROUP, path.name, Status::Missing, reason).mend(mend)
@@ -82,32 +85,35 @@ fn mend_between_processes(path: &str) -> &'static str {
         "unix" => "run both workers in one network namespace: the socket's name is abstract",
         "nixl" => "look at what UCX prints with UCX_LOG_LEVEL=info, and at UCX_TLS and UCX_NET_DEVICES",
         "tcp" => "bring up the loopback interface, or name an address by --listen or TOWLINE_LISTEN",
+        "file" => "let both workers run as one user, and TMPDIR name a folder that can be written",
         _ => "",
     }
 }
 
-/// A second process with two regions.
+fn register(worker: &mut Worker, memory: Memory) -> Outcome<Ticket> {
+    match worker.ask(&Ask::Register { memory, bytes: BYTES, seed: SEED })? {
+        Told::Region { ticket, .. } => Ok(ticket),
+        told => Err(worker.surprise(&told)),
+    }
+}
+
+/// A second process with regions of its own.
 struct Other {
-    _worker: Worker,
+    worker: Worker,
     shared: Ticket,
-    private: Ticket,
 }
 
 impl Other {
     fn start() -> Outcome<Other> {
         let mut worker = Worker::start("patient")?;
-        let mut register = |memory| match worker.ask(&Ask::Register { memory, bytes: BYTES, seed: SEED })? {
-            Told::Region { ticket, .. } => Ok(ticket),
-            told => Err(worker.surprise(&told)),
-        };
-        let (shared, private) = (register(Memory::Shared)?, register(Memory::System)?);
-        Ok(Other { _worker: worker, shared, private })
+        let shared = register(&mut worker, Memory::Shared)?;
+        Ok(Other { worker, shared })
     }
 
     /// Reads the other process's bytes over that path, compares them, and says how long it took.
-    fn reach(&self, endpoint: &Endpoint, path: &str) -> Outcome<String> {
-        let ticket = if path == "mapped" { &self.shared } else { &self.private };
-        let remote = endpoint.import_with(ticket, &Routing::default().require(path)?)?;
+    fn reach(&mut self, endpoint: &Endpoint, path: &str) -> Outcome<String> {
+        let ticket = register(&mut self.worker, Memory::of_path(path))?;
+        let remote = endpoint.import_with(&ticket, &Routing::default().require(path)?)?;
         let local = endpoint
             .register(SystemStorage::new(BYTES as usize)?, Access::NONE)
             .map_err(towline::Error::from)?;

@@ -168,7 +168,7 @@ fn limits() -> Vec<Check> {
             GROUP,
             "locked memory",
             format!(
-                "{} (no path of this build locks memory)",
+                "{} (only what an RDMA device moves is locked)",
                 locked.map_or("unlimited".to_owned(), size::bytes)
             ),
         ),

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use towline::memory::{MemoryDescription, Storage, create_buffer};
 use towline::{
-    Access, Buffer, Endpoint, OffsetBuffer, Registered, Remote, Routing, SharedStorage, SystemStorage, Ticket,
+    Access, Buffer, DeviceStorage, DiskStorage, Endpoint, OffsetBuffer, Registered, Remote, Routing,
+    SharedStorage, SystemStorage, Ticket,
 };
 
 use super::protocol::{Ask, Memory, Op, Told, Usage};
@@ -123,6 +124,13 @@ impl Duties {
         let storage = match memory {
             Memory::Shared => create_buffer(SharedStorage::new(bytes as usize)?),
             Memory::System => create_buffer(SystemStorage::new(bytes as usize)?),
+            Memory::Disk => {
+                let mut file = DiskStorage::new(bytes as usize)?;
+                // A worker that is killed leaves nothing behind.
+                file.unlink()?;
+                create_buffer(file)
+            }
+            Memory::Device => create_buffer(DeviceStorage::new(bytes as usize, 0)?),
         };
         pattern::fill(&storage, seed)?;
         let file = storage.segment().map(|slice| slice.segment.file().as_raw_fd());

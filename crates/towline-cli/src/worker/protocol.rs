@@ -32,6 +32,20 @@ impl Op {
 pub(crate) enum Memory {
     Shared,
     System,
+    Disk,
+    Device,
+}
+
+impl Memory {
+    /// What a path of that name moves: the only kind that it knows, or private memory.
+    pub(crate) fn of_path(path: &str) -> Memory {
+        match path {
+            "mapped" => Memory::Shared,
+            "file" => Memory::Disk,
+            "cuda" => Memory::Device,
+            _ => Memory::System,
+        }
+    }
 }
 
 /// Which kind of socket.

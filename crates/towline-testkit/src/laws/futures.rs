@@ -61,8 +61,11 @@ pub fn an_import_is_a_future(bench: &Bench) {
     let local = bench.local(64);
     block_on(bench.user.read(&remote, &local).start().unwrap()).unwrap();
     THEIRS.verify_storage(local.storage(), 0, 64).unwrap();
-    // Several at once.
     let ticket = region.ticket();
+    // With paths and a limit of its own.
+    let within = bench.user.import_async_within(&ticket, bench.user.routing(), STALL);
+    assert_eq!(block_on(within).unwrap().path(), bench.path);
+    // Several at once.
     let imports: Vec<_> = (0..8).map(|_| bench.user.import_async(&ticket)).collect();
     for import in imports {
         block_on(import).unwrap();

@@ -7,6 +7,7 @@ mod deregistering;
 mod killed;
 mod pinned;
 mod stopped;
+mod walls;
 
 use std::time::Duration;
 

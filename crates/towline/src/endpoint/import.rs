@@ -227,11 +227,10 @@ pub(super) fn import(
 pub(super) fn import_async(
     endpoint: Arc<EndpointCore>,
     ticket: Ticket,
+    routing: Routing,
+    within: Duration,
 ) -> impl Future<Output = Result<Remote>> + Send {
-    on_a_thread(move || {
-        let routing = endpoint.routing().clone();
-        import_one(&endpoint, &ticket, &routing, endpoint.limits().no_progress)
-    })
+    on_a_thread(move || import_one(&endpoint, &ticket, &routing, within))
 }
 
 /// Runs a blocking contact on a thread that lives only for it.

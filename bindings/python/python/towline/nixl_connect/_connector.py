@@ -9,12 +9,14 @@ import os
 import socket
 import threading
 import uuid
+import zlib
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from .. import _native, aio
 from .._devices import OperationKind
+from .._errors import Protocol
 from . import _over_nixl
 from ._descriptor import Descriptor, original_errors
 from ._models import RdmaMetadata
@@ -261,6 +263,10 @@ class Connection:
         return f"Connection(name={self._name!r})"
 
 
+class _Damaged(Protocol, zlib.error):
+    """Metadata that is text, and nobody's: the original finds that it cannot be inflated."""
+
+
 class Remote:
     """The peer that made some metadata."""
 
@@ -281,7 +287,10 @@ class Remote:
         self._agent = _over_nixl.inflated(packed)
         """The metadata of an agent of NIXL, where the peer uses that."""
         if self._agent is None:
-            self._name = _native.metadata_owner(self._text)
+            try:
+                self._name = _native.metadata_owner(self._text)
+            except Protocol as error:
+                raise _Damaged(error.message, op=error.op) from error
         else:
             self._name = _over_nixl.agent_name(self._agent)
         connection.acquire_remote_ref(self._name)

@@ -1,0 +1,179 @@
+//! What registering promises beside the transfers: its cost, its order, its names, and what it lets be seen.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
+#![allow(unsafe_code, reason = "implements the trait that registration trusts")]
+
+use std::any::Any;
+use std::fmt::{self, Write};
+use std::fs;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use towline::{
+    Access, Endpoint, Kind, MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, RegisteredView,
+    Routing, SharedStorage, Storage, StorageKind, SystemStorage, Ticket, create_buffer,
+};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+const MIB: usize = 1 << 20;
+
+fn resident() -> usize {
+    let statm = fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * rustix::param::page_size()
+}
+
+#[test]
+fn registering_touches_no_page_however_often() {
+    let endpoint = Endpoint::open("lazy").unwrap();
+    let memory = create_buffer(SystemStorage::new(1024 * MIB).unwrap());
+    // What an endpoint needs once is there already.
+    drop(endpoint.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap());
+    let before = resident();
+    let views = (0..1000).map(|at| OffsetBuffer::new(memory.clone(), at * MIB, 24 * MIB).unwrap());
+    let regions = endpoint.register_many(views.collect(), Access::READ_WRITE).unwrap();
+    let tickets: Vec<Ticket> = regions.iter().map(|region| region.ticket().unwrap()).collect();
+    let grown = resident().saturating_sub(before);
+    assert!(grown < 128 * MIB, "{grown} bytes became resident");
+    assert!(tickets.iter().all(|ticket| ticket.encode().len() <= 512));
+    // Each of them is a registration of its own.
+    drop(regions);
+    assert_eq!(endpoint.stats().regions, 0);
+    let error = Endpoint::open("late").unwrap().import(&tickets[500]).unwrap_err();
+    assert_eq!(error.kind(), Kind::Stale, "{error}");
+}
+
+/// Memory that looks, when it is freed, whether anybody can still reach it.
+#[derive(Debug)]
+struct Witness {
+    memory: SystemStorage,
+    reached: Arc<Mutex<Option<(Endpoint, Ticket)>>>,
+    seen: Arc<Mutex<Vec<Kind>>>,
+}
+
+impl MemoryDescription for Witness {
+    fn addr(&self) -> usize {
+        self.memory.addr()
+    }
+
+    fn size(&self) -> usize {
+        self.memory.size()
+    }
+
+    fn storage_kind(&self) -> StorageKind {
+        self.memory.storage_kind()
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+// SAFETY: every answer is that of the memory, which it owns and gives nobody.
+unsafe impl Storage for Witness {}
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        if let Some((user, ticket)) = self.reached.lock().unwrap().take() {
+            self.seen
+                .lock()
+                .unwrap()
+                .push(user.import(&ticket).map_or_else(|error| error.kind(), |_| Kind::Internal));
+        }
+    }
+}
+
+#[test]
+fn memory_is_freed_after_it_was_revoked() {
+    let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
+    let (reached, seen) = (Arc::default(), Arc::default());
+    let witness = Witness {
+        memory: SystemStorage::new(4096).unwrap(),
+        reached: Arc::clone(&reached),
+        seen: Arc::clone(&seen),
+    };
+    let region = owner.register(witness, Access::READ).unwrap();
+    let ticket = region.ticket().unwrap();
+    user.import(&ticket).unwrap();
+    *reached.lock().unwrap() = Some((user, ticket));
+    drop(region);
+    assert_eq!(*seen.lock().unwrap(), [Kind::Stale]);
+}
+
+#[test]
+fn the_published_names_describe_a_registration() {
+    fn described(memory: &dyn MemoryDescriptor) -> (usize, usize, StorageKind) {
+        (memory.addr(), memory.size(), memory.storage_kind())
+    }
+    let endpoint = Endpoint::open("names").unwrap();
+    let storage = SharedStorage::new(4096).unwrap();
+    let plain = described(&storage);
+    assert!(storage.nixl_descriptor().is_none(), "nothing is registered yet");
+    let mut region = endpoint.register(storage, Access::READ).unwrap();
+    assert!(region.is_registered());
+    assert_eq!(described(&region), plain);
+    assert!(region.storage().as_any().downcast_ref::<SharedStorage>().is_some());
+    assert_eq!((region.agent_name(), region.descriptor().size), ("names", 4096));
+    assert_eq!(region.nixl_descriptor(), Some(region.descriptor()));
+    // SAFETY: the storage is neither replaced nor freed, and nobody else knows of the region.
+    unsafe { region.storage_mut().as_mut_slice()[7] = 9 };
+    let mut byte = [0];
+    region.into_storage().unwrap().read_at(7, &mut byte).unwrap();
+    assert_eq!(byte, [9]);
+}
+
+/// Keeps the names and the fields of all spans.
+#[derive(Clone, Default)]
+struct Spans(Arc<Mutex<Vec<String>>>, Arc<AtomicU64>);
+
+impl Subscriber for Spans {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        struct Text(String);
+        impl Visit for Text {
+            fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+                write!(self.0, " {}={value:?}", field.name()).unwrap();
+            }
+        }
+        let mut text = Text(span.metadata().name().to_owned());
+        span.record(&mut text);
+        self.0.lock().unwrap().push(text.0);
+        Id::from_u64(self.1.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, _: &Event<'_>) {}
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[test]
+fn imports_and_transfers_are_spans_that_name_path_and_peer() {
+    let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
+    let region = owner.register(SharedStorage::new(4096).unwrap(), Access::READ).unwrap();
+    let local = user.register(SystemStorage::new(4096).unwrap(), Access::NONE).unwrap();
+    let spans = Spans::default();
+    tracing::subscriber::with_default(spans.clone(), || {
+        let tcp = Routing::default().require("tcp").unwrap();
+        let remote = user.import_with(&region.ticket().unwrap(), &tcp).unwrap();
+        user.read(&remote, &local).start().unwrap().wait().unwrap();
+    });
+    let seen = spans.0.lock().unwrap().join("\n");
+    assert!(seen.contains("import endpoint=\"user\" tickets=1"), "{seen}");
+    let transfer =
+        seen.lines().find(|span| span.starts_with("transfer ")).unwrap_or_else(|| panic!("{seen}"));
+    for field in ["op=\"read\"", "path=\"tcp\"", "peer=\"owner\"", "bytes=4096"] {
+        assert!(transfer.contains(field), "{field} in {transfer}");
+    }
+    // Nothing that would let a reader of logs in.
+    let ticket = region.ticket().unwrap().to_string();
+    assert!(!seen.contains(&ticket) && !seen.contains("towline1:"), "{seen}");
+}
