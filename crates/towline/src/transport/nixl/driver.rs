@@ -113,7 +113,9 @@ impl Flight {
             let cause = attachment.handle.session().alive().and_then(|()| inside.check("transfer"));
             return match cause {
                 Err(cause) => Look::Landed(Err(cause)),
-                Ok(()) if now.duration_since(*since) >= WHY => Look::Landed(Err(error.clone())),
+                Ok(()) if attachment.peer.is_own() || now.duration_since(*since) >= WHY => {
+                    Look::Landed(Err(error.clone()))
+                }
                 Ok(()) => Look::Flying,
             };
         }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use towline_sys::nixl::{Descriptor, Direction, MemoryKind, Prepared, TransferList};
 
-use super::engine::Engine;
+use super::engine::{Engine, Reach};
 use super::peer::{Asked, PeerAgent};
 use crate::Result;
 use crate::layout::Piece;
@@ -95,12 +95,12 @@ impl Drop for Counted {
 }
 
 impl Grids {
-    /// The list of all blocks of that region on that grid, prepared now where that has become worth it.
+    /// The list of all blocks of that region, of that kind, on that grid, prepared now where that has become worth it.
     pub(super) fn find(
         &self,
         engine: &Engine,
         grid: Grid,
-        region: Descriptor,
+        (kind, region): (MemoryKind, Descriptor),
         wanted: usize,
         peer: Option<&Arc<PeerAgent>>,
     ) -> Result<Option<Arc<Counted>>> {
@@ -133,10 +133,11 @@ impl Grids {
             length: grid.block,
             device: region.device,
         });
-        let list = TransferList::new(&engine.nixl, MemoryKind::Dram, ranges)?;
+        let list = TransferList::new(&engine.nixl, kind, ranges)?;
+        let options = engine.options(Reach::Memory)?;
         let prepared = match peer {
-            None => engine.agent.prepare_local(&list, &engine.options())?,
-            Some(peer) => engine.agent.prepare_remote(&peer.name, &list, &engine.options())?,
+            None => engine.agent.prepare_local(&list, &options)?,
+            Some(peer) => engine.agent.prepare_remote(&peer.name, &list, &options)?,
         };
         if let Some(peer) = peer {
             peer.requests.fetch_add(1, Ordering::AcqRel);
@@ -156,7 +157,8 @@ impl Grids {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Key {
     pub(super) direction: Direction,
-    pub(super) device: u64,
+    /// The number of the local registration.
+    pub(super) number: u64,
     pub(super) local: u64,
     pub(super) remote: u64,
     pub(super) len: u64,
@@ -183,8 +185,8 @@ impl Requests {
     }
 
     /// Drops those that use local memory of that number.
-    pub(super) fn forget(&self, device: u64) {
-        let dropped: Vec<_> = lock(&self.0).extract_if(.., |(key, _)| key.device == device).collect();
+    pub(super) fn forget(&self, number: u64) {
+        let dropped: Vec<_> = lock(&self.0).extract_if(.., |(key, _)| key.number == number).collect();
         drop(dropped);
     }
 
