@@ -102,18 +102,18 @@ impl Transport for NixlPath {
     }
 
     fn hears(&self, region: &RegionCore, words: &[u8]) -> bool {
-        let help = matches!(Word::decode(words), Ok(Word::Help));
-        if let Some(engine) = region.endpoint.nixl.running().filter(|_| help) {
-            engine.help(engine::HELP);
+        let Ok(Word::Help { core }) = Word::decode(words) else { return false };
+        if let Some(engine) = region.endpoint.nixl.running() {
+            engine.help(engine::HELP, core);
         }
-        help
+        true
     }
 
     fn tell(&self, question: &Question<'_>) -> Result<Told> {
         let region = question.region;
         let domain = &region.endpoint.nixl;
         match Word::decode(question.words)? {
-            Word::Help => Ok(Told::default()),
+            Word::Help { .. } => Ok(Told::default()),
             Word::Attach { required, pinned } => {
                 let prefers = domain.options().prefers();
                 if prefers == NixlPrefer::Never || region.place == Place::Disk {
@@ -135,7 +135,7 @@ impl Transport for NixlPath {
                     connection: engine.connection()?,
                     region: memory.metadata(&engine)?,
                 };
-                engine.help(FIRST_HELP);
+                engine.help(FIRST_HELP, None);
                 // Pins speak for a peer that shares memory with its owner; another one is asked to let go.
                 let pinned = pinned && question.pins.is_some();
                 let loan = Some(EngineLoan::of(&engine, pinned));

@@ -24,7 +24,7 @@ use crate::region::{RegionUse, stale};
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::direct::misaligned;
 use crate::transport::file;
-use crate::transport::tcp::GrantHandle;
+use crate::transport::tcp::{GrantHandle, Medium};
 use crate::transport::{Attachment, Begun, Borrowing, Going, Offer, Transport};
 use crate::{Error, Kind, Result};
 
@@ -34,6 +34,9 @@ pub(super) const INLINE: u64 = 1 << 20;
 /// How long the calling thread stays with such a request: longer than a round trip between two processes takes, and about as
 /// long as a copy that the calling thread would make by itself.
 const STAY: Duration = Duration::from_micros(150);
+
+/// A round trip over sockets takes less, where both sides have a core.
+const ROUND_TRIP: Duration = Duration::from_micros(40);
 
 /// After this many looks without an end, the owner's processor may be needed.
 pub(super) const PATIENT_LOOKS: u32 = 16;
@@ -253,7 +256,10 @@ impl NixlAttachment {
         self.peer.slow.store(true, Ordering::Relaxed);
         if self.peer.ask_now() {
             self.engine.counts.help_asked.fetch_add(1, Ordering::Relaxed);
-            let _ = self.handle.tell(&NixlPath, &Word::Help.encode());
+            // Of another host's cores the owner's thread keeps clear anyway.
+            let here = self.handle.session().medium() == Medium::Unix;
+            let core = here.then(rustix::thread::sched_getcpu).and_then(|core| u16::try_from(core).ok());
+            let _ = self.handle.tell(&NixlPath, &Word::Help { core }.encode());
         }
     }
 
@@ -414,11 +420,16 @@ impl NixlAttachment {
         let mut looks = 0;
         let began = Instant::now();
         while let Ok(Progress::InProgress) = progress {
-            if looks > 2 && began.elapsed() > STAY {
+            let stayed = began.elapsed();
+            if looks > 2 && stayed > STAY {
                 break;
             }
             if looks == PATIENT_LOOKS {
                 self.call_for_help();
+            }
+            // The owner's thread may be waiting for this very core: the kernel wakes it near the thread that asked.
+            if stayed > ROUND_TRIP && !self.engine.rdma {
+                std::thread::yield_now();
             }
             looks += 1;
             progress = match asked.request() {

@@ -188,7 +188,7 @@ impl PeerAgent {
             std::thread::sleep(Duration::from_millis(1));
         }
         engine.agent.forget(&self.name)?;
-        engine.help(CLOSING);
+        engine.help(CLOSING, None);
         Ok(())
     }
 

@@ -26,7 +26,8 @@ const WINDOW: usize = 4;
 
 /// Cuts a plan into requests.
 pub(super) fn cut(plan: Plan) -> (Plan, Vec<Range<usize>>) {
-    let plan = plan.cut(UNIT);
+    // NIXL goes through a list in its order, and both the kernel that copies and a disk are faster along the owner's pages.
+    let plan = plan.cut(UNIT).sorted_by_key(|piece| piece.remote);
     let mut units = Vec::new();
     for chunk in plan.chunks(UNIT) {
         let mut start = chunk.start;
