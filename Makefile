@@ -54,7 +54,7 @@ test-loom:
 test-forced-tcp:
 	scripts/test.sh forced-tcp
 
-# Needs QEMU, and a few hundred MB under target/; skipped with the reason where that cannot be had.
+# Needs QEMU, and a few hundred MB under target/; skipped with the reason where that cannot be had. TOWLINE_RDMA=full runs all laws.
 test-rdma:
 	scripts/test.sh rdma
 

@@ -18,6 +18,7 @@ cargo_deny_version=0.20
 cargo_fuzz_version=0.13
 typos_version=1.51.1
 nixl_version=1.5.1
+dynamo_version=1.6.1
 arm=aarch64-unknown-linux-gnu
 
 # The totals are read from the output, which must therefore be plain text.
@@ -117,6 +118,24 @@ prepare_nixl() {
   .venv/bin/pip install --quiet --disable-pip-version-check --no-deps "nixl-cu12==$nixl_version" >&2 ||
     { echo "'pip install nixl-cu12==$nixl_version' failed"; return 1; }
   .venv/bin/pip install --quiet --disable-pip-version-check numpy >&2 || { echo "'pip install numpy' failed"; return 1; }
+}
+
+# Unpacks the one file of the original dynamo.nixl_connect from Dynamo's wheel, whose other 75 MB are not needed; otherwise says
+# why that cannot be.
+prepare_original() {
+  local folder=.venv/share/dynamo-original wheels
+  [[ ! -e $folder/dynamo/nixl_connect/__init__.py ]] || return 0
+  [[ -x .venv/bin/pip ]] || { echo "there is no .venv"; return 1; }
+  wheels=$(mktemp -d)
+  if ! .venv/bin/pip download --quiet --disable-pip-version-check --no-deps --dest "$wheels" "ai-dynamo-runtime==$dynamo_version" >&2; then
+    rm -rf "$wheels"
+    echo "'pip download ai-dynamo-runtime==$dynamo_version' failed"
+    return 1
+  fi
+  mkdir -p "$folder"
+  .venv/bin/python -c 'import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extract("dynamo/nixl_connect/__init__.py", sys.argv[2])' \
+    "$wheels"/*.whl "$folder" || { rm -rf "$wheels"; echo "it is not in the wheel"; return 1; }
+  rm -rf "$wheels"
 }
 
 # The short form of the campaigns, by the program that the tests have built. Times are reported, not judged.
@@ -224,6 +243,7 @@ step_python() {
     return
   fi
   reason=$(prepare_nixl) || echo "NIXL is not in .venv: $reason"
+  reason=$(prepare_original) || echo "dynamo.nixl_connect is not in .venv: $reason"
   local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python PYO3_BUILD_EXTENSION_MODULE=1
   check cargo clippy -p towline-python --no-deps --all-targets -- -D warnings
   log=$logs/python-build.log

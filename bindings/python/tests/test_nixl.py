@@ -13,6 +13,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -47,12 +48,12 @@ def needs_nixl() -> None:
 
 
 class Plain:
-    """A process that runs `nixl_peer.py`."""
+    """A process that runs `nixl_peer.py`, or another one that is told what to do in the same way."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Path = HERE / "nixl_peer.py", *arguments: str) -> None:
         self.name = f"plain-{uuid.uuid4().hex[:8]}"
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "nixl_peer.py"), self.name],
+            [sys.executable, str(program), *arguments, self.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -16,6 +18,7 @@ import pytest
 from conftest import run_python
 from test_nixl import Plain, needs_nixl, pattern, plain
 
+from towline import dropin
 from towline import nixl_connect as nc
 
 __all__ = ["plain"]
@@ -247,12 +250,19 @@ except RuntimeError as error:
     assert len(said) == 2 and all("it is not there" in line for line in said), said
 
 
-def test_who_is_offered_to_is_said_by_argument_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nc.Connector()._offer == "towline"
-    monkeypatch.setenv("TOWLINE_NIXL_CONNECT", "nixl")
-    assert nc.Connector()._offer == "nixl" and nc.Connector(offer="towline")._offer == "towline"
-    monkeypatch.setenv("TOWLINE_NIXL_CONNECT", "everybody")
-    with pytest.raises(ValueError, match="TOWLINE_NIXL_CONNECT"):
-        nc.Connector()
+def test_who_is_offered_to_is_said_by_the_connector_or_by_the_drop_in() -> None:
+    assert nc.Connector()._offer == "towline" and nc.Connector(offer="nixl")._offer == "nixl"
     with pytest.raises(ValueError, match="offer"):
         nc.Connector(offer="all")  # type: ignore[arg-type]
+    ask = "from dynamo import nixl_connect as nc; print(nc.Connector()._offer, nc.Connector(offer='towline')._offer)\n"
+    install = "import towline.dropin; towline.dropin.install({})\n"
+    assert run_python(install.format("") + ask).split() == ["towline", "towline"]
+    assert run_python(install.format("offer='nixl'") + ask).split() == ["nixl", "towline"]
+    again = install.format("offer='nixl'") + install.format("") + ask
+    assert run_python(again).split() == ["nixl", "towline"]
+    for offer in ("towline", "nixl"):
+        command = [sys.executable, "-m", "towline", "dropin-path", "--offer", offer]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        assert found == str(dropin.path(offer))
+        said = run_python(f"import sys; sys.path.insert(0, {found!r})\n" + ask)
+        assert said.split() == [offer, "towline"]

@@ -8,6 +8,9 @@ or, at the start of the program::
 
     import towline.dropin
     towline.dropin.install()
+
+Where peers run the original, passive operations have to be offered to NIXL: ``dropin-path --offer nixl``, or
+``install(offer="nixl")``.
 """
 
 from __future__ import annotations
@@ -21,15 +24,20 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 _PACKAGE = "dynamo"
 _NAME = "dynamo.nixl_connect"
 _DIRECTORY = Path(__file__).parent / "_dropin"
+_OFFERED_TO_NIXL = Path(__file__).parent / "_dropin_nixl"
+
+Offer = Literal["towline", "nixl"]
+"""Who can take part in passive operations: peers that use Towline, or peers that use NIXL."""
 
 
-def path() -> Path:
-    """The directory to put first on the path."""
-    return _DIRECTORY
+def path(offer: Offer = "towline") -> Path:
+    """The directory to put first on the path. ``offer`` is that of connectors that are not told."""
+    return _OFFERED_TO_NIXL if offer == "nixl" else _DIRECTORY
 
 
 class _Finder(MetaPathFinder):
@@ -61,12 +69,16 @@ _finder = _Finder()
 _namespace_finder = _NamespaceFinder()
 
 
-def install() -> None:
-    """Makes ``import dynamo.nixl_connect`` give `towline.nixl_connect` from now on. Again changes nothing.
+def install(*, offer: Offer | None = None) -> None:
+    """Makes ``import dynamo.nixl_connect`` give `towline.nixl_connect` from now on. Again changes nothing but the offer.
 
     Call it before the first import of ``dynamo.nixl_connect``: what was imported from the original before stays as it is, and a
-    warning says so.
+    warning says so. ``offer`` says to whom connectors offer memory that are not told; ``"nixl"`` where peers run the original.
     """
+    from .nixl_connect._connector import offer_by_default
+
+    if offer is not None:
+        offer_by_default(offer)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
         sys.meta_path.append(_namespace_finder)

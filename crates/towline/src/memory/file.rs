@@ -87,6 +87,19 @@ impl FileSlice {
         self.file().as_raw_fd() as u64
     }
 
+    /// The numbers of the descriptors for buffered and, where there is one, for direct input and output.
+    pub(crate) fn numbers(&self) -> (u64, Option<u64>) {
+        let number = |file: &OwnedFd| file.as_raw_fd() as u64;
+        (number(&self.file.buffered), self.file.direct.as_ref().map(number))
+    }
+
+    /// How many bytes the file has now.
+    pub(crate) fn file_len(&self, op: &'static str) -> Result<u64> {
+        let stat = rustix::fs::fstat(&self.file.buffered)
+            .map_err(|error| Error::os(op, "fstat", io::Error::from(error)))?;
+        Ok(u64::try_from(stat.st_size).unwrap_or(0))
+    }
+
     /// How far from the start of the file the bytes begin.
     pub fn offset(&self) -> u64 {
         self.offset

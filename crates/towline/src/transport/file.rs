@@ -42,6 +42,19 @@ fn candidate<'a>(offer: &'a Offer<'_>) -> Result<&'a Arc<GrantHandle>> {
     Ok(handle)
 }
 
+/// Asks the owner for its file, from the start of the granted range on. Blocks. `Unavailable` where it cannot be handed over.
+pub(super) fn opened(offer: &Offer<'_>, handle: &Arc<GrantHandle>) -> Result<FileSlice> {
+    handle.local_fence()?;
+    let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
+    let told = handle.ask(&FilePath, OPEN.to_vec(), until)?;
+    let nonsense = || Error::protocol(OP, "the owner does not tell where its file is");
+    let offset = u64::from_le_bytes(told.answer.try_into().map_err(|_| nonsense())?);
+    // The owner's word against overflow only: what lies there is its own file.
+    offset.checked_add(offer.grant.length).ok_or_else(nonsense)?;
+    let writable = offer.grant.access.contains(Access::WRITE);
+    FileSlice::passed(told.files, writable, offset)
+}
+
 impl Transport for FilePath {
     fn name(&self) -> &'static str {
         "file"
@@ -69,14 +82,7 @@ impl Transport for FilePath {
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
         let handle = candidate(offer)?;
-        let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
-        let told = handle.ask(self, OPEN.to_vec(), until)?;
-        let nonsense = || Error::protocol(OP, "the owner does not tell where its file is");
-        let offset = u64::from_le_bytes(told.answer.try_into().map_err(|_| nonsense())?);
-        // The owner's word against overflow only: what lies there is its own file.
-        offset.checked_add(offer.grant.length).ok_or_else(nonsense)?;
-        let writable = offer.grant.access.contains(Access::WRITE);
-        let file = FileSlice::passed(told.files, writable, offset)?;
+        let file = opened(offer, handle)?;
         Ok(Arc::new(DirectAttachment(Arc::new(Opened { handle: Arc::clone(handle), file }))))
     }
 

@@ -2,13 +2,15 @@
 //!
 //! One agent per endpoint, made when a transfer by NIXL is first asked for ([`Domain`]). The owner registers a region with
 //! its agent when a peer first asks about it, and answers with what that peer needs to reach it ([`words`]); the peer keeps
-//! that, and what it has prepared, in its [`attachment`]. Everything else (rights, messages, signals, who lives) goes over our
+//! that, and what it has prepared, in its [`attachment`]. A file is handed over instead and registered with the agent of the
+//! user ([`files`]), since NIXL moves its bytes only where it is open. Everything else (rights, messages, signals, who lives) goes over our
 //! own connection. Which of the promises NIXL cannot keep, and what is done about it, is in
 //! `docs/decisions/0013-nixl-transport.md`.
 
 mod attachment;
 mod driver;
 mod engine;
+mod files;
 mod lists;
 mod memory;
 mod options;
@@ -24,8 +26,8 @@ use towline_sys::nixl::Nixl;
 
 use self::attachment::NixlAttachment;
 pub(crate) use self::engine::Domain;
-use self::engine::EngineLoan;
 pub use self::engine::NixlStats;
+use self::engine::{EngineLoan, Reach};
 pub(crate) use self::memory::Known;
 pub use self::options::{NixlOptions, NixlPrefer};
 use self::words::{Answer, Word};
@@ -83,7 +85,11 @@ impl Transport for NixlPath {
         progress::may_block("import")?;
         let engine = offer.endpoint.nixl.engine(offer.endpoint.identity())?;
         let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
-        NixlAttachment::ask(offer, handle, engine, until).map(|attachment| attachment as Arc<dyn Attachment>)
+        let attachment = match offer.grant.place {
+            Place::Disk => NixlAttachment::open(offer, handle, engine)?,
+            Place::Host | Place::Cuda(_) => NixlAttachment::ask(offer, handle, engine, until)?,
+        };
+        Ok(attachment)
     }
 
     fn number(&self) -> Option<u8> {
@@ -91,25 +97,26 @@ impl Transport for NixlPath {
     }
 
     fn offers(&self, region: &RegionCore) -> bool {
-        region.place == Place::Host && region.endpoint.nixl.options().prefers() != NixlPrefer::Never
+        // A file is asked for by the path `file`: the owner's agent has no part in it.
+        region.place != Place::Disk && region.endpoint.nixl.options().prefers() != NixlPrefer::Never
     }
 
     fn hears(&self, region: &RegionCore, words: &[u8]) -> bool {
-        let help = matches!(Word::decode(words), Ok(Word::Help));
-        if let Some(engine) = region.endpoint.nixl.running().filter(|_| help) {
-            engine.help(engine::HELP);
+        let Ok(Word::Help { core }) = Word::decode(words) else { return false };
+        if let Some(engine) = region.endpoint.nixl.running() {
+            engine.help(engine::HELP, core);
         }
-        help
+        true
     }
 
     fn tell(&self, question: &Question<'_>) -> Result<Told> {
         let region = question.region;
         let domain = &region.endpoint.nixl;
         match Word::decode(question.words)? {
-            Word::Help => Ok(Told::default()),
+            Word::Help { .. } => Ok(Told::default()),
             Word::Attach { required, pinned } => {
                 let prefers = domain.options().prefers();
-                if prefers == NixlPrefer::Never || region.place != Place::Host {
+                if prefers == NixlPrefer::Never || region.place == Place::Disk {
                     return Err(unavailable("the owner does not offer it"));
                 }
                 if !required && prefers == NixlPrefer::WhenBetter && system::rdma_devices().is_empty() {
@@ -118,14 +125,17 @@ impl Transport for NixlPath {
                 // While it is being registered it does not go.
                 let _used = region.begin_use("import")?;
                 let engine = domain.engine(region.endpoint.identity())?;
-                let memory = region.nixl.register(&engine, region)?;
+                if matches!(region.place, Place::Cuda(_)) && !engine.takes_gpus(Reach::Memory) {
+                    return Err(unavailable("the bytes are on a GPU, and the owner's UCX has no CUDA"));
+                }
+                let memory = region.nixl.register(Reach::Memory, &engine, region)?;
                 let answer = Answer {
-                    device: memory.device(),
+                    device: memory.descriptor().device,
                     base: region.addr as u64,
                     connection: engine.connection()?,
                     region: memory.metadata(&engine)?,
                 };
-                engine.help(FIRST_HELP);
+                engine.help(FIRST_HELP, None);
                 // Pins speak for a peer that shares memory with its owner; another one is asked to let go.
                 let pinned = pinned && question.pins.is_some();
                 let loan = Some(EngineLoan::of(&engine, pinned));
@@ -142,14 +152,26 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<super::tcp::GrantHandle>> 
     let Owner::There(handle) = offer.owner else {
         return Err(unavailable("the owner is in this process"));
     };
-    if offer.grant.place != Place::Host {
-        let message = format!("the bytes are on {}", offer.grant.place);
-        return Err(Error::new(Kind::Unsupported, "import", message));
+    let prefers = offer.endpoint.nixl.options().prefers();
+    if offer.grant.place == Place::Disk {
+        if prefers == NixlPrefer::Never {
+            return Err(unavailable("switched off in the endpoint's options"));
+        }
+        if handle.local_fence().is_err() {
+            let message = "NIXL's plug-ins for files move bytes only where the file is open, and a descriptor is handed over only \
+                           between processes of one user on one host";
+            return Err(Error::new(Kind::Unsupported, "import", message));
+        }
+        if offer.routing.requires("nixl") || prefers == NixlPrefer::Always {
+            return Ok(handle);
+        }
+        return Err(unavailable(
+            "the path file reads and writes it as well; require or prefer nixl to take it",
+        ));
     }
     if offer.grant.offers & (1 << (NixlPath.number().unwrap_or(1) - 1)) == 0 {
         return Err(unavailable("the owner does not offer it"));
     }
-    let prefers = offer.endpoint.nixl.options().prefers();
     if prefers == NixlPrefer::Never {
         return Err(unavailable("switched off in the endpoint's options"));
     }

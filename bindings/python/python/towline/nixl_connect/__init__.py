@@ -2,8 +2,8 @@
 
 Code written for Dynamo runs unmodified when ``dynamo.nixl_connect`` resolves to this module: put the directory that
 ``python -m towline dropin-path`` prints first on the path, or call `towline.dropin.install`. Peers that run the original are
-understood too, where NIXL is installed: metadata of theirs is recognised, and ``Connector(offer="nixl")``, or the variable
-``TOWLINE_NIXL_CONNECT=nixl``, makes metadata that they understand.
+understood too, where NIXL is installed: metadata of theirs is recognised, and ``Connector(offer="nixl")``, or a drop-in that
+was installed with ``offer="nixl"``, makes metadata that they understand.
 
 Names, argument orders, exception types and the fields of the metadata are those of the original. What is better:
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import os
 import socket
 import threading
 import uuid
@@ -38,24 +37,30 @@ Local = Descriptor | list[Descriptor]
 Offer = Literal["towline", "nixl"]
 """Who can take part in a passive operation: peers that use Towline, or peers that use NIXL."""
 
-OFFER = "TOWLINE_NIXL_CONNECT"
-"""The variable that says it for programs that cannot: the original's constructor has no place for it."""
+_usual: Offer = "towline"
 
 
 def _offer(offer: str | None) -> Offer:
-    said = os.environ.get(OFFER, "towline") if offer is None else offer
-    if said == "nixl":
+    if offer is None:
+        return _usual
+    if offer == "nixl":
         return "nixl"
-    if said == "towline":
+    if offer == "towline":
         return "towline"
-    raise ValueError(f"{OFFER if offer is None else 'offer'}: {said!r:.80} is neither 'towline' nor 'nixl'")
+    raise ValueError(f"offer: {offer!r:.80} is neither 'towline' nor 'nixl'")
+
+
+def offer_by_default(offer: Offer) -> None:
+    """Says it for connectors that are not told: the original's constructor has no place for it."""
+    global _usual
+    _usual = _offer(offer)
 
 
 class Connector:
     """Makes operations. Its connection is opened when it is first needed.
 
-    Active operations find out from the metadata whether the peer uses Towline or NIXL. A passive one has to choose: ``offer``,
-    or the variable ``TOWLINE_NIXL_CONNECT``, is ``"nixl"`` where peers run the original.
+    Active operations find out from the metadata whether the peer uses Towline or NIXL. A passive one has to choose: ``offer`` is
+    ``"nixl"`` where peers run the original. Without it, it is what the drop-in was installed with, else ``"towline"``.
     """
 
     def __init__(self, worker_id: str | None = None, *, offer: Offer | None = None) -> None:

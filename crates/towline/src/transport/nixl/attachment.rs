@@ -10,7 +10,8 @@ use towline_sys::nixl::{Descriptor, Direction, MemoryKind, Progress, TransferLis
 
 use super::NixlPath;
 use super::driver::Flight;
-use super::engine::Engine;
+use super::engine::{Engine, Reach};
+use super::files::OpenFile;
 use super::lists::{Grids, Key, Requests, gridded};
 use super::memory::Memory;
 use super::peer::{Asked, PeerAgent};
@@ -18,10 +19,12 @@ use super::run::{self, Run};
 use super::words::{Answer, Word};
 use crate::fence::pins::ProcessPin;
 use crate::layout::{Piece, Plan};
+use crate::memory::Place;
 use crate::region::{RegionUse, stale};
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::direct::misaligned;
-use crate::transport::tcp::GrantHandle;
+use crate::transport::file;
+use crate::transport::tcp::{GrantHandle, Medium};
 use crate::transport::{Attachment, Begun, Borrowing, Going, Offer, Transport};
 use crate::{Error, Kind, Result};
 
@@ -31,6 +34,9 @@ pub(super) const INLINE: u64 = 1 << 20;
 /// How long the calling thread stays with such a request: longer than a round trip between two processes takes, and about as
 /// long as a copy that the calling thread would make by itself.
 const STAY: Duration = Duration::from_micros(150);
+
+/// A round trip over sockets takes less, where both sides have a core.
+const ROUND_TRIP: Duration = Duration::from_micros(40);
 
 /// After this many looks without an end, the owner's processor may be needed.
 pub(super) const PATIENT_LOOKS: u32 = 16;
@@ -93,7 +99,7 @@ impl Inside {
     pub(super) fn check(&self, op: &'static str) -> Result<()> {
         match (&self.pin, self.attachment.handle.row()) {
             (Some(pin), Some(row)) if !pin.still_valid(row) => Err(stale(op)),
-            _ => Ok(()),
+            _ => self.attachment.file.as_ref().map_or(Ok(()), |file| file.check(op)),
         }
     }
 }
@@ -111,8 +117,11 @@ pub(crate) struct NixlAttachment {
     pub(super) handle: Arc<GrantHandle>,
     pub(super) engine: Arc<Engine>,
     pub(super) peer: Arc<PeerAgent>,
-    /// The granted range, as the owner's agent knows it.
+    /// The granted range, as the agent that has it knows it.
     remote: Descriptor,
+    kind: MemoryKind,
+    /// The owner's file, where the region is one.
+    file: Option<OpenFile>,
     pinned: bool,
     borrow: Arc<Borrow>,
     requests: Arc<Requests>,
@@ -146,11 +155,42 @@ impl NixlAttachment {
             device: answer.device,
         };
         let peer = PeerAgent::load(&engine, handle.session(), &answer)?;
+        let on_gpu = matches!(offer.grant.place, Place::Cuda(_));
+        let kind = if on_gpu { MemoryKind::Vram } else { MemoryKind::Dram };
+        Ok(NixlAttachment::new(handle, engine, peer, (kind, remote), None, pinned, borrow))
+    }
+
+    /// Asks the owner for its file, and registers it with this endpoint's agent. Blocks.
+    ///
+    /// NIXL moves bytes of a file only for the agent in whose process it is open.
+    pub(super) fn open(
+        offer: &Offer<'_>,
+        handle: &Arc<GrantHandle>,
+        engine: Arc<Engine>,
+    ) -> Result<Arc<NixlAttachment>> {
+        let file = OpenFile::register(&engine, file::opened(offer, handle)?, offer.grant.length)?;
+        let remote = file.range();
+        let borrow = Arc::new(Borrow { handle: Arc::clone(handle), under_way: AtomicUsize::new(0) });
+        let peer = PeerAgent::own(&engine, handle.session());
+        Ok(NixlAttachment::new(handle, engine, peer, (MemoryKind::File, remote), Some(file), true, borrow))
+    }
+
+    fn new(
+        handle: &Arc<GrantHandle>,
+        engine: Arc<Engine>,
+        peer: Arc<PeerAgent>,
+        (kind, remote): (MemoryKind, Descriptor),
+        file: Option<OpenFile>,
+        pinned: bool,
+        borrow: Arc<Borrow>,
+    ) -> Arc<NixlAttachment> {
         let attachment = Arc::new_cyclic(|me| NixlAttachment {
             handle: Arc::clone(handle),
             engine,
             peer: Arc::clone(&peer),
             remote,
+            kind,
+            file,
             pinned,
             borrow,
             requests: Arc::default(),
@@ -158,7 +198,12 @@ impl NixlAttachment {
             me: me.clone(),
         });
         peer.attached(&attachment);
-        Ok(attachment)
+        attachment
+    }
+
+    /// What it reaches, which says which plug-ins take part.
+    pub(super) fn reach(&self) -> Reach {
+        if self.file.is_some() { Reach::Files } else { Reach::Memory }
     }
 
     fn this(&self) -> Result<Arc<NixlAttachment>> {
@@ -205,10 +250,16 @@ impl NixlAttachment {
 
     /// Asks the owner to do its part, unless it was asked just now.
     pub(super) fn call_for_help(&self) {
+        if self.peer.is_own() {
+            return;
+        }
         self.peer.slow.store(true, Ordering::Relaxed);
         if self.peer.ask_now() {
             self.engine.counts.help_asked.fetch_add(1, Ordering::Relaxed);
-            let _ = self.handle.tell(&NixlPath, &Word::Help.encode());
+            // Of another host's cores the owner's thread keeps clear anyway.
+            let here = self.handle.session().medium() == Medium::Unix;
+            let core = here.then(rustix::thread::sched_getcpu).and_then(|core| u16::try_from(core).ok());
+            let _ = self.handle.tell(&NixlPath, &Word::Help { core }.encode());
         }
     }
 
@@ -224,11 +275,10 @@ impl NixlAttachment {
         pieces: &[Piece],
     ) -> Result<(Asked, Option<Key>)> {
         let direction = if op == Op::Read { Direction::Read } else { Direction::Write };
-        let local = memory.descriptor();
         if let [piece] = pieces {
             let key = Key {
                 direction,
-                device: local.device,
+                number: memory.number(),
                 local: base as u64 + piece.local,
                 remote: piece.remote,
                 len: piece.len,
@@ -239,14 +289,14 @@ impl NixlAttachment {
             }
             memory.used_by(&self.requests);
             // SAFETY: the caller's obligation.
-            let asked = unsafe { self.listed(direction, local.device, base, pieces) }?;
+            let asked = unsafe { self.listed(direction, memory, base, pieces) }?;
             return Ok((asked, Some(key)));
         }
         if let Some(asked) = self.by_index(direction, memory, base, pieces)? {
             return Ok((asked, None));
         }
         // SAFETY: the caller's obligation.
-        Ok((unsafe { self.listed(direction, local.device, base, pieces) }?, None))
+        Ok((unsafe { self.listed(direction, memory, base, pieces) }?, None))
     }
 
     /// A request of prepared blocks, where the pieces are such.
@@ -257,20 +307,26 @@ impl NixlAttachment {
         base: usize,
         pieces: &[Piece],
     ) -> Result<Option<Asked>> {
+        // Of a file, other pages may go by another descriptor.
+        if self.file.is_some() {
+            return Ok(None);
+        }
         let (engine, local) = (&self.engine, memory.descriptor());
         let Some(found) = gridded(pieces, 0, base as u64 - local.address) else { return Ok(None) };
         let blocks = found.remote_indices.len();
-        let near = memory.grids.find(engine, found.local, local, blocks, None)?;
-        let far = self.grids.find(engine, found.remote, self.remote, blocks, Some(&self.peer))?;
+        let near = memory.grids.find(engine, found.local, (memory.kind(), local), blocks, None)?;
+        let far =
+            self.grids.find(engine, found.remote, (self.kind, self.remote), blocks, Some(&self.peer))?;
         let (Some(near), Some(far)) = (near, far) else { return Ok(None) };
         let (Some(near), Some(far)) = (near.list(), far.list()) else { return Ok(None) };
+        let options = engine.options(self.reach())?;
         // SAFETY: as for `request`: the indices are those of the caller's pieces.
         let request = unsafe {
             engine.agent.request_prepared(
                 direction,
                 (near, &found.local_indices),
                 (far, &found.remote_indices),
-                &engine.options(),
+                &options,
             )
         };
         let request = request.map_err(|error| self.refused(error))?;
@@ -284,27 +340,32 @@ impl NixlAttachment {
     unsafe fn listed(
         &self,
         direction: Direction,
-        device: u64,
+        memory: &Memory,
         base: usize,
         pieces: &[Piece],
     ) -> Result<Asked> {
         let engine = &self.engine;
+        let ours = memory.descriptor().device;
+        let theirs = match &self.file {
+            Some(file) => file.descriptor_for(base, pieces),
+            None => self.remote.device,
+        };
         let near = pieces.iter().map(|piece| Descriptor {
             address: base as u64 + piece.local,
             length: piece.len,
-            device,
+            device: ours,
         });
         let far = pieces.iter().map(|piece| Descriptor {
             address: self.remote.address + piece.remote,
             length: piece.len,
-            device: self.remote.device,
+            device: theirs,
         });
-        let near = TransferList::new(&engine.nixl, MemoryKind::Dram, near)?;
-        let far = TransferList::new(&engine.nixl, MemoryKind::Dram, far)?;
+        let near = TransferList::new(&engine.nixl, memory.kind(), near)?;
+        let far = TransferList::new(&engine.nixl, self.kind, far)?;
+        let options = engine.options(self.reach())?;
         // SAFETY: the caller's obligation.
-        let request =
-            unsafe { engine.agent.request(direction, &near, &far, &self.peer.name, &engine.options()) }
-                .map_err(|error| self.refused(error))?;
+        let request = unsafe { engine.agent.request(direction, &near, &far, &self.peer.name, &options) }
+            .map_err(|error| self.refused(error))?;
         Ok(Asked::new(request, &self.peer))
     }
 
@@ -359,11 +420,16 @@ impl NixlAttachment {
         let mut looks = 0;
         let began = Instant::now();
         while let Ok(Progress::InProgress) = progress {
-            if looks > 2 && began.elapsed() > STAY {
+            let stayed = began.elapsed();
+            if looks > 2 && stayed > STAY {
                 break;
             }
             if looks == PATIENT_LOOKS {
                 self.call_for_help();
+            }
+            // The owner's thread may be waiting for this very core: the kernel wakes it near the thread that asked.
+            if stayed > ROUND_TRIP && !self.engine.rdma {
+                std::thread::yield_now();
             }
             looks += 1;
             progress = match asked.request() {
@@ -419,7 +485,7 @@ impl Attachment for NixlAttachment {
     }
 
     fn detail(&self) -> Option<String> {
-        Some(self.engine.detail())
+        Some(self.engine.detail(self.reach()))
     }
 
     fn begin(
@@ -435,7 +501,7 @@ impl Attachment for NixlAttachment {
             return None;
         }
         // Registering a region may take long: others do that.
-        let memory = local.core().nixl.find()?;
+        let memory = local.core().nixl.find(self.reach())?;
         Some(
             self.try_begin(op, local, base, pieces, &memory, after)
                 .unwrap_or_else(|error| Begun::Ended(Err(error))),
@@ -461,6 +527,11 @@ impl Attachment for NixlAttachment {
             self.follow(after)
         };
         Some(followed().map(|()| None))
+    }
+
+    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
+        let this = self.me.upgrade().filter(|_| self.engine.takes_gpus(self.reach()))?;
+        Some(this)
     }
 
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Once, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use rustix::thread::CpuSet;
 use towline_sys::nixl::Progress;
 
 use super::attachment::{Inside, PATIENT_LOOKS};
@@ -31,7 +32,7 @@ const STAY: Duration = Duration::from_millis(2);
 const SPINS: u32 = 32;
 const YIELDS: u32 = 1000;
 /// A peer waits for what this agent does: somebody else gets the processor only now and then.
-const HELPING_SPINS: u32 = 64;
+const HELPING_SPINS: u32 = 8;
 const LEAST_SLEEP: Duration = Duration::from_micros(20);
 const MOST_SLEEP: Duration = Duration::from_millis(1);
 
@@ -44,6 +45,8 @@ pub(super) struct Driving {
     flights: Vec<Flight>,
     /// Until when a peer needs this agent to do its part.
     help_until: Option<Instant>,
+    /// The core on which that peer's thread waits for it.
+    asked_from: Option<u16>,
     /// What is called when the last bytes of a peer that is gone must have come.
     cooling: Vec<(Instant, Box<dyn FnOnce() + Send>)>,
     running: bool,
@@ -113,7 +116,9 @@ impl Flight {
             let cause = attachment.handle.session().alive().and_then(|()| inside.check("transfer"));
             return match cause {
                 Err(cause) => Look::Landed(Err(cause)),
-                Ok(()) if now.duration_since(*since) >= WHY => Look::Landed(Err(error.clone())),
+                Ok(()) if attachment.peer.is_own() || now.duration_since(*since) >= WHY => {
+                    Look::Landed(Err(error.clone()))
+                }
                 Ok(()) => Look::Flying,
             };
         }
@@ -184,12 +189,13 @@ impl Engine {
         self.run_thread(&mut state);
     }
 
-    /// Drives the agent for that long, for a peer's sake.
-    pub(super) fn help(self: &Arc<Self>, time: Duration) {
+    /// Drives the agent for that long, for a peer's sake; `core` is where, on this host, that peer waits.
+    pub(super) fn help(self: &Arc<Self>, time: Duration, core: Option<u16>) {
         self.counts.help_given.fetch_add(1, Ordering::Relaxed);
         let until = Instant::now() + time;
         let mut state = lock(&self.state);
         state.help_until = Some(state.help_until.map_or(until, |before| before.max(until)));
+        state.asked_from = core;
         self.run_thread(&mut state);
     }
 
@@ -287,7 +293,7 @@ impl Engine {
                 return;
             }
             let now = Instant::now();
-            let (flying, alone, helping, cooled, cooling) = {
+            let (flying, alone, helping, cooled, cooling, asked_from) = {
                 let mut state = lock(&self.state);
                 if state.help_until.is_some_and(|until| until <= now) {
                     state.help_until = None;
@@ -295,8 +301,12 @@ impl Engine {
                 let cooled: Vec<_> = state.cooling.extract_if(.., |(at, _)| *at <= now).collect();
                 let alone = state.flights.iter().all(|flight| flight.left_behind);
                 let flying = self.flying.load(Ordering::SeqCst) > 0;
-                (flying, alone, state.help_until.is_some(), cooled, !state.cooling.is_empty())
+                let helping = state.help_until.is_some();
+                (flying, alone, helping, cooled, !state.cooling.is_empty(), state.asked_from.take())
             };
+            if let Some(core) = asked_from {
+                step_aside(core);
+            }
             cooled.into_iter().for_each(|(_, then)| then());
             if !flying && !helping && !cooling {
                 let since = *idle_since.get_or_insert(now);
@@ -341,6 +351,29 @@ impl Engine {
     fn sleep(&self, time: Duration) {
         let state = lock(&self.state);
         drop(self.changed.wait_timeout(state, time));
+    }
+}
+
+/// Leaves a core to the thread of a peer that waits there for this one.
+///
+/// The kernel wakes a thread near the one that asked for it. Both of them spin, so they would take turns on that core, each for
+/// as long as the other lets it, while another core is idle; the kernel may leave it so for good.
+fn step_aside(core: u16) {
+    let core = usize::from(core);
+    if rustix::thread::sched_getcpu() != core {
+        return;
+    }
+    let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return };
+    let mut others = allowed;
+    if core < CpuSet::MAX_CPU {
+        others.unset(core);
+    }
+    if others.count() == 0 {
+        return;
+    }
+    // It moves at once. Afterwards it may run anywhere again, and stays where it is until there is a reason.
+    if rustix::thread::sched_setaffinity(None, &others).is_ok() {
+        let _ = rustix::thread::sched_setaffinity(None, &allowed);
     }
 }
 

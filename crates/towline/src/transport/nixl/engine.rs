@@ -1,19 +1,22 @@
 //! One agent of NIXL, and what belongs to it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use towline_sys::nixl::{Agent, AgentConfig, Backend, MemoryKind, Nixl, Options, RegistrationList};
+use towline_sys::nixl::{
+    Agent, AgentConfig, Backend, Descriptor, MemoryKind, Nixl, Options, RegistrationList,
+};
 
 use super::driver::Driving;
 use super::options::NixlOptions;
 use super::peer::PeerAgent;
 use super::system;
 use crate::identity::{Identity, Incarnation};
+use crate::sync::lock;
 use crate::transport::Loan;
-use crate::{Error, Result};
+use crate::{Error, Kind, Result};
 
 /// How long an owner drives its agent after a peer has asked for it; peers ask again in time.
 pub(super) const HELP: Duration = Duration::from_millis(5);
@@ -89,11 +92,44 @@ impl Domain {
     }
 }
 
+/// What a transfer by NIXL reaches on its far side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reach {
+    /// Memory, by the plug-ins that connect agents.
+    Memory,
+    /// Files that are open in this process, by the plug-ins that take them.
+    Files,
+}
+
+/// Backends that serve one purpose.
+#[derive(Default)]
+struct Plugins {
+    backends: Vec<Backend>,
+    /// Whether memory of GPUs can be registered with one of them.
+    vram: bool,
+}
+
+impl Plugins {
+    fn add(&mut self, backend: Backend, vram: bool) {
+        self.backends.push(backend);
+        self.vram |= vram;
+    }
+
+    fn names(&self) -> String {
+        self.backends.iter().map(Backend::name).collect::<Vec<_>>().join(", ")
+    }
+}
+
 /// One agent of NIXL.
 pub(crate) struct Engine {
     pub(super) nixl: Nixl,
     pub(super) agent: Agent,
-    pub(super) backends: Vec<Backend>,
+    /// Those that connect agents.
+    memory: Plugins,
+    /// Those that take files; where the user has named no plug-ins, they are made when a file is first asked for.
+    files: OnceLock<Result<Plugins>>,
+    /// Ranges of GPUs that are registered now: NIXL would take one for the other where they overlap.
+    on_gpus: Mutex<Vec<(Reach, Descriptor)>>,
     pub(super) opened: Instant,
     /// Whether transfers may go by a device that needs no help of the owner's processor.
     pub(super) rdma: bool,
@@ -120,20 +156,38 @@ impl Engine {
         // NIXL mixes up agents of one name: the incarnation makes it unique, also over restarts.
         let name = format!("{}/{}", identity.name, identity.incarnation);
         let agent = nixl.agent(&name, &config).map_err(failed)?;
-        let mut backends = Vec::new();
+        let (mut memory, mut for_files) = (Plugins::default(), Plugins::default());
         for (plugin, parameters) in options.backends() {
-            let backend = agent.create_backend(&plugin, &parameters).map_err(|error| {
-                let error = failed(error);
-                Error::new(error.kind(), "import", format!("backend {plugin}: {}", error.message()))
-                    .on("nixl")
-            })?;
-            backends.push(backend);
+            let (backend, kinds) = make(&agent, &plugin, &parameters)?;
+            let vram = kinds.contains(&MemoryKind::Vram);
+            if kinds.contains(&MemoryKind::File) {
+                for_files.add(backend, vram);
+            } else if kinds.iter().any(|kind| matches!(kind, MemoryKind::Block | MemoryKind::Object)) {
+                let message = format!("backend {plugin}: it takes neither memory of peers nor files");
+                return Err(Error::new(Kind::Unsupported, "import", message).on("nixl"));
+            } else {
+                memory.add(backend, vram && (plugin != "UCX" || system::ucx_has_cuda(&nixl)));
+            }
+        }
+        let files = OnceLock::new();
+        if options.names_backends() {
+            let _ = files.set(if for_files.backends.is_empty() {
+                let has = memory.names();
+                let message = format!(
+                    "no backend of the endpoint takes files ({has}): add POSIX or GDS to its options"
+                );
+                Err(Error::new(Kind::Unavailable, "import", message).on("nixl"))
+            } else {
+                Ok(for_files)
+            });
         }
         super::driver::leave_before_exit();
         Ok(Arc::new(Engine {
             nixl,
             agent,
-            backends,
+            memory,
+            files,
+            on_gpus: Mutex::default(),
             opened: Instant::now(),
             rdma: !system::rdma_devices().is_empty(),
             peers: Mutex::default(),
@@ -148,8 +202,56 @@ impl Engine {
         }))
     }
 
-    pub(super) fn options(&self) -> Options<'_> {
-        Options::on(&self.backends)
+    /// The plug-ins for that; `Unavailable` where there are none.
+    pub(super) fn options(&self, reach: Reach) -> Result<Options<'_>> {
+        Ok(Options::on(&self.plugins(reach)?.backends))
+    }
+
+    fn plugins(&self, reach: Reach) -> Result<&Plugins> {
+        match reach {
+            // An empty list would mean all of them.
+            Reach::Memory if self.memory.backends.is_empty() => {
+                let message = "no backend of the endpoint connects to other agents: add UCX to its options";
+                Err(Error::new(Kind::Unavailable, "import", message).on("nixl"))
+            }
+            Reach::Memory => Ok(&self.memory),
+            Reach::Files => {
+                let made = self.files.get_or_init(|| {
+                    let (backend, kinds) = make(&self.agent, "POSIX", &BTreeMap::new())?;
+                    let vram = kinds.contains(&MemoryKind::Vram);
+                    Ok(Plugins { backends: vec![backend], vram })
+                });
+                made.as_ref().map_err(Error::clone)
+            }
+        }
+    }
+
+    /// Whether memory of GPUs can be registered for that.
+    pub(super) fn takes_gpus(&self, reach: Reach) -> bool {
+        self.plugins(reach).is_ok_and(|plugins| plugins.vram)
+    }
+
+    /// Takes a range of a GPU, unless one that overlaps it is taken: NIXL looks memory up by device and address, and would
+    /// reach one through the registration of the other, also when that goes.
+    pub(super) fn take_on_gpu(&self, reach: Reach, range: Descriptor) -> Result<()> {
+        let mut taken = lock(&self.on_gpus);
+        let overlaps = |(side, one): &(Reach, Descriptor)| {
+            *side == reach
+                && one.device == range.device
+                && one.address < range.address + range.length
+                && range.address < one.address + one.length
+        };
+        if taken.iter().any(overlaps) {
+            let message = "another region of this endpoint has part of that memory of the GPU, and NIXL cannot keep them apart";
+            return Err(Error::new(Kind::Unavailable, "import", message).on("nixl"));
+        }
+        taken.push((reach, range));
+        Ok(())
+    }
+
+    /// Gives back what [`take_on_gpu`](Self::take_on_gpu) took.
+    pub(super) fn leave_gpu(&self, reach: Reach, range: Descriptor) {
+        lock(&self.on_gpus).retain(|one| *one != (reach, range));
     }
 
     /// What a peer needs to connect to this agent.
@@ -158,7 +260,7 @@ impl Engine {
             return Ok(metadata.clone());
         }
         let nothing = RegistrationList::new(&self.nixl, MemoryKind::Dram, [])?;
-        let metadata = self.agent.partial_metadata(&nothing, &self.options())?;
+        let metadata = self.agent.partial_metadata(&nothing, &self.options(Reach::Memory)?)?;
         Ok(self.connection.get_or_init(|| metadata).clone())
     }
 
@@ -171,10 +273,10 @@ impl Engine {
         self.next_device.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// What NIXL runs on here.
-    pub(super) fn detail(&self) -> String {
-        let backends: Vec<_> = self.backends.iter().map(Backend::name).collect();
-        format!("{} by {}", system::describe(&self.nixl), backends.join(", "))
+    /// What NIXL runs on here, towards that side.
+    pub(super) fn detail(&self, reach: Reach) -> String {
+        let backends = self.plugins(reach).map(Plugins::names).unwrap_or_default();
+        format!("{} by {backends}", system::describe(&self.nixl))
     }
 
     fn stats(&self) -> NixlStats {
@@ -182,7 +284,7 @@ impl Engine {
         let counts = &self.counts;
         NixlStats {
             registered: load(&counts.registered),
-            peers: crate::sync::lock(&self.peers).len() as u64,
+            peers: lock(&self.peers).len() as u64,
             posted: load(&counts.posted),
             reused: load(&counts.reused),
             polls: load(&counts.polls),
@@ -192,6 +294,19 @@ impl Engine {
             in_flight: self.flying.load(Ordering::Relaxed) as u64,
         }
     }
+}
+
+/// Makes a backend, and says what kinds of memory it takes.
+fn make(
+    agent: &Agent,
+    plugin: &str,
+    parameters: &BTreeMap<String, String>,
+) -> Result<(Backend, Vec<MemoryKind>)> {
+    let made = || Ok((agent.create_backend(plugin, parameters)?, agent.plugin(plugin)?.memory));
+    made().map_err(|error: towline_sys::Error| {
+        let error = Error::from(error);
+        Error::new(error.kind(), "import", format!("backend {plugin}: {}", error.message())).on("nixl")
+    })
 }
 
 /// A region that a peer reaches by itself.

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use towline_sys::nixl::{Descriptor, Direction, MemoryKind, Prepared, TransferList};
 
-use super::engine::Engine;
+use super::engine::{Engine, Reach};
 use super::peer::{Asked, PeerAgent};
 use crate::Result;
 use crate::layout::Piece;
@@ -42,24 +42,44 @@ pub(super) fn gridded(pieces: &[Piece], remote: u64, local: u64) -> Option<Gridd
         return None;
     }
     let block = pieces.iter().map(|piece| piece.len).min()?;
+    if block.is_power_of_two() {
+        // Six divisions for each piece would take longer than all the rest.
+        let (shift, mask) = (block.trailing_zeros(), block - 1);
+        return on_grid(pieces, remote, local, block, |offset| (offset >> shift, offset & mask));
+    }
+    on_grid(pieces, remote, local, block, |offset| (offset / block, offset % block))
+}
+
+/// [`gridded`] for blocks of that length; `divide` says how many of them an offset is, and how much is left.
+fn on_grid(
+    pieces: &[Piece],
+    remote: u64,
+    local: u64,
+    block: u64,
+    divide: impl Fn(u64) -> (u64, u64),
+) -> Option<Gridded> {
     let first = pieces.first()?;
-    let far = Grid { block, phase: (first.remote + remote) % block };
-    let near = Grid { block, phase: (first.local + local) % block };
-    let mut gridded =
-        Gridded { remote: far, local: near, remote_indices: Vec::new(), local_indices: Vec::new() };
-    gridded.remote_indices.reserve(pieces.len());
-    gridded.local_indices.reserve(pieces.len());
+    let far = Grid { block, phase: divide(first.remote + remote).1 };
+    let near = Grid { block, phase: divide(first.local + local).1 };
+    let mut remote_indices = Vec::with_capacity(pieces.len());
+    let mut local_indices = Vec::with_capacity(pieces.len());
     for piece in pieces {
-        let (theirs, ours) = (piece.remote + remote, piece.local + local);
-        if piece.len % block != 0 || theirs % block != far.phase || ours % block != near.phase {
+        let (theirs, ours) = (divide(piece.remote + remote), divide(piece.local + local));
+        let (count, rest) = divide(piece.len);
+        if rest != 0 || theirs.1 != far.phase || ours.1 != near.phase {
             return None;
         }
-        for number in 0..piece.len / block {
-            gridded.remote_indices.push(i32::try_from(theirs / block + number).ok()?);
-            gridded.local_indices.push(i32::try_from(ours / block + number).ok()?);
+        let (theirs, ours) = (i32::try_from(theirs.0).ok()?, i32::try_from(ours.0).ok()?);
+        if count == 1 {
+            remote_indices.push(theirs);
+            local_indices.push(ours);
+            continue;
         }
+        let count = i32::try_from(count).ok()?;
+        remote_indices.extend(theirs..theirs.checked_add(count)?);
+        local_indices.extend(ours..ours.checked_add(count)?);
     }
-    Some(gridded)
+    Some(Gridded { remote: far, local: near, remote_indices, local_indices })
 }
 
 /// Prepared lists of the blocks of one region.
@@ -95,12 +115,12 @@ impl Drop for Counted {
 }
 
 impl Grids {
-    /// The list of all blocks of that region on that grid, prepared now where that has become worth it.
+    /// The list of all blocks of that region, of that kind, on that grid, prepared now where that has become worth it.
     pub(super) fn find(
         &self,
         engine: &Engine,
         grid: Grid,
-        region: Descriptor,
+        (kind, region): (MemoryKind, Descriptor),
         wanted: usize,
         peer: Option<&Arc<PeerAgent>>,
     ) -> Result<Option<Arc<Counted>>> {
@@ -133,10 +153,11 @@ impl Grids {
             length: grid.block,
             device: region.device,
         });
-        let list = TransferList::new(&engine.nixl, MemoryKind::Dram, ranges)?;
+        let list = TransferList::new(&engine.nixl, kind, ranges)?;
+        let options = engine.options(Reach::Memory)?;
         let prepared = match peer {
-            None => engine.agent.prepare_local(&list, &engine.options())?,
-            Some(peer) => engine.agent.prepare_remote(&peer.name, &list, &engine.options())?,
+            None => engine.agent.prepare_local(&list, &options)?,
+            Some(peer) => engine.agent.prepare_remote(&peer.name, &list, &options)?,
         };
         if let Some(peer) = peer {
             peer.requests.fetch_add(1, Ordering::AcqRel);
@@ -156,7 +177,8 @@ impl Grids {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Key {
     pub(super) direction: Direction,
-    pub(super) device: u64,
+    /// The number of the local registration.
+    pub(super) number: u64,
     pub(super) local: u64,
     pub(super) remote: u64,
     pub(super) len: u64,
@@ -183,8 +205,8 @@ impl Requests {
     }
 
     /// Drops those that use local memory of that number.
-    pub(super) fn forget(&self, device: u64) {
-        let dropped: Vec<_> = lock(&self.0).extract_if(.., |(key, _)| key.device == device).collect();
+    pub(super) fn forget(&self, number: u64) {
+        let dropped: Vec<_> = lock(&self.0).extract_if(.., |(key, _)| key.number == number).collect();
         drop(dropped);
     }
 
@@ -213,6 +235,17 @@ mod tests {
         assert_eq!(found.remote_indices.len(), 65);
         assert_eq!(&found.remote_indices[4..8], [12, 15, 16, 18]);
         assert_eq!(&found.local_indices[4..8], [9, 11, 12, 13]);
+    }
+
+    #[test]
+    fn blocks_whose_length_is_no_power_of_two_are_named_the_same_way() {
+        let mut all = pieces(64, |n| Piece { remote: 7 + n * 24, local: 5 + n * 12, len: 12 });
+        all[63].len = 24;
+        let found = gridded(&all, 1, 1).unwrap();
+        assert_eq!(found.remote, Grid { block: 12, phase: 8 });
+        assert_eq!(found.local, Grid { block: 12, phase: 6 });
+        assert_eq!(found.remote_indices[62..], [124, 126, 127]);
+        assert_eq!(found.local_indices[62..], [62, 63, 64]);
     }
 
     #[test]

@@ -6,41 +6,75 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use towline_sys::nixl::{Descriptor, MemoryKind, Registration, RegistrationList};
 
-use super::engine::Engine;
+use super::engine::{Engine, Reach};
 use super::lists::{Grids, Requests};
-use crate::Result;
+use crate::memory::Place;
 use crate::region::RegionCore;
 use crate::sync::lock;
+use crate::{Error, Kind, Result};
 
 /// A region's place for what NIXL knows of it: nothing, until a transfer by NIXL is asked for.
 #[derive(Default)]
-pub(crate) struct Known(Mutex<Option<Arc<Memory>>>);
+pub(crate) struct Known {
+    by_memory: Mutex<Option<Arc<Memory>>>,
+    by_files: Mutex<Option<Arc<Memory>>>,
+}
 
 impl Known {
-    /// What NIXL knows, if it knows the region.
-    pub(super) fn find(&self) -> Option<Arc<Memory>> {
-        lock(&self.0).clone()
+    fn at(&self, reach: Reach) -> &Mutex<Option<Arc<Memory>>> {
+        match reach {
+            Reach::Memory => &self.by_memory,
+            Reach::Files => &self.by_files,
+        }
+    }
+
+    /// What NIXL's plug-ins for that know, if they know the region.
+    pub(super) fn find(&self, reach: Reach) -> Option<Arc<Memory>> {
+        lock(self.at(reach)).clone()
     }
 
     /// Registers the region with the agent, unless it is. May take as long as pinning all of its pages. The caller holds a
     /// use of the region.
-    pub(super) fn register(&self, engine: &Arc<Engine>, region: &RegionCore) -> Result<Arc<Memory>> {
-        let mut known = lock(&self.0);
+    pub(super) fn register(
+        &self,
+        reach: Reach,
+        engine: &Arc<Engine>,
+        region: &RegionCore,
+    ) -> Result<Arc<Memory>> {
+        let mut known = lock(self.at(reach));
         if let Some(memory) = &*known {
             return Ok(Arc::clone(memory));
         }
-        let descriptor = Descriptor {
-            address: region.addr as u64,
-            length: region.len as u64,
-            device: engine.next_device(),
+        let number = engine.next_device();
+        let (kind, device) = match region.place {
+            Place::Host => (MemoryKind::Dram, number),
+            // There the device is the GPU, and nothing else can tell registrations apart.
+            Place::Cuda(ordinal) => (MemoryKind::Vram, u64::from(ordinal)),
+            Place::Disk => {
+                let message = "a region of a file is registered where it is read or written";
+                return Err(Error::new(Kind::Unsupported, "import", message));
+            }
         };
-        let list = RegistrationList::new(&engine.nixl, MemoryKind::Dram, [descriptor])?;
+        let descriptor = Descriptor { address: region.addr as u64, length: region.len as u64, device };
+        let list = RegistrationList::new(&engine.nixl, kind, [descriptor])?;
+        let options = engine.options(reach)?;
+        let on_gpu = kind == MemoryKind::Vram;
+        if on_gpu {
+            engine.take_on_gpu(reach, descriptor)?;
+        }
         // SAFETY: the region's memory stays until `RegionCore::free`, which is called when nobody is inside any more, and
         // takes the registration back first.
-        let registration = unsafe { engine.agent.register(list, &engine.options()) }?;
+        let registration = unsafe { engine.agent.register(list, &options) }.inspect_err(|_| {
+            if on_gpu {
+                engine.leave_gpu(reach, descriptor);
+            }
+        })?;
         engine.counts.registered.fetch_add(1, Ordering::Relaxed);
         let memory = Arc::new(Memory {
             engine: Arc::clone(engine),
+            reach,
+            kind,
+            number,
             descriptor,
             registration: Mutex::new(Some(registration)),
             metadata: OnceLock::new(),
@@ -53,9 +87,11 @@ impl Known {
 
     /// Nobody is inside the memory any more: NIXL lets go of it.
     pub(crate) fn free(&self) {
-        let memory = lock(&self.0).take();
-        if let Some(memory) = memory.filter(|_| !crate::fork::in_child()) {
-            memory.retire();
+        for reach in [Reach::Memory, Reach::Files] {
+            let memory = lock(self.at(reach)).take();
+            if let Some(memory) = memory.filter(|_| !crate::fork::in_child()) {
+                memory.retire();
+            }
         }
     }
 }
@@ -63,6 +99,10 @@ impl Known {
 /// A region that is registered with an agent.
 pub(super) struct Memory {
     engine: Arc<Engine>,
+    reach: Reach,
+    kind: MemoryKind,
+    /// Tells it from every other registration of the agent.
+    number: u64,
     descriptor: Descriptor,
     registration: Mutex<Option<Registration>>,
     metadata: OnceLock<Vec<u8>>,
@@ -73,8 +113,13 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    pub(super) fn device(&self) -> u64 {
-        self.descriptor.device
+    /// What tells it from every other registration of the agent.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(super) fn kind(&self) -> MemoryKind {
+        self.kind
     }
 
     pub(super) fn descriptor(&self) -> Descriptor {
@@ -87,7 +132,9 @@ impl Memory {
             return Ok(metadata.clone());
         }
         let metadata = match &*lock(&self.registration) {
-            Some(registration) => engine.agent.partial_metadata(registration.list(), &engine.options())?,
+            Some(registration) => {
+                engine.agent.partial_metadata(registration.list(), &engine.options(self.reach)?)?
+            }
             None => return Err(crate::region::stale("import")),
         };
         Ok(self.metadata.get_or_init(|| metadata).clone())
@@ -105,13 +152,15 @@ impl Memory {
     /// Requests and lists first: they lead to what the registration holds.
     fn retire(&self) {
         for requests in lock(&self.requests).drain(..).filter_map(|one| one.upgrade()) {
-            requests.forget(self.device());
+            requests.forget(self.number);
         }
         self.grids.clear();
         if let Some(registration) = lock(&self.registration).take() {
             self.engine.counts.registered.fetch_sub(1, Ordering::Relaxed);
-            if let Err(error) = registration.deregister() {
-                tracing::warn!(%error, "NIXL did not take back a registration");
+            match registration.deregister() {
+                Ok(()) if self.kind == MemoryKind::Vram => self.engine.leave_gpu(self.reach, self.descriptor),
+                Ok(()) => {}
+                Err(error) => tracing::warn!(%error, "NIXL did not take back a registration"),
             }
         }
     }

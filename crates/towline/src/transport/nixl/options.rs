@@ -30,7 +30,10 @@ pub struct NixlOptions {
 }
 
 impl NixlOptions {
-    /// Uses that plug-in, with these parameters and its own defaults for the others. Without any, UCX is used.
+    /// Uses that plug-in, with these parameters and its own defaults for the others. Without any, UCX moves memory, and POSIX
+    /// is made when a file is first asked for.
+    ///
+    /// Plug-ins that take files (POSIX, GDS, GDS_MT) serve the files of owners on this host; the others move memory.
     #[must_use]
     pub fn backend<K: Into<String>, V: Into<String>>(
         mut self,
@@ -51,6 +54,11 @@ impl NixlOptions {
 
     pub(crate) fn prefers(&self) -> NixlPrefer {
         self.prefer
+    }
+
+    /// Whether the user has named plug-ins.
+    pub(super) fn names_backends(&self) -> bool {
+        !self.backends.is_empty()
     }
 
     /// The plug-ins with their parameters.

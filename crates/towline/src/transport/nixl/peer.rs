@@ -33,8 +33,10 @@ pub(super) struct PeerAgent {
     engine: Weak<Engine>,
     pub(super) name: String,
     session: Weak<Session>,
-    /// Regions whose metadata is loaded.
-    regions: Mutex<HashSet<u64>>,
+    /// The metadata of regions that is loaded.
+    regions: Mutex<HashSet<Vec<u8>>>,
+    /// It is this endpoint's own agent, to which no connection leads.
+    own: bool,
     attachments: Mutex<Vec<Weak<NixlAttachment>>>,
     /// How many attachments there are; changed under the lock of all peers.
     attached: AtomicUsize,
@@ -76,32 +78,49 @@ impl PeerAgent {
                 if let Some(broken) = broken {
                     broken.forget(engine, &mut kept)?;
                 }
-                let peer = Arc::new(PeerAgent {
-                    engine: Arc::downgrade(engine),
-                    name: engine.agent.load_metadata(&answer.connection)?,
-                    session: Arc::downgrade(session),
-                    regions: Mutex::default(),
-                    attachments: Mutex::default(),
-                    attached: AtomicUsize::new(0),
-                    requests: AtomicUsize::new(0),
-                    broken: AtomicBool::new(false),
-                    asked: AtomicU64::new(0),
-                    slow: AtomicBool::new(false),
-                });
+                let name = engine.agent.load_metadata(&answer.connection)?;
+                let peer = Arc::new(PeerAgent::new(engine, session, name, false));
                 peers.insert(incarnation, Arc::clone(&peer));
                 peer
             }
         };
         let mut regions = lock(&peer.regions);
-        if !regions.contains(&answer.device) {
+        if !regions.contains(&answer.region) {
             if engine.agent.load_metadata(&answer.region)? != peer.name {
                 return Err(Error::protocol("import", "the owner's metadata is of two agents"));
             }
-            regions.insert(answer.device);
+            regions.insert(answer.region.clone());
         }
         drop(regions);
         peer.attached.fetch_add(1, Ordering::AcqRel);
         Ok(peer)
+    }
+
+    /// This endpoint's own agent as a peer: what it moves lies with it on both sides. Paired with [`detach`](Self::detach).
+    pub(super) fn own(engine: &Arc<Engine>, session: &Arc<Session>) -> Arc<PeerAgent> {
+        let peer = PeerAgent::new(engine, session, engine.agent.name().to_owned(), true);
+        peer.attached.fetch_add(1, Ordering::AcqRel);
+        Arc::new(peer)
+    }
+
+    fn new(engine: &Arc<Engine>, session: &Arc<Session>, name: String, own: bool) -> PeerAgent {
+        PeerAgent {
+            engine: Arc::downgrade(engine),
+            name,
+            session: Arc::downgrade(session),
+            regions: Mutex::default(),
+            own,
+            attachments: Mutex::default(),
+            attached: AtomicUsize::new(0),
+            requests: AtomicUsize::new(0),
+            broken: AtomicBool::new(false),
+            asked: AtomicU64::new(0),
+            slow: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn is_own(&self) -> bool {
+        self.own
     }
 
     pub(super) fn attached(&self, attachment: &Arc<NixlAttachment>) {
@@ -147,7 +166,8 @@ impl PeerAgent {
 
     /// NIXL has lost the connection, which it does not make again by itself.
     pub(super) fn broke(&self) {
-        self.broken.store(true, Ordering::Release);
+        // No connection leads to this agent itself: whatever failed was that request.
+        self.broken.store(!self.own, Ordering::Release);
     }
 
     /// Makes NIXL forget what it was told, once nothing leads to it any more.
@@ -168,7 +188,7 @@ impl PeerAgent {
             std::thread::sleep(Duration::from_millis(1));
         }
         engine.agent.forget(&self.name)?;
-        engine.help(CLOSING);
+        engine.help(CLOSING, None);
         Ok(())
     }
 

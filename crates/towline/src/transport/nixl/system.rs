@@ -42,6 +42,23 @@ fn ucx_modules(nixl: &Nixl) -> Option<Vec<String>> {
     Some(modules)
 }
 
+/// Whether UCX can be told of memory of a GPU: its module for CUDA came with NIXL, and neither variable leaves it out. A UCX of
+/// the system is believed to have it; a registration shows.
+pub(super) fn ucx_has_cuda(nixl: &Nixl) -> bool {
+    let module = ucx_modules(nixl).is_none_or(|modules| modules.iter().any(|module| module == "cuda"));
+    let variable = |name| std::env::var(name).unwrap_or_default();
+    module && names_cuda(&variable("UCX_MODULES")) && names_cuda(&variable("UCX_TLS"))
+}
+
+/// Whether a list in UCX's form (`all`, `a,b`, `^c`) covers CUDA; an empty one leaves the choice to UCX.
+fn names_cuda(list: &str) -> bool {
+    let named = |list: &str| list.split(',').any(|one| one.trim().starts_with("cuda"));
+    match list.trim().strip_prefix('^') {
+        Some(without) => !named(without),
+        None => list.trim().is_empty() || list.trim() == "all" || named(list),
+    }
+}
+
 /// NIXL in one line: its version, UCX's modules and settings, and the devices that matter.
 pub(super) fn describe(nixl: &Nixl) -> String {
     let version = nixl.version().unwrap_or("of unknown version");
@@ -66,4 +83,19 @@ pub(super) fn describe(nixl: &Nixl) -> String {
         count => parts.push(format!("{count} GPUs")),
     }
     parts.join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_ucx_covers_cuda_or_leaves_it_out() {
+        for list in ["", "all", "tcp,cuda_copy", "cuda", "^efa", " ^efa,ib "] {
+            assert!(names_cuda(list), "{list:?}");
+        }
+        for list in ["tcp", "rc,ud", "^cuda", "^efa,cuda_ipc"] {
+            assert!(!names_cuda(list), "{list:?}");
+        }
+    }
 }

@@ -16,8 +16,9 @@ pub(super) enum Word {
     /// It wants to reach the region. `required`: whether or not NIXL is better than a socket here. `pinned`: it pins the
     /// region in memory that both share while something is under way.
     Attach { required: bool, pinned: bool },
-    /// Something of it is under way and does not move: the owner's agent may have to do its part.
-    Help,
+    /// Something of it is under way and does not move: the owner's agent may have to do its part. `core`: where, on this host,
+    /// the thread that waits for it runs.
+    Help { core: Option<u16> },
 }
 
 impl Word {
@@ -26,7 +27,8 @@ impl Word {
             Word::Attach { required, pinned } => {
                 vec![VERSION, ATTACH, if required { REQUIRED } else { 0 } | if pinned { PINNED } else { 0 }]
             }
-            Word::Help => vec![VERSION, HELP],
+            Word::Help { core: None } => vec![VERSION, HELP],
+            Word::Help { core: Some(core) } => [&[VERSION, HELP][..], &core.to_le_bytes()].concat(),
         }
     }
 
@@ -35,7 +37,8 @@ impl Word {
             [VERSION, ATTACH, flags] if flags & !(REQUIRED | PINNED) == 0 => {
                 Ok(Word::Attach { required: flags & REQUIRED != 0, pinned: flags & PINNED != 0 })
             }
-            [VERSION, HELP] => Ok(Word::Help),
+            [VERSION, HELP] => Ok(Word::Help { core: None }),
+            [VERSION, HELP, low, high] => Ok(Word::Help { core: Some(u16::from_le_bytes([low, high])) }),
             _ => Err(Error::protocol("import", "an unknown word about nixl")),
         }
     }
@@ -109,8 +112,11 @@ mod tests {
                 assert_eq!(Word::decode(&word.encode()).unwrap(), word);
             }
         }
-        assert_eq!(Word::decode(&Word::Help.encode()).unwrap(), Word::Help);
-        for words in [&[][..], &[1], &[2, 2], &[1, 1], &[1, 1, 4], &[1, 2, 0], &[1, 3]] {
+        for core in [None, Some(0), Some(300)] {
+            let word = Word::Help { core };
+            assert_eq!(Word::decode(&word.encode()).unwrap(), word);
+        }
+        for words in [&[][..], &[1], &[2, 2], &[1, 1], &[1, 1, 4], &[1, 2, 0], &[1, 2, 0, 0, 0], &[1, 3]] {
             assert!(Word::decode(words).is_err(), "{words:?}");
         }
     }
