@@ -129,7 +129,7 @@ impl Process {
         process
     }
 
-    fn start_by(mut command: Command, name: &str) -> Process {
+    pub(crate) fn start_by(mut command: Command, name: &str) -> Process {
         if let Some(driver) = DRIVER.get() {
             command.env(towline::cuda::SETTING, driver);
         }
@@ -151,7 +151,7 @@ impl Process {
         }
         let mut child = command
             .spawn()
-            .unwrap_or_else(|error| panic!("cannot start {}: {error}", worker_program().0.display()));
+            .unwrap_or_else(|error| panic!("cannot start {}: {error}", command.get_program().display()));
         watchdog::child_started(child.id() as i32, name);
         let stdin = child.stdin.take();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());

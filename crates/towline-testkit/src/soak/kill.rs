@@ -9,7 +9,7 @@ use towline::ticket::socket_name;
 use towline::{Access, Endpoint, Incarnation, Registered, SystemStorage, Ticket};
 
 use super::scene::{Bystander, GONE, MIB, Owner, endpoint, kind_for, local, paths};
-use super::{Course, Drill, Round, STALL, Tally};
+use super::{Course, Drill, Round, STALL, Staff, Tally};
 use crate::bench::{outcome, routing};
 use crate::oracle::Stamp;
 use crate::process::Process;
@@ -22,6 +22,7 @@ const LEN: usize = 16 * MIB;
 pub(super) struct Kill {
     lane: &'static str,
     quick: bool,
+    staff: Staff,
     user: Endpoint,
     owner: Endpoint,
     bystander: Bystander,
@@ -36,6 +37,7 @@ impl Kill {
         Ok(Kill {
             lane: course.lane,
             quick: course.quick,
+            staff: course.staff,
             user,
             owner: endpoint("owner"),
             bystander,
@@ -46,10 +48,11 @@ impl Kill {
     fn owner_dies(&mut self, round: &mut Round) {
         let lane = self.lane;
         let stamp = Stamp::new(1, round.generation());
-        let mut owner = Owner::open(lane, LEN);
+        let mut owner = Owner::open_by(self.staff, lane, LEN);
         owner.fill(stamp);
         // The kernel frees the memory of the dead before its sockets: detection must not wait for that.
         let ballast = match round.random.below(8) {
+            _ if self.staff == Staff::Python => 0,
             0 if self.quick => 256 * MIB,
             0 => 1024 * MIB,
             _ => 0,
@@ -106,9 +109,11 @@ impl Kill {
         let watched = Arc::downgrade(&memory);
         let region = self.owner.register(memory, Access::READ_WRITE).unwrap();
         let ticket = region.ticket().unwrap();
-        let mut user = Process::open("victim", "");
+        let mut user = self.staff.open("victim", "");
         user.must(&format!("register {LEN} system none"));
-        user.must("fill 1 98 98");
+        if self.staff == Staff::Rust {
+            user.must("fill 1 98 98");
+        }
         let remote = user.must(&format!("import {ticket} {}", paths(lane))).number(0);
         let op = round.random.pick(&["write", "read"]);
         user.must(&format!("loop {op} {remote} 1 {LEN}"));
