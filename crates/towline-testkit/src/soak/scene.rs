@@ -65,8 +65,15 @@ impl Owner {
         self.process.must(&format!("fill 1 {} {}", stamp.region, stamp.generation))
     }
 
+    /// Imports what a living owner offers. On a busy machine its answer may take longer than the limit of a campaign: that this ends
+    /// the wait is right, and it is asked again.
     pub(super) fn import(&self, user: &Endpoint, lane: &str) -> Remote {
-        let remote = user.import_with(&self.ticket, &routing(lane)).unwrap();
+        let mut last = None;
+        eventually(STALL * 10, || {
+            last = Some(user.import_with(&self.ticket, &routing(lane)));
+            !matches!(&last, Some(Err(error)) if error.kind() == Kind::Timeout)
+        });
+        let remote = last.expect("it was tried").unwrap();
         assert_eq!(remote.path(), lane, "{}", remote.explain());
         remote
     }
