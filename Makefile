@@ -1,15 +1,17 @@
 CARGO ?= cargo
 CARGO_TARGET_DIR ?= target
 FUZZ_SECONDS ?= 60
+SOAK_SECONDS ?= 1500
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test test-deep soak lint test-unit test-loom test-forced-tcp test-rdma python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
+.PHONY: help demo test test-deep soak soak-report lint test-unit test-loom test-forced-tcp test-rdma python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
 	@echo "make test             everything that must pass before a change goes in"
 	@echo "make test-deep        sanitizers, Miri, loom and FUZZ_SECONDS ($(FUZZ_SECONDS)) of fuzzing, with a nightly toolchain"
 	@echo "make soak             the campaigns under faults, the short form (all of it: $(towline) soak)"
+	@echo "make soak-report      the campaigns for SOAK_SECONDS ($(SOAK_SECONDS)), written to docs/reliability-report.md"
 	@echo "make lint             only the checks that run no test"
 	@echo "make test-unit        only the tests of the workspace"
 	@echo "make test-loom        only the memory-ordering tests, under loom"
@@ -40,6 +42,11 @@ test-deep:
 soak:
 	$(CARGO) build --release -p towline-cli
 	$(towline) soak --quick --html $(CARGO_TARGET_DIR)/soak.html
+
+# With the package in .venv (make python), the lane of Python runs too.
+soak-report:
+	$(CARGO) build --release -p towline-cli
+	$(towline) soak --seconds $(SOAK_SECONDS) --html $(CARGO_TARGET_DIR)/soak.html --report
 
 lint:
 	scripts/test.sh fmt clippy doc decisions deny typos aarch64

@@ -16,6 +16,7 @@ use crate::completions::{Waiter, block_on};
 use crate::errors::{OrRaise, invalid};
 use crate::import::Import;
 use crate::process::{self, Inherited};
+use crate::quotas::Quotas;
 use crate::region::{self, Region};
 use crate::remote::Remote;
 use crate::request::{BlocksArgument, Number, What, access, routing, seconds};
@@ -56,7 +57,7 @@ impl Endpoint {
 impl Endpoint {
     #[new]
     #[pyo3(signature = (name, *, listen, advertise, secret, timeout, stall_timeout, require, forbid, isolation,
-                        max_regions, lanes, tls, checksums))]
+                        max_regions, lanes, tls, checksums, quotas))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -73,6 +74,7 @@ impl Endpoint {
         lanes: Option<usize>,
         tls: Option<&Tls>,
         checksums: bool,
+        quotas: Option<&Quotas>,
     ) -> PyResult<Endpoint> {
         process::guard(py, "open")?;
         let mut options = towline::Endpoint::options(name);
@@ -107,6 +109,9 @@ impl Endpoint {
             options = options.tls(tls.0.clone());
         }
         options = options.checksums(checksums);
+        if let Some(quotas) = quotas {
+            options = options.quotas(quotas.0);
+        }
         let endpoint = py.detach(|| options.open()).or_raise(py)?;
         process::mark();
         Ok(endpoint.into())

@@ -17,6 +17,7 @@ mod nccl;
 mod nixl;
 mod owners;
 mod process;
+mod quotas;
 mod region;
 mod remote;
 mod request;
@@ -80,6 +81,8 @@ mod _native {
     use crate::nixl::{Agent, Region as NixlRegion, Request as NixlRequest, nixl_pack, nixl_unpack};
     #[pymodule_export]
     use crate::owners::held;
+    #[pymodule_export]
+    use crate::quotas::Quotas;
     #[pymodule_export]
     use crate::region::{Region, Span};
     #[pymodule_export]

@@ -27,9 +27,12 @@ def outcomes(
 
 
 def _outcomes(
-    nranks: int, body: Callable[[nccl.Communicator], T], settings: nccl.NCCLConfig | None
+    nranks: int,
+    body: Callable[[nccl.Communicator], T],
+    settings: nccl.NCCLConfig | None,
+    unique_id: nccl.UniqueId | None = None,
 ) -> list[tuple[Any, bool]]:
-    unique_id = nccl.get_unique_id()
+    unique_id = unique_id or nccl.get_unique_id()
     found: list[tuple[Any, bool]] = [(None, False)] * nranks
 
     def run(rank: int) -> None:
@@ -52,10 +55,13 @@ def _outcomes(
 
 
 def every(
-    nranks: int, body: Callable[[nccl.Communicator], T], settings: nccl.NCCLConfig | None = None
+    nranks: int,
+    body: Callable[[nccl.Communicator], T],
+    settings: nccl.NCCLConfig | None = None,
+    unique_id: nccl.UniqueId | None = None,
 ) -> list[T]:
     """`outcomes`, where nobody may raise."""
-    found = _outcomes(nranks, body, settings)
+    found = _outcomes(nranks, body, settings, unique_id)
     # Errors that follow from another rank's are told last.
     for kind in (AssertionError, Exception):
         for value, raised in found:

@@ -23,6 +23,7 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use self::measure::Pace;
+pub(crate) use self::python::interpreter;
 use self::report::{Report, Row, Skipped};
 use self::shapes::Path;
 use crate::machine::Machine;

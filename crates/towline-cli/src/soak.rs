@@ -23,12 +23,15 @@ pub(crate) const HELP: &str = "\
 Every campaign starts real processes and treats them badly at random moments, over every path that the machine has; every
 destination word is compared with what it must be. A round's choices come from the seed, the campaign, the path and the
 round's number alone, so the command that is printed for a failed round runs that round again.
---list shows the campaigns. What the machine lacks (network namespaces need root) is skipped with its reason.
+--list shows the campaigns. In the lane python, workers and initiators are interpreters with the package towline, over any of the paths. What the machine lacks (network namespaces need root) is skipped with its reason.
 
-With --json: {\"ok\", \"seed\", \"commit\", \"date\", \"seconds\", \"campaigns\": [{\"name\", \"summary\", \"ok\", \"rounds\", \"passed\" (the rounds that did),
+With --json: {\"ok\", \"seed\", \"commit\", \"date\", \"command\", \"seconds\", \"campaigns\": [{\"name\", \"summary\", \"ok\", \"rounds\", \"passed\" (the rounds that did),
 \"skipped\" (reasons), \"seconds\", \"lanes\": [{\"lane\", \"rounds\", \"passed\", \"skipped\", \"seconds\", \"failures\": [{\"round\", \"message\",
 \"replay\"}], \"samples\": [{\"name\", \"count\", \"p50\", \"p99\", \"most\"}], \"counts\": {...}}]}], \"figures\": [{\"name\", \"value\", \"target\", \"met\"}],
 \"machine\": {...}}. Times are in seconds. A figure that is not met does not fail the run: times mean little on a busy machine.";
+
+/// How many seconds the short form may take.
+const QUICK: u64 = 220;
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -50,15 +53,19 @@ pub(crate) struct Options {
     /// The short form: all campaigns in under five minutes
     #[arg(long)]
     quick: bool,
-    /// How long the short form may take in all
-    #[arg(long, value_name = "SECONDS", default_value_t = 220, requires = "quick")]
-    seconds: u64,
+    /// How long all campaigns together may take: each gets its share of it, and as many rounds as fit; 220 in the short form,
+    /// as long as it takes in the long one
+    #[arg(long, value_name = "SECONDS")]
+    seconds: Option<u64>,
     /// Where to write the report page
     #[arg(long, value_name = "FILE", default_value = "towline-soak.html")]
     html: PathBuf,
     /// Write the report as Markdown too
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "docs/reliability-report.md")]
     report: Option<PathBuf>,
+    /// The interpreter of the lane python, with the package; otherwise that of .venv here, or else python3
+    #[arg(long, value_name = "PATH")]
+    python_exe: Option<PathBuf>,
     /// List the campaigns instead of running them
     #[arg(long)]
     list: bool,
@@ -83,16 +90,20 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     }
     let program = std::env::current_exe().map_err(|error| Failure::os("this program's own path", error))?;
     become_worker_by(program, &["soak-worker"]);
+    soak::use_python(options.python_exe.clone().unwrap_or_else(crate::bench::interpreter));
     let shares: u32 = chosen.iter().map(|campaign| campaign.rounds.quick.1).sum();
     let plan = Plan {
         seed: options.seed.unwrap_or_else(fresh_seed),
         first: options.first,
         rounds: options.rounds,
         quick: options.quick,
-        share: Duration::from_secs(options.seconds) / shares.max(1),
+        share: options
+            .seconds
+            .or(options.quick.then_some(QUICK))
+            .map(|seconds| Duration::from_secs(seconds) / shares.max(1)),
         lanes: options.lane.clone(),
     };
-    let report = Report::begin(&plan, options.quick);
+    let report = Report::begin(&plan);
     let progress = Arc::new(Progress::new(output, report, options.html.clone(), options.report.clone()));
     output.text(format!("seed {}", plan.seed));
     soak::take_panics();

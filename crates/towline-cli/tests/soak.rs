@@ -69,6 +69,33 @@ fn a_wrong_word_fails_the_run_and_the_printed_command_shows_it_again() {
 }
 
 #[test]
+fn the_lane_of_python_needs_an_interpreter_that_has_the_package() {
+    let (output, _) = soak("no-python", "kill cancel --lane python --rounds 1 --python-exe /no/such/python");
+    assert_eq!(output.status.code(), Some(3), "{}", stdout(&output));
+    assert!(stdout(&output).contains("skipped python: /no/such/python cannot be run"), "{}", stdout(&output));
+    let project = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/bin/python");
+    let arguments = format!("kill stop cancel --lane python --rounds 3 --seed 5 --python-exe {project}");
+    let (output, _) = soak("python", &arguments);
+    let text = stdout(&output);
+    // Without the package it says so; with it every round must pass.
+    let skipped = text.matches("skipped python: ").count();
+    assert_eq!(output.status.code(), Some(if skipped == 3 { 3 } else { 0 }), "{text}");
+    assert!(skipped == 3 || text.matches("3 of 3").count() == 3, "{text}");
+}
+
+#[test]
+fn a_limit_of_time_ends_the_long_form_too_and_the_report_says_how_it_was_made() {
+    let report = std::env::temp_dir().join(format!("towline-soak-test-{}.md", std::process::id()));
+    let arguments = format!("recycle --lane inproc,unix --seconds 2 --seed 5 --report {}", report.display());
+    let (output, _) = soak("limited", &arguments);
+    assert_eq!(output.status.code(), Some(0), "{}", stdout(&output));
+    let text = std::fs::read_to_string(&report).unwrap();
+    let _ = std::fs::remove_file(&report);
+    assert!(text.contains("`towline soak recycle --lane inproc,unix --seconds 2 --seed 5"), "{text}");
+    assert!(text.contains("| recycle | passed |") && text.contains("inproc "), "{text}");
+}
+
+#[test]
 fn what_does_not_exist_is_refused_and_the_list_names_what_does() {
     let (output, _) = soak("unknown", "earthquake");
     assert_eq!(output.status.code(), Some(2));

@@ -56,27 +56,34 @@ pub struct UniqueIdOptions {
     pub tls: bool,
 }
 
+impl UniqueIdOptions {
+    /// Returns what the variable `TOWLINE_LISTEN` says: addresses to listen on, with commas between them.
+    pub fn from_env() -> Result<UniqueIdOptions> {
+        let mut options = UniqueIdOptions::default();
+        if let Ok(addresses) = std::env::var("TOWLINE_LISTEN") {
+            for address in addresses.split(',').map(str::trim).filter(|address| !address.is_empty()) {
+                let address: SocketAddr = address.parse().map_err(|error| {
+                    Error::invalid(
+                        "get_unique_id",
+                        format!("TOWLINE_LISTEN: {address:?} is not an address: {error}"),
+                    )
+                })?;
+                // The port belongs to the endpoint; an unspecified address tells other hosts nothing.
+                if !address.ip().is_unspecified() {
+                    options.listen.push(SocketAddr::new(address.ip(), 0));
+                }
+            }
+            options.listen.truncate(MOST_ADDRESSES);
+        }
+        Ok(options)
+    }
+}
+
 /// Opens a meeting on this host and returns its id. This process must live until everybody has joined.
 ///
 /// Where the variable `TOWLINE_LISTEN` names addresses, the meeting takes place on those hosts' addresses too.
 pub fn get_unique_id() -> Result<UniqueId> {
-    let mut options = UniqueIdOptions::default();
-    if let Ok(addresses) = std::env::var("TOWLINE_LISTEN") {
-        for address in addresses.split(',').map(str::trim).filter(|address| !address.is_empty()) {
-            let address: SocketAddr = address.parse().map_err(|error| {
-                Error::invalid(
-                    "get_unique_id",
-                    format!("TOWLINE_LISTEN: {address:?} is not an address: {error}"),
-                )
-            })?;
-            // The port belongs to the endpoint; an unspecified address tells other hosts nothing.
-            if !address.ip().is_unspecified() {
-                options.listen.push(SocketAddr::new(address.ip(), 0));
-            }
-        }
-        options.listen.truncate(MOST_ADDRESSES);
-    }
-    get_unique_id_with(&options)
+    get_unique_id_with(&UniqueIdOptions::from_env()?)
 }
 
 /// Makes an id of NCCL's, for a group on GPUs; NCCL in any program takes it. This process must live until everybody has

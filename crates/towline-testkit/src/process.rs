@@ -156,9 +156,10 @@ impl Process {
         process
     }
 
-    fn start_by(command: Command, name: &str) -> Process {
+    pub(crate) fn start_by(command: Command, name: &str) -> Process {
+        let program = command.get_program().to_owned();
         Process::spawn(command, name)
-            .unwrap_or_else(|error| panic!("cannot start {}: {error}", worker_program().0.display()))
+            .unwrap_or_else(|error| panic!("cannot start {}: {error}", program.display()))
     }
 
     fn spawn(mut command: Command, name: &str) -> io::Result<Process> {

@@ -11,10 +11,13 @@ mod kill;
 mod life;
 mod load;
 mod neighbour;
+mod nixl;
 mod partition;
+mod python;
 mod recycle;
 mod scene;
 mod selfcheck;
+mod staff;
 mod stop;
 mod strangers;
 
@@ -25,6 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+pub use self::staff::{Staff, use_python};
 use crate::random::{Random, mix};
 use crate::watchdog;
 
@@ -40,10 +44,13 @@ const ROUND: Duration = Duration::from_secs(90);
 /// Samples beyond this many are thinned out: half of them are dropped, evenly.
 const MOST_SAMPLES: usize = 1 << 14;
 
-/// The paths between endpoints, in the order in which they are shown.
-pub const LANES: [&str; 5] = ["inproc", "mapped", "cma", "unix", "tcp"];
+/// The lanes, in the order in which they are shown: paths between endpoints, workers in Python over any of them, and NIXL beside us.
+pub const LANES: [&str; 7] = ["inproc", "mapped", "cma", "unix", "tcp", staff::PYTHON, nixl::NIXL];
 
+const PATHS: &[&str] = &["inproc", "mapped", "cma", "unix", "tcp"];
+const PATHS_AND_PYTHON: &[&str] = &["inproc", "mapped", "cma", "unix", "tcp", staff::PYTHON];
 const BETWEEN_PROCESSES: &[&str] = &["mapped", "cma", "unix", "tcp"];
+const BETWEEN_PROCESSES_AND_PYTHON: &[&str] = &["mapped", "cma", "unix", "tcp", staff::PYTHON];
 const STREAMS: &[&str] = &["unix", "tcp"];
 
 /// One kind of ill treatment.
@@ -66,7 +73,7 @@ pub type Prepare = fn(&Course) -> Result<Box<dyn Drill>, String>;
 /// How many rounds a lane of a campaign has.
 #[derive(Debug, Clone, Copy)]
 pub struct Rounds {
-    /// In the short form, if there is time; and how much time that takes in parts of the whole.
+    /// In the short form, if there is time; and what share of the time it gets where that is limited.
     pub quick: (u32, u32),
     /// In the long form.
     pub long: u32,
@@ -78,13 +85,16 @@ pub const fn rounds(quick: u32, share: u32, long: u32) -> Rounds {
 }
 
 /// All campaigns, in the order in which they run.
-pub static CAMPAIGNS: [Campaign; 14] = [
+pub static CAMPAIGNS: [Campaign; 15] = [
     Campaign {
         name: "kill",
         summary: "an owner or a user is killed in mid-transfer: an error in time, then quiet; others are served",
-        lanes: BETWEEN_PROCESSES,
+        lanes: BETWEEN_PROCESSES_AND_PYTHON,
         rounds: rounds(60, 22, 1000),
-        prepare: |course| Ok(Box::new(kill::Kill::new(course)?)),
+        prepare: |course| {
+            let owners_and_users: Prepare = |course| Ok(Box::new(kill::Kill::new(course)?));
+            python::with_python(course, owners_and_users, python::Initiator::owner_dies)
+        },
     },
     Campaign {
         name: "leftover",
@@ -96,9 +106,12 @@ pub static CAMPAIGNS: [Campaign; 14] = [
     Campaign {
         name: "stop",
         summary: "an owner or a user is stopped in mid-transfer: an error at the limit, and nothing late when it goes on",
-        lanes: BETWEEN_PROCESSES,
+        lanes: BETWEEN_PROCESSES_AND_PYTHON,
         rounds: rounds(24, 28, 200),
-        prepare: |course| Ok(Box::new(stop::Stop::new(course)?)),
+        prepare: |course| {
+            let owners_and_users: Prepare = |course| Ok(Box::new(stop::Stop::new(course)?));
+            python::with_python(course, owners_and_users, python::Initiator::owner_stops)
+        },
     },
     Campaign {
         name: "partition",
@@ -110,9 +123,12 @@ pub static CAMPAIGNS: [Campaign; 14] = [
     Campaign {
         name: "cancel",
         summary: "transfers are cancelled at any moment: the end comes soon, and not one byte lands after it",
-        lanes: &LANES,
+        lanes: PATHS_AND_PYTHON,
         rounds: rounds(300, 16, 10_000),
-        prepare: |course| Ok(Box::new(cancel::Cancel::new(course)?)),
+        prepare: |course| {
+            let by_rust: Prepare = |course| Ok(Box::new(cancel::Cancel::new(course)?));
+            python::initiator_only(course, by_rust, python::Initiator::cancels)
+        },
     },
     Campaign {
         name: "deregister",
@@ -124,7 +140,7 @@ pub static CAMPAIGNS: [Campaign; 14] = [
     Campaign {
         name: "recycle",
         summary: "memory is used for something else: old tickets give Stale, never the new bytes",
-        lanes: &LANES,
+        lanes: PATHS,
         rounds: rounds(400, 16, 10_000),
         prepare: |course| Ok(Box::new(recycle::Recycle::new(course)?)),
     },
@@ -145,7 +161,7 @@ pub static CAMPAIGNS: [Campaign; 14] = [
     Campaign {
         name: "load",
         summary: "checked operations, one after the other and many at once: memory, descriptors and threads stay flat",
-        lanes: &LANES,
+        lanes: PATHS,
         rounds: rounds(100, 20, 10_000),
         prepare: |course| Ok(Box::new(load::Load::new(course)?)),
     },
@@ -177,6 +193,13 @@ pub static CAMPAIGNS: [Campaign; 14] = [
         rounds: rounds(8, 14, 200),
         prepare: |course| Ok(Box::new(stop::Claim::new(course)?)),
     },
+    Campaign {
+        name: "beside",
+        summary: "NIXL, where it is installed, when its peer is killed or stopped or it cancels: what it does is told, not judged",
+        lanes: &[nixl::NIXL],
+        rounds: rounds(3, 10, 60),
+        prepare: |course| Ok(Box::new(nixl::Beside::new(course)?)),
+    },
 ];
 
 /// A campaign that fails in some rounds: it is run only where it is named.
@@ -194,6 +217,8 @@ pub struct Course {
     pub lane: &'static str,
     /// Whether little time is given.
     pub quick: bool,
+    /// Who the workers are.
+    pub staff: Staff,
 }
 
 /// What a campaign does in one lane.
@@ -305,8 +330,8 @@ pub struct Plan {
     pub rounds: Option<u32>,
     /// The short form.
     pub quick: bool,
-    /// How long a share of the time is in the short form: a campaign ends when its shares are used up.
-    pub share: Duration,
+    /// How long a share of the time is, where that is limited: a campaign ends when its shares are used up.
+    pub share: Option<Duration>,
     /// Only these lanes.
     pub lanes: Vec<String>,
 }
@@ -355,11 +380,11 @@ impl Campaign {
             took: Duration::ZERO,
             tally: Tally::default(),
         };
-        let course = Course { lane, quick: plan.quick };
+        let course = Course { lane, quick: plan.quick, staff: Staff::Rust };
         let count = plan.rounds.unwrap_or(if plan.quick { self.rounds.quick.0 } else { self.rounds.long });
         let last = plan.first.saturating_add(count);
         // Rounds that were asked for are all run.
-        let time = (plan.quick && plan.rounds.is_none()).then(|| plan.share * self.rounds.quick.1);
+        let time = plan.share.filter(|_| plan.rounds.is_none()).map(|share| share * self.rounds.quick.1);
         let mut drill: Option<Box<dyn Drill>> = None;
         let mut number = plan.first;
         while number < last && result.failures.len() < MOST_FAILURES {
@@ -439,6 +464,11 @@ impl Campaign {
 
 /// Why that path cannot be had here.
 fn missing(lane: &str) -> Option<String> {
+    match lane {
+        staff::PYTHON => return Staff::Python.missing(),
+        nixl::NIXL => return nixl::missing(),
+        _ => {}
+    }
     let probe = towline::paths().into_iter().find(|info| info.name == lane).map(|info| info.probe);
     match probe {
         Some(towline::Probe::Missing { reason, .. }) => Some(reason),

@@ -14,7 +14,7 @@ from ._transfer import Transfer
 if TYPE_CHECKING:
     from typing import Self
 
-    from ._native import Audit, Layout, Notification, Region, Remote, Span, Stats, Ticket, Tls
+    from ._native import Audit, Layout, Notification, Quotas, Region, Remote, Span, Stats, Ticket, Tls
 
 Access = Literal["none", "read", "write", "read+write"]
 Isolation = Literal["cooperative", "enforced"]
@@ -56,6 +56,7 @@ class Endpoint:
     ``isolation="enforced"`` only those are used on which the owner of the memory checks every access, and no other process
     is given this endpoint's memory. ``tls=True`` encrypts everything over TCP, authenticated by tickets; a `Tls` says it
     with certificates. Peers must do the same. With ``checksums`` each block that goes over a socket is checked on arrival.
+    ``quotas`` says how much of it peers may use.
 
     Use it in a ``with`` or an ``async with`` block, or ``close()`` it.
     """
@@ -78,6 +79,7 @@ class Endpoint:
         lanes: int | None = None,
         tls: Tls | bool = False,
         checksums: bool = False,
+        quotas: Quotas | None = None,
     ) -> None:
         self._native = _native.Endpoint(
             name,
@@ -93,6 +95,7 @@ class Endpoint:
             lanes=lanes,
             tls=_native.Tls.by_ticket() if tls is True else (tls or None),
             checksums=checksums,
+            quotas=quotas,
         )
 
     @classmethod

@@ -36,6 +36,7 @@ __all__ = [
     "PathStats",
     "PeerAudit",
     "PeerView",
+    "Quotas",
     "Region",
     "RegisteredBuffer",
     "Remote",
@@ -84,7 +85,7 @@ def metadata_from_json(text: str) -> _Fields: ...
 def metadata_owner(nixl_metadata: str) -> str: ...
 def cuda_device_of(address: int) -> int | None: ...
 def paths() -> list[str]: ...
-def unique_id(listen: Sequence[str], advertise: Sequence[str]) -> bytes: ...
+def unique_id(listen: Sequence[str], advertise: Sequence[str], tls: bool) -> bytes: ...
 def unique_id_from_text(text: str) -> bytes: ...
 def unique_id_texts(id: bytes) -> tuple[str, str]: ...
 
@@ -117,6 +118,7 @@ class Endpoint:
         lanes: int | None,
         tls: Tls | None,
         checksums: bool,
+        quotas: Quotas | None,
     ) -> Self: ...
     @property
     def name(self) -> str: ...
@@ -414,6 +416,36 @@ class Tls:
     def by_certificate(chain: bytes, key: bytes, authorities: bytes) -> Tls: ...
 
 @final
+class Quotas:
+    """How much of an endpoint its peers may use; what is not set is the default. Beyond it they get ``Exhausted``."""
+
+    def __new__(
+        cls,
+        *,
+        strangers: int | None = None,
+        prove_within: float | None = None,
+        peers: int | None = None,
+        connections: int | None = None,
+        grants: int | None = None,
+        requests: int | None = None,
+        bytes: int | None = None,
+    ) -> Self: ...
+    @property
+    def strangers(self) -> int: ...
+    @property
+    def prove_within(self) -> float: ...
+    @property
+    def peers(self) -> int: ...
+    @property
+    def connections(self) -> int: ...
+    @property
+    def grants(self) -> int: ...
+    @property
+    def requests(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+@final
 class Audit:
     """Who used a region, or all regions of an endpoint, and who was refused, as far as the owner can see."""
 
@@ -497,6 +529,8 @@ class CommConfig:
         require: Sequence[str],
         forbid: Sequence[str],
         gpu: int | None = None,
+        tls: Tls | None = None,
+        quotas: Quotas | None = None,
     ) -> Self: ...
 
 @final

@@ -7,7 +7,9 @@ use towline::Routing;
 use towline_comm::Config;
 
 use super::errors::{invalid, settle};
+use crate::quotas::Quotas;
 use crate::request::{routing, seconds};
+use crate::tls::Tls;
 
 /// Settings: what is not set is the default, or what the parent has.
 #[pyclass(frozen, module = "towline._native")]
@@ -21,12 +23,15 @@ pub(crate) struct CommConfig {
     advertise: Vec<SocketAddr>,
     routing: Option<Routing>,
     gpu: Option<u32>,
+    tls: Option<towline::Tls>,
+    quotas: Option<towline::Quotas>,
 }
 
 #[pymethods]
 impl CommConfig {
     #[new]
-    #[pyo3(signature = (*, blocking, timeout, contexts, signals, name, listen, advertise, require, forbid, gpu=None))]
+    #[pyo3(signature = (*, blocking, timeout, contexts, signals, name, listen, advertise, require, forbid, gpu=None, tls=None,
+                        quotas=None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -40,6 +45,8 @@ impl CommConfig {
         require: Vec<String>,
         forbid: Vec<String>,
         gpu: Option<u32>,
+        tls: Option<&Tls>,
+        quotas: Option<&Quotas>,
     ) -> PyResult<CommConfig> {
         const OP: &str = "config";
         let count = |argument: &str, value: Option<i64>| {
@@ -57,6 +64,8 @@ impl CommConfig {
             advertise: addresses(py, OP, "advertise", &advertise)?,
             routing: routing(py, &require, &forbid, None).map_err(|error| settle(py, OP, error))?,
             gpu,
+            tls: tls.map(|tls| tls.0.clone()),
+            quotas: quotas.map(|quotas| quotas.0),
         })
     }
 }
@@ -81,6 +90,8 @@ impl CommConfig {
             config.routing = routing.clone();
         }
         config.gpu = self.gpu.or(config.gpu);
+        config.tls = self.tls.clone().or(config.tls);
+        config.quotas = self.quotas.unwrap_or(config.quotas);
         config
     }
 }

@@ -16,15 +16,17 @@ pub(crate) fn unique_id(
     py: Python<'_>,
     listen: Vec<String>,
     advertise: Vec<String>,
+    tls: bool,
 ) -> PyResult<Bound<'_, PyBytes>> {
     process::guard(py, "get_unique_id")?;
     let listen: Vec<SocketAddr> = addresses(py, "get_unique_id", "listen", &listen)?;
     let advertise = addresses(py, "get_unique_id", "advertise", &advertise)?;
     let made = py.detach(|| {
         if listen.is_empty() && advertise.is_empty() {
-            towline_comm::get_unique_id()
+            let options = UniqueIdOptions { tls, ..UniqueIdOptions::from_env()? };
+            towline_comm::get_unique_id_with(&options)
         } else {
-            towline_comm::get_unique_id_with(&UniqueIdOptions { listen, advertise, tls: false })
+            towline_comm::get_unique_id_with(&UniqueIdOptions { listen, advertise, tls })
         }
     });
     let id = made.or_raise(py)?;

@@ -48,7 +48,7 @@ struct NotMeasured {
 }
 
 pub(super) fn run(options: &Options, output: &Output) -> Outcome {
-    let python = options.python_exe.clone().unwrap_or_else(|| interpreter(Path::new(PROJECT_PYTHON)));
+    let python = options.python_exe.clone().unwrap_or_else(interpreter);
     check(&python)?;
     let names = rows(&python, options)?;
     if options.list {
@@ -82,7 +82,12 @@ pub(super) fn run(options: &Options, output: &Output) -> Outcome {
     if failures.is_empty() { Ok(Exit::Fine) } else { Err(Failure::failed(failures.join("; "))) }
 }
 
-fn interpreter(project: &Path) -> PathBuf {
+/// The interpreter of the project in this directory, or else `python3`.
+pub(crate) fn interpreter() -> PathBuf {
+    project_or_any(Path::new(PROJECT_PYTHON))
+}
+
+fn project_or_any(project: &Path) -> PathBuf {
     if project.exists() { project.to_owned() } else { PathBuf::from("python3") }
 }
 
@@ -234,7 +239,7 @@ mod tests {
     #[test]
     fn the_interpreter_of_the_project_comes_first() {
         let here = std::env::current_exe().unwrap();
-        assert_eq!(interpreter(&here), here);
-        assert_eq!(interpreter(Path::new("/no/such/python")), Path::new("python3"));
+        assert_eq!(project_or_any(&here), here);
+        assert_eq!(project_or_any(Path::new("/no/such/python")), Path::new("python3"));
     }
 }

@@ -19,7 +19,8 @@ pub(super) struct Report {
     pub(super) seed: u64,
     pub(super) commit: String,
     pub(super) date: String,
-    pub(super) quick: bool,
+    /// How the program was called.
+    pub(super) command: String,
     pub(super) seconds: f64,
     pub(super) campaigns: Vec<CampaignReport>,
     pub(super) figures: Vec<Figure>,
@@ -171,15 +172,13 @@ impl CampaignReport {
             (true, 0) => "skipped",
             (true, _) => "passed",
         };
-        let lanes: Vec<String> =
-            self.lanes.iter().map(|lane| format!("{} {}", lane.lane, lane.rounds)).collect();
         let mut line = format!(
             "{:<11} {state:<7} {:>6} of {:<6} rounds in {:>6.1} s  ({})",
             self.name,
             self.passed,
             self.rounds,
             self.seconds,
-            lanes.join(", ")
+            self.rounds_by_lane()
         );
         if let Some(most) = self.headline() {
             let _ = write!(line, "  {most}");
@@ -188,6 +187,12 @@ impl CampaignReport {
             let _ = write!(line, "\n{:<11} skipped {reason}", "");
         }
         line
+    }
+
+    fn rounds_by_lane(&self) -> String {
+        let lanes: Vec<String> =
+            self.lanes.iter().map(|lane| format!("{} {}", lane.lane, lane.rounds)).collect();
+        lanes.join(", ")
     }
 
     /// The figure that says most.
@@ -218,13 +223,13 @@ impl CampaignReport {
 }
 
 impl Report {
-    pub(super) fn begin(plan: &Plan, quick: bool) -> Report {
+    pub(super) fn begin(plan: &Plan) -> Report {
         Report {
             ok: true,
             seed: plan.seed,
             commit: commit(),
             date: date(SystemTime::now()),
-            quick,
+            command: command(),
             seconds: 0.0,
             campaigns: Vec::new(),
             figures: Vec::new(),
@@ -242,19 +247,22 @@ impl Report {
     pub(super) fn markdown(&self) -> String {
         let mut text = String::new();
         let Machine { cpu, cores, memory_bytes, kernel, build, version, .. } = &self.machine;
-        let form = if self.quick { "`towline soak --quick`" } else { "`towline soak`" };
         let _ = writeln!(text, "# What the campaigns have shown\n");
         let _ = writeln!(
             text,
-            "Written by {form} (version {version}, {build} build) at commit `{}`, {}, with seed {}, in {:.0} s, on {cores} cores of {cpu} with {} and {kernel}. \
-             What is promised stands in the tables of the reliability page; times are what this machine gave on that day.\n",
+            "Written by `{}` (version {version}, {build} build) at commit `{}`, {}, with seed {}, in {:.0} s, on {cores} cores of {cpu} with {} and {kernel}. \
+             Times are what this machine gave on that day; where the time was limited, there are as many rounds as fitted into it.\n",
+            self.command,
             self.commit,
             self.date,
             self.seed,
             self.seconds,
             size::bytes(*memory_bytes),
         );
-        let _ = writeln!(text, "| campaign | verdict | rounds | what must hold |\n| --- | --- | --- | --- |");
+        let _ = writeln!(
+            text,
+            "| campaign | verdict | rounds | by path | what must hold |\n| --- | --- | --- | --- | --- |"
+        );
         for one in &self.campaigns {
             let verdict = match (one.ok, one.rounds) {
                 (false, _) => "**failed**".to_owned(),
@@ -263,8 +271,12 @@ impl Report {
             };
             let _ = writeln!(
                 text,
-                "| {} | {verdict} | {} of {} | {} |",
-                one.name, one.passed, one.rounds, one.summary
+                "| {} | {verdict} | {} of {} | {} | {} |",
+                one.name,
+                one.passed,
+                one.rounds,
+                one.rounds_by_lane(),
+                one.summary
             );
         }
         if !self.figures.is_empty() {
@@ -325,9 +337,16 @@ impl Report {
     }
 }
 
-/// The commit of the repository that it is run in, where there is one.
+/// How this program was called.
+fn command() -> String {
+    let arguments = std::env::args().skip(1);
+    ["towline".to_owned()].into_iter().chain(arguments).collect::<Vec<_>>().join(" ")
+}
+
+/// The commit of the repository that it is run in, where there is one, and whether that was changed since.
 fn commit() -> String {
-    let said = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
+    let said =
+        Command::new("git").args(["describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]).output();
     match said {
         Ok(said) if said.status.success() => String::from_utf8_lossy(&said.stdout).trim().to_owned(),
         _ => "unknown".to_owned(),

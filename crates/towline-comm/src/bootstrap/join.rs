@@ -1,13 +1,19 @@
 //! A rank's way into a meeting.
 
+#[cfg(test)]
+mod through_faults;
+
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
+use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use towline::{Kind, Ticket, Tls, TlsStream};
 
 use super::wire::{self, Answer, Join, Session, Side, VERSION, WELCOME_LEN};
@@ -51,13 +57,22 @@ pub(crate) struct Joining<'a> {
 
 /// Joins a meeting: the tickets of all ranks, by rank.
 pub(crate) fn join(id: &UniqueId, joining: &Joining<'_>) -> Result<Vec<Ticket>> {
+    join_by(id, joining, connect)
+}
+
+/// [`join`], by connections that are made in that way.
+fn join_by(
+    id: &UniqueId,
+    joining: &Joining<'_>,
+    connect: impl Fn(&UniqueId, Instant) -> Result<Stream>,
+) -> Result<Vec<Ticket>> {
     if OVER.lock().unwrap_or_else(PoisonError::into_inner).contains(id.nonce()) {
         return Err(Error::invalid(OP, "the id was used already: each meeting needs a new one"));
     }
     let until = Instant::now() + joining.timeout.min(Duration::from_secs(7 * 86_400));
     let mut tries = 0;
     let (stream, session) = loop {
-        match greet(id, until) {
+        match connect(id, until).and_then(|stream| greet(id, stream, until)) {
             Ok(greeted) => break greeted,
             Err(error) if error.kind() == Kind::Disconnected && tries < TRIES && Instant::now() < until => {
                 tries += 1;
@@ -91,7 +106,7 @@ fn take_part(
     let mut message = (sealed.len() as u32).to_le_bytes().to_vec();
     message.extend(sealed);
     let lost = |error: io::Error| lost(&error, "while waiting for the other ranks");
-    stream.limit(GREETING).map_err(lost)?;
+    stream.limit(GREETING);
     stream.write_all(&message).and_then(|()| stream.flush()).map_err(lost)?;
     let answer = hear(&mut stream, session, joining.nranks, until + GRACE)?;
     match answer {
@@ -105,18 +120,14 @@ fn take_part(
     }
 }
 
-/// Connects to the root and makes sure that it knows the secret.
-fn greet(id: &UniqueId, until: Instant) -> Result<(Stream, Session)> {
-    greet_over(id, connect(id, until)?, until)
-}
-
-fn greet_over(id: &UniqueId, mut stream: Stream, until: Instant) -> Result<(Stream, Session)> {
+/// Makes sure that who is at the other end of a connection knows the secret.
+fn greet(id: &UniqueId, mut stream: Stream, until: Instant) -> Result<(Stream, Session)> {
     let mut challenge = [0; 32];
     getrandom::fill(&mut challenge)
         .map_err(|error| Error::new(Kind::Native, OP, format!("no random bytes: {error}")))?;
     let lost = |error: io::Error| lost(&error, "before the root had answered");
-    let left = until.saturating_duration_since(Instant::now()).min(GREETING).max(Duration::from_millis(1));
-    stream.limit(left).map_err(lost)?;
+    let left = until.saturating_duration_since(Instant::now()).min(GREETING);
+    stream.limit(left);
     let binding = stream.encrypt(id).map_err(lost)?;
     stream.write_all(&wire::hello(id.nonce(), &challenge)).and_then(|()| stream.flush()).map_err(lost)?;
     let mut welcome = [0; WELCOME_LEN];
@@ -136,7 +147,7 @@ fn connect(id: &UniqueId, until: Instant) -> Result<Stream> {
     let near = std::os::unix::net::SocketAddr::from_abstract_name(id.socket_name())
         .and_then(|address| UnixStream::connect_addr(&address));
     match near {
-        Ok(stream) => return Ok(Stream::Unix(stream)),
+        Ok(stream) => return Ok(Stream::Unix(Bounded::new(stream))),
         Err(error) => tried.push(("unix socket".to_owned(), error)),
     }
     for address in id.addresses() {
@@ -144,7 +155,7 @@ fn connect(id: &UniqueId, until: Instant) -> Result<Stream> {
         match TcpStream::connect_timeout(&address, left.max(Duration::from_millis(1))) {
             Ok(stream) => {
                 let _ = stream.set_nodelay(true);
-                return Ok(Stream::Tcp(stream));
+                return Ok(Stream::Tcp(Bounded::new(stream)));
             }
             Err(error) => tried.push((address.to_string(), error)),
         }
@@ -189,8 +200,8 @@ fn read_until(stream: &mut Stream, into: &mut [u8], until: Instant) -> Result<()
             ));
         }
         interrupt::check(OP)?;
-        let read = stream.limit(left.min(LOOK)).and_then(|()| stream.read(&mut into[filled..]));
-        match read {
+        stream.limit(left.min(LOOK));
+        match stream.read(&mut into[filled..]) {
             Ok(0) => {
                 return Err(lost(&io::ErrorKind::UnexpectedEof.into(), "while waiting for the other ranks"));
             }
@@ -214,10 +225,48 @@ fn lost(error: &io::Error, when: &str) -> Error {
     Error::new(Kind::Disconnected, OP, format!("the connection to the root ended {when}: {error}"))
 }
 
+/// A connection whose reads and writes are all over at one moment, however slowly bytes come.
+struct Bounded<S> {
+    stream: S,
+    until: Cell<Instant>,
+}
+
+impl<S: AsFd> Bounded<S> {
+    fn new(stream: S) -> Bounded<S> {
+        Bounded { stream, until: Cell::new(Instant::now() + GREETING) }
+    }
+
+    fn wait_at_most(&self, what: Timeout) -> io::Result<()> {
+        let left = self.until.get().saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        Ok(set_socket_timeout(&self.stream, what, Some(left.max(Duration::from_millis(1))))?)
+    }
+}
+
+impl<S: AsFd + Read> Read for Bounded<S> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.wait_at_most(Timeout::Recv)?;
+        self.stream.read(into)
+    }
+}
+
+impl<S: AsFd + Write> Write for Bounded<S> {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.wait_at_most(Timeout::Send)?;
+        self.stream.write(from)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
+}
+
 enum Stream {
-    Unix(UnixStream),
-    Tcp(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
+    Unix(Bounded<UnixStream>),
+    Tcp(Bounded<TcpStream>),
+    Tls(Box<TlsStream<Bounded<TcpStream>>>),
 }
 
 impl Stream {
@@ -228,24 +277,22 @@ impl Stream {
             return Ok(None);
         }
         let tls = Tls::by_ticket().map_err(io::Error::other)?;
-        let mut stream = Box::new(tls.outgoing(stream.try_clone()?).map_err(io::Error::other)?);
+        let below = Bounded { stream: stream.stream.try_clone()?, until: stream.until.clone() };
+        let mut stream = Box::new(tls.outgoing(below).map_err(io::Error::other)?);
         stream.greet()?;
         let binding = stream.binding()?;
         *self = Stream::Tls(stream);
         Ok(Some(binding))
     }
 
-    /// Bounds the reads and writes that follow.
-    fn limit(&self, within: Duration) -> io::Result<()> {
-        let within = Some(within.max(Duration::from_millis(1)));
-        match self {
-            Stream::Unix(stream) => stream.set_read_timeout(within).and(stream.set_write_timeout(within)),
-            Stream::Tcp(stream) => stream.set_read_timeout(within).and(stream.set_write_timeout(within)),
-            Stream::Tls(stream) => {
-                let below = stream.stream();
-                below.set_read_timeout(within).and(below.set_write_timeout(within))
-            }
-        }
+    /// Lets the reads and writes that follow be over after that long, all of them together.
+    fn limit(&self, within: Duration) {
+        let until = match self {
+            Stream::Unix(stream) => &stream.until,
+            Stream::Tcp(stream) => &stream.until,
+            Stream::Tls(stream) => &stream.stream().until,
+        };
+        until.set(Instant::now() + within);
     }
 }
 
@@ -295,8 +342,8 @@ mod tests {
         nranks: usize,
     ) -> Result<usize> {
         let until = Instant::now() + Duration::from_secs(20);
-        let stream = Stream::Tcp(TcpStream::connect(address).unwrap());
-        let (stream, session) = greet_over(id, stream, until)?;
+        let stream = Stream::Tcp(Bounded::new(TcpStream::connect(address).unwrap()));
+        let (stream, session) = greet(id, stream, until)?;
         assert_eq!(matches!(stream, Stream::Tls(_)), id.tls());
         let name = format!("rank-{rank}");
         let endpoint = Endpoint::open(&name).unwrap();

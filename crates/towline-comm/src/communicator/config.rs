@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use towline::{Limits, Patience, Routing, Tls};
+use towline::{Limits, Patience, Quotas, Routing, Tls};
 
 use crate::team::TeamOptions;
 use crate::{Error, Result};
@@ -41,6 +41,8 @@ pub struct Config {
     /// How what goes over TCP between ranks is encrypted; all ranks must agree. A certificate is for the communicator's
     /// [`name`](Self::name).
     pub tls: Option<Tls>,
+    /// How much of this rank one other may use, and how many strangers may knock.
+    pub quotas: Quotas,
 }
 
 impl Default for Config {
@@ -57,6 +59,7 @@ impl Default for Config {
             gpu: None,
             patience: None,
             tls: None,
+            quotas: Quotas::default(),
         }
     }
 }

@@ -9,7 +9,7 @@ use towline::ticket::socket_name;
 use towline::{Access, Endpoint, Incarnation, Registered, SystemStorage, Ticket};
 
 use super::scene::{Bystander, GONE, MIB, Owner, endpoint, kind_for, local, paths};
-use super::{Course, Drill, Round, STALL, Tally};
+use super::{Course, Drill, Round, STALL, Staff, Tally};
 use crate::bench::{outcome, routing};
 use crate::oracle::Stamp;
 use crate::process::Process;
@@ -22,6 +22,7 @@ const LEN: usize = 16 * MIB;
 pub(super) struct Kill {
     lane: &'static str,
     quick: bool,
+    staff: Staff,
     user: Endpoint,
     owner: Endpoint,
     bystander: Bystander,
@@ -36,6 +37,7 @@ impl Kill {
         Ok(Kill {
             lane: course.lane,
             quick: course.quick,
+            staff: course.staff,
             user,
             owner: endpoint("owner"),
             bystander,
@@ -46,10 +48,11 @@ impl Kill {
     fn owner_dies(&mut self, round: &mut Round) {
         let lane = self.lane;
         let stamp = Stamp::new(1, round.generation());
-        let mut owner = Owner::open(lane, LEN);
+        let mut owner = Owner::open_by(self.staff, lane, LEN);
         owner.fill(stamp);
         // The kernel frees the memory of the dead before its sockets: detection must not wait for that.
         let ballast = match round.random.below(8) {
+            _ if self.staff == Staff::Python => 0,
             0 if self.quick => 256 * MIB,
             0 => 1024 * MIB,
             _ => 0,
@@ -106,9 +109,11 @@ impl Kill {
         let watched = Arc::downgrade(&memory);
         let region = self.owner.register(memory, Access::READ_WRITE).unwrap();
         let ticket = region.ticket().unwrap();
-        let mut user = Process::open("victim", "");
+        let mut user = self.staff.open("victim", "");
         user.must(&format!("register {LEN} system none"));
-        user.must("fill 1 98 98");
+        if self.staff == Staff::Rust {
+            user.must("fill 1 98 98");
+        }
         let remote = user.must(&format!("import {ticket} {}", paths(lane))).number(0);
         let op = round.random.pick(&["write", "read"]);
         user.must(&format!("loop {op} {remote} 1 {LEN}"));
@@ -151,6 +156,7 @@ impl Drill for Kill {
 /// Workers that are killed at any moment, and what is left of them.
 pub(super) struct Leftover {
     files: Vec<String>,
+    killed: Vec<i32>,
     user: Endpoint,
     local: Registered<SystemStorage>,
 }
@@ -159,12 +165,13 @@ impl Leftover {
     pub(super) fn new(_: &Course) -> Result<Leftover, String> {
         let user = endpoint("user");
         let local = local(&user, MIB);
-        Ok(Leftover { files: shared_files(), user, local })
+        Ok(Leftover { files: shared_files(&[]), killed: Vec::new(), user, local })
     }
 }
 
-/// What this library may have left where everybody sees it.
-fn shared_files() -> Vec<String> {
+/// What this library may have left where everybody sees it. In the directory for temporary files others keep things under its name
+/// too (logs, copies of programs): there only those count that name one of these processes.
+fn shared_files(killed: &[i32]) -> Vec<String> {
     let names = |place: &str| {
         let entries = fs::read_dir(place).into_iter().flatten().flatten();
         entries
@@ -173,7 +180,12 @@ fn shared_files() -> Vec<String> {
             .map(|name| format!("{place}/{name}"))
             .collect::<Vec<_>>()
     };
-    let mut all: Vec<String> = ["/dev/shm", "/run", "/tmp"].into_iter().flat_map(names).collect();
+    let of_the_killed = |name: &String| {
+        let mut numbers = name.split(|letter: char| !letter.is_ascii_digit());
+        numbers.any(|number| number.parse().is_ok_and(|number| killed.contains(&number)))
+    };
+    let mut all: Vec<String> = ["/dev/shm", "/run"].into_iter().flat_map(names).collect();
+    all.extend(names("/tmp").into_iter().filter(of_the_killed));
     all.sort_unstable();
     all
 }
@@ -187,6 +199,7 @@ fn socket_is_there(incarnation: Incarnation) -> bool {
 impl Drill for Leftover {
     fn round(&mut self, round: &mut Round) {
         let mut worker = Process::start("victim");
+        self.killed.push(worker.pid());
         let moment = round.random.below(4);
         if moment == 0 {
             // At any moment of its birth.
@@ -214,8 +227,8 @@ impl Drill for Leftover {
 
     fn finish(&mut self, tally: &mut Tally) {
         // Others on this machine may use the library too; what they have now is there a moment later as well, or not.
-        let new = || shared_files().into_iter().filter(|name| !self.files.contains(name)).count();
+        let new = || shared_files(&self.killed).into_iter().filter(|name| !self.files.contains(name)).count();
         tally.count("files left", new() as u64);
-        assert_eq!(new(), 0, "files are left behind: {:?}", shared_files());
+        assert_eq!(new(), 0, "files are left behind: {:?}", shared_files(&self.killed));
     }
 }

@@ -10,7 +10,7 @@ use towline::{Access, Endpoint, Kind, Registered, SystemStorage};
 use super::scene::{
     GONE, KIB, MIB, Observer, Owner, endpoint, kind_for, local, old_or_new, paths, served_again, unchanged,
 };
-use super::{Course, Drill, Round, STALL};
+use super::{Course, Drill, Round, STALL, Staff};
 use crate::bench::routing;
 use crate::oracle::Stamp;
 use crate::process::Process;
@@ -28,6 +28,7 @@ const OLD: Stamp = Stamp { region: 3, generation: 7 };
 /// Owners and users that are stopped in mid-transfer.
 pub(super) struct Stop {
     lane: &'static str,
+    staff: Staff,
     user: Endpoint,
     victim: Owner,
     observer: Observer,
@@ -40,14 +41,15 @@ pub(super) struct Stop {
 impl Stop {
     pub(super) fn new(course: &Course) -> Result<Stop, String> {
         let user = endpoint("user");
-        let mut victim = Owner::open(course.lane, LEN);
+        let mut victim = Owner::open_by(course.staff, course.lane, LEN);
         victim.fill(OLD);
         let observer = Observer::of(&victim, course.lane);
-        let mut reader = Process::open("reader", "");
+        let mut reader = course.staff.open("reader", "");
         reader.must(&format!("register {LEN} system none"));
         let (buffer, small) = (local(&user, LEN), local(&user, 4 * KIB));
         Ok(Stop {
             lane: course.lane,
+            staff: course.staff,
             user,
             victim,
             observer,
@@ -141,7 +143,9 @@ impl Stop {
         let ticket = region.ticket().unwrap();
         let remote = self.reader.must(&format!("import {ticket} {}", paths(lane))).number(0);
         let op = round.random.pick(&["read", "write"]);
-        self.reader.must("fill 1 98 98");
+        if self.staff == Staff::Rust {
+            self.reader.must("fill 1 98 98");
+        }
         self.reader.must(&format!("loop {op} {remote} 1 {LEN}"));
         thread::sleep(round.random.micros(6000));
         self.reader.stop();

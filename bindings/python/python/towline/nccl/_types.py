@@ -264,6 +264,12 @@ class NCCLConfig:
     """Towline's own: only those paths to other ranks."""
     forbid: str | Iterable[str] | None = None
     """Towline's own: none of those paths."""
+    tls: _native.Tls | bool | None = None
+    """Towline's own: encrypts what goes over TCP between ranks, as that of `towline.Endpoint` does: ``True`` by the tickets that
+    ranks give each other, a `towline.Tls` by certificates for the communicator's name. All ranks must agree, and groups that are split
+    off are encrypted too. `get_unique_id` has its own, for the meeting."""
+    quotas: _native.Quotas | None = None
+    """Towline's own: how much of this rank one other may use, and how many strangers may knock."""
     device: object = None
     """Towline's own: the GPU, for a group of NCCL's: its number, ``"cuda:1"`` or a device. By default the current one of
     torch, else GPU 0."""
@@ -300,6 +306,8 @@ class NCCLConfig:
             require=names(self.require),
             forbid=names(self.forbid),
             gpu=None if self.device is None else gpu_of(self.device, "config"),
+            tls=_native.Tls.by_ticket() if self.tls is True else (self.tls or None),
+            quotas=self.quotas,
         )
 
 

@@ -97,12 +97,14 @@ def get_unique_id(
     listen: str | Iterable[str] | None = None,
     advertise: str | Iterable[str] | None = None,
     device: object = None,
+    tls: bool = False,
 ) -> UniqueId:
     """Opens a meeting and returns its id; with ``empty``, an id of zeros to be filled by your own channel.
 
     This process must live until everybody has joined. Without addresses the meeting takes place on this host only (or where
     ``TOWLINE_LISTEN`` says); ``listen`` names addresses that other hosts reach, ``advertise`` those that are written into
-    the id, where they differ.
+    the id, where they differ. What is said there is encrypted under the id's secret in any case; with ``tls`` ranks of other hosts
+    come through TLS 1.3, and what was recorded stays secret when the id becomes known later.
 
     With a ``device`` that is a GPU (``"cuda"``), the id is one of NCCL's: the group is on GPUs, and NCCL in any other program
     takes it. Ids that NCCL made elsewhere serve too: ``UniqueId.from_bytes``.
@@ -112,4 +114,4 @@ def get_unique_id(
     if device is not None and device != -1 and str(device) != "cpu":
         gpu_of(device, "get_unique_id")
         return UniqueId(_native.nccl_unique_id())
-    return UniqueId(_native.unique_id(names(listen), names(advertise)))
+    return UniqueId(_native.unique_id(names(listen), names(advertise), tls))

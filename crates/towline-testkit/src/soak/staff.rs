@@ -1,0 +1,69 @@
+//! Who the workers are: programs of this crate, or interpreters that have the package.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+
+use crate::process::Process;
+
+/// The lane in which workers are Python processes. The path is another one in each round.
+pub(super) const PYTHON: &str = "python";
+
+/// What an interpreter does for the campaigns.
+const WORKER: &str = include_str!("python/worker.py");
+
+static INTERPRETER: OnceLock<PathBuf> = OnceLock::new();
+
+/// Starts workers in Python by that interpreter, otherwise by `python3`. The first caller decides.
+pub fn use_python(interpreter: PathBuf) {
+    let _ = INTERPRETER.set(interpreter);
+}
+
+/// The interpreter, to be given arguments.
+pub(super) fn interpreter() -> Command {
+    Command::new(INTERPRETER.get().cloned().unwrap_or_else(|| PathBuf::from("python3")))
+}
+
+/// Who the workers are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Staff {
+    /// Programs of this crate.
+    Rust,
+    /// Interpreters that have the package.
+    Python,
+}
+
+impl Staff {
+    /// Says why the machine has no such workers.
+    pub(super) fn missing(self) -> Option<String> {
+        if self == Staff::Rust {
+            return None;
+        }
+        let mut probe = interpreter();
+        let shown = probe.get_program().to_string_lossy().into_owned();
+        let probed = probe.args(["-c", "import towline"]).stdin(Stdio::null()).output();
+        match probed {
+            Ok(probed) if probed.status.success() => None,
+            Ok(probed) => {
+                let said = String::from_utf8_lossy(&probed.stderr);
+                let why = said.lines().last().unwrap_or("it says nothing").to_owned();
+                Some(format!("{shown} has no package towline ({why}): `make python` builds it into .venv"))
+            }
+            Err(error) => Some(format!("{shown} cannot be run: {error}")),
+        }
+    }
+
+    /// Starts a worker and opens an endpoint of the same name in it.
+    pub(super) fn open(self, name: &str, options: &str) -> Process {
+        match self {
+            Staff::Rust => Process::open(name, options),
+            Staff::Python => {
+                let mut command = interpreter();
+                command.args(["-c", WORKER]);
+                let mut process = Process::start_by(command, name);
+                process.must(&format!("open {name} {options}"));
+                process
+            }
+        }
+    }
+}
