@@ -9,8 +9,9 @@ use std::time::Duration;
 use super::Team;
 use super::waiting::LOOK;
 
-/// The shortest and the longest time in which the ranks that are asked must answer.
-const ASK: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(2));
+/// The shortest and the longest time in which the ranks that are asked must answer. One that does not is taken for stopped,
+/// so that it is generous: on a machine with ten times as many threads as cores a living one takes most of a second.
+const ASK: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(3));
 
 /// How often a rank that waits is given time to beat before it counts as stopped.
 const BEATS: usize = 6;
@@ -114,10 +115,13 @@ impl Chain {
             self.found.iter().copied().filter(|peer| self.state(*peer).is_some_and(which)).collect()
         };
         let gave_up = these(&|state| state.waits.is_in_vain());
+        let least = |of: &[usize]| of.iter().filter_map(|peer| Some(self.state(*peer)?.round)).min();
         if !gave_up.is_empty() {
-            return gave_up;
+            // One that gives up because of another does so at about the same time as this rank.
+            let behind = least(&gave_up);
+            return these(&|state| state.waits.is_in_vain() && Some(state.round) == behind);
         }
-        let behind = self.found.iter().filter_map(|peer| Some(self.state(*peer)?.round)).min();
+        let behind = least(&self.found);
         these(&|state| Some(state.round) == behind && state.round < own.round)
     }
 }
@@ -160,7 +164,7 @@ impl Team {
     }
 
     fn states_of(&self, peers: &[usize]) -> Vec<Option<State>> {
-        let within = (self.options.timeout / 4).clamp(ASK.0, ASK.1);
+        let within = (self.options.timeout / 2).clamp(ASK.0, ASK.1);
         self.links.states_of(peers, within, || self.links.beat())
     }
 
@@ -220,6 +224,7 @@ mod tests {
         let own = State { round: 5, waits: Waits::on(&[0]), beat: 0 };
         let on = |peer: usize| Waits::on(&[peer]);
         assert_eq!(chain(&[(5, on(1)), (4, on(2)), (5, Waits::in_vain(&[0]))]).laggards(own), [2]);
+        assert_eq!(chain(&[(5, Waits::in_vain(&[1])), (4, Waits::in_vain(&[0]))]).laggards(own), [1]);
         assert_eq!(chain(&[(5, on(1)), (4, on(2)), (5, on(0))]).laggards(own), [1]);
         assert_eq!(chain(&[(5, on(1)), (5, on(0))]).laggards(own), [0; 0]);
     }

@@ -8,8 +8,9 @@ use super::*;
 use crate::Error;
 use crate::team::record;
 
-/// A team's limit in tests that wait for it.
-const SHORT: Duration = Duration::from_millis(1000);
+/// The limit of a team in tests that wait for it: all ranks but the one that is missed must come well before it, on a busy
+/// machine too.
+const SHORT: Duration = Duration::from_secs(4);
 
 #[test]
 fn a_timeout_names_the_rank_that_did_not_come() {
