@@ -31,6 +31,31 @@ class Tensor:
         return self.source.__dlpack__(**options)
 
 
+class Array:
+    """Memory by the array interface alone."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return dict(self.source.__array_interface__)
+
+
+def every_form(numbers: Any) -> tuple[Any, ...]:
+    """24 bytes as an array, a buffer, and everything that is like one."""
+    return (
+        numbers,
+        Tensor(numbers),
+        Array(numbers),
+        nccl.mem_alloc(24),
+        nccl.empty(6, "float32"),
+        bytearray(24),
+        array.array("f", range(6)),
+        memoryview(bytearray(24)),
+    )
+
+
 @pytest.fixture
 def alone() -> Any:
     with nccl.Communicator.init(1, 0, nccl.get_unique_id(), config()) as comm:
@@ -152,16 +177,7 @@ def test_a_handle_that_nobody_keeps_stays_registered() -> None:
 
 def test_a_buffer_is_an_array_a_buffer_or_anything_like_one(alone: nccl.Communicator) -> None:
     """"buffer - Buffer to register (array, Buffer, or buffer-like object).\""""
-    numbers = numpy.arange(6, dtype=numpy.float32)
-    for buffer in (
-        numbers,
-        Tensor(numbers),
-        nccl.mem_alloc(24),
-        nccl.empty(6, "float32"),
-        bytearray(24),
-        array.array("f", range(6)),
-        memoryview(bytearray(24)),
-    ):
+    for buffer in every_form(numpy.arange(6, dtype=numpy.float32)):
         with alone.register_buffer(buffer) as handle:
             assert handle.size == 24, type(buffer)
 
@@ -289,6 +305,33 @@ def test_a_window_of_a_non_blocking_communicator_has_handle_0_until_success() ->
     assert other.wait().handle == window.handle
     for comm in (first, second):
         comm.destroy()
+
+
+def test_a_window_is_over_any_local_buffer(alone: nccl.Communicator) -> None:
+    """"buffer - Local buffer to register as a window.\""""
+    for buffer in every_form(numpy.arange(6, dtype=numpy.float32)):
+        with alone.register_window(buffer) or pytest.fail("no window") as window:
+            assert window.is_valid and window.size == 24, type(buffer)
+            alone.put(numpy.full(2, 7, numpy.float32), 0, window, 4)
+            there = numpy.zeros(2, numpy.float32)
+            alone.get(there, 0, window, 4)
+            assert (there == 7).all(), type(buffer)
+
+
+def test_a_window_that_nobody_keeps_stays_registered() -> None:
+    """"The returned RegisteredWindowHandle is tracked by the communicator": dropping the handle releases nothing."""
+
+    def body(comm: nccl.Communicator) -> str:
+        numbers = nccl.empty(1 << 16, "float32")
+        numbers[:] = comm.rank + 1
+        comm.register_window(numbers)
+        gc.collect()
+        comm.allreduce(numbers, numbers)
+        assert (numbers == 3).all()
+        comm.barrier()
+        return comm.explain()
+
+    assert all(": direct, because" in said for said in every(2, body))
 
 
 def test_a_window_can_be_released_by_close(alone: nccl.Communicator) -> None:
@@ -442,3 +485,54 @@ def test_strict_ordering_is_2_and_keeps_puts_in_order() -> None:
 
     # Over a network the order is not there by itself.
     every(2, body, config(require="tcp"))
+
+
+# ---- the page as a whole -------------------------------------------------------------------------------------
+
+PAGE = (
+    "Methods on Communicator for registering buffers and windows for zero-copy and RMA operations.",
+    "The returned handle classes are documented under Memory Management.",
+    # register_buffer
+    "register_buffer(buffer) RegisteredBufferHandle",
+    "Registers a buffer with this communicator for zero-copy communication.",
+    "Registered buffers can enable performance optimizations in NCCL operations.",
+    "Buffer size is automatically derived from buffer count and dtype. (buffers)",
+    "handle is tracked by the communicator and may be released explicitly via its close() method (buffers)",
+    "or automatically when the communicator is destroyed or aborted. (buffers)",
+    "buffer - Buffer to register (array, Buffer, or buffer-like object).",
+    "Returns: RegisteredBufferHandle for the registered buffer.",
+    "Raises: NcclInvalid - If the buffer is on the wrong device (buffers)",
+    "or the communicator is not initialized. (buffers)",
+    # register_window
+    "register_window(buffer, flags: WindowFlag | None = None) RegisteredWindowHandle | None",
+    "Collectively registers a local buffer into an NCCL window.",
+    "This is a collective call: every rank in the communicator must participate",
+    "and buffer size must be equal among ranks by default.",
+    "Buffer size is automatically derived from buffer count and dtype. (windows)",
+    "If called within a group, the handle value may not be filled until ncclGroupEnd completes.",
+    "For non-blocking communicators, the handle may remain 0 until get_async_error() reports success.",
+    "handle is tracked by the communicator and may be released explicitly via its close() method (windows)",
+    "or automatically when the communicator is destroyed or aborted. (windows)",
+    "buffer - Local buffer to register as a window.",
+    "flags - Window registration flags. Defaults to None (DEFAULT).",
+    "RegisteredWindowHandle for the registered window, or None if NCCL returns a NULL handle",
+    "Raises: NcclInvalid - If the buffer is on the wrong device (windows)",
+    "or the communicator is not initialized. (windows)",
+    # WindowFlag
+    "class nccl.core.WindowFlag(value, names=..., ...)",
+    "Bases: IntFlag",
+    "Window registration behavior flags for Communicator.register_window().",
+    "DEFAULT = 0: Default window registration.",
+    "COLL_SYMMETRIC = 1: Collective symmetric window registration.",
+    "STRICT_ORDERING = 2: Strict ordering for window operations.",
+)
+"""The page, sentence by sentence; what it says of buffers and of windows alike is here twice."""
+
+
+def test_every_sentence_of_the_page_has_a_test_that_names_it() -> None:
+    named = [
+        (value.__doc__ or "").replace('"', "")
+        for name, value in globals().items()
+        if name.startswith("test_") and callable(value)
+    ]
+    assert [sentence for sentence in PAGE if not any(sentence in words for words in named)] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import numpy
@@ -415,6 +416,41 @@ def test_a_buffer_that_is_closed_during_a_collective_is_let_go_of_after_it() -> 
             comm.allreduce(numbers, numbers).wait()
         assert (numbers == 3).all() and handle.is_valid == (comm.rank == 1)
         comm.synchronize()
+
+    every(2, body, config(blocking=False))
+
+
+def test_a_destroyed_communicator_lets_go_of_buffers_after_the_work_in_flight() -> None:
+    def body(comm: nccl.Communicator) -> None:
+        numbers = nccl.empty(1 << 16, "float32")
+        numbers[:] = comm.rank + 1
+        handle = comm.register_buffer(numbers)
+        if comm.rank == 1:
+            time.sleep(0.1)  # long after rank 0 has begun to destroy
+        started = comm.allreduce(numbers, numbers)
+        comm.destroy()
+        assert not handle.is_valid and started.done() and (numbers == 3).all()
+
+    every(2, body, config(blocking=False))
+
+
+def test_an_aborted_communicator_ends_the_work_in_flight_before_it_lets_go_of_buffers() -> None:
+    def body(comm: nccl.Communicator) -> None:
+        numbers = nccl.empty(1 << 16, "float32")
+        handle = comm.register_buffer(numbers)
+        if comm.rank == 1:
+            comm.signal(0).wait()
+            with pytest.raises(nccl.NCCLError) as raised:
+                comm.wait_signal(nccl.WaitSignalDesc(0)).wait()
+            assert raised.value.ranks == (0,)
+            return
+        comm.wait_signal(nccl.WaitSignalDesc(1)).wait()
+        started = comm.allreduce(numbers, numbers)  # rank 1 never comes
+        comm.abort()
+        assert not handle.is_valid and started.done()
+        with pytest.raises(nccl.NCCLError):
+            started.wait()
+        assert not numbers.any(), "nothing has written to memory that was given back"
 
     every(2, body, config(blocking=False))
 

@@ -476,6 +476,10 @@ impl Communicator {
         {
             let (rank, _) = inner.place("abort").unwrap_or_default();
             let why = Error::new(Kind::Canceled, "abort", "a rank aborted the communicator").about([rank]);
+            let why = match inner.team("abort") {
+                Ok(team) => team.with_reason(why),
+                Err(_) => why,
+            };
             inner.close(Some(&why));
         }
     }

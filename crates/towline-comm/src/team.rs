@@ -4,6 +4,7 @@
 //! transfers ([`link`]). Who waits sleeps on one word of its own region ([`waiting`]). On that stand rounds, in which
 //! all ranks announce a collective call ([`round`]), byte channels between two ranks ([`channel`]), and signals.
 
+mod blame;
 mod channel;
 mod farewell;
 mod layout;
@@ -15,7 +16,7 @@ mod tests;
 mod waiting;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,7 @@ pub(crate) use self::channel::Pipes;
 use self::layout::Layout;
 use self::link::Links;
 use self::round::{Progress, lost};
+pub(crate) use self::waiting::AccessWait;
 use crate::{Error, Result};
 
 /// The most bytes that ride along with an announcement.
@@ -124,8 +126,6 @@ pub(crate) struct Team {
     serial: Mutex<()>,
     failed: AtomicBool,
     failure: OnceLock<Error>,
-    /// What is published of whom this rank waits for.
-    waits: AtomicU64,
 }
 
 impl Team {
@@ -160,7 +160,6 @@ impl Team {
             serial: Mutex::default(),
             failed: AtomicBool::new(false),
             failure: OnceLock::new(),
-            waits: AtomicU64::new(0),
         });
         let (contexts, signals) = (u64::from(team.options.contexts), u64::from(team.options.signals));
         team.enter(Call { name: OP, digest: contexts << 32 | signals, words: [0; 4], payload: &[] })?;
@@ -226,9 +225,11 @@ impl Drop for Team {
         if towline::fork_guard("leave").is_err() {
             return;
         }
+        // Who waits for this rank learns with it because of whom it goes.
+        let word = 1 | self.in_vain().next().map_or(0, |blamed| blamed as u64 + 1) << 1;
         for peer in (0..self.nranks()).filter(|peer| *peer != self.rank()) {
             // Who is gone already need not be told.
-            let _ = self.links.advance(peer, self.links.layout.departed(self.rank()), 1, 1);
+            let _ = self.links.advance(peer, self.links.layout.departed(self.rank()), word, word);
         }
         let until = Instant::now() + SETTLE;
         self.settle_entries(until);

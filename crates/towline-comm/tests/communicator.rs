@@ -5,6 +5,8 @@
 mod groups;
 #[path = "communicator/hostile.rs"]
 mod hostile;
+#[path = "communicator/laws.rs"]
+mod laws;
 #[path = "communicator/life.rs"]
 mod life;
 #[path = "communicator/meeting.rs"]

@@ -94,14 +94,7 @@ fn one_fault(fault: Fault, way: &str, seed: u64, limit: Duration, what: &str) {
     let ranks_of = |end: &String| -> Vec<usize> {
         end.split(['[', ']']).nth(1).unwrap().split(", ").filter_map(|rank| rank.parse().ok()).collect()
     };
-    // One who was held up by the victim may itself not have come where somebody waits, and then everybody learns of that one
-    // first: a stop shows only by time.
-    let agreed = ranks_of(&ends[0]);
-    let held_up = !agreed.is_empty() && ends.iter().all(|end| ranks_of(end) == agreed);
-    let named = |end: &String| {
-        let ranks = ranks_of(end);
-        ranks == [victim] || fault == Fault::Stop && (ranks.contains(&victim) || held_up)
-    };
+    let named = |end: &String| ranks_of(end) == [victim];
     assert!(ends.iter().all(named), "{what}: of {nranks} ranks, {victim} is the victim: {ends:#?}");
     for process in
         ranks.iter_mut().enumerate().filter(|(rank, _)| *rank != victim).filter_map(|(_, rank)| rank.take())
@@ -134,6 +127,16 @@ fn a_rank_stopped_at_a_random_moment_is_named_by_all_others_by_shared_memory() {
 #[test]
 fn a_rank_stopped_at_a_random_moment_is_named_by_all_others_by_sockets() {
     try_all(Fault::Stop, "Far", 2);
+}
+
+#[test]
+fn a_rank_stopped_at_a_random_moment_is_named_by_all_others_by_whatever_one_host_has() {
+    try_all(Fault::Stop, "Host", 2);
+}
+
+#[test]
+fn a_rank_stopped_at_a_random_moment_is_named_by_all_others_by_memory_and_sockets() {
+    try_all(Fault::Stop, "Mixed", 3);
 }
 
 #[test]

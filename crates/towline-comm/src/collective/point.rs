@@ -193,7 +193,7 @@ fn receive(inner: &Arc<Inner>, team: &Arc<Team>, message: &Message) -> Result<()
     team.recv_message(peer, digest, &mut bytes)?;
     let note = Note::decode(&bytes)?;
     if note.id != 0 {
-        let taken = take(inner, peer, &note, memory).map_err(|error| team.lost(peer, error));
+        let taken = take(inner, team, peer, &note, memory).map_err(|error| team.lost(peer, error));
         // Closing by another digest tells the sender that its bytes were not taken.
         let closing = if taken.is_ok() { digest ^ CLOSING } else { !digest };
         let closed = team.recv_message(peer, closing, &mut []);
@@ -214,7 +214,7 @@ fn through(team: &Team, memory: &Memory, mut step: impl FnMut(usize, &mut [u8]) 
 }
 
 /// Takes the bytes of a message from where the sender has them.
-fn take(inner: &Arc<Inner>, peer: usize, note: &Note, into: &Memory) -> Result<()> {
+fn take(inner: &Arc<Inner>, team: &Team, peer: usize, note: &Note, into: &Memory) -> Result<()> {
     let offset = note.offset as usize;
     let remote = if note.id & BUFFER_BIT == 0 {
         let window = inner.windows().find(note.id).ok_or_else(|| {
@@ -231,15 +231,15 @@ fn take(inner: &Arc<Inner>, peer: usize, note: &Note, into: &Memory) -> Result<(
             Way::Far(remote) => remote,
         }
     } else {
-        source(inner, peer, note)?
+        source(inner, team, peer, note)?
     };
     let request = inner.endpoint().read(&remote, into.span()?.clone()).at(note.offset, 0, into.len() as u64);
     // BYTES MOVE HERE
-    Ok(request.within(inner.config.timeout).start()?.wait().map(drop)?)
+    Ok(team.wait_transfer(peer, &request.within(inner.config.timeout).start()?)?)
 }
 
 /// A registered buffer of another rank; imported once.
-fn source(inner: &Inner, peer: usize, note: &Note) -> Result<Arc<Remote>> {
+fn source(inner: &Inner, team: &Team, peer: usize, note: &Note) -> Result<Arc<Remote>> {
     /// A peer that registers for every message would otherwise grow this for ever.
     const MOST_SOURCES: usize = 256;
     let known = || inner.collectives.sources.lock().unwrap_or_else(PoisonError::into_inner);
@@ -247,7 +247,10 @@ fn source(inner: &Inner, peer: usize, note: &Note) -> Result<Arc<Remote>> {
         return Ok(Arc::clone(remote));
     }
     let ticket = Ticket::decode(&note.ticket)?;
-    let remote = Arc::new(inner.endpoint().import_with(&ticket, &inner.config.routing)?);
+    let (routing, within) = (&inner.config.routing, inner.config.timeout);
+    let imported = team.import(inner.endpoint(), routing, within, vec![(peer, ticket)])?;
+    let unanswered = || Err(towline::Error::new(ErrorKind::Internal, "recv", "no answer"));
+    let remote = Arc::new(imported.into_iter().next().unwrap_or_else(unanswered)?);
     let mut known = known();
     // What its owner has closed is never named again, and would stay mapped here.
     known.retain(|_, remote| {

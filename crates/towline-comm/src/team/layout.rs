@@ -14,17 +14,19 @@ const LINE: usize = 64;
 pub(super) const BELL: usize = 0;
 /// One more than the rank that aborted the team; zero while it works.
 pub(super) const ABORTED: usize = LINE;
-/// The owner's published state: see [`State`].
+/// The owner's published state: see [`State`](super::blame::State).
 pub(super) const STATE: usize = 2 * LINE;
 /// Where the parts start.
 const HEAD: usize = 4 * LINE;
 
 /// The round that the owner has entered last.
 pub(super) const STATE_ROUND: usize = STATE;
-/// One more than the rank for which the owner has waited for a while; zero when it does not.
+/// For whom the owner has waited for a while, or has waited in vain; zero when it does not wait.
 pub(super) const STATE_WAITS: usize = STATE + 8;
+/// Grows while the owner waits: one that does not move any more is stopped.
+pub(super) const STATE_BEAT: usize = STATE + 16;
 /// How many bytes of state are published.
-pub(super) const STATE_LEN: usize = 16;
+pub(super) const STATE_LEN: usize = 24;
 
 /// The head of an entry: sequence, digest, four words, length of the payload, start of the name.
 pub(super) const ENTRY_HEAD: usize = LINE;
@@ -41,7 +43,7 @@ const TAKEN: usize = 2 * LINE;
 /// How many messages its rank has accepted and refused.
 const ACCEPTED: usize = 3 * LINE;
 const REFUSED: usize = ACCEPTED + 8;
-/// Not zero once its rank has left the team.
+/// Not zero once its rank has left the team; above the lowest bit, one more than the rank because of which it did.
 const DEPARTED: usize = 4 * LINE;
 /// Nobody reads it: far ranks write here what only exists to carry a signal.
 const SCRATCH: usize = DEPARTED + 8;

@@ -6,6 +6,7 @@
 //! The transfers of one far link are small enough to take one connection, which keeps them in order.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,8 +14,12 @@ use towline::{
     Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, Span, SystemStorage, Transfer,
 };
 
-use super::layout::{ABORTED, BELL, ENTRY_HEAD, Layout, RECORD, STATE, STATE_LEN, STATE_ROUND, STATE_WAITS};
+use super::blame::{State, Waits};
+use super::layout::{
+    ABORTED, BELL, ENTRY_HEAD, Layout, RECORD, STATE, STATE_BEAT, STATE_LEN, STATE_ROUND, STATE_WAITS,
+};
 use super::round::lost;
+use super::waiting::LOOK;
 use super::{PAYLOAD, farewell};
 use crate::{Error, Result};
 
@@ -23,21 +28,6 @@ const UNSEEN: usize = 256;
 
 /// The most bytes that go through a ring in one transfer: far below what the core spreads over several connections.
 const FAR_CHUNK: usize = 64 << 10;
-
-/// What a rank publishes about itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct State {
-    /// The round that it has entered last.
-    pub(super) round: u64,
-    /// The rank for which it has waited for a while.
-    pub(super) waits_for: Option<usize>,
-}
-
-impl State {
-    fn new(round: u64, waits: u64) -> State {
-        State { round, waits_for: (waits as usize).checked_sub(1) }
-    }
-}
 
 /// The way to one rank.
 pub(super) enum Link {
@@ -80,7 +70,16 @@ impl Staging {
     const ZEROS: usize = 2 * (ENTRY_HEAD + PAYLOAD);
     const RECORD: usize = Staging::ZEROS + 64;
     const LOOK: usize = Staging::RECORD + RECORD;
-    const RINGS: usize = (Staging::LOOK + 64).next_multiple_of(4096);
+
+    /// Where the state of a rank is read to.
+    fn look(peer: usize) -> usize {
+        Staging::LOOK + peer * STATE_LEN
+    }
+
+    /// Where the copies of the rings start.
+    fn rings(nranks: usize) -> usize {
+        Staging::look(nranks).next_multiple_of(4096)
+    }
 }
 
 /// The ways to all ranks.
@@ -92,8 +91,10 @@ pub(super) struct Links {
     links: Vec<Link>,
     staging: Option<Staging>,
     limits: Limits,
-    /// Held while the state of a far rank is read.
+    /// Held while the states of far ranks are read.
     looking: Mutex<()>,
+    /// What is published of whom this rank waits for.
+    waits: AtomicU64,
 }
 
 impl Links {
@@ -107,6 +108,7 @@ impl Links {
         timeout: Duration,
     ) -> Result<Links> {
         let mut far = 0;
+        let rings = Staging::rings(remotes.len());
         let mut links = Vec::with_capacity(remotes.len());
         let mut rest = remotes.into_iter();
         while let Some(remote) = rest.next() {
@@ -120,7 +122,7 @@ impl Links {
                         far += 1;
                         Link::Far(Box::new(Far {
                             remote,
-                            ring: Staging::RINGS + (far - 1) * layout.ring_len(),
+                            ring: rings + (far - 1) * layout.ring_len(),
                             unseen: Mutex::default(),
                             broken: OnceLock::new(),
                         }))
@@ -136,7 +138,7 @@ impl Links {
         let staging = if far == 0 {
             None
         } else {
-            let storage = SystemStorage::new(Staging::RINGS + far * layout.ring_len())?;
+            let storage = SystemStorage::new(rings + far * layout.ring_len())?;
             Some(Staging(endpoint.register(storage, towline::Access::NONE)?))
         };
         Ok(Links {
@@ -148,6 +150,7 @@ impl Links {
             staging,
             limits: Limits::within(timeout),
             looking: Mutex::default(),
+            waits: AtomicU64::new(0),
         })
     }
 
@@ -221,7 +224,7 @@ impl Links {
         match &self.links[peer] {
             Link::Own => self.region.store(counter, value)?,
             Link::Near { pin, .. } => pin.store(counter, value)?,
-            Link::Far(far) => self.bump(far, counter, add)?,
+            Link::Far(far) => self.bump(peer, far, counter, add)?,
         }
         Ok(())
     }
@@ -231,7 +234,7 @@ impl Links {
         match &self.links[peer] {
             Link::Own => drop(self.region.fetch_add(counter, add)?),
             Link::Near { pin, .. } => drop(pin.fetch_add(counter, add)?),
-            Link::Far(far) => self.bump(far, counter, add)?,
+            Link::Far(far) => self.bump(peer, far, counter, add)?,
         }
         self.wake(peer);
         Ok(())
@@ -255,7 +258,7 @@ impl Links {
                 // The staging memory is an image of the ring: where the peer has made room, it has the bytes.
                 self.staging()?.0.write_at(far.ring + at, bytes)?;
                 let sent = self.put(far, ring + at, far.ring + at, bytes.len(), tail, bytes.len() as u64)?;
-                far.keep(sent)?;
+                self.keep(peer, far, sent)?;
             }
         }
         self.wake(peer);
@@ -308,7 +311,7 @@ impl Links {
                 self.staging()?.0.write_at(Staging::RECORD, record)?;
                 let scratch = self.layout.scratch(self.rank);
                 let written = self.put(far, at, Staging::RECORD, RECORD, scratch, 1)?;
-                far.keep(written)?;
+                self.keep(peer, far, written)?;
                 Some(self.endpoint.compare_swap(&far.remote, ABORTED as u64, 0, mark)?)
             }
         };
@@ -316,23 +319,82 @@ impl Links {
         Ok(sent)
     }
 
-    /// What a peer publishes about itself; an error where it cannot be learnt within that time.
-    pub(super) fn state_of(&self, peer: usize, within: Duration) -> Result<State> {
-        Ok(match &self.links[peer] {
-            Link::Own => State::new(self.region.load(STATE_ROUND)?, self.region.load(STATE_WAITS)?),
-            Link::Near { pin, .. } => State::new(pin.load(STATE_ROUND)?, pin.load(STATE_WAITS)?),
-            Link::Far(far) => {
-                let _alone = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-                let staging = &self.staging()?.0;
-                self.endpoint
-                    .read(&far.remote, staging)
-                    .at(STATE as u64, Staging::LOOK as u64, STATE_LEN as u64)
-                    .within(within)
-                    .start()?
-                    .wait()?;
-                State::new(staging.load(Staging::LOOK)?, staging.load(Staging::LOOK + 8)?)
+    /// What those ranks publish about themselves, in their order; `None` for one from which it cannot be learnt within that
+    /// time. Calls `meanwhile` now and then.
+    pub(super) fn states_of(
+        &self,
+        peers: &[usize],
+        within: Duration,
+        meanwhile: impl Fn(),
+    ) -> Vec<Option<State>> {
+        /// How long it waits for answers between two calls.
+        const SLICE: Duration = Duration::from_millis(50);
+        let _alone = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked: Vec<Result<Option<Transfer>>> = peers.iter().map(|peer| self.ask(*peer, within)).collect();
+        let until = Instant::now() + within;
+        let answer = |(peer, asked): (&usize, Result<Option<Transfer>>)| {
+            let Some(transfer) = asked.ok()? else { return self.look_at(*peer) };
+            loop {
+                let left = until.saturating_duration_since(Instant::now());
+                match transfer.wait_for(left.min(SLICE)) {
+                    Some(ended) => return ended.ok().and_then(|()| self.look_at(*peer)),
+                    None if left.is_zero() => return None,
+                    None => meanwhile(),
+                }
             }
-        })
+        };
+        peers.iter().zip(asked).map(answer).collect()
+    }
+
+    /// Reads the state of a far rank into the staging memory.
+    fn ask(&self, peer: usize, within: Duration) -> Result<Option<Transfer>> {
+        let Link::Far(far) = &self.links[peer] else { return Ok(None) };
+        let request = self.endpoint.read(&far.remote, &self.staging()?.0).at(
+            STATE as u64,
+            Staging::look(peer) as u64,
+            STATE_LEN as u64,
+        );
+        Ok(Some(request.within(within).start()?))
+    }
+
+    /// The state of a rank: a near one's where it is, a far one's where it was read to.
+    fn look_at(&self, peer: usize) -> Option<State> {
+        let word = |at: usize| match &self.links[peer] {
+            Link::Own => self.region.load(at).ok(),
+            Link::Near { pin, .. } => pin.load(at).ok(),
+            Link::Far(_) => self.staging.as_ref()?.0.load(Staging::look(peer) + at - STATE).ok(),
+        };
+        Some(State::new(word(STATE_ROUND)?, word(STATE_WAITS)?, word(STATE_BEAT)?))
+    }
+
+    /// What this rank publishes about itself.
+    pub(super) fn own_state(&self) -> Option<State> {
+        self.look_at(self.rank)
+    }
+
+    /// Publishes for whom this rank waits.
+    #[inline]
+    pub(super) fn publish(&self, waits: Waits) {
+        if self.waits.load(Ordering::Relaxed) != waits.word() {
+            self.waits.store(waits.word(), Ordering::Relaxed);
+            let _ = self.region.store(STATE_WAITS, waits.word());
+        }
+    }
+
+    /// What is published of whom this rank waits for.
+    pub(super) fn published(&self) -> Waits {
+        Waits::from_word(self.waits.load(Ordering::Relaxed))
+    }
+
+    /// Shows that this rank, which waits, is not stopped.
+    pub(super) fn beat(&self) {
+        let _ = self.region.fetch_add(STATE_BEAT, 1);
+    }
+
+    /// [`publish`](Self::publish) of a wait for those, again and again while it lasts.
+    pub(super) fn held_up(&self, peers: &[usize]) {
+        self.publish(Waits::on(peers));
+        self.beat();
     }
 
     /// Wakes a peer that sleeps. That it is gone is seen elsewhere: it may have left in order after what it was told.
@@ -380,10 +442,53 @@ impl Links {
         }
     }
 
-    fn bump(&self, far: &Far, counter: usize, add: u64) -> Result<()> {
+    fn bump(&self, peer: usize, far: &Far, counter: usize, add: u64) -> Result<()> {
         // A signal rides on a write, since only a request takes the team's limits.
         let sent = self.put(far, self.layout.scratch(self.rank), Staging::ZEROS, 8, counter, add)?;
-        far.keep(sent)
+        self.keep(peer, far, sent)
+    }
+
+    /// Keeps a transfer until somebody has looked at how it ended.
+    fn keep(&self, peer: usize, far: &Far, transfer: Transfer) -> Result<()> {
+        let mut unseen = far.unseen.lock().unwrap_or_else(PoisonError::into_inner);
+        unseen.push_back(transfer);
+        while let Some(first) = unseen.front() {
+            let ended = if unseen.len() > UNSEEN { Some(self.wait_for(peer, first)) } else { first.result() };
+            match ended {
+                None => break,
+                Some(Ok(())) => drop(unseen.pop_front()),
+                // It goes on, but nobody asks for it any more.
+                Some(Err(error)) if error.kind() == Kind::Canceled => return Err(error.into()),
+                Some(Err(error)) => {
+                    unseen.pop_front();
+                    let _ = far.broken.set(error.into());
+                }
+            }
+        }
+        drop(unseen);
+        far.broken()
+    }
+
+    /// Waits for the end of a transfer to or from that rank, and shows that this one waits. Its limits bound the wait, and
+    /// so does the end of the team.
+    pub(super) fn wait_for(&self, peer: usize, transfer: &Transfer) -> towline::Result<()> {
+        let mut held_up = false;
+        let ended = loop {
+            if let Some(ended) = transfer.wait_for(LOOK) {
+                break ended;
+            }
+            if self.region.load(ABORTED)? != 0 {
+                return Err(towline::Error::new(Kind::Canceled, "team", "the team was given up"));
+            }
+            self.held_up(&[peer]);
+            held_up = true;
+        };
+        match &ended {
+            Ok(()) if held_up => self.publish(Waits::NOBODY),
+            Err(error) if is_missing(error.kind()) => self.publish(Waits::in_vain(&[peer])),
+            _ => {}
+        }
+        ended
     }
 
     fn put(
@@ -406,30 +511,16 @@ impl Links {
     }
 }
 
+/// Whether an error of that kind means that a rank did not answer.
+pub(super) fn is_missing(kind: Kind) -> bool {
+    matches!(kind, Kind::Timeout | Kind::Disconnected)
+}
+
 fn not_near() -> Error {
     Error::new(Kind::Internal, "team", "bytes for another near rank were given to one that is none")
 }
 
 impl Far {
-    /// Keeps a transfer until somebody has looked at how it ended.
-    fn keep(&self, transfer: Transfer) -> Result<()> {
-        let mut unseen = self.unseen.lock().unwrap_or_else(PoisonError::into_inner);
-        unseen.push_back(transfer);
-        while let Some(first) = unseen.front() {
-            let ended = if unseen.len() > UNSEEN { Some(first.wait()) } else { first.result() };
-            match ended {
-                None => break,
-                Some(Ok(())) => drop(unseen.pop_front()),
-                Some(Err(error)) => {
-                    unseen.pop_front();
-                    let _ = self.broken.set(error.into());
-                }
-            }
-        }
-        drop(unseen);
-        self.broken()
-    }
-
     fn broken(&self) -> Result<()> {
         self.broken.get().map_or(Ok(()), |error| Err(error.clone()))
     }

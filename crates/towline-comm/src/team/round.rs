@@ -179,7 +179,7 @@ impl Team {
     fn unstage(&self, op: &'static str, sent: &mut Vec<(usize, Transfer)>) -> Result<()> {
         let mut failed = None;
         for (peer, transfer) in sent.drain(..) {
-            if let Err(error) = transfer.wait() {
+            if let Err(error) = self.links.wait_for(peer, &transfer) {
                 failed = failed.or(Some(lost(op, peer, &error.into())));
             }
         }

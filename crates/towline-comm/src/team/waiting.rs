@@ -3,20 +3,19 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use towline::{Kind, Patience, Transfer};
+use towline::{Endpoint, Kind, Patience, Remote, Routing, Ticket, Transfer};
 
-use super::layout::{ABORTED, BELL, RECORD, STATE_WAITS};
+use super::blame::Waits;
+use super::layout::{ABORTED, BELL, RECORD};
+use super::link::is_missing;
 use super::{Team, record};
 use crate::{Error, Result, interrupt};
 
 /// How often a waiter looks whether somebody died.
-const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// How often a waiter that may spin looks before it looks at the clock: ranks in step wait for less than the clock takes.
 const LOOKS: usize = 16;
-
-/// How long a rank that times out asks far ranks how far they are, each.
-const ASK: Duration = Duration::from_millis(100);
 
 /// How long the one that gives up waits until the others have been told.
 const TELL: Duration = Duration::from_millis(500);
@@ -43,10 +42,12 @@ impl Team {
         self.working(op)?;
         let links = &self.links;
         let mut patience = self.options.patience;
-        let mut slice = LOOK.min(self.options.timeout);
+        // Who waits for this rank must find whom it waits for well before they give up.
+        let look = LOOK.min(self.options.timeout / 4);
+        let mut slice = look;
         let mut waited = Duration::ZERO;
         let mut since = None;
-        self.publish_waits(None);
+        links.publish(Waits::NOBODY);
         if !patience.spin.is_zero() {
             for _ in 0..LOOKS {
                 if let Some(it) = check() {
@@ -63,7 +64,7 @@ impl Team {
             });
             match seen {
                 Some(Seen::It(it)) => {
-                    self.publish_waits(None);
+                    links.publish(Waits::NOBODY);
                     return Ok(it);
                 }
                 Some(Seen::Aborted) => {
@@ -72,7 +73,11 @@ impl Team {
                 }
                 None => {}
             }
-            interrupt::check(op).map_err(|error| error.about([self.rank()]))?;
+            if let Err(error) = interrupt::check(op) {
+                // Nobody but the one who interrupted it is to blame.
+                links.publish(Waits::NOBODY);
+                return Err(error.about([self.rank()]));
+            }
             // The clock is not looked at before: most waits are shorter than that costs.
             waited += slice;
             let since =
@@ -83,13 +88,14 @@ impl Team {
             if wanted.is_empty() {
                 wanted = (0..self.nranks()).filter(|peer| *peer != self.rank()).collect();
             }
-            self.publish_waits(wanted.first().copied());
+            links.held_up(&wanted);
             if let Some((error, died)) = self.gone(op, &wanted) {
                 // What they did before they went may be all that was waited for.
                 if let Some(it) = check() {
-                    self.publish_waits(None);
+                    links.publish(Waits::NOBODY);
                     return Ok(it);
                 }
+                links.publish(Waits::in_vain(error.ranks()));
                 // Who waits for this rank waits for the dead one, and does not know it.
                 return Err(if died { self.fail(error) } else { error });
             }
@@ -97,10 +103,11 @@ impl Team {
                 let ranks = self.culprits(&wanted);
                 // Another rank may have come to its conclusion while this one asked.
                 self.working(op)?;
-                let message = format!("{} in {:.3} s", did_not_come(&ranks), spent.as_secs_f64());
+                links.publish(Waits::in_vain(&ranks));
+                let message = format!("{} did not come in {:.3} s", named(&ranks), spent.as_secs_f64());
                 return Err(Error::new(Kind::Timeout, op, message).about(ranks));
             }
-            slice = LOOK.min(self.options.timeout - spent);
+            slice = look.min(self.options.timeout - spent);
         }
     }
 
@@ -189,7 +196,7 @@ impl Team {
     pub(crate) fn revoke(&self) {
         let rank = self.rank();
         let error = Error::new(Kind::Canceled, "revoke", format!("rank {rank} revoked the communicator"));
-        self.abort(&error.about([rank]));
+        self.abort(&self.with_reason(error.about([rank])));
     }
 
     /// The ranks that cannot be reached any more, by this rank or by the one whose word on it has failed the team: that
@@ -205,7 +212,13 @@ impl Team {
         let (mut ranks, mut words, mut died) = (Vec::new(), Vec::new(), false);
         for peer in wanted.iter().copied().filter(|peer| *peer < self.nranks()) {
             let why = match self.links.check(peer) {
-                _ if self.has_departed(peer) => "it has left the group".to_owned(),
+                _ if self.has_departed(peer) => match self.left_because_of(peer) {
+                    Some(other) => {
+                        ranks.push(other);
+                        format!("it has left the group, after it had waited in vain for rank {other}")
+                    }
+                    None => "it has left the group".to_owned(),
+                },
                 Err(error) => {
                     died = true;
                     error.message().to_owned()
@@ -217,6 +230,13 @@ impl Team {
         }
         let error = || Error::new(Kind::Disconnected, op, words.join("; ")).about(ranks.iter().copied());
         (!ranks.is_empty()).then(|| (error(), died))
+    }
+
+    /// The rank for which one that has left had waited in vain.
+    fn left_because_of(&self, peer: usize) -> Option<usize> {
+        let left = self.links.region.load(self.links.layout.departed(peer)).ok()?;
+        let other = (left >> 1) as usize;
+        other.checked_sub(1).filter(|other| *other < self.nranks() && *other != self.rank())
     }
 
     fn has_departed(&self, peer: usize) -> bool {
@@ -236,45 +256,86 @@ impl Team {
         self.failure().map_or(error.clone(), |cause| cause.during(error.op()))
     }
 
-    /// Whom the ranks that are missing wait for in turn: a rank that is held up is not to blame.
-    fn culprits(&self, wanted: &[usize]) -> Vec<usize> {
-        let Ok(mine) = self.links.state_of(self.rank(), ASK) else { return wanted.to_vec() };
-        let mut states = vec![None; self.nranks()];
-        let mut culprits = Vec::new();
-        for first in wanted.iter().copied().filter(|peer| *peer < self.nranks()) {
-            let (mut at, mut seen) = (first, vec![self.rank()]);
-            loop {
-                seen.push(at);
-                let state = *states[at].get_or_insert_with(|| self.links.state_of(at, ASK).ok());
-                match state.filter(|state| state.round >= mine.round).and_then(|state| state.waits_for) {
-                    Some(next) if next < self.nranks() && !seen.contains(&next) => at = next,
-                    _ => break,
-                }
-            }
-            culprits.push(at);
+    /// Shows that this rank waits for an access to that rank's memory, or that it does not any more.
+    pub(crate) fn waits_for(&self, peer: usize, waits: AccessWait) {
+        match waits {
+            AccessWait::Lasts => self.links.held_up(&[peer]),
+            AccessWait::Done => self.links.publish(Waits::NOBODY),
+            AccessWait::InVain => self.links.publish(Waits::in_vain(&[peer])),
         }
-        culprits.sort_unstable();
-        culprits.dedup();
-        culprits
     }
 
-    /// Publishes for whom this rank has waited for a while. It stays so when the wait fails: who waits for this rank in
-    /// turn looks for the culprit at about the same time.
-    pub(crate) fn publish_waits(&self, peer: Option<usize>) {
-        let value = peer.map_or(0, |peer| peer as u64 + 1);
-        if self.waits.load(Ordering::Relaxed) != value {
-            self.waits.store(value, Ordering::Relaxed);
-            let _ = self.links.region.store(STATE_WAITS, value);
+    /// Waits for the end of a transfer to or from that rank, and shows that this one waits.
+    pub(crate) fn wait_transfer(&self, peer: usize, transfer: &Transfer) -> towline::Result<()> {
+        self.links.wait_for(peer, transfer)
+    }
+
+    /// Imports tickets of those ranks, in their order, and shows who does not answer.
+    pub(crate) fn import(
+        &self,
+        endpoint: &Endpoint,
+        routing: &Routing,
+        within: Duration,
+        tickets: Vec<(usize, Ticket)>,
+    ) -> Result<Vec<towline::Result<Remote>>> {
+        let (ranks, tickets): (Vec<usize>, Vec<Ticket>) = tickets.into_iter().unzip();
+        let quickly = LOOK.min(within / 4);
+        let mut remotes = endpoint.import_many_within(&tickets, routing, quickly)?;
+        let is_late = |remote: &towline::Result<Remote>| {
+            remote.as_ref().is_err_and(|error| error.kind() == Kind::Timeout)
+        };
+        let late: Vec<usize> = (0..ranks.len()).filter(|index| is_late(&remotes[*index])).collect();
+        if late.is_empty() {
+            return Ok(remotes);
         }
+        let missing: Vec<usize> = late.iter().map(|index| ranks[*index]).collect();
+        self.links.publish(Waits::silent(&missing));
+        let again: Vec<Ticket> = late.iter().map(|index| tickets[*index].clone()).collect();
+        let answers = endpoint.import_many_within(&again, routing, within - quickly)?;
+        let failed: Vec<usize> = missing
+            .into_iter()
+            .zip(&answers)
+            .filter(|(_, answer)| answer.as_ref().is_err_and(|error| is_missing(error.kind())))
+            .map(|(rank, _)| rank)
+            .collect();
+        self.links.publish(if failed.is_empty() { Waits::NOBODY } else { Waits::in_vain(&failed) });
+        for (index, answer) in late.into_iter().zip(answers) {
+            remotes[index] = answer;
+        }
+        Ok(remotes)
+    }
+
+    /// Adds to what this rank says when it goes for whom it had waited in vain, if that is why.
+    pub(crate) fn with_reason(&self, error: Error) -> Error {
+        let blamed: Vec<usize> = self.in_vain().collect();
+        if blamed.is_empty() {
+            return error;
+        }
+        let message = format!("{}, after it had waited in vain for {}", error.message(), named(&blamed));
+        Error::new(error.kind(), error.op(), message).about(error.ranks().iter().copied().chain(blamed))
+    }
+
+    /// The ranks for which this one has waited in vain last.
+    pub(super) fn in_vain(&self) -> impl Iterator<Item = usize> + use<> {
+        let (waits, own, nranks) = (self.links.published(), self.rank(), self.nranks());
+        waits.ranks().filter(move |peer| waits.is_in_vain() && *peer != own && *peer < nranks)
     }
 }
 
-fn did_not_come(ranks: &[usize]) -> String {
+/// How far the wait for an access is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AccessWait {
+    Lasts,
+    Done,
+    InVain,
+}
+
+fn named(ranks: &[usize]) -> String {
     match ranks {
-        [one] => format!("rank {one} did not come"),
+        [one] => format!("rank {one}"),
         many => {
             let names: Vec<String> = many.iter().map(usize::to_string).collect();
-            format!("ranks {} did not come", names.join(", "))
+            format!("ranks {}", names.join(", "))
         }
     }
 }

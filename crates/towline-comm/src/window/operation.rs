@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use towline::Kind;
 use towline::nccl::Pending;
 
-use crate::team::Team;
+use crate::team::{AccessWait, Team};
 use crate::{Error, Result, group};
 
 /// After that long, a rank that waits for an operation says so to those that wait for it.
@@ -140,8 +140,13 @@ impl Operation {
         let mut state = shared.lock();
         loop {
             if let Some(outcome) = state.look() {
-                if held_up && outcome.is_ok() {
-                    shared.waits_for(false);
+                match &outcome {
+                    Ok(_) if held_up => shared.waits_for(AccessWait::Done),
+                    Ok(_) => {}
+                    Err(error) if matches!(error.kind(), Kind::Timeout | Kind::Disconnected) => {
+                        shared.waits_for(AccessWait::InVain);
+                    }
+                    Err(_) => {}
                 }
                 return outcome;
             }
@@ -159,9 +164,9 @@ impl Operation {
             let (after, timeout) =
                 shared.ended.wait_timeout(state, left.min(WHILE)).unwrap_or_else(PoisonError::into_inner);
             state = after;
-            if timeout.timed_out() && !held_up {
+            if timeout.timed_out() {
                 held_up = true;
-                shared.waits_for(true);
+                shared.waits_for(AccessWait::Lasts);
             }
         }
     }
@@ -210,11 +215,11 @@ impl Shared {
     }
 
     /// Lets the team know whether this rank waits for the one it is about: who waits for this one looks for the culprit.
-    fn waits_for(&self, waits: bool) {
+    fn waits_for(&self, waits: AccessWait) {
         if let Some((peer, team)) = &self.toward
             && let Some(team) = team.upgrade()
         {
-            team.publish_waits(waits.then_some(*peer));
+            team.waits_for(*peer, waits);
         }
     }
 

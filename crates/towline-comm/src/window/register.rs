@@ -227,11 +227,15 @@ fn register(
 
 fn import(endpoint: &Endpoint, routing: &Routing, team: &Team, offers: &[Offer]) -> Result<Vec<Remote>> {
     let within = team.options().timeout;
-    let mut tickets =
-        offers.iter().map(|offer| Ok(Ticket::decode(&offer.ticket)?)).collect::<Result<Vec<_>>>()?;
+    let mut tickets = offers
+        .iter()
+        .enumerate()
+        .map(|(rank, offer)| Ok((rank, Ticket::decode(&offer.ticket)?)))
+        .collect::<Result<Vec<_>>>()?;
     // What the caller allows concerns other ranks: a rank always reaches itself directly.
-    let own = endpoint.import_within(&tickets.remove(team.rank()), &Routing::default(), within);
-    let mut remotes = endpoint.import_many_within(&tickets, routing, within)?;
+    let (_, own) = tickets.remove(team.rank());
+    let own = endpoint.import_within(&own, &Routing::default(), within);
+    let mut remotes = team.import(endpoint, routing, within, tickets)?;
     remotes.insert(team.rank(), own);
     let about = |(rank, remote): (usize, towline::Result<Remote>)| {
         remote.map_err(|error| Error::from(error).about([rank]))

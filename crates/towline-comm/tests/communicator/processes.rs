@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::io::{BufRead, BufReader};
 use std::time::Instant;
 
-use towline::{Kind, SystemStorage};
+use towline::Kind;
 use towline_comm::{
     Communicator, Config, Result, UniqueId, UniqueIdOptions, WaitSignal, WindowFlag, get_unique_id,
     get_unique_id_with, mem_alloc,
@@ -16,7 +16,7 @@ use towline_testkit::netns::{End, Network};
 use towline_testkit::skip::skip;
 use towline_testkit::watchdog::eventually;
 
-use super::{LONG, WAYS, Way, watch};
+use super::{LONG, WAYS, Way, laws, watch};
 
 const PART: &str = "TOWLINE_COMM_TEST_PART";
 const WORKER: &str = "processes::what_a_rank_process_does";
@@ -101,30 +101,9 @@ fn what_a_rank_process_does() {
 
 fn laws(comm: &Communicator, way: Way, rank: usize, nranks: usize) -> Result<()> {
     assert_eq!(comm.is_near((rank + 1) % nranks)?, way == Way::Near);
+    laws::hold(comm)?;
     let shared = comm.register_window(mem_alloc(64 << 10)?, WindowFlag::DEFAULT)?.unwrap();
-    let private = comm.register_window(SystemStorage::new(64 << 10)?, WindowFlag::DEFAULT)?.unwrap();
-    let (next, before) = ((rank + 1) % nranks, (rank + nranks - 1) % nranks);
-    for window in [&shared, &private] {
-        for round in 1..=50u8 {
-            let source = comm.memory(mem_alloc(32 << 10)?)?;
-            source.write_at(0, &vec![round; 32 << 10])?;
-            window.put_signal(next, 0, &source, 0, 0)?.wait()?;
-            comm.wait_signal(&[WaitSignal::from_rank(before)])?;
-            let mut bytes = vec![0; 32 << 10];
-            window.memory()?.read_at(0, &mut bytes)?;
-            assert!(bytes.iter().all(|byte| *byte == round), "round {round}");
-            comm.signal(before, 0, 1)?.wait()?;
-            comm.wait_signal(&[WaitSignal { index: 1, ..WaitSignal::from_rank(next) }])?;
-        }
-        for _ in 0..200 {
-            window.fetch_add(0, 40 << 10, 1)?.wait()?;
-        }
-        window.fence()?;
-        let mut word = [0; 8];
-        window.get_bytes(0, 40 << 10, &mut word)?;
-        assert_eq!(u64::from_ne_bytes(word), 200 * nranks as u64);
-        window.fence()?;
-    }
+    let next = (rank + 1) % nranks;
     if way == Way::Near {
         assert_eq!(shared.path(next)?, "mapped");
         shared.peer_view(next)?.write_at(0, b"direct")?;
@@ -148,6 +127,7 @@ fn hosts(words: &[&str]) -> Result<()> {
     let comm = Communicator::init(3, rank, &id, config)?;
     // Ranks 1 and 2 share a host.
     assert_eq!((comm.is_near(0)?, comm.is_near(1)?), (rank == 0, rank != 0));
+    laws::hold(&comm)?;
     let window = comm.register_window(mem_alloc(1 << 20)?, WindowFlag::DEFAULT)?.unwrap();
     let (next, before) = ((rank + 1) % 3, (rank + 2) % 3);
     for round in 1..=20u8 {
@@ -227,7 +207,7 @@ fn killed(comm: &Communicator, rank: usize) -> Result<()> {
 }
 
 #[test]
-fn processes_put_get_signal_and_count_by_shared_memory_and_by_sockets() {
+fn processes_keep_the_laws_of_one_sided_access_by_shared_memory_and_by_sockets() {
     let _watchdog = watch("processes");
     for way in WAYS {
         let id = get_unique_id().unwrap();
@@ -259,8 +239,8 @@ fn a_killed_rank_is_named_by_all_and_the_survivors_go_on_without_it() {
 }
 
 #[test]
-fn ranks_on_two_hosts_meet_put_get_signal_and_shrink() {
-    let name = "ranks_on_two_hosts_meet_put_get_signal_and_shrink";
+fn ranks_on_two_hosts_meet_keep_the_laws_of_one_sided_access_and_shrink() {
+    let name = "ranks_on_two_hosts_meet_keep_the_laws_of_one_sided_access_and_shrink";
     let _watchdog = watch(name);
     let network = match Network::build() {
         Ok(network) => network,

@@ -74,13 +74,23 @@ fn what_a_rank_process_does() {
 
 /// Joins as the words say: how, ranks, rank, id.
 pub(crate) fn join(words: &[&str], timeout: Duration) -> Result<Communicator> {
-    let routing = match words[1] {
-        "Far" => Routing::default().require("tcp")?,
-        _ => Routing::default(),
-    };
     let (nranks, rank): (usize, usize) = (words[2].parse().unwrap(), words[3].parse().unwrap());
+    let routing = routing(words[1], rank)?;
     let id: UniqueId = words[4].parse()?;
     Communicator::init(nranks, rank, &id, Config { timeout, routing, ..Config::default() })
+}
+
+/// How that rank reaches the others.
+fn routing(way: &str, rank: usize) -> Result<Routing> {
+    let usual = Routing::default();
+    Ok(match way {
+        "Far" => usual.require("tcp")?,
+        // Without shared memory.
+        "Host" => usual.forbid("inproc")?.forbid("mapped")?,
+        // What the odd ranks write goes by sockets, what the even ones write by memory.
+        "Mixed" if rank % 2 == 1 => usual.require("tcp")?,
+        _ => usual,
+    })
 }
 
 #[allow(clippy::print_stdout, reason = "a rank tells its parent by its output")]
@@ -112,17 +122,14 @@ fn fault(words: &[&str]) {
     }
     let error = program::run(&comm, seed);
     println!("END {:?} {error}", error.ranks());
-    go_on_without(&comm, victim).unwrap_or_else(|error| panic!("seed {seed}: after the fault: {error}"));
+    go_on_without(&comm, victim, words[1])
+        .unwrap_or_else(|error| panic!("seed {seed}: after the fault: {error}"));
 }
 
-fn go_on_without(comm: &Communicator, victim: usize) -> Result<()> {
+fn go_on_without(comm: &Communicator, victim: usize, way: &str) -> Result<()> {
     // Survivors may come one limit after each other: who waits for whom decides when each gives up.
     let patient = Config { timeout: super::LONG, ..Config::default() };
-    let routing = if comm.is_near((comm.rank()? + 1) % comm.nranks()?)? {
-        Routing::default()
-    } else {
-        Routing::default().require("tcp")?
-    };
+    let routing = routing(way, comm.rank()?)?;
     let child = comm.shrink_with(&[victim], Some(Config { routing, ..patient }))?;
     let (rank, nranks) = (child.rank()?, child.nranks()?);
     assert_eq!(nranks, comm.nranks()? - 1);
