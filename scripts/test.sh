@@ -222,6 +222,8 @@ step_fuzz() {
   for target in $targets; do
     log=$logs/fuzz-$target.log
     corpus=(crates/*/tests/wire/corpus/"$target")
+    # A target without a stored corpus begins with nothing.
+    [[ -e ${corpus[0]} ]] || corpus=()
     [[ $target != server ]] || corpus=(crates/towline-testkit/tests/serving/corpus)
     mkdir -p "fuzz/corpus/$target"
     check cargo "+$nightly" fuzz run "$target" "fuzz/corpus/$target" "${corpus[@]}" -- \
