@@ -238,7 +238,12 @@ fn a_thousand_registrations_and_transfers_leave_nothing_behind() {
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
         let output = command.args(["--exact", test]).env(CHILD, "1").output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && said.contains("1 passed"), "{said}");
+        let complained = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && said.contains("1 passed"),
+            "{}\n{said}\n{complained}",
+            output.status
+        );
         return;
     }
     let _watchdog = watch(test, STALL * 48);

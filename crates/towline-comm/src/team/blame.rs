@@ -138,6 +138,8 @@ impl Team {
         if culprits.is_empty() {
             culprits = wanted.iter().copied().filter(|peer| *peer < self.nranks()).collect();
         }
+        // Who waits for something of its own as well has itself to blame for that.
+        culprits.extend(wanted.iter().copied().filter(|peer| *peer == self.rank()));
         culprits.sort_unstable();
         culprits.dedup();
         culprits

@@ -377,6 +377,9 @@ fn step_aside(core: u16) {
     }
 }
 
+/// How long a process that ends waits for them: on a busy machine a thread needs a while to come out of a call.
+const LEAVE: Duration = Duration::from_secs(2);
+
 /// The process is ending: what UCX stands on is about to be taken apart.
 static EXITING: AtomicBool = AtomicBool::new(false);
 static INSIDE: AtomicUsize = AtomicUsize::new(0);
@@ -401,7 +404,7 @@ impl Drop for Exiting {
 pub(super) fn leave_before_exit() {
     extern "C" fn leave() {
         EXITING.store(true, Ordering::SeqCst);
-        let until = Instant::now() + Duration::from_millis(200);
+        let until = Instant::now() + LEAVE;
         while INSIDE.load(Ordering::SeqCst) > 0 && Instant::now() < until && !crate::fork::in_child() {
             std::thread::sleep(Duration::from_micros(100));
         }
