@@ -217,7 +217,17 @@ impl Engine {
             return;
         }
         let engine = Arc::clone(self);
-        match progress::start_thread("towline-nixl".into(), move || engine.run()) {
+        let driving = move || {
+            let inside = Exiting::enter();
+            engine.run();
+            // Perhaps the last use of the agent: inside too, or never where NIXL may be taken apart already.
+            match EXITING.load(Ordering::SeqCst) {
+                true => std::mem::forget(engine),
+                false => drop(engine),
+            }
+            drop(inside);
+        };
+        match progress::start_thread("towline-nixl".into(), driving) {
             Ok(_) => state.running = true,
             // Callers that wait drive too; the next one that comes tries again.
             Err(error) => tracing::warn!(%error, "no thread to drive NIXL"),
@@ -284,8 +294,7 @@ impl Engine {
     }
 
     /// The thread: as long as something is under way.
-    fn run(self: Arc<Self>) {
-        let _inside = Exiting::enter();
+    fn run(self: &Arc<Self>) {
         let mut fruitless = 0_u32;
         let mut idle_since: Option<Instant> = None;
         loop {
