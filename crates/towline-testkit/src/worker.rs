@@ -285,6 +285,7 @@ impl Worker {
             "offer" => self.offer(&mut words),
             "claim" => self.claim(line, &mut words),
             "ended" => self.ended(&mut words),
+            "full" => self.full(&mut words),
             "loop" => self.repeat(&mut words),
             "chase" => self.chase(&mut words),
             "crowd" => alone::crowd(words.take()?),

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use towline::cuda::StreamHandle;
+use towline::connect::{Connector, Descriptor, Descriptors, OperationStatus};
+use towline::cuda::{Mark, StreamHandle};
 use towline::memory::{DeviceStorage, Storage};
-use towline::{Access, Endpoint, Kind, Layout, Limits, Registered, Ticket};
+use towline::{Access, Endpoint, Kind, Layout, Limits, MemoryDescription, Registered, Ticket};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
@@ -256,4 +257,89 @@ pub(crate) fn a_transfer_keeps_the_order_of_a_stream() {
     // SAFETY: as above.
     let refused = outcome(unsafe { user.read(&remote, &host).stream(handle) }.start()).unwrap_err();
     assert_eq!(refused.kind(), Kind::Unsupported, "{refused}");
+}
+
+pub(crate) fn operations_keep_the_order_of_a_stream() {
+    const FILLS: usize = 300;
+    let Some(gpu) = here("operations_keep_the_order_of_a_stream") else { return };
+    let _watchdog = watch("gpu: operations in a stream", Duration::from_secs(120));
+    let mut peer = Process::open("peer", "");
+    let connector = Connector::with_endpoint(endpoint("user"));
+    let (near, after) = (storage(LEN, "device").unwrap(), DeviceStorage::new(LEN, 0).unwrap());
+    let entered = gpu.enter("test").unwrap();
+    let stream = entered.stream(0).unwrap();
+    let at = near.addr() as u64;
+    let ours = || Descriptor::new(Arc::clone(&near));
+    // SAFETY: the stream lives to the end of the test; so below.
+    let ordered = |local: Descriptor| unsafe { Descriptors::from(local).stream(stream.handle()) };
+    // Much work, of which only the last bit leaves what must be seen.
+    let work = |last: u8| {
+        for round in 0..FILLS {
+            let byte = if round + 1 == FILLS { last } else { 0x11 };
+            // SAFETY: the storage is as long as that, and stays until the stream is empty.
+            unsafe { stream.fill(&entered, at, byte, LEN) }.unwrap();
+        }
+    };
+    let reading = format!("claim read {LEN} at-once device");
+    let limit = (STALL * 10).as_millis();
+    // What is offered while the work goes on is read when it is done, by other processes and by this one.
+    for byte in [0x51, 0x52] {
+        work(byte);
+        let readable = connector.create_readable(ordered(ours())).unwrap();
+        peer.ask_with(&reading, readable.metadata().unwrap().to_json().unwrap().as_bytes()).unwrap();
+        peer.must(&format!("ended {limit}"));
+        peer.must(&format!("full {byte}"));
+        readable.wait(Some(STALL * 10)).unwrap();
+    }
+    work(0x53);
+    let other = Connector::with_endpoint(endpoint("other"));
+    let readable = connector.create_readable(ordered(ours())).unwrap();
+    let target = Descriptor::new(DeviceStorage::new(LEN, 0).unwrap());
+    other.begin_read(&readable.metadata().unwrap(), &target).unwrap().wait(Some(STALL * 10)).unwrap();
+    let full = |storage: &dyn towline::MemoryAccess, byte: u8| {
+        let mut bytes = vec![0; LEN];
+        towline::memory::MemoryAccess::read_at(storage, 0, &mut bytes).unwrap();
+        bytes.iter().all(|found| *found == byte)
+    };
+    assert!(full(target.storage().unwrap(), 0x53));
+    readable.wait(Some(STALL * 10)).unwrap();
+    // So is memory of which its library says that work is queued for it.
+    work(0x54);
+    let marked = ours();
+    // SAFETY: as above.
+    marked.set_mark(unsafe { Mark::of(stream.handle(), 0) }.unwrap());
+    let readable = connector.create_readable(&marked).unwrap();
+    peer.ask_with(&reading, readable.metadata().unwrap().to_json().unwrap().as_bytes()).unwrap();
+    peer.must(&format!("ended {limit}"));
+    peer.must("full 84");
+    // What is queued behind a read sees its bytes, and nobody waits on the host.
+    let metadata = String::from_utf8(peer.must(&format!("offer read {LEN} device 119")).payload).unwrap();
+    work(0x55);
+    let read = connector.begin_read(&metadata.parse().unwrap(), ordered(ours())).unwrap();
+    // SAFETY: both are as long as that, and stay until the stream is empty.
+    unsafe { stream.copy(&entered, after.addr() as u64, at, LEN) }.unwrap();
+    stream.synchronize(&entered).unwrap();
+    assert!(full(&after, 119), "what follows a read sees what was read");
+    read.wait(Some(STALL * 10)).unwrap();
+    // A write takes the bytes of its moment.
+    let metadata = String::from_utf8(peer.must(&format!("offer write {LEN} device 1")).payload).unwrap();
+    work(0x56);
+    let write = connector.begin_write(ordered(ours()), &metadata.parse().unwrap()).unwrap();
+    work(0x57);
+    peer.must(&format!("ended {limit}"));
+    peer.must("full 86");
+    write.wait(Some(STALL * 10)).unwrap();
+    stream.synchronize(&entered).unwrap();
+    // Where neither side is on a GPU there is nothing to order, and the peer's operation is left alone.
+    let metadata = String::from_utf8(peer.must("offer read 64 system 7").payload).unwrap();
+    let host = || Descriptor::new(towline::SystemStorage::new(64).unwrap());
+    let refused = connector.begin_read(&metadata.parse().unwrap(), ordered(host())).unwrap_err();
+    assert_eq!(refused.kind(), Kind::Invalid, "{refused}");
+    connector.begin_read(&metadata.parse().unwrap(), host()).unwrap().wait(Some(STALL * 10)).unwrap();
+    // One that ends before its time ends for whoever waits to claim it.
+    work(0x58);
+    let readable = connector.create_readable(ordered(ours())).unwrap();
+    readable.cancel();
+    assert!(eventually(STALL * 10, || readable.status() == OperationStatus::Cancelled));
+    stream.synchronize(&entered).unwrap();
 }

@@ -73,4 +73,5 @@ process_tests![
     regions_of_one_allocation_come_and_go_while_others_are_used,
     memory_is_taken_back_under_paged_copies_and_nothing_stale_is_read,
     a_transfer_keeps_the_order_of_a_stream,
+    operations_keep_the_order_of_a_stream,
 ];
