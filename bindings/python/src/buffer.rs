@@ -213,7 +213,16 @@ fn of_buffer(view: Bound<'_, PyMemoryView>, asked: Asked) -> PyResult<Memory<'_>
     let (addr, read_only) = (buffer.buf_ptr().addr(), buffer.readonly());
     // The view holds the export: a bytearray cannot be resized meanwhile.
     drop(buffer);
-    Ok(Memory { addr, len, layout, read_only, device: None, element: None, mark: None, owner: Some(view.into_any()) })
+    Ok(Memory {
+        addr,
+        len,
+        layout,
+        read_only,
+        device: None,
+        element: None,
+        mark: None,
+        owner: Some(view.into_any()),
+    })
 }
 
 fn of_array_interface<'py>(
@@ -253,7 +262,16 @@ fn of_array_interface<'py>(
             Extent::of(py, asked, item as u64, &shape, &strides)?
         }
     };
-    Ok(Memory { addr, len, layout, read_only, device: None, element: None, mark: None, owner: Some(object.clone()) })
+    Ok(Memory {
+        addr,
+        len,
+        layout,
+        read_only,
+        device: None,
+        element: None,
+        mark: None,
+        owner: Some(object.clone()),
+    })
 }
 
 pub(crate) fn not_contiguous(py: Python<'_>, asked: Asked) -> PyErr {

@@ -13,7 +13,8 @@ use crate::errors::{OrRaise, raise};
 use crate::owners;
 use crate::process::{self, Inherited};
 
-const ASKED: Asked = Asked { op: "descriptor", argument: "data", host_only: false, views: true, ordered: true };
+const ASKED: Asked =
+    Asked { op: "descriptor", argument: "data", host_only: false, views: true, ordered: true };
 
 /// Memory that takes part in operations.
 #[pyclass(frozen, module = "towline._native")]

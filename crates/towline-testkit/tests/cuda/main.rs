@@ -4,6 +4,7 @@
 
 mod faults;
 mod kernel;
+mod model;
 mod processes;
 mod suite;
 mod transfers;
@@ -13,6 +14,9 @@ use std::sync::{Arc, PoisonError};
 
 use towline::cuda::Gpu;
 use towline_testkit::process::use_driver;
+
+/// The logarithm of the longest transfer of a random program.
+const LONGEST: u32 = 20;
 
 fn fake() -> PathBuf {
     towline_fake_cuda::library().expect("Cargo builds the fake for its dependants")

@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 #![allow(unsafe_code, reason = "starts copies on a GPU")]
 
+#[path = "../cuda/model.rs"]
+mod model;
 #[path = "../cuda/processes.rs"]
 mod processes;
 #[path = "../cuda/suite.rs"]
@@ -13,6 +15,9 @@ use std::sync::{Arc, PoisonError};
 
 use towline::cuda::{Availability, Gpu, availability};
 use towline_testkit::skip::skip;
+
+/// The logarithm of the longest transfer of a random program.
+const LONGEST: u32 = 26;
 
 /// Whether there is a real GPU; a line says why where there is none.
 fn driver(test: &str) -> bool {
