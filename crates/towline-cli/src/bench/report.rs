@@ -188,8 +188,10 @@ impl Report {
     pub(super) fn print(&self, output: &Output) {
         output.document(self);
         // Rows of a group and those of GPUs have different limits, one beside the other.
-        let names_limits =
-            self.rows.iter().any(|row| row.ranks.is_some() || row.against.contains("NIXL") || row.is_of_a_gpu());
+        let names_limits = self
+            .rows
+            .iter()
+            .any(|row| row.ranks.is_some() || row.against.contains("NIXL") || row.is_of_a_gpu());
         let rows: Vec<_> = self.rows.iter().map(|row| row.cells(names_limits)).collect();
         let mut header = vec!["shape", "path", "op", "threads", "ours", "limit", "ratio", "asked", ""];
         if names_limits {
