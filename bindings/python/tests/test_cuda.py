@@ -307,8 +307,8 @@ def test_operations_move_tensors_and_arrays_of_every_library(peer: Peer, cupy: A
             await operation
         # What is written comes back.
         metadata = towline.RdmaMetadata.from_json(peer.ask("writable"))
-        async with await connector.begin_write(towline.Descriptor(data), metadata) as operation:
-            await operation
+        async with await connector.begin_write(towline.Descriptor(data), metadata) as writing:
+            await writing
 
     with towline.Connector("user") as connector:
         for data, seen in targets():
@@ -318,8 +318,8 @@ def test_operations_move_tensors_and_arrays_of_every_library(peer: Peer, cupy: A
                 with connector.begin_read_sync(metadata, towline.Descriptor(data)) as operation:
                     operation.wait(30)
                 metadata = towline.RdmaMetadata.from_json(peer.ask("writable"))
-                with connector.begin_write_sync(towline.Descriptor(data), metadata) as operation:
-                    operation.wait(30)
+                with connector.begin_write_sync(towline.Descriptor(data), metadata) as writing:
+                    writing.wait(30)
             else:
                 asyncio.run(read(connector, data))
             assert torch.equal(seen.cpu(), expected().cpu())
