@@ -13,8 +13,8 @@ use towline_testkit::{random, watchdog};
 use self::world::{Kinds, Step};
 use super::{LONGEST, driver};
 
-const PROGRAMS: u32 = 40;
-const LONG_PROGRAMS: u32 = 12;
+const PROGRAMS: u32 = 24;
+const LONG_PROGRAMS: u32 = 8;
 
 fn agree(test: &str, path: &str, kinds: Kinds, cases: u32, programs: impl Strategy<Value = Vec<Step>>) {
     if !driver(test) {

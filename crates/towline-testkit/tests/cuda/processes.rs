@@ -101,7 +101,7 @@ pub(crate) fn a_killed_user_does_not_hold_the_owners_gpu_memory() {
         let imported = user.must(&format!("import {} cuda", region.ticket().unwrap()));
         assert_eq!(imported.text(1), "cuda");
         let op = if round % 2 == 0 { "write" } else { "read" };
-        user.must(&format!("loop {op} {} 1 {LEN}", imported.number(0)));
+        user.must(&format!("loop {op} {} 1 {LEN} {BLOCK}", imported.number(0)));
         thread::sleep(random.micros(8000));
         user.kill_at_once();
         if round % 4 == 3 {
@@ -145,6 +145,41 @@ pub(crate) fn a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_
     user.resume();
     assert!(eventually(STALL * 10, || watched.strong_count() == 0 && owner.stats().parked == (0, 0)));
     assert_eq!(user.ask(&format!("read {remote} 1 0 0 8")).unwrap_err().kind, Kind::Stale);
+}
+
+pub(crate) fn a_user_that_is_stopped_during_paged_copies_holds_the_memory_and_no_longer() {
+    if !driver("a_user_that_is_stopped_during_paged_copies_holds_the_memory_and_no_longer") {
+        return;
+    }
+    let _watchdog = watch("gpu: stopped during paged copies", Duration::from_secs(120));
+    let mut random = Random::new(34);
+    let owner = endpoint("owner");
+    for round in 0..6u16 {
+        let memory = storage(LEN, ["device", "exportable"][usize::from(round % 2)]).unwrap();
+        Stamp::new(6, round).fill_storage(&memory).unwrap();
+        let region = owner.register(memory, Access::READ_WRITE).unwrap();
+        let mut user = Process::open("user", "");
+        user.must(&format!("register {LEN} {} none", ["device", "system"][usize::from(round / 2 % 2)]));
+        user.must("fill 1 96 96");
+        let remote = user.must(&format!("import {} cuda", region.ticket().unwrap())).number(0);
+        let op = if round % 2 == 0 { "write" } else { "read" };
+        user.must(&format!("loop {op} {remote} 1 {LEN} {BLOCK}"));
+        thread::sleep(random.micros(5000));
+        user.stop();
+        let pinned = region.into_storage_within(Duration::from_millis(100)).unwrap_err();
+        assert_eq!(pinned.error.kind(), Kind::Timeout, "round {round}");
+        user.resume();
+        let memory = pinned
+            .registration
+            .into_storage_within(STALL * 10)
+            .unwrap_or_else(|pinned| panic!("round {round}: {}", pinned.error));
+        // It goes on asking, and nothing of it lands any more.
+        let mine = Stamp::new(95, round);
+        mine.fill_storage(&memory).unwrap();
+        thread::sleep(random.micros(3000));
+        mine.verify_storage(&memory, 0, LEN).unwrap_or_else(|wrong| panic!("round {round}: {wrong}"));
+        user.kill();
+    }
 }
 
 pub(crate) fn regions_of_one_allocation_come_and_go_while_others_are_used() {
