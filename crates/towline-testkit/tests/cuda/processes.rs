@@ -374,7 +374,12 @@ pub(crate) fn operations_keep_the_order_of_a_stream() {
     // One that ends before its time ends for whoever waits to claim it.
     work(0x58);
     let readable = connector.create_readable(ordered(ours())).unwrap();
+    peer.tell_with(&reading, readable.metadata().unwrap().to_json().unwrap().as_bytes());
+    thread::sleep(Duration::from_micros(500));
     readable.cancel();
+    if let Err(failure) = peer.answer(STALL * 10) {
+        assert!([Kind::Stale, Kind::Canceled].contains(&failure.kind), "{}", failure.message);
+    }
     assert!(eventually(STALL * 10, || readable.status() == OperationStatus::Cancelled));
     stream.synchronize(&entered).unwrap();
 }
