@@ -45,7 +45,7 @@ step() {
     echo
     status=1
   fi
-  echo "$((SECONDS - began)) s: ${*##*/}" >&2
+  echo "$((SECONDS - began)) s: $*" >&2
 }
 
 # One tool over the tests of the copy kernels: its own words, and the outcome of the tests.
@@ -65,7 +65,7 @@ sanitized() {
   echo "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1), $(nproc) cores."
   echo
   echo "## What the doctor finds"
-  step 30 bash -c "'$bin/towline' doctor | sed -n '/^GPUs/,/^\$/p; /  cuda /p'"
+  step 30 bash -c "'$bin/towline' doctor | sed -n '/^GPUs/,/^\$/p; /^  .. cuda /p'"
   echo "## Tests (\`TOWLINE_REQUIRE=cuda\`)"
   # That test holds up a stream by a function of the host's, and the driver lets whoever frees memory wait for all streams.
   alone=a_copy_waits_for_a_stream_and_holds_one_back
