@@ -55,7 +55,7 @@ sanitized() {
   # The driver's refusals are part of the tests.
   [[ ${tool[0]} == memcheck ]] && tool+=(--report-api-errors no)
   "$sanitizer" --tool "${tool[@]}" --error-exitcode 9 --target-processes application-only "$bin/gpu" --test-threads 1 "$@" |
-    grep -E '^=========|^test |panicked'
+    grep -E '^=========|^test result|FAILED|panicked'
 }
 
 {

@@ -25,6 +25,13 @@ fn tool(name: &str) -> Option<PathBuf> {
     in_path.chain([in_toolkit]).find(|file| file.exists())
 }
 
+/// Where files go; the program may run elsewhere than it was built.
+fn folder() -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("towline-kernels-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
 /// The lines of PTX that say something, without those that name the version.
 fn said(text: &str) -> Vec<&str> {
     let lines = text.lines().map(str::trim);
@@ -49,8 +56,7 @@ fn the_compiler_makes_the_bare_kernel_of_its_source() {
     };
     let version = Command::new(&compiler).arg("--version").output().unwrap();
     let (ours, theirs) = (release(BARE).unwrap(), release(&String::from_utf8_lossy(&version.stdout)));
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-    std::fs::create_dir_all(&folder).unwrap();
+    let folder = folder();
     let (source, made) = (folder.join("bare.cu"), folder.join("bare-made.ptx"));
     std::fs::write(&source, BARE_SOURCE).unwrap();
     let status = Command::new(&compiler)
@@ -84,7 +90,7 @@ fn the_assembler_takes_the_kernel_for_every_generation_that_it_knows() {
         );
         return;
     };
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let folder = folder();
     for (number, text) in [TEXT, BARE].into_iter().enumerate() {
         let file = folder.join(format!("kernel-{number}.ptx"));
         std::fs::write(&file, text).unwrap();
