@@ -26,8 +26,8 @@ fn tool(name: &str) -> Option<PathBuf> {
 }
 
 /// Where files go; the program may run elsewhere than it was built.
-fn folder() -> PathBuf {
-    let folder = std::env::temp_dir().join(format!("towline-kernels-{}", std::process::id()));
+fn folder(name: &str) -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("towline-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     folder
 }
@@ -56,7 +56,7 @@ fn the_compiler_makes_the_bare_kernel_of_its_source() {
     };
     let version = Command::new(&compiler).arg("--version").output().unwrap();
     let (ours, theirs) = (release(BARE).unwrap(), release(&String::from_utf8_lossy(&version.stdout)));
-    let folder = folder();
+    let folder = folder("compiled");
     let (source, made) = (folder.join("bare.cu"), folder.join("bare-made.ptx"));
     std::fs::write(&source, BARE_SOURCE).unwrap();
     let status = Command::new(&compiler)
@@ -67,6 +67,7 @@ fn the_compiler_makes_the_bare_kernel_of_its_source() {
         .unwrap();
     assert!(status.success());
     let made = std::fs::read_to_string(&made).unwrap();
+    let _ = std::fs::remove_dir_all(&folder);
     let entry = |text: &str| {
         said(text).into_iter().take_while(|line| *line != "{").map(str::to_owned).collect::<Vec<_>>()
     };
@@ -90,12 +91,13 @@ fn the_assembler_takes_the_kernel_for_every_generation_that_it_knows() {
         );
         return;
     };
-    let folder = folder();
+    let folder = folder("assembled");
     for (number, text) in [TEXT, BARE].into_iter().enumerate() {
         let file = folder.join(format!("kernel-{number}.ptx"));
         std::fs::write(&file, text).unwrap();
         assemble(&assembler, &file);
     }
+    let _ = std::fs::remove_dir_all(&folder);
 }
 
 fn assemble(assembler: &Path, file: &Path) {
