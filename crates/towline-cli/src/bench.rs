@@ -43,7 +43,7 @@ speed meets both; medians are shown. The limit of a row is what the machine does
   growth          the same transfer with one registration
   gpu…            where there is a GPU, between two processes: cuMemcpyAsync and a wait; for blocks a kernel that copies by a
                   list of pointers, the list uploaded; to and from the host the driver's copy of pinned memory; gpu-tcp
-                  host memory by the same path. Where NIXL is installed for the interpreter, a second row has it beside ours,
+                  host memory by the same path. Medians of single transfers. Where NIXL is installed for the interpreter, a second row has it beside ours,
                   with UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on and UCX_RNDV_THRESH=0. --gpu measures these rows alone.
 The ratio says how near ours is to the limit, 1.0 being equal: ours/limit for rates, limit/ours for times. Rows
 without a limit show the target instead, and the ratio is target/ours: 1.0 or more meets it.

@@ -345,10 +345,7 @@ impl Bed {
             (Way::Gpu, _) => Ok(turns.paged()?),
         };
         let limit: Option<&mut measure::Step<'_>> = if has_limit { Some(&mut limit) } else { None };
-        let times = match case.is_latency() {
-            true => measure::latencies(session.pace, &mut ours, limit)?,
-            false => measure::rates(session.pace, &mut ours, limit)?,
-        };
+        let times = measure::medians(session.pace, &mut ours, limit)?;
         let row =
             case.shown(times.ours).against(against, times.limit.map(|time| case.value(time)), case.goal);
         Ok(Row { p99: times.p99.map(|time| time * 1e6), rounds: times.rounds, ..row })
