@@ -11,6 +11,7 @@ cd "$(dirname "$0")/.."
 report=${1:-docs/gpu-transfers.md}
 bin=${TOWLINE_GPU_BIN:-}
 python=${TOWLINE_GPU_PYTHON:-python3}
+[[ -e /dev/nvidiactl || -e /dev/dxg ]] || { echo "there is no NVIDIA GPU here" >&2; exit 3; }
 if [[ -z $bin ]]; then
   cargo build --release -p towline-testkit -p towline-cli --bins || exit 1
   cargo test --release -p towline-testkit --test gpu --no-run || exit 1
@@ -58,6 +59,8 @@ sanitized() {
     grep -E '^=========|^test result|FAILED|panicked'
 }
 
+written=$(mktemp)
+trap 'rm -f "$written"' EXIT
 {
   echo "# What a real GPU says"
   echo
@@ -88,5 +91,6 @@ sanitized() {
   step 120 "$bin/towline" bench --gpu --quick
   echo "## Transfers between two processes, beside the limit in the same run"
   step 90 "$bin/towline-testkit-gpu"
-} >"$report"
+} >"$written"
+cp "$written" "$report"
 exit "$status"
