@@ -66,7 +66,7 @@ test-forced-tcp:
 test-rdma:
 	scripts/test.sh rdma
 
-# Needs an NVIDIA driver; torch and CuPy for what is Python's (TOWLINE_GPU_PYTHON names their interpreter). Five minutes.
+# Needs an NVIDIA driver; torch and CuPy for what is Python's (TOWLINE_GPU_PYTHON names their interpreter). Three minutes.
 test-gpu:
 	scripts/gpu-report.sh
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests and measures on a real GPU, and writes all of it to docs/gpu-transfers.md (or the file that is named): the doctor, the tests,
 # the Python package's, compute-sanitizer where it is installed, `towline bench --gpu`, and the figures of towline-testkit-gpu.
-# `make test-gpu` runs it. Five minutes, and the time that building takes.
+# `make test-gpu` runs it. Three minutes, and the time that building takes.
 #
 # TOWLINE_GPU_BIN names a folder with the programs where they were built elsewhere: gpu (the tests), towline,
 # towline-testkit-gpu, towline-testkit-worker, and python, a folder with the package and pytest where python3 has none.
@@ -59,8 +59,6 @@ sanitized() {
     grep -E '^=========|^test result|FAILED|panicked'
 }
 
-written=$(mktemp)
-trap 'rm -f "$written"' EXIT
 {
   echo "# What a real GPU says"
   echo
@@ -80,9 +78,12 @@ trap 'rm -f "$written"' EXIT
   if [[ -n $sanitizer ]]; then
     export -f sanitized
     export sanitizer bin
-    step 60 bash -o pipefail -c 'sanitized memcheck runs_of_any blocks_ lists_longer nothing_to_copy'
-    step 30 bash -o pipefail -c 'sanitized racecheck blocks_'
-    step 30 bash -o pipefail -c 'sanitized initcheck blocks_of_one_length'
+    # The copies themselves, and the laws about blocks on the paths where a kernel copies.
+    kernels='runs_of_any blocks_of_one_length blocks_are_copied lists_longer nothing_to_copy'
+    laws='cuda_to_gpu::blocks_ cuda_to_pinned::blocks_ inproc_on_gpu::blocks_ mapped_to_gpu::blocks_'
+    step 40 bash -o pipefail -c "sanitized memcheck $kernels $laws"
+    step 30 bash -o pipefail -c "sanitized racecheck blocks_of_one_length blocks_are_copied $laws"
+    step 20 bash -o pipefail -c 'sanitized initcheck blocks_of_one_length'
   else
     echo "Not run: there is no compute-sanitizer here."
     echo
@@ -91,6 +92,5 @@ trap 'rm -f "$written"' EXIT
   step 120 "$bin/towline" bench --gpu --quick
   echo "## Transfers between two processes, beside the limit in the same run"
   step 90 "$bin/towline-testkit-gpu"
-} >"$written"
-cp "$written" "$report"
+} >"$report"
 exit "$status"
