@@ -240,7 +240,42 @@ impl Serving {
         }
     }
 
+    /// Answers an import; one that claims an operation which is not ready is answered when it is.
     fn import(self: &Arc<Self>, connection: &Arc<Connection>, request: u64, import: Import) -> Result<()> {
+        let Some(operation) = import.items.iter().find_map(|item| item.operation) else {
+            return self.answer_import(connection, request, &import);
+        };
+        let operations = &self.endpoint()?.operations;
+        if operations.is_ready(&operation) {
+            return self.answer_import(connection, request, &import);
+        }
+        let (this, to, count) = (Arc::downgrade(self), Arc::downgrade(connection), import.items.len());
+        let claim = move || {
+            if let (Some(this), Some(to)) = (this.upgrade(), to.upgrade())
+                && !this.closed.load(Ordering::Acquire)
+                && let Err(error) = this.answer_import(&to, request, &import)
+            {
+                tracing::debug!(%error, "a claim that waited was not answered");
+            }
+        };
+        match operations.when_ready(&operation, Box::new(claim)) {
+            Ok(Some(claim)) => claim(),
+            Ok(None) => {}
+            Err(error) => {
+                let items = (0..count).map(|_| Err(WireError::from(&error))).collect();
+                let frame = Message::from(Granted { items }).frame(request, 0, 0);
+                connection.send(frame, Vec::new(), Payload::None, Keep::Nothing)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn answer_import(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        request: u64,
+        import: &Import,
+    ) -> Result<()> {
         let endpoint = self.endpoint()?;
         let mut files = Vec::new();
         let mut passed = HashSet::new();
