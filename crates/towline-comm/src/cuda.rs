@@ -217,7 +217,8 @@ pub(crate) fn lacks(op: &'static str) -> Error {
 }
 
 fn options(config: &Config) -> CommOptions {
-    CommOptions { blocking: config.blocking, timeout: config.timeout }
+    let Config { blocking, timeout, contexts, signals, .. } = *config;
+    CommOptions { blocking, timeout, contexts, signals }
 }
 
 fn on_gpu(op: &'static str, gpu: u32, buffer: &Buffer) -> Result<()> {

@@ -55,6 +55,9 @@ const OLDEST: u32 = 21800;
 /// The first version in which the one-sided calls have the signatures that are used here.
 const SIGNALS: u32 = 22902;
 
+/// The first version with more than one context and signal.
+const SEVERAL_SIGNALS: u32 = 23100;
+
 /// What this process uses, once that is known.
 static FOUND: OnceLock<Result<Nccl>> = OnceLock::new();
 

@@ -26,9 +26,13 @@ use crate::{Error, Result};
 pub struct Buffer(Arc<dyn Storage>);
 
 impl Buffer {
-    /// Takes the storage into shared ownership.
+    /// Takes the storage into shared ownership. One that is a buffer already stays the same.
     pub fn new(storage: impl Storage) -> Buffer {
-        Buffer(Arc::new(storage))
+        let any: &dyn Any = &storage;
+        match any.downcast_ref::<Buffer>() {
+            Some(buffer) => buffer.clone(),
+            None => Buffer(Arc::new(storage)),
+        }
     }
 
     /// Shares a storage that is shared already.

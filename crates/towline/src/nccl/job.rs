@@ -6,7 +6,7 @@ use std::sync::Arc;
 use towline_sys::cuda::{Entered, StreamHandle};
 use towline_sys::nccl::{self as sys, Call, Progress, Put, WaitDescription};
 
-use super::comm::{Comm, Core};
+use super::comm::{Comm, CommOptions, Core};
 use super::handles::{Entry, SYMMETRIC, Window};
 use super::{Pending, failed};
 use crate::memory::{Buffer, MemoryDescription, Place, Storage};
@@ -196,7 +196,7 @@ impl Comm {
             return Err(Error::invalid(OP, message));
         }
         let inside = |known: &Arc<Entry>| {
-            known.flags.is_some_and(|flags| flags & SYMMETRIC != 0)
+            known.flags & SYMMETRIC != 0
                 && from.addr() >= known.addr
                 && from.addr() + from.len <= known.addr + known.size
         };
@@ -249,11 +249,14 @@ impl Comm {
             );
             return Err(Error::new(Kind::Unsupported, op, message));
         }
-        let number = |value: u32| {
-            i32::try_from(value)
-                .map_err(|_| Error::invalid(op, format!("there is no signal or context {value}")))
-        };
-        Ok((peer as i32, number(index)?, number(context)?))
+        let CommOptions { contexts, signals, .. } = *self.options();
+        if context >= contexts || index >= signals {
+            let message = format!(
+                "context {context}, signal {index}: the communicator has {contexts} contexts of {signals} signals"
+            );
+            return Err(Error::invalid(op, message));
+        }
+        Ok((peer as i32, index as i32, context as i32))
     }
 
     fn job(&self, op: &'static str, action: Action, keeps: [Option<Buffer>; 2]) -> Job {
@@ -303,7 +306,7 @@ impl Job {
             core.sweep(4);
             let entered = core.gpu.enter(self.op)?;
             let one = core.serialise();
-            let guard = core.guard(self.op);
+            let guard = core.guard();
             let progress = self.issue(raw);
             drop(guard);
             let progress = progress?;
@@ -349,34 +352,14 @@ impl Job {
                 }
                 Action::Wait(signals) => nccl.wait_signal(raw, signals, self.stream),
                 Action::Window(entry) => {
-                    let flags = entry.flags.unwrap_or(0);
-                    nccl.window(raw, entry.addr as u64, entry.size, flags, &entry.slot)
+                    nccl.window(raw, entry.addr as u64, entry.size, entry.flags, &entry.slot)
                 }
             }
         };
         done.map_err(|error| match &self.action {
-            Action::Window(entry) => self.window_refused(entry, error),
+            Action::Window(entry) => core.window_refused(entry, error),
             _ => core.explain(self.op, error),
         })
-    }
-
-    /// NCCL's own words do not say that the memory is of the wrong kind.
-    fn window_refused(&self, entry: &Entry, error: towline_sys::Error) -> Error {
-        let core = &self.comm.0;
-        let plain = core
-            .gpu
-            .enter(self.op)
-            .is_ok_and(|entered| entered.cuda().retain_allocation(entry.addr as u64).is_err());
-        let refused = matches!(error, towline_sys::Error::Refused { .. });
-        if !plain || !refused || core.failure().is_some() {
-            return core.explain(self.op, error);
-        }
-        let said = failed(self.op, Some(&core.nccl), error);
-        let message = format!(
-            "windows need memory of mem_alloc, or of cuMemCreate, and this is of cuMemAlloc: {}",
-            said.message()
-        );
-        Error::invalid(self.op, message).caused_by(said)
     }
 
     /// What is in a stream now ends when its event happens.
@@ -426,7 +409,7 @@ pub fn run_together(mut jobs: Vec<Job>) -> Result<()> {
             raws.push(job.comm.0.usable(job.op)?);
         }
         let _ones: Vec<_> = cores.iter().map(|core| core.serialise()).collect();
-        let guards: Vec<_> = cores.iter().map(|core| core.guard(OP)).collect();
+        let guards: Vec<_> = cores.iter().map(|core| core.guard()).collect();
         nccl.group_start().map_err(|error| failed(OP, Some(&nccl), error))?;
         let issued = jobs.iter().zip(&raws).try_for_each(|(job, raw)| {
             let _entered = job.comm.0.gpu.enter(job.op)?;
