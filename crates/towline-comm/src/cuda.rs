@@ -178,6 +178,12 @@ impl Cuda {
         self.submit(self.open("wait_signal")?.wait_job(&rows))
     }
 
+    /// Waits until this rank's streams have got past what was put into them: its puts have landed then.
+    pub(crate) fn flush(&self, op: &'static str) -> Result<()> {
+        group::refuse(op)?;
+        self.open(op)?.synchronize().map_err(|error| Error::from(error).during(op))
+    }
+
     /// NCCL has none: a sum of nothing that matters, waited for.
     pub(crate) fn barrier(&self) -> Result<()> {
         const OP: &str = "barrier";

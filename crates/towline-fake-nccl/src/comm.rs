@@ -483,6 +483,31 @@ extern "C" fn ncclCommWindowDeregister(comm: *mut c_void, handle: *mut c_void) -
 }
 
 #[unsafe(no_mangle)]
+unsafe extern "C" fn ncclGetPeerDevicePointer(
+    window: *mut c_void,
+    offset: usize,
+    peer: c_int,
+    out: *mut *mut c_void,
+) -> c_int {
+    code(begin("ncclGetPeerDevicePointer").and_then(|()| {
+        let find = |comm: &Arc<Comm>| {
+            let (_, _, _, number) = comm.lock().windows.get(&window.addr()).copied()?;
+            Some((Arc::clone(comm), number))
+        };
+        let (comm, number) = comms().values().find_map(find).ok_or(INVALID_ARGUMENT)?;
+        let memory = comm.team.lock().windows.get(&number).and_then(|all| all.get(&(peer as usize)).copied());
+        let (start, len) = memory.ok_or(INVALID_ARGUMENT)?;
+        if offset >= len {
+            return Err(INVALID_ARGUMENT);
+        }
+        // As where the other rank is on another host.
+        let mapped = settings().mapped;
+        Out(out).write(if mapped { start as usize + offset } else { 0 });
+        Ok(())
+    }))
+}
+
+#[unsafe(no_mangle)]
 unsafe extern "C" fn ncclMemAlloc(address: *mut *mut c_void, len: usize) -> c_int {
     code(begin("ncclMemAlloc").and_then(|()| {
         let whole = len.next_multiple_of(2 << 20);

@@ -1,6 +1,7 @@
 //! Starts several ranks on one GPU, as threads of a process or as processes, and ends them where they do not end by themselves.
 
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use towline::DeviceStorage;
@@ -36,6 +37,8 @@ pub(super) struct Seat {
     pub(super) other_id: UniqueId,
     pub(super) stream: StreamHandle,
     begun: Instant,
+    /// Where ranks of one process wait for each other without the GPU.
+    meeting: Arc<Barrier>,
 }
 
 impl Seat {
@@ -43,6 +46,14 @@ impl Seat {
     pub(super) fn join(&self, config: Config) -> Communicator {
         let config = Config { gpu: Some(0), ..config };
         self.step("init", || Communicator::init(self.nranks, self.rank, &self.id, config).unwrap())
+    }
+
+    /// Waits for the other ranks of this process, on the host. Freeing memory waits for all that runs on the GPU in this
+    /// process: a rank that frees must not be waited for by one whose kernel runs already.
+    pub(super) fn meet(&self) {
+        if let Spread::Threads(_) = self.spread {
+            self.meeting.wait();
+        }
     }
 
     /// Says what a step was and how long it took.
@@ -154,7 +165,7 @@ fn play(test: &str, role: &str, rank: impl Fn(&Seat) + Sync) {
     let words: Vec<&str> = role.split(' ').collect();
     let [number, nranks, id, other] = words[..] else { panic!("{test}: {role}") };
     let nranks: usize = nranks.parse().unwrap();
-    let begun = Instant::now();
+    let (begun, meeting) = (Instant::now(), Arc::new(Barrier::new(nranks)));
     let seat = |rank, spread| Seat {
         rank,
         nranks,
@@ -163,6 +174,7 @@ fn play(test: &str, role: &str, rank: impl Fn(&Seat) + Sync) {
         other_id: other.parse().unwrap(),
         stream: stream(),
         begun,
+        meeting: Arc::clone(&meeting),
     };
     if let Ok(number) = number.parse() {
         return run(seat(number, Spread::Processes(nranks)), &rank);

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use towline::{Dtype, Kind, MemoryDescription, create_buffer};
 use towline_comm::{
-    Communicator, Config, Memory, Op, Progress, Scalar, WaitSignal, WindowFlag, group, mem_alloc_on,
+    Communicator, Config, Memory, Op, Progress, Scalar, WaitSignal, Window, WindowFlag, group, mem_alloc_on,
 };
 use towline_sys::nccl::{Config as RawConfig, Nccl, Slot};
 
@@ -89,8 +89,9 @@ fn every_collective(seat: &Seat, comm: &Communicator, count: usize) {
         (0..count * nranks).map(|index| combined(Op::Sum, all.iter().map(|values| values[index]))).collect();
     done(comm, "all_reduce", || comm.all_reduce(&whole, &whole, Dtype::F32, Op::Sum));
     near(&floats(&whole), &sums, "all_reduce in place");
-    // Frees wait for what runs on the GPU, and what runs may wait for this rank.
     comm.barrier().unwrap();
+    drop((whole, block, large, small));
+    seat.meet();
 }
 
 #[test]
@@ -231,6 +232,7 @@ fn puts(seat: &Seat, comm: &Communicator, size: usize) {
         })();
         seat.tell(&format!("signal {index} of context {context}: {put:?}"));
     }
+    plain_access(seat, comm, &window);
     // A symmetric window is memory for collectives too.
     let floats_of = |memory: &Memory| floats(&memory.part(0, 4096).unwrap());
     let bytes: Vec<u8> = own(rank, 1024).iter().flat_map(|value| value.to_ne_bytes()).collect();
@@ -246,6 +248,40 @@ fn puts(seat: &Seat, comm: &Communicator, size: usize) {
     assert_eq!(comm.open_handles().unwrap(), 0);
 }
 
+/// Puts without a signal, gets and fences, which NCCL has not: copies through its mapping of the other rank's memory.
+fn plain_access(seat: &Seat, comm: &Communicator, window: &Window) {
+    let (rank, nranks) = (seat.rank, seat.nranks);
+    let (right, left) = ((rank + 1) % nranks, (rank + nranks - 1) % nranks);
+    let half = window.size() / 2;
+    let memory = window.memory().unwrap();
+    let apart = comm.memory(mem_alloc_on(0, half).unwrap()).unwrap();
+    let pattern = |rank: usize| (0..half).map(|index| (index * 13 + rank) as u8).collect::<Vec<u8>>();
+    apart.write_at(0, &pattern(rank)).unwrap();
+    memory.write_at(0, &pattern(rank + 100)).unwrap();
+    seat.step("fence", || window.fence().unwrap());
+    seat.step("put of 2 MiB and flush", || {
+        drop(window.put(right, half, &apart).unwrap());
+        window.flush(right).unwrap();
+    });
+    seat.step("fence", || window.fence().unwrap());
+    let mut got = vec![0; half];
+    memory.read_at(half, &mut got).unwrap();
+    assert!(got == pattern(left), "put");
+    seat.step("get of 2 MiB", || window.get(left, 0, &apart).unwrap().wait().unwrap());
+    apart.read_at(0, &mut got).unwrap();
+    assert!(got == pattern(left + 100), "get");
+    let begun = Instant::now();
+    for _ in 0..100 {
+        window.get(left, 0, &apart.part(0, 4096).unwrap()).unwrap().wait().unwrap();
+    }
+    seat.tell(&format!("get of 4 KiB and wait: {:.1} us", begun.elapsed().as_secs_f64() * 1e4));
+    assert_eq!(window.get(left, half + 1, &apart).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(window.put(nranks, 0, &apart).unwrap_err().kind(), Kind::Invalid);
+    window.fence().unwrap();
+    drop(apart);
+    seat.meet();
+}
+
 #[test]
 fn windows_of_several_ranks_take_puts_and_signals() {
     const TEST: &str = "several::windows_of_several_ranks_take_puts_and_signals";
@@ -259,7 +295,7 @@ fn windows_of_several_ranks_take_puts_and_signals() {
         for _ in 0..5 {
             drop(comm.register_window(buffer.clone(), WindowFlag::DEFAULT).unwrap());
         }
-        let plain = towline::DeviceStorage::new(1 << 20, 0).unwrap();
+        let plain = towline::DeviceStorage::new(4 << 20, 0).unwrap();
         let refused = comm.register_window(plain, WindowFlag::DEFAULT);
         seat.tell(&format!("a window over cuMemAlloc: {refused:?}"));
         drop(refused);
@@ -287,6 +323,7 @@ fn groups_of_several_ranks_split_and_shrink() {
             half.destroy();
             none.destroy();
         });
+        seat.meet();
         comm.barrier().unwrap();
         if rank + 1 < nranks {
             let rest = seat.step("shrink", || comm.shrink(&[nranks - 1]).unwrap());
@@ -311,6 +348,15 @@ fn waits_in_vain(seat: &Seat, comm: &Communicator, numbers: &Memory) {
     assert!(begun.elapsed() < Duration::from_secs(10 * SOON), "{:?}", begun.elapsed());
 }
 
+/// The survivors sum ones, then leave.
+fn go_on(seat: &Seat, rest: &Communicator, numbers: &Memory) {
+    let ones: Vec<u8> = [1.0f32; 1024].iter().flat_map(|one| one.to_ne_bytes()).collect();
+    numbers.write_at(0, &ones).unwrap();
+    done(rest, "all_reduce", || rest.all_reduce(numbers, numbers, Dtype::F32, Op::Sum));
+    assert!(floats(numbers) == [(seat.nranks - 1) as f32; 1024]);
+    seat.step("destroy what is left", || rest.destroy());
+}
+
 #[test]
 fn a_rank_that_does_not_call_costs_the_others_their_deadline_and_no_more() {
     const TEST: &str = "several::a_rank_that_does_not_call_costs_the_others_their_deadline_and_no_more";
@@ -327,14 +373,7 @@ fn a_rank_that_does_not_call_costs_the_others_their_deadline_and_no_more() {
         let error = comm.all_reduce(&numbers, &numbers, Dtype::F32, Op::Sum).unwrap_err();
         seat.tell(&format!("a later call: {error}"));
         let rest = seat.step("shrink", || comm.shrink(&[seat.nranks - 1]));
-        match rest {
-            Ok(rest) => {
-                done(&rest, "all_reduce", || rest.all_reduce(&numbers, &two, Dtype::F32, Op::Sum));
-                assert_eq!(floats(&two)[0], (seat.nranks - 1) as f32);
-                seat.step("destroy what is left", || rest.destroy());
-            }
-            Err(error) => panic!("shrink: {error}"),
-        }
+        go_on(seat, &rest.unwrap(), &two);
         seat.step("destroy", || comm.destroy());
     });
 }
@@ -390,9 +429,7 @@ fn a_rank_that_is_killed_costs_the_others_an_error_and_they_go_on() {
         std::thread::sleep(Duration::from_millis(300));
         waits_in_vain(seat, &comm, &numbers);
         let rest = seat.step("shrink", || comm.shrink(&[seat.nranks - 1]).unwrap());
-        done(&rest, "all_reduce", || rest.all_reduce(&numbers, &two, Dtype::F32, Op::Sum));
-        assert_eq!(floats(&two)[0], (seat.nranks - 1) as f32);
-        seat.step("destroy what is left", || rest.destroy());
+        go_on(seat, &rest, &two);
         seat.step("destroy", || comm.destroy());
     });
 }

@@ -90,6 +90,7 @@ function_table! {
             deregister: "ncclCommDeregister" = fn(RawComm, *mut c_void) -> Code;
             window: "ncclCommWindowRegister" = fn(RawComm, *mut c_void, usize, *mut RawWindow, c_int) -> Code;
             close_window: "ncclCommWindowDeregister" = fn(RawComm, RawWindow) -> Code;
+            peer_address: "ncclGetPeerDevicePointer" = fn(RawWindow, usize, c_int, *mut *mut c_void) -> Code;
             allocate: "ncclMemAlloc" = fn(*mut *mut c_void, usize) -> Code;
             free: "ncclMemFree" = fn(*mut c_void) -> Code;
 

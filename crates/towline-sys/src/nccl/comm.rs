@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::api::{RawConfig, RawId, WaitDescription};
-use super::{Nccl, Progress, SEVERAL_SIGNALS, SIGNALS};
+use super::{MAPPED, Nccl, Progress, SEVERAL_SIGNALS, SIGNALS};
 use crate::cuda::StreamHandle;
 use crate::{Error, Result};
 
@@ -332,6 +332,20 @@ impl Nccl {
         // SAFETY: the caller's promise.
         let code = unsafe { function(comm.raw(), pointer(handle as u64)) };
         self.check("ncclCommWindowDeregister", code)
+    }
+
+    /// Where that rank's memory of a window lies in this process's address space of the GPU; `None` where it is not mapped here:
+    /// the rank is on another host, or this GPU does not reach its one.
+    ///
+    /// # Safety
+    /// The handle is that of an open window of a communicator that is alive, and the offset lies in it.
+    pub unsafe fn peer_address(&self, window: usize, offset: usize, peer: i32) -> Result<Option<u64>> {
+        let function = self.optional(self.api().peer_address, "ncclGetPeerDevicePointer", MAPPED)?;
+        let mut address = ptr::null_mut();
+        // SAFETY: the caller's promise; `address` outlives the call.
+        let code = unsafe { function(pointer(window as u64), offset, peer, &mut address) };
+        self.check("ncclGetPeerDevicePointer", code)?;
+        Ok(Some(address.expose_provenance() as u64).filter(|address| *address != 0))
     }
 
     /// An operation that multiplies this rank's elements by a scalar, and sums. `scalar` has the bytes of one element.

@@ -365,9 +365,7 @@ impl Core {
 
     /// Why it was stopped, if it was.
     pub(super) fn failure(&self) -> Option<Error> {
-        if self.life.is_open() {
-            return None;
-        }
+        // Under the lock: who stops it ends the call before it has written down why.
         self.life.lock().failure.clone()
     }
 

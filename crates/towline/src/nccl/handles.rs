@@ -37,6 +37,19 @@ impl Entry {
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
+
+    /// The window, where it is open and that range lies in it.
+    pub(super) fn range(self: &Arc<Self>, op: &'static str, offset: usize, len: usize) -> Result<Arc<Entry>> {
+        if self.is_closed() || self.slot.handle() == 0 {
+            return Err(Error::invalid(op, "the window is not registered, or was closed"));
+        }
+        let size = self.size;
+        if offset.checked_add(len).is_none_or(|end| end > size) {
+            let message = format!("{len} bytes at {offset} do not lie within the window's {size}");
+            return Err(Error::invalid(op, message));
+        }
+        Ok(Arc::clone(self))
+    }
 }
 
 /// The buffers that are registered with a communicator, by their places in a list. A place is used again, and then has
@@ -304,9 +317,11 @@ impl RegisteredBuffer {
     /// What NCCL says; the memory is kept then until the communicator is gone.
     pub fn close(&self) -> Result<()> {
         crate::fork::guard("close")?;
-        if self.closed.load(Ordering::Acquire) || self.closed.swap(true, Ordering::AcqRel) {
+        if self.closed.load(Ordering::Acquire) {
             return Ok(());
         }
+        // Two who close at once come to the same place in the list, and the second finds nothing there.
+        self.closed.store(true, Ordering::Release);
         self.comm.0.close_buffer(self.key)
     }
 }

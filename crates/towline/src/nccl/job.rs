@@ -111,6 +111,7 @@ pub struct Job {
 enum Action {
     Call { call: Call, scale: Option<[u8; 8]>, send: u64, recv: u64, count: usize, element: Element },
     Put { from: u64, count: usize, element: Element, entry: Arc<Entry>, put: Put },
+    Copy { near: u64, len: usize, entry: Arc<Entry>, peer: i32, offset: usize, get: bool },
     Signal { peer: i32, index: i32, context: i32 },
     Wait(Vec<WaitDescription>),
     Window(Arc<Entry>),
@@ -180,17 +181,7 @@ impl Comm {
         self.0.usable(OP)?;
         check_place(OP, &self.0, &from.buffer)?;
         let (peer, index, context) = self.counter(OP, peer, context, index)?;
-        let entry = &window.entry;
-        if entry.is_closed() || entry.slot.handle() == 0 {
-            return Err(Error::invalid(OP, "the window is not registered, or was closed"));
-        }
-        if offset.checked_add(from.len).is_none_or(|end| end > entry.size) {
-            let (len, size) = (from.len, entry.size);
-            return Err(Error::invalid(
-                OP,
-                format!("{len} bytes at {offset} do not lie within the window's {size}"),
-            ));
-        }
+        let entry = &window.entry.range(OP, offset, from.len)?;
         if !from.len.is_multiple_of(element.size) {
             let message = format!("{} bytes are not whole elements of {}", from.len, element.size);
             return Err(Error::invalid(OP, message));
@@ -208,6 +199,32 @@ impl Comm {
         let (address, count) = (from.addr() as u64, from.len / element.size);
         let action = Action::Put { from: address, count, element, entry: Arc::clone(entry), put };
         Ok(self.job(OP, action, [Some(from.buffer.clone()), window.memory()]))
+    }
+
+    /// Prepares a copy into a peer's memory of a window, or with `get` out of it: through the mapping of that memory that NCCL
+    /// has made for this process, so that the peer must be on this host.
+    ///
+    /// # Errors
+    /// `Invalid` where the range does not lie in the window; `Unsupported` before NCCL 2.30, and when it runs where the peer's
+    /// memory is not mapped here.
+    pub fn copy_job(
+        &self,
+        window: &Window,
+        near: &Part,
+        (peer, offset): (usize, usize),
+        get: bool,
+    ) -> Result<Job> {
+        let op = if get { "get" } else { "put" };
+        self.0.usable(op)?;
+        check_place(op, &self.0, &near.buffer)?;
+        let (_, nranks) = self.place()?;
+        if peer >= nranks {
+            return Err(Error::invalid(op, format!("peer {peer} is not among {nranks} ranks")));
+        }
+        let entry = window.entry.range(op, offset, near.len)?;
+        let (peer, len) = (peer as i32, near.len);
+        let action = Action::Copy { near: near.addr() as u64, len, entry, peer, offset, get };
+        Ok(self.job(op, action, [Some(near.buffer.clone()), window.memory()]))
     }
 
     /// Prepares a signal to a peer.
@@ -307,7 +324,7 @@ impl Job {
             let entered = core.gpu.enter(self.op)?;
             let one = core.serialise();
             let guard = core.guard();
-            let progress = self.issue(raw);
+            let progress = self.issue(raw, &entered);
             drop(guard);
             let progress = progress?;
             if !matches!(self.action, Action::Window(_)) && progress == Progress::InProgress {
@@ -322,9 +339,12 @@ impl Job {
         outcome
     }
 
-    fn issue(&self, raw: sys::Comm) -> Result<Progress> {
+    fn issue(&self, raw: sys::Comm, entered: &Entered<'_>) -> Result<Progress> {
         let core = &self.comm.0;
         let nccl = &core.nccl;
+        if let Action::Copy { near, len, entry, peer, offset, get } = &self.action {
+            return self.copy(entered, (*near, *len), entry, (*peer, *offset), *get);
+        }
         // SAFETY: the communicator is alive (`usable`); memory is kept until the stream has got past the call (`after`), the
         // stream by the promise of who named it; ranges in windows were checked.
         let done = unsafe {
@@ -351,6 +371,7 @@ impl Job {
                     nccl.signal(raw, *peer, *index, *context, self.stream)
                 }
                 Action::Wait(signals) => nccl.wait_signal(raw, signals, self.stream),
+                Action::Copy { .. } => Ok(Progress::Done),
                 Action::Window(entry) => {
                     nccl.window(raw, entry.addr as u64, entry.size, entry.flags, &entry.slot)
                 }
@@ -360,6 +381,32 @@ impl Job {
             Action::Window(entry) => core.window_refused(entry, error),
             _ => core.explain(self.op, error),
         })
+    }
+
+    fn copy(
+        &self,
+        entered: &Entered<'_>,
+        (near, len): (u64, usize),
+        entry: &Entry,
+        (peer, offset): (i32, usize),
+        get: bool,
+    ) -> Result<Progress> {
+        let core = &self.comm.0;
+        if entry.is_closed() {
+            return Err(Error::invalid(self.op, "the window was closed"));
+        }
+        // SAFETY: the window is open, and closing takes the lock that is held here; the range was checked.
+        let far = unsafe { core.nccl.peer_address(entry.slot.handle(), offset, peer) };
+        let far = far.map_err(|error| core.explain(self.op, error))?.ok_or_else(|| {
+            let message = format!("the memory of rank {peer} is not mapped here: it is on another host");
+            Error::new(Kind::Unsupported, self.op, message)
+        })?;
+        let (to, from) = if get { (near, far) } else { (far, near) };
+        // SAFETY: this rank's memory is kept until the stream has got past the copy (`after`); the peer's stays mapped while this
+        // rank's window is open, which waits for the stream; the stream lives by the promise of who named it.
+        let copied = unsafe { entered.copy_foreign(self.stream, to, from, len) };
+        copied.map_err(|error| crate::cuda::failed(self.op, error))?;
+        Ok(Progress::Done)
     }
 
     /// What is in a stream now ends when its event happens.
@@ -412,8 +459,8 @@ pub fn run_together(mut jobs: Vec<Job>) -> Result<()> {
         let guards: Vec<_> = cores.iter().map(|core| core.guard()).collect();
         nccl.group_start().map_err(|error| failed(OP, Some(&nccl), error))?;
         let issued = jobs.iter().zip(&raws).try_for_each(|(job, raw)| {
-            let _entered = job.comm.0.gpu.enter(job.op)?;
-            job.issue(*raw).map(drop)
+            let entered = job.comm.0.gpu.enter(job.op)?;
+            job.issue(*raw, &entered).map(drop)
         });
         let ended = nccl.group_end();
         drop(guards);
