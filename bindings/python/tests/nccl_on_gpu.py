@@ -182,7 +182,7 @@ def rank() -> None:
     config = nccl.NCCLConfig(device="cuda:0", timeout=20)
     try:
         comm = nccl.Communicator.init(2, number, unique_id, config)
-    except nccl.NCCLError as error:
+    except (nccl.NCCLError, nccl.NcclInvalid) as error:
         if "same GPU" in str(error) or "Duplicate GPU" in str(error):
             print(f"not run: {error}")
             return
