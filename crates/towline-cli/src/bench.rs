@@ -77,6 +77,8 @@ Times of a call are those of the slowest rank. Peers take their turns between ou
                     fastest of several settings, chosen for each size, and torch.distributed with gloo
   window-1g         registering a window of 1 GiB
   windows-1000      what 1,000 windows, opened and closed after as many others, leave behind
+  nccl-call-SIZE    where there are a GPU and NCCL, one rank: p50 of an all-reduce until it is in the stream, less p50 of the bare
+                    ncclAllReduce; nccl-register-64m, nccl-window-64m: registering and giving up, beside the bare calls
 --list shows the rows, --filter takes a part of a label (4-ranks/all-reduce-1m).
 
 With --json: {\"rows\": [{\"name\", \"path\", \"op\", \"bytes\", \"blocks\", \"block_size\", \"threads\", \"streams\", \"unit\",

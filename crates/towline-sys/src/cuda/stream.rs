@@ -104,6 +104,15 @@ impl Entered<'_> {
         self.api().check("cuStreamWaitEvent", answer)
     }
 
+    /// Puts a copy between addresses of the device into a stream of somebody else's.
+    ///
+    /// # Safety
+    /// The handle is that of a live stream, and both ranges are valid until it has got past the copy.
+    pub unsafe fn copy_foreign(&self, stream: StreamHandle, to: u64, from: u64, len: usize) -> Result<()> {
+        // SAFETY: the caller's promise. BYTES MOVE HERE
+        self.api().check("cuMemcpyAsync", unsafe { (self.api().copy)(to, from, len, stream.raw()) })
+    }
+
     /// Records an event in a stream of somebody else's, which is of this context.
     ///
     /// # Safety
