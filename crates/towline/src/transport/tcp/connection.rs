@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::channel::Channel;
 use super::parts::{Keep, Outgoing, Payload, Sink};
+use crate::fence::applying::{Applying, Desk, Place};
 use crate::progress::socket::{Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token};
 use crate::sync::lock;
@@ -77,8 +78,20 @@ pub(super) struct Connection {
     driven: AtomicBool,
     outgoing: Mutex<Outgoing>,
     incoming: Mutex<Incoming>,
+    side: OnceLock<AppliedAt>,
     me: Weak<Connection>,
     itself: Mutex<Option<Arc<Connection>>>,
+}
+
+/// On one host, between processes of one user: where it can be seen that the owner applies what came over this connection.
+enum AppliedAt {
+    Owner(Desk),
+    Initiator(Place),
+}
+
+/// What an owner holds while it applies something of a connection: where the initiator looks, it sees it.
+pub(super) struct Wanted<'a> {
+    _applying: Option<Applying<'a>>,
 }
 
 struct Incoming {
@@ -119,6 +132,7 @@ impl Connection {
                 files: VecDeque::new(),
                 reading: Reading::Header,
             }),
+            side: OnceLock::new(),
             me: me.clone(),
             itself: Mutex::new(None),
         })
@@ -160,6 +174,24 @@ impl Connection {
     /// Lives until it is closed, whoever else holds it.
     pub(super) fn hold_itself(self: &Arc<Self>) {
         *lock(&self.itself) = Some(Arc::clone(self));
+    }
+
+    /// Owner: shows there when something of this connection is applied. Before anything of it is.
+    pub(super) fn apply_at(&self, desk: Desk) {
+        let _ = self.side.set(AppliedAt::Owner(desk));
+    }
+
+    /// Initiator: knows where the owner shows that it applies something of this connection.
+    pub(super) fn applied_at(&self, place: Place) {
+        let _ = self.side.set(AppliedAt::Initiator(place));
+    }
+
+    /// Initiator, of a connection that has ended: where the owner is seen to be in the middle of something that came over it.
+    pub(super) fn unfinished(&self) -> Option<Place> {
+        match self.side.get() {
+            Some(AppliedAt::Initiator(place)) => Some(place.clone()).filter(Place::is_applying),
+            _ => None,
+        }
     }
 
     fn interest(&self, (read, write): (bool, bool)) -> Interest {
@@ -260,6 +292,9 @@ impl Connection {
         if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
             reactor.remove(*token, self.socket.as_fd());
         }
+        if let Some(AppliedAt::Initiator(place)) = self.side.get() {
+            place.give_up();
+        }
         how(&self.socket);
         let handler = lock(&self.handler).take();
         if let (Some(handler), Some(me)) = (handler, self.me.upgrade()) {
@@ -344,7 +379,7 @@ impl Connection {
         let came = match &mut incoming.reading {
             Reading::Payload { sink, left, .. } if *left > 0 => {
                 let left_before = *left;
-                self.give_up_if_abandoned(sink);
+                let _wanted = self.wanted_by(sink);
                 let parts = sink.parts(left_before);
                 // SAFETY: the sink's `Keep` pins its memory, and the connection's lock keeps the sink in place.
                 let at_once = || unsafe { self.socket.recv_raw(parts) };
@@ -454,7 +489,7 @@ impl Connection {
                     let Incoming { staging, start, end, reading, .. } = &mut *incoming;
                     let Reading::Payload { sink, left, .. } = reading else { return Ok(()) };
                     let take = (*end - *start).min(usize::try_from(*left).unwrap_or(usize::MAX));
-                    self.give_up_if_abandoned(sink);
+                    let _wanted = self.wanted_by(sink);
                     // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
                     unsafe { sink.fill(&staging[*start..*start + take]) };
                     *start += take;
@@ -475,8 +510,19 @@ impl Connection {
         }
     }
 
-    /// Whether the peer has hung up: what it asked for before, and has not been done, is not wanted any more.
-    pub(super) fn is_abandoned(&self) -> bool {
+    /// Owner: whether the initiator still stands by what it sent; what it asked for before it hung up, and what has not been done,
+    /// is not wanted any more. To be held until it is done: an initiator that gives up meanwhile sees that it is not, if
+    /// it can look.
+    pub(super) fn wanted(&self) -> Option<Wanted<'_>> {
+        let applying = match self.side.get() {
+            // In this order: first said, then looked.
+            Some(AppliedAt::Owner(desk)) => Some(desk.enter()?),
+            _ => None,
+        };
+        (!self.is_abandoned()).then_some(Wanted { _applying: applying })
+    }
+
+    fn is_abandoned(&self) -> bool {
         for _ in 0..LOOKS {
             let before = Instant::now();
             if self.socket.hung_up() {
@@ -492,10 +538,19 @@ impl Connection {
 
     /// Lets the bytes of a write go nowhere if its initiator has hung up: it has told its caller that nothing of the write
     /// lands any more. This side may have been stopped since the bytes came.
-    fn give_up_if_abandoned(&self, sink: &mut Sink) {
-        if sink.writes_a_region() && self.is_abandoned() {
+    fn wanted_by(&self, sink: &mut Sink) -> Option<Wanted<'_>> {
+        if !sink.writes_a_region() {
+            return None;
+        }
+        #[cfg(test)]
+        moments::reach(moments::Moment::BeforeTheLook, self, sink);
+        let wanted = self.wanted();
+        if wanted.is_none() {
             sink.give_up();
         }
+        #[cfg(test)]
+        moments::reach(moments::Moment::BeforeTheCopy, self, sink);
+        wanted
     }
 
     fn handler(&self) -> Option<Arc<dyn Handler>> {
@@ -614,5 +669,46 @@ impl Source for Connection {
             }
         }
         self.arm(&mut lock(&self.outgoing));
+    }
+}
+
+/// Moments at which a test can hold an owner's thread up, as a stop of its process does at any.
+#[cfg(test)]
+pub(crate) mod moments {
+    use std::ops::Range;
+    use std::sync::{Arc, Mutex};
+
+    use super::{Connection, Role, Sink};
+    use crate::sync::lock;
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub(crate) enum Moment {
+        BeforeTheLook,
+        BeforeTheCopy,
+    }
+
+    pub(crate) struct Hold {
+        pub(crate) moment: Moment,
+        /// Where the bytes go that are about to be copied.
+        pub(crate) memory: Range<usize>,
+        pub(crate) act: Arc<dyn Fn() + Send + Sync>,
+    }
+
+    static HOLD: Mutex<Option<Hold>> = Mutex::new(None);
+
+    /// Does that, once, in a thread that drives a lane: on the event loop nobody's time would pass.
+    pub(crate) fn hold(hold: Hold) {
+        *lock(&HOLD) = Some(hold);
+    }
+
+    pub(super) fn reach(moment: Moment, connection: &Connection, sink: &mut Sink) {
+        if connection.role() != Role::Lane {
+            return;
+        }
+        let there = sink.parts(1).first().map_or(0, |part| part.ptr.addr());
+        let held = lock(&HOLD).take_if(|hold| hold.moment == moment && hold.memory.contains(&there));
+        if let Some(hold) = held {
+            (hold.act)();
+        }
     }
 }
