@@ -6,6 +6,7 @@ pub(crate) mod comm;
 mod contacts;
 mod cores;
 mod costs;
+pub(crate) mod defences;
 mod growth;
 mod limit;
 mod measure;
@@ -40,6 +41,7 @@ speed meets both; medians are shown. The limit of a row is what the machine does
   unix, tcp       a bare socket copy of as many bytes, with as many streams
   notify          a round trip over two eventfds between two sleeping processes: on two cores, and on one
   growth          the same transfer with one registration
+  defence         the same request without the defence: quotas (limits out of reach), CRC32C, TLS, isolation=enforced
 The ratio says how near ours is to the limit, 1.0 being equal: ours/limit for rates, limit/ours for times. Rows
 without a limit show the target instead, and the ratio is target/ours: 1.0 or more meets it.
 Blocks are taken in random order on both sides. Every shape is verified before it is measured.

@@ -12,6 +12,7 @@ use towline::{
 use super::Session;
 use super::contacts;
 use super::cores::OwnCore;
+use super::defences;
 use super::growth;
 use super::measure::{self, median};
 use super::report::{Row, Unit};
@@ -35,6 +36,7 @@ pub(super) fn all() -> impl Iterator<Item = Cost> {
         Cost { name: "first-contact-peers", measure: contacts::many },
         Cost { name: "import-1000", measure: import_batch },
         Cost { name: "growth", measure: growth::measure },
+        Cost { name: "defence", measure: defences::measure },
         Cost { name: "idle", measure: idle },
     ]
     .into_iter()

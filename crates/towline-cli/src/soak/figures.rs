@@ -81,6 +81,14 @@ const TARGETS: &[Target] = &[
         limit: Limit::AtMost(1.6),
     },
     Target {
+        name: "a try of an import ends (limit 1 s)",
+        campaign: "stop",
+        lanes: ANY,
+        sample: "import ended",
+        part: Part::Most,
+        limit: Limit::AtMost(1.6),
+    },
+    Target {
         name: "a pulled cable is noticed (limit 1 s)",
         campaign: "partition",
         lanes: ANY,

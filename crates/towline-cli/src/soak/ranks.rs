@@ -9,10 +9,16 @@ use towline_comm::{
 };
 use towline_testkit::process::{Failure, Process};
 use towline_testkit::random::Random;
-use towline_testkit::soak::{Campaign, Course, Drill, Round, STALL, rounds};
+use towline_testkit::soak::{Campaign, Drill, PYTHON, Round, STALL, rounds, start_python};
 
 /// The most bytes of one step.
 const MOST: usize = 256 << 10;
+
+/// The longest wait for another rank.
+const TIMEOUT: Duration = STALL.saturating_mul(2);
+
+/// A rank in Python.
+const RANK: &str = include_str!("rank.py");
 
 /// What the ranks send from, what they receive into, and where puts land.
 const ROOM: usize = 4 * MOST;
@@ -20,17 +26,25 @@ const ROOM: usize = 4 * MOST;
 pub(super) static CAMPAIGNS: [Campaign; 1] = [Campaign {
     name: "ranks",
     summary: "a rank dies, stands still or leaves in a collective or a put: the others get an error that names it, and no wrong word",
-    lanes: &["mapped", "tcp"],
+    lanes: &["mapped", "tcp", PYTHON],
     rounds: rounds(10, 14, 300),
-    prepare: |course| Ok(Box::new(Ranks { lane: course_lane(course) })),
+    prepare: |course| Ok(Box::new(Ranks { lane: course.lane })),
 }];
-
-fn course_lane(course: &Course) -> &'static str {
-    course.lane
-}
 
 struct Ranks {
     lane: &'static str,
+}
+
+impl Ranks {
+    /// The path of a round, and which of its ranks are interpreters: in the lane of Python at least one, beside those in Rust.
+    fn cast(&self, round: &mut Round, nranks: usize) -> (&'static str, Vec<bool>) {
+        if self.lane != PYTHON {
+            return (self.lane, vec![false; nranks]);
+        }
+        let path = round.random.pick(&["mapped", "tcp"]);
+        let always = round.random.below(nranks as u64) as usize;
+        (path, (0..nranks).map(|rank| rank == always || round.random.below(2) == 0).collect())
+    }
 }
 
 impl Drill for Ranks {
@@ -40,14 +54,22 @@ impl Drill for Ranks {
         let how = round.random.pick(&["kill", "stop", "exit"]);
         let moment = Duration::from_millis(2) + round.random.micros(60_000);
         let seed = round.random.number();
+        let (path, python) = self.cast(round, nranks);
         let id = get_unique_id().unwrap();
+        let script = format!("TIMEOUT = {}\n{RANK}", TIMEOUT.as_secs_f64());
         let mut ranks: Vec<Process> = (0..nranks)
             .map(|rank| {
-                let mut process = Process::start(&format!("rank-{rank}"));
-                process.tell(&format!("rank {id} {nranks} {rank} {seed} {}", self.lane));
-                process
+                let name = format!("rank-{rank}");
+                if python[rank] { start_python(&name, &script) } else { Process::start(&name) }
             })
             .collect();
+        // An interpreter may need longer to start than the others wait for it.
+        for (process, _) in ranks.iter_mut().zip(&python).filter(|(_, python)| **python) {
+            process.answer(STALL * 20).unwrap_or_else(|failure| panic!("a rank does not start: {failure}"));
+        }
+        for (rank, process) in ranks.iter_mut().enumerate() {
+            process.tell(&format!("rank {id} {nranks} {rank} {seed} {path}"));
+        }
         for rank in &mut ranks {
             rank.answer(STALL * 20).unwrap_or_else(|failure| panic!("a rank does not join: {failure}"));
         }
@@ -67,6 +89,9 @@ impl Drill for Ranks {
             let name = if how == "stop" { "learnt of a standstill" } else { "learnt of an end" };
             round.tally.time(name, begun.elapsed());
         }
+        if python[victim] {
+            round.tally.count("victims in Python", 1);
+        }
         round.tally.count("groups", 1);
     }
 }
@@ -81,7 +106,7 @@ pub(super) fn further(order: &str, say: &mut dyn FnMut(&str)) -> Option<Result<S
         let nranks = nranks.parse().map_err(|_| bad("number"))?;
         let rank = rank.parse().map_err(|_| bad("place"))?;
         let seed = seed.parse().map_err(|_| bad("seed"))?;
-        let mut config = Config { timeout: STALL * 2, ..Config::default() };
+        let mut config = Config { timeout: TIMEOUT, ..Config::default() };
         if *lane == "tcp" {
             config.routing = Routing::default().require("tcp").map_err(Failure::from)?;
         }
