@@ -63,7 +63,7 @@ class Transfer(Generic[T_co]):
         """Whether nothing of it can touch the local memory any more, nor change the owner's.
 
         That is so when it has ended, but for two cases: NIXL cannot stop what it has begun, and over a Unix stream an
-        owner that is stopped in the middle of a portion of a write finishes it when it goes on.
+        owner that is stopped in the middle of a reduction, an atomic or a write to a file finishes it when it goes on.
         """
         return self._native.quiet()
 

@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use super::channel::Channel;
+use super::channel::{Channel, Landing};
 use super::parts::{Keep, Outgoing, Payload, Sink};
 use crate::fence::applying::{Applying, Desk, Place};
 use crate::progress::socket::{Received, Sent};
-use crate::progress::{self, Interest, Readiness, Source, Token};
+use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
@@ -378,15 +378,34 @@ impl Connection {
         };
         let came = match &mut incoming.reading {
             Reading::Payload { sink, left, .. } if *left > 0 => {
-                let left_before = *left;
-                let _wanted = self.wanted_by(sink);
+                let (left_before, exact) = (*left, self.looks_at_once(sink));
+                let _wanted = (!exact).then(|| self.wanted_by(sink));
+                #[cfg(test)]
+                let about = moments::about(self, sink);
+                let look = || {
+                    let stays = !self.socket.hung_up();
+                    #[cfg(test)]
+                    moments::reach(moments::Moment::BeforeTheCopy, &about);
+                    stays
+                };
                 let parts = sink.parts(left_before);
                 // SAFETY: the sink's `Keep` pins its memory, and the connection's lock keeps the sink in place.
-                let at_once = || unsafe { self.socket.recv_raw(parts) };
-                // SAFETY: as before.
-                let patiently = || unsafe { self.socket.recv_raw_patiently(parts) };
-                let waited = (patient && idle).then(|| progress::pool().aside(patiently)).flatten();
-                let received = waited.unwrap_or_else(at_once)?;
+                let receive = |patiently: bool| match (exact, patiently) {
+                    // SAFETY: as above.
+                    (true, _) => unsafe { self.socket.recv_raw_if(parts, patiently, &look) },
+                    // SAFETY: as above.
+                    (false, true) => unsafe { self.socket.recv_raw_patiently(parts) }.map(Landing::There),
+                    // SAFETY: as above.
+                    (false, false) => unsafe { self.socket.recv_raw(parts) }.map(Landing::There),
+                };
+                let waited = (patient && idle).then(|| progress::pool().aside(|| receive(true))).flatten();
+                let received = match waited.unwrap_or_else(|| receive(false))? {
+                    Landing::There(received) => received,
+                    Landing::Unwanted(bytes) => {
+                        sink.give_up();
+                        Received::Bytes(bytes)
+                    }
+                };
                 if let Received::Bytes(bytes) = received {
                     *left -= bytes as u64;
                     sink.advance(bytes);
@@ -489,9 +508,15 @@ impl Connection {
                     let Incoming { staging, start, end, reading, .. } = &mut *incoming;
                     let Reading::Payload { sink, left, .. } = reading else { return Ok(()) };
                     let take = (*end - *start).min(usize::try_from(*left).unwrap_or(usize::MAX));
-                    let _wanted = self.wanted_by(sink);
-                    // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
-                    unsafe { sink.fill(&staging[*start..*start + take]) };
+                    let bytes = &staging[*start..*start + take];
+                    if self.looks_at_once(sink) {
+                        // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
+                        unsafe { sink.fill_if(bytes, &|| !self.socket.hung_up()) };
+                    } else {
+                        let _wanted = self.wanted_by(sink);
+                        // SAFETY: as before.
+                        unsafe { sink.fill(bytes) };
+                    }
                     *start += take;
                     *left -= take as u64;
                 }
@@ -536,6 +561,16 @@ impl Connection {
         false
     }
 
+    /// Whether the bytes of a write land [at once](at_once) after the look at their initiator, so that a stop has no room between:
+    /// nobody need be told of it then.
+    fn looks_at_once(&self, sink: &Sink) -> bool {
+        #[cfg(test)]
+        if moments::inexact() {
+            return false;
+        }
+        sink.writes_a_region() && at_once::is_possible()
+    }
+
     /// Lets the bytes of a write go nowhere if its initiator has hung up: it has told its caller that nothing of the write
     /// lands any more. This side may have been stopped since the bytes came.
     fn wanted_by(&self, sink: &mut Sink) -> Option<Wanted<'_>> {
@@ -543,13 +578,15 @@ impl Connection {
             return None;
         }
         #[cfg(test)]
-        moments::reach(moments::Moment::BeforeTheLook, self, sink);
+        let about = moments::about(self, sink);
+        #[cfg(test)]
+        moments::reach(moments::Moment::BeforeTheLook, &about);
         let wanted = self.wanted();
         if wanted.is_none() {
             sink.give_up();
         }
         #[cfg(test)]
-        moments::reach(moments::Moment::BeforeTheCopy, self, sink);
+        moments::reach(moments::Moment::BeforeTheCopy, &about);
         wanted
     }
 
@@ -676,6 +713,7 @@ impl Source for Connection {
 #[cfg(test)]
 pub(crate) mod moments {
     use std::ops::Range;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::{Arc, Mutex};
 
     use super::{Connection, Role, Sink};
@@ -695,18 +733,31 @@ pub(crate) mod moments {
     }
 
     static HOLD: Mutex<Option<Hold>> = Mutex::new(None);
+    static INEXACT: AtomicBool = AtomicBool::new(false);
 
     /// Does that, once, in a thread that drives a lane: on the event loop nobody's time would pass.
     pub(crate) fn hold(hold: Hold) {
         *lock(&HOLD) = Some(hold);
     }
 
-    pub(super) fn reach(moment: Moment, connection: &Connection, sink: &mut Sink) {
-        if connection.role() != Role::Lane {
-            return;
-        }
-        let there = sink.parts(1).first().map_or(0, |part| part.ptr.addr());
-        let held = lock(&HOLD).take_if(|hold| hold.moment == moment && hold.memory.contains(&there));
+    /// Lets looks and copies be two steps, as where they cannot be one.
+    pub(crate) fn be_inexact(inexact: bool) {
+        INEXACT.store(inexact, Ordering::Relaxed);
+    }
+
+    pub(super) fn inexact() -> bool {
+        INEXACT.load(Ordering::Relaxed)
+    }
+
+    /// Where the next bytes of a lane go.
+    pub(super) fn about(connection: &Connection, sink: &mut Sink) -> Option<usize> {
+        let lane = connection.role() == Role::Lane;
+        sink.parts(1).first().map(|part| part.ptr.addr()).filter(|_| lane)
+    }
+
+    pub(super) fn reach(moment: Moment, about: &Option<usize>) {
+        let Some(there) = about else { return };
+        let held = lock(&HOLD).take_if(|hold| hold.moment == moment && hold.memory.contains(there));
         if let Some(hold) = held {
             (hold.act)();
         }
