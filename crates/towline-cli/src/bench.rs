@@ -6,6 +6,7 @@ pub(crate) mod comm;
 mod contacts;
 mod cores;
 mod costs;
+mod crowds;
 pub(crate) mod defences;
 mod growth;
 mod limit;
