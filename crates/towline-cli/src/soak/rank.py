@@ -1,6 +1,6 @@
 """A rank of the campaign `ranks` in Python: the same steps as those of a rank in Rust, in one group with them.
 
-It says when it is ready, is given one order, ``rank ID NRANKS RANK SEED LANE``, says when it has joined, and then which error has
+It says when it is ready, is given one order, ``rank ID NRANKS RANK SEED LANE [LISTEN]``, says when it has joined, and then which error has
 ended it. The longest wait for another rank, ``TIMEOUT``, is put before this.
 """
 
@@ -115,10 +115,11 @@ def leave_with_the_input():
 
 def main():
     say("ok ready")
-    _, unique_id, nranks, rank, seed, lane, *_ = sys.stdin.readline().split()
+    _, unique_id, nranks, rank, seed, lane, *listen, _ = sys.stdin.readline().split()
     threading.Thread(target=leave_with_the_input, daemon=True).start()
     try:
-        config = nccl.NCCLConfig(timeout=TIMEOUT, require="tcp" if lane == "tcp" else None)
+        require = "tcp" if lane == "tcp" else None
+        config = nccl.NCCLConfig(timeout=TIMEOUT, require=require, listen=listen or None)
         comm = nccl.Communicator.init(int(nranks), int(rank), nccl.UniqueId(unique_id), config)
         group = Group(comm)
         say("ok joined")

@@ -24,9 +24,18 @@ pub(super) fn interpreter() -> Command {
     Command::new(INTERPRETER.get().cloned().unwrap_or_else(|| PathBuf::from("python3")))
 }
 
-/// Starts an interpreter that runs a script, which takes orders and answers them as a worker does.
-pub fn start_python(name: &str, script: &str) -> Process {
-    let mut command = interpreter();
+/// Starts an interpreter that runs a script, which takes orders and answers them as a worker does; in a network namespace, where
+/// one is named.
+pub fn start_python(name: &str, script: &str, namespace: Option<&str>) -> Process {
+    let python = interpreter();
+    let mut command = match namespace {
+        None => python,
+        Some(namespace) => {
+            let mut command = Command::new("ip");
+            command.args(["netns", "exec", namespace]).arg(python.get_program());
+            command
+        }
+    };
     command.args(["-c", script]);
     Process::start_by(command, name)
 }
@@ -65,7 +74,7 @@ impl Staff {
         match self {
             Staff::Rust => Process::open(name, options),
             Staff::Python => {
-                let mut process = start_python(name, WORKER);
+                let mut process = start_python(name, WORKER, None);
                 process.must(&format!("open {name} {options}"));
                 process
             }
