@@ -97,6 +97,22 @@ const TARGETS: &[Target] = &[
         limit: Limit::AtMost(2.5),
     },
     Target {
+        name: "a rank that stands still is noticed by the others (limit 2 s)",
+        campaign: "ranks",
+        lanes: ANY,
+        sample: "learnt of a standstill",
+        part: Part::Most,
+        limit: Limit::AtMost(2.6),
+    },
+    Target {
+        name: "a cut between ranks is noticed by all (limit 2 s)",
+        campaign: "ranks",
+        lanes: ANY,
+        sample: "learnt of a cut",
+        part: Part::Most,
+        limit: Limit::AtMost(2.6),
+    },
+    Target {
         name: "a cancelled transfer ends",
         campaign: "cancel",
         lanes: ANY,

@@ -188,7 +188,11 @@ pub(super) fn further(order: &str, say: &mut dyn FnMut(&str)) -> Option<Result<S
         say("joined");
         let mut random = Random::from_seed(seed);
         loop {
-            group.step(&mut random)?;
+            if let Err(failure) = group.step(&mut random) {
+                // To leave a group in which somebody stands still takes time, and that is not the time of the error.
+                std::thread::spawn(move || drop(group));
+                return Err(failure);
+            }
         }
     })();
     Some(outcome)
