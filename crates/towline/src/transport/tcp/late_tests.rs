@@ -41,7 +41,7 @@ fn held_up(path: &str, moment: Moment, inexact: bool) -> Scene {
     let local = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
     local.write_at(0, &vec![7; LEN]).unwrap();
     let routing = Routing::default().require(path).unwrap();
-    let remote = user.import_with(&region.ticket().unwrap(), &routing).unwrap();
+    let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
     let (go_on, wait) = mpsc::channel::<()>();
     let (there, arrived) = mpsc::channel();
     let wait = Mutex::new(wait);
