@@ -6,6 +6,8 @@ pub(crate) mod comm;
 mod contacts;
 mod cores;
 mod costs;
+mod crowds;
+pub(crate) mod defences;
 mod gpu;
 mod growth;
 mod limit;
@@ -45,6 +47,7 @@ speed meets both; medians are shown. The limit of a row is what the machine does
                   list of pointers, the list uploaded; to and from the host the driver's copy of pinned memory; gpu-tcp
                   host memory by the same path. Medians of single transfers. Where NIXL is installed for the interpreter, a second row has it beside ours,
                   with UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on and UCX_RNDV_THRESH=0. --gpu measures these rows alone.
+  defence         the same request without the defence: quotas (limits out of reach), CRC32C, TLS, isolation=enforced
 The ratio says how near ours is to the limit, 1.0 being equal: ours/limit for rates, limit/ours for times. Rows
 without a limit show the target instead, and the ratio is target/ours: 1.0 or more meets it.
 Blocks are taken in random order on both sides. Every shape is verified before it is measured.

@@ -13,12 +13,13 @@ use self::admitting::{Admitted, Granting};
 use self::local::Local;
 use super::allowance::{Allowance, exhausted};
 use super::checks::{self, Announced};
-use super::connection::{Connection, Handler, Role};
+use super::connection::{Connection, Handler, Role, Wanted};
 use super::counting::{Counting, Due, Follower};
 use super::files::Files;
 use super::parts::{Keep, Payload, Sink, readable};
 use crate::endpoint::EndpointCore;
 use crate::endpoint::operations::Claimer;
+use crate::fence::applying::Desk;
 use crate::fence::life::LifeView;
 use crate::fence::pins::Side;
 use crate::fence::watcher;
@@ -107,6 +108,10 @@ impl Serving {
             all.retain(|one| one.strong_count() > 0);
             all.push(Arc::downgrade(&serving));
         }
+        // The first connection is at the first place.
+        if let Some(desk) = serving.local.as_ref().and_then(Local::desk) {
+            connection.apply_at(desk);
+        }
         let rows = serving.local.as_ref().map(|_| endpoint.table.rows());
         let ready = wire::Ready { session: serving.id, name: endpoint.name().to_owned(), local: rows };
         connection.authenticate(serving, Role::Control);
@@ -149,7 +154,12 @@ impl Serving {
             lock(&serving.connections).clear();
             return Err(Error::new(Kind::Disconnected, "contact", "the session is over"));
         }
-        let ready = wire::Ready { session: id, name: endpoint.name().to_owned(), local: None };
+        let desk = serving.local.as_ref().and_then(Local::desk);
+        let place = desk.as_ref().map(Desk::index);
+        if let Some(desk) = desk {
+            connection.apply_at(desk);
+        }
+        let ready = wire::Ready { session: id, name: endpoint.name().to_owned(), local: place };
         connection.authenticate(serving, Role::Lane);
         connection.send(Message::from(ready).frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
     }
@@ -367,11 +377,13 @@ impl Serving {
     ) -> Result<()> {
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
-            let admitted = wanted("write", &answered)
-                .and_then(|()| serving.admit(write.handle, Access::WRITE, &write.blocks, header.id));
-            let outcome = admitted.and_then(|admitted| match admitted {
-                Admitted::Bounced(asked) => asked.write(&bytes),
-                Admitted::Memory(..) => Err(Error::new(Kind::Internal, "write", "a file has become memory")),
+            let outcome = wanted("write", &answered).and_then(|_wanted| {
+                match serving.admit(write.handle, Access::WRITE, &write.blocks, header.id)? {
+                    Admitted::Bounced(asked) => asked.write(&bytes),
+                    Admitted::Memory(..) => {
+                        Err(Error::new(Kind::Internal, "write", "a file has become memory"))
+                    }
+                }
             });
             serving.files.wrote(answered.role(), header.payload_len);
             serving.applied(&answered, header, write.transfer, outcome)
@@ -433,7 +445,12 @@ impl Serving {
         };
         for Follower { message, answer } in followers {
             let outcome = if act {
-                self.act(message)
+                // A signal whose outcome somebody waits for is a change like a write.
+                let wanted = match (&message, &answer) {
+                    (Message::Signal(_), Some((connection, _))) => wanted("signal", connection).map(Some),
+                    _ => Ok(None),
+                };
+                wanted.and_then(|_wanted| self.act(message))
             } else {
                 Err(Error::new(Kind::Canceled, "signal", "the transfer before it failed"))
             };
@@ -553,12 +570,12 @@ impl Timer for Serving {
     }
 }
 
-/// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more.
-fn wanted(op: &'static str, connection: &Connection) -> Result<()> {
-    match connection.is_abandoned() {
-        false => Ok(()),
-        true => Err(Error::new(Kind::Disconnected, op, "the peer has hung up since it asked")),
-    }
+/// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more. To be
+/// held until it is done.
+fn wanted<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>> {
+    connection
+        .wanted()
+        .ok_or_else(|| Error::new(Kind::Disconnected, op, "the peer has hung up since it asked"))
 }
 
 /// Passes a connection's frames on.
@@ -583,7 +600,7 @@ impl Handler for Arc<Serving> {
             Message::Ask(ask) => self.tell(connection, header.id, ask),
             Message::Read(read) => self.read(connection, header.id, &read),
             Message::Atomic(atomic) => {
-                let done = wanted("atomic", connection).and_then(|()| {
+                let done = wanted("atomic", connection).and_then(|_wanted| {
                     self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op))
                 });
                 self.answer(connection, header.id, done)
@@ -686,7 +703,7 @@ impl Handler for Arc<Serving> {
             }
             Message::Reduce(reduce) => {
                 let outcome = sink.outcome("reduce_into").and_then(|()| {
-                    wanted("reduce_into", connection)?;
+                    let _wanted = wanted("reduce_into", connection)?;
                     if let Some(sent) = &sent {
                         let arrived = checks::of_bytes(&reduce.blocks, &sink.buffer);
                         checks::compare("reduce_into", &reduce.blocks, sent, &arrived)?;
