@@ -54,7 +54,7 @@ impl Pair {
         OLD.fill_storage(region.storage()).unwrap();
         let limits = Limits { no_progress: STALL, total: STALL * 4, ..Limits::default() };
         let user = Endpoint::options("user").limits(limits).routing(routing("tcp")).lanes(2).open().unwrap();
-        Pair { user, region, owner: owner, proxy }
+        Pair { user, region, owner, proxy }
     }
 
     /// What the memory holds once the owner has noticed that a connection was cut: until then it may be busy with what came
