@@ -428,7 +428,12 @@ fn rows_of_nccl_are_listed_and_one_line_says_why_they_are_not_measured() {
     let list = stdout(&towline(&["bench", "comm", "--list", "--filter", "nccl"]));
     assert_eq!(
         list.lines().collect::<Vec<_>>(),
-        ["1-ranks/nccl-call-4k", "1-ranks/nccl-call-1m", "1-ranks/nccl-register-64m", "1-ranks/nccl-window-64m"]
+        [
+            "1-ranks/nccl-call-4k",
+            "1-ranks/nccl-call-1m",
+            "1-ranks/nccl-register-64m",
+            "1-ranks/nccl-window-64m"
+        ]
     );
     let output = Command::new(env!("CARGO_BIN_EXE_towline"))
         .args(["bench", "comm", "--filter", "nccl", "--json"])
