@@ -5,6 +5,7 @@ The part ``processes`` is for a real GPU only: two ranks on one, which NCCL take
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -163,14 +164,12 @@ def processes() -> None:
 def tensor(memory: object) -> Any:
     """Memory of a GPU as floats that can be filled and looked at; ``None`` without torch and CuPy."""
     try:
-        import torch
-
+        torch: Any = importlib.import_module("torch")
         return torch.as_tensor(memory, device="cuda").view(torch.float32)
     except ImportError:
         pass
     try:
-        import cupy
-
+        cupy: Any = importlib.import_module("cupy")
         return cupy.asarray(memory).view(cupy.float32)
     except ImportError:
         return None

@@ -79,6 +79,74 @@ fn a_deregistration_that_fails_keeps_the_memory_until_the_communicator_is_gone()
 }
 
 #[test]
+fn a_buffer_that_cannot_be_deregistered_is_kept_until_the_communicator_is_gone() {
+    const TEST: &str = "faults::a_buffer_that_cannot_be_deregistered_is_kept_until_the_communicator_is_gone";
+    let log = std::env::temp_dir().join(format!("towline-nccl-buffer-{}", std::process::id()));
+    let settings = [("FAKE_NCCL_FAIL", "ncclCommDeregister:3"), ("FAKE_NCCL_LOG", log.to_str().unwrap())];
+    if elsewhere(TEST, &settings).is_none() {
+        let comm = alone();
+        let registered = comm.register_buffer(mem_alloc_on(0, 4096).unwrap()).unwrap();
+        registered.close();
+        registered.close();
+        assert!(!registered.is_valid());
+        assert_eq!(comm.open_handles().unwrap(), 0);
+        comm.destroy();
+        return;
+    }
+    let calls = std::fs::read_to_string(&log).unwrap();
+    std::fs::remove_file(&log).unwrap();
+    let at = |name: &str| calls.lines().position(|call| call == name).unwrap();
+    assert!(at("ncclCommDeregister") < at("ncclCommDestroy"), "{calls}");
+    assert!(at("ncclCommDestroy") < at("ncclMemFree"), "{calls}");
+    assert_eq!(calls.lines().filter(|call| *call == "ncclCommDeregister").count(), 1, "{calls}");
+}
+
+#[test]
+fn a_handle_that_went_with_a_closed_one_does_not_close_the_next() {
+    let comm = alone();
+    let first = comm.register_buffer(mem_alloc_on(0, 4096).unwrap()).unwrap();
+    first.close();
+    let second = comm.register_buffer(mem_alloc_on(0, 4096).unwrap()).unwrap();
+    first.close();
+    drop(first);
+    assert_eq!(comm.open_handles().unwrap(), 1);
+    assert_eq!(second.memory().unwrap().len(), 4096);
+    comm.destroy();
+    assert!(!second.is_valid());
+    assert_eq!(second.memory().unwrap_err().kind(), Kind::Invalid);
+}
+
+#[test]
+fn a_shrink_that_the_others_do_not_join_ends_at_its_deadline() {
+    fakes();
+    let ranks = Communicator::init_all_on(&[0; 3], &soon()).unwrap();
+    ranks[0].revoke().unwrap();
+    let begun = Instant::now();
+    let error = ranks[0].shrink(&[2]).unwrap_err();
+    // It had no limit once: a watchdog, not a figure.
+    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+    assert_eq!(error.op(), "shrink");
+    assert!(error.message().contains("ncclCommShrink"), "{error}");
+    assert_eq!(ranks[0].rank().unwrap_err().kind(), Kind::Invalid);
+}
+
+#[test]
+fn a_context_or_signal_past_the_last_is_refused_and_the_others_count_from_2_31_on() {
+    const TEST: &str =
+        "faults::a_context_or_signal_past_the_last_is_refused_and_the_others_count_from_2_31_on";
+    if elsewhere(TEST, &[("FAKE_NCCL_VERSION", "23203")]).is_some() {
+        return;
+    }
+    let comm = alone();
+    comm.signal(0, 3, 31).unwrap().wait().unwrap();
+    for (context, index) in [(4, 0), (0, 32)] {
+        let error = comm.signal(0, context, index).unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid);
+        assert!(error.message().ends_with("the communicator has 4 contexts of 32 signals"), "{error}");
+    }
+}
+
+#[test]
 fn a_refusal_says_what_nccl_said() {
     const TEST: &str = "faults::a_refusal_says_what_nccl_said";
     if elsewhere(TEST, &[("FAKE_NCCL_FAIL", "ncclAllReduce:1,ncclCommRegister:2")]).is_some() {
