@@ -109,12 +109,12 @@ def test_cancelling_the_task_cancels_the_transfer_and_leaves_the_memory_quiet(
         transfer = stalled.start()
         task = asyncio.ensure_future(_awaited(transfer))
         await asyncio.sleep(0.05)
-        assert not transfer.done()
+        assert not transfer.done() and not transfer.quiet()
         task.cancel()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert transfer.done()
+        assert transfer.done() and transfer.quiet()
         with pytest.raises(towline.Canceled):
             transfer.result()
         with pytest.raises(towline.Canceled):
