@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! nvcc -arch=sm_90 -ptx crates/towline-testkit/examples/gpu-copy/bare.cu -o bare.ptx
-//! cargo run --release -p towline-testkit --bin towline-testkit-gpu -- bare.ptx
+//! cargo run --release -p towline-testkit --bin towline-testkit-gpu -- bare.ptx [whole] [paged] [host] [sockets]
 //! ```
 //!
 //! Every figure is the median from the host's call to the end as the host sees it, lists included. The bare kernel's list of
@@ -36,10 +36,22 @@ fn main() {
     // A fake has little memory.
     let size = if gpu.device().memory().unwrap() > 8 << 30 { 512 * MIB } else { 16 * MIB };
     let bench = Bench::new(gpu, bare.as_deref(), size);
-    bench.whole();
-    bench.paged();
-    bench.host();
-    bench.sockets();
+    let parts: Vec<String> = std::env::args().skip(2).collect();
+    let wanted = |part: &str| parts.is_empty() || parts.iter().any(|one| one == part);
+    if wanted("whole") {
+        bench.whole();
+    }
+    for kind in ["device", "exportable"] {
+        if wanted("paged") {
+            bench.paged(kind);
+        }
+    }
+    if wanted("host") {
+        bench.host();
+    }
+    if wanted("sockets") {
+        bench.sockets();
+    }
 }
 
 struct Bench {
@@ -143,9 +155,9 @@ impl Bench {
     }
 
     /// Random blocks on both sides, beside a bare kernel.
-    fn paged(&self) {
+    fn paged(&self, kind: &str) {
         println!("\npaged, random blocks on both sides, GPU to GPU of another process; limit: a bare kernel");
-        let remote = self.remote("device", "cuda");
+        let remote = self.remote(kind, "cuda");
         let local = self.local("device");
         let (one, two) =
             (DeviceStorage::new(self.size, 0).unwrap(), DeviceStorage::new(self.size, 0).unwrap());

@@ -64,6 +64,7 @@ macro_rules! process_tests {
 process_tests![
     a_killed_owner_ends_paged_copies_and_the_context_stays_usable,
     a_killed_user_does_not_hold_the_owners_gpu_memory,
+    memory_in_many_parts_is_opened_side_by_side,
     a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_it_goes_on,
     regions_of_one_allocation_come_and_go_while_others_are_used,
     memory_is_taken_back_under_paged_copies_and_nothing_stale_is_read,

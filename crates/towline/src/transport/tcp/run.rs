@@ -165,8 +165,12 @@ impl Run {
     }
 
     fn spread(self: &Arc<Self>, connections: &[Arc<Connection>]) {
+        // Not always from the first on: transfers of a single request each would all go over that one.
+        static TURN: AtomicUsize = AtomicUsize::new(0);
+        let (before, after) =
+            connections.split_at(TURN.fetch_add(self.requests, Ordering::Relaxed) % connections.len().max(1));
         for _ in 0..WINDOW {
-            for connection in connections {
+            for connection in after.iter().chain(before) {
                 if !self.feed(connection) {
                     return;
                 }
