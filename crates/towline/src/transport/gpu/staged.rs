@@ -24,7 +24,7 @@ use crate::{Error, Kind, Result};
 const IN_FLIGHT: usize = 8;
 
 /// A transfer has about this many portions, so that the GPU is busy with some while others are on their way.
-const PORTIONS: usize = 16;
+const PORTIONS: usize = 8;
 
 /// And no shorter ones: each is a request of its own.
 const LEAST: usize = 512 << 10;
