@@ -4,7 +4,7 @@ FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1500
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test test-deep soak soak-report lint test-unit test-loom test-forced-tcp test-rdma python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
+.PHONY: help demo test test-deep soak soak-report lint test-unit test-loom test-forced-tcp test-rdma test-gpu python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-loom        only the memory-ordering tests, under loom"
 	@echo "make test-forced-tcp  the laws again, with every other path forbidden"
 	@echo "make test-rdma        the path nixl over RDMA: boots a guest whose kernel has an RDMA device in software"
+	@echo "make test-gpu         on a machine with a GPU: its tests, the sanitizer and the figures, written to docs/gpu-transfers.md"
 	@echo "make python           build the Python package into .venv, check its types and test it"
 	@echo "make torch            test the Python package with real tensors, in .venv-torch"
 	@echo "make docs             build the documentation site into $(CARGO_TARGET_DIR)/site"
@@ -43,10 +44,15 @@ soak:
 	$(CARGO) build --release -p towline-cli
 	$(towline) soak --quick --html $(CARGO_TARGET_DIR)/soak.html
 
-# With the package in .venv (make python), the lane of Python runs too.
+# With the tools in .venv (make python), the package is built as this commit has it, and the lanes of Python run too.
+# What defences and crowds cost is measured by the same program on the same machine and stands at the end.
 soak-report:
 	$(CARGO) build --release -p towline-cli
-	$(towline) soak --seconds $(SOAK_SECONDS) --html $(CARGO_TARGET_DIR)/soak.html --report
+	@if [ -x .venv/bin/maturin ]; then .venv/bin/maturin develop --release --manifest-path bindings/python/Cargo.toml; fi
+	$(towline) soak --seconds $(SOAK_SECONDS) --html $(CARGO_TARGET_DIR)/soak.html --report; status=$$?; \
+	{ printf '\n## What defences and crowds cost\n\nBy `towline bench --filter ROWS`, in turns with the same request without the defence:\n\n'; \
+	  for rows in defence register-each hub-1000-peers post; do $(towline) bench --filter $$rows | sed 's/^/    /'; echo; done; } \
+	  >>docs/reliability-report.md; exit $$status
 
 lint:
 	scripts/test.sh fmt clippy doc decisions deny typos aarch64
@@ -64,6 +70,10 @@ test-forced-tcp:
 # Needs QEMU, and a few hundred MB under target/; skipped with the reason where that cannot be had. TOWLINE_RDMA=full runs all laws.
 test-rdma:
 	scripts/test.sh rdma
+
+# Needs an NVIDIA driver; torch and CuPy for what is Python's (TOWLINE_GPU_PYTHON names their interpreter). Three minutes.
+test-gpu:
+	scripts/gpu-report.sh
 
 python:
 	TOWLINE_REQUIRE=python scripts/test.sh python

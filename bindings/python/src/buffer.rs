@@ -24,6 +24,8 @@ pub(crate) struct Asked {
     /// Memory with gaps is described by a layout, in the order of its elements. Otherwise it is refused, and the order does
     /// not matter.
     pub(crate) views: bool,
+    /// Whoever has memory of a GPU is asked to let the work end first that fills it.
+    pub(crate) ordered: bool,
 }
 
 impl Asked {
@@ -81,6 +83,8 @@ pub(crate) struct Memory<'py> {
     pub(crate) device: Option<(i32, i32)>,
     /// The type of its elements, where DLPack told.
     pub(crate) element: Option<dlpack::Type>,
+    /// The point of a GPU's work from which on the memory may be used, where DLPack told.
+    pub(crate) mark: Option<cuda::Mark>,
     /// Keeps the bytes where they are for as long as it lives.
     owner: Option<Bound<'py, PyAny>>,
 }
@@ -126,7 +130,7 @@ impl<'py> Memory<'py> {
             return Ok(memory);
         }
         if object.hasattr("__dlpack__")? {
-            let dlpack::Exported { addr, extent, read_only, device, element, owner } =
+            let dlpack::Exported { addr, extent, read_only, device, element, mark, owner } =
                 dlpack::import(object, asked)?;
             let Extent { len, layout } = extent;
             return Ok(Memory {
@@ -136,6 +140,7 @@ impl<'py> Memory<'py> {
                 read_only,
                 device,
                 element: Some(element),
+                mark,
                 owner: Some(owner),
             });
         }
@@ -149,7 +154,7 @@ impl<'py> Memory<'py> {
     /// Memory by its address; the owner keeps it, unless that is `None`.
     pub(crate) fn raw(addr: usize, len: usize, owner: Option<Bound<'py, PyAny>>) -> Memory<'py> {
         let owner = owner.filter(|owner| !owner.is_none());
-        Memory { addr, len, layout: None, read_only: false, device: None, element: None, owner }
+        Memory { addr, len, layout: None, read_only: false, device: None, element: None, mark: None, owner }
     }
 
     /// The storage for the core, and whether peers can map it.
@@ -208,7 +213,16 @@ fn of_buffer(view: Bound<'_, PyMemoryView>, asked: Asked) -> PyResult<Memory<'_>
     let (addr, read_only) = (buffer.buf_ptr().addr(), buffer.readonly());
     // The view holds the export: a bytearray cannot be resized meanwhile.
     drop(buffer);
-    Ok(Memory { addr, len, layout, read_only, device: None, element: None, owner: Some(view.into_any()) })
+    Ok(Memory {
+        addr,
+        len,
+        layout,
+        read_only,
+        device: None,
+        element: None,
+        mark: None,
+        owner: Some(view.into_any()),
+    })
 }
 
 fn of_array_interface<'py>(
@@ -248,7 +262,16 @@ fn of_array_interface<'py>(
             Extent::of(py, asked, item as u64, &shape, &strides)?
         }
     };
-    Ok(Memory { addr, len, layout, read_only, device: None, element: None, owner: Some(object.clone()) })
+    Ok(Memory {
+        addr,
+        len,
+        layout,
+        read_only,
+        device: None,
+        element: None,
+        mark: None,
+        owner: Some(object.clone()),
+    })
 }
 
 pub(crate) fn not_contiguous(py: Python<'_>, asked: Asked) -> PyErr {

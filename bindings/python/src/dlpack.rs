@@ -10,8 +10,10 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 use towline::SharedStorage;
+use towline::cuda::{Mark, StreamHandle};
 
 use crate::buffer::{Asked, CUDA, Extent, not_contiguous, unsupported_place};
+use crate::errors::OrRaise;
 
 const NAME: &CStr = c"dltensor";
 const USED_NAME: &CStr = c"used_dltensor";
@@ -72,6 +74,8 @@ pub(crate) struct Exported<'py> {
     /// Kind and number of the device, unless it is the host.
     pub(crate) device: Option<(i32, i32)>,
     pub(crate) element: Type,
+    /// The point of the GPU's work from which on it may be used.
+    pub(crate) mark: Option<Mark>,
     pub(crate) owner: Bound<'py, PyAny>,
 }
 
@@ -83,16 +87,7 @@ pub(crate) fn import<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<
     if let Some((kind, id)) = device.filter(|_| asked.host_only) {
         return Err(unsupported_place(py, asked, &format!("DLPack device {kind}:{id}")));
     }
-    let options = PyDict::new(py);
-    options.set_item("max_version", (1, 0))?;
-    if device.is_some_and(|(kind, _)| kind == CUDA) {
-        // Nothing is read now: who moves the bytes names the stream that they are in order with.
-        options.set_item("stream", -1)?;
-    }
-    let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
-        Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,
-        made => made?,
-    };
+    let (capsule, mark) = capsule(object, device, asked)?;
     let capsule = capsule.cast_into::<PyCapsule>()?;
     let (tensor, read_only) = if capsule.is_valid_checked(Some(VERSIONED_NAME)) {
         let managed = capsule.pointer_checked(Some(VERSIONED_NAME))?.cast::<ManagedVersioned>();
@@ -111,7 +106,46 @@ pub(crate) fn import<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<
     // SAFETY: `tensor` was read from a valid capsule that is still alive.
     let (addr, extent) = unsafe { extent(py, tensor, asked) }?;
     let element = tensor.dtype;
-    Ok(Exported { addr, extent, read_only, device, element, owner: capsule.into_any() })
+    Ok(Exported { addr, extent, read_only, device, element, mark, owner: capsule.into_any() })
+}
+
+/// The capsule, and the point of the GPU's work from which on its memory may be used.
+fn capsule<'py>(
+    object: &Bound<'py, PyAny>,
+    device: Option<(i32, i32)>,
+    asked: Asked,
+) -> PyResult<(Bound<'py, PyAny>, Option<Mark>)> {
+    let py = object.py();
+    let options = PyDict::new(py);
+    options.set_item("max_version", (1, 0))?;
+    let gpu = device.filter(|(kind, _)| *kind == CUDA).and_then(|(_, id)| u32::try_from(id).ok());
+    if gpu.is_some() {
+        // Nobody waits: where nothing is read now, who moves the bytes names the stream that they are in order with.
+        options.set_item("stream", -1)?;
+    }
+    let made = gpu.filter(|_| asked.ordered).and_then(|gpu| {
+        // The producer lets a stream of ours wait for its work. Without a driver there is none.
+        Mark::behind(gpu, |stream| {
+            options.set_item("stream", stream.0)?;
+            object.call_method("__dlpack__", (), Some(&options))
+        })
+        .ok()
+    });
+    let (made, mark) = match made {
+        Some((made, mark)) => (made, Some(mark)),
+        None => (object.call_method("__dlpack__", (), Some(&options)), None),
+    };
+    match made {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+            let made = object.call_method0("__dlpack__")?;
+            // It knows of no streams, and so has let the default stream wait.
+            let legacy = StreamHandle(1);
+            // SAFETY: the default stream always lives.
+            let mark = gpu.filter(|_| mark.is_some()).map(|gpu| unsafe { Mark::of(legacy, gpu) });
+            Ok((made, mark.transpose().or_raise(py)?))
+        }
+        made => Ok((made?, mark)),
+    }
 }
 
 /// Where a tensor begins, and which bytes from there on are its own.

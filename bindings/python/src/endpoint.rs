@@ -25,7 +25,8 @@ use crate::tls::Tls;
 use crate::transfer::Transfer;
 use crate::{owners, ticket};
 
-const ASKED: Asked = Asked { op: "register", argument: "obj", host_only: false, views: false };
+const ASKED: Asked =
+    Asked { op: "register", argument: "obj", host_only: false, views: false, ordered: false };
 
 /// This process on the fabric.
 #[pyclass(frozen, module = "towline._native")]

@@ -30,7 +30,7 @@ mod transfer;
 use pyo3::prelude::*;
 
 /// The private native half of `towline`.
-#[pymodule]
+#[pymodule(gil_used = true)]
 mod _native {
     use super::*;
 

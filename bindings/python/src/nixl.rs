@@ -20,7 +20,8 @@ use crate::owners;
 use crate::process::{self, Inherited};
 use crate::request::seconds;
 
-const ASKED: Asked = Asked { op: "register", argument: "data", host_only: true, views: false };
+const ASKED: Asked =
+    Asked { op: "register", argument: "data", host_only: true, views: false, ordered: false };
 
 /// Address, length and device.
 type Range = (u64, u64, u64);

@@ -54,6 +54,12 @@ impl Transfer {
         Ok(self.lock().is_done())
     }
 
+    /// Whether nothing of it can touch memory any more, on either side.
+    fn quiet(&self, py: Python<'_>) -> PyResult<bool> {
+        process::guard(py, "transfer")?;
+        Ok(self.lock().quiet())
+    }
+
     /// Whether it has ended; if not, the waiter is woken when it has.
     fn poll(&self, py: Python<'_>, waiter: &Waiter) -> PyResult<bool> {
         process::guard(py, "transfer")?;

@@ -1,9 +1,15 @@
-"""What a communicator on a GPU does. Run with the fakes by test_nccl_cuda.py, and with a real GPU by hand."""
+"""What a communicator on a GPU does. Run with the fakes by test_nccl_cuda.py, and with a real GPU by hand.
+
+The part ``processes`` is for a real GPU only: two ranks on one, which NCCL takes from 2.30 on. It says why where they cannot run.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
+from typing import Any
 
 import towline
 from towline import nccl
@@ -70,8 +76,14 @@ def alone() -> None:
             comm.wait_signal(nccl.WaitSignalDesc(peer=0)).wait()
             raises(nccl.NcclInvalid, lambda: comm.put_signal(send, 0, window, peer_window_offset=1 << 18), "lie within")
         if window is not None:
-            raises(towline.Unsupported, lambda: comm.put(send, 0, window), "NCCL has no put")
-            raises(towline.Unsupported, lambda: comm.get(recv, 0, window), "NCCL has no get")
+            try:
+                comm.put(send, 0, window, peer_window_offset=4096).wait()
+                comm.get(recv, 0, window).wait()
+            except towline.Unsupported as error:
+                assert "ncclGetPeerDevicePointer: it came with NCCL 2.30.0" in str(error), error
+            comm.flush(window, 0).wait()
+            comm.fence(window).wait()
+            raises(towline.Unsupported, lambda: comm.fetch_add(0, window, 0, 1), "NCCL has no fetch_add")
             window.close()
             assert window.handle == 0
         with nccl.group():
@@ -131,6 +143,114 @@ def ranks() -> None:
     assert not failed, failed
 
 
+def processes() -> None:
+    """Two ranks on one GPU, each a process: its default stream is its own."""
+    unique_id = nccl.get_unique_id(device="cuda")
+    children = [
+        subprocess.Popen(
+            [sys.executable, __file__, "rank", str(number), bytes(unique_id).hex()],
+            env={**os.environ, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"},
+        )
+        for number in range(2)
+    ]
+    try:
+        assert [child.wait(60) for child in children] == [0, 0]
+    finally:
+        for child in children:
+            child.kill()
+
+
+def tensor(memory: object) -> Any:
+    """Memory of a GPU as floats that can be filled and looked at; ``None`` without torch and CuPy."""
+    try:
+        import torch
+
+        return torch.as_tensor(memory, device="cuda").view(torch.float32)
+    except ImportError:
+        pass
+    try:
+        import cupy
+
+        return cupy.asarray(memory).view(cupy.float32)
+    except ImportError:
+        return None
+
+
+def rank() -> None:
+    number, unique_id = int(sys.argv[2]), nccl.UniqueId.from_bytes(bytes.fromhex(sys.argv[3]))
+    other = 1 - number
+    config = nccl.NCCLConfig(device="cuda:0", timeout=20)
+    try:
+        comm = nccl.Communicator.init(2, number, unique_id, config)
+    except (nccl.NCCLError, nccl.NcclInvalid) as error:
+        if "same GPU" in str(error) or "Duplicate GPU" in str(error):
+            print(f"not run: {error}")
+            return
+        raise
+    memory = nccl.mem_alloc(1 << 20, "cuda:0")
+    numbers = tensor(memory)
+    if numbers is None:
+        print("not run: neither torch nor CuPy is here to look at the numbers")
+        return
+    half = numbers.shape[0] // 2
+    send, recv = numbers[:half], numbers[half:]
+    send[:] = number + 1.0
+    comm.allreduce(send, recv, nccl.SUM).wait()
+    assert float(recv.min()) == float(recv.max()) == 3.0
+    comm.allreduce(send, recv, nccl.AVG).wait()
+    assert float(recv[7]) == 1.5
+    comm.broadcast(send, recv, root=1).wait()
+    assert float(recv[0]) == 2.0
+    with nccl.group():
+        comm.send(send, other)
+        comm.recv(recv, other)
+    comm.synchronize()
+    assert float(recv[half - 1]) == other + 1.0
+    with comm.register_buffer(memory) as registered:
+        print(f"rank {number}: registered {registered.size} bytes, handle {registered.handle:#x}")
+        comm.allreduce(send, recv, nccl.MAX).wait()
+        assert float(recv[0]) == 2.0
+    window = comm.register_window(memory, nccl.WindowFlag.COLL_SYMMETRIC)
+    print(f"rank {number}: window {window}, host_rma_support {comm.host_rma_support}")
+    if window is not None and comm.host_rma_support:
+        recv[:] = 0
+        comm.barrier().wait()
+        for index in range(2):
+            comm.put_signal(send, other, window, peer_window_offset=half, signal_index=index).wait()
+            comm.wait_signal(nccl.WaitSignalDesc(peer=other, signal_index=index)).wait()
+        assert float(recv.min()) == float(recv.max()) == other + 1.0
+        comm.signal(other, signal_index=31, context=3).wait()
+        comm.wait_signal(nccl.WaitSignalDesc(peer=other, signal_index=31, context=3)).wait()
+        raises(nccl.NcclInvalid, lambda: comm.signal(other, signal_index=32), "32 signals")
+        comm.fence(window).wait()
+        recv[:] = number + 5.0
+        comm.fence(window).wait()
+        comm.get(send, other, window, peer_window_offset=half).wait()
+        assert float(send.min()) == float(send.max()) == other + 5.0
+        comm.fence(window).wait()
+        apart = tensor(nccl.mem_alloc(4096, "cuda:0"))
+        apart[:] = number + 9.0
+        comm.put(apart, other, window, peer_window_offset=half)
+        comm.flush(window, other).wait()
+        comm.fence(window).wait()
+        assert float(recv[0]) == float(recv[apart.shape[0] - 1]) == other + 9.0
+        assert float(recv[apart.shape[0]]) == number + 5.0
+        print(f"rank {number}: put, get, flush and fence are right")
+    if window is not None:
+        window.close()
+    own = comm.split(number)
+    assert (own.rank, own.nranks) == (0, 1)
+    own.destroy()
+    if number == 0:
+        rest = comm.shrink([1])
+        assert rest.nranks == 1
+        rest.destroy()
+    comm.finalize()
+    comm.destroy()
+    print(f"rank {number}: right")
+
+
 if __name__ == "__main__":
-    {"alone": alone, "wrong": wrong, "ranks": ranks}[sys.argv[1]]()
+    parts = {"alone": alone, "wrong": wrong, "ranks": ranks, "processes": processes, "rank": rank}
+    parts[sys.argv[1]]()
     print("done")

@@ -23,6 +23,9 @@ def test_an_id_travels_as_bytes_text_and_pickle() -> None:
     assert nccl.UniqueId.from_bytes(bytes(unique_id)) == unique_id
     assert nccl.UniqueId(str(unique_id)) == unique_id
     assert pickle.loads(pickle.dumps(unique_id)) == unique_id
+    for number in (nccl.UniqueId, nccl.UniqueId.from_bytes):
+        with pytest.raises(TypeError, match="int"):
+            number(128)  # type: ignore[arg-type]
     assert hash(unique_id) == hash(nccl.UniqueId(bytes(unique_id)))
     assert unique_id.as_ndarray.tobytes() == bytes(unique_id)
     assert unique_id != nccl.get_unique_id() and unique_id != bytes(unique_id)

@@ -172,6 +172,9 @@ def test_descriptors_have_the_form_of_the_wheel() -> None:
     for damaged in (b"", b"no", some.to_bytes()[:-1], b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93."):
         with pytest.raises(towline.Protocol):
             Descriptors.from_bytes(damaged)
+    assert Descriptors.from_bytes(bytearray(some.to_bytes())) == some
+    with pytest.raises(TypeError, match="int"):
+        Descriptors.from_bytes(4096)  # type: ignore[arg-type]
     for wrong in (((-1, 1, 0),), ((1 << 64, 1, 0),)):
         with pytest.raises(towline.Invalid):
             Descriptors(wrong)

@@ -6,6 +6,9 @@ pub(crate) mod comm;
 mod contacts;
 mod cores;
 mod costs;
+mod crowds;
+pub(crate) mod defences;
+mod gpu;
 mod growth;
 mod limit;
 mod measure;
@@ -40,6 +43,11 @@ speed meets both; medians are shown. The limit of a row is what the machine does
   unix, tcp       a bare socket copy of as many bytes, with as many streams
   notify          a round trip over two eventfds between two sleeping processes: on two cores, and on one
   growth          the same transfer with one registration
+  gpu…            where there is a GPU, between two processes: cuMemcpyAsync and a wait; for blocks a kernel that copies by a
+                  list of pointers, the list uploaded; to and from the host the driver's copy of pinned memory; gpu-tcp
+                  host memory by the same path. Medians of single transfers. Where NIXL is installed for the interpreter, a second row has it beside ours,
+                  with UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on and UCX_RNDV_THRESH=0. --gpu measures these rows alone.
+  defence         the same request without the defence: quotas (limits out of reach), CRC32C, TLS, isolation=enforced
 The ratio says how near ours is to the limit, 1.0 being equal: ours/limit for rates, limit/ours for times. Rows
 without a limit show the target instead, and the ratio is target/ours: 1.0 or more meets it.
 Blocks are taken in random order on both sides. Every shape is verified before it is measured.
@@ -72,6 +80,8 @@ Times of a call are those of the slowest rank. Peers take their turns between ou
                     fastest of several settings, chosen for each size, and torch.distributed with gloo
   window-1g         registering a window of 1 GiB
   windows-1000      what 1,000 windows, opened and closed after as many others, leave behind
+  nccl-call-SIZE    where there are a GPU and NCCL, one rank: p50 of an all-reduce until it is in the stream, less p50 of the bare
+                    ncclAllReduce; nccl-register-64m, nccl-window-64m: registering and giving up, beside the bare calls
 --list shows the rows, --filter takes a part of a label (4-ranks/all-reduce-1m).
 
 With --json: {\"rows\": [{\"name\", \"path\", \"op\", \"bytes\", \"blocks\", \"block_size\", \"threads\", \"streams\", \"unit\",
@@ -117,6 +127,9 @@ pub(crate) struct Options {
     /// Measure another engine beside ours, in one run: the same shapes by its own interface and through ours
     #[arg(long, value_name = "ENGINE", conflicts_with_all = ["subject", "blocks", "block_size", "op", "path", "python"])]
     against: Option<against::Against>,
+    /// Only the rows of GPUs
+    #[arg(long, conflicts_with_all = ["subject", "blocks", "block_size", "op", "path", "python", "against"])]
+    gpu: bool,
     /// List the rows instead of measuring them
     #[arg(long)]
     list: bool,
@@ -150,20 +163,21 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     if options.subject == Some(Subject::Comm) {
         return comm::run(options, output);
     }
-    let cases: Vec<_> =
-        shapes::cases(options).into_iter().filter(|case| options.wants(&case.label())).collect();
+    let mut cases = shapes::cases(options);
+    cases.retain(|case| !options.gpu && options.wants(&case.label()));
     let narrowed = options.blocks.is_some()
         || options.block_size.is_some()
         || options.op.is_some()
         || options.path.is_some();
-    let costs: Vec<_> = costs::all().filter(|cost| !narrowed && options.wants(cost.name)).collect();
-    if cases.is_empty() && costs.is_empty() {
+    let costs: Vec<_> =
+        costs::all().filter(|cost| !options.gpu && !narrowed && options.wants(cost.name)).collect();
+    let on_gpus = if narrowed { Vec::new() } else { gpu::labels(options) };
+    if cases.is_empty() && costs.is_empty() && on_gpus.is_empty() {
         return Err(Failure::usage("no row has such a label; towline bench --list shows them all"));
     }
     if options.list {
-        for label in
-            cases.iter().map(shapes::Case::label).chain(costs.iter().map(|cost| cost.name.to_owned()))
-        {
+        let labels = cases.iter().map(shapes::Case::label);
+        for label in labels.chain(costs.iter().map(|cost| cost.name.to_owned())).chain(on_gpus) {
             output.text(label);
         }
         return Ok(Exit::Fine);
@@ -174,7 +188,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         rows: Vec::new(),
         skipped: Vec::new(),
         failures: Vec::new(),
-        progress: progress(output, cases.len() + costs.len()),
+        progress: progress(output, cases.len() + costs.len() + on_gpus.len()),
     };
     for path in Path::ALL.into_iter().chain([Path::Nixl]) {
         let mine: Vec<_> = cases.iter().filter(|case| case.path == path).collect();
@@ -187,6 +201,9 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         if let Err(failure) = (cost.measure)(&mut session) {
             session.fail(cost.name.to_owned(), None, &failure);
         }
+    }
+    if !on_gpus.is_empty() {
+        gpu::run(&mut session, options);
     }
     session.progress.finish_and_clear();
     let report =

@@ -424,6 +424,31 @@ fn groups_of_ranks_are_measured_without_any_peer() {
 }
 
 #[test]
+fn rows_of_nccl_are_listed_and_one_line_says_why_they_are_not_measured() {
+    let list = stdout(&towline(&["bench", "comm", "--list", "--filter", "nccl"]));
+    assert_eq!(
+        list.lines().collect::<Vec<_>>(),
+        [
+            "1-ranks/nccl-call-4k",
+            "1-ranks/nccl-call-1m",
+            "1-ranks/nccl-register-64m",
+            "1-ranks/nccl-window-64m"
+        ]
+    );
+    let output = Command::new(env!("CARGO_BIN_EXE_towline"))
+        .args(["bench", "comm", "--filter", "nccl", "--json"])
+        .env("TOWLINE_NCCL", "off")
+        .output()
+        .unwrap();
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let report = json(&output);
+    assert!(report["rows"].as_array().unwrap().is_empty(), "{report}");
+    let skipped = report["skipped"].as_array().unwrap();
+    assert!(skipped.len() == 1 && skipped[0]["name"] == "nccl", "{report}");
+    assert!(skipped[0]["reason"].as_str().unwrap().contains("could not be loaded"), "{report}");
+}
+
+#[test]
 fn only_the_whole_bench_has_the_weights() {
     let weights = |arguments: &[&str]| {
         let list = stdout(&towline(arguments));

@@ -178,6 +178,12 @@ impl Cuda {
         self.submit(self.open("wait_signal")?.wait_job(&rows))
     }
 
+    /// Waits until this rank's streams have got past what was put into them: its puts have landed then.
+    pub(crate) fn flush(&self, op: &'static str) -> Result<()> {
+        group::refuse(op)?;
+        self.open(op)?.synchronize().map_err(|error| Error::from(error).during(op))
+    }
+
     /// NCCL has none: a sum of nothing that matters, waited for.
     pub(crate) fn barrier(&self) -> Result<()> {
         const OP: &str = "barrier";
@@ -217,7 +223,8 @@ pub(crate) fn lacks(op: &'static str) -> Error {
 }
 
 fn options(config: &Config) -> CommOptions {
-    CommOptions { blocking: config.blocking, timeout: config.timeout }
+    let Config { blocking, timeout, contexts, signals, .. } = *config;
+    CommOptions { blocking, timeout, contexts, signals }
 }
 
 fn on_gpu(op: &'static str, gpu: u32, buffer: &Buffer) -> Result<()> {

@@ -16,7 +16,7 @@ mod tests;
 mod waiting;
 
 use std::fmt;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -126,6 +126,9 @@ pub(crate) struct Team {
     serial: Mutex<()>,
     failed: AtomicBool,
     failure: OnceLock<Error>,
+    /// Whether all ranks share memory with all others, as all of them know: what rides along with an announcement is then
+    /// read where its rank has it.
+    all_near: AtomicBool,
 }
 
 impl Team {
@@ -160,9 +163,14 @@ impl Team {
             serial: Mutex::default(),
             failed: AtomicBool::new(false),
             failure: OnceLock::new(),
+            all_near: AtomicBool::new(false),
         });
         let (contexts, signals) = (u64::from(team.options.contexts), u64::from(team.options.signals));
-        team.enter(Call { name: OP, digest: contexts << 32 | signals, words: [0; 4], payload: &[] })?;
+        let near = u64::from((0..nranks).all(|peer| team.is_near(peer)));
+        let words = [near, 0, 0, 0];
+        let met = team.enter(Call { name: OP, digest: contexts << 32 | signals, words, payload: &[] })?;
+        let all_near = (0..nranks).all(|peer| met.words(peer)[0] == 1);
+        team.all_near.store(all_near, Ordering::Relaxed);
         Ok(team)
     }
 

@@ -51,6 +51,8 @@ pub(crate) struct State {
     next_window: u64,
     pub(crate) ops: HashMap<c_int, How>,
     pub(crate) round: u64,
+    /// The group that is being made of this one, and the rank in it.
+    adopting: Option<(Arc<Team>, usize)>,
     pub(crate) awaited: HashMap<(usize, i32, i32), u64>,
 }
 
@@ -97,11 +99,19 @@ impl Comm {
         (handle, comm)
     }
 
+    /// Ends what this rank waits for, also in a group that is being made.
+    fn stop(&self) {
+        self.team.stop(self.rank);
+        if let Some((team, rank)) = self.lock().adopting.take() {
+            team.stop(rank);
+        }
+    }
+
     /// Ends a call: at once, or later on a communicator that does not block.
     fn end(&self, call: &'static str, out: Option<(Out, usize)>) -> Done {
         let stuck = settings().is_stuck(call);
         if self.blocking {
-            if stuck && self.team.wait(|_| None::<()>).is_none() {
+            if stuck && self.team.wait(self.rank, |_| None::<()>).is_none() {
                 return Err(REMOTE);
             }
             if let Some((place, handle)) = out {
@@ -227,7 +237,7 @@ unsafe extern "C" fn ncclCommInitRankConfig(
         team.change(|_| {});
         let (handle, comm) = Comm::add(Arc::clone(&team), rank, blocking);
         Out(out).write(handle);
-        if blocking && team.wait(|state| (state.joined.len() == size).then_some(())).is_none() {
+        if blocking && team.wait(rank, |state| (state.joined.len() == size).then_some(())).is_none() {
             return Err(REMOTE);
         }
         comm.end(CALL, None)
@@ -272,7 +282,7 @@ extern "C" fn ncclCommDestroy(comm: *mut c_void) -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn ncclCommAbort(comm: *mut c_void) -> c_int {
     code(begin("ncclCommAbort").and_then(|()| {
-        Comm::of(comm)?.team.change(|state| state.stopped = true);
+        Comm::of(comm)?.stop();
         remove(comm)
     }))
 }
@@ -284,7 +294,7 @@ extern "C" fn ncclCommRevoke(comm: *mut c_void, flags: c_int) -> c_int {
         if flags != 0 || std::mem::replace(&mut comm.lock().revoked, true) {
             return Err(INVALID_ARGUMENT);
         }
-        comm.team.change(|state| state.stopped = true);
+        comm.stop();
         comm.lock().busy = None;
         Ok(())
     }))
@@ -320,18 +330,21 @@ unsafe extern "C" fn ncclCommSplit(
         // SAFETY: as for init.
         let blocking = unsafe { (*config)[4] } != 0;
         let team = parent.team.child(round, color.into(), members.len());
-        parent.end(CALL, Some((Out(out), adopt(team, rank, blocking)?)))
+        parent.end(CALL, Some((Out(out), adopt(&parent, team, rank, blocking)?)))
     };
     finish(split())
 }
 
 /// A rank of a group that was made of another; where it blocks, the others have come too.
-fn adopt(team: Arc<Team>, rank: usize, blocking: bool) -> Done<usize> {
+fn adopt(parent: &Comm, team: Arc<Team>, rank: usize, blocking: bool) -> Done<usize> {
+    parent.lock().adopting = Some((Arc::clone(&team), rank));
     team.change(|state| {
         state.joined.insert(rank);
     });
     let size = team.size;
-    if blocking && team.wait(|state| (state.joined.len() == size).then_some(())).is_none() {
+    let come = !blocking || team.wait(rank, |state| (state.joined.len() == size).then_some(())).is_some();
+    parent.lock().adopting = None;
+    if !come {
         return Err(REMOTE);
     }
     Ok(Comm::add(team, rank, blocking).0)
@@ -365,7 +378,7 @@ unsafe extern "C" fn ncclCommShrink(
         // SAFETY: as for init.
         let blocking = unsafe { (*config)[4] } != 0;
         let team = parent.team.child(u64::MAX, i64::from(exclude[0]), survivors.len());
-        parent.end(CALL, Some((Out(out), adopt(team, rank, blocking)?)))
+        parent.end(CALL, Some((Out(out), adopt(&parent, team, rank, blocking)?)))
     };
     finish(shrink())
 }
@@ -466,6 +479,31 @@ extern "C" fn ncclCommWindowDeregister(comm: *mut c_void, handle: *mut c_void) -
             return Ok(());
         }
         comm.lock().windows.remove(&handle.addr()).map(drop).ok_or(INVALID_USAGE)
+    }))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ncclGetPeerDevicePointer(
+    window: *mut c_void,
+    offset: usize,
+    peer: c_int,
+    out: *mut *mut c_void,
+) -> c_int {
+    code(begin("ncclGetPeerDevicePointer").and_then(|()| {
+        let find = |comm: &Arc<Comm>| {
+            let (_, _, _, number) = comm.lock().windows.get(&window.addr()).copied()?;
+            Some((Arc::clone(comm), number))
+        };
+        let (comm, number) = comms().values().find_map(find).ok_or(INVALID_ARGUMENT)?;
+        let memory = comm.team.lock().windows.get(&number).and_then(|all| all.get(&(peer as usize)).copied());
+        let (start, len) = memory.ok_or(INVALID_ARGUMENT)?;
+        if offset >= len {
+            return Err(INVALID_ARGUMENT);
+        }
+        // As where the other rank is on another host.
+        let mapped = settings().mapped;
+        Out(out).write(if mapped { start as usize + offset } else { 0 });
+        Ok(())
     }))
 }
 

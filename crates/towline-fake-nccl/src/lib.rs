@@ -16,7 +16,7 @@
 //! | --- | --- |
 //! | `FAKE_NCCL_FAIL` | `ncclCommRegister:3,ncclAllReduce:1@3`: these calls give these codes, always or the third time only |
 //! | `FAKE_NCCL_VERSION` | the version (22907) |
-//! | `FAKE_NCCL_NO` | `windows`: registering one gives no handle |
+//! | `FAKE_NCCL_NO` | `windows`: registering one gives no handle; `mapping`: other ranks' windows are not mapped |
 //! | `FAKE_NCCL_DELAY_MS` | how long what a non-blocking communicator does is in progress (5) |
 //! | `FAKE_NCCL_STUCK` | these calls never end by themselves: a blocking communicator waits in them, another stays in progress |
 //! | `FAKE_NCCL_LOG` | a file to which the name of every call is added |

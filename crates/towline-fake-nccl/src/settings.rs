@@ -18,6 +18,7 @@ pub(crate) const IN_PROGRESS: c_int = 7;
 pub(crate) struct Settings {
     pub(crate) version: c_int,
     pub(crate) windows: bool,
+    pub(crate) mapped: bool,
     pub(crate) delay: Duration,
     stuck: Vec<String>,
     faults: Vec<(String, c_int, Option<u64>)>,
@@ -38,6 +39,7 @@ pub(crate) fn settings() -> &'static Settings {
         Settings {
             version: number("FAKE_NCCL_VERSION", 22907) as c_int,
             windows: !list("FAKE_NCCL_NO").iter().any(|word| word == "windows"),
+            mapped: !list("FAKE_NCCL_NO").iter().any(|word| word == "mapping"),
             delay: Duration::from_millis(number("FAKE_NCCL_DELAY_MS", 5)),
             stuck: list("FAKE_NCCL_STUCK"),
             faults: faults.collect(),

@@ -28,7 +28,8 @@ pub(crate) struct State {
     children: HashMap<(u64, i64), Arc<Team>>,
     /// Address and length of each rank's memory, by the number of the window.
     pub(crate) windows: HashMap<u64, HashMap<usize, (u64, usize)>>,
-    pub(crate) stopped: bool,
+    /// The ranks that wait for nobody any more.
+    stopped: HashSet<usize>,
 }
 
 impl Team {
@@ -57,8 +58,15 @@ impl Team {
         self.changed.notify_all();
     }
 
-    /// Waits for something; `None` where the group was stopped, or it did not come.
-    pub(crate) fn wait<T>(&self, mut look: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
+    /// Ends the waits of a rank; the others go on waiting.
+    pub(crate) fn stop(&self, rank: usize) {
+        self.change(|state| {
+            state.stopped.insert(rank);
+        });
+    }
+
+    /// Waits for something; `None` where the rank was stopped, or it did not come.
+    pub(crate) fn wait<T>(&self, rank: usize, mut look: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
         let until = Instant::now() + LIMIT;
         let mut state = self.lock();
         loop {
@@ -66,7 +74,7 @@ impl Team {
                 return Some(found);
             }
             let left = until.saturating_duration_since(Instant::now());
-            if state.stopped || left.is_zero() {
+            if state.stopped.contains(&rank) || left.is_zero() {
                 return None;
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -79,7 +87,7 @@ impl Team {
         self.change(|state| {
             state.rounds.entry(round).or_insert_with(|| (vec![None; size], 0)).0[rank] = Some(bytes);
         });
-        self.wait(|state| {
+        self.wait(rank, |state| {
             let (given, taken) = state.rounds.get_mut(&round)?;
             let all: Option<Vec<Vec<u8>>> = given.iter().cloned().collect();
             let all = all?;

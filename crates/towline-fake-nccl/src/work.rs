@@ -106,7 +106,7 @@ fn collective(
     if settings().is_stuck(name) {
         let team = Arc::clone(&comm.team);
         return driver()?.call(stream.addr(), move || {
-            team.wait(|_| None::<()>);
+            team.wait(rank, |_| None::<()>);
         });
     }
     round_trip(stream, (send, sent * block), (recv, received * block), move |mut mine| {
@@ -233,7 +233,7 @@ extern "C" fn ncclRecv(
         let len = element::size(datatype).ok_or(INVALID_ARGUMENT)? * count;
         round_trip(stream, (std::ptr::null(), 0), (recv, len), move |_| {
             let way = (peer as usize, comm.rank);
-            comm.team.wait(|state| state.mail.get_mut(&way)?.pop_front())
+            comm.team.wait(comm.rank, |state| state.mail.get_mut(&way)?.pop_front())
         })
     }))
 }
@@ -320,7 +320,7 @@ unsafe extern "C" fn ncclWaitSignal(
             levels.push(((peer as usize, comm.rank, context, index), *level));
         }
         driver()?.call(stream.addr(), move || {
-            comm.team.wait(|state| {
+            comm.team.wait(comm.rank, |state| {
                 let come =
                     |(counter, level): &(_, u64)| state.signals.get(counter).is_some_and(|now| now >= level);
                 levels.iter().all(come).then_some(())

@@ -55,6 +55,12 @@ const OLDEST: u32 = 21800;
 /// The first version in which the one-sided calls have the signatures that are used here.
 const SIGNALS: u32 = 22902;
 
+/// The first version that is asked where another rank's memory of a window is mapped.
+const MAPPED: u32 = 23000;
+
+/// The first version with more than one context and signal.
+const SEVERAL_SIGNALS: u32 = 23100;
+
 /// What this process uses, once that is known.
 static FOUND: OnceLock<Result<Nccl>> = OnceLock::new();
 
@@ -190,7 +196,7 @@ impl Nccl {
     }
 
     /// What depends on the version, and whether this one has it.
-    pub fn supports(&self) -> [(&'static str, bool); 6] {
+    pub fn supports(&self) -> [(&'static str, bool); 7] {
         let api = self.api();
         let since = |has: bool, version: u32| has && self.version() >= version;
         [
@@ -200,6 +206,7 @@ impl Nccl {
             ("all-to-all, gather, scatter", since(api.all_to_all.is_some(), 22800)),
             ("revoke", since(api.revoke.is_some(), 22809)),
             ("put with signal", since(api.put_signal.is_some(), SIGNALS)),
+            ("put and get", since(api.peer_address.is_some(), MAPPED)),
         ]
     }
 

@@ -105,6 +105,8 @@ pub struct Happened {
     pub corruptions: AtomicU64,
     /// Directions in which bytes vanish.
     pub black_holes: AtomicU64,
+    /// How often a side of a connection spoke that had not spoken last: two of them are a round trip.
+    pub turns: AtomicU64,
 }
 
 struct Shared {
@@ -187,6 +189,7 @@ impl Shared {
                 let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
                 open.extend([near.try_clone(), far.try_clone()].into_iter().flatten());
             }
+            let speaker = Arc::new(AtomicU64::new(u64::MAX));
             for direction in 0..2u64 {
                 let (from, to) = match direction {
                     0 => (near.try_clone(), far.try_clone()),
@@ -195,8 +198,15 @@ impl Shared {
                 let (Ok(from), Ok(to)) = (from, to) else { return };
                 let seed = mix(self.seed) ^ mix(2 * number + direction + 1);
                 let shared = Arc::clone(self);
-                let mut pump =
-                    Pump { from, to, random: Random::from_seed(seed), frames: Frames::default(), rate: None };
+                let mut pump = Pump {
+                    from,
+                    to,
+                    direction,
+                    speaker: Arc::clone(&speaker),
+                    random: Random::from_seed(seed),
+                    frames: Frames::default(),
+                    rate: None,
+                };
                 let _ = thread::Builder::new().name("proxy".into()).spawn(move || pump.run(&shared));
             }
         }
@@ -250,6 +260,9 @@ impl Frames {
 struct Pump {
     from: TcpStream,
     to: TcpStream,
+    direction: u64,
+    /// The direction of this connection in which bytes passed last.
+    speaker: Arc<AtomicU64>,
     random: Random,
     frames: Frames,
     rate: Option<u64>,
@@ -343,6 +356,9 @@ impl Pump {
             }
         }
         shared.happened.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        if self.speaker.swap(self.direction, Ordering::Relaxed) != self.direction {
+            shared.happened.turns.fetch_add(1, Ordering::Relaxed);
+        }
         if let Some(rate) = self.rate {
             thread::sleep(Duration::from_secs_f64(bytes.len() as f64 / rate.max(1) as f64));
         }

@@ -4,6 +4,8 @@
 //! in which they were given. Nothing here goes through the library's data path.
 #![allow(unsafe_code, reason = "copies by address, and process_vm_readv has no safe form")]
 
+pub mod nccl;
+
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

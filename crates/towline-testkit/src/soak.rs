@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-pub use self::staff::{Staff, use_python};
+pub use self::staff::{PYTHON, Staff, start_python, use_python};
 use crate::random::{Random, mix};
 use crate::watchdog;
 
@@ -422,6 +422,7 @@ impl Campaign {
                 }
             }
             result.rounds += 1;
+            scene::account_for_imports(&mut round.tally);
             result.tally.add(round.tally);
             number += 1;
             watcher.round(self.name, lane, number - plan.first, count);

@@ -28,6 +28,7 @@ pub use self::pinning::play;
 use crate::bench::{as_forced, register_views};
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
+use crate::random::Random;
 
 type Answer = Result<(String, Vec<u8>), Failure>;
 
@@ -287,6 +288,7 @@ impl Worker {
             "offer" => self.offer(&mut words),
             "claim" => self.claim(line, &mut words),
             "ended" => self.ended(&mut words),
+            "full" => self.full(&mut words),
             "loop" => self.repeat(&mut words),
             "chase" => self.chase(&mut words),
             "crowd" => alone::crowd(words.take()?),
@@ -372,11 +374,20 @@ impl Worker {
         said(format!("{} {ticket}", self.next))
     }
 
-    /// Reads or writes over and over until the next order; answers at once, and again at the end.
+    /// `loop read|write REMOTE REGION LEN [BLOCK]`: reads or writes over and over until the next order, in shuffled blocks where
+    /// their length is given; answers at once, and again at the end.
     fn repeat(&mut self, words: &mut Words<'_>) -> Answer {
         let (op, remote, local) = (words.text()?, self.remote(words)?, self.region(words)?);
         let len: u64 = words.take()?;
         let endpoint = self.endpoint()?;
+        let pages = match words.take::<u64>() {
+            Ok(block) => {
+                let mut indices: Vec<u32> = (0..(len / block) as u32).collect();
+                Random::new(len).shuffle(&mut indices);
+                Some((Layout::contiguous(len, block)?, indices))
+            }
+            Err(_) => None,
+        };
         let _ = Line::outcome(said("started")).write(&mut std::io::stdout());
         let (mut done, mut failed, mut last) = (0u64, 0u64, "none");
         while self.orders.try_recv().is_err() {
@@ -384,7 +395,11 @@ impl Worker {
                 "read" => endpoint.read(remote, local),
                 _ => endpoint.write(remote, local),
             };
-            match request.at(0, 0, len).start().and_then(|transfer| transfer.wait()) {
+            let request = match &pages {
+                Some((pages, indices)) => request.blocks(pages, indices, pages, indices),
+                None => request.at(0, 0, len),
+            };
+            match request.start().and_then(|transfer| transfer.wait()) {
                 Ok(()) => done += 1,
                 Err(error) => {
                     failed += 1;

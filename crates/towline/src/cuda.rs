@@ -24,6 +24,7 @@ mod gpu;
 mod host;
 mod lane;
 mod list;
+mod mark;
 
 pub use availability::{Availability, DeviceFacts, availability, load_driver};
 pub use blocks::Blocks;
@@ -33,6 +34,8 @@ pub use gpu::Gpu;
 pub use host::HostRegistration;
 #[doc(hidden)]
 pub use lane::Tuning;
+pub use mark::Mark;
 pub use towline_sys::cuda::{Entered, IpcHandle, MemoryType, PointerFacts, SETTING, StreamHandle};
 
 pub(crate) use error::failed;
+pub(crate) use mark::pause;

@@ -2,7 +2,7 @@
 
 pub(crate) mod claim;
 mod core;
-mod import;
+pub(crate) mod import;
 mod interfaces;
 mod metrics;
 pub(crate) mod operations;

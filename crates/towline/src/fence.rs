@@ -8,6 +8,7 @@
 //! The order of every store, load and fence is decided in one file, `protocol`, which loom explores. The
 //! reasons, the limits and what the fence cannot promise: `docs/decisions/0002-the-fence.md`.
 
+pub(crate) mod applying;
 pub(crate) mod life;
 pub(crate) mod pins;
 pub(crate) mod protocol;

@@ -21,6 +21,7 @@ mod comm;
 mod error;
 mod handles;
 mod job;
+mod life;
 mod memory;
 mod pending;
 mod watch;

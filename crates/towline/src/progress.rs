@@ -5,6 +5,7 @@
 //! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
 //! a process in which nothing happens makes no system call.
 
+pub(crate) mod at_once;
 mod bell;
 mod pool;
 mod reactor;

@@ -221,19 +221,22 @@ impl Transfer {
         }
     }
 
-    /// Whether nothing of this transfer can touch the local memory any more.
+    /// Whether nothing of this transfer can touch the local memory any more, nor change the owner's.
     ///
-    /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done). NIXL cannot
-    /// stop what it has begun: there a transfer that was cancelled, ran out of time or lost its peer may end before it is
-    /// quiet. Its memory on both sides then stays registered, and is parked where it is dropped, until NIXL has let go.
+    /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done), but for two cases. NIXL
+    /// cannot stop what it has begun: there a transfer that was cancelled, ran out of time or lost its peer may end before it is
+    /// quiet. Its memory on both sides then stays registered, and is parked where it is dropped, until NIXL has let go. And over a
+    /// Unix stream an owner may be stopped while it reduces, performs an atomic, writes a file, or, where the machine lacks what makes
+    /// the look and the copy of a write one step, copies a portion of one. It finishes that when it goes on: the transfer ends
+    /// at its limit, and is quiet when the owner has finished or exited. The local memory is free at the end.
     pub fn quiet(&self) -> bool {
         match &self.0 {
             Repr::Done(_) => true,
-            Repr::Live(core) => core.end().is_some() && core.noise.load(Ordering::Acquire) == 0,
+            Repr::Live(core) => core.end().is_some() && core.is_silent(),
         }
     }
 
-    /// Waits for at most that long until nothing can touch the local memory any more.
+    /// Waits for at most that long until it is [quiet](Self::quiet).
     pub fn wait_quiet(&self, time: Duration) -> bool {
         let until = progress::later(Instant::now(), time);
         match &self.0 {
@@ -306,7 +309,7 @@ pub(crate) struct Noise(Weak<TransferCore>);
 impl Noise {
     /// Whether the engine has let go.
     pub(crate) fn is_over(&self) -> bool {
-        self.0.upgrade().is_none_or(|core| core.noise.load(Ordering::Acquire) == 0)
+        self.0.upgrade().is_none_or(|core| core.is_silent())
     }
 }
 
@@ -343,6 +346,8 @@ pub(crate) struct TransferCore {
     stopped_at: OnceLock<Instant>,
     /// How many requests an engine has not let go of: the local memory stays pinned until there is none.
     noise: AtomicUsize,
+    /// How many requests the owner may still be at, after their end: its memory changes, the local one is safe.
+    afar: AtomicUsize,
     timer: OnceLock<TimerId>,
     /// What a caller that waits can do meanwhile.
     help: OnceLock<Weak<dyn Help>>,
@@ -417,6 +422,7 @@ impl TransferCore {
             stopped: AtomicBool::new(false),
             stopped_at: OnceLock::new(),
             noise: AtomicUsize::new(0),
+            afar: AtomicUsize::new(0),
             timer: OnceLock::new(),
             help: OnceLock::new(),
             inner: Mutex::new(Inner {
@@ -569,6 +575,23 @@ impl TransferCore {
         }
     }
 
+    /// The owner is in the middle of a request that it will never answer. Before the unit's report.
+    pub(crate) fn unfinished_afar(&self) {
+        self.afar.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// It is not any more.
+    pub(crate) fn finished_afar(&self) {
+        if self.afar.fetch_sub(1, Ordering::AcqRel) == 1 {
+            drop(lock(&self.inner));
+            self.ended.notify_all();
+        }
+    }
+
+    fn is_silent(&self) -> bool {
+        self.noise.load(Ordering::Acquire) == 0 && self.afar.load(Ordering::Acquire) == 0
+    }
+
     /// Gives the local memory back, once nothing touches it.
     fn release_quiet(&self) {
         if let Some(local) = &self.local
@@ -580,7 +603,7 @@ impl TransferCore {
 
     fn wait_quiet(&self, until: Instant) -> bool {
         let mut inner = lock(&self.inner);
-        while self.noise.load(Ordering::Acquire) > 0 {
+        while !self.is_silent() {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
             else {
                 return false;

@@ -103,6 +103,9 @@ def _of_cuda(interface: Any, device: Device, data: object) -> Described:
         item = int(interface["typestr"][2:])
         shape = [int(length) for length in interface["shape"]]
         strides = interface.get("strides")
+        stream = interface.get("stream")
+        if stream is not None and (not is_number(stream) or not 0 < stream < 1 << 64):
+            raise ValueError(f"its stream is {stream!r:.80}, which names none")
         if strides is None or 0 in shape:
             described = raw(int(ptr), item * math.prod(shape), device, data)
         else:
@@ -113,8 +116,12 @@ def _of_cuda(interface: Any, device: Device, data: object) -> Described:
         raise Invalid(
             f"data: its __cuda_array_interface__ is damaged: {error!r}", op="descriptor"
         ) from error
-    if read_only and described.native is not None:
-        described.native.freeze()
+    if described.native is not None:
+        if read_only:
+            described.native.freeze()
+        if stream is not None:
+            # The array's own work is queued there, and operations wait for it.
+            described.native.after(stream)
     return described
 
 

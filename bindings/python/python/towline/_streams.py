@@ -24,11 +24,14 @@ def handle_of(stream: Any) -> int | None:
         elif protocol is not None:
             handle = protocol[1]
         else:
-            # torch says ``cuda_stream``, CuPy ``ptr``, and Numba ``handle``.
-            for name in ("cuda_stream", "ptr"):
+            # torch says ``cuda_stream``, CuPy ``ptr``, and Numba ``handle``, which is a value of ctypes.
+            for name in ("cuda_stream", "ptr", "handle"):
                 handle = getattr(stream, name, stream)
                 if handle is not stream:
                     break
+            if hasattr(handle, "value"):
+                # ctypes says None for a null pointer, which is the default stream.
+                handle = handle.value or 0
     if isinstance(handle, bool) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
         raise TypeError(f"stream: a CUDA stream or its handle is needed, not {type(stream).__name__}")
     return handle

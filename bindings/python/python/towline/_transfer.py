@@ -59,6 +59,14 @@ class Transfer(Generic[T_co]):
         """Whether it has ended, well or not."""
         return self._native.done()
 
+    def quiet(self) -> bool:
+        """Whether nothing of it can touch the local memory any more, nor change the owner's.
+
+        That is so when it has ended, but for two cases: NIXL cannot stop what it has begun, and over a Unix stream an
+        owner that is stopped in the middle of a reduction, an atomic or a write to a file finishes it when it goes on.
+        """
+        return self._native.quiet()
+
     def cancel(self) -> None:
         """Asks it to stop. It ends, with ``Canceled``, once the local memory is safe to reuse: wait for that."""
         self._native.cancel()

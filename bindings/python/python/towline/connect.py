@@ -36,6 +36,7 @@ from ._devices import Device, DeviceKind, OperationKind, OperationStatus, as_dev
 from ._endpoint import Endpoint
 from ._errors import Error, Invalid, Timeout
 from ._metadata import RdmaMetadata, SerializedDescriptor
+from ._streams import handle_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -77,6 +78,9 @@ class Descriptor:
     The memory is kept alive, and a ``bytearray`` cannot be resized, for as long as the descriptor or an operation needs it. Memory of
     an XPU, and of a GPU where there is no driver, can be described, and gives ``Unsupported`` when it is registered. An array of
     `towline.empty` is mapped by peers on the same host.
+
+    Arrays that say in which CUDA stream their work is queued (by ``__cuda_array_interface__`` or DLPack, as CuPy's do) are used by
+    operations only when what is queued there by now is done. Tensors of torch do not say: name a ``stream``, or wait.
     """
 
     __slots__ = ("_data", "_device", "_native", "__weakref__")
@@ -445,31 +449,59 @@ class Connector:
         return Endpoint._of(self._native.endpoint())
 
     async def create_readable(
-        self, local: Local, *, unclaimed_timeout: float | None | Literal["default"] = "default"
+        self,
+        local: Local,
+        *,
+        unclaimed_timeout: float | None | Literal["default"] = "default",
+        stream: object = None,
     ) -> ReadableOperation:
-        """Offers memory for one peer to read, once."""
-        return self.create_readable_sync(local, unclaimed_timeout=unclaimed_timeout)
+        """Offers memory for one peer to read, once.
+
+        With ``stream`` (of torch or CuPy, or a handle as DLPack and ``__cuda_array_interface__`` give it) a peer that comes
+        early waits until the work is done that is queued in that CUDA stream by now. Nobody waits here.
+        """
+        return self.create_readable_sync(local, unclaimed_timeout=unclaimed_timeout, stream=stream)
 
     def create_readable_sync(
-        self, local: Local, *, unclaimed_timeout: float | None | Literal["default"] = "default"
+        self,
+        local: Local,
+        *,
+        unclaimed_timeout: float | None | Literal["default"] = "default",
+        stream: object = None,
     ) -> ReadableOperation:
         """`create_readable` for code without an event loop."""
-        return ReadableOperation(*self._create(OperationKind.READ, local, unclaimed_timeout))
+        return ReadableOperation(*self._create(OperationKind.READ, local, unclaimed_timeout, stream))
 
     async def create_writable(
-        self, local: Local, *, unclaimed_timeout: float | None | Literal["default"] = "default"
+        self,
+        local: Local,
+        *,
+        unclaimed_timeout: float | None | Literal["default"] = "default",
+        stream: object = None,
     ) -> WritableOperation:
-        """Offers memory for one peer to write, once."""
-        return self.create_writable_sync(local, unclaimed_timeout=unclaimed_timeout)
+        """Offers memory for one peer to write, once.
+
+        With ``stream`` (of torch or CuPy, or a handle as DLPack and ``__cuda_array_interface__`` give it) a peer that comes
+        early waits until the work is done that is queued in that CUDA stream by now. Nobody waits here.
+        """
+        return self.create_writable_sync(local, unclaimed_timeout=unclaimed_timeout, stream=stream)
 
     def create_writable_sync(
-        self, local: Local, *, unclaimed_timeout: float | None | Literal["default"] = "default"
+        self,
+        local: Local,
+        *,
+        unclaimed_timeout: float | None | Literal["default"] = "default",
+        stream: object = None,
     ) -> WritableOperation:
         """`create_writable` for code without an event loop."""
-        return WritableOperation(*self._create(OperationKind.WRITE, local, unclaimed_timeout))
+        return WritableOperation(*self._create(OperationKind.WRITE, local, unclaimed_timeout, stream))
 
     def _create(
-        self, kind: OperationKind, local: Local, unclaimed: float | None | Literal["default"]
+        self,
+        kind: OperationKind,
+        local: Local,
+        unclaimed: float | None | Literal["default"],
+        stream: object,
     ) -> tuple[Connector, list[Descriptor], _native.Operation]:
         descriptors = _descriptors(local)
         limit = (
@@ -477,37 +509,54 @@ class Connector:
             if isinstance(unclaimed, str) and unclaimed == "default"
             else _seconds(unclaimed, "unclaimed_timeout")
         )
-        native = self._native.create(kind, [one._native for one in descriptors], limit)
+        natives = [one._native for one in descriptors]
+        native = self._native.create(kind, natives, limit, handle_of(stream))
         return self, descriptors, native
 
-    async def begin_read(self, remote_metadata: RdmaMetadata, local: Local) -> ReadOperation:
+    async def begin_read(
+        self, remote_metadata: RdmaMetadata, local: Local, *, stream: object = None
+    ) -> ReadOperation:
         """Claims a readable operation and starts to read from it into local memory.
 
         Waits for the claim: one round trip, and contact with the peer if there was none. An error means that no byte has
         moved.
+
+        With ``stream`` (of torch or CuPy, or a handle as DLPack and ``__cuda_array_interface__`` give it) the copy is in the
+        order of that CUDA stream: it begins when what is queued there is done, and what is queued there once this has returned
+        sees the bytes, without waiting for the operation. Where a GPU cannot copy by itself the operation ends with
+        ``Unsupported``. Without a stream, an operation that is complete means that the bytes are there.
         """
-        beginning, descriptors = self._begin(OperationKind.READ, remote_metadata, local)
+        beginning, descriptors = self._begin(OperationKind.READ, remote_metadata, local, stream)
         return ReadOperation(self, descriptors, await aio.begun(beginning))
 
-    def begin_read_sync(self, remote_metadata: RdmaMetadata, local: Local) -> ReadOperation:
+    def begin_read_sync(
+        self, remote_metadata: RdmaMetadata, local: Local, *, stream: object = None
+    ) -> ReadOperation:
         """`begin_read` for code without an event loop."""
-        beginning, descriptors = self._begin(OperationKind.READ, remote_metadata, local)
+        beginning, descriptors = self._begin(OperationKind.READ, remote_metadata, local, stream)
         beginning.wait()
         return ReadOperation(self, descriptors, beginning.result())
 
-    async def begin_write(self, local: Local, remote_metadata: RdmaMetadata) -> WriteOperation:
-        """Claims a writable operation and starts to write local memory to it. Note the order of the arguments."""
-        beginning, descriptors = self._begin(OperationKind.WRITE, remote_metadata, local)
+    async def begin_write(
+        self, local: Local, remote_metadata: RdmaMetadata, *, stream: object = None
+    ) -> WriteOperation:
+        """Claims a writable operation and starts to write local memory to it. Note the order of the arguments.
+
+        With ``stream`` it writes what the work that is queued there leaves behind, as `begin_read` says.
+        """
+        beginning, descriptors = self._begin(OperationKind.WRITE, remote_metadata, local, stream)
         return WriteOperation(self, descriptors, await aio.begun(beginning))
 
-    def begin_write_sync(self, local: Local, remote_metadata: RdmaMetadata) -> WriteOperation:
+    def begin_write_sync(
+        self, local: Local, remote_metadata: RdmaMetadata, *, stream: object = None
+    ) -> WriteOperation:
         """`begin_write` for code without an event loop."""
-        beginning, descriptors = self._begin(OperationKind.WRITE, remote_metadata, local)
+        beginning, descriptors = self._begin(OperationKind.WRITE, remote_metadata, local, stream)
         beginning.wait()
         return WriteOperation(self, descriptors, beginning.result())
 
     def _begin(
-        self, kind: OperationKind, remote: RdmaMetadata, local: Local
+        self, kind: OperationKind, remote: RdmaMetadata, local: Local, stream: object
     ) -> tuple[_native.Beginning, list[Descriptor]]:
         if not isinstance(remote, RdmaMetadata):
             raise TypeError(
@@ -515,7 +564,7 @@ class Connector:
             )
         descriptors = _descriptors(local)
         natives = [one._native for one in descriptors]
-        return self._native.begin(kind, remote._fields(), natives), descriptors
+        return self._native.begin(kind, remote._fields(), natives, handle_of(stream)), descriptors
 
     def close(self) -> None:
         """Ends every operation and closes the endpoint. Closing twice is harmless."""

@@ -65,7 +65,7 @@ class Descriptors:
     @classmethod
     def from_bytes(cls, data: bytes) -> Descriptors:
         """Reads what ``get_serialized_descs`` of NIXL's Python API has made; raises ``Protocol`` for anything else."""
-        memory, ranges = _native.nixl_unpack(bytes(data))
+        memory, ranges = _native.nixl_unpack(bytes(memoryview(data)))
         return cls(tuple(ranges), memory)
 
     def to_bytes(self, package: str = "nixl_cu12") -> bytes:
@@ -257,7 +257,7 @@ class Agent:
 
     def add_peer(self, metadata: bytes) -> str:
         """Takes in a peer's metadata (NIXL's ``get_agent_metadata``) and returns its name."""
-        return self._native.load(bytes(metadata))
+        return self._native.load(bytes(memoryview(metadata)))
 
     def knows(self, peer: str, descriptors: Descriptors | Iterable[Range] | None = None) -> bool:
         """Whether the peer's metadata is here, and covers the descriptors where there are some."""

@@ -1,4 +1,5 @@
 //! What makes operations.
+#![allow(unsafe_code, reason = "passes on a stream that the caller vouches for")]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
@@ -7,6 +8,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use towline::Result;
 use towline::connect::{self, OperationKind};
+use towline::cuda::StreamHandle;
 
 use super::descriptor::Descriptor;
 use super::metadata;
@@ -45,8 +47,14 @@ fn reads(kind: u8) -> PyResult<bool> {
     }
 }
 
-fn descriptors(local: Vec<Bound<'_, Descriptor>>) -> Vec<connect::Descriptor> {
-    local.iter().map(|one| one.get().inner().clone()).collect()
+fn descriptors(local: Vec<Bound<'_, Descriptor>>, stream: Option<usize>) -> connect::Descriptors {
+    let local: Vec<_> = local.iter().map(|one| one.get().inner().clone()).collect();
+    let local = connect::Descriptors::from(local);
+    match stream {
+        // SAFETY: the caller vouches for the stream, as for all that it hands to CUDA.
+        Some(stream) => unsafe { local.stream(StreamHandle(stream)) },
+        None => local,
+    }
 }
 
 #[pymethods]
@@ -83,15 +91,18 @@ impl Connector {
         endpoint.map(Endpoint::from).or_raise(py)
     }
 
-    /// Offers memory for one peer; `unclaimed` is how many seconds it waits for one, `None` for ever.
+    /// Offers memory for one peer; `unclaimed` is how many seconds it waits for one, `None` for ever. With a stream, nobody
+    /// claims it before the work there is done.
+    #[pyo3(signature = (kind, local, unclaimed, stream=None))]
     fn create(
         &self,
         py: Python<'_>,
         kind: u8,
         local: Vec<Bound<'_, Descriptor>>,
         unclaimed: Option<f64>,
+        stream: Option<usize>,
     ) -> PyResult<Operation> {
-        let (reads, local) = (reads(kind)?, descriptors(local));
+        let (reads, local) = (reads(kind)?, descriptors(local, stream));
         let op = if reads { "create_readable" } else { "create_writable" };
         let unclaimed = seconds(py, op, "unclaimed_timeout", unclaimed)?;
         let connector = self.open(py, op)?;
@@ -105,15 +116,17 @@ impl Connector {
         started.map(Operation::new).map_err(|error: towline::Error| error.during(op)).or_raise(py)
     }
 
-    /// Starts to claim an operation of a peer, to read from it or to write to it.
+    /// Starts to claim an operation of a peer, to read from it or to write to it, in the order of a stream if there is one.
+    #[pyo3(signature = (kind, remote, local, stream=None))]
     fn begin(
         &self,
         py: Python<'_>,
         kind: u8,
         remote: &Bound<'_, PyAny>,
         local: Vec<Bound<'_, Descriptor>>,
+        stream: Option<usize>,
     ) -> PyResult<Beginning> {
-        let (reads, local) = (reads(kind)?, descriptors(local));
+        let (reads, local) = (reads(kind)?, descriptors(local, stream));
         let remote = metadata::from_fields(remote)?;
         let connector = self.open(py, if reads { "begin_read" } else { "begin_write" })?;
         let claiming: connect::Beginning<Started> = py.detach(|| {

@@ -1,8 +1,9 @@
 //! Memory that takes part in operations.
+#![allow(unsafe_code, reason = "passes on a stream that the caller vouches for")]
 
 use pyo3::prelude::*;
 use towline::connect::{self, Device, DeviceKind};
-use towline::cuda::device_of;
+use towline::cuda::{Mark, StreamHandle, device_of};
 use towline::{Error, Kind, Layout};
 
 use super::connector::Connector;
@@ -12,7 +13,8 @@ use crate::errors::{OrRaise, raise};
 use crate::owners;
 use crate::process::{self, Inherited};
 
-const ASKED: Asked = Asked { op: "descriptor", argument: "data", host_only: false, views: true };
+const ASKED: Asked =
+    Asked { op: "descriptor", argument: "data", host_only: false, views: true, ordered: true };
 
 /// Memory that takes part in operations.
 #[pyclass(frozen, module = "towline._native")]
@@ -74,7 +76,7 @@ impl Descriptor {
         process::guard(py, "descriptor")?;
         owners::release(py);
         let mut memory = Memory::of(data, ASKED)?;
-        let (read_only, layout) = (memory.read_only, memory.layout.take());
+        let (read_only, layout, mark) = (memory.read_only, memory.layout.take(), memory.mark.take());
         let descriptor = match memory.device {
             Some((kind, id)) => {
                 let kind = match kind {
@@ -93,6 +95,9 @@ impl Descriptor {
             }
             None => connect::Descriptor::from(memory.into_storage(py, ASKED)?),
         };
+        if let Some(mark) = mark {
+            descriptor.set_mark(mark);
+        }
         seen(py, if read_only { descriptor.read_only() } else { descriptor }, layout)
     }
 
@@ -126,6 +131,21 @@ impl Descriptor {
         let (item, shape, strides) = array;
         let extent = Extent::of(py, ASKED, item, &shape, &strides)?;
         seen(py, at(py, ptr, extent.len, device(kind, id), owner)?, extent.layout)
+    }
+
+    /// Lets operations wait for what is queued in a stream by now, where a driver knows the memory.
+    fn after(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
+        process::guard(py, "descriptor")?;
+        let descriptor = self.inner();
+        let marked = py.detach(|| match device_of(descriptor.ptr() as u64) {
+            // SAFETY: whose memory it is says that the stream is alive.
+            Ok(Some(ordinal)) => unsafe { Mark::of(StreamHandle(stream), ordinal) }.map(Some),
+            _ => Ok(None),
+        });
+        if let Some(mark) = marked.map_err(|error| error.during("descriptor")).or_raise(py)? {
+            descriptor.set_mark(mark);
+        }
+        Ok(())
     }
 
     /// Refuses to be written from now on.

@@ -38,7 +38,7 @@ pub(super) fn memory<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<
         return of_interface(object, interface.cast::<PyDict>()?, asked).map(Some);
     }
     if object.hasattr("__dlpack__")? {
-        let dlpack::Exported { addr, extent, read_only, device, element, owner } =
+        let dlpack::Exported { addr, extent, read_only, device, element, owner, .. } =
             dlpack::import(object, asked)?;
         if device.is_none_or(|(kind, _)| kind != CUDA) {
             return Ok(None);

@@ -110,7 +110,7 @@ impl<'py> Array<'py> {
         gpu: Option<u32>,
     ) -> PyResult<Array<'py>> {
         let py = object.py();
-        let asked = Asked { op, argument, host_only: gpu.is_none(), views: false };
+        let asked = Asked { op, argument, host_only: gpu.is_none(), views: false, ordered: false };
         let memory = match gpu {
             None => buffer::Memory::of(object, asked)?,
             Some(gpu) => device::memory(object, asked)?.ok_or_else(|| {

@@ -3,7 +3,7 @@
 //!
 //! UCX takes its settings from the environment of a process, so each setting is measured by a process of its own.
 
-mod peer;
+pub(super) mod peer;
 
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};

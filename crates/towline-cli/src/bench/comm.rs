@@ -1,7 +1,9 @@
-//! `towline bench comm`: groups of real processes on this host, beside the machine, Open MPI and gloo.
+//! `towline bench comm`: groups of real processes on this host, beside the machine, Open MPI and gloo; and one rank on a GPU,
+//! beside NCCL's bare calls.
 
 mod group;
 pub(crate) mod member;
+mod nccl;
 mod one_sided;
 pub(crate) mod order;
 mod peers;
@@ -29,12 +31,13 @@ enum What {
     OneSided(&'static str),
     Reduce(reduce::Size),
     Window(&'static str),
+    Nccl(&'static str),
 }
 
 impl Case {
     fn label(&self) -> String {
         let name = match self.what {
-            What::OneSided(name) | What::Window(name) => name.to_owned(),
+            What::OneSided(name) | What::Window(name) | What::Nccl(name) => name.to_owned(),
             What::Reduce(size) => reduce::name(size),
         };
         format!("{}-ranks/{name}", self.ranks)
@@ -49,6 +52,7 @@ fn cases() -> Vec<Case> {
     let both: Vec<What> = both.collect();
     cases
         .extend(RANKS.into_iter().flat_map(|ranks| both.iter().map(move |what| Case { ranks, what: *what })));
+    cases.extend(nccl::NAMES.map(|name| Case { ranks: 1, what: What::Nccl(name) }));
     cases
 }
 
@@ -92,6 +96,10 @@ pub(super) fn run(options: &Options, output: &Output) -> Outcome {
             windows::run(&mut session, ranks, &windows);
         }
     }
+    let on_gpu: Vec<_> = cases.iter().filter_map(|case| case.what.nccl()).collect();
+    if !on_gpu.is_empty() {
+        nccl::run(&mut session, &on_gpu);
+    }
     session.progress.finish_and_clear();
     let report =
         Report { rows: session.rows, skipped: session.skipped, machine: Machine::here(), python: None };
@@ -109,6 +117,10 @@ impl What {
 
     fn reduce(self) -> Option<reduce::Size> {
         if let What::Reduce(size) = self { Some(size) } else { None }
+    }
+
+    fn nccl(self) -> Option<&'static str> {
+        if let What::Nccl(name) = self { Some(name) } else { None }
     }
 
     fn window(self) -> Option<&'static str> {

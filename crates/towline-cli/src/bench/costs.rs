@@ -12,6 +12,8 @@ use towline::{
 use super::Session;
 use super::contacts;
 use super::cores::OwnCore;
+use super::crowds;
+use super::defences;
 use super::growth;
 use super::measure::{self, median};
 use super::report::{Row, Unit};
@@ -29,12 +31,16 @@ pub(super) fn all() -> impl Iterator<Item = Cost> {
     [
         Cost { name: "notify", measure: notify },
         Cost { name: "register", measure: register },
+        Cost { name: "register-each", measure: crowds::regions },
         Cost { name: "ticket", measure: ticket },
         Cost { name: "open", measure: open },
         Cost { name: "first-contact", measure: contacts::one },
         Cost { name: "first-contact-peers", measure: contacts::many },
+        Cost { name: "hub-1000-peers", measure: crowds::hub },
         Cost { name: "import-1000", measure: import_batch },
+        Cost { name: "post", measure: crowds::posting },
         Cost { name: "growth", measure: growth::measure },
+        Cost { name: "defence", measure: defences::measure },
         Cost { name: "idle", measure: idle },
     ]
     .into_iter()

@@ -56,14 +56,30 @@ pub(super) fn rates(pace: Pace, ours: &mut Step<'_>, mut limit: Option<&mut Step
 }
 
 /// Times single operations, each by itself.
-pub(super) fn latencies(pace: Pace, ours: &mut Step<'_>, mut limit: Option<&mut Step<'_>>) -> Outcome<Times> {
+pub(super) fn latencies(pace: Pace, ours: &mut Step<'_>, limit: Option<&mut Step<'_>>) -> Outcome<Times> {
+    one_by_one(pace, SINGLES, ours, limit)
+}
+
+/// Times single operations, each by itself, of which a round has as many as fit.
+pub(super) fn medians(pace: Pace, ours: &mut Step<'_>, limit: Option<&mut Step<'_>>) -> Outcome<Times> {
+    let once = time(1, ours)?.max(1e-9);
+    let singles = (ROUND.as_secs_f64() / once).clamp(1.0, SINGLES as f64) as usize;
+    one_by_one(pace, singles, ours, limit)
+}
+
+fn one_by_one(
+    pace: Pace,
+    count: usize,
+    ours: &mut Step<'_>,
+    mut limit: Option<&mut Step<'_>>,
+) -> Outcome<Times> {
     let (mut ours_times, mut limit_times) = (Vec::new(), Vec::new());
     let singles = |step: &mut Step<'_>, times: &mut Vec<f64>| -> Outcome<()> {
         // The first ones warm what the other side has cooled.
-        for _ in 0..SINGLES / 10 {
+        for _ in 0..count / 10 {
             step()?;
         }
-        for _ in 0..SINGLES {
+        for _ in 0..count {
             times.push(time(1, step)?);
         }
         Ok(())
@@ -78,7 +94,7 @@ pub(super) fn latencies(pace: Pace, ours: &mut Step<'_>, mut limit: Option<&mut 
         }
         Ok(())
     })?;
-    let rounds = ours_times.len() / SINGLES;
+    let rounds = ours_times.len() / count;
     let ours = median(&mut ours_times);
     let p99 = ours_times.get(ours_times.len() * 99 / 100).copied();
     Ok(Times { ours, limit: some_median(&mut limit_times), p99, rounds })

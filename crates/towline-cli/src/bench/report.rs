@@ -130,6 +130,10 @@ impl Row {
         self
     }
 
+    fn is_of_a_gpu(&self) -> bool {
+        self.name.starts_with("gpu-")
+    }
+
     fn cells(&self, names_limits: bool) -> Vec<String> {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         let asked = match (self.goal, self.target) {
@@ -183,8 +187,11 @@ impl Unit {
 impl Report {
     pub(super) fn print(&self, output: &Output) {
         output.document(self);
-        // Rows of a group have different limits, one beside the other.
-        let names_limits = self.rows.iter().any(|row| row.ranks.is_some() || row.against.contains("NIXL"));
+        // Rows of a group and those of GPUs have different limits, one beside the other.
+        let names_limits = self
+            .rows
+            .iter()
+            .any(|row| row.ranks.is_some() || row.against.contains("NIXL") || row.is_of_a_gpu());
         let rows: Vec<_> = self.rows.iter().map(|row| row.cells(names_limits)).collect();
         let mut header = vec!["shape", "path", "op", "threads", "ours", "limit", "ratio", "asked", ""];
         if names_limits {

@@ -1,56 +1,142 @@
-//! Groups of ranks of which one is killed, stopped or leaves: the others learn of it, and no word is wrong before.
+//! Groups of ranks of which one is killed, stopped or leaves, or that are cut in two: the others learn of it, and no word is wrong
+//! before.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a round fails by panicking")]
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use towline::{Dtype, Kind, Routing, SystemStorage};
 use towline_comm::{
-    Communicator, Config, Memory, Op, UniqueId, WaitSignal, Window, WindowFlag, get_unique_id, mem_alloc,
+    Communicator, Config, Memory, Op, UniqueId, UniqueIdOptions, WaitSignal, Window, WindowFlag,
+    get_unique_id, get_unique_id_with, mem_alloc,
 };
+use towline_testkit::netns::{End, Network};
 use towline_testkit::process::{Failure, Process};
 use towline_testkit::random::Random;
-use towline_testkit::soak::{Campaign, Course, Drill, Round, STALL, rounds};
+use towline_testkit::soak::{Campaign, Drill, PYTHON, Round, STALL, rounds, start_python};
 
 /// The most bytes of one step.
 const MOST: usize = 256 << 10;
+
+/// The longest wait for another rank.
+const TIMEOUT: Duration = STALL.saturating_mul(2);
+
+/// A rank in Python.
+const RANK: &str = include_str!("rank.py");
 
 /// What the ranks send from, what they receive into, and where puts land.
 const ROOM: usize = 4 * MOST;
 
 pub(super) static CAMPAIGNS: [Campaign; 1] = [Campaign {
     name: "ranks",
-    summary: "a rank dies, stands still or leaves in a collective or a put: the others get an error that names it, and no wrong word",
-    lanes: &["mapped", "tcp"],
+    summary: "a rank dies, stands still, leaves or is cut off in a collective or a put: the others get an error, and no wrong word",
+    lanes: &["mapped", "tcp", PYTHON],
     rounds: rounds(10, 14, 300),
-    prepare: |course| Ok(Box::new(Ranks { lane: course_lane(course) })),
+    prepare: |course| {
+        // Without one, nothing is cut.
+        let network = (course.lane != "mapped").then(Network::build).and_then(Result::ok);
+        Ok(Box::new(Ranks { lane: course.lane, network }))
+    },
 }];
-
-fn course_lane(course: &Course) -> &'static str {
-    course.lane
-}
 
 struct Ranks {
     lane: &'static str,
+    network: Option<Network>,
+}
+
+impl Ranks {
+    /// The path of a round, and which of its ranks are interpreters: in the lane of Python at least one, beside those in Rust.
+    fn cast(&self, round: &mut Round, nranks: usize) -> (&'static str, Vec<bool>) {
+        if self.lane != PYTHON {
+            return (self.lane, vec![false; nranks]);
+        }
+        let path = round.random.pick(&["mapped", "tcp"]);
+        let always = round.random.below(nranks as u64) as usize;
+        (path, (0..nranks).map(|rank| rank == always || round.random.below(2) == 0).collect())
+    }
+
+    /// The ranks are on two hosts, as far as one machine can play them, and the cable between these is pulled.
+    fn cut_in_two(&self, round: &mut Round, network: &Network, nranks: usize, moment: Duration) {
+        let seed = round.random.number();
+        let (_, mut python) = self.cast(round, nranks);
+        // The first opens the meeting, which a rank in Rust does, and the second is at the other end.
+        python[0] = false;
+        let ends: Vec<End> = (0..nranks)
+            .map(|rank| match rank {
+                0 => End::A,
+                1 => End::B,
+                _ => round.random.pick(&[End::A, End::B]),
+            })
+            .collect();
+        let mut ranks: Vec<Process> =
+            (0..nranks).map(|rank| start(rank, python[rank], Some(&network.namespace(ends[rank])))).collect();
+        let listen = |end: End| SocketAddr::new(network.address(end, false), 0);
+        let id = ranks[0].must(&format!("meet {}", listen(End::A))).text(0).to_owned();
+        for (rank, process) in ranks.iter_mut().enumerate() {
+            process.tell(&format!("rank {id} {nranks} {rank} {seed} tcp {}", listen(ends[rank])));
+        }
+        all_join(&mut ranks);
+        std::thread::sleep(moment);
+        let end = round.random.pick(&[End::A, End::B]);
+        let begun = Instant::now();
+        network.cut(end);
+        let learnt: Vec<_> =
+            ranks.iter_mut().map(|process| (process.answer(STALL * 20).err(), begun.elapsed())).collect();
+        network.heal(end);
+        for (rank, (failure, took)) in learnt.into_iter().enumerate() {
+            let failure = failure.expect("a rank goes on over a cable that is out");
+            assert!(is_of_others(&failure), "rank {rank} after a cut: {failure}");
+            round.tally.time("learnt of a cut", took);
+        }
+        round.tally.count("groups", 1);
+    }
+}
+
+/// Starts a rank, and waits until it takes orders: an interpreter may need longer to start than the others wait for it.
+fn start(rank: usize, python: bool, namespace: Option<&str>) -> Process {
+    let name = format!("rank-{rank}");
+    match (python, namespace) {
+        (false, None) => Process::start(&name),
+        (false, Some(namespace)) => Process::start_in(namespace, &name),
+        (true, namespace) => {
+            let script = format!("TIMEOUT = {}\n{RANK}", TIMEOUT.as_secs_f64());
+            let mut process = start_python(&name, &script, namespace);
+            process.answer(STALL * 20).unwrap_or_else(|failure| panic!("a rank does not start: {failure}"));
+            process
+        }
+    }
+}
+
+fn all_join(ranks: &mut [Process]) {
+    for rank in ranks {
+        rank.answer(STALL * 20).unwrap_or_else(|failure| panic!("a rank does not join: {failure}"));
+    }
+}
+
+/// Whether it is an error that the fate of others may give a rank.
+fn is_of_others(failure: &Failure) -> bool {
+    matches!(failure.kind, Kind::Disconnected | Kind::Timeout | Kind::Stale | Kind::Canceled)
 }
 
 impl Drill for Ranks {
     fn round(&mut self, round: &mut Round) {
         let nranks = 2 + round.random.below(3) as usize;
         let victim = round.random.below(nranks as u64) as usize;
-        let how = round.random.pick(&["kill", "stop", "exit"]);
+        let hows: &[&str] =
+            if self.network.is_some() { &["kill", "stop", "exit", "cut"] } else { &["kill", "stop", "exit"] };
+        let how = round.random.pick(hows);
         let moment = Duration::from_millis(2) + round.random.micros(60_000);
-        let seed = round.random.number();
-        let id = get_unique_id().unwrap();
-        let mut ranks: Vec<Process> = (0..nranks)
-            .map(|rank| {
-                let mut process = Process::start(&format!("rank-{rank}"));
-                process.tell(&format!("rank {id} {nranks} {rank} {seed} {}", self.lane));
-                process
-            })
-            .collect();
-        for rank in &mut ranks {
-            rank.answer(STALL * 20).unwrap_or_else(|failure| panic!("a rank does not join: {failure}"));
+        if let ("cut", Some(network)) = (how, &self.network) {
+            return self.cut_in_two(round, network, nranks, moment);
         }
+        let seed = round.random.number();
+        let (path, python) = self.cast(round, nranks);
+        let id = get_unique_id().unwrap();
+        let mut ranks: Vec<Process> = (0..nranks).map(|rank| start(rank, python[rank], None)).collect();
+        for (rank, process) in ranks.iter_mut().enumerate() {
+            process.tell(&format!("rank {id} {nranks} {rank} {seed} {path}"));
+        }
+        all_join(&mut ranks);
         std::thread::sleep(moment);
         let begun = Instant::now();
         match how {
@@ -61,36 +147,52 @@ impl Drill for Ranks {
         }
         for (rank, process) in ranks.iter_mut().enumerate().filter(|(rank, _)| *rank != victim) {
             let failure = process.answer(STALL * 20).expect_err("a rank goes on without another");
-            let right =
-                matches!(failure.kind, Kind::Disconnected | Kind::Timeout | Kind::Stale | Kind::Canceled);
-            assert!(right, "rank {rank} after {how} of rank {victim}: {failure}");
+            assert!(is_of_others(&failure), "rank {rank} after {how} of rank {victim}: {failure}");
             let name = if how == "stop" { "learnt of a standstill" } else { "learnt of an end" };
             round.tally.time(name, begun.elapsed());
+        }
+        if python[victim] {
+            round.tally.count("victims in Python", 1);
         }
         round.tally.count("groups", 1);
     }
 }
 
-/// The order `rank ID NRANKS RANK SEED LANE`: answers when it has joined, and with the error that ended it.
+/// The order `rank ID NRANKS RANK SEED LANE [LISTEN]`: answers when it has joined, and with the error that ended it. The order
+/// `meet LISTEN`: answers with the id of a meeting there.
 pub(super) fn further(order: &str, say: &mut dyn FnMut(&str)) -> Option<Result<String, Failure>> {
     let words: Vec<&str> = order.split_whitespace().collect();
-    let ["rank", id, nranks, rank, seed, lane] = words.as_slice() else { return None };
+    let bad = |what: &str| Failure { kind: Kind::Invalid, message: format!("{what} of a rank") };
+    if let ["meet", listen] = words.as_slice() {
+        let address = listen.parse().map_err(|_| bad("address"));
+        return Some(address.and_then(|address| {
+            let options = UniqueIdOptions { listen: vec![address], ..UniqueIdOptions::default() };
+            get_unique_id_with(&options).map(|id| id.to_string()).map_err(told)
+        }));
+    }
+    let ["rank", id, nranks, rank, seed, lane, listen @ ..] = words.as_slice() else { return None };
     let outcome = (|| {
-        let bad = |what: &str| Failure { kind: Kind::Invalid, message: format!("{what} of a rank") };
         let id: UniqueId = id.parse().map_err(told)?;
         let nranks = nranks.parse().map_err(|_| bad("number"))?;
         let rank = rank.parse().map_err(|_| bad("place"))?;
         let seed = seed.parse().map_err(|_| bad("seed"))?;
-        let mut config = Config { timeout: STALL * 2, ..Config::default() };
+        let mut config = Config { timeout: TIMEOUT, ..Config::default() };
         if *lane == "tcp" {
             config.routing = Routing::default().require("tcp").map_err(Failure::from)?;
+        }
+        for address in listen {
+            config.listen.push(address.parse().map_err(|_| bad("address"))?);
         }
         let comm = Communicator::init(nranks, rank, &id, config).map_err(told)?;
         let mut group = Group::new(comm, nranks, rank).map_err(told)?;
         say("joined");
         let mut random = Random::from_seed(seed);
         loop {
-            group.step(&mut random)?;
+            if let Err(failure) = group.step(&mut random) {
+                // To leave a group in which somebody stands still takes time, and that is not the time of the error.
+                std::thread::spawn(move || drop(group));
+                return Err(failure);
+            }
         }
     })();
     Some(outcome)

@@ -9,9 +9,10 @@ use towline::{
     SharedStorage, SystemStorage, Ticket,
 };
 
-use super::protocol::{Ask, Memory, Op, Told, Usage};
+use super::protocol::{Ask, Guard, Memory, Op, Told, Usage};
 use super::sockets;
 use crate::bench::comm::member::Member;
+use crate::bench::defences::guarded;
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::{self, Shuffle};
 
@@ -74,6 +75,7 @@ impl Duties {
                 Told::Done
             }
             Ask::Crowd { regions, bytes } => self.crowd(regions, bytes)?,
+            Ask::Guarded { guard, bytes } => self.guarded(guard, bytes)?,
             Ask::Tickets { count } => self.tickets(count)?,
             Ask::Owners { count } => self.owners(count)?,
             Ask::Sockets { medium, op, streams, buffer, bulk } => {
@@ -192,6 +194,17 @@ impl Duties {
             Some(last) => Ok(Told::Ticket { ticket: last.ticket()? }),
             None => Err(Failure::failed("a crowd of nobody")),
         }
+    }
+
+    fn guarded(&mut self, guard: Guard, bytes: u64) -> Outcome<Told> {
+        let endpoint = guarded(&format!("{}-{guard:?}", self.name), guard)?.open()?;
+        let storage = create_buffer(SharedStorage::new(bytes as usize)?);
+        let view = OffsetBuffer::new(storage, 0, bytes as usize)?;
+        let region = endpoint.register(view, Access::READ_WRITE).map_err(towline::Error::from)?;
+        let ticket = region.ticket()?;
+        self.views.push(region);
+        self.others.push((endpoint, None));
+        Ok(Told::Ticket { ticket })
     }
 
     fn owners(&mut self, count: u32) -> Outcome<Told> {

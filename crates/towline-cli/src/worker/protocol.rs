@@ -56,6 +56,19 @@ pub(crate) enum Medium {
     Tcp,
 }
 
+/// How an endpoint is guarded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Guard {
+    /// As by default.
+    None,
+    /// Limits that nobody reaches.
+    Unlimited,
+    Checksums,
+    Tls,
+    Enforced,
+}
+
 /// One order.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "ask", rename_all = "snake_case")]
@@ -76,6 +89,8 @@ pub(crate) enum Ask {
     Echo { ticket: Ticket },
     /// Opens an endpoint with that many registrations. Answer: `Ticket`, of the last of them.
     Crowd { regions: u32, bytes: u64 },
+    /// Opens an endpoint that is guarded in that way, with one shared region. Answer: `Ticket`.
+    Guarded { guard: Guard, bytes: u64 },
     /// Registers that many small regions. Answer: `Tickets`.
     Tickets { count: u32 },
     /// Opens that many endpoints, each with a small region. Answer: `Tickets`, one of each.

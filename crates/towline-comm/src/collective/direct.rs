@@ -21,9 +21,6 @@ fn chunk(nranks: usize) -> usize {
     if nranks == 2 { 4 << 10 } else { 32 << 10 }
 }
 
-/// From this many bytes on, results are written around the cache: they would not stay in it until somebody reads them.
-const LONG: usize = 16 << 20;
-
 /// Shares are cut at pages, so that no two ranks write to one.
 const PAGE: usize = 4096;
 
@@ -141,7 +138,7 @@ pub(super) fn needs(kind: Kind) -> (Whose, Whose) {
 pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
     let Run { job, rank, nranks, .. } = *run;
     let (block, root) = (job.block, job.root);
-    let long = job.elements() * job.dtype.size() >= LONG;
+    let long = run.is_long();
     match (job.kind, &job.send, &job.recv) {
         (Kind::AllReduce, ..) => combine(run, &reach.send, Share::OfEverything, |at, result| {
             // Starting with the next rank spreads the writers over the readers' memory.

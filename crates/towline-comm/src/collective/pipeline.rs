@@ -100,7 +100,7 @@ impl Pipeline<'_> {
             for places in 1..run.nranks {
                 pipes.write(run.after(places), result)?;
             }
-            run.write(at, result)?;
+            run.deliver(at, result)?;
         }
         (1..run.nranks).try_for_each(|places| pipes.publish(run.after(places)))
     }
@@ -117,7 +117,7 @@ impl Pipeline<'_> {
             for part in steps(cut.len(), PIECE) {
                 let bytes = self.scratch.bytes(part.len());
                 self.pipes.read(from, bytes)?;
-                self.run.write(cut.start + part.start, bytes)?;
+                self.run.deliver(cut.start + part.start, bytes)?;
             }
         }
         Ok(())

@@ -13,6 +13,9 @@ use crate::{Error, Memory, Result};
 /// waking the other side does not show. Measured from 16 KiB to 512 KiB with 2 and 4 ranks: half of a ring or all of it.
 pub(super) const STEP: usize = 128 << 10;
 
+/// From this many bytes on, results are written around the cache: they would not stay in it until somebody reads them.
+const LONG: usize = 16 << 20;
+
 /// A call that everybody has announced.
 pub(super) struct Run<'a> {
     pub(super) team: &'a Team,
@@ -50,6 +53,18 @@ impl Run<'_> {
     pub(super) fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
         // BYTES MOVE HERE
         self.expect(&self.job.recv)?.write_at(offset, from)
+    }
+
+    /// Copies into what this rank receives, and past the cache where the whole is longer than caches are.
+    pub(super) fn deliver(&self, offset: usize, from: &[u8]) -> Result<()> {
+        // BYTES MOVE HERE
+        let memory = self.expect(&self.job.recv)?;
+        if self.is_long() { memory.stream_at(offset, from) } else { memory.write_at(offset, from) }
+    }
+
+    /// Whether what one rank reduces is longer than caches are.
+    pub(super) fn is_long(&self) -> bool {
+        self.job.elements() * self.job.dtype.size() >= LONG
     }
 
     /// What this rank sends.

@@ -212,6 +212,17 @@ impl Links {
         Ok(None)
     }
 
+    /// Copies bytes out of a near rank's region, also after it has left: the pin keeps them.
+    pub(super) fn read_home(&self, peer: usize, at: usize, into: &mut [u8]) -> Result<()> {
+        // BYTES MOVE HERE
+        match &self.links[peer] {
+            Link::Own => self.region.read_at(at, into)?,
+            Link::Near { pin, .. } => pin.read_at(at, into)?,
+            Link::Far(_) => return Err(not_near()),
+        }
+        Ok(())
+    }
+
     /// Sets one of this rank's counters in a peer's region, to `value`, which is `add` more than before, and wakes it.
     pub(super) fn advance(&self, peer: usize, counter: usize, value: u64, add: u64) -> Result<()> {
         self.set(peer, counter, value, add)?;

@@ -1,6 +1,7 @@
 //! Rounds: every rank announces a collective call to every other, and what it announced can be read by all.
 
 use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use towline::{Kind, Transfer};
@@ -53,8 +54,13 @@ impl Round<'_> {
     /// Copies out the start of what rode along with that rank's announcement; returns how many bytes were copied.
     pub(crate) fn payload_into(&self, rank: usize, into: &mut [u8]) -> Result<usize> {
         let len = self.payload_len(rank).min(into.len());
-        if let Some(entry) = self.entry(rank) {
-            self.team.links.region.read_at(entry + ENTRY_HEAD, &mut into[..len])?;
+        let Some(entry) = self.entry(rank) else { return Ok(0) };
+        let links = &self.team.links;
+        if self.team.reads_at_home() {
+            // What a rank announced stays there until it has everybody's announcement of its next call.
+            links.read_home(rank, entry + ENTRY_HEAD, &mut into[..len])?;
+        } else {
+            links.region.read_at(entry + ENTRY_HEAD, &mut into[..len])?;
         }
         Ok(len)
     }
@@ -155,8 +161,15 @@ impl Team {
         links.region.store(STATE_ROUND, round)?;
         let sent = &mut progress.sent[(round % 2) as usize];
         let mut failed = None;
-        for peer in 0..self.nranks() {
-            let payload = if peer == self.rank() { own } else { call.payload };
+        let at_home = self.reads_at_home();
+        // This rank's own entry comes first: the others may look there as soon as they are told.
+        for places in 0..self.nranks() {
+            let peer = (self.rank() + places) % self.nranks();
+            let payload = match (places == 0, at_home) {
+                (true, true) | (false, false) => call.payload,
+                (true, false) => own,
+                (false, true) => &[],
+            };
             match links.post_entry(peer, round, &head, payload) {
                 Ok(None) => {}
                 Ok(Some(transfer)) => sent.push((peer, transfer)),
@@ -167,6 +180,11 @@ impl Team {
         // Everybody has the bytes before the first system call that wakes one.
         self.wake_others();
         failed.map_or(Ok(()), Err)
+    }
+
+    /// Whether what rides along is read where its rank has it: each byte then moves once to each rank, not twice.
+    fn reads_at_home(&self) -> bool {
+        self.all_near.load(Ordering::Relaxed)
     }
 
     fn wake_others(&self) {

@@ -10,6 +10,7 @@ use super::core::Way;
 use super::lane::Task;
 use super::{Memory, Operation, Window, WindowCore, WindowFlag};
 use crate::communicator::{Inner, check_counter, flush, flush_all, one_sided, signal};
+use crate::cuda::Cuda;
 use crate::group::{self, Job};
 use crate::team::Team;
 use crate::{Error, Result};
@@ -17,6 +18,9 @@ use crate::{Error, Result};
 impl Window {
     /// Copies `source` into `peer`'s memory at that offset. When the operation has ended the bytes have landed.
     pub fn put(&self, peer: usize, offset: usize, source: &Memory) -> Result<Operation> {
+        if let Engine::Nccl(window, cuda) = &self.engine {
+            return copy(window, cuda, (peer, offset), source, false);
+        }
         let core = self.checked(peer, offset, source.len(), "put")?;
         let source = source.clone();
         self.start("put", peer, move |inner, _| put(inner, &core, peer, offset, &source, "put"))
@@ -24,6 +28,13 @@ impl Window {
 
     /// [`put`](Self::put) of bytes that are copied at the call.
     pub fn put_bytes(&self, peer: usize, offset: usize, bytes: &[u8]) -> Result<Operation> {
+        if let Engine::Nccl(..) = &self.engine
+            && bytes.is_empty()
+        {
+            let size = self.size_of(peer).map_err(|error| group::poison(error.during("put")))?;
+            let wrong = || Error::invalid("put", format!("{offset} does not lie within the window's {size}"));
+            return if offset <= size { Ok(Operation::done(Ok(0))) } else { Err(group::poison(wrong())) };
+        }
         let core = self.checked(peer, offset, bytes.len(), "put")?;
         if let Some(outcome) = self.put_now(&core, peer, offset, bytes, "put") {
             return Ok(Operation::done(outcome.map(|()| 0)));
@@ -34,6 +45,9 @@ impl Window {
 
     /// Copies `peer`'s memory from that offset on into all of `target`.
     pub fn get(&self, peer: usize, offset: usize, target: &Memory) -> Result<Operation> {
+        if let Engine::Nccl(window, cuda) = &self.engine {
+            return copy(window, cuda, (peer, offset), target, true);
+        }
         let core = self.checked(peer, offset, target.len(), "get")?;
         let target = target.clone();
         self.start("get", peer, move |inner, _| get(inner, &core, peer, offset, &target))
@@ -150,18 +164,29 @@ impl Window {
 
     /// Waits until everything that this rank has put into `peer`'s memory has landed. Local.
     pub fn flush(&self, peer: usize) -> Result<()> {
+        if let Engine::Nccl(_, cuda) = &self.engine {
+            self.size_of(peer).map_err(|error| group::poison(error.during("flush")))?;
+            return cuda.flush("flush");
+        }
         self.checked(peer, 0, 0, "flush")?;
         self.later("flush", move |inner, _| flush(inner, peer))
     }
 
     /// [`flush`](Self::flush) to every rank. Local.
     pub fn flush_all(&self) -> Result<()> {
+        if let Engine::Nccl(_, cuda) = &self.engine {
+            return cuda.flush("flush");
+        }
         self.checked(0, 0, 0, "flush")?;
         self.later("flush", |inner, team| flush_all(inner, team))
     }
 
     /// Waits until everything that any rank has put into any rank's memory before its own call has landed. Collective.
     pub fn fence(&self) -> Result<()> {
+        if let Engine::Nccl(_, cuda) = &self.engine {
+            cuda.flush("fence")?;
+            return cuda.barrier().map_err(|error| error.during("fence"));
+        }
         self.checked(0, 0, 0, "fence")?;
         self.later("fence", |inner, team| {
             let landed = flush_all(inner, team);
@@ -270,6 +295,19 @@ impl Window {
         };
         stage().map(Some).map_err(|error| group::poison(error.during(op)))
     }
+}
+
+/// A copy in the stream, through the mapping that NCCL has of the peer's memory.
+fn copy(
+    window: &towline::nccl::Window,
+    cuda: &Cuda,
+    way: (usize, usize),
+    near: &Memory,
+    get: bool,
+) -> Result<Operation> {
+    let op = if get { "get" } else { "put" };
+    let near = near.on_device(op).map_err(group::poison)?;
+    cuda.submit(cuda.open(op)?.copy_job(window, &near, way, get))
 }
 
 /// Refuses what was read while the owner took its memory back.

@@ -219,8 +219,11 @@ impl RegisteredBuffer {
         if towline::fork_guard("close").is_err() {
             return;
         }
-        if let Some(Err(error)) = self.device.as_ref().map(towline::nccl::RegisteredBuffer::close) {
-            tracing::error!(%error, "a registered buffer could not be closed");
+        if let Some(device) = &self.device {
+            if let Err(error) = device.close() {
+                tracing::error!(%error, "a registered buffer could not be closed");
+            }
+            return;
         }
         let Some(core) = self.core.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
         if let Some(inner) = self.inner.upgrade() {

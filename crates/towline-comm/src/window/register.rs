@@ -64,13 +64,14 @@ impl Communicator {
 
 /// NCCL's registration: at once, or at the end of the group.
 fn on_device(cuda: &Arc<Cuda>, storage: Buffer, options: WindowOptions) -> Result<Option<Window>> {
-    let prepared = cuda.open(OP).and_then(|comm| Ok(comm.window_job(storage, options.flags.bits())?));
-    let (window, job) = prepared.map_err(group::poison)?;
-    let filled_now = cuda.config.blocking && !group::is_open();
-    drop(cuda.submit(Ok(job))?);
-    if filled_now && window.handle() == 0 {
-        return Ok(None);
+    let flags = options.flags.bits();
+    if cuda.config.blocking && !group::is_open() {
+        let window = cuda.open(OP)?.register_window(storage, flags)?;
+        return Ok(window.map(|window| Window::on_device(window, Arc::clone(cuda))));
     }
+    let prepared = cuda.open(OP).and_then(|comm| Ok(comm.window_job(storage, flags)?));
+    let (window, job) = prepared.map_err(group::poison)?;
+    drop(cuda.submit(Ok(job))?);
     Ok(Some(Window::on_device(window, Arc::clone(cuda))))
 }
 

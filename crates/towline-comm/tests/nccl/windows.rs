@@ -5,7 +5,65 @@ use towline_comm::{
     Communicator, Config, Progress, WaitSignal, WindowFlag, get_nccl_unique_id, group, mem_alloc_on,
 };
 
-use super::{alone, config, elsewhere, fakes, together};
+use super::{alone, config, elsewhere, fakes, memory, together};
+
+#[test]
+fn puts_without_a_signal_and_gets_go_through_the_mapping_of_the_window() {
+    const TEST: &str = "windows::puts_without_a_signal_and_gets_go_through_the_mapping_of_the_window";
+    if elsewhere(TEST, &[("FAKE_NCCL_VERSION", "23203")]).is_some() {
+        return;
+    }
+    together(2, |comm| {
+        let (rank, other) = (comm.rank().unwrap(), 1 - comm.rank().unwrap());
+        let window = comm.register_window(mem_alloc_on(0, 8192).unwrap(), WindowFlag::DEFAULT);
+        let window = window.unwrap().unwrap();
+        let mine = memory(comm, &[rank as u8 + 1; 64]);
+        window.memory().unwrap().write_at(0, &[rank as u8 + 7; 64]).unwrap();
+        window.fence().unwrap();
+        drop(window.put(other, 4096, &mine).unwrap());
+        window.flush(other).unwrap();
+        window.fence().unwrap();
+        let mut bytes = [0; 64];
+        window.memory().unwrap().read_at(4096, &mut bytes).unwrap();
+        assert_eq!(bytes, [other as u8 + 1; 64]);
+        window.get(other, 0, &mine).unwrap().wait().unwrap();
+        mine.read_at(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [other as u8 + 7; 64]);
+
+        let error = window.get(other, 8192 - 63, &mine).unwrap_err();
+        assert_eq!((error.kind(), error.op()), (Kind::Invalid, "get"));
+        assert!(error.message().contains("do not lie within the window's 8192"), "{error}");
+        assert_eq!(window.put(2, 0, &mine).unwrap_err().kind(), Kind::Invalid);
+        let in_group = towline_comm::group(|| window.flush_all()).unwrap_err();
+        assert_eq!(in_group.kind(), Kind::Invalid);
+        let atomics = window.fetch_add(other, 0, 1).unwrap_err();
+        assert_eq!(atomics.message(), "NCCL has no fetch_add: a communicator on a GPU cannot do it");
+        window.fence().unwrap();
+        window.close();
+        assert_eq!(window.put(other, 0, &mine).unwrap_err().kind(), Kind::Invalid);
+    });
+}
+
+#[test]
+fn memory_that_is_not_mapped_here_and_an_nccl_that_does_not_tell_are_refused() {
+    const TEST: &str = "windows::memory_that_is_not_mapped_here_and_an_nccl_that_does_not_tell_are_refused";
+    let far = [("FAKE_NCCL_VERSION", "23203"), ("FAKE_NCCL_NO", "mapping")];
+    let both = [elsewhere(TEST, &far), elsewhere(TEST, &[("FAKE_NCCL_VERSION", "22907")])];
+    if both.iter().any(Option::is_some) {
+        return;
+    }
+    let comm = alone();
+    let window = comm.register_window(mem_alloc_on(0, 4096).unwrap(), WindowFlag::DEFAULT);
+    let window = window.unwrap().unwrap();
+    let error = window.put(0, 0, &memory(&comm, &[1; 8])).unwrap_err();
+    assert_eq!((error.kind(), error.op()), (Kind::Unsupported, "put"));
+    let expected = match std::env::var("FAKE_NCCL_NO") {
+        Ok(_) => "the memory of rank 0 is not mapped here: it is on another host",
+        Err(_) => "NCCL 2.29.7 has no function ncclGetPeerDevicePointer: it came with NCCL 2.30.0",
+    };
+    assert_eq!(error.message(), expected);
+    assert!(comm.is_valid());
+}
 
 #[test]
 fn a_put_lands_before_its_signal() {
@@ -38,14 +96,10 @@ fn a_put_lands_before_its_signal() {
         assert_eq!(error.message(), "peer 2 is not among 2 ranks");
         let error = comm.signal(peer, 0, 1).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
-        for error in [
-            window.put(peer, 0, &memory).unwrap_err(),
-            window.get(peer, 0, &memory).unwrap_err(),
-            window.flush(peer).unwrap_err(),
-        ] {
-            assert_eq!(error.kind(), Kind::Unsupported, "{error}");
-            assert!(error.message().starts_with("NCCL has no "), "{error}");
-        }
+        window.flush(peer).unwrap();
+        let error = window.fetch_add(peer, 0, 1).unwrap_err();
+        assert_eq!(error.kind(), Kind::Unsupported, "{error}");
+        assert!(error.message().starts_with("NCCL has no "), "{error}");
         comm.barrier().unwrap();
     });
 }

@@ -204,12 +204,19 @@ impl Context {
         &self.0.device
     }
 
-    /// Makes it current in the calling thread until the answer is dropped; then the one before is current again.
+    /// Makes it current in the calling thread until the answer is dropped; then the one before is current again. Nothing is
+    /// done where it is current already, which is cheaper to ask than to switch.
     pub fn enter(&self) -> Result<Entered<'_>> {
         let api = self.0.device.api();
-        // SAFETY: the context is alive, since this value retains it.
-        api.check("cuCtxPushCurrent_v2", unsafe { (api.push_context)(self.0.raw) })?;
-        Ok(Entered { context: self, _one_thread: PhantomData })
+        let mut current = ptr::null_mut();
+        // SAFETY: `current` outlives the call.
+        let code = unsafe { (api.current_context)(&mut current) };
+        let pushed = code != 0 || current != self.0.raw;
+        if pushed {
+            // SAFETY: the context is alive, since this value retains it.
+            api.check("cuCtxPushCurrent_v2", unsafe { (api.push_context)(self.0.raw) })?;
+        }
+        Ok(Entered { context: self, pushed, _one_thread: PhantomData })
     }
 
     pub(crate) fn raw(&self) -> RawContext {
@@ -221,6 +228,7 @@ impl Context {
 #[derive(Debug)]
 pub struct Entered<'a> {
     context: &'a Context,
+    pushed: bool,
     _one_thread: PhantomData<*const ()>,
 }
 
@@ -252,6 +260,9 @@ impl<'a> Entered<'a> {
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
+        if !self.pushed {
+            return;
+        }
         let mut popped = ptr::null_mut();
         // SAFETY: this value pushed one context in this thread (it is not `Send`), and nested ones were taken off before.
         unsafe { (self.api().pop_context)(&mut popped) };

@@ -104,6 +104,15 @@ impl Entered<'_> {
         self.api().check("cuStreamWaitEvent", answer)
     }
 
+    /// Puts a copy between addresses of the device into a stream of somebody else's.
+    ///
+    /// # Safety
+    /// The handle is that of a live stream, and both ranges are valid until it has got past the copy.
+    pub unsafe fn copy_foreign(&self, stream: StreamHandle, to: u64, from: u64, len: usize) -> Result<()> {
+        // SAFETY: the caller's promise. BYTES MOVE HERE
+        self.api().check("cuMemcpyAsync", unsafe { (self.api().copy)(to, from, len, stream.raw()) })
+    }
+
     /// Records an event in a stream of somebody else's, which is of this context.
     ///
     /// # Safety
@@ -118,6 +127,16 @@ impl Entered<'_> {
     /// # Safety
     /// The handle is that of a live stream.
     pub unsafe fn wait_for_foreign(&self, stream: StreamHandle, waiting: &Stream) -> Result<()> {
+        // SAFETY: the caller's promise. The driver puts off the event's end until it has happened.
+        let event = unsafe { self.mark_foreign(stream) }?;
+        waiting.wait(self, &event)
+    }
+
+    /// Makes an event of the point that a stream of somebody else's has come to, also where that is of another context.
+    ///
+    /// # Safety
+    /// The handle is that of a live stream.
+    pub unsafe fn mark_foreign(&self, stream: StreamHandle) -> Result<Event> {
         let api = self.api();
         let mut context = ptr::null_mut();
         // SAFETY: `context` outlives the call; the stream is alive by the caller's promise.
@@ -126,24 +145,20 @@ impl Entered<'_> {
         // An event is recorded in the context in which it was made.
         // SAFETY: the context of a live stream is alive.
         api.check("cuCtxPushCurrent_v2", unsafe { (api.push_context)(context) })?;
-        let mut event: RawEvent = ptr::null_mut();
-        // SAFETY: as above; the event is destroyed below, which the driver puts off until it has happened.
+        let mut raw: RawEvent = ptr::null_mut();
+        // SAFETY: as above; the stream is alive by the caller's promise.
         let answers = unsafe {
-            let created = (api.create_event)(&mut event, DISABLE_TIMING);
-            let recorded = if created == 0 { (api.record)(event, stream.raw()) } else { 0 };
+            let created = (api.create_event)(&mut raw, DISABLE_TIMING);
+            let recorded = if created == 0 { (api.record)(raw, stream.raw()) } else { 0 };
             let mut popped = ptr::null_mut();
             (api.pop_context)(&mut popped);
             (created, recorded)
         };
         api.check("cuEventCreate", answers.0)?;
-        let recorded = api.check("cuEventRecord", answers.1);
-        let waited = recorded.and_then(|()| {
-            // SAFETY: both are alive.
-            api.check("cuStreamWaitEvent", unsafe { (api.stream_wait)(waiting.raw, event, 0) })
-        });
-        // SAFETY: it was created above, and nobody else knows it.
-        unsafe { (api.destroy_event)(event) };
-        waited
+        // Destroyed with the value, in whichever context: the driver knows whose it is.
+        let event = Event { context: self.context().clone(), raw };
+        api.check("cuEventRecord", answers.1)?;
+        Ok(event)
     }
 }
 

@@ -19,7 +19,8 @@ pub(crate) type RawWindow = *mut c_void;
 #[derive(Clone, Copy)]
 pub(crate) struct RawId(pub(crate) [u8; 128]);
 
-/// The settings of a communicator as they were in NCCL 2.18: later ones take the rest as unset, by size and version.
+/// The settings of a communicator as they are in NCCL 2.31. Any version takes any size, and the rest as unset; what those before
+/// 2.31 are given ends with `split_share`, which 2.18 has.
 #[repr(C)]
 pub(crate) struct RawConfig {
     pub(crate) size: usize,
@@ -31,6 +32,22 @@ pub(crate) struct RawConfig {
     pub(crate) max_ctas: c_int,
     pub(crate) net_name: *const c_char,
     pub(crate) split_share: c_int,
+    pub(crate) traffic_class: c_int,
+    pub(crate) name: *const c_char,
+    pub(crate) collnet_enable: c_int,
+    pub(crate) cta_policy: c_int,
+    pub(crate) shrink_share: c_int,
+    pub(crate) nvls_ctas: c_int,
+    pub(crate) channels_per_peer: c_int,
+    pub(crate) nvlink_centric: c_int,
+    pub(crate) graph_usage_mode: c_int,
+    pub(crate) rma_contexts: c_int,
+    pub(crate) most_peers: c_int,
+    pub(crate) graph_stream_ordering: c_int,
+    pub(crate) launch_order_implicit: c_int,
+    pub(crate) rma_signals: c_int,
+    pub(crate) rma_eager_init: c_int,
+    pub(crate) host_cft_mode: c_int,
 }
 
 /// Signals to wait for.
@@ -73,6 +90,7 @@ function_table! {
             deregister: "ncclCommDeregister" = fn(RawComm, *mut c_void) -> Code;
             window: "ncclCommWindowRegister" = fn(RawComm, *mut c_void, usize, *mut RawWindow, c_int) -> Code;
             close_window: "ncclCommWindowDeregister" = fn(RawComm, RawWindow) -> Code;
+            peer_address: "ncclGetPeerDevicePointer" = fn(RawWindow, usize, c_int, *mut *mut c_void) -> Code;
             allocate: "ncclMemAlloc" = fn(*mut *mut c_void, usize) -> Code;
             free: "ncclMemFree" = fn(*mut c_void) -> Code;
 

@@ -2,12 +2,13 @@
 #![allow(unsafe_code, reason = "foreign calls")]
 
 use std::ffi::{c_int, c_void};
+use std::mem::offset_of;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::api::{RawConfig, RawId, WaitDescription};
-use super::{Nccl, Progress, SIGNALS};
+use super::{MAPPED, Nccl, Progress, SEVERAL_SIGNALS, SIGNALS};
 use crate::cuda::StreamHandle;
 use crate::{Error, Result};
 
@@ -52,22 +53,53 @@ impl Slot {
 pub struct Config {
     /// Whether calls wait for their end.
     pub blocking: bool,
+    /// How many contexts signals have, from NCCL 2.31 on; NCCL's own number where not set.
+    pub contexts: Option<u32>,
+    /// How many signals each context has, from NCCL 2.31 on; NCCL's own number where not set.
+    pub signals: Option<u32>,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config { blocking: true, contexts: None, signals: None }
+    }
 }
 
 const UNSET: c_int = c_int::MIN;
 
 impl Config {
-    fn raw(self) -> RawConfig {
+    fn raw(self, version: u32) -> RawConfig {
+        let number = |value: Option<u32>| value.and_then(|value| value.try_into().ok()).unwrap_or(UNSET);
+        let (size, known) = match version {
+            SEVERAL_SIGNALS.. => (size_of::<RawConfig>(), SEVERAL_SIGNALS),
+            _ => (offset_of!(RawConfig, traffic_class).next_multiple_of(8), 21800),
+        };
         RawConfig {
-            size: size_of::<RawConfig>(),
+            size,
             magic: 0xcafe_beef,
-            version: 21800,
+            version: known,
             blocking: c_int::from(self.blocking),
             cga_cluster_size: UNSET,
             min_ctas: UNSET,
             max_ctas: UNSET,
             net_name: ptr::null(),
             split_share: UNSET,
+            traffic_class: UNSET,
+            name: ptr::null(),
+            collnet_enable: UNSET,
+            cta_policy: UNSET,
+            shrink_share: UNSET,
+            nvls_ctas: UNSET,
+            channels_per_peer: UNSET,
+            nvlink_centric: UNSET,
+            graph_usage_mode: UNSET,
+            rma_contexts: number(self.contexts),
+            most_peers: UNSET,
+            graph_stream_ordering: UNSET,
+            launch_order_implicit: UNSET,
+            rma_signals: number(self.signals),
+            rma_eager_init: UNSET,
+            host_cft_mode: UNSET,
         }
     }
 }
@@ -131,7 +163,7 @@ impl Nccl {
         config: Config,
     ) -> Result<Progress> {
         let function = self.optional(self.api().init, "ncclCommInitRankConfig", 21400)?;
-        let mut config = config.raw();
+        let mut config = config.raw(self.version());
         // SAFETY: the slot outlives the call, and NCCL writes the handle before it returns; the settings are copied.
         self.check("ncclCommInitRankConfig", unsafe {
             function(out.place(), nranks, RawId(*id), rank, &mut config)
@@ -151,7 +183,7 @@ impl Nccl {
         config: Config,
     ) -> Result<Progress> {
         let function = self.optional(self.api().split, "ncclCommSplit", 21800)?;
-        let mut config = config.raw();
+        let mut config = config.raw(self.version());
         // SAFETY: the caller's promise; the settings are copied.
         let code = unsafe { function(comm.raw(), color.unwrap_or(-1), key, out.place(), &mut config) };
         self.check("ncclCommSplit", code)
@@ -170,7 +202,7 @@ impl Nccl {
         abort: bool,
     ) -> Result<Progress> {
         let function = self.optional(self.api().shrink, "ncclCommShrink", 22700)?;
-        let (mut list, mut config) = (exclude.to_vec(), config.raw());
+        let (mut list, mut config) = (exclude.to_vec(), config.raw(self.version()));
         let count = c_int::try_from(list.len())
             .map_err(|_| Error::argument("ncclCommShrink", "too many ranks are excluded"))?;
         // SAFETY: the caller's promise; list and settings are copied.
@@ -300,6 +332,20 @@ impl Nccl {
         // SAFETY: the caller's promise.
         let code = unsafe { function(comm.raw(), pointer(handle as u64)) };
         self.check("ncclCommWindowDeregister", code)
+    }
+
+    /// Where that rank's memory of a window lies in this process's address space of the GPU; `None` where it is not mapped here:
+    /// the rank is on another host, or this GPU does not reach its one.
+    ///
+    /// # Safety
+    /// The handle is that of an open window of a communicator that is alive, and the offset lies in it.
+    pub unsafe fn peer_address(&self, window: usize, offset: usize, peer: i32) -> Result<Option<u64>> {
+        let function = self.optional(self.api().peer_address, "ncclGetPeerDevicePointer", MAPPED)?;
+        let mut address = ptr::null_mut();
+        // SAFETY: the caller's promise; `address` outlives the call.
+        let code = unsafe { function(pointer(window as u64), offset, peer, &mut address) };
+        self.check("ncclGetPeerDevicePointer", code)?;
+        Ok(Some(address.expose_provenance() as u64).filter(|address| *address != 0))
     }
 
     /// An operation that multiplies this rank's elements by a scalar, and sums. `scalar` has the bytes of one element.

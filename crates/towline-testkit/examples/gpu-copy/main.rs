@@ -1,7 +1,7 @@
 //! Measures copies on a GPU beside a bare kernel and beside the driver's own copies, in one run.
 //!
 //! ```text
-//! nvcc -arch=sm_90 -ptx crates/towline-testkit/examples/gpu-copy/bare.cu -o bare.ptx
+//! nvcc -arch=sm_90 -ptx crates/towline-testkit/src/gpu/bare.cu -o bare.ptx
 //! cargo run --release -p towline-testkit --example gpu-copy -- bare.ptx [tune]
 //! ```
 //!

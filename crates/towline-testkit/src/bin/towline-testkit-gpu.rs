@@ -1,22 +1,19 @@
 //! Measures transfers between two processes that use one GPU, beside what the GPU does without the library, in turns.
 //!
 //! ```text
-//! nvcc -arch=sm_90 -ptx crates/towline-testkit/examples/gpu-copy/bare.cu -o bare.ptx
-//! cargo run --release -p towline-testkit --bin towline-testkit-gpu -- bare.ptx [whole] [paged] [host] [sockets]
+//! cargo run --release -p towline-testkit --bin towline-testkit-gpu
 //! ```
 //!
 //! Every figure is the median from the host's call to the end as the host sees it, lists included. The bare kernel's list of
 //! pointers is ready in pinned memory; its upload counts. Every shape is verified before it is measured.
-#![allow(unsafe_code, reason = "launches kernels")]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a program that measures and prints")]
 
-use std::ffi::{CString, c_void};
 use std::sync::Arc;
 use std::time::Instant;
 
 use towline::cuda::Gpu;
-use towline::memory::{DeviceStorage, PinnedStorage};
-use towline::{Access, Endpoint, Layout, MemoryDescription, Registered, Remote, Routing, Storage, Ticket};
+use towline::{Access, Endpoint, Layout, Registered, Remote, Routing, Storage, Ticket};
+use towline_testkit::gpu::Bare;
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
@@ -24,42 +21,33 @@ use towline_testkit::worker::storage;
 
 const ROUNDS: usize = 31;
 const MIB: usize = 1 << 20;
+const MOST_BLOCKS: usize = 81920;
 const THEIRS: Stamp = Stamp { region: 7, generation: 1 };
 
 type Local = Registered<Arc<dyn Storage>>;
 
 fn main() {
+    // Another kernel than the one that comes along.
     let bare = std::env::args().nth(1);
     let gpu = Gpu::open(0).unwrap();
     println!("{} ({:?} cores)", gpu.name(), std::thread::available_parallelism());
     gpu.prepare().unwrap();
     // A fake has little memory.
     let size = if gpu.device().memory().unwrap() > 8 << 30 { 512 * MIB } else { 16 * MIB };
-    let bench = Bench::new(gpu, bare.as_deref(), size);
-    let parts: Vec<String> = std::env::args().skip(2).collect();
-    let wanted = |part: &str| parts.is_empty() || parts.iter().any(|one| one == part);
-    if wanted("whole") {
-        bench.whole();
-    }
+    let bench = Bench::new(&gpu, bare.as_deref(), size);
+    bench.whole();
     for kind in ["device", "exportable"] {
-        if wanted("paged") {
-            bench.paged(kind);
-        }
+        bench.paged(kind);
     }
-    if wanted("host") {
-        bench.host();
-    }
-    if wanted("sockets") {
-        bench.sockets();
-    }
+    bench.host();
+    bench.sockets();
 }
 
 struct Bench {
-    gpu: Arc<Gpu>,
     user: Endpoint,
     owner: std::cell::RefCell<Process>,
     size: usize,
-    bare: Option<String>,
+    bare: Bare,
 }
 
 /// Medians of two things that are done in turns.
@@ -94,11 +82,15 @@ fn show(name: &str, bytes: usize, (ours, limit): (f64, f64), what: &str) {
 }
 
 impl Bench {
-    fn new(gpu: Arc<Gpu>, bare: Option<&str>, size: usize) -> Bench {
+    fn new(gpu: &Arc<Gpu>, bare: Option<&str>, size: usize) -> Bench {
         let user = Endpoint::open("user").unwrap();
         let owner = Process::open("owner", "").into();
         let bare = bare.map(|path| std::fs::read_to_string(path).unwrap());
-        Bench { gpu, user, owner, size, bare }
+        let bare = Bare::new(gpu, size, MOST_BLOCKS, bare.as_deref()).unwrap();
+        if let Some(why) = bare.no_kernel() {
+            println!("no bare kernel: {why}");
+        }
+        Bench { user, owner, size, bare }
     }
 
     /// A region of the owner, as the user reaches it by that path.
@@ -134,20 +126,13 @@ impl Bench {
     /// One run of bytes between GPU memory of two processes, beside the driver's copy on the same GPU.
     fn whole(&self) {
         println!("\ncontiguous, GPU to GPU of another process; limit: cuMemcpyAsync and a wait");
-        let (one, two) =
-            (DeviceStorage::new(self.size, 0).unwrap(), DeviceStorage::new(self.size, 0).unwrap());
-        let entered = self.gpu.enter("bench").unwrap();
-        let stream = entered.stream(0).unwrap();
+        let limits = self.bare.enter().unwrap();
         for kind in ["device", "exportable"] {
             let (remote, local) = (self.remote(kind, "cuda"), self.local("device"));
             self.read(&remote, &local, self.size);
             THEIRS.verify_storage(local.storage(), 0, self.size).unwrap();
             for len in self.lens() {
-                let limit = || {
-                    // SAFETY: both are as long as that.
-                    unsafe { stream.copy(&entered, two.addr() as u64, one.addr() as u64, len) }.unwrap();
-                    stream.synchronize(&entered).unwrap();
-                };
+                let limit = || limits.on_gpu(len).unwrap();
                 show(&format!("read {len}"), len, turns(|| self.read(&remote, &local, len), limit), "raw");
                 show(&format!("write {len}"), len, turns(|| self.write(&remote, &local, len), limit), "raw");
             }
@@ -159,16 +144,8 @@ impl Bench {
         println!("\npaged, random blocks on both sides, GPU to GPU of another process; limit: a bare kernel");
         let remote = self.remote(kind, "cuda");
         let local = self.local("device");
-        let (one, two) =
-            (DeviceStorage::new(self.size, 0).unwrap(), DeviceStorage::new(self.size, 0).unwrap());
-        let entered = self.gpu.enter("bench").unwrap();
-        let stream = entered.stream(0).unwrap();
-        let lists = PinnedStorage::new(4 * MIB).unwrap();
-        let copy = entered.allocate(4 * MIB).unwrap();
-        let kernel = self.bare.as_ref().map(|text| {
-            let text = CString::new(text.as_str()).unwrap();
-            entered.module(&text).unwrap().function(c"bare_copy").unwrap()
-        });
+        let limits = self.bare.enter().unwrap();
+        let kernel = self.bare.no_kernel().is_none();
         for (count, len) in [
             (16384, 4 << 10),
             (81920, 4 << 10),
@@ -201,28 +178,11 @@ impl Bench {
                 THEIRS.fill(u64::from(*from) * len as u64, &mut expected);
                 assert_eq!(found, expected, "block {from} to {to}");
             }
-            for (at, (from, to)) in theirs.iter().zip(&ours).enumerate() {
-                let pair = [
-                    one.addr() as u64 + u64::from(*from) * len as u64,
-                    two.addr() as u64 + u64::from(*to) * len as u64,
-                ];
-                // SAFETY: the list has room for that many pairs.
-                unsafe { lists.as_ptr().cast::<[u64; 2]>().add(at).write(pair) };
-            }
-            let (number, vectors) = (count as u32, (len / 16) as u32);
+            limits.prepare(&theirs, &ours, len).unwrap();
             let bare = || {
-                let Some(kernel) = &kernel else { return };
-                let mut arguments: [*mut c_void; 3] = [
-                    std::ptr::from_ref(&copy).cast_mut().cast(),
-                    std::ptr::from_ref(&number).cast_mut().cast(),
-                    std::ptr::from_ref(&vectors).cast_mut().cast(),
-                ];
-                // SAFETY: the pairs are valid, and the arguments are the kernel's.
-                unsafe {
-                    stream.copy(&entered, copy, lists.device_address(), count * 16).unwrap();
-                    stream.launch(&entered, kernel, 528, 256, &mut arguments).unwrap();
+                if kernel {
+                    limits.paged().unwrap();
                 }
-                stream.synchronize(&entered).unwrap();
             };
             show(&format!("read {count} x {len}"), count * len, turns(read, bare), "bare");
             let write = || {
@@ -238,10 +198,7 @@ impl Bench {
     /// Host memory of one process and GPU memory of the other, beside the bus.
     fn host(&self) {
         println!("\nhost memory and a GPU, in two processes; limit: cuMemcpyAsync from or to pinned memory");
-        let (near, pinned) =
-            (DeviceStorage::new(self.size, 0).unwrap(), PinnedStorage::new(self.size).unwrap());
-        let entered = self.gpu.enter("bench").unwrap();
-        let stream = entered.stream(0).unwrap();
+        let limits = self.bare.enter().unwrap();
         for (theirs, path, ours) in [
             ("shared", "mapped", "device"),
             ("pinned", "mapped", "device"),
@@ -259,16 +216,9 @@ impl Bench {
                 start.elapsed().as_secs_f64() * 1e3
             );
             THEIRS.verify_storage(local.storage(), 0, self.size).unwrap();
-            let (from, to) = match ours {
-                "device" => (pinned.device_address(), near.addr() as u64),
-                _ => (near.addr() as u64, pinned.device_address()),
-            };
+            let to_gpu = ours == "device";
             for len in self.lens().filter(|len| [4096, MIB, 256 * MIB, self.size].contains(len)) {
-                let limit = || {
-                    // SAFETY: both are as long as that.
-                    unsafe { stream.copy(&entered, to, from, len) }.unwrap();
-                    stream.synchronize(&entered).unwrap();
-                };
+                let limit = || limits.over_the_bus(to_gpu, len).unwrap();
                 let name = format!("read {len}, {theirs} to {ours}");
                 show(&name, len, turns(|| self.read(&remote, &local, len), limit), "bus");
             }
@@ -281,11 +231,7 @@ impl Bench {
                 let request = self.user.read(&remote, &local).blocks(&pages, &ids, &pages, &ids);
                 request.start().unwrap().wait().unwrap();
             };
-            let limit = || {
-                // SAFETY: both are as long as that.
-                unsafe { stream.copy(&entered, to, from, count * len) }.unwrap();
-                stream.synchronize(&entered).unwrap();
-            };
+            let limit = || limits.over_the_bus(to_gpu, count * len).unwrap();
             show(
                 &format!("read {count} x {len}, {theirs} to {ours}"),
                 count * len,

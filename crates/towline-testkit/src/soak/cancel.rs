@@ -110,6 +110,11 @@ impl Drill for Cancel {
         }
         let ended = transfer.wait_for(STALL * 10).expect("a cancelled transfer does not end");
         let took = started.elapsed().saturating_sub(moment);
+        // Where the owner took too long to answer and is seen to be at it, the transfer says so.
+        if !transfer.quiet() {
+            assert!(transfer.wait_quiet(STALL * 10), "a cancelled transfer never becomes quiet");
+            round.tally.count("owners inside", 1);
+        }
         let at_the_end = write.then(|| self.target.look());
         match &ended {
             Ok(()) => round.tally.count("too late", 1),

@@ -135,13 +135,13 @@ impl Initiator {
         reply.number(0)
     }
 
-    /// Waits for what was begun: the kind of its error, and when it ended.
-    fn ended(&mut self) -> (Option<Kind>, u64) {
+    /// Waits for what was begun: the kind of its error, when it ended, and whether it was quiet then.
+    fn ended(&mut self) -> (Option<Kind>, u64, bool) {
         self.python.tell("ended");
         let reply = self.python.answer(STALL * 10).unwrap();
         let kind = Kind::ALL.into_iter().find(|(_, name)| *name == reply.text(0)).map(|(kind, _)| kind);
         assert!(kind.is_some() || reply.text(0) == "none", "{}", reply.text(0));
-        (kind, reply.number(1))
+        (kind, reply.number(1), reply.text(2) == "True")
     }
 
     /// The owner is killed: the await in Python ends with an error in time, and its memory is quiet.
@@ -159,9 +159,9 @@ impl Initiator {
         let killed = now();
         owner.process.kill_at_once();
         match self.ended() {
-            (None, _) if op == "read" => self.verify("a read of one that dies", stamp, 0, LEN),
-            (None, _) => {}
-            (Some(kind), at) => {
+            (None, ..) if op == "read" => self.verify("a read of one that dies", stamp, 0, LEN),
+            (None, ..) => {}
+            (Some(kind), at, _) => {
                 assert!(GONE.contains(&kind), "{kind:?}");
                 round.tally.time("detected by an await", Duration::from_nanos(at.saturating_sub(killed)));
             }
@@ -191,19 +191,26 @@ impl Initiator {
         thread::sleep(round.random.micros(1500));
         owner.process.stop();
         let stopped = now();
-        let (kind, at) = self.ended();
+        let (kind, at, quiet) = self.ended();
+        assert!(quiet || path == "unix", "{path} keeps nobody inside");
         if let Some(kind) = kind {
             assert!(GONE.contains(&kind), "{kind:?}");
             assert!(!direct, "{path} needs no help of the owner: {kind:?}");
             round.tally.time("await ended", Duration::from_nanos(at.saturating_sub(stopped)));
         }
-        let at_the_end = sight.look();
+        let mut at_the_end = sight.look();
         if kind.is_none() && !write {
             self.verify("a read of one that is stopped", OLD, 0, LEN);
         }
         let later = Stamp::new(14, round.generation());
         self.put(later);
         owner.process.resume();
+        if !quiet {
+            self.python.tell("quiet");
+            self.python.answer(STALL * 10).unwrap();
+            at_the_end = sight.look();
+            round.tally.count("owners inside", 1);
+        }
         served_again(&self.observer, &owner.ticket, path, "after a stop");
         thread::sleep(Duration::from_millis(3));
         unchanged("the memory of an owner that was stopped", &at_the_end, &sight.look());

@@ -1,10 +1,11 @@
 //! What the campaigns share: endpoints with their limits, a worker that owns memory, and somebody who looks on.
 
-use std::time::Duration;
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
 
 use towline::{Access, Endpoint, Kind, Limits, Registered, Remote, SystemStorage, Ticket};
 
-use super::{STALL, Staff};
+use super::{STALL, Staff, Tally};
 use crate::bench::{outcome, routing};
 use crate::oracle::Stamp;
 use crate::process::{Process, Reply};
@@ -66,13 +67,15 @@ impl Owner {
     }
 
     /// Imports what a living owner offers. On a busy machine its answer may take longer than the limit of a campaign: that this ends
-    /// the wait is right, and it is asked again.
+    /// the wait is right, and it is asked again. Each try is held against the limit, and that there was more than one is told.
     pub(super) fn import(&self, user: &Endpoint, lane: &str) -> Remote {
-        let mut last = None;
+        let (mut last, mut tries) = (None, 0);
         eventually(STALL * 10, || {
-            last = Some(user.import_with(&self.ticket, &routing(lane)));
+            tries += 1;
+            last = Some(tried(user, &self.ticket, lane));
             !matches!(&last, Some(Err(error)) if error.kind() == Kind::Timeout)
         });
+        IMPORTS.with_borrow_mut(|imports| imports.again += u64::from(tries > 1));
         let remote = last.expect("it was tried").unwrap();
         assert_eq!(remote.path(), lane, "{}", remote.explain());
         remote
@@ -124,11 +127,45 @@ pub(super) fn old_or_new(what: &str, bytes: &[u8], at: usize, old: Stamp, new: S
     }
 }
 
+#[derive(Default)]
+struct Imports {
+    took: Vec<Duration>,
+    /// Of an owner that lives, and did not answer the first time.
+    again: u64,
+}
+
+thread_local! {
+    /// The imports of the round that this thread runs.
+    static IMPORTS: RefCell<Imports> = RefCell::default();
+}
+
+/// One try of an import, which ends by the limit of the endpoint, well or not.
+fn tried(user: &Endpoint, ticket: &Ticket, lane: &str) -> towline::Result<Remote> {
+    let begun = Instant::now();
+    let outcome = user.import_with(ticket, &routing(lane));
+    let took = begun.elapsed();
+    IMPORTS.with_borrow_mut(|imports| imports.took.push(took));
+    assert!(took < STALL * 10, "an import took {took:?}, and its limit is {STALL:?}");
+    outcome
+}
+
+/// Hands over what the imports of a round were like.
+pub(super) fn account_for_imports(tally: &mut Tally) {
+    let imports = IMPORTS.take();
+    imports.took.into_iter().for_each(|took| tally.time(IMPORT_ENDED, took));
+    if imports.again > 0 {
+        tally.count("imports asked again", imports.again);
+    }
+}
+
+/// How long a try of an import took.
+const IMPORT_ENDED: &str = "import ended";
+
 /// Waits until a read of a few bytes succeeds again.
 pub(super) fn served_again(user: &Endpoint, ticket: &Ticket, lane: &str, what: &str) {
     let small = local(user, 4096);
     let served = eventually(STALL * 10, || {
-        user.import_with(ticket, &routing(lane))
+        tried(user, ticket, lane)
             .and_then(|remote| outcome(user.read(&remote, &small).at(0, 0, 4096).start()))
             .is_ok()
     });
@@ -150,7 +187,7 @@ impl Bystander {
     }
 
     pub(super) fn serves(&self, user: &Endpoint, lane: &str) -> Duration {
-        let started = std::time::Instant::now();
+        let started = Instant::now();
         let remote = self.owner.import(user, lane);
         let local = local(user, 64 * KIB);
         outcome(user.read(&remote, &local).start()).unwrap();

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use crate::process::Process;
 
 /// The lane in which workers are Python processes. The path is another one in each round.
-pub(super) const PYTHON: &str = "python";
+pub const PYTHON: &str = "python";
 
 /// What an interpreter does for the campaigns.
 const WORKER: &str = include_str!("python/worker.py");
@@ -22,6 +22,22 @@ pub fn use_python(interpreter: PathBuf) {
 /// The interpreter, to be given arguments.
 pub(super) fn interpreter() -> Command {
     Command::new(INTERPRETER.get().cloned().unwrap_or_else(|| PathBuf::from("python3")))
+}
+
+/// Starts an interpreter that runs a script, which takes orders and answers them as a worker does; in a network namespace, where
+/// one is named.
+pub fn start_python(name: &str, script: &str, namespace: Option<&str>) -> Process {
+    let python = interpreter();
+    let mut command = match namespace {
+        None => python,
+        Some(namespace) => {
+            let mut command = Command::new("ip");
+            command.args(["netns", "exec", namespace]).arg(python.get_program());
+            command
+        }
+    };
+    command.args(["-c", script]);
+    Process::start_by(command, name)
 }
 
 /// Who the workers are.
@@ -58,9 +74,7 @@ impl Staff {
         match self {
             Staff::Rust => Process::open(name, options),
             Staff::Python => {
-                let mut command = interpreter();
-                command.args(["-c", WORKER]);
-                let mut process = Process::start_by(command, name);
+                let mut process = start_python(name, WORKER, None);
                 process.must(&format!("open {name} {options}"));
                 process
             }

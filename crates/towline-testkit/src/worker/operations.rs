@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use towline::MemoryAccess;
 use towline::connect::{
     Beginning, Connector, Descriptor, RdmaMetadata, ReadOperation, ReadableOperation, WritableOperation,
     WriteOperation,
@@ -26,11 +27,15 @@ fn begun<T: 'static>(beginning: Beginning<T>) -> Operation {
 }
 
 impl Worker {
-    /// `offer read|write LEN KIND`: answers with the metadata.
+    /// `offer read|write LEN KIND [BYTE]`, of memory that is full of that byte: answers with the metadata.
     pub(super) fn offer(&mut self, words: &mut Words<'_>) -> Answer {
         let (op, len, kind) = (words.text()?, words.take()?, words.text()?);
         let connector = Connector::with_endpoint(self.endpoint()?.clone());
-        let local = Descriptor::new(storage(len, kind)?);
+        let memory = storage(len, kind)?;
+        if let Ok(byte) = words.take() {
+            memory.memset(byte, 0, len)?;
+        }
+        let local = Descriptor::new(memory);
         let (operation, metadata) = if op == "read" {
             let readable = connector.create_readable(local)?;
             let metadata = readable.metadata()?;
@@ -44,20 +49,44 @@ impl Worker {
         Ok((String::new(), metadata.to_json()?.into_bytes()))
     }
 
-    /// `claim read|write LEN [silently]`, with the metadata.
+    /// `claim read|write LEN [silently|at-once [KIND [BYTE]]]`, with the metadata.
     pub(super) fn claim(&mut self, line: &Line, words: &mut Words<'_>) -> Answer {
         let (op, len): (_, usize) = (words.text()?, words.take()?);
-        let silently = words.text().is_ok();
+        let silently = words.text().is_ok_and(|how| how == "silently");
+        let memory = storage(len, words.text().unwrap_or("system"))?;
+        if let Ok(byte) = words.take() {
+            memory.memset(byte, 0, len)?;
+        }
         let metadata = String::from_utf8_lossy(&line.payload);
         let metadata = RdmaMetadata::from_json(&metadata)?;
         let connector = Connector::with_endpoint(self.endpoint()?.clone());
-        let local = Descriptor::new(storage(len, "system")?);
+        let local = Descriptor::new(memory);
         self.operation = Some(match (op, silently) {
             ("read", false) => Operation::Read(connector.begin_read(&metadata, local)?),
             ("read", true) => begun(connector.begin_read_async(&metadata, local)),
             (_, false) => Operation::Write(connector.begin_write(local, &metadata)?),
             (_, true) => begun(connector.begin_write_async(local, &metadata)),
         });
+        said("")
+    }
+
+    /// `full BYTE`: whether the memory of the operation is full of that byte.
+    pub(super) fn full(&mut self, words: &mut Words<'_>) -> Answer {
+        let byte: u8 = words.take()?;
+        let descriptors = match &self.operation {
+            Some(Operation::Readable(one)) => one.descriptors(),
+            Some(Operation::Writable(one)) => one.descriptors(),
+            Some(Operation::Read(one)) => one.descriptors(),
+            Some(Operation::Write(one)) => one.descriptors(),
+            Some(Operation::Silent(_)) | None => return Err(bad("there is no operation")),
+        };
+        for one in descriptors {
+            let mut bytes = vec![0; one.size()];
+            one.storage().ok_or_else(|| bad("no storage"))?.read_at(0, &mut bytes)?;
+            if let Some(at) = bytes.iter().position(|found| *found != byte) {
+                return Err(bad(format!("byte {at} is {}, not {byte}", bytes[at])));
+            }
+        }
         said("")
     }
 

@@ -4,6 +4,7 @@
 
 mod faults;
 mod kernel;
+mod model;
 mod processes;
 mod suite;
 mod transfers;
@@ -13,6 +14,9 @@ use std::sync::{Arc, PoisonError};
 
 use towline::cuda::Gpu;
 use towline_testkit::process::use_driver;
+
+/// The logarithm of the longest transfer of a random program.
+const LONGEST: u32 = 20;
 
 fn fake() -> PathBuf {
     towline_fake_cuda::library().expect("Cargo builds the fake for its dependants")
@@ -66,7 +70,9 @@ process_tests![
     a_killed_user_does_not_hold_the_owners_gpu_memory,
     memory_in_many_parts_is_opened_side_by_side,
     a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_it_goes_on,
+    a_user_that_is_stopped_during_paged_copies_holds_the_memory_and_no_longer,
     regions_of_one_allocation_come_and_go_while_others_are_used,
     memory_is_taken_back_under_paged_copies_and_nothing_stale_is_read,
     a_transfer_keeps_the_order_of_a_stream,
+    operations_keep_the_order_of_a_stream,
 ];

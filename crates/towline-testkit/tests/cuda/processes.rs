@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use towline::cuda::StreamHandle;
+use towline::connect::{Connector, Descriptor, Descriptors, OperationStatus};
+use towline::cuda::{Mark, StreamHandle};
 use towline::memory::{DeviceStorage, Storage};
-use towline::{Access, Endpoint, Kind, Layout, Limits, Registered, Ticket};
+use towline::{Access, Endpoint, Kind, Layout, Limits, MemoryDescription, Registered, Ticket};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
@@ -128,7 +129,7 @@ pub(crate) fn a_killed_user_does_not_hold_the_owners_gpu_memory() {
         let imported = user.must(&format!("import {} cuda", region.ticket().unwrap()));
         assert_eq!(imported.text(1), "cuda");
         let op = if round % 2 == 0 { "write" } else { "read" };
-        user.must(&format!("loop {op} {} 1 {LEN}", imported.number(0)));
+        user.must(&format!("loop {op} {} 1 {LEN} {BLOCK}", imported.number(0)));
         thread::sleep(random.micros(8000));
         user.kill_at_once();
         if round % 4 == 3 {
@@ -172,6 +173,41 @@ pub(crate) fn a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_
     user.resume();
     assert!(eventually(STALL * 10, || watched.strong_count() == 0 && owner.stats().parked == (0, 0)));
     assert_eq!(user.ask(&format!("read {remote} 1 0 0 8")).unwrap_err().kind, Kind::Stale);
+}
+
+pub(crate) fn a_user_that_is_stopped_during_paged_copies_holds_the_memory_and_no_longer() {
+    if !driver("a_user_that_is_stopped_during_paged_copies_holds_the_memory_and_no_longer") {
+        return;
+    }
+    let _watchdog = watch("gpu: stopped during paged copies", Duration::from_secs(120));
+    let mut random = Random::new(34);
+    let owner = endpoint("owner");
+    for round in 0..6u16 {
+        let memory = storage(LEN, ["device", "exportable"][usize::from(round % 2)]).unwrap();
+        Stamp::new(6, round).fill_storage(&memory).unwrap();
+        let region = owner.register(memory, Access::READ_WRITE).unwrap();
+        let mut user = Process::open("user", "");
+        user.must(&format!("register {LEN} {} none", ["device", "system"][usize::from(round / 2 % 2)]));
+        user.must("fill 1 96 96");
+        let remote = user.must(&format!("import {} cuda", region.ticket().unwrap())).number(0);
+        let op = if round % 2 == 0 { "write" } else { "read" };
+        user.must(&format!("loop {op} {remote} 1 {LEN} {BLOCK}"));
+        thread::sleep(random.micros(5000));
+        user.stop();
+        let pinned = region.into_storage_within(Duration::from_millis(100)).unwrap_err();
+        assert_eq!(pinned.error.kind(), Kind::Timeout, "round {round}");
+        user.resume();
+        let memory = pinned
+            .registration
+            .into_storage_within(STALL * 10)
+            .unwrap_or_else(|pinned| panic!("round {round}: {}", pinned.error));
+        // It goes on asking, and nothing of it lands any more.
+        let mine = Stamp::new(95, round);
+        mine.fill_storage(&memory).unwrap();
+        thread::sleep(random.micros(3000));
+        mine.verify_storage(&memory, 0, LEN).unwrap_or_else(|wrong| panic!("round {round}: {wrong}"));
+        user.kill();
+    }
 }
 
 pub(crate) fn regions_of_one_allocation_come_and_go_while_others_are_used() {
@@ -284,4 +320,94 @@ pub(crate) fn a_transfer_keeps_the_order_of_a_stream() {
     // SAFETY: as above.
     let refused = outcome(unsafe { user.read(&remote, &host).stream(handle) }.start()).unwrap_err();
     assert_eq!(refused.kind(), Kind::Unsupported, "{refused}");
+}
+
+pub(crate) fn operations_keep_the_order_of_a_stream() {
+    const FILLS: usize = 300;
+    let Some(gpu) = here("operations_keep_the_order_of_a_stream") else { return };
+    let _watchdog = watch("gpu: operations in a stream", Duration::from_secs(120));
+    let mut peer = Process::open("peer", "");
+    let connector = Connector::with_endpoint(endpoint("user"));
+    let (near, after) = (storage(LEN, "device").unwrap(), DeviceStorage::new(LEN, 0).unwrap());
+    let entered = gpu.enter("test").unwrap();
+    let stream = entered.stream(0).unwrap();
+    let at = near.addr() as u64;
+    let ours = || Descriptor::new(Arc::clone(&near));
+    // SAFETY: the stream lives to the end of the test; so below.
+    let ordered = |local: Descriptor| unsafe { Descriptors::from(local).stream(stream.handle()) };
+    // Much work, of which only the last bit leaves what must be seen.
+    let work = |last: u8| {
+        for round in 0..FILLS {
+            let byte = if round + 1 == FILLS { last } else { 0x11 };
+            // SAFETY: the storage is as long as that, and stays until the stream is empty.
+            unsafe { stream.fill(&entered, at, byte, LEN) }.unwrap();
+        }
+    };
+    let reading = format!("claim read {LEN} at-once device");
+    let limit = (STALL * 10).as_millis();
+    // What is offered while the work goes on is read when it is done, by other processes and by this one.
+    for byte in [0x51, 0x52] {
+        work(byte);
+        let readable = connector.create_readable(ordered(ours())).unwrap();
+        peer.ask_with(&reading, readable.metadata().unwrap().to_json().unwrap().as_bytes()).unwrap();
+        peer.must(&format!("ended {limit}"));
+        peer.must(&format!("full {byte}"));
+        readable.wait(Some(STALL * 10)).unwrap();
+    }
+    work(0x53);
+    let other = Connector::with_endpoint(endpoint("other"));
+    let readable = connector.create_readable(ordered(ours())).unwrap();
+    let target = Descriptor::new(DeviceStorage::new(LEN, 0).unwrap());
+    other.begin_read(&readable.metadata().unwrap(), &target).unwrap().wait(Some(STALL * 10)).unwrap();
+    let full = |storage: &dyn towline::MemoryAccess, byte: u8| {
+        let mut bytes = vec![0; LEN];
+        towline::memory::MemoryAccess::read_at(storage, 0, &mut bytes).unwrap();
+        bytes.iter().all(|found| *found == byte)
+    };
+    assert!(full(target.storage().unwrap(), 0x53));
+    readable.wait(Some(STALL * 10)).unwrap();
+    // So is memory of which its library says that work is queued for it.
+    work(0x54);
+    let marked = ours();
+    // SAFETY: as above.
+    marked.set_mark(unsafe { Mark::of(stream.handle(), 0) }.unwrap());
+    let readable = connector.create_readable(&marked).unwrap();
+    peer.ask_with(&reading, readable.metadata().unwrap().to_json().unwrap().as_bytes()).unwrap();
+    peer.must(&format!("ended {limit}"));
+    peer.must("full 84");
+    // What is queued behind a read sees its bytes, and nobody waits on the host.
+    let metadata = String::from_utf8(peer.must(&format!("offer read {LEN} device 119")).payload).unwrap();
+    work(0x55);
+    let read = connector.begin_read(&metadata.parse().unwrap(), ordered(ours())).unwrap();
+    // SAFETY: both are as long as that, and stay until the stream is empty.
+    unsafe { stream.copy(&entered, after.addr() as u64, at, LEN) }.unwrap();
+    stream.synchronize(&entered).unwrap();
+    assert!(full(&after, 119), "what follows a read sees what was read");
+    read.wait(Some(STALL * 10)).unwrap();
+    // A write takes the bytes of its moment.
+    let metadata = String::from_utf8(peer.must(&format!("offer write {LEN} device 1")).payload).unwrap();
+    work(0x56);
+    let write = connector.begin_write(ordered(ours()), &metadata.parse().unwrap()).unwrap();
+    work(0x57);
+    peer.must(&format!("ended {limit}"));
+    peer.must("full 86");
+    write.wait(Some(STALL * 10)).unwrap();
+    stream.synchronize(&entered).unwrap();
+    // Where neither side is on a GPU there is nothing to order, and the peer's operation is left alone.
+    let metadata = String::from_utf8(peer.must("offer read 64 system 7").payload).unwrap();
+    let host = || Descriptor::new(towline::SystemStorage::new(64).unwrap());
+    let refused = connector.begin_read(&metadata.parse().unwrap(), ordered(host())).unwrap_err();
+    assert_eq!(refused.kind(), Kind::Invalid, "{refused}");
+    connector.begin_read(&metadata.parse().unwrap(), host()).unwrap().wait(Some(STALL * 10)).unwrap();
+    // One that ends before its time ends for whoever waits to claim it.
+    work(0x58);
+    let readable = connector.create_readable(ordered(ours())).unwrap();
+    peer.tell_with(&reading, readable.metadata().unwrap().to_json().unwrap().as_bytes());
+    thread::sleep(Duration::from_micros(500));
+    readable.cancel();
+    if let Err(failure) = peer.answer(STALL * 10) {
+        assert!([Kind::Stale, Kind::Canceled].contains(&failure.kind), "{}", failure.message);
+    }
+    assert!(eventually(STALL * 10, || readable.status() == OperationStatus::Cancelled));
+    stream.synchronize(&entered).unwrap();
 }

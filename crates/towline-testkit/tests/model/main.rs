@@ -20,7 +20,8 @@ fn programs_agree_with_the_model(path: &str, kind: &'static str) {
     let mut seed = [0; 32];
     seed[..8].copy_from_slice(&random::seed().to_le_bytes());
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
-    let outcome = runner.run(&world::program(), |program| world::run(&routing, kind, &program));
+    let kinds = world::Kinds::new(kind, "system");
+    let outcome = runner.run(&world::program(), |program| world::run(&routing, kinds, &program));
     if let Err(error) = outcome {
         panic!("seed {}: {error}", random::seed());
     }

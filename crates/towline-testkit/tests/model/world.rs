@@ -2,15 +2,17 @@
 //!
 //! A [`Step`] names endpoints, regions and remotes by numbers that are taken modulo how many there are, so that any
 //! list of steps is a program. Whatever the library does, the vectors say what had to come of it: success with exactly
-//! these bytes, or an error of one of the kinds for which there is a reason.
+//! these bytes, or an error of one of the kinds for which there is a reason. Memory of GPUs takes part too: it is full of other
+//! bytes at first, and words in it are refused.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 use towline::{
-    Access, Dtype, Endpoint, Kind, Layout, ReduceOp, Registered, Remote, Result, Routing, Storage,
-    SystemStorage, Transfer,
+    Access, Dtype, Endpoint, Kind, Layout, MemoryAccess, ReduceOp, Registered, Remote, Result, Routing,
+    Storage, Transfer,
 };
 
 use towline_testkit::bench::{STALL, options};
@@ -19,6 +21,21 @@ use towline_testkit::worker::storage;
 const ENDPOINTS: usize = 3;
 const LOCAL: usize = 1_300_000;
 const BLOCK: u64 = 48;
+const POISON: u8 = 0xE7;
+
+/// What the memory of the owners and of the users is, in the words of the workers, and how long the users' is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kinds {
+    pub(crate) theirs: &'static str,
+    pub(crate) ours: &'static str,
+    pub(crate) local: usize,
+}
+
+impl Kinds {
+    pub(crate) fn new(theirs: &'static str, ours: &'static str) -> Kinds {
+        Kinds { theirs, ours, local: LOCAL }
+    }
+}
 
 /// One step of a program.
 #[derive(Debug, Clone)]
@@ -89,6 +106,21 @@ pub(crate) enum Step {
         write: bool,
         /// Their numbers there; here they lie one after the other.
         blocks: Vec<u8>,
+    },
+    /// Blocks of any length move, in any order on both sides.
+    Pages {
+        /// Over which remote.
+        remote: u8,
+        /// Towards it.
+        write: bool,
+        /// How long each is.
+        len: u32,
+        /// Where the blocks begin here.
+        base: u32,
+        /// Their numbers there.
+        far: Vec<u16>,
+        /// By how much the numbers here are turned.
+        turn: u8,
     },
     /// A word is added to.
     Add {
@@ -167,6 +199,40 @@ pub(crate) fn program() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step(), 1..60)
 }
 
+/// A length of 1 to 2 to the power of `bits`: as many short ones as long ones.
+#[allow(dead_code, reason = "each suite uses its own programs")]
+fn any_len(bits: u32) -> impl Strategy<Value = u32> {
+    (0..=bits).prop_flat_map(|bits| 1..=1u32 << bits)
+}
+
+/// A random program without words, whose transfers have any length up to 2 to the power of `bits`, at any offset.
+#[allow(dead_code, reason = "each suite uses its own programs")]
+pub(crate) fn long_program(bits: u32) -> impl Strategy<Value = Vec<Step>> {
+    let (len, remote) = (|| any_len(bits), any::<u8>());
+    let offset = || prop_oneof![2 => 0..70u32, 3 => any_len(bits)];
+    let step = prop_oneof![
+        1 => (any::<u8>(), any::<bool>())
+            .prop_map(|(region, dropped)| Step::Deregister { region, dropped }),
+        2 => (any::<u8>(), len()).prop_map(|(endpoint, len)| Step::Register { endpoint, len, access: 3 }),
+        3 => (any::<u8>(), any::<u8>())
+            .prop_map(|(endpoint, region)| Step::Import { endpoint, region, range: None, access: 3 }),
+        1 => (any::<u8>(), offset(), any::<u8>())
+            .prop_map(|(region, offset, value)| Step::Poke { region, offset, value }),
+        8 => (remote, any::<bool>(), offset(), offset(), len())
+            .prop_map(|(remote, write, far, near, len)| Step::Move { remote, write, far, near, len }),
+        2 => (remote, any::<bool>(), prop::collection::vec((0..5000u16, 0..700u16), 0..40))
+            .prop_map(|(remote, write, spans)| Step::Spans { remote, write, spans }),
+        6 => (remote, any::<bool>(), any_len(bits - 6), 0..100u32, prop::collection::vec(0..300u16, 1..200), any::<u8>())
+            .prop_map(|(remote, write, len, base, far, turn)| Step::Pages { remote, write, len, base, far, turn }),
+    ];
+    // One region as long as it may be, so that there is something to do.
+    prop::collection::vec(step, 4..24).prop_map(move |steps| {
+        let first = Step::Register { endpoint: 0, len: (1 << bits) - 3, access: 3 };
+        let import = Step::Import { endpoint: 1, region: 0, range: None, access: 3 };
+        [first, import].into_iter().chain(steps).collect()
+    })
+}
+
 /// A region and what it must hold.
 struct Region {
     owner: usize,
@@ -188,7 +254,7 @@ struct Handle {
 /// An endpoint with the memory that its transfers use.
 struct Worker {
     endpoint: Endpoint,
-    local: Registered<SystemStorage>,
+    local: Registered<Arc<dyn Storage>>,
     bytes: Vec<u8>,
 }
 
@@ -196,14 +262,16 @@ struct World {
     workers: Vec<Worker>,
     regions: Vec<Region>,
     handles: Vec<Handle>,
-    kind: &'static str,
+    kinds: Kinds,
+    /// What memory holds, while it is compared: fresh memory for each would take longer than the comparison.
+    found: RefCell<Vec<u8>>,
 }
 
 type Case = std::result::Result<(), TestCaseError>;
 
 /// Runs a program over endpoints that use those paths only.
-pub(crate) fn run(routing: &Routing, kind: &'static str, program: &[Step]) -> Case {
-    let mut world = World::new(routing, kind);
+pub(crate) fn run(routing: &Routing, kinds: Kinds, program: &[Step]) -> Case {
+    let mut world = World::new(routing, kinds);
     for step in program {
         world.take(step).map_err(|error| match error {
             TestCaseError::Fail(reason) => TestCaseError::fail(format!("{step:?}: {reason}")),
@@ -211,6 +279,10 @@ pub(crate) fn run(routing: &Routing, kind: &'static str, program: &[Step]) -> Ca
         })?;
     }
     world.compare_all()
+}
+
+fn on_gpu(memory: &Arc<dyn Storage>) -> bool {
+    matches!(memory.place(), towline::Place::Cuda(_))
 }
 
 fn access(bits: u8) -> Access {
@@ -232,26 +304,35 @@ fn judge(outcome: &Result<()>, reasons: &[Kind]) -> std::result::Result<bool, Te
 }
 
 impl World {
-    fn new(routing: &Routing, kind: &'static str) -> World {
+    fn new(routing: &Routing, kinds: Kinds) -> World {
         let workers = (0..ENDPOINTS)
             .map(|number| {
                 let endpoint = options(&format!("model-{number}")).routing(routing.clone()).open().unwrap();
-                let local = endpoint.register(SystemStorage::new(LOCAL).unwrap(), Access::NONE).unwrap();
-                let bytes: Vec<u8> = (0..LOCAL).map(|at| (at * 7 + number * 31) as u8).collect();
+                let local =
+                    endpoint.register(storage(kinds.local, kinds.ours).unwrap(), Access::NONE).unwrap();
+                let start = LOCAL.min(kinds.local);
+                let mut bytes: Vec<u8> = (0..start).map(|at| (at * 7 + number * 31) as u8).collect();
+                while bytes.len() < kinds.local {
+                    bytes.extend_from_within(..bytes.len().min(kinds.local - bytes.len()));
+                }
                 local.write_at(0, &bytes).unwrap();
                 Worker { endpoint, local, bytes }
             })
             .collect();
-        World { workers, regions: Vec::new(), handles: Vec::new(), kind }
+        World { workers, regions: Vec::new(), handles: Vec::new(), kinds, found: RefCell::default() }
     }
 
     fn take(&mut self, step: &Step) -> Case {
         match step {
             Step::Register { endpoint, len, access: bits } => {
                 let owner = usize::from(*endpoint) % ENDPOINTS;
-                let memory = storage(*len as usize, self.kind).unwrap();
+                let memory = storage(*len as usize, self.kinds.theirs).unwrap();
+                let mut bytes = vec![0; *len as usize];
+                if on_gpu(&memory) {
+                    bytes.fill(POISON);
+                    memory.memset(POISON, 0, bytes.len()).unwrap();
+                }
                 let real = self.workers[owner].endpoint.register(memory, access(*bits)).unwrap();
-                let bytes = vec![0; *len as usize];
                 self.regions.push(Region { owner, access: access(*bits), bytes, real: Some(real) });
                 Ok(())
             }
@@ -306,6 +387,9 @@ impl World {
                     .map(|(near, far)| (u64::from(*far) * BLOCK, near as u64 * BLOCK, BLOCK))
                     .collect();
                 self.transfer(*remote, *write, &spans, Some(&blocks))
+            }
+            Step::Pages { remote, write, len, base, far, turn } => {
+                self.pages(*remote, *write, *len, *base, far, *turn)
             }
             Step::Add { remote, offset, value } => self.atomic(*remote, *offset, None, *value),
             Step::Swap { remote, offset, right, value } => {
@@ -364,6 +448,70 @@ impl World {
         reasons
     }
 
+    /// [`reasons`](Self::reasons) for what touches words.
+    fn reasons_for_words(&self, handle: &Handle) -> Vec<Kind> {
+        let mut reasons = self.reasons(handle, Access::WRITE);
+        if matches!(handle.real.place(), towline::Place::Cuda(_)) {
+            reasons.push(Kind::Unsupported);
+        }
+        reasons
+    }
+
+    fn pages(&mut self, remote: u8, write: bool, len: u32, base: u32, far: &[u16], turn: u8) -> Case {
+        let Some(number) = index(&self.handles, remote) else { return Ok(()) };
+        let (len, base) = (u64::from(len), u64::from(base));
+        let there = self.handles[number].len as u64 / len;
+        let here = (self.kinds.local as u64 - base) / len;
+        // As many as fit here, none of them twice.
+        let mut seen = std::collections::HashSet::new();
+        let far: Vec<u32> = far
+            .iter()
+            .map(|block| u32::from(*block) % u32::try_from(there.max(1)).unwrap())
+            .filter(|block| seen.insert(*block))
+            .take(usize::try_from(here).unwrap())
+            .collect();
+        if there == 0 || far.is_empty() {
+            return Ok(());
+        }
+        let mut near: Vec<u32> = (0..far.len() as u32).collect();
+        near.rotate_left(usize::from(turn) % far.len());
+        let spans: Vec<_> = far
+            .iter()
+            .zip(&near)
+            .map(|(far, near)| (u64::from(*far) * len, base + u64::from(*near) * len, len))
+            .collect();
+        let handle = &self.handles[number];
+        let reasons = self.reasons(handle, if write { Access::WRITE } else { Access::READ });
+        let worker = &self.workers[handle.user];
+        let request = match write {
+            true => worker.endpoint.write(&handle.real, &worker.local),
+            false => worker.endpoint.read(&handle.real, &worker.local),
+        };
+        let theirs = Layout::blocks(0, len, there, len).unwrap();
+        let ours = Layout::blocks(base, len, here, len).unwrap();
+        let outcome =
+            request.blocks(&theirs, &far[..], &ours, &near[..]).start().and_then(|transfer| transfer.wait());
+        if judge(&outcome, &reasons)? {
+            self.moved(number, write, &spans);
+        }
+        self.compare(number)
+    }
+
+    /// Those ranges have moved.
+    fn moved(&mut self, handle: usize, write: bool, spans: &[(u64, u64, u64)]) {
+        let handle = &self.handles[handle];
+        let (region, worker) = (&mut self.regions[handle.region], &mut self.workers[handle.user]);
+        for (far, near, len) in spans {
+            let far = handle.start + *far as usize..handle.start + (*far + *len) as usize;
+            let near = *near as usize..(*near + *len) as usize;
+            if write {
+                region.bytes[far].copy_from_slice(&worker.bytes[near]);
+            } else {
+                worker.bytes[near].copy_from_slice(&region.bytes[far]);
+            }
+        }
+    }
+
     fn transfer(
         &mut self,
         remote: u8,
@@ -375,7 +523,7 @@ impl World {
         let handle = &self.handles[number];
         let mut reasons = self.reasons(handle, if write { Access::WRITE } else { Access::READ });
         let outside = |(far, near, len): &(u64, u64, u64)| {
-            *len == 0 || far + len > handle.len as u64 || near + len > LOCAL as u64
+            *len == 0 || far + len > handle.len as u64 || near + len > self.kinds.local as u64
         };
         if spans.is_empty() || spans.iter().any(outside) {
             reasons.push(Kind::Invalid);
@@ -399,9 +547,9 @@ impl World {
         // Overlapping destinations of one request may end in any order; do not try those.
         let outcome = started.and_then(|transfer| transfer.wait());
         if judge(&outcome, &reasons)? {
-            let (region, worker) = (&mut self.regions[handle.region], &mut self.workers[handle.user]);
             if write && overlap(spans) {
                 // Either of two sources may be there: ask, and believe what lies inside the ranges.
+                let region = &mut self.regions[handle.region];
                 for (far, _, len) in spans {
                     let at = handle.start + *far as usize;
                     let real = region.real.as_ref().unwrap();
@@ -409,15 +557,7 @@ impl World {
                 }
                 return Ok(());
             }
-            for (far, near, len) in spans {
-                let far = handle.start + *far as usize..handle.start + (*far + *len) as usize;
-                let near = *near as usize..(*near + *len) as usize;
-                if write {
-                    region.bytes[far].copy_from_slice(&worker.bytes[near]);
-                } else {
-                    worker.bytes[near].copy_from_slice(&region.bytes[far]);
-                }
-            }
+            self.moved(number, write, spans);
         }
         self.compare(number)
     }
@@ -426,7 +566,7 @@ impl World {
         let Some(number) = index(&self.handles, remote) else { return Ok(()) };
         let handle = &self.handles[number];
         let offset = offset as usize;
-        let mut reasons = self.reasons(handle, Access::WRITE);
+        let mut reasons = self.reasons_for_words(handle);
         let at = handle.start + offset;
         if offset + 8 > handle.len || !at.is_multiple_of(8) {
             reasons.push(Kind::Invalid);
@@ -456,11 +596,11 @@ impl World {
         let Some(number) = index(&self.handles, remote) else { return Ok(()) };
         let handle = &self.handles[number];
         let (far, len) = (far as usize, len as usize);
-        let mut reasons = self.reasons(handle, Access::WRITE);
+        let mut reasons = self.reasons_for_words(handle);
         let at = handle.start + far;
         if len == 0
             || far + len > handle.len
-            || len > LOCAL
+            || len > self.kinds.local
             || !at.is_multiple_of(4)
             || !len.is_multiple_of(4)
         {
@@ -484,7 +624,7 @@ impl World {
         let Some(number) = index(&self.handles, remote) else { return Ok(()) };
         let handle = &self.handles[number];
         let (len, counter) = (usize::from(len) % 4096 + 1, counter as usize);
-        let mut reasons = self.reasons(handle, Access::WRITE);
+        let mut reasons = self.reasons_for_words(handle);
         let word = handle.start + counter;
         if len > handle.len || counter + 8 > handle.len || !word.is_multiple_of(8) {
             reasons.push(Kind::Invalid);
@@ -528,30 +668,37 @@ impl World {
     fn compare_region(&self, number: usize) -> Case {
         let region = &self.regions[number];
         let Some(real) = &region.real else { return Ok(()) };
-        let mut bytes = vec![0; region.bytes.len()];
-        real.read_at(0, &mut bytes).unwrap();
-        same(&format!("region {number}"), &bytes, &region.bytes)
+        self.same(&format!("region {number}"), &region.bytes, |into| real.read_at(0, into))
     }
 
     fn compare_local(&self, number: usize) -> Case {
         let worker = &self.workers[number];
-        let mut bytes = vec![0; LOCAL];
-        worker.local.read_at(0, &mut bytes).unwrap();
-        same(&format!("the memory of endpoint {number}"), &bytes, &worker.bytes)
+        let what = format!("the memory of endpoint {number}");
+        self.same(&what, &worker.bytes, |into| worker.local.read_at(0, into))
+    }
+
+    fn same(&self, what: &str, expected: &[u8], read: impl FnOnce(&mut [u8]) -> Result<()>) -> Case {
+        let mut found = self.found.borrow_mut();
+        let len = found.len().max(expected.len());
+        found.resize(len, 0);
+        let found = &mut found[..expected.len()];
+        // What is not read must not look right because of the last time.
+        if let (Some(first), Some(last)) = (expected.first(), expected.last()) {
+            found[0] = !first;
+            found[expected.len() - 1] = !last;
+        }
+        read(found).unwrap();
+        if found == expected {
+            return Ok(());
+        }
+        let at = found.iter().zip(expected).position(|(a, b)| a != b);
+        Err(TestCaseError::fail(format!("{what} differs from the model at byte {at:?}")))
     }
 
     fn compare_all(&self) -> Case {
         (0..self.regions.len()).try_for_each(|region| self.compare_region(region))?;
         (0..ENDPOINTS).try_for_each(|worker| self.compare_local(worker))
     }
-}
-
-fn same(what: &str, found: &[u8], expected: &[u8]) -> Case {
-    if found == expected {
-        return Ok(());
-    }
-    let at = found.iter().zip(expected).position(|(a, b)| a != b);
-    Err(TestCaseError::fail(format!("{what} differs from the model at byte {at:?}")))
 }
 
 fn overlap(spans: &[(u64, u64, u64)]) -> bool {

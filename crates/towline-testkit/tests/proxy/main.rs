@@ -31,7 +31,7 @@ const BROKEN: [Kind; 5] =
 struct Pair {
     user: Endpoint,
     region: Registered<SystemStorage>,
-    _owner: Endpoint,
+    owner: Endpoint,
     proxy: Proxy,
 }
 
@@ -54,7 +54,7 @@ impl Pair {
         OLD.fill_storage(region.storage()).unwrap();
         let limits = Limits { no_progress: STALL, total: STALL * 4, ..Limits::default() };
         let user = Endpoint::options("user").limits(limits).routing(routing("tcp")).lanes(2).open().unwrap();
-        Pair { user, region, _owner: owner, proxy }
+        Pair { user, region, owner, proxy }
     }
 
     /// What the memory holds once the owner has noticed that a connection was cut: until then it may be busy with what came
@@ -190,6 +190,32 @@ fn a_proxy_without_faults_changes_nothing() {
     assert!(tally.good >= 6, "{} transfers went well", tally.good);
 }
 
+/// How often the sides took turns while that happened.
+fn turns<T>(pair: &Pair, what: impl FnOnce() -> T) -> (T, u64) {
+    let turns = || pair.proxy.happened().turns.load(Ordering::Relaxed);
+    let before = turns();
+    (what(), turns() - before)
+}
+
+#[test]
+fn an_import_is_one_round_trip_however_many_tickets_it_is_of() {
+    const TICKETS: usize = 64;
+    let pair = Pair::open(1, Faults::default());
+    // The first contact is behind it: a handshake has round trips of its own.
+    let _met = pair.user.import(&pair.region.ticket().unwrap()).unwrap();
+    let others: Vec<_> = (0..=TICKETS)
+        .map(|_| pair.owner.register(SystemStorage::new(KIB).unwrap(), Access::READ).unwrap())
+        .collect();
+    let tickets: Vec<_> = others.iter().map(|region| region.ticket().unwrap()).collect();
+
+    let (one, taken) = turns(&pair, || pair.user.import(&tickets[TICKETS]).unwrap());
+    assert_eq!(taken, 2, "one ticket");
+    let (many, taken) = turns(&pair, || pair.user.import_many(&tickets[..TICKETS]).unwrap());
+    assert!(many.iter().all(Result::is_ok));
+    assert_eq!(taken, 2, "{TICKETS} tickets");
+    drop(one);
+}
+
 #[test]
 fn delays_between_connections_change_no_byte() {
     let faults = Faults { every: 60_000, delay: Some(DELAY / 10), ..Faults::default() };
@@ -263,7 +289,7 @@ fn of_a_transfer_that_was_cut_every_block_has_the_right_outcome() {
         let ended = transfer.wait_for(STALL * 40).expect("a transfer does not end");
         let failures = transfer.failures();
         assert_eq!(ended.is_err(), !failures.is_empty(), "{ended:?}");
-        let at_the_owner = pair.look();
+        let at_theowner = pair.look();
         for block in 0..BLOCKS {
             if failures.iter().any(|failure| failure.blocks.contains(&(block as u64))) {
                 lost += 1;
@@ -272,7 +298,7 @@ fn of_a_transfer_that_was_cut_every_block_has_the_right_outcome() {
             arrived += 1;
             let (there, here) = (there[block] as usize * BLOCK, here[block] as usize * BLOCK);
             if write {
-                mine.verify(here as u64, &at_the_owner[there..there + BLOCK]).unwrap();
+                mine.verify(here as u64, &at_theowner[there..there + BLOCK]).unwrap();
             } else {
                 let mut bytes = vec![0; BLOCK];
                 buffer.read_at(here, &mut bytes).unwrap();

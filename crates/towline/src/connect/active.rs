@@ -1,20 +1,24 @@
 //! Operations that read from a peer or write to it.
+#![allow(unsafe_code, reason = "puts copies into the order of a stream that the caller vouches for")]
 
 use std::future::Future;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::descriptor::{Descriptors, Use};
 use super::passive::check_list;
 use super::portion::portions;
 use super::set::{Part, TransferSet};
-use super::{Connector, Descriptor, OperationKind, OperationStatus, RdmaMetadata};
+use super::{Connector, Descriptor, DeviceKind, OperationKind, OperationStatus, RdmaMetadata};
 use crate::completion::Completion;
+use crate::cuda::{Mark, StreamHandle};
 use crate::endpoint::claim::{self, Claimed};
+use crate::endpoint::import::on_a_thread;
 use crate::memory::Buffer;
 use crate::region::Registered;
 use crate::transfer::Op;
 use crate::wire::OperationId;
-use crate::{Access, Endpoint, Error, Kind, Result, Ticket};
+use crate::{Access, Endpoint, Error, Kind, Result, Ticket, progress};
 
 /// A read from a peer's readable memory, under way from the start. Made by [`Connector::begin_read`].
 ///
@@ -38,6 +42,9 @@ struct Prepared {
     endpoint: Endpoint,
     local: Vec<Descriptor>,
     spans: Vec<(Registered<Buffer>, Use)>,
+    stream: Option<StreamHandle>,
+    /// What happens on GPUs before it begins, where no stream waits for it.
+    marks: Vec<Mark>,
 }
 
 pub(super) fn begin(
@@ -47,7 +54,8 @@ pub(super) fn begin(
     local: Descriptors,
 ) -> Result<ActiveOperation> {
     let (prepared, operation, tickets) = prepare(connector, kind, remote, local)?;
-    let claimed = claim::claim(prepared.endpoint.core(), operation, tickets);
+    let claimed = claim::claim(prepared.endpoint.core(), operation, tickets)
+        .and_then(|claimed| prepared.reached().map(|()| claimed));
     prepared.start(claimed)
 }
 
@@ -64,6 +72,17 @@ pub(super) fn begin_async(
     async move {
         let (prepared, claiming) = begun?;
         let claimed = claiming.await;
+        let (prepared, claimed) = match claimed {
+            // A thread waits for the GPU, since this is a future.
+            Ok(claimed) if !prepared.marks.is_empty() => {
+                let waited = on_a_thread(move || {
+                    let reached = prepared.reached().map(|()| claimed);
+                    Ok((prepared, reached))
+                });
+                waited.await?
+            }
+            claimed => (prepared, claimed),
+        };
         prepared.start(claimed)
     }
 }
@@ -75,10 +94,23 @@ fn prepare(
     remote: &RdmaMetadata,
     local: Descriptors,
 ) -> Result<(Prepared, OperationId, Vec<Ticket>)> {
-    let Descriptors(local) = local;
+    let mut marks = local.marks();
+    let Descriptors { list: local, stream } = local;
     let op = name(kind);
     check_list(op, &local, kind == OperationKind::Read)?;
     check_pairing(op, kind, remote, &local)?;
+    if let Some(stream) = stream {
+        let mut devices =
+            local.iter().map(Descriptor::device).chain(remote.descriptors.iter().map(|one| one.device));
+        if devices.all(|device| device.kind() != DeviceKind::Cuda) {
+            let message = "a stream orders copies on a GPU, and neither side is on one";
+            return Err(Error::invalid(op, message));
+        }
+        for mark in marks.drain(..) {
+            // SAFETY: who named the stream promised that it lives.
+            unsafe { mark.hold(stream) }.map_err(|error| error.during(op))?;
+        }
+    }
     let envelope = remote.open().map_err(|error| error.during(op))?;
     let needed = if kind == OperationKind::Read { Access::READ } else { Access::WRITE };
     if let Some(ticket) = envelope.tickets.iter().find(|ticket| !ticket.access().contains(needed)) {
@@ -91,7 +123,8 @@ fn prepare(
         .map(|one| one.enlist(&endpoint, Access::NONE))
         .collect::<Result<_>>()
         .map_err(|error| error.during(op))?;
-    Ok((Prepared { kind, endpoint, local, spans }, envelope.operation, envelope.tickets))
+    let prepared = Prepared { kind, endpoint, local, spans, stream, marks };
+    Ok((prepared, envelope.operation, envelope.tickets))
 }
 
 fn name(kind: OperationKind) -> &'static str {
@@ -130,6 +163,12 @@ fn check_pairing(
 }
 
 impl Prepared {
+    /// Waits for what happens on GPUs before it.
+    fn reached(&self) -> Result<()> {
+        let until = progress::later(Instant::now(), self.endpoint.core().limits().no_progress);
+        claim::wait_for(name(self.kind), &self.marks, until)
+    }
+
     fn start(self, claimed: Result<Claimed>) -> Result<ActiveOperation> {
         let claimed = claimed.map_err(|error| error.during(name(self.kind)))?;
         let op = if self.kind == OperationKind::Write { Op::Write } else { Op::Read };
@@ -150,7 +189,7 @@ impl Prepared {
             .zip(portions)
             .map(|((local, remote), portions)| Part { local, remote, portions })
             .collect();
-        let set = TransferSet::start(&self.endpoint, op, claimed.claim, parts);
+        let set = TransferSet::start(&self.endpoint, op, self.stream, claimed.claim, parts);
         Ok(ActiveOperation { kind: self.kind, set, local: self.local })
     }
 }

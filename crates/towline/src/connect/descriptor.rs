@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::{Connector, Device};
+use super::{Connector, Device, DeviceKind};
+use crate::cuda::{Mark, StreamHandle};
 use crate::identity::Incarnation;
 use crate::memory::{Buffer, MemoryDescription, Place, Storage};
 use crate::region::Registered;
@@ -41,6 +42,8 @@ struct Inner {
     capacity: usize,
     size: AtomicUsize,
     read_only: AtomicBool,
+    /// Work of a GPU that fills the memory, or uses it still.
+    mark: Mutex<Option<Mark>>,
     bound: Mutex<Bound>,
 }
 
@@ -122,7 +125,9 @@ impl Descriptor {
             Memory::Storage(storage) => Memory::Storage(storage.clone()),
             Memory::Foreign(ptr) => Memory::Foreign(*ptr),
         };
-        Ok(Descriptor::build(memory, self.0.device, size, Some(layout)).read_only())
+        let seen = Descriptor::build(memory, self.0.device, size, Some(layout)).read_only();
+        *lock(&seen.0.mark) = lock(&self.0.mark).clone();
+        Ok(seen)
     }
 
     fn build(memory: Memory, device: Device, size: usize, layout: Option<Layout>) -> Descriptor {
@@ -133,6 +138,7 @@ impl Descriptor {
             capacity: size,
             size: AtomicUsize::new(size),
             read_only: AtomicBool::new(false),
+            mark: Mutex::default(),
             bound: Mutex::default(),
         }))
     }
@@ -159,6 +165,21 @@ impl Descriptor {
     pub fn read_only(self) -> Descriptor {
         self.0.read_only.store(true, Ordering::Release);
         self
+    }
+
+    /// Lets every operation from now on wait for that point of a GPU's work before it touches the memory: what the library
+    /// that has the memory says of it, as arrays do by `__cuda_array_interface__` and DLPack.
+    pub fn set_mark(&self, mark: Mark) {
+        *lock(&self.0.mark) = Some(mark);
+    }
+
+    /// What operations wait for, where that has not happened yet.
+    pub(super) fn mark(&self) -> Option<Mark> {
+        let mut mark = lock(&self.0.mark);
+        if mark.as_ref().is_some_and(|mark| mark.has_happened().unwrap_or(false)) {
+            *mark = None;
+        }
+        mark.clone()
     }
 
     /// Whether it refuses to be written.
@@ -316,42 +337,88 @@ impl Drop for Use {
     }
 }
 
-/// One descriptor or several, as operations take them.
+/// One descriptor or several, as operations take them, and the CUDA stream that the operation is in order with, if there is
+/// one.
 #[derive(Debug, Clone)]
-pub struct Descriptors(pub(super) Vec<Descriptor>);
+pub struct Descriptors {
+    pub(super) list: Vec<Descriptor>,
+    pub(super) stream: Option<StreamHandle>,
+}
+
+impl Descriptors {
+    /// Puts the operation into the order of a CUDA stream. The host waits for none of it.
+    ///
+    /// * What is offered, to be read or to be written, is claimed only when the work is done that is queued there by now: a
+    ///   peer that comes early waits.
+    /// * A read or a write begins when the work is done that is queued there by now, and what is queued there after it
+    ///   has begun waits for its bytes. The GPU must be able to copy by itself, as
+    ///   [`Request::stream`](crate::Request::stream) says; otherwise the operation ends with `Unsupported`.
+    ///
+    /// ```no_run
+    /// use towline::connect::{Connector, Descriptor, Descriptors};
+    /// use towline::cuda::StreamHandle;
+    /// # fn raw_stream() -> usize { 1 }
+    /// # let (connector, storage) = (Connector::new()?, towline::memory::DeviceStorage::new(4096, 0)?);
+    /// let embeddings = Descriptors::from(Descriptor::new(storage));
+    /// // SAFETY: the stream lives longer than the operation.
+    /// let embeddings = unsafe { embeddings.stream(StreamHandle(raw_stream())) };
+    /// let readable = connector.create_readable(embeddings)?;     // kernels may still be writing them
+    /// # Ok::<(), towline::Error>(())
+    /// ```
+    ///
+    /// # Safety
+    /// The handle is that of a live CUDA stream of this process, and stays so until the operation has ended.
+    #[must_use]
+    #[allow(unsafe_code, reason = "the signature passes an obligation to the caller")]
+    pub unsafe fn stream(mut self, stream: StreamHandle) -> Descriptors {
+        self.stream = Some(stream);
+        self
+    }
+
+    /// What happens on GPUs before the operation may touch the memory, the stream apart.
+    pub(super) fn marks(&self) -> Vec<Mark> {
+        self.list.iter().filter_map(Descriptor::mark).collect()
+    }
+
+    /// A GPU that takes part; the first where none does.
+    pub(super) fn ordinal(&self) -> u32 {
+        let device = self.list.iter().map(Descriptor::device).find(|one| one.kind() == DeviceKind::Cuda);
+        device.map_or(0, |device| device.id())
+    }
+}
+
+impl From<Vec<Descriptor>> for Descriptors {
+    fn from(list: Vec<Descriptor>) -> Descriptors {
+        Descriptors { list, stream: None }
+    }
+}
 
 impl From<Descriptor> for Descriptors {
     fn from(one: Descriptor) -> Descriptors {
-        Descriptors(vec![one])
+        vec![one].into()
     }
 }
 
 impl From<&Descriptor> for Descriptors {
     fn from(one: &Descriptor) -> Descriptors {
-        Descriptors(vec![one.clone()])
-    }
-}
-
-impl From<Vec<Descriptor>> for Descriptors {
-    fn from(some: Vec<Descriptor>) -> Descriptors {
-        Descriptors(some)
+        vec![one.clone()].into()
     }
 }
 
 impl From<&[Descriptor]> for Descriptors {
     fn from(some: &[Descriptor]) -> Descriptors {
-        Descriptors(some.to_vec())
+        some.to_vec().into()
     }
 }
 
 impl From<&Vec<Descriptor>> for Descriptors {
     fn from(some: &Vec<Descriptor>) -> Descriptors {
-        Descriptors(some.clone())
+        some.clone().into()
     }
 }
 
 impl<const N: usize> From<[Descriptor; N]> for Descriptors {
     fn from(some: [Descriptor; N]) -> Descriptors {
-        Descriptors(some.into())
+        Vec::from(some).into()
     }
 }

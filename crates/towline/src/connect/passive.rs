@@ -1,4 +1,5 @@
 //! Operations that wait for a peer to read or write.
+#![allow(unsafe_code, reason = "marks a stream that the caller vouches for")]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,6 +8,7 @@ use super::descriptor::Descriptors;
 use super::envelope::{Envelope, Form, MAX_DESCRIPTORS};
 use super::{Connector, Descriptor, OperationKind, OperationStatus, RdmaMetadata, SerializedDescriptor};
 use crate::completion::Completion;
+use crate::cuda::Mark;
 use crate::endpoint::operations::{Offered, Passive, Stage};
 use crate::memory::MemoryDescription;
 use crate::wire::OperationId;
@@ -65,12 +67,17 @@ pub(super) fn open(
     local: Descriptors,
     unclaimed: Option<Duration>,
 ) -> Result<PassiveOperation> {
-    let Descriptors(local) = local;
     let (op, access) = match kind {
         OperationKind::Write => ("writable", Access::WRITE),
         _ => ("readable", Access::READ),
     };
-    check_list(op, &local, kind == OperationKind::Write)?;
+    check_list(op, &local.list, kind == OperationKind::Write)?;
+    let mut marks = local.marks();
+    if let Some(stream) = local.stream {
+        // SAFETY: who named the stream promised that it lives.
+        marks.push(unsafe { Mark::of(stream, local.ordinal()) }.map_err(|error| error.during(op))?);
+    }
+    let local = local.list;
     let endpoint = connector.endpoint()?;
     let offered = local
         .iter()
@@ -81,6 +88,7 @@ pub(super) fn open(
         .collect::<Result<Vec<_>>>()
         .map_err(|error| error.during(op))?;
     let passive = Passive::open(endpoint.core(), op, access, offered, unclaimed)?;
+    passive.behind(marks);
     Ok(PassiveOperation { kind, passive, local })
 }
 

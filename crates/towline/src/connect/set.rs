@@ -1,4 +1,5 @@
 //! The transfers of one active operation: started together, ended together.
+#![allow(unsafe_code, reason = "puts copies into the order of a stream that the caller vouches for")]
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -6,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use super::descriptor::Use;
 use super::portion::Portion;
 use crate::completion::Completion;
+use crate::cuda::StreamHandle;
 use crate::endpoint::claim::Claim;
 use crate::memory::{Buffer, MemoryDescription};
 use crate::region::Registered;
@@ -43,6 +45,8 @@ pub(super) struct TransferSet {
     peer: Arc<str>,
     path: &'static str,
     by_workers: bool,
+    /// The stream that all of them are in order with.
+    stream: Option<StreamHandle>,
     inner: Mutex<Inner>,
     completion: Completion,
     /// What engines had not let go of at the end.
@@ -55,8 +59,9 @@ struct Inner {
     started: Vec<Arc<Transfer>>,
     /// Transfers that have not ended, and one more while somebody is starting some.
     left: usize,
-    /// What the transfers that run weigh.
+    /// What the transfers that run weigh, and how much that may be.
     in_flight: u64,
+    most_in_flight: u64,
     starting: bool,
     failed: bool,
     /// Why the set is being stopped.
@@ -67,7 +72,13 @@ struct Inner {
 }
 
 impl TransferSet {
-    pub(super) fn start(endpoint: &Endpoint, op: Op, claim: Claim, parts: Vec<Part>) -> Arc<TransferSet> {
+    pub(super) fn start(
+        endpoint: &Endpoint,
+        op: Op,
+        stream: Option<StreamHandle>,
+        claim: Claim,
+        parts: Vec<Part>,
+    ) -> Arc<TransferSet> {
         let portions = || parts.iter().flat_map(|part| &part.portions);
         let bytes = portions().map(Portion::bytes).sum();
         let by_workers = portions().map(Portion::weight).sum::<u64>() > INLINE;
@@ -93,8 +104,11 @@ impl TransferSet {
             peer,
             path,
             by_workers,
+            stream,
             inner: Mutex::new(Inner {
                 left: waiting.len(),
+                // What the caller queues in the stream next comes behind all of them.
+                most_in_flight: if stream.is_some() { u64::MAX } else { IN_FLIGHT },
                 waiting,
                 started: Vec::new(),
                 in_flight: 0,
@@ -169,6 +183,11 @@ impl TransferSet {
             let request = match self.op {
                 Op::Write => self.endpoint.write(&remote, span),
                 _ => self.endpoint.read(&remote, span),
+            };
+            let request = match self.stream {
+                // SAFETY: who named the stream promised that it lives until the operation has ended.
+                Some(stream) => unsafe { request.stream(stream) },
+                None => request,
             };
             let told = Arc::clone(self);
             portion
@@ -270,6 +289,6 @@ impl TransferSet {
 
 impl Inner {
     fn has_room(&self) -> bool {
-        self.cause.is_none() && self.in_flight < IN_FLIGHT
+        self.cause.is_none() && self.in_flight < self.most_in_flight
     }
 }

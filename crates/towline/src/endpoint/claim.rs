@@ -10,6 +10,7 @@ use std::time::Instant;
 use super::EndpointCore;
 use super::import::{self, Remote};
 use super::operations::Claimer;
+use crate::cuda::Mark;
 use crate::route::Routing;
 use crate::transport::tcp::{Imported, Importing, Session, proven};
 use crate::transport::{self, Offer, Owner};
@@ -95,7 +96,11 @@ pub(crate) fn claim_async(
 ) -> Claiming {
     let begun = Wanted::new(endpoint, operation, tickets).and_then(|wanted| {
         if let Some(owner) = wanted.owner_here() {
-            return Ok(Claiming(Doing::Done(Some(wanted.claim_here(&owner)))));
+            return Ok(Claiming(if owner.operations.is_ready(&wanted.operation) {
+                Doing::Done(Some(wanted.claim_here(&owner)))
+            } else {
+                Doing::Contacting(Box::pin(import::on_a_thread(move || wanted.claim())))
+            }));
         }
         let until = wanted.until();
         match import::known_session(&wanted.endpoint, &wanted.tickets[0], &wanted.routing) {
@@ -134,10 +139,11 @@ impl Wanted {
     }
 
     fn claim(&self) -> Result<Claimed> {
+        let until = self.until();
         if let Some(owner) = self.owner_here() {
+            wait_for("import", &owner.operations.not_before(&self.operation), until)?;
             return self.claim_here(&owner);
         }
-        let until = self.until();
         let session = import::contact(&self.endpoint, &self.tickets[0], &self.routing, until)?;
         let imported = self.ask(&session, until)?.wait()?;
         self.granted(&session, imported)
@@ -183,6 +189,17 @@ impl Wanted {
         let remotes = remotes.collect();
         settle(claim, remotes)
     }
+}
+
+/// Waits for the work of GPUs that comes before an operation.
+pub(crate) fn wait_for(op: &'static str, marks: &[Mark], until: Instant) -> Result<()> {
+    for mark in marks {
+        if !mark.wait(until)? {
+            let message = "the work of a GPU that comes before it was not done in time";
+            return Err(Error::new(Kind::Timeout, op, message));
+        }
+    }
+    Ok(())
 }
 
 /// All of it, or nothing: where part of it failed, the owner learns why.

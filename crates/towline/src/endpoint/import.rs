@@ -234,7 +234,7 @@ pub(super) fn import_async(
 }
 
 /// Runs a blocking contact on a thread that lives only for it.
-pub(super) fn on_a_thread<T: Send + 'static>(
+pub(crate) fn on_a_thread<T: Send + 'static>(
     contact: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> impl Future<Output = Result<T>> + Send {
     use std::sync::Mutex;

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use super::EndpointCore;
 use crate::completion::Completion;
+use crate::cuda::{self, Mark};
 use crate::memory::{Buffer, MemoryDescription};
 use crate::progress::{self, Timer, TimerId};
 use crate::region::Registered;
@@ -26,6 +27,14 @@ use crate::{Access, Error, Kind, Result};
 /// The moments that an operation waits for.
 const DEADLINE: u64 = 1;
 const QUIET: u64 = 2;
+const LOOK: u64 = 3;
+
+/// Claims that wait for an operation to be ready, at most. One claim of as many tickets as there may be takes a frame for each
+/// hundred or so of them.
+const MOST_WAITING: usize = 64;
+
+/// What is done when an operation is ready, or over.
+pub(crate) type Later = Box<dyn FnOnce() + Send>;
 
 /// Who claims an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +68,24 @@ impl Operations {
         access: Access,
     ) -> Result<()> {
         self.find(operation).ok_or_else(over)?.claim(claimer, peer, region, access)
+    }
+
+    /// Whether it can be claimed now, or never.
+    pub(crate) fn is_ready(&self, operation: &OperationId) -> bool {
+        self.find(operation).is_none_or(|passive| reached(&mut lock(&passive.inner)).unwrap_or(false))
+    }
+
+    /// Gives `claim` back where it can be made now. Otherwise it is called once the work has ended that the operation waits for.
+    pub(crate) fn when_ready(&self, operation: &OperationId, claim: Later) -> Result<Option<Later>> {
+        match self.find(operation) {
+            Some(passive) => passive.when_ready(claim),
+            None => Ok(Some(claim)),
+        }
+    }
+
+    /// What the operation waits for before it can be claimed.
+    pub(crate) fn not_before(&self, operation: &OperationId) -> Vec<Mark> {
+        self.find(operation).map(|passive| lock(&passive.inner).behind.clone()).unwrap_or_default()
     }
 
     /// The claimer says how it ended. From anybody else it means nothing.
@@ -129,6 +156,11 @@ struct Inner {
     /// What is offered, and whether it was claimed.
     offered: Vec<(Offered, bool)>,
     due: Option<(Instant, TimerId)>,
+    /// Work of GPUs that ends before anybody may claim it.
+    behind: Vec<Mark>,
+    /// Claims that came before that, and since when there are some.
+    claims: Vec<Later>,
+    early: Option<Instant>,
 }
 
 enum State {
@@ -185,6 +217,9 @@ impl Passive {
                 state: State::Waiting,
                 offered: offered.into_iter().map(|one| (one, false)).collect(),
                 due: None,
+                behind: Vec::new(),
+                claims: Vec::new(),
+                early: None,
             }),
             completion: Completion::default(),
         });
@@ -199,6 +234,61 @@ impl Passive {
             return Err(error);
         }
         Ok(passive)
+    }
+
+    /// Lets claims wait until those have happened. Before anybody knows of the operation.
+    pub(crate) fn behind(&self, marks: Vec<Mark>) {
+        lock(&self.inner).behind = marks;
+    }
+
+    fn when_ready(self: &Arc<Self>, claim: Later) -> Result<Option<Later>> {
+        let mut inner = lock(&self.inner);
+        match reached(&mut inner) {
+            Ok(true) => Ok(Some(claim)),
+            Ok(false) if inner.claims.len() >= MOST_WAITING => {
+                Err(Error::new(Kind::Exhausted, "import", "too many claims wait for the operation"))
+            }
+            Ok(false) => {
+                inner.claims.push(claim);
+                if inner.early.is_none() {
+                    inner.early = Some(Instant::now());
+                    self.look_again(Duration::ZERO);
+                }
+                Ok(None)
+            }
+            Err(error) => {
+                drop(inner);
+                self.end(Err(error));
+                Ok(Some(claim))
+            }
+        }
+    }
+
+    fn look_again(self: &Arc<Self>, age: Duration) {
+        if let Ok(reactor) = progress::reactor() {
+            let weak = Arc::downgrade(self);
+            let timer: Weak<dyn Timer> = weak;
+            reactor.at(Instant::now() + cuda::pause(age), timer, LOOK);
+        }
+    }
+
+    /// Somebody has claimed it too early: can it be now?
+    fn look(self: &Arc<Self>) {
+        let (claims, failed) = {
+            let mut inner = lock(&self.inner);
+            match reached(&mut inner) {
+                Ok(false) => {
+                    let age = inner.early.map_or(Duration::ZERO, |early| early.elapsed());
+                    return self.look_again(age);
+                }
+                Ok(true) => (std::mem::take(&mut inner.claims), None),
+                Err(error) => (Vec::new(), Some(error)),
+            }
+        };
+        if let Some(error) = failed {
+            self.end(Err(error));
+        }
+        claims.into_iter().for_each(|claim| claim());
     }
 
     pub(crate) fn id(&self) -> &OperationId {
@@ -295,20 +385,24 @@ impl Passive {
 
     /// Ends it, unless it has ended or is about to: revokes its regions, and tells who waits when these are quiet.
     pub(crate) fn end(self: &Arc<Self>, result: Result<()>) {
-        let offered = {
+        let (offered, claims) = {
             let mut inner = lock(&self.inner);
             if matches!(inner.state, State::Ending { .. } | State::Ended { .. }) {
                 return;
             }
+            inner.behind.clear();
+            let claims = std::mem::take(&mut inner.claims);
             let offered = std::mem::take(&mut inner.offered);
             // One more than there are regions: the last of them may be quiet before all are revoked.
             inner.state = State::Ending { result, noisy: offered.len() + 1 };
             disarm(&mut inner);
-            offered
+            (offered, claims)
         };
         if let Some(endpoint) = self.endpoint.upgrade() {
             lock(&endpoint.operations.0).remove(&self.id);
         }
+        // They learn that it is over.
+        claims.into_iter().for_each(|claim| claim());
         for (Offered { region, keep }, _) in offered {
             // What is dropped first is told of first: the memory's user, then who waits for the operation.
             region.release_then((keep, Quiet(Arc::clone(self))));
@@ -405,6 +499,17 @@ impl Passive {
     }
 }
 
+/// Whether all has happened that is waited for.
+fn reached(inner: &mut Inner) -> Result<bool> {
+    while let Some(mark) = inner.behind.last() {
+        if !mark.has_happened()? {
+            return Ok(false);
+        }
+        inner.behind.pop();
+    }
+    Ok(true)
+}
+
 fn disarm(inner: &mut Inner) {
     if let (Some((_, timer)), Ok(reactor)) = (inner.due.take(), progress::reactor()) {
         reactor.cancel(timer);
@@ -415,6 +520,7 @@ impl Timer for Passive {
     fn fired(self: Arc<Self>, key: u64) {
         match key {
             DEADLINE => self.deadline_passed(),
+            LOOK => self.look(),
             _ => self.give_up_on_quiet(),
         }
     }

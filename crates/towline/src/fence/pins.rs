@@ -24,12 +24,17 @@ pub(crate) const PROCESS_SLOTS: u32 = 1024;
 /// How many of them are for pins that are held for long: the rest is left to copies.
 pub(crate) const LONG_SLOTS: u32 = PROCESS_SLOTS - 64;
 
+/// Connections of one peer whose bytes the owner can be seen to apply; there is nothing to see about any beyond.
+pub(crate) const PLACES: u32 = 64;
+
 const MAGIC: u64 = u64::from_le_bytes(*b"towl-pin");
 /// Of this page and of the table that comes with it. 2: more process slots; sleepers are counted in the table's rows.
-const VERSION: u32 = 2;
+/// 3: places in which the owner shows that it applies a connection's bytes.
+const VERSION: u32 = 3;
 const THREADS_AT: usize = size_of::<Header>();
 const PROCESSES_AT: usize = THREADS_AT + THREAD_SLOTS as usize * size_of::<Slot>();
-const BYTES: usize = PROCESSES_AT + PROCESS_SLOTS as usize * size_of::<Slot>();
+const PLACES_AT: usize = PROCESSES_AT + PROCESS_SLOTS as usize * size_of::<Slot>();
+const BYTES: usize = PLACES_AT + PLACES as usize * size_of::<Applied>();
 
 #[repr(C)]
 struct Header {
@@ -50,12 +55,21 @@ struct Slot {
     generation: AtomicU64,
 }
 
+/// What the two sides say about one connection: the owner that it applies bytes of it, the initiator that it has given it up.
+#[repr(C, align(64))]
+pub(super) struct Applied {
+    pub(super) applying: AtomicU64,
+    pub(super) over: AtomicU64,
+}
+
 const _: () = assert!(size_of::<Header>() == 192 && size_of::<Slot>() == 64, "the page's layout is shared");
 
 // SAFETY: atomics and mutexes that are `Lendable` themselves.
 unsafe impl Lendable for Header {}
 // SAFETY: one atomic; the padding is never read.
 unsafe impl Lendable for Slot {}
+// SAFETY: two atomics; the padding is never read.
+unsafe impl Lendable for Applied {}
 
 /// Which of the two processes of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -294,6 +308,11 @@ impl PinPage {
     #[inline]
     fn threads(&self) -> &[Slot] {
         self.mapping.lend(THREADS_AT, THREAD_SLOTS as usize)
+    }
+
+    /// What is said about the connection at that place.
+    pub(super) fn applied(&self, place: u32) -> Option<&Applied> {
+        self.mapping.lend::<Applied>(PLACES_AT, PLACES as usize).get(place as usize)
     }
 
     #[inline]

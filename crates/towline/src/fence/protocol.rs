@@ -1,6 +1,6 @@
 //! The ordering-critical steps of the fence, written once for the machine's atomics and for loom's.
 //!
-//! Two races decide whether the fence holds, a third whether a sleeper is woken, and all have the shape "each side stores one word and then
+//! Two races decide whether the fence holds, a third whether a sleeper is woken, a fourth whether a write that was given up is quiet, and all have the shape "each side stores one word and then
 //! loads the other's", which only a full fence on *both* sides makes safe:
 //!
 //! | initiator | owner | must never happen |
@@ -8,6 +8,7 @@
 //! | slot := g, **fence**, load row | row := 0, **fence**, load slot | the pin succeeds and the scan sees none |
 //! | slot := 0, **fence**, load draining | draining += 1, **fence**, load slot | the scan sees a pin and its release does not ring |
 //! | flag := 1, **fence**, load sleepers | sleepers += 1, **fence**, load flag | the owner sleeps and nobody wakes it |
+//! | over := n, **fence**, load applying | applying += 1, **fence**, load over | the owner applies bytes and the initiator takes it to be quiet |
 //!
 //! Nothing here touches a system call or a mapping, so that loom can run every interleaving of it.
 
@@ -228,6 +229,41 @@ pub(crate) fn sleeper_left<M: Memory>(sleepers: &M::U32) {
 pub(crate) fn wake_wanted<M: Memory>(sleepers: &M::U32) -> bool {
     M::full_fence();
     sleepers.load(Ordering::Relaxed) != 0
+}
+
+/// The lower bits of the owner's word about a connection count who is applying its bytes; the upper ones are its number.
+pub(crate) const APPLYING_BITS: u32 = 16;
+
+/// Owner: says that it is about to apply bytes of that connection; whether they are still wanted. Where they are not, the
+/// caller still has to `leave`: the initiator may have seen the word.
+///
+/// The acquire keeps the stores of the copy behind the look.
+#[inline]
+pub(crate) fn enter<M: Memory>(applying: &M::U64, over: &M::U64, number: u64) -> bool {
+    applying.add(1);
+    M::full_fence();
+    over.load(Ordering::Acquire) != number
+}
+
+/// Owner: the pair of `enter`. The release orders the copy before it.
+#[inline]
+pub(crate) fn leave<M: Memory>(applying: &M::U64) {
+    applying.add(u64::MAX);
+}
+
+/// Initiator: gives a connection up. Nothing of it that has not been entered yet is applied.
+#[inline]
+pub(crate) fn give_up<M: Memory>(over: &M::U64, number: u64) {
+    over.store(number, Ordering::Release);
+    M::full_fence();
+}
+
+/// Initiator, after `give_up`: whether the owner is still applying bytes of that connection. A place that serves another one by
+/// now is not: the owner hands it on when everybody has left.
+#[inline]
+pub(crate) fn is_applying<M: Memory>(applying: &M::U64, number: u64) -> bool {
+    let word = applying.load(Ordering::Acquire);
+    word >> APPLYING_BITS == number && word & ((1 << APPLYING_BITS) - 1) != 0
 }
 
 #[cfg(all(test, loom))]
@@ -592,6 +628,37 @@ mod loom_tests {
             }
             waker.join().unwrap();
         });
+    }
+
+    /// The owner looks and copies; the initiator gives up, and takes the bytes for its own if it sees nobody at work.
+    fn apply_against_giving_up<M: Memory<U64 = AtomicU64, U32 = AtomicU32> + 'static>() {
+        const NUMBER: u64 = 3;
+        let words = Arc::new((AtomicU64::new(NUMBER << APPLYING_BITS), AtomicU64::new(2), AtomicU64::new(0)));
+        let owner = thread::spawn({
+            let words = words.clone();
+            move || {
+                if enter::<M>(&words.0, &words.1, NUMBER) {
+                    words.2.store(7, Ordering::Relaxed);
+                }
+                leave::<M>(&words.0);
+            }
+        });
+        give_up::<M>(&words.1, NUMBER);
+        let quiet = !is_applying::<M>(&words.0, NUMBER);
+        let then = words.2.load(Ordering::Relaxed);
+        owner.join().unwrap();
+        let later = words.2.load(Ordering::Relaxed);
+        assert!(!quiet || then == later, "bytes landed behind a quiet end");
+    }
+
+    #[test]
+    fn loom_nothing_lands_behind_an_end_that_was_seen_to_be_quiet() {
+        loom::model(apply_against_giving_up::<Fenced>);
+    }
+
+    #[test]
+    fn loom_without_the_fence_bytes_land_behind_a_quiet_end() {
+        assert!(violated(apply_against_giving_up::<Unfenced>));
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Shared handles to a storage, and checked parts of one.
-#![allow(unsafe_code, reason = "forwards the storage contract")]
+#![allow(unsafe_code, reason = "forwards the storage contract; moves a buffer by its type")]
 
-use std::any::Any;
+use std::any::{Any, TypeId};
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -26,8 +27,13 @@ use crate::{Error, Result};
 pub struct Buffer(Arc<dyn Storage>);
 
 impl Buffer {
-    /// Takes the storage into shared ownership.
-    pub fn new(storage: impl Storage) -> Buffer {
+    /// Takes the storage into shared ownership. One that is a buffer already stays the same.
+    pub fn new<S: Storage>(storage: S) -> Buffer {
+        if TypeId::of::<S>() == TypeId::of::<Buffer>() {
+            let storage = ManuallyDrop::new(storage);
+            // SAFETY: it is a `Buffer`, as was just checked, and moved out of a place that is not dropped.
+            return unsafe { std::mem::transmute_copy::<ManuallyDrop<S>, Buffer>(&storage) };
+        }
         Buffer(Arc::new(storage))
     }
 

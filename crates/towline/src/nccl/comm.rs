@@ -3,13 +3,15 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
 use towline_sys::cuda::{Entered, Event};
 use towline_sys::nccl::{self as sys, Nccl, Progress, Slot};
 
-use super::handles::Entry;
+use super::handles::{Buffers, Entry};
+use super::life::{Life, Stage};
 use super::{failed, watch};
 use crate::cuda::Gpu;
 use crate::memory::Buffer;
@@ -23,11 +25,15 @@ pub struct CommOptions {
     pub blocking: bool,
     /// The longest wait, for other ranks and for streams.
     pub timeout: Duration,
+    /// How many contexts signals have; before NCCL 2.31 there is one.
+    pub contexts: u32,
+    /// How many signals each context has; before NCCL 2.31 there is one.
+    pub signals: u32,
 }
 
 impl Default for CommOptions {
     fn default() -> CommOptions {
-        CommOptions { blocking: true, timeout: Duration::from_secs(30) }
+        CommOptions { blocking: true, timeout: Duration::from_secs(30), contexts: 1, signals: 1 }
     }
 }
 
@@ -43,23 +49,6 @@ impl Default for CommOptions {
 #[derive(Clone)]
 pub struct Comm(pub(super) Arc<Core>);
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    Open,
-    Finalized,
-    /// Nothing but its end, a split or a shrink is possible.
-    Revoked,
-    /// NCCL has freed it.
-    Gone,
-}
-
-struct Life {
-    stage: Stage,
-    closing: bool,
-    /// Why it was stopped.
-    failure: Option<Error>,
-}
-
 /// What the clones of a communicator share.
 pub(super) struct Core {
     pub(super) nccl: Nccl,
@@ -67,10 +56,13 @@ pub(super) struct Core {
     pub(super) options: CommOptions,
     place: OnceLock<(usize, usize)>,
     raw: Slot,
-    life: Mutex<Life>,
+    life: Life,
     /// NCCL takes one call at a time for a communicator.
-    calling: Mutex<()>,
+    pub(super) calling: Mutex<Buffers>,
+    pub(super) deadline: Arc<watch::Deadline>,
     in_flight: Mutex<InFlight>,
+    /// How many calls are in it.
+    flying: AtomicUsize,
     pub(super) handles: Mutex<Vec<Arc<Entry>>>,
     /// Memory that NCCL would not let go of; freed after the communicator.
     pub(super) kept: Mutex<Vec<Buffer>>,
@@ -138,7 +130,10 @@ impl Comm {
 
     /// Whether it was neither destroyed nor aborted.
     pub fn is_open(&self) -> bool {
-        let life = lock(&self.0.life);
+        if self.0.life.is_open() {
+            return true;
+        }
+        let life = self.0.life.lock();
         !life.closing && life.stage != Stage::Gone
     }
 
@@ -160,18 +155,18 @@ impl Comm {
         const OP: &str = "synchronize";
         self.0.settle(OP)?;
         self.0.drain(OP)?;
-        self.0.failure().map_or(Ok(()), Err)
+        self.0.failure().map_or(Ok(()), |failure| Err(failure.during(OP)))
     }
 
     /// How many handles are open.
     pub fn open_handles(&self) -> usize {
-        lock(&self.0.handles).len()
+        lock(&self.0.calling).len() + lock(&self.0.handles).len()
     }
 
     /// Waits until everything in flight has ended, and ends its use. A second call is harmless.
     pub fn finalize(&self) -> Result<()> {
         const OP: &str = "finalize";
-        if lock(&self.0.life).stage == Stage::Finalized {
+        if self.0.life.lock().stage == Stage::Finalized {
             return Ok(());
         }
         self.0.settle(OP)?;
@@ -186,7 +181,7 @@ impl Comm {
 
     /// Ends the work in flight and leaves the group. A second call is harmless.
     pub fn abort(&self) {
-        if fork::in_child() || std::mem::replace(&mut lock(&self.0.life).closing, true) {
+        if fork::in_child() || std::mem::replace(&mut self.0.life.lock().closing, true) {
             return;
         }
         let why = Error::new(Kind::Canceled, "abort", "the communicator was aborted");
@@ -201,7 +196,7 @@ impl Comm {
     pub fn revoke(&self) -> Result<()> {
         const OP: &str = "revoke";
         let raw = self.0.raw(OP)?;
-        let mut life = lock(&self.0.life);
+        let mut life = self.0.life.lock();
         if life.stage == Stage::Revoked {
             return Ok(());
         }
@@ -260,7 +255,7 @@ impl Comm {
         let child = Core::new(nccl, gpu, options, slot.clone(), Some(Arc::clone(parent)));
         let _entered = parent.gpu.enter(op)?;
         let _one = lock(&parent.calling);
-        let guard = parent.guard(op);
+        let guard = parent.guard();
         let made = make(raw, &slot, child.config());
         drop(guard);
         made.map_err(|error| parent.explain(op, error))?;
@@ -316,9 +311,11 @@ impl Core {
             options,
             place: OnceLock::new(),
             raw,
-            life: Mutex::new(Life { stage: Stage::Open, closing: false, failure: None }),
+            life: Life::new(),
             calling: Mutex::default(),
+            deadline: Arc::new(watch::Deadline::new()),
             in_flight: Mutex::default(),
+            flying: AtomicUsize::new(0),
             handles: Mutex::default(),
             kept: Mutex::default(),
             parent: Mutex::new(parent),
@@ -326,13 +323,14 @@ impl Core {
     }
 
     fn config(&self) -> sys::Config {
-        sys::Config { blocking: self.options.blocking }
+        let CommOptions { blocking, contexts, signals, .. } = self.options;
+        sys::Config { blocking, contexts: Some(contexts), signals: Some(signals) }
     }
 
     /// NCCL's handle, while there is one.
     fn raw(&self, op: &'static str) -> Result<sys::Comm> {
         fork::guard(op)?;
-        if lock(&self.life).stage == Stage::Gone {
+        if self.life.is_gone() {
             return Err(closed(op));
         }
         self.raw.comm().ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))
@@ -341,7 +339,10 @@ impl Core {
     /// NCCL's handle, for communication.
     pub(super) fn usable(&self, op: &'static str) -> Result<sys::Comm> {
         let raw = self.raw(op)?;
-        let life = lock(&self.life);
+        if self.life.is_open() {
+            return Ok(raw);
+        }
+        let life = self.life.lock();
         match life.stage {
             Stage::Open if !life.closing => Ok(raw),
             Stage::Finalized => Err(Error::invalid(op, "the communicator is finalized")),
@@ -364,7 +365,8 @@ impl Core {
 
     /// Why it was stopped, if it was.
     pub(super) fn failure(&self) -> Option<Error> {
-        lock(&self.life).failure.clone()
+        // Under the lock: who stops it ends the call before it has written down why.
+        self.life.lock().failure.clone()
     }
 
     /// What a refusal means: where it was stopped meanwhile, that is why.
@@ -376,14 +378,12 @@ impl Core {
     }
 
     /// Limits a call that waits inside NCCL.
-    pub(super) fn guard(self: &Arc<Self>, op: &'static str) -> Option<watch::Guard> {
-        let far = Duration::from_secs(86_400 * 365);
-        let deadline = Instant::now() + self.options.timeout.min(far);
-        self.options.blocking.then(|| watch::guard(Arc::downgrade(self), op, deadline))
+    pub(super) fn guard(self: &Arc<Self>) -> Option<watch::Guard<'_>> {
+        self.options.blocking.then(|| watch::guard(self, self.options.timeout))
     }
 
     /// Takes the right to call NCCL for this communicator.
-    pub(super) fn serialise(&self) -> MutexGuard<'_, ()> {
+    pub(super) fn serialise(&self) -> MutexGuard<'_, Buffers> {
         lock(&self.calling)
     }
 
@@ -407,7 +407,7 @@ impl Core {
                 _ => Ok(Progress::InProgress),
             };
         };
-        let life = lock(&self.life);
+        let life = self.life.lock();
         if life.stage == Stage::Gone {
             return Err(closed(op));
         }
@@ -421,9 +421,14 @@ impl Core {
         Ok(progress)
     }
 
+    /// Whether nothing can be in progress between calls.
+    pub(super) fn is_settled(&self) -> bool {
+        self.options.blocking && self.raw.comm().is_some()
+    }
+
     /// Waits until nothing is in progress; at the deadline it is stopped.
     pub(super) fn settle(&self, op: &'static str) -> Result<()> {
-        if self.options.blocking && self.raw.comm().is_some() {
+        if self.is_settled() {
             return Ok(());
         }
         let begun = Instant::now();
@@ -445,7 +450,7 @@ impl Core {
 
     /// Waits until the streams have got past all that was put into them; at the deadline it is stopped.
     pub(super) fn drain(&self, op: &'static str) -> Result<()> {
-        if self.streams_end(self.options.timeout) {
+        if self.flying.load(Ordering::Acquire) == 0 || self.streams_end(self.options.timeout) {
             return Ok(());
         }
         let (seconds, state) = (self.options.timeout.as_secs_f64(), self.stop(op));
@@ -481,6 +486,7 @@ impl Core {
                     break;
                 }
                 let Some((event, memory)) = in_flight.work.pop_front() else { break };
+                self.flying.fetch_sub(1, Ordering::Release);
                 if let Some(event) = Arc::into_inner(event) {
                     in_flight.spare.push(event);
                 }
@@ -501,12 +507,14 @@ impl Core {
 
     /// Keeps memory until the event has happened.
     pub(super) fn keep(&self, event: &Arc<Event>, memory: [Option<Buffer>; 2]) {
-        lock(&self.in_flight).work.push_back((Arc::clone(event), memory));
+        let mut in_flight = lock(&self.in_flight);
+        in_flight.work.push_back((Arc::clone(event), memory));
+        self.flying.fetch_add(1, Ordering::Release);
     }
 
     /// Revokes it, or aborts it where NCCL cannot revoke, and says so. Any thread, also while another is inside NCCL.
     pub(super) fn stop(&self, op: &'static str) -> String {
-        let mut life = lock(&self.life);
+        let mut life = self.life.lock();
         if let Some(failure) = &life.failure {
             return failure.message().to_owned();
         }
@@ -540,8 +548,17 @@ impl Core {
         message
     }
 
+    /// Ends a call that waits inside NCCL and has come to its deadline: revokes, or aborts what was revoked already.
+    pub(super) fn stop_call(&self, op: &'static str) {
+        if self.life.lock().stage != Stage::Revoked {
+            self.stop(op);
+            return;
+        }
+        self.abort(Error::new(Kind::Timeout, op, "the communicator was aborted"));
+    }
+
     fn abort(&self, why: Error) {
-        let mut life = lock(&self.life);
+        let mut life = self.life.lock();
         life.failure.get_or_insert(why);
         let Some(raw) = self.raw.comm().filter(|_| life.stage != Stage::Gone) else { return };
         life.stage = Stage::Gone;
@@ -556,27 +573,27 @@ impl Core {
         let raw = self.usable(op)?;
         let entered = self.gpu.enter(op)?;
         let one = self.serialise();
-        let guard = self.guard(op);
+        let guard = self.guard();
         // SAFETY: it is alive; only its owner frees it, or who stops it, and then NCCL gives an error.
         let ended = unsafe { self.nccl.finalize(raw) };
         drop((guard, one, entered));
         ended.map_err(|error| self.explain(op, error))?;
         self.settle(op)?;
-        let mut life = lock(&self.life);
+        let mut life = self.life.lock();
         if life.stage == Stage::Open {
             life.stage = Stage::Finalized;
         }
         Ok(())
     }
 
-    /// Closes handles after work in flight, then frees the communicator.
+    /// Closes handles after work in flight, then frees the communicator; one that has failed is aborted, which waits for nobody.
     fn close(self: &Arc<Self>) {
         const OP: &str = "destroy";
         if fork::in_child() {
             return;
         }
         {
-            let life = lock(&self.life);
+            let life = self.life.lock();
             if life.closing {
                 return;
             }
@@ -585,14 +602,14 @@ impl Core {
             // Whatever goes wrong here has stopped the communicator, and what follows sees that.
             let calm = self.settle(OP).and_then(|()| self.drain(OP));
             self.close_handles();
-            let open = lock(&self.life).stage == Stage::Open;
+            let open = self.life.lock().stage == Stage::Open;
             let ended = if open { calm.and_then(|()| self.finalize(OP)) } else { calm };
             if let Err(error) = ended {
                 tracing::warn!(%error, "a communicator did not end in order");
             }
         }
         {
-            let mut life = lock(&self.life);
+            let mut life = self.life.lock();
             if std::mem::replace(&mut life.closing, true) {
                 return;
             }
@@ -600,8 +617,11 @@ impl Core {
                 && let Ok(_entered) = self.gpu.enter(OP)
             {
                 life.stage = Stage::Gone;
-                // SAFETY: it is alive, nothing is in progress, and it is not used again.
-                if let Err(error) = unsafe { self.nccl.destroy(raw) } {
+                // SAFETY: it is alive, nothing is in progress or it has failed, and it is not used again.
+                let freed = unsafe {
+                    if life.failure.is_some() { self.nccl.abort(raw) } else { self.nccl.destroy(raw) }
+                };
+                if let Err(error) = freed {
                     tracing::error!(%error, "a communicator of NCCL's could not be destroyed");
                 }
             }
@@ -611,6 +631,7 @@ impl Core {
     }
 
     fn close_handles(self: &Arc<Self>) {
+        self.close_buffers();
         let entries: Vec<_> = lock(&self.handles).clone();
         for entry in entries {
             if let Err(error) = self.close_entry(&entry) {
@@ -624,6 +645,7 @@ impl Core {
         self.close_handles();
         if !self.streams_end(self.options.timeout) {
             let left = std::mem::take(&mut lock(&self.in_flight).work);
+            self.flying.store(0, Ordering::Release);
             tracing::error!(
                 calls = left.len(),
                 "streams still use memory of a communicator that is gone; it is kept"
@@ -635,7 +657,7 @@ impl Core {
 
     /// Whether NCCL has freed it, or will not be asked any more.
     pub(super) fn is_gone(&self) -> bool {
-        lock(&self.life).stage == Stage::Gone
+        self.life.is_gone()
     }
 
     /// NCCL's handle, for closing what was registered with it.

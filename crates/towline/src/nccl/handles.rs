@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use towline_sys::nccl::Slot;
 
 use super::comm::{Comm, Core};
+use super::failed;
 use super::job::{Job, check_place};
-use super::{Pending, failed};
 use crate::memory::{Buffer, MemoryDescription};
 use crate::sync::lock;
 use crate::{Error, Result};
@@ -18,16 +18,15 @@ use crate::{Error, Result};
 const KNOWN_FLAGS: u32 = 3;
 pub(super) const SYMMETRIC: u32 = 1;
 
+const WINDOW: &str = "register_window";
+
 /// NCCL maps windows by pages of that size.
 const ALIGNMENT: usize = 4096;
 
-/// What is registered with a communicator.
+/// A window that is registered with a communicator, or is going to be.
 pub(super) struct Entry {
-    /// `None` for a buffer.
-    pub(super) flags: Option<u32>,
+    pub(super) flags: u32,
     pub(super) slot: Slot,
-    /// The handle of a buffer.
-    buffer_handle: usize,
     pub(super) addr: usize,
     pub(super) size: usize,
     memory: Mutex<Option<Buffer>>,
@@ -37,6 +36,68 @@ pub(super) struct Entry {
 impl Entry {
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
+    }
+
+    /// The window, where it is open and that range lies in it.
+    pub(super) fn range(self: &Arc<Self>, op: &'static str, offset: usize, len: usize) -> Result<Arc<Entry>> {
+        if self.is_closed() || self.slot.handle() == 0 {
+            return Err(Error::invalid(op, "the window is not registered, or was closed"));
+        }
+        let size = self.size;
+        if offset.checked_add(len).is_none_or(|end| end > size) {
+            let message = format!("{len} bytes at {offset} do not lie within the window's {size}");
+            return Err(Error::invalid(op, message));
+        }
+        Ok(Arc::clone(self))
+    }
+}
+
+/// The buffers that are registered with a communicator, by their places in a list. A place is used again, and then has
+/// another number: a handle that was closed with its communicator does not find a later one.
+#[derive(Default)]
+pub(super) struct Buffers {
+    places: Vec<Place>,
+    free: Vec<u32>,
+}
+
+struct Place {
+    number: u32,
+    held: Option<(usize, Buffer)>,
+}
+
+#[derive(Clone, Copy)]
+struct Key {
+    place: u32,
+    number: u32,
+}
+
+impl Buffers {
+    pub(super) fn len(&self) -> usize {
+        self.places.len() - self.free.len()
+    }
+
+    fn add(&mut self, handle: usize, buffer: Buffer) -> Key {
+        let place = self.free.pop().unwrap_or_else(|| {
+            self.places.push(Place { number: 0, held: None });
+            (self.places.len() - 1) as u32
+        });
+        let slot = &mut self.places[place as usize];
+        slot.held = Some((handle, buffer));
+        Key { place, number: slot.number }
+    }
+
+    fn find(&self, key: Key) -> Option<&Buffer> {
+        let place = self.places.get(key.place as usize).filter(|place| place.number == key.number)?;
+        place.held.as_ref().map(|(_, buffer)| buffer)
+    }
+
+    /// NCCL's handle and the memory; once.
+    fn take(&mut self, key: Key) -> Option<(usize, Buffer)> {
+        let place = self.places.get_mut(key.place as usize).filter(|place| place.number == key.number)?;
+        let held = place.held.take()?;
+        place.number = place.number.wrapping_add(1);
+        self.free.push(key.place);
+        Some(held)
     }
 }
 
@@ -48,28 +109,21 @@ impl Comm {
     pub fn register(&self, buffer: Buffer) -> Result<RegisteredBuffer> {
         const OP: &str = "register_buffer";
         let core = &self.0;
-        core.usable(OP)?;
+        let mut raw = core.usable(OP)?;
         check_place(OP, core, &buffer)?;
-        core.settle(OP)?;
-        let raw = core.usable(OP)?;
+        if !core.is_settled() {
+            core.settle(OP)?;
+            raw = core.usable(OP)?;
+        }
         let (addr, size) = (buffer.addr(), buffer.size());
-        let entered = core.gpu.enter(OP)?;
-        let one = core.serialise();
-        // SAFETY: the communicator is alive, and the entry keeps the memory until it is deregistered.
+        let _entered = core.gpu.enter(OP)?;
+        let mut buffers = core.serialise();
+        // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
         let handle = unsafe { core.nccl.register(raw, addr as u64, size) };
-        drop((one, entered));
         let handle = handle.map_err(|error| core.explain(OP, error))?;
-        let entry = Arc::new(Entry {
-            flags: None,
-            slot: Slot::default(),
-            buffer_handle: handle,
-            addr,
-            size,
-            memory: Mutex::new(Some(buffer)),
-            closed: AtomicBool::new(false),
-        });
-        lock(&core.handles).push(Arc::clone(&entry));
-        Ok(RegisteredBuffer { comm: self.clone(), entry })
+        let key = buffers.add(handle, buffer);
+        drop(buffers);
+        Ok(RegisteredBuffer { comm: self.clone(), key, handle, size, closed: AtomicBool::new(false) })
     }
 
     /// Prepares the registration of a window, which all ranks do: the handle comes when the job has run, alone or in a
@@ -78,31 +132,25 @@ impl Comm {
     /// # Errors
     /// `Invalid` where the memory is not on this communicator's GPU, not at a multiple of 4096 bytes, or a flag is unknown.
     pub fn window_job(&self, buffer: Buffer, flags: u32) -> Result<(Window, Job)> {
-        const OP: &str = "register_window";
-        let core = &self.0;
-        core.usable(OP)?;
-        check_place(OP, core, &buffer)?;
+        self.0.usable(WINDOW)?;
+        let entry = self.entry(buffer, flags)?;
+        let job = Job::window(self, Arc::clone(&entry));
+        Ok((Window { comm: self.clone(), entry }, job))
+    }
+
+    fn entry(&self, buffer: Buffer, flags: u32) -> Result<Arc<Entry>> {
+        check_place(WINDOW, &self.0, &buffer)?;
         let (addr, size) = (buffer.addr(), buffer.size());
         if flags & !KNOWN_FLAGS != 0 {
-            return Err(Error::invalid(OP, format!("flags: {flags:#x} has bits that no flag has")));
+            return Err(Error::invalid(WINDOW, format!("flags: {flags:#x} has bits that no flag has")));
         }
         if !addr.is_multiple_of(ALIGNMENT) {
             let message =
                 format!("the memory starts at {addr:#x}, and a window starts at a multiple of {ALIGNMENT}");
-            return Err(Error::invalid(OP, message));
+            return Err(Error::invalid(WINDOW, message));
         }
-        let entry = Arc::new(Entry {
-            flags: Some(flags),
-            slot: Slot::default(),
-            buffer_handle: 0,
-            addr,
-            size,
-            memory: Mutex::new(Some(buffer)),
-            closed: AtomicBool::new(false),
-        });
-        let job = Job::window(self, Arc::clone(&entry));
-        let window = Window { comm: self.clone(), entry, registering: job.pending() };
-        Ok((window, job))
+        let (slot, closed) = (Slot::default(), AtomicBool::new(false));
+        Ok(Arc::new(Entry { flags, slot, addr, size, memory: Mutex::new(Some(buffer)), closed }))
     }
 
     /// Registers a window with all ranks; `None` where NCCL gives none. Not for groups.
@@ -110,22 +158,106 @@ impl Comm {
     /// # Errors
     /// As for [`window_job`](Comm::window_job); what NCCL says.
     pub fn register_window(&self, buffer: Buffer, flags: u32) -> Result<Option<Window>> {
-        let (window, job) = self.window_job(buffer, flags)?;
-        job.run()?;
-        let given = !self.options().blocking || window.handle() != 0;
-        Ok(given.then_some(window))
+        let core = &self.0;
+        if !core.is_settled() {
+            let (window, job) = self.window_job(buffer, flags)?;
+            job.run()?;
+            let given = !self.options().blocking || window.handle() != 0;
+            return Ok(given.then_some(window));
+        }
+        let raw = core.usable(WINDOW)?;
+        let entry = self.entry(buffer, flags)?;
+        let _entered = core.gpu.enter(WINDOW)?;
+        let _one = core.serialise();
+        let guard = core.guard();
+        // SAFETY: the communicator is alive, the entry keeps memory and slot, and all has ended when a blocking call returns.
+        let made = unsafe { core.nccl.window(raw, entry.addr as u64, entry.size, flags, &entry.slot) };
+        drop(guard);
+        made.map_err(|error| core.window_refused(&entry, error))?;
+        if entry.slot.handle() == 0 {
+            return Ok(None);
+        }
+        lock(&core.handles).push(Arc::clone(&entry));
+        Ok(Some(Window { comm: self.clone(), entry }))
     }
 }
 
 impl Core {
-    /// Gives up what is registered, once no stream uses it.
+    /// Gives up the registration of a buffer, once no stream uses it. A handle that is not there any more is no error.
+    fn close_buffer(&self, key: Key) -> Result<()> {
+        const OP: &str = "close";
+        let calm = self.calm(OP);
+        let entered = self.gpu.enter(OP);
+        let mut buffers = self.serialise();
+        let Some((handle, memory)) = buffers.take(key) else { return calm };
+        let entered = match (self.for_closing(), entered) {
+            (Some(raw), Ok(entered)) => Some((raw, entered)),
+            _ => None,
+        };
+        let closed = match &entered {
+            // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
+            Some((raw, _)) if handle != 0 => unsafe { self.nccl.deregister(*raw, handle) },
+            _ => Ok(()),
+        };
+        drop(buffers);
+        // What went with the communicator may be used by streams for a moment, and what NCCL refused to close by NCCL.
+        if entered.is_none() || closed.is_err() || calm.is_err() {
+            lock(&self.kept).push(memory);
+        }
+        closed.map_err(|error| failed(OP, Some(&self.nccl), error))?;
+        calm
+    }
+
+    /// What NCCL's refusal of a window means: its own words do not say that the memory is of the wrong kind.
+    pub(super) fn window_refused(&self, entry: &Entry, error: towline_sys::Error) -> Error {
+        let plain = self
+            .gpu
+            .enter(WINDOW)
+            .is_ok_and(|entered| entered.cuda().retain_allocation(entry.addr as u64).is_err());
+        let refused = matches!(error, towline_sys::Error::Refused { .. });
+        if !plain || !refused || self.failure().is_some() {
+            return self.explain(WINDOW, error);
+        }
+        let said = failed(WINDOW, Some(&self.nccl), error);
+        let message = format!(
+            "windows need memory of mem_alloc, or of cuMemCreate, and this is of cuMemAlloc: {}",
+            said.message()
+        );
+        Error::invalid(WINDOW, message).caused_by(said)
+    }
+
+    /// Gives up all registrations of buffers.
+    pub(super) fn close_buffers(&self) {
+        let keys = |buffers: &Buffers| {
+            let places = buffers.places.iter().enumerate().filter(|(_, place)| place.held.is_some());
+            places.map(|(at, place)| Key { place: at as u32, number: place.number }).collect::<Vec<_>>()
+        };
+        let all = keys(&lock(&self.calling));
+        for key in all {
+            if let Err(error) = self.close_buffer(key) {
+                tracing::error!(%error, "a registered buffer could not be closed");
+            }
+        }
+    }
+
+    /// Waits until nothing is in progress and no stream uses anything; a communicator that is gone does neither.
+    fn calm(&self, op: &'static str) -> Result<()> {
+        if self.is_gone() { Ok(()) } else { self.settle(op).and_then(|()| self.drain(op)) }
+    }
+
+    /// Gives up a window, once no stream uses it.
     pub(super) fn close_entry(&self, entry: &Arc<Entry>) -> Result<()> {
         const OP: &str = "close";
         if entry.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        let calm = if self.is_gone() { Ok(()) } else { self.settle(OP).and_then(|()| self.drain(OP)) };
-        lock(&self.handles).retain(|known| !Arc::ptr_eq(known, entry));
+        let calm = self.calm(OP);
+        {
+            let mut handles = lock(&self.handles);
+            if let Some(at) = handles.iter().rposition(|known| Arc::ptr_eq(known, entry)) {
+                handles.remove(at);
+            }
+        }
         let memory = lock(&entry.memory).take();
         let Some(raw) = self.for_closing() else {
             // It went with the communicator; streams may still use it for a moment.
@@ -134,23 +266,17 @@ impl Core {
         };
         let entered = self.gpu.enter(OP)?;
         let one = self.serialise();
-        let nccl = &self.nccl;
-        let closed = match (entry.flags, entry.slot.handle(), entry.buffer_handle) {
-            (Some(_), 0, _) | (None, _, 0) => Ok(()),
+        let closed = match entry.slot.handle() {
+            0 => Ok(()),
             // SAFETY: the communicator is alive, the handle is one of it, and the flag above lets this happen once.
-            (Some(_), handle, _) => unsafe { nccl.close_window(raw, handle) }.map(drop),
-            // SAFETY: as above.
-            (None, _, handle) => unsafe { nccl.deregister(raw, handle) },
+            handle => unsafe { self.nccl.close_window(raw, handle) }.map(drop),
         };
         drop((one, entered));
-        if let Err(error) = closed {
+        if closed.is_err() || calm.is_err() {
             // NCCL may still use it.
             lock(&self.kept).extend(memory);
-            return Err(failed(OP, Some(nccl), error));
         }
-        if calm.is_err() {
-            lock(&self.kept).extend(memory);
-        }
+        closed.map_err(|error| failed(OP, Some(&self.nccl), error))?;
         calm
     }
 }
@@ -158,28 +284,31 @@ impl Core {
 /// A buffer that is registered with a communicator, until it is closed or dropped.
 pub struct RegisteredBuffer {
     comm: Comm,
-    entry: Arc<Entry>,
+    key: Key,
+    handle: usize,
+    size: usize,
+    closed: AtomicBool,
 }
 
 impl RegisteredBuffer {
     /// NCCL's handle; 0 where it has no use for the registration.
     pub fn handle(&self) -> u64 {
-        self.entry.buffer_handle as u64
+        self.handle as u64
     }
 
     /// How many bytes were registered.
     pub fn size(&self) -> usize {
-        self.entry.size
+        self.size
     }
 
     /// The memory; `None` once it is closed.
     pub fn memory(&self) -> Option<Buffer> {
-        lock(&self.entry.memory).clone()
+        lock(&self.comm.0.calling).find(self.key).cloned()
     }
 
     /// Whether it was closed, or its communicator was.
     pub fn is_closed(&self) -> bool {
-        self.entry.is_closed()
+        self.closed.load(Ordering::Acquire) || self.comm.0.is_gone()
     }
 
     /// Gives up the registration, once work in flight has ended. A second call is harmless.
@@ -188,7 +317,12 @@ impl RegisteredBuffer {
     /// What NCCL says; the memory is kept then until the communicator is gone.
     pub fn close(&self) -> Result<()> {
         crate::fork::guard("close")?;
-        self.comm.0.close_entry(&self.entry)
+        if self.closed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        // Two who close at once come to the same place in the list, and the second finds nothing there.
+        self.closed.store(true, Ordering::Release);
+        self.comm.0.close_buffer(self.key)
     }
 }
 
@@ -204,7 +338,6 @@ impl Drop for RegisteredBuffer {
 pub struct Window {
     comm: Comm,
     pub(super) entry: Arc<Entry>,
-    registering: Pending,
 }
 
 impl Window {
@@ -225,7 +358,7 @@ impl Window {
 
     /// The flags it was registered with.
     pub fn flags(&self) -> u32 {
-        self.entry.flags.unwrap_or(0)
+        self.entry.flags
     }
 
     /// This rank's memory; `None` once it is closed.
@@ -236,11 +369,6 @@ impl Window {
     /// The communicator.
     pub fn comm(&self) -> &Comm {
         &self.comm
-    }
-
-    /// The end of its registration.
-    pub fn registering(&self) -> &Pending {
-        &self.registering
     }
 
     /// Gives up the window on this rank, once work in flight has ended. A second call is harmless.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use towline_sys::cuda::{Entered, StreamHandle};
 use towline_sys::nccl::{self as sys, Call, Progress, Put, WaitDescription};
 
-use super::comm::{Comm, Core};
+use super::comm::{Comm, CommOptions, Core};
 use super::handles::{Entry, SYMMETRIC, Window};
 use super::{Pending, failed};
 use crate::memory::{Buffer, MemoryDescription, Place, Storage};
@@ -111,6 +111,7 @@ pub struct Job {
 enum Action {
     Call { call: Call, scale: Option<[u8; 8]>, send: u64, recv: u64, count: usize, element: Element },
     Put { from: u64, count: usize, element: Element, entry: Arc<Entry>, put: Put },
+    Copy { near: u64, len: usize, entry: Arc<Entry>, peer: i32, offset: usize, get: bool },
     Signal { peer: i32, index: i32, context: i32 },
     Wait(Vec<WaitDescription>),
     Window(Arc<Entry>),
@@ -180,23 +181,13 @@ impl Comm {
         self.0.usable(OP)?;
         check_place(OP, &self.0, &from.buffer)?;
         let (peer, index, context) = self.counter(OP, peer, context, index)?;
-        let entry = &window.entry;
-        if entry.is_closed() || entry.slot.handle() == 0 {
-            return Err(Error::invalid(OP, "the window is not registered, or was closed"));
-        }
-        if offset.checked_add(from.len).is_none_or(|end| end > entry.size) {
-            let (len, size) = (from.len, entry.size);
-            return Err(Error::invalid(
-                OP,
-                format!("{len} bytes at {offset} do not lie within the window's {size}"),
-            ));
-        }
+        let entry = &window.entry.range(OP, offset, from.len)?;
         if !from.len.is_multiple_of(element.size) {
             let message = format!("{} bytes are not whole elements of {}", from.len, element.size);
             return Err(Error::invalid(OP, message));
         }
         let inside = |known: &Arc<Entry>| {
-            known.flags.is_some_and(|flags| flags & SYMMETRIC != 0)
+            known.flags & SYMMETRIC != 0
                 && from.addr() >= known.addr
                 && from.addr() + from.len <= known.addr + known.size
         };
@@ -208,6 +199,32 @@ impl Comm {
         let (address, count) = (from.addr() as u64, from.len / element.size);
         let action = Action::Put { from: address, count, element, entry: Arc::clone(entry), put };
         Ok(self.job(OP, action, [Some(from.buffer.clone()), window.memory()]))
+    }
+
+    /// Prepares a copy into a peer's memory of a window, or with `get` out of it: through the mapping of that memory that NCCL
+    /// has made for this process, so that the peer must be on this host.
+    ///
+    /// # Errors
+    /// `Invalid` where the range does not lie in the window; `Unsupported` before NCCL 2.30, and when it runs where the peer's
+    /// memory is not mapped here.
+    pub fn copy_job(
+        &self,
+        window: &Window,
+        near: &Part,
+        (peer, offset): (usize, usize),
+        get: bool,
+    ) -> Result<Job> {
+        let op = if get { "get" } else { "put" };
+        self.0.usable(op)?;
+        check_place(op, &self.0, &near.buffer)?;
+        let (_, nranks) = self.place()?;
+        if peer >= nranks {
+            return Err(Error::invalid(op, format!("peer {peer} is not among {nranks} ranks")));
+        }
+        let entry = window.entry.range(op, offset, near.len)?;
+        let (peer, len) = (peer as i32, near.len);
+        let action = Action::Copy { near: near.addr() as u64, len, entry, peer, offset, get };
+        Ok(self.job(op, action, [Some(near.buffer.clone()), window.memory()]))
     }
 
     /// Prepares a signal to a peer.
@@ -249,11 +266,14 @@ impl Comm {
             );
             return Err(Error::new(Kind::Unsupported, op, message));
         }
-        let number = |value: u32| {
-            i32::try_from(value)
-                .map_err(|_| Error::invalid(op, format!("there is no signal or context {value}")))
-        };
-        Ok((peer as i32, number(index)?, number(context)?))
+        let CommOptions { contexts, signals, .. } = *self.options();
+        if context >= contexts || index >= signals {
+            let message = format!(
+                "context {context}, signal {index}: the communicator has {contexts} contexts of {signals} signals"
+            );
+            return Err(Error::invalid(op, message));
+        }
+        Ok((peer as i32, index as i32, context as i32))
     }
 
     fn job(&self, op: &'static str, action: Action, keeps: [Option<Buffer>; 2]) -> Job {
@@ -303,8 +323,8 @@ impl Job {
             core.sweep(4);
             let entered = core.gpu.enter(self.op)?;
             let one = core.serialise();
-            let guard = core.guard(self.op);
-            let progress = self.issue(raw);
+            let guard = core.guard();
+            let progress = self.issue(raw, &entered);
             drop(guard);
             let progress = progress?;
             if !matches!(self.action, Action::Window(_)) && progress == Progress::InProgress {
@@ -319,9 +339,12 @@ impl Job {
         outcome
     }
 
-    fn issue(&self, raw: sys::Comm) -> Result<Progress> {
+    fn issue(&self, raw: sys::Comm, entered: &Entered<'_>) -> Result<Progress> {
         let core = &self.comm.0;
         let nccl = &core.nccl;
+        if let Action::Copy { near, len, entry, peer, offset, get } = &self.action {
+            return self.copy(entered, (*near, *len), entry, (*peer, *offset), *get);
+        }
         // SAFETY: the communicator is alive (`usable`); memory is kept until the stream has got past the call (`after`), the
         // stream by the promise of who named it; ranges in windows were checked.
         let done = unsafe {
@@ -348,35 +371,42 @@ impl Job {
                     nccl.signal(raw, *peer, *index, *context, self.stream)
                 }
                 Action::Wait(signals) => nccl.wait_signal(raw, signals, self.stream),
+                Action::Copy { .. } => Ok(Progress::Done),
                 Action::Window(entry) => {
-                    let flags = entry.flags.unwrap_or(0);
-                    nccl.window(raw, entry.addr as u64, entry.size, flags, &entry.slot)
+                    nccl.window(raw, entry.addr as u64, entry.size, entry.flags, &entry.slot)
                 }
             }
         };
         done.map_err(|error| match &self.action {
-            Action::Window(entry) => self.window_refused(entry, error),
+            Action::Window(entry) => core.window_refused(entry, error),
             _ => core.explain(self.op, error),
         })
     }
 
-    /// NCCL's own words do not say that the memory is of the wrong kind.
-    fn window_refused(&self, entry: &Entry, error: towline_sys::Error) -> Error {
+    fn copy(
+        &self,
+        entered: &Entered<'_>,
+        (near, len): (u64, usize),
+        entry: &Entry,
+        (peer, offset): (i32, usize),
+        get: bool,
+    ) -> Result<Progress> {
         let core = &self.comm.0;
-        let plain = core
-            .gpu
-            .enter(self.op)
-            .is_ok_and(|entered| entered.cuda().retain_allocation(entry.addr as u64).is_err());
-        let refused = matches!(error, towline_sys::Error::Refused { .. });
-        if !plain || !refused || core.failure().is_some() {
-            return core.explain(self.op, error);
+        if entry.is_closed() {
+            return Err(Error::invalid(self.op, "the window was closed"));
         }
-        let said = failed(self.op, Some(&core.nccl), error);
-        let message = format!(
-            "windows need memory of mem_alloc, or of cuMemCreate, and this is of cuMemAlloc: {}",
-            said.message()
-        );
-        Error::invalid(self.op, message).caused_by(said)
+        // SAFETY: the window is open, and closing takes the lock that is held here; the range was checked.
+        let far = unsafe { core.nccl.peer_address(entry.slot.handle(), offset, peer) };
+        let far = far.map_err(|error| core.explain(self.op, error))?.ok_or_else(|| {
+            let message = format!("the memory of rank {peer} is not mapped here: it is on another host");
+            Error::new(Kind::Unsupported, self.op, message)
+        })?;
+        let (to, from) = if get { (near, far) } else { (far, near) };
+        // SAFETY: this rank's memory is kept until the stream has got past the copy (`after`); the peer's stays mapped while this
+        // rank's window is open, which waits for the stream; the stream lives by the promise of who named it.
+        let copied = unsafe { entered.copy_foreign(self.stream, to, from, len) };
+        copied.map_err(|error| crate::cuda::failed(self.op, error))?;
+        Ok(Progress::Done)
     }
 
     /// What is in a stream now ends when its event happens.
@@ -426,11 +456,11 @@ pub fn run_together(mut jobs: Vec<Job>) -> Result<()> {
             raws.push(job.comm.0.usable(job.op)?);
         }
         let _ones: Vec<_> = cores.iter().map(|core| core.serialise()).collect();
-        let guards: Vec<_> = cores.iter().map(|core| core.guard(OP)).collect();
+        let guards: Vec<_> = cores.iter().map(|core| core.guard()).collect();
         nccl.group_start().map_err(|error| failed(OP, Some(&nccl), error))?;
         let issued = jobs.iter().zip(&raws).try_for_each(|(job, raw)| {
-            let _entered = job.comm.0.gpu.enter(job.op)?;
-            job.issue(*raw).map(drop)
+            let entered = job.comm.0.gpu.enter(job.op)?;
+            job.issue(*raw, &entered).map(drop)
         });
         let ended = nccl.group_end();
         drop(guards);

@@ -75,7 +75,10 @@ impl Pending {
             },
             State::InStream(event, _) => match event.has_happened() {
                 Ok(false) => return None,
-                Ok(true) => self.0.core.upgrade().and_then(|core| core.failure()).map_or(Ok(()), Err),
+                Ok(true) => {
+                    let failure = self.0.core.upgrade().and_then(|core| core.failure());
+                    failure.map_or(Ok(()), |failure| Err(failure.during(self.0.op)))
+                }
                 Err(error) => Err(failed(self.0.op, error)),
             },
         };

@@ -24,6 +24,7 @@ use rustix::net::{
 
 use crate::error::{Error, Kind, Result};
 use crate::fork;
+use crate::progress::at_once;
 
 /// Descriptors in one message: the kernel's SCM_MAX_FD.
 pub(crate) const MAX_FILES: usize = 253;
@@ -492,7 +493,8 @@ impl Socket {
     /// Each part must be writable for its length until this returns, and no Rust reference to it may exist.
     pub(crate) unsafe fn recv_raw(&self, parts: &[RawPartMut]) -> Result<Received> {
         // SAFETY: the caller's obligation.
-        unsafe { self.recv_parts(parts, libc::MSG_DONTWAIT) }
+        let received = unsafe { self.recv_parts(parts, libc::MSG_DONTWAIT, None) }?;
+        Ok(received.unwrap_or(Received::WouldBlock))
     }
 
     /// [`recv_raw`](Self::recv_raw) that waits until the parts are full, for a moment, on a socket that is
@@ -502,30 +504,70 @@ impl Socket {
     /// As for [`recv_raw`](Self::recv_raw).
     pub(crate) unsafe fn recv_raw_patiently(&self, parts: &[RawPartMut]) -> Result<Received> {
         // SAFETY: the caller's obligation.
-        unsafe { self.recv_parts(parts, libc::MSG_WAITALL) }
+        let received = unsafe { self.recv_parts(parts, libc::MSG_WAITALL, None) }?;
+        Ok(received.unwrap_or(Received::WouldBlock))
+    }
+
+    /// One of the two, patient or not, if a look says so, [at once](at_once) after it; `None` where it does not.
+    ///
+    /// # Safety
+    /// As for [`recv_raw`](Self::recv_raw).
+    pub(crate) unsafe fn recv_raw_if(
+        &self,
+        parts: &[RawPartMut],
+        patiently: bool,
+        look: &dyn Fn() -> bool,
+    ) -> Result<Option<Received>> {
+        let flags = if patiently { libc::MSG_WAITALL } else { libc::MSG_DONTWAIT };
+        // SAFETY: the caller's obligation.
+        unsafe { self.recv_parts(parts, flags, Some(look)) }
     }
 
     /// # Safety
     /// As for [`recv_raw`](Self::recv_raw).
-    unsafe fn recv_parts(&self, parts: &[RawPartMut], flags: libc::c_int) -> Result<Received> {
+    unsafe fn recv_parts(
+        &self,
+        parts: &[RawPartMut],
+        flags: libc::c_int,
+        look: Option<&dyn Fn() -> bool>,
+    ) -> Result<Option<Received>> {
         if parts.iter().all(|part| part.len == 0) {
-            return Ok(Received::Bytes(0));
+            return Ok(Some(Received::Bytes(0)));
         }
         // SAFETY: all zero is a valid msghdr: no address, no parts, no control.
         let mut message: libc::msghdr = unsafe { mem::zeroed() };
         message.msg_iov = parts.as_ptr().cast_mut().cast();
         message.msg_iovlen = parts.len().min(MAX_PARTS) as _;
-        // SAFETY: `parts` lies as an array of iovecs (asserted above), which the kernel only reads, and the
-        // caller keeps the memory behind it writable and free of references.
-        let receive = || unsafe {
-            // BYTES MOVE HERE
-            libc::recvmsg(self.fd.as_raw_fd(), ptr::from_mut(&mut message), flags | libc::MSG_CMSG_CLOEXEC)
+        let (fd, call_flags) = (self.fd.as_raw_fd(), flags | libc::MSG_CMSG_CLOEXEC);
+        let outcome = match look {
+            None => {
+                // SAFETY: `parts` lies as an array of iovecs (asserted above), which the kernel only reads, and the
+                // caller keeps the memory behind it writable and free of references.
+                let receive = || unsafe {
+                    // BYTES MOVE HERE
+                    libc::recvmsg(fd, ptr::from_mut(&mut message), call_flags)
+                };
+                if flags & libc::MSG_DONTWAIT != 0 { repeat(receive) } else { once(receive) }
+            }
+            Some(look) => {
+                // SAFETY: as above.
+                // BYTES MOVE HERE
+                match unsafe { at_once::recvmsg(look, fd, ptr::from_mut(&mut message), call_flags) } {
+                    None => return Ok(None),
+                    Some(returned) => usize::try_from(returned).map_err(|_| {
+                        match Errno::from_raw_os_error(-(returned as i32)) {
+                            // Nothing has come: who called looks around before it goes on.
+                            Errno::INTR => Errno::AGAIN,
+                            error => error,
+                        }
+                    }),
+                }
+            }
         };
-        let outcome = if flags & libc::MSG_DONTWAIT != 0 { repeat(receive) } else { once(receive) };
         if outcome.is_ok() && message.msg_flags & libc::MSG_CTRUNC != 0 {
             return Err(Error::protocol("receive", "the peer sent descriptors in the middle of payload"));
         }
-        received(outcome)
+        received(outcome).map(Some)
     }
 
     /// Waits until a receive or a send will not block, whichever is asked for; false at the limit.

@@ -4,6 +4,7 @@
 //! first connection to an owner carries small requests and all messages; large transfers are spread over *lanes*. On
 //! one host the session is also how `mapped` and `cma` get what they need: descriptors, the table, the page of pins.
 
+mod afar;
 mod allowance;
 mod apply;
 mod asking;
@@ -15,6 +16,8 @@ mod counting;
 mod files;
 mod grant;
 mod importing;
+#[cfg(test)]
+mod late_tests;
 mod listener;
 mod mappings;
 mod parts;

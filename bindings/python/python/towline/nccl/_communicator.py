@@ -493,11 +493,10 @@ class Communicator(Collectives):
         move at once. Every access is checked against the peer's size.
         """
         native = self._need("put")
-        check_stream(stream)
         window = self._window("put", peer_window)
-        return Operation(
-            window.put(native, local_buffer, peer, peer_window_offset, None, blocks), "put"
-        )
+        with in_stream(native, stream):
+            work = window.put(native, local_buffer, peer, peer_window_offset, None, blocks)
+        return Operation(work, "put")
 
     def put_signal(
         self,
@@ -536,10 +535,11 @@ class Communicator(Collectives):
         stream: object = None,
     ) -> Operation[None]:
         """Copies ``peer``'s memory of a window into a buffer. The arguments are those of `put`."""
-        check_stream(stream)
         native = self._need("get")
         window = self._window("get", peer_window)
-        return Operation(window.get(native, local_buffer, peer, peer_window_offset, blocks), "get")
+        with in_stream(native, stream):
+            work = window.get(native, local_buffer, peer, peer_window_offset, blocks)
+        return Operation(work, "get")
 
     def signal(
         self,

@@ -31,7 +31,7 @@ class UniqueId:
         elif isinstance(data, str):
             self._data = _native.unique_id_from_text(data)
         else:
-            self._data = bytes(data)
+            self._data = bytes(memoryview(data))
             if len(self._data) != LENGTH:
                 raise NcclInvalid(
                     f"data: an id has {LENGTH} bytes, not {len(self._data)}", op="unique_id"
@@ -40,7 +40,7 @@ class UniqueId:
     @classmethod
     def from_bytes(cls, data: bytes) -> UniqueId:
         """The id with those 128 bytes."""
-        return cls(bytes(data))
+        return cls(bytes(memoryview(data)))
 
     @property
     def as_bytes(self) -> bytes:

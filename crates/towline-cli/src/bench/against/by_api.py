@@ -1,9 +1,10 @@
-"""NIXL by its own Python API, for `towline bench --against nixl`: an owner and a user, told what to do on standard input.
+"""NIXL by its own Python API, for `towline bench`: an owner and a user, told what to do on standard input.
 
 The user answers each line with one line of JSON. Both drive their agents themselves, without NIXL's thread, which is NIXL's
 best setting for transfers; `notify` is also measured with that thread, which is its default.
 """
 
+import ctypes
 import json
 import os
 import random
@@ -21,7 +22,13 @@ import numpy as np
 try:
     from nixl._api import nixl_agent, nixl_agent_config
 except ImportError:
-    from nixl_cu12._api import nixl_agent, nixl_agent_config
+    try:
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
+    except ImportError:
+        from nixl_cu13._api import nixl_agent, nixl_agent_config
+
+# Where the memory is, in NIXL's words: the host's, or that of the first GPU.
+KIND = os.environ.get("TOWLINE_BENCH_MEMORY", "DRAM")
 
 
 def say(what):
@@ -32,17 +39,42 @@ def agent(name, thread):
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=thread, backends=["UCX"]))
 
 
-def memory(length):
-    # Huge pages where the machine gives them, as Towline's own memory asks for them.
-    import mmap
+class Host:
+    """Huge pages where the machine gives them, as Towline's own memory asks for them."""
 
-    area = mmap.mmap(-1, length + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(area, dtype=np.uint8)
-    start = -array.ctypes.data % (2 << 20)
-    array = array[start : start + length]
-    array[:] = 1
-    return array
+    def __init__(self, length):
+        import mmap
+
+        area = mmap.mmap(-1, length + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.madvise(mmap.MADV_HUGEPAGE)
+        array = np.frombuffer(area, dtype=np.uint8)
+        start = -array.ctypes.data % (2 << 20)
+        self.array = array[start : start + length]
+        self.array[:] = 1
+        self.address = self.array.ctypes.data
+
+
+class Gpu:
+    """By the driver alone, in the primary context, as PyTorch has its memory."""
+
+    def __init__(self, length):
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+        for call, *arguments in (
+            ("cuInit", 0),
+            ("cuDeviceGet", ctypes.byref(device), 0),
+            ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
+            ("cuCtxSetCurrent", context),
+            ("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(length)),
+        ):
+            answer = getattr(driver, call)(*arguments)
+            if answer != 0:
+                raise RuntimeError(f"{call}: {answer}")
+        self.address = address.value
+
+
+def memory(length):
+    return Gpu(length) if KIND == "VRAM" else Host(length)
 
 
 def ranges(base, block, indices):
@@ -57,8 +89,8 @@ def cpu():
 def owner(length, thread):
     mine = agent("owner", thread)
     data = memory(length)
-    mine.register_memory([(data.ctypes.data, length, 0, "")], mem_type="DRAM")
-    say({"metadata": mine.get_agent_metadata().hex(), "address": data.ctypes.data})
+    mine.register_memory([(data.address, length, 0, "")], mem_type=KIND)
+    say({"metadata": mine.get_agent_metadata().hex(), "address": data.address})
     line = json.loads(sys.stdin.readline())
     mine.add_remote_agent(bytes.fromhex(line["metadata"]))
     state = {"drive": True, "end": False}
@@ -88,7 +120,7 @@ class User:
         self.driven = driven
         self.mine = agent("user", thread)
         self.data = memory(length)
-        self.mine.register_memory([(self.data.ctypes.data, length, 0, "")], mem_type="DRAM")
+        self.mine.register_memory([(self.data.address, length, 0, "")], mem_type=KIND)
         self.child = subprocess.Popen(
             [sys.executable, __file__, "owner", str(length), str(int(thread))],
             stdin=subprocess.PIPE,
@@ -113,16 +145,16 @@ class User:
         near, far = list(range(blocks)), list(range(blocks))
         random.Random(1).shuffle(near)
         random.Random(2).shuffle(far)
-        base = self.data.ctypes.data
+        base = self.data.address
         if blocks == 1:
-            local = self.mine.get_xfer_descs([(base, block, 0)], "DRAM")
-            remote = self.mine.get_xfer_descs([(self.address, block, 0)], "DRAM")
+            local = self.mine.get_xfer_descs([(base, block, 0)], KIND)
+            remote = self.mine.get_xfer_descs([(self.address, block, 0)], KIND)
             self.handle = self.mine.initialize_xfer(op.upper(), local, remote, "owner")
             self.make = None
             return
         everything = list(range(blocks))
-        local = self.mine.prep_xfer_dlist("", ranges(base, block, everything), "DRAM")
-        remote = self.mine.prep_xfer_dlist("owner", ranges(self.address, block, everything), "DRAM")
+        local = self.mine.prep_xfer_dlist("", ranges(base, block, everything), KIND)
+        remote = self.mine.prep_xfer_dlist("owner", ranges(self.address, block, everything), KIND)
         near, far = np.array(near, dtype=np.int32), np.array(far, dtype=np.int32)
         # Block indices change from one transfer to the next, so the request is made anew, as its users do.
         self.make = lambda: self.mine.make_prepped_xfer(op.upper(), local, near, remote, far)

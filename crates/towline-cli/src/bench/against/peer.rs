@@ -17,7 +17,7 @@ const PROGRAM: &str = include_str!("by_api.py");
 const PROJECT_PYTHON: &str = ".venv/bin/python";
 
 /// An interpreter with NIXL, and its child, which owns the memory.
-pub(super) struct Peer {
+pub(in crate::bench) struct Peer {
     child: Child,
     orders: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
@@ -26,7 +26,17 @@ pub(super) struct Peer {
 
 impl Peer {
     /// Starts both; `thread`: with NIXL's own progress thread; `driven`: transfers need the owner's processor.
-    pub(super) fn start(bytes: u64, thread: bool, driven: bool) -> Outcome<Peer> {
+    pub(in crate::bench) fn start(bytes: u64, thread: bool, driven: bool) -> Outcome<Peer> {
+        Peer::start_with(&[], bytes, thread, driven)
+    }
+
+    /// [`start`](Self::start) with those variables in its environment.
+    pub(in crate::bench) fn start_with(
+        variables: &[(&str, &str)],
+        bytes: u64,
+        thread: bool,
+        driven: bool,
+    ) -> Outcome<Peer> {
         let python = if Path::new(PROJECT_PYTHON).exists() { PROJECT_PYTHON } else { "python3" };
         let program = std::env::temp_dir().join(format!("towline-nixl-{}-{thread}.py", std::process::id()));
         fs::write(&program, PROGRAM).map_err(|error| Failure::os(program.display(), error))?;
@@ -35,6 +45,7 @@ impl Peer {
         if driven {
             command.arg("driven");
         }
+        command.envs(variables.iter().copied());
         // The wheel's UCX crashes its process at the end otherwise.
         if std::env::var_os("UCX_MODULES").is_none() {
             command.env("UCX_MODULES", "^efa");
@@ -78,22 +89,22 @@ impl Peer {
     }
 
     /// Prepares what follows.
-    pub(super) fn prepare(&mut self, op: Op, blocks: u64, block_size: u64) -> Outcome<()> {
+    pub(in crate::bench) fn prepare(&mut self, op: Op, blocks: u64, block_size: u64) -> Outcome<()> {
         self.ask::<String>(&format!("prepare {} {blocks} {block_size}", op.name())).map(drop)
     }
 
     /// Seconds of each of that many transfers.
-    pub(super) fn transfers(&mut self, count: usize) -> Outcome<Vec<f64>> {
+    pub(in crate::bench) fn transfers(&mut self, count: usize) -> Outcome<Vec<f64>> {
         self.ask(&format!("run {count}"))
     }
 
     /// Seconds of each of that many messages, there and back.
-    pub(super) fn notifications(&mut self, count: usize) -> Outcome<Vec<f64>> {
+    pub(in crate::bench) fn notifications(&mut self, count: usize) -> Outcome<Vec<f64>> {
         self.ask(&format!("notify {count}"))
     }
 
     /// The part of a core that each of the two processes uses while nothing happens.
-    pub(super) fn idle(&mut self, time: Duration) -> Outcome<f64> {
+    pub(in crate::bench) fn idle(&mut self, time: Duration) -> Outcome<f64> {
         self.ask(&format!("idle {}", time.as_secs_f64()))
     }
 }

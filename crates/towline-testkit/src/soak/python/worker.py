@@ -75,14 +75,18 @@ class Worker:
             case ["loop", op, remote, region, length]:
                 return await self.repeat(op, int(remote), int(region), int(length))
             case ["begin", op, remote, region, at, length]:
-                transfer = self.start(op, int(remote), int(region), int(at), int(length))
+                transfer = self.begun = self.start(op, int(remote), int(region), int(at), int(length))
                 self.task = asyncio.create_task(self.timed(transfer))
                 # The task has begun to wait before the answer goes out.
                 await asyncio.sleep(0)
                 return "started"
             case ["ended"]:
                 kind, at = await self.task
-                return f"{kind} {at}"
+                return f"{kind} {at} {self.begun.quiet()}"
+            case ["quiet"]:
+                while not self.begun.quiet():
+                    await asyncio.sleep(0.001)
+                return ""
             case ["cancel", how, op, remote, region, at, length, micros]:
                 return await self.cancel(
                     how, op, int(remote), int(region), int(at), int(length), int(micros), payload
@@ -128,6 +132,9 @@ class Worker:
             kind = await task
         ended = time.monotonic_ns()
         assert transfer.done(), "an await has ended before its transfer"
+        # An owner that took too long to answer may be seen to be still at it.
+        while not transfer.quiet():
+            await asyncio.sleep(0.001)
         if payload and kind != "none":
             view(self.objects[region])[:] = payload
         return f"{kind} {max(0, ended - begun - micros * 1000)}"

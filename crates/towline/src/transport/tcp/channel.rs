@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::memory::bytes;
+use crate::progress::at_once;
 use crate::progress::socket::{Family, Lane, RawPart, RawPartMut, Received, Sent, Socket};
 use crate::sync::lock;
 use crate::tls::{BINDING, Tls};
@@ -233,23 +234,41 @@ impl Channel {
             // SAFETY: the caller's promise.
             return unsafe { self.socket.recv_raw(parts) };
         };
-        let mut inside = lock(inside);
-        let mut bounce = std::mem::take(&mut inside.bounce);
-        let room: usize = parts.iter().map(|part| part.len).sum();
-        bounce.resize(BOUNCE, 0);
-        let received =
-            inside.decrypt(&self.socket, false, |tls| tls.reader().read(&mut bounce[..BOUNCE.min(room)]));
-        if let Ok(Received::Bytes(came)) = received {
-            let mut rest = &bounce[..came];
+        inside_bounce(inside, &self.socket, parts, |came| {
+            let mut rest = came;
             for part in parts {
                 let len = rest.len().min(part.len);
                 // SAFETY: the caller keeps the part writable; `len` bytes fit it.
                 unsafe { bytes::copy(part.ptr, rest.as_ptr(), len) };
                 rest = &rest[len..];
             }
-        }
-        inside.bounce = bounce;
-        received
+        })
+    }
+
+    /// [`recv_raw`](Self::recv_raw), or the patient form of it, if a look says so, [at once](at_once) after it.
+    ///
+    /// # Safety
+    /// As for the socket: each part stays writable until this returns, and nobody has a reference to it.
+    pub(super) unsafe fn recv_raw_if(
+        &self,
+        parts: &[RawPartMut],
+        patiently: bool,
+        look: &dyn Fn() -> bool,
+    ) -> Result<Landing> {
+        let Some(inside) = &self.tls else {
+            // SAFETY: the caller's promise.
+            let received = unsafe { self.socket.recv_raw_if(parts, patiently, look) }?;
+            return Ok(received.map_or(Landing::Unwanted(0), Landing::There));
+        };
+        let mut landed = true;
+        let received = inside_bounce(inside, &self.socket, parts, |came| {
+            // SAFETY: the caller keeps the parts writable, and no more bytes came than they have room for.
+            landed = unsafe { at_once::copy(look, parts, came) };
+        })?;
+        Ok(match received {
+            Received::Bytes(came) if !landed => Landing::Unwanted(came),
+            received => Landing::There(received),
+        })
     }
 
     /// [`Socket::recv_raw_patiently`]; with TLS, where the parts of a message come in pieces anyway, without patience.
@@ -307,6 +326,35 @@ impl AsFd for Channel {
         self.socket.as_fd()
     }
 }
+
+/// Where bytes have gone that were received if a look said so.
+pub(super) enum Landing {
+    There(Received),
+    /// Nowhere: so many of them were taken, and dropped.
+    Unwanted(usize),
+}
+
+/// Gives what TLS has for those parts to `take`, from a buffer.
+fn inside_bounce(
+    inside: &Mutex<Inside>,
+    socket: &Socket,
+    parts: &[RawPartMut],
+    take: impl FnOnce(&[u8]),
+) -> Result<Received> {
+    let mut inside = lock(inside);
+    let mut bounce = std::mem::take(&mut inside.bounce);
+    let room: usize = parts.iter().map(|part| part.len).sum();
+    bounce.resize(BOUNCE, 0);
+    let received = inside.decrypt(socket, false, |tls| tls.reader().read(&mut bounce[..BOUNCE.min(room)]));
+    if let Ok(Received::Bytes(came)) = received {
+        take(&bounce[..came]);
+    }
+    inside.bounce = bounce;
+    received
+}
+
+// What is bounced is copied in one sequence.
+const _: () = assert!(BOUNCE <= at_once::MOST_COPIED);
 
 #[derive(Debug, PartialEq, Eq)]
 enum Pulled {

@@ -11,10 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use super::channel::Channel;
+use super::channel::{Channel, Landing};
 use super::parts::{Keep, Late, Outgoing, Payload, Sink};
+use crate::fence::applying::{Applying, Desk, Place};
 use crate::progress::socket::{Received, Sent};
-use crate::progress::{self, Interest, Readiness, Source, Token};
+use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
@@ -84,8 +85,20 @@ pub(super) struct Connection {
     /// with the queue in hand, and nobody else should wait with it.
     late: Mutex<Vec<Late>>,
     incoming: Mutex<Incoming>,
+    side: OnceLock<AppliedAt>,
     me: Weak<Connection>,
     itself: Mutex<Option<Arc<Connection>>>,
+}
+
+/// On one host, between processes of one user: where it can be seen that the owner applies what came over this connection.
+enum AppliedAt {
+    Owner(Desk),
+    Initiator(Place),
+}
+
+/// What an owner holds while it applies something of a connection: where the initiator looks, it sees it.
+pub(super) struct Wanted<'a> {
+    _applying: Option<Applying<'a>>,
 }
 
 struct Incoming {
@@ -127,6 +140,7 @@ impl Connection {
                 files: VecDeque::new(),
                 reading: Reading::Header,
             }),
+            side: OnceLock::new(),
             me: me.clone(),
             itself: Mutex::new(None),
         })
@@ -168,6 +182,24 @@ impl Connection {
     /// Lives until it is closed, whoever else holds it.
     pub(super) fn hold_itself(self: &Arc<Self>) {
         *lock(&self.itself) = Some(Arc::clone(self));
+    }
+
+    /// Owner: shows there when something of this connection is applied. Before anything of it is.
+    pub(super) fn apply_at(&self, desk: Desk) {
+        let _ = self.side.set(AppliedAt::Owner(desk));
+    }
+
+    /// Initiator: knows where the owner shows that it applies something of this connection.
+    pub(super) fn applied_at(&self, place: Place) {
+        let _ = self.side.set(AppliedAt::Initiator(place));
+    }
+
+    /// Initiator, of a connection that has ended: where the owner is seen to be in the middle of something that came over it.
+    pub(super) fn unfinished(&self) -> Option<Place> {
+        match self.side.get() {
+            Some(AppliedAt::Initiator(place)) => Some(place.clone()).filter(Place::is_applying),
+            _ => None,
+        }
     }
 
     fn interest(&self, (read, write): (bool, bool)) -> Interest {
@@ -304,6 +336,9 @@ impl Connection {
         if let (Some(token), Ok(reactor)) = (self.token.get(), progress::reactor()) {
             reactor.remove(*token, self.socket.as_fd());
         }
+        if let Some(AppliedAt::Initiator(place)) = self.side.get() {
+            place.give_up();
+        }
         how(&self.socket);
         let handler = lock(&self.handler).take();
         if let (Some(handler), Some(me)) = (handler, self.me.upgrade()) {
@@ -387,15 +422,34 @@ impl Connection {
         };
         let came = match &mut incoming.reading {
             Reading::Payload { sink, left, .. } if *left > 0 => {
-                let left_before = *left;
-                self.give_up_if_abandoned(sink);
+                let (left_before, exact) = (*left, self.looks_at_once(sink));
+                let _wanted = (!exact).then(|| self.wanted_by(sink));
+                #[cfg(test)]
+                let about = moments::about(self, sink);
+                let look = || {
+                    let stays = !self.socket.hung_up();
+                    #[cfg(test)]
+                    moments::reach(moments::Moment::BeforeTheCopy, &about);
+                    stays
+                };
                 let parts = sink.parts(left_before);
                 // SAFETY: the sink's `Keep` pins its memory, and the connection's lock keeps the sink in place.
-                let at_once = || unsafe { self.socket.recv_raw(parts) };
-                // SAFETY: as before.
-                let patiently = || unsafe { self.socket.recv_raw_patiently(parts) };
-                let waited = (patient && idle).then(|| progress::pool().aside(patiently)).flatten();
-                let received = waited.unwrap_or_else(at_once)?;
+                let receive = |patiently: bool| match (exact, patiently) {
+                    // SAFETY: as above.
+                    (true, _) => unsafe { self.socket.recv_raw_if(parts, patiently, &look) },
+                    // SAFETY: as above.
+                    (false, true) => unsafe { self.socket.recv_raw_patiently(parts) }.map(Landing::There),
+                    // SAFETY: as above.
+                    (false, false) => unsafe { self.socket.recv_raw(parts) }.map(Landing::There),
+                };
+                let waited = (patient && idle).then(|| progress::pool().aside(|| receive(true))).flatten();
+                let received = match waited.unwrap_or_else(|| receive(false))? {
+                    Landing::There(received) => received,
+                    Landing::Unwanted(bytes) => {
+                        sink.give_up();
+                        Received::Bytes(bytes)
+                    }
+                };
                 if let Received::Bytes(bytes) = received {
                     *left -= bytes as u64;
                     sink.advance(bytes);
@@ -498,9 +552,15 @@ impl Connection {
                     let Incoming { staging, start, end, reading, .. } = &mut *incoming;
                     let Reading::Payload { sink, left, .. } = reading else { return Ok(()) };
                     let take = (*end - *start).min(usize::try_from(*left).unwrap_or(usize::MAX));
-                    self.give_up_if_abandoned(sink);
-                    // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
-                    unsafe { sink.fill(&staging[*start..*start + take]) };
+                    let bytes = &staging[*start..*start + take];
+                    if self.looks_at_once(sink) {
+                        // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
+                        unsafe { sink.fill_if(bytes, &|| !self.socket.hung_up()) };
+                    } else {
+                        let _wanted = self.wanted_by(sink);
+                        // SAFETY: as before.
+                        unsafe { sink.fill(bytes) };
+                    }
                     *start += take;
                     *left -= take as u64;
                 }
@@ -519,8 +579,19 @@ impl Connection {
         }
     }
 
-    /// Whether the peer has hung up: what it asked for before, and has not been done, is not wanted any more.
-    pub(super) fn is_abandoned(&self) -> bool {
+    /// Owner: whether the initiator still stands by what it sent; what it asked for before it hung up, and what has not been done,
+    /// is not wanted any more. To be held until it is done: an initiator that gives up meanwhile sees that it is not, if
+    /// it can look.
+    pub(super) fn wanted(&self) -> Option<Wanted<'_>> {
+        let applying = match self.side.get() {
+            // In this order: first said, then looked.
+            Some(AppliedAt::Owner(desk)) => Some(desk.enter()?),
+            _ => None,
+        };
+        (!self.is_abandoned()).then_some(Wanted { _applying: applying })
+    }
+
+    fn is_abandoned(&self) -> bool {
         for _ in 0..LOOKS {
             let before = Instant::now();
             if self.socket.hung_up() {
@@ -534,12 +605,33 @@ impl Connection {
         false
     }
 
+    /// Whether the bytes of a write land [at once](at_once) after the look at their initiator, so that a stop has no room between:
+    /// nobody need be told of it then.
+    fn looks_at_once(&self, sink: &Sink) -> bool {
+        #[cfg(test)]
+        if moments::inexact() {
+            return false;
+        }
+        sink.writes_a_region() && at_once::is_possible()
+    }
+
     /// Lets the bytes of a write go nowhere if its initiator has hung up: it has told its caller that nothing of the write
     /// lands any more. This side may have been stopped since the bytes came.
-    fn give_up_if_abandoned(&self, sink: &mut Sink) {
-        if sink.writes_a_region() && self.is_abandoned() {
+    fn wanted_by(&self, sink: &mut Sink) -> Option<Wanted<'_>> {
+        if !sink.writes_a_region() {
+            return None;
+        }
+        #[cfg(test)]
+        let about = moments::about(self, sink);
+        #[cfg(test)]
+        moments::reach(moments::Moment::BeforeTheLook, &about);
+        let wanted = self.wanted();
+        if wanted.is_none() {
             sink.give_up();
         }
+        #[cfg(test)]
+        moments::reach(moments::Moment::BeforeTheCopy, &about);
+        wanted
     }
 
     fn handler(&self) -> Option<Arc<dyn Handler>> {
@@ -658,5 +750,60 @@ impl Source for Connection {
             }
         }
         self.arm(&mut self.queue());
+    }
+}
+
+/// Moments at which a test can hold an owner's thread up, as a stop of its process does at any.
+#[cfg(test)]
+pub(crate) mod moments {
+    use std::ops::Range;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Arc, Mutex};
+
+    use super::{Connection, Role, Sink};
+    use crate::sync::lock;
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub(crate) enum Moment {
+        BeforeTheLook,
+        BeforeTheCopy,
+    }
+
+    pub(crate) struct Hold {
+        pub(crate) moment: Moment,
+        /// Where the bytes go that are about to be copied.
+        pub(crate) memory: Range<usize>,
+        pub(crate) act: Arc<dyn Fn() + Send + Sync>,
+    }
+
+    static HOLD: Mutex<Option<Hold>> = Mutex::new(None);
+    static INEXACT: AtomicBool = AtomicBool::new(false);
+
+    /// Does that, once, in a thread that drives a lane: on the event loop nobody's time would pass.
+    pub(crate) fn hold(hold: Hold) {
+        *lock(&HOLD) = Some(hold);
+    }
+
+    /// Lets looks and copies be two steps, as where they cannot be one.
+    pub(crate) fn be_inexact(inexact: bool) {
+        INEXACT.store(inexact, Ordering::Relaxed);
+    }
+
+    pub(super) fn inexact() -> bool {
+        INEXACT.load(Ordering::Relaxed)
+    }
+
+    /// Where the next bytes of a lane go.
+    pub(super) fn about(connection: &Connection, sink: &mut Sink) -> Option<usize> {
+        let lane = connection.role() == Role::Lane;
+        sink.parts(1).first().map(|part| part.ptr.addr()).filter(|_| lane)
+    }
+
+    pub(super) fn reach(moment: Moment, about: &Option<usize>) {
+        let Some(there) = about else { return };
+        let held = lock(&HOLD).take_if(|hold| hold.moment == moment && hold.memory.contains(there));
+        if let Some(hold) = held {
+            (hold.act)();
+        }
     }
 }

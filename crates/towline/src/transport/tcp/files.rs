@@ -93,45 +93,14 @@ impl Asked {
         ranges
     }
 
-    /// Writes the bytes, and tells how that went; the region stays meanwhile. Blocks, but where a GPU takes them from pinned
-    /// memory.
-    pub(super) fn write(self, landed: Landed, then: impl FnOnce(Result<()>) + Send + 'static) {
-        match (&self.source, landed) {
-            (Source::Gpu(ordinal), Landed::Pinned(slot)) => {
-                let base = self.region.addr as u64;
-                let begun = self.region.begin_use("write").and_then(|using| {
-                    let at = |piece: &Piece| base + piece.remote;
-                    // SAFETY: the use, which is kept until the bytes are there, keeps the region, against which the blocks
-                    // were checked; the payload has their length.
-                    let passing =
-                        unsafe { Passing::start(&Gpu::open(*ordinal)?, true, slot, self.pieces(), at) }?;
-                    Ok((using, passing))
-                });
-                match begun {
-                    Ok((using, passing)) => {
-                        let written = move |slot: Result<Slot>| {
-                            let outcome = slot.and_then(|_| self.still_open());
-                            drop(using);
-                            then(outcome);
-                        };
-                        flight::then(passing, Box::new(written));
-                    }
-                    Err(error) => then(Err(error)),
-                }
-            }
-            (_, landed) => then(self.write_now(&landed)),
-        }
-    }
-
-    fn still_open(&self) -> Result<()> {
-        if self.region.is_closed() { Err(stale("write")) } else { Ok(()) }
-    }
-
-    fn write_now(&self, landed: &Landed) -> Result<()> {
+    /// Writes the bytes; the region stays meanwhile. Blocks: the caller says all the while that it is at it.
+    pub(super) fn write(&self, landed: Landed) -> Result<()> {
         let _use = self.region.begin_use("write")?;
-        let mut bytes = landed.bytes(self.bytes() as usize);
-        match &self.source {
-            Source::File(file) => {
+        let base = self.region.addr as u64;
+        let at = |piece: &Piece| base + piece.remote;
+        match (&self.source, landed) {
+            (Source::File(file), landed) => {
+                let mut bytes = landed.bytes(self.bytes() as usize);
                 for (offset, len) in self.ranges() {
                     let (now, rest) = bytes.split_at(len.min(bytes.len()));
                     // SAFETY: `now` is a slice.
@@ -139,16 +108,19 @@ impl Asked {
                     bytes = rest;
                 }
             }
-            Source::Gpu(ordinal) => {
-                let (base, from) = (self.region.addr as u64, bytes.as_ptr().expose_provenance() as u64);
+            (Source::Gpu(ordinal), Landed::Pinned(slot)) => {
                 // SAFETY: the use keeps the region, against which the blocks were checked; the payload has their length.
+                unsafe { Passing::start(&Gpu::open(*ordinal)?, true, slot, self.pieces(), at) }?.wait()?;
+            }
+            (Source::Gpu(ordinal), Landed::Buffer(buffer)) => {
+                let from = buffer.as_ptr().expose_provenance() as u64;
+                // SAFETY: as above.
                 unsafe {
-                    let at = |piece: &Piece| base + piece.remote;
                     ring::pass(&Gpu::open(*ordinal)?, true, &self.pieces(), at, |piece| from + piece.local)?;
                 }
             }
         }
-        self.still_open()
+        if self.region.is_closed() { Err(stale("write")) } else { Ok(()) }
     }
 }
 

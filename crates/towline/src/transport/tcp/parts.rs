@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::files::Bounce;
 use crate::layout::Piece;
 use crate::memory::bytes;
+use crate::progress::at_once;
 use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::region::{RegionUse, stale};
 use crate::transfer::TransferCore;
@@ -446,6 +447,28 @@ impl Sink {
             unsafe { bytes::copy(part.ptr, bytes.as_ptr(), taken) };
             self.advance(taken);
             bytes = &bytes[taken..];
+        }
+    }
+
+    /// [`fill`](Self::fill), where a look says before each portion that it is wanted, [at once](at_once) after it; stops where it
+    /// is not.
+    ///
+    /// # Safety
+    /// As for [`fill`](Self::fill).
+    pub(super) unsafe fn fill_if(&mut self, bytes: &[u8], look: &dyn Fn() -> bool) {
+        for portion in bytes.chunks(at_once::MOST_COPIED) {
+            let mut room = 0;
+            let unfilled = self.parts.get(self.next..).unwrap_or_default();
+            let enough = unfilled.iter().position(|part| {
+                room += part.len;
+                room >= portion.len()
+            });
+            let parts = enough.map_or(unfilled, |last| &unfilled[..=last]);
+            // SAFETY: the caller's obligation.
+            if !unsafe { at_once::copy(look, parts, portion) } {
+                return self.give_up();
+            }
+            self.advance(portion.len());
         }
     }
 }

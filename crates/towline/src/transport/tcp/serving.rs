@@ -13,12 +13,13 @@ use self::admitting::{Admitted, Granting};
 use self::local::Local;
 use super::allowance::{Allowance, exhausted};
 use super::checks::{self, Announced};
-use super::connection::{Connection, Handler, Role};
+use super::connection::{Connection, Handler, Role, Wanted};
 use super::counting::{Counting, Due, Follower};
 use super::files::Files;
 use super::parts::{Keep, Landed, Payload, Sink, readable};
 use crate::endpoint::EndpointCore;
 use crate::endpoint::operations::Claimer;
+use crate::fence::applying::Desk;
 use crate::fence::life::LifeView;
 use crate::fence::pins::Side;
 use crate::fence::watcher;
@@ -107,6 +108,10 @@ impl Serving {
             all.retain(|one| one.strong_count() > 0);
             all.push(Arc::downgrade(&serving));
         }
+        // The first connection is at the first place.
+        if let Some(desk) = serving.local.as_ref().and_then(Local::desk) {
+            connection.apply_at(desk);
+        }
         let rows = serving.local.as_ref().map(|_| endpoint.table.rows());
         let ready = wire::Ready { session: serving.id, name: endpoint.name().to_owned(), local: rows };
         connection.authenticate(serving, Role::Control);
@@ -149,7 +154,12 @@ impl Serving {
             lock(&serving.connections).clear();
             return Err(Error::new(Kind::Disconnected, "contact", "the session is over"));
         }
-        let ready = wire::Ready { session: id, name: endpoint.name().to_owned(), local: None };
+        let desk = serving.local.as_ref().and_then(Local::desk);
+        let place = desk.as_ref().map(Desk::index);
+        if let Some(desk) = desk {
+            connection.apply_at(desk);
+        }
+        let ready = wire::Ready { session: id, name: endpoint.name().to_owned(), local: place };
         connection.authenticate(serving, Role::Lane);
         connection.send(Message::from(ready).frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
     }
@@ -240,7 +250,42 @@ impl Serving {
         }
     }
 
+    /// Answers an import; one that claims an operation which is not ready is answered when it is.
     fn import(self: &Arc<Self>, connection: &Arc<Connection>, request: u64, import: Import) -> Result<()> {
+        let Some(operation) = import.items.iter().find_map(|item| item.operation) else {
+            return self.answer_import(connection, request, &import);
+        };
+        let operations = &self.endpoint()?.operations;
+        if operations.is_ready(&operation) {
+            return self.answer_import(connection, request, &import);
+        }
+        let (this, to, count) = (Arc::downgrade(self), Arc::downgrade(connection), import.items.len());
+        let claim = move || {
+            if let (Some(this), Some(to)) = (this.upgrade(), to.upgrade())
+                && !this.closed.load(Ordering::Acquire)
+                && let Err(error) = this.answer_import(&to, request, &import)
+            {
+                tracing::debug!(%error, "a claim that waited was not answered");
+            }
+        };
+        match operations.when_ready(&operation, Box::new(claim)) {
+            Ok(Some(claim)) => claim(),
+            Ok(None) => {}
+            Err(error) => {
+                let items = (0..count).map(|_| Err(WireError::from(&error))).collect();
+                let frame = Message::from(Granted { items }).frame(request, 0, 0);
+                connection.send(frame, Vec::new(), Payload::None, Keep::Nothing)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn answer_import(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        request: u64,
+        import: &Import,
+    ) -> Result<()> {
         let endpoint = self.endpoint()?;
         let mut files = Vec::new();
         let mut passed = HashSet::new();
@@ -332,28 +377,28 @@ impl Serving {
     ) -> Result<()> {
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
-            let admitted = wanted("write", &answered)
-                .and_then(|()| serving.admit(write.handle, Access::WRITE, &write.blocks, header.id));
-            let applied = move |outcome| {
-                serving.files.wrote(answered.role(), header.payload_len);
-                if let Err(error) = serving.applied(&answered, header, write.transfer, outcome) {
-                    answered.close(error);
+            let outcome = wanted("write", &answered).and_then(|_wanted| {
+                match serving.admit(write.handle, Access::WRITE, &write.blocks, header.id)? {
+                    Admitted::Bounced(asked) => asked.write(landed),
+                    Admitted::Memory(..) => {
+                        Err(Error::new(Kind::Internal, "write", "a file has become memory"))
+                    }
                 }
-            };
-            match admitted {
-                Ok(Admitted::Bounced(asked)) => asked.write(landed, applied),
-                Ok(Admitted::Memory(..)) => {
-                    applied(Err(Error::new(Kind::Internal, "write", "a file has become memory")));
-                }
-                Err(error) => applied(Err(error)),
-            }
+            });
+            serving.files.wrote(answered.role(), header.payload_len);
+            serving.applied(&answered, header, write.transfer, outcome)
         };
         // The event loop reads from a lane before it has become one.
         if connection.role() == Role::Lane && progress::may_block("write").is_ok() {
-            work();
-            return Ok(());
+            return work();
         }
-        progress::pool().spawn(Box::new(work)).map_err(|refused| refused.error)
+        let closed = Arc::clone(connection);
+        let job = Box::new(move || {
+            if let Err(error) = work() {
+                closed.close(error);
+            }
+        });
+        progress::pool().spawn(job).map_err(|refused| refused.error)
     }
 
     /// A piece of a transfer is applied, or not: acts on what waits for it, and answers.
@@ -401,7 +446,12 @@ impl Serving {
         };
         for Follower { message, answer } in followers {
             let outcome = if act {
-                self.act(message)
+                // A signal whose outcome somebody waits for is a change like a write.
+                let wanted = match (&message, &answer) {
+                    (Message::Signal(_), Some((connection, _))) => wanted("signal", connection).map(Some),
+                    _ => Ok(None),
+                };
+                wanted.and_then(|_wanted| self.act(message))
             } else {
                 Err(Error::new(Kind::Canceled, "signal", "the transfer before it failed"))
             };
@@ -521,12 +571,12 @@ impl Timer for Serving {
     }
 }
 
-/// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more.
-fn wanted(op: &'static str, connection: &Connection) -> Result<()> {
-    match connection.is_abandoned() {
-        false => Ok(()),
-        true => Err(Error::new(Kind::Disconnected, op, "the peer has hung up since it asked")),
-    }
+/// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more. To be
+/// held until it is done.
+fn wanted<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>> {
+    connection
+        .wanted()
+        .ok_or_else(|| Error::new(Kind::Disconnected, op, "the peer has hung up since it asked"))
 }
 
 /// Passes a connection's frames on.
@@ -551,7 +601,7 @@ impl Handler for Arc<Serving> {
             Message::Ask(ask) => self.tell(connection, header.id, ask),
             Message::Read(read) => self.read(connection, header.id, &read),
             Message::Atomic(atomic) => {
-                let done = wanted("atomic", connection).and_then(|()| {
+                let done = wanted("atomic", connection).and_then(|_wanted| {
                     self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op))
                 });
                 self.answer(connection, header.id, done)
@@ -652,7 +702,7 @@ impl Handler for Arc<Serving> {
             }
             Message::Reduce(reduce) => {
                 let outcome = sink.outcome("reduce_into").and_then(|()| {
-                    wanted("reduce_into", connection)?;
+                    let _wanted = wanted("reduce_into", connection)?;
                     if let Some(sent) = &sent {
                         let arrived = checks::of_bytes(&reduce.blocks, &sink.buffer);
                         checks::compare("reduce_into", &reduce.blocks, sent, &arrived)?;

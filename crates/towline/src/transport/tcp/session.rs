@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
-use super::Medium;
 use super::connection::{Connection, Handler};
 use super::contact;
 use super::grant::GrantHandle;
@@ -14,7 +13,9 @@ use super::importing::{Answer, Reply};
 use super::mappings::Mappings;
 use super::parts::{Keep, Payload, Sink};
 use super::run::Run;
+use super::{Medium, afar};
 use crate::endpoint::EndpointCore;
+use crate::fence::applying::Place;
 use crate::fence::life::LifePage;
 use crate::fence::pins::{PinPage, ProcessPin, Side};
 use crate::fence::table::TableView;
@@ -172,6 +173,9 @@ impl Session {
             true,
             Arc::new(ToSession(Arc::downgrade(&session))),
         );
+        if let Some(place) = session.local.as_ref().and_then(|local| Place::of(&local.pins, 0)) {
+            control.applied_at(place);
+        }
         control.watch()?;
         let _ = session.control.set(control);
         session.stay_alive()?;
@@ -352,9 +356,14 @@ impl Session {
 
     fn open_lane(self: &Arc<Self>, endpoint: &EndpointCore) -> Result<Arc<Connection>> {
         let until = progress::later(Instant::now(), endpoint.limits().no_progress);
-        let socket = contact::with_session(endpoint, self, until)?;
+        let (socket, place) = contact::with_session(endpoint, self, until)?;
         let handler = Arc::new(ToSession(Arc::downgrade(self)));
         let lane = Connection::new(socket, super::connection::Role::Lane, true, handler);
+        if let (Some(local), Some(place)) = (&self.local, place)
+            && let Some(place) = Place::of(&local.pins, place)
+        {
+            lane.applied_at(place);
+        }
         lane.watch()?;
         lock(&self.lanes).open.push(Arc::clone(&lane));
         // Whoever fails the session closes the lanes that it finds after it has said that it is dead.
@@ -464,6 +473,19 @@ impl Session {
         }
     }
 
+    /// The connection of a request is gone, and nobody has said what became of it. Where the owner is seen to be in the middle of
+    /// what came over it, the transfer is not quiet when it ends now, and says so.
+    fn may_still_change(&self, pending: &Pending) {
+        let Some(transfer) = pending.changing() else { return };
+        let connection = match pending {
+            Pending::Unit { connection, .. } => Some(connection),
+            _ => self.control.get(),
+        };
+        if let Some(place) = connection.and_then(|connection| connection.unfinished()) {
+            afar::listen(transfer, place, self.local.as_ref().map(|local| local.pid));
+        }
+    }
+
     fn hear(&self) {
         self.heard.store(self.began.elapsed().as_micros() as u64, Ordering::Relaxed);
     }
@@ -502,6 +524,7 @@ impl Session {
         }
         let pending: Vec<_> = lock(&self.pending).drain().map(|(_, pending)| pending).collect();
         for pending in pending {
+            self.may_still_change(&pending);
             match pending {
                 Pending::Import(reply) => reply.fill(self, Err(error.clone())),
                 Pending::Ask(asker) => drop(asker.try_send(Err(error.clone()))),
@@ -554,6 +577,7 @@ impl Session {
             requests.into_iter().filter_map(|request| pending.remove(&request)).collect()
         };
         for pending in lost {
+            self.may_still_change(&pending);
             if let Pending::Unit { run, unit, .. } = pending {
                 run.lost(unit, error.clone());
             }

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
 use crate::endpoint::EndpointCore;
+use crate::fence::applying::{Desk, Places};
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
 use crate::identity::Identity;
@@ -20,9 +21,15 @@ pub(in crate::transport::tcp) struct Local {
     pub(super) alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
     /// Segments that the peer may have mapped and that are gone.
     pub(super) gone: Mutex<Vec<u64>>,
+    places: Arc<Places>,
 }
 
 impl Local {
+    /// Where the peer can see that something is applied which came over one of its connections.
+    pub(super) fn desk(&self) -> Option<Desk> {
+        self.places.take(&self.pins.page)
+    }
+
     /// What a peer of the same user on this host gets: the table, a page for its pins, and the doorbell.
     pub(super) fn offer(
         endpoint: &Arc<EndpointCore>,
@@ -60,8 +67,13 @@ impl Local {
             }),
         });
         endpoint.notifications.subscribe(&mail);
-        let local =
-            Local { pins: pins_of_peer, mail, alive: Mutex::new(Some((hold, None))), gone: Mutex::default() };
+        let local = Local {
+            pins: pins_of_peer,
+            mail,
+            alive: Mutex::new(Some((hold, None))),
+            gone: Mutex::default(),
+            places: Arc::default(),
+        };
         Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
     }
 }

@@ -1,7 +1,11 @@
-//! NCCL for real, on whatever GPU this machine has, with one rank: what runs, and what it costs over the bare C calls.
-//! `TOWLINE_REQUIRE=cuda` makes a machine without one a failure.
+//! NCCL for real, on whatever GPU this machine has: what runs, and what it costs over the bare C calls; with one rank, and with
+//! several on that GPU where the NCCL that is found allows it. `TOWLINE_REQUIRE=cuda` makes a machine without a GPU a failure,
+//! `TOWLINE_REQUIRE=nccl-ranks` an NCCL that takes a GPU only once.
 #![allow(clippy::unwrap_used, clippy::panic)]
 #![allow(unsafe_code, reason = "calls NCCL directly, to compare")]
+
+mod ranks;
+mod several;
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -205,6 +209,33 @@ fn median(mut samples: Vec<Duration>) -> f64 {
     samples[samples.len() / 2].as_secs_f64() * 1e6
 }
 
+/// What the steps of a registration cost by themselves, of which a bare one has none.
+fn steps(gpu: &Gpu) {
+    fn each(name: &str, mut work: impl FnMut()) {
+        const TURNS: u32 = 100_000;
+        let begun = Instant::now();
+        for _ in 0..TURNS {
+            work();
+        }
+        say(format!("step: {name}: {:.1} ns", begun.elapsed().as_secs_f64() * 1e9 / f64::from(TURNS)));
+    }
+    let (mutex, shared) = (std::sync::Mutex::new(0u64), std::sync::Arc::new(0u64));
+    let cuda = gpu.device().cuda();
+    each("a look at the clock", || {
+        std::hint::black_box(Instant::now());
+    });
+    each("a lock taken and given back", || *std::hint::black_box(&mutex).lock().unwrap() += 1);
+    each("a shared owner more and one less", || drop(std::hint::black_box(shared.clone())));
+    each("memory of a small value taken and freed", || drop(std::hint::black_box(Box::new([0u64; 8]))));
+    each("asking which context is current", || drop(std::hint::black_box(cuda.current_id())));
+    each("entering a context that is current", || drop(std::hint::black_box(gpu.enter("test"))));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            each("entering a context that is not", || drop(std::hint::black_box(gpu.enter("test"))));
+        });
+    });
+}
+
 #[test]
 fn figures_of_calls_and_registrations_beside_the_bare_ones() {
     let Some(nccl) = machine("figures_of_calls_and_registrations_beside_the_bare_ones") else { return };
@@ -212,7 +243,7 @@ fn figures_of_calls_and_registrations_beside_the_bare_ones() {
     let gpu = Gpu::open(0).unwrap();
     let entered = gpu.enter("test").unwrap();
     let slot = Slot::default();
-    nccl.init(&slot, 1, &nccl.unique_id().unwrap(), 0, RawConfig { blocking: true }).unwrap();
+    nccl.init(&slot, 1, &nccl.unique_id().unwrap(), 0, RawConfig::default()).unwrap();
     let raw = slot.comm().unwrap();
     let buffer = create_buffer(mem_alloc_on(0, 64 << 20).unwrap());
     let (address, len) = (buffer.addr() as u64, buffer.size());
@@ -271,6 +302,7 @@ fn figures_of_calls_and_registrations_beside_the_bare_ones() {
             ours - bare
         ));
     }
+    steps(&gpu);
     let (mut ours, mut bare) = (Vec::new(), Vec::new());
     for turn in 0..1100 {
         let begun = Instant::now();

@@ -1,0 +1,156 @@
+//! The rows of a communicator on a GPU: one rank through us beside NCCL's bare calls, in turns.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use towline::cuda::Gpu;
+use towline::{Buffer, DeviceStorage, Dtype, create_buffer};
+use towline_comm::{Communicator, Config, Op, WindowFlag, get_nccl_unique_id, mem_alloc_on};
+use towline_testkit::raw::nccl::{Bare, alone};
+
+use super::super::Session;
+use super::super::report::{Row, Unit};
+use crate::outcome::{Exit, Failure};
+
+const SMALL: &str = "nccl-call-4k";
+const LARGE: &str = "nccl-call-1m";
+const REGISTER: &str = "nccl-register-64m";
+const WINDOW: &str = "nccl-window-64m";
+pub(super) const NAMES: [&str; 4] = [SMALL, LARGE, REGISTER, WINDOW];
+
+/// What is registered.
+const BYTES: usize = 64 << 20;
+/// What a call through us may take longer, in microseconds.
+const OVER: f64 = 5.0;
+/// A registration through us may take 1.1 times as long.
+const GOAL: f64 = 1.0 / 1.1;
+
+/// Measures those of the rows that are wanted; where there is no GPU or no NCCL, says so once.
+pub(super) fn run(session: &mut Session, names: &[&'static str]) {
+    let missing = match (Gpu::open(0), get_nccl_unique_id()) {
+        (Err(error), _) => Some(error.to_string()),
+        (_, Err(error)) => Some(error.to_string()),
+        _ => None,
+    };
+    if let Some(reason) = missing {
+        names.iter().for_each(|name| session.step(name));
+        session.fail("nccl".to_owned(), None, &Failure::new(Exit::Unavailable, reason));
+        return;
+    }
+    let measured = alone(0, |bare| {
+        let ours = Ours::new()?;
+        for name in names {
+            session.step(&format!("1-ranks/{name}"));
+            session.rows.push(ours.row(name, bare)?);
+        }
+        Ok(())
+    });
+    if let Err(error) = measured {
+        session.fail("nccl".to_owned(), None, &Failure::failed(error.to_string()));
+    }
+}
+
+/// The rank that goes through us.
+struct Ours {
+    comm: Communicator,
+    buffer: Buffer,
+}
+
+impl Ours {
+    fn new() -> io::Result<Ours> {
+        let config = Config { gpu: Some(0), ..Config::default() };
+        let id = get_nccl_unique_id().map_err(io::Error::other)?;
+        let comm = Communicator::init(1, 0, &id, config).map_err(io::Error::other)?;
+        Ok(Ours { comm, buffer: create_buffer(mem_alloc_on(0, BYTES).map_err(io::Error::other)?) })
+    }
+
+    fn row(&self, name: &'static str, bare: &Bare<'_>) -> io::Result<Row> {
+        let (bytes, rounds) = match name {
+            SMALL => (4096, 2000),
+            LARGE => (1 << 20, 2000),
+            REGISTER => (BYTES, 2000),
+            _ => (BYTES, 200),
+        };
+        let (ours, limit) = match name {
+            SMALL | LARGE => self.calls(bare, bytes, rounds)?,
+            REGISTER => turns(rounds, || self.register(), || bare.register(&self.buffer))?,
+            _ => turns(rounds, || self.window(), || bare.window(&self.buffer, 1).map(drop))?,
+        };
+        let version = bare.version();
+        let row = match name {
+            SMALL | LARGE => {
+                let against =
+                    format!("{limit:.2} µs of the bare ncclAllReduce are taken off, NCCL {version}");
+                let row = Row::new(name, Unit::Microseconds, (ours - limit).max(0.0)).target(Some(OVER));
+                Row { op: Some("enqueue".into()), against: against.into(), ..row }
+            }
+            _ => {
+                let against = format!("the bare calls, NCCL {version}");
+                let row = Row::new(name, Unit::Microseconds, ours).against(against, Some(limit), Some(GOAL));
+                Row { op: Some("register".into()), ..row }
+            }
+        };
+        Ok(Row { bytes: bytes as u64, ranks: Some(1), rounds, ..row })
+    }
+
+    /// An all-reduce into another buffer, until it is in the stream.
+    fn calls(&self, bare: &Bare<'_>, bytes: usize, rounds: usize) -> io::Result<(f64, f64)> {
+        let target = create_buffer(DeviceStorage::new(bytes, 0).map_err(io::Error::other)?);
+        let memory = |buffer: &Buffer| self.comm.memory(buffer.clone());
+        let send = memory(&self.buffer).and_then(|all| all.part(0, bytes)).map_err(io::Error::other)?;
+        let recv = memory(&target).map_err(io::Error::other)?;
+        let through_us = || self.comm.all_reduce(&send, &recv, Dtype::F32, Op::Sum).map_err(io::Error::other);
+        let sums = bare.sums(&self.buffer, &target, bytes / 4)?;
+        let mut samples = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
+        for turn in 0..rounds + rounds / 10 {
+            let ours = timed(through_us)?;
+            bare.synchronize()?;
+            let plain = timed(|| sums.run())?;
+            bare.synchronize()?;
+            if turn >= rounds / 10 {
+                samples.0.push(ours);
+                samples.1.push(plain);
+            }
+        }
+        Ok((median(samples.0), median(samples.1)))
+    }
+
+    fn register(&self) -> io::Result<()> {
+        let registered = self.comm.register_buffer(self.buffer.clone()).map_err(io::Error::other)?;
+        registered.close();
+        Ok(())
+    }
+
+    fn window(&self) -> io::Result<()> {
+        let window = self.comm.register_window(self.buffer.clone(), WindowFlag::COLL_SYMMETRIC);
+        window.map(drop).map_err(io::Error::other)
+    }
+}
+
+/// The medians of both, in microseconds, in turns; the first tenth warms up.
+fn turns(
+    rounds: usize,
+    mut ours: impl FnMut() -> io::Result<()>,
+    mut bare: impl FnMut() -> io::Result<()>,
+) -> io::Result<(f64, f64)> {
+    let mut samples = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
+    for turn in 0..rounds + rounds / 10 {
+        let (one, other) = (timed(&mut ours)?, timed(&mut bare)?);
+        if turn >= rounds / 10 {
+            samples.0.push(one);
+            samples.1.push(other);
+        }
+    }
+    Ok((median(samples.0), median(samples.1)))
+}
+
+fn timed(work: impl FnOnce() -> io::Result<()>) -> io::Result<Duration> {
+    let begun = Instant::now();
+    work()?;
+    Ok(begun.elapsed())
+}
+
+fn median(mut samples: Vec<Duration>) -> f64 {
+    samples.sort_unstable();
+    samples.get(samples.len() / 2).map_or(0.0, |middle| middle.as_secs_f64() * 1e6)
+}

@@ -1,0 +1,134 @@
+//! Many regions, many peers, long requests: what each of them costs.
+
+use std::time::Instant;
+
+use towline::memory::create_buffer;
+use towline::{Access, Endpoint, Layout, OffsetBuffer, Registered, Routing, SharedStorage, SystemStorage};
+
+use super::Session;
+use super::costs::one_region;
+use super::measure::median;
+use super::report::{Row, Unit};
+use crate::outcome::Outcome;
+use crate::pattern::Shuffle;
+use crate::worker::Worker;
+use crate::worker::protocol::{Ask, Usage};
+
+/// Microseconds that registering one region may take, and taking one back.
+const EACH: f64 = 5.0;
+
+/// Peers of one hub, in as many processes; seconds until all are connected; descriptors that one of them may cost.
+const PEERS: u32 = 1000;
+const PROCESSES: u32 = 8;
+const CONNECTED: f64 = 10.0;
+const DESCRIPTORS: f64 = 2.0;
+
+/// Microseconds until a request of any size is posted: that 99 of 100 stay below.
+const POSTED: f64 = 50.0;
+const POSTS: usize = 200;
+
+/// Registers few regions and many, and takes them back: each costs the same.
+pub(super) fn regions(session: &mut Session) -> Outcome<()> {
+    const BYTES: usize = 4096;
+    let storage = create_buffer(SystemStorage::new(BYTES)?);
+    for count in [1_000, 100_000] {
+        let endpoint = Endpoint::open("bench-regions")?;
+        let (mut there, mut back) = (Vec::new(), Vec::new());
+        for _ in 0..session.pace.fewest {
+            let mut regions: Vec<Registered<OffsetBuffer>> = Vec::with_capacity(count);
+            let start = Instant::now();
+            for _ in 0..count {
+                let view = OffsetBuffer::new(storage.clone(), 0, BYTES)?;
+                regions.push(endpoint.register(view, Access::READ).map_err(towline::Error::from)?);
+            }
+            there.push(start.elapsed().as_secs_f64() / count as f64);
+            let start = Instant::now();
+            drop(regions);
+            back.push(start.elapsed().as_secs_f64() / count as f64);
+        }
+        for (name, mut times) in
+            [(format!("register-each-of-{count}"), there), (format!("deregister-each-of-{count}"), back)]
+        {
+            let rounds = times.len();
+            let row = Row::new(name, Unit::Microseconds, median(&mut times) * 1e6).target(Some(EACH));
+            session.rows.push(Row { blocks: count as u64, block_size: BYTES as u64, rounds, ..row });
+        }
+    }
+    Ok(())
+}
+
+/// A thousand endpoints make contact with this one, and then do nothing.
+pub(super) fn hub(session: &mut Session) -> Outcome<()> {
+    let endpoint = Endpoint::open("bench-hub")?;
+    let region = endpoint.register(SharedStorage::new(4096)?, Access::READ).map_err(towline::Error::from)?;
+    let ticket = region.ticket()?;
+    let mut workers = (0..PROCESSES).map(|_| Worker::start("peers")).collect::<Outcome<Vec<Worker>>>()?;
+    let before = Usage::now().files;
+    let start = Instant::now();
+    for worker in &mut workers {
+        worker.tell(&Ask::Endpoints { count: PEERS / PROCESSES, ticket: ticket.clone() })?;
+    }
+    for worker in &mut workers {
+        worker.answer()?;
+    }
+    let took = start.elapsed().as_secs_f64();
+    let files = Usage::now().files.saturating_sub(before);
+    let blocks = u64::from(PEERS);
+    let row = Row::new("hub-1000-peers-connected", Unit::Seconds, took).target(Some(CONNECTED));
+    session.rows.push(Row { blocks, ..row });
+    let each = files as f64 / f64::from(PEERS);
+    let row = Row::new("hub-1000-peers-descriptors-each", Unit::Count, each).target(Some(DESCRIPTORS));
+    session.rows.push(Row { blocks, ..row });
+    Ok(())
+}
+
+/// How long the call takes that starts a transfer.
+pub(super) fn posting(session: &mut Session) -> Outcome<()> {
+    const BLOCKS: u64 = 81_920;
+    const BLOCK: u64 = 256;
+    const LONG: u64 = 64 << 20;
+    let shuffle = Shuffle::new(BLOCKS, BLOCK)?;
+    let layout = Layout::contiguous(BLOCKS * BLOCK, BLOCK)?;
+    for path in ["mapped", "unix", "tcp"] {
+        let mut worker = Worker::start("posted")?;
+        let ticket = one_region(&mut worker, LONG)?;
+        let endpoint = Endpoint::open("bench-posting")?;
+        let remote = endpoint.import_with(&ticket, &Routing::default().require(path)?)?;
+        let local = endpoint
+            .register(SystemStorage::new(LONG as usize)?, Access::NONE)
+            .map_err(towline::Error::from)?;
+        let request = |name: &str| {
+            let whole = endpoint.read(&remote, &local);
+            match name {
+                "post-4k" => whole.at(0, 0, 4096),
+                "post-64m" => whole,
+                _ => whole.blocks(&layout, &shuffle.remote, &layout, &shuffle.local),
+            }
+        };
+        for (name, bytes, blocks) in
+            [("post-4k", 4096, 1), ("post-64m", LONG, 1), ("post-81920-blocks", BLOCKS * BLOCK, BLOCKS)]
+        {
+            let mut times = Vec::with_capacity(POSTS);
+            for _ in 0..POSTS {
+                let request = request(name);
+                let start = Instant::now();
+                let transfer = request.start()?;
+                times.push(start.elapsed().as_secs_f64());
+                transfer.wait()?;
+            }
+            times.sort_by(f64::total_cmp);
+            let p99 = times.get(POSTS * 99 / 100).copied().unwrap_or(f64::NAN) * 1e6;
+            let row = Row::new(name, Unit::Microseconds, p99).target(Some(POSTED));
+            session.rows.push(Row {
+                path: Some(path.into()),
+                op: Some("read".into()),
+                bytes,
+                blocks,
+                p99: Some(p99),
+                rounds: POSTS,
+                ..row
+            });
+        }
+    }
+    Ok(())
+}

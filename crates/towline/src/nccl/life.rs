@@ -1,0 +1,87 @@
+//! How far a communicator is in its life: asked at every call, and changed seldom.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+use crate::Error;
+use crate::sync::lock;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    Open,
+    Finalized,
+    /// Nothing but its end, a split or a shrink is possible.
+    Revoked,
+    /// NCCL has freed it.
+    Gone,
+}
+
+pub(super) struct State {
+    pub(super) stage: Stage,
+    pub(super) closing: bool,
+    /// Why it was stopped.
+    pub(super) failure: Option<Error>,
+}
+
+const OPEN: u8 = 0;
+const ENDING: u8 = 1;
+const GONE: u8 = 2;
+
+/// A state behind a lock, and what a call must know of it in a word of its own: a call takes no lock to learn that all is well.
+pub(super) struct Life {
+    quick: AtomicU8,
+    state: Mutex<State>,
+}
+
+impl Life {
+    pub(super) fn new() -> Life {
+        let state = State { stage: Stage::Open, closing: false, failure: None };
+        Life { quick: AtomicU8::new(OPEN), state: Mutex::new(state) }
+    }
+
+    /// Whether every call is possible: it has not failed, and nobody has begun to end it.
+    pub(super) fn is_open(&self) -> bool {
+        self.quick.load(Ordering::Acquire) == OPEN
+    }
+
+    /// Whether NCCL has freed it.
+    pub(super) fn is_gone(&self) -> bool {
+        self.quick.load(Ordering::Acquire) == GONE
+    }
+
+    pub(super) fn lock(&self) -> Held<'_> {
+        Held { quick: &self.quick, state: lock(&self.state) }
+    }
+}
+
+/// The state, held; the word follows it at the end.
+pub(super) struct Held<'a> {
+    quick: &'a AtomicU8,
+    state: MutexGuard<'a, State>,
+}
+
+impl Deref for Held<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for Held<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let quick = match &*self.state {
+            State { stage: Stage::Gone, .. } => GONE,
+            State { stage: Stage::Open, closing: false, failure: None } => OPEN,
+            _ => ENDING,
+        };
+        self.quick.store(quick, Ordering::Release);
+    }
+}

@@ -1,0 +1,343 @@
+//! A look, and what is done upon it, with no moment between the two in which this thread did not run.
+//!
+//! A process can be stopped between any two instructions, for any time. Who looks whether something is still wanted and then
+//! does it may therefore do it long after nobody wanted it any more. Here the last steps are a *restartable sequence*
+//! (`rseq(2)`): the kernel sends a thread that was taken off its processor inside of one to its start instead of letting it go
+//! on. The C library registers every thread for that; where it does not (before glibc 2.35, other C libraries), and on
+//! other processors, the look comes first and the deed soon after: [`is_possible`] tells which.
+//!
+//! How a stop is noticed, from the look on: while the thread is in the kernel for its look, by the clock, which is read before
+//! it and after; from before that second reading on, because the kernel clears the word that names the sequence
+//! when it puts the thread aside outside of it; and inside of it, because the kernel sends the thread to its abort. The sequence
+//! ends with the deed: a copy, or the entry into a system call. What the kernel does from there on it does before the stop.
+#![allow(
+    unsafe_code,
+    reason = "writes the word that names a restartable sequence, and has the sequences themselves"
+)]
+
+use std::time::{Duration, Instant};
+
+use crate::progress::socket::RawPartMut;
+
+/// A look is fresh as long as this; but it is not repeated for ever where the machine is so busy that it never is.
+const FRESH: Duration = Duration::from_millis(1);
+const LOOKS: usize = 100;
+
+/// One sequence copies at most about this many bytes: a few microseconds.
+pub(crate) const MOST_COPIED: usize = 64 << 10;
+
+/// Whether the look and the deed are one in this thread.
+pub(crate) fn is_possible() -> bool {
+    sequence::area().is_some()
+}
+
+/// Receives a message if the look says so, at once; `None` where it does not. Gives what the kernel returned.
+///
+/// # Safety
+/// As for `recvmsg`: the header is valid, and what it names is writable.
+pub(crate) unsafe fn recvmsg(
+    look: &dyn Fn() -> bool,
+    fd: i32,
+    message: *mut libc::msghdr,
+    flags: i32,
+) -> Option<isize> {
+    // SAFETY: the caller's promise.
+    let plain = || unsafe { sequence::plain_recvmsg(fd, message, flags) };
+    // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence.
+    let deed = |area| unsafe { sequence::recvmsg(fd, message, flags, area) };
+    after(look, sequence::of_recvmsg(), plain, |area| {
+        Some(deed(area)).filter(|one| *one != sequence::NOT_DONE)
+    })
+}
+
+/// Copies bytes to those parts, which have room for them, if the look says so, at once; whether it did.
+///
+/// # Safety
+/// The parts are writable and have room for the bytes, of which there are at most [`MOST_COPIED`], and nobody has a reference to
+/// them.
+pub(crate) unsafe fn copy(look: &dyn Fn() -> bool, parts: &[RawPartMut], bytes: &[u8]) -> bool {
+    // SAFETY: the caller's promise.
+    let plain = || unsafe { plain_copy(parts, bytes) };
+    // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence.
+    let deed =
+        |area| unsafe { sequence::copy(parts.as_ptr(), parts.len(), bytes.as_ptr(), bytes.len(), area) };
+    after(look, sequence::of_copy(), plain, |area| (deed(area) == 1).then_some(())).is_some()
+}
+
+/// # Safety
+/// As for [`copy`].
+unsafe fn plain_copy(parts: &[RawPartMut], mut bytes: &[u8]) {
+    for part in parts {
+        let (now, rest) = bytes.split_at(part.len.min(bytes.len()));
+        // SAFETY: the caller's promise; `now` is not longer than the part.
+        unsafe { crate::memory::bytes::copy(part.ptr, now.as_ptr(), now.len()) };
+        bytes = rest;
+    }
+}
+
+fn after<T>(
+    look: &dyn Fn() -> bool,
+    named: *const u8,
+    plain: impl Fn() -> T,
+    deed: impl Fn(*mut sequence::Area) -> Option<T>,
+) -> Option<T> {
+    for _ in 0..LOOKS {
+        let before = Instant::now();
+        if !look() {
+            return None;
+        }
+        let area = sequence::area();
+        if let Some(area) = area {
+            // SAFETY: the area is this thread's, which alone writes the word; the sequence lives as long as the program, and
+            // the word is cleared before this returns.
+            unsafe { sequence::name(area, named) };
+        }
+        #[cfg(test)]
+        let before = tests::between(before);
+        let done = match (before.elapsed() < FRESH, area) {
+            (true, Some(area)) => deed(area),
+            (true, None) => return Some(plain()),
+            (false, _) => None,
+        };
+        if let Some(area) = area {
+            // SAFETY: as above.
+            unsafe { sequence::name(area, std::ptr::null()) };
+        }
+        if done.is_some() {
+            return done;
+        }
+    }
+    look().then(plain)
+}
+
+/// The sequences, where there are some.
+#[cfg(all(target_arch = "x86_64", target_env = "gnu", not(miri)))]
+mod sequence {
+    use std::arch::{asm, naked_asm};
+    use std::sync::OnceLock;
+
+    use super::RawPartMut;
+
+    /// What the C library shares with the kernel for each thread. The layout is the kernel's.
+    #[repr(C)]
+    pub(super) struct Area {
+        cpu_id_start: u32,
+        cpu_id: i32,
+        named: *const u8,
+    }
+
+    /// What a sequence gives that was sent away before its last step: no number of an error is that low.
+    pub(super) const NOT_DONE: isize = isize::MIN;
+
+    /// This thread's area; none where the kernel or the C library knows of no such thing.
+    #[inline]
+    pub(super) fn area() -> Option<*mut Area> {
+        static OFFSET: OnceLock<Option<isize>> = OnceLock::new();
+        let offset = (*OFFSET.get_or_init(offset))?;
+        let thread: *mut u8;
+        // SAFETY: the first word of a thread's own block is the block's address, by the platform's ABI.
+        unsafe { asm!("mov {}, fs:[0]", out(reg) thread, options(nostack, preserves_flags, readonly)) };
+        let area = thread.wrapping_offset(offset).cast::<Area>();
+        // SAFETY: the C library keeps the area at that offset in every thread; the kernel writes the number of the processor, so
+        // it is read as what others change.
+        let cpu = unsafe { std::ptr::read_volatile(&raw const (*area).cpu_id) };
+        // Less than nothing: this thread is not registered.
+        (cpu >= 0).then_some(area)
+    }
+
+    fn offset() -> Option<isize> {
+        // SAFETY: looks up symbols of the C library, which are a word and a number where there are any.
+        unsafe {
+            let size = libc::dlsym(libc::RTLD_DEFAULT, c"__rseq_size".as_ptr()).cast::<u32>();
+            let offset = libc::dlsym(libc::RTLD_DEFAULT, c"__rseq_offset".as_ptr()).cast::<isize>();
+            (!size.is_null() && !offset.is_null() && *size >= 16).then(|| *offset)
+        }
+    }
+
+    /// Names the sequence that this thread is about to enter, or none.
+    ///
+    /// # Safety
+    /// The area is the calling thread's, and what is named stays.
+    #[inline]
+    pub(super) unsafe fn name(area: *mut Area, named: *const u8) {
+        // SAFETY: the caller's promise. The kernel reads the word when it likes.
+        unsafe { std::ptr::write_volatile(&raw mut (*area).named, named) };
+        std::sync::atomic::compiler_fence(std::sync::atomic::Ordering::SeqCst);
+    }
+
+    /// Whether a sequence is still named: not, where the thread has been put aside since.
+    #[cfg(test)]
+    pub(super) fn is_named(area: *mut Area) -> bool {
+        // SAFETY: the area is the calling thread's; the kernel writes the word when it likes.
+        unsafe { !std::ptr::read_volatile(&raw const (*area).named).is_null() }
+    }
+
+    /// # Safety
+    /// As for `recvmsg`.
+    pub(super) unsafe fn plain_recvmsg(fd: i32, message: *mut libc::msghdr, flags: i32) -> isize {
+        let returned: isize;
+        // SAFETY: the caller's promise. The error comes back as a number below nothing, as from the sequence.
+        unsafe {
+            asm!("syscall", inlateout("rax") libc::SYS_recvmsg as isize => returned, in("rdi") fd as isize, in("rsi") message,
+                in("rdx") flags as isize, out("rcx") _, out("r11") _, options(nostack));
+        }
+        returned
+    }
+
+    #[unsafe(naked)]
+    pub(super) extern "C" fn of_recvmsg() -> *const u8 {
+        naked_asm!("lea rax, [rip + towline_sequence_of_recvmsg]", "ret")
+    }
+
+    /// `recvmsg`, if nothing has come between since the sequence was named.
+    #[unsafe(naked)]
+    pub(super) unsafe extern "C" fn recvmsg(
+        fd: i32,
+        message: *mut libc::msghdr,
+        flags: i32,
+        area: *mut Area,
+    ) -> isize {
+        naked_asm!(
+            ".pushsection .data.rel.ro, \"aw\"",
+            ".balign 32",
+            ".hidden towline_sequence_of_recvmsg",
+            ".globl towline_sequence_of_recvmsg",
+            "towline_sequence_of_recvmsg:",
+            ".long 0, 0",
+            ".quad 2f, 3f - 2f, 5f",
+            ".popsection",
+            "mov r9, rcx",
+            "lea r8, [rip + towline_sequence_of_recvmsg]",
+            "movsxd rdi, edi",
+            "movsxd rdx, edx",
+            "mov eax, {call}",
+            "2:",
+            "cmp qword ptr [r9 + 8], r8",
+            "jne 4f",
+            "syscall",
+            "3:",
+            "ret",
+            "4:",
+            "movabs rax, {not_done}",
+            "ret",
+            // What the kernel wants to see before the place that it sends a thread to.
+            ".byte 0x0f, 0xb9, 0x3d",
+            ".long 0x53053053",
+            "5:",
+            "movabs rax, {not_done}",
+            "ret",
+            call = const libc::SYS_recvmsg,
+            not_done = const NOT_DONE,
+        )
+    }
+
+    #[unsafe(naked)]
+    pub(super) extern "C" fn of_copy() -> *const u8 {
+        naked_asm!("lea rax, [rip + towline_sequence_of_copy]", "ret")
+    }
+
+    /// Copies the bytes to the parts, one after the other, if nothing has come between since the sequence was named; 1 where it
+    /// has. Sent away in the middle it has copied some of them, and is done again from the start or not at all: who is told that
+    /// nothing lands any more is told so after that.
+    #[unsafe(naked)]
+    pub(super) unsafe extern "C" fn copy(
+        parts: *const RawPartMut,
+        count: usize,
+        bytes: *const u8,
+        len: usize,
+        area: *mut Area,
+    ) -> usize {
+        naked_asm!(
+            ".pushsection .data.rel.ro, \"aw\"",
+            ".balign 32",
+            ".hidden towline_sequence_of_copy",
+            ".globl towline_sequence_of_copy",
+            "towline_sequence_of_copy:",
+            ".long 0, 0",
+            ".quad 2f, 3f - 2f, 5f",
+            ".popsection",
+            "lea rax, [rip + towline_sequence_of_copy]",
+            "mov r9, rdi",
+            "mov r10, rsi",
+            "mov rsi, rdx",
+            "mov rdx, rcx",
+            "cld",
+            "2:",
+            "cmp qword ptr [r8 + 8], rax",
+            "jne 4f",
+            "6:",
+            "test r10, r10",
+            "jz 3f",
+            "mov rdi, qword ptr [r9]",
+            "mov rcx, qword ptr [r9 + 8]",
+            "cmp rcx, rdx",
+            "cmova rcx, rdx",
+            "sub rdx, rcx",
+            "rep movsb",
+            "add r9, 16",
+            "dec r10",
+            "jmp 6b",
+            "3:",
+            "mov eax, 1",
+            "ret",
+            "4:",
+            "xor eax, eax",
+            "ret",
+            ".byte 0x0f, 0xb9, 0x3d",
+            ".long 0x53053053",
+            "5:",
+            "xor eax, eax",
+            "ret",
+        )
+    }
+}
+
+/// Where there are none: the look comes first, and the deed soon after.
+#[cfg(not(all(target_arch = "x86_64", target_env = "gnu", not(miri))))]
+mod sequence {
+    use super::RawPartMut;
+
+    pub(super) enum Area {}
+
+    pub(super) const NOT_DONE: isize = isize::MIN;
+
+    pub(super) fn area() -> Option<*mut Area> {
+        None
+    }
+
+    pub(super) unsafe fn name(_: *mut Area, _: *const u8) {}
+
+    #[cfg(test)]
+    pub(super) fn is_named(_: *mut Area) -> bool {
+        false
+    }
+
+    pub(super) fn of_recvmsg() -> *const u8 {
+        std::ptr::null()
+    }
+
+    pub(super) fn of_copy() -> *const u8 {
+        std::ptr::null()
+    }
+
+    pub(super) unsafe fn recvmsg(_: i32, _: *mut libc::msghdr, _: i32, _: *mut Area) -> isize {
+        NOT_DONE
+    }
+
+    pub(super) unsafe fn copy(_: *const RawPartMut, _: usize, _: *const u8, _: usize, _: *mut Area) -> usize {
+        0
+    }
+
+    /// # Safety
+    /// As for `recvmsg`.
+    pub(super) unsafe fn plain_recvmsg(fd: i32, message: *mut libc::msghdr, flags: i32) -> isize {
+        // SAFETY: the caller's promise.
+        match unsafe { libc::recvmsg(fd, message, flags) } {
+            -1 => -(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) as isize),
+            returned => returned,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,105 @@
+//! An owner that is held up in the moment between its look at a peer and the copy of that peer's bytes.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::sync::{Arc, Mutex, MutexGuard, mpsc};
+use std::time::Duration;
+
+use super::connection::moments::{self, Hold, Moment};
+use crate::memory::{SharedStorage, SystemStorage};
+use crate::sync::lock;
+use crate::{Access, Endpoint, Kind, Limits, MemoryDescription, Registered, Routing, Transfer};
+
+const LEN: usize = 1 << 20;
+const WATCHDOG: Duration = Duration::from_secs(30);
+
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+struct Scene {
+    _one: MutexGuard<'static, ()>,
+    region: Registered<SharedStorage>,
+    _local: Registered<SystemStorage>,
+    transfer: Transfer,
+    go_on: mpsc::Sender<()>,
+    _ends: (Endpoint, Endpoint),
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        moments::be_inexact(false);
+    }
+}
+
+/// A write whose owner is held up at that moment, and has not come back when the write ends.
+fn held_up(path: &str, moment: Moment, inexact: bool) -> Scene {
+    let one = lock(&ONE_AT_A_TIME);
+    moments::be_inexact(inexact);
+    let limits = Limits { no_progress: Duration::from_millis(300), ..Limits::default() };
+    let owner = Endpoint::open("owner").unwrap();
+    let user = Endpoint::options("user").limits(limits).open().unwrap();
+    let region = owner.register(SharedStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
+    let local = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+    local.write_at(0, &vec![7; LEN]).unwrap();
+    let routing = Routing::default().require(path).unwrap();
+    let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
+    let (go_on, wait) = mpsc::channel::<()>();
+    let (there, arrived) = mpsc::channel();
+    let wait = Mutex::new(wait);
+    let act = Arc::new(move || {
+        there.send(()).unwrap();
+        // Until the test says so, or is gone.
+        let _ = lock(&wait).recv();
+    });
+    let base = region.addr();
+    moments::hold(Hold { moment, memory: base..base + LEN, act });
+    let transfer = user.write(&remote, &local).start().unwrap();
+    arrived.recv_timeout(WATCHDOG).expect("the owner comes to that moment");
+    let error = transfer.wait_for(WATCHDOG).expect("a write to an owner that stands still ends").unwrap_err();
+    assert!(matches!(error.kind(), Kind::Timeout | Kind::Disconnected), "{error}");
+    Scene { _one: one, region, _local: local, transfer, go_on, _ends: (owner, user) }
+}
+
+fn bytes(region: &Registered<SharedStorage>) -> Vec<u8> {
+    let mut bytes = vec![0; LEN];
+    region.read_at(0, &mut bytes).unwrap();
+    bytes
+}
+
+fn nothing_lands_of(scene: &Scene) {
+    assert!(scene.transfer.quiet());
+    let before = bytes(&scene.region);
+    scene.go_on.send(()).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(before, bytes(&scene.region), "bytes landed behind a quiet end");
+}
+
+#[test]
+fn of_a_write_whose_owner_stands_between_look_and_copy_nothing_lands_any_more() {
+    if !crate::progress::at_once::is_possible() {
+        return;
+    }
+    for path in ["unix", "tcp"] {
+        nothing_lands_of(&held_up(path, Moment::BeforeTheCopy, false));
+    }
+}
+
+#[test]
+fn where_look_and_copy_are_two_steps_a_write_is_not_quiet_until_the_copy_between_them_is_made() {
+    let scene = held_up("unix", Moment::BeforeTheCopy, true);
+    assert!(!scene.transfer.quiet(), "the owner is about to copy, and the user believes it is quiet");
+    assert!(!scene.transfer.wait_quiet(Duration::from_millis(50)));
+    let before = bytes(&scene.region);
+    scene.go_on.send(()).unwrap();
+    assert!(scene.transfer.wait_quiet(WATCHDOG), "it never becomes quiet");
+    let quiet = bytes(&scene.region);
+    assert_ne!(before, quiet, "the moment was not the one before the copy");
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(quiet, bytes(&scene.region), "bytes landed behind a quiet end");
+}
+
+#[test]
+fn of_a_write_whose_owner_stands_before_its_look_nothing_lands_any_more() {
+    for path in ["unix", "tcp"] {
+        nothing_lands_of(&held_up(path, Moment::BeforeTheLook, true));
+    }
+}
