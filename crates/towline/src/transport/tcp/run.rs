@@ -165,10 +165,11 @@ impl Run {
     }
 
     fn spread(self: &Arc<Self>, connections: &[Arc<Connection>]) {
-        // Not always from the first on: transfers of a single request each would all go over that one.
+        // Parts of one transfer, of a request each, would all go over the first: these begin elsewhere each time.
         static TURN: AtomicUsize = AtomicUsize::new(0);
-        let (before, after) =
-            connections.split_at(TURN.fetch_add(self.requests, Ordering::Relaxed) % connections.len().max(1));
+        let part = self.transfer.local.is_none();
+        let turn = if part { TURN.fetch_add(self.requests, Ordering::Relaxed) } else { 0 };
+        let (before, after) = connections.split_at(turn % connections.len().max(1));
         for _ in 0..WINDOW {
             for connection in after.iter().chain(before) {
                 if !self.feed(connection) {
