@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use crate::device::{current, give};
 use crate::state::*;
-use crate::stream::{Work, stream};
+use crate::stream::{Work, move_bytes, stream};
 
 /// The kernel's name; modules and functions are named by numbers that nobody follows.
 const KERNEL: &CStr = c"towline_copy";
@@ -40,12 +40,8 @@ impl Launch {
             for unit in first..self.units.min(first + self.per_block) {
                 let (from, to, len) = if self.form == 1 { self.triple(unit)? } else { self.equal(unit)? };
                 if len > 0 {
-                    let (into, out_of) = {
-                        let memory = memory();
-                        (memory.bytes(to, len)?, memory.bytes(from, len)?)
-                    };
-                    // SAFETY: both were found, and are kept meanwhile.
-                    unsafe { std::ptr::copy(out_of.pointer, into.pointer, len as usize) };
+                    let reached = [to, from].iter().all(|address| memory().holds(*address, len));
+                    reached.then(|| move_bytes(to, from, len as usize)).flatten()?;
                 }
             }
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::device::{current, give};
+use crate::pages::reservation;
 use crate::state::*;
 use crate::stream;
 
@@ -197,6 +198,11 @@ unsafe extern "C" fn cuPointerGetAttributes(
             let backing = known.as_ref().and_then(Known::backing);
             let device = backing.map_or(if known.is_some() { 0 } else { -2 }, |backing| backing.device);
             let mapped = matches!(known.as_ref().map(|known| &known.what), Some(What::Mapped(..)));
+            // As the driver has it: the range of what was mapped by itself is all that was reserved there.
+            let whole = known.as_ref().map(|known| match mapped {
+                true => reservation(known.start).unwrap_or((known.start, known.len)),
+                false => (known.start, known.len),
+            });
             let number = |value: Option<u64>| value.unwrap_or(0);
             // SAFETY: each place has room for its attribute.
             unsafe {
@@ -219,8 +225,11 @@ unsafe extern "C" fn cuPointerGetAttributes(
                         }
                     }
                     9 => give(place.cast::<c_int>(), device)?,
-                    11 => give(place.cast::<u64>(), number(known.as_ref().map(|known| known.start)))?,
-                    12 => give(place.cast::<u64>(), number(known.as_ref().map(|known| known.len)))?,
+                    11 => give(place.cast::<u64>(), number(whole.map(|(start, _)| start)))?,
+                    12 => give(place.cast::<u64>(), number(whole.map(|(_, len)| len)))?,
+                    18 => give(place.cast::<u64>(), number(known.as_ref().map(|known| known.len)))?,
+                    19 => give(place.cast::<u64>(), number(known.as_ref().map(|known| known.start)))?,
+                    20 => give(place.cast::<u64>(), number(known.as_ref().map(|known| known.buffer)))?,
                     _ => return Err(INVALID_VALUE),
                 }
             }

@@ -32,6 +32,16 @@ fn allocations<T>(with: impl FnOnce(&mut Allocations) -> T) -> T {
     with(ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
 }
 
+/// What was reserved around an address.
+pub(crate) fn reservation(address: u64) -> Option<(u64, u64)> {
+    allocations(|all| {
+        let inside = |(start, len): (&u64, &usize)| {
+            (*start..start + *len as u64).contains(&address).then_some((*start, *len as u64))
+        };
+        all.reserved.iter().find_map(inside)
+    })
+}
+
 fn supported(call: &'static str) -> Done {
     begin(call)?;
     if settings().lacks("vmm") { Err(NOT_SUPPORTED) } else { Ok(()) }

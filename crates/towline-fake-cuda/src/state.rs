@@ -264,6 +264,26 @@ impl Memory {
         self.reserved.iter().any(|range| range.contains(&address))
     }
 
+    /// How much of a range lies in the allocation in which it begins.
+    pub(crate) fn stretch(&self, address: u64, len: u64) -> u64 {
+        self.find(address).map_or(0, |known| len.min(known.start + known.len - address))
+    }
+
+    /// Whether a range may be touched. It may go on from one mapping to the next, but not from one allocation.
+    pub(crate) fn holds(&self, mut address: u64, mut len: u64) -> bool {
+        loop {
+            let now = self.stretch(address, len);
+            if now == 0 || self.bytes(address, now).is_none() {
+                return false;
+            }
+            let mapped = matches!(self.find(address), Some(Known { what: What::Mapped(..), .. }));
+            (address, len) = (address + now, len - now);
+            if len == 0 || !mapped {
+                return len == 0;
+            }
+        }
+    }
+
     /// The bytes of a range that lies in one allocation and may be touched.
     pub(crate) fn bytes(&self, address: u64, len: u64) -> Option<Bytes> {
         let known = self.find(address)?;

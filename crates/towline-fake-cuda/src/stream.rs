@@ -153,15 +153,13 @@ fn perform(work: Work) {
     let done = match work {
         Work::Copy { to, from, len } => move_bytes(to, from, len),
         Work::CopyTaken { to, bytes } => {
-            // SAFETY: `bytes` finds mapped memory of that length, and keeps it.
-            memory().bytes(to, bytes.len() as u64).map(|into| unsafe {
-                std::ptr::copy_nonoverlapping(bytes.as_ptr(), into.pointer, bytes.len());
-            })
+            let from = bytes.as_ptr().expose_provenance() as u64;
+            in_stretches(to, from, bytes.len())
         }
         Work::Fill { to, value, len } => {
-            let into = memory().bytes(to, len as u64);
-            // SAFETY: as above.
-            into.map(|into| unsafe { std::ptr::write_bytes(into.pointer, value, len) })
+            let bytes = vec![value; len];
+            let from = bytes.as_ptr().expose_provenance() as u64;
+            in_stretches(to, from, len)
         }
         Work::Launch(launch) => launch.perform(),
         Work::Record(event, which) => {
@@ -185,17 +183,40 @@ fn perform(work: Work) {
 
 /// Copies between two ranges that the driver knows; a host range that it does not know is taken at its word.
 pub(crate) fn move_bytes(to: u64, from: u64, len: usize) -> Option<()> {
-    let (into, out_of) = {
+    let known = |address| memory().find(address).is_some();
+    let holds = |address| !known(address) || memory().holds(address, len as u64);
+    (holds(to) && known(from) && holds(from)).then(|| in_stretches(to, from, len)).flatten()
+}
+
+/// The same, from one mapping to the next where a range goes on there.
+fn in_stretches(mut to: u64, mut from: u64, len: usize) -> Option<()> {
+    let mut left = len as u64;
+    while left > 0 {
+        let now = {
+            let memory = memory();
+            let stretch = |address| memory.find(address).map_or(left, |_| memory.stretch(address, left));
+            stretch(to).min(stretch(from))
+        };
+        stretch_at(to, from, now as usize)?;
+        (to, from, left) = (to + now, from + now, left - now);
+    }
+    Some(())
+}
+
+fn stretch_at(to: u64, from: u64, len: usize) -> Option<()> {
+    let place = |address: u64| {
         let memory = memory();
-        (memory.bytes(to, len as u64), memory.bytes(from, len as u64)?)
+        match memory.bytes(address, len as u64) {
+            Some(bytes) => Some((bytes.pointer, Some(bytes))),
+            None if memory.find(address).is_none() && !memory.was_reserved(address) => {
+                Some((std::ptr::with_exposed_provenance_mut(address as usize), None))
+            }
+            None => None,
+        }
     };
-    let into = match &into {
-        Some(into) => into.pointer,
-        None if memory().find(to).is_none() => std::ptr::with_exposed_provenance_mut(to as usize),
-        None => return None,
-    };
+    let (into, out_of) = (place(to)?, place(from)?);
     // SAFETY: the ranges were found, and are kept; a host range that is not pinned is the caller's to vouch for.
-    unsafe { std::ptr::copy(out_of.pointer, into, len) };
+    unsafe { std::ptr::copy(out_of.0, into.0, len) };
     Some(())
 }
 
@@ -384,7 +405,7 @@ extern "C" fn cuMemcpyAsync(to: u64, from: u64, len: usize, handle: *mut c_void)
             // What was freed, and a range that begins in one allocation and leaves it, is wrong at once.
             for address in [to, from] {
                 let devices = memory.find(address).is_some() || memory.was_reserved(address);
-                if devices && memory.bytes(address, len as u64).is_none() {
+                if devices && !memory.holds(address, len as u64) {
                     return Err(INVALID_VALUE);
                 }
             }
@@ -415,7 +436,7 @@ extern "C" fn cuMemcpyAsync(to: u64, from: u64, len: usize, handle: *mut c_void)
 #[unsafe(no_mangle)]
 extern "C" fn cuMemsetD8Async(to: u64, value: u8, len: usize, handle: *mut c_void) -> c_int {
     code(begin("cuMemsetD8Async").and_then(|()| {
-        if memory().bytes(to, len as u64).is_none() {
+        if !memory().holds(to, len as u64) {
             return Err(INVALID_VALUE);
         }
         stream(handle)?.add(Work::Fill { to, value, len })

@@ -8,6 +8,7 @@ mod chase;
 mod leaving;
 mod operations;
 mod pinning;
+mod segments;
 
 use std::collections::HashMap;
 use std::io::BufReader;
@@ -42,6 +43,7 @@ pub fn storage(len: usize, kind: &str) -> towline::Result<Arc<dyn Storage>> {
         "exportable" => {
             Ok(Arc::new(DeviceStorage::options().memory(DeviceMemory::Exportable).allocate(len)?))
         }
+        "segments" => segments::storage(len),
         other => Err(Error::new(Kind::Invalid, "register", format!("no storage is called {other}"))),
     }
 }

@@ -326,6 +326,11 @@ pub(crate) trait Attachment: Send + Sync {
         after: &After,
     ) -> Option<Result<Option<u64>>>;
 
+    /// Whether [`run_now`](Self::run_now) takes a request of that many bytes.
+    fn at_once(&self, _bytes: u64) -> bool {
+        false
+    }
+
     /// Cuts a plan into the units that this way works in: the plan, its longest pieces cut, and the runs of
     /// pieces that make up the units. Each unit reports once; there is at least one.
     fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>);

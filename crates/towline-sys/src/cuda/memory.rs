@@ -42,6 +42,8 @@ pub struct PointerFacts {
     pub device: i32,
     /// A number that no other allocation of this process ever has.
     pub buffer: u64,
+    /// A number that no other physical allocation of this process ever has; 0 where the driver does not tell.
+    pub block: u64,
     /// Where its allocation (or the mapping of one) starts.
     pub start: u64,
     /// How long that is.
@@ -60,9 +62,10 @@ const WRITE_COMBINED: c_uint = 4;
 const READ_ONLY: c_uint = 8;
 const LAZY_PEER_ACCESS: c_uint = 1;
 
-/// The attributes of a pointer that are asked for, in the order in which the answers are read. Drivers before CUDA 11.3 do
-/// not know the last.
-const ATTRIBUTES: [c_uint; 9] = [2, 9, 7, 11, 12, 10, 14, 8, 17];
+/// The attributes of a pointer that are asked for, in the order in which the answers are read. Drivers before CUDA 11.7 do not
+/// know the last three, and those before CUDA 11.3 not the one before.
+const ATTRIBUTES: [c_uint; 12] = [2, 9, 7, 11, 12, 10, 14, 8, 17, 18, 19, 20];
+const OF_OLDER: [usize; 2] = [9, 8];
 
 impl Cuda {
     /// What the driver knows of an address; `None` where it is none of its.
@@ -83,24 +86,44 @@ impl Cuda {
             }
         };
         let mut answer = ask(ATTRIBUTES.len());
-        if answer == code::INVALID_VALUE {
-            answer = ask(ATTRIBUTES.len() - 1);
+        for known in OF_OLDER {
+            if answer == code::INVALID_VALUE {
+                answer = ask(known);
+            }
         }
         self.api().check("cuPointerGetAttributes", answer)?;
-        let [memory, device, buffer, start, len, legacy_ipc, handle_types, managed, pool] = values;
+        let [
+            memory,
+            device,
+            buffer,
+            start,
+            len,
+            legacy_ipc,
+            handle_types,
+            managed,
+            pool,
+            mapped,
+            base,
+            block,
+        ] = values;
+        let legacy_ipc = legacy_ipc as u32 & 0xff != 0;
         let memory = match memory as u32 {
             _ if managed as u32 & 0xff != 0 => MemoryType::Managed,
             1 => MemoryType::Host,
             2 => MemoryType::Device,
             _ => return Ok(None),
         };
+        // Of memory that was mapped by itself, the range is all the addresses that were reserved, whatever is mapped there.
+        let separate = memory == MemoryType::Device && !legacy_ipc && mapped != 0;
+        let (start, len) = if separate { (base, mapped) } else { (start, len) };
         Ok(Some(PointerFacts {
             memory,
             device: device as c_int,
             buffer,
             start,
             len,
-            legacy_ipc: legacy_ipc as u32 & 0xff != 0,
+            legacy_ipc,
+            block,
             handle_types,
             pooled: pool != 0,
         }))

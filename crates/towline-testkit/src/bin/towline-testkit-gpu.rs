@@ -36,7 +36,9 @@ fn main() {
     let size = if gpu.device().memory().unwrap() > 8 << 30 { 512 * MIB } else { 16 * MIB };
     let bench = Bench::new(&gpu, bare.as_deref(), size);
     bench.whole();
-    bench.paged();
+    for kind in ["device", "exportable"] {
+        bench.paged(kind);
+    }
     bench.host();
     bench.sockets();
 }
@@ -138,9 +140,9 @@ impl Bench {
     }
 
     /// Random blocks on both sides, beside a bare kernel.
-    fn paged(&self) {
+    fn paged(&self, kind: &str) {
         println!("\npaged, random blocks on both sides, GPU to GPU of another process; limit: a bare kernel");
-        let remote = self.remote("device", "cuda");
+        let remote = self.remote(kind, "cuda");
         let local = self.local("device");
         let limits = self.bare.enter().unwrap();
         let kernel = self.bare.no_kernel().is_none();

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline::cuda::{Availability, CopyOptions, Gpu, Run, SETTING, Tuning, availability};
-use towline::memory::{DeviceMemory, DeviceStorage, ExternalStorage, PinnedStorage};
-use towline::{Kind, MemoryAccess, MemoryDescription, Storage};
+use towline::memory::{DeviceMemory, DeviceStorage, ExternalStorage, PinnedStorage, SystemStorage};
+use towline::{Access, Endpoint, Kind, MemoryAccess, MemoryDescription, Storage};
+use towline_testkit::bench::routing;
 use towline_testkit::watchdog::watch;
 
 /// Runs one test of this module again, with the fake and these settings; true in that process.
@@ -168,6 +169,29 @@ fn a_copy_from_freed_memory_loses_the_context_and_nobody_hangs() {
         assert!(error.message().contains("the CUDA context of this process is lost"), "{error}");
         assert!(two.write_at(0, &[1]).unwrap_err().message().contains("is lost"));
         assert!(DeviceStorage::new(1, 0).unwrap_err().message().contains("is lost"));
+    }
+}
+
+#[test]
+fn a_copy_that_fails_ends_a_transfer_of_many_portions() {
+    let name = "a_copy_that_fails_ends_a_transfer_of_many_portions";
+    if elsewhere(name, &[("FAKE_CUDA_FAIL", "cuMemcpyAsync:999@3,cuMemcpyAsync:999@45")]) {
+        const LEN: usize = 80 << 20;
+        let _watch = watch("a portion that fails", Duration::from_secs(60));
+        let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
+        let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
+        let remote = user.import_with(&region.ticket().unwrap(), &routing("tcp")).unwrap();
+        let local = user.register(DeviceStorage::new(LEN, 0).unwrap(), Access::NONE).unwrap();
+        let read = || user.read(&remote, &local).start().unwrap().wait();
+        let write = || user.write(&remote, &local).start().unwrap().wait();
+        let error = read().unwrap_err();
+        assert!(error.kind() == Kind::Native && error.message().contains("cuMemcpyAsync"), "{error}");
+        read().unwrap();
+        // By now more calls have been made than were to succeed: one of these is refused, the others are not.
+        let (first, second) = (write(), write());
+        assert!(first.is_ok() || second.is_ok(), "{first:?} {second:?}");
+        write().unwrap();
+        assert!(local.into_storage().is_ok() && region.into_storage().is_ok());
     }
 }
 

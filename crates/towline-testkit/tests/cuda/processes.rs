@@ -82,6 +82,34 @@ pub(crate) fn a_killed_owner_ends_paged_copies_and_the_context_stays_usable() {
     }
 }
 
+pub(crate) fn memory_in_many_parts_is_opened_side_by_side() {
+    if !driver("memory_in_many_parts_is_opened_side_by_side") {
+        return;
+    }
+    let _watchdog = watch("gpu: memory in parts", Duration::from_secs(120));
+    // More parts than descriptors go along with one answer.
+    const MANY: usize = 40 * MIB + 12_345;
+    let user = endpoint("user");
+    let mut owner = Process::open("owner", "");
+    let local = user.register(storage(MANY, "device").unwrap(), Access::NONE).unwrap();
+    for round in 0..3u16 {
+        // The second time the parts are others, at addresses that may be the same.
+        let stamp = Stamp::new(5, round);
+        let id = owner.must(&format!("register {MANY} segments read+write")).number(0);
+        owner.must(&format!("fill {id} {} {}", stamp.region, stamp.generation));
+        let ticket: Ticket = owner.must(&format!("ticket {id}")).text(0).parse().unwrap();
+        let remote = user.import_with(&ticket, &routing("cuda")).unwrap();
+        user.read(&remote, &local).start().unwrap().wait().unwrap();
+        stamp.verify_storage(local.storage(), 0, MANY).unwrap();
+        let mine = Stamp::new(6, round);
+        mine.fill_storage(local.storage()).unwrap();
+        user.write(&remote, &local).start().unwrap().wait().unwrap();
+        owner.must(&format!("check {id} {} {} 0 {MANY}", mine.region, mine.generation));
+        drop(remote);
+        owner.must(&format!("deregister {id} 30000"));
+    }
+}
+
 pub(crate) fn a_killed_user_does_not_hold_the_owners_gpu_memory() {
     if !driver("a_killed_user_does_not_hold_the_owners_gpu_memory") {
         return;

@@ -258,7 +258,15 @@ pub(crate) fn blocks_are_copied_by_their_indices(gpu: &Arc<Gpu>) {
         (100, 3000, [112, 104]),
         (40_001, 30, [40_001, 50_000]),
         (7, 70_000, [8, 7]),
+        // More than one list holds.
+        (2, 140_000, [2, 3]),
     ] {
+        let tunings = [
+            Tuning::default(),
+            Tuning { first: 1, growth: 3, most: 700, ..Tuning::default() },
+            Tuning { first: 100, growth: 2, most: 1 << 30, beside: false, ..Tuning::default() },
+        ];
+        let mut tunings = tunings.iter().cycle();
         let [one, two] =
             steps.map(|step| DeviceStorage::new((step * count) as usize, gpu.ordinal()).unwrap());
         let source = random_bytes(&mut random, one.size());
@@ -296,8 +304,11 @@ pub(crate) fn blocks_are_copied_by_their_indices(gpu: &Arc<Gpu>) {
             };
             let (from, to) = (side(&one, steps[0], from), side(&two, steps[1], to));
             // SAFETY: the storages live until the copy is done.
-            let copying = unsafe { gpu.copy_blocks(&from, &to, len, &CopyOptions::default()) }.unwrap();
-            assert!(copying.wait(Some(Instant::now() + LONG)).unwrap());
+            let copying = unsafe {
+                let tuning = tunings.next().unwrap();
+                gpu.copy_blocks_tuned(&from, &to, len, &CopyOptions::default(), tuning)
+            };
+            assert!(copying.unwrap().wait(Some(Instant::now() + LONG)).unwrap());
             let got = contents(&two);
             let wrong = got.iter().zip(&expected).position(|(got, want)| got != want);
             assert_eq!(

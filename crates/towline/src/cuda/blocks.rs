@@ -101,11 +101,21 @@ impl Gpu {
         }
         from.check()?;
         to.check()?;
+        // What is beside would not wait for a stream.
+        let tuning = Tuning { beside: tuning.beside && options.after.is_none(), ..*tuning };
         self.start(options, |lane, entered, kernel| {
             let kernel = kernel()?;
             // SAFETY: the indices are in bounds, the rest is the caller's promise.
             unsafe {
-                lane.by_index(OP, entered, &kernel, [from, to], if len == 0 { 0 } else { count }, len, tuning)
+                lane.by_index(
+                    OP,
+                    entered,
+                    &kernel,
+                    [from, to],
+                    if len == 0 { 0 } else { count },
+                    len,
+                    &tuning,
+                )
             }
         })
     }

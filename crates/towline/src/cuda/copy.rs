@@ -137,7 +137,7 @@ impl Gpu {
             })();
             // Part of it may be running: an error means that nothing is, so that the caller has its memory back.
             started.inspect_err(|_| {
-                let _ = lane.stream.synchronize(&entered);
+                lane.synchronize(&entered);
             })
         })?;
         drop(entered);

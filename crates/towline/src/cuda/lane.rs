@@ -22,10 +22,14 @@ const THREADS: u32 = 256;
 const LIST: usize = 1 << 20;
 /// The most lists of one lane that the GPU has not read yet.
 const LISTS: usize = 8;
-/// The first list of a request is short, so that the GPU has work while the next is being written: so many runs, and so many
-/// times more blocks by index, which are written faster.
+/// The first list of a request is short, so that the GPU has work while the next is being written: so many runs.
 const FIRST: usize = 4096;
-const FIRST_INDICES: usize = 4;
+/// Indices are launched over as they are written: first so many as runs, then so many times more, and never more than that at
+/// once. The GPU begins early, and has little left to do when the last are written.
+const GROWTH: usize = 4;
+const MOST_AT_ONCE: usize = 16 << 10;
+/// Where in a list a portion of indices begins: the CPU hands on what it writes around its cache by lines of so many bytes.
+const LINE: usize = 64;
 /// How long a list is waited for: longer than any copy takes that could be in front of it.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -35,15 +39,21 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub struct Tuning {
     /// Units per block of the kernel; 0 for what fits.
     pub per_block: u32,
-    /// Runs in the first list.
+    /// Runs in the first list, and blocks in the first launch by index.
     pub first: usize,
+    /// How many times more blocks there are in the next.
+    pub growth: usize,
+    /// The most of them.
+    pub most: usize,
+    /// Whether launches by index may run beside each other.
+    pub beside: bool,
     /// The length to which units are cut; 0 for what fits.
     pub unit: u64,
 }
 
 impl Default for Tuning {
     fn default() -> Tuning {
-        Tuning { per_block: 0, first: FIRST, unit: 0 }
+        Tuning { per_block: 0, first: FIRST, growth: GROWTH, most: MOST_AT_ONCE, beside: true, unit: 0 }
     }
 }
 
@@ -51,6 +61,10 @@ impl Default for Tuning {
 pub(super) struct Lane {
     gpu: Arc<Gpu>,
     pub(super) stream: Stream,
+    /// Every other launch over a part of one list goes here, so that the GPU does not run dry between them.
+    beside: Stream,
+    /// When it has done what the first one waits for.
+    joined: Event,
     lists: Vec<List>,
     next: usize,
 }
@@ -85,7 +99,21 @@ impl List {
 
 impl Lane {
     pub(super) fn new(gpu: &Arc<Gpu>, entered: &Entered<'_>) -> towline_sys::Result<Lane> {
-        Ok(Lane { gpu: Arc::clone(gpu), stream: entered.stream(0)?, lists: Vec::new(), next: 0 })
+        let (stream, beside, joined) = (entered.stream(0)?, entered.stream(0)?, entered.event()?);
+        Ok(Lane { gpu: Arc::clone(gpu), stream, beside, joined, lists: Vec::new(), next: 0 })
+    }
+
+    /// Waits until nothing is running here any more.
+    pub(super) fn synchronize(&self, entered: &Entered<'_>) {
+        for stream in [&self.stream, &self.beside] {
+            let _ = stream.synchronize(entered);
+        }
+    }
+
+    /// What is in the stream from now on comes after all that is in the one beside.
+    fn join(&self, entered: &Entered<'_>) -> towline_sys::Result<()> {
+        self.beside.record(entered, &self.joined)?;
+        self.stream.wait(entered, &self.joined)
     }
 
     /// A list that the GPU has read, made where there is none and not yet so many.
@@ -185,7 +213,8 @@ impl Lane {
             };
             most = LIST;
             // SAFETY: the list says the caller's runs; the rest is the caller's promise.
-            unsafe { self.launch(op, entered, kernel, list, shape, [0, 0], tuning)? };
+            unsafe { self.launch(op, entered, &self.stream, kernel, list, shape, [0, 0], tuning)? };
+            self.stream.record(entered, &list.read).map_err(|error| failed(op, error))?;
         }
         Ok(())
     }
@@ -209,41 +238,61 @@ impl Lane {
             if tuning.unit == 0 { list::longest_unit(len.saturating_mul(count as u64)) } else { tuning.unit };
         let (parts_log2, part) = list::parts(len, unit);
         // As many as have room on both sides and whose units can be counted.
-        let most = (LIST / PAIR).min(1 << (31 - parts_log2).min(30));
-        let mut done = 0;
+        let most = ((LIST - 2 * LINE) / PAIR).min(1 << (31 - parts_log2).min(30));
+        let (most_at_once, mut portion) = (tuning.most.clamp(1, most), tuning.first.clamp(1, most));
+        let (mut done, mut launches) = (0, 0);
         while done < count {
-            let room = if done == 0 { (FIRST_INDICES * tuning.first).clamp(1, most) } else { most };
-            let now = (count - done).min(room);
             let list = ptr::from_ref(self.list(op, entered)?);
             // SAFETY: the lane keeps its lists where they are until it makes another, which is in the next turn.
             let list = unsafe { &*list };
-            let mut places = [0, 0];
-            let mut bases = [0, 0];
             let mut used = 0;
-            for (at, side) in sides.into_iter().enumerate() {
-                // SAFETY: two times `now` indices have room in the list, which is this lane's and which the GPU has read.
-                let into = unsafe { slice::from_raw_parts_mut(start_at(list, used), now) };
-                let written = side.indices.write(done, into);
-                bases[at] = if written { side.base } else { side.base + done as u64 * side.step };
-                if written {
-                    places[at] = used as u64 + 1;
-                    used += now * size_of::<u32>();
+            while done < count {
+                // A short rest goes along: a launch of its own would cost more.
+                let left = count - done;
+                let wanted = if left <= 2 * portion { left.min(most) } else { portion };
+                let room = LIST.saturating_sub(used + 2 * LINE) / PAIR;
+                if room < wanted && used > 0 {
+                    break;
                 }
+                let now = wanted.min(room);
+                let mut places = [0, 0];
+                let mut bases = [0, 0];
+                for (at, side) in sides.into_iter().enumerate() {
+                    // SAFETY: two times `now` indices, and what is lost between them, have room in the rest of the list, which
+                    // is this lane's and which the GPU has read.
+                    let into = unsafe { slice::from_raw_parts_mut(start_at(list, used), now) };
+                    let written = side.indices.write(done, into);
+                    bases[at] = if written { side.base } else { side.base + done as u64 * side.step };
+                    if written {
+                        places[at] = used as u64 + 1;
+                        used = (used + now * size_of::<u32>()).next_multiple_of(LINE);
+                    }
+                }
+                let shape = Shape {
+                    units: (now as u32) << parts_log2,
+                    from: bases[0],
+                    to: bases[1],
+                    len,
+                    parts_log2,
+                    part,
+                    scale_log2: 0,
+                    form: Form::Indices,
+                    steps: sides.map(|side| side.step),
+                };
+                let stream = if tuning.beside && launches % 2 == 1 { &self.beside } else { &self.stream };
+                // SAFETY: the indices are in bounds, and what they name is the caller's promise.
+                unsafe { self.launch(op, entered, stream, kernel, list, shape, places, tuning)? };
+                (done, launches) = (done + now, launches + 1);
+                portion = match used {
+                    // Where nothing has to be written there is nothing to wait for either.
+                    0 => most,
+                    _ => portion.saturating_mul(tuning.growth.max(1)).min(most_at_once),
+                };
             }
-            let shape = Shape {
-                units: (now as u32) << parts_log2,
-                from: bases[0],
-                to: bases[1],
-                len,
-                parts_log2,
-                part,
-                scale_log2: 0,
-                form: Form::Indices,
-                steps: sides.map(|side| side.step),
-            };
-            // SAFETY: the indices are in bounds, and what they name is the caller's promise.
-            unsafe { self.launch(op, entered, kernel, list, shape, places, tuning)? };
-            done += now;
+            let joined = if tuning.beside && launches > 1 { self.join(entered) } else { Ok(()) };
+            joined
+                .and_then(|()| self.stream.record(entered, &list.read))
+                .map_err(|error| failed(op, error))?;
         }
         Ok(())
     }
@@ -257,6 +306,7 @@ impl Lane {
         &self,
         op: &'static str,
         entered: &Entered<'_>,
+        stream: &Stream,
         kernel: &Function,
         list: &List,
         shape: Shape,
@@ -297,8 +347,7 @@ impl Lane {
             let blocks = units.div_ceil(per_block);
             // BYTES MOVE HERE
             // SAFETY: these are the kernel's parameters, in its order and of its types; what it touches is the caller's promise.
-            unsafe { self.stream.launch(entered, kernel, blocks, THREADS, &mut arguments)? };
-            self.stream.record(entered, &list.read)
+            unsafe { stream.launch(entered, kernel, blocks, THREADS, &mut arguments) }
         };
         run().map_err(|error| failed(op, error))
     }

@@ -99,7 +99,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
         bytes: u64,
         after: &After,
     ) -> Option<Result<Option<u64>>> {
-        if bytes > INLINE || (bytes > 0 && self.0.blocks()) {
+        if !self.at_once(bytes) {
             return None;
         }
         let moved = match op {
@@ -109,6 +109,10 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
             _ => unsafe { self.0.copy(op, local, pieces) }.map(|()| None),
         };
         Some(moved.and_then(|value| self.0.after(after).map(|()| value)))
+    }
+
+    fn at_once(&self, bytes: u64) -> bool {
+        bytes == 0 || (bytes <= INLINE && !self.0.blocks())
     }
 
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {

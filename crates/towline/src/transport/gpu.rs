@@ -6,7 +6,7 @@
 //! host memory only serve local memory on a GPU by [`Staged`].
 #![allow(unsafe_code, reason = "starts copies between addresses of registered memory")]
 
-mod flight;
+pub(crate) mod flight;
 pub(crate) mod ring;
 mod staged;
 
@@ -16,6 +16,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use self::flight::Flight;
+use self::ring::Slot;
 pub(crate) use self::staged::Staged;
 use super::direct::{Direct, DirectAttachment};
 use super::tcp::GrantHandle;
@@ -27,13 +28,16 @@ use crate::memory::{Mapping, Place, Segment};
 use crate::region::{RegionCore, RegionUse, stale};
 use crate::transfer::{After, Op, Signal, TransferCore};
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, progress};
 
 /// The calling thread stays with copies up to this size: on one GPU they end soon after the launch.
-const SMALL: u64 = 32 << 20;
+const SMALL: u64 = 64 << 20;
 
 /// And for at most this long.
-const STAY: Duration = Duration::from_micros(50);
+const STAY: Duration = Duration::from_micros(60);
+
+/// Bytes that stop over in pinned memory are passed on by the calling thread up to this size: workers would take longer to wake.
+const INLINE: u64 = 1 << 20;
 
 /// Portions for the workers, where bytes go through pinned memory.
 const PORTION: u64 = 16 << 20;
@@ -292,11 +296,18 @@ impl Attachment for GpuAttachment {
         after: &After,
     ) -> Option<Begun> {
         // SAFETY: the caller keeps its use of the region until what is begun has ended; the pieces were checked against it.
-        let launched = match unsafe { self.launch(op, local.core(), base, pieces, bytes, None) } {
-            Ok(launched) => launched?,
-            Err(error) => return Some(Begun::Ended(Err(error))),
-        };
-        Some(self.stay(launched, bytes, after))
+        match unsafe { self.launch(op, local.core(), base, pieces, bytes, None) } {
+            Ok(Some(launched)) => Some(self.stay(launched, bytes, after)),
+            Ok(None) if bytes <= INLINE && Slot::is_ready() && progress::may_block(op.name()).is_ok() => {
+                let near = Near::of(local.core().place);
+                let ringed = Ringed { far: Arc::clone(&self.far), near };
+                // SAFETY: as above.
+                let passed = unsafe { ringed.copy(op, base as *mut u8, pieces) };
+                Some(Begun::Ended(passed.and_then(|()| self.far.follow(after)).map(|()| None)))
+            }
+            Ok(None) => None,
+            Err(error) => Some(Begun::Ended(Err(error))),
+        }
     }
 
     fn begin_blocks(
@@ -379,8 +390,8 @@ impl Attachment for GpuAttachment {
             ),
             Ok(None) => {
                 let far = Arc::clone(&self.far);
-                Arc::new(DirectAttachment(Arc::new(Ringed { far, near: Near::of(transfer) })))
-                    .start(transfer);
+                let near = transfer.local.as_ref().map_or(Near::Host, |local| Near::of(local.core().place));
+                Arc::new(DirectAttachment(Arc::new(Ringed { far, near }))).start(transfer);
             }
             Err(error) => fail(transfer, &error),
         }
@@ -409,9 +420,9 @@ enum Near {
 }
 
 impl Near {
-    fn of(transfer: &TransferCore) -> Near {
-        match transfer.local.as_ref().map(|local| local.core().place) {
-            Some(Place::Cuda(ordinal)) => Near::Gpu(ordinal),
+    fn of(place: Place) -> Near {
+        match place {
+            Place::Cuda(ordinal) => Near::Gpu(ordinal),
             _ => Near::Host,
         }
     }

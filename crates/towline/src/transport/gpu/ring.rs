@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use crate::Result;
 use crate::cuda::{CopyOptions, Copying, Gpu, Run};
@@ -25,6 +26,16 @@ static FREE: Mutex<Vec<PinnedStorage>> = Mutex::new(Vec::new());
 pub(crate) struct Slot(Option<PinnedStorage>);
 
 impl Slot {
+    /// A free slot, where there is one at once.
+    pub(crate) fn ready() -> Option<Slot> {
+        lock(&FREE).pop().map(|storage| Slot(Some(storage)))
+    }
+
+    /// Whether there is a free slot now.
+    pub(crate) fn is_ready() -> bool {
+        !lock(&FREE).is_empty()
+    }
+
     /// A free slot; they are pinned for all GPUs.
     pub(crate) fn take(gpu: &Gpu) -> Result<Slot> {
         let free = lock(&FREE).pop();
@@ -38,6 +49,15 @@ impl Slot {
     /// Its first byte, for the CPU.
     pub(crate) fn ptr(&self) -> *mut u8 {
         self.0.as_ref().map_or(std::ptr::null_mut(), PinnedStorage::as_ptr)
+    }
+
+    /// Its first `len` bytes, as far as there are so many. No GPU writes to them meanwhile: what does has the slot.
+    pub(crate) fn bytes(&self, len: usize) -> &[u8] {
+        match &self.0 {
+            // SAFETY: the slot is this value's alone, and as long as that; it was zeroed or written before.
+            Some(storage) => unsafe { std::slice::from_raw_parts(storage.as_ptr(), len.min(SLOT)) },
+            None => &[],
+        }
     }
 
     /// Its first byte, for GPUs.
@@ -97,6 +117,21 @@ impl Passing {
         Ok(Passing { copying: Some(copying), slot, pieces })
     }
 
+    /// How many bytes there are.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.len).sum()
+    }
+
+    /// Looks again and again until then at most; whether the bytes are there, or never will be.
+    pub(crate) fn wait_until(&self, until: Instant) -> bool {
+        self.copying.as_ref().is_none_or(|copying| copying.wait(Some(until)).unwrap_or(true))
+    }
+
+    /// Whether the bytes are there.
+    pub(crate) fn is_done(&self) -> Result<bool> {
+        self.copying.as_ref().map_or(Ok(true), Copying::is_done)
+    }
+
     /// Waits until the bytes are there.
     pub(crate) fn wait(&mut self) -> Result<()> {
         match self.copying.take() {
@@ -118,12 +153,12 @@ impl Drop for Passing {
     }
 }
 
-/// The pieces in portions of at most a slot; long ones are cut.
-pub(crate) fn portions(pieces: &[Piece]) -> impl Iterator<Item = Vec<Piece>> + '_ {
+/// The pieces in portions of at most that many bytes, and of a slot; long ones are cut.
+pub(crate) fn portions(pieces: &[Piece], most: usize) -> impl Iterator<Item = Vec<Piece>> + '_ {
     let mut rest = pieces.iter().copied();
     let mut open = rest.next();
     std::iter::from_fn(move || {
-        let (mut portion, mut room) = (Vec::new(), SLOT as u64);
+        let (mut portion, mut room) = (Vec::new(), most.clamp(1, SLOT) as u64);
         while let Some(piece) = open.filter(|_| room > 0) {
             let len = piece.len.min(room);
             portion.push(Piece { len, ..piece });
@@ -158,7 +193,7 @@ pub(crate) unsafe fn pass(
         }
     };
     let mut flying: VecDeque<Passing> = VecDeque::with_capacity(EACH);
-    for portion in portions(pieces) {
+    for portion in portions(pieces, SLOT) {
         let mut slot = None;
         if flying.len() == EACH
             && let Some(mut passing) = flying.pop_front()
@@ -204,21 +239,24 @@ mod tests {
                 Piece { remote: at, local: 2 * at, len: *len }
             })
             .collect();
-        let mut whole: Vec<Piece> = Vec::new();
-        for portion in portions(&pieces) {
-            assert!(portion.iter().map(|piece| piece.len).sum::<u64>() <= slot);
-            for piece in portion {
-                match whole.last_mut() {
-                    Some(last)
-                        if last.remote + last.len == piece.remote && last.local + last.len == piece.local =>
-                    {
-                        last.len += piece.len;
+        for most in [SLOT, SLOT / 3, 10 * SLOT] {
+            let mut whole: Vec<Piece> = Vec::new();
+            for portion in portions(&pieces, most) {
+                assert!(portion.iter().map(|piece| piece.len).sum::<u64>() <= slot.min(most as u64));
+                for piece in portion {
+                    match whole.last_mut() {
+                        Some(last)
+                            if last.remote + last.len == piece.remote
+                                && last.local + last.len == piece.local =>
+                        {
+                            last.len += piece.len;
+                        }
+                        _ => whole.push(piece),
                     }
-                    _ => whole.push(piece),
                 }
             }
+            assert_eq!(whole, pieces);
         }
-        assert_eq!(whole, pieces);
-        assert_eq!(portions(&[]).count(), 0);
+        assert_eq!(portions(&[], SLOT).count(), 0);
     }
 }

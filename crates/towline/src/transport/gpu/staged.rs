@@ -8,18 +8,26 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use super::ring::{Passing, Slot, portions};
+use super::flight;
+use super::ring::{Passing, SLOT, Slot, portions};
 use crate::cuda::{CopyOptions, Gpu};
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;
 use crate::progress;
+use crate::region::RegionUse;
 use crate::sync::lock;
 use crate::transfer::{self, After, Op, Parts, TransferCore};
-use crate::transport::{Attachment, Transport};
+use crate::transport::{Attachment, Begun, Transport};
 use crate::{Error, Kind, Result};
 
 /// Slots that one transfer uses at a time.
 const IN_FLIGHT: usize = 8;
+
+/// A transfer has about this many portions, so that the GPU is busy with some while others are on their way.
+const PORTIONS: usize = 8;
+
+/// And no shorter ones: each is a request of its own.
+const LEAST: usize = 512 << 10;
 
 /// A path that knows host memory, serving memory of a GPU.
 pub(crate) struct Staged {
@@ -39,6 +47,51 @@ impl Attachment for Staged {
         self.under.transport()
     }
 
+    /// A small one is passed on by the calling thread, where the path underneath does its part at once.
+    fn begin(
+        &self,
+        op: Op,
+        local: &RegionUse,
+        base: usize,
+        pieces: &[Piece],
+        bytes: u64,
+        after: &After,
+    ) -> Option<Begun> {
+        let Place::Cuda(ordinal) = local.core().place else { return None };
+        let small = bytes <= super::INLINE && self.under.at_once(bytes) && after.is_empty();
+        if !small || !matches!(op, Op::Read | Op::Write) || progress::may_block(op.name()).is_err() {
+            return None;
+        }
+        let (slot, gpu) = (Slot::ready()?, Gpu::open(ordinal).ok()?);
+        let device = |piece: &Piece| base as u64 + piece.local;
+        let mut at = 0;
+        let along: Vec<Piece> = pieces
+            .iter()
+            .map(|piece| {
+                at += piece.len;
+                Piece { local: at - piece.len, ..*piece }
+            })
+            .collect();
+        // SAFETY: the caller keeps the local region for the whole call, and has checked the pieces against it; the slot has
+        // room for all of them.
+        let passed = unsafe {
+            let under = |slot: &Slot| match self.under.run_now(op, slot.ptr(), &along, bytes, after) {
+                Some(ended) => ended.map(drop),
+                None => Err(Error::new(Kind::Internal, op.name(), "the path has changed its mind")),
+            };
+            if op == Op::Read {
+                under(&slot)
+                    .and_then(|()| Passing::start(&gpu, true, slot, pieces.to_vec(), device)?.into_slot())
+                    .map(drop)
+            } else {
+                Passing::start(&gpu, false, slot, pieces.to_vec(), device)
+                    .and_then(Passing::into_slot)
+                    .and_then(|slot| under(&slot))
+            }
+        };
+        Some(Begun::Ended(passed.map(|()| None)))
+    }
+
     unsafe fn run_now(
         &self,
         _op: Op,
@@ -56,15 +109,16 @@ impl Attachment for Staged {
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
-        let started = Stage::new(&self.under, transfer).map(|stage| {
-            let _ = self.stage.set(Arc::downgrade(&stage));
-            let run = Arc::clone(&stage);
-            progress::pool().spawn(Box::new(move || run.begin()))
-        });
-        match started {
-            Ok(Ok(())) => {}
-            Ok(Err(refused)) => (refused.job)(),
-            Err(error) => super::fail(transfer, &error),
+        let stage = match Stage::new(&self.under, transfer) {
+            Ok(stage) => stage,
+            Err(error) => return super::fail(transfer, &error),
+        };
+        let _ = self.stage.set(Arc::downgrade(&stage));
+        if transfer.stream.is_none() && stage.begin_at_once() {
+            return;
+        }
+        if let Err(refused) = progress::pool().spawn(Box::new(move || stage.begin())) {
+            (refused.job)();
         }
     }
 
@@ -87,6 +141,8 @@ struct Stage {
     transfer: Arc<TransferCore>,
     gpu: Arc<Gpu>,
     portions: Vec<Vec<Piece>>,
+    /// How many were begun in the beginning; each is followed by another one when it has ended.
+    begun: AtomicUsize,
     next: AtomicUsize,
     left: AtomicUsize,
     failed: Mutex<Option<Error>>,
@@ -106,11 +162,13 @@ impl Stage {
                            and wait for the transfer";
             return Err(Error::new(Kind::Unsupported, op, message));
         }
-        let portions: Vec<_> = portions(transfer.plan.pieces()).collect();
+        let most = (transfer.plan.bytes() as usize / PORTIONS).clamp(LEAST, SLOT);
+        let portions: Vec<_> = portions(transfer.plan.pieces(), most).collect();
         Ok(Arc::new(Stage {
             under: Arc::clone(under),
             transfer: Arc::clone(transfer),
             gpu: Gpu::open(ordinal)?,
+            begun: AtomicUsize::new(0),
             next: AtomicUsize::new(0),
             left: AtomicUsize::new(portions.len()),
             portions,
@@ -120,16 +178,26 @@ impl Stage {
         }))
     }
 
-    /// Begins as many portions as may be in flight. On a worker.
+    /// Begins as many portions as may be in flight. On a worker: memory may have to be pinned for them.
     fn begin(self: &Arc<Self>) {
         if let Err(error) = self.after_stream() {
             self.note(error);
         }
-        for _ in 0..IN_FLIGHT {
-            if !self.advance() {
+        while self.begun.fetch_add(1, Ordering::AcqRel) < IN_FLIGHT {
+            if !self.advance(None) {
                 return;
             }
         }
+    }
+
+    /// The same in any thread, with the slots that are free; false where there were not enough.
+    fn begin_at_once(self: &Arc<Self>) -> bool {
+        while self.begun.load(Ordering::Acquire) < IN_FLIGHT.min(self.portions.len()) {
+            let Some(slot) = Slot::ready() else { return false };
+            self.begun.fetch_add(1, Ordering::AcqRel);
+            self.advance(Some(slot));
+        }
+        true
     }
 
     /// Waits for what is queued in the caller's stream.
@@ -146,33 +214,54 @@ impl Stage {
         Ok(())
     }
 
-    /// Begins the next portion; false when there is none left. On a worker.
-    fn advance(self: &Arc<Self>) -> bool {
-        let number = self.next.fetch_add(1, Ordering::AcqRel);
-        if number >= self.portions.len() {
-            return false;
+    /// Begins the next portion, with that slot if there is one; false when there is none left.
+    fn advance(self: &Arc<Self>, mut slot: Option<Slot>) -> bool {
+        loop {
+            let number = self.next.fetch_add(1, Ordering::AcqRel);
+            if number >= self.portions.len() {
+                return false;
+            }
+            let stopped = self.transfer.is_stopped().then(|| self.transfer.stop_error());
+            let failed = stopped.or_else(|| lock(&self.failed).clone());
+            let begun = match failed {
+                Some(error) => Err(error),
+                None => self.portion(number, slot.take()),
+            };
+            match begun {
+                Ok(()) => return true,
+                // Nobody else would come for the next one.
+                Err(error) => self.ended(number, Err(error)),
+            }
         }
-        let stopped = self.transfer.is_stopped().then(|| self.transfer.stop_error());
-        let failed = stopped.or_else(|| lock(&self.failed).clone());
-        let begun = match failed {
-            Some(error) => Err(error),
-            None => self.portion(number),
-        };
-        if let Err(error) = begun {
-            self.ended(number, Err(error));
-        }
-        true
     }
 
-    fn portion(self: &Arc<Self>, number: usize) -> Result<()> {
-        let pieces = &self.portions[number];
-        let mut slot = Slot::take(&self.gpu)?;
-        if self.transfer.op != Op::Read {
-            // SAFETY: the transfer keeps its local region, against which the plan was checked.
-            slot = unsafe { self.between(false, slot, pieces) }?.into_slot()?;
+    fn portion(self: &Arc<Self>, number: usize, slot: Option<Slot>) -> Result<()> {
+        let slot = match slot {
+            Some(slot) => slot,
+            None => Slot::take(&self.gpu)?,
+        };
+        if self.transfer.op == Op::Read {
+            return self.send(number, slot);
         }
+        // SAFETY: the transfer keeps its local region, against which the plan was checked.
+        let passing = unsafe { self.between(false, slot, &self.portions[number]) }?;
+        let stage = Arc::clone(self);
+        flight::then(
+            passing,
+            Box::new(move |slot| {
+                if let Err(error) = slot.and_then(|slot| stage.send(number, slot)) {
+                    stage.ended(number, Err(error));
+                    stage.advance(None);
+                }
+            }),
+        );
+        Ok(())
+    }
+
+    /// Gives a slot to the path underneath.
+    fn send(self: &Arc<Self>, number: usize, slot: Slot) -> Result<()> {
         let mut at = 0;
-        let spans: Vec<_> = pieces
+        let spans: Vec<_> = self.portions[number]
             .iter()
             .map(|piece| {
                 let span = (piece.remote, at, piece.len);
@@ -184,12 +273,8 @@ impl Stage {
         let slot = Mutex::new(Some(slot));
         let stage = Arc::clone(self);
         let part = self.part(self.transfer.op, Plan::spans(&spans)?, base, After::default(), move |result| {
-            let (stage, slot, result) = (Arc::clone(&stage), lock(&slot).take(), result.clone());
-            // Not here: whoever tells may be the event loop, which must not wait for a GPU.
-            let work = move || stage.arrived(number, slot, result);
-            if let Err(refused) = progress::pool().spawn(Box::new(work)) {
-                (refused.job)();
-            }
+            let slot = lock(&slot).take();
+            stage.arrived(number, slot, result.clone());
         });
         self.under_way(part);
         Ok(())
@@ -237,20 +322,35 @@ impl Stage {
         unsafe { Passing::start(&self.gpu, to_device, slot, pieces.to_vec(), |piece| base + piece.local) }
     }
 
-    /// The path underneath has done its part. On a worker.
+    /// The path underneath has done its part. In any thread, which does not wait here.
     fn arrived(self: &Arc<Self>, number: usize, slot: Option<Slot>, result: Result<()>) {
         lock(&self.parts).retain(|part| !part.has_ended());
-        let result = match (result, slot) {
+        match (result, slot) {
             (Ok(()), Some(slot)) if self.transfer.op == Op::Read => {
                 // SAFETY: as in `portion`.
-                unsafe { self.between(true, slot, &self.portions[number]) }
-                    .and_then(Passing::into_slot)
-                    .map(drop)
+                match unsafe { self.between(true, slot, &self.portions[number]) } {
+                    Ok(passing) => {
+                        let stage = Arc::clone(self);
+                        flight::then(passing, Box::new(move |slot| stage.landed(number, slot)));
+                    }
+                    Err(error) => self.landed(number, Err(error)),
+                }
             }
-            (result, _) => result,
+            (Ok(()), Some(slot)) => self.landed(number, Ok(slot)),
+            (Ok(()), None) => self
+                .landed(number, Err(Error::new(Kind::Internal, self.transfer.op.name(), "a slot was lost"))),
+            (Err(error), _) => self.landed(number, Err(error)),
+        }
+    }
+
+    /// A portion is where it should be: its slot is free for the next.
+    fn landed(self: &Arc<Self>, number: usize, slot: Result<Slot>) {
+        let (slot, result) = match slot {
+            Ok(slot) => (Some(slot), Ok(())),
+            Err(error) => (None, Err(error)),
         };
         self.ended(number, result);
-        self.advance();
+        self.advance(slot);
     }
 
     fn note(&self, error: Error) {

@@ -8,11 +8,11 @@ use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use super::channel::{Channel, Landing};
-use super::parts::{Keep, Outgoing, Payload, Sink};
+use super::parts::{Keep, Late, Outgoing, Payload, Sink};
 use crate::fence::applying::{Applying, Desk, Place};
 use crate::progress::socket::{Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
@@ -67,6 +67,10 @@ pub(super) trait Handler: Send + Sync {
     fn closed(&self, connection: &Arc<Connection>, error: Error);
 }
 
+fn disconnected() -> Error {
+    Error::new(Kind::Disconnected, "send", "the connection is closed")
+}
+
 /// One socket.
 pub(super) struct Connection {
     socket: Channel,
@@ -77,6 +81,9 @@ pub(super) struct Connection {
     closed: AtomicBool,
     driven: AtomicBool,
     outgoing: Mutex<Outgoing>,
+    /// Frames for a lane whose queue was in use: whoever has that next takes them over. A worker may wait for the other side
+    /// with the queue in hand, and nobody else should wait with it.
+    late: Mutex<Vec<Late>>,
     incoming: Mutex<Incoming>,
     side: OnceLock<AppliedAt>,
     me: Weak<Connection>,
@@ -125,6 +132,7 @@ impl Connection {
             closed: AtomicBool::new(false),
             driven: AtomicBool::new(false),
             outgoing: Mutex::new(Outgoing::default()),
+            late: Mutex::default(),
             incoming: Mutex::new(Incoming {
                 staging: vec![0; STAGING].into_boxed_slice(),
                 start: 0,
@@ -228,9 +236,15 @@ impl Connection {
         payload: Payload,
         keep: Keep,
     ) -> Result<()> {
-        let mut outgoing = lock(&self.outgoing);
+        let mut outgoing = match self.outgoing.try_lock() {
+            Ok(outgoing) => self.with_late(outgoing),
+            Err(TryLockError::WouldBlock) if self.role() == Role::Lane => {
+                return self.send_late(Late { head, files, payload, keep });
+            }
+            Err(_) => self.queue(),
+        };
         if self.is_closed() {
-            return Err(Error::new(Kind::Disconnected, "send", "the connection is closed"));
+            return Err(disconnected());
         }
         let bulk = matches!(payload, Payload::Memory(_)) && self.role() == Role::Lane;
         outgoing.push(head, files, payload, keep);
@@ -260,9 +274,39 @@ impl Connection {
         }
     }
 
+    /// The frames that wait to be sent, all of them.
+    fn queue(&self) -> MutexGuard<'_, Outgoing> {
+        self.with_late(lock(&self.outgoing))
+    }
+
+    fn with_late<'a>(&'a self, mut outgoing: MutexGuard<'a, Outgoing>) -> MutexGuard<'a, Outgoing> {
+        for late in std::mem::take(&mut *lock(&self.late)) {
+            let Late { head, files, payload, keep } = late;
+            outgoing.push(head, files, payload, keep);
+        }
+        outgoing
+    }
+
+    /// Whether there is nothing that waits to be sent.
+    pub(super) fn has_sent_all(&self) -> bool {
+        self.queue().is_empty()
+    }
+
+    /// Leaves a frame to whoever has the queue now.
+    fn send_late(&self, late: Late) -> Result<()> {
+        lock(&self.late).push(late);
+        if self.is_closed() {
+            // Whoever let go of what was queued may not have found this.
+            lock(&self.late).clear();
+            return Err(disconnected());
+        }
+        self.drive_soon();
+        Ok(())
+    }
+
     /// Takes back what has not been sent of that transfer: afterwards its memory is not read any more.
     pub(super) fn withdraw(&self, belongs: impl Fn(&Keep) -> bool) -> Vec<u64> {
-        lock(&self.outgoing).withdraw(belongs)
+        self.queue().withdraw(belongs)
     }
 
     /// Lets a payload that is coming in go nowhere: afterwards its memory is not written any more.
@@ -305,7 +349,7 @@ impl Connection {
 
     /// Drops what the queues keep alive; called by the handler once nothing of it is needed.
     pub(super) fn let_go(&self) {
-        lock(&self.outgoing).clear();
+        self.queue().clear();
         self.discard(|_| true);
     }
 
@@ -350,7 +394,7 @@ impl Connection {
         if matches!(lock(&self.incoming).reading, Reading::Payload { .. }) {
             return Ok(false);
         }
-        let mut outgoing = lock(&self.outgoing);
+        let mut outgoing = self.queue();
         if !outgoing.begins_with_payload() || self.socket.wait_readable(Duration::ZERO)? {
             return Ok(false);
         }
@@ -370,7 +414,7 @@ impl Connection {
     fn read(self: &Arc<Self>, patient: bool) -> Result<bool> {
         let mut incoming = lock(&self.incoming);
         let idle = {
-            let outgoing = lock(&self.outgoing);
+            let outgoing = self.queue();
             if outgoing.weight() > MOST_UNSENT {
                 return Ok(false);
             }
@@ -598,7 +642,7 @@ impl Connection {
     fn pump(self: &Arc<Self>, patient: bool) -> Result<()> {
         for _ in 0..TURN {
             if !(patient && self.send_patiently()?) {
-                self.flush(&mut lock(&self.outgoing))?;
+                self.flush(&mut self.queue())?;
             }
             if self.is_closed() || !self.read(patient)? {
                 break;
@@ -607,7 +651,7 @@ impl Connection {
         // The event loop sees what waits in the socket, not what TLS has taken from it already.
         while !self.is_closed() && self.socket.holds_bytes() && self.read(false)? {}
         // Handlers may have queued answers that the socket takes at once.
-        let mut outgoing = lock(&self.outgoing);
+        let mut outgoing = self.queue();
         if !(outgoing.blocked() || patient && outgoing.begins_with_payload()) {
             self.flush(&mut outgoing)?;
         }
@@ -644,10 +688,10 @@ impl Connection {
             }
             self.driven.store(false, Ordering::Release);
             // Somebody may have queued a frame after the pump and before the flag was down.
-            if !lock(&self.outgoing).is_idle() && !self.driven.swap(true, Ordering::AcqRel) {
+            if !self.queue().is_idle() && !self.driven.swap(true, Ordering::AcqRel) {
                 continue;
             }
-            self.arm(&mut lock(&self.outgoing));
+            self.arm(&mut self.queue());
             return;
         }
     }
@@ -660,7 +704,7 @@ impl Connection {
         }
         for _ in 0..LINGERS {
             let (readable, blocked) = {
-                let outgoing = lock(&self.outgoing);
+                let outgoing = self.queue();
                 if !outgoing.is_idle() {
                     return Ok(true);
                 }
@@ -680,7 +724,7 @@ impl Connection {
     pub(super) fn bye(&self, error: Option<&Error>) {
         let bye = crate::wire::Bye { error: error.map(Into::into) };
         let frame = crate::wire::Message::from(bye).frame(0, 0, 0);
-        let mut outgoing = lock(&self.outgoing);
+        let mut outgoing = self.queue();
         if !outgoing.blocked() && !self.is_closed() {
             outgoing.push(frame, Vec::new(), Payload::None, Keep::Nothing);
             let _ = self.flush(&mut outgoing);
@@ -701,11 +745,11 @@ impl Source for Connection {
         if self.role() == Role::Lane {
             // It became one just now.
             self.driven.store(false, Ordering::Release);
-            if !lock(&self.outgoing).is_idle() {
+            if !self.queue().is_idle() {
                 self.drive_soon();
             }
         }
-        self.arm(&mut lock(&self.outgoing));
+        self.arm(&mut self.queue());
     }
 }
 

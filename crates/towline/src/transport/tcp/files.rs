@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use super::allowance::InFlight;
 use super::checks;
 use super::connection::{Connection, Role};
-use super::parts::{Keep, Payload};
+use super::parts::{Keep, Landed, Payload, Sink};
 use super::serving::Serving;
 use crate::cuda::Gpu;
 use crate::layout::Piece;
@@ -16,8 +16,8 @@ use crate::progress;
 use crate::progress::socket::RawPart;
 use crate::region::{RegionCore, stale};
 use crate::sync::lock;
-use crate::transport::gpu;
 use crate::transport::gpu::ring::{self, Passing, Slot};
+use crate::transport::gpu::{self, flight};
 use crate::transport::inproc::file::no_words;
 use crate::wire::{self, Block, Message};
 use crate::{Error, Kind, Result};
@@ -93,11 +93,14 @@ impl Asked {
         ranges
     }
 
-    /// Writes the bytes; the region stays meanwhile. Blocks.
-    pub(super) fn write(&self, mut bytes: &[u8]) -> Result<()> {
+    /// Writes the bytes; the region stays meanwhile. Blocks: the caller says all the while that it is at it.
+    pub(super) fn write(&self, landed: Landed) -> Result<()> {
         let _use = self.region.begin_use("write")?;
-        match &self.source {
-            Source::File(file) => {
+        let base = self.region.addr as u64;
+        let at = |piece: &Piece| base + piece.remote;
+        match (&self.source, landed) {
+            (Source::File(file), landed) => {
+                let mut bytes = landed.bytes(self.bytes() as usize);
                 for (offset, len) in self.ranges() {
                     let (now, rest) = bytes.split_at(len.min(bytes.len()));
                     // SAFETY: `now` is a slice.
@@ -105,11 +108,14 @@ impl Asked {
                     bytes = rest;
                 }
             }
-            Source::Gpu(ordinal) => {
-                let (base, from) = (self.region.addr as u64, bytes.as_ptr().expose_provenance() as u64);
+            (Source::Gpu(ordinal), Landed::Pinned(slot)) => {
                 // SAFETY: the use keeps the region, against which the blocks were checked; the payload has their length.
+                unsafe { Passing::start(&Gpu::open(*ordinal)?, true, slot, self.pieces(), at) }?.wait()?;
+            }
+            (Source::Gpu(ordinal), Landed::Buffer(buffer)) => {
+                let from = buffer.as_ptr().expose_provenance() as u64;
+                // SAFETY: as above.
                 unsafe {
-                    let at = |piece: &Piece| base + piece.remote;
                     ring::pass(&Gpu::open(*ordinal)?, true, &self.pieces(), at, |piece| from + piece.local)?;
                 }
             }
@@ -164,17 +170,51 @@ impl Files {
                 "too many requests for bytes of files or GPUs wait",
             ));
         }
-        state.blocks += asked.blocks.len();
-        let (serving, connection) = (Arc::downgrade(serving), Arc::clone(connection));
-        state.waiting.push_back(Reading { serving, connection, request, asked, checked });
+        let bytes = asked.bytes() as usize;
+        let by_gpu = matches!(asked.source, Source::Gpu(_)) && !checked && bytes <= ring::SLOT;
+        let turn = state.waiting.is_empty() && state.read + bytes <= MOST_READ;
+        let reading = Reading {
+            serving: Arc::downgrade(serving),
+            connection: Arc::clone(connection),
+            request,
+            asked,
+            checked,
+        };
+        // A GPU needs no worker, but for one that pins memory.
+        if by_gpu
+            && turn
+            && let Some(slot) = Slot::ready()
+        {
+            state.read += bytes;
+            drop(state);
+            reading.by_gpu(self, slot);
+            return Ok(());
+        }
+        state.blocks += reading.asked.blocks.len();
+        state.waiting.push_back(reading);
         drop(state);
         self.go_on();
         Ok(())
     }
 
+    /// Where bytes come to that are to be written. On a lane those for a GPU come straight into memory that it reads from; the
+    /// event loop must not wait until there is some.
+    pub(super) fn sink(&self, role: Role, asked: &Asked, bytes: u64) -> Result<Sink> {
+        self.admit_write(role, bytes)?;
+        if let Source::Gpu(ordinal) = asked.source
+            && role == Role::Lane
+            && bytes as usize <= ring::SLOT
+            && progress::may_block("write").is_ok()
+            && let Ok(slot) = Gpu::open(ordinal).and_then(|gpu| Slot::take(&gpu))
+        {
+            return Ok(Sink::pinned(slot, bytes as usize));
+        }
+        Ok(Sink::buffer(bytes as usize, Keep::Nothing))
+    }
+
     /// Takes note of bytes that come to be written. On a lane they are written before more is read, so that they need
     /// no count.
-    pub(super) fn admit_write(&self, role: Role, bytes: u64) -> Result<()> {
+    fn admit_write(&self, role: Role, bytes: u64) -> Result<()> {
         check_size("write", bytes)?;
         if role == Role::Lane {
             return Ok(());
@@ -238,8 +278,7 @@ impl Files {
             state.blocks = state.blocks.saturating_sub(reading.asked.blocks.len());
             state.read += bytes;
             drop(state);
-            let region = Arc::clone(&reading.asked.region);
-            reading.run(Bounce { files: Arc::clone(self), region, bytes, buffer: Vec::new(), slot: None });
+            reading.answer(self);
         }
     }
 }
@@ -264,11 +303,70 @@ fn check_size(op: &'static str, bytes: u64) -> Result<()> {
 }
 
 impl Reading {
-    fn run(self, mut bounce: Bounce) {
-        let Some(serving) = self.serving.upgrade() else { return };
+    fn bounce(&self, files: &Arc<Files>) -> Bounce {
+        let (region, bytes) = (Arc::clone(&self.asked.region), self.asked.bytes() as usize);
+        Bounce { files: Arc::clone(files), region, bytes, buffer: Vec::new(), slot: None }
+    }
+
+    /// Reads and sends; the bytes have been counted. Blocks.
+    fn answer(self, files: &Arc<Files>) {
+        let mut bounce = self.bounce(files);
         // Until the answer is in its queue: who takes the region back then finds it there, or waits for it here.
         let using = self.asked.region.begin_use("read");
         let filled = using.as_ref().map_err(Clone::clone).and_then(|_| bounce.fill(&self.asked));
+        if let Some(serving) = self.send(bounce, filled) {
+            serving.break_off(self.asked.region.generation);
+        }
+        drop(using);
+    }
+
+    /// The same for bytes of a GPU that fit a slot, without waiting for it.
+    fn by_gpu(self, files: &Arc<Files>, slot: Slot) {
+        let bounce = self.bounce(files);
+        let (base, pieces) = (self.asked.region.addr as u64, self.asked.pieces());
+        let begun = self.asked.region.begin_use("read").and_then(|using| {
+            let Source::Gpu(ordinal) = self.asked.source else {
+                return Err(Error::new(Kind::Internal, "read", "a GPU has become a file"));
+            };
+            let at = |piece: &Piece| base + piece.remote;
+            // SAFETY: the use, which is kept until the bytes are there, keeps the region, against which the blocks were
+            // checked.
+            let passing = unsafe { Passing::start(&Gpu::open(ordinal)?, false, slot, pieces, at) }?;
+            Ok((using, passing))
+        });
+        match begun {
+            Ok((using, mut passing)) => {
+                // A lane that has nothing to send waits for this, and sends it sooner than if somebody told it.
+                let idle = self.connection.role() == Role::Lane && self.connection.has_sent_all();
+                let waited = idle && flight::wait_idly(&mut passing);
+                let filled = move |slot: Result<Slot>| {
+                    let mut bounce = bounce;
+                    let filled = slot.and_then(|slot| bounce.filled(&self.asked, slot));
+                    let Some(serving) = self.send(bounce, filled) else { return drop(using) };
+                    let generation = self.asked.region.generation;
+                    // Not here: it waits for whoever is reading from a connection.
+                    let work = move || {
+                        serving.break_off(generation);
+                        drop(using);
+                    };
+                    if let Err(refused) = progress::pool().spawn(Box::new(work)) {
+                        (refused.job)();
+                    }
+                };
+                if waited {
+                    filled(passing.into_slot());
+                } else {
+                    flight::when_done(passing, Box::new(filled));
+                }
+            }
+            Err(error) => drop(self.send(bounce, Err(error))),
+        }
+    }
+
+    /// Sends what was read, or why it was not. Somebody uses the region meanwhile; where it was taken back before, all that is
+    /// on its way from there is to be broken off.
+    fn send(&self, bounce: Bounce, filled: Result<Vec<RawPart>>) -> Option<Arc<Serving>> {
+        let serving = self.serving.upgrade()?;
         let sent = match filled {
             Ok(parts) => {
                 let mut head =
@@ -281,10 +379,7 @@ impl Reading {
             }
             Err(error) => serving.answer_read(&self.connection, self.request, Err(error)),
         };
-        if sent.is_ok() && self.asked.region.is_closed() {
-            serving.break_off(self.asked.region.generation);
-        }
-        drop(using);
+        (sent.is_ok() && self.asked.region.is_closed()).then_some(serving)
     }
 }
 
@@ -304,6 +399,9 @@ impl Bounce {
 
     /// The checksums of what was read, block by block: it lies there without gaps.
     fn checks(&self, asked: &Asked, parts: &[RawPart]) -> Vec<u32> {
+        if let Some(slot) = &self.slot {
+            return checks::of_bytes(&asked.blocks, slot.bytes(self.bytes));
+        }
         let start = parts.first().map_or(0, |part| part.ptr.addr() - self.buffer.as_ptr().addr());
         checks::of_bytes(&asked.blocks, &self.buffer[start..])
     }
@@ -314,6 +412,12 @@ impl Bounce {
             Source::File(file) => self.fill_from_file(asked, file)?,
             Source::Gpu(ordinal) => self.fill_from_gpu(asked, &Gpu::open(*ordinal)?)?,
         };
+        if asked.region.is_closed() { Err(stale("read")) } else { Ok(vec![part]) }
+    }
+
+    /// What was asked for is in that slot.
+    fn filled(&mut self, asked: &Asked, slot: Slot) -> Result<Vec<RawPart>> {
+        let part = RawPart { ptr: self.slot.insert(slot).ptr(), len: self.bytes };
         if asked.region.is_closed() { Err(stale("read")) } else { Ok(vec![part]) }
     }
 

@@ -12,6 +12,7 @@ use crate::progress::at_once;
 use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::region::{RegionUse, stale};
 use crate::transfer::TransferCore;
+use crate::transport::gpu::ring::Slot;
 use crate::{Error, Result};
 
 /// What keeps the memory behind a payload in place.
@@ -68,6 +69,17 @@ pub(super) enum Payload {
 
 // SAFETY: the parts are addresses; whoever uses them holds the `Keep` that pins the memory.
 unsafe impl Send for Payload {}
+
+/// A frame that is not in its queue yet.
+pub(super) struct Late {
+    pub(super) head: Vec<u8>,
+    pub(super) files: Vec<OwnedFd>,
+    pub(super) payload: Payload,
+    pub(super) keep: Keep,
+}
+
+// SAFETY: as for `Payload`, whose memory the `Keep` pins. Said here, so that the compiler need not follow every transfer.
+unsafe impl Send for Late {}
 
 struct Frame {
     head: Vec<u8>,
@@ -253,12 +265,31 @@ impl Outgoing {
     }
 }
 
+/// A payload that has come and is on its way to a file or a GPU.
+pub(super) enum Landed {
+    Buffer(Vec<u8>),
+    /// Its first bytes are the payload.
+    Pinned(Slot),
+}
+
+impl Landed {
+    /// The first `len` bytes, as far as there are so many.
+    pub(super) fn bytes(&self, len: usize) -> &[u8] {
+        match self {
+            Landed::Buffer(buffer) => &buffer[..len.min(buffer.len())],
+            Landed::Pinned(slot) => slot.bytes(len),
+        }
+    }
+}
+
 /// Where an incoming payload goes.
 pub(super) struct Sink {
     parts: Vec<RawPartMut>,
     next: usize,
     /// A payload that is combined with what is there comes into this buffer first.
     pub(super) buffer: Vec<u8>,
+    /// And one that a GPU takes comes into pinned memory.
+    slot: Option<Slot>,
     keep: Keep,
     scratch: Option<Box<[u8]>>,
     body: Vec<u8>,
@@ -284,6 +315,21 @@ impl Sink {
         Sink { parts, buffer, keep, ..Sink::nowhere() }
     }
 
+    /// Pinned memory, which has room for `len` bytes.
+    pub(super) fn pinned(slot: Slot, len: usize) -> Sink {
+        let parts = vec![RawPartMut { ptr: slot.ptr(), len }];
+        Sink { parts, slot: Some(slot), ..Sink::nowhere() }
+    }
+
+    /// What came into a buffer or pinned memory; none where it went elsewhere.
+    pub(super) fn take_landed(&mut self) -> Option<Landed> {
+        match self.slot.take() {
+            Some(slot) => Some(Landed::Pinned(slot)),
+            None if self.buffer.is_empty() => None,
+            None => Some(Landed::Buffer(std::mem::take(&mut self.buffer))),
+        }
+    }
+
     /// Nowhere.
     pub(super) fn discard() -> Sink {
         Sink { scratch: Some(vec![0; SCRATCH].into_boxed_slice()), ..Sink::nowhere() }
@@ -294,6 +340,7 @@ impl Sink {
             parts: Vec::new(),
             next: 0,
             buffer: Vec::new(),
+            slot: None,
             keep: Keep::Nothing,
             scratch: None,
             body: Vec::new(),

@@ -165,8 +165,13 @@ impl Run {
     }
 
     fn spread(self: &Arc<Self>, connections: &[Arc<Connection>]) {
+        // Parts of one transfer, of a request each, would all go over the first: these begin elsewhere each time.
+        static TURN: AtomicUsize = AtomicUsize::new(0);
+        let part = self.transfer.local.is_none();
+        let turn = if part { TURN.fetch_add(self.requests, Ordering::Relaxed) } else { 0 };
+        let (before, after) = connections.split_at(turn % connections.len().max(1));
         for _ in 0..WINDOW {
-            for connection in connections {
+            for connection in after.iter().chain(before) {
                 if !self.feed(connection) {
                     return;
                 }

@@ -16,7 +16,7 @@ use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Role, Wanted};
 use super::counting::{Counting, Due, Follower};
 use super::files::Files;
-use super::parts::{Keep, Payload, Sink, readable};
+use super::parts::{Keep, Landed, Payload, Sink, readable};
 use crate::endpoint::EndpointCore;
 use crate::endpoint::operations::Claimer;
 use crate::fence::applying::Desk;
@@ -373,13 +373,13 @@ impl Serving {
         connection: &Arc<Connection>,
         header: Header,
         write: wire::Write,
-        bytes: Vec<u8>,
+        landed: Landed,
     ) -> Result<()> {
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
             let outcome = wanted("write", &answered).and_then(|_wanted| {
                 match serving.admit(write.handle, Access::WRITE, &write.blocks, header.id)? {
-                    Admitted::Bounced(asked) => asked.write(&bytes),
+                    Admitted::Bounced(asked) => asked.write(landed),
                     Admitted::Memory(..) => {
                         Err(Error::new(Kind::Internal, "write", "a file has become memory"))
                     }
@@ -388,7 +388,8 @@ impl Serving {
             serving.files.wrote(answered.role(), header.payload_len);
             serving.applied(&answered, header, write.transfer, outcome)
         };
-        if connection.role() == Role::Lane {
+        // The event loop reads from a lane before it has become one.
+        if connection.role() == Role::Lane && progress::may_block("write").is_ok() {
             return work();
         }
         let closed = Arc::clone(connection);
@@ -662,8 +663,8 @@ impl Handler for Arc<Serving> {
             Ok(Admitted::Bounced(asked)) if buffered => {
                 Ok(Sink::discard().refused(asked.no_words("reduce_into")).with_body(body))
             }
-            Ok(Admitted::Bounced(_)) => match self.files.admit_write(connection.role(), bytes) {
-                Ok(()) => Ok(Sink::buffer(bytes as usize, Keep::Nothing).with_body(body)),
+            Ok(Admitted::Bounced(asked)) => match self.files.sink(connection.role(), &asked, bytes) {
+                Ok(sink) => Ok(sink.with_body(body)),
                 Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
             },
             Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
@@ -672,22 +673,20 @@ impl Handler for Arc<Serving> {
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
         let sent = self.announced.take(connection, header.id);
-        let (transfer, outcome) = match Message::decode(header.kind, &sink.take_body())? {
-            // Only the bytes of a file or of a GPU come into a buffer first.
-            Message::Write(write) if !sink.buffer.is_empty() => {
-                let bytes = std::mem::take(&mut sink.buffer);
+        let message = Message::decode(header.kind, &sink.take_body())?;
+        // Only the bytes of a file or of a GPU stop over.
+        let landed = if matches!(message, Message::Write(_)) { sink.take_landed() } else { None };
+        let (transfer, outcome) = match message {
+            Message::Write(write) if let Some(landed) = landed => {
+                let bytes = landed.bytes(header.payload_len as usize);
                 if let Some(sent) = &sent
-                    && let Err(error) = checks::compare(
-                        "write",
-                        &write.blocks,
-                        sent,
-                        &checks::of_bytes(&write.blocks, &bytes),
-                    )
+                    && let Err(error) =
+                        checks::compare("write", &write.blocks, sent, &checks::of_bytes(&write.blocks, bytes))
                 {
                     self.files.wrote(connection.role(), header.payload_len);
                     return self.applied(connection, header, write.transfer, Err(error));
                 }
-                return self.write_file(connection, header, write, bytes);
+                return self.write_file(connection, header, write, landed);
             }
             Message::Write(write) => {
                 // The sink still keeps the memory in place.
