@@ -116,7 +116,10 @@ fn a_claimer_that_is_stopped_in_mid_transfer_ends_the_passive_side_and_writes_no
                     assert!(eventually(STALL * 10, || writable.quiet()), "{path} round {round}");
                     if quiet {
                         let ended = claimer.ask("ended 30000");
-                        assert!(ended.is_err() || done, "{path} round {round}: it takes its bytes to be there");
+                        assert!(
+                            ended.is_err() || done,
+                            "{path} round {round}: it takes its bytes to be there"
+                        );
                         mine.verify_storage(&memory, 0, LEN)
                             .unwrap_or_else(|wrong| panic!("{path} round {round}: {wrong}"));
                     }
