@@ -22,6 +22,8 @@ def main() -> None:
     tensor = (torch.arange(nbytes, device="cuda") % 251).to(torch.uint8)
     region = endpoint.register(tensor, "read+write")
     target = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    # A ticket says nothing about kernels that are still at work, and processes take turns on a GPU.
+    torch.cuda.synchronize()
     operation: Operation | None = None
     dropped: Any = None
     drop_in = nixl_connect.Connector("drop-in")

@@ -68,6 +68,8 @@ class Peer:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(30)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,13 @@ def expected() -> Any:
     return (torch.arange(NBYTES, device="cuda") % 251).to(torch.uint8)
 
 
+def zeros() -> Any:
+    """A tensor whose zeros are there: what is read into it without a stream is in no order with torch's kernels."""
+    tensor = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    return tensor
+
+
 class OnlyDlpack:
     """An array that speaks DLPack and nothing else."""
 
@@ -103,7 +112,7 @@ class OnlyDlpack:
 def test_a_tensor_of_another_process_is_read_and_written(peer: Peer, endpoint: towline.Endpoint) -> None:
     remote = endpoint.import_(peer.ask("ticket"))
     assert remote.path == "cuda"
-    target = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    target = zeros()
     region = endpoint.register(target, "none")
     endpoint.read(remote, region).wait()
     assert torch.equal(target, expected())
@@ -116,7 +125,7 @@ def test_a_tensor_of_another_process_is_read_and_written(peer: Peer, endpoint: t
 
 def test_arrays_of_cupy_and_of_dlpack_are_targets(peer: Peer, endpoint: towline.Endpoint) -> None:
     remote = endpoint.import_(peer.ask("ticket"))
-    target = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    target = zeros()
     endpoint.read(remote, endpoint.register(OnlyDlpack(target), "none")).wait()
     assert torch.equal(target, expected())
     cupy = pytest.importorskip("cupy")
@@ -127,7 +136,7 @@ def test_arrays_of_cupy_and_of_dlpack_are_targets(peer: Peer, endpoint: towline.
 
 def test_a_stream_orders_the_copy(peer: Peer, endpoint: towline.Endpoint) -> None:
     remote = endpoint.import_(peer.ask("ticket"))
-    target = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    target = zeros()
     region = endpoint.register(target, "none")
     stream = torch.cuda.Stream()
     for form in (stream, stream.cuda_stream):
@@ -153,7 +162,7 @@ def test_an_expandable_segment_is_read_or_the_reason_is_given(endpoint: towline.
         reasons = {one.path: one.reason for one in remote.explain().candidates}
         print("expandable segments:", remote.path, reasons["cuda"])
         assert remote.path == "cuda" or reasons["cuda"]
-        target = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+        target = zeros()
         endpoint.read(remote, endpoint.register(target, "none")).wait()
         assert torch.equal(target, expected())
     finally:
@@ -164,7 +173,7 @@ def test_operations_take_tensors(peer: Peer) -> None:
     with towline.Connector("user") as connector:
         metadata = towline.RdmaMetadata.from_json(peer.ask("readable"))
         assert str(metadata.descriptors[0].device) == "cuda:0"
-        target = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+        target = zeros()
         descriptor = towline.Descriptor(target)
         assert str(descriptor.device) == "cuda:0"
         connector.begin_read_sync(metadata, descriptor).wait()
@@ -217,7 +226,7 @@ def test_a_readable_waits_for_the_work_in_its_stream(peer: Peer) -> None:
 
 def test_a_read_takes_its_place_in_a_stream(peer: Peer) -> None:
     stream = torch.cuda.Stream()
-    target = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    target = zeros()
     torch.cuda.synchronize()
     with towline.Connector("user") as connector:
         for _ in range(3):
@@ -237,7 +246,7 @@ def test_a_read_takes_its_place_in_a_stream(peer: Peer) -> None:
 
 def test_a_write_takes_the_bytes_of_its_moment(peer: Peer) -> None:
     stream = torch.cuda.Stream()
-    source = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    source = zeros()
     torch.cuda.synchronize()
     with towline.Connector("user") as connector:
         metadata = towline.RdmaMetadata.from_json(peer.ask("writable"))
@@ -292,11 +301,11 @@ def test_a_stream_that_names_none_is_refused() -> None:
 @pytest.mark.parametrize("sync", [True, False])
 def test_operations_move_tensors_and_arrays_of_every_library(peer: Peer, cupy: Any, sync: bool) -> None:
     def targets() -> Iterator[tuple[Any, Any]]:
-        tensor = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+        tensor = zeros()
         yield tensor, tensor
         array = cupy.zeros(NBYTES, dtype=cupy.uint8)
         yield array, torch.as_tensor(array, device="cuda")
-        other = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+        other = zeros()
         yield OnlyDlpack(other), other
         host = torch.zeros(NBYTES, dtype=torch.uint8)
         yield host, host
@@ -331,7 +340,7 @@ def test_the_drop_in_moves_cuda_tensors(peer: Peer, cupy: Any) -> None:
     async def run() -> None:
         connector = nixl_connect.Connector("user")
         assert connector.is_cuda_available
-        tensor = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+        tensor = zeros()
         array = cupy.zeros(NBYTES, dtype=cupy.uint8)
         for data, seen in ((tensor, tensor), ((array, "cuda:0"), torch.as_tensor(array, device="cuda"))):
             metadata = nixl_connect.RdmaMetadata.model_validate_json(peer.ask("drop-in readable"))
@@ -363,7 +372,7 @@ def test_views_with_gaps_are_read_packed(peer: Peer) -> None:
 
 def test_a_tensor_of_random_bytes_arrives_at_every_alignment(peer: Peer, endpoint: towline.Endpoint) -> None:
     remote = endpoint.import_(peer.ask("ticket"))
-    target = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    target = zeros()
     region = endpoint.register(target, "none")
     numbers = random.Random(7)
     whole = expected()
@@ -382,7 +391,7 @@ def test_a_peer_that_is_killed_ends_operations_and_the_context_stays(endpoint: t
     with towline.Connector("user") as connector:
         metadata = towline.RdmaMetadata.from_json(peer.ask("readable"))
         remote = endpoint.import_(peer.ask("ticket"))
-        target = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+        target = zeros()
         region = endpoint.register(target, "none")
         endpoint.read(remote, region).wait()
         peer.process.kill()
@@ -395,6 +404,7 @@ def test_a_peer_that_is_killed_ends_operations_and_the_context_stays(endpoint: t
                 time.sleep(0.01)
     target.fill_(2)
     assert total(target) == 2 * NBYTES
+    peer.close()
 
 
 def test_memory_that_is_no_gpus_is_refused(endpoint: towline.Endpoint, cupy: Any) -> None:
@@ -437,7 +447,7 @@ def test_the_wrong_device_is_refused(cupy: Any) -> None:
 def test_what_python_adds_is_shown(peer: Peer, endpoint: towline.Endpoint) -> None:
     """Asserts no speed: the figures are for the report."""
     remote = endpoint.import_(peer.ask("ticket"))
-    target = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    target = zeros()
     start = time.perf_counter()
     region = endpoint.register(target, "none")
     first = (time.perf_counter() - start) * 1e6
