@@ -186,6 +186,7 @@ def test_descriptors_have_the_form_of_the_wheel() -> None:
 
 def test_memory_is_kept_and_let_go(engine: Engine) -> None:
     gc.collect()
+    gc.collect()  # what tests before this one have left
     before = _native.held()
     with agent(engine) as one:
         data = bytearray(4096)
