@@ -4,6 +4,8 @@ use std::fs;
 use std::net::IpAddr;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::Duration;
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
@@ -45,7 +47,23 @@ impl Network {
             ip(&["-n", &self.namespace(end), "link", "set", "lo", "up"])?;
             self.plug_in(end)?;
         }
-        Ok(())
+        self.carries()
+    }
+
+    /// Waits until packets pass: the kernel takes note of what happens to a cable once a second at most.
+    fn carries(&self) -> Result<(), String> {
+        let mut seen = String::new();
+        for _ in 0..500 {
+            let states = [End::A, End::B]
+                .map(|end| ip(&["-n", &self.namespace(end), "-br", "link", "show", &self.device(end)]));
+            let [a, b] = states;
+            seen = format!("{}{}", a?, b?);
+            if seen.lines().all(|line| line.split_whitespace().nth(1) == Some("UP")) {
+                return Ok(());
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        Err(format!("the cable does not carry: {seen}"))
     }
 
     fn plug_in(&self, end: End) -> Result<(), String> {
@@ -73,7 +91,7 @@ impl Network {
 
     /// Puts the plug back.
     pub fn heal(&self, end: End) {
-        self.plug_in(end).unwrap();
+        self.plug_in(end).and_then(|()| self.carries()).unwrap();
     }
 
     /// The name of the namespace at that end.
@@ -114,10 +132,11 @@ fn sweep() {
     }
 }
 
-fn ip(arguments: &[&str]) -> Result<(), String> {
+/// Runs the command and gives what it printed.
+fn ip(arguments: &[&str]) -> Result<String, String> {
     match Command::new("ip").args(arguments).output() {
         Err(error) => Err(format!("the command ip cannot be run: {error}")),
-        Ok(output) if output.status.success() => Ok(()),
+        Ok(output) if output.status.success() => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
         Ok(output) => {
             let said = String::from_utf8_lossy(&output.stderr);
             Err(format!("ip {}: {}", arguments.join(" "), said.trim()))

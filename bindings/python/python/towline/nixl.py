@@ -63,7 +63,7 @@ class Descriptors:
         object.__setattr__(self, "ranges", ranges)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Descriptors:
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Descriptors:
         """Reads what ``get_serialized_descs`` of NIXL's Python API has made; raises ``Protocol`` for anything else."""
         memory, ranges = _native.nixl_unpack(bytes(memoryview(data)))
         return cls(tuple(ranges), memory)
@@ -255,7 +255,7 @@ class Agent:
         ranges = [one for region in regions for one in region.descriptors.ranges]
         return self._native.metadata(("DRAM", ranges))
 
-    def add_peer(self, metadata: bytes) -> str:
+    def add_peer(self, metadata: bytes | bytearray | memoryview) -> str:
         """Takes in a peer's metadata (NIXL's ``get_agent_metadata``) and returns its name."""
         return self._native.load(bytes(memoryview(metadata)))
 
