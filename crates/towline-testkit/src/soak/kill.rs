@@ -165,13 +165,13 @@ impl Leftover {
     pub(super) fn new(_: &Course) -> Result<Leftover, String> {
         let user = endpoint("user");
         let local = local(&user, MIB);
-        Ok(Leftover { files: shared_files(&[]), killed: Vec::new(), user, local })
+        Ok(Leftover { files: shared_files(None), killed: Vec::new(), user, local })
     }
 }
 
 /// What this library may have left where everybody sees it. In the directory for temporary files others keep things under its name
-/// too (logs, copies of programs): there only those count that name one of these processes.
-fn shared_files(killed: &[i32]) -> Vec<String> {
+/// too (logs, copies of programs): there only those count that name one of these processes, where some are given.
+fn shared_files(killed: Option<&[i32]>) -> Vec<String> {
     let names = |place: &str| {
         let entries = fs::read_dir(place).into_iter().flatten().flatten();
         entries
@@ -182,7 +182,9 @@ fn shared_files(killed: &[i32]) -> Vec<String> {
     };
     let of_the_killed = |name: &String| {
         let mut numbers = name.split(|letter: char| !letter.is_ascii_digit());
-        numbers.any(|number| number.parse().is_ok_and(|number| killed.contains(&number)))
+        killed.is_none_or(|killed| {
+            numbers.any(|number| number.parse().is_ok_and(|number| killed.contains(&number)))
+        })
     };
     let mut all: Vec<String> = ["/dev/shm", "/run"].into_iter().flat_map(names).collect();
     all.extend(names("/tmp").into_iter().filter(of_the_killed));
@@ -227,8 +229,9 @@ impl Drill for Leftover {
 
     fn finish(&mut self, tally: &mut Tally) {
         // Others on this machine may use the library too; what they have now is there a moment later as well, or not.
-        let new = || shared_files(&self.killed).into_iter().filter(|name| !self.files.contains(name)).count();
+        let left = || shared_files(Some(&self.killed));
+        let new = || left().into_iter().filter(|name| !self.files.contains(name)).count();
         tally.count("files left", new() as u64);
-        assert_eq!(new(), 0, "files are left behind: {:?}", shared_files(&self.killed));
+        assert_eq!(new(), 0, "files are left behind: {:?}", left());
     }
 }
