@@ -4,7 +4,7 @@ FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1500
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test test-deep soak soak-report lint test-unit test-loom test-forced-tcp test-rdma test-gpu python torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
+.PHONY: help demo test test-deep soak soak-report lint test-unit test-loom test-forced-tcp test-rdma test-gpu python stubs torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-rdma        the path nixl over RDMA: boots a guest whose kernel has an RDMA device in software"
 	@echo "make test-gpu         on a machine with a GPU: its tests, the sanitizer and the figures, written to docs/gpu-transfers.md"
 	@echo "make python           build the Python package into .venv, check its types and test it"
+	@echo "make stubs            generate the types of the native module anew from the Rust sources"
 	@echo "make torch            test the Python package with real tensors, in .venv-torch"
 	@echo "make docs             build the documentation site into $(CARGO_TARGET_DIR)/site"
 	@echo "make wheel            build the Python wheel, check it and try it in a fresh environment"
@@ -77,6 +78,11 @@ test-gpu:
 
 python:
 	TOWLINE_REQUIRE=python scripts/test.sh python
+
+# Writes the stub of the native module anew from the Rust sources; `make python` fails where it is not what they say.
+stubs:
+	@[ -x .venv/bin/maturin ] || { echo "make stubs needs the tools that 'make python' installs"; exit 1; }
+	.venv/bin/python scripts/stubs.py
 
 torch:
 	TOWLINE_REQUIRE=torch scripts/test.sh torch

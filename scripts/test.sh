@@ -248,12 +248,14 @@ step_python() {
   reason=$(prepare_nixl) || echo "NIXL is not in .venv: $reason"
   reason=$(prepare_original) || echo "dynamo.nixl_connect is not in .venv: $reason"
   local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python PYO3_BUILD_EXTENSION_MODULE=1
-  check cargo clippy -p towline-python --no-deps --all-targets -- -D warnings
+  check cargo clippy -p towline-python --features stubs --no-deps --all-targets -- -D warnings
   log=$logs/python-build.log
-  check .venv/bin/maturin develop --manifest-path $package/Cargo.toml
+  check .venv/bin/maturin develop --features stubs --manifest-path $package/Cargo.toml
   log=$logs/python-types.log
   check .venv/bin/mypy --config-file $package/pyproject.toml $package/python/towline $package/tests examples/python docs/site
   log=$logs/python-stubs.log
+  check .venv/bin/python scripts/stubs.py --check
+  log=$logs/python-stubtest.log
   check .venv/bin/python -m mypy.stubtest towline._native
   log=$logs/python.log
   run_pytest .venv/bin/pytest --color=no -c $package/pyproject.toml $package/tests
@@ -270,7 +272,7 @@ step_torch() {
   local wheels=$target_dir/torch-wheel
   rm -rf "$wheels"
   log=$logs/torch-build.log
-  check .venv/bin/maturin build --quiet --profile dev --manifest-path $package/Cargo.toml --out "$wheels"
+  check .venv/bin/maturin build --quiet --profile dev --features stubs --manifest-path $package/Cargo.toml --out "$wheels"
   log=$logs/torch-install.log
   check .venv-torch/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheels"/*.whl
   log=$logs/torch.log
@@ -305,7 +307,7 @@ step_docs() {
   fi
   local -x VIRTUAL_ENV=$PWD/.venv
   log=$logs/docs-build.log
-  check .venv/bin/maturin develop --quiet --manifest-path bindings/python/Cargo.toml
+  check .venv/bin/maturin develop --quiet --features stubs --manifest-path bindings/python/Cargo.toml
   log=$logs/docs.log
   check .venv/bin/sphinx-build -W --keep-going -q -b html docs/site "$target_dir/site"
 }

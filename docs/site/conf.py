@@ -41,13 +41,27 @@ def _typed_signatures() -> dict[str, tuple[str, str | None]]:
         for one in outer.body:
             by = [ast.unparse(by) for by in getattr(one, "decorator_list", [])]
             if isinstance(one, ast.FunctionDef) and "property" not in by:
-                one.args.args = one.args.args[0 if "staticmethod" in by else 1 :]
-                arguments = f"({ast.unparse(one.args)})".replace("builtins.", "")
+                # The object itself, which is not part of a call.
+                one.args.posonlyargs.clear()
+                arguments = _plain(f"({ast.unparse(one.args)})")
                 if one.name == "__new__" and outer.name != "SharedArray":
                     found[f"towline.{outer.name}"] = (arguments, None)
                 elif one.returns is not None:
-                    found[f"towline.{outer.name}.{one.name}"] = (arguments, ast.unparse(one.returns))
+                    found[f"towline.{outer.name}.{one.name}"] = (arguments, _plain(ast.unparse(one.returns)))
     return found
+
+
+def _plain(types: str) -> str:
+    """Types as readers think of them: what is taken for a number is a number."""
+    for exact, plain in (
+        ("builtins.", ""),
+        ("SupportsFloat | SupportsIndex", "float"),
+        ("SupportsIndex", "int"),
+        ("SupportsGetItem[int, ", "Sequence["),
+        ("'", ""),
+    ):
+        types = types.replace(exact, plain)
+    return types
 
 
 def setup(app: Any) -> None:

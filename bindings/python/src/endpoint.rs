@@ -143,7 +143,7 @@ impl Endpoint {
         Ok(Region::new(registered?, read_only))
     }
 
-    #[pyo3(name = "import_")]
+    #[pyo3(name = "import_", signature = (ticket: "Ticket | str | bytes | bytearray | memoryview", require, forbid, isolation, timeout))]
     fn import(
         &self,
         py: Python<'_>,
@@ -162,6 +162,7 @@ impl Endpoint {
         remote.map(|remote| Remote(Inherited::new(remote))).or_raise(py)
     }
 
+    #[pyo3(signature = (ticket: "Ticket | str | bytes | bytearray | memoryview", require, forbid, isolation, timeout))]
     fn start_import(
         &self,
         py: Python<'_>,
@@ -181,6 +182,8 @@ impl Endpoint {
 
     /// Starts a read (or, with `writes`, a write).
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    #[pyo3(signature = (writes, remote, local: "Region | Span", at: "int | tuple[int, int, int] | None", spans, blocks, notify,
+                        signal, timeout, require, forbid, stream))]
     fn start(
         &self,
         py: Python<'_>,

@@ -36,7 +36,7 @@ impl Layout {
 
     /// ``count`` blocks, the first at ``base``, each ``stride`` bytes after the one before.
     #[staticmethod]
-    #[pyo3(signature = (block, count, *, stride=None, base=0))]
+    #[pyo3(signature = (block, count, *, stride=None, base: "int" = 0))]
     fn blocks(
         py: Python<'_>,
         block: Number,

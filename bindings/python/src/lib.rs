@@ -31,15 +31,13 @@ use pyo3::prelude::*;
 
 /// The private native half of `towline`.
 #[pymodule(gil_used = true)]
+#[allow(non_upper_case_globals, reason = "Python's names")]
 mod _native {
-    use super::*;
-
-    #[pymodule_init]
-    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        // A figure of a debug build means little: who measures has to know.
-        module.add("__build__", if cfg!(debug_assertions) { "debug" } else { "release" })
-    }
+    #[pymodule_export]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+    // A figure of a debug build means little: who measures has to know.
+    #[pymodule_export]
+    const __build__: &str = if cfg!(debug_assertions) { "debug" } else { "release" };
 
     #[pymodule_export]
     use crate::audit::{Audit, PeerAudit};

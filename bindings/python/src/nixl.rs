@@ -397,6 +397,7 @@ impl Request {
     }
 
     /// Why it has failed, where it has.
+    #[pyo3(signature = () -> "Error | None")]
     fn error<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         process::guard(py, "transfer")?;
         owners::release(py);

@@ -17,6 +17,8 @@ pub(crate) struct Number(pub(crate) u64);
 
 impl<'py> FromPyObject<'_, 'py> for Number {
     type Error = PyErr;
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = u64::INPUT_TYPE;
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Number> {
         number(&value).map(Number)

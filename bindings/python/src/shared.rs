@@ -146,7 +146,7 @@ impl SharedArray {
         (1, 0)
     }
 
-    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None) -> "CapsuleType")]
     fn __dlpack__<'py>(
         &self,
         py: Python<'py>,

@@ -24,6 +24,7 @@ pub(crate) struct Ticket(pub(crate) towline::Ticket);
 #[pymethods]
 impl Ticket {
     #[new]
+    #[pyo3(signature = (ticket: "Ticket | str | bytes | bytearray | memoryview"))]
     fn new(py: Python<'_>, ticket: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         from_object(py, ticket).map(Ticket)
     }
@@ -32,7 +33,7 @@ impl Ticket {
     ///
     /// ``range`` counts from the start of the present range. ``lease`` counts from the moment at which the owner made
     /// the first ticket.
-    #[pyo3(signature = (*, range=None, access=None, lease=None))]
+    #[pyo3(signature = (*, range: "builtins.range | None" = None, access=None, lease=None))]
     fn narrow(
         &self,
         py: Python<'_>,

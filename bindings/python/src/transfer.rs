@@ -96,6 +96,7 @@ impl Transfer {
     }
 
     /// The ranges of blocks that failed, each with its error.
+    #[pyo3(signature = () -> "list[tuple[int, int, Error]]")]
     fn failures<'py>(&self, py: Python<'py>) -> PyResult<Vec<(u64, u64, Bound<'py, PyAny>)>> {
         process::guard(py, "transfer")?;
         let failures = self.lock().failures();

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from . import _native
 from ._describe import is_number
 from ._devices import Device, OperationKind
 from ._errors import Invalid, Protocol
 
-if TYPE_CHECKING:
-    from ._native import _Fields
-
-
 T = TypeVar("T")
+_Fields = tuple[list[tuple[str, int, int]], str, str, int]
 
 
 def _wrong_type(name: str, needed: str, value: object) -> TypeError:

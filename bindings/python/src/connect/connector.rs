@@ -117,7 +117,7 @@ impl Connector {
     }
 
     /// Starts to claim an operation of a peer, to read from it or to write to it, in the order of a stream if there is one.
-    #[pyo3(signature = (kind, remote, local, stream=None))]
+    #[pyo3(signature = (kind, remote: "tuple[list[tuple[str, int, int]], str, str, int]", local, stream=None))]
     fn begin(
         &self,
         py: Python<'_>,

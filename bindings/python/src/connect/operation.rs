@@ -104,6 +104,7 @@ impl Operation {
     }
 
     /// Why it failed or was cancelled, where it was.
+    #[pyo3(signature = () -> "Error | None")]
     fn error<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let started = self.enter(py)?;
         each!(started, operation => operation.error()).map(|error| exception(py, &error)).transpose()

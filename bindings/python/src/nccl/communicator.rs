@@ -222,6 +222,7 @@ impl Communicator {
     }
 
     /// How far the work is, and why it failed, where it has.
+    #[pyo3(signature = () -> "tuple[int, Error | None]")]
     fn async_error<'py>(&self, py: Python<'py>) -> PyResult<(u8, Option<Bound<'py, PyAny>>)> {
         let comm = self.enter(py, "get_async_error")?;
         if !comm.is_valid() {

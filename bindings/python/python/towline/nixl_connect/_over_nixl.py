@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from .._devices import DeviceKind, OperationKind, OperationStatus
 from .._errors import Canceled, Error, Internal, Invalid, Timeout, Unavailable, Unsupported
+from .._metadata import _Fields
 from ..nixl import Agent, Range, Region, Request
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class Operation:
     def cancel(self) -> None:
         raise NotImplementedError
 
-    def metadata(self, hex: bool) -> _native._Fields:
+    def metadata(self, hex: bool) -> _Fields:
         raise TypeError("an active operation has no metadata")
 
     def _release(self) -> None:
@@ -284,7 +285,7 @@ class Passive(Operation):
         self._enlisted = True
         side.expect(self)
 
-    def metadata(self, hex: bool) -> _native._Fields:
+    def metadata(self, hex: bool) -> _Fields:
         if self.done():
             raise Invalid("the operation has ended", op="metadata")
         packed = zlib.compress(self._side.agent().metadata(), 6)
