@@ -64,6 +64,7 @@ impl Failure {
         let exit = match kind {
             Kind::Disconnected
             | Kind::Exhausted
+            | Kind::Native
             | Kind::NotFound
             | Kind::Timeout
             | Kind::Unavailable

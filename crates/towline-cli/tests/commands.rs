@@ -485,6 +485,14 @@ fn a_wrong_command_line_exits_with_two() {
 }
 
 #[test]
+fn an_address_that_this_host_does_not_have_exits_with_three_and_is_named() {
+    // An address that documentation may use, and nobody has.
+    let output = towline(&["serve", "--listen", "192.0.2.1:4791", env!("CARGO_MANIFEST_PATH")]);
+    assert_eq!(code(&output), 3, "{}", stderr(&output));
+    assert!(stderr(&output).contains("192.0.2.1:4791"), "{}", stderr(&output));
+}
+
+#[test]
 fn the_help_names_the_exit_codes_and_hides_the_worker() {
     let output = towline(&["--help"]);
     assert_eq!(code(&output), 0);
