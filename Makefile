@@ -43,14 +43,14 @@ test-deep:
 
 soak:
 	$(CARGO) build --release -p towline-cli
-	$(towline) soak --quick --html $(CARGO_TARGET_DIR)/soak.html
+	VIRTUAL_ENV=$(CURDIR)/.venv $(towline) soak --quick --html $(CARGO_TARGET_DIR)/soak.html
 
 # With the tools in .venv (make python), the package is built as this commit has it, and the lanes of Python run too.
 # What defences and crowds cost is measured by the same program on the same machine and stands at the end.
 soak-report:
 	$(CARGO) build --release -p towline-cli
 	@if [ -x .venv/bin/maturin ]; then .venv/bin/maturin develop --release --manifest-path bindings/python/Cargo.toml; fi
-	$(towline) soak --seconds $(SOAK_SECONDS) --html $(CARGO_TARGET_DIR)/soak.html --report; status=$$?; \
+	VIRTUAL_ENV=$(CURDIR)/.venv $(towline) soak --seconds $(SOAK_SECONDS) --html $(CARGO_TARGET_DIR)/soak.html --report; status=$$?; \
 	{ printf '\n## What defences and crowds cost\n\nBy `towline bench --filter ROWS`, in turns with the same request without the defence:\n\n'; \
 	  for rows in defence register-each hub-1000-peers post; do $(towline) bench --filter $$rows | sed 's/^/    /'; echo; done; } \
 	  >>docs/reliability-report.md; exit $$status

@@ -47,10 +47,10 @@ const MOST_SAMPLES: usize = 1 << 14;
 /// The lanes, in the order in which they are shown: paths between endpoints, workers in Python over any of them, and NIXL beside us.
 pub const LANES: [&str; 7] = ["inproc", "mapped", "cma", "unix", "tcp", staff::PYTHON, nixl::NIXL];
 
-const PATHS: &[&str] = &["inproc", "mapped", "cma", "unix", "tcp"];
-const PATHS_AND_PYTHON: &[&str] = &["inproc", "mapped", "cma", "unix", "tcp", staff::PYTHON];
-const BETWEEN_PROCESSES: &[&str] = &["mapped", "cma", "unix", "tcp"];
-const BETWEEN_PROCESSES_AND_PYTHON: &[&str] = &["mapped", "cma", "unix", "tcp", staff::PYTHON];
+const PATHS: &[&str] = &["inproc", "mapped", "cma", "unix", "tcp", nixl::NIXL];
+const PATHS_AND_PYTHON: &[&str] = &["inproc", "mapped", "cma", "unix", "tcp", nixl::NIXL, staff::PYTHON];
+const BETWEEN_PROCESSES: &[&str] = &["mapped", "cma", "unix", "tcp", nixl::NIXL];
+const BETWEEN_PROCESSES_AND_PYTHON: &[&str] = &["mapped", "cma", "unix", "tcp", nixl::NIXL, staff::PYTHON];
 const STREAMS: &[&str] = &["unix", "tcp"];
 
 /// One kind of ill treatment.
@@ -116,7 +116,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
     Campaign {
         name: "partition",
         summary: "the cable between two hosts is pulled: an error at the limit, and nothing late when it is back",
-        lanes: &["tcp"],
+        lanes: &["tcp", nixl::NIXL],
         rounds: rounds(6, 24, 200),
         prepare: |course| Ok(Box::new(partition::Partition::new(course)?)),
     },
@@ -465,10 +465,8 @@ impl Campaign {
 
 /// Why that path cannot be had here.
 fn missing(lane: &str) -> Option<String> {
-    match lane {
-        staff::PYTHON => return Staff::Python.missing(),
-        nixl::NIXL => return nixl::missing(),
-        _ => {}
+    if lane == staff::PYTHON {
+        return Staff::Python.missing();
     }
     let probe = towline::paths().into_iter().find(|info| info.name == lane).map(|info| info.probe);
     match probe {

@@ -30,6 +30,7 @@ use std::fmt;
 use std::ops::{BitOr, Range};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::endpoint::EndpointCore;
 use crate::identity::Identity;
@@ -131,6 +132,8 @@ pub(crate) struct Offer<'a> {
     pub(crate) grant: &'a Grant,
     /// What the caller allows.
     pub(crate) routing: &'a Routing,
+    /// When the caller wants to know, whatever has to be asked or made first.
+    pub(crate) until: Instant,
 }
 
 /// What a peer asks of an owner about one of its grants, so that it can take a path.

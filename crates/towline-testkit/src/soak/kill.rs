@@ -8,6 +8,7 @@ use std::time::Instant;
 use towline::ticket::socket_name;
 use towline::{Access, Endpoint, Incarnation, Registered, SystemStorage, Ticket};
 
+use super::nixl::NIXL;
 use super::scene::{Bystander, GONE, MIB, Owner, endpoint, kind_for, local, paths};
 use super::{Course, Drill, Round, STALL, Staff, Tally};
 use crate::bench::{outcome, routing};
@@ -85,6 +86,11 @@ impl Kill {
         if let Some(detected) = failed {
             let name = if ballast > 0 { "detected with a large process" } else { "detected" };
             round.tally.time(name, detected);
+        }
+        if self.lane == NIXL {
+            // What it was at when the owner died it cannot stop; that ends by itself.
+            let quiet = transfers.iter().all(|transfer| transfer.wait_quiet(STALL * 10));
+            assert!(quiet, "a transfer from a dead owner never becomes quiet");
         }
         // Quiet: whatever is put there now stays.
         let mine = Stamp::new(99, round.generation());

@@ -30,7 +30,7 @@ const NOTICE: Duration = Duration::from_secs(10);
 const LATE: f64 = 0.5;
 
 /// Why there is no NIXL here.
-pub(super) fn missing() -> Option<String> {
+fn missing() -> Option<String> {
     let mut probe = interpreter();
     let shown = probe.get_program().to_string_lossy().into_owned();
     let probed = settings(&mut probe).args(["-c", PROBE]).stdin(Stdio::null()).output();
@@ -56,7 +56,7 @@ pub(super) struct Beside;
 
 impl Beside {
     pub(super) fn new(_: &Course) -> Result<Beside, String> {
-        Ok(Beside)
+        missing().map_or(Ok(Beside), Err)
     }
 }
 

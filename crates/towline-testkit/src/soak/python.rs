@@ -7,6 +7,7 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 use towline::{Endpoint, Kind};
 
+use super::nixl::NIXL;
 use super::scene::{GONE, KIB, MIB, Observer, Owner, endpoint, old_or_new, paths, served_again, unchanged};
 use super::staff::{PYTHON, Staff};
 use super::{BETWEEN_PROCESSES, Course, Drill, Prepare, Round, STALL, Tally, missing};
@@ -53,7 +54,8 @@ fn working_paths() -> Result<Vec<&'static str>, String> {
     if let Some(reason) = Staff::Python.missing() {
         return Err(reason);
     }
-    Ok(BETWEEN_PROCESSES.iter().copied().filter(|path| missing(path).is_none()).collect())
+    let embedded = BETWEEN_PROCESSES.iter().copied().filter(|path| *path != NIXL);
+    Ok(embedded.filter(|path| missing(path).is_none()).collect())
 }
 
 struct Mixed {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use towline::{Access, Endpoint, Kind, Limits, Registered, Remote, SystemStorage, Ticket};
 
+use super::nixl::NIXL;
 use super::{STALL, Staff, Tally};
 use crate::bench::{outcome, routing};
 use crate::oracle::Stamp;
@@ -33,7 +34,11 @@ pub(super) fn kind_for(lane: &str) -> &'static str {
 
 /// The words of an order that require a lane.
 pub(super) fn paths(lane: &str) -> &str {
-    if lane == "cma" { "cma,unix" } else { lane }
+    match lane {
+        "cma" => "cma,unix",
+        "nixl" => "nixl,unix",
+        other => other,
+    }
 }
 
 /// A worker that owns one region, number 1.
@@ -73,7 +78,12 @@ impl Owner {
         eventually(STALL * 10, || {
             tries += 1;
             last = Some(tried(user, &self.ticket, lane));
-            !matches!(&last, Some(Err(error)) if error.kind() == Kind::Timeout)
+            match &last {
+                // Starting NIXL takes a moment, in which the stream that helps it out is taken.
+                Some(Ok(remote)) => lane != NIXL || remote.path() == lane,
+                Some(Err(error)) => error.kind() != Kind::Timeout,
+                None => false,
+            }
         });
         IMPORTS.with_borrow_mut(|imports| imports.again += u64::from(tries > 1));
         let remote = last.expect("it was tried").unwrap();

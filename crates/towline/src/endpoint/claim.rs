@@ -75,6 +75,7 @@ struct Wanted {
     operation: OperationId,
     tickets: Vec<Ticket>,
     routing: Routing,
+    until: Instant,
 }
 
 /// Claims an operation with the tickets of its regions: one round trip, after first contact where there was none.
@@ -102,10 +103,9 @@ pub(crate) fn claim_async(
                 Doing::Contacting(Box::pin(import::on_a_thread(move || wanted.claim())))
             }));
         }
-        let until = wanted.until();
         match import::known_session(&wanted.endpoint, &wanted.tickets[0], &wanted.routing) {
             Some(session) => {
-                let importing = wanted.ask(&session, until)?;
+                let importing = wanted.ask(&session)?;
                 Ok(Claiming(Doing::Asked(wanted, session, importing)))
             }
             None => Ok(Claiming(Doing::Contacting(Box::pin(import::on_a_thread(move || wanted.claim()))))),
@@ -126,11 +126,8 @@ impl Wanted {
             return Err(Error::protocol("import", "the tickets of one operation name different owners"));
         }
         let routing = endpoint.routing().clone();
-        Ok(Wanted { endpoint: Arc::clone(endpoint), operation, tickets, routing })
-    }
-
-    fn until(&self) -> Instant {
-        progress::later(Instant::now(), self.endpoint.limits().no_progress)
+        let until = progress::later(Instant::now(), endpoint.limits().no_progress);
+        Ok(Wanted { endpoint: Arc::clone(endpoint), operation, tickets, routing, until })
     }
 
     fn owner_here(&self) -> Option<Arc<EndpointCore>> {
@@ -139,13 +136,12 @@ impl Wanted {
     }
 
     fn claim(&self) -> Result<Claimed> {
-        let until = self.until();
         if let Some(owner) = self.owner_here() {
-            wait_for("import", &owner.operations.not_before(&self.operation), until)?;
+            wait_for("import", &owner.operations.not_before(&self.operation), self.until)?;
             return self.claim_here(&owner);
         }
-        let session = import::contact(&self.endpoint, &self.tickets[0], &self.routing, until)?;
-        let imported = self.ask(&session, until)?.wait()?;
+        let session = import::contact(&self.endpoint, &self.tickets[0], &self.routing, self.until)?;
+        let imported = self.ask(&session)?.wait()?;
         self.granted(&session, imported)
     }
 
@@ -160,22 +156,27 @@ impl Wanted {
             owner.operations.claim(&self.operation, claimer, self.endpoint.name(), of, claims.access)?;
             claim.get_or_insert_with(|| Claim::new(self.operation, Of::Here(Arc::downgrade(owner), claimer)));
             let grant = region.grant(&claims, 0, false);
-            Remote::new(&self.endpoint, Owner::Here(&region), grant, owner.name(), &self.routing)
+            Remote::new(&self.endpoint, Owner::Here(&region), grant, owner.name(), self.wishes())
         });
         let remotes = remotes.collect();
         settle(claim, remotes)
     }
 
-    fn ask(&self, session: &Arc<Session>, until: Instant) -> Result<Importing> {
+    fn ask(&self, session: &Arc<Session>) -> Result<Importing> {
         let tickets: Vec<&Ticket> = self.tickets.iter().collect();
-        session.import(&tickets, Some(self.operation), until)
+        session.import(&tickets, Some(self.operation), self.until)
+    }
+
+    fn wishes(&self) -> (&Routing, Instant) {
+        (&self.routing, self.until)
     }
 
     /// Whether finding the ways to what was granted would block.
     fn blocks(&self, imported: &Imported) -> bool {
         imported.outcomes.iter().flatten().any(|(grant, handle)| {
             let owner = Owner::There(handle);
-            transport::blocks(&Offer { endpoint: &self.endpoint, owner, grant, routing: &self.routing })
+            let (routing, until) = self.wishes();
+            transport::blocks(&Offer { endpoint: &self.endpoint, owner, grant, routing, until })
         })
     }
 
@@ -184,7 +185,7 @@ impl Wanted {
         let claim = any.then(|| Claim::new(self.operation, Of::There(Arc::clone(session))));
         let remotes = imported.outcomes.drain(..).map(|granted| {
             let (grant, handle) = granted?;
-            Remote::new(&self.endpoint, Owner::There(&handle), grant, session.peer_name(), &self.routing)
+            Remote::new(&self.endpoint, Owner::There(&handle), grant, session.peer_name(), self.wishes())
         });
         let remotes = remotes.collect();
         settle(claim, remotes)

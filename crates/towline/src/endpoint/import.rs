@@ -37,9 +37,9 @@ impl Remote {
         owner: Owner<'_>,
         grant: Grant,
         peer: &str,
-        routing: &Routing,
+        (routing, until): (&Routing, Instant),
     ) -> Result<Remote> {
-        let routes = Routes::find(&Offer { endpoint, owner, grant: &grant, routing })
+        let routes = Routes::find(&Offer { endpoint, owner, grant: &grant, routing, until })
             .map_err(|error| error.with_peer(peer))?;
         let peer: Arc<str> = peer.into();
         let counters = TRANSPORTS
@@ -188,7 +188,7 @@ pub(super) fn import(
         let incarnation = ticket.body().identity.incarnation;
         match EndpointCore::here(&incarnation) {
             Some(owner) if routing.allows("inproc") => {
-                outcomes[index] = Some(import_here(endpoint, &owner, ticket, routing));
+                outcomes[index] = Some(import_here(endpoint, &owner, ticket, (routing, until)));
             }
             _ => by_owner.entry(incarnation).or_default().push(index),
         }
@@ -206,7 +206,8 @@ pub(super) fn import(
         })
         .collect();
     for (indices, asked) in asked {
-        match asked.and_then(|(session, importing)| granted(endpoint, &session, importing, routing)) {
+        match asked.and_then(|(session, importing)| granted(endpoint, &session, importing, (routing, until)))
+        {
             Ok(remotes) => {
                 for (index, remote) in indices.into_iter().zip(remotes) {
                     outcomes[index] = Some(remote);
@@ -277,7 +278,7 @@ fn import_here(
     endpoint: &Arc<EndpointCore>,
     owner: &Arc<EndpointCore>,
     ticket: &Ticket,
-    routing: &Routing,
+    wanted: (&Routing, Instant),
 ) -> Result<Remote> {
     let challenge = b"one process";
     let (region, claims) = owner
@@ -287,7 +288,7 @@ fn import_here(
         ledger.of(endpoint.identity()).count(Deed::GivenAway);
     }
     let grant = region.grant(&claims, 0, false);
-    Remote::new(endpoint, Owner::Here(&region), grant, owner.name(), routing)
+    Remote::new(endpoint, Owner::Here(&region), grant, owner.name(), wanted)
 }
 
 /// Asks the owner of those tickets for grants, after a first contact where there was none.
@@ -307,12 +308,12 @@ fn granted(
     endpoint: &Arc<EndpointCore>,
     session: &Session,
     importing: Importing,
-    routing: &Routing,
+    wanted: (&Routing, Instant),
 ) -> Result<Vec<Result<Remote>>> {
     let mut imported = importing.wait()?;
     let remote = |granted: Result<(Grant, Arc<GrantHandle>)>| {
         let (grant, handle) = granted?;
-        Remote::new(endpoint, Owner::There(&handle), grant, session.peer_name(), routing)
+        Remote::new(endpoint, Owner::There(&handle), grant, session.peer_name(), wanted)
     };
     Ok(imported.outcomes.drain(..).map(remote).collect())
 }

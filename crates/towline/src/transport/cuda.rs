@@ -77,7 +77,7 @@ impl Transport for CudaPath {
         progress::may_block(OP)?;
         // Before the owner is troubled.
         Cuda::load().and_then(|cuda| cuda.init()).map_err(|error| failed(OP, error))?;
-        let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
+        let until = offer.until;
         let borrow = Borrow::new(handle);
         // Before the owner lends it: from then on it may want it back.
         borrow.listen();

@@ -3,7 +3,6 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::direct::{Direct, DirectAttachment};
 use super::inproc::file::{move_file_pieces, no_words};
@@ -11,7 +10,6 @@ use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
-use crate::progress;
 use crate::region::RegionCore;
 use crate::transfer::{Op, Signal};
 use crate::wire::AtomicOp;
@@ -45,8 +43,7 @@ fn candidate<'a>(offer: &'a Offer<'_>) -> Result<&'a Arc<GrantHandle>> {
 /// Asks the owner for its file, from the start of the granted range on. Blocks. `Unavailable` where it cannot be handed over.
 pub(super) fn opened(offer: &Offer<'_>, handle: &Arc<GrantHandle>) -> Result<FileSlice> {
     handle.local_fence()?;
-    let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
-    let told = handle.ask(&FilePath, OPEN.to_vec(), until)?;
+    let told = handle.ask(&FilePath, OPEN.to_vec(), offer.until)?;
     let nonsense = || Error::protocol(OP, "the owner does not tell where its file is");
     let offset = u64::from_le_bytes(told.answer.try_into().map_err(|_| nonsense())?);
     // The owner's word against overflow only: what lies there is its own file.

@@ -20,7 +20,7 @@ mod system;
 mod words;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use towline_sys::nixl::Nixl;
 
@@ -83,11 +83,10 @@ impl Transport for NixlPath {
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
         let handle = candidate(offer)?;
         progress::may_block("import")?;
-        let engine = offer.endpoint.nixl.engine(offer.endpoint.identity())?;
-        let until = progress::later(Instant::now(), offer.endpoint.limits().no_progress);
+        let engine = Domain::engine_by(offer.endpoint, offer.until)?;
         let attachment = match offer.grant.place {
             Place::Disk => NixlAttachment::open(offer, handle, engine)?,
-            Place::Host | Place::Cuda(_) => NixlAttachment::ask(offer, handle, engine, until)?,
+            Place::Host | Place::Cuda(_) => NixlAttachment::ask(offer, handle, engine)?,
         };
         Ok(attachment)
     }

@@ -135,7 +135,6 @@ impl NixlAttachment {
         offer: &Offer<'_>,
         handle: &Arc<GrantHandle>,
         engine: Arc<Engine>,
-        until: Instant,
     ) -> Result<Arc<NixlAttachment>> {
         let pinned = handle.local_fence().is_ok();
         let borrow = Arc::new(Borrow { handle: Arc::clone(handle), under_way: AtomicUsize::new(0) });
@@ -145,7 +144,7 @@ impl NixlAttachment {
         // What the caller wishes, the owner need not think better.
         let required = offer.routing.requires("nixl")
             || offer.endpoint.nixl.options().prefers() == super::NixlPrefer::Always;
-        let told = handle.ask(&NixlPath, Word::Attach { required, pinned }.encode(), until)?;
+        let told = handle.ask(&NixlPath, Word::Attach { required, pinned }.encode(), offer.until)?;
         let answer = Answer::decode(&told.answer)?;
         let start = answer.base.checked_add(offer.grant.offset);
         let address = start.filter(|start| start.checked_add(offer.grant.length).is_some());

@@ -393,10 +393,10 @@ const LEAVE: Duration = Duration::from_secs(2);
 static EXITING: AtomicBool = AtomicBool::new(false);
 static INSIDE: AtomicUsize = AtomicUsize::new(0);
 
-struct Exiting;
+pub(super) struct Exiting;
 
 impl Exiting {
-    fn enter() -> Exiting {
+    pub(super) fn enter() -> Exiting {
         INSIDE.fetch_add(1, Ordering::SeqCst);
         Exiting
     }

@@ -2,21 +2,22 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use towline_sys::nixl::{
     Agent, AgentConfig, Backend, Descriptor, MemoryKind, Nixl, Options, RegistrationList,
 };
 
-use super::driver::Driving;
+use super::driver::{Driving, Exiting};
 use super::options::NixlOptions;
 use super::peer::PeerAgent;
 use super::system;
+use crate::endpoint::EndpointCore;
 use crate::identity::{Identity, Incarnation};
 use crate::sync::lock;
 use crate::transport::Loan;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, progress};
 
 /// How long an owner drives its agent after a peer has asked for it; peers ask again in time.
 pub(super) const HELP: Duration = Duration::from_millis(5);
@@ -79,6 +80,28 @@ impl Domain {
     /// The agent; the first call loads NIXL and makes it, which takes about half a second.
     pub(super) fn engine(&self, identity: &Identity) -> Result<Arc<Engine>> {
         self.engine.get_or_init(|| Engine::open(identity, &self.options)).clone()
+    }
+
+    /// [`Self::engine`], or `Timeout`: making an agent cannot be stopped, so a thread does it, and a later caller finds it.
+    pub(super) fn engine_by(endpoint: &Arc<EndpointCore>, until: Instant) -> Result<Arc<Engine>> {
+        let domain = &endpoint.nixl;
+        if domain.engine.get().is_none() {
+            let (made, waiting) = mpsc::channel::<()>();
+            let opening = Arc::clone(endpoint);
+            progress::start_thread("towline-nixl-open".into(), move || {
+                let inside = Exiting::enter();
+                let _ = opening.nixl.engine(opening.identity());
+                drop((made, inside));
+            })
+            .map_err(|error| Error::os("import", "thread creation", error))?;
+            let left = until.saturating_duration_since(Instant::now());
+            if waiting.recv_timeout(left) == Err(mpsc::RecvTimeoutError::Timeout) {
+                let message =
+                    "NIXL has not started in time; it goes on starting, and a later import finds it";
+                return Err(Error::new(Kind::Timeout, "import", message));
+            }
+        }
+        domain.engine(endpoint.identity())
     }
 
     /// The agent, if there is one.
