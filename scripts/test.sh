@@ -147,7 +147,7 @@ step_soak() {
   VIRTUAL_ENV=$PWD/.venv check "$target_dir/debug/towline" soak --quick --seconds "${SOAK_SECONDS:-100}" --html "$target_dir/soak.html"
   while IFS= read -r line; do
     skips+=("soak/$line")
-  done < <(sed -nE 's/^ +skipped //p' "$log")
+  done < <(sed -nE 's/^ +skipped //p' "$log" | sort -u)
 }
 
 # ---- the deep ones: a nightly toolchain, and hours if one likes --------------------------------------------

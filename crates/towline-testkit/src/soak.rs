@@ -44,13 +44,16 @@ const ROUND: Duration = Duration::from_secs(90);
 /// Samples beyond this many are thinned out: half of them are dropped, evenly.
 const MOST_SAMPLES: usize = 1 << 14;
 
-/// The lanes, in the order in which they are shown: paths between endpoints, workers in Python over any of them, and NIXL beside us.
-pub const LANES: [&str; 7] = ["inproc", "mapped", "cma", "unix", "tcp", staff::PYTHON, nixl::NIXL];
+/// The lanes, in the order in which they are shown: paths between endpoints, and workers in Python over any of them.
+pub const LANES: [&str; 8] =
+    ["inproc", "mapped", scene::CUDA, "cma", "unix", "tcp", nixl::NIXL, staff::PYTHON];
 
-const PATHS: &[&str] = &["inproc", "mapped", "cma", "unix", "tcp", nixl::NIXL];
-const PATHS_AND_PYTHON: &[&str] = &["inproc", "mapped", "cma", "unix", "tcp", nixl::NIXL, staff::PYTHON];
-const BETWEEN_PROCESSES: &[&str] = &["mapped", "cma", "unix", "tcp", nixl::NIXL];
-const BETWEEN_PROCESSES_AND_PYTHON: &[&str] = &["mapped", "cma", "unix", "tcp", nixl::NIXL, staff::PYTHON];
+const PATHS: &[&str] = &["inproc", "mapped", scene::CUDA, "cma", "unix", "tcp", nixl::NIXL];
+const PATHS_AND_PYTHON: &[&str] =
+    &["inproc", "mapped", scene::CUDA, "cma", "unix", "tcp", nixl::NIXL, staff::PYTHON];
+const BETWEEN_PROCESSES: &[&str] = &["mapped", scene::CUDA, "cma", "unix", "tcp", nixl::NIXL];
+const BETWEEN_PROCESSES_AND_PYTHON: &[&str] =
+    &["mapped", scene::CUDA, "cma", "unix", "tcp", nixl::NIXL, staff::PYTHON];
 const STREAMS: &[&str] = &["unix", "tcp"];
 
 /// One kind of ill treatment.

@@ -161,6 +161,7 @@ impl Routes {
         let routing = offer.routing;
         let mut usable: Vec<Arc<dyn Attachment>> = Vec::new();
         let mut candidates = Vec::new();
+        let mut ended = None;
         for transport in TRANSPORTS {
             let (verdict, reason) = match routing.refusal(transport.name(), transport.enforced()) {
                 Some(reason) => (Verdict::Refused, reason),
@@ -175,7 +176,14 @@ impl Routes {
                             (Verdict::Possible, "a better path is taken".to_owned())
                         }
                     }
-                    Err(error) => (Verdict::Refused, error.message().to_owned()),
+                    Err(error) => {
+                        let reason = error.message().to_owned();
+                        // No path that is missing, but a region or an owner that is gone: the caller does something else about it.
+                        if matches!(error.kind(), Kind::Stale | Kind::Disconnected | Kind::Timeout) {
+                            ended.get_or_insert(error);
+                        }
+                        (Verdict::Refused, reason)
+                    }
                 },
             };
             candidates.push(Candidate {
@@ -187,11 +195,13 @@ impl Routes {
         }
         let explanation = Explanation { candidates };
         if usable.is_empty() {
-            return Err(Error::new(
-                Kind::Unavailable,
-                "import",
-                format!("no path to the region can be used:\n{explanation}"),
-            ));
+            let kind = ended.as_ref().map_or(Kind::Unavailable, Error::kind);
+            let error =
+                Error::new(kind, "import", format!("no path to the region can be used:\n{explanation}"));
+            return Err(match ended {
+                Some(cause) => error.caused_by(cause),
+                None => error,
+            });
         }
         Ok(Routes { usable, explanation })
     }

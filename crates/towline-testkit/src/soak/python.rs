@@ -8,7 +8,9 @@ use rustix::time::{ClockId, clock_gettime};
 use towline::{Endpoint, Kind};
 
 use super::nixl::NIXL;
-use super::scene::{GONE, KIB, MIB, Observer, Owner, endpoint, old_or_new, paths, served_again, unchanged};
+use super::scene::{
+    CUDA, GONE, KIB, MIB, Observer, Owner, endpoint, old_or_new, paths, served_again, unchanged,
+};
 use super::staff::{PYTHON, Staff};
 use super::{BETWEEN_PROCESSES, Course, Drill, Prepare, Round, STALL, Tally, missing};
 use crate::oracle::Stamp;
@@ -54,7 +56,7 @@ fn working_paths() -> Result<Vec<&'static str>, String> {
     if let Some(reason) = Staff::Python.missing() {
         return Err(reason);
     }
-    let embedded = BETWEEN_PROCESSES.iter().copied().filter(|path| *path != NIXL);
+    let embedded = BETWEEN_PROCESSES.iter().copied().filter(|path| ![NIXL, CUDA].contains(path));
     Ok(embedded.filter(|path| missing(path).is_none()).collect())
 }
 

@@ -12,6 +12,9 @@ use crate::oracle::Stamp;
 use crate::process::{Process, Reply};
 use crate::watchdog::eventually;
 
+/// The lane of memory on a GPU.
+pub(super) const CUDA: &str = "cuda";
+
 pub(super) const KIB: usize = 1 << 10;
 pub(super) const MIB: usize = 1 << 20;
 
@@ -29,7 +32,11 @@ pub(super) fn local(endpoint: &Endpoint, len: usize) -> Registered<SystemStorage
 
 /// The storage that a lane needs. Streams get shared memory too: that lets an observer look at it without the owner.
 pub(super) fn kind_for(lane: &str) -> &'static str {
-    if ["cma", "inproc"].contains(&lane) { "system" } else { "shared" }
+    match lane {
+        "cma" | "inproc" => "system",
+        CUDA => "device",
+        _ => "shared",
+    }
 }
 
 /// The words of an order that require a lane.
@@ -103,7 +110,11 @@ pub(super) struct Observer {
 impl Observer {
     pub(super) fn of(owner: &Owner, lane: &str) -> Observer {
         let endpoint = endpoint("observer");
-        let lane = if kind_for(lane) == "shared" { "mapped" } else { "cma" };
+        let lane = match kind_for(lane) {
+            "shared" => "mapped",
+            "device" => CUDA,
+            _ => "cma",
+        };
         let remote = owner.import(&endpoint, lane);
         let glass = local(&endpoint, owner.len);
         Observer { endpoint, remote, glass, len: owner.len }

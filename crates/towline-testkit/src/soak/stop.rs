@@ -9,7 +9,8 @@ use towline::{Access, Endpoint, Kind, Registered, SystemStorage};
 
 use super::nixl::NIXL;
 use super::scene::{
-    GONE, KIB, MIB, Observer, Owner, endpoint, kind_for, local, old_or_new, paths, served_again, unchanged,
+    CUDA, GONE, KIB, MIB, Observer, Owner, endpoint, kind_for, local, old_or_new, paths, served_again,
+    unchanged,
 };
 use super::{Course, Drill, Round, STALL, Staff};
 use crate::bench::routing;
@@ -62,7 +63,7 @@ impl Stop {
     }
 
     fn direct(&self) -> bool {
-        ["mapped", "cma"].contains(&self.lane)
+        ["mapped", "cma", CUDA].contains(&self.lane)
     }
 
     fn reading(&mut self, round: &mut Round) {
@@ -251,7 +252,10 @@ impl Drill for Claim {
         assert_eq!(writable.status(), OperationStatus::Errored, "{error}");
         assert!(matches!(error.kind(), Kind::Timeout | Kind::Disconnected), "{error}");
         let quiet = writable.quiet();
-        assert!(quiet || ["mapped", "cma", NIXL].contains(&lane), "{lane} keeps nobody inside: {error}");
+        assert!(
+            quiet || ["mapped", "cma", CUDA, NIXL].contains(&lane),
+            "{lane} keeps nobody inside: {error}"
+        );
         let mine = Stamp::new(95, round.generation());
         if quiet {
             mine.fill_storage(&memory).unwrap();
