@@ -61,6 +61,12 @@ const MAPPED: u32 = 23000;
 /// The first version with more than one context and signal.
 const SEVERAL_SIGNALS: u32 = 23100;
 
+/// The versions whose `ncclCommRegister` was seen to make no call of CUDA's, on a GPU.
+const PLAIN: std::ops::Range<u32> = 22800..22900;
+
+/// The variables that make NCCL look at pointers that it is given.
+const CHECKS: [&str; 2] = ["NCCL_CHECK_POINTERS", "NCCL_CHECK_MODE"];
+
 /// What this process uses, once that is known.
 static FOUND: OnceLock<Result<Nccl>> = OnceLock::new();
 
@@ -83,6 +89,7 @@ struct Loaded {
     path: PathBuf,
     version: u32,
     fake: bool,
+    registers_plainly: bool,
 }
 
 impl Nccl {
@@ -131,7 +138,9 @@ impl Nccl {
         // The loader knows the file that a bare name led to.
         let path = loader::file_at(api.version as usize).unwrap_or_else(|| library.name().into());
         let path = path.canonicalize().unwrap_or(path);
-        Ok(Nccl(Arc::new(Loaded { api, library, path, version, fake })))
+        let told = CHECKS.iter().any(|name| std::env::var_os(name).is_some());
+        let registers_plainly = PLAIN.contains(&version) && !told;
+        Ok(Nccl(Arc::new(Loaded { api, library, path, version, fake, registers_plainly })))
     }
 
     /// The file that was loaded.
@@ -208,6 +217,12 @@ impl Nccl {
             ("put with signal", since(api.put_signal.is_some(), SIGNALS)),
             ("put and get", since(api.peer_address.is_some(), MAPPED)),
         ]
+    }
+
+    /// Whether `ncclCommRegister` makes no call of CUDA's, so that it neither needs a context nor makes one current: 2.28 writes
+    /// an entry into a list, and later versions look at the memory. Not where NCCL was told to check pointers.
+    pub fn registers_without_context(&self) -> bool {
+        self.0.registers_plainly
     }
 
     fn api(&self) -> &Api {
