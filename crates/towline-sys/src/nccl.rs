@@ -159,6 +159,7 @@ impl Nccl {
     }
 
     /// The version, 22809 for 2.28.9.
+    #[inline]
     pub fn version(&self) -> u32 {
         self.0.version
     }
@@ -221,16 +222,19 @@ impl Nccl {
 
     /// Whether `ncclCommRegister` makes no call of CUDA's, so that it neither needs a context nor makes one current: 2.28 writes
     /// an entry into a list, and later versions look at the memory. Not where NCCL was told to check pointers.
+    #[inline]
     pub fn registers_without_context(&self) -> bool {
         self.0.registers_plainly
     }
 
+    #[inline]
     fn api(&self) -> &Api {
         &self.0.api
     }
 
     /// An optional function, or the error that says which version has it. What came before the release of a function may
     /// have one of another signature.
+    #[inline]
     fn optional<F: Copy>(&self, function: Option<F>, symbol: &'static str, since: u32) -> Result<F> {
         function.filter(|_| self.version() >= since).ok_or_else(|| Error::TooOld {
             library: format!("NCCL {}", self.version_text()),
@@ -239,6 +243,7 @@ impl Nccl {
         })
     }
 
+    #[inline]
     fn check(&self, call: &'static str, code: i32) -> Result<Progress> {
         match code {
             0 => Ok(Progress::Done),

@@ -50,7 +50,9 @@ pub(super) struct Buffers {
 
 struct Place {
     number: u32,
-    held: Option<(usize, Buffer)>,
+    /// NCCL's handle.
+    handle: usize,
+    memory: Option<Buffer>,
 }
 
 #[derive(Clone, Copy)]
@@ -65,26 +67,27 @@ impl Buffers {
     }
 
     pub(super) fn keys(&self) -> Vec<Key> {
-        let places = self.places.iter().enumerate().filter(|(_, place)| place.held.is_some());
+        let places = self.places.iter().enumerate().filter(|(_, place)| place.memory.is_some());
         places.map(|(at, place)| Key { place: at as u32, number: place.number }).collect()
     }
 
+    #[inline]
     pub(super) fn add(&mut self, core: &Arc<Core>, handle: usize, buffer: Buffer) -> Key {
         if self.core.is_none() {
             self.core = Some(Arc::clone(core));
         }
         let place = self.free.pop().unwrap_or_else(|| {
-            self.places.push(Place { number: 0, held: None });
+            self.places.push(Place { number: 0, handle: 0, memory: None });
             (self.places.len() - 1) as u32
         });
         let slot = &mut self.places[place as usize];
-        slot.held = Some((handle, buffer));
+        (slot.handle, slot.memory) = (handle, Some(buffer));
         Key { place, number: slot.number }
     }
 
     pub(super) fn find(&self, key: Key) -> Option<&Buffer> {
         let place = self.places.get(key.place as usize).filter(|place| place.number == key.number)?;
-        place.held.as_ref().map(|(_, buffer)| buffer)
+        place.memory.as_ref()
     }
 
     /// The communicator of what is registered.
@@ -92,13 +95,15 @@ impl Buffers {
         self.core.as_ref()
     }
 
-    /// NCCL's handle and the memory; once.
-    pub(super) fn take(&mut self, key: Key) -> Option<(usize, Buffer)> {
+    /// NCCL's handle and the memory, once, and the communicator.
+    #[inline]
+    pub(super) fn take(&mut self, key: Key) -> Option<(usize, Buffer, &Arc<Core>)> {
+        let core = self.core.as_ref()?;
         let place = self.places.get_mut(key.place as usize).filter(|place| place.number == key.number)?;
-        let held = place.held.take()?;
+        let memory = place.memory.take()?;
         place.number = place.number.wrapping_add(1);
         self.free.push(key.place);
-        Some(held)
+        Some((place.handle, memory, core))
     }
 
     /// Nobody uses the communicator any more; the answer is dropped outside of the list.
@@ -108,6 +113,7 @@ impl Buffers {
     }
 
     /// The communicator, where the list need not keep it any more; the answer is dropped outside of the list.
+    #[inline]
     pub(super) fn unused(&mut self) -> Option<Arc<Core>> {
         if !self.left || self.len() > 0 {
             return None;

@@ -58,6 +58,7 @@ pub(super) struct User(Arc<Core>);
 impl Deref for User {
     type Target = Arc<Core>;
 
+    #[inline]
     fn deref(&self) -> &Arc<Core> {
         &self.0
     }
@@ -77,6 +78,8 @@ impl Drop for User {
 pub(super) struct Core {
     pub(super) nccl: Nccl,
     pub(super) gpu: Arc<Gpu>,
+    /// Of the GPU, which is asked for at every call.
+    pub(super) ordinal: u32,
     pub(super) options: CommOptions,
     place: OnceLock<(usize, usize)>,
     raw: Slot,
@@ -157,6 +160,7 @@ impl Comm {
     }
 
     /// Whether it was neither destroyed nor aborted.
+    #[inline]
     pub fn is_open(&self) -> bool {
         if self.0.life.is_open() {
             return true;
@@ -335,6 +339,7 @@ impl Core {
     ) -> Arc<Core> {
         Arc::new(Core {
             nccl,
+            ordinal: gpu.ordinal(),
             gpu,
             options,
             place: OnceLock::new(),
@@ -356,6 +361,7 @@ impl Core {
     }
 
     /// NCCL's handle, while there is one.
+    #[inline]
     fn raw(&self, op: &'static str) -> Result<sys::Comm> {
         fork::guard(op)?;
         if self.life.is_gone() {
@@ -365,11 +371,17 @@ impl Core {
     }
 
     /// NCCL's handle, for communication.
+    #[inline]
     pub(super) fn usable(&self, op: &'static str) -> Result<sys::Comm> {
         let raw = self.raw(op)?;
         if self.life.is_open() {
             return Ok(raw);
         }
+        self.usable_yet(op, raw)
+    }
+
+    #[cold]
+    fn usable_yet(&self, op: &'static str, raw: sys::Comm) -> Result<sys::Comm> {
         let life = self.life.lock();
         match life.stage {
             Stage::Open if !life.closing => Ok(raw),
@@ -450,11 +462,13 @@ impl Core {
     }
 
     /// Whether nothing can be in progress between calls.
+    #[inline]
     pub(super) fn is_settled(&self) -> bool {
         self.options.blocking && self.raw.comm().is_some()
     }
 
     /// Whether nothing is in progress, and no stream uses anything.
+    #[inline]
     pub(super) fn is_calm(&self) -> bool {
         self.is_settled() && self.flying.load(Ordering::Acquire) == 0
     }
@@ -689,11 +703,13 @@ impl Core {
     }
 
     /// Whether NCCL has freed it, or will not be asked any more.
+    #[inline]
     pub(super) fn is_gone(&self) -> bool {
         self.life.is_gone()
     }
 
     /// NCCL's handle, for closing what was registered with it.
+    #[inline]
     pub(super) fn for_closing(&self) -> Option<sys::Comm> {
         if self.is_gone() { None } else { self.raw.comm() }
     }

@@ -58,6 +58,7 @@ impl Comm {
     ///
     /// # Errors
     /// `Invalid` where the memory is not on this communicator's GPU, or the communicator cannot be used; what NCCL says.
+    #[inline]
     pub fn register(&self, buffer: Buffer) -> Result<RegisteredBuffer> {
         const OP: &str = "register_buffer";
         let core: &Arc<Core> = &self.0;
@@ -137,26 +138,21 @@ impl Comm {
 }
 
 /// Gives up the registration of a buffer, once no stream uses it. A handle that is not there any more is no error.
+#[inline]
 fn close_buffer(list: List, key: Key) -> Result<()> {
     const OP: &str = "close";
     let mut buffers = list.lock();
-    if buffers.find(key).is_none() {
-        return Ok(());
-    }
-    let Some(core) = buffers.core() else { return Ok(()) };
-    let mut calm = Ok(());
-    if !core.is_calm() && !core.is_gone() {
-        let core = Arc::clone(core);
+    if !buffers.core().is_some_and(|core| core.is_calm() && !core.is_gone()) {
         drop(buffers);
-        // It may take long, and others go on meanwhile.
-        calm = core.calm(OP);
-        buffers = list.lock();
+        return close_buffer_later(list, key);
     }
-    let Some((handle, memory)) = buffers.take(key) else { return calm };
-    let (closed, memory) = match buffers.core() {
-        Some(core) => core.deregister(OP, handle, memory, calm),
-        None => (calm, Some(memory)),
-    };
+    let Some((handle, memory, core)) = buffers.take(key) else { return Ok(()) };
+    let closed = core.deregister(OP, handle);
+    let mut memory = Some(memory);
+    if closed.is_err() {
+        // NCCL may still use it.
+        lock(&core.kept).extend(memory.take());
+    }
     let unused = buffers.unused();
     drop(buffers);
     // Their owners are told outside of the lock.
@@ -164,30 +160,42 @@ fn close_buffer(list: List, key: Key) -> Result<()> {
     closed
 }
 
+/// The same where it may take long, and others go on meanwhile; or where the communicator is gone.
+#[cold]
+fn close_buffer_later(list: List, key: Key) -> Result<()> {
+    const OP: &str = "close";
+    let core = {
+        let buffers = list.lock();
+        if buffers.find(key).is_none() {
+            return Ok(());
+        }
+        buffers.core().cloned()
+    };
+    let calm = core.map_or(Ok(()), |core| core.calm(OP));
+    let mut buffers = list.lock();
+    let Some((handle, memory, core)) = buffers.take(key) else { return calm };
+    let gone = core.is_gone();
+    let closed = if gone { Ok(()) } else { core.deregister(OP, handle) };
+    // What went with the communicator may be used by streams for a moment, and what NCCL refused to close by NCCL.
+    let mut memory = Some(memory);
+    if gone || closed.is_err() || calm.is_err() {
+        lock(&core.kept).extend(memory.take());
+    }
+    let unused = buffers.unused();
+    drop(buffers);
+    drop((memory, unused));
+    closed.and(calm)
+}
+
 impl Core {
-    /// Tells NCCL that a registration that was taken out of the list has ended, and gives the memory back where nobody can
-    /// still use it.
-    fn deregister(
-        &self,
-        op: &'static str,
-        handle: usize,
-        memory: Buffer,
-        calm: Result<()>,
-    ) -> (Result<()>, Option<Buffer>) {
-        let (told, closed) = match (self.for_closing(), self.gpu.enter(op)) {
-            // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
-            (Some(raw), Ok(_entered)) if handle != 0 => (true, unsafe { self.nccl.deregister(raw, handle) }),
-            (told, entered) => (told.is_some() && entered.is_ok(), Ok(())),
-        };
-        // What went with the communicator may be used by streams for a moment, and what NCCL refused to close by NCCL.
-        let memory = if !told || closed.is_err() || calm.is_err() {
-            lock(&self.kept).push(memory);
-            None
-        } else {
-            Some(memory)
-        };
-        let closed = closed.map_err(|error| failed(op, Some(&self.nccl), error));
-        (closed.and(calm), memory)
+    /// Tells NCCL that a registration has ended, which was taken out of the list. The list is in hand.
+    #[inline]
+    fn deregister(&self, op: &'static str, handle: usize) -> Result<()> {
+        let Some(raw) = self.for_closing().filter(|_| handle != 0) else { return Ok(()) };
+        let _entered = self.gpu.enter(op)?;
+        // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
+        let closed = unsafe { self.nccl.deregister(raw, handle) };
+        closed.map_err(|error| failed(op, Some(&self.nccl), error))
     }
 
     /// What NCCL's refusal of a window means: its own words do not say that the memory is of the wrong kind.
@@ -293,6 +301,7 @@ impl RegisteredBuffer {
     ///
     /// # Errors
     /// What NCCL says; the memory is kept then until the communicator is gone.
+    #[inline]
     pub fn close(&self) -> Result<()> {
         crate::fork::guard("close")?;
         if self.closed.load(Ordering::Acquire) {
@@ -305,7 +314,11 @@ impl RegisteredBuffer {
 }
 
 impl Drop for RegisteredBuffer {
+    #[inline]
     fn drop(&mut self) {
+        if *self.closed.get_mut() {
+            return;
+        }
         if let Err(error) = self.close() {
             tracing::error!(%error, "a registered buffer could not be closed");
         }

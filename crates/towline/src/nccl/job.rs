@@ -118,8 +118,9 @@ enum Action {
 }
 
 /// Refuses memory that is not on the communicator's GPU.
+#[inline]
 pub(super) fn check_place(op: &'static str, core: &Core, buffer: &Buffer) -> Result<()> {
-    let ordinal = core.gpu.ordinal();
+    let ordinal = core.ordinal;
     match buffer.place() {
         Place::Cuda(on) if on == ordinal => Ok(()),
         place => {

@@ -47,11 +47,12 @@ impl<T> Turn<T> {
     /// Waits until nobody else is inside. A thread that is inside does not come in a second time.
     #[inline]
     pub(super) fn lock(&self) -> Inside<'_, T> {
-        if self.has.load(Ordering::Relaxed) == thread() && !self.inside.load(Ordering::Relaxed) {
+        let me = thread();
+        if self.has.load(Ordering::Relaxed) == me && !self.inside.load(Ordering::Relaxed) {
             self.inside.store(true, Ordering::Relaxed);
             // The processor may look before others see the store: whoever takes the lock away makes it pass a barrier.
             compiler_fence(Ordering::SeqCst);
-            if self.has.load(Ordering::Relaxed) == thread() {
+            if self.has.load(Ordering::Relaxed) == me {
                 return Inside { turn: self, common: None };
             }
             self.inside.store(false, Ordering::Release);
@@ -135,10 +136,10 @@ fn thread() -> u64 {
     fn number() -> u64 {
         static LAST: AtomicU64 = AtomicU64::new(NOBODY);
         let number = LAST.fetch_add(1, Ordering::Relaxed) + 1;
-        NUMBER.with(|mine| mine.set(number));
+        NUMBER.set(number);
         number
     }
-    match NUMBER.with(Cell::get) {
+    match NUMBER.get() {
         NOBODY => number(),
         number => number,
     }

@@ -457,7 +457,9 @@ mod tests {
 
     use super::*;
 
-    fn requests(cut: fn(Op, Plan, &After) -> (Plan, Vec<Range<usize>>), spans: &[(u64, u64, u64)]) -> Vec<u64> {
+    type Cut = fn(Op, Plan, &After) -> (Plan, Vec<Range<usize>>);
+
+    fn requests(cut: Cut, spans: &[(u64, u64, u64)]) -> Vec<u64> {
         let (plan, units) = cut(Op::Read, Plan::spans(spans).unwrap(), &After::default());
         units.into_iter().map(|unit| plan.pieces()[unit].iter().map(|piece| piece.len).sum()).collect()
     }
@@ -467,7 +469,11 @@ mod tests {
         for len in [1, 4095, 100_000, LEAST_UNIT + 1, MOST_UNIT - 1, MOST_UNIT] {
             assert_eq!(requests(cut_portion, &[(7, 0, len)]), [len]);
         }
-        assert_eq!(requests(cut, &[(7, 0, MOST_UNIT)]), [LEAST_UNIT; 4], "a transfer of its own is for all lanes");
+        assert_eq!(
+            requests(cut, &[(7, 0, MOST_UNIT)]),
+            [LEAST_UNIT; 4],
+            "a transfer of its own is for all lanes"
+        );
     }
 
     #[test]
