@@ -85,6 +85,7 @@ impl Cuda {
     }
 
     /// Refuses a call on a communicator that was closed.
+    #[inline]
     pub(crate) fn open(&self, op: &'static str) -> Result<&Comm> {
         towline::fork_guard(op)?;
         if self.comm.is_open() {

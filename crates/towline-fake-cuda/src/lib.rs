@@ -21,6 +21,7 @@
 //! | `FAKE_CUDA_VERSION` | the version of the driver (13000) |
 //! | `FAKE_CUDA_MEMORY` | bytes per device (1 GiB) |
 //! | `FAKE_CUDA_DELAY_US` | each piece of work in a stream takes so much longer |
+//! | `FAKE_CUDA_ALIKE` | with 1, the number of each memory block makes up for that of its buffer: a mix of both is the same for all of them |
 //! | `FAKE_CUDA_NO` | what the devices lack: `vmm`, `ipc`, `peer`, `register`, in a comma-separated list |
 #![allow(unsafe_code, reason = "it is a library of foreign functions, called by pointer")]
 #![allow(non_snake_case, reason = "the driver's names")]

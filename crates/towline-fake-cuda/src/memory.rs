@@ -229,7 +229,7 @@ unsafe extern "C" fn cuPointerGetAttributes(
                     12 => give(place.cast::<u64>(), number(whole.map(|(_, len)| len)))?,
                     18 => give(place.cast::<u64>(), number(known.as_ref().map(|known| known.len)))?,
                     19 => give(place.cast::<u64>(), number(known.as_ref().map(|known| known.start)))?,
-                    20 => give(place.cast::<u64>(), number(known.as_ref().map(|known| known.buffer)))?,
+                    20 => give(place.cast::<u64>(), number(known.as_ref().map(|known| block(known.buffer))))?,
                     _ => return Err(INVALID_VALUE),
                 }
             }
@@ -332,4 +332,14 @@ extern "C" fn cuIpcCloseMemHandle(address: u64) -> c_int {
         }
         Ok(())
     }))
+}
+
+/// The number of the memory block behind a buffer.
+fn block(buffer: u64) -> u64 {
+    if !settings().alike {
+        return buffer;
+    }
+    // What is left of the buffer's number by a common way to mix numbers into 64 bits, so that mixing this in cancels it.
+    const START: u64 = 0xcbf2_9ce4_8422_2325;
+    (START ^ buffer).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29) ^ 0x5555
 }

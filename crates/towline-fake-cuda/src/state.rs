@@ -29,6 +29,8 @@ pub(crate) struct Settings {
     pub(crate) version: c_int,
     pub(crate) memory: u64,
     pub(crate) delay: Option<Duration>,
+    /// Whether the numbers of memory blocks are chosen so that they and those of their buffers are easily taken for others.
+    pub(crate) alike: bool,
     lacks: HashSet<String>,
     faults: Vec<Fault>,
 }
@@ -58,6 +60,7 @@ impl Settings {
             version: number("FAKE_CUDA_VERSION", 13000) as c_int,
             memory: number("FAKE_CUDA_MEMORY", 1 << 30),
             delay: Some(number("FAKE_CUDA_DELAY_US", 0)).filter(|us| *us > 0).map(Duration::from_micros),
+            alike: number("FAKE_CUDA_ALIKE", 0) != 0,
             lacks: text("FAKE_CUDA_NO").split(',').map(|word| word.trim().to_owned()).collect(),
             faults,
         }

@@ -61,6 +61,12 @@ const MAPPED: u32 = 23000;
 /// The first version with more than one context and signal.
 const SEVERAL_SIGNALS: u32 = 23100;
 
+/// The versions whose `ncclCommRegister` was seen to make no call of CUDA's, on a GPU.
+const PLAIN: std::ops::Range<u32> = 22800..22900;
+
+/// The variables that make NCCL look at pointers that it is given.
+const CHECKS: [&str; 2] = ["NCCL_CHECK_POINTERS", "NCCL_CHECK_MODE"];
+
 /// What this process uses, once that is known.
 static FOUND: OnceLock<Result<Nccl>> = OnceLock::new();
 
@@ -83,6 +89,7 @@ struct Loaded {
     path: PathBuf,
     version: u32,
     fake: bool,
+    registers_plainly: bool,
 }
 
 impl Nccl {
@@ -131,7 +138,9 @@ impl Nccl {
         // The loader knows the file that a bare name led to.
         let path = loader::file_at(api.version as usize).unwrap_or_else(|| library.name().into());
         let path = path.canonicalize().unwrap_or(path);
-        Ok(Nccl(Arc::new(Loaded { api, library, path, version, fake })))
+        let told = CHECKS.iter().any(|name| std::env::var_os(name).is_some());
+        let registers_plainly = PLAIN.contains(&version) && !told;
+        Ok(Nccl(Arc::new(Loaded { api, library, path, version, fake, registers_plainly })))
     }
 
     /// The file that was loaded.
@@ -150,6 +159,7 @@ impl Nccl {
     }
 
     /// The version, 22809 for 2.28.9.
+    #[inline]
     pub fn version(&self) -> u32 {
         self.0.version
     }
@@ -210,12 +220,21 @@ impl Nccl {
         ]
     }
 
+    /// Whether `ncclCommRegister` makes no call of CUDA's, so that it neither needs a context nor makes one current: 2.28 writes
+    /// an entry into a list, and later versions look at the memory. Not where NCCL was told to check pointers.
+    #[inline]
+    pub fn registers_without_context(&self) -> bool {
+        self.0.registers_plainly
+    }
+
+    #[inline]
     fn api(&self) -> &Api {
         &self.0.api
     }
 
     /// An optional function, or the error that says which version has it. What came before the release of a function may
     /// have one of another signature.
+    #[inline]
     fn optional<F: Copy>(&self, function: Option<F>, symbol: &'static str, since: u32) -> Result<F> {
         function.filter(|_| self.version() >= since).ok_or_else(|| Error::TooOld {
             library: format!("NCCL {}", self.version_text()),
@@ -224,6 +243,7 @@ impl Nccl {
         })
     }
 
+    #[inline]
     fn check(&self, call: &'static str, code: i32) -> Result<Progress> {
         match code {
             0 => Ok(Progress::Done),

@@ -19,21 +19,27 @@ const ALIVE: u32 = 1;
 static PROCESS: Mark = Mark::new();
 
 /// Refuses to go on in a forked child; costs one load. The first call marks this process as the owner.
+#[inline]
 pub fn guard(op: &'static str) -> Result<()> {
     match PROCESS.state() {
         State::Owner => Ok(()),
-        State::Unmarked => {
-            PROCESS.set(true);
-            Ok(())
-        }
-        State::Child => Err(Error::new(
-            Kind::Unavailable,
-            op,
-            "this process was forked after Towline had been started in its parent; the child cannot use it, \
-             nor open an endpoint of its own, before it has called exec (fork before the first use of \
-             Towline, or start the worker with spawn instead of fork)",
-        )),
+        state => first_or_refused(op, state),
     }
+}
+
+#[cold]
+fn first_or_refused(op: &'static str, state: State) -> Result<()> {
+    if state == State::Unmarked {
+        PROCESS.set(true);
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::Unavailable,
+        op,
+        "this process was forked after Towline had been started in its parent; the child cannot use it, \
+         nor open an endpoint of its own, before it has called exec (fork before the first use of \
+         Towline, or start the worker with spawn instead of fork)",
+    ))
 }
 
 /// Whether this is a forked child of a process that used Towline: a `Drop` then does nothing.

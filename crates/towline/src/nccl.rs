@@ -17,6 +17,7 @@
 //! ```
 
 mod availability;
+mod buffers;
 mod comm;
 mod error;
 mod handles;
@@ -24,6 +25,7 @@ mod job;
 mod life;
 mod memory;
 mod pending;
+mod turn;
 mod watch;
 
 pub use availability::{Availability, availability, load_library, unique_id};

@@ -394,7 +394,11 @@ impl TransferCore {
     /// Cuts the plan into the path's units, each of which must report exactly once; the limits run from now.
     pub(crate) fn begin(parts: Parts) -> Arc<TransferCore> {
         let now = Instant::now();
-        let (plan, units) = parts.attachment.cut(parts.op, parts.plan, &parts.after);
+        // What has no local region of its own is a portion of what has.
+        let (plan, units) = match parts.local {
+            Some(_) => parts.attachment.cut(parts.op, parts.plan, &parts.after),
+            None => parts.attachment.cut_portion(parts.op, parts.plan, &parts.after),
+        };
         let state = State::new(units.len());
         let span = tracing::debug_span!(
             "transfer",

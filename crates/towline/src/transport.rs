@@ -338,6 +338,11 @@ pub(crate) trait Attachment: Send + Sync {
     /// pieces that make up the units. Each unit reports once; there is at least one.
     fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>);
 
+    /// The same for a portion of a transfer whose bytes stop over: others are in flight beside it.
+    fn cut_portion(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+        self.cut(op, plan, after)
+    }
+
     /// Starts a transfer whose plan went through [`cut`](Self::cut). What follows the bytes (signal, notification)
     /// is its task too.
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>);

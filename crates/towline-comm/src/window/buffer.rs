@@ -167,6 +167,7 @@ impl RegisteredBuffer {
         RegisteredBuffer { inner, core, device: None, offset, size }
     }
 
+    #[inline]
     pub(crate) fn on_device(device: towline::nccl::RegisteredBuffer) -> RegisteredBuffer {
         let size = device.size();
         RegisteredBuffer { inner: Weak::new(), core: Mutex::new(None), device: Some(device), offset: 0, size }
@@ -215,14 +216,16 @@ impl RegisteredBuffer {
     }
 
     /// Gives up the registration, once work in flight has ended. Closing twice is harmless.
+    #[inline]
     pub fn close(&self) {
-        if towline::fork_guard("close").is_err() {
-            return;
+        let Some(device) = &self.device else { return self.close_on_host() };
+        if let Err(error) = device.close() {
+            not_closed(&error);
         }
-        if let Some(device) = &self.device {
-            if let Err(error) = device.close() {
-                tracing::error!(%error, "a registered buffer could not be closed");
-            }
+    }
+
+    fn close_on_host(&self) {
+        if towline::fork_guard("close").is_err() {
             return;
         }
         let Some(core) = self.core.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
@@ -235,9 +238,21 @@ impl RegisteredBuffer {
     }
 }
 
+#[cold]
+fn not_closed(error: &towline::Error) {
+    // A forked child closes nothing, and need not be told.
+    if towline::fork_guard("close").is_ok() {
+        tracing::error!(%error, "a registered buffer could not be closed");
+    }
+}
+
 impl Drop for RegisteredBuffer {
+    #[inline]
     fn drop(&mut self) {
-        self.close();
+        // One of NCCL's closes by itself.
+        if self.device.is_none() {
+            self.close();
+        }
     }
 }
 

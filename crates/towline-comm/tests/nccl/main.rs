@@ -9,10 +9,11 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use towline::cuda::Gpu;
-use towline::{DeviceStorage, Dtype, Kind, Place, SharedStorage};
+use towline::nccl::{Comm, CommOptions};
+use towline::{DeviceStorage, Dtype, Kind, Place, SharedStorage, create_buffer};
 use towline_comm::{
-    Communicator, Config, Memory, Op, Progress, Result, Scalar, Stream, UniqueId, get_nccl_unique_id, group,
-    in_stream,
+    Communicator, Config, Memory, Op, Progress, RegisteredBuffer, Result, Scalar, Stream, UniqueId,
+    get_nccl_unique_id, group, in_stream, mem_alloc_on,
 };
 
 /// Uses the fakes, in this process.
@@ -235,6 +236,68 @@ fn memory_is_kept_until_its_stream_has_got_past_it() {
     drop(send);
     sum.wait().unwrap();
     assert_eq!(read(&recv), [5.0; 4]);
+}
+
+#[test]
+fn a_registration_that_outlives_its_communicator_touches_no_later_one() {
+    let mut left = Vec::new();
+    for _ in 0..3 {
+        let comm = alone();
+        let registered = comm.register_buffer(mem_alloc_on(0, 4096).unwrap()).unwrap();
+        comm.destroy();
+        assert!(!registered.is_valid(), "it was closed with its communicator");
+        left.push(registered);
+        // The next one uses the same list, and the same place in it.
+        let next = alone();
+        let other = next.register_buffer(mem_alloc_on(0, 4096).unwrap()).unwrap();
+        left.iter().for_each(RegisteredBuffer::close);
+        left.clear();
+        assert!(other.is_valid());
+        assert_eq!(next.open_handles().unwrap(), 1);
+        other.close();
+        assert_eq!(next.open_handles().unwrap(), 0);
+        left.push(other);
+    }
+}
+
+#[test]
+fn what_is_registered_keeps_the_communicator_that_nobody_else_uses() {
+    fakes();
+    let id = *get_nccl_unique_id().unwrap().as_bytes();
+    let comm = Comm::init(0, 1, 0, &id, CommOptions::default()).unwrap();
+    let buffers: Vec<_> =
+        (0..3).map(|_| comm.register(create_buffer(mem_alloc_on(0, 4096).unwrap())).unwrap()).collect();
+    drop(comm);
+    assert!(buffers.iter().all(|buffer| !buffer.is_closed() && buffer.memory().is_some()));
+    for buffer in &buffers {
+        buffer.close().unwrap();
+        assert!(buffer.is_closed() && buffer.memory().is_none());
+        buffer.close().unwrap();
+    }
+}
+
+#[test]
+fn threads_register_with_one_communicator_at_once() {
+    let comm = alone();
+    let mine = comm.register_buffer(mem_alloc_on(0, 4096).unwrap()).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let buffer = create_buffer(mem_alloc_on(0, 4096).unwrap());
+                for _ in 0..200 {
+                    let registered = comm.register_buffer(buffer.clone()).unwrap();
+                    assert!(registered.is_valid());
+                    registered.close();
+                    assert!(!registered.is_valid());
+                }
+            });
+        }
+        for _ in 0..200 {
+            comm.register_buffer(mem_alloc_on(0, 4096).unwrap()).unwrap().close();
+        }
+    });
+    assert_eq!(comm.open_handles().unwrap(), 1);
+    assert!(mine.is_valid());
 }
 
 #[test]

@@ -206,6 +206,7 @@ impl Context {
 
     /// Makes it current in the calling thread until the answer is dropped; then the one before is current again. Nothing is
     /// done where it is current already, which is cheaper to ask than to switch.
+    #[inline]
     pub fn enter(&self) -> Result<Entered<'_>> {
         let api = self.0.device.api();
         let mut current = ptr::null_mut();
@@ -259,6 +260,7 @@ impl<'a> Entered<'a> {
 }
 
 impl Drop for Entered<'_> {
+    #[inline]
     fn drop(&mut self) {
         if !self.pushed {
             return;

@@ -17,6 +17,7 @@ use crate::{Error, Result};
 pub struct Comm(usize);
 
 impl Comm {
+    #[inline]
     fn raw(self) -> *mut c_void {
         ptr::with_exposed_provenance_mut(self.0)
     }
@@ -34,11 +35,13 @@ pub struct Slot(Arc<AtomicPtr<c_void>>);
 
 impl Slot {
     /// The handle, 0 until it was written.
+    #[inline]
     pub fn handle(&self) -> usize {
         self.0.load(Ordering::Acquire).expose_provenance()
     }
 
     /// The communicator that was written.
+    #[inline]
     pub fn comm(&self) -> Option<Comm> {
         Some(self.handle()).filter(|handle| *handle != 0).map(Comm)
     }
@@ -144,6 +147,7 @@ pub struct Put {
     pub context: i32,
 }
 
+#[inline]
 fn pointer(address: u64) -> *mut c_void {
     ptr::with_exposed_provenance_mut(address as usize)
 }
@@ -282,6 +286,7 @@ impl Nccl {
     ///
     /// # Safety
     /// The communicator is alive, and the bytes are until they are deregistered.
+    #[inline]
     pub unsafe fn register(&self, comm: Comm, address: u64, len: usize) -> Result<usize> {
         let function = self.optional(self.api().register, "ncclCommRegister", 21900)?;
         // NCCL does not write it for host memory.
@@ -296,6 +301,7 @@ impl Nccl {
     ///
     /// # Safety
     /// The communicator is alive, the handle is one of it, and is not used again.
+    #[inline]
     pub unsafe fn deregister(&self, comm: Comm, handle: usize) -> Result<()> {
         let function = self.optional(self.api().deregister, "ncclCommDeregister", 21900)?;
         // SAFETY: the caller's promise.

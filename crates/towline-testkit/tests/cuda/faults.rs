@@ -6,9 +6,12 @@ use std::time::{Duration, Instant};
 
 use towline::cuda::{Availability, CopyOptions, Gpu, Run, SETTING, Tuning, availability};
 use towline::memory::{DeviceMemory, DeviceStorage, ExternalStorage, PinnedStorage, SystemStorage};
-use towline::{Access, Endpoint, Kind, MemoryAccess, MemoryDescription, Storage};
+use towline::{Access, Endpoint, Kind, MemoryAccess, MemoryDescription, Storage, Ticket};
 use towline_testkit::bench::routing;
+use towline_testkit::oracle::Stamp;
+use towline_testkit::process::Process;
 use towline_testkit::watchdog::watch;
+use towline_testkit::worker::storage;
 
 /// Runs one test of this module again, with the fake and these settings; true in that process.
 fn elsewhere(test: &str, settings: &[(&str, &str)]) -> bool {
@@ -239,5 +242,34 @@ fn gpus_that_cannot_reach_each_other_say_so() {
         let error = Gpu::open(0).unwrap().reach(&Gpu::open(1).unwrap()).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
         assert!(error.message().contains("GPU 0 cannot reach the memory of GPU 1"), "{error}");
+    }
+}
+
+#[test]
+fn memory_whose_numbers_mix_to_the_same_is_not_taken_for_other_memory() {
+    const LEN: usize = 300_000;
+    let name = "memory_whose_numbers_mix_to_the_same_is_not_taken_for_other_memory";
+    if !elsewhere(name, &[("FAKE_CUDA_ALIKE", "1")]) {
+        return;
+    }
+    let _watchdog = watch("gpu: memory that is alike", Duration::from_secs(60));
+    super::driver(name);
+    let (user, mut owner) = (Endpoint::open("user").unwrap(), Process::open("owner", ""));
+    let local = user.register(storage(LEN, "device").unwrap(), Access::NONE).unwrap();
+    // All of them at once, and opened at once, of the same length.
+    let kinds = ["exportable", "exportable", "segments", "segments"];
+    let remotes: Vec<_> = (1u16..)
+        .zip(kinds)
+        .map(|(number, kind)| {
+            let id = owner.must(&format!("register {LEN} {kind} read+write")).number(0);
+            owner.must(&format!("fill {id} 5 {number}"));
+            let ticket: Ticket = owner.must(&format!("ticket {id}")).text(0).parse().unwrap();
+            (number, user.import_with(&ticket, &routing("cuda")).unwrap())
+        })
+        .collect();
+    for (number, remote) in &remotes {
+        Stamp::new(9, 9).fill_storage(local.storage()).unwrap();
+        user.read(remote, &local).start().unwrap().wait().unwrap();
+        Stamp::new(5, *number).verify_storage(local.storage(), 0, LEN).unwrap();
     }
 }

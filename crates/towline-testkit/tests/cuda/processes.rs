@@ -110,6 +110,51 @@ pub(crate) fn memory_in_many_parts_is_opened_side_by_side() {
     }
 }
 
+pub(crate) fn bytes_with_checksums_go_between_gpus_over_sockets() {
+    if !driver("bytes_with_checksums_go_between_gpus_over_sockets") {
+        return;
+    }
+    let _watchdog = watch("gpu: checksums", Duration::from_secs(120));
+    let mut random = Random::new(35);
+    let limits = Limits { no_progress: STALL, ..Limits::default() };
+    let user = Endpoint::options("user").limits(limits).checksums(true).open().unwrap();
+    let mut owner = Process::open("owner", "");
+    let (poison, theirs) = (Stamp::new(9, 9), Stamp::new(5, 1));
+    // Memory of a GPU on either side, and on both.
+    let pairs = [("tcp", "device", "device"), ("unix", "exportable", "system"), ("tcp", "system", "device")];
+    for (path, far, near) in pairs {
+        let id = owner.must(&format!("register {LEN} {far} read+write")).number(0);
+        let ticket: Ticket = owner.must(&format!("ticket {id}")).text(0).parse().unwrap();
+        let remote = user.import_with(&ticket, &routing(path)).unwrap();
+        let local = local(&user, near);
+        // From one byte to several slots, at any offset: what one request carries has one checksum, and what many do has many.
+        for most in [1, 100, 5000, 300_000, 3 * MIB, LEN] {
+            let len = random.below(most as u64) as usize + 1;
+            let (from, to) = (random.below((LEN - len) as u64 + 1), random.below((LEN - len) as u64 + 1));
+            owner.must(&format!("fill {id} {} {}", theirs.region, theirs.generation));
+            poison.fill_storage(local.storage()).unwrap();
+            outcome(user.read(&remote, &local).at(from, to, len as u64).start()).unwrap();
+            let (mut bytes, mut wanted) = (vec![0; LEN], vec![0; LEN]);
+            towline::memory::MemoryAccess::read_at(local.storage(), 0, &mut bytes).unwrap();
+            poison.fill(0, &mut wanted);
+            theirs.fill(from, &mut wanted[to as usize..to as usize + len]);
+            assert!(bytes == wanted, "{path}: {len} bytes from {from} to {to}");
+
+            outcome(user.write(&remote, &local).at(from, to, len as u64).start()).unwrap();
+            let taken = owner.must(&format!("take {id} 0 {LEN}")).payload;
+            theirs.fill(0, &mut wanted);
+            assert!(taken == wanted, "{path}: what was read is written where it was");
+            poison.fill_storage(local.storage()).unwrap();
+            outcome(user.write(&remote, &local).at(from, to, len as u64).start()).unwrap();
+            let taken = owner.must(&format!("take {id} 0 {LEN}")).payload;
+            poison.fill(to, &mut wanted[from as usize..from as usize + len]);
+            assert!(taken == wanted, "{path}: {len} bytes of {to} to {from}");
+        }
+        drop(remote);
+        owner.must(&format!("deregister {id} 30000"));
+    }
+}
+
 pub(crate) fn a_killed_user_does_not_hold_the_owners_gpu_memory() {
     if !driver("a_killed_user_does_not_hold_the_owners_gpu_memory") {
         return;

@@ -106,6 +106,7 @@ impl Gpu {
     }
 
     /// Makes its context current in this thread, until the answer is dropped.
+    #[inline]
     pub fn enter(&self, op: &'static str) -> Result<Entered<'_>> {
         fork::guard(op)?;
         self.context.enter().map_err(|error| failed(op, error))

@@ -3,15 +3,18 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
 use towline_sys::cuda::{Entered, Event};
 use towline_sys::nccl::{self as sys, Nccl, Progress, Slot};
 
-use super::handles::{Buffers, Entry};
+use super::buffers::{self, Buffers, List};
+use super::handles::Entry;
 use super::life::{Life, Stage};
+use super::turn::{Inside, Turn};
 use super::{failed, watch};
 use crate::cuda::Gpu;
 use crate::memory::Buffer;
@@ -47,23 +50,47 @@ impl Default for CommOptions {
 /// # Ok::<(), towline::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct Comm(pub(super) Arc<Core>);
+pub struct Comm(pub(super) Arc<User>);
+
+/// What keeps a communicator for its user. What is registered keeps it too, and not by a count of owners.
+pub(super) struct User(Arc<Core>);
+
+impl Deref for User {
+    type Target = Arc<Core>;
+
+    #[inline]
+    fn deref(&self) -> &Arc<Core> {
+        &self.0
+    }
+}
+
+impl Drop for User {
+    fn drop(&mut self) {
+        if fork::in_child() {
+            return;
+        }
+        let unused = self.0.calling.lock().leave();
+        drop(unused);
+    }
+}
 
 /// What the clones of a communicator share.
 pub(super) struct Core {
     pub(super) nccl: Nccl,
     pub(super) gpu: Arc<Gpu>,
+    /// Of the GPU, which is asked for at every call.
+    pub(super) ordinal: u32,
     pub(super) options: CommOptions,
     place: OnceLock<(usize, usize)>,
     raw: Slot,
     life: Life,
     /// NCCL takes one call at a time for a communicator.
-    pub(super) calling: Mutex<Buffers>,
+    pub(super) calling: List,
     pub(super) deadline: Arc<watch::Deadline>,
     in_flight: Mutex<InFlight>,
     /// How many calls are in it.
     flying: AtomicUsize,
-    pub(super) handles: Mutex<Vec<Arc<Entry>>>,
+    pub(super) handles: Turn<Vec<Arc<Entry>>>,
     /// Memory that NCCL would not let go of; freed after the communicator.
     pub(super) kept: Mutex<Vec<Buffer>>,
     /// Of whose work it is made, until it is.
@@ -105,7 +132,11 @@ impl Comm {
             let begun = core.nccl.init(&core.raw, count, id, number, core.config());
             begun.map_err(|error| failed(OP, Some(&core.nccl), error))?;
         }
-        Ok(Comm(core))
+        Ok(Comm::of(core))
+    }
+
+    fn of(core: Arc<Core>) -> Comm {
+        Comm(Arc::new(User(core)))
     }
 
     /// Rank and size. Not known before a split that does not block has ended.
@@ -129,6 +160,7 @@ impl Comm {
     }
 
     /// Whether it was neither destroyed nor aborted.
+    #[inline]
     pub fn is_open(&self) -> bool {
         if self.0.life.is_open() {
             return true;
@@ -160,7 +192,7 @@ impl Comm {
 
     /// How many handles are open.
     pub fn open_handles(&self) -> usize {
-        lock(&self.0.calling).len() + lock(&self.0.handles).len()
+        self.0.calling.lock().len() + self.0.handles.lock().len()
     }
 
     /// Waits until everything in flight has ended, and ends its use. A second call is harmless.
@@ -243,7 +275,7 @@ impl Comm {
         options: CommOptions,
         make: impl FnOnce(sys::Comm, &Slot, sys::Config) -> towline_sys::Result<Progress>,
     ) -> Result<Comm> {
-        let parent = &self.0;
+        let parent: &Arc<Core> = &self.0;
         fork::guard(op)?;
         let raw = parent.raw(op)?;
         // One that was revoked can still be split and shrunk.
@@ -254,12 +286,12 @@ impl Comm {
         let (nccl, gpu) = (parent.nccl.clone(), Arc::clone(&parent.gpu));
         let child = Core::new(nccl, gpu, options, slot.clone(), Some(Arc::clone(parent)));
         let _entered = parent.gpu.enter(op)?;
-        let _one = lock(&parent.calling);
+        let _one = parent.serialise();
         let guard = parent.guard();
         let made = make(raw, &slot, child.config());
         drop(guard);
         made.map_err(|error| parent.explain(op, error))?;
-        Ok(Comm(child))
+        Ok(Comm::of(child))
     }
 }
 
@@ -307,16 +339,17 @@ impl Core {
     ) -> Arc<Core> {
         Arc::new(Core {
             nccl,
+            ordinal: gpu.ordinal(),
             gpu,
             options,
             place: OnceLock::new(),
             raw,
             life: Life::new(),
-            calling: Mutex::default(),
+            calling: buffers::list(),
             deadline: Arc::new(watch::Deadline::new()),
             in_flight: Mutex::default(),
             flying: AtomicUsize::new(0),
-            handles: Mutex::default(),
+            handles: Turn::new(Vec::new()),
             kept: Mutex::default(),
             parent: Mutex::new(parent),
         })
@@ -328,6 +361,7 @@ impl Core {
     }
 
     /// NCCL's handle, while there is one.
+    #[inline]
     fn raw(&self, op: &'static str) -> Result<sys::Comm> {
         fork::guard(op)?;
         if self.life.is_gone() {
@@ -337,11 +371,17 @@ impl Core {
     }
 
     /// NCCL's handle, for communication.
+    #[inline]
     pub(super) fn usable(&self, op: &'static str) -> Result<sys::Comm> {
         let raw = self.raw(op)?;
         if self.life.is_open() {
             return Ok(raw);
         }
+        self.usable_yet(op, raw)
+    }
+
+    #[cold]
+    fn usable_yet(&self, op: &'static str, raw: sys::Comm) -> Result<sys::Comm> {
         let life = self.life.lock();
         match life.stage {
             Stage::Open if !life.closing => Ok(raw),
@@ -383,8 +423,8 @@ impl Core {
     }
 
     /// Takes the right to call NCCL for this communicator.
-    pub(super) fn serialise(&self) -> MutexGuard<'_, Buffers> {
-        lock(&self.calling)
+    pub(super) fn serialise(&self) -> Inside<'_, Buffers> {
+        self.calling.lock()
     }
 
     pub(super) fn progress(&self, op: &'static str) -> Result<Progress> {
@@ -422,8 +462,15 @@ impl Core {
     }
 
     /// Whether nothing can be in progress between calls.
+    #[inline]
     pub(super) fn is_settled(&self) -> bool {
         self.options.blocking && self.raw.comm().is_some()
+    }
+
+    /// Whether nothing is in progress, and no stream uses anything.
+    #[inline]
+    pub(super) fn is_calm(&self) -> bool {
+        self.is_settled() && self.flying.load(Ordering::Acquire) == 0
     }
 
     /// Waits until nothing is in progress; at the deadline it is stopped.
@@ -632,7 +679,7 @@ impl Core {
 
     fn close_handles(self: &Arc<Self>) {
         self.close_buffers();
-        let entries: Vec<_> = lock(&self.handles).clone();
+        let entries: Vec<_> = self.handles.lock().clone();
         for entry in entries {
             if let Err(error) = self.close_entry(&entry) {
                 tracing::error!(%error, "a handle of NCCL's could not be closed");
@@ -656,11 +703,13 @@ impl Core {
     }
 
     /// Whether NCCL has freed it, or will not be asked any more.
+    #[inline]
     pub(super) fn is_gone(&self) -> bool {
         self.life.is_gone()
     }
 
     /// NCCL's handle, for closing what was registered with it.
+    #[inline]
     pub(super) fn for_closing(&self) -> Option<sys::Comm> {
         if self.is_gone() { None } else { self.raw.comm() }
     }
@@ -673,6 +722,7 @@ impl Drop for Core {
         }
         // Only a communicator whose maker failed gets here alive: `Comm` and its user destroy it.
         self.abort(Error::new(Kind::Canceled, "drop", "the communicator was dropped"));
+        buffers::give_back(self.calling);
     }
 }
 

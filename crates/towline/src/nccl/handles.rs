@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use towline_sys::nccl::Slot;
 
+use super::buffers::{Key, List};
 use super::comm::{Comm, Core};
 use super::failed;
 use super::job::{Job, check_place};
@@ -52,63 +53,15 @@ impl Entry {
     }
 }
 
-/// The buffers that are registered with a communicator, by their places in a list. A place is used again, and then has
-/// another number: a handle that was closed with its communicator does not find a later one.
-#[derive(Default)]
-pub(super) struct Buffers {
-    places: Vec<Place>,
-    free: Vec<u32>,
-}
-
-struct Place {
-    number: u32,
-    held: Option<(usize, Buffer)>,
-}
-
-#[derive(Clone, Copy)]
-struct Key {
-    place: u32,
-    number: u32,
-}
-
-impl Buffers {
-    pub(super) fn len(&self) -> usize {
-        self.places.len() - self.free.len()
-    }
-
-    fn add(&mut self, handle: usize, buffer: Buffer) -> Key {
-        let place = self.free.pop().unwrap_or_else(|| {
-            self.places.push(Place { number: 0, held: None });
-            (self.places.len() - 1) as u32
-        });
-        let slot = &mut self.places[place as usize];
-        slot.held = Some((handle, buffer));
-        Key { place, number: slot.number }
-    }
-
-    fn find(&self, key: Key) -> Option<&Buffer> {
-        let place = self.places.get(key.place as usize).filter(|place| place.number == key.number)?;
-        place.held.as_ref().map(|(_, buffer)| buffer)
-    }
-
-    /// NCCL's handle and the memory; once.
-    fn take(&mut self, key: Key) -> Option<(usize, Buffer)> {
-        let place = self.places.get_mut(key.place as usize).filter(|place| place.number == key.number)?;
-        let held = place.held.take()?;
-        place.number = place.number.wrapping_add(1);
-        self.free.push(key.place);
-        Some(held)
-    }
-}
-
 impl Comm {
     /// Registers a buffer. Local, and at once also inside a group. NCCL may have no use for it: then the handle is 0.
     ///
     /// # Errors
     /// `Invalid` where the memory is not on this communicator's GPU, or the communicator cannot be used; what NCCL says.
+    #[inline]
     pub fn register(&self, buffer: Buffer) -> Result<RegisteredBuffer> {
         const OP: &str = "register_buffer";
-        let core = &self.0;
+        let core: &Arc<Core> = &self.0;
         let mut raw = core.usable(OP)?;
         check_place(OP, core, &buffer)?;
         if !core.is_settled() {
@@ -116,14 +69,16 @@ impl Comm {
             raw = core.usable(OP)?;
         }
         let (addr, size) = (buffer.addr(), buffer.size());
-        let _entered = core.gpu.enter(OP)?;
-        let mut buffers = core.serialise();
+        // Where NCCL only writes an entry into a list, it neither needs a context nor leaves one behind.
+        let entered = if core.nccl.registers_without_context() { None } else { Some(core.gpu.enter(OP)?) };
+        let list = core.calling;
+        let mut buffers = list.lock();
         // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
         let handle = unsafe { core.nccl.register(raw, addr as u64, size) };
         let handle = handle.map_err(|error| core.explain(OP, error))?;
-        let key = buffers.add(handle, buffer);
-        drop(buffers);
-        Ok(RegisteredBuffer { comm: self.clone(), key, handle, size, closed: AtomicBool::new(false) })
+        let key = buffers.add(core, handle, buffer);
+        drop((buffers, entered));
+        Ok(RegisteredBuffer { list, key, handle, size, closed: AtomicBool::new(false) })
     }
 
     /// Prepares the registration of a window, which all ranks do: the handle comes when the job has run, alone or in a
@@ -158,7 +113,7 @@ impl Comm {
     /// # Errors
     /// As for [`window_job`](Comm::window_job); what NCCL says.
     pub fn register_window(&self, buffer: Buffer, flags: u32) -> Result<Option<Window>> {
-        let core = &self.0;
+        let core: &Arc<Core> = &self.0;
         if !core.is_settled() {
             let (window, job) = self.window_job(buffer, flags)?;
             job.run()?;
@@ -177,35 +132,70 @@ impl Comm {
         if entry.slot.handle() == 0 {
             return Ok(None);
         }
-        lock(&core.handles).push(Arc::clone(&entry));
+        core.handles.lock().push(Arc::clone(&entry));
         Ok(Some(Window { comm: self.clone(), entry }))
     }
 }
 
-impl Core {
-    /// Gives up the registration of a buffer, once no stream uses it. A handle that is not there any more is no error.
-    fn close_buffer(&self, key: Key) -> Result<()> {
-        const OP: &str = "close";
-        let calm = self.calm(OP);
-        let entered = self.gpu.enter(OP);
-        let mut buffers = self.serialise();
-        let Some((handle, memory)) = buffers.take(key) else { return calm };
-        let entered = match (self.for_closing(), entered) {
-            (Some(raw), Ok(entered)) => Some((raw, entered)),
-            _ => None,
-        };
-        let closed = match &entered {
-            // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
-            Some((raw, _)) if handle != 0 => unsafe { self.nccl.deregister(*raw, handle) },
-            _ => Ok(()),
-        };
+/// Gives up the registration of a buffer, once no stream uses it. A handle that is not there any more is no error.
+#[inline]
+fn close_buffer(list: List, key: Key) -> Result<()> {
+    const OP: &str = "close";
+    let mut buffers = list.lock();
+    if !buffers.core().is_some_and(|core| core.is_calm() && !core.is_gone()) {
         drop(buffers);
-        // What went with the communicator may be used by streams for a moment, and what NCCL refused to close by NCCL.
-        if entered.is_none() || closed.is_err() || calm.is_err() {
-            lock(&self.kept).push(memory);
+        return close_buffer_later(list, key);
+    }
+    let Some((handle, memory, core)) = buffers.take(key) else { return Ok(()) };
+    let closed = core.deregister(OP, handle);
+    let mut memory = Some(memory);
+    if closed.is_err() {
+        // NCCL may still use it.
+        lock(&core.kept).extend(memory.take());
+    }
+    let unused = buffers.unused();
+    drop(buffers);
+    // Their owners are told outside of the lock.
+    drop((memory, unused));
+    closed
+}
+
+/// The same where it may take long, and others go on meanwhile; or where the communicator is gone.
+#[cold]
+fn close_buffer_later(list: List, key: Key) -> Result<()> {
+    const OP: &str = "close";
+    let core = {
+        let buffers = list.lock();
+        if buffers.find(key).is_none() {
+            return Ok(());
         }
-        closed.map_err(|error| failed(OP, Some(&self.nccl), error))?;
-        calm
+        buffers.core().cloned()
+    };
+    let calm = core.map_or(Ok(()), |core| core.calm(OP));
+    let mut buffers = list.lock();
+    let Some((handle, memory, core)) = buffers.take(key) else { return calm };
+    let gone = core.is_gone();
+    let closed = if gone { Ok(()) } else { core.deregister(OP, handle) };
+    // What went with the communicator may be used by streams for a moment, and what NCCL refused to close by NCCL.
+    let mut memory = Some(memory);
+    if gone || closed.is_err() || calm.is_err() {
+        lock(&core.kept).extend(memory.take());
+    }
+    let unused = buffers.unused();
+    drop(buffers);
+    drop((memory, unused));
+    closed.and(calm)
+}
+
+impl Core {
+    /// Tells NCCL that a registration has ended, which was taken out of the list. The list is in hand.
+    #[inline]
+    fn deregister(&self, op: &'static str, handle: usize) -> Result<()> {
+        let Some(raw) = self.for_closing().filter(|_| handle != 0) else { return Ok(()) };
+        let _entered = self.gpu.enter(op)?;
+        // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
+        let closed = unsafe { self.nccl.deregister(raw, handle) };
+        closed.map_err(|error| failed(op, Some(&self.nccl), error))
     }
 
     /// What NCCL's refusal of a window means: its own words do not say that the memory is of the wrong kind.
@@ -228,13 +218,9 @@ impl Core {
 
     /// Gives up all registrations of buffers.
     pub(super) fn close_buffers(&self) {
-        let keys = |buffers: &Buffers| {
-            let places = buffers.places.iter().enumerate().filter(|(_, place)| place.held.is_some());
-            places.map(|(at, place)| Key { place: at as u32, number: place.number }).collect::<Vec<_>>()
-        };
-        let all = keys(&lock(&self.calling));
+        let all = self.calling.lock().keys();
         for key in all {
-            if let Err(error) = self.close_buffer(key) {
+            if let Err(error) = close_buffer(self.calling, key) {
                 tracing::error!(%error, "a registered buffer could not be closed");
             }
         }
@@ -253,7 +239,7 @@ impl Core {
         }
         let calm = self.calm(OP);
         {
-            let mut handles = lock(&self.handles);
+            let mut handles = self.handles.lock();
             if let Some(at) = handles.iter().rposition(|known| Arc::ptr_eq(known, entry)) {
                 handles.remove(at);
             }
@@ -283,7 +269,7 @@ impl Core {
 
 /// A buffer that is registered with a communicator, until it is closed or dropped.
 pub struct RegisteredBuffer {
-    comm: Comm,
+    list: List,
     key: Key,
     handle: usize,
     size: usize,
@@ -303,18 +289,19 @@ impl RegisteredBuffer {
 
     /// The memory; `None` once it is closed.
     pub fn memory(&self) -> Option<Buffer> {
-        lock(&self.comm.0.calling).find(self.key).cloned()
+        self.list.lock().find(self.key).cloned()
     }
 
     /// Whether it was closed, or its communicator was.
     pub fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire) || self.comm.0.is_gone()
+        self.closed.load(Ordering::Acquire) || self.list.lock().find(self.key).is_none()
     }
 
     /// Gives up the registration, once work in flight has ended. A second call is harmless.
     ///
     /// # Errors
     /// What NCCL says; the memory is kept then until the communicator is gone.
+    #[inline]
     pub fn close(&self) -> Result<()> {
         crate::fork::guard("close")?;
         if self.closed.load(Ordering::Acquire) {
@@ -322,12 +309,16 @@ impl RegisteredBuffer {
         }
         // Two who close at once come to the same place in the list, and the second finds nothing there.
         self.closed.store(true, Ordering::Release);
-        self.comm.0.close_buffer(self.key)
+        close_buffer(self.list, self.key)
     }
 }
 
 impl Drop for RegisteredBuffer {
+    #[inline]
     fn drop(&mut self) {
+        if *self.closed.get_mut() {
+            return;
+        }
         if let Err(error) = self.close() {
             tracing::error!(%error, "a registered buffer could not be closed");
         }

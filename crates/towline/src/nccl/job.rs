@@ -1,6 +1,7 @@
 //! What is put into streams: checked, then run alone or with others.
 #![allow(unsafe_code, reason = "hands addresses and streams to NCCL")]
 
+use std::ops::Deref;
 use std::sync::Arc;
 
 use towline_sys::cuda::{Entered, StreamHandle};
@@ -10,7 +11,6 @@ use super::comm::{Comm, CommOptions, Core};
 use super::handles::{Entry, SYMMETRIC, Window};
 use super::{Pending, failed};
 use crate::memory::{Buffer, MemoryDescription, Place, Storage};
-use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// Memory of a call: a part of a buffer, which is kept until the stream has got past the call.
@@ -118,8 +118,9 @@ enum Action {
 }
 
 /// Refuses memory that is not on the communicator's GPU.
+#[inline]
 pub(super) fn check_place(op: &'static str, core: &Core, buffer: &Buffer) -> Result<()> {
-    let ordinal = core.gpu.ordinal();
+    let ordinal = core.ordinal;
     match buffer.place() {
         Place::Cuda(on) if on == ordinal => Ok(()),
         place => {
@@ -191,7 +192,7 @@ impl Comm {
                 && from.addr() >= known.addr
                 && from.addr() + from.len <= known.addr + known.size
         };
-        if !from.is_empty() && !lock(&self.0.handles).iter().any(inside) {
+        if !from.is_empty() && !self.0.handles.lock().iter().any(inside) {
             let message = "NCCL puts from memory in a window that was registered with COLL_SYMMETRIC only";
             return Err(Error::invalid(OP, message));
         }
@@ -277,7 +278,7 @@ impl Comm {
     }
 
     fn job(&self, op: &'static str, action: Action, keeps: [Option<Buffer>; 2]) -> Job {
-        let pending = Pending::new(op, self.options().timeout, Arc::downgrade(&self.0));
+        let pending = Pending::new(op, self.options().timeout, Arc::downgrade(self.0.deref()));
         Job { comm: self.clone(), op, action, stream: StreamHandle(0), keeps, pending }
     }
 }
@@ -316,7 +317,7 @@ impl Job {
     /// # Errors
     /// What NCCL says; where the communicator was stopped meanwhile, why.
     pub fn run(mut self) -> Result<()> {
-        let core = Arc::clone(&self.comm.0);
+        let core: Arc<Core> = Arc::clone(&self.comm.0);
         let outcome = (|| {
             core.settle(self.op)?;
             let raw = core.usable(self.op)?;
@@ -413,7 +414,7 @@ impl Job {
     fn after(&mut self, entered: &Entered<'_>, progress: Progress) -> Result<()> {
         let core = &self.comm.0;
         if let Action::Window(entry) = &self.action {
-            lock(&core.handles).push(Arc::clone(entry));
+            core.handles.lock().push(Arc::clone(entry));
             match progress {
                 Progress::Done => self.pending.ended(Ok(())),
                 Progress::InProgress => self.pending.settling(),

@@ -41,11 +41,13 @@ impl Life {
     }
 
     /// Whether every call is possible: it has not failed, and nobody has begun to end it.
+    #[inline]
     pub(super) fn is_open(&self) -> bool {
         self.quick.load(Ordering::Acquire) == OPEN
     }
 
     /// Whether NCCL has freed it.
+    #[inline]
     pub(super) fn is_gone(&self) -> bool {
         self.quick.load(Ordering::Acquire) == GONE
     }

@@ -2,7 +2,8 @@
 //!
 //! A peer that imports a region asks the owner ([`words`]), who finds the allocation behind it and answers with a handle, or
 //! with descriptors for memory that was made by `cuMemCreate`. What was opened is kept by the owner's incarnation and CUDA's
-//! number of the allocation ([`opened`]): an address or a handle may come again for other memory, these do not.
+//! number of the allocation, or those of all its parts ([`opened`]): an address or a handle may come again for other memory,
+//! these do not.
 //!
 //! Revocation holds as on the host: a copy pins the owner's row and checks the generation again. Besides, memory must not be
 //! freed while it is open elsewhere: for as long as an allocation is open, one of its regions is pinned, and the owner recalls
@@ -18,7 +19,7 @@ use std::time::Instant;
 use towline_sys::cuda::Cuda;
 
 use self::opened::{Borrow, Kept};
-use self::words::{Answer, Ask, Form, MAX_PARTS};
+use self::words::{Answer, Ask, Form, MAX_PARTS, Part};
 use super::gpu::{Far, GpuAttachment, Inside, Spot};
 use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Loan, Offer, Owner, Probe, Question, Told, Transport};
@@ -192,15 +193,15 @@ fn describe(gpu: &Arc<Gpu>, region: &RegionCore, skip: usize) -> Result<(Answer,
     let first = known(gpu, address)?;
     let uuid = gpu.device().uuid().map_err(|error| failed(OP, error))?;
     let entered = gpu.enter(OP)?;
-    let answer = |buffer, len, form| Answer { uuid, buffer, start: address - first.start, len, form };
+    let answer = |len, form| Answer { uuid, start: address - first.start, len, form };
     if first.legacy_ipc {
         if first.start + first.len < end {
             return Err(unavailable(
                 "the region lies in several allocations of cudaMalloc, and a handle opens one",
             ));
         }
-        let handle = entered.ipc_handle(first.start).map_err(|error| failed(OP, error))?;
-        return Ok((answer(first.buffer, first.len, Form::Handle(Box::new(handle))), Vec::new()));
+        let handle = Box::new(entered.ipc_handle(first.start).map_err(|error| failed(OP, error))?);
+        return Ok((answer(first.len, Form::Handle { handle, buffer: first.buffer }), Vec::new()));
     }
     if first.handle_types & 1 == 0 {
         return Err(unavailable(if first.pooled {
@@ -212,7 +213,6 @@ fn describe(gpu: &Arc<Gpu>, region: &RegionCore, skip: usize) -> Result<(Answer,
         }));
     }
     let (mut parts, mut files, mut all, mut at) = (Vec::new(), Vec::new(), 0u32, first.start);
-    let mut number = Number::default();
     while at < end {
         let part = if at == first.start { first } else { known(gpu, at)? };
         if part.start != at || part.len == 0 {
@@ -221,38 +221,12 @@ fn describe(gpu: &Arc<Gpu>, region: &RegionCore, skip: usize) -> Result<(Answer,
         if all as usize >= skip && parts.len() < MAX_PARTS {
             let allocation = entered.cuda().retain_allocation(at).map_err(|error| failed(OP, error))?;
             files.push(allocation.export().map_err(|error| failed(OP, error))?);
-            parts.push(part.len);
+            parts.push(Part { len: part.len, buffer: part.buffer, block: part.block });
         }
-        number.add(part.buffer, part.block);
         all += 1;
         at += part.len;
     }
-    Ok((answer(number.of_all(), at - first.start, Form::Descriptors { parts, all }), files))
-}
-
-/// A number for memory in parts: other parts, other number. Where a part is unknown there is none (0), and what is opened is
-/// not used again: the same addresses may have other parts by then.
-struct Number(Option<u64>);
-
-impl Default for Number {
-    fn default() -> Number {
-        // Far from the numbers of allocations, which are counted from 1.
-        Number(Some(0xcbf2_9ce4_8422_2325))
-    }
-}
-
-impl Number {
-    fn add(&mut self, buffer: u64, block: u64) {
-        self.0 = self.0.filter(|_| block != 0).map(|so_far| {
-            [buffer, block].into_iter().fold(so_far, |number, one| {
-                (number ^ one).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29)
-            })
-        });
-    }
-
-    fn of_all(self) -> u64 {
-        self.0.unwrap_or(0)
-    }
+    Ok((answer(at - first.start, Form::Descriptors { parts, all }), files))
 }
 
 fn known(gpu: &Gpu, address: u64) -> Result<PointerFacts> {
@@ -298,30 +272,5 @@ impl Far for Opening {
 
     fn alive(&self) -> Result<()> {
         self.handle.session().alive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn number(parts: &[(u64, u64)]) -> u64 {
-        let mut number = Number::default();
-        parts.iter().for_each(|(buffer, block)| number.add(*buffer, *block));
-        number.of_all()
-    }
-
-    #[test]
-    fn memory_of_other_parts_has_another_number() {
-        let parts = [(1, 7), (2, 8), (3, 9)];
-        assert_eq!(number(&parts), number(&parts));
-        let others =
-            [number(&parts[..2]), number(&[(1, 7), (2, 8), (3, 10)]), number(&[(2, 8), (1, 7), (3, 9)])];
-        assert!(others.iter().all(|other| *other != number(&parts) && *other != 0));
-    }
-
-    #[test]
-    fn memory_of_an_unknown_part_has_none() {
-        assert_eq!(number(&[(1, 7), (2, 0), (3, 9)]), 0);
     }
 }

@@ -193,6 +193,10 @@ impl Attachment for Stream {
         Some(self.handle.session().notify(message).map(|()| None))
     }
 
+    fn cut_portion(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+        run::cut_portion(op, plan, after)
+    }
+
     fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
         run::cut(op, plan, after)
     }

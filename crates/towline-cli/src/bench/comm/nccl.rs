@@ -68,13 +68,19 @@ impl Ours {
         let (bytes, rounds) = match name {
             SMALL => (4096, 2000),
             LARGE => (1 << 20, 2000),
-            REGISTER => (BYTES, 2000),
-            _ => (BYTES, 200),
+            REGISTER => (BYTES, 20_000),
+            _ => (BYTES, 2000),
         };
         let (ours, limit) = match name {
             SMALL | LARGE => self.calls(bare, bytes, rounds)?,
-            REGISTER => turns(rounds, || self.register(), || bare.register(&self.buffer))?,
-            _ => turns(rounds, || self.window(), || bare.window(&self.buffer, 1).map(drop))?,
+            REGISTER => {
+                let mut owners = self.owners(rounds);
+                turns(rounds, || self.register(owners.next()), || bare.register(&self.buffer))?
+            }
+            _ => {
+                let mut owners = self.owners(rounds);
+                turns(rounds, || self.window(owners.next()), || bare.window(&self.buffer, 1).map(drop))?
+            }
         };
         let version = bare.version();
         let row = match name {
@@ -115,14 +121,21 @@ impl Ours {
         Ok((median(samples.0), median(samples.1)))
     }
 
-    fn register(&self) -> io::Result<()> {
-        let registered = self.comm.register_buffer(self.buffer.clone()).map_err(io::Error::other)?;
+    /// A share of the buffer for every turn: whoever registers gives one away. To make it is the caller's, to drop it is ours.
+    fn owners(&self, rounds: usize) -> impl Iterator<Item = Buffer> {
+        vec![self.buffer.clone(); rounds + rounds / 10].into_iter()
+    }
+
+    fn register(&self, buffer: Option<Buffer>) -> io::Result<()> {
+        let buffer = buffer.ok_or_else(|| io::Error::other("there are too few owners"))?;
+        let registered = self.comm.register_buffer(buffer).map_err(io::Error::other)?;
         registered.close();
         Ok(())
     }
 
-    fn window(&self) -> io::Result<()> {
-        let window = self.comm.register_window(self.buffer.clone(), WindowFlag::COLL_SYMMETRIC);
+    fn window(&self, buffer: Option<Buffer>) -> io::Result<()> {
+        let buffer = buffer.ok_or_else(|| io::Error::other("there are too few owners"))?;
+        let window = self.comm.register_window(buffer, WindowFlag::COLL_SYMMETRIC);
         window.map(drop).map_err(io::Error::other)
     }
 }

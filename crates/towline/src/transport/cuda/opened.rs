@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use super::words::{Answer, Form};
+use super::words::{Answer, Form, Part};
 use super::{CudaPath, OP, unavailable};
 use crate::cuda::{Gpu, failed};
 use crate::fence::pins::ProcessPin;
@@ -26,15 +26,33 @@ const KEPT: usize = 32;
 
 static LINGERING: Mutex<VecDeque<Arc<Borrow>>> = Mutex::new(VecDeque::new());
 
-/// What is open, by its owner and CUDA's number of the allocation.
+/// What is open, by its owner and CUDA's numbers of the memory.
 static OPENED: Mutex<Option<HashMap<Key, Weak<Opened>>>> = Mutex::new(None);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
     owner: Incarnation,
-    buffer: u64,
-    /// Regions may span different parts of memory that comes in parts.
-    len: u64,
+    memory: Memory,
+}
+
+/// Memory of a process, by numbers that it never gives to other memory: all of them, since what is made of several numbers may be
+/// the same for others.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Memory {
+    Whole { buffer: u64, len: u64 },
+    Parts(Vec<Part>),
+}
+
+impl Memory {
+    /// None where the driver does not tell all numbers: the same addresses may have other memory the next time.
+    fn of(answer: &Answer) -> Option<Memory> {
+        match &answer.form {
+            Form::Handle { buffer: 0, .. } => None,
+            Form::Handle { buffer, .. } => Some(Memory::Whole { buffer: *buffer, len: answer.len }),
+            Form::Descriptors { parts, .. } if parts.iter().any(|part| part.block == 0) => None,
+            Form::Descriptors { parts, .. } => Some(Memory::Parts(parts.clone())),
+        }
+    }
 }
 
 /// An allocation of another process, open here; closed when it is dropped.
@@ -70,16 +88,15 @@ impl Opened {
         let users = Mutex::default();
         let opened = |base, parts| Opened { gpu: Arc::clone(gpu), base, len: answer.len, parts, users };
         let lengths = match &answer.form {
-            Form::Handle(handle) => {
+            Form::Handle { handle, .. } => {
                 // SAFETY: the owner has just given the handle, and keeps the memory while the caller's pin is held.
                 let base = unsafe { entered.open_ipc(handle) }.map_err(refused)?;
                 return Ok(opened(base, None));
             }
             Form::Descriptors { parts, .. } => parts,
         };
-        if files.len() != lengths.len()
-            || lengths.iter().try_fold(0u64, |sum, part| sum.checked_add(*part)) != Some(answer.len)
-        {
+        let sum = lengths.iter().try_fold(0u64, |sum, part| sum.checked_add(part.len));
+        if files.len() != lengths.len() || sum != Some(answer.len) {
             return Err(Error::protocol(OP, "the parts of the owner's memory do not add up"));
         }
         let cuda = entered.cuda();
@@ -87,7 +104,7 @@ impl Opened {
         // From here on the value undoes what was done.
         let mut opened = opened(base, Some(Vec::new()));
         let mut at = base;
-        for (file, len) in files.iter().zip(lengths) {
+        for (file, Part { len, .. }) in files.iter().zip(lengths) {
             let allocation = cuda.import_allocation(file.as_fd()).map_err(refused)?;
             // SAFETY: the addresses were reserved above, and nothing is mapped there yet.
             unsafe { allocation.map(at, *len as usize) }.map_err(refused)?;
@@ -214,16 +231,18 @@ impl Borrow {
             .ok_or_else(|| Error::protocol(OP, "the grant reaches beyond the owner's allocation"))?;
         // From the pin on the owner keeps the memory, until it is let go below or when it is closed.
         let pin = self.handle.hold(OP)?;
-        let key =
-            Key { owner: self.handle.session().owner().incarnation, buffer: answer.buffer, len: answer.len };
+        let owner = self.handle.session().owner().incarnation;
+        let key = Memory::of(answer).map(|memory| Key { owner, memory });
         let mut all = lock(&OPENED);
         let known = all.get_or_insert_default();
         known.retain(|_, opened| opened.strong_count() > 0);
-        let opened = match known.get(&key).and_then(Weak::upgrade).filter(|_| answer.buffer != 0) {
+        let opened = match key.as_ref().and_then(|key| known.get(key)).and_then(Weak::upgrade) {
             Some(opened) => opened,
             None => {
                 let opened = Arc::new(Opened::open(gpu, answer, files)?);
-                known.insert(key, Arc::downgrade(&opened));
+                if let Some(key) = key {
+                    known.insert(key, Arc::downgrade(&opened));
+                }
                 opened
             }
         };
@@ -271,12 +290,14 @@ impl Borrow {
         }
     }
 
-    /// [`close`](Self::close) where this thread may not wait.
+    /// [`close`](Self::close) where this thread may not wait. Not on the pool: the owner waits for this, and what is queued there
+    /// before it may take longer than the owner does.
     fn close_elsewhere(&self) {
         let Some(this) = self.me.upgrade() else { return };
-        if let Err(refused) = progress::pool().spawn(Box::new(move || this.close())) {
-            tracing::debug!(error = %refused.error, "GPU memory is closed by the thread at hand");
-            (refused.job)();
+        let here = Arc::clone(&this);
+        if let Err(error) = progress::start_thread("towline-close".into(), move || this.close()) {
+            tracing::debug!(%error, "GPU memory is closed by the thread at hand");
+            here.close();
         }
     }
 }
@@ -360,5 +381,40 @@ impl Drop for Kept {
 impl std::fmt::Debug for Borrow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Borrow").field("under_way", &self.under_way).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(numbers: &[(u64, u64)]) -> Option<Memory> {
+        let part = |&(buffer, block): &(u64, u64)| Part { len: 2 << 20, buffer, block };
+        let (parts, all) = (numbers.iter().map(part).collect(), numbers.len() as u32);
+        let (len, form) = ((numbers.len() as u64) << 21, Form::Descriptors { parts, all });
+        Memory::of(&Answer { uuid: [0; 16], start: 0, len, form })
+    }
+
+    #[test]
+    fn memory_of_other_parts_is_other_memory() {
+        let parts = [(1, 7), (2, 8), (3, 9)];
+        assert_eq!(memory(&parts), memory(&parts));
+        for others in [&parts[..2], &[(1, 7), (2, 8), (3, 10)], &[(2, 8), (1, 7), (3, 9)]] {
+            assert!(memory(others).is_some() && memory(others) != memory(&parts));
+        }
+    }
+
+    #[test]
+    fn parts_whose_numbers_mix_to_the_same_are_told_apart() {
+        // One step of a usual way to mix numbers into 64 bits: the number of the block cancels that of the buffer.
+        let mixed = |buffer: u64| {
+            (0xcbf2_9ce4_8422_2325 ^ buffer).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29) ^ 0x5555
+        };
+        assert_ne!(memory(&[(1, mixed(1))]), memory(&[(2, mixed(2))]));
+    }
+
+    #[test]
+    fn memory_with_a_part_that_has_no_number_is_not_known_again() {
+        assert_eq!(memory(&[(1, 7), (2, 0), (3, 9)]), None);
     }
 }

@@ -4,7 +4,7 @@ use crate::cuda::IpcHandle;
 use crate::{Error, Result};
 
 /// The first byte of every word.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 const HANDLE: u8 = 1;
 const DESCRIPTORS: u8 = 2;
@@ -41,8 +41,6 @@ impl Ask {
 pub(super) struct Answer {
     /// The number that the GPU has in every process.
     pub(super) uuid: [u8; 16],
-    /// CUDA's number of the allocation, which no other one of the owner's process ever has.
-    pub(super) buffer: u64,
     /// Where in the allocation the region starts.
     pub(super) start: u64,
     /// How long the allocation is, or all its parts together.
@@ -53,16 +51,26 @@ pub(super) struct Answer {
 /// How the memory is opened.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) enum Form {
-    /// By a handle.
-    Handle(Box<IpcHandle>),
-    /// By descriptors, which come along: the lengths of the parts that they stand for, of `all`.
-    Descriptors { parts: Vec<u64>, all: u32 },
+    /// By a handle. CUDA's number of the allocation is one that no other one of the owner's process ever has.
+    Handle { handle: Box<IpcHandle>, buffer: u64 },
+    /// By descriptors, which come along: the parts that they stand for, of `all`.
+    Descriptors { parts: Vec<Part>, all: u32 },
+}
+
+/// One part of memory in several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Part {
+    pub(super) len: u64,
+    /// CUDA's number of the addresses that it is mapped at, and of the memory behind them; the second is 0 where the driver
+    /// does not tell, and then the same addresses may have other memory by the next time.
+    pub(super) buffer: u64,
+    pub(super) block: u64,
 }
 
 impl std::fmt::Debug for Form {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Form::Handle(_) => f.write_str("handle"),
+            Form::Handle { .. } => f.write_str("handle"),
             Form::Descriptors { all, .. } => write!(f, "{all} descriptors"),
         }
     }
@@ -72,18 +80,21 @@ impl Answer {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut out = vec![VERSION];
         out.extend_from_slice(&self.uuid);
-        for number in [self.buffer, self.start, self.len] {
+        for number in [self.start, self.len] {
             out.extend_from_slice(&number.to_le_bytes());
         }
         match &self.form {
-            Form::Handle(handle) => {
+            Form::Handle { handle, buffer } => {
                 out.push(HANDLE);
+                out.extend_from_slice(&buffer.to_le_bytes());
                 out.extend_from_slice(&handle[..]);
             }
             Form::Descriptors { parts, all } => {
                 out.push(DESCRIPTORS);
                 out.extend_from_slice(&all.to_le_bytes());
-                parts.iter().for_each(|part| out.extend_from_slice(&part.to_le_bytes()));
+                for number in parts.iter().flat_map(|part| [part.len, part.buffer, part.block]) {
+                    out.extend_from_slice(&number.to_le_bytes());
+                }
             }
         }
         out
@@ -101,15 +112,19 @@ impl Answer {
             return Err(Error::protocol("import", "the owner speaks another version about cuda"));
         }
         let uuid = take(&mut rest)?;
-        let [buffer, start, len] =
-            [take(&mut rest)?, take(&mut rest)?, take(&mut rest)?].map(u64::from_le_bytes);
+        let [start, len] = [take(&mut rest)?, take(&mut rest)?].map(u64::from_le_bytes);
         let form = match take(&mut rest)? {
-            [HANDLE] => Form::Handle(Box::new(take(&mut rest)?)),
+            [HANDLE] => {
+                let buffer = u64::from_le_bytes(take(&mut rest)?);
+                Form::Handle { handle: Box::new(take(&mut rest)?), buffer }
+            }
             [DESCRIPTORS] => {
                 let all = u32::from_le_bytes(take(&mut rest)?);
                 let mut parts = Vec::new();
                 while !rest.is_empty() {
-                    parts.push(u64::from_le_bytes(take(&mut rest)?));
+                    let [len, buffer, block] =
+                        [take(&mut rest)?, take(&mut rest)?, take(&mut rest)?].map(u64::from_le_bytes);
+                    parts.push(Part { len, buffer, block });
                 }
                 if all > MOST_PARTS || parts.len() > MAX_PARTS {
                     return Err(Error::protocol("import", format!("{all} parts are more than there can be")));
@@ -121,7 +136,7 @@ impl Answer {
         if !rest.is_empty() {
             return Err(Error::protocol("import", "the owner's answer about cuda has a tail"));
         }
-        Ok(Answer { uuid, buffer, start, len, form })
+        Ok(Answer { uuid, start, len, form })
     }
 }
 
@@ -131,8 +146,12 @@ mod tests {
 
     use super::*;
 
+    fn handle() -> Form {
+        Form::Handle { handle: Box::new([5; 64]), buffer: 9 }
+    }
+
     fn answer(form: Form) -> Answer {
-        Answer { uuid: [7; 16], buffer: 9, start: 512, len: 2 << 20, form }
+        Answer { uuid: [7; 16], start: 512, len: 2 << 20, form }
     }
 
     #[test]
@@ -140,8 +159,9 @@ mod tests {
         for skip in [0, 16, u32::MAX] {
             assert_eq!(Ask::decode(&Ask { skip }.encode()).unwrap(), Ask { skip });
         }
-        let descriptors = Form::Descriptors { parts: vec![2 << 20; MAX_PARTS], all: 40 };
-        for form in [Form::Handle(Box::new([5; 64])), descriptors] {
+        let parts =
+            (0..MAX_PARTS as u64).map(|at| Part { len: 2 << 20, buffer: 9, block: 10 + at }).collect();
+        for form in [handle(), Form::Descriptors { parts, all: 40 }] {
             let said = answer(form);
             assert_eq!(Answer::decode(&said.encode()).unwrap(), said);
         }
@@ -149,17 +169,17 @@ mod tests {
 
     #[test]
     fn damaged_words_are_refused() {
-        for bytes in [&[][..], &[2, 0, 0, 0, 0], &[1, 0, 0, 0], &[1, 0, 0, 0, 0, 0]] {
+        for bytes in [&[][..], &[1, 0, 0, 0, 0], &[2, 0, 0, 0], &[2, 0, 0, 0, 0, 0]] {
             assert_eq!(Ask::decode(bytes).unwrap_err().kind(), crate::Kind::Protocol);
         }
-        let whole = answer(Form::Handle(Box::new([5; 64]))).encode();
+        let whole = answer(handle()).encode();
         for len in 0..whole.len() {
             assert_eq!(Answer::decode(&whole[..len]).unwrap_err().kind(), crate::Kind::Protocol);
         }
         let mut tail = whole.clone();
         tail.push(0);
         assert_eq!(Answer::decode(&tail).unwrap_err().kind(), crate::Kind::Protocol);
-        let parts = vec![1; MAX_PARTS + 1];
+        let parts = vec![Part { len: 1, buffer: 2, block: 3 }; MAX_PARTS + 1];
         let many = answer(Form::Descriptors { parts, all: 17 }).encode();
         assert_eq!(Answer::decode(&many).unwrap_err().kind(), crate::Kind::Protocol);
     }

@@ -58,11 +58,21 @@ pub(super) struct Run {
 
 /// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
 pub(super) fn cut(op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+    cut_into(UNITS, op, plan, after)
+}
+
+/// Cuts a portion of a transfer, beside which others are in flight, one or two for each lane: the fewer requests the better, since
+/// each one is a copy on a GPU of its own at an owner, which the lane starts and waits for.
+pub(super) fn cut_portion(op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+    cut_into(1, op, plan, after)
+}
+
+fn cut_into(requests: u64, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
     // Long requests pay where the bytes lie together; of scattered blocks, short ones keep the lists of parts short.
     let scattered = plan.bytes() / SCATTERED < plan.piece_count() as u64;
     let most = if scattered { LEAST_UNIT } else { MOST_UNIT };
     // Whole pages, so that no element of a reduction is cut in two.
-    let unit = (plan.bytes() / UNITS).clamp(LEAST_UNIT, most) & !4095;
+    let unit = (plan.bytes() / requests).next_multiple_of(4096).clamp(LEAST_UNIT, most) & !4095;
     // In the order of the side that receives, neighbours are received as one; scattered bytes cost less to send.
     let plan = match (scattered, op) {
         (false, _) => plan,
@@ -438,5 +448,39 @@ impl Run {
         if self.transfer.plan.bytes() > SMALL {
             session.lanes_used();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    type Cut = fn(Op, Plan, &After) -> (Plan, Vec<Range<usize>>);
+
+    fn requests(cut: Cut, spans: &[(u64, u64, u64)]) -> Vec<u64> {
+        let (plan, units) = cut(Op::Read, Plan::spans(spans).unwrap(), &After::default());
+        units.into_iter().map(|unit| plan.pieces()[unit].iter().map(|piece| piece.len).sum()).collect()
+    }
+
+    #[test]
+    fn a_portion_whose_bytes_lie_together_is_one_request() {
+        for len in [1, 4095, 100_000, LEAST_UNIT + 1, MOST_UNIT - 1, MOST_UNIT] {
+            assert_eq!(requests(cut_portion, &[(7, 0, len)]), [len]);
+        }
+        assert_eq!(
+            requests(cut, &[(7, 0, MOST_UNIT)]),
+            [LEAST_UNIT; 4],
+            "a transfer of its own is for all lanes"
+        );
+    }
+
+    #[test]
+    fn a_portion_of_scattered_blocks_is_cut_as_a_transfer_is() {
+        let blocks: Vec<_> = (0..1024).map(|at| (at * 8192, at * 4096, 4096)).collect();
+        assert_eq!(requests(cut_portion, &blocks), requests(cut, &blocks));
+        let tiny: Vec<_> = (0..10_000).map(|at| (at * 64, at * 16, 16)).collect();
+        assert!(requests(cut_portion, &tiny).iter().all(|bytes| *bytes <= UNIT_BLOCKS as u64 * 16));
     }
 }
