@@ -7,6 +7,7 @@
 mod blame;
 mod channel;
 mod farewell;
+mod inquiry;
 mod layout;
 mod link;
 mod record;
