@@ -361,6 +361,15 @@ impl Links {
         }
     }
 
+    /// [`publish`](Self::publish) where that is what was published last.
+    pub(super) fn replace(&self, before: Waits, after: Waits) {
+        let (before, after) = (before.word(), after.word());
+        let order = Ordering::Relaxed;
+        if self.waits.compare_exchange(before, after, order, order).is_ok() {
+            let _ = self.region.compare_swap(STATE_WAITS, before, after);
+        }
+    }
+
     /// What is published of whom this rank waits for.
     pub(super) fn published(&self) -> Waits {
         Waits::from_word(self.waits.load(Ordering::Relaxed))

@@ -279,6 +279,20 @@ impl Team {
         }
     }
 
+    /// [`waits_for`](Self::waits_for) of a task that has no thread, beside whatever threads of this rank wait for: what they
+    /// show comes first.
+    pub(crate) fn awaits(&self, peer: usize, waits: AccessWait) {
+        let (nobody, this) = (Waits::NOBODY, Waits::on(&[peer]));
+        match waits {
+            AccessWait::Lasts => {
+                self.links.replace(nobody, this);
+                self.links.beat();
+            }
+            AccessWait::Done => self.links.replace(this, nobody),
+            AccessWait::InVain => self.links.replace(this, Waits::in_vain(&[peer])),
+        }
+    }
+
     /// Waits for the end of a transfer to or from that rank, and shows that this one waits.
     pub(crate) fn wait_transfer(&self, peer: usize, transfer: &Transfer) -> towline::Result<()> {
         self.links.wait_for(peer, transfer)

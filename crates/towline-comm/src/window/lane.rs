@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use towline::{Kind, Transfer};
 
-use super::operation::{Completion, Told};
-use crate::team::Team;
+use super::operation::{Completion, Told, WHILE};
+use crate::team::{AccessWait, Team};
 use crate::{Error, Result};
 
 /// How long the thread of a lane stays when it has nothing to do.
@@ -30,9 +30,25 @@ pub(crate) type Step = Box<dyn FnOnce() -> Result<u64> + Send>;
 pub(crate) enum Task {
     /// A transfer that may run beside its neighbours.
     Beside(Start, Completion),
+    /// A transfer that begins when everything before it has ended, under the same rules as a step.
+    Behind(Start, Completion),
     /// A step that begins when everything before it has ended. It ends with the first error of what was before it,
     /// unless the caller had seen that error before it asked for the step.
     After(Step, Completion),
+}
+
+impl Task {
+    fn completion(&self) -> &Completion {
+        match self {
+            Task::Beside(_, done) | Task::Behind(_, done) | Task::After(_, done) => done,
+        }
+    }
+
+    fn into_completion(self) -> Completion {
+        match self {
+            Task::Beside(_, done) | Task::Behind(_, done) | Task::After(_, done) => done,
+        }
+    }
 }
 
 /// Something that went wrong.
@@ -93,8 +109,7 @@ impl Lane {
                 let tasks = std::mem::take(&mut state.queue);
                 drop(state);
                 for (_, task) in tasks {
-                    let (Task::Beside(_, done) | Task::After(_, done)) = task;
-                    done.tell(Err(why.clone()));
+                    task.into_completion().tell(Err(why.clone()));
                 }
             }
         }
@@ -176,13 +191,20 @@ impl Lane {
                     }
                     Err(error) => self.ended(done, Err(error), true),
                 },
-                Some((number, Task::After(step, done))) => {
+                Some((number, task)) => {
                     while !in_flight.is_empty() {
                         self.settle_one(&mut in_flight);
                     }
-                    match self.failed_before(number) {
-                        Some(error) => self.ended(done, Err(error), false),
-                        None => self.ended(done, step(), true),
+                    match (self.failed_before(number), task) {
+                        (Some(error), task) => self.ended(task.into_completion(), Err(error), false),
+                        (None, Task::After(step, done)) => self.ended(done, step(), true),
+                        (None, Task::Beside(start, done) | Task::Behind(start, done)) => match start() {
+                            Ok(transfer) => {
+                                in_flight.push_back((transfer, done));
+                                self.settle_one(&mut in_flight);
+                            }
+                            Err(error) => self.ended(done, Err(error), true),
+                        },
                     }
                 }
                 None if in_flight.is_empty() => return,
@@ -193,9 +215,38 @@ impl Lane {
 
     fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>) {
         let Some((transfer, done)) = in_flight.pop_front() else { return };
-        let outcome = transfer.wait().map(|()| transfer.value().unwrap_or(0));
+        let mut shown = false;
+        let outcome = loop {
+            if let Some(ended) = transfer.wait_for(WHILE) {
+                break ended;
+            }
+            // Nobody else can show that this rank waits: a future has no thread.
+            let shows = self.is_awaited(&done, in_flight);
+            if shows || shown {
+                self.show(if shows { AccessWait::Lasts } else { AccessWait::Done });
+            }
+            shown = shows;
+        };
+        if shown {
+            self.show(AccessWait::Done);
+        }
+        let outcome = outcome.map(|()| transfer.value().unwrap_or(0));
         let outcome = outcome.map_err(|error| Error::from(error).about([self.peer]).during(done.op()));
         self.ended(done, outcome, true);
+    }
+
+    /// Whether somebody awaits one of the operations of this lane as a future.
+    fn is_awaited(&self, first: &Completion, in_flight: &VecDeque<(Transfer, Completion)>) -> bool {
+        first.is_awaited()
+            || in_flight.iter().any(|(_, done)| done.is_awaited())
+            || self.lock().queue.iter().any(|(_, task)| task.completion().is_awaited())
+    }
+
+    /// Lets the team know whether this rank waits for what goes to that of the lane.
+    fn show(&self, waits: AccessWait) {
+        if let Some(team) = self.team.upgrade() {
+            team.awaits(self.peer, waits);
+        }
     }
 
     /// Waits until everything that was pushed has ended; `false` when it has not in that time.
