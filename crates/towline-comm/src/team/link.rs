@@ -11,13 +11,11 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use towline::{
-    Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, Span, SystemStorage, Transfer,
+    Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, Span, Stretch, SystemStorage, Transfer,
 };
 
 use super::blame::{State, Waits};
-use super::layout::{
-    ABORTED, BELL, ENTRY_HEAD, Layout, RECORD, STATE, STATE_BEAT, STATE_LEN, STATE_WAITS,
-};
+use super::layout::{ABORTED, BELL, ENTRY_HEAD, Layout, RECORD, STATE, STATE_BEAT, STATE_LEN, STATE_WAITS};
 use super::round::lost;
 use super::waiting::LOOK;
 use super::{PAYLOAD, farewell};
@@ -78,6 +76,8 @@ impl Staging {
 pub(super) struct Links {
     pub(super) rank: usize,
     pub(super) layout: Layout,
+    /// All of the region.
+    pub(super) own: Span,
     pub(super) region: Registered<SharedStorage>,
     endpoint: Endpoint,
     links: Vec<Link>,
@@ -133,6 +133,7 @@ impl Links {
         Ok(Links {
             rank,
             layout,
+            own: Span::from(&region),
             region,
             endpoint: endpoint.clone(),
             links,
@@ -229,6 +230,7 @@ impl Links {
     }
 
     /// Adds to one of this rank's counters in a peer's region, however many threads do so.
+    #[inline]
     pub(super) fn add(&self, peer: usize, counter: usize, add: u64) -> Result<()> {
         match &self.links[peer] {
             Link::Own => drop(self.region.fetch_add(counter, add)?),
@@ -284,6 +286,20 @@ impl Links {
             Link::Near { pin, .. } => Ok(pin.copy_from(at, from)?),
             Link::Own | Link::Far(_) => Err(not_near()),
         }
+    }
+
+    /// This rank's ring at a near peer, from that position on.
+    pub(super) fn ring_at(&self, peer: usize, position: u64) -> Result<Stretch<'_>> {
+        let at = self.layout.ring(self.rank) + self.layout.ring_place(position).0;
+        match &self.links[peer] {
+            Link::Near { pin, .. } => Ok(Stretch::Pinned(pin, at)),
+            Link::Own | Link::Far(_) => Err(not_near()),
+        }
+    }
+
+    /// The ring of a peer here, from that position on.
+    pub(super) fn ring_of(&self, peer: usize, position: u64) -> Stretch<'_> {
+        Stretch::Own(&self.own, self.layout.ring(peer) + self.layout.ring_place(position).0)
     }
 
     /// The most bytes that one push takes.
@@ -387,6 +403,7 @@ impl Links {
     }
 
     /// Wakes a peer that sleeps. That it is gone is seen elsewhere: it may have left in order after what it was told.
+    #[inline]
     pub(super) fn wake(&self, peer: usize) {
         match &self.links[peer] {
             Link::Own => drop(self.region.wake(BELL)),

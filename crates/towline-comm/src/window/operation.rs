@@ -251,7 +251,9 @@ impl Completion {
 
     /// Whether somebody awaits the operation as a future. Who waits for it on a thread shows so itself.
     pub(crate) fn is_awaited(&self) -> bool {
-        self.0.as_ref().is_some_and(|shared| Arc::strong_count(shared) > 1 && !shared.lock().wakers.is_empty())
+        self.0
+            .as_ref()
+            .is_some_and(|shared| Arc::strong_count(shared) > 1 && !shared.lock().wakers.is_empty())
     }
 
     /// Tells how it ended.

@@ -195,7 +195,11 @@ impl Step<'_> {
         let put = window.put_signal_bytes(next, PUTS + self.rank * MOST, &self.mine(next, len), 0, 0)?;
         self.comm.wait_signal(&[WaitSignal::from_rank(before)])?;
         self.expect("put_signal", &window.memory()?.part(PUTS + before * MOST, len)?, before, self.rank)?;
-        if random.below(2) == 0 { put.wait()? } else { block_on(put)? };
+        if random.below(2) == 0 {
+            put.wait()?
+        } else {
+            block_on(put)?
+        };
         // Nobody writes there again before this rank has looked.
         self.comm.signal(before, 1, 3)?.wait()?;
         self.comm.wait_signal(&[WaitSignal { context: 1, index: 3, ..WaitSignal::from_rank(next) }])

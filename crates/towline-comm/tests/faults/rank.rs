@@ -137,10 +137,12 @@ fn awaits(words: &[&str]) {
         let window = comm.register_window(mem_alloc(64)?, WindowFlag::DEFAULT)?.unwrap();
         comm.barrier()?;
         println!("READY");
-        while rank == 0 {
+        if rank > 0 {
+            return comm.wait_signal(&[WaitSignal::from_rank(0)]);
+        }
+        loop {
             block_on(window.put_bytes(last, 0, &[7; 64])?)?;
         }
-        comm.wait_signal(&[WaitSignal::from_rank(0)])
     };
     let error = steps().unwrap_err();
     println!("END {:?} {error}", error.ranks());
