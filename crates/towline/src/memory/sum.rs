@@ -1,13 +1,11 @@
 //! Sums of several memories, written to several: each line is read once, added up in registers, and written once.
 #![allow(unsafe_code, reason = "adds and copies bytes through raw pointers")]
 
-use super::{Dtype, bytes};
-
-/// The bytes that are added up at a time.
-const LINE: usize = 64;
+use super::Dtype;
 
 /// Memory that a sum is written to.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "there is machine code for x86-64 only"))]
 pub(crate) struct Target {
     pub(crate) at: *mut u8,
     /// The bytes go around the cache, where they lie so that they can.
@@ -32,7 +30,7 @@ pub(crate) fn can_sum(dtype: Dtype) -> bool {
 /// around. Nothing, and `false`, where it [cannot](can_sum).
 ///
 /// Somebody else may be writing the sources or the targets meanwhile: which bytes are taken or arrive is then unspecified, byte by
-/// byte, and nothing else is. All of it is loaded and stored by machine code that takes what it finds, as by [`bytes::copy`]. What
+/// byte, and nothing else is. All of it is loaded and stored by machine code that takes what it finds, as by [`bytes::copy`](super::bytes::copy). What
 /// was written is visible to who sees a release store that follows.
 ///
 /// A target may be one of the sources. Where memories overlap otherwise, what arrives there is unspecified.
@@ -66,7 +64,11 @@ mod x86 {
         _mm256_castps_si256, _mm256_castsi256_pd, _mm256_castsi256_ps,
     };
 
-    use super::{LINE, Target, bytes};
+    use super::Target;
+    use crate::memory::bytes;
+
+    /// The bytes that are added up at a time.
+    const LINE: usize = 64;
 
     /// How many of a kind are added up without a loop over them.
     const FEW: usize = 2;
