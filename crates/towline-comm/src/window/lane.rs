@@ -28,7 +28,8 @@ pub(crate) type Start = Box<dyn FnOnce() -> Result<Transfer> + Send>;
 pub(crate) type Step = Box<dyn FnOnce() -> Result<u64> + Send>;
 
 pub(crate) enum Task {
-    /// A transfer that may run beside its neighbours.
+    /// A transfer that may run beside its neighbours. One that waits for its turn while another does not reach the rank in time is not
+    /// begun: its own limit would come on top.
     Beside(Start, Completion),
     /// A transfer that begins when everything before it has ended, under the same rules as a step.
     Behind(Start, Completion),
@@ -178,11 +179,20 @@ impl Lane {
         error
     }
 
+    /// Starts a transfer, unless the rank was not reached since somebody asked for it.
+    fn begin(&self, number: u64, start: Start) -> Result<Transfer> {
+        let lost = |failure: &&Failure| {
+            number < failure.known_from && matches!(failure.error.kind(), Kind::Timeout | Kind::Disconnected)
+        };
+        let error = self.lock().failures.iter().find(lost).map(|failure| failure.error.clone());
+        error.map_or_else(start, Err)
+    }
+
     fn run(&self) {
         let mut in_flight: VecDeque<(Transfer, Completion)> = VecDeque::new();
         loop {
             match self.next(in_flight.is_empty()) {
-                Some((_, Task::Beside(start, done))) => match start() {
+                Some((number, Task::Beside(start, done))) => match self.begin(number, start) {
                     Ok(transfer) => {
                         in_flight.push_back((transfer, done));
                         if in_flight.len() == IN_FLIGHT {
@@ -228,7 +238,10 @@ impl Lane {
             shown = shows;
         };
         if shown {
-            self.show(AccessWait::Done);
+            // In one step: who comes to its limit now must not find a rank that waits for nobody.
+            let missed = |error: &towline::Error| matches!(error.kind(), Kind::Timeout | Kind::Disconnected);
+            let in_vain = outcome.as_ref().is_err_and(missed);
+            self.show(if in_vain { AccessWait::InVain } else { AccessWait::Done });
         }
         let outcome = outcome.map(|()| transfer.value().unwrap_or(0));
         let outcome = outcome.map_err(|error| Error::from(error).about([self.peer]).during(done.op()));
@@ -257,5 +270,57 @@ impl Lane {
             .wait_timeout_while(state, within, |state| !state.queue.is_empty() || state.active > 0)
             .unwrap_or_else(PoisonError::into_inner);
         state.queue.is_empty() && state.active == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::window::Operation;
+
+    /// Transfers that wait for their turn until all are there; each fails so. How many were begun, and how they ended.
+    fn begun_of(kind: Kind) -> (usize, Vec<Kind>) {
+        let lane = Arc::new(Lane::new(1, Weak::new()));
+        let (all_there, begun) = (Arc::new(Barrier::new(2)), Arc::new(AtomicUsize::new(0)));
+        let operation = || Operation::toward(1, Weak::new(), "put", Duration::from_secs(60));
+        let (first, done) = operation();
+        let there = Arc::clone(&all_there);
+        let step = Box::new(move || {
+            there.wait();
+            Ok(0)
+        });
+        lane.push(Task::After(step, done));
+        let mut operations = Vec::new();
+        for _ in 0..3 {
+            let (one, done) = operation();
+            let begun = Arc::clone(&begun);
+            let start = Box::new(move || {
+                begun.fetch_add(1, Ordering::Relaxed);
+                Err(Error::new(kind, "put", "it fails"))
+            });
+            lane.push(Task::Beside(start, done));
+            operations.push(one);
+        }
+        all_there.wait();
+        first.wait().unwrap();
+        let ends = operations.iter().map(|one| one.wait().unwrap_err().kind()).collect();
+        (begun.load(Ordering::Relaxed), ends)
+    }
+
+    #[test]
+    fn what_waits_for_its_turn_to_a_rank_that_does_not_answer_ends_with_what_was_before_it() {
+        for kind in [Kind::Timeout, Kind::Disconnected] {
+            assert_eq!(begun_of(kind), (1, vec![kind; 3]));
+        }
+    }
+
+    #[test]
+    fn what_waits_for_its_turn_is_begun_whatever_else_was_wrong_before_it() {
+        assert_eq!(begun_of(Kind::Stale), (3, vec![Kind::Stale; 3]));
     }
 }
