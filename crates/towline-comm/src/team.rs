@@ -7,6 +7,7 @@
 mod blame;
 mod channel;
 mod farewell;
+mod inquiry;
 mod layout;
 mod link;
 mod record;
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 use towline::{Access, Endpoint, Patience, Registered, SharedStorage, Ticket};
 
 use self::channel::Channel;
-pub(crate) use self::channel::Pipes;
+pub(crate) use self::channel::{Pipes, Sum};
 use self::layout::Layout;
 use self::link::Links;
 use self::round::{Progress, lost};
@@ -38,6 +39,9 @@ pub(crate) const MOST_GATHERED: usize = 1 << 20;
 
 /// How long a rank that leaves waits until what it sent to far ranks has arrived.
 const SETTLE: Duration = Duration::from_secs(2);
+
+/// How often who may spin looks for a signal and for nothing else: for about a microsecond, in which ranks in step answer.
+const LOOKS: usize = 100;
 
 /// What all ranks of a team agree on, and how long they wait.
 #[derive(Debug, Clone)]
@@ -129,6 +133,8 @@ pub(crate) struct Team {
     /// Whether all ranks share memory with all others, as all of them know: what rides along with an announcement is then
     /// read where its rank has it.
     all_near: AtomicBool,
+    /// How often a wait for a signal looks at its counter before it waits in earnest.
+    looks: usize,
 }
 
 impl Team {
@@ -155,7 +161,9 @@ impl Team {
             return Err(farewell::part(&endpoint, &region, &layout, rank, remotes.iter(), error));
         }
         let links = Links::new(&endpoint, region, layout, rank, remotes, options.timeout)?;
+        let looks = if options.patience.spin.is_zero() { 1 } else { LOOKS };
         let team = Arc::new(Team {
+            looks,
             options,
             links,
             channels: (0..nranks).map(|_| Channel::default()).collect(),
@@ -200,28 +208,65 @@ impl Team {
     ///
     /// What this thread has written into a near peer's memory before is visible to who sees the counter, and so is what
     /// was written to a far one by transfers that have ended.
+    #[inline]
     pub(crate) fn signal(&self, peer: usize, context: u32, index: u32, add: u64) -> Result<()> {
         const OP: &str = "signal";
         self.working(OP)?;
         if peer >= self.nranks() {
             return Err(self.no_such_rank(OP, peer));
         }
-        let counter = self.links.layout.signal(self.rank(), context, index).ok_or_else(|| {
-            let (contexts, signals) = (self.options.contexts, self.options.signals);
-            let message = format!(
-                "there is no signal {index} of context {context}: there are {contexts} contexts of {signals}"
-            );
-            Error::invalid(OP, message)
-        })?;
+        let Some(counter) = self.links.layout.signal(self.rank(), context, index) else {
+            return Err(self.no_such_signal(OP, context, index));
+        };
         self.links.add(peer, counter, add).map_err(|error| lost(OP, peer, &error))
     }
 
     /// How far that rank has raised its counter here; 0 for a counter that does not exist.
     pub(crate) fn signals(&self, from: usize, context: u32, index: u32) -> u64 {
         let counter = self.links.layout.signal(from, context, index);
-        counter.and_then(|counter| self.links.region.load(counter).ok()).unwrap_or_default()
+        counter.map_or(0, |counter| self.raised(counter))
     }
 
+    #[inline]
+    fn raised(&self, counter: usize) -> u64 {
+        self.links.region.load(counter).unwrap_or_default()
+    }
+
+    /// Waits until that rank has raised its counter here so far. Where ranks may spin, most such waits end before anything
+    /// but the counter is looked at.
+    #[inline]
+    pub(crate) fn wait_raised(
+        &self,
+        op: &'static str,
+        (from, context, index): (usize, u32, u32),
+        level: u64,
+    ) -> Result<()> {
+        if from >= self.nranks() {
+            return Err(self.no_such_rank(op, from));
+        }
+        let Some(counter) = self.links.layout.signal(from, context, index) else {
+            return Err(self.no_such_signal(op, context, index));
+        };
+        for _ in 0..self.looks {
+            if self.raised(counter) >= level {
+                return Ok(());
+            }
+            // Where two ranks share a core, each look is time that the other does not have.
+            std::hint::spin_loop();
+        }
+        self.wait(op, || vec![from], || (self.raised(counter) >= level).then_some(()))
+    }
+
+    #[cold]
+    fn no_such_signal(&self, op: &'static str, context: u32, index: u32) -> Error {
+        let (contexts, signals) = (self.options.contexts, self.options.signals);
+        let message = format!(
+            "there is no signal {index} of context {context}: there are {contexts} contexts of {signals}"
+        );
+        Error::invalid(op, message)
+    }
+
+    #[cold]
     fn no_such_rank(&self, op: &'static str, peer: usize) -> Error {
         Error::invalid(op, format!("there is no rank {peer} among {}", self.nranks()))
     }

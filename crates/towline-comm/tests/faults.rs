@@ -151,3 +151,17 @@ fn a_rank_that_aborts_at_a_random_moment_is_named_by_all_others() {
     try_all(Fault::Abort, "Near", 8);
     try_all(Fault::Abort, "Far", 5);
 }
+
+#[test]
+fn a_stopped_rank_whose_memory_is_awaited_as_a_future_is_named_and_not_the_one_that_awaits() {
+    let what = "an awaited put";
+    let _watchdog = watchdog::watch(what.to_owned(), LONG);
+    let id = get_unique_id().unwrap();
+    let mut ranks: Vec<Rank> = (0..3).map(|rank| Rank::start(&format!("await Far 3 {rank} {id}"))).collect();
+    ranks.iter_mut().for_each(|rank| drop(rank.says("READY", what)));
+    kill_process(Pid::from_child(ranks[2].child()), Signal::STOP).unwrap();
+    for rank in &mut ranks[..2] {
+        let end = rank.says("END", what);
+        assert!(end.starts_with("[2] "), "{end}");
+    }
+}

@@ -69,7 +69,10 @@ pub use memory::{
     Place, ReduceOp, SharedStorage, Storage, StorageKind, SystemStorage, create_buffer,
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
-pub use region::{Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned};
+pub use region::{
+    Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, Stretch,
+    can_sum, sum,
+};
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};
 pub use tls::Tls;

@@ -45,6 +45,7 @@ mod pinning;
 pub(crate) mod reduce;
 mod segment;
 mod shared;
+pub(crate) mod sum;
 mod system;
 
 pub use arena::{Arena, ArenaBuffer};

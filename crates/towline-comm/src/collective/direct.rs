@@ -1,13 +1,13 @@
 //! Collectives in which every rank reads and writes the others' memory.
 //!
-//! A reduction is cut into one share per rank. Its owner reads the share from every rank, combines in private memory,
-//! and writes the result to every rank that wants it: each byte is read once where it is and written once where it
-//! goes, and nobody but the owner touches a share, so that forms in place need no care. Data that is only moved goes
+//! A reduction is cut into one share per rank. Its owner reads the share from every rank, combines in private memory, or
+//! in registers where it is a sum, and writes the result to every rank that wants it: each byte is read once where it is
+//! and written once where it goes, and nobody but the owner touches a share, so that forms in place need no care. Data that is only moved goes
 //! from memory to memory by whoever receives it (by the sender in a gather, so that all of them work at once).
 
 use std::sync::Arc;
 
-use towline::Pinned;
+use towline::{Pinned, Stretch};
 
 use super::choice::Kind;
 use super::run::{Run, STEP, share, steps};
@@ -61,6 +61,15 @@ impl Part {
         match self {
             Part::Mine(memory) => memory.stream_at(offset, from),
             Part::Theirs { rank, pinned, base } => of(*rank, pinned.stream_at(base + offset, from)),
+            Part::Unneeded => Err(unneeded()),
+        }
+    }
+
+    /// It from that offset on, for a sum where it is.
+    fn stretch(&self, offset: usize) -> Result<Stretch<'_>> {
+        match self {
+            Part::Mine(memory) => Ok(Stretch::Own(memory.span()?, offset)),
+            Part::Theirs { pinned, base, .. } => Ok(Stretch::Pinned(pinned, base + offset)),
             Part::Unneeded => Err(unneeded()),
         }
     }
@@ -140,6 +149,11 @@ pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
     let (block, root) = (job.block, job.root);
     let long = run.is_long();
     match (job.kind, &job.send, &job.recv) {
+        (Kind::AllReduce, ..) if run.sums_in_place() => {
+            // Starting with the next rank spreads the writers over the readers' memory.
+            let targets: Vec<&Part> = (1..=nranks).map(|places| &reach.recv[run.after(places)]).collect();
+            sum(run, &reach.send, &targets)
+        }
         (Kind::AllReduce, ..) => combine(run, &reach.send, Share::OfEverything, |at, result| {
             // Starting with the next rank spreads the writers over the readers' memory.
             (1..=nranks).try_for_each(|places| {
@@ -147,6 +161,7 @@ pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
                 if long { part.stream(at, result) } else { part.write(at, result) }
             })
         }),
+        (Kind::Reduce, ..) if run.sums_in_place() => sum(run, &reach.send, &[&reach.recv[root]]),
         (Kind::Reduce, ..) => {
             combine(run, &reach.send, Share::OfEverything, |at, result| reach.recv[root].write(at, result))
         }
@@ -166,6 +181,20 @@ pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
         }),
         _ => Ok(()),
     }
+}
+
+/// Adds up this rank's share where everybody has it, and writes it where everybody wants it.
+fn sum(run: &Run<'_>, sources: &[Part], targets: &[&Part]) -> Result<()> {
+    let (dtype, size) = (run.job.dtype, run.job.dtype.size());
+    let mine = share(run.job.elements(), PAGE / size, run.nranks, run.rank);
+    for part in steps(mine.len(), STEP / size) {
+        let at = (mine.start + part.start) * size;
+        let from = sources.iter().map(|part| part.stretch(at)).collect::<Result<Vec<_>>>()?;
+        let into = targets.iter().map(|part| Ok((part.stretch(at)?, run.is_long())));
+        // BYTES MOVE HERE
+        towline::sum(dtype, &from, &into.collect::<Result<Vec<_>>>()?, part.len() * size)?;
+    }
+    Ok(())
 }
 
 /// Which elements this rank combines.

@@ -7,7 +7,7 @@ use towline::Kind as ErrorKind;
 
 use super::job::Job;
 use crate::team::Team;
-use crate::{Error, Memory, Result};
+use crate::{Error, Memory, Op, Result};
 
 /// The bytes that one step moves: small enough that scratch memory stays in the second-level cache, large enough that
 /// waking the other side does not show. Measured from 16 KiB to 512 KiB with 2 and 4 ranks: half of a ring or all of it.
@@ -67,9 +67,19 @@ impl Run<'_> {
         self.job.elements() * self.job.dtype.size() >= LONG
     }
 
+    /// Whether the elements can be added up where they are, by one pass.
+    pub(super) fn sums_in_place(&self) -> bool {
+        self.job.op == Op::Sum && towline::can_sum(self.job.dtype)
+    }
+
     /// What this rank sends.
     pub(super) fn sent(&self) -> Result<&Memory> {
         self.expect(&self.job.send)
+    }
+
+    /// What this rank receives.
+    pub(super) fn received(&self) -> Result<&Memory> {
+        self.expect(&self.job.recv)
     }
 
     fn expect<'m>(&self, memory: &'m Option<Cow<'_, Memory>>) -> Result<&'m Memory> {

@@ -1,23 +1,46 @@
-//! Who is to blame when a rank has waited in vain: not those that are themselves held up.
+//! Who is to blame when a rank has waited in vain: not those that are themselves held up (pure).
 //!
 //! A rank that has waited for a while publishes for whom, and shows by a beat that it is not stopped. Who comes to its limit
-//! follows these words from rank to rank, until it finds ranks that wait for nobody or give no answer.
+//! follows these words from rank to rank, until it finds ranks that wait for nobody or give no answer. What the others say is
+//! gathered while the wait lasts ([`inquiry`](super::inquiry)), so that the verdict costs no time beyond the limit.
 
-use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::Team;
+use super::layout::{STATE_BEAT, STATE_ROUND, STATE_WAITS};
 use super::waiting::LOOK;
 
 /// The shortest and the longest time in which the ranks that are asked must answer. One that does not is taken for stopped,
 /// so that it is generous: on a machine with ten times as many threads as cores a living one takes most of a second.
-const ASK: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(3));
+const ANSWER: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(3));
 
-/// How often a rank that waits is given time to beat before it counts as stopped.
-const BEATS: usize = 6;
+/// For how long a rank that waits must not have beaten before it counts as stopped.
+const STILL: Duration = LOOK.saturating_mul(6);
+
+/// How much longer than to its limit a wait may last where the last ranks were found too late to have answered.
+const GRACE: Duration = Duration::from_millis(250);
+
+/// When a wait asks the others, and until when it knows whom it has waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Schedule {
+    /// How long a rank has to answer.
+    pub(super) answer: Duration,
+    /// How long a wait has lasted when it begins to ask: early enough for an answer within its limit.
+    pub(super) ask: Duration,
+    /// How long it has lasted when it names whom it has to, whatever it knows.
+    pub(super) end: Duration,
+}
+
+impl Schedule {
+    pub(super) fn new(limit: Duration) -> Schedule {
+        let answer = (limit / 2).clamp(ANSWER.0, ANSWER.1);
+        let ask = limit.saturating_sub(answer + 2 * LOOK);
+        // A limit below the shortest time for an answer is not enough to tell the slow from the stopped.
+        Schedule { answer, ask, end: (limit + GRACE).max(ask + STILL) }
+    }
+}
 
 /// For whom a rank waits, as it is published in one word: the first few ranks, and whether it has given up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Waits(u64);
 
 impl Waits {
@@ -69,7 +92,7 @@ impl Waits {
 }
 
 /// What a rank publishes about itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct State {
     /// The round that it has entered last.
     round: u64,
@@ -79,41 +102,126 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(round: u64, waits: u64, beat: u64) -> State {
-        State { round, waits: Waits::from_word(waits), beat }
+    /// Puts a state together from its words.
+    pub(super) fn of(word: impl Fn(usize) -> Option<u64>) -> Option<State> {
+        let waits = Waits::from_word(word(STATE_WAITS)?);
+        Some(State { round: word(STATE_ROUND)?, waits, beat: word(STATE_BEAT)? })
+    }
+}
+
+/// What is known of one rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Known {
+    /// When it was asked first.
+    asked: Option<Instant>,
+    /// What it said last, and when.
+    said: Option<(State, Instant)>,
+    /// When it first said so.
+    since: Option<Instant>,
+    /// It had said something else before.
+    changed: bool,
+}
+
+impl Known {
+    pub(super) fn ask(&mut self, now: Instant) {
+        self.asked.get_or_insert(now);
+    }
+
+    pub(super) fn hear(&mut self, state: State, now: Instant) {
+        match self.said {
+            Some((before, _)) if before == state => {}
+            before => (self.since, self.changed) = (Some(now), before.is_some()),
+        }
+        self.said = Some((state, now));
+    }
+
+    /// What it says; `None` where it has not answered for longer than it may take.
+    pub(super) fn state(&self, answer: Duration, now: Instant) -> Option<State> {
+        self.said.filter(|(_, at)| now.saturating_duration_since(*at) < answer).map(|(state, _)| state)
+    }
+
+    /// Whether it has answered, or has had the time to.
+    fn is_sure(&self, answer: Duration, now: Instant) -> bool {
+        let had_time = |asked: Instant| now.saturating_duration_since(asked) >= answer;
+        self.state(answer, now).is_some() || self.asked.is_some_and(had_time)
+    }
+
+    /// Whether it beats; `None` where it was not looked at for long enough.
+    fn beats(&self, now: Instant) -> Option<bool> {
+        let same = now.saturating_duration_since(self.since?);
+        if same >= STILL { Some(false) } else { self.changed.then_some(true) }
     }
 }
 
 /// What is known of the ranks for which this one waits, and of those for which they wait.
-struct Chain {
-    /// By rank; outside: not asked, inside: no answer.
-    states: Vec<Option<Option<State>>>,
-    /// Those that were asked, in the order in which they were found.
+pub(super) struct Chain<'k> {
+    known: &'k [Known],
+    /// Those of the chain, in the order in which they were found.
     found: Vec<usize>,
+    answer: Duration,
+    now: Instant,
 }
 
-impl Chain {
-    /// The ranks that wait for nobody, or give no answer.
-    fn ends(&self) -> Vec<usize> {
-        let ends = |peer: &usize| self.state(*peer).is_none_or(|state| state.waits == Waits::NOBODY);
-        self.found.iter().copied().filter(ends).collect()
+impl<'k> Chain<'k> {
+    /// Follows from rank to rank what they say, from those that this one (`own`) misses on.
+    pub(super) fn new(
+        known: &'k [Known],
+        own: usize,
+        wanted: &[usize],
+        answer: Duration,
+        now: Instant,
+    ) -> Chain<'k> {
+        let mut chain = Chain { known, found: Vec::new(), answer, now };
+        let mut next: Vec<usize> = wanted.to_vec();
+        next.sort_unstable();
+        let mut at = 0;
+        while let Some(peer) = next.get(at).copied() {
+            at += 1;
+            if peer < known.len() && peer != own && !chain.found.contains(&peer) {
+                chain.found.push(peer);
+                next.extend(chain.state(peer).into_iter().flat_map(|state| state.waits.ranks()));
+            }
+        }
+        chain
+    }
+
+    /// The ranks of the chain.
+    pub(super) fn found(&self) -> &[usize] {
+        &self.found
     }
 
     fn state(&self, peer: usize) -> Option<State> {
-        self.states[peer].flatten()
+        self.known[peer].state(self.answer, self.now)
     }
 
-    /// Those that wait still, as far as they say, and would beat.
-    fn beating(&self) -> Vec<usize> {
-        let beats = |peer: &usize| self.state(*peer).is_some_and(|state| state.waits.beats());
-        self.found.iter().copied().filter(beats).collect()
+    fn those(&self, which: impl Fn(usize) -> bool) -> Vec<usize> {
+        self.found.iter().copied().filter(|peer| which(*peer)).collect()
+    }
+
+    /// Who has kept this rank waiting; `None` where that may be known a little later. Empty where nobody is to blame more
+    /// than the others.
+    pub(super) fn culprits(&self, own: State, last: bool) -> Option<Vec<usize>> {
+        if !last && !self.found.iter().all(|peer| self.known[*peer].is_sure(self.answer, self.now)) {
+            return None;
+        }
+        // The ranks that wait for nobody, or give no answer.
+        let ends = self.those(|peer| self.state(peer).is_none_or(|state| state.waits == Waits::NOBODY));
+        if !ends.is_empty() {
+            return Some(ends);
+        }
+        // Everybody says that it waits: one that was stopped in a wait says so for ever, but does not beat.
+        let beats = |peer: usize| self.known[peer].beats(self.now);
+        let beating = self.those(|peer| self.state(peer).is_some_and(|state| state.waits.beats()));
+        if !last && beating.iter().any(|peer| beats(*peer).is_none()) {
+            return None;
+        }
+        let still: Vec<usize> = beating.into_iter().filter(|peer| beats(*peer) != Some(true)).collect();
+        Some(if still.is_empty() { self.laggards(own) } else { still })
     }
 
     /// Of ranks that all wait for each other: who has given up, else who is the furthest behind. Empty where nobody is.
     fn laggards(&self, own: State) -> Vec<usize> {
-        let these = |which: &dyn Fn(State) -> bool| -> Vec<usize> {
-            self.found.iter().copied().filter(|peer| self.state(*peer).is_some_and(which)).collect()
-        };
+        let these = |which: &dyn Fn(State) -> bool| self.those(|peer| self.state(peer).is_some_and(which));
         let gave_up = these(&|state| state.waits.is_in_vain());
         let least = |of: &[usize]| of.iter().filter_map(|peer| Some(self.state(*peer)?.round)).min();
         if !gave_up.is_empty() {
@@ -123,78 +231,6 @@ impl Chain {
         }
         let behind = least(&self.found);
         these(&|state| Some(state.round) == behind && state.round < own.round)
-    }
-}
-
-impl Team {
-    /// Who has kept this rank waiting, of those that it misses and those that they miss in turn. Takes a while where
-    /// somebody does not answer.
-    pub(super) fn culprits(&self, wanted: &[usize]) -> Vec<usize> {
-        let chain = self.chain(wanted);
-        let mut culprits = chain.ends();
-        if culprits.is_empty() {
-            culprits = self.break_circle(&chain);
-        }
-        if culprits.is_empty() {
-            culprits = wanted.iter().copied().filter(|peer| *peer < self.nranks()).collect();
-        }
-        // Who waits for something of its own as well has itself to blame for that.
-        culprits.extend(wanted.iter().copied().filter(|peer| *peer == self.rank()));
-        culprits.sort_unstable();
-        culprits.dedup();
-        culprits
-    }
-
-    fn chain(&self, wanted: &[usize]) -> Chain {
-        let mut chain = Chain { states: vec![None; self.nranks()], found: Vec::new() };
-        chain.states[self.rank()] = Some(None);
-        let mut next: Vec<usize> = wanted.to_vec();
-        loop {
-            next.sort_unstable();
-            next.dedup();
-            next.retain(|peer| *peer < self.nranks() && chain.states[*peer].is_none());
-            if next.is_empty() || self.failure().is_some() {
-                return chain;
-            }
-            for (peer, state) in next.iter().zip(self.states_of(&next)) {
-                chain.states[*peer] = Some(state);
-                chain.found.push(*peer);
-            }
-            let waits = |peer: usize| chain.state(peer).map(|state| state.waits.ranks());
-            next = next.iter().filter_map(|peer| waits(*peer)).flatten().collect();
-        }
-    }
-
-    fn states_of(&self, peers: &[usize]) -> Vec<Option<State>> {
-        let within = (self.options.timeout / 2).clamp(ASK.0, ASK.1);
-        self.links.states_of(peers, within, || self.links.beat())
-    }
-
-    /// Who is to blame where everybody says that it waits: one that was stopped in a wait says so for ever, but does not
-    /// beat.
-    fn break_circle(&self, chain: &Chain) -> Vec<usize> {
-        let mut still = chain.beating();
-        for _ in 0..BEATS {
-            if still.is_empty() || self.failure().is_some() {
-                break;
-            }
-            thread::sleep(LOOK);
-            self.links.beat();
-            let now = self.states_of(&still);
-            let same = |peer: usize, now: Option<State>| {
-                now.zip(chain.state(peer)).is_none_or(|(now, then)| now == then)
-            };
-            still = still
-                .iter()
-                .zip(now)
-                .filter(|(peer, now)| same(**peer, *now))
-                .map(|(peer, _)| *peer)
-                .collect();
-        }
-        if !still.is_empty() {
-            return still;
-        }
-        self.links.own_state().map(|own| chain.laggards(own)).unwrap_or_default()
     }
 }
 
@@ -215,25 +251,101 @@ mod tests {
         }
     }
 
-    fn chain(states: &[(u64, Waits)]) -> Chain {
-        let state =
-            |(round, waits): &(u64, Waits)| Some(Some(State { round: *round, waits: *waits, beat: 0 }));
-        Chain { states: states.iter().map(state).collect(), found: (0..states.len()).collect() }
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Ranks that have been asked for a second and say that; each beats or does not.
+    fn known(now: Instant, states: &[Option<(u64, Waits, bool)>]) -> Vec<Known> {
+        let one = |state: &Option<(u64, Waits, bool)>| {
+            let mut known = Known::default();
+            known.ask(now - SECOND);
+            for (beat, at) in [(1, now - SECOND), (2, now - SECOND / 10)] {
+                if let Some((round, waits, beats)) = *state {
+                    known.hear(State { round, waits, beat: if beats { beat } else { 1 } }, at);
+                }
+            }
+            known
+        };
+        states.iter().map(one).collect()
+    }
+
+    /// Whom the last rank blames, which waits for the first.
+    fn blamed(states: &[Option<(u64, Waits, bool)>], last: bool) -> Option<Vec<usize>> {
+        let now = Instant::now() + 10 * SECOND;
+        let mut known = known(now, states);
+        let own = known.len();
+        known.push(Known::default());
+        let chain = Chain::new(&known, own, &[0], SECOND / 2, now);
+        chain.culprits(State { round: 5, waits: Waits::on(&[0]), beat: 0 }, last)
+    }
+
+    fn waits(round: u64, peer: usize) -> Option<(u64, Waits, bool)> {
+        Some((round, Waits::on(&[peer]), true))
+    }
+
+    fn gave_up(round: u64, peer: usize) -> Option<(u64, Waits, bool)> {
+        Some((round, Waits::in_vain(&[peer]), true))
     }
 
     #[test]
     fn of_ranks_in_a_circle_who_gave_up_comes_before_who_is_behind() {
-        let own = State { round: 5, waits: Waits::on(&[0]), beat: 0 };
-        let on = |peer: usize| Waits::on(&[peer]);
-        assert_eq!(chain(&[(5, on(1)), (4, on(2)), (5, Waits::in_vain(&[0]))]).laggards(own), [2]);
-        assert_eq!(chain(&[(5, Waits::in_vain(&[1])), (4, Waits::in_vain(&[0]))]).laggards(own), [1]);
-        assert_eq!(chain(&[(5, on(1)), (4, on(2)), (5, on(0))]).laggards(own), [1]);
-        assert_eq!(chain(&[(5, on(1)), (5, on(0))]).laggards(own), [0; 0]);
+        assert_eq!(blamed(&[waits(5, 1), waits(4, 2), gave_up(5, 0)], false), Some(vec![2]));
+        assert_eq!(blamed(&[gave_up(5, 1), gave_up(4, 0)], false), Some(vec![1]));
+        assert_eq!(blamed(&[waits(5, 1), waits(4, 2), waits(5, 0)], false), Some(vec![1]));
+        assert_eq!(blamed(&[waits(5, 1), waits(5, 0)], false), Some(vec![]));
     }
 
     #[test]
     fn a_chain_ends_with_who_waits_for_nobody() {
-        let on = |peer: usize| Waits::on(&[peer]);
-        assert_eq!(chain(&[(5, on(1)), (4, on(2)), (3, Waits::NOBODY)]).ends(), [2]);
+        let idle = Some((3, Waits::NOBODY, false));
+        assert_eq!(blamed(&[waits(5, 1), waits(4, 2), idle], false), Some(vec![2]));
+    }
+
+    #[test]
+    fn a_chain_ends_with_who_gives_no_answer() {
+        assert_eq!(blamed(&[waits(5, 1), None], false), Some(vec![1]));
+    }
+
+    #[test]
+    fn one_that_waits_but_does_not_beat_is_taken_for_stopped() {
+        let stopped = Some((5, Waits::on(&[0]), false));
+        assert_eq!(blamed(&[waits(5, 1), stopped], false), Some(vec![1]));
+    }
+
+    #[test]
+    fn nobody_is_blamed_for_an_answer_that_had_no_time_to_come_unless_it_is_the_last_moment() {
+        let now = Instant::now() + 10 * SECOND;
+        let mut known = known(now, &[waits(5, 1), None]);
+        known[1] = Known::default();
+        known[1].ask(now - SECOND / 10);
+        known.push(Known::default());
+        let own = State { round: 5, waits: Waits::on(&[0]), beat: 0 };
+        let chain = Chain::new(&known, 2, &[0], SECOND / 2, now);
+        assert_eq!(chain.culprits(own, false), None);
+        assert_eq!(chain.culprits(own, true), Some(vec![1]));
+    }
+
+    #[test]
+    fn an_answer_that_is_too_old_is_none() {
+        let now = Instant::now() + 10 * SECOND;
+        let known = known(now, &[waits(5, 1), waits(5, 0)]);
+        assert!(known[0].state(SECOND / 2, now).is_some());
+        assert!(known[0].state(SECOND / 2, now + SECOND).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn whoever_is_asked_can_answer_within_the_limit(millis in 1000u64..100_000) {
+            let limit = Duration::from_millis(millis);
+            let schedule = Schedule::new(limit);
+            prop_assert!(schedule.ask + schedule.answer <= limit);
+            prop_assert!(schedule.ask + STILL <= limit);
+            prop_assert_eq!(schedule.end, limit + GRACE);
+        }
+
+        #[test]
+        fn a_short_limit_is_overrun_by_no_more_than_it_takes_to_tell_the_slow_from_the_stopped(millis in 0u64..1000) {
+            let limit = Duration::from_millis(millis);
+            prop_assert!(Schedule::new(limit).end <= limit + STILL);
+        }
     }
 }

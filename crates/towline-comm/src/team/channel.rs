@@ -8,7 +8,7 @@ mod pipes;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub(crate) use self::pipes::Pipes;
+pub(crate) use self::pipes::{Pipes, Sum};
 use super::round::lost;
 use super::{Incoming, Outgoing, Team};
 use crate::{Error, Result};

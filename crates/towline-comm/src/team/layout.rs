@@ -155,6 +155,7 @@ impl Layout {
     }
 
     /// The counter of that context and index; `None` where there is none.
+    #[inline]
     pub(super) fn signal(&self, rank: usize, context: u32, index: u32) -> Option<usize> {
         let exists = rank < self.nranks && context < self.contexts && index < self.signals;
         let number = u64::from(context) * u64::from(self.signals) + u64::from(index);

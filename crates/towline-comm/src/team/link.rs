@@ -11,13 +11,11 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use towline::{
-    Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, Span, SystemStorage, Transfer,
+    Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, Span, Stretch, SystemStorage, Transfer,
 };
 
 use super::blame::{State, Waits};
-use super::layout::{
-    ABORTED, BELL, ENTRY_HEAD, Layout, RECORD, STATE, STATE_BEAT, STATE_LEN, STATE_ROUND, STATE_WAITS,
-};
+use super::layout::{ABORTED, BELL, ENTRY_HEAD, Layout, RECORD, STATE, STATE_BEAT, STATE_LEN, STATE_WAITS};
 use super::round::lost;
 use super::waiting::LOOK;
 use super::{PAYLOAD, farewell};
@@ -69,30 +67,22 @@ impl Staging {
 
     const ZEROS: usize = 2 * (ENTRY_HEAD + PAYLOAD);
     const RECORD: usize = Staging::ZEROS + 64;
-    const LOOK: usize = Staging::RECORD + RECORD;
-
-    /// Where the state of a rank is read to.
-    fn look(peer: usize) -> usize {
-        Staging::LOOK + peer * STATE_LEN
-    }
 
     /// Where the copies of the rings start.
-    fn rings(nranks: usize) -> usize {
-        Staging::look(nranks).next_multiple_of(4096)
-    }
+    const RINGS: usize = (Staging::RECORD + RECORD).next_multiple_of(4096);
 }
 
 /// The ways to all ranks.
 pub(super) struct Links {
     pub(super) rank: usize,
     pub(super) layout: Layout,
+    /// All of the region.
+    pub(super) own: Span,
     pub(super) region: Registered<SharedStorage>,
     endpoint: Endpoint,
     links: Vec<Link>,
     staging: Option<Staging>,
     limits: Limits,
-    /// Held while the states of far ranks are read.
-    looking: Mutex<()>,
     /// What is published of whom this rank waits for.
     waits: AtomicU64,
 }
@@ -108,7 +98,6 @@ impl Links {
         timeout: Duration,
     ) -> Result<Links> {
         let mut far = 0;
-        let rings = Staging::rings(remotes.len());
         let mut links = Vec::with_capacity(remotes.len());
         let mut rest = remotes.into_iter();
         while let Some(remote) = rest.next() {
@@ -122,7 +111,7 @@ impl Links {
                         far += 1;
                         Link::Far(Box::new(Far {
                             remote,
-                            ring: rings + (far - 1) * layout.ring_len(),
+                            ring: Staging::RINGS + (far - 1) * layout.ring_len(),
                             unseen: Mutex::default(),
                             broken: OnceLock::new(),
                         }))
@@ -138,18 +127,18 @@ impl Links {
         let staging = if far == 0 {
             None
         } else {
-            let storage = SystemStorage::new(rings + far * layout.ring_len())?;
+            let storage = SystemStorage::new(Staging::RINGS + far * layout.ring_len())?;
             Some(Staging(endpoint.register(storage, towline::Access::NONE)?))
         };
         Ok(Links {
             rank,
             layout,
+            own: Span::from(&region),
             region,
             endpoint: endpoint.clone(),
             links,
             staging,
             limits: Limits::within(timeout),
-            looking: Mutex::default(),
             waits: AtomicU64::new(0),
         })
     }
@@ -241,6 +230,7 @@ impl Links {
     }
 
     /// Adds to one of this rank's counters in a peer's region, however many threads do so.
+    #[inline]
     pub(super) fn add(&self, peer: usize, counter: usize, add: u64) -> Result<()> {
         match &self.links[peer] {
             Link::Own => drop(self.region.fetch_add(counter, add)?),
@@ -298,6 +288,20 @@ impl Links {
         }
     }
 
+    /// This rank's ring at a near peer, from that position on.
+    pub(super) fn ring_at(&self, peer: usize, position: u64) -> Result<Stretch<'_>> {
+        let at = self.layout.ring(self.rank) + self.layout.ring_place(position).0;
+        match &self.links[peer] {
+            Link::Near { pin, .. } => Ok(Stretch::Pinned(pin, at)),
+            Link::Own | Link::Far(_) => Err(not_near()),
+        }
+    }
+
+    /// The ring of a peer here, from that position on.
+    pub(super) fn ring_of(&self, peer: usize, position: u64) -> Stretch<'_> {
+        Stretch::Own(&self.own, self.layout.ring(peer) + self.layout.ring_place(position).0)
+    }
+
     /// The most bytes that one push takes.
     pub(super) fn chunk(&self, peer: usize) -> usize {
         let untold = self.layout.untold();
@@ -330,57 +334,38 @@ impl Links {
         Ok(sent)
     }
 
-    /// What those ranks publish about themselves, in their order; `None` for one from which it cannot be learnt within that
-    /// time. Calls `meanwhile` now and then.
-    pub(super) fn states_of(
+    /// The landing of answers to [`ask`](Self::ask), for all ranks; `None` where no rank is far.
+    pub(super) fn landing(&self) -> Option<Registered<SystemStorage>> {
+        self.has_far().then_some(())?;
+        let storage = SystemStorage::new(self.nranks() * STATE_LEN).ok()?;
+        self.endpoint.register(storage, towline::Access::NONE).ok()
+    }
+
+    /// Reads the state of a far rank into its place in the landing.
+    pub(super) fn ask(
         &self,
-        peers: &[usize],
+        peer: usize,
+        landing: &Registered<SystemStorage>,
         within: Duration,
-        meanwhile: impl Fn(),
-    ) -> Vec<Option<State>> {
-        /// How long it waits for answers between two calls.
-        const SLICE: Duration = Duration::from_millis(50);
-        let _alone = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-        let asked: Vec<Result<Option<Transfer>>> = peers.iter().map(|peer| self.ask(*peer, within)).collect();
-        let until = Instant::now() + within;
-        let answer = |(peer, asked): (&usize, Result<Option<Transfer>>)| {
-            let Some(transfer) = asked.ok()? else { return self.look_at(*peer) };
-            loop {
-                let left = until.saturating_duration_since(Instant::now());
-                match transfer.wait_for(left.min(SLICE)) {
-                    Some(ended) => return ended.ok().and_then(|()| self.look_at(*peer)),
-                    None if left.is_zero() => return None,
-                    None => meanwhile(),
-                }
-            }
-        };
-        peers.iter().zip(asked).map(answer).collect()
+    ) -> Result<Transfer> {
+        let Link::Far(far) = &self.links[peer] else { return Err(not_far()) };
+        let at = (peer * STATE_LEN) as u64;
+        let request = self.endpoint.read(&far.remote, landing).at(STATE as u64, at, STATE_LEN as u64);
+        Ok(request.within(within).start()?)
     }
 
-    /// Reads the state of a far rank into the staging memory.
-    fn ask(&self, peer: usize, within: Duration) -> Result<Option<Transfer>> {
-        let Link::Far(far) = &self.links[peer] else { return Ok(None) };
-        let request = self.endpoint.read(&far.remote, &self.staging()?.0).at(
-            STATE as u64,
-            Staging::look(peer) as u64,
-            STATE_LEN as u64,
-        );
-        Ok(Some(request.within(within).start()?))
+    /// The state of a far rank, as its answer says.
+    pub(super) fn answer_of(peer: usize, landing: &Registered<SystemStorage>) -> Option<State> {
+        State::of(|at| landing.load(peer * STATE_LEN + at - STATE).ok())
     }
 
-    /// The state of a rank: a near one's where it is, a far one's where it was read to.
-    fn look_at(&self, peer: usize) -> Option<State> {
-        let word = |at: usize| match &self.links[peer] {
-            Link::Own => self.region.load(at).ok(),
-            Link::Near { pin, .. } => pin.load(at).ok(),
-            Link::Far(_) => self.staging.as_ref()?.0.load(Staging::look(peer) + at - STATE).ok(),
-        };
-        Some(State::new(word(STATE_ROUND)?, word(STATE_WAITS)?, word(STATE_BEAT)?))
-    }
-
-    /// What this rank publishes about itself.
-    pub(super) fn own_state(&self) -> Option<State> {
-        self.look_at(self.rank)
+    /// The state of a rank where it is; `None` where it is far, or cannot be read.
+    pub(super) fn look_at(&self, peer: usize) -> Option<State> {
+        match &self.links[peer] {
+            Link::Own => State::of(|at| self.region.load(at).ok()),
+            Link::Near { pin, .. } => State::of(|at| pin.load(at).ok()),
+            Link::Far(_) => None,
+        }
     }
 
     /// Publishes for whom this rank waits.
@@ -389,6 +374,15 @@ impl Links {
         if self.waits.load(Ordering::Relaxed) != waits.word() {
             self.waits.store(waits.word(), Ordering::Relaxed);
             let _ = self.region.store(STATE_WAITS, waits.word());
+        }
+    }
+
+    /// [`publish`](Self::publish) where that is what was published last.
+    pub(super) fn replace(&self, before: Waits, after: Waits) {
+        let (before, after) = (before.word(), after.word());
+        let order = Ordering::Relaxed;
+        if self.waits.compare_exchange(before, after, order, order).is_ok() {
+            let _ = self.region.compare_swap(STATE_WAITS, before, after);
         }
     }
 
@@ -409,6 +403,7 @@ impl Links {
     }
 
     /// Wakes a peer that sleeps. That it is gone is seen elsewhere: it may have left in order after what it was told.
+    #[inline]
     pub(super) fn wake(&self, peer: usize) {
         match &self.links[peer] {
             Link::Own => drop(self.region.wake(BELL)),
@@ -525,6 +520,10 @@ impl Links {
 /// Whether an error of that kind means that a rank did not answer.
 pub(super) fn is_missing(kind: Kind) -> bool {
     matches!(kind, Kind::Timeout | Kind::Disconnected)
+}
+
+fn not_far() -> Error {
+    Error::new(Kind::Internal, "team", "a rank that shares its memory was asked over a socket")
 }
 
 fn not_near() -> Error {

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use towline::{Endpoint, Kind, Patience, Remote, Routing, Ticket, Transfer};
 
-use super::blame::Waits;
+use super::blame::{Schedule, Waits};
+use super::inquiry::Inquiry;
 use super::layout::{ABORTED, BELL, RECORD};
 use super::link::is_missing;
 use super::{Team, record};
@@ -17,8 +18,11 @@ pub(super) const LOOK: Duration = Duration::from_millis(100);
 /// How often a waiter that may spin looks before it looks at the clock: ranks in step wait for less than the clock takes.
 const LOOKS: usize = 16;
 
-/// How long the one that gives up waits until the others have been told.
-const TELL: Duration = Duration::from_millis(500);
+/// How often a waiter looks that has come to its limit and does not know yet because of whom.
+const LATE: Duration = Duration::from_millis(20);
+
+/// How long the one that gives up waits until the others have been told; what is on its way then goes on.
+const TELL: Duration = Duration::from_millis(200);
 
 /// A waiter that has slept once does not spin again.
 const NO_PATIENCE: Patience = Patience { spin: Duration::ZERO, yielding: Duration::ZERO };
@@ -43,7 +47,10 @@ impl Team {
         let links = &self.links;
         let mut patience = self.options.patience;
         // Who waits for this rank must find whom it waits for well before they give up.
-        let look = LOOK.min(self.options.timeout / 4);
+        let limit = self.options.timeout;
+        let look = LOOK.min(limit / 4);
+        let schedule = Schedule::new(limit);
+        let mut inquiry = None;
         let mut slice = look;
         let mut waited = Duration::ZERO;
         let mut since = None;
@@ -99,15 +106,19 @@ impl Team {
                 // Who waits for this rank waits for the dead one, and does not know it.
                 return Err(if died { self.fail(error) } else { error });
             }
-            if spent >= self.options.timeout {
-                let ranks = self.culprits(&wanted);
+            if spent >= schedule.ask {
+                let asked = inquiry.get_or_insert_with(|| Inquiry::new(links, schedule, limit));
+                asked.look(&wanted);
+            }
+            let verdict = inquiry.as_ref().filter(|_| spent >= limit);
+            if let Some(ranks) = verdict.and_then(|asked| asked.verdict(&wanted, spent >= schedule.end)) {
                 // Another rank may have come to its conclusion while this one asked.
                 self.working(op)?;
                 links.publish(Waits::in_vain(&ranks));
                 let message = format!("{} did not come in {:.3} s", named(&ranks), spent.as_secs_f64());
                 return Err(Error::new(Kind::Timeout, op, message).about(ranks));
             }
-            slice = look.min(self.options.timeout - spent);
+            slice = if spent < limit { look.min(limit - spent) } else { LATE };
         }
     }
 
@@ -173,19 +184,22 @@ impl Team {
         tracing::debug!(rank = self.rank(), %error, "gives the team up");
         let told = self.tell(&record::encode(error, self.rank()));
         let until = Instant::now() + TELL;
-        for transfer in told {
+        // Who has not come does not answer now, either.
+        for (_, transfer) in told.into_iter().filter(|(peer, _)| !error.ranks().contains(peer)) {
             if transfer.wait_for(until.saturating_duration_since(Instant::now())).is_none() {
                 break;
             }
         }
     }
 
-    /// Leaves a record with every rank that has none; returns what is on its way to far ones.
-    fn tell(&self, record: &[u8; RECORD]) -> Vec<Transfer> {
+    /// Leaves a record with every rank that has none, this one first: its own waits then end, also those that telling the others
+    /// might need. Returns what is on its way to far ones.
+    fn tell(&self, record: &[u8; RECORD]) -> Vec<(usize, Transfer)> {
         let mut told = Vec::new();
-        for peer in 0..self.nranks() {
+        for places in 0..self.nranks() {
+            let peer = (self.rank() + places) % self.nranks();
             match self.links.tell_abort(peer, record) {
-                Ok(sent) => told.extend(sent),
+                Ok(sent) => told.extend(sent.map(|sent| (peer, sent))),
                 Err(reason) => tracing::debug!(peer, %reason, "could not be told"),
             }
         }
@@ -262,6 +276,20 @@ impl Team {
             AccessWait::Lasts => self.links.held_up(&[peer]),
             AccessWait::Done => self.links.publish(Waits::NOBODY),
             AccessWait::InVain => self.links.publish(Waits::in_vain(&[peer])),
+        }
+    }
+
+    /// [`waits_for`](Self::waits_for) of a task that has no thread, beside whatever threads of this rank wait for: what they
+    /// show comes first.
+    pub(crate) fn awaits(&self, peer: usize, waits: AccessWait) {
+        let (nobody, this) = (Waits::NOBODY, Waits::on(&[peer]));
+        match waits {
+            AccessWait::Lasts => {
+                self.links.replace(nobody, this);
+                self.links.beat();
+            }
+            AccessWait::Done => self.links.replace(this, nobody),
+            AccessWait::InVain => self.links.replace(this, Waits::in_vain(&[peer])),
         }
     }
 

@@ -381,16 +381,9 @@ pub(super) fn in_lane(
 ) -> Operation {
     let (operation, done) = Operation::toward(peer, inner.weak_team(), op, inner.config.timeout);
     let about = move |error: Error| error.about([peer]).during(op);
-    let task = if core.flags().contains(WindowFlag::STRICT_ORDERING) {
-        let step = move || {
-            let transfer = start().map_err(about)?;
-            transfer.wait().map_err(|error| about(error.into()))?;
-            Ok(transfer.value().unwrap_or(0))
-        };
-        Task::After(Box::new(step), done)
-    } else {
-        Task::Beside(Box::new(move || start().map_err(about)), done)
-    };
+    let start = Box::new(move || start().map_err(about));
+    let strict = core.flags().contains(WindowFlag::STRICT_ORDERING);
+    let task = if strict { Task::Behind(start, done) } else { Task::Beside(start, done) };
     inner.lane(peer).push(task);
     operation
 }

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use towline::{Kind, Transfer};
 
-use super::operation::{Completion, Told};
-use crate::team::Team;
+use super::operation::{Completion, Told, WHILE};
+use crate::team::{AccessWait, Team};
 use crate::{Error, Result};
 
 /// How long the thread of a lane stays when it has nothing to do.
@@ -28,11 +28,28 @@ pub(crate) type Start = Box<dyn FnOnce() -> Result<Transfer> + Send>;
 pub(crate) type Step = Box<dyn FnOnce() -> Result<u64> + Send>;
 
 pub(crate) enum Task {
-    /// A transfer that may run beside its neighbours.
+    /// A transfer that may run beside its neighbours. One that waits for its turn while another does not reach the rank in time is not
+    /// begun: its own limit would come on top.
     Beside(Start, Completion),
+    /// A transfer that begins when everything before it has ended, under the same rules as a step.
+    Behind(Start, Completion),
     /// A step that begins when everything before it has ended. It ends with the first error of what was before it,
     /// unless the caller had seen that error before it asked for the step.
     After(Step, Completion),
+}
+
+impl Task {
+    fn completion(&self) -> &Completion {
+        match self {
+            Task::Beside(_, done) | Task::Behind(_, done) | Task::After(_, done) => done,
+        }
+    }
+
+    fn into_completion(self) -> Completion {
+        match self {
+            Task::Beside(_, done) | Task::Behind(_, done) | Task::After(_, done) => done,
+        }
+    }
 }
 
 /// Something that went wrong.
@@ -93,8 +110,7 @@ impl Lane {
                 let tasks = std::mem::take(&mut state.queue);
                 drop(state);
                 for (_, task) in tasks {
-                    let (Task::Beside(_, done) | Task::After(_, done)) = task;
-                    done.tell(Err(why.clone()));
+                    task.into_completion().tell(Err(why.clone()));
                 }
             }
         }
@@ -163,11 +179,20 @@ impl Lane {
         error
     }
 
+    /// Starts a transfer, unless the rank was not reached since somebody asked for it.
+    fn begin(&self, number: u64, start: Start) -> Result<Transfer> {
+        let lost = |failure: &&Failure| {
+            number < failure.known_from && matches!(failure.error.kind(), Kind::Timeout | Kind::Disconnected)
+        };
+        let error = self.lock().failures.iter().find(lost).map(|failure| failure.error.clone());
+        error.map_or_else(start, Err)
+    }
+
     fn run(&self) {
         let mut in_flight: VecDeque<(Transfer, Completion)> = VecDeque::new();
         loop {
             match self.next(in_flight.is_empty()) {
-                Some((_, Task::Beside(start, done))) => match start() {
+                Some((number, Task::Beside(start, done))) => match self.begin(number, start) {
                     Ok(transfer) => {
                         in_flight.push_back((transfer, done));
                         if in_flight.len() == IN_FLIGHT {
@@ -176,13 +201,20 @@ impl Lane {
                     }
                     Err(error) => self.ended(done, Err(error), true),
                 },
-                Some((number, Task::After(step, done))) => {
+                Some((number, task)) => {
                     while !in_flight.is_empty() {
                         self.settle_one(&mut in_flight);
                     }
-                    match self.failed_before(number) {
-                        Some(error) => self.ended(done, Err(error), false),
-                        None => self.ended(done, step(), true),
+                    match (self.failed_before(number), task) {
+                        (Some(error), task) => self.ended(task.into_completion(), Err(error), false),
+                        (None, Task::After(step, done)) => self.ended(done, step(), true),
+                        (None, Task::Beside(start, done) | Task::Behind(start, done)) => match start() {
+                            Ok(transfer) => {
+                                in_flight.push_back((transfer, done));
+                                self.settle_one(&mut in_flight);
+                            }
+                            Err(error) => self.ended(done, Err(error), true),
+                        },
                     }
                 }
                 None if in_flight.is_empty() => return,
@@ -193,9 +225,41 @@ impl Lane {
 
     fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>) {
         let Some((transfer, done)) = in_flight.pop_front() else { return };
-        let outcome = transfer.wait().map(|()| transfer.value().unwrap_or(0));
+        let mut shown = false;
+        let outcome = loop {
+            if let Some(ended) = transfer.wait_for(WHILE) {
+                break ended;
+            }
+            // Nobody else can show that this rank waits: a future has no thread.
+            let shows = self.is_awaited(&done, in_flight);
+            if shows || shown {
+                self.show(if shows { AccessWait::Lasts } else { AccessWait::Done });
+            }
+            shown = shows;
+        };
+        if shown {
+            // In one step: who comes to its limit now must not find a rank that waits for nobody.
+            let missed = |error: &towline::Error| matches!(error.kind(), Kind::Timeout | Kind::Disconnected);
+            let in_vain = outcome.as_ref().is_err_and(missed);
+            self.show(if in_vain { AccessWait::InVain } else { AccessWait::Done });
+        }
+        let outcome = outcome.map(|()| transfer.value().unwrap_or(0));
         let outcome = outcome.map_err(|error| Error::from(error).about([self.peer]).during(done.op()));
         self.ended(done, outcome, true);
+    }
+
+    /// Whether somebody awaits one of the operations of this lane as a future.
+    fn is_awaited(&self, first: &Completion, in_flight: &VecDeque<(Transfer, Completion)>) -> bool {
+        first.is_awaited()
+            || in_flight.iter().any(|(_, done)| done.is_awaited())
+            || self.lock().queue.iter().any(|(_, task)| task.completion().is_awaited())
+    }
+
+    /// Lets the team know whether this rank waits for what goes to that of the lane.
+    fn show(&self, waits: AccessWait) {
+        if let Some(team) = self.team.upgrade() {
+            team.awaits(self.peer, waits);
+        }
     }
 
     /// Waits until everything that was pushed has ended; `false` when it has not in that time.
@@ -206,5 +270,57 @@ impl Lane {
             .wait_timeout_while(state, within, |state| !state.queue.is_empty() || state.active > 0)
             .unwrap_or_else(PoisonError::into_inner);
         state.queue.is_empty() && state.active == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::window::Operation;
+
+    /// Transfers that wait for their turn until all are there; each fails so. How many were begun, and how they ended.
+    fn begun_of(kind: Kind) -> (usize, Vec<Kind>) {
+        let lane = Arc::new(Lane::new(1, Weak::new()));
+        let (all_there, begun) = (Arc::new(Barrier::new(2)), Arc::new(AtomicUsize::new(0)));
+        let operation = || Operation::toward(1, Weak::new(), "put", Duration::from_secs(60));
+        let (first, done) = operation();
+        let there = Arc::clone(&all_there);
+        let step = Box::new(move || {
+            there.wait();
+            Ok(0)
+        });
+        lane.push(Task::After(step, done));
+        let mut operations = Vec::new();
+        for _ in 0..3 {
+            let (one, done) = operation();
+            let begun = Arc::clone(&begun);
+            let start = Box::new(move || {
+                begun.fetch_add(1, Ordering::Relaxed);
+                Err(Error::new(kind, "put", "it fails"))
+            });
+            lane.push(Task::Beside(start, done));
+            operations.push(one);
+        }
+        all_there.wait();
+        first.wait().unwrap();
+        let ends = operations.iter().map(|one| one.wait().unwrap_err().kind()).collect();
+        (begun.load(Ordering::Relaxed), ends)
+    }
+
+    #[test]
+    fn what_waits_for_its_turn_to_a_rank_that_does_not_answer_ends_with_what_was_before_it() {
+        for kind in [Kind::Timeout, Kind::Disconnected] {
+            assert_eq!(begun_of(kind), (1, vec![kind; 3]));
+        }
+    }
+
+    #[test]
+    fn what_waits_for_its_turn_is_begun_whatever_else_was_wrong_before_it() {
+        assert_eq!(begun_of(Kind::Stale), (3, vec![Kind::Stale; 3]));
     }
 }

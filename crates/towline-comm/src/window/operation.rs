@@ -14,7 +14,7 @@ use crate::team::{AccessWait, Team};
 use crate::{Error, Result, group};
 
 /// After that long, a rank that waits for an operation says so to those that wait for it.
-const WHILE: Duration = Duration::from_millis(100);
+pub(super) const WHILE: Duration = Duration::from_millis(100);
 
 /// A one-sided operation in flight: a future, which can also be waited on. It owns what it touches, and goes on when
 /// dropped.
@@ -140,14 +140,10 @@ impl Operation {
         let mut state = shared.lock();
         loop {
             if let Some(outcome) = state.look() {
-                match &outcome {
-                    Ok(_) if held_up => shared.waits_for(AccessWait::Done),
-                    Ok(_) => {}
-                    Err(error) if matches!(error.kind(), Kind::Timeout | Kind::Disconnected) => {
-                        shared.waits_for(AccessWait::InVain);
-                    }
-                    Err(_) => {}
+                if outcome.is_ok() && held_up {
+                    shared.waits_for(AccessWait::Done);
                 }
+                shared.gave_up(&outcome);
                 return outcome;
             }
             if state.deferred && group::is_open() {
@@ -192,6 +188,8 @@ impl Future for Operation {
             Repr::Live(shared) => {
                 let mut state = shared.lock();
                 if let Some(outcome) = state.look() {
+                    drop(state);
+                    shared.gave_up(&outcome);
                     return Poll::Ready(outcome);
                 }
                 if !state.wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
@@ -223,6 +221,15 @@ impl Shared {
         }
     }
 
+    /// Lets the team know that this rank has waited in vain, where it has.
+    fn gave_up(&self, outcome: &Result<u64>) {
+        if let Err(error) = outcome
+            && matches!(error.kind(), Kind::Timeout | Kind::Disconnected)
+        {
+            self.waits_for(AccessWait::InVain);
+        }
+    }
+
     fn complete(&self, outcome: Result<u64>) {
         let wakers = {
             let mut state = self.lock();
@@ -240,6 +247,13 @@ impl Completion {
     /// The operation that it is of.
     pub(crate) fn op(&self) -> &'static str {
         self.0.as_ref().map_or("access", |shared| shared.op)
+    }
+
+    /// Whether somebody awaits the operation as a future. Who waits for it on a thread shows so itself.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.0
+            .as_ref()
+            .is_some_and(|shared| Arc::strong_count(shared) > 1 && !shared.lock().wakers.is_empty())
     }
 
     /// Tells how it ended.

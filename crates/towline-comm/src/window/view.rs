@@ -169,12 +169,9 @@ impl Epoch<'_> {
     }
 
     /// Waits until `peer` has raised its counter of that context and index here to `level`, counted from the start.
+    #[inline]
     pub fn wait_level(&self, peer: usize, context: u32, index: u32, level: u64) -> Result<()> {
-        let arrived = || (self.team.signals(peer, context, index) >= level).then_some(());
-        match arrived() {
-            Some(()) => Ok(()),
-            None => self.team.wait("wait_signal", || vec![peer], arrived),
-        }
+        self.team.wait_raised("wait_signal", (peer, context, index), level)
     }
 
     #[inline]

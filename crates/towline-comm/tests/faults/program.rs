@@ -6,6 +6,7 @@ use towline_comm::{
     Communicator, Error, Memory, Op, RegisteredBuffer, Result, WaitSignal, Window, WindowFlag, group,
     mem_alloc,
 };
+use towline_testkit::executor::block_on;
 use towline_testkit::random::Random;
 
 /// A room has four parts. From the first a rank sends, into the second it receives: it is still busy there when others
@@ -194,7 +195,11 @@ impl Step<'_> {
         let put = window.put_signal_bytes(next, PUTS + self.rank * MOST, &self.mine(next, len), 0, 0)?;
         self.comm.wait_signal(&[WaitSignal::from_rank(before)])?;
         self.expect("put_signal", &window.memory()?.part(PUTS + before * MOST, len)?, before, self.rank)?;
-        put.wait()?;
+        if random.below(2) == 0 {
+            put.wait()?
+        } else {
+            block_on(put)?
+        };
         // Nobody writes there again before this rank has looked.
         self.comm.signal(before, 1, 3)?.wait()?;
         self.comm.wait_signal(&[WaitSignal { context: 1, index: 3, ..WaitSignal::from_rank(next) }])

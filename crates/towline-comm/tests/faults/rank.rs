@@ -6,7 +6,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use towline::{Dtype, Routing};
-use towline_comm::{Communicator, Config, Op, Result, UniqueId, mem_alloc};
+use towline_comm::{Communicator, Config, Op, Result, UniqueId, WaitSignal, WindowFlag, mem_alloc};
+use towline_testkit::executor::block_on;
 
 use super::{leaks, program};
 
@@ -66,6 +67,7 @@ fn what_a_rank_process_does() {
     let words: Vec<&str> = told.split(' ').collect();
     match words[0] {
         "fault" => fault(&words),
+        "await" => awaits(&words),
         "idle" => leaks::idle(&words),
         "fork" => leaks::fork_and_go_on(&words),
         other => panic!("no part {other}"),
@@ -124,6 +126,28 @@ fn fault(words: &[&str]) {
     println!("END {:?} {error}", error.ranks());
     go_on_without(&comm, victim, words[1])
         .unwrap_or_else(|error| panic!("seed {seed}: after the fault: {error}"));
+}
+
+/// The first rank awaits puts to the last one, the others wait for a signal of the first.
+#[allow(clippy::print_stdout, reason = "a rank tells its parent by its output")]
+fn awaits(words: &[&str]) {
+    let comm = join(words, 2 * super::SHORT).unwrap();
+    let steps = || -> Result<()> {
+        let (rank, last) = (comm.rank()?, comm.nranks()? - 1);
+        let window = comm.register_window(mem_alloc(64)?, WindowFlag::DEFAULT)?.unwrap();
+        comm.barrier()?;
+        println!("READY");
+        if rank > 0 {
+            return comm.wait_signal(&[WaitSignal::from_rank(0)]);
+        }
+        loop {
+            block_on(window.put_bytes(last, 0, &[7; 64])?)?;
+        }
+    };
+    let error = steps().unwrap_err();
+    println!("END {:?} {error}", error.ranks());
+    // One that leaves is gone, which is another story.
+    std::thread::sleep(Duration::from_secs(600));
 }
 
 fn go_on_without(comm: &Communicator, victim: usize, way: &str) -> Result<()> {

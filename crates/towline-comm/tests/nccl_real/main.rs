@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 #![allow(unsafe_code, reason = "calls NCCL directly, to compare")]
 
+mod figures;
 mod ranks;
 mod several;
 
@@ -204,11 +205,6 @@ fn a_communicator_that_does_not_block_is_polled_and_one_is_aborted() {
     assert_eq!(error.kind(), Kind::Timeout);
 }
 
-fn median(mut samples: Vec<Duration>) -> f64 {
-    samples.sort_unstable();
-    samples[samples.len() / 2].as_secs_f64() * 1e6
-}
-
 /// What the steps of a registration cost by themselves, of which a bare one has none.
 fn steps(gpu: &Gpu) {
     fn each(name: &str, mut work: impl FnMut()) {
@@ -307,7 +303,7 @@ fn figures_of_calls_and_registrations_beside_the_bare_ones() {
     nccl.init(&slot, 1, &nccl.unique_id().unwrap(), 0, RawConfig::default()).unwrap();
     let raw = slot.comm().unwrap();
     let buffer = create_buffer(mem_alloc_on(0, 64 << 20).unwrap());
-    let (address, len) = (buffer.addr() as u64, buffer.size());
+    let address = buffer.addr() as u64;
     let stream = entered.stream(0).unwrap();
     let handle: StreamHandle = stream.handle();
     // SAFETY: the stream outlives the calls, which are waited for.
@@ -315,108 +311,28 @@ fn figures_of_calls_and_registrations_beside_the_bare_ones() {
     let memory = comm.memory(buffer.clone()).unwrap();
     for bytes in [4096usize, 1 << 20] {
         let part = memory.part(0, bytes).unwrap();
-        let (mut ours, mut bare) = (Vec::new(), Vec::new());
-        for turn in 0..2200 {
-            let begun = Instant::now();
-            in_stream(Some(own.clone()), || comm.all_reduce(&part, &part, Dtype::F32, Op::Sum)).unwrap();
-            let took = begun.elapsed();
-            stream.synchronize(&entered).unwrap();
-            let begun = Instant::now();
-            // SAFETY: communicator, memory and stream are alive.
-            unsafe { nccl.call(raw, Call::AllReduce(0), address, address, bytes / 4, 7, handle) }.unwrap();
-            let plain = begun.elapsed();
-            stream.synchronize(&entered).unwrap();
-            if turn >= 200 {
-                ours.push(took);
-                bare.push(plain);
-            }
-        }
-        let (ours, bare) = (median(ours), median(bare));
-        say(format!(
-            "all_reduce in place of {bytes} B, enqueue p50: ours {ours:.2} us, bare {bare:.2} us, over {:.2} us",
-            ours - bare
-        ));
         let other = comm.memory(DeviceStorage::new(bytes, 0).unwrap()).unwrap();
         let target = DeviceStorage::new(bytes, 0).unwrap();
-        let (mut ours, mut bare) = (Vec::new(), Vec::new());
-        for turn in 0..2200 {
-            let begun = Instant::now();
-            in_stream(Some(own.clone()), || comm.all_reduce(&part, &other, Dtype::F32, Op::Sum)).unwrap();
-            let took = begun.elapsed();
-            stream.synchronize(&entered).unwrap();
-            let begun = Instant::now();
-            // SAFETY: as above.
-            unsafe {
-                nccl.call(raw, Call::AllReduce(0), address, target.addr() as u64, bytes / 4, 7, handle)
-            }
-            .unwrap();
-            let plain = begun.elapsed();
-            stream.synchronize(&entered).unwrap();
-            if turn >= 200 {
-                ours.push(took);
-                bare.push(plain);
-            }
+        for (name, into, to) in [("in place of", &part, address), ("of", &other, target.addr() as u64)] {
+            let settled = || stream.synchronize(&entered).unwrap();
+            let figure = figures::beside(
+                2000,
+                settled,
+                || {
+                    in_stream(Some(own.clone()), || comm.all_reduce(&part, into, Dtype::F32, Op::Sum))
+                        .unwrap();
+                },
+                || {
+                    // SAFETY: communicator, memory and stream are alive.
+                    unsafe { nccl.call(raw, Call::AllReduce(0), address, to, bytes / 4, 7, handle) }.unwrap();
+                },
+            );
+            let over = figure.ours - figure.bare;
+            say(format!("all_reduce {name} {bytes} B, enqueue p50: {figure}, over {over:.2} us"));
         }
-        let (ours, bare) = (median(ours), median(bare));
-        say(format!(
-            "all_reduce of {bytes} B, enqueue p50: ours {ours:.2} us, bare {bare:.2} us, over {:.2} us",
-            ours - bare
-        ));
     }
     steps(&gpu);
-    let (mut ours, mut bare, mut sharing) = (Vec::new(), Vec::new(), Vec::new());
-    for turn in 0..11_000 {
-        let owner = buffer.clone();
-        let begun = Instant::now();
-        comm.register_buffer(owner).unwrap().close();
-        let took = begun.elapsed();
-        let begun = Instant::now();
-        comm.register_buffer(buffer.clone()).unwrap().close();
-        sharing.push(begun.elapsed());
-        let begun = Instant::now();
-        // SAFETY: the communicator is alive, and so is the memory.
-        unsafe {
-            let registered = nccl.register(raw, address, len).unwrap();
-            nccl.deregister(raw, registered).unwrap();
-        }
-        if turn >= 1000 {
-            ours.push(took);
-            bare.push(begun.elapsed());
-        }
-    }
-    let (ours, bare, sharing) = (median(ours), median(bare), median(sharing));
-    say(format!(
-        "register and deregister 64 MiB p50: ours {ours:.3} us, bare {bare:.3} us, ratio {:.3}; with the caller's own clone of \
-         its buffer {sharing:.3} us, ratio {:.3}",
-        ours / bare,
-        sharing / bare
-    ));
-    let (mut ours, mut bare) = (Vec::new(), Vec::new());
-    for turn in 0..1100 {
-        let owner = buffer.clone();
-        let begun = Instant::now();
-        let window = comm.register_window(owner, WindowFlag::COLL_SYMMETRIC).unwrap();
-        drop(window);
-        let took = begun.elapsed();
-        let begun = Instant::now();
-        let slot = Slot::default();
-        // SAFETY: as above.
-        unsafe {
-            nccl.window(raw, address, len, 1, &slot).unwrap();
-            if slot.handle() != 0 {
-                nccl.close_window(raw, slot.handle()).unwrap();
-            }
-        }
-        if turn >= 100 {
-            ours.push(took);
-            bare.push(begun.elapsed());
-        }
-    }
-    let (ours, bare) = (median(ours), median(bare));
-    say(format!(
-        "window over 64 MiB, register and close p50: ours {ours:.2} us, bare {bare:.2} us, ratio {:.3}",
-        ours / bare
-    ));
+    figures::registrations(&comm, &nccl, raw, &buffer, 1000, |text| say(text.to_owned()));
     // SAFETY: it is alive, and not used again.
     unsafe { nccl.destroy(raw) }.unwrap();
 }

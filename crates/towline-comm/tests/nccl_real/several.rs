@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use towline::{Dtype, Kind, MemoryDescription, create_buffer};
+use towline::{Dtype, Kind, create_buffer};
 use towline_comm::{
     Communicator, Config, Memory, Op, Progress, Scalar, WaitSignal, Window, WindowFlag, group, mem_alloc_on,
 };
@@ -10,7 +10,7 @@ use towline_sys::nccl::{Config as RawConfig, Nccl, Slot};
 
 use super::ranks::Spread::{Processes, Threads};
 use super::ranks::{Seat, patience, ranks};
-use super::{floats, median};
+use super::{figures, floats};
 
 /// How long a rank waits for one that does not come.
 const SOON: u64 = 4;
@@ -474,49 +474,7 @@ fn figures_of_registrations_of_two_ranks_beside_the_bare_ones() {
         nccl.init(&slot, seat.nranks as i32, seat.other_id.as_bytes(), seat.rank as i32, config).unwrap();
         let raw = slot.comm().unwrap();
         let buffer = create_buffer(mem_alloc_on(0, 64 << 20).unwrap());
-        let (address, len) = (buffer.addr() as u64, buffer.size());
-        let (mut ours, mut bare) = (Vec::new(), Vec::new());
-        for turn in 0..1100 {
-            let begun = Instant::now();
-            comm.register_buffer(buffer.clone()).unwrap().close();
-            let took = begun.elapsed();
-            let begun = Instant::now();
-            // SAFETY: the communicator is alive, and so is the memory.
-            unsafe {
-                let registered = nccl.register(raw, address, len).unwrap();
-                nccl.deregister(raw, registered).unwrap();
-            }
-            if turn >= 100 {
-                ours.push(took);
-                bare.push(begun.elapsed());
-            }
-        }
-        let (ours, bare) = (median(ours), median(bare));
-        let ratio = ours / bare;
-        seat.tell(&format!("register 64 MiB p50: ours {ours:.2} us, bare {bare:.2} us, ratio {ratio:.3}"));
-        let (mut ours, mut bare) = (Vec::new(), Vec::new());
-        for turn in 0..24 {
-            let begun = Instant::now();
-            let window = comm.register_window(buffer.clone(), WindowFlag::COLL_SYMMETRIC).unwrap();
-            drop(window);
-            let took = begun.elapsed();
-            let begun = Instant::now();
-            let slot = Slot::default();
-            // SAFETY: as above.
-            unsafe {
-                nccl.window(raw, address, len, 1, &slot).unwrap();
-                if slot.handle() != 0 {
-                    nccl.close_window(raw, slot.handle()).unwrap();
-                }
-            }
-            if turn >= 4 {
-                ours.push(took);
-                bare.push(begun.elapsed());
-            }
-        }
-        let (ours, bare) = (median(ours), median(bare));
-        let ratio = ours / bare;
-        seat.tell(&format!("window of 64 MiB p50: ours {ours:.2} us, bare {bare:.2} us, ratio {ratio:.3}"));
+        figures::registrations(&comm, &nccl, raw, &buffer, 20, |text| seat.tell(text));
         comm.barrier().unwrap();
         comm.destroy();
         // SAFETY: it is alive, and not used again.

@@ -182,8 +182,15 @@ impl Pinned {
         Ok(())
     }
 
+    /// The address of that range, which stays while this does.
     #[inline]
-    fn range(&self, op: &'static str, needed: Access, offset: usize, len: usize) -> Result<*mut u8> {
+    pub(crate) fn range(
+        &self,
+        op: &'static str,
+        needed: Access,
+        offset: usize,
+        len: usize,
+    ) -> Result<*mut u8> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
         if inside && self.access.contains(needed) && !fork::in_child() {
             return Ok(std::ptr::with_exposed_provenance_mut(self.base + offset));

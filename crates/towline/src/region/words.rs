@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::{Patience, RegionCore, Registered, Span, signal};
+use super::{Patience, RegionCore, RegionUse, Registered, Span, signal};
 use crate::memory::{Place, Storage, bytes, reduce};
 use crate::{Error, Kind, Result};
 
@@ -201,11 +201,17 @@ impl Span {
         len: usize,
         body: impl FnOnce(*mut u8) -> T,
     ) -> Result<T> {
+        let (at, _use) = self.hold(op, offset, len)?;
+        Ok(body(at))
+    }
+
+    /// The address of that part of the span, and what keeps its memory.
+    pub(super) fn hold(&self, op: &'static str, offset: usize, len: usize) -> Result<(*mut u8, RegionUse)> {
         if self.core.place != Place::Host {
             return Err(self.core.out_of_reach(op));
         }
         bytes::in_bounds(op, self.len, offset, len)?;
-        let _use = self.core.begin_use(op)?;
-        Ok(body(std::ptr::with_exposed_provenance_mut(self.core.addr + self.offset + offset)))
+        let held = self.core.begin_use(op)?;
+        Ok((std::ptr::with_exposed_provenance_mut(self.core.addr + self.offset + offset), held))
     }
 }

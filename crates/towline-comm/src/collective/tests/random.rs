@@ -6,6 +6,7 @@ use super::rig::{Case, Form, Links, Numbers, Room, on_ranks};
 use crate::collective::Algorithm;
 use crate::collective::choice::Kind;
 use crate::combine::{Op, Scalar};
+use crate::group;
 
 const KINDS: [Kind; 8] = [
     Kind::AllReduce,
@@ -123,7 +124,14 @@ fn every_collective_equals_the_reference_where_some_ranks_are_near_and_some_far(
 fn long_reductions_are_right_in_every_word() {
     // More than a ring holds several times over, and more than is written through the cache; not a whole number of pieces.
     const WORDS: usize = (17 << 20) / 4 + 123;
-    for (nranks, form) in [(2, Form::Loose), (3, Form::Loose), (3, Form::LooseInPlace), (2, Form::Windows)] {
+    let forms = [
+        (2, Form::Loose),
+        (3, Form::Loose),
+        (3, Form::LooseInPlace),
+        (2, Form::Windows),
+        (3, Form::WindowInPlace),
+    ];
+    for (nranks, form) in forms {
         on_ranks(nranks, Links::Near, |comm| {
             let rank = comm.rank().unwrap();
             let room = Room::new(comm, WORDS * 4);
@@ -145,4 +153,33 @@ fn long_reductions_are_right_in_every_word() {
             assert_eq!(wrong, None, "{nranks} ranks, {form:?}");
         });
     }
+}
+
+#[test]
+fn sums_are_right_behind_messages_after_which_no_element_lies_whole_in_the_rings() {
+    on_ranks(3, Links::Near, |comm| {
+        let (rank, room) = (comm.rank().unwrap(), Room::new(comm, ROOM));
+        for len in [3, 2, 1, 2] {
+            let [send, recv] = room.memory(Form::Loose, rank).map(|memory| memory.part(0, len).unwrap());
+            group(|| {
+                comm.send(&send, Dtype::U8, (rank + 1) % 3)?;
+                comm.recv(&recv, Dtype::U8, (rank + 2) % 3)
+            })
+            .unwrap();
+            for dtype in [Dtype::U64, Dtype::F32] {
+                let case = Case {
+                    kind: Kind::AllReduce,
+                    dtype,
+                    op: Op::Sum,
+                    count: 30_000,
+                    shift: 1,
+                    root: 0,
+                    algorithm: Algorithm::Staged,
+                    form: Form::Loose,
+                    seed: len as u64,
+                };
+                case.check(comm, &room).unwrap();
+            }
+        }
+    });
 }

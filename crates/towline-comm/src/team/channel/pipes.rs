@@ -6,7 +6,7 @@
 
 use std::sync::MutexGuard;
 
-use towline::Span;
+use towline::{Dtype, Span, Stretch};
 
 use super::{Received, Sent, garbled};
 use crate::Result;
@@ -23,6 +23,22 @@ pub(crate) struct Pipes<'t> {
     op: &'static str,
     sending: Vec<MutexGuard<'t, Sent>>,
     receiving: Vec<MutexGuard<'t, Received>>,
+}
+
+/// What [`Pipes::sum`] adds up, and where the sum goes.
+pub(crate) struct Sum<'a> {
+    pub(crate) dtype: Dtype,
+    /// Memory of this rank, from an offset on, which comes first.
+    pub(crate) own: Option<(&'a Span, usize)>,
+    /// The ranks whose bytes have come.
+    pub(crate) from: &'a [usize],
+    /// The ranks that get the sum.
+    pub(crate) to: &'a [usize],
+    /// Memory of this rank that gets it, from an offset on.
+    pub(crate) into: (&'a Span, usize),
+    pub(crate) len: usize,
+    /// What this rank gets goes around the cache.
+    pub(crate) long: bool,
 }
 
 impl Team {
@@ -119,6 +135,51 @@ impl Pipes<'_> {
         }
         received.head += into.len() as u64;
         team.tell_taken(peer, received);
+        Ok(())
+    }
+
+    /// Whether what comes from those ranks, and what goes to those, lies so in the rings that no element of that size is broken.
+    pub(crate) fn holds_whole(&self, size: usize, from: &[usize], to: &[usize]) -> bool {
+        let heads = from.iter().map(|from| self.receiving[*from].head);
+        let mut positions = heads.chain(to.iter().map(|to| self.sending[*to].tail));
+        positions.all(|position| position.is_multiple_of(size as u64))
+    }
+
+    /// Adds up what has come from ranks, and elements of this one, where they are; writes the sum into the rings of ranks, for which
+    /// room was reserved, and into this one's memory. What is in the rings [is whole](Self::holds_whole).
+    pub(crate) fn sum(&mut self, sum: &Sum<'_>) -> Result<()> {
+        let (team, links) = (self.team, &self.team.links);
+        if sum.from.iter().any(|from| {
+            !team.filled(self.op, *from, &self.receiving[*from]).is_ok_and(|filled| filled >= sum.len)
+        }) {
+            return Err(garbled(self.op, sum.from[0]));
+        }
+        let (mut done, mut sources, mut targets) = (0, Vec::new(), Vec::new());
+        while done < sum.len {
+            sources.clear();
+            targets.clear();
+            let mut now = sum.len - done;
+            sources.extend(sum.own.map(|(own, at)| Stretch::Own(own, at + done)));
+            for from in sum.from {
+                let head = self.receiving[*from].head;
+                now = self.unbroken(head, now);
+                sources.push(links.ring_of(*from, head));
+            }
+            for to in sum.to {
+                let tail = self.sending[*to].tail;
+                now = self.unbroken(tail, now);
+                targets.push((links.ring_at(*to, tail)?, false));
+            }
+            targets.push((Stretch::Own(sum.into.0, sum.into.1 + done), sum.long));
+            // BYTES MOVE HERE
+            towline::sum(sum.dtype, &sources, &targets, now)?;
+            for from in sum.from {
+                self.receiving[*from].head += now as u64;
+                team.tell_taken(*from, &mut self.receiving[*from]);
+            }
+            sum.to.iter().for_each(|to| self.sending[*to].tail += now as u64);
+            done += now;
+        }
         Ok(())
     }
 

@@ -1,0 +1,98 @@
+//! What a rank that waits learns from the others, while it waits: for whom they wait, and whether they answer at all.
+//!
+//! A near rank's state is read where it is. A far one is asked by a small read, and nobody waits for the answer: it is looked
+//! for at the next look. One that stands still or is cut off therefore costs no time, and is known when the limit comes.
+
+use std::time::{Duration, Instant};
+
+use towline::{Registered, SystemStorage, Transfer};
+
+use super::blame::{Chain, Known, Schedule};
+use super::link::Links;
+
+/// The shortest time that a question may be on its way. It may last beyond the wait: a read that is given up costs the
+/// connection, and a rank that was only slow would be lost.
+const QUESTION: Duration = Duration::from_secs(5);
+
+/// What one wait has learnt of the others.
+pub(super) struct Inquiry<'l> {
+    links: &'l Links,
+    schedule: Schedule,
+    known: Vec<Known>,
+    /// The questions on their way, by rank.
+    questions: Vec<Option<Transfer>>,
+    landing: Option<Registered<SystemStorage>>,
+    within: Duration,
+}
+
+impl<'l> Inquiry<'l> {
+    pub(super) fn new(links: &'l Links, schedule: Schedule, limit: Duration) -> Inquiry<'l> {
+        Inquiry {
+            links,
+            schedule,
+            known: vec![Known::default(); links.nranks()],
+            questions: (0..links.nranks()).map(|_| None).collect(),
+            landing: links.landing(),
+            within: limit.max(QUESTION),
+        }
+    }
+
+    /// Looks at the ranks that this one misses, and at those that they miss in turn.
+    pub(super) fn look(&mut self, wanted: &[usize]) {
+        let mut looked = vec![false; self.known.len()];
+        loop {
+            let now = Instant::now();
+            let mut found = self.chain(wanted, now).found().to_vec();
+            found.retain(|peer| !looked[*peer]);
+            // What one says may lead to others.
+            if found.is_empty() {
+                return;
+            }
+            for peer in found {
+                looked[peer] = true;
+                self.look_at(peer, now);
+            }
+        }
+    }
+
+    fn look_at(&mut self, peer: usize, now: Instant) {
+        let known = &mut self.known[peer];
+        known.ask(now);
+        if self.links.is_near(peer) {
+            if let Some(state) = self.links.look_at(peer) {
+                known.hear(state, now);
+            }
+            return;
+        }
+        let Some(landing) = &self.landing else { return };
+        match self.questions[peer].as_ref().map(Transfer::result) {
+            Some(None) => return,
+            Some(Some(Ok(()))) => {
+                if let Some(state) = Links::answer_of(peer, landing) {
+                    known.hear(state, now);
+                }
+            }
+            Some(Some(Err(_))) | None => {}
+        }
+        self.questions[peer] = self.links.ask(peer, landing, self.within).ok();
+    }
+
+    fn chain(&self, wanted: &[usize], now: Instant) -> Chain<'_> {
+        Chain::new(&self.known, self.links.rank, wanted, self.schedule.answer, now)
+    }
+
+    /// Who has kept this rank waiting, of those that it misses and those that they miss in turn; `None` where that may be known
+    /// a little later, unless this is the last moment.
+    pub(super) fn verdict(&self, wanted: &[usize], last: bool) -> Option<Vec<usize>> {
+        let own = self.links.look_at(self.links.rank).unwrap_or_default();
+        let mut culprits = self.chain(wanted, Instant::now()).culprits(own, last)?;
+        if culprits.is_empty() {
+            culprits = wanted.iter().copied().filter(|peer| *peer < self.links.nranks()).collect();
+        }
+        // Who waits for something of its own as well has itself to blame for that.
+        culprits.extend(wanted.iter().copied().filter(|peer| *peer == self.links.rank));
+        culprits.sort_unstable();
+        culprits.dedup();
+        Some(culprits)
+    }
+}

@@ -1,0 +1,89 @@
+//! What calls cost beside the bare ones, in turns.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use towline::{Buffer, MemoryDescription};
+use towline_comm::{Communicator, WindowFlag};
+use towline_sys::nccl::{Comm, Nccl, Slot};
+
+/// The medians of a call and of the bare one, in microseconds.
+pub(super) struct Figure {
+    pub(super) ours: f64,
+    pub(super) bare: f64,
+}
+
+impl fmt::Display for Figure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Figure { ours, bare } = self;
+        write!(f, "ours {ours:.2} us, bare {bare:.2} us, ratio {:.3}", ours / bare)
+    }
+}
+
+/// Makes both calls in turns, so often and a tenth of that before; what follows each of them is not counted.
+pub(super) fn beside(
+    turns: usize,
+    after_each: impl Fn(),
+    mut ours: impl FnMut(),
+    mut bare: impl FnMut(),
+) -> Figure {
+    let timed = |call: &mut dyn FnMut()| {
+        let begun = Instant::now();
+        call();
+        let took = begun.elapsed();
+        after_each();
+        took
+    };
+    let mut turns_of = |count: usize| {
+        (0..count).map(|_| (timed(&mut ours), timed(&mut bare))).unzip::<_, _, Vec<_>, Vec<_>>()
+    };
+    let _warm = turns_of(turns / 10);
+    let (ours, bare) = turns_of(turns);
+    Figure { ours: median(ours), bare: median(bare) }
+}
+
+fn median(mut samples: Vec<Duration>) -> f64 {
+    samples.sort_unstable();
+    samples[samples.len() / 2].as_secs_f64() * 1e6
+}
+
+/// Registers a buffer and closes it again, by itself and as a window, beside the bare calls on the communicator `raw` of the same ranks.
+pub(super) fn registrations(
+    comm: &Communicator,
+    nccl: &Nccl,
+    raw: Comm,
+    buffer: &Buffer,
+    windows: usize,
+    say: impl Fn(&str),
+) {
+    let (address, len) = (buffer.addr() as u64, buffer.size());
+    let figure = beside(
+        10_000,
+        || (),
+        || comm.register_buffer(buffer.clone()).unwrap().close(),
+        || {
+            // SAFETY: the communicator is alive, and so is the memory.
+            unsafe {
+                let registered = nccl.register(raw, address, len).unwrap();
+                nccl.deregister(raw, registered).unwrap();
+            }
+        },
+    );
+    say(&format!("register and deregister {} MiB p50: {figure}", len >> 20));
+    let figure = beside(
+        windows,
+        || (),
+        || drop(comm.register_window(buffer.clone(), WindowFlag::COLL_SYMMETRIC).unwrap()),
+        || {
+            let slot = Slot::default();
+            // SAFETY: as above.
+            unsafe {
+                nccl.window(raw, address, len, 1, &slot).unwrap();
+                if slot.handle() != 0 {
+                    nccl.close_window(raw, slot.handle()).unwrap();
+                }
+            }
+        },
+    );
+    say(&format!("window over {} MiB, register and close p50: {figure}", len >> 20));
+}
