@@ -10,15 +10,19 @@ use crate::fence::pins::ProcessPin;
 use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
 use crate::memory::Mapping;
-use crate::progress::{self, Refused};
+use crate::progress::{self, Pool, Refused};
 use crate::region::RegionUse;
 use crate::transfer::{After, Help, Op, Signal, TransferCore};
 use crate::transport::tcp::GrantHandle;
 use crate::{Error, Kind, Result};
 
-/// Requests up to this size are copied by the calling thread: waking a worker costs as much as copying a few
-/// hundred KiB, and a pause of this length does not disturb an event loop.
-const INLINE: u64 = 1 << 20;
+/// Requests up to this size are copied by the calling thread: waking a worker costs as much as copying that, and the call
+/// that starts a request is to take no longer than 50 µs.
+const INLINE: u64 = 256 << 10;
+
+/// Requests of more blocks are planned by a worker, and copied by none but workers: each block costs about as much as 256
+/// bytes do.
+const INLINE_BLOCKS: u64 = 512;
 
 /// Workers take portions of at least this size, so that the pin and the hand-out do not show.
 const LEAST_PORTION: u64 = 2 << 20;
@@ -99,7 +103,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
         bytes: u64,
         after: &After,
     ) -> Option<Result<Option<u64>>> {
-        if !self.at_once(bytes) {
+        if !self.at_once(bytes) || pieces.len() as u64 > INLINE_BLOCKS {
             return None;
         }
         let moved = match op {
@@ -113,6 +117,10 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
 
     fn at_once(&self, bytes: u64) -> bool {
         bytes == 0 || (bytes <= INLINE && !self.0.blocks())
+    }
+
+    fn starts_later(&self, _op: Op, _bytes: u64, blocks: u64) -> bool {
+        blocks > INLINE_BLOCKS
     }
 
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
@@ -137,11 +145,12 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
             failed: AtomicBool::new(false),
             wanted: progress::pool().limit().min(transfer.units.len()),
             working: AtomicUsize::new(0),
+            called: AtomicUsize::new(0),
         });
         let weak = Arc::downgrade(&run);
         let help: Weak<dyn Help> = weak;
         transfer.set_help(help);
-        if let Err(refused) = run.call_one() {
+        if let Err(refused) = run.call_one(progress::starters()) {
             // No thread can be made: the caller does the work, late but surely.
             (refused.job)();
         }
@@ -204,9 +213,10 @@ struct Run<D> {
     next: AtomicUsize,
     left: AtomicUsize,
     failed: AtomicBool,
-    /// How many threads should work on it, and how many were called or do.
+    /// How many threads should work on it, how many do, and how many were called and have not come.
     wanted: usize,
     working: AtomicUsize,
+    called: AtomicUsize,
 }
 
 /// Every worker calls so many others before it begins: waking takes a while, and so it is shared.
@@ -219,16 +229,22 @@ impl<D: Direct> Run<D> {
         self.working.fetch_update(Ordering::Relaxed, Ordering::Relaxed, join).is_ok()
     }
 
-    /// Calls one more worker, where one is wanted.
-    fn call_one(self: &Arc<Self>) -> Result<(), Refused> {
-        if self.next.load(Ordering::Relaxed) >= self.transfer.units.len() || !self.join() {
+    /// Calls one more worker, where one is wanted. It has no place before it comes: a caller that waits is there sooner.
+    fn call_one(self: &Arc<Self>, pool: &'static Pool) -> Result<(), Refused> {
+        let there = self.working.load(Ordering::Relaxed) + self.called.load(Ordering::Relaxed);
+        if self.next.load(Ordering::Relaxed) >= self.transfer.units.len() || there >= self.wanted {
             return Ok(());
         }
+        self.called.fetch_add(1, Ordering::Relaxed);
         let run = Arc::clone(self);
-        progress::pool().spawn(Box::new(move || {
+        pool.spawn(Box::new(move || {
+            run.called.fetch_sub(1, Ordering::Relaxed);
+            if !run.join() {
+                return;
+            }
             for _ in 0..CALLS_EACH {
                 // Those who are there do the work of one who cannot come.
-                let _ = run.call_one();
+                let _ = run.call_one(progress::pool());
             }
             run.work();
         }))

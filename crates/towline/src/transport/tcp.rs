@@ -193,6 +193,10 @@ impl Attachment for Stream {
         Some(self.handle.session().notify(message).map(|()| None))
     }
 
+    fn starts_later(&self, op: Op, bytes: u64, blocks: u64) -> bool {
+        run::starts_later(op, bytes, blocks)
+    }
+
     fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
         run::cut(op, plan, after)
     }
