@@ -120,10 +120,11 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
         ] {
             let (mut times, mut busy) = (Vec::with_capacity(POSTS), Vec::with_capacity(POSTS));
             for _ in 0..POSTS {
-                let (start, worked) = (Instant::now(), own_time());
+                let worked = own_time();
+                let start = Instant::now();
                 let transfer = request(name).start()?;
-                busy.push(own_time() - worked);
                 times.push(start.elapsed().as_secs_f64());
+                busy.push(own_time() - worked);
                 transfer.wait()?;
             }
             // On a busy machine a call that wakes somebody may have to leave its processor to whom it woke, which the time

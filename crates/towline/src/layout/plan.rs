@@ -431,6 +431,10 @@ impl Sides<'_> {
         } else {
             ("local", local, self.local.block_count())
         };
+        // No layout has so many blocks: it was a negative number, taken as it was.
+        if let negative @ ..0 = index.cast_signed() {
+            return Error::invalid(OP, format!("{side} index {negative} (at {number}) is negative"));
+        }
         Error::invalid(OP, format!("{side} index {index} (at {number}) is past the layout's {count} blocks"))
     }
 }

@@ -16,7 +16,7 @@ use crate::transfer::{After, Help, Op, Signal, TransferCore};
 use crate::transport::tcp::GrantHandle;
 use crate::{Error, Kind, Result};
 
-/// Requests up to this size are copied by the calling thread: waking a worker costs as much as copying that, and the call
+/// Unless a path says otherwise, requests up to this size are copied by the calling thread: waking a worker costs as much as copying that, and the call
 /// that starts a request is to take no longer than 50 µs.
 const INLINE: u64 = 256 << 10;
 
@@ -71,6 +71,11 @@ pub(crate) trait Direct: Send + Sync + 'static {
         false
     }
 
+    /// Requests up to this size are copied by the calling thread.
+    fn most_at_once(&self) -> u64 {
+        INLINE
+    }
+
     /// What follows the bytes.
     fn after(&self, after: &After) -> Result<()> {
         if let Some(signal) = after.signal {
@@ -116,7 +121,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
     }
 
     fn at_once(&self, bytes: u64) -> bool {
-        bytes == 0 || (bytes <= INLINE && !self.0.blocks())
+        bytes == 0 || (bytes <= self.0.most_at_once() && !self.0.blocks())
     }
 
     fn starts_later(&self, _op: Op, _bytes: u64, blocks: u64) -> bool {

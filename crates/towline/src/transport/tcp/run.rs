@@ -33,10 +33,10 @@ const SCATTERED: u64 = 64 << 10;
 /// Transfers up to this size go over the control connection: a worker would take longer to wake.
 const SMALL: u64 = 256 << 10;
 
-/// Up to so many bytes of a write, and so many blocks, are sent by the calling thread: in about the time that calling a worker
-/// takes.
-const SENT_AT_ONCE: u64 = 64 << 10;
-const ASKED_AT_ONCE: u64 = 512;
+/// Up to so many bytes, in so many blocks, are asked for or sent by the calling thread: in about the time that calling another
+/// one takes.
+const MOST_AT_ONCE: u64 = 64 << 10;
+const BLOCKS_AT_ONCE: u64 = 512;
 
 /// Requests in flight per lane.
 const WINDOW: usize = 4;
@@ -62,9 +62,8 @@ pub(super) struct Run {
 }
 
 /// Whether a worker plans a request of that size, and sends the first of it.
-pub(super) fn starts_later(op: Op, bytes: u64, blocks: u64) -> bool {
-    let most = if op == Op::Read { SMALL } else { SENT_AT_ONCE };
-    bytes > most || blocks > ASKED_AT_ONCE
+pub(super) fn starts_later(bytes: u64, blocks: u64) -> bool {
+    bytes > MOST_AT_ONCE || blocks > BLOCKS_AT_ONCE
 }
 
 /// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.

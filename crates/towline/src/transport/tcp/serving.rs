@@ -322,7 +322,8 @@ impl Serving {
 
     fn finish(&self, finish: wire::Finish) -> Result<()> {
         let outcome = finish.outcome.map_err(|error| error.into_error("serve"));
-        self.endpoint()?.operations.finish(&finish.operation, self.claimer(), outcome);
+        // It may have ended before: the claimer sees that by other means.
+        let _ = self.endpoint()?.operations.finish(&finish.operation, self.claimer(), outcome);
         Ok(())
     }
 

@@ -36,7 +36,7 @@ use crate::{Error, Kind, Result, Ticket};
 
 /// While something is in flight between hosts, a frame goes out at least this often, so that TCP notices a peer that
 /// does not acknowledge any more.
-const HEARTBEAT: Duration = Duration::from_millis(500);
+pub(crate) const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// The timers of a session.
 const HEARTBEAT_TIMER: u64 = 1;
@@ -68,6 +68,8 @@ pub(crate) struct Session {
     local: Option<Local>,
     cma: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
+    /// When that was, for all who imported something over it.
+    lost: Arc<OnceLock<Instant>>,
     beating: AtomicBool,
     /// When the owner was last heard, in microseconds since the session began.
     heard: AtomicU64,
@@ -150,6 +152,7 @@ impl Session {
             local,
             cma: OnceLock::new(),
             dead: OnceLock::new(),
+            lost: Arc::default(),
             beating: AtomicBool::new(false),
             heard: AtomicU64::new(0),
             began: Instant::now(),
@@ -227,6 +230,11 @@ impl Session {
             None => Ok(()),
             Some(error) => Err(error.clone()),
         }
+    }
+
+    /// When it was learned that it cannot be used any more.
+    pub(crate) fn lost(&self) -> &Arc<OnceLock<Instant>> {
+        &self.lost
     }
 
     /// What proofs on this session are about.
@@ -334,6 +342,17 @@ impl Session {
         if matches!(self.medium, Medium::Tcp(_)) && !self.beating.swap(true, Ordering::AcqRel) {
             self.wake_at(Instant::now() + HEARTBEAT, HEARTBEAT_TIMER);
         }
+    }
+
+    /// How long the owner has not been heard.
+    pub(crate) fn silence(&self) -> Duration {
+        self.began.elapsed().saturating_sub(Duration::from_micros(self.heard.load(Ordering::Relaxed)))
+    }
+
+    /// As if nothing had been heard since it began.
+    #[cfg(test)]
+    pub(crate) fn heard_nothing(&self) {
+        self.heard.store(0, Ordering::Relaxed);
     }
 
     fn hear(&self) {

@@ -96,6 +96,7 @@ impl Session {
     pub(crate) fn fail(&self, error: Error) {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
         if self.dead.set(error.clone()).is_ok() {
+            let _ = self.lost.set(Instant::now());
             self.bury(&error);
         }
     }
@@ -151,6 +152,7 @@ impl Session {
     pub(crate) fn close(&self, error: Error) {
         let error = error.on(self.medium.name()).with_peer(self.peer_name());
         if self.dead.set(error.clone()).is_ok() {
+            let _ = self.lost.set(Instant::now());
             // Goodbye means that no pin is held: a copy that begins now sees that the session is over.
             // In this order: a path that borrows may let go of its pins when it is asked.
             let quiet =
