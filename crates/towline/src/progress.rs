@@ -20,7 +20,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 pub(crate) use bell::Bell;
-pub(crate) use pool::{Pool, Refused};
+pub(crate) use pool::Pool;
 pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
 pub(crate) use timers::{Timer, TimerId};
 

@@ -335,6 +335,7 @@ pub(crate) struct TransferCore {
     pub(crate) units: LateUnits,
     /// What is left to do before the path can start; whoever takes it does it.
     planning: Mutex<Option<Planning>>,
+    later: bool,
     bytes: u64,
     blocks: u64,
     /// The local region: kept and pinned until the end.
@@ -427,6 +428,7 @@ impl TransferCore {
             op: parts.op,
             plan: LatePlan::new(plan),
             units: LateUnits::new(units),
+            later: later.is_some(),
             planning: Mutex::new(later.map(|later| later.planning)),
             bytes,
             blocks,

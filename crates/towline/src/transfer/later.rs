@@ -104,6 +104,11 @@ impl TransferCore {
         Arc::clone(&self.attachment).start(self);
     }
 
+    /// Whether it is planned and started behind the call that began it.
+    pub(crate) fn starts_later(&self) -> bool {
+        self.later
+    }
+
     /// Works on it, where it is work that others can take part in.
     pub(super) fn take_part(&self) {
         if let Some(work) = self.help.get().and_then(Weak::upgrade) {

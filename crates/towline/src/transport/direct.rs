@@ -10,7 +10,7 @@ use crate::fence::pins::ProcessPin;
 use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
 use crate::memory::Mapping;
-use crate::progress::{self, Pool, Refused};
+use crate::progress;
 use crate::region::RegionUse;
 use crate::transfer::{After, Help, Op, Signal, TransferCore};
 use crate::transport::tcp::GrantHandle;
@@ -142,7 +142,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
-        let run = Arc::new(Run {
+        let run = Arc::new_cyclic(|me| Run {
             direct: Arc::clone(&self.0),
             transfer: Arc::clone(transfer),
             next: AtomicUsize::new(0),
@@ -151,11 +151,26 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
             wanted: progress::pool().limit().min(transfer.units.len()),
             working: AtomicUsize::new(0),
             called: AtomicUsize::new(0),
+            me: Weak::clone(me),
         });
         let weak = Arc::downgrade(&run);
         let help: Weak<dyn Help> = weak;
+        let few = transfer.units.len() <= FEW;
+        if few {
+            run.called.store(1, Ordering::Relaxed);
+        }
         transfer.set_help(help);
-        if let Err(refused) = run.call_one(progress::starters()) {
+        let come = move || {
+            if few {
+                run.called.fetch_sub(1, Ordering::Relaxed);
+            }
+            run.take_part();
+        };
+        // This is the thread that has planned it behind the call then: it may as well work on it.
+        if transfer.starts_later() {
+            return come();
+        }
+        if let Err(refused) = progress::starters().spawn(Box::new(come)) {
             // No thread can be made: the caller does the work, late but surely.
             (refused.job)();
         }
@@ -222,7 +237,12 @@ struct Run<D> {
     wanted: usize,
     working: AtomicUsize,
     called: AtomicUsize,
+    me: Weak<Run<D>>,
 }
+
+/// A caller that waits for so few portions relies on the starter that was called: calling another one takes as long as copying
+/// one of them. Of more portions it does not, since starters come late where the machine is busy.
+const FEW: usize = 4;
 
 /// Every worker calls so many others before it begins: waking takes a while, and so it is shared.
 const CALLS_EACH: usize = 2;
@@ -235,24 +255,32 @@ impl<D: Direct> Run<D> {
     }
 
     /// Calls one more worker, where one is wanted. It has no place before it comes: a caller that waits is there sooner.
-    fn call_one(self: &Arc<Self>, pool: &'static Pool) -> Result<(), Refused> {
+    fn call_one(&self) {
         let there = self.working.load(Ordering::Relaxed) + self.called.load(Ordering::Relaxed);
         if self.next.load(Ordering::Relaxed) >= self.transfer.units.len() || there >= self.wanted {
-            return Ok(());
+            return;
         }
+        let Some(run) = self.me.upgrade() else { return };
         self.called.fetch_add(1, Ordering::Relaxed);
-        let run = Arc::clone(self);
-        pool.spawn(Box::new(move || {
+        let called = progress::pool().spawn(Box::new(move || {
             run.called.fetch_sub(1, Ordering::Relaxed);
-            if !run.join() {
-                return;
-            }
-            for _ in 0..CALLS_EACH {
-                // Those who are there do the work of one who cannot come.
-                let _ = run.call_one(progress::pool());
-            }
-            run.work();
-        }))
+            run.take_part();
+        }));
+        // Those who are there do the work of one who cannot come.
+        if called.is_err() {
+            self.called.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Works on it, where there is a place.
+    fn take_part(&self) {
+        if !self.join() {
+            return;
+        }
+        for _ in 0..CALLS_EACH {
+            self.call_one();
+        }
+        self.work();
     }
 
     fn work(&self) {
@@ -290,9 +318,7 @@ impl<D: Direct> Run<D> {
 impl<D: Direct> Help for Run<D> {
     /// A caller that waits takes the place of a worker that is not needed then.
     fn help(&self) {
-        if self.join() {
-            self.work();
-        }
+        self.take_part();
     }
 }
 
