@@ -4,7 +4,7 @@
 
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::sync::lock;
 use crate::{Access, Endpoint, Kind, Layout, Registered, Remote, Routing, SharedStorage, SystemStorage};
@@ -120,4 +120,21 @@ fn long_lists_of_spans_are_taken_as_they_are() {
     let mut bytes = [0; 64];
     local.read_at(0, &mut bytes).unwrap();
     assert_eq!(bytes, [((BLOCKS - 1) % 251) as u8; 64]);
+}
+
+#[test]
+fn a_remote_knows_when_its_owner_was_lost() {
+    for path in ["unix", "tcp"] {
+        let (owner, region, _user, remote, _local, _) = blocks_over(path);
+        assert!(remote.alive().is_ok() && remote.lost_at().is_none());
+        let before = Instant::now();
+        drop(region);
+        owner.close();
+        let watchdog = before + WATCHDOG;
+        while remote.lost_at().is_none() {
+            assert!(Instant::now() < watchdog, "{path}: the owner's end is not noticed");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(remote.lost_at().unwrap() >= before && remote.alive().is_err());
+    }
 }
