@@ -1,11 +1,15 @@
 //! Layouts, and the index arrays that go with them.
+#![allow(unsafe_code, reason = "reads arrays of indices that Python keeps")]
 
-use pyo3::buffer::PyBuffer;
+use std::sync::Arc;
+
+use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
-use pyo3::types::PyType;
-use towline::{Dim, Indices};
+use pyo3::types::{PyMemoryView, PyType};
+use towline::{Dim, IndexList, Indices};
 
 use crate::errors::{OrRaise, invalid};
+use crate::owners::OwnerToken;
 use crate::request::{Number, number};
 
 /// What a layout is made from: base, block, dimensions.
@@ -89,12 +93,15 @@ impl Layout {
     }
 }
 
-/// Which blocks: copied out of Python once, so that the plan is made without the GIL.
-pub(crate) enum Blocks {
-    U32(Vec<u32>),
-    U64(Vec<u64>),
-    All,
-}
+/// Which blocks: handed to the core as they are where nobody can change them, and otherwise copied out of Python once, in
+/// one go. The core plans them on a thread of its own.
+pub(crate) struct Blocks(IndexList<'static>);
+
+/// Longer lists of signed numbers are taken as they are: a negative one is past every layout, which the transfer says then.
+const CHECKED: usize = 4096;
+
+/// A list that is shorter is copied in less time than it takes to keep it.
+const LENT: usize = 1024;
 
 impl Blocks {
     /// From `None`, any one-dimensional buffer of integers, or a sequence of them.
@@ -105,42 +112,83 @@ impl Blocks {
     ) -> PyResult<Blocks> {
         let py = object.py();
         if object.is_none() {
-            return Ok(Blocks::All);
+            return Ok(Blocks(Indices::All.into()));
         }
+        let negative = || invalid(py, op, format!("{argument}: a block's index is negative"));
         if let Ok(buffer) = PyBuffer::<u32>::get(object) {
-            return buffer.to_vec(py).map(Blocks::U32);
+            return Ok(Blocks(match lent::<u32, u32>(object, &buffer)? {
+                Some(lent) => IndexList::U32(Arc::new(lent)),
+                None => buffer.to_vec(py)?.into(),
+            }));
         }
         if let Ok(buffer) = PyBuffer::<u64>::get(object) {
-            return buffer.to_vec(py).map(Blocks::U64);
+            return Ok(Blocks(match lent::<u64, u64>(object, &buffer)? {
+                Some(lent) => IndexList::U64(Arc::new(lent)),
+                None => buffer.to_vec(py)?.into(),
+            }));
         }
-        let signed = if let Ok(buffer) = PyBuffer::<i64>::get(object) {
-            Some(buffer.to_vec(py)?)
-        } else if let Ok(buffer) = PyBuffer::<i32>::get(object) {
-            Some(buffer.to_vec(py)?.into_iter().map(i64::from).collect())
-        } else {
-            None
-        };
-        match signed {
-            Some(signed) => {
-                let unsigned: Result<Vec<u64>, _> = signed.into_iter().map(u64::try_from).collect();
-                unsigned
-                    .map(Blocks::U64)
-                    .map_err(|_| invalid(py, op, format!("{argument}: a block's index is negative")))
+        if let Ok(buffer) = PyBuffer::<i64>::get(object) {
+            if let Some(lent) = lent::<i64, u64>(object, &buffer)? {
+                return Ok(Blocks(IndexList::U64(Arc::new(lent))));
             }
-            None if PyBuffer::<u8>::get(object).is_err() && object.len().is_ok() => {
-                object.extract().map(Blocks::U64).map_err(|_| wrong(argument))
+            let signed = buffer.to_vec(py)?;
+            if signed.len() <= CHECKED && signed.iter().any(|index| *index < 0) {
+                return Err(negative());
             }
-            None => Err(wrong(argument)),
+            // In place: nothing is copied or looked at again.
+            let unsigned: Vec<u64> = signed.into_iter().map(i64::cast_unsigned).collect();
+            return Ok(Blocks(unsigned.into()));
         }
+        if let Ok(buffer) = PyBuffer::<i32>::get(object) {
+            let unsigned: Result<Vec<u32>, _> = buffer.to_vec(py)?.into_iter().map(u32::try_from).collect();
+            return unsigned.map(|list| Blocks(list.into())).map_err(|_| negative());
+        }
+        if PyBuffer::<u8>::get(object).is_err() && object.len().is_ok() {
+            return object.extract::<Vec<u64>>().map(|list| Blocks(list.into())).map_err(|_| wrong(argument));
+        }
+        Err(wrong(argument))
     }
 
     pub(crate) fn indices(&self) -> Indices<'_> {
-        match self {
-            Blocks::U32(list) => list.into(),
-            Blocks::U64(list) => list.into(),
-            Blocks::All => Indices::All,
-        }
+        self.0.indices()
     }
+
+    /// The same list, once more.
+    pub(crate) fn list(&self) -> IndexList<'static> {
+        self.0.clone()
+    }
+}
+
+/// A list that Python keeps and nobody can write to.
+struct Lent<T> {
+    first: *const T,
+    len: usize,
+    _owner: OwnerToken,
+}
+
+// SAFETY: the numbers are only read, by whichever thread; the token may be dropped by any.
+unsafe impl<T: Sync> Send for Lent<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Lent<T> {}
+
+impl<T> AsRef<[T]> for Lent<T> {
+    fn as_ref(&self) -> &[T] {
+        // SAFETY: `lent` has seen so many aligned numbers there, one after the other. The token keeps them exported, so that they
+        // are neither moved nor freed; and they are exported as read-only, which is the exporter's word that they do not change.
+        unsafe { std::slice::from_raw_parts(self.first, self.len) }
+    }
+}
+
+/// Takes a long list as it is, where its exporter says that it cannot be written to. `T` and `U` differ in their sign at most.
+fn lent<T: Element, U>(object: &Bound<'_, PyAny>, buffer: &PyBuffer<T>) -> PyResult<Option<Lent<U>>> {
+    const { assert!(size_of::<T>() == size_of::<U>() && align_of::<T>() == align_of::<U>()) };
+    let (first, len) = (buffer.buf_ptr().cast::<U>().cast_const(), buffer.item_count());
+    if !buffer.readonly() || !buffer.is_c_contiguous() || !first.is_aligned() || len < LENT {
+        return Ok(None);
+    }
+    // A view holds the export, where the object alone would only hold itself.
+    let view = PyMemoryView::from(object)?;
+    Ok(Some(Lent { first, len, _owner: OwnerToken::keep(view.into_any()) }))
 }
 
 fn wrong(argument: &str) -> PyErr {

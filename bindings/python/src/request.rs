@@ -136,16 +136,16 @@ impl What {
         }
     }
 
-    /// Tells the request. Runs without the GIL: planning many blocks takes a while.
-    pub(crate) fn apply<'a>(&'a self, request: Request<'a>, local_len: usize) -> Request<'a> {
+    /// Tells the request, and hands the lists over.
+    pub(crate) fn apply(self, request: Request<'_>, local_len: usize) -> Request<'_> {
         match self {
             What::Whole => request,
-            What::From(offset) => request.at(*offset, 0, local_len as u64),
-            What::At(remote, local, len) => request.at(*remote, *local, *len),
+            What::From(offset) => request.at(offset, 0, local_len as u64),
+            What::At(remote, local, len) => request.at(remote, local, len),
             What::Spans(spans) => request.spans(spans),
             What::Blocks(blocks) => {
-                let (remote, remote_indices, local, local_indices) = &**blocks;
-                request.blocks(remote, remote_indices.indices(), local, local_indices.indices())
+                let (remote, remote_indices, local, local_indices) = &*blocks;
+                request.blocks(remote, remote_indices.list(), local, local_indices.list())
             }
         }
     }

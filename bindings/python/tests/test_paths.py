@@ -148,6 +148,43 @@ def test_blocks_are_named_by_index_arrays(
             assert row.tobytes() == PATTERN[block * 256 : (block + 1) * 256]
 
 
+@pytest.mark.parametrize("path", [*ELSEWHERE])
+def test_long_index_arrays_are_read_behind_the_call(
+    path: str, peer: MakePeer, endpoint: towline.Endpoint
+) -> None:
+    owner = peer(SIZE)
+    remote = skip_unless_usable(endpoint, owner.ticket, path)
+    count = SIZE // 16
+    target = numpy.zeros((count, 16), numpy.uint8)
+    local = endpoint.register(target, "none")
+    layout = towline.Layout.contiguous(SIZE, 16)
+    order = numpy.random.default_rng(7).permutation(count)
+    expected = numpy.frombuffer(PATTERN[:SIZE], numpy.uint8).reshape(count, 16)[order]
+    for kind in (numpy.uint32, numpy.uint64, numpy.int32, numpy.int64):
+        for writable in (True, False):
+            indices = order.astype(kind)
+            indices.flags.writeable = writable
+            target[:] = 0
+            transfer = endpoint.read(remote, local, blocks=(layout, indices, layout, None))
+            if writable:
+                # What can be changed was copied before the call returned.
+                indices[:] = 0
+            del indices
+            transfer.wait()
+            assert (target == expected).all()
+    for indices in (order.astype(numpy.int64), order.astype(numpy.uint32)):
+        indices[77] = count
+        wrong = endpoint.read(remote, local, blocks=(layout, indices, layout, None))
+        with pytest.raises(towline.Invalid, match=rf"remote index {count} \(at 77\)"):
+            wrong.wait()
+    negative = numpy.tile(order.astype(numpy.int64), 2)
+    negative[5000] = -3
+    everything = towline.Layout.blocks(16, 2 * count, stride=0)
+    wrong = endpoint.read(remote, local, blocks=(layout, negative, everything, None))
+    with pytest.raises(towline.Invalid, match=r"remote index -3 \(at 5000\) is negative"):
+        wrong.wait()
+
+
 def test_spans_come_as_tuples_or_as_an_array(endpoint: towline.Endpoint) -> None:
     source = endpoint.register(PATTERN, "read")
     with towline.Endpoint("other") as other:

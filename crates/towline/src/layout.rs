@@ -17,6 +17,7 @@
 //! ```
 
 mod indexed;
+mod listed;
 mod order;
 mod plan;
 mod strides;
@@ -29,6 +30,8 @@ use serde::{Deserialize, Serialize};
 use crate::{Error, Result};
 
 pub(crate) use self::indexed::{Indexed, Side};
+pub use self::listed::IndexList;
+pub(crate) use self::listed::Listed;
 pub use plan::{Piece, Plan};
 
 /// The operation that errors of this module name until the caller puts its own in its place.

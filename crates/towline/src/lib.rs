@@ -62,7 +62,7 @@ pub use error::{Error, Kind, Result};
 #[doc(hidden)]
 pub use fork::guard as fork_guard;
 pub use identity::{EndpointId, Identity, Incarnation};
-pub use layout::{Dim, Indices, Layout};
+pub use layout::{Dim, IndexList, Indices, Layout};
 pub use memory::{
     Arena, ArenaAllocator, ArenaBuffer, Buffer, DeviceStorage, DirectIo, DiskStorage, Dtype, ExternalStorage,
     HugePages, MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, OffsetView, PinnedStorage,

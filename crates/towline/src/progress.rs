@@ -1,7 +1,8 @@
 //! Who waits: per process, started on first use and asleep when idle, one epoll thread and one copy pool.
 //!
 //! [`reactor()`] waits for descriptors and for moments in time, on the thread `towline-io`. [`pool()`] runs
-//! what takes long (copies, blocking waits) on threads `towline-copy-N`, of which an idle process has none.
+//! what takes long (copies, blocking waits) on threads `towline-copy-N`, of which an idle process has none. [`starters()`] runs
+//! what a call leaves to others so that it can return, on threads `towline-start-N`.
 //! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
 //! a process in which nothing happens makes no system call.
 
@@ -19,7 +20,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 pub(crate) use bell::Bell;
-pub(crate) use pool::{Pool, Refused};
+pub(crate) use pool::Pool;
 pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
 pub(crate) use timers::{Timer, TimerId};
 
@@ -29,6 +30,7 @@ use crate::fork;
 static REACTOR: OnceLock<Arc<Reactor>> = OnceLock::new();
 static STARTING: Mutex<()> = Mutex::new(());
 static POOL: Pool = Pool::new("towline-copy", 0);
+static STARTERS: Pool = Pool::new("towline-start", 0).polite();
 
 /// The process's event loop; the first call starts its thread.
 ///
@@ -66,6 +68,12 @@ pub(crate) fn may_block(op: &'static str) -> Result<()> {
 /// The process's copy pool; it has no thread until a job comes.
 pub(crate) fn pool() -> &'static Pool {
     &POOL
+}
+
+/// The process's threads that begin what was posted. Calling one does not cost the caller its processor, however busy the
+/// machine is.
+pub(crate) fn starters() -> &'static Pool {
+    &STARTERS
 }
 
 /// Starts a library thread, which takes no signal that the program may want on a thread of its own.

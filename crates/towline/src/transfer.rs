@@ -3,6 +3,7 @@
 //! [`Transfer`] is what callers hold; `TransferCore` is what the paths drive; [`state`] is the pure
 //! bookkeeping of both.
 
+mod later;
 pub(crate) mod state;
 #[cfg(test)]
 mod tests;
@@ -25,6 +26,7 @@ use crate::sync::lock;
 use crate::transport::Attachment;
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result, fork};
+use later::{LatePlan, LateUnits, Later, Planning};
 use state::State;
 
 /// What a transfer does to the remote memory.
@@ -161,7 +163,7 @@ impl Transfer {
     pub fn bytes(&self) -> u64 {
         match &self.0 {
             Repr::Done(done) => done.bytes,
-            Repr::Live(core) => core.plan.bytes(),
+            Repr::Live(core) => core.bytes,
         }
     }
 
@@ -328,9 +330,14 @@ const LEAST_HELPFUL: Duration = Duration::from_secs(1);
 pub(crate) struct TransferCore {
     pub(crate) id: u64,
     pub(crate) op: Op,
-    pub(crate) plan: Plan,
+    pub(crate) plan: LatePlan,
     /// The runs of pieces that the path works in; each reports once.
-    pub(crate) units: Vec<Range<usize>>,
+    pub(crate) units: LateUnits,
+    /// What is left to do before the path can start; whoever takes it does it.
+    planning: Mutex<Option<Planning>>,
+    later: bool,
+    bytes: u64,
+    blocks: u64,
     /// The local region: kept and pinned until the end.
     pub(crate) local: Option<RegionUse>,
     local_base: usize,
@@ -392,28 +399,43 @@ pub(crate) struct Parts {
 
 impl TransferCore {
     /// Cuts the plan into the path's units, each of which must report exactly once; the limits run from now.
-    pub(crate) fn begin(parts: Parts) -> Arc<TransferCore> {
-        let now = Instant::now();
+    pub(crate) fn begin(mut parts: Parts) -> Arc<TransferCore> {
+        let plan = std::mem::replace(&mut parts.plan, Plan::nothing());
         // What has no local region of its own is a portion of what has.
-        let (plan, units) = match parts.local {
-            Some(_) => parts.attachment.cut(parts.op, parts.plan, &parts.after),
-            None => parts.attachment.cut_portion(parts.op, parts.plan, &parts.after),
+        let cut = match parts.local {
+            Some(_) => parts.attachment.cut(parts.op, plan, &parts.after),
+            None => parts.attachment.cut_portion(parts.op, plan, &parts.after),
         };
-        let state = State::new(units.len());
+        TransferCore::new(parts, Some(cut), None)
+    }
+
+    /// What it moves, or how that will be known.
+    fn new(parts: Parts, cut: Option<(Plan, Vec<Range<usize>>)>, later: Option<Later>) -> Arc<TransferCore> {
+        let now = Instant::now();
+        let (plan, units) = cut.unzip();
+        let size = |later: &Later| (later.bytes, later.blocks);
+        let (bytes, blocks) = later
+            .as_ref()
+            .map_or_else(|| plan.as_ref().map_or((0, 0), |plan| (plan.bytes(), plan.block_count())), size);
+        let state = State::new(units.as_ref().map_or(1, Vec::len));
         let span = tracing::debug_span!(
             "transfer",
             id = parts.id,
             op = parts.op.name(),
             path = parts.attachment.transport().name(),
             peer = &*parts.peer,
-            bytes = plan.bytes(),
-            pieces = plan.piece_count(),
+            bytes,
+            blocks,
         );
         let core = Arc::new(TransferCore {
             id: parts.id,
             op: parts.op,
-            plan,
-            units,
+            plan: LatePlan::new(plan),
+            units: LateUnits::new(units),
+            later: later.is_some(),
+            planning: Mutex::new(later.map(|later| later.planning)),
+            bytes,
+            blocks,
             local: parts.local,
             local_base: parts.local_base,
             after: parts.after,
@@ -527,6 +549,9 @@ impl TransferCore {
         }
         let _ = self.stopped_at.set(Instant::now());
         self.stopped.store(true, Ordering::Release);
+        if self.will_not_launch() {
+            return self.whole_failed(self.stop_error());
+        }
         self.attachment.stop(self);
     }
 
@@ -630,14 +655,13 @@ impl TransferCore {
         let _ = self.help.set(help);
     }
 
-    fn wait(&self, until: Option<Instant>) -> Option<Result<()>> {
+    fn wait(self: &Arc<Self>, until: Option<Instant>) -> Option<Result<()>> {
         if let Err(error) = fork::guard(self.op.name()).and_then(|()| progress::may_block(self.op.name())) {
             return Some(Err(error));
         }
-        if let Some(work) = self.help.get().and_then(Weak::upgrade)
-            && until.is_none_or(|until| until >= progress::later(Instant::now(), LEAST_HELPFUL))
-        {
-            work.help();
+        if until.is_none_or(|until| until >= progress::later(Instant::now(), LEAST_HELPFUL)) {
+            self.launch();
+            self.take_part();
         }
         let mut inner = lock(&self.inner);
         loop {
@@ -656,7 +680,7 @@ impl TransferCore {
 
     fn next_check(&self, inner: &Inner) -> Instant {
         let stalled = progress::later(inner.last_progress, self.limits.no_progress);
-        let over = progress::later(inner.started, self.limits.total_for(self.plan.bytes()));
+        let over = progress::later(inner.started, self.limits.total_for(self.bytes));
         stalled.min(over)
     }
 
@@ -694,7 +718,7 @@ impl Timer for TransferCore {
                 self.op.name(),
                 format!(
                     "{moved} of {} bytes moved in {:.3} s, nothing in the last {:.3} s",
-                    self.plan.bytes(),
+                    self.bytes,
                     now.duration_since(inner.started).as_secs_f64(),
                     stalled.as_secs_f64()
                 ),

@@ -334,6 +334,12 @@ pub(crate) trait Attachment: Send + Sync {
         false
     }
 
+    /// Whether planning and starting a request of that size is left to a worker: where it takes longer than calling one. Its
+    /// [`cut`](Self::cut) and its [`start`](Self::start) then run on any thread, behind the call that starts it.
+    fn starts_later(&self, _op: Op, _bytes: u64, _blocks: u64) -> bool {
+        false
+    }
+
     /// Cuts a plan into the units that this way works in: the plan, its longest pieces cut, and the runs of
     /// pieces that make up the units. Each unit reports once; there is at least one.
     fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>);

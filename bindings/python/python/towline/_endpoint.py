@@ -183,7 +183,9 @@ class Endpoint:
         * ``at``: a remote offset, or remote offset, local offset and length in bytes;
         * ``spans``: rows of those three numbers (an iterable of tuples, or an array of 64-bit integers);
         * ``blocks``: remote layout, remote indices, local layout, local indices, where indices are an array of 32- or
-          64-bit integers, a sequence, or ``None`` for all blocks in order.
+          64-bit integers, a sequence, or ``None`` for all blocks in order. An array that cannot be written to
+          (``indices.flags.writeable = False``) is taken as it is, which for many blocks is most of what the call costs;
+          what is wrong with a long array is how the transfer ends.
 
         Once the bytes have been read, the owner gets the message ``notify``, and its 64-bit counter at ``signal[0]``
         is raised by ``signal[1]``. ``require`` and ``forbid`` turn a silent slow path into an error.

@@ -49,6 +49,14 @@ const TARGETS: &[Target] = &[
         limit: Limit::AtMost(0.020),
     },
     Target {
+        name: "of that: its death is known here",
+        campaign: "kill",
+        lanes: &["mapped", "cma", "unix"],
+        sample: "known",
+        part: Part::P99,
+        limit: Limit::AtMost(0.020),
+    },
+    Target {
         name: "the same with a large process",
         campaign: "kill",
         lanes: &["mapped", "cma", "unix"],

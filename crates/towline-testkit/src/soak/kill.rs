@@ -84,8 +84,22 @@ impl Kill {
             }
         }
         if let Some(detected) = failed {
-            let name = if ballast > 0 { "detected with a large process" } else { "detected" };
-            round.tally.time(name, detected);
+            let (whole, known, rest) = match ballast {
+                0 => ("detected", "known", "ended after that"),
+                _ => (
+                    "detected with a large process",
+                    "known with a large process",
+                    "ended after that with a large process",
+                ),
+            };
+            round.tally.time(whole, detected);
+            // Until the kernel has let go of the dead one's mutex and the watcher has seen it; and from then on until the
+            // copies that were under way have come to their end, and who waits has run.
+            if let Some(lost) = remote.lost_at() {
+                let learned = lost.saturating_duration_since(killed);
+                round.tally.time(known, learned);
+                round.tally.time(rest, detected.saturating_sub(learned));
+            }
         }
         if self.lane == NIXL {
             // What it was at when the owner died it cannot stop; that ends by itself.

@@ -179,7 +179,7 @@ impl Prepared {
             .map(|(remote, local)| portions(op, remote.layout(), local.layout(), local.size() as u64))
             .collect();
         let portions = portions.map_err(|error| {
-            claimed.claim.finish(&Err(error.clone()));
+            let _ = claimed.claim.finish(&Err(error.clone()));
             error.during(name(self.kind))
         })?;
         let parts = self

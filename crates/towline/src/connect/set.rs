@@ -279,9 +279,10 @@ impl TransferSet {
             started.iter().filter_map(|one| one.noise()).filter(|one| !one.is_over()).collect();
         // The registrations go before anybody learns of the end, so that the memory is the user's again.
         drop(local);
-        if let Some(claim) = claim {
-            claim.finish(&result);
-        }
+        // A success is one only where the owner can say so too.
+        let told = claim.map_or(Ok(()), |claim| claim.finish(&result));
+        let op = self.op.name();
+        let result = result.and(told.map_err(|error| error.during(op).with_peer(&*self.peer)));
         self.completion.set(result);
         drop(started);
     }

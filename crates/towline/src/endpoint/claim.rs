@@ -5,14 +5,14 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::EndpointCore;
 use super::import::{self, Remote};
 use super::operations::Claimer;
 use crate::cuda::Mark;
 use crate::route::Routing;
-use crate::transport::tcp::{Imported, Importing, Session, proven};
+use crate::transport::tcp::{GrantHandle, HEARTBEAT, Imported, Importing, Session, proven};
 use crate::transport::{self, Offer, Owner};
 use crate::wire::{Finish, OperationId};
 use crate::{Error, Kind, Result, Ticket, fork, progress};
@@ -22,42 +22,66 @@ pub(crate) struct Claim {
     operation: OperationId,
     of: Of,
     told: AtomicBool,
+    /// How long this side may stand still.
+    limit: Duration,
 }
 
 enum Of {
     Here(Weak<EndpointCore>, Claimer),
-    There(Arc<Session>),
+    There(Arc<Session>, Vec<Arc<GrantHandle>>),
+}
+
+fn ended(why: &str) -> Error {
+    Error::new(Kind::Stale, "claim", format!("the owner has ended the operation: {why}"))
 }
 
 impl Claim {
-    fn new(operation: OperationId, of: Of) -> Claim {
-        Claim { operation, of, told: AtomicBool::new(false) }
+    fn new(wanted: &Wanted, of: Of) -> Claim {
+        // Between two of the owner's questions there may be nothing to hear.
+        let limit = wanted.endpoint.limits().no_progress.max(2 * HEARTBEAT);
+        Claim { operation: wanted.operation, of, told: AtomicBool::new(false), limit }
     }
 
-    /// Tells the owner how it ended; only the first word counts.
-    pub(crate) fn finish(&self, outcome: &Result<()>) {
+    /// Tells the owner how it ended; only the first word counts. An error where the owner had ended it before, as far as can be
+    /// known here: a success that its owner does not share is none.
+    pub(crate) fn finish(&self, outcome: &Result<()>) -> Result<()> {
         if self.told.swap(true, Ordering::AcqRel) {
-            return;
+            return Ok(());
         }
         match &self.of {
-            Of::Here(owner, claimer) => {
-                if let Some(owner) = owner.upgrade() {
-                    owner.operations.finish(&self.operation, *claimer, outcome.clone());
-                }
-            }
-            Of::There(session) => {
-                let outcome = outcome.clone().map_err(|error| (&error).into());
+            Of::Here(owner, claimer) => match owner.upgrade() {
+                Some(owner) => owner.operations.finish(&self.operation, *claimer, outcome.clone()),
+                None => Err(ended("its endpoint is gone")),
+            },
+            Of::There(session, grants) => {
+                let known = self.still_claimed(session, grants);
+                let outcome = outcome.clone().and(known.clone()).map_err(|error| (&error).into());
                 // Where the session is over, the owner knows by that.
-                let _ = session.tell(Finish { operation: self.operation, outcome });
+                let told = session.tell(Finish { operation: self.operation, outcome });
+                known.and(told)
             }
         }
+    }
+
+    /// Whether the owner has not ended it yet. On one host its table tells. Elsewhere the clock does: an owner asks twice a
+    /// second whether its claimer is there, and one that has heard nothing of that for as long as its limit was not there to answer.
+    fn still_claimed(&self, session: &Session, grants: &[Arc<GrantHandle>]) -> Result<()> {
+        if grants.iter().any(|grant| grant.is_revoked()) {
+            return Err(ended("it did not hear of this side in time, or was cancelled"));
+        }
+        if session.silence() > self.limit {
+            let limit = self.limit.as_secs_f64();
+            let message = format!("this side stood still, or was not reached, for more than {limit:.3} s");
+            return Err(Error::new(Kind::Timeout, "claim", message));
+        }
+        Ok(())
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
         if !fork::in_child() {
-            self.finish(&Err(Error::new(Kind::Canceled, "claim", "the claimer has let go of it")));
+            let _ = self.finish(&Err(Error::new(Kind::Canceled, "claim", "the claimer has let go of it")));
         }
     }
 }
@@ -154,7 +178,7 @@ impl Wanted {
                 owner.verify(ticket.public_bytes(), &ticket.proof(&challenge), &challenge)?;
             let of = (region.row, region.generation);
             owner.operations.claim(&self.operation, claimer, self.endpoint.name(), of, claims.access)?;
-            claim.get_or_insert_with(|| Claim::new(self.operation, Of::Here(Arc::downgrade(owner), claimer)));
+            claim.get_or_insert_with(|| Claim::new(self, Of::Here(Arc::downgrade(owner), claimer)));
             let grant = region.grant(&claims, 0, false);
             Remote::new(&self.endpoint, Owner::Here(&region), grant, owner.name(), self.wishes())
         });
@@ -181,8 +205,9 @@ impl Wanted {
     }
 
     fn granted(&self, session: &Arc<Session>, mut imported: Imported) -> Result<Claimed> {
-        let any = imported.outcomes.iter().any(Result::is_ok);
-        let claim = any.then(|| Claim::new(self.operation, Of::There(Arc::clone(session))));
+        let handles = imported.outcomes.iter().flatten().map(|(_, handle)| Arc::clone(handle));
+        let grants: Vec<_> = handles.collect();
+        let claim = (!grants.is_empty()).then(|| Claim::new(self, Of::There(Arc::clone(session), grants)));
         let remotes = imported.outcomes.drain(..).map(|granted| {
             let (grant, handle) = granted?;
             Remote::new(&self.endpoint, Owner::There(&handle), grant, session.peer_name(), self.wishes())
@@ -208,7 +233,7 @@ fn settle(claim: Option<Claim>, remotes: Result<Vec<Remote>>) -> Result<Claimed>
     match (claim, remotes) {
         (Some(claim), Ok(remotes)) => Ok(Claimed { claim, remotes }),
         (Some(claim), Err(error)) => {
-            claim.finish(&Err(error.clone()));
+            let _ = claim.finish(&Err(error.clone()));
             Err(error)
         }
         (None, Err(error)) => Err(error),
@@ -259,5 +284,80 @@ impl Future for Claiming {
         self.0 = Doing::Done(None);
         let again = || Err(Error::invalid("import", "the claim was polled after its end"));
         Poll::Ready(outcome.unwrap_or_else(again))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use super::*;
+    use crate::endpoint::operations::{Offered, Passive};
+    use crate::memory::{Buffer, SystemStorage};
+    use crate::{Access, Endpoint};
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    struct Scene {
+        passive: Arc<Passive>,
+        claimed: Claimed,
+        _ends: (Endpoint, Endpoint),
+    }
+
+    /// An operation that was claimed by that path.
+    fn claimed_over(path: &str) -> Scene {
+        let owner = Endpoint::open("owner").unwrap();
+        let storage = Buffer::new(SystemStorage::new(64).unwrap());
+        let region = owner.register(storage, Access::READ).unwrap();
+        let ticket = region.ticket().unwrap();
+        let offered = vec![Offered { region, keep: Box::new(()) }];
+        let passive = Passive::open(owner.core(), "readable", Access::READ, offered, Some(LONG)).unwrap();
+        let routing = Routing::default().require(path).unwrap();
+        let user = Endpoint::options("user").routing(routing).open().unwrap();
+        let claimed = claim(user.core(), *passive.id(), vec![ticket]).unwrap();
+        Scene { passive, claimed, _ends: (owner, user) }
+    }
+
+    #[test]
+    fn the_end_that_a_claimer_tells_is_the_owners_too() {
+        for path in ["inproc", "unix", "tcp"] {
+            let scene = claimed_over(path);
+            scene.claimed.claim.finish(&Ok(())).unwrap();
+            scene.passive.completion().wait("test", Some(Instant::now() + LONG)).unwrap().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_claimer_whose_owner_has_ended_it_before_does_not_succeed() {
+        for path in ["inproc", "unix"] {
+            let scene = claimed_over(path);
+            scene.passive.end(Err(Error::new(Kind::Timeout, "readable", "nothing was heard")));
+            let error = scene.claimed.claim.finish(&Ok(())).unwrap_err();
+            assert_eq!(error.kind(), Kind::Stale, "{path}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_claimer_without_a_table_that_stood_still_for_its_limit_does_not_succeed() {
+        let mut scene = claimed_over("tcp");
+        scene.claimed.claim.limit = Duration::from_millis(20);
+        let Of::There(session, _) = &scene.claimed.claim.of else { panic!("the owner is reached by tcp") };
+        // As after a stop: time has passed, and what the owner asked meanwhile was not read yet.
+        std::thread::sleep(Duration::from_millis(100));
+        session.heard_nothing();
+        let error = scene.claimed.claim.finish(&Ok(())).unwrap_err();
+        assert_eq!(error.kind(), Kind::Timeout, "{error}");
+        // The owner learns it, and says the same.
+        let ended = scene.passive.completion().wait("test", Some(Instant::now() + LONG)).unwrap();
+        assert_eq!(ended.unwrap_err().kind(), Kind::Timeout);
+    }
+
+    #[test]
+    fn a_claimer_whose_session_is_over_does_not_succeed() {
+        let scene = claimed_over("tcp");
+        let Of::There(session, _) = &scene.claimed.claim.of else { panic!("the owner is reached by tcp") };
+        session.fail(Error::new(Kind::Disconnected, "session", "cut off"));
+        assert_eq!(scene.claimed.claim.finish(&Ok(())).unwrap_err().kind(), Kind::Disconnected);
+        assert!(scene.passive.completion().wait("test", Some(Instant::now() + LONG)).unwrap().is_err());
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::EndpointCore;
@@ -29,6 +29,8 @@ pub struct Remote {
     routes: Routes,
     counters: Vec<(&'static str, Arc<Counters>)>,
     expires: Option<Instant>,
+    /// Set when the connection to an owner elsewhere has ended.
+    lost: Option<Arc<OnceLock<Instant>>>,
 }
 
 impl Remote {
@@ -39,6 +41,10 @@ impl Remote {
         peer: &str,
         (routing, until): (&Routing, Instant),
     ) -> Result<Remote> {
+        let lost = match &owner {
+            Owner::Here(_) => None,
+            Owner::There(handle) => Some(Arc::clone(handle.session().lost())),
+        };
         let routes = Routes::find(&Offer { endpoint, owner, grant: &grant, routing, until })
             .map_err(|error| error.with_peer(peer))?;
         let peer: Arc<str> = peer.into();
@@ -48,7 +54,7 @@ impl Remote {
             .collect();
         let expires =
             grant.expires_in_ms.map(|left| progress::later(Instant::now(), Duration::from_millis(left)));
-        Ok(Remote { peer, grant, routes, counters, expires })
+        Ok(Remote { peer, grant, routes, counters, expires, lost })
     }
 
     /// How many bytes the ticket reaches.
@@ -95,6 +101,12 @@ impl Remote {
         fork::guard("alive")?;
         let first = self.routes.usable().first();
         first.map_or(Ok(()), |way| way.alive()).map_err(|error| error.with_peer(&*self.peer))
+    }
+
+    /// When this side learned that the owner cannot be reached any more; `None` while it can. Transfers end after that, each
+    /// as soon as whoever copies for it has come to the end of its portion.
+    pub fn lost_at(&self) -> Option<Instant> {
+        self.lost.as_ref().and_then(|lost| lost.get().copied())
     }
 
     /// Pins the region for a series of accesses by plain loads and stores.

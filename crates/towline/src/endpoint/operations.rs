@@ -88,17 +88,21 @@ impl Operations {
         self.find(operation).map(|passive| lock(&passive.inner).behind.clone()).unwrap_or_default()
     }
 
-    /// The claimer says how it ended. From anybody else it means nothing.
-    pub(crate) fn finish(&self, operation: &OperationId, claimer: Claimer, outcome: Result<()>) {
-        if let Some(passive) = self.find(operation) {
-            passive.finish(claimer, outcome);
-        }
+    /// The claimer says how it ended. From anybody else it means nothing. An error where it had ended before, or ends otherwise
+    /// than the claimer says.
+    pub(crate) fn finish(
+        &self,
+        operation: &OperationId,
+        claimer: Claimer,
+        outcome: Result<()>,
+    ) -> Result<()> {
+        self.find(operation).ok_or_else(over)?.finish(claimer, outcome)
     }
 
     /// A session is over: what its peer had claimed ends.
     pub(crate) fn abandon(&self, claimer: Claimer, error: &Error) {
         for passive in self.all().into_iter().filter(|passive| passive.is_claimed_by(claimer)) {
-            passive.finish(claimer, Err(error.clone()));
+            let _ = passive.finish(claimer, Err(error.clone()));
         }
     }
 
@@ -363,12 +367,13 @@ impl Passive {
         matches!(lock(&self.inner).state, State::Claimed { by, .. } if by == claimer)
     }
 
-    fn finish(self: &Arc<Self>, claimer: Claimer, outcome: Result<()>) {
+    fn finish(self: &Arc<Self>, claimer: Claimer, outcome: Result<()>) -> Result<()> {
+        let said_well = outcome.is_ok();
         let outcome = {
             let inner = lock(&self.inner);
-            let State::Claimed { by, peer } = &inner.state else { return };
+            let State::Claimed { by, peer } = &inner.state else { return Err(over()) };
             if *by != claimer {
-                return;
+                return Err(over());
             }
             let whole = inner.offered.iter().all(|(_, claimed)| *claimed);
             match outcome {
@@ -380,15 +385,17 @@ impl Passive {
                 Err(error) => Err(error.during(self.name).with_peer(&**peer)),
             }
         };
-        self.end(outcome);
+        // What its claimer says was bad is no news to it.
+        let answer = if said_well { outcome.clone() } else { Ok(()) };
+        if self.end(outcome) { answer } else { Err(over()) }
     }
 
-    /// Ends it, unless it has ended or is about to: revokes its regions, and tells who waits when these are quiet.
-    pub(crate) fn end(self: &Arc<Self>, result: Result<()>) {
+    /// Ends it, unless it has ended or is about to, which it says: revokes its regions, and tells who waits when these are quiet.
+    pub(crate) fn end(self: &Arc<Self>, result: Result<()>) -> bool {
         let (offered, claims) = {
             let mut inner = lock(&self.inner);
             if matches!(inner.state, State::Ending { .. } | State::Ended { .. }) {
-                return;
+                return false;
             }
             inner.behind.clear();
             let claims = std::mem::take(&mut inner.claims);
@@ -412,6 +419,7 @@ impl Passive {
         if matches!(inner.state, State::Ending { .. }) {
             self.arm(&mut inner, Some(self.quiet_limit), QUIET);
         }
+        true
     }
 
     fn one_quiet(&self) {

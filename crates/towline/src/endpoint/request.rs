@@ -1,19 +1,20 @@
 //! A request before it starts: what to move, and how.
 #![allow(unsafe_code, reason = "hands the address of a pinned local region to the path")]
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::{EndpointCore, Remote};
 use crate::cuda::StreamHandle;
-use crate::layout::{Indexed, Indices, Layout, Piece, Plan};
+use crate::layout::{IndexList, Layout, Listed, Piece, Plan};
 use crate::memory::Place;
 use crate::notify::MAX_MESSAGE;
-use crate::region::Span;
+use crate::region::{RegionUse, Span};
 use crate::route::Routing;
 use crate::transfer::{self, After, Limits, OnEnd, Op, Parts, Signal, Transfer, TransferCore};
 use crate::transport::inproc::file::no_words;
-use crate::transport::{Begun, Capabilities, gpu};
+use crate::transport::{Attachment, Begun, Capabilities, gpu};
 use crate::{Access, Error, Kind, Result, fork};
 
 /// A transfer that has not started yet.
@@ -58,8 +59,8 @@ enum What<'a> {
     Whole,
     Span(u64, u64, u64),
     Plan(Result<Plan>),
-    /// Blocks, for a GPU.
-    Indexed(Box<Indexed<'a>>),
+    Spans(Cow<'a, [(u64, u64, u64)]>),
+    Blocks(Box<Listed<'a>>),
 }
 
 impl<'a> Request<'a> {
@@ -91,31 +92,28 @@ impl<'a> Request<'a> {
         self
     }
 
-    /// Moves several ranges, each given as remote offset, local offset and length.
-    pub fn spans(mut self, spans: &[(u64, u64, u64)]) -> Request<'a> {
-        self.what = What::Plan(Plan::spans(spans));
+    /// Moves several ranges, each given as remote offset, local offset and length. A list that is handed over, as a `Vec`, is
+    /// not copied.
+    pub fn spans(mut self, spans: impl Into<Cow<'a, [(u64, u64, u64)]>>) -> Request<'a> {
+        self.what = What::Spans(spans.into());
         self
     }
 
     /// Moves blocks by index: the n-th remote index pairs with the n-th local index. The layouts are relative to the
     /// remote region and to the local span.
+    ///
+    /// Lists of more than a few hundred indices are checked by a worker: an index that is past its layout, or past the memory,
+    /// is then how the transfer ends, and not an error of [`start`](Self::start). Hand long lists over ([`IndexList`]), and
+    /// starting takes no longer for them.
     pub fn blocks(
         mut self,
         remote: &Layout,
-        remote_indices: impl Into<Indices<'a>>,
+        remote_indices: impl Into<IndexList<'a>>,
         local: &Layout,
-        local_indices: impl Into<Indices<'a>>,
+        local_indices: impl Into<IndexList<'a>>,
     ) -> Request<'a> {
-        let (remote_indices, local_indices) = (remote_indices.into(), local_indices.into());
-        let near = self.local.as_ref().map(|span| span.core().place);
-        let on_gpu =
-            [Some(self.remote.place()), near].iter().any(|place| matches!(place, Some(Place::Cuda(_))));
-        // A GPU takes the indices as they are.
-        let indexed = on_gpu.then(|| Indexed::new(remote, remote_indices, local, local_indices)).flatten();
-        self.what = match indexed {
-            Some(indexed) => What::Indexed(Box::new(indexed)),
-            None => What::Plan(Plan::blocks(remote, remote_indices, local, local_indices)),
-        };
+        self.what =
+            What::Blocks(Box::new(Listed::new(remote, remote_indices.into(), local, local_indices.into())));
         self
     }
 
@@ -192,7 +190,10 @@ impl<'a> Request<'a> {
         self
     }
 
-    /// Checks everything and starts. An error here means that no byte has moved.
+    /// Checks and starts. An error here means that no byte has moved.
+    ///
+    /// It takes less than 50 µs, whatever the size: what takes longer is left to the workers, and to a caller that
+    /// [waits](Transfer::wait). So is the check of long lists: see [`blocks`](Self::blocks).
     pub fn start(self) -> Result<Transfer> {
         let op = self.op.name();
         let peer = Arc::clone(self.remote.peer());
@@ -233,13 +234,22 @@ impl<'a> Request<'a> {
         let base = self.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
         let mut begun = None;
         let mut given = None;
-        if let (What::Indexed(indexed), Some(used), false, None) =
+        if let (What::Blocks(list), Some(used), false, None) =
             (&self.what, &local, self.by_workers, self.stream)
+            && [self.remote.place(), used.core().place].iter().any(|place| matches!(place, Place::Cuda(_)))
+            // A GPU takes the indices as they are.
+            && let Some(indexed) = list.indexed()
             && indexed.fits(self.remote.len(), self.local.as_ref().map_or(0, |span| span.len() as u64))
         {
-            begun = attachment.begin_blocks(self.op, used, base, indexed, &self.after);
+            begun = attachment.begin_blocks(self.op, used, base, &indexed, &self.after);
             let bytes = indexed.bytes()?;
             given = begun.is_some().then_some((bytes, indexed.count(), indexed.block_len()));
+        }
+        if begun.is_none() && self.stream.is_none() {
+            let (bytes, blocks) = self.size()?;
+            if attachment.starts_later(self.op, bytes, blocks) {
+                return self.begin_later(&attachment, local, base, bytes, blocks);
+            }
         }
         let (pieces, bytes, blocks) = match given {
             Some((bytes, blocks, block_len)) => {
@@ -247,7 +257,7 @@ impl<'a> Request<'a> {
             }
             None => self.pieces()?,
         };
-        self.check_elements(pieces.as_slice())?;
+        check_elements(self.op, pieces.as_slice())?;
         let path = attachment.transport().name();
         let counters = self.remote.counters(path);
         let begun = match &local {
@@ -281,18 +291,36 @@ impl<'a> Request<'a> {
             }
             return Ok(Transfer::done(path, bytes, blocks, value, result));
         }
+        let plan = pieces.into_plan()?;
+        let core = TransferCore::begin(self.parts(&attachment, local, base, plan, bytes));
+        match going {
+            Some(going) => going.report_to(&core),
+            None => attachment.start(&core),
+        }
+        Ok(Transfer::live(core))
+    }
+
+    fn parts(
+        &mut self,
+        attachment: &Arc<dyn Attachment>,
+        local: Option<RegionUse>,
+        local_base: usize,
+        plan: Plan,
+        bytes: u64,
+    ) -> Parts {
+        let counters = self.remote.counters(attachment.transport().name());
         let (op, then) = (self.op, self.then.take());
-        let core = TransferCore::begin(Parts {
+        Parts {
             id: transfer::next_id(),
             op,
-            plan: pieces.into_plan()?,
+            plan,
             local,
-            local_base: base,
+            local_base,
             after: std::mem::take(&mut self.after),
             stream: self.stream,
             limits: self.limits.unwrap_or_else(|| self.endpoint.limits()),
             checked: self.checked.unwrap_or_else(|| self.endpoint.checksums()),
-            attachment: Arc::clone(&attachment),
+            attachment: Arc::clone(attachment),
             peer: Arc::clone(self.remote.peer()),
             on_end: Box::new(move |result| {
                 counters.count(op, bytes, result);
@@ -300,12 +328,34 @@ impl<'a> Request<'a> {
                     then(result);
                 }
             }),
-        });
-        match going {
-            Some(going) => going.report_to(&core),
-            None => attachment.start(&core),
         }
-        Ok(Transfer::live(core))
+    }
+
+    /// Leaves the planning, the checks of each block, and the start to a worker.
+    fn begin_later(
+        mut self,
+        attachment: &Arc<dyn Attachment>,
+        local: Option<RegionUse>,
+        base: usize,
+        bytes: u64,
+        blocks: u64,
+    ) -> Result<Transfer> {
+        let (op, remote_len) = (self.op, self.remote.len());
+        let local_len = self.local.as_ref().map_or(0, |span| span.len() as u64);
+        // One range is checked as quickly as that.
+        if let What::Span(remote, local, len) = self.what {
+            checked(op, What::Span(remote, local, len), remote_len, local_len)?;
+        } else if let What::Whole = self.what {
+            checked(op, What::Whole, remote_len, local_len)?;
+        }
+        let what = std::mem::replace(&mut self.what, What::Whole).into_owned();
+        let parts = self.parts(attachment, local, base, Plan::nothing(), bytes);
+        let planning = move || {
+            let pieces = checked(op, what, remote_len, local_len)?.0;
+            check_elements(op, pieces.as_slice())?;
+            pieces.into_plan()
+        };
+        Ok(Transfer::live(TransferCore::begin_later(parts, bytes, blocks, Box::new(planning))))
     }
 
     fn needs(&self) -> Capabilities {
@@ -376,59 +426,97 @@ impl<'a> Request<'a> {
         Err(Error::invalid(self.op.name(), "a stream orders copies on a GPU, and neither side is on one"))
     }
 
-    /// A reduction acts on whole elements, all of them aligned alike: otherwise some would be applied and others not.
-    fn check_elements(&self, pieces: &[Piece]) -> Result<()> {
-        let Op::Reduce(_, dtype) = self.op else { return Ok(()) };
-        let size = dtype.size() as u64;
-        let first = pieces.first().map_or(0, |piece| piece.remote % size);
-        match pieces.iter().find(|piece| !piece.len.is_multiple_of(size) || piece.remote % size != first) {
-            None => Ok(()),
-            Some(piece) => Err(Error::invalid(
-                self.op.name(),
-                format!("{} bytes at offset {} are not whole elements of {dtype}", piece.len, piece.remote),
-            )),
+    /// The bytes and the blocks that are asked for. Looks at no list.
+    fn size(&self) -> Result<(u64, u64)> {
+        let Some(span) = &self.local else { return Ok((0, 1)) };
+        match &self.what {
+            What::Whole => Ok((span.len() as u64, 1)),
+            What::Span(.., len) => Ok((*len, 1)),
+            What::Plan(Ok(plan)) => Ok((plan.bytes(), plan.block_count())),
+            What::Plan(Err(error)) => Err(error.clone()),
+            What::Spans(spans) => Ok((sum(spans)?, spans.len() as u64)),
+            What::Blocks(list) => list.size(),
         }
     }
 
     /// The checked pieces, their bytes and their blocks.
     fn pieces(&mut self) -> Result<(Pieces, u64, u64)> {
         let Some(span) = &self.local else { return Ok((Pieces::None, 0, 1)) };
-        let (remote_len, local_len) = (self.remote.len(), span.len() as u64);
-        let (remote, local, len) = match std::mem::replace(&mut self.what, What::Whole) {
-            what @ (What::Plan(_) | What::Indexed(_)) => {
-                let plan = match what {
-                    What::Plan(plan) => plan?,
-                    What::Indexed(indexed) => indexed.plan()?,
-                    _ => Plan::spans(&[])?,
-                };
-                plan.check_bounds(remote_len, local_len)?;
-                if plan.is_empty() {
-                    return Err(Error::invalid(self.op.name(), "a transfer of no bytes"));
-                }
-                let (bytes, blocks) = (plan.bytes(), plan.block_count());
-                return Ok((Pieces::Many(plan), bytes, blocks));
-            }
-            What::Whole => (0, 0, local_len),
-            What::Span(remote, local, len) => (remote, local, len),
-        };
-        let inside = |offset: u64, whole: u64| offset.checked_add(len).is_some_and(|end| end <= whole);
-        if len == 0 {
-            return Err(Error::invalid(self.op.name(), "a transfer of no bytes"));
-        }
-        if !inside(remote, remote_len) {
-            return Err(Error::invalid(
-                self.op.name(),
-                format!("{len} bytes at offset {remote} do not lie within the remote's {remote_len} bytes"),
-            ));
-        }
-        if !inside(local, local_len) {
-            return Err(Error::invalid(
-                self.op.name(),
-                format!("{len} bytes at offset {local} do not lie within the local {local_len} bytes"),
-            ));
-        }
-        Ok((Pieces::One([Piece { remote, local, len }]), len, 1))
+        let local_len = span.len() as u64;
+        checked(self.op, std::mem::replace(&mut self.what, What::Whole), self.remote.len(), local_len)
     }
+}
+
+impl What<'_> {
+    fn into_owned(self) -> What<'static> {
+        match self {
+            What::Whole => What::Whole,
+            What::Span(remote, local, len) => What::Span(remote, local, len),
+            What::Plan(plan) => What::Plan(plan),
+            What::Spans(spans) => What::Spans(Cow::Owned(spans.into_owned())),
+            What::Blocks(list) => What::Blocks(Box::new(list.into_owned())),
+        }
+    }
+}
+
+/// A reduction acts on whole elements, all of them aligned alike: otherwise some would be applied and others not.
+fn check_elements(op: Op, pieces: &[Piece]) -> Result<()> {
+    let Op::Reduce(_, dtype) = op else { return Ok(()) };
+    let size = dtype.size() as u64;
+    let first = pieces.first().map_or(0, |piece| piece.remote % size);
+    match pieces.iter().find(|piece| !piece.len.is_multiple_of(size) || piece.remote % size != first) {
+        None => Ok(()),
+        Some(piece) => Err(Error::invalid(
+            op.name(),
+            format!("{} bytes at offset {} are not whole elements of {dtype}", piece.len, piece.remote),
+        )),
+    }
+}
+
+fn sum(spans: &[(u64, u64, u64)]) -> Result<u64> {
+    spans
+        .iter()
+        .try_fold(0u64, |sum, (.., len)| sum.checked_add(*len))
+        .ok_or_else(|| Error::invalid("layout", "the bytes to move do not fit in 64 bits"))
+}
+
+/// The pieces of what is asked for, which lie within both sides; their bytes and their blocks.
+fn checked(op: Op, what: What<'_>, remote_len: u64, local_len: u64) -> Result<(Pieces, u64, u64)> {
+    let (remote, local, len) = match what {
+        What::Whole => (0, 0, local_len),
+        What::Span(remote, local, len) => (remote, local, len),
+        what @ (What::Plan(_) | What::Spans(_) | What::Blocks(_)) => {
+            let plan = match what {
+                What::Plan(plan) => plan?,
+                What::Spans(spans) => Plan::spans(&spans)?,
+                What::Blocks(list) => list.plan()?,
+                _ => Plan::nothing(),
+            };
+            plan.check_bounds(remote_len, local_len)?;
+            if plan.is_empty() {
+                return Err(Error::invalid(op.name(), "a transfer of no bytes"));
+            }
+            let (bytes, blocks) = (plan.bytes(), plan.block_count());
+            return Ok((Pieces::Many(plan), bytes, blocks));
+        }
+    };
+    let inside = |offset: u64, whole: u64| offset.checked_add(len).is_some_and(|end| end <= whole);
+    if len == 0 {
+        return Err(Error::invalid(op.name(), "a transfer of no bytes"));
+    }
+    if !inside(remote, remote_len) {
+        return Err(Error::invalid(
+            op.name(),
+            format!("{len} bytes at offset {remote} do not lie within the remote's {remote_len} bytes"),
+        ));
+    }
+    if !inside(local, local_len) {
+        return Err(Error::invalid(
+            op.name(),
+            format!("{len} bytes at offset {local} do not lie within the local {local_len} bytes"),
+        ));
+    }
+    Ok((Pieces::One([Piece { remote, local, len }]), len, 1))
 }
 
 /// One piece needs no allocation: small reads are the ones that are counted in nanoseconds.

@@ -1,6 +1,6 @@
 //! Blocks by index, kept as they were given: for whoever moves them without a list of pieces.
 
-use super::{Indices, Layout, Plan};
+use super::{Indices, Layout};
 use crate::{Error, Result};
 
 /// Pairs of blocks: the n-th remote index with the n-th local one.
@@ -82,10 +82,5 @@ impl<'a> Indexed<'a> {
     /// Whether all blocks of both layouts lie inside the regions, whatever the indices are.
     pub(crate) fn fits(&self, remote_len: u64, local_len: u64) -> bool {
         self.remote.layout.fits(remote_len).is_ok() && self.local.layout.fits(local_len).is_ok()
-    }
-
-    /// The list of pieces.
-    pub(crate) fn plan(&self) -> Result<Plan> {
-        Plan::blocks(&self.remote.layout, self.remote.indices(), &self.local.layout, self.local.indices())
     }
 }

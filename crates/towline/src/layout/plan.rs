@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::listed::paired;
 use super::walk::Walker;
 use super::{Indices, Layout, OP, order};
 use crate::{Error, Kind, Result};
@@ -85,21 +86,7 @@ impl Plan {
         local: &Layout,
         local_indices: Indices<'_>,
     ) -> Result<Plan> {
-        if remote.block_len() != local.block_len() {
-            let (theirs, ours) = (remote.block_len(), local.block_len());
-            return Err(Error::invalid(OP, format!("remote blocks have {theirs} bytes, local ones {ours}")));
-        }
-        let (theirs, ours) = (remote_indices.len(remote), local_indices.len(local));
-        if theirs != ours {
-            return Err(Error::invalid(
-                OP,
-                format!("{theirs} remote blocks cannot pair with {ours} local ones"),
-            ));
-        }
-        let bytes = ours
-            .checked_mul(local.block_len())
-            .ok_or_else(|| Error::invalid(OP, "the bytes to move do not fit in 64 bits"))?;
-
+        let (bytes, ours) = paired(remote, remote_indices, local, local_indices)?;
         let walkers = (Walker::new(remote), Walker::new(local));
         let mut plan = Plan::empty(Numbering::Equal { block_len: local.block_len() });
         if let (Indices::All, Indices::All) = (remote_indices, local_indices) {
@@ -112,7 +99,7 @@ impl Plan {
                     plan.add_listed(&sides, list.iter().map(|&i| u64::from(i)), local_indices)?
                 }
                 Indices::U64(list) => plan.add_listed(&sides, list.iter().copied(), local_indices)?,
-                Indices::All => plan.add_listed(&sides, 0..theirs, local_indices)?,
+                Indices::All => plan.add_listed(&sides, 0..ours, local_indices)?,
             }
         }
         debug_assert_eq!(plan.bytes, bytes);
@@ -324,7 +311,12 @@ impl Plan {
         })
     }
 
-    fn empty(numbering: Numbering) -> Plan {
+    /// A plan of nothing.
+    pub(crate) const fn nothing() -> Plan {
+        Plan::empty(Numbering::Listed(Vec::new()))
+    }
+
+    const fn empty(numbering: Numbering) -> Plan {
         Plan {
             pieces: Vec::new(),
             marks: Vec::new(),
@@ -439,6 +431,10 @@ impl Sides<'_> {
         } else {
             ("local", local, self.local.block_count())
         };
+        // No layout has so many blocks: it was a negative number, taken as it was.
+        if let negative @ ..0 = index.cast_signed() {
+            return Error::invalid(OP, format!("{side} index {negative} (at {number}) is negative"));
+        }
         Error::invalid(OP, format!("{side} index {index} (at {number}) is past the layout's {count} blocks"))
     }
 }

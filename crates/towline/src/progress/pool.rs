@@ -8,6 +8,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::reactor::be_polite;
 use super::{lock, no_thread, panic_message, start_thread};
 use crate::error::Error;
 use crate::fork;
@@ -46,6 +47,7 @@ impl fmt::Debug for Refused {
 /// [aside](Pool::aside).
 pub(crate) struct Pool {
     name: &'static str,
+    polite: bool,
     /// 0 where the machine decides and has not been asked yet.
     limit: AtomicUsize,
     state: Mutex<State>,
@@ -75,11 +77,18 @@ impl Pool {
     pub(super) const fn new(name: &'static str, limit: usize) -> Pool {
         Pool {
             name,
+            polite: false,
             limit: AtomicUsize::new(limit),
             state: Mutex::new(State { queue: VecDeque::new(), threads: 0, idle: 0, called: 0, aside: 0 }),
             work: Condvar::new(),
             queued: AtomicUsize::new(0),
         }
+    }
+
+    /// Whoever calls its threads keeps its processor.
+    pub(super) const fn polite(mut self) -> Pool {
+        self.polite = true;
+        self
     }
 
     /// How many threads there can be: one per core that this process may use, but no more than 16, which
@@ -169,6 +178,9 @@ impl Pool {
 
     /// One worker's life.
     fn work(&self, number: usize) {
+        if self.polite {
+            be_polite();
+        }
         let mut state = lock(&self.state);
         loop {
             if let Some(job) = state.queue.pop_front() {
@@ -248,6 +260,21 @@ mod tests {
         held.send(()).unwrap();
         let heard = [(); 2].map(|()| hear.recv_timeout(WATCHDOG).unwrap());
         assert!(heard == ["refused", "after"] || heard == ["after", "let go"], "{heard:?}");
+    }
+
+    #[test]
+    fn threads_of_a_polite_pool_do_not_take_the_processor_of_who_wakes_them() {
+        let pool: &'static Pool = Box::leak(Box::new(Pool::new("t-polite", 1).polite()));
+        let (sender, receiver) = channel();
+        pool.spawn(Box::new(move || {
+            let own = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+            sender.send(own).unwrap();
+        }))
+        .unwrap();
+        let stat = receiver.recv_timeout(WATCHDOG).unwrap();
+        // The 41st field, counted behind the name, is the policy; 3 is SCHED_BATCH.
+        let policy = stat.rsplit(')').next().unwrap().split_whitespace().nth(38).unwrap().to_owned();
+        assert_eq!(policy, "3");
     }
 
     fn threads_named(prefix: &str) -> usize {

@@ -1,5 +1,8 @@
 //! The event loop: one thread that waits for descriptors and moments, and calls whoever asked.
-#![allow(unsafe_code, reason = "calls epoll_pwait2 and pthread_sigmask, for which there is no safe wrapper")]
+#![allow(
+    unsafe_code,
+    reason = "calls epoll_pwait2, pthread_sigmask and sched_setscheduler, for which there is no safe wrapper"
+)]
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -385,6 +388,19 @@ pub(super) fn block_signals() {
             libc::sigdelset(set.as_mut_ptr(), signal);
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, set.as_ptr(), ptr::null_mut());
+    }
+}
+
+/// Makes the calling thread one that, woken, waits for its turn, in place of taking it from whoever runs: usually that is the
+/// thread that woke it. It has its fair share all the same, and an idle processor at once.
+pub(super) fn be_polite() {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: asks about and changes the calling thread alone; `parameters` outlives the call. A thread that has another
+    // policy got it from the program, and keeps it; one that may not change it keeps it too.
+    unsafe {
+        if libc::sched_getscheduler(0) == libc::SCHED_OTHER {
+            libc::sched_setscheduler(0, libc::SCHED_BATCH, &parameters);
+        }
     }
 }
 

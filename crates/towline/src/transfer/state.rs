@@ -29,6 +29,11 @@ impl State {
         }
     }
 
+    /// What was one unit until now is that many. Before any of them has reported.
+    pub(crate) fn divide(&mut self, units: usize) {
+        self.pending = units.max(1);
+    }
+
     pub(crate) fn progressed(&mut self, bytes: u64) {
         self.bytes += bytes;
     }
@@ -120,6 +125,16 @@ mod tests {
         assert!(state.ended().is_none());
         state.unit_done();
         assert!(state.ended().unwrap().is_ok());
+    }
+
+    #[test]
+    fn what_is_divided_ends_with_the_last_of_its_units() {
+        let mut state = State::new(1);
+        state.divide(2);
+        state.unit_done();
+        assert!(state.ended().is_none());
+        state.unit_failed(one_run(4..5), stale());
+        assert_eq!(state.ended().unwrap().as_ref().unwrap_err().kind(), Kind::Stale);
     }
 
     #[test]

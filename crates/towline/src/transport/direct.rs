@@ -10,15 +10,19 @@ use crate::fence::pins::ProcessPin;
 use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
 use crate::memory::Mapping;
-use crate::progress::{self, Refused};
+use crate::progress;
 use crate::region::RegionUse;
 use crate::transfer::{After, Help, Op, Signal, TransferCore};
 use crate::transport::tcp::GrantHandle;
 use crate::{Error, Kind, Result};
 
-/// Requests up to this size are copied by the calling thread: waking a worker costs as much as copying a few
-/// hundred KiB, and a pause of this length does not disturb an event loop.
-const INLINE: u64 = 1 << 20;
+/// Unless a path says otherwise, requests up to this size are copied by the calling thread: waking a worker costs as much as copying that, and the call
+/// that starts a request is to take no longer than 50 µs.
+const INLINE: u64 = 256 << 10;
+
+/// Requests of more blocks are planned by a worker, and copied by none but workers: each block costs about as much as 256
+/// bytes do.
+const INLINE_BLOCKS: u64 = 512;
 
 /// Workers take portions of at least this size, so that the pin and the hand-out do not show.
 const LEAST_PORTION: u64 = 2 << 20;
@@ -67,6 +71,11 @@ pub(crate) trait Direct: Send + Sync + 'static {
         false
     }
 
+    /// Requests up to this size are copied by the calling thread.
+    fn most_at_once(&self) -> u64 {
+        INLINE
+    }
+
     /// What follows the bytes.
     fn after(&self, after: &After) -> Result<()> {
         if let Some(signal) = after.signal {
@@ -99,7 +108,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
         bytes: u64,
         after: &After,
     ) -> Option<Result<Option<u64>>> {
-        if !self.at_once(bytes) {
+        if !self.at_once(bytes) || pieces.len() as u64 > INLINE_BLOCKS {
             return None;
         }
         let moved = match op {
@@ -112,7 +121,11 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
     }
 
     fn at_once(&self, bytes: u64) -> bool {
-        bytes == 0 || (bytes <= INLINE && !self.0.blocks())
+        bytes == 0 || (bytes <= self.0.most_at_once() && !self.0.blocks())
+    }
+
+    fn starts_later(&self, _op: Op, _bytes: u64, blocks: u64) -> bool {
+        blocks > INLINE_BLOCKS
     }
 
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
@@ -129,7 +142,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
-        let run = Arc::new(Run {
+        let run = Arc::new_cyclic(|me| Run {
             direct: Arc::clone(&self.0),
             transfer: Arc::clone(transfer),
             next: AtomicUsize::new(0),
@@ -137,11 +150,27 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
             failed: AtomicBool::new(false),
             wanted: progress::pool().limit().min(transfer.units.len()),
             working: AtomicUsize::new(0),
+            called: AtomicUsize::new(0),
+            me: Weak::clone(me),
         });
         let weak = Arc::downgrade(&run);
         let help: Weak<dyn Help> = weak;
+        let few = transfer.units.len() <= FEW;
+        if few {
+            run.called.store(1, Ordering::Relaxed);
+        }
         transfer.set_help(help);
-        if let Err(refused) = run.call_one() {
+        let come = move || {
+            if few {
+                run.called.fetch_sub(1, Ordering::Relaxed);
+            }
+            run.take_part();
+        };
+        // This is the thread that has planned it behind the call then: it may as well work on it.
+        if transfer.starts_later() {
+            return come();
+        }
+        if let Err(refused) = progress::starters().spawn(Box::new(come)) {
             // No thread can be made: the caller does the work, late but surely.
             (refused.job)();
         }
@@ -204,10 +233,16 @@ struct Run<D> {
     next: AtomicUsize,
     left: AtomicUsize,
     failed: AtomicBool,
-    /// How many threads should work on it, and how many were called or do.
+    /// How many threads should work on it, how many do, and how many were called and have not come.
     wanted: usize,
     working: AtomicUsize,
+    called: AtomicUsize,
+    me: Weak<Run<D>>,
 }
+
+/// A caller that waits for so few portions relies on the starter that was called: calling another one takes as long as copying
+/// one of them. Of more portions it does not, since starters come late where the machine is busy.
+const FEW: usize = 4;
 
 /// Every worker calls so many others before it begins: waking takes a while, and so it is shared.
 const CALLS_EACH: usize = 2;
@@ -219,19 +254,33 @@ impl<D: Direct> Run<D> {
         self.working.fetch_update(Ordering::Relaxed, Ordering::Relaxed, join).is_ok()
     }
 
-    /// Calls one more worker, where one is wanted.
-    fn call_one(self: &Arc<Self>) -> Result<(), Refused> {
-        if self.next.load(Ordering::Relaxed) >= self.transfer.units.len() || !self.join() {
-            return Ok(());
+    /// Calls one more worker, where one is wanted. It has no place before it comes: a caller that waits is there sooner.
+    fn call_one(&self) {
+        let there = self.working.load(Ordering::Relaxed) + self.called.load(Ordering::Relaxed);
+        if self.next.load(Ordering::Relaxed) >= self.transfer.units.len() || there >= self.wanted {
+            return;
         }
-        let run = Arc::clone(self);
-        progress::pool().spawn(Box::new(move || {
-            for _ in 0..CALLS_EACH {
-                // Those who are there do the work of one who cannot come.
-                let _ = run.call_one();
-            }
-            run.work();
-        }))
+        let Some(run) = self.me.upgrade() else { return };
+        self.called.fetch_add(1, Ordering::Relaxed);
+        let called = progress::pool().spawn(Box::new(move || {
+            run.called.fetch_sub(1, Ordering::Relaxed);
+            run.take_part();
+        }));
+        // Those who are there do the work of one who cannot come.
+        if called.is_err() {
+            self.called.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Works on it, where there is a place.
+    fn take_part(&self) {
+        if !self.join() {
+            return;
+        }
+        for _ in 0..CALLS_EACH {
+            self.call_one();
+        }
+        self.work();
     }
 
     fn work(&self) {
@@ -269,9 +318,7 @@ impl<D: Direct> Run<D> {
 impl<D: Direct> Help for Run<D> {
     /// A caller that waits takes the place of a worker that is not needed then.
     fn help(&self) {
-        if self.join() {
-            self.work();
-        }
+        self.take_part();
     }
 }
 

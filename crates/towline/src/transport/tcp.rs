@@ -38,7 +38,7 @@ pub(crate) use self::importing::{Imported, Importing, proven};
 pub(crate) use self::listener::Listener;
 use self::run::Run;
 pub(crate) use self::serving::Serving;
-pub(crate) use self::session::Session;
+pub(crate) use self::session::{HEARTBEAT, Session};
 pub(crate) use self::strangers::Strangers;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::{Piece, Plan};
@@ -195,6 +195,10 @@ impl Attachment for Stream {
 
     fn cut_portion(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
         run::cut_portion(op, plan, after)
+    }
+
+    fn starts_later(&self, _op: Op, bytes: u64, blocks: u64) -> bool {
+        run::starts_later(bytes, blocks)
     }
 
     fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {

@@ -30,7 +30,7 @@ fn claim(endpoint: &Endpoint, passive: &Passive, who: u64, region: (u32, u64)) -
 }
 
 fn finish(endpoint: &Endpoint, passive: &Passive, who: u64, outcome: Result<()>) {
-    endpoint.core().operations.finish(passive.id(), Claimer::Session(who), outcome);
+    let _ = endpoint.core().operations.finish(passive.id(), Claimer::Session(who), outcome);
 }
 
 fn failed() -> Error {

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use super::channel::{Channel, Landing};
-use super::parts::{Keep, Late, Outgoing, Payload, Sink};
+use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, Sink};
 use crate::fence::applying::{Applying, Desk, Place};
 use crate::progress::socket::{Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
@@ -311,11 +311,15 @@ impl Connection {
 
     /// Lets a payload that is coming in go nowhere: afterwards its memory is not written any more.
     pub(super) fn discard(&self, belongs: impl Fn(&Keep) -> bool) {
+        self.give_up(GivenUp::NotWanted, belongs);
+    }
+
+    fn give_up(&self, why: GivenUp, belongs: impl Fn(&Keep) -> bool) {
         let mut incoming = lock(&self.incoming);
         if let Reading::Payload { sink, .. } = &mut incoming.reading
             && belongs(sink.keep())
         {
-            sink.give_up();
+            sink.give_up(why);
         }
     }
 
@@ -350,7 +354,7 @@ impl Connection {
     /// Drops what the queues keep alive; called by the handler once nothing of it is needed.
     pub(super) fn let_go(&self) {
         self.queue().clear();
-        self.discard(|_| true);
+        self.give_up(GivenUp::HungUp, |_| true);
     }
 
     /// Sends as much as the socket takes.
@@ -446,7 +450,7 @@ impl Connection {
                 let received = match waited.unwrap_or_else(|| receive(false))? {
                     Landing::There(received) => received,
                     Landing::Unwanted(bytes) => {
-                        sink.give_up();
+                        sink.give_up(GivenUp::HungUp);
                         Received::Bytes(bytes)
                     }
                 };
@@ -539,8 +543,10 @@ impl Connection {
                     incoming = lock(&self.incoming);
                     if let Some(mut sink) = sink {
                         // A stop or a close that came while nobody held the lock did not find this sink.
-                        if sink.keep().is_over() || self.is_closed() {
-                            sink.give_up();
+                        if sink.keep().is_over() {
+                            sink.give_up(GivenUp::NotWanted);
+                        } else if self.is_closed() {
+                            sink.give_up(GivenUp::HungUp);
                         }
                         incoming.reading = Reading::Payload { header, sink, left: header.payload_len };
                     }
@@ -627,7 +633,7 @@ impl Connection {
         moments::reach(moments::Moment::BeforeTheLook, &about);
         let wanted = self.wanted();
         if wanted.is_none() {
-            sink.give_up();
+            sink.give_up(GivenUp::HungUp);
         }
         #[cfg(test)]
         moments::reach(moments::Moment::BeforeTheCopy, &about);

@@ -53,6 +53,11 @@ impl GrantHandle {
         self.session.borrows(self.handle, borrowing);
     }
 
+    /// Whether the owner has taken the region back; false also where that is not to be seen from here.
+    pub(crate) fn is_revoked(&self) -> bool {
+        self.row().is_some_and(|row| !row.shows(self.generation))
+    }
+
     /// Refuses where owner and user do not share memory.
     pub(crate) fn local_fence(&self) -> Result<()> {
         self.session.local().map(|_| ())

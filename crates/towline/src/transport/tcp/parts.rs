@@ -13,7 +13,7 @@ use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::region::{RegionUse, stale};
 use crate::transfer::TransferCore;
 use crate::transport::gpu::ring::Slot;
-use crate::{Error, Result};
+use crate::{Error, Kind, Result};
 
 /// What keeps the memory behind a payload in place.
 #[derive(Clone)]
@@ -294,6 +294,21 @@ pub(super) struct Sink {
     scratch: Option<Box<[u8]>>,
     body: Vec<u8>,
     refusal: Option<Error>,
+    given_up: Option<GivenUp>,
+}
+
+/// Why a payload that was admitted goes nowhere any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum GivenUp {
+    /// Its region was taken back, or its transfer was stopped.
+    NotWanted,
+    /// Who sent it has hung up since, or the connection has ended.
+    HungUp,
+}
+
+/// The error for what an initiator asked for that has hung up since.
+pub(super) fn hung_up(op: &'static str) -> Error {
+    Error::new(Kind::Disconnected, op, "the peer has hung up since it asked")
 }
 
 // SAFETY: the parts are addresses; whoever uses them holds the `Keep` that pins the memory.
@@ -345,6 +360,7 @@ impl Sink {
             scratch: None,
             body: Vec::new(),
             refusal: None,
+            given_up: None,
         }
     }
 
@@ -365,18 +381,23 @@ impl Sink {
     }
 
     /// Stops where it is: what is still to come goes nowhere.
-    pub(super) fn give_up(&mut self) {
-        let body = self.take_body();
-        *self = Sink { body, ..Sink::discard() };
+    pub(super) fn give_up(&mut self, why: GivenUp) {
+        let (body, refusal) = (self.take_body(), self.refusal.take());
+        let given_up = self.given_up.or(Some(why));
+        *self = Sink { body, refusal, given_up, ..Sink::discard() };
     }
 
     /// Whether the whole payload went where it should.
     pub(super) fn outcome(&mut self, op: &'static str) -> Result<()> {
         match self.refusal.take() {
             Some(error) => Err(error),
-            // Only the taking back of a region lets a payload go nowhere that was admitted.
-            None if self.is_discarded() => Err(stale(op)),
-            None => Ok(()),
+            None => match self.given_up {
+                Some(GivenUp::HungUp) => Err(hung_up(op)),
+                Some(GivenUp::NotWanted) => Err(stale(op)),
+                // Nothing else lets a payload go nowhere that was admitted.
+                None if self.is_discarded() => Err(stale(op)),
+                None => Ok(()),
+            },
         }
     }
 
@@ -466,7 +487,7 @@ impl Sink {
             let parts = enough.map_or(unfilled, |last| &unfilled[..=last]);
             // SAFETY: the caller's obligation.
             if !unsafe { at_once::copy(look, parts, portion) } {
-                return self.give_up();
+                return self.give_up(GivenUp::HungUp);
             }
             self.advance(portion.len());
         }
@@ -490,4 +511,49 @@ pub(super) fn local_parts(transfer: &TransferCore, pieces: &[Piece]) -> Vec<RawP
 /// The same parts to send from.
 pub(super) fn readable(parts: Vec<RawPartMut>) -> Vec<RawPart> {
     parts.into_iter().map(|part| RawPart { ptr: part.ptr, len: part.len }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn ended(whys: &[GivenUp]) -> Result<()> {
+        let mut sink = Sink::buffer(64, Keep::Nothing).with_body(b"asked");
+        for why in whys {
+            sink.give_up(*why);
+        }
+        assert_eq!(sink.take_body(), b"asked");
+        sink.outcome("write")
+    }
+
+    #[test]
+    fn a_payload_says_why_it_went_nowhere() {
+        ended(&[]).unwrap();
+        assert_eq!(ended(&[GivenUp::NotWanted]).unwrap_err().kind(), Kind::Stale);
+        let error = ended(&[GivenUp::HungUp]).unwrap_err();
+        assert_eq!((error.kind(), error.op()), (Kind::Disconnected, "write"));
+        assert!(error.message().contains("hung up"), "{error}");
+    }
+
+    #[test]
+    fn the_first_reason_stays() {
+        let both = [GivenUp::NotWanted, GivenUp::HungUp];
+        assert_eq!(ended(&both).unwrap_err().kind(), Kind::Stale);
+        let mut refused = Sink::discard().refused(Error::new(Kind::PermissionDenied, "write", "no"));
+        refused.give_up(GivenUp::HungUp);
+        assert_eq!(refused.outcome("write").unwrap_err().kind(), Kind::PermissionDenied);
+    }
+
+    #[test]
+    fn bytes_whose_sender_has_hung_up_go_nowhere_and_say_so() {
+        let mut memory = [0u8; 64];
+        let part = RawPartMut { ptr: memory.as_mut_ptr(), len: memory.len() };
+        let mut sink = Sink::memory(vec![part], Keep::Nothing);
+        // SAFETY: the part is an array of this test's, and the bytes fit.
+        unsafe { sink.fill_if(&[7; 64], &|| false) };
+        assert_eq!(sink.outcome("write").unwrap_err().kind(), Kind::Disconnected);
+        assert_eq!(memory, [0; 64]);
+    }
 }

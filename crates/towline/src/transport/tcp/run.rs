@@ -33,6 +33,11 @@ const SCATTERED: u64 = 64 << 10;
 /// Transfers up to this size go over the control connection: a worker would take longer to wake.
 const SMALL: u64 = 256 << 10;
 
+/// Up to so many bytes, in so many blocks, are asked for or sent by the calling thread: in about the time that calling another
+/// one takes.
+const MOST_AT_ONCE: u64 = 64 << 10;
+const BLOCKS_AT_ONCE: u64 = 512;
+
 /// Requests in flight per lane.
 const WINDOW: usize = 4;
 
@@ -54,6 +59,11 @@ pub(super) struct Run {
     repeated: AtomicUsize,
     /// The units that wait for a lane to be asked for again: whoever takes one out reports for it.
     waiting: Mutex<Vec<usize>>,
+}
+
+/// Whether a worker plans a request of that size, and sends the first of it.
+pub(super) fn starts_later(bytes: u64, blocks: u64) -> bool {
+    bytes > MOST_AT_ONCE || blocks > BLOCKS_AT_ONCE
 }
 
 /// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.

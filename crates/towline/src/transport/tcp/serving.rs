@@ -16,7 +16,7 @@ use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Role, Wanted};
 use super::counting::{Counting, Due, Follower};
 use super::files::Files;
-use super::parts::{Keep, Landed, Payload, Sink, readable};
+use super::parts::{Keep, Landed, Payload, Sink, hung_up, readable};
 use crate::endpoint::EndpointCore;
 use crate::endpoint::operations::Claimer;
 use crate::fence::applying::Desk;
@@ -322,7 +322,8 @@ impl Serving {
 
     fn finish(&self, finish: wire::Finish) -> Result<()> {
         let outcome = finish.outcome.map_err(|error| error.into_error("serve"));
-        self.endpoint()?.operations.finish(&finish.operation, self.claimer(), outcome);
+        // It may have ended before: the claimer sees that by other means.
+        let _ = self.endpoint()?.operations.finish(&finish.operation, self.claimer(), outcome);
         Ok(())
     }
 
@@ -574,9 +575,7 @@ impl Timer for Serving {
 /// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more. To be
 /// held until it is done.
 fn wanted<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>> {
-    connection
-        .wanted()
-        .ok_or_else(|| Error::new(Kind::Disconnected, op, "the peer has hung up since it asked"))
+    connection.wanted().ok_or_else(|| hung_up(op))
 }
 
 /// Passes a connection's frames on.

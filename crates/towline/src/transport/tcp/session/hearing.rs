@@ -1,0 +1,164 @@
+//! What an owner says, and whom it concerns.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Weak};
+
+use super::{Pending, Session};
+use crate::memory::Mapping;
+use crate::sync::lock;
+use crate::transport::Told;
+use crate::transport::tcp::connection::{Connection, Handler, Role};
+use crate::transport::tcp::importing::Answer;
+use crate::transport::tcp::parts::Sink;
+use crate::wire::{self, FrameKind, Granted, Header, Message};
+use crate::{Access, Error, Kind, Result};
+
+impl Session {
+    /// Maps the segments whose descriptors came along. One that cannot be mapped is no reason to refuse the grant:
+    /// the path that needs it says so.
+    fn map_segments(&self, granted: &Granted, files: Vec<OwnedFd>) -> Result<Vec<Arc<Mapping>>> {
+        let mut files = files.into_iter();
+        let mut mapped = Vec::new();
+        let segments =
+            || granted.items.iter().flatten().filter_map(|grant| Some((grant.segment?, grant.access)));
+        for (segment, _) in segments().filter(|(segment, _)| segment.attached) {
+            let file = files
+                .next()
+                .ok_or_else(|| Error::protocol("import", "a segment's descriptor did not come"))?;
+            let Some(local) = &self.local else { continue };
+            let writable =
+                segments().any(|(one, access)| one.id == segment.id && access.contains(Access::WRITE));
+            match local.mappings.map(&segment, file, writable) {
+                Ok(mapping) => mapped.push(mapping),
+                Err(error) => tracing::debug!(%error, "a segment cannot be mapped"),
+            }
+        }
+        Ok(mapped)
+    }
+
+    fn answered(&self, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
+        self.hear();
+        match Message::decode(header.kind, body)? {
+            Message::Granted(granted) => {
+                let mapped = self.map_segments(&granted, files)?;
+                if let Some(Pending::Import(reply)) = self.forget(header.id) {
+                    reply.fill(self, Ok(Answer { granted, mapped }));
+                }
+            }
+            Message::Told(told) => {
+                if let Some(Pending::Ask(asker)) = self.forget(header.id) {
+                    let told = told.outcome.map(|answer| Told { answer, files, loan: None });
+                    // Where nobody waits any more, the descriptors close here.
+                    let _ = asker.try_send(told.map_err(|error| error.into_error("import")));
+                }
+            }
+            Message::Data(data) => match (self.forget(header.id), data.outcome) {
+                (Some(Pending::Unit { run, unit, .. }), Err(error)) => {
+                    run.failed(unit, error.into_error("read"))
+                }
+                (Some(Pending::Unit { run, unit, .. }), Ok(())) => {
+                    run.failed(unit, Error::protocol("read", "the owner answered without the bytes"));
+                }
+                _ => {}
+            },
+            Message::Done(done) => match (self.forget(header.id), done.outcome) {
+                (Some(Pending::Unit { run, unit, connection }), Ok(_)) => run.done(unit, &connection),
+                (Some(Pending::Unit { run, unit, .. }), Err(error)) => {
+                    run.failed(unit, error.into_error("write"))
+                }
+                (Some(Pending::Atomic { transfer }), Ok(value)) => {
+                    transfer.set_value(value);
+                    transfer.unit_done();
+                }
+                (Some(Pending::Atomic { transfer }), Err(error)) => {
+                    transfer.unit_failed(0, error.into_error("atomic"));
+                }
+                _ => {}
+            },
+            Message::Check(check) => {
+                // Under the lock of what is pending: nobody forgets the request meanwhile.
+                let pending = lock(&self.pending);
+                if matches!(pending.get(&header.id), Some(Pending::Unit { .. })) {
+                    lock(&self.checks).insert(header.id, check.checks);
+                }
+            }
+            Message::Unmap(unmap) => {
+                if let Some(local) = &self.local {
+                    local.mappings.forget(unmap.segment);
+                }
+            }
+            Message::Recall(recall) => {
+                let borrowing = lock(&self.borrowing).get(&recall.handle).and_then(Weak::upgrade);
+                if let Some(borrowing) = borrowing {
+                    borrowing.recalled();
+                }
+            }
+            Message::Ping(_) => self.tell(wire::Pong {})?,
+            Message::Pong(_) => {}
+            Message::Bye(bye) => {
+                let why = bye.error.map_or_else(|| "the owner has closed".to_owned(), |error| error.message);
+                return Err(Error::new(Kind::Disconnected, "session", why));
+            }
+            other => {
+                return Err(Error::protocol("receive", format!("an owner does not send {:?}", other.kind())));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Passes a connection's frames on to its session, without keeping it alive.
+pub(super) struct ToSession(pub(super) Weak<Session>);
+
+impl ToSession {
+    fn session(&self) -> Result<Arc<Session>> {
+        self.0.upgrade().ok_or_else(|| Error::new(Kind::Canceled, "session", "the session is gone"))
+    }
+}
+
+impl Handler for ToSession {
+    fn frame(&self, _: &Arc<Connection>, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
+        self.session()?.answered(header, body, files)
+    }
+
+    fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
+        if header.kind != FrameKind::Data {
+            return Err(Error::protocol("receive", format!("an owner does not send {:?}", header.kind)));
+        }
+        wire::Data::decode(body)?
+            .outcome
+            .map_err(|_| Error::protocol("receive", "the owner sent an error and bytes with it"))?;
+        let session = self.session()?;
+        let pending = lock(&session.pending);
+        match pending.get(&header.id) {
+            Some(Pending::Unit { run, unit, .. }) => run.sink(*unit, header),
+            // Its transfer was stopped: the bytes are no longer wanted.
+            _ => Ok(Sink::discard()),
+        }
+    }
+
+    fn received(&self, connection: &Arc<Connection>, header: Header, sink: Sink) -> Result<()> {
+        if sink.is_discarded() {
+            return Ok(());
+        }
+        drop(sink);
+        let session = self.session()?;
+        session.hear();
+        let checks = lock(&session.checks).remove(&header.id);
+        if let Some(Pending::Unit { run, unit, .. }) = session.forget(header.id) {
+            match run.verify(unit, checks) {
+                Ok(()) => run.done(unit, connection),
+                Err(error) => run.failed(unit, error),
+            }
+        }
+        Ok(())
+    }
+
+    fn closed(&self, connection: &Arc<Connection>, error: Error) {
+        let Some(session) = self.0.upgrade() else { return };
+        match connection.role() {
+            Role::Control => session.fail(error),
+            Role::Lane => session.lane_closed(connection, &error),
+        }
+    }
+}
