@@ -196,14 +196,14 @@ impl Lane {
                     Ok(transfer) => {
                         in_flight.push_back((transfer, done));
                         if in_flight.len() == IN_FLIGHT {
-                            self.settle_one(&mut in_flight);
+                            self.settle_one(&mut in_flight, None);
                         }
                     }
                     Err(error) => self.ended(done, Err(error), true),
                 },
                 Some((number, task)) => {
                     while !in_flight.is_empty() {
-                        self.settle_one(&mut in_flight);
+                        self.settle_one(&mut in_flight, Some(task.completion()));
                     }
                     match (self.failed_before(number), task) {
                         (Some(error), task) => self.ended(task.into_completion(), Err(error), false),
@@ -211,19 +211,20 @@ impl Lane {
                         (None, Task::Beside(start, done) | Task::Behind(start, done)) => match start() {
                             Ok(transfer) => {
                                 in_flight.push_back((transfer, done));
-                                self.settle_one(&mut in_flight);
+                                self.settle_one(&mut in_flight, None);
                             }
                             Err(error) => self.ended(done, Err(error), true),
                         },
                     }
                 }
                 None if in_flight.is_empty() => return,
-                None => self.settle_one(&mut in_flight),
+                None => self.settle_one(&mut in_flight, None),
             }
         }
     }
 
-    fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>) {
+    /// Waits for the first transfer on its way; `next` is what waits for it, out of the queue already.
+    fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>, next: Option<&Completion>) {
         let Some((transfer, done)) = in_flight.pop_front() else { return };
         let mut shown = false;
         let outcome = loop {
@@ -231,7 +232,8 @@ impl Lane {
                 break ended;
             }
             // Nobody else can show that this rank waits: a future has no thread.
-            let shows = self.is_awaited(&done, in_flight);
+            let waits = next.is_some_and(Completion::is_awaited);
+            let shows = waits || self.is_awaited(&done, in_flight);
             if shows || shown {
                 self.show(if shows { AccessWait::Lasts } else { AccessWait::Done });
             }

@@ -141,6 +141,7 @@ fn awaits(words: &[&str]) {
             return comm.wait_signal(&[WaitSignal::from_rank(0)]);
         }
         loop {
+            block_on(window.put_signal_bytes(last, 0, &[7; 64], 0, 0)?)?;
             block_on(window.put_bytes(last, 0, &[7; 64])?)?;
         }
     };
