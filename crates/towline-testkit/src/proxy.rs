@@ -105,6 +105,8 @@ pub struct Happened {
     pub corruptions: AtomicU64,
     /// Directions in which bytes vanish.
     pub black_holes: AtomicU64,
+    /// Directions in which bytes are held up.
+    pub throttles: AtomicU64,
     /// How often a side of a connection spoke that had not spoken last: two of them are a round trip.
     pub turns: AtomicU64,
 }
@@ -322,7 +324,10 @@ impl Pump {
                         }
                     }
                     Fault::Corrupt => {}
-                    Fault::Throttle => self.rate = shared.faults.throttle,
+                    Fault::Throttle => {
+                        happened.throttles.fetch_add(1, Ordering::Relaxed);
+                        self.rate = shared.faults.throttle;
+                    }
                     Fault::BlackHole => {
                         happened.black_holes.fetch_add(1, Ordering::Relaxed);
                         vanish = true;

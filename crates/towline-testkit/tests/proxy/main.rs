@@ -57,16 +57,18 @@ impl Pair {
         Pair { user, region, owner, proxy }
     }
 
-    /// What the memory holds once the owner has noticed that a connection was cut: until then it may be busy with what came
-    /// before, and nobody can ask it. Where nothing was cut that is now.
+    /// What the memory holds once the owner has noticed that a connection was cut, or given up by a user that no word reaches any
+    /// more: until then it may be busy with what came before, the network may still hold some of it, and nobody can ask. Where
+    /// nothing of that kind has happened that is now.
     fn settled(&self) -> Vec<u8> {
         let happened = self.proxy.happened();
         let mut last = self.look();
-        if happened.cuts.load(Ordering::Relaxed) + happened.corruptions.load(Ordering::Relaxed) > 0 {
+        let troubles = [&happened.cuts, &happened.corruptions, &happened.black_holes, &happened.throttles];
+        if troubles.iter().any(|trouble| trouble.load(Ordering::Relaxed) > 0) {
             eventually(STALL * 10, || {
                 thread::sleep(DELAY);
                 let before = std::mem::replace(&mut last, self.look());
-                before == last
+                self.owner.stats().in_flight.0 == 0 && before == last
             });
         }
         last
