@@ -37,5 +37,5 @@ pub use lane::Tuning;
 pub use mark::Mark;
 pub use towline_sys::cuda::{Entered, IpcHandle, MemoryType, PointerFacts, SETTING, StreamHandle};
 
-pub(crate) use error::failed;
+pub(crate) use error::{failed, not_given_back};
 pub(crate) use mark::pause;

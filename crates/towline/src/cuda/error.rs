@@ -23,6 +23,16 @@ pub(crate) fn failed(op: &'static str, error: towline_sys::Error) -> Error {
     Error::new(kind, op, message).caused_by(error)
 }
 
+/// Says that something was not given back, where that means something: with a driver that is shut down, at the end of the process,
+/// it is gone already.
+pub(crate) fn not_given_back(what: &'static str, error: &Error) {
+    if error.kind() == Kind::Unavailable {
+        tracing::debug!(%error, "{what} went with the driver");
+    } else {
+        tracing::error!(%error, "{what} could not be given back");
+    }
+}
+
 fn kind_of(code: i32) -> Kind {
     match code {
         code::INVALID_VALUE | code::INVALID_DEVICE => Kind::Invalid,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use towline_sys::cuda::HostFlags;
 
-use super::{Gpu, failed};
+use super::{Gpu, failed, not_given_back};
 use crate::{Result, fork};
 
 /// Host memory registered with CUDA: pinned, and reached by every GPU of this process until the value is dropped.
@@ -79,7 +79,7 @@ impl Drop for HostRegistration {
             unsafe { entered.unregister_host(self.start) }.map_err(|error| failed(OP, error))
         });
         if let Err(error) = undone {
-            tracing::error!(%error, len = self.len, "host memory stays pinned");
+            not_given_back("the pinning of host memory", &error);
         }
     }
 }

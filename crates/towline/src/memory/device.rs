@@ -8,7 +8,7 @@ use std::sync::Arc;
 use towline_sys::cuda::Allocation;
 
 use super::{MemoryDescription, Place, Storage, StorageKind, map};
-use crate::cuda::{Gpu, failed};
+use crate::cuda::{Gpu, failed, not_given_back};
 use crate::{Error, Result, fork};
 
 const OP: &str = "allocate";
@@ -188,7 +188,7 @@ impl Drop for DeviceStorage {
             return;
         }
         if let Err(error) = self.release() {
-            tracing::error!(%error, len = self.len, "memory of a GPU could not be freed");
+            not_given_back("memory of a GPU", &error);
         }
     }
 }

@@ -14,7 +14,7 @@ use towline_sys::cuda::HostFlags;
 
 use super::map::{self, HugePages, Map};
 use super::{MemoryDescription, Segment, SegmentSlice, Storage, StorageKind};
-use crate::cuda::{Gpu, HostRegistration, failed};
+use crate::cuda::{Gpu, HostRegistration, failed, not_given_back};
 use crate::{Error, Result, fork};
 
 const OP: &str = "allocate";
@@ -180,7 +180,7 @@ impl Drop for Pages {
         }
         // SAFETY: allocated by this value; whoever used it kept the value alive meanwhile (`Storage`, promises 1 and 2).
         if let Err(error) = unsafe { gpu.device().cuda().free_host(*start) } {
-            tracing::error!(%error, "pinned memory could not be freed");
+            not_given_back("pinned memory", &failed("free pinned memory", error));
         }
     }
 }

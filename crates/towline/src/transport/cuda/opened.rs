@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use super::words::{Answer, Form, Part};
 use super::{CudaPath, OP, unavailable};
-use crate::cuda::{Gpu, failed};
+use crate::cuda::{Gpu, failed, not_given_back};
 use crate::fence::pins::ProcessPin;
 use crate::identity::Incarnation;
 use crate::region::stale;
@@ -187,7 +187,7 @@ impl Drop for Opened {
             closed.map_err(|error| failed("close GPU memory", error))
         });
         if let Err(error) = closed {
-            tracing::warn!(%error, "memory of another process could not be closed");
+            not_given_back("GPU memory of another process", &error);
         }
     }
 }
