@@ -450,9 +450,14 @@ pub(crate) fn operations_keep_the_order_of_a_stream() {
     peer.tell_with(&reading, readable.metadata().unwrap().to_json().unwrap().as_bytes());
     thread::sleep(Duration::from_micros(500));
     readable.cancel();
-    if let Err(failure) = peer.answer(STALL * 10) {
-        assert!([Kind::Stale, Kind::Canceled].contains(&failure.kind), "{}", failure.message);
-    }
-    assert!(eventually(STALL * 10, || readable.status() == OperationStatus::Cancelled));
+    // On a busy machine the work is done, and the peer too, before it is cancelled.
+    let ends: &[_] = match peer.answer(STALL * 10) {
+        Ok(_) => &[OperationStatus::Cancelled, OperationStatus::Complete],
+        Err(failure) => {
+            assert!([Kind::Stale, Kind::Canceled].contains(&failure.kind), "{}", failure.message);
+            &[OperationStatus::Cancelled]
+        }
+    };
+    assert!(eventually(STALL * 10, || ends.contains(&readable.status())), "{readable:?}");
     stream.synchronize(&entered).unwrap();
 }
