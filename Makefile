@@ -68,7 +68,7 @@ test-loom:
 test-forced-tcp:
 	scripts/test.sh forced-tcp
 
-# Needs QEMU, and a few hundred MB under target/; skipped with the reason where that cannot be had. TOWLINE_RDMA=full runs all laws.
+# Needs QEMU, and a few hundred MB under target/; skipped with the reason where that cannot be had. Five minutes on two idle cores.
 test-rdma:
 	scripts/test.sh rdma
 
