@@ -192,8 +192,8 @@ impl<'a> Request<'a> {
 
     /// Checks and starts. An error here means that no byte has moved.
     ///
-    /// It takes less than 50 µs, whatever the size: what takes longer is left to the workers, and to a caller that
-    /// [waits](Transfer::wait). So is the check of long lists: see [`blocks`](Self::blocks).
+    /// It takes some dozen microseconds, whatever the size (more where the caller loses its processor meanwhile): what takes longer is
+    /// left to the workers, and to a caller that [waits](Transfer::wait). So is the check of long lists: see [`blocks`](Self::blocks).
     pub fn start(self) -> Result<Transfer> {
         let op = self.op.name();
         let peer = Arc::clone(self.remote.peer());
