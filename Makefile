@@ -68,7 +68,7 @@ test-loom:
 test-forced-tcp:
 	scripts/test.sh forced-tcp
 
-# Needs QEMU, and a few hundred MB under target/; skipped with the reason where that cannot be had. Five minutes on two idle cores.
+# Needs QEMU, and a few hundred MB under target/; skipped with the reason where that cannot be had. Three minutes on two idle cores. Part of `make test`.
 test-rdma:
 	scripts/test.sh rdma
 

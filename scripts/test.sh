@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_steps=(fmt clippy doc decisions deny typos aarch64 workspace soak loom forced-tcp forced-tls forced-crc python torch docs)
+all_steps=(fmt clippy doc decisions deny typos aarch64 workspace soak loom forced-tcp forced-tls forced-crc python torch docs rdma)
 deep_steps=(loom asan tsan miri fuzz) # those of `make test-deep`, which take long and need a nightly toolchain
 cargo_deny_version=0.20
 cargo_fuzz_version=0.13
@@ -38,10 +38,14 @@ failures=()
 
 step_fmt() { check cargo fmt --all --check; }
 
-step_clippy() { check cargo clippy --all-targets -- -D warnings; }
+# With the Python package, which a mere check builds without a Python; in one graph the others are not checked twice.
+step_clippy() {
+  PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 check cargo clippy --workspace --features towline-python/stubs --all-targets -- -D warnings
+}
 
 step_doc() {
-  RUSTDOCFLAGS="-D warnings -D rustdoc::broken_intra_doc_links" check cargo doc --no-deps
+  PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 RUSTDOCFLAGS="-D warnings -D rustdoc::broken_intra_doc_links" \
+    check cargo doc --workspace --features towline-python/stubs --no-deps
 }
 
 step_decisions() { check scripts/check-decisions.sh; }
@@ -53,9 +57,10 @@ step_deny() {
     deny=cargo-deny
   else
     deny=.tools/bin/cargo-deny
-    # It takes two minutes to build on two idle cores; a machine on which it takes ten has better things to do.
+    # Without its optimizations, which take longer than all that it ever does here. A machine on which even that takes ten
+    # minutes has better things to do.
     if [[ ! -x $deny ]] &&
-      ! timeout 600 cargo install --quiet cargo-deny --version "^$cargo_deny_version" --locked --root .tools; then
+      ! CARGO_PROFILE_DEV_DEBUG=none timeout 600 cargo install --debug --quiet cargo-deny --version "^$cargo_deny_version" --locked --root .tools; then
       skip cargo-deny "it is not installed, and 'cargo install cargo-deny' failed or took over ten minutes"
       return
     fi
@@ -115,7 +120,7 @@ prepare_nixl() {
     command -v python3 >/dev/null || { echo "there is no python3"; return 1; }
     python3 -m venv .venv >&2 || { echo "'python3 -m venv .venv' failed"; return 1; }
   fi
-  .venv/bin/pip install --quiet --disable-pip-version-check --no-deps "nixl-cu12==$nixl_version" >&2 ||
+  .venv/bin/pip install --quiet --disable-pip-version-check --retries 10 --no-deps "nixl-cu12==$nixl_version" >&2 ||
     { echo "'pip install nixl-cu12==$nixl_version' failed"; return 1; }
   .venv/bin/pip install --quiet --disable-pip-version-check numpy >&2 || { echo "'pip install numpy' failed"; return 1; }
 }
@@ -141,7 +146,8 @@ prepare_original() {
 # The short form of the campaigns, by the program that the tests have built. Times are reported, not judged.
 step_soak() {
   local line
-  check cargo build -p towline-cli
+  # As the tests of the workspace build it, so that nothing is built again.
+  check cargo test --quiet --no-run
   log=$logs/soak.log
   # For the lane of NIXL, which is there once the tests of the workspace are done.
   VIRTUAL_ENV=$PWD/.venv check "$target_dir/debug/towline" soak --quick --seconds "${SOAK_SECONDS:-100}" --html "$target_dir/soak.html"
@@ -248,8 +254,7 @@ step_python() {
   fi
   reason=$(prepare_nixl) || echo "NIXL is not in .venv: $reason"
   reason=$(prepare_original) || echo "dynamo.nixl_connect is not in .venv: $reason"
-  local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python PYO3_BUILD_EXTENSION_MODULE=1
-  check cargo clippy -p towline-python --features stubs --no-deps --all-targets -- -D warnings
+  local -x VIRTUAL_ENV=$PWD/.venv PYO3_PYTHON=$PWD/.venv/bin/python
   log=$logs/python-build.log
   check .venv/bin/maturin develop --features stubs --manifest-path $package/Cargo.toml
   log=$logs/python-types.log
@@ -332,7 +337,7 @@ EOF
     { echo "'pip install' of what it needs into .venv failed"; return 1; }
 }
 
-# Not among all steps: it boots a guest.
+# Last, since it has most to install: it boots a guest.
 step_rdma() {
   local reason status=0 laws tests
   if ! reason=$(prepare_nixl); then
@@ -341,27 +346,27 @@ step_rdma() {
   fi
   log=$logs/rdma-build.log
   # An emulated machine needs other limits, which are built in.
-  TOWLINE_TEST_SLOW=1 check cargo build -p towline-testkit --bins --test laws --test nixl
+  TOWLINE_TEST_SLOW=1 check cargo test --no-run --test laws --test nixl
   laws=$(built laws) tests=$(built nixl)
   log=$logs/rdma.log
   VIRTUAL_ENV=$PWD/.venv TOWLINE_RDMA_WORKER=$(realpath "$target_dir/debug/towline-testkit-worker") \
     TOWLINE_RDMA_LAWS=$laws TOWLINE_RDMA_TESTS=$tests run_tests tests/rdma/run.sh || true
 }
 
-# The newest test binary of that name.
-built() { realpath "$(find "$target_dir/debug/deps" -maxdepth 1 -name "$1-*" -executable -type f -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2)"; }
+# The binary of that test, as the build has named it in its log.
+built() { realpath "$(sed -nE "s|^ +Executable tests/$1\.rs \((.*)\)$|\1|p" "$log")"; }
 
 step_forced-tcp() {
-  TOWLINE_TEST_FORCE=tcp run_tests cargo test -p towline-testkit --test laws --no-fail-fast
+  TOWLINE_TEST_FORCE=tcp run_tests cargo test --test laws --no-fail-fast
 }
 
 # Only the suites of tcp: with the path forced, the others would say the same again.
 step_forced-tls() {
-  TOWLINE_TEST_FORCE=tcp+tls run_tests cargo test -p towline-testkit --test laws --no-fail-fast tcp
+  TOWLINE_TEST_FORCE=tcp+tls run_tests cargo test --test laws --no-fail-fast tcp
 }
 
 step_forced-crc() {
-  TOWLINE_TEST_FORCE=tcp+crc run_tests cargo test -p towline-testkit --test laws --no-fail-fast tcp
+  TOWLINE_TEST_FORCE=tcp+crc run_tests cargo test --test laws --no-fail-fast tcp
 }
 
 # ---- the counting ----------------------------------------------------------------------------------------

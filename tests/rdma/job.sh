@@ -29,29 +29,18 @@ for name in ibverbs mlx5; do
   done
 done
 
-packets() {
-  for counter in rcvd_pkts sent_pkts; do
-    printf '%s=%s ' "$counter" "$(cat "$device/hw_counters/$counter" 2>/dev/null || echo 0)"
-  done
-}
-number() { cat "$device/hw_counters/$1" 2>/dev/null || echo 0; }
-
-export TOWLINE_TESTKIT_WORKER=$TOWLINE_RDMA_WORKER TOWLINE_REQUIRE=nixl TOWLINE_EXPECT_RDMA=1
+export TOWLINE_TESTKIT_WORKER=$TOWLINE_RDMA_WORKER TOWLINE_REQUIRE=nixl TOWLINE_EXPECT_RDMA=1 UCX_LOG_LEVEL=error
+sent() { cat "$device/hw_counters/sent_pkts" 2>/dev/null || echo 0; }
 failed=0
-run() {
-  local before after
-  before=$(number sent_pkts)
-  echo "== $*"
-  "$@" || failed=1
-  after=$(number sent_pkts)
-  echo "rxe0: $((after - before)) packets sent ($(packets))"
-  [ "$after" -gt "$before" ] || { echo "FAILED: no packet went over the device"; failed=1; }
-}
 
 echo "booted in $(cut -d' ' -f1 /proc/uptime) s; $(uname -r); $(ls /sys/class/infiniband)"
-export UCX_LOG_LEVEL=error
-skipped=(--skip bytes_cross --skip pays_nothing --skip says_why)
-run "$TOWLINE_RDMA_TESTS" --test-threads=1 "${skipped[@]}"
-run "$TOWLINE_RDMA_LAWS" nixl:: --test-threads=2
-echo "took $(cut -d. -f1 /proc/uptime) s in the guest"
+# One process after another, and beside it the laws: it mostly waits for UCX to notice that a peer has been killed.
+"$TOWLINE_RDMA_TESTS" --test-threads=1 --skip bytes_cross --skip pays_nothing --skip says_why >/tmp/tests.log 2>&1 &
+tests=$!
+"$TOWLINE_RDMA_LAWS" nixl:: --test-threads=2 || failed=1
+wait $tests || failed=1
+cat /tmp/tests.log
+# UCX has no other device here, and what it counts is what went over it.
+echo "rxe0: $(sent) packets sent; $(cut -d. -f1 /proc/uptime) s in the guest"
+[ "$(sent)" -gt 100000 ] || { echo "FAILED: hardly a packet went over the device"; failed=1; }
 exit $failed

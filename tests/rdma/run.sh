@@ -2,7 +2,7 @@
 # Runs the tests of the path nixl over RDMA where no RDMA NIC is: inside a guest whose kernel has soft-RoCE.
 #
 #   tests/rdma/run.sh                 boots the guest, runs tests/rdma/job.sh in it, prints what it says
-#   TOWLINE_RDMA_SECONDS=3600         how long that may take; five minutes on two idle cores
+#   TOWLINE_RDMA_SECONDS=3600         how long that may take; three minutes on two idle cores
 #
 # The guest sees this machine's files read-only, with a layer of its own on top, so that it runs the very binaries that
 # cargo has built here. Its kernel and user tools come as Debian packages, which are unpacked and not installed. Exits
