@@ -73,6 +73,10 @@ fn the_lane_of_python_needs_an_interpreter_that_has_the_package() {
     let (output, _) = soak("no-python", "kill cancel --lane python --rounds 1 --python-exe /no/such/python");
     assert_eq!(output.status.code(), Some(3), "{}", stdout(&output));
     assert!(stdout(&output).contains("skipped python: /no/such/python cannot be run"), "{}", stdout(&output));
+    let (output, _) = soak("no-python", "kill --lane python --rounds 1 --python-exe /no/such/python --json");
+    assert_eq!(output.status.code(), Some(3));
+    let document: Value = serde_json::from_slice(&output.stdout).expect("one document and nothing else");
+    assert_eq!((&document["ok"], &document["campaigns"][0]["rounds"]), (&false.into(), &0.into()));
     let project = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/bin/python");
     let arguments = format!("kill stop cancel --lane python --rounds 3 --seed 5 --python-exe {project}");
     let (output, _) = soak("python", &arguments);

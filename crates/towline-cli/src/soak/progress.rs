@@ -84,11 +84,14 @@ impl Progress {
     /// Writes the report; the exit code says whether all went well.
     pub(super) fn finish(&self) -> Outcome {
         self.bar.finish_and_clear();
-        let report = {
+        let mut report = {
             let mut state = self.state();
             state.report.seconds = self.started.elapsed().as_secs_f64();
             state.report.clone()
         };
+        let run = report.campaigns.iter().filter(|campaign| campaign.rounds > 0).count();
+        // What did not run has shown nothing.
+        report.ok &= run > 0;
         std::fs::write(&self.html, page::html(&report))
             .map_err(|error| Failure::os(self.html.display(), error))?;
         if let Some(path) = &self.markdown {
@@ -99,7 +102,6 @@ impl Progress {
             self.say(&format!("{}: {} ({}, {met})", figure.name, figure.value, figure.target));
         }
         let failed = report.campaigns.iter().filter(|campaign| !campaign.ok).count();
-        let run = report.campaigns.iter().filter(|campaign| campaign.rounds > 0).count();
         let rounds: u32 = report.campaigns.iter().map(|campaign| campaign.rounds).sum();
         self.say(&format!(
             "{run} campaigns, {rounds} rounds in {:.0} s, {failed} failed; report in {}",
@@ -108,7 +110,8 @@ impl Progress {
         ));
         Output::new(self.json).document(&report);
         if run == 0 {
-            return Err(Failure::lacking("no campaign could run here"));
+            self.say("no campaign could run here");
+            return Ok(Exit::Unavailable);
         }
         Ok(if report.ok { Exit::Fine } else { Exit::Failed })
     }
