@@ -268,6 +268,8 @@ pub(super) fn pool_missing() -> Error {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
 
+    use std::os::fd::AsFd;
+
     use super::*;
 
     #[test]
@@ -283,5 +285,8 @@ mod tests {
         let Some(unit) = transparent_size() else { return };
         let map = Map::anonymous(unit + 1, HugePages::Try).unwrap();
         assert_eq!(map.ptr().addr() % unit, 0);
+        let file = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let map = Map::of_file("test", file.as_fd(), unit + 1, page_size(), true).unwrap();
+        assert_eq!((map.ptr().addr() % unit, map.base, map.mapped), (0, map.ptr(), unit + page_size()));
     }
 }
