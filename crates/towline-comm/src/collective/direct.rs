@@ -22,6 +22,10 @@ fn chunk(nranks: usize) -> usize {
     if nranks == 2 { 4 << 10 } else { 32 << 10 }
 }
 
+/// The bytes of one rank that are added up in one go. Each begins with a look at all memories and ends with a wait until what was written
+/// around the cache has left the core.
+const SUMMED: usize = 4 << 20;
+
 /// Shares are cut at pages, so that no two ranks write to one.
 const PAGE: usize = 4096;
 
@@ -194,7 +198,7 @@ fn sum(run: &Run<'_>, sources: &[Part], share_of: Share, targets: &[&Part]) -> R
     let (dtype, size) = (run.job.dtype, run.job.dtype.size());
     let (mine, base) = share_of.of(run);
     let total = if run.averages() { towline::average } else { towline::sum };
-    for part in steps(mine.len(), STEP / size) {
+    for part in steps(mine.len(), SUMMED / size) {
         let at = (mine.start + part.start) * size;
         let from = sources.iter().map(|part| part.stretch(base + at)).collect::<Result<Vec<_>>>()?;
         let into = targets.iter().map(|part| Ok((part.stretch(at)?, run.is_long())));
