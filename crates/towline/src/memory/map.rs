@@ -113,10 +113,11 @@ impl Map {
         debug_assert!(skipped + len <= self.mapped);
         let end = self.base.wrapping_add(skipped + len);
         for (from, rest) in [(self.base, skipped), (end, self.mapped - skipped - len)] {
+            if rest == 0 {
+                continue;
+            }
             // SAFETY: the range is a part of this mapping outside of what stays, and nobody uses it.
-            if rest > 0
-                && let Err(error) = unsafe { mm::munmap(from.cast(), rest) }
-            {
+            if let Err(error) = unsafe { mm::munmap(from.cast(), rest) } {
                 tracing::debug!(%error, "the room beside a mapping stays taken");
             }
         }

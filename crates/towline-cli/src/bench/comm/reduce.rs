@@ -112,7 +112,8 @@ struct Field {
     gloo: Outcome<Peer>,
 }
 
-/// What ranks read and write in a sum, by threads of this process and with nothing around it: the limit that the memory sets.
+/// What ranks read and write in a sum, by threads of this process and with nothing around it: the limit that the memory sets. More
+/// threads than cores would only be in each other's way.
 struct Bare {
     sum: RawSum,
     threads: usize,
@@ -129,20 +130,17 @@ impl Bare {
             (0..nranks).map(one).collect()
         };
         let sum = RawSum::new(memories()?, memories()?).map_err(|error| Failure::os("bare sum", error))?;
-        Ok(Bare { sum, threads: nranks })
+        Ok(Bare { sum, threads: nranks.min(machine::cores()) })
     }
 
-    /// The seconds of one sum: of the slowest thread, where each has a core of its own if there are enough.
+    /// The seconds of one sum: of the slowest thread, each on a core of its own.
     fn seconds(&self, repeats: u64) -> f64 {
         let start = Barrier::new(self.threads);
-        let own_cores = self.threads <= machine::cores();
         let thread = |index: usize| {
-            if own_cores {
-                let mut core = CpuSet::new();
-                core.set(index);
-                // Where it may not be there, the scheduler finds it a place.
-                let _ = sched_setaffinity(None, &core);
-            }
+            let mut core = CpuSet::new();
+            core.set(index);
+            // Where it may not be there, the scheduler finds it a place.
+            let _ = sched_setaffinity(None, &core);
             start.wait();
             let since = Instant::now();
             for _ in 0..repeats {
@@ -262,7 +260,7 @@ fn rows(session: &mut Session, nranks: usize, size: Size, times: &Times, label: 
     if let Some(bare) = times.bare {
         for (memory, ours) in [(Memory::Window, window), (Memory::Unregistered, unregistered)] {
             session.rows.push(base(memory, ours).against(
-                "bare loop of as many threads",
+                "bare loop on as many cores",
                 Some(shown(bare)),
                 None,
             ));
