@@ -10,7 +10,7 @@ use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyTuple};
-use towline::{Buffer, MemoryDescription, OffsetView, SharedStorage};
+use towline::{Buffer, HugePages, MemoryDescription, OffsetView, SharedStorage};
 
 use crate::dlpack::{self, Type};
 use crate::errors::{OrRaise, invalid};
@@ -82,7 +82,8 @@ impl SharedArray {
             Some(len) if len > 0 && len <= isize::MAX as usize => len,
             _ => return Err(invalid(py, "empty", format!("shape: {shape:?} has no bytes, or too many"))),
         };
-        let storage = Arc::new(py.detach(|| SharedStorage::new(len)).or_raise(py)?);
+        let options = SharedStorage::options().huge_pages(HugePages::Try);
+        let storage = Arc::new(py.detach(|| options.allocate(len)).or_raise(py)?);
         SHARED.lock().unwrap_or_else(PoisonError::into_inner).insert(&storage);
         let mut buffer_shape = shape.clone();
         let mut buffer_item = item;

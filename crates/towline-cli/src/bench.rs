@@ -77,7 +77,8 @@ Times of a call are those of the slowest rank. Peers take their turns between ou
                     processes raise and spin on, and beside MPI_Put and MPI_Win_flush, the target polling
   put-4m, get-4m    beside memcpy between the same memory
   all-reduce-SIZE   f32, sums, out of place: with windows, registered buffers and neither; beside MPI_Allreduce with the
-                    fastest of several settings, chosen for each size, and torch.distributed with gloo
+                    fastest of several settings, chosen for each size, and torch.distributed with gloo; at 64 MiB
+                    also a loop on as many cores that only adds the same bytes up, which is what the memory can do
   window-1g         registering a window of 1 GiB
   windows-1000      what 1,000 windows, opened and closed after as many others, leave behind
   nccl-call-SIZE    where there are a GPU and NCCL, one rank: p50 of an all-reduce until it is in the stream, less p50 of the bare

@@ -15,7 +15,7 @@ use std::ops::BitOr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use towline::SharedStorage;
+use towline::{HugePages, SharedStorage};
 
 pub use self::buffer::RegisteredBuffer;
 pub(crate) use self::buffer::{BUFFER_BIT, Buffers};
@@ -89,9 +89,10 @@ impl From<WindowFlag> for WindowOptions {
     }
 }
 
-/// Allocates memory that windows map without copies: shared memory, zeroed.
+/// Allocates memory that windows map without copies: shared memory, zeroed, in huge pages where the kernel has them.
 pub fn mem_alloc(size: usize) -> Result<SharedStorage> {
-    Ok(SharedStorage::new(size).map_err(|error| error.during("mem_alloc"))?)
+    let allocated = SharedStorage::options().huge_pages(HugePages::Try).allocate(size);
+    Ok(allocated.map_err(|error| error.during("mem_alloc"))?)
 }
 
 /// Memory that all ranks of a communicator have registered together.

@@ -5,6 +5,7 @@
 #![allow(unsafe_code, reason = "copies by address, and process_vm_readv has no safe form")]
 
 pub mod nccl;
+mod sum;
 
 use std::io;
 use std::sync::Arc;
@@ -12,6 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use towline::memory::{Mapping, Place, Storage};
+
+pub use self::sum::RawSum;
 
 /// The kernel takes this many ranges in one call.
 const IOV_MAX: usize = 1024;

@@ -71,7 +71,7 @@ pub use memory::{
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{
     Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, Stretch,
-    can_sum, sum,
+    average, can_average, can_sum, sum,
 };
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};

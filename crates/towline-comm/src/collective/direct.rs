@@ -5,6 +5,7 @@
 //! and written once where it goes, and nobody but the owner touches a share, so that forms in place need no care. Data that is only moved goes
 //! from memory to memory by whoever receives it (by the sender in a gather, so that all of them work at once).
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use towline::{Pinned, Stretch};
@@ -20,6 +21,10 @@ use crate::{Error, Memory, Result};
 fn chunk(nranks: usize) -> usize {
     if nranks == 2 { 4 << 10 } else { 32 << 10 }
 }
+
+/// The bytes of one rank that are added up in one go. Each begins with a look at all memories and ends with a wait until what was written
+/// around the cache has left the core.
+const SUMMED: usize = 4 << 20;
 
 /// Shares are cut at pages, so that no two ranks write to one.
 const PAGE: usize = 4096;
@@ -152,7 +157,7 @@ pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
         (Kind::AllReduce, ..) if run.sums_in_place() => {
             // Starting with the next rank spreads the writers over the readers' memory.
             let targets: Vec<&Part> = (1..=nranks).map(|places| &reach.recv[run.after(places)]).collect();
-            sum(run, &reach.send, &targets)
+            sum(run, &reach.send, Share::OfEverything, &targets)
         }
         (Kind::AllReduce, ..) => combine(run, &reach.send, Share::OfEverything, |at, result| {
             // Starting with the next rank spreads the writers over the readers' memory.
@@ -161,9 +166,14 @@ pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
                 if long { part.stream(at, result) } else { part.write(at, result) }
             })
         }),
-        (Kind::Reduce, ..) if run.sums_in_place() => sum(run, &reach.send, &[&reach.recv[root]]),
+        (Kind::Reduce, ..) if run.sums_in_place() => {
+            sum(run, &reach.send, Share::OfEverything, &[&reach.recv[root]])
+        }
         (Kind::Reduce, ..) => {
             combine(run, &reach.send, Share::OfEverything, |at, result| reach.recv[root].write(at, result))
+        }
+        (Kind::ReduceScatter, _, Some(recv)) if run.sums_in_place() => {
+            sum(run, &reach.send, Share::OwnBlock, &[&Part::Mine(recv.clone().into_owned())])
         }
         (Kind::ReduceScatter, ..) => {
             combine(run, &reach.send, Share::OwnBlock, |at, result| run.write(at, result))
@@ -183,16 +193,17 @@ pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
     }
 }
 
-/// Adds up this rank's share where everybody has it, and writes it where everybody wants it.
-fn sum(run: &Run<'_>, sources: &[Part], targets: &[&Part]) -> Result<()> {
+/// Adds up this rank's share where everybody has it, and writes it where it is wanted.
+fn sum(run: &Run<'_>, sources: &[Part], share_of: Share, targets: &[&Part]) -> Result<()> {
     let (dtype, size) = (run.job.dtype, run.job.dtype.size());
-    let mine = share(run.job.elements(), PAGE / size, run.nranks, run.rank);
-    for part in steps(mine.len(), STEP / size) {
+    let (mine, base) = share_of.of(run);
+    let total = if run.averages() { towline::average } else { towline::sum };
+    for part in steps(mine.len(), SUMMED / size) {
         let at = (mine.start + part.start) * size;
-        let from = sources.iter().map(|part| part.stretch(at)).collect::<Result<Vec<_>>>()?;
+        let from = sources.iter().map(|part| part.stretch(base + at)).collect::<Result<Vec<_>>>()?;
         let into = targets.iter().map(|part| Ok((part.stretch(at)?, run.is_long())));
         // BYTES MOVE HERE
-        towline::sum(dtype, &from, &into.collect::<Result<Vec<_>>>()?, part.len() * size)?;
+        total(dtype, &from, &into.collect::<Result<Vec<_>>>()?, part.len() * size)?;
     }
     Ok(())
 }
@@ -205,6 +216,18 @@ enum Share {
     OwnBlock,
 }
 
+impl Share {
+    /// The elements, and how far from the start of a source the first block that has them is.
+    fn of(self, run: &Run<'_>) -> (Range<usize>, usize) {
+        match self {
+            Share::OfEverything => {
+                (share(run.job.elements(), PAGE / run.job.dtype.size(), run.nranks, run.rank), 0)
+            }
+            Share::OwnBlock => (0..run.job.elements(), run.rank * run.job.block),
+        }
+    }
+}
+
 fn combine(
     run: &Run<'_>,
     sources: &[Part],
@@ -212,10 +235,7 @@ fn combine(
     mut done: impl FnMut(usize, &[u8]) -> Result<()>,
 ) -> Result<()> {
     let size = run.job.dtype.size();
-    let (mine, base) = match share_of {
-        Share::OfEverything => (share(run.job.elements(), PAGE / size, run.nranks, run.rank), 0),
-        Share::OwnBlock => (0..run.job.elements(), run.rank * run.job.block),
-    };
+    let (mine, base) = share_of.of(run);
     let mut sum = Accumulator::new(run.job.op, run.job.dtype);
     for part in steps(mine.len(), chunk(run.nranks) / wide(run.job.dtype).size()) {
         let at = (mine.start + part.start) * size;

@@ -107,6 +107,7 @@ impl Pipeline<'_> {
                 into: (into, cut.start),
                 len: cut.len(),
                 long: run.is_long(),
+                averages: run.averages(),
             })?;
             return self.after.iter().try_for_each(|to| self.pipes.publish(*to));
         }
@@ -146,6 +147,7 @@ impl Pipeline<'_> {
                     into: (self.run.received()?.span()?, cut.start),
                     len: cut.len(),
                     long: self.run.is_long(),
+                    averages: false,
                 })?;
                 continue;
             }

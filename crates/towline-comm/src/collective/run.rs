@@ -69,7 +69,16 @@ impl Run<'_> {
 
     /// Whether the elements can be added up where they are, by one pass.
     pub(super) fn sums_in_place(&self) -> bool {
-        self.job.op == Op::Sum && towline::can_sum(self.job.dtype)
+        match self.job.op {
+            Op::Sum => towline::can_sum(self.job.dtype),
+            Op::Avg => towline::can_average(self.job.dtype),
+            _ => false,
+        }
+    }
+
+    /// Whether the sum is divided by the number of ranks.
+    pub(super) fn averages(&self) -> bool {
+        self.job.op == Op::Avg
     }
 
     /// What this rank sends.

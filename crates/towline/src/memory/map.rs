@@ -4,6 +4,7 @@
 use std::fs;
 use std::os::fd::BorrowedFd;
 use std::ptr;
+use std::sync::OnceLock;
 
 use rustix::io::Errno;
 use rustix::mm::{self, Advice, MapFlags, MprotectFlags, ProtFlags};
@@ -79,7 +80,8 @@ impl Map {
         Ok(map)
     }
 
-    /// Maps the first `len` bytes of a file; `unit` is the file's page size.
+    /// Maps the first `len` bytes of a file; `unit` is the file's page size. It starts where a huge page can, so that those of the file
+    /// are mapped whole.
     pub(super) fn of_file(
         op: &'static str,
         file: BorrowedFd<'_>,
@@ -89,10 +91,38 @@ impl Map {
     ) -> Result<Map> {
         let mapped = round_up(len, unit)?;
         let protection = if writable { READ_WRITE } else { ProtFlags::READ };
+        if let Some(huge) = transparent_size().filter(|huge| unit < *huge && *huge <= mapped)
+            && let Some(room) = mapped.checked_add(huge)
+            && let Ok(mut room) = anonymous(room, MapFlags::PRIVATE, ProtFlags::empty())
+        {
+            room.narrow(room.base.addr().wrapping_neg() & (huge - 1), mapped);
+            let fixed = MapFlags::SHARED | MapFlags::FIXED;
+            // SAFETY: all of `room` is replaced, which is inaccessible and which nothing else knows.
+            unsafe { mm::mmap(room.base.cast(), mapped, protection, fixed, file, 0) }
+                .map_err(|error| Error::os(op, "mmap", error))?;
+            return Ok(room);
+        }
         // SAFETY: the kernel picks the address, so no existing mapping is touched.
         let base = unsafe { mm::mmap(ptr::null_mut(), mapped, protection, MapFlags::SHARED, file, 0) }
             .map_err(|error| Error::os(op, "mmap", error))?;
         Ok(Map::owning(base, mapped))
+    }
+
+    /// Gives back all but `len` bytes from `skipped` on, of a mapping that nobody uses yet.
+    fn narrow(&mut self, skipped: usize, len: usize) {
+        debug_assert!(skipped + len <= self.mapped);
+        let end = self.base.wrapping_add(skipped + len);
+        for (from, rest) in [(self.base, skipped), (end, self.mapped - skipped - len)] {
+            if rest == 0 {
+                continue;
+            }
+            // SAFETY: the range is a part of this mapping outside of what stays, and nobody uses it.
+            if let Err(error) = unsafe { mm::munmap(from.cast(), rest) } {
+                tracing::debug!(%error, "the room beside a mapping stays taken");
+            }
+        }
+        (self.base, self.mapped) = (self.base.wrapping_add(skipped), len);
+        self.start = self.base;
     }
 
     fn owning(base: *mut std::ffi::c_void, mapped: usize) -> Map {
@@ -112,6 +142,16 @@ impl Map {
         debug_assert!(matches!(advice, Advice::LinuxHugepage | Advice::LinuxPopulateWrite));
         // SAFETY: the callers stay inside this mapping, and both kinds of advice leave its contents alone.
         unsafe { mm::madvise(self.start.wrapping_add(offset).cast(), len, advice) }
+    }
+
+    /// Has the kernel put huge pages in the place of the `len` bytes from `offset` on, of which every one that is to become huge has
+    /// a page already. The contents stay.
+    pub(super) fn collapse(&self, offset: usize, len: usize) -> Result<(), Errno> {
+        // SAFETY: the callers stay inside this mapping, and the advice leaves its contents alone.
+        match unsafe { libc::madvise(self.start.wrapping_add(offset).cast(), len, libc::MADV_COLLAPSE) } {
+            0 => Ok(()),
+            _ => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL)),
+        }
     }
 
     /// The first usable byte.
@@ -173,9 +213,12 @@ pub(super) fn not_empty(len: usize) -> Result<()> {
 }
 
 /// The size of a transparent huge page, where the kernel has them.
-fn transparent_size() -> Option<usize> {
-    let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").ok()?;
-    text.trim().parse().ok().filter(|size: &usize| size.is_power_of_two())
+pub(super) fn transparent_size() -> Option<usize> {
+    static SIZE: OnceLock<Option<usize>> = OnceLock::new();
+    *SIZE.get_or_init(|| {
+        let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").ok()?;
+        text.trim().parse().ok().filter(|size: &usize| size.is_power_of_two())
+    })
 }
 
 /// What the system says about its pool of reserved huge pages.
@@ -226,6 +269,8 @@ pub(super) fn pool_missing() -> Error {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
 
+    use std::os::fd::AsFd;
+
     use super::*;
 
     #[test]
@@ -241,5 +286,8 @@ mod tests {
         let Some(unit) = transparent_size() else { return };
         let map = Map::anonymous(unit + 1, HugePages::Try).unwrap();
         assert_eq!(map.ptr().addr() % unit, 0);
+        let file = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let map = Map::of_file("test", file.as_fd(), unit + 1, page_size(), true).unwrap();
+        assert_eq!((map.ptr().addr() % unit, map.base, map.mapped), (0, map.ptr(), unit + page_size()));
     }
 }

@@ -192,23 +192,41 @@ fn within_file_size_limit(size: usize) -> Result<()> {
     }
 }
 
-/// Touches the pages through an advised mapping where that is what gets them huge.
+/// The bytes whose pages are asked for in one step: a signal does not undo what earlier steps have taken.
+const STEP: usize = 64 << 20;
+
+/// Takes huge pages where the kernel gives them: by its policy for shared memory through an advised mapping, and else by asking for
+/// each of them, which that policy leaves to the program unless it says `deny`.
 ///
 /// Best effort: `reserve` afterwards takes every page that is still missing, and says so if it cannot.
 fn populate(map: &Map, size: usize) {
     let policy = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
-    if !policy.contains("[advise]") || map.advise(size, Advice::LinuxHugepage).is_err() {
+    let taken = if policy.contains("[advise]") {
+        map.advise(size, Advice::LinuxHugepage).and_then(|()| {
+            steps(size).try_for_each(|(at, len)| map.advise_part(at, len, Advice::LinuxPopulateWrite))
+        })
+    } else if policy.contains("[never]") {
+        let whole = map::transparent_size().map_or(0, |unit| size - size % unit);
+        steps(whole).try_for_each(|(at, len)| collapse(map, at, len))
+    } else {
         return;
+    };
+    if let Err(error) = taken {
+        tracing::debug!(%error, "pages of a segment are not huge");
     }
-    let mut offset = 0;
-    while offset < size {
-        let step = (64 << 20).min(size - offset);
-        if let Err(error) = map.advise_part(offset, step, Advice::LinuxPopulateWrite) {
-            tracing::debug!(%error, "pages of a segment were not populated");
-            return;
-        }
-        offset += step;
+}
+
+fn steps(size: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..size).step_by(STEP).map(move |at| (at, STEP.min(size - at)))
+}
+
+/// Takes huge pages for a part of a fresh file.
+fn collapse(map: &Map, at: usize, len: usize) -> Result<(), Errno> {
+    // The kernel wants one page of each to be there. The others come with the huge one, zeroed: that costs a tenth of taking them one by one.
+    for first in (at..at + len).step_by(map::transparent_size().unwrap_or(len)) {
+        map.advise_part(first, map::page_size(), Advice::LinuxPopulateWrite)?;
     }
+    map.collapse(at, len)
 }
 
 /// Takes all pages of the file now, so that none can be missing later.

@@ -297,6 +297,23 @@ mod tests {
     }
 
     #[test]
+    fn huge_pages_start_zeroed_are_reserved_and_show_both_sides_the_same_bytes() {
+        let len = (9 << 20) + 10_000;
+        let storage = SharedStorage::options().huge_pages(HugePages::Try).allocate(len).unwrap();
+        let stat = rustix::fs::fstat(handed_over(&storage)).unwrap();
+        assert!(stat.st_blocks * 512 >= len as i64, "{} blocks", stat.st_blocks);
+        let mut bytes = vec![1; len];
+        storage.read_at(0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0));
+        let peer = Mapping::map(handed_over(&storage), len, true).unwrap();
+        for at in [0, (2 << 20) - 1, 2 << 20, 5 << 20, len - 1] {
+            storage.write_at(at, &[7]).unwrap();
+            // SAFETY: `len` bytes are mapped, and nothing else touches them.
+            assert_eq!(unsafe { peer.ptr().add(at).read() }, 7, "{at}");
+        }
+    }
+
+    #[test]
     fn slices_see_the_bytes() {
         let mut storage = SharedStorage::new(4096).unwrap();
         // SAFETY: the storage is this test's alone.

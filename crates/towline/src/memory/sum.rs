@@ -12,22 +12,33 @@ pub(crate) struct Target {
     pub(crate) around_cache: bool,
 }
 
-/// Whether [`sum`] has machine code for elements of that type on this processor.
-pub(crate) fn can_sum(dtype: Dtype) -> bool {
+/// What becomes of the elements of all sources.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Total {
+    /// Their sum; integers wrap around.
+    Sum,
+    /// The sum divided by the number of sources.
+    Average,
+}
+
+/// Whether [`sum`] has machine code for that and elements of that type on this processor.
+pub(crate) fn can_sum(total: Total, dtype: Dtype) -> bool {
     #[cfg(target_arch = "x86_64")]
     {
-        let known = !matches!(dtype, Dtype::U8 | Dtype::I8 | Dtype::F16 | Dtype::Bf16);
-        known && std::arch::is_x86_feature_detected!("avx2")
+        // Whole numbers have no division by vectors.
+        let known =
+            total == Total::Sum || matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64);
+        known && std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("f16c")
     }
     #[cfg(not(target_arch = "x86_64"))]
     {
-        let _ = dtype;
+        let _ = (total, dtype);
         false
     }
 }
 
-/// Adds up `len` bytes of all sources, element by element in their order, and writes the result to every target; integers wrap
-/// around. Nothing, and `false`, where it [cannot](can_sum).
+/// Adds up `len` bytes of all sources, element by element in their order, and writes the total to every target. Half-precision
+/// elements are added up, and divided, in single precision and rounded once. Nothing, and `false`, where it [cannot](can_sum).
 ///
 /// Somebody else may be writing the sources or the targets meanwhile: which bytes are taken or arrive is then unspecified, byte by
 /// byte, and nothing else is. All of it is loaded and stored by machine code that takes what it finds, as by [`bytes::copy`](super::bytes::copy). What
@@ -37,19 +48,30 @@ pub(crate) fn can_sum(dtype: Dtype) -> bool {
 ///
 /// # Safety
 /// Sources are valid for reads and targets for writes of `len` bytes for the whole call.
-pub(crate) unsafe fn sum(dtype: Dtype, sources: &[*const u8], targets: &[Target], len: usize) -> bool {
-    if !can_sum(dtype) || sources.is_empty() || !len.is_multiple_of(dtype.size()) {
+pub(crate) unsafe fn sum(
+    total: Total,
+    dtype: Dtype,
+    sources: &[*const u8],
+    targets: &[Target],
+    len: usize,
+) -> bool {
+    if !can_sum(total, dtype) || sources.is_empty() || !len.is_multiple_of(dtype.size()) {
         return false;
     }
     #[cfg(target_arch = "x86_64")]
     // SAFETY: the caller's promise; `can_sum` has looked for the instructions.
     unsafe {
+        let over = (total == Total::Average).then_some(sources.len());
         match dtype {
-            Dtype::F32 => x86::sum::<x86::F32>(sources, targets, len),
-            Dtype::F64 => x86::sum::<x86::F64>(sources, targets, len),
-            Dtype::U32 | Dtype::I32 => x86::sum::<x86::I32>(sources, targets, len),
-            Dtype::U64 | Dtype::I64 => x86::sum::<x86::I64>(sources, targets, len),
-            Dtype::U8 | Dtype::I8 | Dtype::F16 | Dtype::Bf16 => return false,
+            // One source is a copy, whatever its elements are.
+            _ if sources.len() == 1 => x86::sum::<x86::I64>(sources, targets, len, None),
+            Dtype::U8 | Dtype::I8 => x86::sum::<x86::I8>(sources, targets, len, over),
+            Dtype::U32 | Dtype::I32 => x86::sum::<x86::I32>(sources, targets, len, over),
+            Dtype::U64 | Dtype::I64 => x86::sum::<x86::I64>(sources, targets, len, over),
+            Dtype::F16 => x86::sum::<x86::F16>(sources, targets, len, over),
+            Dtype::Bf16 => x86::sum::<x86::Bf16>(sources, targets, len, over),
+            Dtype::F32 => x86::sum::<x86::F32>(sources, targets, len, over),
+            Dtype::F64 => x86::sum::<x86::F64>(sources, targets, len, over),
         }
     }
     let _ = targets;
@@ -57,162 +79,40 @@ pub(crate) unsafe fn sum(dtype: Dtype, sources: &[*const u8], targets: &[Target]
 }
 
 #[cfg(target_arch = "x86_64")]
-mod x86 {
-    use std::arch::asm;
-    use std::arch::x86_64::{
-        __m256i, _mm256_add_epi32, _mm256_add_epi64, _mm256_add_pd, _mm256_add_ps, _mm256_castpd_si256,
-        _mm256_castps_si256, _mm256_castsi256_pd, _mm256_castsi256_ps,
-    };
-
-    use super::Target;
-    use crate::memory::bytes;
-
-    /// The bytes that are added up at a time.
-    const LINE: usize = 64;
-
-    /// How many of a kind are added up without a loop over them.
-    const FEW: usize = 2;
-
-    /// What elements are.
-    pub(super) trait Lanes {
-        /// The sum of 32 bytes of elements.
-        ///
-        /// # Safety
-        /// The processor has AVX2.
-        unsafe fn add(one: __m256i, other: __m256i) -> __m256i;
-    }
-
-    macro_rules! lanes {
-        ($($name:ident = |$one:ident, $other:ident| $add:expr;)*) => {$(
-            pub(super) struct $name;
-
-            impl Lanes for $name {
-                #[target_feature(enable = "avx2")]
-                #[inline]
-                unsafe fn add($one: __m256i, $other: __m256i) -> __m256i {
-                    $add
-                }
-            }
-        )*};
-    }
-
-    lanes! {
-        F32 = |one, other| _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(one), _mm256_castsi256_ps(other)));
-        F64 = |one, other| _mm256_castpd_si256(_mm256_add_pd(_mm256_castsi256_pd(one), _mm256_castsi256_pd(other)));
-        I32 = |one, other| _mm256_add_epi32(one, other);
-        I64 = |one, other| _mm256_add_epi64(one, other);
-    }
-
-    /// # Safety
-    /// As for [`super::sum`]; the processor has AVX2.
-    pub(super) unsafe fn sum<L: Lanes>(sources: &[*const u8], targets: &[Target], len: usize) {
-        let whole = len - len % LINE;
-        // SAFETY: the caller's promise.
-        unsafe {
-            match (<&[*const u8; FEW]>::try_from(sources), <&[Target; FEW]>::try_from(targets)) {
-                (Ok(sources), Ok(targets)) => lines::<L>(sources, targets, whole),
-                _ => lines::<L>(sources, targets, whole),
-            }
-        }
-        if whole < len {
-            let mut ends = [[0; LINE]; 2];
-            let [sum, other] = &mut ends;
-            for (index, source) in sources.iter().enumerate() {
-                let into = if index == 0 { &mut *sum } else { &mut *other };
-                // SAFETY: the rest of the source, which is shorter than a line.
-                unsafe { bytes::copy(into.as_mut_ptr(), source.add(whole), len - whole) };
-                if index > 0 {
-                    let (own, sources) = (sum.as_mut_ptr(), [sum.as_ptr(), other.as_ptr()]);
-                    // SAFETY: whole lines of this function's own, the target one of the sources.
-                    unsafe { lines::<L>(&sources, &[Target { at: own, around_cache: false }], LINE) };
-                }
-            }
-            for target in targets {
-                // SAFETY: the rest of the target, as above.
-                unsafe { bytes::copy(target.at.add(whole), sum.as_ptr(), len - whole) };
-            }
-        }
-    }
-
-    /// # Safety
-    /// As for [`sum`]; `len` is a number of whole lines.
-    #[target_feature(enable = "avx2")]
-    #[inline]
-    unsafe fn lines<L: Lanes>(sources: &[*const u8], targets: &[Target], len: usize) {
-        const HALF: usize = LINE / 2;
-        let streams = |target: &Target| target.around_cache && target.at.addr().is_multiple_of(HALF);
-        let Some((first, others)) = sources.split_first() else { return };
-        let mut at = 0;
-        while at < len {
-            // SAFETY: `at` and the line behind it lie within what the caller promises. Asking for lines ahead makes it slower: the
-            // processor does so itself, and better.
-            unsafe {
-                let (mut low, mut high) = load(first.add(at));
-                for other in others {
-                    let (more_low, more_high) = load(other.add(at));
-                    low = L::add(low, more_low);
-                    high = L::add(high, more_high);
-                }
-                for target in targets {
-                    let into = target.at.add(at);
-                    // BYTES MOVE HERE
-                    if streams(target) {
-                        asm!("vmovntdq [{0}], {1}", "vmovntdq [{0} + 32], {2}", in(reg) into, in(ymm_reg) low, in(ymm_reg) high,
-                            options(nostack, preserves_flags));
-                    } else {
-                        asm!("vmovdqu [{0}], {1}", "vmovdqu [{0} + 32], {2}", in(reg) into, in(ymm_reg) low, in(ymm_reg) high,
-                            options(nostack, preserves_flags));
-                    }
-                }
-            }
-            at += LINE;
-        }
-        // SAFETY: orders the stores around the cache before whatever publishes them.
-        unsafe { asm!("sfence", options(nostack, preserves_flags)) };
-    }
-
-    /// # Safety
-    /// The line is valid for reads.
-    #[target_feature(enable = "avx2")]
-    #[inline]
-    unsafe fn load(from: *const u8) -> (__m256i, __m256i) {
-        let (low, high);
-        // SAFETY: the caller's promise. Machine code takes what it finds.
-        unsafe {
-            // BYTES MOVE HERE
-            asm!("vmovdqu {1}, [{0}]", "vmovdqu {2}, [{0} + 32]", in(reg) from, lateout(ymm_reg) low, lateout(ymm_reg) high,
-                options(nostack, preserves_flags, readonly));
-        }
-        (low, high)
-    }
-}
+mod x86;
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
 
+    use half::{bf16, f16};
     use proptest::prelude::*;
 
     use super::*;
 
-    /// The sum of two elements, by the plain rules of the type.
-    fn plain(dtype: Dtype, one: &[u8], other: &[u8]) -> Vec<u8> {
-        macro_rules! add {
-            ($type:ty, $add:expr) => {{
-                let of = |bytes: &[u8]| <$type>::from_ne_bytes(bytes.try_into().unwrap());
-                $add(of(one), of(other)).to_ne_bytes().to_vec()
+    /// The total of elements, by the plain rules of the type.
+    fn plain(total: Total, dtype: Dtype, elements: &[&[u8]]) -> Vec<u8> {
+        macro_rules! fold {
+            ($type:ty, $widen:expr, $add:expr, $over:expr, $narrow:expr) => {{
+                let of = |bytes: &&[u8]| $widen(<$type>::from_ne_bytes((*bytes).try_into().unwrap()));
+                let sum = elements.iter().map(of).reduce($add).unwrap();
+                let result = if total == Total::Average { $over(sum) } else { sum };
+                $narrow(result).to_ne_bytes().to_vec()
             }};
         }
+        let count = elements.len();
         match dtype {
-            Dtype::F32 => add!(f32, |one: f32, other| one + other),
-            Dtype::F64 => add!(f64, |one: f64, other| one + other),
-            Dtype::U32 | Dtype::I32 => add!(u32, u32::wrapping_add),
-            Dtype::U64 | Dtype::I64 => add!(u64, u64::wrapping_add),
-            Dtype::U8 | Dtype::I8 | Dtype::F16 | Dtype::Bf16 => panic!("there are none"),
+            Dtype::U8 | Dtype::I8 => fold!(u8, |one| one, u8::wrapping_add, |sum| sum, |one: u8| one),
+            Dtype::U32 | Dtype::I32 => fold!(u32, |one| one, u32::wrapping_add, |sum| sum, |one: u32| one),
+            Dtype::U64 | Dtype::I64 => fold!(u64, |one| one, u64::wrapping_add, |sum| sum, |one: u64| one),
+            Dtype::F32 => fold!(f32, |one| one, |a: f32, b| a + b, |sum| sum / count as f32, |one: f32| one),
+            Dtype::F64 => fold!(f64, |one| one, |a: f64, b| a + b, |sum| sum / count as f64, |one: f64| one),
+            Dtype::F16 => fold!(f16, f16::to_f32, |a: f32, b| a + b, |sum| sum / count as f32, f16::from_f32),
+            Dtype::Bf16 => {
+                fold!(bf16, bf16::to_f32, |a: f32, b| a + b, |sum| sum / count as f32, bf16::from_f32)
+            }
         }
     }
-
-    const SUMMED: [Dtype; 6] = [Dtype::U32, Dtype::I32, Dtype::U64, Dtype::I64, Dtype::F32, Dtype::F64];
 
     /// Bytes that make finite numbers of every type.
     fn finite(seed: u8, len: usize) -> Vec<u8> {
@@ -222,13 +122,15 @@ mod tests {
     proptest! {
         #[test]
         fn a_sum_is_that_of_its_elements_in_order_wherever_the_memories_lie_and_nothing_else_is_written(
-            dtype in prop::sample::select(&SUMMED[..]),
+            dtype in prop::sample::select(&Dtype::ALL[..]),
+            average in any::<bool>(),
             elements in 0usize..90,
             shifts in prop::collection::vec(0usize..70, 1..6),
             places in prop::collection::vec((0usize..70, any::<bool>()), 0..5),
             onto_a_source in any::<bool>(),
         ) {
-            if !can_sum(dtype) {
+            let total = if average { Total::Average } else { Total::Sum };
+            if !can_sum(total, dtype) {
                 return Ok(());
             }
             let len = elements * dtype.size();
@@ -238,9 +140,9 @@ mod tests {
                 .flat_map(|element| {
                     let of = |source: usize| {
                         let start = shifts[source] + element * dtype.size();
-                        sources[source][start..start + dtype.size()].to_vec()
+                        &sources[source][start..start + dtype.size()]
                     };
-                    (1..sources.len()).fold(of(0), |sum, source| plain(dtype, &sum, &of(source)))
+                    plain(total, dtype, &(0..sources.len()).map(of).collect::<Vec<_>>())
                 })
                 .collect();
             let before = sources.clone();
@@ -264,7 +166,7 @@ mod tests {
             }
             let from: Vec<*const u8> = from.into_iter().map(<*mut u8>::cast_const).collect();
             // SAFETY: all ranges lie within their vectors, which nobody else uses meanwhile.
-            let summed = unsafe { sum(dtype, &from, &into, len) };
+            let summed = unsafe { sum(total, dtype, &from, &into, len) };
             prop_assert!(summed);
             for (target, (shift, _)) in targets.iter().zip(&places) {
                 prop_assert_eq!(&target[*shift..shift + len], &expected[..]);
@@ -283,17 +185,50 @@ mod tests {
     #[test]
     fn what_cannot_be_added_up_is_refused_and_nothing_is_written() {
         let (from, mut into) = ([7_u8; 16], [1_u8; 16]);
-        for dtype in [Dtype::U8, Dtype::I8, Dtype::F16, Dtype::Bf16] {
-            assert!(!can_sum(dtype));
-            let target = Target { at: into.as_mut_ptr(), around_cache: false };
-            // SAFETY: both are of this function.
-            assert!(!unsafe { sum(dtype, &[from.as_ptr()], &[target], 16) });
-        }
         let target = Target { at: into.as_mut_ptr(), around_cache: false };
+        for dtype in [Dtype::U8, Dtype::I8, Dtype::U32, Dtype::I32, Dtype::U64, Dtype::I64] {
+            assert!(!can_sum(Total::Average, dtype));
+            // SAFETY: both are of this function.
+            assert!(!unsafe { sum(Total::Average, dtype, &[from.as_ptr()], &[target], 16) });
+        }
         // SAFETY: as above.
-        assert!(!unsafe { sum(Dtype::F32, &[from.as_ptr()], &[target], 15) });
+        assert!(!unsafe { sum(Total::Sum, Dtype::F32, &[from.as_ptr()], &[target], 15) });
         // SAFETY: as above.
-        assert!(!unsafe { sum(Dtype::F32, &[], &[target], 16) });
+        assert!(!unsafe { sum(Total::Sum, Dtype::F32, &[], &[target], 16) });
         assert_eq!(into, [1; 16]);
+    }
+
+    #[test]
+    fn half_precision_is_rounded_to_even_and_keeps_what_is_no_number() {
+        let zeros = vec![0_u8; 2 << 16];
+        let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect();
+        for dtype in [Dtype::F16, Dtype::Bf16] {
+            if !can_sum(Total::Average, dtype) {
+                return;
+            }
+            // The third of each number is between two others.
+            let mut into = zeros.clone();
+            let target = Target { at: into.as_mut_ptr(), around_cache: false };
+            let from = [all.as_ptr(), zeros.as_ptr(), zeros.as_ptr()];
+            // SAFETY: all are of this function, and equally long.
+            assert!(unsafe { sum(Total::Average, dtype, &from, &[target], all.len()) });
+            for (bits, third) in (0..=u16::MAX).zip(into.chunks_exact(2)) {
+                let third = u16::from_ne_bytes(third.try_into().unwrap());
+                let (third, plain) = match dtype {
+                    Dtype::F16 => (
+                        f16::from_bits(third).to_f32(),
+                        f16::from_f32(f16::from_bits(bits).to_f32() / 3.0).to_f32(),
+                    ),
+                    _ => (
+                        bf16::from_bits(third).to_f32(),
+                        bf16::from_f32(bf16::from_bits(bits).to_f32() / 3.0).to_f32(),
+                    ),
+                };
+                assert!(
+                    third == plain || third.is_nan() && plain.is_nan(),
+                    "{dtype} {bits:#x}: {third}, not {plain}"
+                );
+            }
+        }
     }
 }

@@ -3,7 +3,7 @@
 
 use super::{RegionUse, Span};
 use crate::memory::Dtype;
-use crate::memory::sum::{self, Target};
+use crate::memory::sum::{self, Target, Total};
 use crate::{Access, Error, Pinned, Result};
 
 /// Memory from an offset on: of this process, or of a peer that shares it.
@@ -30,11 +30,17 @@ impl Stretch<'_> {
 
 /// Whether [`sum`] works on elements of that type, on this processor.
 pub fn can_sum(dtype: Dtype) -> bool {
-    sum::can_sum(dtype)
+    sum::can_sum(Total::Sum, dtype)
+}
+
+/// Whether [`average`] works on elements of that type, on this processor.
+pub fn can_average(dtype: Dtype) -> bool {
+    sum::can_sum(Total::Average, dtype)
 }
 
 /// Adds up `len` bytes of all sources, element by element and in their order, and writes the result to every target: around the
-/// cache where its flag says so, which pays for a portion of something long that nobody reads soon. Integers wrap around.
+/// cache where its flag says so, which pays for a portion of something long that nobody reads soon. Integers wrap around. Half-precision
+/// elements are added up in single precision and rounded once.
 ///
 /// Every byte is read once where it is and written once where it goes, with nothing in between. The owners and others may be writing
 /// the same bytes: each is then old or new. A target may be one of the sources; where memories overlap otherwise, what arrives there
@@ -63,8 +69,31 @@ pub fn can_sum(dtype: Dtype) -> bool {
 /// `Unsupported` where it does [not work](can_sum), `Invalid` for no sources, for a part of an element and past the end of a memory,
 /// `PermissionDenied` where a ticket does not allow it, `Stale` where a region of this process was revoked.
 pub fn sum(dtype: Dtype, sources: &[Stretch<'_>], targets: &[(Stretch<'_>, bool)], len: usize) -> Result<()> {
+    total(Total::Sum, dtype, sources, targets, len)
+}
+
+/// As [`sum`], and divides by the number of sources.
+///
+/// # Errors
+/// As [`sum`]; `Unsupported` also for integers.
+pub fn average(
+    dtype: Dtype,
+    sources: &[Stretch<'_>],
+    targets: &[(Stretch<'_>, bool)],
+    len: usize,
+) -> Result<()> {
+    total(Total::Average, dtype, sources, targets, len)
+}
+
+fn total(
+    total: Total,
+    dtype: Dtype,
+    sources: &[Stretch<'_>],
+    targets: &[(Stretch<'_>, bool)],
+    len: usize,
+) -> Result<()> {
     const OP: &str = "sum";
-    if !can_sum(dtype) {
+    if !sum::can_sum(total, dtype) {
         let message =
             format!("there is no way to add up elements of {dtype} where they are, on this processor");
         return Err(Error::new(crate::Kind::Unsupported, OP, message));
@@ -86,7 +115,7 @@ pub fn sum(dtype: Dtype, sources: &[Stretch<'_>], targets: &[(Stretch<'_>, bool)
         .map(|(one, around_cache)| Ok(Target { at: hold(one, Access::WRITE)?, around_cache: *around_cache }));
     let into = into.collect::<Result<Vec<Target>>>()?;
     // SAFETY: `hold` has checked every range, and the guards and pins keep them; no Rust reference to them exists.
-    unsafe { sum::sum(dtype, &from, &into, len) };
+    unsafe { sum::sum(total, dtype, &from, &into, len) };
     Ok(())
 }
 
@@ -122,7 +151,7 @@ mod tests {
         assert_eq!(refused(&[], &[(there(0), false)], 8), Kind::Invalid);
         let denied = refused(&[there(0)], &[(Stretch::Pinned(&readable, 0), false)], 8);
         assert_eq!(denied, Kind::PermissionDenied);
-        assert_eq!(sum(Dtype::F16, &[here(0)], &[], 8).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(average(Dtype::U64, &[here(0)], &[], 8).unwrap_err().kind(), Kind::Unsupported);
         drop((pinned, readable));
         drop(region);
         assert_eq!(refused(&[here(0)], &[], 8), Kind::Stale);

@@ -1,6 +1,12 @@
 //! The rows of `all_reduce`: by windows, by registered buffers and by neither, in turns with the peers.
 
+use std::sync::{Arc, Barrier};
 use std::time::Instant;
+
+use rustix::thread::{CpuSet, sched_setaffinity};
+use towline::memory::MemoryAccess;
+use towline_comm::mem_alloc;
+use towline_testkit::raw::{Memory as RawMemory, RawSum};
 
 use super::super::Session;
 use super::super::measure::{Pace, median};
@@ -9,7 +15,7 @@ use super::group::Group;
 use super::order::{Memory, Order};
 use super::peers::{Peer, Peers, SETTINGS};
 use crate::outcome::{Failure, Outcome};
-use crate::size;
+use crate::{machine, size};
 
 /// A turn shorter than this would measure how the processes start.
 const TURN: f64 = 0.03;
@@ -22,6 +28,9 @@ const TRIALS: usize = 3;
 pub(super) struct Size(pub(super) &'static str, pub(super) u64);
 
 pub(super) const SIZES: [Size; 3] = [Size("1k", 1 << 10), Size("1m", 1 << 20), Size("64m", 64 << 20)];
+
+/// From this many bytes on the memory sets a limit, which is measured.
+const BARE_FROM: u64 = 64 << 20;
 
 /// Windows are asked to be this much faster than unregistered memory at the largest size.
 const WINDOWS_AHEAD: f64 = 1.3;
@@ -42,7 +51,7 @@ pub(super) fn run(session: &mut Session, peers: &Peers, nranks: usize, sizes: &[
     };
     let best = best_settings(peers, nranks, sizes, if quick { 3 } else { SETTINGS.len() });
     let waiting = Err(Failure::lacking("it has not been started"));
-    let mut field = Field { group, open_mpi: waiting, gloo: peers.gloo(nranks) };
+    let mut field = Field { group, bare: None, open_mpi: waiting, gloo: peers.gloo(nranks) };
     for (size, best) in sizes.iter().zip(best) {
         session.step(&format!("{nranks}-ranks/{}", name(*size)));
         let (label, started) = match best {
@@ -90,6 +99,7 @@ fn repeats(once: f64) -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Runner {
     Ours(Memory),
+    Bare,
     OpenMpi,
     Gloo,
 }
@@ -97,8 +107,52 @@ enum Runner {
 /// Everybody who is measured in turns.
 struct Field {
     group: Group,
+    bare: Option<Bare>,
     open_mpi: Outcome<Peer>,
     gloo: Outcome<Peer>,
+}
+
+/// What ranks read and write in a sum, by threads of this process and with nothing around it: the limit that the memory sets. More
+/// threads than cores would only be in each other's way.
+struct Bare {
+    sum: RawSum,
+    threads: usize,
+}
+
+impl Bare {
+    fn new(nranks: usize, size: Size) -> Outcome<Bare> {
+        let memories = || -> Outcome<Vec<RawMemory>> {
+            let one = |_| {
+                let storage = mem_alloc(size.1 as usize)?;
+                storage.memset(0, 0, size.1 as usize)?;
+                Ok(RawMemory::Storage(Arc::new(storage)))
+            };
+            (0..nranks).map(one).collect()
+        };
+        let sum = RawSum::new(memories()?, memories()?).map_err(|error| Failure::os("bare sum", error))?;
+        Ok(Bare { sum, threads: nranks.min(machine::cores()) })
+    }
+
+    /// The seconds of one sum: of the slowest thread, each on a core of its own.
+    fn seconds(&self, repeats: u64) -> f64 {
+        let start = Barrier::new(self.threads);
+        let thread = |index: usize| {
+            let mut core = CpuSet::new();
+            core.set(index);
+            // Where it may not be there, the scheduler finds it a place.
+            let _ = sched_setaffinity(None, &core);
+            start.wait();
+            let since = Instant::now();
+            for _ in 0..repeats {
+                self.sum.run(self.sum.part(index, self.threads));
+            }
+            since.elapsed().as_secs_f64() / repeats.max(1) as f64
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..self.threads).map(|index| scope.spawn(move || thread(index))).collect();
+            threads.into_iter().filter_map(|thread| thread.join().ok()).fold(0.0, f64::max)
+        })
+    }
 }
 
 /// Notes why a peer does not take part; the first reason counts.
@@ -111,6 +165,7 @@ fn leave(peer: &mut Outcome<Peer>, failure: Failure) {
 /// The median of everybody's turns, in seconds; `None` for who is not here.
 struct Times {
     ours: [f64; 3],
+    bare: Option<f64>,
     open_mpi: Option<f64>,
     gloo: Option<f64>,
     rounds: usize,
@@ -124,6 +179,10 @@ impl Field {
         };
         match runner {
             Runner::Ours(memory) => self.group.seconds(&Order::AllReduce { memory, bytes: size.1, repeats }),
+            Runner::Bare => match &self.bare {
+                Some(bare) => Ok(bare.seconds(repeats)),
+                None => Err(Failure::lacking("it is not measured at this size")),
+            },
             Runner::OpenMpi => theirs(&mut self.open_mpi, size, repeats),
             Runner::Gloo => theirs(&mut self.gloo, size, repeats),
         }
@@ -131,12 +190,15 @@ impl Field {
 
     fn measure(&mut self, pace: Pace, size: Size) -> Outcome<Times> {
         let mut runners: Vec<(Runner, u64, Vec<f64>)> = Vec::new();
-        for runner in Memory::ALL.map(Runner::Ours).into_iter().chain([Runner::OpenMpi, Runner::Gloo]) {
+        self.bare = (size.1 >= BARE_FROM).then(|| Bare::new(self.group.nranks(), size)).transpose()?;
+        let all = Memory::ALL.map(Runner::Ours).into_iter();
+        for runner in all.chain([Runner::Bare, Runner::OpenMpi, Runner::Gloo]) {
             let once = self.turn(runner, size, 2).and_then(|_| self.turn(runner, size, 2));
             match once {
                 Ok(once) => runners.push((runner, repeats(once), Vec::new())),
                 // A peer that fails is reported as absent; ours must work.
                 Err(failure) if matches!(runner, Runner::Ours(_)) => return Err(failure),
+                Err(_) if runner == Runner::Bare => {}
                 Err(failure) if runner == Runner::OpenMpi => leave(&mut self.open_mpi, failure),
                 Err(failure) => leave(&mut self.gloo, failure),
             }
@@ -153,11 +215,13 @@ impl Field {
             rounds += 1;
         }
         self.group.each(|_| Order::Forget)?;
+        self.bare = None;
         let mut of = |wanted: Runner| {
             runners.iter_mut().find(|(runner, ..)| *runner == wanted).map(|(_, _, times)| median(times))
         };
         let ours = Memory::ALL.map(|memory| of(Runner::Ours(memory)).unwrap_or(f64::NAN));
-        Ok(Times { ours, open_mpi: of(Runner::OpenMpi), gloo: of(Runner::Gloo), rounds })
+        let (open_mpi, gloo) = (of(Runner::OpenMpi), of(Runner::Gloo));
+        Ok(Times { ours, bare: of(Runner::Bare), open_mpi, gloo, rounds })
     }
 }
 
@@ -193,6 +257,15 @@ fn rows(session: &mut Session, nranks: usize, size: Size, times: &Times, label: 
     let [window, _, unregistered] = times.ours;
     let goal = (size.1 >= 64 << 20).then_some(WINDOWS_AHEAD);
     session.rows.push(base(Memory::Window, window).against("unregistered", Some(shown(unregistered)), goal));
+    if let Some(bare) = times.bare {
+        for (memory, ours) in [(Memory::Window, window), (Memory::Unregistered, unregistered)] {
+            session.rows.push(base(memory, ours).against(
+                "bare loop on as many cores",
+                Some(shown(bare)),
+                None,
+            ));
+        }
+    }
 }
 
 #[cfg(test)]

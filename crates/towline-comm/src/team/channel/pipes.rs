@@ -39,6 +39,8 @@ pub(crate) struct Sum<'a> {
     pub(crate) len: usize,
     /// What this rank gets goes around the cache.
     pub(crate) long: bool,
+    /// The sum is divided by the number of those who give.
+    pub(crate) averages: bool,
 }
 
 impl Team {
@@ -154,6 +156,7 @@ impl Pipes<'_> {
         }) {
             return Err(garbled(self.op, sum.from[0]));
         }
+        let total = if sum.averages { towline::average } else { towline::sum };
         let (mut done, mut sources, mut targets) = (0, Vec::new(), Vec::new());
         while done < sum.len {
             sources.clear();
@@ -172,7 +175,7 @@ impl Pipes<'_> {
             }
             targets.push((Stretch::Own(sum.into.0, sum.into.1 + done), sum.long));
             // BYTES MOVE HERE
-            towline::sum(sum.dtype, &sources, &targets, now)?;
+            total(sum.dtype, &sources, &targets, now)?;
             for from in sum.from {
                 self.receiving[*from].head += now as u64;
                 team.tell_taken(*from, &mut self.receiving[*from]);
