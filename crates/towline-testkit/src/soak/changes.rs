@@ -114,7 +114,9 @@ impl Changes {
             }
         }
         seen.inside = !done.iter().all(Transfer::quiet);
-        let exact = matches!(change, Change::Reduce(_) | Change::Add | Change::Swap | Change::Raise);
+        // Elsewhere the look and the change are two steps, and a peer that can see it is told of an owner between them.
+        let one_step = cfg!(all(target_arch = "x86_64", target_env = "gnu"));
+        let exact = one_step && !matches!(change, Change::File(_));
         assert!(
             !seen.inside || (self.lane == "unix" && !exact),
             "{}: {change:?} keeps nobody inside",

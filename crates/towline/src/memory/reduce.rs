@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 use super::bytes;
-use crate::progress::at_once;
+use crate::progress::at_once::{self, Went, Word as _};
 use crate::{Error, Result};
 
 /// How two elements become one.
@@ -295,13 +295,14 @@ pub(crate) unsafe fn change_if(
     // SAFETY: the caller's promise.
     let cell = unsafe { AtomicU64::from_ptr(addr) };
     at_once::exchange::<u64, _>(look, |turn| {
-        let mut seen = cell.load(Ordering::SeqCst);
         loop {
+            let seen = cell.load(Ordering::SeqCst);
             let Some(wanted) = change(seen) else { return Some(seen) };
-            // SAFETY: the caller's promise.
-            match unsafe { at_once::Word::swap(turn, addr, seen, wanted) }? {
-                found if found == seen => return Some(seen),
-                found => seen = found,
+            // SAFETY: the caller's promise; the others are one word each.
+            match unsafe { u64::swap_all(turn, addr, &raw const seen, &raw const wanted, 1, 0) } {
+                Went::Through => return Some(seen),
+                Went::Changed(_) => {}
+                Went::Aside(_) => return None,
             }
         }
     })
@@ -494,6 +495,24 @@ impl Changing for Plainly {
 /// As long as the look says so.
 struct Upon<'a>(&'a dyn Fn() -> bool);
 
+/// So many bytes of elements are combined before they are stored: others may change them meanwhile, and then it is done again.
+const BATCH: usize = 512;
+
+/// A look holds for so many bytes at most: some ten microseconds' worth, beside which it does not show.
+const UPON_A_LOOK: usize = 64 << 10;
+
+/// Words of this thread's own.
+#[repr(align(8))]
+struct Batch([u8; BATCH]);
+
+impl Batch {
+    fn words<W: Word>(&mut self, count: usize) -> &mut [W] {
+        let count = count.min(BATCH / size_of::<W>());
+        // SAFETY: the batch has room for so many words, is aligned to every one of them, and any bytes are words.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), count) }
+    }
+}
+
 impl Changing for Upon<'_> {
     unsafe fn each<W: Word>(
         &self,
@@ -503,32 +522,47 @@ impl Changing for Upon<'_> {
         change: impl Fn(W, W) -> W,
         _adds: bool,
     ) -> bool {
-        let apply = |target: *mut W, words: *const W, count: usize| {
-            let mut index = 0;
+        let (mut values, mut seen, mut wanted) = (Batch([0; BATCH]), Batch([0; BATCH]), Batch([0; BATCH]));
+        let mut done = 0;
+        while done < len {
+            let until = len.min(done + UPON_A_LOOK);
             let all = at_once::exchange::<W, _>(self.0, |turn| {
-                while index < count {
-                    // SAFETY: the chunk's words, and as many of the destination; others change those through atomics too.
-                    unsafe {
-                        let (at, value) = (target.add(index), words.add(index).read());
-                        let mut seen = W::load(at);
-                        loop {
-                            let wanted = change(seen, value);
-                            // What stays as it is needs no store, and so no turn.
-                            let found = if wanted == seen { seen } else { W::swap(turn, at, seen, wanted)? };
-                            if found == seen {
-                                break;
-                            }
-                            seen = found;
+                while done < until {
+                    let some = BATCH.min(until - done) / size_of::<W>();
+                    let (values, seen, wanted) =
+                        (values.words::<W>(some), seen.words::<W>(some), wanted.words::<W>(some));
+                    // SAFETY: `done` and so many words are within the caller's ranges, which are of whole and aligned words; the
+                    // destination is changed through atomics by others too. The source may be unaligned, and others may be
+                    // writing it: a private copy is neither.
+                    let went = unsafe {
+                        let target = dst.add(done).cast::<W>();
+                        // BYTES MOVE HERE
+                        bytes::copy(values.as_mut_ptr().cast(), src.add(done), size_of_val(values));
+                        for (index, seen) in seen.iter_mut().enumerate() {
+                            *seen = W::load(target.add(index));
                         }
+                        for ((wanted, seen), value) in wanted.iter_mut().zip(&*seen).zip(&*values) {
+                            *wanted = change(*seen, *value);
+                        }
+                        W::swap_all(turn, target, seen.as_ptr(), wanted.as_ptr(), some, 0)
+                    };
+                    let (reached, aside) = match went {
+                        Went::Through => (some, false),
+                        Went::Changed(reached) => (reached, false),
+                        Went::Aside(reached) => (reached, true),
+                    };
+                    done += reached * size_of::<W>();
+                    if aside {
+                        return None;
                     }
-                    index += 1;
                 }
                 Some(())
             });
-            all.is_some()
-        };
-        // SAFETY: the caller's promise.
-        unsafe { in_chunks(dst, src, len, apply) }
+            if all.is_none() {
+                return false;
+            }
+        }
+        true
     }
 }
 

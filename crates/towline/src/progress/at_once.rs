@@ -93,22 +93,40 @@ pub(crate) unsafe fn pwrite(
 
 /// A word that is exchanged in one instruction.
 pub(crate) trait Word: Copy + PartialEq {
-    /// Stores `new` in place of `expected`, if that is what is there, and gives what was there; `None` where the thread was put
-    /// aside before it came to it.
+    /// Exchanges the words at `at` from number `from` on, one after the other: stores `new` in place of `expected` where that is what is
+    /// there, and stops where it is not.
     ///
     /// # Safety
-    /// `at` is aligned to the word, readable and writable, and nobody has a reference to it.
-    unsafe fn swap(turn: &Turn, at: *mut Self, expected: Self, new: Self) -> Option<Self>;
+    /// All three are `count` words, aligned; those at `at` are writable, and nobody has a reference to them.
+    unsafe fn swap_all(
+        turn: &Turn,
+        at: *mut Self,
+        expected: *const Self,
+        new: *const Self,
+        count: usize,
+        from: usize,
+    ) -> Went;
 
     /// What names the sequence.
     fn named() -> *const u8;
 }
 
+/// How far a series of exchanges went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Went {
+    /// To its end.
+    Through,
+    /// To a word that others have changed.
+    Changed(usize),
+    /// The thread was put aside before it came to that word.
+    Aside(usize),
+}
+
 /// The time in which a look holds: as long as the thread is not put aside.
 pub(crate) struct Turn(Option<*mut sequence::Area>);
 
-/// Does a series of [exchanges](Word::swap) if the look says so, each of them at once; `None` where it does not. The deed ends with
-/// `None` where an exchange does, and is called again after another look: it goes on from where it was.
+/// Does series of [exchanges](Word::swap_all) if the look says so, each exchange at once; `None` where it does not. The deed ends with
+/// `None` where its thread was put aside, and is called again after another look: it goes on from where it was.
 pub(crate) fn exchange<W: Word, T>(
     look: &dyn Fn() -> bool,
     deed: impl FnMut(&Turn) -> Option<T>,
@@ -129,20 +147,35 @@ macro_rules! words {
     ($($word:ty, $atomic:ident, $swap:ident, $named:ident;)*) => {$(
         impl Word for $word {
             #[inline]
-            unsafe fn swap(turn: &Turn, at: *mut $word, expected: $word, new: $word) -> Option<$word> {
+            unsafe fn swap_all(
+                turn: &Turn,
+                at: *mut $word,
+                expected: *const $word,
+                new: *const $word,
+                count: usize,
+                from: usize,
+            ) -> Went {
                 use std::sync::atomic::{$atomic, Ordering};
-                let Some(area) = turn.0 else {
-                    // SAFETY: the caller's promise.
-                    let cell = unsafe { $atomic::from_ptr(at) };
-                    return match cell.compare_exchange(expected, new, Ordering::SeqCst, Ordering::SeqCst) {
-                        Ok(found) | Err(found) => Some(found),
+                if let Some(area) = turn.0 {
+                    // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence unless the thread
+                    // has been put aside since, which the sequence looks at.
+                    let reached = unsafe { sequence::$swap(at, expected, new, count, area, from) };
+                    return match (reached & !sequence::ASIDE, reached & sequence::ASIDE) {
+                        (reached, 0) if reached == count => Went::Through,
+                        (reached, 0) => Went::Changed(reached),
+                        (reached, _) => Went::Aside(reached),
                     };
-                };
-                let mut found = expected;
-                // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence unless the thread
-                // has been put aside since, which the sequence looks at.
-                let done = unsafe { sequence::$swap(at, expected, new, area, &raw mut found) };
-                (done == 1).then_some(found)
+                }
+                for index in from..count {
+                    // SAFETY: the caller's promise.
+                    let (cell, old, new) = unsafe {
+                        ($atomic::from_ptr(at.add(index)), expected.add(index).read(), new.add(index).read())
+                    };
+                    if cell.compare_exchange(old, new, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+                        return Went::Changed(index);
+                    }
+                }
+                Went::Through
             }
 
             fn named() -> *const u8 {
@@ -223,6 +256,9 @@ mod sequence {
 
     /// What a sequence gives that was sent away before its last step: no number of an error is that low.
     pub(super) const NOT_DONE: isize = isize::MIN;
+
+    /// The mark of a series of exchanges that was sent away.
+    pub(super) const ASIDE: usize = 1 << 63;
 
     /// This thread's area; none where the kernel or the C library knows of no such thing.
     #[inline]
@@ -432,23 +468,25 @@ mod sequence {
         )
     }
 
-    /// Exchanges of words: one sequence for each width, since the exchange must be its last instruction.
+    /// Exchanges of words: one sequence for each width, which has nothing but the look at its name and the exchange. What comes
+    /// before and behind it, from word to word, is outside.
     macro_rules! exchanges {
-        ($($word:ty, $swap:ident, $named:ident, $symbol:literal, $exchange:literal, $store:literal;)*) => {$(
+        ($($word:ty, $swap:ident, $named:ident, $symbol:literal, $old:literal, $new:literal, $exchange:literal;)*) => {$(
             #[unsafe(naked)]
             pub(super) extern "C" fn $named() -> *const u8 {
                 naked_asm!(concat!("lea rax, [rip + ", $symbol, "]"), "ret")
             }
 
-            /// Exchanges the word, if nothing has come between since the sequence was named; 1 where it has tried, and found what it
-            /// stores there.
+            /// Exchanges words as long as nothing has come between since the sequence was named. Gives the number of the first one
+            /// that was not exchanged, with a mark where that was because something has.
             #[unsafe(naked)]
             pub(super) unsafe extern "C" fn $swap(
                 at: *mut $word,
-                expected: $word,
-                new: $word,
+                expected: *const $word,
+                new: *const $word,
+                count: usize,
                 area: *mut Area,
-                found: *mut $word,
+                from: usize,
             ) -> usize {
                 naked_asm!(
                     ".pushsection .data.rel.ro, \"aw\"",
@@ -459,23 +497,32 @@ mod sequence {
                     ".long 0, 0",
                     ".quad 2f, 3f - 2f, 5f",
                     ".popsection",
-                    concat!("lea r9, [rip + ", $symbol, "]"),
-                    "mov rax, rsi",
+                    concat!("lea r11, [rip + ", $symbol, "]"),
+                    "6:",
+                    "cmp r9, rcx",
+                    "jae 7f",
+                    $old,
+                    $new,
                     "2:",
-                    "cmp qword ptr [rcx + 8], r9",
+                    "cmp qword ptr [r8 + 8], r11",
                     "jne 4f",
                     $exchange,
                     "3:",
-                    $store,
-                    "mov eax, 1",
+                    "jne 7f",
+                    "inc r9",
+                    "jmp 6b",
+                    "7:",
+                    "mov rax, r9",
                     "ret",
                     "4:",
-                    "xor eax, eax",
+                    "mov rax, r9",
+                    "bts rax, 63",
                     "ret",
                     ".byte 0x0f, 0xb9, 0x3d",
                     ".long 0x53053053",
                     "5:",
-                    "xor eax, eax",
+                    "mov rax, r9",
+                    "bts rax, 63",
                     "ret",
                 )
             }
@@ -483,10 +530,14 @@ mod sequence {
     }
 
     exchanges! {
-        u8, swap_1, of_swap_1, "towline_sequence_of_swap_1", "lock cmpxchg byte ptr [rdi], dl", "mov byte ptr [r8], al";
-        u16, swap_2, of_swap_2, "towline_sequence_of_swap_2", "lock cmpxchg word ptr [rdi], dx", "mov word ptr [r8], ax";
-        u32, swap_4, of_swap_4, "towline_sequence_of_swap_4", "lock cmpxchg dword ptr [rdi], edx", "mov dword ptr [r8], eax";
-        u64, swap_8, of_swap_8, "towline_sequence_of_swap_8", "lock cmpxchg qword ptr [rdi], rdx", "mov qword ptr [r8], rax";
+        u8, swap_1, of_swap_1, "towline_sequence_of_swap_1",
+            "mov al, byte ptr [rsi + r9]", "mov r10b, byte ptr [rdx + r9]", "lock cmpxchg byte ptr [rdi + r9], r10b";
+        u16, swap_2, of_swap_2, "towline_sequence_of_swap_2",
+            "mov ax, word ptr [rsi + 2 * r9]", "mov r10w, word ptr [rdx + 2 * r9]", "lock cmpxchg word ptr [rdi + 2 * r9], r10w";
+        u32, swap_4, of_swap_4, "towline_sequence_of_swap_4",
+            "mov eax, dword ptr [rsi + 4 * r9]", "mov r10d, dword ptr [rdx + 4 * r9]", "lock cmpxchg dword ptr [rdi + 4 * r9], r10d";
+        u64, swap_8, of_swap_8, "towline_sequence_of_swap_8",
+            "mov rax, qword ptr [rsi + 8 * r9]", "mov r10, qword ptr [rdx + 8 * r9]", "lock cmpxchg qword ptr [rdi + 8 * r9], r10";
     }
 }
 
@@ -498,6 +549,9 @@ mod sequence {
     pub(super) enum Area {}
 
     pub(super) const NOT_DONE: isize = isize::MIN;
+
+    /// The mark of a series of exchanges that was sent away.
+    pub(super) const ASIDE: usize = 1 << 63;
 
     pub(super) fn area() -> Option<*mut Area> {
         None
@@ -540,8 +594,15 @@ mod sequence {
                 std::ptr::null()
             }
 
-            pub(super) unsafe fn $swap(_: *mut $word, _: $word, _: $word, _: *mut Area, _: *mut $word) -> usize {
-                0
+            pub(super) unsafe fn $swap(
+                _: *mut $word,
+                _: *const $word,
+                _: *const $word,
+                _: usize,
+                _: *mut Area,
+                from: usize,
+            ) -> usize {
+                from | ASIDE
             }
         )*};
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
-use super::{Word, copy, exchange, is_possible, pwrite, recvmsg, sequence};
+use super::{Went, Word, copy, exchange, is_possible, pwrite, recvmsg, sequence};
 use crate::memory::reduce::{change_if, reduce_if};
 use crate::memory::{Dtype, ReduceOp};
 use crate::progress::socket::{RawPartMut, Socket};
@@ -168,23 +168,26 @@ fn nothing_is_written_to_a_file_by_a_thread_that_was_put_aside_after_the_look() 
 }
 
 #[test]
-fn an_exchange_gives_what_was_there_in_every_width() {
-    fn gives<W: Word + std::fmt::Debug>(old: W, new: W) {
-        let mut word = old;
-        let at = &raw mut word;
-        // SAFETY: the word is this test's own.
-        let swap =
-            |expected, new| exchange::<W, _>(&|| true, |turn| unsafe { W::swap(turn, at, expected, new) });
-        assert_eq!(swap(new, new), Some(old));
-        assert_eq!(swap(old, new), Some(old));
-        assert_eq!(swap(old, old), Some(new));
-        assert_eq!(word, new);
+fn a_series_of_exchanges_stops_at_what_others_have_changed_in_every_width() {
+    fn stops<W: Word + std::fmt::Debug>(old: W, new: W, other: W) {
+        let mut words = [old, old, other, old];
+        let at = words.as_mut_ptr();
+        // SAFETY: the words are this test's own.
+        let swap = |from| unsafe {
+            exchange::<W, _>(&|| true, |turn| {
+                Some(W::swap_all(turn, at, [old; 4].as_ptr(), [new; 4].as_ptr(), 4, from))
+            })
+        };
+        assert_eq!(swap(1), Some(Went::Changed(2)));
+        assert_eq!(swap(3), Some(Went::Through));
+        assert_eq!(swap(4), Some(Went::Through));
+        assert_eq!(words, [old, new, other, new]);
         assert_eq!(exchange::<W, W>(&|| false, |_| Some(old)), None);
     }
-    gives(3u8, 250);
-    gives(3u16, 65_000);
-    gives(3u32, 4_000_000_000);
-    gives(3u64, u64::MAX - 1);
+    stops(3u8, 250, 4);
+    stops(3u16, 65_000, 4);
+    stops(3u32, 4_000_000_000, 4);
+    stops(3u64, u64::MAX - 1, 4);
 }
 
 /// Another thread wants the processor all the time, and others change the same words.
