@@ -258,7 +258,7 @@ mod sequence {
     pub(super) const NOT_DONE: isize = isize::MIN;
 
     /// The mark of a series of exchanges that was sent away.
-    pub(super) const ASIDE: usize = 1 << 63;
+    pub(super) const ASIDE: usize = 1 << (usize::BITS - 1);
 
     /// This thread's area; none where the kernel or the C library knows of no such thing.
     #[inline]
@@ -551,7 +551,7 @@ mod sequence {
     pub(super) const NOT_DONE: isize = isize::MIN;
 
     /// The mark of a series of exchanges that was sent away.
-    pub(super) const ASIDE: usize = 1 << 63;
+    pub(super) const ASIDE: usize = 1 << (usize::BITS - 1);
 
     pub(super) fn area() -> Option<*mut Area> {
         None
