@@ -584,6 +584,8 @@ fn caught<T>(body: impl FnOnce() -> T) -> Result<T, String> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     #[test]
@@ -598,6 +600,45 @@ mod tests {
         assert_eq!(different.len(), all.len());
         assert_ne!(campaign.seed_of(7, "unix", 3), campaign.seed_of(7, "tcp", 3));
         assert_ne!(campaign.seed_of(8, "tcp", 3), campaign.seed_of(7, "tcp", 3));
+    }
+
+    struct Noted;
+
+    static NOTED: Mutex<Vec<u32>> = Mutex::new(Vec::new());
+
+    impl Drill for Noted {
+        fn round(&mut self, round: &mut Round) {
+            NOTED.lock().unwrap().push(round.number);
+        }
+    }
+
+    impl Watcher for Noted {
+        fn round(&self, _: &'static str, _: &'static str, _: u32, _: u32) {}
+
+        fn hangs(&self, _: &'static str, _: &'static str, _: &Failed) {}
+    }
+
+    #[test]
+    fn a_campaign_goes_on_in_its_next_turn_until_it_has_all_its_rounds() {
+        static CAMPAIGN: Campaign = Campaign {
+            name: "noted",
+            summary: "",
+            lanes: &["inproc"],
+            in_turns: true,
+            rounds: rounds(1, 1, 3),
+            prepare: |_| Ok(Box::new(Noted)),
+        };
+        // So little time is enough for one round in each turn.
+        let share = Some(Duration::ZERO);
+        let plan = Plan { seed: 1, first: 5, rounds: None, quick: false, share, lanes: Vec::new() };
+        let watcher: Arc<dyn Watcher> = Arc::new(Noted);
+        let mut lanes = Vec::new();
+        for turn in 1..=4 {
+            lanes = CAMPAIGN.run(&plan, &watcher, &lanes);
+            assert_eq!((lanes[0].rounds, lanes[0].passed, lanes[0].asked), (turn.min(3), turn.min(3), 3));
+            assert_eq!(lanes[0].is_complete(), turn >= 3);
+        }
+        assert_eq!(*NOTED.lock().unwrap(), [5, 6, 7]);
     }
 
     #[test]
