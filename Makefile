@@ -11,7 +11,7 @@ help:
 	@echo "make test             everything that must pass before a change goes in"
 	@echo "make test-deep        sanitizers, Miri, loom and FUZZ_SECONDS ($(FUZZ_SECONDS)) of fuzzing, with a nightly toolchain"
 	@echo "make soak             the campaigns under faults, the short form (all of it: $(towline) soak)"
-	@echo "make soak-report      the campaigns for SOAK_SECONDS ($(SOAK_SECONDS)), written to docs/reliability-report.md"
+	@echo "make soak-report      the campaigns for SOAK_SECONDS ($(SOAK_SECONDS); none: all rounds, about two hours), written to docs/reliability-report.md"
 	@echo "make lint             only the checks that run no test"
 	@echo "make test-unit        only the tests of the workspace"
 	@echo "make test-loom        only the memory-ordering tests, under loom"
@@ -50,7 +50,7 @@ soak:
 soak-report:
 	$(CARGO) build --release -p towline-cli
 	@if [ -x .venv/bin/maturin ]; then .venv/bin/maturin develop --release --manifest-path bindings/python/Cargo.toml; fi
-	VIRTUAL_ENV=$(CURDIR)/.venv $(towline) soak --seconds $(SOAK_SECONDS) --html $(CARGO_TARGET_DIR)/soak.html --report; status=$$?; \
+	VIRTUAL_ENV=$(CURDIR)/.venv $(towline) soak $(if $(SOAK_SECONDS),--seconds $(SOAK_SECONDS)) --html $(CARGO_TARGET_DIR)/soak.html --report; status=$$?; \
 	{ printf '\n## What defences and crowds cost\n\nBy `towline bench --filter ROWS`, in turns with the same request without the defence:\n\n'; \
 	  for rows in defence register-each hub-1000-peers post; do $(towline) bench --filter $$rows | sed 's/^/    /'; echo; done; } \
 	  >>docs/reliability-report.md; exit $$status

@@ -23,15 +23,20 @@ pub(crate) const HELP: &str = "\
 Every campaign starts real processes and treats them badly at random moments, over every path that the machine has; every
 destination word is compared with what it must be. A round's choices come from the seed, the campaign, the path and the
 round's number alone, so the command that is printed for a failed round runs that round again.
---list shows the campaigns. In the lane python, workers and initiators are interpreters with the package towline, over any of the paths. What the machine lacks (network namespaces need root) is skipped with its reason.
+--list shows the campaigns, and how many rounds each has by each path: what is promised is shown by as many. Without --seconds all of them are run, which takes
+about two hours on two cores. With --seconds the campaigns take turns of ten minutes, go on where they were, and leave their time to the others when
+they have all their rounds; the report says how many of how many there were by each path. In the lane python, workers and initiators are interpreters with the package towline, over any of the paths. What the machine lacks (network namespaces need root) is skipped with its reason.
 
 With --json: {\"ok\", \"seed\", \"commit\", \"date\", \"command\", \"seconds\", \"campaigns\": [{\"name\", \"summary\", \"ok\", \"rounds\", \"passed\" (the rounds that did),
-\"skipped\" (reasons), \"seconds\", \"lanes\": [{\"lane\", \"rounds\", \"passed\", \"skipped\", \"seconds\", \"failures\": [{\"round\", \"message\",
+\"skipped\" (reasons), \"seconds\", \"lanes\": [{\"lane\", \"asked\", \"rounds\", \"passed\", \"skipped\", \"seconds\", \"failures\": [{\"round\", \"message\",
 \"replay\"}], \"samples\": [{\"name\", \"count\", \"p50\", \"p99\", \"most\"}], \"counts\": {...}}]}], \"figures\": [{\"name\", \"value\", \"target\", \"met\"}],
 \"machine\": {...}}. Times are in seconds. A figure that is not met does not fail the run: times mean little on a busy machine.";
 
 /// How many seconds the short form may take.
 const QUICK: u64 = 220;
+
+/// How long the campaigns together may take until each has its next turn.
+const TURN: Duration = Duration::from_secs(600);
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -53,8 +58,8 @@ pub(crate) struct Options {
     /// The short form: all campaigns in under five minutes
     #[arg(long)]
     quick: bool,
-    /// How long all campaigns together may take: each gets its share of it, and as many rounds as fit; 220 in the short form,
-    /// as long as it takes in the long one
+    /// How long all campaigns together may take: each gets its share of it, in turns, and as many rounds as fit; 220 in the
+    /// short form, as long as it takes in the long one
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
     /// Where to write the report page
@@ -91,16 +96,12 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     let program = std::env::current_exe().map_err(|error| Failure::os("this program's own path", error))?;
     become_worker_by(program, &["soak-worker"]);
     soak::use_python(options.python_exe.clone().unwrap_or_else(crate::bench::interpreter));
-    let shares: u32 = chosen.iter().map(|campaign| campaign.rounds.quick.1).sum();
-    let plan = Plan {
+    let mut plan = Plan {
         seed: options.seed.unwrap_or_else(fresh_seed),
         first: options.first,
         rounds: options.rounds,
         quick: options.quick,
-        share: options
-            .seconds
-            .or(options.quick.then_some(QUICK))
-            .map(|seconds| Duration::from_secs(seconds) / shares.max(1)),
+        share: None,
         lanes: options.lane.clone(),
     };
     let report = Report::begin(&plan);
@@ -108,20 +109,60 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     output.text(format!("seed {}", plan.seed));
     soak::take_panics();
     let watcher: Arc<dyn soak::Watcher> = Arc::clone(&progress) as _;
-    for campaign in chosen {
-        if !lanes_of(campaign, options).any(|_| true) {
-            continue;
+    let mut running: Vec<Running> = chosen
+        .into_iter()
+        .filter(|campaign| lanes_of(campaign, options).any(|_| true))
+        .map(|campaign| Running { campaign, lanes: Vec::new(), took: Duration::ZERO })
+        .collect();
+    let time = options.seconds.or(options.quick.then_some(QUICK)).map(Duration::from_secs);
+    let begun = Instant::now();
+    loop {
+        let left = time.map(|time| time.saturating_sub(begun.elapsed()));
+        plan.share = left.map(|left| {
+            let shares: u32 = running.iter().filter(|one| one.goes_on()).map(Running::share).sum();
+            left.min(TURN) / shares.max(1)
+        });
+        for one in running.iter_mut().filter(|one| one.goes_on()) {
+            one.turn(&plan, &watcher, &progress);
         }
-        progress.begins(campaign.name);
+        // The short form is over when each has had its turn; and so little time that it would hardly do for one round each is
+        // not worth another.
+        let over = time.is_none_or(|time| begun.elapsed() > time.mul_f64(0.9));
+        if options.quick || over || !running.iter().any(Running::goes_on) {
+            break;
+        }
+    }
+    progress.finish()
+}
+
+/// A campaign, and what it has shown so far.
+struct Running {
+    campaign: &'static Campaign,
+    lanes: Vec<soak::LaneResult>,
+    took: Duration,
+}
+
+impl Running {
+    fn share(&self) -> u32 {
+        self.campaign.rounds.quick.1
+    }
+
+    fn goes_on(&self) -> bool {
+        self.lanes.is_empty() || self.lanes.iter().any(|lane| !lane.is_complete())
+    }
+
+    fn turn(&mut self, plan: &Plan, watcher: &Arc<dyn soak::Watcher>, progress: &Progress) {
+        progress.begins(self.campaign.name);
         let started = Instant::now();
-        let mut lanes = campaign.run(&plan, &watcher);
+        let mut lanes = self.campaign.run(plan, watcher, &self.lanes);
         if let (Some(first), panics) = (lanes.first_mut(), soak::panics_elsewhere()) {
             let round = first.rounds;
             first.failures.extend(panics.into_iter().map(|message| soak::Failed { round, message }));
         }
-        progress.ended(CampaignReport::new(campaign, lanes, started.elapsed(), &plan));
+        self.took += started.elapsed();
+        progress.ended(CampaignReport::new(self.campaign, lanes.clone(), self.took, plan));
+        self.lanes = lanes;
     }
-    progress.finish()
 }
 
 fn chosen(options: &Options) -> Outcome<Vec<&'static Campaign>> {

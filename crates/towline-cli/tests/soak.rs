@@ -40,6 +40,7 @@ fn a_few_rounds_pass_and_the_document_says_so() {
         assert_eq!((campaign["rounds"].as_u64(), campaign["passed"].as_u64()), (Some(6), Some(6)));
         assert_eq!(campaign["ok"], true);
         assert_eq!(campaign["lanes"].as_array().unwrap().len(), 2);
+        assert_eq!(campaign["lanes"][0]["asked"], 3);
     }
     assert_eq!(document["seed"], 5);
     assert!(html.contains("<svg") && html.contains("all passed"), "the page has plots and a verdict");

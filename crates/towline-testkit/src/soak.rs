@@ -5,6 +5,7 @@
 //! destination word is compared with what the [oracle](crate::oracle) says.
 
 mod cancel;
+pub mod changes;
 mod deregister;
 mod forge;
 mod kill;
@@ -64,6 +65,8 @@ pub struct Campaign {
     pub summary: &'static str,
     /// The lanes that it runs over.
     pub lanes: &'static [&'static str],
+    /// Whether they run one after the other: times of a few milliseconds mean nothing beside lanes that want the same processors.
+    pub in_turns: bool,
     /// How many rounds a lane has.
     pub rounds: Rounds,
     /// Makes what a lane needs; an error is why it cannot run here.
@@ -93,6 +96,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "kill",
         summary: "an owner or a user is killed in mid-transfer: an error in time, then quiet; others are served",
         lanes: BETWEEN_PROCESSES_AND_PYTHON,
+        in_turns: true,
         rounds: rounds(60, 22, 1000),
         prepare: |course| {
             let owners_and_users: Prepare = |course| Ok(Box::new(kill::Kill::new(course)?));
@@ -103,6 +107,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "leftover",
         summary: "workers are killed at any moment of their lives: no socket, no file, no process is left",
         lanes: &["unix"],
+        in_turns: false,
         rounds: rounds(80, 8, 1000),
         prepare: |course| Ok(Box::new(kill::Leftover::new(course)?)),
     },
@@ -110,6 +115,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "stop",
         summary: "an owner or a user is stopped in mid-transfer: an error at the limit, and nothing late when it goes on",
         lanes: BETWEEN_PROCESSES_AND_PYTHON,
+        in_turns: false,
         rounds: rounds(24, 28, 200),
         prepare: |course| {
             let owners_and_users: Prepare = |course| Ok(Box::new(stop::Stop::new(course)?));
@@ -120,6 +126,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "partition",
         summary: "the cable between two hosts is pulled: an error at the limit, and nothing late when it is back",
         lanes: &["tcp", nixl::NIXL],
+        in_turns: false,
         rounds: rounds(6, 24, 200),
         prepare: |course| Ok(Box::new(partition::Partition::new(course)?)),
     },
@@ -127,6 +134,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "cancel",
         summary: "transfers are cancelled at any moment: the end comes soon, and not one byte lands after it",
         lanes: PATHS_AND_PYTHON,
+        in_turns: false,
         rounds: rounds(300, 16, 10_000),
         prepare: |course| {
             let by_rust: Prepare = |course| Ok(Box::new(cancel::Cancel::new(course)?));
@@ -137,6 +145,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "deregister",
         summary: "memory is taken back under readers and writers: afterwards it is its owner's alone",
         lanes: BETWEEN_PROCESSES,
+        in_turns: false,
         rounds: rounds(400, 16, 10_000),
         prepare: |course| Ok(Box::new(deregister::Deregister::new(course)?)),
     },
@@ -144,6 +153,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "recycle",
         summary: "memory is used for something else: old tickets give Stale, never the new bytes",
         lanes: PATHS,
+        in_turns: false,
         rounds: rounds(400, 16, 10_000),
         prepare: |course| Ok(Box::new(recycle::Recycle::new(course)?)),
     },
@@ -151,6 +161,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "fork",
         summary: "a worker with connections forks: the child can do nothing, the parent notices nothing",
         lanes: &["mapped", "unix", "tcp"],
+        in_turns: false,
         rounds: rounds(20, 6, 200),
         prepare: |course| Ok(Box::new(life::Fork::new(course)?)),
     },
@@ -158,6 +169,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "exit",
         summary: "a worker ends with work pending (exit, return, exec, signals): the code is right, its owner goes on",
         lanes: BETWEEN_PROCESSES,
+        in_turns: false,
         rounds: rounds(20, 8, 500),
         prepare: |course| Ok(Box::new(life::Exit::new(course)?)),
     },
@@ -165,6 +177,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "load",
         summary: "checked operations, one after the other and many at once: memory, descriptors and threads stay flat",
         lanes: PATHS,
+        in_turns: false,
         rounds: rounds(100, 20, 10_000),
         prepare: |course| Ok(Box::new(load::Load::new(course)?)),
     },
@@ -172,6 +185,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "forge",
         summary: "a peer with one narrow ticket asks for all that it has no right to: refused, counted, unharmed",
         lanes: STREAMS,
+        in_turns: false,
         rounds: rounds(60, 8, 2500),
         prepare: |course| Ok(Box::new(forge::Forge::new(course)?)),
     },
@@ -179,6 +193,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "strangers",
         summary: "connections that never prove anything: no descriptor stays, and a new client is served at once",
         lanes: STREAMS,
+        in_turns: false,
         rounds: rounds(20, 10, 200),
         prepare: |course| Ok(Box::new(strangers::Strangers::new(course)?)),
     },
@@ -186,6 +201,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "neighbour",
         summary: "a reader beside one that was stopped in mid-transfer keeps its throughput",
         lanes: BETWEEN_PROCESSES,
+        in_turns: false,
         rounds: rounds(4, 12, 20),
         prepare: |course| Ok(Box::new(neighbour::Neighbour::new(course)?)),
     },
@@ -193,6 +209,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "claim",
         summary: "the claimer of an operation is killed or stopped: the passive side ends with the cause, and is quiet",
         lanes: BETWEEN_PROCESSES,
+        in_turns: false,
         rounds: rounds(8, 14, 200),
         prepare: |course| Ok(Box::new(stop::Claim::new(course)?)),
     },
@@ -200,6 +217,7 @@ pub static CAMPAIGNS: [Campaign; 15] = [
         name: "beside",
         summary: "NIXL, where it is installed, when its peer is killed or stopped or it cancels: what it does is told, not judged",
         lanes: &[nixl::NIXL],
+        in_turns: false,
         rounds: rounds(3, 10, 60),
         prepare: |course| Ok(Box::new(nixl::Beside::new(course)?)),
     },
@@ -210,6 +228,7 @@ pub static SELF_CHECK: Campaign = Campaign {
     name: "self-check",
     summary: "a bit is flipped in some rounds: the campaign must fail, in the same rounds each time",
     lanes: &["inproc"],
+    in_turns: false,
     rounds: rounds(10, 1, 10),
     prepare: |course| Ok(Box::new(selfcheck::SelfCheck::new(course)?)),
 };
@@ -308,6 +327,8 @@ pub struct Failed {
 pub struct LaneResult {
     /// The path.
     pub lane: &'static str,
+    /// The rounds that it is to have.
+    pub asked: u32,
     /// The rounds that were run.
     pub rounds: u32,
     /// Those that went well.
@@ -322,6 +343,13 @@ pub struct LaneResult {
     pub tally: Tally,
 }
 
+impl LaneResult {
+    /// Whether there is nothing left to run in it.
+    pub fn is_complete(&self) -> bool {
+        self.skipped.is_some() || self.failures.len() >= MOST_FAILURES || self.rounds >= self.asked
+    }
+}
+
 /// Which rounds to run.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -333,7 +361,7 @@ pub struct Plan {
     pub rounds: Option<u32>,
     /// The short form.
     pub quick: bool,
-    /// How long a share of the time is, where that is limited: a campaign ends when its shares are used up.
+    /// How long a share of the time is, where that is limited: a campaign's turn ends when its shares are used up.
     pub share: Option<Duration>,
     /// Only these lanes.
     pub lanes: Vec<String>,
@@ -349,49 +377,85 @@ pub trait Watcher: Send + Sync {
 }
 
 impl Campaign {
-    /// Runs it over its lanes, side by side.
-    pub fn run(&'static self, plan: &Plan, watcher: &Arc<dyn Watcher>) -> Vec<LaneResult> {
+    /// Runs it over its lanes, side by side, and goes on where an earlier turn has ended.
+    pub fn run(
+        &'static self,
+        plan: &Plan,
+        watcher: &Arc<dyn Watcher>,
+        so_far: &[LaneResult],
+    ) -> Vec<LaneResult> {
         let lanes: Vec<&'static str> = self
             .lanes
             .iter()
             .copied()
             .filter(|lane| plan.lanes.is_empty() || plan.lanes.iter().any(|one| one == lane))
             .collect();
+        let one = |lane, time: Option<Duration>| {
+            let so_far = so_far.iter().find(|one| one.lane == lane).cloned();
+            self.lane(lane, plan, watcher, so_far, time)
+        };
+        // Rounds that were asked for are all run.
+        let time = plan.share.filter(|_| plan.rounds.is_none()).map(|share| share * self.rounds.quick.1);
+        let until = time.map(|time| Instant::now() + time);
         // A child ends with the thread that started it, so the lanes stay until all have ended.
         thread::scope(|scope| {
-            let running: Vec<_> = lanes
-                .into_iter()
-                .map(|lane| {
-                    thread::Builder::new()
-                        .name(format!("{}-{lane}", self.name))
-                        .spawn_scoped(scope, move || self.lane(lane, plan, watcher))
-                        .unwrap()
-                })
-                .collect();
-            running.into_iter().filter_map(|lane| lane.join().ok()).collect()
+            let mut running = Vec::new();
+            for (index, lane) in lanes.iter().copied().enumerate() {
+                let time = match until {
+                    Some(until) if self.in_turns => {
+                        let left = until.saturating_duration_since(Instant::now());
+                        Some(left / (lanes.len() - index) as u32)
+                    }
+                    _ => time,
+                };
+                let thread = thread::Builder::new()
+                    .name(format!("{}-{lane}", self.name))
+                    .spawn_scoped(scope, move || one(lane, time))
+                    .unwrap();
+                if self.in_turns {
+                    running.push(Err(thread.join()));
+                } else {
+                    running.push(Ok(thread));
+                }
+            }
+            let ended = |lane: Result<
+                thread::ScopedJoinHandle<'_, LaneResult>,
+                thread::Result<LaneResult>,
+            >| { lane.map_or_else(Result::ok, |thread| thread.join().ok()) };
+            running.into_iter().filter_map(ended).collect()
         })
     }
 
-    fn lane(&'static self, lane: &'static str, plan: &Plan, watcher: &Arc<dyn Watcher>) -> LaneResult {
+    fn lane(
+        &'static self,
+        lane: &'static str,
+        plan: &Plan,
+        watcher: &Arc<dyn Watcher>,
+        so_far: Option<LaneResult>,
+        time: Option<Duration>,
+    ) -> LaneResult {
         let started = Instant::now();
-        let mut result = LaneResult {
+        let count = plan.rounds.unwrap_or(if plan.quick { self.rounds.quick.0 } else { self.rounds.long });
+        let mut result = so_far.unwrap_or(LaneResult {
             lane,
+            asked: count,
             rounds: 0,
             passed: 0,
             failures: Vec::new(),
             skipped: None,
             took: Duration::ZERO,
             tally: Tally::default(),
-        };
+        });
+        if result.is_complete() {
+            return result;
+        }
+        let rounds_before = result.rounds;
         let course = Course { lane, quick: plan.quick, staff: Staff::Rust };
-        let count = plan.rounds.unwrap_or(if plan.quick { self.rounds.quick.0 } else { self.rounds.long });
         let last = plan.first.saturating_add(count);
-        // Rounds that were asked for are all run.
-        let time = plan.share.filter(|_| plan.rounds.is_none()).map(|share| share * self.rounds.quick.1);
         let mut drill: Option<Box<dyn Drill>> = None;
-        let mut number = plan.first;
+        let mut number = plan.first.saturating_add(rounds_before);
         while number < last && result.failures.len() < MOST_FAILURES {
-            if time.is_some_and(|time| started.elapsed() > time) && result.rounds > 0 {
+            if time.is_some_and(|time| started.elapsed() > time) && result.rounds > rounds_before {
                 break;
             }
             let mut round = Round {
@@ -442,7 +506,7 @@ impl Campaign {
             }
             result.tally.add(tally);
         }
-        result.took = started.elapsed();
+        result.took += started.elapsed();
         result
     }
 
@@ -520,6 +584,8 @@ fn caught<T>(body: impl FnOnce() -> T) -> Result<T, String> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     #[test]
@@ -534,6 +600,45 @@ mod tests {
         assert_eq!(different.len(), all.len());
         assert_ne!(campaign.seed_of(7, "unix", 3), campaign.seed_of(7, "tcp", 3));
         assert_ne!(campaign.seed_of(8, "tcp", 3), campaign.seed_of(7, "tcp", 3));
+    }
+
+    struct Noted;
+
+    static NOTED: Mutex<Vec<u32>> = Mutex::new(Vec::new());
+
+    impl Drill for Noted {
+        fn round(&mut self, round: &mut Round) {
+            NOTED.lock().unwrap().push(round.number);
+        }
+    }
+
+    impl Watcher for Noted {
+        fn round(&self, _: &'static str, _: &'static str, _: u32, _: u32) {}
+
+        fn hangs(&self, _: &'static str, _: &'static str, _: &Failed) {}
+    }
+
+    #[test]
+    fn a_campaign_goes_on_in_its_next_turn_until_it_has_all_its_rounds() {
+        static CAMPAIGN: Campaign = Campaign {
+            name: "noted",
+            summary: "",
+            lanes: &["inproc"],
+            in_turns: true,
+            rounds: rounds(1, 1, 3),
+            prepare: |_| Ok(Box::new(Noted)),
+        };
+        // So little time is enough for one round in each turn.
+        let share = Some(Duration::ZERO);
+        let plan = Plan { seed: 1, first: 5, rounds: None, quick: false, share, lanes: Vec::new() };
+        let watcher: Arc<dyn Watcher> = Arc::new(Noted);
+        let mut lanes = Vec::new();
+        for turn in 1..=4 {
+            lanes = CAMPAIGN.run(&plan, &watcher, &lanes);
+            assert_eq!((lanes[0].rounds, lanes[0].passed, lanes[0].asked), (turn.min(3), turn.min(3), 3));
+            assert_eq!(lanes[0].is_complete(), turn >= 3);
+        }
+        assert_eq!(*NOTED.lock().unwrap(), [5, 6, 7]);
     }
 
     #[test]

@@ -228,8 +228,8 @@ impl Transfer {
     /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done), but for two cases. NIXL
     /// cannot stop what it has begun: there a transfer that was cancelled, ran out of time or lost its peer may end before it is
     /// quiet. Its memory on both sides then stays registered, and is parked where it is dropped, until NIXL has let go. And over a
-    /// Unix stream an owner may be stopped while it reduces, performs an atomic, writes a file, or, where the machine lacks what makes
-    /// the look and the copy of a write one step, copies a portion of one. It finishes that when it goes on: the transfer ends
+    /// Unix stream an owner may be stopped while it writes a file or to a GPU, or, where the machine lacks what makes its look at the
+    /// initiator and its change of memory one step, while it changes memory. It finishes that when it goes on: the transfer ends
     /// at its limit, and is quiet when the owner has finished or exited. The local memory is free at the end.
     pub fn quiet(&self) -> bool {
         match &self.0 {

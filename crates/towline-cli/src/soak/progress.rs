@@ -70,8 +70,14 @@ impl Progress {
 
     pub(super) fn ended(&self, campaign: CampaignReport) {
         self.say(&campaign.verdict());
+        let told: Vec<_> = {
+            let state = self.state();
+            let before = state.report.campaigns.iter().filter(|one| one.name == campaign.name);
+            before.flat_map(|one| &one.lanes).map(|lane| (lane.lane, lane.failures.len())).collect()
+        };
         for lane in &campaign.lanes {
-            for failure in &lane.failures {
+            let told = told.iter().find(|one| one.0 == lane.lane).map_or(0, |one| one.1);
+            for failure in lane.failures.iter().skip(told) {
                 self.say(&format!(
                     "  {} over {}, round {}: {}\n  again: {}",
                     campaign.name, lane.lane, failure.round, failure.message, failure.replay
@@ -151,6 +157,7 @@ impl Watcher for Progress {
                 seconds: 0.0,
                 lanes: vec![LaneReport {
                     lane,
+                    asked: failed.round + 1,
                     rounds: failed.round + 1,
                     passed: failed.round,
                     skipped: None,

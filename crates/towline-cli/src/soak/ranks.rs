@@ -31,6 +31,7 @@ pub(super) static CAMPAIGNS: [Campaign; 1] = [Campaign {
     name: "ranks",
     summary: "a rank dies, stands still, leaves or is cut off in a collective or a put: the others get an error, and no wrong word",
     lanes: &["mapped", "tcp", PYTHON],
+    in_turns: false,
     rounds: rounds(10, 14, 300),
     prepare: |course| {
         // Without one, nothing is cut.

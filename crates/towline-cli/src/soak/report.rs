@@ -44,6 +44,7 @@ pub(super) struct CampaignReport {
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct LaneReport {
     pub(super) lane: &'static str,
+    pub(super) asked: u32,
     pub(super) rounds: u32,
     pub(super) passed: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -131,6 +132,7 @@ impl CampaignReport {
             .into_iter()
             .map(|lane| LaneReport {
                 lane: lane.lane,
+                asked: lane.asked,
                 rounds: lane.rounds,
                 passed: lane.passed,
                 skipped: lane.skipped,
@@ -190,8 +192,12 @@ impl CampaignReport {
     }
 
     fn rounds_by_lane(&self) -> String {
+        let of = |lane: &LaneReport| match (&lane.skipped, lane.rounds < lane.asked) {
+            (None, true) => format!(" of {}", lane.asked),
+            _ => String::new(),
+        };
         let lanes: Vec<String> =
-            self.lanes.iter().map(|lane| format!("{} {}", lane.lane, lane.rounds)).collect();
+            self.lanes.iter().map(|lane| format!("{} {}{}", lane.lane, lane.rounds, of(lane))).collect();
         lanes.join(", ")
     }
 
@@ -237,9 +243,13 @@ impl Report {
         }
     }
 
+    /// Takes what a campaign has shown; it replaces what that had shown after its turn before.
     pub(super) fn add(&mut self, campaign: CampaignReport) {
         self.ok &= campaign.ok;
-        self.campaigns.push(campaign);
+        match self.campaigns.iter_mut().find(|one| one.name == campaign.name) {
+            Some(before) => *before = campaign,
+            None => self.campaigns.push(campaign),
+        }
         self.figures = figures::of(&self.campaigns);
     }
 
@@ -251,7 +261,7 @@ impl Report {
         let _ = writeln!(
             text,
             "Written by `{}` (version {version}, {build} build) at commit `{}`, {}, with seed {}, in {:.0} s, on {cores} cores of {cpu} with {} and {kernel}. \
-             Times are what this machine gave on that day; where the time was limited, there are as many rounds as fitted into it.\n",
+             Times are what this machine gave on that day; where the time was limited, there are as many rounds as fitted into it, of those that there are by that path.\n",
             self.command,
             self.commit,
             self.date,

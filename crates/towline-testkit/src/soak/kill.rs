@@ -72,14 +72,19 @@ impl Kill {
         thread::sleep(round.random.micros(4000));
         let killed = Instant::now();
         owner.process.kill_at_once();
+        // The times first: to compare 16 MiB with what they must be takes longer than any of them.
+        let ends = transfers.each_ref().map(|transfer| {
+            let ended = transfer.wait_for(STALL * 10).expect("a transfer from a dead owner does not end");
+            (ended, killed.elapsed())
+        });
         let mut failed = None;
-        for (transfer, buffer) in transfers.iter().zip(&self.buffers) {
-            match transfer.wait_for(STALL * 10).expect("a transfer from a dead owner does not end") {
+        for ((ended, after), buffer) in ends.iter().zip(&self.buffers) {
+            match ended {
                 Ok(()) if !write => stamp.verify_storage(buffer.storage(), 0, LEN).unwrap(),
                 Ok(()) => {}
                 Err(error) => {
                     assert!(GONE.contains(&error.kind()), "{error}");
-                    failed = Some(killed.elapsed());
+                    failed = Some(*after);
                 }
             }
         }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use towline::connect::{Connector, Descriptor, OperationStatus};
 use towline::{Access, Endpoint, Kind, Registered, SystemStorage};
 
+use super::changes::Changes;
 use super::nixl::NIXL;
 use super::scene::{
     CUDA, GONE, KIB, MIB, Observer, Owner, endpoint, kind_for, local, old_or_new, paths, served_again,
@@ -38,6 +39,8 @@ pub(super) struct Stop {
     small: Registered<SystemStorage>,
     owner: Endpoint,
     reader: Process,
+    /// Over streams, where an owner applies what it is asked for.
+    changes: Option<Changes>,
 }
 
 impl Stop {
@@ -49,6 +52,7 @@ impl Stop {
         let mut reader = course.staff.open("reader", "");
         reader.must(&format!("register {LEN} system none"));
         let (buffer, small) = (local(&user, LEN), local(&user, 4 * KIB));
+        let changes = ["unix", "tcp"].contains(&course.lane).then(|| Changes::open(course.lane));
         Ok(Stop {
             lane: course.lane,
             staff: course.staff,
@@ -59,6 +63,7 @@ impl Stop {
             small,
             owner: endpoint("owner"),
             reader,
+            changes,
         })
     }
 
@@ -199,9 +204,14 @@ impl Stop {
 
 impl Drill for Stop {
     fn round(&mut self, round: &mut Round) {
-        match round.random.below(5) {
-            0 => self.reading(round),
-            1 => self.user_stands_still(round),
+        match (round.random.below(7), &mut self.changes) {
+            (0, _) => self.reading(round),
+            (1, _) => self.user_stands_still(round),
+            (2 | 3, Some(changes)) => {
+                let seen = changes.round(&mut round.random);
+                round.tally.count("changes that failed", seen.failed.into());
+                round.tally.count("owners inside a change", seen.inside.into());
+            }
             _ => self.writing(round),
         }
     }

@@ -10,6 +10,7 @@ use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
+use towline_testkit::soak::changes::Changes;
 use towline_testkit::watchdog::{eventually, watch};
 use towline_testkit::worker::storage;
 
@@ -71,6 +72,28 @@ fn a_stopped_owner_ends_its_peers_transfers_in_time_and_quietly() {
                 .unwrap_or_else(|wrong| panic!("{path} round {round}: {wrong}"));
         }
     });
+}
+
+#[test]
+fn what_a_stopped_owner_was_asked_to_change_is_not_changed_late_and_not_twice() {
+    let _watchdog = watch(
+        "what_a_stopped_owner_was_asked_to_change_is_not_changed_late_and_not_twice",
+        Duration::from_secs(240),
+    );
+    let failed = AtomicUsize::new(0);
+    lanes(|path, lane| {
+        if ["unix", "tcp"].contains(&path) {
+            let mut random = Random::new(70 + lane);
+            let mut changes = Changes::open(path);
+            for _ in 0..2 * ROUNDS {
+                failed.fetch_add(changes.round(&mut random).failed.into(), Ordering::Relaxed);
+            }
+        }
+    });
+    // A test in which every change came to its end has tried nothing.
+    if towline_testkit::bench::forced().is_none_or(|forced| forced == "tcp") {
+        assert!(failed.load(Ordering::Relaxed) > 3, "{failed:?} rounds had a change that did not succeed");
+    }
 }
 
 #[test]

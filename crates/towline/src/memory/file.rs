@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
 
+use crate::progress::at_once;
 use crate::{Error, Kind, Result};
 
 /// What direct input and output is aligned to: no file system asks for more than a page, and parts that share no
@@ -116,7 +117,7 @@ impl FileSlice {
     /// `into` is valid for writes of `len` bytes during the call; others may touch them.
     pub(crate) unsafe fn read(&self, op: &'static str, offset: u64, into: *mut u8, len: usize) -> Result<()> {
         // SAFETY: the caller's obligation is the same.
-        unsafe { self.file.transfer(Way::Read, op, self.offset + offset, into, len) }
+        unsafe { self.file.transfer(Way::Read, op, self.offset + offset, into, len) }.map(|_| ())
     }
 
     /// Writes `len` bytes from `offset` on. Blocks.
@@ -130,11 +131,33 @@ impl FileSlice {
         from: *const u8,
         len: usize,
     ) -> Result<()> {
-        if !self.file.writable {
-            return Err(Error::new(Kind::PermissionDenied, op, "the file was opened for reading only"));
-        }
+        self.may_write(op)?;
         // SAFETY: the caller's obligation is the same; `Way::Write` only reads.
-        unsafe { self.file.transfer(Way::Write, op, self.offset + offset, from.cast_mut(), len) }
+        unsafe { self.file.transfer(Way::Write, op, self.offset + offset, from.cast_mut(), len) }.map(|_| ())
+    }
+
+    /// The same as long as the look says so, [at once](at_once) after each look; whether all was written. Blocks.
+    ///
+    /// # Safety
+    /// As for [`write`](Self::write).
+    pub(crate) unsafe fn write_if(
+        &self,
+        look: &dyn Fn() -> bool,
+        op: &'static str,
+        offset: u64,
+        from: *const u8,
+        len: usize,
+    ) -> Result<bool> {
+        self.may_write(op)?;
+        // SAFETY: as above.
+        unsafe { self.file.transfer(Way::WriteIf(look), op, self.offset + offset, from.cast_mut(), len) }
+    }
+
+    fn may_write(&self, op: &'static str) -> Result<()> {
+        match self.file.writable {
+            true => Ok(()),
+            false => Err(Error::new(Kind::PermissionDenied, op, "the file was opened for reading only")),
+        }
     }
 }
 
@@ -147,10 +170,12 @@ pub(crate) struct FileBytes {
     pub(super) writable: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+#[derive(Clone, Copy)]
+enum Way<'a> {
     Read,
     Write,
+    /// As long as that says so.
+    WriteIf(&'a dyn Fn() -> bool),
 }
 
 impl FileBytes {
@@ -158,18 +183,18 @@ impl FileBytes {
         self.direct.as_ref().unwrap_or(&self.buffered).as_fd()
     }
 
-    /// Moves bytes between the file and memory: whole pages directly, the rest through the page cache.
+    /// Moves bytes between the file and memory: whole pages directly, the rest through the page cache. Whether all were.
     ///
     /// # Safety
     /// `memory` is valid for the way of the call and `len` bytes.
     unsafe fn transfer(
         &self,
-        way: Way,
+        way: Way<'_>,
         op: &'static str,
         offset: u64,
         memory: *mut u8,
         len: usize,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let pages = match &self.direct {
             Some(_) => whole_pages(offset, memory.addr(), len),
             None => 0..0,
@@ -187,17 +212,19 @@ impl FileBytes {
                 }
                 moved => moved,
             };
-            moved.map_err(|error| failed(way, op, error))?;
+            if !moved.map_err(|error| failed(way, op, error))? {
+                return Ok(false);
+            }
         }
-        Ok(())
+        Ok(true)
     }
 }
 
-fn failed(way: Way, op: &'static str, error: io::Error) -> Error {
+fn failed(way: Way<'_>, op: &'static str, error: io::Error) -> Error {
     if error.kind() == io::ErrorKind::UnexpectedEof {
         return Error::new(Kind::Native, op, "the file has become shorter").caused_by(error);
     }
-    Error::os(op, if way == Way::Read { "pread" } else { "pwrite" }, error)
+    Error::os(op, if matches!(way, Way::Read) { "pread" } else { "pwrite" }, error)
 }
 
 /// The part of a range that covers whole pages of both the file and the memory; empty where that is not worth it.
@@ -211,11 +238,11 @@ fn whole_pages(offset: u64, memory: usize, len: usize) -> Range<usize> {
     if whole < LEAST_DIRECT { 0..0 } else { start..start + whole }
 }
 
-/// Repeats the system call until all bytes have moved.
+/// Repeats the system call until all bytes have moved, or are not to be moved; whether all have.
 ///
 /// # Safety
 /// `memory` is valid for the way of the call and `len` bytes.
-unsafe fn all(way: Way, file: &OwnedFd, offset: u64, memory: *mut u8, len: usize) -> io::Result<()> {
+unsafe fn all(way: Way<'_>, file: &OwnedFd, offset: u64, memory: *mut u8, len: usize) -> io::Result<bool> {
     let mut done = 0;
     while done < len {
         let at = libc::off_t::try_from(offset + done as u64)
@@ -225,22 +252,31 @@ unsafe fn all(way: Way, file: &OwnedFd, offset: u64, memory: *mut u8, len: usize
         // SAFETY: the rest of the caller's range.
         let moved = unsafe {
             match way {
-                Way::Read => libc::pread(file.as_raw_fd(), memory.cast(), left, at),
-                Way::Write => libc::pwrite(file.as_raw_fd(), memory.cast_const().cast(), left, at),
-            }
-        };
-        match usize::try_from(moved) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(moved) => done += moved,
-            Err(_) => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
+                Way::Read => returned(libc::pread(file.as_raw_fd(), memory.cast(), left, at)),
+                Way::Write => returned(libc::pwrite(file.as_raw_fd(), memory.cast_const().cast(), left, at)),
+                Way::WriteIf(look) => {
+                    match at_once::pwrite(look, file.as_raw_fd(), memory.cast_const(), left, at) {
+                        Some(moved) => usize::try_from(moved).map_err(|_| {
+                            io::Error::from_raw_os_error(i32::try_from(-moved).unwrap_or(libc::EIO))
+                        }),
+                        None => return Ok(false),
+                    }
                 }
             }
+        };
+        match moved {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(moved) => done += moved,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
     }
-    Ok(())
+    Ok(true)
+}
+
+/// What a function of the C library says about the bytes that it has moved.
+fn returned(moved: isize) -> io::Result<usize> {
+    usize::try_from(moved).map_err(|_| io::Error::last_os_error())
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 use super::bytes;
+use crate::progress::at_once::{self, Went, Word as _};
 use crate::{Error, Result};
 
 /// How two elements become one.
@@ -188,7 +189,6 @@ impl FromStr for Dtype {
 /// # Safety
 /// `src` is valid for reads and `dst` for reads and writes of `len` bytes for the whole call, and no Rust
 /// reference to the destination's bytes is alive.
-#[allow(dead_code, reason = "the paths between workers call it")]
 pub(crate) unsafe fn reduce(
     dst: *mut u8,
     src: *const u8,
@@ -196,6 +196,39 @@ pub(crate) unsafe fn reduce(
     op: ReduceOp,
     dtype: Dtype,
 ) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { reduce_by(&Plainly, dst, src, len, op, dtype) }.map(|_| ())
+}
+
+/// [`reduce`] as long as the look says so: each element is changed [at once](at_once) after a look, and once. Whether all were.
+///
+/// # Errors
+/// As for [`reduce`].
+///
+/// # Safety
+/// As for [`reduce`].
+pub(crate) unsafe fn reduce_if(
+    look: &dyn Fn() -> bool,
+    dst: *mut u8,
+    src: *const u8,
+    len: usize,
+    op: ReduceOp,
+    dtype: Dtype,
+) -> Result<bool> {
+    // SAFETY: the caller's promise.
+    unsafe { reduce_by(&Upon(look), dst, src, len, op, dtype) }
+}
+
+/// # Safety
+/// As for [`reduce`].
+unsafe fn reduce_by(
+    how: &impl Changing,
+    dst: *mut u8,
+    src: *const u8,
+    len: usize,
+    op: ReduceOp,
+    dtype: Dtype,
+) -> Result<bool> {
     let size = dtype.size();
     if !dst.addr().is_multiple_of(size) || !len.is_multiple_of(size) {
         return Err(Error::invalid(
@@ -204,23 +237,23 @@ pub(crate) unsafe fn reduce(
         ));
     }
     // SAFETY: the caller's promise, and the checks above: whole elements at aligned addresses.
-    unsafe {
+    let all = unsafe {
         match dtype {
-            Dtype::U8 => reduce_as::<u8>(dst, src, len, op),
-            Dtype::I8 => reduce_as::<i8>(dst, src, len, op),
-            Dtype::U32 => reduce_as::<u32>(dst, src, len, op),
-            Dtype::I32 => reduce_as::<i32>(dst, src, len, op),
-            Dtype::U64 => reduce_as::<u64>(dst, src, len, op),
-            Dtype::I64 => reduce_as::<i64>(dst, src, len, op),
-            Dtype::F16 => reduce_as::<f16>(dst, src, len, op),
-            Dtype::Bf16 => reduce_as::<bf16>(dst, src, len, op),
-            Dtype::F32 => reduce_as::<f32>(dst, src, len, op),
-            Dtype::F64 => reduce_as::<f64>(dst, src, len, op),
+            Dtype::U8 => reduce_as::<u8>(how, dst, src, len, op),
+            Dtype::I8 => reduce_as::<i8>(how, dst, src, len, op),
+            Dtype::U32 => reduce_as::<u32>(how, dst, src, len, op),
+            Dtype::I32 => reduce_as::<i32>(how, dst, src, len, op),
+            Dtype::U64 => reduce_as::<u64>(how, dst, src, len, op),
+            Dtype::I64 => reduce_as::<i64>(how, dst, src, len, op),
+            Dtype::F16 => reduce_as::<f16>(how, dst, src, len, op),
+            Dtype::Bf16 => reduce_as::<bf16>(how, dst, src, len, op),
+            Dtype::F32 => reduce_as::<f32>(how, dst, src, len, op),
+            Dtype::F64 => reduce_as::<f64>(how, dst, src, len, op),
         }
-    }
+    };
     // One barrier for all elements, so that a later relaxed store cannot become visible before them.
     fence(Ordering::Release);
-    Ok(())
+    Ok(all)
 }
 
 /// Adds to the 64-bit number at `addr`, wrapping around, and answers with what was there.
@@ -248,8 +281,35 @@ pub(crate) unsafe fn compare_swap(addr: *mut u8, expected: u64, new: u64) -> u64
     }
 }
 
+/// What an atomic does to the 64-bit number at `addr` if the look says so, [at once](at_once) and once: `change` gives what replaces
+/// what is there, or `None` to leave it. Answers with what was there; `None` where the look said no.
+///
+/// # Safety
+/// As for [`fetch_add`].
+pub(crate) unsafe fn change_if(
+    look: &dyn Fn() -> bool,
+    addr: *mut u8,
+    change: impl Fn(u64) -> Option<u64>,
+) -> Option<u64> {
+    let addr = addr.cast::<u64>();
+    // SAFETY: the caller's promise.
+    let cell = unsafe { AtomicU64::from_ptr(addr) };
+    at_once::exchange::<u64, _>(look, |turn| {
+        loop {
+            let seen = cell.load(Ordering::SeqCst);
+            let Some(wanted) = change(seen) else { return Some(seen) };
+            // SAFETY: the caller's promise; the others are one word each.
+            match unsafe { u64::swap_all(turn, addr, &raw const seen, &raw const wanted, 1, 0) } {
+                Went::Through => return Some(seen),
+                Went::Changed(_) => {}
+                Went::Aside(_) => return None,
+            }
+        }
+    })
+}
+
 /// The unsigned integer that holds an element's bits in an atomic.
-trait Word: Copy {
+trait Word: at_once::Word {
     /// Replaces the word by `change` of it, whatever others do meanwhile.
     ///
     /// # Safety
@@ -261,6 +321,12 @@ trait Word: Copy {
     /// # Safety
     /// As for `update`.
     unsafe fn add(at: *mut Self, more: Self);
+
+    /// What the word is now.
+    ///
+    /// # Safety
+    /// As for `update`.
+    unsafe fn load(at: *mut Self) -> Self;
 }
 
 macro_rules! word {
@@ -287,6 +353,12 @@ macro_rules! word {
             unsafe fn add(at: *mut $word, more: $word) {
                 // SAFETY: the caller's promise.
                 unsafe { <$atomic>::from_ptr(at) }.fetch_add(more, Ordering::Relaxed);
+            }
+
+            #[inline(always)]
+            unsafe fn load(at: *mut $word) -> $word {
+                // SAFETY: the caller's promise.
+                unsafe { <$atomic>::from_ptr(at) }.load(Ordering::Relaxed)
             }
         }
     )*};
@@ -376,21 +448,142 @@ float! {
     f64, u64, f64, f64::from_bits, f64::to_bits;
 }
 
-/// Reduces whole elements.
+/// How the elements of a destination are changed.
+trait Changing {
+    /// Replaces each destination word by `change` of it and the source word of the same position; `adds` where that is the sum of
+    /// the bits. Whether all were.
+    ///
+    /// # Safety
+    /// As for [`reduce_as`].
+    unsafe fn each<W: Word>(
+        &self,
+        dst: *mut u8,
+        src: *const u8,
+        len: usize,
+        change: impl Fn(W, W) -> W,
+        adds: bool,
+    ) -> bool;
+}
+
+struct Plainly;
+
+impl Changing for Plainly {
+    #[inline(always)]
+    unsafe fn each<W: Word>(
+        &self,
+        dst: *mut u8,
+        src: *const u8,
+        len: usize,
+        change: impl Fn(W, W) -> W,
+        adds: bool,
+    ) -> bool {
+        let apply = |target: *mut W, words: *const W, count: usize| {
+            for index in 0..count {
+                // SAFETY: the chunk's words, and as many of the destination.
+                unsafe {
+                    let (at, value) = (target.add(index), words.add(index).read());
+                    if adds { W::add(at, value) } else { W::update(at, |seen| change(seen, value)) }
+                }
+            }
+            true
+        };
+        // SAFETY: the caller's promise.
+        unsafe { in_chunks(dst, src, len, apply) }
+    }
+}
+
+/// As long as the look says so.
+struct Upon<'a>(&'a dyn Fn() -> bool);
+
+/// So many bytes of elements are combined before they are stored: others may change them meanwhile, and then it is done again.
+const BATCH: usize = 512;
+
+/// A look holds for so many bytes at most: some ten microseconds' worth, beside which it does not show.
+const UPON_A_LOOK: usize = 64 << 10;
+
+/// Words of this thread's own.
+#[repr(align(8))]
+struct Batch([u8; BATCH]);
+
+impl Batch {
+    fn words<W: Word>(&mut self, count: usize) -> &mut [W] {
+        let count = count.min(BATCH / size_of::<W>());
+        // SAFETY: the batch has room for so many words, is aligned to every one of them, and any bytes are words.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), count) }
+    }
+}
+
+impl Changing for Upon<'_> {
+    unsafe fn each<W: Word>(
+        &self,
+        dst: *mut u8,
+        src: *const u8,
+        len: usize,
+        change: impl Fn(W, W) -> W,
+        _adds: bool,
+    ) -> bool {
+        let (mut values, mut seen, mut wanted) = (Batch([0; BATCH]), Batch([0; BATCH]), Batch([0; BATCH]));
+        let mut done = 0;
+        while done < len {
+            let until = len.min(done + UPON_A_LOOK);
+            let all = at_once::exchange::<W, _>(self.0, |turn| {
+                while done < until {
+                    let some = BATCH.min(until - done) / size_of::<W>();
+                    let (values, seen, wanted) =
+                        (values.words::<W>(some), seen.words::<W>(some), wanted.words::<W>(some));
+                    // SAFETY: `done` and so many words are within the caller's ranges, which are of whole and aligned words; the
+                    // destination is changed through atomics by others too. The source may be unaligned, and others may be
+                    // writing it: a private copy is neither.
+                    let went = unsafe {
+                        let target = dst.add(done).cast::<W>();
+                        // BYTES MOVE HERE
+                        bytes::copy(values.as_mut_ptr().cast(), src.add(done), size_of_val(values));
+                        for (index, seen) in seen.iter_mut().enumerate() {
+                            *seen = W::load(target.add(index));
+                        }
+                        for ((wanted, seen), value) in wanted.iter_mut().zip(&*seen).zip(&*values) {
+                            *wanted = change(*seen, *value);
+                        }
+                        W::swap_all(turn, target, seen.as_ptr(), wanted.as_ptr(), some, 0)
+                    };
+                    let (reached, aside) = match went {
+                        Went::Through => (some, false),
+                        Went::Changed(reached) => (reached, false),
+                        Went::Aside(reached) => (reached, true),
+                    };
+                    done += reached * size_of::<W>();
+                    if aside {
+                        return None;
+                    }
+                }
+                Some(())
+            });
+            if all.is_none() {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+/// Reduces whole elements; whether all were.
 ///
 /// # Safety
 /// As for [`reduce`]; moreover `dst` is aligned to the element and `len` a multiple of its size.
-unsafe fn reduce_as<E: Element>(dst: *mut u8, src: *const u8, len: usize, op: ReduceOp) {
+unsafe fn reduce_as<E: Element>(
+    how: &impl Changing,
+    dst: *mut u8,
+    src: *const u8,
+    len: usize,
+    op: ReduceOp,
+) -> bool {
     // SAFETY: each arm passes the caller's promise on.
     unsafe {
         match op {
-            ReduceOp::Sum if E::ADDS_BITS => {
-                each::<E::Bits>(dst, src, len, |at, value| E::Bits::add(at, value))
-            }
-            ReduceOp::Sum => each::<E::Bits>(dst, src, len, |at, b| E::Bits::update(at, |a| E::sum(a, b))),
-            ReduceOp::Prod => each::<E::Bits>(dst, src, len, |at, b| E::Bits::update(at, |a| E::prod(a, b))),
-            ReduceOp::Min => each::<E::Bits>(dst, src, len, |at, b| E::Bits::update(at, |a| E::min(a, b))),
-            ReduceOp::Max => each::<E::Bits>(dst, src, len, |at, b| E::Bits::update(at, |a| E::max(a, b))),
+            ReduceOp::Sum => how.each::<E::Bits>(dst, src, len, E::sum, E::ADDS_BITS),
+            ReduceOp::Prod => how.each::<E::Bits>(dst, src, len, E::prod, false),
+            ReduceOp::Min => how.each::<E::Bits>(dst, src, len, E::min, false),
+            ReduceOp::Max => how.each::<E::Bits>(dst, src, len, E::max, false),
         }
     }
 }
@@ -401,12 +594,17 @@ const CHUNK: usize = 4096;
 #[repr(align(8))]
 struct Chunk(MaybeUninit<[u8; CHUNK]>);
 
-/// Calls `apply` with each destination word and the source word of the same position.
+/// Calls `apply` with words of the destination, source words of the same positions and their number, until all were or it says no.
 ///
 /// # Safety
 /// As for [`reduce_as`]; `apply` is called with pointers to aligned words of the destination.
 #[inline(always)]
-unsafe fn each<W: Word>(dst: *mut u8, src: *const u8, len: usize, apply: impl Fn(*mut W, W)) {
+unsafe fn in_chunks<W: Word>(
+    dst: *mut u8,
+    src: *const u8,
+    len: usize,
+    apply: impl Fn(*mut W, *const W, usize) -> bool,
+) -> bool {
     // The source may be unaligned, and others may be writing it: a private copy is neither.
     let mut chunk = Chunk(MaybeUninit::uninit());
     let words = chunk.0.as_mut_ptr().cast::<W>();
@@ -418,13 +616,13 @@ unsafe fn each<W: Word>(dst: *mut u8, src: *const u8, len: usize, apply: impl Fn
         // the chunk is aligned to every word, and its first `step` bytes are written before they are read.
         unsafe {
             bytes::copy(words.cast(), src.add(done), step);
-            let target = dst.add(done).cast::<W>();
-            for index in 0..step / size_of::<W>() {
-                apply(target.add(index), words.add(index).read());
+            if !apply(dst.add(done).cast::<W>(), words, step / size_of::<W>()) {
+                return false;
             }
         }
         done += step;
     }
+    true
 }
 
 #[cfg(test)]

@@ -9,7 +9,11 @@
 //! How a stop is noticed, from the look on: while the thread is in the kernel for its look, by the clock, which is read before
 //! it and after; from before that second reading on, because the kernel clears the word that names the sequence
 //! when it puts the thread aside outside of it; and inside of it, because the kernel sends the thread to its abort. The sequence
-//! ends with the deed: a copy, or the entry into a system call. What the kernel does from there on it does before the stop.
+//! ends with the deed: a copy, the exchange of one word, or the entry into a system call. What the kernel does from there on it does
+//! before the stop.
+//!
+//! A copy that is sent away in the middle is made again from its start. What must not be done twice, an atomic or the elements of a
+//! reduction, is a series of exchanges: one instruction each, behind which the thread is outside of the sequence.
 #![allow(
     unsafe_code,
     reason = "writes the word that names a restartable sequence, and has the sequences themselves"
@@ -62,6 +66,130 @@ pub(crate) unsafe fn copy(look: &dyn Fn() -> bool, parts: &[RawPartMut], bytes: 
     let deed =
         |area| unsafe { sequence::copy(parts.as_ptr(), parts.len(), bytes.as_ptr(), bytes.len(), area) };
     after(look, sequence::of_copy(), plain, |area| (deed(area) == 1).then_some(())).is_some()
+}
+
+/// Writes to a file if the look says so, at once; `None` where it does not. Gives what the kernel returned.
+///
+/// # Safety
+/// As for `pwrite`: the bytes are readable.
+pub(crate) unsafe fn pwrite(
+    look: &dyn Fn() -> bool,
+    fd: i32,
+    bytes: *const u8,
+    len: usize,
+    offset: i64,
+) -> Option<isize> {
+    // SAFETY: the caller's promise.
+    let plain = || match unsafe { libc::pwrite(fd, bytes.cast(), len, offset) } {
+        -1 => -(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) as isize),
+        returned => returned,
+    };
+    // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence.
+    let deed = |area| unsafe { sequence::pwrite(fd, bytes, len, offset, area) };
+    after(look, sequence::of_pwrite(), plain, |area| {
+        Some(deed(area)).filter(|one| *one != sequence::NOT_DONE)
+    })
+}
+
+/// A word that is exchanged in one instruction.
+pub(crate) trait Word: Copy + PartialEq {
+    /// Exchanges the words at `at` from number `from` on, one after the other: stores `new` in place of `expected` where that is what is
+    /// there, and stops where it is not.
+    ///
+    /// # Safety
+    /// All three are `count` words, aligned; those at `at` are writable, and nobody has a reference to them.
+    unsafe fn swap_all(
+        turn: &Turn,
+        at: *mut Self,
+        expected: *const Self,
+        new: *const Self,
+        count: usize,
+        from: usize,
+    ) -> Went;
+
+    /// What names the sequence.
+    fn named() -> *const u8;
+}
+
+/// How far a series of exchanges went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Went {
+    /// To its end.
+    Through,
+    /// To a word that others have changed.
+    Changed(usize),
+    /// The thread was put aside before it came to that word.
+    Aside(usize),
+}
+
+/// The time in which a look holds: as long as the thread is not put aside.
+pub(crate) struct Turn(Option<*mut sequence::Area>);
+
+/// Does series of [exchanges](Word::swap_all) if the look says so, each exchange at once; `None` where it does not. The deed ends with
+/// `None` where its thread was put aside, and is called again after another look: it goes on from where it was.
+pub(crate) fn exchange<W: Word, T>(
+    look: &dyn Fn() -> bool,
+    deed: impl FnMut(&Turn) -> Option<T>,
+) -> Option<T> {
+    let deed = std::cell::RefCell::new(deed);
+    let act = |area| (*deed.borrow_mut())(&Turn(area));
+    for _ in 0..LOOKS {
+        // Without a turn that can end every exchange is made.
+        let done = after(look, W::named(), || act(None), |area| Some(act(Some(area))))?;
+        if done.is_some() {
+            return done;
+        }
+    }
+    look().then(|| act(None)).flatten()
+}
+
+macro_rules! words {
+    ($($word:ty, $atomic:ident, $swap:ident, $named:ident;)*) => {$(
+        impl Word for $word {
+            #[inline]
+            unsafe fn swap_all(
+                turn: &Turn,
+                at: *mut $word,
+                expected: *const $word,
+                new: *const $word,
+                count: usize,
+                from: usize,
+            ) -> Went {
+                use std::sync::atomic::{$atomic, Ordering};
+                if let Some(area) = turn.0 {
+                    // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence unless the thread
+                    // has been put aside since, which the sequence looks at.
+                    let reached = unsafe { sequence::$swap(at, expected, new, count, area, from) };
+                    return match (reached & !sequence::ASIDE, reached & sequence::ASIDE) {
+                        (reached, 0) if reached == count => Went::Through,
+                        (reached, 0) => Went::Changed(reached),
+                        (reached, _) => Went::Aside(reached),
+                    };
+                }
+                for index in from..count {
+                    // SAFETY: the caller's promise.
+                    let (cell, old, new) = unsafe {
+                        ($atomic::from_ptr(at.add(index)), expected.add(index).read(), new.add(index).read())
+                    };
+                    if cell.compare_exchange(old, new, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+                        return Went::Changed(index);
+                    }
+                }
+                Went::Through
+            }
+
+            fn named() -> *const u8 {
+                sequence::$named()
+            }
+        }
+    )*};
+}
+
+words! {
+    u8, AtomicU8, swap_1, of_swap_1;
+    u16, AtomicU16, swap_2, of_swap_2;
+    u32, AtomicU32, swap_4, of_swap_4;
+    u64, AtomicU64, swap_8, of_swap_8;
 }
 
 /// # Safety
@@ -128,6 +256,9 @@ mod sequence {
 
     /// What a sequence gives that was sent away before its last step: no number of an error is that low.
     pub(super) const NOT_DONE: isize = isize::MIN;
+
+    /// The mark of a series of exchanges that was sent away.
+    pub(super) const ASIDE: usize = 1 << (usize::BITS - 1);
 
     /// This thread's area; none where the kernel or the C library knows of no such thing.
     #[inline]
@@ -290,6 +421,124 @@ mod sequence {
             "ret",
         )
     }
+
+    #[unsafe(naked)]
+    pub(super) extern "C" fn of_pwrite() -> *const u8 {
+        naked_asm!("lea rax, [rip + towline_sequence_of_pwrite]", "ret")
+    }
+
+    /// `pwrite`, if nothing has come between since the sequence was named.
+    #[unsafe(naked)]
+    pub(super) unsafe extern "C" fn pwrite(
+        fd: i32,
+        bytes: *const u8,
+        len: usize,
+        offset: i64,
+        area: *mut Area,
+    ) -> isize {
+        naked_asm!(
+            ".pushsection .data.rel.ro, \"aw\"",
+            ".balign 32",
+            ".hidden towline_sequence_of_pwrite",
+            ".globl towline_sequence_of_pwrite",
+            "towline_sequence_of_pwrite:",
+            ".long 0, 0",
+            ".quad 2f, 3f - 2f, 5f",
+            ".popsection",
+            "mov r10, rcx",
+            "lea r9, [rip + towline_sequence_of_pwrite]",
+            "movsxd rdi, edi",
+            "mov eax, {call}",
+            "2:",
+            "cmp qword ptr [r8 + 8], r9",
+            "jne 4f",
+            "syscall",
+            "3:",
+            "ret",
+            "4:",
+            "movabs rax, {not_done}",
+            "ret",
+            ".byte 0x0f, 0xb9, 0x3d",
+            ".long 0x53053053",
+            "5:",
+            "movabs rax, {not_done}",
+            "ret",
+            call = const libc::SYS_pwrite64,
+            not_done = const NOT_DONE,
+        )
+    }
+
+    /// Exchanges of words: one sequence for each width, which has nothing but the look at its name and the exchange. What comes
+    /// before and behind it, from word to word, is outside.
+    macro_rules! exchanges {
+        ($($word:ty, $swap:ident, $named:ident, $symbol:literal, $old:literal, $new:literal, $exchange:literal;)*) => {$(
+            #[unsafe(naked)]
+            pub(super) extern "C" fn $named() -> *const u8 {
+                naked_asm!(concat!("lea rax, [rip + ", $symbol, "]"), "ret")
+            }
+
+            /// Exchanges words as long as nothing has come between since the sequence was named. Gives the number of the first one
+            /// that was not exchanged, with a mark where that was because something has.
+            #[unsafe(naked)]
+            pub(super) unsafe extern "C" fn $swap(
+                at: *mut $word,
+                expected: *const $word,
+                new: *const $word,
+                count: usize,
+                area: *mut Area,
+                from: usize,
+            ) -> usize {
+                naked_asm!(
+                    ".pushsection .data.rel.ro, \"aw\"",
+                    ".balign 32",
+                    concat!(".hidden ", $symbol),
+                    concat!(".globl ", $symbol),
+                    concat!($symbol, ":"),
+                    ".long 0, 0",
+                    ".quad 2f, 3f - 2f, 5f",
+                    ".popsection",
+                    concat!("lea r11, [rip + ", $symbol, "]"),
+                    "6:",
+                    "cmp r9, rcx",
+                    "jae 7f",
+                    $old,
+                    $new,
+                    "2:",
+                    "cmp qword ptr [r8 + 8], r11",
+                    "jne 4f",
+                    $exchange,
+                    "3:",
+                    "jne 7f",
+                    "inc r9",
+                    "jmp 6b",
+                    "7:",
+                    "mov rax, r9",
+                    "ret",
+                    "4:",
+                    "mov rax, r9",
+                    "bts rax, 63",
+                    "ret",
+                    ".byte 0x0f, 0xb9, 0x3d",
+                    ".long 0x53053053",
+                    "5:",
+                    "mov rax, r9",
+                    "bts rax, 63",
+                    "ret",
+                )
+            }
+        )*};
+    }
+
+    exchanges! {
+        u8, swap_1, of_swap_1, "towline_sequence_of_swap_1",
+            "mov al, byte ptr [rsi + r9]", "mov r10b, byte ptr [rdx + r9]", "lock cmpxchg byte ptr [rdi + r9], r10b";
+        u16, swap_2, of_swap_2, "towline_sequence_of_swap_2",
+            "mov ax, word ptr [rsi + 2 * r9]", "mov r10w, word ptr [rdx + 2 * r9]", "lock cmpxchg word ptr [rdi + 2 * r9], r10w";
+        u32, swap_4, of_swap_4, "towline_sequence_of_swap_4",
+            "mov eax, dword ptr [rsi + 4 * r9]", "mov r10d, dword ptr [rdx + 4 * r9]", "lock cmpxchg dword ptr [rdi + 4 * r9], r10d";
+        u64, swap_8, of_swap_8, "towline_sequence_of_swap_8",
+            "mov rax, qword ptr [rsi + 8 * r9]", "mov r10, qword ptr [rdx + 8 * r9]", "lock cmpxchg qword ptr [rdi + 8 * r9], r10";
+    }
 }
 
 /// Where there are none: the look comes first, and the deed soon after.
@@ -300,6 +549,9 @@ mod sequence {
     pub(super) enum Area {}
 
     pub(super) const NOT_DONE: isize = isize::MIN;
+
+    /// The mark of a series of exchanges that was sent away.
+    pub(super) const ASIDE: usize = 1 << (usize::BITS - 1);
 
     pub(super) fn area() -> Option<*mut Area> {
         None
@@ -327,6 +579,35 @@ mod sequence {
     pub(super) unsafe fn copy(_: *const RawPartMut, _: usize, _: *const u8, _: usize, _: *mut Area) -> usize {
         0
     }
+
+    pub(super) fn of_pwrite() -> *const u8 {
+        std::ptr::null()
+    }
+
+    pub(super) unsafe fn pwrite(_: i32, _: *const u8, _: usize, _: i64, _: *mut Area) -> isize {
+        NOT_DONE
+    }
+
+    macro_rules! exchanges {
+        ($($word:ty, $swap:ident, $named:ident;)*) => {$(
+            pub(super) fn $named() -> *const u8 {
+                std::ptr::null()
+            }
+
+            pub(super) unsafe fn $swap(
+                _: *mut $word,
+                _: *const $word,
+                _: *const $word,
+                _: usize,
+                _: *mut Area,
+                from: usize,
+            ) -> usize {
+                from | ASIDE
+            }
+        )*};
+    }
+
+    exchanges! { u8, swap_1, of_swap_1; u16, swap_2, of_swap_2; u32, swap_4, of_swap_4; u64, swap_8, of_swap_8; }
 
     /// # Safety
     /// As for `recvmsg`.

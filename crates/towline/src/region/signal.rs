@@ -49,11 +49,20 @@ fn low_half(counter: *mut u64) -> *const AtomicU32 {
 pub(crate) unsafe fn raise(counter: *mut u64, add: u64, sleepers: Option<&AtomicU32>) -> u64 {
     // SAFETY: the caller's obligation; other users of the word go through atomics too.
     let before = unsafe { AtomicU64::from_ptr(counter) }.fetch_add(add, Ordering::SeqCst);
+    // SAFETY: the caller's obligation.
+    unsafe { wake_raised(counter, sleepers) };
+    before
+}
+
+/// Wakes who waits for the counter at that address, which has been raised.
+///
+/// # Safety
+/// As for [`raise`].
+pub(crate) unsafe fn wake_raised(counter: *mut u64, sleepers: Option<&AtomicU32>) {
     if protocol::wake_wanted::<Machine>(sleepers.unwrap_or(&SLEEPERS_HERE)) {
         // SAFETY: the caller's obligation.
         unsafe { wake_all(counter) };
     }
-    before
 }
 
 /// Wakes who waits on the bell at that address, if anybody does. What was stored before is visible to it.

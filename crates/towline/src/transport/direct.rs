@@ -27,9 +27,10 @@ const INLINE_BLOCKS: u64 = 512;
 /// Workers take portions of at least this size, so that the pin and the hand-out do not show.
 const LEAST_PORTION: u64 = 2 << 20;
 
-/// And of at most this size, so that a cancel is quick. As large as that because the C library's memcpy goes around the
-/// cache only in one long call: 256 MiB in portions of 2 MiB took a quarter longer than in portions of 64 MiB.
-const MOST_PORTION: u64 = 64 << 20;
+/// And of at most this size, two milliseconds' worth: a portion that has begun is copied to its end, also when the transfer was
+/// cancelled or its owner has died. No less, because the C library's memcpy goes around the cache only in one long call: 256 MiB in
+/// portions of 2 MiB took a quarter longer than in portions of 64 MiB, and in portions of 16 MiB no longer.
+const MOST_PORTION: u64 = 16 << 20;
 
 /// Portions per worker, so that they end at about the same time.
 const PORTIONS_EACH: u64 = 4;
@@ -247,17 +248,54 @@ const FEW: usize = 4;
 /// Every worker calls so many others before it begins: waking takes a while, and so it is shared.
 const CALLS_EACH: usize = 2;
 
+/// How many threads of this process copy for transfers. With more of them than processors each waits for its turn in the middle of a
+/// portion; and so does who waits for the end of a transfer whose owner has died.
+static COPYING: AtomicUsize = AtomicUsize::new(0);
+
+/// One of them; none where it waits for a device.
+struct Copying(usize);
+
+impl Copying {
+    fn begin(blocks: bool) -> Copying {
+        let one = usize::from(!blocks);
+        COPYING.fetch_add(one, Ordering::Relaxed);
+        Copying(one)
+    }
+}
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        COPYING.fetch_sub(self.0, Ordering::Relaxed);
+    }
+}
+
 impl<D: Direct> Run<D> {
-    /// Takes a place among those who work on it, while there is one.
-    fn join(&self) -> bool {
+    /// Takes a place among those who work on it, while there is one; not among more than there are processors for, but for the
+    /// first.
+    fn join(&self) -> Option<Copying> {
         let join = |working| (working < self.wanted).then_some(working + 1);
-        self.working.fetch_update(Ordering::Relaxed, Ordering::Relaxed, join).is_ok()
+        let before = self.working.fetch_update(Ordering::Relaxed, Ordering::Relaxed, join).ok()?;
+        let copying = Copying::begin(self.direct.blocks());
+        if before > 0 && !self.has_processor(COPYING.load(Ordering::Relaxed)) {
+            self.working.fetch_sub(1, Ordering::Relaxed);
+            return None;
+        }
+        Some(copying)
     }
 
-    /// Calls one more worker, where one is wanted. It has no place before it comes: a caller that waits is there sooner.
+    /// Whether so many threads have a processor each; those that wait for a device need none.
+    fn has_processor(&self, copying: usize) -> bool {
+        self.direct.blocks() || copying <= progress::pool().limit()
+    }
+
+    /// Calls one more worker, where one is wanted and a processor is free for it. It has no place before it comes: a caller that
+    /// waits is there sooner.
     fn call_one(&self) {
-        let there = self.working.load(Ordering::Relaxed) + self.called.load(Ordering::Relaxed);
-        if self.next.load(Ordering::Relaxed) >= self.transfer.units.len() || there >= self.wanted {
+        let called = self.called.load(Ordering::Relaxed);
+        if self.next.load(Ordering::Relaxed) >= self.transfer.units.len()
+            || self.working.load(Ordering::Relaxed) + called >= self.wanted
+            || !self.has_processor(COPYING.load(Ordering::Relaxed) + called + 1)
+        {
             return;
         }
         let Some(run) = self.me.upgrade() else { return };
@@ -274,9 +312,7 @@ impl<D: Direct> Run<D> {
 
     /// Works on it, where there is a place.
     fn take_part(&self) {
-        if !self.join() {
-            return;
-        }
+        let Some(_copying) = self.join() else { return };
         for _ in 0..CALLS_EACH {
             self.call_one();
         }
@@ -311,6 +347,8 @@ impl<D: Direct> Run<D> {
                 }
                 Err(error) => transfer.unit_failed(unit, error),
             }
+            // Another transfer may have ended meanwhile, and left a processor.
+            self.call_one();
         }
     }
 }
@@ -343,6 +381,8 @@ mod tests {
         /// One more than the number, so that zero means that nothing followed.
         followed: AtomicUsize,
         fails_at: Option<u64>,
+        /// How many copy now, and how many did at most.
+        inside: Option<Arc<(AtomicUsize, AtomicUsize)>>,
     }
 
     impl Direct for Counted {
@@ -351,6 +391,11 @@ mod tests {
         }
 
         unsafe fn copy(&self, _op: Op, _local: *mut u8, pieces: &[Piece]) -> Result<()> {
+            if let Some(inside) = &self.inside {
+                inside.1.fetch_max(inside.0.fetch_add(1, Ordering::AcqRel) + 1, Ordering::AcqRel);
+                std::thread::sleep(std::time::Duration::from_millis(2));
+                inside.0.fetch_sub(1, Ordering::AcqRel);
+            }
             // The first portion is the last one to be copied.
             if pieces[0].remote == 0 {
                 std::thread::sleep(std::time::Duration::from_millis(20));
@@ -408,6 +453,25 @@ mod tests {
         ended.unwrap();
         assert!(units > 1);
         assert_eq!(direct.followed.load(Ordering::Acquire), units + 1);
+    }
+
+    #[test]
+    fn transfers_side_by_side_have_a_thread_each_and_no_more_than_there_are_processors_for() {
+        const TRANSFERS: usize = 6;
+        let inside: Arc<(AtomicUsize, AtomicUsize)> = Arc::default();
+        std::thread::scope(|scope| {
+            for _ in 0..TRANSFERS {
+                scope.spawn(|| {
+                    let counted = Counted { inside: Some(Arc::clone(&inside)), ..Counted::default() };
+                    let (ended, direct, units) = write_over(counted);
+                    ended.unwrap();
+                    assert_eq!(direct.copied.load(Ordering::Acquire), units);
+                });
+            }
+        });
+        let most = inside.1.load(Ordering::Acquire);
+        // Of one transfer each, the first comes in whatever the others do, and one that has looked may come in beside it.
+        assert!(most <= TRANSFERS + progress::pool().limit(), "{most} threads copied at once");
     }
 
     #[test]

@@ -222,12 +222,14 @@ impl Attachment for Stream {
             .iter()
             .filter_map(std::sync::Weak::upgrade)
             .find(|run| run.transfer.id == transfer.id);
-        if let Some(run) = run {
-            self.handle.session().stop(&run);
-            // An atomic is one request, which has been sent.
-            if !matches!(transfer.op, Op::Atomic { .. }) {
+        match run {
+            // An atomic is one request, which has been sent: nobody has a run of it any more.
+            _ if matches!(transfer.op, Op::Atomic { .. }) => self.handle.session().settle(),
+            Some(run) => {
+                self.handle.session().stop(&run);
                 run.fail_rest(&transfer.stop_error());
             }
+            None => {}
         }
     }
 

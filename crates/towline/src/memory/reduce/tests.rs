@@ -72,7 +72,7 @@ fn same(found: &[u8], expected: &[u8], dtype: Dtype) -> bool {
     }
 }
 
-/// Reduces `src`, placed at an odd address, into `dst`.
+/// Reduces `src`, placed at an odd address, into `dst`: plainly, and upon looks, which comes to the same.
 fn reduced(dst: &[u8], src: &[u8], op: ReduceOp, dtype: Dtype) -> Vec<u8> {
     let into = SystemStorage::new(dst.len().max(1)).unwrap();
     into.write_at(0, dst).unwrap();
@@ -82,6 +82,13 @@ fn reduced(dst: &[u8], src: &[u8], op: ReduceOp, dtype: Dtype) -> Vec<u8> {
     unsafe { reduce(into.as_ptr(), from.as_ptr().add(1), dst.len(), op, dtype) }.unwrap();
     let mut result = vec![0; dst.len()];
     into.read_at(0, &mut result).unwrap();
+    into.write_at(0, dst).unwrap();
+    // SAFETY: as above.
+    let all =
+        unsafe { reduce_if(&|| true, into.as_ptr(), from.as_ptr().add(1), dst.len(), op, dtype) }.unwrap();
+    let mut upon_looks = vec![0; dst.len()];
+    into.read_at(0, &mut upon_looks).unwrap();
+    assert_eq!((all, &upon_looks), (true, &result));
     result
 }
 

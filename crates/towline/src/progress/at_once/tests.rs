@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
-use super::{copy, is_possible, recvmsg, sequence};
+use super::{Went, Word, copy, exchange, is_possible, pwrite, recvmsg, sequence};
+use crate::memory::reduce::{change_if, reduce_if};
+use crate::memory::{Dtype, ReduceOp};
 use crate::progress::socket::{RawPartMut, Socket};
 
 const WATCHDOG: Duration = Duration::from_secs(30);
@@ -113,6 +115,127 @@ fn nothing_is_received_by_a_thread_that_was_put_aside_after_the_look() {
     assert_eq!(call(true), Some(5));
     assert_eq!(&target, b"bytes");
     assert_eq!(call(true), Some(-(libc::EAGAIN as isize)));
+}
+
+/// A look that says yes once.
+fn once() -> (std::rc::Rc<Cell<usize>>, impl Fn() -> bool) {
+    let looks = std::rc::Rc::new(Cell::new(0));
+    let counted = std::rc::Rc::clone(&looks);
+    let look = move || {
+        counted.set(counted.get() + 1);
+        counted.get() == 1
+    };
+    (looks, look)
+}
+
+#[test]
+fn a_word_is_not_exchanged_by_a_thread_that_was_put_aside_after_the_look() {
+    if !is_possible() {
+        return;
+    }
+    let mut word = 5u64;
+    between_look_and_deed(until_put_aside);
+    let (looks, look) = once();
+    // SAFETY: the word is this test's own.
+    let added = unsafe { change_if(&look, (&raw mut word).cast(), |seen| Some(seen + 1)) };
+    assert_eq!((added, looks.get(), word), (None, 2, 5));
+    let mut elements = [1u32, 2, 3];
+    let (looks, look) = once();
+    // SAFETY: the elements are this test's own.
+    let all = unsafe {
+        let to = elements.as_mut_ptr().cast();
+        reduce_if(&look, to, [7u32; 3].as_ptr().cast(), 12, ReduceOp::Sum, Dtype::U32)
+    };
+    assert_eq!((all.unwrap(), looks.get(), elements), (false, 2, [1, 2, 3]));
+}
+
+#[test]
+fn nothing_is_written_to_a_file_by_a_thread_that_was_put_aside_after_the_look() {
+    if !is_possible() {
+        return;
+    }
+    let file = rustix::fs::memfd_create("at-once", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let length = || rustix::fs::fstat(&file).unwrap().st_size;
+    // SAFETY: the bytes are constant.
+    let write = |look: &dyn Fn() -> bool, fd| unsafe { pwrite(look, fd, b"bytes".as_ptr(), 5, 3) };
+    between_look_and_deed(until_put_aside);
+    let (looks, look) = once();
+    assert_eq!((write(&look, file.as_raw_fd()), looks.get(), length()), (None, 2, 0));
+    BETWEEN.take();
+    assert_eq!((write(&|| false, file.as_raw_fd()), length()), (None, 0));
+    assert_eq!((write(&|| true, file.as_raw_fd()), length()), (Some(5), 8));
+    assert_eq!(write(&|| true, -1), Some(-(libc::EBADF as isize)));
+}
+
+#[test]
+fn a_series_of_exchanges_stops_at_what_others_have_changed_in_every_width() {
+    fn stops<W: Word + std::fmt::Debug>(old: W, new: W, other: W) {
+        let mut words = [old, old, other, old];
+        let at = words.as_mut_ptr();
+        // SAFETY: the words are this test's own.
+        let swap = |from| unsafe {
+            exchange::<W, _>(&|| true, |turn| {
+                Some(W::swap_all(turn, at, [old; 4].as_ptr(), [new; 4].as_ptr(), 4, from))
+            })
+        };
+        assert_eq!(swap(1), Some(Went::Changed(2)));
+        assert_eq!(swap(3), Some(Went::Through));
+        assert_eq!(swap(4), Some(Went::Through));
+        assert_eq!(words, [old, new, other, new]);
+        assert_eq!(exchange::<W, W>(&|| false, |_| Some(old)), None);
+    }
+    stops(3u8, 250, 4);
+    stops(3u16, 65_000, 4);
+    stops(3u32, 4_000_000_000, 4);
+    stops(3u64, u64::MAX - 1, 4);
+}
+
+/// Another thread wants the processor all the time, and others change the same words.
+#[test]
+fn what_is_reduced_by_a_thread_that_is_put_aside_again_and_again_is_reduced_once() {
+    let all = sched_getaffinity(None).unwrap();
+    let mut one = CpuSet::new();
+    one.set(sched_getcpu());
+    let mut narrow = vec![0u8; 999];
+    let mut wide = vec![0u64; 3000];
+    let (to_narrow, to_wide) =
+        (narrow.as_mut_ptr().expose_provenance(), wide.as_mut_ptr().expose_provenance());
+    let over = AtomicBool::new(false);
+    let reduce = || {
+        let mut times = 0u64;
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_millis(200) {
+            // SAFETY: both are this test's own, and only changed through atomics meanwhile.
+            unsafe {
+                let (narrow, wide) = (to_narrow as *mut u8, to_wide as *mut u8);
+                assert!(
+                    reduce_if(&|| true, narrow, [1u8; 999].as_ptr(), 999, ReduceOp::Sum, Dtype::I8).unwrap()
+                );
+                let ones = [1f64; 3000];
+                let ones = ones.as_ptr().cast();
+                assert!(reduce_if(&|| true, wide, ones, 24_000, ReduceOp::Sum, Dtype::F64).unwrap());
+            }
+            times += 1;
+        }
+        times
+    };
+    sched_setaffinity(None, &one).unwrap();
+    let times: u64 = thread::scope(|scope| {
+        let other = scope.spawn(reduce);
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
+        });
+        let mine = reduce();
+        let times = mine + other.join().unwrap();
+        over.store(true, Ordering::Relaxed);
+        times
+    });
+    sched_setaffinity(None, &all).unwrap();
+    assert!(narrow.iter().all(|byte| *byte == times as u8), "{times} times: {:?}", &narrow[..8]);
+    let expected = (times as f64).to_bits();
+    assert!(wide.iter().all(|bits| *bits == expected), "{times} times: {:?}", f64::from_bits(wide[0]));
 }
 
 #[test]

@@ -597,6 +597,24 @@ impl Connection {
         (!self.is_abandoned()).then_some(Wanted { _applying: applying })
     }
 
+    /// Owner: the same for what is done [at once](at_once) after a look at [`stands_by`](Self::stands_by): nobody need be told of
+    /// it, where that is possible.
+    pub(super) fn wanted_at_once(&self) -> Option<Wanted<'_>> {
+        if at_once::is_possible() { Some(Wanted { _applying: None }) } else { self.wanted() }
+    }
+
+    /// Owner: whether the initiator has not hung up. Looked at before memory is changed at that address, or a file.
+    #[cfg_attr(not(test), allow(unused_variables, reason = "only tests hold somebody up there"))]
+    pub(super) fn stands_by(&self, at: Option<*mut u8>) -> bool {
+        let stays = !self.socket.hung_up();
+        #[cfg(test)]
+        moments::reach(
+            moments::Moment::BeforeTheCopy,
+            &at.map(<*mut u8>::addr).filter(|_| self.role() == Role::Lane),
+        );
+        stays
+    }
+
     fn is_abandoned(&self) -> bool {
         for _ in 0..LOOKS {
             let before = Instant::now();

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use super::allowance::InFlight;
 use super::checks;
 use super::connection::{Connection, Role};
-use super::parts::{Keep, Landed, Payload, Sink};
+use super::parts::{Keep, Landed, Payload, Sink, hung_up};
 use super::serving::Serving;
 use crate::cuda::Gpu;
 use crate::layout::Piece;
@@ -93,8 +93,9 @@ impl Asked {
         ranges
     }
 
-    /// Writes the bytes; the region stays meanwhile. Blocks: the caller says all the while that it is at it.
-    pub(super) fn write(&self, landed: Landed) -> Result<()> {
+    /// Writes the bytes, those of a file as long as their initiator stands by them; the region stays meanwhile. Blocks: the caller
+    /// says all the while that it is at it.
+    pub(super) fn write(&self, landed: Landed, stands_by: &dyn Fn() -> bool) -> Result<()> {
         let _use = self.region.begin_use("write")?;
         let base = self.region.addr as u64;
         let at = |piece: &Piece| base + piece.remote;
@@ -104,7 +105,9 @@ impl Asked {
                 for (offset, len) in self.ranges() {
                     let (now, rest) = bytes.split_at(len.min(bytes.len()));
                     // SAFETY: `now` is a slice.
-                    unsafe { file.write("write", offset, now.as_ptr(), now.len())? };
+                    if !unsafe { file.write_if(stands_by, "write", offset, now.as_ptr(), now.len())? } {
+                        return Err(hung_up("write"));
+                    }
                     bytes = rest;
                 }
             }

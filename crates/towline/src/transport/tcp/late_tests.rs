@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::time::Duration;
 
 use super::connection::moments::{self, Hold, Moment};
-use crate::memory::{SharedStorage, SystemStorage};
+use crate::memory::{Dtype, ReduceOp, SharedStorage, SystemStorage};
 use crate::sync::lock;
-use crate::{Access, Endpoint, Kind, Limits, MemoryDescription, Registered, Routing, Transfer};
+use crate::{Access, Endpoint, Kind, Limits, MemoryDescription, Registered, Remote, Routing, Transfer};
 
 const LEN: usize = 1 << 20;
 const WATCHDOG: Duration = Duration::from_secs(30);
@@ -32,6 +32,15 @@ impl Drop for Scene {
 
 /// A write whose owner is held up at that moment, and has not come back when the write ends.
 fn held_up(path: &str, moment: Moment, inexact: bool) -> Scene {
+    held_up_at(path, moment, inexact, |user, remote, local| user.write(remote, local).start())
+}
+
+fn held_up_at(
+    path: &str,
+    moment: Moment,
+    inexact: bool,
+    start: impl Fn(&Endpoint, &Remote, &Registered<SystemStorage>) -> crate::Result<Transfer>,
+) -> Scene {
     let one = lock(&ONE_AT_A_TIME);
     moments::be_inexact(inexact);
     let limits = Limits { no_progress: Duration::from_millis(300), ..Limits::default() };
@@ -52,7 +61,7 @@ fn held_up(path: &str, moment: Moment, inexact: bool) -> Scene {
     });
     let base = region.addr();
     moments::hold(Hold { moment, memory: base..base + LEN, act });
-    let transfer = user.write(&remote, &local).start().unwrap();
+    let transfer = start(&user, &remote, &local).unwrap();
     arrived.recv_timeout(WATCHDOG).expect("the owner comes to that moment");
     let error = transfer.wait_for(WATCHDOG).expect("a write to an owner that stands still ends").unwrap_err();
     assert!(matches!(error.kind(), Kind::Timeout | Kind::Disconnected), "{error}");
@@ -80,6 +89,19 @@ fn of_a_write_whose_owner_stands_between_look_and_copy_nothing_lands_any_more() 
     }
     for path in ["unix", "tcp"] {
         nothing_lands_of(&held_up(path, Moment::BeforeTheCopy, false));
+    }
+}
+
+#[test]
+fn of_a_reduction_whose_owner_stands_between_look_and_change_nothing_is_changed_any_more() {
+    if !crate::progress::at_once::is_possible() {
+        return;
+    }
+    for path in ["unix", "tcp"] {
+        let scene = held_up_at(path, Moment::BeforeTheCopy, false, |user, remote, local| {
+            user.reduce_into(remote, local, ReduceOp::Sum, Dtype::U8).start()
+        });
+        nothing_lands_of(&scene);
     }
 }
 

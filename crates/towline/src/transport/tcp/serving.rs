@@ -378,9 +378,10 @@ impl Serving {
     ) -> Result<()> {
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
+            // A disk may take its time, and a GPU cannot be looked at in one step: whoever can see it is told meanwhile.
             let outcome = wanted("write", &answered).and_then(|_wanted| {
                 match serving.admit(write.handle, Access::WRITE, &write.blocks, header.id)? {
-                    Admitted::Bounced(asked) => asked.write(landed),
+                    Admitted::Bounced(asked) => asked.write(landed, &|| answered.stands_by(None)),
                     Admitted::Memory(..) => {
                         Err(Error::new(Kind::Internal, "write", "a file has become memory"))
                     }
@@ -423,8 +424,8 @@ impl Serving {
         connection.send(head, Vec::new(), Payload::None, Keep::Nothing)
     }
 
-    /// An operation on one word of a region.
-    fn word(&self, handle: u32, offset: u64, act: impl FnOnce(*mut u8) -> u64) -> Result<u64> {
+    /// An operation on one word of a region; it gives none where nobody stands by it any more.
+    fn word(&self, handle: u32, offset: u64, act: impl FnOnce(*mut u8) -> Option<u64>) -> Result<u64> {
         let block = Block { offset, len: 8 };
         let (_keep, parts) = self.admit_words("atomic", handle, &[block], 0)?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
@@ -436,7 +437,7 @@ impl Serving {
             ));
         }
         self.served(handle, Deed::Written(8));
-        Ok(act(word))
+        act(word).ok_or_else(|| hung_up("atomic"))
     }
 
     /// Does what follows a transfer, or says that it will not be done.
@@ -448,11 +449,7 @@ impl Serving {
         for Follower { message, answer } in followers {
             let outcome = if act {
                 // A signal whose outcome somebody waits for is a change like a write.
-                let wanted = match (&message, &answer) {
-                    (Message::Signal(_), Some((connection, _))) => wanted("signal", connection).map(Some),
-                    _ => Ok(None),
-                };
-                wanted.and_then(|_wanted| self.act(message))
+                self.act(message, answer.as_ref().map(|(connection, _)| &**connection))
             } else {
                 Err(Error::new(Kind::Canceled, "signal", "the transfer before it failed"))
             };
@@ -465,14 +462,20 @@ impl Serving {
         Ok(())
     }
 
-    fn act(&self, message: Message) -> Result<u64> {
+    fn act(&self, message: Message, awaited: Option<&Connection>) -> Result<u64> {
         match message {
             Message::Notify(notify) => {
                 let notification = Notification { from: self.peer.clone(), message: notify.message };
                 self.endpoint()?.deliver(notification).map(|()| 0)
             }
             Message::Signal(signal) => {
-                self.word(signal.handle, signal.offset, |word| apply::signal(word, signal.add))
+                let _wanted = awaited.map(|connection| wanted_at_once("signal", connection)).transpose()?;
+                self.word(signal.handle, signal.offset, |word| match awaited {
+                    Some(connection) => {
+                        apply::signal_if(&|| connection.stands_by(Some(word)), word, signal.add)
+                    }
+                    None => Some(apply::signal(word, signal.add)),
+                })
             }
             _ => Ok(0),
         }
@@ -578,6 +581,11 @@ fn wanted<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>
     connection.wanted().ok_or_else(|| hung_up(op))
 }
 
+/// The same for what is done at once after a look, where that is possible.
+fn wanted_at_once<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>> {
+    connection.wanted_at_once().ok_or_else(|| hung_up(op))
+}
+
 /// Passes a connection's frames on.
 impl Handler for Arc<Serving> {
     fn frame(
@@ -600,8 +608,10 @@ impl Handler for Arc<Serving> {
             Message::Ask(ask) => self.tell(connection, header.id, ask),
             Message::Read(read) => self.read(connection, header.id, &read),
             Message::Atomic(atomic) => {
-                let done = wanted("atomic", connection).and_then(|_wanted| {
-                    self.word(atomic.handle, atomic.offset, |word| apply::atomic(word, atomic.op))
+                let done = wanted_at_once("atomic", connection).and_then(|_wanted| {
+                    self.word(atomic.handle, atomic.offset, |word| {
+                        apply::atomic(&|| connection.stands_by(Some(word)), word, atomic.op)
+                    })
                 });
                 self.answer(connection, header.id, done)
             }
@@ -701,14 +711,18 @@ impl Handler for Arc<Serving> {
             }
             Message::Reduce(reduce) => {
                 let outcome = sink.outcome("reduce_into").and_then(|()| {
-                    let _wanted = wanted("reduce_into", connection)?;
+                    let _wanted = wanted_at_once("reduce_into", connection)?;
                     if let Some(sent) = &sent {
                         let arrived = checks::of_bytes(&reduce.blocks, &sink.buffer);
                         checks::compare("reduce_into", &reduce.blocks, sent, &arrived)?;
                     }
                     let (_keep, parts) =
                         self.admit_words("reduce_into", reduce.handle, &reduce.blocks, header.id)?;
-                    apply::reduce(&parts, &sink.buffer, reduce.op, reduce.dtype)
+                    let stands_by = || connection.stands_by(parts.first().map(|part| part.ptr));
+                    match apply::reduce(&stands_by, &parts, &sink.buffer, reduce.op, reduce.dtype)? {
+                        true => Ok(()),
+                        false => Err(hung_up("reduce_into")),
+                    }
                 });
                 (reduce.transfer, outcome)
             }
