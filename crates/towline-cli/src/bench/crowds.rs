@@ -30,7 +30,7 @@ const POSTED: f64 = 50.0;
 const POSTS: usize = 200;
 
 /// How often a bare thread is woken, each time after such a transfer.
-const WAKES: usize = 100;
+const WAKES: usize = 50;
 
 /// Registers few regions and many, and takes them back: each costs the same.
 pub(super) fn regions(session: &mut Session) -> Outcome<()> {
@@ -133,9 +133,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                 transfer.wait()?;
             }
             let wake = match name {
-                // Short requests call nobody.
-                "post-4k" => None,
-                _ => {
+                "post-64m" | "post-81920-blocks" => {
                     let mut wakes = Vec::with_capacity(WAKES);
                     for _ in 0..WAKES {
                         request(name).start()?.wait()?;
@@ -146,6 +144,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                     }
                     Some(p99(&mut wakes))
                 }
+                _ => None,
             };
             // On a busy machine a call that wakes somebody may have to leave its processor to whom it woke, which the time
             // of the thread alone does not see.
