@@ -5,6 +5,7 @@
 #![allow(unsafe_code, reason = "copies by address, and process_vm_readv has no safe form")]
 
 pub mod nccl;
+pub mod sleeper;
 mod sum;
 
 use std::io;

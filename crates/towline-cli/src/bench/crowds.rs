@@ -5,12 +5,13 @@ use std::time::Instant;
 
 use towline::memory::create_buffer;
 use towline::{Access, Endpoint, Layout, OffsetBuffer, Registered, Routing, SharedStorage, SystemStorage};
+use towline_testkit::raw::sleeper::Sleeper;
 
 use super::Session;
 use super::costs::one_region;
 use super::measure::median;
 use super::report::{Row, Unit};
-use crate::outcome::Outcome;
+use crate::outcome::{Failure, Outcome};
 use crate::pattern::Shuffle;
 use crate::worker::Worker;
 use crate::worker::protocol::{Ask, Usage};
@@ -27,6 +28,9 @@ const DESCRIPTORS: f64 = 2.0;
 /// Microseconds until a request of any size is posted: that 99 of 100 stay below.
 const POSTED: f64 = 50.0;
 const POSTS: usize = 200;
+
+/// How often a bare thread is woken, each time after such a transfer.
+const WAKES: usize = 50;
 
 /// Registers few regions and many, and takes them back: each costs the same.
 pub(super) fn regions(session: &mut Session) -> Outcome<()> {
@@ -93,6 +97,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
     let wide = |list: &[u32]| Arc::new(list.iter().copied().map(u64::from).collect::<Vec<u64>>());
     let (theirs, ours) = (wide(&shuffle.remote), wide(&shuffle.local));
     let layout = Layout::contiguous(BLOCKS * BLOCK, BLOCK)?;
+    let sleeper = Sleeper::start().map_err(|error| Failure::os("thread creation", error))?;
     for path in ["mapped", "cma", "unix", "tcp"] {
         let mut worker = Worker::start("posted")?;
         let ticket = one_region(&mut worker, LONG)?;
@@ -127,14 +132,28 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                 busy.push(own_time() - worked);
                 transfer.wait()?;
             }
+            let wake = match name {
+                "post-64m" | "post-81920-blocks" => {
+                    let mut wakes = Vec::with_capacity(WAKES);
+                    for _ in 0..WAKES {
+                        request(name).start()?.wait()?;
+                        let start = Instant::now();
+                        sleeper.wake();
+                        wakes.push(start.elapsed().as_secs_f64());
+                        sleeper.answered();
+                    }
+                    Some(p99(&mut wakes))
+                }
+                _ => None,
+            };
             // On a busy machine a call that wakes somebody may have to leave its processor to whom it woke, which the time
             // of the thread alone does not see.
             for (name, mut times, target) in
                 [(name.to_owned(), times, Some(POSTED)), (format!("{name}-own-time"), busy, None)]
             {
-                times.sort_by(f64::total_cmp);
-                let p99 = times.get(POSTS * 99 / 100).copied().unwrap_or(f64::NAN) * 1e6;
+                let p99 = p99(&mut times);
                 let row = Row::new(name, Unit::Microseconds, p99).target(target);
+                let row = if wake.is_some() { row.against("waking a thread", wake, None) } else { row };
                 session.rows.push(Row {
                     path: Some(path.into()),
                     op: Some("read".into()),
@@ -148,6 +167,12 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
         }
     }
     Ok(())
+}
+
+/// The microseconds that 99 of 100 times stay below.
+fn p99(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times.get(times.len() * 99 / 100).copied().unwrap_or(f64::NAN) * 1e6
 }
 
 /// The time that this thread has had a processor for, in seconds.

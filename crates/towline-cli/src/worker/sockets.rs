@@ -44,6 +44,16 @@ impl Default for Style {
 /// The library's socket buffers for bulk on one host; the bare copy gets the same.
 const BULK_BUFFER: usize = 212_992;
 
+/// And the same congestion control.
+const CONGESTION: &str = "reno";
+
+fn tune_tcp(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    // As in the library, a connection does without where the kernel refuses.
+    let _ = sockopt::set_tcp_congestion(stream.as_fd(), CONGESTION);
+    Ok(())
+}
+
 fn tune(stream: &dyn Stream) -> io::Result<()> {
     sockopt::set_socket_send_buffer_size(stream.as_fd(), BULK_BUFFER)?;
     sockopt::set_socket_recv_buffer_size(stream.as_fd(), BULK_BUFFER)?;
@@ -89,7 +99,7 @@ pub(super) fn serve(medium: Medium, op: Op, streams: usize, buffer: u64, bulk: b
             let address = listener.local_addr().map_err(refused)?.to_string();
             let accept = move || {
                 let (stream, _) = listener.accept()?;
-                stream.set_nodelay(true)?;
+                tune_tcp(&stream)?;
                 Ok(Box::new(stream) as Box<dyn Stream>)
             };
             (address, Box::new(accept))
@@ -148,7 +158,7 @@ impl Client {
         let stream: Box<dyn Stream> = match medium {
             Medium::Tcp => {
                 let stream = TcpStream::connect(address)?;
-                stream.set_nodelay(true)?;
+                tune_tcp(&stream)?;
                 Box::new(stream)
             }
             Medium::Unix => Box::new(UnixStream::connect_addr(&SocketAddr::from_abstract_name(address)?)?),

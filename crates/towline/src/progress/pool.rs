@@ -1,5 +1,6 @@
 //! The copy pool: threads for what takes long, grown on demand and gone when idle.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,6 +20,9 @@ pub(crate) type Job = Box<dyn FnOnce() + Send>;
 /// A worker without work leaves after this time: long against the gaps inside a burst of transfers, short
 /// enough that an idle process soon has no thread left.
 const LINGER: Duration = Duration::from_secs(1);
+
+/// No pool has more threads.
+const MOST: usize = 64;
 
 /// A job that was not accepted, handed back with the reason; `?` turns it into the reason.
 pub(crate) struct Refused {
@@ -51,7 +55,8 @@ pub(crate) struct Pool {
     /// 0 where the machine decides and has not been asked yet.
     limit: AtomicUsize,
     state: Mutex<State>,
-    work: Condvar,
+    /// What each worker waits at, by its number.
+    calls: [Condvar; MOST],
     /// The queue's length, readable without the lock.
     queued: AtomicUsize,
 }
@@ -60,10 +65,12 @@ struct State {
     queue: VecDeque<Job>,
     /// One bit per running thread, at its number.
     threads: u64,
-    /// Workers that wait and have not been called.
-    idle: usize,
-    /// Calls that no worker has answered yet.
-    called: usize,
+    /// Workers that wait and have not been called. The last one is called first: it is warm, and those beyond what is needed leave.
+    /// Called in the order of their coming, three threads took turns at two lanes, none came back to the core on which the other
+    /// side of its lane was, and tcp moved half as much whenever there happened to be a third.
+    idle: Vec<usize>,
+    /// The job of each worker that was called and has not come yet.
+    given: [Option<Job>; MOST],
     /// Workers that are aside: as many others may take their places.
     aside: usize,
 }
@@ -79,8 +86,14 @@ impl Pool {
             name,
             polite: false,
             limit: AtomicUsize::new(limit),
-            state: Mutex::new(State { queue: VecDeque::new(), threads: 0, idle: 0, called: 0, aside: 0 }),
-            work: Condvar::new(),
+            state: Mutex::new(State {
+                queue: VecDeque::new(),
+                threads: 0,
+                idle: Vec::new(),
+                given: [const { None }; MOST],
+                aside: 0,
+            }),
+            calls: [const { Condvar::new() }; MOST],
             queued: AtomicUsize::new(0),
         }
     }
@@ -100,7 +113,7 @@ impl Pool {
                 self.limit.store(limit, Ordering::Relaxed);
                 limit
             }
-            limit => limit.min(64),
+            limit => limit.min(MOST),
         }
     }
 
@@ -110,22 +123,32 @@ impl Pool {
     /// Handed back, never run inline (the caller may be the event loop, which must not block):
     /// `Exhausted` where the pool has no thread and none can be started, `Unavailable` in a forked child.
     pub(crate) fn spawn(&'static self, job: Job) -> std::result::Result<(), Refused> {
+        self.spawn_near(None, job)
+    }
+
+    /// [`spawn`](Self::spawn), by the worker of that [number](Pool::number) where it waits: it left what the job needs in the caches
+    /// of its core, and whom the job talks to is used to finding it there.
+    pub(crate) fn spawn_near(
+        &'static self,
+        worker: Option<usize>,
+        job: Job,
+    ) -> std::result::Result<(), Refused> {
         if let Err(error) = fork::guard("queue a copy") {
             return Err(Refused { job, error });
         }
         let limit = self.limit();
         let mut state = lock(&self.state);
-        state.queue.push_back(job);
-        self.queued.store(state.queue.len(), Ordering::Relaxed);
-        if state.idle > 0 {
-            state.idle -= 1;
-            state.called += 1;
+        let near = worker.and_then(|worker| state.idle.iter().position(|idle| *idle == worker));
+        if let Some(number) = near.map(|at| state.idle.remove(at)).or_else(|| state.idle.pop()) {
+            state.given[number] = Some(job);
             drop(state);
-            self.work.notify_one();
+            self.calls[number].notify_one();
             return Ok(());
         }
+        state.queue.push_back(job);
+        self.queued.store(state.queue.len(), Ordering::Relaxed);
         let number = (!state.threads).trailing_zeros() as usize;
-        if number >= (limit + state.aside).min(64) {
+        if number >= (limit + state.aside).min(MOST) {
             return Ok(());
         }
         // The thread is started under the lock, so that on failure the last job in the queue is still ours
@@ -176,41 +199,58 @@ impl Pool {
         Some(wait())
     }
 
+    /// The number of the worker that calls this; `None` where another thread does.
+    pub(crate) fn number() -> Option<usize> {
+        NUMBER.get()
+    }
+
+    fn run(&self, job: Job) {
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(job)) {
+            let message = panic_message(payload);
+            tracing::error!(%message, pool = self.name, "a job panicked; its thread goes on");
+        }
+    }
+
     /// One worker's life.
     fn work(&self, number: usize) {
         if self.polite {
             be_polite();
         }
+        NUMBER.set(Some(number));
         let mut state = lock(&self.state);
         loop {
             if let Some(job) = state.queue.pop_front() {
                 self.queued.store(state.queue.len(), Ordering::Relaxed);
                 drop(state);
-                if let Err(payload) = catch_unwind(AssertUnwindSafe(job)) {
-                    let message = panic_message(payload);
-                    tracing::error!(%message, pool = self.name, "a job panicked; its thread goes on");
-                }
+                self.run(job);
                 state = lock(&self.state);
                 continue;
             }
-            state.idle += 1;
+            state.idle.push(number);
             let until = Instant::now() + LINGER;
-            loop {
+            let job = loop {
                 let left = until.saturating_duration_since(Instant::now());
-                state = self.work.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-                // A call is for whoever comes first, which may be a worker whose time is just up.
-                if state.called > 0 {
-                    state.called -= 1;
-                    break;
+                state =
+                    self.calls[number].wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                // It may have been called when its time was just up.
+                if let Some(job) = state.given[number].take() {
+                    break job;
                 }
                 if Instant::now() >= until {
-                    state.idle -= 1;
+                    state.idle.retain(|idle| *idle != number);
                     state.threads &= !(1 << number);
                     return;
                 }
-            }
+            };
+            drop(state);
+            self.run(job);
+            state = lock(&self.state);
         }
     }
+}
+
+thread_local! {
+    static NUMBER: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
 #[cfg(test)]
@@ -343,9 +383,42 @@ mod tests {
             let (sender, receiver) = channel();
             pool.spawn(Box::new(move || sender.send(()).unwrap())).unwrap();
             receiver.recv_timeout(WATCHDOG).unwrap();
-            wait_until("the worker waits again", || lock(&pool.state).idle > 0);
+            wait_until("the worker waits again", || !lock(&pool.state).idle.is_empty());
         }
         assert_eq!(lock(&pool.state).threads, 1);
+    }
+
+    #[test]
+    fn of_two_waiting_threads_the_one_that_worked_last_is_called() {
+        let pool = leaked("t-last", 2);
+        let (here, there) = channel::<()>();
+        let (say, hear) = channel();
+        let worker = |wait: Option<std::sync::mpsc::Receiver<()>>| {
+            let say = say.clone();
+            move || {
+                let id = thread::current().id();
+                say.send(id).unwrap();
+                if let Some(wait) = wait {
+                    wait.recv_timeout(WATCHDOG).unwrap();
+                }
+            }
+        };
+        pool.spawn(Box::new(worker(Some(there)))).unwrap();
+        let first = hear.recv_timeout(WATCHDOG).unwrap();
+        pool.spawn(Box::new(worker(None))).unwrap();
+        let second = hear.recv_timeout(WATCHDOG).unwrap();
+        assert_ne!(first, second);
+        wait_until("the second waits", || lock(&pool.state).idle.len() == 1);
+        here.send(()).unwrap();
+        wait_until("both wait", || lock(&pool.state).idle.len() == 2);
+        for _ in 0..10 {
+            pool.spawn(Box::new(worker(None))).unwrap();
+            assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), first);
+            wait_until("both wait again", || lock(&pool.state).idle.len() == 2);
+        }
+        let number = *lock(&pool.state).idle.first().unwrap();
+        pool.spawn_near(Some(number), Box::new(worker(None))).unwrap();
+        assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), second, "unless another is asked for");
     }
 
     #[test]

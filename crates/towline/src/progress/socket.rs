@@ -41,6 +41,13 @@ pub(crate) const MAX_PARTS: usize = 1024;
 /// left to the kernel, since a fixed size ends its tuning to the bandwidth and the round trip.
 const LOCAL_BULK_BUFFER: usize = 212_992;
 
+/// The congestion control of a TCP connection on one host: the one that every kernel has, and that anybody may choose.
+///
+/// No line is shared there and nothing is lost, so that there is nothing to control. But BBR, the default of some machines, holds
+/// bytes back to the rate that it has seen, by a timer for every segment, and what it has seen is how fast the receiver last got
+/// its turn: 256 MiB went at 6.7 GiB/s, and with this at 7.5.
+const LOCAL_CONGESTION: &str = "reno";
+
 /// How long a [patient](Socket::send_raw_patiently) call waits for the other side; the kernel rounds it up to its clock tick, at most
 /// 10 ms.
 const PATIENCE: Duration = Duration::from_millis(1);
@@ -324,7 +331,12 @@ impl Socket {
                     .map_err(|e| failed(OP, "setsockopt", e))?;
             }
         }
-        if lane == Lane::Bulk && self.peer_is_local() {
+        let local = self.peer_is_local();
+        if local && self.family == Family::Tcp {
+            // Without it the connection is slower, and no more.
+            let _ = sockopt::set_tcp_congestion(&self.fd, LOCAL_CONGESTION);
+        }
+        if lane == Lane::Bulk && local {
             sockopt::set_socket_send_buffer_size(&self.fd, LOCAL_BULK_BUFFER)
                 .map_err(|e| failed(OP, "setsockopt", e))?;
             sockopt::set_socket_recv_buffer_size(&self.fd, LOCAL_BULK_BUFFER)

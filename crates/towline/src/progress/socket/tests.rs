@@ -318,6 +318,7 @@ fn tuning_sets_what_it_says() {
     assert!(sockopt::tcp_nodelay(&a).unwrap());
     assert!(sockopt::socket_keepalive(&a).unwrap());
     assert_eq!(sockopt::tcp_user_timeout(&a).unwrap(), 2500);
+    assert_eq!(sockopt::tcp_congestion(&a).unwrap(), LOCAL_CONGESTION);
     a.tune(Lane::Control, Some(Duration::MAX)).unwrap();
     assert_eq!(sockopt::tcp_user_timeout(&a).unwrap(), i32::MAX as u32);
     let (c, _d) = Socket::pair().unwrap();

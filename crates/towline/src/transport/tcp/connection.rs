@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use super::channel::{Channel, Landing};
 use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, Sink};
 use crate::fence::applying::{Applying, Desk, Place};
 use crate::progress::socket::{Received, Sent};
-use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
+use crate::progress::{self, Interest, Pool, Readiness, Source, Token, at_once};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
@@ -80,6 +80,8 @@ pub(super) struct Connection {
     authenticated: AtomicBool,
     closed: AtomicBool,
     driven: AtomicBool,
+    /// The worker that drove it last.
+    driver: AtomicUsize,
     outgoing: Mutex<Outgoing>,
     /// Frames for a lane whose queue was in use: whoever has that next takes them over. A worker may wait for the other side
     /// with the queue in hand, and nobody else should wait with it.
@@ -131,6 +133,7 @@ impl Connection {
             authenticated: AtomicBool::new(authenticated),
             closed: AtomicBool::new(false),
             driven: AtomicBool::new(false),
+            driver: AtomicUsize::new(usize::MAX),
             outgoing: Mutex::new(Outgoing::default()),
             late: Mutex::default(),
             incoming: Mutex::new(Incoming {
@@ -687,13 +690,15 @@ impl Connection {
             return;
         }
         let Some(me) = self.me.upgrade() else { return };
-        if let Err(refused) = progress::pool().spawn(Box::new(move || me.drive())) {
+        let last = Some(self.driver.load(Ordering::Relaxed));
+        if let Err(refused) = progress::pool().spawn_near(last, Box::new(move || me.drive())) {
             self.close(refused.error);
         }
     }
 
     /// A worker's turn at a lane.
     fn drive(self: Arc<Self>) {
+        self.driver.store(Pool::number().unwrap_or(usize::MAX), Ordering::Relaxed);
         loop {
             if let Err(error) = self.pump(true) {
                 self.close(error);

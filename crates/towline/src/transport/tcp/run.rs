@@ -78,11 +78,11 @@ pub(super) fn cut_portion(op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range
 }
 
 fn cut_into(requests: u64, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
-    // Long requests pay where the bytes lie together; of scattered blocks, short ones keep the lists of parts short.
     let scattered = plan.bytes() / SCATTERED < plan.piece_count() as u64;
-    let most = if scattered { LEAST_UNIT } else { MOST_UNIT };
+    // Of scattered blocks, a portion is cut as a transfer is.
+    let requests = if scattered { UNITS } else { requests };
     // Whole pages, so that no element of a reduction is cut in two.
-    let unit = (plan.bytes() / requests).next_multiple_of(4096).clamp(LEAST_UNIT, most) & !4095;
+    let unit = (plan.bytes() / requests).next_multiple_of(4096).clamp(LEAST_UNIT, MOST_UNIT) & !4095;
     // In the order of the side that receives, neighbours are received as one; scattered bytes cost less to send.
     let plan = match (scattered, op) {
         (false, _) => plan,
