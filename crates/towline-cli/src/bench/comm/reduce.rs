@@ -112,8 +112,8 @@ struct Field {
     gloo: Outcome<Peer>,
 }
 
-/// What ranks read and write in a sum, by threads of this process and with nothing around it: the limit that the memory sets. More
-/// threads than cores would only be in each other's way.
+/// What ranks read and write in a sum, by threads of this process and with nothing around it: the limit that the memory sets. Where
+/// ranks share cores it is none: four loops on two cores were slower than the ranks.
 struct Bare {
     sum: RawSum,
     threads: usize,
@@ -130,7 +130,7 @@ impl Bare {
             (0..nranks).map(one).collect()
         };
         let sum = RawSum::new(memories()?, memories()?).map_err(|error| Failure::os("bare sum", error))?;
-        Ok(Bare { sum, threads: nranks.min(machine::cores()) })
+        Ok(Bare { sum, threads: nranks })
     }
 
     /// The seconds of one sum: of the slowest thread, each on a core of its own.
@@ -190,7 +190,9 @@ impl Field {
 
     fn measure(&mut self, pace: Pace, size: Size) -> Outcome<Times> {
         let mut runners: Vec<(Runner, u64, Vec<f64>)> = Vec::new();
-        self.bare = (size.1 >= BARE_FROM).then(|| Bare::new(self.group.nranks(), size)).transpose()?;
+        let nranks = self.group.nranks();
+        let wanted = size.1 >= BARE_FROM && nranks <= machine::cores();
+        self.bare = wanted.then(|| Bare::new(nranks, size)).transpose()?;
         let all = Memory::ALL.map(Runner::Ours).into_iter();
         for runner in all.chain([Runner::Bare, Runner::OpenMpi, Runner::Gloo]) {
             let once = self.turn(runner, size, 2).and_then(|_| self.turn(runner, size, 2));
