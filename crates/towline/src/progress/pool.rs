@@ -66,8 +66,8 @@ struct State {
     /// One bit per running thread, at its number.
     threads: u64,
     /// Workers that wait and have not been called. The last one is called first: it is warm, and those beyond what is needed leave.
-    /// Called in the order of their coming, three threads took turns at two lanes, none came back to the core on which the other
-    /// side of its lane was, and tcp moved half as much whenever there happened to be a third.
+    /// Called in the order of their coming, three took turns at two lanes wherever there happened to be a third, and were on
+    /// other cores than the other sides of their lanes: reads over tcp were then up to half as fast.
     idle: Vec<usize>,
     /// The job of each worker that was called and has not come yet.
     given: [Option<Job>; MOST],
