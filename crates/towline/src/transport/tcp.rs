@@ -47,7 +47,7 @@ use crate::sync::lock;
 use crate::transfer::{After, Op, TransferCore};
 use crate::{Error, Kind, Result};
 
-/// Bytes that a peer has not acknowledged for this long mean that it cannot be reached.
+/// Bytes that an initiator has not acknowledged for this long mean that it cannot be reached.
 const UNANSWERED: Duration = Duration::from_secs(2);
 
 /// What a session runs over.
@@ -218,6 +218,11 @@ impl Attachment for Stream {
     }
 
     fn stop(&self, transfer: &Arc<TransferCore>) {
+        #[cfg(test)]
+        connection::moments::reach(
+            connection::moments::Moment::Stopping,
+            &Some(transfer.local_base().addr()),
+        );
         let run = lock(&self.runs)
             .iter()
             .filter_map(std::sync::Weak::upgrade)

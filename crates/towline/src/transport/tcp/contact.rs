@@ -4,9 +4,9 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use super::Medium;
 use super::channel::Channel;
 use super::session::Session;
-use super::{Medium, UNANSWERED};
 use crate::endpoint::EndpointCore;
 use crate::identity::Incarnation;
 use crate::progress::socket::{Lane, Received, Sent, Socket};
@@ -78,7 +78,9 @@ fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Resu
             socket
         }
     };
-    socket.tune(lane, Some(UNANSWERED))?;
+    // The kernel sets no limit for bytes that the owner does not take: it would end the connection without a word, and the owner would
+    // apply what it has of a write that has failed here. Heartbeats tell who is gone, and the end is then a reset.
+    socket.tune(lane, None)?;
     Ok(socket)
 }
 

@@ -1,4 +1,5 @@
-//! An owner that is held up in the moment between its look at a peer and the copy of that peer's bytes.
+//! Writes that end in the rarest moments: of an owner that is held up between its look at a peer and the copy of that peer's bytes, and of
+//! an initiator that stops one while it is being sent.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -27,23 +28,28 @@ struct Scene {
 impl Drop for Scene {
     fn drop(&mut self) {
         moments::be_inexact(false);
+        moments::hold_nobody();
     }
 }
 
+/// Shorter than the time between two heartbeats: what an owner says by them does not count.
+const SHORT: Duration = Duration::from_millis(300);
+
 /// A write whose owner is held up at that moment, and has not come back when the write ends.
 fn held_up(path: &str, moment: Moment, inexact: bool) -> Scene {
-    held_up_at(path, moment, inexact, |user, remote, local| user.write(remote, local).start())
+    held_up_at(path, SHORT, moment, inexact, |user, remote, local| user.write(remote, local).start())
 }
 
 fn held_up_at(
     path: &str,
+    no_progress: Duration,
     moment: Moment,
     inexact: bool,
     start: impl Fn(&Endpoint, &Remote, &Registered<SystemStorage>) -> crate::Result<Transfer>,
 ) -> Scene {
     let one = lock(&ONE_AT_A_TIME);
     moments::be_inexact(inexact);
-    let limits = Limits { no_progress: Duration::from_millis(300), ..Limits::default() };
+    let limits = Limits { no_progress, ..Limits::default() };
     let owner = Endpoint::open("owner").unwrap();
     let user = Endpoint::options("user").limits(limits).open().unwrap();
     let region = owner.register(SharedStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
@@ -79,7 +85,7 @@ fn nothing_lands_of(scene: &Scene) {
     let before = bytes(&scene.region);
     scene.go_on.send(()).unwrap();
     std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(before, bytes(&scene.region), "bytes landed behind a quiet end");
+    assert!(before == bytes(&scene.region), "bytes landed behind a quiet end");
 }
 
 #[test]
@@ -98,7 +104,7 @@ fn of_a_reduction_whose_owner_stands_between_look_and_change_nothing_is_changed_
         return;
     }
     for path in ["unix", "tcp"] {
-        let scene = held_up_at(path, Moment::BeforeTheCopy, false, |user, remote, local| {
+        let scene = held_up_at(path, SHORT, Moment::BeforeTheCopy, false, |user, remote, local| {
             user.reduce_into(remote, local, ReduceOp::Sum, Dtype::U8).start()
         });
         nothing_lands_of(&scene);
@@ -123,5 +129,69 @@ fn where_look_and_copy_are_two_steps_a_write_is_not_quiet_until_the_copy_between
 fn of_a_write_whose_owner_stands_before_its_look_nothing_lands_any_more() {
     for path in ["unix", "tcp"] {
         nothing_lands_of(&held_up(path, Moment::BeforeTheLook, true));
+    }
+}
+
+#[test]
+fn an_owner_that_is_heard_and_never_says_what_became_of_a_write_does_not_keep_it() {
+    for path in ["unix", "tcp"] {
+        let limit = Duration::from_secs(1);
+        let scene = held_up_at(path, limit, Moment::BeforeTheLook, true, |user, remote, local| {
+            user.write(remote, local).start()
+        });
+        nothing_lands_of(&scene);
+    }
+}
+
+#[test]
+fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_requests_back() {
+    // As many as are asked for at once over one lane: the first is on its way, and the others wait behind it.
+    const PIECES: usize = 4;
+    for path in ["unix", "tcp"] {
+        let _one = lock(&ONE_AT_A_TIME);
+        let owner = Endpoint::open("owner").unwrap();
+        let user = Endpoint::options("user").lanes(1).open().unwrap();
+        let region = owner.register(SharedStorage::new(PIECES * LEN).unwrap(), Access::READ_WRITE).unwrap();
+        let local = user.register(SystemStorage::new(PIECES * LEN).unwrap(), Access::NONE).unwrap();
+        let routing = Routing::default().require(path).unwrap();
+        let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
+        // So that the lane is there.
+        user.write(&remote, &local).start().unwrap().wait().unwrap();
+        // The owner stands at the first piece, and does not read what is behind it.
+        let (owner_goes_on, owner_waits) = mpsc::channel::<()>();
+        let owner_waits = Mutex::new(owner_waits);
+        let piece = |base: usize, index: usize| base + index * LEN..base + (index + 1) * LEN;
+        let act = Arc::new(move || {
+            let _ = lock(&owner_waits).recv();
+        });
+        moments::hold(Hold { moment: Moment::BeforeTheCopy, memory: piece(region.addr(), 0), act });
+        // The thread that sends has queued the last request and not looked yet …
+        let (asked, hear) = mpsc::channel();
+        let (sender_goes_on, sender_waits) = mpsc::channel::<()>();
+        let sender_waits = Mutex::new(sender_waits);
+        let act = Arc::new(move || {
+            asked.send(()).unwrap();
+            let _ = lock(&sender_waits).recv();
+        });
+        moments::hold(Hold { moment: Moment::Asked, memory: piece(local.addr(), PIECES - 1), act });
+        // … when the transfer is stopped; and it looks before whoever stops it does.
+        let sender_goes_on = Mutex::new(sender_goes_on);
+        let act = Arc::new(move || {
+            lock(&sender_goes_on).send(()).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+        });
+        moments::hold(Hold { moment: Moment::Stopping, memory: piece(local.addr(), 0), act });
+        let transfer = user.write(&remote, &local).start().unwrap();
+        hear.recv_timeout(WATCHDOG).expect("the last request is queued");
+        transfer.cancel();
+        moments::hold_nobody();
+        drop(owner_goes_on);
+        let error = transfer.wait_for(WATCHDOG).expect("a write that was stopped ends").unwrap_err();
+        assert_eq!(error.kind(), Kind::Canceled, "{error}");
+        // None of them was waited for in vain, until its lane was reset.
+        for failure in transfer.failures() {
+            assert_eq!(failure.error.kind(), Kind::Canceled, "{}", failure.error);
+        }
+        user.write(&remote, &local).start().unwrap().wait().unwrap();
     }
 }

@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use super::checks;
 use super::connection::Connection;
+#[cfg(test)]
+use super::connection::moments;
 use super::grant::GrantHandle;
 use super::parts::{Keep, Payload, Sink, local_parts, readable};
 use super::session::Pending;
@@ -288,23 +290,28 @@ impl Run {
             head = checks::before(checks, request, head);
         }
         let sent = connection.send(head, Vec::new(), payload, keep);
-        let over = match sent {
-            Err(error) => Some(error),
+        #[cfg(test)]
+        moments::reach(moments::Moment::Asked, &self.local_address(unit));
+        let error = match sent {
+            Ok(()) if !transfer.is_stopped() => return Ok(()),
             // A stop that came before the request was pending did not find it.
-            Ok(()) if transfer.is_stopped() => {
-                let unsent = connection.withdraw(|keep| keep.is_transfer(transfer.id));
-                if self.changes(unit) && !unsent.contains(&request) {
+            Ok(()) => {
+                session.take_back(connection, transfer.id);
+                if self.changes(unit) {
                     session.settle();
                     return Ok(());
                 }
-                Some(transfer.stop_error())
+                transfer.stop_error()
             }
-            Ok(()) => None,
+            Err(error) => error,
         };
-        match over {
-            Some(error) if session.forget(request).is_some() => Err(error),
-            _ => Ok(()),
-        }
+        session.forget(request).map_or(Ok(()), |_| Err(error))
+    }
+
+    #[cfg(test)]
+    fn local_address(&self, unit: usize) -> Option<usize> {
+        let piece = self.transfer.plan.pieces().get(self.transfer.units[unit].start)?;
+        Some(self.transfer.local_base().addr() + piece.local as usize)
     }
 
     /// Whether a unit changes the owner's memory: it has ended only when the owner has said so, or cannot do it any more.

@@ -1,4 +1,4 @@
-//! Moments at which a test can hold an owner's thread up, as a stop of its process does at any.
+//! Moments at which a test can hold a thread up: an owner's, as a stop of its process does at any, or an initiator's.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,21 +11,30 @@ use crate::sync::lock;
 pub(crate) enum Moment {
     BeforeTheLook,
     BeforeTheCopy,
+    /// An initiator has queued a request, and not looked yet whether the transfer was stopped meanwhile.
+    Asked,
+    /// A transfer was stopped, and its requests have not been looked for.
+    Stopping,
 }
 
 pub(crate) struct Hold {
     pub(crate) moment: Moment,
-    /// Where the bytes go that are about to be copied.
+    /// Where the bytes go that are about to be copied; the initiator's memory at its moments.
     pub(crate) memory: Range<usize>,
     pub(crate) act: Arc<dyn Fn() + Send + Sync>,
 }
 
-static HOLD: Mutex<Option<Hold>> = Mutex::new(None);
+static HOLDS: Mutex<Vec<Hold>> = Mutex::new(Vec::new());
 static INEXACT: AtomicBool = AtomicBool::new(false);
 
 /// Does that, once, in a thread that drives a lane: on the event loop nobody's time would pass.
 pub(crate) fn hold(hold: Hold) {
-    *lock(&HOLD) = Some(hold);
+    lock(&HOLDS).push(hold);
+}
+
+/// Nobody is held up any more.
+pub(crate) fn hold_nobody() {
+    lock(&HOLDS).clear();
 }
 
 /// Lets looks and copies be two steps, as where they cannot be one.
@@ -43,9 +52,13 @@ pub(super) fn about(connection: &Connection, sink: &mut Sink) -> Option<usize> {
     sink.parts(1).first().map(|part| part.ptr.addr()).filter(|_| lane)
 }
 
-pub(super) fn reach(moment: Moment, about: &Option<usize>) {
+pub(in crate::transport::tcp) fn reach(moment: Moment, about: &Option<usize>) {
     let Some(there) = about else { return };
-    let held = lock(&HOLD).take_if(|hold| hold.moment == moment && hold.memory.contains(there));
+    let held = {
+        let mut holds = lock(&HOLDS);
+        let at = holds.iter().position(|hold| hold.moment == moment && hold.memory.contains(there));
+        at.map(|at| holds.swap_remove(at))
+    };
     if let Some(hold) = held {
         (hold.act)();
     }

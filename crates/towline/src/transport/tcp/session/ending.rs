@@ -9,7 +9,7 @@ use crate::sync::lock;
 use crate::transport::tcp::afar;
 use crate::transport::tcp::connection::Connection;
 use crate::transport::tcp::run::Run;
-use crate::{Error, Kind};
+use crate::{Error, Kind, progress};
 
 /// How long the owner may take to say what became of a write that was stopped, since it was asked or was last heard: the write's
 /// own limit without progress, but within these bounds, which leave time for a long round trip and still are no long wait.
@@ -17,33 +17,42 @@ use crate::{Error, Kind};
 const LEAST_GRACE: Duration = Duration::from_millis(500);
 const MOST_GRACE: Duration = Duration::from_secs(2);
 
+/// However often it is heard, an owner has no longer than this since the stop, or the limit without progress where that is longer:
+/// one that says everything but what became of the write must not keep it for ever.
+const LEAST_PATIENCE: Duration = MOST_GRACE;
+
 impl Session {
     /// Makes a transfer quiet: nothing of it is sent or received any more. What has been sent and changes the owner's memory
     /// stays pending: see [`settle`](Self::settle).
     pub(in crate::transport::tcp) fn stop(&self, run: &Run) {
         let id = run.transfer.id;
         let connections: Vec<_> = lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect();
-        let mut unsent = Vec::new();
         for connection in connections {
-            unsent.extend(connection.withdraw(|keep| keep.is_transfer(id)));
+            self.take_back(&connection, id);
             connection.discard(|keep| keep.is_transfer(id));
         }
-        let stopped: Vec<_> = {
-            let mut pending = lock(&self.pending);
-            let requests: Vec<u64> = pending
-                .iter()
-                .filter(|(_, pending)| matches!(pending, Pending::Unit { run, .. } if run.transfer.id == id))
-                .filter(|(request, pending)| pending.changing().is_none() || unsent.contains(request))
-                .map(|(request, _)| *request)
-                .collect();
-            requests.into_iter().filter_map(|request| pending.remove(&request)).collect()
-        };
-        for pending in stopped {
-            if let Pending::Unit { run, unit, .. } = pending {
+        let reads: Vec<u64> = lock(&self.pending)
+            .iter()
+            .filter(|(_, pending)| matches!(pending, Pending::Unit { run, .. } if run.transfer.id == id))
+            .filter(|(_, pending)| pending.changing().is_none())
+            .map(|(request, _)| *request)
+            .collect();
+        self.stopped(reads);
+        self.settle();
+    }
+
+    /// Takes the frames of a stopped transfer back that have not been sent over that connection, and ends their requests. Whoever does
+    /// the one does the other, for all of them: to anybody who comes later, a request without a frame looks like one that was sent.
+    pub(in crate::transport::tcp) fn take_back(&self, connection: &Connection, transfer: u64) {
+        self.stopped(connection.withdraw(|keep| keep.is_transfer(transfer)));
+    }
+
+    fn stopped(&self, requests: Vec<u64>) {
+        for request in requests {
+            if let Some(Pending::Unit { run, unit, .. }) = self.forget(request) {
                 run.failed(unit, run.transfer.stop_error());
             }
         }
-        self.settle();
     }
 
     /// Ends what was stopped and may still change the owner's memory: the owner's answer ends it, or, where none comes in time,
@@ -57,7 +66,8 @@ impl Session {
             let Some(transfer) = pending.changing() else { continue };
             let (started, Some(stopped)) = transfer.span_of_time() else { continue };
             let grace = transfer.limits.no_progress.clamp(LEAST_GRACE, MOST_GRACE);
-            let due = (started.max(heard) + grace).max(stopped);
+            let patience = transfer.limits.no_progress.max(LEAST_PATIENCE);
+            let due = (started.max(heard) + grace).max(stopped).min(progress::later(stopped, patience));
             if due > now {
                 next = Some(next.map_or(due, |next| next.min(due)));
                 continue;
