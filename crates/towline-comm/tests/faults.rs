@@ -67,7 +67,8 @@ fn one_fault(fault: Fault, way: &str, seed: u64, limit: Duration, what: &str) {
     let id = get_unique_id().unwrap();
     let start = |rank: usize| {
         let aborts = (fault == Fault::Abort && rank == victim).then_some((when.as_micros(), exits));
-        let aborts = aborts.map_or("-".into(), |(when, exits)| format!("{when}:{exits}"));
+        let otherwise = if fault == Fault::KillEarly { rank::EARLY } else { "-" };
+        let aborts = aborts.map_or(otherwise.into(), |(when, exits)| format!("{when}:{exits}"));
         let limit = limit.as_millis();
         Rank::start(&format!("fault {way} {nranks} {rank} {id} {seed} {victim} {limit} {aborts}"))
     };

@@ -110,11 +110,13 @@ pub(crate) fn state_of(task: &Path) -> char {
     stat.rsplit(')').next().and_then(|rest| rest.trim().chars().next()).unwrap_or('?')
 }
 
-pub(crate) fn child_started(pid: i32, name: &str) {
+/// A test has started a process: the watchdog tells of it, and ends it.
+pub fn child_started(pid: i32, name: &str) {
     CHILDREN.lock().unwrap_or_else(PoisonError::into_inner).push((pid, name.to_owned()));
 }
 
-pub(crate) fn child_ended(pid: i32) {
+/// It has ended, or is about to.
+pub fn child_ended(pid: i32) {
     CHILDREN.lock().unwrap_or_else(PoisonError::into_inner).retain(|(known, _)| *known != pid);
 }
 

@@ -8,16 +8,21 @@ use std::time::Duration;
 use towline::{Dtype, Routing};
 use towline_comm::{Communicator, Config, Op, Result, UniqueId, WaitSignal, WindowFlag, mem_alloc};
 use towline_testkit::executor::block_on;
+use towline_testkit::watchdog;
 
 use super::{leaks, program};
 
 const PART: &str = "TOWLINE_COMM_FAULT_PART";
+
+/// In place of when to abort: a rank is killed while the group meets.
+pub(crate) const EARLY: &str = "early";
 
 /// A process of a test, killed with it.
 pub(crate) struct Rank(Child, BufReader<ChildStdout>);
 
 impl Drop for Rank {
     fn drop(&mut self) {
+        watchdog::child_ended(self.0.id() as i32);
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -28,6 +33,7 @@ impl Rank {
         let mut command = Command::new(env::current_exe().unwrap());
         command.args(["--exact", "rank::what_a_rank_process_does", "--nocapture", "--test-threads=1"]);
         let mut child = command.env(PART, part).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        watchdog::child_started(child.id() as i32, part);
         let said = BufReader::new(child.stdout.take().unwrap());
         Rank(child, said)
     }
@@ -124,11 +130,15 @@ fn fault(words: &[&str]) {
     }
     let error = program::run(&comm, seed);
     println!("END {:?} {error}", error.ranks());
+    // The victim may have died when some had met and others had not, who have left by now: nobody goes on then.
+    if words[8] == EARLY {
+        return;
+    }
     go_on_without(&comm, victim, words[1])
         .unwrap_or_else(|error| panic!("seed {seed}: after the fault: {error}"));
 }
 
-/// The first rank awaits puts to the last one, the others wait for a signal of the first.
+/// The first rank awaits puts to the last one, which is about to be stopped; the others wait for a signal of the first.
 #[allow(clippy::print_stdout, reason = "a rank tells its parent by its output")]
 fn awaits(words: &[&str]) {
     let comm = join(words, 2 * super::SHORT).unwrap();
@@ -137,6 +147,9 @@ fn awaits(words: &[&str]) {
         let window = comm.register_window(mem_alloc(64)?, WindowFlag::DEFAULT)?.unwrap();
         comm.barrier()?;
         println!("READY");
+        if rank == last {
+            std::thread::sleep(Duration::from_secs(600));
+        }
         if rank > 0 {
             return comm.wait_signal(&[WaitSignal::from_rank(0)]);
         }
