@@ -47,6 +47,11 @@ fn memory() -> Vec<Check> {
     let shmem = chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
     let (shmem_status, shmem_mend) = match shmem.as_str() {
         "always" | "within_size" | "advise" | "force" => (Status::Ok, ""),
+        "never" => (
+            Status::Note,
+            "before Linux 6.1 shared memory gets no huge pages: echo advise > \
+             /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        ),
         _ => (
             Status::Note,
             "shared memory gets no huge pages: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",

@@ -433,6 +433,8 @@ impl Connection {
                 let _wanted = (!exact).then(|| self.wanted_by(sink));
                 #[cfg(test)]
                 let about = moments::about(self, sink);
+                #[cfg(test)]
+                moments::reach(moments::Moment::Landing, &about);
                 let look = || {
                     let stays = !self.socket.hung_up();
                     #[cfg(test)]

@@ -195,3 +195,62 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
         user.write(&remote, &local).start().unwrap().wait().unwrap();
     }
 }
+
+#[test]
+fn a_read_that_is_stopped_while_it_is_being_asked_for_does_not_end_before_the_bytes_that_are_coming_go_nowhere()
+ {
+    for path in ["unix", "tcp"] {
+        let _one = lock(&ONE_AT_A_TIME);
+        let owner = Endpoint::open("owner").unwrap();
+        let user = Endpoint::options("user").lanes(1).open().unwrap();
+        let region = owner.register(SharedStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
+        let local = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+        let routing = Routing::default().require(path).unwrap();
+        let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
+        user.read(&remote, &local).start().unwrap().wait().unwrap();
+        let memory = local.addr()..local.addr() + LEN;
+        let (say, hear) = mpsc::channel();
+        let held_at = |moment| {
+            let (go_on, waits) = mpsc::channel::<()>();
+            let (say, waits) = (say.clone(), Mutex::new(waits));
+            let act = Arc::new(move || {
+                say.send(()).unwrap();
+                let _ = lock(&waits).recv();
+            });
+            moments::hold(Hold { moment, memory: memory.clone(), act });
+            go_on
+        };
+        // The thread that asks has not looked yet whether it was stopped, and the first bytes are there.
+        let (asker, receiver) = (held_at(Moment::Asked), held_at(Moment::Landing));
+        let transfer = user.read(&remote, &local).start().unwrap();
+        for _ in 0..2 {
+            hear.recv_timeout(WATCHDOG).expect("it is asked for and answered");
+        }
+        let asker = Mutex::new(Some(asker));
+        let act = Arc::new(move || {
+            drop(lock(&asker).take());
+            std::thread::sleep(Duration::from_millis(50));
+        });
+        moments::hold(Hold { moment: Moment::Stopping, memory: memory.clone(), act });
+        std::thread::scope(|scope| {
+            scope.spawn(|| transfer.cancel());
+            let early = transfer.wait_for(Duration::from_millis(200));
+            if early.is_some() {
+                local.write_at(0, &vec![9; LEN]).unwrap();
+            }
+            drop(receiver);
+            // All of it may have come before the stop got hold of it.
+            if let Err(error) = transfer.wait_for(WATCHDOG).expect("a read that was stopped ends") {
+                assert_eq!(error.kind(), Kind::Canceled, "{error}");
+            }
+            local.write_at(0, &vec![9; if early.is_some() { 0 } else { LEN }]).unwrap();
+        });
+        moments::hold_nobody();
+        // Whatever was on its way has been dealt with when this is answered.
+        let other = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+        user.read(&remote, &other).start().unwrap().wait().unwrap();
+        let mut bytes = vec![0; LEN];
+        local.read_at(0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 9), "a cancelled read landed late");
+    }
+}

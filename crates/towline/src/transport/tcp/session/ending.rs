@@ -29,7 +29,6 @@ impl Session {
         let connections: Vec<_> = lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect();
         for connection in connections {
             self.take_back(&connection, id);
-            connection.discard(|keep| keep.is_transfer(id));
         }
         let reads: Vec<u64> = lock(&self.pending)
             .iter()
@@ -43,8 +42,10 @@ impl Session {
 
     /// Takes the frames of a stopped transfer back that have not been sent over that connection, and ends their requests. Whoever does
     /// the one does the other, for all of them: to anybody who comes later, a request without a frame looks like one that was sent.
+    /// Bytes of the transfer that are coming in go nowhere from here on, and those that come later neither: their request may be ended.
     pub(in crate::transport::tcp) fn take_back(&self, connection: &Connection, transfer: u64) {
         self.stopped(connection.withdraw(|keep| keep.is_transfer(transfer)));
+        connection.discard(|keep| keep.is_transfer(transfer));
     }
 
     fn stopped(&self, requests: Vec<u64>) {
