@@ -35,11 +35,11 @@ failed=0
 
 echo "booted in $(cut -d' ' -f1 /proc/uptime) s; $(uname -r); $(ls /sys/class/infiniband)"
 # One process after another, and beside it the laws: it mostly waits for UCX to notice that a peer has been killed.
-"$TOWLINE_RDMA_TESTS" --test-threads=1 --skip bytes_cross --skip pays_nothing --skip says_why >/tmp/tests.log 2>&1 &
+"$TOWLINE_RDMA_TESTS" --test-threads=1 --skip bytes_cross --skip pays_nothing --skip says_why >"$TMPDIR/tests.log" 2>&1 &
 tests=$!
 "$TOWLINE_RDMA_LAWS" nixl:: --test-threads=2 || failed=1
 wait $tests || failed=1
-cat /tmp/tests.log
+cat "$TMPDIR/tests.log"
 # UCX has no other device here, and what it counts is what went over it.
 echo "rxe0: $(sent) packets sent; $(cut -d. -f1 /proc/uptime) s in the guest"
 [ "$(sent)" -gt 100000 ] || { echo "FAILED: hardly a packet went over the device"; failed=1; }
