@@ -79,6 +79,7 @@ impl Communicator {
     }
 
     /// The communicator, where it is on a GPU.
+    #[inline]
     pub(crate) fn cuda(&self) -> Option<&Arc<Cuda>> {
         match &self.engine {
             Engine::Nccl(cuda) => Some(cuda),
@@ -416,15 +417,20 @@ impl Communicator {
     }
 
     /// Registers a buffer with this communicator for zero-copy communication. Local, and at once also inside a group.
+    #[inline]
     pub fn register_buffer(&self, storage: impl Storage) -> Result<RegisteredBuffer> {
+        let storage = Buffer::new(storage);
+        let Some(cuda) = self.cuda() else { return self.register_on_host(storage) };
+        match cuda.comm.register(storage) {
+            Ok(registered) => Ok(RegisteredBuffer::on_device(registered)),
+            Err(error) => Err(not_registered(error)),
+        }
+    }
+
+    fn register_on_host(&self, storage: Buffer) -> Result<RegisteredBuffer> {
         let register = || {
-            if let Some(cuda) = self.cuda() {
-                let registered = cuda.open("register_buffer")?.register(Buffer::new(storage))?;
-                return Ok(RegisteredBuffer::on_device(registered));
-            }
             let inner = self.inner("register_buffer")?;
             inner.check_usable("register_buffer")?;
-            let storage = Buffer::new(storage);
             host_only("register_buffer", &storage)?;
             let size = towline::MemoryDescription::size(&storage);
             let (core, offset) = inner.buffers().register(inner.endpoint(), storage)?;
@@ -516,6 +522,12 @@ impl fmt::Debug for Communicator {
         };
         shown.finish()
     }
+}
+
+#[cold]
+#[inline(never)]
+fn not_registered(error: towline::Error) -> Error {
+    group::poison(Error::from(error).during("register_buffer"))
 }
 
 /// Refuses memory that the CPU does not reach.

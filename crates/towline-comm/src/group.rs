@@ -4,7 +4,7 @@
 //! several communicators run side by side, so that one thread can drive several ranks; those of one communicator run
 //! in order, and neighbouring messages of it together.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use crate::communicator::Inner;
@@ -50,6 +50,8 @@ struct Group {
 
 thread_local! {
     static OPEN: RefCell<Option<Group>> = const { RefCell::new(None) };
+    /// Whether there is one: asked at every registration.
+    static IS_OPEN: Cell<bool> = const { Cell::new(false) };
     /// Who wants to know how the call that this thread is making ends.
     static FOLLOWER: RefCell<Option<Completion>> = const { RefCell::new(None) };
 }
@@ -64,6 +66,7 @@ thread_local! {
 /// # Ok::<(), towline_comm::Error>(())
 /// ```
 pub fn group_start() {
+    IS_OPEN.set(true);
     OPEN.with_borrow_mut(|open| match open {
         Some(group) => group.depth += 1,
         None => *open = Some(Group { depth: 1, jobs: Vec::new(), on_gpu: Vec::new(), error: None }),
@@ -81,7 +84,11 @@ pub fn group_end() -> Result<()> {
             return Err(Error::invalid("group_end", "no group was started on this thread"));
         };
         group.depth -= 1;
-        Ok(if group.depth == 0 { open.take() } else { None })
+        if group.depth > 0 {
+            return Ok(None);
+        }
+        IS_OPEN.set(false);
+        Ok(open.take())
     })?;
     match ended {
         Some(Group { error: Some(error), .. }) => Err(error),
@@ -131,8 +138,9 @@ pub fn group<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 /// Whether a group is open on this thread.
+#[inline]
 pub(crate) fn is_open() -> bool {
-    OPEN.with_borrow(Option::is_some)
+    IS_OPEN.get()
 }
 
 /// Keeps the group that is open on this thread, if any, from being launched. Gives the error back.

@@ -124,12 +124,11 @@ pub fn mem_alloc(size: usize) -> Result<SharedStorage> {
 /// ```
 pub struct Window {
     engine: Engine,
-    slot: Arc<Slot>,
 }
 
 /// Whose window it is.
 pub(crate) enum Engine {
-    Host(Arc<Inner>),
+    Host(Arc<Inner>, Arc<Slot>),
     Nccl(towline::nccl::Window, Arc<Cuda>),
 }
 
@@ -141,26 +140,29 @@ pub(crate) struct Slot {
 }
 
 impl Window {
+    #[inline]
     pub(crate) fn on_device(window: towline::nccl::Window, cuda: Arc<Cuda>) -> Window {
-        let size = window.size();
-        let slot = Arc::new(Slot { core: OnceLock::new(), closed: AtomicBool::new(false), size });
-        Window { engine: Engine::Nccl(window, cuda), slot }
+        Window { engine: Engine::Nccl(window, cuda) }
     }
 
     /// The communicator, where it is on the host.
     fn host(&self, op: &'static str) -> Result<&Arc<Inner>> {
+        self.on_host(op).map(|(inner, _)| inner)
+    }
+
+    fn on_host(&self, op: &'static str) -> Result<(&Arc<Inner>, &Slot)> {
         match &self.engine {
-            Engine::Host(inner) => Ok(inner),
+            Engine::Host(inner, slot) => Ok((inner, slot)),
             Engine::Nccl(..) => Err(crate::group::poison(cuda::lacks(op))),
         }
     }
 
     fn core(&self, op: &'static str) -> Result<&Arc<WindowCore>> {
-        self.host(op)?;
-        if self.slot.closed.load(Ordering::Acquire) {
+        let (_, slot) = self.on_host(op)?;
+        if slot.closed.load(Ordering::Acquire) {
             return Err(self::core::closed(op));
         }
-        match self.slot.core.get() {
+        match slot.core.get() {
             Some(core) if !core.is_closed() => Ok(core),
             Some(_) => Err(self::core::closed(op)),
             None => Err(Error::invalid(op, "the window is not registered yet")),
@@ -172,13 +174,16 @@ impl Window {
     pub fn handle(&self) -> u64 {
         match &self.engine {
             Engine::Nccl(window, _) => window.handle(),
-            Engine::Host(_) => self.core("handle").map_or(0, |core| core.id()),
+            Engine::Host(..) => self.core("handle").map_or(0, |core| core.id()),
         }
     }
 
     /// How many bytes this rank has registered.
     pub fn size(&self) -> usize {
-        self.slot.size
+        match &self.engine {
+            Engine::Host(_, slot) => slot.size,
+            Engine::Nccl(window, _) => window.size(),
+        }
     }
 
     /// How many bytes that rank has registered.
@@ -198,7 +203,7 @@ impl Window {
     pub fn flags(&self) -> Result<WindowFlag> {
         match &self.engine {
             Engine::Nccl(window, _) => Ok(WindowFlag(window.flags())),
-            Engine::Host(_) => Ok(self.core("flags")?.flags()),
+            Engine::Host(..) => Ok(self.core("flags")?.flags()),
         }
     }
 
@@ -223,29 +228,41 @@ impl Window {
     }
 
     /// Gives up the window on this rank, once its work in flight has ended. Local; closing twice is harmless.
+    #[inline]
     pub fn close(&self) {
-        if towline::fork_guard("close").is_err() || self.slot.closed.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let inner = match &self.engine {
-            Engine::Host(inner) => inner,
+        match &self.engine {
+            Engine::Host(inner, slot) => close_on_host(inner, slot),
             Engine::Nccl(window, _) => {
                 if let Err(error) = window.close() {
-                    tracing::error!(%error, "a window could not be closed");
+                    not_closed(&error);
                 }
-                return;
             }
-        };
-        inner.wait_idle();
-        if let Some(core) = self.slot.core.get() {
-            inner.windows().remove(core.id());
-            core.close();
-            inner.windows().release_ended();
         }
     }
 }
 
+fn close_on_host(inner: &Inner, slot: &Slot) {
+    if towline::fork_guard("close").is_err() || slot.closed.swap(true, Ordering::AcqRel) {
+        return;
+    }
+    inner.wait_idle();
+    if let Some(core) = slot.core.get() {
+        inner.windows().remove(core.id());
+        core.close();
+        inner.windows().release_ended();
+    }
+}
+
+#[cold]
+fn not_closed(error: &towline::Error) {
+    // A forked child closes nothing, and need not be told.
+    if towline::fork_guard("close").is_ok() {
+        tracing::error!(%error, "a window could not be closed");
+    }
+}
+
 impl Drop for Window {
+    #[inline]
     fn drop(&mut self) {
         self.close();
     }

@@ -210,8 +210,8 @@ impl Nccl {
         let api = self.api();
         let since = |has: bool, version: u32| has && self.version() >= version;
         [
-            ("registered buffers", since(api.register.is_some(), 21900)),
-            ("windows", since(api.window.is_some(), 22700)),
+            ("registered buffers", since(api.register.is_some(), api::REGISTER)),
+            ("windows", since(api.window.is_some(), api::WINDOW)),
             ("shrink", since(api.shrink.is_some(), 22700)),
             ("all-to-all, gather, scatter", since(api.all_to_all.is_some(), 22800)),
             ("revoke", since(api.revoke.is_some(), 22809)),
@@ -236,26 +236,46 @@ impl Nccl {
     /// have one of another signature.
     #[inline]
     fn optional<F: Copy>(&self, function: Option<F>, symbol: &'static str, since: u32) -> Result<F> {
-        function.filter(|_| self.version() >= since).ok_or_else(|| Error::TooOld {
-            library: format!("NCCL {}", self.version_text()),
-            symbol,
-            since: format!("NCCL {}", text(since)),
-        })
+        match function {
+            Some(function) if self.version() >= since => Ok(function),
+            _ => Err(self.too_old(symbol, since)),
+        }
+    }
+
+    /// The same of a function that is called often: one of a version before its release was forgotten when it was loaded.
+    #[inline(always)]
+    fn known<F: Copy>(&self, function: Option<F>, symbol: &'static str, since: u32) -> Result<F> {
+        match function {
+            Some(function) => Ok(function),
+            None => Err(self.too_old(symbol, since)),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn too_old(&self, symbol: &'static str, since: u32) -> Error {
+        let (library, since) = (format!("NCCL {}", self.version_text()), format!("NCCL {}", text(since)));
+        Error::TooOld { library, symbol, since }
     }
 
     #[inline]
     fn check(&self, call: &'static str, code: i32) -> Result<Progress> {
-        match code {
-            0 => Ok(Progress::Done),
-            code::IN_PROGRESS => Ok(Progress::InProgress),
-            code => Err(Error::Refused { call, code, name: code::name(code) }),
-        }
+        if code == 0 { Ok(Progress::Done) } else { unusual(call, code) }
     }
 }
 
 impl std::fmt::Debug for Nccl {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Nccl").field("path", &self.0.path).field("version", &self.version_text()).finish()
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn unusual(call: &'static str, code: i32) -> Result<Progress> {
+    match code {
+        code::IN_PROGRESS => Ok(Progress::InProgress),
+        code => Err(Error::Refused { call, code, name: code::name(code) }),
     }
 }
 
@@ -291,7 +311,7 @@ fn fill(library: &Library, named: bool) -> Result<(Api, u32, bool), String> {
         return Err(format!("it is a fake for tests, which is used only where {SETTING} names it"));
     }
     // SAFETY: NCCL keeps the signatures of its functions; those that changed before they were released are asked for by version.
-    let api = unsafe { Api::fill(library) }.map_err(|missing| loader::missing_functions(&missing))?;
+    let mut api = unsafe { Api::fill(library) }.map_err(|missing| loader::missing_functions(&missing))?;
     let mut version = 0;
     // SAFETY: `version` outlives the call.
     let code = unsafe { (api.version)(&mut version) };
@@ -304,6 +324,7 @@ fn fill(library: &Library, named: bool) -> Result<(Api, u32, bool), String> {
         let version = if version < 10000 { version.to_string() } else { text(version) };
         return Err(format!("its version is {version}, and 2.18 to 2.x are known here"));
     }
+    api.forget_what_came_after(version);
     Ok((api, version, fake))
 }
 

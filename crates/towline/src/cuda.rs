@@ -4,7 +4,8 @@
 //! copies any number of pieces between device memory and pinned host memory, in one launch where they are many. The
 //! storages are [`DeviceStorage`](crate::memory::DeviceStorage) and [`PinnedStorage`](crate::memory::PinnedStorage).
 //!
-//! The calling thread's current CUDA context is never changed: what needs one pushes the primary context and pops it again.
+//! The calling thread's current CUDA context is never changed: what needs one pushes the primary context and pops it again. (One
+//! exception: [`close`](crate::nccl::RegisteredBuffer::close).)
 //!
 //! ```
 //! use towline::cuda::{Availability, availability};

@@ -17,7 +17,6 @@
 //! ```
 
 mod availability;
-mod buffers;
 mod comm;
 mod error;
 mod handles;
@@ -25,6 +24,7 @@ mod job;
 mod life;
 mod memory;
 mod pending;
+mod registered;
 mod turn;
 mod watch;
 

@@ -147,11 +147,17 @@ impl Entries {
 /// assert!(buffer.handle().is_err());
 /// # Ok::<(), towline_comm::Error>(())
 /// ```
-pub struct RegisteredBuffer {
+pub struct RegisteredBuffer(Engine);
+
+enum Engine {
+    /// Counted only because what drops a count is small: it is inlined where one on a GPU is dropped.
+    Host(Arc<OnHost>),
+    Nccl(towline::nccl::RegisteredBuffer),
+}
+
+struct OnHost {
     inner: Weak<Inner>,
     core: Mutex<Option<Arc<BufferCore>>>,
-    /// NCCL's, on a GPU.
-    device: Option<towline::nccl::RegisteredBuffer>,
     offset: usize,
     size: usize,
 }
@@ -164,67 +170,71 @@ impl RegisteredBuffer {
         size: usize,
     ) -> RegisteredBuffer {
         let (inner, core) = (Arc::downgrade(inner), Mutex::new(Some(core)));
-        RegisteredBuffer { inner, core, device: None, offset, size }
+        RegisteredBuffer(Engine::Host(Arc::new(OnHost { inner, core, offset, size })))
     }
 
     #[inline]
     pub(crate) fn on_device(device: towline::nccl::RegisteredBuffer) -> RegisteredBuffer {
-        let size = device.size();
-        RegisteredBuffer { inner: Weak::new(), core: Mutex::new(None), device: Some(device), offset: 0, size }
-    }
-
-    /// NCCL's, where it is on a GPU and open.
-    fn device(&self) -> Option<Result<&towline::nccl::RegisteredBuffer>> {
-        let closed = || Error::invalid("handle", "the registered buffer is closed");
-        self.device.as_ref().map(|device| if device.is_closed() { Err(closed()) } else { Ok(device) })
-    }
-
-    fn core(&self, op: &'static str) -> Result<Arc<BufferCore>> {
-        let core = self.core.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let open = self.inner.upgrade().is_some_and(|inner| inner.is_open());
-        match core {
-            Some(core) if open => Ok(core),
-            _ => Err(Error::invalid(op, "the registered buffer is closed")),
-        }
+        RegisteredBuffer(Engine::Nccl(device))
     }
 
     /// The number of the registration; never 0, except on a GPU, where NCCL may have no use for it. `Invalid` once closed.
     pub fn handle(&self) -> Result<u64> {
-        if let Some(device) = self.device() {
-            return device.map(towline::nccl::RegisteredBuffer::handle);
+        match &self.0 {
+            Engine::Host(host) => Ok(host.core("handle")?.id & !BUFFER_BIT),
+            Engine::Nccl(device) => open("handle", device).map(towline::nccl::RegisteredBuffer::handle),
         }
-        Ok(self.core("handle")?.id & !BUFFER_BIT)
     }
 
     /// How many bytes were registered; also after closing.
     pub fn size(&self) -> usize {
-        self.size
+        match &self.0 {
+            Engine::Host(host) => host.size,
+            Engine::Nccl(device) => device.size(),
+        }
     }
 
     /// Whether it is open.
     pub fn is_valid(&self) -> bool {
-        self.device().map_or_else(|| self.core("is_valid").is_ok(), |device| device.is_ok())
+        match &self.0 {
+            Engine::Host(host) => host.core("is_valid").is_ok(),
+            Engine::Nccl(device) => !device.is_closed(),
+        }
     }
 
     /// The buffer, for a call.
     pub fn memory(&self) -> Result<Memory> {
-        if let Some(device) = self.device() {
-            let closed = || Error::invalid("memory", "the registered buffer is closed");
-            return device?.memory().map(Memory::device).ok_or_else(closed);
+        match &self.0 {
+            Engine::Host(host) => Memory::of_buffer(&host.core("memory")?, host.offset, host.size),
+            Engine::Nccl(device) => device.memory().map(Memory::device).ok_or_else(|| closed("memory")),
         }
-        Memory::of_buffer(&self.core("memory")?, self.offset, self.size)
     }
 
     /// Gives up the registration, once work in flight has ended. Closing twice is harmless.
     #[inline]
     pub fn close(&self) {
-        let Some(device) = &self.device else { return self.close_on_host() };
-        if let Err(error) = device.close() {
-            not_closed(&error);
+        match &self.0 {
+            Engine::Host(host) => host.close(),
+            Engine::Nccl(device) => {
+                if let Err(error) = device.close() {
+                    not_closed(&error);
+                }
+            }
+        }
+    }
+}
+
+impl OnHost {
+    fn core(&self, op: &'static str) -> Result<Arc<BufferCore>> {
+        let core = self.core.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let open = self.inner.upgrade().is_some_and(|inner| inner.is_open());
+        match core {
+            Some(core) if open => Ok(core),
+            _ => Err(closed(op)),
         }
     }
 
-    fn close_on_host(&self) {
+    fn close(&self) {
         if towline::fork_guard("close").is_err() {
             return;
         }
@@ -238,6 +248,23 @@ impl RegisteredBuffer {
     }
 }
 
+impl Drop for OnHost {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn open<'a>(
+    op: &'static str,
+    device: &'a towline::nccl::RegisteredBuffer,
+) -> Result<&'a towline::nccl::RegisteredBuffer> {
+    if device.is_closed() { Err(closed(op)) } else { Ok(device) }
+}
+
+fn closed(op: &'static str) -> Error {
+    Error::invalid(op, "the registered buffer is closed")
+}
+
 #[cold]
 fn not_closed(error: &towline::Error) {
     // A forked child closes nothing, and need not be told.
@@ -246,21 +273,11 @@ fn not_closed(error: &towline::Error) {
     }
 }
 
-impl Drop for RegisteredBuffer {
-    #[inline]
-    fn drop(&mut self) {
-        // One of NCCL's closes by itself.
-        if self.device.is_none() {
-            self.close();
-        }
-    }
-}
-
 impl fmt::Debug for RegisteredBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RegisteredBuffer")
             .field("handle", &self.handle().unwrap_or(0))
-            .field("size", &self.size)
+            .field("size", &self.size())
             .finish()
     }
 }

@@ -27,6 +27,7 @@ impl Communicator {
     /// # Errors
     /// The same on every rank, naming the ranks that differ: `Invalid` where sizes, flags or (with
     /// [`WindowFlag::COLL_SYMMETRIC`]) offsets differ, or a rank's buffer cannot be registered.
+    #[inline]
     pub fn register_window(
         &self,
         storage: impl Storage,
@@ -34,16 +35,20 @@ impl Communicator {
     ) -> Result<Option<Window>> {
         let storage = Buffer::new(storage);
         let options = options.into();
-        if let Some(cuda) = self.cuda() {
-            return on_device(cuda, storage, options);
+        match self.cuda() {
+            Some(cuda) => on_device(cuda, storage, options),
+            None => self.window_on_host(storage, options),
         }
+    }
+
+    fn window_on_host(&self, storage: Buffer, options: WindowOptions) -> Result<Option<Window>> {
         let slot =
             Arc::new(Slot { core: OnceLock::new(), closed: AtomicBool::new(false), size: storage.size() });
         let filled = Arc::clone(&slot);
         self.submit(OP, move |_| {
             Ok(Job::Call(Box::new(move |inner, team| register(inner, team, Ok(storage), options, &filled))))
         })?;
-        Ok(Some(Window { engine: Engine::Host(Arc::clone(self.inner(OP)?)), slot }))
+        Ok(Some(Window { engine: Engine::Host(Arc::clone(self.inner(OP)?), slot) }))
     }
 
     /// Takes part in the registration of a window only to say that this rank has no buffer for it: every rank gets the
@@ -63,16 +68,32 @@ impl Communicator {
 }
 
 /// NCCL's registration: at once, or at the end of the group.
+#[inline]
 fn on_device(cuda: &Arc<Cuda>, storage: Buffer, options: WindowOptions) -> Result<Option<Window>> {
     let flags = options.flags.bits();
-    if cuda.config.blocking && !group::is_open() {
-        let window = cuda.open(OP)?.register_window(storage, flags)?;
-        return Ok(window.map(|window| Window::on_device(window, Arc::clone(cuda))));
+    if !cuda.config.blocking || group::is_open() {
+        return on_device_later(cuda, storage, flags).map(|window| Some(*window));
     }
+    match cuda.comm.register_window(storage, flags) {
+        Ok(Some(window)) => Ok(Some(Window::on_device(window, Arc::clone(cuda)))),
+        Ok(None) => Ok(None),
+        Err(error) => Err(not_registered(error)),
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn on_device_later(cuda: &Arc<Cuda>, storage: Buffer, flags: u32) -> Result<Box<Window>> {
     let prepared = cuda.open(OP).and_then(|comm| Ok(comm.window_job(storage, flags)?));
     let (window, job) = prepared.map_err(group::poison)?;
     drop(cuda.submit(Ok(job))?);
-    Ok(Some(Window::on_device(window, Arc::clone(cuda))))
+    Ok(Box::new(Window::on_device(window, Arc::clone(cuda))))
+}
+
+#[cold]
+#[inline(never)]
+fn not_registered(error: towline::Error) -> Error {
+    error.into()
 }
 
 /// What one rank brings to a registration.

@@ -221,6 +221,24 @@ fn a_call_that_hangs_inside_nccl_is_ended_at_the_deadline_also_where_it_cannot_b
 }
 
 #[test]
+fn a_call_that_hangs_when_nobody_has_called_for_long_is_ended_too() {
+    const TEST: &str = "faults::a_call_that_hangs_when_nobody_has_called_for_long_is_ended_too";
+    if elsewhere(TEST, &[("FAKE_NCCL_STUCK", "ncclCommWindowRegister")]).is_some() {
+        return;
+    }
+    fakes();
+    let comm = Communicator::init(1, 0, &get_nccl_unique_id().unwrap(), soon()).unwrap();
+    let memory = floats(&comm, &[1.0]);
+    for pause in [300, 0, 600] {
+        comm.all_reduce(&memory, &memory, Dtype::F32, Op::Sum).unwrap();
+        std::thread::sleep(Duration::from_millis(pause));
+    }
+    let error = comm.register_window(mem_alloc_on(0, 4096).unwrap(), WindowFlag::DEFAULT).unwrap_err();
+    assert_eq!(error.kind(), Kind::Timeout);
+    assert!(error.message().contains("the communicator was revoked"), "{error}");
+}
+
+#[test]
 fn abort_and_revoke_end_what_waits_in_streams() {
     const TEST: &str = "faults::abort_and_revoke_end_what_waits_in_streams";
     if elsewhere(TEST, &[("FAKE_NCCL_STUCK", "ncclAllReduce")]).is_some() {

@@ -146,6 +146,20 @@ fn the_handle_of_a_window_comes_at_the_end_of_the_group() {
 }
 
 #[test]
+fn a_window_that_is_closed_before_its_group_ends_is_not_registered() {
+    let comm = alone();
+    let error = group(|| {
+        drop(comm.register_window(mem_alloc_on(0, 4096)?, WindowFlag::DEFAULT)?);
+        Ok(())
+    })
+    .unwrap_err();
+    assert_eq!(error.message(), "the window was closed");
+    assert_eq!(comm.open_handles().unwrap(), 0);
+    let window = comm.register_window(mem_alloc_on(0, 4096).unwrap(), WindowFlag::DEFAULT).unwrap().unwrap();
+    assert!(window.is_valid() && comm.open_handles().unwrap() == 1);
+}
+
+#[test]
 fn a_communicator_that_does_not_block_fills_the_handle_later() {
     fakes();
     let config = Config { blocking: false, ..config() };

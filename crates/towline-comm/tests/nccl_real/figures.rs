@@ -5,7 +5,10 @@ use std::time::{Duration, Instant};
 
 use towline::{Buffer, MemoryDescription};
 use towline_comm::{Communicator, WindowFlag};
-use towline_sys::nccl::{Comm, Nccl, Slot};
+use towline_sys::nccl::{Comm, Nccl};
+
+/// How often a buffer is registered.
+const BUFFERS: usize = 10_000;
 
 /// The medians of a call and of the bare one, in microseconds.
 pub(super) struct Figure {
@@ -16,7 +19,7 @@ pub(super) struct Figure {
 impl fmt::Display for Figure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Figure { ours, bare } = self;
-        write!(f, "ours {ours:.2} us, bare {bare:.2} us, ratio {:.3}", ours / bare)
+        write!(f, "ours {ours:.3} us, bare {bare:.3} us, ratio {:.3}", ours / bare)
     }
 }
 
@@ -57,10 +60,13 @@ pub(super) fn registrations(
     say: impl Fn(&str),
 ) {
     let (address, len) = (buffer.addr() as u64, buffer.size());
+    // Whoever registers gives an owner away: to make it is the caller's, to drop it is ours.
+    let owners = |turns: usize| vec![buffer.clone(); turns + turns / 10].into_iter();
+    let mut buffers = owners(BUFFERS);
     let figure = beside(
-        10_000,
+        BUFFERS,
         || (),
-        || comm.register_buffer(buffer.clone()).unwrap().close(),
+        || comm.register_buffer(buffers.next().unwrap()).unwrap().close(),
         || {
             // SAFETY: the communicator is alive, and so is the memory.
             unsafe {
@@ -70,17 +76,17 @@ pub(super) fn registrations(
         },
     );
     say(&format!("register and deregister {} MiB p50: {figure}", len >> 20));
+    let mut buffers = owners(windows);
     let figure = beside(
         windows,
         || (),
-        || drop(comm.register_window(buffer.clone(), WindowFlag::COLL_SYMMETRIC).unwrap()),
+        || drop(comm.register_window(buffers.next().unwrap(), WindowFlag::COLL_SYMMETRIC).unwrap()),
         || {
-            let slot = Slot::default();
-            // SAFETY: as above.
+            // SAFETY: as above, the communicator blocks, and this thread has begun no group.
             unsafe {
-                nccl.window(raw, address, len, 1, &slot).unwrap();
-                if slot.handle() != 0 {
-                    nccl.close_window(raw, slot.handle()).unwrap();
+                let handle = nccl.window_now(raw, address, len, 1).unwrap();
+                if handle != 0 {
+                    nccl.close_window(raw, handle).unwrap();
                 }
             }
         },

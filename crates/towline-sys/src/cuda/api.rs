@@ -119,6 +119,7 @@ function_table! {
             launch: "cuLaunchKernel" = fn(RawFunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, RawStream, *mut *mut c_void, *mut *mut c_void) -> Code;
         }
         optional {
+            function: "cuGetProcAddress_v2" = fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> Code;
             device_uuid: "cuDeviceGetUuid_v2" = fn(*mut RawUuid, RawDevice) -> Code;
             granularity: "cuMemGetAllocationGranularity" = fn(*mut usize, *const RawProperties, c_uint) -> Code;
             create: "cuMemCreate" = fn(*mut RawAllocation, usize, *const RawProperties, u64) -> Code;

@@ -1,7 +1,8 @@
 //! Devices, and the context that everything happens in.
 #![allow(unsafe_code, reason = "foreign calls")]
 
-use std::ffi::{CStr, c_char, c_int};
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
@@ -166,13 +167,32 @@ impl Device {
         // SAFETY: `raw` outlives the call.
         let code = unsafe { (self.api().retain_primary)(&mut raw, self.raw) };
         self.api().check("cuDevicePrimaryCtxRetain", code)?;
-        Ok(Context(Arc::new(Retained { device: self.clone(), raw })))
+        let current = self.api().current_directly();
+        let alone = self.cuda.device_count().is_ok_and(|count| count == 1);
+        Ok(Context(Arc::new(Retained { device: self.clone(), raw, current, alone })))
     }
 }
 
 impl std::fmt::Debug for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Device({})", self.ordinal)
+    }
+}
+
+impl Api {
+    /// `cuCtxGetCurrent` where the driver says that it is: the function that the loader finds by that name only leads there.
+    fn current_directly(&self) -> unsafe extern "C" fn(*mut RawContext) -> c_int {
+        /// The version since which it is the same.
+        const SINCE: c_int = 4000;
+        let (mut found, mut outcome) = (ptr::null_mut(), 0);
+        let Some(ask) = self.function else { return self.current_context };
+        // SAFETY: the name ends in a zero, and both places outlive the call.
+        let code = unsafe { ask(c"cuCtxGetCurrent".as_ptr(), &mut found, SINCE, 0, &mut outcome) };
+        if code != 0 || outcome != 0 || found.is_null() {
+            return self.current_context;
+        }
+        // SAFETY: the driver's function of that name, which has had this signature since that version.
+        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut RawContext) -> c_int>(found) }
     }
 }
 
@@ -184,6 +204,15 @@ pub struct Context(Arc<Retained>);
 struct Retained {
     device: Device,
     raw: RawContext,
+    /// `cuCtxGetCurrent`, which is asked for at every call.
+    current: unsafe extern "C" fn(*mut RawContext) -> c_int,
+    /// Whether this process sees no other device.
+    alone: bool,
+}
+
+thread_local! {
+    /// The context that was current when this thread was last asked for, 0 where it was another one or we have taken it off since.
+    static SEEN: Cell<usize> = const { Cell::new(0) };
 }
 
 // SAFETY: the driver's contexts may be used by any thread; the pointer is only a name.
@@ -208,16 +237,37 @@ impl Context {
     /// done where it is current already, which is cheaper to ask than to switch.
     #[inline]
     pub fn enter(&self) -> Result<Entered<'_>> {
-        let api = self.0.device.api();
-        let mut current = ptr::null_mut();
-        // SAFETY: `current` outlives the call.
-        let code = unsafe { (api.current_context)(&mut current) };
-        let pushed = code != 0 || current != self.0.raw;
+        let pushed = !self.is_current();
         if pushed {
-            // SAFETY: the context is alive, since this value retains it.
-            api.check("cuCtxPushCurrent_v2", unsafe { (api.push_context)(self.0.raw) })?;
+            self.push()?;
         }
         Ok(Entered { context: self, pushed, _one_thread: PhantomData })
+    }
+
+    /// Whether it is current in the calling thread.
+    #[inline]
+    pub fn is_current(&self) -> bool {
+        let retained = &*self.0;
+        let mut current = ptr::null_mut();
+        // SAFETY: `current` outlives the call.
+        let code = unsafe { (retained.current)(&mut current) };
+        let is = code == 0 && current == retained.raw;
+        SEEN.set(if is { current.addr() } else { 0 });
+        is
+    }
+
+    /// Whether it is current in the calling thread, or was when that was last asked for and the only device is this one: for a call
+    /// that leaves this device's primary context current, whatever was before.
+    #[inline]
+    pub fn was_current(&self) -> bool {
+        (self.0.alone && SEEN.get() == self.0.raw.addr()) || self.is_current()
+    }
+
+    #[cold]
+    fn push(&self) -> Result<()> {
+        let api = self.0.device.api();
+        // SAFETY: the context is alive, since this value retains it.
+        api.check("cuCtxPushCurrent_v2", unsafe { (api.push_context)(self.0.raw) })
     }
 
     pub(crate) fn raw(&self) -> RawContext {
@@ -268,5 +318,6 @@ impl Drop for Entered<'_> {
         let mut popped = ptr::null_mut();
         // SAFETY: this value pushed one context in this thread (it is not `Send`), and nested ones were taken off before.
         unsafe { (self.api().pop_context)(&mut popped) };
+        SEEN.set(0);
     }
 }

@@ -116,6 +116,22 @@ function_table! {
     }
 }
 
+/// The first versions with registered buffers, and with windows.
+pub(crate) const REGISTER: u32 = 21900;
+pub(crate) const WINDOW: u32 = 22700;
+
+impl Api {
+    /// Forgets functions that are called often and had another signature before that version, so that calls need not ask for it.
+    pub(crate) fn forget_what_came_after(&mut self, version: u32) {
+        if version < REGISTER {
+            (self.register, self.deregister) = (None, None);
+        }
+        if version < WINDOW {
+            (self.window, self.close_window) = (None, None);
+        }
+    }
+}
+
 /// Codes of NCCL with a meaning here.
 pub mod code {
     /// A call of CUDA failed.

@@ -7,7 +7,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use super::api::{RawConfig, RawId, WaitDescription};
+use super::api::{self, RawConfig, RawId, WaitDescription};
 use super::{MAPPED, Nccl, Progress, SEVERAL_SIGNALS, SIGNALS};
 use crate::cuda::StreamHandle;
 use crate::{Error, Result};
@@ -23,8 +23,15 @@ impl Comm {
     }
 
     /// The handle as a number.
+    #[inline]
     pub fn handle(self) -> usize {
         self.0
+    }
+
+    /// The communicator of that handle; `None` for 0.
+    #[inline]
+    pub fn named(handle: usize) -> Option<Comm> {
+        Some(handle).filter(|handle| *handle != 0).map(Comm)
     }
 }
 
@@ -43,7 +50,7 @@ impl Slot {
     /// The communicator that was written.
     #[inline]
     pub fn comm(&self) -> Option<Comm> {
-        Some(self.handle()).filter(|handle| *handle != 0).map(Comm)
+        Comm::named(self.handle())
     }
 
     fn place(&self) -> *mut *mut c_void {
@@ -286,9 +293,9 @@ impl Nccl {
     ///
     /// # Safety
     /// The communicator is alive, and the bytes are until they are deregistered.
-    #[inline]
+    #[inline(always)]
     pub unsafe fn register(&self, comm: Comm, address: u64, len: usize) -> Result<usize> {
-        let function = self.optional(self.api().register, "ncclCommRegister", 21900)?;
+        let function = self.known(self.api().register, "ncclCommRegister", api::REGISTER)?;
         // NCCL does not write it for host memory.
         let mut handle = ptr::null_mut();
         // SAFETY: the caller's promise; the handle outlives the call.
@@ -301,9 +308,9 @@ impl Nccl {
     ///
     /// # Safety
     /// The communicator is alive, the handle is one of it, and is not used again.
-    #[inline]
+    #[inline(always)]
     pub unsafe fn deregister(&self, comm: Comm, handle: usize) -> Result<()> {
-        let function = self.optional(self.api().deregister, "ncclCommDeregister", 21900)?;
+        let function = self.known(self.api().deregister, "ncclCommDeregister", api::REGISTER)?;
         // SAFETY: the caller's promise.
         let code = unsafe { function(comm.raw(), pointer(handle as u64)) };
         self.check("ncclCommDeregister", code).map(drop)
@@ -322,19 +329,35 @@ impl Nccl {
         flags: u32,
         out: &Slot,
     ) -> Result<Progress> {
-        let function = self.optional(self.api().window, "ncclCommWindowRegister", 22700)?;
+        let function = self.known(self.api().window, "ncclCommWindowRegister", api::WINDOW)?;
         // SAFETY: the caller's promise.
         self.check("ncclCommWindowRegister", unsafe {
             function(comm.raw(), pointer(address), len, out.place(), flags as c_int)
         })
     }
 
+    /// Registers a window, with all ranks, on a communicator that blocks and outside of groups: the handle comes now. It is 0
+    /// where NCCL has none.
+    ///
+    /// # Safety
+    /// The communicator is alive and blocks, this thread has begun no group, and the bytes are alive until the window is closed.
+    #[inline(always)]
+    pub unsafe fn window_now(&self, comm: Comm, address: u64, len: usize, flags: u32) -> Result<usize> {
+        let function = self.known(self.api().window, "ncclCommWindowRegister", api::WINDOW)?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the caller's promise; the handle outlives the call, which has ended when it returns.
+        let code = unsafe { function(comm.raw(), pointer(address), len, &mut handle, flags as c_int) };
+        self.check("ncclCommWindowRegister", code)?;
+        Ok(handle.expose_provenance())
+    }
+
     /// Closes a window.
     ///
     /// # Safety
     /// The communicator is alive, the handle is one of it, is not used again, and nobody accesses the memory.
+    #[inline(always)]
     pub unsafe fn close_window(&self, comm: Comm, handle: usize) -> Result<Progress> {
-        let function = self.optional(self.api().close_window, "ncclCommWindowDeregister", 22700)?;
+        let function = self.known(self.api().close_window, "ncclCommWindowDeregister", api::WINDOW)?;
         // SAFETY: the caller's promise.
         let code = unsafe { function(comm.raw(), pointer(handle as u64)) };
         self.check("ncclCommWindowDeregister", code)

@@ -143,6 +143,20 @@ fn an_address_tells_its_allocation() {
 }
 
 #[test]
+fn a_context_was_current_until_it_was_taken_off_and_in_the_thread_that_had_it() {
+    let context = context();
+    assert!(!context.was_current(), "the thread has none");
+    let entered = context.enter().unwrap();
+    assert!(context.is_current() && context.was_current());
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| context.was_current());
+        assert!(!other.join().unwrap(), "another thread never had it");
+    });
+    drop(entered);
+    assert!(!context.was_current() && !context.is_current());
+}
+
+#[test]
 fn the_callers_context_is_what_it_was() {
     let context = context();
     let cuda = context.device().cuda();

@@ -68,12 +68,10 @@ impl Bare<'_> {
 
     /// Registers a window with that flag and closes it again; false where NCCL gives none.
     pub fn window(&self, buffer: &Buffer, flags: u32) -> io::Result<bool> {
-        let slot = Slot::default();
         let register = || {
-            // SAFETY: the communicator is alive and blocks; the bytes are alive.
+            // SAFETY: the communicator is alive and blocks, and this thread has begun no group; the bytes are alive.
             unsafe {
-                self.nccl.window(self.comm, buffer.addr() as u64, buffer.size(), flags, &slot)?;
-                match slot.handle() {
+                match self.nccl.window_now(self.comm, buffer.addr() as u64, buffer.size(), flags)? {
                     0 => Ok(false),
                     handle => self.nccl.close_window(self.comm, handle).map(|_| true),
                 }

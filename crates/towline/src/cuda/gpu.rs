@@ -23,6 +23,7 @@ use crate::{Error, Kind, Result, fork};
 /// ```
 pub struct Gpu {
     context: Context,
+    ordinal: u32,
     name: String,
     node: Option<u32>,
     pub(super) multiprocessors: u32,
@@ -70,6 +71,7 @@ impl Gpu {
         let (name, bus, multiprocessors, context) = describe().map_err(|error| failed(op, error))?;
         Ok(Gpu {
             context,
+            ordinal,
             name,
             node: numa_node(&bus),
             multiprocessors: u32::try_from(multiprocessors).unwrap_or(1).max(1),
@@ -81,8 +83,9 @@ impl Gpu {
     }
 
     /// Its position among the devices that this process sees.
+    #[inline]
     pub fn ordinal(&self) -> u32 {
-        self.device().ordinal()
+        self.ordinal
     }
 
     /// Its name.
@@ -93,6 +96,11 @@ impl Gpu {
     /// The device.
     pub fn device(&self) -> &Device {
         self.context.device()
+    }
+
+    /// Its primary context.
+    pub(crate) fn context(&self) -> &Context {
+        &self.context
     }
 
     /// The NUMA node that it is near to, where the kernel tells.

@@ -104,6 +104,11 @@ unsafe impl Storage for Buffer {
     fn file(&self) -> Option<FileSlice> {
         self.0.file()
     }
+
+    #[inline]
+    fn on_gpu(&self, ordinal: u32) -> (usize, usize) {
+        self.0.on_gpu(ordinal)
+    }
 }
 
 /// A checked part of a buffer, which it keeps alive.

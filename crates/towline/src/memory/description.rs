@@ -156,6 +156,13 @@ pub unsafe trait Storage: MemoryDescription + 'static {
     fn file(&self) -> Option<FileSlice> {
         None
     }
+
+    /// Address and size, where the bytes are on that GPU; otherwise a size of 0. One call where it is not known which storage it
+    /// is, with an answer in registers. Not for implementers to change.
+    #[doc(hidden)]
+    fn on_gpu(&self, ordinal: u32) -> (usize, usize) {
+        if self.place() == Place::Cuda(ordinal) { (self.addr(), self.size()) } else { (0, 0) }
+    }
 }
 
 impl<S: MemoryDescription + ?Sized> MemoryDescription for Arc<S> {
@@ -193,6 +200,10 @@ unsafe impl<S: Storage + ?Sized> Storage for Arc<S> {
 
     fn file(&self) -> Option<FileSlice> {
         (**self).file()
+    }
+
+    fn on_gpu(&self, ordinal: u32) -> (usize, usize) {
+        (**self).on_gpu(ordinal)
     }
 }
 

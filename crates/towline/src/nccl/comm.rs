@@ -8,13 +8,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
-use towline_sys::cuda::{Entered, Event};
+use towline_sys::cuda::{Context, Entered, Event};
 use towline_sys::nccl::{self as sys, Nccl, Progress, Slot};
 
-use super::buffers::{self, Buffers, List};
-use super::handles::Entry;
 use super::life::{Life, Stage};
-use super::turn::{Inside, Turn};
+use super::registered::{self, List, Registered};
+use super::turn::Inside;
 use super::{failed, watch};
 use crate::cuda::Gpu;
 use crate::memory::Buffer;
@@ -78,19 +77,20 @@ impl Drop for User {
 pub(super) struct Core {
     pub(super) nccl: Nccl,
     pub(super) gpu: Arc<Gpu>,
+    /// Of the GPU, as nearly every call asks whether it is current.
+    pub(super) context: Context,
     /// Of the GPU, which is asked for at every call.
     pub(super) ordinal: u32,
     pub(super) options: CommOptions,
     place: OnceLock<(usize, usize)>,
     raw: Slot,
-    life: Life,
+    pub(super) life: Life,
     /// NCCL takes one call at a time for a communicator.
     pub(super) calling: List,
-    pub(super) deadline: Arc<watch::Deadline>,
+    pub(super) calls: Arc<watch::Calls>,
     in_flight: Mutex<InFlight>,
     /// How many calls are in it.
     flying: AtomicUsize,
-    pub(super) handles: Turn<Vec<Arc<Entry>>>,
     /// Memory that NCCL would not let go of; freed after the communicator.
     pub(super) kept: Mutex<Vec<Buffer>>,
     /// Of whose work it is made, until it is.
@@ -136,6 +136,9 @@ impl Comm {
     }
 
     fn of(core: Arc<Core>) -> Comm {
+        if let Some(raw) = core.raw.comm().filter(|_| core.options.blocking) {
+            core.life.has_settled(raw);
+        }
         Comm(Arc::new(User(core)))
     }
 
@@ -192,7 +195,7 @@ impl Comm {
 
     /// How many handles are open.
     pub fn open_handles(&self) -> usize {
-        self.0.calling.lock().len() + self.0.handles.lock().len()
+        self.0.calling.lock().len()
     }
 
     /// Waits until everything in flight has ended, and ends its use. A second call is harmless.
@@ -340,16 +343,16 @@ impl Core {
         Arc::new(Core {
             nccl,
             ordinal: gpu.ordinal(),
+            context: gpu.context().clone(),
             gpu,
             options,
             place: OnceLock::new(),
             raw,
             life: Life::new(),
-            calling: buffers::list(),
-            deadline: Arc::new(watch::Deadline::new()),
+            calling: registered::list(),
+            calls: Arc::new(watch::Calls::new()),
             in_flight: Mutex::default(),
             flying: AtomicUsize::new(0),
-            handles: Turn::new(Vec::new()),
             kept: Mutex::default(),
             parent: Mutex::new(parent),
         })
@@ -418,12 +421,13 @@ impl Core {
     }
 
     /// Limits a call that waits inside NCCL.
+    #[inline]
     pub(super) fn guard(self: &Arc<Self>) -> Option<watch::Guard<'_>> {
-        self.options.blocking.then(|| watch::guard(self, self.options.timeout))
+        self.options.blocking.then(|| watch::guard(self))
     }
 
     /// Takes the right to call NCCL for this communicator.
-    pub(super) fn serialise(&self) -> Inside<'_, Buffers> {
+    pub(super) fn serialise(&self) -> Inside<'_, Registered> {
         self.calling.lock()
     }
 
@@ -467,10 +471,10 @@ impl Core {
         self.options.blocking && self.raw.comm().is_some()
     }
 
-    /// Whether nothing is in progress, and no stream uses anything.
+    /// NCCL's handle, where every call is possible, nothing is in progress, and no stream uses anything.
     #[inline]
-    pub(super) fn is_calm(&self) -> bool {
-        self.is_settled() && self.flying.load(Ordering::Acquire) == 0
+    pub(super) fn calm_already(&self) -> Option<sys::Comm> {
+        if self.flying.load(Ordering::Acquire) == 0 { self.life.ready() } else { None }
     }
 
     /// Waits until nothing is in progress; at the deadline it is stopped.
@@ -677,16 +681,6 @@ impl Core {
         self.release();
     }
 
-    fn close_handles(self: &Arc<Self>) {
-        self.close_buffers();
-        let entries: Vec<_> = self.handles.lock().clone();
-        for entry in entries {
-            if let Err(error) = self.close_entry(&entry) {
-                tracing::error!(%error, "a handle of NCCL's could not be closed");
-            }
-        }
-    }
-
     /// Lets go of all memory once no stream uses it. The communicator is gone.
     fn release(self: &Arc<Self>) {
         self.close_handles();
@@ -722,7 +716,7 @@ impl Drop for Core {
         }
         // Only a communicator whose maker failed gets here alive: `Comm` and its user destroy it.
         self.abort(Error::new(Kind::Canceled, "drop", "the communicator was dropped"));
-        buffers::give_back(self.calling);
+        registered::give_back(self.calling);
     }
 }
 

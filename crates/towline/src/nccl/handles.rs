@@ -2,16 +2,17 @@
 #![allow(unsafe_code, reason = "calls NCCL on handles that are open")]
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::mem::ManuallyDrop;
+use std::ops::DerefMut;
+use std::sync::Arc;
 
-use towline_sys::nccl::Slot;
+use towline_sys::nccl::{self as sys, Slot};
 
-use super::buffers::{Key, List};
 use super::comm::{Comm, Core};
 use super::failed;
 use super::job::{Job, check_place};
-use crate::memory::{Buffer, MemoryDescription};
+use super::registered::{Key, Registered, Shape};
+use crate::memory::{Buffer, MemoryDescription, Storage};
 use crate::sync::lock;
 use crate::{Error, Result};
 
@@ -19,39 +20,12 @@ use crate::{Error, Result};
 const KNOWN_FLAGS: u32 = 3;
 pub(super) const SYMMETRIC: u32 = 1;
 
+const BUFFER: &str = "register_buffer";
 const WINDOW: &str = "register_window";
+const CLOSE: &str = "close";
 
 /// NCCL maps windows by pages of that size.
 const ALIGNMENT: usize = 4096;
-
-/// A window that is registered with a communicator, or is going to be.
-pub(super) struct Entry {
-    pub(super) flags: u32,
-    pub(super) slot: Slot,
-    pub(super) addr: usize,
-    pub(super) size: usize,
-    memory: Mutex<Option<Buffer>>,
-    closed: AtomicBool,
-}
-
-impl Entry {
-    pub(super) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
-    }
-
-    /// The window, where it is open and that range lies in it.
-    pub(super) fn range(self: &Arc<Self>, op: &'static str, offset: usize, len: usize) -> Result<Arc<Entry>> {
-        if self.is_closed() || self.slot.handle() == 0 {
-            return Err(Error::invalid(op, "the window is not registered, or was closed"));
-        }
-        let size = self.size;
-        if offset.checked_add(len).is_none_or(|end| end > size) {
-            let message = format!("{len} bytes at {offset} do not lie within the window's {size}");
-            return Err(Error::invalid(op, message));
-        }
-        Ok(Arc::clone(self))
-    }
-}
 
 impl Comm {
     /// Registers a buffer. Local, and at once also inside a group. NCCL may have no use for it: then the handle is 0.
@@ -60,25 +34,32 @@ impl Comm {
     /// `Invalid` where the memory is not on this communicator's GPU, or the communicator cannot be used; what NCCL says.
     #[inline]
     pub fn register(&self, buffer: Buffer) -> Result<RegisteredBuffer> {
-        const OP: &str = "register_buffer";
         let core: &Arc<Core> = &self.0;
-        let mut raw = core.usable(OP)?;
-        check_place(OP, core, &buffer)?;
-        if !core.is_settled() {
-            core.settle(OP)?;
-            raw = core.usable(OP)?;
-        }
-        let (addr, size) = (buffer.addr(), buffer.size());
+        // What need not be dropped where something unwinds is kept in registers. In a forked child no thread has the list.
+        let buffer = ManuallyDrop::new(buffer);
+        let (addr, size) = buffer.on_gpu(core.ordinal);
         // Where NCCL only writes an entry into a list, it neither needs a context nor leaves one behind.
-        let entered = if core.nccl.registers_without_context() { None } else { Some(core.gpu.enter(OP)?) };
-        let list = core.calling;
-        let mut buffers = list.lock();
-        // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
-        let handle = unsafe { core.nccl.register(raw, addr as u64, size) };
-        let handle = handle.map_err(|error| core.explain(OP, error))?;
-        let key = buffers.add(core, handle, buffer);
-        drop((buffers, entered));
-        Ok(RegisteredBuffer { list, key, handle, size, closed: AtomicBool::new(false) })
+        if let Some(raw) = core.life.ready()
+            && size != 0
+            && let Some(mut registered) = core.calling.mine()
+            && (core.nccl.registers_without_context() || core.context.is_current())
+        {
+            let room = registered.room(core);
+            // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
+            let made = unsafe { core.nccl.register(raw, addr as u64, size) };
+            let buffer = ManuallyDrop::into_inner(buffer);
+            return match made {
+                Ok(handle) => {
+                    let key = registered.fill(room, handle, buffer, None);
+                    Ok(RegisteredBuffer { key, handle, size })
+                }
+                Err(error) => {
+                    drop(registered);
+                    Err(core.refused(buffer, error))
+                }
+            };
+        }
+        core.register_after_all(ManuallyDrop::into_inner(buffer)).map(|registered| *registered)
     }
 
     /// Prepares the registration of a window, which all ranks do: the handle comes when the job has run, alone or in a
@@ -88,122 +69,261 @@ impl Comm {
     /// `Invalid` where the memory is not on this communicator's GPU, not at a multiple of 4096 bytes, or a flag is unknown.
     pub fn window_job(&self, buffer: Buffer, flags: u32) -> Result<(Window, Job)> {
         self.0.usable(WINDOW)?;
-        let entry = self.entry(buffer, flags)?;
-        let job = Job::window(self, Arc::clone(&entry));
-        Ok((Window { comm: self.clone(), entry }, job))
-    }
-
-    fn entry(&self, buffer: Buffer, flags: u32) -> Result<Arc<Entry>> {
-        check_place(WINDOW, &self.0, &buffer)?;
-        let (addr, size) = (buffer.addr(), buffer.size());
-        if flags & !KNOWN_FLAGS != 0 {
-            return Err(Error::invalid(WINDOW, format!("flags: {flags:#x} has bits that no flag has")));
-        }
-        if !addr.is_multiple_of(ALIGNMENT) {
-            let message =
-                format!("the memory starts at {addr:#x}, and a window starts at a multiple of {ALIGNMENT}");
-            return Err(Error::invalid(WINDOW, message));
-        }
-        let (slot, closed) = (Slot::default(), AtomicBool::new(false));
-        Ok(Arc::new(Entry { flags, slot, addr, size, memory: Mutex::new(Some(buffer)), closed }))
+        let shape = self.0.shape(&buffer, flags)?;
+        let (list, slot) = (self.0.calling, Slot::default());
+        let mut registered = list.lock();
+        let room = registered.room(&self.0);
+        let key = registered.fill_later(room, buffer, shape, slot.clone());
+        let job = Job::window(self, key, shape, slot.clone());
+        Ok((Window { key, handle: 0, late: Some(slot), shape }, job))
     }
 
     /// Registers a window with all ranks; `None` where NCCL gives none. Not for groups.
     ///
     /// # Errors
     /// As for [`window_job`](Comm::window_job); what NCCL says.
+    #[inline]
     pub fn register_window(&self, buffer: Buffer, flags: u32) -> Result<Option<Window>> {
         let core: &Arc<Core> = &self.0;
-        if !core.is_settled() {
-            let (window, job) = self.window_job(buffer, flags)?;
-            job.run()?;
-            let given = !self.options().blocking || window.handle() != 0;
-            return Ok(given.then_some(window));
+        // As above.
+        let buffer = ManuallyDrop::new(buffer);
+        let (addr, size) = buffer.on_gpu(core.ordinal);
+        if let Some(raw) = core.life.ready()
+            && size != 0
+            && flags & !KNOWN_FLAGS == 0
+            && addr.is_multiple_of(ALIGNMENT)
+            && let Some(mut registered) = core.calling.mine()
+            && core.context.is_current()
+        {
+            let room = registered.room(core);
+            let guard = core.guard();
+            // SAFETY: the communicator is alive and blocks, a group is one of jobs only, and the list keeps the memory until it is
+            // closed.
+            let made = unsafe { core.nccl.window_now(raw, addr as u64, size, flags) };
+            drop(guard);
+            let buffer = ManuallyDrop::into_inner(buffer);
+            return match made {
+                Ok(0) => {
+                    drop(registered);
+                    drop(buffer);
+                    Ok(None)
+                }
+                Ok(handle) => {
+                    let shape = Shape { addr, size, flags };
+                    let key = registered.fill(room, handle, buffer, Some(shape));
+                    Ok(Some(Window { key, handle, late: None, shape }))
+                }
+                Err(error) => {
+                    drop(registered);
+                    Err(core.window_refused(buffer.addr(), error))
+                }
+            };
         }
-        let raw = core.usable(WINDOW)?;
-        let entry = self.entry(buffer, flags)?;
-        let _entered = core.gpu.enter(WINDOW)?;
-        let _one = core.serialise();
-        let guard = core.guard();
-        // SAFETY: the communicator is alive, the entry keeps memory and slot, and all has ended when a blocking call returns.
-        let made = unsafe { core.nccl.window(raw, entry.addr as u64, entry.size, flags, &entry.slot) };
-        drop(guard);
-        made.map_err(|error| core.window_refused(&entry, error))?;
-        if entry.slot.handle() == 0 {
-            return Ok(None);
+        let window = self.register_window_after_all(ManuallyDrop::into_inner(buffer), flags);
+        window.map(|window| window.map(|window| *window))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn register_window_after_all(&self, buffer: Buffer, flags: u32) -> Result<Option<Box<Window>>> {
+        let core: &Arc<Core> = &self.0;
+        crate::fork::guard(WINDOW)?;
+        if let Some(raw) = core.life.ready() {
+            let shape = core.shape(&buffer, flags)?;
+            let _entered = core.gpu.enter(WINDOW)?;
+            let mut registered = core.calling.lock();
+            let room = registered.room(core);
+            let guard = core.guard();
+            // SAFETY: as above.
+            let made = unsafe { core.nccl.window_now(raw, shape.addr as u64, shape.size, flags) };
+            drop(guard);
+            let handle = match made {
+                Ok(handle) => handle,
+                Err(error) => {
+                    drop(registered);
+                    return Err(core.window_refused(buffer.addr(), error));
+                }
+            };
+            if handle == 0 {
+                drop(registered);
+                return Ok(None);
+            }
+            let key = registered.fill(room, handle, buffer, Some(shape));
+            return Ok(Some(Box::new(Window { key, handle, late: None, shape })));
         }
-        core.handles.lock().push(Arc::clone(&entry));
-        Ok(Some(Window { comm: self.clone(), entry }))
+        let (window, job) = self.window_job(buffer, flags)?;
+        job.run()?;
+        let given = !self.options().blocking || window.handle() != 0;
+        Ok(given.then(|| Box::new(window)))
     }
 }
 
-/// Gives up the registration of a buffer, once no stream uses it. A handle that is not there any more is no error.
-#[inline]
-fn close_buffer(list: List, key: Key) -> Result<()> {
-    const OP: &str = "close";
-    let mut buffers = list.lock();
-    if !buffers.core().is_some_and(|core| core.is_calm() && !core.is_gone()) {
-        drop(buffers);
-        return close_buffer_later(list, key);
+/// Gives up a registration, once no stream uses it. One that is not there any more is no error. In a forked child no thread has
+/// the list, and the slow way finds that out.
+#[inline(never)]
+fn close<const WINDOW: bool>(key: Key) -> Result<()> {
+    match key.list().mine() {
+        Some(registered) => close_inside::<WINDOW>(registered, key),
+        None => close_in_turn(key),
     }
-    let Some((handle, memory, core)) = buffers.take(key) else { return Ok(()) };
-    let closed = core.deregister(OP, handle);
-    let mut memory = Some(memory);
-    if closed.is_err() {
-        // NCCL may still use it.
-        lock(&core.kept).extend(memory.take());
+}
+
+#[inline(never)]
+fn close_in_turn(key: Key) -> Result<()> {
+    crate::fork::guard(CLOSE)?;
+    close_inside::<true>(key.list().lock(), key)
+}
+
+#[inline(always)]
+fn close_inside<const WINDOW: bool>(
+    mut registered: impl DerefMut<Target = Registered>,
+    key: Key,
+) -> Result<()> {
+    if let Some(core) = registered.used_core()
+        && let Some(raw) = core.calm_already()
+        && core.may_give_up_here(WINDOW)
+        && let Some((handle, is_window, memory, core)) = registered.take_now(key)
+    {
+        // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
+        let closed = unsafe { core.give_up(raw, handle, is_window) };
+        let memory = ManuallyDrop::into_inner(memory);
+        return match closed {
+            Ok(()) => {
+                // Its owners are told outside of the lock.
+                drop(registered);
+                drop(memory);
+                Ok(())
+            }
+            Err(error) => Err(core.not_given_up(memory, error)),
+        };
     }
-    let unused = buffers.unused();
-    drop(buffers);
-    // Their owners are told outside of the lock.
-    drop((memory, unused));
-    closed
+    drop(registered);
+    close_after_all(key)
 }
 
 /// The same where it may take long, and others go on meanwhile; or where the communicator is gone.
 #[cold]
-fn close_buffer_later(list: List, key: Key) -> Result<()> {
-    const OP: &str = "close";
+#[inline(never)]
+fn close_after_all(key: Key) -> Result<()> {
     let core = {
-        let buffers = list.lock();
-        if buffers.find(key).is_none() {
+        let mut registered = key.list().lock();
+        if !registered.begin_to_close(key) {
             return Ok(());
         }
-        buffers.core().cloned()
+        registered.core().cloned()
     };
-    let calm = core.map_or(Ok(()), |core| core.calm(OP));
-    let mut buffers = list.lock();
-    let Some((handle, memory, core)) = buffers.take(key) else { return calm };
+    let calm = core.map_or(Ok(()), |core| core.calm(CLOSE));
+    let mut registered = key.list().lock();
+    let Some((taken, core)) = registered.take(key) else { return calm };
     let gone = core.is_gone();
-    let closed = if gone { Ok(()) } else { core.deregister(OP, handle) };
+    let closed = core.for_closing().map_or(Ok(()), |raw| {
+        let _entered = core.gpu.enter(CLOSE)?;
+        // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
+        let closed = unsafe { core.give_up(raw, taken.handle(), taken.is_window) };
+        closed.map_err(|error| failed(CLOSE, Some(&core.nccl), error))
+    });
     // What went with the communicator may be used by streams for a moment, and what NCCL refused to close by NCCL.
-    let mut memory = Some(memory);
+    let mut memory = Some(taken.memory);
     if gone || closed.is_err() || calm.is_err() {
         lock(&core.kept).extend(memory.take());
     }
-    let unused = buffers.unused();
-    drop(buffers);
+    let unused = registered.unused();
+    drop(registered);
     drop((memory, unused));
     closed.and(calm)
 }
 
 impl Core {
-    /// Tells NCCL that a registration has ended, which was taken out of the list. The list is in hand.
-    #[inline]
-    fn deregister(&self, op: &'static str, handle: usize) -> Result<()> {
-        let Some(raw) = self.for_closing().filter(|_| handle != 0) else { return Ok(()) };
-        let _entered = self.gpu.enter(op)?;
-        // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
-        let closed = unsafe { self.nccl.deregister(raw, handle) };
-        closed.map_err(|error| failed(op, Some(&self.nccl), error))
+    #[cold]
+    #[inline(never)]
+    fn register_after_all(self: &Arc<Self>, buffer: Buffer) -> Result<Box<RegisteredBuffer>> {
+        self.usable(BUFFER)?;
+        check_place(BUFFER, self, &buffer)?;
+        let (addr, size) = (buffer.addr(), buffer.size());
+        self.settle(BUFFER)?;
+        let raw = self.usable(BUFFER)?;
+        let plain = self.nccl.registers_without_context();
+        let _entered = if plain { None } else { Some(self.gpu.enter(BUFFER)?) };
+        let mut registered = self.calling.lock();
+        let room = registered.room(self);
+        // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
+        let made = unsafe { self.nccl.register(raw, addr as u64, size) };
+        match made {
+            Ok(handle) => {
+                let key = registered.fill(room, handle, buffer, None);
+                Ok(Box::new(RegisteredBuffer { key, handle, size }))
+            }
+            Err(error) => {
+                drop(registered);
+                Err(self.refused(buffer, error))
+            }
+        }
+    }
+
+    /// Why a buffer was not registered; its owners are told when nothing is locked.
+    #[cold]
+    #[inline(never)]
+    fn refused(&self, buffer: Buffer, error: towline_sys::Error) -> Error {
+        drop(buffer);
+        self.explain(BUFFER, error)
+    }
+
+    /// Checks memory and flags of a window.
+    fn shape(&self, buffer: &Buffer, flags: u32) -> Result<Shape> {
+        check_place(WINDOW, self, buffer)?;
+        let (addr, size) = (buffer.addr(), buffer.size());
+        if flags & !KNOWN_FLAGS != 0 || !addr.is_multiple_of(ALIGNMENT) {
+            return Err(no_window(addr, flags));
+        }
+        Ok(Shape { addr, size, flags })
+    }
+
+    /// Whether the context that this thread has will be the one it had. `ncclCommDeregister` of 2.28 leaves the primary context of the
+    /// thread's device current, so that one question is enough for all buffers that are closed while nobody changes it.
+    #[inline(always)]
+    fn may_give_up_here(&self, is_window: bool) -> bool {
+        if is_window || !self.nccl.registers_without_context() {
+            self.context.is_current()
+        } else {
+            self.context.was_current()
+        }
+    }
+
+    /// Tells NCCL that a registration has ended.
+    ///
+    /// # Safety
+    /// The communicator is alive, and what is given up was taken out of its list, in which this thread is.
+    #[inline(always)]
+    unsafe fn give_up(&self, raw: sys::Comm, handle: usize, is_window: bool) -> towline_sys::Result<()> {
+        if handle == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            if is_window {
+                self.nccl.close_window(raw, handle).map(drop)
+            } else {
+                self.nccl.deregister(raw, handle)
+            }
+        }
+    }
+
+    /// Keeps what NCCL refused to close, and may still use.
+    #[cold]
+    #[inline(never)]
+    fn not_given_up(&self, memory: Buffer, error: towline_sys::Error) -> Error {
+        lock(&self.kept).push(memory);
+        failed(CLOSE, Some(&self.nccl), error)
     }
 
     /// What NCCL's refusal of a window means: its own words do not say that the memory is of the wrong kind.
-    pub(super) fn window_refused(&self, entry: &Entry, error: towline_sys::Error) -> Error {
+    #[cold]
+    #[inline(never)]
+    pub(super) fn window_refused(&self, addr: usize, error: towline_sys::Error) -> Error {
         let plain = self
             .gpu
             .enter(WINDOW)
-            .is_ok_and(|entered| entered.cuda().retain_allocation(entry.addr as u64).is_err());
+            .is_ok_and(|entered| entered.cuda().retain_allocation(addr as u64).is_err());
         let refused = matches!(error, towline_sys::Error::Refused { .. });
         if !plain || !refused || self.failure().is_some() {
             return self.explain(WINDOW, error);
@@ -216,12 +336,12 @@ impl Core {
         Error::invalid(WINDOW, message).caused_by(said)
     }
 
-    /// Gives up all registrations of buffers.
-    pub(super) fn close_buffers(&self) {
+    /// Gives up all registrations.
+    pub(super) fn close_handles(&self) {
         let all = self.calling.lock().keys();
         for key in all {
-            if let Err(error) = close_buffer(self.calling, key) {
-                tracing::error!(%error, "a registered buffer could not be closed");
+            if let Err(error) = close::<true>(key) {
+                tracing::error!(%error, "a handle of NCCL's could not be closed");
             }
         }
     }
@@ -230,50 +350,22 @@ impl Core {
     fn calm(&self, op: &'static str) -> Result<()> {
         if self.is_gone() { Ok(()) } else { self.settle(op).and_then(|()| self.drain(op)) }
     }
+}
 
-    /// Gives up a window, once no stream uses it.
-    pub(super) fn close_entry(&self, entry: &Arc<Entry>) -> Result<()> {
-        const OP: &str = "close";
-        if entry.closed.swap(true, Ordering::AcqRel) {
-            return Ok(());
-        }
-        let calm = self.calm(OP);
-        {
-            let mut handles = self.handles.lock();
-            if let Some(at) = handles.iter().rposition(|known| Arc::ptr_eq(known, entry)) {
-                handles.remove(at);
-            }
-        }
-        let memory = lock(&entry.memory).take();
-        let Some(raw) = self.for_closing() else {
-            // It went with the communicator; streams may still use it for a moment.
-            lock(&self.kept).extend(memory);
-            return calm;
-        };
-        let entered = self.gpu.enter(OP)?;
-        let one = self.serialise();
-        let closed = match entry.slot.handle() {
-            0 => Ok(()),
-            // SAFETY: the communicator is alive, the handle is one of it, and the flag above lets this happen once.
-            handle => unsafe { self.nccl.close_window(raw, handle) }.map(drop),
-        };
-        drop((one, entered));
-        if closed.is_err() || calm.is_err() {
-            // NCCL may still use it.
-            lock(&self.kept).extend(memory);
-        }
-        closed.map_err(|error| failed(OP, Some(&self.nccl), error))?;
-        calm
+#[cold]
+fn no_window(addr: usize, flags: u32) -> Error {
+    if flags & !KNOWN_FLAGS != 0 {
+        return Error::invalid(WINDOW, format!("flags: {flags:#x} has bits that no flag has"));
     }
+    let message = format!("the memory starts at {addr:#x}, and a window starts at a multiple of {ALIGNMENT}");
+    Error::invalid(WINDOW, message)
 }
 
 /// A buffer that is registered with a communicator, until it is closed or dropped.
 pub struct RegisteredBuffer {
-    list: List,
     key: Key,
     handle: usize,
     size: usize,
-    closed: AtomicBool,
 }
 
 impl RegisteredBuffer {
@@ -289,93 +381,112 @@ impl RegisteredBuffer {
 
     /// The memory; `None` once it is closed.
     pub fn memory(&self) -> Option<Buffer> {
-        self.list.lock().find(self.key).cloned()
+        self.key.list().lock().find(self.key).cloned()
     }
 
     /// Whether it was closed, or its communicator was.
     pub fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire) || self.list.lock().find(self.key).is_none()
+        !self.key.is_open()
     }
 
-    /// Gives up the registration, once work in flight has ended. A second call is harmless.
+    /// Gives up the registration, once work in flight has ended. A second call is harmless. On NCCL 2.28, in a process that sees one
+    /// GPU, its primary context is current afterwards in a thread that had it when this library last asked.
     ///
     /// # Errors
     /// What NCCL says; the memory is kept then until the communicator is gone.
     #[inline]
     pub fn close(&self) -> Result<()> {
-        crate::fork::guard("close")?;
-        if self.closed.load(Ordering::Acquire) {
-            return Ok(());
-        }
         // Two who close at once come to the same place in the list, and the second finds nothing there.
-        self.closed.store(true, Ordering::Release);
-        close_buffer(self.list, self.key)
+        if self.key.is_open() { close::<false>(self.key) } else { Ok(()) }
     }
 }
 
 impl Drop for RegisteredBuffer {
     #[inline]
     fn drop(&mut self) {
-        if *self.closed.get_mut() {
-            return;
+        if self.key.is_open() {
+            close_what_was_dropped(self.key);
         }
-        if let Err(error) = self.close() {
-            tracing::error!(%error, "a registered buffer could not be closed");
-        }
+    }
+}
+
+/// Not inlined, so that the check whether it is needed can be.
+#[inline(never)]
+fn close_what_was_dropped(key: Key) {
+    // A forked child closes nothing, and need not be told.
+    if !crate::fork::in_child()
+        && let Err(error) = close::<true>(key)
+    {
+        tracing::error!(%error, "a handle of NCCL's could not be closed");
     }
 }
 
 /// Memory that all ranks have registered together, until it is closed or dropped.
 pub struct Window {
-    comm: Comm,
-    pub(super) entry: Arc<Entry>,
+    key: Key,
+    /// NCCL's, where it came at once.
+    handle: usize,
+    /// Where it comes otherwise.
+    late: Option<Slot>,
+    shape: Shape,
 }
 
 impl Window {
     /// NCCL's handle; 0 until it is registered, where NCCL gave none, and once it is closed.
     pub fn handle(&self) -> u64 {
-        if self.entry.is_closed() { 0 } else { self.entry.slot.handle() as u64 }
+        if self.key.is_open() { self.late.as_ref().map_or(self.handle, Slot::handle) as u64 } else { 0 }
     }
 
     /// How many bytes this rank has registered.
+    #[inline]
     pub fn size(&self) -> usize {
-        self.entry.size
+        self.shape.size
     }
 
     /// The address of this rank's memory.
     pub fn addr(&self) -> usize {
-        self.entry.addr
+        self.shape.addr
     }
 
     /// The flags it was registered with.
     pub fn flags(&self) -> u32 {
-        self.entry.flags
+        self.shape.flags
     }
 
     /// This rank's memory; `None` once it is closed.
     pub fn memory(&self) -> Option<Buffer> {
-        lock(&self.entry.memory).clone()
+        self.key.list().lock().find(self.key).cloned()
     }
 
-    /// The communicator.
-    pub fn comm(&self) -> &Comm {
-        &self.comm
+    /// The window's name and handle, where it is open and that range lies in it.
+    pub(super) fn range(&self, op: &'static str, offset: usize, len: usize) -> Result<(Key, usize)> {
+        let handle = self.handle() as usize;
+        if handle == 0 {
+            return Err(Error::invalid(op, "the window is not registered, or was closed"));
+        }
+        let size = self.size();
+        if offset.checked_add(len).is_none_or(|end| end > size) {
+            let message = format!("{len} bytes at {offset} do not lie within the window's {size}");
+            return Err(Error::invalid(op, message));
+        }
+        Ok((self.key, handle))
     }
 
     /// Gives up the window on this rank, once work in flight has ended. A second call is harmless.
     ///
     /// # Errors
     /// What NCCL says; the memory is kept then until the communicator is gone.
+    #[inline]
     pub fn close(&self) -> Result<()> {
-        crate::fork::guard("close")?;
-        self.comm.0.close_entry(&self.entry)
+        if self.key.is_open() { close::<true>(self.key) } else { Ok(()) }
     }
 }
 
 impl Drop for Window {
+    #[inline]
     fn drop(&mut self) {
-        if let Err(error) = self.close() {
-            tracing::error!(%error, "a window could not be closed");
+        if self.key.is_open() {
+            close_what_was_dropped(self.key);
         }
     }
 }

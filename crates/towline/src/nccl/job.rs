@@ -5,10 +5,11 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use towline_sys::cuda::{Entered, StreamHandle};
-use towline_sys::nccl::{self as sys, Call, Progress, Put, WaitDescription};
+use towline_sys::nccl::{self as sys, Call, Progress, Put, Slot, WaitDescription};
 
 use super::comm::{Comm, CommOptions, Core};
-use super::handles::{Entry, SYMMETRIC, Window};
+use super::handles::{SYMMETRIC, Window};
+use super::registered::{Key, Shape};
 use super::{Pending, failed};
 use crate::memory::{Buffer, MemoryDescription, Place, Storage};
 use crate::{Error, Kind, Result};
@@ -110,15 +111,14 @@ pub struct Job {
 
 enum Action {
     Call { call: Call, scale: Option<[u8; 8]>, send: u64, recv: u64, count: usize, element: Element },
-    Put { from: u64, count: usize, element: Element, entry: Arc<Entry>, put: Put },
-    Copy { near: u64, len: usize, entry: Arc<Entry>, peer: i32, offset: usize, get: bool },
+    Put { from: u64, count: usize, element: Element, window: Key, put: Put },
+    Copy { near: u64, len: usize, window: (Key, usize), peer: i32, offset: usize, get: bool },
     Signal { peer: i32, index: i32, context: i32 },
     Wait(Vec<WaitDescription>),
-    Window(Arc<Entry>),
+    Window { key: Key, shape: Shape, slot: Slot },
 }
 
 /// Refuses memory that is not on the communicator's GPU.
-#[inline]
 pub(super) fn check_place(op: &'static str, core: &Core, buffer: &Buffer) -> Result<()> {
     let ordinal = core.ordinal;
     match buffer.place() {
@@ -182,23 +182,23 @@ impl Comm {
         self.0.usable(OP)?;
         check_place(OP, &self.0, &from.buffer)?;
         let (peer, index, context) = self.counter(OP, peer, context, index)?;
-        let entry = &window.entry.range(OP, offset, from.len)?;
+        let (key, handle) = window.range(OP, offset, from.len)?;
         if !from.len.is_multiple_of(element.size) {
             let message = format!("{} bytes are not whole elements of {}", from.len, element.size);
             return Err(Error::invalid(OP, message));
         }
-        let inside = |known: &Arc<Entry>| {
+        let inside = |known: Shape| {
             known.flags & SYMMETRIC != 0
                 && from.addr() >= known.addr
                 && from.addr() + from.len <= known.addr + known.size
         };
-        if !from.is_empty() && !self.0.handles.lock().iter().any(inside) {
+        if !from.is_empty() && !self.0.calling.lock().windows().any(inside) {
             let message = "NCCL puts from memory in a window that was registered with COLL_SYMMETRIC only";
             return Err(Error::invalid(OP, message));
         }
-        let put = Put { peer, window: entry.slot.handle(), offset, index, context };
+        let put = Put { peer, window: handle, offset, index, context };
         let (address, count) = (from.addr() as u64, from.len / element.size);
-        let action = Action::Put { from: address, count, element, entry: Arc::clone(entry), put };
+        let action = Action::Put { from: address, count, element, window: key, put };
         Ok(self.job(OP, action, [Some(from.buffer.clone()), window.memory()]))
     }
 
@@ -222,9 +222,9 @@ impl Comm {
         if peer >= nranks {
             return Err(Error::invalid(op, format!("peer {peer} is not among {nranks} ranks")));
         }
-        let entry = window.entry.range(op, offset, near.len)?;
+        let named = window.range(op, offset, near.len)?;
         let (peer, len) = (peer as i32, near.len);
-        let action = Action::Copy { near: near.addr() as u64, len, entry, peer, offset, get };
+        let action = Action::Copy { near: near.addr() as u64, len, window: named, peer, offset, get };
         Ok(self.job(op, action, [Some(near.buffer.clone()), window.memory()]))
     }
 
@@ -294,8 +294,8 @@ fn by(call: Call, number: i32) -> (Call, bool) {
 }
 
 impl Job {
-    pub(super) fn window(comm: &Comm, entry: Arc<Entry>) -> Job {
-        comm.job("register_window", Action::Window(entry), [None, None])
+    pub(super) fn window(comm: &Comm, key: Key, shape: Shape, slot: Slot) -> Job {
+        comm.job("register_window", Action::Window { key, shape, slot }, [None, None])
     }
 
     /// Puts it into that stream rather than into the default one.
@@ -328,7 +328,7 @@ impl Job {
             let progress = self.issue(raw, &entered);
             drop(guard);
             let progress = progress?;
-            if !matches!(self.action, Action::Window(_)) && progress == Progress::InProgress {
+            if !matches!(self.action, Action::Window { .. }) && progress == Progress::InProgress {
                 core.settle(self.op)?;
             }
             drop(one);
@@ -343,8 +343,8 @@ impl Job {
     fn issue(&self, raw: sys::Comm, entered: &Entered<'_>) -> Result<Progress> {
         let core = &self.comm.0;
         let nccl = &core.nccl;
-        if let Action::Copy { near, len, entry, peer, offset, get } = &self.action {
-            return self.copy(entered, (*near, *len), entry, (*peer, *offset), *get);
+        if let Action::Copy { near, len, window, peer, offset, get } = &self.action {
+            return self.copy(entered, (*near, *len), *window, (*peer, *offset), *get);
         }
         // SAFETY: the communicator is alive (`usable`); memory is kept until the stream has got past the call (`after`), the
         // stream by the promise of who named it; ranges in windows were checked.
@@ -362,8 +362,8 @@ impl Job {
                         done
                     })
                 }
-                Action::Put { from, count, element, put, entry } => {
-                    if entry.is_closed() {
+                Action::Put { from, count, element, put, window } => {
+                    if !window.is_open() {
                         return Err(Error::invalid(self.op, "the window was closed"));
                     }
                     nccl.put_signal(raw, *from, *count, element.number, *put, self.stream)
@@ -373,13 +373,16 @@ impl Job {
                 }
                 Action::Wait(signals) => nccl.wait_signal(raw, signals, self.stream),
                 Action::Copy { .. } => Ok(Progress::Done),
-                Action::Window(entry) => {
-                    nccl.window(raw, entry.addr as u64, entry.size, entry.flags, &entry.slot)
+                Action::Window { key, shape: Shape { addr, size, flags }, slot } => {
+                    if !key.is_open() {
+                        return Err(Error::invalid(self.op, "the window was closed"));
+                    }
+                    nccl.window(raw, *addr as u64, *size, *flags, slot)
                 }
             }
         };
         done.map_err(|error| match &self.action {
-            Action::Window(entry) => core.window_refused(entry, error),
+            Action::Window { shape, .. } => core.window_refused(shape.addr, error),
             _ => core.explain(self.op, error),
         })
     }
@@ -388,16 +391,16 @@ impl Job {
         &self,
         entered: &Entered<'_>,
         (near, len): (u64, usize),
-        entry: &Entry,
+        (window, handle): (Key, usize),
         (peer, offset): (i32, usize),
         get: bool,
     ) -> Result<Progress> {
         let core = &self.comm.0;
-        if entry.is_closed() {
+        if !window.is_open() {
             return Err(Error::invalid(self.op, "the window was closed"));
         }
         // SAFETY: the window is open, and closing takes the lock that is held here; the range was checked.
-        let far = unsafe { core.nccl.peer_address(entry.slot.handle(), offset, peer) };
+        let far = unsafe { core.nccl.peer_address(handle, offset, peer) };
         let far = far.map_err(|error| core.explain(self.op, error))?.ok_or_else(|| {
             let message = format!("the memory of rank {peer} is not mapped here: it is on another host");
             Error::new(Kind::Unsupported, self.op, message)
@@ -413,8 +416,7 @@ impl Job {
     /// What is in a stream now ends when its event happens.
     fn after(&mut self, entered: &Entered<'_>, progress: Progress) -> Result<()> {
         let core = &self.comm.0;
-        if let Action::Window(entry) = &self.action {
-            core.handles.lock().push(Arc::clone(entry));
+        if let Action::Window { .. } = &self.action {
             match progress {
                 Progress::Done => self.pending.ended(Ok(())),
                 Progress::InProgress => self.pending.settling(),
@@ -468,7 +470,7 @@ pub fn run_together(mut jobs: Vec<Job>) -> Result<()> {
         issued?;
         let progress = ended.map_err(|error| cores[0].explain(OP, error))?;
         if progress == Progress::InProgress {
-            for job in jobs.iter().filter(|job| !matches!(job.action, Action::Window(_))) {
+            for job in jobs.iter().filter(|job| !matches!(job.action, Action::Window { .. })) {
                 job.comm.0.settle(job.op)?;
             }
         }

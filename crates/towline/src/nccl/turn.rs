@@ -3,21 +3,26 @@
 //! A communicator is used by one thread nearly always, and a locked instruction costs a tenth of what NCCL needs to register a
 //! buffer. So the first thread *has* the lock: it says that it is inside, and looks whether it still has it. Another thread takes
 //! that away, makes every thread of the process pass a barrier (`membarrier`), and waits until the first is not inside; from
-//! then on all of them use an ordinary lock. Without that system call it is an ordinary one from the beginning.
+//! then on all of them use an ordinary lock. Without that system call it is an ordinary one from the beginning,
+//! and in a forked child nobody has it.
 #![allow(unsafe_code, reason = "hands out what only one thread is inside of")]
 
 use std::cell::{Cell, UnsafeCell};
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{LazyLock, Mutex, MutexGuard};
 use std::time::Duration;
 
+use crate::fork::wiped_word;
 use crate::sync::lock;
 
 /// No thread has it yet.
-const NOBODY: u64 = 0;
+const NOBODY: u64 = u64::MAX - 1;
 /// All threads use the ordinary lock.
 const EVERYBODY: u64 = u64::MAX;
+
+/// Of locks that no thread ever has.
+static NEVER: AtomicU64 = AtomicU64::new(EVERYBODY);
 
 /// How long the one who takes it away sleeps before it looks again whether the other is out.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(5);
@@ -25,7 +30,8 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
 /// A value that one thread at a time is inside of.
 pub(super) struct Turn<T> {
-    has: AtomicU64,
+    /// In a forked child it is nobody's number: there the first thread takes the slow way, on which that is found out.
+    has: &'static AtomicU64,
     inside: AtomicBool,
     common: Mutex<()>,
     value: UnsafeCell<T>,
@@ -36,8 +42,9 @@ unsafe impl<T: Send> Sync for Turn<T> {}
 
 impl<T> Turn<T> {
     pub(super) fn new(value: T) -> Turn<T> {
+        let first = if *BARRIER { wiped_word(NOBODY) } else { None };
         Turn {
-            has: AtomicU64::new(if *BARRIER { NOBODY } else { EVERYBODY }),
+            has: first.unwrap_or(&NEVER),
             inside: AtomicBool::new(false),
             common: Mutex::new(()),
             value: UnsafeCell::new(value),
@@ -47,24 +54,37 @@ impl<T> Turn<T> {
     /// Waits until nobody else is inside. A thread that is inside does not come in a second time.
     #[inline]
     pub(super) fn lock(&self) -> Inside<'_, T> {
-        let me = thread();
+        match self.mine() {
+            Some(mine) => {
+                std::mem::forget(mine);
+                Inside { turn: self, common: None }
+            }
+            None => self.lock_slowly(),
+        }
+    }
+
+    /// The same for the thread that has it, which waits for nobody; `None` for every other one.
+    #[inline]
+    pub(super) fn mine(&self) -> Option<Mine<'_, T>> {
+        let me = NUMBER.get();
         if self.has.load(Ordering::Relaxed) == me && !self.inside.load(Ordering::Relaxed) {
             self.inside.store(true, Ordering::Relaxed);
             // The processor may look before others see the store: whoever takes the lock away makes it pass a barrier.
             compiler_fence(Ordering::SeqCst);
             if self.has.load(Ordering::Relaxed) == me {
-                return Inside { turn: self, common: None };
+                return Some(Mine(self));
             }
             self.inside.store(false, Ordering::Release);
         }
-        self.lock_slowly()
+        None
     }
 
     #[cold]
     fn lock_slowly(&self) -> Inside<'_, T> {
         let common = lock(&self.common);
         match self.has.load(Ordering::Relaxed) {
-            EVERYBODY => {}
+            // Or this is a forked child, in which there is no other thread.
+            EVERYBODY | WIPED => {}
             NOBODY => {
                 self.inside.store(true, Ordering::Relaxed);
                 self.has.store(thread(), Ordering::Relaxed);
@@ -128,32 +148,76 @@ impl<T> Drop for Inside<'_, T> {
     }
 }
 
-/// A number for this thread that no other one ever has.
-#[inline]
-fn thread() -> u64 {
-    thread_local! { static NUMBER: Cell<u64> = const { Cell::new(NOBODY) } }
-    #[cold]
-    fn number() -> u64 {
-        static LAST: AtomicU64 = AtomicU64::new(NOBODY);
-        let number = LAST.fetch_add(1, Ordering::Relaxed) + 1;
-        NUMBER.set(number);
-        number
-    }
-    match NUMBER.get() {
-        NOBODY => number(),
-        number => number,
+/// The value, for the thread that has the lock and is inside.
+pub(super) struct Mine<'a, T>(&'a Turn<T>);
+
+impl<T> Deref for Mine<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: the thread that has it is inside.
+        unsafe { &*self.0.value.get() }
     }
 }
+
+impl<T> DerefMut for Mine<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as above.
+        unsafe { &mut *self.0.value.get() }
+    }
+}
+
+impl<T> Drop for Mine<'_, T> {
+    #[inline]
+    fn drop(&mut self) {
+        self.0.inside.store(false, Ordering::Release);
+    }
+}
+
+/// A number for this thread that no other one ever has.
+fn thread() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(WIPED);
+    if NUMBER.get() == NONE {
+        NUMBER.set(LAST.fetch_add(1, Ordering::Relaxed) + 1);
+    }
+    NUMBER.get()
+}
+
+thread_local! {
+    /// The number of this thread, from when it first has or wants a lock.
+    static NUMBER: Cell<u64> = const { Cell::new(NONE) };
+}
+
+/// The number of a thread that has none yet: no lock is its.
+const NONE: u64 = u64::MAX - 2;
+
+/// What is in the place of a number in a forked child.
+const WIPED: u64 = 0;
 
 /// Whether the kernel makes all threads of this process pass a barrier when asked.
 static BARRIER: LazyLock<bool> =
     LazyLock::new(|| membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) == 0);
 
-/// Every thread of this process has passed a barrier when it returns.
-fn barrier() {
-    // It cannot fail once the process is registered for it, and nobody has the lock where that failed.
-    let done = membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED);
-    debug_assert_eq!(done, 0);
+/// Every thread of this process has passed a barrier when it returns. Without the system call for it only this one has, and the
+/// others do where they say [`pass`].
+pub(super) fn barrier() {
+    fence(Ordering::SeqCst);
+    if *BARRIER {
+        // It cannot fail once the process is registered for it.
+        let done = membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED);
+        debug_assert_eq!(done, 0);
+    }
+}
+
+/// What is before it comes before what is after it, for a thread that calls [`barrier`].
+#[inline]
+pub(super) fn pass() {
+    compiler_fence(Ordering::SeqCst);
+    if !*BARRIER {
+        fence(Ordering::SeqCst);
+    }
 }
 
 fn membarrier(command: libc::c_int) -> libc::c_long {
@@ -213,6 +277,17 @@ mod tests {
             });
             assert_eq!(*turn.lock(), (501 + 20 * OTHERS as u64, 501 + 20 * OTHERS as u64));
         }
+    }
+
+    #[test]
+    fn in_a_forked_child_nobody_has_it() {
+        use crate::fork::tests::in_a_child;
+        let turn = Turn::new(0u64);
+        assert!(in_a_child(|| turn.mine().is_none()), "nobody had it before");
+        *turn.lock() += 1;
+        assert_eq!(turn.mine().is_some(), *BARRIER);
+        assert!(in_a_child(|| turn.mine().is_none() && *turn.lock() == 1));
+        assert_eq!(turn.mine().is_some(), *BARRIER, "in the parent nothing has changed");
     }
 
     #[test]

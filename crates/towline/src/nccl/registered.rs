@@ -1,0 +1,287 @@
+//! What is registered with a communicator, buffers and windows, in a list that outlives it.
+//!
+//! A handle names a list and a place in it, and owns nothing: to count owners takes longer than the rest of a registration. Lists
+//! and their places are never freed, but used again by later communicators, and numbers tell whether a place is still the
+//! handle's. While there is something in a list, the list keeps its communicator.
+#![allow(unsafe_code, reason = "places are written by who is inside their list")]
+
+use std::cell::UnsafeCell;
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use towline_sys::nccl::Slot;
+
+use super::comm::Core;
+use super::turn::Turn;
+use crate::memory::Buffer;
+use crate::sync::lock;
+
+/// NCCL takes one call at a time for a communicator: whoever is inside the list may call.
+pub(super) type List = &'static Turn<Registered>;
+
+/// Lists that no communicator uses.
+static FREE: Mutex<Vec<List>> = Mutex::new(Vec::new());
+
+/// From so many on, one is used again also where it suits another thread better.
+const MANY: usize = 64;
+
+/// A list for a new communicator.
+pub(super) fn list() -> List {
+    let mut free = lock(&FREE);
+    let fits = free.iter().position(|list| list.suits());
+    let fits = fits.or_else(|| (free.len() >= MANY).then_some(0));
+    match fits {
+        Some(at) => free.swap_remove(at),
+        None => Box::leak(Box::new(Turn::new(Registered::default()))),
+    }
+}
+
+/// Gives a list back; its communicator is gone, and nothing is in it.
+pub(super) fn give_back(list: List) {
+    lock(&FREE).push(list);
+}
+
+/// A place in a list, for one registration after the other.
+pub(super) struct Place {
+    /// Of the registration that is here: even while it is open, one more while it is being closed, two more from then on.
+    number: AtomicU64,
+    list: List,
+    held: UnsafeCell<Held>,
+}
+
+// SAFETY: what is held is reached through the place's list only, and one thread at a time is inside of that.
+unsafe impl Sync for Place {}
+
+/// What is registered.
+#[derive(Default)]
+struct Held {
+    /// NCCL's handle.
+    handle: usize,
+    memory: Option<Buffer>,
+    /// Where it is a window.
+    window: Option<Shape>,
+    /// Where NCCL writes the handle, if it did not come at once.
+    late: Option<Slot>,
+    /// The next place that is free, where this one is.
+    next: Option<&'static Place>,
+}
+
+/// The memory of a window.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    pub(super) addr: usize,
+    pub(super) size: usize,
+    pub(super) flags: u32,
+}
+
+/// Names a registration.
+#[derive(Clone, Copy)]
+pub(super) struct Key {
+    place: &'static Place,
+    number: u64,
+}
+
+impl Key {
+    /// Whether nobody has begun to close it. Any thread, at any time.
+    #[inline]
+    pub(super) fn is_open(self) -> bool {
+        self.place.number.load(Ordering::Acquire) == self.number
+    }
+
+    /// The list that it is in.
+    #[inline]
+    pub(super) fn list(self) -> List {
+        self.place.list
+    }
+}
+
+/// What was registered, and is not in the list any more.
+pub(super) struct Taken {
+    handle: usize,
+    late: Option<Slot>,
+    pub(super) is_window: bool,
+    pub(super) memory: Buffer,
+}
+
+impl Taken {
+    /// NCCL's handle; 0 where there is none.
+    pub(super) fn handle(&self) -> usize {
+        self.late.as_ref().map_or(self.handle, Slot::handle)
+    }
+}
+
+/// What is registered, by its places. A place is used again, and then has another number: a handle that was closed with its
+/// communicator does not find a later one.
+#[derive(Default)]
+pub(super) struct Registered {
+    places: Vec<&'static Place>,
+    free: Option<&'static Place>,
+    len: usize,
+    /// The communicator, from its first registration until nobody uses it and nothing is registered.
+    core: Option<Arc<Core>>,
+    /// Nobody uses the communicator any more but through what is registered.
+    left: bool,
+}
+
+impl Registered {
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn keys(&self) -> Vec<Key> {
+        let used = self.places.iter().filter(|place| self.held(place).memory.is_some());
+        used.map(|place| Key { place, number: place.number.load(Ordering::Relaxed) & !1 }).collect()
+    }
+
+    #[inline]
+    #[allow(clippy::unused_self, reason = "whoever has the list is inside of it")]
+    fn held(&self, place: &'static Place) -> &Held {
+        // SAFETY: the place is one of this list, and the answer lives as long as a borrow of what only one thread is inside of.
+        unsafe { &*place.held.get() }
+    }
+
+    #[inline]
+    #[allow(clippy::unused_self, reason = "as above")]
+    fn held_mut(&mut self, place: &'static Place) -> &mut Held {
+        // SAFETY: as above, and the list is borrowed mutably.
+        unsafe { &mut *place.held.get() }
+    }
+
+    /// A place for one more, to be filled before this thread leaves the list.
+    #[inline]
+    pub(super) fn room(&mut self, core: &Arc<Core>) -> &'static Place {
+        match self.free {
+            Some(place) if self.core.is_some() => place,
+            _ => self.make_room(core),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn make_room(&mut self, core: &Arc<Core>) -> &'static Place {
+        self.core.get_or_insert_with(|| Arc::clone(core));
+        self.free.get_or_insert_with(|| {
+            let (number, held) = (AtomicU64::new(0), UnsafeCell::default());
+            let place: &'static Place = Box::leak(Box::new(Place { number, list: core.calling, held }));
+            self.places.push(place);
+            place
+        })
+    }
+
+    /// Puts a buffer or a window into its place.
+    #[inline]
+    pub(super) fn fill(
+        &mut self,
+        place: &'static Place,
+        handle: usize,
+        memory: Buffer,
+        window: Option<Shape>,
+    ) -> Key {
+        let held = self.held_mut(place);
+        held.handle = handle;
+        held.window = window;
+        // There is none in a place that is free.
+        std::mem::forget(held.memory.replace(memory));
+        self.free = self.held(place).next;
+        self.len += 1;
+        Key { place, number: place.number.load(Ordering::Relaxed) }
+    }
+
+    /// Puts a window that is going to be registered into its place.
+    pub(super) fn fill_later(
+        &mut self,
+        place: &'static Place,
+        memory: Buffer,
+        shape: Shape,
+        slot: Slot,
+    ) -> Key {
+        self.held_mut(place).late = Some(slot);
+        self.fill(place, 0, memory, Some(shape))
+    }
+
+    /// The memory of what is open.
+    pub(super) fn find(&self, key: Key) -> Option<&Buffer> {
+        if key.is_open() { self.held(key.place).memory.as_ref() } else { None }
+    }
+
+    /// The windows that are there.
+    pub(super) fn windows(&self) -> impl Iterator<Item = Shape> {
+        let used = self.places.iter().map(|place| self.held(place)).filter(|held| held.memory.is_some());
+        used.filter_map(|held| held.window)
+    }
+
+    /// The communicator of what is registered, where others use it too.
+    #[inline]
+    pub(super) fn used_core(&self) -> Option<&Arc<Core>> {
+        if self.left { None } else { self.core.as_ref() }
+    }
+
+    /// The communicator of what is registered.
+    pub(super) fn core(&self) -> Option<&Arc<Core>> {
+        self.core.as_ref()
+    }
+
+    /// Lets nobody use it any more; false where it is not there.
+    pub(super) fn begin_to_close(&mut self, key: Key) -> bool {
+        let number = &key.place.number;
+        let here = number.load(Ordering::Relaxed) & !1 == key.number;
+        if here {
+            number.store(key.number + 1, Ordering::Release);
+        }
+        here
+    }
+
+    /// NCCL's handle, whether it is of a window, the memory, and the communicator; once, and only where the handle came at once. The
+    /// caller drops the memory: what need not be dropped where something unwinds is kept in registers.
+    #[inline]
+    pub(super) fn take_now(&mut self, key: Key) -> Option<(usize, bool, ManuallyDrop<Buffer>, &Arc<Core>)> {
+        let (place, free) = (key.place, self.free);
+        let held = self.held_mut(place);
+        if !key.is_open() || held.late.is_some() {
+            return None;
+        }
+        let memory = ManuallyDrop::new(held.memory.take()?);
+        let (handle, is_window) = (held.handle, held.window.is_some());
+        held.next = free;
+        self.free_again(key);
+        Some((handle, is_window, memory, self.core.as_ref()?))
+    }
+
+    #[inline]
+    fn free_again(&mut self, key: Key) {
+        key.place.number.store(key.number + 2, Ordering::Release);
+        self.free = Some(key.place);
+        self.len -= 1;
+    }
+
+    /// What was registered, once, and the communicator.
+    pub(super) fn take(&mut self, key: Key) -> Option<(Taken, &Arc<Core>)> {
+        if key.place.number.load(Ordering::Relaxed) & !1 != key.number {
+            return None;
+        }
+        let free = self.free;
+        let held = self.held_mut(key.place);
+        let memory = held.memory.take()?;
+        held.next = free;
+        let (late, is_window) = (held.late.take(), held.window.is_some());
+        let taken = Taken { handle: held.handle, late, is_window, memory };
+        self.free_again(key);
+        Some((taken, self.core.as_ref()?))
+    }
+
+    /// Nobody uses the communicator any more; the answer is dropped outside of the list.
+    pub(super) fn leave(&mut self) -> Option<Arc<Core>> {
+        self.left = true;
+        self.unused()
+    }
+
+    /// The communicator, where the list need not keep it any more; the answer is dropped outside of the list.
+    pub(super) fn unused(&mut self) -> Option<Arc<Core>> {
+        if !self.left || self.len > 0 {
+            return None;
+        }
+        self.left = false;
+        self.core.take()
+    }
+}
