@@ -187,6 +187,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     warn_of_debug_build(output);
     let mut session = Session {
         pace: options.pace(),
+        quick: options.quick,
         rows: Vec::new(),
         skipped: Vec::new(),
         failures: Vec::new(),
@@ -226,6 +227,8 @@ fn warn_of_debug_build(output: &Output) {
 /// What a run has found so far.
 pub(crate) struct Session {
     pace: Pace,
+    /// Whether the whole run is to take less than a minute.
+    quick: bool,
     rows: Vec<Row>,
     skipped: Vec<Skipped>,
     failures: Vec<String>,

@@ -68,6 +68,7 @@ pub(super) fn run(options: &Options, output: &Output) -> Outcome {
     super::warn_of_debug_build(output);
     let mut session = Session {
         pace: options.pace(),
+        quick: options.quick,
         rows: Vec::new(),
         skipped: Vec::new(),
         failures: Vec::new(),

@@ -27,10 +27,10 @@ const DESCRIPTORS: f64 = 2.0;
 
 /// Microseconds until a request of any size is posted: that 99 of 100 stay below.
 const POSTED: f64 = 50.0;
-const POSTS: usize = 200;
 
-/// How often a bare thread is woken, each time after such a transfer.
-const WAKES: usize = 50;
+/// How often a request is posted, how often a bare thread is woken, each time after such a transfer, and by which paths.
+const POSTS: (usize, usize, &[&str]) = (200, 50, &["mapped", "cma", "unix", "tcp"]);
+const QUICK_POSTS: (usize, usize, &[&str]) = (100, 20, &["mapped", "tcp"]);
 
 /// Registers few regions and many, and takes them back: each costs the same.
 pub(super) fn regions(session: &mut Session) -> Outcome<()> {
@@ -98,7 +98,8 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
     let (theirs, ours) = (wide(&shuffle.remote), wide(&shuffle.local));
     let layout = Layout::contiguous(BLOCKS * BLOCK, BLOCK)?;
     let sleeper = Sleeper::start().map_err(|error| Failure::os("thread creation", error))?;
-    for path in ["mapped", "cma", "unix", "tcp"] {
+    let (posts, wakes, paths) = if session.quick { QUICK_POSTS } else { POSTS };
+    for path in paths.iter().copied() {
         let mut worker = Worker::start("posted")?;
         let ticket = one_region(&mut worker, LONG)?;
         let endpoint = Endpoint::open("bench-posting")?;
@@ -123,8 +124,8 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
             ("post-64m", LONG, 1),
             ("post-81920-blocks", BLOCKS * BLOCK, BLOCKS),
         ] {
-            let (mut times, mut busy) = (Vec::with_capacity(POSTS), Vec::with_capacity(POSTS));
-            for _ in 0..POSTS {
+            let (mut times, mut busy) = (Vec::with_capacity(posts), Vec::with_capacity(posts));
+            for _ in 0..posts {
                 let worked = own_time();
                 let start = Instant::now();
                 let transfer = request(name).start()?;
@@ -134,15 +135,15 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
             }
             let wake = match name {
                 "post-64m" | "post-81920-blocks" => {
-                    let mut wakes = Vec::with_capacity(WAKES);
-                    for _ in 0..WAKES {
+                    let mut woken = Vec::with_capacity(wakes);
+                    for _ in 0..wakes {
                         request(name).start()?.wait()?;
                         let start = Instant::now();
                         sleeper.wake();
-                        wakes.push(start.elapsed().as_secs_f64());
+                        woken.push(start.elapsed().as_secs_f64());
                         sleeper.answered();
                     }
-                    Some(p99(&mut wakes))
+                    Some(p99(&mut woken))
                 }
                 _ => None,
             };
@@ -160,7 +161,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                     bytes,
                     blocks,
                     p99: Some(p99),
-                    rounds: POSTS,
+                    rounds: posts,
                     ..row
                 });
             }
@@ -169,10 +170,11 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
     Ok(())
 }
 
-/// The microseconds that 99 of 100 times stay below.
+/// The microseconds that 99 of 100 times do not exceed.
 fn p99(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);
-    times.get(times.len() * 99 / 100).copied().unwrap_or(f64::NAN) * 1e6
+    let rank = (times.len() * 99).div_ceil(100);
+    times.get(rank.saturating_sub(1)).copied().unwrap_or(f64::NAN) * 1e6
 }
 
 /// The time that this thread has had a processor for, in seconds.

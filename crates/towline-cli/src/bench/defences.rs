@@ -86,7 +86,7 @@ pub(super) fn measure(session: &mut Session) -> Outcome<()> {
         for (size, bytes) in SIZES {
             for op in Op::BOTH {
                 let (mut ours, mut limit) = (|| with.step(op, bytes), || without.step(op, bytes));
-                let times = measure::latencies(session.pace, &mut ours, Some(&mut limit))?;
+                let times = measure::medians(session.pace, &mut ours, Some(&mut limit))?;
                 let name = format!("defence-{}-{size}", defence.name);
                 let against = match with.remote.path() == without.remote.path() {
                     true => "without it".to_owned(),

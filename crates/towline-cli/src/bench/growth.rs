@@ -30,7 +30,8 @@ fn one_path(session: &mut Session, worker: &mut Worker, path: Path) -> Outcome<(
     let few = Side::new(worker, path, FEW)?;
     for count in MANY {
         let many = Side::new(worker, path, count)?;
-        let times = measure::latencies(session.pace, &mut || many.read(), Some(&mut || few.read()))?;
+        let pace = session.pace.asked(path.medium().is_some());
+        let times = measure::latencies(pace, &mut || many.read(), Some(&mut || few.read()))?;
         let row = Row::new(format!("growth-{count}"), Unit::Microseconds, times.ours * 1e6).against(
             "one registration",
             times.limit.map(|time| time * 1e6),

@@ -19,6 +19,21 @@ pub(super) struct Pace {
     pub(super) most: usize,
 }
 
+/// Of a row of which a figure is asked, the machine should be seen in more than one of its moods.
+const ASKED: (Duration, usize) = (Duration::from_millis(700), 41);
+
+/// A round over sockets is fast or slow by where the kernel has placed the threads of both sides, ours and the bare ones', and it leaves
+/// them there for a tenth of a second and more.
+const ASKED_OF_SOCKETS: (Duration, usize) = (Duration::from_millis(1600), 151);
+
+impl Pace {
+    /// For as long as a row needs of which a figure is asked.
+    pub(super) fn asked(self, sockets: bool) -> Pace {
+        let (budget, most) = if sockets { ASKED_OF_SOCKETS } else { ASKED };
+        Pace { budget: self.budget.max(budget), most: self.most.max(most), ..self }
+    }
+}
+
 /// One thing to time.
 pub(super) type Step<'a> = dyn FnMut() -> Outcome<()> + 'a;
 

@@ -60,9 +60,13 @@ fn row(session: &Session, bed: &mut Bed, case: &Case) -> Outcome<Row> {
     };
     let mut ours = || bed.transfer(case, &shape);
     let mut bare = || limit.run();
+    let pace = match case.goal {
+        Some(_) => session.pace.asked(case.path.medium().is_some()),
+        None => session.pace,
+    };
     let times = match case.manner {
-        Manner::Latency => measure::latencies(session.pace, &mut ours, Some(&mut bare))?,
-        _ => measure::rates(session.pace, &mut ours, Some(&mut bare))?,
+        Manner::Latency => measure::latencies(pace, &mut ours, Some(&mut bare))?,
+        _ => measure::rates(pace, &mut ours, Some(&mut bare))?,
     };
     let row = match case.manner {
         Manner::Latency => Row::new(&case.name, Unit::Microseconds, times.ours * 1e6)
