@@ -1,8 +1,9 @@
 //! Who waits: per process, started on first use and asleep when idle, one epoll thread and one copy pool.
 //!
 //! [`reactor()`] waits for descriptors and for moments in time, on the thread `towline-io`. [`pool()`] runs
-//! what takes long (copies, blocking waits) on threads `towline-copy-N`, of which an idle process has none. [`starters()`] runs
-//! what a call leaves to others so that it can return, on threads `towline-start-N`.
+//! what takes long (lanes, blocking waits) on threads `towline-copy-N`, of which an idle process has none. [`starters()`] runs
+//! what a call leaves to others so that it can return, on threads `towline-start-N`, and [`sharers()`] copies that several threads
+//! share, on threads `towline-share-N`.
 //! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
 //! a process in which nothing happens makes no system call.
 
@@ -31,6 +32,7 @@ static REACTOR: OnceLock<Arc<Reactor>> = OnceLock::new();
 static STARTING: Mutex<()> = Mutex::new(());
 static POOL: Pool = Pool::new("towline-copy", 0);
 static STARTERS: Pool = Pool::new("towline-start", 0).polite();
+static SHARERS: Pool = Pool::new("towline-share", 0).polite();
 
 /// The process's event loop; the first call starts its thread.
 ///
@@ -74,6 +76,11 @@ pub(crate) fn pool() -> &'static Pool {
 /// machine is.
 pub(crate) fn starters() -> &'static Pool {
     &STARTERS
+}
+
+/// The process's threads that share copies with whoever has begun them. They take no processor from who has posted a copy, and goes on.
+pub(crate) fn sharers() -> &'static Pool {
+    &SHARERS
 }
 
 /// Starts a library thread, which takes no signal that the program may want on a thread of its own.

@@ -24,8 +24,13 @@ const INLINE: u64 = 256 << 10;
 /// bytes do.
 const INLINE_BLOCKS: u64 = 512;
 
-/// Workers take portions of at least this size, so that the pin and the hand-out do not show.
+/// Workers take portions of at least this size, so that calling another one for the next portion is worth it.
 const LEAST_PORTION: u64 = 2 << 20;
+
+/// Of transfers from this size on, which many workers share, portions may be smaller: the pin and the hand-out do not show, and who
+/// comes late, or ends early, leaves less to wait for.
+const SHARED: u64 = 16 << 20;
+const LEAST_SHARED: u64 = 512 << 10;
 
 /// And of at most this size, two milliseconds' worth: a portion that has begun is copied to its end, also when the transfer was
 /// cancelled or its owner has died. No less, because the C library's memcpy goes around the cache only in one long call: 256 MiB in
@@ -131,7 +136,8 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
 
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
         let workers = progress::pool().limit() as u64;
-        let portion = (plan.bytes() / (workers * PORTIONS_EACH)).clamp(LEAST_PORTION, MOST_PORTION);
+        let least = if plan.bytes() < SHARED { LEAST_PORTION } else { LEAST_SHARED };
+        let portion = (plan.bytes() / (workers * PORTIONS_EACH)).clamp(least, MOST_PORTION);
         // Whole pages, so that no element of a reduction is cut in two.
         let portion = portion & !4095;
         let plan = plan.cut(portion);
@@ -245,8 +251,8 @@ struct Run<D> {
 /// one of them. Of more portions it does not, since starters come late where the machine is busy.
 const FEW: usize = 4;
 
-/// Every worker calls so many others before it begins: waking takes a while, and so it is shared.
-const CALLS_EACH: usize = 2;
+/// Of so many processors one is left alone until the first portion has been copied.
+const MANY: usize = 8;
 
 /// How many threads of this process copy for transfers. With more of them than processors each waits for its turn in the middle of a
 /// portion; and so does who waits for the end of a transfer whose owner has died.
@@ -288,19 +294,19 @@ impl<D: Direct> Run<D> {
         self.direct.blocks() || copying <= progress::pool().limit()
     }
 
-    /// Calls one more worker, where one is wanted and a processor is free for it. It has no place before it comes: a caller that
-    /// waits is there sooner.
-    fn call_one(&self) {
+    /// Calls one more worker, where one is wanted besides those who are left out, and a processor is free for it; false where not. It
+    /// has no place before it comes: a caller that waits is there sooner.
+    fn call_one(&self, left_out: usize) -> bool {
         let called = self.called.load(Ordering::Relaxed);
         if self.next.load(Ordering::Relaxed) >= self.transfer.units.len()
-            || self.working.load(Ordering::Relaxed) + called >= self.wanted
+            || self.working.load(Ordering::Relaxed) + called + left_out >= self.wanted
             || !self.has_processor(COPYING.load(Ordering::Relaxed) + called + 1)
         {
-            return;
+            return false;
         }
-        let Some(run) = self.me.upgrade() else { return };
+        let Some(run) = self.me.upgrade() else { return false };
         self.called.fetch_add(1, Ordering::Relaxed);
-        let called = progress::pool().spawn(Box::new(move || {
+        let called = progress::sharers().spawn(Box::new(move || {
             run.called.fetch_sub(1, Ordering::Relaxed);
             run.take_part();
         }));
@@ -308,14 +314,16 @@ impl<D: Direct> Run<D> {
         if called.is_err() {
             self.called.fetch_sub(1, Ordering::Relaxed);
         }
+        called.is_ok()
     }
 
     /// Works on it, where there is a place.
     fn take_part(&self) {
         let Some(_copying) = self.join() else { return };
-        for _ in 0..CALLS_EACH {
-            self.call_one();
-        }
+        // All that are wanted: a call takes less than it takes until who was called could call others. But for one where that is every
+        // processor of many: who posted the transfer is about to return, and would lose its own to the last. It comes itself if it waits.
+        let left_out = usize::from(self.wanted >= MANY && self.wanted == progress::pool().limit());
+        while self.call_one(left_out) {}
         self.work();
     }
 
@@ -348,7 +356,7 @@ impl<D: Direct> Run<D> {
                 Err(error) => transfer.unit_failed(unit, error),
             }
             // Another transfer may have ended meanwhile, and left a processor.
-            self.call_one();
+            self.call_one(0);
         }
     }
 }
