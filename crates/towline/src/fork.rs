@@ -7,12 +7,15 @@
 //! A child forked *before* Towline was first used is an ordinary process and is not affected.
 #![allow(unsafe_code, reason = "maps one page that the kernel wipes in a forked child")]
 
+use std::ffi::c_void;
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use crate::error::{Error, Kind, Result};
+use crate::sync::lock;
 
 const ALIVE: u32 = 1;
 
@@ -46,6 +49,21 @@ fn first_or_refused(op: &'static str, state: State) -> Result<()> {
 #[inline]
 pub(crate) fn in_child() -> bool {
     PROCESS.state() == State::Child
+}
+
+/// A word that is 0 in every forked child; it is never freed. `None` where the kernel has no such memory (before 4.14).
+pub(crate) fn wiped_word(value: u64) -> Option<&'static AtomicU64> {
+    static REST: Mutex<&'static [AtomicU64]> = Mutex::new(&[]);
+    let mut rest = lock(&REST);
+    if rest.is_empty() {
+        let words = rustix::param::page_size() / size_of::<AtomicU64>();
+        // SAFETY: the page is mapped, writable, aligned and zeroed, which is as many valid words; it is never unmapped.
+        *rest = unsafe { std::slice::from_raw_parts(wiped_page()?.cast(), words) };
+    }
+    let (word, others) = rest.split_first()?;
+    *rest = others;
+    word.store(value, Ordering::Relaxed);
+    Some(word)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,14 +104,14 @@ impl Mark {
 
     /// Marks this process. Threads may race here: whatever the winner publishes is right for all of them.
     fn set(&self, wipe_on_fork: bool) {
-        match wipe_on_fork.then(wiped_page).flatten() {
+        match wipe_on_fork.then(marked_page).flatten() {
             Some(page) => {
                 if self
                     .page
                     .compare_exchange(ptr::null_mut(), page, Ordering::AcqRel, Ordering::Acquire)
                     .is_err()
                 {
-                    // SAFETY: `wiped_page` mapped it just now and the exchange did not publish it.
+                    // SAFETY: `marked_page` mapped it just now and the exchange did not publish it.
                     let _ = unsafe { munmap(page.cast(), rustix::param::page_size()) };
                 }
             }
@@ -105,7 +123,15 @@ impl Mark {
 }
 
 /// A page whose first word is `ALIVE` here and zero in every forked child.
-fn wiped_page() -> Option<*mut AtomicU32> {
+fn marked_page() -> Option<*mut AtomicU32> {
+    let word = wiped_page()?.cast::<AtomicU32>();
+    // SAFETY: the page is mapped, writable, page-aligned and zeroed, which is a valid `AtomicU32`.
+    unsafe { &*word }.store(ALIVE, Ordering::Release);
+    Some(word)
+}
+
+/// A page of zeros that is wiped in every forked child.
+fn wiped_page() -> Option<*mut c_void> {
     let length = rustix::param::page_size();
     // SAFETY: a fresh private mapping at an address of the kernel's choice overlaps nothing.
     let page = unsafe {
@@ -118,10 +144,7 @@ fn wiped_page() -> Option<*mut AtomicU32> {
         let _ = unsafe { munmap(page, length) };
         return None;
     }
-    let word = page.cast::<AtomicU32>();
-    // SAFETY: the page is mapped, writable, page-aligned and zeroed, which is a valid `AtomicU32`.
-    unsafe { &*word }.store(ALIVE, Ordering::Release);
-    Some(word)
+    Some(page)
 }
 
 #[cfg(test)]

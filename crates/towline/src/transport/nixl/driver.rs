@@ -236,6 +236,7 @@ impl Engine {
 
     /// Looks at everything once; says how much of it has landed, or `None` where somebody else is looking.
     pub(super) fn drive(self: &Arc<Self>) -> Option<usize> {
+        let _inside = Exiting::enter_unless_exiting()?;
         let looking = match self.driving.try_lock() {
             Ok(looking) => looking,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -399,6 +400,13 @@ impl Exiting {
     pub(super) fn enter() -> Exiting {
         INSIDE.fetch_add(1, Ordering::SeqCst);
         Exiting
+    }
+
+    /// The same for a thread of any kind that posts or looks; `None` where the process is ending, and nobody may go in any more.
+    pub(super) fn enter_unless_exiting() -> Option<Exiting> {
+        // The process says that it ends and then counts who is inside; here it is the other way round, so that one sees the other.
+        let inside = Exiting::enter();
+        (!EXITING.load(Ordering::SeqCst)).then_some(inside)
     }
 }
 

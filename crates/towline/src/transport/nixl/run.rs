@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, TryLockError, Weak};
 use towline_sys::nixl::Progress;
 
 use super::attachment::{INLINE, NixlAttachment};
-use super::driver::Flight;
+use super::driver::{Exiting, Flight};
 use super::memory::Memory;
 use crate::layout::Plan;
 use crate::transfer::{Help, TransferCore};
@@ -126,6 +126,8 @@ impl Run {
 
     /// Posts what there is room for, or reports for what will not be posted.
     pub(super) fn work(self: &Arc<Self>) {
+        // A worker, or a caller, that posts while the process ends would find NIXL taken apart.
+        let Some(_inside) = Exiting::enter_unless_exiting() else { return };
         while self.has_work() {
             let posting = match self.posting.try_lock() {
                 Ok(posting) => posting,
