@@ -150,7 +150,7 @@ step_soak() {
   check cargo test --quiet --no-run
   log=$logs/soak.log
   # For the lane of NIXL, which is there once the tests of the workspace are done.
-  VIRTUAL_ENV=$PWD/.venv check "$target_dir/debug/towline" soak --quick --seconds "${SOAK_SECONDS:-100}" --html "$target_dir/soak.html"
+  VIRTUAL_ENV=$PWD/.venv check "$target_dir/debug/towline" soak --quick --seconds "${SOAK_SECONDS:-75}" --html "$target_dir/soak.html"
   while IFS= read -r line; do
     skips+=("soak/$line")
   done < <(sed -nE 's/^ +skipped //p' "$log" | sort -u)
