@@ -355,29 +355,44 @@ struct Parked {
 /// freeing it would let a stopped peer write into somebody else's memory.
 #[derive(Default)]
 pub(crate) struct ParkingLot {
-    parked: Mutex<Vec<Parked>>,
+    held: Mutex<Held>,
+}
+
+#[derive(Default)]
+struct Held {
+    parked: Vec<Parked>,
+    /// What is being freed counts until it is free: its number and bytes.
+    leaving: (usize, usize),
 }
 
 impl ParkingLot {
     fn park(&self, parked: Parked) {
-        lock(&self.parked).push(parked);
+        lock(&self.held).parked.push(parked);
     }
 
     /// Frees what nobody uses any more.
     pub(crate) fn sweep(&self) {
         let free: Vec<Parked> = {
-            let mut parked = lock(&self.parked);
-            parked.extract_if(.., |parked| parked.core.drained()).collect()
+            let mut held = lock(&self.held);
+            let free: Vec<Parked> = held.parked.extract_if(.., |parked| parked.core.drained()).collect();
+            held.leaving.0 += free.len();
+            held.leaving.1 += free.iter().map(|parked| parked.core.len).sum::<usize>();
+            free
         };
+        // Not under the lock: a storage's drop may be the user's code.
         for Parked { core, storage } in free {
             core.free();
             drop(storage);
+            let mut held = lock(&self.held);
+            held.leaving.0 -= 1;
+            held.leaving.1 -= core.len;
         }
     }
 
     /// How many storages are parked, and their bytes.
     pub(crate) fn load(&self) -> (usize, usize) {
-        let parked = lock(&self.parked);
-        (parked.len(), parked.iter().map(|parked| parked.core.len).sum())
+        let held = lock(&self.held);
+        let bytes = held.parked.iter().map(|parked| parked.core.len).sum::<usize>();
+        (held.parked.len() + held.leaving.0, bytes + held.leaving.1)
     }
 }

@@ -120,7 +120,9 @@ fn memory_that_is_dropped_under_a_peer_is_parked_until_the_peer_is_out() {
         Ok(())
     });
     assert!(is_stale(copied));
-    until("the memory is freed", || memory.strong_count() == 0 && pair.owner.stats().parked == (0, 0));
+    until("the memory is freed", || pair.owner.stats().parked == (0, 0));
+    // What is not parked any more is gone.
+    assert_eq!((memory.strong_count(), pair.owner.stats().regions), (0, 0));
 }
 
 #[test]

@@ -32,7 +32,7 @@ const TURN: usize = 256;
 /// How long a worker waits for the other side itself before it leaves the lane to the event loop: a few times as long as
 /// the other side needs to empty or fill a socket's buffer. In slices, between which it looks for other work.
 const LINGER: Duration = Duration::from_micros(50);
-const LINGERS: usize = 8;
+const LINGERS: u32 = 8;
 
 /// Whether the peer is still there is known as long as this, and otherwise looked at again; but not for ever where the machine
 /// is so busy that it never is.
@@ -63,8 +63,22 @@ pub(super) trait Handler: Send + Sync {
     /// The payload has gone there.
     fn received(&self, connection: &Arc<Connection>, header: Header, sink: Sink) -> Result<()>;
 
+    /// What may come over that connection when all that has come is dealt with.
+    fn next(&self, connection: &Arc<Connection>) -> Next;
+
     /// The connection is of no more use. Called once.
     fn closed(&self, connection: &Arc<Connection>, error: Error);
+}
+
+/// What may come next over a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Next {
+    /// More of what is under way, from the other side or from another thread of this one.
+    More,
+    /// A new request, if the other side has one.
+    Request,
+    /// Nothing before something is asked here.
+    Nothing,
 }
 
 fn disconnected() -> Error {
@@ -663,6 +677,11 @@ impl Connection {
         wanted
     }
 
+    /// What may come over it now.
+    pub(super) fn next(self: &Arc<Self>) -> Next {
+        self.handler().map_or(Next::Nothing, |handler| handler.next(self))
+    }
+
     fn handler(&self) -> Option<Arc<dyn Handler>> {
         lock(&self.handler).clone()
     }
@@ -729,9 +748,19 @@ impl Connection {
 
     /// Waits a moment for the other side: while it is busy with our bytes that is cheaper than to go round the event
     /// loop. Not while other work waits for a thread. True: there is something to do here.
-    fn linger(&self) -> Result<bool> {
+    fn linger(self: &Arc<Self>) -> Result<bool> {
         if self.send_patiently()? {
             return Ok(true);
+        }
+        match self.next() {
+            Next::Nothing => return Ok(false),
+            // In one piece: each time that a worker wakes up it takes a processor from somebody, such as a caller that posts the
+            // next transfer. Nobody but the other side has anything for this lane.
+            Next::Request if self.has_sent_all() => {
+                let waited = progress::pool().aside(|| self.socket.wait_readable(LINGER * LINGERS));
+                return Ok(waited.transpose()?.unwrap_or(false));
+            }
+            Next::Request | Next::More => {}
         }
         for _ in 0..LINGERS {
             let (readable, blocked) = {

@@ -243,6 +243,12 @@ impl Files {
         state.written = state.written.saturating_sub(bytes as usize);
     }
 
+    /// Whether answers are being made, which other threads will send.
+    pub(super) fn is_reading(&self) -> bool {
+        let state = lock(&self.state);
+        state.workers > 0 || state.read > 0
+    }
+
     /// Forgets what waits.
     pub(super) fn clear(&self) {
         let waiting = {

@@ -6,6 +6,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::time::Duration;
 
+use super::connection::Next;
 use super::connection::moments::{self, Hold, Moment};
 use crate::memory::{Dtype, ReduceOp, SharedStorage, SystemStorage};
 use crate::sync::lock;
@@ -86,6 +87,35 @@ fn nothing_lands_of(scene: &Scene) {
     scene.go_on.send(()).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     assert!(before == bytes(&scene.region), "bytes landed behind a quiet end");
+}
+
+#[test]
+fn a_lane_waits_for_what_was_asked_over_it_and_for_nothing_else() {
+    let _one = lock(&ONE_AT_A_TIME);
+    let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
+    let region = owner.register(SharedStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
+    let local = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+    let routing = Routing::default().require("unix").unwrap();
+    let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
+    let (go_on, wait) = mpsc::channel::<()>();
+    let (there, arrived) = mpsc::channel();
+    let wait = Mutex::new(wait);
+    let act = Arc::new(move || {
+        there.send(()).unwrap();
+        let _ = lock(&wait).recv();
+    });
+    let base = region.addr();
+    moments::hold(Hold { moment: Moment::BeforeTheCopy, memory: base..base + LEN, act });
+    let transfer = user.write(&remote, &local).start().unwrap();
+    arrived.recv_timeout(WATCHDOG).expect("the owner comes to that moment");
+    moments::hold_nobody();
+    let session = lock(&user.core().sessions).values().next().cloned().unwrap();
+    let lanes = session.open_lanes().unwrap();
+    let waiting = |next: Next| lanes.iter().filter(|lane| lane.next() == next).count();
+    assert_eq!((waiting(Next::More), waiting(Next::Nothing)), (1, lanes.len() - 1));
+    go_on.send(()).unwrap();
+    transfer.wait_for(WATCHDOG).expect("a write whose owner goes on ends").unwrap();
+    assert_eq!(waiting(Next::Nothing), lanes.len());
 }
 
 #[test]

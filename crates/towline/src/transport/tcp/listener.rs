@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::UNANSWERED;
 use super::channel::Channel;
-use super::connection::{Connection, Handler, Role};
+use super::connection::{Connection, Handler, Next, Role};
 use super::parts::{Keep, Payload, Sink};
 use super::serving::Serving;
 use super::strangers::{Origin, Stranger};
@@ -325,6 +325,10 @@ impl Handler for Newcomer {
 
     fn received(&self, _: &Arc<Connection>, _: Header, _: Sink) -> Result<()> {
         Ok(())
+    }
+
+    fn next(&self, _: &Arc<Connection>) -> Next {
+        Next::Nothing
     }
 
     fn closed(&self, _connection: &Arc<Connection>, _error: Error) {}

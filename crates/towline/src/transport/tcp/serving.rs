@@ -13,7 +13,7 @@ use self::admitting::{Admitted, Granting};
 use self::local::Local;
 use super::allowance::{Allowance, exhausted};
 use super::checks::{self, Announced};
-use super::connection::{Connection, Handler, Role, Wanted};
+use super::connection::{Connection, Handler, Next, Role, Wanted};
 use super::counting::{Counting, Due, Follower};
 use super::files::Files;
 use super::parts::{Keep, Landed, Payload, Sink, hung_up, readable};
@@ -642,6 +642,10 @@ impl Handler for Arc<Serving> {
             }
             other => Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind()))),
         }
+    }
+
+    fn next(&self, _: &Arc<Connection>) -> Next {
+        if self.files.is_reading() { Next::More } else { Next::Request }
     }
 
     fn payload(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {

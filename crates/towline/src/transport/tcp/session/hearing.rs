@@ -7,7 +7,7 @@ use super::{Pending, Session};
 use crate::memory::Mapping;
 use crate::sync::lock;
 use crate::transport::Told;
-use crate::transport::tcp::connection::{Connection, Handler, Role};
+use crate::transport::tcp::connection::{Connection, Handler, Next, Role};
 use crate::transport::tcp::importing::Answer;
 use crate::transport::tcp::parts::Sink;
 use crate::wire::{self, FrameKind, Granted, Header, Message};
@@ -119,6 +119,12 @@ impl ToSession {
 impl Handler for ToSession {
     fn frame(&self, _: &Arc<Connection>, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
         self.session()?.answered(header, body, files)
+    }
+
+    fn next(&self, connection: &Arc<Connection>) -> Next {
+        let Some(session) = self.0.upgrade() else { return Next::Nothing };
+        let asked = |one: &Pending| matches!(one, Pending::Unit { connection: over, .. } if Arc::ptr_eq(over, connection));
+        if lock(&session.pending).values().any(asked) { Next::More } else { Next::Nothing }
     }
 
     fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
