@@ -99,10 +99,13 @@ fn requests_and_bytes_beyond_the_quota_are_refused_and_the_rest_is_served() {
             let handle = attacker.log_in(&target.ticket);
             let blocks = vec![Block { offset: 0, len: LEN as u32 }];
             const ASKED: usize = 1000;
+            let before = target.refused();
             for _ in 0..ASKED {
                 let read = Read { transfer: 0, handle, blocks: blocks.clone() };
                 attacker.send(&Message::from(read).frame(7, 0, 0));
             }
+            // Who reads the answers as they come may never have more than one in flight.
+            assert!(eventually(PATIENCE * 4, || target.refused() > before), "nothing was refused");
             let (mut served, mut refused) = (0, 0);
             for _ in 0..ASKED {
                 let (header, body) = attacker.frame().expect("an answer");

@@ -66,6 +66,11 @@ impl Target {
         }
     }
 
+    /// How many accesses it has refused.
+    fn refused(&mut self) -> u64 {
+        self.process.must("stats").number(3)
+    }
+
     /// Waits until the number of descriptors stands still for a while.
     fn settle(&self) {
         let mut last = (self.process.descriptors(), 0);
