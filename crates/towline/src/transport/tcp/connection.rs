@@ -4,6 +4,8 @@
 //! bulk, is driven by workers of the pool. Whoever has something to send sends it at once where the socket takes it.
 #![allow(unsafe_code, reason = "hands raw parts of registered memory to the socket")]
 
+mod driving;
+
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,7 +17,7 @@ use super::channel::{Channel, Landing};
 use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, Sink};
 use crate::fence::applying::{Applying, Desk, Place};
 use crate::progress::socket::{Received, Sent};
-use crate::progress::{self, Interest, Pool, Readiness, Source, Token, at_once};
+use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
@@ -28,11 +30,6 @@ const MOST_UNSENT: usize = 1024;
 
 /// After this many receives a connection lets others have their turn.
 const TURN: usize = 256;
-
-/// How long a worker waits for the other side itself before it leaves the lane to the event loop: a few times as long as
-/// the other side needs to empty or fill a socket's buffer. In slices, between which it looks for other work.
-const LINGER: Duration = Duration::from_micros(50);
-const LINGERS: u32 = 8;
 
 /// Whether the peer is still there is known as long as this, and otherwise looked at again; but not for ever where the machine
 /// is so busy that it never is.
@@ -704,80 +701,6 @@ impl Connection {
             self.flush(&mut outgoing)?;
         }
         Ok(())
-    }
-
-    fn drive_soon(&self) {
-        if self.driven.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let Some(me) = self.me.upgrade() else { return };
-        let last = Some(self.driver.load(Ordering::Relaxed));
-        if let Err(refused) = progress::pool().spawn_near(last, Box::new(move || me.drive())) {
-            self.close(refused.error);
-        }
-    }
-
-    /// A worker's turn at a lane.
-    fn drive(self: Arc<Self>) {
-        self.driver.store(Pool::number().unwrap_or(usize::MAX), Ordering::Relaxed);
-        loop {
-            if let Err(error) = self.pump(true) {
-                self.close(error);
-                return;
-            }
-            if self.is_closed() {
-                return;
-            }
-            match self.linger() {
-                Ok(true) => continue,
-                Ok(false) => {}
-                Err(error) => {
-                    self.close(error);
-                    return;
-                }
-            }
-            self.driven.store(false, Ordering::Release);
-            // Somebody may have queued a frame after the pump and before the flag was down.
-            if !self.queue().is_idle() && !self.driven.swap(true, Ordering::AcqRel) {
-                continue;
-            }
-            self.arm(&mut self.queue());
-            return;
-        }
-    }
-
-    /// Waits a moment for the other side: while it is busy with our bytes that is cheaper than to go round the event
-    /// loop. Not while other work waits for a thread. True: there is something to do here.
-    fn linger(self: &Arc<Self>) -> Result<bool> {
-        if self.send_patiently()? {
-            return Ok(true);
-        }
-        match self.next() {
-            Next::Nothing => return Ok(false),
-            // In one piece: each time that a worker wakes up it takes a processor from somebody, such as a caller that posts the
-            // next transfer. Nobody but the other side has anything for this lane.
-            Next::Request if self.has_sent_all() => {
-                let waited = progress::pool().aside(|| self.socket.wait_readable(LINGER * LINGERS));
-                return Ok(waited.transpose()?.unwrap_or(false));
-            }
-            Next::Request | Next::More => {}
-        }
-        for _ in 0..LINGERS {
-            let (readable, blocked) = {
-                let outgoing = self.queue();
-                if !outgoing.is_idle() {
-                    return Ok(true);
-                }
-                (outgoing.weight() <= MOST_UNSENT, outgoing.blocked())
-            };
-            if progress::pool().busy_or_queued() {
-                return Ok(false);
-            }
-            if self.socket.wait(readable, blocked, LINGER)? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
     }
 
     /// Says goodbye where the socket takes it at once.

@@ -58,6 +58,16 @@ fn held_up_at(
     local.write_at(0, &vec![7; LEN]).unwrap();
     let routing = Routing::default().require(path).unwrap();
     let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
+    let (go_on, arrived) = hold_at(moment, &region);
+    let transfer = start(&user, &remote, &local).unwrap();
+    arrived.recv_timeout(WATCHDOG).expect("the owner comes to that moment");
+    let error = transfer.wait_for(WATCHDOG).expect("a write to an owner that stands still ends").unwrap_err();
+    assert!(matches!(error.kind(), Kind::Timeout | Kind::Disconnected), "{error}");
+    Scene { _one: one, region, _local: local, transfer, go_on, _ends: (owner, user) }
+}
+
+/// Holds whoever comes to that moment of the region until it is told to go on; says when it has come.
+fn hold_at(moment: Moment, region: &Registered<SharedStorage>) -> (mpsc::Sender<()>, mpsc::Receiver<()>) {
     let (go_on, wait) = mpsc::channel::<()>();
     let (there, arrived) = mpsc::channel();
     let wait = Mutex::new(wait);
@@ -68,11 +78,7 @@ fn held_up_at(
     });
     let base = region.addr();
     moments::hold(Hold { moment, memory: base..base + LEN, act });
-    let transfer = start(&user, &remote, &local).unwrap();
-    arrived.recv_timeout(WATCHDOG).expect("the owner comes to that moment");
-    let error = transfer.wait_for(WATCHDOG).expect("a write to an owner that stands still ends").unwrap_err();
-    assert!(matches!(error.kind(), Kind::Timeout | Kind::Disconnected), "{error}");
-    Scene { _one: one, region, _local: local, transfer, go_on, _ends: (owner, user) }
+    (go_on, arrived)
 }
 
 fn bytes(region: &Registered<SharedStorage>) -> Vec<u8> {
@@ -97,15 +103,7 @@ fn a_lane_waits_for_what_was_asked_over_it_and_for_nothing_else() {
     let local = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
     let routing = Routing::default().require("unix").unwrap();
     let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
-    let (go_on, wait) = mpsc::channel::<()>();
-    let (there, arrived) = mpsc::channel();
-    let wait = Mutex::new(wait);
-    let act = Arc::new(move || {
-        there.send(()).unwrap();
-        let _ = lock(&wait).recv();
-    });
-    let base = region.addr();
-    moments::hold(Hold { moment: Moment::BeforeTheCopy, memory: base..base + LEN, act });
+    let (go_on, arrived) = hold_at(Moment::BeforeTheCopy, &region);
     let transfer = user.write(&remote, &local).start().unwrap();
     arrived.recv_timeout(WATCHDOG).expect("the owner comes to that moment");
     moments::hold_nobody();

@@ -1,0 +1,90 @@
+//! Workers at a lane: one at a time, called when there is something to do, and leaving when nothing comes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::{Connection, MOST_UNSENT, Next};
+use crate::Result;
+use crate::progress::{self, Pool};
+
+/// How long a worker waits for the other side itself before it leaves the lane to the event loop: a few times as long as
+/// the other side needs to empty or fill a socket's buffer. In slices, between which it looks for other work.
+const LINGER: Duration = Duration::from_micros(50);
+const LINGERS: u32 = 8;
+
+impl Connection {
+    pub(super) fn drive_soon(&self) {
+        if self.driven.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let Some(me) = self.me.upgrade() else { return };
+        let last = Some(self.driver.load(Ordering::Relaxed));
+        if let Err(refused) = progress::pool().spawn_near(last, Box::new(move || me.drive())) {
+            self.close(refused.error);
+        }
+    }
+
+    /// A worker's turn at a lane.
+    fn drive(self: Arc<Self>) {
+        self.driver.store(Pool::number().unwrap_or(usize::MAX), Ordering::Relaxed);
+        loop {
+            if let Err(error) = self.pump(true) {
+                self.close(error);
+                return;
+            }
+            if self.is_closed() {
+                return;
+            }
+            match self.linger() {
+                Ok(true) => continue,
+                Ok(false) => {}
+                Err(error) => {
+                    self.close(error);
+                    return;
+                }
+            }
+            self.driven.store(false, Ordering::Release);
+            // Somebody may have queued a frame after the pump and before the flag was down.
+            if !self.queue().is_idle() && !self.driven.swap(true, Ordering::AcqRel) {
+                continue;
+            }
+            self.arm(&mut self.queue());
+            return;
+        }
+    }
+
+    /// Waits a moment for the other side: while it is busy with our bytes that is cheaper than to go round the event
+    /// loop. Not while other work waits for a thread. True: there is something to do here.
+    fn linger(self: &Arc<Self>) -> Result<bool> {
+        if self.send_patiently()? {
+            return Ok(true);
+        }
+        match self.next() {
+            Next::Nothing => return Ok(false),
+            // In one piece: each time that a worker wakes up it takes a processor from somebody, such as a caller that posts the
+            // next transfer. Nobody but the other side has anything for this lane.
+            Next::Request if self.has_sent_all() => {
+                let waited = progress::pool().aside(|| self.socket.wait_readable(LINGER * LINGERS));
+                return Ok(waited.transpose()?.unwrap_or(false));
+            }
+            Next::Request | Next::More => {}
+        }
+        for _ in 0..LINGERS {
+            let (readable, blocked) = {
+                let outgoing = self.queue();
+                if !outgoing.is_idle() {
+                    return Ok(true);
+                }
+                (outgoing.weight() <= MOST_UNSENT, outgoing.blocked())
+            };
+            if progress::pool().busy_or_queued() {
+                return Ok(false);
+            }
+            if self.socket.wait(readable, blocked, LINGER)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
