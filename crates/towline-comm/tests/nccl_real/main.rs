@@ -332,7 +332,7 @@ fn figures_of_calls_and_registrations_beside_the_bare_ones() {
         }
     }
     steps(&gpu);
-    figures::registrations(&comm, &nccl, raw, &buffer, 1000, |text| say(text.to_owned()));
+    figures::registrations(&comm, &nccl, raw, &buffer, 40, |text| say(text.to_owned()));
     // SAFETY: it is alive, and not used again.
     unsafe { nccl.destroy(raw) }.unwrap();
 }

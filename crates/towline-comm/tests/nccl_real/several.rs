@@ -474,7 +474,7 @@ fn figures_of_registrations_of_two_ranks_beside_the_bare_ones() {
         nccl.init(&slot, seat.nranks as i32, seat.other_id.as_bytes(), seat.rank as i32, config).unwrap();
         let raw = slot.comm().unwrap();
         let buffer = create_buffer(mem_alloc_on(0, 64 << 20).unwrap());
-        figures::registrations(&comm, &nccl, raw, &buffer, 20, |text| seat.tell(text));
+        figures::registrations(&comm, &nccl, raw, &buffer, 4, |text| seat.tell(text));
         comm.barrier().unwrap();
         comm.destroy();
         // SAFETY: it is alive, and not used again.
