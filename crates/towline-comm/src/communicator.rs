@@ -417,24 +417,27 @@ impl Communicator {
     }
 
     /// Registers a buffer with this communicator for zero-copy communication. Local, and at once also inside a group.
-    #[inline]
+    // Always inlined: an answer of four words that comes through memory costs a third of what a registration with NCCL has over.
+    #[inline(always)]
     pub fn register_buffer(&self, storage: impl Storage) -> Result<RegisteredBuffer> {
         let storage = Buffer::new(storage);
-        let Some(cuda) = self.cuda() else { return self.register_on_host(storage) };
+        let Some(cuda) = self.cuda() else { return self.register_on_host(storage).map(|buffer| *buffer) };
         match cuda.comm.register(storage) {
             Ok(registered) => Ok(RegisteredBuffer::on_device(registered)),
             Err(error) => Err(not_registered(error)),
         }
     }
 
-    fn register_on_host(&self, storage: Buffer) -> Result<RegisteredBuffer> {
+    /// In a box, which comes in registers as what is registered on a GPU does.
+    #[inline(never)]
+    fn register_on_host(&self, storage: Buffer) -> Result<Box<RegisteredBuffer>> {
         let register = || {
             let inner = self.inner("register_buffer")?;
             inner.check_usable("register_buffer")?;
             host_only("register_buffer", &storage)?;
             let size = towline::MemoryDescription::size(&storage);
             let (core, offset) = inner.buffers().register(inner.endpoint(), storage)?;
-            Ok(RegisteredBuffer::new(inner, core, offset, size))
+            Ok(Box::new(RegisteredBuffer::new(inner, core, offset, size)))
         };
         register().map_err(|error: Error| group::poison(error.during("register_buffer")))
     }

@@ -39,9 +39,12 @@ pub(super) fn beside(
         after_each();
         took
     };
-    let mut turns_of = |count: usize| {
-        (0..count).map(|_| (timed(&mut ours), timed(&mut bare))).unzip::<_, _, Vec<_>, Vec<_>>()
-    };
+    in_turns(turns, || (timed(&mut ours), timed(&mut bare)))
+}
+
+/// The medians of so many turns, a tenth of that before them.
+fn in_turns(turns: usize, mut turn: impl FnMut() -> (Duration, Duration)) -> Figure {
+    let mut turns_of = |count: usize| (0..count).map(|_| turn()).unzip::<_, _, Vec<_>, Vec<_>>();
     let _warm = turns_of(turns / 10);
     let (ours, bare) = turns_of(turns);
     Figure { ours: median(ours), bare: median(bare) }
@@ -52,13 +55,22 @@ fn median(mut samples: Vec<Duration>) -> f64 {
     samples[samples.len() / 2].as_secs_f64() * 1e6
 }
 
-/// Makes both calls in turns, a batch of each; the medians are for one call.
-fn batches(turns: usize, mut ours: impl FnMut(), mut bare: impl FnMut()) -> Figure {
-    let both = beside(turns, || (), || (0..BATCH).for_each(|_| ours()), || (0..BATCH).for_each(|_| bare()));
+/// Gives owners of a buffer to our call, and makes the bare one, a batch of each in turns; the medians are for one call. To make an
+/// owner is the caller's, to drop it is ours.
+fn batches(turns: usize, buffer: &Buffer, ours: impl Fn(Buffer), bare: impl Fn()) -> Figure {
+    let both = in_turns(turns, || {
+        let owners: [Buffer; BATCH] = std::array::from_fn(|_| buffer.clone());
+        let begun = Instant::now();
+        owners.into_iter().for_each(&ours);
+        let between = Instant::now();
+        (0..BATCH).for_each(|_| bare());
+        (between - begun, between.elapsed())
+    });
     Figure { ours: both.ours / BATCH as f64, bare: both.bare / BATCH as f64 }
 }
 
-/// Registers a buffer and closes it again, by itself and as a window (so many batches), beside the bare calls on the communicator `raw` of the same ranks.
+/// Registers a buffer and closes it again, by itself and as a window (so many batches), beside the bare calls on the
+/// communicator `raw` of the same ranks.
 pub(super) fn registrations(
     comm: &Communicator,
     nccl: &Nccl,
@@ -68,12 +80,10 @@ pub(super) fn registrations(
     say: impl Fn(&str),
 ) {
     let (address, len) = (buffer.addr() as u64, buffer.size());
-    // Whoever registers gives an owner away: to make it is the caller's, to drop it is ours.
-    let owners = |turns: usize| vec![buffer.clone(); (turns + turns / 10) * BATCH].into_iter();
-    let mut buffers = owners(BUFFERS);
     let figure = batches(
         BUFFERS,
-        || comm.register_buffer(buffers.next().unwrap()).unwrap().close(),
+        buffer,
+        |buffer| comm.register_buffer(buffer).unwrap().close(),
         || {
             // SAFETY: the communicator is alive, and so is the memory.
             unsafe {
@@ -83,10 +93,10 @@ pub(super) fn registrations(
         },
     );
     say(&format!("register and deregister {} MiB p50: {figure}", len >> 20));
-    let mut buffers = owners(windows);
     let figure = batches(
         windows,
-        || drop(comm.register_window(buffers.next().unwrap(), WindowFlag::COLL_SYMMETRIC).unwrap()),
+        buffer,
+        |buffer| drop(comm.register_window(buffer, WindowFlag::COLL_SYMMETRIC).unwrap()),
         || {
             // SAFETY: as above, the communicator blocks, and this thread has begun no group.
             unsafe {

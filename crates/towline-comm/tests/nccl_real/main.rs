@@ -117,17 +117,18 @@ fn buffers_and_windows_are_registered_a_thousand_times_without_growth() {
         let status = std::fs::read_to_string("/proc/self/statm").unwrap();
         status.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
     };
-    let mut after_warm = 0;
-    for turn in 0..1100 {
-        let registered = comm.register_buffer(buffer.clone()).unwrap();
-        registered.close();
-        if turn == 100 {
-            after_warm = resident();
+    let thousand = || {
+        let before = resident();
+        for _ in 0..1000 {
+            comm.register_buffer(buffer.clone()).unwrap().close();
         }
-    }
-    let grown = resident().saturating_sub(after_warm);
+        resident().saturating_sub(before)
+    };
+    thousand();
+    // The other tests use the process too: what is lost here is lost each time.
+    let grown = (0..20).map(|_| thousand()).min().unwrap();
     say(format!("1000 registrations of a buffer grew the process by {grown} bytes"));
-    assert!(grown < 4 << 20, "{grown}");
+    assert!(grown < 64 << 10, "{grown}");
     assert_eq!(comm.open_handles().unwrap(), 0);
 
     let window = comm.register_window(buffer.clone(), WindowFlag::COLL_SYMMETRIC);

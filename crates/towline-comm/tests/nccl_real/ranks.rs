@@ -1,7 +1,7 @@
 //! Starts several ranks on one GPU, as threads of a process or as processes, and ends them where they do not end by themselves.
 
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use towline::DeviceStorage;
@@ -92,6 +92,9 @@ pub(super) fn ranks(test: &str, ways: &[Spread], rank: impl Fn(&Seat) + Sync) {
         let why = format!("NCCL {version} takes a GPU once; 2.30 is the first that takes it more often");
         return towline_testkit::skip::skip(test, "nccl-ranks", &why);
     }
+    // One group after the other: kernels that wait for each other on one GPU would wait for the other groups' turns too.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let mut failed = Vec::new();
     for way in ways {
         let processes = matches!(way, Spread::Processes(_));

@@ -56,28 +56,9 @@ impl Bare<'_> {
         wait().map_err(io::Error::other)
     }
 
-    /// Registers a buffer and gives it up again.
-    pub fn register(&self, buffer: &Buffer) -> io::Result<()> {
-        // SAFETY: the communicator is alive, and so are the bytes.
-        let registered = unsafe {
-            let handle = self.nccl.register(self.comm, buffer.addr() as u64, buffer.size());
-            handle.and_then(|handle| self.nccl.deregister(self.comm, handle))
-        };
-        registered.map_err(io::Error::other)
-    }
-
-    /// Registers a window with that flag and closes it again; false where NCCL gives none.
-    pub fn window(&self, buffer: &Buffer, flags: u32) -> io::Result<bool> {
-        let register = || {
-            // SAFETY: the communicator is alive and blocks, and this thread has begun no group; the bytes are alive.
-            unsafe {
-                match self.nccl.window_now(self.comm, buffer.addr() as u64, buffer.size(), flags)? {
-                    0 => Ok(false),
-                    handle => self.nccl.close_window(self.comm, handle).map(|_| true),
-                }
-            }
-        };
-        register().map_err(|error: towline_sys::Error| io::Error::other(error))
+    /// What is registered, as a program has it that calls NCCL itself: an address and a length.
+    pub fn range<'a>(&'a self, buffer: &'a Buffer) -> Range<'a> {
+        Range { bare: self, address: buffer.addr() as u64, len: buffer.size(), _buffer: buffer }
     }
 }
 
@@ -85,6 +66,44 @@ impl Drop for Bare<'_> {
     fn drop(&mut self) {
         // SAFETY: it is alive, and not used again.
         let _ = unsafe { self.nccl.destroy(self.comm) };
+    }
+}
+
+/// A buffer of which address and length are known.
+pub struct Range<'a> {
+    bare: &'a Bare<'a>,
+    address: u64,
+    len: usize,
+    _buffer: &'a Buffer,
+}
+
+impl Range<'_> {
+    /// Registers it and gives it up again.
+    #[inline]
+    pub fn register(&self) -> io::Result<()> {
+        let Bare { nccl, comm, .. } = self.bare;
+        // SAFETY: the communicator is alive, and so are the bytes.
+        let registered = unsafe {
+            let handle = nccl.register(*comm, self.address, self.len);
+            handle.and_then(|handle| nccl.deregister(*comm, handle))
+        };
+        registered.map_err(io::Error::other)
+    }
+
+    /// Registers a window with that flag and closes it again; false where NCCL gives none.
+    #[inline]
+    pub fn window(&self, flags: u32) -> io::Result<bool> {
+        let Bare { nccl, comm, .. } = self.bare;
+        let register = || {
+            // SAFETY: the communicator is alive and blocks, and this thread has begun no group; the bytes are alive.
+            unsafe {
+                match nccl.window_now(*comm, self.address, self.len, flags)? {
+                    0 => Ok(false),
+                    handle => nccl.close_window(*comm, handle).map(|_| true),
+                }
+            }
+        };
+        register().map_err(|error: towline_sys::Error| io::Error::other(error))
     }
 }
 

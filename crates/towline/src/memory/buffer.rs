@@ -28,6 +28,7 @@ pub struct Buffer(Arc<dyn Storage>);
 
 impl Buffer {
     /// Takes the storage into shared ownership. One that is a buffer already stays the same.
+    #[inline]
     pub fn new<S: Storage>(storage: S) -> Buffer {
         if TypeId::of::<S>() == TypeId::of::<Buffer>() {
             let storage = ManuallyDrop::new(storage);

@@ -34,32 +34,9 @@ impl Comm {
     /// `Invalid` where the memory is not on this communicator's GPU, or the communicator cannot be used; what NCCL says.
     #[inline]
     pub fn register(&self, buffer: Buffer) -> Result<RegisteredBuffer> {
-        let core: &Arc<Core> = &self.0;
-        // What need not be dropped where something unwinds is kept in registers. In a forked child no thread has the list.
-        let buffer = ManuallyDrop::new(buffer);
-        let (addr, size) = buffer.on_gpu(core.ordinal);
-        // Where NCCL only writes an entry into a list, it neither needs a context nor leaves one behind.
-        if let Some(raw) = core.life.ready()
-            && size != 0
-            && let Some(mut registered) = core.calling.mine()
-            && (core.nccl.registers_without_context() || core.context.is_current())
-        {
-            let room = registered.room(core);
-            // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
-            let made = unsafe { core.nccl.register(raw, addr as u64, size) };
-            let buffer = ManuallyDrop::into_inner(buffer);
-            return match made {
-                Ok(handle) => {
-                    let key = registered.fill(room, handle, buffer, None);
-                    Ok(RegisteredBuffer { key, handle, size })
-                }
-                Err(error) => {
-                    drop(registered);
-                    Err(core.refused(buffer, error))
-                }
-            };
-        }
-        core.register_after_all(ManuallyDrop::into_inner(buffer)).map(|registered| *registered)
+        let (addr, size) = buffer.on_gpu(self.0.ordinal);
+        let key = self.0.register(buffer, addr, size)?;
+        Ok(RegisteredBuffer { key, size })
     }
 
     /// Prepares the registration of a window, which all ranks do: the handle comes when the job has run, alone or in a
@@ -85,7 +62,7 @@ impl Comm {
     #[inline]
     pub fn register_window(&self, buffer: Buffer, flags: u32) -> Result<Option<Window>> {
         let core: &Arc<Core> = &self.0;
-        // As above.
+        // As for a buffer.
         let buffer = ManuallyDrop::new(buffer);
         let (addr, size) = buffer.on_gpu(core.ordinal);
         if let Some(raw) = core.life.ready()
@@ -234,9 +211,36 @@ fn close_after_all(key: Key) -> Result<()> {
 }
 
 impl Core {
+    /// Registers a buffer that has these bytes on the communicator's GPU, or none. Not inlined into other crates, which would have to
+    /// call for what is the thread's; the answer is two words, which come in registers.
+    #[inline(never)]
+    fn register(self: &Arc<Self>, buffer: Buffer, addr: usize, size: usize) -> Result<Key> {
+        // What need not be dropped where something unwinds is kept in registers. In a forked child no thread has the list.
+        let buffer = ManuallyDrop::new(buffer);
+        // Where NCCL only writes an entry into a list, it neither needs a context nor leaves one behind.
+        if let Some(raw) = self.life.ready()
+            && size != 0
+            && let Some(mut registered) = self.calling.mine()
+            && (self.nccl.registers_without_context() || self.context.is_current())
+        {
+            let room = registered.room(self);
+            // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
+            let made = unsafe { self.nccl.register(raw, addr as u64, size) };
+            let buffer = ManuallyDrop::into_inner(buffer);
+            return match made {
+                Ok(handle) => Ok(registered.fill(room, handle, buffer, None)),
+                Err(error) => {
+                    drop(registered);
+                    Err(self.refused(buffer, error))
+                }
+            };
+        }
+        self.register_after_all(ManuallyDrop::into_inner(buffer))
+    }
+
     #[cold]
     #[inline(never)]
-    fn register_after_all(self: &Arc<Self>, buffer: Buffer) -> Result<Box<RegisteredBuffer>> {
+    fn register_after_all(self: &Arc<Self>, buffer: Buffer) -> Result<Key> {
         self.usable(BUFFER)?;
         check_place(BUFFER, self, &buffer)?;
         let (addr, size) = (buffer.addr(), buffer.size());
@@ -249,10 +253,7 @@ impl Core {
         // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
         let made = unsafe { self.nccl.register(raw, addr as u64, size) };
         match made {
-            Ok(handle) => {
-                let key = registered.fill(room, handle, buffer, None);
-                Ok(Box::new(RegisteredBuffer { key, handle, size }))
-            }
+            Ok(handle) => Ok(registered.fill(room, handle, buffer, None)),
             Err(error) => {
                 drop(registered);
                 Err(self.refused(buffer, error))
@@ -364,14 +365,13 @@ fn no_window(addr: usize, flags: u32) -> Error {
 /// A buffer that is registered with a communicator, until it is closed or dropped.
 pub struct RegisteredBuffer {
     key: Key,
-    handle: usize,
     size: usize,
 }
 
 impl RegisteredBuffer {
-    /// NCCL's handle; 0 where it has no use for the registration.
+    /// NCCL's handle; 0 where it has no use for the registration, and once it is closed.
     pub fn handle(&self) -> u64 {
-        self.handle as u64
+        self.key.list().lock().handle(self.key) as u64
     }
 
     /// How many bytes were registered.

@@ -200,6 +200,11 @@ impl Registered {
         self.fill(place, 0, memory, Some(shape))
     }
 
+    /// NCCL's handle of a buffer that is open, or 0.
+    pub(super) fn handle(&self, key: Key) -> usize {
+        if key.is_open() { self.held(key.place).handle } else { 0 }
+    }
+
     /// The memory of what is open.
     pub(super) fn find(&self, key: Key) -> Option<&Buffer> {
         if key.is_open() { self.held(key.place).memory.as_ref() } else { None }

@@ -73,16 +73,11 @@ impl Ours {
             REGISTER => (BYTES, 1000),
             _ => (BYTES, 100),
         };
+        let range = bare.range(&self.buffer);
         let (ours, limit) = match name {
             SMALL | LARGE => self.calls(bare, bytes, rounds)?,
-            REGISTER => {
-                let mut owners = self.owners(rounds);
-                turns(rounds, || self.register(owners.next()), || bare.register(&self.buffer))?
-            }
-            _ => {
-                let mut owners = self.owners(rounds);
-                turns(rounds, || self.window(owners.next()), || bare.window(&self.buffer, 1).map(drop))?
-            }
+            REGISTER => self.turns(rounds, |buffer| self.register(buffer), || range.register())?,
+            _ => self.turns(rounds, |buffer| self.window(buffer), || range.window(1).map(drop))?,
         };
         let version = bare.version();
         let row = match name {
@@ -123,41 +118,37 @@ impl Ours {
         Ok((median(samples.0), median(samples.1)))
     }
 
-    /// A share of the buffer for every turn: whoever registers gives one away. To make it is the caller's, to drop it is ours.
-    fn owners(&self, rounds: usize) -> impl Iterator<Item = Buffer> {
-        vec![self.buffer.clone(); (rounds + rounds / 10) * BATCH].into_iter()
+    /// The medians of both, in microseconds for one call, a batch of each in turns; the first tenth warms up. Whoever registers
+    /// gives a share of the buffer away: to make it is the caller's, to drop it is ours.
+    fn turns(
+        &self,
+        rounds: usize,
+        ours: impl Fn(Buffer) -> io::Result<()>,
+        bare: impl Fn() -> io::Result<()>,
+    ) -> io::Result<(f64, f64)> {
+        let mut samples = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
+        for turn in 0..rounds + rounds / 10 {
+            let owners: [Buffer; BATCH] = std::array::from_fn(|_| self.buffer.clone());
+            let one = timed(|| owners.into_iter().try_for_each(&ours))?;
+            let other = timed(|| (0..BATCH).try_for_each(|_| bare()))?;
+            if turn >= rounds / 10 {
+                samples.0.push(one);
+                samples.1.push(other);
+            }
+        }
+        Ok((median(samples.0) / BATCH as f64, median(samples.1) / BATCH as f64))
     }
 
-    fn register(&self, buffer: Option<Buffer>) -> io::Result<()> {
-        let buffer = buffer.ok_or_else(|| io::Error::other("there are too few owners"))?;
+    fn register(&self, buffer: Buffer) -> io::Result<()> {
         let registered = self.comm.register_buffer(buffer).map_err(io::Error::other)?;
         registered.close();
         Ok(())
     }
 
-    fn window(&self, buffer: Option<Buffer>) -> io::Result<()> {
-        let buffer = buffer.ok_or_else(|| io::Error::other("there are too few owners"))?;
+    fn window(&self, buffer: Buffer) -> io::Result<()> {
         let window = self.comm.register_window(buffer, WindowFlag::COLL_SYMMETRIC);
         window.map(drop).map_err(io::Error::other)
     }
-}
-
-/// The medians of both, in microseconds for one call, a batch of each in turns; the first tenth warms up.
-fn turns(
-    rounds: usize,
-    mut ours: impl FnMut() -> io::Result<()>,
-    mut bare: impl FnMut() -> io::Result<()>,
-) -> io::Result<(f64, f64)> {
-    let mut samples = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
-    for turn in 0..rounds + rounds / 10 {
-        let one = timed(|| (0..BATCH).try_for_each(|_| ours()))?;
-        let other = timed(|| (0..BATCH).try_for_each(|_| bare()))?;
-        if turn >= rounds / 10 {
-            samples.0.push(one);
-            samples.1.push(other);
-        }
-    }
-    Ok((median(samples.0) / BATCH as f64, median(samples.1) / BATCH as f64))
 }
 
 fn timed(work: impl FnOnce() -> io::Result<()>) -> io::Result<Duration> {
