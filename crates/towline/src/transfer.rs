@@ -225,12 +225,13 @@ impl Transfer {
 
     /// Whether nothing of this transfer can touch the local memory any more, nor change the owner's.
     ///
-    /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done), but for two cases. NIXL
+    /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done), but for three cases. NIXL
     /// cannot stop what it has begun: there a transfer that was cancelled, ran out of time or lost its peer may end before it is
     /// quiet. Its memory on both sides then stays registered, and is parked where it is dropped, until NIXL has let go. And over a
     /// Unix stream an owner may be stopped while it writes a file or to a GPU, or, where the machine lacks what makes its look at the
     /// initiator and its change of memory one step, while it changes memory. It finishes that when it goes on: the transfer ends
-    /// at its limit, and is quiet when the owner has finished or exited. The local memory is free at the end.
+    /// at its limit, and is quiet when the owner has finished or exited. Over TCP the same may happen to a write to a GPU, and nobody
+    /// can see when the owner has finished: given up by this side, such a write is never quiet. The local memory is free at the end.
     pub fn quiet(&self) -> bool {
         match &self.0 {
             Repr::Done(_) => true,

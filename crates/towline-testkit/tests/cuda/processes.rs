@@ -155,6 +155,38 @@ pub(crate) fn bytes_with_checksums_go_between_gpus_over_sockets() {
     }
 }
 
+pub(crate) fn a_write_to_a_gpu_over_tcp_that_is_given_up_is_not_quiet() {
+    if !driver("a_write_to_a_gpu_over_tcp_that_is_given_up_is_not_quiet") {
+        return;
+    }
+    let _watchdog = watch("gpu: a write that is given up", Duration::from_secs(120));
+    let limits = Limits { no_progress: Duration::from_millis(300), ..Limits::default() };
+    let user = Endpoint::options("user").limits(limits).open().unwrap();
+    let from = local(&user, "system");
+    // Of host memory the owner's look at its peer and the copy are one step: nothing lands behind the end.
+    for (kind, quiet) in [("device", false), ("system", true)] {
+        let mut owner = Process::open("owner", "");
+        owner.must(&format!("register {LEN} {kind} read+write"));
+        let ticket: Ticket = owner.must("ticket 1").text(0).parse().unwrap();
+        let remote = user.import_with(&ticket, &routing("tcp")).unwrap();
+        outcome(user.write(&remote, &from).start()).unwrap();
+        owner.stop();
+        let write = user.write(&remote, &from).start().unwrap();
+        let error = write.wait().unwrap_err();
+        assert!(GONE.contains(&error.kind()), "{error}");
+        assert_eq!(write.wait_quiet(Duration::from_millis(100)), quiet, "{kind}: {error}");
+        owner.resume();
+        owner.must("ticket 1");
+        // One that has exited is in the middle of nothing.
+        let remote = user.import_with(&ticket, &routing("tcp")).unwrap();
+        owner.stop();
+        let write = user.write(&remote, &from).start().unwrap();
+        owner.kill();
+        write.wait().unwrap_err();
+        assert!(write.quiet(), "{kind}: the owner is gone");
+    }
+}
+
 pub(crate) fn a_killed_user_does_not_hold_the_owners_gpu_memory() {
     if !driver("a_killed_user_does_not_hold_the_owners_gpu_memory") {
         return;

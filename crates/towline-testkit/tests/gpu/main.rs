@@ -78,6 +78,7 @@ process_tests![
     a_killed_user_does_not_hold_the_owners_gpu_memory,
     memory_in_many_parts_is_opened_side_by_side,
     bytes_with_checksums_go_between_gpus_over_sockets,
+    a_write_to_a_gpu_over_tcp_that_is_given_up_is_not_quiet,
     a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_it_goes_on,
     a_user_that_is_stopped_during_paged_copies_holds_the_memory_and_no_longer,
     regions_of_one_allocation_come_and_go_while_others_are_used,

@@ -90,6 +90,8 @@ pub(super) struct Connection {
     handler: Mutex<Option<Arc<dyn Handler>>>,
     authenticated: AtomicBool,
     closed: AtomicBool,
+    /// This side ended it without a word of the other's.
+    forsaken: AtomicBool,
     driven: AtomicBool,
     /// The worker that drove it last.
     driver: AtomicUsize,
@@ -143,6 +145,7 @@ impl Connection {
             handler: Mutex::new(Some(handler)),
             authenticated: AtomicBool::new(authenticated),
             closed: AtomicBool::new(false),
+            forsaken: AtomicBool::new(false),
             driven: AtomicBool::new(false),
             driver: AtomicUsize::new(usize::MAX),
             outgoing: Mutex::new(Outgoing::default()),
@@ -339,15 +342,28 @@ impl Connection {
 
     /// Closes; the handler is told once.
     pub(super) fn close(&self, error: Error) {
-        self.end(error, Channel::shutdown);
+        self.end(error, |connection| connection.socket.shutdown());
+    }
+
+    /// Whether this side ended it without a word of the other's.
+    pub(super) fn is_forsaken(&self) -> bool {
+        self.forsaken.load(Ordering::Acquire)
+    }
+
+    /// Initiator: whether the owner shows here when it is in the middle of something that came over this connection.
+    pub(super) fn shows_what_is_applied(&self) -> bool {
+        self.side.get().is_some()
     }
 
     /// Closes so that nothing of what was sent is acted upon later; the handler is told once.
     pub(super) fn reset(&self, error: Error) {
-        self.end(error, Channel::reset);
+        self.end(error, |connection| {
+            connection.forsaken.store(true, Ordering::Release);
+            connection.socket.reset();
+        });
     }
 
-    fn end(&self, error: Error, how: fn(&Channel)) {
+    fn end(&self, error: Error, how: fn(&Connection)) {
         if self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -357,7 +373,7 @@ impl Connection {
         if let Some(AppliedAt::Initiator(place)) = self.side.get() {
             place.give_up();
         }
-        how(&self.socket);
+        how(self);
         let handler = lock(&self.handler).take();
         if let (Some(handler), Some(me)) = (handler, self.me.upgrade()) {
             handler.closed(&me, error);

@@ -12,7 +12,7 @@ use crate::region::stale;
 use crate::sync::lock;
 use crate::transport::{Borrowing, Told, Transport};
 use crate::wire::{self, Grant, SegmentRef};
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Place, Result};
 
 /// What an owner has granted; gives it back when dropped.
 pub(crate) struct GrantHandle {
@@ -20,6 +20,8 @@ pub(crate) struct GrantHandle {
     pub(super) handle: u32,
     pub(super) row: u32,
     pub(super) generation: u64,
+    /// Whether the region is on a GPU: what is written there is not written in one step with the owner's look at this side.
+    pub(super) on_gpu: bool,
 }
 
 impl GrantHandle {
@@ -29,6 +31,7 @@ impl GrantHandle {
             handle: grant.handle,
             row: grant.row,
             generation: grant.generation,
+            on_gpu: matches!(grant.place, Place::Cuda(_)),
         }
     }
 

@@ -319,6 +319,11 @@ impl Run {
         self.transfer.op != Op::Read || unit >= self.requests
     }
 
+    /// Whether what it changes is on a GPU.
+    pub(super) fn changes_a_gpu(&self) -> bool {
+        self.handle.on_gpu
+    }
+
     /// The lane of a unit is lost. A read is asked for again over another one: nothing has changed by the first time.
     pub(super) fn lost(self: &Arc<Self>, unit: usize, error: Error) {
         let again = !self.changes(unit)

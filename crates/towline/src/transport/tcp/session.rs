@@ -107,6 +107,10 @@ impl Pending {
             Pending::Import(_) | Pending::Ask(_) => None,
         }
     }
+
+    fn changes_a_gpu(&self) -> bool {
+        matches!(self, Pending::Unit { run, .. } if run.changes_a_gpu())
+    }
 }
 
 impl Session {

@@ -98,9 +98,22 @@ impl Session {
             Pending::Unit { connection, .. } => Some(connection),
             _ => self.control.get(),
         };
-        if let Some(place) = connection.and_then(|connection| connection.unfinished()) {
+        let Some(connection) = connection else { return };
+        if let Some(place) = connection.unfinished() {
             afar::listen(transfer, place, self.local.as_ref().map(|local| local.pid));
+        } else if pending.changes_a_gpu()
+            && connection.is_forsaken()
+            && !connection.shows_what_is_applied()
+            && !self.owner_hung_up()
+        {
+            // It may stand between its look at this side and the copy to its GPU, and nobody will say when it is past that.
+            transfer.unfinished_afar();
         }
+    }
+
+    /// Whether the owner ended the session, which is what its kernel does when it has exited.
+    fn owner_hung_up(&self) -> bool {
+        self.control.get().is_some_and(|control| control.is_closed() && !control.is_forsaken())
     }
 
     /// The owner is gone, or the connection to it is: everything in flight ends with that error.
