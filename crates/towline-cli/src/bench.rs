@@ -43,7 +43,7 @@ speed meets both; medians are shown. The limit of a row is what the machine does
   unix, tcp       a bare socket copy of as many bytes, with as many streams
   notify          a round trip over two eventfds between two sleeping processes: on two cores, and on one
   growth          the same transfer with one registration
-  post            waking a thread that sleeps, after such a long transfer; p99, as ours
+  post            waking a thread that sleeps, after such a long transfer; for 4 KiB over a socket, sending a bare request; p99, as ours
   gpu…            where there is a GPU, between two processes: cuMemcpyAsync and a wait; for blocks a kernel that copies by a
                   list of pointers, the list uploaded; to and from the host the driver's copy of pinned memory; gpu-tcp
                   host memory by the same path. Medians of single transfers. Where NIXL is installed for the interpreter, a second row has it beside ours,

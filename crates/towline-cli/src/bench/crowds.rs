@@ -14,7 +14,8 @@ use super::report::{Row, Unit};
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::Shuffle;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Usage};
+use crate::worker::protocol::{Ask, Medium, Op, Told, Usage};
+use crate::worker::sockets::{Client, Style};
 
 /// Microseconds that registering one region may take, and taking one back.
 const EACH: f64 = 5.0;
@@ -133,7 +134,8 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                 busy.push(own_time() - worked);
                 transfer.wait()?;
             }
-            let wake = match name {
+            let limit = match name {
+                "post-4k" => asking(&mut worker, path, bytes, posts)?.map(|p99| ("a bare request", p99)),
                 "post-64m" | "post-81920-blocks" => {
                     let mut woken = Vec::with_capacity(wakes);
                     for _ in 0..wakes {
@@ -143,7 +145,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                         woken.push(start.elapsed().as_secs_f64());
                         sleeper.answered();
                     }
-                    Some(p99(&mut woken))
+                    Some(("waking a thread", p99(&mut woken)))
                 }
                 _ => None,
             };
@@ -154,7 +156,10 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
             {
                 let p99 = p99(&mut times);
                 let row = Row::new(name, Unit::Microseconds, p99).target(target);
-                let row = if wake.is_some() { row.against("waking a thread", wake, None) } else { row };
+                let row = match limit {
+                    Some((against, limit)) => row.against(against, Some(limit), None),
+                    None => row,
+                };
                 session.rows.push(Row {
                     path: Some(path.into()),
                     op: Some("read".into()),
@@ -168,6 +173,31 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
         }
     }
     Ok(())
+}
+
+/// The p99 of a bare request for that many bytes over the socket of such a path, without the answer; `None` for the other paths.
+fn asking(worker: &mut Worker, path: &str, bytes: u64, times: usize) -> Outcome<Option<f64>> {
+    let failed = |error| Failure::os("the bare socket", error);
+    let medium = match path {
+        "unix" => Medium::Unix,
+        "tcp" => Medium::Tcp,
+        _ => return Ok(None),
+    };
+    let (op, style) = (Op::Read, Style::default());
+    let ask = Ask::Sockets { medium, op, streams: 1, buffer: bytes, bulk: false };
+    let address = match worker.ask(&ask)? {
+        Told::Address { address } => address,
+        told => return Err(worker.surprise(&told)),
+    };
+    let mut client = Client::connect(medium, &address, op, bytes, false).map_err(failed)?;
+    let mut asked = Vec::with_capacity(times);
+    for _ in 0..times {
+        let start = Instant::now();
+        client.ask(bytes, style).map_err(failed)?;
+        asked.push(start.elapsed().as_secs_f64());
+        client.move_asked(bytes, style).map_err(failed)?;
+    }
+    Ok(Some(p99(&mut asked)))
 }
 
 /// The microseconds that 99 of 100 times do not exceed.

@@ -171,8 +171,18 @@ impl Client {
 
     /// Moves that many bytes; they are here, or acknowledged, when this returns.
     pub(crate) fn transfer(&mut self, count: u64, style: Style) -> io::Result<()> {
+        self.ask(count, style)?;
+        self.move_asked(count, style)
+    }
+
+    /// The request alone.
+    pub(crate) fn ask(&mut self, count: u64, style: Style) -> io::Result<()> {
+        self.stream.write_all(&Request { count, style }.encode())
+    }
+
+    /// What follows the request.
+    pub(crate) fn move_asked(&mut self, count: u64, style: Style) -> io::Result<()> {
         let request = Request { count, style };
-        self.stream.write_all(&request.encode())?;
         match self.op {
             Op::Read => receive(&mut *self.stream, self.buffer.as_mut_slice(), &request),
             Op::Write => {
