@@ -417,7 +417,8 @@ impl Communicator {
     }
 
     /// Registers a buffer with this communicator for zero-copy communication. Local, and at once also inside a group.
-    // Always inlined: an answer of four words that comes through memory costs a third of what a registration with NCCL has over.
+    // Always inlined: an answer of four words, written by the word and read by two, makes the processor wait for its own stores,
+    // which was a third of what a registration with NCCL has over.
     #[inline(always)]
     pub fn register_buffer(&self, storage: impl Storage) -> Result<RegisteredBuffer> {
         let storage = Buffer::new(storage);
@@ -428,7 +429,7 @@ impl Communicator {
         }
     }
 
-    /// In a box, which comes in registers as what is registered on a GPU does.
+    /// In a box: an answer of four words would be put into memory for both ways.
     #[inline(never)]
     fn register_on_host(&self, storage: Buffer) -> Result<Box<RegisteredBuffer>> {
         let register = || {

@@ -163,6 +163,9 @@ pub(crate) fn a_write_to_a_gpu_over_tcp_that_is_given_up_is_not_quiet() {
     let limits = Limits { no_progress: Duration::from_millis(300), ..Limits::default() };
     let user = Endpoint::options("user").limits(limits).open().unwrap();
     let from = local(&user, "system");
+    // One that does not give up before it learns of a death, however busy the machine is.
+    let patient = endpoint("patient");
+    let theirs = local(&patient, "system");
     // Of host memory the owner's look at its peer and the copy are one step: nothing lands behind the end.
     for (kind, quiet) in [("device", false), ("system", true)] {
         let mut owner = Process::open("owner", "");
@@ -178,9 +181,9 @@ pub(crate) fn a_write_to_a_gpu_over_tcp_that_is_given_up_is_not_quiet() {
         owner.resume();
         owner.must("ticket 1");
         // One that has exited is in the middle of nothing.
-        let remote = user.import_with(&ticket, &routing("tcp")).unwrap();
+        let remote = patient.import_with(&ticket, &routing("tcp")).unwrap();
         owner.stop();
-        let write = user.write(&remote, &from).start().unwrap();
+        let write = patient.write(&remote, &theirs).start().unwrap();
         owner.kill();
         write.wait().unwrap_err();
         assert!(write.quiet(), "{kind}: the owner is gone");

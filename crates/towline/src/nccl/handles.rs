@@ -212,7 +212,7 @@ fn close_after_all(key: Key) -> Result<()> {
 
 impl Core {
     /// Registers a buffer that has these bytes on the communicator's GPU, or none. Not inlined into other crates, which would have to
-    /// call for what is the thread's; the answer is two words, which come in registers.
+    /// call for what is the thread's; the answer is two words, written and read one by one.
     #[inline(never)]
     fn register(self: &Arc<Self>, buffer: Buffer, addr: usize, size: usize) -> Result<Key> {
         // What need not be dropped where something unwinds is kept in registers. In a forked child no thread has the list.
