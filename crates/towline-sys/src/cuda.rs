@@ -33,7 +33,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 pub use api::code;
-pub use device::{Attribute, Context, Device, Entered};
+pub use device::{Attribute, Context, ContextName, Device, Entered};
 pub use memory::{HostFlags, IpcHandle, MemoryType, PointerFacts};
 pub use pages::{Allocation, Granularity};
 pub use stream::{Event, Function, Module, Stream, StreamHandle};

@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 pub use api::{WaitDescription, code};
-pub use comm::{Call, Comm, Config, Put, Slot};
+pub use comm::{BufferCalls, Call, Comm, Config, Put, Slot};
 
 use crate::loader::{self, Attempt, Library, NotLoaded, Place};
 use crate::nixl::find::{Surroundings, package_folders};

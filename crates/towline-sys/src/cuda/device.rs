@@ -260,7 +260,12 @@ impl Context {
     /// that leaves this device's primary context current, whatever was before.
     #[inline]
     pub fn was_current(&self) -> bool {
-        (self.0.alone && SEEN.get() == self.0.raw.addr()) || self.is_current()
+        self.name().was_current() || self.is_current()
+    }
+
+    /// Its name, for who asks often; that of none where there are other devices.
+    pub fn name(&self) -> ContextName {
+        if self.0.alone { ContextName(self.0.raw.addr()) } else { ContextName::NONE }
     }
 
     #[cold]
@@ -272,6 +277,21 @@ impl Context {
 
     pub(crate) fn raw(&self) -> RawContext {
         self.0.raw
+    }
+}
+
+/// Which context, where it is the only one of the process's.
+#[derive(Clone, Copy, Debug)]
+pub struct ContextName(usize);
+
+impl ContextName {
+    /// Of no context: none is ever current by that name.
+    pub const NONE: ContextName = ContextName(usize::MAX);
+
+    /// Whether it was current in the calling thread when that was last asked for, and was not taken off by us since.
+    #[inline]
+    pub fn was_current(self) -> bool {
+        SEEN.get() == self.0
     }
 }
 

@@ -7,7 +7,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use super::api::{self, RawConfig, RawId, WaitDescription};
+use super::api::{self, Api, RawConfig, RawId, WaitDescription};
 use super::{MAPPED, Nccl, Progress, SEVERAL_SIGNALS, SIGNALS};
 use crate::cuda::StreamHandle;
 use crate::{Error, Result};
@@ -76,6 +76,50 @@ impl Default for Config {
 }
 
 const UNSET: c_int = c_int::MIN;
+
+/// In the place of a code where the version has no such function.
+const MISSING: i32 = i32::MIN;
+
+/// The calls that register buffers and give that up. Their code is all that is looked at where it is 0; otherwise NCCL is asked
+/// [what](Nccl::registering) [it means](Nccl::giving_up).
+#[derive(Clone, Copy)]
+pub struct BufferCalls {
+    register: unsafe extern "C" fn(api::RawComm, *mut c_void, usize, *mut *mut c_void) -> c_int,
+    deregister: unsafe extern "C" fn(api::RawComm, *mut c_void) -> c_int,
+}
+
+impl BufferCalls {
+    /// [`Nccl::register`].
+    ///
+    /// # Safety
+    /// As there, and the library is still loaded.
+    #[inline(always)]
+    pub unsafe fn register(self, comm: Comm, address: u64, len: usize) -> (i32, usize) {
+        // NCCL does not write it for host memory.
+        let mut handle = ptr::null_mut();
+        // SAFETY: the caller's promise; the handle outlives the call.
+        let code = unsafe { (self.register)(comm.raw(), pointer(address), len, &mut handle) };
+        (code, handle.expose_provenance())
+    }
+
+    /// [`Nccl::deregister`].
+    ///
+    /// # Safety
+    /// As there, and the library is still loaded.
+    #[inline(always)]
+    pub unsafe fn deregister(self, comm: Comm, handle: usize) -> i32 {
+        // SAFETY: the caller's promise.
+        unsafe { (self.deregister)(comm.raw(), pointer(handle as u64)) }
+    }
+}
+
+unsafe extern "C" fn no_register(_: api::RawComm, _: *mut c_void, _: usize, _: *mut *mut c_void) -> c_int {
+    MISSING
+}
+
+unsafe extern "C" fn no_deregister(_: api::RawComm, _: *mut c_void) -> c_int {
+    MISSING
+}
 
 impl Config {
     fn raw(self, version: u32) -> RawConfig {
@@ -304,6 +348,26 @@ impl Nccl {
         Ok(handle.expose_provenance())
     }
 
+    /// The calls that register buffers and give that up, for who makes many of them.
+    pub fn buffer_calls(&self) -> BufferCalls {
+        let Api { register, deregister, .. } = self.api();
+        BufferCalls {
+            register: register.unwrap_or(no_register),
+            deregister: deregister.unwrap_or(no_deregister),
+        }
+    }
+
+    /// What the code of [`BufferCalls::register`] means.
+    #[cold]
+    #[inline(never)]
+    pub fn registering(&self, code: i32) -> Result<Progress> {
+        self.meaning("ncclCommRegister", api::REGISTER, code)
+    }
+
+    fn meaning(&self, call: &'static str, since: u32, code: i32) -> Result<Progress> {
+        if code == MISSING { Err(self.too_old(call, since)) } else { self.check(call, code) }
+    }
+
     /// Gives up the registration of a buffer.
     ///
     /// # Safety
@@ -314,6 +378,17 @@ impl Nccl {
         // SAFETY: the caller's promise.
         let code = unsafe { function(comm.raw(), pointer(handle as u64)) };
         self.check("ncclCommDeregister", code).map(drop)
+    }
+
+    /// What the code of [`BufferCalls::deregister`] or of [`close_window_bare`](Nccl::close_window_bare) means.
+    #[cold]
+    #[inline(never)]
+    pub fn giving_up(&self, is_window: bool, code: i32) -> Result<Progress> {
+        if is_window {
+            self.meaning("ncclCommWindowDeregister", api::WINDOW, code)
+        } else {
+            self.meaning("ncclCommDeregister", api::REGISTER, code)
+        }
     }
 
     /// Registers a window, with all ranks. The handle comes into the slot now, at the end of the group, or when the
@@ -361,6 +436,19 @@ impl Nccl {
         // SAFETY: the caller's promise.
         let code = unsafe { function(comm.raw(), pointer(handle as u64)) };
         self.check("ncclCommWindowDeregister", code)
+    }
+
+    /// The same for who looks at the code alone where it is 0, and otherwise [asks](Nccl::giving_up) what it means.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline(always)]
+    pub unsafe fn close_window_bare(&self, comm: Comm, handle: usize) -> i32 {
+        match self.api().close_window {
+            // SAFETY: the caller's promise.
+            Some(function) => unsafe { function(comm.raw(), pointer(handle as u64)) },
+            None => MISSING,
+        }
     }
 
     /// Where that rank's memory of a window lies in this process's address space of the GPU; `None` where it is not mapped here:

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
-use towline_sys::cuda::{Context, Entered, Event};
-use towline_sys::nccl::{self as sys, Nccl, Progress, Slot};
+use towline_sys::cuda::{Context, ContextName, Entered, Event};
+use towline_sys::nccl::{self as sys, BufferCalls, Nccl, Progress, Slot};
 
 use super::life::{Life, Stage};
 use super::registered::{self, List, Registered};
@@ -81,6 +81,12 @@ pub(super) struct Core {
     pub(super) context: Context,
     /// Of the GPU, which is asked for at every call.
     pub(super) ordinal: u32,
+    pub(super) buffer_calls: BufferCalls,
+    /// [`Nccl::registers_without_context`].
+    pub(super) plain: bool,
+    /// The context of which a thread that was seen with it is not asked again when it closes a buffer: `ncclCommDeregister` of 2.28
+    /// leaves the primary context of the thread's device current.
+    pub(super) seen: ContextName,
     pub(super) options: CommOptions,
     place: OnceLock<(usize, usize)>,
     raw: Slot,
@@ -341,6 +347,9 @@ impl Core {
         parent: Option<Arc<Core>>,
     ) -> Arc<Core> {
         Arc::new(Core {
+            buffer_calls: nccl.buffer_calls(),
+            plain: nccl.registers_without_context(),
+            seen: if nccl.registers_without_context() { gpu.context().name() } else { ContextName::NONE },
             nccl,
             ordinal: gpu.ordinal(),
             context: gpu.context().clone(),

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::DerefMut;
+use std::ptr;
 use std::sync::Arc;
 
 use towline_sys::nccl::{self as sys, Slot};
@@ -11,7 +12,7 @@ use towline_sys::nccl::{self as sys, Slot};
 use super::comm::{Comm, Core};
 use super::failed;
 use super::job::{Job, check_place};
-use super::registered::{Key, Registered, Shape};
+use super::registered::{Answer, Key, Place, Registered, Shape};
 use crate::memory::{Buffer, MemoryDescription, Storage};
 use crate::sync::lock;
 use crate::{Error, Result};
@@ -34,8 +35,10 @@ impl Comm {
     /// `Invalid` where the memory is not on this communicator's GPU, or the communicator cannot be used; what NCCL says.
     #[inline]
     pub fn register(&self, buffer: Buffer) -> Result<RegisteredBuffer> {
+        // What need not be dropped where something unwinds is kept in registers.
+        let buffer = ManuallyDrop::new(buffer);
         let (addr, size) = buffer.on_gpu(self.0.ordinal);
-        let key = self.0.register(buffer, addr, size)?;
+        let key = self.0.register(ManuallyDrop::into_inner(buffer), addr, size).into_result()?;
         Ok(RegisteredBuffer { key, size })
     }
 
@@ -69,7 +72,8 @@ impl Comm {
             && size != 0
             && flags & !KNOWN_FLAGS == 0
             && addr.is_multiple_of(ALIGNMENT)
-            && let Some(mut registered) = core.calling.mine()
+            // SAFETY: a thread that is inside a list calls nothing that comes here.
+            && let Some(mut registered) = unsafe { core.calling.enter() }
             && core.context.is_current()
         {
             let room = registered.room(core);
@@ -138,44 +142,125 @@ impl Comm {
 /// Gives up a registration, once no stream uses it. One that is not there any more is no error. In a forked child no thread has
 /// the list, and the slow way finds that out.
 #[inline(never)]
-fn close<const WINDOW: bool>(key: Key) -> Result<()> {
-    match key.list().mine() {
-        Some(registered) => close_inside::<WINDOW>(registered, key),
+fn close(key: Key) -> Result<()> {
+    // SAFETY: a thread that is inside a list calls nothing that comes here: owners of memory are told when it is out.
+    match unsafe { key.list().enter() } {
+        Some(registered) => close_inside(registered, key),
         None => close_in_turn(key),
     }
 }
 
+/// The same for a buffer, by a thread that need not be asked for its context again. Nothing is called before NCCL is: what is in
+/// registers stays there.
 #[inline(never)]
-fn close_in_turn(key: Key) -> Result<()> {
-    crate::fork::guard(CLOSE)?;
-    close_inside::<true>(key.list().lock(), key)
+fn close_buffer(key: Key) -> Result<()> {
+    // SAFETY: as above.
+    let Some(registered) = (unsafe { key.list().enter() }) else { return close_in_turn(key) };
+    if let Some(core) = registered.used_core()
+        && core.seen.was_current()
+        && let Some(raw) = core.calm_already()
+    {
+        return give_up::<false>(registered, key, raw);
+    }
+    close_asking(registered, key)
 }
 
-#[inline(always)]
-fn close_inside<const WINDOW: bool>(
-    mut registered: impl DerefMut<Target = Registered>,
-    key: Key,
-) -> Result<()> {
+#[cold]
+#[inline(never)]
+fn close_asking(registered: impl DerefMut<Target = Registered>, key: Key) -> Result<()> {
+    close_inside(registered, key)
+}
+
+#[cold]
+#[inline(never)]
+fn close_in_turn(key: Key) -> Result<()> {
+    // In a forked child too this is harmless.
+    if !key.is_open() {
+        return Ok(());
+    }
+    crate::fork::guard(CLOSE)?;
+    close_inside(key.list().lock(), key)
+}
+
+#[inline]
+fn close_inside(registered: impl DerefMut<Target = Registered>, key: Key) -> Result<()> {
     if let Some(core) = registered.used_core()
         && let Some(raw) = core.calm_already()
-        && core.may_give_up_here(WINDOW)
-        && let Some((handle, is_window, memory, core)) = registered.take_now(key)
+        && core.context.is_current()
     {
-        // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
-        let closed = unsafe { core.give_up(raw, handle, is_window) };
-        let memory = ManuallyDrop::into_inner(memory);
-        return match closed {
-            Ok(()) => {
-                // Its owners are told outside of the lock.
-                drop(registered);
-                drop(memory);
-                Ok(())
-            }
-            Err(error) => Err(core.not_given_up(memory, error)),
-        };
+        return give_up::<true>(registered, key, raw);
     }
     drop(registered);
     close_after_all(key)
+}
+
+/// Tells NCCL, where that takes no waiting for a window's handle. Buffers are not asked whether they are one.
+#[inline(always)]
+fn give_up<const WINDOW: bool>(
+    mut registered: impl DerefMut<Target = Registered>,
+    key: Key,
+    raw: sys::Comm,
+) -> Result<()> {
+    // Not asked for twice: the list keeps its communicator while this thread is inside.
+    let core = registered.used_core().map_or(ptr::null(), Arc::as_ptr);
+    if let Some((handle, is_window, memory)) = registered.take_now::<WINDOW>(key) {
+        let code = if handle == 0 {
+            0
+        } else {
+            // SAFETY: as above; the communicator is alive, and the handle is one of it that was taken out of the list just now.
+            unsafe { (*core).tell(raw, handle, is_window) }
+        };
+        let memory = ManuallyDrop::into_inner(memory);
+        if code != 0 {
+            return given_up_or_not(registered, memory, is_window, code);
+        }
+        // Its owners are told outside of the lock.
+        drop(registered);
+        drop(memory);
+        return Ok(());
+    }
+    drop(registered);
+    close_after_all(key)
+}
+
+/// Puts a buffer into its place, unless NCCL has refused it; its owners are told of that when nothing is locked.
+#[cold]
+#[inline(never)]
+fn registered_or_not(
+    mut registered: impl DerefMut<Target = Registered>,
+    room: &'static Place,
+    buffer: Buffer,
+    (code, handle): (i32, usize),
+) -> Result<Key> {
+    let Some(core) = registered.core().cloned() else {
+        return Err(Error::invalid(BUFFER, "the communicator is gone"));
+    };
+    match core.nccl.registering(code) {
+        Ok(_) => Ok(registered.fill(room, handle, buffer, None)),
+        Err(error) => {
+            drop(registered);
+            drop(buffer);
+            Err(core.explain(BUFFER, error))
+        }
+    }
+}
+
+/// What NCCL's code means for what is not in the list any more: it keeps what it refused to close, and may still use.
+#[cold]
+#[inline(never)]
+fn given_up_or_not(
+    registered: impl DerefMut<Target = Registered>,
+    memory: Buffer,
+    is_window: bool,
+    code: i32,
+) -> Result<()> {
+    let core = registered.core().cloned();
+    drop(registered);
+    let Some(core) = core else { return Ok(()) };
+    core.nccl.giving_up(is_window, code).map(drop).map_err(|error| {
+        lock(&core.kept).push(memory);
+        failed(CLOSE, Some(&core.nccl), error)
+    })
 }
 
 /// The same where it may take long, and others go on meanwhile; or where the communicator is gone.
@@ -195,8 +280,13 @@ fn close_after_all(key: Key) -> Result<()> {
     let gone = core.is_gone();
     let closed = core.for_closing().map_or(Ok(()), |raw| {
         let _entered = core.gpu.enter(CLOSE)?;
+        let (handle, is_window) = (taken.handle(), taken.is_window);
+        if handle == 0 {
+            return Ok(());
+        }
         // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
-        let closed = unsafe { core.give_up(raw, taken.handle(), taken.is_window) };
+        let code = unsafe { core.tell(raw, handle, is_window) };
+        let closed = core.nccl.giving_up(is_window, code).map(drop);
         closed.map_err(|error| failed(CLOSE, Some(&core.nccl), error))
     });
     // What went with the communicator may be used by streams for a moment, and what NCCL refused to close by NCCL.
@@ -212,61 +302,89 @@ fn close_after_all(key: Key) -> Result<()> {
 
 impl Core {
     /// Registers a buffer that has these bytes on the communicator's GPU, or none. Not inlined into other crates, which would have to
-    /// call for what is the thread's; the answer is two words, written and read one by one.
+    /// call for what is the thread's.
     #[inline(never)]
-    fn register(self: &Arc<Self>, buffer: Buffer, addr: usize, size: usize) -> Result<Key> {
-        // What need not be dropped where something unwinds is kept in registers. In a forked child no thread has the list.
+    fn register(self: &Arc<Self>, buffer: Buffer, addr: usize, size: usize) -> Answer {
+        // As above. In a forked child no thread has the list.
         let buffer = ManuallyDrop::new(buffer);
         // Where NCCL only writes an entry into a list, it neither needs a context nor leaves one behind.
         if let Some(raw) = self.life.ready()
             && size != 0
-            && let Some(mut registered) = self.calling.mine()
-            && (self.nccl.registers_without_context() || self.context.is_current())
+            // SAFETY: a thread that is inside a list calls nothing that comes here.
+            && let Some(registered) = unsafe { self.calling.enter() }
         {
-            let room = registered.room(self);
-            // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
-            let made = unsafe { self.nccl.register(raw, addr as u64, size) };
-            let buffer = ManuallyDrop::into_inner(buffer);
-            return match made {
-                Ok(handle) => Ok(registered.fill(room, handle, buffer, None)),
-                Err(error) => {
-                    drop(registered);
-                    Err(self.refused(buffer, error))
-                }
+            return match registered.free() {
+                Some(room) if self.plain => self.put(registered, room, raw, (addr, size), buffer),
+                _ => self.register_inside(registered, raw, (addr, size), buffer),
             };
         }
-        self.register_after_all(ManuallyDrop::into_inner(buffer))
+        self.register_after_all(ManuallyDrop::into_inner(buffer)).unwrap_or_else(Answer::from)
+    }
+
+    /// The same where the context is asked for, or there is no place yet.
+    #[inline(never)]
+    fn register_inside(
+        self: &Arc<Self>,
+        mut registered: impl DerefMut<Target = Registered>,
+        raw: sys::Comm,
+        bytes: (usize, usize),
+        buffer: ManuallyDrop<Buffer>,
+    ) -> Answer {
+        if self.plain || self.context.is_current() {
+            let room = registered.room(self);
+            return self.put(registered, room, raw, bytes, buffer);
+        }
+        drop(registered);
+        self.register_after_all(ManuallyDrop::into_inner(buffer)).unwrap_or_else(Answer::from)
     }
 
     #[cold]
     #[inline(never)]
-    fn register_after_all(self: &Arc<Self>, buffer: Buffer) -> Result<Key> {
+    fn register_after_all(self: &Arc<Self>, buffer: Buffer) -> Result<Answer> {
         self.usable(BUFFER)?;
         check_place(BUFFER, self, &buffer)?;
         let (addr, size) = (buffer.addr(), buffer.size());
         self.settle(BUFFER)?;
         let raw = self.usable(BUFFER)?;
-        let plain = self.nccl.registers_without_context();
-        let _entered = if plain { None } else { Some(self.gpu.enter(BUFFER)?) };
+        let _entered = if self.plain { None } else { Some(self.gpu.enter(BUFFER)?) };
         let mut registered = self.calling.lock();
         let room = registered.room(self);
-        // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
-        let made = unsafe { self.nccl.register(raw, addr as u64, size) };
-        match made {
-            Ok(handle) => Ok(registered.fill(room, handle, buffer, None)),
-            Err(error) => {
-                drop(registered);
-                Err(self.refused(buffer, error))
-            }
-        }
+        Ok(self.put(registered, room, raw, (addr, size), ManuallyDrop::new(buffer)))
     }
 
-    /// Why a buffer was not registered; its owners are told when nothing is locked.
-    #[cold]
-    #[inline(never)]
-    fn refused(&self, buffer: Buffer, error: towline_sys::Error) -> Error {
-        drop(buffer);
-        self.explain(BUFFER, error)
+    /// Registers with NCCL what goes into that place.
+    #[inline(always)]
+    fn put(
+        &self,
+        mut registered: impl DerefMut<Target = Registered>,
+        room: &'static Place,
+        raw: sys::Comm,
+        (addr, size): (usize, usize),
+        buffer: ManuallyDrop<Buffer>,
+    ) -> Answer {
+        // SAFETY: the communicator is alive, and the list keeps the memory until it is deregistered.
+        let (code, handle) = unsafe { self.buffer_calls.register(raw, addr as u64, size) };
+        let buffer = ManuallyDrop::into_inner(buffer);
+        if code != 0 {
+            return registered_or_not(registered, room, buffer, (code, handle)).into();
+        }
+        registered.fill(room, handle, buffer, None).into()
+    }
+
+    /// Tells NCCL that a registration has ended.
+    ///
+    /// # Safety
+    /// The communicator is alive, and what is given up was taken out of its list, in which this thread is.
+    #[inline(always)]
+    unsafe fn tell(&self, raw: sys::Comm, handle: usize, is_window: bool) -> i32 {
+        // SAFETY: the caller's promise, and the library is loaded while there is a communicator.
+        unsafe {
+            if is_window {
+                self.nccl.close_window_bare(raw, handle)
+            } else {
+                self.buffer_calls.deregister(raw, handle)
+            }
+        }
     }
 
     /// Checks memory and flags of a window.
@@ -277,44 +395,6 @@ impl Core {
             return Err(no_window(addr, flags));
         }
         Ok(Shape { addr, size, flags })
-    }
-
-    /// Whether the context that this thread has will be the one it had. `ncclCommDeregister` of 2.28 leaves the primary context of the
-    /// thread's device current, so that one question is enough for all buffers that are closed while nobody changes it.
-    #[inline(always)]
-    fn may_give_up_here(&self, is_window: bool) -> bool {
-        if is_window || !self.nccl.registers_without_context() {
-            self.context.is_current()
-        } else {
-            self.context.was_current()
-        }
-    }
-
-    /// Tells NCCL that a registration has ended.
-    ///
-    /// # Safety
-    /// The communicator is alive, and what is given up was taken out of its list, in which this thread is.
-    #[inline(always)]
-    unsafe fn give_up(&self, raw: sys::Comm, handle: usize, is_window: bool) -> towline_sys::Result<()> {
-        if handle == 0 {
-            return Ok(());
-        }
-        // SAFETY: the caller's promise.
-        unsafe {
-            if is_window {
-                self.nccl.close_window(raw, handle).map(drop)
-            } else {
-                self.nccl.deregister(raw, handle)
-            }
-        }
-    }
-
-    /// Keeps what NCCL refused to close, and may still use.
-    #[cold]
-    #[inline(never)]
-    fn not_given_up(&self, memory: Buffer, error: towline_sys::Error) -> Error {
-        lock(&self.kept).push(memory);
-        failed(CLOSE, Some(&self.nccl), error)
     }
 
     /// What NCCL's refusal of a window means: its own words do not say that the memory is of the wrong kind.
@@ -341,7 +421,7 @@ impl Core {
     pub(super) fn close_handles(&self) {
         let all = self.calling.lock().keys();
         for key in all {
-            if let Err(error) = close::<true>(key) {
+            if let Err(error) = close(key) {
                 tracing::error!(%error, "a handle of NCCL's could not be closed");
             }
         }
@@ -397,7 +477,7 @@ impl RegisteredBuffer {
     #[inline]
     pub fn close(&self) -> Result<()> {
         // Two who close at once come to the same place in the list, and the second finds nothing there.
-        if self.key.is_open() { close::<false>(self.key) } else { Ok(()) }
+        close_buffer(self.key)
     }
 }
 
@@ -415,7 +495,7 @@ impl Drop for RegisteredBuffer {
 fn close_what_was_dropped(key: Key) {
     // A forked child closes nothing, and need not be told.
     if !crate::fork::in_child()
-        && let Err(error) = close::<true>(key)
+        && let Err(error) = close(key)
     {
         tracing::error!(%error, "a handle of NCCL's could not be closed");
     }
@@ -478,7 +558,7 @@ impl Window {
     /// What NCCL says; the memory is kept then until the communicator is gone.
     #[inline]
     pub fn close(&self) -> Result<()> {
-        if self.key.is_open() { close::<true>(self.key) } else { Ok(()) }
+        if self.key.is_open() { close(self.key) } else { Ok(()) }
     }
 }
 

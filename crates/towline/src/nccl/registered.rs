@@ -7,6 +7,7 @@
 
 use std::cell::UnsafeCell;
 use std::mem::ManuallyDrop;
+use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -16,6 +17,7 @@ use super::comm::Core;
 use super::turn::Turn;
 use crate::memory::Buffer;
 use crate::sync::lock;
+use crate::{Error, Result};
 
 /// NCCL takes one call at a time for a communicator: whoever is inside the list may call.
 pub(super) type List = &'static Turn<Registered>;
@@ -96,6 +98,51 @@ impl Key {
     }
 }
 
+/// A key, or why there is none, in two registers. A `Result` of the two would go through memory.
+#[must_use]
+pub(super) struct Answer {
+    place: Option<&'static Place>,
+    /// The key's number, or the address of an error in a box.
+    word: u64,
+}
+
+impl Answer {
+    #[inline]
+    pub(super) fn into_result(self) -> Result<Key> {
+        match self.place {
+            Some(place) => Ok(Key { place, number: self.word }),
+            None => Err(self.into_error()),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn into_error(self) -> Error {
+        // SAFETY: an answer without a place was made of such a box, and is taken apart once.
+        unsafe { *Box::from_raw(ptr::with_exposed_provenance_mut::<Error>(self.word as usize)) }
+    }
+}
+
+impl From<Key> for Answer {
+    #[inline]
+    fn from(key: Key) -> Answer {
+        Answer { place: Some(key.place), word: key.number }
+    }
+}
+
+impl From<Error> for Answer {
+    #[cold]
+    fn from(error: Error) -> Answer {
+        Answer { place: None, word: Box::into_raw(Box::new(error)).expose_provenance() as u64 }
+    }
+}
+
+impl From<Result<Key>> for Answer {
+    fn from(made: Result<Key>) -> Answer {
+        made.map_or_else(Answer::from, Answer::from)
+    }
+}
+
 /// What was registered, and is not in the list any more.
 pub(super) struct Taken {
     handle: usize,
@@ -117,21 +164,27 @@ impl Taken {
 pub(super) struct Registered {
     places: Vec<&'static Place>,
     free: Option<&'static Place>,
-    len: usize,
-    /// The communicator, from its first registration until nobody uses it and nothing is registered.
+    /// The communicator, from its first registration on and while others use it too.
     core: Option<Arc<Core>>,
-    /// Nobody uses the communicator any more but through what is registered.
-    left: bool,
+    /// The same from when nobody uses it any more but through what is registered, and how much that is.
+    left: Option<(Arc<Core>, usize)>,
+    /// The free places, while there is no communicator: who finds a free one need not ask for that.
+    spare: Option<&'static Place>,
 }
 
 impl Registered {
+    /// Counted when it is asked for, and not at every registration.
     pub(super) fn len(&self) -> usize {
-        self.len
+        self.used().count()
+    }
+
+    fn used(&self) -> impl Iterator<Item = &'static Place> {
+        self.places.iter().copied().filter(|place| self.held(place).memory.is_some())
     }
 
     pub(super) fn keys(&self) -> Vec<Key> {
-        let used = self.places.iter().filter(|place| self.held(place).memory.is_some());
-        used.map(|place| Key { place, number: place.number.load(Ordering::Relaxed) & !1 }).collect()
+        let key = |place: &'static Place| Key { place, number: place.number.load(Ordering::Relaxed) & !1 };
+        self.used().map(key).collect()
     }
 
     #[inline]
@@ -148,12 +201,18 @@ impl Registered {
         unsafe { &mut *place.held.get() }
     }
 
+    /// A place for one more, where there is one and a communicator.
+    #[inline]
+    pub(super) fn free(&self) -> Option<&'static Place> {
+        self.free
+    }
+
     /// A place for one more, to be filled before this thread leaves the list.
     #[inline]
     pub(super) fn room(&mut self, core: &Arc<Core>) -> &'static Place {
         match self.free {
-            Some(place) if self.core.is_some() => place,
-            _ => self.make_room(core),
+            Some(place) => place,
+            None => self.make_room(core),
         }
     }
 
@@ -161,6 +220,7 @@ impl Registered {
     #[inline(never)]
     fn make_room(&mut self, core: &Arc<Core>) -> &'static Place {
         self.core.get_or_insert_with(|| Arc::clone(core));
+        self.free = self.spare.take();
         self.free.get_or_insert_with(|| {
             let (number, held) = (AtomicU64::new(0), UnsafeCell::default());
             let place: &'static Place = Box::leak(Box::new(Place { number, list: core.calling, held }));
@@ -180,11 +240,13 @@ impl Registered {
     ) -> Key {
         let held = self.held_mut(place);
         held.handle = handle;
-        held.window = window;
         // There is none in a place that is free.
+        if window.is_some() {
+            held.window = window;
+        }
+        // Nor this.
         std::mem::forget(held.memory.replace(memory));
         self.free = self.held(place).next;
-        self.len += 1;
         Key { place, number: place.number.load(Ordering::Relaxed) }
     }
 
@@ -212,19 +274,18 @@ impl Registered {
 
     /// The windows that are there.
     pub(super) fn windows(&self) -> impl Iterator<Item = Shape> {
-        let used = self.places.iter().map(|place| self.held(place)).filter(|held| held.memory.is_some());
-        used.filter_map(|held| held.window)
+        self.used().filter_map(|place| self.held(place).window)
     }
 
     /// The communicator of what is registered, where others use it too.
     #[inline]
     pub(super) fn used_core(&self) -> Option<&Arc<Core>> {
-        if self.left { None } else { self.core.as_ref() }
+        self.core.as_ref()
     }
 
     /// The communicator of what is registered.
     pub(super) fn core(&self) -> Option<&Arc<Core>> {
-        self.core.as_ref()
+        self.core.as_ref().or(self.left.as_ref().map(|(core, _)| core))
     }
 
     /// Lets nobody use it any more; false where it is not there.
@@ -237,27 +298,32 @@ impl Registered {
         here
     }
 
-    /// NCCL's handle, whether it is of a window, the memory, and the communicator; once, and only where the handle came at once. The
-    /// caller drops the memory: what need not be dropped where something unwinds is kept in registers.
-    #[inline]
-    pub(super) fn take_now(&mut self, key: Key) -> Option<(usize, bool, ManuallyDrop<Buffer>, &Arc<Core>)> {
+    /// NCCL's handle, whether it is of a window (which a buffer is not asked), and the memory; once, and only where the handle came at
+    /// once. The caller drops the memory: what need not be dropped where something unwinds is kept in registers.
+    #[inline(always)]
+    pub(super) fn take_now<const WINDOW: bool>(
+        &mut self,
+        key: Key,
+    ) -> Option<(usize, bool, ManuallyDrop<Buffer>)> {
         let (place, free) = (key.place, self.free);
         let held = self.held_mut(place);
-        if !key.is_open() || held.late.is_some() {
+        if !key.is_open() || (WINDOW && held.late.is_some()) {
             return None;
         }
-        let memory = ManuallyDrop::new(held.memory.take()?);
-        let (handle, is_window) = (held.handle, held.window.is_some());
+        let memory = held.memory.take();
+        debug_assert!(memory.is_some(), "what is open is there");
+        // SAFETY: a place that has the number of a key holds what the key names.
+        let memory = ManuallyDrop::new(unsafe { memory.unwrap_unchecked() });
+        let (handle, is_window) = (held.handle, WINDOW && held.window.take().is_some());
         held.next = free;
         self.free_again(key);
-        Some((handle, is_window, memory, self.core.as_ref()?))
+        Some((handle, is_window, memory))
     }
 
     #[inline]
     fn free_again(&mut self, key: Key) {
         key.place.number.store(key.number + 2, Ordering::Release);
         self.free = Some(key.place);
-        self.len -= 1;
     }
 
     /// What was registered, once, and the communicator.
@@ -269,24 +335,26 @@ impl Registered {
         let held = self.held_mut(key.place);
         let memory = held.memory.take()?;
         held.next = free;
-        let (late, is_window) = (held.late.take(), held.window.is_some());
+        let (late, is_window) = (held.late.take(), held.window.take().is_some());
         let taken = Taken { handle: held.handle, late, is_window, memory };
         self.free_again(key);
-        Some((taken, self.core.as_ref()?))
+        if let Some((_, len)) = &mut self.left {
+            *len -= 1;
+        }
+        Some((taken, self.core()?))
     }
 
     /// Nobody uses the communicator any more; the answer is dropped outside of the list.
     pub(super) fn leave(&mut self) -> Option<Arc<Core>> {
-        self.left = true;
+        let len = self.len();
+        self.left = self.core.take().map(|core| (core, len));
         self.unused()
     }
 
     /// The communicator, where the list need not keep it any more; the answer is dropped outside of the list.
     pub(super) fn unused(&mut self) -> Option<Arc<Core>> {
-        if !self.left || self.len > 0 {
-            return None;
-        }
-        self.left = false;
-        self.core.take()
+        let (core, _) = self.left.take_if(|(_, len)| *len == 0)?;
+        self.spare = self.free.take();
+        Some(core)
     }
 }

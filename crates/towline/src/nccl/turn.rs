@@ -66,12 +66,25 @@ impl<T> Turn<T> {
     /// The same for the thread that has it, which waits for nobody; `None` for every other one.
     #[inline]
     pub(super) fn mine(&self) -> Option<Mine<'_, T>> {
-        let me = NUMBER.get();
-        if self.has.load(Ordering::Relaxed) == me && !self.inside.load(Ordering::Relaxed) {
+        if self.inside.load(Ordering::Relaxed) {
+            return None;
+        }
+        // SAFETY: nobody is inside of it, or a thread that does not have it any more.
+        unsafe { self.enter() }
+    }
+
+    /// The same where it need not be asked whether this thread is inside already.
+    ///
+    /// # Safety
+    /// This thread is not inside.
+    #[inline(always)]
+    pub(super) unsafe fn enter(&self) -> Option<Mine<'_, T>> {
+        let (me, has) = (NUMBER.get(), self.has);
+        if has.load(Ordering::Relaxed) == me {
             self.inside.store(true, Ordering::Relaxed);
             // The processor may look before others see the store: whoever takes the lock away makes it pass a barrier.
             compiler_fence(Ordering::SeqCst);
-            if self.has.load(Ordering::Relaxed) == me {
+            if has.load(Ordering::Relaxed) == me {
                 return Some(Mine(self));
             }
             self.inside.store(false, Ordering::Release);
