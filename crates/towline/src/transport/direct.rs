@@ -130,8 +130,9 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
         bytes == 0 || (bytes <= self.0.most_at_once() && !self.0.blocks())
     }
 
-    fn starts_later(&self, _op: Op, _bytes: u64, blocks: u64) -> bool {
-        blocks > INLINE_BLOCKS
+    fn starts_later(&self, _op: Op, bytes: u64, blocks: u64) -> bool {
+        // One range is checked by the call all the same. Cutting a long one into its portions was a third of the call.
+        blocks > INLINE_BLOCKS || (blocks == 1 && bytes >= SHARED)
     }
 
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
