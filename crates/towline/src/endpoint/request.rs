@@ -343,10 +343,13 @@ impl<'a> Request<'a> {
         let (op, remote_len) = (self.op, self.remote.len());
         let local_len = self.local.as_ref().map_or(0, |span| span.len() as u64);
         // One range is checked as quickly as that.
-        if let What::Span(remote, local, len) = self.what {
-            checked(op, What::Span(remote, local, len), remote_len, local_len)?;
-        } else if let What::Whole = self.what {
-            checked(op, What::Whole, remote_len, local_len)?;
+        let range = match self.what {
+            What::Span(remote, local, len) => Some(What::Span(remote, local, len)),
+            What::Whole => Some(What::Whole),
+            _ => None,
+        };
+        if let Some(range) = range {
+            check_elements(op, checked(op, range, remote_len, local_len)?.0.as_slice())?;
         }
         let what = std::mem::replace(&mut self.what, What::Whole).into_owned();
         let parts = self.parts(attachment, local, base, Plan::nothing(), bytes);

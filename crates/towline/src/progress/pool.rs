@@ -1,13 +1,19 @@
 //! The copy pool: threads for what takes long, grown on demand and gone when idle.
 
+#[cfg(test)]
+mod tests;
+
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::fmt;
+use std::hint::spin_loop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
 
 use super::reactor::be_polite;
 use super::{lock, no_thread, panic_message, start_thread};
@@ -23,6 +29,27 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// No pool has more threads.
 const MOST: usize = 64;
+
+/// How a worker looks for its next job before it sleeps; see [`Pool::look_next`].
+#[derive(Clone, Copy)]
+struct Looks {
+    /// For so long after the others have finished.
+    after: Duration,
+    /// And for so long in all.
+    most: Duration,
+    /// Who has not looked for this long has lost its processor, and finds nothing until it has one again.
+    lost: Duration,
+}
+
+/// Between two looks, about half a microsecond.
+const SPINS: usize = 16;
+
+/// The time that a caller needs to come back with its next transfer, and two milliseconds, which a portion of a copy takes.
+const LOOKS: Looks = Looks {
+    after: Duration::from_micros(100),
+    most: Duration::from_millis(2),
+    lost: Duration::from_micros(20),
+};
 
 /// A job that was not accepted, handed back with the reason; `?` turns it into the reason.
 pub(crate) struct Refused {
@@ -53,6 +80,7 @@ pub(crate) struct Pool {
     name: &'static str,
     polite: bool,
     linger: Duration,
+    looks: Looks,
     /// 0 where the machine decides and has not been asked yet.
     limit: AtomicUsize,
     state: Mutex<State>,
@@ -60,6 +88,10 @@ pub(crate) struct Pool {
     calls: [Condvar; MOST],
     /// The queue's length, readable without the lock.
     queued: AtomicUsize,
+    /// Who looks has been given a job.
+    found: AtomicBool,
+    /// When it looked last, in nanoseconds.
+    looked: AtomicU64,
 }
 
 struct State {
@@ -72,6 +104,8 @@ struct State {
     idle: Vec<usize>,
     /// The job of each worker that was called and has not come yet.
     given: [Option<Job>; MOST],
+    /// The one of `idle` that looks for a job and does not sleep.
+    looker: Option<usize>,
     /// Workers that are aside: as many others may take their places.
     aside: usize,
 }
@@ -87,16 +121,20 @@ impl Pool {
             name,
             polite: false,
             linger: LINGER,
+            looks: LOOKS,
             limit: AtomicUsize::new(limit),
             state: Mutex::new(State {
                 queue: VecDeque::new(),
                 threads: 0,
                 idle: Vec::new(),
                 given: [const { None }; MOST],
+                looker: None,
                 aside: 0,
             }),
             calls: [const { Condvar::new() }; MOST],
             queued: AtomicUsize::new(0),
+            found: AtomicBool::new(false),
+            looked: AtomicU64::new(0),
         }
     }
 
@@ -140,9 +178,13 @@ impl Pool {
         }
         let limit = self.limit();
         let mut state = lock(&self.state);
-        let near = worker.and_then(|worker| state.idle.iter().position(|idle| *idle == worker));
-        if let Some(number) = near.map(|at| state.idle.remove(at)).or_else(|| state.idle.pop()) {
+        if let Some(number) = self.choose(&mut state, worker) {
             state.given[number] = Some(job);
+            if state.looker == Some(number) {
+                state.looker = None;
+                self.found.store(true, Ordering::Release);
+                return Ok(());
+            }
             drop(state);
             self.calls[number].notify_one();
             return Ok(());
@@ -177,6 +219,51 @@ impl Pool {
         }
     }
 
+    /// Takes the worker out of those that wait who is to have the next job: that one, who looks, or who waits since last.
+    fn choose(&self, state: &mut State, worker: Option<usize>) -> Option<usize> {
+        let idle = &state.idle;
+        let place = |number| idle.iter().position(|idle| *idle == number);
+        let has_processor =
+            || now().saturating_sub(self.looked.load(Ordering::Relaxed)) < self.looks.lost.as_nanos() as u64;
+        let at = worker
+            .and_then(place)
+            .or_else(|| state.looker.filter(|_| has_processor()).and_then(place))
+            .or_else(|| idle.iter().rposition(|idle| state.looker != Some(*idle)))
+            .or_else(|| idle.len().checked_sub(1))?;
+        Some(state.idle.remove(at))
+    }
+
+    /// Has the worker that calls this look for its next job when it has done this one, instead of going to sleep at once: while others
+    /// are still at what it has worked on, and a little longer. Nobody has to be woken for a job that comes meanwhile, which takes
+    /// up to 60 µs of the caller's time where the processor that is to take it has been halted. One looks at a time.
+    ///
+    /// Not for who has just woken somebody: the kernel may have put that thread behind this one, on the same processor.
+    pub(crate) fn look_next(&'static self, others: impl Fn() -> bool + 'static) {
+        if OWN.get().is_some_and(|own| std::ptr::eq(own, self)) {
+            OTHERS.set(Some(Box::new(others)));
+        }
+    }
+
+    /// Looks until a job has come, or it is time to sleep.
+    fn look(&self, others: &dyn Fn() -> bool) {
+        let start = now();
+        let (mut at, mut finished) = (start, None);
+        while !self.found.load(Ordering::Acquire) {
+            if finished.is_none() && !others() {
+                finished = Some(at);
+            }
+            let after = finished.map_or(0, |finished| at.saturating_sub(finished));
+            if after > self.looks.after.as_nanos() as u64 || at - start > self.looks.most.as_nanos() as u64 {
+                return;
+            }
+            for _ in 0..SPINS {
+                spin_loop();
+            }
+            at = now();
+            self.looked.store(at, Ordering::Relaxed);
+        }
+    }
+
     /// Whether jobs wait for a thread: a worker that only waits for the other side should then make room.
     pub(crate) fn busy_or_queued(&self) -> bool {
         self.queued.load(Ordering::Relaxed) > 0
@@ -207,6 +294,7 @@ impl Pool {
     }
 
     fn run(&self, job: Job) {
+        OTHERS.set(None);
         if let Err(payload) = catch_unwind(AssertUnwindSafe(job)) {
             let message = panic_message(payload);
             tracing::error!(%message, pool = self.name, "a job panicked; its thread goes on");
@@ -214,11 +302,12 @@ impl Pool {
     }
 
     /// One worker's life.
-    fn work(&self, number: usize) {
+    fn work(&'static self, number: usize) {
         if self.polite {
             be_polite();
         }
         NUMBER.set(Some(number));
+        OWN.set(Some(self));
         let mut state = lock(&self.state);
         loop {
             if let Some(job) = state.queue.pop_front() {
@@ -229,20 +318,34 @@ impl Pool {
                 continue;
             }
             state.idle.push(number);
+            if let Some(others) = OTHERS.take()
+                && state.looker.is_none()
+            {
+                state.looker = Some(number);
+                self.found.store(false, Ordering::Relaxed);
+                self.looked.store(now(), Ordering::Relaxed);
+                drop(state);
+                self.look(&*others);
+                drop(others);
+                state = lock(&self.state);
+                if state.looker == Some(number) {
+                    state.looker = None;
+                }
+            }
             let until = Instant::now() + self.linger;
             let job = loop {
-                let left = until.saturating_duration_since(Instant::now());
-                state =
-                    self.calls[number].wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-                // It may have been called when its time was just up.
+                // It may have been called while it looked, or when its time was just up.
                 if let Some(job) = state.given[number].take() {
                     break job;
                 }
-                if Instant::now() >= until {
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
                     state.idle.retain(|idle| *idle != number);
                     state.threads &= !(1 << number);
                     return;
                 }
+                state =
+                    self.calls[number].wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
             };
             drop(state);
             self.run(job);
@@ -253,251 +356,14 @@ impl Pool {
 
 thread_local! {
     static NUMBER: Cell<Option<usize>> = const { Cell::new(None) };
+    /// The pool of the worker that this thread is.
+    static OWN: Cell<Option<&'static Pool>> = const { Cell::new(None) };
+    /// Whether others are still at what this worker has worked on; nothing where it goes to sleep at once.
+    static OTHERS: Cell<Option<Box<dyn Fn() -> bool>>> = const { Cell::new(None) };
 }
 
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used, clippy::panic)]
-
-    use std::sync::mpsc::channel;
-    use std::sync::{Arc, Barrier};
-
-    use super::*;
-
-    const WATCHDOG: Duration = Duration::from_secs(30);
-
-    /// Workers may outlive a test.
-    fn leaked(name: &'static str, limit: usize) -> &'static Pool {
-        Box::leak(Box::new(Pool::new(name, limit)))
-    }
-
-    #[test]
-    fn while_a_worker_is_aside_another_takes_its_place() {
-        let pool = leaked("aside", 1);
-        let (say, hear) = channel();
-        let (told, wait) = channel::<()>();
-        let first = say;
-        pool.spawn(Box::new(move || {
-            let waited = pool.aside(|| {
-                first.send("aside").unwrap();
-                wait.recv_timeout(WATCHDOG).is_ok()
-            });
-            first.send(if waited == Some(true) { "back" } else { "alone" }).unwrap();
-        }))
-        .unwrap();
-        assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), "aside");
-        // The only thread is taken, and yet this runs.
-        pool.spawn(Box::new(move || told.send(()).unwrap())).unwrap();
-        assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), "back");
-    }
-
-    #[test]
-    fn nobody_steps_aside_while_a_job_waits_for_a_thread() {
-        let pool = leaked("waits", 1);
-        let (say, hear) = channel();
-        let (held, release) = channel::<()>();
-        let after = say.clone();
-        pool.spawn(Box::new(move || {
-            say.send("busy").unwrap();
-            release.recv_timeout(WATCHDOG).unwrap();
-            say.send(if pool.aside(|| ()).is_none() { "refused" } else { "let go" }).unwrap();
-        }))
-        .unwrap();
-        assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), "busy");
-        pool.spawn(Box::new(move || after.send("after").unwrap())).unwrap();
-        held.send(()).unwrap();
-        let heard = [(); 2].map(|()| hear.recv_timeout(WATCHDOG).unwrap());
-        assert_eq!(heard, ["refused", "after"]);
-    }
-
-    #[test]
-    fn threads_of_a_polite_pool_do_not_take_the_processor_of_who_wakes_them() {
-        let pool: &'static Pool = Box::leak(Box::new(Pool::new("t-polite", 1).polite()));
-        let (sender, receiver) = channel();
-        pool.spawn(Box::new(move || {
-            let own = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
-            sender.send(own).unwrap();
-        }))
-        .unwrap();
-        let stat = receiver.recv_timeout(WATCHDOG).unwrap();
-        // The 41st field, counted behind the name, is the policy; 3 is SCHED_BATCH.
-        let policy = stat.rsplit(')').next().unwrap().split_whitespace().nth(38).unwrap().to_owned();
-        assert_eq!(policy, "3");
-    }
-
-    fn threads_named(prefix: &str) -> usize {
-        std::fs::read_dir("/proc/self/task")
-            .unwrap()
-            .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
-            .filter(|name| name.starts_with(prefix))
-            .count()
-    }
-
-    fn wait_until(what: &str, condition: impl Fn() -> bool) {
-        let watchdog = Instant::now() + WATCHDOG;
-        while !condition() {
-            assert!(Instant::now() < watchdog, "waited too long until {what}");
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    #[test]
-    fn ten_thousand_jobs_run_once_each_and_no_thread_stays() {
-        let pool = leaked("t-shrink", 4);
-        let done = Arc::new(AtomicUsize::new(0));
-        for _ in 0..10_000 {
-            let done = Arc::clone(&done);
-            pool.spawn(Box::new(move || {
-                done.fetch_add(1, Ordering::Relaxed);
-            }))
-            .unwrap();
-        }
-        wait_until("all jobs have run", || done.load(Ordering::Relaxed) == 10_000);
-        assert!(threads_named("t-shrink") <= pool.limit());
-        wait_until("the threads have left", || threads_named("t-shrink") == 0);
-        assert_eq!(done.load(Ordering::Relaxed), 10_000);
-        assert!(!pool.busy_or_queued());
-
-        let (sender, receiver) = channel();
-        pool.spawn(Box::new(move || sender.send(()).unwrap())).unwrap();
-        receiver.recv_timeout(WATCHDOG).expect("an emptied pool grows again");
-    }
-
-    #[test]
-    fn blocked_jobs_each_get_a_thread_up_to_the_limit_and_the_next_is_seen_waiting() {
-        let pool = leaked("t-grow", 3);
-        let barrier = Arc::new(Barrier::new(4));
-        for _ in 0..3 {
-            let barrier = Arc::clone(&barrier);
-            pool.spawn(Box::new(move || {
-                barrier.wait();
-            }))
-            .unwrap();
-        }
-        wait_until("three jobs were taken", || !pool.busy_or_queued());
-        assert_eq!(threads_named("t-grow"), 3);
-        let (sender, receiver) = channel();
-        pool.spawn(Box::new(move || sender.send(()).unwrap())).unwrap();
-        assert!(pool.busy_or_queued());
-        barrier.wait();
-        receiver.recv_timeout(WATCHDOG).unwrap();
-        assert_eq!(threads_named("t-grow-3"), 0);
-    }
-
-    #[test]
-    fn a_waiting_thread_is_used_before_a_new_one_is_started() {
-        let pool = leaked("t-reuse", 8);
-        for _ in 0..50 {
-            let (sender, receiver) = channel();
-            pool.spawn(Box::new(move || sender.send(()).unwrap())).unwrap();
-            receiver.recv_timeout(WATCHDOG).unwrap();
-            wait_until("the worker waits again", || !lock(&pool.state).idle.is_empty());
-        }
-        assert_eq!(lock(&pool.state).threads, 1);
-    }
-
-    #[test]
-    fn of_two_waiting_threads_the_one_that_worked_last_is_called() {
-        // However slow the machine is, neither leaves.
-        let patient = Pool { linger: 10 * WATCHDOG, ..Pool::new("t-last", 2) };
-        let pool: &'static Pool = Box::leak(Box::new(patient));
-        let (here, there) = channel::<()>();
-        let (say, hear) = channel();
-        let worker = |wait: Option<std::sync::mpsc::Receiver<()>>| {
-            let say = say.clone();
-            move || {
-                let id = thread::current().id();
-                say.send(id).unwrap();
-                if let Some(wait) = wait {
-                    wait.recv_timeout(WATCHDOG).unwrap();
-                }
-            }
-        };
-        pool.spawn(Box::new(worker(Some(there)))).unwrap();
-        let first = hear.recv_timeout(WATCHDOG).unwrap();
-        pool.spawn(Box::new(worker(None))).unwrap();
-        let second = hear.recv_timeout(WATCHDOG).unwrap();
-        assert_ne!(first, second);
-        wait_until("the second waits", || lock(&pool.state).idle.len() == 1);
-        here.send(()).unwrap();
-        wait_until("both wait", || lock(&pool.state).idle.len() == 2);
-        for _ in 0..10 {
-            pool.spawn(Box::new(worker(None))).unwrap();
-            assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), first);
-            wait_until("both wait again", || lock(&pool.state).idle.len() == 2);
-        }
-        let number = *lock(&pool.state).idle.first().unwrap();
-        pool.spawn_near(Some(number), Box::new(worker(None))).unwrap();
-        assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), second, "unless another is asked for");
-    }
-
-    #[test]
-    fn the_pool_of_the_process_has_a_limit_between_one_and_sixteen() {
-        assert!((1..=16).contains(&crate::progress::pool().limit()));
-        assert_eq!(Pool::new("t-limit", 1000).limit(), 64);
-    }
-
-    #[test]
-    fn a_panicking_job_does_not_end_its_thread() {
-        let pool = leaked("t-panic", 1);
-        let (sender, receiver) = channel();
-        let before = sender.clone();
-        pool.spawn(Box::new(move || before.send(thread::current().id()).unwrap())).unwrap();
-        pool.spawn(Box::new(|| panic!("a job that panics on purpose"))).unwrap();
-        pool.spawn(Box::new(move || sender.send(thread::current().id()).unwrap())).unwrap();
-        let first = receiver.recv_timeout(WATCHDOG).unwrap();
-        let second = receiver.recv_timeout(WATCHDOG).unwrap();
-        assert_eq!(first, second);
-    }
-
-    #[test]
-    fn without_any_thread_the_job_is_handed_back_and_with_one_it_waits() {
-        // The limit holds for a whole process, so this test runs once more in one of its own.
-        const CHILD: &str = "TOWLINE_TEST_OWN_PROCESS";
-        if std::env::var_os(CHILD).is_none() {
-            let name = "without_any_thread_the_job_is_handed_back_and_with_one_it_waits";
-            let output = std::process::Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", &format!("progress::pool::tests::{name}"), "--test-threads=1"])
-                .env(CHILD, "1")
-                .output()
-                .unwrap();
-            let said = String::from_utf8_lossy(&output.stdout);
-            assert!(output.status.success() && said.contains("1 passed"), "{said}");
-            return;
-        }
-        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-        let old = getrlimit(Resource::As);
-        let no_room_for_a_stack = || {
-            let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
-            let pages: u64 = statm.split(' ').next().unwrap().parse().unwrap();
-            let current = pages * rustix::param::page_size() as u64 + (1 << 20);
-            setrlimit(Resource::As, Rlimit { current: Some(current), maximum: old.maximum }).unwrap();
-        };
-        let pool = leaked("t-refuse", 2);
-        let (sender, receiver) = channel();
-        let again = sender.clone();
-
-        no_room_for_a_stack();
-        let refused = pool.spawn(Box::new(move || sender.send(1).unwrap())).unwrap_err();
-        setrlimit(Resource::As, old).unwrap();
-        assert_eq!(refused.error.kind(), crate::Kind::Exhausted);
-        assert!(refused.error.is_retryable());
-        assert!(!pool.busy_or_queued());
-        let barrier = Arc::new(Barrier::new(2));
-        let blocks = Arc::clone(&barrier);
-        let job = refused.job;
-        pool.spawn(Box::new(move || {
-            blocks.wait();
-            job();
-        }))
-        .unwrap();
-
-        no_room_for_a_stack();
-        pool.spawn(Box::new(move || again.send(2).unwrap())).unwrap();
-        assert_eq!(lock(&pool.state).threads, 1);
-        setrlimit(Resource::As, old).unwrap();
-        barrier.wait();
-        assert_eq!(receiver.recv_timeout(WATCHDOG), Ok(1));
-        assert_eq!(receiver.recv_timeout(WATCHDOG), Ok(2));
-    }
+/// The moment in nanoseconds, which unlike an [`Instant`] an atomic holds.
+fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }

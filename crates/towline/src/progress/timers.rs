@@ -29,6 +29,8 @@ pub(super) struct Timers {
     pending: BTreeMap<(Instant, u64), (Weak<dyn Timer>, u64)>,
     next_sequence: u64,
     sleep: Sleep,
+    /// The earliest moment of a timer that was cancelled since the thread slept until such a one.
+    cancelled: Option<Instant>,
 }
 
 #[derive(Default, Clone, Copy)]
@@ -59,17 +61,27 @@ impl Timers {
 
     /// Takes a timer out; false where it has fired, or was cancelled, before.
     pub(super) fn cancel(&mut self, id: TimerId) -> bool {
-        self.pending.remove(&(id.when, id.sequence)).is_some()
+        let found = self.pending.remove(&(id.when, id.sequence)).is_some();
+        if found {
+            self.cancelled = Some(self.cancelled.map_or(id.when, |earlier| earlier.min(id.when)));
+        }
+        found
     }
 
     /// How long the thread may sleep from `now`, `None` for ever; notes that it does.
+    ///
+    /// It sleeps no longer than a timer would have let it that was cancelled. Deadlines come one after the other, each as far
+    /// away as the last: asleep for longer, the thread would have to be woken for every one, by the call that starts a transfer.
+    /// So it wakes by itself for one of all those that came and went meanwhile, and for none once no more come.
     pub(super) fn fall_asleep(&mut self, now: Instant) -> Option<Duration> {
-        match self.pending.first_key_value() {
+        self.cancelled = self.cancelled.filter(|when| *when > now);
+        let first = self.pending.first_key_value().map(|((when, _), _)| *when);
+        match first.into_iter().chain(self.cancelled).min() {
             None => {
                 self.sleep = Sleep::Forever;
                 None
             }
-            Some(((when, _), _)) => {
+            Some(when) => {
                 let length = when.saturating_duration_since(now).min(LONGEST_SLEEP);
                 self.sleep = Sleep::Until(now + length);
                 Some(length)
@@ -151,6 +163,24 @@ mod tests {
         assert!(!timers.insert(at(60), nobody(), 0).1);
         assert!(timers.insert(at(40), nobody(), 0).1);
         assert!(!timers.insert(at(30), nobody(), 0).1, "it is being woken already");
+    }
+
+    #[test]
+    fn a_deadline_after_one_that_was_cancelled_wakes_nobody_and_the_sleep_ends_once() {
+        let mut timers = Timers::default();
+        let now = Instant::now();
+        let at = |ms| now + Duration::from_millis(ms);
+        for round in 0..10 {
+            let (id, woken) = timers.insert(at(5000 + round), nobody(), 0);
+            assert!(!woken, "round {round}");
+            assert!(timers.cancel(id));
+            assert_eq!(timers.fall_asleep(at(round)), Some(Duration::from_millis(5000 - round)));
+        }
+        assert!(timers.insert(at(4999), nobody(), 1).1, "one that is due before that does wake it");
+        assert!(timers.pop_due(at(4999)).is_some());
+        timers.wake_up();
+        assert_eq!(timers.fall_asleep(at(5000)), None, "nothing came since");
+        assert!(timers.insert(at(10_000), nobody(), 0).1);
     }
 
     #[test]

@@ -130,8 +130,9 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
         bytes == 0 || (bytes <= self.0.most_at_once() && !self.0.blocks())
     }
 
-    fn starts_later(&self, _op: Op, _bytes: u64, blocks: u64) -> bool {
-        blocks > INLINE_BLOCKS
+    fn starts_later(&self, _op: Op, bytes: u64, blocks: u64) -> bool {
+        // One range is checked by the call all the same. Cutting a long one into its portions was a third of the call.
+        blocks > INLINE_BLOCKS || (blocks == 1 && bytes >= SHARED)
     }
 
     fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
@@ -317,8 +318,21 @@ impl<D: Direct> Run<D> {
         called.is_ok()
     }
 
-    /// Works on it, where there is a place.
+    /// Works on it, where there is a place. A starter that leaves it to others is there for what is posted when they are done.
     fn take_part(&self) {
+        self.share();
+        // Who has ended it has woken whoever waited for that.
+        if self.left.load(Ordering::Acquire) > 0 {
+            let me = Weak::clone(&self.me);
+            progress::starters().look_next(move || {
+                let copied = |run: Arc<Self>| run.left.load(Ordering::Acquire) == 0;
+                // No more of them than leave a processor to look with.
+                !me.upgrade().is_none_or(copied) && COPYING.load(Ordering::Relaxed) < progress::pool().limit()
+            });
+        }
+    }
+
+    fn share(&self) {
         let Some(_copying) = self.join() else { return };
         // All that are wanted: a call takes less than it takes until who was called could call others. But for one where that is every
         // processor of many: who posted the transfer is about to return, and would lose its own to the last. It comes itself if it waits.
