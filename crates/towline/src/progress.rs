@@ -5,7 +5,7 @@
 //! what a call leaves to others so that it can return, on threads `towline-start-N`, and [`sharers()`] copies that several threads
 //! share, on threads `towline-share-N`.
 //! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
-//! a process in which nothing happens makes no system call.
+//! a process in which nothing happens makes no system call. After a transfer the event loop wakes once, when its deadline would have been.
 
 pub(crate) mod at_once;
 mod bell;
