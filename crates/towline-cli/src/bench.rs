@@ -29,7 +29,6 @@ use self::measure::Pace;
 pub(crate) use self::python::interpreter;
 use self::report::{Report, Row, Skipped};
 use self::shapes::Path;
-use crate::machine::Machine;
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 use crate::size;
@@ -87,7 +86,8 @@ Times of a call are those of the slowest rank. Peers take their turns between ou
 --list shows the rows, --filter takes a part of a label (4-ranks/all-reduce-1m).
 
 With --json: {\"rows\": [{\"name\", \"path\", \"op\", \"bytes\", \"blocks\", \"block_size\", \"threads\", \"streams\", \"unit\",
-\"ranks\" (comm), \"ours\", \"limit\", \"target\", \"ratio\", \"goal\", \"met\", \"p99\", \"rounds\", \"against\"}], \"skipped\": [...], \"machine\": {...}}, and with --python also
+\"ranks\" (comm), \"ours\", \"limit\", \"target\", \"ratio\", \"goal\", \"met\", \"p99\", \"rounds\", \"against\"}], \"skipped\": [...], \"machine\": {...},
+\"stolen\": the share of the processors' time that the host gave to others meanwhile}, and with --python also
 \"python\": {...}, the interpreter and the package.";
 
 /// What else can be measured.
@@ -156,6 +156,7 @@ impl Options {
 }
 
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
+    report::begin();
     if options.python {
         return python::run(options, output);
     }
@@ -209,9 +210,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         gpu::run(&mut session, options);
     }
     session.progress.finish_and_clear();
-    let report =
-        Report { rows: session.rows, skipped: session.skipped, machine: Machine::here(), python: None };
-    report.print(output);
+    Report::new(session.rows, session.skipped).print(output);
     match session.failures.as_slice() {
         [] => Ok(Exit::Fine),
         failures => Err(Failure::failed(failures.join("; "))),

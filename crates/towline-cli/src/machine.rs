@@ -39,6 +39,33 @@ impl Machine {
     }
 }
 
+/// What the processors have done since the machine was started, in ticks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Processors {
+    all: u64,
+    stolen: u64,
+}
+
+impl Processors {
+    pub(crate) fn now() -> Option<Processors> {
+        Processors::parse(&read("/proc/stat")?)
+    }
+
+    fn parse(stat: &str) -> Option<Processors> {
+        let words = stat.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
+        let ticks: Vec<u64> = words.map(str::parse).collect::<Result<_, _>>().ok()?;
+        // User, nice, system, idle, waiting, interrupts of two kinds, stolen; what comes behind is counted among the first two.
+        let known = ticks.get(..8)?;
+        Some(Processors { all: known.iter().sum(), stolen: *known.last()? })
+    }
+
+    /// The share of their time since then that the host gave to others while somebody here wanted it.
+    pub(crate) fn stolen_since(self, earlier: Processors) -> Option<f64> {
+        let all = self.all.checked_sub(earlier.all).filter(|all| *all > 0)?;
+        Some(self.stolen.saturating_sub(earlier.stolen) as f64 / all as f64)
+    }
+}
+
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -89,4 +116,22 @@ pub(crate) fn chosen(path: &str) -> String {
 /// A file's text, where it can be read.
 pub(crate) fn read(path: &str) -> Option<String> {
     std::fs::read_to_string(path).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_host_took_is_a_share_of_all_ticks_in_between() {
+        let at = |line: &str| Processors::parse(line);
+        let before = at("cpu  100 0 50 800 10 0 5 35 7 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n");
+        let after = at("cpu  180 0 50 900 10 0 5 55 9 0\n");
+        let share = before.zip(after).and_then(|(before, after)| after.stolen_since(before));
+        assert_eq!(share, Some(0.1));
+        let none = before.and_then(|before| before.stolen_since(before));
+        assert_eq!(none, None, "no time has passed");
+        assert!(at("cpu  1 2 3\n").is_none() && at("intr 5\n").is_none());
+        assert!(Processors::now().is_some());
+    }
 }

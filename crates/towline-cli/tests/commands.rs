@@ -342,6 +342,7 @@ fn a_bench_row_has_the_documented_keys() {
     let number = |key: &str| row[key].as_f64().unwrap();
     assert!((number("ratio") - number("ours") / number("limit")).abs() < 1e-9);
     assert!(report["machine"]["cores"].as_u64().unwrap() > 0);
+    assert!((0.0..1.0).contains(&report["stolen"].as_f64().unwrap()));
 }
 
 #[test]

@@ -20,7 +20,6 @@ use super::measure::{Pace, median};
 use super::report::{Report, Row, Skipped, Unit};
 use super::shapes::{Case, Manner, Path};
 use super::{Options, costs};
-use crate::machine::Machine;
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 use crate::size;
@@ -111,8 +110,7 @@ pub(super) fn run(options: &Options, output: &Output) -> Outcome {
         }
     }
     progress.finish_and_clear();
-    let report = Report { rows: found.rows, skipped: found.skipped, machine: Machine::here(), python: None };
-    report.print(output);
+    Report::new(found.rows, found.skipped).print(output);
     for setting in &SETTINGS {
         output.text(format!("NIXL {}", setting.described()));
     }
@@ -193,8 +191,7 @@ fn measure(setting: &Setting, options: &Options, output: &Output) -> Outcome {
             }
         }
     }
-    let report = Report { rows: found.rows, skipped: found.skipped, machine: Machine::here(), python: None };
-    report.print(output);
+    Report::new(found.rows, found.skipped).print(output);
     Ok(Exit::Fine)
 }
 

@@ -13,7 +13,6 @@ mod windows;
 use self::peers::Peers;
 use super::report::Report;
 use super::{Options, Session};
-use crate::machine::Machine;
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 
@@ -102,9 +101,7 @@ pub(super) fn run(options: &Options, output: &Output) -> Outcome {
         nccl::run(&mut session, &on_gpu);
     }
     session.progress.finish_and_clear();
-    let report =
-        Report { rows: session.rows, skipped: session.skipped, machine: Machine::here(), python: None };
-    report.print(output);
+    Report::new(session.rows, session.skipped).print(output);
     match session.failures.as_slice() {
         [] => Ok(Exit::Fine),
         failures => Err(Failure::failed(failures.join("; "))),

@@ -13,7 +13,6 @@ use serde_json::Value;
 use self::reference::{Answer, Question, Reference};
 use super::Options;
 use super::report::{Report, Row, Skipped};
-use crate::machine::Machine;
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 
@@ -68,8 +67,8 @@ pub(super) fn run(options: &Options, output: &Output) -> Outcome {
         .map(|one| format!("{}: {}", one.row.name, one.row.reason))
         .collect();
     let skipped = found.skipped.into_iter().map(|one| one.row).collect();
-    let report =
-        Report { rows: found.rows, skipped, machine: Machine::here(), python: Some(found.python.clone()) };
+    let mut report = Report::new(found.rows, skipped);
+    report.python = Some(found.python.clone());
     report.print(output);
     let fact = |name: &str| found.python.get(name).and_then(Value::as_str).unwrap_or("unknown").to_owned();
     output.text(format!(

@@ -1,11 +1,12 @@
 //! What a run found, as a table and as JSON.
 
 use std::borrow::Cow;
+use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::machine::Machine;
+use crate::machine::{Machine, Processors};
 use crate::output::Output;
 use crate::size;
 
@@ -13,11 +14,24 @@ use crate::size;
 pub(super) struct Report {
     pub(super) rows: Vec<Row>,
     pub(super) skipped: Vec<Skipped>,
-    pub(super) machine: Machine,
+    machine: Machine,
+    /// The share of the processors' time that the host gave to others meanwhile.
+    stolen: Option<f64>,
     /// The interpreter and the package, where they were measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) python: Option<Value>,
 }
+
+/// What the processors had done when the run began.
+static BEGAN: OnceLock<Option<Processors>> = OnceLock::new();
+
+/// A run begins.
+pub(super) fn begin() {
+    BEGAN.get_or_init(Processors::now);
+}
+
+/// From this share on it is said.
+const MUCH: f64 = 0.01;
 
 /// One measured row. The help of `towline bench` says what the fields mean.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -185,6 +199,12 @@ impl Unit {
 }
 
 impl Report {
+    pub(super) fn new(rows: Vec<Row>, skipped: Vec<Skipped>) -> Report {
+        let began = BEGAN.get().copied().flatten();
+        let stolen = began.zip(Processors::now()).and_then(|(began, now)| now.stolen_since(began));
+        Report { rows, skipped, machine: Machine::here(), stolen, python: None }
+    }
+
     pub(super) fn print(&self, output: &Output) {
         output.document(self);
         // Rows of a group and those of GPUs have different limits, one beside the other.
@@ -216,6 +236,12 @@ impl Report {
             machine.kernel,
             machine.build,
         ));
+        if let Some(stolen) = self.stolen.filter(|stolen| *stolen >= MUCH) {
+            let percent = 100.0 * stolen;
+            output.text(format!(
+                "The host gave {percent:.0}% of this machine's processor time to others meanwhile: times are longer for it."
+            ));
+        }
     }
 }
 

@@ -61,9 +61,13 @@ fn batches(turns: usize, buffer: &Buffer, ours: impl Fn(Buffer), bare: impl Fn()
     let both = in_turns(turns, || {
         let owners: [Buffer; BATCH] = std::array::from_fn(|_| buffer.clone());
         let begun = Instant::now();
-        owners.into_iter().for_each(&ours);
+        for owner in owners {
+            ours(owner);
+        }
         let between = Instant::now();
-        (0..BATCH).for_each(|_| bare());
+        for _ in 0..BATCH {
+            bare();
+        }
         (between - begun, between.elapsed())
     });
     Figure { ours: both.ours / BATCH as f64, bare: both.bare / BATCH as f64 }
