@@ -358,3 +358,17 @@ impl Registered {
         Some(core)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Kind;
+
+    #[test]
+    fn an_answer_gives_back_the_error_it_was_made_of() {
+        let answer = Answer::from(Error::new(Kind::Exhausted, "register_buffer", "no room on purpose"));
+        let error = answer.into_result().err();
+        let said = error.map(|error| (error.kind(), error.message().to_owned()));
+        assert_eq!(said, Some((Kind::Exhausted, "no room on purpose".to_owned())));
+    }
+}
