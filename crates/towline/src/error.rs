@@ -100,8 +100,10 @@ struct Inner {
     source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
+// Cold, all that make one: calls that go well then do not carry the code for it between their own.
 impl Error {
     /// An error of that kind in that operation.
+    #[cold]
     pub fn new(kind: Kind, op: &'static str, message: impl Into<Cow<'static, str>>) -> Error {
         Error(Box::new(Inner {
             kind,
@@ -114,16 +116,19 @@ impl Error {
     }
 
     /// An [`Kind::Invalid`] error.
+    #[cold]
     pub fn invalid(op: &'static str, message: impl Into<Cow<'static, str>>) -> Error {
         Error::new(Kind::Invalid, op, message)
     }
 
     /// A [`Kind::Protocol`] error.
+    #[cold]
     pub fn protocol(op: &'static str, message: impl Into<Cow<'static, str>>) -> Error {
         Error::new(Kind::Protocol, op, message)
     }
 
     /// What the operating system said, with the kind that tells the caller what to do about it.
+    #[cold]
     pub fn os(op: &'static str, call: &'static str, error: impl Into<std::io::Error>) -> Error {
         let error = error.into();
         let kind = match error.raw_os_error() {
@@ -142,6 +147,7 @@ impl Error {
     }
 
     /// Adds the path on which it happened.
+    #[cold]
     #[must_use]
     pub fn on(mut self, transport: &'static str) -> Error {
         self.0.transport = Some(transport);
@@ -149,6 +155,7 @@ impl Error {
     }
 
     /// Adds the peer with whom it happened.
+    #[cold]
     #[must_use]
     pub fn with_peer(mut self, peer: impl Into<String>) -> Error {
         self.0.peer = Some(peer.into());
@@ -156,6 +163,7 @@ impl Error {
     }
 
     /// Adds the cause.
+    #[cold]
     #[must_use]
     pub fn caused_by(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Error {
         self.0.source = Some(Arc::new(source));
@@ -163,6 +171,7 @@ impl Error {
     }
 
     /// Replaces the operation: used where an inner step fails on behalf of what the user asked for.
+    #[cold]
     #[must_use]
     pub fn during(mut self, op: &'static str) -> Error {
         self.0.op = op;

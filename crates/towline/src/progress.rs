@@ -37,11 +37,17 @@ static SHARERS: Pool = Pool::new("towline-share", 0).polite();
 /// The process's event loop; the first call starts its thread.
 ///
 /// Errors: `Unavailable` in a forked child; `Exhausted` without descriptors or threads (a later call tries again).
+#[inline]
 pub(crate) fn reactor() -> Result<&'static Reactor> {
     fork::guard("start the event loop")?;
-    if let Some(reactor) = REACTOR.get() {
-        return Ok(reactor);
+    match REACTOR.get() {
+        Some(reactor) => Ok(reactor),
+        None => start_reactor(),
     }
+}
+
+#[cold]
+fn start_reactor() -> Result<&'static Reactor> {
     let _one_starts_it = lock(&STARTING);
     if let Some(reactor) = REACTOR.get() {
         return Ok(reactor);

@@ -149,9 +149,17 @@ impl fmt::Display for Explanation {
     }
 }
 
+/// One way that can be used, and what its transport says of itself: asked once, since every request wants to know.
+pub(crate) struct Way {
+    pub(crate) attachment: Arc<dyn Attachment>,
+    pub(crate) path: &'static str,
+    capabilities: Capabilities,
+    enforced: bool,
+}
+
 /// The ways to one remote region: the usable ones in order of preference, and what became of the others.
 pub(crate) struct Routes {
-    usable: Vec<Arc<dyn Attachment>>,
+    usable: Vec<Way>,
     explanation: Explanation,
 }
 
@@ -159,7 +167,7 @@ impl Routes {
     /// Asks every transport, in order of preference.
     pub(crate) fn find(offer: &Offer<'_>) -> Result<Routes> {
         let routing = offer.routing;
-        let mut usable: Vec<Arc<dyn Attachment>> = Vec::new();
+        let mut usable: Vec<Way> = Vec::new();
         let mut candidates = Vec::new();
         let mut ended = None;
         for transport in TRANSPORTS {
@@ -169,7 +177,12 @@ impl Routes {
                     Ok(attachment) => {
                         let first = usable.is_empty();
                         let summary = attachment.detail().unwrap_or_else(|| attachment.summary().to_owned());
-                        usable.push(attachment);
+                        usable.push(Way {
+                            attachment,
+                            path: transport.name(),
+                            capabilities: transport.capabilities(),
+                            enforced: transport.enforced(),
+                        });
                         if first {
                             (Verdict::Taken, summary)
                         } else {
@@ -206,20 +219,15 @@ impl Routes {
         Ok(Routes { usable, explanation })
     }
 
-    /// The best way that can do all of that and that the caller allows.
-    pub(crate) fn pick(
-        &self,
-        needs: Capabilities,
-        routing: Option<&Routing>,
-    ) -> Result<&Arc<dyn Attachment>> {
+    /// The best way that can do all of that and that the caller allows, and its place among the [usable](Self::usable) ones.
+    #[inline]
+    pub(crate) fn pick(&self, needs: Capabilities, routing: Option<&Routing>) -> Result<(usize, &Way)> {
         self.usable
             .iter()
-            .find(|attachment| {
-                let transport = attachment.transport();
-                transport.capabilities().contains(needs)
-                    && routing.is_none_or(|routing| {
-                        routing.refusal(transport.name(), transport.enforced()).is_none()
-                    })
+            .enumerate()
+            .find(|(_, way)| {
+                way.capabilities.contains(needs)
+                    && routing.is_none_or(|routing| routing.refusal(way.path, way.enforced).is_none())
             })
             .ok_or_else(|| {
                 Error::new(
@@ -231,7 +239,7 @@ impl Routes {
     }
 
     /// Every way that can be used, the preferred ones first.
-    pub(crate) fn usable(&self) -> &[Arc<dyn Attachment>] {
+    pub(crate) fn usable(&self) -> &[Way] {
         &self.usable
     }
 

@@ -356,7 +356,6 @@ pub(crate) struct TransferCore {
     noise: AtomicUsize,
     /// How many requests the owner may still be at, after their end: its memory changes, the local one is safe.
     afar: AtomicUsize,
-    timer: OnceLock<TimerId>,
     /// What a caller that waits can do meanwhile.
     help: OnceLock<Weak<dyn Help>>,
     inner: Mutex<Inner>,
@@ -372,6 +371,8 @@ struct Inner {
     last_progress: Instant,
     /// The local memory is no longer pinned: only then do callers learn of the end.
     released: bool,
+    /// The next look at the limits.
+    timer: Option<TimerId>,
 }
 
 impl Inner {
@@ -450,7 +451,6 @@ impl TransferCore {
             stopped_at: OnceLock::new(),
             noise: AtomicUsize::new(0),
             afar: AtomicUsize::new(0),
-            timer: OnceLock::new(),
             help: OnceLock::new(),
             inner: Mutex::new(Inner {
                 state,
@@ -458,11 +458,15 @@ impl TransferCore {
                 started: now,
                 last_progress: now,
                 released: false,
+                timer: None,
             }),
             ended: Condvar::new(),
             on_end: parts.on_end,
         });
-        core.arm(now);
+        let mut inner = lock(&core.inner);
+        let first = core.next_check(&inner);
+        core.check_at(&mut inner, first);
+        drop(inner);
         core
     }
 
@@ -563,19 +567,19 @@ impl TransferCore {
     }
 
     fn report(&self, step: impl FnOnce(&mut State)) {
-        let result = {
+        let (result, timer) = {
             let mut inner = lock(&self.inner);
             inner.last_progress = Instant::now();
             let before = inner.state.ended().is_some();
             step(&mut inner.state);
             match inner.state.ended() {
-                Some(result) if !before => result.clone(),
+                Some(result) if !before => (result.clone(), inner.timer),
                 _ => return,
             }
         };
         self.release_quiet();
-        if let (Some(timer), Ok(reactor)) = (self.timer.get(), progress::reactor()) {
-            reactor.cancel(*timer);
+        if let (Some(timer), Ok(reactor)) = (timer, progress::reactor()) {
+            reactor.cancel(timer);
         }
         (self.on_end)(&result);
         self.span.in_scope(|| match &result {
@@ -685,32 +689,27 @@ impl TransferCore {
         stalled.min(over)
     }
 
-    fn arm(self: &Arc<Self>, now: Instant) {
-        let Ok(reactor) = progress::reactor() else { return };
-        let at = self.next_check(&lock(&self.inner)).max(now);
-        let weak = Arc::downgrade(self);
-        let timer: Weak<dyn Timer> = weak;
-        let _ = self.timer.set(reactor.at(at, timer, 0));
+    /// Has the limits looked at then.
+    fn check_at(self: &Arc<Self>, inner: &mut Inner, when: Instant) {
+        if let Ok(reactor) = progress::reactor() {
+            let weak = Arc::downgrade(self);
+            let timer: Weak<dyn Timer> = weak;
+            inner.timer = Some(reactor.at(when, timer, 0));
+        }
     }
 }
 
 impl Timer for TransferCore {
-    fn fired(self: Arc<Self>, key: u64) {
+    fn fired(self: Arc<Self>, _key: u64) {
         let now = Instant::now();
         let error = {
-            let inner = lock(&self.inner);
+            let mut inner = lock(&self.inner);
             if inner.state.ended().is_some() {
                 return;
             }
             let next = self.next_check(&inner);
             if now < next {
-                drop(inner);
-                if let Ok(reactor) = progress::reactor() {
-                    let weak = Arc::downgrade(&self);
-                    let timer: Weak<dyn Timer> = weak;
-                    reactor.at(next, timer, key);
-                }
-                return;
+                return self.check_at(&mut inner, next);
             }
             let stalled = now.duration_since(inner.last_progress);
             let moved = inner.state.bytes();

@@ -29,6 +29,9 @@ const DESCRIPTORS: f64 = 2.0;
 /// Microseconds until a request of any size is posted: that 99 of 100 stay below.
 const POSTED: f64 = 50.0;
 
+/// Seconds of a loop that nobody is called in, about as long as a call that hands a transfer over.
+const LOOP: f64 = 20e-6;
+
 /// How often a request is posted, how often a bare thread is woken, each time after such a transfer, and by which paths.
 const POSTS: (usize, usize, &[&str]) = (200, 50, &["mapped", "cma", "unix", "tcp"]);
 const QUICK_POSTS: (usize, usize, &[&str]) = (100, 20, &["mapped", "tcp"]);
@@ -100,6 +103,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
     let layout = Layout::contiguous(BLOCKS * BLOCK, BLOCK)?;
     let sleeper = Sleeper::start().map_err(|error| Failure::os("thread creation", error))?;
     let (posts, wakes, paths) = if session.quick { QUICK_POSTS } else { POSTS };
+    let (work, mut loops) = (Work::of(LOOP), Vec::new());
     for path in paths.iter().copied() {
         let mut worker = Worker::start("posted")?;
         let ticket = one_region(&mut worker, LONG)?;
@@ -118,6 +122,9 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                 _ => whole.blocks(&layout, Arc::clone(&theirs), &layout, Arc::clone(&ours)),
             }
         };
+        for _ in 0..posts {
+            loops.push(work.time());
+        }
         for (name, bytes, blocks) in [
             ("post-4k", 4096, 1),
             ("post-256k", 256 << 10, 1),
@@ -172,7 +179,33 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
             }
         }
     }
+    let (rounds, p99) = (loops.len(), p99(&mut loops));
+    let row = Row::new("loop-20us", Unit::Microseconds, p99);
+    let row = row.against("the same work without a break", Some(LOOP * 1e6), None);
+    session.rows.push(Row { p99: Some(p99), rounds, ..row });
     Ok(())
+}
+
+/// Some work that calls nobody. What it takes longer than it should, the machine or its host has taken from it, which it also
+/// does from a call.
+struct Work(u64);
+
+impl Work {
+    /// Work for that many seconds.
+    fn of(seconds: f64) -> Work {
+        const TRIED: u64 = 10_000;
+        let fastest = (0..200).map(|_| Work(TRIED).time()).fold(f64::INFINITY, f64::min);
+        Work((TRIED as f64 * seconds / fastest) as u64)
+    }
+
+    /// Does it, and says how long that took.
+    fn time(&self) -> f64 {
+        let start = Instant::now();
+        for step in 0..self.0 {
+            std::hint::black_box(step);
+        }
+        start.elapsed().as_secs_f64()
+    }
 }
 
 /// The p99 of a bare request for that many bytes over the socket of such a path, without the answer; `None` for the other paths.

@@ -192,6 +192,7 @@ impl EndpointCore {
         RegionKey::derive(&self.master_key, row, generation)
     }
 
+    #[inline]
     pub(crate) fn check_open(&self, op: &'static str) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::invalid(op, format!("the endpoint {} is closed", self.name())));

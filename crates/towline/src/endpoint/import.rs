@@ -14,11 +14,11 @@ use crate::layout::Layout;
 use crate::memory::Place;
 use crate::progress;
 use crate::region::Deed;
-use crate::route::{Explanation, Routes, Routing};
+use crate::route::{Explanation, Routes, Routing, Way};
 use crate::sync::lock;
 use crate::ticket::Reach;
 use crate::transport::tcp::{GrantHandle, Importing, Medium, Session};
-use crate::transport::{Offer, Owner, TRANSPORTS};
+use crate::transport::{Capabilities, Offer, Owner};
 use crate::wire::Grant;
 use crate::{Access, Error, Kind, Result, Ticket, fork};
 
@@ -27,7 +27,8 @@ pub struct Remote {
     peer: Arc<str>,
     grant: Grant,
     routes: Routes,
-    counters: Vec<(&'static str, Arc<Counters>)>,
+    /// One for each usable way.
+    counters: Vec<Arc<Counters>>,
     expires: Option<Instant>,
     /// Set when the connection to an owner elsewhere has ended.
     lost: Option<Arc<OnceLock<Instant>>>,
@@ -48,10 +49,7 @@ impl Remote {
         let routes = Routes::find(&Offer { endpoint, owner, grant: &grant, routing, until })
             .map_err(|error| error.with_peer(peer))?;
         let peer: Arc<str> = peer.into();
-        let counters = TRANSPORTS
-            .iter()
-            .map(|transport| (transport.name(), endpoint.counters.of(&peer, transport.name())))
-            .collect();
+        let counters = routes.usable().iter().map(|way| endpoint.counters.of(&peer, way.path)).collect();
         let expires =
             grant.expires_in_ms.map(|left| progress::later(Instant::now(), Duration::from_millis(left)));
         Ok(Remote { peer, grant, routes, counters, expires, lost })
@@ -100,7 +98,7 @@ impl Remote {
     pub fn alive(&self) -> Result<()> {
         fork::guard("alive")?;
         let first = self.routes.usable().first();
-        first.map_or(Ok(()), |way| way.alive()).map_err(|error| error.with_peer(&*self.peer))
+        first.map_or(Ok(()), |way| way.attachment.alive()).map_err(|error| error.with_peer(&*self.peer))
     }
 
     /// When this side learned that the owner cannot be reached any more; `None` while it can. Transfers end after that, each
@@ -120,8 +118,8 @@ impl Remote {
             fork::guard("pin")?;
             self.check_lease("pin")?;
             let held = self.routes.usable().iter().find_map(|way| {
-                let path = way.transport().name();
-                Some(way.hold()?.map(|held| (held, path)).map_err(|error| error.on(path)))
+                let path = way.path;
+                Some(way.attachment.hold()?.map(|held| (held, path)).map_err(|error| error.on(path)))
             });
             let Some(held) = held else {
                 return Err(Error::new(
@@ -136,18 +134,18 @@ impl Remote {
         pinned().map_err(|error| error.with_peer(&*self.peer))
     }
 
-    pub(super) fn routes(&self) -> &Routes {
-        &self.routes
-    }
-
-    pub(super) fn counters(&self, path: &'static str) -> Arc<Counters> {
-        self.counters
-            .iter()
-            .find(|(name, _)| *name == path)
-            .map_or_else(Arc::default, |(_, counters)| Arc::clone(counters))
+    /// The best way for that, and what is counted on it.
+    #[inline]
+    pub(super) fn pick(
+        &self,
+        needs: Capabilities,
+        routing: Option<&Routing>,
+    ) -> Result<(&Way, &Arc<Counters>)> {
+        self.routes.pick(needs, routing).map(|(place, way)| (way, &self.counters[place]))
     }
 
     /// Refuses what the lease no longer allows; the owner checks again wherever it takes part.
+    #[inline]
     pub(super) fn check_lease(&self, op: &'static str) -> Result<()> {
         match self.expires {
             Some(expires) if Instant::now() >= expires => {

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::stats::Counters;
 use super::{EndpointCore, Remote};
 use crate::cuda::StreamHandle;
 use crate::layout::{IndexList, Layout, Listed, Piece, Plan};
@@ -195,17 +196,18 @@ impl<'a> Request<'a> {
     /// It takes some dozen microseconds, whatever the size (more where the caller loses its processor meanwhile): what takes longer is
     /// left to the workers, and to a caller that [waits](Transfer::wait). So is the check of long lists: see [`blocks`](Self::blocks).
     pub fn start(self) -> Result<Transfer> {
-        let op = self.op.name();
-        let peer = Arc::clone(self.remote.peer());
-        self.begin().map_err(|error| error.during(op).with_peer(&*peer))
+        let (op, remote) = (self.op.name(), self.remote);
+        self.begin().map_err(|error| error.during(op).with_peer(&**remote.peer()))
     }
 
+    #[inline]
     fn begin(mut self) -> Result<Transfer> {
         fork::guard(self.op.name())?;
         self.endpoint.check_open(self.op.name())?;
         self.check_rights()?;
         self.check_after()?;
-        let attachment = Arc::clone(self.remote.routes().pick(self.needs(), self.routing.as_ref())?);
+        let (way, counters) = self.remote.pick(self.needs(), self.routing.as_ref())?;
+        let (attachment, path) = (Arc::clone(&way.attachment), way.path);
         attachment.alive()?;
         let local = match &self.local {
             Some(span) => {
@@ -226,9 +228,10 @@ impl<'a> Request<'a> {
             }
             None => None,
         };
-        let attachment = match &local {
-            Some(local) => gpu::serving(attachment, local.core().place, self.op),
-            None => attachment,
+        // By the same transport, and so counted with it.
+        let attachment = match local.as_ref().map(|local| local.core().place) {
+            Some(Place::Cuda(_)) => gpu::serving(attachment, self.op),
+            _ => attachment,
         };
         self.check_stream()?;
         let base = self.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
@@ -248,7 +251,7 @@ impl<'a> Request<'a> {
         if begun.is_none() && self.stream.is_none() {
             let (bytes, blocks) = self.size()?;
             if attachment.starts_later(self.op, bytes, blocks) {
-                return self.begin_later(&attachment, local, base, bytes, blocks);
+                return self.begin_later(attachment, counters, local, base, (bytes, blocks));
             }
         }
         let (pieces, bytes, blocks) = match given {
@@ -258,8 +261,6 @@ impl<'a> Request<'a> {
             None => self.pieces()?,
         };
         check_elements(self.op, pieces.as_slice())?;
-        let path = attachment.transport().name();
-        let counters = self.remote.counters(path);
         let begun = match &local {
             _ if begun.is_some() => begun,
             Some(local) if !self.by_workers && self.stream.is_none() => {
@@ -292,7 +293,8 @@ impl<'a> Request<'a> {
             return Ok(Transfer::done(path, bytes, blocks, value, result));
         }
         let plan = pieces.into_plan()?;
-        let core = TransferCore::begin(self.parts(&attachment, local, base, plan, bytes));
+        let core =
+            TransferCore::begin(self.parts(Arc::clone(&attachment), counters, local, base, plan, bytes));
         match going {
             Some(going) => going.report_to(&core),
             None => attachment.start(&core),
@@ -300,16 +302,17 @@ impl<'a> Request<'a> {
         Ok(Transfer::live(core))
     }
 
+    #[inline]
     fn parts(
         &mut self,
-        attachment: &Arc<dyn Attachment>,
+        attachment: Arc<dyn Attachment>,
+        counters: &Arc<Counters>,
         local: Option<RegionUse>,
         local_base: usize,
         plan: Plan,
         bytes: u64,
     ) -> Parts {
-        let counters = self.remote.counters(attachment.transport().name());
-        let (op, then) = (self.op, self.then.take());
+        let (op, then, counters) = (self.op, self.then.take(), Arc::clone(counters));
         Parts {
             id: transfer::next_id(),
             op,
@@ -320,7 +323,7 @@ impl<'a> Request<'a> {
             stream: self.stream,
             limits: self.limits.unwrap_or_else(|| self.endpoint.limits()),
             checked: self.checked.unwrap_or_else(|| self.endpoint.checksums()),
-            attachment: Arc::clone(attachment),
+            attachment,
             peer: Arc::clone(self.remote.peer()),
             on_end: Box::new(move |result| {
                 counters.count(op, bytes, result);
@@ -332,13 +335,14 @@ impl<'a> Request<'a> {
     }
 
     /// Leaves the planning, the checks of each block, and the start to a worker.
+    #[inline]
     fn begin_later(
         mut self,
-        attachment: &Arc<dyn Attachment>,
+        attachment: Arc<dyn Attachment>,
+        counters: &Arc<Counters>,
         local: Option<RegionUse>,
         base: usize,
-        bytes: u64,
-        blocks: u64,
+        (bytes, blocks): (u64, u64),
     ) -> Result<Transfer> {
         let (op, remote_len) = (self.op, self.remote.len());
         let local_len = self.local.as_ref().map_or(0, |span| span.len() as u64);
@@ -352,7 +356,7 @@ impl<'a> Request<'a> {
             check_elements(op, checked(op, range, remote_len, local_len)?.0.as_slice())?;
         }
         let what = std::mem::replace(&mut self.what, What::Whole).into_owned();
-        let parts = self.parts(attachment, local, base, Plan::nothing(), bytes);
+        let parts = self.parts(attachment, counters, local, base, Plan::nothing(), bytes);
         let planning = move || {
             let pieces = checked(op, what, remote_len, local_len)?.0;
             check_elements(op, pieces.as_slice())?;
@@ -420,6 +424,7 @@ impl<'a> Request<'a> {
         }
     }
 
+    #[inline]
     fn check_stream(&self) -> Result<()> {
         let on_gpu = |place| matches!(place, Place::Cuda(_));
         let local = self.local.as_ref().map(|span| span.core().place);
@@ -430,6 +435,7 @@ impl<'a> Request<'a> {
     }
 
     /// The bytes and the blocks that are asked for. Looks at no list.
+    #[inline]
     fn size(&self) -> Result<(u64, u64)> {
         let Some(span) = &self.local else { return Ok((0, 1)) };
         match &self.what {

@@ -46,6 +46,7 @@ impl IndexList<'_> {
     }
 
     /// Owns them, copied where they are borrowed.
+    #[inline]
     fn into_owned(self) -> IndexList<'static> {
         match self {
             IndexList::Borrowed(Indices::All) => IndexList::Borrowed(Indices::All),
@@ -137,6 +138,7 @@ impl<'a> Listed<'a> {
     }
 
     /// How many bytes and blocks they are. Looks at no index.
+    #[inline]
     pub(crate) fn size(&self) -> Result<(u64, u64)> {
         paired(&self.remote, self.remote_indices.indices(), &self.local, self.local_indices.indices())
     }
@@ -153,6 +155,7 @@ impl<'a> Listed<'a> {
     }
 
     /// Owns the indices, copied where they are borrowed.
+    #[inline]
     pub(crate) fn into_owned(self) -> Listed<'static> {
         let Listed { remote, remote_indices, local, local_indices } = self;
         let (remote_indices, local_indices) = (remote_indices.into_owned(), local_indices.into_owned());
@@ -161,6 +164,7 @@ impl<'a> Listed<'a> {
 }
 
 /// The bytes and the blocks of indices that pair.
+#[inline]
 pub(super) fn paired(
     remote: &Layout,
     remote_indices: Indices<'_>,

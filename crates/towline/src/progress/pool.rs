@@ -9,7 +9,7 @@ use std::fmt;
 use std::hint::spin_loop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -189,6 +189,17 @@ impl Pool {
             self.calls[number].notify_one();
             return Ok(());
         }
+        self.queue(state, limit, job)
+    }
+
+    /// Leaves a job to the next that becomes free, and starts one more where there may be one.
+    #[cold]
+    fn queue(
+        &'static self,
+        mut state: MutexGuard<'_, State>,
+        limit: usize,
+        job: Job,
+    ) -> std::result::Result<(), Refused> {
         state.queue.push_back(job);
         self.queued.store(state.queue.len(), Ordering::Relaxed);
         let number = (!state.threads).trailing_zeros() as usize;

@@ -214,6 +214,7 @@ impl Reactor {
 
     /// Calls a timer at a moment, or at once where that has passed. A system call is made only where the
     /// loop's thread would sleep past the moment.
+    #[inline]
     pub(crate) fn at(&self, when: Instant, timer: Weak<dyn Timer>, key: u64) -> TimerId {
         // A child takes no lock; the timer would never fire there, and its owner's calls err anyway.
         if fork::in_child() {

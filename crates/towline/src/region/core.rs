@@ -130,6 +130,7 @@ impl RegionCore {
     }
 
     /// Begins a use by this process; `Stale` once the region was revoked.
+    #[inline]
     pub(crate) fn begin_use(self: &Arc<Self>, op: &'static str) -> Result<RegionUse> {
         self.enter(op)?;
         Ok(RegionUse { core: Arc::clone(self), released: AtomicBool::new(false), _held: None })
@@ -147,6 +148,7 @@ impl RegionCore {
     }
 
     /// [`begin_use`](Self::begin_use) for a copy within one stack frame; pair with [`leave`](Self::leave).
+    #[inline]
     pub(crate) fn enter(&self, op: &'static str) -> Result<()> {
         if self.uses.fetch_add(1, Ordering::SeqCst) & CLOSED != 0 {
             self.end_use();

@@ -60,6 +60,7 @@ pub(super) struct Later {
 impl TransferCore {
     /// Begins a transfer of that many bytes and blocks whose plan is made later, by a worker or by a caller that waits. The
     /// plan of the parts does not count. The limits run from now.
+    #[inline]
     pub(crate) fn begin_later(
         parts: Parts,
         bytes: u64,

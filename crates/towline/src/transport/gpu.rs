@@ -45,9 +45,8 @@ const PORTION: u64 = 16 << 20;
 /// Plans of more pieces than this are not cut: that would take longer than it helps.
 const MANY: usize = 64 << 10;
 
-/// The way for a request whose local memory is at that place.
-pub(crate) fn serving(attachment: Arc<dyn Attachment>, near: Place, op: Op) -> Arc<dyn Attachment> {
-    let Place::Cuda(_) = near else { return attachment };
+/// The way for a request whose local memory is on a GPU.
+pub(crate) fn serving(attachment: Arc<dyn Attachment>, op: Op) -> Arc<dyn Attachment> {
     let by_gpu = if matches!(op, Op::Read | Op::Write) { attachment.by_gpu() } else { None };
     by_gpu.unwrap_or_else(|| Staged::over(attachment))
 }

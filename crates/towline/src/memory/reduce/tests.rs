@@ -88,7 +88,11 @@ fn reduced(dst: &[u8], src: &[u8], op: ReduceOp, dtype: Dtype) -> Vec<u8> {
         unsafe { reduce_if(&|| true, into.as_ptr(), from.as_ptr().add(1), dst.len(), op, dtype) }.unwrap();
     let mut upon_looks = vec![0; dst.len()];
     into.read_at(0, &mut upon_looks).unwrap();
-    assert_eq!((all, &upon_looks), (true, &result));
+    assert!(all);
+    // Of two NaNs either may be what comes out, and the compiler need not take the same one in both.
+    for (one, other) in upon_looks.chunks(dtype.size()).zip(result.chunks(dtype.size())) {
+        assert!(same(one, other, dtype), "{op} as {dtype}: {one:?} upon looks, and {other:?}");
+    }
     result
 }
 

@@ -296,6 +296,19 @@ impl Connection {
         self.with_late(lock(&self.outgoing))
     }
 
+    /// [`queue`](Self::queue), for the thread that the socket has called; `None` where another thread has the frames, on a control
+    /// connection. That one sends them, and says what to watch for; and what it does not do, the event loop is called for again.
+    ///
+    /// An answer can be there before the call that sends the request is over. To wait for that call here would hold the answer
+    /// up, and the call, which would have to wake this thread.
+    fn queue_if_free(&self) -> Option<MutexGuard<'_, Outgoing>> {
+        match self.outgoing.try_lock() {
+            Ok(outgoing) => Some(self.with_late(outgoing)),
+            Err(TryLockError::WouldBlock) if self.role() == Role::Control => None,
+            Err(_) => Some(self.queue()),
+        }
+    }
+
     fn with_late<'a>(&'a self, mut outgoing: MutexGuard<'a, Outgoing>) -> MutexGuard<'a, Outgoing> {
         for late in std::mem::take(&mut *lock(&self.late)) {
             let Late { head, files, payload, keep } = late;
@@ -447,12 +460,10 @@ impl Connection {
     /// does; not while there is something to send, for which the other side may wait.
     fn read(self: &Arc<Self>, patient: bool) -> Result<bool> {
         let mut incoming = lock(&self.incoming);
-        let idle = {
-            let outgoing = self.queue();
-            if outgoing.weight() > MOST_UNSENT {
-                return Ok(false);
-            }
-            outgoing.is_empty()
+        let idle = match self.queue_if_free() {
+            Some(outgoing) if outgoing.weight() > MOST_UNSENT => return Ok(false),
+            Some(outgoing) => outgoing.is_empty(),
+            None => false,
         };
         let came = match &mut incoming.reading {
             Reading::Payload { sink, left, .. } if *left > 0 => {
@@ -702,8 +713,10 @@ impl Connection {
     /// Sends and reads until neither goes on, or until others should have their turn.
     fn pump(self: &Arc<Self>, patient: bool) -> Result<()> {
         for _ in 0..TURN {
-            if !(patient && self.send_patiently()?) {
-                self.flush(&mut self.queue())?;
+            if !(patient && self.send_patiently()?)
+                && let Some(mut outgoing) = self.queue_if_free()
+            {
+                self.flush(&mut outgoing)?;
             }
             if self.is_closed() || !self.read(patient)? {
                 break;
@@ -712,8 +725,9 @@ impl Connection {
         // The event loop sees what waits in the socket, not what TLS has taken from it already.
         while !self.is_closed() && self.socket.holds_bytes() && self.read(false)? {}
         // Handlers may have queued answers that the socket takes at once.
-        let mut outgoing = self.queue();
-        if !(outgoing.blocked() || patient && outgoing.begins_with_payload()) {
+        if let Some(mut outgoing) = self.queue_if_free()
+            && !(outgoing.blocked() || patient && outgoing.begins_with_payload())
+        {
             self.flush(&mut outgoing)?;
         }
         Ok(())
@@ -748,9 +762,13 @@ impl Source for Connection {
                 self.drive_soon();
             }
         }
-        self.arm(&mut self.queue());
+        if let Some(mut outgoing) = self.queue_if_free() {
+            self.arm(&mut outgoing);
+        }
     }
 }
 
 #[cfg(test)]
 pub(crate) mod moments;
+#[cfg(test)]
+mod tests;
