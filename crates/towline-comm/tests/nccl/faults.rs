@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use towline::{Dtype, Kind};
+use towline::nccl::{Comm, CommOptions};
+use towline::{Dtype, Kind, create_buffer};
 use towline_comm::{Communicator, Config, Op, Progress, WindowFlag, get_nccl_unique_id, mem_alloc_on};
 
 use super::{alone, config, elsewhere, fakes, floats};
@@ -99,6 +100,56 @@ fn a_buffer_that_cannot_be_deregistered_is_kept_until_the_communicator_is_gone()
     assert!(at("ncclCommDeregister") < at("ncclCommDestroy"), "{calls}");
     assert!(at("ncclCommDestroy") < at("ncclMemFree"), "{calls}");
     assert_eq!(calls.lines().filter(|call| *call == "ncclCommDeregister").count(), 1, "{calls}");
+}
+
+/// The kind of what a forked child gets for this; `None` where it gets no error.
+#[allow(unsafe_code, reason = "fork has no safe form")]
+fn in_a_child(call: impl FnOnce() -> towline::Result<()>) -> Option<Kind> {
+    const WELL: i32 = 100;
+    // SAFETY: the child makes one call of the library, which promises to do nothing there, and ends without any destructor.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let code = call().map_or_else(|error| error.kind() as i32, |()| WELL);
+        // SAFETY: as above.
+        unsafe { libc::_exit(code) };
+    }
+    let (mut status, watchdog) = (0, Instant::now() + Duration::from_secs(20));
+    // SAFETY: `status` outlives the calls, and the child is this process's, and not reaped before.
+    while unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == 0 {
+        if Instant::now() > watchdog {
+            // SAFETY: as above.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(libc::WIFEXITED(status), "the child ended by a signal: {status:#x}");
+    let code = libc::WEXITSTATUS(status);
+    (code != WELL).then(|| Kind::ALL[code as usize].0)
+}
+
+#[test]
+fn a_forked_child_closes_nothing_of_its_parents() {
+    const TEST: &str = "faults::a_forked_child_closes_nothing_of_its_parents";
+    let log = std::env::temp_dir().join(format!("towline-nccl-fork-{}", std::process::id()));
+    if elsewhere(TEST, &[("FAKE_NCCL_LOG", log.to_str().unwrap())]).is_none() {
+        fakes();
+        let id = *get_nccl_unique_id().unwrap().as_bytes();
+        let comm = Comm::init(0, 1, 0, &id, CommOptions::default()).unwrap();
+        let registered = || comm.register(create_buffer(mem_alloc_on(0, 4096).unwrap())).unwrap();
+        let [open, closed, dropped] = [(); 3].map(|()| registered());
+        closed.close().unwrap();
+        assert_eq!(in_a_child(|| closed.close()), None, "there is nothing left to close");
+        assert_eq!(in_a_child(|| open.close()), Some(Kind::Unavailable));
+        let mut dropped = Some(dropped);
+        assert_eq!(in_a_child(|| Ok(drop(dropped.take()))), None);
+        assert!(!open.is_closed() && dropped.is_some_and(|buffer| !buffer.is_closed()));
+        open.close().unwrap();
+        return;
+    }
+    let calls = std::fs::read_to_string(&log).unwrap();
+    std::fs::remove_file(&log).unwrap();
+    let times = |name: &str| calls.lines().filter(|call| *call == name).count();
+    assert_eq!((times("ncclCommRegister"), times("ncclCommDeregister")), (3, 3), "{calls}");
 }
 
 #[test]
