@@ -103,7 +103,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
     let layout = Layout::contiguous(BLOCKS * BLOCK, BLOCK)?;
     let sleeper = Sleeper::start().map_err(|error| Failure::os("thread creation", error))?;
     let (posts, wakes, paths) = if session.quick { QUICK_POSTS } else { POSTS };
-    let (work, mut loops) = (Work::of(LOOP), Vec::new());
+    let mut loops = Vec::with_capacity(posts * paths.len());
     for path in paths.iter().copied() {
         let mut worker = Worker::start("posted")?;
         let ticket = one_region(&mut worker, LONG)?;
@@ -123,7 +123,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
             }
         };
         for _ in 0..posts {
-            loops.push(work.time());
+            loops.push(undisturbed(LOOP));
         }
         for (name, bytes, blocks) in [
             ("post-4k", 4096, 1),
@@ -181,31 +181,26 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
     }
     let (rounds, p99) = (loops.len(), p99(&mut loops));
     let row = Row::new("loop-20us", Unit::Microseconds, p99);
-    let row = row.against("the same work without a break", Some(LOOP * 1e6), None);
+    let row = row.against("the same loop without a break", Some(LOOP * 1e6), None);
     session.rows.push(Row { p99: Some(p99), rounds, ..row });
     Ok(())
 }
 
-/// Some work that calls nobody. What it takes longer than it should, the machine or its host has taken from it, which it also
-/// does from a call.
-struct Work(u64);
-
-impl Work {
-    /// Work for that many seconds.
-    fn of(seconds: f64) -> Work {
-        const TRIED: u64 = 10_000;
-        let fastest = (0..200).map(|_| Work(TRIED).time()).fold(f64::INFINITY, f64::min);
-        Work((TRIED as f64 * seconds / fastest) as u64)
-    }
-
-    /// Does it, and says how long that took.
-    fn time(&self) -> f64 {
-        let start = Instant::now();
-        for step in 0..self.0 {
-            std::hint::black_box(step);
+/// How long it takes a thread to have a processor for that many seconds, in which it calls nobody. It reads the clock: a step of
+/// it that takes long is one that the machine or its host took from it, as they do from a call.
+fn undisturbed(seconds: f64) -> f64 {
+    const OWN: f64 = 2e-6;
+    let start = Instant::now();
+    let (mut last, mut had) = (start, 0.0);
+    while had < seconds {
+        let now = Instant::now();
+        let step = (now - last).as_secs_f64();
+        if step < OWN {
+            had += step;
         }
-        start.elapsed().as_secs_f64()
+        last = now;
     }
+    (last - start).as_secs_f64()
 }
 
 /// The p99 of a bare request for that many bytes over the socket of such a path, without the answer; `None` for the other paths.
