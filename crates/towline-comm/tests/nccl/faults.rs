@@ -141,7 +141,11 @@ fn a_forked_child_closes_nothing_of_its_parents() {
         assert_eq!(in_a_child(|| closed.close()), None, "there is nothing left to close");
         assert_eq!(in_a_child(|| open.close()), Some(Kind::Unavailable));
         let mut dropped = Some(dropped);
-        assert_eq!(in_a_child(|| Ok(drop(dropped.take()))), None);
+        let drop_it = || {
+            drop(dropped.take());
+            Ok(())
+        };
+        assert_eq!(in_a_child(drop_it), None);
         assert!(!open.is_closed() && dropped.is_some_and(|buffer| !buffer.is_closed()));
         open.close().unwrap();
         return;

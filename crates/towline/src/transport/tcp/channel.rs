@@ -47,6 +47,11 @@ impl Channel {
         Channel { socket, tls: None, curious: AtomicBool::new(false) }
     }
 
+    /// Whether what is sent is sent as it is.
+    pub(super) fn is_plain(&self) -> bool {
+        self.tls.is_none()
+    }
+
     /// A socket that was accepted; over TCP with TLS where the endpoint uses it.
     pub(super) fn accepted(socket: Socket, tls: Option<&Tls>) -> Result<Channel> {
         if socket.family() == Family::Unix {

@@ -296,15 +296,15 @@ impl Connection {
         self.with_late(lock(&self.outgoing))
     }
 
-    /// [`queue`](Self::queue), for the thread that the socket has called; `None` where another thread has the frames, on a control
-    /// connection. That one sends them, and says what to watch for; and what it does not do, the event loop is called for again.
+    /// [`queue`](Self::queue), for the thread that the socket has called; `None` where another thread has the frames, on a plain control
+    /// connection. That one sends what it queues, and says what to watch for. TLS may have something to send that nobody queued.
     ///
     /// An answer can be there before the call that sends the request is over. To wait for that call here would hold the answer
     /// up, and the call, which would have to wake this thread.
     fn queue_if_free(&self) -> Option<MutexGuard<'_, Outgoing>> {
         match self.outgoing.try_lock() {
             Ok(outgoing) => Some(self.with_late(outgoing)),
-            Err(TryLockError::WouldBlock) if self.role() == Role::Control => None,
+            Err(TryLockError::WouldBlock) if self.role() == Role::Control && self.socket.is_plain() => None,
             Err(_) => Some(self.queue()),
         }
     }
@@ -710,13 +710,16 @@ impl Connection {
         lock(&self.handler).clone()
     }
 
-    /// Sends and reads until neither goes on, or until others should have their turn.
-    fn pump(self: &Arc<Self>, patient: bool) -> Result<()> {
+    /// Sends and reads until neither goes on, or until others should have their turn. True: there is something that this thread
+    /// could not send.
+    fn pump(self: &Arc<Self>, patient: bool) -> Result<bool> {
+        let mut stuck = false;
         for _ in 0..TURN {
             if !(patient && self.send_patiently()?)
                 && let Some(mut outgoing) = self.queue_if_free()
             {
                 self.flush(&mut outgoing)?;
+                stuck = outgoing.blocked();
             }
             if self.is_closed() || !self.read(patient)? {
                 break;
@@ -729,8 +732,9 @@ impl Connection {
             && !(outgoing.blocked() || patient && outgoing.begins_with_payload())
         {
             self.flush(&mut outgoing)?;
+            stuck = outgoing.blocked();
         }
-        Ok(())
+        Ok(stuck)
     }
 
     /// Says goodbye where the socket takes it at once.
@@ -751,10 +755,10 @@ impl Source for Connection {
             self.drive_soon();
             return;
         }
-        if let Err(error) = self.pump(false) {
-            self.close(error);
-            return;
-        }
+        let stuck = match self.pump(false) {
+            Ok(stuck) => stuck,
+            Err(error) => return self.close(error),
+        };
         if self.role() == Role::Lane {
             // It became one just now.
             self.driven.store(false, Ordering::Release);
@@ -762,7 +766,10 @@ impl Source for Connection {
                 self.drive_soon();
             }
         }
-        if let Some(mut outgoing) = self.queue_if_free() {
+        // Whoever has the frames may not know what this thread could not send. All else that is left to watch for is watched
+        // for already, or is that one's to say.
+        let outgoing = if stuck { Some(self.queue()) } else { self.queue_if_free() };
+        if let Some(mut outgoing) = outgoing {
             self.arm(&mut outgoing);
         }
     }
