@@ -108,6 +108,7 @@ fn in_a_child(call: impl FnOnce() -> towline::Result<()>) -> Option<Kind> {
     const WELL: i32 = 100;
     // SAFETY: the child makes one call of the library, which promises to do nothing there, and ends without any destructor.
     let pid = unsafe { libc::fork() };
+    assert!(pid >= 0, "fork failed");
     if pid == 0 {
         let code = call().map_or_else(|error| error.kind() as i32, |()| WELL);
         // SAFETY: as above.
