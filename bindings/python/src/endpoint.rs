@@ -183,7 +183,7 @@ impl Endpoint {
     /// Starts a read (or, with `writes`, a write).
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     #[pyo3(signature = (writes, remote, local: "Region | Span", at: "int | tuple[int, int, int] | None", spans, blocks, notify,
-                        signal, timeout, require, forbid, stream))]
+                        signal, timeout, stall_timeout, require, forbid, stream))]
     fn start(
         &self,
         py: Python<'_>,
@@ -196,6 +196,7 @@ impl Endpoint {
         notify: Option<&[u8]>,
         signal: Option<(u64, u64)>,
         timeout: Option<f64>,
+        stall_timeout: Option<f64>,
         require: Vec<String>,
         forbid: Vec<String>,
         stream: Option<usize>,
@@ -206,6 +207,7 @@ impl Endpoint {
         let what = What::from_objects(py, op, at, spans, blocks)?;
         let routing = routing(py, &require, &forbid, None)?;
         let timeout = seconds(py, op, "timeout", timeout)?;
+        let stall = seconds(py, op, "stall_timeout", stall_timeout)?;
         let notify = notify.map(<[u8]>::to_vec);
         let remote = &*remote.get().0;
         let started = py.detach(|| {
@@ -223,6 +225,9 @@ impl Endpoint {
             }
             if let Some(timeout) = timeout {
                 request = request.within(timeout);
+            }
+            if let Some(stall) = stall {
+                request = request.stall_within(stall);
             }
             if let Some(stream) = stream {
                 // SAFETY: the caller vouches for the stream, as for all that it hands to CUDA.

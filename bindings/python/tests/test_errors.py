@@ -89,6 +89,20 @@ def test_a_deadline_ends_a_transfer(peer: MakePeer, endpoint: towline.Endpoint) 
         endpoint.read(remote, local, timeout=0.1).wait()
 
 
+def test_a_long_timeout_leaves_the_stall_timeout_as_it_is(peer: MakePeer) -> None:
+    owner = peer()
+    with towline.Endpoint("impatient", stall_timeout=0.2) as of_its_own, towline.Endpoint("patient") as of_the_call:
+        remotes = [one.import_(owner.ticket, require="tcp") for one in (of_its_own, of_the_call)]
+        owner.stop()
+        first = of_its_own.read(remotes[0], of_its_own.register(bytearray(8), "none"), timeout=600)
+        second = of_the_call.read(
+            remotes[1], of_the_call.register(bytearray(8), "none"), timeout=600, stall_timeout=0.2
+        )
+        for transfer in (first, second):
+            with pytest.raises(towline.Timeout, match="0 of 8 bytes"):
+                transfer.wait()
+
+
 def test_damaged_tickets_are_refused_at_once(endpoint: towline.Endpoint) -> None:
     good = endpoint.register(bytes(8)).ticket()
     text = str(good)

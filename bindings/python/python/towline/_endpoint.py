@@ -172,6 +172,7 @@ class Endpoint:
         notify: bytes | str | None = None,
         signal: tuple[int, int] | None = None,
         timeout: float | None = None,
+        stall_timeout: float | None = None,
         require: Names = None,
         forbid: Names = None,
         stream: object = None,
@@ -188,14 +189,27 @@ class Endpoint:
           what is wrong with a long array is how the transfer ends.
 
         Once the bytes have been read, the owner gets the message ``notify``, and its 64-bit counter at ``signal[0]``
-        is raised by ``signal[1]``. ``require`` and ``forbid`` turn a silent slow path into an error.
+        is raised by ``signal[1]``. ``timeout`` is the longest time for this transfer, and ``stall_timeout`` the longest in which
+        nothing of it moves; each stands in for the endpoint's, and leaves the other. ``require`` and ``forbid`` turn a silent slow path into an error.
 
         With ``stream`` (of torch or CuPy, or a handle as DLPack and ``__cuda_array_interface__`` give it) the copy is in the
         order of that CUDA stream: it begins when what is queued there is done, and what is queued there afterwards sees the
         bytes, without waiting for the transfer. Without, a transfer that has ended means that the bytes are there.
         """
         return self._start(
-            False, remote, local, at, spans, blocks, notify, signal, timeout, require, forbid, stream
+            False,
+            remote,
+            local,
+            at,
+            spans,
+            blocks,
+            notify,
+            signal,
+            timeout,
+            stall_timeout,
+            require,
+            forbid,
+            stream,
         )
 
     def write(
@@ -209,6 +223,7 @@ class Endpoint:
         notify: bytes | str | None = None,
         signal: tuple[int, int] | None = None,
         timeout: float | None = None,
+        stall_timeout: float | None = None,
         require: Names = None,
         forbid: Names = None,
         stream: object = None,
@@ -218,7 +233,19 @@ class Endpoint:
         The owner sees the message and the raised counter only after it can see all the bytes.
         """
         return self._start(
-            True, remote, local, at, spans, blocks, notify, signal, timeout, require, forbid, stream
+            True,
+            remote,
+            local,
+            at,
+            spans,
+            blocks,
+            notify,
+            signal,
+            timeout,
+            stall_timeout,
+            require,
+            forbid,
+            stream,
         )
 
     def _start(
@@ -232,6 +259,7 @@ class Endpoint:
         notify: bytes | str | None,
         signal: tuple[int, int] | None,
         timeout: float | None,
+        stall_timeout: float | None,
         require: Names,
         forbid: Names,
         stream: object,
@@ -247,6 +275,7 @@ class Endpoint:
                 None if notify is None else _bytes(notify, "notify"),
                 signal,
                 timeout,
+                stall_timeout,
                 _names(require, "require"),
                 _names(forbid, "forbid"),
                 handle_of(stream),

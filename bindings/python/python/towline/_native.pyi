@@ -301,7 +301,7 @@ class Endpoint:
         """
     def register(self, /, obj: Any, access: str) -> Region: ...
     def signal(self, /, remote: Remote, offset: SupportsIndex, add: SupportsIndex) -> Transfer: ...
-    def start(self, /, writes: bool, remote: Remote, local: "Region | Span", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, notify: bytes | None, signal: tuple[SupportsIndex, SupportsIndex] | None, timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], stream: SupportsIndex | None) -> Transfer:
+    def start(self, /, writes: bool, remote: Remote, local: "Region | Span", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, notify: bytes | None, signal: tuple[SupportsIndex, SupportsIndex] | None, timeout: SupportsFloat | SupportsIndex | None, stall_timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], stream: SupportsIndex | None) -> Transfer:
         """
         Starts a read (or, with `writes`, a write).
         """

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use towline::{Kind as ErrorKind, Remote, Ticket};
+use towline::{Kind as ErrorKind, Limits, Remote, Ticket};
 
 use super::direct::copy_here;
 use super::run::{STEP, steps};
@@ -235,7 +235,7 @@ fn take(inner: &Arc<Inner>, team: &Team, peer: usize, note: &Note, into: &Memory
     };
     let request = inner.endpoint().read(&remote, into.span()?.clone()).at(note.offset, 0, into.len() as u64);
     // BYTES MOVE HERE
-    Ok(team.wait_transfer(peer, &request.within(inner.config.timeout).start()?)?)
+    Ok(team.wait_transfer(peer, &request.limits(Limits::within(inner.config.timeout)).start()?)?)
 }
 
 /// A registered buffer of another rank; imported once.

@@ -351,7 +351,7 @@ impl Links {
         let Link::Far(far) = &self.links[peer] else { return Err(not_far()) };
         let at = (peer * STATE_LEN) as u64;
         let request = self.endpoint.read(&far.remote, landing).at(STATE as u64, at, STATE_LEN as u64);
-        Ok(request.within(within).start()?)
+        Ok(request.limits(Limits::within(within)).start()?)
     }
 
     /// The state of a far rank, as its answer says.

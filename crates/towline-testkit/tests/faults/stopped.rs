@@ -74,6 +74,42 @@ fn a_stopped_owner_ends_its_peers_transfers_in_time_and_quietly() {
     });
 }
 
+/// The two limits are separate: a long one for all does not put off the one for silence, and each can be set for a call.
+#[test]
+fn a_long_limit_for_all_does_not_keep_a_transfer_in_which_nothing_moves() {
+    const LONG: Duration = Duration::from_secs(600);
+    let test = "a_long_limit_for_all_does_not_keep_a_transfer_in_which_nothing_moves";
+    let _watchdog = watch(test, Duration::from_secs(120));
+    for path in ["unix", "tcp"] {
+        let user = endpoint("user");
+        let patient = towline::Endpoint::open("patient").unwrap();
+        let mut owner = Process::open("victim", "");
+        owner.must(&format!("register {LEN} system read+write"));
+        let ticket: Ticket = owner.must("ticket 1").text(0).parse().unwrap();
+        let remotes =
+            [&user, &patient].map(|endpoint| endpoint.import_with(&ticket, &routing(path)).unwrap());
+        let buffers = [&user, &patient].map(|endpoint| local(endpoint, LEN));
+        owner.stop();
+        // Small: no lane has to be opened first, which has a limit of its own.
+        let of_the_endpoint =
+            user.read(&remotes[0], &buffers[0]).at(0, 0, 4096).within(LONG).start().unwrap();
+        let limits = towline::Limits { no_progress: LONG, ..towline::Limits::default() };
+        let of_the_call = patient
+            .read(&remotes[1], &buffers[1])
+            .at(0, 0, 4096)
+            .stall_within(STALL)
+            .limits(limits)
+            .within(LONG)
+            .start()
+            .unwrap();
+        for transfer in [of_the_endpoint, of_the_call] {
+            let ended = transfer.wait_for(STALL * 10).unwrap_or_else(|| panic!("{path}: no end"));
+            assert_eq!(ended.unwrap_err().kind(), Kind::Timeout, "{path}");
+        }
+        owner.resume();
+    }
+}
+
 #[test]
 fn what_a_stopped_owner_was_asked_to_change_is_not_changed_late_and_not_twice() {
     let _watchdog = watch(

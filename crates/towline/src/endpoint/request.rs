@@ -49,6 +49,9 @@ pub struct Request<'a> {
     what: What<'a>,
     after: After,
     limits: Option<Limits>,
+    /// Both set one of them, whatever else is said.
+    total: Option<Duration>,
+    stall: Option<Duration>,
     checked: Option<bool>,
     routing: Option<Routing>,
     stream: Option<StreamHandle>,
@@ -79,6 +82,8 @@ impl<'a> Request<'a> {
             what: What::Whole,
             after: After::default(),
             limits: None,
+            total: None,
+            stall: None,
             checked: None,
             routing: None,
             stream: None,
@@ -136,16 +141,32 @@ impl<'a> Request<'a> {
         self
     }
 
-    /// Ends it with `Timeout` after that time.
+    /// Ends it with `Timeout` after that time, however many bytes it has. The limit without progress stays.
     pub fn within(mut self, time: Duration) -> Request<'a> {
-        self.limits = Some(Limits::within(time));
+        self.total = Some(time);
         self
     }
 
-    /// Sets how long it may take, without progress and in all.
+    /// Ends it with `Timeout` when nothing has moved for that time. The limit for all of it stays.
+    pub fn stall_within(mut self, time: Duration) -> Request<'a> {
+        self.stall = Some(time);
+        self
+    }
+
+    /// Sets how long it may take, without progress and in all. [`within`](Self::within) and
+    /// [`stall_within`](Self::stall_within) set one of the two, and win over this.
     pub fn limits(mut self, limits: Limits) -> Request<'a> {
         self.limits = Some(limits);
         self
+    }
+
+    fn all_limits(&self) -> Limits {
+        let mut limits = self.limits.unwrap_or_else(|| self.endpoint.limits());
+        if let Some(total) = self.total {
+            limits = Limits { total, bytes_per_second: u64::MAX, ..limits };
+        }
+        limits.no_progress = self.stall.unwrap_or(limits.no_progress);
+        limits
     }
 
     /// Sets whether a checksum goes along with each block over sockets, in place of what the endpoint says.
@@ -321,7 +342,7 @@ impl<'a> Request<'a> {
             local_base,
             after: std::mem::take(&mut self.after),
             stream: self.stream,
-            limits: self.limits.unwrap_or_else(|| self.endpoint.limits()),
+            limits: self.all_limits(),
             checked: self.checked.unwrap_or_else(|| self.endpoint.checksums()),
             attachment,
             peer: Arc::clone(self.remote.peer()),
