@@ -89,6 +89,18 @@ impl Network {
         ip(&["-n", &self.namespace(end), "link", "set", &self.device(end), "down"]).unwrap();
     }
 
+    /// Lets so many bits pass in a second, each way; or says why that is not possible here.
+    pub fn slow_down(&self, bits: u64) -> Result<(), String> {
+        for end in [End::A, End::B] {
+            let (namespace, device, rate) = (self.namespace(end), self.device(end), format!("{bits}bit"));
+            ip(&[
+                "netns", "exec", &namespace, "tc", "qdisc", "add", "dev", &device, "root", "tbf", "rate",
+                &rate, "burst", "16kb", "latency", "400ms",
+            ])?;
+        }
+        Ok(())
+    }
+
     /// Puts the plug back.
     pub fn heal(&self, end: End) {
         self.plug_in(end).and_then(|()| self.carries()).unwrap();

@@ -294,6 +294,7 @@ impl Worker {
             "crowd" => alone::crowd(words.take()?),
             "read-all" => self.read_all(line, &mut words),
             "fork" => self.fork(),
+            "leave-child" => alone::leave_child(),
             "starve" => self.starve(&mut words),
             "exit" => std::process::exit(words.take()?),
             other => Err(bad(format!("no order is called {other:?}"))),

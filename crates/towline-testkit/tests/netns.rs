@@ -196,3 +196,63 @@ fn a_silent_claimer_of_an_owner_whose_cable_is_pulled_leaves_the_writable_errore
 fn a_reader_whose_cable_is_pulled_leaves_the_readable_errored() {
     claimer_cut_off("a_reader_whose_cable_is_pulled_leaves_the_readable_errored", "read", "", End::B);
 }
+
+/// The same, and no limit of the user's ends anything.
+fn patient_pair(network: &Network) -> (Process, Process) {
+    let mut owner = Process::start_in(&network.namespace(End::A), "owner");
+    let mut user = Process::start_in(&network.namespace(End::B), "user");
+    let address = std::net::SocketAddr::new(network.address(End::A, false), 0);
+    owner.must(&format!("open owner listen={address}"));
+    user.must("open user stall=600000 total=600000");
+    (owner, user)
+}
+
+/// What a host that has vanished is noticed by has nothing to do with the limits of a transfer.
+fn host_vanishes(test: &str, op: &str, len: usize) {
+    let Some(network) = network(test) else { return };
+    let _watchdog = watch(test, Duration::from_secs(120));
+    let (mut owner, mut user) = patient_pair(&network);
+    owner.must(&format!("register {len} system read+write"));
+    user.must(&format!("register {len} system none"));
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    let remote = user.must(&format!("import {ticket} tcp")).number(0);
+    // The lanes are open, and the connections idle.
+    user.must(&format!("{op} {remote} 1 0 0 {len}"));
+    network.cut(End::A);
+    user.tell(&format!("{op} {remote} 1 0 0 {len}"));
+    let failure = user.answer(Duration::from_secs(20)).unwrap_err();
+    assert_eq!(failure.kind, Kind::Disconnected, "{failure}");
+    assert!(failure.message.contains("gone"), "{failure}");
+}
+
+#[test]
+fn a_host_that_vanishes_under_a_small_read_is_noticed() {
+    host_vanishes("a_host_that_vanishes_under_a_small_read_is_noticed", "read", 4096);
+}
+
+#[test]
+fn a_host_that_vanishes_under_a_large_write_is_noticed() {
+    host_vanishes("a_host_that_vanishes_under_a_large_write_is_noticed", "write", 64 * MIB);
+}
+
+#[test]
+fn a_slow_link_is_not_taken_for_a_host_that_has_vanished() {
+    let test = "a_slow_link_is_not_taken_for_a_host_that_has_vanished";
+    let Some(network) = network(test) else { return };
+    let _watchdog = watch(test, Duration::from_secs(240));
+    if let Err(reason) = network.slow_down(1_000_000) {
+        skip::skip(test, "netns", &reason);
+        return;
+    }
+    let (mut owner, mut user) = patient_pair(&network);
+    owner.must(&format!("register {MIB} system read+write"));
+    owner.must("fill 1 1 1");
+    user.must(&format!("register {MIB} system none"));
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    let remote = user.must(&format!("import {ticket} tcp")).number(0);
+    user.tell(&format!("read {remote} 1 0 0 {MIB}"));
+    user.answer(Duration::from_secs(100)).unwrap();
+    user.must(&format!("check 1 1 1 0 {MIB}"));
+    user.tell(&format!("write {remote} 1 0 0 {MIB}"));
+    user.answer(Duration::from_secs(100)).unwrap();
+}

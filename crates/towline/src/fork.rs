@@ -5,12 +5,16 @@
 //! [`guard`] before it takes any lock, and every `Drop` that would lock or tell somebody asks [`in_child`].
 //! Opening a new endpoint in the child is refused too, since the process-wide threads cannot be restarted.
 //! A child forked *before* Towline was first used is an ordinary process and is not affected.
-#![allow(unsafe_code, reason = "maps one page that the kernel wipes in a forked child")]
+//!
+//! A child lets go of the sockets at once: it has no use for them, and a connection ends only when nobody holds it any more, so
+//! that peers would not notice the parent's end.
+#![allow(unsafe_code, reason = "maps one page that the kernel wipes in a forked child; closes sockets in it")]
 
 use std::ffi::c_void;
+use std::os::fd::RawFd;
 use std::ptr;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, Once};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
@@ -64,6 +68,56 @@ pub(crate) fn wiped_word(value: u64) -> Option<&'static AtomicU64> {
     *rest = others;
     word.store(value, Ordering::Relaxed);
     Some(word)
+}
+
+/// The sockets, a bit for each descriptor: without locks and without memory of its own, since it is read in the child. One with a
+/// higher number stays open there.
+static SOCKETS: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
+
+/// The word and the bit of a descriptor.
+fn place_of(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
+    let fd = usize::try_from(fd).ok()?;
+    Some((SOCKETS.get(fd / 64)?, 1 << (fd % 64)))
+}
+
+/// A forked child lets go of that socket.
+pub(crate) fn not_for_children(fd: RawFd) {
+    static LETTING_GO: Once = Once::new();
+    LETTING_GO.call_once(|| {
+        // SAFETY: the function is there as long as this library, and does what may be done after a fork.
+        unsafe { libc::pthread_atfork(None, None, Some(let_go)) };
+    });
+    if let Some((word, bit)) = place_of(fd) {
+        word.fetch_or(bit, Ordering::Relaxed);
+    }
+}
+
+/// The number is about to be somebody else's.
+pub(crate) fn no_longer_ours(fd: RawFd) {
+    if let Some((word, bit)) = place_of(fd) {
+        word.fetch_and(!bit, Ordering::Relaxed);
+    }
+}
+
+/// In the child, before `fork` returns there. Only system calls that may be made then. The numbers stay taken, so that whatever the
+/// child drops later closes nothing of its own.
+unsafe extern "C" fn let_go() {
+    // SAFETY: the name ends with a zero, and nothing else is passed.
+    let nothing = unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
+    if nothing < 0 {
+        return;
+    }
+    for (index, word) in SOCKETS.iter().enumerate() {
+        let mut left = word.load(Ordering::Relaxed);
+        while left != 0 {
+            let fd = (index * 64) as RawFd + left.trailing_zeros() as RawFd;
+            left &= left - 1;
+            // SAFETY: the descriptor is a socket of this library, which nothing in the child uses.
+            unsafe { libc::dup3(nothing, fd, libc::O_CLOEXEC) };
+        }
+    }
+    // SAFETY: opened above.
+    unsafe { libc::close(nothing) };
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

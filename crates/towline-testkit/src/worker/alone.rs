@@ -241,3 +241,23 @@ fn wait_readable(fd: impl AsFd, within: Duration) -> bool {
     let timeout = rustix::time::Timespec { tv_sec: within.as_secs() as i64, tv_nsec: 0 };
     matches!(rustix::event::poll(&mut poll, Some(&timeout)), Ok(1..))
 }
+
+/// `leave-child`: forks a child that holds what it has inherited, for a minute; answers with its pid.
+pub(super) fn leave_child() -> Answer {
+    // SAFETY: the child only closes its standard streams, sleeps and exits.
+    let pid = unsafe { libc::fork() };
+    if pid < 0 {
+        return Err(bad("fork failed"));
+    }
+    if pid == 0 {
+        // SAFETY: as above. Whoever reads what the worker says must see its end.
+        unsafe {
+            for stream in 0..3 {
+                libc::close(stream);
+            }
+            libc::sleep(60);
+            libc::_exit(0);
+        }
+    }
+    said(pid)
+}

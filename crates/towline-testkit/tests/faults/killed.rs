@@ -124,3 +124,30 @@ fn a_killed_user_leaves_the_owner_serving_and_its_memory_its_own() {
         assert_eq!(owner.stats().regions, 0);
     });
 }
+
+/// A forked child has its parent's sockets, and a connection ends when nobody has it any more.
+#[test]
+fn an_owner_that_is_killed_is_noticed_though_its_child_lives() {
+    let test = "an_owner_that_is_killed_is_noticed_though_its_child_lives";
+    let _watchdog = watch(test, Duration::from_secs(120));
+    for path in ["unix", "tcp"] {
+        let user = towline::Endpoint::open("user").unwrap();
+        let mut owner = Process::open("victim", "");
+        owner.must("register 4096 system read+write");
+        let ticket: Ticket = owner.must("ticket 1").text(0).parse().unwrap();
+        let remote = user.import_with(&ticket, &routing(path)).unwrap();
+        let buffer = local(&user, 4096);
+        let child = owner.must("leave-child").number(0) as i32;
+        owner.stop();
+        let long = Duration::from_secs(600);
+        let transfer = user.read(&remote, &buffer).within(long).stall_within(long).start().unwrap();
+        owner.kill_at_once();
+        let ended = transfer.wait_for(Duration::from_secs(20));
+        let _ = rustix::process::kill_process(
+            rustix::process::Pid::from_raw(child).unwrap(),
+            rustix::process::Signal::KILL,
+        );
+        let error = ended.unwrap_or_else(|| panic!("{path}: no end")).unwrap_err();
+        assert_eq!(error.kind(), towline::Kind::Disconnected, "{path}: {error}");
+    }
+}

@@ -259,7 +259,7 @@ impl Socket {
                     ) => continue,
                     Err(error) => return Err(failed(OP, "accept4", error)),
                 };
-            let socket = Socket { fd, family: self.family };
+            let socket = Socket::over(fd, self.family);
             let peer = match self.family {
                 Family::Unix => PeerAddr::Unix,
                 Family::Tcp => match address.map(SocketAddr::try_from) {
@@ -289,23 +289,27 @@ impl Socket {
     pub(crate) fn peer_credentials(&self) -> Result<Ucred> {
         const OP: &str = "peer credentials";
         // rustix's type has a pid that cannot be zero, but a process of an outer pid namespace has none here.
-        let ucred: libc::ucred = self.option(OP, libc::SO_PEERCRED)?;
+        let ucred: libc::ucred = self.option(OP, libc::SOL_SOCKET, libc::SO_PEERCRED)?;
         Ok(Ucred { pid: ucred.pid, uid: ucred.uid, gid: ucred.gid })
     }
 
-    /// Reads a socket-level option of a plain C type.
-    fn option<T: Plain>(&self, op: &'static str, option: libc::c_int) -> Result<T> {
+    /// TCP: how long ago anything came from the other host, be it an acknowledgement.
+    pub(crate) fn last_came(&self) -> Option<Duration> {
+        if self.family == Family::Unix {
+            return None;
+        }
+        let info: libc::tcp_info = self.option("look", libc::IPPROTO_TCP, libc::TCP_INFO).ok()?;
+        let milliseconds = info.tcpi_last_ack_recv.min(info.tcpi_last_data_recv);
+        Some(Duration::from_millis(milliseconds.into()))
+    }
+
+    /// Reads an option of a plain C type.
+    fn option<T: Plain>(&self, op: &'static str, level: libc::c_int, option: libc::c_int) -> Result<T> {
         let mut value = MaybeUninit::<T>::zeroed();
         let mut length = mem::size_of::<T>() as libc::socklen_t;
         // SAFETY: `value` is valid for `length` bytes, and both outlive the call.
         let outcome = unsafe {
-            libc::getsockopt(
-                self.fd.as_raw_fd(),
-                libc::SOL_SOCKET,
-                option,
-                value.as_mut_ptr().cast(),
-                &mut length,
-            )
+            libc::getsockopt(self.fd.as_raw_fd(), level, option, value.as_mut_ptr().cast(), &mut length)
         };
         if outcome != 0 {
             return Err(failed_io(op, "getsockopt", io::Error::last_os_error()));
@@ -620,7 +624,12 @@ impl Socket {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let fd = net::socket_with(address, SocketType::STREAM, flags, None)
             .map_err(|e| failed(op, "socket", e))?;
-        Ok(Socket { fd, family })
+        Ok(Socket::over(fd, family))
+    }
+
+    fn over(fd: OwnedFd, family: Family) -> Socket {
+        fork::not_for_children(fd.as_raw_fd());
+        Socket { fd, family }
     }
 
     /// Two connected Unix sockets.
@@ -629,7 +638,13 @@ impl Socket {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let (a, b) = net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)
             .map_err(|e| failed("connect", "socketpair", e))?;
-        Ok((Socket { fd: a, family: Family::Unix }, Socket { fd: b, family: Family::Unix }))
+        Ok((Socket::over(a, Family::Unix), Socket::over(b, Family::Unix)))
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        fork::no_longer_ours(self.fd.as_raw_fd());
     }
 }
 
@@ -643,6 +658,7 @@ impl AsFd for Socket {
 trait Plain: Copy {}
 impl Plain for libc::c_int {}
 impl Plain for libc::ucred {}
+impl Plain for libc::tcp_info {}
 
 fn family_of(address: &SocketAddr) -> AddressFamily {
     if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 }

@@ -3,6 +3,7 @@
 mod ending;
 mod hearing;
 mod lanes;
+mod pulse;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use self::hearing::ToSession;
 use self::lanes::Lanes;
+use self::pulse::Pulse;
 use super::Medium;
 use super::connection::Connection;
 use super::contact;
@@ -34,8 +36,8 @@ use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Message};
 use crate::{Error, Kind, Result, Ticket};
 
-/// While something is in flight between hosts, a frame goes out at least this often, so that TCP notices a peer that
-/// does not acknowledge any more.
+/// While something is in flight between hosts, a frame goes out at least this often, so that a peer that does not acknowledge
+/// it is noticed.
 pub(crate) const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// The timers of a session.
@@ -71,6 +73,7 @@ pub(crate) struct Session {
     /// When that was, for all who imported something over it.
     lost: Arc<OnceLock<Instant>>,
     beating: AtomicBool,
+    pulse: Mutex<Pulse>,
     /// When the owner was last heard, in microseconds since the session began.
     heard: AtomicU64,
     began: Instant,
@@ -158,6 +161,7 @@ impl Session {
             dead: OnceLock::new(),
             lost: Arc::default(),
             beating: AtomicBool::new(false),
+            pulse: Mutex::new(Pulse::new()),
             heard: AtomicU64::new(0),
             began: Instant::now(),
             me: me.clone(),
@@ -341,13 +345,6 @@ impl Session {
         }
     }
 
-    /// Between hosts: keeps frames going out while something is in flight.
-    fn beat(&self) {
-        if matches!(self.medium, Medium::Tcp(_)) && !self.beating.swap(true, Ordering::AcqRel) {
-            self.wake_at(Instant::now() + HEARTBEAT, HEARTBEAT_TIMER);
-        }
-    }
-
     /// How long the owner has not been heard.
     pub(crate) fn silence(&self) -> Duration {
         self.began.elapsed().saturating_sub(Duration::from_micros(self.heard.load(Ordering::Relaxed)))
@@ -402,11 +399,7 @@ impl Timer for Session {
             return;
         }
         if key == HEARTBEAT_TIMER {
-            self.beating.store(false, Ordering::Release);
-            if !lock(&self.pending).is_empty() {
-                let _ = self.tell(wire::Ping {});
-                self.beat();
-            }
+            self.feel_pulse();
             return;
         }
         if key == SETTLE_TIMER {
