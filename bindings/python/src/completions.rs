@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
-use towline::Error;
+use towline::{Error, Kind};
 
 use crate::errors::OrRaise;
 use crate::{owners, process};
@@ -201,6 +201,23 @@ pub(crate) fn block_on<T>(
                 Poll::Ready(value) => Some(value),
                 Poll::Pending => None,
             });
+        }
+    }
+}
+
+/// Waits without the GIL in turns, between which a signal such as Ctrl-C is noticed. `wait` gives `Timeout` where a turn was too
+/// short, and goes on waiting when it is called again.
+pub(crate) fn in_turns(
+    py: Python<'_>,
+    within: Duration,
+    mut wait: impl FnMut(Duration) -> towline::Result<()> + Send,
+) -> PyResult<towline::Result<()>> {
+    let started = Instant::now();
+    loop {
+        let left = within.saturating_sub(started.elapsed());
+        match py.detach(|| wait(left.min(ATTENTION))) {
+            Err(error) if error.kind() == Kind::Timeout && left > ATTENTION => py.check_signals()?,
+            waited => return Ok(waited),
         }
     }
 }

@@ -12,7 +12,7 @@ use towline::{Limits, Result, cuda};
 
 use crate::audit::Audit;
 use crate::buffer::{Asked, Memory};
-use crate::completions::{Waiter, block_on};
+use crate::completions::{Waiter, block_on, in_turns};
 use crate::errors::{OrRaise, invalid};
 use crate::import::Import;
 use crate::process::{self, Inherited};
@@ -140,7 +140,7 @@ impl Endpoint {
         // A storage that was refused is dropped with the error, and its object can go.
         let registered = registered.or_raise(py);
         owners::release(py);
-        Ok(Region::new(registered?, read_only))
+        Ok(Region::new(registered?, read_only, endpoint.limits().no_progress))
     }
 
     #[pyo3(name = "import_", signature = (ticket: "Ticket | str | bytes | bytearray | memoryview", require, forbid, isolation, timeout))]
@@ -158,8 +158,16 @@ impl Endpoint {
         let routing = routing(py, &require, &forbid, isolation)?;
         let routing = routing.as_ref().unwrap_or(endpoint.routing());
         let within = seconds(py, "import", "timeout", timeout)?.unwrap_or(endpoint.limits().no_progress);
-        let remote = py.detach(|| endpoint.import_within(&ticket, routing, within));
-        remote.map(|remote| Remote(Inherited::new(remote))).or_raise(py)
+        // Python runs the handlers of signals on its main thread only: there, another thread waits for the owner, so that
+        // Ctrl-C ends the call.
+        if rustix::thread::gettid() != rustix::process::getpid() {
+            let remote = py.detach(|| endpoint.import_within(&ticket, routing, within));
+            return remote.map(|remote| Remote(Inherited::new(remote))).or_raise(py);
+        }
+        let (endpoint, routing) = (endpoint.clone(), routing.clone());
+        let import = py.detach(|| Import::start(endpoint, ticket, routing, within)).or_raise(py)?;
+        block_on(py, None, |context| import.poll_once(context))?;
+        import.result(py)
     }
 
     #[pyo3(signature = (ticket: "Ticket | str | bytes | bytearray | memoryview", require, forbid, isolation, timeout))]
@@ -318,11 +326,13 @@ impl Endpoint {
         Ok(py.detach(|| endpoint.metrics()))
     }
 
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
+    /// Closes; waits for at most that many seconds, or for the endpoint's limit, until nobody is inside its memory.
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let endpoint = self.enter(py, "close")?;
-        py.detach(|| endpoint.close());
+        let within = seconds(py, "close", "timeout", timeout)?.unwrap_or(endpoint.limits().no_progress);
+        let closed = in_turns(py, within, |turn| endpoint.close_within(turn));
         owners::release(py);
-        Ok(())
+        closed?.or_raise(py)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Imports that are under way: the waiting is done by a thread that lives only for the contact.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::Waker;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -54,6 +54,15 @@ impl Import {
         })?;
         Ok(Import(slot))
     }
+
+    pub(crate) fn poll_once(&self, context: &mut Context<'_>) -> Poll<()> {
+        let mut slot = lock(&self.0);
+        if slot.ended {
+            return Poll::Ready(());
+        }
+        slot.waker = Some(context.waker().clone());
+        Poll::Pending
+    }
 }
 
 #[pymethods]
@@ -61,15 +70,11 @@ impl Import {
     /// Whether it has ended; if not, the waiter is woken when it has.
     fn poll(&self, py: Python<'_>, waiter: &Waiter) -> PyResult<bool> {
         process::guard(py, "import")?;
-        let mut slot = lock(&self.0);
-        if !slot.ended {
-            slot.waker = Some(waiter.context().waker().clone());
-        }
-        Ok(slot.ended)
+        Ok(self.poll_once(&mut waiter.context()).is_ready())
     }
 
     /// What was imported, once; or raises why it failed.
-    fn result(&self, py: Python<'_>) -> PyResult<Remote> {
+    pub(crate) fn result(&self, py: Python<'_>) -> PyResult<Remote> {
         process::guard(py, "import")?;
         let outcome = lock(&self.0).outcome.take();
         match outcome {

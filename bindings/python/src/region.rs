@@ -8,7 +8,7 @@ use pyo3::types::PyAny;
 use towline::{Access, Buffer, Error, Kind, MemoryDescription, Place, Registered, Result, StillPinned};
 
 use crate::audit::Audit;
-use crate::completions::ATTENTION;
+use crate::completions::{ATTENTION, in_turns};
 use crate::errors::{OrRaise, invalid, raise};
 use crate::layout::Layout;
 use crate::owners;
@@ -28,6 +28,8 @@ pub(crate) struct Region {
     place: Place,
     kind: String,
     read_only: bool,
+    /// How long closing waits where the call does not say.
+    limit: Duration,
 }
 
 /// The registration, which can be taken out when it is closed.
@@ -63,11 +65,17 @@ impl Holder {
         self.left.notify_all();
     }
 
-    /// Deregisters; `None` for the time means the endpoint's limit.
-    fn close(&self, within: Option<Duration>) -> Result<()> {
+    /// Deregisters. Where somebody else does that, waits for what becomes of it.
+    fn close(&self, within: Duration) -> Result<()> {
+        let until = Instant::now() + within;
         let mut state = self.lock();
-        if state.closing {
-            return Ok(());
+        while state.closing {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let message = "another thread closes the region, and still waits for those inside";
+                return Err(Error::new(Kind::Timeout, "deregister", message));
+            }
+            state = self.left.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         let Some(mut registered) = state.registered.take() else { return Ok(()) };
         state.closing = true;
@@ -82,29 +90,27 @@ impl Holder {
             }
         };
         drop(state);
-        let closed = match within {
-            Some(within) => registered.into_storage_within(within),
-            None => registered.into_storage(),
-        };
+        let closed = registered.into_storage_within(until.saturating_duration_since(Instant::now()));
         let mut state = self.lock();
         state.closing = false;
-        match closed {
-            Ok(storage) => {
-                drop(state);
-                drop(storage);
-                Ok(())
-            }
+        let (storage, closed) = match closed {
+            Ok(storage) => (Some(storage), Ok(())),
             Err(StillPinned { error, registration }) => {
                 state.registered = Some(Arc::new(registration));
-                Err(error)
+                (None, Err(error))
             }
-        }
+        };
+        drop(state);
+        self.left.notify_all();
+        drop(storage);
+        closed
     }
 }
 
 impl Region {
-    pub(crate) fn new(registered: Registered<Buffer>, read_only: bool) -> Region {
+    pub(crate) fn new(registered: Registered<Buffer>, read_only: bool, limit: Duration) -> Region {
         Region {
+            limit,
             nbytes: registered.size(),
             access: registered.access(),
             place: registered.place(),
@@ -193,10 +199,10 @@ impl Region {
     #[pyo3(signature = (timeout=None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         process::guard(py, "close")?;
-        let within = seconds(py, "close", "timeout", timeout)?;
-        let closed = py.detach(|| self.holder.close(within));
+        let within = seconds(py, "close", "timeout", timeout)?.unwrap_or(self.limit);
+        let closed = in_turns(py, within, |turn| self.holder.close(turn));
         owners::release(py);
-        closed.or_raise(py)
+        closed?.or_raise(py)
     }
 
     /// Whether it was closed.

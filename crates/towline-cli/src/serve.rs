@@ -116,7 +116,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         Some(seconds) => std::thread::sleep(Duration::from_secs(seconds)),
         None => wait_for_end_of_input()?,
     }
-    endpoint.close();
+    endpoint.close()?;
     Ok(Exit::Fine)
 }
 

@@ -250,11 +250,21 @@ impl Endpoint {
         if fork::in_child() { Audit::default() } else { self.0.ledger.audit() }
     }
 
-    /// Revokes every region, ends every transfer and closes every connection. Closing twice is harmless.
-    pub fn close(&self) {
-        if !fork::in_child() {
-            self.0.close();
-        }
+    /// Revokes every region, ends every transfer and closes every connection, then waits until nobody touches the memory of
+    /// any region any more: neither a peer nor a transfer of this endpoint. Waits for as long as nothing may move.
+    ///
+    /// Closing twice is harmless: the second call waits too. Does nothing in a forked child.
+    ///
+    /// # Errors
+    /// `Timeout` when somebody is still inside at the limit, with who it is. Everything else is closed then, and no new access can
+    /// begin; the memory stays valid, is parked where it is dropped, and closing again waits again.
+    pub fn close(&self) -> Result<()> {
+        self.close_within(self.0.limits().no_progress)
+    }
+
+    /// [`close`](Self::close) with a limit of its own.
+    pub fn close_within(&self, within: Duration) -> Result<()> {
+        if fork::in_child() { Ok(()) } else { self.0.close(within) }
     }
 }
 

@@ -489,6 +489,16 @@ impl TransferCore {
         self.stopped.load(Ordering::Acquire)
     }
 
+    /// Ends what an endpoint that is closed no longer moves.
+    pub(crate) fn check_open(&self) -> Result<()> {
+        match &self.local {
+            Some(local) if local.core().endpoint.is_closed() => {
+                Err(Error::new(Kind::Canceled, self.op.name(), "the endpoint was closed"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// When it was started, and when it was stopped, if it was.
     pub(crate) fn span_of_time(&self) -> (Instant, Option<Instant>) {
         (lock(&self.inner).started, self.stopped_at.get().copied())

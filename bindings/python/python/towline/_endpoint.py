@@ -325,9 +325,14 @@ class Endpoint:
         """All counters in the text form that Prometheus reads: the body of your own ``/metrics`` page."""
         return self._native.metrics()
 
-    def close(self) -> None:
-        """Revokes every region, ends every transfer and closes every connection. Closing twice is harmless."""
-        self._native.close()
+    def close(self, timeout: float | None = None) -> None:
+        """Revokes every region, ends every transfer and closes every connection, then waits until nobody touches the memory of
+        any region any more. Leaving a ``with`` block does the same. Closing twice is harmless; the second call waits too.
+
+        Raises `Timeout` when a peer or a transfer is still inside after ``timeout`` seconds (the endpoint's ``stall_timeout``
+        where none is given), and says who. No new access can begin then, the memory is kept, and closing again waits again.
+        """
+        self._native.close(timeout)
 
     def __enter__(self) -> Self:
         return self

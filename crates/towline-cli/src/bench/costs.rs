@@ -190,7 +190,7 @@ fn open(session: &mut Session) -> Outcome<()> {
         let start = Instant::now();
         let endpoint = Endpoint::open("bench-open")?;
         times.push(start.elapsed().as_secs_f64());
-        endpoint.close();
+        endpoint.close()?;
     }
     let row = Row::new("open", Unit::Milliseconds, median(&mut times) * 1e3).target(Some(5.0));
     session.rows.push(Row { rounds: times.len(), ..row });

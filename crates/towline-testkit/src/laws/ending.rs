@@ -36,8 +36,8 @@ pub fn deregistering_again_after_closing_works(bench: &Bench) {
     let endpoint = options("closing").open().unwrap();
     let region = endpoint.register(SystemStorage::new(4096).unwrap(), Access::READ).unwrap();
     let other = endpoint.register(SystemStorage::new(4096).unwrap(), Access::READ).unwrap();
-    endpoint.close();
-    endpoint.close();
+    endpoint.close().unwrap();
+    endpoint.close().unwrap();
     assert!(!region.is_registered());
     assert_eq!(region.ticket().unwrap_err().kind(), Kind::Stale);
     region.write_at(0, b"still ours").unwrap();
@@ -239,8 +239,8 @@ pub fn closing_the_user_ends_its_use(bench: &Bench) {
     let remote = user.import(&ticket).unwrap();
     let local = user.register(bench.storage(LARGE), Access::READ).unwrap();
     let transfer = user.read(&remote, &local).start().unwrap();
-    user.close();
-    user.close();
+    user.close().unwrap();
+    user.close().unwrap();
     let ended = transfer.wait_for(STALL).expect("it ends");
     if let Err(error) = ended {
         assert!(matches!(error.kind(), Kind::Canceled | Kind::Stale | Kind::Disconnected), "{error}");
@@ -283,7 +283,7 @@ pub fn closing_the_user_does_not_wait_for_its_peer(bench: &Bench) {
         if !connected {
             std::thread::sleep(std::time::Duration::from_millis(100));
         }
-        user.close();
+        user.close().unwrap();
         let ended = transfer.wait_for(STALL * 2);
         process.lock().unwrap().resume();
         match ended.expect("it ends with its endpoint") {

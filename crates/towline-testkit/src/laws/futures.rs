@@ -91,7 +91,7 @@ pub fn a_notification_is_a_future(bench: &Bench) {
         assert_eq!((notification.from.name.as_str(), &notification.message[..]), ("sender", &b"hello"[..]));
         let waiting = scope.spawn(|| block_on(bench.user.next_notification()));
         thread::sleep(Duration::from_millis(2));
-        bench.user.close();
+        bench.user.close().unwrap();
         assert_eq!(waiting.join().unwrap().unwrap_err().kind(), Kind::Invalid);
     });
 }

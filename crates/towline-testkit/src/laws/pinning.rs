@@ -198,7 +198,7 @@ pub fn closing_the_user_leaves_what_it_has_pinned_in_place(bench: &Bench) {
     let Some(pinned) = pinned(bench, &region) else { return };
     let remote = bench.import(&region);
     remote.alive().unwrap();
-    bench.user.close();
+    bench.user.close().unwrap();
     let mut bytes = [0; 4096];
     pinned.read_at(0, &mut bytes).unwrap();
     THEIRS.verify(0, &bytes).unwrap();

@@ -3,6 +3,7 @@
 
 mod alone;
 mod claimers;
+mod closing;
 mod deregistering;
 mod killed;
 mod pinned;

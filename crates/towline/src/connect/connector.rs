@@ -212,14 +212,17 @@ impl Connector {
         Box::pin(async move { begun.await.map(WriteOperation) })
     }
 
-    /// Ends every operation and closes the endpoint. Closing twice is harmless.
+    /// Ends every operation and closes the endpoint, and waits until nobody touches its memory any more, within the endpoint's
+    /// limit without progress; what is still used then is logged, and parked where it is dropped. Closing twice is harmless.
     pub fn close(&self) {
         if crate::fork::in_child() {
             return;
         }
         let state = std::mem::replace(&mut *lock(&self.0.state), State::Closed);
         if let State::Open(endpoint) = state {
-            endpoint.close();
+            if let Err(error) = endpoint.close() {
+                tracing::warn!(%error, "a connector is closed, and memory of it is still in use");
+            }
         }
     }
 }

@@ -29,6 +29,9 @@ use crate::{Error, Kind, Result};
 /// Endpoints of this process, by incarnation: their regions are reached without any socket.
 static HERE: Mutex<Option<HashMap<Incarnation, Weak<EndpointCore>>>> = Mutex::new(None);
 
+/// How often an endpoint that closes wakes those who wait for a signal.
+const WAKE_AGAIN: Duration = Duration::from_millis(1);
+
 /// One endpoint.
 pub(crate) struct EndpointCore {
     identity: Identity,
@@ -338,18 +341,61 @@ impl EndpointCore {
         }
     }
 
-    pub(crate) fn close(&self) {
-        if self.closed.swap(true, Ordering::AcqRel) {
-            return;
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Ends everything, then waits until nobody is inside the memory of any region. What is still used at the limit stays
+    /// registered and revoked: it is waited for again by the next call, and parked where it is dropped.
+    pub(crate) fn close(&self, within: Duration) -> Result<()> {
+        let first = !self.closed.swap(true, Ordering::AcqRel);
+        if first {
+            if let Some(here) = lock(&HERE).as_mut() {
+                here.remove(&self.identity.incarnation);
+            }
+            self.operations.end_all(&Error::new(Kind::Canceled, "close", "the endpoint was closed"));
         }
-        if let Some(here) = lock(&HERE).as_mut() {
-            here.remove(&self.identity.incarnation);
-        }
-        self.operations.end_all(&Error::new(Kind::Canceled, "close", "the endpoint was closed"));
-        for region in self.regions.all() {
+        let regions = self.regions.all();
+        for region in &regions {
             region.revoke();
         }
-        self.hang_up();
+        if first {
+            self.hang_up();
+        }
+        progress::may_block("close")?;
+        self.drain(&regions, within)
+    }
+
+    fn drain(&self, regions: &[Arc<RegionCore>], within: Duration) -> Result<()> {
+        let started = Instant::now();
+        let mut left: Vec<_> = regions.iter().collect();
+        loop {
+            let seen = self.bell.seen();
+            left.retain(|region| {
+                region.wake_waiters();
+                region.has_waiters() || !region.drained()
+            });
+            let Some(one) = left.first() else { return Ok(()) };
+            let spent = started.elapsed();
+            if spent >= within {
+                return Err(Error::new(
+                    Kind::Timeout,
+                    "close",
+                    format!(
+                        "{} regions are still in use after {:.3} s, one of {} bytes by {}; close again to wait for them",
+                        left.len(),
+                        spent.as_secs_f64(),
+                        one.len,
+                        one.users()
+                    ),
+                ));
+            }
+            // Those who wait for a signal may go to sleep after they were woken: they are woken again soon.
+            let waiting = left.iter().any(|region| region.has_waiters());
+            let look = if waiting { within.min(spent + WAKE_AGAIN) } else { within };
+            self.bell.wait(seen, progress::later(started, look));
+            self.rung();
+        }
     }
 
     fn hang_up(&self) {

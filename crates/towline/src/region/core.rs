@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::audit::Ledger;
@@ -43,6 +43,9 @@ pub(crate) struct RegionCore {
     freed: AtomicBool,
     /// Who used it, as far as this process can see.
     pub(crate) ledger: Ledger,
+    /// Where threads sleep until the memory there changes.
+    waiters: Mutex<Vec<usize>>,
+    revoked: OnceLock<Instant>,
 }
 
 /// A peer that reaches a region by itself, where no pin of it can be seen.
@@ -120,8 +123,16 @@ impl RegionCore {
             nixl: nixl::Known::default(),
             freed: AtomicBool::new(false),
             ledger: Ledger::default(),
+            waiters: Mutex::default(),
+            revoked: OnceLock::new(),
         });
         endpoint.regions.insert(&core);
+        // One that closes meanwhile revokes what it finds, or is seen here.
+        if let Err(error) = endpoint.check_open("register") {
+            core.revoke();
+            core.free();
+            return Err(error);
+        }
         Ok(core)
     }
 
@@ -243,6 +254,7 @@ impl RegionCore {
     pub(crate) fn revoke(&self) -> bool {
         let first = self.uses.fetch_or(CLOSED, Ordering::SeqCst) & CLOSED == 0;
         if first {
+            let _ = self.revoked.set(Instant::now());
             self.endpoint.table.revoke(self.row);
             for peer in lock(&self.direct_peers).iter() {
                 peer.page.drain_started();
@@ -257,7 +269,7 @@ impl RegionCore {
     }
 
     /// Whether nobody is inside the memory any more. Only meaningful after it was revoked.
-    fn drained(&self) -> bool {
+    pub(crate) fn drained(&self) -> bool {
         let generation = self.generation;
         self.uses.load(Ordering::SeqCst) == CLOSED
             && lock(&self.borrowers).iter().all(|one| one.is_back())
@@ -275,8 +287,9 @@ impl RegionCore {
                 self.free();
                 return Ok(());
             }
-            let spent = started.elapsed();
-            if spent >= within {
+            if started.elapsed() >= within {
+                // Since it was first asked for: a caller may wait in several turns.
+                let spent = self.revoked.get().map_or(within, Instant::elapsed);
                 return Err(Error::new(
                     Kind::Timeout,
                     "deregister",
@@ -288,7 +301,29 @@ impl RegionCore {
         }
     }
 
-    fn users(&self) -> String {
+    /// A thread sleeps on the bell at that address from now on.
+    pub(super) fn waits(&self, bell: usize) {
+        lock(&self.waiters).push(bell);
+    }
+
+    /// It does not any more.
+    pub(super) fn waits_no_more(&self, bell: usize) {
+        let mut waiters = lock(&self.waiters);
+        if let Some(one) = waiters.iter().position(|one| *one == bell) {
+            waiters.swap_remove(one);
+        }
+    }
+
+    pub(crate) fn has_waiters(&self) -> bool {
+        !lock(&self.waiters).is_empty()
+    }
+
+    /// Lets the threads that wait for a change look whether the endpoint was closed.
+    pub(crate) fn wake_waiters(&self) {
+        super::signal::wake_here(&lock(&self.waiters));
+    }
+
+    pub(crate) fn users(&self) -> String {
         let mut users: Vec<String> = lock(&self.direct_peers)
             .iter()
             .filter(|peer| peer.holds(self.generation, &self.endpoint))
@@ -303,6 +338,9 @@ impl RegionCore {
         let own = self.uses.load(Ordering::SeqCst) & !CLOSED;
         if own > 0 {
             users.push(format!("{own} transfers of this process"));
+        }
+        if self.has_waiters() {
+            users.push("threads that wait for a signal".to_owned());
         }
         users.join(", ")
     }

@@ -95,26 +95,43 @@ unsafe fn wake_all(counter: *mut u64) {
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
+/// Wakes the threads of this process that sleep at those addresses, without changing anything there.
+///
+/// The addresses are those of sleepers that are counted now: each holds its registration until it has left the list.
+pub(super) fn wake_here(bells: &[usize]) {
+    for bell in bells {
+        // SAFETY: whoever put the address into the list checked it, and holds the registration for as long as it is there.
+        unsafe { wake_all(std::ptr::with_exposed_provenance_mut(*bell)) };
+    }
+}
+
 /// A thread that is counted as asleep; the count is taken back even if a check panics.
-struct Sleeper<'a>(&'a AtomicU32);
+struct Sleeper<'a> {
+    row: &'a AtomicU32,
+    core: &'a RegionCore,
+    bell: usize,
+}
 
 impl<'a> Sleeper<'a> {
-    fn new(row: &'a AtomicU32) -> Sleeper<'a> {
+    fn new(row: &'a AtomicU32, core: &'a RegionCore, bell: usize) -> Sleeper<'a> {
+        core.waits(bell);
         // The last step has the fence that counts for both.
         SLEEPERS_HERE.fetch_add(1, Ordering::SeqCst);
         protocol::sleeper_came::<Machine>(row);
-        Sleeper(row)
+        Sleeper { row, core, bell }
     }
 }
 
 impl Drop for Sleeper<'_> {
     fn drop(&mut self) {
-        protocol::sleeper_left::<Machine>(self.0);
+        protocol::sleeper_left::<Machine>(self.row);
         SLEEPERS_HERE.fetch_sub(1, Ordering::SeqCst);
+        self.core.waits_no_more(self.bell);
     }
 }
 
-/// Waits until `check` gives something: spins, gives way, then sleeps on the bell. `None` at the limit.
+/// Waits until `check` gives something: spins, gives way, then sleeps on the bell. `None` at the limit, and when the endpoint
+/// is closed.
 ///
 /// The caller holds the registration, so that memory and row stay.
 pub(super) fn wait_changed<T>(
@@ -151,14 +168,17 @@ pub(super) fn wait_changed<T>(
     }
     let row = core.endpoint.table.row(core.row).map(|row| row.sleepers());
     let (Some(row), Ok(bell)) = (row, core.word("wait", bell)) else {
-        return look_now_and_then(until, check);
+        return look_now_and_then(core, until, check);
     };
-    let _asleep = Sleeper::new(row);
+    let _asleep = Sleeper::new(row, core, bell.expose_provenance());
     loop {
         // SAFETY: `word` checked that it lies within the region, whose registration the caller holds.
         let (rung, word) = unsafe { (AtomicU64::from_ptr(bell).load(Ordering::Acquire), &*low_half(bell)) };
         if let Some(found) = check() {
             return Some(found);
+        }
+        if core.endpoint.is_closed() {
+            return None;
         }
         let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
         let timeout = rustix::time::Timespec {
@@ -170,10 +190,17 @@ pub(super) fn wait_changed<T>(
     }
 }
 
-fn look_now_and_then<T>(until: Instant, mut check: impl FnMut() -> Option<T>) -> Option<T> {
+fn look_now_and_then<T>(
+    core: &RegionCore,
+    until: Instant,
+    mut check: impl FnMut() -> Option<T>,
+) -> Option<T> {
     loop {
         if let Some(found) = check() {
             return Some(found);
+        }
+        if core.endpoint.is_closed() {
+            return None;
         }
         let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
         std::thread::sleep(left.min(WITHOUT_A_BELL));
@@ -191,6 +218,9 @@ pub(super) fn wait(core: &RegionCore, offset: usize, at_least: u64, within: Dura
         (value >= at_least).then_some(value)
     });
     found.ok_or_else(|| {
+        if let Err(closed) = core.endpoint.check_open("wait_signal") {
+            return closed;
+        }
         let spent = started.elapsed().as_secs_f64();
         let message = format!("the counter is {value}, not {at_least}, after {spent:.3} s");
         Error::new(Kind::Timeout, "wait_signal", message)

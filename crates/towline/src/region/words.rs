@@ -79,7 +79,8 @@ impl<S: Storage> Registered<S> {
         Ok(unsafe { reduce::compare_swap(word.cast(), expected, new) })
     }
 
-    /// Waits until `check` gives something: spins, gives way, then sleeps. `None` at the limit.
+    /// Waits until `check` gives something: spins, gives way, then sleeps. `None` at the limit, and when
+    /// the endpoint is closed.
     ///
     /// `bell` is the offset of eight aligned bytes that are kept for this. Who changes what `check` looks at rings it
     /// afterwards: a peer that shares the memory by [`Pinned::wake`](crate::Pinned::wake), any peer by

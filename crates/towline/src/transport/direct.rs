@@ -349,6 +349,9 @@ impl<D: Direct> Run<D> {
             let Some(pieces) = transfer.units.get(unit) else { return };
             let mut outcome = if transfer.is_stopped() {
                 Err(transfer.stop_error())
+            } else if let Err(closed) = transfer.check_open() {
+                // Closing waits for the portions that have begun, and not for the rest.
+                Err(closed)
             } else {
                 // SAFETY: the transfer holds a use of its local region until its last unit has reported, and the
                 // plan was checked against that region's length.

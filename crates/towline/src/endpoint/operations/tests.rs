@@ -172,7 +172,7 @@ fn closing_the_endpoint_ends_everything_and_nothing_opens_after() {
     let endpoint = endpoint(LONG);
     let (passive, _) = operation(&endpoint, Access::READ, 1);
     let late = offer(&endpoint, Access::READ);
-    endpoint.close();
+    endpoint.close().unwrap();
     assert_eq!(passive.completion().result().unwrap().unwrap_err().kind(), Kind::Canceled);
     let refused = Passive::open(endpoint.core(), "readable", Access::READ, vec![late], None);
     assert_eq!(refused.err().unwrap().kind(), Kind::Invalid);
