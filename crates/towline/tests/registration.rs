@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use towline::{
     Access, Endpoint, Kind, MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, RegisteredView,
-    SharedStorage, Storage, StorageKind, SystemStorage, Ticket, create_buffer,
+    Routing, SharedStorage, Storage, StorageKind, SystemStorage, Ticket, create_buffer,
 };
 
 const MIB: usize = 1 << 20;
@@ -115,4 +115,25 @@ fn the_published_names_describe_a_registration() {
     let mut byte = [0];
     region.into_storage().unwrap().read_at(7, &mut byte).unwrap();
     assert_eq!(byte, [9]);
+}
+
+#[test]
+fn a_remote_region_of_another_endpoint_is_refused_like_a_local_one() {
+    let owner = Endpoint::open("owner").unwrap();
+    let region = owner.register(SharedStorage::new(4096).unwrap(), Access::READ_WRITE).unwrap();
+    let importer = Endpoint::open("importer").unwrap();
+    let remote = importer.import(&region.ticket().unwrap()).unwrap();
+    // It forbids every path by which the other endpoint reached the region.
+    let strict =
+        Endpoint::options("strict").routing(Routing::default().require("tcp").unwrap()).open().unwrap();
+    let local = strict.register(SystemStorage::new(4096).unwrap(), Access::NONE).unwrap();
+    for refused in [
+        strict.read(&remote, &local).start().unwrap_err(),
+        strict.write(&remote, &local).start().unwrap_err(),
+        strict.fetch_add(&remote, 0, 1).unwrap_err(),
+        strict.notify(&remote, "hello").unwrap_err(),
+    ] {
+        assert_eq!(refused.kind(), Kind::Invalid, "{refused}");
+        assert!(refused.message().contains("another endpoint"), "{refused}");
+    }
 }

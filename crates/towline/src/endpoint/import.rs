@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::EndpointCore;
@@ -24,6 +24,8 @@ use crate::{Access, Error, Kind, Result, Ticket, fork};
 
 /// A ticket made usable here.
 pub struct Remote {
+    /// Who imported it: its paths follow that endpoint's routing, and no other endpoint may use them.
+    endpoint: Weak<EndpointCore>,
     peer: Arc<str>,
     grant: Grant,
     routes: Routes,
@@ -52,7 +54,12 @@ impl Remote {
         let counters = routes.usable().iter().map(|way| endpoint.counters.of(&peer, way.path)).collect();
         let expires =
             grant.expires_in_ms.map(|left| progress::later(Instant::now(), Duration::from_millis(left)));
-        Ok(Remote { peer, grant, routes, counters, expires, lost })
+        Ok(Remote { endpoint: Arc::downgrade(endpoint), peer, grant, routes, counters, expires, lost })
+    }
+
+    /// Whether that endpoint imported it.
+    pub(super) fn is_of(&self, endpoint: &Arc<EndpointCore>) -> bool {
+        std::ptr::eq(self.endpoint.as_ptr(), Arc::as_ptr(endpoint))
     }
 
     /// How many bytes the ticket reaches.

@@ -225,6 +225,12 @@ impl<'a> Request<'a> {
     fn begin(mut self) -> Result<Transfer> {
         fork::guard(self.op.name())?;
         self.endpoint.check_open(self.op.name())?;
+        if !self.remote.is_of(self.endpoint) {
+            return Err(Error::invalid(
+                self.op.name(),
+                "the remote region was imported by another endpoint: import its ticket with this one",
+            ));
+        }
         self.check_rights()?;
         self.check_after()?;
         let (way, counters) = self.remote.pick(self.needs(), self.routing.as_ref())?;

@@ -14,6 +14,8 @@ mod connection;
 mod contact;
 mod counting;
 mod files;
+#[cfg(test)]
+mod foreign_pages_tests;
 mod grant;
 mod importing;
 #[cfg(test)]

@@ -190,6 +190,14 @@ impl ClientHandshake {
             ));
         }
         let secret = match (&self.base, welcome.secret_required, &self.secret) {
+            // The other direction of the same rule: who requires a secret of its peers does not trust an owner that has none.
+            (LinkBase::Tag(_), false, Some(_)) => {
+                return Err(Error::new(
+                    Kind::PermissionDenied,
+                    OP,
+                    "this endpoint has a secret, and the owner has none: open the owner with the same secret",
+                ));
+            }
             (_, false, _) => None,
             (LinkBase::Tag(_), true, Some(secret)) => Some(secret),
             (LinkBase::Tag(_), true, None) => {

@@ -125,7 +125,12 @@ impl Session {
         until: Instant,
     ) -> Result<Arc<Session>> {
         let contact = contact::with_ticket(endpoint, ticket, medium, until)?;
-        let mut files = contact.files.into_iter();
+        // Pages that another user can write would be locked and followed here as if they were our own: only an owner of the same
+        // user gives any, and none is used where every access must go through the owner. Those that came are closed.
+        let usable = medium == Medium::Unix
+            && !endpoint.routing().is_enforced()
+            && contact.socket.socket().peer_credentials()?.uid == rustix::process::geteuid().as_raw();
+        let mut files = if usable { contact.files } else { Vec::new() }.into_iter();
         let mut owner = ticket.body().identity.clone();
         owner.name.clone_from(&contact.ready.name);
         let local = match (contact.ready.local, files.next(), files.next(), files.next(), files.next()) {
@@ -386,7 +391,7 @@ impl Session {
         self.shared().ok_or_else(|| {
             let reason = match self.medium {
                 Medium::Tcp(_) => "the owner is reached by tcp",
-                Medium::Unix => "the owner runs as another user, or enforces isolation, and shares no memory",
+                Medium::Unix => "the owner runs as another user, or one of the two enforces isolation: no memory is shared",
             };
             Error::new(Kind::Unavailable, "import", reason)
         })

@@ -143,7 +143,7 @@ fn a_client_that_ignores_the_servers_proof_cannot_prove_itself() {
 }
 
 #[test]
-fn a_secret_is_needed_where_it_is_required_and_only_there() {
+fn a_secret_is_needed_on_both_sides_or_on_none() {
     let ticket = ticket_signed_with(&key());
     let run = |client_secret, server_secret| Run {
         client_secret,
@@ -151,7 +151,10 @@ fn a_secret_is_needed_where_it_is_required_and_only_there() {
         ..Run::with(ClientKey::Ticket(&ticket))
     };
     assert!(run(Some("s3cret"), Some("s3cret")).go().unwrap().2);
-    assert!(!run(Some("s3cret"), None).go().unwrap().2);
+    assert!(!run(None, None).go().unwrap().2);
+    let untrusted = run(Some("s3cret"), None).fails();
+    assert_eq!(untrusted.kind(), Kind::PermissionDenied);
+    assert!(untrusted.message().contains("the owner has none"), "{untrusted}");
     let missing = run(None, Some("s3cret")).fails();
     assert_eq!(missing.kind(), Kind::PermissionDenied);
     assert!(missing.message().contains("requires the endpoint secret"), "{missing}");
