@@ -219,10 +219,10 @@ impl Connector {
             return;
         }
         let state = std::mem::replace(&mut *lock(&self.0.state), State::Closed);
-        if let State::Open(endpoint) = state {
-            if let Err(error) = endpoint.close() {
-                tracing::warn!(%error, "a connector is closed, and memory of it is still in use");
-            }
+        if let State::Open(endpoint) = state
+            && let Err(error) = endpoint.close()
+        {
+            tracing::warn!(%error, "a connector is closed, and memory of it is still in use");
         }
     }
 }

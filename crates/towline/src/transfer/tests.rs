@@ -129,7 +129,7 @@ fn a_remote_knows_when_its_owner_was_lost() {
         assert!(remote.alive().is_ok() && remote.lost_at().is_none());
         let before = Instant::now();
         drop(region);
-        owner.close();
+        owner.close().unwrap();
         let watchdog = before + WATCHDOG;
         while remote.lost_at().is_none() {
             assert!(Instant::now() < watchdog, "{path}: the owner's end is not noticed");

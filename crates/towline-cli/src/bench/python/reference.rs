@@ -137,6 +137,6 @@ mod tests {
         let answer = reference.answer(Question::Operation { metadata, bytes: 4096 }).unwrap();
         assert!(matches!(answer, Answer::Seconds(times) if times.len() == 1));
         readable.wait(None).unwrap();
-        owner.close();
+        owner.close().unwrap();
     }
 }
