@@ -32,6 +32,7 @@
 mod arena;
 mod buffer;
 pub(crate) mod bytes;
+pub(crate) mod checked;
 mod description;
 mod device;
 mod disk;

@@ -24,6 +24,7 @@ use rustix::net::{
 
 use crate::error::{Error, Kind, Result};
 use crate::fork;
+use crate::memory::checked::gone;
 use crate::progress::at_once;
 
 /// Descriptors in one message: the kernel's SCM_MAX_FD.
@@ -729,6 +730,8 @@ fn failed_io(op: &'static str, call: &'static str, error: io::Error) -> Error {
         ) => Kind::Disconnected,
         // More descriptors are in flight than the user may have open.
         Some(libc::ETOOMANYREFS) => Kind::Exhausted,
+        // The memory that was to be sent from, or received into.
+        Some(libc::EFAULT) => return gone(op).caused_by(error),
         _ => return Error::os(op, call, error),
     };
     Error::new(kind, op, format!("{call} failed: {error}")).caused_by(error)

@@ -10,7 +10,7 @@ use super::peers::PeerPins;
 use super::stale;
 use crate::endpoint::EndpointCore;
 use crate::layout::Layout;
-use crate::memory::{FileSlice, Place, SegmentSlice, Storage};
+use crate::memory::{FileSlice, Place, SegmentSlice, Storage, StorageKind};
 use crate::progress;
 use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
@@ -32,6 +32,8 @@ pub(crate) struct RegionCore {
     pub(crate) access: Access,
     pub(crate) segment: Option<SegmentSlice>,
     pub(crate) file: Option<FileSlice>,
+    /// Host memory that this library neither allocated nor sealed: pages of it may go away.
+    pub(crate) lent: bool,
     /// Uses by this process (its own transfers, copies by endpoints of this process, serving streams).
     uses: AtomicUsize,
     /// The peers that touch the memory directly, and may hold a pin.
@@ -116,6 +118,7 @@ impl RegionCore {
             place: storage.place(),
             access,
             segment: storage.segment(),
+            lent: storage.place() == Place::Host && storage.storage_kind() == StorageKind::External,
             file,
             uses: AtomicUsize::new(0),
             direct_peers: Mutex::new(Vec::new()),

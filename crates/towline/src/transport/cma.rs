@@ -163,9 +163,10 @@ impl Process {
                 Error::new(Kind::Disconnected, op.name(), "the owner's process is gone").caused_by(error)
             }
             Some(libc::EFAULT) => Error::new(
-                Kind::Native,
+                Kind::Stale,
                 op.name(),
-                "part of the range is not mapped in the owner or here, or does not allow the access",
+                "part of the memory is gone, in the owner or here, or does not allow the access; whoever registered it should \
+                 close the region before it goes",
             )
             .caused_by(error),
             _ => Error::os(op.name(), "process_vm call", error),

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::memory::bytes;
+use crate::memory::{bytes, checked};
 use crate::progress::at_once;
 use crate::progress::socket::{Family, Lane, RawPart, RawPartMut, Received, Sent, Socket};
 use crate::sync::lock;
@@ -152,11 +152,11 @@ impl Channel {
         Ok(Sent::Bytes(taken))
     }
 
-    /// [`Socket::send_raw`].
+    /// [`Socket::send_raw`]; what was lent is read so that a missing page is an error.
     ///
     /// # Safety
     /// As for the socket: each part stays readable until this returns.
-    pub(super) unsafe fn send_raw(&self, parts: &[RawPart]) -> Result<Sent> {
+    pub(super) unsafe fn send_raw(&self, parts: &[RawPart], lent: bool) -> Result<Sent> {
         let Some(inside) = &self.tls else {
             // SAFETY: the caller's promise.
             return unsafe { self.socket.send_raw(parts) };
@@ -173,7 +173,14 @@ impl Channel {
             while at < part.len && taken < AT_ONCE {
                 let len = BOUNCE.min(part.len - at);
                 // SAFETY: the caller keeps the part readable, and `bounce` has room for `len`.
-                unsafe { bytes::copy(bounce.as_mut_ptr(), part.ptr.wrapping_add(at), len) };
+                unsafe {
+                    let from = part.ptr.wrapping_add(at);
+                    if lent {
+                        checked::read("send", bounce.as_mut_ptr(), from, len)?;
+                    } else {
+                        bytes::copy(bounce.as_mut_ptr(), from, len);
+                    }
+                }
                 inside.encrypt(&bounce[..len])?;
                 (at, taken) = (at + len, taken + len);
             }
@@ -250,6 +257,34 @@ impl Channel {
         })
     }
 
+    /// [`recv_raw`](Self::recv_raw) into memory that was lent: pages of it may be gone.
+    ///
+    /// # Safety
+    /// The parts are memory that was lent for this, and nobody has a reference to it.
+    pub(super) unsafe fn recv_lent(&self, parts: &[RawPartMut]) -> Result<Landing> {
+        let Some(inside) = &self.tls else {
+            // SAFETY: the caller's promise; the kernel says where pages are missing.
+            return Landing::of(unsafe { self.socket.recv_raw(parts) });
+        };
+        let mut landed = Ok(());
+        let received = inside_bounce(inside, &self.socket, parts, |came| {
+            let mut rest = came;
+            for part in parts {
+                let (now, behind) = rest.split_at(rest.len().min(part.len));
+                // SAFETY: the caller's promise.
+                landed = unsafe { checked::write("receive", part.ptr, now.as_ptr(), now.len()) };
+                if landed.is_err() {
+                    return;
+                }
+                rest = behind;
+            }
+        })?;
+        Ok(match received {
+            Received::Bytes(came) if landed.is_err() => Landing::Gone(came),
+            received => Landing::There(received),
+        })
+    }
+
     /// [`recv_raw`](Self::recv_raw), or the patient form of it, if a look says so, [at once](at_once) after it.
     ///
     /// # Safety
@@ -262,8 +297,11 @@ impl Channel {
     ) -> Result<Landing> {
         let Some(inside) = &self.tls else {
             // SAFETY: the caller's promise.
-            let received = unsafe { self.socket.recv_raw_if(parts, patiently, look) }?;
-            return Ok(received.map_or(Landing::Unwanted(0), Landing::There));
+            return match unsafe { self.socket.recv_raw_if(parts, patiently, look) } {
+                Ok(None) => Ok(Landing::Unwanted(0)),
+                Ok(Some(received)) => Ok(Landing::There(received)),
+                Err(error) => Landing::of(Err(error)),
+            };
         };
         let mut landed = true;
         let received = inside_bounce(inside, &self.socket, parts, |came| {
@@ -337,6 +375,18 @@ pub(super) enum Landing {
     There(Received),
     /// Nowhere: so many of them were taken, and dropped.
     Unwanted(usize),
+    /// Nowhere: the memory is gone. So many were taken, and dropped.
+    Gone(usize),
+}
+
+impl Landing {
+    fn of(received: Result<Received>) -> Result<Landing> {
+        match received {
+            // The kernel takes nothing from the socket that it could not put into its place.
+            Err(error) if error.kind() == Kind::Stale => Ok(Landing::Gone(0)),
+            received => received.map(Landing::There),
+        }
+    }
 }
 
 /// Gives what TLS has for those parts to `take`, from a buffer.

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use super::channel::{Channel, Landing};
 use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, Sink};
 use crate::fence::applying::{Applying, Desk, Place};
+use crate::memory::checked::gone;
 use crate::progress::socket::{Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
 use crate::sync::lock;
@@ -336,7 +337,13 @@ impl Connection {
 
     /// Takes back what has not been sent of that transfer: afterwards its memory is not read any more.
     pub(super) fn withdraw(&self, belongs: impl Fn(&Keep) -> bool) -> Vec<u64> {
-        self.queue().withdraw(belongs)
+        let mut outgoing = self.queue();
+        let requests = outgoing.withdraw(belongs);
+        if outgoing.is_broken() {
+            drop(outgoing);
+            self.close(gone("read"));
+        }
+        requests
     }
 
     /// Lets a payload that is coming in go nowhere: afterwards its memory is not written any more.
@@ -417,10 +424,10 @@ impl Connection {
             if outgoing.descriptors().is_some() {
                 return self.flush(outgoing);
             }
-            let parts = outgoing.gather();
+            let (parts, lent) = outgoing.gather();
             // SAFETY: the parts are frames that the queue owns and memory that their `Keep` pins; both stay while
             // the queue is locked.
-            match unsafe { self.socket.send_raw(parts) }? {
+            match unsafe { self.socket.send_raw(parts, lent) }? {
                 Sent::Bytes(sent) => outgoing.sent(sent),
                 Sent::WouldBlock => {
                     outgoing.set_blocked(true);
@@ -445,7 +452,7 @@ impl Connection {
         if !outgoing.begins_with_payload() || self.socket.wait_readable(Duration::ZERO)? {
             return Ok(false);
         }
-        let parts = outgoing.gather();
+        let (parts, _) = outgoing.gather();
         // SAFETY: as in `flush`.
         let sent = progress::pool().aside(|| unsafe { self.socket.send_raw_patiently(parts) }).transpose()?;
         let Some(Sent::Bytes(sent)) = sent else { return Ok(false) };
@@ -467,7 +474,8 @@ impl Connection {
         };
         let came = match &mut incoming.reading {
             Reading::Payload { sink, left, .. } if *left > 0 => {
-                let (left_before, exact) = (*left, self.looks_at_once(sink));
+                let (left_before, exact, lent) = (*left, self.looks_at_once(sink), sink.is_lent());
+                let exact = exact && !(lent && self.socket.is_encrypted());
                 let _wanted = (!exact).then(|| self.wanted_by(sink));
                 #[cfg(test)]
                 let about = moments::about(self, sink);
@@ -485,6 +493,8 @@ impl Connection {
                     // SAFETY: as above.
                     (true, _) => unsafe { self.socket.recv_raw_if(parts, patiently, &look) },
                     // SAFETY: as above.
+                    (false, _) if lent => unsafe { self.socket.recv_lent(parts) },
+                    // SAFETY: as above.
                     (false, true) => unsafe { self.socket.recv_raw_patiently(parts) }.map(Landing::There),
                     // SAFETY: as above.
                     (false, false) => unsafe { self.socket.recv_raw(parts) }.map(Landing::There),
@@ -494,6 +504,10 @@ impl Connection {
                     Landing::There(received) => received,
                     Landing::Unwanted(bytes) => {
                         sink.give_up(GivenUp::HungUp);
+                        Received::Bytes(bytes)
+                    }
+                    Landing::Gone(bytes) => {
+                        sink.give_up(GivenUp::Gone);
                         Received::Bytes(bytes)
                     }
                 };
@@ -602,7 +616,7 @@ impl Connection {
                     let Reading::Payload { sink, left, .. } = reading else { return Ok(()) };
                     let take = (*end - *start).min(usize::try_from(*left).unwrap_or(usize::MAX));
                     let bytes = &staging[*start..*start + take];
-                    if self.looks_at_once(sink) {
+                    if self.looks_at_once(sink) && !sink.is_lent() {
                         // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
                         unsafe { sink.fill_if(bytes, &|| !self.socket.hung_up()) };
                     } else {

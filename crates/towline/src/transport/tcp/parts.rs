@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::files::Bounce;
 use crate::layout::Piece;
-use crate::memory::bytes;
+use crate::memory::{bytes, checked};
 use crate::progress::at_once;
 use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::region::{RegionUse, stale};
@@ -38,6 +38,11 @@ impl Keep {
             Keep::Bounce(bounce, _) => bounce.region().generation == generation,
             Keep::Nothing | Keep::Transfer(..) => false,
         }
+    }
+
+    /// Whether the memory was lent to an owner that serves it: pages of it may be gone.
+    pub(super) fn is_lent(&self) -> bool {
+        matches!(self, Keep::Region(region, _) if region.core().lent)
     }
 
     /// Whether the memory must not be touched any more.
@@ -139,6 +144,10 @@ pub(super) struct Outgoing {
     frames: VecDeque<Frame>,
     gathered: Vec<RawPart>,
     parts: usize,
+    /// Something that was gathered is in memory that was lent.
+    lent: bool,
+    /// The rest of a frame that was begun could not be read: nothing can be sent behind it.
+    broken: bool,
     blocked: bool,
     /// What the event loop was last asked to watch for: reading, writing.
     pub(super) armed: (bool, bool),
@@ -149,6 +158,9 @@ unsafe impl Send for Outgoing {}
 
 impl Outgoing {
     pub(super) fn push(&mut self, head: Vec<u8>, files: Vec<OwnedFd>, payload: Payload, keep: Keep) {
+        if self.broken {
+            return;
+        }
         let payload = match payload {
             Payload::None => Vec::new(),
             Payload::Memory(parts) => parts,
@@ -191,21 +203,24 @@ impl Outgoing {
         Some((&first.head, &first.files))
     }
 
-    /// The parts to send next, of as many frames as one system call takes, up to one that has descriptors.
-    pub(super) fn gather(&mut self) -> &[RawPart] {
+    /// The parts to send next, of as many frames as one system call takes, up to one that has descriptors; and whether some may
+    /// be gone.
+    pub(super) fn gather(&mut self) -> (&[RawPart], bool) {
         self.gathered.clear();
+        self.lent = false;
         let mut len = 0;
         for (index, frame) in self.frames.iter().enumerate() {
             if index > 0 && !frame.files.is_empty() {
                 break;
             }
+            self.lent |= frame.keep.is_lent();
             let unsent = &frame.head[frame.head_sent..];
             let head = RawPart { ptr: unsent.as_ptr(), len: unsent.len() };
             let parts =
                 std::iter::once(&head).filter(|head| head.len > 0).chain(&frame.payload[frame.next..]);
             for part in parts {
                 if self.gathered.len() == MAX_PARTS || len >= AT_ONCE {
-                    return &self.gathered;
+                    return (&self.gathered, self.lent);
                 }
                 if part.len <= SHORT {
                     bytes::expect(part.ptr, part.len);
@@ -214,7 +229,7 @@ impl Outgoing {
                 len += part.len;
             }
         }
-        &self.gathered
+        (&self.gathered, self.lent)
     }
 
     /// That many bytes have been sent.
@@ -251,7 +266,14 @@ impl Outgoing {
                 let start = rest.len();
                 rest.resize(start + part.len, 0);
                 // SAFETY: the frame's `Keep` still pins the part's memory; `rest` has room for it.
-                unsafe { bytes::copy(rest.as_mut_ptr().add(start), part.ptr, part.len) };
+                unsafe {
+                    let into = rest.as_mut_ptr().add(start);
+                    if frame.keep.is_lent() {
+                        self.broken |= checked::read("read", into, part.ptr, part.len).is_err();
+                    } else {
+                        bytes::copy(into, part.ptr, part.len);
+                    }
+                }
             }
             // What is left is a frame without a head of its own; its descriptors went with the first byte.
             frame.head = rest;
@@ -260,7 +282,15 @@ impl Outgoing {
             frame.keep = Keep::Nothing;
             true
         });
+        if self.broken {
+            self.clear();
+        }
         requests
+    }
+
+    /// Whether the stream cannot be made whole any more.
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken
     }
 
     pub(super) fn clear(&mut self) {
@@ -308,6 +338,8 @@ pub(super) enum GivenUp {
     NotWanted,
     /// Who sent it has hung up since, or the connection has ended.
     HungUp,
+    /// Its memory was lent, and is gone.
+    Gone,
 }
 
 /// The error for what an initiator asked for that has hung up since.
@@ -398,6 +430,7 @@ impl Sink {
             None => match self.given_up {
                 Some(GivenUp::HungUp) => Err(hung_up(op)),
                 Some(GivenUp::NotWanted) => Err(stale(op)),
+                Some(GivenUp::Gone) => Err(checked::gone(op)),
                 // Nothing else lets a payload go nowhere that was admitted.
                 None if self.is_discarded() => Err(stale(op)),
                 None => Ok(()),
@@ -412,6 +445,11 @@ impl Sink {
     /// Whether the bytes go straight into memory that a peer writes to.
     pub(super) fn writes_a_region(&self) -> bool {
         matches!(self.keep, Keep::Region(..)) && !self.is_discarded()
+    }
+
+    /// Whether they go into memory that was lent, and that may be gone.
+    pub(super) fn is_lent(&self) -> bool {
+        self.keep.is_lent() && !self.is_discarded()
     }
 
     pub(super) fn is_discarded(&self) -> bool {
@@ -470,7 +508,15 @@ impl Sink {
                 continue;
             }
             // SAFETY: the caller's obligation; `taken` bytes fit the part.
-            unsafe { bytes::copy(part.ptr, bytes.as_ptr(), taken) };
+            unsafe {
+                if self.keep.is_lent() {
+                    if checked::write("write", part.ptr, bytes.as_ptr(), taken).is_err() {
+                        return self.give_up(GivenUp::Gone);
+                    }
+                } else {
+                    bytes::copy(part.ptr, bytes.as_ptr(), taken);
+                }
+            }
             self.advance(taken);
             bytes = &bytes[taken..];
         }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use super::Serving;
 use crate::endpoint::EndpointCore;
-use crate::memory::{Holder, Place};
+use crate::memory::{Holder, Place, checked};
 use crate::progress::socket::RawPartMut;
 use crate::region::{Deed, Entry, RegionCore, RegionUse, stale};
 use crate::sync::lock;
@@ -139,7 +139,15 @@ impl Serving {
                 return Ok(Admitted::Bounced(Asked { region, source, start, blocks, _flight: flight }));
             }
             let base = region.addr + start as usize;
-            Ok(Admitted::memory(region.begin_use_with(op, flight)?, base, blocks, request))
+            let admitted = Admitted::memory(region.begin_use_with(op, flight)?, base, blocks, request);
+            // Before the answer begins, in which an error could not be told any more. Where bytes come in, the receive tells.
+            if let Admitted::Memory(_, parts) = &admitted
+                && region.lent
+                && needed == Access::READ
+            {
+                parts.iter().try_for_each(|part| checked::look(op, part.ptr, part.len, false))?;
+            }
+            Ok(admitted)
         });
         if admitted.is_err() {
             self.refused(handle);
@@ -174,7 +182,13 @@ impl Serving {
         request: u64,
     ) -> Result<(Keep, Vec<RawPartMut>)> {
         match self.admit(handle, Access::WRITE, blocks, request)? {
-            Admitted::Memory(keep, parts) => Ok((keep, parts)),
+            Admitted::Memory(keep, parts) => {
+                // No call of the kernel changes words: this one looks, right before they are.
+                if keep.is_lent() {
+                    parts.iter().try_for_each(|part| checked::look(op, part.ptr, part.len, true))?;
+                }
+                Ok((keep, parts))
+            }
             Admitted::Bounced(asked) => {
                 self.refused(handle);
                 Err(asked.no_words(op))
@@ -239,6 +253,9 @@ impl Serving {
         let base = (region.addr + start as usize) as *const u8;
         let ranges =
             blocks.iter().map(|block| (base.wrapping_add(block.offset as usize), block.len as usize));
+        if region.lent {
+            return ranges.map(|(from, len)| checked::crc32c(op, from, len)).collect();
+        }
         // SAFETY: `check` has seen that the blocks lie within the region, and the use keeps its memory in place.
         Ok(unsafe { checks::of_memory(ranges) })
     }

@@ -1,0 +1,145 @@
+//! Memory that was lent and goes away under its registration: peers are told, and the owner lives on.
+#![allow(unsafe_code, reason = "maps a file, and lends the mapping")]
+
+use std::os::fd::OwnedFd;
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use towline::{
+    Access, Dtype, Endpoint, EndpointOptions, ExternalStorage, Kind, Place, ReduceOp, Registered, Remote,
+    Routing, SystemStorage, Tls,
+};
+
+use crate::{LEN, bytes};
+
+/// A file that is mapped, as `numpy.memmap` does it.
+struct Mapped {
+    file: OwnedFd,
+    addr: usize,
+}
+
+impl Mapped {
+    fn new() -> Mapped {
+        let file = memfd_create("lent", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, LEN as u64).unwrap();
+        let (rights, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+        // SAFETY: a fresh mapping where the kernel likes it.
+        let at = unsafe { mmap(null, LEN, rights, MapFlags::SHARED, &file, 0) }.unwrap();
+        Mapped { file, addr: at.expose_provenance() }
+    }
+
+    fn lend(&self) -> ExternalStorage {
+        // SAFETY: the mapping stays until the process ends or `unmap`; that its pages go away is what is tested.
+        unsafe { ExternalStorage::new(self.addr, LEN, Place::Host, None) }.unwrap()
+    }
+
+    /// What another program does that cuts the file.
+    fn cut(&self, len: usize) {
+        ftruncate(&self.file, len as u64).unwrap();
+    }
+
+    fn unmap(&self) {
+        // SAFETY: the mapping is this one's, and nobody refers to it.
+        unsafe { munmap(std::ptr::with_exposed_provenance_mut(self.addr), LEN) }.unwrap();
+    }
+}
+
+const WAYS: [&str; 4] = ["unix", "tcp", "tls", "checksums"];
+
+fn open(name: &str, way: &str) -> Endpoint {
+    let path = if way == "unix" { "unix" } else { "tcp" };
+    let options: EndpointOptions =
+        Endpoint::options(name).routing(Routing::default().require(path).unwrap()).lanes(2);
+    match way {
+        "tls" => options.tls(Tls::by_ticket().unwrap()),
+        "checksums" => options.checksums(true),
+        _ => options,
+    }
+    .open()
+    .unwrap()
+}
+
+struct Scene {
+    user: Endpoint,
+    remote: Remote,
+    local: Registered<SystemStorage>,
+    _region: Registered<ExternalStorage>,
+    owner: Endpoint,
+}
+
+impl Scene {
+    fn on(way: &str, mapped: &Mapped) -> Scene {
+        let (owner, user) = (open("owner", way), open("user", way));
+        let region = owner.register(mapped.lend(), Access::READ_WRITE).unwrap();
+        let remote = user.import(&region.ticket().unwrap()).unwrap();
+        let local = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+        Scene { user, remote, local, _region: region, owner }
+    }
+
+    /// Every way to touch the memory while it is there.
+    fn works(&self) {
+        let Scene { user, remote, local, .. } = self;
+        local.write_at(0, &bytes(5, LEN)).unwrap();
+        user.write(remote, local).start().unwrap().wait().unwrap();
+        local.write_at(0, &vec![0; LEN]).unwrap();
+        user.read(remote, local).start().unwrap().wait().unwrap();
+        let mut there = vec![0; LEN];
+        local.read_at(0, &mut there).unwrap();
+        assert!(there == bytes(5, LEN));
+        user.fetch_add(remote, 0, 1).unwrap().wait().unwrap();
+        user.reduce_into(remote, local, ReduceOp::Sum, Dtype::U64).start().unwrap().wait().unwrap();
+        user.write(remote, local).at(0, 0, 64).signal(64, 1).start().unwrap().wait().unwrap();
+    }
+
+    /// And when the page at that offset is not.
+    fn is_told(&self, way: &str, offset: usize) {
+        let Scene { user, remote, local, .. } = self;
+        let at = offset as u64;
+        let outcomes = [
+            ("small read", user.read(remote, local).at(at, 0, 100).start().unwrap().wait()),
+            ("read", user.read(remote, local).start().unwrap().wait()),
+            ("small write", user.write(remote, local).at(at, 0, 100).start().unwrap().wait()),
+            ("write", user.write(remote, local).start().unwrap().wait()),
+            ("add", user.fetch_add(remote, at, 1).unwrap().wait().map(drop)),
+            ("reduce", user.reduce_into(remote, local, ReduceOp::Sum, Dtype::U64).start().unwrap().wait()),
+        ];
+        for (what, outcome) in outcomes {
+            let error = outcome.map(drop).unwrap_err();
+            assert_eq!(error.kind(), Kind::Stale, "{what} by {way}: {error}");
+        }
+        // A signal that nobody waits for is lost, and no more.
+        let _ = user.write(remote, local).at(0, 0, 0).signal(at, 1).start().map(|one| one.wait());
+        // The sessions live on: other memory is served.
+        let other = self.owner.register(SystemStorage::new(64).unwrap(), Access::READ_WRITE).unwrap();
+        let remote = user.import(&other.ticket().unwrap()).unwrap();
+        user.write(&remote, local).at(0, 0, 64).start().unwrap().wait().unwrap();
+    }
+}
+
+#[test]
+fn a_file_that_is_cut_under_its_mapping_is_stale_to_peers() {
+    for way in WAYS {
+        let mapped = Mapped::new();
+        let scene = Scene::on(way, &mapped);
+        scene.works();
+        // The first half is still there: what begins there runs into the part that is not.
+        mapped.cut(LEN / 2);
+        scene.is_told(way, LEN / 2);
+        mapped.cut(0);
+        scene.is_told(way, 4096);
+        // It comes back, and with it the region.
+        mapped.cut(LEN);
+        scene.works();
+    }
+}
+
+#[test]
+fn memory_that_was_unmapped_under_its_registration_is_stale_to_peers() {
+    for way in WAYS {
+        let mapped = Mapped::new();
+        let scene = Scene::on(way, &mapped);
+        scene.works();
+        mapped.unmap();
+        scene.is_told(way, 4096);
+    }
+}
