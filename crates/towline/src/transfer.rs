@@ -354,6 +354,8 @@ pub(crate) struct TransferCore {
     stopped_at: OnceLock<Instant>,
     /// How many requests an engine has not let go of: the local memory stays pinned until there is none.
     noise: AtomicUsize,
+    /// How many [`LocalHold`]s there are: it does not end before the last of them is gone.
+    holds: AtomicUsize,
     /// How many requests the owner may still be at, after their end: its memory changes, the local one is safe.
     afar: AtomicUsize,
     /// What a caller that waits can do meanwhile.
@@ -371,6 +373,8 @@ struct Inner {
     last_progress: Instant,
     /// The local memory is no longer pinned: only then do callers learn of the end.
     released: bool,
+    /// Somebody has taken it upon himself to deliver the end.
+    delivering: bool,
     /// The next look at the limits.
     timer: Option<TimerId>,
 }
@@ -450,6 +454,7 @@ impl TransferCore {
             stopped: AtomicBool::new(false),
             stopped_at: OnceLock::new(),
             noise: AtomicUsize::new(0),
+            holds: AtomicUsize::new(0),
             afar: AtomicUsize::new(0),
             help: OnceLock::new(),
             inner: Mutex::new(Inner {
@@ -458,6 +463,7 @@ impl TransferCore {
                 started: now,
                 last_progress: now,
                 released: false,
+                delivering: false,
                 timer: None,
             }),
             ended: Condvar::new(),
@@ -560,6 +566,10 @@ impl TransferCore {
     pub(crate) fn stop(self: &Arc<Self>, error: Error) {
         let error = self.dress(error);
         if !lock(&self.inner).state.stop(error) {
+            // Every unit has reported, but a frame or a sink still names the memory: the path takes it back.
+            if self.is_held() {
+                self.attachment.stop(self);
+            }
             return;
         }
         let _ = self.stopped_at.set(Instant::now());
@@ -577,13 +587,35 @@ impl TransferCore {
     }
 
     fn report(&self, step: impl FnOnce(&mut State)) {
-        let (result, timer) = {
+        {
             let mut inner = lock(&self.inner);
             inner.last_progress = Instant::now();
-            let before = inner.state.ended().is_some();
             step(&mut inner.state);
+        }
+        self.deliver();
+    }
+
+    /// Keeps the local memory in place, and the end of the transfer away. To be taken while a unit has not reported.
+    pub(crate) fn hold(self: &Arc<Self>) -> LocalHold {
+        self.holds.fetch_add(1, Ordering::AcqRel);
+        LocalHold(Arc::clone(self))
+    }
+
+    /// Whether something still names the local memory.
+    fn is_held(&self) -> bool {
+        self.holds.load(Ordering::Acquire) > 0
+    }
+
+    /// Delivers the end, once: when every unit has reported and nothing names the local memory any more.
+    fn deliver(&self) {
+        let (result, timer) = {
+            let mut inner = lock(&self.inner);
             match inner.state.ended() {
-                Some(result) if !before => (result.clone(), inner.timer),
+                Some(result) if !inner.delivering && !self.is_held() => {
+                    let end = (result.clone(), inner.timer);
+                    inner.delivering = true;
+                    end
+                }
                 _ => return,
             }
         };
@@ -640,6 +672,7 @@ impl TransferCore {
     fn release_quiet(&self) {
         if let Some(local) = &self.local
             && self.noise.load(Ordering::Acquire) == 0
+            && !self.is_held()
         {
             local.release();
         }
@@ -715,6 +748,14 @@ impl Timer for TransferCore {
         let error = {
             let mut inner = lock(&self.inner);
             if inner.state.ended().is_some() {
+                let delivered = inner.delivering;
+                drop(inner);
+                if !delivered {
+                    self.deliver();
+                }
+                if !delivered && self.is_held() {
+                    self.attachment.stop(&self);
+                }
                 return;
             }
             let next = self.next_check(&inner);
@@ -735,6 +776,39 @@ impl Timer for TransferCore {
             )
         };
         self.stop(error);
+    }
+}
+
+/// Held by whatever names the local memory of a transfer: a frame that is not sent, a payload that is coming in. While there is
+/// one, the transfer does not end and its region stays in use, whatever the other side has said.
+pub(crate) struct LocalHold(Arc<TransferCore>);
+
+impl LocalHold {
+    pub(crate) fn transfer(&self) -> &Arc<TransferCore> {
+        &self.0
+    }
+}
+
+impl Clone for LocalHold {
+    fn clone(&self) -> LocalHold {
+        self.0.hold()
+    }
+}
+
+impl Drop for LocalHold {
+    fn drop(&mut self) {
+        if self.0.holds.fetch_sub(1, Ordering::AcqRel) > 1 || fork::in_child() || !self.0.has_ended() {
+            return;
+        }
+        // Whoever drops this may have a connection's queue in hand, which those that learn of the end may want.
+        let core = Arc::clone(&self.0);
+        if progress::pool().spawn(Box::new(move || core.deliver())).is_err()
+            && let Ok(reactor) = progress::reactor()
+        {
+            let weak = Arc::downgrade(&self.0);
+            let timer: Weak<dyn Timer> = weak;
+            reactor.at(Instant::now(), timer, 0);
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod greed;
 mod holder;
+mod owner;
 
 use std::time::Duration;
 

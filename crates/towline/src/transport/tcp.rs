@@ -236,7 +236,8 @@ impl Attachment for Stream {
                 self.handle.session().stop(&run);
                 run.fail_rest(&transfer.stop_error());
             }
-            None => {}
+            // Every unit has reported; what still names the memory is taken back.
+            None => self.handle.session().take_all_back(transfer.id),
         }
     }
 

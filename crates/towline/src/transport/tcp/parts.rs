@@ -11,7 +11,7 @@ use crate::memory::{bytes, checked};
 use crate::progress::at_once;
 use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::region::{RegionUse, stale};
-use crate::transfer::TransferCore;
+use crate::transfer::LocalHold;
 use crate::transport::gpu::ring::Slot;
 use crate::{Error, Kind, Result};
 
@@ -20,7 +20,7 @@ use crate::{Error, Kind, Result};
 pub(super) enum Keep {
     Nothing,
     /// A transfer of this process; the number is the request's.
-    Transfer(Arc<TransferCore>, u64),
+    Transfer(LocalHold, u64),
     /// A region that this endpoint serves; the number is the request's.
     Region(Arc<RegionUse>, u64),
     /// Bytes of a file that this endpoint serves; the number is the request's.
@@ -29,7 +29,7 @@ pub(super) enum Keep {
 
 impl Keep {
     pub(super) fn is_transfer(&self, id: u64) -> bool {
-        matches!(self, Keep::Transfer(transfer, _) if transfer.id == id)
+        matches!(self, Keep::Transfer(hold, _) if hold.transfer().id == id)
     }
 
     pub(super) fn is_generation(&self, generation: u64) -> bool {
@@ -49,7 +49,7 @@ impl Keep {
     pub(super) fn is_over(&self) -> bool {
         match self {
             Keep::Nothing => false,
-            Keep::Transfer(transfer, _) => transfer.is_stopped(),
+            Keep::Transfer(hold, _) => hold.transfer().is_stopped(),
             Keep::Region(region, _) => region.core().is_closed(),
             Keep::Bounce(bounce, _) => bounce.region().is_closed(),
         }
@@ -237,8 +237,8 @@ impl Outgoing {
         while let Some(first) = self.frames.front_mut() {
             let Some(rest) = first.sent(bytes) else { return };
             bytes = rest;
-            if let Keep::Transfer(transfer, _) = &first.keep {
-                transfer.progressed(0);
+            if let Keep::Transfer(hold, _) = &first.keep {
+                hold.transfer().progressed(0);
             }
             self.parts -= first.payload.len();
             self.frames.pop_front();
@@ -478,8 +478,8 @@ impl Sink {
         if self.scratch.is_some() {
             return;
         }
-        if let Keep::Transfer(transfer, _) = &self.keep {
-            transfer.progressed(bytes as u64);
+        if let Keep::Transfer(hold, _) = &self.keep {
+            hold.transfer().progressed(bytes as u64);
         }
         while bytes > 0 && self.next < self.parts.len() {
             let part = &mut self.parts[self.next];
@@ -545,9 +545,9 @@ impl Sink {
     }
 }
 
-/// The local parts of those pieces.
-pub(super) fn local_parts(transfer: &TransferCore, pieces: &[Piece]) -> Vec<RawPartMut> {
-    let base = transfer.local_base();
+/// The local parts of those pieces, for whoever keeps the hold as long as them.
+pub(super) fn local_parts(hold: &LocalHold, pieces: &[Piece]) -> Vec<RawPartMut> {
+    let base = hold.transfer().local_base();
     let mut parts: Vec<RawPartMut> = Vec::with_capacity(pieces.len());
     for piece in pieces {
         let ptr = base.wrapping_add(piece.local as usize);

@@ -13,7 +13,7 @@ use super::parts::{Keep, Payload, Sink, local_parts, readable};
 use super::session::Pending;
 use crate::layout::{Piece, Plan};
 use crate::sync::lock;
-use crate::transfer::{After, Op, TransferCore};
+use crate::transfer::{After, LocalHold, Op, TransferCore};
 use crate::wire::{self, Block, Header, Message};
 use crate::{Error, Kind, Result};
 
@@ -177,10 +177,9 @@ impl Run {
         }
         let (transfer, handle) = (self.transfer.id, self.handle.handle);
         let message = wire::Signal { transfer, pieces, handle, offset: signal.offset, add: signal.add };
-        let asked =
-            self.handle.session().control_lane().and_then(|control| {
-                self.ask(self.requests, &control, message.into(), 0, Payload::None, None)
-            });
+        let asked = self.handle.session().control_lane().and_then(|control| {
+            self.ask(self.requests, &control, message.into(), 0, Payload::None, None, self.transfer.hold())
+        });
         if let Err(error) = asked {
             self.failed(self.requests, error);
         }
@@ -234,17 +233,19 @@ impl Run {
                 return Err(Error::new(Kind::Internal, "transfer", "an atomic has no units"));
             }
         };
+        // Before the owner can answer: an answer that comes too early ends nothing while the frame names the memory.
+        let hold = transfer.hold();
         let payload = if payload_len == 0 {
             Payload::None
         } else {
-            Payload::Memory(readable(local_parts(transfer, pieces)))
+            Payload::Memory(readable(local_parts(&hold, pieces)))
         };
         let checks = transfer.checked.then(|| match transfer.op {
             // The owner is asked for them.
             Op::Read => Vec::new(),
             _ => self.checks(pieces),
         });
-        self.ask(unit, connection, message, payload_len, payload, checks)
+        self.ask(unit, connection, message, payload_len, payload, checks, hold)
     }
 
     /// The checksums of local pieces. Only while some unit has not reported, so that the memory is in place.
@@ -272,6 +273,7 @@ impl Run {
     }
 
     /// Sends a unit's request; its answer, or its failure, reports.
+    #[allow(clippy::too_many_arguments, reason = "a request in its parts")]
     fn ask(
         self: &Arc<Self>,
         unit: usize,
@@ -280,11 +282,12 @@ impl Run {
         payload_len: u64,
         payload: Payload,
         checks: Option<Vec<u32>>,
+        hold: LocalHold,
     ) -> Result<()> {
         let (session, transfer) = (self.handle.session(), &self.transfer);
         let pending = Pending::Unit { run: Arc::clone(self), unit, connection: Arc::clone(connection) };
         let request = session.expect(pending)?;
-        let keep = Keep::Transfer(Arc::clone(transfer), request);
+        let keep = Keep::Transfer(hold, request);
         let mut head = message.frame(request, payload_len, 0);
         if let Some(checks) = checks {
             head = checks::before(checks, request, head);
@@ -376,8 +379,9 @@ impl Run {
         if bytes != header.payload_len || self.transfer.op != Op::Read {
             return Err(Error::protocol("read", "the owner sent another number of bytes than was asked for"));
         }
-        let keep = Keep::Transfer(Arc::clone(&self.transfer), header.id);
-        Ok(Sink::memory(local_parts(&self.transfer, pieces), keep))
+        let hold = self.transfer.hold();
+        let parts = local_parts(&hold, pieces);
+        Ok(Sink::memory(parts, Keep::Transfer(hold, header.id)))
     }
 
     /// A unit has ended well; the connection is free for the next.

@@ -26,10 +26,7 @@ impl Session {
     /// stays pending: see [`settle`](Self::settle).
     pub(in crate::transport::tcp) fn stop(&self, run: &Run) {
         let id = run.transfer.id;
-        let connections: Vec<_> = lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect();
-        for connection in connections {
-            self.take_back(&connection, id);
-        }
+        self.take_all_back(id);
         let reads: Vec<u64> = lock(&self.pending)
             .iter()
             .filter(|(_, pending)| matches!(pending, Pending::Unit { run, .. } if run.transfer.id == id))
@@ -38,6 +35,14 @@ impl Session {
             .collect();
         self.stopped(reads);
         self.settle();
+    }
+
+    /// [`take_back`](Self::take_back) from every connection.
+    pub(in crate::transport::tcp) fn take_all_back(&self, transfer: u64) {
+        let connections: Vec<_> = lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect();
+        for connection in connections {
+            self.take_back(&connection, transfer);
+        }
     }
 
     /// Takes the frames of a stopped transfer back that have not been sent over that connection, and ends their requests. Whoever does

@@ -36,8 +36,45 @@ impl Session {
         Ok(mapped)
     }
 
-    fn answered(&self, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
+    /// Refuses an answer that does not belong to its request: over another connection, or to something else than was asked.
+    fn fits(&self, over: &Arc<Connection>, header: Header) -> Result<()> {
+        let pending = lock(&self.pending);
+        let wrong = match pending.get(&header.id) {
+            Some(Pending::Unit { connection, .. }) if !Arc::ptr_eq(connection, over) => {
+                "the owner answered over another connection than it was asked on"
+            }
+            Some(Pending::Unit { run, unit, .. })
+                if run.changes(*unit) != (header.kind == FrameKind::Done) =>
+            {
+                "the owner answered something else than it was asked"
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::protocol("receive", wrong))
+    }
+
+    /// An owner that breaks the protocol on one connection is not believed on another.
+    fn judge<T>(&self, over: &Connection, outcome: Result<T>) -> Result<T> {
+        if let Err(error) = &outcome
+            && error.kind() == Kind::Protocol
+            && !over.is_closed()
+        {
+            self.fail(error.clone());
+        }
+        outcome
+    }
+
+    fn answered(
+        &self,
+        over: &Arc<Connection>,
+        header: Header,
+        body: &[u8],
+        files: Vec<OwnedFd>,
+    ) -> Result<()> {
         self.hear();
+        if matches!(header.kind, FrameKind::Data | FrameKind::Done) {
+            self.fits(over, header)?;
+        }
         match Message::decode(header.kind, body)? {
             Message::Granted(granted) => {
                 let mapped = self.map_segments(&granted, files)?;
@@ -117,8 +154,9 @@ impl ToSession {
 }
 
 impl Handler for ToSession {
-    fn frame(&self, _: &Arc<Connection>, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
-        self.session()?.answered(header, body, files)
+    fn frame(&self, over: &Arc<Connection>, header: Header, body: &[u8], files: Vec<OwnedFd>) -> Result<()> {
+        let session = self.session()?;
+        session.judge(over, session.answered(over, header, body, files))
     }
 
     fn next(&self, connection: &Arc<Connection>) -> Next {
@@ -127,7 +165,7 @@ impl Handler for ToSession {
         if lock(&session.pending).values().any(asked) { Next::More } else { Next::Nothing }
     }
 
-    fn payload(&self, _: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
+    fn payload(&self, over: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
         if header.kind != FrameKind::Data {
             return Err(Error::protocol("receive", format!("an owner does not send {:?}", header.kind)));
         }
@@ -135,12 +173,13 @@ impl Handler for ToSession {
             .outcome
             .map_err(|_| Error::protocol("receive", "the owner sent an error and bytes with it"))?;
         let session = self.session()?;
-        let pending = lock(&session.pending);
-        match pending.get(&header.id) {
+        session.judge(over, session.fits(over, header))?;
+        let sink = match lock(&session.pending).get(&header.id) {
             Some(Pending::Unit { run, unit, .. }) => run.sink(*unit, header),
             // Its transfer was stopped: the bytes are no longer wanted.
             _ => Ok(Sink::discard()),
-        }
+        };
+        session.judge(over, sink)
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, sink: Sink) -> Result<()> {
