@@ -104,6 +104,9 @@ impl<'py> Memory<'py> {
             return Ok(Memory::raw(addr, len, Some(owner)));
         }
         if let Ok(mut view) = PyMemoryView::from(object) {
+            if format_holds_pointers(&view.getattr("format")?.extract::<String>()?) {
+                return Err(holds_pointers(py, asked));
+            }
             // A single number has neither shape nor strides, of which the buffer wants some.
             if view.getattr("ndim")?.extract::<usize>()? == 0 {
                 view = view.call_method1("cast", ("B",))?.cast_into()?;
@@ -242,6 +245,10 @@ fn of_array_interface<'py>(
         field("shape")?.and_then(|shape| shape.extract().ok()).ok_or_else(|| missing("shape"))?;
     let typestr: String =
         field("typestr")?.and_then(|text| text.extract().ok()).ok_or_else(|| missing("typestr"))?;
+    let fields = field("descr")?;
+    if typestr.get(1..2) == Some("O") || fields.is_some_and(|fields| fields_hold_pointers(&fields)) {
+        return Err(holds_pointers(py, asked));
+    }
     let unit = if typestr.get(1..2) == Some("U") { 4 } else { 1 };
     let item: usize = typestr
         .get(2..)
@@ -272,6 +279,40 @@ fn of_array_interface<'py>(
         mark: None,
         owner: Some(object.clone()),
     })
+}
+
+/// Whether elements of that format (PEP 3118) hold Python objects or other pointers. A peer that writes such bytes chooses
+/// addresses of this process, and one that reads them learns some.
+fn format_holds_pointers(format: &str) -> bool {
+    // Between colons stand the names of fields.
+    let codes: String = format.split(':').step_by(2).collect();
+    let mut codes = codes.chars().peekable();
+    while let Some(code) = codes.next() {
+        match code {
+            'O' | 'P' | '&' | 'X' | 'z' => return true,
+            // A complex number, or C's wide string.
+            'Z' if codes.next_if(|part| matches!(part, 'e' | 'f' | 'd' | 'g')).is_none() => return true,
+            _ => {}
+        }
+    }
+    false
+}
+
+/// Whether the fields of an array interface, a list of names and types that may themselves be such lists, hold Python objects.
+fn fields_hold_pointers(fields: &Bound<'_, PyAny>) -> bool {
+    let Ok(fields) = fields.try_iter() else { return false };
+    fields.flatten().any(|field| match field.get_item(1) {
+        Ok(kind) => match kind.extract::<String>() {
+            Ok(typestr) => typestr.get(1..2) == Some("O"),
+            Err(_) => fields_hold_pointers(&kind),
+        },
+        Err(_) => false,
+    })
+}
+
+pub(crate) fn holds_pointers(py: Python<'_>, asked: Asked) -> PyErr {
+    asked
+        .invalid(py, "its elements are Python objects or pointers, which mean nothing elsewhere; use numbers")
 }
 
 pub(crate) fn not_contiguous(py: Python<'_>, asked: Asked) -> PyErr {

@@ -12,7 +12,7 @@ use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 use towline::SharedStorage;
 use towline::cuda::{Mark, StreamHandle};
 
-use crate::buffer::{Asked, CUDA, Extent, not_contiguous, unsupported_place};
+use crate::buffer::{Asked, CUDA, Extent, holds_pointers, not_contiguous, unsupported_place};
 use crate::errors::OrRaise;
 
 const NAME: &CStr = c"dltensor";
@@ -21,6 +21,8 @@ const VERSIONED_NAME: &CStr = c"dltensor_versioned";
 const CPU: i32 = 1;
 /// The CPU's memory, and the CPU's memory that is pinned for CUDA or ROCm.
 const HOST: [i32; 3] = [CPU, 3, 11];
+/// The type of elements that are handles.
+const OPAQUE: u8 = 3;
 const READ_ONLY: u64 = 1;
 
 #[repr(C)]
@@ -103,6 +105,9 @@ pub(crate) fn import<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<
         // SAFETY: as above.
         (&unsafe { managed.as_ref() }.tensor, false)
     };
+    if tensor.dtype.code == OPAQUE {
+        return Err(holds_pointers(py, asked));
+    }
     // SAFETY: `tensor` was read from a valid capsule that is still alive.
     let (addr, extent) = unsafe { extent(py, tensor, asked) }?;
     let element = tensor.dtype;

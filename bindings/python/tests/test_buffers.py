@@ -92,6 +92,33 @@ def test_memory_with_gaps_is_refused(endpoint: towline.Endpoint) -> None:
                 endpoint.register(obj)
 
 
+def test_elements_that_are_pointers_are_refused(endpoint: towline.Endpoint) -> None:
+    nested = numpy.dtype([("O", "i4"), ("inner", [("a", "f8"), ("b", object)])])
+    pointers: list[Any] = [
+        numpy.array([object(), "text"], dtype=object),
+        numpy.array(object(), dtype=object),
+        numpy.zeros(2, dtype=nested),
+        numpy.zeros((2, 3), dtype=object)[:, ::2],
+        (ctypes.c_void_p * 2)(),
+        (ctypes.c_char_p * 2)(),
+        (ctypes.c_wchar_p * 2)(),
+        (ctypes.POINTER(ctypes.c_int) * 2)(),
+    ]
+    for array in pointers:
+        with pytest.raises(towline.Invalid, match="pointers"):
+            endpoint.register(array, "read+write")
+        with pytest.raises(towline.Invalid, match="pointers"):
+            towline.connect.Descriptor(array)
+
+    for array in pointers[:3]:
+        with pytest.raises(towline.Invalid, match="pointers"):
+            endpoint.register(Interface(array), "read+write")
+    # Names of fields and complex numbers only look like them.
+    named = numpy.dtype([("O", "i4"), ("P", "c16"), ("z&X", "f4")])
+    endpoint.register(numpy.zeros(2, dtype=named), "read+write").close()
+    endpoint.register(numpy.zeros(2, dtype=numpy.complex64), "read+write").close()
+
+
 def test_read_only_memory_is_never_written(endpoint: towline.Endpoint) -> None:
     frozen = numpy.zeros(8, numpy.uint8)
     frozen.setflags(write=False)

@@ -100,7 +100,10 @@ def _cuda_device(interface: Any, data: Any) -> int:
 def _of_cuda(interface: Any, device: Device, data: object) -> Described:
     try:
         ptr, read_only = interface["data"]
-        item = int(interface["typestr"][2:])
+        typestr = interface["typestr"]
+        if typestr[1:2] == "O":
+            raise Invalid("data: its elements are Python objects; use numbers", op="descriptor")
+        item = int(typestr[2:])
         shape = [int(length) for length in interface["shape"]]
         strides = interface.get("strides")
         stream = interface.get("stream")
