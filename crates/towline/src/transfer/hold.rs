@@ -1,0 +1,42 @@
+//! What keeps the local memory of a transfer in use.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use super::TransferCore;
+use crate::fork;
+use crate::progress::{self, Timer};
+
+/// Held by whatever names the local memory of a transfer: a frame that is not sent, a payload that is coming in. While there is
+/// one, the transfer does not end and its region stays in use, whatever the other side has said.
+pub(crate) struct LocalHold(pub(super) Arc<TransferCore>);
+
+impl LocalHold {
+    pub(crate) fn transfer(&self) -> &Arc<TransferCore> {
+        &self.0
+    }
+}
+
+impl Clone for LocalHold {
+    fn clone(&self) -> LocalHold {
+        self.0.hold()
+    }
+}
+
+impl Drop for LocalHold {
+    fn drop(&mut self) {
+        if self.0.holds.fetch_sub(1, Ordering::AcqRel) > 1 || fork::in_child() || !self.0.has_ended() {
+            return;
+        }
+        // Whoever drops this may have a connection's queue in hand, which those that learn of the end may want.
+        let core = Arc::clone(&self.0);
+        if progress::pool().spawn(Box::new(move || core.deliver())).is_err()
+            && let Ok(reactor) = progress::reactor()
+        {
+            let weak = Arc::downgrade(&self.0);
+            let timer: Weak<dyn Timer> = weak;
+            reactor.at(Instant::now(), timer, 0);
+        }
+    }
+}
