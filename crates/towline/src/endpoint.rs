@@ -160,7 +160,8 @@ impl Endpoint {
         import::import(&self.0, tickets, routing, within)
     }
 
-    /// [`import`](Self::import) as a future: the waiting is done by a thread that lives only for the contact.
+    /// [`import`](Self::import) as a future. It does nothing until it is polled; the waiting is then done by one of a bounded number of
+    /// threads. The limit counts from the first poll, also where many contacts wait for a thread.
     pub fn import_async(&self, ticket: &Ticket) -> impl Future<Output = Result<Remote>> + Send + use<> {
         self.import_async_within(ticket, self.routing(), self.limits().no_progress)
     }
@@ -232,7 +233,7 @@ impl Endpoint {
 
     /// The next message from a peer, as a future.
     pub fn next_notification(&self) -> NextNotification<'_> {
-        NextNotification(&self.0)
+        NextNotification::of(&self.0)
     }
 
     /// What was moved, per peer and path, and what is held. Empty in a forked child.

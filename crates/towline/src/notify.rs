@@ -2,7 +2,7 @@
 
 mod mailbox;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, Weak};
@@ -50,7 +50,20 @@ struct Inner {
     queue: VecDeque<Notification>,
     bytes: usize,
     closed: bool,
-    wakers: Vec<Waker>,
+    /// Of the futures that wait, each under its own number, so that one that is dropped takes its waker along.
+    wakers: HashMap<u64, Waker>,
+    next_waker: u64,
+}
+
+impl Inner {
+    /// Keeps the waker of the future that has that number, or gives it one.
+    fn wake_later(&mut self, number: &mut Option<u64>, waker: &Waker) {
+        let number = *number.get_or_insert_with(|| {
+            self.next_waker += 1;
+            self.next_waker
+        });
+        self.wakers.entry(number).and_modify(|kept| kept.clone_from(waker)).or_insert_with(|| waker.clone());
+    }
 }
 
 impl Notifications {
@@ -84,9 +97,15 @@ impl Notifications {
     pub(crate) fn next(&self) -> Result<Option<Notification>> {
         let nonsense = {
             let mut nonsense = Vec::new();
-            for mail in lock(&self.mail).iter().filter_map(Weak::upgrade) {
+            let mut all = lock(&self.mail);
+            for at in 0..all.len() {
+                let Some(mail) = all[at].upgrade() else { continue };
                 match mail.mailbox.take() {
-                    Ok(Some(message)) => return Ok(Some(Notification { from: mail.from.clone(), message })),
+                    Ok(Some(message)) => {
+                        // The others have their turn before this one has another.
+                        all.rotate_left(at + 1);
+                        return Ok(Some(Notification { from: mail.from.clone(), message }));
+                    }
                     Ok(None) => {}
                     Err(error) => nonsense.push((mail, error)),
                 }
@@ -124,7 +143,7 @@ impl Notifications {
     /// Lets futures look again.
     pub(crate) fn wake(&self) {
         let wakers = std::mem::take(&mut lock(&self.inner).wakers);
-        wakers.into_iter().for_each(Waker::wake);
+        wakers.into_values().for_each(Waker::wake);
     }
 
     pub(crate) fn close(&self) {
@@ -139,28 +158,97 @@ fn cost(notification: &Notification) -> usize {
 
 /// The next message, as a future.
 #[must_use = "a future does nothing until awaited"]
-pub struct NextNotification<'a>(pub(crate) &'a Arc<EndpointCore>);
+pub struct NextNotification<'a> {
+    endpoint: &'a Arc<EndpointCore>,
+    /// Its waker's, once it waits.
+    number: Option<u64>,
+}
+
+impl<'a> NextNotification<'a> {
+    pub(crate) fn of(endpoint: &'a Arc<EndpointCore>) -> NextNotification<'a> {
+        NextNotification { endpoint, number: None }
+    }
+}
 
 impl Future for NextNotification<'_> {
     type Output = Result<Notification>;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Notification>> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Notification>> {
         fork::guard("receive")?;
-        let notifications = &self.0.notifications;
+        let endpoint = self.endpoint;
+        let notifications = &endpoint.notifications;
         if let Some(next) = notifications.next().transpose() {
             return Poll::Ready(next);
         }
-        {
-            let mut inner = lock(&notifications.inner);
-            if !inner.wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
-                inner.wakers.push(cx.waker().clone());
-            }
-        }
+        lock(&notifications.inner).wake_later(&mut self.number, cx.waker());
         // Only now does the event loop listen for peers; one may have rung just before.
-        self.0.listen_to_bell();
+        endpoint.listen_to_bell();
         match notifications.next().transpose() {
             Some(next) => Poll::Ready(next),
             None => Poll::Pending,
         }
+    }
+}
+
+impl Drop for NextNotification<'_> {
+    fn drop(&mut self) {
+        if let Some(number) = self.number
+            && !fork::in_child()
+        {
+            // Dropped without the lock: a waker may run anything when it goes.
+            let waker = lock(&self.endpoint.notifications.inner).wakers.remove(&number);
+            drop(waker);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use super::*;
+    use crate::{Access, Endpoint, SystemStorage};
+
+    #[test]
+    fn futures_that_are_dropped_leave_no_waker_behind() {
+        let endpoint = Endpoint::open("patient").unwrap();
+        let notifications = &endpoint.core().notifications;
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut kept = endpoint.next_notification();
+        assert!(Pin::new(&mut kept).poll(&mut cx).is_pending());
+        for _ in 0..100 {
+            let mut dropped = endpoint.next_notification();
+            assert!(Pin::new(&mut dropped).poll(&mut cx).is_pending());
+            assert!(Pin::new(&mut dropped).poll(&mut cx).is_pending());
+            assert_eq!(lock(&notifications.inner).wakers.len(), 2);
+        }
+        assert!(notifications.awaited(), "the one that still waits is kept");
+        let region = endpoint.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
+        let sender = Endpoint::open("sender").unwrap();
+        let remote = sender.import(&region.ticket().unwrap()).unwrap();
+        sender.notify(&remote, "hello").unwrap().wait().unwrap();
+        assert!(Pin::new(&mut kept).poll(&mut cx).is_ready());
+        drop(kept);
+        assert!(!notifications.awaited());
+    }
+
+    #[test]
+    fn a_peer_that_fills_its_mailbox_does_not_keep_others_from_being_heard() {
+        let notifications = Notifications::default();
+        let endpoint = Endpoint::open("anyone").unwrap();
+        let someone = endpoint.core().identity();
+        let mail = |name: &str, messages: usize| {
+            let (mailbox, _) = Mailbox::create().unwrap();
+            for _ in 0..messages {
+                assert!(mailbox.put(b"hello"));
+            }
+            let from = Identity { name: name.into(), ..someone.clone() };
+            Arc::new(Mail { from, mailbox, on_nonsense: Box::new(|error| panic!("{error}")) })
+        };
+        let peers = [mail("loud", 3), mail("quiet", 1), mail("other", 2)];
+        peers.iter().for_each(|peer| notifications.subscribe(peer));
+        let heard: Vec<_> =
+            std::iter::from_fn(|| notifications.next().unwrap()).map(|message| message.from.name).collect();
+        assert_eq!(heard, ["loud", "quiet", "other", "loud", "other", "loud"]);
     }
 }

@@ -32,6 +32,8 @@ static REACTOR: OnceLock<Arc<Reactor>> = OnceLock::new();
 static STARTING: Mutex<()> = Mutex::new(());
 static POOL: Pool = Pool::new("towline-copy", 0);
 static STARTERS: Pool = Pool::new("towline-start", 0).polite();
+/// Contacts mostly wait for somebody else: more threads than cores, but a number that a process can have.
+static CONTACTS: Pool = Pool::new("towline-import", 32);
 static SHARERS: Pool = Pool::new("towline-share", 0).polite();
 
 /// The process's event loop; the first call starts its thread.
@@ -82,6 +84,11 @@ pub(crate) fn pool() -> &'static Pool {
 /// machine is.
 pub(crate) fn starters() -> &'static Pool {
     &STARTERS
+}
+
+/// The process's threads that wait for owners on behalf of futures.
+pub(crate) fn contacts() -> &'static Pool {
+    &CONTACTS
 }
 
 /// The process's threads that share copies with whoever has begun them. They take no processor from who has posted a copy, and goes on.

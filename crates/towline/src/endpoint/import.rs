@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::EndpointCore;
@@ -12,7 +13,7 @@ use super::stats::Counters;
 use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
-use crate::progress;
+use crate::progress::{self, Timer};
 use crate::region::Deed;
 use crate::route::{Explanation, Routes, Routing, Way};
 use crate::sync::lock;
@@ -241,54 +242,101 @@ pub(super) fn import(
     Ok(outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(missing)).collect())
 }
 
-/// [`import`] of one ticket on a thread of its own, so that a slow contact blocks neither the caller nor the workers.
-pub(super) fn import_async(
+/// [`import`] of one ticket on one of the threads for contacts, so that a slow one blocks neither the caller nor the workers. Nothing
+/// happens before the first poll, from which on the limit counts, also while no thread is free.
+pub(super) async fn import_async(
     endpoint: Arc<EndpointCore>,
     ticket: Ticket,
     routing: Routing,
     within: Duration,
-) -> impl Future<Output = Result<Remote>> + Send {
-    on_a_thread(move || import_one(&endpoint, &ticket, &routing, within))
+) -> Result<Remote> {
+    let until = progress::later(Instant::now(), within);
+    let slot = Arc::new(Slot::default());
+    let filled = Arc::clone(&slot);
+    let job = move || {
+        if filled.begin() {
+            let left = until.saturating_duration_since(Instant::now());
+            filled.fill(import_one(&endpoint, &ticket, &routing, left));
+        }
+    };
+    progress::contacts().spawn(Box::new(job))?;
+    let timer: Weak<dyn Timer> = Arc::downgrade(&(Arc::clone(&slot) as Arc<dyn Timer>));
+    progress::reactor()?.at(until, timer, 0);
+    slot.filled().await
 }
 
 /// Runs a blocking contact on a thread that lives only for it.
 pub(crate) fn on_a_thread<T: Send + 'static>(
     contact: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> impl Future<Output = Result<T>> + Send {
-    use std::sync::Mutex;
-    use std::task::{Poll, Waker};
+    let slot = Arc::new(Slot::default());
+    let filled = Arc::clone(&slot);
+    let spawned =
+        std::thread::Builder::new().name("towline-contact".into()).spawn(move || filled.fill(contact()));
+    if let Err(error) = spawned {
+        slot.fill(Err(Error::os("import", "thread creation", error)));
+    }
+    async move { slot.filled().await }
+}
 
-    struct Slot<T> {
-        outcome: Option<Result<T>>,
-        waker: Option<Waker>,
+/// What a thread finds out for a future.
+struct Slot<T>(Mutex<Filling<T>>);
+
+struct Filling<T> {
+    begun: bool,
+    outcome: Option<Result<T>>,
+    waker: Option<Waker>,
+}
+
+impl<T> Default for Slot<T> {
+    fn default() -> Slot<T> {
+        Slot(Mutex::new(Filling { begun: false, outcome: None, waker: None }))
+    }
+}
+
+impl<T> Slot<T> {
+    /// The first who begins is the one who fills it.
+    fn begin(&self) -> bool {
+        !std::mem::replace(&mut lock(&self.0).begun, true)
     }
 
-    let slot = Arc::new(Mutex::new(Slot { outcome: None, waker: None }));
-    let filled = Arc::clone(&slot);
-    let spawned = std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
-        let outcome = contact();
+    fn fill(&self, outcome: Result<T>) {
         let waker = {
-            let mut slot = lock(&filled);
-            slot.outcome = Some(outcome);
-            slot.waker.take()
+            let mut filling = lock(&self.0);
+            filling.outcome = Some(outcome);
+            filling.waker.take()
         };
         if let Some(waker) = waker {
             waker.wake();
         }
-    });
-    if let Err(error) = spawned {
-        lock(&slot).outcome = Some(Err(Error::os("import", "thread creation", error)));
     }
-    std::future::poll_fn(move |cx| {
-        let mut slot = lock(&slot);
-        match slot.outcome.take() {
-            Some(outcome) => Poll::Ready(outcome),
-            None => {
-                slot.waker = Some(cx.waker().clone());
-                Poll::Pending
+
+    fn filled(&self) -> impl Future<Output = Result<T>> + Send
+    where
+        T: Send,
+    {
+        std::future::poll_fn(|cx| {
+            let mut filling = lock(&self.0);
+            match filling.outcome.take() {
+                Some(outcome) => Poll::Ready(outcome),
+                None => {
+                    filling.waker = Some(cx.waker().clone());
+                    Poll::Pending
+                }
             }
+        })
+    }
+}
+
+impl<T: Send> Timer for Slot<T> {
+    fn fired(self: Arc<Self>, _key: u64) {
+        // A contact that has begun keeps the limit by itself, and says more.
+        if self.begin() {
+            let message =
+                "every thread for contacts was busy until the limit; import fewer at once, or by import_many";
+            self.fill(Err(Error::new(Kind::Timeout, "import", message)));
         }
-    })
+    }
 }
 
 fn import_here(
@@ -405,4 +453,59 @@ pub(super) fn contact(
         (kind, format!("its owner does not answer ({})", all.join("; ")))
     };
     Err(Error::new(kind, "import", message).with_peer(&*ticket.body().identity.name))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::fs;
+    use std::pin::Pin;
+    use std::task::Context;
+    use std::thread;
+
+    use super::*;
+    use crate::progress::socket::Socket;
+    use crate::ticket::socket_name;
+    use crate::{Endpoint, SystemStorage};
+
+    const WATCHDOG: Duration = Duration::from_secs(60);
+
+    fn threads() -> usize {
+        let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
+        let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
+        names.filter(|name| name.starts_with("towline-import")).count()
+    }
+
+    #[test]
+    fn many_imports_as_futures_take_few_threads_and_none_before_they_are_polled() {
+        let owner = Endpoint::open("owner").unwrap();
+        let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
+        let ticket = region.ticket().unwrap();
+        drop((region, owner));
+        // Somebody who has the owner's name, and never answers.
+        let name = socket_name(&ticket.body().identity.incarnation);
+        let _silent = Socket::listen_unix_abstract(&name, 300).unwrap();
+        let user = Endpoint::open("user").unwrap();
+        let unix = Routing::default().require("unix").unwrap();
+        let mut imports: Vec<Pin<Box<dyn Future<Output = Result<Remote>>>>> = Vec::new();
+        for _ in 0..200 {
+            imports.push(Box::pin(user.import_async_within(&ticket, &unix, Duration::from_millis(500))));
+        }
+        assert_eq!(threads(), 0, "nobody has polled yet");
+        let mut cx = Context::from_waker(Waker::noop());
+        let began = Instant::now();
+        while !imports.is_empty() {
+            imports.retain_mut(|import| match import.as_mut().poll(&mut cx) {
+                Poll::Pending => true,
+                Poll::Ready(outcome) => {
+                    assert_eq!(outcome.map(|_| ()).unwrap_err().kind(), Kind::Timeout);
+                    false
+                }
+            });
+            assert!(threads() <= 32);
+            assert!(began.elapsed() < WATCHDOG, "{} imports have not ended", imports.len());
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
 }
