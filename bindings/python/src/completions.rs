@@ -1,6 +1,8 @@
 //! How Python learns that something has ended: a queue of numbers and an eventfd that says that it is not empty.
 
+use std::future::Future;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
@@ -8,7 +10,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
-use towline::{Error, Kind};
+use towline::{Error, Kind, NextNotification, Notification};
 
 use crate::errors::OrRaise;
 use crate::{owners, process};
@@ -82,7 +84,7 @@ impl Completions {
 
     /// What puts `id` into the queue when it is woken.
     fn waiter(&self, id: u64) -> Waiter {
-        Waiter(Waker::from(Arc::new(Entry { queue: Arc::clone(&self.0), id })))
+        Waiter::new(Waker::from(Arc::new(Entry { queue: Arc::clone(&self.0), id })))
     }
 
     /// The ids that have come since the last call. Also releases memory that nobody uses any more.
@@ -95,11 +97,25 @@ impl Completions {
 
 /// One entry that will come into a queue.
 #[pyclass(frozen, module = "towline._native")]
-pub(crate) struct Waiter(Waker);
+pub(crate) struct Waiter {
+    waker: Waker,
+    /// The message that it waits for: dropped with it, so that a task that is cancelled leaves nothing behind.
+    next: Mutex<Option<NextNotification>>,
+}
 
 impl Waiter {
+    pub(crate) fn new(waker: Waker) -> Waiter {
+        Waiter { waker, next: Mutex::default() }
+    }
+
+    pub(crate) fn poll_next(&self, endpoint: &towline::Endpoint) -> Poll<towline::Result<Notification>> {
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = next.get_or_insert_with(|| endpoint.next_notification());
+        Pin::new(next).poll(&mut self.context())
+    }
+
     pub(crate) fn context(&self) -> Context<'_> {
-        Context::from_waker(&self.0)
+        Context::from_waker(&self.waker)
     }
 }
 
@@ -107,7 +123,7 @@ impl Waiter {
 impl Waiter {
     /// Puts the entry into the queue now.
     fn wake(&self) {
-        self.0.wake_by_ref();
+        self.waker.wake_by_ref();
     }
 }
 

@@ -3,12 +3,12 @@
 
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::Instant;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use towline::{Limits, Result, cuda};
+use towline::{Limits, cuda};
 
 use crate::audit::Audit;
 use crate::buffer::{Asked, Memory};
@@ -47,10 +47,6 @@ impl Endpoint {
         process::guard(py, op)?;
         owners::release(py);
         Ok(&self.0)
-    }
-
-    fn next(&self, context: &mut Context<'_>) -> Poll<Result<towline::Notification>> {
-        Future::poll(Pin::new(&mut self.0.next_notification()), context)
     }
 }
 
@@ -296,7 +292,8 @@ impl Endpoint {
     fn receive(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<Notification>> {
         self.enter(py, "receive")?;
         let until = seconds(py, "receive", "timeout", Some(timeout))?.map(|time| Instant::now() + time);
-        match block_on(py, until, |context| self.next(context))? {
+        let mut next = self.0.next_notification();
+        match block_on(py, until, |context| Pin::new(&mut next).poll(context))? {
             Some(received) => received.map(|notification| Some(Notification(notification))).or_raise(py),
             None => Ok(None),
         }
@@ -305,7 +302,7 @@ impl Endpoint {
     /// The next message if there is one; otherwise the waiter is woken when one comes.
     fn poll_receive(&self, py: Python<'_>, waiter: &Waiter) -> PyResult<Option<Notification>> {
         self.enter(py, "receive")?;
-        match self.next(&mut waiter.context()) {
+        match waiter.poll_next(&self.0) {
             Poll::Ready(received) => {
                 received.map(|notification| Some(Notification(notification))).or_raise(py)
             }

@@ -29,7 +29,7 @@ BUFFERS: dict[str, tuple[Callable[[], Any], str]] = {
     "read-only": (read_only, "buffer: .*read-only"),
     "bytes": (lambda: bytes(64), "buffer: .*read-only"),
     "no bytes": (lambda: numpy.zeros(0), "buffer: a window of no bytes"),
-    "objects": (lambda: numpy.array([object()]), "buffer: elements of object"),
+    "objects": (lambda: numpy.array([object()]), "buffer: its elements are Python objects"),
     "foreign byte order": (lambda: numpy.zeros(16, ">f4"), "buffer: .*byte order"),
 }
 

@@ -232,7 +232,7 @@ impl Endpoint {
     }
 
     /// The next message from a peer, as a future.
-    pub fn next_notification(&self) -> NextNotification<'_> {
+    pub fn next_notification(&self) -> NextNotification {
         NextNotification::of(&self.0)
     }
 

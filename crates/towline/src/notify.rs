@@ -158,24 +158,26 @@ fn cost(notification: &Notification) -> usize {
 
 /// The next message, as a future.
 #[must_use = "a future does nothing until awaited"]
-pub struct NextNotification<'a> {
-    endpoint: &'a Arc<EndpointCore>,
+pub struct NextNotification {
+    endpoint: Weak<EndpointCore>,
     /// Its waker's, once it waits.
     number: Option<u64>,
 }
 
-impl<'a> NextNotification<'a> {
-    pub(crate) fn of(endpoint: &'a Arc<EndpointCore>) -> NextNotification<'a> {
-        NextNotification { endpoint, number: None }
+impl NextNotification {
+    pub(crate) fn of(endpoint: &Arc<EndpointCore>) -> NextNotification {
+        NextNotification { endpoint: Arc::downgrade(endpoint), number: None }
     }
 }
 
-impl Future for NextNotification<'_> {
+impl Future for NextNotification {
     type Output = Result<Notification>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Notification>> {
         fork::guard("receive")?;
-        let endpoint = self.endpoint;
+        let Some(endpoint) = self.endpoint.upgrade() else {
+            return Poll::Ready(Err(Error::invalid("receive", "the endpoint is closed")));
+        };
         let notifications = &endpoint.notifications;
         if let Some(next) = notifications.next().transpose() {
             return Poll::Ready(next);
@@ -190,13 +192,14 @@ impl Future for NextNotification<'_> {
     }
 }
 
-impl Drop for NextNotification<'_> {
+impl Drop for NextNotification {
     fn drop(&mut self) {
         if let Some(number) = self.number
             && !fork::in_child()
+            && let Some(endpoint) = self.endpoint.upgrade()
         {
             // Dropped without the lock: a waker may run anything when it goes.
-            let waker = lock(&self.endpoint.notifications.inner).wakers.remove(&number);
+            let waker = lock(&endpoint.notifications.inner).wakers.remove(&number);
             drop(waker);
         }
     }
