@@ -72,7 +72,7 @@ impl EndpointOptions {
         self
     }
 
-    /// Requires peers to know a secret in addition to holding a ticket.
+    /// Requires peers to know a secret in addition to holding a ticket: those that come to this endpoint, and the owners that it goes to.
     pub fn secret(mut self, secret: &[u8]) -> EndpointOptions {
         self.secret = Some(Secret::new(secret));
         self
