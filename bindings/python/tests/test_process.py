@@ -23,6 +23,11 @@ import towline
 endpoint = towline.Endpoint("leaver")
 remote = endpoint.import_(sys.argv[1], require="unix")
 os.kill(int(sys.argv[2]), signal.SIGSTOP)
+# All of its threads: one that still runs could answer.
+def runs(task):
+    return open(f"/proc/{sys.argv[2]}/task/{task}/stat").read().rpartition(")")[2].split()[0] != "T"
+while any(runs(task) for task in os.listdir(f"/proc/{sys.argv[2]}/task")):
+    time.sleep(0.001)
 target = bytearray(1 << 16)
 local = endpoint.register(target, "none")
 transfer = endpoint.read(remote, local)
