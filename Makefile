@@ -56,7 +56,7 @@ soak-report:
 	  >>docs/reliability-report.md; exit $$status
 
 lint:
-	scripts/test.sh fmt clippy doc decisions deny typos aarch64
+	scripts/test.sh fmt clippy doc decisions modules deny typos aarch64
 
 test-unit:
 	scripts/test.sh workspace

@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_steps=(fmt clippy doc decisions deny typos aarch64 workspace soak loom forced-tcp forced-tls forced-crc python torch docs rdma)
+all_steps=(fmt clippy doc decisions modules deny typos aarch64 workspace soak loom forced-tcp forced-tls forced-crc python torch docs rdma)
 deep_steps=(loom asan tsan miri fuzz) # those of `make test-deep`, which take long and need a nightly toolchain
 cargo_deny_version=0.20
 cargo_fuzz_version=0.13
@@ -49,6 +49,14 @@ step_doc() {
 }
 
 step_decisions() { check scripts/check-decisions.sh; }
+
+step_modules() {
+  if ! command -v python3 >/dev/null; then
+    skip "cycles between modules" "there is no python3"
+    return
+  fi
+  check python3 scripts/module-graph.py
+}
 
 # The advisory database is left out: it needs the network, and it can fail a change that did nothing wrong.
 step_deny() {
