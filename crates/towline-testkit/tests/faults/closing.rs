@@ -1,5 +1,7 @@
 //! Endpoints that are closed while bytes move, in both roles: what `close` says of the memory is true.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -7,7 +9,7 @@ use towline::{Access, Kind, MemoryAccess, Registered, Storage, Ticket};
 use towline_testkit::bench::routing;
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
-use towline_testkit::watchdog::watch;
+use towline_testkit::watchdog::{eventually, watch};
 use towline_testkit::worker::storage;
 
 use super::{MIB, STALL, endpoint, kind_for, lanes, local};
@@ -96,6 +98,40 @@ fn an_owner_that_closes_waits_for_writers_and_says_which_one_stands_still() {
             is_still_ours(&region, &what);
         }
     });
+}
+
+#[test]
+fn what_a_stopped_writer_is_inside_of_outlives_an_endpoint_that_is_only_dropped() {
+    let _watchdog = watch(
+        "what_a_stopped_writer_is_inside_of_outlives_an_endpoint_that_is_only_dropped",
+        Duration::from_secs(240),
+    );
+    let held = AtomicUsize::new(0);
+    lanes(|path, lane| {
+        let mut random = Random::new(90 + lane);
+        for round in 0..ROUNDS {
+            let owner = endpoint("owner");
+            let memory = storage(LEN, kind_for(path)).unwrap();
+            let watched = Arc::downgrade(&memory);
+            let region = owner.register(memory, Access::READ_WRITE).unwrap();
+            let mut writer = Process::open("writer", &format!("stall={}", STALL.as_millis()));
+            writer.must(&format!("chase {path} write 0 {LEN} 100"));
+            writer.tell(&format!("target {} 1 1", region.ticket().unwrap()));
+            thread::sleep(Duration::from_millis(20) + random.micros(20_000));
+            writer.stop();
+            drop(owner);
+            drop(region);
+            thread::sleep(Duration::from_millis(50));
+            held.fetch_add((watched.strong_count() > 0).into(), Ordering::Relaxed);
+            writer.resume();
+            let freed = eventually(STALL * 10, || watched.strong_count() == 0);
+            assert!(freed, "{path} round {round}: kept although nobody is inside any more");
+        }
+    });
+    // A test in which every stopped writer stood outside the memory has tried nothing.
+    if towline_testkit::bench::forced().is_none() {
+        assert!(held.load(Ordering::Relaxed) > 0, "no writer was stopped inside the memory");
+    }
 }
 
 #[test]
