@@ -15,7 +15,7 @@ const FUNCTION: usize = 0xF0C0;
 const NEWEST_PTX: &str = ".version 8.0";
 
 /// The parameters of `towline_copy`, in their order, and the shape of its launch.
-pub(crate) struct Launch {
+struct Launch {
     list: u64,
     units: u32,
     from: u64,
@@ -34,7 +34,7 @@ pub(crate) struct Launch {
 
 impl Launch {
     /// Copies every unit; `None` where one of them is not all in memory that the device reaches.
-    pub(crate) fn perform(&self) -> Option<()> {
+    fn perform(&self) -> Option<()> {
         for block in 0..self.blocks {
             let first = block.checked_mul(self.per_block)?;
             for unit in first..self.units.min(first + self.per_block) {
@@ -173,6 +173,6 @@ unsafe extern "C" fn cuLaunchKernel(
         if launch.per_block > threads {
             return Err(INVALID_VALUE);
         }
-        stream(handle)?.add(Work::Launch(launch))
+        stream(handle)?.add(Work::Kernel(Box::new(move || launch.perform())))
     }))
 }

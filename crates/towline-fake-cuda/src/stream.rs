@@ -5,7 +5,6 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::device::{context_of, current, give};
-use crate::kernel::Launch;
 use crate::state::*;
 
 /// One thing that a stream does.
@@ -25,7 +24,8 @@ pub(crate) enum Work {
         value: u8,
         len: usize,
     },
-    Launch(Launch),
+    /// A kernel; `None` where it touched memory that the device does not reach.
+    Kernel(Box<dyn FnOnce() -> Option<()> + Send>),
     Record(Arc<Event>, u64),
     Wait(Arc<Event>, u64),
     Call(unsafe extern "C" fn(*mut c_void), usize),
@@ -161,7 +161,7 @@ fn perform(work: Work) {
             let from = bytes.as_ptr().expose_provenance() as u64;
             in_stretches(to, from, len)
         }
-        Work::Launch(launch) => launch.perform(),
+        Work::Kernel(kernel) => kernel(),
         Work::Record(event, which) => {
             event.happen(which);
             Some(())
