@@ -24,7 +24,6 @@ KNOWN = {
     ],
     "crates/towline-cli": [{"bench", "worker"}],
     "crates/towline-comm": [{"bootstrap", "unique_id"}, {"collective", "communicator", "cuda", "group", "window"}],
-    "crates/towline-fake-cuda": [{"memory", "pages"}],
     "crates/towline-testkit": [{"bench", "worker"}],
 }
 

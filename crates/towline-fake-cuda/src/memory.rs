@@ -24,25 +24,6 @@ struct Handle {
 
 const MAGIC: u64 = 0x6675_6c6c_7966_616b;
 
-/// Takes `len` bytes of a device, or says that there are none left.
-pub(crate) fn take(device: c_int, len: u64) -> Done {
-    let mut memory = memory();
-    let taken = memory.taken.entry(device).or_default();
-    match taken.checked_add(len) {
-        Some(sum) if sum <= settings().memory => {
-            *taken = sum;
-            Ok(())
-        }
-        _ => Err(OUT_OF_MEMORY),
-    }
-}
-
-pub(crate) fn give_back(device: c_int, len: u64) {
-    let mut memory = memory();
-    let taken = memory.taken.entry(device).or_default();
-    *taken = taken.saturating_sub(len);
-}
-
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, len: usize) -> c_int {
     code(begin("cuMemAlloc_v2").and_then(|()| {

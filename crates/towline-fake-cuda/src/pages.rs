@@ -5,7 +5,6 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::device::{device, give};
-use crate::memory::{give_back, take};
 use crate::state::*;
 use crate::stream;
 

@@ -240,7 +240,7 @@ impl Known {
 #[derive(Default)]
 pub(crate) struct Memory {
     pub(crate) ranges: BTreeMap<u64, Known>,
-    pub(crate) taken: HashMap<c_int, u64>,
+    taken: HashMap<c_int, u64>,
     /// All addresses that were ever a device's.
     reserved: Vec<Range<u64>>,
 }
@@ -248,6 +248,25 @@ pub(crate) struct Memory {
 pub(crate) fn memory() -> MutexGuard<'static, Memory> {
     static MEMORY: OnceLock<Mutex<Memory>> = OnceLock::new();
     MEMORY.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes `len` bytes of a device, or says that there are none left.
+pub(crate) fn take(device: c_int, len: u64) -> Done {
+    let mut memory = memory();
+    let taken = memory.taken.entry(device).or_default();
+    match taken.checked_add(len) {
+        Some(sum) if sum <= settings().memory => {
+            *taken = sum;
+            Ok(())
+        }
+        _ => Err(OUT_OF_MEMORY),
+    }
+}
+
+pub(crate) fn give_back(device: c_int, len: u64) {
+    let mut memory = memory();
+    let taken = memory.taken.entry(device).or_default();
+    *taken = taken.saturating_sub(len);
 }
 
 /// Where the CPU finds bytes, kept for as long as the value lives.
