@@ -38,6 +38,7 @@ mod device;
 mod disk;
 mod external;
 mod file;
+pub(crate) mod lent;
 mod limit;
 mod map;
 mod nixl;

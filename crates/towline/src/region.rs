@@ -22,7 +22,7 @@ pub(crate) use self::audit::{Deed, Entry, Ledger};
 pub(crate) use self::core::{Borrower, ParkingLot, RegionCore, RegionUse};
 pub(crate) use self::peers::PeerPins;
 pub use self::signal::Patience;
-pub(crate) use self::signal::{raise, ring, wake_raised};
+pub(crate) use self::signal::{raise, raise_own, ring, wake_raised};
 pub use self::stretch::{Stretch, average, can_average, can_sum, sum};
 pub(crate) use self::words::word_at;
 use crate::endpoint::EndpointCore;

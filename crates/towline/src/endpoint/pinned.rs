@@ -6,6 +6,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::memory::lent::{self, Turn};
 use crate::memory::{bytes, reduce};
 use crate::region::{Span, ring, word_at};
 use crate::transport::direct::Held;
@@ -45,12 +46,15 @@ pub struct Pinned {
     access: Access,
     path: &'static str,
     peer: Arc<str>,
+    /// The memory was lent to this process: words of it are changed one after the other.
+    lent: bool,
     held: ManuallyDrop<Held>,
 }
 
 impl Pinned {
     pub(super) fn new(held: Held, len: usize, access: Access, path: &'static str, peer: Arc<str>) -> Pinned {
-        Pinned { base: held.base(), len, access, path, peer, held: ManuallyDrop::new(held) }
+        let (base, lent) = (held.base(), held.is_lent());
+        Pinned { base, len, access, path, peer, lent, held: ManuallyDrop::new(held) }
     }
 
     /// How many bytes the ticket reaches.
@@ -82,6 +86,7 @@ impl Pinned {
         if let Ok(word) = <&mut [u8; 8]>::try_from(&mut *into)
             && from.addr().is_multiple_of(8)
         {
+            let _turn = self.turn();
             // SAFETY: `range` checked the eight bytes, which the pin keeps; others use atomics or copies that take what
             // they find. So for all access below.
             *word = unsafe { AtomicU64::from_ptr(from.cast()) }.load(Ordering::Relaxed).to_ne_bytes();
@@ -99,6 +104,7 @@ impl Pinned {
         if let Ok(word) = <[u8; 8]>::try_from(from)
             && into.addr().is_multiple_of(8)
         {
+            let _turn = self.turn();
             // SAFETY: as in `read_at`.
             unsafe { AtomicU64::from_ptr(into.cast()) }.store(u64::from_ne_bytes(word), Ordering::Relaxed);
             return Ok(());
@@ -141,6 +147,7 @@ impl Pinned {
     #[inline]
     pub fn load(&self, offset: usize) -> Result<u64> {
         let word = self.word("load", Access::READ, offset)?;
+        let _turn = self.turn();
         // SAFETY: as in `read_at`.
         Ok(unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire))
     }
@@ -149,6 +156,7 @@ impl Pinned {
     #[inline]
     pub fn store(&self, offset: usize, value: u64) -> Result<()> {
         let word = self.word("store", Access::WRITE, offset)?;
+        let _turn = self.turn();
         // SAFETY: as in `read_at`.
         unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
         Ok(())
@@ -158,6 +166,7 @@ impl Pinned {
     #[inline]
     pub fn fetch_add(&self, offset: usize, add: u64) -> Result<u64> {
         let word = self.word("fetch_add", Access::WRITE, offset)?;
+        let _turn = self.turn();
         // SAFETY: as in `read_at`.
         Ok(unsafe { reduce::fetch_add(word.cast(), add) })
     }
@@ -166,6 +175,7 @@ impl Pinned {
     #[inline]
     pub fn compare_swap(&self, offset: usize, expected: u64, new: u64) -> Result<u64> {
         let word = self.word("compare_swap", Access::WRITE, offset)?;
+        let _turn = self.turn();
         // SAFETY: as in `read_at`.
         Ok(unsafe { reduce::compare_swap(word.cast(), expected, new) })
     }
@@ -175,6 +185,7 @@ impl Pinned {
     #[inline]
     pub fn wake(&self, bell: usize) -> Result<()> {
         let word = self.word("wake", Access::WRITE, bell)?;
+        let _turn = self.turn();
         if let Some(row) = self.held.row() {
             // SAFETY: as in `read_at`.
             unsafe { ring(word, row.sleepers()) };
@@ -196,6 +207,11 @@ impl Pinned {
             return Ok(std::ptr::with_exposed_provenance_mut(self.base + offset));
         }
         Err(self.refusal(op, needed, offset, len))
+    }
+
+    #[inline]
+    fn turn(&self) -> Option<Turn> {
+        self.lent.then(lent::turn)
     }
 
     #[inline]

@@ -219,6 +219,16 @@ pub(crate) unsafe fn reduce_if(
     unsafe { reduce_by(&Upon(look), dst, src, len, op, dtype) }
 }
 
+/// Refuses what is not whole elements at aligned addresses.
+pub(super) fn whole_elements(addr: usize, len: usize, dtype: Dtype) -> Result<()> {
+    let size = dtype.size();
+    if addr.is_multiple_of(size) && len.is_multiple_of(size) {
+        return Ok(());
+    }
+    let message = format!("{len} bytes at {addr:#x} are not whole, aligned elements of {size} bytes");
+    Err(Error::invalid("reduce", message))
+}
+
 /// # Safety
 /// As for [`reduce`].
 unsafe fn reduce_by(
@@ -229,13 +239,7 @@ unsafe fn reduce_by(
     op: ReduceOp,
     dtype: Dtype,
 ) -> Result<bool> {
-    let size = dtype.size();
-    if !dst.addr().is_multiple_of(size) || !len.is_multiple_of(size) {
-        return Err(Error::invalid(
-            "reduce",
-            format!("{len} bytes at {:#x} are not whole, aligned elements of {size} bytes", dst.addr()),
-        ));
-    }
+    whole_elements(dst.addr(), len, dtype)?;
     // SAFETY: the caller's promise, and the checks above: whole elements at aligned addresses.
     let all = unsafe {
         match dtype {

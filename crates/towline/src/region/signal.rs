@@ -8,6 +8,7 @@ use rustix::thread::futex;
 
 use super::RegionCore;
 use crate::fence::protocol::{self, Machine};
+use crate::memory::lent;
 use crate::progress;
 use crate::{Error, Kind, Result, fork};
 
@@ -42,19 +43,38 @@ fn low_half(counter: *mut u64) -> *const AtomicU32 {
 }
 
 /// Raises the counter at that address and wakes who waits for it; returns what it was. `sleepers`: as the owner counts
-/// them in the region's row; `None` where this process is the owner.
+/// them in the region's row.
 ///
 /// # Safety
 /// `counter` points to eight aligned bytes of registered memory that stay mapped during the call.
-pub(crate) unsafe fn raise(counter: *mut u64, add: u64, sleepers: Option<&AtomicU32>) -> u64 {
+pub(crate) unsafe fn raise(counter: *mut u64, add: u64, sleepers: &AtomicU32) {
     // SAFETY: the caller's obligation; other users of the word go through atomics too.
-    let before = unsafe { AtomicU64::from_ptr(counter) }.fetch_add(add, Ordering::SeqCst);
+    unsafe { AtomicU64::from_ptr(counter) }.fetch_add(add, Ordering::SeqCst);
     // SAFETY: the caller's obligation.
-    unsafe { wake_raised(counter, sleepers) };
-    before
+    unsafe { wake_raised(counter, Some(sleepers)) };
 }
 
-/// Wakes who waits for the counter at that address, which has been raised.
+/// Raises a counter in memory of this process and wakes who waits for it; returns what it was. Memory that was lent may be gone.
+///
+/// # Safety
+/// As for [`raise`]; what was lent is the kernel's to check.
+pub(crate) unsafe fn raise_own(counter: *mut u64, add: u64, lent: bool) -> Result<u64> {
+    // SAFETY: the caller's obligation; other users of the word go through atomics too.
+    let before = unsafe {
+        if lent {
+            let raised = |seen: u64| Some(seen.wrapping_add(add));
+            lent::change("signal", &|| true, counter.cast(), raised)?.unwrap_or_default()
+        } else {
+            AtomicU64::from_ptr(counter).fetch_add(add, Ordering::SeqCst)
+        }
+    };
+    // SAFETY: the caller's obligation; the kernel only looks at the address.
+    unsafe { wake_raised(counter, None) };
+    Ok(before)
+}
+
+/// Wakes who waits for the counter at that address, which has been raised. `sleepers`: as for [`raise`]; `None` where this process
+/// is the owner.
 ///
 /// # Safety
 /// As for [`raise`].
@@ -213,6 +233,7 @@ pub(super) fn wait(core: &RegionCore, offset: usize, at_least: u64, within: Dura
     let mut value = 0;
     let started = Instant::now();
     let found = wait_changed(core, offset, Patience::default(), within, || {
+        let _turn = core.turn();
         // SAFETY: `word` checked that it lies within the region, whose registration the caller holds.
         value = unsafe { AtomicU64::from_ptr(counter) }.load(Ordering::SeqCst);
         (value >= at_least).then_some(value)

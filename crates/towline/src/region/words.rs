@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::{Patience, RegionCore, RegionUse, Registered, Span, signal};
+use crate::memory::lent::{self, Turn};
 use crate::memory::{Place, Storage, bytes, reduce};
 use crate::{Error, Kind, Result};
 
@@ -22,8 +23,15 @@ impl RegionCore {
         Error::new(Kind::Unsupported, op, format!("the CPU cannot reach bytes on {}", self.place))
     }
 
+    /// Waits until nobody changes a word of lent memory; to be held for one access to a word of this region.
+    #[inline]
+    pub(crate) fn turn(&self) -> Option<Turn> {
+        self.lent.then(lent::turn)
+    }
+
     fn ring(&self, bell: *mut u64) {
         if let Some(row) = self.endpoint.table.row(self.row) {
+            let _turn = self.turn();
             // SAFETY: `bell` is a word of this region, whose memory the caller keeps.
             unsafe { signal::ring(bell, row.sleepers()) };
         }
@@ -52,6 +60,7 @@ impl<S: Storage> Registered<S> {
     /// `Invalid` unless the offset names eight aligned bytes of the region; so for all access to words.
     pub fn load(&self, offset: usize) -> Result<u64> {
         let word = self.core.word("load", offset)?;
+        let _turn = self.core.turn();
         // SAFETY: an aligned word of the region, whose memory `self` keeps; all access to it is atomic or a copy
         // that takes what it finds. So for the three below.
         Ok(unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire))
@@ -60,6 +69,7 @@ impl<S: Storage> Registered<S> {
     /// Writes the 64-bit word at that offset; who loads it sees what was stored before (release).
     pub fn store(&self, offset: usize, value: u64) -> Result<()> {
         let word = self.core.word("store", offset)?;
+        let _turn = self.core.turn();
         // SAFETY: as in `load`.
         unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
         Ok(())
@@ -68,6 +78,7 @@ impl<S: Storage> Registered<S> {
     /// Adds to the 64-bit word at that offset, wrapping around; returns what it held before.
     pub fn fetch_add(&self, offset: usize, add: u64) -> Result<u64> {
         let word = self.core.word("fetch_add", offset)?;
+        let _turn = self.core.turn();
         // SAFETY: as in `load`.
         Ok(unsafe { reduce::fetch_add(word.cast(), add) })
     }
@@ -75,6 +86,7 @@ impl<S: Storage> Registered<S> {
     /// Replaces the 64-bit word at that offset if it holds `expected`; returns what it held before.
     pub fn compare_swap(&self, offset: usize, expected: u64, new: u64) -> Result<u64> {
         let word = self.core.word("compare_swap", offset)?;
+        let _turn = self.core.turn();
         // SAFETY: as in `load`.
         Ok(unsafe { reduce::compare_swap(word.cast(), expected, new) })
     }
@@ -185,12 +197,17 @@ impl Span {
 
     /// Wakes who sleeps in [`Registered::wait_changed`] on the bell at that offset of the span.
     pub fn wake(&self, bell: usize) -> Result<()> {
-        self.word("wake", bell, |word| self.core.ring(word))
+        let ring = self.inside("wake", 0, self.len, |start| {
+            word_at("wake", start.expose_provenance(), self.len, bell).map(|word| self.core.ring(word))
+        });
+        ring?
     }
 
     fn word<T>(&self, op: &'static str, offset: usize, body: impl FnOnce(*mut u64) -> T) -> Result<T> {
         self.inside(op, 0, self.len, |start| {
-            word_at(op, start.expose_provenance(), self.len, offset).map(body)
+            let word = word_at(op, start.expose_provenance(), self.len, offset)?;
+            let _turn = self.core.turn();
+            Ok(body(word))
         })?
     }
 

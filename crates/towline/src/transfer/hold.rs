@@ -12,6 +12,13 @@ use crate::progress::{self, Timer};
 /// one, the transfer does not end and its region stays in use, whatever the other side has said.
 pub(crate) struct LocalHold(pub(super) Arc<TransferCore>);
 
+impl TransferCore {
+    /// Whether the local memory was lent: pages of it may be gone.
+    pub(crate) fn local_is_lent(&self) -> bool {
+        self.local.as_ref().is_some_and(|local| local.core().lent)
+    }
+}
+
 impl LocalHold {
     pub(crate) fn transfer(&self) -> &Arc<TransferCore> {
         &self.0

@@ -214,6 +214,11 @@ impl Held {
         }
     }
 
+    /// Whether it is memory that was lent to this process.
+    pub(crate) fn is_lent(&self) -> bool {
+        matches!(self, Held::Here { used, .. } if used.core().lent)
+    }
+
     /// The region's row in its owner's table.
     #[inline]
     pub(crate) fn row(&self) -> Option<&Row> {

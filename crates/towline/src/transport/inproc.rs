@@ -10,9 +10,9 @@ use super::gpu::{Far, GpuAttachment, Inside, Spot};
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
-use crate::memory::{Place, bytes, reduce};
+use crate::memory::{Dtype, Place, ReduceOp, bytes, lent, reduce};
 use crate::notify::Notification;
-use crate::region::{RegionCore, raise, stale};
+use crate::region::{RegionCore, raise_own, stale};
 use crate::transfer::{After, Op, Signal};
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result};
@@ -100,13 +100,21 @@ impl Direct for Local {
         self.inside(op.name(), |remote| {
             // SAFETY: `inside` keeps the remote region, the caller keeps the local one; the offsets were checked
             // against both.
-            unsafe { move_pieces(op, local, remote, pieces) }
+            unsafe {
+                match op {
+                    Op::Reduce(op, dtype) if self.region.lent => {
+                        reduce_lent(op, dtype, local, remote, pieces)
+                    }
+                    op => move_pieces(op, local, remote, pieces),
+                }
+            }
         })
     }
 
     fn atomic(&self, offset: u64, op: AtomicOp) -> Result<u64> {
         self.word("atomic", offset)?;
         self.inside("atomic", |remote| {
+            let _turn = self.region.turn();
             // SAFETY: eight aligned bytes within the grant, kept by `inside`.
             Ok(unsafe { apply_atomic(remote.add(offset as usize), op) })
         })
@@ -116,8 +124,8 @@ impl Direct for Local {
         self.word("signal", signal.offset)?;
         self.inside("signal", |remote| {
             // SAFETY: eight aligned bytes within the grant, kept by `inside`.
-            unsafe { raise(remote.add(signal.offset as usize).cast(), signal.add, None) };
-            Ok(())
+            unsafe { raise_own(remote.add(signal.offset as usize).cast(), signal.add, self.region.lent) }
+                .map(drop)
         })
     }
 
@@ -184,6 +192,27 @@ pub(crate) unsafe fn move_pieces(op: Op, local: *mut u8, remote: *mut u8, pieces
                 Op::Reduce(op, dtype) => reduce::reduce(far, near, len, op, dtype)?,
                 Op::Atomic { .. } => {}
             }
+        }
+    }
+    Ok(())
+}
+
+/// Reduces the pieces into memory that was lent, in turn with whoever else changes such memory.
+///
+/// # Safety
+/// As for [`move_pieces`].
+unsafe fn reduce_lent(
+    op: ReduceOp,
+    dtype: Dtype,
+    local: *mut u8,
+    remote: *mut u8,
+    pieces: &[Piece],
+) -> Result<()> {
+    for piece in pieces {
+        // SAFETY: the caller's obligation.
+        unsafe {
+            let (near, far) = (local.add(piece.local as usize), remote.add(piece.remote as usize));
+            lent::reduce(&|| true, far, near, piece.len as usize, op, dtype)?;
         }
     }
     Ok(())

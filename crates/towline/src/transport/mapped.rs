@@ -121,7 +121,7 @@ impl Direct for Window {
         let word = self.word("signal", signal.offset)?;
         self.handle.pinned("signal", |row| {
             // SAFETY: eight aligned bytes within the grant and the mapping.
-            unsafe { raise(word.cast(), signal.add, Some(row.sleepers())) };
+            unsafe { raise(word.cast(), signal.add, row.sleepers()) };
             Ok(())
         })
     }

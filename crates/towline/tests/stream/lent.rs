@@ -2,9 +2,11 @@
 #![allow(unsafe_code, reason = "maps a file, and lends the mapping")]
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 use towline::{
     Access, Dtype, Endpoint, EndpointOptions, ExternalStorage, Kind, Place, ReduceOp, Registered, Remote,
     Routing, SystemStorage, Tls,
@@ -38,9 +40,12 @@ impl Mapped {
         ftruncate(&self.file, len as u64).unwrap();
     }
 
+    /// As unmapping would, except that no other test's memory comes to lie there.
     fn unmap(&self) {
-        // SAFETY: the mapping is this one's, and nobody refers to it.
-        unsafe { munmap(std::ptr::with_exposed_provenance_mut(self.addr), LEN) }.unwrap();
+        let (at, flags) =
+            (std::ptr::with_exposed_provenance_mut(self.addr), MapFlags::PRIVATE | MapFlags::FIXED);
+        // SAFETY: the mapping that is replaced is this one's, and nobody refers to it.
+        unsafe { mmap_anonymous(at, LEN, ProtFlags::empty(), flags) }.unwrap();
     }
 }
 
@@ -63,7 +68,7 @@ struct Scene {
     user: Endpoint,
     remote: Remote,
     local: Registered<SystemStorage>,
-    _region: Registered<ExternalStorage>,
+    region: Registered<ExternalStorage>,
     owner: Endpoint,
 }
 
@@ -73,7 +78,7 @@ impl Scene {
         let region = owner.register(mapped.lend(), Access::READ_WRITE).unwrap();
         let remote = user.import(&region.ticket().unwrap()).unwrap();
         let local = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
-        Scene { user, remote, local, _region: region, owner }
+        Scene { user, remote, local, region, owner }
     }
 
     /// Every way to touch the memory while it is there.
@@ -141,5 +146,123 @@ fn memory_that_was_unmapped_under_its_registration_is_stale_to_peers() {
         scene.works();
         mapped.unmap();
         scene.is_told(way, 4096);
+    }
+}
+
+#[test]
+fn words_of_lent_memory_are_changed_one_at_a_time_whoever_changes_them() {
+    const ADDS: u64 = 500;
+    for way in WAYS {
+        let mapped = Mapped::new();
+        let Scene { user, remote, local, region, owner } = Scene::on(way, &mapped);
+        // The same memory once more, as another registration of the owner's, which is used within this process.
+        let again = owner.register(mapped.lend(), Access::READ_WRITE).unwrap();
+        let here = Endpoint::open("here").unwrap();
+        let near = here.import(&again.ticket().unwrap()).unwrap();
+        let one = here.register(SystemStorage::new(8).unwrap(), Access::NONE).unwrap();
+        one.write_at(0, &1u64.to_le_bytes()).unwrap();
+        local.write_at(0, &1u64.to_le_bytes()).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..ADDS {
+                    user.fetch_add(&remote, 0, 1).unwrap().wait().unwrap();
+                }
+            });
+            scope.spawn(|| {
+                for _ in 0..ADDS {
+                    let add = user.reduce_into(&remote, &local, ReduceOp::Sum, Dtype::U64).at(0, 0, 8);
+                    add.start().unwrap().wait().unwrap();
+                    user.signal(&remote, 0, 1).unwrap().wait().unwrap();
+                }
+            });
+            scope.spawn(|| {
+                for _ in 0..ADDS {
+                    here.fetch_add(&near, 0, 1).unwrap().wait().unwrap();
+                    let add = here.reduce_into(&near, &one, ReduceOp::Sum, Dtype::U64).at(0, 0, 8);
+                    add.start().unwrap().wait().unwrap();
+                    here.signal(&near, 0, 1).unwrap().wait().unwrap();
+                    near.pin().unwrap().fetch_add(0, 1).unwrap();
+                }
+            });
+            scope.spawn(|| {
+                for _ in 0..ADDS {
+                    region.fetch_add(0, 1).unwrap();
+                }
+            });
+        });
+        assert_eq!(region.wait_signal(0, 8 * ADDS, Duration::from_secs(10)).unwrap(), 8 * ADDS, "{way}");
+    }
+}
+
+#[test]
+fn a_page_that_goes_and_comes_while_peers_change_words_ends_nobody() {
+    let mapped = Mapped::new();
+    let Scene { user, remote, local, region: _region, owner: _owner } = Scene::on("unix", &mapped);
+    let over = AtomicBool::new(false);
+    let (mut changed, mut told) = (0, 0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                mapped.cut(0);
+                mapped.cut(LEN);
+            }
+        });
+        let until = Instant::now() + Duration::from_secs(2);
+        while Instant::now() < until {
+            for _ in 0..50 {
+                let reduced = user.reduce_into(&remote, &local, ReduceOp::Sum, Dtype::U64).at(0, 0, 64 << 10);
+                let outcomes = [
+                    user.fetch_add(&remote, 4096, 1).unwrap().wait().map(drop),
+                    user.signal(&remote, 8192, 1).unwrap().wait().map(drop),
+                    reduced.start().unwrap().wait().map(drop),
+                ];
+                for outcome in outcomes {
+                    match outcome {
+                        Ok(()) => changed += 1,
+                        Err(error) => {
+                            assert_eq!(error.kind(), Kind::Stale, "{error}");
+                            told += 1;
+                        }
+                    }
+                }
+            }
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    assert!(changed > 0 && told > 0, "{changed} changes went well, {told} did not");
+}
+
+#[test]
+fn own_memory_that_is_gone_is_an_error_and_ends_nobody() {
+    for way in WAYS {
+        let (owner, user) = (open("owner", way), open("user", way));
+        let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
+        let remote = user.import(&region.ticket().unwrap()).unwrap();
+        let good = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+        for unmapped in [false, true] {
+            let mapped = Mapped::new();
+            let local = user.register(mapped.lend(), Access::NONE).unwrap();
+            user.write(&remote, &local).start().unwrap().wait().unwrap();
+            user.read(&remote, &local).start().unwrap().wait().unwrap();
+            if unmapped {
+                mapped.unmap();
+            } else {
+                mapped.cut(LEN / 2);
+            }
+            let at = (LEN / 2) as u64;
+            let reads = [user.read(&remote, &local).at(0, at, 100), user.read(&remote, &local)];
+            for (index, read) in reads.into_iter().enumerate() {
+                let error = read.start().unwrap().wait().unwrap_err();
+                assert_eq!(error.kind(), Kind::Stale, "read {index} by {way}: {error}");
+                // What was read goes nowhere, and the session goes on.
+                user.read(&remote, &good).start().unwrap().wait().unwrap();
+            }
+            let writes = [user.write(&remote, &local).at(0, at, 100), user.write(&remote, &local)];
+            for (index, write) in writes.into_iter().enumerate() {
+                let error = write.start().unwrap().wait().unwrap_err();
+                assert_eq!(error.kind(), Kind::Stale, "write {index} by {way}: {error}");
+                user.write(&remote, &good).start().unwrap().wait().unwrap();
+            }
+        }
     }
 }

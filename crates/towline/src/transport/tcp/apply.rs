@@ -3,44 +3,69 @@
 
 use crate::Result;
 use crate::memory::reduce::{change_if, reduce_if};
-use crate::memory::{Dtype, ReduceOp};
+use crate::memory::{Dtype, ReduceOp, lent};
 use crate::progress::socket::RawPartMut;
-use crate::region::{raise, wake_raised};
+use crate::region::{raise_own, wake_raised};
 use crate::wire::AtomicOp;
 
-/// Performs an atomic on a word that the caller has checked and pinned, once, if the look says so.
-pub(super) fn atomic(look: &dyn Fn() -> bool, word: *mut u8, op: AtomicOp) -> Option<u64> {
-    // SAFETY: `Serving::word` hands out only aligned words inside a region that it holds a use of.
-    unsafe {
-        match op {
-            AtomicOp::Add(value) => change_if(look, word, |seen| Some(seen.wrapping_add(value))),
-            AtomicOp::CompareSwap { expected, new } => {
-                change_if(look, word, |seen| (seen == expected).then_some(new))
+/// An aligned word inside a region that the caller holds a use of.
+#[derive(Clone, Copy)]
+pub(super) struct Word {
+    pub(super) at: *mut u8,
+    /// The memory was lent, and may be gone.
+    pub(super) lent: bool,
+}
+
+impl Word {
+    /// Changes it once, if the look says so.
+    fn change(
+        self,
+        op: &'static str,
+        look: &dyn Fn() -> bool,
+        change: impl Fn(u64) -> Option<u64>,
+    ) -> Result<Option<u64>> {
+        // SAFETY: the word's own promise.
+        unsafe {
+            if self.lent {
+                lent::change(op, look, self.at, change)
+            } else {
+                Ok(change_if(look, self.at, change))
             }
         }
     }
 }
 
-/// Raises a counter that the caller has checked and pinned.
-pub(super) fn signal(word: *mut u8, add: u64) -> u64 {
-    // SAFETY: as above.
-    unsafe { raise(word.cast(), add, None) }
+/// Performs an atomic, once, if the look says so.
+pub(super) fn atomic(look: &dyn Fn() -> bool, word: Word, op: AtomicOp) -> Result<Option<u64>> {
+    match op {
+        AtomicOp::Add(value) => word.change("atomic", look, |seen| Some(seen.wrapping_add(value))),
+        AtomicOp::CompareSwap { expected, new } => {
+            word.change("atomic", look, |seen| (seen == expected).then_some(new))
+        }
+    }
+}
+
+/// Raises a counter, and wakes who waits for it.
+pub(super) fn signal(word: Word, add: u64) -> Result<u64> {
+    // SAFETY: the word's own promise.
+    unsafe { raise_own(word.at.cast(), add, word.lent) }
 }
 
 /// The same once, if the look says so.
-pub(super) fn signal_if(look: &dyn Fn() -> bool, word: *mut u8, add: u64) -> Option<u64> {
-    // SAFETY: as above.
-    unsafe {
-        let before = change_if(look, word, |seen| Some(seen.wrapping_add(add)))?;
-        wake_raised(word.cast(), None);
-        Some(before)
+pub(super) fn signal_if(look: &dyn Fn() -> bool, word: Word, add: u64) -> Result<Option<u64>> {
+    let before = word.change("signal", look, |seen| Some(seen.wrapping_add(add)))?;
+    if before.is_some() {
+        // SAFETY: the word's own promise; the kernel only looks at the address.
+        unsafe { wake_raised(word.at.cast(), None) };
     }
+    Ok(before)
 }
 
 /// Combines received bytes into parts that the caller has checked and pinned, as long as the look says so; whether all were.
 pub(super) fn reduce(
     look: &dyn Fn() -> bool,
     parts: &[RawPartMut],
+    lent: bool,
     mut bytes: &[u8],
     op: ReduceOp,
     dtype: Dtype,
@@ -48,7 +73,14 @@ pub(super) fn reduce(
     for part in parts {
         let (now, rest) = bytes.split_at(part.len.min(bytes.len()));
         // SAFETY: the part lies in a region that the caller holds a use of, and `now` has its length.
-        if !unsafe { reduce_if(look, part.ptr, now.as_ptr(), now.len(), op, dtype)? } {
+        let all = unsafe {
+            if lent {
+                lent::reduce(look, part.ptr, now.as_ptr(), now.len(), op, dtype)?
+            } else {
+                reduce_if(look, part.ptr, now.as_ptr(), now.len(), op, dtype)?
+            }
+        };
+        if !all {
             return Ok(false);
         }
         bytes = rest;

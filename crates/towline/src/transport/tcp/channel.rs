@@ -257,14 +257,16 @@ impl Channel {
         })
     }
 
-    /// [`recv_raw`](Self::recv_raw) into memory that was lent: pages of it may be gone.
+    /// [`recv_raw`](Self::recv_raw), or the patient form of it, into memory that was lent: pages of it may be gone.
     ///
     /// # Safety
     /// The parts are memory that was lent for this, and nobody has a reference to it.
-    pub(super) unsafe fn recv_lent(&self, parts: &[RawPartMut]) -> Result<Landing> {
+    pub(super) unsafe fn recv_lent(&self, parts: &[RawPartMut], patiently: bool) -> Result<Landing> {
         let Some(inside) = &self.tls else {
             // SAFETY: the caller's promise; the kernel says where pages are missing.
-            return Landing::of(unsafe { self.socket.recv_raw(parts) });
+            return Landing::of(unsafe {
+                if patiently { self.socket.recv_raw_patiently(parts) } else { self.socket.recv_raw(parts) }
+            });
         };
         let mut landed = Ok(());
         let received = inside_bounce(inside, &self.socket, parts, |came| {

@@ -493,7 +493,7 @@ impl Connection {
                     // SAFETY: as above.
                     (true, _) => unsafe { self.socket.recv_raw_if(parts, patiently, &look) },
                     // SAFETY: as above.
-                    (false, _) if lent => unsafe { self.socket.recv_lent(parts) },
+                    (false, _) if lent => unsafe { self.socket.recv_lent(parts, patiently) },
                     // SAFETY: as above.
                     (false, true) => unsafe { self.socket.recv_raw_patiently(parts) }.map(Landing::There),
                     // SAFETY: as above.

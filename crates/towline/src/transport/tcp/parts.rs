@@ -40,9 +40,13 @@ impl Keep {
         }
     }
 
-    /// Whether the memory was lent to an owner that serves it: pages of it may be gone.
+    /// Whether the memory was lent to this process: pages of it may be gone.
     pub(super) fn is_lent(&self) -> bool {
-        matches!(self, Keep::Region(region, _) if region.core().lent)
+        match self {
+            Keep::Region(region, _) => region.core().lent,
+            Keep::Transfer(hold, _) => hold.transfer().local_is_lent(),
+            Keep::Nothing | Keep::Bounce(..) => false,
+        }
     }
 
     /// Whether the memory must not be touched any more.
@@ -454,6 +458,11 @@ impl Sink {
 
     pub(super) fn is_discarded(&self) -> bool {
         self.scratch.is_some()
+    }
+
+    /// Whether the bytes go nowhere because their memory, which was lent, is gone.
+    pub(super) fn is_gone(&self) -> bool {
+        self.given_up == Some(GivenUp::Gone)
     }
 
     /// Where the next bytes go, at most `left` of them.

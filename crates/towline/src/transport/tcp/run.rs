@@ -12,6 +12,7 @@ use super::grant::GrantHandle;
 use super::parts::{Keep, Payload, Sink, local_parts, readable};
 use super::session::Pending;
 use crate::layout::{Piece, Plan};
+use crate::memory::checked;
 use crate::sync::lock;
 use crate::transfer::{After, LocalHold, Op, TransferCore};
 use crate::wire::{self, Block, Header, Message};
@@ -238,25 +239,34 @@ impl Run {
         let payload = if payload_len == 0 {
             Payload::None
         } else {
-            Payload::Memory(readable(local_parts(&hold, pieces)))
+            let parts = readable(local_parts(&hold, pieces));
+            // Before the frame begins, which could not be sent whole any more.
+            if transfer.local_is_lent() {
+                parts.iter().try_for_each(|part| checked::look(transfer.op.name(), part.ptr, part.len))?;
+            }
+            Payload::Memory(parts)
         };
-        let checks = transfer.checked.then(|| match transfer.op {
+        let checks = match transfer.op {
+            _ if !transfer.checked => None,
             // The owner is asked for them.
-            Op::Read => Vec::new(),
-            _ => self.checks(pieces),
-        });
+            Op::Read => Some(Vec::new()),
+            _ => Some(self.checks(pieces)?),
+        };
         self.ask(unit, connection, message, payload_len, payload, checks, hold)
     }
 
     /// The checksums of local pieces. Only while some unit has not reported, so that the memory is in place.
     #[allow(unsafe_code, reason = "reads the local memory of a transfer")]
-    fn checks(&self, pieces: &[Piece]) -> Vec<u32> {
+    fn checks(&self, pieces: &[Piece]) -> Result<Vec<u32>> {
         let base = self.transfer.local_base();
         let ranges = pieces
             .iter()
             .map(|piece| (base.wrapping_add(piece.local as usize).cast_const(), piece.len as usize));
+        if self.transfer.local_is_lent() {
+            return ranges.map(|(from, len)| checked::crc32c(self.transfer.op.name(), from, len)).collect();
+        }
         // SAFETY: the transfer pins its local memory until every unit has reported, and the caller's has not.
-        unsafe { checks::of_memory(ranges) }
+        Ok(unsafe { checks::of_memory(ranges) })
     }
 
     /// Whether the bytes of a unit have arrived as they were sent.
@@ -269,7 +279,7 @@ impl Run {
         let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
         let blocks: Vec<Block> =
             pieces.iter().map(|piece| Block { offset: piece.remote, len: piece.len as u32 }).collect();
-        checks::compare("read", &blocks, &sent, &self.checks(pieces))
+        checks::compare("read", &blocks, &sent, &self.checks(pieces)?)
     }
 
     /// Sends a unit's request; its answer, or its failure, reports.

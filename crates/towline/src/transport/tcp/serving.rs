@@ -30,7 +30,7 @@ use crate::progress::socket::Lane;
 use crate::progress::{self, Timer};
 use crate::region::{Deed, stale};
 use crate::sync::lock;
-use crate::transport::tcp::apply;
+use crate::transport::tcp::apply::{self, Word};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result};
@@ -424,10 +424,19 @@ impl Serving {
         connection.send(head, Vec::new(), Payload::None, Keep::Nothing)
     }
 
-    /// An operation on one word of a region; it gives none where nobody stands by it any more.
-    fn word(&self, handle: u32, offset: u64, act: impl FnOnce(*mut u8) -> Option<u64>) -> Result<u64> {
+    /// An operation on one word of a region, for whoever waits for its outcome; it gives none where that one does not stand by it
+    /// any more.
+    fn word(
+        &self,
+        awaited: Option<&Connection>,
+        handle: u32,
+        offset: u64,
+        act: impl FnOnce(&dyn Fn() -> bool, Word) -> Result<Option<u64>>,
+    ) -> Result<u64> {
         let block = Block { offset, len: 8 };
-        let (_keep, parts) = self.admit_words("atomic", handle, &[block], 0)?;
+        let (keep, parts) = self.admit_words("atomic", handle, &[block], 0)?;
+        let lent = keep.is_lent();
+        let _wanted = awaited.map(|connection| wanted_at_once("atomic", connection, lent)).transpose()?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
         if word.is_null() || word.addr() % 8 != 0 {
             self.refused(handle);
@@ -437,7 +446,8 @@ impl Serving {
             ));
         }
         self.served(handle, Deed::Written(8));
-        act(word).ok_or_else(|| hung_up("atomic"))
+        let stands_by = || awaited.is_none_or(|connection| connection.stands_by(Some(word)));
+        act(&stands_by, Word { at: word, lent })?.ok_or_else(|| hung_up("atomic"))
     }
 
     /// Does what follows a transfer, or says that it will not be done.
@@ -469,12 +479,9 @@ impl Serving {
                 self.endpoint()?.deliver(notification).map(|()| 0)
             }
             Message::Signal(signal) => {
-                let _wanted = awaited.map(|connection| wanted_at_once("signal", connection)).transpose()?;
-                self.word(signal.handle, signal.offset, |word| match awaited {
-                    Some(connection) => {
-                        apply::signal_if(&|| connection.stands_by(Some(word)), word, signal.add)
-                    }
-                    None => Some(apply::signal(word, signal.add)),
+                self.word(awaited, signal.handle, signal.offset, |look, word| match awaited {
+                    Some(_) => apply::signal_if(look, word, signal.add),
+                    None => apply::signal(word, signal.add).map(Some),
                 })
             }
             _ => Ok(0),
@@ -581,9 +588,10 @@ fn wanted<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>
     connection.wanted().ok_or_else(|| hung_up(op))
 }
 
-/// The same for what is done at once after a look, where that is possible.
-fn wanted_at_once<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>> {
-    connection.wanted_at_once().ok_or_else(|| hung_up(op))
+/// The same for what is done at once after a look, where that is possible; in memory that was lent it is not.
+fn wanted_at_once<'a>(op: &'static str, connection: &'a Connection, lent: bool) -> Result<Wanted<'a>> {
+    let wanted = if lent { connection.wanted() } else { connection.wanted_at_once() };
+    wanted.ok_or_else(|| hung_up(op))
 }
 
 /// Passes a connection's frames on.
@@ -608,10 +616,8 @@ impl Handler for Arc<Serving> {
             Message::Ask(ask) => self.tell(connection, header.id, ask),
             Message::Read(read) => self.read(connection, header.id, &read),
             Message::Atomic(atomic) => {
-                let done = wanted_at_once("atomic", connection).and_then(|_wanted| {
-                    self.word(atomic.handle, atomic.offset, |word| {
-                        apply::atomic(&|| connection.stands_by(Some(word)), word, atomic.op)
-                    })
+                let done = self.word(Some(connection), atomic.handle, atomic.offset, |look, word| {
+                    apply::atomic(look, word, atomic.op)
                 });
                 self.answer(connection, header.id, done)
             }
@@ -715,15 +721,16 @@ impl Handler for Arc<Serving> {
             }
             Message::Reduce(reduce) => {
                 let outcome = sink.outcome("reduce_into").and_then(|()| {
-                    let _wanted = wanted_at_once("reduce_into", connection)?;
                     if let Some(sent) = &sent {
                         let arrived = checks::of_bytes(&reduce.blocks, &sink.buffer);
                         checks::compare("reduce_into", &reduce.blocks, sent, &arrived)?;
                     }
-                    let (_keep, parts) =
+                    let (keep, parts) =
                         self.admit_words("reduce_into", reduce.handle, &reduce.blocks, header.id)?;
+                    let lent = keep.is_lent();
+                    let _wanted = wanted_at_once("reduce_into", connection, lent)?;
                     let stands_by = || connection.stands_by(parts.first().map(|part| part.ptr));
-                    match apply::reduce(&stands_by, &parts, &sink.buffer, reduce.op, reduce.dtype)? {
+                    match apply::reduce(&stands_by, &parts, lent, &sink.buffer, reduce.op, reduce.dtype)? {
                         true => Ok(()),
                         false => Err(hung_up("reduce_into")),
                     }

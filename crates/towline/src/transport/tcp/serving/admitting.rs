@@ -145,7 +145,7 @@ impl Serving {
                 && region.lent
                 && needed == Access::READ
             {
-                parts.iter().try_for_each(|part| checked::look(op, part.ptr, part.len, false))?;
+                parts.iter().try_for_each(|part| checked::look(op, part.ptr, part.len))?;
             }
             Ok(admitted)
         });
@@ -182,13 +182,7 @@ impl Serving {
         request: u64,
     ) -> Result<(Keep, Vec<RawPartMut>)> {
         match self.admit(handle, Access::WRITE, blocks, request)? {
-            Admitted::Memory(keep, parts) => {
-                // No call of the kernel changes words: this one looks, right before they are.
-                if keep.is_lent() {
-                    parts.iter().try_for_each(|part| checked::look(op, part.ptr, part.len, true))?;
-                }
-                Ok((keep, parts))
-            }
+            Admitted::Memory(keep, parts) => Ok((keep, parts)),
             Admitted::Bounced(asked) => {
                 self.refused(handle);
                 Err(asked.no_words(op))

@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 
 use super::{Pending, Session};
 use crate::memory::Mapping;
+use crate::memory::checked;
 use crate::sync::lock;
 use crate::transport::Told;
 use crate::transport::tcp::connection::{Connection, Handler, Next, Role};
@@ -183,7 +184,8 @@ impl Handler for ToSession {
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, sink: Sink) -> Result<()> {
-        if sink.is_discarded() {
+        let gone = sink.is_gone();
+        if sink.is_discarded() && !gone {
             return Ok(());
         }
         drop(sink);
@@ -191,7 +193,7 @@ impl Handler for ToSession {
         session.hear();
         let checks = lock(&session.checks).remove(&header.id);
         if let Some(Pending::Unit { run, unit, .. }) = session.forget(header.id) {
-            match run.verify(unit, checks) {
+            match if gone { Err(checked::gone("read")) } else { run.verify(unit, checks) } {
                 Ok(()) => run.done(unit, connection),
                 Err(error) => run.failed(unit, error),
             }
