@@ -22,7 +22,6 @@ KNOWN = {
         {"endpoint", "notify", "region", "route", "transfer", "transport"},
         {"ticket", "wire"},
     ],
-    "crates/towline-cli": [{"bench", "worker"}],
     "crates/towline-comm": [{"bootstrap", "unique_id"}, {"collective", "communicator", "cuda", "group", "window"}],
     "crates/towline-testkit": [{"bench", "worker"}],
 }

@@ -2,16 +2,15 @@
 
 mod against;
 mod bed;
-pub(crate) mod comm;
+mod comm;
 mod contacts;
 mod cores;
 mod costs;
 mod crowds;
-pub(crate) mod defences;
+mod defences;
 mod gpu;
 mod growth;
 mod limit;
-mod measure;
 mod python;
 mod report;
 mod shapes;
@@ -25,10 +24,10 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use self::measure::Pace;
 pub(crate) use self::python::interpreter;
 use self::report::{Report, Row, Skipped};
 use self::shapes::Path;
+use crate::measure::Pace;
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 use crate::size;

@@ -9,6 +9,7 @@ mod fetch;
 mod inspect;
 mod launch;
 mod machine;
+mod measure;
 mod outcome;
 mod output;
 mod pages;

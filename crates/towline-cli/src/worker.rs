@@ -5,6 +5,8 @@
 
 mod duties;
 mod hire;
+mod member;
+pub(crate) mod order;
 pub(crate) mod protocol;
 pub(crate) mod sockets;
 

@@ -2,10 +2,8 @@
 //! beside NCCL's bare calls.
 
 mod group;
-pub(crate) mod member;
 mod nccl;
 mod one_sided;
-pub(crate) mod order;
 mod peers;
 mod reduce;
 mod windows;

@@ -6,8 +6,8 @@ use towline::{Endpoint, Ticket};
 
 use super::Session;
 use super::costs::one_region;
-use super::measure::median;
 use super::report::{Row, Unit};
+use crate::measure::median;
 use crate::outcome::Outcome;
 use crate::worker::Worker;
 use crate::worker::protocol::{Ask, Told};

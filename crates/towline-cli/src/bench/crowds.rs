@@ -9,8 +9,8 @@ use towline_testkit::raw::sleeper::Sleeper;
 
 use super::Session;
 use super::costs::one_region;
-use super::measure::median;
 use super::report::{Row, Unit};
+use crate::measure::median;
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::Shuffle;
 use crate::worker::Worker;

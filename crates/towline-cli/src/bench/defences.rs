@@ -1,12 +1,10 @@
 //! What each defence costs a request: the same transfer with it and without it, in turns.
 
-use towline::{
-    Access, Endpoint, EndpointOptions, Isolation, Quotas, Registered, Remote, Routing, SystemStorage, Tls,
-};
+use towline::{Access, Endpoint, Registered, Remote, Routing, SystemStorage};
 
 use super::Session;
-use super::measure;
 use super::report::{Row, Unit};
+use crate::measure;
 use crate::outcome::Outcome;
 use crate::worker::Worker;
 use crate::worker::protocol::{Ask, Guard, Op, Told};
@@ -31,20 +29,6 @@ const DEFENCES: [Defence; 4] = [
     Defence { name: "isolation", without: Guard::None, with: Guard::Enforced, path: None },
 ];
 
-/// An endpoint that is guarded in that way.
-pub(crate) fn guarded(name: &str, guard: Guard) -> Outcome<EndpointOptions> {
-    let options = Endpoint::options(name);
-    Ok(match guard {
-        Guard::None => options,
-        Guard::Unlimited => {
-            options.quotas(Quotas { requests: usize::MAX, bytes: u64::MAX, ..Quotas::default() })
-        }
-        Guard::Checksums => options.checksums(true),
-        Guard::Tls => options.tls(Tls::by_ticket()?),
-        Guard::Enforced => options.routing(Routing::default().isolation(Isolation::Enforced)),
-    })
-}
-
 /// A user and an owner in another process, both guarded in that way.
 struct Pair {
     endpoint: Endpoint,
@@ -56,7 +40,7 @@ impl Pair {
     fn open(worker: &mut Worker, guard: Guard, path: Option<&'static str>, bytes: u64) -> Outcome<Pair> {
         let told = worker.ask(&Ask::Guarded { guard, bytes })?;
         let Told::Ticket { ticket } = told else { return Err(worker.surprise(&told)) };
-        let endpoint = guarded("bench-defence", guard)?.open()?;
+        let endpoint = guard.options("bench-defence")?.open()?;
         let remote = match path {
             Some(path) => endpoint.import_with(&ticket, &Routing::default().require(path)?)?,
             None => endpoint.import(&ticket)?,

@@ -9,9 +9,9 @@ use towline::{Access, Endpoint, Layout, Registered, Remote, Routing, SystemStora
 use towline_testkit::gpu::{Bare, Turns};
 
 use super::against::peer::Peer;
-use super::measure::{self, median};
 use super::report::{Row, Skipped, Unit};
 use super::{Options, Session};
+use crate::measure::{self, median};
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::{self, Shuffle};
 use crate::size;

@@ -4,9 +4,9 @@ use towline::memory::create_buffer;
 use towline::{Access, Endpoint, OffsetBuffer, Registered, Remote, Routing, SystemStorage};
 
 use super::Session;
-use super::measure;
 use super::report::{Row, Unit};
 use super::shapes::Path;
+use crate::measure;
 use crate::outcome::{Failure, Outcome};
 use crate::worker::Worker;
 use crate::worker::protocol::{Ask, Told};

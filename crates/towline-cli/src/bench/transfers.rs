@@ -3,9 +3,9 @@
 use super::Session;
 use super::bed::{Bed, Shape};
 use super::limit::Limit;
-use super::measure;
 use super::report::{Row, Unit};
 use super::shapes::{Case, Manner, Path};
+use crate::measure;
 use crate::outcome::Outcome;
 use crate::size;
 

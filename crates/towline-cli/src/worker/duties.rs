@@ -9,10 +9,9 @@ use towline::{
     SharedStorage, SystemStorage, Ticket,
 };
 
+use super::member::Member;
 use super::protocol::{Ask, Guard, Memory, Op, Told, Usage};
 use super::sockets;
-use crate::bench::comm::member::Member;
-use crate::bench::defences::guarded;
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::{self, Shuffle};
 
@@ -197,7 +196,7 @@ impl Duties {
     }
 
     fn guarded(&mut self, guard: Guard, bytes: u64) -> Outcome<Told> {
-        let endpoint = guarded(&format!("{}-{guard:?}", self.name), guard)?.open()?;
+        let endpoint = guard.options(&format!("{}-{guard:?}", self.name))?.open()?;
         let storage = create_buffer(SharedStorage::new(bytes as usize)?);
         let view = OffsetBuffer::new(storage, 0, bytes as usize)?;
         let region = endpoint.register(view, Access::READ_WRITE).map_err(towline::Error::from)?;

@@ -2,9 +2,9 @@
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
-use towline::Ticket;
+use towline::{Endpoint, EndpointOptions, Isolation, Quotas, Routing, Ticket, Tls};
 
-use crate::bench::comm::order::{Answer, Order};
+use super::order::{Answer, Order};
 use crate::outcome::{Exit, Failure, Outcome};
 
 /// Read or write, seen from the process that starts the transfer.
@@ -67,6 +67,22 @@ pub(crate) enum Guard {
     Checksums,
     Tls,
     Enforced,
+}
+
+impl Guard {
+    /// The options of an endpoint that is guarded in that way.
+    pub(crate) fn options(self, name: &str) -> Outcome<EndpointOptions> {
+        let options = Endpoint::options(name);
+        Ok(match self {
+            Guard::None => options,
+            Guard::Unlimited => {
+                options.quotas(Quotas { requests: usize::MAX, bytes: u64::MAX, ..Quotas::default() })
+            }
+            Guard::Checksums => options.checksums(true),
+            Guard::Tls => options.tls(Tls::by_ticket()?),
+            Guard::Enforced => options.routing(Routing::default().isolation(Isolation::Enforced)),
+        })
+    }
 }
 
 /// One order.

@@ -1,9 +1,9 @@
 //! A group of rank processes as the bench sees it.
 
-use super::order::{Answer, Order};
 use crate::machine;
 use crate::outcome::{Failure, Outcome};
 use crate::worker::Worker;
+use crate::worker::order::{Answer, Order};
 use crate::worker::protocol::{Ask, Told};
 
 /// Rank processes that have met; they end with this value.

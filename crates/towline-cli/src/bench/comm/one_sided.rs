@@ -3,13 +3,13 @@
 use std::time::Instant;
 
 use super::super::Session;
-use super::super::measure::median;
 use super::super::report::{Row, Unit};
 use super::group::{Group, surprise};
-use super::order::{Answer, Order};
 use super::peers::{Peer, Peers, SETTINGS};
+use crate::measure::median;
 use crate::outcome::{Failure, Outcome};
 use crate::size;
+use crate::worker::order::{Answer, Order};
 use crate::worker::protocol::Op;
 
 const WINDOW: u64 = 4 << 20;

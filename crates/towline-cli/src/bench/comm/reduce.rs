@@ -9,12 +9,12 @@ use towline_comm::mem_alloc;
 use towline_testkit::raw::{Memory as RawMemory, RawSum};
 
 use super::super::Session;
-use super::super::measure::{Pace, median};
 use super::super::report::{Row, Unit};
 use super::group::Group;
-use super::order::{Memory, Order};
 use super::peers::{Peer, Peers, SETTINGS};
+use crate::measure::{Pace, median};
 use crate::outcome::{Failure, Outcome};
+use crate::worker::order::{Memory, Order};
 use crate::{machine, size};
 
 /// A turn shorter than this would measure how the processes start.

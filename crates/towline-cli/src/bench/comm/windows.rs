@@ -3,8 +3,8 @@
 use super::super::Session;
 use super::super::report::{Row, Unit};
 use super::group::{Group, surprise};
-use super::order::{Answer, Order};
 use crate::outcome::Outcome;
+use crate::worker::order::{Answer, Order};
 
 pub(super) const LARGE: &str = "window-1g";
 pub(super) const MANY: &str = "windows-1000";

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use towline_comm::UniqueId;
 
-use crate::worker::protocol::Op;
+use super::protocol::Op;
 
 /// Which memory a collective works on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

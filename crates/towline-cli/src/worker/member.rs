@@ -14,10 +14,10 @@ use towline_comm::{
 };
 use towline_testkit::raw::{Cut, Direction, Far, Flag, Memory as RawMemory, RawCopy};
 
-use super::super::measure::{self, Pace, median};
 use super::order::{Answer, Memory, Order};
+use super::protocol::{Op, Usage};
+use crate::measure::{self, Pace, median};
 use crate::outcome::{Failure, Outcome};
-use crate::worker::protocol::{Op, Usage};
 
 /// Where in a rank's window the flag lies that the other rank raises by hand.
 const FLAG: u64 = 1024;
@@ -26,7 +26,7 @@ const FLAG: u64 = 1024;
 const WARMUP: u64 = 200;
 
 #[derive(Default)]
-pub(crate) struct Member {
+pub(super) struct Member {
     comm: Option<Communicator>,
     window: Option<OneSided>,
     reductions: HashMap<(Memory, u64), Reduction>,
@@ -52,7 +52,7 @@ struct Reduction {
 }
 
 impl Member {
-    pub(crate) fn perform(&mut self, order: Order) -> Outcome<Answer> {
+    pub(super) fn perform(&mut self, order: Order) -> Outcome<Answer> {
         Ok(match order {
             Order::Join { nranks, rank, id, spinning } => {
                 let spin = Patience { spin: Duration::from_millis(20), yielding: Duration::from_millis(1) };

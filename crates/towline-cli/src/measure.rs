@@ -13,10 +13,10 @@ const SINGLES: usize = 300;
 
 /// How long a row is measured.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Pace {
-    pub(super) budget: Duration,
-    pub(super) fewest: usize,
-    pub(super) most: usize,
+pub(crate) struct Pace {
+    pub(crate) budget: Duration,
+    pub(crate) fewest: usize,
+    pub(crate) most: usize,
 }
 
 /// Of a row of which a figure is asked, the machine should be seen in more than one of its moods.
@@ -28,26 +28,26 @@ const ASKED_OF_SOCKETS: (Duration, usize) = (Duration::from_millis(1600), 151);
 
 impl Pace {
     /// For as long as a row needs of which a figure is asked.
-    pub(super) fn asked(self, sockets: bool) -> Pace {
+    pub(crate) fn asked(self, sockets: bool) -> Pace {
         let (budget, most) = if sockets { ASKED_OF_SOCKETS } else { ASKED };
         Pace { budget: self.budget.max(budget), most: self.most.max(most), ..self }
     }
 }
 
 /// One thing to time.
-pub(super) type Step<'a> = dyn FnMut() -> Outcome<()> + 'a;
+pub(crate) type Step<'a> = dyn FnMut() -> Outcome<()> + 'a;
 
 /// Seconds of one operation, ours and the limit's: medians, and ours that 99 of 100 stay below.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Times {
-    pub(super) ours: f64,
-    pub(super) limit: Option<f64>,
-    pub(super) p99: Option<f64>,
-    pub(super) rounds: usize,
+pub(crate) struct Times {
+    pub(crate) ours: f64,
+    pub(crate) limit: Option<f64>,
+    pub(crate) p99: Option<f64>,
+    pub(crate) rounds: usize,
 }
 
 /// Times operations that are long, or are repeated until a round is.
-pub(super) fn rates(pace: Pace, ours: &mut Step<'_>, mut limit: Option<&mut Step<'_>>) -> Outcome<Times> {
+pub(crate) fn rates(pace: Pace, ours: &mut Step<'_>, mut limit: Option<&mut Step<'_>>) -> Outcome<Times> {
     let repeats = |step: &mut Step<'_>| -> Outcome<u32> {
         let once = time(1, step)?.max(1e-9);
         Ok((ROUND.as_secs_f64() / once).clamp(1.0, 100_000.0) as u32)
@@ -71,12 +71,12 @@ pub(super) fn rates(pace: Pace, ours: &mut Step<'_>, mut limit: Option<&mut Step
 }
 
 /// Times single operations, each by itself.
-pub(super) fn latencies(pace: Pace, ours: &mut Step<'_>, limit: Option<&mut Step<'_>>) -> Outcome<Times> {
+pub(crate) fn latencies(pace: Pace, ours: &mut Step<'_>, limit: Option<&mut Step<'_>>) -> Outcome<Times> {
     one_by_one(pace, SINGLES, ours, limit)
 }
 
 /// Times single operations, each by itself, of which a round has as many as fit.
-pub(super) fn medians(pace: Pace, ours: &mut Step<'_>, limit: Option<&mut Step<'_>>) -> Outcome<Times> {
+pub(crate) fn medians(pace: Pace, ours: &mut Step<'_>, limit: Option<&mut Step<'_>>) -> Outcome<Times> {
     let once = time(1, ours)?.max(1e-9);
     let singles = (ROUND.as_secs_f64() / once).clamp(1.0, SINGLES as f64) as usize;
     one_by_one(pace, singles, ours, limit)
@@ -136,7 +136,7 @@ fn time(repeats: u32, step: &mut Step<'_>) -> Outcome<f64> {
 }
 
 /// The middle one; the values come out sorted.
-pub(super) fn median(values: &mut [f64]) -> f64 {
+pub(crate) fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
@@ -146,7 +146,7 @@ fn some_median(values: &mut [f64]) -> Option<f64> {
 }
 
 /// How many threads of this process share the work of `step`, by the processor time that each of them gets.
-pub(super) fn busy_threads(step: &mut Step<'_>) -> Outcome<usize> {
+pub(crate) fn busy_threads(step: &mut Step<'_>) -> Outcome<usize> {
     let before = thread_times();
     let start = Instant::now();
     let mut runs = 0;
