@@ -23,7 +23,6 @@ KNOWN = {
         {"ticket", "wire"},
     ],
     "crates/towline-comm": [{"bootstrap", "unique_id"}, {"collective", "communicator", "cuda", "group", "window"}],
-    "crates/towline-testkit": [{"bench", "worker"}],
 }
 
 TOKEN = re.compile(

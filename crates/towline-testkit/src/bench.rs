@@ -10,21 +10,13 @@ use towline::{
     Ticket,
 };
 
-pub(crate) use owner::register_views;
 pub use owner::{Owner, OwnerRegion, OwnerStats, Views};
 
+use crate::forced::as_forced;
+pub use crate::forced::forced;
 use crate::oracle::Stamp;
 use crate::watchdog::eventually;
 use crate::worker::storage;
-
-/// The variable that forces one path for every law.
-const FORCE: &str = "TOWLINE_TEST_FORCE";
-
-/// What is appended to a forced path that is to be encrypted: `tcp+tls`.
-const TLS: &str = "+tls";
-
-/// And to one over which checksums go along: `tcp+crc`.
-const CRC: &str = "+crc";
 
 /// The limit without progress in laws; their watchdog waits ten times as long. Built with `TOWLINE_TEST_SLOW` in the environment, it
 /// is long enough for an emulated machine.
@@ -188,24 +180,6 @@ impl Bench {
 /// Options with the limits of the laws.
 pub fn options(name: &str) -> EndpointOptions {
     as_forced(Endpoint::options(name).limits(Limits { no_progress: STALL, ..Limits::default() }))
-}
-
-/// Turns on what the forced path wants: TLS, checksums.
-pub fn as_forced(options: EndpointOptions) -> EndpointOptions {
-    match named() {
-        Some(path) if path.ends_with(TLS) => options.tls(towline::Tls::by_ticket().unwrap()),
-        Some(path) if path.ends_with(CRC) => options.checksums(true),
-        _ => options,
-    }
-}
-
-/// The path that `TOWLINE_TEST_FORCE` names.
-pub fn forced() -> Option<String> {
-    named().map(|path| path.trim_end_matches(TLS).trim_end_matches(CRC).to_owned())
-}
-
-fn named() -> Option<String> {
-    std::env::var(FORCE).ok().filter(|path| !path.is_empty())
 }
 
 /// What allows that path only. `cma` and `nixl` cannot do atomics and reductions: the stream helps them out.

@@ -9,6 +9,7 @@
 pub mod attacker;
 pub mod bench;
 pub mod executor;
+pub mod forced;
 pub mod gpu;
 pub mod interrupt;
 pub mod laws;

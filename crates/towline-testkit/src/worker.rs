@@ -20,12 +20,12 @@ use std::time::Duration;
 
 use towline::memory::{DeviceMemory, DeviceStorage, PinnedStorage};
 use towline::{
-    Access, DiskStorage, Endpoint, Error, Kind, Layout, Limits, NixlOptions, NixlPrefer, OffsetBuffer,
-    Pinned, Quotas, Registered, Remote, Routing, SharedStorage, Storage, SystemStorage, Ticket,
+    Access, Buffer, DiskStorage, Endpoint, Error, Kind, Layout, Limits, NixlOptions, NixlPrefer,
+    OffsetBuffer, Pinned, Quotas, Registered, Remote, Routing, SharedStorage, Storage, SystemStorage, Ticket,
 };
 
 pub use self::pinning::play;
-use crate::bench::{as_forced, register_views};
+use crate::forced::as_forced;
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
 use crate::random::Random;
@@ -46,6 +46,23 @@ pub fn storage(len: usize, kind: &str) -> towline::Result<Arc<dyn Storage>> {
         "segments" => segments::storage(len),
         other => Err(Error::new(Kind::Invalid, "register", format!("no storage is called {other}"))),
     }
+}
+
+/// Registers `count` views of one storage, `step` bytes apart.
+pub(crate) fn register_views(
+    endpoint: &Endpoint,
+    count: usize,
+    step: usize,
+    len: usize,
+    kind: &str,
+    stamp: Stamp,
+) -> towline::Result<Vec<Registered<OffsetBuffer>>> {
+    let whole = Buffer::from_arc(storage(count * step + len, kind)?);
+    stamp.fill_storage(&whole)?;
+    let views = (0..count)
+        .map(|number| OffsetBuffer::new(whole.clone(), number * step, len))
+        .collect::<towline::Result<Vec<_>>>()?;
+    endpoint.register_many(views, Access::READ).map_err(|failed| failed.error)
 }
 
 /// Reads paths, separated by commas, as a routing that requires them.

@@ -4,12 +4,12 @@ use std::cell::Cell;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use towline::{Access, Buffer, Endpoint, Layout, OffsetBuffer, Registered, Storage, Ticket};
+use towline::{Access, Endpoint, Layout, OffsetBuffer, Registered, Storage, Ticket};
 
 use super::{Setting, options};
 use crate::oracle::{Stamp, Wrong};
 use crate::process::{Failure, Process};
-use crate::worker::storage;
+use crate::worker::{register_views, storage};
 
 type Result<T> = std::result::Result<T, Failure>;
 
@@ -132,22 +132,6 @@ impl Views {
             Views::There(text) => text.lines().map(|line| line.parse().unwrap()).collect(),
         }
     }
-}
-
-pub(crate) fn register_views(
-    endpoint: &Endpoint,
-    count: usize,
-    step: usize,
-    len: usize,
-    kind: &str,
-    stamp: Stamp,
-) -> towline::Result<Vec<Registered<OffsetBuffer>>> {
-    let whole = Buffer::from_arc(storage(count * step + len, kind)?);
-    stamp.fill_storage(&whole)?;
-    let views = (0..count)
-        .map(|number| OffsetBuffer::new(whole.clone(), number * step, len))
-        .collect::<towline::Result<Vec<_>>>()?;
-    endpoint.register_many(views, Access::READ).map_err(|failed| failed.error)
 }
 
 fn ask(process: &Mutex<Process>, order: &str) -> Result<crate::process::Reply> {
