@@ -22,7 +22,7 @@ KNOWN = {
         {"endpoint", "notify", "region", "route", "transfer", "transport"},
         {"ticket", "wire"},
     ],
-    "crates/towline-comm": [{"bootstrap", "unique_id"}, {"collective", "communicator", "cuda", "group", "window"}],
+    "crates/towline-comm": [{"collective", "communicator", "cuda", "group", "window"}],
 }
 
 TOKEN = re.compile(

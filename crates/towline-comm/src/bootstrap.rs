@@ -8,11 +8,13 @@
 pub mod fuzzing;
 mod join;
 mod meeting;
+mod opening;
 mod root;
 mod wire;
 
 pub(crate) use self::join::{Joining, join};
-pub(crate) use self::root::{Root, addresses, listen, open};
+pub(crate) use self::opening::open_meeting;
+pub use self::opening::{UniqueIdOptions, get_unique_id, get_unique_id_with};
 
 /// The most ranks of a group.
 pub(crate) const MOST_RANKS: usize = 1024;

@@ -45,6 +45,7 @@ mod window;
 
 #[doc(hidden)]
 pub use bootstrap::fuzzing;
+pub use bootstrap::{UniqueIdOptions, get_unique_id, get_unique_id_with};
 pub use collective::{Algorithm, Using};
 pub use combine::{Op, Scalar};
 pub use communicator::{Communicator, Config, Progress, WaitSignal};
@@ -53,9 +54,7 @@ pub use error::{Error, Result};
 pub use group::{group, group_end, group_start};
 pub use interrupt::interruptible;
 pub use towline::Patience;
-pub use unique_id::{
-    UNIQUE_ID_LEN, UniqueId, UniqueIdOptions, get_nccl_unique_id, get_unique_id, get_unique_id_with,
-};
+pub use unique_id::{UNIQUE_ID_LEN, UniqueId, get_nccl_unique_id};
 pub use window::{
     Epoch, Memory, Operation, PeerView, RegisteredBuffer, Window, WindowFlag, WindowOptions, mem_alloc,
 };

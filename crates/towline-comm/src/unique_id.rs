@@ -7,9 +7,7 @@ use std::str::FromStr;
 use data_encoding::{BASE64URL_NOPAD, HEXLOWER};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::{Digest, Sha256};
-use towline::Kind;
 
-use crate::bootstrap::{self, Root};
 use crate::{Error, Result};
 
 /// How many bytes an id has.
@@ -17,7 +15,8 @@ pub const UNIQUE_ID_LEN: usize = 128;
 
 const MAGIC: [u8; 4] = *b"TLid";
 const VERSION: u8 = 1;
-const MOST_ADDRESSES: usize = 3;
+/// The most addresses that an id carries.
+pub(crate) const MOST_ADDRESSES: usize = 3;
 const ADDRESS_LEN: usize = 19;
 const TLS: usize = 6;
 const SECRET: std::ops::Range<usize> = 8..40;
@@ -41,51 +40,6 @@ const CHECKSUM: usize = UNIQUE_ID_LEN - 8;
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct UniqueId([u8; UNIQUE_ID_LEN]);
 
-/// Where a meeting takes place, for [`get_unique_id_with`].
-///
-/// Without addresses: on this host only. A rank on another host needs an address that it can reach.
-#[derive(Debug, Clone, Default)]
-pub struct UniqueIdOptions {
-    /// The addresses on which the meeting listens; port 0 picks one.
-    pub listen: Vec<SocketAddr>,
-    /// The addresses that are written into the id, where they differ from those listened on; at most three. Port 0
-    /// stands for the port of the first one listened on.
-    pub advertise: Vec<SocketAddr>,
-    /// Whether ranks of other hosts come through TLS. What they say is encrypted under the id's secret in any case; with TLS
-    /// it stays so when the id becomes known later.
-    pub tls: bool,
-}
-
-impl UniqueIdOptions {
-    /// Returns what the variable `TOWLINE_LISTEN` says: addresses to listen on, with commas between them.
-    pub fn from_env() -> Result<UniqueIdOptions> {
-        let mut options = UniqueIdOptions::default();
-        if let Ok(addresses) = std::env::var("TOWLINE_LISTEN") {
-            for address in addresses.split(',').map(str::trim).filter(|address| !address.is_empty()) {
-                let address: SocketAddr = address.parse().map_err(|error| {
-                    Error::invalid(
-                        "get_unique_id",
-                        format!("TOWLINE_LISTEN: {address:?} is not an address: {error}"),
-                    )
-                })?;
-                // The port belongs to the endpoint; an unspecified address tells other hosts nothing.
-                if !address.ip().is_unspecified() {
-                    options.listen.push(SocketAddr::new(address.ip(), 0));
-                }
-            }
-            options.listen.truncate(MOST_ADDRESSES);
-        }
-        Ok(options)
-    }
-}
-
-/// Opens a meeting on this host and returns its id. This process must live until everybody has joined.
-///
-/// Where the variable `TOWLINE_LISTEN` names addresses, the meeting takes place on those hosts' addresses too.
-pub fn get_unique_id() -> Result<UniqueId> {
-    get_unique_id_with(&UniqueIdOptions::from_env()?)
-}
-
 /// Makes an id of NCCL's, for a group on GPUs; NCCL in any program takes it. This process must live until everybody has
 /// joined.
 ///
@@ -95,40 +49,9 @@ pub fn get_nccl_unique_id() -> Result<UniqueId> {
     Ok(UniqueId(towline::nccl::unique_id()?))
 }
 
-/// Opens a meeting at those addresses and returns its id.
-pub fn get_unique_id_with(options: &UniqueIdOptions) -> Result<UniqueId> {
-    open_meeting(options).map(|(id, _)| id)
-}
-
-/// Opens a meeting: its id, and the handle by which it can be called off.
-pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)> {
-    const OP: &str = "get_unique_id";
-    towline::fork_guard(OP)?;
-    let mut random = [0; 48];
-    getrandom::fill(&mut random)
-        .map_err(|error| Error::new(Kind::Native, OP, format!("no random bytes: {error}")))?;
-    let listeners = bootstrap::listen(&options.listen)?;
-    let own = bootstrap::addresses(&listeners)?;
-    let mut addresses = options.advertise.clone();
-    for address in addresses.iter_mut().filter(|address| address.port() == 0) {
-        address.set_port(own.first().map_or(0, SocketAddr::port));
-    }
-    if addresses.is_empty() {
-        addresses = own;
-        if addresses.iter().any(|address| address.ip().is_unspecified()) {
-            return Err(Error::invalid(
-                OP,
-                "an unspecified address tells nobody where to come: advertise one",
-            ));
-        }
-    }
-    let id = UniqueId::compose(&random, &addresses, options.tls)?;
-    let root = bootstrap::open(&id, listeners)?;
-    Ok((id, root))
-}
-
 impl UniqueId {
-    fn compose(random: &[u8; 48], addresses: &[SocketAddr], tls: bool) -> Result<UniqueId> {
+    /// The id of a meeting at those addresses, with the secret and the name that the random bytes are.
+    pub(crate) fn compose(random: &[u8; 48], addresses: &[SocketAddr], tls: bool) -> Result<UniqueId> {
         if addresses.len() > MOST_ADDRESSES {
             let most = MOST_ADDRESSES;
             return Err(Error::invalid("get_unique_id", format!("an id carries at most {most} addresses")));
@@ -289,6 +212,8 @@ impl<'de> Deserialize<'de> for UniqueId {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
+    use towline::Kind;
+
     use super::*;
 
     fn sample() -> UniqueId {

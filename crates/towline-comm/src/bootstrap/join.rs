@@ -332,7 +332,7 @@ mod tests {
     use towline::{Access, Endpoint, SystemStorage};
 
     use super::*;
-    use crate::unique_id::{UniqueIdOptions, open_meeting};
+    use crate::bootstrap::{UniqueIdOptions, open_meeting};
 
     /// A rank that comes from another host, so to say.
     fn join_by_tcp(

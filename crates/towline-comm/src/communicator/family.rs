@@ -13,9 +13,10 @@ use sha2::{Digest, Sha256};
 use towline::{Kind, Reach, Ticket};
 
 use super::{Communicator, Config, Inner, Seating, meet};
+use crate::bootstrap::{UniqueIdOptions, open_meeting};
 use crate::group;
 use crate::team::{Seat, Team};
-use crate::unique_id::{UniqueId, UniqueIdOptions, open_meeting};
+use crate::unique_id::UniqueId;
 use crate::{Error, Result, interrupt};
 
 /// What begins the message that calls survivors to a meeting.

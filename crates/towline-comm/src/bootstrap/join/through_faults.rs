@@ -15,7 +15,8 @@ use towline_testkit::watchdog::watch;
 
 use super::{Bounded, GRACE, Joining, Stream, WELCOME_LEN, join_by};
 use crate::Result;
-use crate::unique_id::{UniqueId, UniqueIdOptions, open_meeting};
+use crate::bootstrap::{UniqueIdOptions, open_meeting};
+use crate::unique_id::UniqueId;
 
 const NRANKS: usize = 3;
 
