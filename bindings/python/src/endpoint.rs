@@ -15,6 +15,7 @@ use crate::buffer::{Asked, Memory};
 use crate::completions::{Waiter, block_on, in_turns};
 use crate::errors::{OrRaise, invalid};
 use crate::import::Import;
+use crate::lender::Lender;
 use crate::process::{self, Inherited};
 use crate::quotas::Quotas;
 use crate::region::{self, Region};
@@ -129,14 +130,14 @@ impl Endpoint {
         let endpoint = self.enter(py, "register")?;
         let access = self::access(py, "register", access)?;
         let memory = Memory::of(obj, ASKED)?;
-        let read_only = memory.read_only;
+        let (read_only, lender) = (memory.read_only, Lender::of(obj));
         region::check_writable(py, read_only, access)?;
         let storage = memory.into_storage(py, ASKED)?;
         let registered = py.detach(|| endpoint.register(storage, access));
         // A storage that was refused is dropped with the error, and its object can go.
         let registered = registered.or_raise(py);
         owners::release(py);
-        Ok(Region::new(registered?, read_only, endpoint.limits().no_progress))
+        Ok(Region::new(registered?, lender, read_only, endpoint.limits().no_progress))
     }
 
     #[pyo3(name = "import_", signature = (ticket: "Ticket | str | bytes | bytearray | memoryview", require, forbid, isolation, timeout))]

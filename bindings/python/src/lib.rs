@@ -13,6 +13,7 @@ mod errors;
 mod import;
 mod interpreter;
 mod layout;
+mod lender;
 mod nccl;
 mod nixl;
 mod owners;

@@ -1,6 +1,6 @@
 //! Registered memory.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
@@ -11,6 +11,7 @@ use crate::audit::Audit;
 use crate::completions::{ATTENTION, in_turns};
 use crate::errors::{OrRaise, invalid, raise};
 use crate::layout::Layout;
+use crate::lender::Lender;
 use crate::owners;
 use crate::process::{self, Inherited};
 use crate::request::{Number, seconds};
@@ -22,7 +23,7 @@ use crate::ticket::Ticket;
 /// so does leaving a ``with`` block. A region that is dropped instead is taken back too, without the waiting.
 #[pyclass(frozen, weakref, module = "towline")]
 pub(crate) struct Region {
-    holder: Inherited<Holder>,
+    holder: Inherited<Arc<Holder>>,
     nbytes: usize,
     access: Access,
     place: Place,
@@ -36,6 +37,8 @@ pub(crate) struct Region {
 struct Holder {
     state: Mutex<State>,
     left: Condvar,
+    /// Whose memory it is, where that can be asked. Touched with the GIL held only.
+    lender: Mutex<Option<Lender>>,
 }
 
 struct State {
@@ -63,6 +66,21 @@ impl Holder {
         drop(registered);
         drop(state);
         self.left.notify_all();
+    }
+
+    /// Looks whether the memory is still the lender's. Where it is not, peers are kept out from now on.
+    fn check(&self, py: Python<'_>, op: &'static str) -> PyResult<()> {
+        let lender =
+            self.lender.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|one| one.again(py));
+        // After the lock: asking the lender runs Python code.
+        let checked = lender.map_or(Ok(()), |lender| lender.check(py, op));
+        if checked.is_err() {
+            // Whoever is inside drops it when it leaves.
+            let lost = self.lock().registered.take();
+            py.detach(|| drop(lost));
+            self.left.notify_all();
+        }
+        checked
     }
 
     /// Deregisters. Where somebody else does that, waits for what becomes of it.
@@ -108,7 +126,13 @@ impl Holder {
 }
 
 impl Region {
-    pub(crate) fn new(registered: Registered<Buffer>, read_only: bool, limit: Duration) -> Region {
+    /// `lender`: whose memory it is, where that can be asked.
+    pub(crate) fn new(
+        registered: Registered<Buffer>,
+        lender: Option<Lender>,
+        read_only: bool,
+        limit: Duration,
+    ) -> Region {
         Region {
             limit,
             nbytes: registered.size(),
@@ -116,10 +140,11 @@ impl Region {
             place: registered.place(),
             kind: registered.storage_kind().to_string(),
             read_only,
-            holder: Inherited::new(Holder {
+            holder: Inherited::new(Arc::new(Holder {
                 state: Mutex::new(State { registered: Some(Arc::new(registered)), closing: false }),
                 left: Condvar::new(),
-            }),
+                lender: Mutex::new(lender),
+            })),
         }
     }
 
@@ -131,6 +156,7 @@ impl Region {
     ) -> PyResult<T> {
         process::guard(py, op)?;
         owners::release(py);
+        self.holder.check(py, op)?;
         let registered = self.holder.enter(op).or_raise(py)?;
         let done = work(&registered);
         self.holder.leave(registered);
@@ -138,8 +164,8 @@ impl Region {
     }
 
     fn whole(&self, py: Python<'_>, op: &'static str) -> PyResult<Span> {
-        let read_only = self.read_only;
-        self.with(py, op, |registered| Ok(Span { span: registered.into(), read_only }))
+        let span = self.with(py, op, |registered| Ok(registered.into()))?;
+        Ok(Span { span, read_only: self.read_only, holder: Arc::downgrade(&self.holder) })
     }
 }
 
@@ -202,7 +228,10 @@ impl Region {
         let within = seconds(py, "close", "timeout", timeout)?.unwrap_or(self.limit);
         let closed = in_turns(py, within, |turn| self.holder.close(turn));
         owners::release(py);
-        closed?.or_raise(py)
+        closed?.or_raise(py)?;
+        let lender = self.holder.lender.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(lender);
+        Ok(())
     }
 
     /// Whether it was closed.
@@ -283,8 +312,19 @@ impl Drop for Region {
 /// A part of a region. It does not keep the region open; a transfer that uses it does.
 #[pyclass(frozen, module = "towline")]
 pub(crate) struct Span {
-    pub(crate) span: towline::Span,
+    span: towline::Span,
     read_only: bool,
+    holder: Weak<Holder>,
+}
+
+impl Span {
+    /// What it names, for a call that uses it.
+    pub(crate) fn checked(&self, py: Python<'_>, op: &'static str) -> PyResult<towline::Span> {
+        if let Some(holder) = self.holder.upgrade() {
+            holder.check(py, op)?;
+        }
+        Ok(self.span.clone())
+    }
 }
 
 #[pymethods]
@@ -295,7 +335,7 @@ impl Span {
         let offset = offset.0 as usize;
         let len = nbytes.map_or(self.span.len().saturating_sub(offset), |nbytes| nbytes.0 as usize);
         let span = self.span.span(offset, len).or_raise(py)?;
-        Ok(Span { span, read_only: self.read_only })
+        Ok(Span { span, read_only: self.read_only, holder: self.holder.clone() })
     }
 
     /// How many bytes it names.
@@ -326,7 +366,7 @@ pub(crate) fn local(op: &'static str, object: &Bound<'_, PyAny>, is_target: bool
         let whole = region.get().whole(py, op)?;
         (whole.span, whole.read_only)
     } else if let Ok(span) = object.cast::<Span>() {
-        (span.get().span.clone(), span.get().read_only)
+        (span.get().checked(py, op)?, span.get().read_only)
     } else {
         let kind = object.get_type().name()?;
         return Err(pyo3::exceptions::PyTypeError::new_err(format!(

@@ -276,3 +276,22 @@ with towline.Endpoint("a") as a, a.register(array) as region:
     assert target[28] == 9
 """
     )
+
+
+def test_an_array_that_was_resized_is_stale_to_its_owner_and_to_peers() -> None:
+    with towline.Endpoint("owner") as owner, towline.Endpoint("user") as user:
+        array = numpy.arange(1 << 20, dtype=numpy.uint64)
+        region = owner.register(array, "read+write")
+        remote = user.import_(region.ticket(), require="unix")
+        into = user.register(bytearray(64), "none")
+        user.read(remote, into, at=(0, 0, 64)).wait()
+        array.resize((1 << 22,), refcheck=False)
+        with pytest.raises(towline.Stale, match="resized, moved or replaced"):
+            region.ticket()
+        with pytest.raises(towline.Stale):
+            user.read(remote, into, at=(0, 0, 64)).wait()
+        for unmovable in (bytearray(64), mmap.mmap(-1, 64)):
+            kept = owner.register(unmovable)
+            with pytest.raises(BufferError):
+                unmovable.resize(8192) if isinstance(unmovable, mmap.mmap) else unmovable.extend(b"more")
+            kept.close()

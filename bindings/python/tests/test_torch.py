@@ -300,3 +300,96 @@ def test_tensors_with_gaps_and_of_shared_memory_in_collectives() -> None:
     comm.destroy()
     gc.collect()
     assert gone() is None
+
+
+def storage_of(tensor: Any) -> Any:
+    return tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()
+
+
+def resized(tensor: Any) -> None:
+    storage_of(tensor).resize_(0)
+
+
+def replaced(tensor: Any) -> None:
+    tensor.data = torch.zeros_like(tensor)
+
+
+def set_anew(tensor: Any) -> None:
+    tensor.set_(torch.zeros_like(tensor))
+
+
+def grown(tensor: Any) -> None:
+    # The storage may stay where it is, and is another one all the same.
+    storage_of(tensor).resize_(4 * len(storage_of(tensor)))
+
+
+CHANGES = [resized, replaced, set_anew, grown]
+
+
+@pytest.mark.parametrize("path", ["inproc", "unix", "tcp"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_lost_its_storage_is_stale_to_its_owner_and_to_peers(change: Any, path: str) -> None:
+    tensor, into = torch.arange(65536), torch.zeros(65536, dtype=torch.int64)
+    with towline.Endpoint("owner") as owner, towline.Endpoint("user") as user:
+        region = owner.register(tensor, "read+write")
+        remote = user.import_(region.ticket(), require=path)
+        local = user.register(into, "none")
+        user.read(remote, local).wait()
+        assert torch.equal(into, torch.arange(65536))
+        change(tensor)
+        with pytest.raises(towline.Stale, match="resized, moved or replaced") as raised:
+            region.ticket()
+        assert raised.value.op == "ticket"
+        into.zero_()
+        with pytest.raises(towline.Stale):
+            user.read(remote, local).wait()
+        assert not into.any()
+        # It stays so, and can be closed.
+        with pytest.raises(towline.Stale, match="resized, moved or replaced"):
+            region.span(0, 8)
+        region.close()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_read_into_or_written_from_a_tensor_that_lost_its_storage(change: Any) -> None:
+    with towline.Endpoint("owner") as owner, towline.Endpoint("user") as user:
+        served = owner.register(bytearray(64), "read+write")
+        remote = user.import_(served.ticket())
+        for as_span in (False, True):
+            tensor = torch.ones(8, dtype=torch.int64)
+            region = user.register(tensor, "none")
+            local = region.span(0, 64) if as_span else region
+            user.write(remote, local).wait()
+            change(tensor)
+            for move in (user.read, user.write):
+                with pytest.raises(towline.Stale, match="resized, moved or replaced"):
+                    move(remote, local)
+            assert region.closed
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_descriptor_of_a_tensor_that_lost_its_storage_begins_nothing(change: Any, connector: Connector) -> None:
+    for view in (lambda tensor: tensor, lambda tensor: tensor[::2], lambda tensor: tensor[2:5]):
+        tensor = torch.arange(64)
+        seen = view(tensor)
+        descriptor = Descriptor(seen)
+        connector.create_readable_sync(descriptor).cancel()
+        change(seen)
+        with pytest.raises(towline.Stale, match="resized, moved or replaced"):
+            connector.create_readable_sync(descriptor)
+        with pytest.raises(towline.Stale, match="resized, moved or replaced"):
+            descriptor.register_memory(connector)
+
+
+def test_a_tensor_that_was_registered_and_closed_is_not_kept() -> None:
+    with towline.Endpoint("owner") as owner:
+        tensor = torch.arange(64)
+        gone = weakref.ref(tensor)
+        region = owner.register(tensor)
+        region.ticket()
+        del tensor
+        gc.collect()
+        assert gone() is not None
+        region.close()
+        gc.collect()
+        assert gone() is None

@@ -47,14 +47,20 @@ fn reads(kind: u8) -> PyResult<bool> {
     }
 }
 
-fn descriptors(local: Vec<Bound<'_, Descriptor>>, stream: Option<usize>) -> connect::Descriptors {
-    let local: Vec<_> = local.iter().map(|one| one.get().inner().clone()).collect();
+fn descriptors(
+    py: Python<'_>,
+    op: &'static str,
+    local: Vec<Bound<'_, Descriptor>>,
+    stream: Option<usize>,
+) -> PyResult<connect::Descriptors> {
+    let local: Vec<_> =
+        local.iter().map(|one| one.get().checked(py, op).cloned()).collect::<PyResult<_>>()?;
     let local = connect::Descriptors::from(local);
-    match stream {
+    Ok(match stream {
         // SAFETY: the caller vouches for the stream, as for all that it hands to CUDA.
         Some(stream) => unsafe { local.stream(StreamHandle(stream)) },
         None => local,
-    }
+    })
 }
 
 #[pymethods]
@@ -102,7 +108,7 @@ impl Connector {
         unclaimed: Option<f64>,
         stream: Option<usize>,
     ) -> PyResult<Operation> {
-        let (reads, local) = (reads(kind)?, descriptors(local, stream));
+        let (reads, local) = (reads(kind)?, descriptors(py, "create", local, stream)?);
         let op = if reads { "create_readable" } else { "create_writable" };
         let unclaimed = seconds(py, op, "unclaimed_timeout", unclaimed)?;
         let connector = self.open(py, op)?;
@@ -126,7 +132,7 @@ impl Connector {
         local: Vec<Bound<'_, Descriptor>>,
         stream: Option<usize>,
     ) -> PyResult<Beginning> {
-        let (reads, local) = (reads(kind)?, descriptors(local, stream));
+        let (reads, local) = (reads(kind)?, descriptors(py, "begin", local, stream)?);
         let remote = metadata::from_fields(remote)?;
         let connector = self.open(py, if reads { "begin_read" } else { "begin_write" })?;
         let claiming: connect::Beginning<Started> = py.detach(|| {

@@ -10,6 +10,7 @@ use super::connector::Connector;
 use super::metadata::device;
 use crate::buffer::{Asked, CUDA, Extent, Memory};
 use crate::errors::{OrRaise, raise};
+use crate::lender::Lender;
 use crate::owners;
 use crate::process::{self, Inherited};
 
@@ -18,15 +19,33 @@ const ASKED: Asked =
 
 /// Memory that takes part in operations.
 #[pyclass(frozen, module = "towline._native")]
-pub(crate) struct Descriptor(Inherited<Option<connect::Descriptor>>);
+pub(crate) struct Descriptor {
+    descriptor: Inherited<Option<connect::Descriptor>>,
+    /// Whose memory it is, where that can be asked.
+    lender: Option<Inherited<Lender>>,
+}
 
 impl Descriptor {
     fn new(descriptor: connect::Descriptor) -> Descriptor {
-        Descriptor(Inherited::new(Some(descriptor)))
+        Descriptor { descriptor: Inherited::new(Some(descriptor)), lender: None }
     }
 
-    pub(crate) fn inner(&self) -> &connect::Descriptor {
-        match &*self.0 {
+    /// With the object that was described.
+    fn of(mut self, object: Option<&Bound<'_, PyAny>>) -> Descriptor {
+        self.lender = object.and_then(Lender::of).map(Inherited::new);
+        self
+    }
+
+    /// The memory, for a call that uses it: `Stale` where it is no longer the described object's.
+    pub(crate) fn checked(&self, py: Python<'_>, op: &'static str) -> PyResult<&connect::Descriptor> {
+        if let Some(lender) = &self.lender {
+            lender.check(py, op)?;
+        }
+        Ok(self.inner())
+    }
+
+    fn inner(&self) -> &connect::Descriptor {
+        match &*self.descriptor {
             Some(descriptor) => descriptor,
             // Only `drop` empties it.
             None => unreachable!("a descriptor that was dropped is used"),
@@ -98,7 +117,8 @@ impl Descriptor {
         if let Some(mark) = mark {
             descriptor.set_mark(mark);
         }
-        seen(py, if read_only { descriptor.read_only() } else { descriptor }, layout)
+        let seen = seen(py, if read_only { descriptor.read_only() } else { descriptor }, layout)?;
+        Ok(seen.of(Some(data)))
     }
 
     /// Describes memory by its address; `owner` keeps it.
@@ -113,7 +133,8 @@ impl Descriptor {
     ) -> PyResult<Descriptor> {
         process::guard(py, "descriptor")?;
         owners::release(py);
-        at(py, ptr, size, device(kind, id), owner).map(Descriptor::new)
+        let whole = at(py, ptr, size, device(kind, id), owner.clone())?;
+        Ok(Descriptor::new(whole).of(owner.as_ref()))
     }
 
     /// Describes an array by the address of its first element, the bytes of one, its shape and its strides in bytes.
@@ -130,7 +151,8 @@ impl Descriptor {
         owners::release(py);
         let (item, shape, strides) = array;
         let extent = Extent::of(py, ASKED, item, &shape, &strides)?;
-        seen(py, at(py, ptr, extent.len, device(kind, id), owner)?, extent.layout)
+        let whole = at(py, ptr, extent.len, device(kind, id), owner.clone())?;
+        Ok(seen(py, whole, extent.layout)?.of(owner.as_ref()))
     }
 
     /// Lets operations wait for what is queued in a stream by now, where a driver knows the memory.
@@ -198,7 +220,8 @@ impl Descriptor {
 
     fn register(&self, py: Python<'_>, connector: &Bound<'_, Connector>) -> PyResult<()> {
         let connector = connector.get().open(py, "register")?;
-        py.detach(|| self.inner().register_memory(connector)).or_raise(py)
+        let descriptor = self.checked(py, "register")?;
+        py.detach(|| descriptor.register_memory(connector)).or_raise(py)
     }
 
     fn deregister(&self, py: Python<'_>, connector: &Bound<'_, Connector>) -> PyResult<()> {
@@ -213,7 +236,7 @@ impl Descriptor {
 impl Drop for Descriptor {
     fn drop(&mut self) {
         if !process::in_child() {
-            drop(self.0.take());
+            drop(self.descriptor.take());
             // The object was most likely kept for this descriptor alone: let it go now rather than at the next call.
             Python::try_attach(owners::release);
         }
