@@ -79,9 +79,14 @@ impl Attacker {
     /// A whole handshake and an import; the owner's answer to the ticket.
     pub fn try_log_in(&mut self, ticket: &Ticket) -> Result<u32, WireError> {
         let challenge = self.shake_hands(ticket)?;
+        self.import(ticket, &challenge)
+    }
+
+    /// An import over a session that is there already; the owner's answer to the ticket.
+    pub fn import(&mut self, ticket: &Ticket, challenge: &[u8; 32]) -> Result<u32, WireError> {
         let item = ImportItem {
             ticket: ticket.public_bytes().to_vec(),
-            proof: ticket.proof(&challenge),
+            proof: ticket.proof(challenge),
             operation: None,
         };
         self.send(&Message::from(Import { items: vec![item] }).frame(1, 0, 0));

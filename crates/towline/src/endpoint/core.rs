@@ -227,9 +227,14 @@ impl EndpointCore {
                 "the ticket's tag is not this endpoint's",
             ));
         }
-        self.check_lease(&claims)?;
-        let region = self.regions.find(claims.row, claims.generation).ok_or_else(|| stale("import"))?;
+        let region = self.check_current(&claims)?;
         Ok((region, claims))
+    }
+
+    /// Refuses a genuine ticket that is worth nothing any more: its lease has run out, or its region is gone.
+    pub(crate) fn check_current(&self, claims: &Claims) -> Result<Arc<RegionCore>> {
+        self.check_lease(claims)?;
+        self.regions.find(claims.row, claims.generation).ok_or_else(|| stale("import"))
     }
 
     /// Counts a ticket that was refused, also for the region that it names, where there is one.

@@ -18,7 +18,7 @@ use crate::region::Deed;
 use crate::route::{Explanation, Routes, Routing, Way};
 use crate::sync::lock;
 use crate::ticket::Reach;
-use crate::transport::tcp::{GrantHandle, Importing, Medium, Session};
+use crate::transport::tcp::{GrantHandle, Importing, Medium, NoContact, Session};
 use crate::transport::{Capabilities, Offer, Owner};
 use crate::wire::Grant;
 use crate::{Access, Error, Kind, Result, Ticket, fork};
@@ -223,17 +223,20 @@ pub(super) fn import(
             (indices, asked)
         })
         .collect();
-    for (indices, asked) in asked {
-        match asked.and_then(|(session, importing)| granted(endpoint, &session, importing, (routing, until)))
-        {
+    for (indices, Asked { refused, rest }) in asked {
+        let (first, others) = indices.split_at(refused.len());
+        for (index, error) in first.iter().zip(refused) {
+            outcomes[*index] = Some(Err(error));
+        }
+        match rest.and_then(|(session, importing)| granted(endpoint, &session, importing, (routing, until))) {
             Ok(remotes) => {
-                for (index, remote) in indices.into_iter().zip(remotes) {
-                    outcomes[index] = Some(remote);
+                for (index, remote) in others.iter().zip(remotes) {
+                    outcomes[*index] = Some(remote);
                 }
             }
             Err(error) => {
-                for index in indices {
-                    outcomes[index] = Some(Err(error.clone()));
+                for index in others {
+                    outcomes[*index] = Some(Err(error.clone()));
                 }
             }
         }
@@ -356,16 +359,34 @@ fn import_here(
     Remote::new(endpoint, Owner::Here(&region), grant, owner.name(), wanted)
 }
 
-/// Asks the owner of those tickets for grants, after a first contact where there was none.
-fn ask(
-    endpoint: &Arc<EndpointCore>,
-    tickets: &[&Ticket],
-    routing: &Routing,
-    until: Instant,
-) -> Result<(Arc<Session>, Importing)> {
-    let session = contact(endpoint, tickets[0], routing, until)?;
-    let importing = session.import(tickets, None, until)?;
-    Ok((session, importing))
+/// What became of the tickets of one owner.
+struct Asked {
+    /// Why the owner did not open a session with the first of them, one by one.
+    refused: Vec<Error>,
+    /// The import of the others.
+    rest: Result<(Arc<Session>, Importing)>,
+}
+
+/// Asks the owner of those tickets for grants, after a first contact where there was none. A ticket that has run out opens no
+/// session: the next one has to.
+fn ask(endpoint: &Arc<EndpointCore>, tickets: &[&Ticket], routing: &Routing, until: Instant) -> Asked {
+    let mut refused = Vec::new();
+    loop {
+        let rest = &tickets[refused.len()..];
+        let Some(first) = rest.first() else {
+            let none = Error::new(Kind::Internal, "import", "there is no ticket left to ask for");
+            return Asked { refused, rest: Err(none) };
+        };
+        let rest = match contact(endpoint, first, routing, until) {
+            Err(none) if none.of_ticket => {
+                refused.push(none.error);
+                continue;
+            }
+            Err(none) => Err(none.error),
+            Ok(session) => session.import(rest, None, until).map(|importing| (session, importing)),
+        };
+        return Asked { refused, rest };
+    }
 }
 
 /// Waits for an owner's grants.
@@ -416,7 +437,7 @@ pub(super) fn contact(
     ticket: &Ticket,
     routing: &Routing,
     until: Instant,
-) -> Result<Arc<Session>> {
+) -> Result<Arc<Session>, NoContact> {
     let incarnation = ticket.body().identity.incarnation;
     let mut tried = Vec::new();
     for medium in media(ticket, routing) {
@@ -435,10 +456,14 @@ pub(super) fn contact(
                 return Ok(session);
             }
             // The owner itself has answered: another way to it would not change its mind.
-            Err(error) if matches!(error.kind(), Kind::PermissionDenied | Kind::Stale | Kind::Protocol) => {
-                return Err(error.with_peer(&*ticket.body().identity.name));
+            Err(NoContact { error, of_ticket })
+                if matches!(error.kind(), Kind::PermissionDenied | Kind::Stale | Kind::Protocol) =>
+            {
+                return Err(NoContact { error: error.with_peer(&*ticket.body().identity.name), of_ticket });
             }
-            Err(error) => tried.push((error.kind(), format!("{medium}: {}", error.message()))),
+            Err(NoContact { error, .. }) => {
+                tried.push((error.kind(), format!("{medium}: {}", error.message())));
+            }
         }
     }
     // What the caller can do something about comes first.
@@ -452,7 +477,7 @@ pub(super) fn contact(
         let all: Vec<_> = tried.into_iter().map(|(_, message)| message).collect();
         (kind, format!("its owner does not answer ({})", all.join("; ")))
     };
-    Err(Error::new(kind, "import", message).with_peer(&*ticket.body().identity.name))
+    Err(Error::new(kind, "import", message).with_peer(&*ticket.body().identity.name).into())
 }
 
 #[cfg(test)]

@@ -35,6 +35,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+pub(crate) use self::contact::NoContact;
 pub(crate) use self::grant::GrantHandle;
 pub(crate) use self::importing::{Imported, Importing, proven};
 pub(crate) use self::listener::Listener;

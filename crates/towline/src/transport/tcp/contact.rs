@@ -30,13 +30,33 @@ pub(super) struct Contact {
     pub(super) files: Vec<OwnedFd>,
 }
 
+/// Why there is no contact.
+#[derive(Debug)]
+pub(crate) struct NoContact {
+    pub(crate) error: Error,
+    /// The owner is there and took the proof: it refuses this ticket, and may well accept another one.
+    pub(crate) of_ticket: bool,
+}
+
+impl From<Error> for NoContact {
+    fn from(error: Error) -> NoContact {
+        NoContact { error, of_ticket: false }
+    }
+}
+
+impl From<NoContact> for Error {
+    fn from(none: NoContact) -> Error {
+        none.error
+    }
+}
+
 /// Connects with the key that a ticket gives.
 pub(super) fn with_ticket(
     endpoint: &EndpointCore,
     ticket: &Ticket,
     medium: Medium,
     until: Instant,
-) -> Result<Contact> {
+) -> Result<Contact, NoContact> {
     let owner = ticket.body().identity.incarnation;
     let socket = dial(medium, &owner, Lane::Control, until)?;
     let name = &ticket.body().identity.name;
@@ -54,7 +74,7 @@ pub(super) fn with_session(
     let socket = dial(session.medium(), &owner, Lane::Bulk, until)?;
     let socket = Channel::connected(socket, endpoint.tls(), session.peer_name(), until)?;
     let key = ClientKey::Session { id: session.id, key: &session.key };
-    handshake(endpoint, socket, owner, key, until).map(|contact| (contact.socket, contact.ready.local))
+    Ok(handshake(endpoint, socket, owner, key, until).map(|contact| (contact.socket, contact.ready.local))?)
 }
 
 fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Result<Socket> {
@@ -90,7 +110,7 @@ fn handshake(
     owner: Incarnation,
     key: ClientKey<'_>,
     until: Instant,
-) -> Result<Contact> {
+) -> Result<Contact, NoContact> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)
         .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
@@ -101,7 +121,10 @@ fn handshake(
     let welcome = read_frame(&socket, FrameKind::Welcome, false, &mut files, until)?;
     let (prove, key, challenge) = client.on_welcome(&welcome)?;
     send_all(&socket, &prove, until).map_err(|error| refusal_or(&socket, error))?;
-    let ready = read_frame(&socket, FrameKind::Ready, true, &mut files, until)?;
+    // Both have proven by now that they know the ticket: what is refused from here on is the ticket.
+    let ready = read_frame(&socket, FrameKind::Ready, true, &mut files, until).map_err(|error| {
+        NoContact { of_ticket: matches!(error.kind(), Kind::Stale | Kind::PermissionDenied), error }
+    })?;
     Ok(Contact { socket, ready: Ready::decode(&ready)?, key, challenge, files })
 }
 

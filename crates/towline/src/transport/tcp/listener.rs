@@ -11,9 +11,10 @@ use super::UNANSWERED;
 use super::channel::Channel;
 use super::connection::{Connection, Handler, Next, Role};
 use super::parts::{Keep, Payload, Sink};
-use super::serving::Serving;
+use super::serving::{Serving, Standing};
 use super::strangers::{Origin, Stranger};
 use crate::endpoint::EndpointCore;
+use crate::identity::Identity;
 use crate::progress::socket::{Lane, PeerAddr, Socket};
 use crate::progress::{self, Interest, Readiness, Source, Timer, Token};
 use crate::sync::lock;
@@ -114,6 +115,7 @@ impl Listener {
             endpoint: self.endpoint.clone(),
             handshake: Mutex::new(None),
             stranger: Arc::clone(&stranger),
+            proven: OnceLock::new(),
             connection: OnceLock::new(),
         });
         let socket = Channel::accepted(socket, endpoint.tls())?;
@@ -233,6 +235,8 @@ struct Newcomer {
     endpoint: Weak<EndpointCore>,
     handshake: Mutex<Option<ServerHandshake>>,
     stranger: Arc<Stranger>,
+    /// Who it says it is, once it has proven to hold a ticket.
+    proven: OnceLock<Identity>,
     connection: OnceLock<Weak<Connection>>,
 }
 
@@ -272,15 +276,16 @@ impl Newcomer {
                 let handshake = lock(&self.handshake)
                     .take()
                     .ok_or_else(|| Error::protocol("contact", "a proof came before the hello"))?;
-                let client = handshake.client().clone();
-                let joined = match handshake.key_ref() {
-                    KeyRef::Session(id) => Some(*id),
-                    KeyRef::Ticket(_) => None,
-                };
+                let (client, used) = (handshake.client().clone(), handshake.key_ref().clone());
                 let (key, challenge) = handshake.on_prove(body)?;
-                match joined {
-                    Some(id) => Serving::join(&endpoint, id, connection),
-                    None => Serving::begin(&endpoint, client, key, challenge, connection),
+                let _ = self.proven.set(client.clone());
+                match used {
+                    KeyRef::Session(id) => Serving::join(&endpoint, id, connection),
+                    KeyRef::Ticket(public) => {
+                        // Only now: what has become of a region is the business of those who hold a ticket to it.
+                        let standing = Standing::of_ticket(&endpoint, &public)?;
+                        Serving::begin(&endpoint, client, (key, challenge), standing, connection)
+                    }
                 }
             }
             other => Err(Error::protocol("contact", format!("{other:?} came out of turn"))),

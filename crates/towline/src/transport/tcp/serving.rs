@@ -2,6 +2,7 @@
 
 mod admitting;
 mod local;
+mod standing;
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use self::admitting::{Admitted, Granting};
 use self::local::Local;
+pub(super) use self::standing::Standing;
 use super::allowance::{Allowance, exhausted};
 use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Next, Role, Wanted};
@@ -54,6 +56,8 @@ pub(crate) struct Serving {
     challenge: [u8; 32],
     connections: Mutex<Vec<Arc<Connection>>>,
     grants: Mutex<HashMap<u32, Granting>>,
+    /// Without it the peer may not even send messages.
+    standing: Mutex<Standing>,
     next_handle: AtomicU32,
     counting: Counting,
     announced: Announced,
@@ -69,12 +73,12 @@ pub(crate) struct Serving {
 }
 
 impl Serving {
-    /// A peer has proven to hold a ticket.
+    /// A peer has proven to hold a ticket that is still good.
     pub(super) fn begin(
         endpoint: &Arc<EndpointCore>,
         peer: Identity,
-        key: SessionKey,
-        challenge: [u8; 32],
+        (key, challenge): (SessionKey, [u8; 32]),
+        standing: Standing,
         connection: &Arc<Connection>,
     ) -> Result<()> {
         use std::sync::atomic::AtomicU64;
@@ -92,6 +96,7 @@ impl Serving {
             challenge,
             connections: Mutex::new(vec![Arc::clone(connection)]),
             grants: Mutex::default(),
+            standing: Mutex::new(standing),
             next_handle: AtomicU32::new(1),
             counting: Counting::default(),
             announced: Announced::default(),
@@ -475,6 +480,7 @@ impl Serving {
     fn act(&self, message: Message, awaited: Option<&Connection>) -> Result<u64> {
         match message {
             Message::Notify(notify) => {
+                self.check_standing()?;
                 let notification = Notification { from: self.peer.clone(), message: notify.message };
                 self.endpoint()?.deliver(notification).map(|()| 0)
             }

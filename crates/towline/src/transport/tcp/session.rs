@@ -15,7 +15,7 @@ use self::lanes::Lanes;
 use self::pulse::Pulse;
 use super::Medium;
 use super::connection::Connection;
-use super::contact;
+use super::contact::{self, NoContact};
 use super::grant::GrantHandle;
 use super::importing::Reply;
 use super::mappings::Mappings;
@@ -123,7 +123,7 @@ impl Session {
         ticket: &Ticket,
         medium: Medium,
         until: Instant,
-    ) -> Result<Arc<Session>> {
+    ) -> Result<Arc<Session>, NoContact> {
         let contact = contact::with_ticket(endpoint, ticket, medium, until)?;
         // Pages that another user can write would be locked and followed here as if they were our own: only an owner of the same
         // user gives any, and none is used where every access must go through the owner. Those that came are closed.

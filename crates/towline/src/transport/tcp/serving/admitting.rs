@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-use super::Serving;
+use super::{Serving, Standing};
 use crate::endpoint::EndpointCore;
 use crate::memory::{Holder, Place, checked};
 use crate::progress::socket::RawPartMut;
@@ -90,7 +90,9 @@ impl Serving {
         if self.local.is_some() {
             granting.count(Deed::GivenAway);
         }
+        let standing = Standing::new(&region, &granting.claims);
         lock(&self.grants).insert(handle, granting);
+        self.holds_another(standing);
         Ok(grant)
     }
 
