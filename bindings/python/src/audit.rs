@@ -20,6 +20,12 @@ impl Audit {
         self.0.peers.iter().cloned().map(PeerAudit).collect()
     }
 
+    /// Of an endpoint: who was refused before it had proven to hold any ticket, as pairs of where it came from and how often.
+    #[getter]
+    fn strangers(&self) -> Vec<(String, u64)> {
+        self.0.strangers.iter().map(|stranger| (stranger.origin.clone(), stranger.refused)).collect()
+    }
+
     /// Whether some peer was given the memory itself, so that the numbers are not all there is.
     #[getter]
     fn incomplete(&self) -> bool {

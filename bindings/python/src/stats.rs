@@ -32,10 +32,16 @@ impl Stats {
         self.0.parked
     }
 
-    /// Accesses that this endpoint refused to serve.
+    /// What this endpoint refused to serve: accesses, tickets, handshakes.
     #[getter]
     fn refused(&self) -> u64 {
         self.0.refused
+    }
+
+    /// Connections among them that did not become sessions.
+    #[getter]
+    fn refused_handshakes(&self) -> u64 {
+        self.0.refused_handshakes
     }
 
     /// Sessions of peers that use this endpoint's regions.

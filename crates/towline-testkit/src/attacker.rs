@@ -1,12 +1,15 @@
 //! A peer that speaks the protocol by hand, as badly as it is told to.
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::TcpStream;
+use std::os::fd::BorrowedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use towline::ticket::{Reach, Ticket, socket_name};
 use towline::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
 use towline::wire::{
@@ -178,6 +181,16 @@ impl Attacker {
             Stream::Unix(stream) => stream.write_all(bytes),
             Stream::Tcp(stream) => stream.write_all(bytes),
         };
+    }
+
+    /// [`send`](Self::send) over a Unix socket, with descriptors.
+    pub fn send_with_files(&mut self, bytes: &[u8], files: &[BorrowedFd<'_>]) {
+        let Stream::Unix(stream) = &self.stream else { panic!("descriptors pass over Unix sockets only") };
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(files.len()))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(files)));
+        self.said.extend_from_slice(bytes);
+        let _ = sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
     }
 
     /// The next frame and its body, its payload left out; `None` at the end of the connection.

@@ -248,7 +248,10 @@ impl Endpoint {
 
     /// Who used this endpoint's regions, all of them together, and who was refused.
     pub fn audit(&self) -> Audit {
-        if fork::in_child() { Audit::default() } else { self.0.ledger.audit() }
+        if fork::in_child() {
+            return Audit::default();
+        }
+        Audit { strangers: self.0.refusals.audit(), ..self.0.ledger.audit() }
     }
 
     /// Revokes every region, ends every transfer and closes every connection, then waits until nobody touches the memory of

@@ -70,7 +70,7 @@ pub use memory::{
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{
-    Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, Stretch,
+    Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, StrangerAudit, Stretch,
     average, can_average, can_sum, sum,
 };
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};

@@ -17,7 +17,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use self::audit::{Audit, PeerAudit};
+pub use self::audit::{Audit, PeerAudit, StrangerAudit};
 pub(crate) use self::audit::{Deed, Entry, Ledger};
 pub(crate) use self::core::{Borrower, ParkingLot, RegionCore, RegionUse};
 pub(crate) use self::peers::PeerPins;

@@ -33,6 +33,11 @@ class Audit:
         """
         The peers, by name.
         """
+    @property
+    def strangers(self, /) -> list[tuple[str, int]]:
+        """
+        Of an endpoint: who was refused before it had proven to hold any ticket, as pairs of where it came from and how often.
+        """
 
 @final
 class Beginning:
@@ -865,7 +870,12 @@ class Stats:
     @property
     def refused(self, /) -> int:
         """
-        Accesses that this endpoint refused to serve.
+        What this endpoint refused to serve: accesses, tickets, handshakes.
+        """
+    @property
+    def refused_handshakes(self, /) -> int:
+        """
+        Connections among them that did not become sessions.
         """
     @property
     def regions(self, /) -> int:

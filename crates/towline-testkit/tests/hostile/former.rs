@@ -8,6 +8,7 @@ use towline::wire::{Block, FrameKind, Message, Ping, Read};
 use towline::{Endpoint, Kind};
 use towline_testkit::attacker::{Attacker, Medium};
 use towline_testkit::bench::routing;
+use towline_testkit::watchdog::eventually;
 
 use crate::{LEN, PATIENCE, Target};
 
@@ -59,7 +60,7 @@ fn a_ticket_that_is_worth_nothing_any_more_opens_no_session() {
             // It goes on as if nothing had been said.
             former.send(&notify(b"from nobody"));
             assert!(former.is_cut_off(PATIENCE), "over {medium:?}");
-            assert!(target.refused() > before, "nobody counted it");
+            assert!(eventually(PATIENCE, || target.refused() > before), "nobody counted it");
         }
     }
     assert!(target.process.ask(NOTHING).is_err(), "a message was delivered");

@@ -7,6 +7,7 @@ mod former;
 mod greed;
 mod holder;
 mod owner;
+mod stranger;
 
 use std::time::Duration;
 

@@ -22,7 +22,7 @@ use crate::ticket::{self, Claims, Reach, RegionKey};
 use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::transport::nixl;
-use crate::transport::tcp::{Listener, Serving, Session, Strangers};
+use crate::transport::tcp::{Listener, Refusals, Serving, Session, Strangers};
 use crate::wire::handshake::Secret;
 use crate::{Error, Kind, Result};
 
@@ -65,6 +65,8 @@ pub(crate) struct EndpointCore {
     /// Connections of peers that use this endpoint's regions.
     pub(crate) serving: Mutex<Vec<Weak<Serving>>>,
     pub(crate) refused: AtomicU64,
+    /// Those that never became sessions.
+    pub(crate) refusals: Refusals,
     /// Who used the regions, as far as this process can see.
     pub(crate) ledger: Ledger,
     closed: AtomicBool,
@@ -111,6 +113,7 @@ impl EndpointCore {
             sessions: Mutex::new(HashMap::new()),
             serving: Mutex::new(Vec::new()),
             refused: AtomicU64::new(0),
+            refusals: Refusals::default(),
             ledger: Ledger::default(),
             closed: AtomicBool::new(false),
             nonce,
@@ -237,9 +240,14 @@ impl EndpointCore {
         self.regions.find(claims.row, claims.generation).ok_or_else(|| stale("import"))
     }
 
-    /// Counts a ticket that was refused, also for the region that it names, where there is one.
+    /// Counts a ticket that was refused.
     pub(crate) fn count_refused(&self, public: &[u8], peer: &Identity) {
         self.refused.fetch_add(1, Ordering::Relaxed);
+        self.blame(public, peer);
+    }
+
+    /// Writes a refused ticket down for the peer, also for the region that it names, where there is one.
+    pub(crate) fn blame(&self, public: &[u8], peer: &Identity) {
         self.ledger.of(peer).count(Deed::Refused);
         if let Ok(ticket) = ticket::parse_public(public)
             && let claims = ticket.claims()
@@ -339,6 +347,7 @@ impl EndpointCore {
             operations: self.operations.count(),
             parked: self.parked.load(),
             refused: self.refused.load(Ordering::Relaxed),
+            refused_handshakes: self.refusals.total(),
             peers: serving.len(),
             strangers: self.strangers.count(),
             in_flight: in_flight.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1)),

@@ -32,6 +32,14 @@ impl EndpointCore {
             "What this endpoint refused to serve.",
             stats.refused,
         );
+        page.family(
+            "towline_refused_handshakes_total",
+            "counter",
+            "Connections that did not become sessions, by reason.",
+        );
+        for (reason, count) in self.refusals.by_reason() {
+            page.sample(&[("reason", reason)], count);
+        }
 
         page.family(
             "towline_transfers_total",

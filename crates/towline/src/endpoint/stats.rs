@@ -20,8 +20,11 @@ pub struct Stats {
     pub operations: usize,
     /// Storages of dropped registrations that a peer has not let go yet, and their bytes.
     pub parked: (usize, usize),
-    /// Accesses that this endpoint refused to serve.
+    /// What this endpoint refused to serve: accesses, tickets, handshakes.
     pub refused: u64,
+    /// Connections among them that did not become sessions. [`Endpoint::metrics`](crate::Endpoint::metrics) has them by reason, and
+    /// [`Endpoint::audit`](crate::Endpoint::audit) by where they came from.
+    pub refused_handshakes: u64,
     /// Sessions of peers that use this endpoint's regions.
     pub peers: usize,
     /// Connections that have not proven themselves yet.

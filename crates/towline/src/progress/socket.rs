@@ -30,6 +30,12 @@ use crate::progress::at_once;
 /// Descriptors in one message: the kernel's SCM_MAX_FD.
 pub(crate) const MAX_FILES: usize = 253;
 
+/// Room for that many in a control message, where the kernel expects it.
+#[repr(C, align(8))]
+struct ForFiles([MaybeUninit<u8>; FILES_SPACE]);
+const FILES_SPACE: usize = mem::size_of::<libc::cmsghdr>() + 4 * MAX_FILES;
+const _: () = assert!(mem::align_of::<libc::cmsghdr>() <= 8 && mem::size_of::<libc::cmsghdr>() % 8 == 0);
+
 /// Parts in one system call: the kernel's UIO_MAXIOV. What is beyond is left for the next call.
 pub(crate) const MAX_PARTS: usize = 1024;
 
@@ -425,21 +431,29 @@ impl Socket {
         }))
     }
 
-    /// Receives into slices; descriptors that came along are appended to `files`.
+    /// Receives into slices; up to so many descriptors that come along are appended to `files`. No more than those ever become
+    /// descriptors of this process.
     ///
-    /// `Exhausted`: this process had no room for all the descriptors. Those that came were closed, the bytes
-    /// are lost, and so the connection is of no more use.
-    pub(crate) fn recv(&self, slices: &mut [IoSliceMut<'_>], files: &mut Vec<OwnedFd>) -> Result<Received> {
+    /// `Protocol`: the peer sent more. `Exhausted`: this process had no room for them. Those that came were closed, the
+    /// bytes are lost, and so the connection is of no more use.
+    pub(crate) fn recv(
+        &self,
+        slices: &mut [IoSliceMut<'_>],
+        named: usize,
+        files: &mut Vec<OwnedFd>,
+    ) -> Result<Received> {
         const OP: &str = "receive";
         let count = slices.len().min(MAX_PARTS);
         let slices = &mut slices[..count];
         if slices.iter().all(|slice| slice.is_empty()) {
             return Ok(Received::Bytes(0));
         }
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
-        let mut control = match self.family {
-            Family::Unix => RecvAncillaryBuffer::new(&mut space),
-            Family::Tcp => RecvAncillaryBuffer::default(),
+        let mut space = ForFiles([MaybeUninit::uninit(); FILES_SPACE]);
+        let mut control = match named.min(MAX_FILES) {
+            // The kernel closes what there is no room for.
+            0 => RecvAncillaryBuffer::default(),
+            // To the byte: with the padding that the message may have there would be room for one more.
+            named => RecvAncillaryBuffer::new(&mut space.0[..mem::size_of::<libc::cmsghdr>() + 4 * named]),
         };
         // BYTES MOVE HERE
         let message = match rustix::io::retry_on_intr(|| {
@@ -455,14 +469,23 @@ impl Socket {
             }
         }
         if message.flags.contains(ReturnFlags::CTRUNC) {
+            let came = files.len() - before;
             files.truncate(before);
-            return Err(Error::new(
-                Kind::Exhausted,
-                OP,
-                "descriptors that the peer sent could not be taken: this process has too many open",
-            ));
+            return Err(if came < named {
+                let message =
+                    "descriptors that the peer sent could not be taken: this process has too many open";
+                Error::new(Kind::Exhausted, OP, message)
+            } else {
+                Error::protocol(OP, "the peer sent descriptors that no frame names")
+            });
         }
         received(Ok(message.bytes))
+    }
+
+    /// Looks at the next bytes without taking them, or the descriptors that come with them.
+    pub(crate) fn peek(&self, bytes: &mut [u8]) -> Result<Received> {
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        received(rustix::io::retry_on_intr(|| net::recv(&self.fd, &mut *bytes, flags)).map(|(came, _)| came))
     }
 
     /// Sends from raw parts, the first 1024 of them.

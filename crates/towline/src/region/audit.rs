@@ -32,6 +32,17 @@ const MOST_PEERS: usize = 1024;
 pub struct Audit {
     /// The peers, by name.
     pub peers: Vec<PeerAudit>,
+    /// Of an endpoint: who was refused before it had proven to hold any ticket, by where it came from.
+    pub strangers: Vec<StrangerAudit>,
+}
+
+/// Connections from one place that were refused before they had proven anything.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StrangerAudit {
+    /// A host, a network, or a user of this host; `(others)` where there were too many to tell apart.
+    pub origin: String,
+    /// How many were refused.
+    pub refused: u64,
 }
 
 /// What one peer did.
@@ -60,7 +71,7 @@ impl Audit {
 
 impl fmt::Display for Audit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.peers.is_empty() {
+        if self.peers.is_empty() && self.strangers.is_empty() {
             return writeln!(f, "nobody has come");
         }
         for peer in &self.peers {
@@ -76,6 +87,9 @@ impl fmt::Display for Audit {
                 peer.refused,
                 if peer.unseen { "; may copy by itself, which the owner does not see" } else { "" }
             )?;
+        }
+        for stranger in &self.strangers {
+            writeln!(f, "{}: {} refused without a proof", stranger.origin, stranger.refused)?;
         }
         Ok(())
     }
@@ -150,7 +164,7 @@ impl Ledger {
             })
             .collect();
         peers.sort_by(|a, b| (&a.peer, a.incarnation).cmp(&(&b.peer, b.incarnation)));
-        Audit { peers }
+        Audit { peers, strangers: Vec::new() }
     }
 }
 

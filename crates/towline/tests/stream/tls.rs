@@ -120,11 +120,13 @@ fn a_certificate_for_another_name_is_refused_by_either_side() {
 }
 
 #[test]
-fn whoever_does_not_use_tls_is_told_so() {
+fn whoever_does_not_use_tls_is_told_so_and_the_error_names_the_right_side() {
     let authority = Authority::new();
     let tls = || Some(Tls::by_ticket().unwrap());
-    denied(&open("owner", tls()), &open("user", None), "requires TLS");
-    denied(&open("owner", None), &open("user", tls()), "uses no TLS");
+    // The user reads both: "this endpoint" is its own.
+    let by_owner = "the owner requires TLS, and this endpoint was opened without it";
+    denied(&open("owner", tls()), &open("user", None), by_owner);
+    denied(&open("owner", None), &open("user", tls()), "the peer was opened without TLS");
     // One by certificate, one by ticket.
     denied(&open("owner", Some(authority.tls("owner"))), &open("user", tls()), "");
     denied(&open("owner", tls()), &open("user", Some(authority.tls("user"))), "");

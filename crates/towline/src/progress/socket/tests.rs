@@ -30,7 +30,7 @@ fn send(socket: &Socket, bytes: &[u8]) -> Result<Sent> {
 }
 
 fn recv(socket: &Socket, bytes: &mut [u8]) -> Result<Received> {
-    socket.recv(&mut [IoSliceMut::new(bytes)], &mut Vec::new())
+    socket.recv(&mut [IoSliceMut::new(bytes)], 0, &mut Vec::new())
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn bytes_come_through_in_pieces_and_the_end_is_seen_on_both_families() {
         assert!(b.wait_readable(WATCHDOG).unwrap());
         let (mut first, mut second) = ([0; 3], [0; 4]);
         let mut slices = [IoSliceMut::new(&mut first), IoSliceMut::new(&mut second)];
-        assert_eq!(b.recv(&mut slices, &mut Vec::new()).unwrap(), Received::Bytes(7));
+        assert_eq!(b.recv(&mut slices, 0, &mut Vec::new()).unwrap(), Received::Bytes(7));
         assert_eq!((&first, &second), (b"sev", b"en b"));
         assert_eq!(recv(&b, &mut buffer).unwrap(), Received::Bytes(4));
         assert_eq!(&buffer[..4], b"ytes");
@@ -127,7 +127,7 @@ fn descriptors_pass_over_a_unix_socket_and_show_the_same_bytes() {
     assert_eq!(send(&a, b"more").unwrap(), Sent::Bytes(4));
     let mut bytes = [0; 64];
     let mut passed = Vec::new();
-    assert_eq!(b.recv(&mut [IoSliceMut::new(&mut bytes)], &mut passed).unwrap(), Received::Bytes(5));
+    assert_eq!(b.recv(&mut [IoSliceMut::new(&mut bytes)], MAX_FILES, &mut passed).unwrap(), Received::Bytes(5));
     assert_eq!(passed.len(), MAX_FILES);
     for (file, content) in passed.iter().zip(&contents) {
         let mut seen = vec![0; content.len() + 1];
@@ -135,7 +135,7 @@ fn descriptors_pass_over_a_unix_socket_and_show_the_same_bytes() {
         assert_eq!(&seen[..content.len()], content);
         assert!(rustix::io::fcntl_getfd(file).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
     }
-    assert_eq!(b.recv(&mut [IoSliceMut::new(&mut bytes)], &mut passed).unwrap(), Received::Bytes(4));
+    assert_eq!(b.recv(&mut [IoSliceMut::new(&mut bytes)], MAX_FILES, &mut passed).unwrap(), Received::Bytes(4));
     assert_eq!(passed.len(), MAX_FILES);
 }
 
@@ -378,7 +378,7 @@ fn without_free_descriptors_accepting_and_receiving_are_exhausted_and_nothing_le
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
     let mut files = Vec::new();
     let mut bytes = [0; 8];
-    let error = b.recv(&mut [IoSliceMut::new(&mut bytes)], &mut files).unwrap_err();
+    let error = b.recv(&mut [IoSliceMut::new(&mut bytes)], MAX_FILES, &mut files).unwrap_err();
     assert_eq!(error.kind(), Kind::Exhausted);
     assert!(files.is_empty());
     let fillers: Vec<_> = std::iter::from_fn(|| rustix::io::dup(&a).ok()).collect();
@@ -389,4 +389,51 @@ fn without_free_descriptors_accepting_and_receiving_are_exhausted_and_nothing_le
     assert!(listener.accept().unwrap().is_some(), "the connection waited");
     rustix::process::setrlimit(rustix::process::Resource::Nofile, old).unwrap();
     assert_eq!(open(), before);
+}
+
+/// The end of a pipe that can be sent many times, and the other end, which shows whether somebody has one of these.
+fn marked() -> (OwnedFd, OwnedFd) {
+    rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap()
+}
+
+fn nobody_has_it(watched: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(watched, PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap();
+    fds[0].revents().contains(PollFlags::HUP)
+}
+
+#[test]
+fn descriptors_beyond_those_that_are_named_never_become_ours() {
+    // Also odd numbers: a control message is padded to an even one.
+    for (sent, named) in [(1, 0), (2, 1), (4, 3), (253, 252), (253, 1)] {
+        let (a, b) = Socket::pair().unwrap();
+        let (watched, marked) = marked();
+        let borrowed = vec![marked.as_fd(); sent];
+        assert_eq!(a.send(&[IoSlice::new(b"x")], &borrowed).unwrap(), Sent::Bytes(1));
+        drop(marked);
+        let mut head = [0; 8];
+        assert_eq!(b.peek(&mut head).unwrap(), Received::Bytes(1));
+        let mut files = Vec::new();
+        let error = b.recv(&mut [IoSliceMut::new(&mut head)], named, &mut files).unwrap_err();
+        assert_eq!(error.kind(), Kind::Protocol, "{sent} sent, {named} named: {error}");
+        assert!(files.is_empty());
+        assert!(nobody_has_it(&watched), "{sent} sent, {named} named");
+    }
+}
+
+#[test]
+fn a_look_at_the_bytes_leaves_bytes_and_descriptors_where_they_are() {
+    let (a, b) = Socket::pair().unwrap();
+    let mut head = [0; 8];
+    assert_eq!(b.peek(&mut head).unwrap(), Received::WouldBlock);
+    assert_eq!(a.send(&[IoSlice::new(b"before")], &[]).unwrap(), Sent::Bytes(6));
+    assert_eq!(a.send(&[IoSlice::new(b"with")], &[a.as_fd(), b.as_fd()]).unwrap(), Sent::Bytes(4));
+    assert_eq!((b.peek(&mut head).unwrap(), &head), (Received::Bytes(8), b"beforewi"));
+    let mut files = Vec::new();
+    assert_eq!(b.recv(&mut [IoSliceMut::new(&mut head[..6])], 0, &mut files).unwrap(), Received::Bytes(6));
+    assert_eq!((b.peek(&mut head).unwrap(), &head[..4]), (Received::Bytes(4), &b"with"[..]));
+    assert_eq!(b.recv(&mut [IoSliceMut::new(&mut head)], 2, &mut files).unwrap(), Received::Bytes(4));
+    assert_eq!(files.len(), 2);
+    drop((a, files));
+    assert_eq!(b.peek(&mut head).unwrap(), Received::Eof);
 }

@@ -15,7 +15,7 @@ impl Session {
         progress::may_block("import")?;
         let (asker, answer) = mpsc::sync_channel(1);
         let request = self.expect(Pending::Ask(asker))?;
-        let told = self.ask(Message::from(ask).frame(request, 0, 0)).and_then(|()| {
+        let told = self.ask_for_files(Message::from(ask).frame(request, 0, 0)).and_then(|()| {
             answer.recv_timeout(until.saturating_duration_since(Instant::now())).unwrap_or_else(|_| {
                 let message = "the owner did not answer about a path in time";
                 Err(Error::new(Kind::Timeout, "import", message))

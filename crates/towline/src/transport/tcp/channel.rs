@@ -12,8 +12,8 @@ use crate::progress::at_once;
 use crate::progress::socket::{Family, Lane, RawPart, RawPartMut, Received, Sent, Socket};
 use crate::sync::lock;
 use crate::tls::{BINDING, Tls};
-use crate::wire::FrameKind;
 use crate::wire::handshake::refusal;
+use crate::wire::{FrameKind, HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
 
 /// The first byte of every TLS connection, and what a TLS client understands as a refusal.
@@ -206,9 +206,14 @@ impl Channel {
     }
 
     /// [`Socket::recv`].
-    pub(super) fn recv(&self, slices: &mut [IoSliceMut<'_>], files: &mut Vec<OwnedFd>) -> Result<Received> {
+    pub(super) fn recv(
+        &self,
+        slices: &mut [IoSliceMut<'_>],
+        named: usize,
+        files: &mut Vec<OwnedFd>,
+    ) -> Result<Received> {
         let Some(inside) = &self.tls else {
-            let received = self.socket.recv(slices, files)?;
+            let received = self.socket.recv(slices, named, files)?;
             if matches!(received, Received::Bytes(_)) && self.curious.swap(false, Ordering::Relaxed) {
                 self.look_for_tls(slices)?;
             }
@@ -228,11 +233,25 @@ impl Channel {
         received
     }
 
+    /// Looks at the header of the next frame, which may name descriptors, without taking it. Unix sockets only.
+    pub(super) fn next_header(&self, authenticated: bool) -> Result<Ahead> {
+        let mut head = [0; HEADER_LEN];
+        Ok(match self.socket.peek(&mut head)? {
+            Received::Bytes(HEADER_LEN) => {
+                let header = Header::decode(&head)?;
+                header.check(authenticated)?;
+                Ahead::Header(header)
+            }
+            Received::Bytes(some) => Ahead::Part(some),
+            nothing => Ahead::Nothing(nothing),
+        })
+    }
+
     /// A peer that speaks TLS to an endpoint that does not use it is told so in a way that it understands.
     fn look_for_tls(&self, slices: &[IoSliceMut<'_>]) -> Result<()> {
         if slices.iter().find_map(|slice| slice.first()) == Some(&TLS_HANDSHAKE) {
             let _ = self.socket.send(&[IoSlice::new(&TLS_REFUSAL)], &[]);
-            return Err(Error::protocol("contact", "the peer uses TLS, and this endpoint does not"));
+            return Err(Error::protocol("contact", "the peer uses TLS, and this endpoint was opened without it"));
         }
         Ok(())
     }
@@ -370,6 +389,15 @@ impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
+}
+
+/// What comes next over a channel.
+pub(super) enum Ahead {
+    Header(Header),
+    /// So many bytes of a header. No frame with descriptors comes like that: they come with its first byte, and that in one piece.
+    Part(usize),
+    /// Nothing yet, or the end.
+    Nothing(Received),
 }
 
 /// Where bytes have gone that were received if a look said so.
@@ -511,15 +539,13 @@ impl Wire<'_> {
 
 impl Read for Wire<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        match self.socket.recv(&mut [IoSliceMut::new(into)], &mut Vec::new()) {
+        match self.socket.recv(&mut [IoSliceMut::new(into)], 0, &mut Vec::new()) {
             Ok(Received::Bytes(_)) if self.curious && into[0] == FrameKind::Hello as u8 => {
-                let error = Error::new(
-                    Kind::PermissionDenied,
-                    "contact",
-                    "this endpoint requires TLS, and the peer does not use it",
-                );
-                let _ = self.socket.send(&[IoSlice::new(&refusal(&error))], &[]);
-                Err(self.fail(error))
+                let denied = |message| Error::new(Kind::PermissionDenied, "contact", message);
+                // Each side reads of itself as this endpoint.
+                let told = denied("the owner requires TLS, and this endpoint was opened without it");
+                let _ = self.socket.send(&[IoSlice::new(&refusal(&told))], &[]);
+                Err(self.fail(denied("this endpoint requires TLS, and the peer was opened without it")))
             }
             Ok(Received::Bytes(came)) => Ok(came),
             Ok(Received::Eof) => Ok(0),
@@ -549,15 +575,19 @@ impl Write for Wire<'_> {
 
 /// What an error of TLS means to its user.
 fn failed(error: &rustls::Error) -> Error {
-    use rustls::Error as Tls;
+    use rustls::{AlertDescription, Error as Tls};
     let (kind, what) = match error {
         Tls::InvalidCertificate(_) | Tls::NoCertificatesPresented => {
             (Kind::PermissionDenied, "the peer's certificate is not accepted")
         }
-        Tls::AlertReceived(_) => (
+        // What a peer without TLS answers, too: `TLS_REFUSAL`.
+        Tls::AlertReceived(AlertDescription::HandshakeFailure) => (
             Kind::PermissionDenied,
-            "the peer refuses this connection: it uses no TLS, another form of it, or does not accept this endpoint's certificate",
+            "the peer was opened without TLS, or with another form of it than this endpoint",
         ),
+        Tls::AlertReceived(_) => {
+            (Kind::PermissionDenied, "the peer does not accept this endpoint's certificate, or its form of TLS")
+        }
         Tls::InvalidMessage(_) => (Kind::PermissionDenied, "the peer does not speak TLS"),
         Tls::PeerIncompatible(_) | Tls::NoApplicationProtocol => {
             (Kind::PermissionDenied, "the peer uses another form of TLS")

@@ -5,19 +5,20 @@
 #![allow(unsafe_code, reason = "hands raw parts of registered memory to the socket")]
 
 mod driving;
+mod incoming;
 
-use std::collections::VecDeque;
-use std::io::{IoSlice, IoSliceMut};
+use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
+use self::incoming::{Incoming, Reading};
 use super::channel::{Channel, Landing};
 use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, Sink};
 use crate::fence::applying::{Applying, Desk, Place};
 use crate::memory::checked::gone;
-use crate::progress::socket::{Received, Sent};
+use crate::progress::socket::{Family, Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
@@ -117,20 +118,6 @@ pub(super) struct Wanted<'a> {
     _applying: Option<Applying<'a>>,
 }
 
-struct Incoming {
-    staging: Box<[u8]>,
-    start: usize,
-    end: usize,
-    files: VecDeque<OwnedFd>,
-    reading: Reading,
-}
-
-enum Reading {
-    Header,
-    Body(Header),
-    Payload { header: Header, sink: Sink, left: u64 },
-}
-
 impl Connection {
     /// Takes a connected socket. Nothing is read until [`watch`](Self::watch).
     pub(super) fn new(
@@ -151,13 +138,7 @@ impl Connection {
             driver: AtomicUsize::new(usize::MAX),
             outgoing: Mutex::new(Outgoing::default()),
             late: Mutex::default(),
-            incoming: Mutex::new(Incoming {
-                staging: vec![0; STAGING].into_boxed_slice(),
-                start: 0,
-                end: 0,
-                files: VecDeque::new(),
-                reading: Reading::Header,
-            }),
+            incoming: Mutex::default(),
             side: OnceLock::new(),
             me: me.clone(),
             itself: Mutex::new(None),
@@ -194,6 +175,13 @@ impl Connection {
             // The event loop is inside this connection; workers may not come in until it has left.
             self.driven.store(true, Ordering::Release);
             self.lane.store(true, Ordering::Release);
+        }
+    }
+
+    /// One more frame is to come that may carry descriptors. Before the other side can know that it may send it.
+    pub(super) fn expect_files(&self) {
+        if self.socket.socket().family() == Family::Unix {
+            lock(&self.incoming).expect_files();
         }
     }
 
@@ -518,18 +506,7 @@ impl Connection {
                 received
             }
             _ => {
-                let Incoming { staging, start, end, files, .. } = &mut *incoming;
-                if *start > 0 {
-                    staging.copy_within(*start..*end, 0);
-                    (*start, *end) = (0, *end - *start);
-                }
-                let mut passed = Vec::new();
-                let received = self.socket.recv(&mut [IoSliceMut::new(&mut staging[*end..])], &mut passed)?;
-                files.extend(passed);
-                if let Received::Bytes(bytes) = received {
-                    *end += bytes;
-                }
-                received
+                incoming.receive(&self.socket)?
             }
         };
         match came {
@@ -558,11 +535,7 @@ impl Connection {
                     header.check(self.authenticated.load(Ordering::Acquire))?;
                     incoming.start += HEADER_LEN;
                     if header.rest() > incoming.staging.len() {
-                        let (start, end) = (incoming.start, incoming.end);
-                        let mut larger = vec![0; header.rest() + STAGING];
-                        larger[..end - start].copy_from_slice(&incoming.staging[start..end]);
-                        incoming.staging = larger.into_boxed_slice();
-                        (incoming.start, incoming.end) = (0, end - start);
+                        incoming.resize(header.rest() + STAGING);
                     }
                     incoming.reading = Reading::Body(header);
                 }
@@ -575,19 +548,9 @@ impl Connection {
                     let body = header.body(&incoming.staging[start..start + header.rest()])?.to_vec();
                     incoming.start += header.rest();
                     if incoming.staging.len() > 2 * STAGING && incoming.end - incoming.start <= STAGING {
-                        let (start, end) = (incoming.start, incoming.end);
-                        let mut smaller = vec![0; STAGING];
-                        smaller[..end - start].copy_from_slice(&incoming.staging[start..end]);
-                        incoming.staging = smaller.into_boxed_slice();
-                        (incoming.start, incoming.end) = (0, end - start);
+                        incoming.resize(STAGING);
                     }
-                    if header.files as usize > incoming.files.len() {
-                        return Err(Error::protocol(
-                            "receive",
-                            "descriptors that a frame names did not come",
-                        ));
-                    }
-                    let files = incoming.files.drain(..header.files as usize).collect();
+                    let files = incoming.take_files(header)?;
                     incoming.reading = Reading::Header;
                     let Some(handler) = self.handler() else { return Ok(()) };
                     drop(incoming);
@@ -789,6 +752,8 @@ impl Source for Connection {
     }
 }
 
+#[cfg(test)]
+mod files_tests;
 #[cfg(test)]
 pub(crate) mod moments;
 #[cfg(test)]

@@ -5,11 +5,11 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use super::Medium;
-use super::channel::Channel;
+use super::channel::{Ahead, Channel};
 use super::session::Session;
 use crate::endpoint::EndpointCore;
 use crate::identity::Incarnation;
-use crate::progress::socket::{Lane, Received, Sent, Socket};
+use crate::progress::socket::{Family, Lane, Received, Sent, Socket};
 use crate::ticket::socket_name;
 use crate::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
 use crate::wire::{FrameKind, HEADER_LEN, Header, Message, Ready, Refuse};
@@ -168,12 +168,14 @@ fn read_frame(
     files: &mut Vec<OwnedFd>,
     until: Instant,
 ) -> Result<Vec<u8>> {
+    // Descriptors come with the first byte of their frame, and nobody knows how many before its header is seen.
+    let named = if expected.max_files() > 0 { named(socket, authenticated, until)? } else { 0 };
     let mut head = [0; HEADER_LEN];
-    read_all(socket, &mut head, files, until)?;
+    read_all(socket, &mut head, named, files, until)?;
     let header = Header::decode(&head)?;
     header.check(authenticated)?;
     let mut body = vec![0; header.rest()];
-    read_all(socket, &mut body, files, until)?;
+    read_all(socket, &mut body, 0, files, until)?;
     body.truncate(header.body(&body)?.len());
     match Message::decode(header.kind, &body)? {
         Message::Refuse(Refuse { error }) => Err(error.into_error("contact")),
@@ -184,9 +186,31 @@ fn read_frame(
     }
 }
 
-fn read_all(socket: &Channel, mut bytes: &mut [u8], files: &mut Vec<OwnedFd>, until: Instant) -> Result<()> {
+/// How many descriptors the next frame names.
+fn named(socket: &Channel, authenticated: bool, until: Instant) -> Result<usize> {
+    if socket.socket().family() != Family::Unix {
+        return Ok(0);
+    }
+    loop {
+        match socket.next_header(authenticated)? {
+            Ahead::Header(header) => return Ok(header.files.into()),
+            Ahead::Nothing(Received::WouldBlock) => {
+                socket.wait_readable(left(until)?)?;
+            }
+            Ahead::Part(_) | Ahead::Nothing(_) => return Ok(0),
+        }
+    }
+}
+
+fn read_all(
+    socket: &Channel,
+    mut bytes: &mut [u8],
+    named: usize,
+    files: &mut Vec<OwnedFd>,
+    until: Instant,
+) -> Result<()> {
     while !bytes.is_empty() {
-        match socket.recv(&mut [IoSliceMut::new(bytes)], files)? {
+        match socket.recv(&mut [IoSliceMut::new(bytes)], named.saturating_sub(files.len()), files)? {
             Received::Bytes(came) => bytes = &mut bytes[came..],
             Received::WouldBlock => {
                 socket.wait_readable(left(until)?)?;

@@ -32,7 +32,7 @@ fn read_body(socket: &Socket) -> Vec<u8> {
 
 fn read_all(socket: &Socket, mut bytes: &mut [u8]) {
     while !bytes.is_empty() {
-        match socket.recv(&mut [IoSliceMut::new(bytes)], &mut Vec::new()).unwrap() {
+        match socket.recv(&mut [IoSliceMut::new(bytes)], 0, &mut Vec::new()).unwrap() {
             Received::Bytes(came) => bytes = &mut bytes[came..],
             Received::WouldBlock => assert!(socket.wait_readable(WATCHDOG).unwrap()),
             Received::Eof => panic!("the user hung up"),

@@ -156,7 +156,7 @@ impl Session {
             let reply = Arc::new(Reply::default());
             let request = self.expect(Pending::Import(Arc::clone(&reply)))?;
             importing.waiting.push((reply, some.len()));
-            self.ask(Message::from(Import { items }).frame(request, 0, 0))?;
+            self.ask_for_files(Message::from(Import { items }).frame(request, 0, 0))?;
         }
         Ok(importing)
     }

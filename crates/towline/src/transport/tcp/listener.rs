@@ -17,6 +17,7 @@ use crate::endpoint::EndpointCore;
 use crate::identity::Identity;
 use crate::progress::socket::{Lane, PeerAddr, Socket};
 use crate::progress::{self, Interest, Readiness, Source, Timer, Token};
+use crate::region::Deed;
 use crate::sync::lock;
 use crate::ticket::{self, socket_name};
 use crate::wire::handshake::{LinkBase, ServerHandshake, refusal};
@@ -143,17 +144,17 @@ impl Listener {
         let mut reserve = lock(&RESERVE);
         drop(reserve.take());
         let turned_away = match self.socket.accept() {
-            Ok(Some((socket, _))) => {
+            Ok(Some((socket, peer))) => {
                 let _ = socket.send(&[IoSlice::new(&refusal(&no_descriptor()))], &[]);
-                true
+                Some(Origin::of(&socket, &peer))
             }
-            _ => false,
+            _ => None,
         };
         keep_reserve(&mut reserve);
-        if turned_away && let Some(endpoint) = self.endpoint.upgrade() {
-            endpoint.refused.fetch_add(1, Ordering::Relaxed);
+        if let (Some(origin), Some(endpoint)) = (turned_away, self.endpoint.upgrade()) {
+            count_refused(&endpoint, origin, None, &no_descriptor());
         }
-        turned_away
+        turned_away.is_some()
     }
 
     /// Stops accepting for a moment.
@@ -235,8 +236,8 @@ struct Newcomer {
     endpoint: Weak<EndpointCore>,
     handshake: Mutex<Option<ServerHandshake>>,
     stranger: Arc<Stranger>,
-    /// Who it says it is, once it has proven to hold a ticket.
-    proven: OnceLock<Identity>,
+    /// Who it says it is, once it has proven to hold the key.
+    proven: OnceLock<(Identity, KeyRef)>,
     connection: OnceLock<Weak<Connection>>,
 }
 
@@ -278,7 +279,7 @@ impl Newcomer {
                     .ok_or_else(|| Error::protocol("contact", "a proof came before the hello"))?;
                 let (client, used) = (handshake.client().clone(), handshake.key_ref().clone());
                 let (key, challenge) = handshake.on_prove(body)?;
-                let _ = self.proven.set(client.clone());
+                let _ = self.proven.set((client.clone(), used.clone()));
                 match used {
                     KeyRef::Session(id) => Serving::join(&endpoint, id, connection),
                     KeyRef::Ticket(public) => {
@@ -290,6 +291,18 @@ impl Newcomer {
             }
             other => Err(Error::protocol("contact", format!("{other:?} came out of turn"))),
         }
+    }
+}
+
+/// Counts a connection that did not become a session: for the peer where it has proven to be one, and else for where it came from.
+fn count_refused(endpoint: &EndpointCore, origin: Origin, proven: Option<&(Identity, KeyRef)>, error: &Error) {
+    endpoint.refused.fetch_add(1, Ordering::Relaxed);
+    let who = proven.map(|(peer, _)| peer.name.as_str());
+    endpoint.refusals.count(endpoint.name(), origin, who, error);
+    match proven {
+        Some((peer, KeyRef::Ticket(public))) => endpoint.blame(public, peer),
+        Some((peer, KeyRef::Session(_))) => endpoint.ledger.of(peer).count(Deed::Refused),
+        None => {}
     }
 }
 
@@ -317,9 +330,6 @@ impl Handler for Newcomer {
         _files: Vec<OwnedFd>,
     ) -> Result<()> {
         self.step(connection, header, body).inspect_err(|error| {
-            if let Some(endpoint) = self.endpoint.upgrade() {
-                endpoint.refused.fetch_add(1, Ordering::Relaxed);
-            }
             let _ = connection.send(refusal(error), Vec::new(), Payload::None, Keep::Nothing);
         })
     }
@@ -336,7 +346,14 @@ impl Handler for Newcomer {
         Next::Nothing
     }
 
-    fn closed(&self, _connection: &Arc<Connection>, _error: Error) {}
+    /// A connection that has proven itself has another handler by now: this one was refused, or has given up.
+    fn closed(&self, _connection: &Arc<Connection>, error: Error) {
+        // Who connects and says nothing, such as whoever looks whether the port is open, was not refused.
+        let left = error.kind() == Kind::Disconnected && self.stranger.is_silent();
+        if !left && let Some(endpoint) = self.endpoint.upgrade() {
+            count_refused(&endpoint, self.stranger.origin(), self.proven.get(), &error);
+        }
+    }
 }
 
 impl Timer for Newcomer {

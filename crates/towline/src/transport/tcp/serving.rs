@@ -118,6 +118,10 @@ impl Serving {
             connection.apply_at(desk);
         }
         let rows = serving.local.as_ref().map(|_| endpoint.table.rows());
+        if rows.is_some() {
+            // The page by which the peer shows that it lives.
+            connection.expect_files();
+        }
         let ready = wire::Ready { session: serving.id, name: endpoint.name().to_owned(), local: rows };
         connection.authenticate(serving, Role::Control);
         let head = Message::from(ready).frame(0, 0, files.len() as u8);

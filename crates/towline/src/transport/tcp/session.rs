@@ -260,6 +260,12 @@ impl Session {
         self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)
     }
 
+    /// [`ask`](Self::ask), where descriptors may come with the answer.
+    pub(super) fn ask_for_files(&self, frame: Vec<u8>) -> Result<()> {
+        self.control()?.expect_files();
+        self.ask(frame)
+    }
+
     /// Remembers who waits for the answer to a new request.
     pub(super) fn expect(&self, pending: Pending) -> Result<u64> {
         let request = self.next_request.fetch_add(1, Ordering::Relaxed);

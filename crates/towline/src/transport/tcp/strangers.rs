@@ -1,6 +1,7 @@
 //! Connections that have not proven themselves: how many there are, and which one goes when there are too many.
 
-use std::net::IpAddr;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
@@ -9,7 +10,7 @@ use crate::progress::socket::{PeerAddr, Socket};
 use crate::sync::lock;
 
 /// Where a connection comes from, as far as that costs its maker something to change.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Origin {
     /// A user of this host.
     User(u32),
@@ -35,6 +36,21 @@ impl Origin {
     }
 }
 
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::User(u32::MAX) => f.write_str("an unknown user of this host"),
+            Origin::User(uid) => write!(f, "user {uid} of this host"),
+            Origin::V4(address) => Ipv4Addr::from(*address).fmt(f),
+            Origin::V6(network) => {
+                let mut address = [0; 16];
+                address[..8].copy_from_slice(network);
+                write!(f, "{}/64", Ipv6Addr::from(address))
+            }
+        }
+    }
+}
+
 /// One of them.
 pub(super) struct Stranger {
     origin: Origin,
@@ -43,6 +59,14 @@ pub(super) struct Stranger {
 }
 
 impl Stranger {
+    pub(super) fn origin(&self) -> Origin {
+        self.origin
+    }
+
+    pub(super) fn is_silent(&self) -> bool {
+        !self.spoke.load(Ordering::Relaxed)
+    }
+
     /// It has said something that makes sense.
     pub(super) fn has_spoken(&self) {
         self.spoke.store(true, Ordering::Relaxed);
@@ -100,7 +124,7 @@ impl Strangers {
         let of_crowd = |one: &Arc<Stranger>| Some(one.origin) == crowd;
         let goes = all
             .iter()
-            .position(|one| of_crowd(one) && !one.spoke.load(Ordering::Relaxed))
+            .position(|one| of_crowd(one) && one.is_silent())
             .or_else(|| all.iter().position(of_crowd))?;
         Some(all.remove(goes))
     }
@@ -108,7 +132,7 @@ impl Strangers {
     /// Takes out the oldest that has said nothing.
     pub(super) fn oldest_silent(&self) -> Option<Arc<Stranger>> {
         let mut all = lock(&self.0);
-        let goes = all.iter().position(|one| !one.spoke.load(Ordering::Relaxed))?;
+        let goes = all.iter().position(|one| one.is_silent())?;
         Some(all.remove(goes))
     }
 }
@@ -134,6 +158,13 @@ mod tests {
         assert!(Arc::ptr_eq(&strangers.make_room(2).unwrap(), &alone));
         assert!(Arc::ptr_eq(&strangers.make_room(1).unwrap(), &spoke));
         assert!(strangers.make_room(0).is_none());
+    }
+
+    #[test]
+    fn origins_are_named_by_what_costs_to_change() {
+        let network = Origin::V6([0x20, 1, 0xd, 0xb8, 0, 0, 0, 7]);
+        assert_eq!(network.to_string(), "2001:db8:0:7::/64");
+        assert_eq!((HERE.to_string(), THERE.to_string()), ("user 7 of this host".into(), "10.0.0.1".into()));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::io::IoSliceMut;
 use std::sync::mpsc;
 
 use super::*;
@@ -79,7 +80,7 @@ fn what_another_thread_kept_from_being_sent_is_sent_when_it_lets_go() {
         let mut room = vec![0; 64 << 10];
         while taken < until && theirs.wait_readable(WATCHDOG).unwrap() {
             if let Received::Bytes(bytes) =
-                theirs.recv(&mut [IoSliceMut::new(&mut room)], &mut Vec::new()).unwrap()
+                theirs.recv(&mut [IoSliceMut::new(&mut room)], 0, &mut Vec::new()).unwrap()
             {
                 taken += bytes;
             }

@@ -34,6 +34,9 @@ impl Session {
                 Err(error) => tracing::debug!(%error, "a segment cannot be mapped"),
             }
         }
+        if files.next().is_some() {
+            return Err(Error::protocol("import", "more descriptors came than there are segments"));
+        }
         Ok(mapped)
     }
 
