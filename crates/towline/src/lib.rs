@@ -70,8 +70,8 @@ pub use memory::{
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{
-    Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, StrangerAudit, Stretch,
-    average, can_average, can_sum, sum,
+    Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, StrangerAudit,
+    Stretch, average, can_average, can_sum, sum,
 };
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use ticket::{Narrow, Reach, Ticket};

@@ -44,15 +44,17 @@ fn a_ticket_that_is_worth_nothing_any_more_opens_no_session() {
     target.process.must(&format!("deregister {number} 5000"));
     // The next region gets the row of the one that is gone, in a later generation.
     let (_, next) = register(&mut target);
-    assert_eq!(gone.body().row, next.body().row, "the row was not used again: the test tests less than it says");
+    assert_eq!(
+        gone.body().row,
+        next.body().row,
+        "the row was not used again: the test tests less than it says"
+    );
     assert_ne!(gone.body().generation, next.body().generation);
     let of_gone = gone.narrow().range(0, 8).finish().unwrap();
     for medium in MEDIA {
-        for (ticket, kind) in [
-            (&expired, Kind::PermissionDenied),
-            (&gone, Kind::Stale),
-            (&of_gone, Kind::Stale),
-        ] {
+        for (ticket, kind) in
+            [(&expired, Kind::PermissionDenied), (&gone, Kind::Stale), (&of_gone, Kind::Stale)]
+        {
             let before = target.refused();
             let mut former = Attacker::connect(ticket, medium);
             let error = former.shake_hands(ticket).expect_err("a session was opened");

@@ -93,7 +93,7 @@ fn a_certificate_of_another_authority_is_refused_by_either_side() {
     // A user that believes the owner, and that the owner does not believe.
     let (chain, key) = theirs.certificate("user", 2100);
     let believing = Tls::by_certificate(chain.as_bytes(), key.as_bytes(), ours.pem.as_bytes()).unwrap();
-    denied(&owner, &open("user", Some(believing)), "refuses this connection");
+    denied(&owner, &open("user", Some(believing)), "does not accept this endpoint");
 }
 
 #[test]

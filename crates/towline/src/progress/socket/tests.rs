@@ -127,7 +127,10 @@ fn descriptors_pass_over_a_unix_socket_and_show_the_same_bytes() {
     assert_eq!(send(&a, b"more").unwrap(), Sent::Bytes(4));
     let mut bytes = [0; 64];
     let mut passed = Vec::new();
-    assert_eq!(b.recv(&mut [IoSliceMut::new(&mut bytes)], MAX_FILES, &mut passed).unwrap(), Received::Bytes(5));
+    assert_eq!(
+        b.recv(&mut [IoSliceMut::new(&mut bytes)], MAX_FILES, &mut passed).unwrap(),
+        Received::Bytes(5)
+    );
     assert_eq!(passed.len(), MAX_FILES);
     for (file, content) in passed.iter().zip(&contents) {
         let mut seen = vec![0; content.len() + 1];
@@ -135,7 +138,10 @@ fn descriptors_pass_over_a_unix_socket_and_show_the_same_bytes() {
         assert_eq!(&seen[..content.len()], content);
         assert!(rustix::io::fcntl_getfd(file).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
     }
-    assert_eq!(b.recv(&mut [IoSliceMut::new(&mut bytes)], MAX_FILES, &mut passed).unwrap(), Received::Bytes(4));
+    assert_eq!(
+        b.recv(&mut [IoSliceMut::new(&mut bytes)], MAX_FILES, &mut passed).unwrap(),
+        Received::Bytes(4)
+    );
     assert_eq!(passed.len(), MAX_FILES);
 }
 

@@ -251,7 +251,10 @@ impl Channel {
     fn look_for_tls(&self, slices: &[IoSliceMut<'_>]) -> Result<()> {
         if slices.iter().find_map(|slice| slice.first()) == Some(&TLS_HANDSHAKE) {
             let _ = self.socket.send(&[IoSlice::new(&TLS_REFUSAL)], &[]);
-            return Err(Error::protocol("contact", "the peer uses TLS, and this endpoint was opened without it"));
+            return Err(Error::protocol(
+                "contact",
+                "the peer uses TLS, and this endpoint was opened without it",
+            ));
         }
         Ok(())
     }
@@ -585,9 +588,10 @@ fn failed(error: &rustls::Error) -> Error {
             Kind::PermissionDenied,
             "the peer was opened without TLS, or with another form of it than this endpoint",
         ),
-        Tls::AlertReceived(_) => {
-            (Kind::PermissionDenied, "the peer does not accept this endpoint's certificate, or its form of TLS")
-        }
+        Tls::AlertReceived(_) => (
+            Kind::PermissionDenied,
+            "the peer does not accept this endpoint's certificate, or its form of TLS",
+        ),
         Tls::InvalidMessage(_) => (Kind::PermissionDenied, "the peer does not speak TLS"),
         Tls::PeerIncompatible(_) | Tls::NoApplicationProtocol => {
             (Kind::PermissionDenied, "the peer uses another form of TLS")

@@ -505,9 +505,7 @@ impl Connection {
                 }
                 received
             }
-            _ => {
-                incoming.receive(&self.socket)?
-            }
+            _ => incoming.receive(&self.socket)?,
         };
         match came {
             Received::WouldBlock => return Ok(false),

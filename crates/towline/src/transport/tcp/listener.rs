@@ -295,7 +295,12 @@ impl Newcomer {
 }
 
 /// Counts a connection that did not become a session: for the peer where it has proven to be one, and else for where it came from.
-fn count_refused(endpoint: &EndpointCore, origin: Origin, proven: Option<&(Identity, KeyRef)>, error: &Error) {
+fn count_refused(
+    endpoint: &EndpointCore,
+    origin: Origin,
+    proven: Option<&(Identity, KeyRef)>,
+    error: &Error,
+) {
     endpoint.refused.fetch_add(1, Ordering::Relaxed);
     let who = proven.map(|(peer, _)| peer.name.as_str());
     endpoint.refusals.count(endpoint.name(), origin, who, error);

@@ -31,11 +31,7 @@ impl Standing {
     }
 
     fn of_grant(granting: &Granting) -> Standing {
-        Standing {
-            region: granting.region.clone(),
-            expires_ms: granting.claims.expires_ms,
-            was_last: false,
-        }
+        Standing { region: granting.region.clone(), expires_ms: granting.claims.expires_ms, was_last: false }
     }
 
     fn check(&self, now_ms: u64) -> Result<()> {
