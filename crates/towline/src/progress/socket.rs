@@ -34,7 +34,8 @@ pub(crate) const MAX_FILES: usize = 253;
 #[repr(C, align(8))]
 struct ForFiles([MaybeUninit<u8>; FILES_SPACE]);
 const FILES_SPACE: usize = mem::size_of::<libc::cmsghdr>() + 4 * MAX_FILES;
-const _: () = assert!(mem::align_of::<libc::cmsghdr>() <= 8 && mem::size_of::<libc::cmsghdr>() % 8 == 0);
+const _: () =
+    assert!(mem::align_of::<libc::cmsghdr>() <= 8 && mem::size_of::<libc::cmsghdr>().is_multiple_of(8));
 
 /// Parts in one system call: the kernel's UIO_MAXIOV. What is beyond is left for the next call.
 pub(crate) const MAX_PARTS: usize = 1024;
