@@ -55,7 +55,7 @@ impl Endpoint {
 impl Endpoint {
     #[new]
     #[pyo3(signature = (name, *, listen, advertise, secret, timeout, stall_timeout, require, forbid, isolation,
-                        max_regions, lanes, tls, checksums, quotas))]
+                        max_regions, lanes, tls, checksums, quotas, share_between_containers))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -73,6 +73,7 @@ impl Endpoint {
         tls: Option<&Tls>,
         checksums: bool,
         quotas: Option<&Quotas>,
+        share_between_containers: bool,
     ) -> PyResult<Endpoint> {
         process::guard(py, "open")?;
         let mut options = towline::Endpoint::options(name);
@@ -106,7 +107,7 @@ impl Endpoint {
         if let Some(tls) = tls {
             options = options.tls(tls.0.clone());
         }
-        options = options.checksums(checksums);
+        options = options.checksums(checksums).share_between_containers(share_between_containers);
         if let Some(quotas) = quotas {
             options = options.quotas(quotas.0);
         }

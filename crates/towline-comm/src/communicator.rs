@@ -545,7 +545,8 @@ pub(crate) fn host_only(op: &'static str, storage: &Buffer) -> Result<()> {
 pub(crate) fn open_station(config: &Config, rank: usize) -> Result<Arc<Station>> {
     let mut options = Endpoint::options(&format!("{}:{rank}", config.name))
         .routing(config.routing.clone())
-        .quotas(config.quotas);
+        .quotas(config.quotas)
+        .share_between_containers(config.share_between_containers);
     for address in &config.listen {
         options = options.listen(*address);
     }

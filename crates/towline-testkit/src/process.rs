@@ -95,6 +95,27 @@ pub enum Wall {
     User(u32),
     /// A filter, as a container has one, refuses it the calls that copy between processes.
     NoProcessVm,
+    /// It is in a pid namespace of its own with a `/proc` of its own, as in a container; user and network are the same.
+    PidNamespace,
+    /// It is in a pid namespace of its own and sees the `/proc` of this one.
+    PidNamespaceOnly,
+    /// It is in a user namespace of its own, in which it is root.
+    UserNamespace,
+}
+
+impl Wall {
+    /// The program that puts another one behind it, where that takes one.
+    fn program(self) -> Option<Command> {
+        let arguments: &[&str] = match self {
+            Wall::User(_) | Wall::NoProcessVm => return None,
+            Wall::PidNamespace => &["--pid", "--fork", "--kill-child", "--mount-proc"],
+            Wall::PidNamespaceOnly => &["--pid", "--fork", "--kill-child"],
+            Wall::UserNamespace => &["--user", "--map-root-user"],
+        };
+        let mut command = Command::new("unshare");
+        command.args(arguments);
+        Some(command)
+    }
 }
 
 /// A worker process.
@@ -142,12 +163,27 @@ impl Process {
             return Err("only root can start a process of another user".into());
         }
         let (program, arguments) = worker_program();
-        let mut command = Command::new(program);
+        let mut command = match wall.program() {
+            None => Command::new(program),
+            Some(mut unshare) => {
+                let tried = wall.program().map(|mut tried| tried.arg("true").output());
+                match tried {
+                    Some(Ok(output)) if output.status.success() => {}
+                    Some(Ok(output)) => {
+                        return Err(format!("unshare: {}", String::from_utf8_lossy(&output.stderr).trim()));
+                    }
+                    other => return Err(format!("the command unshare cannot be run: {other:?}")),
+                }
+                unshare.arg(program);
+                unshare
+            }
+        };
         command.args(arguments);
         match wall {
             Wall::User(id) => drop(command.uid(id).gid(id)),
             // SAFETY: the closure only makes system calls that are safe between fork and exec.
             Wall::NoProcessVm => drop(unsafe { command.pre_exec(forbid_process_vm) }),
+            Wall::PidNamespace | Wall::PidNamespaceOnly | Wall::UserNamespace => {}
         }
         Process::spawn(command, name).map_err(|error| format!("a worker behind {wall:?}: {error}"))
     }
@@ -330,10 +366,25 @@ impl Process {
             .collect()
     }
 
+    /// The worker itself, where another program has put it behind a wall and waits for it.
+    fn worker_pid(&self) -> i32 {
+        let pid = self.pid();
+        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+        let inner = children.split_whitespace().next().and_then(|child| child.parse().ok());
+        let waits =
+            fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "unshare");
+        inner.filter(|_| waits).unwrap_or(pid)
+    }
+
     /// How many shared storages it has mapped: its own, and those of its peers.
     pub fn mapped_segments(&self) -> usize {
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap_or_default();
-        maps.lines().filter(|line| line.contains("/memfd:towline (")).count()
+        self.mappings_of("towline")
+    }
+
+    /// How many mappings it has of memory files with that name.
+    pub fn mappings_of(&self, name: &str) -> usize {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.worker_pid())).unwrap_or_default();
+        maps.lines().filter(|line| line.contains(&format!("/memfd:{name} ("))).count()
     }
 
     /// How many descriptors it has open.

@@ -339,6 +339,7 @@ impl Worker {
                 "require" => options.routing(requiring(value)?),
                 "tls" => options.tls(towline::Tls::by_ticket()?),
                 "lanes" => options.lanes(number()? as usize),
+                "share" => options.share_between_containers(value == "yes"),
                 "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" => {
                     let number = number()?;
                     match key {

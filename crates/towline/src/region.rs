@@ -3,6 +3,7 @@
 mod audit;
 mod core;
 mod peers;
+mod process;
 mod signal;
 mod stretch;
 #[cfg(test)]
@@ -21,6 +22,7 @@ pub use self::audit::{Audit, PeerAudit, StrangerAudit};
 pub(crate) use self::audit::{Deed, Entry, Ledger};
 pub(crate) use self::core::{Borrower, ParkingLot, RegionCore, RegionUse};
 pub(crate) use self::peers::PeerPins;
+pub(crate) use self::process::PeerProcess;
 pub use self::signal::Patience;
 pub(crate) use self::signal::{raise, raise_own, ring, wake_raised};
 pub use self::stretch::{Stretch, average, can_average, can_sum, sum};

@@ -56,7 +56,8 @@ class Endpoint:
     ``isolation="enforced"`` only those are used on which the owner of the memory checks every access, and no other process
     is given this endpoint's memory. ``tls=True`` encrypts everything over TCP, authenticated by tickets; a `Tls` says it
     with certificates. Peers must do the same. With ``checksums`` each block that goes over a socket is checked on arrival.
-    ``quotas`` says how much of it peers may use.
+    ``quotas`` says how much of it peers may use. With ``share_between_containers`` on both sides memory is shared with processes of
+    the same user in other containers of this host, too.
 
     Use it in a ``with`` or an ``async with`` block, or ``close()`` it.
     """
@@ -80,6 +81,7 @@ class Endpoint:
         tls: Tls | bool = False,
         checksums: bool = False,
         quotas: Quotas | None = None,
+        share_between_containers: bool = False,
     ) -> None:
         self._native = _native.Endpoint(
             name,
@@ -96,6 +98,7 @@ class Endpoint:
             tls=_native.Tls.by_ticket() if tls is True else (tls or None),
             checksums=checksums,
             quotas=quotas,
+            share_between_containers=share_between_containers,
         )
 
     @classmethod

@@ -25,13 +25,14 @@ pub(crate) struct CommConfig {
     gpu: Option<u32>,
     tls: Option<towline::Tls>,
     quotas: Option<towline::Quotas>,
+    share_between_containers: Option<bool>,
 }
 
 #[pymethods]
 impl CommConfig {
     #[new]
     #[pyo3(signature = (*, blocking, timeout, contexts, signals, name, listen, advertise, require, forbid, gpu=None, tls=None,
-                        quotas=None))]
+                        quotas=None, share_between_containers=None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -47,6 +48,7 @@ impl CommConfig {
         gpu: Option<u32>,
         tls: Option<&Tls>,
         quotas: Option<&Quotas>,
+        share_between_containers: Option<bool>,
     ) -> PyResult<CommConfig> {
         const OP: &str = "config";
         let count = |argument: &str, value: Option<i64>| {
@@ -66,6 +68,7 @@ impl CommConfig {
             gpu,
             tls: tls.map(|tls| tls.0.clone()),
             quotas: quotas.map(|quotas| quotas.0),
+            share_between_containers,
         })
     }
 }
@@ -92,6 +95,8 @@ impl CommConfig {
         config.gpu = self.gpu.or(config.gpu);
         config.tls = self.tls.clone().or(config.tls);
         config.quotas = self.quotas.unwrap_or(config.quotas);
+        config.share_between_containers =
+            self.share_between_containers.unwrap_or(config.share_between_containers);
         config
     }
 }

@@ -43,6 +43,9 @@ pub struct Config {
     pub tls: Option<Tls>,
     /// How much of this rank one other may use, and how many strangers may knock.
     pub quotas: Quotas,
+    /// Whether memory is shared with ranks of the same user in other containers of this host, where they say so too: see
+    /// [`EndpointOptions::share_between_containers`](towline::EndpointOptions::share_between_containers).
+    pub share_between_containers: bool,
 }
 
 impl Default for Config {
@@ -60,6 +63,7 @@ impl Default for Config {
             patience: None,
             tls: None,
             quotas: Quotas::default(),
+            share_between_containers: false,
         }
     }
 }

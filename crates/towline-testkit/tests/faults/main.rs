@@ -4,6 +4,7 @@
 mod alone;
 mod claimers;
 mod closing;
+mod containers;
 mod deregistering;
 mod killed;
 mod pinned;

@@ -54,7 +54,8 @@ impl Target {
         // What the first contact starts for good (threads, their descriptors) belongs to the baseline.
         target.serves();
         target.settle();
-        target.descriptors = target.process.descriptors();
+        // One more stands for this process, where it hangs up without goodbye: until it exits, its pins would count.
+        target.descriptors = target.process.descriptors() + 1;
         target
     }
 

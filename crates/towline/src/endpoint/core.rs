@@ -44,6 +44,7 @@ pub(crate) struct EndpointCore {
     quotas: Quotas,
     tls: Option<Tls>,
     checksums: bool,
+    share_between_containers: bool,
     /// Connections that have not proven themselves.
     pub(crate) strangers: Strangers,
     reach: OnceLock<Vec<Reach>>,
@@ -98,6 +99,7 @@ impl EndpointCore {
             quotas: options.quotas,
             tls: options.tls,
             checksums: options.checksums,
+            share_between_containers: options.share_between_containers,
             strangers: Strangers::default(),
             reach: OnceLock::new(),
             listeners: Mutex::new(Vec::new()),
@@ -178,6 +180,11 @@ impl EndpointCore {
     /// Whether checksums go along with bytes over sockets.
     pub(crate) fn checksums(&self) -> bool {
         self.checksums
+    }
+
+    /// Whether memory is shared with processes of the same user in other pid and user namespaces, too.
+    pub(crate) fn shares_between_containers(&self) -> bool {
+        self.share_between_containers
     }
 
     /// How much strangers and peers may take.

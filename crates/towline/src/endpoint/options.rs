@@ -39,6 +39,7 @@ pub struct EndpointOptions {
     pub(super) tls: Option<Tls>,
     pub(super) nixl: NixlOptions,
     pub(super) checksums: bool,
+    pub(super) share_between_containers: bool,
 }
 
 impl EndpointOptions {
@@ -56,6 +57,7 @@ impl EndpointOptions {
             tls: None,
             nixl: NixlOptions::default(),
             checksums: false,
+            share_between_containers: false,
         }
     }
 
@@ -126,6 +128,21 @@ impl EndpointOptions {
     /// by default: it costs a pass over the bytes on both sides, and TCP and TLS have checks of their own.
     pub fn checksums(mut self, checksums: bool) -> EndpointOptions {
         self.checksums = checksums;
+        self
+    }
+
+    /// Shares memory with processes of the same user in other containers, too: in another pid or user namespace, or hidden from this
+    /// process by the kernel. Both sides must set it; each side decides for itself. Off by default: containers are kept apart on purpose,
+    /// and a peer that was given memory can reach all of it, for as long as it likes. The user must still be the same, and Linux 6.5 or
+    /// newer is needed.
+    ///
+    /// ```
+    /// use towline::Endpoint;
+    /// let endpoint = Endpoint::options("prefill").share_between_containers(true).open()?;
+    /// # Ok::<(), towline::Error>(())
+    /// ```
+    pub fn share_between_containers(mut self, share: bool) -> EndpointOptions {
+        self.share_between_containers = share;
         self
     }
 

@@ -1,9 +1,11 @@
-//! One robust mutex per copying thread, so that a peer can tell whether that very thread has died.
+//! One robust mutex per copying thread, so that a peer can tell whether that very thread has died; and whether a process has.
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, OnceLock};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::Result;
 use crate::fence::robust::{self, RobustMutex};
@@ -162,6 +164,12 @@ impl LifeView {
             SlotState::Free
         }
     }
+}
+
+/// Whether the process behind that pidfd has exited: none of its threads touches memory any more.
+pub(crate) fn has_exited(process: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(process, PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
 }
 
 #[cfg(test)]

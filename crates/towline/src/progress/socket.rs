@@ -10,7 +10,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::{self, MaybeUninit, offset_of};
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::time::{Duration, Instant};
 
@@ -72,6 +72,9 @@ const MAX_ABORTED: usize = 64;
 /// How often and at which distance a reset is tried again that the kernel refused.
 const RESET_TRIES: usize = 20;
 const RESET_PAUSE: Duration = Duration::from_micros(100);
+
+/// The option that names the process at the other end of a Unix socket; Linux 6.5 and newer.
+const SO_PEERPIDFD: libc::c_int = 77;
 
 /// A nonblocking, close-on-exec stream socket, connected or listening.
 #[derive(Debug)]
@@ -299,6 +302,25 @@ impl Socket {
         // rustix's type has a pid that cannot be zero, but a process of an outer pid namespace has none here.
         let ucred: libc::ucred = self.option(OP, libc::SOL_SOCKET, libc::SO_PEERCRED)?;
         Ok(Ucred { pid: ucred.pid, uid: ucred.uid, gid: ucred.gid })
+    }
+
+    /// The process that was at the other end then, as a pidfd: it stays that one, whoever gets its number later.
+    /// `ENOPROTOOPT` before Linux 6.5.
+    pub(crate) fn peer_process(&self) -> rustix::io::Result<OwnedFd> {
+        let mut fd: libc::c_int = -1;
+        let mut length = mem::size_of::<libc::c_int>() as libc::socklen_t;
+        // SAFETY: `fd` is valid for `length` bytes, and both outlive the call.
+        let outcome = unsafe {
+            let value = (&raw mut fd).cast();
+            libc::getsockopt(self.fd.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, value, &mut length)
+        };
+        if outcome != 0 || fd < 0 {
+            return Err(io::Error::last_os_error()
+                .raw_os_error()
+                .map_or(Errno::INVAL, Errno::from_raw_os_error));
+        }
+        // SAFETY: the kernel has just made this descriptor for us, closed on exec; nobody else knows of it.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     /// TCP: how long ago anything came from the other host, be it an acknowledgement.

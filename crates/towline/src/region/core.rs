@@ -230,7 +230,7 @@ impl RegionCore {
     }
 
     /// Lets a peer touch the memory directly: from now on its pins are respected.
-    pub(crate) fn admit(&self, peer: &Arc<PeerPins>) -> Result<()> {
+    pub(crate) fn admit(self: &Arc<Self>, peer: &Arc<PeerPins>) -> Result<()> {
         let mut peers = lock(&self.direct_peers);
         if self.is_closed() {
             return Err(stale("import"));
@@ -238,8 +238,14 @@ impl RegionCore {
         if !peers.iter().any(|known| Arc::ptr_eq(known, peer)) {
             peers.retain(|known| !known.is_gone());
             peers.push(Arc::clone(peer));
+            peer.looked_at_by(self);
         }
         Ok(())
+    }
+
+    /// Looks at the pins of that peer no more: none of them counts.
+    pub(super) fn dismiss(&self, peer: &Arc<PeerPins>) {
+        lock(&self.direct_peers).retain(|known| !Arc::ptr_eq(known, peer));
     }
 
     /// Lets a peer reach the memory by itself, until it has let go.
@@ -276,7 +282,7 @@ impl RegionCore {
         let generation = self.generation;
         self.uses.load(Ordering::SeqCst) == CLOSED
             && lock(&self.borrowers).iter().all(|one| one.is_back())
-            && !lock(&self.direct_peers).iter().any(|peer| peer.holds(generation, &self.endpoint))
+            && !lock(&self.direct_peers).iter().any(|peer| peer.holds(generation))
     }
 
     /// Revokes and waits until nobody is inside the memory any more.
@@ -329,7 +335,7 @@ impl RegionCore {
     pub(crate) fn users(&self) -> String {
         let mut users: Vec<String> = lock(&self.direct_peers)
             .iter()
-            .filter(|peer| peer.holds(self.generation, &self.endpoint))
+            .filter(|peer| peer.holds(self.generation))
             .map(|peer| format!("peer {}", peer.peer))
             .collect();
         users.extend(

@@ -5,7 +5,9 @@
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-use super::{PeerPins, Registered, StillPinned};
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+use super::{PeerPins, PeerProcess, Registered, StillPinned};
 use crate::fence::tests::{PinnedByAChild, alone_with_the_watcher, until};
 use crate::memory::{SharedStorage, SystemStorage};
 use crate::transport::tcp::{GrantHandle, Medium, Session};
@@ -128,12 +130,13 @@ fn memory_that_is_dropped_under_a_peer_is_parked_until_the_peer_is_out() {
 #[test]
 fn the_pin_of_a_thread_counts_until_that_thread_has_died() {
     let owner = Endpoint::open("owner").unwrap();
-    let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
     let (mut child, page, life) = PinnedByAChild::start();
-    // A process of another pid namespace has no number here: only the thread's own slot can tell.
-    let pins = PeerPins::new(Arc::new(page), "peer", 0);
+    // A process that does not end: only the thread's own slot can tell.
+    let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+    let process = PeerProcess::of(process, None);
+    let pins = PeerPins::new(Arc::new(page), "peer", process, owner.core());
     let generation = child.generation;
-    let holds = || pins.holds(generation, &region.core.endpoint);
+    let holds = || pins.holds(generation);
     assert!(holds(), "nothing is known of its threads yet");
     pins.lives(life);
     assert!(holds() && holds(), "the thread lives");

@@ -27,6 +27,7 @@ mod refusals;
 mod run;
 mod serving;
 mod session;
+mod sharing;
 mod strangers;
 mod telling;
 

@@ -270,6 +270,8 @@ class NCCLConfig:
     off are encrypted too. `get_unique_id` has its own, for the meeting."""
     quotas: _native.Quotas | None = None
     """Towline's own: how much of this rank one other may use, and how many strangers may knock."""
+    share_between_containers: bool | None = None
+    """Towline's own: shares memory with ranks of the same user in other containers of this host, where they say so too."""
     device: object = None
     """Towline's own: the GPU, for a group of NCCL's: its number, ``"cuda:1"`` or a device. By default the current one of
     torch, else GPU 0."""
@@ -308,6 +310,7 @@ class NCCLConfig:
             gpu=None if self.device is None else gpu_of(self.device, "config"),
             tls=_native.Tls.by_ticket() if self.tls is True else (self.tls or None),
             quotas=self.quotas,
+            share_between_containers=self.share_between_containers,
         )
 
 

@@ -7,10 +7,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
-
 use crate::fence::applying::Place;
+use crate::fence::life::has_exited;
 use crate::progress::{self, Timer};
 use crate::sync::lock;
 use crate::transfer::TransferCore;
@@ -32,11 +30,6 @@ impl One {
     }
 }
 
-fn has_exited(process: &OwnedFd) -> bool {
-    let mut fds = [PollFd::new(process, PollFlags::IN)];
-    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
-}
-
 #[derive(Default)]
 struct Listener(Mutex<Listening>);
 
@@ -48,10 +41,9 @@ struct Listening {
 }
 
 /// Marks a request of that transfer as one that the owner is in the middle of, until it has left that place or exited.
-pub(super) fn listen(transfer: &Arc<TransferCore>, place: Place, pid: Option<i32>) {
+pub(super) fn listen(transfer: &Arc<TransferCore>, place: Place, process: Option<OwnedFd>) {
     static LISTENER: OnceLock<Arc<Listener>> = OnceLock::new();
     transfer.unfinished_afar();
-    let process = pid.and_then(Pid::from_raw).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let listener = LISTENER.get_or_init(Arc::default);
     let mut listening = lock(&listener.0);
     listening.all.push(One { transfer: Arc::downgrade(transfer), place, process });

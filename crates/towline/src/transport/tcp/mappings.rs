@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::Result;
 use crate::memory::Mapping;
+use crate::progress;
 use crate::sync::lock;
 use crate::wire::SegmentRef;
 
@@ -63,9 +64,13 @@ impl Mappings {
         drop(gone);
     }
 
-    pub(super) fn clear(&self) {
+    /// The session has ended: all of them go. Not here, which may be the event loop or the watcher: unmapping takes a while.
+    pub(super) fn let_go(&self) {
         let all = std::mem::take(&mut lock(&self.0).by_segment);
-        drop(all);
+        if !all.is_empty() {
+            // Where no worker can be had they go here all the same.
+            let _ = progress::pool().spawn(Box::new(move || drop(all)));
+        }
     }
 }
 

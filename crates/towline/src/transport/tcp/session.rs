@@ -6,6 +6,7 @@ mod lanes;
 mod pulse;
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use super::importing::Reply;
 use super::mappings::Mappings;
 use super::parts::{Keep, Payload};
 use super::run::Run;
+use super::sharing::{self, Neighbour};
 use crate::endpoint::EndpointCore;
 use crate::fence::applying::Place;
 use crate::fence::life::LifePage;
@@ -28,6 +30,7 @@ use crate::fence::pins::{PinPage, ProcessPin, Side};
 use crate::fence::table::TableView;
 use crate::fence::watcher;
 use crate::notify::Mailbox;
+use crate::progress::socket::Socket;
 use crate::progress::{self, Timer};
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
@@ -68,6 +71,8 @@ pub(crate) struct Session {
     /// Held while the frames of one import are sent.
     pub(super) importing: Mutex<()>,
     local: Option<Local>,
+    /// Why there is none.
+    apart: String,
     cma: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
     /// When that was, for all who imported something over it.
@@ -85,7 +90,8 @@ pub(super) struct Local {
     pub(super) table: TableView,
     pub(super) pins: Arc<PinPage>,
     mailbox: Mailbox,
-    pid: i32,
+    /// The owner's number, where it has one in this pid namespace.
+    pid: Option<i32>,
     pub(super) mappings: Mappings,
     /// The owner's regions that are pinned for long, by generation.
     pub(super) held: Mutex<HashMap<u64, Weak<ProcessPin>>>,
@@ -125,25 +131,16 @@ impl Session {
         until: Instant,
     ) -> Result<Arc<Session>, NoContact> {
         let contact = contact::with_ticket(endpoint, ticket, medium, until)?;
-        // Pages that another user can write would be locked and followed here as if they were our own: only an owner of the same
-        // user gives any, and none is used where every access must go through the owner. Those that came are closed.
-        let usable = medium == Medium::Unix
-            && !endpoint.routing().is_enforced()
-            && contact.socket.socket().peer_credentials()?.uid == rustix::process::geteuid().as_raw();
-        let mut files = if usable { contact.files } else { Vec::new() }.into_iter();
         let mut owner = ticket.body().identity.clone();
         owner.name.clone_from(&contact.ready.name);
-        let local = match (contact.ready.local, files.next(), files.next(), files.next(), files.next()) {
-            (Some(rows), Some(table), Some(pins), Some(doorbell), Some(mailbox)) => Some(Local {
-                table: TableView::map(table, rows)?,
-                pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
-                mailbox: Mailbox::map(&mailbox)?,
-                pid: contact.socket.socket().peer_credentials()?.pid,
-                mappings: Mappings::default(),
-                held: Mutex::default(),
-                alive: Mutex::new(None),
-            }),
-            _ => None,
+        // Pages that somebody else can write would be locked and followed here as if they were our own: those of an owner that is kept
+        // apart from this process are closed before they are looked at.
+        let (local, apart) = match neighbour(endpoint, medium, contact.socket.socket())? {
+            Err(apart) => (None, apart),
+            Ok(owner) => match Local::take(contact.ready.local, contact.files, &owner)? {
+                Some(local) => (Some(local), String::new()),
+                None => (None, withheld(&owner)),
+            },
         };
         let session = Arc::new_cyclic(|me| Session {
             endpoint: Arc::downgrade(endpoint),
@@ -162,6 +159,7 @@ impl Session {
             borrowing: Mutex::default(),
             importing: Mutex::default(),
             local,
+            apart,
             cma: OnceLock::new(),
             dead: OnceLock::new(),
             lost: Arc::default(),
@@ -380,8 +378,12 @@ impl Session {
                     .table
                     .row(0)
                     .ok_or_else(|| Error::protocol("import", "the owner's table has no first row"))?;
-                cma::probe_peer(local.pid, row.addr(), self.owner.incarnation.as_bytes())?;
-                Ok(local.pid)
+                let Some(pid) = local.pid else {
+                    let message = "the owner is in another pid namespace and has no number here to copy by";
+                    return Err(Error::new(Kind::Unavailable, "import", message));
+                };
+                cma::probe_peer(pid, row.addr(), self.owner.incarnation.as_bytes())?;
+                Ok(pid)
             })
             .clone()
     }
@@ -394,13 +396,55 @@ impl Session {
 
     /// [`shared`](Self::shared); the error says why this is none.
     pub(super) fn local(&self) -> Result<&Local> {
-        self.shared().ok_or_else(|| {
-            let reason = match self.medium {
-                Medium::Tcp(_) => "the owner is reached by tcp",
-                Medium::Unix => "the owner runs as another user, or one of the two enforces isolation: no memory is shared",
-            };
-            Error::new(Kind::Unavailable, "import", reason)
-        })
+        self.shared().ok_or_else(|| Error::new(Kind::Unavailable, "import", self.apart.clone()))
+    }
+
+    /// The owner's process, where it can be named from here.
+    fn owner_process(&self) -> Option<OwnedFd> {
+        self.shared()?;
+        sharing::process_of(self.control.get()?.socket().socket()).ok()
+    }
+}
+
+impl Local {
+    /// What an owner that may share memory has given; `None` where it has given nothing.
+    fn take(rows: Option<u32>, files: Vec<OwnedFd>, owner: &Neighbour) -> Result<Option<Local>> {
+        let mut files = files.into_iter();
+        match (rows, files.next(), files.next(), files.next(), files.next()) {
+            (Some(rows), Some(table), Some(pins), Some(doorbell), Some(mailbox)) => Ok(Some(Local {
+                table: TableView::map(table, rows)?,
+                pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
+                mailbox: Mailbox::map(&mailbox)?,
+                pid: owner.pid,
+                mappings: Mappings::default(),
+                held: Mutex::default(),
+                alive: Mutex::new(None),
+            })),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// The owner's process, where this one may share memory with it; else why not.
+fn neighbour(endpoint: &EndpointCore, medium: Medium, socket: &Socket) -> Result<Result<Neighbour, String>> {
+    if medium != Medium::Unix {
+        return Ok(Err("the owner is reached by tcp".to_owned()));
+    }
+    if endpoint.routing().is_enforced() {
+        return Ok(Err("this endpoint enforces isolation: every access goes through the owner".to_owned()));
+    }
+    let asked = sharing::may_share(socket, endpoint.shares_between_containers())?;
+    Ok(asked.map_err(|apart| format!("no memory is shared: the owner is {apart}")))
+}
+
+/// Why an owner gave nothing, as far as this side can know.
+fn withheld(owner: &Neighbour) -> String {
+    match &owner.between {
+        Some(apart) => format!(
+            "no memory is shared: the owner is {apart}; {} is set here and not at the owner, or the owner enforces isolation",
+            sharing::SETTING
+        ),
+        None => "the owner shares no memory: it enforces isolation, or the kernel does not let it look into this process".to_owned(),
     }
 }
 

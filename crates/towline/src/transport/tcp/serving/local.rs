@@ -10,8 +10,9 @@ use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::notify::{Mail, Mailbox};
 use crate::progress::socket::Family;
-use crate::region::PeerPins;
+use crate::region::{PeerPins, PeerProcess};
 use crate::transport::tcp::connection::Connection;
+use crate::transport::tcp::sharing;
 use crate::{Error, Kind, Result};
 
 /// A peer of the same user on this host.
@@ -30,7 +31,7 @@ impl Local {
         self.places.take(&self.pins.page)
     }
 
-    /// What a peer of the same user on this host gets: the table, a page for its pins, and the doorbell.
+    /// What a peer gets that [may share memory](sharing) with this process: the table, a page for its pins, the doorbell and a mailbox.
     pub(super) fn offer(
         endpoint: &Arc<EndpointCore>,
         peer: &Identity,
@@ -41,10 +42,13 @@ impl Local {
         if socket.family() != Family::Unix || endpoint.routing().is_enforced() {
             return Ok(None);
         }
-        let credentials = socket.peer_credentials()?;
-        if credentials.uid != rustix::process::geteuid().as_raw() {
-            return Ok(None);
-        }
+        let neighbour = match sharing::may_share(socket, endpoint.shares_between_containers())? {
+            Ok(neighbour) => neighbour,
+            Err(apart) => {
+                tracing::debug!(peer = peer.name, "no memory is shared: the peer is {apart}");
+                return Ok(None);
+            }
+        };
         let failed = |error| Error::os("contact", "dup", error);
         let mut page = PinPage::create()?;
         let pins = page.take_fd().ok_or_else(|| Error::new(Kind::Internal, "contact", "no page"))?;
@@ -55,7 +59,8 @@ impl Local {
         let hold = watcher::hold(Arc::clone(&page), Side::Owner)
             .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
             .ok();
-        let pins_of_peer = PeerPins::new(page, &peer.name, credentials.pid);
+        let pins_of_peer =
+            PeerPins::new(page, &peer.name, PeerProcess::of(neighbour.process, neighbour.pid), endpoint);
         let weak = Arc::downgrade(connection);
         let mail = Arc::new(Mail {
             from: peer.clone(),

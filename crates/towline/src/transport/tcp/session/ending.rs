@@ -105,7 +105,7 @@ impl Session {
         };
         let Some(connection) = connection else { return };
         if let Some(place) = connection.unfinished() {
-            afar::listen(transfer, place, self.local.as_ref().map(|local| local.pid));
+            afar::listen(transfer, place, self.owner_process());
         } else if pending.changes_a_gpu()
             && connection.is_forsaken()
             && !connection.shows_what_is_applied()
@@ -134,7 +134,7 @@ impl Session {
     fn bury(&self, error: &Error) {
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
-            local.mappings.clear();
+            local.mappings.let_go();
         }
         let borrowing: Vec<_> =
             lock(&self.borrowing).drain().filter_map(|(_, borrowing)| borrowing.upgrade()).collect();
