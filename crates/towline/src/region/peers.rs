@@ -115,8 +115,10 @@ impl PeerPins {
         }
         let held = self.page.holders(generation).into_iter().any(|holder| {
             let ended = match holder {
+                // A slot that is free, too: its thread has ended in good order and left the pin behind. The region is revoked, so who
+                // takes the slot next cannot have pinned it.
                 Holder::Thread(slot) => {
-                    self.life.get().is_some_and(|life| life.slot_state(slot) == SlotState::Died)
+                    self.life.get().is_some_and(|life| life.slot_state(slot) != SlotState::Held)
                 }
                 Holder::Process(_) => false,
             };

@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use super::{PeerPins, PeerProcess, Registered, StillPinned};
+use crate::fence::life::{LifePage, LifeView};
+use crate::fence::pins::PinPage;
+use crate::fence::table::TableView;
 use crate::fence::tests::{PinnedByAChild, alone_with_the_watcher, until};
 use crate::memory::{SharedStorage, SystemStorage};
 use crate::transport::tcp::{GrantHandle, Medium, Session};
@@ -125,6 +128,35 @@ fn memory_that_is_dropped_under_a_peer_is_parked_until_the_peer_is_out() {
     until("the memory is freed", || pair.owner.stats().parked == (0, 0));
     // What is not parked any more is gone.
     assert_eq!((memory.strong_count(), pair.owner.stats().regions), (0, 0));
+}
+
+#[test]
+fn a_pin_that_a_thread_has_left_behind_does_not_count_after_its_end() {
+    let owner = Endpoint::open("owner").unwrap();
+    let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
+    let (row, generation) = (region.core.row, region.generation());
+    let table = owner.core().table.fd().try_clone_to_owned().unwrap();
+    let table = TableView::map(table, owner.core().table.rows()).unwrap();
+    let page = Arc::new(PinPage::create().unwrap());
+    let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+    let process = PeerProcess::of(process, None);
+    let pins = PeerPins::new(Arc::clone(&page), "peer", process, owner.core());
+    let life = LifePage::ours().unwrap().fd().try_clone_to_owned().unwrap();
+    pins.lives(LifeView::map(life).unwrap());
+    let (pinned, go) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let slot = LifePage::thread_slot().unwrap();
+            std::mem::forget(page.pin_thread(slot, table.row(row).unwrap(), generation).ok().unwrap());
+            pinned.wait();
+            go.wait();
+        });
+        pinned.wait();
+        region.core.revoke();
+        assert!(pins.holds(generation), "the thread lives");
+        go.wait();
+    });
+    until("the pin is reclaimed", || !pins.holds(generation));
 }
 
 #[test]
