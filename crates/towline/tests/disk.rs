@@ -293,3 +293,40 @@ fn a_file_that_was_opened_for_reading_cannot_be_lent_for_writing() {
     assert!(path.exists());
     fs::remove_dir_all(&folder).unwrap();
 }
+
+#[test]
+fn a_file_that_was_cut_gives_errors_and_no_zeros_and_a_write_does_not_make_it_longer() {
+    const LEN: usize = 4 << 20;
+    for path in PATHS {
+        for direct in [DirectIo::Never, DirectIo::Try] {
+            let scene = Scene::on(path);
+            let storage = DiskStorage::options().direct(direct).create(LEN).unwrap();
+            let file = fs::OpenOptions::new().write(true).open(storage.path()).unwrap();
+            let region = scene.owner.register(storage, Access::READ_WRITE).unwrap();
+            let (remote, local) = (scene.import(&region), scene.local(LEN));
+            scene.user.write(&remote, &local).start().unwrap().wait().unwrap();
+            file.set_len(LEN as u64 / 2).unwrap();
+            let late = LEN as u64 - 4096;
+            for attempt in [
+                scene.user.read(&remote, &local),
+                scene.user.read(&remote, &local).at(late, late, 4096),
+                scene.user.write(&remote, &local).at(late, late, 4096),
+                scene.user.write(&remote, &local),
+            ] {
+                let error = attempt.start().and_then(|transfer| transfer.wait()).unwrap_err();
+                assert_eq!(error.kind(), Kind::Stale, "{path}: {error}");
+                assert!(error.message().contains("shorter"), "{path}: {error}");
+                assert_eq!(file.metadata().unwrap().len(), LEN as u64 / 2, "{path}");
+            }
+            for error in [
+                region.read_at(LEN - 8, &mut [0; 8]).unwrap_err(),
+                region.write_at(LEN - 8, &[1; 8]).unwrap_err(),
+            ] {
+                assert_eq!(error.kind(), Kind::Stale, "{error}");
+            }
+            // What is still there is served.
+            scene.user.read(&remote, &local).at(0, 0, 4096).start().unwrap().wait().unwrap();
+            scene.user.write(&remote, &local).at(0, 0, 4096).start().unwrap().wait().unwrap();
+        }
+    }
+}

@@ -169,7 +169,7 @@ fn a_file_that_somebody_has_shortened_is_an_error_and_the_next_one_works() {
         user.read(&remote, &local).start().unwrap().wait().unwrap();
         std::fs::File::options().write(true).open(path).unwrap().set_len(4096).unwrap();
         let error = user.read(&remote, &local).start().and_then(|transfer| transfer.wait()).unwrap_err();
-        assert_eq!(error.kind(), Kind::Native, "{error}");
+        assert_eq!(error.kind(), Kind::Stale, "{error}");
     }
 }
 

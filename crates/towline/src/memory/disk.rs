@@ -386,7 +386,7 @@ unsafe impl Storage for DiskStorage {
     }
 
     fn file(&self) -> Option<FileSlice> {
-        Some(FileSlice { file: Arc::clone(&self.file), offset: 0 })
+        Some(FileSlice { file: Arc::clone(&self.file), offset: 0, whole: true })
     }
 }
 

@@ -22,6 +22,9 @@ const LEAST_DIRECT: usize = 64 << 10;
 pub struct FileSlice {
     pub(super) file: Arc<FileBytes>,
     pub(super) offset: u64,
+    /// The file had all its bytes when it was described, and must keep them: a write does not make it longer again, which
+    /// would leave zeros where bytes were.
+    pub(super) whole: bool,
 }
 
 impl FileSlice {
@@ -31,8 +34,9 @@ impl FileSlice {
         self
     }
 
-    /// The file behind a descriptor of this process, from an offset on. It is opened anew: the descriptor may be closed.
-    pub(crate) fn of_descriptor(number: u64, offset: u64) -> Result<FileSlice> {
+    /// `len` bytes of the file behind a descriptor of this process, from an offset on. It is opened anew: the descriptor may be
+    /// closed.
+    pub(crate) fn of_descriptor(number: u64, offset: u64, len: u64) -> Result<FileSlice> {
         let failed = |call: &'static str, error: io::Error| Error::os("register", call, error);
         let number = i32::try_from(number).map_err(|_| Error::invalid("register", "no such descriptor"))?;
         let same = format!("/proc/self/fd/{number}");
@@ -51,7 +55,14 @@ impl FileSlice {
         let buffered = open(0).map_err(|error| failed("open", error))?.into();
         let direct =
             if flags & libc::O_DIRECT != 0 { open(libc::O_DIRECT).ok().map(Into::into) } else { None };
-        Ok(FileSlice { file: Arc::new(FileBytes { buffered, direct, writable }), offset })
+        FileSlice::of_len(FileBytes { buffered, direct, writable }, offset, len)
+    }
+
+    fn of_len(file: FileBytes, offset: u64, len: u64) -> Result<FileSlice> {
+        let mut slice = FileSlice { file: Arc::new(file), offset, whole: false };
+        slice.whole =
+            offset.checked_add(len).is_some_and(|end| slice.file_len("open").is_ok_and(|len| len >= end));
+        Ok(slice)
     }
 
     /// Descriptors of the file, made to be handed to somebody else: what they allow is only what is said here.
@@ -70,12 +81,12 @@ impl FileSlice {
         Ok(std::iter::once(buffered).chain(direct).collect())
     }
 
-    /// The file behind descriptors that somebody else has [opened anew](Self::opened_anew) and handed over.
-    pub(crate) fn passed(files: Vec<OwnedFd>, writable: bool, offset: u64) -> Result<FileSlice> {
+    /// `len` bytes of the file behind descriptors that somebody else has [opened anew](Self::opened_anew) and handed over.
+    pub(crate) fn passed(files: Vec<OwnedFd>, writable: bool, offset: u64, len: u64) -> Result<FileSlice> {
         let mut files = files.into_iter();
         let buffered =
             files.next().ok_or_else(|| Error::protocol("import", "the file's descriptor did not come"))?;
-        Ok(FileSlice { file: Arc::new(FileBytes { buffered, direct: files.next(), writable }), offset })
+        FileSlice::of_len(FileBytes { buffered, direct: files.next(), writable }, offset, len)
     }
 
     /// The descriptor of the file: the one for direct input and output, where there is one.
@@ -131,7 +142,7 @@ impl FileSlice {
         from: *const u8,
         len: usize,
     ) -> Result<()> {
-        self.may_write(op)?;
+        self.may_write(op, offset, len)?;
         // SAFETY: the caller's obligation is the same; `Way::Write` only reads.
         unsafe { self.file.transfer(Way::Write, op, self.offset + offset, from.cast_mut(), len) }.map(|_| ())
     }
@@ -148,16 +159,19 @@ impl FileSlice {
         from: *const u8,
         len: usize,
     ) -> Result<bool> {
-        self.may_write(op)?;
+        self.may_write(op, offset, len)?;
         // SAFETY: as above.
         unsafe { self.file.transfer(Way::WriteIf(look), op, self.offset + offset, from.cast_mut(), len) }
     }
 
-    fn may_write(&self, op: &'static str) -> Result<()> {
-        match self.file.writable {
-            true => Ok(()),
-            false => Err(Error::new(Kind::PermissionDenied, op, "the file was opened for reading only")),
+    fn may_write(&self, op: &'static str, offset: u64, len: usize) -> Result<()> {
+        if !self.file.writable {
+            return Err(Error::new(Kind::PermissionDenied, op, "the file was opened for reading only"));
         }
+        if self.whole && self.file_len(op)? < self.offset + offset + len as u64 {
+            return Err(shorter(op));
+        }
+        Ok(())
     }
 }
 
@@ -220,9 +234,15 @@ impl FileBytes {
     }
 }
 
+/// The error for a file that somebody has cut.
+pub(crate) fn shorter(op: &'static str) -> Error {
+    let message = "the file has become shorter since it was described; close the region before it is cut";
+    Error::new(Kind::Stale, op, message)
+}
+
 fn failed(way: Way<'_>, op: &'static str, error: io::Error) -> Error {
     if error.kind() == io::ErrorKind::UnexpectedEof {
-        return Error::new(Kind::Native, op, "the file has become shorter").caused_by(error);
+        return shorter(op).caused_by(error);
     }
     Error::os(op, if matches!(way, Way::Read) { "pread" } else { "pwrite" }, error)
 }

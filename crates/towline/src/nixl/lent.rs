@@ -151,7 +151,8 @@ impl NixlAgent {
                 (Place::Cuda(device), None)
             }
             MemType::File if embedded => {
-                (Place::Disk, Some(FileSlice::of_descriptor(descriptor.device_id, descriptor.addr)?))
+                let NixlDescriptor { device_id, addr, size, .. } = *descriptor;
+                (Place::Disk, Some(FileSlice::of_descriptor(device_id, addr, size as u64)?))
             }
             // NIXL knows what it is; here it is only passed on.
             _ if !embedded => (Place::Disk, None),

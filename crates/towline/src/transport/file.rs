@@ -49,7 +49,7 @@ pub(super) fn opened(offer: &Offer<'_>, handle: &Arc<GrantHandle>) -> Result<Fil
     // The owner's word against overflow only: what lies there is its own file.
     offset.checked_add(offer.grant.length).ok_or_else(nonsense)?;
     let writable = offer.grant.access.contains(Access::WRITE);
-    FileSlice::passed(told.files, writable, offset)
+    FileSlice::passed(told.files, writable, offset, offer.grant.length)
 }
 
 impl Transport for FilePath {

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use towline_sys::nixl::{Descriptor, MemoryKind, Registration, RegistrationList};
 
 use super::engine::{Engine, Reach};
+use crate::Result;
 use crate::layout::Piece;
-use crate::memory::{FILE_ALIGNMENT, FileSlice};
-use crate::{Error, Kind, Result};
+use crate::memory::{FILE_ALIGNMENT, FileSlice, shorter};
 
 /// A file that NIXL reads and writes here.
 pub(super) struct OpenFile {
@@ -57,7 +57,7 @@ impl OpenFile {
     /// need not.
     pub(super) fn check(&self, op: &'static str) -> Result<()> {
         if self.file.file_len(op)? < self.file.offset() + self.len {
-            return Err(Error::new(Kind::Native, op, "the file has become shorter"));
+            return Err(shorter(op));
         }
         Ok(())
     }
