@@ -72,13 +72,18 @@ impl Serving {
         let proven = proven(&self.challenge, item.operation.as_ref());
         let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &proven)?;
         self.allowance.check_grants(lock(&self.grants).len())?;
-        let attached = self.pass(&region, passed, files)?;
+        // A claim that is refused gives no descriptor away.
         if let Some(operation) = &item.operation {
             let of = (region.row, region.generation);
             let who = self.claimer();
             endpoint.operations.claim(operation, who, &self.peer.name, of, claims.access)?;
             self.beat();
         }
+        let attached = self.pass(&region, passed, files).inspect_err(|error| {
+            if let Some(operation) = &item.operation {
+                let _ = endpoint.operations.finish(operation, self.claimer(), Err(error.clone()));
+            }
+        })?;
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
         let mut grant = region.grant(&claims, handle, attached);
         if self.local.is_none() {
