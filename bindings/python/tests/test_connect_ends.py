@@ -120,7 +120,8 @@ def test_a_peer_that_dies_while_it_is_read_from(
         async with over(path) as connector:
             read = stalled_read(connector, peer)
             peer.kill()
-            with pytest.raises(towline.Disconnected) as caught:
+            # On one host it is seen that the process has ended; a connection alone says nothing of that.
+            with pytest.raises(towline.Stale if path == "unix" else towline.Disconnected) as caught:
                 await read
             assert caught.value.peer == "peer"
             assert read.status is OperationStatus.ERRORED and read.quiet

@@ -280,7 +280,7 @@ def test_another_process_on_the_embedded_engine() -> None:
             assert told() == [ours.name, "put", nbytes]
             owner.kill()
             owner.wait()
-            with pytest.raises(towline.Disconnected):
+            with pytest.raises(towline.Stale):
                 ours.read(local, remote, peer).wait(30)
 
 

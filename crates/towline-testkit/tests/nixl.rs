@@ -230,10 +230,10 @@ fn a_peer_killed_in_mid_transfer_is_disconnected_and_later_peers_work() {
         owner.kill();
         match transfer.wait_for(STALL * 2).expect("it ends though its peer is dead") {
             Ok(()) => {}
-            Err(error) => assert_eq!(error.kind(), Kind::Disconnected, "{error}"),
+            Err(error) => assert!(matches!(error.kind(), Kind::Stale | Kind::Disconnected), "{error}"),
         }
         let late = user.read(&remote, &local).at(0, 0, 64).start().and_then(|transfer| transfer.wait());
-        assert_eq!(late.unwrap_err().kind(), Kind::Disconnected);
+        assert!(matches!(late.unwrap_err().kind(), Kind::Stale | Kind::Disconnected));
         // The buffer is ours again once NIXL has let go.
         assert!(transfer.wait_quiet(STALL * 2));
         mine.fill_storage(local.storage()).unwrap();

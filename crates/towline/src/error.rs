@@ -8,12 +8,15 @@ use std::sync::Arc;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What the caller can do about an [`Error`].
+///
+/// Which of them follows which event on which path is a table in `docs/decisions/0047-what-each-kind-promises.md`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
     /// The caller cancelled the operation.
     Canceled,
-    /// The peer is gone or the connection to it broke.
+    /// The connection to the peer broke, or nobody answers where the ticket says; whether the peer lives is not known. Ask again: it is
+    /// connected to anew, and where it is found to be gone the answer is `Stale`.
     Disconnected,
     /// A limited resource is used up: descriptors, memory, table rows, queue space.
     Exhausted,
@@ -25,15 +28,16 @@ pub enum Kind {
     Native,
     /// What was named does not exist.
     NotFound,
-    /// The ticket, the secret or the credentials do not allow this.
+    /// The ticket, its lease, the secret or the credentials do not allow this.
     PermissionDenied,
     /// Bytes from outside do not follow the wire format.
     Protocol,
-    /// The memory was deregistered, recycled, or its owner restarted.
+    /// The memory is gone for good: it was deregistered or recycled, or its owner has closed its endpoint, has ended or has restarted.
+    /// The ticket never works again: ask for a new one.
     Stale,
-    /// The deadline passed, or nothing moved for too long.
+    /// The deadline passed, or nothing moved for too long: the peer may be slow, stopped or out of reach. Ask again.
     Timeout,
-    /// A library, device or kernel facility is missing on this machine.
+    /// A library, device, kernel facility or path is missing here: nothing changes before the machine or the routing does.
     Unavailable,
     /// The path or the memory cannot do this.
     Unsupported,
@@ -96,6 +100,7 @@ struct Inner {
     op: &'static str,
     transport: Option<&'static str>,
     peer: Option<String>,
+    owner_gone: bool,
     message: Cow<'static, str>,
     source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
@@ -110,6 +115,7 @@ impl Error {
             op,
             transport: None,
             peer: None,
+            owner_gone: false,
             message: message.into(),
             source: None,
         }))
@@ -125,6 +131,14 @@ impl Error {
     #[cold]
     pub fn protocol(op: &'static str, message: impl Into<Cow<'static, str>>) -> Error {
         Error::new(Kind::Protocol, op, message)
+    }
+
+    /// A [`Kind::Stale`] error: not only the memory is gone, its owner is.
+    #[cold]
+    pub(crate) fn owner_gone(op: &'static str, why: impl fmt::Display) -> Error {
+        let mut error = Error::new(Kind::Stale, op, format!("{why}: its tickets are void, ask for new ones"));
+        error.0.owner_gone = true;
+        error
     }
 
     /// What the operating system said, with the kind that tells the caller what to do about it.
@@ -178,6 +192,14 @@ impl Error {
         self
     }
 
+    /// Replaces the message: used where more is to be said than the cause says.
+    #[cold]
+    #[must_use]
+    pub(crate) fn saying(mut self, message: String) -> Error {
+        self.0.message = message.into();
+        self
+    }
+
     /// What the caller can do about it.
     pub fn kind(&self) -> Kind {
         self.0.kind
@@ -201,6 +223,12 @@ impl Error {
     /// What happened, in words.
     pub fn message(&self) -> &str {
         &self.0.message
+    }
+
+    /// Whether it is `Stale` because the owner itself is gone.
+    #[doc(hidden)]
+    pub fn is_owner_gone(&self) -> bool {
+        self.0.owner_gone
     }
 
     /// Whether the same call may succeed later without the caller changing anything.

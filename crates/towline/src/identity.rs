@@ -1,5 +1,7 @@
 //! Who an endpoint is: a stable id from its name, and an incarnation for each time it opens.
 
+mod ended;
+
 use std::fmt;
 
 use data_encoding::HEXLOWER;

@@ -78,7 +78,7 @@ impl Notifications {
     pub(crate) fn queue(&self, notification: Notification) -> Result<()> {
         let mut inner = lock(&self.inner);
         if inner.closed {
-            return Err(Error::new(Kind::Disconnected, "notify", "the endpoint is closed"));
+            return Err(Error::owner_gone("notify", "the owner has closed its endpoint"));
         }
         let cost = cost(&notification);
         if inner.bytes + cost > MAX_QUEUED {

@@ -208,12 +208,16 @@ impl Routes {
         }
         let explanation = Explanation { candidates };
         if usable.is_empty() {
-            let kind = ended.as_ref().map_or(Kind::Unavailable, Error::kind);
-            let error =
-                Error::new(kind, "import", format!("no path to the region can be used:\n{explanation}"));
+            // Nothing can be said of paths to an owner that has gone meanwhile.
+            let ended = offer.owner.alive().err().or(ended);
+            let message = |why: &str| format!("no path to the region can be used{why}:\n{explanation}");
             return Err(match ended {
-                Some(cause) => error.caused_by(cause),
-                None => error,
+                Some(cause) => cause
+                    .clone()
+                    .during("import")
+                    .saying(message(&format!(", since {}", cause.message())))
+                    .caused_by(cause),
+                None => Error::new(Kind::Unavailable, "import", message("")),
             });
         }
         Ok(Routes { usable, explanation })

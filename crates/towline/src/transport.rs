@@ -35,7 +35,7 @@ use std::time::Instant;
 use crate::endpoint::EndpointCore;
 use crate::identity::Identity;
 use crate::layout::{Indexed, Piece, Plan};
-use crate::region::{PeerPins, RegionCore, RegionUse};
+use crate::region::{PeerPins, RegionCore, RegionUse, stale};
 use crate::route::Routing;
 use crate::ticket::Claims;
 use crate::transfer::{After, Op, TransferCore};
@@ -123,6 +123,20 @@ pub(crate) enum Owner<'a> {
     Here(&'a Arc<RegionCore>),
     /// In another process, granted over a session.
     There(&'a Arc<GrantHandle>),
+}
+
+impl Owner<'_> {
+    /// The error is why its region cannot be reached any more, whatever the path.
+    pub(crate) fn alive(&self) -> Result<()> {
+        match self {
+            Owner::Here(region) if region.endpoint.is_closed() => {
+                Err(Error::owner_gone("import", "the owner has closed its endpoint"))
+            }
+            Owner::Here(region) if region.is_closed() => Err(stale("import")),
+            Owner::Here(_) => Ok(()),
+            Owner::There(handle) => handle.session().alive(),
+        }
+    }
 }
 
 /// What a transport gets to see of a grant before it says yes or no.

@@ -64,7 +64,10 @@ class Canceled(Error):
 
 
 class Disconnected(Error, ConnectionError):
-    """The peer is gone or the connection to it broke."""
+    """The connection to the peer broke, or nobody answers where the ticket says; whether the peer lives is not known.
+
+    Ask again: it is connected to anew, and where it is found to be gone the answer is ``Stale``.
+    """
 
     kind = "Disconnected"
     retryable = True
@@ -102,7 +105,7 @@ class NotFound(Error, LookupError):
 
 
 class PermissionDenied(Error, PermissionError):
-    """The ticket, the secret or the credentials do not allow this."""
+    """The ticket, its lease, the secret or the credentials do not allow this."""
 
     kind = "PermissionDenied"
 
@@ -114,20 +117,23 @@ class Protocol(Error, ValueError):
 
 
 class Stale(Error):
-    """The memory was deregistered, recycled, or its owner restarted."""
+    """The memory is gone for good: deregistered or recycled, or its owner has closed, ended or restarted.
+
+    The ticket never works again: ask for a new one. It is no ``ConnectionError``, since another connection does not help.
+    """
 
     kind = "Stale"
 
 
 class Timeout(Error, TimeoutError):
-    """The deadline passed, or nothing moved for too long."""
+    """The deadline passed, or nothing moved for too long: the peer may be slow, stopped or out of reach. Ask again."""
 
     kind = "Timeout"
     retryable = True
 
 
 class Unavailable(Error, RuntimeError):
-    """A library, device or kernel facility is missing on this machine."""
+    """A library, device, kernel facility or path is missing here: nothing changes before the machine or the routing does."""
 
     kind = "Unavailable"
 

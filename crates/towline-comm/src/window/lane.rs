@@ -241,7 +241,9 @@ impl Lane {
         };
         if shown {
             // In one step: who comes to its limit now must not find a rank that waits for nobody.
-            let missed = |error: &towline::Error| matches!(error.kind(), Kind::Timeout | Kind::Disconnected);
+            let missed = |error: &towline::Error| {
+                error.is_owner_gone() || matches!(error.kind(), Kind::Timeout | Kind::Disconnected)
+            };
             let in_vain = outcome.as_ref().is_err_and(missed);
             self.show(if in_vain { AccessWait::InVain } else { AccessWait::Done });
         }

@@ -144,7 +144,7 @@ pub fn damaged_tickets_do_not_decode(bench: &Bench) {
 
 /// The ticket of an endpoint that is closed, or of an earlier life of it, gives an error and no bytes.
 pub fn tickets_of_the_gone_are_refused(bench: &Bench) {
-    let gone = &[Kind::Stale, Kind::Disconnected, Kind::Unavailable];
+    let gone = &[Kind::Stale, Kind::Disconnected];
     let owner = Owner::open("mortal", bench.setting, "");
     let region = owner.register(64, bench.kind(), Access::READ).unwrap();
     let ticket = region.ticket();

@@ -239,5 +239,5 @@ fn the_death_of_an_owner_in_another_container_is_noticed() {
     assert!(eventually(Duration::from_secs(2), || remote.alive().is_err()));
     let target = local(&mine, MIB);
     let refused = outcome(mine.read(&remote, &target).start()).unwrap_err();
-    assert_eq!(refused.kind(), Kind::Disconnected, "{refused}");
+    assert_eq!(refused.kind(), Kind::Stale, "{refused}");
 }

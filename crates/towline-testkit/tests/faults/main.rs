@@ -7,6 +7,7 @@ mod closing;
 mod containers;
 mod deregistering;
 mod killed;
+mod kinds;
 mod pinned;
 mod stopped;
 mod walls;

@@ -110,7 +110,7 @@ fn the_memory_of_a_killed_owner_stays_pinned_and_is_known_to_be_stale() {
     assert!(!pinned.is_stale());
     owner.kill();
     assert!(eventually(STALL * 10, || pinned.is_stale()));
-    assert_eq!(remote.alive().unwrap_err().kind(), Kind::Disconnected);
+    assert_eq!(remote.alive().unwrap_err().kind(), Kind::Stale);
     assert!(remote.pin().is_err());
     let mut bytes = vec![0; LEN];
     pinned.read_at(0, &mut bytes).unwrap();

@@ -223,11 +223,7 @@ impl EndpointCore {
         let ticket = ticket::parse_public(public)?;
         let claims = ticket.claims();
         if claims.incarnation != self.identity.incarnation {
-            return Err(Error::new(
-                Kind::Stale,
-                "import",
-                "the ticket is of an earlier life of this endpoint",
-            ));
+            return Err(Error::owner_gone("import", "the ticket is of an earlier life of this endpoint"));
         }
         let tag = ticket.tag(&self.region_key(claims.row, claims.generation));
         if !tag.verify_proof(challenge, proof) {
@@ -371,9 +367,7 @@ impl EndpointCore {
     pub(crate) fn close(&self, within: Duration) -> Result<()> {
         let first = !self.closed.swap(true, Ordering::AcqRel);
         if first {
-            if let Some(here) = lock(&HERE).as_mut() {
-                here.remove(&self.identity.incarnation);
-            }
+            self.leave();
             self.operations.end_all(&Error::new(Kind::Canceled, "close", "the endpoint was closed"));
         }
         let regions = self.regions.all();
@@ -385,6 +379,14 @@ impl EndpointCore {
         }
         progress::may_block("close")?;
         self.drain(&regions, within)
+    }
+
+    /// From here on its tickets are worth nothing in this process.
+    fn leave(&self) {
+        self.identity.incarnation.end();
+        if let Some(here) = lock(&HERE).as_mut() {
+            here.remove(&self.identity.incarnation);
+        }
     }
 
     fn drain(&self, regions: &[Arc<RegionCore>], within: Duration) -> Result<()> {
@@ -443,9 +445,7 @@ impl Drop for EndpointCore {
             return;
         }
         if !self.closed.swap(true, Ordering::AcqRel) {
-            if let Some(here) = lock(&HERE).as_mut() {
-                here.remove(&self.identity.incarnation);
-            }
+            self.leave();
             self.hang_up();
         }
         // Not before: a closed endpoint still listens for peers that let go of what is parked.

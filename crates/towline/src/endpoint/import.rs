@@ -23,6 +23,9 @@ use crate::transport::{Capabilities, Offer, Owner};
 use crate::wire::Grant;
 use crate::{Access, Error, Kind, Result, Ticket, fork};
 
+/// Where a ticket names several addresses, each but the last gets at most this long.
+const ONE_ADDRESS: Duration = Duration::from_secs(2);
+
 /// A ticket made usable here.
 pub struct Remote {
     /// Who imported it: its paths follow that endpoint's routing, and no other endpoint may use them.
@@ -106,7 +109,8 @@ impl Remote {
     pub fn alive(&self) -> Result<()> {
         fork::guard("alive")?;
         let first = self.routes.usable().first();
-        first.map_or(Ok(()), |way| way.attachment.alive()).map_err(|error| error.with_peer(&*self.peer))
+        let alive = |way: &Way| way.attachment.alive().map_err(|error| error.on(way.path));
+        first.map_or(Ok(()), alive).map_err(|error| error.with_peer(&*self.peer))
     }
 
     /// When this side learned that the owner cannot be reached any more; `None` while it can. Transfers end after that, each
@@ -438,13 +442,21 @@ pub(super) fn contact(
     routing: &Routing,
     until: Instant,
 ) -> Result<Arc<Session>, NoContact> {
-    let incarnation = ticket.body().identity.incarnation;
+    let (incarnation, name) = (ticket.body().identity.incarnation, &*ticket.body().identity.name);
+    if incarnation.has_ended() {
+        let why = "the owner has closed its endpoint, or its process has ended";
+        return Err(Error::owner_gone("import", why).with_peer(name).into());
+    }
     let mut tried = Vec::new();
-    for medium in media(ticket, routing) {
+    let mut media = media(ticket, routing).peekable();
+    while let Some(medium) = media.next() {
         if let Some(session) = session_over(endpoint, incarnation, medium) {
             return Ok(session);
         }
-        match Session::connect(endpoint, ticket, medium, until) {
+        // The next one has its turn too.
+        let connected_by =
+            if media.peek().is_some() { until.min(Instant::now() + ONE_ADDRESS) } else { until };
+        match Session::connect(endpoint, ticket, medium, (connected_by, until)) {
             Ok(session) => {
                 let key = (incarnation, medium.name());
                 let mut sessions = lock(&endpoint.sessions);
@@ -455,29 +467,33 @@ pub(super) fn contact(
                 sessions.insert(key, Arc::clone(&session));
                 return Ok(session);
             }
-            // The owner itself has answered: another way to it would not change its mind.
+            // The owner itself has answered: another way to it would not change its mind. Not so another life of it, or of somebody
+            // who has such an address on this network.
             Err(NoContact { error, of_ticket })
-                if matches!(error.kind(), Kind::PermissionDenied | Kind::Stale | Kind::Protocol) =>
+                if of_ticket || matches!(error.kind(), Kind::PermissionDenied | Kind::Protocol) =>
             {
-                return Err(NoContact { error: error.with_peer(&*ticket.body().identity.name), of_ticket });
+                return Err(NoContact { error: error.with_peer(name), of_ticket });
             }
             Err(NoContact { error, .. }) => {
                 tried.push((error.kind(), format!("{medium}: {}", error.message())));
             }
         }
     }
-    // What the caller can do something about comes first.
-    let kind = [Kind::Exhausted, Kind::Timeout]
+    // What may be over soon comes first: while one address is undecided, the owner may be there.
+    let kind = [Kind::Exhausted, Kind::Timeout, Kind::Stale]
         .into_iter()
         .find(|kind| tried.iter().any(|(seen, _)| seen == kind))
         .unwrap_or(Kind::Disconnected);
-    let (kind, message) = if tried.is_empty() {
-        (Kind::Unavailable, "the ticket names no way to its owner that the caller allows".to_owned())
+    let all: Vec<_> = tried.into_iter().map(|(_, message)| message).collect();
+    let error = if all.is_empty() {
+        let message = "the ticket names no way to its owner that the caller allows";
+        Error::new(Kind::Unavailable, "import", message)
+    } else if kind == Kind::Stale {
+        Error::owner_gone("import", format!("its owner is not there any more ({})", all.join("; ")))
     } else {
-        let all: Vec<_> = tried.into_iter().map(|(_, message)| message).collect();
-        (kind, format!("its owner does not answer ({})", all.join("; ")))
+        Error::new(kind, "import", format!("its owner does not answer ({})", all.join("; ")))
     };
-    Err(Error::new(kind, "import", message).with_peer(&*ticket.body().identity.name).into())
+    Err(error.with_peer(name).into())
 }
 
 #[cfg(test)]
@@ -490,8 +506,9 @@ mod tests {
     use std::thread;
 
     use super::*;
+    use crate::identity::Identity;
     use crate::progress::socket::Socket;
-    use crate::ticket::socket_name;
+    use crate::ticket::{RegionKey, TicketBody, socket_name};
     use crate::{Endpoint, SystemStorage};
 
     const WATCHDOG: Duration = Duration::from_secs(60);
@@ -506,9 +523,10 @@ mod tests {
     fn many_imports_as_futures_take_few_threads_and_none_before_they_are_polled() {
         let owner = Endpoint::open("owner").unwrap();
         let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
-        let ticket = region.ticket().unwrap();
-        drop((region, owner));
-        // Somebody who has the owner's name, and never answers.
+        // Somebody who has an owner's name, and never answers.
+        let identity = Identity::new("silent", Incarnation(*b"nobody says more")).unwrap();
+        let body = TicketBody { identity, ..region.ticket().unwrap().body().clone() };
+        let ticket = Ticket::mint(&body, &RegionKey::derive(&[1; 32], body.row, body.generation)).unwrap();
         let name = socket_name(&ticket.body().identity.incarnation);
         let _silent = Socket::listen_unix_abstract(&name, 300).unwrap();
         let user = Endpoint::open("user").unwrap();

@@ -7,7 +7,7 @@
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::fence::shared::Lendable;
 use crate::{Error, Kind, Result};
@@ -105,6 +105,11 @@ impl RobustMutex {
             // SAFETY: initialised; a robust mutex answers a thread that does not hold it with EPERM.
             unsafe { libc::pthread_mutex_unlock(self.raw()) };
         }
+    }
+
+    /// Whether its holder has died while it held it.
+    pub(crate) fn has_died(&self) -> bool {
+        self.word().load(Ordering::Acquire) & OWNER_DIED != 0
     }
 
     /// The lock word: thread id of the holder, and the two flags above.

@@ -43,7 +43,7 @@ impl Pair {
         let (ticket, until) = (region.ticket().unwrap(), Instant::now() + WATCHDOG);
         let session = self.session.get_or_insert_with(|| {
             let user = self.user.register(SystemStorage::new(8).unwrap(), Access::NONE).unwrap();
-            Session::connect(&user.core.endpoint, &ticket, Medium::Unix, until).unwrap()
+            Session::connect(&user.core.endpoint, &ticket, Medium::Unix, (until, until)).unwrap()
         });
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         let (_, handle) = imported.outcomes.pop().unwrap().unwrap();

@@ -160,7 +160,9 @@ impl Process {
     fn failure(&self, op: Op, error: io::Error) -> Error {
         match error.raw_os_error() {
             Some(libc::ESRCH) => {
-                Error::new(Kind::Disconnected, op.name(), "the owner's process is gone").caused_by(error)
+                let gone = Error::owner_gone(op.name(), "the owner's process has ended").caused_by(error);
+                self.handle.session().fail(gone.clone());
+                gone
             }
             Some(libc::EFAULT) => Error::new(
                 Kind::Stale,

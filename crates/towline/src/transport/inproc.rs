@@ -173,7 +173,7 @@ fn owner_is_open(region: &RegionCore) -> Result<()> {
     region
         .endpoint
         .check_open("use")
-        .map_err(|error| Error::new(Kind::Disconnected, "use", error.message().to_owned()))
+        .map_err(|_| Error::owner_gone("use", "the owner has closed its endpoint"))
 }
 
 /// Moves the pieces between local and remote memory that is mapped here.

@@ -183,10 +183,9 @@ impl ClientHandshake {
             ));
         }
         if welcome.incarnation != self.target {
-            return Err(Error::new(
-                Kind::Stale,
+            return Err(Error::owner_gone(
                 OP,
-                "the owner of the ticket has restarted: another incarnation answered",
+                "the owner of the ticket has restarted, another life of it answered",
             ));
         }
         let secret = match (&self.base, welcome.secret_required, &self.secret) {
@@ -271,10 +270,9 @@ impl ServerHandshake {
         }
         let hello = Hello::decode(body).map_err(|error| error.during(OP))?;
         if hello.target != me.incarnation {
-            return Err(Error::new(
-                Kind::Stale,
+            return Err(Error::owner_gone(
                 OP,
-                "the owner of the ticket has restarted: this is another incarnation",
+                "the owner of the ticket has restarted, this is another life of it",
             ));
         }
         let base = lookup(&hello.key)?;

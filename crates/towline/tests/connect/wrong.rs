@@ -119,7 +119,7 @@ fn metadata_of_an_owner_that_is_gone_gives_an_error() {
         assert_eq!(readable.status(), OperationStatus::Cancelled);
         assert!(readable.error().unwrap().message().contains("closed"));
         let error = decode.begin_read(&metadata, empty(100)).expect_err("nobody is there");
-        assert!(matches!(error.kind(), Kind::Disconnected | Kind::Stale | Kind::Unavailable), "{error}");
+        assert!(matches!(error.kind(), Kind::Disconnected | Kind::Stale), "{error}");
         refused(encode.create_readable(empty(1)), Kind::Invalid, "closed");
         refused(encode.begin_read(&metadata, empty(100)), Kind::Invalid, "closed");
         refused(empty(1).register_memory(&encode), Kind::Invalid, "closed");

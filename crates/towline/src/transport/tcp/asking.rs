@@ -22,7 +22,7 @@ impl Session {
             })
         });
         self.forget(request);
-        told.map_err(|error| error.on(self.medium().name()).with_peer(self.peer_name()))
+        told.map_err(|error| error.with_peer(self.peer_name()))
     }
 
     /// Remembers who must be told when the owner wants that grant back.

@@ -21,7 +21,7 @@ use crate::memory::checked::gone;
 use crate::progress::socket::{Family, Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
 use crate::sync::lock;
-use crate::wire::{HEADER_LEN, Header};
+use crate::wire::{Bye, HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
 
 /// What is read ahead of the frames: a header, its body and a small payload come with one system call.
@@ -389,6 +389,11 @@ impl Connection {
         drop(lock(&self.itself).take());
     }
 
+    /// Of a connection that has ended: the goodbye that came before and that nobody has read.
+    pub(super) fn farewell(&self) -> Option<Bye> {
+        lock(&self.incoming).farewell(&self.socket)
+    }
+
     /// Drops what the queues keep alive; called by the handler once nothing of it is needed.
     pub(super) fn let_go(&self) {
         self.queue().clear();
@@ -714,7 +719,7 @@ impl Connection {
 
     /// Says goodbye where the socket takes it at once.
     pub(super) fn bye(&self, error: Option<&Error>) {
-        let bye = crate::wire::Bye { error: error.map(Into::into) };
+        let bye = Bye { error: error.map(Into::into) };
         let frame = crate::wire::Message::from(bye).frame(0, 0, 0);
         let mut outgoing = self.queue();
         if !outgoing.blocked() && !self.is_closed() {

@@ -15,9 +15,6 @@ use crate::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
 use crate::wire::{FrameKind, HEADER_LEN, Header, Message, Ready, Refuse};
 use crate::{Error, Kind, Result, Ticket};
 
-/// One address of a ticket gets at most this long, so that the next one has its turn.
-const ONE_ADDRESS: Duration = Duration::from_secs(2);
-
 /// How long to wait before asking a listener again whose queue was full.
 const QUEUE_FULL: Duration = Duration::from_millis(1);
 
@@ -50,15 +47,15 @@ impl From<NoContact> for Error {
     }
 }
 
-/// Connects with the key that a ticket gives.
+/// Connects with the key that a ticket gives, the socket by the first moment and all of it by the second.
 pub(super) fn with_ticket(
     endpoint: &EndpointCore,
     ticket: &Ticket,
     medium: Medium,
-    until: Instant,
+    (connected_by, until): (Instant, Instant),
 ) -> Result<Contact, NoContact> {
     let owner = ticket.body().identity.incarnation;
-    let socket = dial(medium, &owner, Lane::Control, until)?;
+    let socket = dial(medium, &owner, Lane::Control, connected_by)?;
     let name = &ticket.body().identity.name;
     let socket = Channel::connected(socket, endpoint.tls(), name, until)?;
     handshake(endpoint, socket, owner, ClientKey::Ticket(ticket), until)
@@ -78,7 +75,6 @@ pub(super) fn with_session(
 }
 
 fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Result<Socket> {
-    let until = until.min(Instant::now() + ONE_ADDRESS);
     let socket = match medium {
         Medium::Unix => loop {
             match Socket::connect_unix_abstract(&socket_name(owner)) {

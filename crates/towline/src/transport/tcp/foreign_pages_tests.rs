@@ -87,7 +87,8 @@ fn takes_pages(of: Option<u32>, routing: Routing) -> rustix::io::Result<bool> {
     drop(owner);
     let _owner = answer_as(of, ticket.clone())?;
     let user = Endpoint::options("user").routing(routing).open().unwrap();
-    let session = Session::connect(user.core(), &ticket, Medium::Unix, Instant::now() + WATCHDOG).unwrap();
+    let until = Instant::now() + WATCHDOG;
+    let session = Session::connect(user.core(), &ticket, Medium::Unix, (until, until)).unwrap();
     Ok(session.shared().is_some())
 }
 

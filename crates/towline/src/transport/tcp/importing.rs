@@ -196,9 +196,8 @@ impl Importing {
         while !self.waiting.is_empty() {
             let (reply, expected) = &self.waiting[0];
             let answer = reply.wait(self.until).unwrap_or_else(|| {
-                Err(Error::new(Kind::Timeout, "import", "the owner did not answer in time")
-                    .on(self.session.medium().name())
-                    .with_peer(self.session.peer_name()))
+                let message = format!("the owner did not answer over {} in time", self.session.medium());
+                Err(Error::new(Kind::Timeout, "import", message).with_peer(self.session.peer_name()))
             });
             let answer = answer.and_then(|answer| match answer.granted.items.len() == *expected {
                 true => Ok(answer),

@@ -266,11 +266,8 @@ impl Newcomer {
         let endpoint = self
             .endpoint
             .upgrade()
-            .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the endpoint is closed"))?;
-        // Told to the peer, whose own endpoint is open: `Invalid` would accuse it.
-        endpoint
-            .check_open("contact")
-            .map_err(|error| Error::new(Kind::Disconnected, "contact", error.message().to_owned()))?;
+            .filter(|endpoint| !endpoint.is_closed())
+            .ok_or_else(|| Error::owner_gone("contact", "the owner has closed its endpoint"))?;
         match header.kind {
             FrameKind::Hello if lock(&self.handshake).is_none() => self.hello(connection, &endpoint, body),
             FrameKind::Prove => {

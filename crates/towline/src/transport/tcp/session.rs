@@ -123,14 +123,14 @@ impl Pending {
 }
 
 impl Session {
-    /// Makes first contact with the owner of a ticket. Blocks, at most until then.
+    /// Makes first contact with the owner of a ticket. Blocks, at most until a socket should be connected, and contact be made.
     pub(crate) fn connect(
         endpoint: &Arc<EndpointCore>,
         ticket: &Ticket,
         medium: Medium,
-        until: Instant,
+        limits: (Instant, Instant),
     ) -> Result<Arc<Session>, NoContact> {
-        let contact = contact::with_ticket(endpoint, ticket, medium, until)?;
+        let contact = contact::with_ticket(endpoint, ticket, medium, limits)?;
         let mut owner = ticket.body().identity.clone();
         owner.name.clone_from(&contact.ready.name);
         // Pages that somebody else can write would be locked and followed here as if they were our own: those of an owner that is kept
@@ -194,7 +194,8 @@ impl Session {
         let weak = Arc::downgrade(self);
         let died = Box::new(move || {
             if let Some(session) = weak.upgrade() {
-                session.fail(Error::new(Kind::Disconnected, "session", "the owner's process has died"));
+                session.owner.incarnation.end();
+                session.fail(session.owner_died());
             }
         });
         let watch = watcher::watch(Arc::clone(&local.pins), Side::Owner, died)
@@ -239,7 +240,7 @@ impl Session {
     pub(crate) fn alive(&self) -> Result<()> {
         match self.dead.get() {
             None => Ok(()),
-            Some(error) => Err(error.clone()),
+            Some(error) => Err(self.why_over(error.clone())),
         }
     }
 

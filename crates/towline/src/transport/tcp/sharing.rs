@@ -139,6 +139,15 @@ pub(super) fn process_of(socket: &Socket) -> Result<OwnedFd> {
     }
 }
 
+/// Whether the process that made the other end of the socket has ended, as far as the kernel tells.
+pub(super) fn has_ended(socket: &Socket) -> bool {
+    match socket.peer_process() {
+        Ok(process) => has_exited(&process),
+        // Gone for so long that it cannot be named any more; which of the two depends on the kernel.
+        Err(error) => matches!(error, Errno::SRCH | Errno::INVAL),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]

@@ -7,7 +7,7 @@ use super::STAGING;
 use crate::progress::socket::Received;
 use crate::transport::tcp::channel::{Ahead, Channel};
 use crate::transport::tcp::parts::Sink;
-use crate::wire::{HEADER_LEN, Header};
+use crate::wire::{Bye, FrameKind, HEADER_LEN, Header};
 use crate::{Error, Result};
 
 pub(super) struct Incoming {
@@ -70,6 +70,28 @@ impl Incoming {
             self.end += bytes;
         }
         Ok(received)
+    }
+
+    /// The goodbye among what has come and was not read, of a connection that is over: its end may have been noticed first by who
+    /// had something to send. Descriptors that come now are not taken.
+    pub(super) fn farewell(&mut self, socket: &Channel) -> Option<Bye> {
+        if !matches!(self.reading, Reading::Header) {
+            return None;
+        }
+        self.expected = 0;
+        while self.end - self.start < self.staging.len()
+            && matches!(self.receive(socket), Ok(Received::Bytes(_)))
+        {}
+        let mut rest = &self.staging[self.start..self.end];
+        loop {
+            let header = Header::decode(rest.first_chunk()?).ok()?;
+            let (frame, behind) = rest[HEADER_LEN..].split_at_checked(header.rest())?;
+            match header.kind {
+                FrameKind::Bye => return Bye::decode(header.body(frame).ok()?).ok(),
+                _ if header.payload_len > 0 => return None,
+                _ => rest = behind,
+            }
+        }
     }
 
     fn next_piece(&self, socket: &Channel) -> Result<Piece> {

@@ -5,11 +5,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Pending, SETTLE_TIMER, Session};
+use crate::fence::pins::Side;
 use crate::sync::lock;
-use crate::transport::tcp::afar;
 use crate::transport::tcp::connection::Connection;
 use crate::transport::tcp::run::Run;
-use crate::{Error, Kind, progress};
+use crate::transport::tcp::{Medium, afar, sharing};
+use crate::{Error, Kind, progress, wire};
 
 /// How long the owner may take to say what became of a write that was stopped, since it was asked or was last heard: the write's
 /// own limit without progress, but within these bounds, which leave time for a long round trip and still are no long wait.
@@ -123,11 +124,46 @@ impl Session {
 
     /// The owner is gone, or the connection to it is: everything in flight ends with that error.
     pub(crate) fn fail(&self, error: Error) {
-        let error = error.on(self.medium.name()).with_peer(self.peer_name());
+        let error = self.why_over(error).with_peer(self.peer_name());
         if self.dead.set(error.clone()).is_ok() {
             let _ = self.lost.set(Instant::now());
             self.bury(&error);
         }
+    }
+
+    /// Why it is over, in the light of what is known now: a broken connection says nothing of its owner, the end of its process does.
+    #[cold]
+    pub(super) fn why_over(&self, error: Error) -> Error {
+        let owner = self.owner.incarnation;
+        if error.kind() != Kind::Disconnected || !(owner.has_ended() || self.owner_has_died()) {
+            return error;
+        }
+        owner.end();
+        self.owner_died().caused_by(error)
+    }
+
+    /// What everybody is told where the owner's process has ended.
+    pub(super) fn owner_died(&self) -> Error {
+        Error::owner_gone("session", "the owner's process has ended").with_peer(self.peer_name())
+    }
+
+    fn owner_has_died(&self) -> bool {
+        let by_mutex = self.shared().is_some_and(|local| local.pins.life(Side::Owner).has_died());
+        by_mutex
+            || self.medium == Medium::Unix
+                && self.control.get().is_some_and(|control| sharing::has_ended(control.socket().socket()))
+    }
+
+    /// What the owner's goodbye means.
+    pub(super) fn goodbye(&self, bye: wire::Bye) -> Error {
+        if let Some(error) = bye.error {
+            return Error::new(Kind::Disconnected, "session", error.message);
+        }
+        // Where anybody on the way could have said so, it is believed of this session only.
+        if self.medium == Medium::Unix || self.is_encrypted() {
+            self.owner.incarnation.end();
+        }
+        Error::owner_gone("session", "the owner has closed its endpoint")
     }
 
     /// Everything in flight ends, and nothing moves any more.
@@ -179,7 +215,7 @@ impl Session {
 
     /// Ends it on this side's wish.
     pub(crate) fn close(&self, error: Error) {
-        let error = error.on(self.medium.name()).with_peer(self.peer_name());
+        let error = error.with_peer(self.peer_name());
         if self.dead.set(error.clone()).is_ok() {
             let _ = self.lost.set(Instant::now());
             // Goodbye means that no pin is held: a copy that begins now sees that the session is over.

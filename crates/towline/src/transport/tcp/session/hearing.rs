@@ -136,10 +136,7 @@ impl Session {
             }
             Message::Ping(_) => self.tell(wire::Pong {})?,
             Message::Pong(_) => {}
-            Message::Bye(bye) => {
-                let why = bye.error.map_or_else(|| "the owner has closed".to_owned(), |error| error.message);
-                return Err(Error::new(Kind::Disconnected, "session", why));
-            }
+            Message::Bye(bye) => return Err(self.goodbye(bye)),
             other => {
                 return Err(Error::protocol("receive", format!("an owner does not send {:?}", other.kind())));
             }
@@ -207,6 +204,9 @@ impl Handler for ToSession {
     fn closed(&self, connection: &Arc<Connection>, error: Error) {
         let Some(session) = self.0.upgrade() else { return };
         match connection.role() {
+            Role::Control if error.kind() == Kind::Disconnected => {
+                session.fail(connection.farewell().map_or(error, |bye| session.goodbye(bye)));
+            }
             Role::Control => session.fail(error),
             Role::Lane => session.lane_closed(connection, &error),
         }

@@ -1,0 +1,235 @@
+//! Which kind of error tells of what: the table of `docs/decisions/0047-what-each-kind-promises.md`, row by row.
+
+use std::net::TcpListener;
+use std::thread;
+use std::time::Duration;
+
+use towline::{Access, Endpoint, Error, Kind, Registered, Remote, Result, SystemStorage, Ticket};
+use towline_testkit::bench::{outcome, routing};
+use towline_testkit::process::Process;
+use towline_testkit::random::Random;
+use towline_testkit::watchdog::{eventually, watch};
+
+use super::{MIB, STALL, endpoint, kind_for, lanes, local};
+
+const LEN: usize = 2 * MIB;
+
+/// What happens to the owner, or to its region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Event {
+    Deregistered,
+    LeaseOver,
+    Closed,
+    Killed,
+    /// Killed, and another life of it listens at the same address.
+    Restarted,
+    /// Killed before anybody here had heard of it.
+    NeverMet,
+}
+
+/// What is asked for afterwards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Act {
+    Alive,
+    SmallRead,
+    LargeRead,
+    Write,
+    Add,
+    Notify,
+    Pin,
+    Import,
+}
+
+use Act::{Add, Alive, Import, LargeRead, Notify, Pin, SmallRead, Write};
+
+const SHARED: &[&str] = &["mapped"];
+const ON_THE_HOST: &[&str] = &["mapped", "cma", "unix"];
+const TCP: &[&str] = &["tcp"];
+const ALL: &[&str] = &["mapped", "cma", "unix", "tcp"];
+const WITH_WORDS: &[&str] = &["mapped", "unix", "tcp"];
+
+const ACCESS: &[Act] = &[SmallRead, LargeRead, Write];
+const ANYTHING: &[Act] = &[Alive, SmallRead, LargeRead, Write, Notify];
+
+/// What happened, on which paths, what is asked for then, and the kind of error; no error where the owner lives on.
+const TABLE: &[(Event, &[&str], &[Act], Option<Kind>)] = &[
+    (Event::Deregistered, ALL, &[Alive], None),
+    (Event::Deregistered, ALL, ACCESS, Some(Kind::Stale)),
+    (Event::Deregistered, WITH_WORDS, &[Add], Some(Kind::Stale)),
+    (Event::Deregistered, SHARED, &[Pin], Some(Kind::Stale)),
+    (Event::Deregistered, ALL, &[Import], Some(Kind::Stale)),
+    (Event::LeaseOver, ALL, &[Alive], None),
+    (Event::LeaseOver, ALL, ACCESS, Some(Kind::PermissionDenied)),
+    (Event::LeaseOver, WITH_WORDS, &[Add], Some(Kind::PermissionDenied)),
+    (Event::LeaseOver, SHARED, &[Pin], Some(Kind::PermissionDenied)),
+    (Event::LeaseOver, ALL, &[Import], Some(Kind::PermissionDenied)),
+    (Event::Closed, ALL, ANYTHING, Some(Kind::Stale)),
+    (Event::Closed, WITH_WORDS, &[Add], Some(Kind::Stale)),
+    (Event::Closed, SHARED, &[Pin], Some(Kind::Stale)),
+    (Event::Closed, ON_THE_HOST, &[Import], Some(Kind::Stale)),
+    // Nobody answers there, and a goodbye that anybody on the way could have sent is not remembered.
+    (Event::Closed, TCP, &[Import], Some(Kind::Disconnected)),
+    (Event::Killed, ON_THE_HOST, ANYTHING, Some(Kind::Stale)),
+    (Event::Killed, ON_THE_HOST, &[Import], Some(Kind::Stale)),
+    (Event::Killed, SHARED, &[Add, Pin], Some(Kind::Stale)),
+    // A connection that has ended tells nothing of its owner.
+    (Event::Killed, TCP, ANYTHING, Some(Kind::Disconnected)),
+    (Event::Killed, TCP, &[Import], Some(Kind::Disconnected)),
+    (Event::Restarted, ON_THE_HOST, ANYTHING, Some(Kind::Stale)),
+    (Event::Restarted, ALL, &[Import], Some(Kind::Stale)),
+    (Event::NeverMet, ALL, &[Import], Some(Kind::Disconnected)),
+];
+
+struct Scene {
+    path: &'static str,
+    owner: Process,
+    user: Endpoint,
+    ticket: Ticket,
+    remote: Option<Remote>,
+    local: Registered<SystemStorage>,
+}
+
+impl Scene {
+    fn after(event: Event, path: &'static str) -> Scene {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let options = format!("listen=127.0.0.1:{port}");
+        let mut owner = Process::open("owner", &options);
+        owner.must(&format!("register {LEN} {} read+write", kind_for(path)));
+        let mut ticket: Ticket = owner.must("ticket 1").text(0).parse().unwrap();
+        let lease = Duration::from_millis(300);
+        if event == Event::LeaseOver {
+            ticket = ticket.narrow().lease(lease).finish().unwrap();
+        }
+        let user = endpoint("user");
+        let local = local(&user, LEN);
+        let remote = (event != Event::NeverMet).then(|| {
+            let remote = user.import_with(&ticket, &routing(path)).unwrap();
+            assert_eq!(remote.path(), path, "{}", remote.explain());
+            remote
+        });
+        if let (Some(remote), true) = (&remote, event != Event::LeaseOver) {
+            outcome(user.read(remote, &local).start()).unwrap();
+        }
+        match event {
+            Event::Deregistered => drop(owner.must("deregister 1 20000")),
+            Event::LeaseOver => thread::sleep(lease),
+            Event::Closed => drop(owner.must("close")),
+            Event::Killed | Event::NeverMet => owner.kill(),
+            Event::Restarted => {
+                owner.kill();
+                owner = Process::open("owner", &options);
+                owner.must(&format!("register {LEN} {} read+write", kind_for(path)));
+            }
+        }
+        if let (Some(remote), false) = (&remote, matches!(event, Event::Deregistered | Event::LeaseOver)) {
+            assert!(eventually(STALL * 10, || remote.alive().is_err()), "{path}: {event:?} is not noticed");
+        }
+        Scene { path, owner, user, ticket, remote, local }
+    }
+
+    fn act(&self, act: Act) -> Result<()> {
+        let remote = || self.remote.as_ref().unwrap();
+        match act {
+            Alive => remote().alive(),
+            SmallRead => outcome(self.user.read(remote(), &self.local).at(0, 0, 8).start()),
+            LargeRead => outcome(self.user.read(remote(), &self.local).start()),
+            Write => outcome(self.user.write(remote(), &self.local).at(0, 0, 8).start()),
+            Add => outcome(self.user.fetch_add(remote(), 0, 1)),
+            Notify => outcome(self.user.notify(remote(), "hello")),
+            Pin => remote().pin().map(drop),
+            Import => self.user.import_with(&self.ticket, &routing(self.path)).map(drop),
+        }
+    }
+}
+
+/// Whether the error says what is true of it: who, over which path, and whether asking again may help.
+fn describes(error: &Error, path: &str, act: Act) -> bool {
+    // A lease is looked at before a path is chosen.
+    let chosen = act != Import && error.kind() != Kind::PermissionDenied;
+    let said = chosen.then_some(path);
+    let retryable = matches!(error.kind(), Kind::Disconnected | Kind::Timeout | Kind::Exhausted);
+    error.transport() == said && error.peer() == Some("owner") && error.is_retryable() == retryable
+}
+
+#[test]
+fn each_kind_promises_what_the_table_says() {
+    let _watchdog = watch("each_kind_promises_what_the_table_says", Duration::from_secs(240));
+    lanes(|path, _| {
+        let of_path = || TABLE.iter().filter(|(_, paths, ..)| paths.contains(&path));
+        let mut events: Vec<Event> = of_path().map(|(event, ..)| *event).collect();
+        events.dedup();
+        for event in events {
+            let scene = Scene::after(event, path);
+            for (_, _, acts, kind) in of_path().filter(|row| row.0 == event) {
+                for act in *acts {
+                    // Twice: what was said once is said again.
+                    for _ in 0..2 {
+                        let ended = scene.act(*act);
+                        let what = format!("{path}: {event:?}, then {act:?}: {ended:?}");
+                        assert_eq!(ended.as_ref().err().map(Error::kind), *kind, "{what}");
+                        if let Err(error) = &ended {
+                            assert!(describes(error, path, *act), "{what}");
+                        }
+                    }
+                }
+            }
+            drop(scene.owner);
+        }
+    });
+}
+
+#[test]
+fn an_import_that_races_its_owners_close_is_stale_or_can_be_tried_again() {
+    let test = "an_import_that_races_its_owners_close_is_stale_or_can_be_tried_again";
+    let _watchdog = watch(test, Duration::from_secs(240));
+    lanes(|path, lane| {
+        let mut random = Random::new(470 + lane);
+        for round in 0..20 {
+            let mut owner = Process::open("owner", "");
+            owner.must(&format!("register 65536 {} read+write", kind_for(path)));
+            let ticket: Ticket = owner.must("ticket 1").text(0).parse().unwrap();
+            let user = endpoint("user");
+            drop(user.import_with(&ticket, &routing(path)).unwrap());
+            thread::scope(|scope| {
+                let importing = scope.spawn(|| {
+                    loop {
+                        if let Err(error) = user.import_with(&ticket, &routing(path)) {
+                            return error;
+                        }
+                    }
+                });
+                thread::sleep(random.micros(3000));
+                owner.must("close");
+                let error = importing.join().unwrap();
+                let kinds = [Kind::Stale, Kind::Disconnected];
+                assert!(kinds.contains(&error.kind()), "{path} round {round}: {error}");
+            });
+        }
+    });
+}
+
+#[test]
+fn an_import_that_races_the_close_within_one_process_is_stale() {
+    let test = "an_import_that_races_the_close_within_one_process_is_stale";
+    let _watchdog = watch(test, Duration::from_secs(120));
+    let mut random = Random::new(480);
+    for round in 0..50 {
+        let owner = endpoint("owner");
+        let region = owner.register(SystemStorage::new(4096).unwrap(), Access::READ).unwrap();
+        let ticket = region.ticket().unwrap();
+        let user = endpoint("user");
+        thread::scope(|scope| {
+            let importing = scope.spawn(|| {
+                loop {
+                    if let Err(error) = user.import(&ticket) {
+                        return error;
+                    }
+                }
+            });
+            thread::sleep(random.micros(300));
+            owner.close().unwrap();
+            let error = importing.join().unwrap();
+            assert_eq!(error.kind(), Kind::Stale, "round {round}: {error}");
+        });
+    }
+}
