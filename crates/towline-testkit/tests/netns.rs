@@ -136,6 +136,43 @@ fn a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time() {
     cable_pulled("a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time", "write", End::A);
 }
 
+/// A read that gives up during a cut leaves connections that the owner's kernel ends while nobody can be told.
+#[test]
+fn the_first_read_after_a_cut_has_healed_succeeds() {
+    let test = "the_first_read_after_a_cut_has_healed_succeeds";
+    const LEN: usize = 64 * MIB;
+    let Some(network) = network(test) else { return };
+    let _watchdog = watch(test, Duration::from_secs(120));
+    let (mut owner, mut user) = pair(&network, false);
+    user.must("open user stall=500");
+    owner.must(&format!("register {LEN} system read"));
+    owner.must("fill 1 1 1");
+    user.must(&format!("register {LEN} system none"));
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    let mut given_up = 0;
+    for round in 0..10 {
+        let remote = user.must(&format!("import {ticket} tcp")).number(0);
+        user.must(&format!("read {remote} 1 0 0 {LEN}"));
+        user.tell(&format!("read {remote} 1 0 0 {LEN}"));
+        std::thread::sleep(Duration::from_millis(10));
+        network.cut(End::B);
+        given_up += u32::from(user.answer(STALL * 10).is_err());
+        // The owner's kernel waits for two seconds for bytes that nobody takes.
+        std::thread::sleep(Duration::from_millis(2500));
+        network.heal(End::B);
+        let again = eventually(Duration::from_secs(20), || user.ask(&format!("import {ticket} tcp")).is_ok());
+        assert!(again, "no contact after healing");
+        let first = user.ask(&format!("read {remote} 1 0 0 {LEN}"));
+        first.unwrap_or_else(|failure| panic!("round {round}: {failure}"));
+        user.must(&format!("check 1 1 1 0 {LEN}"));
+        user.must(&format!("forget {remote}"));
+        if given_up == 2 {
+            return;
+        }
+    }
+    panic!("the cable was pulled in mid-transfer in {given_up} of 10 rounds");
+}
+
 #[test]
 fn an_owner_whose_peer_is_cut_off_takes_its_memory_back() {
     let test = "an_owner_whose_peer_is_cut_off_takes_its_memory_back";

@@ -13,7 +13,7 @@ class Error(Exception):
 
     kind: ClassVar[str] = "Internal"
     retryable: ClassVar[bool] = False
-    """Whether the same call may succeed later without anything being changed."""
+    """Whether the same may succeed later without anything being changed; after ``Disconnected``, once the ticket was imported again."""
 
     op: str | None
     """The operation that failed."""
@@ -66,7 +66,7 @@ class Canceled(Error):
 class Disconnected(Error, ConnectionError):
     """The connection to the peer broke, or nobody answers where the ticket says; whether the peer lives is not known.
 
-    Ask again: it is connected to anew, and where it is found to be gone the answer is ``Stale``.
+    Import the ticket again: that connects anew, and says ``Stale`` where the peer is found to be gone.
     """
 
     kind = "Disconnected"

@@ -1,9 +1,10 @@
 //! Which kind of error tells of what: the table of `docs/decisions/0047-what-each-kind-promises.md`, row by row.
 
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::net::{AddressFamily, SocketType};
 use towline::{Access, Endpoint, Error, Kind, Registered, Remote, Result, SystemStorage, Ticket};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::process::Process;
@@ -232,4 +233,29 @@ fn an_import_that_races_the_close_within_one_process_is_stale() {
             assert_eq!(error.kind(), Kind::Stale, "round {round}: {error}");
         });
     }
+}
+
+/// A listener that has no room takes no notice of those who come.
+fn full_listener() -> (TcpListener, Vec<TcpStream>) {
+    let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&socket, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    rustix::net::listen(&socket, 0).unwrap();
+    let listener = TcpListener::from(socket);
+    let address = listener.local_addr().unwrap();
+    let waiting = std::iter::from_fn(|| TcpStream::connect_timeout(&address, STALL / 2).ok()).collect();
+    (listener, waiting)
+}
+
+#[test]
+fn an_import_waits_for_its_whole_limit_where_packets_vanish() {
+    let _watchdog =
+        watch("an_import_waits_for_its_whole_limit_where_packets_vanish", Duration::from_secs(120));
+    let (full, _waiting) = full_listener();
+    let owner = Endpoint::options("owner").advertise(full.local_addr().unwrap()).open().unwrap();
+    let region = owner.register(SystemStorage::new(4096).unwrap(), Access::READ).unwrap();
+    let (began, limit) = (Instant::now(), Duration::from_secs(4));
+    let error =
+        endpoint("user").import_within(&region.ticket().unwrap(), &routing("tcp"), limit).unwrap_err();
+    assert_eq!(error.kind(), Kind::Timeout, "{error}");
+    assert!(began.elapsed() >= limit, "{error}");
 }

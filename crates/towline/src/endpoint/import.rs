@@ -219,30 +219,45 @@ pub(super) fn import(
     // takes the longest.
     let mut owners: Vec<Vec<usize>> = by_owner.into_values().collect();
     owners.sort_by_key(|indices| known_session(endpoint, &tickets[indices[0]], routing).is_none());
+    let ask = |indices: &[usize]| {
+        let of_owner: Vec<&Ticket> = indices.iter().map(|index| &tickets[*index]).collect();
+        ask(endpoint, &of_owner, routing, until)
+    };
     let asked: Vec<_> = owners
-        .into_iter()
+        .iter()
         .map(|indices| {
-            let of_owner: Vec<&Ticket> = indices.iter().map(|index| &tickets[*index]).collect();
-            let asked = ask(endpoint, &of_owner, routing, until);
-            (indices, asked)
+            let known = known_session(endpoint, &tickets[indices[0]], routing).is_some();
+            (&indices[..], ask(indices), known)
         })
         .collect();
-    for (indices, Asked { refused, rest }) in asked {
-        let (first, others) = indices.split_at(refused.len());
-        for (index, error) in first.iter().zip(refused) {
-            outcomes[*index] = Some(Err(error));
-        }
-        match rest.and_then(|(session, importing)| granted(endpoint, &session, importing, (routing, until))) {
-            Ok(remotes) => {
-                for (index, remote) in others.iter().zip(remotes) {
-                    outcomes[*index] = Some(remote);
+    for (mut indices, mut asked, mut known) in asked {
+        loop {
+            let Asked { refused, rest } = asked;
+            let (first, others) = indices.split_at(refused.len());
+            for (index, error) in first.iter().zip(refused) {
+                outcomes[*index] = Some(Err(error));
+            }
+            let granted = |(session, importing): (Arc<Session>, _)| {
+                granted(endpoint, &session, importing, (routing, until))
+            };
+            match rest.and_then(granted) {
+                Ok(remotes) => {
+                    for (index, remote) in others.iter().zip(remotes) {
+                        outcomes[*index] = Some(remote);
+                    }
+                }
+                // A connection may have broken since it was last used, and nobody has noticed: that says nothing of the owner.
+                Err(error) if known && error.kind() == Kind::Disconnected => {
+                    (indices, asked, known) = (others, ask(others), false);
+                    continue;
+                }
+                Err(error) => {
+                    for index in others {
+                        outcomes[*index] = Some(Err(error.clone()));
+                    }
                 }
             }
-            Err(error) => {
-                for index in others {
-                    outcomes[*index] = Some(Err(error.clone()));
-                }
-            }
+            break;
         }
     }
     let missing = || Err(Error::new(Kind::Internal, "import", "the owner did not answer for this ticket"));

@@ -394,6 +394,11 @@ impl Connection {
         lock(&self.incoming).farewell(&self.socket)
     }
 
+    /// The requests that waited to be sent when it ended.
+    pub(super) fn unsent(&self) -> Vec<u64> {
+        self.queue().unsent()
+    }
+
     /// Drops what the queues keep alive; called by the handler once nothing of it is needed.
     pub(super) fn let_go(&self) {
         self.queue().clear();

@@ -10,7 +10,9 @@ use super::connection::Next;
 use super::connection::moments::{self, Hold, Moment};
 use crate::memory::{Dtype, ReduceOp, SharedStorage, SystemStorage};
 use crate::sync::lock;
-use crate::{Access, Endpoint, Kind, Limits, MemoryDescription, Registered, Remote, Routing, Transfer};
+use crate::{
+    Access, Endpoint, Error, Kind, Limits, MemoryDescription, Registered, Remote, Routing, Transfer,
+};
 
 const LEN: usize = 1 << 20;
 const WATCHDOG: Duration = Duration::from_secs(30);
@@ -281,4 +283,34 @@ fn a_read_that_is_stopped_while_it_is_being_asked_for_does_not_end_before_the_by
         local.read_at(0, &mut bytes).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 9), "a cancelled read landed late");
     }
+}
+
+#[test]
+fn what_was_not_sent_of_a_write_goes_over_other_lanes_when_its_own_break() {
+    const UNITS: usize = 8;
+    let _one = lock(&ONE_AT_A_TIME);
+    let owner = Endpoint::open("owner").unwrap();
+    let user = Endpoint::options("user").lanes(2).open().unwrap();
+    let region = owner.register(SharedStorage::new(UNITS * LEN).unwrap(), Access::READ_WRITE).unwrap();
+    let local = user.register(SystemStorage::new(UNITS * LEN).unwrap(), Access::NONE).unwrap();
+    let routing = Routing::default().require("tcp").unwrap();
+    let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
+    user.write(&remote, &local).start().unwrap().wait().unwrap();
+    let session = lock(&user.core().sessions).values().next().cloned().unwrap();
+    let lanes = session.open_lanes().unwrap();
+    lanes.iter().for_each(|lane| moments::stand_still(lane));
+    local.write_at(0, &vec![7; UNITS * LEN]).unwrap();
+    let transfer = user.write(&remote, &local).start().unwrap();
+    let began = std::time::Instant::now();
+    while lanes.iter().map(|lane| lane.unsent().len()).sum::<usize>() < UNITS {
+        assert!(began.elapsed() < WATCHDOG, "not every request waits in a lane");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    for lane in &lanes {
+        lane.close(Error::new(Kind::Disconnected, "test", "the lane breaks"));
+    }
+    transfer.wait_for(WATCHDOG).expect("it ends").unwrap();
+    let mut bytes = vec![0; UNITS * LEN];
+    region.read_at(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 7));
 }

@@ -292,6 +292,11 @@ impl Outgoing {
         requests
     }
 
+    /// The requests of which nothing has been sent.
+    pub(super) fn unsent(&self) -> Vec<u64> {
+        self.frames.iter().filter(|frame| !frame.started()).filter_map(|frame| frame.keep.request()).collect()
+    }
+
     /// Whether the stream cannot be made whole any more.
     pub(super) fn is_broken(&self) -> bool {
         self.broken

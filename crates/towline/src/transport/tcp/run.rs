@@ -44,7 +44,7 @@ const BLOCKS_AT_ONCE: u64 = 512;
 /// Requests in flight per lane.
 const WINDOW: usize = 4;
 
-/// Requests of one read that are sent again after their lane was lost.
+/// Requests of one transfer that are sent again after their lane was lost.
 const MOST_REPEATED: usize = 64;
 
 /// One transfer over sockets.
@@ -58,7 +58,7 @@ pub(super) struct Run {
     failed: AtomicBool,
     /// Somebody has taken it upon himself to report for the signal's unit.
     signalled: AtomicBool,
-    /// How often a unit of a read was asked for again.
+    /// How often a unit was asked for again.
     repeated: AtomicUsize,
     /// The units that wait for a lane to be asked for again: whoever takes one out reports for it.
     waiting: Mutex<Vec<usize>>,
@@ -212,9 +212,14 @@ impl Run {
             return true;
         }
         if let Err(error) = self.request(unit, connection) {
-            self.failed(unit, error);
+            self.unsent(unit, connection, error);
         }
         true
+    }
+
+    /// A unit could not be sent. Where that is only because its connection has ended since it was chosen, nothing has happened yet.
+    fn unsent(self: &Arc<Self>, unit: usize, connection: &Connection, error: Error) {
+        if connection.is_closed() { self.lost(unit, error, true) } else { self.failed(unit, error) }
     }
 
     fn request(self: &Arc<Self>, unit: usize, connection: &Arc<Connection>) -> Result<()> {
@@ -337,9 +342,10 @@ impl Run {
         self.handle.on_gpu
     }
 
-    /// The lane of a unit is lost. A read is asked for again over another one: nothing has changed by the first time.
-    pub(super) fn lost(self: &Arc<Self>, unit: usize, error: Error) {
-        let again = !self.changes(unit)
+    /// The lane of a unit is lost. It is asked for again over another one where that changes nothing twice: of a read, and of what was
+    /// not sent. Whether the owner has done the rest nobody can tell.
+    pub(super) fn lost(self: &Arc<Self>, unit: usize, error: Error, unsent: bool) {
+        let again = (unsent || !self.changes(unit))
             && error.kind() == Kind::Disconnected
             && !self.transfer.is_stopped()
             && self.handle.session().alive().is_ok()
@@ -364,9 +370,13 @@ impl Run {
             if !run.take_waiting(unit) {
                 return;
             }
-            let lane = lanes.and_then(|lanes| lanes.get(unit % lanes.len().max(1)).cloned().ok_or(error));
-            if let Err(error) = lane.and_then(|lane| run.request(unit, &lane)) {
-                run.failed(unit, error);
+            match lanes.and_then(|lanes| lanes.get(unit % lanes.len().max(1)).cloned().ok_or(error)) {
+                Ok(lane) => {
+                    if let Err(error) = run.request(unit, &lane) {
+                        run.unsent(unit, &lane, error);
+                    }
+                }
+                Err(error) => run.failed(unit, error),
             }
         });
         if let Err(error) = repeating

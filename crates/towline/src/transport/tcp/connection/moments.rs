@@ -48,6 +48,11 @@ pub(super) fn inexact() -> bool {
     INEXACT.load(Ordering::Relaxed)
 }
 
+/// Lets a connection take its socket for full.
+pub(in crate::transport::tcp) fn stand_still(connection: &Connection) {
+    connection.queue().set_blocked(true);
+}
+
 /// Where the next bytes of a lane go.
 pub(super) fn about(connection: &Connection, sink: &mut Sink) -> Option<usize> {
     let lane = connection.role() == Role::Lane;

@@ -233,6 +233,7 @@ impl Session {
     pub(super) fn lane_closed(&self, lane: &Arc<Connection>, error: &Error) {
         let error = self.dead.get().unwrap_or(error);
         lock(&self.lanes).open.retain(|open| !Arc::ptr_eq(open, lane));
+        let unsent = lane.unsent();
         lane.let_go();
         let lost: Vec<_> = {
             let mut pending = lock(&self.pending);
@@ -243,12 +244,15 @@ impl Session {
                 })
                 .map(|(request, _)| *request)
                 .collect();
-            requests.into_iter().filter_map(|request| pending.remove(&request)).collect()
+            requests.into_iter().filter_map(|request| Some((request, pending.remove(&request)?))).collect()
         };
-        for pending in lost {
-            self.may_still_change(&pending);
+        for (request, pending) in lost {
+            let unsent = unsent.contains(&request);
+            if !unsent {
+                self.may_still_change(&pending);
+            }
             if let Pending::Unit { run, unit, .. } = pending {
-                run.lost(unit, error.clone());
+                run.lost(unit, error.clone(), unsent);
             }
         }
     }
