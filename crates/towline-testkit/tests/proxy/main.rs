@@ -219,6 +219,21 @@ fn an_import_is_one_round_trip_however_many_tickets_it_is_of() {
 }
 
 #[test]
+fn an_import_over_a_connection_that_is_cut_meanwhile_goes_over_another() {
+    let test = "an_import_over_a_connection_that_is_cut_meanwhile_goes_over_another";
+    let _watchdog = watch(test, Duration::from_secs(120));
+    let pair = Pair::open(1, Faults::default());
+    let ticket = pair.region.ticket().unwrap();
+    for round in 0..200 {
+        let before = pair.user.import(&ticket).unwrap();
+        pair.proxy.cut_all();
+        // Sometimes this side has noticed, and sometimes it asks over what is left of the connection.
+        pair.user.import(&ticket).unwrap_or_else(|error| panic!("round {round}: {error}"));
+        drop(before);
+    }
+}
+
+#[test]
 fn delays_between_connections_change_no_byte() {
     let faults = Faults { every: 60_000, delay: Some(DELAY / 10), ..Faults::default() };
     let tally = play_all("delays_between_connections_change_no_byte", 12, &faults);

@@ -438,7 +438,7 @@ fn media(ticket: &Ticket, routing: &Routing) -> impl Iterator<Item = Medium> {
 
 fn session_over(endpoint: &EndpointCore, incarnation: Incarnation, medium: Medium) -> Option<Arc<Session>> {
     let sessions = lock(&endpoint.sessions);
-    sessions.get(&(incarnation, medium.name())).filter(|session| session.alive().is_ok()).cloned()
+    sessions.get(&(incarnation, medium.name())).filter(|session| session.is_open()).cloned()
 }
 
 /// The session with the ticket's owner that [`contact`] would take without making contact.
@@ -476,7 +476,7 @@ pub(super) fn contact(
                 let key = (incarnation, medium.name());
                 let mut sessions = lock(&endpoint.sessions);
                 // Two threads may have made contact at once; the first one's session serves both.
-                if let Some(earlier) = sessions.get(&key).filter(|session| session.alive().is_ok()) {
+                if let Some(earlier) = sessions.get(&key).filter(|session| session.is_open()) {
                     return Ok(Arc::clone(earlier));
                 }
                 sessions.insert(key, Arc::clone(&session));

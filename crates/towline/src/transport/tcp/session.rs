@@ -244,6 +244,11 @@ impl Session {
         }
     }
 
+    /// Whether something more can be asked over it, as far as anybody has noticed: its connection ends a moment before it does.
+    pub(crate) fn is_open(&self) -> bool {
+        self.dead.get().is_none() && self.control.get().is_some_and(|control| !control.is_closed())
+    }
+
     /// When it was learned that it cannot be used any more.
     pub(crate) fn lost(&self) -> &Arc<OnceLock<Instant>> {
         &self.lost

@@ -48,9 +48,12 @@ pub(super) fn inexact() -> bool {
     INEXACT.load(Ordering::Relaxed)
 }
 
-/// Lets a connection take its socket for full.
-pub(in crate::transport::tcp) fn stand_still(connection: &Connection) {
-    connection.queue().set_blocked(true);
+/// Lets an idle lane take its socket for full, once its worker has left it.
+pub(in crate::transport::tcp) fn stand_still(lane: &Connection) {
+    while lane.driven.load(Ordering::Acquire) {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    lane.queue().set_blocked(true);
 }
 
 /// Where the next bytes of a lane go.
