@@ -126,10 +126,13 @@ fn whoever_does_not_use_tls_is_told_so_and_the_error_names_the_right_side() {
     // The user reads both: "this endpoint" is its own.
     let by_owner = "the owner requires TLS, and this endpoint was opened without it";
     denied(&open("owner", tls()), &open("user", None), by_owner);
-    denied(&open("owner", None), &open("user", tls()), "the peer was opened without TLS");
+    let by_user = "this endpoint requires TLS, and the owner was opened without it";
+    denied(&open("owner", None), &open("user", tls()), by_user);
+    denied(&open("owner", None), &open("user", Some(authority.tls("user"))), by_user);
+    denied(&open("owner", Some(authority.tls("owner"))), &open("user", None), by_owner);
     // One by certificate, one by ticket.
-    denied(&open("owner", Some(authority.tls("owner"))), &open("user", tls()), "");
-    denied(&open("owner", tls()), &open("user", Some(authority.tls("user"))), "");
+    denied(&open("owner", Some(authority.tls("owner"))), &open("user", tls()), "form of TLS");
+    denied(&open("owner", tls()), &open("user", Some(authority.tls("user"))), "form of TLS");
 }
 
 #[test]

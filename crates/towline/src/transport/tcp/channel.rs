@@ -16,9 +16,10 @@ use crate::wire::handshake::refusal;
 use crate::wire::{FrameKind, HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
 
-/// The first byte of every TLS connection, and what a TLS client understands as a refusal.
+/// The first byte of every TLS connection, and what a TLS client understands as a refusal: the alert `insufficient_security`, which
+/// nobody who speaks TLS here ever sends, so that it means one thing.
 const TLS_HANDSHAKE: u8 = 22;
-const TLS_REFUSAL: [u8; 7] = [21, 3, 3, 0, 2, 2, 40];
+const TLS_REFUSAL: [u8; 7] = [21, 3, 3, 0, 2, 2, 71];
 
 /// What is encrypted at a time before the socket has to take it.
 const AT_ONCE: usize = 128 << 10;
@@ -583,10 +584,14 @@ fn failed(error: &rustls::Error) -> Error {
         Tls::InvalidCertificate(_) | Tls::NoCertificatesPresented => {
             (Kind::PermissionDenied, "the peer's certificate is not accepted")
         }
-        // What a peer without TLS answers, too: `TLS_REFUSAL`.
+        // By `TLS_REFUSAL`.
+        Tls::AlertReceived(AlertDescription::InsufficientSecurity) => {
+            (Kind::PermissionDenied, "this endpoint requires TLS, and the owner was opened without it")
+        }
+        // What the version before answered without TLS, too.
         Tls::AlertReceived(AlertDescription::HandshakeFailure) => (
             Kind::PermissionDenied,
-            "the peer was opened without TLS, or with another form of it than this endpoint",
+            "the peer uses another form of TLS than this endpoint (tickets here, certificates there), or none",
         ),
         Tls::AlertReceived(_) => (
             Kind::PermissionDenied,
