@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
@@ -303,6 +304,9 @@ impl EndpointCore {
     pub(crate) fn rung(&self) {
         if self.parked.load().0 > 0 {
             self.parked.sweep();
+            if self.is_closed() {
+                self.retire();
+            }
         }
         if self.notifications.awaited() {
             self.notifications.wake();
@@ -319,15 +323,15 @@ impl EndpointCore {
     /// parked. Threads that wait listen themselves.
     pub(crate) fn listen_to_bell(self: &Arc<Self>) {
         let mut listening = lock(&self.listening);
-        let Ok(reactor) = progress::reactor() else { return };
+        let (Ok(reactor), Some(event)) = (progress::reactor(), self.bell.event()) else { return };
         match listening.0 {
             Some(token) if !listening.1 => {
-                let _ = reactor.modify(token, self.bell.event(), Interest::READ);
+                let _ = reactor.modify(token, event.as_fd(), Interest::READ);
             }
             Some(_) => {}
             None => {
                 let weak: Weak<dyn Source> = Arc::downgrade(self) as Weak<dyn Source>;
-                listening.0 = reactor.add(self.bell.event(), Interest::READ, weak).ok();
+                listening.0 = reactor.add(event.as_fd(), Interest::READ, weak).ok();
             }
         }
         listening.1 = true;
@@ -398,7 +402,10 @@ impl EndpointCore {
                 region.wake_waiters();
                 region.has_waiters() || !region.drained()
             });
-            let Some(one) = left.first() else { return Ok(()) };
+            let Some(one) = left.first() else {
+                self.retire();
+                return Ok(());
+            };
             let spent = started.elapsed();
             if spent >= within {
                 return Err(Error::new(
@@ -421,7 +428,23 @@ impl EndpointCore {
         }
     }
 
+    /// Of a closed endpoint: closes the bell once no peer rings it any more, because no memory is used by any.
+    fn retire(&self) {
+        if self.parked.load().0 == 0 && self.regions.all().iter().all(|region| region.drained()) {
+            self.silence_bell();
+        }
+    }
+
+    fn silence_bell(&self) {
+        let token = lock(&self.listening).0.take();
+        if let (Some(token), Ok(reactor), Some(event)) = (token, progress::reactor(), self.bell.event()) {
+            reactor.remove(token, event.as_fd());
+        }
+        self.bell.close();
+    }
+
     fn hang_up(&self) {
+        self.table.close();
         for listener in lock(&self.listeners).drain(..) {
             listener.close();
         }
@@ -448,10 +471,7 @@ impl Drop for EndpointCore {
             self.leave();
             self.hang_up();
         }
-        // Not before: a closed endpoint still listens for peers that let go of what is parked.
-        if let (Some(token), Ok(reactor)) = (lock(&self.listening).0.take(), progress::reactor()) {
-            reactor.remove(token, self.bell.event());
-        }
+        self.silence_bell();
         self.nonce.fill(0);
     }
 }
@@ -508,8 +528,10 @@ impl Source for EndpointCore {
         self.rung();
         let mut listening = lock(&self.listening);
         if !self.notifications.awaited() && self.parked.load().0 == 0 {
-            if let (Some(token), Ok(reactor)) = (listening.0, progress::reactor()) {
-                let _ = reactor.modify(token, self.bell.event(), Interest::NONE);
+            if let (Some(token), Ok(reactor), Some(event)) =
+                (listening.0, progress::reactor(), self.bell.event())
+            {
+                let _ = reactor.modify(token, event.as_fd(), Interest::NONE);
             }
             listening.1 = false;
         }

@@ -2,9 +2,9 @@
 
 #![allow(unsafe_code, reason = "declares that a row may be lent from shared memory")]
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Mutex;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use crate::fence::protocol::{self, Machine};
 use crate::fence::shared::{self, Lendable, Mapping};
@@ -77,7 +77,8 @@ pub(crate) struct Claim {
 /// The owner's side: all rows of one endpoint, in a sealed memory file.
 pub(crate) struct Table {
     mapping: Mapping,
-    readers: OwnedFd,
+    /// What peers get; none once there is no more to come.
+    readers: Mutex<Option<Arc<OwnedFd>>>,
     rows: u32,
     supply: Mutex<Supply>,
 }
@@ -101,7 +102,7 @@ impl Table {
             return Err(Error::invalid("open", "a table needs at least one row"));
         }
         let (fd, mapping) = shared::create("towline-table", rows as usize * size_of::<Row>(), "open")?;
-        let readers = seal(fd, "open")?;
+        let readers = Mutex::new(Some(Arc::new(seal(fd, "open")?)));
         let supply = Mutex::new(Supply { free: Vec::new(), unused: 0, last_generation: 0 });
         Ok(Table { mapping, readers, rows, supply })
     }
@@ -165,9 +166,14 @@ impl Table {
         self.mapping.lend::<Row>(0, self.rows as usize).get(row as usize)
     }
 
-    /// The descriptor to pass to a peer: nothing that maps it can write.
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.readers.as_fd()
+    /// The descriptor to pass to a peer, nothing that maps it can write; none once it was closed.
+    pub(crate) fn fd(&self) -> Option<Arc<OwnedFd>> {
+        lock(&self.readers).clone()
+    }
+
+    /// No peer gets it from here on.
+    pub(crate) fn close(&self) {
+        *lock(&self.readers) = None;
     }
 
     /// How many rows there are.
@@ -208,6 +214,8 @@ impl TableView {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use std::os::fd::{AsFd, BorrowedFd};
 
     use super::*;
     use rustix::mm::{MapFlags, ProtFlags};
@@ -257,7 +265,7 @@ mod tests {
         })
         .unwrap();
         for table in [by_seal, by_descriptor] {
-            let view = TableView::map(table.fd().try_clone_to_owned().unwrap(), 1000).unwrap();
+            let view = TableView::map(table.fd().unwrap().try_clone().unwrap(), 1000).unwrap();
             let claim = table.claim(0xabc, 77).unwrap();
             let row = view.row(claim.row).unwrap();
             assert_eq!((row.generation(), row.addr(), row.len()), (claim.generation, 0xabc, 77));
@@ -265,7 +273,7 @@ mod tests {
             assert_eq!(row.generation(), 0);
             assert!(view.row(1000).is_none());
             assert_eq!((view.rows(), table.rows()), (1000, 1000));
-            assert!(writable_mapping_is_refused(table.fd()));
+            assert!(writable_mapping_is_refused(table.fd().unwrap().as_fd()));
         }
     }
 
@@ -274,7 +282,7 @@ mod tests {
         let (unsealed, _mapping) = shared::create("test", 4096, "test").unwrap();
         assert_eq!(TableView::map(unsealed, 1).err().unwrap().kind(), Kind::Protocol);
         let table = Table::create(4).unwrap();
-        let copy = || table.fd().try_clone_to_owned().unwrap();
+        let copy = || table.fd().unwrap().try_clone().unwrap();
         assert_eq!(TableView::map(copy(), 5).err().unwrap().kind(), Kind::Protocol);
         assert_eq!(TableView::map(copy(), u32::MAX).err().unwrap().kind(), Kind::Protocol);
         let pipe = rustix::pipe::pipe().unwrap().0;
@@ -284,9 +292,9 @@ mod tests {
     #[test]
     fn a_large_table_costs_nothing_until_it_is_used() {
         let table = Table::create(1 << 20).unwrap();
-        let used = rustix::fs::fstat(table.fd()).unwrap().st_blocks;
+        let used = rustix::fs::fstat(table.fd().unwrap()).unwrap().st_blocks;
         assert_eq!(used, 0);
         table.claim(1, 1).unwrap();
-        assert!(rustix::fs::fstat(table.fd()).unwrap().st_blocks * 512 <= 64 * 1024);
+        assert!(rustix::fs::fstat(table.fd().unwrap()).unwrap().st_blocks * 512 <= 64 * 1024);
     }
 }

@@ -169,7 +169,7 @@ fn the_other_process() {
 
 fn table_with_one_region() -> (Table, TableView, Claim) {
     let table = Table::create(16).unwrap();
-    let view = TableView::map(table.fd().try_clone_to_owned().unwrap(), 16).unwrap();
+    let view = TableView::map(table.fd().unwrap().try_clone().unwrap(), 16).unwrap();
     let claim = table.claim(0x1000, 64).unwrap();
     (table, view, claim)
 }
@@ -261,7 +261,7 @@ fn reclaiming_takes_only_the_named_generation() {
 #[test]
 fn what_is_not_a_pin_page_is_refused() {
     let table = Table::create(4).unwrap();
-    let small = table.fd().try_clone_to_owned().unwrap();
+    let small = table.fd().unwrap().try_clone().unwrap();
     assert_eq!(PinPage::map(small).err().unwrap().kind(), Kind::Protocol);
     // Large enough and sealed, but without the magic.
     let (fd, _mapping) = super::shared::create("test", 1 << 20, "test").unwrap();
@@ -288,7 +288,10 @@ impl PinnedByAChild {
     pub(crate) fn start() -> (PinnedByAChild, PinPage, LifeView) {
         let (table, _view, claim) = table_with_one_region();
         let page = PinPage::create().unwrap();
-        let peer = Peer::start("pinner", &[path_of(table.fd()), path_of(page.fd().unwrap())]);
+        let peer = Peer::start(
+            "pinner",
+            &[path_of(std::os::fd::AsFd::as_fd(&table.fd().unwrap())), path_of(page.fd().unwrap())],
+        );
         let line = peer.hear("pinned");
         let numbers: Vec<u32> = line.split(' ').skip(1).map(|number| number.parse().unwrap()).collect();
         let [pid, life, slot] = numbers[..] else { panic!("{line}") };
@@ -483,7 +486,7 @@ fn recycled_bytes_are_never_read_under_a_pin() {
     const ROUNDS: usize = 4_000;
     const WORDS: usize = 32;
     let table = Table::create(4).unwrap();
-    let view = TableView::map(table.fd().try_clone_to_owned().unwrap(), 4).unwrap();
+    let view = TableView::map(table.fd().unwrap().try_clone().unwrap(), 4).unwrap();
     let owner = PinPage::create().unwrap();
     let doorbell = eventfd();
     let initiator = Arc::new(second_mapping(&owner).with_doorbell(doorbell.try_clone().unwrap()));

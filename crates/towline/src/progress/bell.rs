@@ -3,8 +3,8 @@
 //! A thread that waits sleeps on the descriptor itself, so that a peer's ring wakes it without going through the
 //! event loop. Where several threads wait, one of them (the leader) sleeps on the descriptor and wakes the others.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -14,27 +14,34 @@ use crate::{Error, Result};
 
 /// The bell of an endpoint.
 pub(crate) struct Bell {
-    event: OwnedFd,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-#[derive(Default)]
 struct State {
     rung: u64,
     leader: bool,
+    /// None once no peer can ring any more.
+    event: Option<Arc<OwnedFd>>,
 }
 
 impl Bell {
     pub(crate) fn new() -> Result<Bell> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::os("open", "eventfd", error))?;
-        Ok(Bell { event, state: Mutex::default(), changed: Condvar::new() })
+        let state = State { rung: 0, leader: false, event: Some(Arc::new(event)) };
+        Ok(Bell { state: Mutex::new(state), changed: Condvar::new() })
     }
 
-    /// The descriptor that peers ring by writing to it.
-    pub(crate) fn event(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
+    /// The descriptor that peers ring by writing to it; none once it was closed.
+    pub(crate) fn event(&self) -> Option<Arc<OwnedFd>> {
+        lock(&self.state).event.clone()
+    }
+
+    /// No peer rings any more: closes the descriptor. From within this process it can be rung all the same.
+    pub(crate) fn close(&self) {
+        self.ring();
+        lock(&self.state).event = None;
     }
 
     /// What to pass to [`wait`](Self::wait): taken before looking for what is waited for.
@@ -46,11 +53,11 @@ impl Bell {
     pub(crate) fn ring(&self) {
         let mut state = lock(&self.state);
         state.rung += 1;
-        let leader = state.leader;
+        let leaders = if state.leader { state.event.clone() } else { None };
         drop(state);
         self.changed.notify_all();
-        if leader {
-            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        if let Some(event) = leaders {
+            let _ = rustix::io::write(&event, &1u64.to_ne_bytes());
         }
     }
 
@@ -63,17 +70,12 @@ impl Bell {
             std::thread::yield_now();
             return true;
         }
-        let rung = self.silence();
+        let rung = state.event.as_ref().is_some_and(silence);
         if rung {
             state.rung += 1;
             self.changed.notify_all();
         }
         rung
-    }
-
-    fn silence(&self) -> bool {
-        let mut count = [0u8; 8];
-        rustix::io::retry_on_intr(|| rustix::io::read(&self.event, &mut count)).is_ok()
     }
 
     /// Waits until the bell has rung since `seen`, or until then.
@@ -84,10 +86,10 @@ impl Bell {
             else {
                 return;
             };
-            if state.leader {
+            let Some(event) = state.event.clone().filter(|_| !state.leader) else {
                 state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
-            }
+            };
             state.leader = true;
             drop(state);
             let limit = Timespec {
@@ -95,8 +97,8 @@ impl Bell {
                 tv_nsec: left.subsec_nanos().into(),
             };
             // Interrupted or failed: the loop looks again, and the limit holds.
-            let _ = poll(&mut [PollFd::new(&self.event, PollFlags::IN)], Some(&limit));
-            let rung = self.silence();
+            let _ = poll(&mut [PollFd::new(&event, PollFlags::IN)], Some(&limit));
+            let rung = silence(&event);
             state = lock(&self.state);
             state.leader = false;
             state.rung += u64::from(rung);
@@ -106,10 +108,14 @@ impl Bell {
     }
 }
 
+fn silence(event: &Arc<OwnedFd>) -> bool {
+    let mut count = [0u8; 8];
+    rustix::io::retry_on_intr(|| rustix::io::read(event, &mut count)).is_ok()
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::time::Duration;
 
@@ -126,9 +132,25 @@ mod tests {
         bell.ring();
         bell.wait(seen, soon());
         let seen = bell.seen();
-        rustix::io::write(bell.event(), &1u64.to_ne_bytes()).unwrap();
+        rustix::io::write(bell.event().unwrap(), &1u64.to_ne_bytes()).unwrap();
         bell.wait(seen, soon());
         assert!(bell.seen() > seen);
+    }
+
+    #[test]
+    fn a_bell_that_was_closed_is_rung_from_within_and_has_woken_who_slept() {
+        let bell = &Bell::new().unwrap();
+        let woken_by = |act: fn(&Bell)| {
+            let (seen, limit) = (bell.seen(), soon());
+            std::thread::scope(|scope| {
+                scope.spawn(move || bell.wait(seen, limit));
+                act(bell);
+            });
+            assert!(bell.seen() > seen && Instant::now() < limit);
+        };
+        woken_by(Bell::close);
+        assert!(bell.event().is_none() && !bell.heard());
+        woken_by(Bell::ring);
     }
 
     #[test]
@@ -184,7 +206,7 @@ mod tests {
             if round % 2 == 0 {
                 bell.ring();
             } else {
-                rustix::io::write(bell.event(), &1u64.to_ne_bytes()).unwrap();
+                rustix::io::write(bell.event().unwrap(), &1u64.to_ne_bytes()).unwrap();
             }
         }
         for thread in threads {

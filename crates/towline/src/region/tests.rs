@@ -135,7 +135,7 @@ fn a_pin_that_a_thread_has_left_behind_does_not_count_after_its_end() {
     let owner = Endpoint::open("owner").unwrap();
     let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
     let (row, generation) = (region.core.row, region.generation());
-    let table = owner.core().table.fd().try_clone_to_owned().unwrap();
+    let table = owner.core().table.fd().unwrap().try_clone().unwrap();
     let table = TableView::map(table, owner.core().table.rows()).unwrap();
     let page = Arc::new(PinPage::create().unwrap());
     let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();

@@ -69,7 +69,8 @@ fn answer_as(user: Option<u32>, ticket: Ticket) -> rustix::io::Result<mpsc::Send
         let core = pages.core();
         let pins = PinPage::create().unwrap().take_fd().unwrap();
         let (_, mailbox) = Mailbox::create().unwrap();
-        let files = [core.table.fd(), pins.as_fd(), core.bell.event(), mailbox.as_fd()];
+        let (table, doorbell) = (core.table.fd().unwrap(), core.bell.event().unwrap());
+        let files = [table.as_fd(), pins.as_fd(), doorbell.as_fd(), mailbox.as_fd()];
         let ready = Ready { session: 1, name: "owner".into(), local: Some(core.table.rows()) };
         let ready = Message::from(ready).frame(0, 0, 4);
         assert!(matches!(socket.send(&[IoSlice::new(&ready)], &files).unwrap(), Sent::Bytes(_)));

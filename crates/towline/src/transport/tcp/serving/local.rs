@@ -50,10 +50,13 @@ impl Local {
             }
         };
         let failed = |error| Error::os("contact", "dup", error);
+        let (Some(table), Some(doorbell)) = (endpoint.table.fd(), endpoint.bell.event()) else {
+            return Err(Error::owner_gone("contact", "the owner has closed its endpoint"));
+        };
         let mut page = PinPage::create()?;
         let pins = page.take_fd().ok_or_else(|| Error::new(Kind::Internal, "contact", "no page"))?;
-        let table = endpoint.table.fd().try_clone_to_owned().map_err(failed)?;
-        let doorbell = endpoint.bell.event().try_clone_to_owned().map_err(failed)?;
+        let table = table.try_clone().map_err(failed)?;
+        let doorbell = doorbell.try_clone().map_err(failed)?;
         let (mailbox, mailbox_file) = Mailbox::create()?;
         let page = Arc::new(page);
         let hold = watcher::hold(Arc::clone(&page), Side::Owner)
