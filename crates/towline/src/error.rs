@@ -15,8 +15,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Kind {
     /// The caller cancelled the operation.
     Canceled,
-    /// The connection to the peer broke, or nobody answers where the ticket says; whether the peer lives is not known.
-    /// Import the ticket again: that connects anew, and says `Stale` where the peer is found to be gone.
+    /// The connection to the peer broke, or nobody answers where the ticket says; whether the peer lives is not known. Ask
+    /// again: an import and, over `unix` and `tcp`, the next request connect anew, and say `Stale` where the peer is found to be gone.
     Disconnected,
     /// A limited resource is used up: descriptors, memory, table rows, queue space.
     Exhausted,
@@ -231,8 +231,8 @@ impl Error {
         self.0.owner_gone
     }
 
-    /// Whether the same may succeed later without the caller changing anything; after `Disconnected` over a new connection, which an
-    /// import of the ticket makes.
+    /// Whether the same call may succeed later without the caller changing anything. After `Disconnected` on a path that shares memory
+    /// that is the import of the ticket.
     pub fn is_retryable(&self) -> bool {
         matches!(self.0.kind, Kind::Disconnected | Kind::Exhausted | Kind::Timeout)
     }

@@ -289,6 +289,11 @@ pub(crate) trait Attachment: Send + Sync {
         self.transport().summary()
     }
 
+    /// Whether a request can be started; the error is why not. It need not end well.
+    fn ready(&self) -> Result<()> {
+        self.alive()
+    }
+
     /// What the path runs on here, for explanations.
     fn detail(&self) -> Option<String> {
         None

@@ -13,7 +13,7 @@ class Error(Exception):
 
     kind: ClassVar[str] = "Internal"
     retryable: ClassVar[bool] = False
-    """Whether the same may succeed later without anything being changed; after ``Disconnected``, once the ticket was imported again."""
+    """Whether the same call may succeed later without anything being changed."""
 
     op: str | None
     """The operation that failed."""
@@ -66,7 +66,8 @@ class Canceled(Error):
 class Disconnected(Error, ConnectionError):
     """The connection to the peer broke, or nobody answers where the ticket says; whether the peer lives is not known.
 
-    Import the ticket again: that connects anew, and says ``Stale`` where the peer is found to be gone.
+    Ask again: an import and, over ``unix`` and ``tcp``, the next request connect anew, and say ``Stale`` where the peer
+    is found to be gone.
     """
 
     kind = "Disconnected"

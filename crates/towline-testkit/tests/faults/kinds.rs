@@ -77,6 +77,8 @@ const TABLE: &[(Event, &[&str], &[Act], Option<Kind>)] = &[
     (Event::Killed, TCP, ANYTHING, Some(Kind::Disconnected)),
     (Event::Killed, TCP, &[Import], Some(Kind::Disconnected)),
     (Event::Restarted, ON_THE_HOST, ANYTHING, Some(Kind::Stale)),
+    // Whoever asks for something connects anew, and meets the other life.
+    (Event::Restarted, TCP, &[SmallRead, LargeRead, Write, Add, Notify], Some(Kind::Stale)),
     (Event::Restarted, ALL, &[Import], Some(Kind::Stale)),
     (Event::NeverMet, ALL, &[Import], Some(Kind::Disconnected)),
 ];

@@ -234,6 +234,70 @@ fn an_import_over_a_connection_that_is_cut_meanwhile_goes_over_another() {
 }
 
 #[test]
+fn what_is_asked_for_after_a_cut_goes_over_a_new_connection() {
+    let test = "what_is_asked_for_after_a_cut_goes_over_a_new_connection";
+    let _watchdog = watch(test, Duration::from_secs(120));
+    let pair = Pair::open(1, Faults::default());
+    let buffer = pair.user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+    let remote = pair.user.import(&pair.region.ticket().unwrap()).unwrap();
+    for round in 0..5u16 {
+        let new = Stamp::new(7, round);
+        let cut = || {
+            pair.proxy.cut_all();
+            assert!(eventually(STALL * 10, || remote.alive().is_err()), "the cut is not noticed");
+            assert_eq!(remote.alive().unwrap_err().kind(), Kind::Disconnected);
+            assert!(remote.lost_at().is_some());
+        };
+        new.fill_storage(pair.region.storage()).unwrap();
+        cut();
+        outcome(pair.user.read(&remote, &buffer).start()).unwrap();
+        new.verify_storage(buffer.storage(), 0, LEN).unwrap();
+        remote.alive().unwrap();
+        assert_eq!(remote.lost_at(), None);
+        OLD.fill_storage(buffer.storage()).unwrap();
+        cut();
+        outcome(pair.user.write(&remote, &buffer).at(0, 0, 4096).start()).unwrap();
+        OLD.verify(0, &pair.look()[..4096]).unwrap();
+        cut();
+        let before = pair.user.fetch_add(&remote, 0, 5).unwrap();
+        before.wait().unwrap();
+        cut();
+        outcome(pair.user.notify(&remote, format!("hello {round}"))).unwrap();
+        assert_eq!(pair.owner.receive(STALL * 10).unwrap().message, format!("hello {round}").into_bytes());
+        // Many at once make one connection.
+        cut();
+        let reads: Vec<_> =
+            (0..20).map(|_| pair.user.read(&remote, &buffer).at(0, 0, 64).start().unwrap()).collect();
+        reads.iter().for_each(|read| read.wait().unwrap());
+        assert!(eventually(STALL * 10, || pair.owner.stats().peers == 1), "{}", pair.owner.stats().peers);
+    }
+}
+
+#[test]
+fn what_waits_for_a_new_connection_can_be_cancelled() {
+    let test = "what_waits_for_a_new_connection_can_be_cancelled";
+    let _watchdog = watch(test, Duration::from_secs(120));
+    let pair = Pair::open(1, Faults::default());
+    let buffer = pair.user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+    let remote = pair.user.import(&pair.region.ticket().unwrap()).unwrap();
+    // Somebody who accepts and never answers.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    pair.proxy.aim(silent.local_addr().unwrap());
+    pair.proxy.cut_all();
+    assert!(eventually(STALL * 10, || remote.alive().is_err()), "the cut is not noticed");
+    let long = Duration::from_secs(600);
+    let waits = pair.user.read(&remote, &buffer).within(long).stall_within(long).start().unwrap();
+    thread::sleep(DELAY);
+    assert!(!waits.is_done());
+    waits.cancel();
+    assert_eq!(waits.wait_for(STALL * 10).expect("it ends").unwrap_err().kind(), Kind::Canceled);
+    assert!(waits.quiet());
+    // Its own limit ends another one.
+    let ended = outcome(pair.user.read(&remote, &buffer).start()).unwrap_err();
+    assert_eq!(ended.kind(), Kind::Timeout, "{ended}");
+}
+
+#[test]
 fn delays_between_connections_change_no_byte() {
     let faults = Faults { every: 60_000, delay: Some(DELAY / 10), ..Faults::default() };
     let tally = play_all("delays_between_connections_change_no_byte", 12, &faults);

@@ -116,7 +116,9 @@ impl Remote {
     /// When this side learned that the owner cannot be reached any more; `None` while it can. Transfers end after that, each
     /// as soon as whoever copies for it has come to the end of its portion.
     pub fn lost_at(&self) -> Option<Instant> {
-        self.lost.as_ref().and_then(|lost| lost.get().copied())
+        let lost = self.lost.as_ref().and_then(|lost| lost.get().copied());
+        // Since then it may have been connected to anew.
+        lost.filter(|_| self.alive().is_err())
     }
 
     /// Pins the region for a series of accesses by plain loads and stores.
@@ -465,23 +467,11 @@ pub(super) fn contact(
     let mut tried = Vec::new();
     let mut media = media(ticket, routing).peekable();
     while let Some(medium) = media.next() {
-        if let Some(session) = session_over(endpoint, incarnation, medium) {
-            return Ok(session);
-        }
         // The next one has its turn too.
         let connected_by =
             if media.peek().is_some() { until.min(Instant::now() + ONE_ADDRESS) } else { until };
-        match Session::connect(endpoint, ticket, medium, (connected_by, until)) {
-            Ok(session) => {
-                let key = (incarnation, medium.name());
-                let mut sessions = lock(&endpoint.sessions);
-                // Two threads may have made contact at once; the first one's session serves both.
-                if let Some(earlier) = sessions.get(&key).filter(|session| session.is_open()) {
-                    return Ok(Arc::clone(earlier));
-                }
-                sessions.insert(key, Arc::clone(&session));
-                return Ok(session);
-            }
+        match contact_over(endpoint, ticket, medium, (connected_by, until)) {
+            Ok(session) => return Ok(session),
             // The owner itself has answered: another way to it would not change its mind. Not so another life of it, or of somebody
             // who has such an address on this network.
             Err(NoContact { error, of_ticket })
@@ -509,6 +499,28 @@ pub(super) fn contact(
         Error::new(kind, "import", format!("its owner does not answer ({})", all.join("; ")))
     };
     Err(error.with_peer(name).into())
+}
+
+/// A session over that medium: the one that there is, or a new one.
+pub(crate) fn contact_over(
+    endpoint: &Arc<EndpointCore>,
+    ticket: &Ticket,
+    medium: Medium,
+    limits: (Instant, Instant),
+) -> Result<Arc<Session>, NoContact> {
+    let incarnation = ticket.body().identity.incarnation;
+    if let Some(session) = session_over(endpoint, incarnation, medium) {
+        return Ok(session);
+    }
+    let session = Session::connect(endpoint, ticket, medium, limits)?;
+    let key = (incarnation, medium.name());
+    let mut sessions = lock(&endpoint.sessions);
+    // Two threads may have made contact at once; the first one's session serves both.
+    if let Some(earlier) = sessions.get(&key).filter(|session| session.is_open()) {
+        return Ok(Arc::clone(earlier));
+    }
+    sessions.insert(key, Arc::clone(&session));
+    Ok(session)
 }
 
 #[cfg(test)]

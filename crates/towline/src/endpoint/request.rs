@@ -235,7 +235,7 @@ impl<'a> Request<'a> {
         self.check_after()?;
         let (way, counters) = self.remote.pick(self.needs(), self.routing.as_ref())?;
         let (attachment, path) = (Arc::clone(&way.attachment), way.path);
-        attachment.alive().map_err(|error| error.on(path))?;
+        attachment.ready().map_err(|error| error.on(path))?;
         let local = match &self.local {
             Some(span) => {
                 if !Arc::ptr_eq(&span.core().endpoint, self.endpoint) {

@@ -4,6 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::session::Session;
+use crate::endpoint::import::contact_over;
 use crate::fence::life::LifePage;
 use crate::fence::pins::{LONG_SLOTS, PinError, ProcessPin};
 use crate::fence::table::Row;
@@ -12,7 +13,7 @@ use crate::region::stale;
 use crate::sync::lock;
 use crate::transport::{Borrowing, Told, Transport};
 use crate::wire::{self, Grant, SegmentRef};
-use crate::{Error, Kind, Place, Result};
+use crate::{Error, Kind, Place, Result, Ticket};
 
 /// What an owner has granted; gives it back when dropped.
 pub(crate) struct GrantHandle {
@@ -22,17 +23,40 @@ pub(crate) struct GrantHandle {
     pub(super) generation: u64,
     /// Whether the region is on a GPU: what is written there is not written in one step with the owner's look at this side.
     pub(super) on_gpu: bool,
+    /// The ticket that it was granted for; none where that was claimed, which is done once.
+    ticket: Option<Box<[u8]>>,
 }
 
 impl GrantHandle {
-    pub(super) fn new(session: &Arc<Session>, grant: &Grant) -> GrantHandle {
+    pub(super) fn new(session: &Arc<Session>, grant: &Grant, ticket: Option<Box<[u8]>>) -> GrantHandle {
         GrantHandle {
             session: Arc::clone(session),
             handle: grant.handle,
             row: grant.row,
             generation: grant.generation,
             on_gpu: matches!(grant.place, Place::Cuda(_)),
+            ticket,
         }
+    }
+
+    /// Whether it can be granted again over a new connection: its own broke, and the owner may be there.
+    pub(super) fn is_renewable(&self) -> bool {
+        let broke = |error: &Error| error.kind() == Kind::Disconnected;
+        self.ticket.is_some()
+            && !self.session.is_open()
+            && self.session.alive().err().as_ref().is_none_or(broke)
+    }
+
+    /// The same region granted again, over a new connection of the same kind. Blocks, at most until then.
+    pub(super) fn renewed(&self, until: Instant) -> Result<Arc<GrantHandle>> {
+        let endpoint = self.session.endpoint.upgrade();
+        let endpoint = endpoint.ok_or_else(|| Error::invalid("import", "the endpoint is closed"))?;
+        let ticket = self.ticket.as_deref().map(Ticket::decode).transpose()?;
+        let ticket = ticket.ok_or_else(|| Error::new(Kind::Internal, "import", "a claim is not renewed"))?;
+        let session = contact_over(&endpoint, &ticket, self.session.medium(), (until, until))?;
+        let mut imported = session.import(&[&ticket], None, until)?.wait()?;
+        let granted = imported.outcomes.pop().unwrap_or_else(|| Err(stale("import")))?;
+        Ok(granted.1)
     }
 
     pub(crate) fn session(&self) -> &Arc<Session> {

@@ -122,7 +122,8 @@ pub(crate) struct Imported {
 pub(crate) struct Importing {
     session: Arc<Session>,
     claim: Option<OperationId>,
-    waiting: Vec<(Arc<Reply>, usize)>,
+    /// The tickets of each frame: what is claimed is not asked for again.
+    waiting: Vec<(Arc<Reply>, Vec<Option<Box<[u8]>>>)>,
     until: Instant,
     timer: Option<TimerId>,
 }
@@ -155,7 +156,8 @@ impl Session {
                 .collect();
             let reply = Arc::new(Reply::default());
             let request = self.expect(Pending::Import(Arc::clone(&reply)))?;
-            importing.waiting.push((reply, some.len()));
+            let kept = |ticket: &&Ticket| operation.is_none().then(|| ticket.encode().into_boxed_slice());
+            importing.waiting.push((reply, some.iter().map(kept).collect()));
             self.ask_for_files(Message::from(Import { items }).frame(request, 0, 0))?;
         }
         Ok(importing)
@@ -194,20 +196,21 @@ impl Importing {
     fn collect(&mut self) -> Result<Imported> {
         let mut imported = Imported { outcomes: Vec::new(), _mapped: Vec::new() };
         while !self.waiting.is_empty() {
-            let (reply, expected) = &self.waiting[0];
+            let (reply, tickets) = &self.waiting[0];
             let answer = reply.wait(self.until).unwrap_or_else(|| {
                 let message = format!("the owner did not answer over {} in time", self.session.medium());
                 Err(Error::new(Kind::Timeout, "import", message).with_peer(self.session.peer_name()))
             });
-            let answer = answer.and_then(|answer| match answer.granted.items.len() == *expected {
+            let answer = answer.and_then(|answer| match answer.granted.items.len() == tickets.len() {
                 true => Ok(answer),
                 false => Err(Error::protocol("import", "the owner answered for another number of tickets")),
             });
             match answer {
                 Ok(answer) => {
-                    self.waiting.remove(0);
+                    let (_, tickets) = self.waiting.remove(0);
                     imported._mapped.extend(answer.mapped);
-                    imported.outcomes.extend(answer.granted.items.into_iter().map(|item| self.take(item)));
+                    let items = answer.granted.items.into_iter().zip(tickets);
+                    imported.outcomes.extend(items.map(|(item, ticket)| self.take(item, ticket)));
                 }
                 Err(error) => {
                     if imported.outcomes.iter().any(Result::is_ok) {
@@ -220,10 +223,14 @@ impl Importing {
         Ok(imported)
     }
 
-    fn take(&self, item: Result<Grant, WireError>) -> Result<(Grant, Arc<GrantHandle>)> {
+    fn take(
+        &self,
+        item: Result<Grant, WireError>,
+        ticket: Option<Box<[u8]>>,
+    ) -> Result<(Grant, Arc<GrantHandle>)> {
         match item {
             Ok(grant) => {
-                let handle = GrantHandle::new(&self.session, &grant);
+                let handle = GrantHandle::new(&self.session, &grant, ticket);
                 Ok((grant, Arc::new(handle)))
             }
             Err(error) => Err(error.into_error("import").with_peer(self.session.peer_name())),

@@ -10,7 +10,7 @@ use super::connection::Connection;
 use super::connection::moments;
 use super::grant::GrantHandle;
 use super::parts::{Keep, Payload, Sink, local_parts, readable};
-use super::session::Pending;
+use super::session::{Pending, Session};
 use crate::layout::{Piece, Plan};
 use crate::memory::checked;
 use crate::sync::lock;
@@ -184,6 +184,10 @@ impl Run {
         if let Err(error) = asked {
             self.failed(self.requests, error);
         }
+    }
+
+    pub(super) fn session(&self) -> &Arc<Session> {
+        self.handle.session()
     }
 
     fn spread(self: &Arc<Self>, connections: &[Arc<Connection>]) {
