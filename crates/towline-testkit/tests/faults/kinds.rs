@@ -52,8 +52,10 @@ const WITH_WORDS: &[&str] = &["mapped", "unix", "tcp"];
 const ACCESS: &[Act] = &[SmallRead, LargeRead, Write];
 const ANYTHING: &[Act] = &[Alive, SmallRead, LargeRead, Write, Notify];
 
+type Row = (Event, &'static [&'static str], &'static [Act], Option<Kind>);
+
 /// What happened, on which paths, what is asked for then, and the kind of error; no error where the owner lives on.
-const TABLE: &[(Event, &[&str], &[Act], Option<Kind>)] = &[
+const TABLE: &[Row] = &[
     (Event::Deregistered, ALL, &[Alive], None),
     (Event::Deregistered, ALL, ACCESS, Some(Kind::Stale)),
     (Event::Deregistered, WITH_WORDS, &[Add], Some(Kind::Stale)),

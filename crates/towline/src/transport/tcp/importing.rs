@@ -112,6 +112,9 @@ fn give_back(session: &Session, granted: &Granted, claim: Option<OperationId>) {
     }
 }
 
+/// The tickets of one frame, as bytes; none of those that are claimed, which is not done again.
+type Asked = Vec<Option<Box<[u8]>>>;
+
 /// What the owner granted, ticket by ticket. Must live until the remotes that use it exist.
 pub(crate) struct Imported {
     pub(crate) outcomes: Vec<Result<(Grant, Arc<GrantHandle>)>>,
@@ -122,8 +125,7 @@ pub(crate) struct Imported {
 pub(crate) struct Importing {
     session: Arc<Session>,
     claim: Option<OperationId>,
-    /// The tickets of each frame: what is claimed is not asked for again.
-    waiting: Vec<(Arc<Reply>, Vec<Option<Box<[u8]>>>)>,
+    waiting: Vec<(Arc<Reply>, Asked)>,
     until: Instant,
     timer: Option<TimerId>,
 }
