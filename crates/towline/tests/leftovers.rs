@@ -169,7 +169,7 @@ fn of_a_user_that_was_killed_nothing_stays_mapped_at_the_owner() {
         let with = (mappings(), descriptors());
         user.kill();
         let Some((mapped, open)) = &before else {
-            eventually("the first peer is noticed", || mappings().len() < with.0.len(), || String::new());
+            eventually("the first peer is noticed", || mappings().len() < with.0.len(), String::new);
             thread::sleep(Duration::from_millis(500));
             before = Some((mappings(), descriptors()));
             continue;

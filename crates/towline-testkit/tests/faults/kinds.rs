@@ -5,7 +5,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketType};
-use towline::{Access, Endpoint, Error, Kind, Registered, Remote, Result, SystemStorage, Ticket};
+use towline::ticket::{RegionKey, TicketBody};
+use towline::{
+    Access, Endpoint, Error, Identity, Incarnation, Kind, Reach, Registered, Remote, Result, SystemStorage,
+    Ticket,
+};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
@@ -262,4 +266,69 @@ fn an_import_waits_for_its_whole_limit_where_packets_vanish() {
         endpoint("user").import_within(&region.ticket().unwrap(), &routing("tcp"), limit).unwrap_err();
     assert_eq!(error.kind(), Kind::Timeout, "{error}");
     assert!(began.elapsed() >= limit, "{error}");
+}
+
+#[test]
+fn a_goodbye_over_tls_is_remembered() {
+    let _watchdog = watch("a_goodbye_over_tls_is_remembered", Duration::from_secs(120));
+    let mut owner = Process::open("owner", "tls=yes");
+    owner.must("register 4096 system read");
+    let ticket: Ticket = owner.must("ticket 1").text(0).parse().unwrap();
+    let user = Endpoint::options("user").tls(towline::Tls::by_ticket().unwrap()).open().unwrap();
+    let remote = user.import_with(&ticket, &routing("tcp")).unwrap();
+    owner.must("close");
+    assert!(eventually(STALL * 10, || remote.alive().is_err()), "the goodbye is not heard");
+    assert_eq!(remote.alive().unwrap_err().kind(), Kind::Stale);
+    assert_eq!(user.import_with(&ticket, &routing("tcp")).unwrap_err().kind(), Kind::Stale);
+}
+
+#[test]
+fn within_one_process_everything_of_a_closed_owner_is_stale() {
+    let owner = endpoint("owner");
+    let region = owner.register(SystemStorage::new(4096).unwrap(), Access::READ_WRITE).unwrap();
+    let user = endpoint("user");
+    let remote = user.import(&region.ticket().unwrap()).unwrap();
+    assert_eq!(remote.path(), "inproc");
+    let local = local(&user, 4096);
+    owner.close().unwrap();
+    for ended in [
+        remote.alive(),
+        outcome(user.read(&remote, &local).start()),
+        outcome(user.write(&remote, &local).start()),
+        outcome(user.fetch_add(&remote, 0, 1)),
+        outcome(user.notify(&remote, "hello")),
+        remote.pin().map(drop),
+    ] {
+        let error = ended.unwrap_err();
+        assert_eq!((error.kind(), error.transport()), (Kind::Stale, Some("inproc")), "{error}");
+    }
+}
+
+/// Another life that answers at one address is no proof while another address is silent: it may be another host's.
+#[test]
+fn another_life_at_one_of_several_addresses_decides_nothing_while_another_one_is_silent() {
+    let test = "another_life_at_one_of_several_addresses_decides_nothing_while_another_one_is_silent";
+    let _watchdog = watch(test, Duration::from_secs(120));
+    let other = endpoint("owner");
+    let region = other.register(SystemStorage::new(4096).unwrap(), Access::READ).unwrap();
+    let body = region.ticket().unwrap().body().clone();
+    let answers = *body.reach.iter().find(|reach| matches!(reach, Reach::Tcp(_))).unwrap();
+    let (full, _waiting) = full_listener();
+    let silent = Reach::Tcp(full.local_addr().unwrap());
+    let nobody = Reach::Tcp(TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap());
+    let user = endpoint("user");
+    let cases = [
+        (vec![answers], Kind::Stale),
+        (vec![nobody, answers], Kind::Stale),
+        (vec![answers, nobody], Kind::Stale),
+        (vec![answers, silent], Kind::Timeout),
+        (vec![nobody], Kind::Disconnected),
+    ];
+    for (reach, kind) in cases {
+        let identity = Identity::new("owner", Incarnation(*b"an earlier life.")).unwrap();
+        let body = TicketBody { identity, reach, ..body.clone() };
+        let ticket = Ticket::mint(&body, &RegionKey::derive(&[1; 32], body.row, body.generation)).unwrap();
+        let error = user.import_within(&ticket, &routing("tcp"), STALL).unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+    }
 }

@@ -94,3 +94,37 @@ fn what_another_thread_kept_from_being_sent_is_sent_when_it_lets_go() {
     drop(held);
     assert_eq!(take(whole), whole);
 }
+
+#[test]
+fn a_goodbye_that_nobody_has_read_is_found_when_a_send_has_failed() {
+    let (ours, theirs) = Socket::pair().unwrap();
+    let handler = Arc::new(Told(Mutex::new(mpsc::channel().0)));
+    // Nobody watches it: the goodbye lies there.
+    let connection = Connection::new(Channel::plain(ours), Role::Control, true, handler);
+    connection.expect_files();
+    say(&theirs, 1);
+    let bye = Message::from(Bye { error: None }).frame(0, 0, 0);
+    assert!(matches!(theirs.send(&[IoSlice::new(&bye)], &[]).unwrap(), Sent::Bytes(_)));
+    drop(theirs);
+    let failed = connection.send(ping(2), Vec::new(), Payload::None, Keep::Nothing).unwrap_err();
+    assert_eq!(failed.kind(), Kind::Disconnected);
+    assert!(connection.is_closed());
+    assert_eq!(connection.farewell(), Some(Bye { error: None }));
+}
+
+#[test]
+fn what_is_no_goodbye_is_not_taken_for_one() {
+    let payload = Message::from(crate::wire::Data { outcome: Ok(()) }).frame(1, 100, 0);
+    let bye = Message::from(Bye { error: None }).frame(0, 0, 0);
+    for said in [Vec::new(), vec![0xff; 100], ping(1), bye[..bye.len() - 1].to_vec(), [payload, bye].concat()]
+    {
+        let (ours, theirs) = Socket::pair().unwrap();
+        let handler = Arc::new(Told(Mutex::new(mpsc::channel().0)));
+        let connection = Connection::new(Channel::plain(ours), Role::Control, true, handler);
+        if !said.is_empty() {
+            theirs.send(&[IoSlice::new(&said)], &[]).unwrap();
+        }
+        drop(theirs);
+        assert_eq!(connection.farewell(), None, "{said:?}");
+    }
+}
