@@ -122,7 +122,7 @@ fn what_is_no_goodbye_is_not_taken_for_one() {
         let handler = Arc::new(Told(Mutex::new(mpsc::channel().0)));
         let connection = Connection::new(Channel::plain(ours), Role::Control, true, handler);
         if !said.is_empty() {
-            theirs.send(&[IoSlice::new(&said)], &[]).unwrap();
+            assert!(matches!(theirs.send(&[IoSlice::new(&said)], &[]).unwrap(), Sent::Bytes(_)));
         }
         drop(theirs);
         assert_eq!(connection.farewell(), None, "{said:?}");
