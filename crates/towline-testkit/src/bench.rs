@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use towline::{
-    Access, Endpoint, EndpointOptions, Error, Kind, Limits, Probe, Registered, Remote, Routing, Storage,
-    Ticket,
+    Access, Endpoint, EndpointOptions, Error, Kind, Limits, NixlOptions, Probe, Registered, Remote, Routing,
+    Storage, Ticket,
 };
 
 pub use owner::{Owner, OwnerRegion, OwnerStats, Views};
@@ -79,7 +79,7 @@ impl Bench {
             return Err(reason.clone());
         }
         let (path, quiet_at_end) = (info.name, info.quiet_at_end);
-        let owner = Owner::open("owner", setting, "");
+        let owner = Owner::open(path, "owner", setting, "");
         let routing = routing(path);
         let user = options("user").routing(routing.clone()).open().unwrap();
         let bench = Bench { path, setting, owner, user, routing, quiet_at_end, kinds };
@@ -94,7 +94,7 @@ impl Bench {
     }
 
     fn try_path(&self) -> Result<(), Error> {
-        let remote = self.user.import(&self.region(64, Access::READ).ticket())?;
+        let remote = self.user.import(&self.region(64, Access::READ_WRITE).ticket())?;
         assert_eq!(remote.path(), self.path, "{}", remote.explain());
         drop(remote);
         // A path that opens memory closes it a little later, and until then the owner counts the region: laws count their own.
@@ -179,7 +179,24 @@ impl Bench {
 
 /// Options with the limits of the laws.
 pub fn options(name: &str) -> EndpointOptions {
-    as_forced(Endpoint::options(name).limits(Limits { no_progress: STALL, ..Limits::default() }))
+    options_for("", name)
+}
+
+/// [`options`] of an endpoint that lends what that path needs to be lent.
+pub fn options_for(path: &str, name: &str) -> EndpointOptions {
+    let limits = Limits { no_progress: STALL, ..Limits::default() };
+    as_forced(Endpoint::options(name).limits(limits).nixl(nixl(path == "nixl")))
+}
+
+/// The device over which NIXL moves bytes in tests: loopback, unless a machine with another one says so.
+pub fn nixl_device() -> String {
+    std::env::var("TOWLINE_TEST_NIXL_OVER").unwrap_or_else(|_| "lo".to_owned())
+}
+
+/// NIXL over that device, for owners that lend and for their users.
+pub fn nixl(lends: bool) -> NixlOptions {
+    let options = NixlOptions::default();
+    if lends { options.lend_over([nixl_device()]) } else { options.reach_over([nixl_device()]) }
 }
 
 /// What allows that path only. `cma` and `nixl` cannot do atomics and reductions: the stream helps them out.

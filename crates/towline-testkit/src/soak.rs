@@ -208,7 +208,8 @@ pub static CAMPAIGNS: [Campaign; 15] = [
     Campaign {
         name: "claim",
         summary: "the claimer of an operation is killed or stopped: the passive side ends with the cause, and is quiet",
-        lanes: BETWEEN_PROCESSES,
+        // An operation lets its peer read or write, and NIXL lends only for both.
+        lanes: &["mapped", scene::CUDA, "cma", "unix", "tcp"],
         in_turns: false,
         rounds: rounds(8, 14, 200),
         prepare: |course| Ok(Box::new(stop::Claim::new(course)?)),

@@ -20,11 +20,12 @@ use std::time::Duration;
 
 use towline::memory::{DeviceMemory, DeviceStorage, PinnedStorage};
 use towline::{
-    Access, Buffer, DiskStorage, Endpoint, Error, Kind, Layout, Limits, NixlOptions, NixlPrefer,
-    OffsetBuffer, Pinned, Quotas, Registered, Remote, Routing, SharedStorage, Storage, SystemStorage, Ticket,
+    Access, Buffer, DiskStorage, Endpoint, Error, Isolation, Kind, Layout, Limits, NixlOptions, OffsetBuffer,
+    Pinned, Quotas, Registered, Remote, Routing, SharedStorage, Storage, SystemStorage, Ticket,
 };
 
 pub use self::pinning::play;
+use crate::bench::nixl;
 use crate::forced::as_forced;
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
@@ -62,7 +63,7 @@ pub(crate) fn register_views(
     let views = (0..count)
         .map(|number| OffsetBuffer::new(whole.clone(), number * step, len))
         .collect::<towline::Result<Vec<_>>>()?;
-    endpoint.register_many(views, Access::READ).map_err(|failed| failed.error)
+    endpoint.register_many(views, Access::READ_WRITE).map_err(|failed| failed.error)
 }
 
 /// Reads paths, separated by commas, as a routing that requires them.
@@ -320,7 +321,7 @@ impl Worker {
     }
 
     fn open(&mut self, words: &mut Words<'_>) -> Answer {
-        let mut options = as_forced(Endpoint::options(words.text()?));
+        let mut options = as_forced(Endpoint::options(words.text()?)).nixl(nixl(false));
         let mut limits = Limits::default();
         let mut quotas = Quotas::default();
         for (key, value) in words.options() {
@@ -352,11 +353,10 @@ impl Worker {
                     }
                     options.quotas(quotas)
                 }
-                "nixl" => options.nixl(NixlOptions::default().prefer(match value {
-                    "never" => NixlPrefer::Never,
-                    "always" => NixlPrefer::Always,
-                    _ => NixlPrefer::WhenBetter,
-                })),
+                "lend" => options.nixl(NixlOptions::default().lend_over(value.split(','))),
+                "reach" => options.nixl(NixlOptions::default().reach_over(value.split(','))),
+                "isolation" => options.routing(Routing::default().isolation(Isolation::Enforced)),
+                "forbid" => options.routing(Routing::default().forbid(value)?),
                 _ => return Err(bad(format!("no option is called {key}"))),
             };
         }

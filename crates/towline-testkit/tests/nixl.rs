@@ -4,8 +4,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use towline::{Access, Endpoint, Kind, Limits, Probe, Registered, Routing, SystemStorage};
-use towline_testkit::bench::STALL;
+use towline::{Access, Endpoint, Kind, NixlOptions, Probe, Registered, Routing, SystemStorage, Ticket};
+use towline_testkit::bench::{STALL, nixl_device, options, options_for};
 use towline_testkit::netns::{End, Network};
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
@@ -40,7 +40,12 @@ fn only_nixl() -> Routing {
 }
 
 fn user() -> Endpoint {
-    Endpoint::options("user").limits(Limits { no_progress: STALL, ..Limits::default() }).open().unwrap()
+    options("user").open().unwrap()
+}
+
+/// The words with which an owner opens that lends.
+fn lending() -> String {
+    format!("{} lend={}", stall(), nixl_device())
 }
 
 fn memory(endpoint: &Endpoint, len: usize) -> Registered<SystemStorage> {
@@ -59,7 +64,7 @@ fn loaded(pid: i32) -> (bool, Vec<String>) {
 fn a_program_that_does_not_ask_for_nixl_pays_nothing_for_it() {
     let test = "a_program_that_does_not_ask_for_nixl_pays_nothing_for_it";
     let _watchdog = watch(test, STALL * 12);
-    let mut owner = Process::open("owner", &stall());
+    let mut owner = Process::open("owner", &lending());
     let mut user = Process::open("user", &stall());
     owner.must("register 65536 system read+write");
     owner.must("fill 1 1 1");
@@ -84,7 +89,7 @@ fn the_thread_leaves_when_nothing_is_under_way_and_the_agent_stays() {
         return;
     }
     let _watchdog = watch(test, STALL * 12);
-    let mut owner = Process::open("owner", &stall());
+    let mut owner = Process::open("owner", &lending());
     let mut user = Process::open("user", &stall());
     owner.must("register 65536 system read+write");
     let ticket = owner.must("ticket 1").text(0).to_owned();
@@ -100,6 +105,110 @@ fn the_thread_leaves_when_nothing_is_under_way_and_the_agent_stays() {
     }
 }
 
+#[test]
+fn an_owner_that_has_not_opted_in_refuses_who_requires_nixl_and_says_how_it_would_lend() {
+    let test = "an_owner_that_has_not_opted_in_refuses_who_requires_nixl_and_says_how_it_would_lend";
+    if !nixl(test) {
+        return;
+    }
+    let _watchdog = watch(test, STALL * 12);
+    let mut silent = Process::open("owner", &stall());
+    let mut lender = Process::open("owner", &lending());
+    let ticket_of = |owner: &mut Process| -> Ticket {
+        owner.must("register 65536 system read+write");
+        owner.must("ticket 1").text(0).parse().unwrap()
+    };
+    let (unlent, lent) = (ticket_of(&mut silent), ticket_of(&mut lender));
+    let user = user();
+    let with_help = only_nixl().require("unix").unwrap();
+    for ticket in [&unlent, &lent.narrow().range(0, 65535).finish().unwrap()] {
+        let error = user.import_with(ticket, &only_nixl()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+        assert!(error.message().contains("NixlOptions::lend_over"), "{error}");
+        let remote = user.import_with(ticket, &with_help).unwrap();
+        assert_eq!(remote.path(), "unix");
+        assert!(remote.explain().to_string().contains("nixl_lend_over in Python"), "{}", remote.explain());
+    }
+    assert_eq!(silent.must("stats-nixl").text(0), "none", "the owner has started NIXL");
+    // Where it is lent, the explanation says what that gives away.
+    let remote = user.import_with(&lent, &with_help).unwrap();
+    let said = remote.explain().to_string();
+    assert!(remote.path() == "nixl" && said.contains("all memory of the owner's process"), "{said}");
+}
+
+/// The addresses on which a process listens, and those of its datagram sockets, as the kernel writes them.
+fn listening(pid: i32) -> Vec<String> {
+    let links = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let sockets: Vec<_> = links.filter_map(|link| std::fs::read_link(link.ok()?.path()).ok()).collect();
+    let mut found = Vec::new();
+    for (table, state) in [("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")] {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap();
+        for line in text.lines().skip(1) {
+            let words: Vec<_> = line.split_whitespace().collect();
+            let socket = format!("socket:[{}]", words[9]);
+            if words[3] == state && sockets.iter().any(|one| one.as_os_str() == socket.as_str()) {
+                found.push(format!("{table} {}", words[1]));
+            }
+        }
+    }
+    found
+}
+
+/// UCX takes every interface that it is not kept from. Its own variable does not let it have more either.
+#[test]
+fn nixl_listens_only_on_the_devices_that_were_named_and_an_initiators_too() {
+    let test = "nixl_listens_only_on_the_devices_that_were_named_and_an_initiators_too";
+    if !nixl(test) {
+        return;
+    }
+    let _watchdog = watch(test, STALL * 12);
+    for variable in [None, Some("lo"), Some("all")] {
+        let mut variables = vec![("UCX_LOG_LEVEL", "error")];
+        variables.extend(variable.map(|devices| ("UCX_NET_DEVICES", devices)));
+        let start =
+            |name| Process::start_with(name, &[("UCX_NET_DEVICES", variable), ("UCX_LOG_LEVEL", "error")]);
+        let (mut owner, mut user) = (start("owner"), start("user"));
+        owner.must(&format!("open owner {} lend=lo", stall()));
+        user.must(&format!("open user {} reach=lo", stall()));
+        owner.must("register 65536 system read+write");
+        let ticket = owner.must("ticket 1").text(0).to_owned();
+        user.must("register 65536 system none");
+        let before = [listening(owner.pid()), listening(user.pid())];
+        let remote = user.must(&format!("import {ticket} nixl")).number(0);
+        user.must(&format!("read {remote} 1 0 0 65536"));
+        for (process, before) in [owner, user].iter().zip(before) {
+            let new: Vec<_> =
+                listening(process.pid()).into_iter().filter(|one| !before.contains(one)).collect();
+            assert!(!new.is_empty(), "UCX listens nowhere: the test sees nothing");
+            // 127.0.0.1, as the kernel writes it.
+            assert!(new.iter().all(|one| one.starts_with("tcp 0100007F:")), "{new:?}");
+        }
+    }
+}
+
+#[test]
+fn without_a_device_an_initiator_starts_nothing_that_listens() {
+    let test = "without_a_device_an_initiator_starts_nothing_that_listens";
+    if !nixl(test) {
+        return;
+    }
+    if std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some()) {
+        return skip::skip(test, "no RDMA device", "this machine has one, which is taken");
+    }
+    let _watchdog = watch(test, STALL * 12);
+    let mut owner = Process::open("owner", &lending());
+    owner.must("register 65536 system read+write");
+    let ticket = owner.must("ticket 1").text(0).parse().unwrap();
+    let user = Endpoint::open("user").unwrap();
+    let error = user.import_with(&ticket, &only_nixl()).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert!(error.message().contains("NixlOptions::reach_over"), "{error}");
+    assert!(user.stats().nixl.is_none(), "NIXL was started");
+    let error =
+        Endpoint::options("user").nixl(NixlOptions::default().lend_over(["mlx5_99:1"])).open().unwrap_err();
+    assert!(error.kind() == Kind::Unavailable && error.message().contains("mlx5_99:1"), "{error}");
+}
+
 /// Starting NIXL takes long on both sides, and cannot be stopped.
 #[test]
 fn an_import_does_not_wait_for_nixl_beyond_its_limit_and_a_later_one_finds_it() {
@@ -108,7 +217,7 @@ fn an_import_does_not_wait_for_nixl_beyond_its_limit_and_a_later_one_finds_it() 
         return;
     }
     let _watchdog = watch(test, STALL * 12);
-    let mut owner = Process::open("owner", &stall());
+    let mut owner = Process::open("owner", &lending());
     owner.must("register 65536 system read+write");
     let ticket = owner.must("ticket 1").text(0).parse().unwrap();
     let with_help = only_nixl().require("unix").unwrap();
@@ -163,7 +272,7 @@ fn two_processes_read_and_write() {
         return;
     }
     let _watchdog = watch(test, STALL * 24);
-    let mut owner = Process::open("owner", &stall());
+    let mut owner = Process::open("owner", &lending());
     let mut user = Process::open("user", &stall());
     both_ways(&mut owner, &mut user, "nixl");
     both_ways(&mut owner, &mut user, "nixl");
@@ -183,10 +292,10 @@ fn bytes_cross_between_two_hosts_by_ucx_over_tcp() {
     let mut owner = Process::start_in(&network.namespace(End::A), "owner");
     let mut user = Process::start_in(&network.namespace(End::B), "user");
     let address = std::net::SocketAddr::new(network.address(End::A, false), 0);
-    owner.must(&format!("open owner listen={address} stall={}", STALL.as_millis()));
-    user.must(&format!("open user stall={}", STALL.as_millis()));
+    owner.must(&format!("open owner listen={address} lend=tcp stall={}", STALL.as_millis()));
+    user.must(&format!("open user reach=tcp stall={}", STALL.as_millis()));
     // Nothing here is better than tcp, so it is not taken without being asked for.
-    owner.must("register 4096 system read");
+    owner.must("register 4096 system read+write");
     let ticket = owner.must("ticket 1").text(0).to_owned();
     assert_eq!(user.must(&format!("import {ticket}")).text(1), "tcp");
     assert_eq!(user.must("stats-nixl").text(0), "none");
@@ -216,7 +325,7 @@ fn a_peer_killed_in_mid_transfer_is_disconnected_and_later_peers_work() {
     let local = memory(&user, len);
     let mine = Stamp::new(7, 7);
     for (round, op) in ["read", "write", "read"].into_iter().enumerate() {
-        let mut owner = Process::open("owner", &stall());
+        let mut owner = Process::open("owner", &lending());
         owner.must(&format!("register {len} system read+write"));
         let ticket = owner.must("ticket 1").text(0).parse().unwrap();
         let remote = user.import_with(&ticket, &only_nixl()).unwrap();
@@ -240,8 +349,8 @@ fn a_peer_killed_in_mid_transfer_is_disconnected_and_later_peers_work() {
         std::thread::sleep(Duration::from_millis(20));
         mine.verify_storage(local.storage(), 0, len).unwrap();
     }
-    let mut next = Process::open("owner", &stall());
-    next.must("register 65536 system read");
+    let mut next = Process::open("owner", &lending());
+    next.must("register 65536 system read+write");
     next.must("fill 1 3 3");
     let ticket = next.must("ticket 1").text(0).parse().unwrap();
     let remote = user.import_with(&ticket, &only_nixl()).unwrap();
@@ -276,7 +385,7 @@ fn a_thousand_registrations_and_transfers_leave_nothing_behind() {
         return;
     }
     let _watchdog = watch(test, STALL * 48);
-    let (owner, user) = (Endpoint::open("owner").unwrap(), user());
+    let (owner, user) = (options_for("nixl", "owner").open().unwrap(), user());
     let round = || {
         let region = owner.register(SystemStorage::new(65536).unwrap(), Access::READ_WRITE).unwrap();
         let remote = user.import_with(&region.ticket().unwrap(), &only_nixl()).unwrap();
@@ -320,8 +429,8 @@ fn an_owner_without_nixl_says_why_and_the_sockets_serve() {
     let local = memory(&user, 4096);
     for library in [Path::new("off"), &folder.join("missing/libnixl_capi.so"), &fake] {
         let mut owner = with_library(library);
-        owner.must("open owner");
-        owner.must("register 4096 system read");
+        owner.must(&format!("open owner {}", lending()));
+        owner.must("register 4096 system read+write");
         let ticket = owner.must("ticket 1").text(0).parse().unwrap();
         let error = user.import_with(&ticket, &only_nixl()).unwrap_err();
         assert_eq!(error.kind(), Kind::Unavailable, "{error}");

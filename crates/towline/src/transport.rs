@@ -238,8 +238,8 @@ pub(crate) trait Transport: Send + Sync {
         None
     }
 
-    /// At the owner: whether a peer should ask about that region. Called with every grant, so it is quick.
-    fn offers(&self, _region: &RegionCore) -> bool {
+    /// At the owner: whether who holds that ticket should ask about that region. Called with every grant, so it is quick.
+    fn offers(&self, _region: &RegionCore, _claims: &Claims) -> bool {
         false
     }
 
@@ -256,10 +256,12 @@ pub(crate) trait Transport: Send + Sync {
 }
 
 /// At the owner: the paths that a peer should ask about, a bit for each.
-pub(crate) fn offers(region: &RegionCore) -> u8 {
+pub(crate) fn offers(region: &RegionCore, claims: &Claims) -> u8 {
     TRANSPORTS
         .iter()
-        .filter_map(|transport| Some(1 << (transport.number()? - 1)).filter(|_| transport.offers(region)))
+        .filter_map(|transport| {
+            Some(1 << (transport.number()? - 1)).filter(|_| transport.offers(region, claims))
+        })
         .fold(0, |all, one: u8| all | one)
 }
 

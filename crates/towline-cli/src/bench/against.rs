@@ -24,7 +24,7 @@ use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 use crate::size;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Op, Told, Usage};
+use crate::worker::protocol::{Ask, Op, Told, Usage, nixl};
 
 /// Tells a process which setting it measures.
 const SETTING: &str = "TOWLINE_BENCH_SETTING";
@@ -277,10 +277,11 @@ impl<'a> Measuring<'a> {
         const WATCHED: Duration = Duration::from_secs(2);
         // As NIXL is by default.
         let mut api = Peer::start(1 << 20, true, false)?;
-        let endpoint = Endpoint::open("bench-notify")?;
+        let endpoint = Endpoint::options("bench-notify").nixl(nixl(false)).open()?;
         let region =
             endpoint.register(SharedStorage::new(4096)?, Access::READ).map_err(towline::Error::from)?;
         let mut worker = Worker::start("echo")?;
+        worker.ask(&Ask::Lend)?;
         let theirs = costs::one_region(&mut worker, 4096)?;
         let remote = endpoint.import_with(&theirs, &Routing::default().require("nixl")?)?;
         worker.ask(&Ask::Echo { ticket: region.ticket()? })?;

@@ -13,7 +13,7 @@ use crate::outcome::{Failure, Outcome};
 use crate::pattern::{self, Shuffle};
 use crate::size;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Op, Told};
+use crate::worker::protocol::{Ask, Op, Told, nixl};
 
 /// The pattern of the owner's bytes.
 const THEIRS: u64 = 11;
@@ -43,8 +43,11 @@ impl Bed {
     pub(super) fn prepare(path: Path, bytes: u64) -> Outcome<Bed> {
         room_for(2 * bytes + (512 << 20))?;
         let lanes = machine::cores().clamp(1, 4);
-        let endpoint = Endpoint::options("bench").lanes(lanes).open()?;
+        let endpoint = Endpoint::options("bench").lanes(lanes).nixl(nixl(false)).open()?;
         let mut worker = Worker::start("peer")?;
+        if path == Path::Nixl {
+            worker.ask(&Ask::Lend)?;
+        }
         let (owner, ticket) = match path {
             Path::Inproc => here(bytes)?,
             _ => there(&mut worker, path, bytes)?,

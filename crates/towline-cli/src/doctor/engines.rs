@@ -7,6 +7,10 @@ use super::{Check, Status};
 
 const GROUP: &str = "Engines";
 
+/// That owners lend nothing unasked, how they come to, and what they then give away.
+const LENDING: &str = "nothing, unless an endpoint opts in by NixlOptions::lend_over (nixl_lend_over in Python); who borrows can then read and \
+                       write all memory of its process, and nobody checks or counts it";
+
 pub(super) fn check() -> Vec<Check> {
     let mut checks = nixl(availability());
     checks.extend(nccl(towline::nccl::availability()));
@@ -34,8 +38,9 @@ fn nixl(found: Availability) -> Vec<Check> {
                 Check::fact(
                     GROUP,
                     "nixl as a path",
-                    "between hosts where both sides have an RDMA device; elsewhere where it is required or preferred",
+                    "from owners that lend by it: between hosts over an RDMA device; elsewhere where it is required or preferred",
                 ),
+                Check::fact(GROUP, "nixl lends", LENDING),
             ]
         }
         Availability::Missing { tried, mend } => {

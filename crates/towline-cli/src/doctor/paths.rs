@@ -8,7 +8,7 @@ use super::{Check, Status};
 use crate::outcome::Outcome;
 use crate::size;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Memory, Told};
+use crate::worker::protocol::{Ask, Memory, Told, nixl};
 
 const GROUP: &str = "Paths";
 const BYTES: u64 = 1 << 20;
@@ -17,7 +17,7 @@ const SEED: u64 = 5;
 /// Checks every path; returns those over which another process was reached.
 pub(super) fn check(checks: &mut Vec<Check>) -> Vec<&'static str> {
     let start = Instant::now();
-    let endpoint = Endpoint::open("doctor");
+    let endpoint = Endpoint::options("doctor").nixl(nixl(false)).open();
     let opened = start.elapsed();
     let mut other = endpoint.as_ref().map_err(|error| error.clone().into()).and_then(|_| Other::start());
     let mut usable = Vec::new();
@@ -106,6 +106,7 @@ struct Other {
 impl Other {
     fn start() -> Outcome<Other> {
         let mut worker = Worker::start("patient")?;
+        worker.ask(&Ask::Lend)?;
         let shared = register(&mut worker, Memory::Shared)?;
         Ok(Other { worker, shared })
     }

@@ -10,7 +10,7 @@ use towline::{
 };
 
 use super::member::Member;
-use super::protocol::{Ask, Guard, Memory, Op, Told, Usage};
+use super::protocol::{Ask, Guard, Memory, Op, Told, Usage, nixl};
 use super::sockets;
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::{self, Shuffle};
@@ -20,6 +20,7 @@ const QUIET: Duration = Duration::from_secs(30);
 
 pub(super) struct Duties {
     name: String,
+    lends: bool,
     owner: Option<Endpoint>,
     mover: Option<Endpoint>,
     regions: Vec<Option<Registered<Buffer>>>,
@@ -33,6 +34,7 @@ impl Duties {
     pub(super) fn new(name: &str) -> Duties {
         Duties {
             name: name.to_owned(),
+            lends: false,
             owner: None,
             mover: None,
             regions: Vec::new(),
@@ -45,6 +47,10 @@ impl Duties {
 
     pub(super) fn perform(&mut self, ask: Ask) -> Outcome<Told> {
         Ok(match ask {
+            Ask::Lend => {
+                self.lends = true;
+                Told::Done
+            }
             Ask::Register { memory, bytes, seed } => self.register(memory, bytes, seed)?,
             Ask::Fill { region, seed } => {
                 pattern::fill(self.region(region)?.storage(), seed)?;
@@ -111,7 +117,7 @@ impl Duties {
     }
 
     fn owner(&mut self) -> Outcome<&Endpoint> {
-        open_once(&mut self.owner, &self.name)
+        open_once(&mut self.owner, &self.name, self.lends)
     }
 
     fn region(&self, region: usize) -> Outcome<&Registered<Buffer>> {
@@ -153,7 +159,7 @@ impl Duties {
     ) -> Outcome<Told> {
         let routing = Routing::default().require(path)?;
         let name = format!("{}-mover", self.name);
-        let mover = open_once(&mut self.mover, &name)?;
+        let mover = open_once(&mut self.mover, &name, false)?;
         let remote = mover.import_with(ticket, &routing)?;
         let local = mover
             .register(SystemStorage::new(bytes as usize)?, Access::NONE)
@@ -233,9 +239,9 @@ impl Duties {
     }
 }
 
-fn open_once<'a>(endpoint: &'a mut Option<Endpoint>, name: &str) -> Outcome<&'a Endpoint> {
+fn open_once<'a>(endpoint: &'a mut Option<Endpoint>, name: &str, lends: bool) -> Outcome<&'a Endpoint> {
     if endpoint.is_none() {
-        *endpoint = Some(Endpoint::open(name)?);
+        *endpoint = Some(Endpoint::options(name).nixl(nixl(lends)).open()?);
     }
     endpoint.as_ref().ok_or_else(|| Failure::failed("no endpoint"))
 }

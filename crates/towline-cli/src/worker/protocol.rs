@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
-use towline::{Endpoint, EndpointOptions, Isolation, Quotas, Routing, Ticket, Tls};
+use towline::{Endpoint, EndpointOptions, Isolation, NixlOptions, Quotas, Routing, Ticket, Tls};
 
 use super::order::{Answer, Order};
 use crate::outcome::{Exit, Failure, Outcome};
@@ -56,6 +56,12 @@ pub(crate) enum Medium {
     Tcp,
 }
 
+/// NIXL for what stays on this host: UCX listens on the loopback interface, and nowhere else.
+pub(crate) fn nixl(lends: bool) -> NixlOptions {
+    const DEVICE: [&str; 1] = ["lo"];
+    if lends { NixlOptions::default().lend_over(DEVICE) } else { NixlOptions::default().reach_over(DEVICE) }
+}
+
 /// How an endpoint is guarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -89,6 +95,8 @@ impl Guard {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "ask", rename_all = "snake_case")]
 pub(crate) enum Ask {
+    /// Lends what is registered from now on by NIXL, too, over the loopback interface: the first order. Answer: `Done`.
+    Lend,
     /// Registers memory for reading and writing, filled with a pattern. Answer: `Region`.
     Register { memory: Memory, bytes: u64, seed: u64 },
     /// Fills a region with a pattern. Answer: `Done`.

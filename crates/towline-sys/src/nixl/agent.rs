@@ -160,8 +160,9 @@ impl Agent {
         let call = "nixl_capi_create_backend";
         let name = c_string(call, plugin)?;
         let defaults = self.plugin(plugin)?.parameters;
-        let safe = safe_defaults(plugin, std::env::var_os("UCX_RCACHE_ENABLE").is_some());
-        let merged: BTreeMap<_, _> = defaults.iter().chain(&safe).chain(parameters).collect();
+        let chosen = std::env::var_os("UCX_RCACHE_ENABLE").is_some();
+        let parameters = with_safe_defaults(plugin, chosen, parameters);
+        let merged: BTreeMap<_, _> = defaults.iter().chain(&parameters).collect();
         let params = parameters::Params::new(&self.0, merged)?;
         let mut raw = ptr::null_mut();
         // SAFETY: agent, name and parameters outlive the call, the target is a local variable.
@@ -505,10 +506,18 @@ impl fmt::Debug for Registration {
 /// UCX keeps registrations after they were given back, and relies on seeing every `munmap` by having patched the C library.
 /// Memory that is unmapped by a system call of one's own, as Rust programs do, goes unseen: what is mapped at the same address
 /// later is then read and written through a registration of the old pages. Seen over RDMA.
-fn safe_defaults(plugin: &str, chosen: bool) -> BTreeMap<String, String> {
-    let mut safe = BTreeMap::new();
+///
+/// Of two values for one setting UCX takes the later: what the parameters say of it comes after.
+fn with_safe_defaults(
+    plugin: &str,
+    chosen: bool,
+    parameters: &BTreeMap<String, String>,
+) -> BTreeMap<String, String> {
+    let mut safe = parameters.clone();
     if plugin == "UCX" && !chosen {
-        safe.insert("engine_config".to_owned(), "RCACHE_ENABLE=n".to_owned());
+        let config = safe.entry("engine_config".to_owned()).or_default();
+        let comma = if config.is_empty() { "" } else { "," };
+        *config = format!("RCACHE_ENABLE=n{comma}{config}");
     }
     safe
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use towline::{Access, Endpoint, Layout, OffsetBuffer, Registered, Storage, Ticket};
 
-use super::{Setting, options};
+use super::{Setting, nixl_device, options_for};
 use crate::oracle::{Stamp, Wrong};
 use crate::process::{Failure, Process};
 use crate::worker::{register_views, storage};
@@ -33,17 +33,18 @@ pub struct OwnerStats {
 }
 
 impl Owner {
-    /// Opens an owner; `secret` is none where it is empty.
-    pub fn open(name: &str, setting: Setting, secret: &str) -> Owner {
+    /// Opens an owner that can be reached by that path; `secret` is none where it is empty.
+    pub fn open(path: &str, name: &str, setting: Setting, secret: &str) -> Owner {
         match setting {
             Setting::OneProcess => {
-                let options = options(name);
+                let options = options_for(path, name);
                 let options = if secret.is_empty() { options } else { options.secret(secret.as_bytes()) };
                 Owner::Here(options.open().unwrap())
             }
             Setting::TwoProcesses => {
+                let lends = if path == "nixl" { format!("lend={}", nixl_device()) } else { String::new() };
                 let secret = if secret.is_empty() { String::new() } else { format!("secret={secret}") };
-                Owner::There(Box::new(Mutex::new(Process::open(name, &secret))))
+                Owner::There(Box::new(Mutex::new(Process::open(name, &format!("{lends} {secret}")))))
             }
         }
     }

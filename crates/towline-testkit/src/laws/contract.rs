@@ -19,7 +19,7 @@ const OURS: Stamp = Stamp { region: 2, generation: 1 };
 
 /// Law 1: a read that succeeds has filled the whole range with the owner's bytes.
 pub fn law_1_a_read_that_succeeds_has_the_owners_bytes(bench: &Bench) {
-    let region = bench.stamped(LARGE, Access::READ, THEIRS);
+    let region = bench.stamped(LARGE, Access::READ_WRITE, THEIRS);
     let remote = bench.import(&region);
     let local = bench.local(LARGE);
     let mut random = Random::new(1);
@@ -38,7 +38,7 @@ pub fn law_1_a_read_that_succeeds_has_the_owners_bytes(bench: &Bench) {
 /// Law 2: a write that succeeds is visible to the owner before its notification or its signal is.
 pub fn law_2_a_write_is_visible_before_its_notification_and_its_signal(bench: &Bench) {
     let len = 3 * MIB;
-    let region = bench.region(len + 8, Access::WRITE);
+    let region = bench.region(len + 8, Access::READ_WRITE);
     let remote = bench.import(&region);
     for round in 0..12u16 {
         let stamp = Stamp::new(2, round);
@@ -199,7 +199,7 @@ pub fn law_6_access_outside_the_range_or_the_rights_is_refused_before_a_byte_mov
 
 /// Law 7: `stop` returns at once and the transfer ends soon after; no unit waits for the peer any longer.
 pub fn law_7_a_cancelled_transfer_does_not_wait_for_its_peer(bench: &Bench) {
-    let region = bench.stamped(LARGE, Access::READ, THEIRS);
+    let region = bench.stamped(LARGE, Access::READ_WRITE, THEIRS);
     let remote = bench.import(&region);
     let local = bench.local(LARGE);
     outcome(bench.user.read(&remote, &local).start()).unwrap();

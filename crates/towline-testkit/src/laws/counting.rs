@@ -149,7 +149,7 @@ pub fn misaligned_words_and_elements_are_refused(bench: &Bench) {
 
 /// A signal raises its counter, and whoever waits for it wakes.
 pub fn signals_add_up_and_wake_the_waiter(bench: &Bench) {
-    let region = bench.region(64, Access::WRITE);
+    let region = bench.region(64, Access::READ_WRITE);
     let remote = bench.import(&region);
     let local = bench.local(8);
     thread::scope(|scope| {

@@ -17,7 +17,7 @@ const OURS: Stamp = Stamp { region: 2, generation: 1 };
 
 /// Deregistering gives the storage back with its bytes, on both sides.
 pub fn storage_comes_back_after_transfers(bench: &Bench) {
-    let region = bench.stamped(2 * MIB, Access::READ, THEIRS);
+    let region = bench.stamped(2 * MIB, Access::READ_WRITE, THEIRS);
     let remote = bench.import(&region);
     let local = bench.local(2 * MIB);
     outcome(bench.user.read(&remote, &local).start()).unwrap();
@@ -47,13 +47,13 @@ pub fn deregistering_again_after_closing_works(bench: &Bench) {
     assert_eq!(&bytes, b"still ours");
     drop(endpoint);
     drop(other);
-    let region = bench.region(64, Access::READ);
+    let region = bench.region(64, Access::READ_WRITE);
     outcome(bench.user.read(&bench.import(&region), &bench.local(64)).start()).unwrap();
 }
 
 /// The memory of a dropped registration stays until the transfer that uses it has ended, and goes then.
 pub fn a_local_region_dropped_in_flight_stays_until_the_end(bench: &Bench) {
-    let region = bench.stamped(LARGE, Access::READ, THEIRS);
+    let region = bench.stamped(LARGE, Access::READ_WRITE, THEIRS);
     let remote = bench.import(&region);
     for _ in 0..5 {
         let storage = bench.storage(LARGE);
@@ -99,7 +99,7 @@ pub fn a_remote_region_dropped_in_flight_ends_the_transfer(bench: &Bench) {
         refused(outcome(bench.user.read(&remote, &local).start()), &[Kind::Stale, Kind::Disconnected]);
         assert!(eventually(STALL, || bench.owner.stats().parked == 0), "{:?}", bench.owner.stats());
         // The link may have been broken for it; the next import makes another.
-        let next = bench.stamped(64, Access::READ, stamp);
+        let next = bench.stamped(64, Access::READ_WRITE, stamp);
         outcome(bench.user.read(&bench.import(&next), &local).at(0, 0, 64).start()).unwrap();
     }
 }
@@ -142,7 +142,7 @@ pub fn blocks_that_failed_are_named_and_the_others_are_right(bench: &Bench) {
     random.shuffle(&mut order);
     let local = bench.local(LARGE);
     for round in 0..8 {
-        let region = bench.stamped(LARGE, Access::READ, THEIRS);
+        let region = bench.stamped(LARGE, Access::READ_WRITE, THEIRS);
         let remote = bench.import(&region);
         OURS.fill_storage(local.storage()).unwrap();
         let transfer =
@@ -171,7 +171,7 @@ pub fn blocks_that_failed_are_named_and_the_others_are_right(bench: &Bench) {
         }
     }
     // What is refused as a whole names every block.
-    let region = bench.region(LARGE, Access::READ);
+    let region = bench.region(LARGE, Access::READ_WRITE);
     let remote = bench.import(&region);
     region.deregister(STALL).unwrap();
     if let Ok(transfer) = bench.user.read(&remote, &local).blocks(&pages, &order, &pages, &order).start() {
@@ -183,7 +183,7 @@ pub fn blocks_that_failed_are_named_and_the_others_are_right(bench: &Bench) {
 
 /// A transfer ends by its deadline, and is quiet then.
 pub fn a_deadline_ends_a_transfer(bench: &Bench) {
-    let region = bench.stamped(LARGE, Access::READ, THEIRS);
+    let region = bench.stamped(LARGE, Access::READ_WRITE, THEIRS);
     let remote = bench.import(&region);
     let local = bench.local(LARGE);
     for micros in [0, 10, 200, 1000, 5000] {
@@ -223,7 +223,7 @@ pub fn a_deadline_ends_a_transfer(bench: &Bench) {
             OURS.fill_storage(local.storage()).unwrap();
         }
         // What the peer sends now that it goes on must not land.
-        let other = bench.stamped(64, Access::READ, THEIRS);
+        let other = bench.stamped(64, Access::READ_WRITE, THEIRS);
         let target = bench.local(64);
         let read = || outcome(bench.user.read(&bench.user.import(&other.ticket())?, &target).start());
         assert!(eventually(STALL, || read().is_ok()), "{:?}", read());
@@ -234,7 +234,7 @@ pub fn a_deadline_ends_a_transfer(bench: &Bench) {
 /// A closed endpoint says so, however often it is closed.
 pub fn closing_the_user_ends_its_use(bench: &Bench) {
     let user = options("leaving").routing(bench.routing.clone()).open().unwrap();
-    let region = bench.stamped(LARGE, Access::READ, THEIRS);
+    let region = bench.stamped(LARGE, Access::READ_WRITE, THEIRS);
     let ticket = region.ticket();
     let remote = user.import(&ticket).unwrap();
     let local = user.register(bench.storage(LARGE), Access::READ).unwrap();
@@ -269,7 +269,7 @@ pub fn closing_the_user_does_not_wait_for_its_peer(bench: &Bench) {
     let Owner::There(process) = &bench.owner else { return };
     // Its own limits would end it far too late.
     let patient = Limits { no_progress: STALL * 20, total: STALL * 20, ..Limits::default() };
-    let region = bench.stamped(LARGE, Access::READ, THEIRS);
+    let region = bench.stamped(LARGE, Access::READ_WRITE, THEIRS);
     // Once while the transfer is in flight, and once while it still waits for the peer to accept a connection.
     for connected in [true, false] {
         let user = options("leaving").limits(patient).routing(bench.routing.clone()).open().unwrap();
@@ -304,7 +304,7 @@ pub fn closing_the_user_does_not_wait_for_its_peer(bench: &Bench) {
 /// When the owner closes, its peers get an error, and no bytes.
 pub fn closing_the_owner_ends_everybodys_use(bench: &Bench) {
     let gone = &[Kind::Stale, Kind::Disconnected];
-    let owner = Owner::open("leaving", bench.setting, "");
+    let owner = Owner::open(bench.path, "leaving", bench.setting, "");
     let region = owner.register(LARGE, bench.kind(), Access::READ_WRITE).unwrap();
     region.fill(THEIRS);
     let ticket = region.ticket();
@@ -330,7 +330,7 @@ pub fn closing_the_owner_ends_everybodys_use(bench: &Bench) {
     OURS.verify_storage(local.storage(), 0, LARGE).unwrap();
     assert_eq!(region.try_ticket().unwrap_err().kind, Kind::Stale);
     // The user goes on with others.
-    let other = bench.region(64, Access::READ);
+    let other = bench.region(64, Access::READ_WRITE);
     outcome(bench.user.read(&bench.import(&other), &bench.local(64)).start()).unwrap();
 }
 

@@ -29,7 +29,7 @@ impl Wake for Count {
 /// A transfer can be awaited; whoever has polled it is woken at the end.
 pub fn a_transfer_is_a_future(bench: &Bench) {
     let len = 8 << 20;
-    let region = bench.stamped(len, Access::READ, THEIRS);
+    let region = bench.stamped(len, Access::READ_WRITE, THEIRS);
     let remote = bench.import(&region);
     let local = bench.local(len);
     block_on(bench.user.read(&remote, &local).start().unwrap()).unwrap();
@@ -55,7 +55,7 @@ pub fn a_transfer_is_a_future(bench: &Bench) {
 
 /// A ticket can be imported without blocking the caller.
 pub fn an_import_is_a_future(bench: &Bench) {
-    let region = bench.stamped(64, Access::READ, THEIRS);
+    let region = bench.stamped(64, Access::READ_WRITE, THEIRS);
     let remote = block_on(bench.user.import_async(&region.ticket())).unwrap();
     assert_eq!(remote.path(), bench.path);
     let local = bench.local(64);

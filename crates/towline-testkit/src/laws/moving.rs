@@ -97,7 +97,7 @@ pub fn blocks_with_random_indices_are_read_and_written(bench: &Bench) {
 
 /// The layout that the owner put into the ticket names its blocks here.
 pub fn blocks_of_the_tickets_layout_are_read(bench: &Bench) {
-    let region = bench.stamped(64 << 10, Access::READ, THEIRS);
+    let region = bench.stamped(64 << 10, Access::READ_WRITE, THEIRS);
     let ticket = region.ticket_with_blocks(512, 256, 100, 512);
     let remote = bench.remote(&ticket);
     let layout = remote.layout().expect("the layout comes along").clone();
@@ -118,7 +118,7 @@ pub fn blocks_of_the_tickets_layout_are_read(bench: &Bench) {
 
 /// A span of a local region stands for a region of its own.
 pub fn parts_of_a_local_region_are_targets(bench: &Bench) {
-    let region = bench.stamped(4096, Access::READ, THEIRS);
+    let region = bench.stamped(4096, Access::READ_WRITE, THEIRS);
     let remote = bench.import(&region);
     let local = bench.local_stamped(3 * 4096, OURS);
     let part = local.span(4096, 4096).unwrap();
@@ -149,7 +149,7 @@ pub fn many_transfers_are_in_flight_at_once(bench: &Bench) {
     }
     THEIRS.verify_storage(local.storage(), 0, PART * COUNT).unwrap();
     // Large ones too, both ways at once.
-    let other = bench.region(5 * MIB, Access::WRITE);
+    let other = bench.region(5 * MIB, Access::READ_WRITE);
     let far = bench.import(&other);
     let near = bench.local_stamped(5 * MIB, OURS);
     let mut transfers = Vec::new();

@@ -7,7 +7,7 @@ use crate::oracle::Stamp;
 
 /// Every path is named with what became of it; one is taken, and the transfer says which.
 pub fn every_candidate_is_explained(bench: &Bench) {
-    let region = bench.stamped(64, Access::READ, Stamp::new(1, 1));
+    let region = bench.stamped(64, Access::READ_WRITE, Stamp::new(1, 1));
     let remote = bench.import(&region);
     let explanation = remote.explain();
     let names: Vec<_> = explanation.candidates.iter().map(|candidate| candidate.path).collect();
@@ -38,7 +38,7 @@ pub fn every_candidate_is_explained(bench: &Bench) {
 
 /// What is required is taken or refused, what is forbidden is never taken, and isolation holds.
 pub fn required_forbidden_and_isolated_paths_are_respected(bench: &Bench) {
-    let region = bench.stamped(64, Access::READ, Stamp::new(1, 1));
+    let region = bench.stamped(64, Access::READ_WRITE, Stamp::new(1, 1));
     let ticket = region.ticket();
     let import = |routing: &Routing| bench.user.import_with(&ticket, routing);
     let local = bench.local(64);

@@ -34,7 +34,7 @@ pub fn messages_arrive_once_each(bench: &Bench) {
 /// After a read the message says that the bytes have been taken: the owner may change them.
 pub fn a_message_follows_the_bytes_of_a_read(bench: &Bench) {
     let len = 3 << 20;
-    let region = bench.region(len, Access::READ);
+    let region = bench.region(len, Access::READ_WRITE);
     let remote = bench.import(&region);
     let local = bench.local(len);
     for round in 0..6 {
@@ -52,7 +52,7 @@ pub fn a_message_follows_the_bytes_of_a_read(bench: &Bench) {
 
 /// A message has a longest length, also behind bytes, and nothing moves for one that exceeds it.
 pub fn messages_that_are_too_long_are_refused(bench: &Bench) {
-    let region = bench.region(64, Access::WRITE);
+    let region = bench.region(64, Access::READ_WRITE);
     let remote = bench.import(&region);
     let local = bench.local(64);
     local.write_at(0, &[1; 64]).unwrap();
@@ -65,7 +65,7 @@ pub fn messages_that_are_too_long_are_refused(bench: &Bench) {
 
 /// What does not come ends the wait with `Timeout`, and a wait for nonsense is `Invalid`.
 pub fn waiting_for_a_message_or_a_signal_ends_in_time(bench: &Bench) {
-    let region = bench.region(64, Access::WRITE);
+    let region = bench.region(64, Access::READ_WRITE);
     let short = Duration::from_millis(5);
     assert_eq!(bench.owner.receive(short).unwrap_err().kind, Kind::Timeout);
     assert_eq!(region.wait_signal(8, 1, short).unwrap_err().kind, Kind::Timeout);

@@ -145,7 +145,7 @@ pub fn damaged_tickets_do_not_decode(bench: &Bench) {
 /// The ticket of an endpoint that is closed, or of an earlier life of it, gives an error and no bytes.
 pub fn tickets_of_the_gone_are_refused(bench: &Bench) {
     let gone = &[Kind::Stale, Kind::Disconnected];
-    let owner = Owner::open("mortal", bench.setting, "");
+    let owner = Owner::open(bench.path, "mortal", bench.setting, "");
     let region = owner.register(64, bench.kind(), Access::READ).unwrap();
     let ticket = region.ticket();
     let remote = bench.remote(&ticket);
@@ -154,7 +154,7 @@ pub fn tickets_of_the_gone_are_refused(bench: &Bench) {
     drop(owner);
     refused(bench.user.import(&ticket), gone);
     // The same name lives again.
-    let again = Owner::open("mortal", bench.setting, "");
+    let again = Owner::open(bench.path, "mortal", bench.setting, "");
     let _region = again.register(64, bench.kind(), Access::READ).unwrap();
     refused(bench.user.import(&ticket), gone);
     refused(outcome(bench.user.read(&remote, &local).start()), gone);
@@ -163,7 +163,7 @@ pub fn tickets_of_the_gone_are_refused(bench: &Bench) {
 
 /// Many tickets are imported at once; each has its own outcome, in order.
 pub fn a_batch_of_tickets_gets_an_answer_each(bench: &Bench) {
-    let other = Owner::open("other", bench.setting, "");
+    let other = Owner::open(bench.path, "other", bench.setting, "");
     let mut regions = Vec::new();
     for number in 0..40 {
         let owner = if number % 2 == 0 { &bench.owner } else { &other };
@@ -195,7 +195,7 @@ pub fn a_batch_of_tickets_gets_an_answer_each(bench: &Bench) {
 
 /// Where an owner has a secret, a ticket alone does not open it. (Within one process nobody is a stranger.)
 pub fn secrets_open_and_shut(bench: &Bench) {
-    let owner = Owner::open("careful", bench.setting, "open-sesame");
+    let owner = Owner::open(bench.path, "careful", bench.setting, "open-sesame");
     let region = owner.register(64, bench.kind(), Access::READ).unwrap();
     region.fill(THEIRS);
     let user = |secret: Option<&[u8]>| {

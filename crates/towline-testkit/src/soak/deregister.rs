@@ -5,7 +5,7 @@ use std::thread;
 
 use towline::{Access, Endpoint, MemoryAccess, Storage};
 
-use super::scene::{KIB, endpoint, kind_for, old_or_new, paths};
+use super::scene::{KIB, kind_for, old_or_new, owner_on, paths};
 use super::{Course, Drill, Round, STALL, Tally};
 use crate::oracle::Stamp;
 use crate::process::Process;
@@ -35,7 +35,7 @@ impl Deregister {
             peer
         };
         Ok(Deregister {
-            owner: endpoint("owner"),
+            owner: owner_on(lane),
             memory: Some(storage(LEN, kind_for(lane)).unwrap()),
             reader: peer("read", 0, READ_LEN),
             writer: peer("write", READ_LEN, WRITE_LEN),

@@ -9,7 +9,7 @@ use towline::ticket::socket_name;
 use towline::{Access, Endpoint, Incarnation, Registered, SystemStorage, Ticket};
 
 use super::nixl::NIXL;
-use super::scene::{Bystander, GONE, MIB, Owner, endpoint, kind_for, local, paths};
+use super::scene::{Bystander, GONE, MIB, Owner, endpoint, kind_for, local, owner_on, paths};
 use super::{Course, Drill, Round, STALL, Staff, Tally};
 use crate::bench::{outcome, routing};
 use crate::oracle::Stamp;
@@ -40,7 +40,7 @@ impl Kill {
             quick: course.quick,
             staff: course.staff,
             user,
-            owner: endpoint("owner"),
+            owner: owner_on(course.lane),
             bystander,
             buffers,
         })

@@ -5,7 +5,7 @@ use std::thread;
 use rustix::process::Signal;
 use towline::{Access, Endpoint};
 
-use super::scene::{KIB, MIB, Owner, endpoint, kind_for, paths};
+use super::scene::{KIB, MIB, Owner, kind_for, owner_on, paths};
 use super::{Course, Drill, Round, STALL};
 use crate::oracle::Stamp;
 use crate::process::Process;
@@ -59,7 +59,7 @@ pub(super) struct Exit {
 
 impl Exit {
     pub(super) fn new(course: &Course) -> Result<Exit, String> {
-        Ok(Exit { lane: course.lane, owner: endpoint("owner") })
+        Ok(Exit { lane: course.lane, owner: owner_on(course.lane) })
     }
 }
 

@@ -30,8 +30,8 @@ impl Partition {
         let mut owner = Process::start_in(&network.namespace(End::A), "owner");
         let mut user = Process::start_in(&network.namespace(End::B), "user");
         let address = std::net::SocketAddr::new(network.address(End::A, false), 0);
-        owner.must(&format!("open owner listen={address} stall={}", STALL.as_millis()));
-        user.must(&format!("open user stall={}", STALL.as_millis()));
+        owner.must(&format!("open owner listen={address} lend=tcp stall={}", STALL.as_millis()));
+        user.must(&format!("open user reach=tcp stall={}", STALL.as_millis()));
         owner.must(&format!("register {LEN} system read+write"));
         user.must(&format!("register {LEN} system none"));
         user.must(&format!("register {MIB} system none"));

@@ -3,11 +3,11 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-use towline::{Access, Endpoint, Kind, Limits, Registered, Remote, SystemStorage, Ticket};
+use towline::{Access, Endpoint, EndpointOptions, Kind, Limits, Registered, Remote, SystemStorage, Ticket};
 
 use super::nixl::NIXL;
 use super::{STALL, Staff, Tally};
-use crate::bench::{outcome, routing};
+use crate::bench::{nixl, nixl_device, outcome, routing};
 use crate::oracle::Stamp;
 use crate::process::{Process, Reply};
 use crate::watchdog::eventually;
@@ -22,8 +22,16 @@ pub(super) const MIB: usize = 1 << 20;
 pub(super) const GONE: [Kind; 3] = [Kind::Disconnected, Kind::Stale, Kind::Timeout];
 
 pub(super) fn endpoint(name: &str) -> Endpoint {
-    let limits = Limits { no_progress: STALL, ..Limits::default() };
-    Endpoint::options(name).limits(limits).open().unwrap()
+    limited(name).nixl(nixl(false)).open().unwrap()
+}
+
+/// An endpoint whose memory is used on that lane: by NIXL it lends only where it says so.
+pub(super) fn owner_on(lane: &str) -> Endpoint {
+    limited("owner").nixl(nixl(lane == NIXL)).open().unwrap()
+}
+
+fn limited(name: &str) -> EndpointOptions {
+    Endpoint::options(name).limits(Limits { no_progress: STALL, ..Limits::default() })
 }
 
 pub(super) fn local(endpoint: &Endpoint, len: usize) -> Registered<SystemStorage> {
@@ -48,6 +56,11 @@ pub(super) fn paths(lane: &str) -> &str {
     }
 }
 
+/// The words with which a worker opens as such an owner.
+pub(super) fn lending(lane: &str) -> String {
+    if lane == NIXL { format!(" lend={}", nixl_device()) } else { String::new() }
+}
+
 /// A worker that owns one region, number 1.
 pub(super) struct Owner {
     pub(super) process: Process,
@@ -62,7 +75,7 @@ impl Owner {
     }
 
     pub(super) fn open_by(staff: Staff, lane: &str, len: usize) -> Owner {
-        let mut process = staff.open("owner", &format!("stall={}", STALL.as_millis()));
+        let mut process = staff.open("owner", &format!("stall={}{}", STALL.as_millis(), lending(lane)));
         process.must(&format!("register {len} {} read+write", kind_for(lane)));
         let ticket = process.must("ticket 1").text(0).parse().unwrap();
         Owner { process, ticket, len, staff }

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use towline::memory::{MemoryDescription, Place, Storage, StorageKind};
-use towline::{Access, Endpoint, Kind, Routing, SystemStorage};
+use towline::{Access, Kind, Routing, SystemStorage};
+use towline_testkit::bench::{options, options_for};
 use towline_testkit::skip;
 
 /// What a fake says of itself; the rest of its functions return 0.
@@ -193,7 +194,7 @@ fn memory_of_a_gpu_is_told_to_nixl_as_such_on_both_sides() {
         assert_eq!(told, expected);
         return;
     }
-    let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
+    let (owner, user) = (options_for("nixl", "owner").open().unwrap(), options("user").open().unwrap());
     let region = owner.register(OnGpu::new(3, LEN), Access::READ_WRITE).unwrap();
     let remote = user.import_with(&region.ticket().unwrap(), &only_nixl()).unwrap();
     assert_eq!((remote.path(), remote.place()), ("nixl", Place::Cuda(3)));
@@ -218,10 +219,10 @@ fn two_regions_that_share_memory_of_a_gpu_are_not_both_given_to_nixl() {
         }
         return;
     }
-    let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
+    let (owner, user) = (options_for("nixl", "owner").open().unwrap(), options("user").open().unwrap());
     let storage = std::sync::Arc::new(OnGpu::new(0, LEN));
-    let first = owner.register(std::sync::Arc::clone(&storage), Access::READ).unwrap();
-    let second = owner.register(storage, Access::READ).unwrap();
+    let first = owner.register(std::sync::Arc::clone(&storage), Access::READ_WRITE).unwrap();
+    let second = owner.register(storage, Access::READ_WRITE).unwrap();
     let remote = user.import_with(&first.ticket().unwrap(), &only_nixl()).unwrap();
     let error = user.import_with(&second.ticket().unwrap(), &only_nixl()).unwrap_err();
     assert_eq!(error.kind(), Kind::Unavailable, "{error}");
@@ -242,8 +243,8 @@ fn memory_of_a_gpu_is_not_offered_where_ucx_has_no_cuda() {
         }
         return;
     }
-    let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
-    let region = owner.register(OnGpu::new(3, LEN), Access::READ).unwrap();
+    let (owner, user) = (options_for("nixl", "owner").open().unwrap(), options("user").open().unwrap());
+    let region = owner.register(OnGpu::new(3, LEN), Access::READ_WRITE).unwrap();
     let error = user.import_with(&region.ticket().unwrap(), &only_nixl()).unwrap_err();
     assert_eq!(error.kind(), Kind::Unavailable, "{error}");
     assert!(error.message().contains("the owner's UCX has no CUDA"), "{error}");

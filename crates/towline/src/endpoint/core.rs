@@ -85,6 +85,7 @@ impl EndpointCore {
                 .map_err(|error| Error::new(Kind::Native, "open", format!("no randomness: {error}")))?;
         }
         let identity = Identity::new(&options.name, Incarnation(incarnation))?;
+        options.nixl.check()?;
         let table = Table::create(options.max_regions.saturating_add(1))?;
         let nonce = Box::new(incarnation);
         // The first row is nobody's region: it tells peers where the nonce is.

@@ -58,7 +58,8 @@ pub struct PeerAudit {
     pub writes: (u64, u64),
     /// Requests and tickets that the owner refused.
     pub refused: u64,
-    /// The peer was given the memory itself (paths `inproc`, `mapped`, `cma`): what it copied there is not counted.
+    /// The peer was given the memory itself (paths `inproc`, `mapped`, `cuda`, `cma`, `file`, `nixl`): what it copied there is not
+    /// counted.
     pub unseen: bool,
 }
 

@@ -225,7 +225,7 @@ impl RegionCore {
                 attached,
             }),
             expires_in_ms: claims.expires_ms.map(|expires| expires.saturating_sub(self.endpoint.clock_ms())),
-            offers: transport::offers(self),
+            offers: transport::offers(self, claims),
         }
     }
 

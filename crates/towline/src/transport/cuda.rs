@@ -26,6 +26,7 @@ use super::{Attachment, Capabilities, Loan, Offer, Owner, Probe, Question, Told,
 use crate::cuda::{Availability, Gpu, MemoryType, PointerFacts, availability, failed};
 use crate::memory::Place;
 use crate::region::RegionCore;
+use crate::ticket::Claims;
 use crate::transfer::After;
 use crate::{Error, Kind, Result, progress};
 
@@ -104,7 +105,7 @@ impl Transport for CudaPath {
         Some(1)
     }
 
-    fn offers(&self, region: &RegionCore) -> bool {
+    fn offers(&self, region: &RegionCore, _claims: &Claims) -> bool {
         matches!(region.place, Place::Cuda(_))
     }
 

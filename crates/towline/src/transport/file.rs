@@ -11,6 +11,7 @@ use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Trans
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
 use crate::region::RegionCore;
+use crate::ticket::Claims;
 use crate::transfer::{Op, Signal};
 use crate::wire::AtomicOp;
 use crate::{Access, Error, Kind, Result};
@@ -87,7 +88,7 @@ impl Transport for FilePath {
         Some(3)
     }
 
-    fn offers(&self, region: &RegionCore) -> bool {
+    fn offers(&self, region: &RegionCore, _claims: &Claims) -> bool {
         region.file.is_some()
     }
 

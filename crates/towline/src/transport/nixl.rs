@@ -8,6 +8,7 @@
 //! `docs/decisions/0013-nixl-transport.md`.
 
 mod attachment;
+mod devices;
 mod driver;
 mod engine;
 mod files;
@@ -19,6 +20,7 @@ mod run;
 mod system;
 mod words;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,7 +37,8 @@ use super::tcp::Medium;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
 use crate::memory::Place;
 use crate::region::RegionCore;
-use crate::{Error, Kind, Result, progress};
+use crate::ticket::Claims;
+use crate::{Access, Error, Kind, Result, progress};
 
 /// How long the owner drives its agent after a peer has asked about a region: the first transfer connects.
 const FIRST_HELP: Duration = Duration::from_millis(50);
@@ -95,14 +98,14 @@ impl Transport for NixlPath {
         Some(2)
     }
 
-    fn offers(&self, region: &RegionCore) -> bool {
-        // A file is asked for by the path `file`: the owner's agent has no part in it.
-        region.place != Place::Disk && region.endpoint.nixl.options().prefers() != NixlPrefer::Never
+    fn offers(&self, region: &RegionCore, claims: &Claims) -> bool {
+        lends(region, claims).is_ok()
     }
 
     fn hears(&self, region: &RegionCore, words: &[u8]) -> bool {
         let Ok(Word::Help { core }) = Word::decode(words) else { return false };
-        if let Some(engine) = region.endpoint.nixl.running() {
+        let domain = &region.endpoint.nixl;
+        if let Some(engine) = domain.running().filter(|_| domain.options().lends()) {
             engine.help(engine::HELP, core);
         }
         true
@@ -113,14 +116,8 @@ impl Transport for NixlPath {
         let domain = &region.endpoint.nixl;
         match Word::decode(question.words)? {
             Word::Help { .. } => Ok(Told::default()),
-            Word::Attach { required, pinned } => {
-                let prefers = domain.options().prefers();
-                if prefers == NixlPrefer::Never || region.place == Place::Disk {
-                    return Err(unavailable("the owner does not offer it"));
-                }
-                if !required && prefers == NixlPrefer::WhenBetter && system::rdma_devices().is_empty() {
-                    return Err(unavailable("the owner has no RDMA device, without which tcp is as good"));
-                }
+            Word::Attach { pinned } => {
+                lends(region, question.claims)?;
                 // While it is being registered it does not go.
                 let _used = region.begin_use("import")?;
                 let engine = domain.engine(region.endpoint.identity())?;
@@ -146,6 +143,36 @@ impl Transport for NixlPath {
     }
 }
 
+/// How an owner comes to lend.
+const OPT_IN: &str = "NixlOptions::lend_over, nixl_lend_over in Python";
+
+/// What a loan gives away, in one sentence.
+const GIVES_AWAY: &str = "who borrows by NIXL can read and write all memory of the owner's process, and nobody checks or counts it";
+
+/// At the owner: whether it lends that region by NIXL to whoever holds that ticket; the error says why not. Quick.
+///
+/// This alone decides, whatever the peer wishes. NIXL's keys cannot be narrowed, so a ticket that has been is not enough.
+fn lends(region: &RegionCore, claims: &Claims) -> Result<()> {
+    let endpoint = &region.endpoint;
+    if region.place == Place::Disk {
+        return Err(unavailable("NIXL reads a file where it is open: it is asked for by the path file"));
+    }
+    if !endpoint.nixl.options().lends() {
+        return Err(unavailable(format!("the owner does not lend by NIXL: it has not opted in ({OPT_IN})")));
+    }
+    if !endpoint.routing().allows(NixlPath.name()) {
+        return Err(unavailable(
+            "the owner does not lend by NIXL: its own routing, or its isolation, keeps NIXL out",
+        ));
+    }
+    if claims.range != (0..region.len as u64) || !claims.access.contains(Access::READ_WRITE) {
+        return Err(unavailable(
+            "the owner lends by NIXL only for tickets of the whole region with read and write: NIXL's keys cannot be narrowed",
+        ));
+    }
+    Ok(())
+}
+
 /// Refuses an offer that NIXL is not taken for; the error says why. Quick.
 fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<super::tcp::GrantHandle>> {
     let Owner::There(handle) = offer.owner else {
@@ -169,11 +196,14 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<super::tcp::GrantHandle>> 
         ));
     }
     if offer.grant.offers & (1 << (NixlPath.number().unwrap_or(1) - 1)) == 0 {
-        return Err(unavailable("the owner does not offer it"));
+        return Err(unavailable(format!(
+            "the owner does not lend it by NIXL; it would if it opted in ({OPT_IN}), for a ticket of the whole region with read and write"
+        )));
     }
     if prefers == NixlPrefer::Never {
         return Err(unavailable("switched off in the endpoint's options"));
     }
+    let devices = offer.endpoint.nixl.options().devices()?;
     if offer.routing.requires("nixl") || prefers == NixlPrefer::Always {
         return Ok(handle);
     }
@@ -184,13 +214,13 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<super::tcp::GrantHandle>> 
         Medium::Tcp(address) if address.ip().is_loopback() => {
             Err(unavailable("the owner is on this host; require nixl to take it"))
         }
-        Medium::Tcp(_) if system::rdma_devices().is_empty() => Err(unavailable(
-            "there is no RDMA device here, without which tcp is as good; require or prefer nixl to take it",
+        Medium::Tcp(_) if !devices.rdma => Err(unavailable(
+            "no RDMA device may be used here, without which tcp is as good; require or prefer nixl to take it",
         )),
         Medium::Tcp(_) => Ok(handle),
     }
 }
 
-fn unavailable(reason: &'static str) -> Error {
+fn unavailable(reason: impl Into<Cow<'static, str>>) -> Error {
     Error::new(Kind::Unavailable, "import", reason)
 }

@@ -141,10 +141,7 @@ impl NixlAttachment {
         // Before the owner lends it: from then on it may want it back.
         let weak = Arc::downgrade(&borrow);
         handle.borrow_by(weak);
-        // What the caller wishes, the owner need not think better.
-        let required = offer.routing.requires("nixl")
-            || offer.endpoint.nixl.options().prefers() == super::NixlPrefer::Always;
-        let told = handle.ask(&NixlPath, Word::Attach { required, pinned }.encode(), offer.until)?;
+        let told = handle.ask(&NixlPath, Word::Attach { pinned }.encode(), offer.until)?;
         let answer = Answer::decode(&told.answer)?;
         let start = answer.base.checked_add(offer.grant.offset);
         let address = start.filter(|start| start.checked_add(offer.grant.length).is_some());
@@ -427,7 +424,7 @@ impl NixlAttachment {
                 self.call_for_help();
             }
             // The owner's thread may be waiting for this very core: the kernel wakes it near the thread that asked.
-            if stayed > ROUND_TRIP && !self.engine.rdma {
+            if stayed > ROUND_TRIP && !self.engine.by_rdma() {
                 std::thread::yield_now();
             }
             looks += 1;

@@ -346,10 +346,10 @@ impl Engine {
             }
             match fruitless {
                 // A peer waits for every single look, unless a device does the work.
-                _ if helping && !self.rdma && !fruitless.is_multiple_of(HELPING_SPINS) => {
+                _ if helping && !self.by_rdma() && !fruitless.is_multiple_of(HELPING_SPINS) => {
                     std::hint::spin_loop()
                 }
-                _ if helping && !self.rdma => std::thread::yield_now(),
+                _ if helping && !self.by_rdma() => std::thread::yield_now(),
                 0..SPINS => std::hint::spin_loop(),
                 SPINS..YIELDS if !alone || helping => std::thread::yield_now(),
                 _ if alone && !helping => self.sleep(RARELY),

@@ -9,6 +9,7 @@ use towline_sys::nixl::{
     Agent, AgentConfig, Backend, Descriptor, MemoryKind, Nixl, Options, RegistrationList,
 };
 
+use super::devices::Devices;
 use super::driver::{Driving, Exiting};
 use super::options::NixlOptions;
 use super::peer::PeerAgent;
@@ -154,8 +155,8 @@ pub(crate) struct Engine {
     /// Ranges of GPUs that are registered now: NIXL would take one for the other where they overlap.
     on_gpus: Mutex<Vec<(Reach, Descriptor)>>,
     pub(super) opened: Instant,
-    /// Whether transfers may go by a device that needs no help of the owner's processor.
-    pub(super) rdma: bool,
+    /// Those that UCX was told to use.
+    devices: Result<Devices>,
     pub(super) peers: Mutex<HashMap<Incarnation, Arc<PeerAgent>>>,
     connection: OnceLock<Vec<u8>>,
     next_device: AtomicU64,
@@ -180,22 +181,34 @@ impl Engine {
         let name = format!("{}/{}", identity.name, identity.incarnation);
         let agent = nixl.agent(&name, &config).map_err(failed)?;
         let (mut memory, mut for_files) = (Plugins::default(), Plugins::default());
+        let devices = options.devices();
         for (plugin, parameters) in options.backends() {
-            let (backend, kinds) = make(&agent, &plugin, &parameters)?;
+            let kinds = kinds(&agent, &plugin)?;
             let vram = kinds.contains(&MemoryKind::Vram);
+            let unsupported = |message: &str| {
+                let message = format!("backend {plugin}: {message}");
+                Err(Error::new(Kind::Unsupported, "import", message).on("nixl"))
+            };
             if kinds.contains(&MemoryKind::File) {
-                for_files.add(backend, vram);
+                for_files.add(make(&agent, &plugin, &parameters)?, vram);
             } else if kinds.iter().any(|kind| matches!(kind, MemoryKind::Block | MemoryKind::Object)) {
-                let message = format!("backend {plugin}: it takes neither memory of peers nor files");
-                return Err(Error::new(Kind::Unsupported, "import", message).on("nixl"));
+                return unsupported("it takes neither memory of peers nor files");
+            } else if plugin == "UCX" {
+                // Without a device it would not start; files need none.
+                let Ok(devices) = &devices else { continue };
+                let backend = make(&agent, &plugin, &devices.limit(parameters)?)?;
+                memory.add(backend, vram && system::ucx_has_cuda(&nixl));
+            } else if options.lends() {
+                return unsupported("it cannot be held to the devices that memory is lent over, as UCX can");
             } else {
-                memory.add(backend, vram && (plugin != "UCX" || system::ucx_has_cuda(&nixl)));
+                memory.add(make(&agent, &plugin, &parameters)?, vram);
             }
         }
         let files = OnceLock::new();
         if options.names_backends() {
             let _ = files.set(if for_files.backends.is_empty() {
-                let has = memory.names();
+                let has: Vec<_> = options.backends().into_iter().map(|(plugin, _)| plugin).collect();
+                let has = has.join(", ");
                 let message = format!(
                     "no backend of the endpoint takes files ({has}): add POSIX or GDS to its options"
                 );
@@ -212,7 +225,7 @@ impl Engine {
             files,
             on_gpus: Mutex::default(),
             opened: Instant::now(),
-            rdma: !system::rdma_devices().is_empty(),
+            devices,
             peers: Mutex::default(),
             connection: OnceLock::new(),
             next_device: AtomicU64::new(1),
@@ -234,14 +247,17 @@ impl Engine {
         match reach {
             // An empty list would mean all of them.
             Reach::Memory if self.memory.backends.is_empty() => {
+                if let Err(none) = &self.devices {
+                    return Err(none.clone());
+                }
                 let message = "no backend of the endpoint connects to other agents: add UCX to its options";
                 Err(Error::new(Kind::Unavailable, "import", message).on("nixl"))
             }
             Reach::Memory => Ok(&self.memory),
             Reach::Files => {
                 let made = self.files.get_or_init(|| {
-                    let (backend, kinds) = make(&self.agent, "POSIX", &BTreeMap::new())?;
-                    let vram = kinds.contains(&MemoryKind::Vram);
+                    let backend = make(&self.agent, "POSIX", &BTreeMap::new())?;
+                    let vram = kinds(&self.agent, "POSIX")?.contains(&MemoryKind::Vram);
                     Ok(Plugins { backends: vec![backend], vram })
                 });
                 made.as_ref().map_err(Error::clone)
@@ -296,10 +312,21 @@ impl Engine {
         self.next_device.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// What NIXL runs on here, towards that side.
+    /// Whether transfers may go by a device that needs no help of the owner's processor.
+    pub(super) fn by_rdma(&self) -> bool {
+        self.devices.as_ref().is_ok_and(|devices| devices.rdma)
+    }
+
+    /// What NIXL runs on here, towards that side, and what it takes of the owner.
     pub(super) fn detail(&self, reach: Reach) -> String {
         let backends = self.plugins(reach).map(Plugins::names).unwrap_or_default();
-        format!("{} by {backends}", system::describe(&self.nixl))
+        let detail = format!("{} by {backends}", system::describe(&self.nixl));
+        match (reach, &self.devices) {
+            (Reach::Memory, Ok(devices)) => {
+                format!("{detail} over {}; {}", devices.shown(), super::GIVES_AWAY)
+            }
+            _ => detail,
+        }
     }
 
     fn stats(&self) -> NixlStats {
@@ -319,17 +346,20 @@ impl Engine {
     }
 }
 
-/// Makes a backend, and says what kinds of memory it takes.
-fn make(
-    agent: &Agent,
-    plugin: &str,
-    parameters: &BTreeMap<String, String>,
-) -> Result<(Backend, Vec<MemoryKind>)> {
-    let made = || Ok((agent.create_backend(plugin, parameters)?, agent.plugin(plugin)?.memory));
-    made().map_err(|error: towline_sys::Error| {
+fn make(agent: &Agent, plugin: &str, parameters: &BTreeMap<String, String>) -> Result<Backend> {
+    agent.create_backend(plugin, parameters).map_err(of_backend(plugin))
+}
+
+/// The kinds of memory that a plug-in takes.
+fn kinds(agent: &Agent, plugin: &str) -> Result<Vec<MemoryKind>> {
+    agent.plugin(plugin).map(|plugin| plugin.memory).map_err(of_backend(plugin))
+}
+
+fn of_backend(plugin: &str) -> impl Fn(towline_sys::Error) -> Error {
+    move |error| {
         let error = Error::from(error);
         Error::new(error.kind(), "import", format!("backend {plugin}: {}", error.message())).on("nixl")
-    })
+    }
 }
 
 /// A region that a peer reaches by itself.

@@ -2,19 +2,24 @@
 
 use std::collections::BTreeMap;
 
+use super::devices::Devices;
+use crate::Result;
+
 /// When NIXL is taken, of those times when it can be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NixlPrefer {
     /// Neither by this endpoint nor for its regions.
     Never,
-    /// Between hosts when both sides have an RDMA device; otherwise only where an import requires it.
+    /// Between hosts when this side may use an RDMA device; otherwise only where an import requires it.
     #[default]
     WhenBetter,
-    /// Before the owner's sockets, wherever both sides have it. The paths that share memory still come first.
+    /// Before the owner's sockets, wherever the owner lends. The paths that share memory still come first.
     Always,
 }
 
 /// How an endpoint uses NIXL, where it does. Costs nothing until a transfer by NIXL is asked for.
+///
+/// Owners lend nothing by NIXL unless they say so ([`lend_over`](Self::lend_over)).
 ///
 /// ```
 /// use towline::{Endpoint, NixlOptions, NixlPrefer};
@@ -27,6 +32,8 @@ pub enum NixlPrefer {
 pub struct NixlOptions {
     backends: Vec<(String, BTreeMap<String, String>)>,
     prefer: NixlPrefer,
+    devices: Vec<String>,
+    lends: bool,
 }
 
 impl NixlOptions {
@@ -50,6 +57,56 @@ impl NixlOptions {
     pub fn prefer(mut self, prefer: NixlPrefer) -> NixlOptions {
         self.prefer = prefer;
         self
+    }
+
+    /// Lends this endpoint's regions to peers that ask for them by NIXL, and lets UCX use these devices and no others: ports of RDMA
+    /// devices and network interfaces as UCX calls them (`mlx5_0:1`, `eth0`), or `tcp` for all interfaces. Off by default.
+    ///
+    /// **A loan by NIXL gives the peer all memory of this process, to read and to write**, until the process ends: NIXL's keys are
+    /// not checked here, cannot be narrowed, and UCX does what a message says at whatever address it names. Over an interface (UCX's tcp) that
+    /// holds for everybody who can connect to it: UCX listens there and asks nobody for a ticket. So lend on a network of your own, to peers
+    /// that are your own. Asked for is a ticket of the whole region for reading and writing; [`Routing::forbid`](crate::Routing::forbid)
+    /// and [`Isolation::Enforced`](crate::Isolation::Enforced) of this endpoint come first. The audit shows each loan.
+    ///
+    /// UCX has to be among the plug-ins, and is then the only one that moves memory: others cannot be held to devices.
+    ///
+    /// ```
+    /// use towline::{Endpoint, NixlOptions};
+    /// let endpoint = Endpoint::options("prefill").nixl(NixlOptions::default().lend_over(["lo"])).open()?;
+    /// # Ok::<(), towline::Error>(())
+    /// ```
+    #[must_use]
+    pub fn lend_over<D: Into<String>>(mut self, devices: impl IntoIterator<Item = D>) -> NixlOptions {
+        self = self.reach_over(devices);
+        self.lends = !self.devices.is_empty();
+        self
+    }
+
+    /// Lets UCX use these devices and no others to reach owners; without it, the RDMA devices of this host. Named as for
+    /// [`lend_over`](Self::lend_over), which names them for both.
+    ///
+    /// UCX cannot use an interface without listening on it, and whoever connects to it there can read and write all memory of this process.
+    /// `lo` is enough for owners on this host.
+    #[must_use]
+    pub fn reach_over<D: Into<String>>(mut self, devices: impl IntoIterator<Item = D>) -> NixlOptions {
+        self.devices = devices.into_iter().map(Into::into).collect();
+        self.lends = false;
+        self
+    }
+
+    /// Refuses devices that are not there.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.devices.is_empty() { Ok(()) } else { Devices::of(&self.devices, "open").map(|_| ()) }
+    }
+
+    /// The devices that UCX may use.
+    pub(super) fn devices(&self) -> Result<Devices> {
+        Devices::of(&self.devices, "import")
+    }
+
+    /// Whether the user has opted in to lending.
+    pub(super) fn lends(&self) -> bool {
+        self.lends && self.prefer != NixlPrefer::Never
     }
 
     pub(crate) fn prefers(&self) -> NixlPrefer {

@@ -7,15 +7,15 @@ const VERSION: u8 = 1;
 
 const ATTACH: u8 = 1;
 const HELP: u8 = 2;
-const REQUIRED: u8 = 1;
+/// Older peers say by it that they insist. It decides nothing.
+const WISHED: u8 = 1;
 const PINNED: u8 = 2;
 
 /// What a peer says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Word {
-    /// It wants to reach the region. `required`: whether or not NIXL is better than a socket here. `pinned`: it pins the
-    /// region in memory that both share while something is under way.
-    Attach { required: bool, pinned: bool },
+    /// It wants to reach the region. `pinned`: it pins the region in memory that both share while something is under way.
+    Attach { pinned: bool },
     /// Something of it is under way and does not move: the owner's agent may have to do its part. `core`: where, on this host,
     /// the thread that waits for it runs.
     Help { core: Option<u16> },
@@ -24,9 +24,7 @@ pub(super) enum Word {
 impl Word {
     pub(super) fn encode(self) -> Vec<u8> {
         match self {
-            Word::Attach { required, pinned } => {
-                vec![VERSION, ATTACH, if required { REQUIRED } else { 0 } | if pinned { PINNED } else { 0 }]
-            }
+            Word::Attach { pinned } => vec![VERSION, ATTACH, if pinned { PINNED } else { 0 }],
             Word::Help { core: None } => vec![VERSION, HELP],
             Word::Help { core: Some(core) } => [&[VERSION, HELP][..], &core.to_le_bytes()].concat(),
         }
@@ -34,8 +32,8 @@ impl Word {
 
     pub(super) fn decode(words: &[u8]) -> Result<Word> {
         match *words {
-            [VERSION, ATTACH, flags] if flags & !(REQUIRED | PINNED) == 0 => {
-                Ok(Word::Attach { required: flags & REQUIRED != 0, pinned: flags & PINNED != 0 })
+            [VERSION, ATTACH, flags] if flags & !(WISHED | PINNED) == 0 => {
+                Ok(Word::Attach { pinned: flags & PINNED != 0 })
             }
             [VERSION, HELP] => Ok(Word::Help { core: None }),
             [VERSION, HELP, low, high] => Ok(Word::Help { core: Some(u16::from_le_bytes([low, high])) }),
@@ -106,11 +104,11 @@ mod tests {
 
     #[test]
     fn words_survive_and_others_are_refused() {
-        for required in [false, true] {
-            for pinned in [false, true] {
-                let word = Word::Attach { required, pinned };
-                assert_eq!(Word::decode(&word.encode()).unwrap(), word);
-            }
+        for pinned in [false, true] {
+            let word = Word::Attach { pinned };
+            assert_eq!(Word::decode(&word.encode()).unwrap(), word);
+            let insisting = [VERSION, ATTACH, word.encode()[2] | WISHED];
+            assert_eq!(Word::decode(&insisting).unwrap(), word);
         }
         for core in [None, Some(0), Some(300)] {
             let word = Word::Help { core };

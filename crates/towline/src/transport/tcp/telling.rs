@@ -7,7 +7,7 @@ use super::connection::Connection;
 use super::parts::{Keep, Payload};
 use super::serving::Serving;
 use crate::endpoint::EndpointCore;
-use crate::region::Borrower;
+use crate::region::{Borrower, Deed};
 use crate::transport::{self, Loan, Question, Told};
 use crate::wire::{self, Message, WireError};
 use crate::{Access, Error, Kind, Result, progress};
@@ -57,6 +57,9 @@ impl Serving {
         let pins = self.local.as_ref().map(|local| &local.pins);
         let question = Question { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
         let mut told = path.tell(&question)?;
+        if told.loan.is_some() || !told.files.is_empty() {
+            granting.count(Deed::GivenAway);
+        }
         if let Some(loan) = told.loan.take() {
             let lent = Lent {
                 serving: Arc::downgrade(self),

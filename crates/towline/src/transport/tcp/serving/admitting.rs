@@ -55,7 +55,7 @@ pub(in crate::transport::tcp) struct Granting {
 }
 
 impl Granting {
-    fn count(&self, deed: Deed) {
+    pub(in crate::transport::tcp) fn count(&self, deed: Deed) {
         self.entries.iter().for_each(|entry| entry.count(deed));
     }
 }

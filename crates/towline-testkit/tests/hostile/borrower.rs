@@ -1,0 +1,124 @@
+//! Somebody who holds a ticket and wants the memory lent by NIXL, whatever its owner says. It asks by itself, because the library would
+//! not: the owner refuses before it looks for NIXL, so none has to be here.
+
+use std::time::Duration;
+
+use towline::ticket::Ticket;
+use towline::wire::{Told, WireError};
+use towline::{Access, Endpoint, Kind, Probe, SystemStorage};
+use towline_testkit::attacker::{Attacker, Medium};
+use towline_testkit::bench::{nixl_device, options_for};
+use towline_testkit::skip;
+
+use crate::{LEN, Target};
+
+const MEDIA: [Medium; 2] = [Medium::Unix, Medium::Tcp];
+
+/// What a peer may say of itself, in the last byte of its question: that it insists, and that it pins.
+const FLAGS: std::ops::Range<u8> = 0..4;
+
+/// The question, in bytes: kind 20, the padding, the length of the body, the request 77; the grant, the path 2, and three bytes of
+/// words: version 1, to attach, the flags; zeros up to 64.
+fn question(handle: u32, flags: u8) -> Vec<u8> {
+    let mut body = handle.to_le_bytes().to_vec();
+    body.extend([2, 3, 0, 1, 1, flags]);
+    let pad = (24 + body.len()).next_multiple_of(64) - 24 - body.len();
+    let mut frame = vec![0; 24];
+    (frame[0], frame[3], frame[4], frame[16]) = (20, pad as u8, body.len() as u8, 77);
+    frame.extend(body);
+    frame.resize(frame.len() + pad, 0);
+    frame
+}
+
+/// The owner's answer to who holds that ticket.
+fn asked(ticket: &Ticket, medium: Medium, flags: u8) -> Result<Vec<u8>, WireError> {
+    let mut peer = Attacker::connect(ticket, medium);
+    let handle = peer.log_in(ticket);
+    peer.send(&question(handle, flags));
+    let (header, body) = peer.frame().expect("an answer");
+    assert_eq!((header.kind as u8, header.id), (21, 77));
+    Told::decode(&body).unwrap().outcome
+}
+
+/// Asserts that nobody who holds that ticket is lent anything, and that the owner says why.
+#[track_caller]
+fn refused(ticket: &Ticket, why: &str) {
+    for medium in MEDIA {
+        for flags in FLAGS {
+            let error = asked(ticket, medium, flags).expect_err("the owner told how to reach its memory");
+            assert_eq!(error.kind, Kind::Unavailable, "{}", error.message);
+            assert!(error.message.contains(why), "over {medium:?}: {}", error.message);
+        }
+    }
+}
+
+fn lending() -> String {
+    format!("lend={}", nixl_device())
+}
+
+#[test]
+fn an_owner_that_has_not_opted_in_lends_nothing_to_who_insists() {
+    let mut target = Target::open("an_owner_that_has_not_opted_in_lends_nothing_to_who_insists");
+    refused(&target.ticket, "NixlOptions::lend_over");
+    assert_eq!(target.process.must("stats-nixl").text(0), "none", "NIXL was started");
+    target.is_unharmed();
+}
+
+#[test]
+fn a_ticket_that_was_narrowed_is_lent_nothing() {
+    let mut target = Target::open_with("a_ticket_that_was_narrowed_is_lent_nothing", &lending());
+    let whole = &target.ticket;
+    let len = LEN as u64;
+    for (start, length) in [(0, len - 1), (1, len - 1), (0, 0), (4096, 64)] {
+        refused(&whole.narrow().range(start, length).finish().unwrap(), "the whole region");
+    }
+    for access in [Access::READ, Access::WRITE, Access::NONE] {
+        refused(&whole.narrow().access(access).finish().unwrap(), "with read and write");
+    }
+    assert_eq!(target.process.must("stats-nixl").text(0), "none", "NIXL was started");
+    target.is_unharmed();
+}
+
+#[test]
+fn an_owner_that_isolates_itself_or_forbids_nixl_lends_nothing_though_it_has_opted_in() {
+    let test = "an_owner_that_isolates_itself_or_forbids_nixl_lends_nothing_though_it_has_opted_in";
+    for against in ["isolation=enforced", "forbid=nixl"] {
+        let mut target = Target::open_with(test, &format!("{} {against}", lending()));
+        refused(&target.ticket, "its own routing, or its isolation");
+        assert_eq!(target.process.must("stats-nixl").text(0), "none", "NIXL was started");
+        target.is_unharmed();
+    }
+}
+
+#[test]
+fn a_region_that_may_only_be_read_is_not_lent() {
+    let mut target = Target::open_with("a_region_that_may_only_be_read_is_not_lent", &lending());
+    for access in ["read", "write"] {
+        let number = target.process.must(&format!("register {LEN} system {access}")).number(0);
+        let ticket = target.process.must(&format!("ticket {number}")).text(0).parse().unwrap();
+        refused(&ticket, "with read and write");
+    }
+    target.is_unharmed();
+}
+
+/// Whoever comes over TCP shares nothing with the owner: that a loan is counted is all that shows it.
+#[test]
+fn a_loan_is_counted_before_its_answer_goes_out() {
+    let test = "a_loan_is_counted_before_its_answer_goes_out";
+    let paths = towline::paths();
+    if let Probe::Missing { reason, .. } = &paths.iter().find(|path| path.name == "nixl").unwrap().probe {
+        return skip::skip(test, "nixl", reason);
+    }
+    let _watchdog = towline_testkit::watchdog::watch(test, Duration::from_secs(120));
+    let owner: Endpoint = options_for("nixl", "owner").open().unwrap();
+    let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
+    let ticket = region.ticket().unwrap();
+    let read_only = ticket.narrow().access(Access::READ).finish().unwrap();
+    asked(&read_only, Medium::Tcp, 0).unwrap_err();
+    assert!(!region.audit().is_incomplete(), "nothing was lent: {}", region.audit());
+    asked(&ticket, Medium::Tcp, 0).expect("a loan");
+    for audit in [region.audit(), owner.audit()] {
+        let peer = audit.peers.iter().find(|peer| peer.peer == "attacker").expect("it is counted");
+        assert!(peer.unseen, "{audit}");
+    }
+}
