@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use towline::{Limits, cuda};
+use towline::{Limits, NixlOptions, cuda};
 
 use crate::audit::Audit;
 use crate::buffer::{Asked, Memory};
@@ -55,7 +55,7 @@ impl Endpoint {
 impl Endpoint {
     #[new]
     #[pyo3(signature = (name, *, listen, advertise, secret, timeout, stall_timeout, require, forbid, isolation,
-                        max_regions, lanes, tls, checksums, quotas, share_between_containers))]
+                        max_regions, lanes, tls, checksums, quotas, share_between_containers, nixl_lend_over, nixl_reach_over))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -74,6 +74,8 @@ impl Endpoint {
         checksums: bool,
         quotas: Option<&Quotas>,
         share_between_containers: bool,
+        nixl_lend_over: Vec<String>,
+        nixl_reach_over: Vec<String>,
     ) -> PyResult<Endpoint> {
         process::guard(py, "open")?;
         let mut options = towline::Endpoint::options(name);
@@ -111,6 +113,14 @@ impl Endpoint {
         if let Some(quotas) = quotas {
             options = options.quotas(quotas.0);
         }
+        options = options.nixl(match (nixl_lend_over.is_empty(), nixl_reach_over.is_empty()) {
+            (false, false) => {
+                let message = "nixl_lend_over names the devices for both: leave nixl_reach_over out";
+                return Err(invalid(py, "open", message.to_owned()));
+            }
+            (false, true) => NixlOptions::default().lend_over(nixl_lend_over),
+            _ => NixlOptions::default().reach_over(nixl_reach_over),
+        });
         let endpoint = py.detach(|| options.open()).or_raise(py)?;
         process::mark();
         Ok(endpoint.into())

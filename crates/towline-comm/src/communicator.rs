@@ -546,7 +546,8 @@ pub(crate) fn open_station(config: &Config, rank: usize) -> Result<Arc<Station>>
     let mut options = Endpoint::options(&format!("{}:{rank}", config.name))
         .routing(config.routing.clone())
         .quotas(config.quotas)
-        .share_between_containers(config.share_between_containers);
+        .share_between_containers(config.share_between_containers)
+        .nixl(config.nixl.clone());
     for address in &config.listen {
         options = options.listen(*address);
     }

@@ -165,8 +165,7 @@ fn nixl_listens_only_on_the_devices_that_were_named_and_an_initiators_too() {
     for variable in [None, Some("lo"), Some("all")] {
         let mut variables = vec![("UCX_LOG_LEVEL", "error")];
         variables.extend(variable.map(|devices| ("UCX_NET_DEVICES", devices)));
-        let start =
-            |name| Process::start_with(name, &[("UCX_NET_DEVICES", variable), ("UCX_LOG_LEVEL", "error")]);
+        let start = |name| Process::start_with(name, &variables);
         let (mut owner, mut user) = (start("owner"), start("user"));
         owner.must(&format!("open owner {} lend=lo", stall()));
         user.must(&format!("open user {} reach=lo", stall()));

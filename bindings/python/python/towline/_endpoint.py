@@ -59,6 +59,11 @@ class Endpoint:
     ``quotas`` says how much of it peers may use. With ``share_between_containers`` on both sides memory is shared with processes of
     the same user in other containers of this host, too.
 
+    Nothing is lent by NIXL unless ``nixl_lend_over`` names the devices over which it is, as UCX calls them: ``"mlx5_0:1"``, ``"eth0"``, or
+    ``"tcp"`` for all interfaces. Who borrows by NIXL can read and write **all memory of this process**, and nobody checks or counts it;
+    over an interface that is everybody who can connect to it. Lent is only to tickets of a whole region with read and write.
+    ``nixl_reach_over`` names the devices for an endpoint that only reaches others; without it these are the RDMA devices.
+
     Use it in a ``with`` or an ``async with`` block, or ``close()`` it.
     """
 
@@ -82,6 +87,8 @@ class Endpoint:
         checksums: bool = False,
         quotas: Quotas | None = None,
         share_between_containers: bool = False,
+        nixl_lend_over: Names = None,
+        nixl_reach_over: Names = None,
     ) -> None:
         self._native = _native.Endpoint(
             name,
@@ -99,6 +106,8 @@ class Endpoint:
             checksums=checksums,
             quotas=quotas,
             share_between_containers=share_between_containers,
+            nixl_lend_over=_names(nixl_lend_over, "nixl_lend_over"),
+            nixl_reach_over=_names(nixl_reach_over, "nixl_reach_over"),
         )
 
     @classmethod

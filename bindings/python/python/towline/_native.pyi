@@ -93,7 +93,7 @@ class CommConfig:
     """
     Settings: what is not set is the default, or what the parent has.
     """
-    def __new__(cls, /, *, blocking: bool | None, timeout: SupportsFloat | SupportsIndex | None, contexts: SupportsIndex | None, signals: SupportsIndex | None, name: str | None, listen: SupportsGetItem[int, str], advertise: SupportsGetItem[int, str], require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], gpu: SupportsIndex | None = None, tls: Tls | None = None, quotas: Quotas | None = None, share_between_containers: bool | None = None) -> CommConfig: ...
+    def __new__(cls, /, *, blocking: bool | None, timeout: SupportsFloat | SupportsIndex | None, contexts: SupportsIndex | None, signals: SupportsIndex | None, name: str | None, listen: SupportsGetItem[int, str], advertise: SupportsGetItem[int, str], require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], gpu: SupportsIndex | None = None, tls: Tls | None = None, quotas: Quotas | None = None, share_between_containers: bool | None = None, nixl_lend_over: SupportsGetItem[int, str] | None = None) -> CommConfig: ...
 
 @final
 class Communicator:
@@ -281,7 +281,7 @@ class Endpoint:
     """
     This process on the fabric.
     """
-    def __new__(cls, /, name: str, *, listen: SupportsGetItem[int, str], advertise: SupportsGetItem[int, str], secret: bytes | None, timeout: SupportsFloat | SupportsIndex | None, stall_timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], isolation: str | None, max_regions: SupportsIndex | None, lanes: SupportsIndex | None, tls: Tls | None, checksums: bool, quotas: Quotas | None, share_between_containers: bool) -> Endpoint: ...
+    def __new__(cls, /, name: str, *, listen: SupportsGetItem[int, str], advertise: SupportsGetItem[int, str], secret: bytes | None, timeout: SupportsFloat | SupportsIndex | None, stall_timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], isolation: str | None, max_regions: SupportsIndex | None, lanes: SupportsIndex | None, tls: Tls | None, checksums: bool, quotas: Quotas | None, share_between_containers: bool, nixl_lend_over: SupportsGetItem[int, str], nixl_reach_over: SupportsGetItem[int, str]) -> Endpoint: ...
     def audit(self, /) -> Audit: ...
     def close(self, /, timeout: SupportsFloat | SupportsIndex | None) -> None:
         """

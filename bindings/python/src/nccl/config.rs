@@ -26,13 +26,14 @@ pub(crate) struct CommConfig {
     tls: Option<towline::Tls>,
     quotas: Option<towline::Quotas>,
     share_between_containers: Option<bool>,
+    nixl: Option<towline::NixlOptions>,
 }
 
 #[pymethods]
 impl CommConfig {
     #[new]
     #[pyo3(signature = (*, blocking, timeout, contexts, signals, name, listen, advertise, require, forbid, gpu=None, tls=None,
-                        quotas=None, share_between_containers=None))]
+                        quotas=None, share_between_containers=None, nixl_lend_over=None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -49,6 +50,7 @@ impl CommConfig {
         tls: Option<&Tls>,
         quotas: Option<&Quotas>,
         share_between_containers: Option<bool>,
+        nixl_lend_over: Option<Vec<String>>,
     ) -> PyResult<CommConfig> {
         const OP: &str = "config";
         let count = |argument: &str, value: Option<i64>| {
@@ -69,6 +71,7 @@ impl CommConfig {
             tls: tls.map(|tls| tls.0.clone()),
             quotas: quotas.map(|quotas| quotas.0),
             share_between_containers,
+            nixl: nixl_lend_over.map(|devices| towline::NixlOptions::default().lend_over(devices)),
         })
     }
 }
@@ -97,6 +100,7 @@ impl CommConfig {
         config.quotas = self.quotas.unwrap_or(config.quotas);
         config.share_between_containers =
             self.share_between_containers.unwrap_or(config.share_between_containers);
+        config.nixl = self.nixl.clone().unwrap_or(config.nixl);
         config
     }
 }

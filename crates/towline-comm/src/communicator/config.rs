@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use towline::{Limits, Patience, Quotas, Routing, Tls};
+use towline::{Limits, NixlOptions, Patience, Quotas, Routing, Tls};
 
 use crate::team::TeamOptions;
 use crate::{Error, Result};
@@ -46,6 +46,9 @@ pub struct Config {
     /// Whether memory is shared with ranks of the same user in other containers of this host, where they say so too: see
     /// [`EndpointOptions::share_between_containers`](towline::EndpointOptions::share_between_containers).
     pub share_between_containers: bool,
+    /// How NIXL is used between ranks of different hosts: not at all, unless [`lend_over`](NixlOptions::lend_over) lends this rank's
+    /// windows and says over which devices.
+    pub nixl: NixlOptions,
 }
 
 impl Default for Config {
@@ -64,6 +67,7 @@ impl Default for Config {
             tls: None,
             quotas: Quotas::default(),
             share_between_containers: false,
+            nixl: NixlOptions::default(),
         }
     }
 }

@@ -272,6 +272,9 @@ class NCCLConfig:
     """Towline's own: how much of this rank one other may use, and how many strangers may knock."""
     share_between_containers: bool | None = None
     """Towline's own: shares memory with ranks of the same user in other containers of this host, where they say so too."""
+    nixl_lend_over: str | Iterable[str] | None = None
+    """Towline's own: lends windows by NIXL over these devices, as `towline.Endpoint` does, and gives away as much: other ranks can read and
+    write all memory of this process."""
     device: object = None
     """Towline's own: the GPU, for a group of NCCL's: its number, ``"cuda:1"`` or a device. By default the current one of
     torch, else GPU 0."""
@@ -311,6 +314,7 @@ class NCCLConfig:
             tls=_native.Tls.by_ticket() if self.tls is True else (self.tls or None),
             quotas=self.quotas,
             share_between_containers=self.share_between_containers,
+            nixl_lend_over=names(self.nixl_lend_over) or None,
         )
 
 
