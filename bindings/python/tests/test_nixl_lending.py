@@ -23,7 +23,7 @@ with towline.Endpoint("owner", nixl_lend_over="lo") as owner, towline.Endpoint("
     assert (remote.path, target) == ("nixl", b"hello")
     assert "all memory of the owner's process" in str(remote.explain())
     assert region.audit().incomplete
-    remote.close()
+    del remote
 print("lent")
 """
 
