@@ -21,7 +21,7 @@ with towline.Endpoint("owner", nixl_lend_over="lo") as owner, towline.Endpoint("
     with user.register(target, "none") as local:
         user.read(remote, local).wait()
     assert (remote.path, target) == ("nixl", b"hello")
-    assert "all memory of the owner's process" in str(remote.explain())
+    assert "all memory of the other's process" in str(remote.explain())
     assert region.audit().incomplete
     del remote
 print("lent")

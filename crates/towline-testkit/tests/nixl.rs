@@ -133,7 +133,7 @@ fn an_owner_that_has_not_opted_in_refuses_who_requires_nixl_and_says_how_it_woul
     // Where it is lent, the explanation says what that gives away.
     let remote = user.import_with(&lent, &with_help).unwrap();
     let said = remote.explain().to_string();
-    assert!(remote.path() == "nixl" && said.contains("all memory of the owner's process"), "{said}");
+    assert!(remote.path() == "nixl" && said.contains("all memory of the other's process"), "{said}");
 }
 
 /// The addresses on which a process listens, and those of its datagram sockets, as the kernel writes them.

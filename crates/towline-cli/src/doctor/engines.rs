@@ -8,8 +8,8 @@ use super::{Check, Status};
 const GROUP: &str = "Engines";
 
 /// That owners lend nothing unasked, how they come to, and what they then give away.
-const LENDING: &str = "nothing, unless an endpoint opts in by NixlOptions::lend_over (nixl_lend_over in Python); who borrows can then read and \
-                       write all memory of its process, and nobody checks or counts it";
+const LENDING: &str = "nothing, unless an endpoint opts in by NixlOptions::lend_over (nixl_lend_over in Python); over NIXL each side can then read and \
+                       write all memory of the other's process, and nobody checks or counts it";
 
 pub(super) fn check() -> Vec<Check> {
     let mut checks = nixl(availability());
@@ -38,7 +38,7 @@ fn nixl(found: Availability) -> Vec<Check> {
                 Check::fact(
                     GROUP,
                     "nixl as a path",
-                    "from owners that lend by it: between hosts over an RDMA device; elsewhere where it is required or preferred",
+                    "from owners that lend by it: between hosts over RDMA devices that this side has named too; elsewhere where it is required or preferred",
                 ),
                 Check::fact(GROUP, "nixl lends", LENDING),
             ]

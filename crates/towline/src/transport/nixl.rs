@@ -1,6 +1,6 @@
 //! NIXL moves the bytes: UCX with its RDMA, shared memory and sockets underneath, and whatever else its plug-ins reach.
 //!
-//! One agent per endpoint, made when a transfer by NIXL is first asked for ([`Domain`]). The owner registers a region with
+//! One agent per endpoint, made when a transfer by NIXL is first asked for ([`Domain`]). An owner that [`lends`] registers a region with
 //! its agent when a peer first asks about it, and answers with what that peer needs to reach it ([`words`]); the peer keeps
 //! that, and what it has prepared, in its [`attachment`]. A file is handed over instead and registered with the agent of the
 //! user ([`files`]), since NIXL moves its bytes only where it is open. Everything else (rights, messages, signals, who lives) goes over our
@@ -146,8 +146,8 @@ impl Transport for NixlPath {
 /// How an owner comes to lend.
 const OPT_IN: &str = "NixlOptions::lend_over, nixl_lend_over in Python";
 
-/// What a loan gives away, in one sentence.
-const GIVES_AWAY: &str = "who borrows by NIXL can read and write all memory of the owner's process, and nobody checks or counts it";
+/// What both sides give away, in one sentence: UCX does what a message says, at whatever address it names.
+const GIVES_AWAY: &str = "over NIXL each side can read and write all memory of the other's process, and nobody checks or counts it";
 
 /// At the owner: whether it lends that region by NIXL to whoever holds that ticket; the error says why not. Quick.
 ///
@@ -214,6 +214,10 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<super::tcp::GrantHandle>> 
         Medium::Tcp(address) if address.ip().is_loopback() => {
             Err(unavailable("the owner is on this host; require nixl to take it"))
         }
+        Medium::Tcp(_) if !offer.endpoint.nixl.options().names_devices() => Err(unavailable(
+            "this endpoint has named no device for it (NixlOptions::reach_over, nixl_reach_over in Python); require nixl to take \
+             the RDMA devices",
+        )),
         Medium::Tcp(_) if !devices.rdma => Err(unavailable(
             "no RDMA device may be used here, without which tcp is as good; require or prefer nixl to take it",
         )),

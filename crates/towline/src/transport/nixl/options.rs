@@ -10,7 +10,8 @@ use crate::Result;
 pub enum NixlPrefer {
     /// Neither by this endpoint nor for its regions.
     Never,
-    /// Between hosts when this side may use an RDMA device; otherwise only where an import requires it.
+    /// Between hosts, where this endpoint has named an RDMA device ([`reach_over`](NixlOptions::reach_over),
+    /// [`lend_over`](NixlOptions::lend_over)); otherwise only where an import requires it.
     #[default]
     WhenBetter,
     /// Before the owner's sockets, wherever the owner lends. The paths that share memory still come first.
@@ -62,11 +63,12 @@ impl NixlOptions {
     /// Lends this endpoint's regions to peers that ask for them by NIXL, and lets UCX use these devices and no others: ports of RDMA
     /// devices and network interfaces as UCX calls them (`mlx5_0:1`, `eth0`), or `tcp` for all interfaces. Off by default.
     ///
-    /// **A loan by NIXL gives the peer all memory of this process, to read and to write**, until the process ends: NIXL's keys are
-    /// not checked here, cannot be narrowed, and UCX does what a message says at whatever address it names. Over an interface (UCX's tcp) that
-    /// holds for everybody who can connect to it: UCX listens there and asks nobody for a ticket. So lend on a network of your own, to peers
-    /// that are your own. Asked for is a ticket of the whole region for reading and writing; [`Routing::forbid`](crate::Routing::forbid)
-    /// and [`Isolation::Enforced`](crate::Isolation::Enforced) of this endpoint come first. The audit shows each loan.
+    /// **A loan by NIXL gives the peer all memory of this process, to read and to write, and nobody checks or counts it.** NIXL's keys cannot be
+    /// narrowed, and UCX does what a message says at whatever address it names. Over an interface (UCX's tcp) that holds for
+    /// everybody who can connect to it: UCX listens there and asks nobody for a ticket. So lend on a network of your own, to peers
+    /// that are your own. Asked for is a ticket of the whole region for reading and writing;
+    /// [`Routing::forbid`](crate::Routing::forbid) and [`Isolation::Enforced`](crate::Isolation::Enforced) of this endpoint come first. The
+    /// audit shows who was lent to.
     ///
     /// UCX has to be among the plug-ins, and is then the only one that moves memory: others cannot be held to devices.
     ///
@@ -78,15 +80,15 @@ impl NixlOptions {
     #[must_use]
     pub fn lend_over<D: Into<String>>(mut self, devices: impl IntoIterator<Item = D>) -> NixlOptions {
         self = self.reach_over(devices);
-        self.lends = !self.devices.is_empty();
+        self.lends = self.names_devices();
         self
     }
 
-    /// Lets UCX use these devices and no others to reach owners; without it, the RDMA devices of this host. Named as for
-    /// [`lend_over`](Self::lend_over), which names them for both.
+    /// Lets UCX use these devices and no others to reach owners, named as for [`lend_over`](Self::lend_over), which names them for
+    /// both. Without it, an import that requires `nixl` takes the RDMA devices of this host, and others do not take it.
     ///
-    /// UCX cannot use an interface without listening on it, and whoever connects to it there can read and write all memory of this process.
-    /// `lo` is enough for owners on this host.
+    /// It gives away as much: the owner's UCX can read and write all memory of this process as well. And UCX cannot use an interface
+    /// without listening on it, for everybody who can connect to it there. `lo` is enough for owners on this host.
     #[must_use]
     pub fn reach_over<D: Into<String>>(mut self, devices: impl IntoIterator<Item = D>) -> NixlOptions {
         self.devices = devices.into_iter().map(Into::into).collect();
@@ -94,9 +96,14 @@ impl NixlOptions {
         self
     }
 
+    /// Whether the user has named devices.
+    pub(super) fn names_devices(&self) -> bool {
+        !self.devices.is_empty()
+    }
+
     /// Refuses devices that are not there.
     pub(crate) fn check(&self) -> Result<()> {
-        if self.devices.is_empty() { Ok(()) } else { Devices::of(&self.devices, "open").map(|_| ()) }
+        if self.names_devices() { Devices::of(&self.devices, "open").map(|_| ()) } else { Ok(()) }
     }
 
     /// The devices that UCX may use.
