@@ -6,14 +6,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use towline::{
-    Access, Endpoint, EndpointOptions, Error, Kind, Limits, NixlOptions, Probe, Registered, Remote, Routing,
-    Storage, Ticket,
+    Access, Endpoint, EndpointOptions, Error, Kind, Limits, Probe, Registered, Remote, Routing, Storage,
+    Ticket,
 };
 
 pub use owner::{Owner, OwnerRegion, OwnerStats, Views};
 
 use crate::forced::as_forced;
 pub use crate::forced::forced;
+use crate::lending;
 use crate::oracle::Stamp;
 use crate::watchdog::eventually;
 use crate::worker::storage;
@@ -185,18 +186,7 @@ pub fn options(name: &str) -> EndpointOptions {
 /// [`options`] of an endpoint that lends what that path needs to be lent.
 pub fn options_for(path: &str, name: &str) -> EndpointOptions {
     let limits = Limits { no_progress: STALL, ..Limits::default() };
-    as_forced(Endpoint::options(name).limits(limits).nixl(nixl(path == "nixl")))
-}
-
-/// The device over which NIXL moves bytes in tests: loopback, unless a machine with another one says so.
-pub fn nixl_device() -> String {
-    std::env::var("TOWLINE_TEST_NIXL_OVER").unwrap_or_else(|_| "lo".to_owned())
-}
-
-/// NIXL over that device, for owners that lend and for their users.
-pub fn nixl(lends: bool) -> NixlOptions {
-    let options = NixlOptions::default();
-    if lends { options.lend_over([nixl_device()]) } else { options.reach_over([nixl_device()]) }
+    as_forced(Endpoint::options(name).limits(limits).nixl(lending::options(path)))
 }
 
 /// What allows that path only. `cma` and `nixl` cannot do atomics and reductions: the stream helps them out.

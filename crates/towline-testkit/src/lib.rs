@@ -13,6 +13,7 @@ pub mod forced;
 pub mod gpu;
 pub mod interrupt;
 pub mod laws;
+pub mod lending;
 pub mod netns;
 pub mod oracle;
 pub mod process;

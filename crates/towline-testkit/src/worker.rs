@@ -25,8 +25,8 @@ use towline::{
 };
 
 pub use self::pinning::play;
-use crate::bench::nixl;
 use crate::forced::as_forced;
+use crate::lending;
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
 use crate::random::Random;
@@ -321,7 +321,7 @@ impl Worker {
     }
 
     fn open(&mut self, words: &mut Words<'_>) -> Answer {
-        let mut options = as_forced(Endpoint::options(words.text()?)).nixl(nixl(false));
+        let mut options = as_forced(Endpoint::options(words.text()?)).nixl(lending::options(""));
         let mut limits = Limits::default();
         let mut quotas = Quotas::default();
         for (key, value) in words.options() {

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use towline::{Access, Endpoint, Kind, NixlOptions, Probe, Registered, Routing, SystemStorage, Ticket};
-use towline_testkit::bench::{STALL, nixl_device, options, options_for};
+use towline_testkit::bench::{STALL, options, options_for};
+use towline_testkit::lending;
 use towline_testkit::netns::{End, Network};
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
@@ -45,7 +46,7 @@ fn user() -> Endpoint {
 
 /// The words with which an owner opens that lends.
 fn lending() -> String {
-    format!("{} lend={}", stall(), nixl_device())
+    format!("{} {}", stall(), lending::words("nixl"))
 }
 
 fn memory(endpoint: &Endpoint, len: usize) -> Registered<SystemStorage> {

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use towline::{Access, Endpoint, Layout, OffsetBuffer, Registered, Storage, Ticket};
 
-use super::{Setting, nixl_device, options_for};
+use super::{Setting, options_for};
+use crate::lending;
 use crate::oracle::{Stamp, Wrong};
 use crate::process::{Failure, Process};
 use crate::worker::{register_views, storage};
@@ -42,7 +43,7 @@ impl Owner {
                 Owner::Here(options.open().unwrap())
             }
             Setting::TwoProcesses => {
-                let lends = if path == "nixl" { format!("lend={}", nixl_device()) } else { String::new() };
+                let lends = lending::words(path);
                 let secret = if secret.is_empty() { String::new() } else { format!("secret={secret}") };
                 Owner::There(Box::new(Mutex::new(Process::open(name, &format!("{lends} {secret}")))))
             }

@@ -4,9 +4,10 @@ use std::thread;
 
 use towline::{Access, Endpoint, Kind, Registered, Remote, SystemStorage, Ticket};
 
-use super::scene::{KIB, endpoint, kind_for, lending, local};
+use super::scene::{KIB, endpoint, kind_for, local};
 use super::{Course, Drill, Round, STALL};
 use crate::bench::{outcome, routing};
+use crate::lending;
 use crate::oracle::Stamp;
 use crate::process::Process;
 use crate::worker::storage;
@@ -65,7 +66,7 @@ impl Recycle {
             let region = owner.register(storage(LEN, "system").unwrap(), Access::READ_WRITE).unwrap();
             Owner::Here(owner, Some(region))
         } else {
-            let mut process = Process::open("owner", &lending(lane));
+            let mut process = Process::open("owner", &lending::words(lane));
             process.must(&format!("register {LEN} {} read+write", kind_for(lane)));
             Owner::There(process, 1)
         };

@@ -7,7 +7,8 @@ use towline::{Access, Endpoint, EndpointOptions, Kind, Limits, Registered, Remot
 
 use super::nixl::NIXL;
 use super::{STALL, Staff, Tally};
-use crate::bench::{nixl, nixl_device, outcome, routing};
+use crate::bench::{outcome, routing};
+use crate::lending;
 use crate::oracle::Stamp;
 use crate::process::{Process, Reply};
 use crate::watchdog::eventually;
@@ -22,12 +23,12 @@ pub(super) const MIB: usize = 1 << 20;
 pub(super) const GONE: [Kind; 3] = [Kind::Disconnected, Kind::Stale, Kind::Timeout];
 
 pub(super) fn endpoint(name: &str) -> Endpoint {
-    limited(name).nixl(nixl(false)).open().unwrap()
+    limited(name).nixl(lending::options("")).open().unwrap()
 }
 
 /// An endpoint whose memory is used on that lane: by NIXL it lends only where it says so.
 pub(super) fn owner_on(lane: &str) -> Endpoint {
-    limited("owner").nixl(nixl(lane == NIXL)).open().unwrap()
+    limited("owner").nixl(lending::options(lane)).open().unwrap()
 }
 
 fn limited(name: &str) -> EndpointOptions {
@@ -56,11 +57,6 @@ pub(super) fn paths(lane: &str) -> &str {
     }
 }
 
-/// The words with which a worker opens as such an owner.
-pub(super) fn lending(lane: &str) -> String {
-    if lane == NIXL { format!(" lend={}", nixl_device()) } else { String::new() }
-}
-
 /// A worker that owns one region, number 1.
 pub(super) struct Owner {
     pub(super) process: Process,
@@ -75,7 +71,8 @@ impl Owner {
     }
 
     pub(super) fn open_by(staff: Staff, lane: &str, len: usize) -> Owner {
-        let mut process = staff.open("owner", &format!("stall={}{}", STALL.as_millis(), lending(lane)));
+        let mut process =
+            staff.open("owner", &format!("stall={} {}", STALL.as_millis(), lending::words(lane)));
         process.must(&format!("register {len} {} read+write", kind_for(lane)));
         let ticket = process.must("ticket 1").text(0).parse().unwrap();
         Owner { process, ticket, len, staff }

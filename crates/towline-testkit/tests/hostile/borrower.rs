@@ -7,8 +7,8 @@ use towline::ticket::Ticket;
 use towline::wire::{Told, WireError};
 use towline::{Access, Endpoint, Kind, Probe, SystemStorage};
 use towline_testkit::attacker::{Attacker, Medium};
-use towline_testkit::bench::{nixl_device, options_for};
-use towline_testkit::skip;
+use towline_testkit::bench::options_for;
+use towline_testkit::{lending, skip};
 
 use crate::{LEN, Target};
 
@@ -54,7 +54,7 @@ fn refused(ticket: &Ticket, why: &str) {
 }
 
 fn lending() -> String {
-    format!("lend={}", nixl_device())
+    lending::words("nixl")
 }
 
 #[test]
