@@ -9,7 +9,9 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use towline::memory::MemoryAccess;
-use towline::{Access, Endpoint, Explanation, Registered, Remote, Routing, SystemStorage, Transfer, Verdict};
+use towline::{
+    Access, Endpoint, Explanation, NixlOptions, Registered, Remote, Routing, SystemStorage, Transfer, Verdict,
+};
 
 use crate::inspect::find_ticket;
 use crate::outcome::{Exit, Failure, Outcome};
@@ -29,9 +31,12 @@ pub(crate) struct Options {
     /// Write the bytes to this file, as they come
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Take this path and no other: inproc, mapped, cma, unix or tcp
+    /// Take this path and no other: inproc, mapped, cma, file, unix, nixl or tcp
     #[arg(long, value_name = "PATH")]
     path: Option<String>,
+    /// Let NIXL use that device (mlx5_0:1, eth0, or tcp for all interfaces) where the owner lends by it
+    #[arg(long, value_name = "DEVICE")]
+    nixl_reach_over: Vec<String>,
     /// Show every candidate path, the one taken, and the reason for the others
     #[arg(long)]
     explain: bool,
@@ -64,7 +69,8 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         Some(path) => Routing::default().require(path).map_err(|error| Failure::usage(error.message()))?,
         None => Routing::default(),
     };
-    let endpoint = Endpoint::open("fetch")?;
+    let nixl = NixlOptions::default().reach_over(options.nixl_reach_over.iter().cloned());
+    let endpoint = Endpoint::options("fetch").nixl(nixl).open()?;
     let start = Instant::now();
     let remote = endpoint.import_with(&ticket, &routing)?;
     let contact = start.elapsed().as_secs_f64();

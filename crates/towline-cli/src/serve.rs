@@ -10,7 +10,7 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 use towline::memory::{MemoryAccess, MemoryDescription};
-use towline::{Access, DiskStorage, Endpoint, Registered, SharedStorage, Storage};
+use towline::{Access, DiskStorage, Endpoint, NixlOptions, Registered, SharedStorage, Storage};
 
 use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
@@ -37,6 +37,10 @@ pub(crate) struct Options {
     /// What holders of the ticket may do: read, write or read+write
     #[arg(long, default_value = "read", value_parser = access)]
     access: Access,
+    /// Lend the region by NIXL over that device (mlx5_0:1, eth0, or tcp for all interfaces), with --access read+write: who borrows it can
+    /// read and write all memory of this process, and on an interface that is everybody who can connect to it
+    #[arg(long, value_name = "DEVICE")]
+    nixl_lend_over: Vec<String>,
     /// Show metrics for Prometheus at http://ADDRESS/metrics, and who used the region at /audit, to whoever asks
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<SocketAddr>,
@@ -78,7 +82,8 @@ impl pages::Source for Shown {
 
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     let storage = storage(options)?;
-    let mut endpoint = Endpoint::options(&options.name);
+    let nixl = NixlOptions::default().lend_over(options.nixl_lend_over.iter().cloned());
+    let mut endpoint = Endpoint::options(&options.name).nixl(nixl);
     for address in &options.listen {
         endpoint = endpoint.listen(*address);
     }

@@ -95,6 +95,22 @@ mod tests {
     }
 
     #[test]
+    fn where_nixl_is_found_it_says_that_nothing_is_lent_how_it_would_be_and_what_that_gives_away() {
+        let path = "/lib/libnixl_capi.so".into();
+        let found = Availability::Found { path, origin: "a test".into(), version: None, plugins: Vec::new() };
+        let lends = nixl(found).into_iter().find(|check| check.name == "nixl lends").map(|check| check.found);
+        let said = lends.unwrap_or_default();
+        for words in [
+            "nothing, unless",
+            "NixlOptions::lend_over",
+            "nixl_lend_over",
+            "all memory of the other's process",
+        ] {
+            assert!(said.contains(words), "{said}");
+        }
+    }
+
+    #[test]
     fn the_version_of_nccl_is_shown_with_what_it_has_and_lacks() {
         let checks = nccl(towline::nccl::availability());
         assert_eq!(checks[0].name, "nccl");

@@ -203,7 +203,12 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<super::tcp::GrantHandle>> 
     if prefers == NixlPrefer::Never {
         return Err(unavailable("switched off in the endpoint's options"));
     }
-    let devices = offer.endpoint.nixl.options().devices()?;
+    let options = offer.endpoint.nixl.options();
+    let rdma = match options.devices() {
+        Ok(devices) => devices.rdma,
+        Err(none) if options.uses_ucx() => return Err(none),
+        Err(_) => false,
+    };
     if offer.routing.requires("nixl") || prefers == NixlPrefer::Always {
         return Ok(handle);
     }
@@ -214,11 +219,11 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<super::tcp::GrantHandle>> 
         Medium::Tcp(address) if address.ip().is_loopback() => {
             Err(unavailable("the owner is on this host; require nixl to take it"))
         }
-        Medium::Tcp(_) if !offer.endpoint.nixl.options().names_devices() => Err(unavailable(
+        Medium::Tcp(_) if !options.names_devices() => Err(unavailable(
             "this endpoint has named no device for it (NixlOptions::reach_over, nixl_reach_over in Python); require nixl to take \
              the RDMA devices",
         )),
-        Medium::Tcp(_) if !devices.rdma => Err(unavailable(
+        Medium::Tcp(_) if !rdma => Err(unavailable(
             "no RDMA device may be used here, without which tcp is as good; require or prefer nixl to take it",
         )),
         Medium::Tcp(_) => Ok(handle),

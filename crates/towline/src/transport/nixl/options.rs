@@ -101,6 +101,11 @@ impl NixlOptions {
         !self.devices.is_empty()
     }
 
+    /// Whether UCX, which needs devices, is among the plug-ins.
+    pub(super) fn uses_ucx(&self) -> bool {
+        self.backends().iter().any(|(plugin, _)| plugin == "UCX")
+    }
+
     /// Refuses devices that are not there.
     pub(crate) fn check(&self) -> Result<()> {
         if self.names_devices() { Devices::of(&self.devices, "open").map(|_| ()) } else { Ok(()) }
