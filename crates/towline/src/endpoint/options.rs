@@ -118,7 +118,7 @@ impl EndpointOptions {
         self
     }
 
-    /// Sets how NIXL is used, where it is used.
+    /// Sets how NIXL is used, where it is used. Nothing is lent by it unless [`NixlOptions::lend_over`] says so.
     pub fn nixl(mut self, nixl: NixlOptions) -> EndpointOptions {
         self.nixl = nixl;
         self
