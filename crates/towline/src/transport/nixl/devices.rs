@@ -18,7 +18,7 @@ const VARIABLE: &str = "UCX_NET_DEVICES";
 /// NIXL's parameter for the list of devices, to each of which it adds the port 1.
 const DEVICE_LIST: &str = "device_list";
 
-/// NIXL's parameter for settings of UCX, of which it wants one without commas in each.
+/// NIXL's parameter for settings of UCX, which it takes apart at commas: no list fits into one.
 const ENGINE_CONFIG: &str = "engine_config";
 
 /// UCX's setting for the list of devices.
@@ -96,11 +96,11 @@ impl Devices {
         }
         // One entry to NIXL, and a list to UCX. What NIXL adds belongs to the last name: to a port 1, or to one that is there twice.
         let mut names = self.names.clone();
-        let last = match names.iter().position(|name| name.ends_with(":1")) {
-            Some(at) => names.remove(at).trim_end_matches(":1").to_owned(),
-            None => names.first().cloned().unwrap_or_default(),
-        };
-        names.push(last);
+        let first_port = names.iter().find_map(|name| name.strip_suffix(":1")).map(str::to_owned);
+        if let Some(device) = &first_port {
+            names.retain(|name| name.strip_suffix(":1") != Some(device.as_str()));
+        }
+        names.extend(first_port.or_else(|| names.first().cloned()));
         parameters.insert(DEVICE_LIST.into(), names.join(","));
         Ok(parameters)
     }
