@@ -15,7 +15,7 @@ mod transfer;
 #[cfg(test)]
 mod tests;
 
-pub use contact::{Bye, Cancel, Held, Hello, KeyRef, Ping, Pong, Prove, Ready, Refuse, Welcome};
+pub use contact::{Bye, Cancel, Held, Hello, KeyRef, Ping, Pong, Prove, Ready, Refuse, Welcome, Withdraw};
 pub use error::{MAX_ERROR, WireError};
 pub use grant::{
     Ask, Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, MAX_TOLD, OperationId, Recall, Release,
@@ -23,7 +23,8 @@ pub use grant::{
 };
 pub use message::Message;
 pub use transfer::{
-    Atomic, AtomicOp, Block, Check, Data, Done, MAX_BLOCKS, MAX_NOTIFY, Notify, Read, Reduce, Signal, Write,
+    Atomic, AtomicOp, Block, Check, Data, Done, EndLane, MAX_BLOCKS, MAX_NOTIFY, Notify, Read, Reduce,
+    Signal, Write,
 };
 
 use crate::{Error, Result};
@@ -97,12 +98,16 @@ pub enum FrameKind {
     Signal = 38,
     /// A message to be delivered once a transfer is applied.
     Notify = 39,
-    /// The request with this frame's id is to be abandoned.
+    /// Nothing more belongs to the transfer with this frame's id.
     Cancel = 40,
     /// A claimed operation has ended.
     Finish = 41,
     /// The checksums of the blocks of the next frame.
     Check = 42,
+    /// The answer to the request with this frame's id is not wanted any more.
+    Withdraw = 43,
+    /// Nothing more that came over a lane is to be applied.
+    EndLane = 44,
     /// Are you there?
     Ping = 48,
     /// Yes.
@@ -113,11 +118,12 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// Every kind, by number.
-    pub const ALL: [FrameKind; 27] = {
+    pub const ALL: [FrameKind; 29] = {
         use FrameKind::*;
         [
             Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Ask, Told, Recall,
-            Read, Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Check, Ping, Pong, Bye,
+            Read, Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Check, Withdraw,
+            EndLane, Ping, Pong, Bye,
         ]
     };
 

@@ -177,7 +177,7 @@ pub struct Ready {
     pub session: u64,
     /// The server's name.
     pub name: String,
-    /// On one host: how many rows the server's table has.
+    /// On one host: how many rows the server's table has. Over TCP: the port at which the server sees the client.
     pub local: Option<u32>,
 }
 
@@ -246,8 +246,10 @@ macro_rules! empty_bodies {
 empty_bodies! {
     /// The client's life page rides with this frame.
     Held "held";
-    /// The request with the frame's id is to be abandoned.
+    /// Nothing more belongs to the transfer with the frame's id.
     Cancel "cancel";
+    /// The answer to the request with the frame's id is not wanted any more. Over the connection of the request.
+    Withdraw "withdraw";
     /// Are you there?
     Ping "ping";
     /// Yes.

@@ -124,6 +124,8 @@ fn any_contact() -> impl Strategy<Value = Message> {
         ready,
         Just(Held {}.into()),
         Just(Cancel {}.into()),
+        Just(Withdraw {}.into()),
+        any::<[u8; 32]>().prop_map(|lane| EndLane { lane }.into()),
         Just(Ping {}.into()),
         Just(Pong {}.into()),
         option::of(any_error()).prop_map(|error| Bye { error }.into()),
@@ -241,8 +243,8 @@ fn kinds_keep_their_numbers() {
     assert_eq!(
         numbers,
         [
-            1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 48, 49,
-            50
+            1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44,
+            48, 49, 50
         ]
     );
     assert_eq!((0..=255).filter_map(FrameKind::from_code).count(), FrameKind::ALL.len());

@@ -385,3 +385,25 @@ impl Notify {
         Ok(Notify { transfer, pieces, message: reader.rest().to_vec() })
     }
 }
+
+/// Nothing more that came over a lane is to be applied; answered by [`Done`] once that is so.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EndLane {
+    /// The transcript of the lane's handshake, by which both sides know it.
+    pub lane: [u8; 32],
+}
+
+impl EndLane {
+    /// Appends the body.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.lane);
+    }
+
+    /// Reads a body.
+    pub fn decode(body: &[u8]) -> Result<EndLane> {
+        let mut reader = Reader::new("end lane", body);
+        let end = EndLane { lane: reader.array()? };
+        reader.finish()?;
+        Ok(end)
+    }
+}

@@ -166,6 +166,8 @@ pub(crate) fn frames() -> Vec<(String, Sample)> {
     add("finish-error", Finish { operation, outcome: Err(error()) }.into(), 0, 0);
     add("check", Check { checks: vec![0, 0xe306_9283, u32::MAX] }.into(), 0, 0);
     add("check-asked", Check { checks: Vec::new() }.into(), 0, 0);
+    add("withdraw", Withdraw {}.into(), 0, 0);
+    add("end-lane", EndLane { lane: counting(0x60) }.into(), 0, 0);
     add("ping", Ping {}.into(), 0, 0);
     add("pong", Pong {}.into(), 0, 0);
     add("bye", Bye { error: None }.into(), 0, 0);
