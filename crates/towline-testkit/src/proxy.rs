@@ -10,11 +10,13 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::net::sockopt::set_socket_recv_buffer_size;
 use towline::wire::{HEADER_LEN, Header};
 
 use crate::random::{Random, mix};
@@ -24,6 +26,9 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// What is passed on at once.
 const PORTION: usize = 64 << 10;
+
+/// What a slow link passes on at once: so much is in it, and lands when whoever sent it may have hung up.
+const IN_THE_LINK: usize = 16 << 10;
 
 /// The frames of a handshake: every byte of them is authenticated.
 const HANDSHAKE: u32 = 1;
@@ -47,6 +52,8 @@ pub struct Faults {
     pub throttle: Option<u64>,
     /// From then on bytes vanish, and nobody is told.
     pub black_hole: bool,
+    /// All connections share a link that carries so many bytes in a second, each way, and that has no room for many.
+    pub slow: Option<u64>,
 }
 
 impl Faults {
@@ -61,6 +68,7 @@ impl Faults {
             anywhere: false,
             throttle: Some(2 << 20),
             black_hole: true,
+            slow: None,
         }
     }
 
@@ -97,6 +105,8 @@ pub struct Happened {
     pub connections: AtomicU64,
     /// Bytes that were passed on.
     pub bytes: AtomicU64,
+    /// Those of them that came from the target.
+    pub answered: AtomicU64,
     /// Waits.
     pub delays: AtomicU64,
     /// Connections that were cut or half closed.
@@ -118,6 +128,8 @@ struct Shared {
     over: AtomicBool,
     happened: Happened,
     open: Mutex<Vec<TcpStream>>,
+    /// When a slow link is free again, each way.
+    free: [Mutex<Instant>; 2],
 }
 
 /// A proxy; its connections end with it.
@@ -138,7 +150,9 @@ impl Proxy {
             over: AtomicBool::new(false),
             happened: Happened::default(),
             open: Mutex::default(),
+            free: [(); 2].map(|()| Mutex::new(Instant::now())),
         });
+        shared.narrow(&listener);
         let accepting = Arc::clone(&shared);
         thread::Builder::new().name("proxy".into()).spawn(move || accepting.accept(&listener)).unwrap();
         Proxy { address, shared }
@@ -177,6 +191,24 @@ impl Drop for Proxy {
 }
 
 impl Shared {
+    /// Keeps the kernel from taking much more for a slow link than there is room for in it: one segment of loopback.
+    fn narrow(&self, socket: &impl AsFd) {
+        if self.faults.slow.is_some() {
+            set_socket_recv_buffer_size(socket, 4 * IN_THE_LINK).unwrap();
+        }
+    }
+
+    /// Waits until so many bytes have gone through a slow link, behind those that are in it.
+    fn carry(&self, direction: u64, bytes: usize) {
+        let Some(rate) = self.faults.slow else { return };
+        let through = {
+            let mut free = self.free[direction as usize].lock().unwrap_or_else(PoisonError::into_inner);
+            *free = (*free).max(Instant::now()) + Duration::from_secs_f64(bytes as f64 / rate as f64);
+            *free
+        };
+        thread::sleep(through.saturating_duration_since(Instant::now()));
+    }
+
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
         for number in 0.. {
             let Ok((near, _)) = listener.accept() else { return };
@@ -186,6 +218,7 @@ impl Shared {
             let target = *self.target.lock().unwrap_or_else(PoisonError::into_inner);
             let Ok(far) = TcpStream::connect_timeout(&target, Duration::from_secs(2)) else { continue };
             self.happened.connections.fetch_add(1, Ordering::Relaxed);
+            self.narrow(&far);
             let _ = (near.set_nodelay(true), far.set_nodelay(true));
             {
                 let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
@@ -273,7 +306,8 @@ struct Pump {
 impl Pump {
     fn run(&mut self, shared: &Shared) {
         let _ = self.from.set_read_timeout(Some(LOOK));
-        let mut buffer = vec![0; PORTION];
+        let portion = if shared.faults.slow.is_some() { IN_THE_LINK } else { PORTION };
+        let mut buffer = vec![0; portion];
         let mut until = self.next(&shared.faults);
         let mut vanish = false;
         while !shared.over.load(Ordering::Acquire) {
@@ -361,6 +395,10 @@ impl Pump {
             }
         }
         shared.happened.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        if self.direction == 1 {
+            shared.happened.answered.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        }
+        shared.carry(self.direction, bytes.len());
         if self.speaker.swap(self.direction, Ordering::Relaxed) != self.direction {
             shared.happened.turns.fetch_add(1, Ordering::Relaxed);
         }
