@@ -16,7 +16,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use towline::memory::{DeviceMemory, DeviceStorage, PinnedStorage};
 use towline::{
@@ -277,6 +277,7 @@ impl Worker {
                 transfer.wait()?;
                 said(transfer.path())
             }
+            "give-up" => self.give_up(&mut words),
             "add" => {
                 let remote = self.remote(&mut words)?;
                 let transfer = self.endpoint()?.fetch_add(remote, words.take()?, words.take()?)?;
@@ -392,6 +393,28 @@ impl Worker {
         self.next += 1;
         self.regions.insert(self.next, region);
         said(format!("{} {ticket}", self.next))
+    }
+
+    /// `give-up read|write REMOTE REGION LEN MS`: cancels it after that time. Answers, once it is quiet, with the milliseconds that it took
+    /// to end.
+    fn give_up(&mut self, words: &mut Words<'_>) -> Answer {
+        let (op, remote, local) = (words.text()?, self.remote(words)?, self.region(words)?);
+        let (len, endpoint) = (words.take()?, self.endpoint()?);
+        let request = if op == "read" { endpoint.read(remote, local) } else { endpoint.write(remote, local) };
+        let transfer = request.at(0, 0, len).start()?;
+        thread::sleep(words.millis()?);
+        let cancelled = Instant::now();
+        transfer.cancel();
+        let ended = transfer.wait();
+        let took = cancelled.elapsed().as_millis();
+        match ended {
+            Err(error) if error.kind() == Kind::Canceled => {}
+            other => return Err(bad(format!("it ended as {other:?}"))),
+        }
+        if !transfer.wait_quiet(Duration::from_secs(60)) {
+            return Err(bad("it never becomes quiet"));
+        }
+        said(took)
     }
 
     /// `loop read|write REMOTE REGION LEN [BLOCK]`: reads or writes over and over until the next order, in shuffled blocks where

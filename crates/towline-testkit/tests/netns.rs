@@ -293,3 +293,40 @@ fn a_slow_link_is_not_taken_for_a_host_that_has_vanished() {
     user.tell(&format!("write {remote} 1 0 0 {MIB}"));
     user.answer(Duration::from_secs(100)).unwrap();
 }
+
+#[test]
+fn of_a_write_over_a_slow_link_that_is_cancelled_nothing_lands_once_it_is_quiet() {
+    const LEN: usize = 64 * MIB;
+    let test = "of_a_write_over_a_slow_link_that_is_cancelled_nothing_lands_once_it_is_quiet";
+    let Some(network) = network(test) else { return };
+    let _watchdog = watch(test, Duration::from_secs(240));
+    if let Err(reason) = network.slow_down(1_000_000) {
+        skip::skip(test, "netns", &reason);
+        return;
+    }
+    let (mut owner, mut user) = patient_pair(&network);
+    owner.must(&format!("register {LEN} system read+write"));
+    user.must(&format!("register {LEN} system none"));
+    user.must("fill 1 1 1");
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    let remote = user.must(&format!("import {ticket} tcp")).number(0);
+    let mut random = Random::new(17);
+    let landed = |owner: &mut Process| owner.must(&format!("take 1 0 {LEN}")).payload;
+    for _ in 0..4 {
+        owner.must("fill 1 9 9");
+        let moment = 500 + random.below(1000);
+        user.tell(&format!("give-up write {remote} 1 {LEN} {moment}"));
+        // It ends within two seconds, whatever the limits are; a busy machine is given more.
+        let took = user.answer(Duration::from_secs(100)).unwrap().number(0);
+        assert!(took < 10_000, "it ended after {took} ms");
+        let quiet = landed(&mut owner);
+        std::thread::sleep(Duration::from_millis(800));
+        let late = quiet.iter().zip(landed(&mut owner)).filter(|(before, now)| **before != *now).count();
+        assert_eq!(late, 0, "so many bytes landed behind a quiet end");
+    }
+    // What was given up does not hold up what comes next, nor does a read that is given up.
+    user.tell(&format!("give-up read {remote} 1 {LEN} 1500"));
+    user.answer(Duration::from_secs(100)).unwrap();
+    user.tell(&format!("read {remote} 1 0 0 4096"));
+    user.answer(Duration::from_secs(30)).unwrap();
+}

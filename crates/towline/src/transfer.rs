@@ -212,9 +212,10 @@ impl Transfer {
         }
     }
 
-    /// Asks it to stop. It ends with [`Kind::Canceled`] once the local memory is safe to reuse, and nothing of it changes the
-    /// remote memory any more: wait for that. Over a stream, a write that is under way ends when the owner has said what became
-    /// of it; an owner that says nothing for two seconds loses the connection, and what it has not read with it.
+    /// Asks it to stop. It ends with [`Kind::Canceled`] once the local memory is safe to reuse: wait for that. Over a stream, a write
+    /// that is under way ends when the owner has said what became of it, and within two seconds in any case, whatever the limits are.
+    /// Where the owner has said nothing by then, the connection is given up; nothing of the write changes the remote memory once
+    /// it is [quiet](Self::quiet), which on one host it is at its end.
     ///
     /// A transfer that has already ended stays as it ended.
     pub fn cancel(&self) {
@@ -227,12 +228,15 @@ impl Transfer {
 
     /// Whether nothing of this transfer can touch the local memory any more, nor change the owner's.
     ///
-    /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done), but for three cases. NIXL
+    /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done), but for some cases. A write
+    /// to another host that was stopped may end while its bytes are on their way, or with an owner that says nothing: it is quiet when the
+    /// owner has said that nothing more of it will land, or the session has ended. One that was in flight when this endpoint was
+    /// closed is never quiet, since nobody asks any more. NIXL
     /// cannot stop what it has begun: there a transfer that was cancelled, ran out of time or lost its peer may end before it is
     /// quiet. Its memory on both sides then stays registered, and is parked where it is dropped, until NIXL has let go. And over a
     /// Unix stream an owner may be stopped while it writes a file or to a GPU, or, where the machine lacks what makes its look at the
     /// initiator and its change of memory one step, while it changes memory. It finishes that when it goes on: the transfer ends
-    /// at its limit, and is quiet when the owner has finished or exited. Over TCP the same may happen to a write to a GPU, and nobody
+    /// at its limit, and is quiet when the owner has finished or exited. The same may happen to a write to a GPU, and between users of one host nobody
     /// can see when the owner has finished: given up by this side, such a write is never quiet. The local memory is free at the end.
     pub fn quiet(&self) -> bool {
         match &self.0 {
@@ -526,6 +530,12 @@ impl TransferCore {
         let mut inner = lock(&self.inner);
         inner.state.progressed(bytes);
         inner.last_progress = Instant::now();
+    }
+
+    /// Bytes that were counted before were on their way, and some of them arrived then.
+    pub(crate) fn got_on(&self, when: Instant) {
+        let mut inner = lock(&self.inner);
+        inner.last_progress = inner.last_progress.max(when);
     }
 
     /// The word that an atomic operation found.

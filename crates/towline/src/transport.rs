@@ -220,7 +220,7 @@ pub(crate) trait Transport: Send + Sync {
     /// compromised peer too; otherwise they hold between cooperating processes.
     fn enforced(&self) -> bool;
 
-    /// Whether a transfer is quiet when it has ended, however it ended.
+    /// Whether a transfer on one host is quiet when it has ended, however it ended. Between hosts it may say that it is not.
     fn quiet_at_end(&self) -> bool {
         true
     }
@@ -397,7 +397,7 @@ pub struct PathInfo {
     pub capabilities: Capabilities,
     /// Whether the owner checks every access on it.
     pub enforced: bool,
-    /// Whether a transfer is quiet when it has ended, however it ended.
+    /// Whether a transfer on one host is quiet when it has ended, however it ended.
     pub quiet_at_end: bool,
     /// Whether it works on this machine.
     pub probe: Probe,

@@ -62,13 +62,18 @@ class Transfer(Generic[T_co]):
     def quiet(self) -> bool:
         """Whether nothing of it can touch the local memory any more, nor change the owner's.
 
-        That is so when it has ended, but for two cases: NIXL cannot stop what it has begun, and over a Unix stream an
-        owner that is stopped in the middle of a reduction, an atomic or a write to a file finishes it when it goes on.
+        That is so when it has ended, but for three cases: NIXL cannot stop what it has begun; over a Unix stream an
+        owner that is stopped in the middle of a reduction, an atomic or a write to a file finishes it when it goes on;
+        and of a write to another host that was given up, bytes may be on their way until the owner has said that no
+        more of them lands.
         """
         return self._native.quiet()
 
     def cancel(self) -> None:
-        """Asks it to stop. It ends, with ``Canceled``, once the local memory is safe to reuse: wait for that."""
+        """Asks it to stop. It ends, with ``Canceled``, once the local memory is safe to reuse: wait for that.
+
+        Over a stream that takes two seconds at most, whatever the limits are.
+        """
         self._native.cancel()
 
     @property

@@ -232,3 +232,57 @@ fn an_owner_without_descriptors_says_so_goes_on_and_recovers() {
     drop(running);
     target.is_unharmed();
 }
+
+/// A frame of that kind: 24 bytes of header, a body, zeros up to a multiple of 64.
+fn frame(kind: u8, id: u64, body: &[u8]) -> Vec<u8> {
+    let len = 24 + body.len();
+    let mut frame = vec![0; len.next_multiple_of(64)];
+    (frame[0], frame[3], frame[4]) = (kind, (frame.len() - len) as u8, body.len() as u8);
+    frame[16..24].copy_from_slice(&id.to_le_bytes());
+    frame[24..len].copy_from_slice(body);
+    frame
+}
+
+#[test]
+fn requests_and_lanes_that_are_not_there_are_given_up_without_a_trace() {
+    const WITHDRAW: u8 = 43;
+    const END_LANE: u8 = 44;
+    let mut target = Target::open("requests_and_lanes_that_are_not_there_are_given_up_without_a_trace");
+    for medium in [Medium::Unix, Medium::Tcp] {
+        let mut attacker = Attacker::connect(&target.ticket, medium);
+        let handle = attacker.log_in(&target.ticket);
+        let before = target.process.resident();
+        for round in 0..200u64 {
+            let nothing: Vec<u8> = (0..500).flat_map(|id| frame(WITHDRAW, round << 32 | id, &[])).collect();
+            attacker.send(&nothing);
+            attacker.send(&frame(END_LANE, round, &[round as u8; 32]));
+            let (header, body) = attacker.frame().expect("a lane that is not there is over");
+            assert_eq!((header.kind, header.id), (FrameKind::Done, round));
+            assert!(towline::wire::Done::decode(&body).unwrap().outcome.is_ok());
+        }
+        assert!(target.process.resident() < before + (4 << 20), "it keeps what is not there in mind");
+        // Of a request that is there exactly one answer comes, whole or not.
+        let blocks = vec![Block { offset: 0, len: LEN as u32 }];
+        for id in 1..=40 {
+            attacker
+                .send(&Message::from(Read { transfer: 0, handle, blocks: blocks.clone() }).frame(id, 0, 0));
+            attacker.send(&frame(WITHDRAW, id, &[]));
+            attacker.send(&frame(WITHDRAW, id, &[]));
+        }
+        attacker.send(&Message::from(Ping {}).frame(99, 0, 0));
+        let mut answered = Vec::new();
+        while let Some((header, body)) = attacker.frame().filter(|(header, _)| header.kind == FrameKind::Data)
+        {
+            let outcome = Data::decode(&body).unwrap().outcome;
+            assert!(outcome.is_ok() || outcome.unwrap_err().kind == Kind::Canceled);
+            answered.push(header.id);
+        }
+        answered.sort_unstable();
+        assert_eq!(answered, (1..=40).collect::<Vec<u64>>());
+        // What cannot be a transcript ends the session.
+        attacker.send(&frame(END_LANE, 1, &[0; 31]));
+        assert!(attacker.is_cut_off(PATIENCE));
+        target.serves();
+    }
+    target.is_unharmed();
+}

@@ -2,6 +2,8 @@
 //! word. `TOWLINE_TEST_SEED` tries others.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
+mod slow;
+
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;

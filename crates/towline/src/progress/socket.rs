@@ -7,6 +7,8 @@
     reason = "hands raw parts of registered memory to sendmsg and recvmsg; reads SO_PEERPIDFD"
 )]
 
+mod tuning;
+
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::{self, MaybeUninit, offset_of};
 use std::net::SocketAddr;
@@ -22,6 +24,7 @@ use rustix::net::{
     sockopt,
 };
 
+pub(crate) use self::tuning::Acknowledged;
 use crate::error::{Error, Kind, Result};
 use crate::fork;
 use crate::memory::checked::gone;
@@ -40,28 +43,9 @@ const _: () =
 /// Parts in one system call: the kernel's UIO_MAXIOV. What is beyond is left for the next call.
 pub(crate) const MAX_PARTS: usize = 1024;
 
-/// Socket buffers of a bulk lane on one host: what `net.core.wmem_max` allows on a stock kernel.
-///
-/// Measured with two processes on a 2-core VM that others used too, 384 MiB in nonblocking sends of up to
-/// 32 MiB, medians of 31 and 41 runs. One Unix stream: 2.3 GiB/s with 64 KiB, 4.4 to 4.5 from 128 KiB to 8 MiB. One
-/// loopback TCP stream: 2.4 and 2.5 with the kernel's own choice, 3.0 and 2.7 with 208 KiB, 2.2 to 2.6 from 320 KiB
-/// up (the bytes in flight then no longer stay in the cache); the quartiles overlap. Between hosts the buffers are
-/// left to the kernel, since a fixed size ends its tuning to the bandwidth and the round trip.
-const LOCAL_BULK_BUFFER: usize = 212_992;
-
-/// The congestion control of a TCP connection on one host: the one that every kernel has, and that anybody may choose.
-///
-/// No line is shared there and nothing is lost, so that there is nothing to control. But BBR, the default of some machines, holds
-/// bytes back to the rate that it has seen, by a timer for every segment, and what it has seen is how fast the receiver last got
-/// its turn: 256 MiB went at 6.7 GiB/s, and with this at 7.5.
-const LOCAL_CONGESTION: &str = "reno";
-
 /// How long a [patient](Socket::send_raw_patiently) call waits for the other side; the kernel rounds it up to its clock tick, at most
 /// 10 ms.
 const PATIENCE: Duration = Duration::from_millis(1);
-
-/// An idle connection is probed after this long.
-const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
 /// Connections that may wait to be accepted on a TCP listener; the kernel cuts it to its own limit.
 const TCP_BACKLOG: i32 = 1024;
@@ -323,16 +307,6 @@ impl Socket {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// TCP: how long ago anything came from the other host, be it an acknowledgement.
-    pub(crate) fn last_came(&self) -> Option<Duration> {
-        if self.family == Family::Unix {
-            return None;
-        }
-        let info: libc::tcp_info = self.option("look", libc::IPPROTO_TCP, libc::TCP_INFO).ok()?;
-        let milliseconds = info.tcpi_last_ack_recv.min(info.tcpi_last_data_recv);
-        Some(Duration::from_millis(milliseconds.into()))
-    }
-
     /// Reads an option of a plain C type.
     fn option<T: Plain>(&self, op: &'static str, level: libc::c_int, option: libc::c_int) -> Result<T> {
         let mut value = MaybeUninit::<T>::zeroed();
@@ -346,54 +320,6 @@ impl Socket {
         }
         // SAFETY: zeroed above and perhaps written by the kernel; `Plain` types are valid for any bytes.
         Ok(unsafe { value.assume_init() })
-    }
-
-    /// Sets what a connection of that use wants, once it is connected; `unanswered` is how long sent bytes may go unacknowledged
-    /// before TCP gives up (it is ignored on Unix sockets, where nothing can get lost).
-    pub(crate) fn tune(&self, lane: Lane, unanswered: Option<Duration>) -> Result<()> {
-        const OP: &str = "tune";
-        if self.family == Family::Tcp {
-            sockopt::set_tcp_nodelay(&self.fd, true).map_err(|e| failed(OP, "setsockopt", e))?;
-            sockopt::set_socket_keepalive(&self.fd, true).map_err(|e| failed(OP, "setsockopt", e))?;
-            // An idle connection whose other end has vanished is noticed by the kernel, without waking this process.
-            sockopt::set_tcp_keepidle(&self.fd, KEEP_ALIVE).map_err(|e| failed(OP, "setsockopt", e))?;
-            sockopt::set_tcp_keepintvl(&self.fd, KEEP_ALIVE / 5).map_err(|e| failed(OP, "setsockopt", e))?;
-            if let Some(limit) = unanswered {
-                let milliseconds =
-                    u32::try_from(limit.as_millis()).unwrap_or(u32::MAX).clamp(1, i32::MAX as u32);
-                sockopt::set_tcp_user_timeout(&self.fd, milliseconds)
-                    .map_err(|e| failed(OP, "setsockopt", e))?;
-            }
-        }
-        let local = self.peer_is_local();
-        if local && self.family == Family::Tcp {
-            // Without it the connection is slower, and no more.
-            let _ = sockopt::set_tcp_congestion(&self.fd, LOCAL_CONGESTION);
-        }
-        if lane == Lane::Bulk && local {
-            sockopt::set_socket_send_buffer_size(&self.fd, LOCAL_BULK_BUFFER)
-                .map_err(|e| failed(OP, "setsockopt", e))?;
-            sockopt::set_socket_recv_buffer_size(&self.fd, LOCAL_BULK_BUFFER)
-                .map_err(|e| failed(OP, "setsockopt", e))?;
-        }
-        if lane == Lane::Bulk {
-            // For patient calls; every other says itself that it does not wait.
-            for way in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
-                sockopt::set_socket_timeout(&self.fd, way, Some(PATIENCE))
-                    .map_err(|e| failed(OP, "setsockopt", e))?;
-            }
-            rustix::io::ioctl_fionbio(&self.fd, false).map_err(|e| failed(OP, "ioctl", e))?;
-        }
-        Ok(())
-    }
-
-    fn peer_is_local(&self) -> bool {
-        self.family == Family::Unix
-            || net::getpeername(&self.fd)
-                .ok()
-                .flatten()
-                .and_then(|address| SocketAddr::try_from(address).ok())
-                .is_some_and(|address| address.ip().is_loopback())
     }
 
     /// Ends both directions: the peer reads the end of the stream, and so does this side. Never fails.

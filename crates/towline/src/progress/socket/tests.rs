@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
+use super::tuning::{LOCAL_BULK_BUFFER, LOCAL_CONGESTION};
 use super::*;
 
 const WATCHDOG: Duration = Duration::from_secs(30);

@@ -6,6 +6,7 @@
 
 mod driving;
 mod incoming;
+mod wanted;
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,12 +15,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use self::incoming::{Incoming, Reading};
+use self::wanted::Appliers;
+pub(super) use self::wanted::Wanted;
 use super::channel::{Channel, Landing};
 use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, Sink};
-use crate::fence::applying::{Applying, Desk, Place};
+use crate::fence::applying::{Desk, Place};
 use crate::memory::checked::gone;
-use crate::progress::socket::{Family, Received, Sent};
-use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
+use crate::progress::socket::{Acknowledged, Family, Received, Sent};
+use crate::progress::{self, Interest, Readiness, Source, Token};
 use crate::sync::lock;
 use crate::wire::{Bye, HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
@@ -32,11 +35,6 @@ const MOST_UNSENT: usize = 1024;
 
 /// After this many receives a connection lets others have their turn.
 const TURN: usize = 256;
-
-/// Whether the peer is still there is known as long as this, and otherwise looked at again; but not for ever where the machine
-/// is so busy that it never is.
-const FRESH: Duration = Duration::from_millis(1);
-const LOOKS: usize = 100;
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,6 +101,14 @@ pub(super) struct Connection {
     late: Mutex<Vec<Late>>,
     incoming: Mutex<Incoming>,
     side: OnceLock<AppliedAt>,
+    /// Owner: who applies what came over it.
+    appliers: Appliers,
+    /// Of a lane: the transcript of its handshake, by which both sides know it.
+    name: OnceLock<[u8; 32]>,
+    /// Initiator: the other end is the owner's own socket on this host, so that an end is there when it has been made.
+    direct: AtomicBool,
+    /// What the other host had acknowledged at the last look.
+    acknowledged: Mutex<Acknowledged>,
     me: Weak<Connection>,
     itself: Mutex<Option<Arc<Connection>>>,
 }
@@ -111,11 +117,6 @@ pub(super) struct Connection {
 enum AppliedAt {
     Owner(Desk),
     Initiator(Place),
-}
-
-/// What an owner holds while it applies something of a connection: where the initiator looks, it sees it.
-pub(super) struct Wanted<'a> {
-    _applying: Option<Applying<'a>>,
 }
 
 impl Connection {
@@ -140,6 +141,10 @@ impl Connection {
             late: Mutex::default(),
             incoming: Mutex::default(),
             side: OnceLock::new(),
+            appliers: Appliers::default(),
+            name: OnceLock::new(),
+            direct: AtomicBool::new(false),
+            acknowledged: Mutex::default(),
             me: me.clone(),
             itself: Mutex::new(None),
         })
@@ -206,6 +211,34 @@ impl Connection {
             Some(AppliedAt::Initiator(place)) => Some(place.clone()).filter(Place::is_applying),
             _ => None,
         }
+    }
+
+    /// Of a lane: what both sides call it.
+    pub(super) fn call(&self, name: [u8; 32]) {
+        let _ = self.name.set(name);
+    }
+
+    pub(super) fn name(&self) -> Option<&[u8; 32]> {
+        self.name.get()
+    }
+
+    /// Initiator: the owner sees this end at that port.
+    pub(super) fn is_seen_at(&self, port: u32) {
+        self.direct.store(self.socket.socket().is_direct(port), Ordering::Relaxed);
+    }
+
+    /// Initiator: whether the owner's kernel knows of an end of this connection when this side has made it. Otherwise bytes may be on
+    /// their way, and what the owner has of them it may still apply.
+    pub(super) fn ends_at_once(&self) -> bool {
+        self.socket.socket().family() == Family::Unix || self.direct.load(Ordering::Relaxed)
+    }
+
+    /// When bytes were last acknowledged, where some have been that were on their way at the last look. Only they count: what is sent
+    /// in between may be a question whether anybody is there. On one host it is this side's own kernel that acknowledges.
+    pub(super) fn last_got_on(&self) -> Option<Instant> {
+        let now = self.socket.socket().acknowledged().filter(|_| !self.ends_at_once())?;
+        let before = std::mem::replace(&mut *lock(&self.acknowledged), now);
+        (before.more && now.bytes > before.bytes).then(|| Instant::now().checked_sub(now.ago)).flatten()
     }
 
     fn interest(&self, (read, write): (bool, bool)) -> Interest {
@@ -332,6 +365,11 @@ impl Connection {
             self.close(gone("read"));
         }
         requests
+    }
+
+    /// Owner: takes the answer to that request back where nothing of it has been sent.
+    pub(super) fn withdraw_answer(&self, request: u64) -> bool {
+        self.queue().withdraw_whole(request)
     }
 
     /// Lets a payload that is coming in go nowhere: afterwards its memory is not written any more.
@@ -479,11 +517,13 @@ impl Connection {
                 let about = moments::about(self, sink);
                 #[cfg(test)]
                 moments::reach(moments::Moment::Landing, &about);
+                let applier = self.appliers.one();
                 let look = || {
-                    let stays = !self.socket.hung_up();
-                    #[cfg(test)]
-                    moments::reach(moments::Moment::BeforeTheCopy, &about);
-                    stays
+                    self.look(
+                        &applier,
+                        #[cfg(test)]
+                        &about,
+                    )
                 };
                 let parts = sink.parts(left_before);
                 // SAFETY: the sink's `Keep` pins its memory, and the connection's lock keeps the sink in place.
@@ -588,8 +628,16 @@ impl Connection {
                     let take = (*end - *start).min(usize::try_from(*left).unwrap_or(usize::MAX));
                     let bytes = &staging[*start..*start + take];
                     if self.looks_at_once(sink) && !sink.is_lent() {
+                        let applier = self.appliers.one();
+                        let look = || {
+                            self.look(
+                                &applier,
+                                #[cfg(test)]
+                                &None,
+                            )
+                        };
                         // SAFETY: as for the direct receive: the sink's `Keep` pins its memory.
-                        unsafe { sink.fill_if(bytes, &|| !self.socket.hung_up()) };
+                        unsafe { sink.fill_if(bytes, &look) };
                     } else {
                         let _wanted = self.wanted_by(sink);
                         // SAFETY: as before.
@@ -611,79 +659,6 @@ impl Connection {
                 }
             }
         }
-    }
-
-    /// Owner: whether the initiator still stands by what it sent; what it asked for before it hung up, and what has not been done,
-    /// is not wanted any more. To be held until it is done: an initiator that gives up meanwhile sees that it is not, if
-    /// it can look.
-    pub(super) fn wanted(&self) -> Option<Wanted<'_>> {
-        let applying = match self.side.get() {
-            // In this order: first said, then looked.
-            Some(AppliedAt::Owner(desk)) => Some(desk.enter()?),
-            _ => None,
-        };
-        (!self.is_abandoned()).then_some(Wanted { _applying: applying })
-    }
-
-    /// Owner: the same for what is done [at once](at_once) after a look at [`stands_by`](Self::stands_by): nobody need be told of
-    /// it, where that is possible.
-    pub(super) fn wanted_at_once(&self) -> Option<Wanted<'_>> {
-        if at_once::is_possible() { Some(Wanted { _applying: None }) } else { self.wanted() }
-    }
-
-    /// Owner: whether the initiator has not hung up. Looked at before memory is changed at that address, or a file.
-    #[cfg_attr(not(test), allow(unused_variables, reason = "only tests hold somebody up there"))]
-    pub(super) fn stands_by(&self, at: Option<*mut u8>) -> bool {
-        let stays = !self.socket.hung_up();
-        #[cfg(test)]
-        moments::reach(
-            moments::Moment::BeforeTheCopy,
-            &at.map(<*mut u8>::addr).filter(|_| self.role() == Role::Lane),
-        );
-        stays
-    }
-
-    fn is_abandoned(&self) -> bool {
-        for _ in 0..LOOKS {
-            let before = Instant::now();
-            if self.socket.hung_up() {
-                return true;
-            }
-            // A process is stopped when it leaves the kernel: what it has seen there may be as old as that.
-            if before.elapsed() < FRESH {
-                return false;
-            }
-        }
-        false
-    }
-
-    /// Whether the bytes of a write land [at once](at_once) after the look at their initiator, so that a stop has no room between:
-    /// nobody need be told of it then.
-    fn looks_at_once(&self, sink: &Sink) -> bool {
-        #[cfg(test)]
-        if moments::inexact() {
-            return false;
-        }
-        sink.writes_a_region() && at_once::is_possible()
-    }
-
-    /// Lets the bytes of a write go nowhere if its initiator has hung up: it has told its caller that nothing of the write
-    /// lands any more. This side may have been stopped since the bytes came.
-    fn wanted_by(&self, sink: &mut Sink) -> Option<Wanted<'_>> {
-        if !sink.writes_a_region() {
-            return None;
-        }
-        #[cfg(test)]
-        let about = moments::about(self, sink);
-        #[cfg(test)]
-        moments::reach(moments::Moment::BeforeTheLook, &about);
-        let wanted = self.wanted();
-        if wanted.is_none() {
-            sink.give_up(GivenUp::HungUp);
-        }
-        #[cfg(test)]
-        moments::reach(moments::Moment::BeforeTheCopy, &about);
-        wanted
     }
 
     /// What may come over it now.

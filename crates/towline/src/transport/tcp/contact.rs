@@ -61,17 +61,13 @@ pub(super) fn with_ticket(
     handshake(endpoint, socket, owner, ClientKey::Ticket(ticket), until)
 }
 
-/// Connects once more to the owner of a session; on one host also gives the connection's place in the page that both share.
-pub(super) fn with_session(
-    endpoint: &EndpointCore,
-    session: &Session,
-    until: Instant,
-) -> Result<(Channel, Option<u32>)> {
+/// Connects once more to the owner of a session.
+pub(super) fn with_session(endpoint: &EndpointCore, session: &Session, until: Instant) -> Result<Contact> {
     let owner = session.owner().incarnation;
     let socket = dial(session.medium(), &owner, Lane::Bulk, until)?;
     let socket = Channel::connected(socket, endpoint.tls(), session.peer_name(), until)?;
     let key = ClientKey::Session { id: session.id, key: &session.key };
-    Ok(handshake(endpoint, socket, owner, key, until).map(|contact| (contact.socket, contact.ready.local))?)
+    Ok(handshake(endpoint, socket, owner, key, until)?)
 }
 
 fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Result<Socket> {

@@ -249,6 +249,16 @@ impl Files {
         state.workers > 0 || state.read > 0
     }
 
+    /// Forgets a request over that connection that waits; whether it did.
+    pub(super) fn withdraw(&self, connection: &Arc<Connection>, request: u64) -> bool {
+        let mut state = lock(&self.state);
+        let mine = |one: &Reading| one.request == request && Arc::ptr_eq(&one.connection, connection);
+        let withdrawn = state.waiting.iter().position(mine).and_then(|at| state.waiting.remove(at));
+        state.blocks -= withdrawn.as_ref().map_or(0, |one| one.asked.blocks.len());
+        drop(state);
+        withdrawn.is_some()
+    }
+
     /// Forgets what waits.
     pub(super) fn clear(&self) {
         let waiting = {

@@ -278,7 +278,7 @@ impl Newcomer {
                 let (key, challenge) = handshake.on_prove(body)?;
                 let _ = self.proven.set((client.clone(), used.clone()));
                 match used {
-                    KeyRef::Session(id) => Serving::join(&endpoint, id, connection),
+                    KeyRef::Session(id) => Serving::join(&endpoint, id, challenge, connection),
                     KeyRef::Ticket(public) => {
                         // Only now: what has become of a region is the business of those who hold a ticket to it.
                         let standing = Standing::of_ticket(&endpoint, &public)?;

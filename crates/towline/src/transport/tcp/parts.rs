@@ -239,11 +239,12 @@ impl Outgoing {
     /// That many bytes have been sent.
     pub(super) fn sent(&mut self, mut bytes: usize) {
         while let Some(first) = self.frames.front_mut() {
-            let Some(rest) = first.sent(bytes) else { return };
-            bytes = rest;
+            let rest = first.sent(bytes);
             if let Keep::Transfer(hold, _) = &first.keep {
                 hold.transfer().progressed(0);
             }
+            let Some(rest) = rest else { return };
+            bytes = rest;
             self.parts -= first.payload.len();
             self.frames.pop_front();
             if bytes == 0 {
@@ -295,6 +296,15 @@ impl Outgoing {
     /// The requests of which nothing has been sent.
     pub(super) fn unsent(&self) -> Vec<u64> {
         self.frames.iter().filter(|frame| !frame.started()).filter_map(|frame| frame.keep.request()).collect()
+    }
+
+    /// Takes back the frame that belongs to that request, unless it has been begun.
+    pub(super) fn withdraw_whole(&mut self, request: u64) -> bool {
+        let at =
+            self.frames.iter().position(|frame| frame.keep.request() == Some(request) && !frame.started());
+        let withdrawn = at.and_then(|at| self.frames.remove(at));
+        self.parts -= withdrawn.as_ref().map_or(0, |frame| frame.payload.len());
+        withdrawn.is_some()
     }
 
     /// Whether the stream cannot be made whole any more.

@@ -319,11 +319,11 @@ impl Run {
             // A stop that came before the request was pending did not find it.
             Ok(()) => {
                 session.take_back(connection, transfer.id);
-                if self.changes(unit) {
-                    session.settle();
-                    return Ok(());
+                if !self.changes(unit) {
+                    session.unwanted(request);
                 }
-                transfer.stop_error()
+                session.settle();
+                return Ok(());
             }
             Err(error) => error,
         };

@@ -3,6 +3,7 @@
 mod admitting;
 mod local;
 mod standing;
+mod unwanted;
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 use self::admitting::{Admitted, Granting};
 use self::local::Local;
 pub(super) use self::standing::Standing;
+use self::unwanted::EndingLanes;
 use super::allowance::{Allowance, exhausted};
 use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Next, Role, Wanted};
@@ -40,9 +42,10 @@ use crate::{Access, Error, Kind, Result};
 /// While a peer holds a claim, it is asked this often whether it is there.
 const HEARTBEAT: Duration = Duration::from_millis(500);
 
-/// The moments that it waits for: when to beat, and when to tell of segments that are gone.
+/// The moments that it waits for: when to beat, when to tell of segments that are gone, and when to look at lanes that are to end.
 const BEAT: u64 = 0;
 const GONE: u64 = 1;
+const ENDING: u64 = 2;
 
 /// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
 const MOST_REDUCED: u64 = 4 << 20;
@@ -63,6 +66,7 @@ pub(crate) struct Serving {
     announced: Announced,
     allowance: Arc<Allowance>,
     files: Arc<Files>,
+    ending: EndingLanes,
     pub(super) local: Option<Local>,
     closed: AtomicBool,
     /// The peer has said that nothing of it is under way any more.
@@ -102,6 +106,7 @@ impl Serving {
             announced: Announced::default(),
             allowance: Allowance::new(endpoint.quotas()),
             files: Arc::default(),
+            ending: EndingLanes::default(),
             local,
             closed: AtomicBool::new(false),
             goodbye: AtomicBool::new(false),
@@ -117,12 +122,13 @@ impl Serving {
         if let Some(desk) = serving.local.as_ref().and_then(Local::desk) {
             connection.apply_at(desk);
         }
-        let rows = serving.local.as_ref().map(|_| endpoint.table.rows());
-        if rows.is_some() {
+        let mut local = connection.socket().socket().peer_port();
+        if serving.local.is_some() {
+            local = Some(endpoint.table.rows());
             // The page by which the peer shows that it lives.
             connection.expect_files();
         }
-        let ready = wire::Ready { session: serving.id, name: endpoint.name().to_owned(), local: rows };
+        let ready = wire::Ready { session: serving.id, name: endpoint.name().to_owned(), local };
         connection.authenticate(serving, Role::Control);
         let head = Message::from(ready).frame(0, 0, files.len() as u8);
         connection.send(head, files, Payload::None, Keep::Nothing)
@@ -152,11 +158,17 @@ impl Serving {
     }
 
     /// A known peer has opened one more connection.
-    pub(super) fn join(endpoint: &Arc<EndpointCore>, id: u64, connection: &Arc<Connection>) -> Result<()> {
+    pub(super) fn join(
+        endpoint: &Arc<EndpointCore>,
+        id: u64,
+        transcript: [u8; 32],
+        connection: &Arc<Connection>,
+    ) -> Result<()> {
         let serving = Serving::find(endpoint, id)
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over"))?;
         Serving::has_connection_left(endpoint, &serving.peer)?;
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
+        connection.call(transcript);
         lock(&serving.connections).push(Arc::clone(connection));
         // Whoever ends it closes the connections that it finds after it has said so.
         if serving.closed.load(Ordering::Acquire) {
@@ -164,7 +176,7 @@ impl Serving {
             return Err(Error::new(Kind::Disconnected, "contact", "the session is over"));
         }
         let desk = serving.local.as_ref().and_then(Local::desk);
-        let place = desk.as_ref().map(Desk::index);
+        let place = desk.as_ref().map(Desk::index).or_else(|| connection.socket().socket().peer_port());
         if let Some(desk) = desk {
             connection.apply_at(desk);
         }
@@ -234,6 +246,7 @@ impl Serving {
         let grants = std::mem::take(&mut *lock(&self.grants));
         self.counting.clear();
         self.files.clear();
+        self.ending.clear();
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
             local.pins.end();
@@ -388,9 +401,9 @@ impl Serving {
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
             // A disk may take its time, and a GPU cannot be looked at in one step: whoever can see it is told meanwhile.
-            let outcome = wanted("write", &answered).and_then(|_wanted| {
+            let outcome = wanted("write", &answered).and_then(|wanted| {
                 match serving.admit(write.handle, Access::WRITE, &write.blocks, header.id)? {
-                    Admitted::Bounced(asked) => asked.write(landed, &|| answered.stands_by(None)),
+                    Admitted::Bounced(asked) => asked.write(landed, &|| wanted.stands_by(None)),
                     Admitted::Memory(..) => {
                         Err(Error::new(Kind::Internal, "write", "a file has become memory"))
                     }
@@ -445,7 +458,7 @@ impl Serving {
         let block = Block { offset, len: 8 };
         let (keep, parts) = self.admit_words("atomic", handle, &[block], 0)?;
         let lent = keep.is_lent();
-        let _wanted = awaited.map(|connection| wanted_at_once("atomic", connection, lent)).transpose()?;
+        let wanted = awaited.map(|connection| wanted_at_once("atomic", connection, lent)).transpose()?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
         if word.is_null() || word.addr() % 8 != 0 {
             self.refused(handle);
@@ -455,7 +468,7 @@ impl Serving {
             ));
         }
         self.served(handle, Deed::Written(8));
-        let stands_by = || awaited.is_none_or(|connection| connection.stands_by(Some(word)));
+        let stands_by = || wanted.as_ref().is_none_or(|wanted| wanted.stands_by(Some(word)));
         act(&stands_by, Word { at: word, lent })?.ok_or_else(|| hung_up("atomic"))
     }
 
@@ -567,9 +580,10 @@ impl Serving {
 
 impl Timer for Serving {
     fn fired(self: Arc<Self>, key: u64) {
-        if key == GONE {
-            self.tell_gone();
-            return;
+        match key {
+            GONE => return self.tell_gone(),
+            ENDING => return self.look_at_ending_lanes(),
+            _ => {}
         }
         self.beating.store(false, Ordering::Release);
         let Some(endpoint) = self.endpoint.upgrade() else { return };
@@ -635,6 +649,8 @@ impl Handler for Arc<Serving> {
                 self.follow(connection, header.id, message)
             }
             Message::Cancel(_) => self.settle(self.counting.forget(header.id)),
+            Message::Withdraw(_) => self.withdraw(connection, header.id),
+            Message::EndLane(end) => self.end_lane(connection, header.id, &end.lane),
             Message::Finish(finish) => self.finish(finish),
             Message::Check(check) => {
                 self.announced.put(connection, header.id, check.checks);
@@ -738,8 +754,8 @@ impl Handler for Arc<Serving> {
                     let (keep, parts) =
                         self.admit_words("reduce_into", reduce.handle, &reduce.blocks, header.id)?;
                     let lent = keep.is_lent();
-                    let _wanted = wanted_at_once("reduce_into", connection, lent)?;
-                    let stands_by = || connection.stands_by(parts.first().map(|part| part.ptr));
+                    let wanted = wanted_at_once("reduce_into", connection, lent)?;
+                    let stands_by = || wanted.stands_by(parts.first().map(|part| part.ptr));
                     match apply::reduce(&stands_by, &parts, lent, &sink.buffer, reduce.op, reduce.dtype)? {
                         true => Ok(()),
                         false => Err(hung_up("reduce_into")),
@@ -759,7 +775,10 @@ impl Handler for Arc<Serving> {
         self.announced.forget(connection);
         match connection.role() {
             Role::Control => self.end(&error),
-            Role::Lane => lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection)),
+            Role::Lane => {
+                self.ending.left(connection);
+                lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection));
+            }
         }
         if error.kind() == Kind::Protocol {
             if let Some(endpoint) = self.endpoint.upgrade() {

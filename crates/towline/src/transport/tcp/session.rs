@@ -4,6 +4,7 @@ mod ending;
 mod hearing;
 mod lanes;
 mod pulse;
+mod unquiet;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 use self::hearing::ToSession;
 use self::lanes::Lanes;
 use self::pulse::Pulse;
+use self::unquiet::EndingLane;
 use super::Medium;
 use super::connection::Connection;
 use super::contact::{self, NoContact};
@@ -36,7 +38,7 @@ use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
 use crate::transport::{Borrowing, Told, cma};
 use crate::wire::handshake::SessionKey;
-use crate::wire::{self, Message};
+use crate::wire::{self, FrameKind, Message};
 use crate::{Error, Kind, Result, Ticket};
 
 /// While something is in flight between hosts, a frame goes out at least this often, so that a peer that does not acknowledge
@@ -73,8 +75,12 @@ pub(crate) struct Session {
     local: Option<Local>,
     /// Why there is none.
     apart: String,
+    /// The owner understands Withdraw and EndLane.
+    ends_lanes: bool,
     cma: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
+    /// This side has ended it, and not the owner or what happened to that.
+    closed_here: AtomicBool,
     /// When that was, for all who imported something over it.
     lost: Arc<OnceLock<Instant>>,
     beating: AtomicBool,
@@ -103,8 +109,24 @@ pub(super) struct Local {
 pub(super) enum Pending {
     Import(Arc<Reply>),
     Ask(mpsc::SyncSender<Result<Told>>),
-    Unit { run: Arc<Run>, unit: usize, connection: Arc<Connection> },
-    Atomic { transfer: Arc<TransferCore> },
+    Unit {
+        run: Arc<Run>,
+        unit: usize,
+        connection: Arc<Connection>,
+    },
+    Atomic {
+        transfer: Arc<TransferCore>,
+    },
+    /// A read that was stopped then, and whose answer goes nowhere when it comes over that lane.
+    Unwanted {
+        connection: Arc<Connection>,
+        since: Instant,
+    },
+    /// The owner may still make this change, of which nobody waits for the end any more: until it has answered, the transfer is not
+    /// quiet.
+    Late(Arc<TransferCore>),
+    /// A lane is to end.
+    Ending(EndingLane),
 }
 
 impl Pending {
@@ -113,7 +135,24 @@ impl Pending {
         match self {
             Pending::Unit { run, unit, .. } => run.changes(*unit).then_some(&run.transfer),
             Pending::Atomic { transfer } => Some(transfer),
-            Pending::Import(_) | Pending::Ask(_) => None,
+            Pending::Import(_)
+            | Pending::Ask(_)
+            | Pending::Unwanted { .. }
+            | Pending::Late(_)
+            | Pending::Ending(_) => None,
+        }
+    }
+
+    /// The kind of frame that answers it.
+    fn answer(&self) -> FrameKind {
+        match self {
+            Pending::Import(_) => FrameKind::Granted,
+            Pending::Ask(_) => FrameKind::Told,
+            Pending::Unit { run, unit, .. } if !run.changes(*unit) => FrameKind::Data,
+            Pending::Unwanted { .. } => FrameKind::Data,
+            Pending::Unit { .. } | Pending::Atomic { .. } | Pending::Late(_) | Pending::Ending(_) => {
+                FrameKind::Done
+            }
         }
     }
 
@@ -142,6 +181,9 @@ impl Session {
                 None => (None, withheld(&owner)),
             },
         };
+        // An owner that says so over TCP knows of lanes that end.
+        let seen_at = contact.ready.local.filter(|_| matches!(medium, Medium::Tcp(_)));
+        let ends_lanes = seen_at.is_some();
         let session = Arc::new_cyclic(|me| Session {
             endpoint: Arc::downgrade(endpoint),
             owner,
@@ -160,8 +202,10 @@ impl Session {
             importing: Mutex::default(),
             local,
             apart,
+            ends_lanes,
             cma: OnceLock::new(),
             dead: OnceLock::new(),
+            closed_here: AtomicBool::new(false),
             lost: Arc::default(),
             beating: AtomicBool::new(false),
             pulse: Mutex::new(Pulse::new()),
@@ -177,6 +221,9 @@ impl Session {
         );
         if let Some(place) = session.local.as_ref().and_then(|local| Place::of(&local.pins, 0)) {
             control.applied_at(place);
+        }
+        if let Some(port) = seen_at {
+            control.is_seen_at(port);
         }
         control.watch()?;
         let _ = session.control.set(control);
@@ -212,6 +259,19 @@ impl Session {
             Payload::None,
             Keep::Nothing,
         )
+    }
+
+    /// All connections.
+    fn connections(&self) -> Vec<Arc<Connection>> {
+        lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect()
+    }
+
+    /// The connection over which that was asked.
+    fn connection_of<'a>(&'a self, pending: &'a Pending) -> Option<&'a Arc<Connection>> {
+        match pending {
+            Pending::Unit { connection, .. } | Pending::Unwanted { connection, .. } => Some(connection),
+            _ => self.control.get(),
+        }
     }
 
     fn control(&self) -> Result<&Arc<Connection>> {
@@ -272,7 +332,7 @@ impl Session {
 
     /// Remembers who waits for the answer to a new request.
     pub(super) fn expect(&self, pending: Pending) -> Result<u64> {
-        let request = self.next_request.fetch_add(1, Ordering::Relaxed);
+        let request = self.next_request();
         lock(&self.pending).insert(request, pending);
         // Whoever fails the session takes what is pending after it has said that it is dead.
         if let Err(error) = self.alive()
@@ -282,6 +342,10 @@ impl Session {
         }
         self.beat();
         Ok(request)
+    }
+
+    fn next_request(&self) -> u64 {
+        self.next_request.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Forgets a request; whoever succeeds is the one to report its end.

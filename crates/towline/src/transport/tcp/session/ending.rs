@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 use super::{Pending, SETTLE_TIMER, Session};
 use crate::fence::pins::Side;
 use crate::sync::lock;
-use crate::transport::tcp::connection::Connection;
+use crate::transport::tcp::connection::{Connection, Role};
+use crate::transport::tcp::parts::{Keep, Payload};
 use crate::transport::tcp::run::Run;
 use crate::transport::tcp::{Medium, afar, sharing};
-use crate::{Error, Kind, progress, wire};
+use crate::wire::{self, Message};
+use crate::{Error, Kind};
 
 /// How long the owner may take to say what became of a write that was stopped, since it was asked or was last heard: the write's
 /// own limit without progress, but within these bounds, which leave time for a long round trip and still are no long wait.
@@ -18,9 +20,13 @@ use crate::{Error, Kind, progress, wire};
 const LEAST_GRACE: Duration = Duration::from_millis(500);
 const MOST_GRACE: Duration = Duration::from_secs(2);
 
-/// However often it is heard, an owner has no longer than this since the stop, or the limit without progress where that is longer:
-/// one that says everything but what became of the write must not keep it for ever.
-const LEAST_PATIENCE: Duration = MOST_GRACE;
+/// However often it is heard, an owner has no longer than this since the stop: one that says everything but what became of the write
+/// must not keep it for ever, nor a slow link. With the time for the [end of a lane](super::unquiet) it is less than two seconds.
+const PATIENCE: Duration = Duration::from_millis(1400);
+
+/// How long the answer to a read that was stopped may keep a lane busy: then the lane is reset, and what is left of the answer dropped
+/// where it is.
+const UNWANTED: Duration = Duration::from_millis(500);
 
 impl Session {
     /// Makes a transfer quiet: nothing of it is sent or received any more. What has been sent and changes the owner's memory
@@ -34,14 +40,44 @@ impl Session {
             .filter(|(_, pending)| pending.changing().is_none())
             .map(|(request, _)| *request)
             .collect();
-        self.stopped(reads);
+        for request in reads {
+            self.unwanted(request);
+        }
         self.settle();
+    }
+
+    /// Ends the request of a read that was stopped, which has been sent. Between hosts the owner is told, and a lane over which the
+    /// answer comes all the same is not left to it for long: see [`settle`](Self::settle).
+    pub(in crate::transport::tcp) fn unwanted(&self, request: u64) {
+        let mut pending = lock(&self.pending);
+        let Some(Pending::Unit { connection, .. }) = pending.get(&request) else { return };
+        let connection = Arc::clone(connection);
+        // Whoever closes a lane looks afterwards who waits for it.
+        let tracked = matches!(self.medium, Medium::Tcp(_))
+            && connection.role() == Role::Lane
+            && !connection.is_closed();
+        let unwanted = Pending::Unwanted { connection: Arc::clone(&connection), since: Instant::now() };
+        let ended = if tracked { pending.insert(request, unwanted) } else { pending.remove(&request) };
+        lock(&self.checks).remove(&request);
+        drop(pending);
+        let Some(Pending::Unit { run, unit, .. }) = ended else { return };
+        if self.ends_lanes {
+            let frame = Message::from(wire::Withdraw {}).frame(request, 0, 0);
+            let _ = connection.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+        }
+        run.failed(unit, run.transfer.stop_error());
+    }
+
+    /// A payload has come whole, and gone nowhere.
+    pub(super) fn went_nowhere(&self, request: u64) {
+        if let Some(Pending::Unit { run, unit, .. }) = self.forget(request) {
+            run.failed(unit, run.transfer.stop_error());
+        }
     }
 
     /// [`take_back`](Self::take_back) from every connection.
     pub(in crate::transport::tcp) fn take_all_back(&self, transfer: u64) {
-        let connections: Vec<_> = lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect();
-        for connection in connections {
+        for connection in self.connections() {
             self.take_back(&connection, transfer);
         }
     }
@@ -63,37 +99,68 @@ impl Session {
     }
 
     /// Ends what was stopped and may still change the owner's memory: the owner's answer ends it, or, where none comes in time,
-    /// the reset of its connection.
+    /// the reset of its connection. Of a lane that is not known to [end at once](Connection::ends_at_once) the owner is asked whether it has;
+    /// a control connection like that stays, and the transfer ends without being quiet.
     pub(in crate::transport::tcp) fn settle(&self) {
         let now = Instant::now();
         let heard = self.began + Duration::from_micros(self.heard.load(Ordering::Relaxed));
         let mut next: Option<Instant> = None;
+        let mut due: Vec<u64> = Vec::new();
         let mut silent: Vec<Arc<Connection>> = Vec::new();
-        for pending in lock(&self.pending).values() {
-            let Some(transfer) = pending.changing() else { continue };
-            let (started, Some(stopped)) = transfer.span_of_time() else { continue };
-            let grace = transfer.limits.no_progress.clamp(LEAST_GRACE, MOST_GRACE);
-            let patience = transfer.limits.no_progress.max(LEAST_PATIENCE);
-            let due = (started.max(heard) + grace).max(stopped).min(progress::later(stopped, patience));
-            if due > now {
-                next = Some(next.map_or(due, |next| next.min(due)));
-                continue;
+        {
+            let pending = lock(&self.pending);
+            for (request, one) in pending.iter() {
+                let Some(mut when) = self.due(one, heard) else { continue };
+                let connection = self.connection_of(one);
+                if when <= now
+                    && let (Pending::Unwanted { .. }, Some(connection)) = (one, connection)
+                    && pending.values().any(|other| self.is_changed_over(other, connection))
+                {
+                    // A write that goes well is worth more than the time that this takes.
+                    when = now + UNWANTED;
+                }
+                if when > now {
+                    next = Some(next.map_or(when, |next| next.min(when)));
+                    continue;
+                }
+                match connection.filter(|one| one.role() == Role::Lane || one.ends_at_once()) {
+                    Some(over) if !matches!(one, Pending::Ending(_)) => {
+                        if !silent.iter().any(|known| Arc::ptr_eq(known, over)) {
+                            silent.push(Arc::clone(over));
+                        }
+                    }
+                    _ => due.push(*request),
+                }
             }
-            let connection = match pending {
-                Pending::Unit { connection, .. } => Some(connection),
-                _ => self.control.get(),
-            };
-            silent.extend(
-                connection.filter(|one| !silent.iter().any(|known| Arc::ptr_eq(known, one))).cloned(),
-            );
+        }
+        for request in due {
+            self.ends_without_a_word(request);
         }
         for connection in silent {
-            let message = "the owner did not say what became of a write that was stopped";
+            let message = "the owner did not answer in time what was stopped";
             connection.reset(Error::new(Kind::Disconnected, "session", message));
         }
         if let Some(next) = next {
             self.wake_at(next, SETTLE_TIMER);
         }
+    }
+
+    /// When somebody has waited long enough for the owner.
+    fn due(&self, pending: &Pending, heard: Instant) -> Option<Instant> {
+        match pending {
+            Pending::Unwanted { since, .. } => return Some(*since + UNWANTED),
+            Pending::Ending(lane) => return lane.until(),
+            _ => {}
+        }
+        let transfer = pending.changing()?;
+        let (started, Some(stopped)) = transfer.span_of_time() else { return None };
+        let grace = transfer.limits.no_progress.clamp(LEAST_GRACE, MOST_GRACE);
+        Some((started.max(heard) + grace).max(stopped).min(stopped + PATIENCE))
+    }
+
+    fn is_changed_over(&self, pending: &Pending, connection: &Arc<Connection>) -> bool {
+        pending.changing().is_some()
+            && self.connection_of(pending).is_some_and(|over| Arc::ptr_eq(over, connection))
     }
 
     /// The connection of a request is gone, and nobody has said what became of it. Where the owner is seen to be in the middle of
@@ -114,6 +181,9 @@ impl Session {
         {
             // It may stand between its look at this side and the copy to its GPU, and nobody will say when it is past that.
             transfer.unfinished_afar();
+        } else if !connection.ends_at_once() && connection.is_forsaken() && self.alive().is_ok() {
+            // An owner that does not know how to say when a lane is over. The end of the session says it.
+            self.late(transfer);
         }
     }
 
@@ -166,6 +236,13 @@ impl Session {
         Error::owner_gone("session", "the owner has closed its endpoint")
     }
 
+    /// Of a session that has ended: whether nothing more of it will be applied, as far as can be known. Where this side has ended it,
+    /// the owner may still have bytes that are on their way.
+    pub(super) fn is_surely_over(&self) -> bool {
+        !self.closed_here.load(Ordering::Acquire)
+            || self.control.get().is_some_and(|control| control.ends_at_once())
+    }
+
     /// Everything in flight ends, and nothing moves any more.
     fn bury(&self, error: &Error) {
         if let Some(local) = &self.local {
@@ -191,13 +268,21 @@ impl Session {
             connection.let_go();
         }
         let pending: Vec<_> = lock(&self.pending).drain().map(|(_, pending)| pending).collect();
+        let surely = self.is_surely_over();
         for pending in pending {
-            self.may_still_change(&pending);
+            match pending.changing() {
+                Some(transfer) if !surely => transfer.unfinished_afar(),
+                _ => self.may_still_change(&pending),
+            }
             match pending {
                 Pending::Import(reply) => reply.fill(self, Err(error.clone())),
                 Pending::Ask(asker) => drop(asker.try_send(Err(error.clone()))),
                 Pending::Unit { run, unit, .. } => run.failed(unit, error.clone()),
                 Pending::Atomic { transfer } => transfer.unit_failed(0, error.clone()),
+                Pending::Unwanted { .. } => {}
+                Pending::Late(transfer) if surely => transfer.finished_afar(),
+                Pending::Late(_) => {}
+                Pending::Ending(lane) => self.lane_ended(lane, surely),
             }
         }
         let starting: Vec<_> = lock(&self.starting).drain(..).filter_map(|run| run.upgrade()).collect();
@@ -216,6 +301,10 @@ impl Session {
     /// Ends it on this side's wish.
     pub(crate) fn close(&self, error: Error) {
         let error = error.with_peer(self.peer_name());
+        // Before anybody can see that it is over. Where it was already, what was in flight has ended.
+        if self.alive().is_ok() {
+            self.closed_here.store(true, Ordering::Release);
+        }
         if self.dead.set(error.clone()).is_ok() {
             let _ = self.lost.set(Instant::now());
             // Goodbye means that no pin is held: a copy that begins now sees that the session is over.
@@ -237,23 +326,37 @@ impl Session {
         lane.let_go();
         let lost: Vec<_> = {
             let mut pending = lock(&self.pending);
-            let requests: Vec<u64> = pending
-                .iter()
-                .filter(|(_, one)| {
-                    matches!(one, Pending::Unit { connection, .. } if Arc::ptr_eq(connection, lane))
-                })
-                .map(|(request, _)| *request)
-                .collect();
-            requests.into_iter().filter_map(|request| Some((request, pending.remove(&request)?))).collect()
+            let over = |one: &Pending| {
+                let connection = match one {
+                    Pending::Unit { connection, .. } | Pending::Unwanted { connection, .. } => connection,
+                    _ => return false,
+                };
+                Arc::ptr_eq(connection, lane)
+            };
+            pending.extract_if(|_, one| over(one)).collect()
         };
+        let mut unsure = Vec::new();
         for (request, pending) in lost {
             let unsent = unsent.contains(&request);
-            if !unsent {
+            let sees_the_end = lane.shows_what_is_applied() || !pending.changes_a_gpu();
+            let asks = !unsent
+                && !(lane.ends_at_once() && sees_the_end)
+                && pending.changing().is_some()
+                && self.ends_lanes
+                && self.alive().is_ok();
+            if !asks && !unsent {
                 self.may_still_change(&pending);
             }
             if let Pending::Unit { run, unit, .. } = pending {
-                run.lost(unit, error.clone(), unsent);
+                if asks {
+                    unsure.push((run, unit));
+                } else {
+                    run.lost(unit, error.clone(), unsent);
+                }
             }
+        }
+        if !unsure.is_empty() {
+            self.end_lane(lane, unsure, error);
         }
     }
 }

@@ -43,15 +43,14 @@ impl Session {
     /// Refuses an answer that does not belong to its request: over another connection, or to something else than was asked.
     fn fits(&self, over: &Arc<Connection>, header: Header) -> Result<()> {
         let pending = lock(&self.pending);
-        let wrong = match pending.get(&header.id) {
-            Some(Pending::Unit { connection, .. }) if !Arc::ptr_eq(connection, over) => {
+        let Some(asked) = pending.get(&header.id) else { return Ok(()) };
+        let wrong = match asked {
+            Pending::Unit { connection, .. } | Pending::Unwanted { connection, .. }
+                if !Arc::ptr_eq(connection, over) =>
+            {
                 "the owner answered over another connection than it was asked on"
             }
-            Some(Pending::Unit { run, unit, .. })
-                if run.changes(*unit) != (header.kind == FrameKind::Done) =>
-            {
-                "the owner answered something else than it was asked"
-            }
+            _ if asked.answer() != header.kind => "the owner answered something else than it was asked",
             _ => return Ok(()),
         };
         Err(Error::protocol("receive", wrong))
@@ -76,7 +75,7 @@ impl Session {
         files: Vec<OwnedFd>,
     ) -> Result<()> {
         self.hear();
-        if matches!(header.kind, FrameKind::Data | FrameKind::Done) {
+        if matches!(header.kind, FrameKind::Granted | FrameKind::Told | FrameKind::Data | FrameKind::Done) {
             self.fits(over, header)?;
         }
         match Message::decode(header.kind, body)? {
@@ -114,6 +113,8 @@ impl Session {
                 (Some(Pending::Atomic { transfer }), Err(error)) => {
                     transfer.unit_failed(0, error.into_error("atomic"));
                 }
+                (Some(Pending::Late(transfer)), _) => transfer.finished_afar(),
+                (Some(Pending::Ending(lane)), outcome) => self.lane_ended(lane, outcome.is_ok()),
                 _ => {}
             },
             Message::Check(check) => {
@@ -162,7 +163,12 @@ impl Handler for ToSession {
 
     fn next(&self, connection: &Arc<Connection>) -> Next {
         let Some(session) = self.0.upgrade() else { return Next::Nothing };
-        let asked = |one: &Pending| matches!(one, Pending::Unit { connection: over, .. } if Arc::ptr_eq(over, connection));
+        let asked = |one: &Pending| match one {
+            Pending::Unit { connection: over, .. } | Pending::Unwanted { connection: over, .. } => {
+                Arc::ptr_eq(over, connection)
+            }
+            _ => false,
+        };
         if lock(&session.pending).values().any(asked) { Next::More } else { Next::Nothing }
     }
 
@@ -185,12 +191,14 @@ impl Handler for ToSession {
 
     fn received(&self, connection: &Arc<Connection>, header: Header, sink: Sink) -> Result<()> {
         let gone = sink.is_gone();
-        if sink.is_discarded() && !gone {
-            return Ok(());
-        }
+        let discarded = sink.is_discarded() && !gone;
         drop(sink);
         let session = self.session()?;
         session.hear();
+        if discarded {
+            session.went_nowhere(header.id);
+            return Ok(());
+        }
         let checks = lock(&session.checks).remove(&header.id);
         if let Some(Pending::Unit { run, unit, .. }) = session.forget(header.id) {
             match if gone { Err(checked::gone("read")) } else { run.verify(unit, checks) } {

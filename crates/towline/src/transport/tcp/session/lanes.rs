@@ -46,13 +46,19 @@ impl Session {
 
     fn open_lane(self: &Arc<Self>, endpoint: &EndpointCore) -> Result<Arc<Connection>> {
         let until = progress::later(Instant::now(), endpoint.limits().no_progress);
-        let (socket, place) = contact::with_session(endpoint, self, until)?;
+        let contact = contact::with_session(endpoint, self, until)?;
         let handler = Arc::new(ToSession(Arc::downgrade(self)));
-        let lane = Connection::new(socket, Role::Lane, true, handler);
-        if let (Some(local), Some(place)) = (&self.local, place)
-            && let Some(place) = Place::of(&local.pins, place)
-        {
-            lane.applied_at(place);
+        let lane = Connection::new(contact.socket, Role::Lane, true, handler);
+        lane.call(contact.challenge);
+        match (&self.local, contact.ready.local) {
+            // On one host, the connection's place in the page that both share.
+            (Some(local), Some(place)) => {
+                if let Some(place) = Place::of(&local.pins, place) {
+                    lane.applied_at(place);
+                }
+            }
+            (None, Some(port)) => lane.is_seen_at(port),
+            (_, None) => {}
         }
         lane.watch()?;
         lock(&self.lanes).open.push(Arc::clone(&lane));

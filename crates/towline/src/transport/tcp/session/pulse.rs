@@ -1,9 +1,10 @@
 //! Whether the owner's host is still there: asked while something is in flight, and never longer.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{HEARTBEAT, HEARTBEAT_TIMER, Session};
+use super::{HEARTBEAT, HEARTBEAT_TIMER, Pending, Session};
 use crate::sync::lock;
 use crate::transport::tcp::Medium;
 use crate::wire;
@@ -66,6 +67,7 @@ impl Session {
             }
             return;
         }
+        self.count_acknowledged();
         let (now, sign) = (Instant::now(), self.sign_of_life());
         let next = lock(&self.pulse).look(now, sign);
         let Some(next) = next else {
@@ -79,11 +81,31 @@ impl Session {
         self.wake_at(next, HEARTBEAT_TIMER);
     }
 
+    /// What the owner's host acknowledges is progress of the changes that are asked for over that connection: over a slow link the end
+    /// of a write is on its way for long.
+    fn count_acknowledged(&self) {
+        let moving: Vec<_> =
+            self.connections().into_iter().filter_map(|one| Some((one.last_got_on()?, one))).collect();
+        if moving.is_empty() {
+            return;
+        }
+        let moved = |pending: &Pending| {
+            let over = self.connection_of(pending)?;
+            moving.iter().find(|(_, one)| Arc::ptr_eq(one, over)).map(|(when, _)| *when)
+        };
+        let changes: Vec<_> = lock(&self.pending)
+            .values()
+            .filter_map(|pending| Some((moved(pending)?, pending.changing()?.clone())))
+            .collect();
+        for (when, transfer) in changes {
+            transfer.got_on(when);
+        }
+    }
+
     /// When anything last came from the owner's host, over any connection.
     fn sign_of_life(&self) -> Option<Instant> {
-        let lanes = lock(&self.lanes).open.clone();
-        let connections = lanes.iter().chain(self.control.get());
-        let heard = connections.filter_map(|one| one.socket().socket().last_came());
+        let connections = self.connections();
+        let heard = connections.iter().filter_map(|one| one.socket().socket().last_came());
         Instant::now().checked_sub(heard.fold(self.silence(), Duration::min))
     }
 }
