@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use towline::{Limits, NixlOptions, cuda};
 
+use crate::attention::without_gil;
 use crate::audit::Audit;
 use crate::buffer::{Asked, Memory};
 use crate::completions::{Waiter, block_on, in_turns};
@@ -166,16 +167,8 @@ impl Endpoint {
         let routing = routing(py, &require, &forbid, isolation)?;
         let routing = routing.as_ref().unwrap_or(endpoint.routing());
         let within = seconds(py, "import", "timeout", timeout)?.unwrap_or(endpoint.limits().no_progress);
-        // Python runs the handlers of signals on its main thread only: there, another thread waits for the owner, so that
-        // Ctrl-C ends the call.
-        if rustix::thread::gettid() != rustix::process::getpid() {
-            let remote = py.detach(|| endpoint.import_within(&ticket, routing, within));
-            return remote.map(|remote| Remote(Inherited::new(remote))).or_raise(py);
-        }
-        let (endpoint, routing) = (endpoint.clone(), routing.clone());
-        let import = py.detach(|| Import::start(endpoint, ticket, routing, within)).or_raise(py)?;
-        block_on(py, None, |context| import.poll_once(context))?;
-        import.result(py)
+        let remote = without_gil(py, || endpoint.import_within(&ticket, routing, within))?;
+        remote.map(|remote| Remote(Inherited::new(remote))).or_raise(py)
     }
 
     #[pyo3(signature = (ticket: "Ticket | str | bytes | bytearray | memoryview", require, forbid, isolation, timeout))]
@@ -188,12 +181,12 @@ impl Endpoint {
         isolation: Option<&str>,
         timeout: Option<f64>,
     ) -> PyResult<Import> {
-        let endpoint = self.enter(py, "import")?.clone();
+        let endpoint = self.enter(py, "import")?;
         let ticket = ticket::from_object(py, ticket)?;
-        let routing =
-            routing(py, &require, &forbid, isolation)?.unwrap_or_else(|| endpoint.routing().clone());
+        let routing = routing(py, &require, &forbid, isolation)?;
+        let routing = routing.as_ref().unwrap_or(endpoint.routing());
         let within = seconds(py, "import", "timeout", timeout)?.unwrap_or(endpoint.limits().no_progress);
-        py.detach(|| Import::start(endpoint, ticket, routing, within)).or_raise(py)
+        Ok(Import::new(endpoint.import_async_within(&ticket, routing, within)))
     }
 
     /// Starts a read (or, with `writes`, a write).
@@ -333,6 +326,12 @@ impl Endpoint {
     fn metrics(&self, py: Python<'_>) -> PyResult<String> {
         let endpoint = self.enter(py, "metrics")?;
         Ok(py.detach(|| endpoint.metrics()))
+    }
+
+    /// How long closing waits where the call does not say.
+    #[getter]
+    fn stall_timeout(&self) -> f64 {
+        self.0.limits().no_progress.as_secs_f64()
     }
 
     /// Closes; waits for at most that many seconds, or for the endpoint's limit, until nobody is inside its memory.

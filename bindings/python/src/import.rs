@@ -1,67 +1,46 @@
-//! Imports that are under way: the waiting is done by a thread that lives only for the contact.
+//! Imports that are under way: one of the library's threads waits for the owner.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::pin::Pin;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
 
 use pyo3::prelude::*;
-use towline::{Endpoint, Error, Kind, Result, Routing, Ticket};
+use towline::Result;
 
 use crate::completions::Waiter;
 use crate::errors::{OrRaise, invalid};
 use crate::process::{self, Inherited};
 use crate::remote::Remote;
 
-/// An import under way.
+type Importing = Pin<Box<dyn Future<Output = Result<towline::Remote>> + Send>>;
+
+/// An import under way, from when it is first asked for its end.
 #[pyclass(frozen, module = "towline._native")]
-pub(crate) struct Import(Arc<Mutex<Slot>>);
+pub(crate) struct Import(Inherited<Mutex<State>>);
 
-#[derive(Default)]
-struct Slot {
-    outcome: Option<Result<towline::Remote>>,
-    ended: bool,
-    waker: Option<Waker>,
-}
-
-fn lock(slot: &Mutex<Slot>) -> MutexGuard<'_, Slot> {
-    slot.lock().unwrap_or_else(PoisonError::into_inner)
+enum State {
+    Going(Importing),
+    Ended(Box<Result<towline::Remote>>),
+    Taken,
 }
 
 impl Import {
-    pub(crate) fn start(
-        endpoint: Endpoint,
-        ticket: Ticket,
-        routing: Routing,
-        within: Duration,
-    ) -> Result<Import> {
-        let slot = Arc::new(Mutex::new(Slot::default()));
-        let filled = Arc::clone(&slot);
-        let contact = move || {
-            block_signals();
-            let outcome = endpoint.import_within(&ticket, &routing, within);
-            let waker = {
-                let mut slot = lock(&filled);
-                slot.outcome = Some(outcome);
-                slot.ended = true;
-                slot.waker.take()
-            };
-            if let Some(waker) = waker {
-                waker.wake();
-            }
-        };
-        std::thread::Builder::new().name("towline-contact".into()).spawn(contact).map_err(|error| {
-            Error::new(Kind::Exhausted, "import", format!("cannot start a thread: {error}")).caused_by(error)
-        })?;
-        Ok(Import(slot))
+    pub(crate) fn new(importing: impl Future<Output = Result<towline::Remote>> + Send + 'static) -> Import {
+        Import(Inherited::new(Mutex::new(State::Going(Box::pin(importing)))))
     }
 
-    pub(crate) fn poll_once(&self, context: &mut Context<'_>) -> Poll<()> {
-        let mut slot = lock(&self.0);
-        if slot.ended {
-            return Poll::Ready(());
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn poll_once(&self, context: &mut Context<'_>) -> bool {
+        let mut state = self.lock();
+        if let State::Going(importing) = &mut *state
+            && let Poll::Ready(outcome) = importing.as_mut().poll(context)
+        {
+            *state = State::Ended(Box::new(outcome));
         }
-        slot.waker = Some(context.waker().clone());
-        Poll::Pending
+        !matches!(&*state, State::Going(_))
     }
 }
 
@@ -70,28 +49,23 @@ impl Import {
     /// Whether it has ended; if not, the waiter is woken when it has.
     fn poll(&self, py: Python<'_>, waiter: &Waiter) -> PyResult<bool> {
         process::guard(py, "import")?;
-        Ok(self.poll_once(&mut waiter.context()).is_ready())
+        Ok(py.detach(|| self.poll_once(&mut waiter.context())))
     }
 
     /// What was imported, once; or raises why it failed.
-    pub(crate) fn result(&self, py: Python<'_>) -> PyResult<Remote> {
+    fn result(&self, py: Python<'_>) -> PyResult<Remote> {
         process::guard(py, "import")?;
-        let outcome = lock(&self.0).outcome.take();
-        match outcome {
-            Some(outcome) => outcome.map(|remote| Remote(Inherited::new(remote))).or_raise(py),
-            None => Err(invalid(py, "import", "the import is under way, or was taken".to_owned())),
+        let mut state = self.lock();
+        match std::mem::replace(&mut *state, State::Taken) {
+            State::Ended(outcome) => {
+                drop(state);
+                outcome.map(|remote| Remote(Inherited::new(remote))).or_raise(py)
+            }
+            other => {
+                *state = other;
+                drop(state);
+                Err(invalid(py, "import", "the import is under way, or was taken".to_owned()))
+            }
         }
-    }
-}
-
-/// Leaves signals to Python's own threads: the main thread's blocking calls count on being interrupted.
-#[allow(unsafe_code, reason = "sets the signal mask of a thread of our own")]
-fn block_signals() {
-    // SAFETY: `sigfillset` initialises the set; the mask of the calling thread, which is ours, is replaced. Faults
-    // stay deliverable: the kernel ignores a block of SIGSEGV and its like when this thread causes them.
-    unsafe {
-        let mut all = std::mem::zeroed();
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &all, std::ptr::null_mut());
     }
 }

@@ -3,6 +3,7 @@
 //! No thread of the library ever takes the GIL. What ends is queued and an eventfd is signalled
 //! ([`completions`]); what the core lets go of is queued and released by a Python thread ([`owners`]).
 
+mod attention;
 mod audit;
 mod buffer;
 mod completions;

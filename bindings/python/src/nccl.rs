@@ -1,6 +1,5 @@
 //! Communicators: groups of ranks, windows, one-sided access and collectives.
 
-mod attention;
 pub(crate) mod communicator;
 pub(crate) mod config;
 pub(crate) mod device;

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
@@ -11,10 +11,11 @@ use towline::nixl::{
     AgentConfig, Engine, MemType, NixlAgent, NixlDescriptor, NixlRegisterExt, NixlRegistered,
     NotificationMap, OptArgs, RegDescList, RegisteredView, XferDescList, XferOp, XferRequest,
 };
-use towline::{Buffer, Error, Kind, RegisterError, Result};
+use towline::{Buffer, Error, Kind, Limits, RegisterError, Result};
 
+use crate::attention::without_gil;
 use crate::buffer::{Asked, Memory};
-use crate::completions::ATTENTION;
+use crate::completions::{ATTENTION, in_turns};
 use crate::errors::{OrRaise, exception, invalid, raise};
 use crate::owners;
 use crate::process::{self, Inherited};
@@ -179,7 +180,10 @@ impl Agent {
         Ok(Region {
             descriptor: registered.descriptor(),
             read_only,
-            registered: Inherited::new(Mutex::new(Some(registered))),
+            holder: Inherited::new(Holder {
+                state: Mutex::new(State { registered: Some(registered), closing: false }),
+                ended: Condvar::new(),
+            }),
         })
     }
 
@@ -220,7 +224,7 @@ impl Agent {
 
     fn connect(&self, py: Python<'_>, peer: &str) -> PyResult<()> {
         let agent = self.enter(py, "connect")?;
-        py.detach(|| agent.make_connection(peer, None)).or_raise(py)
+        without_gil(py, || agent.make_connection(peer, None))?.or_raise(py)
     }
 
     fn forget(&self, py: Python<'_>, peer: &str) -> PyResult<()> {
@@ -241,7 +245,7 @@ impl Agent {
         let agent = self.enter(py, if reads { "read" } else { "write" })?;
         let (near, far) = (list(py, &local.0, local.1)?, list(py, &remote.0, remote.1)?);
         let op = if reads { XferOp::Read } else { XferOp::Write };
-        let started = py.detach(|| -> Result<Request> {
+        let started = without_gil(py, || -> Result<Request> {
             let mut opt = OptArgs::new()?;
             if let Some(message) = &notification {
                 opt.set_notification_message(message)?;
@@ -252,12 +256,12 @@ impl Agent {
             let end = (!going).then_some(Ok(()));
             Ok(Request(Inherited::new(Mutex::new(Progress { request: Some(request), end }))))
         });
-        started.or_raise(py)
+        started?.or_raise(py)
     }
 
     fn notify(&self, py: Python<'_>, peer: &str, message: &[u8]) -> PyResult<()> {
         let agent = self.enter(py, "notify")?;
-        py.detach(|| agent.send_notification(peer, message, None)).or_raise(py)
+        without_gil(py, || agent.send_notification(peer, message, None))?.or_raise(py)
     }
 
     /// The messages that have come, by who sent them; waits for the first one for at most that long.
@@ -306,9 +310,55 @@ fn attentively(
 /// Memory that is registered with an agent.
 #[pyclass(frozen, name = "NixlRegion", module = "towline._native")]
 pub(crate) struct Region {
-    registered: Inherited<Mutex<Option<NixlRegistered<Buffer>>>>,
+    holder: Inherited<Holder>,
     descriptor: NixlDescriptor,
     read_only: bool,
+}
+
+/// The registration, which can be taken out when it is closed.
+struct Holder {
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+struct State {
+    registered: Option<NixlRegistered<Buffer>>,
+    /// Somebody closes it.
+    closing: bool,
+}
+
+impl Holder {
+    /// Deregisters. Where somebody else does that, waits for what becomes of it. No lock is held while peers are waited for: whoever
+    /// has the GIL may ask meanwhile whether it is closed.
+    fn close(&self, within: Duration) -> Result<()> {
+        let began = Instant::now();
+        let left = || within.saturating_sub(began.elapsed());
+        let (mut state, late) = self
+            .ended
+            .wait_timeout_while(lock(&self.state), within, |state| state.closing)
+            .unwrap_or_else(PoisonError::into_inner);
+        if late.timed_out() && state.closing {
+            let message = "another thread closes the region, and still waits for those inside";
+            return Err(Error::new(Kind::Timeout, "deregister", message));
+        }
+        let Some(registered) = state.registered.take() else { return Ok(()) };
+        state.closing = true;
+        drop(state);
+        let closed = registered.into_storage_within(left());
+        let mut state = lock(&self.state);
+        state.closing = false;
+        let (storage, closed) = match closed {
+            Ok(storage) => (Some(storage), Ok(())),
+            Err(RegisterError { error, storage }) => {
+                state.registered = storage;
+                (None, Err(error))
+            }
+        };
+        drop(state);
+        self.ended.notify_all();
+        drop(storage);
+        closed
+    }
 }
 
 #[pymethods]
@@ -327,29 +377,27 @@ impl Region {
 
     #[getter]
     fn closed(&self) -> bool {
-        process::in_child() || lock(&self.registered).is_none()
+        process::in_child() || {
+            let state = lock(&self.holder.state);
+            state.closing || state.registered.is_none()
+        }
     }
 
     /// Deregisters; where the memory is still in use, raises and stays open.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         process::guard(py, "deregister")?;
-        let closed = py.detach(|| {
-            let mut place = lock(&self.registered);
-            let Some(registered) = place.take() else { return Ok(()) };
-            registered.into_storage().map(drop).map_err(|RegisterError { error, storage }| {
-                *place = storage;
-                error
-            })
-        });
+        let within = seconds(py, "deregister", "timeout", timeout)?;
+        let within = within.unwrap_or(Limits::default().no_progress);
+        let closed = in_turns(py, within, |turn| self.holder.close(turn));
         owners::release(py);
-        closed.or_raise(py)
+        closed?.or_raise(py)
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
         if !process::in_child() {
-            let registered = lock(&self.registered).take();
+            let registered = lock(&self.holder.state).registered.take();
             if Python::try_attach(|py| py.detach(|| drop(registered))).is_some() {
                 Python::try_attach(owners::release);
             }

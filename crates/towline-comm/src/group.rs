@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::communicator::Inner;
 use crate::team::Team;
 use crate::window::{Completion, Memory};
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 /// What a call does once its arguments were checked.
 pub(crate) type Work = Box<dyn FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + Send>;
@@ -227,13 +227,19 @@ fn launch(jobs: Vec<(Arc<Inner>, Job)>) -> Result<()> {
         let others: Vec<_> = rest
             .map(|(inner, jobs)| {
                 let name = std::thread::Builder::new().name("towline-group".into());
-                name.spawn_scoped(scope, move || inner.launch(jobs))
+                let launched = Arc::clone(&inner);
+                (inner, name.spawn_scoped(scope, move || launched.launch(jobs)))
             })
             .collect();
         outcomes.extend(first.map(|(inner, jobs)| inner.launch(jobs)));
-        for other in others {
+        for (inner, other) in others {
+            let stop = |why: &Error| {
+                if let Ok(team) = inner.team("group_end") {
+                    team.abort(&why.clone().about([team.rank()]));
+                }
+            };
             outcomes.push(match other {
-                Ok(thread) => thread.join().unwrap_or_else(|_| {
+                Ok(thread) => interrupt::join(thread, "group_end", stop).unwrap_or_else(|_| {
                     Err(Error::new(towline::Kind::Internal, "group_end", "a thread of the group panicked"))
                 }),
                 Err(error) => Err(towline::Error::os("group_end", "thread creation", error).into()),

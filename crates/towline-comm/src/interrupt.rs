@@ -1,43 +1,61 @@
-//! Waits that their caller can end: for hosts such as Python, where Ctrl-C is noticed by whoever asks.
+//! Waits that their caller can end: see [`towline::interruptible`].
 
-use std::cell::Cell;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread::ScopedJoinHandle;
+use std::time::{Duration, Instant};
 
-use towline::Kind;
+pub(crate) use towline::interrupt_turn as turn;
 
-use crate::{Error, Result};
+use crate::Result;
 
-thread_local! {
-    static ASK: Cell<Option<fn() -> bool>> = const { Cell::new(None) };
-}
+/// The longest pause after which a thread that works for an interruptible call is asked again whether it is done.
+const LOOK: Duration = Duration::from_millis(1);
 
-/// Makes calls during which this thread's waits for other ranks end, with `Canceled`, when `interrupted` says so.
-///
-/// It is asked about ten times a second while a wait lasts. A collective that ends in this way has failed on all ranks.
-///
-/// ```
-/// use towline_comm::{Communicator, Config, WaitSignal, get_unique_id, interruptible};
-/// let comm = Communicator::init(1, 0, &get_unique_id()?, Config::default())?;
-/// let error = interruptible(|| true, || comm.wait_signal(&[WaitSignal::from_rank(0)])).unwrap_err();
-/// assert_eq!(error.kind(), towline::Kind::Canceled);
-/// # Ok::<(), towline_comm::Error>(())
-/// ```
-pub fn interruptible<T>(interrupted: fn() -> bool, calls: impl FnOnce() -> T) -> T {
-    struct Before(Option<fn() -> bool>);
-    impl Drop for Before {
-        fn drop(&mut self) {
-            ASK.set(self.0);
-        }
-    }
-    let _before = Before(ASK.replace(Some(interrupted)));
-    calls()
-}
-
-/// `Canceled` where the caller of this thread wants to stop waiting.
+/// `Canceled` where the caller of this thread wants to stop waiting. To be called without a lock.
 pub(crate) fn check(op: &'static str) -> Result<()> {
-    match ASK.get() {
-        Some(interrupted) if interrupted() => {
-            Err(Error::new(Kind::Canceled, op, "the caller was interrupted"))
+    Ok(towline::interrupt_check(op)?)
+}
+
+/// Waits while that is so; false where it still is at the limit, or when the caller is interrupted.
+pub(crate) fn wait_while<T>(
+    state: &Mutex<T>,
+    changed: &Condvar,
+    within: Duration,
+    mut busy: impl FnMut(&mut T) -> bool,
+) -> bool {
+    let began = Instant::now();
+    loop {
+        let left = within.saturating_sub(began.elapsed());
+        let looking = state.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = changed.wait_timeout_while(looking, turn(left), &mut busy);
+        if !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out() {
+            return true;
         }
-        _ => Ok(()),
+        if left.is_zero() || check("wait").is_err() {
+            return false;
+        }
     }
+}
+
+/// Waits for a thread that has limits of its own. Where the caller is interrupted, `stop` sees to it that it ends soon.
+pub(crate) fn join<T>(
+    thread: ScopedJoinHandle<'_, T>,
+    op: &'static str,
+    stop: impl Fn(&crate::Error),
+) -> std::thread::Result<T> {
+    let interruptible = turn(Duration::MAX) < Duration::MAX;
+    let (mut pause, mut asked) = (Duration::from_micros(10), Instant::now());
+    while interruptible && !thread.is_finished() {
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LOOK);
+        if asked.elapsed() < turn(Duration::MAX) {
+            continue;
+        }
+        if let Err(interrupted) = check(op) {
+            stop(&interrupted);
+            break;
+        }
+        asked = Instant::now();
+    }
+    thread.join()
 }

@@ -52,8 +52,7 @@ pub use communicator::{Communicator, Config, Progress, WaitSignal};
 pub use cuda::{Stream, StreamHandle, in_stream, mem_alloc_on, use_stream};
 pub use error::{Error, Result};
 pub use group::{group, group_end, group_start};
-pub use interrupt::interruptible;
-pub use towline::Patience;
+pub use towline::{Patience, interruptible};
 pub use unique_id::{UNIQUE_ID_LEN, UniqueId, get_nccl_unique_id};
 pub use window::{
     Epoch, Memory, Operation, PeerView, RegisteredBuffer, Window, WindowFlag, WindowOptions, mem_alloc,

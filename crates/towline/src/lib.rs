@@ -38,6 +38,7 @@ mod error;
 mod fence;
 mod fork;
 mod identity;
+mod interrupt;
 pub mod layout;
 pub mod memory;
 pub mod nccl;
@@ -62,6 +63,9 @@ pub use error::{Error, Kind, Result};
 #[doc(hidden)]
 pub use fork::guard as fork_guard;
 pub use identity::{EndpointId, Identity, Incarnation};
+pub use interrupt::interruptible;
+#[doc(hidden)]
+pub use interrupt::{check as interrupt_check, turn as interrupt_turn};
 pub use layout::{Dim, IndexList, Indices, Layout};
 pub use memory::{
     Arena, ArenaAllocator, ArenaBuffer, Buffer, DeviceStorage, DirectIo, DiskStorage, Dtype, ExternalStorage,

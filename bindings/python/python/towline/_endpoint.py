@@ -346,6 +346,13 @@ class Endpoint:
         """
         self._native.close(timeout)
 
+    async def close_async(self, timeout: float | None = None) -> None:
+        """`close` without blocking the event loop. Leaving an ``async with`` block does the same.
+
+        Cancelling the task ends the wait: the endpoint is closed by then, and what is still used is as after a `Timeout`.
+        """
+        await aio.closed(self._native, timeout)
+
     def __enter__(self) -> Self:
         return self
 
@@ -366,7 +373,7 @@ class Endpoint:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        await self.close_async()
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.name} {self.incarnation[:8]}>"

@@ -193,7 +193,7 @@ class Connector:
         """
         Starts to claim an operation of a peer, to read from it or to write to it, in the order of a stream if there is one.
         """
-    def close(self, /) -> None: ...
+    def close(self, /, timeout: SupportsFloat | SupportsIndex | None) -> None: ...
     def create(self, /, kind: SupportsIndex, local: SupportsGetItem[int, Descriptor], unclaimed: SupportsFloat | SupportsIndex | None, stream: SupportsIndex | None = None) -> Operation:
         """
         Offers memory for one peer; `unclaimed` is how many seconds it waits for one, `None` for ever. With a stream, nobody
@@ -207,6 +207,11 @@ class Connector:
     def hostname(self, /) -> str: ...
     @property
     def name(self, /) -> str: ...
+    @property
+    def stall_timeout(self, /) -> float:
+        """
+        How long closing waits where the call does not say.
+        """
 
 @final
 class Descriptor:
@@ -309,6 +314,11 @@ class Endpoint:
         """
     def register(self, /, obj: Any, access: str) -> Region: ...
     def signal(self, /, remote: Remote, offset: SupportsIndex, add: SupportsIndex) -> Transfer: ...
+    @property
+    def stall_timeout(self, /) -> float:
+        """
+        How long closing waits where the call does not say.
+        """
     def start(self, /, writes: bool, remote: Remote, local: "Region | Span", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, notify: bytes | None, signal: tuple[SupportsIndex, SupportsIndex] | None, timeout: SupportsFloat | SupportsIndex | None, stall_timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], stream: SupportsIndex | None) -> Transfer:
         """
         Starts a read (or, with `writes`, a write).
@@ -337,7 +347,7 @@ class Explanation:
 @final
 class Import:
     """
-    An import under way.
+    An import under way, from when it is first asked for its end.
     """
     def poll(self, /, waiter: Waiter) -> bool:
         """
@@ -438,7 +448,7 @@ class NixlRegion:
     """
     Memory that is registered with an agent.
     """
-    def close(self, /) -> None:
+    def close(self, /, timeout: SupportsFloat | SupportsIndex | None) -> None:
         """
         Deregisters; where the memory is still in use, raises and stays open.
         """

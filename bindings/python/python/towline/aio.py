@@ -157,13 +157,38 @@ async def imported(pending: _native.Import) -> _native.Remote:
     """Returns what was imported. Cancelling the task forgets the import."""
     port = _port()
     number, waiter = port.waiter()
-    if not pending.poll(waiter):
+    while not pending.poll(waiter):
         future = port.future(number)
         try:
             await future
         finally:
             port.forget(number, future)
     return pending.result()
+
+
+TURN = 0.2
+"""Seconds for which a thread of the loop waits before it looks whether its task is still there."""
+
+
+class Closing(Protocol):
+    """What is closed, and has to wait for others: a native endpoint or connector."""
+
+    @property
+    def stall_timeout(self) -> float: ...
+    def close(self, timeout: float | None) -> None: ...
+
+
+async def closed(closing: Closing, timeout: float | None) -> None:
+    """Closes in a thread of the loop; `Timeout` as from `close` itself. Cancelling the task ends the wait."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + (closing.stall_timeout if timeout is None else timeout)
+    while True:
+        left = max(deadline - loop.time(), 0.0)
+        try:
+            return await asyncio.to_thread(closing.close, min(left, TURN))
+        except Timeout:
+            if left <= TURN:
+                raise
 
 
 async def received(

@@ -26,6 +26,7 @@ when it is cancelled. Both sides learn why. When an operation has ended, nobody 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Generator, Sequence
 from types import TracebackType
@@ -567,8 +568,16 @@ class Connector:
         return self._native.begin(kind, remote._fields(), natives, handle_of(stream)), descriptors
 
     def close(self) -> None:
-        """Ends every operation and closes the endpoint. Closing twice is harmless."""
-        self._native.close()
+        """Ends every operation and closes the endpoint, and waits until nobody touches its memory any more, for the endpoint's
+        ``stall_timeout`` at most; memory that is still used then is kept. Closing twice is harmless.
+        """
+        with contextlib.suppress(Timeout):
+            self._native.close(None)
+
+    async def close_async(self) -> None:
+        """`close` without blocking the event loop. Leaving an ``async with`` block does the same."""
+        with contextlib.suppress(Timeout):
+            await aio.closed(self._native, None)
 
     def __enter__(self) -> Self:
         return self
@@ -590,7 +599,7 @@ class Connector:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        await self.close_async()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Connector):

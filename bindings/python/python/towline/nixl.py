@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
-from . import _native
+from . import _native, aio
 from ._errors import Error, Invalid, Timeout
 
 if TYPE_CHECKING:
@@ -135,9 +135,13 @@ class Region:
             raise Invalid(f"offset: {nbytes} bytes at {offset} do not lie within {length} bytes", op="nixl")
         return Descriptors(((address + offset, nbytes, device),), memory)
 
-    def close(self) -> None:
-        """Deregisters. Raises while a transfer of this agent uses it. Closing twice is harmless."""
-        self._native.close()
+    def close(self, timeout: float | None = None) -> None:
+        """Deregisters. Raises while a transfer of this agent uses it. Closing twice is harmless.
+
+        On the engine ``"embedded"`` a peer that is inside the memory is waited for: ``Timeout`` where it still is after ``timeout``
+        seconds (5 where none are given), and closing again waits again.
+        """
+        self._native.close(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -184,8 +188,9 @@ class Request:
         return self._native.error()
 
     def __await__(self) -> Generator[Any, None, None]:
-        if not self.done():
-            yield from asyncio.to_thread(self.wait).__await__()
+        # In turns, so that the thread of a task that is cancelled ends soon.
+        while not self.done():
+            yield from asyncio.to_thread(self._native.wait, aio.TURN).__await__()
         self.wait(0)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ use towline::cuda::StreamHandle;
 use super::descriptor::Descriptor;
 use super::metadata;
 use super::operation::{Operation, Started};
-use crate::completions::{Waiter, block_on};
+use crate::completions::{Waiter, block_on, in_turns};
 use crate::endpoint::Endpoint;
 use crate::errors::{OrRaise, invalid};
 use crate::owners;
@@ -147,11 +147,18 @@ impl Connector {
         Ok(Beginning(Inherited::new(Mutex::new(Some(State::Claiming(claiming))))))
     }
 
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
+    /// How long closing waits where the call does not say.
+    #[getter]
+    fn stall_timeout(&self) -> f64 {
+        self.0.limits().no_progress.as_secs_f64()
+    }
+
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         process::guard(py, "close")?;
-        py.detach(|| self.0.close());
+        let within = seconds(py, "close", "timeout", timeout)?.unwrap_or(self.0.limits().no_progress);
+        let closed = in_turns(py, within, |turn| self.0.close_within(turn));
         owners::release(py);
-        Ok(())
+        closed?.or_raise(py)
     }
 
     fn __repr__(&self) -> String {

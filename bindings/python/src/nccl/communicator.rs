@@ -9,7 +9,6 @@ use towline_comm::{
     WindowFlag, WindowOptions,
 };
 
-use super::attention::without_gil;
 use super::config::CommConfig;
 use super::errors::{OrRaise, argument, exception, invalid, raise, settle};
 use super::memory::{Array, Element};
@@ -17,6 +16,7 @@ use super::quiet::Quiet;
 use super::window::{RegisteredBuffer, Window, counter};
 use super::work::Work;
 use super::{group, memory};
+use crate::attention::without_gil;
 use crate::{owners, process};
 
 /// How far the work is, in NCCL's numbers.
@@ -237,7 +237,7 @@ impl Communicator {
 
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         let comm = self.enter(py, "synchronize")?;
-        py.detach(|| comm.synchronize()).or_raise(py)
+        without_gil(py, || comm.synchronize())?.or_raise(py)
     }
 
     fn finalize(&self, py: Python<'_>) -> PyResult<()> {
@@ -247,16 +247,16 @@ impl Communicator {
 
     fn destroy(&self, py: Python<'_>) -> PyResult<()> {
         let comm = self.enter(py, "destroy")?;
-        py.detach(|| comm.destroy());
+        let destroyed = without_gil(py, || comm.destroy());
         owners::release(py);
-        Ok(())
+        destroyed
     }
 
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
         let comm = self.enter(py, "abort")?;
-        py.detach(|| comm.abort());
+        let aborted = without_gil(py, || comm.abort());
         owners::release(py);
-        Ok(())
+        aborted
     }
 
     fn revoke(&self, py: Python<'_>) -> PyResult<()> {
@@ -302,7 +302,7 @@ impl Communicator {
             Err(error) => {
                 let wrong = argument(py, OP, &error);
                 let why = wrong.clone().unwrap_or_else(|| Error::invalid(OP, error.value(py).to_string()));
-                let verdict = py.detach(|| comm.refuse_window(why));
+                let verdict = without_gil(py, || comm.refuse_window(why))?;
                 return Err(match (wrong, verdict) {
                     (Some(_), Err(verdict)) => raise(py, &verdict),
                     (Some(wrong), Ok(())) => raise(py, &wrong),

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use pyo3::prelude::*;
 use towline_comm::Error;
 
-use super::attention::without_gil;
 use super::errors::OrRaise;
+use crate::attention::without_gil;
 use crate::{owners, process};
 
 static NEXT: AtomicU64 = AtomicU64::new(1);

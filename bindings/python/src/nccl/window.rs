@@ -9,6 +9,7 @@ use super::memory::Array;
 use super::quiet::Quiet;
 use super::view::PeerView;
 use super::work::Work;
+use crate::attention::without_gil;
 use crate::layout::Blocks;
 use crate::request::BlocksArgument;
 use crate::{owners, process};
@@ -38,9 +39,9 @@ impl RegisteredBuffer {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         process::guard(py, "close")?;
-        py.detach(|| self.0.close());
+        let closed = without_gil(py, || self.0.close());
         owners::release(py);
-        Ok(())
+        closed
     }
 }
 
@@ -136,9 +137,9 @@ impl Window {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         process::guard(py, "close")?;
-        py.detach(|| self.window.close());
+        let closed = without_gil(py, || self.window.close());
         owners::release(py);
-        Ok(())
+        closed
     }
 
     /// Starts a put; with `signal` (context and index) the counter is raised behind it.

@@ -6,14 +6,16 @@ mod through_faults;
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
-use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use towline::{Kind, Ticket, Tls, TlsStream};
 
 use super::wire::{self, Answer, Join, Session, Side, VERSION, WELCOME_LEN};
@@ -25,6 +27,9 @@ const OP: &str = "init";
 const GRACE: Duration = Duration::from_secs(3);
 /// How long the root may take to greet.
 const GREETING: Duration = Duration::from_secs(5);
+/// How long to wait before asking a root again whose queue is full.
+const QUEUE_FULL: Duration = Duration::from_millis(1);
+const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 /// How often a rank comes back when the root sent it away before greeting it: it may have been crowded.
 const TRIES: u32 = 5;
 
@@ -144,21 +149,22 @@ fn greet(id: &UniqueId, mut stream: Stream, until: Instant) -> Result<(Stream, S
 
 fn connect(id: &UniqueId, until: Instant) -> Result<Stream> {
     let mut tried = Vec::new();
-    let near = std::os::unix::net::SocketAddr::from_abstract_name(id.socket_name())
-        .and_then(|address| UnixStream::connect_addr(&address));
-    match near {
+    let left = || until.saturating_duration_since(Instant::now()).min(GREETING);
+    match dial_near(id.socket_name().as_ref(), left()) {
         Ok(stream) => return Ok(Stream::Unix(Bounded::new(stream))),
         Err(error) => tried.push(("unix socket".to_owned(), error)),
     }
     for address in id.addresses() {
-        let left = until.saturating_duration_since(Instant::now()).min(GREETING);
-        match TcpStream::connect_timeout(&address, left.max(Duration::from_millis(1))) {
+        match dial(&address, left()) {
             Ok(stream) => {
                 let _ = stream.set_nodelay(true);
                 return Ok(Stream::Tcp(Bounded::new(stream)));
             }
             Err(error) => tried.push((address.to_string(), error)),
         }
+    }
+    if let Some(interrupted) = tried.iter().find_map(|(_, error)| canceled(error)) {
+        return Err(interrupted);
     }
     let slow = tried.iter().any(|(_, error)| error.kind() == io::ErrorKind::TimedOut);
     let list: Vec<String> = tried.iter().map(|(way, error)| format!("{way}: {error}")).collect();
@@ -168,6 +174,55 @@ fn connect(id: &UniqueId, until: Instant) -> Result<Stream> {
         (Kind::Stale, "the meeting of this id is over, or the process that made it is gone")
     };
     Err(Error::new(kind, OP, format!("{what} ({})", list.join("; "))))
+}
+
+/// Connects on this host within that time. A root that does not take connections may have a full queue of them.
+fn dial_near(name: &[u8], within: Duration) -> io::Result<UnixStream> {
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, FLAGS, None)?;
+    let address = SocketAddrUnix::new_abstract_name(name)?;
+    let began = Instant::now();
+    loop {
+        match net::connect(&socket, &address) {
+            Ok(()) => break,
+            Err(Errno::AGAIN) if began.elapsed() < within => {
+                interrupt::check(OP).map_err(io::Error::other)?;
+                std::thread::sleep(QUEUE_FULL);
+            }
+            Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+/// Connects within that time.
+fn dial(address: &SocketAddr, within: Duration) -> io::Result<TcpStream> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let socket = net::socket_with(family, SocketType::STREAM, FLAGS, None)?;
+    match net::connect(&socket, address) {
+        Ok(()) => {}
+        Err(Errno::INPROGRESS | Errno::INTR) => {
+            let began = Instant::now();
+            loop {
+                let left = within.saturating_sub(began.elapsed());
+                let turn =
+                    Timespec::try_from(interrupt::turn(left)).map_err(|_| io::ErrorKind::InvalidInput)?;
+                match poll(&mut [PollFd::new(&socket, PollFlags::OUT)], Some(&turn)) {
+                    Ok(0) if left.is_zero() => return Err(io::ErrorKind::TimedOut.into()),
+                    Ok(0) | Err(Errno::INTR) => interrupt::check(OP).map_err(io::Error::other)?,
+                    Ok(_) => break,
+                    Err(error) => return Err(error.into()),
+                }
+            }
+            net::sockopt::socket_error(&socket)??;
+        }
+        Err(error) => return Err(error.into()),
+    }
+    let stream = TcpStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 /// Waits for what the root has to say.
@@ -218,7 +273,15 @@ fn would_wait(error: &io::Error) -> bool {
     matches!(error.kind(), Interrupted | TimedOut | WouldBlock)
 }
 
+/// The error of a caller that was interrupted, which came as one of a stream.
+fn canceled(error: &io::Error) -> Option<Error> {
+    error.get_ref()?.downcast_ref::<Error>().cloned()
+}
+
 fn lost(error: &io::Error, when: &str) -> Error {
+    if let Some(interrupted) = canceled(error) {
+        return interrupted;
+    }
     if would_wait(error) {
         return Error::new(Kind::Timeout, OP, "the root of the id accepts connections and does not answer");
     }
@@ -236,26 +299,36 @@ impl<S: AsFd> Bounded<S> {
         Bounded { stream, until: Cell::new(Instant::now() + GREETING) }
     }
 
-    fn wait_at_most(&self, what: Timeout) -> io::Result<()> {
-        let left = self.until.get().saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
+    /// Tries until it is over, in turns between which the caller may be interrupted.
+    fn in_turns<T>(
+        &mut self,
+        what: Timeout,
+        mut attempt: impl FnMut(&mut S) -> io::Result<T>,
+    ) -> io::Result<T> {
+        loop {
+            let left = self.until.get().saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let turn = interrupt::turn(left).max(Duration::from_millis(1));
+            set_socket_timeout(&self.stream, what, Some(turn))?;
+            match attempt(&mut self.stream) {
+                Err(error) if would_wait(&error) => interrupt::check(OP).map_err(io::Error::other)?,
+                ended => return ended,
+            }
         }
-        Ok(set_socket_timeout(&self.stream, what, Some(left.max(Duration::from_millis(1))))?)
     }
 }
 
 impl<S: AsFd + Read> Read for Bounded<S> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.wait_at_most(Timeout::Recv)?;
-        self.stream.read(into)
+        self.in_turns(Timeout::Recv, |stream| stream.read(into))
     }
 }
 
 impl<S: AsFd + Write> Write for Bounded<S> {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
-        self.wait_at_most(Timeout::Send)?;
-        self.stream.write(from)
+        self.in_turns(Timeout::Send, |stream| stream.write(from))
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -16,7 +16,7 @@ use crate::communicator::Inner;
 use crate::group::Message;
 use crate::team::{Incoming, Outgoing, Team};
 use crate::window::{BUFFER_BIT, Way};
-use crate::{Error, Memory, Result};
+use crate::{Error, Memory, Result, interrupt};
 
 /// The longest message that goes whole: above, the note costs less than a copy into the channel and one out of it.
 const WHOLE: usize = 64 << 10;
@@ -69,15 +69,24 @@ pub(crate) fn run_together(inner: &Arc<Inner>, team: &Arc<Team>, messages: Vec<M
             })
             .collect();
         let mut outcomes = vec![in_order(inner, team, first)];
-        outcomes.extend(threads.into_iter().map(|thread| match thread {
-            Ok(thread) => thread.join().unwrap_or_else(|_| {
-                Err(Error::new(ErrorKind::Internal, "group_end", "a thread of the messages panicked"))
-            }),
-            // Its peer waits for these messages, and would do so to its limit.
-            Err(error) => {
-                let error = Error::from(towline::Error::os("group_end", "thread creation", error));
-                team.abort(&error);
-                Err(error)
+        outcomes.extend(threads.into_iter().map(|thread| {
+            match thread {
+                Ok(thread) => {
+                    interrupt::join(thread, "group_end", |why| team.abort(&why.clone().about([own])))
+                        .unwrap_or_else(|_| {
+                            Err(Error::new(
+                                ErrorKind::Internal,
+                                "group_end",
+                                "a thread of the messages panicked",
+                            ))
+                        })
+                }
+                // Its peer waits for these messages, and would do so to its limit.
+                Err(error) => {
+                    let error = Error::from(towline::Error::os("group_end", "thread creation", error));
+                    team.abort(&error);
+                    Err(error)
+                }
             }
         }));
         outcomes

@@ -232,7 +232,12 @@ fn meeting_place(parent: &Inner, ticket: &Ticket) -> UniqueIdOptions {
 fn tell(parent: &Inner, ticket: &Ticket, call: &[u8]) -> Result<()> {
     let remote = parent.endpoint().import(ticket)?;
     let transfer = parent.endpoint().notify(&remote, call.to_vec())?;
-    Ok(transfer.wait()?)
+    loop {
+        if let Some(ended) = transfer.wait_for(interrupt::turn(Duration::MAX)) {
+            return Ok(ended?);
+        }
+        interrupt::check("shrink")?;
+    }
 }
 
 /// Waits for the call of the lowest survivor.

@@ -13,7 +13,7 @@ use crate::collective;
 use crate::group::{self, Job};
 use crate::team::Team;
 use crate::window::{Buffers, Lane, Memory, WindowCore, Windows, share_buffers};
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 /// The endpoint of a rank, shared by its communicator and those that were split from it.
 pub(crate) struct Station {
@@ -210,12 +210,9 @@ impl Inner {
         let left = || until.saturating_duration_since(Instant::now());
         let queued = self.worker.wait_idle(left());
         let busy = |_: &mut ()| self.calls.running.load(Ordering::SeqCst) > 0;
-        let looking = self.calls.looking.lock().unwrap_or_else(PoisonError::into_inner);
         self.calls.waiting.fetch_add(1, Ordering::SeqCst);
-        let waited = self.idle.wait_timeout_while(looking, left(), busy);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        let calm = interrupt::wait_while(&self.calls.looking, &self.idle, left(), busy);
         self.calls.waiting.fetch_sub(1, Ordering::SeqCst);
-        let calm = !busy(&mut ());
         let lanes: Vec<_> =
             self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         lanes.iter().all(|lane| lane.wait_idle(left())) && queued && calm

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use towline::Kind;
 
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 /// How long the thread stays when it has nothing to do.
 const LINGER: Duration = Duration::from_secs(2);
@@ -96,12 +96,7 @@ impl Worker {
 
     /// Waits until nothing is queued or running; `false` when that is not so in time.
     pub(crate) fn wait_idle(&self, within: Duration) -> bool {
-        let state = self.lock();
-        let (state, _) = self
-            .changed
-            .wait_timeout_while(state, within, |state| !state.idle())
-            .unwrap_or_else(PoisonError::into_inner);
-        state.idle()
+        interrupt::wait_while(&self.state, &self.changed, within, |state| !state.idle())
     }
 
     /// Throws away what has not begun.

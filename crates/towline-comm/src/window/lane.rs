@@ -11,7 +11,7 @@ use towline::{Kind, Transfer};
 
 use super::operation::{Completion, Told, WHILE};
 use crate::team::{AccessWait, Team};
-use crate::{Error, Result};
+use crate::{Error, Result, interrupt};
 
 /// How long the thread of a lane stays when it has nothing to do.
 const LINGER: Duration = Duration::from_secs(2);
@@ -268,12 +268,8 @@ impl Lane {
 
     /// Waits until everything that was pushed has ended; `false` when it has not in that time.
     pub(crate) fn wait_idle(&self, within: Duration) -> bool {
-        let state = self.lock();
-        let (state, _) = self
-            .changed
-            .wait_timeout_while(state, within, |state| !state.queue.is_empty() || state.active > 0)
-            .unwrap_or_else(PoisonError::into_inner);
-        state.queue.is_empty() && state.active == 0
+        let busy = |state: &mut State| !state.queue.is_empty() || state.active > 0;
+        interrupt::wait_while(&self.state, &self.changed, within, busy)
     }
 }
 

@@ -11,7 +11,7 @@ use towline::Kind;
 use towline::nccl::Pending;
 
 use crate::team::{AccessWait, Team};
-use crate::{Error, Result, group};
+use crate::{Error, Result, group, interrupt};
 
 /// After that long, a rank that waits for an operation says so to those that wait for it.
 pub(super) const WHILE: Duration = Duration::from_millis(100);
@@ -163,6 +163,12 @@ impl Operation {
             if timeout.timed_out() {
                 held_up = true;
                 shared.waits_for(AccessWait::Lasts);
+                drop(state);
+                if let Err(interrupted) = interrupt::check(shared.op) {
+                    shared.waits_for(AccessWait::Done);
+                    return Err(interrupted.about(shared.toward.as_ref().map(|(peer, _)| *peer)));
+                }
+                state = shared.lock();
             }
         }
     }

@@ -16,7 +16,7 @@ use super::passive::{self, ReadableOperation, WritableOperation};
 use super::{OperationKind, RdmaMetadata};
 use crate::identity::Incarnation;
 use crate::sync::lock;
-use crate::{Endpoint, Error, Identity, Kind, Result};
+use crate::{Endpoint, Error, Identity, Kind, Limits, Result};
 
 /// How long a passive operation waits to be claimed, unless told otherwise.
 const UNCLAIMED_LIMIT: Duration = Duration::from_secs(600);
@@ -68,7 +68,8 @@ struct Inner {
 enum State {
     Unopened,
     Open(Endpoint),
-    Closed,
+    /// With the endpoint, until nobody uses its memory any more.
+    Closed(Option<Endpoint>),
 }
 
 impl Connector {
@@ -134,7 +135,7 @@ impl Connector {
                 *state = State::Open(endpoint.clone());
                 Ok(endpoint)
             }
-            State::Closed => {
+            State::Closed(_) => {
                 Err(Error::invalid("connector", format!("the connector {} is closed", self.0.name)))
             }
         }
@@ -215,14 +216,39 @@ impl Connector {
     /// Ends every operation and closes the endpoint, and waits until nobody touches its memory any more, within the endpoint's
     /// limit without progress; what is still used then is logged, and parked where it is dropped. Closing twice is harmless.
     pub fn close(&self) {
-        if crate::fork::in_child() {
-            return;
-        }
-        let state = std::mem::replace(&mut *lock(&self.0.state), State::Closed);
-        if let State::Open(endpoint) = state
-            && let Err(error) = endpoint.close()
-        {
+        let within = self.limits().no_progress;
+        if let Err(error) = self.close_within(within) {
             tracing::warn!(%error, "a connector is closed, and memory of it is still in use");
+        }
+    }
+
+    /// [`close`](Self::close) with a limit of its own, which says what is still in use then. Closing again waits again.
+    pub fn close_within(&self, within: Duration) -> Result<()> {
+        if crate::fork::in_child() {
+            return Ok(());
+        }
+        let endpoint = {
+            let mut state = lock(&self.0.state);
+            if let State::Open(endpoint) = &*state {
+                *state = State::Closed(Some(endpoint.clone()));
+            }
+            match &*state {
+                State::Closed(endpoint) => endpoint.clone(),
+                _ => None,
+            }
+        };
+        if let Some(endpoint) = endpoint {
+            endpoint.close_within(within)?;
+        }
+        *lock(&self.0.state) = State::Closed(None);
+        Ok(())
+    }
+
+    /// How long things may take: those of its endpoint.
+    pub fn limits(&self) -> Limits {
+        match &*lock(&self.0.state) {
+            State::Open(endpoint) | State::Closed(Some(endpoint)) => endpoint.limits(),
+            _ => Limits::default(),
         }
     }
 }
@@ -265,7 +291,7 @@ impl fmt::Debug for Connector {
         let state = match &*lock(&self.0.state) {
             State::Unopened => "not opened yet",
             State::Open(_) => "open",
-            State::Closed => "closed",
+            State::Closed(_) => "closed",
         };
         write!(f, "Connector({:?} on {}, {state})", self.0.name, self.0.hostname)
     }

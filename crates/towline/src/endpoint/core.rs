@@ -25,7 +25,7 @@ use crate::transfer::Limits;
 use crate::transport::nixl;
 use crate::transport::tcp::{Listener, Refusals, Serving, Session, Strangers};
 use crate::wire::handshake::Secret;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, interrupt};
 
 /// Endpoints of this process, by incarnation: their regions are reached without any socket.
 static HERE: Mutex<Option<HashMap<Incarnation, Weak<EndpointCore>>>> = Mutex::new(None);
@@ -296,7 +296,8 @@ impl EndpointCore {
                     format!("no notification came in {:.3} s", within.as_secs_f64()),
                 ));
             }
-            self.bell.wait(seen, until);
+            interrupt::check("receive")?;
+            self.bell.wait(seen, until.min(progress::later(Instant::now(), interrupt::turn(within))));
             self.rung();
         }
     }
@@ -423,8 +424,10 @@ impl EndpointCore {
             }
             // Those who wait for a signal may go to sleep after they were woken: they are woken again soon.
             let waiting = left.iter().any(|region| region.has_waiters());
-            let look = if waiting { within.min(spent + WAKE_AGAIN) } else { within };
-            self.bell.wait(seen, progress::later(started, look));
+            interrupt::check("close")?;
+            let left = within - spent;
+            let look = if waiting { left.min(WAKE_AGAIN) } else { left };
+            self.bell.wait(seen, progress::later(Instant::now(), interrupt::turn(look)));
             self.rung();
         }
     }

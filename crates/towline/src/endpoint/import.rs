@@ -473,9 +473,10 @@ pub(super) fn contact(
         match contact_over(endpoint, ticket, medium, (connected_by, until)) {
             Ok(session) => return Ok(session),
             // The owner itself has answered: another way to it would not change its mind. Not so another life of it, or of somebody
-            // who has such an address on this network.
+            // who has such an address on this network. Or the caller has enough of it.
             Err(NoContact { error, of_ticket })
-                if of_ticket || matches!(error.kind(), Kind::PermissionDenied | Kind::Protocol) =>
+                if of_ticket
+                    || matches!(error.kind(), Kind::PermissionDenied | Kind::Protocol | Kind::Canceled) =>
             {
                 return Err(NoContact { error: error.with_peer(name), of_ticket });
             }

@@ -18,7 +18,7 @@ use super::{failed, watch};
 use crate::cuda::Gpu;
 use crate::memory::Buffer;
 use crate::sync::lock;
-use crate::{Error, Kind, Result, fork};
+use crate::{Error, Kind, Result, fork, interrupt};
 
 /// What is set when a communicator is made.
 #[derive(Debug, Clone)]
@@ -195,7 +195,7 @@ impl Comm {
     pub fn synchronize(&self) -> Result<()> {
         const OP: &str = "synchronize";
         self.0.settle(OP)?;
-        self.0.drain(OP)?;
+        self.0.drained(OP)?;
         self.0.failure().map_or(Ok(()), |failure| Err(failure.during(OP)))
     }
 
@@ -324,13 +324,20 @@ fn meet(core: &Arc<Core>, nranks: i32, id: &[u8; 128], rank: i32) -> Result<()> 
     };
     let thread = std::thread::Builder::new().name("towline-nccl-init".into()).spawn(work);
     thread.map_err(|error| Error::os(OP, "thread creation", error))?;
-    if let Ok(outcome) = told.recv_timeout(core.options.timeout) {
-        return outcome.map(drop);
+    let begun = Instant::now();
+    let (mut left, mut interrupted) = (core.options.timeout, Ok(()));
+    while !left.is_zero() && interrupted.is_ok() {
+        if let Ok(outcome) = told.recv_timeout(interrupt::turn(left)) {
+            return outcome.map(drop);
+        }
+        interrupted = interrupt::check(OP);
+        left = core.options.timeout.saturating_sub(begun.elapsed());
     }
     *lock(&abandoned) = true;
     if let Ok(outcome) = told.try_recv() {
         return outcome.map(drop);
     }
+    interrupted?;
     let seconds = core.options.timeout.as_secs_f64();
     let message = format!(
         "ncclCommInitRankConfig is still in progress after {seconds:.3} s: not all {nranks} ranks have come"
@@ -486,7 +493,8 @@ impl Core {
         if self.flying.load(Ordering::Acquire) == 0 { self.life.ready() } else { None }
     }
 
-    /// Waits until nothing is in progress; at the deadline it is stopped.
+    /// Waits until nothing is in progress; at the deadline it is stopped, and where the caller is interrupted: what is in progress
+    /// may use the caller's memory.
     pub(super) fn settle(&self, op: &'static str) -> Result<()> {
         if self.is_settled() {
             return Ok(());
@@ -502,15 +510,24 @@ impl Core {
                     format!("still in progress after {seconds:.3} s; {state}"),
                 ));
             }
+            if let Err(interrupted) = interrupt::check(op) {
+                self.stop(op);
+                return Err(interrupted);
+            }
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(1));
         }
         Ok(())
     }
 
-    /// Waits until the streams have got past all that was put into them; at the deadline it is stopped.
+    /// [`drained`](Self::drained) before something is freed: it is stopped also where the caller is interrupted.
     pub(super) fn drain(&self, op: &'static str) -> Result<()> {
-        if self.flying.load(Ordering::Acquire) == 0 || self.streams_end(self.options.timeout) {
+        self.drained(op).inspect_err(|_| drop(self.stop(op)))
+    }
+
+    /// Waits until the streams have got past all that was put into them; at the deadline it is stopped.
+    fn drained(&self, op: &'static str) -> Result<()> {
+        if self.flying.load(Ordering::Acquire) == 0 || self.streams_end(self.options.timeout, op)? {
             return Ok(());
         }
         let (seconds, state) = (self.options.timeout.as_secs_f64(), self.stop(op));
@@ -518,17 +535,19 @@ impl Core {
         Err(Error::new(Kind::Timeout, op, message))
     }
 
-    fn streams_end(&self, within: Duration) -> bool {
+    /// False at the limit.
+    fn streams_end(&self, within: Duration, op: &'static str) -> Result<bool> {
         let begun = Instant::now();
         let mut pause = Duration::from_micros(5);
         loop {
             self.sweep(usize::MAX);
             if lock(&self.in_flight).work.is_empty() {
-                return true;
+                return Ok(true);
             }
             if begun.elapsed() >= within {
-                return false;
+                return Ok(false);
             }
+            interrupt::check(op)?;
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(1));
         }
@@ -693,7 +712,7 @@ impl Core {
     /// Lets go of all memory once no stream uses it. The communicator is gone.
     fn release(self: &Arc<Self>) {
         self.close_handles();
-        if !self.streams_end(self.options.timeout) {
+        if !self.streams_end(self.options.timeout, "destroy").unwrap_or(false) {
             let left = std::mem::take(&mut lock(&self.in_flight).work);
             self.flying.store(0, Ordering::Release);
             tracing::error!(

@@ -10,7 +10,7 @@ use towline_sys::nccl::Progress;
 use super::comm::Core;
 use crate::cuda::failed;
 use crate::sync::lock;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, interrupt};
 
 /// The end of a job: it has ended when its stream has got past it. Cheap to clone.
 #[derive(Clone)]
@@ -107,6 +107,7 @@ impl Pending {
             if since.elapsed() >= self.0.timeout {
                 return Err(self.give_up());
             }
+            interrupt::check(self.0.op)?;
             // The first fifty microseconds are spun: most work has ended by then.
             if begun.elapsed() > Duration::from_micros(50) {
                 std::thread::sleep(pause);

@@ -24,7 +24,7 @@ use super::wheel;
 use crate::memory::{Storage, SystemStorage};
 use crate::region::{RegisterError, Registered, Span};
 use crate::sync::lock;
-use crate::{Access, Endpoint, Error, Kind, Notification, Result};
+use crate::{Access, Endpoint, Error, Kind, Notification, Result, interrupt};
 
 /// The plug-ins of NIXL in whose place this engine can stand: those that move host memory between agents, and files.
 pub(super) const STANDS_FOR: [&str; 4] = ["LIBFABRIC", "MOONCAKE", "POSIX", "UCX"];
@@ -69,10 +69,11 @@ impl<S: Storage> Kept<S> {
     }
 
     /// Takes the memory back and gives the storage out, or itself with the reason.
-    pub(super) fn into_storage(self) -> Result<S, RegisterError<Kept<S>>> {
+    pub(super) fn into_storage(self, within: Option<Duration>) -> Result<S, RegisterError<Kept<S>>> {
         let Kept { engine, local, registered } = self;
         engine.forget(&local);
-        registered.into_storage().map_err(|pinned| RegisterError {
+        let within = within.unwrap_or(engine.endpoint.limits().no_progress);
+        registered.into_storage_within(within).map_err(|pinned| RegisterError {
             error: pinned.error,
             storage: Kept { engine, local, registered: pinned.registration },
         })
@@ -262,7 +263,13 @@ impl Embedded {
         } else {
             self.peer(peer)?.door(&self.endpoint)?
         };
-        self.endpoint.notify(&door, message)?.wait()
+        let transfer = self.endpoint.notify(&door, message)?;
+        loop {
+            if let Some(ended) = transfer.wait_for(interrupt::turn(Duration::MAX)) {
+                return ended;
+            }
+            interrupt::check("send_notification")?;
+        }
     }
 
     /// Takes the messages that have come.

@@ -5,6 +5,7 @@ use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
+use std::time::Duration;
 
 use towline_sys::nixl as native;
 
@@ -126,9 +127,21 @@ impl<S: Storage> NixlRegistered<S> {
     /// With the registration, where the memory is still in use (to be tried again): `Exhausted` for a transfer or a prepared
     /// list of this agent on NIXL, `Timeout` for a peer on the embedded engine, which is waited for first. Without it, where
     /// NIXL refuses to deregister; then the memory stays where it is for good.
-    pub fn into_storage(mut self) -> Result<S, RegisterError<Option<NixlRegistered<S>>>> {
+    pub fn into_storage(self) -> Result<S, RegisterError<Option<NixlRegistered<S>>>> {
+        self.taken_back(None)
+    }
+
+    /// [`into_storage`](Self::into_storage) with a limit of its own for peers, on the embedded engine.
+    pub fn into_storage_within(
+        self,
+        within: Duration,
+    ) -> Result<S, RegisterError<Option<NixlRegistered<S>>>> {
+        self.taken_back(Some(within))
+    }
+
+    fn taken_back(mut self, within: Option<Duration>) -> Result<S, RegisterError<Option<NixlRegistered<S>>>> {
         let (error, kept) = match self.kept.take() {
-            Some(Kept::Embedded(kept)) => match kept.into_storage() {
+            Some(Kept::Embedded(kept)) => match kept.into_storage(within) {
                 Ok(storage) => return Ok(storage),
                 Err(RegisterError { error, storage }) => (error, Some(Kept::Embedded(storage))),
             },

@@ -16,7 +16,7 @@ use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
 use crate::transport::{self, nixl};
 use crate::wire::{Grant, SegmentRef};
-use crate::{Access, Error, Kind, Result, Ticket};
+use crate::{Access, Error, Kind, Result, Ticket, interrupt};
 
 /// The top bit of the use count: no new use may begin.
 const CLOSED: usize = 1 << (usize::BITS - 1);
@@ -305,7 +305,9 @@ impl RegionCore {
                     format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users()),
                 ));
             }
-            self.endpoint.bell.wait(seen, progress::later(started, within));
+            interrupt::check("deregister")?;
+            let left = within.saturating_sub(started.elapsed());
+            self.endpoint.bell.wait(seen, progress::later(Instant::now(), interrupt::turn(left)));
             self.endpoint.rung();
         }
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import socket
 import threading
 import uuid
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .. import _native, aio
 from .._devices import OperationKind
-from .._errors import Protocol
+from .._errors import Protocol, Timeout
 from . import _over_nixl
 from ._descriptor import Descriptor, original_errors
 from ._models import RdmaMetadata
@@ -224,7 +225,8 @@ class Connection:
             side = self._nixl
         if side is not None:
             side.close()
-        self._native.close()
+        with contextlib.suppress(Timeout):
+            self._native.close(None)
 
     @property
     def connector(self) -> Connector:

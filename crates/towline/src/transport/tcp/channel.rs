@@ -14,7 +14,7 @@ use crate::sync::lock;
 use crate::tls::{BINDING, Tls};
 use crate::wire::handshake::refusal;
 use crate::wire::{FrameKind, HEADER_LEN, Header};
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, interrupt};
 
 /// The first byte of every TLS connection, and what a TLS client understands as a refusal: the alert `insufficient_security`, which
 /// nobody who speaks TLS here ever sends, so that it means one thing.
@@ -88,8 +88,12 @@ impl Channel {
                 return Ok(());
             }
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || !self.socket.wait(flushed, !flushed, left)? {
+            if left.is_zero() {
                 return Err(Error::new(Kind::Timeout, "contact", "no TLS greeting came in time"));
+            }
+            interrupt::check("contact")?;
+            if !self.socket.wait(flushed, !flushed, interrupt::turn(left))? {
+                continue;
             }
             if flushed && inside.pull_in(&self.socket, false)? == Pulled::End {
                 return Err(Error::new(

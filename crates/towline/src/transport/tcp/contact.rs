@@ -13,7 +13,7 @@ use crate::progress::socket::{Family, Lane, Received, Sent, Socket};
 use crate::ticket::socket_name;
 use crate::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
 use crate::wire::{FrameKind, HEADER_LEN, Header, Message, Ready, Refuse};
-use crate::{Error, Kind, Result, Ticket};
+use crate::{Error, Kind, Result, Ticket, interrupt};
 
 /// How long to wait before asking a listener again whose queue was full.
 const QUEUE_FULL: Duration = Duration::from_millis(1);
@@ -75,6 +75,7 @@ fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Resu
         Medium::Unix => loop {
             match Socket::connect_unix_abstract(&socket_name(owner)) {
                 Err(error) if error.kind() == Kind::Exhausted && Instant::now() < until => {
+                    interrupt::check("contact")?;
                     std::thread::sleep(QUEUE_FULL);
                 }
                 other => break other?,
@@ -83,9 +84,7 @@ fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Resu
         Medium::Tcp(address) => {
             let socket = Socket::connect_tcp(address)?;
             while !socket.finish_connect()? {
-                if !socket.wait_writable(left(until)?)? {
-                    return Err(late());
-                }
+                wait(until, |time| socket.wait_writable(time))?;
             }
             socket
         }
@@ -130,12 +129,18 @@ fn refusal_or(socket: &Channel, error: Error) -> Error {
     }
 }
 
-fn left(until: Instant) -> Result<Duration> {
-    until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()).ok_or_else(late)
-}
-
-fn late() -> Error {
-    Error::new(Kind::Timeout, "contact", "no answer in time")
+/// Waits until then, in turns between which the caller may have enough of it.
+fn wait(until: Instant, is_ready: impl Fn(Duration) -> Result<bool>) -> Result<()> {
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Error::new(Kind::Timeout, "contact", "no answer in time"));
+        }
+        interrupt::check("contact")?;
+        if is_ready(interrupt::turn(left))? {
+            return Ok(());
+        }
+    }
 }
 
 fn send_all(socket: &Channel, mut bytes: &[u8], until: Instant) -> Result<()> {
@@ -143,12 +148,12 @@ fn send_all(socket: &Channel, mut bytes: &[u8], until: Instant) -> Result<()> {
         match socket.send(&[IoSlice::new(bytes)], &[])? {
             Sent::Bytes(sent) => bytes = &bytes[sent..],
             Sent::WouldBlock => {
-                socket.wait_writable(left(until)?)?;
+                wait(until, |time| socket.wait_writable(time))?;
             }
         }
     }
     while !socket.flush()? {
-        socket.wait_writable(left(until)?)?;
+        wait(until, |time| socket.wait_writable(time))?;
     }
     Ok(())
 }
@@ -187,7 +192,7 @@ fn named(socket: &Channel, authenticated: bool, until: Instant) -> Result<usize>
         match socket.next_header(authenticated)? {
             Ahead::Header(header) => return Ok(header.files.into()),
             Ahead::Nothing(Received::WouldBlock) => {
-                socket.wait_readable(left(until)?)?;
+                wait(until, |time| socket.wait_readable(time))?;
             }
             Ahead::Part(_) | Ahead::Nothing(_) => return Ok(0),
         }
@@ -205,7 +210,7 @@ fn read_all(
         match socket.recv(&mut [IoSliceMut::new(bytes)], named.saturating_sub(files.len()), files)? {
             Received::Bytes(came) => bytes = &mut bytes[came..],
             Received::WouldBlock => {
-                socket.wait_readable(left(until)?)?;
+                wait(until, |time| socket.wait_readable(time))?;
             }
             Received::Eof => {
                 return Err(Error::new(Kind::Disconnected, "contact", "the owner closed the connection"));

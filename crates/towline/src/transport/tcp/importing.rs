@@ -1,6 +1,6 @@
 //! Tickets on their way to becoming grants: asked for over a session, answered by its owner.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use crate::memory::Mapping;
 use crate::progress::{self, Timer, TimerId};
 use crate::sync::lock;
 use crate::wire::{Finish, Grant, Granted, Import, ImportItem, Message, OperationId, Release, WireError};
-use crate::{Error, Kind, Result, Ticket};
+use crate::{Error, Kind, Result, Ticket, interrupt};
 
 /// Imports per frame: bounded by the descriptors that can ride with the answer.
 const IMPORTS_PER_FRAME: usize = 128;
@@ -58,13 +58,16 @@ impl Reply {
     }
 
     fn wait(&self, until: Instant) -> Option<Result<Answer>> {
-        let mut inner = lock(&self.inner);
         loop {
+            let mut inner = lock(&self.inner);
             if let Some(answer) = inner.answer.take() {
                 return Some(answer);
             }
             let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-            inner = self.came.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+            drop(self.came.wait_timeout(inner, interrupt::turn(left)));
+            if let Err(interrupted) = interrupt::check("import") {
+                return Some(Err(interrupted));
+            }
         }
     }
 
