@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use towline::{Limits, NixlOptions, cuda};
+use towline::{Limits, NixlOptions, cuda, room};
 
 use crate::attention::without_gil;
 use crate::audit::Audit;
@@ -217,7 +217,7 @@ impl Endpoint {
         let routing = routing(py, &require, &forbid, None)?;
         let timeout = seconds(py, op, "timeout", timeout)?;
         let stall = seconds(py, op, "stall_timeout", stall_timeout)?;
-        let notify = notify.map(<[u8]>::to_vec);
+        let notify = notify.map(|message| room::copy(op, message)).transpose().or_raise(py)?;
         let remote = &*remote.get().0;
         let started = py.detach(|| {
             let len = local.len();
@@ -289,7 +289,7 @@ impl Endpoint {
     fn notify(&self, py: Python<'_>, remote: &Bound<'_, Remote>, message: &[u8]) -> PyResult<Transfer> {
         let endpoint = self.enter(py, "notify")?;
         let remote = &*remote.get().0;
-        let message = message.to_vec();
+        let message = room::copy("notify", message).or_raise(py)?;
         py.detach(|| endpoint.notify(remote, message)).map(Transfer::new).or_raise(py)
     }
 

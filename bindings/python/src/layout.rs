@@ -3,9 +3,12 @@
 
 use std::sync::Arc;
 
+use pyo3::Borrowed;
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 use pyo3::types::{PyMemoryView, PyType};
+use towline::layout::MAX_DIMS;
+use towline::room::{self, Zeroable};
 use towline::{Dim, IndexList, Indices};
 
 use crate::errors::{OrRaise, invalid};
@@ -14,6 +17,23 @@ use crate::request::{Number, number};
 
 /// What a layout is made from: base, block, dimensions.
 type Arguments = (u64, u64, Vec<(u64, u64)>);
+
+/// Counts and strides. What says that it has very many of them is asked for them one by one.
+struct Dims(Vec<(Number, Number)>);
+
+impl<'py> FromPyObject<'_, 'py> for Dims {
+    type Error = PyErr;
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = Vec::<(Number, Number)>::INPUT_TYPE;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Dims> {
+        if value.len()? > MAX_DIMS {
+            let message = format!("dims: a layout has 1 to {MAX_DIMS} dimensions, not {}", value.len()?);
+            return Err(invalid(value.py(), "layout", message));
+        }
+        value.extract().map(Dims)
+    }
+}
 
 /// Names many blocks of one length by index: base, block length, counts and strides.
 ///
@@ -26,9 +46,9 @@ pub(crate) struct Layout(pub(crate) towline::Layout);
 impl Layout {
     #[new]
     #[pyo3(signature = (base, block, dims))]
-    fn new(py: Python<'_>, base: Number, block: Number, dims: Vec<(Number, Number)>) -> PyResult<Layout> {
+    fn new(py: Python<'_>, base: Number, block: Number, dims: Dims) -> PyResult<Layout> {
         let dims: Vec<Dim> =
-            dims.into_iter().map(|(count, stride)| Dim { count: count.0, stride: stride.0 }).collect();
+            dims.0.into_iter().map(|(count, stride)| Dim { count: count.0, stride: stride.0 }).collect();
         towline::Layout::new(base.0, block.0, &dims).map(Layout).or_raise(py)
     }
 
@@ -118,20 +138,20 @@ impl Blocks {
         if let Ok(buffer) = PyBuffer::<u32>::get(object) {
             return Ok(Blocks(match lent::<u32, u32>(object, &buffer)? {
                 Some(lent) => IndexList::U32(Arc::new(lent)),
-                None => buffer.to_vec(py)?.into(),
+                None => copied(py, op, &buffer)?.into(),
             }));
         }
         if let Ok(buffer) = PyBuffer::<u64>::get(object) {
             return Ok(Blocks(match lent::<u64, u64>(object, &buffer)? {
                 Some(lent) => IndexList::U64(Arc::new(lent)),
-                None => buffer.to_vec(py)?.into(),
+                None => copied(py, op, &buffer)?.into(),
             }));
         }
         if let Ok(buffer) = PyBuffer::<i64>::get(object) {
             if let Some(lent) = lent::<i64, u64>(object, &buffer)? {
                 return Ok(Blocks(IndexList::U64(Arc::new(lent))));
             }
-            let signed = buffer.to_vec(py)?;
+            let signed = copied(py, op, &buffer)?;
             if signed.len() <= CHECKED && signed.iter().any(|index| *index < 0) {
                 return Err(negative());
             }
@@ -140,11 +160,20 @@ impl Blocks {
             return Ok(Blocks(unsigned.into()));
         }
         if let Ok(buffer) = PyBuffer::<i32>::get(object) {
-            let unsigned: Result<Vec<u32>, _> = buffer.to_vec(py)?.into_iter().map(u32::try_from).collect();
+            let unsigned: Result<Vec<u32>, _> =
+                copied(py, op, &buffer)?.into_iter().map(u32::try_from).collect();
             return unsigned.map(|list| Blocks(list.into())).map_err(|_| negative());
         }
-        if PyBuffer::<u8>::get(object).is_err() && object.len().is_ok() {
-            return object.extract::<Vec<u64>>().map(|list| Blocks(list.into())).map_err(|_| wrong(argument));
+        if PyBuffer::<u8>::get(object).is_err()
+            && let Ok(len) = object.len()
+        {
+            // A range has a length that no list of its numbers has.
+            let mut list = room::list(op, len).or_raise(py)?;
+            for index in object.try_iter().map_err(|_| wrong(argument))? {
+                let index: u64 = index?.extract().map_err(|_| wrong(argument))?;
+                room::push(op, &mut list, index).or_raise(py)?;
+            }
+            return Ok(Blocks(list.into()));
         }
         Err(wrong(argument))
     }
@@ -157,6 +186,17 @@ impl Blocks {
     pub(crate) fn list(&self) -> IndexList<'static> {
         self.0.clone()
     }
+}
+
+/// The elements of a buffer, which may say that it has more than there is memory for: an array can be its one element again and again.
+pub(crate) fn copied<T: Element + Zeroable>(
+    py: Python<'_>,
+    op: &'static str,
+    buffer: &PyBuffer<T>,
+) -> PyResult<Vec<T>> {
+    let mut list = room::zeros(op, buffer.item_count()).or_raise(py)?;
+    buffer.copy_to_slice(py, &mut list)?;
+    Ok(list)
 }
 
 /// A list that Python keeps and nobody can write to.

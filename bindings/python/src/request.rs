@@ -6,10 +6,10 @@ use pyo3::Borrowed;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use towline::{Access, Isolation, Request, Routing};
+use towline::{Access, Isolation, Request, Routing, room};
 
 use crate::errors::{OrRaise, invalid};
-use crate::layout::{Blocks, Layout};
+use crate::layout::{Blocks, Layout, copied};
 
 /// An offset, a count or a word. A number that it cannot be is a wrong value, as everywhere in the package.
 #[derive(Clone, Copy)]
@@ -166,17 +166,23 @@ fn wrong(py: Python<'_>, op: &'static str, needed: &str, error: &PyErr) -> PyErr
 /// Spans from a buffer of rows of three integers, or from any iterable of triples.
 fn triples(py: Python<'_>, op: &'static str, spans: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64, u64)>> {
     let flat = if let Ok(buffer) = PyBuffer::<u64>::get(spans) {
-        buffer.to_vec(py)?
+        copied(py, op, &buffer)?
     } else if let Ok(buffer) = PyBuffer::<i64>::get(spans) {
-        let rows: Result<Vec<u64>, _> = buffer.to_vec(py)?.into_iter().map(u64::try_from).collect();
+        let rows: Result<Vec<u64>, _> = copied(py, op, &buffer)?.into_iter().map(u64::try_from).collect();
         rows.map_err(|_| invalid(py, op, "spans: an offset or a length is negative".to_owned()))?
     } else {
-        let row = |row: Bound<'_, PyAny>| row.extract().map_err(|error| wrong(py, op, SPANS, &error));
-        return spans.try_iter()?.map(|given| row(given?)).collect();
+        let mut rows = Vec::new();
+        for row in spans.try_iter()? {
+            let row = row?.extract().map_err(|error| wrong(py, op, SPANS, &error))?;
+            room::push(op, &mut rows, row).or_raise(py)?;
+        }
+        return Ok(rows);
     };
     let (rows, rest) = flat.as_chunks::<3>();
     if !rest.is_empty() {
         return Err(PyTypeError::new_err(SPANS));
     }
-    Ok(rows.iter().map(|[remote, local, len]| (*remote, *local, *len)).collect())
+    let mut spans = room::list(op, rows.len()).or_raise(py)?;
+    spans.extend(rows.iter().map(|[remote, local, len]| (*remote, *local, *len)));
+    Ok(spans)
 }

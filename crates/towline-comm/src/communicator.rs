@@ -8,7 +8,9 @@ mod worker;
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
+use std::thread::{Scope, ScopedJoinHandle};
 
+use towline::room::no_thread;
 use towline::{Buffer, Endpoint, Kind, Place, Storage};
 
 pub use self::config::Config;
@@ -148,6 +150,10 @@ impl Communicator {
     pub fn init_all_with(count: usize, config: &Config) -> Result<Vec<Communicator>> {
         group::refuse("init_all")?;
         config.check("init_all")?;
+        if count > bootstrap::MOST_RANKS {
+            let most = bootstrap::MOST_RANKS;
+            return Err(Error::invalid("init_all", format!("a group has at most {most} ranks, not {count}")));
+        }
         let mut group_id = [0; 16];
         getrandom::fill(&mut group_id)
             .map_err(|error| Error::new(Kind::Native, "init_all", format!("no random bytes: {error}")))?;
@@ -165,7 +171,7 @@ impl Communicator {
             let threads: Vec<_> = members
                 .into_iter()
                 .map(|(rank, inner, seat)| {
-                    scope.spawn(move || -> Result<Communicator> {
+                    start_rank(scope, move || -> Result<Communicator> {
                         let team = Team::assemble(seat, rank, tickets.clone())?;
                         let seating = Seating { rank, nranks: count, tickets: tickets.clone(), group_id };
                         inner.seat(seating, team)?;
@@ -173,11 +179,7 @@ impl Communicator {
                     })
                 })
                 .collect();
-            let joined = threads.into_iter().map(|thread| {
-                let panicked = |_| Err(Error::new(Kind::Internal, "init_all", "a thread panicked"));
-                thread.join().unwrap_or_else(panicked)
-            });
-            joined.collect()
+            all_ranks(threads)
         })
     }
 
@@ -194,14 +196,10 @@ impl Communicator {
                 .enumerate()
                 .map(|(rank, gpu)| {
                     let config = Config { gpu: Some(*gpu), ..config.clone() };
-                    scope.spawn(move || Communicator::init(gpus.len(), rank, id, config))
+                    start_rank(scope, move || Communicator::init(gpus.len(), rank, id, config))
                 })
                 .collect();
-            let joined = threads.into_iter().map(|thread| {
-                let panicked = |_| Err(Error::new(Kind::Internal, "init_all", "a thread panicked"));
-                thread.join().unwrap_or_else(panicked)
-            });
-            joined.collect()
+            all_ranks(threads)
         })
     }
 
@@ -526,6 +524,34 @@ impl fmt::Debug for Communicator {
         };
         shown.finish()
     }
+}
+
+/// A rank of this process that joins beside the others.
+type Joiner<'scope> = Result<ScopedJoinHandle<'scope, Result<Communicator>>>;
+
+fn start_rank<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    join: impl FnOnce() -> Result<Communicator> + Send + 'scope,
+) -> Joiner<'scope> {
+    const NAME: &str = "towline-rank";
+    let started = std::thread::Builder::new().name(NAME.into()).spawn_scoped(scope, join);
+    Ok(started.map_err(|error| no_thread("init_all", NAME, error))?)
+}
+
+/// All of them, or why one is missing: that its thread could not be started says more than that the others have waited for it.
+fn all_ranks(ranks: Vec<Joiner<'_>>) -> Result<Vec<Communicator>> {
+    let (mut joined, mut missing) = (Vec::new(), None);
+    for rank in ranks {
+        match rank {
+            Ok(thread) => joined.push(
+                thread
+                    .join()
+                    .unwrap_or_else(|_| Err(Error::new(Kind::Internal, "init_all", "a thread panicked"))),
+            ),
+            Err(error) => missing = Some(error),
+        }
+    }
+    missing.map_or_else(|| joined.into_iter().collect(), Err)
 }
 
 #[cold]

@@ -7,6 +7,8 @@
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
+use towline::room::no_thread;
+
 use crate::communicator::Inner;
 use crate::team::Team;
 use crate::window::{Completion, Memory};
@@ -242,7 +244,12 @@ fn launch(jobs: Vec<(Arc<Inner>, Job)>) -> Result<()> {
                 Ok(thread) => interrupt::join(thread, "group_end", stop).unwrap_or_else(|_| {
                     Err(Error::new(towline::Kind::Internal, "group_end", "a thread of the group panicked"))
                 }),
-                Err(error) => Err(towline::Error::os("group_end", "thread creation", error).into()),
+                // Other ranks wait for its calls, and would do so to their limit.
+                Err(error) => {
+                    let error = Error::from(no_thread("group_end", "towline-group", error));
+                    stop(&error);
+                    Err(error)
+                }
             });
         }
     });

@@ -46,6 +46,8 @@ pub mod nixl;
 mod notify;
 mod progress;
 mod region;
+#[doc(hidden)]
+pub mod room;
 mod route;
 #[cfg(test)]
 mod simulated;

@@ -15,9 +15,8 @@ pub(crate) mod socket;
 mod timers;
 
 use std::any::Any;
-use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub(crate) use bell::Bell;
@@ -26,7 +25,7 @@ pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
 pub(crate) use timers::{Timer, TimerId};
 
 use crate::error::{Error, Result};
-use crate::fork;
+use crate::{fork, room};
 
 static REACTOR: OnceLock<Arc<Reactor>> = OnceLock::new();
 static STARTING: Mutex<()> = Mutex::new(());
@@ -96,12 +95,16 @@ pub(crate) fn sharers() -> &'static Pool {
     &SHARERS
 }
 
-/// Starts a library thread, which takes no signal that the program may want on a thread of its own.
+/// Starts a library thread (`Exhausted` where there is no room for one), which takes no signal that the program may want on a thread of its own.
 ///
 /// A Python program counts on SIGINT interrupting its main thread, so the library's threads must not be
 /// the ones that receive it. Faults stay unblocked: they belong to the thread that causes them.
-pub(crate) fn start_thread(name: String, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
-    thread::Builder::new().name(name).spawn(move || {
+pub(crate) fn start_thread(
+    op: &'static str,
+    name: impl Into<String>,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>> {
+    room::thread(op, name, move || {
         reactor::block_signals();
         body();
     })
@@ -125,9 +128,4 @@ fn panic_message(payload: Box<dyn Any + Send>) -> String {
 /// Locks; a panic elsewhere does not poison, since every holder leaves its data consistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// An `Exhausted` error where a thread cannot be started, whatever errno says.
-fn no_thread(op: &'static str, error: io::Error) -> Error {
-    Error::new(crate::Kind::Exhausted, op, format!("cannot start a thread: {error}")).caused_by(error)
 }

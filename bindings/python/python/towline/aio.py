@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -179,16 +180,31 @@ class Closing(Protocol):
 
 
 async def closed(closing: Closing, timeout: float | None) -> None:
-    """Closes in a thread of the loop; `Timeout` as from `close` itself. Cancelling the task ends the wait."""
+    """Closes; where that has to wait, a thread of the loop does. `Timeout` as from `close` itself. Cancelling the task ends the wait."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + (closing.stall_timeout if timeout is None else timeout)
+    left = closing.stall_timeout if timeout is None else timeout
+    deadline, turn = loop.time() + left, 0.0
     while True:
-        left = max(deadline - loop.time(), 0.0)
         try:
-            return await asyncio.to_thread(closing.close, min(left, TURN))
+            if turn == 0.0:
+                return closing.close(0.0)
+            return await in_thread(partial(closing.close, turn))
         except Timeout:
-            if left <= TURN:
+            left = deadline - loop.time()
+            if left <= 0.0:
                 raise
+            turn = min(left, TURN)
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Makes a call in a thread of the loop; here, for the short time that it takes, where there is no room for a thread."""
+    try:
+        running = asyncio.get_running_loop().run_in_executor(None, call)
+    except RuntimeError as error:
+        if "thread" not in str(error):
+            raise
+        return call()
+    return await running
 
 
 async def received(

@@ -23,7 +23,6 @@ who they are. What is registered with NIXL every peer that has the metadata can 
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,7 +189,7 @@ class Request:
     def __await__(self) -> Generator[Any, None, None]:
         # In turns, so that the thread of a task that is cancelled ends soon.
         while not self.done():
-            yield from asyncio.to_thread(self._native.wait, aio.TURN).__await__()
+            yield from aio.in_thread(lambda: self._native.wait(aio.TURN)).__await__()
         self.wait(0)
 
     def __repr__(self) -> str:

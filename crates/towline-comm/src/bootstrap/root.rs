@@ -85,10 +85,7 @@ pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>) -> Result<Root> {
         called_off: Arc::clone(&called_off),
         closing: None,
     };
-    std::thread::Builder::new()
-        .name("towline-root".into())
-        .spawn(move || host.run())
-        .map_err(|error| towline::Error::os(OP, "thread creation", error))?;
+    towline::room::thread(OP, "towline-root", move || host.run())?;
     Ok(Root { called_off, socket_name })
 }
 

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use towline::room::{self, no_thread};
 use towline::{Kind as ErrorKind, Limits, Remote, Ticket};
 
 use super::direct::copy_here;
@@ -83,7 +84,7 @@ pub(crate) fn run_together(inner: &Arc<Inner>, team: &Arc<Team>, messages: Vec<M
                 }
                 // Its peer waits for these messages, and would do so to its limit.
                 Err(error) => {
-                    let error = Error::from(towline::Error::os("group_end", "thread creation", error));
+                    let error = Error::from(no_thread("group_end", "towline-messages", error));
                     team.abort(&error);
                     Err(error)
                 }
@@ -116,9 +117,9 @@ fn pass_to_self(rank: usize, messages: &[Message]) -> Result<()> {
 
 /// Moves small messages in one loop.
 fn whole(team: &Team, messages: &[Message]) -> Result<()> {
-    let mut bodies = Vec::with_capacity(messages.len());
+    let mut bodies: Vec<Vec<u8>> = room::list("group_end", messages.len())?;
     for message in messages {
-        let mut body = vec![0; message.memory.len()];
+        let mut body = room::zeros("group_end", message.memory.len())?;
         if !message.incoming {
             message.memory.read_at(0, &mut body)?;
         }
@@ -159,7 +160,7 @@ fn in_order(inner: &Arc<Inner>, team: &Arc<Team>, lane: &[&Message]) -> Result<(
 }
 
 fn whole_of(team: &Team, message: &Message) -> Result<()> {
-    let mut body = vec![0; message.memory.len()];
+    let mut body = room::zeros("group_end", message.memory.len())?;
     if message.incoming {
         team.recv_message(message.peer, message.digest, &mut body)?;
         return message.memory.write_at(0, &body);

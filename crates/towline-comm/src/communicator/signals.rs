@@ -85,10 +85,7 @@ impl Communicator {
             let outcome = team.and_then(|team| wait(&inner, &team, &signals, Some(&withdrawn)));
             done.tell(outcome.map(|()| 0));
         };
-        std::thread::Builder::new()
-            .name("towline-signal".into())
-            .spawn(waiting)
-            .map_err(|error| towline::Error::os("wait_signal", "thread creation", error))?;
+        towline::room::thread("wait_signal", "towline-signal", waiting)?;
         Ok(operation)
     }
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use towline::Kind;
+use towline::{Kind, room};
 
 use crate::{Error, Result, interrupt};
 
@@ -59,10 +59,9 @@ impl Worker {
         state.queue.push_back(task);
         if !state.running {
             let worker = Arc::clone(self);
-            let name = std::thread::Builder::new().name("towline-comm".into());
-            if let Err(error) = name.spawn(move || worker.run()) {
+            if let Err(error) = room::thread("submit", "towline-comm", move || worker.run()) {
                 state.queue.pop_back();
-                return Err(towline::Error::os("submit", "thread creation", error).into());
+                return Err(error.into());
             }
             state.running = true;
         }

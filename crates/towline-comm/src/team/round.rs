@@ -260,7 +260,8 @@ impl Team {
             let message = format!("rank {rank} gives {} bytes, more than {MOST_GATHERED}", lengths[*rank]);
             return Err(Error::invalid(name, message).about(long));
         }
-        let mut all: Vec<Vec<u8>> = lengths.iter().map(|len| Vec::with_capacity(*len)).collect();
+        let room_for = |len: &usize| towline::room::list(name, *len);
+        let mut all = lengths.iter().map(room_for).collect::<towline::Result<Vec<Vec<u8>>>>()?;
         let mut buffer = vec![0; PAYLOAD];
         let rounds = lengths.iter().max().map_or(1, |most| most.div_ceil(PAYLOAD).max(1));
         for number in 1..=rounds {

@@ -102,11 +102,11 @@ impl Lane {
             return;
         }
         let lane = Arc::clone(self);
-        let started = std::thread::Builder::new().name("towline-lane".into()).spawn(move || lane.run());
+        let started = towline::room::thread("put", "towline-lane", move || lane.run());
         match started {
             Ok(_) => state.running = true,
             Err(error) => {
-                let why = Error::new(Kind::Exhausted, "put", format!("no thread can be started: {error}"));
+                let why = Error::from(error);
                 let tasks = std::mem::take(&mut state.queue);
                 drop(state);
                 for (_, task) in tasks {

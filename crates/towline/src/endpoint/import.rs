@@ -295,10 +295,9 @@ pub(crate) fn on_a_thread<T: Send + 'static>(
 ) -> impl Future<Output = Result<T>> + Send {
     let slot = Arc::new(Slot::default());
     let filled = Arc::clone(&slot);
-    let spawned =
-        std::thread::Builder::new().name("towline-contact".into()).spawn(move || filled.fill(contact()));
+    let spawned = progress::start_thread("import", "towline-contact", move || filled.fill(contact()));
     if let Err(error) = spawned {
-        slot.fill(Err(Error::os("import", "thread creation", error)));
+        slot.fill(Err(error));
     }
     async move { slot.filled().await }
 }

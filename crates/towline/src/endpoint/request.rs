@@ -16,7 +16,7 @@ use crate::route::Routing;
 use crate::transfer::{self, After, Limits, OnEnd, Op, Parts, Signal, Transfer, TransferCore};
 use crate::transport::inproc::file::no_words;
 use crate::transport::{Attachment, Begun, Capabilities, gpu};
-use crate::{Access, Error, Kind, Result, fork};
+use crate::{Access, Error, Kind, Result, fork, room};
 
 /// A transfer that has not started yet.
 ///
@@ -382,7 +382,7 @@ impl<'a> Request<'a> {
         if let Some(range) = range {
             check_elements(op, checked(op, range, remote_len, local_len)?.0.as_slice())?;
         }
-        let what = std::mem::replace(&mut self.what, What::Whole).into_owned();
+        let what = std::mem::replace(&mut self.what, What::Whole).into_owned(op)?;
         let parts = self.parts(attachment, counters, local, base, Plan::nothing(), bytes);
         let planning = move || {
             let pieces = checked(op, what, remote_len, local_len)?.0;
@@ -484,14 +484,15 @@ impl<'a> Request<'a> {
 }
 
 impl What<'_> {
-    fn into_owned(self) -> What<'static> {
-        match self {
+    fn into_owned(self, op: Op) -> Result<What<'static>> {
+        Ok(match self {
             What::Whole => What::Whole,
             What::Span(remote, local, len) => What::Span(remote, local, len),
             What::Plan(plan) => What::Plan(plan),
-            What::Spans(spans) => What::Spans(Cow::Owned(spans.into_owned())),
-            What::Blocks(list) => What::Blocks(Box::new(list.into_owned())),
-        }
+            What::Spans(Cow::Borrowed(spans)) => What::Spans(Cow::Owned(room::copy(op.name(), spans)?)),
+            What::Spans(Cow::Owned(spans)) => What::Spans(Cow::Owned(spans)),
+            What::Blocks(list) => What::Blocks(Box::new(list.into_owned()?)),
+        })
     }
 }
 

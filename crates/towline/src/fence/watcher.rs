@@ -23,7 +23,7 @@ use crate::fence::pins::{PinPage, Side};
 use crate::fence::robust::{OWNER_DIED, TID_MASK, WAITERS};
 use crate::fork::{guard, in_child};
 use crate::sync::lock;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// Watches at the same time in one process: the kernel waits for 128 words, and one is our own.
 pub(crate) const MAX_WATCHES: usize = 127;
@@ -196,9 +196,8 @@ impl Watcher {
         let mut state = lock(&self.state);
         if state.thread.is_none() {
             state.can_watch = futex_waitv_works();
-            state.thread = Some(with_signals_blocked(|| {
-                std::thread::Builder::new().name("towline-watch".into()).spawn(|| self.run())
-            })?);
+            state.thread =
+                Some(with_signals_blocked(|| room::thread("connect", "towline-watch", || self.run()))?);
         }
         Ok(state)
     }
@@ -372,9 +371,7 @@ fn come_promptly() {
 }
 
 /// Spawns with all signals blocked: the program's handlers run on the program's threads.
-fn with_signals_blocked(
-    spawn: impl FnOnce() -> std::io::Result<std::thread::JoinHandle<()>>,
-) -> Result<ThreadId> {
+fn with_signals_blocked(spawn: impl FnOnce() -> Result<std::thread::JoinHandle<()>>) -> Result<ThreadId> {
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: both sets are our own storage; the first is filled before it is read, and the second is read
@@ -388,9 +385,7 @@ fn with_signals_blocked(
         // SAFETY: filled by the call above.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
     }
-    spawned
-        .map(|handle| handle.thread().id())
-        .map_err(|error| Error::os("connect", "the start of the liveness watcher", error))
+    spawned.map(|handle| handle.thread().id())
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{Indexed, Indices, Layout, OP, Plan};
-use crate::{Error, Result};
+use crate::{Error, Result, room};
 
 /// Indices that a request takes: borrowed, or handed over.
 ///
@@ -47,14 +47,14 @@ impl IndexList<'_> {
 
     /// Owns them, copied where they are borrowed.
     #[inline]
-    fn into_owned(self) -> IndexList<'static> {
-        match self {
+    fn into_owned(self) -> Result<IndexList<'static>> {
+        Ok(match self {
             IndexList::Borrowed(Indices::All) => IndexList::Borrowed(Indices::All),
-            IndexList::Borrowed(Indices::U32(list)) => list.to_vec().into(),
-            IndexList::Borrowed(Indices::U64(list)) => list.to_vec().into(),
+            IndexList::Borrowed(Indices::U32(list)) => room::copy(OP, list)?.into(),
+            IndexList::Borrowed(Indices::U64(list)) => room::copy(OP, list)?.into(),
             IndexList::U32(list) => IndexList::U32(list),
             IndexList::U64(list) => IndexList::U64(list),
-        }
+        })
     }
 }
 
@@ -156,10 +156,10 @@ impl<'a> Listed<'a> {
 
     /// Owns the indices, copied where they are borrowed.
     #[inline]
-    pub(crate) fn into_owned(self) -> Listed<'static> {
+    pub(crate) fn into_owned(self) -> Result<Listed<'static>> {
         let Listed { remote, remote_indices, local, local_indices } = self;
-        let (remote_indices, local_indices) = (remote_indices.into_owned(), local_indices.into_owned());
-        Listed { remote, remote_indices, local, local_indices }
+        let (remote_indices, local_indices) = (remote_indices.into_owned()?, local_indices.into_owned()?);
+        Ok(Listed { remote, remote_indices, local, local_indices })
     }
 }
 
@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn what_is_handed_over_is_not_copied() {
         let list: Arc<Vec<u64>> = Arc::new(vec![2, 1]);
-        let owned = IndexList::from(Arc::clone(&list)).into_owned();
+        let owned = IndexList::from(Arc::clone(&list)).into_owned().unwrap();
         let Indices::U64(seen) = owned.indices() else { unreachable!("64-bit indices were given") };
         assert_eq!(seen.as_ptr(), list.as_ptr());
     }
@@ -218,7 +218,7 @@ mod tests {
         ];
         for one in all {
             let local = IndexList::from(Indices::U32(&[0, 1]));
-            let plan = Listed::new(&layout, one, &layout, local).into_owned().plan().unwrap();
+            let plan = Listed::new(&layout, one, &layout, local).into_owned().unwrap().plan().unwrap();
             assert_eq!(plan.pieces().iter().map(|piece| piece.remote).collect::<Vec<_>>(), [24, 0]);
         }
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::listed::paired;
 use super::walk::Walker;
 use super::{Indices, Layout, OP, order};
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// One run of bytes, contiguous on both sides.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -128,7 +128,7 @@ impl Plan {
     pub fn spans(spans: &[(u64, u64, u64)]) -> Result<Plan> {
         let mut plan = Plan::empty(Numbering::Listed(Vec::new()));
         plan.reserve(spans.len() as u64)?;
-        let mut starts = Vec::with_capacity(spans.len());
+        let mut starts = room::list(OP, spans.len())?;
         for (number, &(remote, local, len)) in spans.iter().enumerate() {
             if len == 0 {
                 return Err(Error::invalid(OP, format!("span {number} has no bytes")));
@@ -258,18 +258,22 @@ impl Plan {
         if self.pieces.is_sorted_by_key(&key) {
             return self;
         }
-        // A list that no transfer comes near stays as it is.
+        // A list that no transfer comes near stays as it is, and one for whose order there is no memory.
         let Ok(count) = u32::try_from(self.pieces.len()) else { return self };
+        let Ok(order) = order::by_key(count, |one| key(&self.pieces[one as usize])) else { return self };
+        let in_order = self.asked_before.is_empty();
+        let starts = room::list(OP, if in_order { self.pieces.len() } else { 0 });
+        let Ok(starts) = starts else { return self };
         let Plan { mut pieces, mut asked_before, .. } = self;
-        if asked_before.is_empty() {
+        if in_order {
             let mut before = 0;
             let start_of = |piece: &Piece| {
                 before += piece.len;
                 before - piece.len
             };
-            asked_before = pieces.iter().map(start_of).collect();
+            asked_before = starts;
+            asked_before.extend(pieces.iter().map(start_of));
         }
-        let order = order::by_key(count, |one| key(&pieces[one as usize]));
         order::arrange(order, |one, other| {
             pieces.swap(one, other);
             asked_before.swap(one, other);

@@ -159,6 +159,12 @@ mod watcher {
         if !awaited.runs {
             let thread = std::thread::Builder::new().name("towline-nccl-wait".into()).spawn(watch);
             awaited.runs = thread.is_ok();
+            if !awaited.runs {
+                // Who waits asks again by itself then, and comes by here.
+                let waiting = std::mem::take(&mut awaited.all);
+                drop(place);
+                waiting.into_iter().for_each(|(_, waker, _)| waker.wake());
+            }
         }
     }
 

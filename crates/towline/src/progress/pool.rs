@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::reactor::be_polite;
-use super::{lock, no_thread, panic_message, start_thread};
+use super::{lock, panic_message, start_thread};
 use crate::error::Error;
 use crate::fork;
 
@@ -208,7 +208,7 @@ impl Pool {
         }
         // The thread is started under the lock, so that on failure the last job in the queue is still ours
         // and the count of threads that could serve it is exact.
-        match start_thread(format!("{}-{number}", self.name), move || self.work(number)) {
+        match start_thread("queue a copy", format!("{}-{number}", self.name), move || self.work(number)) {
             Ok(_) => {
                 state.threads |= 1 << number;
                 Ok(())
@@ -218,7 +218,7 @@ impl Pool {
                 self.queued.store(state.queue.len(), Ordering::Relaxed);
                 drop(state);
                 match job {
-                    Some(job) => Err(Refused { job, error: no_thread("queue a copy", error) }),
+                    Some(job) => Err(Refused { job, error }),
                     None => Ok(()),
                 }
             }

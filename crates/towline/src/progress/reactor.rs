@@ -22,7 +22,7 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 
 use super::timers::{Timer, TimerId, Timers};
-use super::{lock, no_thread, panic_message, start_thread};
+use super::{lock, panic_message, start_thread};
 use crate::error::{Error, Kind, Result};
 use crate::fork;
 
@@ -149,7 +149,7 @@ impl Reactor {
             broken: AtomicBool::new(false),
         });
         let running = Arc::clone(&reactor);
-        start_thread(name.to_owned(), move || running.run()).map_err(|e| no_thread(OP, e))?;
+        start_thread(OP, name, move || running.run())?;
         Ok(reactor)
     }
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import _native, arrays
-from .._errors import Error
-from ._errors import NcclInvalid
+from .._errors import Error, Exhausted
+from ._errors import NcclInvalid, _Exhausted
 from ._types import NcclDataType, gpu_of
 
 
@@ -15,6 +15,8 @@ def empty(shape: int | Sequence[int], dtype: object = "uint8") -> Any:
     """An array of zeros in memory that windows map without copies: `towline.empty`, also with NCCL's types."""
     try:
         return arrays.empty(shape, dtype.type_name if isinstance(dtype, NcclDataType) else dtype)
+    except Exhausted as error:
+        raise _Exhausted(error.message, op="empty") from error
     except Error as error:
         raise NcclInvalid(error.message, op="empty") from error
 

@@ -295,7 +295,7 @@ impl Borrow {
     fn close_elsewhere(&self) {
         let Some(this) = self.me.upgrade() else { return };
         let here = Arc::clone(&this);
-        if let Err(error) = progress::start_thread("towline-close".into(), move || this.close()) {
+        if let Err(error) = progress::start_thread("close", "towline-close", move || this.close()) {
             tracing::debug!(%error, "GPU memory is closed by the thread at hand");
             here.close();
         }

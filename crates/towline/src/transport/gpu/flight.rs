@@ -263,7 +263,7 @@ fn watch(flight: Arc<dyn Watched>) {
     }
     watch.running = true;
     drop(watch);
-    if let Err(error) = progress::start_thread("towline-cuda".into(), look_at_all) {
+    if let Err(error) = progress::start_thread("copy", "towline-cuda", look_at_all) {
         // The caller does the work, late but surely.
         tracing::debug!(%error, "no thread looks at copies on GPUs");
         look_at_all();

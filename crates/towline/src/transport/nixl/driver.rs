@@ -227,7 +227,7 @@ impl Engine {
             }
             drop(inside);
         };
-        match progress::start_thread("towline-nixl".into(), driving) {
+        match progress::start_thread("drive", "towline-nixl", driving) {
             Ok(_) => state.running = true,
             // Callers that wait drive too; the next one that comes tries again.
             Err(error) => tracing::warn!(%error, "no thread to drive NIXL"),

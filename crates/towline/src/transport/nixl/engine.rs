@@ -89,12 +89,11 @@ impl Domain {
         if domain.engine.get().is_none() {
             let (made, waiting) = mpsc::channel::<()>();
             let opening = Arc::clone(endpoint);
-            progress::start_thread("towline-nixl-open".into(), move || {
+            progress::start_thread("import", "towline-nixl-open", move || {
                 let inside = Exiting::enter();
                 let _ = opening.nixl.engine(opening.identity());
                 drop((made, inside));
-            })
-            .map_err(|error| Error::os("import", "thread creation", error))?;
+            })?;
             let left = until.saturating_duration_since(Instant::now());
             if waiting.recv_timeout(left) == Err(mpsc::RecvTimeoutError::Timeout) {
                 let message =

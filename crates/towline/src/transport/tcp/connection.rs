@@ -25,7 +25,7 @@ use crate::progress::socket::{Acknowledged, Family, Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token};
 use crate::sync::lock;
 use crate::wire::{Bye, HEADER_LEN, Header};
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// What is read ahead of the frames: a header, its body and a small payload come with one system call.
 const STAGING: usize = 16 << 10;
@@ -583,7 +583,7 @@ impl Connection {
                     header.check(self.authenticated.load(Ordering::Acquire))?;
                     incoming.start += HEADER_LEN;
                     if header.rest() > incoming.staging.len() {
-                        incoming.resize(header.rest() + STAGING);
+                        incoming.resize(header.rest() + STAGING)?;
                     }
                     incoming.reading = Reading::Body(header);
                 }
@@ -593,10 +593,11 @@ impl Connection {
                         return Ok(());
                     }
                     let start = incoming.start;
-                    let body = header.body(&incoming.staging[start..start + header.rest()])?.to_vec();
+                    let body =
+                        room::copy("receive", header.body(&incoming.staging[start..start + header.rest()])?)?;
                     incoming.start += header.rest();
                     if incoming.staging.len() > 2 * STAGING && incoming.end - incoming.start <= STAGING {
-                        incoming.resize(STAGING);
+                        incoming.resize(STAGING)?;
                     }
                     let files = incoming.take_files(header)?;
                     incoming.reading = Reading::Header;

@@ -13,7 +13,7 @@ use crate::progress::socket::{Family, Lane, Received, Sent, Socket};
 use crate::ticket::socket_name;
 use crate::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
 use crate::wire::{FrameKind, HEADER_LEN, Header, Message, Ready, Refuse};
-use crate::{Error, Kind, Result, Ticket, interrupt};
+use crate::{Error, Kind, Result, Ticket, interrupt, room};
 
 /// How long to wait before asking a listener again whose queue was full.
 const QUEUE_FULL: Duration = Duration::from_millis(1);
@@ -171,7 +171,7 @@ fn read_frame(
     read_all(socket, &mut head, named, files, until)?;
     let header = Header::decode(&head)?;
     header.check(authenticated)?;
-    let mut body = vec![0; header.rest()];
+    let mut body = room::zeros("contact", header.rest())?;
     read_all(socket, &mut body, 0, files, until)?;
     body.truncate(header.body(&body)?.len());
     match Message::decode(header.kind, &body)? {

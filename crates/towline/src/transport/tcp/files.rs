@@ -20,7 +20,7 @@ use crate::transport::gpu::ring::{self, Passing, Slot};
 use crate::transport::gpu::{self, flight};
 use crate::transport::inproc::file::no_words;
 use crate::wire::{self, Block, Message};
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// One request may ask for this many bytes of a file: a few times what this library asks for.
 const MOST_AT_ONCE: u64 = 16 << 20;
@@ -212,7 +212,7 @@ impl Files {
         {
             return Ok(Sink::pinned(slot, bytes as usize));
         }
-        Ok(Sink::buffer(bytes as usize, Keep::Nothing))
+        Sink::buffer(bytes as usize, Keep::Nothing)
     }
 
     /// Takes note of bytes that come to be written. On a lane they are written before more is read, so that they need
@@ -443,7 +443,7 @@ impl Bounce {
     fn fill_from_file(&mut self, asked: &Asked, file: &FileSlice) -> Result<RawPart> {
         let ranges = asked.ranges();
         let page = crate::memory::FILE_ALIGNMENT;
-        self.buffer = vec![0; self.bytes + page];
+        self.buffer = room::zeros("read", self.bytes + page)?;
         // The buffer lies in its page as the first range in its own, so that it can go around the page cache.
         let wanted = (file.offset() + ranges.first().map_or(0, |(offset, _)| *offset)) as usize % page;
         let start = (page + wanted - self.buffer.as_ptr().addr() % page) % page;
@@ -467,7 +467,7 @@ impl Bounce {
             let slot = self.slot.insert(passing.into_slot()?);
             return Ok(RawPart { ptr: slot.ptr(), len: self.bytes });
         }
-        self.buffer = vec![0; self.bytes];
+        self.buffer = room::zeros("read", self.bytes)?;
         let into = self.buffer.as_mut_ptr().expose_provenance() as u64;
         // SAFETY: as above; the buffer is as long as the pieces together.
         unsafe {

@@ -13,7 +13,7 @@ use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::region::{RegionUse, stale};
 use crate::transfer::LocalHold;
 use crate::transport::gpu::ring::Slot;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// What keeps the memory behind a payload in place.
 #[derive(Clone)]
@@ -269,6 +269,10 @@ impl Outgoing {
             let mut rest = frame.head.split_off(frame.head_sent);
             for part in frame.payload.drain(..).skip(frame.next) {
                 let start = rest.len();
+                if rest.try_reserve_exact(part.len).is_err() {
+                    self.broken = true;
+                    break;
+                }
                 rest.resize(start + part.len, 0);
                 // SAFETY: the frame's `Keep` still pins the part's memory; `rest` has room for it.
                 unsafe {
@@ -379,10 +383,10 @@ impl Sink {
     }
 
     /// A buffer of its own.
-    pub(super) fn buffer(len: usize, keep: Keep) -> Sink {
-        let mut buffer = vec![0; len];
+    pub(super) fn buffer(len: usize, keep: Keep) -> Result<Sink> {
+        let mut buffer = room::zeros("receive", len)?;
         let parts = vec![RawPartMut { ptr: buffer.as_mut_ptr(), len }];
-        Sink { parts, buffer, keep, ..Sink::nowhere() }
+        Ok(Sink { parts, buffer, keep, ..Sink::nowhere() })
     }
 
     /// Pinned memory, which has room for `len` bytes.
@@ -595,7 +599,7 @@ mod tests {
     use super::*;
 
     fn ended(whys: &[GivenUp]) -> Result<()> {
-        let mut sink = Sink::buffer(64, Keep::Nothing).with_body(b"asked");
+        let mut sink = Sink::buffer(64, Keep::Nothing).unwrap().with_body(b"asked");
         for why in whys {
             sink.give_up(*why);
         }

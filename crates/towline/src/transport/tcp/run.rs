@@ -16,7 +16,7 @@ use crate::memory::checked;
 use crate::sync::lock;
 use crate::transfer::{After, LocalHold, Op, TransferCore};
 use crate::wire::{self, Block, Header, Message};
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, progress};
 
 /// Requests carry at least about this many bytes: enough to hide the round trip with a few of them in flight.
 const LEAST_UNIT: u64 = 1 << 20;
@@ -142,15 +142,14 @@ impl Run {
             run.fail_rest(&error);
         } else {
             let later = Arc::clone(&run);
-            let opening =
-                std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
-                    match later.handle.session().lanes() {
-                        Ok(lanes) => later.spread(&lanes),
-                        Err(error) => later.fail_rest(&error),
-                    }
-                });
+            let opening = progress::start_thread("transfer", "towline-contact", move || {
+                match later.handle.session().lanes() {
+                    Ok(lanes) => later.spread(&lanes),
+                    Err(error) => later.fail_rest(&error),
+                }
+            });
             if let Err(error) = opening {
-                run.fail_rest(&Error::os("transfer", "thread creation", error));
+                run.fail_rest(&error);
             }
         }
         run
@@ -369,7 +368,7 @@ impl Run {
         }
         let run = Arc::clone(self);
         // Opening a lane waits for the owner, and this thread may be the event loop.
-        let repeating = std::thread::Builder::new().name("towline-contact".into()).spawn(move || {
+        let repeating = progress::start_thread("transfer", "towline-contact", move || {
             let lanes = run.handle.session().lanes();
             if !run.take_waiting(unit) {
                 return;
@@ -386,7 +385,7 @@ impl Run {
         if let Err(error) = repeating
             && self.take_waiting(unit)
         {
-            self.failed(unit, Error::os("transfer", "thread creation", error));
+            self.failed(unit, error);
         }
     }
 

@@ -701,9 +701,10 @@ impl Handler for Arc<Serving> {
             self.served(handle, Deed::Written(bytes));
         }
         match admitted {
-            Ok(Admitted::Memory(keep, _)) if buffered => {
-                Ok(Sink::buffer(bytes as usize, keep).with_body(body))
-            }
+            Ok(Admitted::Memory(keep, _)) if buffered => match Sink::buffer(bytes as usize, keep) {
+                Ok(sink) => Ok(sink.with_body(body)),
+                Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
+            },
             Ok(Admitted::Memory(keep, parts)) => Ok(Sink::memory(parts, keep).with_body(body)),
             Ok(Admitted::Bounced(asked)) if buffered => {
                 Ok(Sink::discard().refused(asked.no_words("reduce_into")).with_body(body))

@@ -8,7 +8,7 @@ use crate::progress::socket::Received;
 use crate::transport::tcp::channel::{Ahead, Channel};
 use crate::transport::tcp::parts::Sink;
 use crate::wire::{Bye, FrameKind, HEADER_LEN, Header};
-use crate::{Error, Result};
+use crate::{Error, Result, room};
 
 pub(super) struct Incoming {
     pub(super) staging: Box<[u8]>,
@@ -125,11 +125,12 @@ impl Incoming {
     }
 
     /// Moves what has come into a buffer of that length, in which it fits.
-    pub(super) fn resize(&mut self, len: usize) {
-        let mut other = vec![0; len];
+    pub(super) fn resize(&mut self, len: usize) -> Result<()> {
+        let mut other = room::zeros("receive", len)?;
         let there = self.end - self.start;
         other[..there].copy_from_slice(&self.staging[self.start..self.end]);
         self.staging = other.into_boxed_slice();
         (self.start, self.end) = (0, there);
+        Ok(())
     }
 }
