@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use pyo3::Borrowed;
-use pyo3::buffer::{Element, PyBuffer};
+use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 use pyo3::types::{PyMemoryView, PyType};
 use towline::layout::MAX_DIMS;
@@ -226,9 +226,31 @@ fn lent<T: Element, U>(object: &Bound<'_, PyAny>, buffer: &PyBuffer<T>) -> PyRes
     if !buffer.readonly() || !buffer.is_c_contiguous() || !first.is_aligned() || len < LENT {
         return Ok(None);
     }
+    if !is_read_only_throughout(object)? {
+        return Ok(None);
+    }
     // A view holds the export, where the object alone would only hold itself.
     let view = PyMemoryView::from(object)?;
     Ok(Some(Lent { first, len, _owner: OwnerToken::keep(view.into_any()) }))
+}
+
+/// Whether nothing that the memory was taken from can be written: neither an array of which this is a view, nor what lies beneath a
+/// memoryview.
+fn is_read_only_throughout(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let mut object = object.clone();
+    // Longer chains nobody makes; NumPy itself keeps none.
+    for _ in 0..16 {
+        let beneath = match object.getattr_opt("base")? {
+            None => object.getattr_opt("obj")?,
+            base => base,
+        };
+        let Some(beneath) = beneath.filter(|beneath| !beneath.is_none()) else { return Ok(true) };
+        if PyUntypedBuffer::get(&beneath).is_ok_and(|buffer| !buffer.readonly()) {
+            return Ok(false);
+        }
+        object = beneath;
+    }
+    Ok(false)
 }
 
 fn wrong(argument: &str) -> PyErr {

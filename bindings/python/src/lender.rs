@@ -8,6 +8,10 @@ use towline::{Error, Kind};
 
 use crate::errors::raise;
 
+/// What became of the memory, and what to do about it.
+pub(crate) const GONE: &str = "the storage of the tensor or array was resized, moved or replaced since its memory was registered: close the \
+                               region before that, and register it again afterwards";
+
 /// An object whose memory was registered, and where that was.
 pub(crate) struct Lender {
     object: Py<PyAny>,
@@ -70,8 +74,6 @@ impl Lender {
         if Seen::look(self.object.bind(py)).is_ok_and(|now| now == Some(self.seen)) {
             return Ok(());
         }
-        let message = "the storage of the tensor or array was resized, moved or replaced since its memory was registered: close the \
-                       region before that, and register it again afterwards";
-        Err(raise(py, &Error::new(Kind::Stale, op, message)))
+        Err(raise(py, &Error::new(Kind::Stale, op, GONE)))
     }
 }

@@ -1,8 +1,8 @@
 //! Agents of NIXL, or what stands in their place.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
@@ -17,6 +17,7 @@ use crate::attention::without_gil;
 use crate::buffer::{Asked, Memory};
 use crate::completions::{ATTENTION, in_turns};
 use crate::errors::{OrRaise, exception, invalid, raise};
+use crate::lender::Lender;
 use crate::owners;
 use crate::process::{self, Inherited};
 use crate::request::seconds;
@@ -86,6 +87,37 @@ pub(crate) struct Agent {
     name: String,
     engine: Engine,
     why: String,
+    lent: Arc<Lent>,
+}
+
+/// Whose memory is registered, where that can be asked: by the first address, with the end. Touched with the GIL held only.
+#[derive(Default)]
+struct Lent(Mutex<BTreeMap<u64, (u64, Inherited<Lender>)>>);
+
+impl Lent {
+    /// Looks again at whose memory these ranges touch; all of it where there are none.
+    fn check(&self, py: Python<'_>, op: &'static str, ranges: Option<&[Range]>) -> PyResult<()> {
+        let touched: Vec<Lender> = {
+            let lent = lock(&self.0);
+            let touches = |start: u64, end: u64| {
+                let before = lent.range(..end).next_back();
+                before.filter(|(_, (last, _))| *last > start).map(|(_, (_, lender))| lender.again(py))
+            };
+            match ranges {
+                Some(ranges) => {
+                    ranges.iter().filter_map(|(at, len, _)| touches(*at, at.saturating_add(*len))).collect()
+                }
+                None => lent.values().map(|(_, lender)| lender.again(py)).collect(),
+            }
+        };
+        // After the lock: asking a lender runs Python code.
+        touched.iter().try_for_each(|lender| lender.check(py, op))
+    }
+
+    fn forget(&self, start: u64) {
+        let forgotten = lock(&self.0).remove(&start);
+        drop(forgotten);
+    }
 }
 
 impl Agent {
@@ -142,6 +174,7 @@ impl Agent {
             engine: agent.engine(),
             why: agent.engine_reason().to_owned(),
             agent: Inherited::new(Mutex::new(Some(agent))),
+            lent: Arc::default(),
         })
     }
 
@@ -177,8 +210,14 @@ impl Agent {
         }
         let storage = memory.into_storage(py, ASKED)?;
         let registered = py.detach(|| storage.register(&agent, None)).or_raise(py)?;
+        let descriptor = registered.descriptor();
+        if let Some(lender) = Lender::of(data) {
+            let end = descriptor.addr + descriptor.size as u64;
+            lock(&self.lent.0).insert(descriptor.addr, (end, Inherited::new(lender)));
+        }
         Ok(Region {
-            descriptor: registered.descriptor(),
+            lent: Arc::clone(&self.lent),
+            descriptor,
             read_only,
             holder: Inherited::new(Holder {
                 state: Mutex::new(State { registered: Some(registered), closing: false }),
@@ -194,6 +233,7 @@ impl Agent {
         only: Option<(String, Vec<Range>)>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let agent = self.enter(py, "metadata")?;
+        self.lent.check(py, "metadata", only.as_ref().map(|(_, ranges)| &ranges[..]))?;
         let list = match only {
             None => None,
             Some((memory, ranges)) => {
@@ -242,7 +282,9 @@ impl Agent {
         peer: &str,
         notification: Option<Vec<u8>>,
     ) -> PyResult<Request> {
-        let agent = self.enter(py, if reads { "read" } else { "write" })?;
+        let op = if reads { "read" } else { "write" };
+        let agent = self.enter(py, op)?;
+        self.lent.check(py, op, Some(&local.1))?;
         let (near, far) = (list(py, &local.0, local.1)?, list(py, &remote.0, remote.1)?);
         let op = if reads { XferOp::Read } else { XferOp::Write };
         let started = without_gil(py, || -> Result<Request> {
@@ -311,6 +353,7 @@ fn attentively(
 #[pyclass(frozen, name = "NixlRegion", module = "towline._native")]
 pub(crate) struct Region {
     holder: Inherited<Holder>,
+    lent: Arc<Lent>,
     descriptor: NixlDescriptor,
     read_only: bool,
 }
@@ -390,7 +433,9 @@ impl Region {
         let within = within.unwrap_or(Limits::default().no_progress);
         let closed = in_turns(py, within, |turn| self.holder.close(turn));
         owners::release(py);
-        closed?.or_raise(py)
+        closed?.or_raise(py)?;
+        self.lent.forget(self.descriptor.addr);
+        Ok(())
     }
 }
 
@@ -399,6 +444,7 @@ impl Drop for Region {
         if !process::in_child() {
             let registered = lock(&self.holder.state).registered.take();
             if Python::try_attach(|py| py.detach(|| drop(registered))).is_some() {
+                Python::try_attach(|_| self.lent.forget(self.descriptor.addr));
                 Python::try_attach(owners::release);
             }
         }

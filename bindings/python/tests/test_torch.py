@@ -12,7 +12,7 @@ import pytest
 from conftest import MakeWorker
 
 import towline
-from towline import Connector, Descriptor, nccl
+from towline import Connector, Descriptor, nccl, nixl
 from towline import nixl_connect as nc
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed here; scripts/test.sh torch has it")
@@ -392,3 +392,32 @@ def test_a_tensor_that_was_registered_and_closed_is_not_kept() -> None:
         region.close()
         gc.collect()
         assert gone() is None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_lost_its_storage_is_used_by_no_agent_window_or_pending_operation(change: Any) -> None:
+    def tensor() -> Any:
+        return torch.arange(65536)
+
+    with nixl.Agent("one", engine="embedded") as one, nixl.Agent("two", engine="embedded") as two:
+        moved, theirs = tensor(), two.register(torch.zeros(65536, dtype=torch.int64))
+        region, peer = one.register(moved), one.add_peer(two.metadata())
+        change(moved)
+        for attempt in (one.read, one.write):
+            with pytest.raises(towline.Stale):
+                attempt(region, theirs.descriptors, peer)
+        with pytest.raises(towline.Stale):
+            one.metadata()
+    comm = nccl.Communicator.init_all(1)[0]
+    shown = tensor()
+    window = comm.register_window(shown)
+    change(shown)
+    with pytest.raises(nccl.NCCLStale):
+        comm.put(torch.zeros(8, dtype=torch.int64), 0, window)
+    comm.destroy()
+    with Connector() as connector:
+        offered = tensor()
+        readable = connector.create_readable_sync(Descriptor(offered))
+        change(offered)
+        with pytest.raises(towline.Stale):
+            readable.metadata()

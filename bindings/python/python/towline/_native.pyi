@@ -228,6 +228,10 @@ class Descriptor:
         """
     @property
     def capacity(self, /) -> int: ...
+    def check(self, /) -> None:
+        """
+        `Stale` where the memory is no longer the described object's.
+        """
     def deregister(self, /, connector: Connector) -> None: ...
     @property
     def device(self, /) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import _describe, _native, aio
 from ._devices import Device, DeviceKind, OperationKind, OperationStatus, as_device
 from ._endpoint import Endpoint
-from ._errors import Error, Invalid, Timeout
+from ._errors import Error, Invalid, Stale, Timeout
 from ._metadata import RdmaMetadata, SerializedDescriptor
 from ._streams import handle_of
 
@@ -343,8 +343,15 @@ class _Passive(Operation):
     def metadata(self, hex_encode: bool = False) -> RdmaMetadata:
         """What the peer needs to know; send it by any channel. The sizes are what the descriptors say now.
 
-        ``hex_encode`` writes the opaque part in hex, the older form. ``Stale`` once the operation has ended.
+        ``hex_encode`` writes the opaque part in hex, the older form. ``Stale`` once the operation has ended; and where the memory of a
+        tensor or an array is not its own any more, which cancels it.
         """
+        try:
+            for one in self._local:
+                one._native.check()
+        except Stale:
+            self.cancel()
+            raise
         return RdmaMetadata._of(self._native.metadata(hex_encode))
 
 

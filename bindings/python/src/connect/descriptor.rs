@@ -155,6 +155,12 @@ impl Descriptor {
         Ok(seen(py, whole, extent.layout)?.of(owner.as_ref()))
     }
 
+    /// `Stale` where the memory is no longer the described object's.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        process::guard(py, "descriptor")?;
+        self.checked(py, "descriptor").map(drop)
+    }
+
     /// Lets operations wait for what is queued in a stream by now, where a driver knows the memory.
     fn after(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
         process::guard(py, "descriptor")?;

@@ -17,6 +17,7 @@ use super::window::{RegisteredBuffer, Window, counter};
 use super::work::Work;
 use super::{group, memory};
 use crate::attention::without_gil;
+use crate::lender::Lender;
 use crate::{owners, process};
 
 /// How far the work is, in NCCL's numbers.
@@ -319,7 +320,8 @@ impl Communicator {
         });
         let registering = registering.and_then(|registering| registering.or_raise(py));
         owners::release(py);
-        Ok((window.map(|window| Window::new(window, addr)), Work::new(registering?)))
+        let lender = Lender::of(buffer);
+        Ok((window.map(|window| Window::new(window, addr, lender)), Work::new(registering?)))
     }
 
     fn signal(&self, py: Python<'_>, peer: i64, index: i64, context: i64) -> PyResult<Work> {

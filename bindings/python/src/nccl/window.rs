@@ -1,16 +1,21 @@
 //! Handles: windows and registered buffers, and one-sided access through windows.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use pyo3::prelude::*;
+use towline::Kind;
 use towline_comm::{Error, Memory, Operation, Result};
 
 use super::communicator::{Communicator, rank};
-use super::errors::{OrRaise, invalid, settle};
+use super::errors::{OrRaise, invalid, raise, settle};
 use super::memory::Array;
 use super::quiet::Quiet;
 use super::view::PeerView;
 use super::work::Work;
 use crate::attention::without_gil;
 use crate::layout::Blocks;
+use crate::lender::{self, Lender};
+use crate::process::Inherited;
 use crate::request::BlocksArgument;
 use crate::{owners, process};
 
@@ -50,6 +55,8 @@ impl RegisteredBuffer {
 pub(crate) struct Window {
     window: Quiet<towline_comm::Window>,
     addr: usize,
+    /// Whose memory it is, where that can be asked. Touched with the GIL held only; gone once it is closed.
+    lender: Mutex<Option<Inherited<Lender>>>,
 }
 
 /// A one-sided access, checked as far as this rank's side goes.
@@ -61,13 +68,25 @@ struct Access {
 }
 
 impl Window {
-    pub(super) fn new(window: towline_comm::Window, addr: usize) -> Window {
-        Window { window: Quiet::new(window), addr }
+    pub(super) fn new(window: towline_comm::Window, addr: usize, lender: Option<Lender>) -> Window {
+        Window { window: Quiet::new(window), addr, lender: Mutex::new(lender.map(Inherited::new)) }
     }
 
+    fn lender(&self) -> MutexGuard<'_, Option<Inherited<Lender>>> {
+        self.lender.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For a call on it, which fails where the memory is not the lender's any more: the window is closed then, so that no other rank
+    /// reaches it.
     fn enter(&self, py: Python<'_>, op: &'static str) -> PyResult<&towline_comm::Window> {
         process::guard(py, op)?;
         owners::release(py);
+        let lender = self.lender().as_ref().map(|lender| lender.again(py));
+        if lender.is_some_and(|lender| lender.check(py, op).is_err()) {
+            drop(self.lender().take());
+            without_gil(py, || self.window.close())?;
+            return Err(raise(py, &Error::new(Kind::Stale, op, lender::GONE)));
+        }
         Ok(&self.window)
     }
 
@@ -138,6 +157,7 @@ impl Window {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         process::guard(py, "close")?;
         let closed = without_gil(py, || self.window.close());
+        drop(self.lender().take());
         owners::release(py);
         closed
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .. import _native, aio
 from .._devices import OperationKind, OperationStatus
-from .._errors import Error, Timeout
+from .._errors import Error, Stale, Timeout
 from . import _over_nixl
 from ._connector import Connection, Local, Remote
 from ._descriptor import Descriptor, original_errors
@@ -193,9 +193,13 @@ class PassiveOperation(AbstractOperation):
         """What the peer needs to know; send it by any channel. The sizes are what the descriptors say now."""
         if self._native is None:
             raise RuntimeError("the operation was never started")
-        for one in self._local:
-            one._usable("local_descriptors")
         with original_errors("local_descriptors"):
+            try:
+                for one in self._local:
+                    one._usable("local_descriptors").check()
+            except Stale:
+                self.cancel()
+                raise
             descriptors, text, key, kind = self._native.metadata(hex_encode)
         return RdmaMetadata(
             descriptors=[

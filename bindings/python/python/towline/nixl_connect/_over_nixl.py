@@ -92,6 +92,7 @@ class Side:
         """Registers memory for an operation; all of it, or none."""
         for one in some:
             native = one._usable("local_descriptors")
+            native.check()
             if one.device.kind is not DeviceKind.HOST:
                 raise Unsupported(f"local_descriptors: memory on {one.device} cannot be registered", op="register")
             if native.layout is not None:
