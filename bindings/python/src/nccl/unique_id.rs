@@ -26,7 +26,7 @@ pub(crate) fn unique_id(
             let options = UniqueIdOptions { tls, ..UniqueIdOptions::from_env()? };
             towline_comm::get_unique_id_with(&options)
         } else {
-            towline_comm::get_unique_id_with(&UniqueIdOptions { listen, advertise, tls })
+            towline_comm::get_unique_id_with(&UniqueIdOptions { listen, advertise, tls, unjoined: None })
         }
     });
     let id = made.or_raise(py)?;

@@ -414,9 +414,12 @@ mod tests {
         rank: usize,
         nranks: usize,
     ) -> Result<usize> {
+        joined(id, TcpStream::connect(address).unwrap(), rank, nranks)
+    }
+
+    fn joined(id: &UniqueId, stream: TcpStream, rank: usize, nranks: usize) -> Result<usize> {
         let until = Instant::now() + Duration::from_secs(20);
-        let stream = Stream::Tcp(Bounded::new(TcpStream::connect(address).unwrap()));
-        let (stream, session) = greet(id, stream, until)?;
+        let (stream, session) = greet(id, Stream::Tcp(Bounded::new(stream)), until)?;
         assert_eq!(matches!(stream, Stream::Tls(_)), id.tls());
         let name = format!("rank-{rank}");
         let endpoint = Endpoint::open(&name).unwrap();
@@ -429,6 +432,45 @@ mod tests {
 
     fn meeting(tls: bool) -> UniqueId {
         open_meeting(&UniqueIdOptions { tls, ..UniqueIdOptions::default() }).unwrap().0
+    }
+
+    /// Connects from that address of this host.
+    fn connect_from(source: [u8; 4], to: SocketAddr) -> TcpStream {
+        let socket = net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        net::bind(&socket, &SocketAddr::from((source, 0))).unwrap();
+        net::connect(&socket, &to).unwrap();
+        TcpStream::from(socket)
+    }
+
+    #[test]
+    fn one_origin_that_opens_many_connections_keeps_no_other_out() {
+        let id = meeting(false);
+        let address = id.addresses()[0];
+        // The oldest of all strangers, and slow.
+        let rank = connect_from([127, 0, 0, 1], address);
+        let flood: Vec<_> = (0..600).map(|_| connect_from([127, 0, 0, 2], address)).collect();
+        // The root has let in the last of them, and sent somebody away.
+        let mut away = flood.first().unwrap();
+        away.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert_eq!(away.read(&mut [0]).unwrap(), 0);
+        assert_eq!(joined(&id, rank, 0, 1).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_meeting_that_nobody_joins_ends_at_its_limit() {
+        let unjoined = Some(Duration::from_millis(50));
+        let (id, _root) = open_meeting(&UniqueIdOptions { unjoined, ..UniqueIdOptions::default() }).unwrap();
+        let address = id.addresses()[0];
+        thread::sleep(Duration::from_millis(500));
+        // Who comes soon after that is told.
+        let error = joined(&id, connect_from([127, 0, 0, 1], address), 0, 1).unwrap_err();
+        assert!(error.kind() == Kind::Timeout && error.message().contains("nobody joined"), "{error}");
+        // Then nobody listens any more.
+        let began = Instant::now();
+        while TcpStream::connect(address).is_ok() {
+            assert!(began.elapsed() < Duration::from_secs(60), "the root is still there");
+            thread::sleep(Duration::from_millis(200));
+        }
     }
 
     #[test]

@@ -19,12 +19,19 @@ pub(super) struct Meeting {
     seats: BTreeMap<usize, Join>,
     deadline: Option<Instant>,
     opened: Option<Instant>,
+    /// When it ends where nobody has come by then.
+    unjoined: Option<Instant>,
 }
 
 impl Meeting {
-    /// When somebody loses patience.
+    /// A meeting to which somebody should come by then.
+    pub(super) fn by(unjoined: Instant) -> Meeting {
+        Meeting { unjoined: Some(unjoined), ..Meeting::default() }
+    }
+
+    /// When somebody loses patience, or the root does that nobody joins.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.deadline
+        self.deadline.or(self.unjoined)
     }
 
     /// A rank has come. The answer, where the meeting ends with it.
@@ -62,8 +69,12 @@ impl Meeting {
 
     /// Ends the meeting where somebody has lost patience.
     pub(super) fn expire(&self, now: Instant) -> Option<Answer> {
-        self.deadline.filter(|deadline| *deadline <= now)?;
-        let nranks = self.seats.values().next()?.nranks;
+        self.deadline().filter(|deadline| *deadline <= now)?;
+        let Some(first) = self.seats.values().next() else {
+            let why = "nobody joined in time: an id is good for as long as its options say";
+            return Some(failed(Kind::Timeout, why.into(), []));
+        };
+        let nranks = first.nranks;
         let missing: Vec<usize> = (0..nranks).filter(|rank| !self.seats.contains_key(rank)).collect();
         let waited = self.opened.map_or(Duration::ZERO, |opened| now - opened).as_secs_f64();
         let why = format!("{} of {nranks} ranks did not come in {waited:.3} s", missing.len());

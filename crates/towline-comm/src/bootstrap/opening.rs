@@ -1,6 +1,7 @@
 //! Opens a meeting: its id, and the root that waits for its ranks.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use towline::Kind;
 
@@ -21,7 +22,12 @@ pub struct UniqueIdOptions {
     /// Whether ranks of other hosts come through TLS. What they say is encrypted under the id's secret in any case; with TLS
     /// it stays so when the id becomes known later.
     pub tls: bool,
+    /// How long the id is good while nobody has joined: a day where nothing is said.
+    pub unjoined: Option<Duration>,
 }
+
+/// Ranks may load a model before they join; a root that is forgotten keeps a thread and its listeners.
+const UNJOINED: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl UniqueIdOptions {
     /// Returns what the variable `TOWLINE_LISTEN` says: addresses to listen on, with commas between them.
@@ -81,6 +87,6 @@ pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)
         }
     }
     let id = UniqueId::compose(&random, &addresses, options.tls)?;
-    let root = root::open(&id, listeners)?;
+    let root = root::open(&id, listeners, options.unjoined.unwrap_or(UNJOINED))?;
     Ok((id, root))
 }

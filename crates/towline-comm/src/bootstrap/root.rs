@@ -1,8 +1,8 @@
 //! The root of a meeting: a thread that lets ranks in, waits for all of them, and tells everyone how it went.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::socket_peercred;
 use towline::{Tls, TlsStream};
 
 use super::meeting::Meeting;
@@ -22,7 +23,9 @@ const OP: &str = "get_unique_id";
 const STRANGER: Duration = Duration::from_secs(5);
 /// How long a rank may take to hear the answer.
 const HEARING: Duration = Duration::from_secs(10);
-/// The most strangers at a time; one more sends the oldest away.
+/// The longest that anybody is waited for.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+/// The most strangers at a time; one more sends the oldest of the largest crowd away.
 const MOST_STRANGERS: usize = 512;
 /// How long the root looks away when the process has no descriptors left.
 const SHORTAGE: Duration = Duration::from_millis(50);
@@ -67,8 +70,8 @@ pub(crate) fn addresses(listeners: &[TcpListener]) -> Result<Vec<SocketAddr>> {
         .map_err(|e| towline::Error::os(OP, "getsockname", e))?)
 }
 
-/// Opens the meeting: its thread ends when everybody has heard the answer.
-pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>) -> Result<Root> {
+/// Opens the meeting: its thread ends when everybody has heard the answer, or nobody has joined in that time.
+pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>, unjoined: Duration) -> Result<Root> {
     let socket_name = id.socket_name();
     let unix = std::os::unix::net::SocketAddr::from_abstract_name(&socket_name)
         .and_then(|address| UnixListener::bind_addr(&address))
@@ -81,7 +84,7 @@ pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>) -> Result<Root> {
         unix,
         tcp,
         guests: Vec::new(),
-        meeting: Meeting::default(),
+        meeting: Meeting::by(Instant::now() + unjoined.min(LONGEST)),
         called_off: Arc::clone(&called_off),
         closing: None,
     };
@@ -165,8 +168,27 @@ enum Phase {
     Gone,
 }
 
+/// Where a stranger comes from: whoever comes often must not keep others out.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Origin {
+    /// A user of this host.
+    User(u32),
+    /// A host, or a network of IPv6, of which a host has many addresses.
+    Host(IpAddr),
+}
+
+impl Origin {
+    fn of(address: IpAddr) -> Origin {
+        Origin::Host(match address.to_canonical() {
+            IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
+            address => address,
+        })
+    }
+}
+
 struct Guest {
     stream: Stream,
+    origin: Origin,
     phase: Phase,
     input: Vec<u8>,
     output: VecDeque<u8>,
@@ -310,14 +332,15 @@ impl Host {
         if self.closing.is_some() { None } else { answer.or_else(|| self.meeting.expire(now)) }
     }
 
-    /// Lets in who stands at the doors.
+    /// Lets in who stands at the doors: of each as many as there may be strangers.
     fn admit(&mut self, now: Instant) {
-        let mut arrived = Vec::new();
+        let mut arrived: Vec<(Stream, Origin)> = Vec::new();
         let mut shortage = false;
-        let mut take = |accepted: io::Result<Stream>| match accepted {
-            Ok(stream) => {
-                arrived.push(stream);
-                arrived.len() < MOST_STRANGERS
+        let mut take = |left: &mut usize, accepted: io::Result<(Stream, Origin)>| match accepted {
+            Ok(stranger) => {
+                arrived.push(stranger);
+                *left -= 1;
+                *left > 0
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
             Err(error) => {
@@ -325,33 +348,60 @@ impl Host {
                 false
             }
         };
-        while take(self.unix.accept().and_then(|(stream, _)| {
-            stream.set_nonblocking(true)?;
-            Ok(Stream::Unix(stream))
-        })) {}
-        for tcp in &self.tcp {
-            while take(tcp.accept().and_then(|(stream, _)| {
+        let mut left = MOST_STRANGERS;
+        while take(
+            &mut left,
+            self.unix.accept().and_then(|(stream, _)| {
                 stream.set_nonblocking(true)?;
-                stream.set_nodelay(true)?;
-                match &self.tls {
-                    Some(tls) => Ok(Stream::Tls(Box::new(tls.incoming(stream).map_err(io::Error::other)?))),
-                    None => Ok(Stream::Tcp(stream)),
-                }
-            })) {}
+                let user = socket_peercred(&stream)?.uid.as_raw();
+                Ok((Stream::Unix(stream), Origin::User(user)))
+            }),
+        ) {}
+        for tcp in &self.tcp {
+            let mut left = MOST_STRANGERS;
+            while take(
+                &mut left,
+                tcp.accept().and_then(|(stream, from)| {
+                    stream.set_nonblocking(true)?;
+                    stream.set_nodelay(true)?;
+                    let stream = match &self.tls {
+                        Some(tls) => Stream::Tls(Box::new(tls.incoming(stream).map_err(io::Error::other)?)),
+                        None => Stream::Tcp(stream),
+                    };
+                    Ok((stream, Origin::of(from.ip())))
+                }),
+            ) {}
         }
-        for stream in arrived {
+        for (stream, origin) in arrived {
             let until = now + STRANGER;
             let (phase, input, output) = (Phase::Greeting, Vec::new(), VecDeque::new());
-            self.guests.push(Guest { stream, phase, input, output, until, told: false });
+            self.guests.push(Guest { stream, origin, phase, input, output, until, told: false });
         }
-        while self.guests.iter().filter(|guest| guest.is_stranger()).count() > MOST_STRANGERS {
-            let oldest = self.guests.iter().position(Guest::is_stranger);
-            self.guests.remove(oldest.unwrap_or(0));
-        }
+        self.thin_out();
         if shortage {
             // The queue of the listener stays full and would be reported again at once.
             std::thread::sleep(SHORTAGE);
         }
+    }
+
+    /// Sends away whom there is no room for: of the origin with the most strangers, the oldest.
+    fn thin_out(&mut self) {
+        let mut crowds: BTreeMap<Origin, usize> = BTreeMap::new();
+        for guest in self.guests.iter().filter(|guest| guest.is_stranger()) {
+            *crowds.entry(guest.origin).or_default() += 1;
+        }
+        let mut too_many = crowds.values().sum::<usize>().saturating_sub(MOST_STRANGERS);
+        let mut away: BTreeMap<Origin, usize> = BTreeMap::new();
+        while too_many > 0 {
+            let Some((origin, count)) = crowds.iter_mut().max_by_key(|(_, count)| **count) else { break };
+            *count -= 1;
+            *away.entry(*origin).or_default() += 1;
+            too_many -= 1;
+        }
+        self.guests.retain(|guest| {
+            let leave = away.get_mut(&guest.origin).filter(|left| guest.is_stranger() && **left > 0);
+            leave.map(|left| *left -= 1).is_none()
+        });
     }
 
     /// Deals with what one guest has said. The answer, where the meeting ends with it.

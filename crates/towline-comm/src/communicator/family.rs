@@ -220,11 +220,12 @@ fn meeting_place(parent: &Inner, ticket: &Ticket) -> UniqueIdOptions {
     let tls = parent.config.tls.is_some();
     match &parent.config.listen[..] {
         // The endpoint chose these itself, so they are addresses of this host.
-        [] => UniqueIdOptions { listen: reached, advertise: Vec::new(), tls },
+        [] => UniqueIdOptions { listen: reached, tls, ..UniqueIdOptions::default() },
         listen => UniqueIdOptions {
             listen: listen.iter().map(|address| SocketAddr::new(address.ip(), 0)).collect(),
             advertise: if listen.len() == 1 { reached } else { Vec::new() },
             tls,
+            unjoined: None,
         },
     }
 }
