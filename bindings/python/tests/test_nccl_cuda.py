@@ -35,3 +35,26 @@ def test_a_communicator_on_a_gpu(part: str) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.strip().endswith("done")
+
+
+WAITING = """
+import signal, time
+from towline import nccl
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+id, settings = nccl.get_unique_id(device="cuda"), nccl.NCCLConfig(timeout=600, device=0)
+signal.setitimer(signal.ITIMER_REAL, 0.5)
+try:
+    nccl.Communicator.init(2, 0, id, settings)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+# NCCL's own thread still waits for the other rank, and cannot be told to stop.
+import os
+os._exit(0)
+"""
+
+
+def test_ctrl_c_ends_an_init_on_a_gpu_to_which_others_do_not_come() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WAITING], env={**os.environ, **fakes()}, capture_output=True, text=True, timeout=50
+    )
+    assert ran.stdout == "interrupted\n", ran.stdout + ran.stderr
