@@ -339,11 +339,8 @@ impl Session {
         for (request, pending) in lost {
             let unsent = unsent.contains(&request);
             let sees_the_end = lane.shows_what_is_applied() || !pending.changes_a_gpu();
-            let asks = !unsent
-                && !(lane.ends_at_once() && sees_the_end)
-                && pending.changing().is_some()
-                && self.ends_lanes
-                && self.alive().is_ok();
+            let is_over = unsent || lane.ends_at_once() && sees_the_end;
+            let asks = !is_over && pending.changing().is_some() && self.ends_lanes && self.alive().is_ok();
             if !asks && !unsent {
                 self.may_still_change(&pending);
             }
