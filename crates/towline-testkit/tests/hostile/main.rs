@@ -6,6 +6,7 @@
 mod former;
 mod greed;
 mod holder;
+mod memory;
 mod owner;
 mod stranger;
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::audit::Ledger;
 use super::peers::PeerPins;
+use super::served::Streams;
 use super::stale;
 use crate::endpoint::EndpointCore;
 use crate::layout::Layout;
@@ -40,6 +41,8 @@ pub(crate) struct RegionCore {
     direct_peers: Mutex<Vec<Arc<PeerPins>>>,
     /// The peers that reach the memory by themselves and hold no pin: they are asked to let go.
     borrowers: Mutex<Vec<Arc<dyn Borrower>>>,
+    /// The sessions over which peers are served.
+    pub(super) streams: Streams,
     /// What NIXL knows of the memory, once a transfer by it was asked for.
     pub(crate) nixl: nixl::Known,
     freed: AtomicBool,
@@ -123,9 +126,10 @@ impl RegionCore {
             uses: AtomicUsize::new(0),
             direct_peers: Mutex::new(Vec::new()),
             borrowers: Mutex::new(Vec::new()),
+            streams: Streams::default(),
             nixl: nixl::Known::default(),
             freed: AtomicBool::new(false),
-            ledger: Ledger::default(),
+            ledger: Ledger::new(&endpoint.remembered),
             waiters: Mutex::default(),
             revoked: OnceLock::new(),
         });
@@ -288,7 +292,7 @@ impl RegionCore {
     /// Revokes and waits until nobody is inside the memory any more.
     pub(super) fn take_back(&self, within: Duration) -> Result<()> {
         self.revoke();
-        self.endpoint.break_streams_of(self.generation);
+        self.break_streams();
         let started = Instant::now();
         loop {
             let seen = self.endpoint.bell.seen();
@@ -374,7 +378,7 @@ impl RegionCore {
             drop(storage);
             return;
         }
-        core.endpoint.break_streams_of(core.generation);
+        core.break_streams();
         if core.drained() {
             core.free();
             drop(storage);

@@ -7,7 +7,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
+use super::served::looked;
 use super::{PeerPins, PeerProcess, Registered, StillPinned};
+use crate::endpoint::EndpointCore;
+use crate::endpoint::budget::Charge;
 use crate::fence::life::{LifePage, LifeView};
 use crate::fence::pins::PinPage;
 use crate::fence::table::TableView;
@@ -49,6 +52,11 @@ impl Pair {
         let (_, handle) = imported.outcomes.pop().unwrap().unwrap();
         (region, memory, handle)
     }
+}
+
+/// The endpoint, and what a peer of it pays.
+fn charged(owner: &Endpoint) -> (&Arc<EndpointCore>, Charge) {
+    (owner.core(), owner.core().held.account().charge("test", 0).unwrap())
 }
 
 fn is_stale<T>(result: Result<T>) -> bool {
@@ -131,6 +139,30 @@ fn memory_that_is_dropped_under_a_peer_is_parked_until_the_peer_is_out() {
 }
 
 #[test]
+fn closing_a_region_asks_the_sessions_that_are_served_it_and_no_others() {
+    let _alone = alone_with_the_watcher();
+    let owner = Endpoint::open("owner").unwrap();
+    let register = || owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
+    let (few, many, gone) = (register(), register(), register());
+    let path = crate::Routing::default().require("tcp").unwrap();
+    let users: Vec<_> = (0..8).map(|number| Endpoint::open(&format!("user-{number}")).unwrap()).collect();
+    let remotes: Vec<_> =
+        users.iter().map(|user| user.import_with(&many.ticket().unwrap(), &path).unwrap()).collect();
+    let two: Vec<_> =
+        users[..2].iter().map(|user| user.import_with(&few.ticket().unwrap(), &path).unwrap()).collect();
+    let released = users[0].import_with(&gone.ticket().unwrap(), &path).unwrap();
+    drop(released);
+    until("the grant is given back", || gone.core.streams.count() == 0);
+    let looked_at = |region: Registered<SystemStorage>| {
+        let before = looked::so_far();
+        region.into_storage().unwrap();
+        looked::so_far() - before
+    };
+    assert_eq!([looked_at(gone), looked_at(few), looked_at(many)], [0, 2, 8]);
+    drop((two, remotes));
+}
+
+#[test]
 fn a_pin_that_a_thread_has_left_behind_does_not_count_after_its_end() {
     let owner = Endpoint::open("owner").unwrap();
     let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
@@ -140,7 +172,7 @@ fn a_pin_that_a_thread_has_left_behind_does_not_count_after_its_end() {
     let page = Arc::new(PinPage::create().unwrap());
     let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
     let process = PeerProcess::of(process, None);
-    let pins = PeerPins::new(Arc::clone(&page), "peer", process, owner.core());
+    let pins = PeerPins::new(Arc::clone(&page), "peer", process, charged(&owner));
     let life = LifePage::ours().unwrap().fd().try_clone_to_owned().unwrap();
     pins.lives(LifeView::map(life).unwrap());
     let (pinned, go) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
@@ -166,7 +198,7 @@ fn the_pin_of_a_thread_counts_until_that_thread_has_died() {
     // A process that does not end: only the thread's own slot can tell.
     let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
     let process = PeerProcess::of(process, None);
-    let pins = PeerPins::new(Arc::new(page), "peer", process, owner.core());
+    let pins = PeerPins::new(Arc::new(page), "peer", process, charged(&owner));
     let generation = child.generation;
     let holds = || pins.holds(generation);
     assert!(holds(), "nothing is known of its threads yet");

@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use self::incoming::{Incoming, Reading};
 use super::channel::{Channel, Landing};
-use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, Sink};
+use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, QUEUE, SCRATCH, Sink};
+use crate::endpoint::budget::Charge;
 use crate::fence::applying::{Applying, Desk, Place};
-use crate::memory::checked::gone;
-use crate::progress::socket::{Family, Received, Sent};
+use crate::progress::socket::{Family, MAX_PARTS, RawPart, Received, Sent};
 use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
@@ -167,8 +167,17 @@ impl Connection {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// The peer has proven who it is: from now on that handler gets the frames. Called by the thread that reads.
-    pub(super) fn authenticate(&self, handler: impl Handler + 'static, role: Role) {
+    /// What a connection of a peer takes of this process's memory, with little in it.
+    pub(super) fn cost(&self) -> usize {
+        let tls = if self.socket.is_plain() { 0 } else { super::channel::INSIDE };
+        size_of::<Connection>() + STAGING + SCRATCH + QUEUE + MAX_PARTS * size_of::<RawPart>() + tls
+    }
+
+    /// The peer has proven who it is: from now on that handler gets the frames, and pays for what waits in the connection. Called by
+    /// the thread that reads.
+    pub(super) fn authenticate(&self, handler: impl Handler + 'static, role: Role, charge: Charge) {
+        lock(&self.incoming).paid_by(charge.account());
+        self.queue().paid_by(charge);
         *lock(&self.handler) = Some(Arc::new(handler));
         self.authenticated.store(true, Ordering::Release);
         if role == Role::Lane {
@@ -254,6 +263,11 @@ impl Connection {
         }
         let bulk = matches!(payload, Payload::Memory(_)) && self.role() == Role::Lane;
         outgoing.push(head, files, payload, keep);
+        if let Some(error) = outgoing.why_broken().cloned() {
+            drop(outgoing);
+            self.close(error.clone());
+            return Err(error);
+        }
         if outgoing.blocked() {
             return Ok(());
         }
@@ -327,9 +341,9 @@ impl Connection {
     pub(super) fn withdraw(&self, belongs: impl Fn(&Keep) -> bool) -> Vec<u64> {
         let mut outgoing = self.queue();
         let requests = outgoing.withdraw(belongs);
-        if outgoing.is_broken() {
+        if let Some(error) = outgoing.why_broken().cloned() {
             drop(outgoing);
-            self.close(gone("read"));
+            self.close(error);
         }
         requests
     }
@@ -533,7 +547,7 @@ impl Connection {
                     header.check(self.authenticated.load(Ordering::Acquire))?;
                     incoming.start += HEADER_LEN;
                     if header.rest() > incoming.staging.len() {
-                        incoming.resize(header.rest() + STAGING);
+                        incoming.resize(header.rest() + STAGING)?;
                     }
                     incoming.reading = Reading::Body(header);
                 }
@@ -546,7 +560,7 @@ impl Connection {
                     let body = header.body(&incoming.staging[start..start + header.rest()])?.to_vec();
                     incoming.start += header.rest();
                     if incoming.staging.len() > 2 * STAGING && incoming.end - incoming.start <= STAGING {
-                        incoming.resize(STAGING);
+                        incoming.resize(STAGING)?;
                     }
                     let files = incoming.take_files(header)?;
                     incoming.reading = Reading::Header;

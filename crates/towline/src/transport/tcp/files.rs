@@ -10,11 +10,12 @@ use super::connection::{Connection, Role};
 use super::parts::{Keep, Landed, Payload, Sink, hung_up};
 use super::serving::Serving;
 use crate::cuda::Gpu;
+use crate::endpoint::budget::Charge;
 use crate::layout::Piece;
 use crate::memory::FileSlice;
 use crate::progress;
 use crate::progress::socket::RawPart;
-use crate::region::{RegionCore, stale};
+use crate::region::{RegionCore, Stream, stale};
 use crate::sync::lock;
 use crate::transport::gpu::ring::{self, Passing, Slot};
 use crate::transport::gpu::{self, flight};
@@ -53,7 +54,7 @@ pub(super) struct Asked {
     pub(super) start: u64,
     pub(super) blocks: Vec<Block>,
     /// The peer's share that it takes.
-    pub(super) _flight: InFlight,
+    pub(super) flight: InFlight,
 }
 
 impl Asked {
@@ -314,7 +315,7 @@ fn check_size(op: &'static str, bytes: u64) -> Result<()> {
 impl Reading {
     fn bounce(&self, files: &Arc<Files>) -> Bounce {
         let (region, bytes) = (Arc::clone(&self.asked.region), self.asked.bytes() as usize);
-        Bounce { files: Arc::clone(files), region, bytes, buffer: Vec::new(), slot: None }
+        Bounce { files: Arc::clone(files), region, bytes, buffer: Vec::new(), slot: None, charge: None }
     }
 
     /// Reads and sends; the bytes have been counted. Blocks.
@@ -399,9 +400,17 @@ pub(super) struct Bounce {
     bytes: usize,
     buffer: Vec<u8>,
     slot: Option<Slot>,
+    charge: Option<Charge>,
 }
 
 impl Bounce {
+    /// Makes room, which the peer pays for.
+    fn make_room(&mut self, asked: &Asked, bytes: usize) -> Result<()> {
+        self.charge = Some(asked.flight.charge("read", bytes)?);
+        self.buffer = vec![0; bytes];
+        Ok(())
+    }
+
     pub(super) fn region(&self) -> &RegionCore {
         &self.region
     }
@@ -433,7 +442,7 @@ impl Bounce {
     fn fill_from_file(&mut self, asked: &Asked, file: &FileSlice) -> Result<RawPart> {
         let ranges = asked.ranges();
         let page = crate::memory::FILE_ALIGNMENT;
-        self.buffer = vec![0; self.bytes + page];
+        self.make_room(asked, self.bytes + page)?;
         // The buffer lies in its page as the first range in its own, so that it can go around the page cache.
         let wanted = (file.offset() + ranges.first().map_or(0, |(offset, _)| *offset)) as usize % page;
         let start = (page + wanted - self.buffer.as_ptr().addr() % page) % page;
@@ -457,7 +466,7 @@ impl Bounce {
             let slot = self.slot.insert(passing.into_slot()?);
             return Ok(RawPart { ptr: slot.ptr(), len: self.bytes });
         }
-        self.buffer = vec![0; self.bytes];
+        self.make_room(asked, self.bytes)?;
         let into = self.buffer.as_mut_ptr().expose_provenance() as u64;
         // SAFETY: as above; the buffer is as long as the pieces together.
         unsafe {

@@ -1,36 +1,40 @@
 //! The owner's side of a connection: verifies tickets, serves requests, and minds the pins of a peer on this host.
 
 mod admitting;
+mod grants;
 mod local;
 mod standing;
+#[cfg(test)]
+mod tests;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use self::admitting::{Admitted, Granting};
+use self::admitting::Admitted;
+use self::grants::Grants;
 use self::local::Local;
 pub(super) use self::standing::Standing;
-use super::allowance::{Allowance, exhausted};
+use super::allowance::{Allowance, SESSION, exhausted};
 use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Next, Role, Wanted};
 use super::counting::{Counting, Due, Follower};
 use super::files::Files;
 use super::parts::{Keep, Landed, Payload, Sink, hung_up, readable};
 use crate::endpoint::EndpointCore;
+use crate::endpoint::budget::{Account, Charge};
 use crate::endpoint::operations::Claimer;
 use crate::fence::applying::Desk;
 use crate::fence::life::LifeView;
 use crate::fence::pins::Side;
 use crate::fence::watcher;
 use crate::identity::Identity;
-use crate::memory::Holder;
 use crate::notify::Notification;
 use crate::progress::socket::Lane;
 use crate::progress::{self, Timer};
-use crate::region::{Deed, stale};
+use crate::region::{Deed, Stream, stale};
 use crate::sync::lock;
 use crate::transport::tcp::apply::{self, Word};
 use crate::wire::handshake::SessionKey;
@@ -55,13 +59,15 @@ pub(crate) struct Serving {
     key: SessionKey,
     challenge: [u8; 32],
     connections: Mutex<Vec<Arc<Connection>>>,
-    grants: Mutex<HashMap<u32, Granting>>,
+    grants: Grants,
     /// Without it the peer may not even send messages.
     standing: Mutex<Standing>,
-    next_handle: AtomicU32,
     counting: Counting,
     announced: Announced,
     allowance: Arc<Allowance>,
+    /// What its messages take of the queue of those that are not received yet.
+    messages: Arc<Account>,
+    _charge: Charge,
     files: Arc<Files>,
     pub(super) local: Option<Local>,
     closed: AtomicBool,
@@ -84,7 +90,10 @@ impl Serving {
         use std::sync::atomic::AtomicU64;
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Serving::has_room(endpoint, &peer)?;
-        let (local, files) = match Local::offer(endpoint, &peer, connection)? {
+        let allowance = Allowance::new(endpoint.quotas(), endpoint.held.account());
+        let charge = allowance.charge("contact", SESSION)?;
+        let of_connection = allowance.charge("contact", connection.cost())?;
+        let (local, files) = match Local::offer(endpoint, &peer, &allowance, connection)? {
             Some((local, files)) => (Some(local), files),
             None => (None, Vec::new()),
         };
@@ -95,12 +104,13 @@ impl Serving {
             key,
             challenge,
             connections: Mutex::new(vec![Arc::clone(connection)]),
-            grants: Mutex::default(),
+            grants: Grants::default(),
             standing: Mutex::new(standing),
-            next_handle: AtomicU32::new(1),
-            counting: Counting::default(),
+            counting: Counting::new(&allowance),
             announced: Announced::default(),
-            allowance: Allowance::new(endpoint.quotas()),
+            messages: endpoint.notifications.account(),
+            allowance,
+            _charge: charge,
             files: Arc::default(),
             local,
             closed: AtomicBool::new(false),
@@ -123,7 +133,7 @@ impl Serving {
             connection.expect_files();
         }
         let ready = wire::Ready { session: serving.id, name: endpoint.name().to_owned(), local: rows };
-        connection.authenticate(serving, Role::Control);
+        connection.authenticate(serving, Role::Control, of_connection);
         let head = Message::from(ready).frame(0, 0, files.len() as u8);
         connection.send(head, files, Payload::None, Keep::Nothing)
     }
@@ -156,6 +166,7 @@ impl Serving {
         let serving = Serving::find(endpoint, id)
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over"))?;
         Serving::has_connection_left(endpoint, &serving.peer)?;
+        let charge = serving.allowance.charge("contact", connection.cost())?;
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         lock(&serving.connections).push(Arc::clone(connection));
         // Whoever ends it closes the connections that it finds after it has said so.
@@ -169,7 +180,7 @@ impl Serving {
             connection.apply_at(desk);
         }
         let ready = wire::Ready { session: id, name: endpoint.name().to_owned(), local: place };
-        connection.authenticate(serving, Role::Lane);
+        connection.authenticate(serving, Role::Lane, charge);
         connection.send(Message::from(ready).frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
     }
 
@@ -197,17 +208,6 @@ impl Serving {
             .ok_or_else(|| Error::new(Kind::Disconnected, "serve", "the endpoint is closed"))
     }
 
-    /// Stops serving that generation: what comes in goes nowhere, what is not sent yet is answered with `Stale`.
-    pub(crate) fn break_off(&self, generation: u64) {
-        let connections = lock(&self.connections).clone();
-        for connection in connections {
-            connection.discard(|keep| keep.is_generation(generation));
-            for request in connection.withdraw(|keep| keep.is_generation(generation)) {
-                let _ = self.answer_read(&connection, request, Err(stale("read")));
-            }
-        }
-    }
-
     /// Ends it on this side's wish.
     pub(crate) fn close(&self) {
         let connections = lock(&self.connections).clone();
@@ -231,7 +231,7 @@ impl Serving {
             connection.close(error.clone());
             connection.let_go();
         }
-        let grants = std::mem::take(&mut *lock(&self.grants));
+        let grants = self.grants.take();
         self.counting.clear();
         self.files.clear();
         if let Some(local) = &self.local {
@@ -240,13 +240,13 @@ impl Serving {
         }
         if let Some(endpoint) = self.endpoint.upgrade() {
             if let Some(local) = &self.local {
-                endpoint.notifications.empty(&local.mail);
+                endpoint.notifications.empty(&local.mail, &self.messages);
             }
             lock(&endpoint.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(self));
             let gone =
                 Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
             endpoint.operations.abandon(self.claimer(), &gone);
-            for granting in grants.values() {
+            for granting in &grants {
                 // A peer says goodbye only when nothing of it is under way.
                 if self.goodbye.load(Ordering::Acquire) {
                     granting.lent.back();
@@ -269,7 +269,9 @@ impl Serving {
             return self.answer_import(connection, request, &import);
         }
         let (this, to, count) = (Arc::downgrade(self), Arc::downgrade(connection), import.items.len());
+        let charge = self.allowance.charge("import", import.memory())?;
         let claim = move || {
+            let _charge = charge;
             if let (Some(this), Some(to)) = (this.upgrade(), to.upgrade())
                 && !this.closed.load(Ordering::Acquire)
                 && let Err(error) = this.answer_import(&to, request, &import)
@@ -383,7 +385,7 @@ impl Serving {
         connection: &Arc<Connection>,
         header: Header,
         write: wire::Write,
-        landed: Landed,
+        (landed, charge): (Landed, Option<Charge>),
     ) -> Result<()> {
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
@@ -397,6 +399,7 @@ impl Serving {
                 }
             });
             serving.files.wrote(answered.role(), header.payload_len);
+            drop(charge);
             serving.applied(&answered, header, write.transfer, outcome)
         };
         // The event loop reads from a lane before it has become one.
@@ -465,7 +468,7 @@ impl Serving {
             Due::Act(followers) => (followers, true),
             Due::Drop(followers) => (followers, false),
         };
-        for Follower { message, answer } in followers {
+        for Follower { message, answer, .. } in followers {
             let outcome = if act {
                 // A signal whose outcome somebody waits for is a change like a write.
                 self.act(message, answer.as_ref().map(|(connection, _)| &**connection))
@@ -486,7 +489,8 @@ impl Serving {
             Message::Notify(notify) => {
                 self.check_standing()?;
                 let notification = Notification { from: self.peer.clone(), message: notify.message };
-                self.endpoint()?.deliver(notification).map(|()| 0)
+                let charge = self.allowance.charge("notify", notification.cost())?;
+                self.endpoint()?.deliver(notification, Some((&self.messages, charge))).map(|()| 0)
             }
             Message::Signal(signal) => {
                 self.word(awaited, signal.handle, signal.offset, |look, word| match awaited {
@@ -508,7 +512,11 @@ impl Serving {
         // Request 0 wants no answer; a signal that is refused then is not worth the session.
         let alone = request == 0 && matches!(message, Message::Signal(_));
         let answer = (request != 0).then(|| (Arc::clone(connection), request));
-        let settled = self.settle(self.counting.follow(transfer, pieces, Follower { message, answer })?);
+        let settled = self.settle(self.counting.follow(
+            transfer,
+            pieces,
+            Follower { message, answer, _charge: None },
+        )?);
         if alone { Ok(()) } else { settled }
     }
 
@@ -533,18 +541,18 @@ impl Serving {
     }
 }
 
-impl Holder for Serving {
-    fn segment_gone(self: Arc<Self>, segment: u64) {
-        let Some(local) = &self.local else { return };
-        let mut gone = lock(&local.gone);
-        gone.push(segment);
-        // The last use of a segment can end anywhere, also under a connection's lock: the event loop tells.
-        if gone.len() == 1
-            && let Ok(reactor) = progress::reactor()
-        {
-            let weak = Arc::downgrade(&self);
-            let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now(), timer, GONE);
+impl Stream for Serving {
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn break_off(&self, generation: u64) {
+        let connections = lock(&self.connections).clone();
+        for connection in connections {
+            connection.discard(|keep| keep.is_generation(generation));
+            for request in connection.withdraw(|keep| keep.is_generation(generation)) {
+                let _ = self.answer_read(&connection, request, Err(stale("read")));
+            }
         }
     }
 }
@@ -552,16 +560,6 @@ impl Holder for Serving {
 impl Serving {
     pub(super) fn control(&self) -> Option<Arc<Connection>> {
         lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned()
-    }
-
-    fn tell_gone(&self) {
-        let Some(local) = &self.local else { return };
-        let gone = std::mem::take(&mut *lock(&local.gone));
-        let Some(control) = self.control() else { return };
-        for segment in gone {
-            let unmap = Message::from(wire::Unmap { segment }).frame(0, 0, 0);
-            let _ = control.send(unmap, Vec::new(), Payload::None, Keep::Nothing);
-        }
     }
 }
 
@@ -617,8 +615,7 @@ impl Handler for Arc<Serving> {
         match Message::decode(header.kind, body)? {
             Message::Import(import) => self.import(connection, header.id, import),
             Message::Release(release) => {
-                let released = lock(&self.grants).remove(&release.handle);
-                if let Some(granting) = released {
+                if let Some(granting) = self.grants.release(release.handle) {
                     granting.lent.back();
                 }
                 Ok(())
@@ -637,7 +634,8 @@ impl Handler for Arc<Serving> {
             Message::Cancel(_) => self.settle(self.counting.forget(header.id)),
             Message::Finish(finish) => self.finish(finish),
             Message::Check(check) => {
-                self.announced.put(connection, header.id, check.checks);
+                let charge = self.allowance.charge("serve", checks::cost(&check.checks))?;
+                self.announced.put(connection, header.id, check.checks, charge);
                 Ok(())
             }
             Message::Held(_) => self.held(files),
@@ -679,25 +677,29 @@ impl Handler for Arc<Serving> {
         if bytes != header.payload_len {
             return Err(Error::protocol("serve", "the payload's length is not that of its blocks"));
         }
-        // A refusal is answered when the payload has passed, so that the stream stays whole.
-        let admitted = self.admit(handle, Access::WRITE, &blocks, header.id);
+        let buffer = if buffered { bytes as usize } else { 0 };
+        let charge = self.allowance.charge("write", body.len() + buffer);
+        // A refusal is answered when the payload has passed, so that the stream stays whole; there is room for that in any case.
+        let (admitted, mut charge) = match charge {
+            Ok(charge) => (self.admit(handle, Access::WRITE, &blocks, header.id), charge),
+            Err(error) => (Err(error), self.allowance.charge("write", body.len())?),
+        };
         if admitted.is_ok() {
             self.served(handle, Deed::Written(bytes));
         }
-        match admitted {
-            Ok(Admitted::Memory(keep, _)) if buffered => {
-                Ok(Sink::buffer(bytes as usize, keep).with_body(body))
-            }
-            Ok(Admitted::Memory(keep, parts)) => Ok(Sink::memory(parts, keep).with_body(body)),
+        let sink = match admitted {
+            Ok(Admitted::Memory(keep, _)) if buffered => Sink::buffer(bytes as usize, keep),
+            Ok(Admitted::Memory(keep, parts)) => Sink::memory(parts, keep),
             Ok(Admitted::Bounced(asked)) if buffered => {
-                Ok(Sink::discard().refused(asked.no_words("reduce_into")).with_body(body))
+                Sink::discard().refused(asked.no_words("reduce_into"))
             }
-            Ok(Admitted::Bounced(asked)) => match self.files.sink(connection.role(), &asked, bytes) {
-                Ok(sink) => Ok(sink.with_body(body)),
-                Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
-            },
-            Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
-        }
+            Ok(Admitted::Bounced(asked)) => charge
+                .resize("write", body.len() as u64 + bytes)
+                .and_then(|()| self.files.sink(connection.role(), &asked, bytes))
+                .unwrap_or_else(|error| Sink::discard().refused(error)),
+            Err(error) => Sink::discard().refused(error),
+        };
+        Ok(sink.with_body(body).paid_by(charge))
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
@@ -705,6 +707,7 @@ impl Handler for Arc<Serving> {
         let message = Message::decode(header.kind, &sink.take_body())?;
         // Only the bytes of a file or of a GPU stop over.
         let landed = if matches!(message, Message::Write(_)) { sink.take_landed() } else { None };
+        let charge = sink.take_charge();
         let (transfer, outcome) = match message {
             Message::Write(write) if let Some(landed) = landed => {
                 let bytes = landed.bytes(header.payload_len as usize);
@@ -715,7 +718,7 @@ impl Handler for Arc<Serving> {
                     self.files.wrote(connection.role(), header.payload_len);
                     return self.applied(connection, header, write.transfer, Err(error));
                 }
-                return self.write_file(connection, header, write, landed);
+                return self.write_file(connection, header, write, (landed, charge));
             }
             Message::Write(write) => {
                 // The sink still keeps the memory in place.

@@ -46,13 +46,13 @@ impl Serving {
         }
         let path = transport::numbered(ask.path)?;
         // Without a look at the lease: what was begun within it may end after it.
-        Ok(granting.region.upgrade().is_some_and(|region| path.hears(&region, &ask.question)))
+        Ok(granting.served.region().upgrade().is_some_and(|region| path.hears(&region, &ask.question)))
     }
 
     fn told(self: &Arc<Self>, ask: &wire::Ask) -> Result<Told> {
         let granting = self.granting("import", ask.handle)?;
         let path = transport::numbered(ask.path)?;
-        let (region, _) = self.check("import", ask.handle, Access::NONE, &[])?;
+        let (region, ..) = self.check("import", ask.handle, Access::NONE, &[])?;
         let claims = &granting.claims;
         let pins = self.local.as_ref().map(|local| &local.pins);
         let question = Question { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
@@ -84,8 +84,8 @@ impl Serving {
 }
 
 /// What a grant has lent to its peer: nothing, or the region.
-#[derive(Clone, Default)]
-pub(super) struct Lending(Arc<OnceLock<Arc<State>>>);
+#[derive(Default)]
+pub(super) struct Lending(OnceLock<Arc<State>>);
 
 struct State {
     lent: Lent,
