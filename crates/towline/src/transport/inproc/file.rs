@@ -8,6 +8,7 @@ use crate::identity::Identity;
 use crate::layout::Piece;
 use crate::memory::FileSlice;
 use crate::notify::Notification;
+use crate::progress::Device;
 use crate::region::{RegionCore, stale};
 use crate::transfer::{Op, Signal};
 use crate::transport::Transport;
@@ -29,6 +30,10 @@ impl Direct for LocalFile {
 
     fn blocks(&self) -> bool {
         true
+    }
+
+    fn device(&self) -> Option<Device> {
+        Some(self.file.device())
     }
 
     unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()> {

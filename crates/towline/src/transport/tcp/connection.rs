@@ -95,6 +95,8 @@ pub(super) struct Connection {
     /// This side ended it without a word of the other's.
     forsaken: AtomicBool,
     driven: AtomicBool,
+    /// What must be done before more is read from a lane.
+    held_up: AtomicUsize,
     /// The worker that drove it last.
     driver: AtomicUsize,
     outgoing: Mutex<Outgoing>,
@@ -135,6 +137,7 @@ impl Connection {
             closed: AtomicBool::new(false),
             forsaken: AtomicBool::new(false),
             driven: AtomicBool::new(false),
+            held_up: AtomicUsize::new(0),
             driver: AtomicUsize::new(usize::MAX),
             outgoing: Mutex::new(Outgoing::default()),
             late: Mutex::default(),
@@ -231,7 +234,7 @@ impl Connection {
 
     /// Tells the event loop what to watch for. Under the lock, so that the last word is the right one.
     fn arm(&self, outgoing: &mut Outgoing) {
-        let wanted = (outgoing.weight() <= MOST_UNSENT, outgoing.blocked());
+        let wanted = (outgoing.weight() <= MOST_UNSENT && !self.is_held_up(), outgoing.blocked());
         if wanted == outgoing.armed && self.role() == Role::Control {
             return;
         }
@@ -468,7 +471,15 @@ impl Connection {
     /// A patient reader waits for the rest of a payload in the system call itself, as [`send_patiently`](Self::send_patiently)
     /// does; not while there is something to send, for which the other side may wait.
     fn read(self: &Arc<Self>, patient: bool) -> Result<bool> {
+        if self.is_held_up() {
+            // Nobody waits for what is held up any more, and nothing else would notice.
+            return if self.socket.hung_up() { Err(disconnected()) } else { Ok(false) };
+        }
         let mut incoming = lock(&self.incoming);
+        if std::mem::take(&mut incoming.left_over) {
+            self.digest(incoming)?;
+            return Ok(true);
+        }
         let idle = match self.queue_if_free() {
             Some(outgoing) if outgoing.weight() > MOST_UNSENT => return Ok(false),
             Some(outgoing) => outgoing.is_empty(),
@@ -537,6 +548,10 @@ impl Connection {
         loop {
             let available = incoming.end - incoming.start;
             match &mut incoming.reading {
+                Reading::Header if self.is_held_up() => {
+                    incoming.left_over = true;
+                    return Ok(());
+                }
                 Reading::Header => {
                     let Some(bytes) =
                         incoming.staging[incoming.start..incoming.end].first_chunk::<HEADER_LEN>()
@@ -750,8 +765,8 @@ impl Source for Connection {
         };
         if self.role() == Role::Lane {
             // It became one just now.
-            self.driven.store(false, Ordering::Release);
-            if !self.queue().is_idle() {
+            self.driven.store(false, Ordering::SeqCst);
+            if !self.queue().is_idle() || self.may_go_on() {
                 self.drive_soon();
             }
         }

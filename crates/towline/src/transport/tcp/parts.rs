@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::files::Bounce;
+use super::files::{Bounce, Written};
 use crate::endpoint::budget::Charge;
 use crate::layout::Piece;
 use crate::memory::{bytes, checked};
@@ -413,6 +413,8 @@ pub(super) struct Sink {
     body: Vec<u8>,
     /// What its buffers take.
     charge: Option<Charge>,
+    /// Counts bytes that stop over.
+    written: Option<Written>,
     refusal: Option<Error>,
     given_up: Option<GivenUp>,
 }
@@ -482,6 +484,7 @@ impl Sink {
             scratch: None,
             body: Vec::new(),
             charge: None,
+            written: None,
             refusal: None,
             given_up: None,
         }
@@ -503,9 +506,15 @@ impl Sink {
         self
     }
 
-    /// For who takes the bytes elsewhere.
-    pub(super) fn take_charge(&mut self) -> Option<Charge> {
-        self.charge.take()
+    /// Is counted there as long as the bytes are here.
+    pub(super) fn counted(mut self, written: Written) -> Sink {
+        self.written = Some(written);
+        self
+    }
+
+    /// For who takes the bytes elsewhere: what they take, and what counts them.
+    pub(super) fn take_charge(&mut self) -> (Option<Charge>, Option<Written>) {
+        (self.charge.take(), self.written.take())
     }
 
     /// Keeps the reason why the payload goes nowhere.

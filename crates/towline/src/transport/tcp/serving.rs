@@ -21,7 +21,7 @@ use super::allowance::{Allowance, SESSION, exhausted};
 use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Next, Role, Wanted};
 use super::counting::{Counting, Due, Follower};
-use super::files::Files;
+use super::files::{Files, Source, Written};
 use super::parts::{Keep, Landed, Payload, Sink, hung_up, readable};
 use crate::endpoint::EndpointCore;
 use crate::endpoint::budget::{Account, Charge};
@@ -33,7 +33,7 @@ use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::notify::Notification;
 use crate::progress::socket::Lane;
-use crate::progress::{self, Timer};
+use crate::progress::{self, Device, Timer};
 use crate::region::{Deed, Stream, stale};
 use crate::sync::lock;
 use crate::transport::tcp::apply::{self, Word};
@@ -64,7 +64,7 @@ pub(crate) struct Serving {
     standing: Mutex<Standing>,
     counting: Counting,
     announced: Announced,
-    allowance: Arc<Allowance>,
+    pub(super) allowance: Arc<Allowance>,
     /// What its messages take of the queue of those that are not received yet.
     messages: Arc<Account>,
     _charge: Charge,
@@ -347,7 +347,7 @@ impl Serving {
         let checked = self.announced.take(connection, request).is_some();
         match admitted {
             Ok(Admitted::Bounced(asked)) => {
-                match self.files.read(self, connection, request, asked, checked) {
+                match self.files.at(&asked.source).read(self, connection, request, asked, checked) {
                     Ok(()) => Ok(()),
                     Err(error) => self.answer_read(connection, request, Err(error)),
                 }
@@ -378,16 +378,16 @@ impl Serving {
         connection.send(head, Vec::new(), Payload::None, Keep::Nothing)
     }
 
-    /// Writes what has come for a file. A lane's thread may wait for the disk, and its peer with it; the event loop may
-    /// not.
+    /// Writes what has come for a file or a GPU. A lane's thread may wait for a GPU, and its peer with it; the event loop may not.
+    /// For a disk neither waits; where much waits for disks already, what else the peer sends over that lane does.
     fn write_file(
         self: &Arc<Self>,
         connection: &Arc<Connection>,
         header: Header,
         write: wire::Write,
-        (landed, charge): (Landed, Option<Charge>),
+        (landed, charge): (Landed, (Option<Charge>, Option<Written>)),
     ) -> Result<()> {
-        let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
+        let (serving, answered, write_handle) = (Arc::clone(self), Arc::clone(connection), write.handle);
         let work = move || {
             // A disk may take its time, and a GPU cannot be looked at in one step: whoever can see it is told meanwhile.
             let outcome = wanted("write", &answered).and_then(|_wanted| {
@@ -398,21 +398,32 @@ impl Serving {
                     }
                 }
             });
-            serving.files.wrote(answered.role(), header.payload_len);
             drop(charge);
             serving.applied(&answered, header, write.transfer, outcome)
         };
+        let lane = connection.role() == Role::Lane;
+        let device = match self.check("write", write_handle, Access::WRITE, &[]) {
+            Ok((region, ..)) => Source::of(&region).map(|source| source.device()),
+            Err(_) => None,
+        };
+        let hangs = matches!(device, Some(Device::Disk(_)));
         // The event loop reads from a lane before it has become one.
-        if connection.role() == Role::Lane && progress::may_block("write").is_ok() {
+        if lane && !hangs && progress::may_block("write").is_ok() {
             return work();
         }
-        let closed = Arc::clone(connection);
+        let (closed, next) =
+            (Arc::clone(connection), (lane && self.files.is_behind()).then(|| connection.hold_up()));
         let job = Box::new(move || {
             if let Err(error) = work() {
                 closed.close(error);
             }
+            drop(next);
         });
-        progress::pool().spawn(job).map_err(|refused| refused.error)
+        match device {
+            Some(device) => progress::devices().spawn(device, job),
+            None => progress::pool().spawn(job),
+        }
+        .map_err(|refused| refused.error)
     }
 
     /// A piece of a transfer is applied, or not: acts on what waits for it, and answers.
@@ -715,7 +726,6 @@ impl Handler for Arc<Serving> {
                     && let Err(error) =
                         checks::compare("write", &write.blocks, sent, &checks::of_bytes(&write.blocks, bytes))
                 {
-                    self.files.wrote(connection.role(), header.payload_len);
                     return self.applied(connection, header, write.transfer, Err(error));
                 }
                 return self.write_file(connection, header, write, (landed, charge));

@@ -19,6 +19,8 @@ pub(super) struct Incoming {
     pub(super) reading: Reading,
     /// Those of the frame that is being read.
     files: Vec<OwnedFd>,
+    /// Frames may be there that were not looked at, because the lane was held up.
+    pub(super) left_over: bool,
     /// How many frames are to come that may carry descriptors.
     expected: usize,
     /// What its session pays for a frame that is longer than usual; nothing where no peer causes it.
@@ -47,6 +49,7 @@ impl Default for Incoming {
             end: 0,
             reading: Reading::Header,
             files: Vec::new(),
+            left_over: false,
             expected: 0,
             charge: None,
         }

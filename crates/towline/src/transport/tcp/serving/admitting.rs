@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use super::grants::{GRANT, Granting, no_such_grant};
 use super::{Serving, Standing};
 use crate::endpoint::EndpointCore;
-use crate::memory::{Holder, Place, checked};
+use crate::memory::{Holder, checked};
 use crate::progress::socket::RawPartMut;
 use crate::region::{Deed, RegionCore, RegionUse, SERVED, Served, stale};
 use crate::ticket::Claims;
@@ -156,12 +156,7 @@ impl Serving {
         let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start, served)| {
             let bytes = blocks.iter().map(|block| u64::from(block.len)).sum();
             let flight = self.allowance.take(op, bytes, blocks.len(), Some(served))?;
-            let source = match (&region.file, region.place) {
-                (Some(file), _) => Some(Source::File(file.clone())),
-                (None, Place::Cuda(ordinal)) => Some(Source::Gpu(ordinal)),
-                (None, _) => None,
-            };
-            if let Some(source) = source {
+            if let Some(source) = Source::of(&region) {
                 let blocks = blocks.to_vec();
                 return Ok(Admitted::Bounced(Asked { region, source, start, blocks, flight }));
             }

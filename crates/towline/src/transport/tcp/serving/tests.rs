@@ -1,11 +1,17 @@
 //! What an owner keeps of its peers.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::sync::atomic::AtomicUsize;
 
 use super::grants::GRANT;
 use super::local::LOCAL;
 use super::*;
 use crate::endpoint::Quotas;
+use crate::fence::tests::alone_with_the_watcher;
+use crate::memory::{DiskStorage, MemoryAccess, Stalled};
 use crate::region::SERVED;
+use crate::transport::file::FilePath;
+use crate::transport::tcp::{GrantHandle, Medium, Session};
 use crate::{Endpoint, Registered, Remote, Routing, SystemStorage};
 
 const MANY: usize = 1000;
@@ -114,4 +120,155 @@ fn the_defaults_have_room_for_ten_thousand_peers_and_for_a_hundred_thousand_tick
 #[test]
 fn what_a_session_is_counted_with_is_not_less_than_it_takes() {
     assert!(SESSION >= 2 * (size_of::<Serving>() + size_of::<Allowance>() + 256), "{}", size_of::<Serving>());
+}
+
+/// A file there that holds those bytes.
+fn disk(folder: &str, bytes: &[u8]) -> DiskStorage {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let path = format!("{folder}/towline-hangs-{}-{number}", std::process::id());
+    let storage = DiskStorage::new_at(path, bytes.len()).unwrap();
+    storage.write_at(0, bytes).unwrap();
+    storage
+}
+
+#[test]
+fn a_disk_that_hangs_holds_up_neither_memory_nor_another_disk() {
+    const LEN: usize = 1 << 20;
+    let owner = Endpoint::open("owner").unwrap();
+    let register = |storage| owner.register(storage, Access::READ_WRITE).unwrap();
+    let (hung, well) = (disk("/tmp", &vec![1; LEN]), disk("/dev/shm", &vec![2; LEN]));
+    let stalled = Stalled::new(&crate::Storage::file(&hung).unwrap());
+    let (hung, well) = (register(hung), register(well));
+    let memory = owner.register(SystemStorage::new(8 * LEN).unwrap(), Access::READ_WRITE).unwrap();
+    memory.storage().write_at(0, &vec![3; LEN]).unwrap();
+    let local = |user: &Endpoint| user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+    let path = |name| Routing::default().require(name).unwrap();
+    // More of them than there are threads of any kind, by sockets and within the process, over lanes and without.
+    let mut waiting = Vec::new();
+    let limits = crate::Limits { no_progress: Duration::from_secs(120), ..crate::Limits::default() };
+    let open = |name: String| Endpoint::options(&name).limits(limits).open().unwrap();
+    let users: Vec<Endpoint> = (0..8).map(|number| open(format!("user-{number}"))).collect();
+    for user in &users {
+        for name in ["tcp", "unix", "inproc"] {
+            let remote = user.import_with(&hung.ticket().unwrap(), &path(name)).unwrap();
+            for len in [4096, LEN as u64] {
+                for _ in 0..4 {
+                    let into = local(user);
+                    waiting
+                        .push((user.read(&remote, &into).at(0, 0, len).start().unwrap(), Some((into, len))));
+                }
+                let from = local(user);
+                from.storage().write_at(0, &vec![1; LEN]).unwrap();
+                waiting.push((user.write(&remote, &from).at(0, 0, len).start().unwrap(), None));
+            }
+        }
+    }
+    // Users that were there already, and one that comes.
+    let newcomer = open("newcomer".to_owned());
+    for user in [&users[0], &newcomer] {
+        for name in ["tcp", "unix", "inproc"] {
+            for (ticket, byte) in [(memory.ticket().unwrap(), 3), (well.ticket().unwrap(), 2)] {
+                let remote = user.import_with(&ticket, &path(name)).unwrap();
+                let (into, mut bytes) = (local(user), vec![0; LEN]);
+                let moved = user.read(&remote, &into).at(0, 0, LEN as u64).start().unwrap().wait();
+                moved.unwrap_or_else(|error| panic!("{name} of {byte}: {error}"));
+                into.storage().read_at(0, &mut bytes).unwrap();
+                assert!(bytes.iter().all(|one| *one == byte), "{name} of {byte}");
+                user.write(&remote, &into).at(0, 0, LEN as u64).start().unwrap().wait().unwrap();
+            }
+        }
+    }
+    let threads = std::fs::read_dir("/proc/self/task").unwrap().filter(|task| {
+        let name = std::fs::read_to_string(task.as_ref().unwrap().path().join("comm"));
+        name.is_ok_and(|name| name.starts_with("towline-device"))
+    });
+    assert!((1..=32).contains(&threads.count()));
+    assert!(waiting.iter().all(|(transfer, _)| !transfer.is_done()), "the disk did not hang");
+    drop(stalled);
+    for (transfer, read) in waiting {
+        transfer.wait().unwrap();
+        if let Some((into, len)) = read {
+            let mut bytes = vec![0; len as usize];
+            into.storage().read_at(0, &mut bytes).unwrap();
+            assert!(bytes.iter().all(|one| *one == 1));
+        }
+    }
+}
+
+#[test]
+fn what_is_written_to_a_disk_that_hangs_waits_at_its_sender_and_arrives_when_the_disk_goes_on() {
+    const LEN: usize = 128 << 20;
+    let owner = Endpoint::open("owner").unwrap();
+    let storage = DiskStorage::new_at(format!("/tmp/towline-waits-{}", std::process::id()), LEN).unwrap();
+    let stalled = Stalled::new(&crate::Storage::file(&storage).unwrap());
+    let region = owner.register(storage, Access::READ_WRITE).unwrap();
+    let limits = crate::Limits { no_progress: Duration::from_secs(120), ..crate::Limits::default() };
+    let user = Endpoint::options("user").limits(limits).lanes(4).open().unwrap();
+    let remote = user.import_with(&region.ticket().unwrap(), &over_tcp()).unwrap();
+    let from = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+    let pattern: Vec<u8> = (0..LEN / 8).flat_map(|word| (word as u64).to_le_bytes()).collect();
+    from.storage().write_at(0, &pattern).unwrap();
+    let write = user.write(&remote, &from).at(0, 0, LEN as u64).start().unwrap();
+    // It comes until the lanes are held up, and stands still then.
+    let (mut last, mut same) = (0, 0);
+    eventually("the lanes are held up", || {
+        let held = owner.stats().peer_memory;
+        same = if held == last && held > 32 << 20 { same + 1 } else { 0 };
+        last = held;
+        same > 300
+    });
+    assert!(last < 96 << 20, "{last} bytes are kept for a disk that hangs");
+    drop(stalled);
+    write.wait().unwrap();
+    let mut bytes = vec![0; LEN];
+    region.storage().read_at(0, &mut bytes).unwrap();
+    assert!(bytes == pattern, "other bytes are in the file");
+    eventually("nothing is kept", || owner.stats().peer_memory < 1 << 20);
+}
+
+#[test]
+fn questions_that_hang_count_as_requests_and_hold_up_nobody_else() {
+    const MOST: usize = 3;
+    let _alone = alone_with_the_watcher();
+    let quotas = Quotas { requests: MOST, ..Quotas::default() };
+    let owner = Endpoint::options("owner").quotas(quotas).open().unwrap();
+    let register = |storage| owner.register(storage, Access::READ).unwrap();
+    let (hung, well) = (disk("/tmp", &[1; 64]), disk("/dev/shm", &[2; 64]));
+    let stalled = Stalled::new(&crate::Storage::file(&hung).unwrap());
+    let (hung, well) = (register(hung), register(well));
+    let until = Instant::now() + Duration::from_secs(60);
+    // Sessions of their own, over which the question is asked by hand: within one process no file is handed over.
+    let asks = |name: &str, region: &Registered<DiskStorage>| {
+        let user = Endpoint::open(name).unwrap();
+        let ticket = region.ticket().unwrap();
+        let session = Session::connect(user.core(), &ticket, Medium::Unix, until).unwrap();
+        let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
+        (user, session, imported.outcomes.pop().unwrap().unwrap().1)
+    };
+    let refusals = AtomicUsize::new(0);
+    let ask = |handle: &GrantHandle| {
+        let told = handle.ask(&FilePath, b"open".to_vec(), until);
+        refusals.fetch_add(usize::from(told.is_err()), Ordering::Relaxed);
+        told.map(|told| told.files.len())
+    };
+    let greedy: Vec<_> = (0..3).map(|number| asks(&format!("greedy-{number}"), &hung)).collect();
+    let outcomes: Vec<Result<usize>> = std::thread::scope(|scope| {
+        let asked: Vec<_> = greedy
+            .iter()
+            .flat_map(|(_, _, handle)| {
+                (0..2 * MOST).map(|_| scope.spawn(move || ask(handle))).collect::<Vec<_>>()
+            })
+            .collect();
+        // More wait now than threads do for that disk.
+        eventually("they hang", || owner.stats().in_flight.0 == 3 * MOST);
+        eventually("the others are refused", || refusals.load(Ordering::Relaxed) == 3 * MOST);
+        let (_user, _session, handle) = asks("other", &well);
+        assert!(ask(&handle).unwrap() > 0);
+        drop(stalled);
+        asked.into_iter().map(|one| one.join().unwrap()).collect()
+    });
+    let (told, refused): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(Result::is_ok);
+    assert_eq!((told.len(), refused.len()), (3 * MOST, 3 * MOST));
+    assert!(refused.iter().all(|one| one.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted)));
 }
