@@ -11,6 +11,7 @@ pub(crate) mod at_once;
 mod bell;
 mod devices;
 mod pool;
+mod quick;
 mod reactor;
 pub(crate) mod socket;
 mod timers;
@@ -24,6 +25,7 @@ use std::time::{Duration, Instant};
 pub(crate) use bell::Bell;
 pub(crate) use devices::{Device, Devices, EACH};
 pub(crate) use pool::Pool;
+pub(crate) use quick::{wait_for_nothing, where_it_may_wait};
 pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
 pub(crate) use timers::{Timer, TimerId};
 
@@ -116,7 +118,7 @@ pub(crate) fn start_thread(name: String, body: impl FnOnce() + Send + 'static) -
 }
 
 /// What is logged about a caught panic: its message, where it has one.
-fn panic_message(payload: Box<dyn Any + Send>) -> String {
+pub(crate) fn panic_message(payload: Box<dyn Any + Send>) -> String {
     match payload.downcast::<String>() {
         Ok(message) => *message,
         Err(payload) => match payload.downcast::<&'static str>() {

@@ -373,16 +373,15 @@ impl RegionCore {
     /// What a drop does: frees the storage if nobody is inside it, otherwise parks it until that is so.
     pub(super) fn release_or_park(core: &Arc<RegionCore>, storage: impl Any + Send) {
         core.revoke();
-        if core.drained() {
-            core.free();
-            drop(storage);
-            return;
+        if !core.drained() {
+            core.break_streams();
         }
-        core.break_streams();
         if core.drained() {
-            core.free();
-            drop(storage);
-            return;
+            let core = Arc::clone(core);
+            return progress::where_it_may_wait(move || {
+                core.free();
+                drop(storage);
+            });
         }
         tracing::warn!(
             endpoint = core.endpoint.name(),
@@ -395,6 +394,16 @@ impl RegionCore {
         core.endpoint.listen_to_bell();
         // The last user may have let go before the storage was in its place.
         core.endpoint.parked.sweep();
+    }
+}
+
+impl Drop for RegionCore {
+    fn drop(&mut self) {
+        // The last who held it may be the event loop, and the last who had its memory mapped, or its file open.
+        let (segment, file) = (self.segment.take(), self.file.take());
+        if segment.is_some() || file.is_some() {
+            progress::where_it_may_wait(move || drop((segment, file)));
+        }
     }
 }
 
@@ -434,11 +443,13 @@ impl ParkingLot {
         };
         // Not under the lock: a storage's drop may be the user's code.
         for Parked { core, storage } in free {
-            core.free();
-            drop(storage);
-            let mut held = lock(&self.held);
-            held.leaving.0 -= 1;
-            held.leaving.1 -= core.len;
+            progress::where_it_may_wait(move || {
+                core.free();
+                drop(storage);
+                let mut held = lock(&core.endpoint.parked.held);
+                held.leaving.0 -= 1;
+                held.leaving.1 -= core.len;
+            });
         }
     }
 
