@@ -9,6 +9,7 @@ mod incoming;
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
@@ -19,7 +20,7 @@ use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, QUEUE, SCRATCH, Sink}
 use crate::endpoint::budget::Charge;
 use crate::fence::applying::{Applying, Desk, Place};
 use crate::progress::socket::{Family, MAX_PARTS, RawPart, Received, Sent};
-use crate::progress::{self, Interest, Readiness, Source, Token, at_once};
+use crate::progress::{self, Interest, Readiness, Source, Token, at_once, panic_message};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
@@ -714,9 +715,19 @@ impl Connection {
         lock(&self.handler).clone()
     }
 
+    /// [`move_all`](Self::move_all); a panic in who handles the frames is an error, and ends the connection.
+    fn pump(self: &Arc<Self>, patient: bool) -> Result<bool> {
+        catch_unwind(AssertUnwindSafe(|| self.move_all(patient))).unwrap_or_else(|payload| {
+            let message =
+                format!("what came over a connection made this side panic: {}", panic_message(payload));
+            tracing::error!(%message, "a connection is ended");
+            Err(Error::new(Kind::Internal, "receive", message))
+        })
+    }
+
     /// Sends and reads until neither goes on, or until others should have their turn. True: there is something that this thread
     /// could not send.
-    fn pump(self: &Arc<Self>, patient: bool) -> Result<bool> {
+    fn move_all(self: &Arc<Self>, patient: bool) -> Result<bool> {
         let mut stuck = false;
         for _ in 0..TURN {
             if !(patient && self.send_patiently()?)

@@ -76,6 +76,9 @@ pub(crate) struct Serving {
     beating: AtomicBool,
     /// Heartbeats since the last frame of the peer.
     unanswered: AtomicU32,
+    /// The next frame makes it panic.
+    #[cfg(test)]
+    panics: AtomicBool,
 }
 
 impl Serving {
@@ -117,6 +120,8 @@ impl Serving {
             goodbye: AtomicBool::new(false),
             beating: AtomicBool::new(false),
             unanswered: AtomicU32::new(0),
+            #[cfg(test)]
+            panics: AtomicBool::new(false),
         });
         {
             let mut all = lock(&endpoint.serving);
@@ -623,6 +628,8 @@ impl Handler for Arc<Serving> {
         files: Vec<OwnedFd>,
     ) -> Result<()> {
         self.unanswered.store(0, Ordering::Relaxed);
+        #[cfg(test)]
+        assert!(!self.panics.load(Ordering::Relaxed), "on purpose");
         match Message::decode(header.kind, body)? {
             Message::Import(import) => self.import(connection, header.id, import),
             Message::Release(release) => {
@@ -772,6 +779,8 @@ impl Handler for Arc<Serving> {
         self.announced.forget(connection);
         match connection.role() {
             Role::Control => self.end(&error),
+            // Nobody knows what the panic has left behind.
+            Role::Lane if error.kind() == Kind::Internal => self.end(&error),
             Role::Lane => lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection)),
         }
         if error.kind() == Kind::Protocol {

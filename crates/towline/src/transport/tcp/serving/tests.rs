@@ -272,3 +272,36 @@ fn questions_that_hang_count_as_requests_and_hold_up_nobody_else() {
     assert_eq!((told.len(), refused.len()), (3 * MOST, 3 * MOST));
     assert!(refused.iter().all(|one| one.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted)));
 }
+
+#[test]
+fn a_panic_in_what_handles_a_frame_ends_that_session_and_no_other() {
+    const LEN: usize = 8 << 20;
+    let owner = Endpoint::open("owner").unwrap();
+    let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ).unwrap();
+    let open = |name: &str| {
+        let user = Endpoint::open(name).unwrap();
+        let remote = user.import_with(&region.ticket().unwrap(), &over_tcp()).unwrap();
+        (user, remote)
+    };
+    let read = |(user, remote): &(Endpoint, Remote), len: usize| {
+        let into = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+        user.read(remote, &into).at(0, 0, len as u64).start()?.wait()
+    };
+    let well = open("well");
+    // Over the control connection, which the event loop drives, and over lanes, which workers drive.
+    for len in [64, LEN] {
+        let unwell = open("unwell");
+        read(&unwell, len).unwrap();
+        let serving = {
+            let all = lock(&owner.core().serving);
+            all.iter().filter_map(Weak::upgrade).find(|one| one.peer.name == "unwell").unwrap()
+        };
+        serving.panics.store(true, Ordering::Relaxed);
+        let error = read(&unwell, len).unwrap_err();
+        assert_eq!(error.kind(), Kind::Disconnected, "{error}");
+        eventually("the session is over", || serving.is_closed());
+        read(&well, len).unwrap();
+        // It can come again, and finds another session.
+        read(&open("unwell"), len).unwrap();
+    }
+}
