@@ -42,7 +42,7 @@ impl Session {
     }
 
     /// The owner wants that grant back.
-    pub(super) fn recall(&self, handle: u32) {
+    pub(in crate::transport::tcp) fn recall(&self, handle: u32) {
         let by: Vec<_> = match lock(&self.borrowing).get_mut(&handle) {
             Some(borrowed) => {
                 borrowed.recalled = true;
@@ -54,7 +54,7 @@ impl Session {
     }
 
     /// Whether nobody else has something under way, or may begin something, by the same grant.
-    pub(super) fn others_have_let_go(&self, grant: &GrantHandle) -> bool {
+    pub(in crate::transport::tcp) fn others_have_let_go(&self, grant: &GrantHandle) -> bool {
         let me = std::ptr::from_ref(grant).addr();
         let others: Vec<_> = match lock(&self.borrowing).get(&grant.handle) {
             Some(borrowed) => borrowed.by.iter().filter(|(who, _)| *who != me).cloned().collect(),

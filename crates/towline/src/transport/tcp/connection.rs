@@ -20,7 +20,7 @@ use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, QUEUE, SCRATCH, Sink}
 use crate::endpoint::budget::Charge;
 use crate::fence::applying::{Applying, Desk, Place};
 use crate::progress::socket::{Family, MAX_PARTS, RawPart, Received, Sent};
-use crate::progress::{self, Interest, Readiness, Source, Token, at_once, panic_message};
+use crate::progress::{self, Interest, Token, at_once, panic_message};
 use crate::sync::lock;
 use crate::wire::{HEADER_LEN, Header};
 use crate::{Error, Kind, Result};
@@ -760,32 +760,6 @@ impl Connection {
         if !outgoing.blocked() && !self.is_closed() {
             outgoing.push(frame, Vec::new(), Payload::None, Keep::Nothing);
             let _ = self.flush(&mut outgoing);
-        }
-    }
-}
-
-impl Source for Connection {
-    fn ready(self: Arc<Self>, _readiness: Readiness) {
-        if self.role() == Role::Lane {
-            self.drive_soon();
-            return;
-        }
-        let stuck = match self.pump(false) {
-            Ok(stuck) => stuck,
-            Err(error) => return self.close(error),
-        };
-        if self.role() == Role::Lane {
-            // It became one just now.
-            self.driven.store(false, Ordering::SeqCst);
-            if !self.queue().is_idle() || self.may_go_on() {
-                self.drive_soon();
-            }
-        }
-        // Whoever has the frames may not know what this thread could not send. All else that is left to watch for is watched
-        // for already, or is that one's to say.
-        let outgoing = if stuck { Some(self.queue()) } else { self.queue_if_free() };
-        if let Some(mut outgoing) = outgoing {
-            self.arm(&mut outgoing);
         }
     }
 }

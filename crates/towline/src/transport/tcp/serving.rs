@@ -1,6 +1,7 @@
 //! The owner's side of a connection: verifies tickets, serves requests, and minds the pins of a peer on this host.
 
 mod admitting;
+mod beating;
 mod grants;
 mod local;
 mod standing;
@@ -11,7 +12,6 @@ use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::time::{Duration, Instant};
 
 use self::admitting::Admitted;
 use self::grants::Grants;
@@ -33,20 +33,13 @@ use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::notify::Notification;
 use crate::progress::socket::Lane;
-use crate::progress::{self, Device, Timer};
+use crate::progress::{self, Device};
 use crate::region::{Deed, Stream, stale};
 use crate::sync::lock;
 use crate::transport::tcp::apply::{self, Word};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result};
-
-/// While a peer holds a claim, it is asked this often whether it is there.
-const HEARTBEAT: Duration = Duration::from_millis(500);
-
-/// The moments that it waits for: when to beat, and when to tell of segments that are gone.
-const BEAT: u64 = 0;
-const GONE: u64 = 1;
 
 /// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
 const MOST_REDUCED: u64 = 4 << 20;
@@ -324,18 +317,6 @@ impl Serving {
         Claimer::Session(self.id)
     }
 
-    /// Asks the peer from time to time whether it is there, while it holds a claim. Between hosts TCP notices by these frames
-    /// that it is gone; a peer that is stopped, anywhere, does not answer them.
-    fn beat(self: &Arc<Self>) {
-        if !self.beating.swap(true, Ordering::AcqRel)
-            && let Ok(reactor) = progress::reactor()
-        {
-            let weak = Arc::downgrade(self);
-            let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now() + HEARTBEAT, timer, BEAT);
-        }
-    }
-
     fn finish(&self, finish: wire::Finish) -> Result<()> {
         let outcome = finish.outcome.map_err(|error| error.into_error("serve"));
         // It may have ended before: the claimer sees that by other means.
@@ -576,33 +557,6 @@ impl Stream for Serving {
 impl Serving {
     pub(super) fn control(&self) -> Option<Arc<Connection>> {
         lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned()
-    }
-}
-
-impl Timer for Serving {
-    fn fired(self: Arc<Self>, key: u64) {
-        if key == GONE {
-            self.tell_gone();
-            return;
-        }
-        self.beating.store(false, Ordering::Release);
-        let Some(endpoint) = self.endpoint.upgrade() else { return };
-        if self.closed.load(Ordering::Acquire) || !endpoint.operations.any_claimed_by(self.claimer()) {
-            self.unanswered.store(0, Ordering::Relaxed);
-            return;
-        }
-        let silent = HEARTBEAT * self.unanswered.fetch_add(1, Ordering::Relaxed);
-        if silent >= endpoint.limits().no_progress {
-            // It may only be slow, and the session may live on: what it has claimed does not.
-            let message = format!("its claimer has said nothing for {:.1} s", silent.as_secs_f64());
-            endpoint.operations.abandon(self.claimer(), &Error::new(Kind::Timeout, "serve", message));
-            return;
-        }
-        if let Some(control) = self.control() {
-            let ping = Message::from(wire::Ping {}).frame(0, 0, 0);
-            let _ = control.send(ping, Vec::new(), Payload::None, Keep::Nothing);
-            self.beat();
-        }
     }
 }
 

@@ -1,12 +1,12 @@
-//! Workers at a lane: one at a time, called when there is something to do, and leaving when nothing comes.
+//! The event loop at a control connection. Workers at a lane: one at a time, called when there is something to do, and leaving when nothing comes.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Connection, MOST_UNSENT, Next};
+use super::{Connection, MOST_UNSENT, Next, Role};
 use crate::Result;
-use crate::progress::{self, Pool};
+use crate::progress::{self, Pool, Readiness, Source};
 use crate::sync::lock;
 
 /// How long a worker waits for the other side itself before it leaves the lane to the event loop: a few times as long as
@@ -116,5 +116,31 @@ impl Connection {
             }
         }
         Ok(false)
+    }
+}
+
+impl Source for Connection {
+    fn ready(self: Arc<Self>, _readiness: Readiness) {
+        if self.role() == Role::Lane {
+            self.drive_soon();
+            return;
+        }
+        let stuck = match self.pump(false) {
+            Ok(stuck) => stuck,
+            Err(error) => return self.close(error),
+        };
+        if self.role() == Role::Lane {
+            // It became one just now.
+            self.driven.store(false, Ordering::SeqCst);
+            if !self.queue().is_idle() || self.may_go_on() {
+                self.drive_soon();
+            }
+        }
+        // Whoever has the frames may not know what this thread could not send. All else that is left to watch for is watched
+        // for already, or is that one's to say.
+        let outgoing = if stuck { Some(self.queue()) } else { self.queue_if_free() };
+        if let Some(mut outgoing) = outgoing {
+            self.arm(&mut outgoing);
+        }
     }
 }

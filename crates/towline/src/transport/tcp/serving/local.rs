@@ -4,7 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
-use super::{GONE, Serving};
+use super::Serving;
+use super::beating::GONE;
 use crate::endpoint::EndpointCore;
 use crate::fence::applying::{Desk, Places};
 use crate::fence::pins::{PinPage, Side};

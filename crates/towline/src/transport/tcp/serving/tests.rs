@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::sync::atomic::AtomicUsize;
+use std::time::{Duration, Instant};
 
 use super::grants::GRANT;
 use super::local::LOCAL;
@@ -304,4 +305,58 @@ fn a_panic_in_what_handles_a_frame_ends_that_session_and_no_other() {
         // It can come again, and finds another session.
         read(&open("unwell"), len).unwrap();
     }
+}
+
+/// Somebody who reaches a region by itself, and has something under way until it says otherwise.
+#[derive(Default)]
+struct Busy {
+    recalled: AtomicBool,
+    over: AtomicBool,
+}
+
+impl crate::transport::Borrowing for Busy {
+    fn recalled(self: Arc<Self>) {
+        self.recalled.store(true, Ordering::SeqCst);
+    }
+
+    fn is_idle(&self) -> bool {
+        self.over.load(Ordering::SeqCst)
+    }
+
+    fn has_let_go(&self) -> bool {
+        self.recalled.load(Ordering::SeqCst) && self.is_idle()
+    }
+}
+
+#[test]
+fn the_last_of_those_who_imported_a_ticket_says_that_its_region_is_let_go() {
+    let _alone = alone_with_the_watcher();
+    let pair = Pair::open();
+    let (ticket, until) = (pair.region.ticket().unwrap(), Instant::now() + Duration::from_secs(30));
+    let session = Session::connect(pair.user.core(), &ticket, Medium::Unix, until).unwrap();
+    let import = || {
+        let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
+        imported.outcomes.pop().unwrap().unwrap().1
+    };
+    let borrow = |grant: &Arc<GrantHandle>| {
+        let busy = Arc::new(Busy::default());
+        let weak: Weak<dyn crate::transport::Borrowing> = Arc::downgrade(&(Arc::clone(&busy) as _));
+        grant.borrow_by(weak);
+        busy
+    };
+    let (first, second, third) = (import(), import(), import());
+    assert_eq!(first.handle, second.handle);
+    let (a, b) = (borrow(&first), borrow(&second));
+    session.recall(first.handle);
+    assert!(a.recalled.load(Ordering::SeqCst) && b.recalled.load(Ordering::SeqCst), "both are asked");
+    a.over.store(true, Ordering::SeqCst);
+    assert!(!session.others_have_let_go(&first), "the second is still inside");
+    b.over.store(true, Ordering::SeqCst);
+    assert!(session.others_have_let_go(&second));
+    // Who comes after the owner has asked is asked at once.
+    let late = borrow(&third);
+    assert!(late.recalled.load(Ordering::SeqCst));
+    assert!(!session.others_have_let_go(&second));
+    drop(late);
+    assert!(session.others_have_let_go(&second), "who is gone holds nothing");
 }
