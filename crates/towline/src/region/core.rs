@@ -377,11 +377,8 @@ impl RegionCore {
             core.break_streams();
         }
         if core.drained() {
-            let core = Arc::clone(core);
-            return progress::where_it_may_wait(move || {
-                core.free();
-                drop(storage);
-            });
+            core.free();
+            return progress::where_it_may_wait(move || drop(storage));
         }
         tracing::warn!(
             endpoint = core.endpoint.name(),
@@ -443,8 +440,8 @@ impl ParkingLot {
         };
         // Not under the lock: a storage's drop may be the user's code.
         for Parked { core, storage } in free {
+            core.free();
             progress::where_it_may_wait(move || {
-                core.free();
                 drop(storage);
                 let mut held = lock(&core.endpoint.parked.held);
                 held.leaving.0 -= 1;
