@@ -1,5 +1,6 @@
 //! What one peer has in flight and takes of this process's memory, and how much of that it may have.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -28,8 +29,8 @@ pub(super) struct InFlight {
     allowance: Arc<Allowance>,
     bytes: u64,
     charge: Option<Charge>,
-    /// The region that it is about is served over its session for as long.
-    _served: Option<Arc<Served>>,
+    /// The region that it is about is served over its session for as long. Of no type, so that compilers need not follow all that it names.
+    _served: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Allowance {
@@ -51,6 +52,7 @@ impl Allowance {
         served: Option<Arc<Served>>,
     ) -> Result<InFlight> {
         // Taken first and looked at after: two requests that come at once cannot both get the last place.
+        let served = served.map(|served| served as Arc<dyn Any + Send + Sync>);
         let mut flight = InFlight { allowance: Arc::clone(self), bytes, charge: None, _served: served };
         let requests = self.requests.fetch_add(1, Ordering::Relaxed) + 1;
         let all = self.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, Weak};
 use super::allowance::InFlight;
 use super::checks;
 use super::connection::{Connection, Role};
-use super::parts::{Keep, Landed, Payload, Sink, hung_up};
+use super::parts::{Bounced, Keep, Landed, Payload, Sink, hung_up};
 use super::serving::Serving;
 use crate::cuda::Gpu;
 use crate::endpoint::budget::Charge;
@@ -176,14 +176,23 @@ pub(super) struct Bounces {
 
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<Reading>,
+    waiting: VecDeque<Waiting>,
     blocks: usize,
     workers: usize,
     /// Bytes in buffers that are being filled or sent.
     read: usize,
 }
 
-/// A request that waits for its turn.
+type Answering = Box<dyn FnOnce(&Arc<Bounces>) + Send>;
+
+/// A request that waits for its turn: what it takes, and how it is answered.
+struct Waiting {
+    bytes: usize,
+    blocks: usize,
+    answer: Answering,
+}
+
+/// A request that is answered.
 struct Reading {
     serving: Weak<Serving>,
     connection: Arc<Connection>,
@@ -283,8 +292,13 @@ impl Bounces {
             reading.by_gpu(self, slot);
             return Ok(());
         }
-        state.blocks += reading.asked.blocks.len();
-        state.waiting.push_back(reading);
+        let blocks = reading.asked.blocks.len();
+        state.blocks += blocks;
+        state.waiting.push_back(Waiting {
+            bytes,
+            blocks,
+            answer: Box::new(move |files| reading.answer(files)),
+        });
         drop(state);
         self.go_on();
         Ok(())
@@ -325,14 +339,14 @@ impl Bounces {
         loop {
             let mut state = lock(&self.state);
             let next = state.next().and_then(|bytes| Some((bytes, state.waiting.pop_front()?)));
-            let Some((bytes, reading)) = next else {
+            let Some((bytes, waiting)) = next else {
                 state.workers -= 1;
                 return;
             };
-            state.blocks = state.blocks.saturating_sub(reading.asked.blocks.len());
+            state.blocks = state.blocks.saturating_sub(waiting.blocks);
             state.read += bytes;
             drop(state);
-            reading.answer(self);
+            (waiting.answer)(self);
         }
     }
 }
@@ -340,7 +354,7 @@ impl Bounces {
 impl State {
     /// The bytes of the request whose turn it is, where there is room for them.
     fn next(&self) -> Option<usize> {
-        let bytes = self.waiting.front()?.asked.bytes() as usize;
+        let bytes = self.waiting.front()?.bytes;
         (self.read == 0 || self.read + bytes <= MOST_READ).then_some(bytes)
     }
 }
@@ -455,10 +469,6 @@ impl Bounce {
         Ok(())
     }
 
-    pub(super) fn region(&self) -> &RegionCore {
-        &self.region
-    }
-
     /// The checksums of what was read, block by block: it lies there without gaps.
     fn checks(&self, asked: &Asked, parts: &[RawPart]) -> Vec<u32> {
         if let Some(slot) = &self.slot {
@@ -518,6 +528,12 @@ impl Bounce {
             ring::pass(gpu, false, &pieces, at, |piece| into + piece.local)?;
         }
         Ok(RawPart { ptr: self.buffer.as_ptr(), len: self.buffer.len() })
+    }
+}
+
+impl Bounced for Bounce {
+    fn region(&self) -> &RegionCore {
+        &self.region
     }
 }
 

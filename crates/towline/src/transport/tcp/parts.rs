@@ -5,13 +5,13 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::files::{Bounce, Written};
+use super::files::Written;
 use crate::endpoint::budget::Charge;
 use crate::layout::Piece;
 use crate::memory::{bytes, checked};
 use crate::progress::at_once;
 use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
-use crate::region::{RegionUse, stale};
+use crate::region::{RegionCore, RegionUse, stale};
 use crate::transfer::LocalHold;
 use crate::transport::gpu::ring::Slot;
 use crate::{Error, Kind, Result};
@@ -25,7 +25,12 @@ pub(super) enum Keep {
     /// A region that this endpoint serves; the number is the request's.
     Region(Arc<RegionUse>, u64),
     /// Bytes of a file that this endpoint serves; the number is the request's.
-    Bounce(Arc<Bounce>, u64),
+    Bounce(Arc<dyn Bounced>, u64),
+}
+
+/// Bytes of a region that stop over in a buffer. Of no type, so that compilers need not follow all that a buffer names.
+pub(super) trait Bounced: Send + Sync {
+    fn region(&self) -> &RegionCore;
 }
 
 impl Keep {
