@@ -14,7 +14,7 @@ pub(crate) struct Quotas(pub(crate) towline::Quotas);
 impl Quotas {
     #[new]
     #[pyo3(signature = (*, strangers=None, prove_within=None, peers=None, connections=None, grants=None, requests=None,
-                        bytes=None))]
+                        bytes=None, memory=None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -25,6 +25,7 @@ impl Quotas {
         grants: Option<i64>,
         requests: Option<i64>,
         bytes: Option<i64>,
+        memory: Option<i64>,
     ) -> PyResult<Quotas> {
         let usual = towline::Quotas::default();
         let count = |argument: &str, value: Option<i64>, usual: usize| match value {
@@ -40,6 +41,7 @@ impl Quotas {
             grants: count("grants", grants, usual.grants)?,
             requests: count("requests", requests, usual.requests)?,
             bytes: count("bytes", bytes, usual.bytes as usize)? as u64,
+            memory: count("memory", memory, usual.memory as usize)? as u64,
         }))
     }
 
@@ -83,6 +85,15 @@ impl Quotas {
     #[getter]
     fn bytes(&self) -> u64 {
         self.0.bytes
+    }
+
+    /// The bytes of this process's memory that all peers together may take, 4 GiB by default: sessions, connections and what waits in
+    /// them, grants, requests, messages, bytes on their way to and from files and GPUs. One that is alone gets three eighths of it, and
+    /// less the more is taken. Beside it stand 72 MiB for strangers, 64 MiB for messages of peers that have gone, and 8 MiB for each thread
+    /// that works for peers: whatever peers do, they take no more.
+    #[getter]
+    fn memory(&self) -> u64 {
+        self.0.memory
     }
 
     fn __repr__(&self) -> String {

@@ -41,7 +41,8 @@ def test_blocks_are_checked_on_arrival() -> None:
 
 
 def test_quotas_bind_the_peers_of_an_endpoint() -> None:
-    few = towline.Quotas(peers=1, prove_within=2.5)
+    few = towline.Quotas(peers=1, prove_within=2.5, memory=1 << 30)
+    assert (few.memory, towline.Quotas().memory) == (1 << 30, 4 << 30)
     assert (few.peers, few.prove_within) == (1, 2.5)
     assert few.requests == towline.Quotas().requests
     with pytest.raises(towline.Invalid, match="peers: -1"):

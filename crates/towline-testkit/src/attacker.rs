@@ -183,6 +183,15 @@ impl Attacker {
         };
     }
 
+    /// Sends as much as the target takes at once, and no more.
+    pub fn send_what_fits(&mut self, bytes: &[u8]) {
+        const HALT: Option<Duration> = Some(Duration::from_millis(200));
+        let _ = match &mut self.stream {
+            Stream::Unix(stream) => stream.set_write_timeout(HALT).and_then(|()| stream.write_all(bytes)),
+            Stream::Tcp(stream) => stream.set_write_timeout(HALT).and_then(|()| stream.write_all(bytes)),
+        };
+    }
+
     /// [`send`](Self::send) over a Unix socket, with descriptors.
     pub fn send_with_files(&mut self, bytes: &[u8], files: &[BorrowedFd<'_>]) {
         let Stream::Unix(stream) = &self.stream else { panic!("descriptors pass over Unix sockets only") };

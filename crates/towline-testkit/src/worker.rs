@@ -240,7 +240,8 @@ impl Worker {
             }
             "stats" => {
                 let stats = self.endpoint()?.stats();
-                said(format!("{} {} {} {}", stats.regions, stats.parked.0, stats.parked.1, stats.refused))
+                let (parked, bytes) = stats.parked;
+                said(format!("{} {parked} {bytes} {} {}", stats.regions, stats.refused, stats.peer_memory))
             }
             "stats-nixl" => {
                 let nixl = self.endpoint()?.stats().nixl;
@@ -342,7 +343,7 @@ impl Worker {
                 "tls" => options.tls(towline::Tls::by_ticket()?),
                 "lanes" => options.lanes(number()? as usize),
                 "share" => options.share_between_containers(value == "yes"),
-                "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" => {
+                "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" | "memory" => {
                     let number = number()?;
                     match key {
                         "strangers" => quotas.strangers = number as usize,
@@ -350,6 +351,7 @@ impl Worker {
                         "connections" => quotas.connections = number as usize,
                         "grants" => quotas.grants = number as usize,
                         "requests" => quotas.requests = number as usize,
+                        "memory" => quotas.memory = number,
                         _ => quotas.bytes = number,
                     }
                     options.quotas(quotas)

@@ -1,5 +1,6 @@
 //! The front door: open, register, import, read, write, notify.
 
+pub(crate) mod budget;
 pub(crate) mod claim;
 mod core;
 pub(crate) mod import;

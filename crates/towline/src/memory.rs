@@ -58,6 +58,8 @@ pub use device::{DeviceMemory, DeviceOptions, DeviceStorage};
 pub use disk::{DirectIo, DiskOptions, DiskStorage};
 pub use external::ExternalStorage;
 pub use file::FileSlice;
+#[cfg(test)]
+pub(crate) use file::stalled::Stalled;
 pub(crate) use file::{ALIGNMENT as FILE_ALIGNMENT, shorter};
 pub use map::HugePages;
 pub use nixl::{MemType, NixlDescriptor};

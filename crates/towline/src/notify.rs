@@ -10,16 +10,17 @@ use std::task::{Context, Poll, Waker};
 
 pub(crate) use self::mailbox::Mailbox;
 use crate::endpoint::EndpointCore;
+use crate::endpoint::budget::{Account, Budget, Charge};
 use crate::identity::Identity;
 use crate::sync::lock;
-use crate::{Error, Kind, Result, fork};
+use crate::{Error, Result, fork};
 
 /// The longest message.
 pub const MAX_MESSAGE: usize = 64 * 1024;
 
 /// How many bytes of messages wait at most for an endpoint that does not receive them. A peer that overfills the
 /// queue is disconnected, so that a forgotten receiver cannot eat the process's memory.
-const MAX_QUEUED: usize = 64 << 20;
+const MAX_QUEUED: u64 = 64 << 20;
 
 /// A message from a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,6 +29,19 @@ pub struct Notification {
     pub from: Identity,
     /// What was sent.
     pub message: Vec<u8>,
+}
+
+impl Notification {
+    /// What it takes while it waits.
+    pub(crate) fn cost(&self) -> usize {
+        self.message.capacity() + self.from.name.capacity() + 2 * size_of::<Queued>() + 64
+    }
+}
+
+/// A message that waits, and what it takes: of the queue, and of what its session may take.
+struct Queued {
+    notification: Notification,
+    _charges: (Charge, Option<Charge>),
 }
 
 /// The messages of a peer on this host.
@@ -39,16 +53,29 @@ pub(crate) struct Mail {
 }
 
 /// The messages that wait to be received.
-#[derive(Default)]
 pub(crate) struct Notifications {
     inner: Mutex<Inner>,
     mail: Mutex<Vec<Weak<Mail>>>,
+    budget: Arc<Budget>,
+    /// For those of this process.
+    own: Arc<Account>,
+}
+
+impl Default for Notifications {
+    fn default() -> Notifications {
+        let budget = Budget::new("messages that nobody has received", MAX_QUEUED);
+        Notifications {
+            inner: Mutex::default(),
+            mail: Mutex::default(),
+            own: budget.part(MAX_QUEUED),
+            budget,
+        }
+    }
 }
 
 #[derive(Default)]
 struct Inner {
-    queue: VecDeque<Notification>,
-    bytes: usize,
+    queue: VecDeque<Queued>,
     closed: bool,
     /// Of the futures that wait, each under its own number, so that one that is dropped takes its waker along.
     wakers: HashMap<u64, Waker>,
@@ -74,22 +101,24 @@ impl Notifications {
         all.push(Arc::downgrade(mail));
     }
 
-    /// Queues a message; `Exhausted` when nobody receives them. The caller rings the bell.
-    pub(crate) fn queue(&self, notification: Notification) -> Result<()> {
+    /// For what one more peer sends.
+    pub(crate) fn account(&self) -> Arc<Account> {
+        self.budget.account()
+    }
+
+    /// Queues a message, for a peer with what it takes of its share; `Exhausted` when nobody receives them. The caller rings the bell.
+    pub(crate) fn queue(
+        &self,
+        notification: Notification,
+        from: Option<(&Arc<Account>, Option<Charge>)>,
+    ) -> Result<()> {
+        let (account, held) = from.unwrap_or((&self.own, None));
+        let charge = account.charge("notify", notification.cost() as u64)?;
         let mut inner = lock(&self.inner);
         if inner.closed {
             return Err(Error::owner_gone("notify", "the owner has closed its endpoint"));
         }
-        let cost = cost(&notification);
-        if inner.bytes + cost > MAX_QUEUED {
-            return Err(Error::new(
-                Kind::Exhausted,
-                "notify",
-                format!("{} messages wait to be received and fill the queue", inner.queue.len()),
-            ));
-        }
-        inner.bytes += cost;
-        inner.queue.push_back(notification);
+        inner.queue.push_back(Queued { notification, _charges: (charge, held) });
         Ok(())
     }
 
@@ -117,9 +146,11 @@ impl Notifications {
         }
         let mut inner = lock(&self.inner);
         match inner.queue.pop_front() {
-            Some(notification) => {
-                inner.bytes -= cost(&notification);
-                Ok(Some(notification))
+            Some(queued) => {
+                if inner.queue.is_empty() {
+                    inner.queue = VecDeque::new();
+                }
+                Ok(Some(queued.notification))
             }
             None if inner.closed => Err(Error::invalid("receive", "the endpoint is closed")),
             None => Ok(None),
@@ -127,9 +158,9 @@ impl Notifications {
     }
 
     /// Keeps what is left in the mailbox of a peer that goes.
-    pub(crate) fn empty(&self, mail: &Mail) {
+    pub(crate) fn empty(&self, mail: &Mail, of: &Arc<Account>) {
         while let Ok(Some(message)) = mail.mailbox.take() {
-            if self.queue(Notification { from: mail.from.clone(), message }).is_err() {
+            if self.queue(Notification { from: mail.from.clone(), message }, Some((of, None))).is_err() {
                 return;
             }
         }
@@ -150,10 +181,6 @@ impl Notifications {
         lock(&self.inner).closed = true;
         self.wake();
     }
-}
-
-fn cost(notification: &Notification) -> usize {
-    notification.message.len() + 64
 }
 
 /// The next message, as a future.

@@ -2,14 +2,16 @@
 //!
 //! [`reactor()`] waits for descriptors and for moments in time, on the thread `towline-io`. [`pool()`] runs
 //! what takes long (lanes, blocking waits) on threads `towline-copy-N`, of which an idle process has none. [`starters()`] runs
-//! what a call leaves to others so that it can return, on threads `towline-start-N`, and [`sharers()`] copies that several threads
-//! share, on threads `towline-share-N`.
+//! what a call leaves to others so that it can return, on threads `towline-start-N`, [`sharers()`] copies that several threads
+//! share, on threads `towline-share-N`, and [`devices()`] what waits for a disk or the like, on threads `towline-device-N`.
 //! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
 //! a process in which nothing happens makes no system call. After a transfer the event loop wakes once, when its deadline would have been.
 
 pub(crate) mod at_once;
 mod bell;
+mod devices;
 mod pool;
+mod quick;
 mod reactor;
 pub(crate) mod socket;
 mod timers;
@@ -20,7 +22,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub(crate) use bell::Bell;
+pub(crate) use devices::{Device, Devices, EACH};
 pub(crate) use pool::Pool;
+pub(crate) use quick::{wait_for_nothing, where_it_may_wait};
 pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
 pub(crate) use timers::{Timer, TimerId};
 
@@ -33,6 +37,7 @@ static POOL: Pool = Pool::new("towline-copy", 0);
 static STARTERS: Pool = Pool::new("towline-start", 0).polite();
 /// Contacts mostly wait for somebody else: more threads than cores, but a number that a process can have.
 static CONTACTS: Pool = Pool::new("towline-import", 32);
+static DEVICES: Devices = Devices::new();
 static SHARERS: Pool = Pool::new("towline-share", 0).polite();
 
 /// The process's event loop; the first call starts its thread.
@@ -90,6 +95,11 @@ pub(crate) fn contacts() -> &'static Pool {
     &CONTACTS
 }
 
+/// The process's threads that wait for disks and the like.
+pub(crate) fn devices() -> &'static Devices {
+    &DEVICES
+}
+
 /// The process's threads that share copies with whoever has begun them. They take no processor from who has posted a copy, and goes on.
 pub(crate) fn sharers() -> &'static Pool {
     &SHARERS
@@ -111,7 +121,7 @@ pub(crate) fn start_thread(
 }
 
 /// What is logged about a caught panic: its message, where it has one.
-fn panic_message(payload: Box<dyn Any + Send>) -> String {
+pub(crate) fn panic_message(payload: Box<dyn Any + Send>) -> String {
     match payload.downcast::<String>() {
         Ok(message) => *message,
         Err(payload) => match payload.downcast::<&'static str>() {

@@ -4,6 +4,7 @@ mod audit;
 mod core;
 mod peers;
 mod process;
+mod served;
 mod signal;
 mod stretch;
 #[cfg(test)]
@@ -19,10 +20,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use self::audit::{Audit, PeerAudit, StrangerAudit};
-pub(crate) use self::audit::{Deed, Entry, Ledger};
+pub(crate) use self::audit::{Deed, Ledger};
 pub(crate) use self::core::{Borrower, ParkingLot, RegionCore, RegionUse};
 pub(crate) use self::peers::PeerPins;
 pub(crate) use self::process::PeerProcess;
+pub(crate) use self::served::{SERVED, Served, Stream};
 pub use self::signal::Patience;
 pub(crate) use self::signal::{raise, raise_own, ring, wake_raised};
 pub use self::stretch::{Stretch, average, can_average, can_sum, sum};

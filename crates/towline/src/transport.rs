@@ -186,6 +186,9 @@ pub(crate) trait Borrowing: Send + Sync {
 
     /// Whether nothing is under way.
     fn is_idle(&self) -> bool;
+
+    /// Whether nothing is under way and nothing begins any more. Changes nothing.
+    fn has_let_go(&self) -> bool;
 }
 
 /// What became of a request that was begun in the calling thread.

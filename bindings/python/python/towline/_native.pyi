@@ -638,7 +638,7 @@ class Quotas:
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
-    def __new__(cls, /, *, strangers: SupportsIndex | None = None, prove_within: SupportsFloat | SupportsIndex | None = None, peers: SupportsIndex | None = None, connections: SupportsIndex | None = None, grants: SupportsIndex | None = None, requests: SupportsIndex | None = None, bytes: SupportsIndex | None = None) -> Quotas: ...
+    def __new__(cls, /, *, strangers: SupportsIndex | None = None, prove_within: SupportsFloat | SupportsIndex | None = None, peers: SupportsIndex | None = None, connections: SupportsIndex | None = None, grants: SupportsIndex | None = None, requests: SupportsIndex | None = None, bytes: SupportsIndex | None = None, memory: SupportsIndex | None = None) -> Quotas: ...
     def __repr__(self, /) -> str: ...
     @property
     def bytes(self, /) -> int:
@@ -654,6 +654,14 @@ class Quotas:
     def grants(self, /) -> int:
         """
         Granted tickets that one peer holds, on one session.
+        """
+    @property
+    def memory(self, /) -> int:
+        """
+        The bytes of this process's memory that all peers together may take, 4 GiB by default: sessions, connections and what waits in
+        them, grants, requests, messages, bytes on their way to and from files and GPUs. One that is alone gets three eighths of it, and
+        less the more is taken. Beside it stand 72 MiB for strangers, 64 MiB for messages of peers that have gone, and 8 MiB for each thread
+        that works for peers: whatever peers do, they take no more.
         """
     @property
     def peers(self, /) -> int:

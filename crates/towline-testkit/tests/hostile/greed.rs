@@ -136,12 +136,18 @@ fn grants_beyond_the_quota_are_refused() {
     for medium in [Medium::Unix, Medium::Tcp] {
         let mut attacker = Attacker::connect(&target.ticket, medium);
         let challenge = attacker.shake_hands(&target.ticket).unwrap();
-        let item = ImportItem {
-            ticket: target.ticket.public_bytes().to_vec(),
-            proof: target.ticket.proof(&challenge),
-            operation: None,
+        let item = |len: u64| {
+            let ticket = target.ticket.narrow().range(0, len).finish().unwrap();
+            let proof = ticket.proof(&challenge);
+            ImportItem { ticket: ticket.public_bytes().to_vec(), proof, operation: None }
         };
-        attacker.send(&Message::from(Import { items: vec![item; 16] }).frame(1, 0, 0));
+        // The same one again and again is one grant.
+        attacker.send(&Message::from(Import { items: vec![item(1); 16] }).frame(1, 0, 0));
+        let (_, body) = attacker.frame().expect("the grants");
+        let handles: Vec<u32> =
+            Granted::decode(&body).unwrap().items.into_iter().map(|grant| grant.unwrap().handle).collect();
+        assert_eq!(handles, [handles[0]; 16]);
+        attacker.send(&Message::from(Import { items: (1..=16).map(item).collect() }).frame(1, 0, 0));
         let (_, body) = attacker.frame().expect("the grants");
         let items = Granted::decode(&body).unwrap().items;
         let (granted, refused): (Vec<_>, Vec<_>) = items.into_iter().partition(Result::is_ok);

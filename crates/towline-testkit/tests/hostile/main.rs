@@ -7,6 +7,7 @@ mod borrower;
 mod former;
 mod greed;
 mod holder;
+mod memory;
 mod owner;
 mod stranger;
 

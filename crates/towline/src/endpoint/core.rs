@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
+use super::budget::{Account, Budget, Charge};
 use super::interfaces;
 use super::operations::Operations;
 use super::options::EndpointOptions;
@@ -43,6 +44,10 @@ pub(crate) struct EndpointCore {
     routing: Routing,
     lanes: usize,
     quotas: Quotas,
+    /// The memory that peers cause this endpoint to hold.
+    pub(crate) held: Arc<Budget>,
+    /// The part of it that audits take, which stays when the peers are gone.
+    pub(crate) remembered: Arc<Account>,
     tls: Option<Tls>,
     checksums: bool,
     share_between_containers: bool,
@@ -90,6 +95,8 @@ impl EndpointCore {
         let nonce = Box::new(incarnation);
         // The first row is nobody's region: it tells peers where the nonce is.
         table.claim(nonce.as_ptr() as u64, nonce.len() as u64)?;
+        let held = Budget::new("what it keeps", options.quotas.memory);
+        let remembered = held.part(options.quotas.memory / 8);
         let core = Arc::new(EndpointCore {
             identity,
             opened: Instant::now(),
@@ -99,6 +106,9 @@ impl EndpointCore {
             routing: options.routing,
             lanes: options.lanes,
             quotas: options.quotas,
+            ledger: Ledger::new(&remembered),
+            held,
+            remembered,
             tls: options.tls,
             checksums: options.checksums,
             share_between_containers: options.share_between_containers,
@@ -118,7 +128,6 @@ impl EndpointCore {
             serving: Mutex::new(Vec::new()),
             refused: AtomicU64::new(0),
             refusals: Refusals::default(),
-            ledger: Ledger::default(),
             closed: AtomicBool::new(false),
             nonce,
         });
@@ -273,8 +282,12 @@ impl EndpointCore {
     }
 
     /// Delivers a message to this endpoint's user.
-    pub(crate) fn deliver(&self, notification: Notification) -> Result<()> {
-        self.notifications.queue(notification)?;
+    pub(crate) fn deliver(
+        &self,
+        notification: Notification,
+        from: Option<(&Arc<Account>, Charge)>,
+    ) -> Result<()> {
+        self.notifications.queue(notification, from.map(|(account, held)| (account, Some(held))))?;
         self.bell.ring();
         self.notifications.wake();
         Ok(())
@@ -339,14 +352,6 @@ impl EndpointCore {
         listening.1 = true;
     }
 
-    /// Stops serving bytes of that generation over sockets: a slow peer does not delay the taking back.
-    pub(crate) fn break_streams_of(&self, generation: u64) {
-        let serving: Vec<_> = lock(&self.serving).iter().filter_map(Weak::upgrade).collect();
-        for peer in serving {
-            peer.break_off(generation);
-        }
-    }
-
     pub(crate) fn stats(&self) -> Stats {
         let serving: Vec<_> = lock(&self.serving).iter().filter_map(Weak::upgrade).collect();
         let in_flight = serving.iter().map(|peer| peer.in_flight());
@@ -359,6 +364,7 @@ impl EndpointCore {
             refused_handshakes: self.refusals.total(),
             peers: serving.len(),
             strangers: self.strangers.count(),
+            peer_memory: self.held.used(),
             in_flight: in_flight.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1)),
             nixl: self.nixl.stats(),
         }

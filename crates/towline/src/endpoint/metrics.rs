@@ -25,6 +25,8 @@ impl EndpointCore {
         page.single("towline_strangers", "gauge", strangers, stats.strangers as u64);
         let requests = "Requests of peers that are being served.";
         page.single("towline_requests_in_flight", "gauge", requests, stats.in_flight.0 as u64);
+        let memory = "The bytes of this process's memory that peers take.";
+        page.single("towline_peer_memory_bytes", "gauge", memory, stats.peer_memory);
         page.single("towline_bytes_in_flight", "gauge", "The bytes of these requests.", stats.in_flight.1);
         page.single(
             "towline_refused_total",

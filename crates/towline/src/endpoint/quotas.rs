@@ -8,6 +8,17 @@ use std::time::Duration;
 /// A *stranger* is a connection that has not proven to hold a ticket yet. A *peer* is one life of an endpoint, as it calls
 /// itself; the limit on all peers together is what bounds one that calls itself by many names.
 ///
+/// # The worst case
+/// Whatever peers and strangers do, they cause an endpoint to hold at most [`memory`](Quotas::memory) bytes (4 GiB), and beside that
+/// - for each stranger 64 KiB, with TLS 288 KiB: 72 MiB in all;
+/// - 64 MiB of messages of peers that have gone;
+/// - 8 MiB for each thread that works for peers at that moment. There are at most 32 for disks and questions, and 64 in the copy
+///   pool, which has as many as processors, up to 16, and more only while some wait.
+///
+/// The buffers of sockets are the kernel's, which bounds them. A session is counted with 58 KiB, and with 226 KiB where it shares memory with its
+/// peer; each further connection with 54 KiB, with TLS 278 KiB; a grant with at most 2 KiB. So there is room for 10,000 peers, and for a hundred
+/// thousand tickets of one beside a thousand others. [`Stats::peer_memory`](crate::Stats::peer_memory) says how much is taken.
+///
 /// ```
 /// use towline::{Endpoint, Quotas};
 /// let few = Quotas { peers: 8, requests: 256, ..Quotas::default() };
@@ -25,7 +36,7 @@ pub struct Quotas {
     pub peers: usize,
     /// Connections of one peer. This library opens up to 17 by each way.
     pub connections: usize,
-    /// Granted tickets that one peer holds, on one session.
+    /// Granted tickets that one peer holds, on one session. The same ticket counts once, however often it is imported.
     pub grants: usize,
     /// Requests of one session that are not answered yet. Of this library's own peers the sockets stop taking more long
     /// before the default is reached.
@@ -33,6 +44,10 @@ pub struct Quotas {
     /// The bytes that these requests ask for. Registered memory is sent from where it lies, so that these bytes cost no
     /// memory; buffers for files and reductions have limits of their own.
     pub bytes: u64,
+    /// The bytes of this process's memory that all peers together may take: sessions, connections and what waits in them, grants,
+    /// requests, messages, checksums, bytes on their way to and from files and GPUs. A peer that is alone gets three eighths of it, and
+    /// less the more is taken. See the worst case below.
+    pub memory: u64,
 }
 
 impl Default for Quotas {
@@ -42,9 +57,10 @@ impl Default for Quotas {
             prove_within: Duration::from_secs(5),
             peers: 16 << 10,
             connections: 64,
-            grants: 1 << 20,
-            requests: 64 << 10,
+            grants: 128 << 10,
+            requests: 32 << 10,
             bytes: 256 << 30,
+            memory: 4 << 30,
         }
     }
 }

@@ -31,6 +31,8 @@ pub struct Stats {
     pub strangers: usize,
     /// Requests of peers that are being served, and their bytes.
     pub in_flight: (usize, u64),
+    /// The bytes of this process's memory that peers take now, of those that they may ([`Quotas::memory`](crate::Quotas::memory)).
+    pub peer_memory: u64,
     /// What NIXL does for this endpoint; `None` where it was never needed.
     pub nixl: Option<NixlStats>,
 }

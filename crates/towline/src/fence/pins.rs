@@ -106,6 +106,9 @@ pub(crate) struct PinPage {
 }
 
 impl PinPage {
+    /// How long it is.
+    pub(crate) const BYTES: usize = BYTES;
+
     /// Makes the page of a new connection.
     pub(crate) fn create() -> Result<PinPage> {
         let (fd, mapping) = shared::create("towline-pins", BYTES, "connect")?;

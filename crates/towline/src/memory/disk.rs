@@ -162,7 +162,7 @@ impl DiskOptions {
         let found = file.metadata().map_err(|error| at("fstat", path, error))?;
         // From here on its drop removes the file, also where one of the next steps fails.
         let mut storage = DiskStorage {
-            file: Arc::new(FileBytes { buffered: file.into(), direct: None, writable: true }),
+            file: Arc::new(FileBytes::new(file.into(), None, true)),
             path: fs::canonicalize(path).map_err(|error| at("realpath", path, error))?,
             len,
             reserved: false,
@@ -199,7 +199,7 @@ impl DiskOptions {
             ));
         };
         let mut storage = DiskStorage {
-            file: Arc::new(FileBytes { buffered: file.into(), direct: None, writable: !self.read_only }),
+            file: Arc::new(FileBytes::new(file.into(), None, !self.read_only)),
             path: fs::canonicalize(path).map_err(|error| at("realpath", path, error))?,
             len: there,
             reserved: false,
@@ -306,7 +306,7 @@ impl DiskStorage {
                 let buffered =
                     self.file.buffered.try_clone().map_err(|error| at("dup", &self.path, error))?;
                 let writable = self.file.writable;
-                self.file = Arc::new(FileBytes { buffered, direct: Some(file.into()), writable });
+                self.file = Arc::new(FileBytes::new(buffered, Some(file.into()), writable));
                 Ok(())
             }
             Err(error) if wanted == DirectIo::Require => Err(Error::new(

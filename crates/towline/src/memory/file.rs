@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
 
-use crate::progress::at_once;
+use crate::progress::{Device, at_once};
 use crate::{Error, Kind, Result};
 
 /// What direct input and output is aligned to: no file system asks for more than a page, and parts that share no
@@ -55,7 +55,7 @@ impl FileSlice {
         let buffered = open(0).map_err(|error| failed("open", error))?.into();
         let direct =
             if flags & libc::O_DIRECT != 0 { open(libc::O_DIRECT).ok().map(Into::into) } else { None };
-        FileSlice::of_len(FileBytes { buffered, direct, writable }, offset, len)
+        FileSlice::of_len(FileBytes::new(buffered, direct, writable), offset, len)
     }
 
     fn of_len(file: FileBytes, offset: u64, len: u64) -> Result<FileSlice> {
@@ -67,6 +67,8 @@ impl FileSlice {
 
     /// Descriptors of the file, made to be handed to somebody else: what they allow is only what is said here.
     pub(crate) fn opened_anew(&self, writable: bool) -> Result<Vec<OwnedFd>> {
+        #[cfg(test)]
+        stalled::wait(&self.file.buffered);
         let open = |file: &OwnedFd, more: i32| {
             let same = format!("/proc/self/fd/{}", file.as_raw_fd());
             std::fs::File::options()
@@ -86,7 +88,7 @@ impl FileSlice {
         let mut files = files.into_iter();
         let buffered =
             files.next().ok_or_else(|| Error::protocol("import", "the file's descriptor did not come"))?;
-        FileSlice::of_len(FileBytes { buffered, direct: files.next(), writable }, offset, len)
+        FileSlice::of_len(FileBytes::new(buffered, files.next(), writable), offset, len)
     }
 
     /// The descriptor of the file: the one for direct input and output, where there is one.
@@ -110,6 +112,11 @@ impl FileSlice {
         let stat = rustix::fs::fstat(&self.file.buffered)
             .map_err(|error| Error::os(op, "fstat", io::Error::from(error)))?;
         Ok(u64::try_from(stat.st_size).unwrap_or(0))
+    }
+
+    /// What reads and writes of it wait for.
+    pub(crate) fn device(&self) -> Device {
+        self.file.device
     }
 
     /// How far from the start of the file the bytes begin.
@@ -182,6 +189,8 @@ pub(crate) struct FileBytes {
     /// The same file opened with `O_DIRECT`, where the file system takes that.
     pub(super) direct: Option<OwnedFd>,
     pub(super) writable: bool,
+    /// What its reads and writes wait for.
+    device: Device,
 }
 
 #[derive(Clone, Copy)]
@@ -193,6 +202,12 @@ enum Way<'a> {
 }
 
 impl FileBytes {
+    pub(super) fn new(buffered: OwnedFd, direct: Option<OwnedFd>, writable: bool) -> FileBytes {
+        // All whose disk cannot be told have one together.
+        let number = rustix::fs::fstat(&buffered).map_or(0, |stat| stat.st_dev);
+        FileBytes { buffered, direct, writable, device: Device::Disk(number) }
+    }
+
     pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
         self.direct.as_ref().unwrap_or(&self.buffered).as_fd()
     }
@@ -209,6 +224,8 @@ impl FileBytes {
         memory: *mut u8,
         len: usize,
     ) -> Result<bool> {
+        #[cfg(test)]
+        stalled::wait(&self.buffered);
         let pages = match &self.direct {
             Some(_) => whole_pages(offset, memory.addr(), len),
             None => 0..0,
@@ -231,6 +248,51 @@ impl FileBytes {
             }
         }
         Ok(true)
+    }
+}
+
+/// Files whose disk hangs, for tests.
+#[cfg(test)]
+pub(crate) mod stalled {
+    use std::os::fd::OwnedFd;
+    use std::sync::{Condvar, Mutex};
+
+    use super::FileSlice;
+    use crate::sync::lock;
+
+    static FILES: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
+    static CHANGED: Condvar = Condvar::new();
+
+    fn name(file: &OwnedFd) -> (u64, u64) {
+        rustix::fs::fstat(file).map_or((0, 0), |stat| (stat.st_dev, stat.st_ino))
+    }
+
+    /// Until it is dropped, reads and writes of a file do not come back.
+    pub(crate) struct Stalled((u64, u64));
+
+    impl Stalled {
+        pub(crate) fn new(slice: &FileSlice) -> Stalled {
+            let name = name(&slice.file.buffered);
+            lock(&FILES).push(name);
+            Stalled(name)
+        }
+    }
+
+    impl Drop for Stalled {
+        fn drop(&mut self) {
+            lock(&FILES).retain(|name| *name != self.0);
+            CHANGED.notify_all();
+        }
+    }
+
+    pub(super) fn wait(file: &OwnedFd) {
+        let mut stalled = lock(&FILES);
+        if !stalled.is_empty() {
+            let name = name(file);
+            while stalled.contains(&name) {
+                stalled = CHANGED.wait(stalled).unwrap_or_else(std::sync::PoisonError::into_inner);
+            }
+        }
     }
 }
 

@@ -125,6 +125,12 @@ impl Map {
         self.start = self.base;
     }
 
+    /// Takes it out of its place, in which nothing is mapped any more.
+    pub(super) fn take(&mut self) -> Map {
+        let nothing = Map { base: ptr::null_mut(), mapped: 0, start: ptr::null_mut() };
+        std::mem::replace(self, nothing)
+    }
+
     fn owning(base: *mut std::ffi::c_void, mapped: usize) -> Map {
         let base = base.cast::<u8>();
         // Storages name their memory by number from here on.
@@ -162,6 +168,9 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
+        if self.mapped == 0 {
+            return;
+        }
         // SAFETY: the range was mapped by this value, is unmapped nowhere else, and whoever used the pointer
         // kept the value alive meanwhile (`Storage`, promises 1 and 2).
         if let Err(error) = unsafe { mm::munmap(self.base.cast(), self.mapped) } {

@@ -16,6 +16,7 @@ use super::map::{self, HugePages, Map};
 use super::pinning::Pinning;
 use crate::cuda::Gpu;
 use crate::fork;
+use crate::progress;
 use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
@@ -150,7 +151,18 @@ impl Drop for Segment {
         for holder in lock(&self.lent).drain(..).filter_map(|holder| holder.upgrade()) {
             holder.segment_gone(self.id);
         }
+        unmap(&mut self.pinning, &mut self.map);
     }
+}
+
+/// Unpins and unmaps, which may take long.
+fn unmap(pinning: &mut Pinning, map: &mut Map) {
+    let (pinning, map) = (std::mem::take(pinning), map.take());
+    progress::where_it_may_wait(move || {
+        // In this order.
+        drop(pinning);
+        drop(map);
+    });
 }
 
 /// Opens an empty memory file that can be sealed and never executed.
@@ -269,6 +281,12 @@ pub struct Mapping {
     map: Map,
     len: usize,
     writable: bool,
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        unmap(&mut self.pinning, &mut self.map);
+    }
 }
 
 impl Mapping {

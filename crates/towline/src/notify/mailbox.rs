@@ -33,6 +33,9 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
+    /// How long it is.
+    pub(crate) const LEN: usize = LEN;
+
     /// Makes a ring; the descriptor is for the other side.
     pub(crate) fn create() -> Result<(Mailbox, OwnedFd)> {
         let (file, mapping) = shared::create("towline-mail", LEN, "contact")?;

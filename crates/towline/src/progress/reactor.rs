@@ -247,6 +247,7 @@ impl Reactor {
 
     fn run(&self) {
         LOOP_OF_THIS_THREAD.set(self);
+        super::wait_for_nothing();
         let mut events = Vec::with_capacity(BATCH);
         loop {
             let sleep = lock(&self.timers).fall_asleep(Instant::now());

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::endpoint::budget::{Account, Charge};
 use crate::identity::{Identity, Incarnation};
 use crate::sync::lock;
 
@@ -136,26 +137,46 @@ impl Entry {
     }
 }
 
-/// Everybody's counters.
-#[derive(Default)]
-pub(crate) struct Ledger(Mutex<HashMap<Identity, Arc<Entry>>>);
+/// What the counters of one peer take.
+const ENTRY: u64 = (size_of::<Entry>() + 4 * size_of::<(Identity, Known)>() + 128) as u64;
+
+struct Known {
+    entry: Arc<Entry>,
+    /// Nobody pays for those that are counted together.
+    _charge: Option<Charge>,
+}
+
+/// Everybody's counters. They stay as long as what they are about.
+pub(crate) struct Ledger {
+    all: Mutex<HashMap<Identity, Known>>,
+    memory: Arc<Account>,
+}
 
 impl Ledger {
+    pub(crate) fn new(memory: &Arc<Account>) -> Ledger {
+        Ledger { all: Mutex::default(), memory: Arc::clone(memory) }
+    }
+
     /// The counters of that peer.
     pub(crate) fn of(&self, peer: &Identity) -> Arc<Entry> {
-        let mut all = lock(&self.0);
+        let mut all = lock(&self.all);
         if let Some(known) = all.get(peer) {
-            return Arc::clone(known);
+            return Arc::clone(&known.entry);
         }
-        let who = if all.len() < MOST_PEERS { peer.clone() } else { others() };
-        Arc::clone(all.entry(who).or_default())
+        let told_apart = all.len() < MOST_PEERS;
+        let (who, charge) = match told_apart.then(|| self.memory.charge("audit", ENTRY)) {
+            Some(Ok(charge)) => (peer.clone(), Some(charge)),
+            _ => (others(), None),
+        };
+        let known = all.entry(who).or_insert_with(|| Known { entry: Arc::default(), _charge: charge });
+        Arc::clone(&known.entry)
     }
 
     pub(crate) fn audit(&self) -> Audit {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let mut peers: Vec<PeerAudit> = lock(&self.0)
+        let mut peers: Vec<PeerAudit> = lock(&self.all)
             .iter()
-            .map(|(peer, entry)| PeerAudit {
+            .map(|(peer, Known { entry, .. })| PeerAudit {
                 peer: peer.name.clone(),
                 incarnation: peer.incarnation,
                 reads: (load(&entry.reads), load(&entry.read_bytes)),
@@ -178,10 +199,15 @@ fn others() -> Identity {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::endpoint::budget::Budget;
+
+    fn ledger(memory: u64) -> Ledger {
+        Ledger::new(&Budget::new("tests", memory).part(memory))
+    }
 
     #[test]
     fn peers_beyond_the_limit_are_counted_together() {
-        let ledger = Ledger::default();
+        let ledger = ledger(1 << 30);
         for number in 0..MOST_PEERS + 500 {
             let peer = Identity::new(format!("peer-{number}"), Incarnation([1; 16])).unwrap();
             ledger.of(&peer).count(Deed::Refused);
@@ -194,8 +220,20 @@ mod tests {
     }
 
     #[test]
+    fn peers_for_which_there_is_no_memory_are_counted_together() {
+        let ledger = ledger(10 * ENTRY);
+        for number in 0..500 {
+            let peer = Identity::new(format!("peer-{number}"), Incarnation([1; 16])).unwrap();
+            ledger.of(&peer).count(Deed::Refused);
+        }
+        let audit = ledger.audit();
+        assert_eq!(audit.peers.len(), 11);
+        assert_eq!(audit.peers.iter().map(|peer| peer.refused).sum::<u64>(), 500);
+    }
+
+    #[test]
     fn what_the_owner_does_not_see_is_said() {
-        let ledger = Ledger::default();
+        let ledger = ledger(1 << 20);
         let peer = Identity::new("near", Incarnation([0xab; 16])).unwrap();
         ledger.of(&peer).count(Deed::Read(10));
         ledger.of(&peer).count(Deed::GivenAway);

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::audit::Ledger;
 use super::peers::PeerPins;
+use super::served::Streams;
 use super::stale;
 use crate::endpoint::EndpointCore;
 use crate::layout::Layout;
@@ -40,6 +41,8 @@ pub(crate) struct RegionCore {
     direct_peers: Mutex<Vec<Arc<PeerPins>>>,
     /// The peers that reach the memory by themselves and hold no pin: they are asked to let go.
     borrowers: Mutex<Vec<Arc<dyn Borrower>>>,
+    /// The sessions over which peers are served.
+    pub(super) streams: Streams,
     /// What NIXL knows of the memory, once a transfer by it was asked for.
     pub(crate) nixl: nixl::Known,
     freed: AtomicBool,
@@ -123,9 +126,10 @@ impl RegionCore {
             uses: AtomicUsize::new(0),
             direct_peers: Mutex::new(Vec::new()),
             borrowers: Mutex::new(Vec::new()),
+            streams: Streams::default(),
             nixl: nixl::Known::default(),
             freed: AtomicBool::new(false),
-            ledger: Ledger::default(),
+            ledger: Ledger::new(&endpoint.remembered),
             waiters: Mutex::default(),
             revoked: OnceLock::new(),
         });
@@ -288,7 +292,7 @@ impl RegionCore {
     /// Revokes and waits until nobody is inside the memory any more.
     pub(super) fn take_back(&self, within: Duration) -> Result<()> {
         self.revoke();
-        self.endpoint.break_streams_of(self.generation);
+        self.break_streams();
         let started = Instant::now();
         loop {
             let seen = self.endpoint.bell.seen();
@@ -371,16 +375,12 @@ impl RegionCore {
     /// What a drop does: frees the storage if nobody is inside it, otherwise parks it until that is so.
     pub(super) fn release_or_park(core: &Arc<RegionCore>, storage: impl Any + Send) {
         core.revoke();
-        if core.drained() {
-            core.free();
-            drop(storage);
-            return;
+        if !core.drained() {
+            core.break_streams();
         }
-        core.endpoint.break_streams_of(core.generation);
         if core.drained() {
             core.free();
-            drop(storage);
-            return;
+            return progress::where_it_may_wait(move || drop(storage));
         }
         tracing::warn!(
             endpoint = core.endpoint.name(),
@@ -393,6 +393,16 @@ impl RegionCore {
         core.endpoint.listen_to_bell();
         // The last user may have let go before the storage was in its place.
         core.endpoint.parked.sweep();
+    }
+}
+
+impl Drop for RegionCore {
+    fn drop(&mut self) {
+        // The last who held it may be the event loop, and the last who had its memory mapped, or its file open.
+        let (segment, file) = (self.segment.take(), self.file.take());
+        if segment.is_some() || file.is_some() {
+            progress::where_it_may_wait(move || drop((segment, file)));
+        }
     }
 }
 
@@ -433,10 +443,12 @@ impl ParkingLot {
         // Not under the lock: a storage's drop may be the user's code.
         for Parked { core, storage } in free {
             core.free();
-            drop(storage);
-            let mut held = lock(&self.held);
-            held.leaving.0 -= 1;
-            held.leaving.1 -= core.len;
+            progress::where_it_may_wait(move || {
+                drop(storage);
+                let mut held = lock(&core.endpoint.parked.held);
+                held.leaving.0 -= 1;
+                held.leaving.1 -= core.len;
+            });
         }
     }
 

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use super::RegionCore;
 use super::process::PeerProcess;
 use crate::endpoint::EndpointCore;
+use crate::endpoint::budget::Charge;
 use crate::fence::life::{LifeView, SlotState};
 use crate::fence::pins::{Holder, PinPage};
 use crate::progress;
@@ -26,6 +27,8 @@ pub(crate) struct PeerPins {
     /// The regions that look at them.
     regions: Mutex<Vec<Weak<RegionCore>>>,
     endpoint: Weak<EndpointCore>,
+    /// What the page and all that comes with it take.
+    _charge: Charge,
     me: Weak<PeerPins>,
 }
 
@@ -34,7 +37,7 @@ impl PeerPins {
         page: Arc<PinPage>,
         peer: &str,
         process: Arc<PeerProcess>,
-        endpoint: &Arc<EndpointCore>,
+        (endpoint, charge): (&Arc<EndpointCore>, Charge),
     ) -> Arc<PeerPins> {
         Arc::new_cyclic(|me| PeerPins {
             page,
@@ -45,6 +48,7 @@ impl PeerPins {
             gone: AtomicBool::new(false),
             regions: Mutex::default(),
             endpoint: Arc::downgrade(endpoint),
+            _charge: charge,
             me: me.clone(),
         })
     }

@@ -1,18 +1,22 @@
 //! Taking memory back while a peer is inside a copy: every step at a moment that the test chooses.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
+#![allow(unsafe_code, reason = "describes memory of the test")]
 
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
+use super::served::looked;
 use super::{PeerPins, PeerProcess, Registered, StillPinned};
+use crate::endpoint::EndpointCore;
+use crate::endpoint::budget::Charge;
 use crate::fence::life::{LifePage, LifeView};
-use crate::fence::pins::PinPage;
+use crate::fence::pins::{PinPage, Side};
 use crate::fence::table::TableView;
 use crate::fence::tests::{PinnedByAChild, alone_with_the_watcher, until};
-use crate::memory::{SharedStorage, SystemStorage};
+use crate::memory::{ExternalStorage, Place, SharedStorage, SystemStorage};
 use crate::transport::tcp::{GrantHandle, Medium, Session};
 use crate::{Access, Endpoint, Kind, Result};
 
@@ -49,6 +53,11 @@ impl Pair {
         let (_, handle) = imported.outcomes.pop().unwrap().unwrap();
         (region, memory, handle)
     }
+}
+
+/// The endpoint, and what a peer of it pays.
+fn charged(owner: &Endpoint) -> (&Arc<EndpointCore>, Charge) {
+    (owner.core(), owner.core().held.account().charge("test", 0).unwrap())
 }
 
 fn is_stale<T>(result: Result<T>) -> bool {
@@ -131,6 +140,30 @@ fn memory_that_is_dropped_under_a_peer_is_parked_until_the_peer_is_out() {
 }
 
 #[test]
+fn closing_a_region_asks_the_sessions_that_are_served_it_and_no_others() {
+    let _alone = alone_with_the_watcher();
+    let owner = Endpoint::open("owner").unwrap();
+    let register = || owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
+    let (few, many, gone) = (register(), register(), register());
+    let path = crate::Routing::default().require("tcp").unwrap();
+    let users: Vec<_> = (0..8).map(|number| Endpoint::open(&format!("user-{number}")).unwrap()).collect();
+    let remotes: Vec<_> =
+        users.iter().map(|user| user.import_with(&many.ticket().unwrap(), &path).unwrap()).collect();
+    let two: Vec<_> =
+        users[..2].iter().map(|user| user.import_with(&few.ticket().unwrap(), &path).unwrap()).collect();
+    let released = users[0].import_with(&gone.ticket().unwrap(), &path).unwrap();
+    drop(released);
+    until("the grant is given back", || gone.core.streams.count() == 0);
+    let looked_at = |region: Registered<SystemStorage>| {
+        let before = looked::so_far();
+        region.into_storage().unwrap();
+        looked::so_far() - before
+    };
+    assert_eq!([looked_at(gone), looked_at(few), looked_at(many)], [0, 2, 8]);
+    drop((two, remotes));
+}
+
+#[test]
 fn a_pin_that_a_thread_has_left_behind_does_not_count_after_its_end() {
     let owner = Endpoint::open("owner").unwrap();
     let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
@@ -140,7 +173,7 @@ fn a_pin_that_a_thread_has_left_behind_does_not_count_after_its_end() {
     let page = Arc::new(PinPage::create().unwrap());
     let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
     let process = PeerProcess::of(process, None);
-    let pins = PeerPins::new(Arc::clone(&page), "peer", process, owner.core());
+    let pins = PeerPins::new(Arc::clone(&page), "peer", process, charged(&owner));
     let life = LifePage::ours().unwrap().fd().try_clone_to_owned().unwrap();
     pins.lives(LifeView::map(life).unwrap());
     let (pinned, go) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
@@ -166,7 +199,7 @@ fn the_pin_of_a_thread_counts_until_that_thread_has_died() {
     // A process that does not end: only the thread's own slot can tell.
     let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
     let process = PeerProcess::of(process, None);
-    let pins = PeerPins::new(Arc::new(page), "peer", process, owner.core());
+    let pins = PeerPins::new(Arc::new(page), "peer", process, charged(&owner));
     let generation = child.generation;
     let holds = || pins.holds(generation);
     assert!(holds(), "nothing is known of its threads yet");
@@ -174,4 +207,113 @@ fn the_pin_of_a_thread_counts_until_that_thread_has_died() {
     assert!(holds() && holds(), "the thread lives");
     child.end_the_thread();
     until("the pin is reclaimed", || !holds());
+}
+
+/// Says on which thread it was dropped.
+struct Noted(std::sync::mpsc::Sender<String>);
+
+impl Drop for Noted {
+    fn drop(&mut self) {
+        let _ = self.0.send(std::thread::current().name().unwrap_or_default().to_owned());
+    }
+}
+
+impl crate::memory::Holder for std::sync::Mutex<std::sync::mpsc::Sender<String>> {
+    fn segment_gone(self: Arc<Self>, _segment: u64) {
+        drop(Noted(self.lock().unwrap().clone()));
+    }
+}
+
+/// Something that happens on the event loop.
+struct Soon(std::sync::Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl crate::progress::Timer for Soon {
+    fn fired(self: Arc<Self>, _key: u64) {
+        if let Some(job) = self.0.lock().unwrap().take() {
+            job();
+        }
+    }
+}
+
+fn on_the_event_loop(job: impl FnOnce() + Send + 'static) {
+    let (done, ended) = std::sync::mpsc::channel();
+    let job = move || {
+        assert_eq!(std::thread::current().name(), Some("towline-io"));
+        job();
+        done.send(()).unwrap();
+    };
+    let soon = Arc::new(Soon(std::sync::Mutex::new(Some(Box::new(job)))));
+    let timer: Weak<dyn crate::progress::Timer> = Arc::downgrade(&(Arc::clone(&soon) as _));
+    crate::progress::reactor().unwrap().at(Instant::now(), timer, 0);
+    ended.recv_timeout(WATCHDOG).unwrap();
+}
+
+/// On the thread that learns of peers' deaths.
+fn on_the_watcher(job: impl FnOnce() + Send + 'static) {
+    let (done, ended) = std::sync::mpsc::channel();
+    let page = Arc::new(PinPage::create().unwrap());
+    let job = move || {
+        assert_eq!(std::thread::current().name(), Some("towline-watch"));
+        job();
+        done.send(()).unwrap();
+    };
+    // A thread that ends with the mutex in its hands, once it is watched.
+    let (go, goes) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+    let _watch = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            page.life(Side::Initiator).try_lock().unwrap();
+            go.wait();
+            goes.wait();
+        });
+        go.wait();
+        let watched = crate::fence::watcher::watch(Arc::clone(&page), Side::Initiator, Box::new(job));
+        goes.wait();
+        watched.unwrap()
+    });
+    ended.recv_timeout(WATCHDOG).unwrap();
+}
+
+#[test]
+fn what_ends_on_the_event_loop_or_the_watcher_is_dropped_elsewhere() {
+    let _alone = alone_with_the_watcher();
+    let owner = Endpoint::open("owner").unwrap();
+    let (say, hear) = std::sync::mpsc::channel();
+    let elsewhere = |what: &str| {
+        let name = hear.recv_timeout(WATCHDOG).unwrap();
+        assert!(name != "towline-io" && name != "towline-watch", "{what}: dropped on {name}");
+    };
+    let bytes: &'static mut [u8] = Box::leak(vec![0; 64].into_boxed_slice());
+    let addr = bytes.as_mut_ptr().expose_provenance();
+    let register = || {
+        let owned: Box<dyn std::any::Any + Send + Sync> = Box::new(std::sync::Mutex::new(Noted(say.clone())));
+        // SAFETY: the bytes are never freed.
+        let storage = unsafe { ExternalStorage::new(addr, 64, Place::Host, Some(owned)) }.unwrap();
+        owner.register(storage, Access::READ).unwrap()
+    };
+    for (thread, on) in
+        [("loop", on_the_event_loop as fn(Box<dyn FnOnce() + Send>)), ("watcher", on_the_watcher)]
+    {
+        let region = register();
+        on(Box::new(move || drop(region)));
+        elsewhere(&format!("a region, {thread}"));
+
+        let region = register();
+        let using = region.core.begin_use("test").unwrap();
+        drop(region);
+        let endpoint = Arc::clone(owner.core());
+        on(Box::new(move || {
+            drop(using);
+            endpoint.let_go();
+        }));
+        elsewhere(&format!("what was parked, {thread}"));
+
+        let region = owner.register(SharedStorage::new(1 << 20).unwrap(), Access::READ).unwrap();
+        let holder = Arc::new(std::sync::Mutex::new(say.clone()));
+        let weak: Weak<dyn crate::memory::Holder> = Arc::downgrade(&(Arc::clone(&holder) as _));
+        region.core.segment.as_ref().unwrap().segment.lent_to(weak);
+        let span = region.span(0, 8).unwrap();
+        drop(region.into_storage().unwrap());
+        on(Box::new(move || drop(span)));
+        elsewhere(&format!("the last who has a segment mapped, {thread}"));
+    }
 }

@@ -10,7 +10,7 @@ use crate::fence::pins::ProcessPin;
 use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
 use crate::memory::Mapping;
-use crate::progress;
+use crate::progress::{self, Device};
 use crate::region::RegionUse;
 use crate::transfer::{After, Help, Op, Signal, TransferCore};
 use crate::transport::tcp::GrantHandle;
@@ -75,6 +75,11 @@ pub(crate) trait Direct: Send + Sync + 'static {
     /// Whether a copy waits for a device, and so never belongs into the calling thread.
     fn blocks(&self) -> bool {
         false
+    }
+
+    /// The device that a copy waits for, where it may hang: only its own threads wait then, and never a caller, whose limit holds.
+    fn device(&self) -> Option<Device> {
+        None
     }
 
     /// Requests up to this size are copied by the calling thread.
@@ -174,11 +179,13 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
             }
             run.take_part();
         };
-        // This is the thread that has planned it behind the call then: it may as well work on it.
-        if transfer.starts_later() {
-            return come();
-        }
-        if let Err(refused) = progress::starters().spawn(Box::new(come)) {
+        let called = match self.0.device() {
+            Some(device) => progress::devices().spawn(device, Box::new(come)),
+            // This is the thread that has planned it behind the call then: it may as well work on it.
+            None if transfer.starts_later() => return come(),
+            None => progress::starters().spawn(Box::new(come)),
+        };
+        if let Err(refused) = called {
             // No thread can be made: the caller does the work, late but surely.
             (refused.job)();
         }
@@ -312,10 +319,14 @@ impl<D: Direct> Run<D> {
         }
         let Some(run) = self.me.upgrade() else { return false };
         self.called.fetch_add(1, Ordering::Relaxed);
-        let called = progress::sharers().spawn(Box::new(move || {
+        let come = Box::new(move || {
             run.called.fetch_sub(1, Ordering::Relaxed);
             run.take_part();
-        }));
+        });
+        let called = match self.direct.device() {
+            Some(device) => progress::devices().spawn(device, come),
+            None => progress::sharers().spawn(come),
+        };
         // Those who are there do the work of one who cannot come.
         if called.is_err() {
             self.called.fetch_sub(1, Ordering::Relaxed);
@@ -386,7 +397,9 @@ impl<D: Direct> Run<D> {
 impl<D: Direct> Help for Run<D> {
     /// A caller that waits takes the place of a worker that is not needed then.
     fn help(&self) {
-        self.take_part();
+        if self.direct.device().is_none() {
+            self.take_part();
+        }
     }
 }
 

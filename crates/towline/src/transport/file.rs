@@ -10,6 +10,7 @@ use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
+use crate::progress::Device;
 use crate::region::RegionCore;
 use crate::ticket::Claims;
 use crate::transfer::{Op, Signal};
@@ -119,6 +120,10 @@ struct Opened {
 impl Direct for Opened {
     fn transport(&self) -> &'static dyn Transport {
         &FilePath
+    }
+
+    fn device(&self) -> Option<Device> {
+        Some(self.file.device())
     }
 
     fn blocks(&self) -> bool {

@@ -131,7 +131,7 @@ impl Direct for Local {
 
     fn notify(&self, message: &[u8]) -> Result<()> {
         let notification = Notification { from: self.from.clone(), message: message.to_vec() };
-        self.region.endpoint.deliver(notification)
+        self.region.endpoint.deliver(notification, None)
     }
 
     fn hold(&self) -> Option<Result<Held>> {

@@ -36,6 +36,11 @@ pub struct Import {
 }
 
 impl Import {
+    /// How much memory it takes.
+    pub(crate) fn memory(&self) -> usize {
+        self.items.iter().map(|item| size_of::<ImportItem>() + item.ticket.capacity()).sum()
+    }
+
     /// Appends the body.
     pub fn encode(&self, out: &mut Vec<u8>) {
         put_count(out, self.items.len());

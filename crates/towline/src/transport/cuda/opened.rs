@@ -330,6 +330,10 @@ impl Borrowing for Borrow {
             Err(under_way) => under_way & !RECALLED == 0 && lock(&self.opened).is_none(),
         }
     }
+
+    fn has_let_go(&self) -> bool {
+        self.under_way.load(Ordering::SeqCst) == RECALLED && lock(&self.opened).is_none()
+    }
 }
 
 impl Drop for Borrow {

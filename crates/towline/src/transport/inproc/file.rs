@@ -8,6 +8,7 @@ use crate::identity::Identity;
 use crate::layout::Piece;
 use crate::memory::FileSlice;
 use crate::notify::Notification;
+use crate::progress::Device;
 use crate::region::{RegionCore, stale};
 use crate::transfer::{Op, Signal};
 use crate::transport::Transport;
@@ -31,6 +32,10 @@ impl Direct for LocalFile {
         true
     }
 
+    fn device(&self) -> Option<Device> {
+        Some(self.file.device())
+    }
+
     unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()> {
         let _use = self.region.begin_use(op.name())?;
         // SAFETY: the caller keeps the local range, and checked it.
@@ -48,7 +53,7 @@ impl Direct for LocalFile {
 
     fn notify(&self, message: &[u8]) -> Result<()> {
         let notification = Notification { from: self.from.clone(), message: message.to_vec() };
-        self.region.endpoint.deliver(notification)
+        self.region.endpoint.deliver(notification, None)
     }
 
     fn alive(&self) -> Result<()> {

@@ -81,6 +81,10 @@ impl Borrowing for Borrow {
     fn is_idle(&self) -> bool {
         self.under_way.load(Ordering::SeqCst) & !RECALLED == 0
     }
+
+    fn has_let_go(&self) -> bool {
+        self.under_way.load(Ordering::SeqCst) == RECALLED
+    }
 }
 
 /// Keeps the owner's memory where it is while something is under way.

@@ -27,6 +27,9 @@ const AT_ONCE: usize = 128 << 10;
 /// Plaintext goes through a buffer of this size: memory that peers may touch is never handed to a library as a slice.
 const BOUNCE: usize = 32 << 10;
 
+/// What the TLS of a connection takes, about: what is encrypted and not sent, what came and is not decrypted, and the buffer between.
+pub(super) const INSIDE: usize = AT_ONCE + 3 * BOUNCE;
+
 /// A connected socket.
 pub(super) struct Channel {
     socket: Socket,

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use super::connection::Connection;
+use crate::endpoint::budget::Charge;
 use crate::memory::bytes;
 use crate::sync::lock;
 use crate::wire::{Block, Check, Message};
@@ -59,19 +60,31 @@ pub(super) fn before(checks: Vec<u32>, request: u64, mut frame: Vec<u8>) -> Vec<
     both
 }
 
+/// What those checksums take.
+pub(super) fn cost(checks: &Vec<u32>) -> usize {
+    checks.capacity() * size_of::<u32>() + 128
+}
+
 /// The checksums that have come ahead of their frames: for each connection, those of the next one.
 #[derive(Default)]
-pub(super) struct Announced(Mutex<HashMap<usize, (u64, Vec<u32>)>>);
+pub(super) struct Announced(Mutex<HashMap<usize, Next>>);
+
+/// Those of the next frame of a connection, and what they take.
+struct Next {
+    request: u64,
+    checks: Vec<u32>,
+    _charge: Charge,
+}
 
 impl Announced {
-    pub(super) fn put(&self, connection: &Arc<Connection>, request: u64, checks: Vec<u32>) {
-        lock(&self.0).insert(Arc::as_ptr(connection).addr(), (request, checks));
+    pub(super) fn put(&self, connection: &Arc<Connection>, request: u64, checks: Vec<u32>, charge: Charge) {
+        lock(&self.0).insert(Arc::as_ptr(connection).addr(), Next { request, checks, _charge: charge });
     }
 
     /// Those for that request.
     pub(super) fn take(&self, connection: &Arc<Connection>, request: u64) -> Option<Vec<u32>> {
-        let (of, checks) = lock(&self.0).remove(&Arc::as_ptr(connection).addr())?;
-        (of == request).then_some(checks)
+        let next = lock(&self.0).remove(&Arc::as_ptr(connection).addr())?;
+        (next.request == request).then_some(next.checks)
     }
 
     pub(super) fn forget(&self, connection: &Arc<Connection>) {

@@ -10,6 +10,7 @@ mod wanted;
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
@@ -18,11 +19,11 @@ use self::incoming::{Incoming, Reading};
 use self::wanted::Appliers;
 pub(super) use self::wanted::Wanted;
 use super::channel::{Channel, Landing};
-use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, Sink};
+use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, QUEUE, SCRATCH, Sink};
+use crate::endpoint::budget::Charge;
 use crate::fence::applying::{Desk, Place};
-use crate::memory::checked::gone;
-use crate::progress::socket::{Acknowledged, Family, Received, Sent};
-use crate::progress::{self, Interest, Readiness, Source, Token};
+use crate::progress::socket::{Acknowledged, Family, MAX_PARTS, RawPart, Received, Sent};
+use crate::progress::{self, Interest, Token, panic_message};
 use crate::sync::lock;
 use crate::wire::{Bye, HEADER_LEN, Header};
 use crate::{Error, Kind, Result, room};
@@ -93,6 +94,8 @@ pub(super) struct Connection {
     /// This side ended it without a word of the other's.
     forsaken: AtomicBool,
     driven: AtomicBool,
+    /// What must be done before more is read from a lane.
+    held_up: AtomicUsize,
     /// The worker that drove it last.
     driver: AtomicUsize,
     outgoing: Mutex<Outgoing>,
@@ -136,6 +139,7 @@ impl Connection {
             closed: AtomicBool::new(false),
             forsaken: AtomicBool::new(false),
             driven: AtomicBool::new(false),
+            held_up: AtomicUsize::new(0),
             driver: AtomicUsize::new(usize::MAX),
             outgoing: Mutex::new(Outgoing::default()),
             late: Mutex::default(),
@@ -172,8 +176,17 @@ impl Connection {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// The peer has proven who it is: from now on that handler gets the frames. Called by the thread that reads.
-    pub(super) fn authenticate(&self, handler: impl Handler + 'static, role: Role) {
+    /// What a connection of a peer takes of this process's memory, with little in it.
+    pub(super) fn cost(&self) -> usize {
+        let tls = if self.socket.is_plain() { 0 } else { super::channel::INSIDE };
+        size_of::<Connection>() + STAGING + SCRATCH + QUEUE + MAX_PARTS * size_of::<RawPart>() + tls
+    }
+
+    /// The peer has proven who it is: from now on that handler gets the frames, and pays for what waits in the connection. Called by
+    /// the thread that reads.
+    pub(super) fn authenticate(&self, handler: impl Handler + 'static, role: Role, charge: Charge) {
+        lock(&self.incoming).paid_by(charge.account());
+        self.queue().paid_by(charge);
         *lock(&self.handler) = Some(Arc::new(handler));
         self.authenticated.store(true, Ordering::Release);
         if role == Role::Lane {
@@ -255,7 +268,7 @@ impl Connection {
 
     /// Tells the event loop what to watch for. Under the lock, so that the last word is the right one.
     fn arm(&self, outgoing: &mut Outgoing) {
-        let wanted = (outgoing.weight() <= MOST_UNSENT, outgoing.blocked());
+        let wanted = (outgoing.weight() <= MOST_UNSENT && !self.is_held_up(), outgoing.blocked());
         if wanted == outgoing.armed && self.role() == Role::Control {
             return;
         }
@@ -287,6 +300,11 @@ impl Connection {
         }
         let bulk = matches!(payload, Payload::Memory(_)) && self.role() == Role::Lane;
         outgoing.push(head, files, payload, keep);
+        if let Some(error) = outgoing.why_broken().cloned() {
+            drop(outgoing);
+            self.close(error.clone());
+            return Err(error);
+        }
         if outgoing.blocked() {
             return Ok(());
         }
@@ -360,9 +378,9 @@ impl Connection {
     pub(super) fn withdraw(&self, belongs: impl Fn(&Keep) -> bool) -> Vec<u64> {
         let mut outgoing = self.queue();
         let requests = outgoing.withdraw(belongs);
-        if outgoing.is_broken() {
+        if let Some(error) = outgoing.why_broken().cloned() {
             drop(outgoing);
-            self.close(gone("read"));
+            self.close(error);
         }
         requests
     }
@@ -502,7 +520,15 @@ impl Connection {
     /// A patient reader waits for the rest of a payload in the system call itself, as [`send_patiently`](Self::send_patiently)
     /// does; not while there is something to send, for which the other side may wait.
     fn read(self: &Arc<Self>, patient: bool) -> Result<bool> {
+        if self.is_held_up() {
+            // Nobody waits for what is held up any more, and nothing else would notice.
+            return if self.socket.hung_up() { Err(disconnected()) } else { Ok(false) };
+        }
         let mut incoming = lock(&self.incoming);
+        if std::mem::take(&mut incoming.left_over) {
+            self.digest(incoming)?;
+            return Ok(true);
+        }
         let idle = match self.queue_if_free() {
             Some(outgoing) if outgoing.weight() > MOST_UNSENT => return Ok(false),
             Some(outgoing) => outgoing.is_empty(),
@@ -573,6 +599,10 @@ impl Connection {
         loop {
             let available = incoming.end - incoming.start;
             match &mut incoming.reading {
+                Reading::Header if self.is_held_up() => {
+                    incoming.left_over = true;
+                    return Ok(());
+                }
                 Reading::Header => {
                     let Some(bytes) =
                         incoming.staging[incoming.start..incoming.end].first_chunk::<HEADER_LEN>()
@@ -671,9 +701,19 @@ impl Connection {
         lock(&self.handler).clone()
     }
 
+    /// [`move_all`](Self::move_all); a panic in who handles the frames is an error, and ends the connection.
+    fn pump(self: &Arc<Self>, patient: bool) -> Result<bool> {
+        catch_unwind(AssertUnwindSafe(|| self.move_all(patient))).unwrap_or_else(|payload| {
+            let message =
+                format!("what came over a connection made this side panic: {}", panic_message(payload));
+            tracing::error!(%message, "a connection is ended");
+            Err(Error::new(Kind::Internal, "receive", message))
+        })
+    }
+
     /// Sends and reads until neither goes on, or until others should have their turn. True: there is something that this thread
     /// could not send.
-    fn pump(self: &Arc<Self>, patient: bool) -> Result<bool> {
+    fn move_all(self: &Arc<Self>, patient: bool) -> Result<bool> {
         let mut stuck = false;
         for _ in 0..TURN {
             if !(patient && self.send_patiently()?)
@@ -706,32 +746,6 @@ impl Connection {
         if !outgoing.blocked() && !self.is_closed() {
             outgoing.push(frame, Vec::new(), Payload::None, Keep::Nothing);
             let _ = self.flush(&mut outgoing);
-        }
-    }
-}
-
-impl Source for Connection {
-    fn ready(self: Arc<Self>, _readiness: Readiness) {
-        if self.role() == Role::Lane {
-            self.drive_soon();
-            return;
-        }
-        let stuck = match self.pump(false) {
-            Ok(stuck) => stuck,
-            Err(error) => return self.close(error),
-        };
-        if self.role() == Role::Lane {
-            // It became one just now.
-            self.driven.store(false, Ordering::Release);
-            if !self.queue().is_idle() {
-                self.drive_soon();
-            }
-        }
-        // Whoever has the frames may not know what this thread could not send. All else that is left to watch for is watched
-        // for already, or is that one's to say.
-        let outgoing = if stuck { Some(self.queue()) } else { self.queue_if_free() };
-        if let Some(mut outgoing) = outgoing {
-            self.arm(&mut outgoing);
         }
     }
 }

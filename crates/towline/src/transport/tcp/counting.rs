@@ -2,9 +2,12 @@
 //! many connections the pieces took.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex};
 
+use super::allowance::Allowance;
 use super::connection::Connection;
+use crate::endpoint::budget::Charge;
 use crate::sync::lock;
 use crate::wire::Message;
 use crate::{Error, Kind, Result};
@@ -19,16 +22,22 @@ const MOST_WAITING: usize = 64 << 20;
 pub(super) struct Follower {
     pub(super) message: Message,
     pub(super) answer: Option<(Arc<Connection>, u64)>,
+    /// What it takes while it waits.
+    pub(super) _charge: Option<Charge>,
 }
 
+/// What the pieces of one transfer are counted in, and what one more that follows them takes beside its message.
+const COUNT: usize = 4 * size_of::<(u64, Count)>();
+const FOLLOWER: usize = 2 * size_of::<(u32, Follower)>() + 64;
+
 impl Follower {
-    /// How much memory it takes, about.
-    fn cost(&self) -> usize {
+    /// How much memory it takes.
+    pub(super) fn cost(&self) -> usize {
         let message = match &self.message {
-            Message::Notify(notify) => notify.message.len(),
+            Message::Notify(notify) => notify.message.capacity(),
             _ => 0,
         };
-        message + 128
+        message + FOLLOWER
     }
 }
 
@@ -40,16 +49,18 @@ pub(super) enum Due {
     Drop(Vec<Follower>),
 }
 
-#[derive(Default)]
 struct Count {
     applied: u32,
     failed: bool,
     waiting: Vec<(u32, Follower)>,
+    _charge: Charge,
 }
 
 /// The transfers of one peer whose pieces are counted.
-#[derive(Default)]
-pub(super) struct Counting(Mutex<Counts>);
+pub(super) struct Counting {
+    counts: Mutex<Counts>,
+    allowance: Arc<Allowance>,
+}
 
 #[derive(Default)]
 struct Counts {
@@ -59,6 +70,10 @@ struct Counts {
 }
 
 impl Counting {
+    pub(super) fn new(allowance: &Arc<Allowance>) -> Counting {
+        Counting { counts: Mutex::default(), allowance: Arc::clone(allowance) }
+    }
+
     /// A piece was applied, or failed.
     pub(super) fn piece(&self, transfer: u64, ok: bool) -> Result<Due> {
         self.step(transfer, 0, |count| {
@@ -72,12 +87,14 @@ impl Counting {
         if pieces == 0 {
             return Ok(Due::Act(vec![follower]));
         }
-        self.step(transfer, follower.cost(), |count| count.waiting.push((pieces, follower)))
+        let cost = follower.cost();
+        let follower = Follower { _charge: Some(self.allowance.charge("serve", cost)?), ..follower };
+        self.step(transfer, cost, |count| count.waiting.push((pieces, follower)))
     }
 
     /// Nothing more belongs to the transfer.
     pub(super) fn forget(&self, transfer: u64) -> Due {
-        let mut all = lock(&self.0);
+        let mut all = lock(&self.counts);
         let waiting = all.transfers.remove(&transfer).map(|count| count.waiting).unwrap_or_default();
         let dropped: Vec<_> = waiting.into_iter().map(|(_, follower)| follower).collect();
         all.held -= dropped.iter().map(Follower::cost).sum::<usize>();
@@ -85,11 +102,11 @@ impl Counting {
     }
 
     pub(super) fn clear(&self) {
-        *lock(&self.0) = Counts::default();
+        *lock(&self.counts) = Counts::default();
     }
 
     fn step(&self, transfer: u64, cost: usize, step: impl FnOnce(&mut Count)) -> Result<Due> {
-        let mut all = lock(&self.0);
+        let mut all = lock(&self.counts);
         let Counts { transfers, held } = &mut *all;
         let known = transfers.len() < MOST_COUNTED || transfers.contains_key(&transfer);
         if !known || *held + cost > MOST_WAITING {
@@ -97,7 +114,13 @@ impl Counting {
         }
         // The count stays until the user says that nothing more belongs to it: a signal and a notification may both
         // follow, and either may come after the last piece.
-        let count = transfers.entry(transfer).or_default();
+        let count = match transfers.entry(transfer) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => {
+                let charge = self.allowance.charge("serve", COUNT)?;
+                new.insert(Count { applied: 0, failed: false, waiting: Vec::new(), _charge: charge })
+            }
+        };
         step(count);
         let (applied, failed) = (count.applied, count.failed);
         let due = count.waiting.extract_if(.., |(pieces, _)| failed || applied >= *pieces);
@@ -111,10 +134,18 @@ impl Counting {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::endpoint::Quotas;
+    use crate::endpoint::budget::Budget;
     use crate::wire::Notify;
 
+    fn counting() -> Counting {
+        let budget = Budget::new("tests", Quotas::default().memory);
+        Counting::new(&Allowance::new(Quotas::default(), budget.account()))
+    }
+
     fn follower(name: &str) -> Follower {
-        Follower { message: Notify { transfer: 1, pieces: 0, message: name.into() }.into(), answer: None }
+        let message = Notify { transfer: 1, pieces: 0, message: name.into() }.into();
+        Follower { message, answer: None, _charge: None }
     }
 
     fn acted(due: Due) -> Vec<Vec<u8>> {
@@ -138,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_follower_acts_with_the_last_piece_whichever_comes_first() {
-        let counting = Counting::default();
+        let counting = counting();
         assert!(acted(counting.piece(1, true).unwrap()).is_empty());
         assert!(acted(counting.follow(1, 2, follower("signal")).unwrap()).is_empty());
         assert_eq!(acted(counting.piece(1, true).unwrap()), [b"signal"]);
@@ -148,7 +179,7 @@ mod tests {
 
     #[test]
     fn nothing_follows_a_transfer_of_which_a_piece_failed() {
-        let counting = Counting::default();
+        let counting = counting();
         let _ = counting.follow(1, 2, follower("signal")).unwrap();
         assert!(matches!(counting.piece(1, false).unwrap(), Due::Drop(dropped) if dropped.len() == 1));
         assert!(
@@ -159,7 +190,7 @@ mod tests {
 
     #[test]
     fn what_is_forgotten_is_counted_anew_and_its_followers_are_dropped() {
-        let counting = Counting::default();
+        let counting = counting();
         let _ = counting.follow(1, 1, follower("signal")).unwrap();
         assert!(matches!(counting.forget(1), Due::Drop(dropped) if dropped.len() == 1));
         assert!(acted(counting.piece(1, true).unwrap()).is_empty());
@@ -167,7 +198,7 @@ mod tests {
 
     #[test]
     fn what_waits_for_a_last_piece_is_bounded() {
-        let counting = Counting::default();
+        let counting = counting();
         let long = "x".repeat(64 << 10);
         let refused = (0..2000).find_map(|_| counting.follow(1, 2, follower(&long)).err()).unwrap();
         assert_eq!(refused.kind(), Kind::Exhausted);

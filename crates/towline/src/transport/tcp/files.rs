@@ -1,20 +1,22 @@
 //! Files and memory of GPUs that an owner serves: workers read and write them, through buffers that are bounded for each peer.
 #![allow(unsafe_code, reason = "reads into buffers that are sent as raw parts")]
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use super::allowance::InFlight;
 use super::checks;
 use super::connection::{Connection, Role};
-use super::parts::{Keep, Landed, Payload, Sink, hung_up};
+use super::parts::{Bounced, Keep, Landed, Payload, Sink, hung_up};
 use super::serving::Serving;
 use crate::cuda::Gpu;
+use crate::endpoint::budget::Charge;
 use crate::layout::Piece;
-use crate::memory::FileSlice;
-use crate::progress;
+use crate::memory::{FileSlice, Place};
 use crate::progress::socket::RawPart;
-use crate::region::{RegionCore, stale};
+use crate::progress::{self, Device, EACH};
+use crate::region::{RegionCore, Stream, stale};
 use crate::sync::lock;
 use crate::transport::gpu::ring::{self, Passing, Slot};
 use crate::transport::gpu::{self, flight};
@@ -32,10 +34,10 @@ const MOST_READ: usize = 32 << 20;
 const MOST_WAITING: usize = 16 << 10;
 const MOST_BLOCKS: usize = 1 << 20;
 
-/// And so many workers read at once: enough to keep a disk busy, and few enough to leave some for others.
-const MOST_WORKERS: usize = 4;
+/// Where this much has come to be written and is not, a lane waits for what it has brought.
+const MOST_BEHIND: usize = 32 << 20;
 
-/// And this much has come over the control connection to be written and is not.
+/// And over the control connection, which cannot wait, no more than this comes.
 const MOST_WRITTEN: usize = 256 << 20;
 
 /// What bytes that stop over come from.
@@ -43,6 +45,25 @@ pub(super) enum Source {
     File(FileSlice),
     /// Memory of the GPU with that ordinal.
     Gpu(u32),
+}
+
+impl Source {
+    /// Where the bytes of a region come from, if they stop over.
+    pub(super) fn of(region: &RegionCore) -> Option<Source> {
+        match (&region.file, region.place) {
+            (Some(file), _) => Some(Source::File(file.clone())),
+            (None, Place::Cuda(ordinal)) => Some(Source::Gpu(ordinal)),
+            (None, _) => None,
+        }
+    }
+
+    /// What reading and writing waits for.
+    pub(super) fn device(&self) -> Device {
+        match self {
+            Source::File(file) => file.device(),
+            Source::Gpu(ordinal) => Device::Gpu(*ordinal),
+        }
+    }
 }
 
 /// A part of a served file, or of a GPU's memory: a request that has been checked.
@@ -53,7 +74,7 @@ pub(super) struct Asked {
     pub(super) start: u64,
     pub(super) blocks: Vec<Block>,
     /// The peer's share that it takes.
-    pub(super) _flight: InFlight,
+    pub(super) flight: InFlight,
 }
 
 impl Asked {
@@ -127,24 +148,53 @@ impl Asked {
     }
 }
 
-/// What of files is on its way to and from one peer.
+/// What of files and GPUs is on its way to and from one peer, each device by itself.
 #[derive(Default)]
 pub(super) struct Files {
+    devices: Mutex<HashMap<Device, Arc<Bounces>>>,
+    /// Bytes that have come, or are coming, to be written.
+    written: Arc<AtomicUsize>,
+}
+
+/// Some of these, as long as they are there.
+pub(super) struct Written {
+    all: Arc<AtomicUsize>,
+    bytes: usize,
+}
+
+impl Drop for Written {
+    fn drop(&mut self) {
+        self.all.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// What of one device is.
+pub(super) struct Bounces {
+    device: Device,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<Reading>,
+    waiting: VecDeque<Waiting>,
     blocks: usize,
     workers: usize,
     /// Bytes in buffers that are being filled or sent.
     read: usize,
-    /// Bytes that have come, or are coming, to be written.
-    written: usize,
 }
 
-/// A request that waits for its turn.
+type Answering = Box<dyn FnOnce(&Arc<Bounces>) + Send>;
+
+/// A request that waits for its turn: what it takes, and how it is answered.
+struct Waiting {
+    connection: Arc<Connection>,
+    request: u64,
+    bytes: usize,
+    blocks: usize,
+    answer: Answering,
+}
+
+/// A request that is answered.
 struct Reading {
     serving: Weak<Serving>,
     connection: Arc<Connection>,
@@ -155,6 +205,63 @@ struct Reading {
 }
 
 impl Files {
+    /// What goes to and comes from that device.
+    pub(super) fn at(&self, source: &Source) -> Arc<Bounces> {
+        let device = source.device();
+        let new = || Arc::new(Bounces { device, state: Mutex::default() });
+        Arc::clone(lock(&self.devices).entry(device).or_insert_with(new))
+    }
+
+    /// Where bytes come to that are to be written. On a lane those for a GPU come straight into memory that it reads from; the
+    /// event loop must not wait until there is some.
+    pub(super) fn sink(&self, role: Role, asked: &Asked, bytes: u64) -> Result<Sink> {
+        check_size("write", bytes)?;
+        let (all, bytes) = (Arc::clone(&self.written), bytes as usize);
+        let before = all.fetch_add(bytes, Ordering::Relaxed);
+        let written = Written { all, bytes };
+        // A lane is held up before there are so many.
+        if before + bytes > MOST_WRITTEN && role == Role::Control {
+            return Err(Error::new(
+                Kind::Exhausted,
+                "write",
+                "the owner cannot write files or GPUs as fast as the bytes come",
+            ));
+        }
+        if let Source::Gpu(ordinal) = asked.source
+            && role == Role::Lane
+            && bytes <= ring::SLOT
+            && progress::may_block("write").is_ok()
+            && let Ok(slot) = Gpu::open(ordinal).and_then(|gpu| Slot::take(&gpu))
+        {
+            return Ok(Sink::pinned(slot, bytes).counted(written));
+        }
+        Ok(Sink::buffer(bytes, Keep::Nothing)?.counted(written))
+    }
+
+    /// Whether so much waits to be written that no more is to come over a lane.
+    pub(super) fn is_behind(&self) -> bool {
+        self.written.load(Ordering::Relaxed) > MOST_BEHIND
+    }
+
+    /// Whether answers are being made, which other threads will send.
+    pub(super) fn is_reading(&self) -> bool {
+        lock(&self.devices).values().any(|one| one.is_reading())
+    }
+
+    /// Forgets a request over that connection that waits; whether it did.
+    pub(super) fn withdraw(&self, connection: &Arc<Connection>, request: u64) -> bool {
+        let all: Vec<_> = lock(&self.devices).values().cloned().collect();
+        all.iter().any(|one| one.withdraw(connection, request))
+    }
+
+    /// Forgets what waits.
+    pub(super) fn clear(&self) {
+        let all: Vec<_> = lock(&self.devices).values().cloned().collect();
+        all.iter().for_each(|one| one.clear());
+    }
+}
+
+impl Bounces {
     /// Takes a request for bytes of a file; a worker answers it.
     pub(super) fn read(
         self: &Arc<Self>,
@@ -193,74 +300,35 @@ impl Files {
             reading.by_gpu(self, slot);
             return Ok(());
         }
-        state.blocks += reading.asked.blocks.len();
-        state.waiting.push_back(reading);
+        let blocks = reading.asked.blocks.len();
+        state.blocks += blocks;
+        state.waiting.push_back(Waiting {
+            connection: Arc::clone(connection),
+            request,
+            bytes,
+            blocks,
+            answer: Box::new(move |files| reading.answer(files)),
+        });
         drop(state);
         self.go_on();
         Ok(())
     }
 
-    /// Where bytes come to that are to be written. On a lane those for a GPU come straight into memory that it reads from; the
-    /// event loop must not wait until there is some.
-    pub(super) fn sink(&self, role: Role, asked: &Asked, bytes: u64) -> Result<Sink> {
-        self.admit_write(role, bytes)?;
-        if let Source::Gpu(ordinal) = asked.source
-            && role == Role::Lane
-            && bytes as usize <= ring::SLOT
-            && progress::may_block("write").is_ok()
-            && let Ok(slot) = Gpu::open(ordinal).and_then(|gpu| Slot::take(&gpu))
-        {
-            return Ok(Sink::pinned(slot, bytes as usize));
-        }
-        Sink::buffer(bytes as usize, Keep::Nothing)
-    }
-
-    /// Takes note of bytes that come to be written. On a lane they are written before more is read, so that they need
-    /// no count.
-    fn admit_write(&self, role: Role, bytes: u64) -> Result<()> {
-        check_size("write", bytes)?;
-        if role == Role::Lane {
-            return Ok(());
-        }
-        let mut state = lock(&self.state);
-        if state.written + bytes as usize > MOST_WRITTEN {
-            return Err(Error::new(
-                Kind::Exhausted,
-                "write",
-                "the owner cannot write files or GPUs as fast as the bytes come",
-            ));
-        }
-        state.written += bytes as usize;
-        Ok(())
-    }
-
-    /// They have been written, or never will be.
-    pub(super) fn wrote(&self, role: Role, bytes: u64) {
-        if role == Role::Lane {
-            return;
-        }
-        let mut state = lock(&self.state);
-        state.written = state.written.saturating_sub(bytes as usize);
-    }
-
-    /// Whether answers are being made, which other threads will send.
-    pub(super) fn is_reading(&self) -> bool {
+    fn is_reading(&self) -> bool {
         let state = lock(&self.state);
         state.workers > 0 || state.read > 0
     }
 
-    /// Forgets a request over that connection that waits; whether it did.
-    pub(super) fn withdraw(&self, connection: &Arc<Connection>, request: u64) -> bool {
+    fn withdraw(&self, connection: &Arc<Connection>, request: u64) -> bool {
         let mut state = lock(&self.state);
-        let mine = |one: &Reading| one.request == request && Arc::ptr_eq(&one.connection, connection);
+        let mine = |one: &Waiting| one.request == request && Arc::ptr_eq(&one.connection, connection);
         let withdrawn = state.waiting.iter().position(mine).and_then(|at| state.waiting.remove(at));
-        state.blocks -= withdrawn.as_ref().map_or(0, |one| one.asked.blocks.len());
+        state.blocks -= withdrawn.as_ref().map_or(0, |one| one.blocks);
         drop(state);
         withdrawn.is_some()
     }
 
-    /// Forgets what waits.
-    pub(super) fn clear(&self) {
+    fn clear(&self) {
         let waiting = {
             let mut state = lock(&self.state);
             state.blocks = 0;
@@ -272,13 +340,13 @@ impl Files {
     /// Calls a worker where there is something to do. Never blocks: it is called wherever a buffer becomes free.
     fn go_on(self: &Arc<Self>) {
         let mut state = lock(&self.state);
-        if state.workers >= MOST_WORKERS || state.next().is_none() {
+        if state.workers >= EACH || state.next().is_none() {
             return;
         }
         state.workers += 1;
         drop(state);
         let files = Arc::clone(self);
-        if let Err(refused) = progress::pool().spawn(Box::new(move || files.work())) {
+        if let Err(refused) = progress::devices().spawn(self.device, Box::new(move || files.work())) {
             // What waits is tried again with the next request; if none comes, the peer's limit ends its wait.
             tracing::warn!(error = %refused.error, "a file cannot be read for a peer");
             lock(&self.state).workers -= 1;
@@ -290,14 +358,14 @@ impl Files {
         loop {
             let mut state = lock(&self.state);
             let next = state.next().and_then(|bytes| Some((bytes, state.waiting.pop_front()?)));
-            let Some((bytes, reading)) = next else {
+            let Some((bytes, waiting)) = next else {
                 state.workers -= 1;
                 return;
             };
-            state.blocks = state.blocks.saturating_sub(reading.asked.blocks.len());
+            state.blocks = state.blocks.saturating_sub(waiting.blocks);
             state.read += bytes;
             drop(state);
-            reading.answer(self);
+            (waiting.answer)(self);
         }
     }
 }
@@ -305,7 +373,7 @@ impl Files {
 impl State {
     /// The bytes of the request whose turn it is, where there is room for them.
     fn next(&self) -> Option<usize> {
-        let bytes = self.waiting.front()?.asked.bytes() as usize;
+        let bytes = self.waiting.front()?.bytes;
         (self.read == 0 || self.read + bytes <= MOST_READ).then_some(bytes)
     }
 }
@@ -322,13 +390,13 @@ fn check_size(op: &'static str, bytes: u64) -> Result<()> {
 }
 
 impl Reading {
-    fn bounce(&self, files: &Arc<Files>) -> Bounce {
+    fn bounce(&self, files: &Arc<Bounces>) -> Bounce {
         let (region, bytes) = (Arc::clone(&self.asked.region), self.asked.bytes() as usize);
-        Bounce { files: Arc::clone(files), region, bytes, buffer: Vec::new(), slot: None }
+        Bounce { files: Arc::clone(files), region, bytes, buffer: Vec::new(), slot: None, charge: None }
     }
 
     /// Reads and sends; the bytes have been counted. Blocks.
-    fn answer(self, files: &Arc<Files>) {
+    fn answer(self, files: &Arc<Bounces>) {
         let mut bounce = self.bounce(files);
         // Until the answer is in its queue: who takes the region back then finds it there, or waits for it here.
         let using = self.asked.region.begin_use("read");
@@ -340,7 +408,7 @@ impl Reading {
     }
 
     /// The same for bytes of a GPU that fit a slot, without waiting for it.
-    fn by_gpu(self, files: &Arc<Files>, slot: Slot) {
+    fn by_gpu(self, files: &Arc<Bounces>, slot: Slot) {
         let bounce = self.bounce(files);
         let (base, pieces) = (self.asked.region.addr as u64, self.asked.pieces());
         let begun = self.asked.region.begin_use("read").and_then(|using| {
@@ -404,16 +472,20 @@ impl Reading {
 
 /// Bytes of a file on their way to a peer.
 pub(super) struct Bounce {
-    files: Arc<Files>,
+    files: Arc<Bounces>,
     region: Arc<RegionCore>,
     bytes: usize,
     buffer: Vec<u8>,
     slot: Option<Slot>,
+    charge: Option<Charge>,
 }
 
 impl Bounce {
-    pub(super) fn region(&self) -> &RegionCore {
-        &self.region
+    /// Makes room, which the peer pays for.
+    fn make_room(&mut self, asked: &Asked, bytes: usize) -> Result<()> {
+        self.charge = Some(asked.flight.charge("read", bytes)?);
+        self.buffer = room::zeros("read", bytes)?;
+        Ok(())
     }
 
     /// The checksums of what was read, block by block: it lies there without gaps.
@@ -443,7 +515,7 @@ impl Bounce {
     fn fill_from_file(&mut self, asked: &Asked, file: &FileSlice) -> Result<RawPart> {
         let ranges = asked.ranges();
         let page = crate::memory::FILE_ALIGNMENT;
-        self.buffer = room::zeros("read", self.bytes + page)?;
+        self.make_room(asked, self.bytes + page)?;
         // The buffer lies in its page as the first range in its own, so that it can go around the page cache.
         let wanted = (file.offset() + ranges.first().map_or(0, |(offset, _)| *offset)) as usize % page;
         let start = (page + wanted - self.buffer.as_ptr().addr() % page) % page;
@@ -467,7 +539,7 @@ impl Bounce {
             let slot = self.slot.insert(passing.into_slot()?);
             return Ok(RawPart { ptr: slot.ptr(), len: self.bytes });
         }
-        self.buffer = room::zeros("read", self.bytes)?;
+        self.make_room(asked, self.bytes)?;
         let into = self.buffer.as_mut_ptr().expose_provenance() as u64;
         // SAFETY: as above; the buffer is as long as the pieces together.
         unsafe {
@@ -475,6 +547,12 @@ impl Bounce {
             ring::pass(gpu, false, &pieces, at, |piece| into + piece.local)?;
         }
         Ok(RawPart { ptr: self.buffer.as_ptr(), len: self.buffer.len() })
+    }
+}
+
+impl Bounced for Bounce {
+    fn region(&self) -> &RegionCore {
+        &self.region
     }
 }
 

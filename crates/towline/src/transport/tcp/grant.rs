@@ -69,15 +69,19 @@ impl GrantHandle {
         self.session.ask_path(wire::Ask { handle: self.handle, path, question }, until)
     }
 
-    /// Tells the owner something about a path; with no words, that nothing is under way there any more.
+    /// Tells the owner something about a path; with no words, that nothing is under way there any more. That goes for all who have
+    /// imported the same ticket: the last of them to let go says it.
     pub(crate) fn tell(&self, path: &dyn Transport, words: &[u8]) -> Result<()> {
+        if words.is_empty() && !self.session.others_have_let_go(self) {
+            return Ok(());
+        }
         let path = path.number().ok_or_else(|| Error::protocol("import", "a path that nobody asks about"))?;
         self.session.tell(wire::Ask { handle: self.handle, path, question: words.to_vec() })
     }
 
     /// Tells that one when the owner wants the region back.
     pub(crate) fn borrow_by(&self, borrowing: Weak<dyn Borrowing>) {
-        self.session.borrows(self.handle, borrowing);
+        self.session.borrows(self, borrowing);
     }
 
     /// Whether the owner has taken the region back; false also where that is not to be seen from here.

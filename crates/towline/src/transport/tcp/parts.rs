@@ -5,12 +5,13 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::files::Bounce;
+use super::files::Written;
+use crate::endpoint::budget::Charge;
 use crate::layout::Piece;
 use crate::memory::{bytes, checked};
 use crate::progress::at_once;
 use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
-use crate::region::{RegionUse, stale};
+use crate::region::{RegionCore, RegionUse, stale};
 use crate::transfer::LocalHold;
 use crate::transport::gpu::ring::Slot;
 use crate::{Error, Kind, Result, room};
@@ -24,7 +25,12 @@ pub(super) enum Keep {
     /// A region that this endpoint serves; the number is the request's.
     Region(Arc<RegionUse>, u64),
     /// Bytes of a file that this endpoint serves; the number is the request's.
-    Bounce(Arc<Bounce>, u64),
+    Bounce(Arc<dyn Bounced>, u64),
+}
+
+/// Bytes of a region that stop over in a buffer. Of no type, so that compilers need not follow all that a buffer names.
+pub(super) trait Bounced: Send + Sync {
+    fn region(&self) -> &RegionCore;
 }
 
 impl Keep {
@@ -90,6 +96,16 @@ pub(super) struct Late {
 // SAFETY: as for `Payload`, whose memory the `Keep` pins. Said here, so that the compiler need not follow every transfer.
 unsafe impl Send for Late {}
 
+/// What a frame takes in its queue, its head apart; queues grow by doubling.
+const FRAME: usize = 2 * size_of::<Frame>();
+
+/// What may wait in a queue without being counted by itself, and by how much it is counted beyond that.
+pub(super) const QUEUE: usize = 4 << 10;
+const QUEUE_STEP: usize = 64 << 10;
+
+/// A queue that has been emptied keeps room for so many frames.
+const ROOM: usize = 8;
+
 struct Frame {
     head: Vec<u8>,
     files: Vec<OwnedFd>,
@@ -102,6 +118,10 @@ struct Frame {
 }
 
 impl Frame {
+    fn cost(&self) -> usize {
+        FRAME + self.head.capacity()
+    }
+
     fn started(&self) -> bool {
         self.head_sent > 0
     }
@@ -142,6 +162,9 @@ const SHORT: usize = 16 << 10;
 /// So many parts weigh as much as a frame.
 const PARTS_PER_WEIGHT: usize = 256;
 
+/// And so many bytes of heads.
+const BYTES_PER_WEIGHT: usize = 4 << 10;
+
 /// The frames that wait to be sent.
 #[derive(Default)]
 pub(super) struct Outgoing {
@@ -150,32 +173,78 @@ pub(super) struct Outgoing {
     parts: usize,
     /// Something that was gathered is in memory that was lent.
     lent: bool,
-    /// The rest of a frame that was begun could not be read: nothing can be sent behind it.
-    broken: bool,
+    /// The rest of a frame that was begun could not be kept, or another frame: nothing can be sent any more.
+    broken: Option<Error>,
+    memory: Memory,
     blocked: bool,
     /// What the event loop was last asked to watch for: reading, writing.
     pub(super) armed: (bool, bool),
+}
+
+/// What a queue takes of this process's memory, payload apart, which is not in it.
+#[derive(Default)]
+struct Memory {
+    used: usize,
+    /// What its session pays for it; nothing where no peer causes it.
+    charge: Option<Charge>,
+    /// What of that is for other things than the queue.
+    apart: u64,
+}
+
+impl Memory {
+    fn add(&mut self, bytes: usize) -> Result<()> {
+        self.used += bytes;
+        let Some(charge) = &mut self.charge else { return Ok(()) };
+        let beyond = self.used.saturating_sub(QUEUE) as u64;
+        if self.apart + beyond <= charge.bytes() {
+            return Ok(());
+        }
+        charge.resize_briefly("answer", self.apart + beyond.next_multiple_of(QUEUE_STEP as u64))
+    }
+
+    fn sub(&mut self, bytes: usize) {
+        self.used -= bytes;
+        if self.used == 0
+            && let Some(charge) = &mut self.charge
+            && charge.bytes() > self.apart
+        {
+            // Giving back is never refused.
+            let _ = charge.resize("answer", self.apart);
+        }
+    }
 }
 
 // SAFETY: as for `Payload`; `gathered` is scratch space that is filled and used under one lock.
 unsafe impl Send for Outgoing {}
 
 impl Outgoing {
+    /// From now on a session pays for what is in it, beside what it has paid already.
+    pub(super) fn paid_by(&mut self, charge: Charge) {
+        self.memory.apart = charge.bytes();
+        self.memory.charge = Some(charge);
+    }
+
     pub(super) fn push(&mut self, head: Vec<u8>, files: Vec<OwnedFd>, payload: Payload, keep: Keep) {
-        if self.broken {
+        if self.broken.is_some() {
             return;
         }
         let payload = match payload {
             Payload::None => Vec::new(),
             Payload::Memory(parts) => parts,
         };
-        self.parts += payload.len();
-        self.frames.push_back(Frame { head, files, payload, keep, head_sent: 0, next: 0 });
+        let frame = Frame { head, files, payload, keep, head_sent: 0, next: 0 };
+        if let Err(error) = self.memory.add(frame.cost()) {
+            self.broken = Some(error);
+            self.clear();
+            return;
+        }
+        self.parts += frame.payload.len();
+        self.frames.push_back(frame);
     }
 
-    /// How much is waiting: frames, and the parts of memory that they name.
+    /// How much is waiting: frames, the bytes of their heads, and the parts of memory that they name.
     pub(super) fn weight(&self) -> usize {
-        self.frames.len() + self.parts / PARTS_PER_WEIGHT
+        self.frames.len() + self.parts / PARTS_PER_WEIGHT + self.memory.used / BYTES_PER_WEIGHT
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -246,7 +315,11 @@ impl Outgoing {
             let Some(rest) = rest else { return };
             bytes = rest;
             self.parts -= first.payload.len();
+            self.memory.sub(first.cost());
             self.frames.pop_front();
+            if self.frames.is_empty() {
+                self.frames.shrink_to(ROOM);
+            }
             if bytes == 0 {
                 return;
             }
@@ -263,22 +336,31 @@ impl Outgoing {
             }
             self.parts -= frame.payload.len();
             if !frame.started() {
+                self.memory.sub(frame.cost());
                 requests.extend(frame.keep.request());
                 return false;
             }
+            let left = frame.payload.iter().skip(frame.next).map(|part| part.len).sum::<usize>();
+            if let Err(error) = self.memory.add(left) {
+                self.broken = Some(error);
+                return true;
+            }
+            let before = frame.cost() + left;
             let mut rest = frame.head.split_off(frame.head_sent);
+            if let Err(cause) = rest.try_reserve_exact(left) {
+                let message = format!("no memory for the {left} bytes of a frame that is half sent");
+                self.broken = Some(Error::new(Kind::Exhausted, "send", message).caused_by(cause));
+                return true;
+            }
             for part in frame.payload.drain(..).skip(frame.next) {
                 let start = rest.len();
-                if rest.try_reserve_exact(part.len).is_err() {
-                    self.broken = true;
-                    break;
-                }
                 rest.resize(start + part.len, 0);
                 // SAFETY: the frame's `Keep` still pins the part's memory; `rest` has room for it.
                 unsafe {
                     let into = rest.as_mut_ptr().add(start);
                     if frame.keep.is_lent() {
-                        self.broken |= checked::read("read", into, part.ptr, part.len).is_err();
+                        let read = checked::read("read", into, part.ptr, part.len);
+                        self.broken = self.broken.take().or(read.err().map(|_| checked::gone("read")));
                     } else {
                         bytes::copy(into, part.ptr, part.len);
                     }
@@ -289,9 +371,11 @@ impl Outgoing {
             frame.files.clear();
             (frame.head_sent, frame.next) = (0, 0);
             frame.keep = Keep::Nothing;
+            // What it was counted with beside its own cost goes again.
+            self.memory.used = self.memory.used + frame.cost() - before;
             true
         });
-        if self.broken {
+        if self.broken.is_some() {
             self.clear();
         }
         requests
@@ -307,18 +391,22 @@ impl Outgoing {
         let at =
             self.frames.iter().position(|frame| frame.keep.request() == Some(request) && !frame.started());
         let withdrawn = at.and_then(|at| self.frames.remove(at));
-        self.parts -= withdrawn.as_ref().map_or(0, |frame| frame.payload.len());
+        if let Some(frame) = &withdrawn {
+            self.parts -= frame.payload.len();
+            self.memory.sub(frame.cost());
+        }
         withdrawn.is_some()
     }
 
-    /// Whether the stream cannot be made whole any more.
-    pub(super) fn is_broken(&self) -> bool {
-        self.broken
+    /// Why the stream cannot be made whole any more, where that is so.
+    pub(super) fn why_broken(&self) -> Option<&Error> {
+        self.broken.as_ref()
     }
 
     pub(super) fn clear(&mut self) {
-        self.frames.clear();
+        self.frames = VecDeque::new();
         self.parts = 0;
+        self.memory.sub(self.memory.used);
     }
 }
 
@@ -350,6 +438,10 @@ pub(super) struct Sink {
     keep: Keep,
     scratch: Option<Box<[u8]>>,
     body: Vec<u8>,
+    /// What its buffers take.
+    charge: Option<Charge>,
+    /// Counts bytes that stop over.
+    written: Option<Written>,
     refusal: Option<Error>,
     given_up: Option<GivenUp>,
 }
@@ -374,7 +466,7 @@ pub(super) fn hung_up(op: &'static str) -> Error {
 unsafe impl Send for Sink {}
 
 /// A payload that goes nowhere is read in portions of this size.
-const SCRATCH: usize = 64 << 10;
+pub(super) const SCRATCH: usize = 16 << 10;
 
 impl Sink {
     /// Parts of registered memory, which `keep` pins.
@@ -418,6 +510,8 @@ impl Sink {
             keep: Keep::Nothing,
             scratch: None,
             body: Vec::new(),
+            charge: None,
+            written: None,
             refusal: None,
             given_up: None,
         }
@@ -433,6 +527,23 @@ impl Sink {
         std::mem::take(&mut self.body)
     }
 
+    /// Is paid for by that.
+    pub(super) fn paid_by(mut self, charge: Charge) -> Sink {
+        self.charge = Some(charge);
+        self
+    }
+
+    /// Is counted there as long as the bytes are here.
+    pub(super) fn counted(mut self, written: Written) -> Sink {
+        self.written = Some(written);
+        self
+    }
+
+    /// For who takes the bytes elsewhere: what they take, and what counts them.
+    pub(super) fn take_charge(&mut self) -> (Option<Charge>, Option<Written>) {
+        (self.charge.take(), self.written.take())
+    }
+
     /// Keeps the reason why the payload goes nowhere.
     pub(super) fn refused(mut self, error: Error) -> Sink {
         self.refusal = Some(error);
@@ -441,9 +552,9 @@ impl Sink {
 
     /// Stops where it is: what is still to come goes nowhere.
     pub(super) fn give_up(&mut self, why: GivenUp) {
-        let (body, refusal) = (self.take_body(), self.refusal.take());
+        let (body, refusal, charge) = (self.take_body(), self.refusal.take(), self.charge.take());
         let given_up = self.given_up.or(Some(why));
-        *self = Sink { body, refusal, given_up, ..Sink::discard() };
+        *self = Sink { body, charge, refusal, given_up, ..Sink::discard() };
     }
 
     /// Whether the whole payload went where it should.
@@ -597,6 +708,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+    use crate::endpoint::budget::Budget;
 
     fn ended(whys: &[GivenUp]) -> Result<()> {
         let mut sink = Sink::buffer(64, Keep::Nothing).unwrap().with_body(b"asked");
@@ -605,6 +717,29 @@ mod tests {
         }
         assert_eq!(sink.take_body(), b"asked");
         sink.outcome("write")
+    }
+
+    #[test]
+    fn a_session_pays_for_what_waits_to_be_sent_and_is_ended_where_it_cannot() {
+        let budget = Budget::new("tests", 8 << 20);
+        let mut outgoing = Outgoing::default();
+        outgoing.paid_by(budget.account().charge("test", 5000).unwrap());
+        let push = |outgoing: &mut Outgoing| {
+            outgoing.push(vec![0; 4000], Vec::new(), Payload::None, Keep::Nothing);
+            budget.used()
+        };
+        for number in 1..=100 {
+            assert!(push(&mut outgoing) >= 5000 + number * 4000 - QUEUE as u64);
+        }
+        while !outgoing.is_empty() {
+            outgoing.sent(4000);
+        }
+        assert_eq!(budget.used(), 5000, "what was sent costs nothing");
+        let pushed = (0..).take_while(|_| push(&mut outgoing) > 5000).count() as u64;
+        assert!(pushed * 4000 < 8 << 20 && outgoing.is_empty());
+        assert_eq!(outgoing.why_broken().unwrap().kind(), Kind::Exhausted);
+        drop(outgoing);
+        assert_eq!(budget.used(), 0);
     }
 
     #[test]

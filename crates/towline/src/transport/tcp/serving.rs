@@ -1,51 +1,47 @@
 //! The owner's side of a connection: verifies tickets, serves requests, and minds the pins of a peer on this host.
 
 mod admitting;
+mod beating;
+mod grants;
 mod local;
 mod standing;
+#[cfg(test)]
+mod tests;
 mod unwanted;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::time::{Duration, Instant};
 
-use self::admitting::{Admitted, Granting};
+use self::admitting::Admitted;
+use self::grants::Grants;
 use self::local::Local;
 pub(super) use self::standing::Standing;
 use self::unwanted::EndingLanes;
-use super::allowance::{Allowance, exhausted};
+use super::allowance::{Allowance, SESSION, exhausted};
 use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Next, Role, Wanted};
 use super::counting::{Counting, Due, Follower};
-use super::files::Files;
+use super::files::{Files, Source, Written};
 use super::parts::{Keep, Landed, Payload, Sink, hung_up, readable};
 use crate::endpoint::EndpointCore;
+use crate::endpoint::budget::{Account, Charge};
 use crate::endpoint::operations::Claimer;
 use crate::fence::applying::Desk;
 use crate::fence::life::LifeView;
 use crate::fence::pins::Side;
 use crate::fence::watcher;
 use crate::identity::Identity;
-use crate::memory::Holder;
 use crate::notify::Notification;
 use crate::progress::socket::Lane;
-use crate::progress::{self, Timer};
-use crate::region::{Deed, stale};
+use crate::progress::{self, Device};
+use crate::region::{Deed, Stream, stale};
 use crate::sync::lock;
 use crate::transport::tcp::apply::{self, Word};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result};
-
-/// While a peer holds a claim, it is asked this often whether it is there.
-const HEARTBEAT: Duration = Duration::from_millis(500);
-
-/// The moments that it waits for: when to beat, when to tell of segments that are gone, and when to look at lanes that are to end.
-const BEAT: u64 = 0;
-const GONE: u64 = 1;
-const ENDING: u64 = 2;
 
 /// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
 const MOST_REDUCED: u64 = 4 << 20;
@@ -58,13 +54,15 @@ pub(crate) struct Serving {
     key: SessionKey,
     challenge: [u8; 32],
     connections: Mutex<Vec<Arc<Connection>>>,
-    grants: Mutex<HashMap<u32, Granting>>,
+    grants: Grants,
     /// Without it the peer may not even send messages.
     standing: Mutex<Standing>,
-    next_handle: AtomicU32,
     counting: Counting,
     announced: Announced,
-    allowance: Arc<Allowance>,
+    pub(super) allowance: Arc<Allowance>,
+    /// What its messages take of the queue of those that are not received yet.
+    messages: Arc<Account>,
+    _charge: Charge,
     files: Arc<Files>,
     ending: EndingLanes,
     pub(super) local: Option<Local>,
@@ -74,6 +72,9 @@ pub(crate) struct Serving {
     beating: AtomicBool,
     /// Heartbeats since the last frame of the peer.
     unanswered: AtomicU32,
+    /// The next frame makes it panic.
+    #[cfg(test)]
+    panics: AtomicBool,
 }
 
 impl Serving {
@@ -88,7 +89,10 @@ impl Serving {
         use std::sync::atomic::AtomicU64;
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Serving::has_room(endpoint, &peer)?;
-        let (local, files) = match Local::offer(endpoint, &peer, connection)? {
+        let allowance = Allowance::new(endpoint.quotas(), endpoint.held.account());
+        let charge = allowance.charge("contact", SESSION)?;
+        let of_connection = allowance.charge("contact", connection.cost())?;
+        let (local, files) = match Local::offer(endpoint, &peer, &allowance, connection)? {
             Some((local, files)) => (Some(local), files),
             None => (None, Vec::new()),
         };
@@ -99,12 +103,13 @@ impl Serving {
             key,
             challenge,
             connections: Mutex::new(vec![Arc::clone(connection)]),
-            grants: Mutex::default(),
+            grants: Grants::default(),
             standing: Mutex::new(standing),
-            next_handle: AtomicU32::new(1),
-            counting: Counting::default(),
+            counting: Counting::new(&allowance),
             announced: Announced::default(),
-            allowance: Allowance::new(endpoint.quotas()),
+            messages: endpoint.notifications.account(),
+            allowance,
+            _charge: charge,
             files: Arc::default(),
             ending: EndingLanes::default(),
             local,
@@ -112,6 +117,8 @@ impl Serving {
             goodbye: AtomicBool::new(false),
             beating: AtomicBool::new(false),
             unanswered: AtomicU32::new(0),
+            #[cfg(test)]
+            panics: AtomicBool::new(false),
         });
         {
             let mut all = lock(&endpoint.serving);
@@ -129,7 +136,7 @@ impl Serving {
             connection.expect_files();
         }
         let ready = wire::Ready { session: serving.id, name: endpoint.name().to_owned(), local };
-        connection.authenticate(serving, Role::Control);
+        connection.authenticate(serving, Role::Control, of_connection);
         let head = Message::from(ready).frame(0, 0, files.len() as u8);
         connection.send(head, files, Payload::None, Keep::Nothing)
     }
@@ -167,6 +174,7 @@ impl Serving {
         let serving = Serving::find(endpoint, id)
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over"))?;
         Serving::has_connection_left(endpoint, &serving.peer)?;
+        let charge = serving.allowance.charge("contact", connection.cost())?;
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         connection.call(transcript);
         lock(&serving.connections).push(Arc::clone(connection));
@@ -181,7 +189,7 @@ impl Serving {
             connection.apply_at(desk);
         }
         let ready = wire::Ready { session: id, name: endpoint.name().to_owned(), local: place };
-        connection.authenticate(serving, Role::Lane);
+        connection.authenticate(serving, Role::Lane, charge);
         connection.send(Message::from(ready).frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
     }
 
@@ -209,17 +217,6 @@ impl Serving {
             .ok_or_else(|| Error::new(Kind::Disconnected, "serve", "the endpoint is closed"))
     }
 
-    /// Stops serving that generation: what comes in goes nowhere, what is not sent yet is answered with `Stale`.
-    pub(crate) fn break_off(&self, generation: u64) {
-        let connections = lock(&self.connections).clone();
-        for connection in connections {
-            connection.discard(|keep| keep.is_generation(generation));
-            for request in connection.withdraw(|keep| keep.is_generation(generation)) {
-                let _ = self.answer_read(&connection, request, Err(stale("read")));
-            }
-        }
-    }
-
     /// Ends it on this side's wish.
     pub(crate) fn close(&self) {
         let connections = lock(&self.connections).clone();
@@ -243,7 +240,7 @@ impl Serving {
             connection.close(error.clone());
             connection.let_go();
         }
-        let grants = std::mem::take(&mut *lock(&self.grants));
+        let grants = self.grants.take();
         self.counting.clear();
         self.files.clear();
         self.ending.clear();
@@ -253,13 +250,13 @@ impl Serving {
         }
         if let Some(endpoint) = self.endpoint.upgrade() {
             if let Some(local) = &self.local {
-                endpoint.notifications.empty(&local.mail);
+                endpoint.notifications.empty(&local.mail, &self.messages);
             }
             lock(&endpoint.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(self));
             let gone =
                 Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
             endpoint.operations.abandon(self.claimer(), &gone);
-            for granting in grants.values() {
+            for granting in &grants {
                 // A peer says goodbye only when nothing of it is under way.
                 if self.goodbye.load(Ordering::Acquire) {
                     granting.lent.back();
@@ -282,7 +279,9 @@ impl Serving {
             return self.answer_import(connection, request, &import);
         }
         let (this, to, count) = (Arc::downgrade(self), Arc::downgrade(connection), import.items.len());
+        let charge = self.allowance.charge("import", import.memory())?;
         let claim = move || {
+            let _charge = charge;
             if let (Some(this), Some(to)) = (this.upgrade(), to.upgrade())
                 && !this.closed.load(Ordering::Acquire)
                 && let Err(error) = this.answer_import(&to, request, &import)
@@ -330,18 +329,6 @@ impl Serving {
         Claimer::Session(self.id)
     }
 
-    /// Asks the peer from time to time whether it is there, while it holds a claim. Between hosts TCP notices by these frames
-    /// that it is gone; a peer that is stopped, anywhere, does not answer them.
-    fn beat(self: &Arc<Self>) {
-        if !self.beating.swap(true, Ordering::AcqRel)
-            && let Ok(reactor) = progress::reactor()
-        {
-            let weak = Arc::downgrade(self);
-            let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now() + HEARTBEAT, timer, BEAT);
-        }
-    }
-
     fn finish(&self, finish: wire::Finish) -> Result<()> {
         let outcome = finish.outcome.map_err(|error| error.into_error("serve"));
         // It may have ended before: the claimer sees that by other means.
@@ -358,7 +345,7 @@ impl Serving {
         let checked = self.announced.take(connection, request).is_some();
         match admitted {
             Ok(Admitted::Bounced(asked)) => {
-                match self.files.read(self, connection, request, asked, checked) {
+                match self.files.at(&asked.source).read(self, connection, request, asked, checked) {
                     Ok(()) => Ok(()),
                     Err(error) => self.answer_read(connection, request, Err(error)),
                 }
@@ -389,16 +376,16 @@ impl Serving {
         connection.send(head, Vec::new(), Payload::None, Keep::Nothing)
     }
 
-    /// Writes what has come for a file. A lane's thread may wait for the disk, and its peer with it; the event loop may
-    /// not.
+    /// Writes what has come for a file or a GPU. A lane's thread may wait for a GPU, and its peer with it; the event loop may not.
+    /// For a disk neither waits; where much waits for disks already, what else the peer sends over that lane does.
     fn write_file(
         self: &Arc<Self>,
         connection: &Arc<Connection>,
         header: Header,
         write: wire::Write,
-        landed: Landed,
+        (landed, charge): (Landed, (Option<Charge>, Option<Written>)),
     ) -> Result<()> {
-        let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
+        let (serving, answered, write_handle) = (Arc::clone(self), Arc::clone(connection), write.handle);
         let work = move || {
             // A disk may take its time, and a GPU cannot be looked at in one step: whoever can see it is told meanwhile.
             let outcome = wanted("write", &answered).and_then(|wanted| {
@@ -409,20 +396,32 @@ impl Serving {
                     }
                 }
             });
-            serving.files.wrote(answered.role(), header.payload_len);
+            drop(charge);
             serving.applied(&answered, header, write.transfer, outcome)
         };
+        let lane = connection.role() == Role::Lane;
+        let device = match self.check("write", write_handle, Access::WRITE, &[]) {
+            Ok((region, ..)) => Source::of(&region).map(|source| source.device()),
+            Err(_) => None,
+        };
+        let hangs = matches!(device, Some(Device::Disk(_)));
         // The event loop reads from a lane before it has become one.
-        if connection.role() == Role::Lane && progress::may_block("write").is_ok() {
+        if lane && !hangs && progress::may_block("write").is_ok() {
             return work();
         }
-        let closed = Arc::clone(connection);
+        let (closed, next) =
+            (Arc::clone(connection), (lane && self.files.is_behind()).then(|| connection.hold_up()));
         let job = Box::new(move || {
             if let Err(error) = work() {
                 closed.close(error);
             }
+            drop(next);
         });
-        progress::pool().spawn(job).map_err(|refused| refused.error)
+        match device {
+            Some(device) => progress::devices().spawn(device, job),
+            None => progress::pool().spawn(job),
+        }
+        .map_err(|refused| refused.error)
     }
 
     /// A piece of a transfer is applied, or not: acts on what waits for it, and answers.
@@ -478,7 +477,7 @@ impl Serving {
             Due::Act(followers) => (followers, true),
             Due::Drop(followers) => (followers, false),
         };
-        for Follower { message, answer } in followers {
+        for Follower { message, answer, .. } in followers {
             let outcome = if act {
                 // A signal whose outcome somebody waits for is a change like a write.
                 self.act(message, answer.as_ref().map(|(connection, _)| &**connection))
@@ -499,7 +498,8 @@ impl Serving {
             Message::Notify(notify) => {
                 self.check_standing()?;
                 let notification = Notification { from: self.peer.clone(), message: notify.message };
-                self.endpoint()?.deliver(notification).map(|()| 0)
+                let charge = self.allowance.charge("notify", notification.cost())?;
+                self.endpoint()?.deliver(notification, Some((&self.messages, charge))).map(|()| 0)
             }
             Message::Signal(signal) => {
                 self.word(awaited, signal.handle, signal.offset, |look, word| match awaited {
@@ -521,7 +521,11 @@ impl Serving {
         // Request 0 wants no answer; a signal that is refused then is not worth the session.
         let alone = request == 0 && matches!(message, Message::Signal(_));
         let answer = (request != 0).then(|| (Arc::clone(connection), request));
-        let settled = self.settle(self.counting.follow(transfer, pieces, Follower { message, answer })?);
+        let settled = self.settle(self.counting.follow(
+            transfer,
+            pieces,
+            Follower { message, answer, _charge: None },
+        )?);
         if alone { Ok(()) } else { settled }
     }
 
@@ -546,18 +550,18 @@ impl Serving {
     }
 }
 
-impl Holder for Serving {
-    fn segment_gone(self: Arc<Self>, segment: u64) {
-        let Some(local) = &self.local else { return };
-        let mut gone = lock(&local.gone);
-        gone.push(segment);
-        // The last use of a segment can end anywhere, also under a connection's lock: the event loop tells.
-        if gone.len() == 1
-            && let Ok(reactor) = progress::reactor()
-        {
-            let weak = Arc::downgrade(&self);
-            let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now(), timer, GONE);
+impl Stream for Serving {
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn break_off(&self, generation: u64) {
+        let connections = lock(&self.connections).clone();
+        for connection in connections {
+            connection.discard(|keep| keep.is_generation(generation));
+            for request in connection.withdraw(|keep| keep.is_generation(generation)) {
+                let _ = self.answer_read(&connection, request, Err(stale("read")));
+            }
         }
     }
 }
@@ -565,44 +569,6 @@ impl Holder for Serving {
 impl Serving {
     pub(super) fn control(&self) -> Option<Arc<Connection>> {
         lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned()
-    }
-
-    fn tell_gone(&self) {
-        let Some(local) = &self.local else { return };
-        let gone = std::mem::take(&mut *lock(&local.gone));
-        let Some(control) = self.control() else { return };
-        for segment in gone {
-            let unmap = Message::from(wire::Unmap { segment }).frame(0, 0, 0);
-            let _ = control.send(unmap, Vec::new(), Payload::None, Keep::Nothing);
-        }
-    }
-}
-
-impl Timer for Serving {
-    fn fired(self: Arc<Self>, key: u64) {
-        match key {
-            GONE => return self.tell_gone(),
-            ENDING => return self.look_at_ending_lanes(),
-            _ => {}
-        }
-        self.beating.store(false, Ordering::Release);
-        let Some(endpoint) = self.endpoint.upgrade() else { return };
-        if self.closed.load(Ordering::Acquire) || !endpoint.operations.any_claimed_by(self.claimer()) {
-            self.unanswered.store(0, Ordering::Relaxed);
-            return;
-        }
-        let silent = HEARTBEAT * self.unanswered.fetch_add(1, Ordering::Relaxed);
-        if silent >= endpoint.limits().no_progress {
-            // It may only be slow, and the session may live on: what it has claimed does not.
-            let message = format!("its claimer has said nothing for {:.1} s", silent.as_secs_f64());
-            endpoint.operations.abandon(self.claimer(), &Error::new(Kind::Timeout, "serve", message));
-            return;
-        }
-        if let Some(control) = self.control() {
-            let ping = Message::from(wire::Ping {}).frame(0, 0, 0);
-            let _ = control.send(ping, Vec::new(), Payload::None, Keep::Nothing);
-            self.beat();
-        }
     }
 }
 
@@ -628,11 +594,12 @@ impl Handler for Arc<Serving> {
         files: Vec<OwnedFd>,
     ) -> Result<()> {
         self.unanswered.store(0, Ordering::Relaxed);
+        #[cfg(test)]
+        assert!(!self.panics.load(Ordering::Relaxed), "on purpose");
         match Message::decode(header.kind, body)? {
             Message::Import(import) => self.import(connection, header.id, import),
             Message::Release(release) => {
-                let released = lock(&self.grants).remove(&release.handle);
-                if let Some(granting) = released {
+                if let Some(granting) = self.grants.release(release.handle) {
                     granting.lent.back();
                 }
                 Ok(())
@@ -653,7 +620,8 @@ impl Handler for Arc<Serving> {
             Message::EndLane(end) => self.end_lane(connection, header.id, &end.lane),
             Message::Finish(finish) => self.finish(finish),
             Message::Check(check) => {
-                self.announced.put(connection, header.id, check.checks);
+                let charge = self.allowance.charge("serve", checks::cost(&check.checks))?;
+                self.announced.put(connection, header.id, check.checks, charge);
                 Ok(())
             }
             Message::Held(_) => self.held(files),
@@ -695,26 +663,31 @@ impl Handler for Arc<Serving> {
         if bytes != header.payload_len {
             return Err(Error::protocol("serve", "the payload's length is not that of its blocks"));
         }
-        // A refusal is answered when the payload has passed, so that the stream stays whole.
-        let admitted = self.admit(handle, Access::WRITE, &blocks, header.id);
+        let buffer = if buffered { bytes as usize } else { 0 };
+        let charge = self.allowance.charge("write", body.len() + buffer);
+        // A refusal is answered when the payload has passed, so that the stream stays whole; there is room for that in any case.
+        let (admitted, mut charge) = match charge {
+            Ok(charge) => (self.admit(handle, Access::WRITE, &blocks, header.id), charge),
+            Err(error) => (Err(error), self.allowance.charge("write", body.len())?),
+        };
         if admitted.is_ok() {
             self.served(handle, Deed::Written(bytes));
         }
-        match admitted {
-            Ok(Admitted::Memory(keep, _)) if buffered => match Sink::buffer(bytes as usize, keep) {
-                Ok(sink) => Ok(sink.with_body(body)),
-                Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
-            },
-            Ok(Admitted::Memory(keep, parts)) => Ok(Sink::memory(parts, keep).with_body(body)),
-            Ok(Admitted::Bounced(asked)) if buffered => {
-                Ok(Sink::discard().refused(asked.no_words("reduce_into")).with_body(body))
+        let sink = match admitted {
+            Ok(Admitted::Memory(keep, _)) if buffered => {
+                Sink::buffer(bytes as usize, keep).unwrap_or_else(|error| Sink::discard().refused(error))
             }
-            Ok(Admitted::Bounced(asked)) => match self.files.sink(connection.role(), &asked, bytes) {
-                Ok(sink) => Ok(sink.with_body(body)),
-                Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
-            },
-            Err(error) => Ok(Sink::discard().refused(error).with_body(body)),
-        }
+            Ok(Admitted::Memory(keep, parts)) => Sink::memory(parts, keep),
+            Ok(Admitted::Bounced(asked)) if buffered => {
+                Sink::discard().refused(asked.no_words("reduce_into"))
+            }
+            Ok(Admitted::Bounced(asked)) => charge
+                .resize("write", body.len() as u64 + bytes)
+                .and_then(|()| self.files.sink(connection.role(), &asked, bytes))
+                .unwrap_or_else(|error| Sink::discard().refused(error)),
+            Err(error) => Sink::discard().refused(error),
+        };
+        Ok(sink.with_body(body).paid_by(charge))
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
@@ -722,6 +695,7 @@ impl Handler for Arc<Serving> {
         let message = Message::decode(header.kind, &sink.take_body())?;
         // Only the bytes of a file or of a GPU stop over.
         let landed = if matches!(message, Message::Write(_)) { sink.take_landed() } else { None };
+        let charge = sink.take_charge();
         let (transfer, outcome) = match message {
             Message::Write(write) if let Some(landed) = landed => {
                 let bytes = landed.bytes(header.payload_len as usize);
@@ -729,10 +703,9 @@ impl Handler for Arc<Serving> {
                     && let Err(error) =
                         checks::compare("write", &write.blocks, sent, &checks::of_bytes(&write.blocks, bytes))
                 {
-                    self.files.wrote(connection.role(), header.payload_len);
                     return self.applied(connection, header, write.transfer, Err(error));
                 }
-                return self.write_file(connection, header, write, landed);
+                return self.write_file(connection, header, write, (landed, charge));
             }
             Message::Write(write) => {
                 // The sink still keeps the memory in place.
@@ -779,6 +752,10 @@ impl Handler for Arc<Serving> {
             Role::Lane => {
                 self.ending.left(connection);
                 lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection));
+                // Nobody knows what a panic has left behind.
+                if error.kind() == Kind::Internal {
+                    self.end(&error);
+                }
             }
         }
         if error.kind() == Kind::Protocol {

@@ -17,6 +17,7 @@ use self::lanes::Lanes;
 use self::pulse::Pulse;
 use self::unquiet::EndingLane;
 use super::Medium;
+use super::asking::Borrowed;
 use super::connection::Connection;
 use super::contact::{self, NoContact};
 use super::grant::GrantHandle;
@@ -36,7 +37,7 @@ use crate::progress::socket::Socket;
 use crate::progress::{self, Timer};
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
-use crate::transport::{Borrowing, Told, cma};
+use crate::transport::{Told, cma};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, FrameKind, Message};
 use crate::{Error, Kind, Result, Ticket};
@@ -69,7 +70,7 @@ pub(crate) struct Session {
     checks: Mutex<HashMap<u64, Vec<u32>>>,
     next_request: AtomicU64,
     /// Who must be told when the owner wants a grant back.
-    pub(super) borrowing: Mutex<HashMap<u32, Weak<dyn Borrowing>>>,
+    pub(super) borrowing: Mutex<HashMap<u32, Borrowed>>,
     /// Held while the frames of one import are sent.
     pub(super) importing: Mutex<()>,
     local: Option<Local>,

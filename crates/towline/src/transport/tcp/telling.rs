@@ -7,6 +7,8 @@ use super::connection::Connection;
 use super::parts::{Keep, Payload};
 use super::serving::Serving;
 use crate::endpoint::EndpointCore;
+use crate::memory::FileSlice;
+use crate::progress::Device;
 use crate::region::{Borrower, Deed};
 use crate::transport::{self, Loan, Question, Told};
 use crate::wire::{self, Message, WireError};
@@ -23,8 +25,22 @@ impl Serving {
         if self.hears(&ask)? {
             return Ok(());
         }
+        let outcome = self.allowance.take("import", 0, 0, None).and_then(|flight| {
+            let question = flight.charge("import", ask.question.capacity())?;
+            Ok((flight, question))
+        });
+        let counted = match outcome {
+            Ok(counted) => counted,
+            Err(error) => {
+                let outcome = Err(WireError::from(&error));
+                let frame = Message::from(wire::Told { outcome }).frame(request, 0, 0);
+                return connection.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+            }
+        };
+        let device = self.answered_by(&ask);
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
+            let _counted = counted;
             let (outcome, files) = match serving.told(&ask).and_then(|told| serving.fits(told)) {
                 Ok(told) => (Ok(told.answer), told.files),
                 Err(error) => (Err(WireError::from(&error)), Vec::new()),
@@ -33,7 +49,16 @@ impl Serving {
             // Where it fails, the connection has ended, and the peer knows.
             let _ = answered.send(frame, files, Payload::None, Keep::Nothing);
         };
-        progress::pool().spawn(Box::new(work)).map_err(|refused| refused.error)
+        progress::devices().spawn(device, Box::new(work)).map_err(|refused| refused.error)
+    }
+
+    /// What answering may hang on: the file that is asked about, or the library behind the path.
+    fn answered_by(&self, ask: &wire::Ask) -> Device {
+        let file = self.granting("import", ask.handle).ok().and_then(|granting| {
+            let region = granting.served.region().upgrade()?;
+            region.file.as_ref().map(FileSlice::device)
+        });
+        file.unwrap_or(Device::Path(ask.path))
     }
 
     /// Takes a word that wants no answer.
@@ -46,13 +71,13 @@ impl Serving {
         }
         let path = transport::numbered(ask.path)?;
         // Without a look at the lease: what was begun within it may end after it.
-        Ok(granting.region.upgrade().is_some_and(|region| path.hears(&region, &ask.question)))
+        Ok(granting.served.region().upgrade().is_some_and(|region| path.hears(&region, &ask.question)))
     }
 
     fn told(self: &Arc<Self>, ask: &wire::Ask) -> Result<Told> {
         let granting = self.granting("import", ask.handle)?;
         let path = transport::numbered(ask.path)?;
-        let (region, _) = self.check("import", ask.handle, Access::NONE, &[])?;
+        let (region, ..) = self.check("import", ask.handle, Access::NONE, &[])?;
         let claims = &granting.claims;
         let pins = self.local.as_ref().map(|local| &local.pins);
         let question = Question { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
@@ -87,8 +112,8 @@ impl Serving {
 }
 
 /// What a grant has lent to its peer: nothing, or the region.
-#[derive(Clone, Default)]
-pub(super) struct Lending(Arc<OnceLock<Arc<State>>>);
+#[derive(Default)]
+pub(super) struct Lending(OnceLock<Arc<State>>);
 
 struct State {
     lent: Lent,

@@ -1,21 +1,48 @@
-//! Workers at a lane: one at a time, called when there is something to do, and leaving when nothing comes.
+//! The event loop at a control connection. Workers at a lane: one at a time, called when there is something to do, and leaving when nothing comes.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Connection, MOST_UNSENT, Next};
+use super::{Connection, MOST_UNSENT, Next, Role};
 use crate::Result;
-use crate::progress::{self, Pool};
+use crate::progress::{self, Pool, Readiness, Source};
+use crate::sync::lock;
 
 /// How long a worker waits for the other side itself before it leaves the lane to the event loop: a few times as long as
 /// the other side needs to empty or fill a socket's buffer. In slices, between which it looks for other work.
 const LINGER: Duration = Duration::from_micros(50);
 const LINGERS: u32 = 8;
 
+/// Something that must be done before more is read from a lane; it is when this is dropped.
+pub(in crate::transport::tcp) struct HeldUp(Arc<Connection>);
+
+impl Drop for HeldUp {
+    fn drop(&mut self) {
+        if self.0.held_up.fetch_sub(1, Ordering::SeqCst) == 1 && !self.0.is_closed() {
+            self.0.drive_soon();
+        }
+    }
+}
+
 impl Connection {
+    /// Reads nothing more from this lane until what is given is dropped. Called by the thread that reads.
+    pub(in crate::transport::tcp) fn hold_up(self: &Arc<Self>) -> HeldUp {
+        self.held_up.fetch_add(1, Ordering::SeqCst);
+        HeldUp(Arc::clone(self))
+    }
+
+    pub(super) fn is_held_up(&self) -> bool {
+        self.held_up.load(Ordering::SeqCst) > 0
+    }
+
+    /// Whether frames are there that nobody looks at, though nothing holds them up any more.
+    pub(super) fn may_go_on(&self) -> bool {
+        !self.is_held_up() && lock(&self.incoming).left_over
+    }
+
     pub(super) fn drive_soon(&self) {
-        if self.driven.swap(true, Ordering::AcqRel) {
+        if self.driven.swap(true, Ordering::SeqCst) {
             return;
         }
         let Some(me) = self.me.upgrade() else { return };
@@ -44,9 +71,9 @@ impl Connection {
                     return;
                 }
             }
-            self.driven.store(false, Ordering::Release);
-            // Somebody may have queued a frame after the pump and before the flag was down.
-            if !self.queue().is_idle() && !self.driven.swap(true, Ordering::AcqRel) {
+            self.driven.store(false, Ordering::SeqCst);
+            // Somebody may have queued a frame, or ended what held it up, after the pump and before the flag was down.
+            if (!self.queue().is_idle() || self.may_go_on()) && !self.driven.swap(true, Ordering::AcqRel) {
                 continue;
             }
             self.arm(&mut self.queue());
@@ -57,6 +84,9 @@ impl Connection {
     /// Waits a moment for the other side: while it is busy with our bytes that is cheaper than to go round the event
     /// loop. Not while other work waits for a thread. True: there is something to do here.
     fn linger(self: &Arc<Self>) -> Result<bool> {
+        if self.is_held_up() {
+            return Ok(false);
+        }
         if self.send_patiently()? {
             return Ok(true);
         }
@@ -86,5 +116,31 @@ impl Connection {
             }
         }
         Ok(false)
+    }
+}
+
+impl Source for Connection {
+    fn ready(self: Arc<Self>, _readiness: Readiness) {
+        if self.role() == Role::Lane {
+            self.drive_soon();
+            return;
+        }
+        let stuck = match self.pump(false) {
+            Ok(stuck) => stuck,
+            Err(error) => return self.close(error),
+        };
+        if self.role() == Role::Lane {
+            // It became one just now.
+            self.driven.store(false, Ordering::SeqCst);
+            if !self.queue().is_idle() || self.may_go_on() {
+                self.drive_soon();
+            }
+        }
+        // Whoever has the frames may not know what this thread could not send. All else that is left to watch for is watched
+        // for already, or is that one's to say.
+        let outgoing = if stuck { Some(self.queue()) } else { self.queue_if_free() };
+        if let Some(mut outgoing) = outgoing {
+            self.arm(&mut outgoing);
+        }
     }
 }

@@ -2,8 +2,10 @@
 
 use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use super::STAGING;
+use crate::endpoint::budget::{Account, Charge};
 use crate::progress::socket::Received;
 use crate::transport::tcp::channel::{Ahead, Channel};
 use crate::transport::tcp::parts::Sink;
@@ -17,10 +19,15 @@ pub(super) struct Incoming {
     pub(super) reading: Reading,
     /// Those of the frame that is being read.
     files: Vec<OwnedFd>,
+    /// Frames may be there that were not looked at, because the lane was held up.
+    pub(super) left_over: bool,
     /// How many frames are to come that may carry descriptors.
     expected: usize,
+    /// What its session pays for a frame that is longer than usual; nothing where no peer causes it.
+    charge: Option<Charge>,
 }
 
+#[allow(clippy::large_enum_variant, reason = "there is one for each connection, and most see payload")]
 pub(super) enum Reading {
     Header,
     Body(Header),
@@ -42,12 +49,18 @@ impl Default for Incoming {
             end: 0,
             reading: Reading::Header,
             files: Vec::new(),
+            left_over: false,
             expected: 0,
+            charge: None,
         }
     }
 }
 
 impl Incoming {
+    pub(super) fn paid_by(&mut self, account: &Arc<Account>) {
+        self.charge = account.charge("receive", 0).ok();
+    }
+
     pub(super) fn expect_files(&mut self) {
         self.expected += 1;
     }
@@ -126,6 +139,9 @@ impl Incoming {
 
     /// Moves what has come into a buffer of that length, in which it fits.
     pub(super) fn resize(&mut self, len: usize) -> Result<()> {
+        if let Some(charge) = &mut self.charge {
+            charge.resize_briefly("receive", len.saturating_sub(STAGING) as u64)?;
+        }
         let mut other = room::zeros("receive", len)?;
         let there = self.end - self.start;
         other[..there].copy_from_slice(&self.staging[self.start..self.end]);

@@ -5,12 +5,12 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+use super::grants::{GRANT, Granting, no_such_grant};
 use super::{Serving, Standing};
 use crate::endpoint::EndpointCore;
-use crate::memory::{Holder, Place, checked};
+use crate::memory::{Holder, checked};
 use crate::progress::socket::RawPartMut;
-use crate::region::{Deed, Entry, RegionCore, RegionUse, stale};
-use crate::sync::lock;
+use crate::region::{Deed, RegionCore, RegionUse, SERVED, Served, stale};
 use crate::ticket::Claims;
 use crate::transport::tcp::checks;
 use crate::transport::tcp::connection::{Connection, Role};
@@ -44,22 +44,6 @@ impl Admitted {
     }
 }
 
-/// What a handle of the peer stands for.
-#[derive(Clone)]
-pub(in crate::transport::tcp) struct Granting {
-    pub(in crate::transport::tcp) region: Weak<RegionCore>,
-    pub(in crate::transport::tcp) claims: Claims,
-    pub(in crate::transport::tcp) lent: Lending,
-    /// Where the peer's deeds are counted: for the region, and for the endpoint.
-    entries: [Arc<Entry>; 2],
-}
-
-impl Granting {
-    pub(in crate::transport::tcp) fn count(&self, deed: Deed) {
-        self.entries.iter().for_each(|entry| entry.count(deed));
-    }
-}
-
 impl Serving {
     /// Verifies one ticket and remembers what it allows.
     pub(super) fn grant(
@@ -71,34 +55,68 @@ impl Serving {
     ) -> Result<Grant> {
         let proven = proven(&self.challenge, item.operation.as_ref());
         let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &proven)?;
-        self.allowance.check_grants(lock(&self.grants).len())?;
+        // Before the ticket claims anything: what is granted then is not refused any more.
+        let new = match self.grants.again(&item.ticket, &claims) {
+            Some(handle) => Err(handle),
+            None => {
+                self.allowance.check_grants(self.grants.count())?;
+                Ok(self.granting_of(endpoint, &region, claims.clone())?)
+            }
+        };
         // A claim that is refused gives no descriptor away.
-        if let Some(operation) = &item.operation {
-            let of = (region.row, region.generation);
-            let who = self.claimer();
-            endpoint.operations.claim(operation, who, &self.peer.name, of, claims.access)?;
-            self.beat();
-        }
-        let attached = self.pass(&region, passed, files).inspect_err(|error| {
-            if let Some(operation) = &item.operation {
-                let _ = endpoint.operations.finish(operation, self.claimer(), Err(error.clone()));
+        let admitted = self.claim_with(endpoint, item, &region, &claims).and_then(|()| {
+            self.pass(&region, passed, files).inspect_err(|error| {
+                if let Some(operation) = &item.operation {
+                    let _ = endpoint.operations.finish(operation, self.claimer(), Err(error.clone()));
+                }
+            })
+        });
+        let attached = admitted.inspect_err(|_| {
+            if let Err(handle) = &new {
+                self.grants.release(*handle);
             }
         })?;
-        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        let mut grant = region.grant(&claims, handle, attached);
+        let mut grant = region.grant(&claims, 0, attached);
         if self.local.is_none() {
             grant.segment = None;
         }
-        let entries = [&region.ledger, &endpoint.ledger].map(|ledger| ledger.of(&self.peer));
-        let granting =
-            Granting { region: Arc::downgrade(&region), claims, lent: Lending::default(), entries };
+        let standing = Standing::new(&region, &claims);
+        grant.handle = match new {
+            Ok(granting) => self.grants.add(&item.ticket, granting),
+            Err(handle) => handle,
+        };
+        self.holds_another(standing);
+        Ok(grant)
+    }
+
+    fn claim_with(
+        self: &Arc<Self>,
+        endpoint: &EndpointCore,
+        item: &ImportItem,
+        region: &RegionCore,
+        claims: &Claims,
+    ) -> Result<()> {
+        let Some(operation) = &item.operation else { return Ok(()) };
+        let of = (region.row, region.generation);
+        endpoint.operations.claim(operation, self.claimer(), &self.peer.name, of, claims.access)?;
+        self.beat();
+        Ok(())
+    }
+
+    fn granting_of(
+        self: &Arc<Self>,
+        endpoint: &EndpointCore,
+        region: &Arc<RegionCore>,
+        claims: Claims,
+    ) -> Result<Granting> {
+        let charge = self.allowance.charge("import", GRANT)?;
+        let entries = || [&region.ledger, &endpoint.ledger].map(|ledger| ledger.of(&self.peer));
+        let served = region.serve_over(self, entries, self.allowance.charge("import", SERVED)?);
+        let granting = Granting { served, claims, lent: Lending::default(), _charge: charge };
         if self.local.is_some() {
             granting.count(Deed::GivenAway);
         }
-        let standing = Standing::new(&region, &granting.claims);
-        lock(&self.grants).insert(handle, granting);
-        self.holds_another(standing);
-        Ok(grant)
+        Ok(granting)
     }
 
     /// Lets a peer on this host touch the region directly; true where its segment's descriptor must go along.
@@ -133,17 +151,12 @@ impl Serving {
         request: u64,
     ) -> Result<Admitted> {
         let op = if needed == Access::READ { "read" } else { "write" };
-        let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start)| {
+        let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start, served)| {
             let bytes = blocks.iter().map(|block| u64::from(block.len)).sum();
-            let flight = self.allowance.take(op, bytes)?;
-            let source = match (&region.file, region.place) {
-                (Some(file), _) => Some(Source::File(file.clone())),
-                (None, Place::Cuda(ordinal)) => Some(Source::Gpu(ordinal)),
-                (None, _) => None,
-            };
-            if let Some(source) = source {
+            let flight = self.allowance.take(op, bytes, blocks.len(), Some(served))?;
+            if let Some(source) = Source::of(&region) {
                 let blocks = blocks.to_vec();
-                return Ok(Admitted::Bounced(Asked { region, source, start, blocks, _flight: flight }));
+                return Ok(Admitted::Bounced(Asked { region, source, start, blocks, flight }));
             }
             let base = region.addr + start as usize;
             let admitted = Admitted::memory(region.begin_use_with(op, flight)?, base, blocks, request);
@@ -166,8 +179,7 @@ impl Serving {
     pub(super) fn refused(&self, handle: u32) {
         let Some(endpoint) = self.endpoint.upgrade() else { return };
         endpoint.refused.fetch_add(1, Ordering::Relaxed);
-        let granting = lock(&self.grants).get(&handle).cloned();
-        match granting {
+        match self.grants.find(handle) {
             Some(granting) => granting.count(Deed::Refused),
             None => endpoint.ledger.of(&self.peer).count(Deed::Refused),
         }
@@ -175,7 +187,7 @@ impl Serving {
 
     /// Counts a request that is served.
     pub(super) fn served(&self, handle: u32, deed: Deed) {
-        if let Some(granting) = lock(&self.grants).get(&handle) {
+        if let Some(granting) = self.grants.find(handle) {
             granting.count(deed);
         }
     }
@@ -197,9 +209,8 @@ impl Serving {
         }
     }
 
-    pub(in crate::transport::tcp) fn granting(&self, op: &'static str, handle: u32) -> Result<Granting> {
-        let granting = lock(&self.grants).get(&handle).cloned();
-        granting.ok_or_else(|| Error::new(Kind::NotFound, op, "there is no such grant"))
+    pub(in crate::transport::tcp) fn granting(&self, op: &'static str, handle: u32) -> Result<Arc<Granting>> {
+        self.grants.find(handle).ok_or_else(|| no_such_grant(op))
     }
 
     pub(in crate::transport::tcp) fn check(
@@ -208,7 +219,7 @@ impl Serving {
         handle: u32,
         needed: Access,
         blocks: &[Block],
-    ) -> Result<(Arc<RegionCore>, u64)> {
+    ) -> Result<(Arc<RegionCore>, u64, Arc<Served>)> {
         let granting = self.granting(op, handle)?;
         let claims = &granting.claims;
         if !claims.access.contains(needed) {
@@ -228,8 +239,8 @@ impl Serving {
                 format!("{} bytes at offset {} do not lie within {length} bytes", block.len, block.offset),
             ));
         }
-        let region = granting.region.upgrade().ok_or_else(|| stale(op))?;
-        Ok((region, claims.range.start))
+        let region = granting.served.region().upgrade().ok_or_else(|| stale(op))?;
+        Ok((region, claims.range.start, Arc::clone(&granting.served)))
     }
 
     /// The checksums of blocks in memory, which somebody keeps in place meanwhile.
@@ -249,7 +260,7 @@ impl Serving {
                 "a request with checksums is too long for the control connection",
             ));
         }
-        let (region, start) = self.check(op, handle, needed, blocks)?;
+        let (region, start, _) = self.check(op, handle, needed, blocks)?;
         let _in_place = region.begin_use(op)?;
         let base = (region.addr + start as usize) as *const u8;
         let ranges =

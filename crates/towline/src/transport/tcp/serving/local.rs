@@ -1,19 +1,31 @@
 //! What a peer of the same user on this host is given, so that it can copy by itself.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Instant;
 
+use super::Serving;
+use super::beating::GONE;
 use crate::endpoint::EndpointCore;
 use crate::fence::applying::{Desk, Places};
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
 use crate::identity::Identity;
+use crate::memory::Holder;
 use crate::notify::{Mail, Mailbox};
 use crate::progress::socket::Family;
+use crate::progress::{self, Timer};
 use crate::region::{PeerPins, PeerProcess};
+use crate::sync::lock;
+use crate::transport::tcp::allowance::Allowance;
 use crate::transport::tcp::connection::Connection;
+use crate::transport::tcp::parts::{Keep, Payload};
 use crate::transport::tcp::sharing;
+use crate::wire::{self, Message};
 use crate::{Error, Kind, Result};
+
+/// What it takes: the pages that are shared with it, which it can make this process hold as a whole.
+pub(super) const LOCAL: usize = PinPage::BYTES + Mailbox::LEN + (4 << 10);
 
 /// A peer of the same user on this host.
 pub(in crate::transport::tcp) struct Local {
@@ -35,6 +47,7 @@ impl Local {
     pub(super) fn offer(
         endpoint: &Arc<EndpointCore>,
         peer: &Identity,
+        allowance: &Allowance,
         connection: &Arc<Connection>,
     ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
         let socket = connection.socket().socket();
@@ -53,6 +66,8 @@ impl Local {
         let (Some(table), Some(doorbell)) = (endpoint.table.fd(), endpoint.bell.event()) else {
             return Err(Error::owner_gone("contact", "the owner has closed its endpoint"));
         };
+        // As long as the pins count, which may be long after the session: until the process ends that holds them.
+        let charge = allowance.charge("contact", LOCAL)?;
         let mut page = PinPage::create()?;
         let pins = page.take_fd().ok_or_else(|| Error::new(Kind::Internal, "contact", "no page"))?;
         let table = table.try_clone().map_err(failed)?;
@@ -62,8 +77,12 @@ impl Local {
         let hold = watcher::hold(Arc::clone(&page), Side::Owner)
             .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the peer"))
             .ok();
-        let pins_of_peer =
-            PeerPins::new(page, &peer.name, PeerProcess::of(neighbour.process, neighbour.pid), endpoint);
+        let pins_of_peer = PeerPins::new(
+            page,
+            &peer.name,
+            PeerProcess::of(neighbour.process, neighbour.pid),
+            (endpoint, charge),
+        );
         let weak = Arc::downgrade(connection);
         let mail = Arc::new(Mail {
             from: peer.clone(),
@@ -83,5 +102,33 @@ impl Local {
             places: Arc::default(),
         };
         Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
+    }
+}
+
+impl Holder for Serving {
+    fn segment_gone(self: Arc<Self>, segment: u64) {
+        let Some(local) = &self.local else { return };
+        let mut gone = lock(&local.gone);
+        gone.push(segment);
+        // The last use of a segment can end anywhere, also under a connection's lock: the event loop tells.
+        if gone.len() == 1
+            && let Ok(reactor) = progress::reactor()
+        {
+            let weak = Arc::downgrade(&self);
+            let timer: Weak<dyn Timer> = weak;
+            reactor.at(Instant::now(), timer, GONE);
+        }
+    }
+}
+
+impl Serving {
+    pub(super) fn tell_gone(&self) {
+        let Some(local) = &self.local else { return };
+        let gone = std::mem::take(&mut *lock(&local.gone));
+        let Some(control) = self.control() else { return };
+        for segment in gone {
+            let unmap = Message::from(wire::Unmap { segment }).frame(0, 0, 0);
+            let _ = control.send(unmap, Vec::new(), Payload::None, Keep::Nothing);
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use super::Serving;
-use super::admitting::Granting;
+use super::grants::Granting;
 use crate::endpoint::EndpointCore;
 use crate::region::{Deed, RegionCore, stale};
 use crate::sync::lock;
@@ -31,7 +31,11 @@ impl Standing {
     }
 
     fn of_grant(granting: &Granting) -> Standing {
-        Standing { region: granting.region.clone(), expires_ms: granting.claims.expires_ms, was_last: false }
+        Standing {
+            region: Weak::clone(granting.served.region()),
+            expires_ms: granting.claims.expires_ms,
+            was_last: false,
+        }
     }
 
     fn check(&self, now_ms: u64) -> Result<()> {
@@ -54,10 +58,11 @@ impl Serving {
         let mut standing = lock(&self.standing);
         let Err(ended) = standing.check(now_ms) else { return Ok(()) };
         if !standing.was_last {
-            let grants = lock(&self.grants);
-            let good =
-                grants.values().map(Standing::of_grant).filter(|standing| standing.check(now_ms).is_ok());
-            match good.max_by_key(|standing| standing.expires_ms.unwrap_or(u64::MAX)) {
+            let good = |granting: &Granting| {
+                let standing = Standing::of_grant(granting);
+                standing.check(now_ms).is_ok().then_some(standing)
+            };
+            match self.grants.best(good, |standing| standing.expires_ms.unwrap_or(u64::MAX)) {
                 Some(good) => {
                     *standing = good;
                     return Ok(());

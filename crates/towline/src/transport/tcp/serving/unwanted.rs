@@ -3,7 +3,8 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use super::{ENDING, Serving};
+use super::Serving;
+use super::beating::ENDING;
 use crate::progress::{self, Timer};
 use crate::sync::lock;
 use crate::transport::tcp::allowance::exhausted;

@@ -250,7 +250,7 @@ impl Session {
             local.mappings.let_go();
         }
         let borrowing: Vec<_> =
-            lock(&self.borrowing).drain().filter_map(|(_, borrowing)| borrowing.upgrade()).collect();
+            lock(&self.borrowing).drain().flat_map(|(_, one)| one.living().collect::<Vec<_>>()).collect();
         for one in borrowing {
             one.recalled();
         }

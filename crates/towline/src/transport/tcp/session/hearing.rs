@@ -129,12 +129,7 @@ impl Session {
                     local.mappings.forget(unmap.segment);
                 }
             }
-            Message::Recall(recall) => {
-                let borrowing = lock(&self.borrowing).get(&recall.handle).and_then(Weak::upgrade);
-                if let Some(borrowing) = borrowing {
-                    borrowing.recalled();
-                }
-            }
+            Message::Recall(recall) => self.recall(recall.handle),
             Message::Ping(_) => self.tell(wire::Pong {})?,
             Message::Pong(_) => {}
             Message::Bye(bye) => return Err(self.goodbye(bye)),
