@@ -19,6 +19,7 @@ pub mod process;
 pub mod proxy;
 pub mod random;
 pub mod raw;
+pub mod rogue;
 pub mod serving;
 pub mod skip;
 pub mod soak;

@@ -3,6 +3,7 @@
 //! The endpoint is in a worker, so that its descriptors can be counted from outside while tests run side by side.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
+mod answers;
 mod former;
 mod greed;
 mod holder;

@@ -16,8 +16,8 @@ use crate::{Error, Kind, Result, Ticket};
 const IMPORTS_PER_FRAME: usize = 128;
 
 /// The answer to one Import frame, and who waits for it.
-#[derive(Default)]
 pub(super) struct Reply {
+    tickets: usize,
     inner: Mutex<Waiting>,
     came: Condvar,
 }
@@ -38,6 +38,15 @@ pub(super) struct Answer {
 }
 
 impl Reply {
+    fn to(tickets: usize) -> Reply {
+        Reply { tickets, inner: Mutex::default(), came: Condvar::new() }
+    }
+
+    /// How many were shown.
+    pub(super) fn tickets(&self) -> usize {
+        self.tickets
+    }
+
     /// The owner has answered, or never will.
     pub(super) fn fill(&self, session: &Session, answer: Result<Answer>) {
         let mut inner = lock(&self.inner);
@@ -122,7 +131,7 @@ pub(crate) struct Imported {
 pub(crate) struct Importing {
     session: Arc<Session>,
     claim: Option<OperationId>,
-    waiting: Vec<(Arc<Reply>, usize)>,
+    waiting: Vec<Arc<Reply>>,
     until: Instant,
     timer: Option<TimerId>,
 }
@@ -153,9 +162,9 @@ impl Session {
                     operation,
                 })
                 .collect();
-            let reply = Arc::new(Reply::default());
+            let reply = Arc::new(Reply::to(some.len()));
             let request = self.expect(Pending::Import(Arc::clone(&reply)))?;
-            importing.waiting.push((reply, some.len()));
+            importing.waiting.push(reply);
             self.ask_for_files(Message::from(Import { items }).frame(request, 0, 0))?;
         }
         Ok(importing)
@@ -175,8 +184,8 @@ impl Importing {
 
     /// The answers, once all of them are there.
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Imported>> {
-        let missing = self.waiting.iter().find(|(reply, _)| !reply.is_there(cx));
-        if let Some((reply, _)) = missing
+        let missing = self.waiting.iter().find(|reply| !reply.is_there(cx));
+        if let Some(reply) = missing
             && Instant::now() < self.until
         {
             if self.timer.is_none()
@@ -194,15 +203,10 @@ impl Importing {
     fn collect(&mut self) -> Result<Imported> {
         let mut imported = Imported { outcomes: Vec::new(), _mapped: Vec::new() };
         while !self.waiting.is_empty() {
-            let (reply, expected) = &self.waiting[0];
-            let answer = reply.wait(self.until).unwrap_or_else(|| {
+            let answer = self.waiting[0].wait(self.until).unwrap_or_else(|| {
                 Err(Error::new(Kind::Timeout, "import", "the owner did not answer in time")
                     .on(self.session.medium().name())
                     .with_peer(self.session.peer_name()))
-            });
-            let answer = answer.and_then(|answer| match answer.granted.items.len() == *expected {
-                true => Ok(answer),
-                false => Err(Error::protocol("import", "the owner answered for another number of tickets")),
             });
             match answer {
                 Ok(answer) => {
@@ -246,7 +250,7 @@ impl Drop for Importing {
         if let (Some(timer), Ok(reactor)) = (self.timer, progress::reactor()) {
             reactor.cancel(timer);
         }
-        for (reply, _) in self.waiting.drain(..) {
+        for reply in self.waiting.drain(..) {
             reply.abandon(&self.session, self.claim);
         }
     }

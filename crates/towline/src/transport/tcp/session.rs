@@ -3,6 +3,7 @@
 mod ending;
 mod hearing;
 mod lanes;
+mod owed;
 mod pulse;
 
 use std::collections::HashMap;
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use self::hearing::ToSession;
 use self::lanes::Lanes;
+use self::owed::{Due, Owed};
 use self::pulse::Pulse;
 use super::Medium;
 use super::connection::Connection;
@@ -36,7 +38,7 @@ use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
 use crate::transport::{Borrowing, Told, cma};
 use crate::wire::handshake::SessionKey;
-use crate::wire::{self, Message};
+use crate::wire::{self, FrameKind, Message};
 use crate::{Error, Kind, Result, Ticket};
 
 /// While something is in flight between hosts, a frame goes out at least this often, so that a peer that does not acknowledge
@@ -63,6 +65,8 @@ pub(crate) struct Session {
     /// Transfers that wait for lanes: nothing of them is pending yet.
     starting: Mutex<Vec<Weak<Run>>>,
     pending: Mutex<HashMap<u64, Pending>>,
+    /// Taken under the lock of what is pending: a request goes from the one to the other.
+    owed: Mutex<Owed>,
     /// Checksums that have come ahead of the bytes, by request.
     checks: Mutex<HashMap<u64, Vec<u32>>>,
     next_request: AtomicU64,
@@ -154,6 +158,7 @@ impl Session {
             opening: Mutex::default(),
             starting: Mutex::default(),
             pending: Mutex::default(),
+            owed: Mutex::default(),
             checks: Mutex::default(),
             next_request: AtomicU64::new(1),
             borrowing: Mutex::default(),
@@ -278,16 +283,47 @@ impl Session {
         Ok(request)
     }
 
-    /// Forgets a request; whoever succeeds is the one to report its end.
+    /// Forgets a request that was answered, or was never sent; whoever succeeds is the one to report its end.
     pub(super) fn forget(&self, request: u64) -> Option<Pending> {
+        self.take(request, false)
+    }
+
+    /// Forgets a request that may have been sent, and that the owner may answer yet.
+    pub(super) fn give_up(&self, request: u64) -> Option<Pending> {
+        self.take(request, true)
+    }
+
+    fn take(&self, request: u64, owed: bool) -> Option<Pending> {
         let mut pending = lock(&self.pending);
         let forgotten = pending.remove(&request);
+        if !owed {
+            lock(&self.owed).settle(request);
+        } else if let Some(one) = &forgotten
+            && let Some((over, due)) = self.due(one)
+            // Whoever closes it has nothing to do with those that are given up afterwards.
+            && !over.is_closed()
+        {
+            lock(&self.owed).note(request, due);
+        }
         // Nobody waits for these any more, if some have come.
         let mut checks = lock(&self.checks);
         if !checks.is_empty() {
             checks.retain(|request, _| pending.contains_key(request));
         }
         forgotten
+    }
+
+    /// The answer that a request is to have, and the connection over which it comes.
+    fn due<'a>(&'a self, pending: &'a Pending) -> Option<(&'a Arc<Connection>, Due)> {
+        let (kind, over) = match pending {
+            Pending::Import(_) => (FrameKind::Granted, self.control.get()?),
+            Pending::Ask(_) => (FrameKind::Told, self.control.get()?),
+            Pending::Atomic { .. } => (FrameKind::Done, self.control.get()?),
+            Pending::Unit { run, unit, connection } => {
+                (if run.changes(*unit) { FrameKind::Done } else { FrameKind::Data }, connection)
+            }
+        };
+        Some((over, Due::new(kind, over)))
     }
 
     /// Sends a request whose answer nobody waits for.

@@ -20,7 +20,8 @@ impl Serving {
         request: u64,
         ask: wire::Ask,
     ) -> Result<()> {
-        if self.hears(&ask)? {
+        // Request 0 wants no answer, also where its grant is gone.
+        if self.hears(&ask)? || request == 0 {
             return Ok(());
         }
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));

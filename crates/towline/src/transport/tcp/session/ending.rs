@@ -33,7 +33,7 @@ impl Session {
             .filter(|(_, pending)| pending.changing().is_none())
             .map(|(request, _)| *request)
             .collect();
-        self.stopped(reads);
+        self.stopped(reads.into_iter().filter_map(|request| self.give_up(request)));
         self.settle();
     }
 
@@ -49,13 +49,14 @@ impl Session {
     /// the one does the other, for all of them: to anybody who comes later, a request without a frame looks like one that was sent.
     /// Bytes of the transfer that are coming in go nowhere from here on, and those that come later neither: their request may be ended.
     pub(in crate::transport::tcp) fn take_back(&self, connection: &Connection, transfer: u64) {
-        self.stopped(connection.withdraw(|keep| keep.is_transfer(transfer)));
+        let unsent = connection.withdraw(|keep| keep.is_transfer(transfer));
+        self.stopped(unsent.into_iter().filter_map(|request| self.forget(request)));
         connection.discard(|keep| keep.is_transfer(transfer));
     }
 
-    fn stopped(&self, requests: Vec<u64>) {
+    fn stopped(&self, requests: impl Iterator<Item = Pending>) {
         for request in requests {
-            if let Some(Pending::Unit { run, unit, .. }) = self.forget(request) {
+            if let Pending::Unit { run, unit, .. } = request {
                 run.failed(unit, run.transfer.stop_error());
             }
         }
@@ -207,6 +208,7 @@ impl Session {
                 })
                 .map(|(request, _)| *request)
                 .collect();
+            lock(&self.owed).gone(lane);
             requests.into_iter().filter_map(|request| pending.remove(&request)).collect()
         };
         for pending in lost {
