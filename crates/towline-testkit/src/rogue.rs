@@ -3,6 +3,9 @@
 //! It proves to be the owner of its ticket, since anybody else is turned away by the handshake, and then answers as it is told to:
 //! see [`play`](crate::using::play) for all it may be told.
 
+mod acting;
+mod pages;
+
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -21,6 +24,7 @@ use towline::wire::KeyRef;
 use towline::wire::handshake::{LinkBase, ServerHandshake, SessionKey};
 use towline::{Access, Identity, Incarnation};
 
+pub use self::acting::{Actor, CANARY, STEP};
 use crate::attacker::Medium;
 use crate::random::Random;
 
@@ -127,13 +131,15 @@ pub struct Grant {
     pub segment: Option<(u64, u64, u64, bool)>,
     /// The paths that may be asked about.
     pub offers: u8,
+    /// Whether it is said to be a file.
+    pub disk: bool,
 }
 
 impl Grant {
     /// Of a whole region of that length, for reading and writing.
     pub fn whole(length: u64) -> Grant {
         let (handle, row, generation) = (9, ROW, GENERATION);
-        Grant { handle, row, generation, offset: 0, length, access: 3, segment: None, offers: 0 }
+        Grant { handle, row, generation, offset: 0, length, access: 3, segment: None, offers: 0, disk: false }
     }
 }
 
@@ -148,8 +154,8 @@ pub fn granted(id: u64, grants: &[Grant], files: u8) -> Vec<u8> {
         body.extend(grant.offset.to_le_bytes());
         body.extend(grant.length.to_le_bytes());
         body.push(grant.access);
-        // On the host, without a layout.
-        body.extend([0; 6]);
+        // Where it is, and no layout.
+        body.extend([if grant.disk { 2 } else { 0 }, 0, 0, 0, 0, 0]);
         body.push(u8::from(grant.segment.is_some()));
         if let Some((id, len, offset, attached)) = grant.segment {
             body.extend(id.to_le_bytes());
@@ -274,6 +280,14 @@ impl Link {
         taken
     }
 
+    /// Some of the next bytes, at most as many; none at the end of the connection.
+    pub fn take_some(&mut self, most: u64) -> Vec<u8> {
+        let mut some = vec![0; most.min(256 << 10) as usize];
+        let taken = self.read_some(&mut some).unwrap_or(0);
+        some.truncate(taken);
+        some
+    }
+
     /// Whatever comes within that time, and whether the user has hung up.
     pub fn drain(&mut self, time: Duration) -> (Vec<u8>, bool) {
         let (mut all, mut some) = (Vec::new(), vec![0; 64 << 10]);
@@ -354,6 +368,8 @@ impl Rogue {
             }
             Medium::Tcp => {
                 let door = TcpListener::bind("127.0.0.1:0").unwrap();
+                // Its connections have it from here: little fits on the way to an owner that takes nothing.
+                rustix::net::sockopt::set_socket_recv_buffer_size(&door, 16 << 10).unwrap();
                 let address = door.local_addr().unwrap();
                 (Door::Tcp(door), Reach::Tcp(address))
             }

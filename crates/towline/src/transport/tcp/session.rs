@@ -449,7 +449,7 @@ impl Local {
         match (rows, files.next(), files.next(), files.next(), files.next()) {
             (Some(rows), Some(table), Some(pins), Some(doorbell), Some(mailbox)) => Ok(Some(Local {
                 table: TableView::map(table, rows)?,
-                pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
+                pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)?),
                 mailbox: Mailbox::map(&mailbox)?,
                 pid: owner.pid,
                 mappings: Mappings::default(),
