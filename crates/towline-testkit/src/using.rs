@@ -33,7 +33,7 @@ const LOCAL: usize = SMALL * SMALL_PARTS + LARGE * LARGE_PARTS;
 static CANARIES: [u8; LOCAL] = [CANARY; LOCAL];
 
 /// What is sent from, or received over.
-const USED: [u8; LARGE] = [0x11; LARGE];
+static USED: [u8; LARGE] = [0x11; LARGE];
 
 /// Steps of one input.
 const MOST_STEPS: usize = 96;

@@ -91,18 +91,27 @@ impl Actor {
         let Some(mut link) = self.rogue.as_ref().and_then(|rogue| rogue.meet(PATIENCE)) else { return };
         let how = input.byte();
         self.disk = how & 8 != 0;
+        match how & 0xf6 {
+            // Not a word, the end, or nonsense in place of the word that it is ready.
+            0x10 => {}
+            0x30 => link.hang_up(),
+            0x50 => link.send(&input.take(STEP).repeat(8)),
+            _ => self.be_ready(&mut link, how, &mut input),
+        }
+        self.sides.push(Side { link, left: 0 });
+    }
+
+    fn be_ready(&mut self, link: &mut Link, how: u8, input: &mut Input<'_>) {
         if how & 1 != 0 {
-            let pages = Pages::new(self.length, self.incarnation, &mut input);
+            let pages = Pages::new(self.length, self.incarnation, input);
             let rows = if how & 0xf0 == 0xf0 { input.number() as u32 } else { ROWS };
             let files = pages.files();
             let files = if how & 0xf6 == 0x20 { &files[..3] } else { &files[..] };
             link.send_with_files(&ready(Some(rows), 4), files);
-            drop(pages.files());
             self.pages = Some(pages);
         } else {
             link.send(&ready(None, 0));
         }
-        self.sides.push(Side { link, left: 0 });
     }
 
     /// One step. Returns how many canaries have been seen until now.

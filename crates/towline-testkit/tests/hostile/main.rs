@@ -7,6 +7,7 @@ mod answers;
 mod former;
 mod greed;
 mod holder;
+mod middle;
 mod owner;
 mod stranger;
 
