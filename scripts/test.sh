@@ -248,15 +248,15 @@ step_fuzz() {
     corpus=(crates/*/tests/wire/corpus/"$target")
     # A target without a stored corpus begins with nothing.
     [[ -e ${corpus[0]} ]] || corpus=()
-    limit=-max_total_time=$((share > 0 ? share : 1))
     case $target in
     server) corpus=(crates/towline-testkit/tests/serving/corpus) ;;
     user) corpus=(crates/towline-testkit/tests/using/corpus) ;;
     esac
-    [[ -z $fuzz_runs || ($target != server && $target != user) ]] || limit=-runs=$fuzz_runs
+    limit=("-max_total_time=$((share > 0 ? share : 1))")
+    [[ -z $fuzz_runs || ($target != server && $target != user) ]] || limit=("-runs=$fuzz_runs" "-fork=$(nproc)")
     mkdir -p "fuzz/corpus/$target"
     check cargo "+$nightly" fuzz run "$target" "fuzz/corpus/$target" "${corpus[@]}" -- \
-      "$limit" -max_len=4096 -timeout=60 -print_final_stats=1
+      "${limit[@]}" -max_len=4096 -timeout=60 -print_final_stats=1
   done
 }
 

@@ -14,7 +14,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -302,15 +302,18 @@ impl Link {
 
     /// Whether there are bytes, or the end, within that time.
     pub fn has_bytes(&self, time: Duration) -> bool {
-        let until = Instant::now() + time;
-        let fd = match &self.stream {
-            Stream::Unix(stream) => stream.as_fd(),
-            Stream::Tcp(stream) => stream.as_fd(),
-        };
-        let left = until.saturating_duration_since(Instant::now());
-        let time = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-        poll(&mut fds, Some(&time)).is_ok_and(|ready| ready > 0)
+        Link::await_any([self].into_iter(), time)
+    }
+
+    /// Whether any of them has bytes, or has ended, within that time.
+    fn await_any<'a>(links: impl Iterator<Item = &'a Link>, time: Duration) -> bool {
+        let fds: Vec<_> = links
+            .map(|link| match &link.stream {
+                Stream::Unix(stream) => stream.as_fd(),
+                Stream::Tcp(stream) => stream.as_fd(),
+            })
+            .collect();
+        has_come(&fds, time)
     }
 
     /// Ends both directions.
@@ -402,8 +405,7 @@ impl Rogue {
             Door::Unix(door) => door.as_fd(),
             Door::Tcp(door) => door.as_fd(),
         };
-        let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
-        if !poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&time)).is_ok_and(|ready| ready > 0) {
+        if !has_come(&[fd], time) {
             return None;
         }
         let stream = match &self.door {
@@ -453,6 +455,13 @@ impl Rogue {
         link.send(&ready(None, 0));
         link
     }
+}
+
+/// Whether there is something to read from any of them within that time.
+fn has_come(fds: &[BorrowedFd<'_>], time: Duration) -> bool {
+    let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
+    let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+    poll(&mut fds, Some(&time)).is_ok_and(|ready| ready > 0)
 }
 
 fn nanoseconds() -> u64 {

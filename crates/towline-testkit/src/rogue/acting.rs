@@ -163,7 +163,7 @@ impl Actor {
         drop(self.rogue.take());
         for side in &mut self.sides {
             // What is being sent comes by and by.
-            let wait = if side.left > 0 { MOMENT * 4 } else { Duration::ZERO };
+            let wait = if side.left > 0 { MOMENT } else { Duration::ZERO };
             let (bytes, _) = side.link.drain(wait);
             self.canaries += canaries(&bytes);
             side.link.hang_up();
@@ -183,10 +183,12 @@ impl Actor {
 
     /// Takes what has come; of what is too long, a part.
     fn hear(&mut self) {
-        let mut wait = if self.asked.is_empty() { MOMENT } else { Duration::ZERO };
+        if self.asked.is_empty() {
+            Link::await_any(self.sides.iter().map(|side| &side.link), MOMENT / 8);
+        }
         for (number, side) in self.sides.iter_mut().enumerate() {
             loop {
-                if side.left > 0 && self.deaf == 0 && side.link.has_bytes(MOMENT) {
+                if side.left > 0 && self.deaf == 0 && side.link.has_bytes(MOMENT / 8) {
                     let bytes = side.link.take_some(side.left);
                     self.canaries += canaries(&bytes);
                     side.left -= bytes.len() as u64;
@@ -195,9 +197,8 @@ impl Actor {
                     }
                     continue;
                 }
-                let heard = if side.left == 0 { side.link.hear_within(wait) } else { None };
+                let heard = if side.left == 0 { side.link.hear_within(Duration::ZERO) } else { None };
                 let Some(heard) = heard else { break };
-                wait = Duration::ZERO;
                 side.left = heard.payload;
                 if matches!(
                     heard.kind,
