@@ -26,7 +26,7 @@ help:
 	@echo "make bench            measure each path beside its limit"
 	@echo "make bench-python     measure the Python package beside Rust (release build of both)"
 	@echo "make bench-comm       measure groups of ranks beside the machine, and Open MPI and gloo where installed"
-	@echo "make fuzz             fuzz the decoders and the server for FUZZ_SECONDS ($(FUZZ_SECONDS)) in all"
+	@echo "make fuzz             fuzz the decoders and both sides of a session for FUZZ_SECONDS ($(FUZZ_SECONDS)) in all; FUZZ_RUNS=10000000: so many inputs for each side"
 	@echo "make fmt              format the code"
 	@echo "make clean-tools      remove what was installed in .tools, .venv and .venv-torch"
 

@@ -169,6 +169,7 @@ step_soak() {
 nightly=${NIGHTLY:-nightly}
 host=$(rustc -vV | sed -n 's/^host: //p')
 fuzz_seconds=${FUZZ_SECONDS:-60} # for all targets together
+fuzz_runs=${FUZZ_RUNS:-} # of each role of a session, the user and the server, however long they take
 
 # Says why the nightly toolchain, or that component of it, cannot be used.
 nightly_lacks() {
@@ -180,7 +181,8 @@ nightly_lacks() {
   echo "the nightly toolchain lacks $component (rustup component add --toolchain $nightly $component)"
 }
 
-# The core's own tests. Leaks are not looked for: threads and tables that live as long as the process are meant to.
+# The core's own tests, and those in which the other side is hostile: peers and owners, their programs and their frames. Leaks are
+# not looked for: threads and tables that live as long as the process are meant to.
 step_asan() {
   local reason
   if reason=$(nightly_lacks); then
@@ -189,9 +191,13 @@ step_asan() {
   fi
   RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
     run_tests cargo "+$nightly" test -p towline --lib --target "$host" --no-fail-fast
-  log=$logs/asan-serving.log
+  log=$logs/asan-hostile.log
   RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
-    run_tests cargo "+$nightly" test -p towline-testkit --test serving --target "$host" --no-fail-fast
+    TOWLINE_PROGRAMS=${TOWLINE_PROGRAMS:-2000} \
+    run_tests cargo "+$nightly" test -p towline-testkit --test serving --test using --test hostile --target "$host" --no-fail-fast
+  log=$logs/asan-faults.log
+  RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
+    run_tests cargo "+$nightly" test -p towline-testkit --test faults --target "$host" --no-fail-fast -- containers walls
 }
 
 # Without those whose order is made by fences alone, by another process, or through two mappings of one page: this sanitizer knows none
@@ -224,7 +230,7 @@ step_miri() {
 
 # Every target for its share of the time, from the corpus of the repository on.
 step_fuzz() {
-  local reason targets target share corpus
+  local reason targets target share corpus limit
   if reason=$(nightly_lacks); then
     skip fuzzing "$reason"
     return
@@ -242,10 +248,15 @@ step_fuzz() {
     corpus=(crates/*/tests/wire/corpus/"$target")
     # A target without a stored corpus begins with nothing.
     [[ -e ${corpus[0]} ]] || corpus=()
-    [[ $target != server ]] || corpus=(crates/towline-testkit/tests/serving/corpus)
+    case $target in
+    server) corpus=(crates/towline-testkit/tests/serving/corpus) ;;
+    user) corpus=(crates/towline-testkit/tests/using/corpus) ;;
+    esac
+    limit=("-max_total_time=$((share > 0 ? share : 1))")
+    [[ -z $fuzz_runs || ($target != server && $target != user) ]] || limit=("-runs=$fuzz_runs" "-fork=$(nproc)")
     mkdir -p "fuzz/corpus/$target"
     check cargo "+$nightly" fuzz run "$target" "fuzz/corpus/$target" "${corpus[@]}" -- \
-      -max_total_time=$((share > 0 ? share : 1)) -max_len=4096 -timeout=60 -print_final_stats=1
+      "${limit[@]}" -max_len=4096 -timeout=60 -print_final_stats=1
   done
 }
 

@@ -63,6 +63,11 @@ impl Attacker {
         Attacker { stream, said: Vec::new() }
     }
 
+    /// Over a connection that it has already.
+    pub fn over(stream: TcpStream) -> Attacker {
+        Attacker { stream: Stream::Tcp(stream), said: Vec::new() }
+    }
+
     /// The first frame of somebody who holds that ticket.
     pub fn hello(ticket: &Ticket) -> (ClientHandshake, Vec<u8>) {
         static NEXT: AtomicU64 = AtomicU64::new(0);

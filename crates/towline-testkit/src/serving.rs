@@ -15,6 +15,7 @@ use towline::wire::{
 use towline::{Access, Dtype, Endpoint, ReduceOp, Registered, SystemStorage};
 
 use crate::attacker::{Attacker, Medium};
+use crate::input::Input;
 use crate::oracle::Stamp;
 
 const LEN: usize = 64 << 10;
@@ -52,25 +53,7 @@ fn owner() -> &'static Owner {
     })
 }
 
-/// The bytes of an input, taken one after the other; zeros at the end.
-struct Input<'a>(&'a [u8]);
-
 impl Input<'_> {
-    fn byte(&mut self) -> u8 {
-        match self.0 {
-            [first, rest @ ..] => {
-                let first = *first;
-                self.0 = rest;
-                first
-            }
-            [] => 0,
-        }
-    }
-
-    fn number(&mut self) -> u64 {
-        (0..8).fold(0, |all, _| all << 8 | u64::from(self.byte()))
-    }
-
     /// An offset: mostly inside, sometimes at the edge, sometimes anywhere.
     fn offset(&mut self) -> u64 {
         match self.byte() % 8 {
@@ -97,13 +80,6 @@ impl Input<'_> {
 
     fn handle(&mut self, granted: u32) -> u32 {
         if self.byte().is_multiple_of(8) { self.number() as u32 } else { granted }
-    }
-
-    fn take(&mut self, len: usize) -> Vec<u8> {
-        let len = len.min(self.0.len());
-        let (taken, rest) = self.0.split_at(len);
-        self.0 = rest;
-        taken.to_vec()
     }
 
     fn ticket(&mut self, right: &Ticket) -> Vec<u8> {

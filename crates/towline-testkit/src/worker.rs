@@ -25,11 +25,13 @@ use towline::{
 };
 
 pub use self::pinning::play;
+use crate::attacker::Medium;
 use crate::forced::as_forced;
 use crate::lending;
 use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
 use crate::random::Random;
+use crate::rogue::Actor;
 
 type Answer = Result<(String, Vec<u8>), Failure>;
 
@@ -105,6 +107,7 @@ pub fn main_with(further: Further) {
         pinned: HashMap::new(),
         views: Vec::new(),
         operation: None,
+        rogue: None,
         next: 0,
         returning: None,
         orders,
@@ -132,6 +135,7 @@ struct Worker {
     pinned: HashMap<u64, Pinned>,
     views: Vec<Registered<OffsetBuffer>>,
     operation: Option<operations::Operation>,
+    rogue: Option<Actor>,
     next: u64,
     /// The code that the worker is to end with.
     returning: Option<i32>,
@@ -169,6 +173,14 @@ impl<'a> Words<'a> {
 
 fn bad(message: impl Into<String>) -> Failure {
     Failure { kind: Kind::Invalid, message: message.into() }
+}
+
+/// Bytes in hex, up to something else.
+fn bytes_of(hex: &str) -> Vec<u8> {
+    hex.as_bytes()
+        .chunks(2)
+        .map_while(|two| u8::from_str_radix(std::str::from_utf8(two).ok()?, 16).ok())
+        .collect()
 }
 
 fn said(text: impl ToString) -> Answer {
@@ -225,6 +237,21 @@ impl Worker {
             "wait-signal" => {
                 let region = self.region(&mut words)?;
                 said(region.wait_signal(words.take()?, words.take()?, words.millis()?)?)
+            }
+            "rogue-open" => {
+                let medium = if words.text()? == "tcp" { Medium::Tcp } else { Medium::Unix };
+                let rogue = self.rogue.insert(Actor::open(medium, words.take()?));
+                said(rogue.ticket())
+            }
+            order @ ("rogue-meet" | "rogue-act" | "rogue-end") => {
+                let step = bytes_of(words.text()?);
+                let rogue = self.rogue.as_mut().ok_or_else(|| bad("no rogue is open"))?;
+                match order {
+                    "rogue-meet" => rogue.meet(&step),
+                    "rogue-act" => drop(rogue.act(&step)),
+                    _ => drop(rogue.end()),
+                }
+                said(rogue.canaries())
             }
             "deregister" => self.deregister(&mut words),
             "recycle" => self.recycle(&mut words),

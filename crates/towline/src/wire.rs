@@ -148,6 +148,12 @@ impl FrameKind {
         }
     }
 
+    /// Returns whether it is a request, whose id comes again in its answer, or what goes ahead of one.
+    pub(crate) fn is_answered(self) -> bool {
+        use FrameKind::*;
+        matches!(self, Import | Ask | Read | Write | Reduce | Atomic | Signal | Check)
+    }
+
     /// Returns whether header and body are padded: not in the handshake.
     fn is_padded(self) -> bool {
         self as u8 >= FrameKind::Import as u8

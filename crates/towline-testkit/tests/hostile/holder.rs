@@ -8,8 +8,8 @@ use std::time::Duration;
 use towline::ticket::Ticket;
 use towline::wire::handshake::{ClientHandshake, ClientKey};
 use towline::wire::{
-    Atomic, AtomicOp, Block, Data, Done, FrameKind, Granted, Import, ImportItem, KeyRef, Message, Prove,
-    Read, Reduce, Signal, Write,
+    Ask, Atomic, AtomicOp, Block, Data, Done, FrameKind, Granted, Import, ImportItem, KeyRef, Message, Ping,
+    Prove, Read, Reduce, Signal, Write,
 };
 use towline::{Access, Dtype, Endpoint, Identity, Incarnation, Isolation, ReduceOp, Routing, SystemStorage};
 use towline_testkit::random::Random;
@@ -331,4 +331,20 @@ fn an_owner_that_enforces_isolation_gives_nobody_its_memory() {
     let audit = region.audit();
     let here = audit.peers.iter().find(|peer| peer.peer == "here").unwrap();
     assert_eq!((here.reads, here.unseen), ((1, LEN as u64), false), "{audit}");
+}
+
+#[test]
+fn a_word_that_wants_no_answer_gets_none_also_about_a_grant_that_is_gone() {
+    let mut target = Target::open("a_word_that_wants_no_answer_gets_none_also_about_a_grant_that_is_gone");
+    for medium in [Medium::Unix, Medium::Tcp] {
+        let mut holder = Attacker::connect(&target.ticket, medium);
+        holder.log_in(&target.ticket);
+        let word = Ask { handle: 4711, path: 2, question: b"let go".to_vec() };
+        holder.send(&Message::from(word).frame(0, 0, 0));
+        // A worker would answer it.
+        assert!(holder.frame_within(Duration::from_millis(50)).is_none(), "over {medium:?}");
+        holder.send(&Message::from(Ping {}).frame(9, 0, 0));
+        assert_eq!(holder.frame().expect("an answer").0.kind, FrameKind::Pong, "over {medium:?}");
+    }
+    target.is_unharmed();
 }

@@ -3,11 +3,13 @@
 //! The endpoint is in a worker, so that its descriptors can be counted from outside while tests run side by side.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
+mod answers;
 mod borrower;
 mod former;
 mod greed;
 mod holder;
 mod memory;
+mod middle;
 mod owner;
 mod stranger;
 

@@ -5,9 +5,12 @@
 use std::marker::PhantomData;
 #[cfg(test)]
 use std::os::fd::BorrowedFd;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use rustix::fs::OFlags;
 
 use crate::fence::life;
 use crate::fence::protocol::{self, Machine};
@@ -139,11 +142,17 @@ impl PinPage {
         Ok(PinPage { mapping, fd: None, doorbell: None })
     }
 
-    /// Gives the eventfd that a release rings while the owner drains.
-    #[must_use]
-    pub(crate) fn with_doorbell(mut self, doorbell: OwnedFd) -> PinPage {
+    /// Gives the eventfd that a release rings while the owner drains. Anything else could block whoever rings, or end it by a signal.
+    pub(crate) fn with_doorbell(mut self, doorbell: OwnedFd) -> Result<PinPage> {
+        let link = std::fs::read_link(format!("/proc/self/fd/{}", doorbell.as_raw_fd()))
+            .map_err(|error| Error::os("connect", "readlink of /proc/self/fd", error))?;
+        let flags = rustix::fs::fcntl_getfl(&doorbell)
+            .map_err(|error| Error::os("connect", "fcntl(F_GETFL)", error))?;
+        if link != Path::new("anon_inode:[eventfd]") || !flags.contains(OFlags::NONBLOCK) {
+            return Err(Error::protocol("connect", "the doorbell is not an eventfd that never blocks"));
+        }
         self.doorbell = Some(doorbell);
-        self
+        Ok(self)
     }
 
     #[cfg(test)]

@@ -115,12 +115,19 @@ pub(crate) fn reopen_read_only(fd: &OwnedFd, op: &'static str) -> Result<OwnedFd
         .map_err(|error| Error::os(op, "open of /proc/self/fd", error))
 }
 
-/// Maps a file that a peer sent: refused unless it is a memory file that is large enough and cannot shrink.
+/// What `fstatfs` says of a memory file of huge pages: those can be missing when they are touched.
+const HUGETLBFS: u64 = 0x9584_58f6;
+
+/// Maps a file that a peer sent: refused unless it is a memory file of ordinary pages that is large enough and cannot shrink.
 pub(crate) fn map_received(fd: &OwnedFd, len: usize, writable: bool, op: &'static str) -> Result<Mapping> {
     let seals = rustix::fs::fcntl_get_seals(fd)
         .map_err(|error| Error::protocol(op, "the descriptor is not a memory file").caused_by(error))?;
     if !seals.contains(SealFlags::SHRINK) {
         return Err(Error::protocol(op, "the memory file is not sealed against shrinking"));
+    }
+    let system = rustix::fs::fstatfs(fd).map_err(|error| Error::os(op, "fstatfs", error))?;
+    if system.f_type as u64 == HUGETLBFS {
+        return Err(Error::protocol(op, "the memory file has huge pages, of which there may be too few"));
     }
     let size = rustix::fs::fstat(fd).map_err(|error| Error::os(op, "fstat", error))?.st_size;
     if u64::try_from(size).unwrap_or(0) < len as u64 {

@@ -179,7 +179,7 @@ fn a_pin_is_seen_until_it_is_released_and_then_rings() {
     let (table, view, claim) = table_with_one_region();
     let owner = PinPage::create().unwrap();
     let doorbell = eventfd();
-    let initiator = second_mapping(&owner).with_doorbell(doorbell.try_clone().unwrap());
+    let initiator = second_mapping(&owner).with_doorbell(doorbell.try_clone().unwrap()).unwrap();
     let row = view.row(claim.row).unwrap();
 
     let pin = initiator.pin_thread(3, row, claim.generation).ok().unwrap();
@@ -489,7 +489,7 @@ fn recycled_bytes_are_never_read_under_a_pin() {
     let view = TableView::map(table.fd().unwrap().try_clone().unwrap(), 4).unwrap();
     let owner = PinPage::create().unwrap();
     let doorbell = eventfd();
-    let initiator = Arc::new(second_mapping(&owner).with_doorbell(doorbell.try_clone().unwrap()));
+    let initiator = Arc::new(second_mapping(&owner).with_doorbell(doorbell.try_clone().unwrap()).unwrap());
     let bytes: Vec<AtomicU64> = (0..WORDS).map(|offset| AtomicU64::new(fill(1, offset))).collect();
     // Row and generation as a ticket would carry them; 0 ends the test.
     let ticket = AtomicU64::new(0);
@@ -575,4 +575,28 @@ fn recycled_bytes_are_never_read_under_a_pin() {
             .fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
         assert!(good > 0, "{good} good, {stale} stale, {waits} waits");
     });
+}
+
+#[test]
+fn a_doorbell_that_could_block_or_kill_whoever_rings_is_refused() {
+    let blocking = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    let pipe = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::NONBLOCK).unwrap().1;
+    let folder = std::fs::File::open("/").unwrap().into();
+    for wrong in [blocking, pipe, folder] {
+        let owner = PinPage::create().unwrap();
+        let refused = second_mapping(&owner).with_doorbell(wrong).err().unwrap();
+        assert_eq!(refused.kind(), Kind::Protocol, "{refused}");
+    }
+}
+
+#[test]
+fn pages_of_a_pool_that_may_be_empty_are_refused() {
+    use rustix::fs::{MemfdFlags, SealFlags};
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+    // A kernel without such pages has no such files either.
+    let Ok(file) = rustix::fs::memfd_create("test", flags) else { return };
+    rustix::fs::ftruncate(&file, 2 << 20).unwrap();
+    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+    let refused = crate::fence::shared::map_received(&file, 4096, true, "connect").err().unwrap();
+    assert_eq!(refused.kind(), Kind::Protocol, "{refused}");
 }

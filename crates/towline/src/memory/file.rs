@@ -88,7 +88,18 @@ impl FileSlice {
         let mut files = files.into_iter();
         let buffered =
             files.next().ok_or_else(|| Error::protocol("import", "the file's descriptor did not come"))?;
-        FileSlice::of_len(FileBytes::new(buffered, files.next(), writable), offset, len)
+        let direct = files.next();
+        // Of a pipe, a device or a folder an access would block, or be no access to bytes.
+        for file in [Some(&buffered), direct.as_ref()].into_iter().flatten() {
+            let stat = rustix::fs::fstat(file).map_err(|error| Error::os("import", "fstat", error))?;
+            if !rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file() {
+                return Err(Error::protocol(
+                    "import",
+                    "the owner handed over something that is no plain file",
+                ));
+            }
+        }
+        FileSlice::of_len(FileBytes::new(buffered, direct, writable), offset, len)
     }
 
     /// The descriptor of the file: the one for direct input and output, where there is one.

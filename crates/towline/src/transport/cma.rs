@@ -112,7 +112,8 @@ impl Direct for Process {
             if row.len() < self.end {
                 return Err(Error::protocol(op.name(), "the grant reaches beyond the region"));
             }
-            let remote = (row.addr() + self.offset) as usize;
+            // The owner can write anything there: an address that it has not is the kernel's to refuse.
+            let remote = row.addr().wrapping_add(self.offset) as usize;
             let mut near = Vec::with_capacity(pieces.len().min(IOV_MAX));
             let mut far = Vec::with_capacity(pieces.len().min(IOV_MAX));
             for batch in pieces.chunks(IOV_MAX) {
@@ -122,7 +123,7 @@ impl Direct for Process {
                 for piece in batch {
                     let len = piece.len as usize;
                     near.push(iovec(local.wrapping_add(piece.local as usize), len));
-                    far.push(iovec((remote + piece.remote as usize) as *mut u8, len));
+                    far.push(iovec(remote.wrapping_add(piece.remote as usize) as *mut u8, len));
                     bytes += len;
                 }
                 // SAFETY: the local ranges are kept by the caller; the remote ones are the kernel's to check.
@@ -140,7 +141,7 @@ impl Direct for Process {
     fn signal(&self, signal: Signal) -> Result<()> {
         // The owner raises it. What it would refuse is refused here, where the caller learns of it.
         self.handle.pinned("signal", |row| {
-            if !(row.addr() + self.offset + signal.offset).is_multiple_of(8) {
+            if !row.addr().wrapping_add(self.offset).wrapping_add(signal.offset).is_multiple_of(8) {
                 return Err(misaligned("signal", signal.offset));
             }
             self.handle.session().signal(&self.handle, signal)

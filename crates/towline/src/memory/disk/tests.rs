@@ -256,3 +256,16 @@ fn a_file_system_that_takes_neither_direct_io_nor_reservation_serves_all_the_sam
     let said = String::from_utf8_lossy(&ran.stdout);
     assert!(ran.status.success() && said.contains("1 passed"), "{said}");
 }
+
+#[test]
+fn what_an_owner_hands_over_as_its_file_is_a_plain_file() {
+    let pipe = || rustix::pipe::pipe().unwrap().0;
+    let open = |path: &str| OwnedFd::from(std::fs::File::open(path).unwrap());
+    for wrong in [pipe(), open("/"), open("/dev/zero")] {
+        let refused = FileSlice::passed(vec![wrong], false, 0, 1).unwrap_err();
+        assert_eq!(refused.kind(), Kind::Protocol, "{refused}");
+    }
+    let direct = FileSlice::passed(vec![open("/proc/self/exe"), pipe()], false, 0, 1).unwrap_err();
+    assert_eq!(direct.kind(), Kind::Protocol, "{direct}");
+    FileSlice::passed(vec![open("/proc/self/exe")], false, 0, 1).unwrap();
+}

@@ -22,7 +22,7 @@ impl Session {
                 Err(Error::new(Kind::Timeout, "import", message))
             })
         });
-        self.forget(request);
+        self.give_up(request);
         told.map_err(|error| error.with_peer(self.peer_name()))
     }
 

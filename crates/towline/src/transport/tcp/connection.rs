@@ -291,7 +291,7 @@ impl Connection {
         let mut outgoing = match self.outgoing.try_lock() {
             Ok(outgoing) => self.with_late(outgoing),
             Err(TryLockError::WouldBlock) if self.role() == Role::Lane => {
-                return self.send_late(Late { head, files, payload, keep });
+                return self.send_late(Late::Frame { head, files, payload, keep });
             }
             Err(_) => self.queue(),
         };
@@ -351,10 +351,26 @@ impl Connection {
 
     fn with_late<'a>(&'a self, mut outgoing: MutexGuard<'a, Outgoing>) -> MutexGuard<'a, Outgoing> {
         for late in std::mem::take(&mut *lock(&self.late)) {
-            let Late { head, files, payload, keep } = late;
-            outgoing.push(head, files, payload, keep);
+            match late {
+                Late::Frame { head, files, payload, keep } => outgoing.push(head, files, payload, keep),
+                // Whoever sends next learns of it.
+                Late::Answer(request) => drop(outgoing.answered(request)),
+            }
         }
         outgoing
+    }
+
+    /// Initiator: an answer to that request has come. One that comes before all of the request was sent breaks the protocol.
+    ///
+    /// While another thread is sending, nobody knows how much was sent: on a control connection that one looks, or who sends next.
+    pub(super) fn answered(&self, request: u64) -> Result<()> {
+        match self.queue_if_free() {
+            Some(mut outgoing) => outgoing.answered(request),
+            None => {
+                lock(&self.late).push(Late::Answer(request));
+                Ok(())
+            }
+        }
     }
 
     /// Whether there is nothing that waits to be sent.
@@ -463,6 +479,7 @@ impl Connection {
 
     /// Sends as much as the socket takes.
     fn flush(&self, outgoing: &mut Outgoing) -> Result<()> {
+        outgoing.check_answers()?;
         while let Some((head, files)) = outgoing.descriptors() {
             // Descriptors travel with the first byte of their frame, so its head goes alone.
             let borrowed: Vec<_> = files.iter().map(AsFd::as_fd).collect();

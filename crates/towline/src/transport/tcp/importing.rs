@@ -16,8 +16,8 @@ use crate::{Error, Kind, Result, Ticket, interrupt};
 const IMPORTS_PER_FRAME: usize = 128;
 
 /// The answer to one Import frame, and who waits for it.
-#[derive(Default)]
 pub(super) struct Reply {
+    tickets: usize,
     inner: Mutex<Waiting>,
     came: Condvar,
 }
@@ -38,6 +38,15 @@ pub(super) struct Answer {
 }
 
 impl Reply {
+    fn to(tickets: usize) -> Reply {
+        Reply { tickets, inner: Mutex::default(), came: Condvar::new() }
+    }
+
+    /// How many were shown.
+    pub(super) fn tickets(&self) -> usize {
+        self.tickets
+    }
+
     /// The owner has answered, or never will.
     pub(super) fn fill(&self, session: &Session, answer: Result<Answer>) {
         let mut inner = lock(&self.inner);
@@ -159,7 +168,7 @@ impl Session {
                     operation,
                 })
                 .collect();
-            let reply = Arc::new(Reply::default());
+            let reply = Arc::new(Reply::to(some.len()));
             let request = self.expect(Pending::Import(Arc::clone(&reply)))?;
             let kept = |ticket: &&Ticket| operation.is_none().then(|| ticket.encode().into_boxed_slice());
             importing.waiting.push((reply, some.iter().map(kept).collect()));
@@ -201,14 +210,10 @@ impl Importing {
     fn collect(&mut self) -> Result<Imported> {
         let mut imported = Imported { outcomes: Vec::new(), _mapped: Vec::new() };
         while !self.waiting.is_empty() {
-            let (reply, tickets) = &self.waiting[0];
+            let (reply, _) = &self.waiting[0];
             let answer = reply.wait(self.until).unwrap_or_else(|| {
                 let message = format!("the owner did not answer over {} in time", self.session.medium());
                 Err(Error::new(Kind::Timeout, "import", message).with_peer(self.session.peer_name()))
-            });
-            let answer = answer.and_then(|answer| match answer.granted.items.len() == tickets.len() {
-                true => Ok(answer),
-                false => Err(Error::protocol("import", "the owner answered for another number of tickets")),
             });
             match answer {
                 Ok(answer) => {

@@ -14,6 +14,7 @@ use crate::progress::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::region::{RegionCore, RegionUse, stale};
 use crate::transfer::LocalHold;
 use crate::transport::gpu::ring::Slot;
+use crate::wire::Header;
 use crate::{Error, Kind, Result, room};
 
 /// What keeps the memory behind a payload in place.
@@ -85,12 +86,16 @@ pub(super) enum Payload {
 // SAFETY: the parts are addresses; whoever uses them holds the `Keep` that pins the memory.
 unsafe impl Send for Payload {}
 
-/// A frame that is not in its queue yet.
-pub(super) struct Late {
-    pub(super) head: Vec<u8>,
-    pub(super) files: Vec<OwnedFd>,
-    pub(super) payload: Payload,
-    pub(super) keep: Keep,
+/// What the queue is to learn, and has not yet.
+pub(super) enum Late {
+    Frame {
+        head: Vec<u8>,
+        files: Vec<OwnedFd>,
+        payload: Payload,
+        keep: Keep,
+    },
+    /// An answer to that request has come.
+    Answer(u64),
 }
 
 // SAFETY: as for `Payload`, whose memory the `Keep` pins. Said here, so that the compiler need not follow every transfer.
@@ -107,6 +112,8 @@ const QUEUE_STEP: usize = 64 << 10;
 const ROOM: usize = 8;
 
 struct Frame {
+    /// The request that it is, or 0.
+    request: u64,
     head: Vec<u8>,
     files: Vec<OwnedFd>,
     payload: Vec<RawPart>,
@@ -115,6 +122,12 @@ struct Frame {
     head_sent: usize,
     /// The first part that has not been sent whole; parts that were cut short have their start moved.
     next: usize,
+}
+
+/// The request that a frame with that head is, or 0: what follows in one piece with it has the same number.
+fn requested(head: &[u8]) -> u64 {
+    let header = head.first_chunk().and_then(|head| Header::decode(head).ok());
+    header.filter(|header| header.kind.is_answered()).map_or(0, |header| header.id)
 }
 
 impl Frame {
@@ -176,6 +189,10 @@ pub(super) struct Outgoing {
     /// The rest of a frame that was begun could not be kept, or another frame: nothing can be sent any more.
     broken: Option<Error>,
     memory: Memory,
+    /// No request that waits has a lower number.
+    lowest: u64,
+    /// The answer to a request has come before all of the request was sent.
+    early: bool,
     blocked: bool,
     /// What the event loop was last asked to watch for: reading, writing.
     pub(super) armed: (bool, bool),
@@ -232,14 +249,39 @@ impl Outgoing {
             Payload::None => Vec::new(),
             Payload::Memory(parts) => parts,
         };
-        let frame = Frame { head, files, payload, keep, head_sent: 0, next: 0 };
+        let request = requested(&head);
+        let frame = Frame { request, head, files, payload, keep, head_sent: 0, next: 0 };
         if let Err(error) = self.memory.add(frame.cost()) {
             self.broken = Some(error);
             self.clear();
             return;
         }
+        if request != 0 {
+            self.lowest = self.lowest.min(request);
+        }
         self.parts += frame.payload.len();
         self.frames.push_back(frame);
+    }
+
+    /// An answer to that request has come: refused where some of the request has not been sent.
+    pub(super) fn answered(&mut self, request: u64) -> Result<()> {
+        // Answers come in about the order of their requests, so that few of them have to look.
+        if request >= self.lowest {
+            self.lowest = u64::MAX;
+            for waiting in self.frames.iter().map(|frame| frame.request).filter(|request| *request != 0) {
+                self.lowest = self.lowest.min(waiting);
+                self.early |= waiting == request;
+            }
+        }
+        self.check_answers()
+    }
+
+    /// Refuses an answer that came too early.
+    pub(super) fn check_answers(&self) -> Result<()> {
+        match self.early {
+            false => Ok(()),
+            true => Err(Error::protocol("receive", "the owner answered before all of the request was sent")),
+        }
     }
 
     /// How much is waiting: frames, the bytes of their heads, and the parts of memory that they name.

@@ -277,6 +277,11 @@ impl Run {
         Ok(unsafe { checks::of_memory(ranges) })
     }
 
+    /// How many checksums are to come ahead of a unit's bytes, where some are.
+    pub(super) fn checksums(&self, unit: usize) -> Option<usize> {
+        (self.transfer.checked && !self.changes(unit)).then(|| self.transfer.units[unit].len())
+    }
+
     /// Whether the bytes of a unit have arrived as they were sent.
     pub(super) fn verify(&self, unit: usize, sent: Option<Vec<u32>>) -> Result<()> {
         let transfer = &self.transfer;
@@ -326,7 +331,7 @@ impl Run {
             }
             Err(error) => error,
         };
-        session.forget(request).map_or(Ok(()), |_| Err(error))
+        session.give_up(request).map_or(Ok(()), |_| Err(error))
     }
 
     #[cfg(test)]

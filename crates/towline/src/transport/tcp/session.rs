@@ -3,6 +3,7 @@
 mod ending;
 mod hearing;
 mod lanes;
+mod owed;
 mod pulse;
 mod unquiet;
 
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use self::hearing::ToSession;
 use self::lanes::Lanes;
+use self::owed::{Due, Owed};
 use self::pulse::Pulse;
 use self::unquiet::EndingLane;
 use super::Medium;
@@ -66,6 +68,8 @@ pub(crate) struct Session {
     /// Transfers that wait for lanes: nothing of them is pending yet.
     starting: Mutex<Vec<Weak<Run>>>,
     pending: Mutex<HashMap<u64, Pending>>,
+    /// Taken under the lock of what is pending: a request goes from the one to the other.
+    owed: Mutex<Owed>,
     /// Checksums that have come ahead of the bytes, by request.
     checks: Mutex<HashMap<u64, Vec<u32>>>,
     next_request: AtomicU64,
@@ -197,6 +201,7 @@ impl Session {
             opening: Mutex::default(),
             starting: Mutex::default(),
             pending: Mutex::default(),
+            owed: Mutex::default(),
             checks: Mutex::default(),
             next_request: AtomicU64::new(1),
             borrowing: Mutex::default(),
@@ -349,16 +354,46 @@ impl Session {
         self.next_request.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Forgets a request; whoever succeeds is the one to report its end.
+    /// Forgets a request that was answered, or was never sent; whoever succeeds is the one to report its end.
     pub(super) fn forget(&self, request: u64) -> Option<Pending> {
+        self.take(request, false)
+    }
+
+    /// Forgets a request that may have been sent, and that the owner may answer yet.
+    pub(super) fn give_up(&self, request: u64) -> Option<Pending> {
+        self.take(request, true)
+    }
+
+    fn take(&self, request: u64, owed: bool) -> Option<Pending> {
         let mut pending = lock(&self.pending);
         let forgotten = pending.remove(&request);
+        if !owed {
+            lock(&self.owed).settle(request);
+        } else if let Some(one) = &forgotten {
+            self.owes(request, one);
+        }
         // Nobody waits for these any more, if some have come.
         let mut checks = lock(&self.checks);
         if !checks.is_empty() {
             checks.retain(|request, _| pending.contains_key(request));
         }
         forgotten
+    }
+
+    /// Remembers the answer to a request that was given up. Under the lock of what is pending.
+    fn owes(&self, request: u64, given_up: &Pending) {
+        if let Some((over, due)) = self.awaits(given_up)
+            // Whoever closes it has nothing to do with those that are given up afterwards.
+            && !over.is_closed()
+        {
+            lock(&self.owed).note(request, due);
+        }
+    }
+
+    /// The answer that a request is to have, and the connection over which it comes.
+    fn awaits<'a>(&'a self, pending: &'a Pending) -> Option<(&'a Arc<Connection>, Due)> {
+        let over = self.connection_of(pending)?;
+        Some((over, Due::new(pending.answer(), over)))
     }
 
     /// Sends a request whose answer nobody waits for.
@@ -484,7 +519,7 @@ impl Local {
         match (rows, files.next(), files.next(), files.next(), files.next()) {
             (Some(rows), Some(table), Some(pins), Some(doorbell), Some(mailbox)) => Ok(Some(Local {
                 table: TableView::map(table, rows)?,
-                pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)),
+                pins: Arc::new(PinPage::map(pins)?.with_doorbell(doorbell)?),
                 mailbox: Mailbox::map(&mailbox)?,
                 pid: owner.pid,
                 mappings: Mappings::default(),

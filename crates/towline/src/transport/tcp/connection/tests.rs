@@ -7,7 +7,7 @@ use std::sync::mpsc;
 
 use super::*;
 use crate::progress::socket::Socket;
-use crate::wire::{Message, Ping};
+use crate::wire::{Atomic, AtomicOp, Message, Ping};
 
 const WATCHDOG: Duration = Duration::from_secs(30);
 
@@ -47,6 +47,10 @@ fn connection() -> (Arc<Connection>, Socket, mpsc::Receiver<u64>) {
 
 fn ping(id: u64) -> Vec<u8> {
     Message::from(Ping {}).frame(id, 0, 0)
+}
+
+fn request(id: u64) -> Vec<u8> {
+    Message::from(Atomic { handle: 1, offset: 0, op: AtomicOp::Add(1) }).frame(id, 0, 0)
 }
 
 fn say(socket: &Socket, id: u64) {
@@ -127,4 +131,29 @@ fn what_is_no_goodbye_is_not_taken_for_one() {
         drop(theirs);
         assert_eq!(connection.farewell(), None, "{said:?}");
     }
+}
+
+#[test]
+fn an_answer_that_comes_before_its_request_was_sent_is_refused_also_while_another_thread_is_sending() {
+    let (connection, theirs, _came) = connection();
+    let ask = |id| connection.send(request(id), Vec::new(), Payload::None, Keep::Nothing).unwrap();
+    ask(1);
+    connection.answered(1).unwrap();
+    let mut last = 1;
+    while lock(&connection.outgoing).weight() < 3 {
+        last += 1;
+        ask(last);
+    }
+    connection.answered(2).unwrap();
+    let sending = lock(&connection.outgoing);
+    connection.answered(last).unwrap();
+    drop(sending);
+    // Whoever sends next learns of it.
+    let mut room = vec![0; 64 << 10];
+    while !connection.is_closed() && theirs.wait_readable(WATCHDOG).unwrap() {
+        let _ = theirs.recv(&mut [IoSliceMut::new(&mut room)], 0, &mut Vec::new()).unwrap();
+    }
+    assert!(connection.is_closed());
+    let error = connection.answered(last).unwrap_err();
+    assert_eq!(error.kind(), Kind::Protocol, "{error}");
 }

@@ -58,6 +58,9 @@ impl Session {
             && !connection.is_closed();
         let unwanted = Pending::Unwanted { connection: Arc::clone(&connection), since: Instant::now() };
         let ended = if tracked { pending.insert(request, unwanted) } else { pending.remove(&request) };
+        if let (false, Some(one)) = (tracked, &ended) {
+            self.owes(request, one);
+        }
         lock(&self.checks).remove(&request);
         drop(pending);
         let Some(Pending::Unit { run, unit, .. }) = ended else { return };
@@ -86,16 +89,13 @@ impl Session {
     /// the one does the other, for all of them: to anybody who comes later, a request without a frame looks like one that was sent.
     /// Bytes of the transfer that are coming in go nowhere from here on, and those that come later neither: their request may be ended.
     pub(in crate::transport::tcp) fn take_back(&self, connection: &Connection, transfer: u64) {
-        self.stopped(connection.withdraw(|keep| keep.is_transfer(transfer)));
-        connection.discard(|keep| keep.is_transfer(transfer));
-    }
-
-    fn stopped(&self, requests: Vec<u64>) {
-        for request in requests {
+        let unsent = connection.withdraw(|keep| keep.is_transfer(transfer));
+        for request in unsent {
             if let Some(Pending::Unit { run, unit, .. }) = self.forget(request) {
                 run.failed(unit, run.transfer.stop_error());
             }
         }
+        connection.discard(|keep| keep.is_transfer(transfer));
     }
 
     /// Ends what was stopped and may still change the owner's memory: the owner's answer ends it, or, where none comes in time,
@@ -333,6 +333,7 @@ impl Session {
                 };
                 Arc::ptr_eq(connection, lane)
             };
+            lock(&self.owed).gone(lane);
             pending.extract_if(|_, one| over(one)).collect()
         };
         let mut unsure = Vec::new();

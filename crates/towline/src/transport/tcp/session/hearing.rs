@@ -40,20 +40,47 @@ impl Session {
         Ok(mapped)
     }
 
-    /// Refuses an answer that does not belong to its request: over another connection, or to something else than was asked.
+    /// Refuses an answer that does not belong to a request: to none that is open, over another connection, to something else
+    /// than was asked, or before it was asked.
     fn fits(&self, over: &Arc<Connection>, header: Header) -> Result<()> {
-        let pending = lock(&self.pending);
-        let Some(asked) = pending.get(&header.id) else { return Ok(()) };
-        let wrong = match asked {
-            Pending::Unit { connection, .. } | Pending::Unwanted { connection, .. }
-                if !Arc::ptr_eq(connection, over) =>
-            {
-                "the owner answered over another connection than it was asked on"
+        let wrong = {
+            let pending = lock(&self.pending);
+            let owed = lock(&self.owed);
+            match pending.get(&header.id).and_then(|one| self.awaits(one)) {
+                Some((_, due)) => due.refusal(header.kind, over),
+                None => match owed.due(header.id) {
+                    Some(due) => due.and_then(|due| due.refusal(header.kind, over)),
+                    None => Some("the owner answered what it was not asked, or has answered before"),
+                },
             }
-            _ if asked.answer() != header.kind => "the owner answered something else than it was asked",
-            _ => return Ok(()),
         };
-        Err(Error::protocol("receive", wrong))
+        match wrong {
+            Some(wrong) => Err(Error::protocol("receive", wrong)),
+            None => over.answered(header.id),
+        }
+    }
+
+    /// Takes the checksums that come ahead of the bytes of a read.
+    fn announced(&self, over: &Connection, request: u64, sums: Vec<u32>) -> Result<()> {
+        let refuse = |wrong| Err(Error::protocol("receive", wrong));
+        // Under the lock of what is pending: nobody forgets the request meanwhile.
+        let pending = lock(&self.pending);
+        let due = pending.get(&request).and_then(|one| self.awaits(one)).map(|(_, due)| due);
+        let known = due.or_else(|| lock(&self.owed).due(request).flatten().cloned());
+        if let Some(wrong) = known.and_then(|due| due.refusal(FrameKind::Data, over)) {
+            return refuse(wrong);
+        }
+        let Some(Pending::Unit { run, unit, .. }) = pending.get(&request) else {
+            let open = pending.contains_key(&request) || lock(&self.owed).due(request).is_some();
+            return if open { Ok(()) } else { refuse("the owner sent checksums that it was not asked for") };
+        };
+        if run.checksums(*unit) != Some(sums.len()) {
+            return refuse("the owner sent checksums that it was not asked for, or another number of them");
+        }
+        match lock(&self.checks).insert(request, sums) {
+            None => Ok(()),
+            Some(_) => refuse("the owner sent the checksums of a request twice"),
+        }
     }
 
     /// An owner that breaks the protocol on one connection is not believed on another.
@@ -80,6 +107,12 @@ impl Session {
         }
         match Message::decode(header.kind, body)? {
             Message::Granted(granted) => {
+                if let Some(Pending::Import(reply)) = lock(&self.pending).get(&header.id)
+                    && reply.tickets() != granted.items.len()
+                {
+                    let message = "the owner answered for another number of tickets";
+                    return Err(Error::protocol("import", message));
+                }
                 let mapped = self.map_segments(&granted, files)?;
                 if let Some(Pending::Import(reply)) = self.forget(header.id) {
                     reply.fill(self, Ok(Answer { granted, mapped }));
@@ -117,13 +150,7 @@ impl Session {
                 (Some(Pending::Ending(lane)), outcome) => self.lane_ended(lane, outcome.is_ok()),
                 _ => {}
             },
-            Message::Check(check) => {
-                // Under the lock of what is pending: nobody forgets the request meanwhile.
-                let pending = lock(&self.pending);
-                if matches!(pending.get(&header.id), Some(Pending::Unit { .. })) {
-                    lock(&self.checks).insert(header.id, check.checks);
-                }
-            }
+            Message::Check(check) => self.announced(over, header.id, check.checks)?,
             Message::Unmap(unmap) => {
                 if let Some(local) = &self.local {
                     local.mappings.forget(unmap.segment);
@@ -210,8 +237,9 @@ impl Handler for ToSession {
             Role::Control if error.kind() == Kind::Disconnected => {
                 session.fail(connection.farewell().map_or(error, |bye| session.goodbye(bye)));
             }
-            Role::Control => session.fail(error),
-            Role::Lane => session.lane_closed(connection, &error),
+            Role::Lane if error.kind() != Kind::Protocol => session.lane_closed(connection, &error),
+            // An owner that breaks the protocol on one connection is not believed on another.
+            Role::Lane | Role::Control => session.fail(error),
         }
     }
 }

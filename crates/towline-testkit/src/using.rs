@@ -1,0 +1,363 @@
+//! The whole user's side of the protocol against an owner that does as its input says, in this process or in another.
+//!
+//! An input is a program for both: what the user asks for, and what the [owner](Actor) says at which moment. The user is a real
+//! endpoint in this process. Whatever comes, it must not panic, not hang, and neither write into local memory nor send from it once a
+//! transfer has ended, its region is taken back, or its endpoint is closed: memory that is free is filled with canaries, and lies
+//! between pages that nobody may touch. The fuzz target `user` and a test over the stored corpus call [`play`].
+
+use std::sync::Once;
+use std::thread;
+use std::time::Duration;
+
+use towline::{
+    Access, Dtype, Endpoint, Limits, MemoryAccess, ReduceOp, Registered, Remote, Routing, Ticket, Transfer,
+};
+
+use crate::attacker::Medium;
+use crate::guarded::Guarded;
+use crate::input::Input;
+use crate::process::Process;
+use crate::rogue::{Actor, CANARY, STEP};
+use crate::watchdog::eventually;
+
+/// The owner's region.
+const LENGTH: u64 = 2 << 20;
+
+/// The local memory: parts for small requests, and for those that go over lanes, which are longer than what a socket holds.
+const SMALL: usize = 16 << 10;
+const LARGE: usize = 1 << 20;
+const SMALL_PARTS: usize = 8;
+const LARGE_PARTS: usize = 2;
+const LOCAL: usize = SMALL * SMALL_PARTS + LARGE * LARGE_PARTS;
+
+static CANARIES: [u8; LOCAL] = [CANARY; LOCAL];
+
+/// What is sent from, or received over.
+static USED: [u8; LARGE] = [0x11; LARGE];
+
+/// Steps of one input.
+const MOST_STEPS: usize = 96;
+
+/// How long anything may take that has nothing to wait for.
+const END: Duration = Duration::from_secs(30);
+
+/// An owner in this process or another.
+pub trait Owner {
+    /// What leads a user to it.
+    fn ticket(&self) -> Ticket;
+
+    /// Answers the first contact.
+    fn meet(&mut self, setup: &[u8]);
+
+    /// Takes one step; returns how many canaries it was sent until now.
+    fn act(&mut self, step: &[u8]) -> u64;
+
+    /// Hangs up; returns how many canaries it was sent.
+    fn end(&mut self) -> u64;
+}
+
+impl Owner for Actor {
+    fn ticket(&self) -> Ticket {
+        self.ticket().clone()
+    }
+
+    fn meet(&mut self, setup: &[u8]) {
+        self.meet(setup);
+    }
+
+    fn act(&mut self, step: &[u8]) -> u64 {
+        self.act(step)
+    }
+
+    fn end(&mut self) -> u64 {
+        self.end()
+    }
+}
+
+/// A rogue owner in a worker, which may die of what it does.
+pub struct Afar<'a> {
+    process: &'a mut Process,
+    ticket: Ticket,
+    canaries: u64,
+}
+
+impl<'a> Afar<'a> {
+    /// Opens one in that worker.
+    pub fn open(process: &'a mut Process, medium: Medium) -> Afar<'a> {
+        let medium = if medium == Medium::Tcp { "tcp" } else { "unix" };
+        let ticket = process.must(&format!("rogue-open {medium} {LENGTH}")).text(0).parse().unwrap();
+        Afar { process, ticket, canaries: 0 }
+    }
+
+    fn order(&mut self, order: &str, step: &[u8]) -> u64 {
+        let hex: String = step.iter().map(|byte| format!("{byte:02x}")).collect();
+        if let Ok(answer) = self.process.ask(&format!("{order} {hex}-")) {
+            self.canaries = answer.number(0);
+        }
+        self.canaries
+    }
+}
+
+impl Owner for Afar<'_> {
+    fn ticket(&self) -> Ticket {
+        self.ticket.clone()
+    }
+
+    fn meet(&mut self, setup: &[u8]) {
+        self.order("rogue-meet", setup);
+    }
+
+    fn act(&mut self, step: &[u8]) -> u64 {
+        self.order("rogue-act", step)
+    }
+
+    fn end(&mut self) -> u64 {
+        self.order("rogue-end", &[])
+    }
+}
+
+/// What came of a program.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Played {
+    /// The import went well.
+    pub imported: usize,
+    /// And over memory or a file that the owner has handed over, or by its address.
+    pub shared: usize,
+    /// Transfers that ended well.
+    pub well: usize,
+    /// And those that failed.
+    pub failed: usize,
+}
+
+impl std::ops::AddAssign for Played {
+    fn add_assign(&mut self, other: Played) {
+        self.imported += other.imported;
+        self.shared += other.shared;
+        self.well += other.well;
+        self.failed += other.failed;
+    }
+}
+
+/// Runs one input, with the owner in this process.
+///
+/// # Panics
+/// Where the user breaks a rule.
+pub fn play(data: &[u8]) -> Played {
+    play_against(data, false, |medium| Box::new(Actor::open(medium, LENGTH)))
+}
+
+/// Runs one input against that owner. One that is another process may also change what `cma` reads in its own table.
+///
+/// # Panics
+/// Where the user breaks a rule.
+pub fn play_against<'a>(
+    data: &[u8],
+    apart: bool,
+    open: impl FnOnce(Medium) -> Box<dyn Owner + 'a>,
+) -> Played {
+    end_with_any_panic_of_the_library();
+    let mut input = Input(data);
+    let way = input.byte();
+    let (medium, path) = match way % 8 {
+        0 | 1 => (Medium::Tcp, "tcp"),
+        2 | 3 => (Medium::Unix, "unix"),
+        4 | 5 => (Medium::Unix, "mapped"),
+        6 => (Medium::Unix, ""),
+        _ if apart => (Medium::Unix, "cma"),
+        _ => (Medium::Unix, "file"),
+    };
+    let mut setup = input.take(2 * STEP);
+    setup.resize(2 * STEP, 0);
+    match path {
+        "mapped" | "cma" => setup[0] = setup[0] & !8 | 1,
+        "file" => setup[0] |= 9,
+        _ => {}
+    }
+    let routing = [path].into_iter().filter(|path| !path.is_empty());
+    let routing = routing.fold(Routing::default(), |all, path| all.require(path).unwrap());
+    let limits = Limits { no_progress: END / 3, ..Limits::default() };
+    let user =
+        Endpoint::options("user").limits(limits).checksums(way & 0xc0 == 0xc0).lanes(2).open().unwrap();
+    let local = user.register(Guarded::new(LOCAL), Access::READ_WRITE).unwrap();
+    local.write_at(0, &CANARIES).unwrap();
+    let mut owner = open(medium);
+    let ticket = owner.ticket();
+    let imported = thread::scope(|scope| {
+        let import = scope.spawn(|| user.import_within(&ticket, &routing, END));
+        owner.meet(&setup);
+        for honest in 0..40 {
+            if import.is_finished() {
+                break;
+            }
+            // First what the program says, then what an honest owner would, and then the end.
+            let step = if honest < 2 { input.take(STEP) } else { vec![0; STEP] };
+            owner.act(&step);
+            eventually(Duration::from_micros(200), || import.is_finished());
+        }
+        if !import.is_finished() {
+            owner.end();
+        }
+        import.join().expect("an import that does not panic")
+    });
+    let mut played = Played::default();
+    let mut using = Using { user, local, flying: Vec::new(), busy: [false; SMALL_PARTS + LARGE_PARTS] };
+    let mut order = way >> 3;
+    if let Ok(remote) = imported {
+        played.imported = 1;
+        played.shared = usize::from(["mapped", "cma", "file"].contains(&remote.path()));
+        let mut steps = 0;
+        while !input.0.is_empty() && steps < MOST_STEPS {
+            steps += 1;
+            let step = input.take(STEP);
+            if step[0] < 144 {
+                assert_eq!(owner.act(&step), 0, "bytes of memory that is free were sent");
+            } else {
+                order ^= step[0];
+                using.step(&remote, Input(&step[1..]), &mut played);
+            }
+        }
+    }
+    using.end(&mut *owner, order, &mut played);
+    played
+}
+
+/// A request under way, and the part of the local memory that it has.
+struct Flying {
+    transfer: Transfer,
+    part: usize,
+}
+
+struct Using {
+    user: Endpoint,
+    local: Registered<Guarded>,
+    flying: Vec<Flying>,
+    busy: [bool; SMALL_PARTS + LARGE_PARTS],
+}
+
+fn range_of(part: usize) -> (usize, usize) {
+    match part.checked_sub(SMALL_PARTS) {
+        None => (part * SMALL, SMALL),
+        Some(large) => (SMALL_PARTS * SMALL + large * LARGE, LARGE),
+    }
+}
+
+impl Using {
+    fn step(&mut self, remote: &Remote, mut input: Input<'_>, played: &mut Played) {
+        match input.byte() % 16 {
+            0..=9 => self.start(remote, &mut input),
+            10 => {
+                if let Some(flying) = self.flying.get(input.byte() as usize % 8) {
+                    flying.transfer.cancel();
+                }
+            }
+            11 => self.settle(Duration::from_micros(input.byte().into()), played),
+            12 => {
+                let _ = (remote.alive(), remote.path(), self.user.stats());
+            }
+            13 => {
+                let _ = self.user.notify(remote, vec![1; usize::from(input.byte()) * 8]);
+            }
+            _ => self.settle(Duration::ZERO, played),
+        }
+    }
+
+    /// Asks for something, in a part of the local memory that is free.
+    fn start(&mut self, remote: &Remote, input: &mut Input<'_>) {
+        let (what, size, at) = (input.byte(), input.byte(), u64::from(input.byte()) << 11);
+        let parts = if size >= 208 { SMALL_PARTS..SMALL_PARTS + LARGE_PARTS } else { 0..SMALL_PARTS };
+        let Some(part) = parts.clone().find(|part| !self.busy[*part]) else { return };
+        let (start, whole) = range_of(part);
+        self.is_untouched(start, whole);
+        self.local.write_at(start, &USED[..whole]).unwrap();
+        let len = if whole == LARGE { whole as u64 - u64::from(size) } else { (u64::from(size) + 1) << 5 };
+        let (user, local, start) = (&self.user, &self.local, start as u64);
+        let spans = [(at, start, len / 4), (at + len / 2, start + len / 2, len / 4)];
+        let started = match what % 12 {
+            0..=2 => user.read(remote, local).at(at, start, len).start(),
+            3 => user.read(remote, local).spans(&spans[..]).start(),
+            4..=5 => user.write(remote, local).at(at, start, len).start(),
+            6 => user.write(remote, local).spans(&spans[..]).start(),
+            7 => user.write(remote, local).at(at, start, len).signal(8, 1).start(),
+            8 => user.write(remote, local).at(at, start, len).notify(b"there".to_vec()).start(),
+            9 => user.reduce_into(remote, local, ReduceOp::Sum, Dtype::U64).at(at, start, len & !31).start(),
+            10 => user.fetch_add(remote, at, 3),
+            _ => user.read(remote, local).at(at, start, len).notify(b"read".to_vec()).start(),
+        };
+        match started {
+            Ok(transfer) => {
+                self.busy[part] = true;
+                self.flying.push(Flying { transfer, part });
+            }
+            Err(_) => self.frees(part),
+        }
+    }
+
+    /// Frees what has ended within that time.
+    fn settle(&mut self, within: Duration, played: &mut Played) {
+        let mut flying = std::mem::take(&mut self.flying);
+        flying.retain(|one| match one.transfer.wait_for(within) {
+            None => true,
+            Some(ended) => {
+                if ended.is_ok() {
+                    played.well += 1
+                } else {
+                    played.failed += 1
+                }
+                self.frees(one.part);
+                false
+            }
+        });
+        self.flying = flying;
+    }
+
+    /// From here on nobody may touch that part.
+    fn frees(&mut self, part: usize) {
+        let (start, len) = range_of(part);
+        self.local.write_at(start, &CANARIES[..len]).unwrap();
+        self.busy[part] = false;
+    }
+
+    fn is_untouched(&self, start: usize, len: usize) {
+        let mut found = vec![0; len];
+        self.local.read_at(start, &mut found).unwrap();
+        assert!(found == CANARIES[..len], "memory was written into after its transfer had ended");
+    }
+
+    /// Everything ends: in one order or another, and in time.
+    fn end(mut self, owner: &mut dyn Owner, order: u8, played: &mut Played) {
+        match order % 64 {
+            // While the owner goes on, as it likes.
+            0 => self.user.close_within(END).expect("an endpoint that closes"),
+            1 => self.user.close_within(Duration::ZERO).unwrap_or_default(),
+            _ => assert_eq!(owner.end(), 0, "bytes of memory that is free were sent"),
+        }
+        self.settle(END, played);
+        assert!(self.flying.is_empty(), "a transfer does not end: {:?}", self.flying[0].transfer);
+        let Using { user, local, .. } = self;
+        let freed =
+            local.into_storage_within(END).map_err(|pinned| pinned.error).expect("memory that is free");
+        freed.write_at(0, &CANARIES).unwrap();
+        for step in [[0; STEP], [6; STEP], [11; STEP]] {
+            owner.act(&step);
+        }
+        assert_eq!(owner.end(), 0, "bytes of memory that was given back were sent");
+        user.close_within(END).expect("an endpoint that closes");
+        let mut left = vec![0; LOCAL];
+        freed.read_at(0, &mut left).unwrap();
+        assert!(left == CANARIES, "memory that was given back was written into");
+    }
+}
+
+/// A panic of one of the library's own threads ends the process, as it should end a test.
+fn end_with_any_panic_of_the_library() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            before(panic);
+            if thread::current().name().is_some_and(|name| name.starts_with("towline-")) {
+                std::process::abort();
+            }
+        }));
+    });
+}

@@ -1,0 +1,144 @@
+//! The user's side of the protocol, over the stored corpus of its fuzz target and over made-up inputs: against an owner in this
+//! process, and against one in another.
+//!
+//! `TOWLINE_PROGRAMS` sets how many programs are made up, for each.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
+
+use std::path::Path;
+use std::time::Duration;
+
+use towline_testkit::process::Process;
+use towline_testkit::random::Random;
+use towline_testkit::rogue::STEP;
+use towline_testkit::using::{Afar, Played, play, play_against};
+use towline_testkit::watchdog::{Watchdog, watch};
+
+fn programs() -> u64 {
+    std::env::var("TOWLINE_PROGRAMS").ok().and_then(|number| number.parse().ok()).unwrap_or(400)
+}
+
+fn watchdog(test: &str) -> Watchdog {
+    watch(test, Duration::from_secs(240) + Duration::from_millis(100) * programs() as u32)
+}
+
+/// What chance would seldom make: a long write that is said to be done while it is being sent, and bytes that stop in their midst while
+/// their read is cancelled.
+const SCENES: [&[[u8; STEP]]; 2] = [
+    &[
+        [23, 14, 0, 0, 0, 0, 0, 0],
+        [255, 0, 4, 250, 0, 0, 0, 0],
+        [22, 0, 0, 0, 0, 0, 0, 0],
+        [22, 0, 0, 0, 0, 0, 0, 0],
+        [22, 0, 0, 0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0],
+        [255, 11, 255, 0, 0, 0, 0, 0],
+        [255, 11, 255, 0, 0, 0, 0, 0],
+        [23, 1, 0, 0, 0, 0, 0, 0],
+    ],
+    &[
+        [255, 0, 0, 250, 0, 0, 0, 0],
+        [22, 0, 0, 0, 0, 0, 0, 0],
+        [22, 0, 0, 0, 0, 0, 0, 0],
+        [8, 1, 0x83, 0, 0, 0, 0, 0],
+        [255, 10, 0, 0, 0, 0, 0, 0],
+        [255, 11, 255, 0, 0, 0, 0, 0],
+        [15, 0, 7, 7, 7, 7, 7, 7],
+    ],
+];
+
+/// A program by its number, the same in every run with the same seed.
+fn program(number: u64) -> Vec<u8> {
+    let mut random = Random::new(9500 + number);
+    let steps = 2 + random.below(70) as usize;
+    let mut program: Vec<u8> = (0..17 + steps * STEP).map(|_| random.number() as u8).collect();
+    // Most begin as they should: with pages that are right where some are shared, and a grant that is.
+    if random.below(8) > 0 {
+        program[2] = if random.below(8) > 0 { 0 } else { 200 + random.below(56) as u8 };
+        program[17..17 + 2 * STEP].fill(0);
+    }
+    // An owner that lies all the time is found out at once. Most tell the truth more often than not.
+    let truth = random.below(8) * 30;
+    for step in program[17..].chunks_mut(STEP) {
+        if step[0] < 144 && random.below(256) < truth {
+            step.copy_from_slice(&[0, 1, 0, 0, 0, 0, 0, 0]);
+        }
+    }
+    if let Some(scene) = SCENES.get(random.below(6) as usize) {
+        let at = 17 + STEP * (2 + random.below(steps as u64 - 1) as usize);
+        program.splice(at..at, scene.iter().flatten().copied());
+    }
+    program
+}
+
+/// Of all programs that were played, some got far enough to be worth it.
+fn were_worth_it(all: Played, of: u64) {
+    assert!(all.imported as u64 * 3 > of, "{all:?} of {of}");
+    assert!(all.shared as u64 * 16 > of, "{all:?} of {of}");
+    assert!(all.well as u64 > of / 4 && all.failed as u64 > of / 8, "{all:?} of {of}");
+}
+
+#[test]
+fn no_input_of_the_corpus_harms_the_user() {
+    let _watchdog = watchdog("no_input_of_the_corpus_harms_the_user");
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/using/corpus");
+    let mut inputs: Vec<_> = std::fs::read_dir(corpus).unwrap().map(|entry| entry.unwrap().path()).collect();
+    inputs.sort();
+    assert!(!inputs.is_empty(), "the corpus is empty");
+    for input in inputs {
+        play(&std::fs::read(&input).unwrap());
+    }
+}
+
+#[test]
+fn nothing_that_an_owner_can_take_away_or_that_is_no_memory_is_mapped() {
+    let _watchdog = watchdog("nothing_that_an_owner_can_take_away_or_that_is_no_memory_is_mapped");
+    let used = [
+        [17, 5, 0, 0, 0, 0, 0, 0],
+        [255, 0, 0, 200, 0, 0, 0, 0],
+        [255, 0, 4, 200, 0, 0, 0, 0],
+        [255, 13, 9, 0, 0, 0, 0, 0],
+        [255, 0, 7, 1, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0],
+    ];
+    // The table, the pins, the bell, the mailbox, the segment; each of them as everything that it should not be.
+    let mut all = Played::default();
+    for which in [200, 201, 202, 203, 240] {
+        for how in 0..10 {
+            for way in [4, 6] {
+                let setup = [way, 1, which, how, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+                let program = [&setup[..], &[0; 2 * STEP], used.as_flattened()].concat();
+                all += play(&program);
+            }
+        }
+    }
+    // Where only the segment is wrong, the stream serves, and so it does where a descriptor is right by accident.
+    assert!(all.imported >= 10 && all.imported < 50, "{all:?}");
+}
+
+#[test]
+fn no_made_up_program_harms_the_user() {
+    let _watchdog = watchdog("no_made_up_program_harms_the_user");
+    let mut all = Played::default();
+    for number in 0..programs() {
+        all += play(&program(number));
+    }
+    were_worth_it(all, programs());
+}
+
+#[test]
+fn no_made_up_program_of_another_process_harms_the_user() {
+    let _watchdog = watchdog("no_made_up_program_of_another_process_harms_the_user");
+    let mut process = Process::start("rogue");
+    let mut all = Played::default();
+    for number in 0..programs() {
+        // Its own memory is its own affair: what it makes a user write there may end it.
+        if process.ask("rogue-open unix 4096").is_err() {
+            process = Process::start("rogue");
+        }
+        all += play_against(&program(1 << 32 | number), true, |medium| {
+            Box::new(Afar::open(&mut process, medium))
+        });
+    }
+    were_worth_it(all, programs());
+}
