@@ -116,8 +116,15 @@ fn what_a_stopped_writer_is_inside_of_outlives_an_endpoint_that_is_only_dropped(
             let region = owner.register(memory, Access::READ_WRITE).unwrap();
             let mut writer = Process::open("writer", &format!("stall={}", STALL.as_millis()));
             writer.must(&format!("chase {path} write 0 {LEN} 100"));
+            reuse(&region);
             writer.tell(&format!("target {} 1 1", region.ticket().unwrap()));
-            thread::sleep(Duration::from_millis(20) + random.micros(20_000));
+            let begun = eventually(STALL * 10, || {
+                let mut first = [OURS; 8];
+                region.read_at(0, &mut first).unwrap();
+                first != [OURS; 8]
+            });
+            assert!(begun, "{path} round {round}: nothing is written");
+            thread::sleep(random.micros(2000));
             writer.stop();
             drop(owner);
             drop(region);
