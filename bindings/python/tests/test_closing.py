@@ -40,7 +40,6 @@ def test_a_signal_ends_an_import_whose_owner_does_not_answer() -> None:
         with towline.Endpoint("owner", advertise=address) as owner, towline.Endpoint("user") as user:
             region = owner.register(bytearray(4096))
             ticket = region.ticket()
-            owner.close()
             started = time.monotonic()
             with alarm(0.2), pytest.raises(Rung):
                 user.import_(ticket, require="tcp", timeout=60)

@@ -62,7 +62,7 @@ def test_a_closed_region_is_stale_for_peers(peer: MakePeer, endpoint: towline.En
         endpoint.import_(owner.ticket)
 
 
-def test_a_killed_peer_is_disconnected(peer: MakePeer, endpoint: towline.Endpoint) -> None:
+def test_a_killed_peer_on_this_host_is_stale(peer: MakePeer, endpoint: towline.Endpoint) -> None:
     owner = peer()
     remote = endpoint.import_(owner.ticket, require="unix")
     owner.stop()
@@ -71,12 +71,12 @@ def test_a_killed_peer_is_disconnected(peer: MakePeer, endpoint: towline.Endpoin
     with pytest.raises(towline.Timeout, match="in flight"):
         transfer.wait(0.05)
     owner.kill()
-    with pytest.raises(ConnectionError) as caught:
+    with pytest.raises(towline.Stale) as caught:
         transfer.wait()
-    assert (caught.value.transport, caught.value.peer) == ("unix", "peer")  # type: ignore[attr-defined]
+    assert (caught.value.transport, caught.value.peer) == ("unix", "peer")
     [failure] = transfer.failures()
-    assert failure.blocks == range(0, 1) and isinstance(failure.error, towline.Disconnected)
-    with pytest.raises(towline.Disconnected):
+    assert failure.blocks == range(0, 1) and isinstance(failure.error, towline.Stale)
+    with pytest.raises(towline.Stale):
         endpoint.import_(owner.ticket)
 
 

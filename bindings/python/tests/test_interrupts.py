@@ -123,7 +123,6 @@ ENDPOINT: dict[str, Case] = {
 silent = socket.create_server(("127.0.0.1", 0))
 owner = towline.Endpoint("owner", advertise=f"127.0.0.1:{silent.getsockname()[1]}")
 ticket = owner.register(bytearray(64)).ticket()
-owner.close()
 user = endpoint("tcp")
 """,
         "user.import_(ticket)",
