@@ -1,5 +1,10 @@
 //! Room for what a user or a peer has chosen the size of: `Exhausted` where an ordinary allocation would end the process. And threads,
 //! which need room too.
+//!
+//! What is promised: no list whose length a user or a peer chooses, and that can take more than about 1 MiB, ends the process where
+//! there is no room for it. Shorter ones, and things that are allocated one by one (a region, a session, a transfer, the text of an
+//! error), come from the ordinary allocator, and end it where the last page is gone: however many of them there are, each is small.
+//! What peers have of these is bounded by quotas.
 
 use std::thread::{self, JoinHandle};
 
@@ -29,6 +34,15 @@ pub fn copy<T: Copy>(op: &'static str, of: &[T]) -> Result<Vec<T>> {
     let mut copy = list(op, of.len())?;
     copy.extend_from_slice(of);
     Ok(copy)
+}
+
+/// What an iterator yields.
+pub fn collect<T>(op: &'static str, some: impl Iterator<Item = T>) -> Result<Vec<T>> {
+    let mut all = list(op, some.size_hint().0)?;
+    for one in some {
+        push(op, &mut all, one)?;
+    }
+    Ok(all)
 }
 
 /// Adds one to a list of which nobody knows how long it gets.
@@ -73,5 +87,7 @@ mod tests {
         }
         assert_eq!(zeros::<u32>("read", 3).unwrap(), [0; 3]);
         assert_eq!(copy("read", &[1, 2]).unwrap(), [1, 2]);
+        assert_eq!(collect("read", (0..9).filter(|one| one % 4 == 0)).unwrap(), [0, 4, 8]);
+        assert_eq!(collect("read", std::iter::repeat_n(0u64, most)).unwrap_err().kind(), Kind::Exhausted);
     }
 }

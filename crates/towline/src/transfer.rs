@@ -26,7 +26,7 @@ use crate::region::RegionUse;
 use crate::sync::lock;
 use crate::transport::Attachment;
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result, fork};
+use crate::{Error, Kind, Result, fork, room};
 pub(crate) use hold::LocalHold;
 use later::{LatePlan, LateUnits, Later, Planning};
 use state::State;
@@ -411,14 +411,21 @@ pub(crate) struct Parts {
 
 impl TransferCore {
     /// Cuts the plan into the path's units, each of which must report exactly once; the limits run from now.
-    pub(crate) fn begin(mut parts: Parts) -> Arc<TransferCore> {
+    pub(crate) fn begin(mut parts: Parts) -> Result<Arc<TransferCore>> {
         let plan = std::mem::replace(&mut parts.plan, Plan::nothing());
         // What has no local region of its own is a portion of what has.
         let cut = match parts.local {
-            Some(_) => parts.attachment.cut(parts.op, plan, &parts.after),
-            None => parts.attachment.cut_portion(parts.op, plan, &parts.after),
+            Some(_) => parts.attachment.cut(parts.op, plan, &parts.after)?,
+            None => parts.attachment.cut_portion(parts.op, plan, &parts.after)?,
         };
-        TransferCore::new(parts, Some(cut), None)
+        Ok(TransferCore::new(parts, Some(cut), None))
+    }
+
+    /// The same for what is under way already, as one unit.
+    pub(crate) fn begin_whole(mut parts: Parts) -> Arc<TransferCore> {
+        let plan = std::mem::replace(&mut parts.plan, Plan::nothing());
+        let all = std::iter::once(0..plan.piece_count()).collect();
+        TransferCore::new(parts, Some((plan, all)), None)
     }
 
     /// What it moves, or how that will be known.
@@ -545,7 +552,10 @@ impl TransferCore {
 
     /// The blocks that one unit carries, in runs.
     fn blocks_of(&self, unit: usize) -> Vec<Range<u64>> {
-        let mut blocks: Vec<_> = self.units[unit].clone().map(|piece| self.plan.blocks_of(piece)).collect();
+        let runs = self.units[unit].clone().map(|piece| self.plan.blocks_of(piece));
+        // Where there is no room to name them, none of the blocks counts as moved.
+        let mut blocks =
+            room::collect(self.op.name(), runs).unwrap_or_else(|_| std::iter::once(0..self.blocks).collect());
         blocks.sort_unstable_by_key(|blocks| blocks.start);
         blocks.dedup_by(|next, run| {
             let joins = next.start <= run.end;
@@ -605,17 +615,6 @@ impl TransferCore {
             step(&mut inner.state);
         }
         self.deliver();
-    }
-
-    /// Keeps the local memory in place, and the end of the transfer away. To be taken while a unit has not reported.
-    pub(crate) fn hold(self: &Arc<Self>) -> LocalHold {
-        self.holds.fetch_add(1, Ordering::AcqRel);
-        LocalHold(Arc::clone(self))
-    }
-
-    /// Whether something still names the local memory.
-    fn is_held(&self) -> bool {
-        self.holds.load(Ordering::Acquire) > 0
     }
 
     /// Delivers the end, once: when every unit has reported and nothing names the local memory any more.

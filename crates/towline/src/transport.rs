@@ -366,10 +366,10 @@ pub(crate) trait Attachment: Send + Sync {
 
     /// Cuts a plan into the units that this way works in: the plan, its longest pieces cut, and the runs of
     /// pieces that make up the units. Each unit reports once; there is at least one.
-    fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>);
+    fn cut(&self, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)>;
 
     /// The same for a portion of a transfer whose bytes stop over: others are in flight beside it.
-    fn cut_portion(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+    fn cut_portion(&self, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
         self.cut(op, plan, after)
     }
 

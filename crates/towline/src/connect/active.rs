@@ -189,7 +189,8 @@ impl Prepared {
             .zip(portions)
             .map(|((local, remote), portions)| Part { local, remote, portions })
             .collect();
-        let set = TransferSet::start(&self.endpoint, op, self.stream, claimed.claim, parts);
+        let set = TransferSet::start(&self.endpoint, op, self.stream, claimed.claim, parts)
+            .map_err(|error| error.during(name(self.kind)))?;
         Ok(ActiveOperation { kind: self.kind, set, local: self.local })
     }
 }

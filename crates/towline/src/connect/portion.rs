@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::endpoint::Request;
 use crate::layout::Plan;
 use crate::transfer::Op;
-use crate::{Error, Indices, Layout, Result};
+use crate::{Error, Indices, Layout, Result, room};
 
 /// The most blocks in one transfer. A view of single elements has as many blocks as elements, and its whole plan would take
 /// several times the memory that it moves.
@@ -50,7 +50,11 @@ pub(super) fn portions(
         return Err(Error::protocol("import", message));
     }
     let (whole, rest) = (size / len, size % len);
-    let mut portions = Vec::new();
+    // One for each run of blocks, of which a view of single elements has as many as its bytes say.
+    let mut portions = room::list(
+        op.name(),
+        usize::try_from(whole.div_ceil(BLOCKS)).unwrap_or(usize::MAX).saturating_add(1),
+    )?;
     if whole > 0 {
         let packed = Layout::blocks(0, len, whole, len)?;
         let sides = Arc::new(match at_remote {

@@ -14,7 +14,7 @@ use crate::region::Registered;
 use crate::sync::lock;
 use crate::transfer::Noise;
 use crate::transfer::Op;
-use crate::{Endpoint, Error, Remote, Result, Span, Transfer};
+use crate::{Endpoint, Error, Remote, Result, Span, Transfer, room};
 
 /// Sets up to this size may be copied by the calling thread; the paths use the same limit for one transfer.
 const INLINE: u64 = 1 << 20;
@@ -78,14 +78,25 @@ impl TransferSet {
         stream: Option<StreamHandle>,
         claim: Claim,
         parts: Vec<Part>,
-    ) -> Arc<TransferSet> {
+    ) -> Result<Arc<TransferSet>> {
         let portions = || parts.iter().flat_map(|part| &part.portions);
         let bytes = portions().map(Portion::bytes).sum();
         let by_workers = portions().map(Portion::weight).sum::<u64>() > INLINE;
         let first = parts.first().map(|part| &part.remote);
         let (peer, path) =
             first.map_or(("".into(), "none"), |remote| (Arc::clone(remote.peer()), remote.path()));
-        let mut waiting = VecDeque::with_capacity(parts.len());
+        // One for each portion, of which a view of small blocks has many.
+        let count = portions().count();
+        let room =
+            room::list(op.name(), count).and_then(|waiting| Ok((waiting, room::list(op.name(), count)?)));
+        let (waiting, started) = match room {
+            Ok(lists) => lists,
+            Err(error) => {
+                let _ = claim.finish(&Err(error.clone()));
+                return Err(error);
+            }
+        };
+        let mut waiting = VecDeque::from(waiting);
         let mut local = Vec::with_capacity(parts.len());
         for part in parts {
             let remote = Arc::new(part.remote);
@@ -110,7 +121,7 @@ impl TransferSet {
                 // What the caller queues in the stream next comes behind all of them.
                 most_in_flight: if stream.is_some() { u64::MAX } else { IN_FLIGHT },
                 waiting,
-                started: Vec::new(),
+                started,
                 in_flight: 0,
                 starting: false,
                 failed: false,
@@ -122,7 +133,7 @@ impl TransferSet {
             noise: Mutex::default(),
         });
         set.start_some();
-        set
+        Ok(set)
     }
 
     /// Whether it has ended, and no engine is at its local memory any more.
@@ -245,8 +256,8 @@ impl TransferSet {
     }
 
     fn stop_started(&self) {
-        let started = lock(&self.inner).started.clone();
-        for transfer in started {
+        let nth = |at: usize| lock(&self.inner).started.get(at).cloned();
+        for transfer in (0..).map_while(nth) {
             transfer.cancel();
         }
     }

@@ -21,7 +21,7 @@ use crate::ticket::Reach;
 use crate::transport::tcp::{GrantHandle, Importing, Medium, NoContact, Session};
 use crate::transport::{Capabilities, Offer, Owner};
 use crate::wire::Grant;
-use crate::{Access, Error, Kind, Result, Ticket, fork};
+use crate::{Access, Error, Kind, Result, Ticket, fork, room};
 
 /// Where a ticket names several addresses, each but the last gets at most this long.
 const ONE_ADDRESS: Duration = Duration::from_secs(2);
@@ -206,7 +206,7 @@ pub(super) fn import(
     progress::may_block("import")?;
     endpoint.check_open("import")?;
     let until = progress::later(Instant::now(), within);
-    let mut outcomes: Vec<Option<Result<Remote>>> = tickets.iter().map(|_| None).collect();
+    let mut outcomes: Vec<Option<Result<Remote>>> = room::collect("import", tickets.iter().map(|_| None))?;
     let mut by_owner: HashMap<Incarnation, Vec<usize>> = HashMap::new();
     for (index, ticket) in tickets.iter().enumerate() {
         let incarnation = ticket.body().identity.incarnation;
@@ -214,16 +214,17 @@ pub(super) fn import(
             Some(owner) if routing.allows("inproc") => {
                 outcomes[index] = Some(import_here(endpoint, &owner, ticket, (routing, until)));
             }
-            _ => by_owner.entry(incarnation).or_default().push(index),
+            _ => room::push("import", by_owner.entry(incarnation).or_default(), index)?,
         }
     }
     // All owners are asked before the first answer is waited for; those that need a first contact come last, since that
     // takes the longest.
     let mut owners: Vec<Vec<usize>> = by_owner.into_values().collect();
     owners.sort_by_key(|indices| known_session(endpoint, &tickets[indices[0]], routing).is_none());
-    let ask = |indices: &[usize]| {
-        let of_owner: Vec<&Ticket> = indices.iter().map(|index| &tickets[*index]).collect();
-        ask(endpoint, &of_owner, routing, until)
+    let ask = |indices: &[usize]| match room::collect("import", indices.iter().map(|index| &tickets[*index]))
+    {
+        Ok(of_owner) => ask(endpoint, &of_owner, routing, until),
+        Err(error) => Asked { refused: Vec::new(), rest: Err(error) },
     };
     let asked: Vec<_> = owners
         .iter()

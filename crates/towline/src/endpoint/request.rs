@@ -320,12 +320,20 @@ impl<'a> Request<'a> {
             return Ok(Transfer::done(path, bytes, blocks, value, result));
         }
         let plan = pieces.into_plan()?;
-        let core =
-            TransferCore::begin(self.parts(Arc::clone(&attachment), counters, local, base, plan, bytes));
-        match going {
-            Some(going) => going.report_to(&core),
-            None => attachment.start(&core),
-        }
+        let parts = self.parts(Arc::clone(&attachment), counters, local, base, plan, bytes);
+        let core = match going {
+            Some(going) => {
+                let core = TransferCore::begin_whole(parts);
+                going.report_to(&core);
+                core
+            }
+            None => {
+                let core =
+                    TransferCore::begin(parts).map_err(|error| error.on(path).during(self.op.name()))?;
+                attachment.start(&core);
+                core
+            }
+        };
         Ok(Transfer::live(core))
     }
 

@@ -40,7 +40,7 @@ pub struct Piece {
 /// assert_eq!(plan.blocks_of(1), 2..3);
 ///
 /// // A transport with a limit cuts; the blocks are still known.
-/// let cut = plan.cut(8);
+/// let cut = plan.cut(8)?;
 /// assert_eq!(cut.piece_count(), 5);
 /// assert_eq!(cut.blocks_of(1), 0..2);
 /// # Ok::<(), towline::Error>(())
@@ -215,18 +215,20 @@ impl Plan {
     /// Cuts pieces that are longer than `max_len`; zero means that there is no limit.
     ///
     /// Cuts fall at multiples of `max_len` from the start of each piece. Blocks keep their numbers.
-    #[must_use]
-    pub fn cut(self, max_len: u64) -> Plan {
+    ///
+    /// # Errors
+    /// `Exhausted` when the list of pieces does not fit in memory.
+    pub fn cut(self, max_len: u64) -> Result<Plan> {
         if max_len == 0 || self.pieces.iter().all(|piece| piece.len <= max_len) {
-            return self;
+            return Ok(self);
         }
-        let mut cut = Plan {
-            pieces: Vec::with_capacity(self.pieces.len() + 1),
-            marks: Vec::new(),
-            asked_before: Vec::new(),
-            bytes: 0,
-            ..self
-        };
+        let mut cut = Plan { bytes: 0, ..Plan::empty(Numbering::Listed(Vec::new())) };
+        // No more than there are bytes.
+        let count: u64 = self.pieces.iter().map(|piece| piece.len.div_ceil(max_len)).sum();
+        cut.reserve(count)?;
+        if !self.asked_before.is_empty() {
+            cut.asked_before = room::list(OP, cut.pieces.capacity())?;
+        }
         for (number, piece) in self.pieces.iter().enumerate() {
             let mut done = 0;
             while done < piece.len {
@@ -238,7 +240,7 @@ impl Plan {
                 done += len;
             }
         }
-        cut
+        Ok(Plan { pieces: cut.pieces, marks: cut.marks, asked_before: cut.asked_before, ..self })
     }
 
     /// Puts the pieces into the order of a key, such as the offset on one side. Blocks keep their numbers.
@@ -264,7 +266,7 @@ impl Plan {
         let in_order = self.asked_before.is_empty();
         let starts = room::list(OP, if in_order { self.pieces.len() } else { 0 });
         let Ok(starts) = starts else { return self };
-        let Plan { mut pieces, mut asked_before, .. } = self;
+        let Plan { mut pieces, mut asked_before, mut marks, .. } = self;
         if in_order {
             let mut before = 0;
             let start_of = |piece: &Piece| {
@@ -279,12 +281,10 @@ impl Plan {
             asked_before.swap(one, other);
         });
         let mut bytes = 0;
-        let mark = |some: &[Piece]| {
-            let before = bytes;
+        for (mark, some) in marks.iter_mut().zip(pieces.chunks(MARK_EVERY)) {
+            *mark = bytes;
             bytes += some.iter().map(|piece| piece.len).sum::<u64>();
-            before
-        };
-        let marks = pieces.chunks(MARK_EVERY).map(mark).collect();
+        }
         Plan { pieces, marks, asked_before, ..self }
     }
 
@@ -345,7 +345,10 @@ impl Plan {
 
     /// Every block of one layout with every block of the other, a run at a time.
     fn add_all(&mut self, remote: &Walker, local: &Walker, count: u64, block_len: u64) -> Result<()> {
-        self.reserve((count / remote.run()).saturating_add(count / local.run()).min(count))?;
+        // A piece ends where a run does on either side, and the last one with all.
+        let ends = (count / remote.run()).saturating_add(count / local.run());
+        let most = ends.saturating_add(1).min(count);
+        self.reserve(most)?;
         let (mut remote_left, mut local_left) = (remote.run(), local.run());
         let mut block = 0;
         while block < count {
@@ -361,6 +364,7 @@ impl Plan {
                 local_left = local.run();
             }
         }
+        debug_assert!(self.pieces.len() as u64 <= most, "the list has grown, for which there may be no room");
         Ok(())
     }
 

@@ -116,7 +116,7 @@ fn no_indices_make_an_empty_plan() {
     assert_eq!((plan.bytes(), plan.block_count(), plan.piece_count()), (0, 0, 0));
     assert_eq!((plan.chunks(1).count(), plan.blocks_of(0)), (0, 0..0));
     plan.check_bounds(0, 0).unwrap();
-    assert!(Plan::spans(&[]).unwrap().cut(1).is_empty());
+    assert!(Plan::spans(&[]).unwrap().cut(1).unwrap().is_empty());
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn spans_join_and_keep_their_numbers() {
     );
     assert_eq!((plan.blocks_of(0), plan.blocks_of(1)), (0..2, 2..4));
     assert_eq!((plan.block_count(), plan.bytes()), (4, 11));
-    let cut = plan.cut(4);
+    let cut = plan.cut(4).unwrap();
     assert_eq!((cut.blocks_of(0), cut.blocks_of(1), cut.blocks_of(2)), (0..1, 0..2, 2..4));
 }
 
@@ -151,7 +151,17 @@ fn the_first_block_out_of_bounds_is_named_with_its_side() {
     is_invalid(plan.check_bounds(80, 30), "block 3 reaches past the local end at 30");
     is_invalid(plan.check_bounds(50, 29), "block 2 reaches past the local end at 29");
     is_invalid(plan.check_bounds(0, 0), "block 0");
-    is_invalid(plan.cut(7).check_bounds(79, 80), "block 7 reaches past the remote end at 79");
+    is_invalid(plan.cut(7).unwrap().check_bounds(79, 80), "block 7 reaches past the remote end at 79");
+}
+
+#[test]
+fn a_cut_into_more_pieces_than_memory_is_an_error() {
+    let error = Plan::span(0, 0, 1 << 62).unwrap().cut(1).unwrap_err();
+    assert_eq!(error.kind(), Kind::Exhausted);
+    // With the list of what was asked before each of them.
+    let sorted = Plan::spans(&[(1 << 61, 0, 1 << 61), (0, 1 << 61, 1 << 61)]).unwrap();
+    let sorted = sorted.sorted_by_key(|piece| piece.remote);
+    assert_eq!(sorted.cut(1).unwrap_err().kind(), Kind::Exhausted);
 }
 
 #[test]
@@ -255,7 +265,7 @@ proptest! {
         prop_assert!(sorted.pieces().is_sorted_by_key(|piece| piece.remote));
         prop_assert_eq!(sorted.bytes(), plan.bytes());
         prop_assert_eq!(named(&sorted), named(&plan));
-        prop_assert_eq!(named(&sorted.cut(max)), named(&plan.cut(max)));
+        prop_assert_eq!(named(&sorted.cut(max).unwrap()), named(&plan.cut(max).unwrap()));
     }
 
     #[test]
@@ -301,8 +311,8 @@ proptest! {
     fn cutting_and_chunking_lose_nothing((remote, theirs, local, ours) in programs(), max in 1u64..40) {
         let truth = model(&remote, &theirs, &local, &ours);
         let plan = Plan::blocks(&remote, (&theirs).into(), &local, (&ours).into()).unwrap();
-        prop_assert_eq!(&plan.clone().cut(0), &plan);
-        let cut = plan.cut(max);
+        prop_assert_eq!(&plan.clone().cut(0).unwrap(), &plan);
+        let cut = plan.cut(max).unwrap();
         agrees_with_the_model(&cut, &truth);
         prop_assert!(cut.pieces().iter().all(|piece| (1..=max).contains(&piece.len)));
 

@@ -201,7 +201,7 @@ impl Embedded {
     }
 
     fn local(&self, ranges: impl ExactSizeIterator<Item = Range>) -> Result<Side<Arc<Local>>> {
-        lock(&self.registered).find(ranges).map_err(|range| {
+        lock(&self.registered).find(ranges, |range| {
             Error::invalid("nixl", format!("{range:?} is not registered with agent {}", self.name()))
         })
     }

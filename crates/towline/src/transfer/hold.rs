@@ -13,6 +13,17 @@ use crate::progress::{self, Timer};
 pub(crate) struct LocalHold(pub(super) Arc<TransferCore>);
 
 impl TransferCore {
+    /// Keeps the local memory in place, and the end of the transfer away. To be taken while a unit has not reported.
+    pub(crate) fn hold(self: &Arc<Self>) -> LocalHold {
+        self.holds.fetch_add(1, Ordering::AcqRel);
+        LocalHold(Arc::clone(self))
+    }
+
+    /// Whether something still names the local memory.
+    pub(super) fn is_held(&self) -> bool {
+        self.holds.load(Ordering::Acquire) > 0
+    }
+
     /// Whether the local memory was lent: pages of it may be gone.
     pub(crate) fn local_is_lent(&self) -> bool {
         self.local.as_ref().is_some_and(|local| local.core().lent)

@@ -97,7 +97,10 @@ impl TransferCore {
             }
             Err(error) => return self.whole_failed(error),
         };
-        let (plan, units) = self.attachment.cut(self.op, plan, &self.after);
+        let (plan, units) = match self.attachment.cut(self.op, plan, &self.after) {
+            Ok(cut) => cut,
+            Err(error) => return self.whole_failed(error),
+        };
         lock(&self.inner).state.divide(units.len());
         let _ = self.plan.0.set(plan);
         let _ = self.units.0.set(units);
@@ -144,6 +147,9 @@ mod tests {
     use crate::transport::inproc::InProc;
     use crate::transport::{Attachment, Transport};
 
+    /// So many blocks that there is no room for the list of their bytes.
+    const UNCUT: u64 = 1 << 58;
+
     /// A path that ends every unit at once, and counts them.
     #[derive(Default)]
     struct Counted(AtomicUsize);
@@ -165,9 +171,10 @@ mod tests {
             None
         }
 
-        fn cut(&self, _: Op, plan: Plan, _: &After) -> (Plan, Vec<Range<usize>>) {
+        fn cut(&self, _: Op, plan: Plan, _: &After) -> Result<(Plan, Vec<Range<usize>>)> {
+            let plan = if plan.bytes() == 8 * UNCUT { plan.cut(1)? } else { plan };
             let units = plan.chunks(1).collect();
-            (plan, units)
+            Ok((plan, units))
         }
 
         fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
@@ -239,6 +246,14 @@ mod tests {
         let failures = transfer.failures();
         assert_eq!(failures.len(), 1);
         assert_eq!(failures[0].blocks, 0..3);
+        assert_eq!(path.0.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_plan_whose_cut_has_no_room_is_how_it_ends_for_every_block() {
+        let (transfer, path) = transfer(UNCUT, Box::new(|| Plan::span(0, 0, 8 * UNCUT)));
+        assert_eq!(transfer.wait().unwrap_err().kind(), Kind::Exhausted);
+        assert_eq!(transfer.failures()[0].blocks, 0..UNCUT);
         assert_eq!(path.0.load(Ordering::Relaxed), 0);
     }
 

@@ -14,7 +14,7 @@ use crate::progress::{self, Device};
 use crate::region::RegionUse;
 use crate::transfer::{After, Help, Op, Signal, TransferCore};
 use crate::transport::tcp::GrantHandle;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// Unless a path says otherwise, requests up to this size are copied by the calling thread: waking a worker costs as much as copying that, and the call
 /// that starts a request is to take no longer than 50 µs.
@@ -140,18 +140,18 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
         blocks > INLINE_BLOCKS || (blocks == 1 && bytes >= SHARED)
     }
 
-    fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
+    fn cut(&self, op: Op, plan: Plan, _after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
         let workers = progress::pool().limit() as u64;
         let least = if plan.bytes() < SHARED { LEAST_PORTION } else { LEAST_SHARED };
         let portion = (plan.bytes() / (workers * PORTIONS_EACH)).clamp(least, MOST_PORTION);
         // Whole pages, so that no element of a reduction is cut in two.
         let portion = portion & !4095;
-        let plan = plan.cut(portion);
-        let mut units: Vec<_> = plan.chunks(portion).collect();
+        let plan = plan.cut(portion)?;
+        let mut units = room::collect(op.name(), plan.chunks(portion))?;
         if units.is_empty() {
             units.push(0..0);
         }
-        (plan, units)
+        Ok((plan, units))
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
@@ -484,7 +484,8 @@ mod tests {
             attachment: Arc::clone(&attachment) as Arc<dyn Attachment>,
             peer: "peer".into(),
             on_end: Box::new(|_| ()),
-        });
+        })
+        .unwrap();
         attachment.start(&core);
         let units = core.units.len();
         (Transfer::live(core).wait(), direct, units)

@@ -28,7 +28,7 @@ use crate::memory::{Mapping, Place, Segment};
 use crate::region::{RegionCore, RegionUse, stale};
 use crate::transfer::{After, Op, Signal, TransferCore};
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result, progress};
+use crate::{Error, Kind, Result, progress, room};
 
 /// The calling thread stays with copies up to this size: on one GPU they end soon after the launch.
 const SMALL: u64 = 64 << 20;
@@ -351,14 +351,14 @@ impl Attachment for GpuAttachment {
         pieces.is_empty().then(|| self.far.follow(after).map(|()| None))
     }
 
-    fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
+    fn cut(&self, op: Op, plan: Plan, _after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
         let count = plan.piece_count();
         if count > MANY || plan.bytes() <= PORTION {
-            return (plan, std::iter::once(0..count).collect());
+            return Ok((plan, std::iter::once(0..count).collect()));
         }
-        let plan = plan.cut(PORTION);
-        let units = plan.chunks(PORTION).collect();
-        (plan, units)
+        let plan = plan.cut(PORTION)?;
+        let units = room::collect(op.name(), plan.chunks(PORTION))?;
+        Ok((plan, units))
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {

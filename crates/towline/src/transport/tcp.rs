@@ -268,7 +268,7 @@ impl Attachment for Stream {
         (!handle.is_renewable()).then(|| handle.session().notify(message).map(|()| None))
     }
 
-    fn cut_portion(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+    fn cut_portion(&self, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
         run::cut_portion(op, plan, after)
     }
 
@@ -276,7 +276,7 @@ impl Attachment for Stream {
         run::starts_later(bytes, blocks)
     }
 
-    fn cut(&self, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+    fn cut(&self, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
         run::cut(op, plan, after)
     }
 

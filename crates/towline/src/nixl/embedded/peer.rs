@@ -101,7 +101,7 @@ impl Peer {
     }
 
     pub(super) fn find(&self, ranges: impl ExactSizeIterator<Item = Range>) -> Result<Side<Arc<Region>>> {
-        lock(&self.regions).find(ranges).map_err(|range| {
+        lock(&self.regions).find(ranges, |range| {
             let message = format!("the metadata of agent {} does not cover {range:?}", self.identity.name);
             Error::new(Kind::NotFound, "nixl", message).with_peer(&*self.identity.name)
         })

@@ -11,7 +11,7 @@ use crate::nixl::transfer::{XferOp, XferTelemetry};
 use crate::progress;
 use crate::region::Span;
 use crate::sync::lock;
-use crate::{Endpoint, Error, Remote, Result, Transfer};
+use crate::{Endpoint, Error, Remote, Result, Transfer, room};
 
 /// One transfer. It can be posted again once it has ended.
 pub(in crate::nixl) struct Request {
@@ -125,7 +125,7 @@ impl Request {
                 });
                 groups.len() - 1
             });
-            groups[group].spans.push((far.offset, near.offset, near.len));
+            room::push("create_xfer_req", &mut groups[group].spans, (far.offset, near.offset, near.len))?;
             bytes = bytes.saturating_add(near.len);
         }
         Ok(Request {

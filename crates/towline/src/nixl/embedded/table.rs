@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use crate::nixl::list::{Key, Range};
-use crate::{Error, Result};
+use crate::{Error, Result, room};
 
 pub(super) trait Ranged {
     fn range(&self) -> &Range;
@@ -43,17 +43,15 @@ impl<T> Side<T> {
     /// The parts with these indices, or all of them.
     pub(super) fn chosen(&self, indices: Option<&[i32]>) -> Result<Cow<'_, [Part]>> {
         let Some(indices) = indices else { return Ok(Cow::Borrowed(&self.parts)) };
-        indices
-            .iter()
-            .map(|index| {
-                let part = usize::try_from(*index).ok().and_then(|index| self.parts.get(index));
-                part.copied().ok_or_else(|| {
-                    let len = self.parts.len();
-                    Error::invalid("nixl", format!("index {index} is outside a list of {len}"))
-                })
-            })
-            .collect::<Result<Vec<_>>>()
-            .map(Cow::Owned)
+        let mut chosen = room::list("nixl", indices.len())?;
+        for index in indices {
+            let part = usize::try_from(*index).ok().and_then(|index| self.parts.get(index));
+            chosen.push(*part.ok_or_else(|| {
+                let len = self.parts.len();
+                Error::invalid("nixl", format!("index {index} is outside a list of {len}"))
+            })?);
+        }
+        Ok(Cow::Owned(chosen))
     }
 }
 
@@ -88,14 +86,18 @@ impl<E: Ranged + Clone> Table<E> {
         below.flat_map(|(_, at)| at.iter().rev()).find(|one| one.range().covers(range))
     }
 
-    /// Finds what covers each of the ranges; otherwise says which one nothing covers.
-    pub(super) fn find(&self, ranges: impl ExactSizeIterator<Item = Range>) -> Result<Side<E>, Range> {
-        let mut side = Side { regions: Vec::<E>::new(), parts: Vec::with_capacity(ranges.len()) };
+    /// Finds what covers each of the ranges; `missing` makes the error for one that nothing covers.
+    pub(super) fn find(
+        &self,
+        ranges: impl ExactSizeIterator<Item = Range>,
+        missing: impl FnOnce(Range) -> Error,
+    ) -> Result<Side<E>> {
+        let mut side = Side { regions: Vec::<E>::new(), parts: room::list("nixl", ranges.len())? };
         let mut known: BTreeMap<(Key, usize), u32> = BTreeMap::new();
         let mut last = 0u32;
         for range in ranges {
             if !side.regions.get(last as usize).is_some_and(|region| region.range().covers(&range)) {
-                let Some(found) = self.covering(&range) else { return Err(range) };
+                let Some(found) = self.covering(&range) else { return Err(missing(range)) };
                 let covers = found.range();
                 last = *known.entry((covers.key(), covers.0.size)).or_insert_with(|| {
                     side.regions.push(found.clone());
@@ -114,6 +116,7 @@ mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
 
     use super::*;
+    use crate::Kind;
     use crate::memory::{MemType, NixlDescriptor};
 
     impl Ranged for Range {
@@ -126,6 +129,36 @@ mod tests {
         Range(NixlDescriptor { addr, size, mem_type: MemType::Dram, device_id: 0 })
     }
 
+    fn missing(range: Range) -> Error {
+        Error::invalid("nixl", format!("{range:?}"))
+    }
+
+    /// So many times the same range: a list that takes no memory.
+    struct Again(usize);
+
+    impl Iterator for Again {
+        type Item = Range;
+
+        fn next(&mut self) -> Option<Range> {
+            self.0 = self.0.checked_sub(1)?;
+            Some(range(0x1000, 1))
+        }
+
+        fn size_hint(&self) -> (usize, Option<usize>) {
+            (self.0, Some(self.0))
+        }
+    }
+
+    impl ExactSizeIterator for Again {}
+
+    #[test]
+    fn a_list_for_which_there_is_no_memory_is_exhausted() {
+        let mut table = Table::default();
+        table.insert(range(0x1000, 0x1000));
+        let error = table.find(Again(1 << 58), missing).err().unwrap();
+        assert_eq!(error.kind(), Kind::Exhausted);
+    }
+
     #[test]
     fn ranges_are_found_in_what_covers_them() {
         let mut table = Table::default();
@@ -133,7 +166,7 @@ mod tests {
             table.insert(range(addr, size));
         }
         let asked = [range(0x3800, 0x100), range(0x1000, 0x1000), range(0x1800, 0x1000), range(0x3000, 1)];
-        let side = table.find(asked.into_iter()).unwrap();
+        let side = table.find(asked.into_iter(), missing).unwrap();
         assert_eq!(side.regions, [range(0x3000, 0x1000), range(0x1000, 0x1000), range(0, 0x9000)]);
         let parts: Vec<_> = side.parts.iter().map(|part| (part.region, part.offset, part.len)).collect();
         assert_eq!(parts[..3], [(0, 0x800, 0x100), (1, 0, 0x1000), (2, 0x1800, 0x1000)]);
@@ -145,11 +178,12 @@ mod tests {
     fn what_nothing_covers_is_named_also_where_the_end_would_wrap() {
         let mut table = Table::default();
         table.insert(range(0x1000, 0x1000));
-        for missing in [range(0xfff, 2), range(0x1fff, 2), range(u64::MAX, 2)] {
-            assert_eq!(table.find([missing.clone()].into_iter()).err().unwrap(), missing);
+        for range in [range(0xfff, 2), range(0x1fff, 2), range(u64::MAX, 2)] {
+            let error = table.find([range.clone()].into_iter(), missing).err().unwrap();
+            assert_eq!(error.message(), format!("{range:?}"));
         }
         table.remove(&range(0x1000, 0x1000), |_| true);
-        assert!(table.find([range(0x1000, 1)].into_iter()).is_err());
+        assert!(table.find([range(0x1000, 1)].into_iter(), missing).is_err());
         assert_eq!(table.iter().count(), 0);
     }
 }

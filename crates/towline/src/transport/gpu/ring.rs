@@ -5,11 +5,11 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use crate::Result;
 use crate::cuda::{CopyOptions, Copying, Gpu, Run};
 use crate::layout::Piece;
 use crate::memory::{PinnedStorage, bytes};
 use crate::sync::lock;
+use crate::{Result, room};
 
 /// The bytes of one slot: long enough that the bus shows no gaps, short enough for a cache.
 pub(crate) const SLOT: usize = 4 << 20;
@@ -100,18 +100,15 @@ impl Passing {
         device: impl Fn(&Piece) -> u64,
     ) -> Result<Passing> {
         let mut at = slot.device();
-        let mut all = 0;
-        let runs: Vec<Run> = pieces
-            .iter()
-            .map(|piece| {
-                let (near, far) = (at, device(piece));
-                at += piece.len;
-                all += piece.len;
-                let (from, to) = if to_device { (near, far) } else { (far, near) };
-                Run { from, to, len: piece.len }
-            })
-            .collect();
-        let options = CopyOptions { bytes: all, host: true, after: None };
+        let runs = pieces.iter().map(|piece| {
+            let (near, far) = (at, device(piece));
+            at += piece.len;
+            let (from, to) = if to_device { (near, far) } else { (far, near) };
+            Run { from, to, len: piece.len }
+        });
+        let runs = room::collect("copy on a GPU", runs)?;
+        let bytes = pieces.iter().map(|piece| piece.len).sum();
+        let options = CopyOptions { bytes, host: true, after: None };
         // SAFETY: the slot is pinned and stays until the value is dropped, which waits; the rest is the caller's promise.
         let copying = unsafe { gpu.copy(runs, &options) }?;
         Ok(Passing { copying: Some(copying), slot, pieces })
@@ -154,19 +151,25 @@ impl Drop for Passing {
 }
 
 /// The pieces in portions of at most that many bytes, and of a slot; long ones are cut.
-pub(crate) fn portions(pieces: &[Piece], most: usize) -> impl Iterator<Item = Vec<Piece>> + '_ {
+pub(crate) fn portions<'a>(
+    op: &'static str,
+    pieces: &'a [Piece],
+    most: usize,
+) -> impl Iterator<Item = Result<Vec<Piece>>> + 'a {
     let mut rest = pieces.iter().copied();
     let mut open = rest.next();
     std::iter::from_fn(move || {
         let (mut portion, mut room) = (Vec::new(), most.clamp(1, SLOT) as u64);
         while let Some(piece) = open.filter(|_| room > 0) {
             let len = piece.len.min(room);
-            portion.push(Piece { len, ..piece });
+            if let Err(error) = room::push(op, &mut portion, Piece { len, ..piece }) {
+                return Some(Err(error));
+            }
             room -= len;
             let left = Piece { remote: piece.remote + len, local: piece.local + len, len: piece.len - len };
             open = if left.len > 0 { Some(left) } else { rest.next() };
         }
-        (!portion.is_empty()).then_some(portion)
+        (!portion.is_empty()).then_some(Ok(portion))
     })
 }
 
@@ -193,7 +196,8 @@ pub(crate) unsafe fn pass(
         }
     };
     let mut flying: VecDeque<Passing> = VecDeque::with_capacity(EACH);
-    for portion in portions(pieces, SLOT) {
+    for portion in portions("copy on a GPU", pieces, SLOT) {
+        let portion = portion?;
         let mut slot = None;
         if flying.len() == EACH
             && let Some(mut passing) = flying.pop_front()
@@ -241,7 +245,7 @@ mod tests {
             .collect();
         for most in [SLOT, SLOT / 3, 10 * SLOT] {
             let mut whole: Vec<Piece> = Vec::new();
-            for portion in portions(&pieces, most) {
+            for portion in portions("read", &pieces, most).map(Result::unwrap) {
                 assert!(portion.iter().map(|piece| piece.len).sum::<u64>() <= slot.min(most as u64));
                 for piece in portion {
                     match whole.last_mut() {
@@ -257,6 +261,6 @@ mod tests {
             }
             assert_eq!(whole, pieces);
         }
-        assert_eq!(portions(&[], SLOT).count(), 0);
+        assert_eq!(portions("read", &[], SLOT).count(), 0);
     }
 }

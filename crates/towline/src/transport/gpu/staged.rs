@@ -18,7 +18,7 @@ use crate::region::RegionUse;
 use crate::sync::lock;
 use crate::transfer::{self, After, Op, Parts, TransferCore};
 use crate::transport::{Attachment, Begun, Transport};
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// Slots that one transfer uses at a time.
 const IN_FLIGHT: usize = 8;
@@ -103,9 +103,9 @@ impl Attachment for Staged {
         None
     }
 
-    fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
+    fn cut(&self, _op: Op, plan: Plan, _after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
         let count = plan.piece_count();
-        (plan, std::iter::once(0..count).collect())
+        Ok((plan, std::iter::once(0..count).collect()))
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
@@ -163,15 +163,18 @@ impl Stage {
             return Err(Error::new(Kind::Unsupported, op, message));
         }
         let most = (transfer.plan.bytes() as usize / PORTIONS).clamp(LEAST, SLOT);
-        let portions: Vec<_> = portions(transfer.plan.pieces(), most).collect();
+        let mut parts = Vec::new();
+        for portion in portions(op, transfer.plan.pieces(), most) {
+            room::push(op, &mut parts, portion?)?;
+        }
         Ok(Arc::new(Stage {
             under: Arc::clone(under),
             transfer: Arc::clone(transfer),
             gpu: Gpu::open(ordinal)?,
             begun: AtomicUsize::new(0),
             next: AtomicUsize::new(0),
-            left: AtomicUsize::new(portions.len()),
-            portions,
+            left: AtomicUsize::new(parts.len()),
+            portions: parts,
             failed: Mutex::new(None),
             followed: AtomicBool::new(false),
             parts: Mutex::default(),
@@ -261,21 +264,20 @@ impl Stage {
     /// Gives a slot to the path underneath.
     fn send(self: &Arc<Self>, number: usize, slot: Slot) -> Result<()> {
         let mut at = 0;
-        let spans: Vec<_> = self.portions[number]
-            .iter()
-            .map(|piece| {
-                let span = (piece.remote, at, piece.len);
-                at += piece.len;
-                span
-            })
-            .collect();
+        let spans = self.portions[number].iter().map(|piece| {
+            let span = (piece.remote, at, piece.len);
+            at += piece.len;
+            span
+        });
+        let spans = room::collect(self.transfer.op.name(), spans)?;
         let base = slot.ptr().expose_provenance();
         let slot = Mutex::new(Some(slot));
         let stage = Arc::clone(self);
-        let part = self.part(self.transfer.op, Plan::spans(&spans)?, base, After::default(), move |result| {
-            let slot = lock(&slot).take();
-            stage.arrived(number, slot, result.clone());
-        });
+        let part =
+            self.part(self.transfer.op, Plan::spans(&spans)?, base, After::default(), move |result| {
+                let slot = lock(&slot).take();
+                stage.arrived(number, slot, result.clone());
+            })?;
         self.under_way(part);
         Ok(())
     }
@@ -288,7 +290,7 @@ impl Stage {
         base: usize,
         after: After,
         on_end: impl Fn(&Result<()>) + Send + Sync + 'static,
-    ) -> Arc<TransferCore> {
+    ) -> Result<Arc<TransferCore>> {
         TransferCore::begin(Parts {
             id: transfer::next_id(),
             op,
@@ -319,7 +321,10 @@ impl Stage {
     unsafe fn between(&self, to_device: bool, slot: Slot, pieces: &[Piece]) -> Result<Passing> {
         let base = self.transfer.local_base().addr() as u64;
         // SAFETY: the caller's promise; the plan was checked against the region.
-        unsafe { Passing::start(&self.gpu, to_device, slot, pieces.to_vec(), |piece| base + piece.local) }
+        unsafe {
+            let pieces = room::copy(self.transfer.op.name(), pieces)?;
+            Passing::start(&self.gpu, to_device, slot, pieces, |piece| base + piece.local)
+        }
     }
 
     /// The path underneath has done its part. In any thread, which does not wait here.
@@ -389,7 +394,10 @@ impl Stage {
                     Ok(()) => told.unit_done(),
                     Err(error) => told.unit_failed(0, error.clone()),
                 });
-                self.under_way(part);
+                match part {
+                    Ok(part) => self.under_way(part),
+                    Err(error) => self.transfer.unit_failed(0, error),
+                }
             }
         }
     }

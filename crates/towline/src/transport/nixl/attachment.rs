@@ -534,8 +534,8 @@ impl Attachment for NixlAttachment {
         Some(this)
     }
 
-    fn cut(&self, _op: Op, plan: Plan, _after: &After) -> (Plan, Vec<Range<usize>>) {
-        run::cut(plan)
+    fn cut(&self, op: Op, plan: Plan, _after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
+        run::cut(op, plan)
     }
 
     fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {

@@ -76,6 +76,9 @@ fn on_grid(
             continue;
         }
         let count = i32::try_from(count).ok()?;
+        // Few long pieces on a fine grid are many blocks: where there is no room to list them, they go as pieces.
+        remote_indices.try_reserve(count as usize).ok()?;
+        local_indices.try_reserve(count as usize).ok()?;
         remote_indices.extend(theirs..theirs.checked_add(count)?);
         local_indices.extend(ours..ours.checked_add(count)?);
     }

@@ -11,8 +11,8 @@ use super::attachment::{INLINE, NixlAttachment};
 use super::driver::{Exiting, Flight};
 use super::memory::Memory;
 use crate::layout::Plan;
-use crate::transfer::{Help, TransferCore};
-use crate::{Error, Kind, Result, progress};
+use crate::transfer::{Help, Op, TransferCore};
+use crate::{Error, Kind, Result, progress, room};
 
 /// A request carries at most about this many bytes: where posting copies, a stop takes as long as that, and where it does
 /// not, its end is what shows that something moves.
@@ -25,22 +25,22 @@ const UNIT_PIECES: usize = 1 << 14;
 const WINDOW: usize = 4;
 
 /// Cuts a plan into requests.
-pub(super) fn cut(plan: Plan) -> (Plan, Vec<Range<usize>>) {
+pub(super) fn cut(op: Op, plan: Plan) -> Result<(Plan, Vec<Range<usize>>)> {
     // NIXL goes through a list in its order, and both the kernel that copies and a disk are faster along the owner's pages.
-    let plan = plan.cut(UNIT).sorted_by_key(|piece| piece.remote);
+    let plan = plan.cut(UNIT)?.sorted_by_key(|piece| piece.remote);
     let mut units = Vec::new();
     for chunk in plan.chunks(UNIT) {
         let mut start = chunk.start;
         while start < chunk.end {
             let end = chunk.end.min(start + UNIT_PIECES);
-            units.push(start..end);
+            room::push(op.name(), &mut units, start..end)?;
             start = end;
         }
     }
     if units.is_empty() {
         units.push(0..0);
     }
-    (plan, units)
+    Ok((plan, units))
 }
 
 /// One transfer by NIXL.

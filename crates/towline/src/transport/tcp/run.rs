@@ -16,7 +16,7 @@ use crate::memory::checked;
 use crate::sync::lock;
 use crate::transfer::{After, LocalHold, Op, TransferCore};
 use crate::wire::{self, Block, Header, Message};
-use crate::{Error, Kind, Result, progress};
+use crate::{Error, Kind, Result, progress, room};
 
 /// Requests carry at least about this many bytes: enough to hide the round trip with a few of them in flight.
 const LEAST_UNIT: u64 = 1 << 20;
@@ -70,17 +70,17 @@ pub(super) fn starts_later(bytes: u64, blocks: u64) -> bool {
 }
 
 /// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
-pub(super) fn cut(op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+pub(super) fn cut(op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
     cut_into(UNITS, op, plan, after)
 }
 
 /// Cuts a portion of a transfer, beside which others are in flight, one or two for each lane: the fewer requests the better, since
 /// each one is a copy on a GPU of its own at an owner, which the lane starts and waits for.
-pub(super) fn cut_portion(op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+pub(super) fn cut_portion(op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
     cut_into(1, op, plan, after)
 }
 
-fn cut_into(requests: u64, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Range<usize>>) {
+fn cut_into(requests: u64, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
     let scattered = plan.bytes() / SCATTERED < plan.piece_count() as u64;
     // Of scattered blocks, a portion is cut as a transfer is.
     let requests = if scattered { UNITS } else { requests };
@@ -92,20 +92,20 @@ fn cut_into(requests: u64, op: Op, plan: Plan, after: &After) -> (Plan, Vec<Rang
         (true, Op::Read) => plan.sorted_by_key(|piece| piece.local),
         (true, _) => plan.sorted_by_key(|piece| piece.remote),
     };
-    let plan = plan.cut(unit);
+    let plan = plan.cut(unit)?;
     let mut units = Vec::new();
     for chunk in plan.chunks(unit) {
         let mut start = chunk.start;
         while start < chunk.end {
             let end = chunk.end.min(start + UNIT_BLOCKS);
-            units.push(start..end);
+            room::push(op.name(), &mut units, start..end)?;
             start = end;
         }
     }
     if units.is_empty() || after.signal.is_some() {
-        units.push(plan.pieces().len()..plan.pieces().len());
+        room::push(op.name(), &mut units, plan.pieces().len()..plan.pieces().len())?;
     }
-    (plan, units)
+    Ok((plan, units))
 }
 
 impl Run {
@@ -511,10 +511,10 @@ mod tests {
 
     use super::*;
 
-    type Cut = fn(Op, Plan, &After) -> (Plan, Vec<Range<usize>>);
+    type Cut = fn(Op, Plan, &After) -> Result<(Plan, Vec<Range<usize>>)>;
 
     fn requests(cut: Cut, spans: &[(u64, u64, u64)]) -> Vec<u64> {
-        let (plan, units) = cut(Op::Read, Plan::spans(spans).unwrap(), &After::default());
+        let (plan, units) = cut(Op::Read, Plan::spans(spans).unwrap(), &After::default()).unwrap();
         units.into_iter().map(|unit| plan.pieces()[unit].iter().map(|piece| piece.len).sum()).collect()
     }
 
