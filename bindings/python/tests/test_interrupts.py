@@ -18,7 +18,7 @@ import pytest
 from conftest import HERE
 
 PRELUDE = """
-import asyncio, contextlib, json, os, signal, socket, sys, threading, time
+import asyncio, contextlib, json, os, signal, socket, sys, tempfile, threading, time
 import towline
 from towline import connect, nccl, nixl, nixl_connect
 
@@ -139,6 +139,19 @@ user = endpoint("tcp")
         "resume(); user.import_(TOLD['tickets'][1])",
     ),
     "a transfer": ("user, local, transfer = reading()", "transfer.wait()", "resume(); transfer.wait()"),
+    "an import while NIXL starts": (
+        # It is loaded from a pipe into which nobody writes.
+        """
+library = os.path.join(tempfile.mkdtemp(), "libnixl_capi.so")
+os.mkfifo(library)
+os.environ["TOWLINE_NIXL"] = library
+owner = towline.Endpoint("owner", nixl_lend_over="lo")
+user = towline.Endpoint("user", timeout=PATIENCE, nixl_reach_over="lo")
+region = owner.register(bytearray(64), "read+write")
+""",
+        "user.import_(region.ticket(), require='nixl', timeout=PATIENCE)",
+        "user.import_(region.ticket(), forbid='nixl')",
+    ),
     "a message": ("user = endpoint()", "user.receive(PATIENCE)", "user.close()"),
     "a signal": (
         "user = endpoint(); region = user.register(bytearray(64), 'read+write')",
@@ -259,6 +272,13 @@ NCCL: dict[str, Case] = {
         "comms, others = ranks(), ranks(); beside(comms[1].barrier)",
         "\n    with nccl.group(): comms[0].barrier(); others[0].barrier()",
         "",
+    ),
+    "ranks of one process that do not reach each other": (
+        "silent = socket.create_server(('127.0.0.1', 0))\n"
+        "where = f'127.0.0.1:{silent.getsockname()[1]}'\n"
+        "config = nccl.NCCLConfig(timeout=PATIENCE, require='tcp', advertise=where)",
+        "nccl.Communicator.init_all(2, config)",
+        "assert len(nccl.Communicator.init_all(2)) == 2",
     ),
     "a split": ("comms = ranks()", "comms[0].split(0, 0)", ""),
     "a shrink": ("comms = nccl.Communicator.init_all(3)", "comms[1].shrink([2])", ""),

@@ -21,6 +21,7 @@ pub use self::worker::Progress;
 use crate::bootstrap::{self, Joining};
 use crate::cuda::{self, Cuda};
 use crate::group::{self, Job};
+use crate::interrupt::{self, Stop};
 use crate::team::{Seat, Team};
 use crate::unique_id::UniqueId;
 use crate::window::{Memory, Operation, RegisteredBuffer};
@@ -167,11 +168,11 @@ impl Communicator {
         }
         // The first meeting needs all of them at once.
         std::thread::scope(|scope| {
-            let tickets = &tickets;
+            let (tickets, stop) = (&tickets, Stop::default());
             let threads: Vec<_> = members
                 .into_iter()
                 .map(|(rank, inner, seat)| {
-                    start_rank(scope, move || -> Result<Communicator> {
+                    start_rank(scope, &stop, move || -> Result<Communicator> {
                         let team = Team::assemble(seat, rank, tickets.clone())?;
                         let seating = Seating { rank, nranks: count, tickets: tickets.clone(), group_id };
                         inner.seat(seating, team)?;
@@ -179,7 +180,7 @@ impl Communicator {
                     })
                 })
                 .collect();
-            all_ranks(threads)
+            all_ranks(threads, &stop)
         })
     }
 
@@ -190,16 +191,16 @@ impl Communicator {
         config.check("init_all")?;
         let id = crate::unique_id::get_nccl_unique_id().map_err(|error| error.during("init_all"))?;
         std::thread::scope(|scope| {
-            let id = &id;
+            let (id, stop) = (&id, Stop::default());
             let threads: Vec<_> = gpus
                 .iter()
                 .enumerate()
                 .map(|(rank, gpu)| {
                     let config = Config { gpu: Some(*gpu), ..config.clone() };
-                    start_rank(scope, move || Communicator::init(gpus.len(), rank, id, config))
+                    start_rank(scope, &stop, move || Communicator::init(gpus.len(), rank, id, config))
                 })
                 .collect();
-            all_ranks(threads)
+            all_ranks(threads, &stop)
         })
     }
 
@@ -531,21 +532,24 @@ type Joiner<'scope> = Result<ScopedJoinHandle<'scope, Result<Communicator>>>;
 
 fn start_rank<'scope>(
     scope: &'scope Scope<'scope, '_>,
+    stop: &Stop,
     join: impl FnOnce() -> Result<Communicator> + Send + 'scope,
 ) -> Joiner<'scope> {
     const NAME: &str = "towline-rank";
-    let started = std::thread::Builder::new().name(NAME.into()).spawn_scoped(scope, join);
+    let stop = stop.clone();
+    let joining = move || stop.during(join);
+    let started = std::thread::Builder::new().name(NAME.into()).spawn_scoped(scope, joining);
     Ok(started.map_err(|error| no_thread("init_all", NAME, error))?)
 }
 
-/// All of them, or why one is missing: that its thread could not be started says more than that the others have waited for it.
-fn all_ranks(ranks: Vec<Joiner<'_>>) -> Result<Vec<Communicator>> {
+/// All of them, or why one is missing: that its thread could not be started says more than that the others have waited for it, for
+/// which they need not wait any longer.
+fn all_ranks(ranks: Vec<Joiner<'_>>, stop: &Stop) -> Result<Vec<Communicator>> {
     let (mut joined, mut missing) = (Vec::new(), None);
     for rank in ranks {
         match rank {
             Ok(thread) => joined.push(
-                thread
-                    .join()
+                interrupt::join(thread, "init_all", |_| stop.now())
                     .unwrap_or_else(|_| Err(Error::new(Kind::Internal, "init_all", "a thread panicked"))),
             ),
             Err(error) => missing = Some(error),

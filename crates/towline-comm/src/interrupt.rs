@@ -1,6 +1,8 @@
 //! Waits that their caller can end: see [`towline::interruptible`].
 
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
@@ -10,6 +12,31 @@ use crate::Result;
 
 /// The longest pause after which a thread that works for an interruptible call is asked again whether it is done.
 const LOOK: Duration = Duration::from_millis(1);
+
+thread_local! {
+    static STOP: RefCell<Option<Stop>> = const { RefCell::new(None) };
+}
+
+/// Ends the waits of the threads that work for one call.
+#[derive(Clone, Default)]
+pub(crate) struct Stop(Arc<AtomicBool>);
+
+impl Stop {
+    /// From now on.
+    pub(crate) fn now(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Does a thread's whole work. Its waits end with `Canceled` once it is to stop.
+    pub(crate) fn during<T>(self, work: impl FnOnce() -> T) -> T {
+        STOP.set(Some(self));
+        towline::interruptible(|| STOP.with_borrow(|stop| stop.as_ref().is_some_and(Stop::is_set)), work)
+    }
+
+    fn is_set(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
 
 /// `Canceled` where the caller of this thread wants to stop waiting. To be called without a lock.
 pub(crate) fn check(op: &'static str) -> Result<()> {

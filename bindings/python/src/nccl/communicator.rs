@@ -134,7 +134,8 @@ impl Communicator {
     fn init_all(py: Python<'_>, count: usize, config: &Bound<'_, CommConfig>) -> PyResult<Vec<Communicator>> {
         process::guard(py, "init_all")?;
         let config = config.get().over(Config::default());
-        let comms = py.detach(|| towline_comm::Communicator::init_all_with(count, &config)).or_raise(py)?;
+        let made = without_gil(py, || towline_comm::Communicator::init_all_with(count, &config));
+        let comms = made?.or_raise(py)?;
         Ok(comms.into_iter().map(|comm| Communicator::new(comm, config.clone())).collect())
     }
 
@@ -146,7 +147,8 @@ impl Communicator {
     ) -> PyResult<Vec<Communicator>> {
         process::guard(py, "init_all")?;
         let config = config.get().over(Config::default());
-        let comms = py.detach(|| towline_comm::Communicator::init_all_on(&gpus, &config)).or_raise(py)?;
+        let made = without_gil(py, || towline_comm::Communicator::init_all_on(&gpus, &config));
+        let comms = made?.or_raise(py)?;
         Ok(comms.into_iter().map(|comm| Communicator::new(comm, config.clone())).collect())
     }
 

@@ -18,7 +18,7 @@ use crate::endpoint::EndpointCore;
 use crate::identity::{Identity, Incarnation};
 use crate::sync::lock;
 use crate::transport::Loan;
-use crate::{Error, Kind, Result, progress};
+use crate::{Error, Kind, Result, interrupt, progress};
 
 /// How long an owner drives its agent after a peer has asked for it; peers ask again in time.
 pub(super) const HELP: Duration = Duration::from_millis(5);
@@ -83,7 +83,8 @@ impl Domain {
         self.engine.get_or_init(|| Engine::open(identity, &self.options)).clone()
     }
 
-    /// [`Self::engine`], or `Timeout`: making an agent cannot be stopped, so a thread does it, and a later caller finds it.
+    /// [`Self::engine`], or `Timeout`, or `Canceled` where the caller is interrupted: making an agent cannot be stopped, so a thread
+    /// does it, and a later caller finds it.
     pub(super) fn engine_by(endpoint: &Arc<EndpointCore>, until: Instant) -> Result<Arc<Engine>> {
         let domain = &endpoint.nixl;
         if domain.engine.get().is_none() {
@@ -94,11 +95,17 @@ impl Domain {
                 let _ = opening.nixl.engine(opening.identity());
                 drop((made, inside));
             })?;
-            let left = until.saturating_duration_since(Instant::now());
-            if waiting.recv_timeout(left) == Err(mpsc::RecvTimeoutError::Timeout) {
-                let message =
-                    "NIXL has not started in time; it goes on starting, and a later import finds it";
-                return Err(Error::new(Kind::Timeout, "import", message));
+            loop {
+                let left = until.saturating_duration_since(Instant::now());
+                if waiting.recv_timeout(interrupt::turn(left)) != Err(mpsc::RecvTimeoutError::Timeout) {
+                    break;
+                }
+                if left.is_zero() {
+                    let message =
+                        "NIXL has not started in time; it goes on starting, and a later import finds it";
+                    return Err(Error::new(Kind::Timeout, "import", message));
+                }
+                interrupt::check("import")?;
             }
         }
         domain.engine(endpoint.identity())
