@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from conftest import HERE
+
+import towline
+from towline import OperationKind
+from towline.nixl_connect import _over_nixl
 
 LIMITED = """
 import asyncio, ctypes, gc, json, os, resource, signal, sys, threading, time
@@ -179,3 +185,61 @@ def test_where_no_thread_can_be_started_calls_do_without_or_say_so(told: str) ->
     assert found["an async block"] == "None"
     named = ["towline-contact", "towline-root", "towline-comm", "towline-signal", "towline-group"]
     assert sum(f"cannot start the thread {name}" in said for name in named) >= 3, said
+
+
+class Posted:
+    """An agent of NIXL, and its one transfer, which is not over at once."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def read(self, *_: Any, **__: Any) -> Posted:
+        return self
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self, _: float) -> None:
+        self.over = True
+
+    def error(self) -> None:
+        return None
+
+
+class Side(_over_nixl.Side):
+    """A side without NIXL, which counts what is registered."""
+
+    def __init__(self) -> None:
+        super().__init__("side")
+        self.posted: Any = Posted()
+        self.enlisted = 0
+
+    def agent(self) -> Any:
+        return self.posted
+
+    def meet(self, _: bytes) -> str:
+        return "peer"
+
+    def enlist(self, *_: object) -> list[Any]:
+        self.enlisted += 1
+        return []
+
+    def delist(self, _: object) -> None:
+        self.enlisted -= 1
+
+
+def test_operations_over_nixl_do_without_a_thread_or_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    side = Side()
+    active = _over_nixl.Active(side, OperationKind.READ, [], [], b"", "key")
+    with pytest.raises(towline.Exhausted, match="towline-nixl-begin"):
+        _over_nixl.Beginning(active)
+    with pytest.raises(towline.Exhausted, match="cannot start the thread towline-nixl:"):
+        _over_nixl.Passive(side, OperationKind.READ, [])
+    assert side.enlisted == 0
+    # What is under way is waited for.
+    active.start()
+    assert active.done() and active.error() is None and side.enlisted == 0

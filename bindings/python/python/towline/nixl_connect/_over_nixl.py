@@ -12,11 +12,11 @@ import threading
 import uuid
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .._devices import DeviceKind, OperationKind, OperationStatus
-from .._errors import Canceled, Error, Internal, Invalid, Timeout, Unavailable, Unsupported
+from .._errors import Canceled, Error, Exhausted, Internal, Invalid, Timeout, Unavailable, Unsupported
 from .._metadata import _Fields
 from ..nixl import Agent, Range, Region, Request
 
@@ -32,6 +32,16 @@ LONGEST = 64 << 20
 
 _LOOK = 0.2
 """Seconds after which a thread that waits for notifications looks whether it is still needed."""
+
+
+def started(name: str, target: Callable[[], None]) -> threading.Thread:
+    """A thread that does this; `Exhausted` where none can be started."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise Exhausted(f"cannot start the thread {name}: {error}", op="nixl") from error
+    return thread
 
 
 def inflated(packed: bytes) -> bytes | None:
@@ -156,10 +166,8 @@ class Side:
         with self._lock:
             self._waiting[operation.key.encode()] = weakref.ref(operation)
             if self._pump is None:
-                self._pump = threading.Thread(
-                    target=self._receive, args=(self.agent(),), name="towline-nixl", daemon=True
-                )
-                self._pump.start()
+                agent = self.agent()
+                self._pump = started("towline-nixl", lambda: self._receive(agent))
 
     def expect_no_longer(self, key: str) -> None:
         """Waits for that key no longer."""
@@ -284,7 +292,11 @@ class Passive(Operation):
         self.key = str(uuid.uuid4())
         side.enlist(self._local, kind is OperationKind.WRITE)
         self._enlisted = True
-        side.expect(self)
+        try:
+            side.expect(self)
+        except BaseException:
+            self.cancel()
+            raise
 
     def metadata(self, hex: bool) -> _Fields:
         if self.done():
@@ -336,10 +348,12 @@ class Active(Operation):
             raise
         if request.done():
             self._finish(request)
-        else:
-            threading.Thread(
-                target=self._watch, args=(request,), name="towline-nixl-transfer", daemon=True
-            ).start()
+            return
+        try:
+            started("towline-nixl-transfer", lambda: self._watch(request))
+        except Exhausted:
+            # It is under way and cannot be taken back: this thread waits for its end.
+            self._watch(request)
 
     def _watch(self, request: Request) -> None:
         # The limits of the library's own transfers.
@@ -383,7 +397,7 @@ class Beginning:
         self._over = threading.Event()
         self._waiter: _native.Waiter | None = None
         self._failed: BaseException | None = None
-        threading.Thread(target=self._run, name="towline-nixl-begin", daemon=True).start()
+        started("towline-nixl-begin", self._run)
 
     def _run(self) -> None:
         try:
