@@ -29,7 +29,8 @@ const LINE: usize = 64;
 pub(super) fn all_reduce(run: &Run<'_>) -> Result<()> {
     let pipes = run.team.pipes(run.job.kind.name())?;
     let size = run.job.dtype.size();
-    let stretches: Vec<_> = steps(run.job.elements(), pipes.chunk().min(CHUNK) / size * run.nranks).collect();
+    let stretches = steps(run.job.elements(), pipes.chunk().min(CHUNK) / size * run.nranks);
+    let stretches = towline::room::collect(run.job.kind.name(), stretches)?;
     let sum = Accumulator::new(run.job.op, run.job.dtype);
     let before = (1..run.nranks).map(|places| run.before(places)).collect();
     let after = (1..run.nranks).map(|places| run.after(places)).collect();

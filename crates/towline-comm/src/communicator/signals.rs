@@ -139,7 +139,7 @@ fn wait(
     signals: &[WaitSignal],
     withdrawn: Option<&AtomicBool>,
 ) -> Result<()> {
-    let mut targets: Vec<((usize, u32, u32), u64)> = Vec::with_capacity(signals.len());
+    let mut targets: Vec<((usize, u32, u32), u64)> = towline::room::list("wait_signal", signals.len())?;
     {
         let mut awaited = inner.awaited.lock().unwrap_or_else(PoisonError::into_inner);
         for signal in signals {

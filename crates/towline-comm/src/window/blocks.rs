@@ -91,8 +91,8 @@ fn plan(
 ) -> Result<Pairs> {
     let make = || -> Result<Pairs> {
         let plan = Plan::blocks(remote, remote_indices, local, local_indices)?;
-        let pieces: Vec<_> =
-            plan.pieces().iter().map(|piece| (piece.remote, piece.local, piece.len)).collect();
+        let pieces = plan.pieces().iter().map(|piece| (piece.remote, piece.local, piece.len));
+        let pieces = towline::room::collect(op, pieces)?;
         let end = pieces.iter().map(|(_, local, len)| local.saturating_add(*len)).max().unwrap_or(0);
         if end > memory.len() as u64 {
             let len = memory.len();

@@ -11,7 +11,7 @@ use towline_sys::nixl::{self as native, Nixl};
 use super::sys;
 use super::wheel;
 use crate::memory::{MemType, NixlDescriptor};
-use crate::{Error, Result};
+use crate::{Error, Result, room};
 
 /// NIXL's word for a kind of memory.
 pub(super) fn native_kind(kind: MemType) -> native::MemoryKind {
@@ -145,8 +145,7 @@ impl<P: Purpose> DescList<P> {
 
     /// Adds a range: address, length and device.
     pub fn add_desc(&mut self, addr: usize, len: usize, dev_id: u64) -> Result<()> {
-        self.descriptors.push(XferDescriptor { addr, len, dev_id });
-        Ok(())
+        room::push("nixl", &mut self.descriptors, XferDescriptor { addr, len, dev_id })
     }
 
     /// Adds what a descriptor names. `Invalid` where it is of another kind.

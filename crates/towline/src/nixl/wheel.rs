@@ -4,7 +4,7 @@
 
 use super::list::XferDescriptor;
 use crate::memory::MemType;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// What NIXL's serial form begins with; an agent's metadata begins so too.
 pub(super) const SERIAL: &[u8] = b"nixlSerDes|";
@@ -14,6 +14,10 @@ const PACKAGES: [&str; 3] = ["nixl_cu12", "nixl_cu13", "nixl"];
 
 /// Address, length and device.
 const ENTRY: usize = 24;
+
+/// What a field has beside its tag and its value, and about what there is beside the entries.
+const FIELD: usize = 9;
+const HEAD: usize = 256;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Class {
@@ -63,21 +67,28 @@ pub(super) fn write(
         let message = format!("{package:?} is no package of NIXL's; known are {}", PACKAGES.join(", "));
         return Err(Error::invalid("nixl", message));
     }
-    let mut state = SERIAL.to_vec();
+    // An entry is a field of its own in one of the two.
+    let mut state = room::list("nixl", HEAD + list.len().saturating_mul(ENTRY + FIELD))?;
+    state.extend(SERIAL);
     field(&mut state, b"nixlDList", class.serial());
     field(&mut state, b"t", &code(mem_type).to_le_bytes());
     field(&mut state, b"n", &(list.len() as u64).to_le_bytes());
-    let entry = |one: &XferDescriptor| -> Vec<u8> {
-        [one.addr as u64, one.len as u64, one.dev_id].iter().flat_map(|word| word.to_le_bytes()).collect()
+    let entry = |one: &XferDescriptor| -> [u8; ENTRY] {
+        bytemuck::cast([one.addr as u64, one.len as u64, one.dev_id].map(u64::to_le))
     };
     match class {
-        Class::Xfer => field(&mut state, b"", &list.iter().flat_map(entry).collect::<Vec<_>>()),
+        Class::Xfer => {
+            let mut entries = room::list("nixl", list.len().saturating_mul(ENTRY))?;
+            list.iter().for_each(|one| entries.extend(entry(one)));
+            field(&mut state, b"", &entries);
+        }
         Class::Reg => list.iter().for_each(|one| field(&mut state, b"", &entry(one))),
     }
     let state_len = u32::try_from(state.len())
         .map_err(|_| Error::invalid("nixl", format!("a list of {} ranges is too long", list.len())))?;
     let module = format!("{package}._bindings");
-    let mut out = b"\x80\x04".to_vec();
+    let mut out = room::list("nixl", HEAD + state.len())?;
+    out.extend(b"\x80\x04");
     for text in [&module, class.name()] {
         out.extend([0x8c, text.len() as u8]);
         out.extend(text.as_bytes());
@@ -109,7 +120,7 @@ pub(super) fn read(class: Class, bytes: &[u8]) -> Result<(MemType, Vec<XferDescr
     // A list cannot have more entries than fit into its bytes, so nothing is reserved that was not sent.
     let count = usize::try_from(count).ok().filter(|count| *count <= bytes.len() / ENTRY);
     let Some(count) = count else { return Err(damaged("it counts more ranges than it has")) };
-    let mut list = Vec::with_capacity(count);
+    let mut list = room::list("nixl", count)?;
     match class {
         Class::Xfer => {
             let entries = rest.field(b"")?;

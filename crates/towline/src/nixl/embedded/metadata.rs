@@ -9,7 +9,7 @@
 
 use crate::memory::{MemType, NixlDescriptor, Place};
 use crate::nixl::list::Range;
-use crate::{Error, Kind, Result, Ticket};
+use crate::{Error, Kind, Result, Ticket, room};
 
 /// What it begins with; the last byte is the version.
 pub(in crate::nixl) const MAGIC: &[u8; 16] = b"towline-agent-\0\x01";
@@ -66,7 +66,7 @@ impl Metadata {
         if count > rest.len() / LEAST_ENTRY {
             return Err(damaged("it counts more regions than it has"));
         }
-        let mut entries = Vec::with_capacity(count);
+        let mut entries = room::list("nixl", count)?;
         for _ in 0..count {
             let kind = number::<1>(&mut rest)? as usize;
             let mem_type = *KINDS.get(kind).ok_or_else(|| damaged("a kind of memory is not known"))?;
