@@ -11,7 +11,7 @@ use towline::nixl::{
     AgentConfig, Engine, MemType, NixlAgent, NixlDescriptor, NixlRegisterExt, NixlRegistered,
     NotificationMap, OptArgs, RegDescList, RegisteredView, XferDescList, XferOp, XferRequest,
 };
-use towline::{Buffer, Error, Kind, Limits, RegisterError, Result};
+use towline::{Buffer, Error, Kind, Limits, RegisterError, Result, room};
 
 use crate::attention::without_gil;
 use crate::buffer::{Asked, Memory};
@@ -27,6 +27,23 @@ const ASKED: Asked =
 
 /// Address, length and device.
 type Range = (u64, u64, u64);
+
+/// A caller's list of them, for which there may be no room.
+pub(crate) struct Ranges(Vec<Range>);
+
+impl<'py> FromPyObject<'_, 'py> for Ranges {
+    type Error = PyErr;
+    #[cfg(feature = "stubs")]
+    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = Vec::<Range>::INPUT_TYPE;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Ranges> {
+        let mut ranges = room::list("nixl", value.len()?).or_raise(value.py())?;
+        for range in value.try_iter()? {
+            room::push("nixl", &mut ranges, range?.extract()?).or_raise(value.py())?;
+        }
+        Ok(Ranges(ranges))
+    }
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -52,9 +69,9 @@ fn name_of(kind: MemType) -> &'static str {
     KINDS.iter().find(|(_, known)| *known == kind).map_or("UNKNOWN", |(name, _)| name)
 }
 
-fn list(py: Python<'_>, memory: &str, ranges: Vec<Range>) -> PyResult<XferDescList> {
+fn list(py: Python<'_>, memory: &str, ranges: Ranges) -> PyResult<XferDescList> {
     let mut list = XferDescList::new(kind(py, memory)?).or_raise(py)?;
-    for (address, len, device) in ranges {
+    for (address, len, device) in ranges.0 {
         list.add_desc(address as usize, len as usize, device).or_raise(py)?;
     }
     Ok(list)
@@ -65,7 +82,7 @@ fn list(py: Python<'_>, memory: &str, ranges: Vec<Range>) -> PyResult<XferDescLi
 pub(crate) fn nixl_pack<'py>(
     py: Python<'py>,
     memory: &str,
-    ranges: Vec<Range>,
+    ranges: Ranges,
     package: &str,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let bytes = list(py, memory, ranges)?.serialize_for(package).or_raise(py)?;
@@ -76,8 +93,8 @@ pub(crate) fn nixl_pack<'py>(
 #[pyfunction]
 pub(crate) fn nixl_unpack(py: Python<'_>, data: &[u8]) -> PyResult<(&'static str, Vec<Range>)> {
     let list = XferDescList::deserialize(data).or_raise(py)?;
-    let ranges = list.iter().map(|one| (one.addr as u64, one.len as u64, one.dev_id)).collect();
-    Ok((name_of(list.get_type().or_raise(py)?), ranges))
+    let ranges = list.iter().map(|one| (one.addr as u64, one.len as u64, one.dev_id));
+    Ok((name_of(list.get_type().or_raise(py)?), room::collect("nixl", ranges).or_raise(py)?))
 }
 
 /// An agent.
@@ -105,7 +122,9 @@ impl Lent {
             };
             match ranges {
                 Some(ranges) => {
-                    ranges.iter().filter_map(|(at, len, _)| touches(*at, at.saturating_add(*len))).collect()
+                    let touched =
+                        ranges.iter().filter_map(|(at, len, _)| touches(*at, at.saturating_add(*len)));
+                    room::collect(op, touched).or_raise(py)?
                 }
                 None => lent.values().map(|(_, lender)| lender.again(py)).collect(),
             }
@@ -230,15 +249,15 @@ impl Agent {
     fn metadata<'py>(
         &self,
         py: Python<'py>,
-        only: Option<(String, Vec<Range>)>,
+        only: Option<(String, Ranges)>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let agent = self.enter(py, "metadata")?;
-        self.lent.check(py, "metadata", only.as_ref().map(|(_, ranges)| &ranges[..]))?;
+        self.lent.check(py, "metadata", only.as_ref().map(|(_, ranges)| &ranges.0[..]))?;
         let list = match only {
             None => None,
             Some((memory, ranges)) => {
                 let mut list = RegDescList::new(kind(py, &memory)?).or_raise(py)?;
-                for (address, len, device) in ranges {
+                for (address, len, device) in ranges.0 {
                     list.add_desc(address as usize, len as usize, device).or_raise(py)?;
                 }
                 Some(list)
@@ -256,7 +275,7 @@ impl Agent {
         py.detach(|| agent.load_remote_md(metadata)).or_raise(py)
     }
 
-    fn knows(&self, py: Python<'_>, peer: &str, of: Option<(String, Vec<Range>)>) -> PyResult<bool> {
+    fn knows(&self, py: Python<'_>, peer: &str, of: Option<(String, Ranges)>) -> PyResult<bool> {
         let agent = self.enter(py, "knows")?;
         let list = of.map(|(memory, ranges)| list(py, &memory, ranges)).transpose()?;
         Ok(py.detach(|| agent.check_remote_metadata(peer, list.as_ref())))
@@ -277,14 +296,14 @@ impl Agent {
         &self,
         py: Python<'_>,
         reads: bool,
-        local: (String, Vec<Range>),
-        remote: (String, Vec<Range>),
+        local: (String, Ranges),
+        remote: (String, Ranges),
         peer: &str,
         notification: Option<Vec<u8>>,
     ) -> PyResult<Request> {
         let op = if reads { "read" } else { "write" };
         let agent = self.enter(py, op)?;
-        self.lent.check(py, op, Some(&local.1))?;
+        self.lent.check(py, op, Some(&local.1.0))?;
         let (near, far) = (list(py, &local.0, local.1)?, list(py, &remote.0, remote.1)?);
         let op = if reads { XferOp::Read } else { XferOp::Write };
         let started = without_gil(py, || -> Result<Request> {

@@ -45,6 +45,8 @@ source, target = owner.register(bytearray(1 << 20), "read+write"), user.register
 remote = user.import_(source.ticket())
 layout = towline.Layout.contiguous(1 << 20, 64)
 comms = nccl.Communicator.init_all(1)
+agent = nixl.Agent("agent", engine="embedded")
+ranges = [(1, 1, 0)] * (12 << 20)
 
 def again(number, *shape):
     "One number, over and over: an array that takes no memory."
@@ -75,6 +77,8 @@ for name, call in {
     "spans": spans(again(numpy.uint64(1), 1 << 30, 3)),
     "signed spans": spans(again(numpy.int64(1), 1 << 30, 3)),
     "spans without an end": spans(numbers()),
+    "ranges of an agent": lambda: agent._native.metadata(("DRAM", ranges)),
+    "ranges that are packed": lambda: towline._native.nixl_pack("DRAM", ranges, "nixl_cu12"),
     "memory of a communicator": lambda: nccl.empty(1 << 30),
 }.items():
     attempt(name, call)
