@@ -122,7 +122,8 @@ ENDPOINT: dict[str, Case] = {
         """
 silent = socket.create_server(("127.0.0.1", 0))
 owner = towline.Endpoint("owner", advertise=f"127.0.0.1:{silent.getsockname()[1]}")
-ticket = owner.register(bytearray(64)).ticket()
+region = owner.register(bytearray(64))
+ticket = region.ticket()
 user = endpoint("tcp")
 """,
         "user.import_(ticket)",
