@@ -160,6 +160,14 @@ impl Table {
         self.row(row).map_or(0, Row::generation)
     }
 
+    #[cfg(test)]
+    /// Shows another address there, as a hostile owner may at any time.
+    pub(crate) fn move_to(&self, row: u32, addr: u64) {
+        if let Some(row) = self.row(row) {
+            row.addr.store(addr, Ordering::Relaxed);
+        }
+    }
+
     /// The row itself, for an initiator in the owner's own process.
     #[inline]
     pub(crate) fn row(&self, row: u32) -> Option<&Row> {

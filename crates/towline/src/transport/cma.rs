@@ -254,3 +254,44 @@ unsafe fn process_vm_all(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::fence::tests::alone_with_the_watcher;
+    use crate::transport::tcp::{Medium, Session};
+    use crate::{Access, Endpoint, SystemStorage};
+
+    #[test]
+    fn addresses_that_an_owner_cannot_have_are_the_kernels_to_refuse() {
+        let _alone = alone_with_the_watcher();
+        let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
+        let region = owner.register(SystemStorage::new(4096).unwrap(), Access::READ_WRITE).unwrap();
+        let (ticket, until) = (region.ticket().unwrap(), Instant::now() + Duration::from_secs(30));
+        let session = Session::connect(user.core(), &ticket, Medium::Unix, (until, until)).unwrap();
+        let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
+        let (grant, handle) = imported.outcomes.pop().unwrap().unwrap();
+        let pid = rustix::process::getpid().as_raw_nonzero().get();
+        let process = Process { handle, pid, offset: 64, end: 4096 };
+        let mut bytes = [0; 8];
+        let mut copy = |op| {
+            let pieces = [Piece { local: 0, remote: 128, len: 8 }];
+            // SAFETY: eight bytes of ours; the remote ones are the kernel's to check.
+            unsafe { process.copy(op, bytes.as_mut_ptr(), &pieces) }
+        };
+        copy(Op::Read).unwrap();
+        // The sums pass the end of all addresses with the grant's offset, or only with the piece's.
+        for addr in [u64::MAX, u64::MAX - 60, u64::MAX - 100, 1 << 63, 1] {
+            owner.core().table.move_to(grant.row, addr);
+            for op in [Op::Read, Op::Write] {
+                assert_eq!(copy(op).unwrap_err().kind(), Kind::Stale, "{op:?} at {addr:#x}");
+            }
+            let signal = process.signal(Signal { offset: u64::MAX - 1, add: 1 });
+            assert_eq!(signal.unwrap_err().kind(), Kind::Invalid, "at {addr:#x}");
+        }
+    }
+}

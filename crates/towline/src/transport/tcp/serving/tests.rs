@@ -10,8 +10,10 @@ use super::*;
 use crate::endpoint::Quotas;
 use crate::fence::tests::alone_with_the_watcher;
 use crate::memory::{DiskStorage, MemoryAccess, Stalled};
+use crate::progress::socket::{Received, Socket};
 use crate::region::SERVED;
 use crate::transport::file::FilePath;
+use crate::transport::tcp::channel::Channel;
 use crate::transport::tcp::{GrantHandle, Medium, Session};
 use crate::{Endpoint, Registered, Remote, Routing, SystemStorage};
 
@@ -359,4 +361,47 @@ fn the_last_of_those_who_imported_a_ticket_says_that_its_region_is_let_go() {
     assert!(!session.others_have_let_go(&second));
     drop(late);
     assert!(session.others_have_let_go(&second), "who is gone holds nothing");
+}
+
+#[test]
+fn the_end_of_a_lane_is_said_when_nobody_applies_anything_of_it_any_more() {
+    const NAME: [u8; 32] = [7; 32];
+    let pair = Pair::open();
+    let _kept = pair.import();
+    let serving = pair.serving();
+    let connection = |role| {
+        let (ours, theirs) = Socket::pair().unwrap();
+        (Connection::new(Channel::plain(ours), role, true, Arc::new(Arc::clone(&serving))), theirs)
+    };
+    // Connections of our own, so that the answers can be read here.
+    let ((control, told), (lane, _peer)) = (connection(Role::Control), connection(Role::Lane));
+    lane.call(NAME);
+    *lock(&serving.connections) = vec![Arc::clone(&control), Arc::clone(&lane)];
+    let answer = |within| {
+        let mut head = [0; wire::HEADER_LEN];
+        told.wait_readable(within).unwrap().then(|| {
+            let came = told.recv(&mut [std::io::IoSliceMut::new(&mut head)], 0, &mut Vec::new()).unwrap();
+            assert!(matches!(came, Received::Bytes(wire::HEADER_LEN)));
+            let header = Header::decode(&head).unwrap();
+            let mut body = vec![0; header.rest()];
+            told.recv(&mut [std::io::IoSliceMut::new(&mut body)], 0, &mut Vec::new()).unwrap();
+            assert_eq!(header.kind, wire::FrameKind::Done);
+            header.id
+        })
+    };
+    let (soon, watchdog) = (Duration::from_millis(200), Duration::from_secs(30));
+    let inside = lane.wanted().unwrap();
+    for request in [1, 2] {
+        serving.end_lane(&control, request, &NAME).unwrap();
+    }
+    // One that is not there is over.
+    serving.end_lane(&control, 3, &[8; 32]).unwrap();
+    assert_eq!(answer(watchdog), Some(3));
+    assert_eq!(answer(soon), None, "somebody is still inside");
+    assert!(lane.wanted().is_none(), "nothing more of it is applied");
+    drop(inside);
+    assert_eq!([answer(watchdog), answer(watchdog)], [Some(1), Some(2)]);
+    serving.end_lane(&control, 4, &NAME).unwrap();
+    assert_eq!(answer(watchdog), Some(4));
+    serving.end(&Error::new(Kind::Canceled, "serve", "the test is over"));
 }
