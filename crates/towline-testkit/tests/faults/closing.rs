@@ -31,6 +31,21 @@ fn is_still_ours<S: Storage>(region: &Registered<S>, what: &str) {
     assert_eq!(late, None, "{what}: written after the endpoint was closed");
 }
 
+/// Somebody who has begun to write into it, over and over.
+fn writing<S: Storage>(path: &str, region: &Registered<S>, what: &str) -> Process {
+    let mut writer = Process::open("writer", &format!("stall={}", STALL.as_millis()));
+    writer.must(&format!("chase {path} write 0 {LEN} 100"));
+    reuse(region);
+    writer.tell(&format!("target {} 1 1", region.ticket().unwrap()));
+    let begun = eventually(STALL * 10, || {
+        let mut first = [OURS; 8];
+        region.read_at(0, &mut first).unwrap();
+        first != [OURS; 8]
+    });
+    assert!(begun, "{what}: nothing is written");
+    writer
+}
+
 #[test]
 fn nothing_is_read_into_the_memory_of_an_endpoint_that_was_closed() {
     let _watchdog =
@@ -66,16 +81,15 @@ fn an_owner_that_closes_waits_for_writers_and_says_which_one_stands_still() {
         "an_owner_that_closes_waits_for_writers_and_says_which_one_stands_still",
         Duration::from_secs(240),
     );
+    let inside = AtomicUsize::new(0);
     lanes(|path, lane| {
         let mut random = Random::new(80 + lane);
         for round in 0..ROUNDS {
             let what = format!("{path} round {round}");
             let owner = endpoint("owner");
             let region = owner.register(storage(LEN, kind_for(path)).unwrap(), Access::READ_WRITE).unwrap();
-            let mut writer = Process::open("writer", &format!("stall={}", STALL.as_millis()));
-            writer.must(&format!("chase {path} write 0 {LEN} 100"));
-            writer.tell(&format!("target {} 1 1", region.ticket().unwrap()));
-            thread::sleep(Duration::from_millis(20) + random.micros(20_000));
+            let mut writer = writing(path, &region, &what);
+            thread::sleep(random.micros(2000));
             let stopped = round % 2 == 0;
             if stopped {
                 writer.stop();
@@ -86,6 +100,12 @@ fn an_owner_that_closes_waits_for_writers_and_says_which_one_stands_still() {
                 assert_eq!(error.kind(), Kind::Timeout, "{what}: {error}");
                 assert!(error.message().contains("peer writer"), "{what}: {error}");
                 assert!(started.elapsed() >= STALL / 4, "{what}: {error}");
+                if stopped {
+                    // It cannot have left since.
+                    let again = owner.close_within(STALL / 20).expect_err(&what);
+                    assert_eq!(again.kind(), Kind::Timeout, "{what}: {again}");
+                    inside.fetch_add(1, Ordering::Relaxed);
+                }
                 writer.resume();
                 closed = owner.close_within(STALL * 10);
             }
@@ -98,6 +118,9 @@ fn an_owner_that_closes_waits_for_writers_and_says_which_one_stands_still() {
             is_still_ours(&region, &what);
         }
     });
+    if towline_testkit::bench::forced().is_none() {
+        assert!(inside.load(Ordering::Relaxed) > 0, "no writer was stopped inside the memory");
+    }
 }
 
 #[test]
@@ -114,16 +137,7 @@ fn what_a_stopped_writer_is_inside_of_outlives_an_endpoint_that_is_only_dropped(
             let memory = storage(LEN, kind_for(path)).unwrap();
             let watched = Arc::downgrade(&memory);
             let region = owner.register(memory, Access::READ_WRITE).unwrap();
-            let mut writer = Process::open("writer", &format!("stall={}", STALL.as_millis()));
-            writer.must(&format!("chase {path} write 0 {LEN} 100"));
-            reuse(&region);
-            writer.tell(&format!("target {} 1 1", region.ticket().unwrap()));
-            let begun = eventually(STALL * 10, || {
-                let mut first = [OURS; 8];
-                region.read_at(0, &mut first).unwrap();
-                first != [OURS; 8]
-            });
-            assert!(begun, "{path} round {round}: nothing is written");
+            let mut writer = writing(path, &region, &format!("{path} round {round}"));
             thread::sleep(random.micros(2000));
             writer.stop();
             drop(owner);

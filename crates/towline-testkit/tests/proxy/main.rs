@@ -268,9 +268,12 @@ fn what_is_asked_for_after_a_cut_goes_over_a_new_connection() {
         assert_eq!(pair.owner.receive(STALL * 10).unwrap().message, format!("hello {round}").into_bytes());
         // Many at once make one connection.
         cut();
+        let connections = || pair.proxy.happened().connections.load(Ordering::Relaxed);
+        let before = connections();
         let reads: Vec<_> =
             (0..20).map(|_| pair.user.read(&remote, &buffer).at(0, 0, 64).start().unwrap()).collect();
         reads.iter().for_each(|read| read.wait().unwrap());
+        assert_eq!(connections() - before, 1);
         assert!(eventually(STALL * 10, || pair.owner.stats().peers == 1), "{}", pair.owner.stats().peers);
     }
 }
