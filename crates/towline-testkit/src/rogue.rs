@@ -283,7 +283,7 @@ impl Link {
 
     /// Some of the next bytes, at most as many; none at the end of the connection.
     pub fn take_some(&mut self, most: u64) -> Vec<u8> {
-        let mut some = vec![0; most.min(256 << 10) as usize];
+        let mut some = vec![0; most.min(64 << 10) as usize];
         let taken = self.read_some(&mut some).unwrap_or(0);
         some.truncate(taken);
         some

@@ -243,11 +243,12 @@ impl Worker {
                 let rogue = self.rogue.insert(Actor::open(medium, words.take()?));
                 said(rogue.ticket())
             }
-            order @ ("rogue-meet" | "rogue-act" | "rogue-end") => {
+            order @ ("rogue-meet" | "rogue-expect" | "rogue-act" | "rogue-end") => {
                 let step = bytes_of(words.text()?);
                 let rogue = self.rogue.as_mut().ok_or_else(|| bad("no rogue is open"))?;
                 match order {
                     "rogue-meet" => rogue.meet(&step),
+                    "rogue-expect" => rogue.expect(),
                     "rogue-act" => drop(rogue.act(&step)),
                     _ => drop(rogue.end()),
                 }

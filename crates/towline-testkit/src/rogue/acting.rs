@@ -33,6 +33,14 @@ const MOST: u64 = 2 << 20;
 struct Side {
     link: Link,
     left: u64,
+    /// The rest did not come when it was last waited for.
+    slow: bool,
+}
+
+impl Side {
+    fn new(link: Link) -> Side {
+        Side { link, left: 0, slow: false }
+    }
 }
 
 /// An owner under way.
@@ -50,6 +58,8 @@ pub struct Actor {
     disk: bool,
     /// For so many steps it takes no payload, whatever it says to it.
     deaf: u8,
+    /// Whether something is worth waiting for: the user has begun something, or has just spoken.
+    expects: bool,
     canaries: u64,
 }
 
@@ -71,6 +81,7 @@ impl Actor {
             pages: None,
             disk: false,
             deaf: 0,
+            expects: true,
             canaries: 0,
         }
     }
@@ -78,6 +89,11 @@ impl Actor {
     /// What leads the user here.
     pub fn ticket(&self) -> &Ticket {
         &self.ticket
+    }
+
+    /// The user has begun something: the next step waits a moment for what it sends.
+    pub fn expect(&mut self) {
+        self.expects = true;
     }
 
     /// How many canaries it was sent.
@@ -98,7 +114,7 @@ impl Actor {
             0x50 => link.send(&input.take(STEP).repeat(8)),
             _ => self.be_ready(&mut link, how, &mut input),
         }
-        self.sides.push(Side { link, left: 0 });
+        self.sides.push(Side::new(link));
     }
 
     fn be_ready(&mut self, link: &mut Link, how: u8, input: &mut Input<'_>) {
@@ -150,7 +166,7 @@ impl Actor {
                 }
             }
             21 => self.pass_files(&mut input),
-            22 => std::thread::sleep(MOMENT / 2),
+            22 => std::thread::sleep(MOMENT / 8),
             23 => self.deaf = input.byte() % 16,
             _ => {}
         }
@@ -177,18 +193,24 @@ impl Actor {
             let mut link = link;
             // The first connection again, or a lane with its place in the page.
             link.send(&ready(self.pages.as_ref().map(|_| 1), 0));
-            self.sides.push(Side { link, left: 0 });
+            self.sides.push(Side::new(link));
         }
     }
 
     /// Takes what has come; of what is too long, a part.
     fn hear(&mut self) {
-        if self.asked.is_empty() {
-            Link::await_any(self.sides.iter().map(|side| &side.link), MOMENT / 8);
+        if self.asked.is_empty() && self.expects {
+            // Once in vain is enough: there are many steps, and most of them have nothing to wait for.
+            self.expects = Link::await_any(self.sides.iter().map(|side| &side.link), MOMENT / 8);
         }
         for (number, side) in self.sides.iter_mut().enumerate() {
             loop {
-                if side.left > 0 && self.deaf == 0 && side.link.has_bytes(MOMENT / 8) {
+                let wait = if side.slow { Duration::ZERO } else { MOMENT / 8 };
+                if side.left > 0 && self.deaf == 0 {
+                    side.slow = !side.link.has_bytes(wait);
+                    if side.slow {
+                        break;
+                    }
                     let bytes = side.link.take_some(side.left);
                     self.canaries += canaries(&bytes);
                     side.left -= bytes.len() as u64;
