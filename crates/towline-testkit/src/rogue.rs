@@ -25,7 +25,9 @@ use towline::wire::handshake::{LinkBase, ServerHandshake, SessionKey};
 use towline::{Access, Identity, Incarnation};
 
 pub use self::acting::{Actor, CANARY, STEP};
+pub use self::pages::Pages;
 use crate::attacker::Medium;
+use crate::input::Input;
 use crate::random::Random;
 
 /// The kinds of frames that an owner or a user sends after the proofs, by their numbers on the wire.
@@ -133,13 +135,16 @@ pub struct Grant {
     pub offers: u8,
     /// Whether it is said to be a file.
     pub disk: bool,
+    /// Or memory of the first GPU.
+    pub gpu: bool,
 }
 
 impl Grant {
     /// Of a whole region of that length, for reading and writing.
     pub fn whole(length: u64) -> Grant {
         let (handle, row, generation) = (9, ROW, GENERATION);
-        Grant { handle, row, generation, offset: 0, length, access: 3, segment: None, offers: 0, disk: false }
+        let (segment, disk, gpu) = (None, false, false);
+        Grant { handle, row, generation, offset: 0, length, access: 3, segment, offers: 0, disk, gpu }
     }
 }
 
@@ -155,7 +160,7 @@ pub fn granted(id: u64, grants: &[Grant], files: u8) -> Vec<u8> {
         body.extend(grant.length.to_le_bytes());
         body.push(grant.access);
         // Where it is, and no layout.
-        body.extend([if grant.disk { 2 } else { 0 }, 0, 0, 0, 0, 0]);
+        body.extend([u8::from(grant.gpu) + 2 * u8::from(grant.disk), 0, 0, 0, 0, 0]);
         body.push(u8::from(grant.segment.is_some()));
         if let Some((id, len, offset, attached)) = grant.segment {
             body.extend(id.to_le_bytes());
@@ -455,6 +460,14 @@ impl Rogue {
         let mut link = self.meet(PATIENCE).expect("a user comes");
         link.send(&ready(None, 0));
         link
+    }
+
+    /// The same, with pages as an honest owner of a region of that length shares them.
+    pub fn let_in_sharing(&self, length: u64) -> (Link, Pages) {
+        let mut link = self.meet(PATIENCE).expect("a user comes");
+        let pages = Pages::new(length, self.identity.incarnation.0, &mut Input(&[]));
+        link.send_with_files(&ready(Some(pages::ROWS), 4), &pages.files());
+        (link, pages)
     }
 }
 

@@ -30,7 +30,7 @@ const PINS: u64 = PLACES + 64 * 64;
 const MAILBOX: u64 = (16 + 4096) * 8;
 
 /// What is handed over.
-pub(super) struct Pages {
+pub struct Pages {
     files: [OwnedFd; 4],
     segment: OwnedFd,
     /// Rows that change all the time, while this is here.

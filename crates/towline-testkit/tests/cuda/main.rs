@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "starts copies on a GPU")]
 
 mod faults;
+mod hostile;
 mod kernel;
 mod model;
 mod processes;

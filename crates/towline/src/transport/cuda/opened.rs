@@ -91,7 +91,15 @@ impl Opened {
             Form::Handle { handle, .. } => {
                 // SAFETY: the owner has just given the handle, and keeps the memory while the caller's pin is held.
                 let base = unsafe { entered.open_ipc(handle) }.map_err(refused)?;
-                return Ok(opened(base, None));
+                let opened = opened(base, None);
+                // Behind it may lie memory of this process.
+                let facts = entered.cuda().pointer_facts(base).map_err(|error| failed(OP, error))?;
+                let end =
+                    facts.filter(|facts| facts.start <= base).map(|facts| facts.start.checked_add(facts.len));
+                if end.flatten().is_none_or(|end| end - base < answer.len) {
+                    return Err(Error::protocol(OP, "the owner's allocation is shorter than it says"));
+                }
+                return Ok(opened);
             }
             Form::Descriptors { parts, .. } => parts,
         };
