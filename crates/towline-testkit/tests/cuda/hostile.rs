@@ -65,7 +65,7 @@ fn handle(owner: &Process) -> [u8; 64] {
     for (at, number) in [(0, 0x6675_6c6c_7966_616b), (8, inode), (16, LEN)] {
         handle[at..at + 8].copy_from_slice(&number.to_le_bytes());
     }
-    handle[24..28].copy_from_slice(&(owner.pid() as i32).to_le_bytes());
+    handle[24..28].copy_from_slice(&owner.pid().to_le_bytes());
     handle[28..32].copy_from_slice(&file.to_le_bytes());
     handle
 }
