@@ -18,8 +18,8 @@ KNOWN = {
         {"layout", "request"},
     ],
     "crates/towline": [
-        {"cuda", "memory", "progress"},
-        {"endpoint", "notify", "region", "route", "transfer", "transport"},
+        {"cuda", "memory", "runtime"},
+        {"endpoint", "notify", "region", "route", "session", "transfer", "transport"},
         {"ticket", "wire"},
     ],
     "crates/towline-comm": [{"collective", "communicator", "cuda", "group", "window"}],

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use crate::sync::lock;
-use crate::{Result, progress};
+use crate::{Result, runtime};
 
 /// The end of something, for any number of tasks and threads that wait for it. The first end is the only one.
 #[derive(Default)]
@@ -53,7 +53,7 @@ impl Completion {
 
     /// Waits, at most until then; `None` where it has not ended by that time.
     pub(crate) fn wait(&self, op: &'static str, until: Option<Instant>) -> Option<Result<()>> {
-        if let Err(error) = progress::may_block(op) {
+        if let Err(error) = runtime::may_block(op) {
             return Some(self.result().unwrap_or(Err(error)));
         }
         let mut inner = lock(&self.inner);

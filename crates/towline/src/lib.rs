@@ -44,11 +44,12 @@ pub mod memory;
 pub mod nccl;
 pub mod nixl;
 mod notify;
-mod progress;
 mod region;
 #[doc(hidden)]
 pub mod room;
 mod route;
+mod runtime;
+mod session;
 #[cfg(test)]
 mod simulated;
 mod sync;

@@ -1,7 +1,7 @@
 //! The protocol under a simulated network and a clock of its own: thousands of seeds in seconds.
 //!
 //! What is real here: the frames and their codec, cut at any byte; the handshake; the bookkeeping of transfers. What is played
-//! by a model: the rules by which a session and its owner use them (`transport/tcp`), sockets with their buffers, and time.
+//! by a model: the rules by which a session and its owner use them (`session`), sockets with their buffers, and time.
 //! It shows that the rules are right: that a transfer ends once, by its limit, and that nothing of it lands later than bytes
 //! need to cross the network. That the code follows the rules is shown by the proxy, the laws and the campaigns. One silent
 //! loss at a time: an owner that is stopped *and* cut off may find bytes that nobody stands by, and never learns of it.

@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 use crate::cuda::StreamHandle;
 use crate::layout::Plan;
 use crate::memory::{Dtype, ReduceOp};
-use crate::progress::{self, Timer, TimerId};
 use crate::region::RegionUse;
+use crate::runtime::{self, Timer, TimerId};
 use crate::sync::lock;
 use crate::transport::Attachment;
 use crate::wire::AtomicOp;
@@ -208,7 +208,7 @@ impl Transfer {
     pub fn wait_for(&self, time: Duration) -> Option<Result<()>> {
         match &self.0 {
             Repr::Done(done) => Some(done.result.clone()),
-            Repr::Live(core) => core.wait(Some(progress::later(Instant::now(), time))),
+            Repr::Live(core) => core.wait(Some(runtime::later(Instant::now(), time))),
         }
     }
 
@@ -247,7 +247,7 @@ impl Transfer {
 
     /// Waits for at most that long until it is [quiet](Self::quiet).
     pub fn wait_quiet(&self, time: Duration) -> bool {
-        let until = progress::later(Instant::now(), time);
+        let until = runtime::later(Instant::now(), time);
         match &self.0 {
             Repr::Done(_) => true,
             Repr::Live(_) if fork::in_child() => false,
@@ -631,7 +631,7 @@ impl TransferCore {
             }
         };
         self.release_quiet();
-        if let (Some(timer), Ok(reactor)) = (timer, progress::reactor()) {
+        if let (Some(timer), Ok(reactor)) = (timer, runtime::reactor()) {
             reactor.cancel(timer);
         }
         (self.on_end)(&result);
@@ -715,10 +715,10 @@ impl TransferCore {
     }
 
     fn wait(self: &Arc<Self>, until: Option<Instant>) -> Option<Result<()>> {
-        if let Err(error) = fork::guard(self.op.name()).and_then(|()| progress::may_block(self.op.name())) {
+        if let Err(error) = fork::guard(self.op.name()).and_then(|()| runtime::may_block(self.op.name())) {
             return Some(Err(error));
         }
-        if until.is_none_or(|until| until >= progress::later(Instant::now(), LEAST_HELPFUL)) {
+        if until.is_none_or(|until| until >= runtime::later(Instant::now(), LEAST_HELPFUL)) {
             self.launch();
             self.take_part();
         }
@@ -738,14 +738,14 @@ impl TransferCore {
     }
 
     fn next_check(&self, inner: &Inner) -> Instant {
-        let stalled = progress::later(inner.last_progress, self.limits.no_progress);
-        let over = progress::later(inner.started, self.limits.total_for(self.bytes));
+        let stalled = runtime::later(inner.last_progress, self.limits.no_progress);
+        let over = runtime::later(inner.started, self.limits.total_for(self.bytes));
         stalled.min(over)
     }
 
     /// Has the limits looked at then.
     fn check_at(self: &Arc<Self>, inner: &mut Inner, when: Instant) {
-        if let Ok(reactor) = progress::reactor() {
+        if let Ok(reactor) = runtime::reactor() {
             let weak = Arc::downgrade(self);
             let timer: Weak<dyn Timer> = weak;
             inner.timer = Some(reactor.at(when, timer, 0));

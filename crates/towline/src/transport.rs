@@ -24,7 +24,7 @@ pub(crate) mod gpu;
 pub(crate) mod inproc;
 pub(crate) mod mapped;
 pub(crate) mod nixl;
-pub(crate) mod tcp;
+pub(crate) mod stream;
 
 use std::fmt;
 use std::ops::{BitOr, Range};
@@ -37,10 +37,10 @@ use crate::identity::Identity;
 use crate::layout::{Indexed, Piece, Plan};
 use crate::region::{PeerPins, RegionCore, RegionUse, stale};
 use crate::route::Routing;
+use crate::session::GrantHandle;
 use crate::ticket::Claims;
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::direct::Held;
-use crate::transport::tcp::GrantHandle;
 use crate::wire::Grant;
 use crate::{Error, Kind, Result};
 
@@ -52,8 +52,8 @@ pub(crate) static TRANSPORTS: [&dyn Transport; 8] = [
     &cma::Cma,
     &file::FilePath,
     &nixl::NixlPath,
-    &tcp::Unix,
-    &tcp::Tcp,
+    &stream::Unix,
+    &stream::Tcp,
 ];
 
 /// What a path can do.

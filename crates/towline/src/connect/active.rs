@@ -18,7 +18,7 @@ use crate::memory::Buffer;
 use crate::region::Registered;
 use crate::transfer::Op;
 use crate::wire::OperationId;
-use crate::{Access, Endpoint, Error, Kind, Result, Ticket, progress};
+use crate::{Access, Endpoint, Error, Kind, Result, Ticket, runtime};
 
 /// A read from a peer's readable memory, under way from the start. Made by [`Connector::begin_read`].
 ///
@@ -165,7 +165,7 @@ fn check_pairing(
 impl Prepared {
     /// Waits for what happens on GPUs before it.
     fn reached(&self) -> Result<()> {
-        let until = progress::later(Instant::now(), self.endpoint.core().limits().no_progress);
+        let until = runtime::later(Instant::now(), self.endpoint.core().limits().no_progress);
         claim::wait_for(name(self.kind), &self.marks, until)
     }
 

@@ -11,7 +11,7 @@ use towline_sys::cuda::{Entered, Event, Function, Stream, StreamHandle};
 use super::lane::{Lane, Tuning};
 use super::{Gpu, failed};
 use crate::sync::lock;
-use crate::{Result, progress};
+use crate::{Result, runtime};
 
 pub(super) const OP: &str = "copy on a GPU";
 
@@ -248,7 +248,7 @@ impl Copying {
             }
             std::hint::spin_loop();
         }
-        progress::may_block(OP)?;
+        runtime::may_block(OP)?;
         while start.elapsed() < YIELD {
             std::thread::yield_now();
             if self.is_done()? {

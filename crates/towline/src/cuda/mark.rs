@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use towline_sys::cuda::{Event, StreamHandle};
 
 use super::{Gpu, failed};
-use crate::{Result, progress};
+use crate::{Result, runtime};
 
 const OP: &str = "wait for a stream";
 
@@ -87,7 +87,7 @@ impl Mark {
                 std::hint::spin_loop();
                 continue;
             }
-            progress::may_block(OP)?;
+            runtime::may_block(OP)?;
             std::thread::sleep(pause(now - start).min(until - now));
         }
     }

@@ -12,10 +12,10 @@ use super::import::{self, Remote};
 use super::operations::Claimer;
 use crate::cuda::Mark;
 use crate::route::Routing;
-use crate::transport::tcp::{GrantHandle, HEARTBEAT, Imported, Importing, Session, proven};
+use crate::session::{GrantHandle, HEARTBEAT, Imported, Importing, Session, proven};
 use crate::transport::{self, Offer, Owner};
 use crate::wire::{Finish, OperationId};
-use crate::{Error, Kind, Result, Ticket, fork, progress};
+use crate::{Error, Kind, Result, Ticket, fork, runtime};
 
 /// An operation of a peer that this endpoint has claimed. Its owner is told once how it ended.
 pub(crate) struct Claim {
@@ -109,7 +109,7 @@ pub(crate) fn claim(
     tickets: Vec<Ticket>,
 ) -> Result<Claimed> {
     let wanted = Wanted::new(endpoint, operation, tickets)?;
-    progress::may_block("import")?;
+    runtime::may_block("import")?;
     wanted.claim()
 }
 
@@ -150,7 +150,7 @@ impl Wanted {
             return Err(Error::protocol("import", "the tickets of one operation name different owners"));
         }
         let routing = endpoint.routing().clone();
-        let until = progress::later(Instant::now(), endpoint.limits().no_progress);
+        let until = runtime::later(Instant::now(), endpoint.limits().no_progress);
         Ok(Wanted { endpoint: Arc::clone(endpoint), operation, tickets, routing, until })
     }
 

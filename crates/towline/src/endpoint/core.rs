@@ -16,15 +16,15 @@ use super::stats::{AllCounters, Stats};
 use crate::fence::table::Table;
 use crate::identity::{Identity, Incarnation};
 use crate::notify::{Notification, Notifications};
-use crate::progress::{self, Bell, Interest, Readiness, Source, Token};
 use crate::region::{Deed, Ledger, ParkingLot, RegionCore, stale};
 use crate::route::Routing;
+use crate::runtime::{self, Bell, Interest, Readiness, Source, Token};
+use crate::session::{Listener, Refusals, Serving, Session, Strangers};
 use crate::sync::lock;
 use crate::ticket::{self, Claims, Reach, RegionKey};
 use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::transport::nixl;
-use crate::transport::tcp::{Listener, Refusals, Serving, Session, Strangers};
 use crate::wire::handshake::Secret;
 use crate::{Error, Kind, Result, interrupt};
 
@@ -295,8 +295,8 @@ impl EndpointCore {
 
     /// The next message, waiting until then.
     pub(crate) fn receive(&self, within: Duration) -> Result<Notification> {
-        progress::may_block("receive")?;
-        let until = progress::later(Instant::now(), within);
+        runtime::may_block("receive")?;
+        let until = runtime::later(Instant::now(), within);
         loop {
             let seen = self.bell.seen();
             if let Some(notification) = self.notifications.next()? {
@@ -310,7 +310,7 @@ impl EndpointCore {
                 ));
             }
             interrupt::check("receive")?;
-            self.bell.wait(seen, until.min(progress::later(Instant::now(), interrupt::turn(within))));
+            self.bell.wait(seen, until.min(runtime::later(Instant::now(), interrupt::turn(within))));
             self.rung();
         }
     }
@@ -338,7 +338,7 @@ impl EndpointCore {
     /// parked. Threads that wait listen themselves.
     pub(crate) fn listen_to_bell(self: &Arc<Self>) {
         let mut listening = lock(&self.listening);
-        let (Ok(reactor), Some(event)) = (progress::reactor(), self.bell.event()) else { return };
+        let (Ok(reactor), Some(event)) = (runtime::reactor(), self.bell.event()) else { return };
         match listening.0 {
             Some(token) if !listening.1 => {
                 let _ = reactor.modify(token, event.as_fd(), Interest::READ);
@@ -389,7 +389,7 @@ impl EndpointCore {
         if first {
             self.hang_up();
         }
-        progress::may_block("close")?;
+        runtime::may_block("close")?;
         self.drain(&regions, within)
     }
 
@@ -433,7 +433,7 @@ impl EndpointCore {
             interrupt::check("close")?;
             let left = within - spent;
             let look = if waiting { left.min(WAKE_AGAIN) } else { left };
-            self.bell.wait(seen, progress::later(Instant::now(), interrupt::turn(look)));
+            self.bell.wait(seen, runtime::later(Instant::now(), interrupt::turn(look)));
             self.rung();
         }
     }
@@ -447,7 +447,7 @@ impl EndpointCore {
 
     fn silence_bell(&self) {
         let token = lock(&self.listening).0.take();
-        if let (Some(token), Ok(reactor), Some(event)) = (token, progress::reactor(), self.bell.event()) {
+        if let (Some(token), Ok(reactor), Some(event)) = (token, runtime::reactor(), self.bell.event()) {
             reactor.remove(token, event.as_fd());
         }
         self.bell.close();
@@ -539,7 +539,7 @@ impl Source for EndpointCore {
         let mut listening = lock(&self.listening);
         if !self.notifications.awaited() && self.parked.load().0 == 0 {
             if let (Some(token), Ok(reactor), Some(event)) =
-                (listening.0, progress::reactor(), self.bell.event())
+                (listening.0, runtime::reactor(), self.bell.event())
             {
                 let _ = reactor.modify(token, event.as_fd(), Interest::NONE);
             }

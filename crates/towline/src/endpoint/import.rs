@@ -13,12 +13,12 @@ use super::stats::Counters;
 use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
-use crate::progress::{self, Timer};
 use crate::region::Deed;
 use crate::route::{Explanation, Routes, Routing, Way};
+use crate::runtime::{self, Timer};
+use crate::session::{GrantHandle, Importing, Medium, NoContact, Session};
 use crate::sync::lock;
 use crate::ticket::Reach;
-use crate::transport::tcp::{GrantHandle, Importing, Medium, NoContact, Session};
 use crate::transport::{Capabilities, Offer, Owner};
 use crate::wire::Grant;
 use crate::{Access, Error, Kind, Result, Ticket, fork, room};
@@ -57,7 +57,7 @@ impl Remote {
         let peer: Arc<str> = peer.into();
         let counters = routes.usable().iter().map(|way| endpoint.counters.of(&peer, way.path)).collect();
         let expires =
-            grant.expires_in_ms.map(|left| progress::later(Instant::now(), Duration::from_millis(left)));
+            grant.expires_in_ms.map(|left| runtime::later(Instant::now(), Duration::from_millis(left)));
         Ok(Remote { endpoint: Arc::downgrade(endpoint), peer, grant, routes, counters, expires, lost })
     }
 
@@ -203,9 +203,9 @@ pub(super) fn import(
     within: Duration,
 ) -> Result<Vec<Result<Remote>>> {
     fork::guard("import")?;
-    progress::may_block("import")?;
+    runtime::may_block("import")?;
     endpoint.check_open("import")?;
-    let until = progress::later(Instant::now(), within);
+    let until = runtime::later(Instant::now(), within);
     let mut outcomes: Vec<Option<Result<Remote>>> = room::collect("import", tickets.iter().map(|_| None))?;
     let mut by_owner: HashMap<Incarnation, Vec<usize>> = HashMap::new();
     for (index, ticket) in tickets.iter().enumerate() {
@@ -275,7 +275,7 @@ pub(super) async fn import_async(
     routing: Routing,
     within: Duration,
 ) -> Result<Remote> {
-    let until = progress::later(Instant::now(), within);
+    let until = runtime::later(Instant::now(), within);
     let slot = Arc::new(Slot::default());
     let filled = Arc::clone(&slot);
     let job = move || {
@@ -284,9 +284,9 @@ pub(super) async fn import_async(
             filled.fill(import_one(&endpoint, &ticket, &routing, left));
         }
     };
-    progress::contacts().spawn(Box::new(job))?;
+    runtime::contacts().spawn(Box::new(job))?;
     let timer: Weak<dyn Timer> = Arc::downgrade(&(Arc::clone(&slot) as Arc<dyn Timer>));
-    progress::reactor()?.at(until, timer, 0);
+    runtime::reactor()?.at(until, timer, 0);
     slot.filled().await
 }
 
@@ -296,7 +296,7 @@ pub(crate) fn on_a_thread<T: Send + 'static>(
 ) -> impl Future<Output = Result<T>> + Send {
     let slot = Arc::new(Slot::default());
     let filled = Arc::clone(&slot);
-    let spawned = progress::start_thread("import", "towline-contact", move || filled.fill(contact()));
+    let spawned = runtime::start_thread("import", "towline-contact", move || filled.fill(contact()));
     if let Err(error) = spawned {
         slot.fill(Err(error));
     }
@@ -535,7 +535,7 @@ mod tests {
 
     use super::*;
     use crate::identity::Identity;
-    use crate::progress::socket::Socket;
+    use crate::runtime::socket::Socket;
     use crate::ticket::{RegionKey, TicketBody, socket_name};
     use crate::{Endpoint, SystemStorage};
 

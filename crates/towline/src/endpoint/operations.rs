@@ -18,8 +18,8 @@ use super::EndpointCore;
 use crate::completion::Completion;
 use crate::cuda::{self, Mark};
 use crate::memory::{Buffer, MemoryDescription};
-use crate::progress::{self, Timer, TimerId};
 use crate::region::Registered;
+use crate::runtime::{self, Timer, TimerId};
 use crate::sync::lock;
 use crate::wire::OperationId;
 use crate::{Access, Error, Kind, Result};
@@ -269,7 +269,7 @@ impl Passive {
     }
 
     fn look_again(self: &Arc<Self>, age: Duration) {
-        if let Ok(reactor) = progress::reactor() {
+        if let Ok(reactor) = runtime::reactor() {
             let weak = Arc::downgrade(self);
             let timer: Weak<dyn Timer> = weak;
             reactor.at(Instant::now() + cuda::pause(age), timer, LOOK);
@@ -476,7 +476,7 @@ impl Passive {
     fn arm(self: &Arc<Self>, inner: &mut Inner, within: Option<Duration>, key: u64) {
         disarm(inner);
         let Some(when) = within.and_then(|within| Instant::now().checked_add(within)) else { return };
-        if let Ok(reactor) = progress::reactor() {
+        if let Ok(reactor) = runtime::reactor() {
             let weak = Arc::downgrade(self);
             let timer: Weak<dyn Timer> = weak;
             inner.due = Some((when, reactor.at(when, timer, key)));
@@ -519,7 +519,7 @@ fn reached(inner: &mut Inner) -> Result<bool> {
 }
 
 fn disarm(inner: &mut Inner) {
-    if let (Some((_, timer)), Ok(reactor)) = (inner.due.take(), progress::reactor()) {
+    if let (Some((_, timer)), Ok(reactor)) = (inner.due.take(), runtime::reactor()) {
         reactor.cancel(timer);
     }
 }

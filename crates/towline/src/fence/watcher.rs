@@ -22,7 +22,7 @@ use rustix::thread::{ClockId, futex};
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::robust::{OWNER_DIED, TID_MASK, WAITERS};
 use crate::fork::{guard, in_child};
-use crate::progress;
+use crate::runtime;
 use crate::sync::lock;
 use crate::{Error, Kind, Result, room};
 
@@ -211,7 +211,7 @@ impl Watcher {
 
     fn run(&self) {
         come_promptly();
-        progress::wait_for_nothing();
+        runtime::wait_for_nothing();
         let mut held = BTreeMap::new();
         loop {
             // Read before the set: a change after this makes the sleep return at once.

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
 
-use crate::progress::{Device, at_once};
+use crate::runtime::{Device, rseq};
 use crate::{Error, Kind, Result};
 
 /// What direct input and output is aligned to: no file system asks for more than a page, and parts that share no
@@ -165,7 +165,7 @@ impl FileSlice {
         unsafe { self.file.transfer(Way::Write, op, self.offset + offset, from.cast_mut(), len) }.map(|_| ())
     }
 
-    /// The same as long as the look says so, [at once](at_once) after each look; whether all was written. Blocks.
+    /// The same as long as the look says so, [at once](rseq) after each look; whether all was written. Blocks.
     ///
     /// # Safety
     /// As for [`write`](Self::write).
@@ -348,7 +348,7 @@ unsafe fn all(way: Way<'_>, file: &OwnedFd, offset: u64, memory: *mut u8, len: u
                 Way::Read => returned(libc::pread(file.as_raw_fd(), memory.cast(), left, at)),
                 Way::Write => returned(libc::pwrite(file.as_raw_fd(), memory.cast_const().cast(), left, at)),
                 Way::WriteIf(look) => {
-                    match at_once::pwrite(look, file.as_raw_fd(), memory.cast_const(), left, at) {
+                    match rseq::pwrite(look, file.as_raw_fd(), memory.cast_const(), left, at) {
                         Some(moved) => usize::try_from(moved).map_err(|_| {
                             io::Error::from_raw_os_error(i32::try_from(-moved).unwrap_or(libc::EIO))
                         }),

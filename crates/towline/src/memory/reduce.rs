@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 use super::bytes;
-use crate::progress::at_once::{self, Went, Word as _};
+use crate::runtime::rseq::{self, Went, Word as _};
 use crate::{Error, Result};
 
 /// How two elements become one.
@@ -200,7 +200,7 @@ pub(crate) unsafe fn reduce(
     unsafe { reduce_by(&Plainly, dst, src, len, op, dtype) }.map(|_| ())
 }
 
-/// [`reduce`] as long as the look says so: each element is changed [at once](at_once) after a look, and once. Whether all were.
+/// [`reduce`] as long as the look says so: each element is changed [at once](rseq) after a look, and once. Whether all were.
 ///
 /// # Errors
 /// As for [`reduce`].
@@ -285,7 +285,7 @@ pub(crate) unsafe fn compare_swap(addr: *mut u8, expected: u64, new: u64) -> u64
     }
 }
 
-/// What an atomic does to the 64-bit number at `addr` if the look says so, [at once](at_once) and once: `change` gives what replaces
+/// What an atomic does to the 64-bit number at `addr` if the look says so, [at once](rseq) and once: `change` gives what replaces
 /// what is there, or `None` to leave it. Answers with what was there; `None` where the look said no.
 ///
 /// # Safety
@@ -298,7 +298,7 @@ pub(crate) unsafe fn change_if(
     let addr = addr.cast::<u64>();
     // SAFETY: the caller's promise.
     let cell = unsafe { AtomicU64::from_ptr(addr) };
-    at_once::exchange::<u64, _>(look, |turn| {
+    rseq::exchange::<u64, _>(look, |turn| {
         loop {
             let seen = cell.load(Ordering::SeqCst);
             let Some(wanted) = change(seen) else { return Some(seen) };
@@ -313,7 +313,7 @@ pub(crate) unsafe fn change_if(
 }
 
 /// The unsigned integer that holds an element's bits in an atomic.
-trait Word: at_once::Word {
+trait Word: rseq::Word {
     /// Replaces the word by `change` of it, whatever others do meanwhile.
     ///
     /// # Safety
@@ -530,7 +530,7 @@ impl Changing for Upon<'_> {
         let mut done = 0;
         while done < len {
             let until = len.min(done + UPON_A_LOOK);
-            let all = at_once::exchange::<W, _>(self.0, |turn| {
+            let all = rseq::exchange::<W, _>(self.0, |turn| {
                 while done < until {
                     let some = BATCH.min(until - done) / size_of::<W>();
                     let (values, seen, wanted) =

@@ -16,7 +16,7 @@ use super::map::{self, HugePages, Map};
 use super::pinning::Pinning;
 use crate::cuda::Gpu;
 use crate::fork;
-use crate::progress;
+use crate::runtime;
 use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
@@ -158,7 +158,7 @@ impl Drop for Segment {
 /// Unpins and unmaps, which may take long.
 fn unmap(pinning: &mut Pinning, map: &mut Map) {
     let (pinning, map) = (std::mem::take(pinning), map.take());
-    progress::where_it_may_wait(move || {
+    runtime::where_it_may_wait(move || {
         // In this order.
         drop(pinning);
         drop(map);

@@ -11,7 +11,7 @@ use towline_sys::nixl as native;
 use super::embedded;
 use super::engine::Engine;
 use super::native::{Keepers, Prepared};
-use crate::progress;
+use crate::runtime;
 use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
@@ -283,7 +283,7 @@ impl fmt::Debug for XferRequest {
 
 /// Asks again and again, after pauses that grow from nothing to a millisecond, until it is so or the time is over.
 pub(super) fn pauses(time: Duration, mut is_so: impl FnMut() -> Result<bool>) -> Result<bool> {
-    let until = progress::later(Instant::now(), time);
+    let until = runtime::later(Instant::now(), time);
     let mut looks = 0u32;
     loop {
         if is_so()? {

@@ -12,7 +12,7 @@ use super::stale;
 use crate::endpoint::EndpointCore;
 use crate::layout::Layout;
 use crate::memory::{FileSlice, Place, SegmentSlice, Storage, StorageKind};
-use crate::progress;
+use crate::runtime;
 use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
 use crate::transport::{self, nixl};
@@ -186,7 +186,7 @@ impl RegionCore {
             if self.endpoint.parked.load().0 > 0 {
                 // Not here: whoever ends a use may hold locks, and a storage's drop may be the user's code.
                 let endpoint = Arc::clone(&self.endpoint);
-                let _ = progress::pool().spawn(Box::new(move || endpoint.parked.sweep()));
+                let _ = runtime::pool().spawn(Box::new(move || endpoint.parked.sweep()));
             }
         }
     }
@@ -311,7 +311,7 @@ impl RegionCore {
             }
             interrupt::check("deregister")?;
             let left = within.saturating_sub(started.elapsed());
-            self.endpoint.bell.wait(seen, progress::later(Instant::now(), interrupt::turn(left)));
+            self.endpoint.bell.wait(seen, runtime::later(Instant::now(), interrupt::turn(left)));
             self.endpoint.rung();
         }
     }
@@ -380,7 +380,7 @@ impl RegionCore {
         }
         if core.drained() {
             core.free();
-            return progress::where_it_may_wait(move || drop(storage));
+            return runtime::where_it_may_wait(move || drop(storage));
         }
         tracing::warn!(
             endpoint = core.endpoint.name(),
@@ -401,7 +401,7 @@ impl Drop for RegionCore {
         // The last who held it may be the event loop, and the last who had its memory mapped, or its file open.
         let (segment, file) = (self.segment.take(), self.file.take());
         if segment.is_some() || file.is_some() {
-            progress::where_it_may_wait(move || drop((segment, file)));
+            runtime::where_it_may_wait(move || drop((segment, file)));
         }
     }
 }
@@ -443,7 +443,7 @@ impl ParkingLot {
         // Not under the lock: a storage's drop may be the user's code.
         for Parked { core, storage } in free {
             core.free();
-            progress::where_it_may_wait(move || {
+            runtime::where_it_may_wait(move || {
                 drop(storage);
                 let mut held = lock(&core.endpoint.parked.held);
                 held.leaving.0 -= 1;

@@ -9,7 +9,7 @@ use crate::endpoint::EndpointCore;
 use crate::endpoint::budget::Charge;
 use crate::fence::life::{LifeView, SlotState};
 use crate::fence::pins::{Holder, PinPage};
-use crate::progress;
+use crate::runtime;
 use crate::sync::lock;
 
 /// The pins of one peer process on this endpoint's regions.
@@ -73,7 +73,7 @@ impl PeerPins {
         let (me, endpoint) = (self.me.upgrade(), self.endpoint.clone());
         if let Some(me) = me.filter(|_| !regions.is_empty()) {
             // Not here, which may be the event loop: unmapping takes a while, and a region may go with the last who holds it.
-            let _ = progress::pool().spawn(Box::new(move || {
+            let _ = runtime::pool().spawn(Box::new(move || {
                 for region in regions.iter().filter_map(Weak::upgrade) {
                     region.dismiss(&me);
                 }

@@ -8,7 +8,7 @@ use rustix::fs::{fstat, fstatfs};
 
 use super::peers::PeerPins;
 use crate::fence::life::has_exited;
-use crate::progress::{self, Interest, Readiness, Source, Token};
+use crate::runtime::{self, Interest, Readiness, Source, Token};
 use crate::sync::lock;
 
 /// The file system of pidfds, from Linux 6.9 on; there a process has one inode, whoever opens it.
@@ -76,7 +76,7 @@ impl PeerProcess {
         }
         let weak: Weak<dyn Source> = Arc::downgrade(self) as Weak<dyn Source>;
         let added =
-            progress::reactor().and_then(|reactor| reactor.add(self.process.as_fd(), Interest::READ, weak));
+            runtime::reactor().and_then(|reactor| reactor.add(self.process.as_fd(), Interest::READ, weak));
         match added {
             Ok(token) => watched.token = Some(token),
             Err(error) => tracing::debug!(%error, "the exit of a peer cannot be watched"),
@@ -85,7 +85,7 @@ impl PeerProcess {
 
     fn unwatch(&self) -> Vec<Weak<PeerPins>> {
         let mut watched = lock(&self.watched);
-        if let (Some(token), Ok(reactor)) = (watched.token.take(), progress::reactor()) {
+        if let (Some(token), Ok(reactor)) = (watched.token.take(), runtime::reactor()) {
             reactor.remove(token, self.process.as_fd());
         }
         std::mem::take(&mut watched.by)

@@ -9,7 +9,7 @@ use rustix::thread::futex;
 use super::RegionCore;
 use crate::fence::protocol::{self, Machine};
 use crate::memory::lent;
-use crate::progress;
+use crate::runtime;
 use crate::{Error, Kind, Result, fork};
 
 /// How a wait begins before the thread goes to sleep.
@@ -168,9 +168,9 @@ pub(super) fn wait_changed<T>(
         return None;
     }
     let started = Instant::now();
-    let until = progress::later(started, within);
-    let spin_until = progress::later(started, patience.spin).min(until);
-    let yield_until = progress::later(spin_until, patience.yielding).min(until);
+    let until = runtime::later(started, within);
+    let spin_until = runtime::later(started, patience.spin).min(until);
+    let yield_until = runtime::later(spin_until, patience.yielding).min(until);
     while Instant::now() < spin_until {
         // The clock costs more than a look.
         for _ in 0..8 {

@@ -17,7 +17,7 @@ use crate::fence::pins::{PinPage, Side};
 use crate::fence::table::TableView;
 use crate::fence::tests::{PinnedByAChild, alone_with_the_watcher, until};
 use crate::memory::{ExternalStorage, Place, SharedStorage, SystemStorage};
-use crate::transport::tcp::{GrantHandle, Medium, Session};
+use crate::session::{GrantHandle, Medium, Session};
 use crate::{Access, Endpoint, Kind, Result};
 
 const LEN: usize = 4096;
@@ -227,7 +227,7 @@ impl crate::memory::Holder for std::sync::Mutex<std::sync::mpsc::Sender<String>>
 /// Something that happens on the event loop.
 struct Soon(std::sync::Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
-impl crate::progress::Timer for Soon {
+impl crate::runtime::Timer for Soon {
     fn fired(self: Arc<Self>, _key: u64) {
         if let Some(job) = self.0.lock().unwrap().take() {
             job();
@@ -243,8 +243,8 @@ fn on_the_event_loop(job: impl FnOnce() + Send + 'static) {
         done.send(()).unwrap();
     };
     let soon = Arc::new(Soon(std::sync::Mutex::new(Some(Box::new(job)))));
-    let timer: Weak<dyn crate::progress::Timer> = Arc::downgrade(&(Arc::clone(&soon) as _));
-    crate::progress::reactor().unwrap().at(Instant::now(), timer, 0);
+    let timer: Weak<dyn crate::runtime::Timer> = Arc::downgrade(&(Arc::clone(&soon) as _));
+    crate::runtime::reactor().unwrap().at(Instant::now(), timer, 0);
     ended.recv_timeout(WATCHDOG).unwrap();
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::TransferCore;
 use crate::fork;
-use crate::progress::{self, Timer};
+use crate::runtime::{self, Timer};
 
 /// Held by whatever names the local memory of a transfer: a frame that is not sent, a payload that is coming in. While there is
 /// one, the transfer does not end and its region stays in use, whatever the other side has said.
@@ -49,8 +49,8 @@ impl Drop for LocalHold {
         }
         // Whoever drops this may have a connection's queue in hand, which those that learn of the end may want.
         let core = Arc::clone(&self.0);
-        if progress::pool().spawn(Box::new(move || core.deliver())).is_err()
-            && let Ok(reactor) = progress::reactor()
+        if runtime::pool().spawn(Box::new(move || core.deliver())).is_err()
+            && let Ok(reactor) = runtime::reactor()
         {
             let weak = Arc::downgrade(&self.0);
             let timer: Weak<dyn Timer> = weak;

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use super::{Parts, TransferCore};
 use crate::layout::Plan;
 use crate::sync::lock;
-use crate::{Error, Kind, Result, progress};
+use crate::{Error, Kind, Result, runtime};
 
 /// Makes the plan, and checks everything about it that was not checked before.
 pub(crate) type Planning = Box<dyn FnOnce() -> Result<Plan> + Send>;
@@ -73,7 +73,7 @@ impl TransferCore {
             soon.launch();
             soon.take_part();
         });
-        if let Err(refused) = progress::starters().spawn(job) {
+        if let Err(refused) = runtime::starters().spawn(job) {
             // No thread can be made: the caller does it, late but surely.
             (refused.job)();
         }

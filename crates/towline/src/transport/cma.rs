@@ -5,10 +5,10 @@ use std::io;
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, misaligned};
-use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::layout::Piece;
 use crate::memory::Place;
+use crate::session::GrantHandle;
 use crate::transfer::{Op, Signal};
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result};
@@ -263,7 +263,7 @@ mod tests {
 
     use super::*;
     use crate::fence::tests::alone_with_the_watcher;
-    use crate::transport::tcp::{Medium, Session};
+    use crate::session::{Medium, Session};
     use crate::{Access, Endpoint, SystemStorage};
 
     #[test]

@@ -21,14 +21,14 @@ use towline_sys::cuda::Cuda;
 use self::opened::{Borrow, Kept};
 use self::words::{Answer, Ask, Form, MAX_PARTS, Part};
 use super::gpu::{Far, GpuAttachment, Inside, Spot};
-use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Loan, Offer, Owner, Probe, Question, Told, Transport};
 use crate::cuda::{Availability, Gpu, MemoryType, PointerFacts, availability, failed};
 use crate::memory::Place;
 use crate::region::RegionCore;
+use crate::session::GrantHandle;
 use crate::ticket::Claims;
 use crate::transfer::After;
-use crate::{Error, Kind, Result, progress};
+use crate::{Error, Kind, Result, runtime};
 
 const OP: &str = "import";
 
@@ -76,7 +76,7 @@ impl Transport for CudaPath {
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
         let handle = candidate(offer)?;
-        progress::may_block(OP)?;
+        runtime::may_block(OP)?;
         // Before the owner is troubled.
         Cuda::load().and_then(|cuda| cuda.init()).map_err(|error| failed(OP, error))?;
         let until = offer.until;

@@ -10,10 +10,10 @@ use crate::fence::pins::ProcessPin;
 use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
 use crate::memory::Mapping;
-use crate::progress::{self, Device};
 use crate::region::RegionUse;
+use crate::runtime::{self, Device};
+use crate::session::GrantHandle;
 use crate::transfer::{After, Help, Op, Signal, TransferCore};
-use crate::transport::tcp::GrantHandle;
 use crate::{Error, Kind, Result, room};
 
 /// Unless a path says otherwise, requests up to this size are copied by the calling thread: waking a worker costs as much as copying that, and the call
@@ -141,7 +141,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
     }
 
     fn cut(&self, op: Op, plan: Plan, _after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-        let workers = progress::pool().limit() as u64;
+        let workers = runtime::pool().limit() as u64;
         let least = if plan.bytes() < SHARED { LEAST_PORTION } else { LEAST_SHARED };
         let portion = (plan.bytes() / (workers * PORTIONS_EACH)).clamp(least, MOST_PORTION);
         // Whole pages, so that no element of a reduction is cut in two.
@@ -161,7 +161,7 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
             next: AtomicUsize::new(0),
             left: AtomicUsize::new(transfer.units.len()),
             failed: AtomicBool::new(false),
-            wanted: progress::pool().limit().min(transfer.units.len()),
+            wanted: runtime::pool().limit().min(transfer.units.len()),
             working: AtomicUsize::new(0),
             called: AtomicUsize::new(0),
             me: Weak::clone(me),
@@ -180,10 +180,10 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
             run.take_part();
         };
         let called = match self.0.device() {
-            Some(device) => progress::devices().spawn(device, Box::new(come)),
+            Some(device) => runtime::devices().spawn(device, Box::new(come)),
             // This is the thread that has planned it behind the call then: it may as well work on it.
             None if transfer.starts_later() => return come(),
-            None => progress::starters().spawn(Box::new(come)),
+            None => runtime::starters().spawn(Box::new(come)),
         };
         if let Err(refused) = called {
             // No thread can be made: the caller does the work, late but surely.
@@ -304,7 +304,7 @@ impl<D: Direct> Run<D> {
 
     /// Whether so many threads have a processor each; those that wait for a device need none.
     fn has_processor(&self, copying: usize) -> bool {
-        self.direct.blocks() || copying <= progress::pool().limit()
+        self.direct.blocks() || copying <= runtime::pool().limit()
     }
 
     /// Calls one more worker, where one is wanted besides those who are left out, and a processor is free for it; false where not. It
@@ -324,8 +324,8 @@ impl<D: Direct> Run<D> {
             run.take_part();
         });
         let called = match self.direct.device() {
-            Some(device) => progress::devices().spawn(device, come),
-            None => progress::sharers().spawn(come),
+            Some(device) => runtime::devices().spawn(device, come),
+            None => runtime::sharers().spawn(come),
         };
         // Those who are there do the work of one who cannot come.
         if called.is_err() {
@@ -340,10 +340,10 @@ impl<D: Direct> Run<D> {
         // Who has ended it has woken whoever waited for that.
         if self.left.load(Ordering::Acquire) > 0 {
             let me = Weak::clone(&self.me);
-            progress::starters().look_next(move || {
+            runtime::starters().look_next(move || {
                 let copied = |run: Arc<Self>| run.left.load(Ordering::Acquire) == 0;
                 // No more of them than leave a processor to look with.
-                !me.upgrade().is_none_or(copied) && COPYING.load(Ordering::Relaxed) < progress::pool().limit()
+                !me.upgrade().is_none_or(copied) && COPYING.load(Ordering::Relaxed) < runtime::pool().limit()
             });
         }
     }
@@ -352,7 +352,7 @@ impl<D: Direct> Run<D> {
         let Some(_copying) = self.join() else { return };
         // All that are wanted: a call takes less than it takes until who was called could call others. But for one where that is every
         // processor of many: who posted the transfer is about to return, and would lose its own to the last. It comes itself if it waits.
-        let left_out = usize::from(self.wanted >= MANY && self.wanted == progress::pool().limit());
+        let left_out = usize::from(self.wanted >= MANY && self.wanted == runtime::pool().limit());
         while self.call_one(left_out) {}
         self.work();
     }
@@ -515,7 +515,7 @@ mod tests {
         });
         let most = inside.1.load(Ordering::Acquire);
         // Of one transfer each, the first comes in whatever the others do, and one that has looked may come in beside it.
-        assert!(most <= TRANSFERS + progress::pool().limit(), "{most} threads copied at once");
+        assert!(most <= TRANSFERS + runtime::pool().limit(), "{most} threads copied at once");
     }
 
     #[test]

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment};
 use super::inproc::file::{move_file_pieces, no_words};
-use super::tcp::GrantHandle;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
-use crate::progress::Device;
 use crate::region::RegionCore;
+use crate::runtime::Device;
+use crate::session::GrantHandle;
 use crate::ticket::Claims;
 use crate::transfer::{Op, Signal};
 use crate::wire::AtomicOp;

@@ -19,16 +19,16 @@ use self::flight::Flight;
 use self::ring::Slot;
 pub(crate) use self::staged::Staged;
 use super::direct::{Direct, DirectAttachment};
-use super::tcp::GrantHandle;
 use super::{Attachment, Begun, Going, Transport};
 use crate::cuda::{Blocks, CopyOptions, Copying, Gpu, MemoryType, Run, StreamHandle};
 use crate::fence::pins::ProcessPin;
 use crate::layout::{Indexed, Piece, Plan, Side};
 use crate::memory::{Mapping, Place, Segment};
 use crate::region::{RegionCore, RegionUse, stale};
+use crate::session::GrantHandle;
 use crate::transfer::{After, Op, Signal, TransferCore};
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result, progress, room};
+use crate::{Error, Kind, Result, room, runtime};
 
 /// The calling thread stays with copies up to this size: on one GPU they end soon after the launch.
 const SMALL: u64 = 64 << 20;
@@ -297,7 +297,7 @@ impl Attachment for GpuAttachment {
         // SAFETY: the caller keeps its use of the region until what is begun has ended; the pieces were checked against it.
         match unsafe { self.launch(op, local.core(), base, pieces, bytes, None) } {
             Ok(Some(launched)) => Some(self.stay(launched, bytes, after)),
-            Ok(None) if bytes <= INLINE && Slot::is_ready() && progress::may_block(op.name()).is_ok() => {
+            Ok(None) if bytes <= INLINE && Slot::is_ready() && runtime::may_block(op.name()).is_ok() => {
                 let near = Near::of(local.core().place);
                 let ringed = Ringed { far: Arc::clone(&self.far), near };
                 // SAFETY: as above.

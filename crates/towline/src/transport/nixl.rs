@@ -33,12 +33,12 @@ use self::engine::{EngineLoan, Reach};
 pub(crate) use self::memory::Known;
 pub use self::options::{NixlOptions, NixlPrefer};
 use self::words::{Answer, Word};
-use super::tcp::Medium;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
 use crate::memory::Place;
 use crate::region::RegionCore;
+use crate::session::Medium;
 use crate::ticket::Claims;
-use crate::{Access, Error, Kind, Result, progress};
+use crate::{Access, Error, Kind, Result, runtime};
 
 /// How long the owner drives its agent after a peer has asked about a region: the first transfer connects.
 const FIRST_HELP: Duration = Duration::from_millis(50);
@@ -85,7 +85,7 @@ impl Transport for NixlPath {
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
         let handle = candidate(offer)?;
-        progress::may_block("import")?;
+        runtime::may_block("import")?;
         let engine = Domain::engine_by(offer.endpoint, offer.until)?;
         let attachment = match offer.grant.place {
             Place::Disk => NixlAttachment::open(offer, handle, engine)?,
@@ -174,7 +174,7 @@ fn lends(region: &RegionCore, claims: &Claims) -> Result<()> {
 }
 
 /// Refuses an offer that NIXL is not taken for; the error says why. Quick.
-fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<super::tcp::GrantHandle>> {
+fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<crate::session::GrantHandle>> {
     let Owner::There(handle) = offer.owner else {
         return Err(unavailable("the owner is in this process"));
     };

@@ -8,8 +8,8 @@ use super::Embedded;
 use super::peer::Peer;
 use super::table::Part;
 use crate::nixl::transfer::{XferOp, XferTelemetry};
-use crate::progress;
 use crate::region::Span;
+use crate::runtime;
 use crate::sync::lock;
 use crate::{Endpoint, Error, Remote, Result, Transfer, room};
 
@@ -75,7 +75,7 @@ impl Run {
         }
         // Not here: who reports an end may be the event loop, which must not wait for a peer.
         let run = Arc::clone(self);
-        let told = progress::pool().spawn(Box::new(move || {
+        let told = runtime::pool().spawn(Box::new(move || {
             let told = run.tell.as_ref().map_or(Ok(()), |(remote, message)| {
                 run.endpoint.notify(remote, message.clone()).and_then(|transfer| transfer.wait())
             });
@@ -211,7 +211,7 @@ impl Request {
     /// Waits for its end for at most that long.
     pub(in crate::nixl) fn wait_for(&self, time: Duration) -> Result<Option<Result<()>>> {
         let Posted { run, transfers } = self.posted()?;
-        let until = progress::later(Instant::now(), time);
+        let until = runtime::later(Instant::now(), time);
         // Who waits for a transfer takes part in its copies.
         for transfer in transfers.iter() {
             let left = until.saturating_duration_since(Instant::now());

@@ -12,11 +12,11 @@ use crate::cuda::{Gpu, failed, not_given_back};
 use crate::fence::pins::ProcessPin;
 use crate::identity::Incarnation;
 use crate::region::stale;
+use crate::session::GrantHandle;
 use crate::sync::lock;
 use crate::transport::Borrowing;
-use crate::transport::tcp::GrantHandle;
 use crate::wire::Grant;
-use crate::{Error, Result, fork, progress};
+use crate::{Error, Result, fork, runtime};
 
 /// The owner wants the region back, or it was closed: the top bit of the count of what is under way.
 const RECALLED: usize = 1 << (usize::BITS - 1);
@@ -165,7 +165,7 @@ fn refused(error: towline_sys::Error) -> Error {
 
 /// Drops it elsewhere, where its last reference may be at hand inside one of its own methods.
 fn forget_later(borrow: Arc<Borrow>) {
-    if let Err(refused) = progress::pool().spawn(Box::new(move || drop(borrow))) {
+    if let Err(refused) = runtime::pool().spawn(Box::new(move || drop(borrow))) {
         drop(refused);
     }
 }
@@ -303,7 +303,7 @@ impl Borrow {
     fn close_elsewhere(&self) {
         let Some(this) = self.me.upgrade() else { return };
         let here = Arc::clone(&this);
-        if let Err(error) = progress::start_thread("close", "towline-close", move || this.close()) {
+        if let Err(error) = runtime::start_thread("close", "towline-close", move || this.close()) {
             tracing::debug!(%error, "GPU memory is closed by the thread at hand");
             here.close();
         }

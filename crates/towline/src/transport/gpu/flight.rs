@@ -10,7 +10,7 @@ use super::Launched;
 use super::ring::{Passing, Slot};
 use crate::sync::lock;
 use crate::transfer::{Help, TransferCore};
-use crate::{Result, progress};
+use crate::{Result, runtime};
 
 /// A copy that waits for a stream gets this long after its transfer was stopped; then the transfer ends without it.
 const GRACE: Duration = Duration::from_millis(50);
@@ -209,9 +209,7 @@ static HERE: AtomicUsize = AtomicUsize::new(0);
 
 /// Waits in the calling thread where that is the fastest: for a few bytes, while little else goes on.
 pub(crate) fn wait_here(passing: &mut Passing) -> bool {
-    if passing.bytes() > SHORT
-        || BUSY.load(Ordering::Acquire)
-        || progress::may_block("copy on a GPU").is_err()
+    if passing.bytes() > SHORT || BUSY.load(Ordering::Acquire) || runtime::may_block("copy on a GPU").is_err()
     {
         return false;
     }
@@ -223,7 +221,7 @@ pub(crate) fn wait_here(passing: &mut Passing) -> bool {
 
 /// Waits in the calling thread, which has nothing better to do, for a moment.
 pub(crate) fn wait_idly(passing: &mut Passing) -> bool {
-    progress::may_block("copy on a GPU").is_ok() && passing.wait_until(Instant::now() + SPIN)
+    runtime::may_block("copy on a GPU").is_ok() && passing.wait_until(Instant::now() + SPIN)
 }
 
 /// Goes on with `then` when the bytes are there: at once, or from the thread that looks at all copies.
@@ -263,7 +261,7 @@ fn watch(flight: Arc<dyn Watched>) {
     }
     watch.running = true;
     drop(watch);
-    if let Err(error) = progress::start_thread("copy", "towline-cuda", look_at_all) {
+    if let Err(error) = runtime::start_thread("copy", "towline-cuda", look_at_all) {
         // The caller does the work, late but surely.
         tracing::debug!(%error, "no thread looks at copies on GPUs");
         look_at_all();

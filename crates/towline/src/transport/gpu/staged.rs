@@ -13,8 +13,8 @@ use super::ring::{Passing, SLOT, Slot, portions};
 use crate::cuda::{CopyOptions, Gpu};
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;
-use crate::progress;
 use crate::region::RegionUse;
+use crate::runtime;
 use crate::sync::lock;
 use crate::transfer::{self, After, Op, Parts, TransferCore};
 use crate::transport::{Attachment, Begun, Transport};
@@ -59,7 +59,7 @@ impl Attachment for Staged {
     ) -> Option<Begun> {
         let Place::Cuda(ordinal) = local.core().place else { return None };
         let small = bytes <= super::INLINE && self.under.at_once(bytes) && after.is_empty();
-        if !small || !matches!(op, Op::Read | Op::Write) || progress::may_block(op.name()).is_err() {
+        if !small || !matches!(op, Op::Read | Op::Write) || runtime::may_block(op.name()).is_err() {
             return None;
         }
         let (slot, gpu) = (Slot::ready()?, Gpu::open(ordinal).ok()?);
@@ -117,7 +117,7 @@ impl Attachment for Staged {
         if transfer.stream.is_none() && stage.begin_at_once() {
             return;
         }
-        if let Err(refused) = progress::pool().spawn(Box::new(move || stage.begin())) {
+        if let Err(refused) = runtime::pool().spawn(Box::new(move || stage.begin())) {
             (refused.job)();
         }
     }

@@ -21,10 +21,10 @@ use crate::fence::pins::ProcessPin;
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;
 use crate::region::{RegionUse, stale};
+use crate::session::{GrantHandle, Medium};
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::direct::misaligned;
 use crate::transport::file;
-use crate::transport::tcp::{GrantHandle, Medium};
 use crate::transport::{Attachment, Begun, Borrowing, Going, Offer, Transport};
 use crate::{Error, Kind, Result};
 

@@ -14,7 +14,7 @@ use super::peer::Asked;
 use super::run::Run;
 use crate::region::RegionUse;
 use crate::sync::lock;
-use crate::{Error, Kind, Result, progress};
+use crate::{Error, Kind, Result, runtime};
 
 /// A transfer that was stopped gets this long for NIXL to end what it has begun, before it ends without being quiet.
 const GRACE: Duration = Duration::from_millis(50);
@@ -227,7 +227,7 @@ impl Engine {
             }
             drop(inside);
         };
-        match progress::start_thread("drive", "towline-nixl", driving) {
+        match runtime::start_thread("drive", "towline-nixl", driving) {
             Ok(_) => state.running = true,
             // Callers that wait drive too; the next one that comes tries again.
             Err(error) => tracing::warn!(%error, "no thread to drive NIXL"),

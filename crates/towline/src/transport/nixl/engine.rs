@@ -18,7 +18,7 @@ use crate::endpoint::EndpointCore;
 use crate::identity::{Identity, Incarnation};
 use crate::sync::lock;
 use crate::transport::Loan;
-use crate::{Error, Kind, Result, interrupt, progress};
+use crate::{Error, Kind, Result, interrupt, runtime};
 
 /// How long an owner drives its agent after a peer has asked for it; peers ask again in time.
 pub(super) const HELP: Duration = Duration::from_millis(5);
@@ -90,7 +90,7 @@ impl Domain {
         if domain.engine.get().is_none() {
             let (made, waiting) = mpsc::channel::<()>();
             let opening = Arc::clone(endpoint);
-            progress::start_thread("import", "towline-nixl-open", move || {
+            runtime::start_thread("import", "towline-nixl-open", move || {
                 let inside = Exiting::enter();
                 let _ = opening.nixl.engine(opening.identity());
                 drop((made, inside));

@@ -11,8 +11,8 @@ use super::attachment::NixlAttachment;
 use super::engine::Engine;
 use super::words::Answer;
 use crate::identity::Incarnation;
+use crate::session::Session;
 use crate::sync::lock;
-use crate::transport::tcp::Session;
 use crate::{Error, Kind, Result};
 
 /// An owner that is driving its agent is not asked again for this long.

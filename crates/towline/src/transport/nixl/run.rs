@@ -12,7 +12,7 @@ use super::driver::{Exiting, Flight};
 use super::memory::Memory;
 use crate::layout::Plan;
 use crate::transfer::{Help, Op, TransferCore};
-use crate::{Error, Kind, Result, progress, room};
+use crate::{Error, Kind, Result, room, runtime};
 
 /// A request carries at most about this many bytes: where posting copies, a stop takes as long as that, and where it does
 /// not, its end is what shows that something moves.
@@ -93,7 +93,7 @@ impl Run {
             return;
         }
         let worked = Arc::clone(&run);
-        if let Err(refused) = progress::pool().spawn(Box::new(move || worked.work())) {
+        if let Err(refused) = runtime::pool().spawn(Box::new(move || worked.work())) {
             run.fail(&refused.error);
             run.work();
         }

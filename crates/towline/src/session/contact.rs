@@ -1,0 +1,221 @@
+//! First contact: the socket and the handshake, from the initiator's side. Blocks the calling thread, with a limit.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use super::Medium;
+use super::channel::{Ahead, Channel};
+use super::initiator::Session;
+use crate::endpoint::EndpointCore;
+use crate::identity::Incarnation;
+use crate::runtime::socket::{Family, Lane, Received, Sent, Socket};
+use crate::ticket::socket_name;
+use crate::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
+use crate::wire::{FrameKind, HEADER_LEN, Header, Message, Ready, Refuse};
+use crate::{Error, Kind, Result, Ticket, interrupt, room};
+
+/// How long to wait before asking a listener again whose queue was full.
+const QUEUE_FULL: Duration = Duration::from_millis(1);
+
+/// A connection whose owner has been proven to be the ticket's.
+pub(super) struct Contact {
+    pub(super) socket: Channel,
+    pub(super) ready: Ready,
+    pub(super) key: SessionKey,
+    pub(super) challenge: [u8; 32],
+    pub(super) files: Vec<OwnedFd>,
+}
+
+/// Why there is no contact.
+#[derive(Debug)]
+pub(crate) struct NoContact {
+    pub(crate) error: Error,
+    /// The owner is there and took the proof: it refuses this ticket, and may well accept another one.
+    pub(crate) of_ticket: bool,
+}
+
+impl From<Error> for NoContact {
+    fn from(error: Error) -> NoContact {
+        NoContact { error, of_ticket: false }
+    }
+}
+
+impl From<NoContact> for Error {
+    fn from(none: NoContact) -> Error {
+        none.error
+    }
+}
+
+/// Connects with the key that a ticket gives, the socket by the first moment and all of it by the second.
+pub(super) fn with_ticket(
+    endpoint: &EndpointCore,
+    ticket: &Ticket,
+    medium: Medium,
+    (connected_by, until): (Instant, Instant),
+) -> Result<Contact, NoContact> {
+    let owner = ticket.body().identity.incarnation;
+    let socket = dial(medium, &owner, Lane::Control, connected_by)?;
+    let name = &ticket.body().identity.name;
+    let socket = Channel::connected(socket, endpoint.tls(), name, until)?;
+    handshake(endpoint, socket, owner, ClientKey::Ticket(ticket), until)
+}
+
+/// Connects once more to the owner of a session.
+pub(super) fn with_session(endpoint: &EndpointCore, session: &Session, until: Instant) -> Result<Contact> {
+    let owner = session.owner().incarnation;
+    let socket = dial(session.medium(), &owner, Lane::Bulk, until)?;
+    let socket = Channel::connected(socket, endpoint.tls(), session.peer_name(), until)?;
+    let key = ClientKey::Session { id: session.id, key: &session.key };
+    Ok(handshake(endpoint, socket, owner, key, until)?)
+}
+
+fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Result<Socket> {
+    let socket = match medium {
+        Medium::Unix => loop {
+            match Socket::connect_unix_abstract(&socket_name(owner)) {
+                Err(error) if error.kind() == Kind::Exhausted && Instant::now() < until => {
+                    interrupt::check("contact")?;
+                    std::thread::sleep(QUEUE_FULL);
+                }
+                other => break other?,
+            }
+        },
+        Medium::Tcp(address) => {
+            let socket = Socket::connect_tcp(address)?;
+            while !socket.finish_connect()? {
+                wait(until, |time| socket.wait_writable(time))?;
+            }
+            socket
+        }
+    };
+    // The kernel sets no limit for bytes that the owner does not take: it would end the connection without a word, and the owner would
+    // apply what it has of a write that has failed here. Heartbeats tell who is gone, and the end is then a reset.
+    socket.tune(lane, None)?;
+    Ok(socket)
+}
+
+fn handshake(
+    endpoint: &EndpointCore,
+    socket: Channel,
+    owner: Incarnation,
+    key: ClientKey<'_>,
+    until: Instant,
+) -> Result<Contact, NoContact> {
+    let mut nonce = [0; 32];
+    getrandom::fill(&mut nonce)
+        .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+    let (client, hello) = ClientHandshake::start(endpoint.identity(), owner, key, nonce, endpoint.secret());
+    let client = client.bound_to(socket.binding()?);
+    send_all(&socket, &hello, until).map_err(|error| refusal_or(&socket, error))?;
+    let mut files = Vec::new();
+    let welcome = read_frame(&socket, FrameKind::Welcome, false, &mut files, until)?;
+    let (prove, key, challenge) = client.on_welcome(&welcome)?;
+    send_all(&socket, &prove, until).map_err(|error| refusal_or(&socket, error))?;
+    // Both have proven by now that they know the ticket: what is refused from here on is the ticket.
+    let ready = read_frame(&socket, FrameKind::Ready, true, &mut files, until).map_err(|error| {
+        NoContact { of_ticket: matches!(error.kind(), Kind::Stale | Kind::PermissionDenied), error }
+    })?;
+    Ok(Contact { socket, ready: Ready::decode(&ready)?, key, challenge, files })
+}
+
+/// An owner that has no room says so and hangs up without listening: its word explains more than the broken connection.
+fn refusal_or(socket: &Channel, error: Error) -> Error {
+    match read_frame(socket, FrameKind::Refuse, false, &mut Vec::new(), Instant::now()) {
+        Err(refused) if !matches!(refused.kind(), Kind::Disconnected | Kind::Timeout | Kind::Protocol) => {
+            refused
+        }
+        _ => error,
+    }
+}
+
+/// Waits until then, in turns between which the caller may have enough of it.
+fn wait(until: Instant, is_ready: impl Fn(Duration) -> Result<bool>) -> Result<()> {
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Error::new(Kind::Timeout, "contact", "no answer in time"));
+        }
+        interrupt::check("contact")?;
+        if is_ready(interrupt::turn(left))? {
+            return Ok(());
+        }
+    }
+}
+
+fn send_all(socket: &Channel, mut bytes: &[u8], until: Instant) -> Result<()> {
+    while !bytes.is_empty() {
+        match socket.send(&[IoSlice::new(bytes)], &[])? {
+            Sent::Bytes(sent) => bytes = &bytes[sent..],
+            Sent::WouldBlock => {
+                wait(until, |time| socket.wait_writable(time))?;
+            }
+        }
+    }
+    while !socket.flush()? {
+        wait(until, |time| socket.wait_writable(time))?;
+    }
+    Ok(())
+}
+
+fn read_frame(
+    socket: &Channel,
+    expected: FrameKind,
+    authenticated: bool,
+    files: &mut Vec<OwnedFd>,
+    until: Instant,
+) -> Result<Vec<u8>> {
+    // Descriptors come with the first byte of their frame, and nobody knows how many before its header is seen.
+    let named = if expected.max_files() > 0 { named(socket, authenticated, until)? } else { 0 };
+    let mut head = [0; HEADER_LEN];
+    read_all(socket, &mut head, named, files, until)?;
+    let header = Header::decode(&head)?;
+    header.check(authenticated)?;
+    let mut body = room::zeros("contact", header.rest())?;
+    read_all(socket, &mut body, 0, files, until)?;
+    body.truncate(header.body(&body)?.len());
+    match Message::decode(header.kind, &body)? {
+        Message::Refuse(Refuse { error }) => Err(error.into_error("contact")),
+        message if message.kind() == expected && header.files as usize == files.len() => Ok(body),
+        message => {
+            Err(Error::protocol("contact", format!("{:?} came instead of {expected:?}", message.kind())))
+        }
+    }
+}
+
+/// How many descriptors the next frame names.
+fn named(socket: &Channel, authenticated: bool, until: Instant) -> Result<usize> {
+    if socket.socket().family() != Family::Unix {
+        return Ok(0);
+    }
+    loop {
+        match socket.next_header(authenticated)? {
+            Ahead::Header(header) => return Ok(header.files.into()),
+            Ahead::Nothing(Received::WouldBlock) => {
+                wait(until, |time| socket.wait_readable(time))?;
+            }
+            Ahead::Part(_) | Ahead::Nothing(_) => return Ok(0),
+        }
+    }
+}
+
+fn read_all(
+    socket: &Channel,
+    mut bytes: &mut [u8],
+    named: usize,
+    files: &mut Vec<OwnedFd>,
+    until: Instant,
+) -> Result<()> {
+    while !bytes.is_empty() {
+        match socket.recv(&mut [IoSliceMut::new(bytes)], named.saturating_sub(files.len()), files)? {
+            Received::Bytes(came) => bytes = &mut bytes[came..],
+            Received::WouldBlock => {
+                wait(until, |time| socket.wait_readable(time))?;
+            }
+            Received::Eof => {
+                return Err(Error::new(Kind::Disconnected, "contact", "the owner closed the connection"));
+            }
+        }
+    }
+    Ok(())
+}

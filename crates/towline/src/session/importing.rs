@@ -1,0 +1,269 @@
+//! Tickets on their way to becoming grants: asked for over a session, answered by its owner.
+
+use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
+
+use super::grant::GrantHandle;
+use super::initiator::{Pending, Session};
+use crate::memory::Mapping;
+use crate::runtime::{self, Timer, TimerId};
+use crate::sync::lock;
+use crate::wire::{Finish, Grant, Granted, Import, ImportItem, Message, OperationId, Release, WireError};
+use crate::{Error, Kind, Result, Ticket, interrupt};
+
+/// Imports per frame: bounded by the descriptors that can ride with the answer.
+const IMPORTS_PER_FRAME: usize = 128;
+
+/// The answer to one Import frame, and who waits for it.
+pub(super) struct Reply {
+    tickets: usize,
+    inner: Mutex<Waiting>,
+    came: Condvar,
+}
+
+#[derive(Default)]
+struct Waiting {
+    answer: Option<Result<Answer>>,
+    waker: Option<Waker>,
+    /// Nobody waits any more: what is granted goes back, and what is claimed with it ends.
+    abandoned: Option<Option<OperationId>>,
+}
+
+/// The owner's answer to an import, and the segments that came with it.
+pub(super) struct Answer {
+    pub(super) granted: Granted,
+    /// Keeps the mappings until the remotes that use them exist.
+    pub(super) mapped: Vec<Arc<Mapping>>,
+}
+
+impl Reply {
+    fn to(tickets: usize) -> Reply {
+        Reply { tickets, inner: Mutex::default(), came: Condvar::new() }
+    }
+
+    /// How many were shown.
+    pub(super) fn tickets(&self) -> usize {
+        self.tickets
+    }
+
+    /// The owner has answered, or never will.
+    pub(super) fn fill(&self, session: &Session, answer: Result<Answer>) {
+        let mut inner = lock(&self.inner);
+        if let Some(claim) = inner.abandoned {
+            drop(inner);
+            if let Ok(answer) = answer {
+                give_back(session, &answer.granted, claim);
+            }
+            return;
+        }
+        inner.answer = Some(answer);
+        let waker = inner.waker.take();
+        drop(inner);
+        self.came.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    fn wait(&self, until: Instant) -> Option<Result<Answer>> {
+        loop {
+            let mut inner = lock(&self.inner);
+            if let Some(answer) = inner.answer.take() {
+                return Some(answer);
+            }
+            let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
+            drop(self.came.wait_timeout(inner, interrupt::turn(left)));
+            if let Err(interrupted) = interrupt::check("import") {
+                return Some(Err(interrupted));
+            }
+        }
+    }
+
+    /// Whether there is an answer; the waker is woken when there is.
+    fn is_there(&self, cx: &mut Context<'_>) -> bool {
+        let mut inner = lock(&self.inner);
+        if inner.answer.is_none() {
+            inner.waker = Some(cx.waker().clone());
+        }
+        inner.answer.is_some()
+    }
+
+    fn abandon(&self, session: &Session, claim: Option<OperationId>) {
+        let answer = {
+            let mut inner = lock(&self.inner);
+            inner.abandoned = Some(claim);
+            inner.waker = None;
+            inner.answer.take()
+        };
+        if let Some(Ok(answer)) = answer {
+            give_back(session, &answer.granted, claim);
+        }
+    }
+}
+
+/// Wakes who polls at the time limit, so that the limit is noticed.
+impl Timer for Reply {
+    fn fired(self: Arc<Self>, _key: u64) {
+        let waker = lock(&self.inner).waker.take();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+fn give_back(session: &Session, granted: &Granted, claim: Option<OperationId>) {
+    let mut any = false;
+    for grant in granted.items.iter().flatten() {
+        any = true;
+        let _ = session.tell(Release { handle: grant.handle });
+    }
+    if let (true, Some(operation)) = (any, claim) {
+        let error = Error::new(Kind::Canceled, "import", "the claimer has given up before it began");
+        let _ = session.tell(Finish { operation, outcome: Err(WireError::from(&error)) });
+    }
+}
+
+/// The tickets of one frame, as bytes; none of those that are claimed, which is not done again.
+type Asked = Vec<Option<Box<[u8]>>>;
+
+/// What the owner granted, ticket by ticket. Must live until the remotes that use it exist.
+pub(crate) struct Imported {
+    pub(crate) outcomes: Vec<Result<(Grant, Arc<GrantHandle>)>>,
+    _mapped: Vec<Arc<Mapping>>,
+}
+
+/// An import that the owner has not answered yet. Dropped early, it gives back whatever is granted later.
+pub(crate) struct Importing {
+    session: Arc<Session>,
+    claim: Option<OperationId>,
+    waiting: Vec<(Arc<Reply>, Asked)>,
+    until: Instant,
+    timer: Option<TimerId>,
+}
+
+impl Session {
+    /// Turns tickets into grants. With an operation, claims it.
+    pub(crate) fn import(
+        self: &Arc<Self>,
+        tickets: &[&Ticket],
+        operation: Option<OperationId>,
+        until: Instant,
+    ) -> Result<Importing> {
+        let mut importing = Importing {
+            session: Arc::clone(self),
+            claim: operation,
+            waiting: Vec::new(),
+            until,
+            timer: None,
+        };
+        // The frames of one claim are not mixed with those of another: the first claimer gets all of it.
+        let _in_order = lock(&self.importing);
+        for some in tickets.chunks(IMPORTS_PER_FRAME) {
+            let items = some
+                .iter()
+                .map(|ticket| ImportItem {
+                    ticket: ticket.public_bytes().to_vec(),
+                    proof: ticket.proof(&proven(self.challenge(), operation.as_ref())),
+                    operation,
+                })
+                .collect();
+            let reply = Arc::new(Reply::to(some.len()));
+            let request = self.expect(Pending::Import(Arc::clone(&reply)))?;
+            let kept = |ticket: &&Ticket| operation.is_none().then(|| ticket.encode().into_boxed_slice());
+            importing.waiting.push((reply, some.iter().map(kept).collect()));
+            self.ask_for_files(Message::from(Import { items }).frame(request, 0, 0))?;
+        }
+        Ok(importing)
+    }
+}
+
+/// What the proof of an import is about: the connection, and the operation where one is claimed.
+pub(crate) fn proven(challenge: &[u8], operation: Option<&OperationId>) -> Vec<u8> {
+    [challenge, operation.map_or(&[][..], |operation| &operation[..])].concat()
+}
+
+impl Importing {
+    /// Waits for the answers.
+    pub(crate) fn wait(mut self) -> Result<Imported> {
+        self.collect()
+    }
+
+    /// The answers, once all of them are there.
+    pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Imported>> {
+        let missing = self.waiting.iter().find(|(reply, _)| !reply.is_there(cx));
+        if let Some((reply, _)) = missing
+            && Instant::now() < self.until
+        {
+            if self.timer.is_none()
+                && let Ok(reactor) = runtime::reactor()
+            {
+                let weak = Arc::downgrade(reply);
+                let timer: Weak<dyn Timer> = weak;
+                self.timer = Some(reactor.at(self.until, timer, 0));
+            }
+            return Poll::Pending;
+        }
+        Poll::Ready(self.collect())
+    }
+
+    fn collect(&mut self) -> Result<Imported> {
+        let mut imported = Imported { outcomes: Vec::new(), _mapped: Vec::new() };
+        while !self.waiting.is_empty() {
+            let (reply, _) = &self.waiting[0];
+            let answer = reply.wait(self.until).unwrap_or_else(|| {
+                let message = format!("the owner did not answer over {} in time", self.session.medium());
+                Err(Error::new(Kind::Timeout, "import", message).with_peer(self.session.peer_name()))
+            });
+            match answer {
+                Ok(answer) => {
+                    let (_, tickets) = self.waiting.remove(0);
+                    imported._mapped.extend(answer.mapped);
+                    let items = answer.granted.items.into_iter().zip(tickets);
+                    imported.outcomes.extend(items.map(|(item, ticket)| self.take(item, ticket)));
+                }
+                Err(error) => {
+                    if imported.outcomes.iter().any(Result::is_ok) {
+                        self.refuse_claim(&error);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(imported)
+    }
+
+    fn take(
+        &self,
+        item: Result<Grant, WireError>,
+        ticket: Option<Box<[u8]>>,
+    ) -> Result<(Grant, Arc<GrantHandle>)> {
+        match item {
+            Ok(grant) => {
+                let handle = GrantHandle::new(&self.session, &grant, ticket);
+                Ok((grant, Arc::new(handle)))
+            }
+            Err(error) => Err(error.into_error("import").with_peer(self.session.peer_name())),
+        }
+    }
+
+    fn refuse_claim(&self, error: &Error) {
+        if let Some(operation) = self.claim {
+            let _ = self.session.tell(Finish { operation, outcome: Err(error.into()) });
+        }
+    }
+}
+
+impl Drop for Importing {
+    fn drop(&mut self) {
+        if crate::fork::in_child() {
+            return;
+        }
+        if let (Some(timer), Ok(reactor)) = (self.timer, runtime::reactor()) {
+            reactor.cancel(timer);
+        }
+        for (reply, _) in self.waiting.drain(..) {
+            reply.abandon(&self.session, self.claim);
+        }
+    }
+}

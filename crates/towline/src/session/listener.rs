@@ -1,0 +1,376 @@
+//! Where peers come in: listening sockets, and connections that have not proven themselves yet.
+
+use std::io::IoSlice;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use super::UNANSWERED;
+use super::channel::Channel;
+use super::connection::{Connection, Handler, Next, Role};
+use super::owner::{Serving, Standing};
+use super::parts::{Keep, Payload, Sink};
+use super::unauthenticated::{Origin, Stranger};
+use crate::endpoint::EndpointCore;
+use crate::identity::Identity;
+use crate::region::Deed;
+use crate::runtime::socket::{Lane, PeerAddr, Socket};
+use crate::runtime::{self, Interest, Readiness, Source, Timer, Token};
+use crate::sync::lock;
+use crate::ticket::{self, socket_name};
+use crate::wire::handshake::{LinkBase, ServerHandshake, refusal};
+use crate::wire::{FrameKind, Header, KeyRef};
+use crate::{Error, Kind, Result};
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 1024;
+
+/// How long accepting pauses when the process has no descriptor left.
+const NO_DESCRIPTORS: Duration = Duration::from_millis(100);
+
+/// A descriptor that is kept for the moment when there is none left: with it a waiting peer can be taken in, told why it
+/// cannot stay, and let go, instead of waiting for an answer that never comes.
+static RESERVE: Mutex<Option<OwnedFd>> = Mutex::new(None);
+
+/// Opens the reserve where it is missing.
+fn keep_reserve(reserve: &mut Option<OwnedFd>) {
+    if reserve.is_none() {
+        let flags = rustix::event::EventfdFlags::CLOEXEC;
+        *reserve = rustix::event::eventfd(0, flags).ok();
+    }
+}
+
+/// A listening socket.
+pub(crate) struct Listener {
+    socket: Socket,
+    endpoint: Weak<EndpointCore>,
+    token: OnceLock<Token>,
+    closed: AtomicBool,
+}
+
+impl Listener {
+    /// Listens on the Unix socket whose name follows from the endpoint's incarnation.
+    pub(crate) fn unix(endpoint: &Arc<EndpointCore>) -> Result<Arc<Listener>> {
+        let name = socket_name(&endpoint.identity().incarnation);
+        Listener::on(endpoint, Socket::listen_unix_abstract(&name, BACKLOG)?)
+    }
+
+    /// Listens on a TCP address.
+    pub(crate) fn tcp(endpoint: &Arc<EndpointCore>, address: SocketAddr) -> Result<Arc<Listener>> {
+        let socket = Socket::listen_tcp(address).map_err(|error| {
+            Error::new(error.kind(), "open", format!("cannot listen on {address}: {}", error.message()))
+                .caused_by(error)
+        })?;
+        Listener::on(endpoint, socket)
+    }
+
+    fn on(endpoint: &Arc<EndpointCore>, socket: Socket) -> Result<Arc<Listener>> {
+        keep_reserve(&mut lock(&RESERVE));
+        let listener = Arc::new(Listener {
+            socket,
+            endpoint: Arc::downgrade(endpoint),
+            token: OnceLock::new(),
+            closed: AtomicBool::new(false),
+        });
+        let weak = Arc::downgrade(&listener);
+        let token = runtime::reactor()?.add(listener.socket.as_fd(), Interest::READ, weak)?;
+        let _ = listener.token.set(token);
+        Ok(listener)
+    }
+
+    /// The address that it is bound to.
+    pub(crate) fn address(&self) -> Result<SocketAddr> {
+        self.socket.local_addr()
+    }
+
+    /// Stops listening.
+    pub(crate) fn close(&self) {
+        if !self.closed.swap(true, Ordering::AcqRel) {
+            if let (Some(token), Ok(reactor)) = (self.token.get(), runtime::reactor()) {
+                reactor.remove(*token, self.socket.as_fd());
+            }
+            self.socket.shutdown();
+        }
+    }
+
+    fn listen_for(&self, interest: Interest) {
+        if let (Some(token), Ok(reactor)) = (self.token.get(), runtime::reactor()) {
+            let _ = reactor.modify(*token, self.socket.as_fd(), interest);
+        }
+    }
+
+    fn take(&self, socket: Socket, peer: &PeerAddr) -> Result<()> {
+        let endpoint = self
+            .endpoint
+            .upgrade()
+            .ok_or_else(|| Error::new(Kind::Disconnected, "accept", "the endpoint is closed"))?;
+        let quotas = endpoint.quotas();
+        if let Some(stranger) = endpoint.strangers.make_room(quotas.strangers) {
+            dismiss(&stranger, &too_many_strangers(quotas.strangers));
+        }
+        socket.tune(Lane::Control, Some(UNANSWERED))?;
+        let stranger = endpoint.strangers.enter(Origin::of(&socket, peer));
+        let newcomer = Arc::new(Newcomer {
+            endpoint: self.endpoint.clone(),
+            handshake: Mutex::new(None),
+            stranger: Arc::clone(&stranger),
+            proven: OnceLock::new(),
+            connection: OnceLock::new(),
+        });
+        let socket = Channel::accepted(socket, endpoint.tls())?;
+        let handler: Arc<dyn Handler> = Arc::clone(&newcomer) as Arc<dyn Handler>;
+        let connection = Connection::new(socket, Role::Control, false, handler);
+        let _ = newcomer.connection.set(Arc::downgrade(&connection));
+        stranger.belongs_to(&connection);
+        connection.hold_itself();
+        let weak: Weak<dyn Timer> = Arc::downgrade(&newcomer) as Weak<dyn Timer>;
+        runtime::reactor()?.at(runtime::later(Instant::now(), quotas.prove_within), weak, 0);
+        connection.watch().inspect_err(|error| connection.close(error.clone()))
+    }
+
+    /// There is no descriptor left. Takes one from a connection that has said nothing yet; true where there was one.
+    fn take_from_silent(&self) -> bool {
+        let silent = self.endpoint.upgrade().and_then(|endpoint| endpoint.strangers.oldest_silent());
+        if let Some(stranger) = &silent {
+            dismiss(stranger, &no_descriptor());
+        }
+        silent.is_some()
+    }
+
+    /// There is no descriptor left, and none to be had: with the reserve, tells a waiting peer so. False: nobody waits.
+    fn turn_away(&self) -> bool {
+        let mut reserve = lock(&RESERVE);
+        drop(reserve.take());
+        let turned_away = match self.socket.accept() {
+            Ok(Some((socket, peer))) => {
+                let _ = socket.send(&[IoSlice::new(&refusal(&no_descriptor()))], &[]);
+                Some(Origin::of(&socket, &peer))
+            }
+            _ => None,
+        };
+        keep_reserve(&mut reserve);
+        if let (Some(origin), Some(endpoint)) = (turned_away, self.endpoint.upgrade()) {
+            count_refused(&endpoint, origin, None, &no_descriptor());
+        }
+        turned_away.is_some()
+    }
+
+    /// Stops accepting for a moment.
+    fn pause(self: &Arc<Self>) {
+        self.listen_for(Interest::NONE);
+        let weak: Weak<dyn Timer> = Arc::downgrade(self) as Weak<dyn Timer>;
+        if let Ok(reactor) = runtime::reactor() {
+            reactor.at(Instant::now() + NO_DESCRIPTORS, weak, 0);
+        }
+    }
+}
+
+/// Tells a connection that has not proven itself why it goes, and closes it.
+fn dismiss(stranger: &Stranger, error: &Error) {
+    if let Some(connection) = stranger.connection() {
+        let _ = connection.send(refusal(error), Vec::new(), Payload::None, Keep::Nothing);
+        connection.close(error.clone());
+    }
+}
+
+fn too_many_strangers(most: usize) -> Error {
+    let message =
+        format!("more than {most} connections wait to prove themselves, and this one was the oldest");
+    Error::new(Kind::Exhausted, "contact", message)
+}
+
+fn no_descriptor() -> Error {
+    Error::new(Kind::Exhausted, "contact", "the owner's process has no descriptor left for another peer")
+}
+
+impl Source for Listener {
+    fn ready(self: Arc<Self>, _readiness: Readiness) {
+        // A bounded number, so that a flood of connections does not starve those that have proven themselves.
+        for _ in 0..64 {
+            match self.socket.accept() {
+                Ok(None) => return,
+                Ok(Some((socket, peer))) => {
+                    if let Err(error) = self.take(socket, &peer) {
+                        tracing::debug!(%error, "a connection could not be taken");
+                    }
+                }
+                Err(error) if error.kind() == Kind::Exhausted => {
+                    if self.take_from_silent() {
+                        continue;
+                    }
+                    tracing::warn!(%error, "no descriptor is left for a new peer");
+                    if !self.turn_away() {
+                        self.pause();
+                        return;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "listening has ended");
+                    self.close();
+                    return;
+                }
+            }
+        }
+    }
+}
+
+impl Timer for Listener {
+    fn fired(self: Arc<Self>, _key: u64) {
+        if !self.closed.load(Ordering::Acquire) {
+            keep_reserve(&mut lock(&RESERVE));
+            self.listen_for(Interest::READ);
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A connection that has not proven itself yet.
+struct Newcomer {
+    endpoint: Weak<EndpointCore>,
+    handshake: Mutex<Option<ServerHandshake>>,
+    stranger: Arc<Stranger>,
+    /// Who it says it is, once it has proven to hold the key.
+    proven: OnceLock<(Identity, KeyRef)>,
+    connection: OnceLock<Weak<Connection>>,
+}
+
+impl Newcomer {
+    fn hello(&self, connection: &Arc<Connection>, endpoint: &EndpointCore, body: &[u8]) -> Result<()> {
+        let mut nonce = [0; 32];
+        getrandom::fill(&mut nonce)
+            .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+        let binding = connection.socket().binding()?;
+        let lookup = |key: &KeyRef| link_base(endpoint, key);
+        let (handshake, welcome) = ServerHandshake::on_hello_over(
+            body,
+            endpoint.identity(),
+            nonce,
+            endpoint.secret(),
+            binding,
+            lookup,
+        )?;
+        connection.socket().check_peer(&handshake.client().name)?;
+        *lock(&self.handshake) = Some(handshake);
+        self.stranger.has_spoken();
+        connection.send(welcome, Vec::new(), Payload::None, Keep::Nothing)
+    }
+
+    fn step(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<()> {
+        let endpoint = self
+            .endpoint
+            .upgrade()
+            .filter(|endpoint| !endpoint.is_closed())
+            .ok_or_else(|| Error::owner_gone("contact", "the owner has closed its endpoint"))?;
+        match header.kind {
+            FrameKind::Hello if lock(&self.handshake).is_none() => self.hello(connection, &endpoint, body),
+            FrameKind::Prove => {
+                let handshake = lock(&self.handshake)
+                    .take()
+                    .ok_or_else(|| Error::protocol("contact", "a proof came before the hello"))?;
+                let (client, used) = (handshake.client().clone(), handshake.key_ref().clone());
+                let (key, challenge) = handshake.on_prove(body)?;
+                let _ = self.proven.set((client.clone(), used.clone()));
+                match used {
+                    KeyRef::Session(id) => Serving::join(&endpoint, id, challenge, connection),
+                    KeyRef::Ticket(public) => {
+                        // Only now: what has become of a region is the business of those who hold a ticket to it.
+                        let standing = Standing::of_ticket(&endpoint, &public)?;
+                        Serving::begin(&endpoint, client, (key, challenge), standing, connection)
+                    }
+                }
+            }
+            other => Err(Error::protocol("contact", format!("{other:?} came out of turn"))),
+        }
+    }
+}
+
+/// Counts a connection that did not become a session: for the peer where it has proven to be one, and else for where it came from.
+fn count_refused(
+    endpoint: &EndpointCore,
+    origin: Origin,
+    proven: Option<&(Identity, KeyRef)>,
+    error: &Error,
+) {
+    endpoint.refused.fetch_add(1, Ordering::Relaxed);
+    let who = proven.map(|(peer, _)| peer.name.as_str());
+    endpoint.refusals.count(endpoint.name(), origin, who, error);
+    match proven {
+        Some((peer, KeyRef::Ticket(public))) => endpoint.blame(public, peer),
+        Some((peer, KeyRef::Session(_))) => endpoint.ledger.of(peer).count(Deed::Refused),
+        None => {}
+    }
+}
+
+/// The key that a client says it has.
+fn link_base(endpoint: &EndpointCore, key: &KeyRef) -> Result<LinkBase> {
+    match key {
+        KeyRef::Ticket(public) => {
+            let ticket = ticket::parse_public(public)?;
+            let claims = ticket.claims();
+            // Whether the region still exists is told only to who has proven to hold the ticket.
+            Ok(LinkBase::Tag(ticket.tag(&endpoint.region_key(claims.row, claims.generation))))
+        }
+        KeyRef::Session(id) => Serving::find(endpoint, *id)
+            .map(|serving| LinkBase::Session(serving.key().clone()))
+            .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over")),
+    }
+}
+
+impl Handler for Newcomer {
+    fn frame(
+        &self,
+        connection: &Arc<Connection>,
+        header: Header,
+        body: &[u8],
+        _files: Vec<OwnedFd>,
+    ) -> Result<()> {
+        self.step(connection, header, body).inspect_err(|error| {
+            let _ = connection.send(refusal(error), Vec::new(), Payload::None, Keep::Nothing);
+        })
+    }
+
+    fn payload(&self, _: &Arc<Connection>, _: Header, _: &[u8]) -> Result<Sink> {
+        Err(Error::protocol("contact", "payload came before authentication"))
+    }
+
+    fn received(&self, _: &Arc<Connection>, _: Header, _: Sink) -> Result<()> {
+        Ok(())
+    }
+
+    fn next(&self, _: &Arc<Connection>) -> Next {
+        Next::Nothing
+    }
+
+    /// A connection that has proven itself has another handler by now: this one was refused, or has given up.
+    fn closed(&self, _connection: &Arc<Connection>, error: Error) {
+        // Who connects and says nothing, such as whoever looks whether the port is open, was not refused.
+        let left = error.kind() == Kind::Disconnected && self.stranger.is_silent();
+        if !left && let Some(endpoint) = self.endpoint.upgrade() {
+            count_refused(&endpoint, self.stranger.origin(), self.proven.get(), &error);
+        }
+    }
+}
+
+impl Timer for Newcomer {
+    fn fired(self: Arc<Self>, _key: u64) {
+        // Once a connection has proven itself this object is gone, and with it the timer.
+        if let Some(connection) = self.connection.get().and_then(Weak::upgrade) {
+            connection.close(Error::new(Kind::Timeout, "contact", "the peer did not prove itself in time"));
+        }
+    }
+}
+
+impl Drop for Newcomer {
+    fn drop(&mut self) {
+        if let Some(endpoint) = self.endpoint.upgrade() {
+            endpoint.strangers.leave(&self.stranger);
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! What an owner tells a peer about a path to one of its grants, before the peer takes it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use super::connection::Connection;
+use super::owner::Serving;
+use super::parts::{Keep, Payload};
+use crate::endpoint::EndpointCore;
+use crate::memory::FileSlice;
+use crate::region::{Borrower, Deed};
+use crate::runtime::Device;
+use crate::transport::{self, Loan, Question, Told};
+use crate::wire::{self, Message, WireError};
+use crate::{Access, Error, Kind, Result, runtime};
+
+impl Serving {
+    /// Answers a question. Not on the event loop: a path may open a device, or load a library.
+    pub(super) fn tell(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        request: u64,
+        ask: wire::Ask,
+    ) -> Result<()> {
+        // Request 0 wants no answer, also where its grant is gone.
+        if self.hears(&ask)? || request == 0 {
+            return Ok(());
+        }
+        let outcome = self.allowance.take("import", 0, 0, None).and_then(|flight| {
+            let question = flight.charge("import", ask.question.capacity())?;
+            Ok((flight, question))
+        });
+        let counted = match outcome {
+            Ok(counted) => counted,
+            Err(error) => {
+                let outcome = Err(WireError::from(&error));
+                let frame = Message::from(wire::Told { outcome }).frame(request, 0, 0);
+                return connection.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+            }
+        };
+        let device = self.answered_by(&ask);
+        let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
+        let work = move || {
+            let _counted = counted;
+            let (outcome, files) = match serving.told(&ask).and_then(|told| serving.fits(told)) {
+                Ok(told) => (Ok(told.answer), told.files),
+                Err(error) => (Err(WireError::from(&error)), Vec::new()),
+            };
+            let frame = Message::from(wire::Told { outcome }).frame(request, 0, files.len() as u8);
+            // Where it fails, the connection has ended, and the peer knows.
+            let _ = answered.send(frame, files, Payload::None, Keep::Nothing);
+        };
+        runtime::devices().spawn(device, Box::new(work)).map_err(|refused| refused.error)
+    }
+
+    /// What answering may hang on: the file that is asked about, or the library behind the path.
+    fn answered_by(&self, ask: &wire::Ask) -> Device {
+        let file = self.granting("import", ask.handle).ok().and_then(|granting| {
+            let region = granting.served.region().upgrade()?;
+            region.file.as_ref().map(FileSlice::device)
+        });
+        file.unwrap_or(Device::Path(ask.path))
+    }
+
+    /// Takes a word that wants no answer.
+    fn hears(&self, ask: &wire::Ask) -> Result<bool> {
+        // A grant that was given back meanwhile is no reason to end the session.
+        let Ok(granting) = self.granting("import", ask.handle) else { return Ok(ask.question.is_empty()) };
+        if ask.question.is_empty() {
+            granting.lent.back();
+            return Ok(true);
+        }
+        let path = transport::numbered(ask.path)?;
+        // Without a look at the lease: what was begun within it may end after it.
+        Ok(granting.served.region().upgrade().is_some_and(|region| path.hears(&region, &ask.question)))
+    }
+
+    fn told(self: &Arc<Self>, ask: &wire::Ask) -> Result<Told> {
+        let granting = self.granting("import", ask.handle)?;
+        let path = transport::numbered(ask.path)?;
+        let (region, ..) = self.check("import", ask.handle, Access::NONE, &[])?;
+        let claims = &granting.claims;
+        let pins = self.local.as_ref().map(|local| &local.pins);
+        let question = Question { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
+        let mut told = path.tell(&question)?;
+        if told.loan.is_some() || !told.files.is_empty() {
+            granting.count(Deed::GivenAway);
+        }
+        if let Some(loan) = told.loan.take() {
+            let lent = Lent {
+                serving: Arc::downgrade(self),
+                handle: ask.handle,
+                peer: self.peer.name.clone(),
+                loan,
+            };
+            granting.lent.begin(lent, |lent| region.lend(lent))?;
+            // Whoever ends the session gives back what it finds after it has said so.
+            if self.is_closed() {
+                granting.lent.orphaned();
+            }
+        }
+        Ok(told)
+    }
+
+    fn fits(&self, told: Told) -> Result<Told> {
+        let files = if self.local.is_some() { wire::MAX_TOLD_FILES } else { 0 };
+        if told.answer.len() <= wire::MAX_TOLD && told.files.len() <= usize::from(files) {
+            return Ok(told);
+        }
+        let message = format!("{} bytes and {} descriptors do not fit", told.answer.len(), told.files.len());
+        Err(Error::new(Kind::Internal, "import", message))
+    }
+}
+
+/// What a grant has lent to its peer: nothing, or the region.
+#[derive(Default)]
+pub(super) struct Lending(OnceLock<Arc<State>>);
+
+struct State {
+    lent: Lent,
+    back: AtomicBool,
+    orphaned: AtomicBool,
+}
+
+/// A region that a peer reaches by itself.
+struct Lent {
+    serving: Weak<Serving>,
+    handle: u32,
+    peer: String,
+    loan: Arc<dyn Loan>,
+}
+
+impl Lending {
+    /// Lends it; a grant that has lent its region already goes on as it is.
+    fn begin(&self, lent: Lent, lend: impl FnOnce(Arc<dyn Borrower>) -> Result<()>) -> Result<()> {
+        let state = Arc::new(State { lent, back: AtomicBool::new(false), orphaned: AtomicBool::new(false) });
+        match self.0.set(Arc::clone(&state)) {
+            Ok(()) if state.lent.loan.pinned() => Ok(()),
+            Ok(()) => lend(state),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// The peer has let go.
+    pub(super) fn back(&self) {
+        if let Some(state) = self.0.get() {
+            state.end(state.lent.endpoint());
+        }
+    }
+
+    /// The session has ended, and the peer had not let go.
+    pub(super) fn orphaned(&self) {
+        if let Some(state) = self.0.get()
+            && !state.back.load(Ordering::Acquire)
+            && !state.orphaned.swap(true, Ordering::AcqRel)
+        {
+            // By then the one that served it is gone.
+            let (ended, endpoint) = (Arc::clone(state), state.lent.endpoint());
+            state.lent.loan.orphaned(Box::new(move || ended.end(endpoint)));
+        }
+    }
+}
+
+impl State {
+    fn end(&self, endpoint: Option<Arc<EndpointCore>>) {
+        if !self.back.swap(true, Ordering::AcqRel)
+            && let Some(endpoint) = endpoint
+        {
+            endpoint.bell.ring();
+            if endpoint.parked.load().0 > 0 {
+                // Not here: whoever ends it may hold locks, and a storage's drop may be the user's code.
+                let _ = runtime::pool().spawn(Box::new(move || endpoint.parked.sweep()));
+            }
+        }
+    }
+}
+
+impl Lent {
+    fn endpoint(&self) -> Option<Arc<EndpointCore>> {
+        self.serving.upgrade()?.endpoint().ok()
+    }
+}
+
+impl Borrower for State {
+    fn recall(&self) {
+        if let Some(control) = self.lent.serving.upgrade().and_then(|serving| serving.control()) {
+            let frame = Message::from(wire::Recall { handle: self.lent.handle }).frame(0, 0, 0);
+            // Where it fails, the connection has ended, and with it the loan.
+            let _ = control.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+        }
+    }
+
+    fn is_back(&self) -> bool {
+        self.back.load(Ordering::Acquire)
+    }
+
+    fn who(&self) -> &str {
+        &self.lent.peer
+    }
+}

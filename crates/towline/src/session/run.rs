@@ -1,0 +1,540 @@
+//! One transfer over sockets: its units as requests, spread over the connections as these become free.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::checks;
+use super::connection::Connection;
+#[cfg(test)]
+use super::connection::moments;
+use super::grant::GrantHandle;
+use super::initiator::{Pending, Session};
+use super::parts::{Keep, Payload, Sink, local_parts, readable};
+use crate::layout::{Piece, Plan};
+use crate::memory::checked;
+use crate::sync::lock;
+use crate::transfer::{After, LocalHold, Op, TransferCore};
+use crate::wire::{self, Block, Header, Message};
+use crate::{Error, Kind, Result, room, runtime};
+
+/// Requests carry at least about this many bytes: enough to hide the round trip with a few of them in flight.
+const LEAST_UNIT: u64 = 1 << 20;
+
+/// And at most this many, little enough that a cancelled one is soon out of the way.
+const MOST_UNIT: u64 = 4 << 20;
+
+/// And at most this many blocks, so that a request of tiny blocks stays small.
+const UNIT_BLOCKS: usize = 4096;
+
+/// A transfer has about this many requests, so that every lane has its share.
+const UNITS: u64 = 8;
+
+/// Pieces that are shorter than this on average count as scattered.
+const SCATTERED: u64 = 64 << 10;
+
+/// Transfers up to this size go over the control connection: a worker would take longer to wake.
+const SMALL: u64 = 256 << 10;
+
+/// Up to so many bytes, in so many blocks, are asked for or sent by the calling thread: in about the time that calling another
+/// one takes.
+const MOST_AT_ONCE: u64 = 64 << 10;
+const BLOCKS_AT_ONCE: u64 = 512;
+
+/// Requests in flight per lane.
+const WINDOW: usize = 4;
+
+/// Requests of one transfer that are sent again after their lane was lost.
+const MOST_REPEATED: usize = 64;
+
+/// One transfer over sockets.
+pub(crate) struct Run {
+    pub(crate) transfer: Arc<TransferCore>,
+    handle: Arc<GrantHandle>,
+    /// The units that carry bytes: all but the signal's.
+    requests: usize,
+    next: AtomicUsize,
+    left: AtomicUsize,
+    failed: AtomicBool,
+    /// Somebody has taken it upon himself to report for the signal's unit.
+    signalled: AtomicBool,
+    /// How often a unit was asked for again.
+    repeated: AtomicUsize,
+    /// The units that wait for a lane to be asked for again: whoever takes one out reports for it.
+    waiting: Mutex<Vec<usize>>,
+}
+
+/// Whether a worker plans a request of that size, and sends the first of it.
+pub(crate) fn starts_later(bytes: u64, blocks: u64) -> bool {
+    bytes > MOST_AT_ONCE || blocks > BLOCKS_AT_ONCE
+}
+
+/// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
+pub(crate) fn cut(op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
+    cut_into(UNITS, op, plan, after)
+}
+
+/// Cuts a portion of a transfer, beside which others are in flight, one or two for each lane: the fewer requests the better, since
+/// each one is a copy on a GPU of its own at an owner, which the lane starts and waits for.
+pub(crate) fn cut_portion(op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
+    cut_into(1, op, plan, after)
+}
+
+fn cut_into(requests: u64, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
+    let scattered = plan.bytes() / SCATTERED < plan.piece_count() as u64;
+    // Of scattered blocks, a portion is cut as a transfer is.
+    let requests = if scattered { UNITS } else { requests };
+    // Whole pages, so that no element of a reduction is cut in two.
+    let unit = (plan.bytes() / requests).next_multiple_of(4096).clamp(LEAST_UNIT, MOST_UNIT) & !4095;
+    // In the order of the side that receives, neighbours are received as one; scattered bytes cost less to send.
+    let plan = match (scattered, op) {
+        (false, _) => plan,
+        (true, Op::Read) => plan.sorted_by_key(|piece| piece.local),
+        (true, _) => plan.sorted_by_key(|piece| piece.remote),
+    };
+    let plan = plan.cut(unit)?;
+    let mut units = Vec::new();
+    for chunk in plan.chunks(unit) {
+        let mut start = chunk.start;
+        while start < chunk.end {
+            let end = chunk.end.min(start + UNIT_BLOCKS);
+            room::push(op.name(), &mut units, start..end)?;
+            start = end;
+        }
+    }
+    if units.is_empty() || after.signal.is_some() {
+        room::push(op.name(), &mut units, plan.pieces().len()..plan.pieces().len())?;
+    }
+    Ok((plan, units))
+}
+
+impl Run {
+    /// Starts a transfer; where lanes must be opened first, a thread that lives only for that does it.
+    pub(crate) fn start(handle: &Arc<GrantHandle>, transfer: &Arc<TransferCore>) -> Arc<Run> {
+        let run = Arc::new(Run {
+            transfer: Arc::clone(transfer),
+            handle: Arc::clone(handle),
+            requests: transfer.units.len() - usize::from(transfer.after.signal.is_some()),
+            next: AtomicUsize::new(0),
+            left: AtomicUsize::new(transfer.units.len()),
+            failed: AtomicBool::new(false),
+            signalled: AtomicBool::new(transfer.after.signal.is_none()),
+            repeated: AtomicUsize::new(0),
+            waiting: Mutex::default(),
+        });
+        let session = handle.session();
+        if let Op::Atomic { offset, op } = transfer.op {
+            session.atomic(handle.handle, offset, op, transfer);
+            return run;
+        }
+        if let Err(error) = run.announce() {
+            run.fail_rest(&error);
+            return run;
+        }
+        if transfer.plan.bytes() <= SMALL {
+            match session.control_lane() {
+                Ok(control) => run.spread(&[control]),
+                Err(error) => run.fail_rest(&error),
+            }
+        } else if let Some(lanes) = session.open_lanes() {
+            run.spread(&lanes);
+        } else if let Err(error) = session.will_start(&run) {
+            run.fail_rest(&error);
+        } else {
+            let later = Arc::clone(&run);
+            let opening = runtime::start_thread("transfer", "towline-contact", move || {
+                match later.handle.session().lanes() {
+                    Ok(lanes) => later.spread(&lanes),
+                    Err(error) => later.fail_rest(&error),
+                }
+            });
+            if let Err(error) = opening {
+                run.fail_rest(&error);
+            }
+        }
+        run
+    }
+
+    /// What follows a write is told first: the owner acts on it when the last piece is applied.
+    fn announce(self: &Arc<Self>) -> Result<()> {
+        if self.transfer.op == Op::Read {
+            return Ok(());
+        }
+        let pieces = self.requests as u32;
+        if let Some(message) = &self.transfer.after.notify {
+            let (transfer, message) = (self.transfer.id, message.clone());
+            self.handle.session().tell(wire::Notify { transfer, pieces, message })?;
+        }
+        self.signal(pieces);
+        Ok(())
+    }
+
+    /// Asks the owner to raise the counter once that many pieces are applied; reports for the signal's unit.
+    fn signal(self: &Arc<Self>, pieces: u32) {
+        let Some(signal) = self.transfer.after.signal else { return };
+        if self.signalled.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (transfer, handle) = (self.transfer.id, self.handle.handle);
+        let message = wire::Signal { transfer, pieces, handle, offset: signal.offset, add: signal.add };
+        let asked = self.handle.session().control_lane().and_then(|control| {
+            self.ask(self.requests, &control, message.into(), 0, Payload::None, None, self.transfer.hold())
+        });
+        if let Err(error) = asked {
+            self.failed(self.requests, error);
+        }
+    }
+
+    pub(crate) fn session(&self) -> &Arc<Session> {
+        self.handle.session()
+    }
+
+    fn spread(self: &Arc<Self>, connections: &[Arc<Connection>]) {
+        // Parts of one transfer, of a request each, would all go over the first: these begin elsewhere each time.
+        static TURN: AtomicUsize = AtomicUsize::new(0);
+        let part = self.transfer.local.is_none();
+        let turn = if part { TURN.fetch_add(self.requests, Ordering::Relaxed) } else { 0 };
+        let (before, after) = connections.split_at(turn % connections.len().max(1));
+        for _ in 0..WINDOW {
+            for connection in after.iter().chain(before) {
+                if !self.feed(connection) {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Sends the next unit over that connection; false when there is none left.
+    fn feed(self: &Arc<Self>, connection: &Arc<Connection>) -> bool {
+        let unit = self.next.fetch_add(1, Ordering::Relaxed);
+        if unit >= self.requests {
+            return false;
+        }
+        if self.transfer.is_stopped() {
+            self.failed(unit, self.transfer.stop_error());
+            return true;
+        }
+        if let Err(error) = self.request(unit, connection) {
+            self.unsent(unit, connection, error);
+        }
+        true
+    }
+
+    /// A unit could not be sent. Where that is only because its connection has ended since it was chosen, nothing has happened yet.
+    fn unsent(self: &Arc<Self>, unit: usize, connection: &Connection, error: Error) {
+        if connection.is_closed() { self.lost(unit, error, true) } else { self.failed(unit, error) }
+    }
+
+    fn request(self: &Arc<Self>, unit: usize, connection: &Arc<Connection>) -> Result<()> {
+        let transfer = &self.transfer;
+        let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
+        let blocks: Vec<Block> =
+            pieces.iter().map(|piece| Block { offset: piece.remote, len: piece.len as u32 }).collect();
+        let bytes: u64 = pieces.iter().map(|piece| piece.len).sum();
+        let handle = self.handle.handle;
+        // The owner counts pieces only where something follows them.
+        let id = if transfer.after.is_empty() { 0 } else { transfer.id };
+        let (message, payload_len): (Message, u64) = match transfer.op {
+            Op::Read => (wire::Read { transfer: id, handle, blocks }.into(), 0),
+            Op::Write => (wire::Write { transfer: id, handle, blocks }.into(), bytes),
+            Op::Reduce(op, dtype) => (wire::Reduce { transfer: id, handle, op, dtype, blocks }.into(), bytes),
+            Op::Atomic { .. } => {
+                return Err(Error::new(Kind::Internal, "transfer", "an atomic has no units"));
+            }
+        };
+        // Before the owner can answer: an answer that comes too early ends nothing while the frame names the memory.
+        let hold = transfer.hold();
+        let payload = if payload_len == 0 {
+            Payload::None
+        } else {
+            let parts = readable(local_parts(&hold, pieces));
+            // Before the frame begins, which could not be sent whole any more.
+            if transfer.local_is_lent() {
+                parts.iter().try_for_each(|part| checked::look(transfer.op.name(), part.ptr, part.len))?;
+            }
+            Payload::Memory(parts)
+        };
+        let checks = match transfer.op {
+            _ if !transfer.checked => None,
+            // The owner is asked for them.
+            Op::Read => Some(Vec::new()),
+            _ => Some(self.checks(pieces)?),
+        };
+        self.ask(unit, connection, message, payload_len, payload, checks, hold)
+    }
+
+    /// The checksums of local pieces. Only while some unit has not reported, so that the memory is in place.
+    #[allow(unsafe_code, reason = "reads the local memory of a transfer")]
+    fn checks(&self, pieces: &[Piece]) -> Result<Vec<u32>> {
+        let base = self.transfer.local_base();
+        let ranges = pieces
+            .iter()
+            .map(|piece| (base.wrapping_add(piece.local as usize).cast_const(), piece.len as usize));
+        if self.transfer.local_is_lent() {
+            return ranges.map(|(from, len)| checked::crc32c(self.transfer.op.name(), from, len)).collect();
+        }
+        // SAFETY: the transfer pins its local memory until every unit has reported, and the caller's has not.
+        Ok(unsafe { checks::of_memory(ranges) })
+    }
+
+    /// How many checksums are to come ahead of a unit's bytes, where some are.
+    pub(super) fn checksums(&self, unit: usize) -> Option<usize> {
+        (self.transfer.checked && !self.changes(unit)).then(|| self.transfer.units[unit].len())
+    }
+
+    /// Whether the bytes of a unit have arrived as they were sent.
+    pub(super) fn verify(&self, unit: usize, sent: Option<Vec<u32>>) -> Result<()> {
+        let transfer = &self.transfer;
+        if !transfer.checked {
+            return Ok(());
+        }
+        let sent = sent.ok_or_else(|| Error::protocol("read", "the owner sent no checksums"))?;
+        let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
+        let blocks: Vec<Block> =
+            pieces.iter().map(|piece| Block { offset: piece.remote, len: piece.len as u32 }).collect();
+        checks::compare("read", &blocks, &sent, &self.checks(pieces)?)
+    }
+
+    /// Sends a unit's request; its answer, or its failure, reports.
+    #[allow(clippy::too_many_arguments, reason = "a request in its parts")]
+    fn ask(
+        self: &Arc<Self>,
+        unit: usize,
+        connection: &Arc<Connection>,
+        message: Message,
+        payload_len: u64,
+        payload: Payload,
+        checks: Option<Vec<u32>>,
+        hold: LocalHold,
+    ) -> Result<()> {
+        let (session, transfer) = (self.handle.session(), &self.transfer);
+        let pending = Pending::Unit { run: Arc::clone(self), unit, connection: Arc::clone(connection) };
+        let request = session.expect(pending)?;
+        let keep = Keep::Transfer(hold, request);
+        let mut head = message.frame(request, payload_len, 0);
+        if let Some(checks) = checks {
+            head = checks::before(checks, request, head);
+        }
+        let sent = connection.send(head, Vec::new(), payload, keep);
+        #[cfg(test)]
+        moments::reach(moments::Moment::Asked, &self.local_address(unit));
+        let error = match sent {
+            Ok(()) if !transfer.is_stopped() => return Ok(()),
+            // A stop that came before the request was pending did not find it.
+            Ok(()) => {
+                session.take_back(connection, transfer.id);
+                if !self.changes(unit) {
+                    session.unwanted(request);
+                }
+                session.settle();
+                return Ok(());
+            }
+            Err(error) => error,
+        };
+        session.give_up(request).map_or(Ok(()), |_| Err(error))
+    }
+
+    #[cfg(test)]
+    fn local_address(&self, unit: usize) -> Option<usize> {
+        let piece = self.transfer.plan.pieces().get(self.transfer.units[unit].start)?;
+        Some(self.transfer.local_base().addr() + piece.local as usize)
+    }
+
+    /// Whether a unit changes the owner's memory: it has ended only when the owner has said so, or cannot do it any more.
+    pub(super) fn changes(&self, unit: usize) -> bool {
+        self.transfer.op != Op::Read || unit >= self.requests
+    }
+
+    /// Whether what it changes is on a GPU.
+    pub(super) fn changes_a_gpu(&self) -> bool {
+        self.handle.on_gpu
+    }
+
+    /// The lane of a unit is lost. It is asked for again over another one where that changes nothing twice: of a read, and of what was
+    /// not sent. Whether the owner has done the rest nobody can tell.
+    pub(super) fn lost(self: &Arc<Self>, unit: usize, error: Error, unsent: bool) {
+        let again = (unsent || !self.changes(unit))
+            && error.kind() == Kind::Disconnected
+            && !self.transfer.is_stopped()
+            && self.handle.session().alive().is_ok()
+            && self.repeated.fetch_add(1, Ordering::Relaxed) < MOST_REPEATED;
+        if !again {
+            return self.failed(unit, error);
+        }
+        lock(&self.waiting).push(unit);
+        // A stop, or the end of the session, that came before did not find it there.
+        if let Err(error) =
+            self.handle.session().will_start(self).and_then(|()| match self.transfer.is_stopped() {
+                false => Ok(()),
+                true => Err(self.transfer.stop_error()),
+            })
+        {
+            return self.fail_rest(&error);
+        }
+        let run = Arc::clone(self);
+        // Opening a lane waits for the owner, and this thread may be the event loop.
+        let repeating = runtime::start_thread("transfer", "towline-contact", move || {
+            let lanes = run.handle.session().lanes();
+            if !run.take_waiting(unit) {
+                return;
+            }
+            match lanes.and_then(|lanes| lanes.get(unit % lanes.len().max(1)).cloned().ok_or(error)) {
+                Ok(lane) => {
+                    if let Err(error) = run.request(unit, &lane) {
+                        run.unsent(unit, &lane, error);
+                    }
+                }
+                Err(error) => run.failed(unit, error),
+            }
+        });
+        if let Err(error) = repeating
+            && self.take_waiting(unit)
+        {
+            self.failed(unit, error);
+        }
+    }
+
+    fn take_waiting(&self, unit: usize) -> bool {
+        let mut waiting = lock(&self.waiting);
+        let found = waiting.iter().position(|one| *one == unit);
+        found.map(|at| waiting.swap_remove(at)).is_some()
+    }
+
+    /// Where the bytes of a unit go.
+    pub(super) fn sink(&self, unit: usize, header: Header) -> Result<Sink> {
+        let pieces = &self.transfer.plan.pieces()[self.transfer.units[unit].clone()];
+        let bytes: u64 = pieces.iter().map(|piece| piece.len).sum();
+        if bytes != header.payload_len || self.transfer.op != Op::Read {
+            return Err(Error::protocol("read", "the owner sent another number of bytes than was asked for"));
+        }
+        let hold = self.transfer.hold();
+        let parts = local_parts(&hold, pieces);
+        Ok(Sink::memory(parts, Keep::Transfer(hold, header.id)))
+    }
+
+    /// A unit has ended well; the connection is free for the next.
+    pub(super) fn done(self: &Arc<Self>, unit: usize, connection: &Arc<Connection>) {
+        let left = self.left.fetch_sub(1, Ordering::AcqRel) - 1;
+        if left == 0 {
+            self.over();
+        }
+        let reading = self.transfer.op == Op::Read && !self.failed.load(Ordering::Acquire);
+        let told = match &self.transfer.after.notify {
+            Some(message) if left == 0 && reading => self.handle.session().notify(message),
+            _ => Ok(()),
+        };
+        // Only the signal is left: the bytes have been read, or not.
+        if left == 1 && self.transfer.op == Op::Read {
+            if reading {
+                self.signal(0);
+            } else {
+                self.no_signal(&Error::new(Kind::Canceled, "signal", "the read before it failed"));
+            }
+        }
+        match told {
+            Ok(()) => self.transfer.unit_done(),
+            Err(error) => self.transfer.unit_failed(unit, error),
+        }
+        if left > 0 {
+            self.feed(connection);
+        }
+    }
+
+    /// A unit has failed. Where the others may still go well, they go on: the transfer says which blocks arrived.
+    pub(super) fn failed(self: &Arc<Self>, unit: usize, error: Error) {
+        let hopeless = !matches!(error.kind(), Kind::PermissionDenied | Kind::Invalid);
+        self.unit_failed(unit, error.clone());
+        if hopeless {
+            self.fail_rest(&error);
+        }
+    }
+
+    /// Reports for every unit that has not been sent yet.
+    pub(crate) fn fail_rest(&self, error: &Error) {
+        loop {
+            let unit = self.next.fetch_add(1, Ordering::Relaxed);
+            if unit >= self.requests {
+                break;
+            }
+            self.unit_failed(unit, error.clone());
+        }
+        let waiting = std::mem::take(&mut *lock(&self.waiting));
+        for unit in waiting {
+            self.unit_failed(unit, error.clone());
+        }
+        self.no_signal(error);
+    }
+
+    fn unit_failed(&self, unit: usize, error: Error) {
+        let first = !self.failed.swap(true, Ordering::AcqRel);
+        // The owner waits in vain for the pieces that a signal or a notification was to follow.
+        if first && self.counted() {
+            self.handle.session().close_count(self.transfer.id);
+        }
+        let left = self.left.fetch_sub(1, Ordering::AcqRel) - 1;
+        if left == 0 {
+            self.over();
+        }
+        self.transfer.unit_failed(unit, error.clone());
+        if left == 1 {
+            self.no_signal(&error);
+        }
+    }
+
+    /// Reports for the signal's unit, where nobody has asked for the signal.
+    fn no_signal(&self, error: &Error) {
+        if !self.signalled.swap(true, Ordering::AcqRel) {
+            self.unit_failed(self.requests, error.clone());
+        }
+    }
+
+    /// Whether the owner counts the pieces.
+    fn counted(&self) -> bool {
+        self.transfer.op != Op::Read && !self.transfer.after.is_empty()
+    }
+
+    /// Every unit has ended.
+    fn over(&self) {
+        let session = self.handle.session();
+        if self.counted() {
+            session.close_count(self.transfer.id);
+        }
+        if self.transfer.plan.bytes() > SMALL {
+            session.lanes_used();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    type Cut = fn(Op, Plan, &After) -> Result<(Plan, Vec<Range<usize>>)>;
+
+    fn requests(cut: Cut, spans: &[(u64, u64, u64)]) -> Vec<u64> {
+        let (plan, units) = cut(Op::Read, Plan::spans(spans).unwrap(), &After::default()).unwrap();
+        units.into_iter().map(|unit| plan.pieces()[unit].iter().map(|piece| piece.len).sum()).collect()
+    }
+
+    #[test]
+    fn a_portion_whose_bytes_lie_together_is_one_request() {
+        for len in [1, 4095, 100_000, LEAST_UNIT + 1, MOST_UNIT - 1, MOST_UNIT] {
+            assert_eq!(requests(cut_portion, &[(7, 0, len)]), [len]);
+        }
+        assert_eq!(
+            requests(cut, &[(7, 0, MOST_UNIT)]),
+            [LEAST_UNIT; 4],
+            "a transfer of its own is for all lanes"
+        );
+    }
+
+    #[test]
+    fn a_portion_of_scattered_blocks_is_cut_as_a_transfer_is() {
+        let blocks: Vec<_> = (0..1024).map(|at| (at * 8192, at * 4096, 4096)).collect();
+        assert_eq!(requests(cut_portion, &blocks), requests(cut, &blocks));
+        let tiny: Vec<_> = (0..10_000).map(|at| (at * 64, at * 16, 16)).collect();
+        assert!(requests(cut_portion, &tiny).iter().all(|bytes| *bytes <= UNIT_BLOCKS as u64 * 16));
+    }
+}
