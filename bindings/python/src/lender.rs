@@ -46,15 +46,8 @@ impl Seen {
         if !object.hasattr("__array_interface__")? {
             return Ok(None);
         }
-        let (data, nbytes) = match PyUntypedBuffer::get(object) {
-            Ok(buffer) => (buffer.buf_ptr().addr(), buffer.len_bytes()),
-            // NumPy exports no buffer of times, nor of types that are not its own.
-            Err(_) => {
-                let interface = object.getattr("__array_interface__")?;
-                let (data, _): (usize, bool) = interface.get_item("data")?.extract()?;
-                (data, object.getattr("nbytes")?.extract()?)
-            }
-        };
+        let buffer = PyUntypedBuffer::get(object)?;
+        let (data, nbytes) = (buffer.buf_ptr().addr(), buffer.len_bytes());
         Ok(Some(Seen { data, storage: data, nbytes }))
     }
 }

@@ -1,37 +1,16 @@
 //! `towline bench`: every path beside the limit of the machine, measured in turns in the same run.
 
-mod against;
-mod bed;
-mod comm;
-mod contacts;
-mod cores;
-mod costs;
-mod crowds;
-mod defences;
-mod gpu;
-mod growth;
-mod limit;
-mod python;
-mod report;
-mod shapes;
-mod team;
-mod transfers;
-
-use std::borrow::Cow;
 use std::path::PathBuf;
-use std::time::Duration;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
+use towline_lab::bench::{self, Figures, Found, Path};
+use towline_lab::outcome::{Exit, Failure, Outcome};
+use towline_lab::size;
+use towline_lab::worker::Op;
 
-pub(crate) use self::python::interpreter;
-use self::report::{Report, Row, Skipped};
-use self::shapes::Path;
-use crate::measure::Pace;
-use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
-use crate::size;
-use crate::worker::protocol::Op;
 
 pub(crate) const HELP: &str = "\
 Every row is measured in rounds that alternate between ours and the limit, so that a change of the machine's
@@ -96,6 +75,13 @@ enum Subject {
     Comm,
 }
 
+/// Who is measured beside us.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Against {
+    /// NIXL, through the path nixl and through its own Python API
+    Nixl,
+}
+
 #[derive(Args)]
 pub(crate) struct Options {
     /// Measure this instead of the paths
@@ -117,17 +103,17 @@ pub(crate) struct Options {
     #[arg(long, value_name = "BYTES", value_parser = size::parse)]
     block_size: Option<u64>,
     /// Only this direction
-    #[arg(long)]
+    #[arg(long, value_parser = ops())]
     op: Option<Op>,
     /// Only this path
-    #[arg(long)]
+    #[arg(long, value_parser = paths())]
     path: Option<Path>,
     /// At least this many rounds of each row
     #[arg(long, value_name = "ROUNDS", value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: Option<u32>,
     /// Measure another engine beside ours, in one run: the same shapes by its own interface and through ours
     #[arg(long, value_name = "ENGINE", conflicts_with_all = ["subject", "blocks", "block_size", "op", "path", "python"])]
-    against: Option<against::Against>,
+    against: Option<Against>,
     /// Only the rows of GPUs
     #[arg(long, conflicts_with_all = ["subject", "blocks", "block_size", "op", "path", "python", "against"])]
     gpu: bool,
@@ -142,121 +128,102 @@ pub(crate) struct Options {
     python_exe: Option<PathBuf>,
 }
 
-impl Options {
-    fn pace(&self) -> Pace {
-        let (budget, fewest, most) = if self.quick { (300, 7, 15) } else { (1500, 7, 61) };
-        let fewest = self.repeat.map_or(fewest, |rounds| rounds as usize);
-        Pace { budget: Duration::from_millis(budget), fewest, most: most.max(fewest) }
-    }
+fn ops() -> impl TypedValueParser<Value = Op> {
+    let named =
+        |name: String| Op::BOTH.into_iter().find(|op| op.name() == name).ok_or("there is no such direction");
+    PossibleValuesParser::new(Op::BOTH.map(Op::name)).try_map(named)
+}
 
-    fn wants(&self, label: &str) -> bool {
-        self.filter.as_ref().is_none_or(|filter| label.contains(filter.as_str()))
+fn paths() -> impl TypedValueParser<Value = Path> {
+    let all = || Path::ALL.into_iter().chain([Path::Nixl]);
+    let value = |path: Path| match path {
+        Path::Nixl => PossibleValue::new(path.name()).help("Not measured unless named: it needs NIXL"),
+        _ => PossibleValue::new(path.name()),
+    };
+    let named = move |name: String| all().find(|path| path.name() == name).ok_or("there is no such path");
+    PossibleValuesParser::new(all().map(value)).try_map(named)
+}
+
+impl Options {
+    fn subject(&self) -> bench::Subject {
+        match (self.python, self.against, self.subject) {
+            (true, ..) => bench::Subject::Python,
+            (_, Some(Against::Nixl), _) => bench::Subject::Nixl,
+            (.., Some(Subject::Comm)) => bench::Subject::Comm,
+            (.., None) => bench::Subject::Paths,
+        }
     }
 }
 
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
-    report::begin();
-    if options.python {
-        return python::run(options, output);
-    }
-    if let Some(against::Against::Nixl) = options.against {
-        return against::run(options, output);
-    }
-    if options.subject == Some(Subject::Comm) {
-        return comm::run(options, output);
-    }
-    let mut cases = shapes::cases(options);
-    cases.retain(|case| !options.gpu && options.wants(&case.label()));
-    let narrowed = options.blocks.is_some()
-        || options.block_size.is_some()
-        || options.op.is_some()
-        || options.path.is_some();
-    let costs: Vec<_> =
-        costs::all().filter(|cost| !options.gpu && !narrowed && options.wants(cost.name)).collect();
-    let on_gpus = if narrowed { Vec::new() } else { gpu::labels(options) };
-    if cases.is_empty() && costs.is_empty() && on_gpus.is_empty() {
-        return Err(Failure::usage("no row has such a label; towline bench --list shows them all"));
-    }
-    if options.list {
-        let labels = cases.iter().map(shapes::Case::label);
-        for label in labels.chain(costs.iter().map(|cost| cost.name.to_owned())).chain(on_gpus) {
-            output.text(label);
-        }
-        return Ok(Exit::Fine);
-    }
-    warn_of_debug_build(output);
-    let mut session = Session {
-        pace: options.pace(),
+    let asked = bench::Options {
+        subject: options.subject(),
+        alone: options.alone,
         quick: options.quick,
-        rows: Vec::new(),
-        skipped: Vec::new(),
-        failures: Vec::new(),
-        progress: progress(output, cases.len() + costs.len() + on_gpus.len()),
+        filter: options.filter.clone(),
+        blocks: options.blocks,
+        block_size: options.block_size,
+        op: options.op,
+        path: options.path,
+        repeat: options.repeat,
+        gpu: options.gpu,
+        list: options.list,
+        python_exe: options.python_exe.clone(),
     };
-    for path in Path::ALL.into_iter().chain([Path::Nixl]) {
-        let mine: Vec<_> = cases.iter().filter(|case| case.path == path).collect();
-        if !mine.is_empty() {
-            transfers::run(&mut session, path, &mine);
+    match bench::run(&asked, &Progress::new(output))? {
+        Found::Labels(labels) => {
+            output.text(labels.join("\n"));
+            Ok(Exit::Fine)
         }
+        Found::Figures(figures) => print(&figures, output),
     }
-    for cost in costs {
-        session.step(cost.name);
-        if let Err(failure) = (cost.measure)(&mut session) {
-            session.fail(cost.name.to_owned(), None, &failure);
+}
+
+fn print(figures: &Figures, output: &Output) -> Outcome {
+    let Figures { report, remarks, failures } = figures;
+    output.document(report);
+    let table = report.table();
+    output.table(&table.header, &table.rows, table.right);
+    for remark in report.remarks().iter().chain(remarks) {
+        output.text(remark);
+    }
+    if failures.is_empty() { Ok(Exit::Fine) } else { Err(Failure::failed(failures.join("; "))) }
+}
+
+/// How far a run is, for who looks on.
+struct Progress {
+    bar: ProgressBar,
+    json: bool,
+}
+
+impl Progress {
+    fn new(output: &Output) -> Progress {
+        let bar = if output.shows_progress() { ProgressBar::new(0) } else { ProgressBar::hidden() };
+        if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}") {
+            bar.set_style(style);
         }
-    }
-    if !on_gpus.is_empty() {
-        gpu::run(&mut session, options);
-    }
-    session.progress.finish_and_clear();
-    Report::new(session.rows, session.skipped).print(output);
-    match session.failures.as_slice() {
-        [] => Ok(Exit::Fine),
-        failures => Err(Failure::failed(failures.join("; "))),
+        Progress { bar, json: output.is_json() }
     }
 }
 
-fn warn_of_debug_build(output: &Output) {
-    if cfg!(debug_assertions) && !output.is_json() {
-        eprintln!("towline: this is a debug build; its figures mean little");
+impl bench::Progress for Progress {
+    fn begins(&self, rows: usize) {
+        if cfg!(debug_assertions) && !self.json {
+            eprintln!("towline: this is a debug build; its figures mean little");
+        }
+        self.bar.set_length(rows as u64);
     }
-}
 
-/// What a run has found so far.
-pub(crate) struct Session {
-    pace: Pace,
-    /// Whether the whole run is to take less than a minute.
-    quick: bool,
-    rows: Vec<Row>,
-    skipped: Vec<Skipped>,
-    failures: Vec<String>,
-    progress: ProgressBar,
-}
-
-impl Session {
     fn step(&self, label: &str) {
-        self.progress.set_message(label.to_owned());
-        self.progress.inc(1);
+        self.bar.set_message(label.to_owned());
+        self.bar.inc(1);
     }
 
-    /// Notes a row that could not be measured: skipped where the machine lacks what it needs, else a failure.
-    fn fail(&mut self, name: String, path: Option<&'static str>, failure: &Failure) {
-        let label = path.map_or(name.clone(), |path| format!("{path}/{name}"));
-        if failure.exit != Exit::Unavailable {
-            self.failures.push(format!("{label}: {}", failure.message));
-        }
-        let path = path.map(Cow::Borrowed);
-        self.skipped.push(Skipped { name, path, reason: failure.message.clone() });
+    fn says(&self, text: &str) {
+        self.bar.set_message(text.to_owned());
     }
-}
 
-fn progress(output: &Output, rows: usize) -> ProgressBar {
-    if !output.shows_progress() {
-        return ProgressBar::hidden();
+    fn ends(&self) {
+        self.bar.finish_and_clear();
     }
-    let bar = ProgressBar::new(rows as u64);
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}") {
-        bar.set_style(style);
-    }
-    bar
 }

@@ -2,13 +2,12 @@
 
 use clap::Args;
 use serde::Serialize;
-use towline::{Probe, Ticket};
+use towline::Probe;
+use towline_lab::outcome::{Exit, Failure, Outcome};
+use towline_lab::size;
+use towline_lab::worker::{Memory, Op, Region, Worker};
 
-use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
-use crate::size;
-use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Memory, Op, Told};
 
 /// Each transfer is timed this many times, after one that is verified.
 const REPEAT: u32 = 3;
@@ -106,10 +105,6 @@ struct Pair {
     regions: Vec<(Memory, Region)>,
 }
 
-/// A region of a worker: its number there, and its ticket.
-#[derive(Clone)]
-struct Region(usize, Ticket);
-
 impl Pair {
     fn start(bytes: u64) -> Outcome<Pair> {
         let owner = Worker::start("prefill")?;
@@ -122,7 +117,7 @@ impl Pair {
         if let Some((_, region)) = self.regions.iter().find(|(kind, _)| *kind == memory) {
             return Ok(region.clone());
         }
-        let region = register(&mut self.owner, memory, self.bytes)?;
+        let region = self.owner.register(memory, self.bytes, 0)?;
         self.regions.push((memory, region.clone()));
         Ok(region)
     }
@@ -159,40 +154,25 @@ impl Pair {
         self.seed += 2;
         let (seed, bytes) = (self.seed, self.bytes);
         let region = match path {
-            "inproc" => register(&mut self.mover, Memory::System, bytes)?,
+            "inproc" => self.mover.register(Memory::System, bytes, 0)?,
             _ => self.region(Memory::of_path(path))?,
         };
         let owner = if path == "inproc" { &mut self.mover } else { &mut self.owner };
         let before = if op == Op::Read { seed } else { seed + 1 };
-        owner.ask(&Ask::Fill { region: region.0, seed: before })?;
-        let ask =
-            Ask::Move { ticket: region.1.clone(), path: path.to_owned(), op, bytes, seed, repeat: REPEAT };
-        let told = self.mover.ask(&ask)?;
-        let Told::Moved { seconds, path: taken, wrong } = told else {
-            return Err(self.mover.surprise(&told));
-        };
-        if taken != path {
-            return Err(Failure::failed(format!("the bytes went over {taken}")));
+        owner.fill(&region, before)?;
+        let moved = self.mover.transfer(&region.ticket, path, op, bytes, seed, REPEAT)?;
+        if moved.path != path {
+            return Err(Failure::failed(format!("the bytes went over {}", moved.path)));
         }
         let owner = if path == "inproc" { &mut self.mover } else { &mut self.owner };
         let wrong = match op {
-            Op::Read => wrong,
-            Op::Write => match owner.ask(&Ask::Verify { region: region.0, seed, bytes })? {
-                Told::Verified { wrong } => wrong,
-                told => return Err(owner.surprise(&told)),
-            },
+            Op::Read => moved.wrong,
+            Op::Write => owner.verify(&region, seed, bytes)?,
         };
         if path == "inproc" {
-            owner.ask(&Ask::Release { region: region.0 })?;
+            owner.release(&region)?;
         }
-        Ok((seconds, wrong))
-    }
-}
-
-fn register(worker: &mut Worker, memory: Memory, bytes: u64) -> Outcome<Region> {
-    match worker.ask(&Ask::Register { memory, bytes, seed: 0 })? {
-        Told::Region { region, ticket, .. } => Ok(Region(region, ticket)),
-        told => Err(worker.surprise(&told)),
+        Ok((moved.seconds, wrong))
     }
 }
 

@@ -8,9 +8,9 @@ mod system;
 
 use clap::Args;
 use serde::Serialize;
+use towline_lab::machine::Machine;
+use towline_lab::outcome::{Exit, Outcome};
 
-use crate::machine::Machine;
-use crate::outcome::{Exit, Outcome};
 use crate::output::Output;
 
 #[derive(Args)]

@@ -12,11 +12,11 @@ use towline::memory::MemoryAccess;
 use towline::{
     Access, Endpoint, Explanation, NixlOptions, Registered, Remote, Routing, SystemStorage, Transfer, Verdict,
 };
+use towline_lab::outcome::{Exit, Failure, Outcome};
+use towline_lab::size;
 
 use crate::inspect::find_ticket;
-use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
-use crate::size;
 
 /// A file comes in portions of this size, two of which are held.
 const PORTION: u64 = 32 << 20;

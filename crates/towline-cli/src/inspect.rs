@@ -8,11 +8,11 @@ use clap::Args;
 use serde::Serialize;
 use towline::ticket::{Caveat, MAX_TICKET};
 use towline::{Layout, Ticket};
+use towline_lab::outcome::{Exit, Failure, Outcome};
+use towline_lab::size;
 
-use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 use crate::pages;
-use crate::size;
 
 /// A text ticket is longer than its bytes; more than this cannot be one.
 const LONGEST: u64 = 2 * MAX_TICKET as u64;

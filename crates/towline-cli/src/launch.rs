@@ -4,6 +4,7 @@
 //! The launcher holds the meeting that the id names. Every rank is the leader of a process group of its own, so that
 //! what it starts is stopped with it; the kernel ends a rank with the launcher, whatever happens to that.
 
+mod interrupt;
 mod lines;
 mod rank;
 
@@ -14,12 +15,12 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
-use towline_testkit::interrupt::Interrupts;
 
+use self::interrupt::Interrupts;
 use self::rank::{Ended, Rank};
 pub(crate) use self::rank::{RankOptions, become_rank};
-use crate::outcome::{Failure, Outcome};
 use crate::output::Output;
+use towline_lab::outcome::{Failure, Outcome};
 
 /// How long the last lines of ranks that have ended may take; only what escaped its process group holds them up.
 const LAST_LINES: Duration = Duration::from_secs(2);

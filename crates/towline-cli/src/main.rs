@@ -1,5 +1,4 @@
 //! The `towline` command: see it work, see what works here, measure it, look into a ticket.
-#![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "this crate is the one that prints")]
 
 mod bench;
@@ -8,24 +7,18 @@ mod doctor;
 mod fetch;
 mod inspect;
 mod launch;
-mod machine;
-mod measure;
-mod outcome;
 mod output;
 mod pages;
-mod pattern;
 mod serve;
-mod size;
 mod soak;
 mod worker;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use tracing_subscriber::EnvFilter;
-
-use outcome::Outcome;
 use output::Output;
+use towline_lab::outcome::{Exit, Outcome};
+use tracing_subscriber::EnvFilter;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -104,7 +97,10 @@ fn main() -> ExitCode {
             Err(failure) => Err(failure),
         },
         Command::Soak(options) => soak::run(&options, &output),
-        Command::SoakWorker => soak::become_worker(),
+        Command::SoakWorker => {
+            towline_lab::soak::become_worker();
+            Ok(Exit::Fine)
+        }
         Command::Rank(options) => launch::become_rank(&options),
         Command::Worker(options) => worker::run(&options),
     };

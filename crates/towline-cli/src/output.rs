@@ -5,8 +5,7 @@ use std::io::{ErrorKind, IsTerminal, Write};
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use serde::Serialize;
-
-use crate::outcome::Failure;
+use towline_lab::outcome::Failure;
 
 /// Where the results of a command go.
 pub(crate) struct Output {

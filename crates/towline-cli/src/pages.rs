@@ -7,8 +7,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-
-use crate::outcome::{Failure, Outcome};
+use towline_lab::outcome::{Failure, Outcome};
 
 /// Neither side waits longer than this for the other.
 const PATIENCE: Duration = Duration::from_secs(1);

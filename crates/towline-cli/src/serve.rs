@@ -11,11 +11,11 @@ use clap::Args;
 use serde::Serialize;
 use towline::memory::{MemoryAccess, MemoryDescription};
 use towline::{Access, DiskStorage, Endpoint, NixlOptions, Registered, SharedStorage, Storage};
+use towline_lab::outcome::{Exit, Failure, Outcome};
+use towline_lab::size;
 
-use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 use crate::pages::{self, AuditReport};
-use crate::size;
 
 #[derive(Args)]
 pub(crate) struct Options {

@@ -1,22 +1,15 @@
 //! `towline soak`: the campaigns that show what is promised under faults, for as long as one likes.
 
-mod figures;
-mod page;
-mod progress;
-mod ranks;
-mod report;
-
+use std::io::Write as _;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use towline_testkit::process::become_worker_by;
-use towline_testkit::soak::{self, CAMPAIGNS, Campaign, LANES, Plan, SELF_CHECK};
+use indicatif::{ProgressBar, ProgressStyle};
+use towline_lab::outcome::{Exit, Outcome};
+use towline_lab::soak::{self, Audience, Report};
 
-use self::progress::Progress;
-use self::report::{CampaignReport, Report};
-use crate::outcome::{Exit, Failure, Outcome};
 use crate::output::Output;
 
 pub(crate) const HELP: &str = "\
@@ -32,11 +25,8 @@ With --json: {\"ok\", \"seed\", \"commit\", \"date\", \"command\", \"seconds\", 
 \"replay\"}], \"samples\": [{\"name\", \"count\", \"p50\", \"p99\", \"most\"}], \"counts\": {...}}]}], \"figures\": [{\"name\", \"value\", \"target\", \"met\"}],
 \"machine\": {...}}. Times are in seconds. A figure that is not met does not fail the run: times mean little on a busy machine.";
 
-/// How many seconds the short form may take.
-const QUICK: u64 = 220;
-
-/// How long the campaigns together may take until each has its next turn.
-const TURN: Duration = Duration::from_secs(600);
+/// Where nobody looks on, a line says this often how far a campaign is.
+const SAY: Duration = Duration::from_secs(30);
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -77,134 +67,92 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
-    let chosen = chosen(options)?;
-    if options.list {
-        let rows: Vec<Vec<String>> = chosen
-            .iter()
-            .map(|one| {
-                vec![
-                    one.name.to_owned(),
-                    one.lanes.join(" "),
-                    one.rounds.long.to_string(),
-                    one.summary.to_owned(),
-                ]
-            })
-            .collect();
-        output.table(&["campaign", "paths", "rounds", "what must hold"], &rows, &[2]);
-        return Ok(Exit::Fine);
-    }
-    let program = std::env::current_exe().map_err(|error| Failure::os("this program's own path", error))?;
-    become_worker_by(program, &["soak-worker"]);
-    soak::use_python(options.python_exe.clone().unwrap_or_else(crate::bench::interpreter));
-    let mut plan = Plan {
-        seed: options.seed.unwrap_or_else(fresh_seed),
-        first: options.first,
-        rounds: options.rounds,
-        quick: options.quick,
-        share: None,
+    let asked = soak::Options {
+        campaigns: options.campaigns.clone(),
         lanes: options.lane.clone(),
+        rounds: options.rounds,
+        first: options.first,
+        seed: options.seed,
+        quick: options.quick,
+        seconds: options.seconds,
+        html: options.html.clone(),
+        markdown: options.report.clone(),
+        python_exe: options.python_exe.clone(),
     };
-    let report = Report::begin(&plan);
-    let progress = Arc::new(Progress::new(output, report, options.html.clone(), options.report.clone()));
-    output.text(format!("seed {}", plan.seed));
-    soak::take_panics();
-    let watcher: Arc<dyn soak::Watcher> = Arc::clone(&progress) as _;
-    let mut running: Vec<Running> = chosen
-        .into_iter()
-        .filter(|campaign| lanes_of(campaign, options).any(|_| true))
-        .map(|campaign| Running { campaign, lanes: Vec::new(), took: Duration::ZERO })
-        .collect();
-    let time = options.seconds.or(options.quick.then_some(QUICK)).map(Duration::from_secs);
-    let begun = Instant::now();
-    loop {
-        let left = time.map(|time| time.saturating_sub(begun.elapsed()));
-        plan.share = left.map(|left| {
-            let shares: u32 = running.iter().filter(|one| one.goes_on()).map(Running::share).sum();
-            left.min(TURN) / shares.max(1)
-        });
-        for one in running.iter_mut().filter(|one| one.goes_on()) {
-            one.turn(&plan, &watcher, &progress);
-        }
-        // The short form is over when each has had its turn; and so little time that it would hardly do for one round each is
-        // not worth another.
-        let over = time.is_none_or(|time| begun.elapsed() > time.mul_f64(0.9));
-        if options.quick || over || !running.iter().any(Running::goes_on) {
-            break;
-        }
+    if !options.list {
+        return soak::run(&asked, Arc::new(Viewer::new(output)));
     }
-    progress.finish()
-}
-
-/// A campaign, and what it has shown so far.
-struct Running {
-    campaign: &'static Campaign,
-    lanes: Vec<soak::LaneResult>,
-    took: Duration,
-}
-
-impl Running {
-    fn share(&self) -> u32 {
-        self.campaign.rounds.quick.1
-    }
-
-    fn goes_on(&self) -> bool {
-        self.lanes.is_empty() || self.lanes.iter().any(|lane| !lane.is_complete())
-    }
-
-    fn turn(&mut self, plan: &Plan, watcher: &Arc<dyn soak::Watcher>, progress: &Progress) {
-        progress.begins(self.campaign.name);
-        let started = Instant::now();
-        let mut lanes = self.campaign.run(plan, watcher, &self.lanes);
-        if let (Some(first), panics) = (lanes.first_mut(), soak::panics_elsewhere()) {
-            let round = first.rounds;
-            first.failures.extend(panics.into_iter().map(|message| soak::Failed { round, message }));
-        }
-        self.took += started.elapsed();
-        progress.ended(CampaignReport::new(self.campaign, lanes.clone(), self.took, plan));
-        self.lanes = lanes;
-    }
-}
-
-fn chosen(options: &Options) -> Outcome<Vec<&'static Campaign>> {
-    for name in &options.campaigns {
-        if !all().chain([&SELF_CHECK]).any(|campaign| campaign.name == name) {
-            return Err(Failure::usage(format!(
-                "no campaign is called {name}; towline soak --list shows them all"
-            )));
-        }
-    }
-    for lane in &options.lane {
-        if !LANES.contains(&lane.as_str()) {
-            return Err(Failure::usage(format!("no path is called {lane}; there are {}", LANES.join(", "))));
-        }
-    }
-    let named = |campaign: &&Campaign| options.campaigns.iter().any(|name| name == campaign.name);
-    Ok(match options.campaigns.is_empty() {
-        true => all().collect(),
-        false => all().chain([&SELF_CHECK]).filter(named).collect(),
-    })
-}
-
-/// Those of the test kit, and those of the crates that it does not know.
-fn all() -> impl Iterator<Item = &'static Campaign> {
-    CAMPAIGNS.iter().chain(&ranks::CAMPAIGNS)
-}
-
-fn lanes_of(campaign: &'static Campaign, options: &Options) -> impl Iterator<Item = &'static str> {
-    campaign
-        .lanes
+    let rows: Vec<Vec<String>> = soak::list(&asked)?
         .iter()
-        .copied()
-        .filter(|lane| options.lane.is_empty() || options.lane.iter().any(|one| one == lane))
-}
-
-fn fresh_seed() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    (now.as_micros() as u64) % 1_000_000_007
-}
-
-/// What becomes a worker of the campaigns.
-pub(crate) fn become_worker() -> Outcome {
-    towline_testkit::worker::main_with(ranks::further);
+        .map(|one| {
+            vec![one.name.to_owned(), one.lanes.join(" "), one.rounds.to_string(), one.summary.to_owned()]
+        })
+        .collect();
+    output.table(&["campaign", "paths", "rounds", "what must hold"], &rows, &[2]);
     Ok(Exit::Fine)
+}
+
+/// What is shown while the campaigns run.
+struct Viewer {
+    bar: ProgressBar,
+    json: bool,
+    /// When it was last said how far a campaign is.
+    said: Mutex<Instant>,
+}
+
+impl Viewer {
+    fn new(output: &Output) -> Viewer {
+        let bar = if output.shows_progress() { ProgressBar::new(1) } else { ProgressBar::hidden() };
+        if let Ok(style) = ProgressStyle::with_template("{bar:30} {msg}") {
+            bar.set_style(style);
+        }
+        Viewer { bar, json: output.is_json(), said: Mutex::new(Instant::now()) }
+    }
+
+    /// Whether it is time to say how far a campaign is.
+    fn is_due(&self) -> bool {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let due = said.elapsed() >= SAY;
+        if due {
+            *said = Instant::now();
+        }
+        due
+    }
+}
+
+impl Audience for Viewer {
+    fn says(&self, text: &str) {
+        if self.json {
+            return;
+        }
+        self.bar.suspend(|| {
+            let mut stdout = std::io::stdout().lock();
+            let _ = writeln!(stdout, "{text}").and_then(|()| stdout.flush());
+        });
+    }
+
+    fn begins(&self, campaign: &'static str) {
+        *self.said.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        self.bar.set_length(1);
+        self.bar.set_position(0);
+        self.bar.set_message(campaign);
+        self.bar.enable_steady_tick(Duration::from_millis(200));
+    }
+
+    fn is_at(&self, campaign: &'static str, done: u32, of: u32) {
+        self.bar.set_length(u64::from(of));
+        self.bar.set_position(u64::from(done));
+        self.bar.set_message(format!("{campaign}: {done} of {of} rounds"));
+        if self.bar.is_hidden() && !self.json && self.is_due() {
+            self.says(&format!("{campaign:<11} {done} of {of} rounds"));
+        }
+    }
+
+    fn ends(&self) {
+        self.bar.finish_and_clear();
+    }
+
+    fn document(&self, report: &Report) {
+        Output::new(self.json).document(report);
+    }
 }

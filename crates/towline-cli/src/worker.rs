@@ -1,24 +1,8 @@
-//! The other process of `demo`, `doctor` and `bench`: the same program again, told what to do line by line.
-//!
-//! The parent writes one JSON object per line to the worker's standard input and reads one back per line. A worker
-//! ends when its input does, and the kernel ends it with its parent whatever happens.
-
-mod duties;
-mod hire;
-mod member;
-pub(crate) mod order;
-pub(crate) mod protocol;
-pub(crate) mod sockets;
-
-use std::io::{BufRead, Write};
+//! The other process of `demo`, `doctor` and `bench`: the same program again, called as `towline worker`.
 
 use clap::Args;
-use rustix::process::{Signal, getppid, set_parent_process_death_signal};
-use rustix::thread::{CpuSet, sched_setaffinity};
-
-pub(crate) use self::hire::{Worker, start_echo};
-use self::protocol::{Ask, Told};
-use crate::outcome::{Exit, Failure, Outcome};
+use towline_lab::outcome::Outcome;
+use towline_lab::worker;
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -37,49 +21,7 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Outcome {
-    set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| Failure::os("prctl", error))?;
-    // A parent that died before that line has another number already.
-    if getppid().map(|pid| pid.as_raw_nonzero().get()) != Some(options.parent) {
-        return Err(Failure::lacking("the parent of this worker is gone"));
-    }
-    if let Some(core) = options.core {
-        let mut set = CpuSet::new();
-        set.set(core);
-        sched_setaffinity(None, &set).map_err(|error| Failure::os("sched_setaffinity", error))?;
-    }
-    if options.echo {
-        return echo();
-    }
-    let mut duties = duties::Duties::new(&options.name);
-    let mut stdout = std::io::stdout().lock();
-    for line in std::io::stdin().lock().lines() {
-        let line = line.map_err(|error| Failure::os("standard input", error))?;
-        let ask: Ask = serde_json::from_str(&line)
-            .map_err(|error| Failure::failed(format!("an order that this worker does not know: {error}")))?;
-        let mut answer = |told: &Told| {
-            let line = serde_json::to_string(told).map_err(|error| Failure::failed(error.to_string()))?;
-            writeln!(stdout, "{line}")
-                .and_then(|()| stdout.flush())
-                .map_err(|error| Failure::os("answer", error))
-        };
-        match duties.perform(ask) {
-            Ok(told) => answer(&told)?,
-            Err(failure) => answer(&Told::failed(&failure))?,
-        }
-        duties.after_answer();
-    }
-    Ok(Exit::Fine)
-}
-
-fn echo() -> Outcome {
-    let mut count = [0; 8];
-    loop {
-        match rustix::io::read(std::io::stdin(), &mut count) {
-            Ok(8) => rustix::io::write(std::io::stdout(), &1u64.to_ne_bytes())
-                .map_err(|error| Failure::os("eventfd", error))?,
-            Ok(_) => return Ok(Exit::Fine),
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(error) => return Err(Failure::os("eventfd", error)),
-        };
-    }
+    let Options { parent, core, echo, .. } = *options;
+    let told = worker::Options { parent, name: options.name.clone(), core, echo };
+    worker::run(&told, |error| eprintln!("towline worker: {error}"))
 }

@@ -8,12 +8,12 @@
 
 pub mod attacker;
 pub mod bench;
+pub mod changes;
 pub mod executor;
 pub mod forced;
 pub mod gpu;
 pub mod guarded;
 mod input;
-pub mod interrupt;
 pub mod laws;
 pub mod lending;
 pub mod netns;
@@ -21,11 +21,10 @@ pub mod oracle;
 pub mod process;
 pub mod proxy;
 pub mod random;
-pub mod raw;
 pub mod rogue;
+pub mod scene;
 pub mod serving;
 pub mod skip;
-pub mod soak;
 pub mod using;
 pub mod watchdog;
 pub mod worker;

@@ -195,7 +195,8 @@ impl Process {
         process
     }
 
-    pub(crate) fn start_by(command: Command, name: &str) -> Process {
+    /// Starts what becomes a worker by that command.
+    pub fn start_by(command: Command, name: &str) -> Process {
         let program = command.get_program().to_owned();
         Process::spawn(command, name)
             .unwrap_or_else(|error| panic!("cannot start {}: {error}", program.display()))

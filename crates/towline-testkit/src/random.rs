@@ -53,7 +53,7 @@ pub fn seed() -> u64 {
 }
 
 /// A permutation of the 64-bit numbers in which neighbours land far apart.
-pub(crate) fn mix(mut word: u64) -> u64 {
+pub fn mix(mut word: u64) -> u64 {
     word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     word ^ (word >> 31)

@@ -6,7 +6,6 @@
 mod alone;
 mod chase;
 mod leaving;
-mod mapped;
 mod operations;
 mod pinning;
 mod segments;
@@ -48,10 +47,7 @@ pub fn storage(len: usize, kind: &str) -> towline::Result<Arc<dyn Storage>> {
             Ok(Arc::new(DeviceStorage::options().memory(DeviceMemory::Exportable).allocate(len)?))
         }
         "segments" => segments::storage(len),
-        other => match other.strip_prefix("mapped:") {
-            Some(path) => mapped::storage(len, path.as_ref()),
-            None => Err(Error::new(Kind::Invalid, "register", format!("no storage is called {other}"))),
-        },
+        other => Err(Error::new(Kind::Invalid, "register", format!("no storage is called {other}"))),
     }
 }
 
@@ -348,14 +344,6 @@ impl Worker {
             "read-all" => self.read_all(line, &mut words),
             "fork" => self.fork(),
             "leave-child" => alone::leave_child(),
-            // The kernel lets only root look into it from now on.
-            "hide" => {
-                let behavior = rustix::process::DumpableBehavior::NotDumpable;
-                match rustix::process::set_dumpable_behavior(behavior) {
-                    Ok(()) => said(""),
-                    Err(error) => Err(bad(error.to_string())),
-                }
-            }
             "starve" => self.starve(&mut words),
             "exit" => std::process::exit(words.take()?),
             other => Err(bad(format!("no order is called {other:?}"))),
@@ -381,13 +369,8 @@ impl Worker {
                 "listen" => options.listen(value.parse().map_err(|_| bad(format!("{key}={value}")))?),
                 "require" => options.routing(requiring(value)?),
                 "tls" => options.tls(towline::Tls::by_ticket()?),
-                "checksums" => options.checksums(value == "yes"),
                 "lanes" => options.lanes(number()? as usize),
                 "share" => options.share_between_containers(value == "yes"),
-                "prove" => {
-                    quotas.prove_within = Duration::from_millis(number()?);
-                    options.quotas(quotas)
-                }
                 "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" | "memory" => {
                     let number = number()?;
                     match key {

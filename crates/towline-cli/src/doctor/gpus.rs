@@ -3,10 +3,10 @@
 use rustix::process::{Resource, getrlimit};
 use towline::cuda::{Availability, DeviceFacts, availability};
 use towline::memory::PinnedStorage;
+use towline_lab::machine::meminfo;
+use towline_lab::size;
 
 use super::{Check, Status};
-use crate::machine::meminfo;
-use crate::size;
 
 const GROUP: &str = "GPUs";
 

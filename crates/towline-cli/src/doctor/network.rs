@@ -2,8 +2,9 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use towline_lab::machine::read;
+
 use super::{Check, Status};
-use crate::machine::read;
 
 const GROUP: &str = "Network";
 

@@ -3,12 +3,11 @@
 use std::time::Instant;
 
 use towline::{Access, Endpoint, Probe, Routing, SystemStorage, Ticket};
+use towline_lab::outcome::{Failure, Outcome};
+use towline_lab::size;
+use towline_lab::worker::{Memory, Worker, nixl};
 
 use super::{Check, Status};
-use crate::outcome::Outcome;
-use crate::size;
-use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Memory, Told, nixl};
 
 const GROUP: &str = "Paths";
 const BYTES: u64 = 1 << 20;
@@ -90,13 +89,6 @@ fn mend_between_processes(path: &str) -> &'static str {
     }
 }
 
-fn register(worker: &mut Worker, memory: Memory) -> Outcome<Ticket> {
-    match worker.ask(&Ask::Register { memory, bytes: BYTES, seed: SEED })? {
-        Told::Region { ticket, .. } => Ok(ticket),
-        told => Err(worker.surprise(&told)),
-    }
-}
-
 /// A second process with regions of its own.
 struct Other {
     worker: Worker,
@@ -106,21 +98,21 @@ struct Other {
 impl Other {
     fn start() -> Outcome<Other> {
         let mut worker = Worker::start("patient")?;
-        worker.ask(&Ask::Lend)?;
-        let shared = register(&mut worker, Memory::Shared)?;
+        worker.lend()?;
+        let shared = worker.register(Memory::Shared, BYTES, SEED)?.ticket;
         Ok(Other { worker, shared })
     }
 
     /// Reads the other process's bytes over that path, compares them, and says how long it took.
     fn reach(&mut self, endpoint: &Endpoint, path: &str) -> Outcome<String> {
-        let ticket = register(&mut self.worker, Memory::of_path(path))?;
+        let ticket = self.worker.register(Memory::of_path(path), BYTES, SEED)?.ticket;
         let remote = endpoint.import_with(&ticket, &Routing::default().require(path)?)?;
         let local = endpoint
             .register(SystemStorage::new(BYTES as usize)?, Access::NONE)
             .map_err(towline::Error::from)?;
         endpoint.read(&remote, &local).start()?.wait()?;
-        if let Some(offset) = crate::pattern::first_wrong(local.storage(), SEED, BYTES)? {
-            return Err(crate::outcome::Failure::failed(format!("the byte at offset {offset} came wrong")));
+        if let Some(offset) = towline_lab::pattern::first_wrong(local.storage(), SEED, BYTES)? {
+            return Err(Failure::failed(format!("the byte at offset {offset} came wrong")));
         }
         let start = Instant::now();
         endpoint.read(&remote, &local).start()?.wait()?;

@@ -2,10 +2,10 @@
 
 use rustix::process::{Resource, getrlimit};
 use towline::memory::{HugePages, SharedStorage};
+use towline_lab::machine::{self, Machine, chosen, meminfo, read, status};
+use towline_lab::size;
 
 use super::{Check, Status};
-use crate::machine::{self, Machine, chosen, meminfo, read, status};
-use crate::size;
 
 pub(super) fn check() -> Vec<Check> {
     let mut checks = memory();

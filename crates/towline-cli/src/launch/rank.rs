@@ -11,9 +11,10 @@ use rustix::process::{
     Pid, PidfdFlags, Signal, getppid, kill_process_group, pidfd_open, set_parent_process_death_signal,
 };
 use serde::Serialize;
+use towline_lab::outcome::{Exit, Failure, Outcome};
 
+use super::interrupt;
 use super::lines::{Lines, Stream};
-use crate::outcome::{Exit, Failure, Outcome};
 
 #[derive(Args)]
 pub(crate) struct RankOptions {
@@ -33,7 +34,7 @@ pub(crate) fn become_rank(options: &RankOptions) -> Outcome {
         return Err(Failure::new(Exit::Unavailable, "the launcher is gone"));
     }
     // The launcher waits for its signals, and its children inherit that.
-    towline_testkit::interrupt::release().map_err(|error| Failure::os("signals", error))?;
+    interrupt::release().map_err(|error| Failure::os("signals", error))?;
     let Some((program, arguments)) = options.program.split_first() else {
         return Err(Failure::usage("there is no program"));
     };

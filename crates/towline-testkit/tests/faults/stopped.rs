@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use towline::{Access, Kind, Ticket};
 use towline_testkit::bench::{outcome, routing};
+use towline_testkit::changes::Changes;
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
-use towline_testkit::soak::changes::Changes;
 use towline_testkit::watchdog::{eventually, watch};
 use towline_testkit::worker::storage;
 
