@@ -18,6 +18,12 @@ pub enum End {
     B,
 }
 
+impl End {
+    fn other(self) -> End {
+        if self == End::A { End::B } else { End::A }
+    }
+}
+
 /// Two namespaces and a veth pair; removed on drop.
 pub struct Network {
     /// Unique among the processes of this machine and within this one.
@@ -99,6 +105,29 @@ impl Network {
             ])?;
         }
         Ok(())
+    }
+
+    /// Keeps what that end sends in the network, up to some megabytes of it, until [`let_pass`](Self::let_pass), and loses what the other
+    /// end sends; or says why that is not possible here.
+    pub fn hold_back(&self, end: End) -> Result<(), String> {
+        self.shape(end.other(), "replace", "1gbit", "1b")?;
+        self.shape(end, "replace", "8bit", "8mb")
+    }
+
+    /// Lets pass what was held back, so many bits in a second, as soon as that end sends something more.
+    pub fn let_pass(&self, end: End, bits: u64) {
+        for end in [end.other(), end] {
+            self.shape(end, "change", &format!("{bits}bit"), "8mb").unwrap();
+        }
+    }
+
+    fn shape(&self, end: End, how: &str, rate: &str, room: &str) -> Result<(), String> {
+        let (namespace, device) = (self.namespace(end), self.device(end));
+        ip(&[
+            "netns", "exec", &namespace, "tc", "qdisc", how, "dev", &device, "root", "tbf", "rate", rate,
+            "burst", "2kb", "limit", room,
+        ])
+        .map(drop)
     }
 
     /// Puts the plug back.

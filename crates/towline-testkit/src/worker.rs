@@ -307,6 +307,7 @@ impl Worker {
                 said(transfer.path())
             }
             "give-up" => self.give_up(&mut words),
+            "lose" => self.lose(&mut words),
             "add" => {
                 let remote = self.remote(&mut words)?;
                 let transfer = self.endpoint()?.fetch_add(remote, words.take()?, words.take()?)?;
@@ -445,6 +446,17 @@ impl Worker {
             return Err(bad("it never becomes quiet"));
         }
         said(took)
+    }
+
+    /// `lose REMOTE REGION LEN`: writes, and answers at once when it has failed: with the kind of the error, and whether it is
+    /// quiet then.
+    fn lose(&mut self, words: &mut Words<'_>) -> Answer {
+        let (remote, local, endpoint) = (self.remote(words)?, self.region(words)?, self.endpoint()?);
+        let transfer = endpoint.write(remote, local).at(0, 0, words.take()?).start()?;
+        match transfer.wait() {
+            Ok(()) => Err(bad("it was not lost")),
+            Err(error) => said(format!("{} {}", error.kind().name(), transfer.quiet())),
+        }
     }
 
     /// `loop read|write REMOTE REGION LEN [BLOCK]`: reads or writes over and over until the next order, in shuffled blocks where

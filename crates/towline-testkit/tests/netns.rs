@@ -330,3 +330,38 @@ fn of_a_write_over_a_slow_link_that_is_cancelled_nothing_lands_once_it_is_quiet(
     user.tell(&format!("read {remote} 1 0 0 4096"));
     user.answer(Duration::from_secs(30)).unwrap();
 }
+
+/// A network that keeps bytes for longer than a host may be silent, and brings them slowly afterwards: with the session over, nobody is
+/// asked any more, and a write that the owner may still be making must not be called quiet.
+#[test]
+fn of_a_write_that_the_network_keeps_until_its_session_is_over_nothing_lands_once_it_is_quiet() {
+    const LEN: usize = 8 * MIB;
+    let test = "of_a_write_that_the_network_keeps_until_its_session_is_over_nothing_lands_once_it_is_quiet";
+    let Some(network) = network(test) else { return };
+    let _watchdog = watch(test, Duration::from_secs(240));
+    let (mut owner, mut user) = patient_pair(&network);
+    owner.must(&format!("register {LEN} system read+write"));
+    user.must(&format!("register {LEN} system none"));
+    user.must("fill 1 1 1");
+    let ticket = owner.must("ticket 1").text(0).to_owned();
+    let remote = user.must(&format!("import {ticket} tcp")).number(0);
+    // The lanes are open, and TCP knows that much may be on its way at a time.
+    user.must(&format!("write {remote} 1 0 0 {LEN}"));
+    owner.must("fill 1 9 9");
+    if let Err(reason) = network.hold_back(End::B) {
+        skip::skip(test, "netns", &reason);
+        return;
+    }
+    user.tell(&format!("lose {remote} 1 {LEN}"));
+    let lost = user.answer(Duration::from_secs(100)).unwrap();
+    assert_eq!(lost.text(0), "Disconnected");
+    let quiet = lost.text(1) == "true";
+    let landed = |owner: &mut Process| owner.must(&format!("take 1 0 {LEN}")).payload;
+    let before = landed(&mut owner);
+    network.let_pass(End::B, 4_000_000);
+    // A packet behind those that were kept sets them going.
+    let again = eventually(Duration::from_secs(60), || user.ask(&format!("import {ticket} tcp")).is_ok());
+    assert!(again, "no contact after the network has let it through");
+    let late = before.iter().zip(landed(&mut owner)).filter(|(before, now)| **before != *now).count();
+    assert!(!quiet, "{late} bytes landed behind an end that was called quiet");
+}

@@ -230,8 +230,8 @@ impl Transfer {
     ///
     /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done), but for some cases. A write
     /// to another host that was stopped may end while its bytes are on their way, or with an owner that says nothing: it is quiet when the
-    /// owner has said that nothing more of it will land, or the session has ended. One that was in flight when this endpoint was
-    /// closed is never quiet, since nobody asks any more. NIXL
+    /// owner has said that nothing more of it will land, or has ended the session. One that was in flight when this endpoint was
+    /// closed, or when its session was given up because nothing came from the owner's host, is never quiet: nobody asks any more. NIXL
     /// cannot stop what it has begun: there a transfer that was cancelled, ran out of time or lost its peer may end before it is
     /// quiet. Its memory on both sides then stays registered, and is parked where it is dropped, until NIXL has let go. And over a
     /// Unix stream an owner may be stopped while it writes a file or to a GPU, or, where the machine lacks what makes its look at the

@@ -126,6 +126,19 @@ fn a_small_write_that_is_cancelled_ends_says_whether_it_is_quiet_and_leaves_the_
     outcome(pair.user.write(&pair.remote, &pair.buffer).at(0, 0, 4096).start()).unwrap();
 }
 
+/// Nobody asks the owner any more.
+#[test]
+fn a_large_write_in_flight_when_its_endpoint_is_closed_does_not_say_that_it_is_quiet() {
+    let test = "a_large_write_in_flight_when_its_endpoint_is_closed_does_not_say_that_it_is_quiet";
+    let _watchdog = watch(test, LONG * 4);
+    let pair = open();
+    let transfer = pair.user.write(&pair.remote, &pair.buffer).start().unwrap();
+    assert!(eventually(LONG, || pair.landed() > 0));
+    pair.user.close_within(LONG).unwrap();
+    ended(&transfer, Kind::Canceled);
+    assert!(!transfer.quiet(), "{} bytes have landed, and more may be on their way", pair.landed());
+}
+
 #[test]
 fn what_is_left_of_a_large_read_that_ran_out_of_time_is_dropped_where_it_is() {
     let test = "what_is_left_of_a_large_read_that_ran_out_of_time_is_dropped_where_it_is";

@@ -84,7 +84,7 @@ pub(crate) struct Session {
     ends_lanes: bool,
     cma: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
-    /// This side has ended it, and not the owner or what happened to that.
+    /// This side has ended it, and not the owner: on a wish, or because nothing came from the owner's host any more.
     closed_here: AtomicBool,
     /// When that was, for all who imported something over it.
     lost: Arc<OnceLock<Instant>>,

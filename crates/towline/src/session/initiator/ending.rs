@@ -181,9 +181,13 @@ impl Session {
         {
             // It may stand between its look at this side and the copy to its GPU, and nobody will say when it is past that.
             transfer.unfinished_afar();
-        } else if !connection.ends_at_once() && connection.is_forsaken() && self.alive().is_ok() {
-            // An owner that does not know how to say when a lane is over. The end of the session says it.
-            self.late(transfer);
+        } else if !connection.ends_at_once() && connection.is_forsaken() {
+            if self.alive().is_ok() {
+                // An owner that does not know how to say when a lane is over. The end of the session says it.
+                self.late(transfer);
+            } else if !self.is_surely_over() {
+                transfer.unfinished_afar();
+            }
         }
     }
 
@@ -195,6 +199,9 @@ impl Session {
     /// The owner is gone, or the connection to it is: everything in flight ends with that error.
     pub(crate) fn fail(&self, error: Error) {
         let error = self.why_over(error).with_peer(self.peer_name());
+        if error.kind() == Kind::Disconnected && !self.owner_hung_up() {
+            self.ended_here();
+        }
         if self.dead.set(error.clone()).is_ok() {
             let _ = self.lost.set(Instant::now());
             self.bury(&error);
@@ -237,10 +244,17 @@ impl Session {
     }
 
     /// Of a session that has ended: whether nothing more of it will be applied, as far as can be known. Where this side has ended it,
-    /// the owner may still have bytes that are on their way.
+    /// also because it heard nothing any more, bytes may still be on their way to the owner, which applies them.
     pub(super) fn is_surely_over(&self) -> bool {
         !self.closed_here.load(Ordering::Acquire)
             || self.control.get().is_some_and(|control| control.ends_at_once())
+    }
+
+    /// Before anybody can see that it is over. Where it was already, what was in flight has ended.
+    fn ended_here(&self) {
+        if self.dead.get().is_none() {
+            self.closed_here.store(true, Ordering::Release);
+        }
     }
 
     /// Everything in flight ends, and nothing moves any more.
@@ -301,10 +315,7 @@ impl Session {
     /// Ends it on this side's wish.
     pub(crate) fn close(&self, error: Error) {
         let error = error.with_peer(self.peer_name());
-        // Before anybody can see that it is over. Where it was already, what was in flight has ended.
-        if self.alive().is_ok() {
-            self.closed_here.store(true, Ordering::Release);
-        }
+        self.ended_here();
         if self.dead.set(error.clone()).is_ok() {
             let _ = self.lost.set(Instant::now());
             // Goodbye means that no pin is held: a copy that begins now sees that the session is over.
