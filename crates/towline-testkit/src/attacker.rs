@@ -117,15 +117,20 @@ impl Attacker {
 
     /// Joins a session by its key, as a lane; says whether it was let in.
     pub fn join(&mut self, ticket: &Ticket, session: u64, key: &SessionKey) -> bool {
+        self.join_by_name(ticket, session, key).is_some()
+    }
+
+    /// [`join`](Self::join); gives what both sides call the lane.
+    pub fn join_by_name(&mut self, ticket: &Ticket, session: u64, key: &SessionKey) -> Option<[u8; 32]> {
         let identity = Identity::new("attacker", Incarnation([6; 16])).unwrap();
         let target = ticket.body().identity.incarnation;
         let key = ClientKey::Session { id: session, key };
         let (handshake, hello) = ClientHandshake::start(&identity, target, key, [5; 32], None);
         self.send(&hello);
-        let Some((_, welcome)) = self.frame() else { return false };
-        let Ok((proof, ..)) = handshake.on_welcome(&welcome) else { return false };
+        let (_, welcome) = self.frame()?;
+        let (proof, _, name) = handshake.on_welcome(&welcome).ok()?;
         self.send(&proof);
-        self.frame().is_some_and(|(header, _)| header.kind == FrameKind::Ready)
+        self.frame().is_some_and(|(header, _)| header.kind == FrameKind::Ready).then_some(name)
     }
 
     /// Ends its own direction.

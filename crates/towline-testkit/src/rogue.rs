@@ -26,6 +26,7 @@ use towline::{Access, Identity, Incarnation};
 
 pub use self::acting::{Actor, CANARY, STEP};
 pub use self::pages::Pages;
+pub(crate) use self::pages::life;
 use crate::attacker::Medium;
 use crate::input::Input;
 use crate::random::Random;

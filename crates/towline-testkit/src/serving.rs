@@ -4,19 +4,22 @@
 //! real endpoint in this process. Whatever comes, it must not panic, not hang, not touch memory outside what the ticket
 //! allows, and serve the next one. The fuzz target `server` and a test over the stored corpus call [`play`].
 
+use std::os::fd::AsFd;
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use towline::ticket::Ticket;
 use towline::wire::{
-    Atomic, AtomicOp, Block, Bye, Cancel, Data, FrameKind, Granted, Header, Held, Import, ImportItem,
-    Message, Notify, Ping, Pong, Read, Reduce, Release, Signal, Write,
+    Ask, Atomic, AtomicOp, Block, Bye, Cancel, Check, Data, EndLane, Finish, FrameKind, Granted, Header,
+    Held, Import, ImportItem, Message, Notify, Ping, Pong, Read, Reduce, Release, Signal, Told, Withdraw,
+    Write,
 };
 use towline::{Access, Dtype, Endpoint, ReduceOp, Registered, SystemStorage};
 
 use crate::attacker::{Attacker, Medium};
 use crate::input::Input;
 use crate::oracle::Stamp;
+use crate::rogue::life;
 
 const LEN: usize = 64 << 10;
 
@@ -107,6 +110,7 @@ pub fn play(data: &[u8]) {
     let mut asker = Attacker::connect(&owner.ticket, medium);
     let granted = asker.log_in(&owner.ticket);
     connections.push(asker);
+    let mut lanes = Vec::new();
     let mut frames = 0;
     while !input.0.is_empty() && frames < MOST_FRAMES {
         frames += 1;
@@ -164,16 +168,44 @@ pub fn play(data: &[u8]) {
                     .collect();
                 Message::from(Import { items }).frame(id, 0, 0)
             }
-            14 => Message::from(Held {}).frame(id, 0, input.byte() % 2),
-            15 => match input.byte() % 3 {
-                0 => Message::from(Ping {}).frame(id, 0, 0),
-                1 => Message::from(Pong {}).frame(id, 0, 0),
-                _ => Message::from(Bye { error: None }).frame(id, 0, 0),
+            14 => match input.byte() {
+                how @ 128.. if medium == Medium::Unix => {
+                    let held = Message::from(Held {}).frame(id, 0, 1);
+                    connections[which].send_with_files(&held, &[life(how).as_fd()]);
+                    continue;
+                }
+                how => Message::from(Held {}).frame(id, 0, how % 2),
+            },
+            15 => match input.byte() {
+                192..=203 => Message::from(Withdraw {}).frame(id, 0, 0),
+                204..=219 => {
+                    // Of a lane that is there, most of the time.
+                    let lane = lanes.get(usize::from(input.byte() % 4)).copied().unwrap_or([7; 32]);
+                    Message::from(EndLane { lane }).frame(id, 0, 0)
+                }
+                220..=231 => {
+                    let (path, len) = (input.byte() % 16, usize::from(input.byte()));
+                    Message::from(Ask { handle, path, question: input.take(len) }).frame(id, 0, 0)
+                }
+                232..=243 => {
+                    let checks = (0..input.byte() % 5).map(|_| input.number() as u32).collect();
+                    Message::from(Check { checks }).frame(id, 0, 0)
+                }
+                244.. => {
+                    let operation = [input.byte(); 16];
+                    Message::from(Finish { operation, outcome: Ok(()) }).frame(id, 0, 0)
+                }
+                how => match how % 3 {
+                    0 => Message::from(Ping {}).frame(id, 0, 0),
+                    1 => Message::from(Pong {}).frame(id, 0, 0),
+                    _ => Message::from(Bye { error: None }).frame(id, 0, 0),
+                },
             },
             16 if connections.len() < 6 => {
                 let mut lane = Attacker::connect(&owner.ticket, medium);
-                if lane.join(&owner.ticket, session, &key) {
+                if let Some(name) = lane.join_by_name(&owner.ticket, session, &key) {
                     connections.push(lane);
+                    lanes.push(name);
                 }
                 continue;
             }
@@ -231,6 +263,14 @@ fn right_answer(header: Header, body: &[u8]) {
         FrameKind::Granted => {
             let granted = Granted::decode(body).expect("an answer that can be read");
             assert!(granted.items.iter().all(Result::is_err), "a wrong proof was taken");
+        }
+        FrameKind::Told => {
+            let told = Told::decode(body).expect("an answer that can be read");
+            assert!(told.outcome.is_err(), "a path that does not take this memory was told of it");
+        }
+        FrameKind::Check => {
+            let check = Check::decode(body).expect("an answer that can be read");
+            assert!(check.checks.len() <= 3, "more checksums than three blocks have");
         }
         FrameKind::Done | FrameKind::Ping | FrameKind::Pong | FrameKind::Bye | FrameKind::Refuse => {}
         other => panic!("an owner does not send {other:?}"),
