@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks that every decision has the form that docs/decisions/README.md asks for and stands in its index.
+# Checks that every decision has the form that docs/decisions/README.md asks for and stands in its index, and that the tests are there that the
+# threat model names.
 set -euo pipefail
 cd "$(dirname "$0")/../docs/decisions"
 
@@ -23,4 +24,7 @@ while IFS= read -r page; do
 done < <(grep -oE '\([0-9]{4}-[a-z0-9-]+\.md\)' README.md | tr -d '()')
 numbers=$(printf '%s\n' [0-9]*.md | cut -c1-4 | sort | uniq -d)
 [[ -z $numbers ]] || complain README.md "these numbers are used twice: $numbers"
+while IFS= read -r test; do
+  [[ -n $(find ../../crates -path "*/$test" -print -quit) ]] || complain ../threat-model.md "it names $test, which does not exist"
+done < <(grep -oE '`[a-z_/]+\.rs`' ../threat-model.md | tr -d '`' | sort -u)
 exit "$bad"

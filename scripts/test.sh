@@ -181,8 +181,8 @@ nightly_lacks() {
   echo "the nightly toolchain lacks $component (rustup component add --toolchain $nightly $component)"
 }
 
-# The core's own tests, and those in which the other side is hostile: peers and owners, their programs and their frames. Leaks are
-# not looked for: threads and tables that live as long as the process are meant to.
+# The core's own tests, those in which the other side is hostile (peers and owners, their programs and their frames, somebody on the
+# path), and those in which lent memory goes away. Leaks are not looked for: threads and tables that live as long as the process are meant to.
 step_asan() {
   local reason
   if reason=$(nightly_lacks); then
@@ -198,6 +198,9 @@ step_asan() {
   log=$logs/asan-faults.log
   RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
     run_tests cargo "+$nightly" test -p towline-testkit --test faults --target "$host" --no-fail-fast -- containers walls
+  log=$logs/asan-lent.log
+  RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
+    run_tests cargo "+$nightly" test -p towline --test stream --test disk --target "$host" --no-fail-fast
 }
 
 # Without those whose order is made by fences alone, by another process, or through two mappings of one page: this sanitizer knows none

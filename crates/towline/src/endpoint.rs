@@ -31,7 +31,7 @@ use crate::region::{Audit, RegisterError, Registered, Span};
 use crate::route::Routing;
 use crate::transfer::{Limits, Op, Transfer};
 use crate::wire::AtomicOp;
-use crate::{Access, Identity, Result, Ticket, fork};
+use crate::{Access, Identity, Result, Ticket, fork, room};
 
 /// This process on the fabric.
 ///
@@ -112,7 +112,10 @@ impl Endpoint {
         storages: Vec<S>,
         access: Access,
     ) -> Result<Vec<Registered<S>>, RegisterError<Vec<S>>> {
-        let mut registered = Vec::with_capacity(storages.len());
+        let mut registered = match room::list("register", storages.len()) {
+            Ok(registered) => registered,
+            Err(error) => return Err(RegisterError { error, storage: storages }),
+        };
         let mut rest = storages.into_iter();
         while let Some(storage) = rest.next() {
             match self.register(storage, access) {

@@ -4,7 +4,7 @@
 use super::{RegionUse, Span};
 use crate::memory::Dtype;
 use crate::memory::sum::{self, Target, Total};
-use crate::{Access, Error, Pinned, Result};
+use crate::{Access, Error, Pinned, Result, room};
 
 /// Memory from an offset on: of this process, or of a peer that shares it.
 #[derive(Debug, Clone, Copy)]
@@ -102,18 +102,20 @@ fn total(
         let message = format!("{len} bytes of {} memories are no sum of {dtype}", sources.len());
         return Err(Error::invalid(OP, message));
     }
-    let mut guards = Vec::with_capacity(sources.len() + targets.len());
+    let mut guards = room::list(OP, sources.len() + targets.len())?;
     let mut hold = |one: &Stretch<'_>, needed| -> Result<*mut u8> {
         let (at, guard) = one.hold(OP, needed, len)?;
         guards.extend(guard);
         Ok(at)
     };
-    let from = sources.iter().map(|one| Ok(hold(one, Access::READ)?.cast_const()));
-    let from = from.collect::<Result<Vec<*const u8>>>()?;
-    let into = targets
-        .iter()
-        .map(|(one, around_cache)| Ok(Target { at: hold(one, Access::WRITE)?, around_cache: *around_cache }));
-    let into = into.collect::<Result<Vec<Target>>>()?;
+    let mut from = room::list(OP, sources.len())?;
+    for one in sources {
+        from.push(hold(one, Access::READ)?.cast_const());
+    }
+    let mut into = room::list(OP, targets.len())?;
+    for (one, around_cache) in targets {
+        into.push(Target { at: hold(one, Access::WRITE)?, around_cache: *around_cache });
+    }
     // SAFETY: `hold` has checked every range, and the guards and pins keep them; no Rust reference to them exists.
     unsafe { sum::sum(total, dtype, &from, &into, len) };
     Ok(())

@@ -61,8 +61,9 @@ fn on_grid(
     let first = pieces.first()?;
     let far = Grid { block, phase: divide(first.remote + remote).1 };
     let near = Grid { block, phase: divide(first.local + local).1 };
-    let mut remote_indices = Vec::with_capacity(pieces.len());
-    let mut local_indices = Vec::with_capacity(pieces.len());
+    let (mut remote_indices, mut local_indices) = (Vec::new(), Vec::new());
+    remote_indices.try_reserve_exact(pieces.len()).ok()?;
+    local_indices.try_reserve_exact(pieces.len()).ok()?;
     for piece in pieces {
         let (theirs, ours) = (divide(piece.remote + remote), divide(piece.local + local));
         let (count, rest) = divide(piece.len);
