@@ -189,18 +189,18 @@ step_asan() {
     skip "the address sanitizer" "$reason"
     return
   fi
-  RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
-    run_tests cargo "+$nightly" test -p towline --lib --target "$host" --no-fail-fast
+  # The fake CUDA driver, which the tests load, finds the sanitizer in the program.
+  local -x RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address -Clink-arg=-rdynamic" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0
+  run_tests cargo "+$nightly" test -p towline --lib --target "$host" --no-fail-fast
   log=$logs/asan-hostile.log
-  RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
-    TOWLINE_PROGRAMS=${TOWLINE_PROGRAMS:-2000} \
+  TOWLINE_PROGRAMS=${TOWLINE_PROGRAMS:-2000} \
     run_tests cargo "+$nightly" test -p towline-testkit --test serving --test using --test hostile --target "$host" --no-fail-fast
   log=$logs/asan-faults.log
-  RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
-    run_tests cargo "+$nightly" test -p towline-testkit --test faults --target "$host" --no-fail-fast -- containers walls
+  run_tests cargo "+$nightly" test -p towline-testkit --test faults --target "$host" --no-fail-fast -- containers walls
+  log=$logs/asan-gpus.log
+  run_tests cargo "+$nightly" test -p towline-testkit --test cuda --target "$host" --no-fail-fast -- hostile::
   log=$logs/asan-lent.log
-  RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=address" CARGO_TARGET_DIR=$target_dir/asan ASAN_OPTIONS=detect_leaks=0 \
-    run_tests cargo "+$nightly" test -p towline --test stream --test disk --target "$host" --no-fail-fast
+  run_tests cargo "+$nightly" test -p towline --test stream --test disk --target "$host" --no-fail-fast
 }
 
 # Without those whose order is made by fences alone, by another process, or through two mappings of one page: this sanitizer knows none

@@ -65,7 +65,8 @@ class Transfer(Generic[T_co]):
         That is so when it has ended, but for three cases: NIXL cannot stop what it has begun; over a Unix stream an
         owner that is stopped in the middle of a reduction, an atomic or a write to a file finishes it when it goes on;
         and of a write to another host that was given up, bytes may be on their way until the owner has said that no
-        more of them lands.
+        more of them lands. Where nobody can ask any more, since that host has vanished or this endpoint was closed, it
+        stays false.
         """
         return self._native.quiet()
 
