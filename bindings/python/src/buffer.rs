@@ -104,7 +104,9 @@ impl<'py> Memory<'py> {
             return Ok(Memory::raw(addr, len, Some(owner)));
         }
         if let Ok(mut view) = PyMemoryView::from(object) {
-            if format_holds_pointers(&view.getattr("format")?.extract::<String>()?) {
+            if format_holds_pointers(&view.getattr("format")?.extract::<String>()?)
+                || is_c_with_pointers(&view.getattr("obj")?)?
+            {
                 return Err(holds_pointers(py, asked));
             }
             // A single number has neither shape nor strides, of which the buffer wants some.
@@ -246,7 +248,10 @@ fn of_array_interface<'py>(
     let typestr: String =
         field("typestr")?.and_then(|text| text.extract().ok()).ok_or_else(|| missing("typestr"))?;
     let fields = field("descr")?;
-    if typestr.get(1..2) == Some("O") || fields.is_some_and(|fields| fields_hold_pointers(&fields)) {
+    if typestr.get(1..2) == Some("O")
+        || fields.is_some_and(|fields| fields_hold_pointers(&fields))
+        || is_array_of_objects(object)?
+    {
         return Err(holds_pointers(py, asked));
     }
     let unit = if typestr.get(1..2) == Some("U") { 4 } else { 1 };
@@ -308,6 +313,52 @@ fn fields_hold_pointers(fields: &Bound<'_, PyAny>) -> bool {
         },
         Err(_) => false,
     })
+}
+
+/// Whether NumPy says that an array's elements hold Python objects. Its array interface does not tell of fields whose order is not that
+/// of their addresses.
+fn is_array_of_objects(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let Some(dtype) = object.getattr_opt("dtype")? else { return Ok(false) };
+    match dtype.getattr_opt("hasobject")? {
+        Some(has) => has.extract().or(Ok(false)),
+        None => Ok(false),
+    }
+}
+
+/// Whether an object is one of ctypes that holds pointers. Of unions and packed structures, and of what has them for parts, the format
+/// tells nothing but their bytes.
+fn is_c_with_pointers(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    // What only objects of ctypes have.
+    match object.getattr_opt("_b_needsfree_")? {
+        Some(_) => c_type_holds_pointers(object.get_type().as_any()),
+        None => Ok(false),
+    }
+}
+
+/// [`is_c_with_pointers`], of a type of ctypes. It ends: a type that is part of itself is so behind a pointer.
+fn c_type_holds_pointers(kind: &Bound<'_, PyAny>) -> PyResult<bool> {
+    if kind.hasattr("_length_")? {
+        return c_type_holds_pointers(&kind.getattr("_type_")?);
+    }
+    if let Some(of) = kind.getattr_opt("_type_")? {
+        // A letter for what is simple; what else has a type points to it.
+        return Ok(of.extract::<String>().map_or(true, |letter| matches!(&*letter, "O" | "P" | "z" | "Z")));
+    }
+    let mut is_call = true;
+    for class in kind.getattr("__mro__")?.try_iter()? {
+        let own = class?.getattr("__dict__")?.call_method1("get", ("_fields_",))?;
+        if own.is_none() {
+            continue;
+        }
+        is_call = false;
+        for field in own.try_iter()? {
+            if c_type_holds_pointers(&field?.get_item(1)?)? {
+                return Ok(true);
+            }
+        }
+    }
+    // Functions have neither; nor has a structure without a field.
+    Ok(is_call && kind.hasattr("_flags_")?)
 }
 
 pub(crate) fn holds_pointers(py: Python<'_>, asked: Asked) -> PyErr {

@@ -119,6 +119,62 @@ def test_elements_that_are_pointers_are_refused(endpoint: towline.Endpoint) -> N
     endpoint.register(numpy.zeros(2, dtype=numpy.complex64), "read+write").close()
 
 
+class Either(ctypes.Union):
+    _fields_ = [("pointer", ctypes.c_void_p), ("number", ctypes.c_uint64)]
+
+
+class Packed(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("letter", ctypes.c_char), ("object", ctypes.py_object)]
+
+
+class Around(ctypes.Structure):
+    _fields_ = [("number", ctypes.c_int), ("rows", Either * 2)]
+
+
+class Derived(Around):
+    _fields_ = [("more", ctypes.c_int)]
+
+
+class Call(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("letter", ctypes.c_char), ("function", ctypes.CFUNCTYPE(None))]
+
+
+class Link(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("letter", ctypes.c_char), ("to", ctypes.POINTER(ctypes.c_int))]
+
+
+class Plain(ctypes.Union):
+    _fields_ = [("number", ctypes.c_uint64), ("bytes", ctypes.c_uint8 * 8)]
+
+
+class PlainPacked(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("letter", ctypes.c_char), ("plain", Plain), ("real", ctypes.c_double)]
+
+
+def test_pointers_that_no_format_tells_are_refused(endpoint: towline.Endpoint) -> None:
+    # Of unions and packed structures ctypes tells nothing but their bytes.
+    hidden: list[Any] = [(kind * 2)() for kind in (Either, Packed, Around, Derived, Call, Link)]
+    hidden += [Packed(), memoryview(Either()), memoryview((Packed * 2)()).cast("B")]
+    # Fields in another order than their addresses can be told neither by a buffer nor by an array interface.
+    def turned(kind: str) -> numpy.ndarray[Any, Any]:
+        return numpy.zeros(
+            4, numpy.dtype({"names": ["a", "b"], "formats": [kind, "i1"], "offsets": [8, 0], "itemsize": 16})
+        )
+
+    hidden += [turned("O"), turned("O")[::2]]
+    for array in hidden:
+        with pytest.raises(towline.Invalid, match="pointers"):
+            endpoint.register(array, "read+write")
+        with pytest.raises(towline.Invalid, match="pointers"):
+            towline.connect.Descriptor(array)
+    for plain in ((Plain * 2)(), PlainPacked(), memoryview((PlainPacked * 2)()), turned("i8")):
+        endpoint.register(plain, "read+write").close()
+
+
 def test_read_only_memory_is_never_written(endpoint: towline.Endpoint) -> None:
     frozen = numpy.zeros(8, numpy.uint8)
     frozen.setflags(write=False)
