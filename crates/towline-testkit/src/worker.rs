@@ -6,6 +6,7 @@
 mod alone;
 mod chase;
 mod leaving;
+mod mapped;
 mod operations;
 mod pinning;
 mod segments;
@@ -47,7 +48,10 @@ pub fn storage(len: usize, kind: &str) -> towline::Result<Arc<dyn Storage>> {
             Ok(Arc::new(DeviceStorage::options().memory(DeviceMemory::Exportable).allocate(len)?))
         }
         "segments" => segments::storage(len),
-        other => Err(Error::new(Kind::Invalid, "register", format!("no storage is called {other}"))),
+        other => match other.strip_prefix("mapped:") {
+            Some(path) => mapped::storage(len, path.as_ref()),
+            None => Err(Error::new(Kind::Invalid, "register", format!("no storage is called {other}"))),
+        },
     }
 }
 
@@ -370,6 +374,7 @@ impl Worker {
                 "listen" => options.listen(value.parse().map_err(|_| bad(format!("{key}={value}")))?),
                 "require" => options.routing(requiring(value)?),
                 "tls" => options.tls(towline::Tls::by_ticket()?),
+                "checksums" => options.checksums(value == "yes"),
                 "lanes" => options.lanes(number()? as usize),
                 "share" => options.share_between_containers(value == "yes"),
                 "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" | "memory" => {

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use towline::{Access, Kind, SharedStorage, Ticket};
+use towline::{Access, Dtype, Endpoint, Kind, ReduceOp, SharedStorage, Ticket, Tls};
 use towline_testkit::bench::{forced, outcome, routing};
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::{Process, Wall};
@@ -93,6 +93,70 @@ fn where_copies_between_processes_are_forbidden_the_unix_stream_serves() {
     let refused = walled.ask(&format!("import {ticket} cma")).unwrap_err();
     assert_eq!(refused.kind, Kind::Unavailable, "{refused}");
     assert!(refused.message.contains("process_vm_readv"), "{refused}");
+}
+
+/// Where the calls that report a missing page are forbidden, others must report it: whoever may cut a file ends no owner.
+#[test]
+fn an_owner_that_may_not_copy_between_processes_outlives_memory_that_goes_away() {
+    const NAME: &str = "an_owner_that_may_not_copy_between_processes_outlives_memory_that_goes_away";
+    let _watchdog = watch(NAME, Duration::from_secs(60));
+    let half = (MIB / 2) as u64;
+    let path = std::env::temp_dir().join(format!("towline-walls-{}", std::process::id()));
+    for (way, options) in [("unix", ""), ("tcp", ""), ("tcp", "tls=yes"), ("tcp", "checksums=yes")] {
+        let Some(mut owner) = open_behind(Wall::NoProcessVm, NAME, "seccomp") else { return };
+        owner.must(&format!("open owner {options}"));
+        let file = fs::File::create(&path).unwrap();
+        file.set_len(MIB as u64).unwrap();
+        let lent = owner.must(&format!("register {MIB} mapped:{} read+write", path.display())).number(0);
+        let ticket: Ticket = owner.must(&format!("ticket {lent}")).text(0).parse().unwrap();
+        let mut user =
+            Endpoint::options("user").routing(routing(way)).checksums(options.contains("checksums"));
+        if options.contains("tls") {
+            user = user.tls(Tls::by_ticket().unwrap());
+        }
+        let user = user.open().unwrap();
+        let remote = user.import(&ticket).unwrap();
+        let near = local(&user, MIB);
+        let reduce = || user.reduce_into(&remote, &near, ReduceOp::Sum, Dtype::U64).at(half, 0, 1 << 16);
+        // What each way to touch it does while it is there.
+        let stamp = Stamp::new(7, 1);
+        stamp.fill_storage(near.storage()).unwrap();
+        outcome(user.write(&remote, &near).start()).unwrap();
+        near.write_at(0, &vec![0; MIB]).unwrap();
+        outcome(user.read(&remote, &near).start()).unwrap();
+        stamp.verify_storage(near.storage(), 0, MIB).unwrap();
+        near.write_at(0, &1u64.to_le_bytes()).unwrap();
+        outcome(user.write(&remote, &near).at(half, 0, 8).start()).unwrap();
+        user.fetch_add(&remote, half, 5).unwrap().wait().unwrap();
+        near.write_at(0, &[0; 1 << 16]).unwrap();
+        near.write_at(0, &2u64.to_le_bytes()).unwrap();
+        outcome(reduce().start()).unwrap();
+        outcome(user.read(&remote, &near).at(half, 0, 8).start()).unwrap();
+        let mut word = [0; 8];
+        near.read_at(0, &mut word).unwrap();
+        assert_eq!(u64::from_le_bytes(word), 8, "by {way} {options}");
+        // And when half of it is not, for whoever begins behind the end and in front of it.
+        file.set_len(half).unwrap();
+        let outcomes = [
+            ("small read", outcome(user.read(&remote, &near).at(half, 0, 100).start())),
+            ("read", outcome(user.read(&remote, &near).start())),
+            ("small write", outcome(user.write(&remote, &near).at(half, 0, 100).start())),
+            ("write", outcome(user.write(&remote, &near).start())),
+            ("add", user.fetch_add(&remote, half, 1).unwrap().wait().map(drop)),
+            ("reduce", outcome(reduce().start())),
+        ];
+        for (what, outcome) in outcomes {
+            let error = outcome.expect_err(what);
+            assert_eq!(error.kind(), Kind::Stale, "{what} by {way} {options}: {error}");
+        }
+        // It lives on, and what is there is served.
+        stamp.fill_storage(near.storage()).unwrap();
+        outcome(user.write(&remote, &near).at(0, 0, half).start()).unwrap();
+        near.write_at(0, &vec![0; MIB]).unwrap();
+        outcome(user.read(&remote, &near).at(0, 0, half).start()).unwrap();
+        stamp.verify_storage(near.storage(), 0, MIB / 2).unwrap();
+        fs::remove_file(&path).unwrap();
+    }
 }
 
 /// A memory control group; gone with the value.

@@ -1,12 +1,16 @@
 //! Access to memory that was lent, which may be gone: by calls that report a missing page where an access would end the process.
 #![allow(unsafe_code, reason = "hands addresses to the kernel, which checks them")]
 
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 use rustix::mm::Advice;
+use rustix::pipe::{PipeFlags, pipe_with};
 
-use super::{bytes, map};
+use super::map;
+use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// The error for memory that was lent and is not there any more.
@@ -18,7 +22,7 @@ pub(crate) fn gone(op: &'static str) -> Error {
     )
 }
 
-/// Some containers forbid the calls, also on oneself. Then an access is a plain one: whoever lends memory there must keep it.
+/// Some containers forbid the calls, also on oneself. Then the bytes go through a pipe, whose calls report a missing page too.
 static FORBIDDEN: AtomicBool = AtomicBool::new(false);
 
 /// Copies bytes out of memory that may be gone.
@@ -28,11 +32,13 @@ static FORBIDDEN: AtomicBool = AtomicBool::new(false);
 pub(crate) unsafe fn read(op: &'static str, into: *mut u8, from: *const u8, len: usize) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
-        if !all(op, libc::process_vm_readv, into, from.cast_mut(), len)? {
-            bytes::copy(into, from, len);
+        let done = all(op, libc::process_vm_readv, into, from.cast_mut(), len)?;
+        if done < len {
+            through_pipe(op, into.wrapping_add(done), from.wrapping_add(done), len - done)
+        } else {
+            Ok(())
         }
     }
-    Ok(())
 }
 
 /// Copies bytes into memory that may be gone.
@@ -43,11 +49,13 @@ pub(crate) unsafe fn read(op: &'static str, into: *mut u8, from: *const u8, len:
 pub(crate) unsafe fn write(op: &'static str, into: *mut u8, from: *const u8, len: usize) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {
-        if !all(op, libc::process_vm_writev, from.cast_mut(), into, len)? {
-            bytes::copy_to_publish(into, from, len);
+        let done = all(op, libc::process_vm_writev, from.cast_mut(), into, len)?;
+        if done < len {
+            through_pipe(op, into.wrapping_add(done), from.wrapping_add(done), len - done)
+        } else {
+            Ok(())
         }
     }
-    Ok(())
 }
 
 type Call = unsafe extern "C" fn(
@@ -59,17 +67,14 @@ type Call = unsafe extern "C" fn(
     libc::c_ulong,
 ) -> isize;
 
-/// False: the call is forbidden here.
+/// How many bytes the call has moved: fewer than all where it is forbidden here.
 ///
 /// # Safety
 /// `near` is valid for the direction of the call for `len` bytes.
-unsafe fn all(op: &'static str, call: Call, near: *mut u8, far: *mut u8, len: usize) -> Result<bool> {
-    if FORBIDDEN.load(Ordering::Relaxed) {
-        return Ok(false);
-    }
+unsafe fn all(op: &'static str, call: Call, near: *mut u8, far: *mut u8, len: usize) -> Result<usize> {
     let pid = rustix::process::getpid().as_raw_nonzero().get();
     let mut at = 0;
-    while at < len {
+    while at < len && !FORBIDDEN.load(Ordering::Relaxed) {
         let part =
             |start: *mut u8| libc::iovec { iov_base: start.wrapping_add(at).cast(), iov_len: len - at };
         let (near, far) = (part(near), part(far));
@@ -86,16 +91,80 @@ unsafe fn all(op: &'static str, call: Call, near: *mut u8, far: *mut u8, len: us
                     Some(libc::EFAULT) => return Err(gone(op)),
                     Some(libc::EPERM | libc::ENOSYS) => {
                         if !FORBIDDEN.swap(true, Ordering::Relaxed) {
-                            tracing::warn!(%error, "process_vm_readv is forbidden here: memory that was lent must not go away");
+                            tracing::warn!(%error, "process_vm_readv is forbidden here: memory that was lent is copied through a pipe");
                         }
-                        return Ok(false);
                     }
                     _ => return Err(Error::os(op, "process_vm call", error)),
                 }
             }
         }
     }
-    Ok(true)
+    Ok(at)
+}
+
+/// A pipe, empty while nobody uses it.
+struct Detour {
+    from: OwnedFd,
+    to: OwnedFd,
+}
+
+/// So many bytes go into the pipe at once, where it takes them.
+const PIPED: usize = 64 << 10;
+
+/// Copies between memory one of whose ends may be gone, through a pipe: a call out of the one, and one into the other. One pipe for the
+/// whole process, since nobody is in a hurry where the calls above are forbidden.
+///
+/// # Safety
+/// The end that was not lent is valid for that access; no Rust reference to the other is alive.
+unsafe fn through_pipe(op: &'static str, into: *mut u8, from: *const u8, len: usize) -> Result<()> {
+    static DETOUR: Mutex<Option<Detour>> = Mutex::new(None);
+    let mut kept = lock(&DETOUR);
+    // Taken out: a pipe in which something is left behind is not used again.
+    let detour = match kept.take() {
+        Some(detour) => detour,
+        None => {
+            let made = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK);
+            let (from, to) = made.map_err(|error| Error::os(op, "pipe", error))?;
+            Detour { from, to }
+        }
+    };
+    let (mut taken, mut given) = (0, 0);
+    while given < len {
+        if taken == given {
+            // BYTES MOVE HERE
+            // SAFETY: the caller's promise, or the kernel's check.
+            let moved = unsafe {
+                libc::write(detour.to.as_raw_fd(), from.wrapping_add(taken).cast(), PIPED.min(len - taken))
+            };
+            taken += moved_by(op, moved)?;
+        } else {
+            // BYTES MOVE HERE
+            // SAFETY: as above.
+            let moved = unsafe {
+                libc::read(detour.from.as_raw_fd(), into.wrapping_add(given).cast(), taken - given)
+            };
+            given += moved_by(op, moved)?;
+        }
+    }
+    *kept = Some(detour);
+    Ok(())
+}
+
+/// What a call on the pipe has moved: nothing where a signal came.
+fn moved_by(op: &'static str, moved: isize) -> Result<usize> {
+    match usize::try_from(moved) {
+        // An empty pipe takes something, and one with something in it gives it.
+        Ok(0) => Err(gone(op)),
+        Ok(moved) => Ok(moved),
+        Err(_) => {
+            let error = std::io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => Ok(0),
+                Some(libc::EFAULT) => Err(gone(op)),
+                _ => Err(Error::os(op, "pipe", error)),
+            }
+        }
+    }
 }
 
 /// Refuses a range of lent memory of which a page is missing now, and takes the others. What is looked at may be gone a moment
@@ -123,9 +192,7 @@ fn touch(op: &'static str, start: *mut u8, len: usize, page: usize) -> Result<()
     let mut byte = 0;
     for at in (0..len).step_by(page) {
         // SAFETY: the near side is a byte of this function's.
-        if !unsafe { all(op, libc::process_vm_readv, &raw mut byte, start.wrapping_add(at), 1)? } {
-            break;
-        }
+        unsafe { read(op, &raw mut byte, start.wrapping_add(at), 1)? };
     }
     Ok(())
 }
@@ -142,4 +209,49 @@ pub(crate) fn crc32c(op: &'static str, from: *const u8, len: usize) -> Result<u3
         at += some;
     }
     Ok(check)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+
+    use super::*;
+
+    #[test]
+    fn what_goes_through_the_pipe_arrives_and_a_missing_page_is_told_at_either_end() {
+        let page = map::page_size();
+        let len = 5 * PIPED;
+        let (rights, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+        // SAFETY: a fresh mapping where the kernel likes it, which stays.
+        let there =
+            unsafe { mmap_anonymous(null, len + page, rights, MapFlags::PRIVATE) }.unwrap().cast::<u8>();
+        // SAFETY: the last page of this test's own mapping becomes one that nobody may touch.
+        unsafe {
+            let flags = MapFlags::PRIVATE | MapFlags::FIXED;
+            mmap_anonymous(there.wrapping_add(len).cast(), page, ProtFlags::empty(), flags).unwrap();
+        }
+        let source: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+        for start in [0, 1, 4095] {
+            let mut back = vec![0; len];
+            for what in [0, 1, len - start] {
+                // SAFETY: the vectors have that many bytes, and so has the mapping from there on.
+                unsafe {
+                    through_pipe("write", there.wrapping_add(start), source.as_ptr(), what).unwrap();
+                    through_pipe("read", back.as_mut_ptr(), there.wrapping_add(start), what).unwrap();
+                }
+                assert_eq!(back[..what], source[..what]);
+            }
+            for what in [1, page + 1, len - start] {
+                let at = there.wrapping_add(len + 1 - what);
+                // SAFETY: as above, and the kernel finds that the last byte is missing.
+                let outcomes = unsafe {
+                    let written = through_pipe("write", at, source.as_ptr(), what);
+                    [written, through_pipe("read", back.as_mut_ptr(), at, what)]
+                };
+                assert_eq!(outcomes.map(|outcome| outcome.unwrap_err().kind()), [Kind::Stale; 2]);
+            }
+        }
+    }
 }
