@@ -377,6 +377,10 @@ impl Worker {
                 "checksums" => options.checksums(value == "yes"),
                 "lanes" => options.lanes(number()? as usize),
                 "share" => options.share_between_containers(value == "yes"),
+                "prove" => {
+                    quotas.prove_within = Duration::from_millis(number()?);
+                    options.quotas(quotas)
+                }
                 "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" | "memory" => {
                     let number = number()?;
                     match key {

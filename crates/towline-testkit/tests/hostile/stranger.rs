@@ -123,3 +123,25 @@ fn every_refused_handshake_is_counted_by_reason_and_by_whom() {
         assert_eq!(attacker.refused, 2, "{audit}");
     }
 }
+
+#[test]
+fn strangers_that_hang_up_leave_nothing_for_as_long_as_they_had_time() {
+    const FLOOD: usize = 30_000;
+    let test = "strangers_that_hang_up_leave_nothing_for_as_long_as_they_had_time";
+    // So long that nothing of what they leave is gone by itself before the test is over.
+    let mut target = Target::open_with(test, "prove=600000");
+    let flood = |count: usize| {
+        for _ in 0..count {
+            drop(Attacker::connect(&target.ticket, Medium::Unix));
+        }
+        // Who came last has been let go when this one is told.
+        let mut last = Attacker::connect(&target.ticket, Medium::Unix);
+        last.send(&[0xff; 64]);
+        assert!(last.is_cut_off(PATIENCE * 4));
+        target.process.resident()
+    };
+    let before = flood(2000);
+    let grown = flood(FLOOD).saturating_sub(before);
+    assert!(grown < 4 << 20, "{grown} bytes for {FLOOD} strangers that are gone");
+    target.is_unharmed();
+}

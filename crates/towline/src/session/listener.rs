@@ -17,7 +17,7 @@ use crate::endpoint::EndpointCore;
 use crate::identity::Identity;
 use crate::region::Deed;
 use crate::runtime::socket::{Lane, PeerAddr, Socket};
-use crate::runtime::{self, Interest, Readiness, Source, Timer, Token};
+use crate::runtime::{self, Interest, Readiness, Source, Timer, TimerId, Token};
 use crate::sync::lock;
 use crate::ticket::{self, socket_name};
 use crate::wire::handshake::{LinkBase, ServerHandshake, refusal};
@@ -118,6 +118,7 @@ impl Listener {
             stranger: Arc::clone(&stranger),
             proven: OnceLock::new(),
             connection: OnceLock::new(),
+            deadline: OnceLock::new(),
         });
         let socket = Channel::accepted(socket, endpoint.tls())?;
         let handler: Arc<dyn Handler> = Arc::clone(&newcomer) as Arc<dyn Handler>;
@@ -126,7 +127,8 @@ impl Listener {
         stranger.belongs_to(&connection);
         connection.hold_itself();
         let weak: Weak<dyn Timer> = Arc::downgrade(&newcomer) as Weak<dyn Timer>;
-        runtime::reactor()?.at(runtime::later(Instant::now(), quotas.prove_within), weak, 0);
+        let until = runtime::later(Instant::now(), quotas.prove_within);
+        let _ = newcomer.deadline.set(runtime::reactor()?.at(until, weak, 0));
         connection.watch().inspect_err(|error| connection.close(error.clone()))
     }
 
@@ -239,6 +241,8 @@ struct Newcomer {
     /// Who it says it is, once it has proven to hold the key.
     proven: OnceLock<(Identity, KeyRef)>,
     connection: OnceLock<Weak<Connection>>,
+    /// By then it has to have proven itself.
+    deadline: OnceLock<TimerId>,
 }
 
 impl Newcomer {
@@ -369,6 +373,10 @@ impl Timer for Newcomer {
 
 impl Drop for Newcomer {
     fn drop(&mut self) {
+        // Kept until it is due, what each of them leaves in the timers would add up: they may come and go as fast as they like.
+        if let (Some(deadline), Ok(reactor)) = (self.deadline.get(), runtime::reactor()) {
+            reactor.cancel(*deadline);
+        }
         if let Some(endpoint) = self.endpoint.upgrade() {
             endpoint.strangers.leave(&self.stranger);
         }
