@@ -349,6 +349,14 @@ impl Worker {
             "read-all" => self.read_all(line, &mut words),
             "fork" => self.fork(),
             "leave-child" => alone::leave_child(),
+            // The kernel lets only root look into it from now on.
+            "hide" => {
+                let behavior = rustix::process::DumpableBehavior::NotDumpable;
+                match rustix::process::set_dumpable_behavior(behavior) {
+                    Ok(()) => said(""),
+                    Err(error) => Err(bad(error.to_string())),
+                }
+            }
             "starve" => self.starve(&mut words),
             "exit" => std::process::exit(words.take()?),
             other => Err(bad(format!("no order is called {other:?}"))),

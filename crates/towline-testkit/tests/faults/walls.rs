@@ -71,6 +71,41 @@ fn a_peer_of_another_user_is_served_by_the_unix_stream_only() {
     stamp.verify_storage(target.storage(), 0, MIB).unwrap();
 }
 
+/// Same user, same namespaces, and no privilege: what decides is whether the kernel lets the one look into the other.
+#[test]
+fn a_process_that_the_kernel_lets_nobody_look_into_shares_no_memory() {
+    const NAME: &str = "a_process_that_the_kernel_lets_nobody_look_into_shares_no_memory";
+    let _watchdog = watch(NAME, Duration::from_secs(60));
+    let open = || open_behind(Wall::User(NOBODY), NAME, "users");
+    let Some(mut owner) = open() else { return };
+    let ticket = |owner: &mut Process| -> Ticket {
+        let region = owner.must(&format!("register {MIB} shared read")).number(0);
+        owner.must(&format!("ticket {region}")).text(0).parse().unwrap()
+    };
+    let shown = ticket(&mut owner);
+    // Without the wall they do share, so that it is the wall that keeps them apart below.
+    let Some(mut user) = open() else { return };
+    assert_eq!(user.must(&format!("import {shown}")).text(1), "mapped");
+
+    // As the owner: its user does not take what it might hand over, and says why.
+    let Some(mut hidden) = open() else { return };
+    hidden.must("hide");
+    let kept = ticket(&mut hidden);
+    assert_eq!(user.must(&format!("import {kept}")).text(1), "unix");
+    let refused = user.ask(&format!("import {kept} mapped")).unwrap_err();
+    assert_eq!(refused.kind, Kind::Unavailable, "{refused}");
+    assert!(refused.message.contains("does not let this one look into"), "{refused}");
+
+    // As the user: it is given nothing by an owner that it could look into itself.
+    let imported = hidden.must(&format!("import {shown}"));
+    assert_eq!(imported.text(1), "unix");
+    let refused = hidden.ask(&format!("import {shown} mapped")).unwrap_err();
+    assert!(refused.message.contains("does not let it look into this process"), "{refused}");
+    let target = hidden.must(&format!("register {MIB} system none")).number(0);
+    hidden.must(&format!("read {} {target} 0 0 {MIB}", imported.number(0)));
+    assert_eq!(hidden.mapped_segments(), 1, "its own alone");
+}
+
 #[test]
 fn where_copies_between_processes_are_forbidden_the_unix_stream_serves() {
     const NAME: &str = "where_copies_between_processes_are_forbidden_the_unix_stream_serves";
