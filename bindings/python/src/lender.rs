@@ -46,8 +46,15 @@ impl Seen {
         if !object.hasattr("__array_interface__")? {
             return Ok(None);
         }
-        let buffer = PyUntypedBuffer::get(object)?;
-        let (data, nbytes) = (buffer.buf_ptr().addr(), buffer.len_bytes());
+        let (data, nbytes) = match PyUntypedBuffer::get(object) {
+            Ok(buffer) => (buffer.buf_ptr().addr(), buffer.len_bytes()),
+            // NumPy exports no buffer of times, nor of types that are not its own.
+            Err(_) => {
+                let interface = object.getattr("__array_interface__")?;
+                let (data, _): (usize, bool) = interface.get_item("data")?.extract()?;
+                (data, object.getattr("nbytes")?.extract()?)
+            }
+        };
         Ok(Some(Seen { data, storage: data, nbytes }))
     }
 }
