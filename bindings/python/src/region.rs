@@ -75,10 +75,8 @@ impl Holder {
         // After the lock: asking the lender runs Python code.
         let checked = lender.map_or(Ok(()), |lender| lender.check(py, op));
         if checked.is_err() {
-            // Whoever is inside drops it when it leaves.
-            let lost = self.lock().registered.take();
-            py.detach(|| drop(lost));
-            self.left.notify_all();
+            // Somebody may still be inside: then the region stays, for whoever closes it to wait for.
+            let _ = py.detach(|| self.close(Duration::ZERO));
         }
         checked
     }

@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
+import numpy
 import pytest
 
 import towline
@@ -83,6 +85,48 @@ def test_a_second_close_says_that_somebody_is_still_inside() -> None:
         assert first == [towline.Timeout]
         owner.send_signal(signal.SIGCONT)
         reading.wait()
+        region.close()
+        owner.kill()
+
+
+class Lender:
+    """Lends the memory of an array, and may come to have another one."""
+
+    def __init__(self, array: numpy.ndarray[Any, Any]) -> None:
+        self.array = array
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return dict(self.array.__array_interface__)
+
+
+def test_the_close_of_a_region_whose_memory_was_lost_says_that_somebody_is_still_inside() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner, towline.Endpoint("user", stall_timeout=60) as user:
+        assert owner.stdout is not None
+        remote = user.import_(owner.stdout.readline().strip(), require="unix")
+        before = numpy.zeros(32 << 20, numpy.uint8)
+        lender = Lender(before)
+        region = user.register(lender, "none")
+        owner.send_signal(signal.SIGSTOP)
+        try:
+            reading = user.read(remote, region)
+            # It has other memory now, and the read still goes into what it had.
+            lender.array = numpy.zeros(8, numpy.uint8)
+            with pytest.raises(towline.Stale):
+                region.ticket()
+            for _ in range(2):
+                with pytest.raises(towline.Timeout):
+                    region.close(timeout=0.1)
+        finally:
+            owner.send_signal(signal.SIGCONT)
+        with suppress(towline.Error):
+            reading.wait()
         region.close()
         owner.kill()
 
