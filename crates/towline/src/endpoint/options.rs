@@ -75,6 +75,7 @@ impl EndpointOptions {
     }
 
     /// Requires peers to know a secret in addition to holding a ticket: those that come to this endpoint, and the owners that it goes to.
+    /// Endpoints of one process are not asked.
     pub fn secret(mut self, secret: &[u8]) -> EndpointOptions {
         self.secret = Some(Secret::new(secret));
         self
