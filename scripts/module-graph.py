@@ -18,7 +18,6 @@ KNOWN = {
         {"layout", "request"},
     ],
     "crates/towline": [
-        {"cuda", "memory", "runtime"},
         {"endpoint", "notify", "region", "route", "session", "transfer", "transport"},
         {"ticket", "wire"},
     ],

@@ -30,6 +30,7 @@ struct ReadmeExamples;
 struct NixlPageExamples;
 
 mod access;
+mod bytes;
 mod completion;
 pub mod connect;
 pub mod cuda;

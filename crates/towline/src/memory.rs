@@ -29,10 +29,9 @@
 //! # }
 //! ```
 
+mod access;
 mod arena;
 mod buffer;
-pub(crate) mod bytes;
-pub(crate) mod checked;
 mod description;
 mod device;
 mod disk;
@@ -50,9 +49,9 @@ mod shared;
 pub(crate) mod sum;
 mod system;
 
+pub use access::MemoryAccess;
 pub use arena::{Arena, ArenaBuffer};
 pub use buffer::{Buffer, OffsetBuffer, create_buffer};
-pub use bytes::MemoryAccess;
 pub use description::{MemoryDescription, Place, Storage, StorageKind};
 pub use device::{DeviceMemory, DeviceOptions, DeviceStorage};
 pub use disk::{DirectIo, DiskOptions, DiskStorage};

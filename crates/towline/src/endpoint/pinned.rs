@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::memory::lent::{self, Turn};
-use crate::memory::{bytes, reduce};
+use crate::memory::reduce;
 use crate::region::{Span, ring, word_at};
 use crate::transport::direct::Held;
-use crate::{Access, Error, Kind, Result, fork};
+use crate::{Access, Error, Kind, Result, bytes, fork};
 
 /// Another worker's memory, pinned for a series of accesses: each is a plain load, store or copy, without a system
 /// call and without a look at the generation.

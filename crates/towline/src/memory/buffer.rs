@@ -7,9 +7,8 @@ use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::bytes;
 use super::{FileSlice, MemoryDescription, NixlDescriptor, Place, SegmentSlice, Storage, StorageKind};
-use crate::{Error, Result};
+use crate::{Error, Result, bytes};
 
 /// A cheap shared handle to any storage.
 ///

@@ -8,9 +8,9 @@
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Mutex, MutexGuard};
 
-use super::checked;
 use super::reduce::{self, Dtype, ReduceOp};
 use crate::Result;
+use crate::bytes::checked;
 use crate::sync::lock;
 
 static TURN: Mutex<()> = Mutex::new(());

@@ -9,9 +9,8 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fen
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
-use super::bytes;
 use crate::runtime::rseq::{self, Went, Word as _};
-use crate::{Error, Result};
+use crate::{Error, Result, bytes};
 
 /// How two elements become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::{Patience, RegionCore, RegionUse, Registered, Span, signal};
 use crate::memory::lent::{self, Turn};
-use crate::memory::{Place, Storage, bytes, reduce};
-use crate::{Error, Kind, Result};
+use crate::memory::{Place, Storage, reduce};
+use crate::{Error, Kind, Result, bytes};
 
 impl RegionCore {
     /// The address of the eight aligned bytes at that offset.

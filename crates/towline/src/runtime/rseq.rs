@@ -198,7 +198,7 @@ unsafe fn plain_copy(parts: &[RawPartMut], mut bytes: &[u8]) {
     for part in parts {
         let (now, rest) = bytes.split_at(part.len.min(bytes.len()));
         // SAFETY: the caller's promise; `now` is not longer than the part.
-        unsafe { crate::memory::bytes::copy(part.ptr, now.as_ptr(), now.len()) };
+        unsafe { crate::bytes::copy(part.ptr, now.as_ptr(), now.len()) };
         bytes = rest;
     }
 }

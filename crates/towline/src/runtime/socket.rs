@@ -25,9 +25,9 @@ use rustix::net::{
 };
 
 pub(crate) use self::tuning::Acknowledged;
+use crate::bytes::checked::gone;
 use crate::error::{Error, Kind, Result};
 use crate::fork;
-use crate::memory::checked::gone;
 use crate::runtime::rseq;
 
 /// Descriptors in one message: the kernel's SCM_MAX_FD.

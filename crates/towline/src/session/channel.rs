@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::memory::{bytes, checked};
+use crate::bytes::{self, checked};
 use crate::runtime::rseq;
 use crate::runtime::socket::{Family, Lane, RawPart, RawPartMut, Received, Sent, Socket};
 use crate::sync::lock;

@@ -6,10 +6,9 @@ use std::sync::{Arc, Mutex};
 
 use super::connection::Connection;
 use crate::endpoint::budget::Charge;
-use crate::memory::bytes;
 use crate::sync::lock;
 use crate::wire::{Block, Check, Message};
-use crate::{Error, Result};
+use crate::{Error, Result, bytes};
 
 /// Over the control connection, which the event loop drives, a request with checksums has at most this many bytes.
 pub(super) const MOST_ON_CONTROL: u64 = 1 << 20;

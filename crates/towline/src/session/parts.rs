@@ -8,9 +8,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 pub(super) use self::sink::{GivenUp, Landed, SCRATCH, Sink, hung_up};
+use crate::bytes::{self, checked};
 use crate::endpoint::budget::Charge;
 use crate::layout::Piece;
-use crate::memory::{bytes, checked};
 use crate::region::{RegionCore, RegionUse};
 use crate::runtime::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::transfer::LocalHold;

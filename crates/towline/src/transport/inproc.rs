@@ -10,12 +10,12 @@ use super::gpu::{Far, GpuAttachment, Inside, Spot};
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
-use crate::memory::{Dtype, Place, ReduceOp, bytes, lent, reduce};
+use crate::memory::{Dtype, Place, ReduceOp, lent, reduce};
 use crate::notify::Notification;
 use crate::region::{RegionCore, raise_own, stale};
 use crate::transfer::{After, Op, Signal};
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, bytes};
 
 /// The transport between endpoints of one process.
 pub(crate) struct InProc;

@@ -12,7 +12,7 @@ use std::arch::x86_64::{
 };
 
 use super::Target;
-use crate::memory::bytes;
+use crate::bytes;
 
 /// The bytes that are added up at a time.
 const LINE: usize = 64;

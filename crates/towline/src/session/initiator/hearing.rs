@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
 use super::{Pending, Session};
+use crate::bytes::checked;
 use crate::memory::Mapping;
-use crate::memory::checked;
 use crate::session::connection::{Connection, Handler, Next, Role};
 use crate::session::importing::Answer;
 use crate::session::parts::Sink;

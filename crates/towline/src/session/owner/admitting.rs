@@ -7,8 +7,9 @@ use std::sync::{Arc, Weak};
 
 use super::grants::{GRANT, Granting, no_such_grant};
 use super::{Serving, Standing};
+use crate::bytes::checked;
 use crate::endpoint::EndpointCore;
-use crate::memory::{Holder, checked};
+use crate::memory::Holder;
 use crate::region::{Deed, RegionCore, RegionUse, SERVED, Served, stale};
 use crate::runtime::socket::RawPartMut;
 use crate::session::checks;

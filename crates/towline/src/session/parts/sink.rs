@@ -2,8 +2,8 @@
 #![allow(unsafe_code, reason = "receives into raw parts of registered memory")]
 
 use super::{AT_ONCE, Keep};
+use crate::bytes::{self, checked};
 use crate::endpoint::budget::Charge;
-use crate::memory::{bytes, checked};
 use crate::region::stale;
 use crate::runtime::rseq;
 use crate::runtime::socket::RawPartMut;

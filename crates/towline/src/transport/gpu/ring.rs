@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use crate::cuda::{CopyOptions, Copying, Gpu, Run};
 use crate::layout::Piece;
-use crate::memory::{PinnedStorage, bytes};
+use crate::memory::PinnedStorage;
 use crate::sync::lock;
-use crate::{Result, room};
+use crate::{Result, bytes, room};
 
 /// The bytes of one slot: long enough that the bus shows no gaps, short enough for a cache.
 pub(crate) const SLOT: usize = 4 << 20;

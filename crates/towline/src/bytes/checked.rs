@@ -9,7 +9,6 @@ use rustix::io::Errno;
 use rustix::mm::Advice;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use super::map;
 use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
@@ -170,7 +169,7 @@ fn moved_by(op: &'static str, moved: isize) -> Result<usize> {
 /// Refuses a range of lent memory of which a page is missing now, and takes the others. What is looked at may be gone a moment
 /// later.
 pub(crate) fn look(op: &'static str, from: *const u8, len: usize) -> Result<()> {
-    let page = map::page_size();
+    let page = rustix::param::page_size();
     let start = from.addr() & !(page - 1);
     let whole = (from.addr() + len).next_multiple_of(page) - start;
     let range = std::ptr::with_exposed_provenance_mut(start);
@@ -221,7 +220,7 @@ mod tests {
 
     #[test]
     fn what_goes_through_the_pipe_arrives_and_a_missing_page_is_told_at_either_end() {
-        let page = map::page_size();
+        let page = rustix::param::page_size();
         let len = 5 * PIPED;
         let (rights, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         // SAFETY: a fresh mapping where the kernel likes it, which stays.
