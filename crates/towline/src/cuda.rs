@@ -26,6 +26,7 @@ mod host;
 mod lane;
 mod list;
 mod mark;
+pub(crate) mod watch;
 
 pub use availability::{Availability, DeviceFacts, availability, load_driver};
 pub use blocks::Blocks;

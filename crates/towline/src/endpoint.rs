@@ -1,6 +1,5 @@
 //! The front door: open, register, import, read, write, notify.
 
-pub(crate) mod budget;
 pub(crate) mod claim;
 mod core;
 pub(crate) mod import;
@@ -9,7 +8,6 @@ mod metrics;
 pub(crate) mod operations;
 mod options;
 mod pinned;
-mod quotas;
 mod request;
 mod stats;
 
@@ -22,7 +20,6 @@ pub(crate) use self::core::EndpointCore;
 pub use self::import::Remote;
 pub use self::options::EndpointOptions;
 pub use self::pinned::Pinned;
-pub use self::quotas::Quotas;
 pub use self::request::Request;
 pub use self::stats::{PathStats, Stats};
 use crate::memory::{Dtype, ReduceOp, Storage};

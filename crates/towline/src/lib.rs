@@ -30,6 +30,7 @@ struct ReadmeExamples;
 struct NixlPageExamples;
 
 mod access;
+mod budget;
 mod bytes;
 mod completion;
 pub mod connect;
@@ -62,7 +63,7 @@ mod transport;
 pub mod wire;
 
 pub use access::Access;
-pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Quotas, Remote, Request, Stats};
+pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Remote, Request, Stats};
 pub use error::{Error, Kind, Result};
 #[doc(hidden)]
 pub use fork::guard as fork_guard;
@@ -82,6 +83,7 @@ pub use region::{
     Stretch, average, can_average, can_sum, sum,
 };
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
+pub use session::Quotas;
 pub use ticket::{Narrow, Reach, Ticket};
 pub use tls::Tls;
 #[doc(hidden)]

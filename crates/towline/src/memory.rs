@@ -44,6 +44,7 @@ mod nixl;
 mod pinned;
 mod pinning;
 pub(crate) mod reduce;
+pub(crate) mod ring;
 mod segment;
 mod shared;
 pub(crate) mod sum;

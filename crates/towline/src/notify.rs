@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, Weak};
 use std::task::{Context, Poll, Waker};
 
 pub(crate) use self::mailbox::Mailbox;
+use crate::budget::{Account, Budget, Charge};
 use crate::endpoint::EndpointCore;
-use crate::endpoint::budget::{Account, Budget, Charge};
 use crate::identity::Identity;
 use crate::sync::lock;
 use crate::{Error, Result, fork};

@@ -387,6 +387,12 @@ impl<S: Storage> From<StillPinned<S>> for Error {
     }
 }
 
+/// The error of everything that acts on words, where the bytes are in a file or on a GPU.
+pub(crate) fn no_words(op: &'static str, place: Place) -> Error {
+    let at = if place == Place::Disk { "in a file" } else { "on a GPU" };
+    Error::new(Kind::Unsupported, op, format!("the bytes are {at}, which takes reads and writes only"))
+}
+
 /// The error of everything that finds the region revoked.
 pub(crate) fn stale(op: &'static str) -> Error {
     Error::new(Kind::Stale, op, "the region was deregistered or its memory recycled")

@@ -2,8 +2,9 @@
 
 use std::net::SocketAddr;
 
-use super::{Endpoint, EndpointCore, Quotas};
+use super::{Endpoint, EndpointCore};
 use crate::route::Routing;
+use crate::session::Quotas;
 use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::transport::nixl::NixlOptions;

@@ -11,10 +11,9 @@ use crate::cuda::StreamHandle;
 use crate::layout::{IndexList, Layout, Listed, Piece, Plan};
 use crate::memory::Place;
 use crate::notify::MAX_MESSAGE;
-use crate::region::{RegionUse, Span};
+use crate::region::{RegionUse, Span, no_words};
 use crate::route::Routing;
 use crate::transfer::{self, After, Limits, OnEnd, Op, Parts, Signal, Transfer, TransferCore};
-use crate::transport::inproc::file::no_words;
 use crate::transport::{Attachment, Begun, Capabilities, gpu};
 use crate::{Access, Error, Kind, Result, fork, room};
 
@@ -434,8 +433,7 @@ impl<'a> Request<'a> {
         match self.remote.place() {
             Place::Host => {}
             _ if plain.contains(self.needs()) => {}
-            Place::Disk => return Err(no_words(self.op.name())),
-            Place::Cuda(_) => return Err(gpu::no_words(self.op.name())),
+            place => return Err(no_words(self.op.name(), place)),
         }
         let word = match (self.op, self.after.signal) {
             (Op::Atomic { offset, .. }, _) => Some(offset),

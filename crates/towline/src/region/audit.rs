@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::endpoint::budget::{Account, Charge};
+use crate::budget::{Account, Charge};
 use crate::identity::{Identity, Incarnation};
 use crate::sync::lock;
 
@@ -199,7 +199,7 @@ fn others() -> Identity {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::endpoint::budget::Budget;
+    use crate::budget::Budget;
 
     fn ledger(memory: u64) -> Ledger {
         Ledger::new(&Budget::new("tests", memory).part(memory))

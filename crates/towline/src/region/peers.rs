@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use super::RegionCore;
 use super::process::PeerProcess;
+use crate::budget::Charge;
 use crate::endpoint::EndpointCore;
-use crate::endpoint::budget::Charge;
 use crate::fence::life::{LifeView, SlotState};
 use crate::fence::pins::{Holder, PinPage};
 use crate::runtime;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use super::RegionCore;
 use super::audit::{Deed, Entry};
-use crate::endpoint::budget::Charge;
+use crate::budget::Charge;
 use crate::sync::lock;
 
 /// A session over which bytes of regions go.

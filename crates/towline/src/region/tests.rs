@@ -10,8 +10,8 @@ use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use super::served::looked;
 use super::{PeerPins, PeerProcess, Registered, StillPinned};
+use crate::budget::Charge;
 use crate::endpoint::EndpointCore;
-use crate::endpoint::budget::Charge;
 use crate::fence::life::{LifePage, LifeView};
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::table::TableView;

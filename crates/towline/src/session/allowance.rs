@@ -4,10 +4,10 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use crate::endpoint::Quotas;
-use crate::endpoint::budget::{Account, Charge};
+use crate::budget::{Account, Charge};
 use crate::region::Served;
 use crate::runtime::socket::RawPart;
+use crate::session::Quotas;
 use crate::{Error, Kind, Result};
 
 /// What a session takes by itself.
@@ -104,7 +104,7 @@ impl Drop for InFlight {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::endpoint::budget::Budget;
+    use crate::budget::Budget;
 
     #[test]
     fn what_is_in_flight_is_bounded_and_comes_back() {

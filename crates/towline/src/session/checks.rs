@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use super::connection::Connection;
-use crate::endpoint::budget::Charge;
+use crate::budget::Charge;
 use crate::sync::lock;
 use crate::wire::{Block, Check, Message};
 use crate::{Error, Result, bytes};

@@ -20,7 +20,7 @@ use self::wanted::Appliers;
 pub(super) use self::wanted::Wanted;
 use super::channel::{Channel, Landing};
 use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, QUEUE, SCRATCH, Sink};
-use crate::endpoint::budget::Charge;
+use crate::budget::Charge;
 use crate::fence::applying::{Desk, Place};
 use crate::runtime::socket::{Acknowledged, Family, MAX_PARTS, RawPart, Received, Sent};
 use crate::runtime::{self, Interest, Token, panic_message};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use super::allowance::Allowance;
 use super::connection::Connection;
-use crate::endpoint::budget::Charge;
+use crate::budget::Charge;
 use crate::sync::lock;
 use crate::wire::Message;
 use crate::{Error, Kind, Result};
@@ -134,8 +134,8 @@ impl Counting {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::endpoint::Quotas;
-    use crate::endpoint::budget::Budget;
+    use crate::budget::Budget;
+    use crate::session::Quotas;
     use crate::wire::Notify;
 
     fn counting() -> Counting {

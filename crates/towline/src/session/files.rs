@@ -10,17 +10,15 @@ use super::checks;
 use super::connection::{Connection, Role};
 use super::owner::Serving;
 use super::parts::{Bounced, Keep, Landed, Payload, Sink, hung_up};
+use crate::budget::Charge;
 use crate::cuda::Gpu;
-use crate::endpoint::budget::Charge;
 use crate::layout::Piece;
+use crate::memory::ring::{self, Passing, Slot};
 use crate::memory::{FileSlice, Place};
-use crate::region::{RegionCore, Stream, stale};
+use crate::region::{RegionCore, Stream, no_words, stale};
 use crate::runtime::socket::RawPart;
 use crate::runtime::{self, Device, EACH};
 use crate::sync::lock;
-use crate::transport::gpu::ring::{self, Passing, Slot};
-use crate::transport::gpu::{self, flight};
-use crate::transport::inproc::file::no_words;
 use crate::wire::{self, Block, Message};
 use crate::{Error, Kind, Result, room};
 
@@ -84,10 +82,7 @@ impl Asked {
 
     /// The error of everything that acts on words.
     pub(super) fn no_words(&self, op: &'static str) -> Error {
-        match self.source {
-            Source::File(_) => no_words(op),
-            Source::Gpu(_) => gpu::no_words(op),
-        }
+        no_words(op, self.region.place)
     }
 
     /// The ranges as pieces, which lie one after the other in a buffer.
@@ -425,7 +420,7 @@ impl Reading {
             Ok((using, mut passing)) => {
                 // A lane that has nothing to send waits for this, and sends it sooner than if somebody told it.
                 let idle = self.connection.role() == Role::Lane && self.connection.has_sent_all();
-                let waited = idle && flight::wait_idly(&mut passing);
+                let waited = idle && ring::wait_idly(&mut passing);
                 let filled = move |slot: Result<Slot>| {
                     let mut bounce = bounce;
                     let filled = slot.and_then(|slot| bounce.filled(&self.asked, slot));
@@ -443,7 +438,7 @@ impl Reading {
                 if waited {
                     filled(passing.into_slot());
                 } else {
-                    flight::when_done(passing, Box::new(filled));
+                    ring::when_done(passing, Box::new(filled));
                 }
             }
             Err(error) => drop(self.send(bounce, Err(error))),

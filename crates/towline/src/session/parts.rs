@@ -8,8 +8,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 pub(super) use self::sink::{GivenUp, Landed, SCRATCH, Sink, hung_up};
+use crate::budget::Charge;
 use crate::bytes::{self, checked};
-use crate::endpoint::budget::Charge;
 use crate::layout::Piece;
 use crate::region::{RegionCore, RegionUse};
 use crate::runtime::socket::{MAX_PARTS, RawPart, RawPartMut};
@@ -472,7 +472,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::endpoint::budget::Budget;
+    use crate::budget::Budget;
 
     fn ended(whys: &[GivenUp]) -> Result<()> {
         let mut sink = Sink::buffer(64, Keep::Nothing).unwrap().with_body(b"asked");

@@ -24,7 +24,7 @@ use super::gpu::{Far, GpuAttachment, Inside, Spot};
 use super::{Attachment, Capabilities, Loan, Offer, Owner, Probe, Question, Told, Transport};
 use crate::cuda::{Availability, Gpu, MemoryType, PointerFacts, availability, failed};
 use crate::memory::Place;
-use crate::region::RegionCore;
+use crate::region::{RegionCore, no_words};
 use crate::session::GrantHandle;
 use crate::ticket::Claims;
 use crate::transfer::After;
@@ -263,7 +263,7 @@ impl Far for Opening {
 
     fn follow(&self, after: &After) -> Result<()> {
         if after.signal.is_some() {
-            return Err(super::gpu::no_words("signal"));
+            return Err(no_words("signal", Place::Cuda(0)));
         }
         match &after.notify {
             Some(message) => self.handle.session().notify(message),

@@ -5,11 +5,11 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment};
-use super::inproc::file::{move_file_pieces, no_words};
+use super::inproc::file::move_file_pieces;
 use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
-use crate::region::RegionCore;
+use crate::region::{RegionCore, no_words};
 use crate::runtime::Device;
 use crate::session::GrantHandle;
 use crate::ticket::Claims;
@@ -136,11 +136,11 @@ impl Direct for Opened {
     }
 
     fn atomic(&self, _offset: u64, _op: AtomicOp) -> Result<u64> {
-        Err(no_words("atomic"))
+        Err(no_words("atomic", Place::Disk))
     }
 
     fn signal(&self, _signal: Signal) -> Result<()> {
-        Err(no_words("signal"))
+        Err(no_words("signal", Place::Disk))
     }
 
     fn notify(&self, message: &[u8]) -> Result<()> {

@@ -6,8 +6,7 @@
 //! host memory only serve local memory on a GPU by [`Staged`].
 #![allow(unsafe_code, reason = "starts copies between addresses of registered memory")]
 
-pub(crate) mod flight;
-pub(crate) mod ring;
+mod flight;
 mod staged;
 
 use std::any::Any;
@@ -16,15 +15,15 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use self::flight::Flight;
-use self::ring::Slot;
 pub(crate) use self::staged::Staged;
 use super::direct::{Direct, DirectAttachment};
 use super::{Attachment, Begun, Going, Transport};
 use crate::cuda::{Blocks, CopyOptions, Copying, Gpu, MemoryType, Run, StreamHandle};
 use crate::fence::pins::ProcessPin;
 use crate::layout::{Indexed, Piece, Plan, Side};
+use crate::memory::ring::{self, Slot};
 use crate::memory::{Mapping, Place, Segment};
-use crate::region::{RegionCore, RegionUse, stale};
+use crate::region::{RegionCore, RegionUse, no_words, stale};
 use crate::session::GrantHandle;
 use crate::transfer::{After, Op, Signal, TransferCore};
 use crate::wire::AtomicOp;
@@ -49,11 +48,6 @@ const MANY: usize = 64 << 10;
 pub(crate) fn serving(attachment: Arc<dyn Attachment>, op: Op) -> Arc<dyn Attachment> {
     let by_gpu = if matches!(op, Op::Read | Op::Write) { attachment.by_gpu() } else { None };
     by_gpu.unwrap_or_else(|| Staged::over(attachment))
-}
-
-/// The error of everything that acts on words where there is memory of a GPU.
-pub(crate) fn no_words(op: &'static str) -> Error {
-    Error::new(Kind::Unsupported, op, "the bytes are on a GPU, which takes reads and writes only")
 }
 
 /// The remote side of copies that a GPU makes.
@@ -457,7 +451,7 @@ impl Direct for Ringed {
     }
 
     fn atomic(&self, _offset: u64, _op: AtomicOp) -> Result<u64> {
-        Err(no_words("atomic"))
+        Err(no_words("atomic", Place::Cuda(0)))
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {

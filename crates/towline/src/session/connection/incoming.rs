@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::STAGING;
-use crate::endpoint::budget::{Account, Charge};
+use crate::budget::{Account, Charge};
 use crate::runtime::socket::Received;
 use crate::session::channel::{Ahead, Channel};
 use crate::session::parts::Sink;

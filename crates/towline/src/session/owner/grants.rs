@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex};
 
-use crate::endpoint::budget::Charge;
+use crate::budget::Charge;
 use crate::region::{Deed, Served};
 use crate::session::reply::Lending;
 use crate::sync::lock;

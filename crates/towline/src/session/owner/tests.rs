@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use super::grants::GRANT;
 use super::local::LOCAL;
 use super::*;
-use crate::endpoint::Quotas;
 use crate::fence::tests::alone_with_the_watcher;
 use crate::memory::{DiskStorage, MemoryAccess, Stalled};
 use crate::region::SERVED;
 use crate::runtime::socket::{Received, Socket};
+use crate::session::Quotas;
 use crate::session::channel::Channel;
 use crate::session::{GrantHandle, Medium, Session};
 use crate::transport::file::FilePath;
@@ -114,7 +114,7 @@ fn the_defaults_have_room_for_ten_thousand_peers_and_for_a_hundred_thousand_tick
     }
     assert!(quotas.peers >= peers && quotas.grants >= 100_000);
     // Beside a thousand others, which leave less to a single one.
-    let budget = crate::endpoint::budget::Budget::new("tests", quotas.memory);
+    let budget = crate::budget::Budget::new("tests", quotas.memory);
     let others = budget.account();
     let _others = (0..1000).map(|_| others.charge("test", (SESSION + connection + 32 * ticket) as u64));
     assert!(budget.account().charge("test", (100_000 * ticket) as u64).is_ok(), "{ticket} bytes each");

@@ -2,13 +2,13 @@
 #![allow(unsafe_code, reason = "receives into raw parts of registered memory")]
 
 use super::{AT_ONCE, Keep};
+use crate::budget::Charge;
 use crate::bytes::{self, checked};
-use crate::endpoint::budget::Charge;
+use crate::memory::ring::Slot;
 use crate::region::stale;
 use crate::runtime::rseq;
 use crate::runtime::socket::RawPartMut;
 use crate::session::files::Written;
-use crate::transport::gpu::ring::Slot;
 use crate::{Error, Kind, Result, room};
 
 /// One system call that waits until bytes have come may take this many where they are the answer to a read: whoever is woken less

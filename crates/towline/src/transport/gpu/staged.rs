@@ -8,11 +8,10 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use super::flight;
-use super::ring::{Passing, SLOT, Slot, portions};
 use crate::cuda::{CopyOptions, Gpu};
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;
+use crate::memory::ring::{self, Passing, SLOT, Slot, portions};
 use crate::region::RegionUse;
 use crate::runtime;
 use crate::sync::lock;
@@ -249,7 +248,7 @@ impl Stage {
         // SAFETY: the transfer keeps its local region, against which the plan was checked.
         let passing = unsafe { self.between(false, slot, &self.portions[number]) }?;
         let stage = Arc::clone(self);
-        flight::then(
+        ring::then(
             passing,
             Box::new(move |slot| {
                 if let Err(error) = slot.and_then(|slot| stage.send(number, slot)) {
@@ -336,7 +335,7 @@ impl Stage {
                 match unsafe { self.between(true, slot, &self.portions[number]) } {
                     Ok(passing) => {
                         let stage = Arc::clone(self);
-                        flight::then(passing, Box::new(move |slot| stage.landed(number, slot)));
+                        ring::then(passing, Box::new(move |slot| stage.landed(number, slot)));
                     }
                     Err(error) => self.landed(number, Err(error)),
                 }

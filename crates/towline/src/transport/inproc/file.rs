@@ -4,17 +4,17 @@
 use std::sync::Arc;
 
 use super::InProc;
+use crate::Result;
 use crate::identity::Identity;
 use crate::layout::Piece;
-use crate::memory::FileSlice;
+use crate::memory::{FileSlice, Place};
 use crate::notify::Notification;
-use crate::region::{RegionCore, stale};
+use crate::region::{RegionCore, no_words, stale};
 use crate::runtime::Device;
 use crate::transfer::{Op, Signal};
 use crate::transport::Transport;
 use crate::transport::direct::Direct;
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result};
 
 pub(super) struct LocalFile {
     pub(super) region: Arc<RegionCore>,
@@ -44,11 +44,11 @@ impl Direct for LocalFile {
     }
 
     fn atomic(&self, _offset: u64, _op: AtomicOp) -> Result<u64> {
-        Err(no_words("atomic"))
+        Err(no_words("atomic", Place::Disk))
     }
 
     fn signal(&self, _signal: Signal) -> Result<()> {
-        Err(no_words("signal"))
+        Err(no_words("signal", Place::Disk))
     }
 
     fn notify(&self, message: &[u8]) -> Result<()> {
@@ -80,14 +80,9 @@ pub(crate) unsafe fn move_file_pieces(
             match op {
                 Op::Read => file.read(op.name(), far, near, len)?,
                 Op::Write => file.write(op.name(), far, near, len)?,
-                Op::Reduce(..) | Op::Atomic { .. } => return Err(no_words(op.name())),
+                Op::Reduce(..) | Op::Atomic { .. } => return Err(no_words(op.name(), Place::Disk)),
             }
         }
     }
     Ok(())
-}
-
-/// The error of everything that acts on words where there is a file.
-pub(crate) fn no_words(op: &'static str) -> Error {
-    Error::new(Kind::Unsupported, op, "the bytes are in a file, which takes reads and writes only")
 }

@@ -1,13 +1,16 @@
 //! Pinned memory through which bytes pass between a GPU and host memory that it does not reach, both copies at once.
 #![allow(unsafe_code, reason = "copies between addresses of registered memory")]
 
+mod stopover;
+
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+pub(crate) use self::stopover::{then, wait_idly, when_done};
+use super::PinnedStorage;
 use crate::cuda::{CopyOptions, Copying, Gpu, Run};
 use crate::layout::Piece;
-use crate::memory::PinnedStorage;
 use crate::sync::lock;
 use crate::{Result, bytes, room};
 
