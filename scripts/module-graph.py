@@ -21,7 +21,6 @@ KNOWN = {
         {"endpoint", "notify", "region", "route", "session", "transfer", "transport"},
         {"ticket", "wire"},
     ],
-    "crates/towline-comm": [{"collective", "communicator", "cuda", "group", "window"}],
 }
 
 TOKEN = re.compile(

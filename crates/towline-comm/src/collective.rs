@@ -5,7 +5,6 @@
 //! ([`choice`], pure): [`tiny`] in the announcement itself, [`direct`] from memory to memory, [`channel`], [`tree`]
 //! and [`pipeline`] through the channels between pairs of ranks. Messages between two ranks are in [`point`].
 
-mod calls;
 mod channel;
 mod choice;
 mod direct;
@@ -20,39 +19,31 @@ mod tree;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-pub use self::calls::Using;
 use self::channel::Pattern;
 pub use self::choice::Algorithm;
-pub(crate) use self::choice::Kind;
-use self::choice::{Choice, Situation};
+use self::choice::Situation;
+pub(crate) use self::choice::{Choice, Kind};
 use self::direct::{Part, Reach, Whose};
-pub(crate) use self::job::{Ask, Job};
+pub(crate) use self::job::{Ask, Job, digest};
+pub(crate) use self::point::Message;
 use self::run::Run;
 use crate::combine::Op;
-use crate::communicator::Inner;
+use crate::memory::{BUFFER_BIT, Memory, RegisteredMemory, WindowCore};
 use crate::team::{Call, PAYLOAD, Round, Team};
-use crate::window::{BUFFER_BIT, WindowCore};
-use crate::{Error, Memory, Result};
+use crate::{Error, Result};
 
-/// What the collectives of one communicator remember.
-#[derive(Default)]
-pub(crate) struct State {
+/// The collectives and messages of one communicator: what they remember, and the memory that they reach.
+pub(crate) struct Collectives {
+    memory: Arc<RegisteredMemory>,
+    /// The longest wait for another rank.
+    timeout: Duration,
     last: Mutex<Option<Choice>>,
     room: Mutex<tiny::Room>,
     /// Whether all ranks can map each other's registered buffers, by the ids that the ranks gave them.
     agreed: Mutex<HashMap<Vec<u64>, bool>>,
-    pub(self) sources: point::Sources,
-}
-
-impl State {
-    pub(crate) fn last(&self) -> Option<Choice> {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn remember(&self, choice: Choice) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(choice);
-    }
+    sources: point::Sources,
 }
 
 /// This rank shares memory with all others.
@@ -62,70 +53,92 @@ const SEND_MAPPED: u64 = 2;
 /// All parts of the window into which this rank receives are mapped here.
 const RECV_MAPPED: u64 = 4;
 
-/// Runs a collective call to its end. All ranks run the same calls in the same order.
-///
-/// # Errors
-/// `Invalid` on every rank where they ask for different things or the algorithm asked for cannot work: nothing has
-/// happened, and the communicator stays usable. Any other error fails the communicator on all ranks.
-pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {
-    let name = job.kind.name();
-    let nranks = team.nranks();
-    let rides = choice::rides(job.kind, job.bytes(nranks), nranks, job.algorithm, PAYLOAD)?;
-    let _one_call = team.serialise();
-    if rides { run_tiny(inner, team, job) } else { run_large(inner, team, job) }
-        .map_err(|error| error.during(name))
-}
-
-fn run_tiny(inner: &Inner, team: &Team, job: &Job<'_>) -> Result<()> {
-    let nranks = team.nranks();
-    let mut room = inner.collectives.room.lock().unwrap_or_else(PoisonError::into_inner);
-    let room = &mut *room;
-    let payload = room.payload.bytes(job.send.as_ref().map_or(0, |send| send.len()));
-    if let Some(send) = &job.send {
-        send.read_at(0, payload)?;
-    }
-    let words = [job.scale, 0, 0, 0];
-    let call = Call { name: job.kind.name(), digest: job.digest(), words, payload };
-    let round = team.enter_knowing(call)?;
-    inner.collectives.remember(choice::choose(situation(job, nranks, 0, 0), job.algorithm, true)?);
-    if job.block == 0 {
-        return Ok(());
-    }
-    let scales = match job.op {
-        Op::ScaledSum(_) => (0..nranks).map(|rank| round.words(rank)[0]).collect(),
-        _ => Vec::new(),
-    };
-    tiny::run(&Run { team, job, rank: team.rank(), nranks, scales, near: false }, &round, room)
-}
-
-fn run_large(inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {
-    let (rank, nranks) = (team.rank(), team.nranks());
-    let announced = announce(inner, team, job);
-    let header = [announced.flags, job.scale];
-    let call = Call {
-        name: job.kind.name(),
-        digest: job.digest(),
-        words: announced.words,
-        payload: bytemuck::cast_slice(&header),
-    };
-    let round = team.enter(call)?;
-    let everybody = Everybody::read(&round, nranks)?;
-    // Who finds a window gone may be the first to notice that its rank has aborted: that is the cause then.
-    let fail = |error: Error| team.fail(error);
-    let (far, unregistered, reach) = everybody.reach(inner, team, job).map_err(fail)?;
-    let choice = choice::choose(situation(job, nranks, far, unregistered), job.algorithm, false)?;
-    inner.collectives.remember(choice);
-    if job.block == 0 {
-        return Ok(());
-    }
-    let run = Run { team, job, rank, nranks, scales: everybody.scales, near: far == 0 };
-    match choice.algorithm {
-        Algorithm::Direct => {
-            let reach = reach.unwrap_or_else(|| Reach::alone(job));
-            direct::run(&run, &reach).map_err(fail)?;
-            team.leave(round)
+impl Collectives {
+    pub(crate) fn new(memory: Arc<RegisteredMemory>, timeout: Duration) -> Collectives {
+        Collectives {
+            memory,
+            timeout,
+            last: Mutex::default(),
+            room: Mutex::default(),
+            agreed: Mutex::default(),
+            sources: Mutex::default(),
         }
-        algorithm => through_channels(&run, algorithm).map_err(fail),
+    }
+
+    /// The latest choice of an algorithm.
+    pub(crate) fn last(&self) -> Option<Choice> {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remember(&self, choice: Choice) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(choice);
+    }
+
+    /// Runs a collective call to its end. All ranks run the same calls in the same order.
+    ///
+    /// # Errors
+    /// `Invalid` on every rank where they ask for different things or the algorithm asked for cannot work: nothing has
+    /// happened, and the communicator stays usable. Any other error fails the communicator on all ranks.
+    pub(crate) fn run(&self, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {
+        let name = job.kind.name();
+        let nranks = team.nranks();
+        let rides = choice::rides(job.kind, job.bytes(nranks), nranks, job.algorithm, PAYLOAD)?;
+        let _one_call = team.serialise();
+        if rides { self.run_tiny(team, job) } else { self.run_large(team, job) }
+            .map_err(|error| error.during(name))
+    }
+
+    fn run_tiny(&self, team: &Team, job: &Job<'_>) -> Result<()> {
+        let nranks = team.nranks();
+        let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = &mut *room;
+        let payload = room.payload.bytes(job.send.as_ref().map_or(0, |send| send.len()));
+        if let Some(send) = &job.send {
+            send.read_at(0, payload)?;
+        }
+        let words = [job.scale, 0, 0, 0];
+        let call = Call { name: job.kind.name(), digest: job.digest(), words, payload };
+        let round = team.enter_knowing(call)?;
+        self.remember(choice::choose(situation(job, nranks, 0, 0), job.algorithm, true)?);
+        if job.block == 0 {
+            return Ok(());
+        }
+        let scales = match job.op {
+            Op::ScaledSum(_) => (0..nranks).map(|rank| round.words(rank)[0]).collect(),
+            _ => Vec::new(),
+        };
+        tiny::run(&Run { team, job, rank: team.rank(), nranks, scales, near: false }, &round, room)
+    }
+
+    fn run_large(&self, team: &Arc<Team>, job: &Job<'_>) -> Result<()> {
+        let (rank, nranks) = (team.rank(), team.nranks());
+        let announced = announce(&self.memory, team, job);
+        let header = [announced.flags, job.scale];
+        let call = Call {
+            name: job.kind.name(),
+            digest: job.digest(),
+            words: announced.words,
+            payload: bytemuck::cast_slice(&header),
+        };
+        let round = team.enter(call)?;
+        let everybody = Everybody::read(&round, nranks)?;
+        // Who finds a window gone may be the first to notice that its rank has aborted: that is the cause then.
+        let fail = |error: Error| team.fail(error);
+        let (far, unregistered, reach) = everybody.reach(self, team, job).map_err(fail)?;
+        let choice = choice::choose(situation(job, nranks, far, unregistered), job.algorithm, false)?;
+        self.remember(choice);
+        if job.block == 0 {
+            return Ok(());
+        }
+        let run = Run { team, job, rank, nranks, scales: everybody.scales, near: far == 0 };
+        match choice.algorithm {
+            Algorithm::Direct => {
+                let reach = reach.unwrap_or_else(|| Reach::alone(job));
+                direct::run(&run, &reach).map_err(fail)?;
+                team.leave(round)
+            }
+            algorithm => through_channels(&run, algorithm).map_err(fail),
+        }
     }
 }
 
@@ -158,7 +171,7 @@ struct Announced {
     flags: u64,
 }
 
-fn announce(inner: &Inner, team: &Team, job: &Job<'_>) -> Announced {
+fn announce(registered: &RegisteredMemory, team: &Team, job: &Job<'_>) -> Announced {
     let nranks = team.nranks();
     let mut flags = 0;
     if (0..nranks).all(|peer| team.is_near(peer)) {
@@ -171,7 +184,7 @@ fn announce(inner: &Inner, team: &Team, job: &Job<'_>) -> Announced {
         words[place + 1] = offset as u64;
         if flags & NEAR != 0
             && id & BUFFER_BIT == 0
-            && inner.windows().find(id).is_some_and(|window| is_mapped(&window, nranks))
+            && registered.windows().find(id).is_some_and(|window| is_mapped(&window, nranks))
         {
             flags |= mapped;
         }
@@ -207,7 +220,7 @@ impl Everybody {
     /// memory where it is neither. The numbers are the same on all ranks.
     fn reach(
         &self,
-        inner: &Arc<Inner>,
+        collectives: &Collectives,
         team: &Arc<Team>,
         job: &Job<'_>,
     ) -> Result<(usize, usize, Option<Reach>)> {
@@ -223,8 +236,8 @@ impl Everybody {
             return Ok((far, missing, None));
         }
         let meets = send == Plan::Asked || recv == Plan::Asked;
-        let send = self.parts(inner, team, job, send, SEND)?;
-        let recv = self.parts(inner, team, job, recv, RECV)?;
+        let send = self.parts(collectives, team, job, send, SEND)?;
+        let recv = self.parts(collectives, team, job, recv, RECV)?;
         let reach = send.zip(recv).map(|(send, recv)| Reach { send, recv });
         let all = if meets { everybody_says(team, reach.is_some())? } else { reach.is_some() };
         Ok(if all { (0, 0, reach) } else { (0, nranks, None) })
@@ -260,7 +273,7 @@ impl Everybody {
     /// buffers together for the first time meet in here.
     fn parts(
         &self,
-        inner: &Arc<Inner>,
+        collectives: &Collectives,
         team: &Arc<Team>,
         job: &Job<'_>,
         plan: Plan,
@@ -274,8 +287,8 @@ impl Everybody {
         };
         let shared = match (plan, home) {
             (Plan::Nothing, _) => return Ok(Some(Vec::new())),
-            (Plan::Buffers, Some(home)) => match inner.reachable(team, &ids, home)? {
-                Some(window) if agree(inner, team, &ids, is_mapped(&window, nranks))? => Some(window),
+            (Plan::Buffers, Some(home)) => match collectives.memory.reachable(team, &ids, home)? {
+                Some(window) if agree(collectives, team, &ids, is_mapped(&window, nranks))? => Some(window),
                 _ => return Ok(None),
             },
             (Plan::Buffers | Plan::Missing(_), _) => return Ok(None),
@@ -292,7 +305,7 @@ impl Everybody {
             {
                 return Some(Part::Mine(memory.clone().into_owned()));
             }
-            let window = shared.clone().or_else(|| inner.windows().find(ids[rank]))?;
+            let window = shared.clone().or_else(|| collectives.memory.windows().find(ids[rank]))?;
             Some(Part::Theirs {
                 rank,
                 pinned: window.pinned(rank)?,
@@ -304,7 +317,8 @@ impl Everybody {
             // It was mapped when the ranks announced it, or agreed on it: they count on it.
             (None, Plan::Known | Plan::Buffers) => {
                 let gone: Vec<usize> = (0..nranks).filter(|rank| part(*rank).is_none()).collect();
-                let window = |rank: usize| shared.clone().or_else(|| inner.windows().find(ids[rank]));
+                let window =
+                    |rank: usize| shared.clone().or_else(|| collectives.memory.windows().find(ids[rank]));
                 let why = gone.iter().find_map(|rank| window(*rank)?.way(*rank, job.kind.name()).err());
                 let message = "a rank has closed its window or buffer during the call";
                 let closed = || Error::new(towline::Kind::Stale, job.kind.name(), message);
@@ -356,10 +370,10 @@ impl Reach {
 
 /// Asks everybody once whether it can map these registered buffers. All ranks come here in the same call, and so
 /// remember the same.
-fn agree(inner: &Inner, team: &Team, ids: &[u64], mapped: bool) -> Result<bool> {
+fn agree(collectives: &Collectives, team: &Team, ids: &[u64], mapped: bool) -> Result<bool> {
     /// A program that registers for every call would otherwise grow this for ever.
     const MOST_AGREED: usize = 4096;
-    let known = || inner.collectives.agreed.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = || collectives.agreed.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(&agreed) = known().get(ids) {
         return Ok(agreed);
     }

@@ -1,10 +1,9 @@
 //! A fixed group of ranks: how it comes together, how it ends, and what its members can ask of it.
 
-mod config;
+mod collectives;
 mod family;
-mod inner;
+mod registration;
 mod signals;
-mod worker;
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -13,18 +12,19 @@ use std::thread::{Scope, ScopedJoinHandle};
 use towline::room::no_thread;
 use towline::{Buffer, Endpoint, Kind, Place, Storage};
 
-pub use self::config::Config;
-pub(crate) use self::inner::{Inner, Seating, Station};
-pub use self::signals::WaitSignal;
-pub(crate) use self::signals::{check_counter, flush, flush_all, one_sided, signal};
-pub use self::worker::Progress;
+pub use self::collectives::Using;
 use crate::bootstrap::{self, Joining};
+use crate::config::Config;
 use crate::cuda::{self, Cuda};
-use crate::group::{self, Job};
+use crate::group;
 use crate::interrupt::{self, Stop};
+use crate::member::signals::flush_all;
+use crate::member::{self, Job, Member, Progress, Seating, Station};
+use crate::memory::{Memory, host_only};
+use crate::operation::Operation;
 use crate::team::{Seat, Team};
 use crate::unique_id::UniqueId;
-use crate::window::{Memory, Operation, RegisteredBuffer};
+use crate::window::RegisteredBuffer;
 use crate::{Error, Result};
 
 /// A rank's membership in a fixed group.
@@ -62,7 +62,7 @@ enum Engine {
     /// Nothing: the rank belongs to no group.
     Null,
     /// A team, on the memory of hosts.
-    Host(Arc<Inner>),
+    Host(Arc<Member>),
     /// NCCL, on the memory of GPUs.
     Nccl(Arc<Cuda>),
 }
@@ -73,8 +73,8 @@ impl Communicator {
         Communicator { engine: Engine::Null }
     }
 
-    pub(crate) fn from_inner(inner: Arc<Inner>) -> Communicator {
-        Communicator { engine: Engine::Host(inner) }
+    pub(crate) fn from_inner(member: Arc<Member>) -> Communicator {
+        Communicator { engine: Engine::Host(member) }
     }
 
     pub(crate) fn on_gpu(cuda: Cuda) -> Communicator {
@@ -109,10 +109,10 @@ impl Communicator {
             return Err(Error::invalid("init", format!("a group has 1 to {most} ranks, not {nranks}")));
         }
         let station = open_station(&config, rank)?;
-        let inner = Inner::new(config, station, Some((rank, nranks)));
-        let comm = Communicator::from_inner(Arc::clone(&inner));
+        let member = Member::new(config, station, Some((rank, nranks)));
+        let comm = Communicator::from_inner(Arc::clone(&member));
         let id = id.clone();
-        let meet = move || meet(&inner, nranks, rank, &id, 0, "init");
+        let meet = move || meet(&member, nranks, rank, &id, 0, "init");
         comm.establish(meet)?;
         Ok(comm)
     }
@@ -164,19 +164,19 @@ impl Communicator {
             let station = open_station(config, rank)?;
             let seat = Seat::open(&station.endpoint, count, config.team_options(count))?;
             tickets.push(seat.ticket()?);
-            members.push((rank, Inner::new(config.clone(), station, Some((rank, count))), seat));
+            members.push((rank, Member::new(config.clone(), station, Some((rank, count))), seat));
         }
         // The first meeting needs all of them at once.
         std::thread::scope(|scope| {
             let (tickets, stop) = (&tickets, Stop::default());
             let threads: Vec<_> = members
                 .into_iter()
-                .map(|(rank, inner, seat)| {
+                .map(|(rank, member, seat)| {
                     start_rank(scope, &stop, move || -> Result<Communicator> {
                         let team = Team::assemble(seat, rank, tickets.clone())?;
                         let seating = Seating { rank, nranks: count, tickets: tickets.clone(), group_id };
-                        inner.seat(seating, team)?;
-                        Ok(Communicator::from_inner(inner))
+                        member.seat(seating, team)?;
+                        Ok(Communicator::from_inner(member))
                     })
                 })
                 .collect();
@@ -206,16 +206,16 @@ impl Communicator {
 
     /// Runs what makes the group: now, or on the communicator's thread.
     fn establish(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
-        let inner = self.inner("init")?;
-        if inner.config.blocking { work() } else { inner.worker.push(Box::new(work)) }
+        let member = self.member("init")?;
+        if member.config.blocking { work() } else { member.worker.push(Box::new(work)) }
     }
 
-    pub(crate) fn inner(&self, op: &'static str) -> Result<&Arc<Inner>> {
+    pub(crate) fn member(&self, op: &'static str) -> Result<&Arc<Member>> {
         // Before any lock: in a forked child one may be held by a thread that does not exist there.
         towline::fork_guard(op)?;
         match &self.engine {
-            Engine::Host(inner) if inner.is_open() => Ok(inner),
-            Engine::Host(_) => Err(inner::closed(op)),
+            Engine::Host(member) if member.is_open() => Ok(member),
+            Engine::Host(_) => Err(member::closed(op)),
             Engine::Nccl(cuda) => Err(cuda.open(op).err().unwrap_or_else(|| cuda::lacks(op))),
             Engine::Null => {
                 Err(Error::invalid(op, "the communicator is null: this rank belongs to no group"))
@@ -228,15 +228,15 @@ impl Communicator {
     pub(crate) fn submit(
         &self,
         op: &'static str,
-        prepare: impl FnOnce(&Arc<Inner>) -> Result<Job>,
+        prepare: impl FnOnce(&Arc<Member>) -> Result<Job>,
     ) -> Result<()> {
-        let prepared = self.inner(op).and_then(|inner| {
-            inner.check_usable(op)?;
-            Ok((inner, prepare(inner)?))
+        let prepared = self.member(op).and_then(|member| {
+            member.check_usable(op)?;
+            Ok((member, prepare(member)?))
         });
-        let (inner, job) = prepared.map_err(group::poison)?;
-        match group::defer(inner, job) {
-            Some(job) => inner.launch(vec![job]),
+        let (member, job) = prepared.map_err(group::poison)?;
+        match group::defer(member, job) {
+            Some(job) => member.launch(vec![job]),
             None => Ok(()),
         }
     }
@@ -246,21 +246,21 @@ impl Communicator {
     pub(crate) fn submit_call<A>(
         &self,
         op: &'static str,
-        prepare: impl FnOnce(&Arc<Inner>) -> Result<A>,
-        work: impl FnOnce(&Arc<Inner>, &Arc<Team>, &A) -> Result<()>,
+        prepare: impl FnOnce(&Arc<Member>) -> Result<A>,
+        work: impl FnOnce(&Arc<Member>, &Arc<Team>, &A) -> Result<()>,
         keep: impl FnOnce(A) -> Job,
     ) -> Result<()> {
-        let inner = self.inner(op).map_err(group::poison)?;
-        inner.check_usable(op).map_err(group::poison)?;
-        let arguments = match prepare(inner) {
+        let member = self.member(op).map_err(group::poison)?;
+        member.check_usable(op).map_err(group::poison)?;
+        let arguments = match prepare(member) {
             Ok(arguments) => arguments,
             Err(error) => return Err(group::poison(error)),
         };
-        if inner.config.blocking && !group::is_open() {
-            return inner.run_now(|inner, team| work(inner, team, &arguments));
+        if member.config.blocking && !group::is_open() {
+            return member.run_now(|member, team| work(member, team, &arguments));
         }
-        match group::defer(inner, keep(arguments)) {
-            Some(job) => inner.launch(vec![job]),
+        match group::defer(member, keep(arguments)) {
+            Some(job) => member.launch(vec![job]),
             None => Ok(()),
         }
     }
@@ -270,7 +270,7 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return Ok(cuda.place("rank")?.0);
         }
-        Ok(self.inner("rank")?.place("rank")?.0)
+        Ok(self.member("rank")?.place("rank")?.0)
     }
 
     /// How many ranks the group has.
@@ -278,7 +278,7 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return Ok(cuda.place("nranks")?.1);
         }
-        Ok(self.inner("nranks")?.place("nranks")?.1)
+        Ok(self.member("nranks")?.place("nranks")?.1)
     }
 
     /// Where the memory of this communicator lives.
@@ -286,7 +286,7 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return Ok(Place::Cuda(cuda.open("device")?.gpu().ordinal()));
         }
-        self.inner("device").map(|_| Place::Host)
+        self.member("device").map(|_| Place::Host)
     }
 
     /// What it is called in errors and logs.
@@ -294,21 +294,21 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return cuda.open("name").map(|_| cuda.config.name.as_str());
         }
-        Ok(&self.inner("name")?.config.name)
+        Ok(&self.member("name")?.config.name)
     }
 
     /// Whether it can be used: it is neither null nor closed. Local.
     pub fn is_valid(&self) -> bool {
         match &self.engine {
             Engine::Null => false,
-            Engine::Host(inner) => inner.is_open(),
+            Engine::Host(member) => member.is_open(),
             Engine::Nccl(cuda) => cuda.comm.is_open(),
         }
     }
 
     /// Whether that rank's memory can be shared with this process; true for this rank itself. Local.
     pub fn is_near(&self, rank: usize) -> Result<bool> {
-        let team = self.inner("is_near")?.team("is_near")?;
+        let team = self.member("is_near")?.team("is_near")?;
         if rank >= team.nranks() {
             return Err(Error::invalid(
                 "is_near",
@@ -320,7 +320,7 @@ impl Communicator {
 
     /// The ranks that cannot be reached any more. Local.
     pub fn dead_ranks(&self) -> Result<Vec<usize>> {
-        Ok(self.inner("dead_ranks")?.team("dead_ranks")?.dead())
+        Ok(self.member("dead_ranks")?.team("dead_ranks")?.dead())
     }
 
     /// How many windows and registered buffers are open. Local.
@@ -328,8 +328,8 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return Ok(cuda.open("open_handles")?.open_handles());
         }
-        let inner = self.inner("open_handles")?;
-        Ok(inner.windows().count() + inner.buffers().count())
+        let member = self.member("open_handles")?;
+        Ok(member.memory.count())
     }
 
     /// How far the work of this communicator is: in progress, done, or the error with which it ended. Local.
@@ -340,10 +340,10 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return cuda.progress();
         }
-        let inner = self.inner("get_async_error")?;
-        match inner.worker.progress()? {
+        let member = self.member("get_async_error")?;
+        match member.worker.progress()? {
             Progress::InProgress => Ok(Progress::InProgress),
-            Progress::Done => match inner.team("get_async_error").ok().and_then(|team| team.failure()) {
+            Progress::Done => match member.team("get_async_error").ok().and_then(|team| team.failure()) {
                 Some(error) => Err(error),
                 None => Ok(Progress::Done),
             },
@@ -355,8 +355,8 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return Ok(cuda.open("synchronize")?.synchronize()?);
         }
-        let inner = self.inner("synchronize")?;
-        inner.wait_idle();
+        let member = self.member("synchronize")?;
+        member.wait_idle();
         match self.get_async_error()? {
             Progress::Done => Ok(()),
             Progress::InProgress => {
@@ -385,12 +385,12 @@ impl Communicator {
         if self.cuda().is_some() {
             return Cuda::follow(|| call(self));
         }
-        let inner = self.inner(op).map_err(group::poison)?;
-        if inner.config.blocking && !group::is_open() {
+        let member = self.member(op).map_err(group::poison)?;
+        if member.config.blocking && !group::is_open() {
             call(self)?;
             return Ok(Operation::done(Ok(0)));
         }
-        let (operation, told) = Operation::live(op, inner.config.timeout, true);
+        let (operation, told) = Operation::live(op, member.config.timeout, true);
         group::follow(told, || call(self))?;
         Ok(operation)
     }
@@ -401,18 +401,13 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return cuda.memory(storage);
         }
-        let inner = self.inner("memory")?;
+        let member = self.member("memory")?;
         let storage = Buffer::new(storage);
         host_only("memory", &storage)?;
-        if let Some(memory) = inner.windows().containing(&storage) {
+        if let Some(memory) = member.memory.containing(&storage)? {
             return Ok(memory);
         }
-        let (addr, len) =
-            (towline::MemoryDescription::addr(&storage), towline::MemoryDescription::size(&storage));
-        if let Some((buffer, offset)) = inner.buffers().containing(addr, len) {
-            return Memory::of_buffer(&buffer, offset, len);
-        }
-        Ok(Memory::loose(inner.endpoint().register(storage, towline::Access::NONE)?))
+        Ok(Memory::loose(member.endpoint().register(storage, towline::Access::NONE)?))
     }
 
     /// Registers a buffer with this communicator for zero-copy communication. Local, and at once also inside a group.
@@ -432,12 +427,12 @@ impl Communicator {
     #[inline(never)]
     fn register_on_host(&self, storage: Buffer) -> Result<Box<RegisteredBuffer>> {
         let register = || {
-            let inner = self.inner("register_buffer")?;
-            inner.check_usable("register_buffer")?;
+            let member = self.member("register_buffer")?;
+            member.check_usable("register_buffer")?;
             host_only("register_buffer", &storage)?;
             let size = towline::MemoryDescription::size(&storage);
-            let (core, offset) = inner.buffers().register(inner.endpoint(), storage)?;
-            Ok(Box::new(RegisteredBuffer::new(inner, core, offset, size)))
+            let (core, offset) = member.memory.register_buffer(storage)?;
+            Ok(Box::new(RegisteredBuffer::new(member, core, offset, size)))
         };
         register().map_err(|error: Error| group::poison(error.during("register_buffer")))
     }
@@ -449,14 +444,14 @@ impl Communicator {
             group::refuse("finalize")?;
             return Ok(cuda.open("finalize")?.finalize()?);
         }
-        let inner = self.inner("finalize")?;
-        if inner.check_usable("finalize").is_err() {
+        let member = self.member("finalize")?;
+        if member.check_usable("finalize").is_err() {
             return Ok(());
         }
-        self.submit("finalize", |inner| {
-            inner.mark_finalized();
-            Ok(Job::Call(Box::new(|inner, team| {
-                let landed = signals::flush_all(inner, team);
+        self.submit("finalize", |member| {
+            member.mark_finalized();
+            Ok(Job::Call(Box::new(|member, team| {
+                let landed = flush_all(member, team);
                 let _one_call = team.serialise();
                 team.barrier().map_err(|error| error.during("finalize"))?;
                 landed
@@ -469,7 +464,7 @@ impl Communicator {
     pub fn destroy(&self) {
         match &self.engine {
             Engine::Null => {}
-            Engine::Host(inner) => inner.close(None),
+            Engine::Host(member) => member.close(None),
             Engine::Nccl(cuda) => cuda.comm.destroy(),
         }
     }
@@ -479,17 +474,17 @@ impl Communicator {
         if let Engine::Nccl(cuda) = &self.engine {
             cuda.comm.abort();
         }
-        if let Engine::Host(inner) = &self.engine
-            && inner.is_open()
+        if let Engine::Host(member) = &self.engine
+            && member.is_open()
             && towline::fork_guard("abort").is_ok()
         {
-            let (rank, _) = inner.place("abort").unwrap_or_default();
+            let (rank, _) = member.place("abort").unwrap_or_default();
             let why = Error::new(Kind::Canceled, "abort", "a rank aborted the communicator").about([rank]);
-            let why = match inner.team("abort") {
+            let why = match member.team("abort") {
                 Ok(team) => team.with_reason(why),
                 Err(_) => why,
             };
-            inner.close(Some(&why));
+            member.close(Some(&why));
         }
     }
 
@@ -499,7 +494,7 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return Ok(cuda.open("revoke")?.revoke()?);
         }
-        self.inner("revoke")?.team("revoke")?.revoke();
+        self.member("revoke")?.team("revoke")?.revoke();
         Ok(())
     }
 }
@@ -512,16 +507,16 @@ impl Drop for Communicator {
 
 impl fmt::Debug for Communicator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let inner = match &self.engine {
+        let member = match &self.engine {
             Engine::Null => return f.write_str("Communicator(null)"),
             Engine::Nccl(cuda) => return f.debug_tuple("Communicator").field(&cuda.comm).finish(),
-            Engine::Host(inner) => inner,
+            Engine::Host(member) => member,
         };
         let mut shown = f.debug_struct("Communicator");
-        shown.field("name", &inner.config.name);
-        match inner.place("debug") {
+        shown.field("name", &member.config.name);
+        match member.place("debug") {
             Ok((rank, nranks)) => shown.field("rank", &rank).field("nranks", &nranks),
-            Err(_) => shown.field("open", &inner.is_open()),
+            Err(_) => shown.field("open", &member.is_open()),
         };
         shown.finish()
     }
@@ -564,15 +559,7 @@ fn not_registered(error: towline::Error) -> Error {
     group::poison(Error::from(error).during("register_buffer"))
 }
 
-/// Refuses memory that the CPU does not reach.
-pub(crate) fn host_only(op: &'static str, storage: &Buffer) -> Result<()> {
-    match storage.place() {
-        Place::Host => Ok(()),
-        place => Err(Error::invalid(op, format!("the communicator is on the host, the buffer on {place}"))),
-    }
-}
-
-pub(crate) fn open_station(config: &Config, rank: usize) -> Result<Arc<Station>> {
+fn open_station(config: &Config, rank: usize) -> Result<Arc<Station>> {
     let mut options = Endpoint::options(&format!("{}:{rank}", config.name))
         .routing(config.routing.clone())
         .quotas(config.quotas)
@@ -591,8 +578,8 @@ pub(crate) fn open_station(config: &Config, rank: usize) -> Result<Arc<Station>>
 }
 
 /// Meets the other ranks and takes the seat.
-pub(crate) fn meet(
-    inner: &Arc<Inner>,
+fn meet(
+    member: &Arc<Member>,
     nranks: usize,
     rank: usize,
     id: &UniqueId,
@@ -601,21 +588,21 @@ pub(crate) fn meet(
 ) -> Result<()> {
     // A rank outside the group has no seat, but the others must learn of it.
     let seat = (rank < nranks)
-        .then(|| Seat::open(inner.endpoint(), nranks, inner.config.team_options(nranks)))
+        .then(|| Seat::open(member.endpoint(), nranks, member.config.team_options(nranks)))
         .transpose()?;
     let ticket = seat.as_ref().map(Seat::ticket).transpose()?;
     let joining = Joining {
         nranks,
         rank,
-        digest: inner.config.digest() ^ about,
-        name: &inner.config.name,
+        digest: member.config.digest() ^ about,
+        name: &member.config.name,
         ticket: ticket.as_ref(),
-        timeout: inner.config.timeout,
+        timeout: member.config.timeout,
     };
     let tickets = bootstrap::join(id, &joining).map_err(|error| error.during(op))?;
     let Some(seat) = seat else {
         return Err(Error::invalid(op, format!("there is no rank {rank} among {nranks}")).about([rank]));
     };
     let team = Team::assemble(seat, rank, tickets.clone()).map_err(|error| error.during(op))?;
-    inner.seat(Seating { rank, nranks, tickets, group_id: *id.nonce() }, team)
+    member.seat(Seating { rank, nranks, tickets, group_id: *id.nonce() }, team)
 }

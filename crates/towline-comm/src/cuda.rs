@@ -13,9 +13,11 @@ pub use towline::cuda::StreamHandle;
 
 use crate::collective::{Ask, Job as Checked, Kind};
 use crate::combine::{Op, Scalar};
-use crate::communicator::{Config, Progress, WaitSignal};
+use crate::config::Config;
+use crate::member::{Progress, WaitSignal};
+use crate::memory::Memory;
+use crate::operation::Operation;
 use crate::unique_id::UniqueId;
-use crate::window::{Memory, Operation};
 use crate::{Error, Result, group};
 
 thread_local! {

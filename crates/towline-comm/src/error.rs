@@ -63,7 +63,7 @@ impl Error {
         self
     }
 
-    /// Replaces the operation: used where an inner step fails on behalf of what the user asked for.
+    /// Replaces the operation: used where an member step fails on behalf of what the user asked for.
     #[must_use]
     pub fn during(mut self, op: &'static str) -> Error {
         self.0.op = op;

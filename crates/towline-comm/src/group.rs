@@ -4,47 +4,20 @@
 //! several communicators run side by side, so that one thread can drive several ranks; those of one communicator run
 //! in order, and neighbouring messages of it together.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::sync::Arc;
 
 use towline::room::no_thread;
 
-use crate::communicator::Inner;
+use crate::member::job::Work;
+use crate::member::{Job, Member};
+use crate::operation::{self, Completion, Operation};
 use crate::team::Team;
-use crate::window::{Completion, Memory};
 use crate::{Error, Result, interrupt};
-
-/// What a call does once its arguments were checked.
-pub(crate) type Work = Box<dyn FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + Send>;
-
-/// A call whose arguments were checked.
-pub(crate) enum Job {
-    /// Runs alone.
-    Call(Work),
-    /// Waits for other ranks and touches no memory: handles may be closed meanwhile.
-    Wait(Work),
-    /// Runs together with the messages beside it, by the function that the first of them names.
-    Message(Message, Together),
-}
-
-/// Sends and receives messages at once.
-pub(crate) type Together = fn(&Arc<Inner>, &Arc<Team>, Vec<Message>) -> Result<()>;
-
-/// A message to or from a rank.
-pub(crate) struct Message {
-    pub(crate) peer: usize,
-    /// What must be equal on both sides.
-    pub(crate) digest: u64,
-    pub(crate) memory: Memory,
-    /// Received where true, sent where false.
-    pub(crate) incoming: bool,
-    /// Who wants to know how it ended.
-    pub(crate) told: Option<Completion>,
-}
 
 struct Group {
     depth: usize,
-    jobs: Vec<(Arc<Inner>, Job)>,
+    jobs: Vec<(Arc<Member>, Job)>,
     /// Of communicators on GPUs: they are one group of NCCL's.
     on_gpu: Vec<towline::nccl::Job>,
     error: Option<Error>,
@@ -52,8 +25,6 @@ struct Group {
 
 thread_local! {
     static OPEN: RefCell<Option<Group>> = const { RefCell::new(None) };
-    /// Whether there is one: asked at every registration.
-    static IS_OPEN: Cell<bool> = const { Cell::new(false) };
     /// Who wants to know how the call that this thread is making ends.
     static FOLLOWER: RefCell<Option<Completion>> = const { RefCell::new(None) };
 }
@@ -68,7 +39,7 @@ thread_local! {
 /// # Ok::<(), towline_comm::Error>(())
 /// ```
 pub fn group_start() {
-    IS_OPEN.set(true);
+    operation::hold_back(true);
     OPEN.with_borrow_mut(|open| match open {
         Some(group) => group.depth += 1,
         None => *open = Some(Group { depth: 1, jobs: Vec::new(), on_gpu: Vec::new(), error: None }),
@@ -89,7 +60,7 @@ pub fn group_end() -> Result<()> {
         if group.depth > 0 {
             return Ok(None);
         }
-        IS_OPEN.set(false);
+        operation::hold_back(false);
         Ok(open.take())
     })?;
     match ended {
@@ -142,7 +113,7 @@ pub fn group<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
 /// Whether a group is open on this thread.
 #[inline]
 pub(crate) fn is_open() -> bool {
-    IS_OPEN.get()
+    operation::is_held_back()
 }
 
 /// Keeps the group that is open on this thread, if any, from being launched. Gives the error back.
@@ -157,11 +128,11 @@ pub(crate) fn poison(error: Error) -> Error {
 
 /// Puts a job into the group that is open on this thread; gives it back where there is none. Either way the job tells
 /// whoever follows the call.
-pub(crate) fn defer(inner: &Arc<Inner>, job: Job) -> Option<Job> {
+pub(crate) fn defer(member: &Arc<Member>, job: Job) -> Option<Job> {
     let job = followed(job);
     OPEN.with_borrow_mut(|open| match open {
         Some(group) => {
-            group.jobs.push((Arc::clone(inner), job));
+            group.jobs.push((Arc::clone(member), job));
             None
         }
         None => Some(job),
@@ -193,8 +164,8 @@ pub(crate) fn follow(told: Completion, call: impl FnOnce() -> Result<()>) -> Res
 fn followed(job: Job) -> Job {
     let Some(told) = FOLLOWER.with_borrow_mut(Option::take) else { return job };
     let telling = |work: Work, told: Completion| -> Work {
-        Box::new(move |inner, team| {
-            let outcome = work(inner, team);
+        Box::new(move |member, team| {
+            let outcome = work(member, team);
             told.tell(outcome.clone().map(|()| 0));
             outcome
         })
@@ -202,7 +173,7 @@ fn followed(job: Job) -> Job {
     match job {
         Job::Call(work) => Job::Call(telling(work, told)),
         Job::Wait(work) => Job::Wait(telling(work, told)),
-        Job::Message(message, together) => Job::Message(Message { told: Some(told), ..message }, together),
+        Job::Message(message, _) => Job::Message(message, Some(told)),
     }
 }
 
@@ -214,12 +185,12 @@ pub(crate) fn refuse(op: &'static str) -> Result<()> {
     Ok(())
 }
 
-fn launch(jobs: Vec<(Arc<Inner>, Job)>) -> Result<()> {
-    let mut by_communicator: Vec<(Arc<Inner>, Vec<Job>)> = Vec::new();
-    for (inner, job) in jobs {
-        match by_communicator.iter_mut().find(|(known, _)| Arc::ptr_eq(known, &inner)) {
+fn launch(jobs: Vec<(Arc<Member>, Job)>) -> Result<()> {
+    let mut by_communicator: Vec<(Arc<Member>, Vec<Job>)> = Vec::new();
+    for (member, job) in jobs {
+        match by_communicator.iter_mut().find(|(known, _)| Arc::ptr_eq(known, &member)) {
             Some((_, jobs)) => jobs.push(job),
-            None => by_communicator.push((inner, vec![job])),
+            None => by_communicator.push((member, vec![job])),
         }
     }
     let mut outcomes = Vec::new();
@@ -227,16 +198,16 @@ fn launch(jobs: Vec<(Arc<Inner>, Job)>) -> Result<()> {
         let mut rest = by_communicator.into_iter();
         let first = rest.next();
         let others: Vec<_> = rest
-            .map(|(inner, jobs)| {
+            .map(|(member, jobs)| {
                 let name = std::thread::Builder::new().name("towline-group".into());
-                let launched = Arc::clone(&inner);
-                (inner, name.spawn_scoped(scope, move || launched.launch(jobs)))
+                let launched = Arc::clone(&member);
+                (member, name.spawn_scoped(scope, move || launched.launch(jobs)))
             })
             .collect();
-        outcomes.extend(first.map(|(inner, jobs)| inner.launch(jobs)));
-        for (inner, other) in others {
+        outcomes.extend(first.map(|(member, jobs)| member.launch(jobs)));
+        for (member, other) in others {
             let stop = |why: &Error| {
-                if let Ok(team) = inner.team("group_end") {
+                if let Ok(team) = member.team("group_end") {
                     team.abort(&why.clone().about([team.rank()]));
                 }
             };
@@ -256,30 +227,25 @@ fn launch(jobs: Vec<(Arc<Inner>, Job)>) -> Result<()> {
     outcomes.into_iter().collect()
 }
 
-/// Runs jobs in order, neighbouring messages together. All of them run; the error is the first.
-pub(crate) fn run(inner: &Arc<Inner>, team: &Arc<Team>, jobs: Vec<Job>) -> Result<()> {
-    let mut outcome = Ok(());
-    let mut jobs = jobs.into_iter().peekable();
-    while let Some(job) = jobs.next() {
-        let ended = match job {
-            Job::Call(work) | Job::Wait(work) => work(inner, team),
-            Job::Message(message, together) => {
-                let mut messages = vec![message];
-                while let Some(Job::Message(..)) = jobs.peek() {
-                    if let Some(Job::Message(message, _)) = jobs.next() {
-                        messages.push(message);
-                    }
-                }
-                let told: Vec<Completion> =
-                    messages.iter_mut().filter_map(|message| message.told.take()).collect();
-                let ended = together(inner, team, messages);
-                for one in told {
-                    one.tell(ended.clone().map(|()| 0));
-                }
-                ended
-            }
-        };
-        outcome = outcome.and(ended);
+/// Runs a one-sided operation: now, at the end of the group, or on the communicator's thread.
+pub(crate) fn one_sided(
+    member: &Arc<Member>,
+    op: &'static str,
+    start: impl FnOnce(&Arc<Member>, &Arc<Team>) -> Result<Operation> + Send + 'static,
+) -> Result<Operation> {
+    if member.config.blocking && !is_open() {
+        let team = member.team(op)?;
+        return start(member, &team);
     }
-    outcome
+    let (operation, done) = Operation::live(op, member.config.timeout, true);
+    let job = Job::Call(Box::new(move |member, team| {
+        let outcome = start(member, team).and_then(|operation| operation.wait());
+        let told = outcome.as_ref().map(|_| ()).map_err(Error::clone);
+        done.tell(outcome);
+        told
+    }));
+    if let Some(job) = defer(member, job) {
+        member.launch(vec![job])?;
+    }
+    Ok(operation)
 }

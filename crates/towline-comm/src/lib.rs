@@ -35,10 +35,14 @@ mod bootstrap;
 mod collective;
 mod combine;
 mod communicator;
+mod config;
 mod cuda;
 mod error;
 mod group;
 mod interrupt;
+mod member;
+mod memory;
+mod operation;
 mod team;
 mod unique_id;
 mod window;
@@ -46,14 +50,16 @@ mod window;
 #[doc(hidden)]
 pub use bootstrap::fuzzing;
 pub use bootstrap::{UniqueIdOptions, get_unique_id, get_unique_id_with};
-pub use collective::{Algorithm, Using};
+pub use collective::Algorithm;
 pub use combine::{Op, Scalar};
-pub use communicator::{Communicator, Config, Progress, WaitSignal};
+pub use communicator::{Communicator, Using};
+pub use config::Config;
 pub use cuda::{Stream, StreamHandle, in_stream, mem_alloc_on, use_stream};
 pub use error::{Error, Result};
 pub use group::{group, group_end, group_start};
+pub use member::{Progress, WaitSignal};
+pub use memory::{Memory, WindowFlag, WindowOptions, mem_alloc};
+pub use operation::Operation;
 pub use towline::{Patience, interruptible};
 pub use unique_id::{UNIQUE_ID_LEN, UniqueId, get_nccl_unique_id};
-pub use window::{
-    Epoch, Memory, Operation, PeerView, RegisteredBuffer, Window, WindowFlag, WindowOptions, mem_alloc,
-};
+pub use window::{Epoch, PeerView, RegisteredBuffer, Window};

@@ -3,97 +3,20 @@
 mod access;
 mod blocks;
 mod buffer;
-mod core;
-mod lane;
-mod memory;
-mod operation;
-mod register;
 mod view;
 
 use std::fmt;
-use std::ops::BitOr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use towline::{HugePages, SharedStorage};
+use towline::Buffer;
 
 pub use self::buffer::RegisteredBuffer;
-pub(crate) use self::buffer::{BUFFER_BIT, Buffers};
-pub(crate) use self::core::{Way, WindowCore, Windows};
-pub(crate) use self::lane::{Lane, Task};
-pub use self::memory::Memory;
-pub(crate) use self::operation::Completion;
-pub use self::operation::Operation;
-pub(crate) use self::register::share_buffers;
 pub use self::view::{Epoch, PeerView};
-use crate::communicator::Inner;
 use crate::cuda::{self, Cuda};
-use crate::{Error, Result};
-
-/// How a window is registered. Flags combine by `|`.
-///
-/// ```
-/// use towline_comm::WindowFlag;
-/// let flags = WindowFlag::COLL_SYMMETRIC | WindowFlag::STRICT_ORDERING;
-/// assert_eq!(flags.bits(), 3);
-/// assert!(flags.contains(WindowFlag::COLL_SYMMETRIC));
-/// assert!(WindowFlag::from_bits(1 << 20).is_none());
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct WindowFlag(u32);
-
-impl WindowFlag {
-    /// Default window registration.
-    pub const DEFAULT: WindowFlag = WindowFlag(0);
-    /// The buffers lie at equal offsets in their allocations on all ranks; checked.
-    pub const COLL_SYMMETRIC: WindowFlag = WindowFlag(1);
-    /// Puts to one peer become visible in the order in which they were asked for.
-    pub const STRICT_ORDERING: WindowFlag = WindowFlag(2);
-
-    /// The flags as bits: 1 and 2.
-    pub const fn bits(self) -> u32 {
-        self.0
-    }
-
-    /// The flags with those bits; `None` where an unknown bit is set.
-    pub const fn from_bits(bits: u32) -> Option<WindowFlag> {
-        if bits & !3 == 0 { Some(WindowFlag(bits)) } else { None }
-    }
-
-    /// Whether every flag in `other` is set.
-    pub const fn contains(self, other: WindowFlag) -> bool {
-        self.0 & other.0 == other.0
-    }
-}
-
-impl BitOr for WindowFlag {
-    type Output = WindowFlag;
-
-    fn bitor(self, other: WindowFlag) -> WindowFlag {
-        WindowFlag(self.0 | other.0)
-    }
-}
-
-/// How a window is registered: flags, and what the ranks may differ in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct WindowOptions {
-    /// The flags; equal on all ranks.
-    pub flags: WindowFlag,
-    /// Whether the ranks' buffers may have different sizes; equal on all ranks.
-    pub unequal_sizes: bool,
-}
-
-impl From<WindowFlag> for WindowOptions {
-    fn from(flags: WindowFlag) -> WindowOptions {
-        WindowOptions { flags, unequal_sizes: false }
-    }
-}
-
-/// Allocates memory that windows map without copies: shared memory, zeroed, in huge pages where the kernel has them.
-pub fn mem_alloc(size: usize) -> Result<SharedStorage> {
-    let allocated = SharedStorage::options().huge_pages(HugePages::Try).allocate(size);
-    Ok(allocated.map_err(|error| error.during("mem_alloc"))?)
-}
+use crate::member::{Job, Member};
+use crate::memory::{self, Memory, WindowCore, WindowFlag, WindowOptions};
+use crate::{Error, Result, group};
 
 /// Memory that all ranks of a communicator have registered together.
 ///
@@ -127,8 +50,8 @@ pub struct Window {
 }
 
 /// Whose window it is.
-pub(crate) enum Engine {
-    Host(Arc<Inner>, Arc<Slot>),
+enum Engine {
+    Host(Arc<Member>, Arc<Slot>),
     Nccl(towline::nccl::Window, Arc<Cuda>),
 }
 
@@ -139,32 +62,55 @@ pub(crate) struct Slot {
     size: usize,
 }
 
+impl Slot {
+    pub(crate) fn new(size: usize) -> Arc<Slot> {
+        Arc::new(Slot { core: OnceLock::new(), closed: AtomicBool::new(false), size })
+    }
+
+    /// Takes part in the registration of a window, with this rank's memory or the reason why it has none.
+    pub(crate) fn register(self: Arc<Self>, storage: Result<Buffer>, options: WindowOptions) -> Job {
+        Job::Call(Box::new(move |member, team| {
+            let core = member.memory.register_window(team, storage, options)?;
+            let _ = self.core.set(Arc::clone(&core));
+            // The handle may have been closed while the registration was on its way.
+            if self.closed.load(Ordering::Acquire) {
+                member.memory.close_window(&core);
+            }
+            Ok(())
+        }))
+    }
+}
+
 impl Window {
+    pub(crate) fn on_host(member: &Arc<Member>, slot: Arc<Slot>) -> Window {
+        Window { engine: Engine::Host(Arc::clone(member), slot) }
+    }
+
     #[inline]
     pub(crate) fn on_device(window: towline::nccl::Window, cuda: Arc<Cuda>) -> Window {
         Window { engine: Engine::Nccl(window, cuda) }
     }
 
     /// The communicator, where it is on the host.
-    fn host(&self, op: &'static str) -> Result<&Arc<Inner>> {
-        self.on_host(op).map(|(inner, _)| inner)
+    fn host(&self, op: &'static str) -> Result<&Arc<Member>> {
+        self.slot(op).map(|(member, _)| member)
     }
 
-    fn on_host(&self, op: &'static str) -> Result<(&Arc<Inner>, &Slot)> {
+    fn slot(&self, op: &'static str) -> Result<(&Arc<Member>, &Slot)> {
         match &self.engine {
-            Engine::Host(inner, slot) => Ok((inner, slot)),
-            Engine::Nccl(..) => Err(crate::group::poison(cuda::lacks(op))),
+            Engine::Host(member, slot) => Ok((member, slot)),
+            Engine::Nccl(..) => Err(group::poison(cuda::lacks(op))),
         }
     }
 
     fn core(&self, op: &'static str) -> Result<&Arc<WindowCore>> {
-        let (_, slot) = self.on_host(op)?;
+        let (_, slot) = self.slot(op)?;
         if slot.closed.load(Ordering::Acquire) {
-            return Err(self::core::closed(op));
+            return Err(memory::closed(op));
         }
         match slot.core.get() {
             Some(core) if !core.is_closed() => Ok(core),
-            Some(_) => Err(self::core::closed(op)),
+            Some(_) => Err(memory::closed(op)),
             None => Err(Error::invalid(op, "the window is not registered yet")),
         }
     }
@@ -231,7 +177,7 @@ impl Window {
     #[inline]
     pub fn close(&self) {
         match &self.engine {
-            Engine::Host(inner, slot) => close_on_host(inner, slot),
+            Engine::Host(member, slot) => close_on_host(member, slot),
             Engine::Nccl(window, _) => {
                 if let Err(error) = window.close() {
                     not_closed(&error);
@@ -241,15 +187,14 @@ impl Window {
     }
 }
 
-fn close_on_host(inner: &Inner, slot: &Slot) {
+fn close_on_host(member: &Member, slot: &Slot) {
     if towline::fork_guard("close").is_err() || slot.closed.swap(true, Ordering::AcqRel) {
         return;
     }
-    inner.wait_idle();
+    member.wait_idle();
     if let Some(core) = slot.core.get() {
-        inner.windows().remove(core.id());
-        core.close();
-        inner.windows().release_ended();
+        member.memory.close_window(core);
+        member.memory.windows().release_ended();
     }
 }
 

@@ -13,7 +13,8 @@ use towline::{Pinned, Stretch};
 use super::choice::Kind;
 use super::run::{Run, STEP, share, steps};
 use crate::combine::{Accumulator, Scratch, wide};
-use crate::{Error, Memory, Result};
+use crate::memory::Memory;
+use crate::{Error, Result};
 
 /// The bytes of one rank that are combined at a time. What was read and what was summed stay in the first-level cache;
 /// more ranks mean more streams, which want longer pieces. Measured on 64 MiB of f32, on 2 cores: with 2 ranks 4 KiB take

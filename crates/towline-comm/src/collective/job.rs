@@ -6,7 +6,8 @@ use towline::Dtype;
 
 use super::choice::{Algorithm, Kind};
 use crate::combine::Op;
-use crate::{Error, Memory, Result};
+use crate::memory::Memory;
+use crate::{Error, Result};
 
 /// What a caller asks for.
 #[derive(Clone, Copy)]

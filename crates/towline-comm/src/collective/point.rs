@@ -10,14 +10,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use towline::room::{self, no_thread};
 use towline::{Kind as ErrorKind, Limits, Remote, Ticket};
 
+use super::Collectives;
 use super::direct::copy_here;
 use super::run::{STEP, steps};
 use crate::combine::Scratch;
-use crate::communicator::Inner;
-use crate::group::Message;
+use crate::memory::{BUFFER_BIT, Memory, Way};
 use crate::team::{Incoming, Outgoing, Team};
-use crate::window::{BUFFER_BIT, Way};
-use crate::{Error, Memory, Result, interrupt};
+use crate::{Error, Result, interrupt};
 
 /// The longest message that goes whole: above, the note costs less than a copy into the channel and one out of it.
 const WHOLE: usize = 64 << 10;
@@ -31,68 +30,82 @@ const CLOSING: u64 = 0x636c_6f73_696e_6720;
 /// The registered buffers of other ranks that this rank has taken messages from.
 pub(super) type Sources = Mutex<HashMap<(usize, u64), Arc<Remote>>>;
 
-/// Sends and receives messages at once, so that ranks which send to each other in one group never wait for each other.
-///
-/// How it progresses: the messages to one rank go in their order, and so do those from one rank; apart from that none
-/// waits for another. Where all are small, one loop moves whatever can be moved; otherwise each direction of each pair has
-/// a thread for the time of the call. Every message is finished before the error of a refused one is reported.
-///
-/// # Errors
-/// `Invalid` on both sides of a message where they differ in size or type; the communicator stays usable.
-pub(crate) fn run_together(inner: &Arc<Inner>, team: &Arc<Team>, messages: Vec<Message>) -> Result<()> {
-    let _one_call = team.serialise();
-    let own = team.rank();
-    let (to_self, messages): (Vec<_>, Vec<_>) = messages.into_iter().partition(|message| message.peer == own);
-    pass_to_self(own, &to_self)?;
-    if messages.iter().all(|message| message.memory.len() <= WHOLE) {
-        return whole(team, &messages);
-    }
-    let mut lanes: Vec<Vec<&Message>> = Vec::new();
-    for message in &messages {
-        let same = |lane: &&mut Vec<&Message>| {
-            lane.first().is_some_and(|first| (first.peer, first.incoming) == (message.peer, message.incoming))
-        };
-        match lanes.iter_mut().find(same) {
-            Some(lane) => lane.push(message),
-            None => lanes.push(vec![message]),
+/// A message to or from a rank.
+pub(crate) struct Message {
+    pub(crate) peer: usize,
+    /// What must be equal on both sides.
+    pub(crate) digest: u64,
+    pub(crate) memory: Memory,
+    /// Received where true, sent where false.
+    pub(crate) incoming: bool,
+}
+
+impl Collectives {
+    /// Sends and receives messages at once, so that ranks which send to each other in one group never wait for each other.
+    ///
+    /// How it progresses: the messages to one rank go in their order, and so do those from one rank; apart from that none
+    /// waits for another. Where all are small, one loop moves whatever can be moved; otherwise each direction of each pair has
+    /// a thread for the time of the call. Every message is finished before the error of a refused one is reported.
+    ///
+    /// # Errors
+    /// `Invalid` on both sides of a message where they differ in size or type; the communicator stays usable.
+    pub(crate) fn run_together(&self, team: &Team, messages: Vec<Message>) -> Result<()> {
+        let _one_call = team.serialise();
+        let own = team.rank();
+        let (to_self, messages): (Vec<_>, Vec<_>) =
+            messages.into_iter().partition(|message| message.peer == own);
+        pass_to_self(own, &to_self)?;
+        if messages.iter().all(|message| message.memory.len() <= WHOLE) {
+            return whole(team, &messages);
         }
-    }
-    let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
-        let (first, others) = match lanes.split_first() {
-            Some(split) => split,
-            None => return Vec::new(),
-        };
-        let threads: Vec<_> = others
-            .iter()
-            .map(|lane| {
-                let thread = std::thread::Builder::new().name("towline-messages".into());
-                thread.spawn_scoped(scope, || in_order(inner, team, lane))
-            })
-            .collect();
-        let mut outcomes = vec![in_order(inner, team, first)];
-        outcomes.extend(threads.into_iter().map(|thread| {
-            match thread {
-                Ok(thread) => {
-                    interrupt::join(thread, "group_end", |why| team.abort(&why.clone().about([own])))
-                        .unwrap_or_else(|_| {
-                            Err(Error::new(
-                                ErrorKind::Internal,
-                                "group_end",
-                                "a thread of the messages panicked",
-                            ))
-                        })
-                }
-                // Its peer waits for these messages, and would do so to its limit.
-                Err(error) => {
-                    let error = Error::from(no_thread("group_end", "towline-messages", error));
-                    team.abort(&error);
-                    Err(error)
-                }
+        let mut lanes: Vec<Vec<&Message>> = Vec::new();
+        for message in &messages {
+            let same = |lane: &&mut Vec<&Message>| {
+                lane.first()
+                    .is_some_and(|first| (first.peer, first.incoming) == (message.peer, message.incoming))
+            };
+            match lanes.iter_mut().find(same) {
+                Some(lane) => lane.push(message),
+                None => lanes.push(vec![message]),
             }
-        }));
-        outcomes
-    });
-    outcomes.into_iter().collect()
+        }
+        let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
+            let (first, others) = match lanes.split_first() {
+                Some(split) => split,
+                None => return Vec::new(),
+            };
+            let threads: Vec<_> = others
+                .iter()
+                .map(|lane| {
+                    let thread = std::thread::Builder::new().name("towline-messages".into());
+                    thread.spawn_scoped(scope, || in_order(self, team, lane))
+                })
+                .collect();
+            let mut outcomes = vec![in_order(self, team, first)];
+            outcomes.extend(threads.into_iter().map(|thread| {
+                match thread {
+                    Ok(thread) => {
+                        interrupt::join(thread, "group_end", |why| team.abort(&why.clone().about([own])))
+                            .unwrap_or_else(|_| {
+                                Err(Error::new(
+                                    ErrorKind::Internal,
+                                    "group_end",
+                                    "a thread of the messages panicked",
+                                ))
+                            })
+                    }
+                    // Its peer waits for these messages, and would do so to its limit.
+                    Err(error) => {
+                        let error = Error::from(no_thread("group_end", "towline-messages", error));
+                        team.abort(&error);
+                        Err(error)
+                    }
+                }
+            }));
+            outcomes
+        });
+        outcomes.into_iter().collect()
+    }
 }
 
 /// Copies what this rank sends to itself; sends and receives belong together in their order.
@@ -143,13 +156,13 @@ fn whole(team: &Team, messages: &[Message]) -> Result<()> {
 }
 
 /// Moves the messages of one direction of one pair.
-fn in_order(inner: &Arc<Inner>, team: &Arc<Team>, lane: &[&Message]) -> Result<()> {
+fn in_order(collectives: &Collectives, team: &Team, lane: &[&Message]) -> Result<()> {
     let mut outcome = Ok(());
     for message in lane {
         let ended = match (message.memory.len() <= WHOLE, message.incoming) {
             (true, _) => whole_of(team, message),
             (false, false) => send(team, message),
-            (false, true) => receive(inner, team, message),
+            (false, true) => receive(collectives, team, message),
         };
         if ended.is_err() && team.failure().is_some() {
             return outcome.and(ended);
@@ -197,13 +210,13 @@ fn send(team: &Team, message: &Message) -> Result<()> {
     })
 }
 
-fn receive(inner: &Arc<Inner>, team: &Arc<Team>, message: &Message) -> Result<()> {
+fn receive(collectives: &Collectives, team: &Team, message: &Message) -> Result<()> {
     let Message { peer, digest, ref memory, .. } = *message;
     let mut bytes = [0; NOTE];
     team.recv_message(peer, digest, &mut bytes)?;
     let note = Note::decode(&bytes)?;
     if note.id != 0 {
-        let taken = take(inner, team, peer, &note, memory).map_err(|error| team.lost(peer, error));
+        let taken = take(collectives, team, peer, &note, memory).map_err(|error| team.lost(peer, error));
         // Closing by another digest tells the sender that its bytes were not taken.
         let closing = if taken.is_ok() { digest ^ CLOSING } else { !digest };
         let closed = team.recv_message(peer, closing, &mut []);
@@ -224,10 +237,10 @@ fn through(team: &Team, memory: &Memory, mut step: impl FnMut(usize, &mut [u8]) 
 }
 
 /// Takes the bytes of a message from where the sender has them.
-fn take(inner: &Arc<Inner>, team: &Team, peer: usize, note: &Note, into: &Memory) -> Result<()> {
+fn take(collectives: &Collectives, team: &Team, peer: usize, note: &Note, into: &Memory) -> Result<()> {
     let offset = note.offset as usize;
     let remote = if note.id & BUFFER_BIT == 0 {
-        let window = inner.windows().find(note.id).ok_or_else(|| {
+        let window = collectives.memory.windows().find(note.id).ok_or_else(|| {
             Error::new(ErrorKind::Stale, "recv", "the message lies in a window that is closed here")
                 .about([peer])
         })?;
@@ -241,24 +254,28 @@ fn take(inner: &Arc<Inner>, team: &Team, peer: usize, note: &Note, into: &Memory
             Way::Far(remote) => remote,
         }
     } else {
-        source(inner, team, peer, note)?
+        source(collectives, team, peer, note)?
     };
-    let request = inner.endpoint().read(&remote, into.span()?.clone()).at(note.offset, 0, into.len() as u64);
+    let request = collectives.memory.endpoint().read(&remote, into.span()?.clone()).at(
+        note.offset,
+        0,
+        into.len() as u64,
+    );
     // BYTES MOVE HERE
-    Ok(team.wait_transfer(peer, &request.limits(Limits::within(inner.config.timeout)).start()?)?)
+    Ok(team.wait_transfer(peer, &request.limits(Limits::within(collectives.timeout)).start()?)?)
 }
 
 /// A registered buffer of another rank; imported once.
-fn source(inner: &Inner, team: &Team, peer: usize, note: &Note) -> Result<Arc<Remote>> {
+fn source(collectives: &Collectives, team: &Team, peer: usize, note: &Note) -> Result<Arc<Remote>> {
     /// A peer that registers for every message would otherwise grow this for ever.
     const MOST_SOURCES: usize = 256;
-    let known = || inner.collectives.sources.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = || collectives.sources.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(remote) = known().get(&(peer, note.id)) {
         return Ok(Arc::clone(remote));
     }
     let ticket = Ticket::decode(&note.ticket)?;
-    let (routing, within) = (&inner.config.routing, inner.config.timeout);
-    let imported = team.import(inner.endpoint(), routing, within, vec![(peer, ticket)])?;
+    let (routing, within) = (collectives.memory.routing(), collectives.timeout);
+    let imported = team.import(collectives.memory.endpoint(), routing, within, vec![(peer, ticket)])?;
     let unanswered = || Err(towline::Error::new(ErrorKind::Internal, "recv", "no answer"));
     let remote = Arc::new(imported.into_iter().next().unwrap_or_else(unanswered)?);
     let mut known = known();

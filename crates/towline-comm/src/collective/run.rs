@@ -6,8 +6,10 @@ use std::ops::Range;
 use towline::Kind as ErrorKind;
 
 use super::job::Job;
+use crate::combine::Op;
+use crate::memory::Memory;
 use crate::team::Team;
-use crate::{Error, Memory, Op, Result};
+use crate::{Error, Result};
 
 /// The bytes that one step moves: small enough that scratch memory stays in the second-level cache, large enough that
 /// waking the other side does not show. Measured from 16 KiB to 512 KiB with 2 and 4 ranks: half of a ring or all of it.

@@ -12,9 +12,11 @@ use std::time::{Duration, Instant};
 use sha2::{Digest, Sha256};
 use towline::{Kind, Reach, Ticket};
 
-use super::{Communicator, Config, Inner, Seating, meet};
+use super::{Communicator, meet};
 use crate::bootstrap::{UniqueIdOptions, open_meeting};
+use crate::config::Config;
 use crate::group;
+use crate::member::{Member, Seating};
 use crate::team::{Seat, Team};
 use crate::unique_id::UniqueId;
 use crate::{Error, Result, interrupt};
@@ -38,11 +40,11 @@ impl Communicator {
             let child = cuda.split(color, key, config.unwrap_or_else(|| cuda.config.clone()))?;
             return Ok(child.map_or_else(Communicator::null, Communicator::on_gpu));
         }
-        let parent = self.inner("split")?;
+        let parent = self.member("split")?;
         parent.check_usable("split")?;
         let config = config.unwrap_or_else(|| parent.config.clone());
         config.check("split")?;
-        let child = color.map(|_| Inner::new(config, Arc::clone(&parent.station), None));
+        let child = color.map(|_| Member::new(config, Arc::clone(&parent.station), None));
         let made = child.clone();
         let (child_now, from) = (child.clone(), Arc::clone(parent));
         let work = move || {
@@ -82,7 +84,7 @@ impl Communicator {
             let child = cuda.shrink(exclude, config.unwrap_or_else(|| cuda.config.clone()))?;
             return Ok(Communicator::on_gpu(child));
         }
-        let parent = self.inner("shrink")?;
+        let parent = self.member("shrink")?;
         let config = config.unwrap_or_else(|| parent.config.clone());
         config.check("shrink")?;
         let seating = parent.seating("shrink")?;
@@ -93,7 +95,7 @@ impl Communicator {
             *shrinks += 1;
             *shrinks
         };
-        let child = Inner::new(config, Arc::clone(&parent.station), Some((rank, survivors.len())));
+        let child = Member::new(config, Arc::clone(&parent.station), Some((rank, survivors.len())));
         let made = Arc::clone(&child);
         let from = Arc::clone(parent);
         let work = move || shrink(&from, &child, &survivors, rank, nth);
@@ -107,11 +109,11 @@ impl Communicator {
 }
 
 fn split(
-    parent: &Arc<Inner>,
+    parent: &Arc<Member>,
     team: &Arc<Team>,
     color: Option<u32>,
     key: i64,
-    child: Option<&Arc<Inner>>,
+    child: Option<&Arc<Member>>,
 ) -> Result<()> {
     const OP: &str = "split";
     let _one_call = team.serialise();
@@ -174,7 +176,13 @@ fn survivors(seating: &Seating, exclude: &[usize]) -> Result<Vec<usize>> {
     Ok((0..seating.nranks).filter(|rank| !exclude.contains(rank)).collect())
 }
 
-fn shrink(parent: &Arc<Inner>, child: &Arc<Inner>, survivors: &[usize], rank: usize, nth: u64) -> Result<()> {
+fn shrink(
+    parent: &Arc<Member>,
+    child: &Arc<Member>,
+    survivors: &[usize],
+    rank: usize,
+    nth: u64,
+) -> Result<()> {
     const OP: &str = "shrink";
     let seating = parent.seating(OP)?;
     let mut digest = Sha256::new_with_prefix(seating.group_id);
@@ -205,7 +213,7 @@ fn shrink(parent: &Arc<Inner>, child: &Arc<Inner>, survivors: &[usize], rank: us
 }
 
 /// A meeting where this rank's endpoint is reached, on a port of its own.
-fn meeting_place(parent: &Inner, ticket: &Ticket) -> UniqueIdOptions {
+fn meeting_place(parent: &Member, ticket: &Ticket) -> UniqueIdOptions {
     let mut reached: Vec<SocketAddr> = Vec::new();
     for reach in &ticket.body().reach {
         if let Reach::Tcp(address) = reach
@@ -230,7 +238,7 @@ fn meeting_place(parent: &Inner, ticket: &Ticket) -> UniqueIdOptions {
     }
 }
 
-fn tell(parent: &Inner, ticket: &Ticket, call: &[u8]) -> Result<()> {
+fn tell(parent: &Member, ticket: &Ticket, call: &[u8]) -> Result<()> {
     let remote = parent.endpoint().import(ticket)?;
     let transfer = parent.endpoint().notify(&remote, call.to_vec())?;
     loop {
@@ -242,7 +250,7 @@ fn tell(parent: &Inner, ticket: &Ticket, call: &[u8]) -> Result<()> {
 }
 
 /// Waits for the call of the lowest survivor.
-fn hear(parent: &Inner, call: &[u8], caller: usize, timeout: Duration) -> Result<UniqueId> {
+fn hear(parent: &Member, call: &[u8], caller: usize, timeout: Duration) -> Result<UniqueId> {
     const OP: &str = "shrink";
     let started = Instant::now();
     loop {

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use towline::nccl::Element;
 use towline::{Access, Buffer, Dtype, SystemStorage};
 
-use super::Engine;
-use super::core::Way;
-use super::lane::Task;
-use super::{Memory, Operation, Window, WindowCore, WindowFlag};
-use crate::communicator::{Inner, check_counter, flush, flush_all, one_sided, signal};
+use super::{Engine, Window};
 use crate::cuda::Cuda;
-use crate::group::{self, Job};
+use crate::group::{self, one_sided};
+use crate::member::signals::{check_counter, flush, flush_all, signal};
+use crate::member::{Job, Member, Task};
+use crate::memory::{Memory, Way, WindowCore, WindowFlag};
+use crate::operation::Operation;
 use crate::team::Team;
 use crate::{Error, Result};
 
@@ -23,7 +23,7 @@ impl Window {
         }
         let core = self.checked(peer, offset, source.len(), "put")?;
         let source = source.clone();
-        self.start("put", peer, move |inner, _| put(inner, &core, peer, offset, &source, "put"))
+        self.start("put", peer, move |member, _| put(member, &core, peer, offset, &source, "put"))
     }
 
     /// [`put`](Self::put) of bytes that are copied at the call.
@@ -40,7 +40,7 @@ impl Window {
             return Ok(Operation::done(outcome.map(|()| 0)));
         }
         let Some(source) = self.staged(bytes, "put")? else { return Ok(Operation::done(Ok(0))) };
-        self.start("put", peer, move |inner, _| put(inner, &core, peer, offset, &source, "put"))
+        self.start("put", peer, move |member, _| put(member, &core, peer, offset, &source, "put"))
     }
 
     /// Copies `peer`'s memory from that offset on into all of `target`.
@@ -50,7 +50,7 @@ impl Window {
         }
         let core = self.checked(peer, offset, target.len(), "get")?;
         let target = target.clone();
-        self.start("get", peer, move |inner, _| get(inner, &core, peer, offset, &target))
+        self.start("get", peer, move |member, _| get(member, &core, peer, offset, &target))
     }
 
     /// Copies bytes of `peer`'s memory out, waiting for them. Not deferred inside a group.
@@ -94,9 +94,9 @@ impl Window {
         let core = self.checked(peer, offset, source.len(), "put_signal")?;
         self.counter(peer, context, index)?;
         let source = source.clone();
-        self.start("put_signal", peer, move |inner, team| {
-            let put = put(inner, &core, peer, offset, &source, "put_signal")?;
-            then_signal(inner, team, put, peer, context, index)
+        self.start("put_signal", peer, move |member, team| {
+            let put = put(member, &core, peer, offset, &source, "put_signal")?;
+            then_signal(member, team, put, peer, context, index)
         })
     }
 
@@ -120,29 +120,29 @@ impl Window {
         self.counter(peer, context, index)?;
         if let Some(outcome) = self.put_now(&core, peer, offset, bytes, "put_signal") {
             outcome?;
-            let inner = self.host("put_signal")?;
-            let team = inner.team("put_signal")?;
-            return Ok(signal(inner, &team, peer, context, index));
+            let member = self.host("put_signal")?;
+            let team = member.team("put_signal")?;
+            return Ok(signal(member, &team, peer, context, index));
         }
         let source = self.staged(bytes, "put_signal")?;
-        self.start("put_signal", peer, move |inner, team| {
+        self.start("put_signal", peer, move |member, team| {
             let put = match &source {
-                Some(source) => put(inner, &core, peer, offset, source, "put_signal")?,
+                Some(source) => put(member, &core, peer, offset, source, "put_signal")?,
                 None => Operation::done(Ok(0)),
             };
-            then_signal(inner, team, put, peer, context, index)
+            then_signal(member, team, put, peer, context, index)
         })
     }
 
     /// Adds to a 64-bit word of `peer`'s memory; the operation's value is what it held before.
     pub fn fetch_add(&self, peer: usize, offset: usize, add: u64) -> Result<Operation> {
         let core = self.word(peer, offset, "fetch_add")?;
-        self.start("fetch_add", peer, move |inner, _| match core.way(peer, "fetch_add")? {
+        self.start("fetch_add", peer, move |member, _| match core.way(peer, "fetch_add")? {
             Way::Near(pinned) => Ok(Operation::done(pinned.fetch_add(offset, add).map_err(Error::from))),
             Way::Far(remote) => {
-                let endpoint = inner.endpoint().clone();
+                let endpoint = member.endpoint().clone();
                 let start = move || Ok(endpoint.fetch_add(&remote, offset as u64, add)?);
-                Ok(in_lane(inner, &core, peer, "fetch_add", start))
+                Ok(in_lane(member, &core, peer, "fetch_add", start))
             }
         })
     }
@@ -150,14 +150,14 @@ impl Window {
     /// Replaces a 64-bit word of `peer`'s memory if it holds `expected`; the operation's value is what it held before.
     pub fn compare_swap(&self, peer: usize, offset: usize, expected: u64, new: u64) -> Result<Operation> {
         let core = self.word(peer, offset, "compare_swap")?;
-        self.start("compare_swap", peer, move |inner, _| match core.way(peer, "compare_swap")? {
+        self.start("compare_swap", peer, move |member, _| match core.way(peer, "compare_swap")? {
             Way::Near(pinned) => {
                 Ok(Operation::done(pinned.compare_swap(offset, expected, new).map_err(Error::from)))
             }
             Way::Far(remote) => {
-                let endpoint = inner.endpoint().clone();
+                let endpoint = member.endpoint().clone();
                 let start = move || Ok(endpoint.compare_swap(&remote, offset as u64, expected, new)?);
-                Ok(in_lane(inner, &core, peer, "compare_swap", start))
+                Ok(in_lane(member, &core, peer, "compare_swap", start))
             }
         })
     }
@@ -169,7 +169,7 @@ impl Window {
             return cuda.flush("flush");
         }
         self.checked(peer, 0, 0, "flush")?;
-        self.later("flush", move |inner, _| flush(inner, peer))
+        self.later("flush", move |member, _| flush(member, peer))
     }
 
     /// [`flush`](Self::flush) to every rank. Local.
@@ -178,7 +178,7 @@ impl Window {
             return cuda.flush("flush");
         }
         self.checked(0, 0, 0, "flush")?;
-        self.later("flush", |inner, team| flush_all(inner, team))
+        self.later("flush", |member, team| flush_all(member, team))
     }
 
     /// Waits until everything that any rank has put into any rank's memory before its own call has landed. Collective.
@@ -188,8 +188,8 @@ impl Window {
             return cuda.barrier().map_err(|error| error.during("fence"));
         }
         self.checked(0, 0, 0, "fence")?;
-        self.later("fence", |inner, team| {
-            let landed = flush_all(inner, team);
+        self.later("fence", |member, team| {
+            let landed = flush_all(member, team);
             let _one_call = team.serialise();
             // Also after a failed flush: the others must not wait for this rank.
             team.barrier().map_err(|error| error.during("fence"))?;
@@ -200,12 +200,12 @@ impl Window {
     pub(super) fn later(
         &self,
         op: &'static str,
-        work: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()> + Send + 'static,
+        work: impl FnOnce(&Arc<Member>, &Arc<Team>) -> Result<()> + Send + 'static,
     ) -> Result<()> {
-        let inner = self.host(op)?;
-        inner.check_usable(op).map_err(group::poison)?;
-        match group::defer(inner, Job::Call(Box::new(work))) {
-            Some(job) => inner.launch(vec![job]),
+        let member = self.host(op)?;
+        member.check_usable(op).map_err(group::poison)?;
+        match group::defer(member, Job::Call(Box::new(work))) {
+            Some(job) => member.launch(vec![job]),
             None => Ok(()),
         }
     }
@@ -214,17 +214,17 @@ impl Window {
         &self,
         op: &'static str,
         peer: usize,
-        start: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<Operation> + Send + 'static,
+        start: impl FnOnce(&Arc<Member>, &Arc<Team>) -> Result<Operation> + Send + 'static,
     ) -> Result<Operation> {
-        one_sided(self.host(op)?, op, move |inner, team| {
-            let started = start(inner, team).map_err(|error| team.lost(peer, error))?;
+        one_sided(self.host(op)?, op, move |member, team| {
+            let started = start(member, team).map_err(|error| team.lost(peer, error))?;
             Ok(started.explained(|error| team.lost(peer, error)))
         })
     }
 
     /// What an access that failed at once has to say.
     fn lost(&self, peer: usize, error: Error) -> Error {
-        match self.host(error.op()).and_then(|inner| inner.team(error.op())) {
+        match self.host(error.op()).and_then(|member| member.team(error.op())) {
             Ok(team) => team.lost(peer, error),
             Err(_) => error,
         }
@@ -269,7 +269,7 @@ impl Window {
         bytes: &[u8],
         op: &'static str,
     ) -> Option<Result<()>> {
-        if !self.host(op).is_ok_and(|inner| inner.config.blocking) || group::is_open() {
+        if !self.host(op).is_ok_and(|member| member.config.blocking) || group::is_open() {
             return None;
         }
         match core.way(peer, op) {
@@ -321,7 +321,7 @@ pub(super) fn still(
 }
 
 pub(super) fn put(
-    inner: &Arc<Inner>,
+    member: &Arc<Member>,
     core: &Arc<WindowCore>,
     peer: usize,
     offset: usize,
@@ -335,19 +335,19 @@ pub(super) fn put(
             Ok(Operation::done(copied.map(|()| 0).map_err(|error| Error::from(error).during(op))))
         }
         Way::Far(remote) => {
-            let (endpoint, source) = (inner.endpoint().clone(), source.clone());
-            let (len, limits) = (source.len() as u64, inner.config.limits());
+            let (endpoint, source) = (member.endpoint().clone(), source.clone());
+            let (len, limits) = (source.len() as u64, member.config.limits());
             let start = move || {
                 let request = endpoint.write(&remote, source.span()?).at(offset as u64, 0, len);
                 Ok(request.limits(limits).start()?)
             };
-            Ok(in_lane(inner, core, peer, op, start))
+            Ok(in_lane(member, core, peer, op, start))
         }
     }
 }
 
 fn get(
-    inner: &Arc<Inner>,
+    member: &Arc<Member>,
     core: &Arc<WindowCore>,
     peer: usize,
     offset: usize,
@@ -360,37 +360,37 @@ fn get(
             Ok(Operation::done(copied.map(|()| 0).map_err(|error| error.during("get"))))
         }
         Way::Far(remote) => {
-            let (endpoint, target) = (inner.endpoint().clone(), target.clone());
-            let (len, limits) = (target.len() as u64, inner.config.limits());
+            let (endpoint, target) = (member.endpoint().clone(), target.clone());
+            let (len, limits) = (target.len() as u64, member.config.limits());
             let start = move || {
                 let request = endpoint.read(&remote, target.span()?).at(offset as u64, 0, len);
                 Ok(request.limits(limits).start()?)
             };
-            Ok(in_lane(inner, core, peer, "get", start))
+            Ok(in_lane(member, core, peer, "get", start))
         }
     }
 }
 
 /// Sends a transfer on its way to a far rank: beside the others, or behind them where the window is strict.
 pub(super) fn in_lane(
-    inner: &Arc<Inner>,
+    member: &Arc<Member>,
     core: &WindowCore,
     peer: usize,
     op: &'static str,
     start: impl FnOnce() -> Result<towline::Transfer> + Send + 'static,
 ) -> Operation {
-    let (operation, done) = Operation::toward(peer, inner.weak_team(), op, inner.config.timeout);
+    let (operation, done) = Operation::toward(peer, member.weak_team(), op, member.config.timeout);
     let about = move |error: Error| error.about([peer]).during(op);
     let start = Box::new(move || start().map_err(about));
     let strict = core.flags().contains(WindowFlag::STRICT_ORDERING);
     let task = if strict { Task::Behind(start, done) } else { Task::Beside(start, done) };
-    inner.lane(peer).push(task);
+    member.lane(peer).push(task);
     operation
 }
 
 /// Signals once the put has landed; a put that failed is not signalled.
 pub(super) fn then_signal(
-    inner: &Arc<Inner>,
+    member: &Arc<Member>,
     team: &Arc<Team>,
     put: Operation,
     peer: usize,
@@ -400,5 +400,5 @@ pub(super) fn then_signal(
     if let Some(Err(error)) = put.result() {
         return Err(error);
     }
-    Ok(signal(inner, team, peer, context, index))
+    Ok(signal(member, team, peer, context, index))
 }

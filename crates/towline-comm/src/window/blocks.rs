@@ -5,10 +5,12 @@ use std::sync::Arc;
 use towline::layout::Plan;
 use towline::{Indices, Layout};
 
+use super::Window;
 use super::access::{in_lane, still, then_signal};
-use super::core::Way;
-use super::{Memory, Operation, Window, WindowCore};
-use crate::communicator::{Inner, check_counter};
+use crate::member::Member;
+use crate::member::signals::check_counter;
+use crate::memory::{Memory, Way, WindowCore};
+use crate::operation::Operation;
 use crate::{Error, Result, group};
 
 /// The blocks of a transfer: which of the peer's, which of the local memory's, in pairs.
@@ -32,7 +34,7 @@ impl Window {
         let pairs = plan(layout, indices.into(), source_layout, source_indices.into(), source, "put")?;
         let core = self.reach(peer, &pairs, "put")?;
         let source = source.clone();
-        self.start("put", peer, move |inner, _| put(inner, &core, peer, &source, pairs))
+        self.start("put", peer, move |member, _| put(member, &core, peer, &source, pairs))
     }
 
     /// [`put_blocks`](Self::put_blocks), then raises `peer`'s counter, as [`put_signal`](Self::put_signal) does.
@@ -51,9 +53,9 @@ impl Window {
         let core = self.reach(peer, &pairs, "put_signal")?;
         check_counter(self.host("put_signal")?, peer, context, index, "put_signal").map_err(group::poison)?;
         let source = source.clone();
-        self.start("put_signal", peer, move |inner, team| {
-            let put = put(inner, &core, peer, &source, pairs)?;
-            then_signal(inner, team, put, peer, context, index)
+        self.start("put_signal", peer, move |member, team| {
+            let put = put(member, &core, peer, &source, pairs)?;
+            then_signal(member, team, put, peer, context, index)
         })
     }
 
@@ -71,7 +73,7 @@ impl Window {
         let pairs = plan(layout, indices.into(), target_layout, target_indices.into(), target, "get")?;
         let core = self.reach(peer, &pairs, "get")?;
         let target = target.clone();
-        self.start("get", peer, move |inner, _| get(inner, &core, peer, &target, pairs))
+        self.start("get", peer, move |member, _| get(member, &core, peer, &target, pairs))
     }
 
     fn reach(&self, peer: usize, pairs: &Pairs, op: &'static str) -> Result<Arc<WindowCore>> {
@@ -107,7 +109,7 @@ fn plan(
 }
 
 fn put(
-    inner: &Arc<Inner>,
+    member: &Arc<Member>,
     core: &Arc<WindowCore>,
     peer: usize,
     source: &Memory,
@@ -123,18 +125,18 @@ fn put(
             Ok(Operation::done(Ok(0)))
         }
         Way::Far(remote) => {
-            let (endpoint, source) = (inner.endpoint().clone(), source.clone());
-            let limits = inner.config.limits();
+            let (endpoint, source) = (member.endpoint().clone(), source.clone());
+            let limits = member.config.limits();
             let start = move || {
                 Ok(endpoint.write(&remote, source.span()?).spans(&pairs.pieces).limits(limits).start()?)
             };
-            Ok(in_lane(inner, core, peer, "put", start))
+            Ok(in_lane(member, core, peer, "put", start))
         }
     }
 }
 
 fn get(
-    inner: &Arc<Inner>,
+    member: &Arc<Member>,
     core: &Arc<WindowCore>,
     peer: usize,
     target: &Memory,
@@ -150,12 +152,12 @@ fn get(
             Ok(Operation::done(Ok(0)))
         }
         Way::Far(remote) => {
-            let (endpoint, target) = (inner.endpoint().clone(), target.clone());
-            let limits = inner.config.limits();
+            let (endpoint, target) = (member.endpoint().clone(), target.clone());
+            let limits = member.config.limits();
             let start = move || {
                 Ok(endpoint.read(&remote, target.span()?).spans(&pairs.pieces).limits(limits).start()?)
             };
-            Ok(in_lane(inner, core, peer, "get", start))
+            Ok(in_lane(member, core, peer, "get", start))
         }
     }
 }

@@ -1,135 +1,11 @@
-//! Buffers registered by one rank: found by containment, counted, and known to the others once they are used.
+//! The handle to a registered buffer.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use towline::{Access, Buffer, Endpoint, MemoryDescription, Registered, Span, Ticket};
-
-use super::Memory;
-use crate::communicator::Inner;
+use crate::member::Member;
+use crate::memory::{BUFFER_BIT, BufferCore, Memory};
 use crate::{Error, Result};
-
-/// Set in the ids of registered buffers, so that they never equal a window's.
-pub(crate) const BUFFER_BIT: u64 = 1 << 63;
-
-/// A registered range: one for all handles to parts of it.
-pub(crate) struct BufferCore {
-    id: u64,
-    addr: usize,
-    len: usize,
-    local: Span,
-    region: Mutex<Option<Registered<Buffer>>>,
-}
-
-impl BufferCore {
-    pub(crate) fn id(&self) -> u64 {
-        self.id
-    }
-
-    pub(crate) fn addr(&self) -> usize {
-        self.addr
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    pub(crate) fn local(&self) -> &Span {
-        &self.local
-    }
-
-    pub(crate) fn ticket(&self, op: &'static str) -> Result<Ticket> {
-        let region = self.region.lock().unwrap_or_else(PoisonError::into_inner);
-        let region = region.as_ref().ok_or_else(|| Error::invalid(op, "the registered buffer is closed"))?;
-        Ok(region.ticket()?)
-    }
-
-    fn close(&self) {
-        let region = self.region.lock().unwrap_or_else(PoisonError::into_inner).take();
-        drop(region);
-    }
-}
-
-/// The registered buffers of one communicator.
-#[derive(Default)]
-pub(crate) struct Buffers {
-    entries: Mutex<Entries>,
-}
-
-#[derive(Default)]
-struct Entries {
-    last_id: u64,
-    ranges: Vec<Range>,
-}
-
-struct Range {
-    core: Arc<BufferCore>,
-    handles: usize,
-}
-
-impl Buffers {
-    /// Registers a buffer, or counts one more handle to a registered range that contains it.
-    pub(crate) fn register(&self, endpoint: &Endpoint, storage: Buffer) -> Result<(Arc<BufferCore>, usize)> {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((range, offset)) = entries.find_mut(storage.addr(), storage.size()) {
-            range.handles += 1;
-            return Ok((Arc::clone(&range.core), offset));
-        }
-        let region = endpoint.register(storage, Access::READ_WRITE)?;
-        entries.last_id += 1;
-        let core = Arc::new(BufferCore {
-            id: BUFFER_BIT | entries.last_id,
-            addr: region.addr(),
-            len: region.size(),
-            local: Span::from(&region),
-            region: Mutex::new(Some(region)),
-        });
-        entries.ranges.push(Range { core: Arc::clone(&core), handles: 1 });
-        Ok((core, 0))
-    }
-
-    /// The registered range that holds all of those bytes, and where in it they start.
-    pub(crate) fn containing(&self, addr: usize, len: usize) -> Option<(Arc<BufferCore>, usize)> {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        entries.find_mut(addr, len).map(|(range, offset)| (Arc::clone(&range.core), offset))
-    }
-
-    /// Gives up one handle; true for the last one, which deregisters.
-    fn release(&self, core: &Arc<BufferCore>) -> bool {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(index) = entries.ranges.iter().position(|range| Arc::ptr_eq(&range.core, core)) else {
-            return false;
-        };
-        entries.ranges[index].handles -= 1;
-        if entries.ranges[index].handles > 0 {
-            return false;
-        }
-        entries.ranges.swap_remove(index);
-        drop(entries);
-        core.close();
-        true
-    }
-
-    pub(crate) fn close_all(&self) {
-        let ranges = std::mem::take(&mut self.entries.lock().unwrap_or_else(PoisonError::into_inner).ranges);
-        for range in ranges {
-            range.core.close();
-        }
-    }
-
-    pub(crate) fn count(&self) -> usize {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner).ranges.len()
-    }
-}
-
-impl Entries {
-    fn find_mut(&mut self, addr: usize, len: usize) -> Option<(&mut Range, usize)> {
-        self.ranges.iter_mut().find_map(|range| {
-            let offset = addr.checked_sub(range.core.addr)?;
-            (offset.checked_add(len)? <= range.core.len).then_some((range, offset))
-        })
-    }
-}
 
 /// A buffer registered with a communicator for zero-copy communication.
 ///
@@ -156,7 +32,7 @@ enum Engine {
 }
 
 struct OnHost {
-    inner: Weak<Inner>,
+    member: Weak<Member>,
     core: Mutex<Option<Arc<BufferCore>>>,
     offset: usize,
     size: usize,
@@ -164,13 +40,13 @@ struct OnHost {
 
 impl RegisteredBuffer {
     pub(crate) fn new(
-        inner: &Arc<Inner>,
+        member: &Arc<Member>,
         core: Arc<BufferCore>,
         offset: usize,
         size: usize,
     ) -> RegisteredBuffer {
-        let (inner, core) = (Arc::downgrade(inner), Mutex::new(Some(core)));
-        RegisteredBuffer(Engine::Host(Arc::new(OnHost { inner, core, offset, size })))
+        let (member, core) = (Arc::downgrade(member), Mutex::new(Some(core)));
+        RegisteredBuffer(Engine::Host(Arc::new(OnHost { member, core, offset, size })))
     }
 
     #[inline]
@@ -181,7 +57,7 @@ impl RegisteredBuffer {
     /// The number of the registration; never 0, except on a GPU, where NCCL may have no use for it. `Invalid` once closed.
     pub fn handle(&self) -> Result<u64> {
         match &self.0 {
-            Engine::Host(host) => Ok(host.core("handle")?.id & !BUFFER_BIT),
+            Engine::Host(host) => Ok(host.core("handle")?.id() & !BUFFER_BIT),
             Engine::Nccl(device) => open("handle", device).map(towline::nccl::RegisteredBuffer::handle),
         }
     }
@@ -227,7 +103,7 @@ impl RegisteredBuffer {
 impl OnHost {
     fn core(&self, op: &'static str) -> Result<Arc<BufferCore>> {
         let core = self.core.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let open = self.inner.upgrade().is_some_and(|inner| inner.is_open());
+        let open = self.member.upgrade().is_some_and(|member| member.is_open());
         match core {
             Some(core) if open => Ok(core),
             _ => Err(closed(op)),
@@ -239,11 +115,9 @@ impl OnHost {
             return;
         }
         let Some(core) = self.core.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
-        if let Some(inner) = self.inner.upgrade() {
-            inner.wait_idle();
-            if inner.buffers().release(&core) {
-                inner.forget_buffer(core.id);
-            }
+        if let Some(member) = self.member.upgrade() {
+            member.wait_idle();
+            member.memory.release_buffer(&core);
         }
     }
 }

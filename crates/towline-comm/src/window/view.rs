@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use towline::{Kind, Pinned};
 
+use super::Window;
 use super::access::still;
-use super::core::Way;
-use super::{Window, WindowCore};
+use crate::memory::{Way, WindowCore, closed};
 use crate::team::Team;
 use crate::{Error, Result};
 
@@ -84,7 +84,7 @@ impl PeerView {
 
     fn check(&self, op: &'static str) -> Result<()> {
         if self.core.is_closed() {
-            return Err(super::core::closed(op));
+            return Err(closed(op));
         }
         still(&self.core, self.rank, &self.pinned, op)
     }
@@ -177,7 +177,7 @@ impl Epoch<'_> {
     #[inline]
     fn pinned(&self, peer: usize, op: &'static str) -> Result<Option<&Arc<Pinned>>> {
         if self.core.is_closed() {
-            return Err(super::core::closed(op));
+            return Err(closed(op));
         }
         let Some(pinned) = self.near.get(peer) else {
             let ranks = self.near.len();

@@ -1,14 +1,37 @@
-//! The memory that a call reads or writes: a part of a window, of a registered buffer, or of neither.
+//! The memory that a call reads or writes: a part of a window, of a registered buffer, or of neither; and what one rank has
+//! registered with one communicator ([`RegisteredMemory`]).
+
+mod buffer;
+mod options;
+mod register;
+mod registered;
+mod window;
 
 use std::fmt;
 use std::sync::Arc;
 
 use towline::nccl::Part;
-use towline::{Buffer, MemoryAccess, MemoryDescription, Registered, Span};
+use towline::{Buffer, HugePages, MemoryAccess, MemoryDescription, Place, Registered, SharedStorage, Span};
 
-use super::buffer::BufferCore;
-use super::core::WindowCore;
+pub(crate) use self::buffer::{BUFFER_BIT, BufferCore, Buffers};
+pub use self::options::{WindowFlag, WindowOptions};
+pub(crate) use self::registered::RegisteredMemory;
+pub(crate) use self::window::{Way, WindowCore, Windows, closed};
 use crate::{Error, Result};
+
+/// Allocates memory that windows map without copies: shared memory, zeroed, in huge pages where the kernel has them.
+pub fn mem_alloc(size: usize) -> Result<SharedStorage> {
+    let allocated = SharedStorage::options().huge_pages(HugePages::Try).allocate(size);
+    Ok(allocated.map_err(|error| error.during("mem_alloc"))?)
+}
+
+/// Refuses memory that the CPU does not reach.
+pub(crate) fn host_only(op: &'static str, storage: &Buffer) -> Result<()> {
+    match storage.place() {
+        Place::Host => Ok(()),
+        place => Err(Error::invalid(op, format!("the communicator is on the host, the buffer on {place}"))),
+    }
+}
 
 /// A part of memory that a call reads or writes. Cheap to clone; keeps the bytes alive.
 ///
@@ -151,7 +174,7 @@ impl Memory {
     }
 
     /// The id of its window or registered buffer and where it starts in it; `None` for loose memory. What ranks
-    /// announce, and what [`Inner::reachable`](crate::communicator::Inner::reachable) takes.
+    /// announce, and what [`RegisteredMemory::reachable`] takes.
     pub(crate) fn window(&self) -> Option<(u64, usize)> {
         match &self.home {
             Home::Window(window) => Some((window.id(), self.offset)),

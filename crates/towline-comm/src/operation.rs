@@ -1,5 +1,6 @@
 //! A one-sided operation in flight: a future, which can also be waited on.
 
+use std::cell::Cell;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -11,10 +12,26 @@ use towline::Kind;
 use towline::nccl::Pending;
 
 use crate::team::{AccessWait, Team};
-use crate::{Error, Result, group, interrupt};
+use crate::{Error, Result, interrupt};
 
 /// After that long, a rank that waits for an operation says so to those that wait for it.
-pub(super) const WHILE: Duration = Duration::from_millis(100);
+pub(crate) const WHILE: Duration = Duration::from_millis(100);
+
+thread_local! {
+    /// Asked at every registration.
+    static HELD_BACK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// From now on a group holds this thread's calls back, or does so no longer.
+pub(crate) fn hold_back(held_back: bool) {
+    HELD_BACK.set(held_back);
+}
+
+/// Whether a group holds back what this thread asks for, so that waiting for it would last for ever.
+#[inline]
+pub(crate) fn is_held_back() -> bool {
+    HELD_BACK.get()
+}
 
 /// A one-sided operation in flight: a future, which can also be waited on. It owns what it touches, and goes on when
 /// dropped.
@@ -128,7 +145,7 @@ impl Operation {
         let shared = match &self.0 {
             Repr::Done(outcome) => return outcome.clone(),
             Repr::Live(shared) => shared,
-            Repr::InStream(pending) if pending.is_deferred() && group::is_open() => {
+            Repr::InStream(pending) if pending.is_deferred() && is_held_back() => {
                 let message = "it starts at the end of the group: end the group first";
                 return Err(Error::invalid(pending.op(), message));
             }
@@ -146,7 +163,7 @@ impl Operation {
                 shared.gave_up(&outcome);
                 return outcome;
             }
-            if state.deferred && group::is_open() {
+            if state.deferred && is_held_back() {
                 return Err(Error::invalid(
                     shared.op,
                     "it starts at the end of the group: end the group first",

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use towline::{Kind, Transfer};
 
-use super::operation::{Completion, Told, WHILE};
+use crate::operation::{Completion, Told, WHILE};
 use crate::team::{AccessWait, Team};
 use crate::{Error, Result, interrupt};
 
@@ -281,7 +281,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::window::Operation;
+    use crate::operation::Operation;
 
     /// Transfers that wait for their turn until all are there; each fails so. How many were begun, and how they ended.
     fn begun_of(kind: Kind) -> (usize, Vec<Kind>) {

@@ -1,17 +1,16 @@
-//! The calls that a communicator offers.
+//! Collectives and messages: the calls that a communicator offers.
 
 use std::sync::Arc;
 
 use towline::Dtype;
 
-use super::choice::Kind;
-use super::job::digest;
-use super::{Algorithm, Ask, Job, point};
+use super::Communicator;
+use crate::collective::{Algorithm, Ask, Job, Kind, Message, digest};
 use crate::combine::Op;
-use crate::communicator::{Communicator, Inner};
-use crate::group;
+use crate::member::{self, Member};
+use crate::memory::Memory;
 use crate::team::Team;
-use crate::{Error, Memory, Result};
+use crate::{Error, Result};
 
 /// The collectives of a communicator by an algorithm that the caller names: see [`Communicator::using`].
 #[derive(Clone, Copy)]
@@ -36,14 +35,14 @@ impl Using<'_> {
         if let Some(cuda) = self.comm.cuda() {
             return cuda.collective(ask);
         }
-        let run = |inner: &Arc<Inner>, team: &Arc<Team>, job: &Job<'_>| super::run(inner, team, job);
+        let run = |member: &Arc<Member>, team: &Arc<Team>, job: &Job<'_>| member.collectives.run(team, job);
         self.comm.submit_call(
             kind.name(),
-            |inner| checked(inner, ask),
+            |member| checked(member, ask),
             run,
             |job| {
                 let job = job.keep();
-                group::Job::Call(Box::new(move |inner, team| super::run(inner, team, &job)))
+                member::Job::Call(Box::new(move |member, team| member.collectives.run(team, &job)))
             },
         )
     }
@@ -200,7 +199,7 @@ impl Communicator {
             let _one_call = team.serialise();
             team.barrier().map_err(|error| error.during("barrier"))
         }
-        let later = |()| group::Job::Call(Box::new(|_, team| meet(team)));
+        let later = |()| member::Job::Call(Box::new(|_, team| meet(team)));
         self.submit_call("barrier", |_| Ok(()), |_, team, ()| meet(team), later)
     }
 
@@ -221,18 +220,17 @@ impl Communicator {
             let (op, algorithm) = (Op::Sum, Algorithm::Auto);
             return cuda.collective(Ask { kind, send, recv, dtype, op, root: peer, algorithm });
         }
-        self.submit(kind.name(), |inner| {
+        self.submit(kind.name(), |member| {
             let (send, recv) = if kind == Kind::Send { (Some(memory), None) } else { (None, Some(memory)) };
             let ask = Ask { kind, send, recv, dtype, op: Op::Sum, root: peer, algorithm: Algorithm::Auto };
-            let job = checked(inner, ask)?;
-            let message = group::Message {
+            let job = checked(member, ask)?;
+            let message = Message {
                 peer,
                 digest: digest(&[u64::from(dtype.code()), job.block as u64]),
                 memory: memory.clone(),
                 incoming: kind == Kind::Recv,
-                told: None,
             };
-            Ok(group::Job::Message(message, point::run_together))
+            Ok(member::Job::Message(message, None))
         })
     }
 
@@ -247,21 +245,21 @@ impl Communicator {
         if let Some(cuda) = self.cuda() {
             return Ok(format!("NCCL {} chooses", cuda.open("explain")?.version()));
         }
-        let last = self.inner("explain")?.collectives.last();
+        let last = self.member("explain")?.collectives.last();
         Ok(last.map_or_else(|| "no collective has run yet".to_owned(), |choice| choice.to_string()))
     }
 
     /// The algorithm of the latest collective call on this communicator. Local.
     pub fn last_algorithm(&self) -> Result<Option<Algorithm>> {
-        Ok(self.inner("last_algorithm")?.collectives.last().map(|choice| choice.algorithm))
+        Ok(self.member("last_algorithm")?.collectives.last().map(|choice| choice.algorithm))
     }
 }
 
-fn checked<'a>(inner: &Arc<Inner>, ask: Ask<'a>) -> Result<Job<'a>> {
+fn checked<'a>(member: &Arc<Member>, ask: Ask<'a>) -> Result<Job<'a>> {
     for memory in [ask.send, ask.recv].into_iter().flatten() {
         memory.span().map_err(|error| error.during(ask.kind.name()))?;
     }
-    let (rank, nranks) = inner.place(ask.kind.name())?;
+    let (rank, nranks) = member.place(ask.kind.name())?;
     if nranks == 0 {
         return Err(Error::invalid(ask.kind.name(), "the group has no ranks"));
     }

@@ -1,4 +1,9 @@
-//! What the handles to one communicator share.
+//! A rank's membership in a group on host memory: what the handles to one communicator share.
+
+pub(crate) mod job;
+mod lane;
+pub(crate) mod signals;
+mod worker;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
@@ -7,12 +12,15 @@ use std::time::{Duration, Instant};
 
 use towline::{Endpoint, Kind, Ticket};
 
-use super::config::Config;
-use super::worker::Worker;
-use crate::collective;
-use crate::group::{self, Job};
+pub(crate) use self::job::Job;
+pub(crate) use self::lane::{Lane, Task};
+pub use self::signals::WaitSignal;
+pub use self::worker::Progress;
+use self::worker::Worker;
+use crate::collective::Collectives;
+use crate::config::Config;
+use crate::memory::RegisteredMemory;
 use crate::team::Team;
-use crate::window::{Buffers, Lane, Memory, WindowCore, Windows, share_buffers};
 use crate::{Error, Result, interrupt};
 
 /// The endpoint of a rank, shared by its communicator and those that were split from it.
@@ -37,7 +45,7 @@ const FINALIZED: u8 = 1;
 const CLOSED: u8 = 2;
 
 /// The state of one communicator.
-pub(crate) struct Inner {
+pub(crate) struct Member {
     pub(crate) config: Config,
     pub(crate) station: Arc<Station>,
     /// Rank and size as far as they are known before the group has met.
@@ -45,10 +53,7 @@ pub(crate) struct Inner {
     seating: OnceLock<Seating>,
     team: RwLock<Option<Arc<Team>>>,
     life: AtomicU8,
-    windows: Windows,
-    buffers: Buffers,
-    /// Registered buffers that all ranks have used together, by the ids that the ranks gave them.
-    shared: Mutex<HashMap<Vec<u64>, Arc<WindowCore>>>,
+    pub(crate) memory: Arc<RegisteredMemory>,
     /// How many signals were waited for so far, by source, context and index.
     pub(crate) awaited: Mutex<HashMap<(usize, u32, u32), u64>>,
     lanes: Mutex<HashMap<usize, Arc<Lane>>>,
@@ -56,7 +61,7 @@ pub(crate) struct Inner {
     calls: Calls,
     idle: Condvar,
     pub(crate) shrinks: Mutex<u64>,
-    pub(crate) collectives: collective::State,
+    pub(crate) collectives: Collectives,
 }
 
 /// Calls that run, and threads that wait until none does.
@@ -69,7 +74,7 @@ struct Calls {
 }
 
 /// Counts a call that is running.
-struct Busy<'i>(&'i Inner);
+struct Busy<'i>(&'i Member);
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
@@ -82,25 +87,29 @@ impl Drop for Busy<'_> {
     }
 }
 
-impl Inner {
-    pub(crate) fn new(config: Config, station: Arc<Station>, expected: Option<(usize, usize)>) -> Arc<Inner> {
-        Arc::new(Inner {
+impl Member {
+    pub(crate) fn new(
+        config: Config,
+        station: Arc<Station>,
+        expected: Option<(usize, usize)>,
+    ) -> Arc<Member> {
+        let memory = RegisteredMemory::new(station.endpoint.clone(), config.routing.clone());
+        let memory = Arc::new(memory);
+        Arc::new(Member {
+            collectives: Collectives::new(Arc::clone(&memory), config.timeout),
+            memory,
             config,
             station,
             expected,
             seating: OnceLock::new(),
             team: RwLock::new(None),
             life: AtomicU8::new(OPEN),
-            windows: Windows::default(),
-            buffers: Buffers::default(),
-            shared: Mutex::new(HashMap::new()),
             awaited: Mutex::new(HashMap::new()),
             lanes: Mutex::new(HashMap::new()),
             worker: Arc::default(),
             calls: Calls::default(),
             idle: Condvar::new(),
             shrinks: Mutex::new(0),
-            collectives: collective::State::default(),
         })
     }
 
@@ -118,14 +127,6 @@ impl Inner {
 
     pub(crate) fn endpoint(&self) -> &Endpoint {
         &self.station.endpoint
-    }
-
-    pub(crate) fn windows(&self) -> &Windows {
-        &self.windows
-    }
-
-    pub(crate) fn buffers(&self) -> &Buffers {
-        &self.buffers
     }
 
     pub(crate) fn is_open(&self) -> bool {
@@ -179,20 +180,20 @@ impl Inner {
         if self.config.blocking {
             return self.run(jobs);
         }
-        let inner = Arc::clone(self);
-        self.worker.push(Box::new(move || inner.run(jobs)))
+        let member = Arc::clone(self);
+        self.worker.push(Box::new(move || member.run(jobs)))
     }
 
     fn run(self: &Arc<Self>, jobs: Vec<Job>) -> Result<()> {
         let team = self.team("submit")?;
         let _busy = jobs.iter().any(|job| !matches!(job, Job::Wait(_))).then(|| self.enter());
-        group::run(self, &team, jobs)
+        job::run(self, &team, jobs)
     }
 
     /// Runs one call of a blocking communicator.
     pub(crate) fn run_now(
         self: &Arc<Self>,
-        work: impl FnOnce(&Arc<Inner>, &Arc<Team>) -> Result<()>,
+        work: impl FnOnce(&Arc<Member>, &Arc<Team>) -> Result<()>,
     ) -> Result<()> {
         let team = self.team("submit")?;
         let _busy = self.enter();
@@ -230,52 +231,6 @@ impl Inner {
         self.lanes.lock().unwrap_or_else(PoisonError::into_inner).get(&peer).cloned()
     }
 
-    /// The memory through which all ranks reach each other in this call: `ids[rank]` is what each announced of its
-    /// [`Memory::window`], 0 for none. The same window everywhere, or registered buffers everywhere (which are
-    /// imported the first time that these are used together: then all ranks take part); otherwise `None`.
-    pub(crate) fn reachable(
-        self: &Arc<Self>,
-        team: &Arc<Team>,
-        ids: &[u64],
-        mine: &Memory,
-    ) -> Result<Option<Arc<WindowCore>>> {
-        use crate::window::BUFFER_BIT;
-        let Some(first) = ids.first() else { return Ok(None) };
-        if ids.iter().all(|id| id == first) && *first != 0 && first & BUFFER_BIT == 0 {
-            return Ok(self.windows.find(*first));
-        }
-        if !ids.iter().all(|id| id & BUFFER_BIT != 0) {
-            return Ok(None);
-        }
-        let known = self.shared.lock().unwrap_or_else(PoisonError::into_inner).get(ids).cloned();
-        if known.is_some() {
-            return Ok(known);
-        }
-        let window = share_buffers(self.endpoint(), &self.config.routing, team, mine)?;
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        // Their owners wait for the pins on what they have closed, and no call names it again.
-        let ended = |window: &WindowCore| (0..ids.len()).any(|rank| window.way(rank, "sweep").is_err());
-        let gone: Vec<_> = shared.extract_if(|_, window| ended(window)).map(|(_, window)| window).collect();
-        shared.insert(ids.to_vec(), Arc::clone(&window));
-        drop(shared);
-        for window in gone {
-            window.close();
-        }
-        Ok(Some(window))
-    }
-
-    /// Forgets the combinations that a buffer of this rank was part of.
-    pub(crate) fn forget_buffer(&self, id: u64) {
-        let Some(rank) = self.seating.get().map(|seating| seating.rank) else { return };
-        let gone: Vec<_> = {
-            let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-            shared.extract_if(|ids, _| ids.get(rank) == Some(&id)).map(|(_, window)| window).collect()
-        };
-        for window in gone {
-            window.close();
-        }
-    }
-
     /// Ends the collective life of the communicator: later calls are `Invalid`. True the first time.
     pub(crate) fn mark_finalized(&self) -> bool {
         self.life.compare_exchange(OPEN, FINALIZED, Ordering::AcqRel, Ordering::Acquire).is_ok()
@@ -303,18 +258,13 @@ impl Inner {
         if self.life.swap(CLOSED, Ordering::AcqRel) == CLOSED {
             return;
         }
-        self.windows.close_all();
-        let shared = std::mem::take(&mut *self.shared.lock().unwrap_or_else(PoisonError::into_inner));
-        for window in shared.into_values() {
-            window.close();
-        }
-        self.buffers.close_all();
+        self.memory.close_all();
         let team = self.team.write().unwrap_or_else(PoisonError::into_inner).take();
         drop(team);
     }
 }
 
-impl Drop for Inner {
+impl Drop for Member {
     fn drop(&mut self) {
         self.close(None);
     }
