@@ -1,67 +1,23 @@
 //! How Python learns that something has ended: a queue of numbers and an eventfd that says that it is not empty.
 
 use std::future::Future;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use towline::{Error, Kind, NextNotification, Notification};
 
 use crate::errors::OrRaise;
+use crate::queue::{Queue, clear, event, signal};
 use crate::{owners, process};
 
 /// How often a thread that waits looks whether a signal such as Ctrl-C came in unnoticed.
 pub(crate) const ATTENTION: Duration = Duration::from_millis(200);
-
-fn event() -> Result<OwnedFd, Error> {
-    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(|error| Error::os("wait", "eventfd", error))
-}
-
-fn signal(event: &OwnedFd) {
-    // Fails only when the counter is full, and then the descriptor is readable anyway.
-    let _ = rustix::io::write(event, &1u64.to_ne_bytes());
-}
-
-fn clear(event: &OwnedFd) {
-    let mut count = [0; 8];
-    let _ = rustix::io::read(event, &mut count);
-}
-
-/// What has ended and was not taken yet.
-pub(crate) struct Queue {
-    event: OwnedFd,
-    ended: Mutex<Vec<u64>>,
-}
-
-impl Queue {
-    fn push(&self, id: u64) {
-        let first = {
-            let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-            ended.push(id);
-            ended.len() == 1
-        };
-        if first {
-            self.ring();
-        }
-    }
-
-    /// Makes the descriptor readable.
-    pub(crate) fn ring(&self) {
-        signal(&self.event);
-    }
-
-    fn take(&self) -> Vec<u64> {
-        // In this order: what is queued after the clearing either is taken below or signals again.
-        clear(&self.event);
-        std::mem::take(&mut *self.ended.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
 
 /// A queue of ends, and the descriptor to watch for them.
 #[pyclass(frozen, module = "towline._native")]
@@ -72,14 +28,14 @@ impl Completions {
     #[new]
     fn new(py: Python<'_>) -> PyResult<Completions> {
         process::guard(py, "wait")?;
-        let queue = Arc::new(Queue { event: event().or_raise(py)?, ended: Mutex::new(Vec::new()) });
+        let queue = Arc::new(Queue::new().or_raise(py)?);
         owners::listen(&queue);
         Ok(Completions(queue))
     }
 
     /// The descriptor that is readable while something waits to be taken.
     fn fileno(&self) -> RawFd {
-        self.0.event.as_raw_fd()
+        self.0.fileno()
     }
 
     /// What puts `id` into the queue when it is woken.

@@ -12,13 +12,15 @@ use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 use towline::SharedStorage;
 use towline::cuda::{Mark, StreamHandle};
 
-use crate::buffer::{Asked, CUDA, Extent, holds_pointers, not_contiguous, unsupported_place};
+use crate::asked::{Asked, Extent, holds_pointers, not_contiguous, unsupported_place};
 use crate::errors::OrRaise;
 
 const NAME: &CStr = c"dltensor";
 const USED_NAME: &CStr = c"used_dltensor";
 const VERSIONED_NAME: &CStr = c"dltensor_versioned";
 const CPU: i32 = 1;
+/// DLPack's number for CUDA.
+pub(crate) const CUDA: i32 = 2;
 /// The CPU's memory, and the CPU's memory that is pinned for CUDA or ROCm.
 const HOST: [i32; 3] = [CPU, 3, 11];
 /// The type of elements that are handles.

@@ -12,8 +12,8 @@ use towline::room::{self, Zeroable};
 use towline::{Dim, IndexList, Indices};
 
 use crate::errors::{OrRaise, invalid};
+use crate::number::{Number, number};
 use crate::owners::OwnerToken;
-use crate::request::{Number, number};
 
 /// What a layout is made from: base, block, dimensions.
 type Arguments = (u64, u64, Vec<(u64, u64)>);

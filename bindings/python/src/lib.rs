@@ -3,6 +3,7 @@
 //! No thread of the library ever takes the GIL. What ends is queued and an eventfd is signalled
 //! ([`completions`]); what the core lets go of is queued and released by a Python thread ([`owners`]).
 
+mod asked;
 mod attention;
 mod audit;
 mod buffer;
@@ -17,8 +18,10 @@ mod layout;
 mod lender;
 mod nccl;
 mod nixl;
+mod number;
 mod owners;
 mod process;
+mod queue;
 mod quotas;
 mod region;
 mod remote;

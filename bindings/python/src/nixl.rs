@@ -13,8 +13,9 @@ use towline::nixl::{
 };
 use towline::{Buffer, Error, Kind, Limits, RegisterError, Result, room};
 
+use crate::asked::Asked;
 use crate::attention::without_gil;
-use crate::buffer::{Asked, Memory};
+use crate::buffer::Memory;
 use crate::completions::{ATTENTION, in_turns};
 use crate::errors::{OrRaise, exception, invalid, raise};
 use crate::lender::Lender;

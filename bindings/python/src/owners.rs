@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use pyo3::prelude::*;
 
-use crate::completions::Queue;
 use crate::process;
+use crate::queue::Queue;
 
 /// Only ever touched with the GIL held.
 static HELD: Mutex<Option<HashMap<u64, Py<PyAny>>>> = Mutex::new(None);

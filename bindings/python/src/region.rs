@@ -12,9 +12,10 @@ use crate::completions::{ATTENTION, in_turns};
 use crate::errors::{OrRaise, invalid, raise};
 use crate::layout::Layout;
 use crate::lender::Lender;
+use crate::number::Number;
 use crate::owners;
 use crate::process::{self, Inherited};
-use crate::request::{Number, seconds};
+use crate::request::seconds;
 use crate::ticket::Ticket;
 
 /// Memory that other workers can reach.

@@ -2,36 +2,13 @@
 
 use std::time::Duration;
 
-use pyo3::Borrowed;
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use towline::{Access, Isolation, Request, Routing, room};
 
 use crate::errors::{OrRaise, invalid};
 use crate::layout::{Blocks, Layout, copied};
-
-/// An offset, a count or a word. A number that it cannot be is a wrong value, as everywhere in the package.
-#[derive(Clone, Copy)]
-pub(crate) struct Number(pub(crate) u64);
-
-impl<'py> FromPyObject<'_, 'py> for Number {
-    type Error = PyErr;
-    #[cfg(feature = "stubs")]
-    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = u64::INPUT_TYPE;
-
-    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Number> {
-        number(&value).map(Number)
-    }
-}
-
-/// [`Number`] for arguments with a default.
-pub(crate) fn number(value: &Bound<'_, PyAny>) -> PyResult<u64> {
-    value.extract().map_err(|error: PyErr| match error.is_instance_of::<PyOverflowError>(value.py()) {
-        true => PyValueError::new_err(format!("a number from 0 to 2**64 - 1 is needed, not {value}")),
-        false => error,
-    })
-}
 
 /// A length of time in seconds, where one was given.
 pub(crate) fn seconds(

@@ -8,7 +8,9 @@ use towline::{Error, Kind, Layout};
 
 use super::connector::Connector;
 use super::metadata::device;
-use crate::buffer::{Asked, CUDA, Extent, Memory};
+use crate::asked::{Asked, Extent};
+use crate::buffer::Memory;
+use crate::dlpack::CUDA;
 use crate::errors::{OrRaise, raise};
 use crate::lender::Lender;
 use crate::owners;

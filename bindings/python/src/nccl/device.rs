@@ -8,7 +8,8 @@ use towline::{Buffer, MemoryDescription};
 use towline_comm::Stream;
 
 use super::errors::OrRaise;
-use crate::buffer::{Asked, Extent, Memory};
+use crate::asked::{Asked, Extent};
+use crate::buffer::Memory;
 use crate::{dlpack, process};
 
 /// DLPack's number for CUDA.
@@ -24,7 +25,7 @@ pub(super) fn memory<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<
             return Ok(None);
         }
         if !object.call_method0("is_contiguous")?.is_truthy()? {
-            return Err(crate::buffer::not_contiguous(py, asked));
+            return Err(crate::asked::not_contiguous(py, asked));
         }
         let index: Option<i32> = device.getattr("index")?.extract()?;
         let count: usize = object.call_method0("numel")?.extract()?;

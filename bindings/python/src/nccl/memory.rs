@@ -7,7 +7,8 @@ use towline_comm::{Communicator, Error};
 
 use super::device;
 use super::errors::OrRaise;
-use crate::buffer::{self, Asked};
+use crate::asked::Asked;
+use crate::buffer;
 use crate::dlpack::Type;
 
 /// The type of an element.
