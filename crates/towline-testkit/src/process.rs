@@ -8,11 +8,13 @@ mod line;
 
 use std::fs::File;
 use std::io::{self, BufReader, Write};
+use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 use std::{fmt, fs, thread};
@@ -126,6 +128,16 @@ pub struct Process {
     answers: Receiver<Line>,
     log: File,
     last: String,
+}
+
+/// An address of this host that nothing else uses, for an owner whose next life is to listen where the last one did. On 127.0.0.1 a
+/// port that is free now may be that of anybody's connection a moment later.
+pub fn own_address() -> SocketAddr {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    let number =
+        std::process::id().wrapping_mul(64).wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed)) | 1 << 16;
+    let [_, a, b, c] = number.to_be_bytes();
+    SocketAddr::from(([127, a, b, c], 7700))
 }
 
 impl Process {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use towline::{Access, Kind, Ticket};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
-use towline_testkit::process::Process;
+use towline_testkit::process::{Process, own_address};
 use towline_testkit::watchdog::{eventually, watch};
 
 use super::{LANES, STALL, endpoint, kind_for, local};
@@ -138,9 +138,8 @@ fn the_tickets_of_an_owner_that_restarted_give_no_bytes() {
     let _watchdog = watch("the_tickets_of_an_owner_that_restarted_give_no_bytes", Duration::from_secs(120));
     let gone = [Kind::Stale, Kind::Disconnected];
     let user = endpoint("user");
-    // A port of its own, so that the next life answers where the last one did.
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let options = format!("listen=127.0.0.1:{port}");
+    // The next life answers where the last one did.
+    let options = format!("listen={}", own_address());
     let mut before: Vec<(Ticket, Vec<(&str, towline::Remote)>)> = Vec::new();
     for life in 0..4u16 {
         let mut owner = Process::open("phoenix", &options);

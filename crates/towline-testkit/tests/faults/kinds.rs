@@ -11,7 +11,7 @@ use towline::{
     Ticket,
 };
 use towline_testkit::bench::{outcome, routing};
-use towline_testkit::process::Process;
+use towline_testkit::process::{Process, own_address};
 use towline_testkit::random::Random;
 use towline_testkit::watchdog::{eventually, watch};
 
@@ -100,8 +100,7 @@ struct Scene {
 
 impl Scene {
     fn after(event: Event, path: &'static str) -> Scene {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let options = format!("listen=127.0.0.1:{port}");
+        let options = format!("listen={}", own_address());
         let mut owner = Process::open("owner", &options);
         owner.must(&format!("register {LEN} {} read+write", kind_for(path)));
         let mut ticket: Ticket = owner.must("ticket 1").text(0).parse().unwrap();
