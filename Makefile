@@ -4,11 +4,12 @@ FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1500
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test test-deep soak soak-report lint test-unit test-loom test-forced-tcp test-rdma test-gpu python stubs torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
+.PHONY: help demo test check test-deep soak soak-report lint test-unit test-loom test-forced-tcp test-rdma test-gpu python stubs torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
 
 help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
 	@echo "make test             everything that must pass before a change goes in"
+	@echo "make check            the lints and the fast tests, for the inner loop"
 	@echo "make test-deep        sanitizers, Miri, loom and FUZZ_SECONDS ($(FUZZ_SECONDS)) of fuzzing, with a nightly toolchain"
 	@echo "make soak             the campaigns under faults, the short form (all of it: $(towline) soak)"
 	@echo "make soak-report      the campaigns for SOAK_SECONDS ($(SOAK_SECONDS); none: all rounds, about two hours), written to docs/reliability-report.md"
@@ -37,6 +38,9 @@ demo:
 
 test:
 	scripts/test.sh
+
+check:
+	scripts/test.sh check
 
 test-deep:
 	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test.sh deep

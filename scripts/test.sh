@@ -2,6 +2,7 @@
 # Runs the checks and tests named on the command line, or all of them, and counts what happened.
 #
 #   scripts/test.sh                  everything
+#   scripts/test.sh check            what is checked again and again while working: the lints, and the fast tests
 #   scripts/test.sh clippy loom      only these steps
 #   scripts/test.sh deep             sanitizers, Miri, loom and fuzzing
 #
@@ -12,7 +13,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_steps=(fmt clippy doc decisions modules deny typos aarch64 workspace soak loom forced-tcp forced-tls forced-crc python torch docs rdma)
+# Everything, in two lists that are gone through side by side: each keeps about one core busy, and each builds what the other does not.
+first_steps=(fmt clippy doc decisions modules typos workspace forced-tcp forced-tls forced-crc)
+second_steps=(deny aarch64 loom python soak torch docs rdma)
+check_steps=(fmt clippy decisions modules typos fast)
 deep_steps=(loom asan tsan miri fuzz) # those of `make test-deep`, which take long and need a nightly toolchain
 cargo_deny_version=0.20
 cargo_fuzz_version=0.13
@@ -92,9 +96,16 @@ step_typos() {
   check "$typos"
 }
 
-install_typos() {
+install_typos() (
+  lock_tools
   [[ -x .venv/bin/pip ]] || python3 -m venv .venv || return 1
   .venv/bin/pip install --quiet --disable-pip-version-check "typos==$typos_version"
+)
+
+# Until the end of this subshell nobody else changes .venv and .venv-torch.
+lock_tools() {
+  exec 9>"$logs/tools.lock"
+  flock 9
 }
 
 step_aarch64() {
@@ -112,6 +123,15 @@ step_aarch64() {
   check cargo check --target "$arm"
 }
 
+# The core's own tests, the programs of the model and of hostile peers, and the laws over three paths that have little in common.
+step_fast() {
+  run_tests cargo test --no-fail-fast -p towline -p towline-comm -p towline-sys --lib
+  log=$logs/fast-programs.log
+  run_tests cargo test --no-fail-fast -p towline-testkit --test model --test serving --test using
+  log=$logs/fast-laws.log
+  run_tests cargo test --no-fail-fast -p towline-testkit --test laws -- inproc mapped tcp
+}
+
 # The tests of NIXL find its wheel through the environment; without it they say so and are skipped.
 step_workspace() {
   local reason
@@ -121,6 +141,7 @@ step_workspace() {
 
 # Installs NIXL into .venv; otherwise says why that cannot be. Of what it needs in Python, its API uses only NumPy.
 prepare_nixl() {
+  lock_tools
   local libraries=(.venv/lib/python3*/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so)
   local numpy=(.venv/lib/python3*/site-packages/numpy)
   [[ ! -e ${libraries[0]} || ! -e ${numpy[0]} ]] || return 0
@@ -136,6 +157,7 @@ prepare_nixl() {
 # Unpacks the one file of the original dynamo.nixl_connect from Dynamo's wheel, whose other 75 MB are not needed; otherwise says
 # why that cannot be.
 prepare_original() {
+  lock_tools
   local folder=.venv/share/dynamo-original wheels
   [[ ! -e $folder/dynamo/nixl_connect/__init__.py ]] || return 0
   [[ -x .venv/bin/pip ]] || { echo "there is no .venv"; return 1; }
@@ -348,6 +370,7 @@ step_docs() {
 # Makes .venv and what the package's tests, or another of its extras, need in it; otherwise says why that cannot be.
 prepare_python() {
   local python=.venv/bin/python
+  lock_tools
   if [[ ! -x $python ]]; then
     command -v python3 >/dev/null || { echo "there is no python3"; return 1; }
     python3 -m venv .venv >&2 || { echo "'python3 -m venv .venv' failed"; return 1; }
@@ -516,16 +539,63 @@ report() { summary+=("$(printf '%-11s %4ds  %s' "$step" "$((SECONDS - began))" "
 
 # ---- the run ---------------------------------------------------------------------------------------------
 
+# Runs each of these lists of steps by this script, side by side, and adds up what they counted. The first is seen as it goes on, the
+# others when all have ended.
+side_by_side() {
+  local list number=0 pids=()
+  # With job control each has a process group, which an interrupt of this script ends.
+  set -m
+  for list in "$@"; do
+    number=$((number + 1))
+    ((number > 1)) || continue
+    # shellcheck disable=SC2086
+    TOWLINE_TEST_TOTALS=$logs/totals-$number "$0" $list >"$logs/list-$number.log" 2>&1 </dev/null &
+    pids+=($!)
+  done
+  trap 'for pid in "${pids[@]}"; do kill -- "-$pid" 2>/dev/null; done' EXIT
+  # shellcheck disable=SC2086
+  TOWLINE_TEST_TOTALS=$logs/totals-1 "$0" $1 || true
+  wait "${pids[@]}" || true
+  trap - EXIT
+  for ((number = 2; number <= $#; number++)); do
+    cat "$logs/list-$number.log"
+  done
+  for ((number = 1; number <= $#; number++)); do
+    add_totals "$logs/totals-$number"
+  done
+}
+
+# Adds what a run of some steps has written about itself.
+add_totals() {
+  local so_far=("$passed" "$failed" "$skipped") lines=("${summary[@]}") reasons=("${skips[@]}") details=("${failures[@]}")
+  if [[ ! -e $1 ]]; then
+    failed=$((failed + 1))
+    failures+=("FAILED: some of the steps did not come to their end: $1 was not written")
+    return
+  fi
+  # shellcheck disable=SC1090
+  source "$1"
+  rm "$1"
+  passed=$((passed + so_far[0])) failed=$((failed + so_far[1])) skipped=$((skipped + so_far[2]))
+  summary=("${lines[@]}" "${summary[@]}") skips=("${reasons[@]}" "${skips[@]}") failures=("${details[@]}" "${failures[@]}")
+}
+
 steps=("$@")
-((${#steps[@]} > 0)) || steps=("${all_steps[@]}")
-[[ ${steps[*]} != deep ]] || steps=("${deep_steps[@]}")
+case ${steps[*]} in
+check) steps=("${check_steps[@]}") ;;
+deep) steps=("${deep_steps[@]}") ;;
+esac
 for step in "${steps[@]}"; do
   if ! declare -F "step_$step" >/dev/null; then
-    echo "there is no step '$step'; there are: ${all_steps[*]} ${deep_steps[*]:1}" >&2
+    echo "there is no step '$step'; there are: ${first_steps[*]} ${second_steps[*]} fast ${deep_steps[*]:1}" >&2
     exit 2
   fi
 done
 
+if ((${#steps[@]} == 0)); then
+  rm -f "$logs"/totals-*
+  side_by_side "${first_steps[*]}" "${second_steps[*]}"
+fi
 for step in "${steps[@]}"; do
   echo
   echo "== $step"
@@ -534,6 +604,10 @@ for step in "${steps[@]}"; do
   "step_$step"
 done
 
+if [[ -n ${TOWLINE_TEST_TOTALS:-} ]]; then
+  declare -p passed failed skipped skips summary failures | sed 's/^declare -[-a]* //' >"$TOWLINE_TEST_TOTALS"
+  exit 0
+fi
 echo
 echo "== summary (logs in $logs)"
 ((${#skips[@]} == 0)) || printf '%s\n' "${skips[@]}" | fold_skips
