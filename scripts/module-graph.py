@@ -13,7 +13,7 @@ from pathlib import Path
 # The cycles that are still there. The list may only become shorter: one that is gone has to be removed from it.
 KNOWN = {
     "crates/towline": [
-        {"endpoint", "notify", "region", "route", "session", "transfer", "transport"},
+        {"operations", "route", "session", "transfer", "transport"},
         {"ticket", "wire"},
     ],
 }

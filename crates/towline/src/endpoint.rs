@@ -3,17 +3,17 @@
 pub(crate) mod claim;
 mod core;
 pub(crate) mod import;
-mod interfaces;
 mod metrics;
-pub(crate) mod operations;
 mod options;
 mod pinned;
 mod request;
 mod stats;
+mod stretch;
 
+use std::any::Any;
 use std::fmt;
 use std::future::Future;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 pub(crate) use self::core::EndpointCore;
@@ -22,8 +22,9 @@ pub use self::options::EndpointOptions;
 pub use self::pinned::Pinned;
 pub use self::request::Request;
 pub use self::stats::{PathStats, Stats};
+pub use self::stretch::{Stretch, average, can_average, can_sum, sum};
 use crate::memory::{Dtype, ReduceOp, Storage};
-use crate::notify::{NextNotification, Notification};
+use crate::notify::{Inbox, NextNotification, Notification};
 use crate::region::{Audit, RegisterError, Registered, Span};
 use crate::route::Routing;
 use crate::transfer::{Limits, Op, Transfer};
@@ -98,7 +99,10 @@ impl Endpoint {
         access: Access,
     ) -> Result<Registered<S>, RegisterError<S>> {
         match fork::guard("register") {
-            Ok(()) => Registered::new(&self.0, storage, access),
+            Ok(()) => {
+                let keep = Arc::clone(&self.0) as Arc<dyn Any + Send + Sync>;
+                Registered::new(&self.0.registry, keep, storage, access)
+            }
             Err(error) => Err(RegisterError { error, storage }),
         }
     }
@@ -223,18 +227,18 @@ impl Endpoint {
     /// The next message from a peer, waiting for at most that long.
     pub fn receive(&self, within: Duration) -> Result<Notification> {
         fork::guard("receive")?;
-        self.0.receive(within)
+        self.0.registry.receive(within)
     }
 
     /// The next message from a peer, if there is one.
     pub fn try_receive(&self) -> Result<Option<Notification>> {
         fork::guard("receive")?;
-        self.0.notifications.next()
+        self.0.registry.notifications.next()
     }
 
     /// The next message from a peer, as a future.
     pub fn next_notification(&self) -> NextNotification {
-        NextNotification::of(&self.0)
+        NextNotification::of(Arc::downgrade(&self.0.registry) as Weak<dyn Inbox>)
     }
 
     /// What was moved, per peer and path, and what is held. Empty in a forked child.
@@ -252,7 +256,7 @@ impl Endpoint {
         if fork::in_child() {
             return Audit::default();
         }
-        Audit { strangers: self.0.refusals.audit(), ..self.0.ledger.audit() }
+        Audit { strangers: self.0.sessions.refusals.audit(), ..self.0.registry.ledger.audit() }
     }
 
     /// Revokes every region, ends every transfer and closes every connection, then waits until nobody touches the memory of
@@ -275,6 +279,9 @@ impl Endpoint {
 
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Endpoint").field("identity", self.identity()).field("reach", &self.0.reach()).finish()
+        f.debug_struct("Endpoint")
+            .field("identity", self.identity())
+            .field("reach", &self.0.registry.reach())
+            .finish()
     }
 }

@@ -46,6 +46,7 @@ pub mod memory;
 pub mod nccl;
 pub mod nixl;
 mod notify;
+mod operations;
 mod region;
 #[doc(hidden)]
 pub mod room;
@@ -63,7 +64,10 @@ mod transport;
 pub mod wire;
 
 pub use access::Access;
-pub use endpoint::{Endpoint, EndpointOptions, PathStats, Pinned, Remote, Request, Stats};
+pub use endpoint::{
+    Endpoint, EndpointOptions, PathStats, Pinned, Remote, Request, Stats, Stretch, average, can_average,
+    can_sum, sum,
+};
 pub use error::{Error, Kind, Result};
 #[doc(hidden)]
 pub use fork::guard as fork_guard;
@@ -80,7 +84,6 @@ pub use memory::{
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{
     Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, StrangerAudit,
-    Stretch, average, can_average, can_sum, sum,
 };
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use session::Quotas;

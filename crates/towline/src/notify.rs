@@ -10,7 +10,6 @@ use std::task::{Context, Poll, Waker};
 
 pub(crate) use self::mailbox::Mailbox;
 use crate::budget::{Account, Budget, Charge};
-use crate::endpoint::EndpointCore;
 use crate::identity::Identity;
 use crate::sync::lock;
 use crate::{Error, Result, fork};
@@ -183,17 +182,26 @@ impl Notifications {
     }
 }
 
+/// Where messages come in, as their futures see it.
+pub(crate) trait Inbox: Send + Sync {
+    fn notifications(&self) -> &Notifications;
+
+    /// Lets the event loop listen for peers' rings: needed only while a future waits for a message or a storage is parked. Threads
+    /// that wait listen themselves.
+    fn listen(self: Arc<Self>);
+}
+
 /// The next message, as a future.
 #[must_use = "a future does nothing until awaited"]
 pub struct NextNotification {
-    endpoint: Weak<EndpointCore>,
+    inbox: Weak<dyn Inbox>,
     /// Its waker's, once it waits.
     number: Option<u64>,
 }
 
 impl NextNotification {
-    pub(crate) fn of(endpoint: &Arc<EndpointCore>) -> NextNotification {
-        NextNotification { endpoint: Arc::downgrade(endpoint), number: None }
+    pub(crate) fn of(inbox: Weak<dyn Inbox>) -> NextNotification {
+        NextNotification { inbox, number: None }
     }
 }
 
@@ -202,16 +210,16 @@ impl Future for NextNotification {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Notification>> {
         fork::guard("receive")?;
-        let Some(endpoint) = self.endpoint.upgrade() else {
+        let Some(inbox) = self.inbox.upgrade() else {
             return Poll::Ready(Err(Error::invalid("receive", "the endpoint is closed")));
         };
-        let notifications = &endpoint.notifications;
+        let notifications = inbox.notifications();
         if let Some(next) = notifications.next().transpose() {
             return Poll::Ready(next);
         }
         lock(&notifications.inner).wake_later(&mut self.number, cx.waker());
         // Only now does the event loop listen for peers; one may have rung just before.
-        endpoint.listen_to_bell();
+        Arc::clone(&inbox).listen();
         match notifications.next().transpose() {
             Some(next) => Poll::Ready(next),
             None => Poll::Pending,
@@ -223,10 +231,10 @@ impl Drop for NextNotification {
     fn drop(&mut self) {
         if let Some(number) = self.number
             && !fork::in_child()
-            && let Some(endpoint) = self.endpoint.upgrade()
+            && let Some(inbox) = self.inbox.upgrade()
         {
             // Dropped without the lock: a waker may run anything when it goes.
-            let waker = lock(&endpoint.notifications.inner).wakers.remove(&number);
+            let waker = lock(&inbox.notifications().inner).wakers.remove(&number);
             drop(waker);
         }
     }
@@ -242,7 +250,7 @@ mod tests {
     #[test]
     fn futures_that_are_dropped_leave_no_waker_behind() {
         let endpoint = Endpoint::open("patient").unwrap();
-        let notifications = &endpoint.core().notifications;
+        let notifications = &endpoint.core().registry.notifications;
         let mut cx = Context::from_waker(Waker::noop());
         let mut kept = endpoint.next_notification();
         assert!(Pin::new(&mut kept).poll(&mut cx).is_pending());
@@ -266,7 +274,7 @@ mod tests {
     fn a_peer_that_fills_its_mailbox_does_not_keep_others_from_being_heard() {
         let notifications = Notifications::default();
         let endpoint = Endpoint::open("anyone").unwrap();
-        let someone = endpoint.core().identity();
+        let someone = endpoint.identity();
         let mail = |name: &str, messages: usize| {
             let (mailbox, _) = Mailbox::create().unwrap();
             for _ in 0..messages {

@@ -4,9 +4,9 @@ mod audit;
 mod core;
 mod peers;
 mod process;
+mod registry;
 mod served;
 mod signal;
-mod stretch;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
@@ -21,15 +21,15 @@ use std::time::Duration;
 
 pub use self::audit::{Audit, PeerAudit, StrangerAudit};
 pub(crate) use self::audit::{Deed, Ledger};
-pub(crate) use self::core::{Borrower, ParkingLot, RegionCore, RegionUse};
+use self::core::ParkingLot;
+pub(crate) use self::core::{Borrower, RegionCore, RegionUse, TransportState};
 pub(crate) use self::peers::PeerPins;
 pub(crate) use self::process::PeerProcess;
+pub(crate) use self::registry::Registry;
 pub(crate) use self::served::{SERVED, Served, Stream};
 pub use self::signal::Patience;
 pub(crate) use self::signal::{raise, raise_own, ring, wake_raised};
-pub use self::stretch::{Stretch, average, can_average, can_sum, sum};
 pub(crate) use self::words::word_at;
-use crate::endpoint::EndpointCore;
 use crate::layout::Layout;
 use crate::memory::{
     FileSlice, MemType, MemoryAccess, MemoryDescription, NixlDescriptor, Place, Storage, StorageKind,
@@ -86,12 +86,14 @@ pub struct StillPinned<S: Storage> {
 }
 
 impl<S: Storage> Registered<S> {
+    /// Registers a storage; what is to be kept lives as long as the region does.
     pub(crate) fn new(
-        endpoint: &Arc<EndpointCore>,
+        registry: &Arc<Registry>,
+        keep: Arc<dyn Any + Send + Sync>,
         storage: S,
         access: Access,
     ) -> Result<Registered<S>, RegisterError<S>> {
-        match RegionCore::register(endpoint, &storage, access) {
+        match RegionCore::register(registry, keep, &storage, access) {
             Ok(core) => Ok(Registered { core, storage: ManuallyDrop::new(storage) }),
             Err(error) => Err(RegisterError { error, storage }),
         }
@@ -200,7 +202,7 @@ impl<S: Storage> Registered<S> {
 
     /// Deregisters and gives the storage back, waiting for peers that are inside a copy.
     pub fn into_storage(self) -> Result<S, StillPinned<S>> {
-        let within = self.core.endpoint.limits().no_progress;
+        let within = self.core.registry.no_progress();
         self.into_storage_within(within)
     }
 
@@ -255,7 +257,7 @@ impl<S: Storage> MemoryDescription for Registered<S> {
 
 impl<S: Storage> RegisteredView for Registered<S> {
     fn agent_name(&self) -> &str {
-        self.core.endpoint.name()
+        self.core.registry.name()
     }
 
     fn descriptor(&self) -> NixlDescriptor {

@@ -17,6 +17,7 @@ mod foreign_pages_tests;
 mod grant;
 mod importing;
 mod initiator;
+mod interfaces;
 #[cfg(test)]
 mod late_tests;
 mod listener;
@@ -29,6 +30,7 @@ mod quotas;
 mod refusals;
 mod reply;
 mod run;
+mod sessions;
 mod sharing;
 mod unauthenticated;
 
@@ -42,12 +44,13 @@ pub(crate) use self::contact::NoContact;
 pub(crate) use self::grant::GrantHandle;
 pub(crate) use self::importing::{Imported, Importing, proven};
 pub(crate) use self::initiator::{HEARTBEAT, Session};
-pub(crate) use self::listener::Listener;
-pub(crate) use self::owner::Serving;
+use self::listener::Listener;
+use self::owner::Serving;
+pub(crate) use self::query::{Borrowing, Loan, OwnerPaths, Query, QueryReply};
 pub use self::quotas::Quotas;
-pub(crate) use self::refusals::Refusals;
+use self::refusals::Refusals;
 pub(crate) use self::run::{Run, cut, cut_portion, starts_later};
-pub(crate) use self::unauthenticated::Strangers;
+pub(crate) use self::sessions::{Sessions, Settings};
 
 /// Bytes that an initiator has not acknowledged for this long mean that it cannot be reached.
 const UNANSWERED: Duration = Duration::from_secs(2);

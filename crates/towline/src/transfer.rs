@@ -511,7 +511,7 @@ impl TransferCore {
     /// Ends what an endpoint that is closed no longer moves.
     pub(crate) fn check_open(&self) -> Result<()> {
         match &self.local {
-            Some(local) if local.core().endpoint.is_closed() => {
+            Some(local) if local.core().registry.is_closed() => {
                 Err(Error::new(Kind::Canceled, self.op.name(), "the endpoint was closed"))
             }
             _ => Ok(()),

@@ -28,16 +28,14 @@ pub(crate) mod stream;
 
 use std::fmt;
 use std::ops::{BitOr, Range};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::endpoint::EndpointCore;
 use crate::identity::Identity;
 use crate::layout::{Indexed, Piece, Plan};
-use crate::region::{PeerPins, RegionCore, RegionUse, stale};
+use crate::region::{RegionCore, RegionUse, stale};
 use crate::route::Routing;
-use crate::session::GrantHandle;
+use crate::session::{GrantHandle, OwnerPaths, Query, QueryReply};
 use crate::ticket::Claims;
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::direct::Held;
@@ -129,7 +127,7 @@ impl Owner<'_> {
     /// The error is why its region cannot be reached any more, whatever the path.
     pub(crate) fn alive(&self) -> Result<()> {
         match self {
-            Owner::Here(region) if region.endpoint.is_closed() => {
+            Owner::Here(region) if region.registry.is_closed() => {
                 Err(Error::owner_gone("import", "the owner has closed its endpoint"))
             }
             Owner::Here(region) if region.is_closed() => Err(stale("import")),
@@ -139,56 +137,48 @@ impl Owner<'_> {
     }
 }
 
+/// What transports know of their endpoint, and keep for it.
+pub(crate) struct TransportContext {
+    pub(crate) identity: Identity,
+    /// Which paths the endpoint allows where an import does not say, and by which it lends.
+    pub(crate) routing: Routing,
+    /// The agent of NIXL, once a transfer by it was asked for.
+    pub(crate) nixl: nixl::Domain,
+}
+
+impl TransportContext {
+    pub(crate) fn new(identity: Identity, routing: Routing, options: nixl::NixlOptions) -> Arc<Self> {
+        Arc::new(TransportContext { identity, routing, nixl: nixl::Domain::new(options) })
+    }
+}
+
+/// At the owner, each transport answers for its own path.
+impl OwnerPaths for TransportContext {
+    fn offers(&self, region: &RegionCore, claims: &Claims) -> u8 {
+        let offered = |one: &&&dyn Transport| one.number().is_some() && one.offers(self, region, claims);
+        let bits = TRANSPORTS.iter().filter(offered).filter_map(|one| Some(1 << (one.number()? - 1)));
+        bits.fold(0, |all, one: u8| all | one)
+    }
+
+    fn take_hint(&self, path: u8, region: &RegionCore, words: &[u8]) -> Result<bool> {
+        Ok(numbered(path)?.take_hint(self, region, words))
+    }
+
+    fn answer_query(&self, path: u8, query: &Query<'_>) -> Result<QueryReply> {
+        numbered(path)?.answer_query(self, query)
+    }
+}
+
 /// What a transport gets to see of a grant before it says yes or no.
 pub(crate) struct Offer<'a> {
-    pub(crate) endpoint: &'a Arc<EndpointCore>,
+    /// Of the endpoint that imports.
+    pub(crate) context: &'a Arc<TransportContext>,
     pub(crate) owner: Owner<'a>,
     pub(crate) grant: &'a Grant,
     /// What the caller allows.
     pub(crate) routing: &'a Routing,
     /// When the caller wants to know, whatever has to be asked or made first.
     pub(crate) until: Instant,
-}
-
-/// What a peer asks of an owner about one of its grants, so that it can take a path.
-pub(crate) struct Question<'a> {
-    pub(crate) region: &'a Arc<RegionCore>,
-    pub(crate) claims: &'a Claims,
-    pub(crate) peer: &'a Identity,
-    /// A peer of the same user on this host has pins, and descriptors can be handed to it.
-    pub(crate) pins: Option<&'a Arc<PeerPins>>,
-    pub(crate) words: &'a [u8],
-}
-
-/// An answer, and the descriptors that go with it.
-#[derive(Default)]
-pub(crate) struct Told {
-    pub(crate) answer: Vec<u8>,
-    pub(crate) files: Vec<OwnedFd>,
-    /// At the owner: from now on the peer reaches the region by itself.
-    pub(crate) loan: Option<Arc<dyn Loan>>,
-}
-
-/// At the owner: a region that a peer reaches by itself.
-pub(crate) trait Loan: Send + Sync {
-    /// Whether the peer pins the region while something is under way. Where it does not, taking the region back asks it to let
-    /// go, and waits for that.
-    fn pinned(&self) -> bool;
-
-    /// The session has ended before the peer had let go: calls back once the peer reaches the memory no more.
-    fn orphaned(&self, back: Box<dyn FnOnce() + Send>);
-}
-
-/// At the peer: who reaches a region by itself.
-pub(crate) trait Borrowing: Send + Sync {
-    /// The owner wants it back: nothing new begins, and the owner is told once nothing is under way. On the event loop.
-    fn recalled(self: Arc<Self>);
-
-    /// Whether nothing is under way.
-    fn is_idle(&self) -> bool;
-
-    /// Whether nothing is under way and nothing begins any more. Changes nothing.
-    fn has_let_go(&self) -> bool;
 }
 
 /// What became of a request that was begun in the calling thread.
@@ -242,30 +232,20 @@ pub(crate) trait Transport: Send + Sync {
     }
 
     /// At the owner: whether who holds that ticket should ask about that region. Called with every grant, so it is quick.
-    fn offers(&self, _region: &RegionCore, _claims: &Claims) -> bool {
+    fn offers(&self, _context: &TransportContext, _region: &RegionCore, _claims: &Claims) -> bool {
         false
     }
 
-    /// At the owner: takes a word that asks for nothing and gives nothing; false where it is a question. Quick.
-    fn hears(&self, _region: &RegionCore, _words: &[u8]) -> bool {
+    /// At the owner: takes a word that asks for nothing and gives nothing; false where it is a query. Quick.
+    fn take_hint(&self, _context: &TransportContext, _region: &RegionCore, _words: &[u8]) -> bool {
         false
     }
 
-    /// At the owner: answers what a peer asks before it attaches ([`GrantHandle::ask`]). Runs on a worker, and may block.
-    fn tell(&self, question: &Question<'_>) -> Result<Told> {
-        let message = format!("nothing is asked about {} on {}", question.region.place, self.name());
+    /// At the owner: answers what a peer asks before it attaches ([`GrantHandle::query`]). Runs on a worker, and may block.
+    fn answer_query(&self, _context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
+        let message = format!("nothing is asked about {} on {}", query.region.place, self.name());
         Err(Error::new(Kind::Unsupported, "import", message))
     }
-}
-
-/// At the owner: the paths that a peer should ask about, a bit for each.
-pub(crate) fn offers(region: &RegionCore, claims: &Claims) -> u8 {
-    TRANSPORTS
-        .iter()
-        .filter_map(|transport| {
-            Some(1 << (transport.number()? - 1)).filter(|_| transport.offers(region, claims))
-        })
-        .fold(0, |all, one: u8| all | one)
 }
 
 /// Whether finding the ways to that region would block.
@@ -276,7 +256,7 @@ pub(crate) fn blocks(offer: &Offer<'_>) -> bool {
 }
 
 /// The path that a peer asks about.
-pub(crate) fn numbered(number: u8) -> Result<&'static dyn Transport> {
+fn numbered(number: u8) -> Result<&'static dyn Transport> {
     TRANSPORTS
         .into_iter()
         .find(|transport| transport.number() == Some(number))

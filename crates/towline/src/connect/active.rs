@@ -165,7 +165,7 @@ fn check_pairing(
 impl Prepared {
     /// Waits for what happens on GPUs before it.
     fn reached(&self) -> Result<()> {
-        let until = runtime::later(Instant::now(), self.endpoint.core().limits().no_progress);
+        let until = runtime::later(Instant::now(), self.endpoint.limits().no_progress);
         claim::wait_for(name(self.kind), &self.marks, until)
     }
 

@@ -127,7 +127,7 @@ impl Connector {
         let mut state = lock(&self.0.state);
         match &*state {
             State::Open(endpoint) => {
-                endpoint.core().check_open("connector")?;
+                endpoint.core().registry.check_open("connector")?;
                 Ok(endpoint.clone())
             }
             State::Unopened => {
@@ -336,7 +336,7 @@ mod tests {
         connector.close();
         let error = connector.endpoint().unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.message().contains("closed"), "{error}");
-        assert!(endpoint.core().check_open("use").is_err());
+        assert!(endpoint.core().registry.check_open("use").is_err());
         let never_opened = Connector::new().unwrap();
         never_opened.close();
         assert!(never_opened.endpoint().is_err());

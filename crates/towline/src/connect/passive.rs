@@ -9,8 +9,8 @@ use super::envelope::{Envelope, Form, MAX_DESCRIPTORS};
 use super::{Connector, Descriptor, OperationKind, OperationStatus, RdmaMetadata, SerializedDescriptor};
 use crate::completion::Completion;
 use crate::cuda::Mark;
-use crate::endpoint::operations::{Offered, Passive, Stage};
 use crate::memory::MemoryDescription;
+use crate::operations::{Offered, Passive, Stage};
 use crate::wire::OperationId;
 use crate::{Access, Error, Kind, Result, Ticket};
 
@@ -87,7 +87,8 @@ pub(super) fn open(
         })
         .collect::<Result<Vec<_>>>()
         .map_err(|error| error.during(op))?;
-    let passive = Passive::open(endpoint.core(), op, access, offered, unclaimed)?;
+    let passive =
+        Passive::open(&endpoint.core().operations, endpoint.limits(), op, access, offered, unclaimed)?;
     passive.behind(marks);
     Ok(PassiveOperation { kind, passive, local })
 }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::EndpointCore;
 use super::import::{self, Remote};
-use super::operations::Claimer;
 use crate::cuda::Mark;
+use crate::operations::Claimer;
 use crate::route::Routing;
 use crate::session::{GrantHandle, HEARTBEAT, Imported, Importing, Session, proven};
 use crate::transport::{self, Offer, Owner};
@@ -141,7 +141,7 @@ pub(crate) fn claim_async(
 impl Wanted {
     fn new(endpoint: &Arc<EndpointCore>, operation: OperationId, tickets: Vec<Ticket>) -> Result<Wanted> {
         fork::guard("import")?;
-        endpoint.check_open("import")?;
+        endpoint.registry.check_open("import")?;
         let Some(first) = tickets.first() else {
             return Err(Error::invalid("import", "an operation without memory cannot be claimed"));
         };
@@ -175,11 +175,11 @@ impl Wanted {
         let mut claim = None;
         let remotes = self.tickets.iter().map(|ticket| {
             let (region, claims) =
-                owner.verify(ticket.public_bytes(), &ticket.proof(&challenge), &challenge)?;
+                owner.registry.verify(ticket.public_bytes(), &ticket.proof(&challenge), &challenge)?;
             let of = (region.row, region.generation);
             owner.operations.claim(&self.operation, claimer, self.endpoint.name(), of, claims.access)?;
             claim.get_or_insert_with(|| Claim::new(self, Of::Here(Arc::downgrade(owner), claimer)));
-            let grant = region.grant(&claims, 0, false);
+            let grant = region.grant(&claims, false, 0);
             Remote::new(&self.endpoint, Owner::Here(&region), grant, owner.name(), self.wishes())
         });
         let remotes = remotes.collect();
@@ -200,7 +200,7 @@ impl Wanted {
         imported.outcomes.iter().flatten().any(|(grant, handle)| {
             let owner = Owner::There(handle);
             let (routing, until) = self.wishes();
-            transport::blocks(&Offer { endpoint: &self.endpoint, owner, grant, routing, until })
+            transport::blocks(&Offer { context: &self.endpoint.transports, owner, grant, routing, until })
         })
     }
 
@@ -292,8 +292,8 @@ mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
 
     use super::*;
-    use crate::endpoint::operations::{Offered, Passive};
     use crate::memory::{Buffer, SystemStorage};
+    use crate::operations::{Offered, Passive};
     use crate::{Access, Endpoint};
 
     const LONG: Duration = Duration::from_secs(60);
@@ -311,7 +311,15 @@ mod tests {
         let region = owner.register(storage, Access::READ).unwrap();
         let ticket = region.ticket().unwrap();
         let offered = vec![Offered { region, keep: Box::new(()) }];
-        let passive = Passive::open(owner.core(), "readable", Access::READ, offered, Some(LONG)).unwrap();
+        let passive = Passive::open(
+            &owner.core().operations,
+            owner.limits(),
+            "readable",
+            Access::READ,
+            offered,
+            Some(LONG),
+        )
+        .unwrap();
         let routing = Routing::default().require(path).unwrap();
         let user = Endpoint::options("user").routing(routing).open().unwrap();
         let claimed = claim(user.core(), *passive.id(), vec![ticket]).unwrap();

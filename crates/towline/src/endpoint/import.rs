@@ -52,8 +52,9 @@ impl Remote {
             Owner::Here(_) => None,
             Owner::There(handle) => Some(Arc::clone(handle.session().lost())),
         };
-        let routes = Routes::find(&Offer { endpoint, owner, grant: &grant, routing, until })
-            .map_err(|error| error.with_peer(peer))?;
+        let routes =
+            Routes::find(&Offer { context: &endpoint.transports, owner, grant: &grant, routing, until })
+                .map_err(|error| error.with_peer(peer))?;
         let peer: Arc<str> = peer.into();
         let counters = routes.usable().iter().map(|way| endpoint.counters.of(&peer, way.path)).collect();
         let expires =
@@ -204,7 +205,7 @@ pub(super) fn import(
 ) -> Result<Vec<Result<Remote>>> {
     fork::guard("import")?;
     runtime::may_block("import")?;
-    endpoint.check_open("import")?;
+    endpoint.registry.check_open("import")?;
     let until = runtime::later(Instant::now(), within);
     let mut outcomes: Vec<Option<Result<Remote>>> = room::collect("import", tickets.iter().map(|_| None))?;
     let mut by_owner: HashMap<Incarnation, Vec<usize>> = HashMap::new();
@@ -371,12 +372,13 @@ fn import_here(
 ) -> Result<Remote> {
     let challenge = b"one process";
     let (region, claims) = owner
+        .registry
         .verify(ticket.public_bytes(), &ticket.proof(challenge), challenge)
-        .inspect_err(|_| owner.count_refused(ticket.public_bytes(), endpoint.identity()))?;
-    for ledger in [&region.ledger, &owner.ledger] {
+        .inspect_err(|_| owner.registry.refuse_ticket(ticket.public_bytes(), endpoint.identity()))?;
+    for ledger in [&region.ledger, &owner.registry.ledger] {
         ledger.of(endpoint.identity()).count(Deed::GivenAway);
     }
-    let grant = region.grant(&claims, 0, false);
+    let grant = region.grant(&claims, false, 0);
     Remote::new(endpoint, Owner::Here(&region), grant, owner.name(), wanted)
 }
 
@@ -438,18 +440,13 @@ fn media(ticket: &Ticket, routing: &Routing) -> impl Iterator<Item = Medium> {
     })
 }
 
-fn session_over(endpoint: &EndpointCore, incarnation: Incarnation, medium: Medium) -> Option<Arc<Session>> {
-    let sessions = lock(&endpoint.sessions);
-    sessions.get(&(incarnation, medium.name())).filter(|session| session.is_open()).cloned()
-}
-
 /// The session with the ticket's owner that [`contact`] would take without making contact.
 pub(super) fn known_session(
     endpoint: &EndpointCore,
     ticket: &Ticket,
     routing: &Routing,
 ) -> Option<Arc<Session>> {
-    session_over(endpoint, ticket.body().identity.incarnation, media(ticket, routing).next()?)
+    endpoint.sessions.to(ticket.body().identity.incarnation, media(ticket, routing).next()?)
 }
 
 /// A session with the ticket's owner: an existing one, or a new one over the first way that answers.
@@ -470,7 +467,7 @@ pub(super) fn contact(
         // The next one has its turn too.
         let connected_by =
             if media.peek().is_some() { until.min(Instant::now() + ONE_ADDRESS) } else { until };
-        match contact_over(endpoint, ticket, medium, (connected_by, until)) {
+        match endpoint.sessions.contact(ticket, medium, (connected_by, until)) {
             Ok(session) => return Ok(session),
             // The owner itself has answered: another way to it would not change its mind. Not so another life of it, or of somebody
             // who has such an address on this network. Or the caller has enough of it.
@@ -500,28 +497,6 @@ pub(super) fn contact(
         Error::new(kind, "import", format!("its owner does not answer ({})", all.join("; ")))
     };
     Err(error.with_peer(name).into())
-}
-
-/// A session over that medium: the one that there is, or a new one.
-pub(crate) fn contact_over(
-    endpoint: &Arc<EndpointCore>,
-    ticket: &Ticket,
-    medium: Medium,
-    limits: (Instant, Instant),
-) -> Result<Arc<Session>, NoContact> {
-    let incarnation = ticket.body().identity.incarnation;
-    if let Some(session) = session_over(endpoint, incarnation, medium) {
-        return Ok(session);
-    }
-    let session = Session::connect(endpoint, ticket, medium, limits)?;
-    let key = (incarnation, medium.name());
-    let mut sessions = lock(&endpoint.sessions);
-    // Two threads may have made contact at once; the first one's session serves both.
-    if let Some(earlier) = sessions.get(&key).filter(|session| session.is_open()) {
-        return Ok(Arc::clone(earlier));
-    }
-    sessions.insert(key, Arc::clone(&session));
-    Ok(session)
 }
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ impl EndpointCore {
             "counter",
             "Connections that did not become sessions, by reason.",
         );
-        for (reason, count) in self.refusals.by_reason() {
+        for (reason, count) in self.sessions.refusals.by_reason() {
             page.sample(&[("reason", reason)], count);
         }
 
@@ -69,7 +69,7 @@ impl EndpointCore {
         }
 
         // Lives of one peer are added up, so that a restart is not a new line.
-        let audit = self.ledger.audit();
+        let audit = self.registry.ledger.audit();
         let mut served: std::collections::BTreeMap<&str, [u64; 6]> = std::collections::BTreeMap::new();
         for peer in &audit.peers {
             let sum = served.entry(&peer.peer).or_default();

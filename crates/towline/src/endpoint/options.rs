@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use super::{Endpoint, EndpointCore};
 use crate::route::Routing;
-use crate::session::Quotas;
+use crate::session::{Quotas, Settings};
 use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::transport::nixl::NixlOptions;
@@ -31,16 +31,12 @@ pub struct EndpointOptions {
     pub(super) name: String,
     pub(super) listen: Vec<SocketAddr>,
     pub(super) advertise: Vec<SocketAddr>,
-    pub(super) secret: Option<Secret>,
     pub(super) limits: Limits,
     pub(super) routing: Routing,
     pub(super) max_regions: u32,
-    pub(super) lanes: usize,
-    pub(super) quotas: Quotas,
-    pub(super) tls: Option<Tls>,
+    pub(super) settings: Settings,
     pub(super) nixl: NixlOptions,
     pub(super) checksums: bool,
-    pub(super) share_between_containers: bool,
 }
 
 impl EndpointOptions {
@@ -49,16 +45,19 @@ impl EndpointOptions {
             name: name.to_owned(),
             listen: Vec::new(),
             advertise: Vec::new(),
-            secret: None,
             limits: Limits::default(),
             routing: Routing::default(),
             max_regions: 1 << 20,
-            lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
-            quotas: Quotas::default(),
-            tls: None,
+            settings: Settings {
+                secret: None,
+                tls: None,
+                quotas: Quotas::default(),
+                lanes: std::thread::available_parallelism().map_or(1, usize::from).clamp(1, 4),
+                enforces_isolation: false,
+                shares_between_containers: false,
+            },
             nixl: NixlOptions::default(),
             checksums: false,
-            share_between_containers: false,
         }
     }
 
@@ -78,7 +77,7 @@ impl EndpointOptions {
     /// Requires peers to know a secret in addition to holding a ticket: those that come to this endpoint, and the owners that it goes to.
     /// Endpoints of one process are not asked.
     pub fn secret(mut self, secret: &[u8]) -> EndpointOptions {
-        self.secret = Some(Secret::new(secret));
+        self.settings.secret = Some(Secret::new(secret));
         self
     }
 
@@ -92,6 +91,7 @@ impl EndpointOptions {
     /// [`Isolation::Enforced`](crate::Isolation::Enforced) this endpoint gives no other process its memory either: peers are
     /// served by the Unix socket and TCP only, and every access is checked and counted here.
     pub fn routing(mut self, routing: Routing) -> EndpointOptions {
+        self.settings.enforces_isolation = routing.is_enforced();
         self.routing = routing;
         self
     }
@@ -104,19 +104,19 @@ impl EndpointOptions {
 
     /// Sets how many connections a large transfer is spread over, between hosts.
     pub fn lanes(mut self, lanes: usize) -> EndpointOptions {
-        self.lanes = lanes.clamp(1, 16);
+        self.settings.lanes = lanes.clamp(1, 16);
         self
     }
 
     /// Sets how much of this endpoint strangers and peers may take.
     pub fn quotas(mut self, quotas: Quotas) -> EndpointOptions {
-        self.quotas = quotas;
+        self.settings.quotas = quotas;
         self
     }
 
     /// Encrypts everything that goes over TCP, and refuses peers and owners that do not.
     pub fn tls(mut self, tls: Tls) -> EndpointOptions {
-        self.tls = Some(tls);
+        self.settings.tls = Some(tls);
         self
     }
 
@@ -144,7 +144,7 @@ impl EndpointOptions {
     /// # Ok::<(), towline::Error>(())
     /// ```
     pub fn share_between_containers(mut self, share: bool) -> EndpointOptions {
-        self.share_between_containers = share;
+        self.settings.shares_between_containers = share;
         self
     }
 

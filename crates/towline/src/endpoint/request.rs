@@ -223,7 +223,7 @@ impl<'a> Request<'a> {
     #[inline]
     fn begin(mut self) -> Result<Transfer> {
         fork::guard(self.op.name())?;
-        self.endpoint.check_open(self.op.name())?;
+        self.endpoint.registry.check_open(self.op.name())?;
         if !self.remote.is_of(self.endpoint) {
             return Err(Error::invalid(
                 self.op.name(),
@@ -237,7 +237,7 @@ impl<'a> Request<'a> {
         attachment.ready().map_err(|error| error.on(path))?;
         let local = match &self.local {
             Some(span) => {
-                if !Arc::ptr_eq(&span.core().endpoint, self.endpoint) {
+                if !Arc::ptr_eq(&span.core().registry, &self.endpoint.registry) {
                     return Err(Error::invalid(
                         self.op.name(),
                         "the local region belongs to another endpoint",

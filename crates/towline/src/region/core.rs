@@ -8,14 +8,13 @@ use std::time::{Duration, Instant};
 use super::audit::Ledger;
 use super::peers::PeerPins;
 use super::served::Streams;
-use super::stale;
-use crate::endpoint::EndpointCore;
+use super::{Registry, stale};
 use crate::layout::Layout;
 use crate::memory::{FileSlice, Place, SegmentSlice, Storage, StorageKind};
+use crate::notify::Inbox;
 use crate::runtime;
 use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
-use crate::transport::{self, nixl};
 use crate::wire::{Grant, SegmentRef};
 use crate::{Access, Error, Kind, Result, Ticket, interrupt};
 
@@ -24,7 +23,9 @@ const CLOSED: usize = 1 << (usize::BITS - 1);
 
 /// One registration.
 pub(crate) struct RegionCore {
-    pub(crate) endpoint: Arc<EndpointCore>,
+    pub(crate) registry: Arc<Registry>,
+    /// The endpoint: it lives as long as one of its regions.
+    _keep: Arc<dyn Any + Send + Sync>,
     pub(crate) row: u32,
     pub(crate) generation: u64,
     pub(crate) addr: usize,
@@ -43,14 +44,38 @@ pub(crate) struct RegionCore {
     borrowers: Mutex<Vec<Arc<dyn Borrower>>>,
     /// The sessions over which peers are served.
     pub(super) streams: Streams,
-    /// What NIXL knows of the memory, once a transfer by it was asked for.
-    pub(crate) nixl: nixl::Known,
+    kept: Kept,
     freed: AtomicBool,
     /// Who used it, as far as this process can see.
     pub(crate) ledger: Ledger,
     /// Where threads sleep until the memory there changes.
     waiters: Mutex<Vec<usize>>,
     revoked: OnceLock<Instant>,
+}
+
+/// What a transport keeps of a region for as long as it is registered, such as what its NIC knows of the memory.
+pub(crate) trait TransportState: Any + Send + Sync {
+    /// Nobody is inside the memory any more: lets go of it, before its owner does.
+    fn free(&self);
+}
+
+/// What transports keep of a region: one value of each type, made when it is first asked for.
+#[derive(Default)]
+struct Kept(OnceLock<(Box<dyn TransportState>, Box<Kept>)>);
+
+impl Kept {
+    fn of<T: TransportState + Default>(&self) -> &T {
+        let (state, others) = self.0.get_or_init(|| (Box::<T>::default(), Box::default()));
+        let state: &dyn Any = &**state;
+        state.downcast_ref().unwrap_or_else(|| others.of())
+    }
+
+    fn free(&self) {
+        if let Some((state, others)) = self.0.get() {
+            state.free();
+            others.free();
+        }
+    }
 }
 
 /// A peer that reaches a region by itself, where no pin of it can be seen.
@@ -94,11 +119,12 @@ impl Drop for RegionUse {
 
 impl RegionCore {
     pub(super) fn register<S: Storage>(
-        endpoint: &Arc<EndpointCore>,
+        registry: &Arc<Registry>,
+        keep: Arc<dyn Any + Send + Sync>,
         storage: &S,
         access: Access,
     ) -> Result<Arc<RegionCore>> {
-        endpoint.check_open("register")?;
+        registry.check_open("register")?;
         let (addr, len) = (storage.addr(), storage.size());
         if len == 0 {
             return Err(Error::invalid("register", "a storage of no bytes cannot be registered"));
@@ -111,9 +137,10 @@ impl RegionCore {
                 "the file was opened for reading only, and cannot be lent for writing",
             ));
         }
-        let claim = endpoint.table.claim(addr as u64, len as u64)?;
+        let claim = registry.table.claim(addr as u64, len as u64)?;
         let core = Arc::new(RegionCore {
-            endpoint: Arc::clone(endpoint),
+            registry: Arc::clone(registry),
+            _keep: keep,
             row: claim.row,
             generation: claim.generation,
             addr,
@@ -127,15 +154,15 @@ impl RegionCore {
             direct_peers: Mutex::new(Vec::new()),
             borrowers: Mutex::new(Vec::new()),
             streams: Streams::default(),
-            nixl: nixl::Known::default(),
+            kept: Kept::default(),
             freed: AtomicBool::new(false),
-            ledger: Ledger::new(&endpoint.remembered),
+            ledger: Ledger::new(&registry.remembered),
             waiters: Mutex::default(),
             revoked: OnceLock::new(),
         });
-        endpoint.regions.insert(&core);
+        registry.regions.insert(&core);
         // One that closes meanwhile revokes what it finds, or is seen here.
-        if let Err(error) = endpoint.check_open("register") {
+        if let Err(error) = registry.check_open("register") {
             core.revoke();
             core.free();
             return Err(error);
@@ -182,12 +209,7 @@ impl RegionCore {
 
     fn end_use(&self) {
         if self.uses.fetch_sub(1, Ordering::SeqCst) == CLOSED + 1 {
-            self.endpoint.bell.ring();
-            if self.endpoint.parked.load().0 > 0 {
-                // Not here: whoever ends a use may hold locks, and a storage's drop may be the user's code.
-                let endpoint = Arc::clone(&self.endpoint);
-                let _ = runtime::pool().spawn(Box::new(move || endpoint.parked.sweep()));
-            }
+            self.registry.let_go_elsewhere();
         }
     }
 
@@ -197,24 +219,25 @@ impl RegionCore {
             return Err(stale("ticket"));
         }
         let body = TicketBody {
-            identity: self.endpoint.identity().clone(),
-            reach: self.endpoint.reach(),
+            identity: self.registry.identity().clone(),
+            reach: self.registry.reach(),
             row: self.row,
             generation: self.generation,
             length: self.len as u64,
             place: self.place,
             access: self.access,
-            issued_ms: self.endpoint.clock_ms(),
+            issued_ms: self.registry.clock_ms(),
             layout,
         };
-        Ticket::mint(&body, &self.endpoint.region_key(self.row, self.generation))
+        Ticket::mint(&body, &self.registry.region_key(self.row, self.generation))
     }
 
-    /// What a verified ticket gives the worker that presents it. `attached`: the segment's descriptor goes along.
-    pub(crate) fn grant(&self, claims: &Claims, handle: u32, attached: bool) -> Grant {
+    /// What a verified ticket gives the worker that presents it. `attached`: the segment's descriptor goes along. `offers`: the paths
+    /// that the worker should ask about, a bit for each.
+    pub(crate) fn grant(&self, claims: &Claims, attached: bool, offers: u8) -> Grant {
         let whole = claims.range == (0..self.len as u64);
         Grant {
-            handle,
+            handle: 0,
             row: self.row,
             generation: self.generation,
             offset: claims.range.start,
@@ -228,9 +251,14 @@ impl RegionCore {
                 offset: slice.offset as u64,
                 attached,
             }),
-            expires_in_ms: claims.expires_ms.map(|expires| expires.saturating_sub(self.endpoint.clock_ms())),
-            offers: transport::offers(self, claims),
+            expires_in_ms: claims.expires_ms.map(|expires| expires.saturating_sub(self.registry.clock_ms())),
+            offers,
         }
+    }
+
+    /// What a transport keeps of this region.
+    pub(crate) fn kept<T: TransportState + Default>(&self) -> &T {
+        self.kept.of()
     }
 
     /// Lets a peer touch the memory directly: from now on its pins are respected.
@@ -268,7 +296,7 @@ impl RegionCore {
         let first = self.uses.fetch_or(CLOSED, Ordering::SeqCst) & CLOSED == 0;
         if first {
             let _ = self.revoked.set(Instant::now());
-            self.endpoint.table.revoke(self.row);
+            self.registry.table.revoke(self.row);
             for peer in lock(&self.direct_peers).iter() {
                 peer.page.drain_started();
             }
@@ -295,7 +323,7 @@ impl RegionCore {
         self.break_streams();
         let started = Instant::now();
         loop {
-            let seen = self.endpoint.bell.seen();
+            let seen = self.registry.bell.seen();
             if self.drained() {
                 self.free();
                 return Ok(());
@@ -311,8 +339,8 @@ impl RegionCore {
             }
             interrupt::check("deregister")?;
             let left = within.saturating_sub(started.elapsed());
-            self.endpoint.bell.wait(seen, runtime::later(Instant::now(), interrupt::turn(left)));
-            self.endpoint.rung();
+            self.registry.bell.wait(seen, runtime::later(Instant::now(), interrupt::turn(left)));
+            self.registry.rung();
         }
     }
 
@@ -365,10 +393,9 @@ impl RegionCore {
             for peer in lock(&self.direct_peers).drain(..) {
                 peer.page.drain_ended();
             }
-            // NIXL lets go of the memory before its owner does.
-            self.nixl.free();
-            self.endpoint.regions.remove(self.row);
-            self.endpoint.table.free(self.row);
+            self.kept.free();
+            self.registry.regions.remove(self.row);
+            self.registry.table.free(self.row);
         }
     }
 
@@ -383,16 +410,16 @@ impl RegionCore {
             return runtime::where_it_may_wait(move || drop(storage));
         }
         tracing::warn!(
-            endpoint = core.endpoint.name(),
+            endpoint = core.registry.name(),
             generation = core.generation,
             bytes = core.len,
             users = core.users(),
             "a dropped region is still in use; its storage is parked until the users let go"
         );
-        core.endpoint.parked.park(Parked { core: Arc::clone(core), storage: Box::new(storage) });
-        core.endpoint.listen_to_bell();
+        core.registry.parked.park(Parked { core: Arc::clone(core), storage: Box::new(storage) });
+        Arc::clone(&core.registry).listen();
         // The last user may have let go before the storage was in its place.
-        core.endpoint.parked.sweep();
+        core.registry.parked.sweep();
     }
 }
 
@@ -415,7 +442,7 @@ struct Parked {
 /// The storages that wait for their last users. What a peer never lets go stays here for the life of the process:
 /// freeing it would let a stopped peer write into somebody else's memory.
 #[derive(Default)]
-pub(crate) struct ParkingLot {
+pub(super) struct ParkingLot {
     held: Mutex<Held>,
 }
 
@@ -432,7 +459,7 @@ impl ParkingLot {
     }
 
     /// Frees what nobody uses any more.
-    pub(crate) fn sweep(&self) {
+    pub(super) fn sweep(&self) {
         let free: Vec<Parked> = {
             let mut held = lock(&self.held);
             let free: Vec<Parked> = held.parked.extract_if(.., |parked| parked.core.drained()).collect();
@@ -445,7 +472,7 @@ impl ParkingLot {
             core.free();
             runtime::where_it_may_wait(move || {
                 drop(storage);
-                let mut held = lock(&core.endpoint.parked.held);
+                let mut held = lock(&core.registry.parked.held);
                 held.leaving.0 -= 1;
                 held.leaving.1 -= core.len;
             });
@@ -453,7 +480,7 @@ impl ParkingLot {
     }
 
     /// How many storages are parked, and their bytes.
-    pub(crate) fn load(&self) -> (usize, usize) {
+    pub(super) fn load(&self) -> (usize, usize) {
         let held = lock(&self.held);
         let bytes = held.parked.iter().map(|parked| parked.core.len).sum::<usize>();
         (held.parked.len() + held.leaving.0, bytes + held.leaving.1)

@@ -3,10 +3,9 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use super::RegionCore;
 use super::process::PeerProcess;
+use super::{RegionCore, Registry};
 use crate::budget::Charge;
-use crate::endpoint::EndpointCore;
 use crate::fence::life::{LifeView, SlotState};
 use crate::fence::pins::{Holder, PinPage};
 use crate::runtime;
@@ -26,7 +25,7 @@ pub(crate) struct PeerPins {
     gone: AtomicBool,
     /// The regions that look at them.
     regions: Mutex<Vec<Weak<RegionCore>>>,
-    endpoint: Weak<EndpointCore>,
+    registry: Weak<Registry>,
     /// What the page and all that comes with it take.
     _charge: Charge,
     me: Weak<PeerPins>,
@@ -37,7 +36,7 @@ impl PeerPins {
         page: Arc<PinPage>,
         peer: &str,
         process: Arc<PeerProcess>,
-        (endpoint, charge): (&Arc<EndpointCore>, Charge),
+        (registry, charge): (&Arc<Registry>, Charge),
     ) -> Arc<PeerPins> {
         Arc::new_cyclic(|me| PeerPins {
             page,
@@ -47,7 +46,7 @@ impl PeerPins {
             ended: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             regions: Mutex::default(),
-            endpoint: Arc::downgrade(endpoint),
+            registry: Arc::downgrade(registry),
             _charge: charge,
             me: me.clone(),
         })
@@ -70,7 +69,7 @@ impl PeerPins {
     pub(crate) fn let_go(&self) {
         self.gone.store(true, Ordering::Release);
         let regions = std::mem::take(&mut *lock(&self.regions));
-        let (me, endpoint) = (self.me.upgrade(), self.endpoint.clone());
+        let (me, registry) = (self.me.upgrade(), self.registry.clone());
         if let Some(me) = me.filter(|_| !regions.is_empty()) {
             // Not here, which may be the event loop: unmapping takes a while, and a region may go with the last who holds it.
             let _ = runtime::pool().spawn(Box::new(move || {
@@ -78,8 +77,8 @@ impl PeerPins {
                     region.dismiss(&me);
                 }
                 drop(me);
-                if let Some(endpoint) = endpoint.upgrade() {
-                    endpoint.let_go();
+                if let Some(registry) = registry.upgrade() {
+                    registry.let_go();
                 }
             }));
         }

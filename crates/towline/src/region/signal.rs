@@ -186,7 +186,7 @@ pub(super) fn wait_changed<T>(
             return Some(found);
         }
     }
-    let row = core.endpoint.table.row(core.row).map(|row| row.sleepers());
+    let row = core.registry.table.row(core.row).map(|row| row.sleepers());
     let (Some(row), Ok(bell)) = (row, core.word("wait", bell)) else {
         return look_now_and_then(core, until, check);
     };
@@ -197,7 +197,7 @@ pub(super) fn wait_changed<T>(
         if let Some(found) = check() {
             return Some(found);
         }
-        if core.endpoint.is_closed() {
+        if core.registry.is_closed() {
             return None;
         }
         let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
@@ -219,7 +219,7 @@ fn look_now_and_then<T>(
         if let Some(found) = check() {
             return Some(found);
         }
-        if core.endpoint.is_closed() {
+        if core.registry.is_closed() {
             return None;
         }
         let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
@@ -239,7 +239,7 @@ pub(super) fn wait(core: &RegionCore, offset: usize, at_least: u64, within: Dura
         (value >= at_least).then_some(value)
     });
     found.ok_or_else(|| {
-        if let Err(closed) = core.endpoint.check_open("wait_signal") {
+        if let Err(closed) = core.registry.check_open("wait_signal") {
             return closed;
         }
         let spent = started.elapsed().as_secs_f64();

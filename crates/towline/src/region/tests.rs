@@ -9,9 +9,8 @@ use std::time::{Duration, Instant};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use super::served::looked;
-use super::{PeerPins, PeerProcess, Registered, StillPinned};
-use crate::budget::Charge;
-use crate::endpoint::EndpointCore;
+use super::{PeerPins, PeerProcess, Registered, Registry, StillPinned};
+use crate::budget::{Budget, Charge};
 use crate::fence::life::{LifePage, LifeView};
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::table::TableView;
@@ -46,8 +45,7 @@ impl Pair {
         let region = self.owner.register(storage, Access::READ_WRITE).unwrap();
         let (ticket, until) = (region.ticket().unwrap(), Instant::now() + WATCHDOG);
         let session = self.session.get_or_insert_with(|| {
-            let user = self.user.register(SystemStorage::new(8).unwrap(), Access::NONE).unwrap();
-            Session::connect(&user.core.endpoint, &ticket, Medium::Unix, (until, until)).unwrap()
+            Session::connect(&self.user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap()
         });
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         let (_, handle) = imported.outcomes.pop().unwrap().unwrap();
@@ -56,8 +54,8 @@ impl Pair {
 }
 
 /// The endpoint, and what a peer of it pays.
-fn charged(owner: &Endpoint) -> (&Arc<EndpointCore>, Charge) {
-    (owner.core(), owner.core().held.account().charge("test", 0).unwrap())
+fn charged(owner: &Endpoint) -> (&Arc<Registry>, Charge) {
+    (&owner.core().registry, Budget::new("tests", 1).account().charge("test", 0).unwrap())
 }
 
 fn is_stale<T>(result: Result<T>) -> bool {
@@ -168,8 +166,8 @@ fn a_pin_that_a_thread_has_left_behind_does_not_count_after_its_end() {
     let owner = Endpoint::open("owner").unwrap();
     let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
     let (row, generation) = (region.core.row, region.generation());
-    let table = owner.core().table.fd().unwrap().try_clone().unwrap();
-    let table = TableView::map(table, owner.core().table.rows()).unwrap();
+    let table = owner.core().registry.table.fd().unwrap().try_clone().unwrap();
+    let table = TableView::map(table, owner.core().registry.table.rows()).unwrap();
     let page = Arc::new(PinPage::create().unwrap());
     let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
     let process = PeerProcess::of(process, None);
@@ -300,10 +298,10 @@ fn what_ends_on_the_event_loop_or_the_watcher_is_dropped_elsewhere() {
         let region = register();
         let using = region.core.begin_use("test").unwrap();
         drop(region);
-        let endpoint = Arc::clone(owner.core());
+        let registry = Arc::clone(&owner.core().registry);
         on(Box::new(move || {
             drop(using);
-            endpoint.let_go();
+            registry.let_go();
         }));
         elsewhere(&format!("what was parked, {thread}"));
 

@@ -28,7 +28,7 @@ fn pinned<S: Storage>(user: &Endpoint, region: &Registered<S>, path: &str) -> Pi
 
 fn sleepers<S: Storage>(region: &Registered<S>) -> u32 {
     let core = &region.core;
-    core.endpoint.table.row(core.row).unwrap().sleepers().load(Ordering::SeqCst)
+    core.registry.table.row(core.row).unwrap().sleepers().load(Ordering::SeqCst)
 }
 
 fn flag<S: Storage>(region: &Registered<S>, at_least: u64) -> Option<u64> {

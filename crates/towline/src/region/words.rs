@@ -30,7 +30,7 @@ impl RegionCore {
     }
 
     fn ring(&self, bell: *mut u64) {
-        if let Some(row) = self.endpoint.table.row(self.row) {
+        if let Some(row) = self.registry.table.row(self.row) {
             let _turn = self.turn();
             // SAFETY: `bell` is a word of this region, whose memory the caller keeps.
             unsafe { signal::ring(bell, row.sleepers()) };
@@ -224,7 +224,7 @@ impl Span {
     }
 
     /// The address of that part of the span, and what keeps its memory.
-    pub(super) fn hold(&self, op: &'static str, offset: usize, len: usize) -> Result<(*mut u8, RegionUse)> {
+    pub(crate) fn hold(&self, op: &'static str, offset: usize, len: usize) -> Result<(*mut u8, RegionUse)> {
         if self.core.place != Place::Host {
             return Err(self.core.out_of_reach(op));
         }

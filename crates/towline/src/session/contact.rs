@@ -4,10 +4,9 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use super::Medium;
 use super::channel::{Ahead, Channel};
 use super::initiator::Session;
-use crate::endpoint::EndpointCore;
+use super::{Medium, Sessions};
 use crate::identity::Incarnation;
 use crate::runtime::socket::{Family, Lane, Received, Sent, Socket};
 use crate::ticket::socket_name;
@@ -49,7 +48,7 @@ impl From<NoContact> for Error {
 
 /// Connects with the key that a ticket gives, the socket by the first moment and all of it by the second.
 pub(super) fn with_ticket(
-    endpoint: &EndpointCore,
+    sessions: &Sessions,
     ticket: &Ticket,
     medium: Medium,
     (connected_by, until): (Instant, Instant),
@@ -57,17 +56,17 @@ pub(super) fn with_ticket(
     let owner = ticket.body().identity.incarnation;
     let socket = dial(medium, &owner, Lane::Control, connected_by)?;
     let name = &ticket.body().identity.name;
-    let socket = Channel::connected(socket, endpoint.tls(), name, until)?;
-    handshake(endpoint, socket, owner, ClientKey::Ticket(ticket), until)
+    let socket = Channel::connected(socket, sessions.settings.tls.as_ref(), name, until)?;
+    handshake(sessions, socket, owner, ClientKey::Ticket(ticket), until)
 }
 
 /// Connects once more to the owner of a session.
-pub(super) fn with_session(endpoint: &EndpointCore, session: &Session, until: Instant) -> Result<Contact> {
+pub(super) fn with_session(sessions: &Sessions, session: &Session, until: Instant) -> Result<Contact> {
     let owner = session.owner().incarnation;
     let socket = dial(session.medium(), &owner, Lane::Bulk, until)?;
-    let socket = Channel::connected(socket, endpoint.tls(), session.peer_name(), until)?;
+    let socket = Channel::connected(socket, sessions.settings.tls.as_ref(), session.peer_name(), until)?;
     let key = ClientKey::Session { id: session.id, key: &session.key };
-    Ok(handshake(endpoint, socket, owner, key, until)?)
+    Ok(handshake(sessions, socket, owner, key, until)?)
 }
 
 fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Result<Socket> {
@@ -96,7 +95,7 @@ fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Resu
 }
 
 fn handshake(
-    endpoint: &EndpointCore,
+    sessions: &Sessions,
     socket: Channel,
     owner: Incarnation,
     key: ClientKey<'_>,
@@ -105,7 +104,8 @@ fn handshake(
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)
         .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
-    let (client, hello) = ClientHandshake::start(endpoint.identity(), owner, key, nonce, endpoint.secret());
+    let (client, hello) =
+        ClientHandshake::start(sessions.identity(), owner, key, nonce, sessions.settings.secret.as_ref());
     let client = client.bound_to(socket.binding()?);
     send_all(&socket, &hello, until).map_err(|error| refusal_or(&socket, error))?;
     let mut files = Vec::new();

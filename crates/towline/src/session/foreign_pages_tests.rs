@@ -66,7 +66,7 @@ fn answer_as(user: Option<u32>, ticket: Ticket) -> rustix::io::Result<mpsc::Send
         let (handshake, welcome) = ServerHandshake::on_hello(&hello, identity, [1; 32], None, key).unwrap();
         assert!(matches!(socket.send(&[IoSlice::new(&welcome)], &[]).unwrap(), Sent::Bytes(_)));
         handshake.on_prove(&read_body(&socket)).unwrap();
-        let core = pages.core();
+        let core = &pages.core().registry;
         let pins = PinPage::create().unwrap().take_fd().unwrap();
         let (_, mailbox) = Mailbox::create().unwrap();
         let (table, doorbell) = (core.table.fd().unwrap(), core.bell.event().unwrap());
@@ -89,7 +89,7 @@ fn takes_pages(of: Option<u32>, routing: Routing) -> rustix::io::Result<bool> {
     let _owner = answer_as(of, ticket.clone())?;
     let user = Endpoint::options("user").routing(routing).open().unwrap();
     let until = Instant::now() + WATCHDOG;
-    let session = Session::connect(user.core(), &ticket, Medium::Unix, (until, until)).unwrap();
+    let session = Session::connect(&user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap();
     Ok(session.shared().is_some())
 }
 

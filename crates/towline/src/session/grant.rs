@@ -4,14 +4,13 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::initiator::Session;
-use crate::endpoint::import::contact_over;
+use super::query::{Borrowing, QueryReply};
 use crate::fence::life::LifePage;
 use crate::fence::pins::{LONG_SLOTS, PinError, ProcessPin};
 use crate::fence::table::Row;
 use crate::memory::Mapping;
 use crate::region::stale;
 use crate::sync::lock;
-use crate::transport::{Borrowing, Told, Transport};
 use crate::wire::{self, Grant, SegmentRef};
 use crate::{Error, Kind, Place, Result, Ticket};
 
@@ -49,11 +48,11 @@ impl GrantHandle {
 
     /// The same region granted again, over a new connection of the same kind. Blocks, at most until then.
     pub(crate) fn renewed(&self, until: Instant) -> Result<Arc<GrantHandle>> {
-        let endpoint = self.session.endpoint.upgrade();
-        let endpoint = endpoint.ok_or_else(|| Error::invalid("import", "the endpoint is closed"))?;
+        let sessions = self.session.sessions.upgrade();
+        let sessions = sessions.ok_or_else(|| Error::invalid("import", "the endpoint is closed"))?;
         let ticket = self.ticket.as_deref().map(Ticket::decode).transpose()?;
         let ticket = ticket.ok_or_else(|| Error::new(Kind::Internal, "import", "a claim is not renewed"))?;
-        let session = contact_over(&endpoint, &ticket, self.session.medium(), (until, until))?;
+        let session = sessions.contact(&ticket, self.session.medium(), (until, until))?;
         let mut imported = session.import(&[&ticket], None, until)?.wait()?;
         let granted = imported.outcomes.pop().unwrap_or_else(|| Err(stale("import")))?;
         Ok(granted.1)
@@ -63,20 +62,20 @@ impl GrantHandle {
         &self.session
     }
 
-    /// Asks the owner what a path needs to know; the descriptors come from an owner on this host only. Blocks.
-    pub(crate) fn ask(&self, path: &dyn Transport, question: Vec<u8>, until: Instant) -> Result<Told> {
-        let path = path.number().ok_or_else(|| Error::protocol("import", "a path that nobody asks about"))?;
-        self.session.ask_path(wire::Ask { handle: self.handle, path, question }, until)
+    /// Asks the owner what the path of that number needs to know; the descriptors come from an owner on this host only. Blocks.
+    pub(crate) fn query(&self, path: u8, question: Vec<u8>, until: Instant) -> Result<QueryReply> {
+        self.session.query(wire::Ask { handle: self.handle, path, question }, until)
     }
 
-    /// Tells the owner something about a path; with no words, that nothing is under way there any more. That goes for all who have
-    /// imported the same ticket: the last of them to let go says it.
-    pub(crate) fn tell(&self, path: &dyn Transport, words: &[u8]) -> Result<()> {
-        if words.is_empty() && !self.session.others_have_let_go(self) {
-            return Ok(());
-        }
-        let path = path.number().ok_or_else(|| Error::protocol("import", "a path that nobody asks about"))?;
-        self.session.tell(wire::Ask { handle: self.handle, path, question: words.to_vec() })
+    /// Tells the owner something about the path of that number.
+    pub(crate) fn hint(&self, path: u8, words: Vec<u8>) -> Result<()> {
+        self.session.tell(wire::Ask { handle: self.handle, path, question: words })
+    }
+
+    /// Tells the owner that nothing is under way there any more on that path. That goes for all who have imported the same ticket: the
+    /// last of them to let go says it.
+    pub(crate) fn give_back(&self, path: u8) -> Result<()> {
+        if self.session.others_have_let_go(self) { self.hint(path, Vec::new()) } else { Ok(()) }
     }
 
     /// Tells that one when the owner wants the region back.

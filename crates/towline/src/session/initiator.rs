@@ -18,17 +18,16 @@ use self::lanes::Lanes;
 use self::owed::{Due, Owed};
 use self::pulse::Pulse;
 use self::unquiet::EndingLane;
-use super::Medium;
 use super::connection::Connection;
 use super::contact::{self, NoContact};
 use super::grant::GrantHandle;
 use super::importing::Reply;
 use super::mappings::Mappings;
 use super::parts::{Keep, Payload};
-use super::query::Borrowed;
+use super::query::{Borrowed, QueryReply};
 use super::run::Run;
 use super::sharing::{self, Neighbour};
-use crate::endpoint::EndpointCore;
+use super::{Medium, Sessions};
 use crate::fence::applying::Place;
 use crate::fence::life::LifePage;
 use crate::fence::pins::{PinPage, ProcessPin, Side};
@@ -39,7 +38,6 @@ use crate::runtime::socket::Socket;
 use crate::runtime::{self, Timer};
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
-use crate::transport::{Told, cma};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, FrameKind, Message};
 use crate::{Error, Kind, Result, Ticket};
@@ -55,7 +53,7 @@ const SETTLE_TIMER: u64 = 3;
 
 /// A connection to an owner, with what belongs to it.
 pub(crate) struct Session {
-    pub(super) endpoint: Weak<EndpointCore>,
+    pub(super) sessions: Weak<Sessions>,
     owner: crate::Identity,
     medium: Medium,
     pub(super) id: u64,
@@ -82,7 +80,7 @@ pub(crate) struct Session {
     apart: String,
     /// The owner understands Withdraw and EndLane.
     ends_lanes: bool,
-    cma: OnceLock<Result<i32>>,
+    to_copy_by: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
     /// This side has ended it, and not the owner: on a wish, or because nothing came from the owner's host any more.
     closed_here: AtomicBool,
@@ -113,7 +111,7 @@ pub(super) struct Local {
 /// Who waits for the answer to a request.
 pub(super) enum Pending {
     Import(Arc<Reply>),
-    Ask(mpsc::SyncSender<Result<Told>>),
+    Ask(mpsc::SyncSender<Result<QueryReply>>),
     Unit {
         run: Arc<Run>,
         unit: usize,
@@ -169,17 +167,17 @@ impl Pending {
 impl Session {
     /// Makes first contact with the owner of a ticket. Blocks, at most until a socket should be connected, and contact be made.
     pub(crate) fn connect(
-        endpoint: &Arc<EndpointCore>,
+        sessions: &Arc<Sessions>,
         ticket: &Ticket,
         medium: Medium,
         limits: (Instant, Instant),
     ) -> Result<Arc<Session>, NoContact> {
-        let contact = contact::with_ticket(endpoint, ticket, medium, limits)?;
+        let contact = contact::with_ticket(sessions, ticket, medium, limits)?;
         let mut owner = ticket.body().identity.clone();
         owner.name.clone_from(&contact.ready.name);
         // Pages that somebody else can write would be locked and followed here as if they were our own: those of an owner that is kept
         // apart from this process are closed before they are looked at.
-        let (local, apart) = match neighbour(endpoint, medium, contact.socket.socket())? {
+        let (local, apart) = match neighbour(sessions, medium, contact.socket.socket())? {
             Err(apart) => (None, apart),
             Ok(owner) => match Local::take(contact.ready.local, contact.files, &owner)? {
                 Some(local) => (Some(local), String::new()),
@@ -190,7 +188,7 @@ impl Session {
         let seen_at = contact.ready.local.filter(|_| matches!(medium, Medium::Tcp(_)));
         let ends_lanes = seen_at.is_some();
         let session = Arc::new_cyclic(|me| Session {
-            endpoint: Arc::downgrade(endpoint),
+            sessions: Arc::downgrade(sessions),
             owner,
             medium,
             id: contact.ready.session,
@@ -209,7 +207,7 @@ impl Session {
             local,
             apart,
             ends_lanes,
-            cma: OnceLock::new(),
+            to_copy_by: OnceLock::new(),
             dead: OnceLock::new(),
             closed_here: AtomicBool::new(false),
             lost: Arc::default(),
@@ -475,10 +473,11 @@ impl Session {
         self.heard.store(self.began.elapsed().as_micros() as u64, Ordering::Relaxed);
     }
 
-    /// The owner's process, if the kernel lets this process copy from and to it.
-    pub(crate) fn cma_pid(&self) -> Result<i32> {
+    /// The owner's process, if the kernel lets this process copy from and to it: the probe tries that once, at the address of the
+    /// owner's nonce.
+    pub(crate) fn process_to_copy_by(&self, probe: fn(i32, u64, &[u8; 16]) -> Result<()>) -> Result<i32> {
         let local = self.local()?;
-        self.cma
+        self.to_copy_by
             .get_or_init(|| {
                 let row = local
                     .table
@@ -488,7 +487,7 @@ impl Session {
                     let message = "the owner is in another pid namespace and has no number here to copy by";
                     return Err(Error::new(Kind::Unavailable, "import", message));
                 };
-                cma::probe_peer(pid, row.addr(), self.owner.incarnation.as_bytes())?;
+                probe(pid, row.addr(), self.owner.incarnation.as_bytes())?;
                 Ok(pid)
             })
             .clone()
@@ -532,14 +531,14 @@ impl Local {
 }
 
 /// The owner's process, where this one may share memory with it; else why not.
-fn neighbour(endpoint: &EndpointCore, medium: Medium, socket: &Socket) -> Result<Result<Neighbour, String>> {
+fn neighbour(sessions: &Sessions, medium: Medium, socket: &Socket) -> Result<Result<Neighbour, String>> {
     if medium != Medium::Unix {
         return Ok(Err("the owner is reached by tcp".to_owned()));
     }
-    if endpoint.routing().is_enforced() {
+    if sessions.settings.enforces_isolation {
         return Ok(Err("this endpoint enforces isolation: every access goes through the owner".to_owned()));
     }
-    let asked = sharing::may_share(socket, endpoint.shares_between_containers())?;
+    let asked = sharing::may_share(socket, sessions.settings.shares_between_containers)?;
     Ok(asked.map_err(|apart| format!("no memory is shared: the owner is {apart}")))
 }
 

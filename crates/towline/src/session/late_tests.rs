@@ -109,7 +109,7 @@ fn a_lane_waits_for_what_was_asked_over_it_and_for_nothing_else() {
     let transfer = user.write(&remote, &local).start().unwrap();
     arrived.recv_timeout(WATCHDOG).expect("the owner comes to that moment");
     moments::hold_nobody();
-    let session = lock(&user.core().sessions).values().next().cloned().unwrap();
+    let session = lock(&user.core().sessions.to_owners).values().next().cloned().unwrap();
     let lanes = session.open_lanes().unwrap();
     let waiting = |next: Next| lanes.iter().filter(|lane| lane.next() == next).count();
     assert_eq!((waiting(Next::More), waiting(Next::Nothing)), (1, lanes.len() - 1));
@@ -296,7 +296,7 @@ fn what_was_not_sent_of_a_write_goes_over_other_lanes_when_its_own_break() {
     let routing = Routing::default().require("tcp").unwrap();
     let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
     user.write(&remote, &local).start().unwrap().wait().unwrap();
-    let session = lock(&user.core().sessions).values().next().cloned().unwrap();
+    let session = lock(&user.core().sessions.to_owners).values().next().cloned().unwrap();
     let lanes = session.open_lanes().unwrap();
     lanes.iter().for_each(|lane| moments::stand_still(lane));
     local.write_at(0, &vec![7; UNITS * LEN]).unwrap();

@@ -7,13 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use super::UNANSWERED;
 use super::channel::Channel;
 use super::connection::{Connection, Handler, Next, Role};
 use super::owner::{Serving, Standing};
 use super::parts::{Keep, Payload, Sink};
 use super::unauthenticated::{Origin, Stranger};
-use crate::endpoint::EndpointCore;
+use super::{Sessions, UNANSWERED};
 use crate::identity::Identity;
 use crate::region::Deed;
 use crate::runtime::socket::{Lane, PeerAddr, Socket};
@@ -45,32 +44,32 @@ fn keep_reserve(reserve: &mut Option<OwnedFd>) {
 /// A listening socket.
 pub(crate) struct Listener {
     socket: Socket,
-    endpoint: Weak<EndpointCore>,
+    sessions: Weak<Sessions>,
     token: OnceLock<Token>,
     closed: AtomicBool,
 }
 
 impl Listener {
     /// Listens on the Unix socket whose name follows from the endpoint's incarnation.
-    pub(crate) fn unix(endpoint: &Arc<EndpointCore>) -> Result<Arc<Listener>> {
-        let name = socket_name(&endpoint.identity().incarnation);
-        Listener::on(endpoint, Socket::listen_unix_abstract(&name, BACKLOG)?)
+    pub(crate) fn unix(sessions: &Arc<Sessions>) -> Result<Arc<Listener>> {
+        let name = socket_name(&sessions.identity().incarnation);
+        Listener::on(sessions, Socket::listen_unix_abstract(&name, BACKLOG)?)
     }
 
     /// Listens on a TCP address.
-    pub(crate) fn tcp(endpoint: &Arc<EndpointCore>, address: SocketAddr) -> Result<Arc<Listener>> {
+    pub(crate) fn tcp(sessions: &Arc<Sessions>, address: SocketAddr) -> Result<Arc<Listener>> {
         let socket = Socket::listen_tcp(address).map_err(|error| {
             Error::new(error.kind(), "open", format!("cannot listen on {address}: {}", error.message()))
                 .caused_by(error)
         })?;
-        Listener::on(endpoint, socket)
+        Listener::on(sessions, socket)
     }
 
-    fn on(endpoint: &Arc<EndpointCore>, socket: Socket) -> Result<Arc<Listener>> {
+    fn on(sessions: &Arc<Sessions>, socket: Socket) -> Result<Arc<Listener>> {
         keep_reserve(&mut lock(&RESERVE));
         let listener = Arc::new(Listener {
             socket,
-            endpoint: Arc::downgrade(endpoint),
+            sessions: Arc::downgrade(sessions),
             token: OnceLock::new(),
             closed: AtomicBool::new(false),
         });
@@ -102,25 +101,25 @@ impl Listener {
     }
 
     fn take(&self, socket: Socket, peer: &PeerAddr) -> Result<()> {
-        let endpoint = self
-            .endpoint
+        let sessions = self
+            .sessions
             .upgrade()
             .ok_or_else(|| Error::new(Kind::Disconnected, "accept", "the endpoint is closed"))?;
-        let quotas = endpoint.quotas();
-        if let Some(stranger) = endpoint.strangers.make_room(quotas.strangers) {
+        let quotas = sessions.settings.quotas;
+        if let Some(stranger) = sessions.strangers.make_room(quotas.strangers) {
             dismiss(&stranger, &too_many_strangers(quotas.strangers));
         }
         socket.tune(Lane::Control, Some(UNANSWERED))?;
-        let stranger = endpoint.strangers.enter(Origin::of(&socket, peer));
+        let stranger = sessions.strangers.enter(Origin::of(&socket, peer));
         let newcomer = Arc::new(Newcomer {
-            endpoint: self.endpoint.clone(),
+            sessions: self.sessions.clone(),
             handshake: Mutex::new(None),
             stranger: Arc::clone(&stranger),
             proven: OnceLock::new(),
             connection: OnceLock::new(),
             deadline: OnceLock::new(),
         });
-        let socket = Channel::accepted(socket, endpoint.tls())?;
+        let socket = Channel::accepted(socket, sessions.settings.tls.as_ref())?;
         let handler: Arc<dyn Handler> = Arc::clone(&newcomer) as Arc<dyn Handler>;
         let connection = Connection::new(socket, Role::Control, false, handler);
         let _ = newcomer.connection.set(Arc::downgrade(&connection));
@@ -134,7 +133,7 @@ impl Listener {
 
     /// There is no descriptor left. Takes one from a connection that has said nothing yet; true where there was one.
     fn take_from_silent(&self) -> bool {
-        let silent = self.endpoint.upgrade().and_then(|endpoint| endpoint.strangers.oldest_silent());
+        let silent = self.sessions.upgrade().and_then(|sessions| sessions.strangers.oldest_silent());
         if let Some(stranger) = &silent {
             dismiss(stranger, &no_descriptor());
         }
@@ -153,8 +152,8 @@ impl Listener {
             _ => None,
         };
         keep_reserve(&mut reserve);
-        if let (Some(origin), Some(endpoint)) = (turned_away, self.endpoint.upgrade()) {
-            count_refused(&endpoint, origin, None, &no_descriptor());
+        if let (Some(origin), Some(sessions)) = (turned_away, self.sessions.upgrade()) {
+            count_refused(&sessions, origin, None, &no_descriptor());
         }
         turned_away.is_some()
     }
@@ -235,7 +234,7 @@ impl Drop for Listener {
 
 /// A connection that has not proven itself yet.
 struct Newcomer {
-    endpoint: Weak<EndpointCore>,
+    sessions: Weak<Sessions>,
     handshake: Mutex<Option<ServerHandshake>>,
     stranger: Arc<Stranger>,
     /// Who it says it is, once it has proven to hold the key.
@@ -246,17 +245,17 @@ struct Newcomer {
 }
 
 impl Newcomer {
-    fn hello(&self, connection: &Arc<Connection>, endpoint: &EndpointCore, body: &[u8]) -> Result<()> {
+    fn hello(&self, connection: &Arc<Connection>, sessions: &Sessions, body: &[u8]) -> Result<()> {
         let mut nonce = [0; 32];
         getrandom::fill(&mut nonce)
             .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
         let binding = connection.socket().binding()?;
-        let lookup = |key: &KeyRef| link_base(endpoint, key);
+        let lookup = |key: &KeyRef| link_base(sessions, key);
         let (handshake, welcome) = ServerHandshake::on_hello_over(
             body,
-            endpoint.identity(),
+            sessions.identity(),
             nonce,
-            endpoint.secret(),
+            sessions.settings.secret.as_ref(),
             binding,
             lookup,
         )?;
@@ -267,13 +266,13 @@ impl Newcomer {
     }
 
     fn step(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<()> {
-        let endpoint = self
-            .endpoint
+        let sessions = self
+            .sessions
             .upgrade()
-            .filter(|endpoint| !endpoint.is_closed())
+            .filter(|sessions| !sessions.registry.is_closed())
             .ok_or_else(|| Error::owner_gone("contact", "the owner has closed its endpoint"))?;
         match header.kind {
-            FrameKind::Hello if lock(&self.handshake).is_none() => self.hello(connection, &endpoint, body),
+            FrameKind::Hello if lock(&self.handshake).is_none() => self.hello(connection, &sessions, body),
             FrameKind::Prove => {
                 let handshake = lock(&self.handshake)
                     .take()
@@ -282,11 +281,11 @@ impl Newcomer {
                 let (key, challenge) = handshake.on_prove(body)?;
                 let _ = self.proven.set((client.clone(), used.clone()));
                 match used {
-                    KeyRef::Session(id) => Serving::join(&endpoint, id, challenge, connection),
+                    KeyRef::Session(id) => Serving::join(&sessions, id, challenge, connection),
                     KeyRef::Ticket(public) => {
                         // Only now: what has become of a region is the business of those who hold a ticket to it.
-                        let standing = Standing::of_ticket(&endpoint, &public)?;
-                        Serving::begin(&endpoint, client, (key, challenge), standing, connection)
+                        let standing = Standing::of_ticket(&sessions, &public)?;
+                        Serving::begin(&sessions, client, (key, challenge), standing, connection)
                     }
                 }
             }
@@ -296,32 +295,27 @@ impl Newcomer {
 }
 
 /// Counts a connection that did not become a session: for the peer where it has proven to be one, and else for where it came from.
-fn count_refused(
-    endpoint: &EndpointCore,
-    origin: Origin,
-    proven: Option<&(Identity, KeyRef)>,
-    error: &Error,
-) {
-    endpoint.refused.fetch_add(1, Ordering::Relaxed);
+fn count_refused(sessions: &Sessions, origin: Origin, proven: Option<&(Identity, KeyRef)>, error: &Error) {
+    sessions.registry.count_refused();
     let who = proven.map(|(peer, _)| peer.name.as_str());
-    endpoint.refusals.count(endpoint.name(), origin, who, error);
+    sessions.refusals.count(sessions.registry.name(), origin, who, error);
     match proven {
-        Some((peer, KeyRef::Ticket(public))) => endpoint.blame(public, peer),
-        Some((peer, KeyRef::Session(_))) => endpoint.ledger.of(peer).count(Deed::Refused),
+        Some((peer, KeyRef::Ticket(public))) => sessions.registry.blame(public, peer),
+        Some((peer, KeyRef::Session(_))) => sessions.registry.ledger.of(peer).count(Deed::Refused),
         None => {}
     }
 }
 
 /// The key that a client says it has.
-fn link_base(endpoint: &EndpointCore, key: &KeyRef) -> Result<LinkBase> {
+fn link_base(sessions: &Sessions, key: &KeyRef) -> Result<LinkBase> {
     match key {
         KeyRef::Ticket(public) => {
             let ticket = ticket::parse_public(public)?;
             let claims = ticket.claims();
             // Whether the region still exists is told only to who has proven to hold the ticket.
-            Ok(LinkBase::Tag(ticket.tag(&endpoint.region_key(claims.row, claims.generation))))
+            Ok(LinkBase::Tag(ticket.tag(&sessions.registry.region_key(claims.row, claims.generation))))
         }
-        KeyRef::Session(id) => Serving::find(endpoint, *id)
+        KeyRef::Session(id) => Serving::find(sessions, *id)
             .map(|serving| LinkBase::Session(serving.key().clone()))
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over")),
     }
@@ -356,8 +350,8 @@ impl Handler for Newcomer {
     fn closed(&self, _connection: &Arc<Connection>, error: Error) {
         // Who connects and says nothing, such as whoever looks whether the port is open, was not refused.
         let left = error.kind() == Kind::Disconnected && self.stranger.is_silent();
-        if !left && let Some(endpoint) = self.endpoint.upgrade() {
-            count_refused(&endpoint, self.stranger.origin(), self.proven.get(), &error);
+        if !left && let Some(sessions) = self.sessions.upgrade() {
+            count_refused(&sessions, self.stranger.origin(), self.proven.get(), &error);
         }
     }
 }
@@ -377,8 +371,8 @@ impl Drop for Newcomer {
         if let (Some(deadline), Ok(reactor)) = (self.deadline.get(), runtime::reactor()) {
             reactor.cancel(*deadline);
         }
-        if let Some(endpoint) = self.endpoint.upgrade() {
-            endpoint.strangers.leave(&self.stranger);
+        if let Some(sessions) = self.sessions.upgrade() {
+            sessions.strangers.leave(&self.stranger);
         }
     }
 }

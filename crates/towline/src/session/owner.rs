@@ -26,17 +26,17 @@ use super::counting::{Counting, Due, Follower};
 use super::files::{Files, Source, Written};
 use super::parts::{Keep, Landed, Payload, Sink, hung_up, readable};
 use crate::budget::{Account, Charge};
-use crate::endpoint::EndpointCore;
-use crate::endpoint::operations::Claimer;
 use crate::fence::applying::Desk;
 use crate::fence::life::LifeView;
 use crate::fence::pins::Side;
 use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::notify::Notification;
+use crate::operations::Claimer;
 use crate::region::{Deed, Stream, stale};
 use crate::runtime::socket::Lane;
 use crate::runtime::{self, Device};
+use crate::session::Sessions;
 use crate::session::apply::{self, Word};
 use crate::sync::lock;
 use crate::wire::handshake::SessionKey;
@@ -49,7 +49,7 @@ const MOST_REDUCED: u64 = 4 << 20;
 /// One peer that uses this endpoint's regions.
 pub(crate) struct Serving {
     id: u64,
-    endpoint: Weak<EndpointCore>,
+    sessions: Weak<Sessions>,
     pub(super) peer: Identity,
     key: SessionKey,
     challenge: [u8; 32],
@@ -80,7 +80,7 @@ pub(crate) struct Serving {
 impl Serving {
     /// A peer has proven to hold a ticket that is still good.
     pub(super) fn begin(
-        endpoint: &Arc<EndpointCore>,
+        sessions: &Arc<Sessions>,
         peer: Identity,
         (key, challenge): (SessionKey, [u8; 32]),
         standing: Standing,
@@ -88,17 +88,17 @@ impl Serving {
     ) -> Result<()> {
         use std::sync::atomic::AtomicU64;
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        Serving::has_room(endpoint, &peer)?;
-        let allowance = Allowance::new(endpoint.quotas(), endpoint.held.account());
+        Serving::has_room(sessions, &peer)?;
+        let allowance = Allowance::new(sessions.settings.quotas, sessions.held.account());
         let charge = allowance.charge("contact", SESSION)?;
         let of_connection = allowance.charge("contact", connection.cost())?;
-        let (local, files) = match Local::offer(endpoint, &peer, &allowance, connection)? {
+        let (local, files) = match Local::offer(sessions, &peer, &allowance, connection)? {
             Some((local, files)) => (Some(local), files),
             None => (None, Vec::new()),
         };
         let serving = Arc::new(Serving {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
-            endpoint: Arc::downgrade(endpoint),
+            sessions: Arc::downgrade(sessions),
             peer,
             key,
             challenge,
@@ -107,7 +107,7 @@ impl Serving {
             standing: Mutex::new(standing),
             counting: Counting::new(&allowance),
             announced: Announced::default(),
-            messages: endpoint.notifications.account(),
+            messages: sessions.registry.notifications.account(),
             allowance,
             _charge: charge,
             files: Arc::default(),
@@ -120,42 +120,36 @@ impl Serving {
             #[cfg(test)]
             panics: AtomicBool::new(false),
         });
-        {
-            let mut all = lock(&endpoint.serving);
-            all.retain(|one| one.strong_count() > 0);
-            all.push(Arc::downgrade(&serving));
-        }
+        sessions.serve(&serving);
         // The first connection is at the first place.
         if let Some(desk) = serving.local.as_ref().and_then(Local::desk) {
             connection.apply_at(desk);
         }
         let mut local = connection.socket().socket().peer_port();
         if serving.local.is_some() {
-            local = Some(endpoint.table.rows());
+            local = Some(sessions.registry.table.rows());
             // The page by which the peer shows that it lives.
             connection.expect_files();
         }
-        let ready = wire::Ready { session: serving.id, name: endpoint.name().to_owned(), local };
+        let ready = wire::Ready { session: serving.id, name: sessions.registry.name().to_owned(), local };
         connection.authenticate(serving, Role::Control, of_connection);
         let head = Message::from(ready).frame(0, 0, files.len() as u8);
         connection.send(head, files, Payload::None, Keep::Nothing)
     }
 
     /// Refuses a session beyond what all peers, or this one, may have.
-    fn has_room(endpoint: &EndpointCore, peer: &Identity) -> Result<()> {
-        let quotas = endpoint.quotas();
-        let serving: Vec<_> = lock(&endpoint.serving).iter().filter_map(Weak::upgrade).collect();
-        if serving.len() >= quotas.peers {
-            let message = format!("the owner serves {} peers, which is its limit", serving.len());
+    fn has_room(sessions: &Sessions, peer: &Identity) -> Result<()> {
+        let peers = sessions.serving().len();
+        if peers >= sessions.settings.quotas.peers {
+            let message = format!("the owner serves {peers} peers, which is its limit");
             return Err(Error::new(Kind::Exhausted, "contact", message));
         }
-        drop(serving);
-        Serving::has_connection_left(endpoint, peer)
+        Serving::has_connection_left(sessions, peer)
     }
 
-    fn has_connection_left(endpoint: &EndpointCore, peer: &Identity) -> Result<()> {
-        let most = endpoint.quotas().connections;
-        let serving: Vec<_> = lock(&endpoint.serving).iter().filter_map(Weak::upgrade).collect();
+    fn has_connection_left(sessions: &Sessions, peer: &Identity) -> Result<()> {
+        let most = sessions.settings.quotas.connections;
+        let serving = sessions.serving();
         let same = serving.iter().filter(|one| one.peer.incarnation == peer.incarnation);
         let open: usize = same.map(|one| lock(&one.connections).len()).sum();
         if open >= most {
@@ -166,14 +160,14 @@ impl Serving {
 
     /// A known peer has opened one more connection.
     pub(super) fn join(
-        endpoint: &Arc<EndpointCore>,
+        sessions: &Arc<Sessions>,
         id: u64,
         transcript: [u8; 32],
         connection: &Arc<Connection>,
     ) -> Result<()> {
-        let serving = Serving::find(endpoint, id)
+        let serving = Serving::find(sessions, id)
             .ok_or_else(|| Error::new(Kind::Disconnected, "contact", "the session is over"))?;
-        Serving::has_connection_left(endpoint, &serving.peer)?;
+        Serving::has_connection_left(sessions, &serving.peer)?;
         let charge = serving.allowance.charge("contact", connection.cost())?;
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         connection.call(transcript);
@@ -188,14 +182,14 @@ impl Serving {
         if let Some(desk) = desk {
             connection.apply_at(desk);
         }
-        let ready = wire::Ready { session: id, name: endpoint.name().to_owned(), local: place };
+        let ready = wire::Ready { session: id, name: sessions.registry.name().to_owned(), local: place };
         connection.authenticate(serving, Role::Lane, charge);
         connection.send(Message::from(ready).frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
     }
 
     /// The peer with that session.
-    pub(super) fn find(endpoint: &EndpointCore, id: u64) -> Option<Arc<Serving>> {
-        lock(&endpoint.serving).iter().filter_map(Weak::upgrade).find(|serving| serving.id == id)
+    pub(super) fn find(sessions: &Sessions, id: u64) -> Option<Arc<Serving>> {
+        sessions.serving().into_iter().find(|serving| serving.id == id)
     }
 
     pub(super) fn key(&self) -> &SessionKey {
@@ -211,8 +205,8 @@ impl Serving {
         self.closed.load(Ordering::Acquire)
     }
 
-    pub(super) fn endpoint(&self) -> Result<Arc<EndpointCore>> {
-        self.endpoint
+    pub(super) fn sessions(&self) -> Result<Arc<Sessions>> {
+        self.sessions
             .upgrade()
             .ok_or_else(|| Error::new(Kind::Disconnected, "serve", "the endpoint is closed"))
     }
@@ -248,14 +242,14 @@ impl Serving {
             drop(lock(&local.alive).take());
             local.pins.end();
         }
-        if let Some(endpoint) = self.endpoint.upgrade() {
+        if let Some(sessions) = self.sessions.upgrade() {
             if let Some(local) = &self.local {
-                endpoint.notifications.empty(&local.mail, &self.messages);
+                sessions.registry.notifications.empty(&local.mail, &self.messages);
             }
-            lock(&endpoint.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(self));
+            sessions.serve_no_more(self);
             let gone =
                 Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
-            endpoint.operations.abandon(self.claimer(), &gone);
+            sessions.operations.abandon(self.claimer(), &gone);
             for granting in &grants {
                 // A peer says goodbye only when nothing of it is under way.
                 if self.goodbye.load(Ordering::Acquire) {
@@ -265,7 +259,7 @@ impl Serving {
                 }
             }
             // The peer may have held memory that is being taken back.
-            endpoint.let_go();
+            sessions.registry.let_go();
         }
     }
 
@@ -274,7 +268,7 @@ impl Serving {
         let Some(operation) = import.items.iter().find_map(|item| item.operation) else {
             return self.answer_import(connection, request, &import);
         };
-        let operations = &self.endpoint()?.operations;
+        let operations = &self.sessions()?.operations;
         if operations.is_ready(&operation) {
             return self.answer_import(connection, request, &import);
         }
@@ -307,16 +301,16 @@ impl Serving {
         request: u64,
         import: &Import,
     ) -> Result<()> {
-        let endpoint = self.endpoint()?;
+        let sessions = self.sessions()?;
         let mut files = Vec::new();
         let mut passed = HashSet::new();
         let items = import
             .items
             .iter()
             .map(|item| {
-                let outcome = self.grant(&endpoint, item, &mut passed, &mut files);
+                let outcome = self.grant(&sessions, item, &mut passed, &mut files);
                 outcome.map_err(|error| {
-                    endpoint.count_refused(&item.ticket, &self.peer);
+                    sessions.registry.refuse_ticket(&item.ticket, &self.peer);
                     WireError::from(&error)
                 })
             })
@@ -332,7 +326,7 @@ impl Serving {
     fn finish(&self, finish: wire::Finish) -> Result<()> {
         let outcome = finish.outcome.map_err(|error| error.into_error("serve"));
         // It may have ended before: the claimer sees that by other means.
-        let _ = self.endpoint()?.operations.finish(&finish.operation, self.claimer(), outcome);
+        let _ = self.sessions()?.operations.finish(&finish.operation, self.claimer(), outcome);
         Ok(())
     }
 
@@ -499,7 +493,7 @@ impl Serving {
                 self.check_standing()?;
                 let notification = Notification { from: self.peer.clone(), message: notify.message };
                 let charge = self.allowance.charge("notify", notification.cost())?;
-                self.endpoint()?.deliver(notification, Some((&self.messages, charge))).map(|()| 0)
+                self.sessions()?.registry.deliver(notification, Some((&self.messages, charge))).map(|()| 0)
             }
             Message::Signal(signal) => {
                 self.word(awaited, signal.handle, signal.offset, |look, word| match awaited {
@@ -604,7 +598,7 @@ impl Handler for Arc<Serving> {
                 }
                 Ok(())
             }
-            Message::Ask(ask) => self.tell(connection, header.id, ask),
+            Message::Ask(ask) => self.answer_query(connection, header.id, ask),
             Message::Read(read) => self.read(connection, header.id, &read),
             Message::Atomic(atomic) => {
                 let done = self.word(Some(connection), atomic.handle, atomic.offset, |look, word| {
@@ -759,9 +753,8 @@ impl Handler for Arc<Serving> {
             }
         }
         if error.kind() == Kind::Protocol {
-            if let Some(endpoint) = self.endpoint.upgrade() {
-                endpoint.refused.fetch_add(1, Ordering::Relaxed);
-                endpoint.ledger.of(&self.peer).count(Deed::Refused);
+            if let Some(sessions) = self.sessions.upgrade() {
+                sessions.registry.refuse(&self.peer);
             }
             tracing::warn!(%error, peer = self.peer.name, "a peer broke the protocol");
         }

@@ -1,18 +1,77 @@
-//! What a path asks of an owner before it is taken, and which grants it has borrowed since.
+//! Queries about paths: what a path asks of an owner before it is taken, and which grants it has borrowed since.
+//!
+//! What they say is the transports' business: the one at this side asks ([`GrantHandle::query`]), the one of the same number at the owner
+//! answers ([`OwnerPaths`]).
 
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak, mpsc};
 use std::time::Instant;
 
 use super::grant::GrantHandle;
 use super::initiator::{Pending, Session};
+use crate::identity::Identity;
+use crate::region::{PeerPins, RegionCore};
 use crate::sync::lock;
-use crate::transport::{Borrowing, Told};
+use crate::ticket::Claims;
 use crate::wire::{self, Message};
 use crate::{Error, Kind, Result, runtime};
 
+/// At the owner: what a peer asks about one of its grants, so that it can take a path.
+pub(crate) struct Query<'a> {
+    pub(crate) region: &'a Arc<RegionCore>,
+    pub(crate) claims: &'a Claims,
+    pub(crate) peer: &'a Identity,
+    /// A peer of the same user on this host has pins, and descriptors can be handed to it.
+    pub(crate) pins: Option<&'a Arc<PeerPins>>,
+    pub(crate) words: &'a [u8],
+}
+
+/// The reply to a query, and the descriptors that go with it.
+#[derive(Default)]
+pub(crate) struct QueryReply {
+    pub(crate) reply: Vec<u8>,
+    pub(crate) files: Vec<OwnedFd>,
+    /// At the owner: from now on the peer reaches the region by itself.
+    pub(crate) loan: Option<Arc<dyn Loan>>,
+}
+
+/// At the owner: who answers for the paths to its regions, each of which has a number. The transports do.
+pub(crate) trait OwnerPaths: Send + Sync {
+    /// The paths that who holds that ticket should ask about, a bit for each. Called with every grant, so it is quick.
+    fn offers(&self, region: &RegionCore, claims: &Claims) -> u8;
+
+    /// Takes a word that asks for nothing and gives nothing; false where it is a query. Quick.
+    fn take_hint(&self, path: u8, region: &RegionCore, words: &[u8]) -> Result<bool>;
+
+    /// Answers what a peer asks before it takes that path ([`GrantHandle::query`]). Runs on a worker, and may block.
+    fn answer_query(&self, path: u8, query: &Query<'_>) -> Result<QueryReply>;
+}
+
+/// At the owner: a region that a peer reaches by itself.
+pub(crate) trait Loan: Send + Sync {
+    /// Whether the peer pins the region while something is under way. Where it does not, taking the region back asks it to let
+    /// go, and waits for that.
+    fn pinned(&self) -> bool;
+
+    /// The session has ended before the peer had let go: calls back once the peer reaches the memory no more.
+    fn orphaned(&self, back: Box<dyn FnOnce() + Send>);
+}
+
+/// At the peer: who reaches a region by itself.
+pub(crate) trait Borrowing: Send + Sync {
+    /// The owner wants it back: nothing new begins, and the owner is told once nothing is under way. On the event loop.
+    fn recalled(self: Arc<Self>);
+
+    /// Whether nothing is under way.
+    fn is_idle(&self) -> bool;
+
+    /// Whether nothing is under way and nothing begins any more. Changes nothing.
+    fn has_let_go(&self) -> bool;
+}
+
 impl Session {
     /// Asks the owner about a path to one of its grants, and waits for the answer.
-    pub(super) fn ask_path(&self, ask: wire::Ask, until: Instant) -> Result<Told> {
+    pub(super) fn query(&self, ask: wire::Ask, until: Instant) -> Result<QueryReply> {
         runtime::may_block("import")?;
         let (asker, answer) = mpsc::sync_channel(1);
         let request = self.expect(Pending::Ask(asker))?;

@@ -6,24 +6,23 @@ use std::sync::{Arc, OnceLock, Weak};
 use super::connection::Connection;
 use super::owner::Serving;
 use super::parts::{Keep, Payload};
-use crate::endpoint::EndpointCore;
+use super::query::{Loan, Query, QueryReply};
 use crate::memory::FileSlice;
-use crate::region::{Borrower, Deed};
+use crate::region::{Borrower, Deed, Registry};
 use crate::runtime::Device;
-use crate::transport::{self, Loan, Question, Told};
 use crate::wire::{self, Message, WireError};
 use crate::{Access, Error, Kind, Result, runtime};
 
 impl Serving {
-    /// Answers a question. Not on the event loop: a path may open a device, or load a library.
-    pub(super) fn tell(
+    /// Answers a query about a path. Not on the event loop: a path may open a device, or load a library.
+    pub(super) fn answer_query(
         self: &Arc<Self>,
         connection: &Arc<Connection>,
         request: u64,
         ask: wire::Ask,
     ) -> Result<()> {
         // Request 0 wants no answer, also where its grant is gone.
-        if self.hears(&ask)? || request == 0 {
+        if self.take_hint(&ask)? || request == 0 {
             return Ok(());
         }
         let outcome = self.allowance.take("import", 0, 0, None).and_then(|flight| {
@@ -42,8 +41,8 @@ impl Serving {
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
             let _counted = counted;
-            let (outcome, files) = match serving.told(&ask).and_then(|told| serving.fits(told)) {
-                Ok(told) => (Ok(told.answer), told.files),
+            let (outcome, files) = match serving.reply_to(&ask).and_then(|reply| serving.fits(reply)) {
+                Ok(reply) => (Ok(reply.reply), reply.files),
                 Err(error) => (Err(WireError::from(&error)), Vec::new()),
             };
             let frame = Message::from(wire::Told { outcome }).frame(request, 0, files.len() as u8);
@@ -63,30 +62,29 @@ impl Serving {
     }
 
     /// Takes a word that wants no answer.
-    fn hears(&self, ask: &wire::Ask) -> Result<bool> {
+    fn take_hint(&self, ask: &wire::Ask) -> Result<bool> {
         // A grant that was given back meanwhile is no reason to end the session.
         let Ok(granting) = self.granting("import", ask.handle) else { return Ok(ask.question.is_empty()) };
         if ask.question.is_empty() {
             granting.lent.back();
             return Ok(true);
         }
-        let path = transport::numbered(ask.path)?;
         // Without a look at the lease: what was begun within it may end after it.
-        Ok(granting.served.region().upgrade().is_some_and(|region| path.hears(&region, &ask.question)))
+        let (sessions, region) = (self.sessions()?, granting.served.region().upgrade());
+        region.map_or(Ok(false), |region| sessions.paths.take_hint(ask.path, &region, &ask.question))
     }
 
-    fn told(self: &Arc<Self>, ask: &wire::Ask) -> Result<Told> {
+    fn reply_to(self: &Arc<Self>, ask: &wire::Ask) -> Result<QueryReply> {
         let granting = self.granting("import", ask.handle)?;
-        let path = transport::numbered(ask.path)?;
         let (region, ..) = self.check("import", ask.handle, Access::NONE, &[])?;
         let claims = &granting.claims;
         let pins = self.local.as_ref().map(|local| &local.pins);
-        let question = Question { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
-        let mut told = path.tell(&question)?;
-        if told.loan.is_some() || !told.files.is_empty() {
+        let query = Query { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
+        let mut reply = self.sessions()?.paths.answer_query(ask.path, &query)?;
+        if reply.loan.is_some() || !reply.files.is_empty() {
             granting.count(Deed::GivenAway);
         }
-        if let Some(loan) = told.loan.take() {
+        if let Some(loan) = reply.loan.take() {
             let lent = Lent {
                 serving: Arc::downgrade(self),
                 handle: ask.handle,
@@ -99,15 +97,15 @@ impl Serving {
                 granting.lent.orphaned();
             }
         }
-        Ok(told)
+        Ok(reply)
     }
 
-    fn fits(&self, told: Told) -> Result<Told> {
+    fn fits(&self, reply: QueryReply) -> Result<QueryReply> {
         let files = if self.local.is_some() { wire::MAX_TOLD_FILES } else { 0 };
-        if told.answer.len() <= wire::MAX_TOLD && told.files.len() <= usize::from(files) {
-            return Ok(told);
+        if reply.reply.len() <= wire::MAX_TOLD && reply.files.len() <= usize::from(files) {
+            return Ok(reply);
         }
-        let message = format!("{} bytes and {} descriptors do not fit", told.answer.len(), told.files.len());
+        let message = format!("{} bytes and {} descriptors do not fit", reply.reply.len(), reply.files.len());
         Err(Error::new(Kind::Internal, "import", message))
     }
 }
@@ -144,7 +142,7 @@ impl Lending {
     /// The peer has let go.
     pub(super) fn back(&self) {
         if let Some(state) = self.0.get() {
-            state.end(state.lent.endpoint());
+            state.end(state.lent.registry());
         }
     }
 
@@ -155,29 +153,25 @@ impl Lending {
             && !state.orphaned.swap(true, Ordering::AcqRel)
         {
             // By then the one that served it is gone.
-            let (ended, endpoint) = (Arc::clone(state), state.lent.endpoint());
-            state.lent.loan.orphaned(Box::new(move || ended.end(endpoint)));
+            let (ended, registry) = (Arc::clone(state), state.lent.registry());
+            state.lent.loan.orphaned(Box::new(move || ended.end(registry)));
         }
     }
 }
 
 impl State {
-    fn end(&self, endpoint: Option<Arc<EndpointCore>>) {
+    fn end(&self, registry: Option<Arc<Registry>>) {
         if !self.back.swap(true, Ordering::AcqRel)
-            && let Some(endpoint) = endpoint
+            && let Some(registry) = registry
         {
-            endpoint.bell.ring();
-            if endpoint.parked.load().0 > 0 {
-                // Not here: whoever ends it may hold locks, and a storage's drop may be the user's code.
-                let _ = runtime::pool().spawn(Box::new(move || endpoint.parked.sweep()));
-            }
+            registry.let_go_elsewhere();
         }
     }
 }
 
 impl Lent {
-    fn endpoint(&self) -> Option<Arc<EndpointCore>> {
-        self.serving.upgrade()?.endpoint().ok()
+    fn registry(&self) -> Option<Arc<Registry>> {
+        Some(Arc::clone(&self.serving.upgrade()?.sessions().ok()?.registry))
     }
 }
 

@@ -80,7 +80,7 @@ impl Transport for Cma {
                 format!("the bytes are on {}", offer.grant.place),
             ));
         }
-        let pid = handle.session().cma_pid()?;
+        let pid = handle.session().process_to_copy_by(probe_peer)?;
         Ok(Arc::new(DirectAttachment(Arc::new(Process {
             handle: Arc::clone(handle),
             pid,
@@ -272,7 +272,7 @@ mod tests {
         let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
         let region = owner.register(SystemStorage::new(4096).unwrap(), Access::READ_WRITE).unwrap();
         let (ticket, until) = (region.ticket().unwrap(), Instant::now() + Duration::from_secs(30));
-        let session = Session::connect(user.core(), &ticket, Medium::Unix, (until, until)).unwrap();
+        let session = Session::connect(&user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap();
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         let (grant, handle) = imported.outcomes.pop().unwrap().unwrap();
         let pid = rustix::process::getpid().as_raw_nonzero().get();
@@ -286,7 +286,7 @@ mod tests {
         copy(Op::Read).unwrap();
         // The sums pass the end of all addresses with the grant's offset, or only with the piece's.
         for addr in [u64::MAX, u64::MAX - 60, u64::MAX - 100, 1 << 63, 1] {
-            owner.core().table.move_to(grant.row, addr);
+            owner.core().registry.table.move_to(grant.row, addr);
             for op in [Op::Read, Op::Write] {
                 assert_eq!(copy(op).unwrap_err().kind(), Kind::Stale, "{op:?} at {addr:#x}");
             }

@@ -21,16 +21,19 @@ use towline_sys::cuda::Cuda;
 use self::opened::{Borrow, Kept};
 use self::words::{Answer, Ask, Form, MAX_PARTS, Part};
 use super::gpu::{Far, GpuAttachment, Inside, Spot};
-use super::{Attachment, Capabilities, Loan, Offer, Owner, Probe, Question, Told, Transport};
+use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport, TransportContext};
 use crate::cuda::{Availability, Gpu, MemoryType, PointerFacts, availability, failed};
 use crate::memory::Place;
 use crate::region::{RegionCore, no_words};
-use crate::session::GrantHandle;
+use crate::session::{GrantHandle, Loan, Query, QueryReply};
 use crate::ticket::Claims;
 use crate::transfer::After;
 use crate::{Error, Kind, Result, runtime};
 
 const OP: &str = "import";
+
+/// By which peers and owners speak of it.
+const NUMBER: u8 = 1;
 
 /// The transport between processes that use GPUs of one machine.
 pub(crate) struct CudaPath;
@@ -102,29 +105,29 @@ impl Transport for CudaPath {
     }
 
     fn number(&self) -> Option<u8> {
-        Some(1)
+        Some(NUMBER)
     }
 
-    fn offers(&self, region: &RegionCore, _claims: &Claims) -> bool {
+    fn offers(&self, _context: &TransportContext, region: &RegionCore, _claims: &Claims) -> bool {
         matches!(region.place, Place::Cuda(_))
     }
 
-    fn tell(&self, question: &Question<'_>) -> Result<Told> {
-        let Ask { skip } = Ask::decode(question.words)?;
-        let region = question.region;
+    fn answer_query(&self, _context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
+        let Ask { skip } = Ask::decode(query.words)?;
+        let region = query.region;
         let Place::Cuda(ordinal) = region.place else {
             return Err(unavailable(format!("the bytes are on {}", region.place)));
         };
-        if question.pins.is_none() {
+        if query.pins.is_none() {
             return Err(unavailable("the peer shares no memory with the owner"));
         }
-        let peer = &question.peer.name;
+        let peer = &query.peer.name;
         // While it is looked up it does not go.
         let _used = region.begin_use(OP)?;
         let gpu = Gpu::open(ordinal)?;
         let (answer, files) = describe(&gpu, region, skip as usize)?;
-        tracing::debug!(peer, range = ?question.claims.range, form = ?answer.form, "a peer opens memory of a GPU");
-        Ok(Told { answer: answer.encode(), files, loan: Some(Arc::new(Recalled)) })
+        tracing::debug!(peer, range = ?query.claims.range, form = ?answer.form, "a peer opens memory of a GPU");
+        Ok(QueryReply { reply: answer.encode(), files, loan: Some(Arc::new(Recalled)) })
     }
 }
 
@@ -142,8 +145,8 @@ impl Loan for Recalled {
 }
 
 fn ask(handle: &Arc<GrantHandle>, skip: u32, until: Instant) -> Result<(Answer, Vec<std::os::fd::OwnedFd>)> {
-    let told = handle.ask(&CudaPath, Ask { skip }.encode(), until)?;
-    Ok((Answer::decode(&told.answer)?, told.files))
+    let reply = handle.query(NUMBER, Ask { skip }.encode(), until)?;
+    Ok((Answer::decode(&reply.reply)?, reply.files))
 }
 
 /// Refuses an offer for which this way is not taken; the error says why. Quick.
@@ -155,7 +158,7 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<GrantHandle>> {
         return Err(unavailable(format!("the bytes are on {}, not on a GPU", offer.grant.place)));
     }
     handle.local_fence()?;
-    if offer.grant.offers & (1 << (CudaPath.number().unwrap_or(1) - 1)) == 0 {
+    if offer.grant.offers & (1 << (NUMBER - 1)) == 0 {
         return Err(unavailable("the owner does not offer it"));
     }
     Ok(handle)

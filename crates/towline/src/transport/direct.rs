@@ -230,7 +230,7 @@ impl Held {
     #[inline]
     pub(crate) fn row(&self) -> Option<&Row> {
         match self {
-            Held::Here { used, .. } => used.core().endpoint.table.row(used.core().row),
+            Held::Here { used, .. } => used.core().registry.table.row(used.core().row),
             Held::There { handle, .. } => handle.row(),
         }
     }

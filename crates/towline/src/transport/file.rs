@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment};
 use super::inproc::file::move_file_pieces;
-use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
+use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport, TransportContext};
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
 use crate::region::{RegionCore, no_words};
 use crate::runtime::Device;
-use crate::session::GrantHandle;
+use crate::session::{GrantHandle, Query, QueryReply};
 use crate::ticket::Claims;
 use crate::transfer::{Op, Signal};
 use crate::wire::AtomicOp;
@@ -21,6 +21,9 @@ const OP: &str = "import";
 
 /// The only question; an empty one would give back what was never lent.
 const OPEN: &[u8] = b"open";
+
+/// By which peers and owners speak of it.
+const NUMBER: u8 = 3;
 
 /// The transport over passed descriptors of files.
 pub(crate) struct FilePath;
@@ -45,13 +48,13 @@ fn candidate<'a>(offer: &'a Offer<'_>) -> Result<&'a Arc<GrantHandle>> {
 /// Asks the owner for its file, from the start of the granted range on. Blocks. `Unavailable` where it cannot be handed over.
 pub(super) fn opened(offer: &Offer<'_>, handle: &Arc<GrantHandle>) -> Result<FileSlice> {
     handle.local_fence()?;
-    let told = handle.ask(&FilePath, OPEN.to_vec(), offer.until)?;
+    let reply = handle.query(NUMBER, OPEN.to_vec(), offer.until)?;
     let nonsense = || Error::protocol(OP, "the owner does not tell where its file is");
-    let offset = u64::from_le_bytes(told.answer.try_into().map_err(|_| nonsense())?);
+    let offset = u64::from_le_bytes(reply.reply.try_into().map_err(|_| nonsense())?);
     // The owner's word against overflow only: what lies there is its own file.
     offset.checked_add(offer.grant.length).ok_or_else(nonsense)?;
     let writable = offer.grant.access.contains(Access::WRITE);
-    FileSlice::passed(told.files, writable, offset, offer.grant.length)
+    FileSlice::passed(reply.files, writable, offset, offer.grant.length)
 }
 
 impl Transport for FilePath {
@@ -86,28 +89,28 @@ impl Transport for FilePath {
     }
 
     fn number(&self) -> Option<u8> {
-        Some(3)
+        Some(NUMBER)
     }
 
-    fn offers(&self, region: &RegionCore, _claims: &Claims) -> bool {
+    fn offers(&self, _context: &TransportContext, region: &RegionCore, _claims: &Claims) -> bool {
         region.file.is_some()
     }
 
-    fn tell(&self, question: &Question<'_>) -> Result<Told> {
-        if question.words != OPEN {
+    fn answer_query(&self, _context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
+        if query.words != OPEN {
             return Err(Error::protocol(OP, "nothing else is asked about a file"));
         }
-        let region = question.region;
+        let region = query.region;
         let Some(file) = &region.file else {
             return Err(unavailable(format!("the bytes are on {}", region.place)));
         };
-        if question.pins.is_none() {
+        if query.pins.is_none() {
             return Err(unavailable("the peer shares nothing with the owner"));
         }
         // A descriptor allows what it was opened for, whatever the ticket says: so it is opened anew.
-        let files = file.opened_anew(question.claims.access.contains(Access::WRITE))?;
-        let answer = (file.offset() + question.claims.range.start).to_le_bytes().to_vec();
-        Ok(Told { answer, files, loan: None })
+        let files = file.opened_anew(query.claims.access.contains(Access::WRITE))?;
+        let reply = (file.offset() + query.claims.range.start).to_le_bytes().to_vec();
+        Ok(QueryReply { reply, files, loan: None })
     }
 }
 

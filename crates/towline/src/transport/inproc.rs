@@ -51,13 +51,13 @@ impl Transport for InProc {
                 region: Arc::clone(region),
                 file: file.clone(),
                 offset: offer.grant.offset,
-                from: offer.endpoint.identity().clone(),
+                from: offer.context.identity.clone(),
             }))));
         }
         let local = Arc::new(Local {
             region: Arc::clone(region),
             offset: offer.grant.offset as usize,
-            from: offer.endpoint.identity().clone(),
+            from: offer.context.identity.clone(),
         });
         match region.place {
             Place::Cuda(_) => Ok(GpuAttachment::new(local)),
@@ -131,7 +131,7 @@ impl Direct for Local {
 
     fn notify(&self, message: &[u8]) -> Result<()> {
         let notification = Notification { from: self.from.clone(), message: message.to_vec() };
-        self.region.endpoint.deliver(notification, None)
+        self.region.registry.deliver(notification, None)
     }
 
     fn hold(&self) -> Option<Result<Held>> {
@@ -171,7 +171,7 @@ impl Far for Local {
 /// The owner's end is not the caller's mistake, which `Invalid` would say.
 fn owner_is_open(region: &RegionCore) -> Result<()> {
     region
-        .endpoint
+        .registry
         .check_open("use")
         .map_err(|_| Error::owner_gone("use", "the owner has closed its endpoint"))
 }

@@ -30,18 +30,21 @@ use self::attachment::NixlAttachment;
 pub(crate) use self::engine::Domain;
 pub use self::engine::NixlStats;
 use self::engine::{EngineLoan, Reach};
-pub(crate) use self::memory::Known;
+use self::memory::Known;
 pub use self::options::{NixlOptions, NixlPrefer};
 use self::words::{Answer, Word};
-use super::{Attachment, Capabilities, Offer, Owner, Probe, Question, Told, Transport};
+use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport, TransportContext};
 use crate::memory::Place;
 use crate::region::RegionCore;
-use crate::session::Medium;
+use crate::session::{Medium, Query, QueryReply};
 use crate::ticket::Claims;
 use crate::{Access, Error, Kind, Result, runtime};
 
 /// How long the owner drives its agent after a peer has asked about a region: the first transfer connects.
 const FIRST_HELP: Duration = Duration::from_millis(50);
+
+/// By which peers and owners speak of it.
+const NUMBER: u8 = 2;
 
 /// The transport by NIXL.
 pub(crate) struct NixlPath;
@@ -86,7 +89,7 @@ impl Transport for NixlPath {
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
         let handle = candidate(offer)?;
         runtime::may_block("import")?;
-        let engine = Domain::engine_by(offer.endpoint, offer.until)?;
+        let engine = Domain::engine_by(offer.context, offer.until)?;
         let attachment = match offer.grant.place {
             Place::Disk => NixlAttachment::open(offer, handle, engine)?,
             Place::Host | Place::Cuda(_) => NixlAttachment::ask(offer, handle, engine)?,
@@ -95,36 +98,35 @@ impl Transport for NixlPath {
     }
 
     fn number(&self) -> Option<u8> {
-        Some(2)
+        Some(NUMBER)
     }
 
-    fn offers(&self, region: &RegionCore, claims: &Claims) -> bool {
-        lends(region, claims).is_ok()
+    fn offers(&self, context: &TransportContext, region: &RegionCore, claims: &Claims) -> bool {
+        lends(context, region, claims).is_ok()
     }
 
-    fn hears(&self, region: &RegionCore, words: &[u8]) -> bool {
+    fn take_hint(&self, context: &TransportContext, _region: &RegionCore, words: &[u8]) -> bool {
         let Ok(Word::Help { core }) = Word::decode(words) else { return false };
-        let domain = &region.endpoint.nixl;
+        let domain = &context.nixl;
         if let Some(engine) = domain.running().filter(|_| domain.options().lends()) {
             engine.help(engine::HELP, core);
         }
         true
     }
 
-    fn tell(&self, question: &Question<'_>) -> Result<Told> {
-        let region = question.region;
-        let domain = &region.endpoint.nixl;
-        match Word::decode(question.words)? {
-            Word::Help { .. } => Ok(Told::default()),
+    fn answer_query(&self, context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
+        let region = query.region;
+        match Word::decode(query.words)? {
+            Word::Help { .. } => Ok(QueryReply::default()),
             Word::Attach { pinned } => {
-                lends(region, question.claims)?;
+                lends(context, region, query.claims)?;
                 // While it is being registered it does not go.
                 let _used = region.begin_use("import")?;
-                let engine = domain.engine(region.endpoint.identity())?;
+                let engine = context.nixl.engine(&context.identity)?;
                 if matches!(region.place, Place::Cuda(_)) && !engine.takes_gpus(Reach::Memory) {
                     return Err(unavailable("the bytes are on a GPU, and the owner's UCX has no CUDA"));
                 }
-                let memory = region.nixl.register(Reach::Memory, &engine, region)?;
+                let memory = region.kept::<Known>().register(Reach::Memory, &engine, region)?;
                 let answer = Answer {
                     device: memory.descriptor().device,
                     base: region.addr as u64,
@@ -133,11 +135,11 @@ impl Transport for NixlPath {
                 };
                 engine.help(FIRST_HELP, None);
                 // Pins speak for a peer that shares memory with its owner; another one is asked to let go.
-                let pinned = pinned && question.pins.is_some();
+                let pinned = pinned && query.pins.is_some();
                 let loan = Some(EngineLoan::of(&engine, pinned));
-                let (peer, range) = (&question.peer.name, &question.claims.range);
+                let (peer, range) = (&query.peer.name, &query.claims.range);
                 tracing::debug!(peer, ?range, pinned, "a peer reaches a region by NIXL");
-                Ok(Told { answer: answer.encode(), files: Vec::new(), loan })
+                Ok(QueryReply { reply: answer.encode(), files: Vec::new(), loan })
             }
         }
     }
@@ -152,15 +154,14 @@ const GIVES_AWAY: &str = "over NIXL each side can read and write all memory of t
 /// At the owner: whether it lends that region by NIXL to whoever holds that ticket; the error says why not. Quick.
 ///
 /// This alone decides, whatever the peer wishes. NIXL's keys cannot be narrowed, so a ticket that has been is not enough.
-fn lends(region: &RegionCore, claims: &Claims) -> Result<()> {
-    let endpoint = &region.endpoint;
+fn lends(context: &TransportContext, region: &RegionCore, claims: &Claims) -> Result<()> {
     if region.place == Place::Disk {
         return Err(unavailable("NIXL reads a file where it is open: it is asked for by the path file"));
     }
-    if !endpoint.nixl.options().lends() {
+    if !context.nixl.options().lends() {
         return Err(unavailable(format!("the owner does not lend by NIXL: it has not opted in ({OPT_IN})")));
     }
-    if !endpoint.routing().allows(NixlPath.name()) {
+    if context.routing.refusal(NixlPath.name(), NixlPath.enforced()).is_some() {
         return Err(unavailable(
             "the owner does not lend by NIXL: its own routing, or its isolation, keeps NIXL out",
         ));
@@ -178,7 +179,7 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<crate::session::GrantHandl
     let Owner::There(handle) = offer.owner else {
         return Err(unavailable("the owner is in this process"));
     };
-    let prefers = offer.endpoint.nixl.options().prefers();
+    let prefers = offer.context.nixl.options().prefers();
     if offer.grant.place == Place::Disk {
         if prefers == NixlPrefer::Never {
             return Err(unavailable("switched off in the endpoint's options"));
@@ -195,7 +196,7 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<crate::session::GrantHandl
             "the path file reads and writes it as well; require or prefer nixl to take it",
         ));
     }
-    if offer.grant.offers & (1 << (NixlPath.number().unwrap_or(1) - 1)) == 0 {
+    if offer.grant.offers & (1 << (NUMBER - 1)) == 0 {
         return Err(unavailable(format!(
             "the owner does not lend it by NIXL; it would if it opted in ({OPT_IN}), for a ticket of the whole region with read and write"
         )));
@@ -203,7 +204,7 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<crate::session::GrantHandl
     if prefers == NixlPrefer::Never {
         return Err(unavailable("switched off in the endpoint's options"));
     }
-    let options = offer.endpoint.nixl.options();
+    let options = offer.context.nixl.options();
     let rdma = match options.devices() {
         Ok(devices) => devices.rdma,
         Err(none) if options.uses_ucx() => return Err(none),

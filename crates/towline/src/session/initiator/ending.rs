@@ -303,12 +303,8 @@ impl Session {
         for run in starting {
             run.fail_rest(error);
         }
-        if let Some(endpoint) = self.endpoint.upgrade() {
-            let mut sessions = lock(&endpoint.sessions);
-            let key = (self.owner.incarnation, self.medium.name());
-            if sessions.get(&key).is_some_and(|session| std::ptr::eq(Arc::as_ptr(session), self)) {
-                sessions.remove(&key);
-            }
+        if let Some(sessions) = self.sessions.upgrade() {
+            sessions.forget(self);
         }
     }
 

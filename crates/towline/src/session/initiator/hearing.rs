@@ -6,11 +6,11 @@ use std::sync::{Arc, Weak};
 use super::{Pending, Session};
 use crate::bytes::checked;
 use crate::memory::Mapping;
+use crate::session::QueryReply;
 use crate::session::connection::{Connection, Handler, Next, Role};
 use crate::session::importing::Answer;
 use crate::session::parts::Sink;
 use crate::sync::lock;
-use crate::transport::Told;
 use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result};
 
@@ -120,7 +120,7 @@ impl Session {
             }
             Message::Told(told) => {
                 if let Some(Pending::Ask(asker)) = self.forget(header.id) {
-                    let told = told.outcome.map(|answer| Told { answer, files, loan: None });
+                    let told = told.outcome.map(|reply| QueryReply { reply, files, loan: None });
                     // Where nobody waits any more, the descriptors close here.
                     let _ = asker.try_send(told.map_err(|error| error.into_error("import")));
                 }

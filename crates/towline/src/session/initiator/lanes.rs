@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{IDLE_TIMER, Pending, Session, ToSession};
-use crate::endpoint::EndpointCore;
 use crate::fence::applying::Place;
 use crate::runtime;
 use crate::session::connection::{Connection, Role};
-use crate::session::contact;
 use crate::session::run::Run;
+use crate::session::{Sessions, contact};
 use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
@@ -28,12 +27,12 @@ impl Session {
     /// whoever stops a transfer must get by.
     pub(in crate::session) fn lanes(self: &Arc<Self>) -> Result<Vec<Arc<Connection>>> {
         let _one_opens = lock(&self.opening);
-        let endpoint =
-            self.endpoint.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
+        let sessions =
+            self.sessions.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
         let mut open = self.open_lanes().unwrap_or_default();
-        while open.len() < endpoint.lanes() {
+        while open.len() < sessions.settings.lanes {
             self.alive()?;
-            match self.open_lane(&endpoint) {
+            match self.open_lane(&sessions) {
                 Ok(lane) => open.push(lane),
                 // Fewer lanes than wanted are enough.
                 // Where this side has ended the session, that is the reason, and not that the owner refuses now.
@@ -44,9 +43,9 @@ impl Session {
         Ok(open)
     }
 
-    fn open_lane(self: &Arc<Self>, endpoint: &EndpointCore) -> Result<Arc<Connection>> {
-        let until = runtime::later(Instant::now(), endpoint.limits().no_progress);
-        let contact = contact::with_session(endpoint, self, until)?;
+    fn open_lane(self: &Arc<Self>, sessions: &Sessions) -> Result<Arc<Connection>> {
+        let until = runtime::later(Instant::now(), sessions.registry.no_progress());
+        let contact = contact::with_session(sessions, self, until)?;
         let handler = Arc::new(ToSession(Arc::downgrade(self)));
         let lane = Connection::new(contact.socket, Role::Lane, true, handler);
         lane.call(contact.challenge);

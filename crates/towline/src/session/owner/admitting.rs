@@ -2,22 +2,20 @@
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use super::grants::{GRANT, Granting, no_such_grant};
 use super::{Serving, Standing};
 use crate::bytes::checked;
-use crate::endpoint::EndpointCore;
 use crate::memory::Holder;
 use crate::region::{Deed, RegionCore, RegionUse, SERVED, Served, stale};
 use crate::runtime::socket::RawPartMut;
-use crate::session::checks;
 use crate::session::connection::{Connection, Role};
 use crate::session::files::{Asked, Source};
 use crate::session::importing::proven;
 use crate::session::parts::Keep;
 use crate::session::reply::Lending;
+use crate::session::{Sessions, checks};
 use crate::ticket::Claims;
 use crate::wire::{Block, Grant, ImportItem};
 use crate::{Access, Error, Kind, Result};
@@ -49,26 +47,26 @@ impl Serving {
     /// Verifies one ticket and remembers what it allows.
     pub(super) fn grant(
         self: &Arc<Self>,
-        endpoint: &EndpointCore,
+        sessions: &Sessions,
         item: &ImportItem,
         passed: &mut HashSet<u64>,
         files: &mut Vec<OwnedFd>,
     ) -> Result<Grant> {
         let proven = proven(&self.challenge, item.operation.as_ref());
-        let (region, claims) = endpoint.verify(&item.ticket, &item.proof, &proven)?;
+        let (region, claims) = sessions.registry.verify(&item.ticket, &item.proof, &proven)?;
         // Before the ticket claims anything: what is granted then is not refused any more.
         let new = match self.grants.again(&item.ticket, &claims) {
             Some(handle) => Err(handle),
             None => {
                 self.allowance.check_grants(self.grants.count())?;
-                Ok(self.granting_of(endpoint, &region, claims.clone())?)
+                Ok(self.granting_of(sessions, &region, claims.clone())?)
             }
         };
         // A claim that is refused gives no descriptor away.
-        let admitted = self.claim_with(endpoint, item, &region, &claims).and_then(|()| {
+        let admitted = self.claim_with(sessions, item, &region, &claims).and_then(|()| {
             self.pass(&region, passed, files).inspect_err(|error| {
                 if let Some(operation) = &item.operation {
-                    let _ = endpoint.operations.finish(operation, self.claimer(), Err(error.clone()));
+                    let _ = sessions.operations.finish(operation, self.claimer(), Err(error.clone()));
                 }
             })
         });
@@ -77,7 +75,7 @@ impl Serving {
                 self.grants.release(*handle);
             }
         })?;
-        let mut grant = region.grant(&claims, 0, attached);
+        let mut grant = region.grant(&claims, attached, sessions.paths.offers(&region, &claims));
         if self.local.is_none() {
             grant.segment = None;
         }
@@ -92,26 +90,26 @@ impl Serving {
 
     fn claim_with(
         self: &Arc<Self>,
-        endpoint: &EndpointCore,
+        sessions: &Sessions,
         item: &ImportItem,
         region: &RegionCore,
         claims: &Claims,
     ) -> Result<()> {
         let Some(operation) = &item.operation else { return Ok(()) };
         let of = (region.row, region.generation);
-        endpoint.operations.claim(operation, self.claimer(), &self.peer.name, of, claims.access)?;
+        sessions.operations.claim(operation, self.claimer(), &self.peer.name, of, claims.access)?;
         self.beat();
         Ok(())
     }
 
     fn granting_of(
         self: &Arc<Self>,
-        endpoint: &EndpointCore,
+        sessions: &Sessions,
         region: &Arc<RegionCore>,
         claims: Claims,
     ) -> Result<Granting> {
         let charge = self.allowance.charge("import", GRANT)?;
-        let entries = || [&region.ledger, &endpoint.ledger].map(|ledger| ledger.of(&self.peer));
+        let entries = || [&region.ledger, &sessions.registry.ledger].map(|ledger| ledger.of(&self.peer));
         let served = region.serve_over(self, entries, self.allowance.charge("import", SERVED)?);
         let granting = Granting { served, claims, lent: Lending::default(), _charge: charge };
         if self.local.is_some() {
@@ -178,11 +176,13 @@ impl Serving {
 
     /// Counts a request that was refused.
     pub(super) fn refused(&self, handle: u32) {
-        let Some(endpoint) = self.endpoint.upgrade() else { return };
-        endpoint.refused.fetch_add(1, Ordering::Relaxed);
+        let Some(sessions) = self.sessions.upgrade() else { return };
         match self.grants.find(handle) {
-            Some(granting) => granting.count(Deed::Refused),
-            None => endpoint.ledger.of(&self.peer).count(Deed::Refused),
+            Some(granting) => {
+                sessions.registry.count_refused();
+                granting.count(Deed::Refused);
+            }
+            None => sessions.registry.refuse(&self.peer),
         }
     }
 
@@ -230,7 +230,7 @@ impl Serving {
                 format!("the ticket allows {}, and this needs {needed}", claims.access),
             ));
         }
-        self.endpoint()?.check_lease(claims)?;
+        self.sessions()?.registry.check_lease(claims)?;
         let length = claims.range.end - claims.range.start;
         let outside =
             |block: &&Block| block.offset.checked_add(block.len.into()).is_none_or(|end| end > length);

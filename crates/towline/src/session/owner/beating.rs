@@ -40,16 +40,16 @@ impl Timer for Serving {
             _ => {}
         }
         self.beating.store(false, Ordering::Release);
-        let Some(endpoint) = self.endpoint.upgrade() else { return };
-        if self.closed.load(Ordering::Acquire) || !endpoint.operations.any_claimed_by(self.claimer()) {
+        let Some(sessions) = self.sessions.upgrade() else { return };
+        if self.closed.load(Ordering::Acquire) || !sessions.operations.any_claimed_by(self.claimer()) {
             self.unanswered.store(0, Ordering::Relaxed);
             return;
         }
         let silent = HEARTBEAT * self.unanswered.fetch_add(1, Ordering::Relaxed);
-        if silent >= endpoint.limits().no_progress {
+        if silent >= sessions.registry.no_progress() {
             // It may only be slow, and the session may live on: what it has claimed does not.
             let message = format!("its claimer has said nothing for {:.1} s", silent.as_secs_f64());
-            endpoint.operations.abandon(self.claimer(), &Error::new(Kind::Timeout, "serve", message));
+            sessions.operations.abandon(self.claimer(), &Error::new(Kind::Timeout, "serve", message));
             return;
         }
         if let Some(control) = self.control() {

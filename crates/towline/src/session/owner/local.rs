@@ -6,7 +6,6 @@ use std::time::Instant;
 
 use super::Serving;
 use super::beating::GONE;
-use crate::endpoint::EndpointCore;
 use crate::fence::applying::{Desk, Places};
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
@@ -19,7 +18,7 @@ use crate::runtime::{self, Timer};
 use crate::session::allowance::Allowance;
 use crate::session::connection::Connection;
 use crate::session::parts::{Keep, Payload};
-use crate::session::sharing;
+use crate::session::{Sessions, sharing};
 use crate::sync::lock;
 use crate::wire::{self, Message};
 use crate::{Error, Kind, Result};
@@ -45,25 +44,25 @@ impl Local {
 
     /// What a peer gets that [may share memory](sharing) with this process: the table, a page for its pins, the doorbell and a mailbox.
     pub(super) fn offer(
-        endpoint: &Arc<EndpointCore>,
+        sessions: &Sessions,
         peer: &Identity,
         allowance: &Allowance,
         connection: &Arc<Connection>,
     ) -> Result<Option<(Local, Vec<OwnedFd>)>> {
         let socket = connection.socket().socket();
         // An owner that wants to check every access itself gives nobody its memory.
-        if socket.family() != Family::Unix || endpoint.routing().is_enforced() {
+        if socket.family() != Family::Unix || sessions.settings.enforces_isolation {
             return Ok(None);
         }
-        let neighbour = match sharing::may_share(socket, endpoint.shares_between_containers())? {
+        let neighbour = match sharing::may_share(socket, sessions.settings.shares_between_containers)? {
             Ok(neighbour) => neighbour,
             Err(apart) => {
                 tracing::debug!(peer = peer.name, "no memory is shared: the peer is {apart}");
                 return Ok(None);
             }
         };
-        let failed = |error| Error::os("contact", "dup", error);
-        let (Some(table), Some(doorbell)) = (endpoint.table.fd(), endpoint.bell.event()) else {
+        let (registry, failed) = (&sessions.registry, |error| Error::os("contact", "dup", error));
+        let (Some(table), Some(doorbell)) = (registry.table.fd(), registry.bell.event()) else {
             return Err(Error::owner_gone("contact", "the owner has closed its endpoint"));
         };
         // As long as the pins count, which may be long after the session: until the process ends that holds them.
@@ -81,7 +80,7 @@ impl Local {
             page,
             &peer.name,
             PeerProcess::of(neighbour.process, neighbour.pid),
-            (endpoint, charge),
+            (registry, charge),
         );
         let weak = Arc::downgrade(connection);
         let mail = Arc::new(Mail {
@@ -93,7 +92,7 @@ impl Local {
                 }
             }),
         });
-        endpoint.notifications.subscribe(&mail);
+        registry.notifications.subscribe(&mail);
         let local = Local {
             pins: pins_of_peer,
             mail,

@@ -4,8 +4,8 @@ use std::sync::{Arc, Weak};
 
 use super::Serving;
 use super::grants::Granting;
-use crate::endpoint::EndpointCore;
-use crate::region::{Deed, RegionCore, stale};
+use crate::region::{RegionCore, stale};
+use crate::session::Sessions;
 use crate::sync::lock;
 use crate::ticket::{self, Claims};
 use crate::{Error, Kind, Result};
@@ -20,9 +20,9 @@ pub(in crate::session) struct Standing {
 
 impl Standing {
     /// Checks the ticket that a peer has just proven to hold.
-    pub(in crate::session) fn of_ticket(endpoint: &EndpointCore, public: &[u8]) -> Result<Standing> {
+    pub(in crate::session) fn of_ticket(sessions: &Sessions, public: &[u8]) -> Result<Standing> {
         let claims = ticket::parse_public(public)?.claims();
-        let region = endpoint.check_current(&claims)?;
+        let region = sessions.registry.check_current(&claims)?;
         Ok(Standing::new(&region, &claims))
     }
 
@@ -53,8 +53,8 @@ impl Serving {
     /// Refuses what needs no grant of its own where none of the peer's tickets is good any more. Costs a look at one of them; at
     /// all of them only when that one has ended.
     pub(super) fn check_standing(&self) -> Result<()> {
-        let endpoint = self.endpoint()?;
-        let now_ms = endpoint.clock_ms();
+        let sessions = self.sessions()?;
+        let now_ms = sessions.registry.clock_ms();
         let mut standing = lock(&self.standing);
         let Err(ended) = standing.check(now_ms) else { return Ok(()) };
         if !standing.was_last {
@@ -71,8 +71,7 @@ impl Serving {
             }
         }
         drop(standing);
-        endpoint.refused.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        endpoint.ledger.of(&self.peer).count(Deed::Refused);
+        sessions.registry.refuse(&self.peer);
         Err(ended)
     }
 

@@ -14,6 +14,7 @@ use crate::runtime::socket::{Received, Socket};
 use crate::session::Quotas;
 use crate::session::channel::Channel;
 use crate::session::{GrantHandle, Medium, Session};
+use crate::transport::Transport as _;
 use crate::transport::file::FilePath;
 use crate::{Endpoint, Registered, Remote, Routing, SystemStorage};
 
@@ -37,7 +38,7 @@ impl Pair {
     }
 
     fn serving(&self) -> Arc<Serving> {
-        lock(&self.owner.core().serving).iter().find_map(Weak::upgrade).unwrap()
+        self.owner.core().sessions.serving().swap_remove(0)
     }
 
     /// The user's bytes come.
@@ -245,13 +246,13 @@ fn questions_that_hang_count_as_requests_and_hold_up_nobody_else() {
     let asks = |name: &str, region: &Registered<DiskStorage>| {
         let user = Endpoint::open(name).unwrap();
         let ticket = region.ticket().unwrap();
-        let session = Session::connect(user.core(), &ticket, Medium::Unix, (until, until)).unwrap();
+        let session = Session::connect(&user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap();
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         (user, session, imported.outcomes.pop().unwrap().unwrap().1)
     };
     let refusals = AtomicUsize::new(0);
     let ask = |handle: &GrantHandle| {
-        let told = handle.ask(&FilePath, b"open".to_vec(), until);
+        let told = handle.query(FilePath.number().unwrap(), b"open".to_vec(), until);
         refusals.fetch_add(usize::from(told.is_err()), Ordering::Relaxed);
         told.map(|told| told.files.len())
     };
@@ -295,10 +296,8 @@ fn a_panic_in_what_handles_a_frame_ends_that_session_and_no_other() {
     for len in [64, LEN] {
         let unwell = open("unwell");
         read(&unwell, len).unwrap();
-        let serving = {
-            let all = lock(&owner.core().serving);
-            all.iter().filter_map(Weak::upgrade).find(|one| one.peer.name == "unwell").unwrap()
-        };
+        let all = owner.core().sessions.serving();
+        let serving = all.into_iter().find(|one| one.peer.name == "unwell").unwrap();
         serving.panics.store(true, Ordering::Relaxed);
         let error = read(&unwell, len).unwrap_err();
         assert_eq!(error.kind(), Kind::Disconnected, "{error}");
@@ -316,7 +315,7 @@ struct Busy {
     over: AtomicBool,
 }
 
-impl crate::transport::Borrowing for Busy {
+impl crate::session::Borrowing for Busy {
     fn recalled(self: Arc<Self>) {
         self.recalled.store(true, Ordering::SeqCst);
     }
@@ -335,14 +334,15 @@ fn the_last_of_those_who_imported_a_ticket_says_that_its_region_is_let_go() {
     let _alone = alone_with_the_watcher();
     let pair = Pair::open();
     let (ticket, until) = (pair.region.ticket().unwrap(), Instant::now() + Duration::from_secs(30));
-    let session = Session::connect(pair.user.core(), &ticket, Medium::Unix, (until, until)).unwrap();
+    let session =
+        Session::connect(&pair.user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap();
     let import = || {
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         imported.outcomes.pop().unwrap().unwrap().1
     };
     let borrow = |grant: &Arc<GrantHandle>| {
         let busy = Arc::new(Busy::default());
-        let weak: Weak<dyn crate::transport::Borrowing> = Arc::downgrade(&(Arc::clone(&busy) as _));
+        let weak: Weak<dyn crate::session::Borrowing> = Arc::downgrade(&(Arc::clone(&busy) as _));
         grant.borrow_by(weak);
         busy
     };

@@ -7,14 +7,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use super::words::{Answer, Form, Part};
-use super::{CudaPath, OP, unavailable};
+use super::{NUMBER, OP, unavailable};
 use crate::cuda::{Gpu, failed, not_given_back};
 use crate::fence::pins::ProcessPin;
 use crate::identity::Incarnation;
 use crate::region::stale;
-use crate::session::GrantHandle;
+use crate::session::{Borrowing, GrantHandle};
 use crate::sync::lock;
-use crate::transport::Borrowing;
 use crate::wire::Grant;
 use crate::{Error, Result, fork, runtime};
 
@@ -292,7 +291,7 @@ impl Borrow {
             at.and_then(|at| all.remove(at))
         };
         // Where it fails, the session has ended, and the loan with it.
-        let _ = self.handle.tell(&CudaPath, &[]);
+        let _ = self.handle.give_back(NUMBER);
         if let Some(one) = lingering {
             forget_later(one);
         }

@@ -53,7 +53,7 @@ impl Direct for LocalFile {
 
     fn notify(&self, message: &[u8]) -> Result<()> {
         let notification = Notification { from: self.from.clone(), message: message.to_vec() };
-        self.region.endpoint.deliver(notification, None)
+        self.region.registry.deliver(notification, None)
     }
 
     fn alive(&self) -> Result<()> {

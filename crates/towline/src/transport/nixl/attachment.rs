@@ -8,24 +8,24 @@ use std::time::{Duration, Instant};
 
 use towline_sys::nixl::{Descriptor, Direction, MemoryKind, Progress, TransferList};
 
-use super::NixlPath;
 use super::driver::Flight;
 use super::engine::{Engine, Reach};
 use super::files::OpenFile;
 use super::lists::{Grids, Key, Requests, gridded};
-use super::memory::Memory;
+use super::memory::{Known, Memory};
 use super::peer::{Asked, PeerAgent};
 use super::run::{self, Run};
 use super::words::{Answer, Word};
+use super::{NUMBER, NixlPath};
 use crate::fence::pins::ProcessPin;
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;
 use crate::region::{RegionUse, stale};
-use crate::session::{GrantHandle, Medium};
+use crate::session::{Borrowing, GrantHandle, Medium};
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::direct::misaligned;
 use crate::transport::file;
-use crate::transport::{Attachment, Begun, Borrowing, Going, Offer, Transport};
+use crate::transport::{Attachment, Begun, Going, Offer, Transport};
 use crate::{Error, Kind, Result};
 
 /// Requests up to this size are posted by the calling thread: on paths where posting copies, that takes as long as a copy.
@@ -67,7 +67,7 @@ impl Borrow {
 
     fn let_go(&self) {
         // Where it fails, the session has ended, and the loan with it.
-        let _ = self.handle.tell(&NixlPath, &[]);
+        let _ = self.handle.give_back(NUMBER);
     }
 }
 
@@ -145,8 +145,8 @@ impl NixlAttachment {
         // Before the owner lends it: from then on it may want it back.
         let weak = Arc::downgrade(&borrow);
         handle.borrow_by(weak);
-        let told = handle.ask(&NixlPath, Word::Attach { pinned }.encode(), offer.until)?;
-        let answer = Answer::decode(&told.answer)?;
+        let reply = handle.query(NUMBER, Word::Attach { pinned }.encode(), offer.until)?;
+        let answer = Answer::decode(&reply.reply)?;
         let start = answer.base.checked_add(offer.grant.offset);
         let address = start.filter(|start| start.checked_add(offer.grant.length).is_some());
         let remote = Descriptor {
@@ -259,7 +259,7 @@ impl NixlAttachment {
             // Of another host's cores the owner's thread keeps clear anyway.
             let here = self.handle.session().medium() == Medium::Unix;
             let core = here.then(rustix::thread::sched_getcpu).and_then(|core| u16::try_from(core).ok());
-            let _ = self.handle.tell(&NixlPath, &Word::Help { core }.encode());
+            let _ = self.handle.hint(NUMBER, Word::Help { core }.encode());
         }
     }
 
@@ -501,7 +501,7 @@ impl Attachment for NixlAttachment {
             return None;
         }
         // Registering a region may take long: others do that.
-        let memory = local.core().nixl.find(self.reach())?;
+        let memory = local.core().kept::<Known>().find(self.reach())?;
         Some(
             self.try_begin(op, local, base, pieces, &memory, after)
                 .unwrap_or_else(|error| Begun::Ended(Err(error))),

@@ -14,10 +14,10 @@ use super::driver::{Driving, Exiting};
 use super::options::NixlOptions;
 use super::peer::PeerAgent;
 use super::system;
-use crate::endpoint::EndpointCore;
 use crate::identity::{Identity, Incarnation};
+use crate::session::Loan;
 use crate::sync::lock;
-use crate::transport::Loan;
+use crate::transport::TransportContext;
 use crate::{Error, Kind, Result, interrupt, runtime};
 
 /// How long an owner drives its agent after a peer has asked for it; peers ask again in time.
@@ -85,14 +85,14 @@ impl Domain {
 
     /// [`Self::engine`], or `Timeout`, or `Canceled` where the caller is interrupted: making an agent cannot be stopped, so a thread
     /// does it, and a later caller finds it.
-    pub(super) fn engine_by(endpoint: &Arc<EndpointCore>, until: Instant) -> Result<Arc<Engine>> {
-        let domain = &endpoint.nixl;
+    pub(super) fn engine_by(context: &Arc<TransportContext>, until: Instant) -> Result<Arc<Engine>> {
+        let domain = &context.nixl;
         if domain.engine.get().is_none() {
             let (made, waiting) = mpsc::channel::<()>();
-            let opening = Arc::clone(endpoint);
+            let opening = Arc::clone(context);
             runtime::start_thread("import", "towline-nixl-open", move || {
                 let inside = Exiting::enter();
-                let _ = opening.nixl.engine(opening.identity());
+                let _ = opening.nixl.engine(&opening.identity);
                 drop((made, inside));
             })?;
             loop {
@@ -108,7 +108,7 @@ impl Domain {
                 interrupt::check("import")?;
             }
         }
-        domain.engine(endpoint.identity())
+        domain.engine(&context.identity)
     }
 
     /// The agent, if there is one.

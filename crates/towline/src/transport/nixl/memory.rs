@@ -9,13 +9,13 @@ use towline_sys::nixl::{Descriptor, MemoryKind, Registration, RegistrationList};
 use super::engine::{Engine, Reach};
 use super::lists::{Grids, Requests};
 use crate::memory::Place;
-use crate::region::RegionCore;
+use crate::region::{RegionCore, TransportState};
 use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// A region's place for what NIXL knows of it: nothing, until a transfer by NIXL is asked for.
 #[derive(Default)]
-pub(crate) struct Known {
+pub(super) struct Known {
     by_memory: Mutex<Option<Arc<Memory>>>,
     by_files: Mutex<Option<Arc<Memory>>>,
 }
@@ -84,9 +84,10 @@ impl Known {
         *known = Some(Arc::clone(&memory));
         Ok(memory)
     }
+}
 
-    /// Nobody is inside the memory any more: NIXL lets go of it.
-    pub(crate) fn free(&self) {
+impl TransportState for Known {
+    fn free(&self) {
         for reach in [Reach::Memory, Reach::Files] {
             let memory = lock(self.at(reach)).take();
             if let Some(memory) = memory.filter(|_| !crate::fork::in_child()) {

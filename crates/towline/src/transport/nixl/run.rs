@@ -9,7 +9,7 @@ use towline_sys::nixl::Progress;
 
 use super::attachment::{INLINE, NixlAttachment};
 use super::driver::{Exiting, Flight};
-use super::memory::Memory;
+use super::memory::{Known, Memory};
 use crate::layout::Plan;
 use crate::transfer::{Help, Op, TransferCore};
 use crate::{Error, Kind, Result, room, runtime};
@@ -86,8 +86,10 @@ impl Run {
             run.work();
             return;
         }
-        let known =
-            transfer.local.as_ref().is_none_or(|local| local.core().nixl.find(attachment.reach()).is_some());
+        let known = transfer
+            .local
+            .as_ref()
+            .is_none_or(|local| local.core().kept::<Known>().find(attachment.reach()).is_some());
         if known && transfer.plan.bytes() <= INLINE {
             run.work();
             return;
@@ -174,7 +176,7 @@ impl Run {
             None => {
                 let memory = {
                     let (engine, region) = (&attachment.engine, local.core());
-                    region.nixl.register(attachment.reach(), engine, region)?
+                    region.kept::<Known>().register(attachment.reach(), engine, region)?
                 };
                 self.memory.get_or_init(|| memory)
             }

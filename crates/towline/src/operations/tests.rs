@@ -21,7 +21,18 @@ fn offer(endpoint: &Endpoint, access: Access) -> Offered {
 fn operation(endpoint: &Endpoint, access: Access, regions: usize) -> (Arc<Passive>, Vec<(u32, u64)>) {
     let offered: Vec<_> = (0..regions).map(|_| offer(endpoint, access)).collect();
     let places = offered.iter().map(|one| one.region.place_in_table()).collect();
-    (Passive::open(endpoint.core(), "readable", access, offered, Some(LONG)).unwrap(), places)
+    (
+        Passive::open(
+            &endpoint.core().operations,
+            endpoint.limits(),
+            "readable",
+            access,
+            offered,
+            Some(LONG),
+        )
+        .unwrap(),
+        places,
+    )
 }
 
 fn claim(endpoint: &Endpoint, passive: &Passive, who: u64, region: (u32, u64)) -> Result<()> {
@@ -119,7 +130,15 @@ fn it_ends_only_when_its_memory_is_quiet() {
     let endpoint = endpoint(LONG);
     let offered = vec![offer(&endpoint, Access::WRITE), offer(&endpoint, Access::WRITE)];
     let inside = Span::from(&offered[1].region).core().begin_use("write").unwrap();
-    let passive = Passive::open(endpoint.core(), "writable", Access::WRITE, offered, None).unwrap();
+    let passive = Passive::open(
+        &endpoint.core().operations,
+        endpoint.limits(),
+        "writable",
+        Access::WRITE,
+        offered,
+        None,
+    )
+    .unwrap();
     passive.end(Err(failed()));
     assert!(passive.completion().result().is_none() && !passive.is_quiet());
     assert!(passive.with_regions(|_| Ok(())).is_err());
@@ -134,7 +153,15 @@ fn who_stays_inside_the_memory_does_not_keep_it_from_ending() {
     let endpoint = endpoint(SHORT);
     let offered = vec![offer(&endpoint, Access::WRITE)];
     let inside = Span::from(&offered[0].region).core().begin_use("write").unwrap();
-    let passive = Passive::open(endpoint.core(), "writable", Access::WRITE, offered, None).unwrap();
+    let passive = Passive::open(
+        &endpoint.core().operations,
+        endpoint.limits(),
+        "writable",
+        Access::WRITE,
+        offered,
+        None,
+    )
+    .unwrap();
     passive.end(Err(failed()));
     let error = passive.completion().wait("writable", Some(Instant::now() + LONG)).unwrap().unwrap_err();
     assert_eq!(error.kind(), Kind::Timeout);
@@ -155,7 +182,18 @@ fn deadlines_say_whether_anybody_came() {
     let open = |limit| {
         let offered = vec![offer(&endpoint, Access::READ)];
         let place = offered[0].region.place_in_table();
-        (Passive::open(endpoint.core(), "readable", Access::READ, offered, limit).unwrap(), place)
+        (
+            Passive::open(
+                &endpoint.core().operations,
+                endpoint.limits(),
+                "readable",
+                Access::READ,
+                offered,
+                limit,
+            )
+            .unwrap(),
+            place,
+        )
     };
     let (lonely, _) = open(Some(SHORT));
     let (claimed, place) = open(None);
@@ -174,7 +212,14 @@ fn closing_the_endpoint_ends_everything_and_nothing_opens_after() {
     let late = offer(&endpoint, Access::READ);
     endpoint.close().unwrap();
     assert_eq!(passive.completion().result().unwrap().unwrap_err().kind(), Kind::Canceled);
-    let refused = Passive::open(endpoint.core(), "readable", Access::READ, vec![late], None);
+    let refused = Passive::open(
+        &endpoint.core().operations,
+        endpoint.limits(),
+        "readable",
+        Access::READ,
+        vec![late],
+        None,
+    );
     assert_eq!(refused.err().unwrap().kind(), Kind::Invalid);
     assert_eq!(endpoint.stats().operations, 0);
 }

@@ -1,10 +1,11 @@
 //! Memory of this process and of peers in one operation.
 #![allow(unsafe_code, reason = "registered and pinned memory is reached by address")]
 
-use super::{RegionUse, Span};
+use super::Pinned;
 use crate::memory::Dtype;
 use crate::memory::sum::{self, Target, Total};
-use crate::{Access, Error, Pinned, Result, room};
+use crate::region::{RegionUse, Span};
+use crate::{Access, Error, Result, room};
 
 /// Memory from an offset on: of this process, or of a peer that shares it.
 #[derive(Debug, Clone, Copy)]

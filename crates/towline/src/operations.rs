@@ -14,13 +14,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use super::EndpointCore;
 use crate::completion::Completion;
 use crate::cuda::{self, Mark};
 use crate::memory::{Buffer, MemoryDescription};
-use crate::region::Registered;
+use crate::region::{Registered, Registry};
 use crate::runtime::{self, Timer, TimerId};
 use crate::sync::lock;
+use crate::transfer::Limits;
 use crate::wire::OperationId;
 use crate::{Access, Error, Kind, Result};
 
@@ -54,10 +54,16 @@ impl Claimer {
 }
 
 /// The operations of one endpoint that have not ended.
-#[derive(Default)]
-pub(crate) struct Operations(Mutex<HashMap<OperationId, Weak<Passive>>>);
+pub(crate) struct Operations {
+    registry: Arc<Registry>,
+    all: Mutex<HashMap<OperationId, Weak<Passive>>>,
+}
 
 impl Operations {
+    pub(crate) fn of(registry: &Arc<Registry>) -> Arc<Operations> {
+        Arc::new(Operations { registry: Arc::clone(registry), all: Mutex::default() })
+    }
+
     /// Claims the operation with a verified ticket to that region.
     pub(crate) fn claim(
         &self,
@@ -119,15 +125,15 @@ impl Operations {
     }
 
     pub(crate) fn count(&self) -> usize {
-        lock(&self.0).len()
+        lock(&self.all).len()
     }
 
     fn find(&self, operation: &OperationId) -> Option<Arc<Passive>> {
-        lock(&self.0).get(operation)?.upgrade()
+        lock(&self.all).get(operation)?.upgrade()
     }
 
     fn all(&self) -> Vec<Arc<Passive>> {
-        lock(&self.0).values().filter_map(Weak::upgrade).collect()
+        lock(&self.all).values().filter_map(Weak::upgrade).collect()
     }
 }
 
@@ -146,7 +152,7 @@ pub(crate) struct Passive {
     id: OperationId,
     name: &'static str,
     access: Access,
-    endpoint: Weak<EndpointCore>,
+    operations: Weak<Operations>,
     unclaimed_limit: Option<Duration>,
     claimed_limit: Duration,
     /// How long it waits for the memory to become quiet.
@@ -194,7 +200,8 @@ pub(crate) enum Stage {
 impl Passive {
     /// Opens an operation over those regions, which must be registered for it alone.
     pub(crate) fn open(
-        endpoint: &Arc<EndpointCore>,
+        operations: &Arc<Operations>,
+        limits: Limits,
         name: &'static str,
         access: Access,
         offered: Vec<Offered>,
@@ -207,12 +214,11 @@ impl Passive {
         id[6] = id[6] & 0x0f | 0x40;
         id[8] = id[8] & 0x3f | 0x80;
         let bytes = offered.iter().map(|one| one.region.size() as u64).sum();
-        let limits = endpoint.limits();
         let passive = Arc::new(Passive {
             id,
             name,
             access,
-            endpoint: Arc::downgrade(endpoint),
+            operations: Arc::downgrade(operations),
             unclaimed_limit,
             // The claimer has limits of its own and says when they have passed; this is for one that says nothing.
             claimed_limit: limits.total_for(bytes) + limits.no_progress,
@@ -231,9 +237,9 @@ impl Passive {
             let mut inner = lock(&passive.inner);
             passive.arm(&mut inner, unclaimed_limit, DEADLINE);
         }
-        lock(&endpoint.operations.0).insert(id, Arc::downgrade(&passive));
+        lock(&operations.all).insert(id, Arc::downgrade(&passive));
         // A close that came before it was in the table did not find it.
-        if let Err(error) = endpoint.check_open(name) {
+        if let Err(error) = operations.registry.check_open(name) {
             passive.end(Err(error.clone()));
             return Err(error);
         }
@@ -405,8 +411,8 @@ impl Passive {
             disarm(&mut inner);
             (offered, claims)
         };
-        if let Some(endpoint) = self.endpoint.upgrade() {
-            lock(&endpoint.operations.0).remove(&self.id);
+        if let Some(operations) = self.operations.upgrade() {
+            lock(&operations.all).remove(&self.id);
         }
         // They learn that it is over.
         claims.into_iter().for_each(|claim| claim());

@@ -1,0 +1,192 @@
+//! The sessions of one endpoint: those to owners, those of peers, and what they have in common.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Instant;
+
+use super::query::OwnerPaths;
+use super::unauthenticated::Strangers;
+use super::{Listener, Medium, NoContact, Quotas, Refusals, Serving, Session, interfaces};
+use crate::budget::Budget;
+use crate::identity::{Identity, Incarnation};
+use crate::operations::Operations;
+use crate::region::Registry;
+use crate::sync::lock;
+use crate::ticket::{self, Reach};
+use crate::tls::Tls;
+use crate::wire::handshake::Secret;
+use crate::{Error, Kind, Result, Ticket};
+
+/// How sessions are made, and what peers may take by them.
+pub(crate) struct Settings {
+    /// What peers and owners have to know beside a ticket.
+    pub(crate) secret: Option<Secret>,
+    /// How what goes over TCP is encrypted.
+    pub(crate) tls: Option<Tls>,
+    pub(crate) quotas: Quotas,
+    /// How many connections a large transfer over sockets is spread over.
+    pub(crate) lanes: usize,
+    /// Every access goes through its owner: no memory is shared, neither given nor taken.
+    pub(crate) enforces_isolation: bool,
+    /// Memory is shared with processes of the same user in other pid and user namespaces, too.
+    pub(crate) shares_between_containers: bool,
+}
+
+/// The sessions of one endpoint.
+pub(crate) struct Sessions {
+    pub(crate) registry: Arc<Registry>,
+    /// What waits to be claimed by a peer, or to be done by it.
+    pub(super) operations: Arc<Operations>,
+    pub(super) settings: Settings,
+    pub(super) paths: Arc<dyn OwnerPaths>,
+    /// The memory that peers cause this endpoint to hold.
+    pub(super) held: Arc<Budget>,
+    /// Connections that have not proven themselves.
+    pub(super) strangers: Strangers,
+    /// Those that never became sessions.
+    pub(crate) refusals: Refusals,
+    listeners: Mutex<Vec<Arc<Listener>>>,
+    /// Connections to owners, by who is at the other end and over what.
+    pub(super) to_owners: Mutex<HashMap<(Incarnation, &'static str), Arc<Session>>>,
+    /// Connections of peers that use this endpoint's regions.
+    serving: Mutex<Vec<Weak<Serving>>>,
+}
+
+/// What the sessions of an endpoint hold now.
+pub(crate) struct Load {
+    pub(crate) peers: usize,
+    pub(crate) strangers: usize,
+    /// Requests of peers, and their bytes.
+    pub(crate) in_flight: (usize, u64),
+    /// The bytes of this process's memory that peers take.
+    pub(crate) memory: u64,
+}
+
+impl Sessions {
+    pub(crate) fn new(
+        registry: &Arc<Registry>,
+        operations: &Arc<Operations>,
+        paths: Arc<dyn OwnerPaths>,
+        held: Arc<Budget>,
+        settings: Settings,
+    ) -> Arc<Sessions> {
+        Arc::new(Sessions {
+            registry: Arc::clone(registry),
+            operations: Arc::clone(operations),
+            settings,
+            paths,
+            held,
+            strangers: Strangers::default(),
+            refusals: Refusals::default(),
+            listeners: Mutex::default(),
+            to_owners: Mutex::default(),
+            serving: Mutex::default(),
+        })
+    }
+
+    /// Listens on a Unix socket and on those addresses, without any on loopback; tickets say so, or name the others.
+    pub(crate) fn listen(self: &Arc<Self>, listen: &[SocketAddr], advertise: &[SocketAddr]) -> Result<()> {
+        let mut listeners = vec![Listener::unix(self)?];
+        let mut reach = vec![Reach::Unix];
+        let loopback = [SocketAddr::from(([127, 0, 0, 1], 0))];
+        let mut bound = Vec::new();
+        for address in if listen.is_empty() { &loopback[..] } else { listen } {
+            let listener = Listener::tcp(self, *address)?;
+            bound.extend(interfaces::reachable(listener.address()?));
+            listeners.push(listener);
+        }
+        let named = if advertise.is_empty() { &bound } else { advertise };
+        reach.extend(named.iter().take(ticket::MAX_REACH - 1).copied().map(Reach::Tcp));
+        self.registry.is_reached_by(reach);
+        *lock(&self.listeners) = listeners;
+        Ok(())
+    }
+
+    /// The session to that owner over a medium of that name.
+    pub(crate) fn to(&self, owner: Incarnation, medium: Medium) -> Option<Arc<Session>> {
+        let sessions = lock(&self.to_owners);
+        sessions.get(&(owner, medium.name())).filter(|session| session.is_open()).cloned()
+    }
+
+    /// A session to a ticket's owner over that medium: the one that there is, or a new one. Blocks, at most until a socket should be
+    /// connected, and contact be made.
+    pub(crate) fn contact(
+        self: &Arc<Self>,
+        ticket: &Ticket,
+        medium: Medium,
+        limits: (Instant, Instant),
+    ) -> Result<Arc<Session>, NoContact> {
+        let owner = ticket.body().identity.incarnation;
+        if let Some(session) = self.to(owner, medium) {
+            return Ok(session);
+        }
+        let session = Session::connect(self, ticket, medium, limits)?;
+        let key = (owner, medium.name());
+        let mut sessions = lock(&self.to_owners);
+        // Two threads may have made contact at once; the first one's session serves both.
+        if let Some(earlier) = sessions.get(&key).filter(|session| session.is_open()) {
+            return Ok(Arc::clone(earlier));
+        }
+        sessions.insert(key, Arc::clone(&session));
+        Ok(session)
+    }
+
+    /// That session to an owner is over.
+    pub(super) fn forget(&self, session: &Session) {
+        let mut sessions = lock(&self.to_owners);
+        let key = (session.owner().incarnation, session.medium().name());
+        if sessions.get(&key).is_some_and(|one| std::ptr::eq(Arc::as_ptr(one), session)) {
+            sessions.remove(&key);
+        }
+    }
+
+    /// The peers that are served.
+    pub(super) fn serving(&self) -> Vec<Arc<Serving>> {
+        lock(&self.serving).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// One more peer is served.
+    pub(super) fn serve(&self, serving: &Arc<Serving>) {
+        let mut all = lock(&self.serving);
+        all.retain(|one| one.strong_count() > 0);
+        all.push(Arc::downgrade(serving));
+    }
+
+    /// That peer is served no more.
+    pub(super) fn serve_no_more(&self, serving: &Serving) {
+        lock(&self.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(serving));
+    }
+
+    pub(crate) fn load(&self) -> Load {
+        let serving = self.serving();
+        let in_flight = serving.iter().map(|peer| peer.in_flight());
+        Load {
+            peers: serving.len(),
+            strangers: self.strangers.count(),
+            in_flight: in_flight.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1)),
+            memory: self.held.used(),
+        }
+    }
+
+    /// Stops listening, and ends all sessions.
+    pub(crate) fn hang_up(&self) {
+        for listener in lock(&self.listeners).drain(..) {
+            listener.close();
+        }
+        let closed = || Error::new(Kind::Canceled, "close", "the endpoint was closed");
+        let sessions: Vec<_> = lock(&self.to_owners).drain().map(|(_, session)| session).collect();
+        for session in sessions {
+            session.close(closed());
+        }
+        let serving: Vec<_> = lock(&self.serving).drain(..).filter_map(|peer| peer.upgrade()).collect();
+        for peer in serving {
+            peer.close();
+        }
+    }
+
+    /// Whose sessions they are.
+    pub(super) fn identity(&self) -> &Identity {
+        self.registry.identity()
+    }
+}
