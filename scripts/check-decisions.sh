@@ -17,6 +17,7 @@ for page in *.md; do
   grep -qE '^Date: [0-9]{4}-[0-9]{2}-[0-9]{2}$' "$page" || complain "$page" "there is no line 'Date: YYYY-MM-DD'"
   grep -qE '^Status: (accepted|superseded by \[[0-9]{4}\]\(.+\.md\))$' "$page" ||
     complain "$page" "there is no line 'Status: accepted' or 'Status: superseded by [NNNN](page.md)'"
+  (($(wc -l <"$page") <= 60)) || complain "$page" "it is longer than a page (60 lines): what explains how a thing works belongs into docs/reference"
   grep -qF "($page)" README.md || complain "$page" "it is not in the index in README.md"
 done
 while IFS= read -r page; do

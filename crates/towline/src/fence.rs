@@ -6,7 +6,7 @@
 //! [`life`] for single threads, [`watcher`] for whole processes.
 //!
 //! The order of every store, load and fence is decided in one file, `protocol`, which loom explores. The
-//! reasons, the limits and what the fence cannot promise: `docs/decisions/0002-the-fence.md`.
+//! reasons, the limits and what the fence cannot promise: `docs/reference/fence.md`.
 
 pub(crate) mod applying;
 pub(crate) mod life;

@@ -1,6 +1,6 @@
 //! Tickets: the wire form of a region, a capability that its holder can narrow and cannot widen.
 //!
-//! The bytes are described in `docs/decisions/0001-wire-format.md`.
+//! The bytes are described in `docs/reference/wire-format.md`.
 
 mod caveat;
 mod fields;

@@ -1,7 +1,7 @@
 //! Frames and messages between two endpoints: pure encoding and decoding, fuzzed.
 //!
 //! A frame is a header of 24 bytes, a body, padding and, on three kinds, a payload. Everything is little endian. The
-//! tables are in `docs/decisions/0001-wire-format.md`. This module is not part of the public interface.
+//! tables are in `docs/reference/wire-format.md`. This module is not part of the public interface.
 
 pub(crate) mod codec;
 mod contact;

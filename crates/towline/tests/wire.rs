@@ -2,7 +2,7 @@
 //!
 //! `wire/*.hex` are tickets and frames as they have to look; `wire/corpus/*` are inputs that must be refused
 //! or taken without harm. `TOWLINE_BLESS=1 cargo test -p towline --test wire` writes both again. A vector
-//! that changes is a new version of the wire format: see `docs/decisions/0001-wire-format.md`.
+//! that changes is a new version of the wire format: see `docs/reference/wire-format.md`.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 #[path = "wire/hostile.rs"]

@@ -21,7 +21,7 @@ use towline_testkit::attacker::{Attacker, Medium};
 const OFFSET: u64 = 4096;
 const LENGTH: u64 = 4096;
 
-/// Where the fixed fields of a ticket lie (docs/decisions/0001-wire-format.md).
+/// Where the fixed fields of a ticket lie (docs/reference/wire-format.md).
 const HEAD_LEN: usize = 6;
 const INCARNATION: usize = 24;
 const ROW: usize = 40;

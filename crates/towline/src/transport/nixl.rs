@@ -5,7 +5,7 @@
 //! that, and what it has prepared, in its [`attachment`]. A file is handed over instead and registered with the agent of the
 //! user ([`files`]), since NIXL moves its bytes only where it is open. Everything else (rights, messages, signals, who lives) goes over our
 //! own connection. Which of the promises NIXL cannot keep, and what is done about it, is in
-//! `docs/decisions/0013-nixl-transport.md`.
+//! `docs/reference/nixl-path.md`.
 
 mod attachment;
 mod devices;
