@@ -148,7 +148,7 @@ os.mkfifo(library)
 os.environ["TOWLINE_NIXL"] = library
 owner = towline.Endpoint("owner", nixl_lend_over="lo")
 user = towline.Endpoint("user", timeout=PATIENCE, nixl_reach_over="lo")
-region = owner.register(bytearray(64), "read+write")
+region = owner.register(towline.empty(64), "read+write")
 """,
         "user.import_(region.ticket(), require='nixl', timeout=PATIENCE)",
         "user.import_(region.ticket(), forbid='nixl')",

@@ -15,7 +15,9 @@ import towline
 LENT = """
 import towline
 with towline.Endpoint("owner", nixl_lend_over="lo") as owner, towline.Endpoint("user", nixl_reach_over=["lo"]) as user:
-    region = owner.register(bytearray(b"hello"), "read+write")
+    memory = towline.empty(5)
+    memoryview(memory)[:] = b"hello"
+    region = owner.register(memory, "read+write")
     remote = user.import_(region.ticket(), require="nixl")
     target = bytearray(5)
     with user.register(target, "none") as local:

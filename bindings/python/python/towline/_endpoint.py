@@ -61,7 +61,8 @@ class Endpoint:
 
     Nothing is lent by NIXL unless ``nixl_lend_over`` names the devices over which it is, as UCX calls them: ``"mlx5_0:1"``, ``"eth0"``, or
     ``"tcp"`` for all interfaces. Who borrows by NIXL can read and write **all memory of this process**, and nobody checks or counts it;
-    over an interface that is everybody who can connect to it. Lent is only to tickets of a whole region with read and write.
+    over an interface that is everybody who can connect to it. Lent is only to tickets of a whole region with read and write, and over an
+    interface only memory that Towline allocated (:func:`empty`).
     ``nixl_reach_over`` names the devices for an endpoint that only reaches others; without it these are the RDMA devices.
 
     Use it in a ``with`` or an ``async with`` block, or ``close()`` it.

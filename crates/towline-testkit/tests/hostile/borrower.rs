@@ -8,23 +8,30 @@ use towline::wire::{Told, WireError};
 use towline::{Access, Endpoint, Kind, Probe, SystemStorage};
 use towline_testkit::attacker::{Attacker, Medium};
 use towline_testkit::bench::options_for;
+use towline_testkit::watchdog::{Watchdog, watch};
 use towline_testkit::{lending, skip};
 
 use crate::{LEN, Target};
+
+/// The path's number, and what it is asked: to reach a region, and to do the owner's part of what is under way.
+const NIXL: u8 = 2;
+const ATTACH: u8 = 1;
+const HELP: u8 = 2;
 
 const MEDIA: [Medium; 2] = [Medium::Unix, Medium::Tcp];
 
 /// What a peer may say of itself, in the last byte of its question: that it insists, and that it pins.
 const FLAGS: std::ops::Range<u8> = 0..4;
 
-/// The question, in bytes: kind 20, the padding, the length of the body, the request 77; the grant, the path 2, and three bytes of
-/// words: version 1, to attach, the flags; zeros up to 64.
-fn question(handle: u32, flags: u8) -> Vec<u8> {
+/// The question, in bytes: kind 20, the padding, the length of the body, the request; the grant, the path, and words of which the
+/// first byte is version 1; zeros up to 64.
+fn question(request: u8, handle: u32, words: &[u8]) -> Vec<u8> {
     let mut body = handle.to_le_bytes().to_vec();
-    body.extend([2, 3, 0, 1, 1, flags]);
+    body.extend([NIXL, words.len() as u8, 0]);
+    body.extend(words);
     let pad = (24 + body.len()).next_multiple_of(64) - 24 - body.len();
     let mut frame = vec![0; 24];
-    (frame[0], frame[3], frame[4], frame[16]) = (20, pad as u8, body.len() as u8, 77);
+    (frame[0], frame[3], frame[4], frame[16]) = (20, pad as u8, body.len() as u8, request);
     frame.extend(body);
     frame.resize(frame.len() + pad, 0);
     frame
@@ -34,7 +41,11 @@ fn question(handle: u32, flags: u8) -> Vec<u8> {
 fn asked(ticket: &Ticket, medium: Medium, flags: u8) -> Result<Vec<u8>, WireError> {
     let mut peer = Attacker::connect(ticket, medium);
     let handle = peer.log_in(ticket);
-    peer.send(&question(handle, flags));
+    answer(&mut peer, handle, &[1, ATTACH, flags])
+}
+
+fn answer(peer: &mut Attacker, handle: u32, words: &[u8]) -> Result<Vec<u8>, WireError> {
+    peer.send(&question(77, handle, words));
     let (header, body) = peer.frame().expect("an answer");
     assert_eq!((header.kind as u8, header.id), (21, 77));
     Told::decode(&body).unwrap().outcome
@@ -102,15 +113,26 @@ fn a_region_that_may_only_be_read_is_not_lent() {
     target.is_unharmed();
 }
 
+/// What UCX does over an interface it does itself, by plain loads and stores, and a page that has gone away ends the process.
+#[test]
+fn memory_that_may_go_away_is_not_lent_over_an_interface() {
+    let mut target = Target::open_with("memory_that_may_go_away_is_not_lent_over_an_interface", "lend=lo");
+    let file = std::env::temp_dir().join(format!("towline-borrowed-{}", std::process::id()));
+    std::fs::write(&file, [7; LEN]).unwrap();
+    let number =
+        target.process.must(&format!("register {LEN} mapped:{} read+write", file.display())).number(0);
+    std::fs::remove_file(&file).unwrap();
+    let ticket = target.process.must(&format!("ticket {number}")).text(0).parse().unwrap();
+    refused(&ticket, "memory that Towline allocated");
+    assert_eq!(target.process.must("stats-nixl").text(0), "none", "NIXL was started");
+    target.is_unharmed();
+}
+
 /// Whoever comes over TCP shares nothing with the owner: that a loan is counted is all that shows it.
 #[test]
 fn a_loan_is_counted_before_its_answer_goes_out() {
     let test = "a_loan_is_counted_before_its_answer_goes_out";
-    let paths = towline::paths();
-    if let Probe::Missing { reason, .. } = &paths.iter().find(|path| path.name == "nixl").unwrap().probe {
-        return skip::skip(test, "nixl", reason);
-    }
-    let _watchdog = towline_testkit::watchdog::watch(test, Duration::from_secs(120));
+    let Some(_watchdog) = with_nixl(test) else { return };
     let owner: Endpoint = options_for("nixl", "owner").open().unwrap();
     let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
     let ticket = region.ticket().unwrap();
@@ -122,4 +144,44 @@ fn a_loan_is_counted_before_its_answer_goes_out() {
         let peer = audit.peers.iter().find(|peer| peer.peer == "attacker").expect("it is counted");
         assert!(peer.unseen, "{audit}");
     }
+}
+
+/// The owner's agent works for who is in the audit, and for nobody else.
+#[test]
+fn help_is_given_only_to_who_was_lent_something() {
+    let test = "help_is_given_only_to_who_was_lent_something";
+    let Some(_watchdog) = with_nixl(test) else { return };
+    let owner: Endpoint = options_for("nixl", "owner").open().unwrap();
+    let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
+    let ticket = region.ticket().unwrap();
+    let help_given = || owner.stats().nixl.map_or(0, |nixl| nixl.help_given);
+    // Request 0 wants no answer; the question behind it has one, that it is no question.
+    let call = |peer: &mut Attacker, handle| {
+        peer.send(&question(0, handle, &[1, HELP]));
+        answer(peer, handle, &[9]).unwrap_err();
+    };
+    let mut borrower = Attacker::connect(&ticket, Medium::Tcp);
+    let lent = borrower.log_in(&ticket);
+    answer(&mut borrower, lent, &[1, ATTACH, 0]).expect("a loan");
+    let connecting = help_given();
+    call(&mut borrower, lent);
+    assert_eq!(help_given(), connecting + 1, "somebody who was lent the region is helped");
+    let read_only = ticket.narrow().access(Access::READ).finish().unwrap();
+    let half = ticket.narrow().range(0, LEN as u64 / 2).finish().unwrap();
+    for ticket in [&ticket, &read_only, &half] {
+        let mut other = Attacker::connect(ticket, Medium::Tcp);
+        let handle = other.log_in(ticket);
+        call(&mut other, handle);
+    }
+    assert_eq!(help_given(), connecting + 1, "somebody to whom nothing was lent was helped");
+}
+
+/// A watchdog, where NIXL is here; otherwise says that it is not.
+fn with_nixl(test: &str) -> Option<Watchdog> {
+    let paths = towline::paths();
+    if let Probe::Missing { reason, .. } = &paths.iter().find(|path| path.name == "nixl").unwrap().probe {
+        skip::skip(test, "nixl", reason);
+        return None;
+    }
+    Some(watch(test, Duration::from_secs(120)))
 }

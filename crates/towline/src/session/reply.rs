@@ -69,7 +69,11 @@ impl Serving {
             granting.lent.back();
             return Ok(true);
         }
-        // Without a look at the lease: what was begun within it may end after it.
+        // Whoever was lent nothing, and is not in the audit, has nothing under way. Without a look at the lease: what was begun within it
+        // may end after it.
+        if !granting.lent.is_by(ask.path) {
+            return Ok(false);
+        }
         let (sessions, region) = (self.sessions()?, granting.served.region().upgrade());
         region.map_or(Ok(false), |region| sessions.paths.take_hint(ask.path, &region, &ask.question))
     }
@@ -89,6 +93,7 @@ impl Serving {
                 serving: Arc::downgrade(self),
                 handle: ask.handle,
                 peer: self.peer.name.clone(),
+                path: ask.path,
                 loan,
             };
             granting.lent.begin(lent, |lent| region.lend(lent))?;
@@ -125,10 +130,16 @@ struct Lent {
     serving: Weak<Serving>,
     handle: u32,
     peer: String,
+    path: u8,
     loan: Arc<dyn Loan>,
 }
 
 impl Lending {
+    /// Whether the region was lent, by that path.
+    fn is_by(&self, path: u8) -> bool {
+        self.0.get().is_some_and(|state| state.lent.path == path)
+    }
+
     /// Lends it; a grant that has lent its region already goes on as it is.
     fn begin(&self, lent: Lent, lend: impl FnOnce(Arc<dyn Borrower>) -> Result<()>) -> Result<()> {
         let state = Arc::new(State { lent, back: AtomicBool::new(false), orphaned: AtomicBool::new(false) });

@@ -107,8 +107,7 @@ impl Transport for NixlPath {
 
     fn take_hint(&self, context: &TransportContext, _region: &RegionCore, words: &[u8]) -> bool {
         let Ok(Word::Help { core }) = Word::decode(words) else { return false };
-        let domain = &context.nixl;
-        if let Some(engine) = domain.running().filter(|_| domain.options().lends()) {
+        if let Some(engine) = context.nixl.running() {
             engine.help(engine::HELP, core);
         }
         true
@@ -169,6 +168,12 @@ fn lends(context: &TransportContext, region: &RegionCore, claims: &Claims) -> Re
     if claims.range != (0..region.len as u64) || !claims.access.contains(Access::READ_WRITE) {
         return Err(unavailable(
             "the owner lends by NIXL only for tickets of the whole region with read and write: NIXL's keys cannot be narrowed",
+        ));
+    }
+    if region.lent && !context.nixl.is_only_rdma() {
+        return Err(unavailable(
+            "the owner lends by NIXL over a network interface only memory that Towline allocated: what UCX does there itself ends the \
+             process where a page of other memory has gone away; name RDMA devices alone",
         ));
     }
     Ok(())

@@ -32,6 +32,8 @@ pub(super) struct Devices {
     all: bool,
     /// Whether one of them moves bytes without its owner's processor.
     pub(super) rdma: bool,
+    /// Whether all of them do.
+    pub(super) only_rdma: bool,
 }
 
 impl Devices {
@@ -66,7 +68,8 @@ impl Devices {
         names.dedup();
         let all = ports.iter().chain(interfaces).all(|one| names.contains(one));
         let rdma = names.iter().any(|name| ports.contains(name));
-        Ok(Devices { names, all, rdma })
+        let only_rdma = names.iter().all(|name| ports.contains(name));
+        Ok(Devices { names, all, rdma, only_rdma })
     }
 
     /// Adds them to the parameters of UCX's backend.

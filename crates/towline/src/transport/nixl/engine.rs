@@ -66,12 +66,18 @@ pub(super) struct Counts {
 /// An endpoint's place for its agent, which is made when it is first needed.
 pub(crate) struct Domain {
     options: NixlOptions,
+    only_rdma: OnceLock<bool>,
     engine: OnceLock<Result<Arc<Engine>>>,
 }
 
 impl Domain {
     pub(crate) fn new(options: NixlOptions) -> Domain {
-        Domain { options, engine: OnceLock::new() }
+        Domain { options, only_rdma: OnceLock::new(), engine: OnceLock::new() }
+    }
+
+    /// Whether UCX may use RDMA devices alone. Quick, but for the first call.
+    pub(super) fn is_only_rdma(&self) -> bool {
+        *self.only_rdma.get_or_init(|| self.options.devices().is_ok_and(|devices| devices.only_rdma))
     }
 
     pub(crate) fn options(&self) -> &NixlOptions {

@@ -66,7 +66,8 @@ impl NixlOptions {
     /// **A loan by NIXL gives the peer all memory of this process, to read and to write, and nobody checks or counts it.** NIXL's keys cannot be
     /// narrowed, and UCX does what a message says at whatever address it names. Over an interface (UCX's tcp) that holds for
     /// everybody who can connect to it: UCX listens there and asks nobody for a ticket. So lend on a network of your own, to peers
-    /// that are your own. Asked for is a ticket of the whole region for reading and writing;
+    /// that are your own. Asked for is a ticket of the whole region for reading and writing, and over an interface memory that this library
+    /// allocated (UCX would end the process where other memory goes away);
     /// [`Routing::forbid`](crate::Routing::forbid) and [`Isolation::Enforced`](crate::Isolation::Enforced) of this endpoint come first. The
     /// audit shows who was lent to.
     ///
