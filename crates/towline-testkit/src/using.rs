@@ -10,7 +10,8 @@ use std::thread;
 use std::time::Duration;
 
 use towline::{
-    Access, Dtype, Endpoint, Limits, MemoryAccess, ReduceOp, Registered, Remote, Routing, Ticket, Transfer,
+    Access, Dtype, Endpoint, Limits, MemoryAccess, MemoryDescription, ReduceOp, Registered, Remote, Routing,
+    Ticket, Transfer,
 };
 
 use crate::attacker::Medium;
@@ -33,6 +34,9 @@ static CANARIES: [u8; LOCAL] = [CANARY; LOCAL];
 
 /// What is sent from, or received over.
 static USED: [u8; LARGE] = [0x11; LARGE];
+
+/// Memory of its own that a program takes back at most.
+const MOST_TAKEN_BACK: usize = 6;
 
 /// Steps of one input.
 const MOST_STEPS: usize = 96;
@@ -140,6 +144,10 @@ pub struct Played {
     pub well: usize,
     /// And those that failed.
     pub failed: usize,
+    /// Memory that was taken back while the owner went on.
+    pub taken_back: usize,
+    /// Transfers that were quiet in time.
+    pub quiet: usize,
 }
 
 impl std::ops::AddAssign for Played {
@@ -148,6 +156,8 @@ impl std::ops::AddAssign for Played {
         self.shared += other.shared;
         self.well += other.well;
         self.failed += other.failed;
+        self.taken_back += other.taken_back;
+        self.quiet += other.quiet;
     }
 }
 
@@ -221,7 +231,14 @@ pub fn play_against<'a>(
         import.join().expect("an import that does not panic")
     });
     let mut played = Played::default();
-    let mut using = Using { user, local, flying: Vec::new(), busy: [false; SMALL_PARTS + LARGE_PARTS] };
+    let mut using = Using {
+        user,
+        local,
+        flying: Vec::new(),
+        busy: [false; SMALL_PARTS + LARGE_PARTS],
+        closing: Vec::new(),
+        freed: Vec::new(),
+    };
     let mut order = way >> 3;
     if let Ok(remote) = imported {
         played.imported = 1;
@@ -244,10 +261,10 @@ pub fn play_against<'a>(
     played
 }
 
-/// A request under way, and the part of the local memory that it has.
+/// A request under way, and the part of the local memory that it has; none where it has memory of its own.
 struct Flying {
     transfer: Transfer,
-    part: usize,
+    part: Option<usize>,
 }
 
 struct Using {
@@ -255,6 +272,10 @@ struct Using {
     local: Registered<Guarded>,
     flying: Vec<Flying>,
     busy: [bool; SMALL_PARTS + LARGE_PARTS],
+    /// Memory of single requests that could not be taken back yet.
+    closing: Vec<Registered<Guarded>>,
+    /// And what was: only canaries.
+    freed: Vec<Guarded>,
 }
 
 fn range_of(part: usize) -> (usize, usize) {
@@ -281,9 +302,66 @@ impl Using {
             13 => {
                 let _ = self.user.notify(remote, vec![1; usize::from(input.byte()) * 8]);
             }
-            _ => self.settle(Duration::ZERO, played),
+            14 => return self.take_back(remote, &mut input, played),
+            _ => self.silence(Duration::from_micros(input.byte().into()), played),
         }
         false
+    }
+
+    /// Asks for something in memory of its own, which is then taken back as soon as that is said to be possible; returns whether it is
+    /// under way.
+    fn take_back(&mut self, remote: &Remote, input: &mut Input<'_>, played: &mut Played) -> bool {
+        let (what, size, time) = (input.byte(), input.byte(), input.byte());
+        let mut under_way = false;
+        if self.closing.len() + self.freed.len() < MOST_TAKEN_BACK {
+            let len = if size >= 208 { LARGE } else { SMALL };
+            let memory = Guarded::new(len);
+            memory.write_at(0, &USED[..len]).unwrap();
+            let own = self.user.register(memory, Access::READ_WRITE).unwrap();
+            let started = match what % 8 {
+                0..=3 => self.user.read(remote, &own).at(0, 0, len as u64).start(),
+                4..=6 => self.user.write(remote, &own).at(0, 0, len as u64).start(),
+                _ => self.user.reduce_into(remote, &own, ReduceOp::Sum, Dtype::U64).start(),
+            };
+            if let Ok(transfer) = started {
+                under_way = !transfer.is_done();
+                if what >= 128 {
+                    transfer.cancel();
+                }
+                self.flying.push(Flying { transfer, part: None });
+            }
+            self.closing.push(own);
+        }
+        for own in std::mem::take(&mut self.closing) {
+            match own.into_storage_within(Duration::from_micros(u64::from(time) * 8)) {
+                Ok(memory) => {
+                    played.taken_back += 1;
+                    self.was_taken_back(memory);
+                }
+                Err(pinned) => self.closing.push(pinned.registration),
+            }
+        }
+        under_way
+    }
+
+    /// From here on nobody may touch that memory.
+    fn was_taken_back(&mut self, memory: Guarded) {
+        memory.write_at(0, &CANARIES[..memory.size()]).unwrap();
+        self.freed.push(memory);
+    }
+
+    /// Frees what is quiet within that time.
+    fn silence(&mut self, within: Duration, played: &mut Played) {
+        let mut flying = std::mem::take(&mut self.flying);
+        flying.retain(|one| {
+            let quiet = one.transfer.wait_quiet(within);
+            if quiet {
+                played.quiet += 1;
+                self.ended(one, played);
+            }
+            !quiet
+        });
+        self.flying = flying;
     }
 
     /// Asks for something, in a part of the local memory that is free; returns whether it is under way.
@@ -312,7 +390,7 @@ impl Using {
             Ok(transfer) => {
                 let under_way = !transfer.is_done();
                 self.busy[part] = true;
-                self.flying.push(Flying { transfer, part });
+                self.flying.push(Flying { transfer, part: Some(part) });
                 under_way
             }
             Err(_) => {
@@ -325,19 +403,25 @@ impl Using {
     /// Frees what has ended within that time.
     fn settle(&mut self, within: Duration, played: &mut Played) {
         let mut flying = std::mem::take(&mut self.flying);
-        flying.retain(|one| match one.transfer.wait_for(within) {
-            None => true,
-            Some(ended) => {
-                if ended.is_ok() {
-                    played.well += 1
-                } else {
-                    played.failed += 1
-                }
-                self.frees(one.part);
-                false
+        flying.retain(|one| {
+            let ended = one.transfer.wait_for(within).is_some();
+            if ended {
+                self.ended(one, played);
             }
+            !ended
         });
         self.flying = flying;
+    }
+
+    fn ended(&mut self, one: &Flying, played: &mut Played) {
+        match one.transfer.wait_for(Duration::ZERO) {
+            Some(Ok(())) => played.well += 1,
+            Some(Err(_)) => played.failed += 1,
+            None => panic!("a transfer is quiet and has not ended: {:?}", one.transfer),
+        }
+        if let Some(part) = one.part {
+            self.frees(part);
+        }
     }
 
     /// From here on nobody may touch that part.
@@ -372,7 +456,11 @@ impl Using {
         }
         self.settle(END, played);
         assert!(self.flying.is_empty(), "a transfer does not end: {:?}", self.flying[0].transfer);
-        let Using { user, local, .. } = self;
+        for own in std::mem::take(&mut self.closing) {
+            let taken_back = own.into_storage_within(END).map_err(|pinned| pinned.error);
+            self.was_taken_back(taken_back.expect("memory that is free"));
+        }
+        let Using { user, local, freed: own, .. } = self;
         let freed =
             local.into_storage_within(END).map_err(|pinned| pinned.error).expect("memory that is free");
         for step in [[0; STEP], [6; STEP], [11; STEP]] {
@@ -381,6 +469,9 @@ impl Using {
         assert_eq!(owner.end(), 0, "bytes of memory that was given back were sent");
         user.close_within(END).expect("an endpoint that closes");
         assert!(only_canaries(&freed, 0, LOCAL), "memory that was free, or given back, was written into");
+        for memory in &own {
+            assert!(only_canaries(memory, 0, memory.size()), "memory that was taken back was written into");
+        }
         // Some of it is given back to the system, where a late access ends the process; what is kept tells the next input of it.
         let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
         if !order.is_multiple_of(16) && kept.is_empty() {

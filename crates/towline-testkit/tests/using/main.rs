@@ -21,9 +21,9 @@ fn watchdog(test: &str) -> Watchdog {
     watch(test, Duration::from_secs(240) + Duration::from_millis(100) * programs() as u32)
 }
 
-/// What chance would seldom make: a long write that is said to be done while it is being sent, and bytes that stop in their midst while
-/// their read is cancelled.
-const SCENES: [&[[u8; STEP]]; 2] = [
+/// What chance would seldom make: a long write that is said to be done while it is being sent, bytes that stop in their midst while
+/// their read is cancelled, and the same two where their memory is taken back, or waited for until it is quiet.
+const SCENES: [&[[u8; STEP]]; 4] = [
     &[
         [23, 14, 0, 0, 0, 0, 0, 0],
         [255, 0, 4, 250, 0, 0, 0, 0],
@@ -44,6 +44,27 @@ const SCENES: [&[[u8; STEP]]; 2] = [
         [255, 11, 255, 0, 0, 0, 0, 0],
         [15, 0, 7, 7, 7, 7, 7, 7],
     ],
+    &[
+        [23, 14, 0, 0, 0, 0, 0, 0],
+        [255, 14, 4, 250, 20, 0, 0, 0],
+        [22, 0, 0, 0, 0, 0, 0, 0],
+        [22, 0, 0, 0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0],
+        [255, 14, 4, 250, 250, 0, 0, 0],
+        [255, 15, 255, 0, 0, 0, 0, 0],
+        [23, 1, 0, 0, 0, 0, 0, 0],
+        [255, 14, 4, 0, 250, 0, 0, 0],
+    ],
+    &[
+        [255, 14, 0, 250, 0, 0, 0, 0],
+        [22, 0, 0, 0, 0, 0, 0, 0],
+        [22, 0, 0, 0, 0, 0, 0, 0],
+        [8, 1, 0x83, 0, 0, 0, 0, 0],
+        [255, 14, 128, 0, 250, 0, 0, 0],
+        [255, 15, 255, 0, 0, 0, 0, 0],
+        [15, 0, 7, 7, 7, 7, 7, 7],
+        [255, 14, 0, 0, 250, 0, 0, 0],
+    ],
 ];
 
 /// A program by its number, the same in every run with the same seed.
@@ -63,7 +84,7 @@ fn program(number: u64) -> Vec<u8> {
             step.copy_from_slice(&[0, 1, 0, 0, 0, 0, 0, 0]);
         }
     }
-    if let Some(scene) = SCENES.get(random.below(6) as usize) {
+    if let Some(scene) = SCENES.get(random.below(8) as usize) {
         let at = 17 + STEP * (2 + random.below(steps as u64 - 1) as usize);
         program.splice(at..at, scene.iter().flatten().copied());
     }
@@ -75,6 +96,7 @@ fn were_worth_it(all: Played, of: u64) {
     assert!(all.imported as u64 * 3 > of, "{all:?} of {of}");
     assert!(all.shared as u64 * 16 > of, "{all:?} of {of}");
     assert!(all.well as u64 > of / 4 && all.failed as u64 > of / 8, "{all:?} of {of}");
+    assert!(all.taken_back as u64 > of / 4 && all.quiet as u64 > of / 4, "{all:?} of {of}");
 }
 
 #[test]
