@@ -300,7 +300,7 @@ impl Agent {
         local: (String, Ranges),
         remote: (String, Ranges),
         peer: &str,
-        notification: Option<Vec<u8>>,
+        notification: Option<&[u8]>,
     ) -> PyResult<Request> {
         let op = if reads { "read" } else { "write" };
         let agent = self.enter(py, op)?;
@@ -309,7 +309,7 @@ impl Agent {
         let op = if reads { XferOp::Read } else { XferOp::Write };
         let started = without_gil(py, || -> Result<Request> {
             let mut opt = OptArgs::new()?;
-            if let Some(message) = &notification {
+            if let Some(message) = notification {
                 opt.set_notification_message(message)?;
                 opt.set_has_notification(true)?;
             }

@@ -45,7 +45,9 @@ source, target = owner.register(bytearray(1 << 20), "read+write"), user.register
 remote = user.import_(source.ticket())
 layout = towline.Layout.contiguous(1 << 20, 64)
 comms = nccl.Communicator.init_all(1)
-agent = nixl.Agent("agent", engine="embedded")
+agent, other = nixl.Agent("agent", engine="embedded"), nixl.Agent("other", engine="embedded")
+lent, own, known = agent.register(bytearray(8)), other.register(bytearray(8)), other.add_peer(agent.metadata())
+long = bytes(1 << 30)
 ranges = [(1, 1, 0)] * (12 << 20)
 
 def again(number, *shape):
@@ -79,6 +81,8 @@ for name, call in {
     "spans without an end": spans(numbers()),
     "ranges of an agent": lambda: agent._native.metadata(("DRAM", ranges)),
     "ranges that are packed": lambda: towline._native.nixl_pack("DRAM", ranges, "nixl_cu12"),
+    "a notification of an agent": lambda: other.read(own, lent.descriptors, known, notification=long),
+    "a message of an agent": lambda: other.notify(known, long),
     "memory of a communicator": lambda: nccl.empty(1 << 30),
 }.items():
     attempt(name, call)

@@ -325,6 +325,11 @@ impl Process {
         resident_of(self.pid())
     }
 
+    /// How much address space it has in use, in bytes.
+    pub fn address_space(&self) -> u64 {
+        pages_of(self.pid(), 0)
+    }
+
     /// Ends its input, at which it ends.
     pub fn end_input(&mut self) {
         self.stdin = None;
@@ -457,8 +462,13 @@ fn forbid_process_vm() -> io::Result<()> {
 
 /// How much of a process's memory is in RAM, in bytes.
 pub fn resident_of(pid: i32) -> u64 {
+    pages_of(pid, 1)
+}
+
+/// That column of what the kernel says of a process's memory, in bytes.
+fn pages_of(pid: i32, column: usize) -> u64 {
     let statm = fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
-    let pages: u64 = statm.split_whitespace().nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
+    let pages: u64 = statm.split_whitespace().nth(column).and_then(|pages| pages.parse().ok()).unwrap_or(0);
     pages * rustix::param::page_size() as u64
 }
 

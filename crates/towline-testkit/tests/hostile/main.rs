@@ -11,6 +11,7 @@ mod holder;
 mod memory;
 mod middle;
 mod owner;
+mod scarce;
 mod stranger;
 
 use std::time::Duration;

@@ -24,7 +24,7 @@ use super::wheel;
 use crate::memory::{Storage, SystemStorage};
 use crate::region::{RegisterError, Registered, Span};
 use crate::sync::lock;
-use crate::{Access, Endpoint, Error, Kind, Notification, Result, interrupt};
+use crate::{Access, Endpoint, Error, Kind, Notification, Result, interrupt, room};
 
 /// The plug-ins of NIXL in whose place this engine can stand: those that move host memory between agents, and files.
 pub(super) const STANDS_FOR: [&str; 4] = ["LIBFABRIC", "MOONCAKE", "POSIX", "UCX"];
@@ -245,7 +245,8 @@ impl Embedded {
         let (Prepared::Local(near), Prepared::Remote(peer, far)) = (local.0, remote.0) else {
             return Err(Error::invalid("nixl", "a list was prepared for the other side"));
         };
-        let message = opt.and_then(OptArgs::notification).map(<[u8]>::to_vec);
+        let message = opt.and_then(OptArgs::notification);
+        let message = message.map(|message| room::copy("create_xfer_req", message)).transpose()?;
         let remotes = peer::imported(&self.endpoint, peer.as_ref(), &far.regions)?;
         Request::new(
             self,
@@ -263,7 +264,7 @@ impl Embedded {
         } else {
             self.peer(peer)?.door(&self.endpoint)?
         };
-        let transfer = self.endpoint.notify(&door, message)?;
+        let transfer = self.endpoint.notify(&door, room::copy("send_notification", message)?)?;
         loop {
             if let Some(ended) = transfer.wait_for(interrupt::turn(Duration::MAX)) {
                 return ended;

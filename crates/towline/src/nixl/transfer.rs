@@ -13,7 +13,7 @@ use super::engine::Engine;
 use super::native::{Keepers, Prepared};
 use crate::runtime;
 use crate::sync::lock;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// Which way the bytes go, seen from the agent that asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -73,7 +73,7 @@ impl OptArgs {
 
     /// Sets what the owner of the remote memory is told once the bytes are there.
     pub fn set_notification_message(&mut self, message: &[u8]) -> Result<()> {
-        self.message = message.to_vec();
+        self.message = room::copy("nixl", message)?;
         Ok(())
     }
 

@@ -86,27 +86,27 @@ impl Asked {
     }
 
     /// The ranges as pieces, which lie one after the other in a buffer.
-    fn pieces(&self) -> Vec<Piece> {
+    fn pieces(&self) -> Result<Vec<Piece>> {
         let mut local = 0;
         let piece = |(remote, len): (u64, usize)| {
             let piece = Piece { remote, local, len: len as u64 };
             local += piece.len;
             piece
         };
-        self.ranges().into_iter().map(piece).collect()
+        room::collect("transfer", self.ranges()?.into_iter().map(piece))
     }
 
     /// The ranges of the region, neighbours joined.
-    fn ranges(&self) -> Vec<(u64, usize)> {
+    fn ranges(&self) -> Result<Vec<(u64, usize)>> {
         let mut ranges: Vec<(u64, usize)> = Vec::new();
         for block in &self.blocks {
             let (offset, len) = (self.start + block.offset, block.len as usize);
             match ranges.last_mut() {
                 Some((at, last)) if *at + *last as u64 == offset => *last += len,
-                _ => ranges.push((offset, len)),
+                _ => room::push("transfer", &mut ranges, (offset, len))?,
             }
         }
-        ranges
+        Ok(ranges)
     }
 
     /// Writes the bytes, those of a file as long as their initiator stands by them; the region stays meanwhile. Blocks: the caller
@@ -118,7 +118,7 @@ impl Asked {
         match (&self.source, landed) {
             (Source::File(file), landed) => {
                 let mut bytes = landed.bytes(self.bytes() as usize);
-                for (offset, len) in self.ranges() {
+                for (offset, len) in self.ranges()? {
                     let (now, rest) = bytes.split_at(len.min(bytes.len()));
                     // SAFETY: `now` is a slice.
                     if !unsafe { file.write_if(stands_by, "write", offset, now.as_ptr(), now.len())? } {
@@ -129,13 +129,13 @@ impl Asked {
             }
             (Source::Gpu(ordinal), Landed::Pinned(slot)) => {
                 // SAFETY: the use keeps the region, against which the blocks were checked; the payload has their length.
-                unsafe { Passing::start(&Gpu::open(*ordinal)?, true, slot, self.pieces(), at) }?.wait()?;
+                unsafe { Passing::start(&Gpu::open(*ordinal)?, true, slot, self.pieces()?, at) }?.wait()?;
             }
             (Source::Gpu(ordinal), Landed::Buffer(buffer)) => {
                 let from = buffer.as_ptr().expose_provenance() as u64;
                 // SAFETY: as above.
                 unsafe {
-                    ring::pass(&Gpu::open(*ordinal)?, true, &self.pieces(), at, |piece| from + piece.local)?;
+                    ring::pass(&Gpu::open(*ordinal)?, true, &self.pieces()?, at, |piece| from + piece.local)?;
                 }
             }
         }
@@ -405,7 +405,7 @@ impl Reading {
     /// The same for bytes of a GPU that fit a slot, without waiting for it.
     fn by_gpu(self, files: &Arc<Bounces>, slot: Slot) {
         let bounce = self.bounce(files);
-        let (base, pieces) = (self.asked.region.addr as u64, self.asked.pieces());
+        let base = self.asked.region.addr as u64;
         let begun = self.asked.region.begin_use("read").and_then(|using| {
             let Source::Gpu(ordinal) = self.asked.source else {
                 return Err(Error::new(Kind::Internal, "read", "a GPU has become a file"));
@@ -413,7 +413,8 @@ impl Reading {
             let at = |piece: &Piece| base + piece.remote;
             // SAFETY: the use, which is kept until the bytes are there, keeps the region, against which the blocks were
             // checked.
-            let passing = unsafe { Passing::start(&Gpu::open(ordinal)?, false, slot, pieces, at) }?;
+            let passing =
+                unsafe { Passing::start(&Gpu::open(ordinal)?, false, slot, self.asked.pieces()?, at) }?;
             Ok((using, passing))
         });
         match begun {
@@ -508,7 +509,7 @@ impl Bounce {
     }
 
     fn fill_from_file(&mut self, asked: &Asked, file: &FileSlice) -> Result<RawPart> {
-        let ranges = asked.ranges();
+        let ranges = asked.ranges()?;
         let page = crate::memory::FILE_ALIGNMENT;
         self.make_room(asked, self.bytes + page)?;
         // The buffer lies in its page as the first range in its own, so that it can go around the page cache.
@@ -526,7 +527,7 @@ impl Bounce {
     }
 
     fn fill_from_gpu(&mut self, asked: &Asked, gpu: &Arc<Gpu>) -> Result<RawPart> {
-        let (base, pieces) = (asked.region.addr as u64, asked.pieces());
+        let (base, pieces) = (asked.region.addr as u64, asked.pieces()?);
         if self.bytes <= ring::SLOT {
             // SAFETY: the caller holds a use of the region, against which the blocks were checked.
             let passing =

@@ -681,7 +681,7 @@ impl Handler for Arc<Serving> {
                 .unwrap_or_else(|error| Sink::discard().refused(error)),
             Err(error) => Sink::discard().refused(error),
         };
-        Ok(sink.with_body(body).paid_by(charge))
+        Ok(sink.with_body(body)?.paid_by(charge))
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {

@@ -475,7 +475,7 @@ mod tests {
     use crate::budget::Budget;
 
     fn ended(whys: &[GivenUp]) -> Result<()> {
-        let mut sink = Sink::buffer(64, Keep::Nothing).unwrap().with_body(b"asked");
+        let mut sink = Sink::buffer(64, Keep::Nothing).unwrap().with_body(b"asked").unwrap();
         for why in whys {
             sink.give_up(*why);
         }

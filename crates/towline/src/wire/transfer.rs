@@ -2,8 +2,8 @@
 
 use super::codec::{Reader, put_u32, put_u64};
 use super::{MAX_BODY, MAX_PAYLOAD, WireError};
-use crate::Result;
 use crate::memory::{Dtype, ReduceOp};
+use crate::{Result, room};
 
 /// The most blocks that a sender puts into one frame, so that any mix of lengths fits a body.
 pub const MAX_BLOCKS: usize = 65_536;
@@ -86,7 +86,9 @@ fn take_blocks(reader: &mut Reader<'_>) -> Result<Vec<Block>> {
     if len.is_some() != (equal && first.is_some()) {
         return Err(reader.bad("the blocks are not in their shortest form"));
     }
-    Ok(bytes.chunks_exact(size).map(block).collect())
+    let mut blocks = room::list("receive", count)?;
+    blocks.extend(bytes.chunks_exact(size).map(block));
+    Ok(blocks)
 }
 
 /// A request for bytes; answered by [`Data`].
@@ -231,7 +233,9 @@ impl Check {
             let reader = Reader::new("check", body);
             return Err(reader.bad(format!("{} bytes are no list of checksums", body.len())));
         }
-        Ok(Check { checks: checks.iter().map(|check| u32::from_le_bytes(*check)).collect() })
+        let mut all = room::list("receive", checks.len())?;
+        all.extend(checks.iter().map(|check| u32::from_le_bytes(*check)));
+        Ok(Check { checks: all })
     }
 }
 

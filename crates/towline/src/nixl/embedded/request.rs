@@ -77,7 +77,8 @@ impl Run {
         let run = Arc::clone(self);
         let told = runtime::pool().spawn(Box::new(move || {
             let told = run.tell.as_ref().map_or(Ok(()), |(remote, message)| {
-                run.endpoint.notify(remote, message.clone()).and_then(|transfer| transfer.wait())
+                let message = room::copy("post_xfer_req", message)?;
+                run.endpoint.notify(remote, message).and_then(|transfer| transfer.wait())
             });
             run.end(told);
         }));
@@ -152,7 +153,8 @@ impl Request {
         }
         self.peer.as_ref().map_or(Ok(()), |peer| peer.check())?;
         let endpoint = self.engine.endpoint();
-        let mut message = message.map(<[u8]>::to_vec).or_else(|| self.message.clone());
+        let message = message.or(self.message.as_deref());
+        let mut message = message.map(|message| room::copy("post_xfer_req", message)).transpose()?;
         let alone = self.groups.len() == 1;
         let tell = if alone { None } else { message.take() };
         let started = Instant::now();

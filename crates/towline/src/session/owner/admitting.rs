@@ -18,7 +18,7 @@ use crate::session::reply::Lending;
 use crate::session::{Sessions, checks};
 use crate::ticket::Claims;
 use crate::wire::{Block, Grant, ImportItem};
-use crate::{Access, Error, Kind, Result};
+use crate::{Access, Error, Kind, Result, room};
 
 /// What a request may act on.
 pub(super) enum Admitted {
@@ -29,8 +29,14 @@ pub(super) enum Admitted {
 }
 
 impl Admitted {
-    fn memory(using: RegionUse, base: usize, blocks: &[Block], request: u64) -> Admitted {
-        let mut parts: Vec<RawPartMut> = Vec::with_capacity(blocks.len());
+    fn memory(
+        op: &'static str,
+        using: RegionUse,
+        base: usize,
+        blocks: &[Block],
+        request: u64,
+    ) -> Result<Admitted> {
+        let mut parts: Vec<RawPartMut> = room::list(op, blocks.len())?;
         // A part without bytes would never be filled, and so whoever fills them would never get past it.
         for block in blocks.iter().filter(|block| block.len > 0) {
             let (ptr, len) = ((base + block.offset as usize) as *mut u8, block.len as usize);
@@ -39,7 +45,7 @@ impl Admitted {
                 _ => parts.push(RawPartMut { ptr, len }),
             }
         }
-        Admitted::Memory(Keep::Region(Arc::new(using), request), parts)
+        Ok(Admitted::Memory(Keep::Region(Arc::new(using), request), parts))
     }
 }
 
@@ -154,11 +160,11 @@ impl Serving {
             let bytes = blocks.iter().map(|block| u64::from(block.len)).sum();
             let flight = self.allowance.take(op, bytes, blocks.len(), Some(served))?;
             if let Some(source) = Source::of(&region) {
-                let blocks = blocks.to_vec();
+                let blocks = room::copy(op, blocks)?;
                 return Ok(Admitted::Bounced(Asked { region, source, start, blocks, flight }));
             }
             let base = region.addr + start as usize;
-            let admitted = Admitted::memory(region.begin_use_with(op, flight)?, base, blocks, request);
+            let admitted = Admitted::memory(op, region.begin_use_with(op, flight)?, base, blocks, request)?;
             // Before the answer begins, in which an error could not be told any more. Where bytes come in, the receive tells.
             if let Admitted::Memory(_, parts) = &admitted
                 && region.lent

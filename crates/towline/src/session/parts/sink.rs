@@ -123,9 +123,9 @@ impl Sink {
     }
 
     /// Keeps the body of the frame until its payload is there.
-    pub(in crate::session) fn with_body(mut self, body: &[u8]) -> Sink {
-        self.body = body.to_vec();
-        self
+    pub(in crate::session) fn with_body(mut self, body: &[u8]) -> Result<Sink> {
+        self.body = room::copy("receive", body)?;
+        Ok(self)
     }
 
     pub(in crate::session) fn take_body(&mut self) -> Vec<u8> {
