@@ -14,7 +14,6 @@ from pathlib import Path
 KNOWN = {
     "crates/towline": [
         {"operations", "route", "session", "transfer", "transport"},
-        {"ticket", "wire"},
     ],
 }
 

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| towline::wire::fuzzing::ticket(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| towline_proto::wire::fuzzing::ticket(data));

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use data_encoding::{BASE64URL_NOPAD, HEXLOWER};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use sha2::{Digest, Sha256};
+use towline::crypto::sha256;
 
 use crate::{Error, Result};
 
@@ -163,7 +163,7 @@ fn names_a_socket(bytes: &[u8; UNIQUE_ID_LEN]) -> bool {
 }
 
 fn checksum(bytes: &[u8; UNIQUE_ID_LEN]) -> [u8; 8] {
-    let digest = Sha256::digest(&bytes[..CHECKSUM]);
+    let digest = sha256(&[&bytes[..CHECKSUM]]);
     let mut sum = [0; 8];
     sum.copy_from_slice(&digest[..8]);
     sum

@@ -18,8 +18,8 @@ use std::sync::{Mutex, Once};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
+use crate::{Error, Kind, Result};
 
 const ALIVE: u32 = 1;
 

@@ -29,19 +29,16 @@ struct ReadmeExamples;
 #[doc = include_str!("../../../docs/site/nixl.md")]
 struct NixlPageExamples;
 
-mod access;
 mod budget;
 mod bytes;
 mod completion;
 pub mod connect;
 pub mod cuda;
+mod ended;
 mod endpoint;
-mod error;
 mod fence;
 mod fork;
-mod identity;
 mod interrupt;
-pub mod layout;
 pub mod memory;
 pub mod nccl;
 pub mod nixl;
@@ -56,26 +53,19 @@ mod session;
 #[cfg(test)]
 mod simulated;
 mod sync;
-pub mod ticket;
 mod tls;
 mod transfer;
 mod transport;
-#[doc(hidden)]
-pub mod wire;
 
-pub use access::Access;
 pub use endpoint::{
     Endpoint, EndpointOptions, PathStats, Pinned, Remote, Request, Stats, Stretch, average, can_average,
     can_sum, sum,
 };
-pub use error::{Error, Kind, Result};
 #[doc(hidden)]
 pub use fork::guard as fork_guard;
-pub use identity::{EndpointId, Identity, Incarnation};
 pub use interrupt::interruptible;
 #[doc(hidden)]
 pub use interrupt::{check as interrupt_check, turn as interrupt_turn};
-pub use layout::{Dim, IndexList, Indices, Layout};
 pub use memory::{
     Arena, ArenaAllocator, ArenaBuffer, Buffer, DeviceStorage, DirectIo, DiskStorage, Dtype, ExternalStorage,
     HugePages, MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, OffsetView, PinnedStorage,
@@ -87,10 +77,16 @@ pub use region::{
 };
 pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
 pub use session::Quotas;
-pub use ticket::{Narrow, Reach, Ticket};
 pub use tls::Tls;
 #[doc(hidden)]
 pub use tls::TlsStream;
+pub(crate) use towline_proto::identity;
+pub use towline_proto::{
+    Access, Dim, EndpointId, Error, Identity, Incarnation, IndexList, Indices, Kind, Layout, Narrow, Reach,
+    Result, Ticket, layout, ticket,
+};
+#[doc(hidden)]
+pub use towline_proto::{crypto, wire};
 pub use transfer::{BlockFailure, Limits, Transfer};
 pub use transport::nixl::{NixlOptions, NixlPrefer, NixlStats};
 pub use transport::{Capabilities, PathInfo, Probe, path_names, paths};

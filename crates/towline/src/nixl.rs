@@ -7,7 +7,7 @@
 //! `use dynamo_memory::nixl::…` becomes `use towline::nixl::…`, and `use nixl_sys::…` becomes `use towline::nixl::sys::…`
 //! (see [`sys`] for the two that have one name).
 //!
-//! What differs from there: errors are [`Error`]s; [`register_with_nixl`] gives the storage back together with the cause; there
+//! What differs from there: errors are [`Error`](crate::Error)s; [`register_with_nixl`] gives the storage back together with the cause; there
 //! is no way to swap a storage underneath its registration; a request keeps the memory that it uses; clones of an agent share
 //! their backends; registering bare addresses ([`NixlAgent::register_memory`]) is `unsafe`, as it is.
 
@@ -29,8 +29,6 @@ use std::path::PathBuf;
 
 use towline_sys::loader::NotLoaded;
 use towline_sys::nixl::Nixl;
-
-use crate::{Error, Kind};
 
 pub use agent::NixlAgent;
 pub use config::{AgentConfig, NixlBackendConfig, ThreadSync};
@@ -111,48 +109,4 @@ pub fn availability() -> Availability {
         }
         error => Availability::Missing { tried: vec![error.to_string()], mend: String::new() },
     })
-}
-
-/// What a foreign library said, with the kind that tells the caller what to do about it.
-impl From<towline_sys::Error> for Error {
-    fn from(error: towline_sys::Error) -> Error {
-        let kind = match &error {
-            error if error.is_unavailable() => Kind::Unavailable,
-            towline_sys::Error::Argument { .. } => Kind::Invalid,
-            towline_sys::Error::Refused { name: "invalid parameter", .. } => Kind::Invalid,
-            towline_sys::Error::Refused { name: "not found", .. } => Kind::NotFound,
-            _ => Kind::Native,
-        };
-        Error::new(kind, "nixl", error.to_string()).caused_by(error)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used, clippy::panic)]
-
-    use super::*;
-
-    #[test]
-    fn a_missing_library_is_unavailable_and_keeps_the_places_tried() {
-        let error = Error::from(Nixl::load_from("/nowhere/libnixl_capi.so").unwrap_err());
-        assert_eq!(error.kind(), Kind::Unavailable);
-        assert!(error.message().contains("/nowhere/libnixl_capi.so"), "{error}");
-        let source = std::error::Error::source(&error).unwrap();
-        assert!(source.downcast_ref::<towline_sys::Error>().unwrap().is_unavailable());
-    }
-
-    #[test]
-    fn refusals_keep_their_call_and_get_a_useful_kind() {
-        for (code, name, kind) in [
-            (-1, "invalid parameter", Kind::Invalid),
-            (-2, "backend error", Kind::Native),
-            (-6, "not found", Kind::NotFound),
-        ] {
-            let refused = towline_sys::Error::Refused { call: "nixl_capi_register_mem", code, name };
-            let error = Error::from(refused);
-            assert_eq!(error.kind(), kind);
-            assert!(error.message().contains(&format!("nixl_capi_register_mem returned {code} ({name})")));
-        }
-    }
 }

@@ -28,7 +28,7 @@ pub(crate) use quick::{wait_for_nothing, where_it_may_wait};
 pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
 pub(crate) use timers::{Timer, TimerId};
 
-use crate::error::{Error, Result};
+use crate::{Error, Result};
 use crate::{fork, room};
 
 static REACTOR: OnceLock<Arc<Reactor>> = OnceLock::new();

@@ -1,11 +1,10 @@
 //! One request in flight: what was asked, how far it is, how it ended.
 //!
-//! [`Transfer`] is what callers hold; `TransferCore` is what the paths drive; [`state`] is the pure
+//! [`Transfer`] is what callers hold; `TransferCore` is what the paths drive; [`State`] is the pure
 //! bookkeeping of both.
 
 mod hold;
 mod later;
-pub(crate) mod state;
 #[cfg(test)]
 mod tests;
 
@@ -29,7 +28,8 @@ use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result, fork, room};
 pub(crate) use hold::LocalHold;
 use later::{LatePlan, LateUnits, Later, Planning};
-use state::State;
+pub use towline_proto::transfer::BlockFailure;
+use towline_proto::transfer::State;
 
 /// What a transfer does to the remote memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,15 +107,6 @@ impl Limits {
             .saturating_add(Duration::from_secs(bytes / rate))
             .saturating_add(Duration::from_millis(rest))
     }
-}
-
-/// Some blocks of a transfer that failed, and why.
-#[derive(Debug, Clone)]
-pub struct BlockFailure {
-    /// The blocks, numbered in the order in which the request named them.
-    pub blocks: Range<u64>,
-    /// Why they failed.
-    pub error: Error,
 }
 
 /// One request in flight: a future, which can also be waited on, polled and cancelled.

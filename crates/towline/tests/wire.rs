@@ -1,172 +1,44 @@
-//! The wire format, byte for byte: golden vectors and a corpus of hostile inputs.
-//!
-//! `wire/*.hex` are tickets and frames as they have to look; `wire/corpus/*` are inputs that must be refused
-//! or taken without harm. `TOWLINE_BLESS=1 cargo test -p towline --test wire` writes both again. A vector
-//! that changes is a new version of the wire format: see `docs/reference/wire-format.md`.
+//! The metadata of operations: a corpus of hostile inputs, `wire/corpus/*`, that must be refused or taken without harm.
+//! `TOWLINE_BLESS=1 cargo test -p towline --test wire` writes it again.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-#[path = "wire/hostile.rs"]
-mod hostile;
-#[path = "wire/samples.rs"]
+#[path = "../../towline-proto/tests/wire/corpus.rs"]
+mod corpus;
+#[path = "wire/metadata.rs"]
+mod metadata;
+#[expect(dead_code, reason = "only the tickets travel in metadata")]
+#[path = "../../towline-proto/tests/wire/samples.rs"]
 mod samples;
 
-use std::fs;
-use std::path::{Path, PathBuf};
-
 use data_encoding::HEXLOWER;
-use towline::Ticket;
-use towline::connect::{RdmaMetadata, fuzzing as connect_fuzzing};
-use towline::ticket::parse_public;
-use towline::wire::{FrameKind, HEADER_LEN, Header, Message, fuzzing};
+use towline::connect::{RdmaMetadata, fuzzing};
 
-fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/wire")
-}
-
-fn blessing() -> bool {
-    std::env::var_os("TOWLINE_BLESS").is_some_and(|value| value == "1")
-}
-
-/// The bytes of a vector: hex digits in lines; `#` starts a comment.
-fn golden(name: &str, what: &str, bytes: &[u8]) -> Vec<u8> {
-    let path = folder().join(format!("{name}.hex"));
-    if blessing() {
-        let lines: Vec<String> = bytes.chunks(32).map(|line| HEXLOWER.encode(line)).collect();
-        fs::write(&path, format!("# {what}\n{}\n", lines.join("\n"))).unwrap();
-    }
-    let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    let digits: String = text.lines().filter(|line| !line.starts_with('#')).collect();
-    HEXLOWER.decode(digits.as_bytes()).unwrap()
-}
-
-#[test]
-fn tickets_look_as_they_did() {
-    for (name, what, ticket) in samples::tickets() {
-        let bytes = golden(name, what, &ticket.encode());
-        assert_eq!(HEXLOWER.encode(&ticket.encode()), HEXLOWER.encode(&bytes), "{name}");
-        let read = Ticket::decode(&bytes).unwrap();
-        assert_eq!(read, ticket, "{name}");
-        assert_eq!(read.body(), ticket.body(), "{name}");
-        assert_eq!(read.caveats(), ticket.caveats(), "{name}");
-        let public = parse_public(read.public_bytes()).unwrap();
-        assert!(public.tag(&samples::region_key()).verify_proof(b"x", &read.proof(b"x")), "{name}");
-    }
-}
-
-#[test]
-fn frames_look_as_they_did() {
-    let frames = samples::frames();
-    for kind in FrameKind::ALL {
-        assert!(frames.iter().any(|(_, sample)| sample.message.kind() == kind), "{kind:?} has no vector");
-    }
-    for (name, sample) in frames {
-        let what = format!("{:?}, header and body", sample.message.kind());
-        let made = sample.message.frame(sample.id, sample.payload_len, sample.files);
-        let bytes = golden(&name, &what, &made);
-        assert_eq!(HEXLOWER.encode(&made), HEXLOWER.encode(&bytes), "{name}");
-        let (header, rest) = bytes.split_first_chunk::<HEADER_LEN>().unwrap();
-        let header = Header::decode(header).unwrap();
-        assert_eq!(
-            (header.id, header.payload_len, header.files),
-            (sample.id, sample.payload_len, sample.files)
-        );
-        header.check(sample.authenticated).unwrap();
-        assert_eq!(header.rest(), rest.len());
-        let body = header.body(rest).unwrap();
-        assert_eq!(Message::decode(header.kind, body).unwrap(), sample.message, "{name}");
-    }
-}
-
-#[test]
-fn no_vector_is_left_over() {
-    let mut known: Vec<String> = samples::frames().into_iter().map(|(name, _)| name).collect();
-    known.extend(samples::tickets().into_iter().map(|(name, ..)| name.to_owned()));
-    for entry in fs::read_dir(folder()).unwrap() {
-        let path = entry.unwrap().path();
-        if path.extension().is_some_and(|extension| extension == "hex") {
-            let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
-            assert!(known.contains(&name), "{name}.hex belongs to no sample");
-        }
-    }
-}
-
-/// The stored inputs of a corpus; those that are made here are written first when blessing.
-fn corpus(name: &str, made: Vec<(String, Vec<u8>)>) -> Vec<(String, Vec<u8>)> {
-    let folder = folder().join("corpus").join(name);
-    if blessing() {
-        fs::create_dir_all(&folder).unwrap();
-        for (name, bytes) in &made {
-            fs::write(folder.join(name), bytes).unwrap();
-        }
-    }
-    let mut stored: Vec<(String, Vec<u8>)> = fs::read_dir(&folder)
-        .unwrap()
-        .map(|entry| entry.unwrap())
-        .map(|entry| (entry.file_name().into_string().unwrap(), fs::read(entry.path()).unwrap()))
-        .collect();
-    stored.sort();
-    for (name, bytes) in &made {
-        let found = stored.iter().find(|(stored, _)| stored == name);
-        assert_eq!(found.map(|(_, bytes)| bytes), Some(bytes), "{name} is not stored as it is made");
-    }
-    assert!(!stored.is_empty());
-    stored
-}
-
-#[test]
-fn hostile_tickets_are_refused_without_harm() {
-    let made = hostile::tickets();
-    for (name, bytes) in &made {
-        let error = Ticket::decode(bytes).map(|_| ()).unwrap_err();
-        assert_eq!(error.kind(), towline::Kind::Protocol, "{name}");
-    }
-    corpus("ticket", made).iter().for_each(|(_, bytes)| fuzzing::ticket(bytes));
-}
-
-#[test]
-fn hostile_frames_are_refused_without_harm() {
-    let made = hostile::frames();
-    for (name, bytes) in &made {
-        let refused = bytes.split_first_chunk::<HEADER_LEN>().is_none_or(|(header, body)| {
-            Header::decode(header)
-                .and_then(|header| header.check(true).map(|()| header))
-                .and_then(|header| Message::decode(header.kind, body))
-                .is_err()
-        });
-        assert!(refused, "{name}");
-    }
-    corpus("frame", made).iter().for_each(|(_, bytes)| fuzzing::frame(bytes));
-}
-
-#[test]
-fn hostile_handshakes_end_without_a_link() {
-    corpus("handshake", hostile::handshakes()).iter().for_each(|(_, bytes)| fuzzing::handshake(bytes));
-}
+use corpus::corpus;
 
 #[test]
 fn hostile_metadata_is_refused_without_harm() {
-    let mut made = hostile::metadata();
+    let mut made = metadata::hostile_metadata();
     for (name, bytes) in &made {
         let refused = std::str::from_utf8(bytes).is_err()
             || RdmaMetadata::from_json(std::str::from_utf8(bytes).unwrap()).is_err();
         assert!(refused, "{name}");
     }
-    for (name, text) in samples::all_metadata() {
+    for (name, text) in metadata::all_metadata() {
         RdmaMetadata::from_json(&text).unwrap_or_else(|error| panic!("{name}: {error}"));
         made.push((name.into(), text.into_bytes()));
     }
-    corpus("metadata", made).iter().for_each(|(_, bytes)| connect_fuzzing::metadata(bytes));
+    corpus("metadata", made).iter().for_each(|(_, bytes)| fuzzing::metadata(bytes));
 }
 
 #[test]
 fn hostile_envelopes_are_refused_without_harm() {
-    let mut made = hostile::envelopes();
+    let mut made = metadata::hostile_envelopes();
     for (name, bytes) in &made {
         assert!(RdmaMetadata::owner(&HEXLOWER.encode(bytes)).is_err(), "{name}");
     }
-    for (name, bytes) in samples::envelopes() {
+    for (name, bytes) in metadata::envelopes() {
         assert_eq!(RdmaMetadata::owner(&HEXLOWER.encode(&bytes)).unwrap(), "prefill-0", "{name}");
         made.push((name.into(), bytes));
     }
-    corpus("envelope", made).iter().for_each(|(_, bytes)| connect_fuzzing::envelope(bytes));
+    corpus("envelope", made).iter().for_each(|(_, bytes)| fuzzing::envelope(bytes));
 }

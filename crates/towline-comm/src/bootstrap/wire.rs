@@ -3,9 +3,7 @@
 //! Hello and welcome, and the first fields of a join, are the same in every version, so that a rank of another version
 //! is understood well enough to be refused by name.
 
-use hmac::{Hmac, KeyInit, Mac};
-use sha2::Sha256;
-use subtle::ConstantTimeEq;
+use towline::crypto::{hmac_sha256, is_same};
 use towline::{Kind, Ticket};
 
 use super::MOST_RANKS;
@@ -40,17 +38,6 @@ pub(super) fn most_answer(nranks: usize) -> usize {
     TAG_LEN + 64 + MOST_TEXT + nranks.min(MOST_RANKS) * (MOST_TICKET + 8)
 }
 
-fn mac(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
-    // A key of any length is allowed, so this cannot fail.
-    let Ok(mut mac) = Hmac::<Sha256>::new_from_slice(key) else { return [0; 32] };
-    for part in parts {
-        mac.update(part);
-    }
-    let mut tag = [0; 32];
-    tag.copy_from_slice(&mac.finalize().into_bytes());
-    tag
-}
-
 /// What one rank and the root share once they have greeted each other.
 #[derive(Clone)]
 pub(super) struct Session {
@@ -59,24 +46,24 @@ pub(super) struct Session {
 
 impl Session {
     pub(super) fn new(secret: &[u8], nonce: &[u8; 16], rank: &[u8; 32], root: &[u8; 32]) -> Session {
-        Session { key: mac(secret, &[b"towline meeting", nonce, rank, root]) }
+        Session { key: hmac_sha256(secret, &[b"towline meeting", nonce, rank, root]) }
     }
 
     /// Binds it to the encrypted connection that carries it: somebody who has another one to each side gets nowhere.
     pub(super) fn bound_to(self, binding: Option<[u8; 32]>) -> Session {
         match binding {
-            Some(binding) => Session { key: mac(&self.key, &[b"binding", &binding]) },
+            Some(binding) => Session { key: hmac_sha256(&self.key, &[b"binding", &binding]) },
             None => self,
         }
     }
 
     /// Shows that the root knows the secret.
     pub(super) fn proof(&self) -> [u8; 32] {
-        mac(&self.key, &[b"root"])
+        hmac_sha256(&self.key, &[b"root"])
     }
 
     pub(super) fn proves(&self, proof: &[u8; 32]) -> bool {
-        self.proof().ct_eq(proof).into()
+        is_same(&self.proof(), proof)
     }
 
     /// Encrypts, then authenticates. Each side seals one message of a session: the key stream is never used twice.
@@ -91,7 +78,7 @@ impl Session {
     /// What was sealed; `None` where it was not sealed by that side with this secret.
     pub(super) fn unseal(&self, side: Side, sealed: &[u8]) -> Option<Vec<u8>> {
         let (hidden, tag) = sealed.split_at_checked(sealed.len().checked_sub(TAG_LEN)?)?;
-        if !bool::from(self.tag(side, hidden).as_slice().ct_eq(tag)) {
+        if !is_same(&self.tag(side, hidden), tag) {
             return None;
         }
         let mut plain = hidden.to_vec();
@@ -100,13 +87,13 @@ impl Session {
     }
 
     fn tag(&self, side: Side, hidden: &[u8]) -> [u8; 32] {
-        mac(&self.key, &[b"tag", &[side as u8], hidden])
+        hmac_sha256(&self.key, &[b"tag", &[side as u8], hidden])
     }
 
     fn stream(&self, side: Side, bytes: &mut [u8]) {
-        let key = mac(&self.key, &[b"stream", &[side as u8]]);
+        let key = hmac_sha256(&self.key, &[b"stream", &[side as u8]]);
         for (index, block) in bytes.chunks_mut(32).enumerate() {
-            let pad = mac(&key, &[&(index as u64).to_le_bytes()]);
+            let pad = hmac_sha256(&key, &[&(index as u64).to_le_bytes()]);
             block.iter_mut().zip(pad).for_each(|(byte, pad)| *byte ^= pad);
         }
     }
@@ -122,7 +109,7 @@ pub(super) fn hello(nonce: &[u8; 16], challenge: &[u8; 32]) -> [u8; HELLO_LEN] {
 
 /// The rank's challenge, where the hello is for this meeting.
 pub(super) fn parse_hello(bytes: &[u8; HELLO_LEN], nonce: &[u8; 16]) -> Option<[u8; 32]> {
-    let ours = bytes[..4] == HELLO && bool::from(bytes[4..20].ct_eq(nonce));
+    let ours = bytes[..4] == HELLO && is_same(&bytes[4..20], nonce);
     ours.then(|| bytes.last_chunk::<32>().copied()).flatten()
 }
 

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use sha2::{Digest, Sha256};
+use towline::crypto::sha256;
 use towline::{Kind, Reach, Ticket};
 
 use super::{Communicator, meet};
@@ -151,9 +151,9 @@ fn split(
     let rank = members.iter().position(|(_, member)| *member == old.rank);
     let rank = rank.ok_or_else(|| Error::new(Kind::Internal, OP, "this rank is not of its own colour"))?;
     // The tickets are new for every split, so their digest names the group.
-    let mut digest = Sha256::new_with_prefix(old.group_id);
-    tickets.iter().for_each(|ticket| digest.update(ticket.public_bytes()));
-    let group_id = *digest.finalize().first_chunk().unwrap_or(&[0; 16]);
+    let mut about: Vec<&[u8]> = vec![&old.group_id];
+    about.extend(tickets.iter().map(|ticket| ticket.public_bytes()));
+    let group_id = *sha256(&about).first_chunk().unwrap_or(&[0; 16]);
     let nranks = members.len();
     let team = Team::assemble(seat, rank, tickets.clone()).map_err(|error| error.during(OP))?;
     child.seat(Seating { rank, nranks, tickets, group_id }, team)
@@ -185,10 +185,10 @@ fn shrink(
 ) -> Result<()> {
     const OP: &str = "shrink";
     let seating = parent.seating(OP)?;
-    let mut digest = Sha256::new_with_prefix(seating.group_id);
-    digest.update(nth.to_le_bytes());
-    survivors.iter().for_each(|survivor| digest.update((*survivor as u64).to_le_bytes()));
-    let about = *digest.finalize().first_chunk::<8>().unwrap_or(&[0; 8]);
+    let survivors_said: Vec<u8> =
+        survivors.iter().flat_map(|survivor| (*survivor as u64).to_le_bytes()).collect();
+    let digest = sha256(&[&seating.group_id, &nth.to_le_bytes(), &survivors_said]);
+    let about = *digest.first_chunk::<8>().unwrap_or(&[0; 8]);
     // The call is for this shrink of this communicator; who is called is compared at the meeting.
     let mut call = CALL.to_vec();
     call.extend(seating.group_id);

@@ -9,9 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use hmac::{Hmac, KeyInit, Mac};
-use sha2::Sha256;
 use towline::Kind;
+use towline::crypto::hmac_sha256;
 use towline_comm::{Communicator, UniqueId, get_unique_id};
 use towline_testkit::watchdog::eventually;
 
@@ -20,14 +19,6 @@ use super::{LONG, config, impatient, watch};
 
 const SECRET: std::ops::Range<usize> = 8..40;
 const NONCE: std::ops::Range<usize> = 40..56;
-
-fn mac(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
-    let mut mac = Hmac::<Sha256>::new_from_slice(key).unwrap();
-    parts.iter().for_each(|part| mac.update(part));
-    let mut tag = [0; 32];
-    tag.copy_from_slice(&mac.finalize().into_bytes());
-    tag
-}
 
 fn hello(id: &UniqueId, challenge: &[u8; 32]) -> Vec<u8> {
     [b"TLm?", &id.as_bytes()[NONCE], &challenge[..]].concat()
@@ -42,17 +33,17 @@ fn sealed_join(
     nranks: u32,
     rank: u32,
 ) -> Vec<u8> {
-    let key = mac(&id.as_bytes()[SECRET], &[b"towline meeting", &id.as_bytes()[NONCE], ours, theirs]);
+    let key = hmac_sha256(&id.as_bytes()[SECRET], &[b"towline meeting", &id.as_bytes()[NONCE], ours, theirs]);
     let mut plain = version.to_le_bytes().to_vec();
     plain.extend(nranks.to_le_bytes());
     plain.extend(rank.to_le_bytes());
     plain.extend([0xee; 77]);
-    let stream = mac(&key, &[b"stream", &[0]]);
+    let stream = hmac_sha256(&key, &[b"stream", &[0]]);
     for (index, block) in plain.chunks_mut(32).enumerate() {
-        let pad = mac(&stream, &[&(index as u64).to_le_bytes()]);
+        let pad = hmac_sha256(&stream, &[&(index as u64).to_le_bytes()]);
         block.iter_mut().zip(pad).for_each(|(byte, pad)| *byte ^= pad);
     }
-    let tag = mac(&key, &[b"tag", &[0], &plain]);
+    let tag = hmac_sha256(&key, &[b"tag", &[0], &plain]);
     plain.extend(tag);
     let mut message = (plain.len() as u32).to_le_bytes().to_vec();
     message.extend(plain);

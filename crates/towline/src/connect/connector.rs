@@ -8,12 +8,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use data_encoding::HEXLOWER;
-use sha2::{Digest, Sha256};
 
 use super::active::{self, ReadOperation, WriteOperation};
 use super::descriptor::Descriptors;
 use super::passive::{self, ReadableOperation, WritableOperation};
 use super::{OperationKind, RdmaMetadata};
+use crate::crypto::sha256;
 use crate::identity::Incarnation;
 use crate::sync::lock;
 use crate::{Endpoint, Error, Identity, Kind, Limits, Result};
@@ -258,7 +258,7 @@ fn endpoint_name(name: &str) -> String {
     if Identity::new(name, Incarnation([0; 16])).is_ok() {
         return name.to_owned();
     }
-    let hash: [u8; 32] = Sha256::digest(name.as_bytes()).into();
+    let hash = sha256(&[name.as_bytes()]);
     let mut shown: String = name.chars().filter(|one| !one.is_control()).collect();
     while shown.len() > 40 {
         shown.pop();

@@ -7,8 +7,8 @@ use data_encoding::{BASE64, HEXLOWER, HEXLOWER_PERMISSIVE};
 
 use crate::ticket::MAX_TICKET;
 use crate::wire::OperationId;
-use crate::wire::codec::{Reader, put_counted, put_u16};
 use crate::{Error, Kind, Result, Ticket};
+use towline_proto::codec::{Reader, put_counted, put_u16};
 
 /// The most descriptors in one operation.
 pub const MAX_DESCRIPTORS: usize = 1024;

@@ -46,20 +46,18 @@ impl Blocks<'_> {
     }
 }
 
-impl Indices<'_> {
-    /// Writes the indices from `start` on; false where they need no writing, since they are 0, 1, 2 and so on.
-    pub(super) fn write(&self, start: usize, into: &mut [u32]) -> bool {
-        match self {
-            Indices::All => return false,
-            Indices::U32(list) => into.copy_from_slice(&list[start..start + into.len()]),
-            Indices::U64(list) => {
-                for (entry, index) in into.iter_mut().zip(&list[start..]) {
-                    *entry = *index as u32;
-                }
+/// Writes the indices from `start` on; false where they need no writing, since they are 0, 1, 2 and so on.
+pub(super) fn write_indices(indices: Indices<'_>, start: usize, into: &mut [u32]) -> bool {
+    match indices {
+        Indices::All => return false,
+        Indices::U32(list) => into.copy_from_slice(&list[start..start + into.len()]),
+        Indices::U64(list) => {
+            for (entry, index) in into.iter_mut().zip(&list[start..]) {
+                *entry = *index as u32;
             }
         }
-        true
     }
+    true
 }
 
 impl Gpu {

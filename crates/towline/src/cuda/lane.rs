@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use towline_sys::cuda::{Entered, Event, Function, HostFlags, Stream};
 
-use super::blocks::Blocks;
+use super::blocks::{Blocks, write_indices};
 use super::copy::Run;
 use super::list::{self, Form, PAIR, Shape, TRIPLE};
 use super::{Gpu, failed};
@@ -261,7 +261,7 @@ impl Lane {
                     // SAFETY: two times `now` indices, and what is lost between them, have room in the rest of the list, which
                     // is this lane's and which the GPU has read.
                     let into = unsafe { slice::from_raw_parts_mut(start_at(list, used), now) };
-                    let written = side.indices.write(done, into);
+                    let written = write_indices(side.indices, done, into);
                     bases[at] = if written { side.base } else { side.base + done as u64 * side.step };
                     if written {
                         places[at] = used as u64 + 1;

@@ -21,7 +21,7 @@ use crate::sync::lock;
 use crate::ticket::Reach;
 use crate::transport::{Capabilities, Offer, Owner};
 use crate::wire::Grant;
-use crate::{Access, Error, Kind, Result, Ticket, fork, room};
+use crate::{Access, Error, Kind, Result, Ticket, ended, fork, room};
 
 /// Where a ticket names several addresses, each but the last gets at most this long.
 const ONE_ADDRESS: Duration = Duration::from_secs(2);
@@ -437,6 +437,7 @@ fn media(ticket: &Ticket, routing: &Routing) -> impl Iterator<Item = Medium> {
     ticket.body().reach.iter().filter_map(move |reach| match reach {
         Reach::Unix => local.then_some(Medium::Unix),
         Reach::Tcp(address) => far.then_some(Medium::Tcp(*address)),
+        _ => None,
     })
 }
 
@@ -457,7 +458,7 @@ pub(super) fn contact(
     until: Instant,
 ) -> Result<Arc<Session>, NoContact> {
     let (incarnation, name) = (ticket.body().identity.incarnation, &*ticket.body().identity.name);
-    if incarnation.has_ended() {
+    if ended::contains(&incarnation) {
         let why = "the owner has closed its endpoint, or its process has ended";
         return Err(Error::owner_gone("import", why).with_peer(name).into());
     }

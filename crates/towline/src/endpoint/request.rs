@@ -110,6 +110,20 @@ impl<'a> Request<'a> {
     /// Lists of more than a few hundred indices are checked by a worker: an index that is past its layout, or past the memory,
     /// is then how the transfer ends, and not an error of [`start`](Self::start). Hand long lists over ([`IndexList`]), and
     /// starting takes no longer for them.
+    ///
+    /// ```
+    /// # use towline::{Access, Endpoint, Layout, SharedStorage};
+    /// use std::sync::Arc;
+    /// # let owner = Endpoint::open("owner")?;
+    /// # let cache = owner.register(SharedStorage::new(64 << 10)?, Access::READ)?;
+    /// # let endpoint = Endpoint::open("reader")?;
+    /// # let remote = endpoint.import(&cache.ticket()?)?;
+    /// # let local = endpoint.register(SharedStorage::new(64 << 10)?, Access::NONE)?;
+    /// let pages = Layout::blocks(0, 4096, 16, 4096)?;
+    /// let kept: Arc<Vec<u64>> = Arc::new(vec![3, 9, 10]);
+    /// endpoint.read(&remote, &local).blocks(&pages, Arc::clone(&kept), &pages, vec![0u32, 1, 2]).start()?.wait()?;
+    /// # Ok::<(), towline::Error>(())
+    /// ```
     pub fn blocks(
         mut self,
         remote: &Layout,

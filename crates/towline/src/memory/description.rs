@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{FileSlice, NixlDescriptor, SegmentSlice};
+use super::{FileSlice, NixlDescriptor, Place, SegmentSlice};
 
 /// Describes a span of memory: where it is, how long it is, and of which kind.
 ///
@@ -93,27 +93,6 @@ impl fmt::Display for StorageKind {
             StorageKind::Device(index) => write!(f, "device:{index}"),
             StorageKind::Disk(file) => write!(f, "disk:{file}"),
             StorageKind::External => f.write_str("external"),
-        }
-    }
-}
-
-/// Where bytes live: this decides which paths can move them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Place {
-    /// Memory that the CPU reads and writes.
-    Host,
-    /// Memory of the GPU with that ordinal.
-    Cuda(u32),
-    /// A file.
-    Disk,
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Place::Host => f.write_str("host"),
-            Place::Cuda(index) => write!(f, "cuda:{index}"),
-            Place::Disk => f.write_str("disk"),
         }
     }
 }
@@ -226,19 +205,10 @@ mod tests {
     }
 
     #[test]
-    fn places_have_their_names() {
-        assert_eq!(Place::Host.to_string(), "host");
-        assert_eq!(Place::Cuda(7).to_string(), "cuda:7");
-        assert_eq!(Place::Disk.to_string(), "disk");
-    }
-
-    #[test]
-    fn kinds_and_places_survive_serialisation() {
+    fn kinds_survive_serialisation() {
         for kind in [StorageKind::System, StorageKind::Device(1), StorageKind::Disk(9)] {
             let text = serde_json::to_string(&kind).unwrap();
             assert_eq!(serde_json::from_str::<StorageKind>(&text).unwrap(), kind);
         }
-        let text = serde_json::to_string(&Place::Cuda(3)).unwrap();
-        assert_eq!(serde_json::from_str::<Place>(&text).unwrap(), Place::Cuda(3));
     }
 }

@@ -8,7 +8,7 @@
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Mutex, MutexGuard};
 
-use super::reduce::{self, Dtype, ReduceOp};
+use super::{Dtype, ReduceOp, reduce};
 use crate::Result;
 use crate::bytes::checked;
 use crate::sync::lock;

@@ -18,6 +18,7 @@ use super::transfer::{
 };
 use crate::memory::MemType;
 use crate::sync::lock;
+use crate::transport::nixl::of_nixl;
 use crate::{Error, Kind, Result};
 
 /// An agent: it registers memory, tells peers of it, and moves bytes. Clones are the same agent.
@@ -241,7 +242,7 @@ impl NixlAgent {
     /// The plug-ins that backends could be made of.
     pub fn get_available_plugins(&self) -> Result<Vec<String>> {
         Ok(match &self.0.running {
-            Running::Nixl(native) => native.agent().plugins()?,
+            Running::Nixl(native) => native.agent().plugins().map_err(of_nixl)?,
             Running::Embedded { .. } => embedded::STANDS_FOR.map(str::to_owned).to_vec(),
         })
     }
@@ -250,7 +251,8 @@ impl NixlAgent {
     pub fn get_plugin_params(&self, plugin: &str) -> Result<(Vec<MemType>, Params)> {
         match &self.0.running {
             Running::Nixl(native) => {
-                let sys_nixl::Plugin { memory, parameters } = native.agent().plugin(plugin)?;
+                let sys_nixl::Plugin { memory, parameters } =
+                    native.agent().plugin(plugin).map_err(of_nixl)?;
                 Ok((memory.into_iter().map(mem_type).collect(), parameters))
             }
             Running::Embedded { .. } if embedded::STANDS_FOR.contains(&plugin) => {
@@ -266,7 +268,7 @@ impl NixlAgent {
     /// Everything that a peer needs to reach all that is registered here.
     pub fn get_local_md(&self) -> Result<Vec<u8>> {
         match &self.0.running {
-            Running::Nixl(native) => Ok(native.agent().metadata()?),
+            Running::Nixl(native) => native.agent().metadata().map_err(of_nixl),
             Running::Embedded { engine, .. } => engine.metadata(),
         }
     }
@@ -327,7 +329,7 @@ impl NixlAgent {
     pub fn make_connection(&self, peer: &str, opt: Option<&OptArgs>) -> Result<()> {
         match &self.0.running {
             Running::Nixl(native) => {
-                native.with_options(opt, |options| Ok(native.agent().connect(peer, options)?))
+                native.with_options(opt, |options| native.agent().connect(peer, options).map_err(of_nixl))
             }
             Running::Embedded { engine, .. } => {
                 self.check_options(opt)?;
@@ -430,8 +432,9 @@ impl NixlAgent {
             opt.add_backend(backend)?;
         }
         match &self.0.running {
-            Running::Nixl(native) => native
-                .with_options(Some(&opt), |options| Ok(native.agent().notify(peer, message, options)?)),
+            Running::Nixl(native) => native.with_options(Some(&opt), |options| {
+                native.agent().notify(peer, message, options).map_err(of_nixl)
+            }),
             Running::Embedded { engine, .. } => {
                 self.check_options(Some(&opt))?;
                 engine.notify(peer, message)
@@ -443,7 +446,7 @@ impl NixlAgent {
     pub fn get_notifications(&self, into: &mut NotificationMap) -> Result<()> {
         match &self.0.running {
             Running::Nixl(native) => {
-                let came = native.agent().notifications()?;
+                let came = native.agent().notifications().map_err(of_nixl)?;
                 into.extend(came.into_iter().map(|one| (one.peer, one.message)));
             }
             Running::Embedded { engine, .. } => into.extend(engine.notifications()?),
@@ -458,7 +461,7 @@ impl NixlAgent {
     pub fn wait_notifications(&self, into: &mut NotificationMap, within: Duration) -> Result<bool> {
         match &self.0.running {
             Running::Nixl(native) => pauses(within, || {
-                let came = native.agent().notifications()?;
+                let came = native.agent().notifications().map_err(of_nixl)?;
                 let some = !came.is_empty();
                 into.extend(came.into_iter().map(|one| (one.peer, one.message)));
                 Ok(some)

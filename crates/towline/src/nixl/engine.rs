@@ -6,7 +6,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use towline_sys::nixl::{Nixl, SETTING};
 
-use crate::{Error, Result};
+use crate::Result;
+use crate::transport::nixl::of_nixl;
 
 /// What an agent moves bytes with. Both ends of a transfer need the same.
 ///
@@ -59,7 +60,7 @@ pub(super) fn choose(wanted: Option<Engine>, also: Option<&Path>) -> Result<Chos
             let why = format!("NIXL {} at {}", nixl.version().unwrap_or("?"), nixl.path().display());
             Ok(Chosen::Nixl(nixl, why))
         }
-        Err(error) if wanted == Some(Engine::Nixl) || was_named(&error) => Err(Error::from(error)),
+        Err(error) if wanted == Some(Engine::Nixl) || was_named(&error) => Err(of_nixl(error)),
         Err(error) => Ok(Chosen::Embedded(error.to_string())),
     }
 }

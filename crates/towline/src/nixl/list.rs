@@ -11,6 +11,7 @@ use towline_sys::nixl::{self as native, Nixl};
 use super::sys;
 use super::wheel;
 use crate::memory::{MemType, NixlDescriptor};
+use crate::transport::nixl::of_nixl;
 use crate::{Error, Result, room};
 
 /// NIXL's word for a kind of memory.
@@ -234,7 +235,7 @@ impl XferDescList {
 
     pub(super) fn native(&self, nixl: &Nixl) -> Result<native::TransferList> {
         let ranges = self.ranges().map(|range| range.descriptor());
-        Ok(native::TransferList::new(nixl, native_kind(self.mem_type), ranges)?)
+        native::TransferList::new(nixl, native_kind(self.mem_type), ranges).map_err(of_nixl)
     }
 }
 
@@ -254,7 +255,7 @@ impl RegDescList {
 
     pub(super) fn native(&self, nixl: &Nixl) -> Result<native::RegistrationList> {
         let ranges = self.ranges().map(|range| range.descriptor());
-        Ok(native::RegistrationList::new(nixl, native_kind(self.mem_type), ranges)?)
+        native::RegistrationList::new(nixl, native_kind(self.mem_type), ranges).map_err(of_nixl)
     }
 }
 

@@ -10,6 +10,7 @@ use super::embedded;
 use super::list::{Key, Range, RegDescList, XferDescList};
 use super::transfer::{OptArgs, XferOp};
 use crate::sync::lock;
+use crate::transport::nixl::of_nixl;
 use crate::{Error, Kind, Result};
 
 /// A registered storage, as transfers hold it.
@@ -44,7 +45,7 @@ impl Prepared {
 
 impl Native {
     pub(super) fn create(nixl: Nixl, name: &str, config: &AgentConfig) -> Result<Native> {
-        let agent = nixl.agent(name, &config.native())?;
+        let agent = nixl.agent(name, &config.native()).map_err(of_nixl)?;
         Ok(Native {
             nixl,
             agent,
@@ -66,7 +67,7 @@ impl Native {
     pub(super) fn add_backend(&self, name: &str, params: &BTreeMap<String, String>) -> Result<()> {
         let mut backends = lock(&self.backends);
         if !backends.contains_key(name) {
-            let made = self.agent.create_backend(name, params)?;
+            let made = self.agent.create_backend(name, params).map_err(of_nixl)?;
             backends.insert(name.to_owned(), made);
         }
         Ok(())
@@ -78,7 +79,7 @@ impl Native {
 
     pub(super) fn partial_metadata(&self, list: &RegDescList, opt: Option<&OptArgs>) -> Result<Vec<u8>> {
         let list = list.native(&self.nixl)?;
-        self.with_options(opt, |options| Ok(self.agent.partial_metadata(&list, options)?))
+        self.with_options(opt, |options| self.agent.partial_metadata(&list, options).map_err(of_nixl))
     }
 
     /// NIXL trusts the bytes; what another engine has written must not get there.
@@ -90,25 +91,25 @@ impl Native {
             );
             return Err(Error::new(Kind::Unsupported, "load_remote_md", message));
         }
-        let name = self.agent.load_metadata(bytes)?;
+        let name = self.agent.load_metadata(bytes).map_err(of_nixl)?;
         lock(&self.remotes).insert(name.clone());
         Ok(name)
     }
 
     pub(super) fn invalidate(&self, peer: &str) -> Result<()> {
         lock(&self.remotes).remove(peer);
-        Ok(self.agent.forget(peer)?)
+        self.agent.forget(peer).map_err(of_nixl)
     }
 
     pub(super) fn invalidate_all(&self) -> Result<()> {
         let all = std::mem::take(&mut *lock(&self.remotes));
-        all.iter().try_for_each(|peer| Ok(self.agent.forget(peer)?))
+        all.iter().try_for_each(|peer| self.agent.forget(peer).map_err(of_nixl))
     }
 
     pub(super) fn knows(&self, peer: &str, list: Option<&XferDescList>) -> bool {
         let known = || -> Result<bool> {
             let list = list.map(|list| list.native(&self.nixl)).transpose()?;
-            Ok(self.agent.knows(peer, list.as_ref())?)
+            self.agent.knows(peer, list.as_ref()).map_err(of_nixl)
         };
         known().unwrap_or(false)
     }
@@ -125,8 +126,8 @@ impl Native {
         let list = list.native(&self.nixl)?;
         let prepared = self.with_options(opt, |options| {
             Ok(match peer {
-                None => self.agent.prepare_local(&list, options)?,
-                Some(peer) => self.agent.prepare_remote(peer, &list, options)?,
+                None => self.agent.prepare_local(&list, options).map_err(of_nixl)?,
+                Some(peer) => self.agent.prepare_remote(peer, &list, options).map_err(of_nixl)?,
             })
         })?;
         Ok(Prepared { prepared, keep: keep.into() })
@@ -149,7 +150,7 @@ impl Native {
         let request = self.with_options(opt, |options| {
             // SAFETY: every local range lies in a registered storage that `keep` holds, and the request holds `keep`
             // until NIXL has let go of it.
-            Ok(unsafe { self.agent.request(op.native(), &near, &far, peer, options) }?)
+            unsafe { self.agent.request(op.native(), &near, &far, peer, options) }.map_err(of_nixl)
         })?;
         Ok((request, keep))
     }
@@ -166,7 +167,7 @@ impl Native {
         let sides = ((&local.0.prepared, local.1), (&remote.0.prepared, remote.1));
         let request = self.with_options(opt, |options| {
             // SAFETY: as for `request`: the lists were prepared with what holds their memory.
-            Ok(unsafe { self.agent.request_prepared(op.native(), sides.0, sides.1, options) }?)
+            unsafe { self.agent.request_prepared(op.native(), sides.0, sides.1, options) }.map_err(of_nixl)
         })?;
         Ok((request, keep))
     }
@@ -181,9 +182,10 @@ impl Native {
         range: &Range,
         opt: Option<&OptArgs>,
     ) -> Result<native::Registration> {
-        let list = native::RegistrationList::new(&self.nixl, range.kind(), [range.descriptor()])?;
+        let list =
+            native::RegistrationList::new(&self.nixl, range.kind(), [range.descriptor()]).map_err(of_nixl)?;
         // SAFETY: the caller's obligation is the same.
-        self.with_options(opt, |options| Ok(unsafe { self.agent.register(list, options) }?))
+        self.with_options(opt, |options| unsafe { self.agent.register(list, options) }.map_err(of_nixl))
     }
 
     pub(super) fn note(&self, held: &Arc<dyn Held>) {

@@ -16,6 +16,7 @@ use super::native::{Held, Native};
 use super::transfer::OptArgs;
 use crate::memory::{MemType, MemoryDescription, NixlDescriptor, Place, Storage, StorageKind};
 use crate::region::{RegisterError, RegisteredView};
+use crate::transport::nixl::of_nixl;
 use crate::{Error, Kind, Result, fork};
 
 /// Says how NIXL names a storage: address, length, kind and device. Every [`Storage`] can say it.
@@ -62,7 +63,7 @@ impl<S: Storage> Core<S> {
         if let Running::Nixl(native) = self.agent.running() {
             native.forget(&self.range);
         }
-        Ok(registration.deregister()?)
+        registration.deregister().map_err(of_nixl)
     }
 }
 

@@ -13,6 +13,7 @@ use super::engine::Engine;
 use super::native::{Keepers, Prepared};
 use crate::runtime;
 use crate::sync::lock;
+use crate::transport::nixl::of_nixl;
 use crate::{Error, Kind, Result, room};
 
 /// Which way the bytes go, seen from the agent that asks.
@@ -192,7 +193,7 @@ struct NativeRequest {
 impl NativeRequest {
     fn with<T>(&self, call: impl FnOnce(&mut native::Request) -> towline_sys::Result<T>) -> Result<T> {
         match lock(&self.request).as_mut() {
-            Some(request) => Ok(call(request)?),
+            Some(request) => Ok(call(request).map_err(of_nixl)?),
             None => Err(Error::new(Kind::Internal, "nixl", "the request is gone")),
         }
     }

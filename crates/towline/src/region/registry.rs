@@ -13,7 +13,7 @@ use crate::notify::{Inbox, Notification, Notifications};
 use crate::runtime::{self, Bell, Interest, Readiness, Source, Token};
 use crate::sync::lock;
 use crate::ticket::{self, Claims, Reach, RegionKey};
-use crate::{Error, Kind, Result, interrupt};
+use crate::{Error, Kind, Result, ended, interrupt};
 
 /// How often an endpoint that closes wakes those who wait for a signal.
 const WAKE_AGAIN: Duration = Duration::from_millis(1);
@@ -275,7 +275,7 @@ impl Registry {
     pub(crate) fn shut(&self) -> bool {
         let first = !self.closed.swap(true, Ordering::AcqRel);
         if first {
-            self.identity.incarnation.end();
+            ended::remember(self.identity.incarnation);
         }
         first
     }

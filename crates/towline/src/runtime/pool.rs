@@ -17,7 +17,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::reactor::be_polite;
 use super::{lock, panic_message, start_thread};
-use crate::error::Error;
+use crate::Error;
 use crate::fork;
 
 /// One piece of work.

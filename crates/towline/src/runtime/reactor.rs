@@ -23,8 +23,8 @@ use rustix::io::Errno;
 
 use super::timers::{Timer, TimerId, Timers};
 use super::{lock, panic_message, start_thread};
-use crate::error::{Error, Kind, Result};
 use crate::fork;
+use crate::{Error, Kind, Result};
 
 /// Something that waits for a descriptor.
 pub(crate) trait Source: Send + Sync {

@@ -26,9 +26,9 @@ use rustix::net::{
 
 pub(crate) use self::tuning::Acknowledged;
 use crate::bytes::checked::gone;
-use crate::error::{Error, Kind, Result};
 use crate::fork;
 use crate::runtime::rseq;
+use crate::{Error, Kind, Result};
 
 /// Descriptors in one message: the kernel's SCM_MAX_FD.
 pub(crate) const MAX_FILES: usize = 253;

@@ -40,7 +40,7 @@ use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, FrameKind, Message};
-use crate::{Error, Kind, Result, Ticket};
+use crate::{Error, Kind, Result, Ticket, ended};
 
 /// While something is in flight between hosts, a frame goes out at least this often, so that a peer that does not acknowledge
 /// it is noticed.
@@ -245,7 +245,7 @@ impl Session {
         let weak = Arc::downgrade(self);
         let died = Box::new(move || {
             if let Some(session) = weak.upgrade() {
-                session.owner.incarnation.end();
+                ended::remember(session.owner.incarnation);
                 session.fail(session.owner_died());
             }
         });

@@ -46,6 +46,18 @@ const FIRST_HELP: Duration = Duration::from_millis(50);
 /// By which peers and owners speak of it.
 const NUMBER: u8 = 2;
 
+/// What a foreign library said, with the kind that tells the caller what to do about it.
+pub(crate) fn of_nixl(error: towline_sys::Error) -> Error {
+    let kind = match &error {
+        error if error.is_unavailable() => Kind::Unavailable,
+        towline_sys::Error::Argument { .. } => Kind::Invalid,
+        towline_sys::Error::Refused { name: "invalid parameter", .. } => Kind::Invalid,
+        towline_sys::Error::Refused { name: "not found", .. } => Kind::NotFound,
+        _ => Kind::Native,
+    };
+    Error::new(kind, "nixl", error.to_string()).caused_by(error)
+}
+
 /// The transport by NIXL.
 pub(crate) struct NixlPath;
 
@@ -238,4 +250,34 @@ fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<crate::session::GrantHandl
 
 fn unavailable(reason: impl Into<Cow<'static, str>>) -> Error {
     Error::new(Kind::Unavailable, "import", reason)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::panic)]
+
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_unavailable_and_keeps_the_places_tried() {
+        let error = of_nixl(Nixl::load_from("/nowhere/libnixl_capi.so").unwrap_err());
+        assert_eq!(error.kind(), Kind::Unavailable);
+        assert!(error.message().contains("/nowhere/libnixl_capi.so"), "{error}");
+        let source = std::error::Error::source(&error).unwrap();
+        assert!(source.downcast_ref::<towline_sys::Error>().unwrap().is_unavailable());
+    }
+
+    #[test]
+    fn refusals_keep_their_call_and_get_a_useful_kind() {
+        for (code, name, kind) in [
+            (-1, "invalid parameter", Kind::Invalid),
+            (-2, "backend error", Kind::Native),
+            (-6, "not found", Kind::NotFound),
+        ] {
+            let refused = towline_sys::Error::Refused { call: "nixl_capi_register_mem", code, name };
+            let error = of_nixl(refused);
+            assert_eq!(error.kind(), kind);
+            assert!(error.message().contains(&format!("nixl_capi_register_mem returned {code} ({name})")));
+        }
+    }
 }

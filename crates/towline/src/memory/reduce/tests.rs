@@ -269,23 +269,3 @@ fn a_contested_counter_loses_nothing() {
     // SAFETY: as above.
     assert_eq!(unsafe { fetch_add(storage.as_ptr(), 0) }, 60_000);
 }
-
-#[test]
-fn names_and_codes_lead_back() {
-    for (index, dtype) in Dtype::ALL.into_iter().enumerate() {
-        assert_eq!(usize::from(dtype.code()), index);
-        assert_eq!(Dtype::from_code(dtype.code()), Some(dtype));
-        assert_eq!(dtype.name().parse::<Dtype>().unwrap(), dtype);
-        assert_eq!(dtype.names().1.parse::<Dtype>().unwrap(), dtype);
-        assert_eq!(serde_json::to_string(&dtype).unwrap(), format!("\"{dtype}\""));
-    }
-    assert_eq!(Dtype::from_code(10), None);
-    assert_eq!("f8".parse::<Dtype>().unwrap_err().kind(), Kind::Invalid);
-    for (index, op) in ReduceOp::ALL.into_iter().enumerate() {
-        assert_eq!(usize::from(op.code()), index);
-        assert_eq!(ReduceOp::from_code(op.code()), Some(op));
-        assert_eq!(op.to_string().parse::<ReduceOp>().unwrap(), op);
-    }
-    assert_eq!(ReduceOp::from_code(4), None);
-    assert_eq!("mean".parse::<ReduceOp>().unwrap_err().kind(), Kind::Invalid);
-}

@@ -10,7 +10,7 @@ use std::time::Duration;
 use rustix::net::{self, sockopt};
 
 use super::{Family, Lane, PATIENCE, Socket, failed};
-use crate::error::Result;
+use crate::Result;
 
 /// Socket buffers of a bulk lane on one host: what `net.core.wmem_max` allows on a stock kernel.
 ///

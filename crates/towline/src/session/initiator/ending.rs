@@ -12,7 +12,7 @@ use crate::session::run::Run;
 use crate::session::{Medium, outstanding, sharing};
 use crate::sync::lock;
 use crate::wire::{self, Message};
-use crate::{Error, Kind};
+use crate::{Error, Kind, ended};
 
 /// How long the owner may take to say what became of a write that was stopped, since it was asked or was last heard: the write's
 /// own limit without progress, but within these bounds, which leave time for a long round trip and still are no long wait.
@@ -212,10 +212,10 @@ impl Session {
     #[cold]
     pub(super) fn why_over(&self, error: Error) -> Error {
         let owner = self.owner.incarnation;
-        if error.kind() != Kind::Disconnected || !(owner.has_ended() || self.owner_has_died()) {
+        if error.kind() != Kind::Disconnected || !(ended::contains(&owner) || self.owner_has_died()) {
             return error;
         }
-        owner.end();
+        ended::remember(owner);
         self.owner_died().caused_by(error)
     }
 
@@ -238,7 +238,7 @@ impl Session {
         }
         // Where anybody on the way could have said so, it is believed of this session only.
         if self.medium == Medium::Unix || self.is_encrypted() {
-            self.owner.incarnation.end();
+            ended::remember(self.owner.incarnation);
         }
         Error::owner_gone("session", "the owner has closed its endpoint")
     }

@@ -13,6 +13,7 @@ use super::engine::{Engine, Reach};
 use super::files::OpenFile;
 use super::lists::{Grids, Key, Requests, gridded};
 use super::memory::{Known, Memory};
+use super::of_nixl;
 use super::peer::{Asked, PeerAgent};
 use super::run::{self, Run};
 use super::words::{Answer, Word};
@@ -360,8 +361,8 @@ impl NixlAttachment {
             length: piece.len,
             device: theirs,
         });
-        let near = TransferList::new(&engine.nixl, memory.kind(), near)?;
-        let far = TransferList::new(&engine.nixl, self.kind, far)?;
+        let near = TransferList::new(&engine.nixl, memory.kind(), near).map_err(of_nixl)?;
+        let far = TransferList::new(&engine.nixl, self.kind, far).map_err(of_nixl)?;
         let options = engine.options(self.reach())?;
         // SAFETY: the caller's obligation.
         let request = unsafe { engine.agent.request(direction, &near, &far, &self.peer.name, &options) }
@@ -374,7 +375,7 @@ impl NixlAttachment {
         if let Err(gone) = self.handle.session().alive() {
             return gone;
         }
-        let error = Error::from(error);
+        let error = of_nixl(error);
         if matches!(error.kind(), Kind::Native | Kind::NotFound) {
             self.peer.broke();
         }
@@ -389,7 +390,7 @@ impl NixlAttachment {
         }
         self.engine.counts.posted.fetch_add(1, Ordering::Relaxed);
         match asked.request() {
-            Some(request) => Ok(request.post(None)?),
+            Some(request) => Ok(request.post(None).map_err(of_nixl)?),
             None => Err(Error::new(Kind::Internal, "transfer", "a request without a handle")),
         }
     }
@@ -433,7 +434,7 @@ impl NixlAttachment {
             }
             looks += 1;
             progress = match asked.request() {
-                Some(request) => request.progress().map_err(Error::from),
+                Some(request) => request.progress().map_err(of_nixl),
                 None => break,
             };
         }

@@ -10,6 +10,7 @@ use towline_sys::nixl::Progress;
 use super::attachment::{Inside, PATIENT_LOOKS};
 use super::engine::Engine;
 use super::lists::Key;
+use super::of_nixl;
 use super::peer::Asked;
 use super::run::Run;
 use crate::region::RegionUse;
@@ -126,7 +127,7 @@ impl Flight {
         match asked.request().map(|request| request.progress()) {
             None | Some(Ok(Progress::Done)) => return Look::Landed(Ok(())),
             Some(Err(error)) => {
-                self.failed = Some((error.into(), now));
+                self.failed = Some((of_nixl(error), now));
                 return Look::Flying;
             }
             Some(Ok(Progress::InProgress)) => {}

@@ -11,6 +11,7 @@ use towline_sys::nixl::{
 
 use super::devices::Devices;
 use super::driver::{Driving, Exiting};
+use super::of_nixl;
 use super::options::NixlOptions;
 use super::peer::PeerAgent;
 use super::system;
@@ -184,7 +185,7 @@ pub(crate) struct Engine {
 
 impl Engine {
     fn open(identity: &Identity, options: &NixlOptions) -> Result<Arc<Engine>> {
-        let failed = |error: towline_sys::Error| Error::from(error).during("import").on("nixl");
+        let failed = |error: towline_sys::Error| of_nixl(error).during("import").on("nixl");
         let nixl = Nixl::load().map_err(failed)?;
         // NIXL's own thread would spin on a core for as long as the agent lives.
         let mut config = AgentConfig::default();
@@ -310,8 +311,9 @@ impl Engine {
         if let Some(metadata) = self.connection.get() {
             return Ok(metadata.clone());
         }
-        let nothing = RegistrationList::new(&self.nixl, MemoryKind::Dram, [])?;
-        let metadata = self.agent.partial_metadata(&nothing, &self.options(Reach::Memory)?)?;
+        let nothing = RegistrationList::new(&self.nixl, MemoryKind::Dram, []).map_err(of_nixl)?;
+        let metadata =
+            self.agent.partial_metadata(&nothing, &self.options(Reach::Memory)?).map_err(of_nixl)?;
         Ok(self.connection.get_or_init(|| metadata).clone())
     }
 
@@ -369,7 +371,7 @@ fn kinds(agent: &Agent, plugin: &str) -> Result<Vec<MemoryKind>> {
 
 fn of_backend(plugin: &str) -> impl Fn(towline_sys::Error) -> Error {
     move |error| {
-        let error = Error::from(error);
+        let error = of_nixl(error);
         Error::new(error.kind(), "import", format!("backend {plugin}: {}", error.message())).on("nixl")
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use towline_sys::nixl::{Descriptor, MemoryKind, Registration, RegistrationList};
 
 use super::engine::{Engine, Reach};
+use super::of_nixl;
 use crate::Result;
 use crate::layout::Piece;
 use crate::memory::{FILE_ALIGNMENT, FileSlice, shorter};
@@ -26,10 +27,10 @@ impl OpenFile {
         let mut registrations = Vec::new();
         for device in std::iter::once(buffered).chain(direct) {
             let range = Descriptor { address: file.offset(), length: len, device };
-            let list = RegistrationList::new(&engine.nixl, MemoryKind::File, [range])?;
+            let list = RegistrationList::new(&engine.nixl, MemoryKind::File, [range]).map_err(of_nixl)?;
             // SAFETY: the descriptor stays open for as long as `file`, which is dropped after the registrations; requests keep
             // the attachment that has both.
-            registrations.push(unsafe { engine.agent.register(list, &options) }?);
+            registrations.push(unsafe { engine.agent.register(list, &options) }.map_err(of_nixl)?);
         }
         Ok(OpenFile { _registrations: registrations, file, len })
     }

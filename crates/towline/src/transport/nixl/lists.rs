@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use towline_sys::nixl::{Descriptor, Direction, MemoryKind, Prepared, TransferList};
 
 use super::engine::{Engine, Reach};
+use super::of_nixl;
 use super::peer::{Asked, PeerAgent};
 use crate::Result;
 use crate::layout::Piece;
@@ -157,11 +158,11 @@ impl Grids {
             length: grid.block,
             device: region.device,
         });
-        let list = TransferList::new(&engine.nixl, kind, ranges)?;
+        let list = TransferList::new(&engine.nixl, kind, ranges).map_err(of_nixl)?;
         let options = engine.options(Reach::Memory)?;
         let prepared = match peer {
-            None => engine.agent.prepare_local(&list, &options)?,
-            Some(peer) => engine.agent.prepare_remote(&peer.name, &list, &options)?,
+            None => engine.agent.prepare_local(&list, &options).map_err(of_nixl)?,
+            Some(peer) => engine.agent.prepare_remote(&peer.name, &list, &options).map_err(of_nixl)?,
         };
         if let Some(peer) = peer {
             peer.requests.fetch_add(1, Ordering::AcqRel);

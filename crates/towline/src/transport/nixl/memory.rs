@@ -8,6 +8,7 @@ use towline_sys::nixl::{Descriptor, MemoryKind, Registration, RegistrationList};
 
 use super::engine::{Engine, Reach};
 use super::lists::{Grids, Requests};
+use super::of_nixl;
 use crate::memory::Place;
 use crate::region::{RegionCore, TransportState};
 use crate::sync::lock;
@@ -56,7 +57,7 @@ impl Known {
             }
         };
         let descriptor = Descriptor { address: region.addr as u64, length: region.len as u64, device };
-        let list = RegistrationList::new(&engine.nixl, kind, [descriptor])?;
+        let list = RegistrationList::new(&engine.nixl, kind, [descriptor]).map_err(of_nixl)?;
         let options = engine.options(reach)?;
         let on_gpu = kind == MemoryKind::Vram;
         if on_gpu {
@@ -64,11 +65,13 @@ impl Known {
         }
         // SAFETY: the region's memory stays until `RegionCore::free`, which is called when nobody is inside any more, and
         // takes the registration back first.
-        let registration = unsafe { engine.agent.register(list, &options) }.inspect_err(|_| {
-            if on_gpu {
-                engine.leave_gpu(reach, descriptor);
-            }
-        })?;
+        let registration = unsafe { engine.agent.register(list, &options) }
+            .inspect_err(|_| {
+                if on_gpu {
+                    engine.leave_gpu(reach, descriptor);
+                }
+            })
+            .map_err(of_nixl)?;
         engine.counts.registered.fetch_add(1, Ordering::Relaxed);
         let memory = Arc::new(Memory {
             engine: Arc::clone(engine),
@@ -133,9 +136,10 @@ impl Memory {
             return Ok(metadata.clone());
         }
         let metadata = match &*lock(&self.registration) {
-            Some(registration) => {
-                engine.agent.partial_metadata(registration.list(), &engine.options(self.reach)?)?
-            }
+            Some(registration) => engine
+                .agent
+                .partial_metadata(registration.list(), &engine.options(self.reach)?)
+                .map_err(of_nixl)?,
             None => return Err(crate::region::stale("import")),
         };
         Ok(self.metadata.get_or_init(|| metadata).clone())

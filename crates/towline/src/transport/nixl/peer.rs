@@ -9,6 +9,7 @@ use towline_sys::nixl::Request;
 
 use super::attachment::NixlAttachment;
 use super::engine::Engine;
+use super::of_nixl;
 use super::words::Answer;
 use crate::identity::Incarnation;
 use crate::session::Session;
@@ -78,7 +79,7 @@ impl PeerAgent {
                 if let Some(broken) = broken {
                     broken.forget(engine, &mut kept)?;
                 }
-                let name = engine.agent.load_metadata(&answer.connection)?;
+                let name = engine.agent.load_metadata(&answer.connection).map_err(of_nixl)?;
                 let peer = Arc::new(PeerAgent::new(engine, session, name, false));
                 peers.insert(incarnation, Arc::clone(&peer));
                 peer
@@ -86,7 +87,7 @@ impl PeerAgent {
         };
         let mut regions = lock(&peer.regions);
         if !regions.contains(&answer.region) {
-            if engine.agent.load_metadata(&answer.region)? != peer.name {
+            if engine.agent.load_metadata(&answer.region).map_err(of_nixl)? != peer.name {
                 return Err(Error::protocol("import", "the owner's metadata is of two agents"));
             }
             regions.insert(answer.region.clone());
@@ -187,7 +188,7 @@ impl PeerAgent {
             // The engine's thread is at them.
             std::thread::sleep(Duration::from_millis(1));
         }
-        engine.agent.forget(&self.name)?;
+        engine.agent.forget(&self.name).map_err(of_nixl)?;
         engine.help(CLOSING, None);
         Ok(())
     }
