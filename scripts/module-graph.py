@@ -1,4 +1,5 @@
-"""Computes which top-level modules of a crate use which, and fails where they use each other in a circle.
+"""Computes which top-level modules of a crate use which, and fails where they use each other in a circle, where one is used that nothing
+in its crate may use, and where ARCHITECTURE.md says that they stand in another order.
 
 Without arguments it checks; with --print it prints the graph of every crate first. What counts is a path in the code (`crate::a::B`,
 `super::a::B`, in `use` lines and elsewhere), outside of what is compiled for tests only. A name that the root of the crate re-exports
@@ -13,9 +14,15 @@ from pathlib import Path
 # The cycles that are still there. The list may only become shorter: one that is gone has to be removed from it.
 KNOWN = {
     "crates/towline": [
-        {"operations", "route", "session", "transfer", "transport"},
+        {"operations", "session", "transfer", "transport"},
     ],
 }
+
+# Modules that nothing else in their crate uses.
+LEAVES = {"crates/towline": ["connect", "nccl", "nixl"]}
+
+# ARCHITECTURE.md has the modules of a crate from bottom to top in a block of this kind: each uses only those that stand before it.
+ORDER = re.compile(r"^```modules (?P<crate>\S+)\n(?P<names>.*?)^```", re.MULTILINE | re.DOTALL)
 
 TOKEN = re.compile(
     r"""
@@ -186,6 +193,17 @@ def expand(tokens, at):
         return [(names, name)]
 
 
+def wrong_in_order(crate, order, known):
+    """What ARCHITECTURE.md says that is not so. A cycle that is known has no order."""
+    place = {module: at for at, module in enumerate(order)}
+    yield from (f"ARCHITECTURE.md does not have the module {module}, or has it twice" for module in crate.modules if order.count(module) != 1)
+    yield from (f"ARCHITECTURE.md has a module {name}, which is not there" for name in order if name not in crate.modules)
+    for module in order:
+        for used, places in crate.uses[module].items():
+            if place.get(used, -1) > place[module] and not any({module, used} <= cycle for cycle in known):
+                yield f"{module} uses {used} ({', '.join(places[:3])}), which ARCHITECTURE.md has above it"
+
+
 def main():
     printing = sys.argv[1:] == ["--print"]
     if sys.argv[1:] and not printing:
@@ -195,10 +213,11 @@ def main():
     )
     if not roots:
         sys.exit("there are no crates here: run it at the root of the repository")
-    gone = set(KNOWN) - {str(root.parent.parent) for root in roots}
+    orders = {found["crate"]: found["names"].split() for found in ORDER.finditer(Path("ARCHITECTURE.md").read_text())}
+    gone = (set(KNOWN) | set(LEAVES) | set(orders)) - {str(root.parent.parent) for root in roots}
     bad = bool(gone)
     for name in sorted(gone):
-        print(f"{name}: this crate is gone: remove it from the list in scripts/module-graph.py")
+        print(f"{name}: this crate is gone: remove it from scripts/module-graph.py and ARCHITECTURE.md")
     for root in roots:
         crate, name = Crate(root), str(root.parent.parent)
         if printing:
@@ -212,6 +231,13 @@ def main():
             for module in sorted(cycle):
                 for used in sorted(cycle & set(crate.uses[module])):
                     print(f"  {module} uses {used}: {', '.join(crate.uses[module][used][:3])}")
+        wrong = list(wrong_in_order(crate, orders[name], known)) if name in orders else []
+        for leaf in LEAVES.get(name, []):
+            users = [f"{module} ({', '.join(uses[leaf][:3])})" for module, uses in crate.uses.items() if leaf in uses]
+            wrong += [f"{leaf} is a leaf, and is used by {', '.join(users)}"] if users else []
+        for one in wrong:
+            bad = True
+            print(f"{name}: {one}")
         # One that has grown has been reported as such.
         for cycle in (cycle for cycle in known if not any(cycle <= other for other in found)):
             bad = True

@@ -75,7 +75,7 @@ pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{
     Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, StrangerAudit,
 };
-pub use route::{Candidate, Explanation, Isolation, Routing, Verdict};
+pub use route::{Candidate, Capabilities, Explanation, Isolation, Routing, Verdict};
 pub use session::Quotas;
 pub use tls::Tls;
 #[doc(hidden)]
@@ -89,4 +89,4 @@ pub use towline_proto::{
 pub use towline_proto::{crypto, wire};
 pub use transfer::{BlockFailure, Limits, Transfer};
 pub use transport::nixl::{NixlOptions, NixlPrefer, NixlStats};
-pub use transport::{Capabilities, PathInfo, Probe, path_names, paths};
+pub use transport::{PathInfo, Probe, path_names, paths};

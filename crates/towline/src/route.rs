@@ -1,10 +1,56 @@
 //! The only policy: which way for this pair, and why.
 
 use std::fmt;
-use std::sync::Arc;
+use std::ops::BitOr;
 
-use crate::transport::{Attachment, Capabilities, Offer, TRANSPORTS};
 use crate::{Error, Kind, Result};
+
+/// What a path can do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Capabilities(u8);
+
+impl Capabilities {
+    /// Reads.
+    pub const READ: Capabilities = Capabilities(1);
+    /// Writes.
+    pub const WRITE: Capabilities = Capabilities(2);
+    /// 64-bit fetch-and-add and compare-and-swap.
+    pub const ATOMIC: Capabilities = Capabilities(4);
+    /// Reductions into the owner's memory.
+    pub const REDUCE: Capabilities = Capabilities(8);
+    /// Counters that are raised after the bytes.
+    pub const SIGNAL: Capabilities = Capabilities(16);
+    /// All of them.
+    pub const ALL: Capabilities = Capabilities(31);
+
+    /// Whether all of `other` are among these.
+    pub fn contains(self, other: Capabilities) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+impl BitOr for Capabilities {
+    type Output = Capabilities;
+
+    fn bitor(self, other: Capabilities) -> Capabilities {
+        Capabilities(self.0 | other.0)
+    }
+}
+
+impl fmt::Debug for Capabilities {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = [
+            (Capabilities::READ, "read"),
+            (Capabilities::WRITE, "write"),
+            (Capabilities::ATOMIC, "atomic"),
+            (Capabilities::REDUCE, "reduce"),
+            (Capabilities::SIGNAL, "signal"),
+        ];
+        let held: Vec<_> =
+            names.iter().filter(|(one, _)| self.contains(*one)).map(|(_, name)| *name).collect();
+        f.write_str(&held.join("+"))
+    }
+}
 
 /// Against whom bounds, rights and revocation must hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -33,16 +79,14 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Allows only that path (and the others that are required too).
-    pub fn require(mut self, path: &str) -> Result<Routing> {
-        self.require.push(known(path)?);
-        Ok(self)
+    pub(crate) fn requiring(mut self, path: &'static str) -> Routing {
+        self.require.push(path);
+        self
     }
 
-    /// Allows every path but that one.
-    pub fn forbid(mut self, path: &str) -> Result<Routing> {
-        self.forbid.push(known(path)?);
-        Ok(self)
+    pub(crate) fn forbidding(mut self, path: &'static str) -> Routing {
+        self.forbid.push(path);
+        self
     }
 
     /// Sets against whom bounds, rights and revocation must hold.
@@ -75,21 +119,6 @@ impl Routing {
         }
         None
     }
-
-    /// Whether that path is allowed.
-    pub(crate) fn allows(&self, path: &'static str) -> bool {
-        TRANSPORTS
-            .iter()
-            .find(|transport| transport.name() == path)
-            .is_some_and(|transport| self.refusal(path, transport.enforced()).is_none())
-    }
-}
-
-fn known(path: &str) -> Result<&'static str> {
-    TRANSPORTS.iter().map(|transport| transport.name()).find(|name| *name == path).ok_or_else(|| {
-        let names: Vec<_> = TRANSPORTS.iter().map(|transport| transport.name()).collect();
-        Error::invalid("route", format!("there is no path {path:?}; the paths are {}", names.join(", ")))
-    })
 }
 
 /// What became of one candidate path.
@@ -149,40 +178,48 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// One way that can be used, and what its transport says of itself: asked once, since every request wants to know.
-pub(crate) struct Way {
-    pub(crate) attachment: Arc<dyn Attachment>,
+/// What a transport says of its path.
+#[derive(Clone, Copy)]
+pub(crate) struct Path {
+    pub(crate) name: &'static str,
+    pub(crate) capabilities: Capabilities,
+    /// Whether the owner checks every access on it.
+    pub(crate) enforced: bool,
+}
+
+/// One path that can be used, by what was attached to it. What it says of itself was asked once, since every request wants to know.
+pub(crate) struct Way<A> {
+    pub(crate) attachment: A,
     pub(crate) path: &'static str,
     capabilities: Capabilities,
     enforced: bool,
 }
 
-/// The ways to one remote region: the usable ones in order of preference, and what became of the others.
-pub(crate) struct Routes {
-    usable: Vec<Way>,
+/// The paths to one remote region: the usable ones in order of preference, and what became of the others.
+pub(crate) struct Routes<A> {
+    usable: Vec<Way<A>>,
     explanation: Explanation,
 }
 
-impl Routes {
-    /// Asks every transport, in order of preference.
-    pub(crate) fn find(offer: &Offer<'_>) -> Result<Routes> {
-        let routing = offer.routing;
-        let mut usable: Vec<Way> = Vec::new();
+impl<A> Routes<A> {
+    /// Asks for every path, in order of preference. `attach` binds it to the region and says what it does, or why it cannot be used;
+    /// `alive` says whether there is an owner at all, where none can.
+    pub(crate) fn find<T>(
+        routing: &Routing,
+        paths: impl IntoIterator<Item = (Path, T)>,
+        mut attach: impl FnMut(T) -> Result<(A, String)>,
+        alive: impl FnOnce() -> Result<()>,
+    ) -> Result<Routes<A>> {
+        let mut usable: Vec<Way<A>> = Vec::new();
         let mut candidates = Vec::new();
         let mut ended = None;
-        for transport in TRANSPORTS {
-            let (verdict, reason) = match routing.refusal(transport.name(), transport.enforced()) {
+        for (Path { name, capabilities, enforced }, path) in paths {
+            let (verdict, reason) = match routing.refusal(name, enforced) {
                 Some(reason) => (Verdict::Refused, reason),
-                None => match transport.attach(offer) {
-                    Ok(attachment) => {
+                None => match attach(path) {
+                    Ok((attachment, summary)) => {
                         let first = usable.is_empty();
-                        let summary = attachment.detail().unwrap_or_else(|| attachment.summary().to_owned());
-                        usable.push(Way {
-                            attachment,
-                            path: transport.name(),
-                            capabilities: transport.capabilities(),
-                            enforced: transport.enforced(),
-                        });
+                        usable.push(Way { attachment, path: name, capabilities, enforced });
                         if first {
                             (Verdict::Taken, summary)
                         } else {
@@ -199,17 +236,12 @@ impl Routes {
                     }
                 },
             };
-            candidates.push(Candidate {
-                path: transport.name(),
-                verdict,
-                reason,
-                enforced: transport.enforced(),
-            });
+            candidates.push(Candidate { path: name, verdict, reason, enforced });
         }
         let explanation = Explanation { candidates };
         if usable.is_empty() {
             // Nothing can be said of paths to an owner that has gone meanwhile.
-            let ended = offer.owner.alive().err().or(ended);
+            let ended = alive().err().or(ended);
             let message = |why: &str| format!("no path to the region can be used{why}:\n{explanation}");
             return Err(match ended {
                 Some(cause) => cause
@@ -225,7 +257,7 @@ impl Routes {
 
     /// The best way that can do all of that and that the caller allows, and its place among the [usable](Self::usable) ones.
     #[inline]
-    pub(crate) fn pick(&self, needs: Capabilities, routing: Option<&Routing>) -> Result<(usize, &Way)> {
+    pub(crate) fn pick(&self, needs: Capabilities, routing: Option<&Routing>) -> Result<(usize, &Way<A>)> {
         self.usable
             .iter()
             .enumerate()
@@ -243,7 +275,7 @@ impl Routes {
     }
 
     /// Every way that can be used, the preferred ones first.
-    pub(crate) fn usable(&self) -> &[Way] {
+    pub(crate) fn usable(&self) -> &[Way<A>] {
         &self.usable
     }
 

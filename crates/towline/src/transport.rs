@@ -26,15 +26,14 @@ pub(crate) mod mapped;
 pub(crate) mod nixl;
 pub(crate) mod stream;
 
-use std::fmt;
-use std::ops::{BitOr, Range};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crate::identity::Identity;
 use crate::layout::{Indexed, Piece, Plan};
 use crate::region::{RegionCore, RegionUse, stale};
-use crate::route::Routing;
+use crate::route::{self, Capabilities, Path, Routes, Routing};
 use crate::session::{GrantHandle, OwnerPaths, Query, QueryReply};
 use crate::ticket::Claims;
 use crate::transfer::{After, Op, TransferCore};
@@ -53,53 +52,6 @@ pub(crate) static TRANSPORTS: [&dyn Transport; 8] = [
     &stream::Unix,
     &stream::Tcp,
 ];
-
-/// What a path can do.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Capabilities(u8);
-
-impl Capabilities {
-    /// Reads.
-    pub const READ: Capabilities = Capabilities(1);
-    /// Writes.
-    pub const WRITE: Capabilities = Capabilities(2);
-    /// 64-bit fetch-and-add and compare-and-swap.
-    pub const ATOMIC: Capabilities = Capabilities(4);
-    /// Reductions into the owner's memory.
-    pub const REDUCE: Capabilities = Capabilities(8);
-    /// Counters that are raised after the bytes.
-    pub const SIGNAL: Capabilities = Capabilities(16);
-    /// All of them.
-    pub const ALL: Capabilities = Capabilities(31);
-
-    /// Whether all of `other` are among these.
-    pub fn contains(self, other: Capabilities) -> bool {
-        self.0 & other.0 == other.0
-    }
-}
-
-impl BitOr for Capabilities {
-    type Output = Capabilities;
-
-    fn bitor(self, other: Capabilities) -> Capabilities {
-        Capabilities(self.0 | other.0)
-    }
-}
-
-impl fmt::Debug for Capabilities {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names = [
-            (Capabilities::READ, "read"),
-            (Capabilities::WRITE, "write"),
-            (Capabilities::ATOMIC, "atomic"),
-            (Capabilities::REDUCE, "reduce"),
-            (Capabilities::SIGNAL, "signal"),
-        ];
-        let held: Vec<_> =
-            names.iter().filter(|(one, _)| self.contains(*one)).map(|(_, name)| *name).collect();
-        f.write_str(&held.join("+"))
-    }
-}
 
 /// Whether a transport works on this machine at all.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -248,7 +200,26 @@ pub(crate) trait Transport: Send + Sync {
     }
 }
 
-/// Whether finding the ways to that region would block.
+/// One path that can be used.
+pub(crate) type Way = route::Way<Arc<dyn Attachment>>;
+
+/// The paths to that region, asked for one after the other.
+pub(crate) fn routes(offer: &Offer<'_>) -> Result<Routes<Arc<dyn Attachment>>> {
+    let attach = |transport: &dyn Transport| {
+        let attachment = transport.attach(offer)?;
+        let summary = attachment.detail().unwrap_or_else(|| attachment.summary().to_owned());
+        Ok((attachment, summary))
+    };
+    let paths = TRANSPORTS.into_iter().map(|transport| (path(transport), transport));
+    Routes::find(offer.routing, paths, attach, || offer.owner.alive())
+}
+
+fn path(transport: &dyn Transport) -> Path {
+    let (name, capabilities) = (transport.name(), transport.capabilities());
+    Path { name, capabilities, enforced: transport.enforced() }
+}
+
+/// Whether finding the paths to that region would block.
 pub(crate) fn blocks(offer: &Offer<'_>) -> bool {
     let allowed =
         |transport: &dyn Transport| offer.routing.refusal(transport.name(), transport.enforced()).is_none();
@@ -404,4 +375,29 @@ pub fn paths() -> Vec<PathInfo> {
             probe: transport.probe(),
         })
         .collect()
+}
+
+/// The part of it that knows which paths there are.
+impl Routing {
+    /// Allows only that path (and the others that are required too).
+    pub fn require(self, path: &str) -> Result<Routing> {
+        Ok(self.requiring(named(path)?.name()))
+    }
+
+    /// Allows every path but that one.
+    pub fn forbid(self, path: &str) -> Result<Routing> {
+        Ok(self.forbidding(named(path)?.name()))
+    }
+
+    /// Whether that path is allowed.
+    pub(crate) fn allows(&self, path: &str) -> bool {
+        named(path).is_ok_and(|one| self.refusal(one.name(), one.enforced()).is_none())
+    }
+}
+
+fn named(path: &str) -> Result<&'static dyn Transport> {
+    TRANSPORTS.into_iter().find(|transport| transport.name() == path).ok_or_else(|| {
+        let names = path_names().join(", ");
+        Error::invalid("route", format!("there is no path {path:?}; the paths are {names}"))
+    })
 }

@@ -14,12 +14,12 @@ use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
 use crate::region::Deed;
-use crate::route::{Explanation, Routes, Routing, Way};
+use crate::route::{Capabilities, Explanation, Routes, Routing};
 use crate::runtime::{self, Timer};
 use crate::session::{GrantHandle, Importing, Medium, NoContact, Session};
 use crate::sync::lock;
 use crate::ticket::Reach;
-use crate::transport::{Capabilities, Offer, Owner};
+use crate::transport::{self, Attachment, Offer, Owner, Way};
 use crate::wire::Grant;
 use crate::{Access, Error, Kind, Result, Ticket, ended, fork, room};
 
@@ -32,7 +32,7 @@ pub struct Remote {
     endpoint: Weak<EndpointCore>,
     peer: Arc<str>,
     grant: Grant,
-    routes: Routes,
+    routes: Routes<Arc<dyn Attachment>>,
     /// One for each usable way.
     counters: Vec<Arc<Counters>>,
     expires: Option<Instant>,
@@ -53,7 +53,7 @@ impl Remote {
             Owner::There(handle) => Some(Arc::clone(handle.session().lost())),
         };
         let routes =
-            Routes::find(&Offer { context: &endpoint.transports, owner, grant: &grant, routing, until })
+            transport::routes(&Offer { context: &endpoint.transports, owner, grant: &grant, routing, until })
                 .map_err(|error| error.with_peer(peer))?;
         let peer: Arc<str> = peer.into();
         let counters = routes.usable().iter().map(|way| endpoint.counters.of(&peer, way.path)).collect();

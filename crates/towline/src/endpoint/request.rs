@@ -12,9 +12,9 @@ use crate::layout::{IndexList, Layout, Listed, Piece, Plan};
 use crate::memory::Place;
 use crate::notify::MAX_MESSAGE;
 use crate::region::{RegionUse, Span, no_words};
-use crate::route::Routing;
+use crate::route::{Capabilities, Routing};
 use crate::transfer::{self, After, Limits, OnEnd, Op, Parts, Signal, Transfer, TransferCore};
-use crate::transport::{Attachment, Begun, Capabilities, gpu};
+use crate::transport::{Attachment, Begun, gpu};
 use crate::{Access, Error, Kind, Result, fork, room};
 
 /// A transfer that has not started yet.

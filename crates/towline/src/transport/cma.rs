@@ -5,9 +5,10 @@ use std::io;
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, misaligned};
-use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
+use super::{Attachment, Offer, Owner, Probe, Transport};
 use crate::layout::Piece;
 use crate::memory::Place;
+use crate::route::Capabilities;
 use crate::session::GrantHandle;
 use crate::transfer::{Op, Signal};
 use crate::wire::AtomicOp;

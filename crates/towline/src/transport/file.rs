@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment};
 use super::inproc::file::move_file_pieces;
-use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport, TransportContext};
+use super::{Attachment, Offer, Owner, Probe, Transport, TransportContext};
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
 use crate::region::{RegionCore, no_words};
+use crate::route::Capabilities;
 use crate::runtime::Device;
 use crate::session::{GrantHandle, Query, QueryReply};
 use crate::ticket::Claims;

@@ -7,12 +7,13 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, Held, misaligned};
 use super::gpu::{Far, GpuAttachment, Inside, Spot};
-use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
+use super::{Attachment, Offer, Owner, Probe, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
 use crate::memory::{Dtype, Place, ReduceOp, lent, reduce};
 use crate::notify::Notification;
 use crate::region::{RegionCore, raise_own, stale};
+use crate::route::Capabilities;
 use crate::transfer::{After, Op, Signal};
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result, bytes};

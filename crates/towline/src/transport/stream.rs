@@ -5,8 +5,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use super::{Attachment, Capabilities, Offer, Owner, Probe, Transport};
+use super::{Attachment, Offer, Owner, Probe, Transport};
 use crate::layout::{Piece, Plan};
+use crate::route::Capabilities;
 use crate::runtime::socket::Socket;
 use crate::session::{self, GrantHandle, Run};
 use crate::sync::lock;
