@@ -98,12 +98,6 @@ pub(crate) struct TransportContext {
     pub(crate) nixl: nixl::Domain,
 }
 
-impl TransportContext {
-    pub(crate) fn new(identity: Identity, routing: Routing, options: nixl::NixlOptions) -> Arc<Self> {
-        Arc::new(TransportContext { identity, routing, nixl: nixl::Domain::new(options) })
-    }
-}
-
 /// At the owner, each transport answers for its own path.
 impl OwnerPaths for TransportContext {
     fn offers(&self, region: &RegionCore, claims: &Claims) -> u8 {

@@ -15,6 +15,7 @@ use crate::session::{OwnerPaths, Sessions};
 use crate::sync::lock;
 use crate::transfer::Limits;
 use crate::transport::TransportContext;
+use crate::transport::nixl::Domain;
 use crate::{Error, Kind, Result, runtime};
 
 /// Endpoints of this process, by incarnation: their regions are reached without any socket.
@@ -42,7 +43,12 @@ impl EndpointCore {
             options.limits.no_progress,
             held.part(memory / 8),
         )?;
-        let transports = TransportContext::new(registry.identity().clone(), options.routing, options.nixl);
+        let identity = registry.identity().clone();
+        let transports = Arc::new(TransportContext {
+            identity,
+            routing: options.routing,
+            nixl: Domain::new(options.nixl),
+        });
         let operations = Operations::of(&registry);
         let paths = Arc::clone(&transports) as Arc<dyn OwnerPaths>;
         let sessions = Sessions::new(&registry, &operations, paths, held, options.settings);
@@ -87,7 +93,8 @@ impl EndpointCore {
     }
 
     pub(super) fn stats(&self) -> Stats {
-        let load = self.sessions.load();
+        let serving = self.sessions.serving();
+        let in_flight = serving.iter().map(|peer| peer.in_flight());
         Stats {
             paths: self.counters.snapshot(),
             regions: self.registry.count(),
@@ -95,10 +102,10 @@ impl EndpointCore {
             parked: self.registry.parked(),
             refused: self.registry.refused(),
             refused_handshakes: self.sessions.refusals.total(),
-            peers: load.peers,
-            strangers: load.strangers,
-            peer_memory: load.memory,
-            in_flight: load.in_flight,
+            peers: serving.len(),
+            strangers: self.sessions.strangers.count(),
+            peer_memory: self.sessions.held.used(),
+            in_flight: in_flight.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1)),
             nixl: self.transports.nixl.stats(),
         }
     }

@@ -41,9 +41,9 @@ pub(crate) struct Sessions {
     pub(super) settings: Settings,
     pub(super) paths: Arc<dyn OwnerPaths>,
     /// The memory that peers cause this endpoint to hold.
-    pub(super) held: Arc<Budget>,
+    pub(crate) held: Arc<Budget>,
     /// Connections that have not proven themselves.
-    pub(super) strangers: Strangers,
+    pub(crate) strangers: Strangers,
     /// Those that never became sessions.
     pub(crate) refusals: Refusals,
     listeners: Mutex<Vec<Arc<Listener>>>,
@@ -51,16 +51,6 @@ pub(crate) struct Sessions {
     pub(super) to_owners: Mutex<HashMap<(Incarnation, &'static str), Arc<Session>>>,
     /// Connections of peers that use this endpoint's regions.
     serving: Mutex<Vec<Weak<Serving>>>,
-}
-
-/// What the sessions of an endpoint hold now.
-pub(crate) struct Load {
-    pub(crate) peers: usize,
-    pub(crate) strangers: usize,
-    /// Requests of peers, and their bytes.
-    pub(crate) in_flight: (usize, u64),
-    /// The bytes of this process's memory that peers take.
-    pub(crate) memory: u64,
 }
 
 impl Sessions {
@@ -142,7 +132,7 @@ impl Sessions {
     }
 
     /// The peers that are served.
-    pub(super) fn serving(&self) -> Vec<Arc<Serving>> {
+    pub(crate) fn serving(&self) -> Vec<Arc<Serving>> {
         lock(&self.serving).iter().filter_map(Weak::upgrade).collect()
     }
 
@@ -156,17 +146,6 @@ impl Sessions {
     /// That peer is served no more.
     pub(super) fn serve_no_more(&self, serving: &Serving) {
         lock(&self.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(serving));
-    }
-
-    pub(crate) fn load(&self) -> Load {
-        let serving = self.serving();
-        let in_flight = serving.iter().map(|peer| peer.in_flight());
-        Load {
-            peers: serving.len(),
-            strangers: self.strangers.count(),
-            in_flight: in_flight.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1)),
-            memory: self.held.used(),
-        }
     }
 
     /// Stops listening, and ends all sessions.
