@@ -20,6 +20,11 @@ pub fn hmac_sha256(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
     bytes(context.sign().as_ref())
 }
 
+/// Whether that is the HMAC-SHA-256 of the parts under that key, in a time that does not say how much of it is right.
+pub fn is_hmac_sha256(key: &[u8], parts: &[&[u8]], tag: &[u8]) -> bool {
+    hmac::verify(&hmac::Key::new(hmac::HMAC_SHA256, key), &parts.concat(), tag).is_ok()
+}
+
 /// Whether both are the same, in a time that says only how long they are.
 pub fn is_same(one: &[u8], other: &[u8]) -> bool {
     // What is compared, in constant time, are tags under the two as keys.
@@ -35,6 +40,8 @@ fn bytes(digest: &[u8]) -> [u8; 32] {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use data_encoding::HEXLOWER;
 
     use super::*;
@@ -45,6 +52,12 @@ mod tests {
         assert_eq!(hash, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
         // RFC 4231, test cases 2 and 6.
         let tag = HEXLOWER.encode(&hmac_sha256(b"Jefe", &[b"what do ya want ", b"for nothing?"]));
+        assert!(is_hmac_sha256(
+            b"Jefe",
+            &[b"what do ya want ", b"for nothing?"],
+            &HEXLOWER.decode(tag.as_bytes()).unwrap()
+        ));
+        assert!(!is_hmac_sha256(b"Jefe", &[b"what do ya want "], &HEXLOWER.decode(tag.as_bytes()).unwrap()));
         assert_eq!(tag, "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
         let tag = HEXLOWER
             .encode(&hmac_sha256(&[0xaa; 131], &[b"Test Using Larger Than Block-Size Key - Hash Key First"]));

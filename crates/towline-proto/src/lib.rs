@@ -17,6 +17,8 @@ pub mod layout;
 mod place;
 #[doc(hidden)]
 pub mod room;
+#[doc(hidden)]
+pub mod session;
 pub mod ticket;
 pub mod transfer;
 #[doc(hidden)]
@@ -28,4 +30,5 @@ pub use error::{Error, Kind, Result};
 pub use identity::{EndpointId, Identity, Incarnation};
 pub use layout::{Dim, IndexList, Indices, Layout};
 pub use place::Place;
+pub use session::Quotas;
 pub use ticket::{Narrow, Reach, Ticket};

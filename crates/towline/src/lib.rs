@@ -29,7 +29,6 @@ struct ReadmeExamples;
 #[doc = include_str!("../../../docs/site/nixl.md")]
 struct NixlPageExamples;
 
-mod budget;
 mod bytes;
 mod completion;
 pub mod connect;
@@ -76,14 +75,14 @@ pub use region::{
     Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, StrangerAudit,
 };
 pub use route::{Candidate, Capabilities, Explanation, Isolation, Routing, Verdict};
-pub use session::Quotas;
 pub use tls::Tls;
 #[doc(hidden)]
 pub use tls::TlsStream;
 pub(crate) use towline_proto::identity;
+pub(crate) use towline_proto::session::budget;
 pub use towline_proto::{
-    Access, Dim, EndpointId, Error, Identity, Incarnation, IndexList, Indices, Kind, Layout, Narrow, Reach,
-    Result, Ticket, layout, ticket,
+    Access, Dim, EndpointId, Error, Identity, Incarnation, IndexList, Indices, Kind, Layout, Narrow, Quotas,
+    Reach, Result, Ticket, layout, ticket,
 };
 #[doc(hidden)]
 pub use towline_proto::{crypto, wire};

@@ -4,13 +4,11 @@
 //! first connection to an owner carries small requests and all messages; large transfers are spread over *lanes*. On
 //! one host the session is also how `mapped` and `cma` get what they need: descriptors, the table, the page of pins.
 
-mod allowance;
 mod apply;
 mod channel;
 mod checks;
 mod connection;
 mod contact;
-mod counting;
 mod files;
 #[cfg(test)]
 mod foreign_pages_tests;
@@ -26,13 +24,11 @@ mod outstanding;
 mod owner;
 mod parts;
 mod query;
-mod quotas;
 mod refusals;
 mod reply;
 mod run;
 mod sessions;
 mod sharing;
-mod unauthenticated;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -47,7 +43,6 @@ pub(crate) use self::initiator::{HEARTBEAT, Session};
 use self::listener::Listener;
 use self::owner::Serving;
 pub(crate) use self::query::{Borrowing, Loan, OwnerPaths, Query, QueryReply};
-pub use self::quotas::Quotas;
 use self::refusals::Refusals;
 pub(crate) use self::run::{Run, cut, cut_portion, starts_later};
 pub(crate) use self::sessions::{Sessions, Settings};

@@ -9,13 +9,14 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
+use towline_proto::transfer::State;
+
 use crate::identity::{Identity, Incarnation};
 use crate::memory::Place;
 use crate::ticket::{RegionKey, Ticket, TicketBody, parse_public};
 use crate::wire::handshake::{ClientHandshake, ClientKey, LinkBase, ServerHandshake};
 use crate::wire::{Block, Data, Done, FrameKind, HEADER_LEN, Header, KeyRef, Message, Read, Write};
 use crate::{Access, Error, Kind, Result};
-use towline_proto::transfer::State;
 
 /// Microseconds.
 type Time = u64;

@@ -17,6 +17,8 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use towline_proto::transfer::State;
+
 use crate::cuda::StreamHandle;
 use crate::layout::Plan;
 use crate::memory::{Dtype, ReduceOp};
@@ -29,7 +31,6 @@ use crate::{Error, Kind, Result, fork, room};
 pub(crate) use hold::LocalHold;
 use later::{LatePlan, LateUnits, Later, Planning};
 pub use towline_proto::transfer::BlockFailure;
-use towline_proto::transfer::State;
 
 /// What a transfer does to the remote memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

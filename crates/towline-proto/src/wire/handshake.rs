@@ -17,7 +17,7 @@ mod tests;
 use std::fmt;
 
 use super::{FrameKind, Hello, KeyRef, Message, OLDEST, Prove, Refuse, VERSION, Welcome, WireError, frame};
-use crate::crypto::{hmac_sha256, is_same, sha256};
+use crate::crypto::{hmac_sha256, is_hmac_sha256, is_same, sha256};
 use crate::identity::{Identity, Incarnation};
 use crate::ticket::{Tag, Ticket};
 use crate::{Error, Kind, Result};
@@ -61,6 +61,10 @@ impl LinkKey {
     pub fn derive(tag: &Tag, secret: Option<&Secret>) -> LinkKey {
         let digest: &[u8] = secret.map_or(&[], |secret| &secret.0);
         LinkKey(hmac_sha256(&tag.0, &[LINK, digest]))
+    }
+
+    fn proves(&self, label: &[u8], transcript: &[u8; 32], proof: &[u8; 32]) -> bool {
+        is_hmac_sha256(&self.0, &[label, transcript], proof)
     }
 
     fn proof(&self, label: &[u8], transcript: &[u8; 32]) -> [u8; 32] {
@@ -208,7 +212,7 @@ impl ClientHandshake {
         };
         let key = self.base.link_key(secret);
         let transcript = transcript(&self.hello, &welcome, self.binding.as_ref());
-        if !is_same(&key.proof(SERVER, &transcript), &welcome.mac) {
+        if !key.proves(SERVER, &transcript, &welcome.mac) {
             return Err(Error::new(
                 Kind::PermissionDenied,
                 OP,
@@ -292,7 +296,7 @@ impl ServerHandshake {
     /// Checks the client's proof; returns the session's key and the import challenge.
     pub fn on_prove(self, body: &[u8]) -> Result<(SessionKey, [u8; 32])> {
         let prove = Prove::decode(body).map_err(|error| error.during(OP))?;
-        if !is_same(&self.key.proof(CLIENT, &self.transcript), &prove.mac) {
+        if !self.key.proves(CLIENT, &self.transcript, &prove.mac) {
             return Err(Error::new(
                 Kind::PermissionDenied,
                 OP,

@@ -4,11 +4,11 @@
 //! standard base64, or, for old readers, bare lower-case hex. To a peer it is opaque.
 
 use data_encoding::{BASE64, HEXLOWER, HEXLOWER_PERMISSIVE};
+use towline_proto::codec::{Reader, put_counted, put_u16};
 
 use crate::ticket::MAX_TICKET;
 use crate::wire::OperationId;
 use crate::{Error, Kind, Result, Ticket};
-use towline_proto::codec::{Reader, put_counted, put_u16};
 
 /// The most descriptors in one operation.
 pub const MAX_DESCRIPTORS: usize = 1024;

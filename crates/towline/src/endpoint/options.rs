@@ -4,12 +4,12 @@ use std::net::SocketAddr;
 
 use super::{Endpoint, EndpointCore};
 use crate::route::Routing;
-use crate::session::{Quotas, Settings};
+use crate::session::Settings;
 use crate::tls::Tls;
 use crate::transfer::Limits;
 use crate::transport::nixl::NixlOptions;
 use crate::wire::handshake::Secret;
-use crate::{Error, Result, fork};
+use crate::{Error, Quotas, Result, fork};
 
 /// The environment variable that names listening addresses for programs that cannot pass one.
 const LISTEN_VARIABLE: &str = "TOWLINE_LISTEN";
@@ -109,6 +109,13 @@ impl EndpointOptions {
     }
 
     /// Sets how much of this endpoint strangers and peers may take.
+    ///
+    /// ```
+    /// use towline::{Endpoint, Quotas};
+    /// let few = Quotas { peers: 8, requests: 256, ..Quotas::default() };
+    /// let endpoint = Endpoint::options("cache").quotas(few).open()?;
+    /// # Ok::<(), towline::Error>(())
+    /// ```
     pub fn quotas(mut self, quotas: Quotas) -> EndpointOptions {
         self.settings.quotas = quotas;
         self

@@ -5,7 +5,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use super::allowance::InFlight;
+use towline_proto::session::allowance::InFlight;
+
 use super::checks;
 use super::connection::{Connection, Role};
 use super::owner::Serving;

@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use towline_proto::session::unauthenticated::{Entrant, Origin};
+
 use super::channel::Channel;
 use super::connection::{Connection, Handler, Next, Role};
 use super::owner::{Serving, Standing};
 use super::parts::{Keep, Payload, Sink};
-use super::unauthenticated::{Origin, Stranger};
 use super::{Sessions, UNANSWERED};
 use crate::identity::Identity;
 use crate::region::Deed;
@@ -106,15 +107,16 @@ impl Listener {
             .upgrade()
             .ok_or_else(|| Error::new(Kind::Disconnected, "accept", "the endpoint is closed"))?;
         let quotas = sessions.settings.quotas;
-        if let Some(stranger) = sessions.strangers.make_room(quotas.strangers) {
-            dismiss(&stranger, &too_many_strangers(quotas.strangers));
+        let displaced = lock(&sessions.unauthenticated).make_room(quotas.strangers);
+        if let Some(displaced) = displaced {
+            dismiss(&displaced, &too_many_strangers(quotas.strangers));
         }
         socket.tune(Lane::Control, Some(UNANSWERED))?;
-        let stranger = sessions.strangers.enter(Origin::of(&socket, peer));
+        let entrant = lock(&sessions.unauthenticated).enter(origin_of(&socket, peer));
         let newcomer = Arc::new(Newcomer {
             sessions: self.sessions.clone(),
             handshake: Mutex::new(None),
-            stranger: Arc::clone(&stranger),
+            entrant: Arc::clone(&entrant),
             proven: OnceLock::new(),
             connection: OnceLock::new(),
             deadline: OnceLock::new(),
@@ -123,7 +125,7 @@ impl Listener {
         let handler: Arc<dyn Handler> = Arc::clone(&newcomer) as Arc<dyn Handler>;
         let connection = Connection::new(socket, Role::Control, false, handler);
         let _ = newcomer.connection.set(Arc::downgrade(&connection));
-        stranger.belongs_to(&connection);
+        entrant.belongs_to(Arc::downgrade(&connection));
         connection.hold_itself();
         let weak: Weak<dyn Timer> = Arc::downgrade(&newcomer) as Weak<dyn Timer>;
         let until = runtime::later(Instant::now(), quotas.prove_within);
@@ -133,9 +135,10 @@ impl Listener {
 
     /// There is no descriptor left. Takes one from a connection that has said nothing yet; true where there was one.
     fn take_from_silent(&self) -> bool {
-        let silent = self.sessions.upgrade().and_then(|sessions| sessions.strangers.oldest_silent());
-        if let Some(stranger) = &silent {
-            dismiss(stranger, &no_descriptor());
+        let sessions = self.sessions.upgrade();
+        let silent = sessions.and_then(|sessions| lock(&sessions.unauthenticated).oldest_silent());
+        if let Some(silent) = &silent {
+            dismiss(silent, &no_descriptor());
         }
         silent.is_some()
     }
@@ -147,7 +150,7 @@ impl Listener {
         let turned_away = match self.socket.accept() {
             Ok(Some((socket, peer))) => {
                 let _ = socket.send(&[IoSlice::new(&refusal(&no_descriptor()))], &[]);
-                Some(Origin::of(&socket, &peer))
+                Some(origin_of(&socket, &peer))
             }
             _ => None,
         };
@@ -168,9 +171,17 @@ impl Listener {
     }
 }
 
+/// Where a connection comes from.
+fn origin_of(socket: &Socket, peer: &PeerAddr) -> Origin {
+    match peer {
+        PeerAddr::Unix => Origin::User(socket.peer_credentials().map_or(u32::MAX, |peer| peer.uid)),
+        PeerAddr::Tcp(address) => Origin::host(address.ip()),
+    }
+}
+
 /// Tells a connection that has not proven itself why it goes, and closes it.
-fn dismiss(stranger: &Stranger, error: &Error) {
-    if let Some(connection) = stranger.connection() {
+fn dismiss(entrant: &Entrant<Weak<Connection>>, error: &Error) {
+    if let Some(connection) = entrant.connection().and_then(Weak::upgrade) {
         let _ = connection.send(refusal(error), Vec::new(), Payload::None, Keep::Nothing);
         connection.close(error.clone());
     }
@@ -236,7 +247,7 @@ impl Drop for Listener {
 struct Newcomer {
     sessions: Weak<Sessions>,
     handshake: Mutex<Option<ServerHandshake>>,
-    stranger: Arc<Stranger>,
+    entrant: Arc<Entrant<Weak<Connection>>>,
     /// Who it says it is, once it has proven to hold the key.
     proven: OnceLock<(Identity, KeyRef)>,
     connection: OnceLock<Weak<Connection>>,
@@ -261,7 +272,7 @@ impl Newcomer {
         )?;
         connection.socket().check_peer(&handshake.client().name)?;
         *lock(&self.handshake) = Some(handshake);
-        self.stranger.has_spoken();
+        self.entrant.has_spoken();
         connection.send(welcome, Vec::new(), Payload::None, Keep::Nothing)
     }
 
@@ -349,9 +360,9 @@ impl Handler for Newcomer {
     /// A connection that has proven itself has another handler by now: this one was refused, or has given up.
     fn closed(&self, _connection: &Arc<Connection>, error: Error) {
         // Who connects and says nothing, such as whoever looks whether the port is open, was not refused.
-        let left = error.kind() == Kind::Disconnected && self.stranger.is_silent();
+        let left = error.kind() == Kind::Disconnected && self.entrant.is_silent();
         if !left && let Some(sessions) = self.sessions.upgrade() {
-            count_refused(&sessions, self.stranger.origin(), self.proven.get(), &error);
+            count_refused(&sessions, self.entrant.origin(), self.proven.get(), &error);
         }
     }
 }
@@ -372,7 +383,7 @@ impl Drop for Newcomer {
             reactor.cancel(*deadline);
         }
         if let Some(sessions) = self.sessions.upgrade() {
-            sessions.strangers.leave(&self.stranger);
+            lock(&sessions.unauthenticated).leave(&self.entrant);
         }
     }
 }

@@ -14,15 +14,16 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
+use towline_proto::session::allowance::{Allowance, exhausted};
+use towline_proto::session::counting::{Counting, Due, Follower};
+
 use self::admitting::Admitted;
 use self::grants::Grants;
 use self::local::Local;
 pub(super) use self::standing::Standing;
 use self::unwanted::EndingLanes;
-use super::allowance::{Allowance, SESSION, exhausted};
 use super::checks::{self, Announced};
 use super::connection::{Connection, Handler, Next, Role, Wanted};
-use super::counting::{Counting, Due, Follower};
 use super::files::{Files, Source, Written};
 use super::parts::{Keep, Landed, Payload, Sink, hung_up, readable};
 use crate::budget::{Account, Charge};
@@ -46,6 +47,9 @@ use crate::{Access, Error, Kind, Result};
 /// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
 const MOST_REDUCED: u64 = 4 << 20;
 
+/// What a session takes by itself.
+const SESSION: usize = 4 << 10;
+
 /// One peer that uses this endpoint's regions.
 pub(crate) struct Serving {
     id: u64,
@@ -57,7 +61,7 @@ pub(crate) struct Serving {
     grants: Grants,
     /// Without it the peer may not even send messages.
     standing: Mutex<Standing>,
-    counting: Counting,
+    counting: Mutex<Counting<(Arc<Connection>, u64)>>,
     announced: Announced,
     pub(super) allowance: Arc<Allowance>,
     /// What its messages take of the queue of those that are not received yet.
@@ -105,7 +109,7 @@ impl Serving {
             connections: Mutex::new(vec![Arc::clone(connection)]),
             grants: Grants::default(),
             standing: Mutex::new(standing),
-            counting: Counting::new(&allowance),
+            counting: Mutex::new(Counting::new(&allowance)),
             announced: Announced::default(),
             messages: sessions.registry.notifications.account(),
             allowance,
@@ -235,7 +239,7 @@ impl Serving {
             connection.let_go();
         }
         let grants = self.grants.take();
-        self.counting.clear();
+        lock(&self.counting).clear();
         self.files.clear();
         self.ending.clear();
         if let Some(local) = &self.local {
@@ -428,7 +432,8 @@ impl Serving {
     ) -> Result<()> {
         // Before the answer: once the user has it, it may say that nothing more belongs to this transfer.
         if transfer != 0 {
-            self.settle(self.counting.piece(transfer, outcome.is_ok())?)?;
+            let due = lock(&self.counting).piece(transfer, outcome.is_ok())?;
+            self.settle(due)?;
         }
         self.answer(connection, header.id, outcome.map(|()| header.payload_len))
     }
@@ -466,7 +471,7 @@ impl Serving {
     }
 
     /// Does what follows a transfer, or says that it will not be done.
-    fn settle(&self, due: Due) -> Result<()> {
+    fn settle(&self, due: Due<(Arc<Connection>, u64)>) -> Result<()> {
         let (followers, act) = match due {
             Due::Act(followers) => (followers, true),
             Due::Drop(followers) => (followers, false),
@@ -515,11 +520,8 @@ impl Serving {
         // Request 0 wants no answer; a signal that is refused then is not worth the session.
         let alone = request == 0 && matches!(message, Message::Signal(_));
         let answer = (request != 0).then(|| (Arc::clone(connection), request));
-        let settled = self.settle(self.counting.follow(
-            transfer,
-            pieces,
-            Follower { message, answer, _charge: None },
-        )?);
+        let due = lock(&self.counting).follow(transfer, pieces, Follower::new(message, answer))?;
+        let settled = self.settle(due);
         if alone { Ok(()) } else { settled }
     }
 
@@ -609,7 +611,10 @@ impl Handler for Arc<Serving> {
             message @ (Message::Signal(_) | Message::Notify(_)) => {
                 self.follow(connection, header.id, message)
             }
-            Message::Cancel(_) => self.settle(self.counting.forget(header.id)),
+            Message::Cancel(_) => {
+                let due = lock(&self.counting).forget(header.id);
+                self.settle(due)
+            }
             Message::Withdraw(_) => self.withdraw(connection, header.id),
             Message::EndLane(end) => self.end_lane(connection, header.id, &end.lane),
             Message::Finish(finish) => self.finish(finish),

@@ -5,7 +5,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::unauthenticated::Origin;
+use towline_proto::session::unauthenticated::Origin;
+
 use crate::region::StrangerAudit;
 use crate::sync::lock;
 use crate::{Error, Kind};

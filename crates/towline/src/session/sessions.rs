@@ -5,9 +5,11 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
+use towline_proto::session::unauthenticated::Unauthenticated;
+
+use super::connection::Connection;
 use super::query::OwnerPaths;
-use super::unauthenticated::Strangers;
-use super::{Listener, Medium, NoContact, Quotas, Refusals, Serving, Session, interfaces};
+use super::{Listener, Medium, NoContact, Refusals, Serving, Session, interfaces};
 use crate::budget::Budget;
 use crate::identity::{Identity, Incarnation};
 use crate::operations::Operations;
@@ -16,7 +18,7 @@ use crate::sync::lock;
 use crate::ticket::{self, Reach};
 use crate::tls::Tls;
 use crate::wire::handshake::Secret;
-use crate::{Error, Kind, Result, Ticket};
+use crate::{Error, Kind, Quotas, Result, Ticket};
 
 /// How sessions are made, and what peers may take by them.
 pub(crate) struct Settings {
@@ -43,7 +45,7 @@ pub(crate) struct Sessions {
     /// The memory that peers cause this endpoint to hold.
     pub(crate) held: Arc<Budget>,
     /// Connections that have not proven themselves.
-    pub(crate) strangers: Strangers,
+    pub(super) unauthenticated: Mutex<Unauthenticated<Weak<Connection>>>,
     /// Those that never became sessions.
     pub(crate) refusals: Refusals,
     listeners: Mutex<Vec<Arc<Listener>>>,
@@ -67,7 +69,7 @@ impl Sessions {
             settings,
             paths,
             held,
-            strangers: Strangers::default(),
+            unauthenticated: Mutex::default(),
             refusals: Refusals::default(),
             listeners: Mutex::default(),
             to_owners: Mutex::default(),
@@ -146,6 +148,11 @@ impl Sessions {
     /// That peer is served no more.
     pub(super) fn serve_no_more(&self, serving: &Serving) {
         lock(&self.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(serving));
+    }
+
+    /// How many connections have not proven themselves.
+    pub(crate) fn unauthenticated(&self) -> usize {
+        lock(&self.unauthenticated).count()
     }
 
     /// Stops listening, and ends all sessions.

@@ -9,7 +9,7 @@ use super::{Serving, Standing};
 use crate::bytes::checked;
 use crate::memory::Holder;
 use crate::region::{Deed, RegionCore, RegionUse, SERVED, Served, stale};
-use crate::runtime::socket::RawPartMut;
+use crate::runtime::socket::{RawPart, RawPartMut};
 use crate::session::connection::{Connection, Role};
 use crate::session::files::{Asked, Source};
 use crate::session::importing::proven;
@@ -158,7 +158,7 @@ impl Serving {
         let op = if needed == Access::READ { "read" } else { "write" };
         let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start, served)| {
             let bytes = blocks.iter().map(|block| u64::from(block.len)).sum();
-            let flight = self.allowance.take(op, bytes, blocks.len(), Some(served))?;
+            let flight = self.allowance.take(op, bytes, blocks.len() * size_of::<RawPart>(), Some(served))?;
             if let Some(source) = Source::of(&region) {
                 let blocks = room::copy(op, blocks)?;
                 return Ok(Admitted::Bounced(Asked { region, source, start, blocks, flight }));

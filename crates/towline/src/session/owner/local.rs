@@ -4,6 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
+use towline_proto::session::allowance::Allowance;
+
 use super::Serving;
 use super::beating::GONE;
 use crate::fence::applying::{Desk, Places};
@@ -15,7 +17,6 @@ use crate::notify::{Mail, Mailbox};
 use crate::region::{PeerPins, PeerProcess};
 use crate::runtime::socket::Family;
 use crate::runtime::{self, Timer};
-use crate::session::allowance::Allowance;
 use crate::session::connection::Connection;
 use crate::session::parts::{Keep, Payload};
 use crate::session::{Sessions, sharing};

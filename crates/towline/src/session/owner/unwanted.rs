@@ -3,10 +3,11 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use towline_proto::session::allowance::exhausted;
+
 use super::Serving;
 use super::beating::ENDING;
 use crate::runtime::{self, Timer};
-use crate::session::allowance::exhausted;
 use crate::session::connection::Connection;
 use crate::sync::lock;
 use crate::{Error, Kind, Result};

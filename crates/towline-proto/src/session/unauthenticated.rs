@@ -3,15 +3,11 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
-
-use super::connection::Connection;
-use crate::runtime::socket::{PeerAddr, Socket};
-use crate::sync::lock;
+use std::sync::{Arc, OnceLock};
 
 /// Where a connection comes from, as far as that costs its maker something to change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Origin {
+pub enum Origin {
     /// A user of this host.
     User(u32),
     /// A host.
@@ -21,17 +17,15 @@ pub(super) enum Origin {
 }
 
 impl Origin {
-    pub(super) fn of(socket: &Socket, peer: &PeerAddr) -> Origin {
-        match peer {
-            PeerAddr::Unix => Origin::User(socket.peer_credentials().map_or(u32::MAX, |peer| peer.uid)),
-            PeerAddr::Tcp(address) => match address.ip().to_canonical() {
-                IpAddr::V4(address) => Origin::V4(address.octets()),
-                IpAddr::V6(address) => {
-                    let mut network = [0; 8];
-                    network.copy_from_slice(&address.octets()[..8]);
-                    Origin::V6(network)
-                }
-            },
+    /// Where a connection over a network comes from.
+    pub fn host(address: IpAddr) -> Origin {
+        match address.to_canonical() {
+            IpAddr::V4(address) => Origin::V4(address.octets()),
+            IpAddr::V6(address) => {
+                let mut network = [0; 8];
+                network.copy_from_slice(&address.octets()[..8]);
+                Origin::V6(network)
+            }
         }
     }
 }
@@ -51,60 +45,71 @@ impl fmt::Display for Origin {
     }
 }
 
-/// One of them.
-pub(super) struct Stranger {
+/// One of them; `C` is its connection.
+pub struct Entrant<C> {
     origin: Origin,
     spoke: AtomicBool,
-    connection: Mutex<Weak<Connection>>,
+    connection: OnceLock<C>,
 }
 
-impl Stranger {
-    pub(super) fn origin(&self) -> Origin {
+impl<C> Entrant<C> {
+    /// Where it comes from.
+    pub fn origin(&self) -> Origin {
         self.origin
     }
 
-    pub(super) fn is_silent(&self) -> bool {
+    /// Whether it has said nothing yet.
+    pub fn is_silent(&self) -> bool {
         !self.spoke.load(Ordering::Relaxed)
     }
 
     /// It has said something that makes sense.
-    pub(super) fn has_spoken(&self) {
+    pub fn has_spoken(&self) {
         self.spoke.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn belongs_to(&self, connection: &Arc<Connection>) {
-        *lock(&self.connection) = Arc::downgrade(connection);
+    /// Says which one it is.
+    pub fn belongs_to(&self, connection: C) {
+        let _ = self.connection.set(connection);
     }
 
-    pub(super) fn connection(&self) -> Option<Arc<Connection>> {
-        lock(&self.connection).upgrade()
+    /// Which one it is.
+    pub fn connection(&self) -> Option<&C> {
+        self.connection.get()
     }
 }
 
 /// Those of one endpoint, the oldest first.
-#[derive(Default)]
-pub(crate) struct Strangers(Mutex<Vec<Arc<Stranger>>>);
+pub struct Unauthenticated<C>(Vec<Arc<Entrant<C>>>);
 
-impl Strangers {
-    pub(super) fn enter(&self, origin: Origin) -> Arc<Stranger> {
-        let stranger =
-            Arc::new(Stranger { origin, spoke: AtomicBool::new(false), connection: Mutex::default() });
-        lock(&self.0).push(Arc::clone(&stranger));
-        stranger
+impl<C> Default for Unauthenticated<C> {
+    fn default() -> Unauthenticated<C> {
+        Unauthenticated(Vec::new())
+    }
+}
+
+impl<C> Unauthenticated<C> {
+    /// One more has come from there.
+    pub fn enter(&mut self, origin: Origin) -> Arc<Entrant<C>> {
+        let one = Arc::new(Entrant { origin, spoke: AtomicBool::new(false), connection: OnceLock::new() });
+        self.0.push(Arc::clone(&one));
+        one
     }
 
-    pub(super) fn leave(&self, stranger: &Arc<Stranger>) {
-        lock(&self.0).retain(|one| !Arc::ptr_eq(one, stranger));
+    /// It has proven itself, or is gone.
+    pub fn leave(&mut self, gone: &Arc<Entrant<C>>) {
+        self.0.retain(|one| !Arc::ptr_eq(one, gone));
     }
 
-    pub(crate) fn count(&self) -> usize {
-        lock(&self.0).len()
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.0.len()
     }
 
     /// Takes out the one that goes so that there are fewer than that: of the origin that has the most, the oldest that
     /// is silent, or else the oldest.
-    pub(super) fn make_room(&self, most: usize) -> Option<Arc<Stranger>> {
-        let mut all = lock(&self.0);
+    pub fn make_room(&mut self, most: usize) -> Option<Arc<Entrant<C>>> {
+        let all = &mut self.0;
         if all.len() < most.max(1) {
             return None;
         }
@@ -121,7 +126,7 @@ impl Strangers {
                 (crowd, largest) = (Some(origin), count);
             }
         }
-        let of_crowd = |one: &Arc<Stranger>| Some(one.origin) == crowd;
+        let of_crowd = |one: &Arc<Entrant<C>>| Some(one.origin) == crowd;
         let goes = all
             .iter()
             .position(|one| of_crowd(one) && one.is_silent())
@@ -130,8 +135,8 @@ impl Strangers {
     }
 
     /// Takes out the oldest that has said nothing.
-    pub(super) fn oldest_silent(&self) -> Option<Arc<Stranger>> {
-        let mut all = lock(&self.0);
+    pub fn oldest_silent(&mut self) -> Option<Arc<Entrant<C>>> {
+        let all = &mut self.0;
         let goes = all.iter().position(|one| one.is_silent())?;
         Some(all.remove(goes))
     }
@@ -147,17 +152,17 @@ mod tests {
 
     #[test]
     fn a_crowd_displaces_itself_its_oldest_silent_member_first() {
-        let strangers = Strangers::default();
-        let alone = strangers.enter(HERE);
-        let [spoke, silent, late] = [0; 3].map(|_| strangers.enter(THERE));
+        let mut all = Unauthenticated::<()>::default();
+        let alone = all.enter(HERE);
+        let [spoke, silent, late] = [0; 3].map(|_| all.enter(THERE));
         spoke.has_spoken();
-        assert!(strangers.make_room(5).is_none());
-        assert!(Arc::ptr_eq(&strangers.make_room(4).unwrap(), &silent));
-        assert!(Arc::ptr_eq(&strangers.make_room(3).unwrap(), &late));
+        assert!(all.make_room(5).is_none());
+        assert!(Arc::ptr_eq(&all.make_room(4).unwrap(), &silent));
+        assert!(Arc::ptr_eq(&all.make_room(3).unwrap(), &late));
         // One each: the origin that came first gives way, since nobody is a crowd.
-        assert!(Arc::ptr_eq(&strangers.make_room(2).unwrap(), &alone));
-        assert!(Arc::ptr_eq(&strangers.make_room(1).unwrap(), &spoke));
-        assert!(strangers.make_room(0).is_none());
+        assert!(Arc::ptr_eq(&all.make_room(2).unwrap(), &alone));
+        assert!(Arc::ptr_eq(&all.make_room(1).unwrap(), &spoke));
+        assert!(all.make_room(0).is_none());
     }
 
     #[test]
@@ -169,12 +174,12 @@ mod tests {
 
     #[test]
     fn those_who_have_spoken_are_not_the_oldest_silent_one() {
-        let strangers = Strangers::default();
-        let [first, second] = [0; 2].map(|_| strangers.enter(HERE));
+        let mut all = Unauthenticated::<()>::default();
+        let [first, second] = [0; 2].map(|_| all.enter(HERE));
         first.has_spoken();
-        assert!(Arc::ptr_eq(&strangers.oldest_silent().unwrap(), &second));
-        assert!(strangers.oldest_silent().is_none());
-        strangers.leave(&first);
-        assert_eq!(strangers.count(), 0);
+        assert!(Arc::ptr_eq(&all.oldest_silent().unwrap(), &second));
+        assert!(all.oldest_silent().is_none());
+        all.leave(&first);
+        assert_eq!(all.count(), 0);
     }
 }

@@ -3,12 +3,10 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::allowance::Allowance;
-use super::connection::Connection;
-use crate::budget::Charge;
-use crate::sync::lock;
+use super::budget::Charge;
 use crate::wire::Message;
 use crate::{Error, Kind, Result};
 
@@ -18,64 +16,69 @@ const MOST_COUNTED: usize = 1 << 16;
 /// What waits for pieces of one peer's transfers takes at most about this many bytes.
 const MOST_WAITING: usize = 64 << 20;
 
-/// Something that follows the pieces of a transfer, and where its outcome is to be told.
-pub(super) struct Follower {
-    pub(super) message: Message,
-    pub(super) answer: Option<(Arc<Connection>, u64)>,
+/// Something that follows the pieces of a transfer, and to whom its outcome is to be told.
+pub struct Follower<A> {
+    /// The signal or notification.
+    pub message: Message,
+    /// Who waits for the outcome.
+    pub answer: Option<A>,
     /// What it takes while it waits.
-    pub(super) _charge: Option<Charge>,
+    _charge: Option<Charge>,
 }
 
-/// What the pieces of one transfer are counted in, and what one more that follows them takes beside its message.
-const COUNT: usize = 4 * size_of::<(u64, Count)>();
-const FOLLOWER: usize = 2 * size_of::<(u32, Follower)>() + 64;
+impl<A> Follower<A> {
+    /// Beside its message.
+    const COST: usize = 2 * size_of::<(u32, Follower<A>)>() + 64;
 
-impl Follower {
+    /// A message that follows, and who waits for its outcome.
+    pub fn new(message: Message, answer: Option<A>) -> Follower<A> {
+        Follower { message, answer, _charge: None }
+    }
+
     /// How much memory it takes.
-    pub(super) fn cost(&self) -> usize {
+    fn cost(&self) -> usize {
         let message = match &self.message {
             Message::Notify(notify) => notify.message.capacity(),
             _ => 0,
         };
-        message + FOLLOWER
+        message + Self::COST
     }
 }
 
 /// What became of followers.
-pub(super) enum Due {
+pub enum Due<A> {
     /// Their time has come.
-    Act(Vec<Follower>),
+    Act(Vec<Follower<A>>),
     /// A piece has failed, so it never comes.
-    Drop(Vec<Follower>),
+    Drop(Vec<Follower<A>>),
 }
 
-struct Count {
+struct Count<A> {
     applied: u32,
     failed: bool,
-    waiting: Vec<(u32, Follower)>,
+    waiting: Vec<(u32, Follower<A>)>,
     _charge: Charge,
 }
 
 /// The transfers of one peer whose pieces are counted.
-pub(super) struct Counting {
-    counts: Mutex<Counts>,
+pub struct Counting<A> {
+    transfers: HashMap<u64, Count<A>>,
+    /// What all followers that wait take.
+    held: usize,
     allowance: Arc<Allowance>,
 }
 
-#[derive(Default)]
-struct Counts {
-    transfers: HashMap<u64, Count>,
-    /// What all followers that wait take.
-    held: usize,
-}
+impl<A> Counting<A> {
+    /// What the pieces of one transfer are counted in.
+    const COUNT: usize = 4 * size_of::<(u64, Count<A>)>();
 
-impl Counting {
-    pub(super) fn new(allowance: &Arc<Allowance>) -> Counting {
-        Counting { counts: Mutex::default(), allowance: Arc::clone(allowance) }
+    /// None are counted yet; what they take is of that allowance.
+    pub fn new(allowance: &Arc<Allowance>) -> Counting<A> {
+        Counting { transfers: HashMap::new(), held: 0, allowance: Arc::clone(allowance) }
     }
 
     /// A piece was applied, or failed.
-    pub(super) fn piece(&self, transfer: u64, ok: bool) -> Result<Due> {
+    pub fn piece(&mut self, transfer: u64, ok: bool) -> Result<Due<A>> {
         self.step(transfer, 0, |count| {
             count.applied += 1;
             count.failed |= !ok;
@@ -83,7 +86,7 @@ impl Counting {
     }
 
     /// Something is to follow that many pieces.
-    pub(super) fn follow(&self, transfer: u64, pieces: u32, follower: Follower) -> Result<Due> {
+    pub fn follow(&mut self, transfer: u64, pieces: u32, follower: Follower<A>) -> Result<Due<A>> {
         if pieces == 0 {
             return Ok(Due::Act(vec![follower]));
         }
@@ -93,21 +96,21 @@ impl Counting {
     }
 
     /// Nothing more belongs to the transfer.
-    pub(super) fn forget(&self, transfer: u64) -> Due {
-        let mut all = lock(&self.counts);
-        let waiting = all.transfers.remove(&transfer).map(|count| count.waiting).unwrap_or_default();
+    pub fn forget(&mut self, transfer: u64) -> Due<A> {
+        let waiting = self.transfers.remove(&transfer).map(|count| count.waiting).unwrap_or_default();
         let dropped: Vec<_> = waiting.into_iter().map(|(_, follower)| follower).collect();
-        all.held -= dropped.iter().map(Follower::cost).sum::<usize>();
+        self.held -= dropped.iter().map(Follower::cost).sum::<usize>();
         Due::Drop(dropped)
     }
 
-    pub(super) fn clear(&self) {
-        *lock(&self.counts) = Counts::default();
+    /// Forgets everything: the session is over.
+    pub fn clear(&mut self) {
+        self.transfers.clear();
+        self.held = 0;
     }
 
-    fn step(&self, transfer: u64, cost: usize, step: impl FnOnce(&mut Count)) -> Result<Due> {
-        let mut all = lock(&self.counts);
-        let Counts { transfers, held } = &mut *all;
+    fn step(&mut self, transfer: u64, cost: usize, step: impl FnOnce(&mut Count<A>)) -> Result<Due<A>> {
+        let Counting { transfers, held, allowance } = self;
         let known = transfers.len() < MOST_COUNTED || transfers.contains_key(&transfer);
         if !known || *held + cost > MOST_WAITING {
             return Err(Error::new(Kind::Exhausted, "serve", "too many transfers wait for their last piece"));
@@ -117,7 +120,7 @@ impl Counting {
         let count = match transfers.entry(transfer) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => {
-                let charge = self.allowance.charge("serve", COUNT)?;
+                let charge = allowance.charge("serve", Self::COUNT)?;
                 new.insert(Count { applied: 0, failed: false, waiting: Vec::new(), _charge: charge })
             }
         };
@@ -134,22 +137,22 @@ impl Counting {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::budget::Budget;
     use crate::session::Quotas;
+    use crate::session::budget::Budget;
     use crate::wire::Notify;
 
-    fn counting() -> Counting {
+    fn counting() -> Counting<()> {
         let budget = Budget::new("tests", Quotas::default().memory);
         Counting::new(&Allowance::new(Quotas::default(), budget.account()))
     }
 
-    fn follower(name: &str) -> Follower {
+    fn follower(name: &str) -> Follower<()> {
         let message = Notify { transfer: 1, pieces: 0, message: name.into() }.into();
-        Follower { message, answer: None, _charge: None }
+        Follower::new(message, None)
     }
 
-    fn acted(due: Due) -> Vec<Vec<u8>> {
-        let names = |followers: Vec<Follower>| {
+    fn acted(due: Due<()>) -> Vec<Vec<u8>> {
+        let names = |followers: Vec<Follower<()>>| {
             followers
                 .into_iter()
                 .map(|follower| match follower.message {
@@ -169,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_follower_acts_with_the_last_piece_whichever_comes_first() {
-        let counting = counting();
+        let mut counting = counting();
         assert!(acted(counting.piece(1, true).unwrap()).is_empty());
         assert!(acted(counting.follow(1, 2, follower("signal")).unwrap()).is_empty());
         assert_eq!(acted(counting.piece(1, true).unwrap()), [b"signal"]);
@@ -179,7 +182,7 @@ mod tests {
 
     #[test]
     fn nothing_follows_a_transfer_of_which_a_piece_failed() {
-        let counting = counting();
+        let mut counting = counting();
         let _ = counting.follow(1, 2, follower("signal")).unwrap();
         assert!(matches!(counting.piece(1, false).unwrap(), Due::Drop(dropped) if dropped.len() == 1));
         assert!(
@@ -190,7 +193,7 @@ mod tests {
 
     #[test]
     fn what_is_forgotten_is_counted_anew_and_its_followers_are_dropped() {
-        let counting = counting();
+        let mut counting = counting();
         let _ = counting.follow(1, 1, follower("signal")).unwrap();
         assert!(matches!(counting.forget(1), Due::Drop(dropped) if dropped.len() == 1));
         assert!(acted(counting.piece(1, true).unwrap()).is_empty());
@@ -198,7 +201,7 @@ mod tests {
 
     #[test]
     fn what_waits_for_a_last_piece_is_bounded() {
-        let counting = counting();
+        let mut counting = counting();
         let long = "x".repeat(64 << 10);
         let refused = (0..2000).find_map(|_| counting.follow(1, 2, follower(&long)).err()).unwrap();
         assert_eq!(refused.kind(), Kind::Exhausted);

@@ -4,20 +4,15 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use crate::budget::{Account, Charge};
-use crate::region::Served;
-use crate::runtime::socket::RawPart;
-use crate::session::Quotas;
+use super::Quotas;
+use super::budget::{Account, Charge};
 use crate::{Error, Kind, Result};
 
-/// What a session takes by itself.
-pub(super) const SESSION: usize = 4 << 10;
-
-/// What a request takes while it is in flight, its blocks apart.
+/// What a request takes while it is in flight, the list of its parts apart.
 const REQUEST: u64 = 512;
 
 /// What one peer has in flight.
-pub(super) struct Allowance {
+pub struct Allowance {
     quotas: Quotas,
     requests: AtomicUsize,
     bytes: AtomicU64,
@@ -25,7 +20,7 @@ pub(super) struct Allowance {
 }
 
 /// One request in flight; gives back what it took when it is dropped.
-pub(super) struct InFlight {
+pub struct InFlight {
     allowance: Arc<Allowance>,
     bytes: u64,
     charge: Option<Charge>,
@@ -34,25 +29,25 @@ pub(super) struct InFlight {
 }
 
 impl Allowance {
-    pub(super) fn new(quotas: Quotas, memory: Arc<Account>) -> Arc<Allowance> {
+    /// What one peer may have, of that account.
+    pub fn new(quotas: Quotas, memory: Arc<Account>) -> Arc<Allowance> {
         Arc::new(Allowance { quotas, requests: AtomicUsize::new(0), bytes: AtomicU64::new(0), memory })
     }
 
     /// Takes memory for something that this peer causes to be kept.
-    pub(super) fn charge(&self, op: &'static str, bytes: usize) -> Result<Charge> {
+    pub fn charge(&self, op: &'static str, bytes: usize) -> Result<Charge> {
         self.memory.charge(op, bytes as u64)
     }
 
-    /// Lets a request for that many bytes, in that many blocks, begin.
-    pub(super) fn take(
+    /// Lets a request for that many bytes begin, whose list of parts takes so much memory.
+    pub fn take(
         self: &Arc<Self>,
         op: &'static str,
         bytes: u64,
-        blocks: usize,
-        served: Option<Arc<Served>>,
+        list: usize,
+        served: Option<Arc<dyn Any + Send + Sync>>,
     ) -> Result<InFlight> {
         // Taken first and looked at after: two requests that come at once cannot both get the last place.
-        let served = served.map(|served| served as Arc<dyn Any + Send + Sync>);
         let mut flight = InFlight { allowance: Arc::clone(self), bytes, charge: None, _served: served };
         let requests = self.requests.fetch_add(1, Ordering::Relaxed) + 1;
         let all = self.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
@@ -62,13 +57,12 @@ impl Allowance {
         if all > self.quotas.bytes {
             return Err(exhausted(op, format!("{} bytes", self.quotas.bytes), "in flight"));
         }
-        let parts = (blocks * size_of::<RawPart>()) as u64;
-        flight.charge = Some(self.memory.charge(op, REQUEST + parts)?);
+        flight.charge = Some(self.memory.charge(op, REQUEST + list as u64)?);
         Ok(flight)
     }
 
     /// Refuses one grant more than the peer may hold.
-    pub(super) fn check_grants(&self, held: usize) -> Result<()> {
+    pub fn check_grants(&self, held: usize) -> Result<()> {
         if held >= self.quotas.grants {
             return Err(exhausted("import", format!("{} grants", self.quotas.grants), "at a time"));
         }
@@ -76,19 +70,19 @@ impl Allowance {
     }
 
     /// What is in flight: requests and bytes.
-    pub(super) fn load(&self) -> (usize, u64) {
+    pub fn load(&self) -> (usize, u64) {
         (self.requests.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed))
     }
 }
 
 /// The error of a peer that asks for more than its share.
-pub(super) fn exhausted(op: &'static str, what: String, when: &str) -> Error {
+pub fn exhausted(op: &'static str, what: String, when: &str) -> Error {
     Error::new(Kind::Exhausted, op, format!("the owner allows a peer {what} {when}, and not one more"))
 }
 
 impl InFlight {
     /// Takes memory for more of this request.
-    pub(super) fn charge(&self, op: &'static str, bytes: usize) -> Result<Charge> {
+    pub fn charge(&self, op: &'static str, bytes: usize) -> Result<Charge> {
         self.allowance.charge(op, bytes)
     }
 }
@@ -104,14 +98,14 @@ impl Drop for InFlight {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::budget::Budget;
+    use crate::session::budget::Budget;
 
     #[test]
     fn what_is_in_flight_is_bounded_and_comes_back() {
         let budget = Budget::new("tests", 1 << 20);
         let quotas = Quotas { requests: 2, bytes: 100, grants: 1, ..Quotas::default() };
         let allowance = Allowance::new(quotas, budget.account());
-        let take = |bytes, blocks| allowance.take("read", bytes, blocks, None);
+        let take = |bytes, parts: usize| allowance.take("read", bytes, 16 * parts, None);
         let first = take(60, 1).unwrap();
         assert_eq!(take(41, 1).err().unwrap().kind(), Kind::Exhausted);
         assert!(take(0, 1 << 20).err().unwrap().message().contains("1048576 bytes"), "the list of blocks");

@@ -17,14 +17,7 @@ use std::time::Duration;
 ///
 /// The buffers of sockets are the kernel's, which bounds them. A session is counted with 58 KiB, and with 226 KiB where it shares memory with its
 /// peer; each further connection with 54 KiB, with TLS 278 KiB; a grant with at most 2 KiB. So there is room for 10,000 peers, and for a hundred
-/// thousand tickets of one beside a thousand others. [`Stats::peer_memory`](crate::Stats::peer_memory) says how much is taken.
-///
-/// ```
-/// use towline::{Endpoint, Quotas};
-/// let few = Quotas { peers: 8, requests: 256, ..Quotas::default() };
-/// let endpoint = Endpoint::options("cache").quotas(few).open()?;
-/// # Ok::<(), towline::Error>(())
-/// ```
+/// thousand tickets of one beside a thousand others. `Stats::peer_memory` says how much is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Quotas {
     /// Connections that have not proven themselves, at a time. One too many makes the origin that has the most of them

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::{Error, Kind, Result};
 
 /// The bytes that all peers together may take.
-pub(crate) struct Budget {
+pub struct Budget {
     what: &'static str,
     most: u64,
     used: AtomicU64,
@@ -14,7 +14,7 @@ pub(crate) struct Budget {
 
 /// What one peer takes of a budget: the more is taken, the less a single one may have. Alone it gets three eighths; where many take
 /// all that they can get, the share that is left falls only as their number rises.
-pub(crate) struct Account {
+pub struct Account {
     budget: Arc<Budget>,
     used: AtomicU64,
     /// What it may have; `None` for a share of what is left.
@@ -29,34 +29,34 @@ const LEAST: u64 = 256 << 10;
 const BRIEFLY: u64 = 1 << 20;
 
 /// Bytes that were taken; gives them back when it is dropped.
-pub(crate) struct Charge {
+pub struct Charge {
     account: Arc<Account>,
     bytes: u64,
 }
 
 impl Budget {
     /// `what` says in errors what the bytes are for.
-    pub(crate) fn new(what: &'static str, most: u64) -> Arc<Budget> {
+    pub fn new(what: &'static str, most: u64) -> Arc<Budget> {
         Arc::new(Budget { what, most, used: AtomicU64::new(0) })
     }
 
-    pub(crate) fn account(self: &Arc<Self>) -> Arc<Account> {
+    pub fn account(self: &Arc<Self>) -> Arc<Account> {
         Arc::new(Account { budget: Arc::clone(self), used: AtomicU64::new(0), limit: None })
     }
 
     /// An account that may have so much, and no share.
-    pub(crate) fn part(self: &Arc<Self>, limit: u64) -> Arc<Account> {
+    pub fn part(self: &Arc<Self>, limit: u64) -> Arc<Account> {
         Arc::new(Account { budget: Arc::clone(self), used: AtomicU64::new(0), limit: Some(limit) })
     }
 
-    pub(crate) fn used(&self) -> u64 {
+    pub fn used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
     }
 }
 
 impl Account {
     /// Takes that many bytes.
-    pub(crate) fn charge(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Charge> {
+    pub fn charge(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Charge> {
         self.take(op, bytes, 0)?;
         Ok(Charge { account: Arc::clone(self), bytes })
     }
@@ -100,12 +100,12 @@ fn share(most: u64, left: u64) -> u64 {
 
 impl Charge {
     /// Takes more, or gives some back. An error leaves it as it is.
-    pub(crate) fn resize(&mut self, op: &'static str, bytes: u64) -> Result<()> {
+    pub fn resize(&mut self, op: &'static str, bytes: u64) -> Result<()> {
         self.set(op, bytes, 0)
     }
 
     /// The same for what is soon gone: may go beyond the share by a little.
-    pub(crate) fn resize_briefly(&mut self, op: &'static str, bytes: u64) -> Result<()> {
+    pub fn resize_briefly(&mut self, op: &'static str, bytes: u64) -> Result<()> {
         self.set(op, bytes, BRIEFLY)
     }
 
@@ -118,12 +118,12 @@ impl Charge {
         Ok(())
     }
 
-    pub(crate) fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// For more of the same peer.
-    pub(crate) fn account(&self) -> &Arc<Account> {
+    pub fn account(&self) -> &Arc<Account> {
         &self.account
     }
 }
