@@ -173,6 +173,12 @@ impl Proxy {
         &self.shared.happened
     }
 
+    /// Somebody on the way resets the oldest connection towards who opened it, and not towards the target.
+    pub fn reset_oldest(&self) {
+        let open = self.shared.open.lock().unwrap_or_else(PoisonError::into_inner);
+        rustix::net::connect_unspec(&open[0]).unwrap();
+    }
+
     /// Cuts all connections that are open now.
     pub fn cut_all(&self) {
         for stream in self.shared.open.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {

@@ -139,6 +139,19 @@ fn a_large_write_in_flight_when_its_endpoint_is_closed_does_not_say_that_it_is_q
     assert!(!transfer.quiet(), "{} bytes have landed, and more may be on their way", pair.landed());
 }
 
+/// A reset says nothing of the owner: anybody on the way can send one, while the lanes go on.
+#[test]
+fn a_large_write_whose_session_somebody_on_the_way_resets_does_not_say_that_it_is_quiet() {
+    let test = "a_large_write_whose_session_somebody_on_the_way_resets_does_not_say_that_it_is_quiet";
+    let _watchdog = watch(test, LONG * 4);
+    let pair = open();
+    let transfer = pair.user.write(&pair.remote, &pair.buffer).start().unwrap();
+    assert!(eventually(LONG, || pair.landed() > 0));
+    pair.proxy.reset_oldest();
+    ended(&transfer, Kind::Disconnected);
+    assert!(!transfer.quiet(), "{} bytes have landed, and more may be on their way", pair.landed());
+}
+
 #[test]
 fn what_is_left_of_a_large_read_that_ran_out_of_time_is_dropped_where_it_is() {
     let test = "what_is_left_of_a_large_read_that_ran_out_of_time_is_dropped_where_it_is";

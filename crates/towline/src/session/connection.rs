@@ -93,6 +93,8 @@ pub(super) struct Connection {
     closed: AtomicBool,
     /// This side ended it without a word of the other's.
     forsaken: AtomicBool,
+    /// The other side has said that it ends it, or has ended its direction.
+    ended_by_peer: AtomicBool,
     driven: AtomicBool,
     /// What must be done before more is read from a lane.
     held_up: AtomicUsize,
@@ -138,6 +140,7 @@ impl Connection {
             authenticated: AtomicBool::new(authenticated),
             closed: AtomicBool::new(false),
             forsaken: AtomicBool::new(false),
+            ended_by_peer: AtomicBool::new(false),
             driven: AtomicBool::new(false),
             held_up: AtomicUsize::new(0),
             driver: AtomicUsize::new(usize::MAX),
@@ -425,9 +428,16 @@ impl Connection {
         self.end(error, |connection| connection.socket.shutdown());
     }
 
-    /// Whether this side ended it without a word of the other's.
+    /// Of a connection that has ended: whether it did without a word of the other side's. Between hosts a reset is none: anybody on the way
+    /// can send it.
     pub(super) fn is_forsaken(&self) -> bool {
         self.forsaken.load(Ordering::Acquire)
+            || !self.ends_at_once() && !self.ended_by_peer.load(Ordering::Acquire)
+    }
+
+    /// The other side has said goodbye.
+    pub(super) fn peer_ends_it(&self) {
+        self.ended_by_peer.store(true, Ordering::Release);
     }
 
     /// Initiator: whether the owner shows here when it is in the middle of something that came over this connection.
@@ -463,7 +473,7 @@ impl Connection {
 
     /// Of a connection that has ended: the goodbye that came before and that nobody has read.
     pub(super) fn farewell(&self) -> Option<Bye> {
-        lock(&self.incoming).farewell(&self.socket)
+        lock(&self.incoming).farewell(&self.socket).inspect(|_| self.peer_ends_it())
     }
 
     /// The requests that waited to be sent when it ended.
@@ -603,6 +613,7 @@ impl Connection {
         match came {
             Received::WouldBlock => return Ok(false),
             Received::Eof => {
+                self.peer_ends_it();
                 return Err(Error::new(Kind::Disconnected, "receive", "the peer has closed the connection"));
             }
             Received::Bytes(_) => {}

@@ -191,7 +191,8 @@ impl Session {
         }
     }
 
-    /// Whether the owner ended the session, which is what its kernel does when it has exited.
+    /// Whether the owner ended the session, which is what its kernel does when it has exited. Between hosts by its word or its end of the
+    /// stream: a reset may be anybody's.
     fn owner_hung_up(&self) -> bool {
         self.control.get().is_some_and(|control| control.is_closed() && !control.is_forsaken())
     }

@@ -159,7 +159,10 @@ impl Session {
             Message::Recall(recall) => self.recall(recall.handle),
             Message::Ping(_) => self.tell(wire::Pong {})?,
             Message::Pong(_) => {}
-            Message::Bye(bye) => return Err(self.goodbye(bye)),
+            Message::Bye(bye) => {
+                over.peer_ends_it();
+                return Err(self.goodbye(bye));
+            }
             other => {
                 return Err(Error::protocol("receive", format!("an owner does not send {:?}", other.kind())));
             }
