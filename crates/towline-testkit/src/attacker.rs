@@ -40,6 +40,7 @@ enum Stream {
 pub struct Attacker {
     stream: Stream,
     said: Vec<u8>,
+    passed: u64,
 }
 
 impl Attacker {
@@ -60,12 +61,12 @@ impl Attacker {
                 Stream::Tcp(TcpStream::connect(address.unwrap()).unwrap())
             }
         };
-        Attacker { stream, said: Vec::new() }
+        Attacker { stream, said: Vec::new(), passed: 0 }
     }
 
     /// Over a connection that it has already.
     pub fn over(stream: TcpStream) -> Attacker {
-        Attacker { stream: Stream::Tcp(stream), said: Vec::new() }
+        Attacker { stream: Stream::Tcp(stream), said: Vec::new(), passed: 0 }
     }
 
     /// The first frame of somebody who holds that ticket.
@@ -217,6 +218,7 @@ impl Attacker {
         let mut header = [0; HEADER_LEN];
         self.read_exact(&mut header)?;
         let header = Header::decode(&header).unwrap();
+        self.passed += u64::from(header.files);
         let mut body = vec![0; header.rest()];
         self.read_exact(&mut body)?;
         body.truncate(header.body(&body).unwrap().len());
@@ -247,6 +249,11 @@ impl Attacker {
             Stream::Unix(stream) => stream.set_read_timeout(Some(time)),
             Stream::Tcp(stream) => stream.set_read_timeout(Some(time)),
         };
+    }
+
+    /// How many descriptors the frames named that have come.
+    pub fn passed(&self) -> u64 {
+        self.passed
     }
 
     /// Whether the target hangs up within that time, whatever it says before.

@@ -286,3 +286,26 @@ fn unharmed(owner: &Owner) {
     while let Ok(Some(_)) = owner.endpoint.try_receive() {}
     assert_eq!(owner.endpoint.stats().regions, 1);
 }
+
+/// The numbers of the paths that are asked about, and the questions.
+const QUESTIONS: [(u8, &[u8]); 3] = [(1, &[1, 0, 0, 0, 0]), (2, &[1, 1, 2]), (3, b"open")];
+
+/// Everything by which a process of the same user comes to memory of an owner on its host, with that ticket of something that may be a
+/// file: how many descriptors it was passed, and how many of its questions were answered. Then it says that it lives, by a page that was not
+/// asked for where nothing is shared; whether the owner puts up with that.
+pub fn grasp(ticket: &Ticket) -> (u64, u64, bool) {
+    let mut peer = Attacker::connect(ticket, Medium::Unix);
+    let handle = peer.log_in(ticket);
+    let mut answered = 0;
+    for (path, question) in QUESTIONS {
+        let ask = Ask { handle, path, question: question.to_vec() };
+        peer.send(&Message::from(ask).frame(7, 0, 0));
+        let Some((header, body)) = peer.frame() else { break };
+        assert_eq!(header.kind, FrameKind::Told);
+        answered += u64::from(Told::decode(&body).unwrap().outcome.is_ok());
+    }
+    peer.send_with_files(&Message::from(Held {}).frame(0, 0, 1), &[life(0).as_fd()]);
+    peer.send(&Message::from(Ping {}).frame(9, 0, 0));
+    let lives = peer.frame().is_some_and(|(header, _)| header.kind == FrameKind::Pong);
+    (peer.passed(), answered, lives)
+}

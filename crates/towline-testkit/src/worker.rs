@@ -33,6 +33,7 @@ use crate::oracle::Stamp;
 use crate::process::{Failure, Line};
 use crate::random::Random;
 use crate::rogue::Actor;
+use crate::serving;
 
 type Answer = Result<(String, Vec<u8>), Failure>;
 
@@ -241,6 +242,10 @@ impl Worker {
             "wait-signal" => {
                 let region = self.region(&mut words)?;
                 said(region.wait_signal(words.take()?, words.take()?, words.millis()?)?)
+            }
+            "grasp" => {
+                let (passed, answered, lives) = serving::grasp(&words.take()?);
+                said(format!("{passed} {answered} {lives}"))
             }
             "rogue-open" => {
                 let medium = if words.text()? == "tcp" { Medium::Tcp } else { Medium::Unix };

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 mod answers;
+mod apart;
 mod borrower;
 mod former;
 mod greed;

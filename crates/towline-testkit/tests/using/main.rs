@@ -7,9 +7,10 @@
 use std::path::Path;
 use std::time::Duration;
 
-use towline_testkit::process::Process;
+use towline_testkit::process::{Process, Wall};
 use towline_testkit::random::Random;
 use towline_testkit::rogue::STEP;
+use towline_testkit::skip::skip;
 use towline_testkit::using::{Afar, Played, play, play_against};
 use towline_testkit::watchdog::{Watchdog, watch};
 
@@ -146,6 +147,43 @@ fn no_made_up_program_harms_the_user() {
         all += play(&program(number));
     }
     were_worth_it(all, programs());
+}
+
+/// Whatever an owner behind a wall hands over, nothing of it is used; the stream serves.
+fn no_made_up_program_from_behind_harms_the_user(wall: Wall, test: &str) {
+    let _watchdog = watchdog(test);
+    let count = programs() / 4;
+    let start = || Process::start_behind(wall, "rogue");
+    let mut process = match start() {
+        Ok(process) => process,
+        Err(reason) => return skip(test, "walls", &reason),
+    };
+    let mut all = Played::default();
+    for number in 0..count {
+        if process.ask("rogue-open unix 4096").is_err() {
+            process = start().unwrap();
+        }
+        let mut program = program(1 << 33 | number);
+        // Over a Unix socket, and most by whatever path there is, with pages all the same.
+        program[0] = program[0] & !7 | [2, 6, 6, 6, 4, 7][number as usize % 6];
+        program[1] |= 1;
+        let played = play_against(&program, true, |medium| Box::new(Afar::open(&mut process, medium)));
+        assert_eq!(played.shared, 0, "program {number}");
+        all += played;
+    }
+    assert!(all.imported as u64 * 4 > count && all.well as u64 * 8 > count, "{all:?} of {count}");
+}
+
+#[test]
+fn no_made_up_program_of_an_owner_of_another_user_harms_the_user() {
+    let test = "no_made_up_program_of_an_owner_of_another_user_harms_the_user";
+    no_made_up_program_from_behind_harms_the_user(Wall::User(65_534), test);
+}
+
+#[test]
+fn no_made_up_program_of_an_owner_in_another_pid_namespace_harms_the_user() {
+    let test = "no_made_up_program_of_an_owner_in_another_pid_namespace_harms_the_user";
+    no_made_up_program_from_behind_harms_the_user(Wall::PidNamespace, test);
 }
 
 #[test]
