@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks that every decision has the form that docs/decisions/README.md asks for and stands in its index, and that the tests are there that the
+# Checks that every decision has the form that docs/decisions/README.md asks for and stands in its index, and that the files and tests are there that the
 # threat model names.
 set -euo pipefail
 cd "$(dirname "$0")/../docs/decisions"
@@ -28,4 +28,8 @@ numbers=$(printf '%s\n' [0-9]*.md | cut -c1-4 | sort | uniq -d)
 while IFS= read -r test; do
   [[ -n $(find ../../crates -path "*/$test" -print -quit) ]] || complain ../threat-model.md "it names $test, which does not exist"
 done < <(grep -oE '`[a-z_/]+\.rs`' ../threat-model.md | tr -d '`' | sort -u)
+names=$(grep -rhoE '\b(fn|def) [a-z0-9_]+' --include=*.rs --include=*.py ../../crates ../../bindings/python/tests | cut -d' ' -f2)
+while IFS= read -r test; do
+  grep -qx "$test" <<<"$names" || complain ../threat-model.md "it names the test $test, which does not exist"
+done < <(grep -oE '`[a-z0-9]+(_[a-z0-9]+){4,}`' ../threat-model.md | tr -d '`' | sort -u)
 exit "$bad"
