@@ -4,11 +4,11 @@
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::Poll;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use towline::{Limits, NixlOptions, cuda, room};
+use towline::{Limits, NixlOptions, Request, Routing, cuda, room};
 
 use crate::asked::Asked;
 use crate::attention::without_gil;
@@ -23,7 +23,7 @@ use crate::process::{self, Inherited};
 use crate::quotas::Quotas;
 use crate::region::{self, Region};
 use crate::remote::Remote;
-use crate::request::{BlocksArgument, What, access, routing, seconds};
+use crate::request::{BlocksArgument, PartArgument, What, access, routing, seconds};
 use crate::stats::Stats;
 use crate::tls::Tls;
 use crate::transfer::Transfer;
@@ -31,6 +31,42 @@ use crate::{owners, ticket};
 
 const ASKED: Asked =
     Asked { op: "register", argument: "obj", host_only: false, views: false, ordered: false };
+
+/// What goes for a request as a whole.
+struct Terms {
+    notify: Option<Vec<u8>>,
+    /// Part, offset and how much to add.
+    signal: Option<(usize, u64, u64)>,
+    timeout: Option<Duration>,
+    stall: Option<Duration>,
+    routing: Option<Routing>,
+    stream: Option<usize>,
+}
+
+impl Terms {
+    fn apply(self, mut request: Request<'_>) -> Request<'_> {
+        if let Some(message) = self.notify {
+            request = request.notify(message);
+        }
+        if let Some((part, offset, add)) = self.signal {
+            request = request.signal_in(part, offset, add);
+        }
+        if let Some(routing) = self.routing {
+            request = request.routing(routing);
+        }
+        if let Some(timeout) = self.timeout {
+            request = request.within(timeout);
+        }
+        if let Some(stall) = self.stall {
+            request = request.stall_within(stall);
+        }
+        if let Some(stream) = self.stream {
+            // SAFETY: the caller vouches for the stream, as for all that it hands to CUDA.
+            request = unsafe { request.stream(cuda::StreamHandle(stream)) };
+        }
+        request
+    }
+}
 
 /// This process on the fabric.
 #[pyclass(frozen, module = "towline._native")]
@@ -221,30 +257,65 @@ impl Endpoint {
         let stall = seconds(py, op, "stall_timeout", stall_timeout)?;
         let notify = notify.map(|message| room::copy(op, message)).transpose().or_raise(py)?;
         let remote = &*remote.get().0;
+        let terms = Terms {
+            notify,
+            signal: signal.map(|(offset, add)| (0, offset, add)),
+            timeout,
+            stall,
+            routing,
+            stream,
+        };
         let started = py.detach(|| {
             let len = local.len();
             let request = if writes { endpoint.write(remote, local) } else { endpoint.read(remote, local) };
-            let mut request = what.apply(request, len);
-            if let Some(message) = notify {
-                request = request.notify(message);
-            }
-            if let Some((offset, add)) = signal {
-                request = request.signal(offset, add);
-            }
-            if let Some(routing) = routing {
-                request = request.routing(routing);
-            }
-            if let Some(timeout) = timeout {
-                request = request.within(timeout);
-            }
-            if let Some(stall) = stall {
-                request = request.stall_within(stall);
-            }
-            if let Some(stream) = stream {
-                // SAFETY: the caller vouches for the stream, as for all that it hands to CUDA.
-                request = unsafe { request.stream(cuda::StreamHandle(stream)) };
-            }
-            request.start()
+            terms.apply(what.apply(request, len)).start()
+        });
+        started.map(Transfer::new).or_raise(py)
+    }
+
+    /// Starts a read (or, with `writes`, a write) of several parts.
+    #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    #[pyo3(signature = (writes, parts: "list[tuple[Remote, Region | Span, int | tuple[int, int, int] | None, Any, tuple[Layout, Any, Layout, Any] | None]]", at: "int | tuple[int, int, int] | None",
+                        spans, blocks, notify, signal, timeout, stall_timeout, require, forbid, stream))]
+    fn start_parts(
+        &self,
+        py: Python<'_>,
+        writes: bool,
+        parts: Vec<PartArgument<'_>>,
+        at: Option<&Bound<'_, PyAny>>,
+        spans: Option<&Bound<'_, PyAny>>,
+        blocks: Option<BlocksArgument<'_>>,
+        notify: Option<&[u8]>,
+        signal: Option<(u64, u64, usize)>,
+        timeout: Option<f64>,
+        stall_timeout: Option<f64>,
+        require: Vec<String>,
+        forbid: Vec<String>,
+        stream: Option<usize>,
+    ) -> PyResult<Transfer> {
+        let op = if writes { "write" } else { "read" };
+        let endpoint = self.enter(py, op)?;
+        let of_all = What::from_objects(py, op, at, spans, blocks)?;
+        let mut given = Vec::with_capacity(parts.len());
+        for (remote, local, at, spans, blocks) in parts {
+            let local = region::local(op, &local, !writes)?;
+            let own = What::from_objects(py, op, at.as_ref(), spans.as_ref(), blocks)?;
+            given.push((remote, local, own));
+        }
+        let routing = routing(py, &require, &forbid, None)?;
+        let timeout = seconds(py, op, "timeout", timeout)?;
+        let stall = seconds(py, op, "stall_timeout", stall_timeout)?;
+        let notify = notify.map(|message| room::copy(op, message)).transpose().or_raise(py)?;
+        let signal = signal.map(|(offset, add, part)| (part, offset, add));
+        let terms = Terms { notify, signal, timeout, stall, routing, stream };
+        let started = py.detach(|| {
+            let parts = given.iter().map(|(remote, local, own)| {
+                let part = towline::Part::new(&remote.get().0, local.clone());
+                let what = if matches!(own, What::Whole) { &of_all } else { own };
+                what.apply_to(part, local.len())
+            });
+            let request = if writes { endpoint.write_parts(parts) } else { endpoint.read_parts(parts) };
+            terms.apply(request).start()
         });
         started.map(Transfer::new).or_raise(py)
     }

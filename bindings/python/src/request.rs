@@ -5,10 +5,11 @@ use std::time::Duration;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use towline::{Access, Isolation, Request, Routing, room};
+use towline::{Access, Isolation, Part, Request, Routing, room};
 
 use crate::errors::{OrRaise, invalid};
 use crate::layout::{Blocks, Layout, copied};
+use crate::remote::Remote;
 
 /// A length of time in seconds, where one was given.
 pub(crate) fn seconds(
@@ -66,6 +67,15 @@ pub(crate) fn routing(
 /// The remote layout and its indices, the local layout and its indices.
 pub(crate) type BlocksArgument<'py> = (Py<Layout>, Bound<'py, PyAny>, Py<Layout>, Bound<'py, PyAny>);
 
+/// One part as Python gives it: the remote and the local region, and what moves between them where the whole request does not say so.
+pub(crate) type PartArgument<'py> = (
+    Py<Remote>,
+    Bound<'py, PyAny>,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+    Option<BlocksArgument<'py>>,
+);
+
 /// What to move.
 pub(crate) enum What {
     Whole,
@@ -110,6 +120,20 @@ impl What {
                 ))))
             }
             _ => Err(invalid(py, op, "only one of at, spans and blocks can be given".to_owned())),
+        }
+    }
+
+    /// Tells a part, which takes the lists that are not copied.
+    pub(crate) fn apply_to<'a>(&self, part: Part<'a>, local_len: usize) -> Part<'a> {
+        match self {
+            What::Whole => part,
+            What::From(offset) => part.at(*offset, 0, local_len as u64),
+            What::At(remote, local, len) => part.at(*remote, *local, *len),
+            What::Spans(spans) => part.spans(spans.clone()),
+            What::Blocks(blocks) => {
+                let (remote, remote_indices, local, local_indices) = &**blocks;
+                part.blocks(remote, remote_indices.list(), local, local_indices.list())
+            }
         }
     }
 

@@ -15,6 +15,9 @@ use crate::owners;
 use crate::process::{self, Inherited};
 use crate::request::seconds;
 
+/// Part, first block, end of the blocks, and why they failed.
+type Failure<'py> = (usize, u64, u64, Bound<'py, PyAny>);
+
 /// One request in flight.
 #[pyclass(frozen, module = "towline._native")]
 pub(crate) struct Transfer(Inherited<Mutex<towline::Transfer>>);
@@ -95,14 +98,17 @@ impl Transfer {
         Ok(())
     }
 
-    /// The ranges of blocks that failed, each with its error.
-    #[pyo3(signature = () -> "list[tuple[int, int, Error]]")]
-    fn failures<'py>(&self, py: Python<'py>) -> PyResult<Vec<(u64, u64, Bound<'py, PyAny>)>> {
+    /// The ranges of blocks that failed, each with its part and its error.
+    #[pyo3(signature = () -> "list[tuple[int, int, int, Error]]")]
+    fn failures<'py>(&self, py: Python<'py>) -> PyResult<Vec<Failure<'py>>> {
         process::guard(py, "transfer")?;
         let failures = self.lock().failures();
         failures
             .iter()
-            .map(|failed| Ok((failed.blocks.start, failed.blocks.end, exception(py, &failed.error)?)))
+            .map(|failed| {
+                let error = exception(py, &failed.error)?;
+                Ok((failed.part, failed.blocks.start, failed.blocks.end, error))
+            })
             .collect()
     }
 }

@@ -7,7 +7,9 @@ use crate::{Error, Kind, Result};
 /// Some blocks of a transfer that failed, and why.
 #[derive(Debug, Clone)]
 pub struct BlockFailure {
-    /// The blocks, numbered in the order in which the request named them.
+    /// The part of the transfer that they belong to, and so their regions; 0 where it has one.
+    pub part: usize,
+    /// The blocks, numbered in the order in which the request named them; in each part from 0.
     pub blocks: Range<u64>,
     /// Why they failed.
     pub error: Error,
@@ -64,12 +66,31 @@ impl State {
 
     /// A unit has ended, and so the blocks that it carries; one without any, such as a signal, is named all the same.
     #[inline]
-    pub fn unit_failed(&mut self, blocks: Vec<Range<u64>>, error: Error) {
-        if blocks.is_empty() {
-            self.failures.push(BlockFailure { blocks: 0..0, error: error.clone() });
-        }
-        self.failures.extend(blocks.into_iter().map(|blocks| BlockFailure { blocks, error: error.clone() }));
+    pub fn unit_failed(&mut self, part: usize, blocks: Vec<Range<u64>>, error: Error) {
+        self.failed(part, blocks, error);
         self.unit_over();
+    }
+
+    /// It has ended before it was cut into units, and with it all blocks of its parts.
+    pub fn whole_failed(&mut self, blocks: impl Iterator<Item = u64>, error: Error) {
+        for (part, blocks) in blocks.enumerate() {
+            self.failed(part, std::iter::once(0..blocks).collect(), error.clone());
+        }
+        self.unit_over();
+    }
+
+    /// A unit has ended; those of its blocks failed.
+    pub fn unit_ended(&mut self, failed: Vec<BlockFailure>) {
+        self.failures.extend(failed);
+        self.unit_over();
+    }
+
+    fn failed(&mut self, part: usize, blocks: Vec<Range<u64>>, error: Error) {
+        if blocks.is_empty() {
+            self.failures.push(BlockFailure { part, blocks: 0..0, error: error.clone() });
+        }
+        let failed = blocks.into_iter().map(|blocks| BlockFailure { part, blocks, error: error.clone() });
+        self.failures.extend(failed);
     }
 
     /// Remembers why it is being stopped; false when it has ended or is stopping already.
@@ -90,7 +111,7 @@ impl State {
         if self.pending > 0 {
             return;
         }
-        self.failures.sort_by_key(|failure| failure.blocks.start);
+        self.failures.sort_by_key(|failure| (failure.part, failure.blocks.start));
         // A stop that came too late, after every unit went well, does not turn success into failure.
         // What was dropped because something else failed does not speak for the whole.
         let cause = self.failures.iter().find(|failure| failure.error.kind() != Kind::Canceled);
@@ -161,19 +182,30 @@ mod tests {
         state.divide(2);
         state.unit_done();
         assert!(state.ended().is_none());
-        state.unit_failed(one_run(4..5), stale());
+        state.unit_failed(0, one_run(4..5), stale());
         assert_eq!(state.ended().unwrap().as_ref().unwrap_err().kind(), Kind::Stale);
     }
 
     #[test]
     fn a_failed_unit_names_its_blocks_and_fails_the_whole() {
         let mut state = State::new(3);
-        state.unit_failed(one_run(7..9), stale());
+        state.unit_failed(0, one_run(7..9), stale());
         state.unit_done();
-        state.unit_failed(one_run(1..2), stale());
+        state.unit_failed(0, one_run(1..2), stale());
         assert_eq!(state.ended().unwrap().as_ref().unwrap_err().kind(), Kind::Stale);
         let blocks: Vec<_> = state.failures().iter().map(|failure| failure.blocks.clone()).collect();
         assert_eq!(blocks, [1..2, 7..9]);
+    }
+
+    #[test]
+    fn failures_are_in_the_order_of_the_parts_and_a_real_cause_wins() {
+        let mut state = State::new(3);
+        state.unit_failed(2, one_run(0..1), stale());
+        state.unit_failed(0, one_run(4..5), Error::new(Kind::Canceled, "read", "dropped"));
+        state.unit_done();
+        let failed: Vec<_> = state.failures().iter().map(|one| (one.part, one.blocks.clone())).collect();
+        assert_eq!(failed, [(0, 4..5), (2, 0..1)]);
+        assert_eq!(state.ended().unwrap().as_ref().unwrap_err().kind(), Kind::Stale);
     }
 
     #[test]
@@ -192,7 +224,7 @@ mod tests {
         let mut state = State::new(1);
         assert!(state.stop(Error::new(Kind::Timeout, "read", "late")));
         assert!(!state.stop(Error::new(Kind::Canceled, "read", "cancelled")));
-        state.unit_failed(one_run(0..1), stale());
+        state.unit_failed(0, one_run(0..1), stale());
         assert_eq!(state.ended().unwrap().as_ref().unwrap_err().kind(), Kind::Timeout);
     }
 
@@ -206,7 +238,7 @@ mod tests {
                 if reported == units { break; }
                 match step {
                     0 => { state.unit_done(); reported += 1; }
-                    1 => { let blocks = reported as u64..reported as u64 + 1; state.unit_failed(one_run(blocks), stale()); reported += 1; failed += 1; }
+                    1 => { let blocks = reported as u64..reported as u64 + 1; state.unit_failed(0, one_run(blocks), stale()); reported += 1; failed += 1; }
                     _ => { state.stop(Error::new(Kind::Canceled, "read", "cancelled")); }
                 }
                 prop_assert_eq!(state.ended().is_some(), reported == units);

@@ -1,6 +1,6 @@
 //! The laws that every path obeys: functions over a [`Bench`], which fail by panicking.
 //!
-//! Those named `law_N_…` are the numbered contract of an attachment (`crates/towline/src/transport.rs`); the others
+//! Those named `law_N_…` are the numbered contract of a submission (`crates/towline/src/transport.rs`); the others
 //! are what users are promised on top of it. [`each_law!`](crate::each_law) lists them all, so that a test suite can
 //! make one test of each; [`run`] runs one.
 
@@ -9,6 +9,7 @@ mod counting;
 mod ending;
 mod futures;
 mod moving;
+mod parts;
 mod pinning;
 mod refusing;
 mod routing;
@@ -20,6 +21,7 @@ pub use counting::*;
 pub use ending::*;
 pub use futures::*;
 pub use moving::*;
+pub use parts::*;
 pub use pinning::*;
 pub use refusing::*;
 pub use routing::*;
@@ -53,6 +55,14 @@ macro_rules! each_law {
             many_transfers_are_in_flight_at_once
             threads_share_a_remote
             three_hundred_overlapping_views_of_one_allocation_are_read
+            // parts
+            parts_of_many_regions_are_read_and_written
+            parts_move_ranges_and_blocks
+            parts_share_a_region_and_overlap
+            what_follows_parts_follows_all_of_them
+            a_stale_part_ends_the_whole_and_is_named
+            a_wrong_part_is_refused_before_a_byte_of_any_moves
+            one_cancel_and_one_deadline_end_all_parts
             // counting
             fetch_add_from_four_threads_sums_exactly
             compare_swap_from_four_threads_loses_nothing
@@ -134,6 +144,13 @@ macro_rules! each_law_without_words {
             many_transfers_are_in_flight_at_once
             threads_share_a_remote
             three_hundred_overlapping_views_of_one_allocation_are_read
+            parts_of_many_regions_are_read_and_written
+            parts_move_ranges_and_blocks
+            parts_share_a_region_and_overlap
+            what_follows_parts_follows_all_of_them
+            a_stale_part_ends_the_whole_and_is_named
+            a_wrong_part_is_refused_before_a_byte_of_any_moves
+            one_cancel_and_one_deadline_end_all_parts
             messages_arrive_once_each
             a_message_follows_the_bytes_of_a_read
             offsets_and_indices_out_of_range_are_refused

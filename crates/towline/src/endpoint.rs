@@ -5,6 +5,7 @@ mod core;
 pub(crate) mod import;
 mod metrics;
 mod options;
+mod part;
 mod pinned;
 mod request;
 mod stats;
@@ -19,6 +20,7 @@ use std::time::Duration;
 pub(crate) use self::core::EndpointCore;
 pub use self::import::Remote;
 pub use self::options::EndpointOptions;
+pub use self::part::Part;
 pub use self::pinned::Pinned;
 pub use self::request::Request;
 pub use self::stats::{PathStats, Stats};
@@ -183,12 +185,46 @@ impl Endpoint {
 
     /// Asks for bytes of a remote region: `remote` to `local`.
     pub fn read<'a>(&'a self, remote: &'a Remote, local: impl Into<Span>) -> Request<'a> {
-        Request::new(&self.0, remote, Op::Read, Some(local.into()))
+        Request::new(&self.0, Op::Read, Part::new(remote, local))
     }
 
     /// Asks for bytes of a remote region to be changed: `local` to `remote`.
     pub fn write<'a>(&'a self, remote: &'a Remote, local: impl Into<Span>) -> Request<'a> {
-        Request::new(&self.0, remote, Op::Write, Some(local.into()))
+        Request::new(&self.0, Op::Write, Part::new(remote, local))
+    }
+
+    /// Asks for bytes of many regions of one peer, such as the layers of a cache, as one transfer: it has one end, one set of limits and
+    /// one cancel, and what follows it (a [message](Request::notify), a [signal](Request::signal_in)) follows the bytes of all parts.
+    /// One part that fails fails the whole: the error and [`failures`](Transfer::failures) name it.
+    ///
+    /// Parts may repeat a region and overlap; where bytes that are written overlap, which of them stay is not defined.
+    ///
+    /// ```
+    /// # use towline::{Access, Endpoint, Layout, Part, SharedStorage};
+    /// # let owner = Endpoint::open("owner")?;
+    /// # let kept = (0..2).map(|_| owner.register(SharedStorage::new(64 << 10)?, Access::READ)).collect::<Vec<_>>();
+    /// # let tickets = kept.iter().map(|layer| layer.as_ref().unwrap().ticket()).collect::<towline::Result<Vec<_>>>()?;
+    /// # let endpoint = Endpoint::open("reader")?;
+    /// # let remotes = tickets.iter().map(|ticket| endpoint.import(ticket)).collect::<towline::Result<Vec<_>>>()?;
+    /// # let layers = (0..2).map(|_| Ok(endpoint.register(SharedStorage::new(64 << 10)?, Access::NONE)?)).collect::<towline::Result<Vec<_>>>()?;
+    /// let pages = Layout::blocks(0, 4096, 16, 4096)?;
+    /// let parts = remotes.iter().zip(&layers).map(|(remote, layer)| Part::new(remote, layer));
+    /// endpoint
+    ///     .read_parts(parts)
+    ///     .blocks(&pages, &[3u32, 9, 10], &pages, &[0u32, 1, 2]) // the same blocks of each layer
+    ///     .notify("taken")
+    ///     .start()?
+    ///     .wait()?;
+    /// # assert_eq!(owner.receive(std::time::Duration::from_secs(5))?.message, b"taken");
+    /// # Ok::<(), towline::Error>(())
+    /// ```
+    pub fn read_parts<'a>(&'a self, parts: impl IntoIterator<Item = Part<'a>>) -> Request<'a> {
+        Request::of_parts(&self.0, Op::Read, parts)
+    }
+
+    /// Asks for bytes of many regions of one peer to be changed, as one transfer; see [`read_parts`](Self::read_parts).
+    pub fn write_parts<'a>(&'a self, parts: impl IntoIterator<Item = Part<'a>>) -> Request<'a> {
+        Request::of_parts(&self.0, Op::Write, parts)
     }
 
     /// Asks for `local` to be combined into a remote region, element by element; each element is updated atomically.
@@ -199,29 +235,30 @@ impl Endpoint {
         op: ReduceOp,
         dtype: Dtype,
     ) -> Request<'a> {
-        Request::new(&self.0, remote, Op::Reduce(op, dtype), Some(local.into()))
+        Request::new(&self.0, Op::Reduce(op, dtype), Part::new(remote, local))
     }
 
     /// Adds to a 64-bit word of a remote region; the transfer's [`value`](Transfer::value) is what it held before.
     pub fn fetch_add(&self, remote: &Remote, offset: u64, add: u64) -> Result<Transfer> {
-        Request::new(&self.0, remote, Op::Atomic { offset, op: AtomicOp::Add(add) }, None).start()
+        let op = AtomicOp::Add(add);
+        Request::new(&self.0, Op::Atomic { offset, op }, Part::without_bytes(remote)).start()
     }
 
     /// Replaces a 64-bit word of a remote region if it holds `expected`; the transfer's
     /// [`value`](Transfer::value) is what it held before.
     pub fn compare_swap(&self, remote: &Remote, offset: u64, expected: u64, new: u64) -> Result<Transfer> {
         let op = AtomicOp::CompareSwap { expected, new };
-        Request::new(&self.0, remote, Op::Atomic { offset, op }, None).start()
+        Request::new(&self.0, Op::Atomic { offset, op }, Part::without_bytes(remote)).start()
     }
 
     /// Raises a 64-bit counter of a remote region and wakes who waits for it there.
     pub fn signal(&self, remote: &Remote, offset: u64, add: u64) -> Result<Transfer> {
-        Request::new(&self.0, remote, Op::Write, None).signal(offset, add).start()
+        Request::new(&self.0, Op::Write, Part::without_bytes(remote)).signal(offset, add).start()
     }
 
     /// Hands the owner of a remote region a message.
     pub fn notify(&self, remote: &Remote, message: impl Into<Vec<u8>>) -> Result<Transfer> {
-        Request::new(&self.0, remote, Op::Write, None).notify(message).start()
+        Request::new(&self.0, Op::Write, Part::without_bytes(remote)).notify(message).start()
     }
 
     /// The next message from a peer, waiting for at most that long.

@@ -44,7 +44,7 @@ use self::listener::Listener;
 use self::owner::Serving;
 pub(crate) use self::query::{Borrowing, Loan, OwnerPaths, Query, QueryReply};
 use self::refusals::Refusals;
-pub(crate) use self::run::{Run, cut, cut_portion, starts_later};
+pub(crate) use self::run::{Run, cut, takes_long};
 pub(crate) use self::sessions::{Sessions, Settings};
 
 /// Bytes that an initiator has not acknowledged for this long mean that it cannot be reached.

@@ -238,7 +238,7 @@ impl World {
         assert!(running.ended.is_none(), "a unit reports after its transfer has ended");
         match outcome {
             Ok(()) => running.state.unit_done(),
-            Err(error) => running.state.unit_failed(std::iter::once(0..1).collect(), error),
+            Err(error) => running.state.unit_failed(0, std::iter::once(0..1).collect(), error),
         }
         if let Some(result) = running.state.ended() {
             running.ended = Some(self.now);

@@ -5,6 +5,8 @@
 
 mod hold;
 mod later;
+mod several;
+pub(crate) mod submission;
 #[cfg(test)]
 mod tests;
 
@@ -20,16 +22,17 @@ use std::time::{Duration, Instant};
 use towline_proto::transfer::State;
 
 use crate::cuda::StreamHandle;
-use crate::layout::Plan;
+use crate::layout::{Piece, Plan};
 use crate::memory::{Dtype, ReduceOp};
-use crate::region::RegionUse;
+use crate::region::{RegionCore, RegionUse};
 use crate::runtime::{self, Timer, TimerId};
 use crate::sync::lock;
-use crate::transport::Attachment;
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result, fork, room};
 pub(crate) use hold::LocalHold;
-use later::{LatePlan, LateUnits, Later, Planning};
+use later::{LatePlan, LateUnits, Planning};
+pub(crate) use several::Several;
+use submission::{Link, Submission, Unit, naming};
 pub use towline_proto::transfer::BlockFailure;
 
 /// What a transfer does to the remote memory.
@@ -56,6 +59,8 @@ impl Op {
 /// A counter of the owner that is raised once all bytes are visible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Signal {
+    /// The part in whose remote region it lies.
+    pub(crate) part: usize,
     pub(crate) offset: u64,
     pub(crate) add: u64,
 }
@@ -110,7 +115,7 @@ impl Limits {
     }
 }
 
-/// One request in flight: a future, which can also be waited on, polled and cancelled.
+/// One request in flight, over one or many regions of a peer: a future, which can also be waited on, polled and cancelled.
 ///
 /// Dropping a transfer does not stop it: the memory it touches stays alive until it has ended.
 #[must_use = "a transfer goes on when dropped, but nobody learns how it ended"]
@@ -126,26 +131,28 @@ struct Done {
     bytes: u64,
     value: Option<u64>,
     result: Result<()>,
-    blocks: u64,
+    failures: Vec<BlockFailure>,
 }
 
 impl Transfer {
     /// A transfer that ended in the call that started it.
     pub(crate) fn done(
+        submission: &Submission<'_>,
         path: &'static str,
-        bytes: u64,
-        blocks: u64,
-        value: Option<u64>,
-        result: Result<()>,
+        ended: Result<Option<u64>>,
     ) -> Transfer {
-        Transfer(Repr::Done(Done { path, bytes, value, result, blocks }))
+        let bytes = submission.parts.iter().map(|part| part.asked().0).sum();
+        let value = ended.as_ref().ok().copied().flatten();
+        let failures = ended.as_ref().err().map(|error| failures(submission, error)).unwrap_or_default();
+        let result = ended.map(|_| ());
+        Transfer(Repr::Done(Done { path, bytes, value, result, failures }))
     }
 
     pub(crate) fn live(core: Arc<TransferCore>) -> Transfer {
         Transfer(Repr::Live(core))
     }
 
-    /// The path that the bytes take.
+    /// The path that the bytes take; that of the first part, where parts take different ones.
     pub fn path(&self) -> &'static str {
         match &self.0 {
             Repr::Done(done) => done.path,
@@ -153,7 +160,7 @@ impl Transfer {
         }
     }
 
-    /// How many bytes were asked for.
+    /// How many bytes were asked for, of all parts together.
     pub fn bytes(&self) -> u64 {
         match &self.0 {
             Repr::Done(done) => done.bytes,
@@ -258,10 +265,7 @@ impl Transfer {
     /// The blocks that failed and why; empty when all went well or while it is in flight.
     pub fn failures(&self) -> Vec<BlockFailure> {
         match &self.0 {
-            Repr::Done(Done { result: Err(error), blocks, .. }) => {
-                vec![BlockFailure { blocks: 0..*blocks, error: error.clone() }]
-            }
-            Repr::Done(_) => Vec::new(),
+            Repr::Done(done) => done.failures.clone(),
             Repr::Live(_) if fork::in_child() => Vec::new(),
             Repr::Live(core) => {
                 let inner = lock(&core.inner);
@@ -269,6 +273,22 @@ impl Transfer {
             }
         }
     }
+}
+
+/// What did not move of a submission that ended in the call with that error.
+pub(crate) fn failures(submission: &Submission<'_>, error: &Error) -> Vec<BlockFailure> {
+    let parts = submission.parts.iter().enumerate().skip(submission.moved);
+    parts
+        .map(|(part, of)| {
+            let error = if part == submission.reached {
+                error.clone()
+            } else {
+                let message = format!("part {} failed, and this one with it", submission.reached);
+                Error::new(Kind::Canceled, submission.op.name(), message)
+            };
+            BlockFailure { part, blocks: 0..of.asked().1, error }
+        })
+        .collect()
 }
 
 impl Future for Transfer {
@@ -314,8 +334,8 @@ impl Noise {
     }
 }
 
-/// Told once how a transfer ended, before its waiters are.
-pub(crate) type OnEnd = Box<dyn Fn(&Result<()>) + Send + Sync>;
+/// Told once how a transfer ended, and which blocks failed, before its waiters are.
+pub(crate) type OnEnd = Box<dyn Fn(&Result<()>, &[BlockFailure]) + Send + Sync>;
 
 /// Work that a caller can take part in instead of sleeping until others have done it.
 pub(crate) trait Help: Send + Sync {
@@ -325,27 +345,58 @@ pub(crate) trait Help: Send + Sync {
 /// A caller that waits for less than this does not help: what it takes on may last longer.
 const LEAST_HELPFUL: Duration = Duration::from_secs(1);
 
+/// One part of a transfer: what it keeps alive, and which bytes go where.
+pub(crate) struct PartCore {
+    /// The peer's region.
+    pub(crate) region: Arc<dyn Link>,
+    /// The local region: kept and pinned until the end.
+    local: Option<RegionUse>,
+    /// The same, where the transfer that it is some parts of keeps it.
+    kept: Option<Arc<RegionCore>>,
+    /// The address that the plan's local offsets are relative to.
+    base: usize,
+    plan: LatePlan,
+    blocks: u64,
+}
+
+impl PartCore {
+    /// Its pieces, and the blocks that they carry; none before it is planned.
+    pub(crate) fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The address that its local offsets are relative to.
+    pub(crate) fn base(&self) -> usize {
+        self.base
+    }
+
+    /// How many blocks were asked for.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.blocks
+    }
+}
+
 /// What the paths drive: the request, what it keeps alive, and its state.
 pub(crate) struct TransferCore {
     pub(crate) id: u64,
     pub(crate) op: Op,
-    pub(crate) plan: LatePlan,
+    pub(crate) parts: Several<PartCore>,
     /// The runs of pieces that the path works in; each reports once.
     pub(crate) units: LateUnits,
     /// What is left to do before the path can start; whoever takes it does it.
     planning: Mutex<Option<Planning>>,
-    later: bool,
     bytes: u64,
-    blocks: u64,
-    /// The local region: kept and pinned until the end.
-    pub(crate) local: Option<RegionUse>,
-    local_base: usize,
     pub(crate) after: After,
     /// The stream of the caller's that the copy is in order with, where a GPU copies.
     pub(crate) stream: Option<StreamHandle>,
     pub(crate) limits: Limits,
     pub(crate) checked: bool,
-    attachment: Arc<dyn Attachment>,
+    /// Who moves the bytes, and is told to stop.
+    link: Arc<dyn Link>,
+    /// It is a portion of something larger, and others are in flight beside it.
+    pub(crate) portion: bool,
+    /// The transfer that it is some parts of, which keeps the local memory and must be as quiet.
+    above: Option<Arc<TransferCore>>,
     peer: Arc<str>,
     span: tracing::Span,
     stopped: AtomicBool,
@@ -383,78 +434,68 @@ impl Inner {
     }
 }
 
-/// What a transfer is made of.
-pub(crate) struct Parts {
-    pub(crate) id: u64,
-    pub(crate) op: Op,
-    pub(crate) plan: Plan,
-    pub(crate) local: Option<RegionUse>,
-    /// The address that the plan's local offsets are relative to.
-    pub(crate) local_base: usize,
-    pub(crate) after: After,
-    pub(crate) stream: Option<StreamHandle>,
-    pub(crate) limits: Limits,
-    /// Checksums go along with the bytes, where the path has none of its own.
-    pub(crate) checked: bool,
-    pub(crate) attachment: Arc<dyn Attachment>,
-    pub(crate) peer: Arc<str>,
-    pub(crate) on_end: OnEnd,
-}
-
 impl TransferCore {
-    /// Cuts the plan into the path's units, each of which must report exactly once; the limits run from now.
-    pub(crate) fn begin(mut parts: Parts) -> Result<Arc<TransferCore>> {
-        let plan = std::mem::replace(&mut parts.plan, Plan::nothing());
-        // What has no local region of its own is a portion of what has.
-        let cut = match parts.local {
-            Some(_) => parts.attachment.cut(parts.op, plan, &parts.after)?,
-            None => parts.attachment.cut_portion(parts.op, plan, &parts.after)?,
-        };
-        Ok(TransferCore::new(parts, Some(cut), None))
-    }
-
-    /// The same for what is under way already, as one unit.
-    pub(crate) fn begin_whole(mut parts: Parts) -> Arc<TransferCore> {
-        let plan = std::mem::replace(&mut parts.plan, Plan::nothing());
-        let all = std::iter::once(0..plan.piece_count()).collect();
-        TransferCore::new(parts, Some((plan, all)), None)
+    /// A transfer of that submission, cut into those units, each of which must report exactly once; the limits run from now.
+    pub(crate) fn begin(
+        submission: &mut Submission<'_>,
+        link: Arc<dyn Link>,
+        units: Vec<Unit>,
+    ) -> Result<Arc<TransferCore>> {
+        TransferCore::new(submission, link, Some(units), None)
     }
 
     /// What it moves, or how that will be known.
-    fn new(parts: Parts, cut: Option<(Plan, Vec<Range<usize>>)>, later: Option<Later>) -> Arc<TransferCore> {
+    fn new(
+        submission: &mut Submission<'_>,
+        link: Arc<dyn Link>,
+        units: Option<Vec<Unit>>,
+        planning: Option<Planning>,
+    ) -> Result<Arc<TransferCore>> {
         let now = Instant::now();
-        let (plan, units) = cut.unzip();
-        let size = |later: &Later| (later.bytes, later.blocks);
-        let (bytes, blocks) = later
-            .as_ref()
-            .map_or_else(|| plan.as_ref().map_or((0, 0), |plan| (plan.bytes(), plan.block_count())), size);
+        let on_end = (submission.on_end)(&submission.parts);
+        let mut plans = units.is_some().then(|| submission.take_plans()).transpose()?;
+        let parts = submission.each(|index, part| {
+            let plan = plans.as_mut().map(|plans| std::mem::replace(&mut plans[index], Plan::nothing()));
+            Ok(PartCore {
+                region: Arc::clone(part.region),
+                kept: part.near().filter(|_| part.local.is_none()).cloned(),
+                local: part.local.take(),
+                base: part.base,
+                plan: LatePlan::new(plan),
+                blocks: part.asked().1,
+            })
+        })?;
+        let (mut bytes, mut blocks) = (0, 0);
+        for part in submission.parts.iter() {
+            let (more, count) = part.asked();
+            (bytes, blocks) = (bytes + more, blocks + count);
+        }
         let state = State::new(units.as_ref().map_or(1, Vec::len));
+        let id = next_id();
         let span = tracing::debug_span!(
             "transfer",
-            id = parts.id,
-            op = parts.op.name(),
-            path = parts.attachment.transport().name(),
-            peer = &*parts.peer,
+            id,
+            op = submission.op.name(),
+            path = link.path(),
+            peer = &**submission.peer,
             bytes,
             blocks,
         );
         let core = Arc::new(TransferCore {
-            id: parts.id,
-            op: parts.op,
-            plan: LatePlan::new(plan),
+            id,
+            op: submission.op,
+            parts,
             units: LateUnits::new(units),
-            later: later.is_some(),
-            planning: Mutex::new(later.map(|later| later.planning)),
+            planning: Mutex::new(planning),
             bytes,
-            blocks,
-            local: parts.local,
-            local_base: parts.local_base,
-            after: parts.after,
-            stream: parts.stream,
-            limits: parts.limits,
-            checked: parts.checked,
-            attachment: parts.attachment,
-            peer: parts.peer,
+            after: std::mem::take(&mut submission.after),
+            stream: submission.stream,
+            limits: submission.limits,
+            checked: submission.checked,
+            link,
+            portion: submission.portion,
+            above: submission.above.cloned(),
+            peer: Arc::clone(submission.peer),
             span,
             stopped: AtomicBool::new(false),
             stopped_at: OnceLock::new(),
@@ -472,22 +513,74 @@ impl TransferCore {
                 timer: None,
             }),
             ended: Condvar::new(),
-            on_end: parts.on_end,
+            on_end,
         });
         let mut inner = lock(&core.inner);
         let first = core.next_check(&inner);
         core.check_at(&mut inner, first);
         drop(inner);
-        core
+        Ok(core)
+    }
+
+    /// What was one unit until now is these. Before any of them has reported.
+    fn divide(&self, plans: Several<Plan>, units: Vec<Unit>) {
+        lock(&self.inner).state.divide(units.len());
+        let set = plans.try_map(|index, plan| self.parts[index].plan.set(plan));
+        debug_assert!(set.is_ok(), "a transfer is divided once");
+        self.units.set(units);
+    }
+
+    /// The pieces that a unit carries.
+    #[inline]
+    pub(crate) fn pieces(&self, unit: usize) -> &[Piece] {
+        let Unit { part, pieces } = &self.units[unit];
+        &self.parts[*part].plan.pieces()[pieces.clone()]
+    }
+
+    /// All pieces of a part.
+    pub(crate) fn pieces_of(&self, part: usize) -> &[Piece] {
+        self.parts[part].plan.pieces()
+    }
+
+    /// The bytes that a unit carries.
+    pub(crate) fn bytes_of(&self, unit: usize) -> u64 {
+        self.pieces(unit).iter().map(|piece| piece.len).sum()
+    }
+
+    /// The bytes of all parts.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// A part's local region.
+    pub(crate) fn near(&self, part: usize) -> Option<&Arc<RegionCore>> {
+        let part = &self.parts[part];
+        part.local.as_ref().map(RegionUse::core).or(part.kept.as_ref())
+    }
+
+    /// What became of some parts of it, each of which is one unit.
+    pub(crate) fn parts_ended(&self, parts: &[usize], failures: &[BlockFailure]) {
+        for (index, part) in parts.iter().enumerate() {
+            let failed: Vec<_> = failures
+                .iter()
+                .filter(|failure| failure.part == index)
+                .map(|failure| BlockFailure {
+                    part: *part,
+                    blocks: failure.blocks.clone(),
+                    error: self.dress(naming(*part, self.named(), failure.error.clone())),
+                })
+                .collect();
+            self.report(|state| state.unit_ended(failed));
+        }
     }
 
     pub(crate) fn path(&self) -> &'static str {
-        self.attachment.transport().name()
+        self.link.path()
     }
 
     /// The owner's name.
-    pub(crate) fn peer(&self) -> Arc<str> {
-        Arc::clone(&self.peer)
+    pub(crate) fn peer(&self) -> &Arc<str> {
+        &self.peer
     }
 
     /// Whether it has ended, also where nobody knows yet.
@@ -502,8 +595,8 @@ impl TransferCore {
 
     /// Ends what an endpoint that is closed no longer moves.
     pub(crate) fn check_open(&self) -> Result<()> {
-        match &self.local {
-            Some(local) if local.core().registry.is_closed() => {
+        match self.near(0) {
+            Some(local) if local.registry.is_closed() => {
                 Err(Error::new(Kind::Canceled, self.op.name(), "the endpoint was closed"))
             }
             _ => Ok(()),
@@ -526,6 +619,9 @@ impl TransferCore {
 
     /// Some bytes moved.
     pub(crate) fn progressed(&self, bytes: u64) {
+        if let Some(above) = &self.above {
+            above.progressed(bytes);
+        }
         let mut inner = lock(&self.inner);
         inner.state.progressed(bytes);
         inner.last_progress = Instant::now();
@@ -533,6 +629,9 @@ impl TransferCore {
 
     /// Bytes that were counted before were on their way, and some of them arrived then.
     pub(crate) fn got_on(&self, when: Instant) {
+        if let Some(above) = &self.above {
+            above.got_on(when);
+        }
         let mut inner = lock(&self.inner);
         inner.last_progress = inner.last_progress.max(when);
     }
@@ -542,12 +641,19 @@ impl TransferCore {
         lock(&self.inner).state.set_value(value);
     }
 
+    /// Of how many parts an error names one: whoever divided them names those of some parts.
+    fn named(&self) -> usize {
+        if self.above.is_some() { 1 } else { self.parts.len() }
+    }
+
     /// The blocks that one unit carries, in runs.
     fn blocks_of(&self, unit: usize) -> Vec<Range<u64>> {
-        let runs = self.units[unit].clone().map(|piece| self.plan.blocks_of(piece));
+        let Unit { part, pieces } = &self.units[unit];
+        let part = &self.parts[*part];
+        let runs = pieces.clone().map(|piece| part.plan.blocks_of(piece));
         // Where there is no room to name them, none of the blocks counts as moved.
         let mut blocks =
-            room::collect(self.op.name(), runs).unwrap_or_else(|_| std::iter::once(0..self.blocks).collect());
+            room::collect(self.op.name(), runs).unwrap_or_else(|_| std::iter::once(0..part.blocks).collect());
         blocks.sort_unstable_by_key(|blocks| blocks.start);
         blocks.dedup_by(|next, run| {
             let joins = next.start <= run.end;
@@ -564,16 +670,45 @@ impl TransferCore {
         self.report(|state| state.unit_done());
     }
 
-    /// One unit has ended; its blocks failed.
-    pub(crate) fn unit_failed(&self, unit: usize, error: Error) {
-        let error = self.dress(error);
-        let blocks = self.blocks_of(unit);
-        self.report(|state| state.unit_failed(blocks, error));
+    /// So many units have ended well, and that many bytes have moved with them.
+    pub(crate) fn units_done(&self, count: usize, bytes: u64) {
+        if let Some(above) = &self.above {
+            above.progressed(bytes);
+        }
+        self.report(|state| {
+            state.progressed(bytes);
+            (0..count).for_each(|_| state.unit_done());
+        });
     }
 
-    /// The address that the pieces' local offsets are relative to.
-    pub(crate) fn local_base(&self) -> *mut u8 {
-        self.local_base as *mut u8
+    /// One unit has ended; its blocks failed.
+    pub(crate) fn unit_failed(&self, unit: usize, error: Error) {
+        let part = self.units[unit].part;
+        let error = self.dress(naming(part, self.named(), error));
+        let blocks = self.blocks_of(unit);
+        self.report(|state| state.unit_failed(part, blocks, error));
+    }
+
+    /// Every unit has ended: well, but for those of that part.
+    pub(crate) fn all_but_failed(&self, part: usize, error: &Error) {
+        for unit in 0..self.units.len() {
+            match self.units[unit].part == part {
+                true => self.unit_failed(unit, error.clone()),
+                false => self.units_done(1, self.bytes_of(unit)),
+            }
+        }
+    }
+
+    /// Every unit ends with that error.
+    pub(crate) fn all_failed(&self, error: &Error) {
+        for unit in 0..self.units.len() {
+            self.unit_failed(unit, error.clone());
+        }
+    }
+
+    /// The address that the local offsets of a part's pieces are relative to.
+    pub(crate) fn base(&self, part: usize) -> *mut u8 {
+        self.parts[part].base as *mut u8
     }
 
     /// Stops it: the path makes it quiet, then it ends with that error.
@@ -582,7 +717,7 @@ impl TransferCore {
         if !lock(&self.inner).state.stop(error) {
             // Every unit has reported, but a frame or a sink still names the memory: the path takes it back.
             if self.is_held() {
-                self.attachment.stop(self);
+                self.link.stop(self);
             }
             return;
         }
@@ -591,7 +726,7 @@ impl TransferCore {
         if self.will_not_launch() {
             return self.whole_failed(self.stop_error());
         }
-        self.attachment.stop(self);
+        self.link.stop(self);
     }
 
     fn dress(&self, error: Error) -> Error {
@@ -611,11 +746,11 @@ impl TransferCore {
 
     /// Delivers the end, once: when every unit has reported and nothing names the local memory any more.
     fn deliver(&self) {
-        let (result, timer) = {
+        let (result, failures, timer) = {
             let mut inner = lock(&self.inner);
             match inner.state.ended() {
                 Some(result) if !inner.delivering && !self.is_held() => {
-                    let end = (result.clone(), inner.timer);
+                    let end = (result.clone(), inner.state.failures().to_vec(), inner.timer);
                     inner.delivering = true;
                     end
                 }
@@ -626,7 +761,7 @@ impl TransferCore {
         if let (Some(timer), Ok(reactor)) = (timer, runtime::reactor()) {
             reactor.cancel(timer);
         }
-        (self.on_end)(&result);
+        (self.on_end)(&result, &failures);
         self.span.in_scope(|| match &result {
             Ok(()) => tracing::debug!("ended well"),
             Err(error) => tracing::debug!(%error, "ended"),
@@ -642,11 +777,17 @@ impl TransferCore {
 
     /// An engine has begun something that it may not let go of in time. Before the unit's report.
     pub(crate) fn engaged(&self) {
+        if let Some(above) = &self.above {
+            above.engaged();
+        }
         self.noise.fetch_add(1, Ordering::AcqRel);
     }
 
     /// It has let go: nothing of that touches the local memory any more. Before the unit's report, unless that came early.
     pub(crate) fn let_go(&self) {
+        if let Some(above) = &self.above {
+            above.let_go();
+        }
         if self.noise.fetch_sub(1, Ordering::AcqRel) == 1 && lock(&self.inner).state.ended().is_some() {
             self.release_quiet();
             drop(lock(&self.inner));
@@ -656,11 +797,17 @@ impl TransferCore {
 
     /// The owner is in the middle of a request that it will never answer. Before the unit's report.
     pub(crate) fn unfinished_afar(&self) {
+        if let Some(above) = &self.above {
+            above.unfinished_afar();
+        }
         self.afar.fetch_add(1, Ordering::AcqRel);
     }
 
     /// It is not any more.
     pub(crate) fn finished_afar(&self) {
+        if let Some(above) = &self.above {
+            above.finished_afar();
+        }
         if self.afar.fetch_sub(1, Ordering::AcqRel) == 1 {
             drop(lock(&self.inner));
             self.ended.notify_all();
@@ -673,11 +820,8 @@ impl TransferCore {
 
     /// Gives the local memory back, once nothing touches it.
     fn release_quiet(&self) {
-        if let Some(local) = &self.local
-            && self.noise.load(Ordering::Acquire) == 0
-            && !self.is_held()
-        {
-            local.release();
+        if self.noise.load(Ordering::Acquire) == 0 && !self.is_held() {
+            self.parts.iter().filter_map(|part| part.local.as_ref()).for_each(RegionUse::release);
         }
     }
 
@@ -757,7 +901,7 @@ impl Timer for TransferCore {
                     self.deliver();
                 }
                 if !delivered && self.is_held() {
-                    self.attachment.stop(&self);
+                    self.link.stop(&self);
                 }
                 return;
             }

@@ -3,18 +3,33 @@
 //! To add a transport, write one file beside the others and add one word to [`TRANSPORTS`]. The order of the
 //! list is the order of preference.
 //!
-//! # The contract of an attachment
+//! # What moves
+//! The unit of work is one [`Submission`](crate::transfer::submission::Submission) to one peer: an operation over any number of
+//! *parts*, each a region of that peer ([`Attachment`]: attached to a link, which is this transport opened to that peer), a local region,
+//! and pieces or block indices between the two. All parts of one submission are attached to one link; where a request needs several, it
+//! is split above the seam ([`joint`]) and ends as one. [`submit`](crate::transfer::submission::Link::submit) is the one entry. It answers
+//! `Done`, `Running` or `Deferred`, and nothing else starts work.
+//!
+//! A transfer that goes on behind the call is a `TransferCore`: for each part the region, the use of the local memory, the address
+//! that its offsets count from, and its plan; and *units*, each a run of pieces of one part. A path cuts plans into units as it likes to
+//! work, in any order and on any threads, and reports for each of them once. What follows the bytes (notification, signal) follows
+//! those of all parts.
+//!
+//! # The contract of a submission
 //! The laws of the test kit carry the same numbers.
 //!
-//! 1. A read that succeeds has filled the whole range with the owner's bytes, and the owner's generation was
-//!    valid from start to end.
-//! 2. A write that succeeds is visible to the owner before its notification or its signal is.
+//! 1. A read that succeeds has filled the whole of every part with the owner's bytes, and each region's generation was
+//!    valid while its bytes were read.
+//! 2. A write that succeeds is visible to the owner, in all parts, before its notification or its signal is.
 //! 3. Nothing outside the requested ranges changes, on either side, whatever happens.
-//! 4. Every unit of a transfer reports exactly once; after the last report nothing touches the local memory.
-//! 5. After the owner has deregistered, every access gives `Stale` and moves nothing.
-//! 6. Access outside the grant's range or rights is refused before a byte moves.
-//! 7. `stop` returns at once and the transfer ends soon after: no unit waits for the peer any longer.
+//! 4. Every unit of a transfer reports exactly once; after the last report nothing touches the local memory of any part.
+//! 5. After the owner has deregistered, every access gives `Stale` and moves nothing. One stale part ends the whole with
+//!    `Stale`, and the error names the part; nothing follows the bytes then. Other parts may have moved.
+//! 6. Access outside the grant's range or rights is refused before a byte moves, of any part.
+//! 7. `stop` returns at once and the transfer ends soon after, with all of its parts: no unit waits for the peer any longer.
 //! 8. A 64-bit atomic is atomic with respect to every other path to the same word.
+//! 9. A region may be in several parts, and parts may overlap. Where bytes that are written overlap, which of them stay is not
+//!    defined, but each byte is one of those that were to be written there.
 
 pub(crate) mod cma;
 pub(crate) mod cuda;
@@ -22,21 +37,21 @@ pub(crate) mod direct;
 pub(crate) mod file;
 pub(crate) mod gpu;
 pub(crate) mod inproc;
+pub(crate) mod joint;
 pub(crate) mod mapped;
 pub(crate) mod nixl;
 pub(crate) mod stream;
 
-use std::ops::Range;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crate::identity::Identity;
-use crate::layout::{Indexed, Piece, Plan};
-use crate::region::{RegionCore, RegionUse, stale};
+use crate::region::{RegionCore, stale};
 use crate::route::{self, Capabilities, Path, Routes, Routing};
 use crate::session::{GrantHandle, OwnerPaths, Query, QueryReply};
 use crate::ticket::Claims;
-use crate::transfer::{After, Op, TransferCore};
+use crate::transfer::submission::Link;
 use crate::transport::direct::Held;
 use crate::wire::Grant;
 use crate::{Error, Kind, Result};
@@ -127,20 +142,6 @@ pub(crate) struct Offer<'a> {
     pub(crate) until: Instant,
 }
 
-/// What became of a request that was begun in the calling thread.
-pub(crate) enum Begun {
-    /// It has ended.
-    Ended(Result<Option<u64>>),
-    /// It goes on by itself. Dropped, it goes on all the same, and nobody learns how it ended.
-    Going(Box<dyn Going>),
-}
-
-/// A request that goes on by itself.
-pub(crate) trait Going {
-    /// Reports to that transfer, which has one unit.
-    fn report_to(self: Box<Self>, transfer: &Arc<TransferCore>);
-}
-
 /// One way of moving bytes.
 pub(crate) trait Transport: Send + Sync {
     /// The name that users see, require and forbid.
@@ -169,7 +170,7 @@ pub(crate) trait Transport: Send + Sync {
         false
     }
 
-    /// Binds this way to one granted region. The error says why it is not a candidate.
+    /// Attaches one granted region to the link to its owner. The error says why this path cannot be used.
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>>;
 
     /// The number by which peers ask about it, 1 to 8; `None` where the grant says all that they need.
@@ -195,14 +196,14 @@ pub(crate) trait Transport: Send + Sync {
 }
 
 /// One path that can be used.
-pub(crate) type Way = route::Way<Arc<dyn Attachment>>;
+pub(crate) type Way = route::Way<Attached>;
 
 /// The paths to that region, asked for one after the other.
-pub(crate) fn routes(offer: &Offer<'_>) -> Result<Routes<Arc<dyn Attachment>>> {
+pub(crate) fn routes(offer: &Offer<'_>) -> Result<Routes<Attached>> {
     let attach = |transport: &dyn Transport| {
         let attachment = transport.attach(offer)?;
         let summary = attachment.detail().unwrap_or_else(|| attachment.summary().to_owned());
-        Ok((attachment, summary))
+        Ok((Attached { link: Arc::clone(&attachment) as Arc<dyn Link>, attachment }, summary))
     };
     let paths = TRANSPORTS.into_iter().map(|transport| (path(transport), transport));
     Routes::find(offer.routing, paths, attach, || offer.owner.alive())
@@ -228,13 +229,13 @@ fn numbered(number: u8) -> Result<&'static dyn Transport> {
         .ok_or_else(|| Error::new(Kind::Unsupported, "import", format!("there is no path {number} here")))
 }
 
-/// One way of moving bytes, bound to one granted region. Offsets are relative to the grant's range, and the
-/// caller has checked them against the grant's length and rights.
-pub(crate) trait Attachment: Send + Sync {
-    /// The way it belongs to.
+/// One granted region of a peer, attached to a link. Offsets are relative to the grant's range, and the caller has checked them
+/// against the grant's length and rights. Work is started by [`submit`](Link::submit), and by nothing else.
+pub(crate) trait Attachment: Link {
+    /// The transport that it belongs to.
     fn transport(&self) -> &'static dyn Transport;
 
-    /// What this way does, in one line.
+    /// What this path does, in one line.
     fn summary(&self) -> &'static str {
         self.transport().summary()
     }
@@ -249,88 +250,26 @@ pub(crate) trait Attachment: Send + Sync {
         None
     }
 
-    /// How GPUs copy by this way, for a request whose local memory is on one. `None` where this way knows host memory only:
-    /// such requests then go through pinned memory ([`gpu::Staged`]).
-    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
-        None
-    }
-
-    /// Begins a small request in the calling thread and stays with it for a moment; `None` leaves it to
-    /// [`run_now`](Self::run_now). `base` is the address, within the local region, that the pieces' local offsets are
-    /// relative to.
-    fn begin(
-        &self,
-        _op: Op,
-        _local: &RegionUse,
-        _base: usize,
-        _pieces: &[Piece],
-        _bytes: u64,
-        _after: &After,
-    ) -> Option<Begun> {
-        None
-    }
-
-    /// Begins a request for blocks by their indices, where this way needs no list of pieces; `None` leaves it to the others,
-    /// with such a list. The layouts were checked against the regions, the indices were not checked.
-    fn begin_blocks(
-        &self,
-        _op: Op,
-        _local: &RegionUse,
-        _base: usize,
-        _blocks: &Indexed<'_>,
-        _after: &After,
-    ) -> Option<Begun> {
-        None
-    }
-
-    /// Runs a small request in the calling thread, where that is the fastest; `None` leaves it to
-    /// [`start`](Self::start). `local` is the address that the pieces' local offsets are relative to.
-    ///
-    /// # Safety
-    /// `local` plus every piece lies in memory that the caller keeps alive and pinned during the call.
-    #[allow(unsafe_code, reason = "the local memory is a raw address, kept alive by the caller")]
-    unsafe fn run_now(
-        &self,
-        op: Op,
-        local: *mut u8,
-        pieces: &[Piece],
-        bytes: u64,
-        after: &After,
-    ) -> Option<Result<Option<u64>>>;
-
-    /// Whether [`run_now`](Self::run_now) takes a request of that many bytes.
-    fn at_once(&self, _bytes: u64) -> bool {
-        false
-    }
-
-    /// Whether planning and starting a request of that size is left to a worker: where it takes longer than calling one. Its
-    /// [`cut`](Self::cut) and its [`start`](Self::start) then run on any thread, behind the call that starts it.
-    fn starts_later(&self, _op: Op, _bytes: u64, _blocks: u64) -> bool {
-        false
-    }
-
-    /// Cuts a plan into the units that this way works in: the plan, its longest pieces cut, and the runs of
-    /// pieces that make up the units. Each unit reports once; there is at least one.
-    fn cut(&self, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)>;
-
-    /// The same for a portion of a transfer whose bytes stop over: others are in flight beside it.
-    fn cut_portion(&self, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-        self.cut(op, plan, after)
-    }
-
-    /// Starts a transfer whose plan went through [`cut`](Self::cut). What follows the bytes (signal, notification)
-    /// is its task too.
-    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>);
-
-    /// Makes a transfer quiet and lets its remaining units report. Never waits for the peer.
-    fn stop(&self, transfer: &Arc<TransferCore>);
-
     /// Whether it can still be used: the owner is alive as far as is known.
     fn alive(&self) -> Result<()>;
 
-    /// Pins the region for a long time; `None` on a way that shares no memory with the owner.
+    /// Pins the region for a long time; `None` on a path that shares no memory with the owner.
     fn hold(&self) -> Option<Result<Held>> {
         None
+    }
+}
+
+/// A granted region that is attached to a link, and the same as transfers know it.
+pub(crate) struct Attached {
+    attachment: Arc<dyn Attachment>,
+    pub(crate) link: Arc<dyn Link>,
+}
+
+impl Deref for Attached {
+    type Target = dyn Attachment;
+
+    fn deref(&self) -> &dyn Attachment {
+        &*self.attachment
     }
 }
 

@@ -61,6 +61,7 @@ from ._native import (
     Tls,
     paths,
 )
+from ._part import Part
 from ._transfer import BlockFailure, Transfer
 from .aio import CompletionQueue
 from .arrays import empty
@@ -106,6 +107,7 @@ __all__ = [
     "Notification",
     "OperationKind",
     "OperationStatus",
+    "Part",
     "PathStats",
     "PeerAudit",
     "PermissionDenied",

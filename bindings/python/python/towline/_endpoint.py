@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union, cast
 
 from . import _native, aio
-from ._errors import Timeout
+from ._errors import Invalid, Timeout
+from ._part import Blocks, Part
 from ._streams import handle_of
 from ._transfer import Transfer
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from ._native import Audit, Layout, Notification, Quotas, Region, Remote, Span, Stats, Ticket, Tls
+    from ._native import Audit, Notification, Quotas, Region, Remote, Span, Stats, Ticket, Tls
 
 Access = Literal["none", "read", "write", "read+write"]
 Isolation = Literal["cooperative", "enforced"]
 Names = str | Iterable[str] | None
-Blocks = tuple["Layout", Any, "Layout", Any]
+Remotes = Union["Remote", Sequence["Remote"], Sequence[Part]]
+Locals = Union["Region", "Span", Sequence["Union[Region, Span]"], None]
 
 DEFAULT_RECEIVE_TIMEOUT = 30.0
 
@@ -44,6 +46,20 @@ def _bytes(value: bytes | str, argument: str) -> bytes:
         return bytes(memoryview(value))
     except TypeError:
         raise TypeError(f"{argument}: bytes or a str is needed, not {type(value).__name__}") from None
+
+
+def _parts(remote: Sequence[Any], local: Locals) -> list[tuple[Any, Any, Any, Any, Any]]:
+    """The parts of a request over several regions, as the native module takes them."""
+    if local is None:
+        if all(isinstance(part, Part) for part in remote):
+            return [(part.remote, part.local, part.at, part.spans, part.blocks) for part in remote]
+        raise TypeError("remote: without local regions every part is a Part")
+    if not isinstance(local, (list, tuple)):
+        raise TypeError("local: a list is needed, with a region for each remote one")
+    if len(local) != len(remote):
+        message = f"{len(remote)} remote regions cannot pair with {len(local)} local ones"
+        raise Invalid(message, op="transfer")
+    return [(theirs, ours, None, None, None) for theirs, ours in zip(remote, local)]
 
 
 class Endpoint:
@@ -176,21 +192,21 @@ class Endpoint:
 
     def read(
         self,
-        remote: Remote,
-        local: Region | Span,
+        remote: Remotes,
+        local: Locals = None,
         *,
         at: int | tuple[int, int, int] | None = None,
         spans: Any = None,
         blocks: Blocks | None = None,
         notify: bytes | str | None = None,
-        signal: tuple[int, int] | None = None,
+        signal: tuple[int, int] | tuple[int, int, int] | None = None,
         timeout: float | None = None,
         stall_timeout: float | None = None,
         require: Names = None,
         forbid: Names = None,
         stream: object = None,
     ) -> Transfer[None]:
-        """Starts to read: from ``remote`` into ``local``.
+        """Starts to read: from ``remote`` into ``local``, or from many regions of one peer at once.
 
         Moves the whole of ``local``, from the start of the remote region; or what one of these says:
 
@@ -201,8 +217,13 @@ class Endpoint:
           (``indices.flags.writeable = False``) is taken as it is, which for many blocks is most of what the call costs;
           what is wrong with a long array is how the transfer ends.
 
-        Once the bytes have been read, the owner gets the message ``notify``, and its 64-bit counter at ``signal[0]``
-        is raised by ``signal[1]``. ``timeout`` is the longest time for this transfer, and ``stall_timeout`` the longest in which
+        With a list of remote regions and one of as many local ones, each pair is a *part* of one transfer, and ``at``, ``spans`` and ``blocks`` go for
+        every part: ``read(layers, mine, blocks=(pages, theirs, pages, ours))`` reads the same blocks of each layer. A list of `Part` says what moves
+        in each. All parts have one peer, and together one end, one set of limits and one cancel; a part that fails fails the whole, and the
+        error and ``failures()`` name it.
+
+        Once the bytes of all parts have been read, the owner gets the message ``notify``, and its 64-bit counter at ``signal[0]``
+        is raised by ``signal[1]``; it lies in the region of the first part, or of the part ``signal[2]``. ``timeout`` is the longest time for this transfer, and ``stall_timeout`` the longest in which
         nothing of it moves; each stands in for the endpoint's, and leaves the other. ``require`` and ``forbid`` turn a silent slow path into an error.
 
         With ``stream`` (of torch or CuPy, or a handle as DLPack and ``__cuda_array_interface__`` give it) the copy is in the
@@ -227,14 +248,14 @@ class Endpoint:
 
     def write(
         self,
-        remote: Remote,
-        local: Region | Span,
+        remote: Remotes,
+        local: Locals = None,
         *,
         at: int | tuple[int, int, int] | None = None,
         spans: Any = None,
         blocks: Blocks | None = None,
         notify: bytes | str | None = None,
-        signal: tuple[int, int] | None = None,
+        signal: tuple[int, int] | tuple[int, int, int] | None = None,
         timeout: float | None = None,
         stall_timeout: float | None = None,
         require: Names = None,
@@ -264,24 +285,45 @@ class Endpoint:
     def _start(
         self,
         writes: bool,
-        remote: Remote,
-        local: Region | Span,
+        remote: Remotes,
+        local: Locals,
         at: int | tuple[int, int, int] | None,
         spans: Any,
         blocks: Blocks | None,
         notify: bytes | str | None,
-        signal: tuple[int, int] | None,
+        signal: tuple[int, int] | tuple[int, int, int] | None,
         timeout: float | None,
         stall_timeout: float | None,
         require: Names,
         forbid: Names,
         stream: object,
     ) -> Transfer[None]:
+        if isinstance(remote, (list, tuple)):
+            return Transfer(
+                self._native.start_parts(
+                    writes,
+                    _parts(remote, local),
+                    at,
+                    spans,
+                    blocks,
+                    None if notify is None else _bytes(notify, "notify"),
+                    signal if signal is None or len(signal) == 3 else (*signal, 0),
+                    timeout,
+                    stall_timeout,
+                    _names(require, "require"),
+                    _names(forbid, "forbid"),
+                    handle_of(stream),
+                )
+            )
+        if local is None or isinstance(local, (list, tuple)):
+            raise TypeError("local: a Region or a Span is needed for one remote region, and a list of them for a list")
+        if signal is not None and len(signal) == 3:
+            raise TypeError("signal: the part of a counter is for a request over several regions")
         return Transfer(
             self._native.start(
                 writes,
-                remote,
-                local,
+                cast("Remote", remote),
+                cast("Region | Span", local),
                 at,
                 spans,
                 blocks,

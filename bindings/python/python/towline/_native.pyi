@@ -328,6 +328,10 @@ class Endpoint:
         Starts a read (or, with `writes`, a write).
         """
     def start_import(self, /, ticket: "Ticket | str | bytes | bytearray | memoryview", require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], isolation: str | None, timeout: SupportsFloat | SupportsIndex | None) -> Import: ...
+    def start_parts(self, /, writes: bool, parts: "list[tuple[Remote, Region | Span, int | tuple[int, int, int] | None, Any, tuple[Layout, Any, Layout, Any] | None]]", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, notify: bytes | None, signal: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None, timeout: SupportsFloat | SupportsIndex | None, stall_timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], stream: SupportsIndex | None) -> Transfer:
+        """
+        Starts a read (or, with `writes`, a write) of several parts.
+        """
     def stats(self, /) -> Stats: ...
 
 @final
@@ -442,7 +446,7 @@ class NixlAgent:
         """
         Registers the memory of an object, which is kept.
         """
-    def transfer(self, /, reads: bool, local: tuple[str, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]], remote: tuple[str, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]], peer: str, notification: SupportsGetItem[int, SupportsIndex] | None) -> NixlRequest:
+    def transfer(self, /, reads: bool, local: tuple[str, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]], remote: tuple[str, SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex]]], peer: str, notification: bytes | None) -> NixlRequest:
         """
         Starts a transfer.
         """
@@ -996,9 +1000,9 @@ class Transfer:
         """
         Whether it has ended, well or not.
         """
-    def failures(self, /) -> "list[tuple[int, int, Error]]":
+    def failures(self, /) -> "list[tuple[int, int, int, Error]]":
         """
-        The ranges of blocks that failed, each with its error.
+        The ranges of blocks that failed, each with its part and its error.
         """
     @property
     def nbytes(self, /) -> int:

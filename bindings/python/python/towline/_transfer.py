@@ -17,12 +17,14 @@ class BlockFailure:
     """Some blocks of a transfer that failed, and why."""
 
     blocks: range
-    """The blocks, numbered in the order in which the request named them."""
+    """The blocks, numbered in the order in which the request named them; in each part from 0."""
     error: Error
+    part: int = 0
+    """The part of the request that they belong to."""
 
 
 class Transfer(Generic[T_co]):
-    """One request in flight.
+    """One request in flight, over one or many regions of a peer.
 
     ``await`` it in any event loop, or ``wait()`` for it in code without one. Both return the word that an atomic
     operation found, and ``None`` for reads and writes. Dropping a transfer does not stop it: the memory that it touches
@@ -79,7 +81,7 @@ class Transfer(Generic[T_co]):
 
     @property
     def path(self) -> str:
-        """The path that the bytes take."""
+        """The path that the bytes take; that of the first part, where parts take different ones."""
         return self._native.path
 
     @property
@@ -89,9 +91,8 @@ class Transfer(Generic[T_co]):
 
     def failures(self) -> list[BlockFailure]:
         """The blocks that failed and why; empty when all went well or while it is in flight."""
-        return [
-            BlockFailure(range(start, stop), error) for start, stop, error in self._native.failures()
-        ]
+        failures = self._native.failures()
+        return [BlockFailure(range(start, stop), error, part) for part, start, stop, error in failures]
 
     def __repr__(self) -> str:
         state = "ended" if self._native.done() else "in flight"

@@ -115,7 +115,7 @@ macro_rules! handed_over {
 handed_over!(U32(u32), U64(u64));
 
 /// Pairs of blocks that are not planned yet: the n-th remote index with the n-th local one.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Listed<'a> {
     remote: Layout,
     remote_indices: IndexList<'a>,

@@ -1,4 +1,4 @@
-//! The numbered contract of an attachment.
+//! The numbered contract of a submission; law 9, and what of the others is about parts, is in `parts.rs`.
 
 use std::thread;
 use std::time::Duration;

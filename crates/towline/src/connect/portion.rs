@@ -3,19 +3,18 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::endpoint::Request;
 use crate::layout::Plan;
 use crate::transfer::Op;
-use crate::{Error, Indices, Layout, Result, room};
+use crate::{Error, Indices, Layout, Part, Remote, Result, Span, room};
 
-/// The most blocks in one transfer. A view of single elements has as many blocks as elements, and its whole plan would take
+/// The most blocks in one part. A view of single elements has as many blocks as elements, and its whole plan would take
 /// several times the memory that it moves.
 const BLOCKS: u64 = 1 << 16;
 
 /// What planning and copying one block costs, in bytes that would take as long.
 const BLOCK_WEIGHT: u64 = 1 << 10;
 
-/// One transfer of several that together move a descriptor.
+/// One part of those that together move a descriptor.
 pub(super) struct Portion {
     what: What,
     bytes: u64,
@@ -92,18 +91,20 @@ impl Portion {
         }
     }
 
-    pub(super) fn of<'a>(&self, request: Request<'a>) -> Request<'a> {
+    /// It as a part of a transfer.
+    pub(super) fn part<'a>(&self, remote: &'a Remote, local: Span) -> Part<'a> {
+        let part = Part::new(remote, local);
         match &self.what {
-            What::Run { remote, local } => request.at(*remote, *local, self.bytes),
+            What::Run { remote, local } => part.at(*remote, *local, self.bytes),
             What::Blocks(sides, blocks) => {
                 let whole =
                     [&sides.remote, &sides.local].iter().all(|side| *blocks == (0..side.block_count()));
                 if whole {
-                    return request.blocks(&sides.remote, Indices::All, &sides.local, Indices::All);
+                    return part.blocks(&sides.remote, Indices::All, &sides.local, Indices::All);
                 }
                 let indices: Vec<u64> = blocks.clone().collect();
                 let indices = Indices::U64(&indices);
-                request.planned(Plan::blocks(&sides.remote, indices, &sides.local, indices))
+                part.planned(Plan::blocks(&sides.remote, indices, &sides.local, indices))
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The transfers of one active operation: started together, ended together.
+//! The transfers of one active operation, each of as many parts as may be in flight: they end together.
 #![allow(unsafe_code, reason = "puts copies into the order of a stream that the caller vouches for")]
 
 use std::collections::VecDeque;
@@ -19,8 +19,8 @@ use crate::{Endpoint, Error, Remote, Result, Span, Transfer, room};
 /// Sets up to this size may be copied by the calling thread; the paths use the same limit for one transfer.
 const INLINE: u64 = 1 << 20;
 
-/// Transfers are started while fewer bytes than this are in flight: one that waits behind others for long would be taken
-/// for one that does not move.
+/// Parts are started while fewer bytes than this are in flight: what waits behind others for long would be taken for what does
+/// not move. So most operations are one transfer.
 const IN_FLIGHT: u64 = 64 << 20;
 
 /// The registered local memory, the remote memory, and what is moved between them.
@@ -30,7 +30,7 @@ pub(super) struct Part {
     pub(super) portions: Vec<Portion>,
 }
 
-/// A transfer that was not started yet.
+/// A part that was not started yet.
 struct Waiting {
     remote: Arc<Remote>,
     span: Result<Span>,
@@ -57,7 +57,7 @@ struct Inner {
     waiting: VecDeque<Waiting>,
     /// What runs or has run; emptied at the end, since each of them refers back to the set.
     started: Vec<Arc<Transfer>>,
-    /// Transfers that have not ended, and one more while somebody is starting some.
+    /// Parts that have not ended, and one more while somebody is starting some.
     left: usize,
     /// What the transfers that run weigh, and how much that may be.
     in_flight: u64,
@@ -168,32 +168,41 @@ impl TransferSet {
                 // Held while it starts some, so that the end comes after.
                 inner.left += 1;
             }
-            while let Some(next) = self.next() {
-                self.start_one(next);
+            while let Some(some) = self.next() {
+                self.start_together(&some);
             }
-            if !self.count(0, &Ok(())) {
+            if !self.count(1, 0, &Ok(())) {
                 return;
             }
         }
     }
 
-    fn next(&self) -> Option<Waiting> {
+    /// The parts for which there is room.
+    fn next(&self) -> Option<Vec<Waiting>> {
         let mut inner = lock(&self.inner);
-        let next = if inner.has_room() { inner.waiting.pop_front() } else { None };
-        match &next {
-            Some(next) => inner.in_flight += next.portion.weight(),
-            None => inner.starting = false,
+        let mut some = Vec::new();
+        while inner.has_room()
+            && let Some(next) = inner.waiting.pop_front()
+        {
+            inner.in_flight += next.portion.weight();
+            some.push(next);
         }
-        next
+        if some.is_empty() {
+            inner.starting = false;
+            return None;
+        }
+        Some(some)
     }
 
-    fn start_one(self: &Arc<Self>, next: Waiting) {
-        let Waiting { remote, span, portion } = next;
-        let weight = portion.weight();
-        let started = span.and_then(|span| {
+    fn start_together(self: &Arc<Self>, some: &[Waiting]) {
+        let (count, weight) = (some.len(), some.iter().map(|one| one.portion.weight()).sum());
+        let parts = some
+            .iter()
+            .map(|Waiting { remote, span, portion }| span.clone().map(|span| portion.part(remote, span)));
+        let started = parts.collect::<Result<Vec<_>>>().and_then(|parts| {
             let request = match self.op {
-                Op::Write => self.endpoint.write(&remote, span),
-                _ => self.endpoint.read(&remote, span),
+                Op::Write => self.endpoint.write_parts(parts),
+                _ => self.endpoint.read_parts(parts),
             };
             let request = match self.stream {
                 // SAFETY: who named the stream promised that it lives until the operation has ended.
@@ -201,10 +210,9 @@ impl TransferSet {
                 None => request,
             };
             let told = Arc::clone(self);
-            portion
-                .of(request)
+            request
                 .by_workers(self.by_workers)
-                .then(Box::new(move |result| told.one_ended(weight, result)))
+                .then(Box::new(move |result, _| told.some_ended(count, weight, result)))
                 .start()
         });
         match started {
@@ -219,21 +227,21 @@ impl TransferSet {
                     transfer.cancel();
                 }
             }
-            Err(error) => self.one_ended(weight, &Err(error)),
+            Err(error) => self.some_ended(count, weight, &Err(error)),
         }
     }
 
-    fn one_ended(self: &Arc<Self>, weight: u64, result: &Result<()>) {
-        if self.count(weight, result) {
+    fn some_ended(self: &Arc<Self>, count: usize, weight: u64, result: &Result<()>) {
+        if self.count(count, weight, result) {
             self.start_some();
         }
     }
 
-    /// Counts one end; true where more can be started now.
-    fn count(self: &Arc<Self>, weight: u64, result: &Result<()>) -> bool {
+    /// Counts the end of so many parts; true where more can be started now.
+    fn count(self: &Arc<Self>, parts: usize, weight: u64, result: &Result<()>) -> bool {
         let (last, more) = {
             let mut inner = lock(&self.inner);
-            inner.left -= 1;
+            inner.left -= parts;
             inner.in_flight -= weight;
             if let Err(error) = result {
                 inner.failed = true;
@@ -274,7 +282,7 @@ impl TransferSet {
             inner.left += 1;
         }
         self.stop_started();
-        self.count(0, &Ok(()));
+        self.count(1, 0, &Ok(()));
     }
 
     fn end(&self) {

@@ -19,7 +19,7 @@ use crate::runtime::{self, Timer};
 use crate::session::{GrantHandle, Importing, Medium, NoContact, Session};
 use crate::sync::lock;
 use crate::ticket::Reach;
-use crate::transport::{self, Attachment, Offer, Owner, Way};
+use crate::transport::{self, Attached, Offer, Owner, Way};
 use crate::wire::Grant;
 use crate::{Access, Error, Kind, Result, Ticket, ended, fork, room};
 
@@ -31,8 +31,10 @@ pub struct Remote {
     /// Who imported it: its paths follow that endpoint's routing, and no other endpoint may use them.
     endpoint: Weak<EndpointCore>,
     peer: Arc<str>,
+    /// The life of the owner that has it.
+    owner: Incarnation,
     grant: Grant,
-    routes: Routes<Arc<dyn Attachment>>,
+    routes: Routes<Attached>,
     /// One for each usable way.
     counters: Vec<Arc<Counters>>,
     expires: Option<Instant>,
@@ -48,9 +50,12 @@ impl Remote {
         peer: &str,
         (routing, until): (&Routing, Instant),
     ) -> Result<Remote> {
-        let lost = match &owner {
-            Owner::Here(_) => None,
-            Owner::There(handle) => Some(Arc::clone(handle.session().lost())),
+        let (incarnation, lost) = match &owner {
+            Owner::Here(region) => (region.registry.identity().incarnation, None),
+            Owner::There(handle) => {
+                let session = handle.session();
+                (session.owner().incarnation, Some(Arc::clone(session.lost())))
+            }
         };
         let routes =
             transport::routes(&Offer { context: &endpoint.transports, owner, grant: &grant, routing, until })
@@ -59,7 +64,13 @@ impl Remote {
         let counters = routes.usable().iter().map(|way| endpoint.counters.of(&peer, way.path)).collect();
         let expires =
             grant.expires_in_ms.map(|left| runtime::later(Instant::now(), Duration::from_millis(left)));
-        Ok(Remote { endpoint: Arc::downgrade(endpoint), peer, grant, routes, counters, expires, lost })
+        let endpoint = Arc::downgrade(endpoint);
+        Ok(Remote { endpoint, peer, owner: incarnation, grant, routes, counters, expires, lost })
+    }
+
+    /// Whether the owner of another region has this one too.
+    pub(super) fn has_owner_of(&self, other: &Remote) -> bool {
+        self.owner == other.owner
     }
 
     /// Whether that endpoint imported it.

@@ -1,21 +1,25 @@
 //! A request before it starts: what to move, and how.
-#![allow(unsafe_code, reason = "hands the address of a pinned local region to the path")]
+#![allow(unsafe_code, reason = "takes a stream that the caller vouches for")]
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::part::Part;
 use super::stats::Counters;
 use super::{EndpointCore, Remote};
 use crate::cuda::StreamHandle;
-use crate::layout::{IndexList, Layout, Listed, Piece, Plan};
+use crate::layout::{IndexList, Layout, Listed};
 use crate::memory::Place;
 use crate::notify::MAX_MESSAGE;
-use crate::region::{RegionUse, Span, no_words};
+use crate::region::{RegionUse, no_words};
 use crate::route::{Capabilities, Routing};
-use crate::transfer::{self, After, Limits, OnEnd, Op, Parts, Signal, Transfer, TransferCore};
-use crate::transport::{Attachment, Begun, gpu};
-use crate::{Access, Error, Kind, Result, fork, room};
+use crate::transfer::submission::{Link, Started, Submission, SubmittedPart, Terms, What, naming};
+use crate::transfer::{After, Limits, OnEnd, Op, Several, Signal, Transfer};
+use crate::transport::Way;
+use crate::transport::joint::Joint;
+use crate::{Access, Error, Kind, Result, fork};
 
 /// A transfer that has not started yet.
 ///
@@ -42,10 +46,8 @@ use crate::{Access, Error, Kind, Result, fork, room};
 #[must_use = "a request does nothing until started"]
 pub struct Request<'a> {
     endpoint: &'a Arc<EndpointCore>,
-    remote: &'a Remote,
     op: Op,
-    local: Option<Span>,
-    what: What<'a>,
+    parts: Result<Several<Part<'a>>>,
     after: After,
     limits: Option<Limits>,
     /// Both set one of them, whatever else is said.
@@ -58,27 +60,28 @@ pub struct Request<'a> {
     then: Option<OnEnd>,
 }
 
-enum What<'a> {
-    Whole,
-    Span(u64, u64, u64),
-    Plan(Result<Plan>),
-    Spans(Cow<'a, [(u64, u64, u64)]>),
-    Blocks(Box<Listed<'a>>),
-}
-
 impl<'a> Request<'a> {
-    pub(super) fn new(
+    #[inline]
+    pub(super) fn new(endpoint: &'a Arc<EndpointCore>, op: Op, part: Part<'a>) -> Self {
+        Request::over(endpoint, op, Ok(Several::one(part)))
+    }
+
+    /// Over several regions of one peer.
+    pub(super) fn of_parts(
         endpoint: &'a Arc<EndpointCore>,
-        remote: &'a Remote,
         op: Op,
-        local: Option<Span>,
+        parts: impl IntoIterator<Item = Part<'a>>,
     ) -> Self {
+        let parts = Several::of(parts);
+        Request::over(endpoint, op, parts.ok_or_else(|| Error::invalid(op.name(), "a transfer of no parts")))
+    }
+
+    #[inline]
+    fn over(endpoint: &'a Arc<EndpointCore>, op: Op, parts: Result<Several<Part<'a>>>) -> Self {
         Request {
             endpoint,
-            remote,
             op,
-            local,
-            what: What::Whole,
+            parts,
             after: After::default(),
             limits: None,
             total: None,
@@ -91,17 +94,26 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Moves `len` bytes between those offsets.
-    pub fn at(mut self, remote: u64, local: u64, len: u64) -> Request<'a> {
-        self.what = What::Span(remote, local, len);
+    /// Says what moves, in every part.
+    fn moving(mut self, what: What<'a>) -> Request<'a> {
+        if let Ok(parts) = &mut self.parts {
+            for index in 1..parts.len() {
+                parts[index].what = what.clone();
+            }
+            parts[0].what = what;
+        }
         self
+    }
+
+    /// Moves `len` bytes between those offsets. Of several parts, in each: [`Part`] says it of one.
+    pub fn at(self, remote: u64, local: u64, len: u64) -> Request<'a> {
+        self.moving(What::Span(remote, local, len))
     }
 
     /// Moves several ranges, each given as remote offset, local offset and length. A list that is handed over, as a `Vec`, is
     /// not copied.
-    pub fn spans(mut self, spans: impl Into<Cow<'a, [(u64, u64, u64)]>>) -> Request<'a> {
-        self.what = What::Spans(spans.into());
-        self
+    pub fn spans(self, spans: impl Into<Cow<'a, [(u64, u64, u64)]>>) -> Request<'a> {
+        self.moving(What::Spans(spans.into()))
     }
 
     /// Moves blocks by index: the n-th remote index pairs with the n-th local index. The layouts are relative to the
@@ -125,30 +137,29 @@ impl<'a> Request<'a> {
     /// # Ok::<(), towline::Error>(())
     /// ```
     pub fn blocks(
-        mut self,
+        self,
         remote: &Layout,
         remote_indices: impl Into<IndexList<'a>>,
         local: &Layout,
         local_indices: impl Into<IndexList<'a>>,
     ) -> Request<'a> {
-        self.what =
-            What::Blocks(Box::new(Listed::new(remote, remote_indices.into(), local, local_indices.into())));
+        let listed = Listed::new(remote, remote_indices.into(), local, local_indices.into());
+        self.moving(What::Blocks(Box::new(listed)))
+    }
+
+    /// Raises a 64-bit counter of the remote region, of the first part's where there are several, once all bytes are visible to its
+    /// owner.
+    pub fn signal(self, offset: u64, add: u64) -> Request<'a> {
+        self.signal_in(0, offset, add)
+    }
+
+    /// Raises a 64-bit counter of the remote region of that part, counted from 0, once all bytes of all parts are visible to the owner.
+    pub fn signal_in(mut self, part: usize, offset: u64, add: u64) -> Request<'a> {
+        self.after.signal = Some(Signal { part, offset, add });
         self
     }
 
-    /// Moves what a plan says.
-    pub(crate) fn planned(mut self, plan: Result<Plan>) -> Request<'a> {
-        self.what = What::Plan(plan);
-        self
-    }
-
-    /// Raises a 64-bit counter of the remote region once all bytes are visible to its owner.
-    pub fn signal(mut self, offset: u64, add: u64) -> Request<'a> {
-        self.after.signal = Some(Signal { offset, add });
-        self
-    }
-
-    /// Hands the owner a message once all bytes are visible to it (for a read: once they have been read).
+    /// Hands the owner a message, once, when all bytes of all parts are visible to it (for a read: once they have been read).
     pub fn notify(mut self, message: impl Into<Vec<u8>>) -> Request<'a> {
         self.after.notify = Some(message.into());
         self
@@ -230,26 +241,123 @@ impl<'a> Request<'a> {
     /// It takes some dozen microseconds, whatever the size (more where the caller loses its processor meanwhile): what takes longer is
     /// left to the workers, and to a caller that [waits](Transfer::wait). So is the check of long lists: see [`blocks`](Self::blocks).
     pub fn start(self) -> Result<Transfer> {
-        let (op, remote) = (self.op.name(), self.remote);
-        self.begin().map_err(|error| error.during(op).with_peer(&**remote.peer()))
+        let op = self.op.name();
+        let peer = self.parts.as_ref().ok().map(|parts| parts.first().remote.peer());
+        self.begin().map_err(|error| {
+            let error = error.during(op);
+            match peer {
+                Some(peer) => error.with_peer(&**peer),
+                None => error,
+            }
+        })
     }
 
     #[inline]
     fn begin(mut self) -> Result<Transfer> {
         fork::guard(self.op.name())?;
         self.endpoint.registry.check_open(self.op.name())?;
-        if !self.remote.is_of(self.endpoint) {
+        let no_parts = Err(Error::invalid(self.op.name(), "a transfer of no parts"));
+        let asked = std::mem::replace(&mut self.parts, no_parts)?;
+        if let Some(signal) = self.after.signal
+            && signal.part >= asked.len()
+        {
+            let message = format!("a signal in part {} of {}", signal.part, asked.len());
+            return Err(Error::invalid(self.op.name(), message));
+        }
+        let first = asked.first().remote;
+        let count = asked.len();
+        let mut together = true;
+        let mut taken: Option<Taken<'_>> = None;
+        let parts = asked.try_map(|index, part| {
+            let prepared = self.prepare(index, first, part);
+            let (part, way, counters) = prepared.map_err(|error| naming(index, count, error))?;
+            match &mut taken {
+                None => taken = Some(Taken { way, near: on_gpu(&part), counters: Several::one(counters) }),
+                Some(taken) => {
+                    together &= taken.goes_with(way, &part);
+                    taken.counters.push(counters);
+                }
+            }
+            Ok::<_, Error>(part)
+        })?;
+        let Some(Taken { way, counters, .. }) = taken else {
+            return Err(Error::invalid(self.op.name(), "a transfer of no parts"));
+        };
+        let path = way.path;
+        let terms = Terms {
+            after: std::mem::take(&mut self.after),
+            stream: self.stream,
+            limits: self.all_limits(),
+            checked: self.checked.unwrap_or_else(|| self.endpoint.checksums()),
+            peer: first.peer(),
+            inline: !self.by_workers,
+            portion: false,
+            above: None,
+        };
+        let (op, then) = (self.op, &mut self.then);
+        let (counted, joint) = (&counters, if together { None } else { Some(joint(&parts, path)) });
+        let mut on_end = |parts: &Several<SubmittedPart<'_>>| counting(op, counted, parts, then.take());
+        let mut submission = Submission::new(op, parts, terms, &mut on_end);
+        let link = joint.as_ref().unwrap_or(&way.attachment.link);
+        match link.submit(&mut submission)? {
+            Started::Done(ended) => {
+                let ended =
+                    ended.map_err(|error| error.on(path).with_peer(&**first.peer()).during(op.name()));
+                submission.release();
+                let transfer = Transfer::done(&submission, path, ended);
+                let (parts, result) = (submission.parts, transfer.result().unwrap_or(Ok(())));
+                match parts.len() {
+                    1 => counters.first().count(op, parts.first().asked().0, &result),
+                    _ => {
+                        let bytes = parts.iter().map(|part| part.asked().0);
+                        count_each(op, counters.iter().copied(), bytes, &result);
+                    }
+                }
+                if let Some(then) = &self.then {
+                    then(&result, &transfer.failures());
+                }
+                Ok(transfer)
+            }
+            Started::Running(core) => Ok(Transfer::live(core)),
+            Started::Deferred => {
+                let link = Arc::clone(link);
+                submission.defer(link).map(Transfer::live)
+            }
+        }
+    }
+
+    /// Checks one part, and finds its path.
+    #[inline]
+    fn prepare<'r>(
+        &self,
+        index: usize,
+        first: &Remote,
+        part: Part<'r>,
+    ) -> Result<(SubmittedPart<'r>, &'r Way, &'r Arc<Counters>)>
+    where
+        'a: 'r,
+    {
+        let remote = part.remote;
+        if !remote.is_of(self.endpoint) {
             return Err(Error::invalid(
                 self.op.name(),
                 "the remote region was imported by another endpoint: import its ticket with this one",
             ));
         }
-        self.check_rights()?;
-        self.check_after()?;
-        let (way, counters) = self.remote.pick(self.needs(), self.routing.as_ref())?;
-        let (attachment, path) = (Arc::clone(&way.attachment), way.path);
-        attachment.ready().map_err(|error| error.on(path))?;
-        let local = match &self.local {
+        if index > 0 && !remote.has_owner_of(first) {
+            let message = format!(
+                "its region is one of {}, and that of part 0 one of {}: a transfer has one peer",
+                remote.peer(),
+                first.peer()
+            );
+            return Err(Error::invalid(self.op.name(), message));
+        }
+        let signal = self.after.signal.filter(|signal| signal.part == index);
+        self.check_rights(&part, signal)?;
+        self.check_after(remote, signal)?;
+        let (way, counters) = remote.pick(self.needs(signal), self.routing.as_ref())?;
+        way.attachment.ready().map_err(|error| error.on(way.path))?;
+        let local = match &part.local {
             Some(span) => {
                 if !Arc::ptr_eq(&span.core().registry, &self.endpoint.registry) {
                     return Err(Error::invalid(
@@ -268,172 +376,33 @@ impl<'a> Request<'a> {
             }
             None => None,
         };
-        // By the same transport, and so counted with it.
-        let attachment = match local.as_ref().map(|local| local.core().place) {
-            Some(Place::Cuda(_)) => gpu::serving(attachment, self.op),
-            _ => attachment,
-        };
-        self.check_stream()?;
-        let base = self.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
-        let mut begun = None;
-        let mut given = None;
-        if let (What::Blocks(list), Some(used), false, None) =
-            (&self.what, &local, self.by_workers, self.stream)
-            && [self.remote.place(), used.core().place].iter().any(|place| matches!(place, Place::Cuda(_)))
-            // A GPU takes the indices as they are.
-            && let Some(indexed) = list.indexed()
-            && indexed.fits(self.remote.len(), self.local.as_ref().map_or(0, |span| span.len() as u64))
-        {
-            begun = attachment.begin_blocks(self.op, used, base, &indexed, &self.after);
-            let bytes = indexed.bytes()?;
-            given = begun.is_some().then_some((bytes, indexed.count(), indexed.block_len()));
-        }
-        if begun.is_none() && self.stream.is_none() {
-            let (bytes, blocks) = self.size()?;
-            if attachment.starts_later(self.op, bytes, blocks) {
-                return self.begin_later(attachment, counters, local, base, (bytes, blocks));
-            }
-        }
-        let (pieces, bytes, blocks) = match given {
-            Some((bytes, blocks, block_len)) => {
-                (Pieces::Many(Plan::of_blocks(bytes, block_len)?), bytes, blocks)
-            }
-            None => self.pieces()?,
-        };
-        check_elements(self.op, pieces.as_slice())?;
-        let begun = match &local {
-            _ if begun.is_some() => begun,
-            Some(local) if !self.by_workers && self.stream.is_none() => {
-                attachment.begin(self.op, local, base, pieces.as_slice(), bytes, &self.after)
-            }
-            _ => None,
-        };
-        let (ended, going) = match begun {
-            Some(Begun::Ended(ended)) => (Some(ended), None),
-            Some(Begun::Going(going)) => (None, Some(going)),
-            None => (None, None),
-        };
-        let ended = if self.by_workers || self.stream.is_some() || ended.is_some() || going.is_some() {
-            ended
-        } else {
-            // SAFETY: `local` is a use of the local region that lives through the call, and `pieces` was checked
-            // against the span that lies within it.
-            unsafe { attachment.run_now(self.op, base as *mut u8, pieces.as_slice(), bytes, &self.after) }
-        };
-        if let Some(ended) = ended {
-            drop(local);
-            let result =
-                ended.map_err(|error| error.on(path).with_peer(&**self.remote.peer()).during(self.op.name()));
-            let value = result.as_ref().ok().copied().flatten();
-            let result = result.map(|_| ());
-            counters.count(self.op, bytes, &result);
-            if let Some(then) = &self.then {
-                then(&result);
-            }
-            return Ok(Transfer::done(path, bytes, blocks, value, result));
-        }
-        let plan = pieces.into_plan()?;
-        let parts = self.parts(Arc::clone(&attachment), counters, local, base, plan, bytes);
-        let core = match going {
-            Some(going) => {
-                let core = TransferCore::begin_whole(parts);
-                going.report_to(&core);
-                core
-            }
-            None => {
-                let core =
-                    TransferCore::begin(parts).map_err(|error| error.on(path).during(self.op.name()))?;
-                attachment.start(&core);
-                core
-            }
-        };
-        Ok(Transfer::live(core))
+        self.check_stream(remote, local.as_ref())?;
+        let base = part.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
+        let within = part.within();
+        Ok((SubmittedPart::new(&way.attachment.link, local, base, part.what, within), way, counters))
     }
 
-    #[inline]
-    fn parts(
-        &mut self,
-        attachment: Arc<dyn Attachment>,
-        counters: &Arc<Counters>,
-        local: Option<RegionUse>,
-        local_base: usize,
-        plan: Plan,
-        bytes: u64,
-    ) -> Parts {
-        let (op, then, counters) = (self.op, self.then.take(), Arc::clone(counters));
-        Parts {
-            id: transfer::next_id(),
-            op,
-            plan,
-            local,
-            local_base,
-            after: std::mem::take(&mut self.after),
-            stream: self.stream,
-            limits: self.all_limits(),
-            checked: self.checked.unwrap_or_else(|| self.endpoint.checksums()),
-            attachment,
-            peer: Arc::clone(self.remote.peer()),
-            on_end: Box::new(move |result| {
-                counters.count(op, bytes, result);
-                if let Some(then) = &then {
-                    then(result);
-                }
-            }),
-        }
-    }
-
-    /// Leaves the planning, the checks of each block, and the start to a worker.
-    #[inline]
-    fn begin_later(
-        mut self,
-        attachment: Arc<dyn Attachment>,
-        counters: &Arc<Counters>,
-        local: Option<RegionUse>,
-        base: usize,
-        (bytes, blocks): (u64, u64),
-    ) -> Result<Transfer> {
-        let (op, remote_len) = (self.op, self.remote.len());
-        let local_len = self.local.as_ref().map_or(0, |span| span.len() as u64);
-        // One range is checked as quickly as that.
-        let range = match self.what {
-            What::Span(remote, local, len) => Some(What::Span(remote, local, len)),
-            What::Whole => Some(What::Whole),
-            _ => None,
-        };
-        if let Some(range) = range {
-            check_elements(op, checked(op, range, remote_len, local_len)?.0.as_slice())?;
-        }
-        let what = std::mem::replace(&mut self.what, What::Whole).into_owned(op)?;
-        let parts = self.parts(attachment, counters, local, base, Plan::nothing(), bytes);
-        let planning = move || {
-            let pieces = checked(op, what, remote_len, local_len)?.0;
-            check_elements(op, pieces.as_slice())?;
-            pieces.into_plan()
-        };
-        Ok(Transfer::live(TransferCore::begin_later(parts, bytes, blocks, Box::new(planning))))
-    }
-
-    fn needs(&self) -> Capabilities {
+    fn needs(&self, signal: Option<Signal>) -> Capabilities {
         let needs = match self.op {
             Op::Read => Capabilities::READ,
             Op::Write => Capabilities::WRITE,
             Op::Reduce(..) => Capabilities::REDUCE,
             Op::Atomic { .. } => Capabilities::ATOMIC,
         };
-        if self.after.signal.is_some() { needs | Capabilities::SIGNAL } else { needs }
+        if signal.is_some() { needs | Capabilities::SIGNAL } else { needs }
     }
 
-    fn check_rights(&self) -> Result<()> {
+    fn check_rights(&self, part: &Part<'_>, signal: Option<Signal>) -> Result<()> {
         let needed = match self.op {
-            Op::Read if self.after.signal.is_some() => Access::READ_WRITE,
+            Op::Read if signal.is_some() => Access::READ_WRITE,
             Op::Read => Access::READ,
             // A message alone touches no memory.
-            Op::Write if self.local.is_none() && self.after.signal.is_none() => Access::NONE,
+            Op::Write if part.local.is_none() && signal.is_none() => Access::NONE,
             _ => Access::WRITE,
         };
-        let held = self.remote.access();
+        let held = part.remote.access();
         if held.contains(needed) {
-            return self.remote.check_lease(self.op.name());
+            return part.remote.check_lease(self.op.name());
         }
         Err(Error::new(
             Kind::PermissionDenied,
@@ -442,24 +411,24 @@ impl<'a> Request<'a> {
         ))
     }
 
-    fn check_after(&self) -> Result<()> {
+    fn check_after(&self, remote: &Remote, signal: Option<Signal>) -> Result<()> {
         let plain = Capabilities::READ | Capabilities::WRITE;
-        match self.remote.place() {
+        match remote.place() {
             Place::Host => {}
-            _ if plain.contains(self.needs()) => {}
+            _ if plain.contains(self.needs(signal)) => {}
             place => return Err(no_words(self.op.name(), place)),
         }
-        let word = match (self.op, self.after.signal) {
+        let word = match (self.op, signal) {
             (Op::Atomic { offset, .. }, _) => Some(offset),
             (_, Some(signal)) => Some(signal.offset),
             _ => None,
         };
         if let Some(offset) = word
-            && offset.checked_add(8).is_none_or(|end| end > self.remote.len())
+            && offset.checked_add(8).is_none_or(|end| end > remote.len())
         {
             return Err(Error::invalid(
                 self.op.name(),
-                format!("the word at offset {offset} does not lie within {} bytes", self.remote.len()),
+                format!("the word at offset {offset} does not lie within {} bytes", remote.len()),
             ));
         }
         match &self.after.notify {
@@ -472,131 +441,96 @@ impl<'a> Request<'a> {
     }
 
     #[inline]
-    fn check_stream(&self) -> Result<()> {
+    fn check_stream(&self, remote: &Remote, local: Option<&RegionUse>) -> Result<()> {
         let on_gpu = |place| matches!(place, Place::Cuda(_));
-        let local = self.local.as_ref().map(|span| span.core().place);
-        if self.stream.is_none() || on_gpu(self.remote.place()) || local.is_some_and(on_gpu) {
+        let local = local.map(|local| local.core().place);
+        if self.stream.is_none() || on_gpu(remote.place()) || local.is_some_and(on_gpu) {
             return Ok(());
         }
         Err(Error::invalid(self.op.name(), "a stream orders copies on a GPU, and neither side is on one"))
     }
+}
 
-    /// The bytes and the blocks that are asked for. Looks at no list.
-    #[inline]
-    fn size(&self) -> Result<(u64, u64)> {
-        let Some(span) = &self.local else { return Ok((0, 1)) };
-        match &self.what {
-            What::Whole => Ok((span.len() as u64, 1)),
-            What::Span(.., len) => Ok((*len, 1)),
-            What::Plan(Ok(plan)) => Ok((plan.bytes(), plan.block_count())),
-            What::Plan(Err(error)) => Err(error.clone()),
-            What::Spans(spans) => Ok((sum(spans)?, spans.len() as u64)),
-            What::Blocks(list) => list.size(),
+/// The path of the first part, and where what moves is counted.
+struct Taken<'a> {
+    way: &'a Way,
+    near: bool,
+    counters: Several<&'a Arc<Counters>>,
+}
+
+impl Taken<'_> {
+    /// Whether another part goes over the same link: its owner is the same.
+    fn goes_with(&self, way: &Way, part: &SubmittedPart<'_>) -> bool {
+        let kind = |link: &Arc<dyn Link>| {
+            let link: &dyn Any = &**link;
+            link.type_id()
+        };
+        way.path == self.way.path
+            && kind(&way.attachment.link) == kind(&self.way.attachment.link)
+            && on_gpu(part) == self.near
+    }
+}
+
+fn on_gpu(part: &SubmittedPart<'_>) -> bool {
+    part.near().is_some_and(|near| matches!(near.place, Place::Cuda(_)))
+}
+
+/// Who divides parts that need several links: those that need the same stay together.
+#[cold]
+fn joint(parts: &Several<SubmittedPart<'_>>, path: &'static str) -> Arc<dyn Link> {
+    let mut groups: Vec<(_, Vec<usize>)> = Vec::new();
+    for (index, part) in parts.iter().enumerate() {
+        let link: &dyn Any = &**part.region;
+        let link = (link.type_id(), part.region.path(), on_gpu(part));
+        match groups.iter_mut().find(|(of, _)| *of == link) {
+            Some((_, group)) => group.push(index),
+            None => groups.push((link, vec![index])),
         }
     }
-
-    /// The checked pieces, their bytes and their blocks.
-    fn pieces(&mut self) -> Result<(Pieces, u64, u64)> {
-        let Some(span) = &self.local else { return Ok((Pieces::None, 0, 1)) };
-        let local_len = span.len() as u64;
-        checked(self.op, std::mem::replace(&mut self.what, What::Whole), self.remote.len(), local_len)
-    }
+    Joint::over(groups.into_iter().map(|(_, group)| group).collect(), path)
 }
 
-impl What<'_> {
-    fn into_owned(self, op: Op) -> Result<What<'static>> {
-        Ok(match self {
-            What::Whole => What::Whole,
-            What::Span(remote, local, len) => What::Span(remote, local, len),
-            What::Plan(plan) => What::Plan(plan),
-            What::Spans(Cow::Borrowed(spans)) => What::Spans(Cow::Owned(room::copy(op.name(), spans)?)),
-            What::Spans(Cow::Owned(spans)) => What::Spans(Cow::Owned(spans)),
-            What::Blocks(list) => What::Blocks(Box::new(list.into_owned()?)),
-        })
-    }
-}
-
-/// A reduction acts on whole elements, all of them aligned alike: otherwise some would be applied and others not.
-fn check_elements(op: Op, pieces: &[Piece]) -> Result<()> {
-    let Op::Reduce(_, dtype) = op else { return Ok(()) };
-    let size = dtype.size() as u64;
-    let first = pieces.first().map_or(0, |piece| piece.remote % size);
-    match pieces.iter().find(|piece| !piece.len.is_multiple_of(size) || piece.remote % size != first) {
-        None => Ok(()),
-        Some(piece) => Err(Error::invalid(
-            op.name(),
-            format!("{} bytes at offset {} are not whole elements of {dtype}", piece.len, piece.remote),
-        )),
-    }
-}
-
-fn sum(spans: &[(u64, u64, u64)]) -> Result<u64> {
-    spans
-        .iter()
-        .try_fold(0u64, |sum, (.., len)| sum.checked_add(*len))
-        .ok_or_else(|| Error::invalid("layout", "the bytes to move do not fit in 64 bits"))
-}
-
-/// The pieces of what is asked for, which lie within both sides; their bytes and their blocks.
-fn checked(op: Op, what: What<'_>, remote_len: u64, local_len: u64) -> Result<(Pieces, u64, u64)> {
-    let (remote, local, len) = match what {
-        What::Whole => (0, 0, local_len),
-        What::Span(remote, local, len) => (remote, local, len),
-        what @ (What::Plan(_) | What::Spans(_) | What::Blocks(_)) => {
-            let plan = match what {
-                What::Plan(plan) => plan?,
-                What::Spans(spans) => Plan::spans(&spans)?,
-                What::Blocks(list) => list.plan()?,
-                _ => Plan::nothing(),
-            };
-            plan.check_bounds(remote_len, local_len)?;
-            if plan.is_empty() {
-                return Err(Error::invalid(op.name(), "a transfer of no bytes"));
+/// Counts the end of a transfer on each of its paths, and tells who asked to be told.
+fn counting(
+    op: Op,
+    counters: &Several<&Arc<Counters>>,
+    parts: &Several<SubmittedPart<'_>>,
+    then: Option<OnEnd>,
+) -> OnEnd {
+    if let (1, part) = (parts.len(), parts.first()) {
+        let (counters, bytes) = (Arc::clone(counters.first()), part.asked().0);
+        return Box::new(move |result, failures| {
+            counters.count(op, bytes, result);
+            if let Some(then) = &then {
+                then(result, failures);
             }
-            let (bytes, blocks) = (plan.bytes(), plan.block_count());
-            return Ok((Pieces::Many(plan), bytes, blocks));
+        });
+    }
+    let all: Vec<_> = counters.iter().map(|counters| Arc::clone(counters)).collect();
+    let bytes: Vec<_> = parts.iter().map(|part| part.asked().0).collect();
+    Box::new(move |result, failures| {
+        count_each(op, &all, bytes.iter().copied(), result);
+        if let Some(then) = &then {
+            then(result, failures);
         }
-    };
-    let inside = |offset: u64, whole: u64| offset.checked_add(len).is_some_and(|end| end <= whole);
-    if len == 0 {
-        return Err(Error::invalid(op.name(), "a transfer of no bytes"));
-    }
-    if !inside(remote, remote_len) {
-        return Err(Error::invalid(
-            op.name(),
-            format!("{len} bytes at offset {remote} do not lie within the remote's {remote_len} bytes"),
-        ));
-    }
-    if !inside(local, local_len) {
-        return Err(Error::invalid(
-            op.name(),
-            format!("{len} bytes at offset {local} do not lie within the local {local_len} bytes"),
-        ));
-    }
-    Ok((Pieces::One([Piece { remote, local, len }]), len, 1))
+    })
 }
 
-/// One piece needs no allocation: small reads are the ones that are counted in nanoseconds.
-enum Pieces {
-    None,
-    One([Piece; 1]),
-    Many(Plan),
-}
-
-impl Pieces {
-    fn as_slice(&self) -> &[Piece] {
-        match self {
-            Pieces::None => &[],
-            Pieces::One(piece) => piece,
-            Pieces::Many(plan) => plan.pieces(),
+/// Counts a transfer once on each path that it took.
+fn count_each<'c>(
+    op: Op,
+    counters: impl IntoIterator<Item = &'c Arc<Counters>>,
+    bytes: impl Iterator<Item = u64>,
+    result: &Result<()>,
+) {
+    let mut each: Vec<(&Arc<Counters>, u64)> = Vec::new();
+    for (counters, bytes) in counters.into_iter().zip(bytes) {
+        match each.iter_mut().find(|(known, _)| Arc::ptr_eq(known, counters)) {
+            Some((_, sum)) => *sum += bytes,
+            None => each.push((counters, bytes)),
         }
     }
-
-    fn into_plan(self) -> Result<Plan> {
-        match self {
-            Pieces::None => Plan::spans(&[]),
-            Pieces::One([piece]) => Plan::span(piece.remote, piece.local, piece.len),
-            Pieces::Many(plan) => Ok(plan),
-        }
+    for (counters, bytes) in each {
+        counters.count(op, bytes, result);
     }
 }

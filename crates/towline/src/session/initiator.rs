@@ -160,7 +160,7 @@ impl Pending {
     }
 
     fn changes_a_gpu(&self) -> bool {
-        matches!(self, Pending::Unit { run, .. } if run.changes_a_gpu())
+        matches!(self, Pending::Unit { run, unit, .. } if run.changes_a_gpu(*unit))
     }
 }
 

@@ -10,7 +10,6 @@ use std::sync::Arc;
 pub(super) use self::sink::{GivenUp, Landed, SCRATCH, Sink, hung_up};
 use crate::budget::Charge;
 use crate::bytes::{self, checked};
-use crate::layout::Piece;
 use crate::region::{RegionCore, RegionUse};
 use crate::runtime::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::transfer::LocalHold;
@@ -448,9 +447,10 @@ impl Outgoing {
     }
 }
 
-/// The local parts of those pieces, for whoever keeps the hold as long as them.
-pub(super) fn local_parts(hold: &LocalHold, pieces: &[Piece]) -> Vec<RawPartMut> {
-    let base = hold.transfer().local_base();
+/// The local memory of a unit, for whoever keeps the hold as long as that.
+pub(super) fn local_parts(hold: &LocalHold, unit: usize) -> Vec<RawPartMut> {
+    let transfer = hold.transfer();
+    let (base, pieces) = (transfer.base(transfer.units[unit].part), transfer.pieces(unit));
     let mut parts: Vec<RawPartMut> = Vec::with_capacity(pieces.len());
     for piece in pieces {
         let ptr = base.wrapping_add(piece.local as usize);

@@ -1,6 +1,5 @@
 //! One transfer over sockets: its units as requests, spread over the connections as these become free.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -12,9 +11,10 @@ use super::grant::GrantHandle;
 use super::initiator::{Pending, Session};
 use super::parts::{Keep, Payload, Sink, local_parts, readable};
 use crate::bytes::checked;
-use crate::layout::{Piece, Plan};
+use crate::layout::Plan;
 use crate::sync::lock;
-use crate::transfer::{After, LocalHold, Op, TransferCore};
+use crate::transfer::submission::{Link, Submission, Unit};
+use crate::transfer::{LocalHold, Op, Several, TransferCore};
 use crate::wire::{self, Block, Header, Message};
 use crate::{Error, Kind, Result, room, runtime};
 
@@ -44,13 +44,17 @@ const BLOCKS_AT_ONCE: u64 = 512;
 /// Requests in flight per lane.
 const WINDOW: usize = 4;
 
+/// And of small parts, each of which is a request of its own, up to so many: as many bytes as of long ones.
+const MOST_IN_FLIGHT: u64 = 64;
+
 /// Requests of one transfer that are sent again after their lane was lost.
 const MOST_REPEATED: usize = 64;
 
 /// One transfer over sockets.
 pub(crate) struct Run {
     pub(crate) transfer: Arc<TransferCore>,
-    handle: Arc<GrantHandle>,
+    /// What was granted for each part, all of it over one session.
+    handles: Several<Arc<GrantHandle>>,
     /// The units that carry bytes: all but the signal's.
     requests: usize,
     next: AtomicUsize,
@@ -65,27 +69,36 @@ pub(crate) struct Run {
 }
 
 /// Whether a worker plans a request of that size, and sends the first of it.
-pub(crate) fn starts_later(bytes: u64, blocks: u64) -> bool {
+pub(crate) fn takes_long(bytes: u64, blocks: u64) -> bool {
     bytes > MOST_AT_ONCE || blocks > BLOCKS_AT_ONCE
 }
 
-/// Cuts a plan into requests. A signal is a unit of its own, the last one: it is done when the owner says so.
-pub(crate) fn cut(op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-    cut_into(UNITS, op, plan, after)
+/// Cuts the plans of a submission of that many bytes into requests, each about one part's region. A signal is a unit of its own, the last
+/// one: it is done when the owner says so.
+pub(crate) fn cut(
+    submission: &mut Submission<'_>,
+    link: Arc<dyn Link>,
+    bytes: u64,
+) -> Result<Arc<TransferCore>> {
+    let (op, portion) = (submission.op, submission.portion);
+    let signal = submission.after.signal.map(|signal| signal.part);
+    submission.begin(link, |part, plan, units| cut_into(op, (bytes, portion), part, plan, units), signal)
 }
 
-/// Cuts a portion of a transfer, beside which others are in flight, one or two for each lane: the fewer requests the better, since
-/// each one is a copy on a GPU of its own at an owner, which the lane starts and waits for.
-pub(crate) fn cut_portion(op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-    cut_into(1, op, plan, after)
-}
-
-fn cut_into(requests: u64, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
+/// Cuts one part. Of a portion of something larger, beside which others are in flight, there are one or two requests for each lane: the
+/// fewer requests the better, since each one is a copy on a GPU of its own at an owner, which the lane starts and waits for.
+fn cut_into(
+    op: Op,
+    (bytes, portion): (u64, bool),
+    part: usize,
+    plan: Plan,
+    units: &mut Vec<Unit>,
+) -> Result<Plan> {
     let scattered = plan.bytes() / SCATTERED < plan.piece_count() as u64;
     // Of scattered blocks, a portion is cut as a transfer is.
-    let requests = if scattered { UNITS } else { requests };
+    let requests = if portion && !scattered { 1 } else { UNITS };
     // Whole pages, so that no element of a reduction is cut in two.
-    let unit = (plan.bytes() / requests).next_multiple_of(4096).clamp(LEAST_UNIT, MOST_UNIT) & !4095;
+    let unit = (bytes / requests).next_multiple_of(4096).clamp(LEAST_UNIT, MOST_UNIT) & !4095;
     // In the order of the side that receives, neighbours are received as one; scattered bytes cost less to send.
     let plan = match (scattered, op) {
         (false, _) => plan,
@@ -93,27 +106,23 @@ fn cut_into(requests: u64, op: Op, plan: Plan, after: &After) -> Result<(Plan, V
         (true, _) => plan.sorted_by_key(|piece| piece.remote),
     };
     let plan = plan.cut(unit)?;
-    let mut units = Vec::new();
     for chunk in plan.chunks(unit) {
         let mut start = chunk.start;
         while start < chunk.end {
             let end = chunk.end.min(start + UNIT_BLOCKS);
-            room::push(op.name(), &mut units, start..end)?;
+            room::push(op.name(), units, Unit { part, pieces: start..end })?;
             start = end;
         }
     }
-    if units.is_empty() || after.signal.is_some() {
-        room::push(op.name(), &mut units, plan.pieces().len()..plan.pieces().len())?;
-    }
-    Ok((plan, units))
+    Ok(plan)
 }
 
 impl Run {
     /// Starts a transfer; where lanes must be opened first, a thread that lives only for that does it.
-    pub(crate) fn start(handle: &Arc<GrantHandle>, transfer: &Arc<TransferCore>) -> Arc<Run> {
+    pub(crate) fn start(handles: Several<Arc<GrantHandle>>, transfer: &Arc<TransferCore>) -> Arc<Run> {
         let run = Arc::new(Run {
             transfer: Arc::clone(transfer),
-            handle: Arc::clone(handle),
+            handles,
             requests: transfer.units.len() - usize::from(transfer.after.signal.is_some()),
             next: AtomicUsize::new(0),
             left: AtomicUsize::new(transfer.units.len()),
@@ -122,16 +131,16 @@ impl Run {
             repeated: AtomicUsize::new(0),
             waiting: Mutex::default(),
         });
-        let session = handle.session();
+        let session = run.session();
         if let Op::Atomic { offset, op } = transfer.op {
-            session.atomic(handle.handle, offset, op, transfer);
+            session.atomic(run.handles.first().handle, offset, op, transfer);
             return run;
         }
         if let Err(error) = run.announce() {
             run.fail_rest(&error);
             return run;
         }
-        if transfer.plan.bytes() <= SMALL {
+        if transfer.bytes() <= SMALL {
             match session.control_lane() {
                 Ok(control) => run.spread(&[control]),
                 Err(error) => run.fail_rest(&error),
@@ -142,12 +151,11 @@ impl Run {
             run.fail_rest(&error);
         } else {
             let later = Arc::clone(&run);
-            let opening = runtime::start_thread("transfer", "towline-contact", move || {
-                match later.handle.session().lanes() {
+            let opening =
+                runtime::start_thread("transfer", "towline-contact", move || match later.session().lanes() {
                     Ok(lanes) => later.spread(&lanes),
                     Err(error) => later.fail_rest(&error),
-                }
-            });
+                });
             if let Err(error) = opening {
                 run.fail_rest(&error);
             }
@@ -163,7 +171,7 @@ impl Run {
         let pieces = self.requests as u32;
         if let Some(message) = &self.transfer.after.notify {
             let (transfer, message) = (self.transfer.id, message.clone());
-            self.handle.session().tell(wire::Notify { transfer, pieces, message })?;
+            self.session().tell(wire::Notify { transfer, pieces, message })?;
         }
         self.signal(pieces);
         Ok(())
@@ -175,9 +183,9 @@ impl Run {
         if self.signalled.swap(true, Ordering::AcqRel) {
             return;
         }
-        let (transfer, handle) = (self.transfer.id, self.handle.handle);
+        let (transfer, handle) = (self.transfer.id, self.handles[signal.part].handle);
         let message = wire::Signal { transfer, pieces, handle, offset: signal.offset, add: signal.add };
-        let asked = self.handle.session().control_lane().and_then(|control| {
+        let asked = self.session().control_lane().and_then(|control| {
             self.ask(self.requests, &control, message.into(), 0, Payload::None, None, self.transfer.hold())
         });
         if let Err(error) = asked {
@@ -186,22 +194,35 @@ impl Run {
     }
 
     pub(crate) fn session(&self) -> &Arc<Session> {
-        self.handle.session()
+        self.handles.first().session()
+    }
+
+    /// What was granted for the part that a unit belongs to.
+    fn handle(&self, unit: usize) -> &GrantHandle {
+        &self.handles[self.transfer.units[unit].part]
     }
 
     fn spread(self: &Arc<Self>, connections: &[Arc<Connection>]) {
-        // Parts of one transfer, of a request each, would all go over the first: these begin elsewhere each time.
+        // Portions of one transfer, of a request each, would all go over the first: these begin elsewhere each time.
         static TURN: AtomicUsize = AtomicUsize::new(0);
-        let part = self.transfer.local.is_none();
-        let turn = if part { TURN.fetch_add(self.requests, Ordering::Relaxed) } else { 0 };
+        let turn = if self.transfer.portion { TURN.fetch_add(self.requests, Ordering::Relaxed) } else { 0 };
         let (before, after) = connections.split_at(turn % connections.len().max(1));
-        for _ in 0..WINDOW {
+        for _ in 0..self.window() {
             for connection in after.iter().chain(before) {
                 if !self.feed(connection) {
                     return;
                 }
             }
         }
+    }
+
+    /// How many requests may be in flight on each lane.
+    fn window(&self) -> usize {
+        if self.handles.len() == 1 {
+            return WINDOW;
+        }
+        let each = (self.transfer.bytes() / self.requests.max(1) as u64).max(1);
+        (WINDOW as u64 * LEAST_UNIT / each).clamp(WINDOW as u64, MOST_IN_FLIGHT) as usize
     }
 
     /// Sends the next unit over that connection; false when there is none left.
@@ -227,11 +248,11 @@ impl Run {
 
     fn request(self: &Arc<Self>, unit: usize, connection: &Arc<Connection>) -> Result<()> {
         let transfer = &self.transfer;
-        let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
+        let pieces = transfer.pieces(unit);
         let blocks: Vec<Block> =
             pieces.iter().map(|piece| Block { offset: piece.remote, len: piece.len as u32 }).collect();
         let bytes: u64 = pieces.iter().map(|piece| piece.len).sum();
-        let handle = self.handle.handle;
+        let handle = self.handle(unit).handle;
         // The owner counts pieces only where something follows them.
         let id = if transfer.after.is_empty() { 0 } else { transfer.id };
         let (message, payload_len): (Message, u64) = match transfer.op {
@@ -247,7 +268,7 @@ impl Run {
         let payload = if payload_len == 0 {
             Payload::None
         } else {
-            let parts = readable(local_parts(&hold, pieces));
+            let parts = readable(local_parts(&hold, unit));
             // Before the frame begins, which could not be sent whole any more.
             if transfer.local_is_lent() {
                 parts.iter().try_for_each(|part| checked::look(transfer.op.name(), part.ptr, part.len))?;
@@ -258,16 +279,18 @@ impl Run {
             _ if !transfer.checked => None,
             // The owner is asked for them.
             Op::Read => Some(Vec::new()),
-            _ => Some(self.checks(pieces)?),
+            _ => Some(self.checks(unit)?),
         };
         self.ask(unit, connection, message, payload_len, payload, checks, hold)
     }
 
-    /// The checksums of local pieces. Only while some unit has not reported, so that the memory is in place.
+    /// The checksums of a unit's local pieces. Only while some unit has not reported, so that the memory is in place.
     #[allow(unsafe_code, reason = "reads the local memory of a transfer")]
-    fn checks(&self, pieces: &[Piece]) -> Result<Vec<u32>> {
-        let base = self.transfer.local_base();
-        let ranges = pieces
+    fn checks(&self, unit: usize) -> Result<Vec<u32>> {
+        let base = self.transfer.base(self.transfer.units[unit].part);
+        let ranges = self
+            .transfer
+            .pieces(unit)
             .iter()
             .map(|piece| (base.wrapping_add(piece.local as usize).cast_const(), piece.len as usize));
         if self.transfer.local_is_lent() {
@@ -279,7 +302,7 @@ impl Run {
 
     /// How many checksums are to come ahead of a unit's bytes, where some are.
     pub(super) fn checksums(&self, unit: usize) -> Option<usize> {
-        (self.transfer.checked && !self.changes(unit)).then(|| self.transfer.units[unit].len())
+        (self.transfer.checked && !self.changes(unit)).then(|| self.transfer.pieces(unit).len())
     }
 
     /// Whether the bytes of a unit have arrived as they were sent.
@@ -289,10 +312,10 @@ impl Run {
             return Ok(());
         }
         let sent = sent.ok_or_else(|| Error::protocol("read", "the owner sent no checksums"))?;
-        let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
+        let pieces = transfer.pieces(unit);
         let blocks: Vec<Block> =
             pieces.iter().map(|piece| Block { offset: piece.remote, len: piece.len as u32 }).collect();
-        checks::compare("read", &blocks, &sent, &self.checks(pieces)?)
+        checks::compare("read", &blocks, &sent, &self.checks(unit)?)
     }
 
     /// Sends a unit's request; its answer, or its failure, reports.
@@ -307,7 +330,7 @@ impl Run {
         checks: Option<Vec<u32>>,
         hold: LocalHold,
     ) -> Result<()> {
-        let (session, transfer) = (self.handle.session(), &self.transfer);
+        let (session, transfer) = (self.session(), &self.transfer);
         let pending = Pending::Unit { run: Arc::clone(self), unit, connection: Arc::clone(connection) };
         let request = session.expect(pending)?;
         let keep = Keep::Transfer(hold, request);
@@ -336,8 +359,8 @@ impl Run {
 
     #[cfg(test)]
     fn local_address(&self, unit: usize) -> Option<usize> {
-        let piece = self.transfer.plan.pieces().get(self.transfer.units[unit].start)?;
-        Some(self.transfer.local_base().addr() + piece.local as usize)
+        let piece = self.transfer.pieces(unit).first()?;
+        Some(self.transfer.base(self.transfer.units[unit].part).addr() + piece.local as usize)
     }
 
     /// Whether a unit changes the owner's memory: it has ended only when the owner has said so, or cannot do it any more.
@@ -345,9 +368,9 @@ impl Run {
         self.transfer.op != Op::Read || unit >= self.requests
     }
 
-    /// Whether what it changes is on a GPU.
-    pub(super) fn changes_a_gpu(&self) -> bool {
-        self.handle.on_gpu
+    /// Whether what a unit changes is on a GPU.
+    pub(super) fn changes_a_gpu(&self, unit: usize) -> bool {
+        self.handle(unit).on_gpu
     }
 
     /// The lane of a unit is lost. It is asked for again over another one where that changes nothing twice: of a read, and of what was
@@ -356,25 +379,23 @@ impl Run {
         let again = (unsent || !self.changes(unit))
             && error.kind() == Kind::Disconnected
             && !self.transfer.is_stopped()
-            && self.handle.session().alive().is_ok()
+            && self.session().alive().is_ok()
             && self.repeated.fetch_add(1, Ordering::Relaxed) < MOST_REPEATED;
         if !again {
             return self.failed(unit, error);
         }
         lock(&self.waiting).push(unit);
         // A stop, or the end of the session, that came before did not find it there.
-        if let Err(error) =
-            self.handle.session().will_start(self).and_then(|()| match self.transfer.is_stopped() {
-                false => Ok(()),
-                true => Err(self.transfer.stop_error()),
-            })
-        {
+        if let Err(error) = self.session().will_start(self).and_then(|()| match self.transfer.is_stopped() {
+            false => Ok(()),
+            true => Err(self.transfer.stop_error()),
+        }) {
             return self.fail_rest(&error);
         }
         let run = Arc::clone(self);
         // Opening a lane waits for the owner, and this thread may be the event loop.
         let repeating = runtime::start_thread("transfer", "towline-contact", move || {
-            let lanes = run.handle.session().lanes();
+            let lanes = run.session().lanes();
             if !run.take_waiting(unit) {
                 return;
             }
@@ -402,13 +423,13 @@ impl Run {
 
     /// Where the bytes of a unit go.
     pub(super) fn sink(&self, unit: usize, header: Header) -> Result<Sink> {
-        let pieces = &self.transfer.plan.pieces()[self.transfer.units[unit].clone()];
+        let pieces = self.transfer.pieces(unit);
         let bytes: u64 = pieces.iter().map(|piece| piece.len).sum();
         if bytes != header.payload_len || self.transfer.op != Op::Read {
             return Err(Error::protocol("read", "the owner sent another number of bytes than was asked for"));
         }
         let hold = self.transfer.hold();
-        let parts = local_parts(&hold, pieces);
+        let parts = local_parts(&hold, unit);
         Ok(Sink::memory(parts, Keep::Transfer(hold, header.id)))
     }
 
@@ -420,7 +441,7 @@ impl Run {
         }
         let reading = self.transfer.op == Op::Read && !self.failed.load(Ordering::Acquire);
         let told = match &self.transfer.after.notify {
-            Some(message) if left == 0 && reading => self.handle.session().notify(message),
+            Some(message) if left == 0 && reading => self.session().notify(message),
             _ => Ok(()),
         };
         // Only the signal is left: the bytes have been read, or not.
@@ -444,32 +465,46 @@ impl Run {
     pub(super) fn failed(self: &Arc<Self>, unit: usize, error: Error) {
         let hopeless = !matches!(error.kind(), Kind::PermissionDenied | Kind::Invalid);
         self.unit_failed(unit, error.clone());
-        if hopeless {
-            self.fail_rest(&error);
+        if !hopeless {
+            return;
         }
+        // A region that was taken back says nothing of the others.
+        if self.handles.len() > 1 && error.kind() == Kind::Stale && !error.is_owner_gone() {
+            let part = self.transfer.units[unit].part;
+            let message = format!("not begun: part {part} failed before");
+            let dropped = Error::new(Kind::Canceled, self.transfer.op.name(), message);
+            return self.fail_rest_by(|of| if of == part { &error } else { &dropped });
+        }
+        self.fail_rest(&error);
     }
 
     /// Reports for every unit that has not been sent yet.
     pub(crate) fn fail_rest(&self, error: &Error) {
+        self.fail_rest_by(|_| error);
+    }
+
+    /// The same, with an error for each part.
+    fn fail_rest_by<'e>(&self, error: impl Fn(usize) -> &'e Error) {
+        let of = |unit: usize| error(self.transfer.units[unit].part).clone();
         loop {
             let unit = self.next.fetch_add(1, Ordering::Relaxed);
             if unit >= self.requests {
                 break;
             }
-            self.unit_failed(unit, error.clone());
+            self.unit_failed(unit, of(unit));
         }
         let waiting = std::mem::take(&mut *lock(&self.waiting));
         for unit in waiting {
-            self.unit_failed(unit, error.clone());
+            self.unit_failed(unit, of(unit));
         }
-        self.no_signal(error);
+        self.no_signal(error(0));
     }
 
     fn unit_failed(&self, unit: usize, error: Error) {
         let first = !self.failed.swap(true, Ordering::AcqRel);
         // The owner waits in vain for the pieces that a signal or a notification was to follow.
         if first && self.counted() {
-            self.handle.session().close_count(self.transfer.id);
+            self.session().close_count(self.transfer.id);
         }
         let left = self.left.fetch_sub(1, Ordering::AcqRel) - 1;
         if left == 0 {
@@ -495,11 +530,11 @@ impl Run {
 
     /// Every unit has ended.
     fn over(&self) {
-        let session = self.handle.session();
+        let session = self.session();
         if self.counted() {
             session.close_count(self.transfer.id);
         }
-        if self.transfer.plan.bytes() > SMALL {
+        if self.transfer.bytes() > SMALL {
             session.lanes_used();
         }
     }
@@ -511,20 +546,21 @@ mod tests {
 
     use super::*;
 
-    type Cut = fn(Op, Plan, &After) -> Result<(Plan, Vec<Range<usize>>)>;
-
-    fn requests(cut: Cut, spans: &[(u64, u64, u64)]) -> Vec<u64> {
-        let (plan, units) = cut(Op::Read, Plan::spans(spans).unwrap(), &After::default()).unwrap();
-        units.into_iter().map(|unit| plan.pieces()[unit].iter().map(|piece| piece.len).sum()).collect()
+    fn requests(portion: bool, spans: &[(u64, u64, u64)]) -> Vec<u64> {
+        let plan = Plan::spans(spans).unwrap();
+        let (bytes, mut units) = (plan.bytes(), Vec::new());
+        let plan = cut_into(Op::Read, (bytes, portion), 0, plan, &mut units).unwrap();
+        let of = |unit: Unit| plan.pieces()[unit.pieces].iter().map(|piece| piece.len).sum();
+        units.into_iter().map(of).collect()
     }
 
     #[test]
     fn a_portion_whose_bytes_lie_together_is_one_request() {
         for len in [1, 4095, 100_000, LEAST_UNIT + 1, MOST_UNIT - 1, MOST_UNIT] {
-            assert_eq!(requests(cut_portion, &[(7, 0, len)]), [len]);
+            assert_eq!(requests(true, &[(7, 0, len)]), [len]);
         }
         assert_eq!(
-            requests(cut, &[(7, 0, MOST_UNIT)]),
+            requests(false, &[(7, 0, MOST_UNIT)]),
             [LEAST_UNIT; 4],
             "a transfer of its own is for all lanes"
         );
@@ -533,8 +569,8 @@ mod tests {
     #[test]
     fn a_portion_of_scattered_blocks_is_cut_as_a_transfer_is() {
         let blocks: Vec<_> = (0..1024).map(|at| (at * 8192, at * 4096, 4096)).collect();
-        assert_eq!(requests(cut_portion, &blocks), requests(cut, &blocks));
+        assert_eq!(requests(true, &blocks), requests(false, &blocks));
         let tiny: Vec<_> = (0..10_000).map(|at| (at * 64, at * 16, 16)).collect();
-        assert!(requests(cut_portion, &tiny).iter().all(|bytes| *bytes <= UNIT_BLOCKS as u64 * 16));
+        assert!(requests(true, &tiny).iter().all(|bytes| *bytes <= UNIT_BLOCKS as u64 * 16));
     }
 }

@@ -26,7 +26,7 @@ impl TransferCore {
 
     /// Whether the local memory was lent: pages of it may be gone.
     pub(crate) fn local_is_lent(&self) -> bool {
-        self.local.as_ref().is_some_and(|local| local.core().lent)
+        self.parts.iter().filter_map(|part| part.local.as_ref()).any(|local| local.core().lent)
     }
 }
 

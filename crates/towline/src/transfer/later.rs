@@ -3,27 +3,32 @@
 //! A worker is called for it. A caller that waits does it itself where the worker has not come yet: then nobody waits
 //! for a thread to wake up.
 
-use std::ops::{Deref, Range};
+use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::{Parts, TransferCore};
+use super::submission::{self, Link, Started, Submission, Unit};
+use super::{Several, TransferCore};
 use crate::layout::Plan;
 use crate::sync::lock;
 use crate::{Error, Kind, Result, runtime};
 
-/// Makes the plan, and checks everything about it that was not checked before.
-pub(crate) type Planning = Box<dyn FnOnce() -> Result<Plan> + Send>;
+/// Makes the plan of each part, and checks everything about it that was not checked before.
+pub(crate) type Planning = Box<dyn FnOnce() -> Result<Several<Plan>> + Send>;
 
 /// A plan that may not be made yet: nothing is to be moved until then.
 pub(crate) struct LatePlan(OnceLock<Plan>);
 
 /// The units that a transfer is cut into: none until it is.
-pub(crate) struct LateUnits(OnceLock<Vec<Range<usize>>>);
+pub(crate) struct LateUnits(OnceLock<Vec<Unit>>);
 
 impl LatePlan {
     pub(super) fn new(plan: Option<Plan>) -> LatePlan {
         LatePlan(plan.map_or_else(OnceLock::new, OnceLock::from))
+    }
+
+    pub(super) fn set(&self, plan: Plan) -> Result<(), Plan> {
+        self.0.set(plan)
     }
 }
 
@@ -37,37 +42,32 @@ impl Deref for LatePlan {
 }
 
 impl LateUnits {
-    pub(super) fn new(units: Option<Vec<Range<usize>>>) -> LateUnits {
+    pub(super) fn new(units: Option<Vec<Unit>>) -> LateUnits {
         LateUnits(units.map_or_else(OnceLock::new, OnceLock::from))
+    }
+
+    pub(super) fn set(&self, units: Vec<Unit>) {
+        let _ = self.0.set(units);
     }
 }
 
 impl Deref for LateUnits {
-    type Target = [Range<usize>];
+    type Target = [Unit];
 
-    fn deref(&self) -> &[Range<usize>] {
+    fn deref(&self) -> &[Unit] {
         self.0.get().map_or(&[], Vec::as_slice)
     }
 }
 
-/// A transfer that is to be planned: how large it will be, and how.
-pub(super) struct Later {
-    pub(super) bytes: u64,
-    pub(super) blocks: u64,
-    pub(super) planning: Planning,
-}
-
 impl TransferCore {
-    /// Begins a transfer of that many bytes and blocks whose plan is made later, by a worker or by a caller that waits. The
-    /// plan of the parts does not count. The limits run from now.
+    /// Begins a transfer of a submission whose parts are planned later, by a worker or by a caller that waits. The limits run from now.
     #[inline]
-    pub(crate) fn begin_later(
-        parts: Parts,
-        bytes: u64,
-        blocks: u64,
+    pub(super) fn begin_later(
+        submission: &mut Submission<'_>,
+        link: Arc<dyn Link>,
         planning: Planning,
-    ) -> Arc<TransferCore> {
-        let core = TransferCore::new(parts, None, Some(Later { bytes, blocks, planning }));
+    ) -> Result<Arc<TransferCore>> {
+        let core = TransferCore::new(submission, link, None, Some(planning))?;
         let soon = Arc::clone(&core);
         let job = Box::new(move || {
             soon.launch();
@@ -77,10 +77,10 @@ impl TransferCore {
             // No thread can be made: the caller does it, late but surely.
             (refused.job)();
         }
-        core
+        Ok(core)
     }
 
-    /// Plans and starts it, unless somebody has.
+    /// Plans it and submits it again, unless somebody has.
     pub(super) fn launch(self: &Arc<Self>) {
         let Some(planning) = lock(&self.planning).take() else { return };
         if self.is_stopped() {
@@ -89,28 +89,28 @@ impl TransferCore {
         // The list may be the caller's own type.
         let planned = catch_unwind(AssertUnwindSafe(planning))
             .unwrap_or_else(|_| Err(Error::new(Kind::Internal, self.op.name(), "planning it panicked")));
-        let plan = match planned {
-            Ok(plan) if plan.bytes() == self.bytes => plan,
+        let plans = match planned {
+            Ok(plans) if plans.iter().map(Plan::bytes).sum::<u64>() == self.bytes => plans,
             Ok(_) => {
                 let message = "the lists of indices changed while they were read";
                 return self.whole_failed(Error::invalid(self.op.name(), message));
             }
             Err(error) => return self.whole_failed(error),
         };
-        let (plan, units) = match self.attachment.cut(self.op, plan, &self.after) {
-            Ok(cut) => cut,
-            Err(error) => return self.whole_failed(error),
-        };
-        lock(&self.inner).state.divide(units.len());
-        let _ = self.plan.0.set(plan);
-        let _ = self.units.0.set(units);
+        // It has somebody who is told of its end.
+        let mut nobody = submission::nobody;
         // A stop that came meanwhile finds it there, or is found there.
-        Arc::clone(&self.attachment).start(self);
-    }
-
-    /// Whether it is planned and started behind the call that began it.
-    pub(crate) fn starts_later(&self) -> bool {
-        self.later
+        let started = Submission::again(self, plans, &mut nobody)
+            .and_then(|mut submission| Arc::clone(&self.link).submit(&mut submission));
+        match started {
+            Ok(Started::Running(_)) => {}
+            Ok(Started::Done(Ok(_))) => self.units_done(1, self.bytes),
+            Ok(Started::Done(Err(error))) | Err(error) => self.whole_failed(error),
+            Ok(Started::Deferred) => {
+                let message = "the path defers what was deferred before";
+                self.whole_failed(Error::new(Kind::Internal, self.op.name(), message));
+            }
+        }
     }
 
     /// Works on it, where it is work that others can take part in.
@@ -128,8 +128,8 @@ impl TransferCore {
     /// It has ended before it was cut into units, and so all of its blocks have.
     pub(super) fn whole_failed(&self, error: Error) {
         let error = self.dress(error);
-        let blocks = std::iter::once(0..self.blocks).collect();
-        self.report(|state| state.unit_failed(blocks, error));
+        let blocks = self.parts.iter().map(|part| part.blocks);
+        self.report(|state| state.whole_failed(blocks, error));
     }
 }
 
@@ -142,10 +142,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::layout::Piece;
+    use crate::transfer::submission::{SubmittedPart, Terms, What};
     use crate::transfer::{After, Limits, Op, Transfer};
-    use crate::transport::inproc::InProc;
-    use crate::transport::{Attachment, Transport};
 
     /// So many blocks that there is no room for the list of their bytes.
     const UNCUT: u64 = 1 << 58;
@@ -154,64 +152,57 @@ mod tests {
     #[derive(Default)]
     struct Counted(AtomicUsize);
 
-    impl Attachment for Counted {
-        fn transport(&self) -> &'static dyn Transport {
-            &InProc
+    impl Link for Counted {
+        fn path(&self) -> &'static str {
+            "inproc"
         }
 
-        #[allow(unsafe_code, reason = "implements the seam; touches no memory")]
-        unsafe fn run_now(
-            &self,
-            _: Op,
-            _: *mut u8,
-            _: &[Piece],
-            _: u64,
-            _: &After,
-        ) -> Option<Result<Option<u64>>> {
-            None
-        }
-
-        fn cut(&self, _: Op, plan: Plan, _: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-            let plan = if plan.bytes() == 8 * UNCUT { plan.cut(1)? } else { plan };
-            let units = plan.chunks(1).collect();
-            Ok((plan, units))
-        }
-
-        fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
+        fn submit(&self, submission: &mut Submission<'_>) -> Result<Started> {
+            if submission.deferrable {
+                return Ok(Started::Deferred);
+            }
+            let link = Arc::clone(submission.parts.first().region);
+            let cut = |part, plan: Plan, units: &mut Vec<Unit>| {
+                let plan = if plan.bytes() == 8 * UNCUT { plan.cut(1)? } else { plan };
+                units.extend(plan.chunks(1).map(|pieces| Unit { part, pieces }));
+                Ok(plan)
+            };
+            let transfer = submission.begin(link, cut, None)?;
             for _ in transfer.units.iter() {
                 self.0.fetch_add(1, Ordering::Relaxed);
                 transfer.unit_done();
             }
+            Ok(Started::Running(transfer))
         }
 
         fn stop(&self, _: &Arc<TransferCore>) {}
-
-        fn alive(&self) -> Result<()> {
-            Ok(())
-        }
     }
 
+    /// A list of which only the size is known, and how it is planned.
     fn transfer(blocks: u64, planning: Planning) -> (Transfer, Arc<Counted>) {
         let path = Arc::new(Counted::default());
-        let parts = Parts {
-            id: crate::transfer::next_id(),
-            op: Op::Write,
-            plan: Plan::nothing(),
-            local: None,
-            local_base: 0,
+        let link: Arc<dyn Link> = Arc::clone(&path) as Arc<dyn Link>;
+        let terms = Terms {
             after: After::default(),
             stream: None,
             limits: Limits::default(),
             checked: false,
-            attachment: Arc::clone(&path) as Arc<dyn Attachment>,
-            peer: "peer".into(),
-            on_end: Box::new(|_| ()),
+            peer: &"peer".into(),
+            inline: true,
+            portion: false,
+            above: None,
         };
-        (Transfer::live(TransferCore::begin_later(parts, 8 * blocks, blocks, planning)), path)
+        let what = What::Plan(Plan::of_blocks(8 * blocks, 8));
+        let part = SubmittedPart::new(&link, None, 0, what, (u64::MAX, u64::MAX));
+        let mut on_end = submission::nobody;
+        let mut submission = Submission::new(Op::Write, Several::one(part), terms, &mut on_end);
+        submission.plan().unwrap();
+        let core = TransferCore::begin_later(&mut submission, Arc::clone(&link), planning).unwrap();
+        (Transfer::live(core), path)
     }
 
-    fn three_spans() -> Result<Plan> {
-        Plan::spans(&[(0, 0, 8), (16, 16, 8), (32, 32, 8)])
+    fn three_spans() -> Result<Several<Plan>> {
+        Plan::spans(&[(0, 0, 8), (16, 16, 8), (32, 32, 8)]).map(Several::one)
     }
 
     #[test]
@@ -251,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_plan_whose_cut_has_no_room_is_how_it_ends_for_every_block() {
-        let (transfer, path) = transfer(UNCUT, Box::new(|| Plan::span(0, 0, 8 * UNCUT)));
+        let (transfer, path) = transfer(UNCUT, Box::new(|| Plan::span(0, 0, 8 * UNCUT).map(Several::one)));
         assert_eq!(transfer.wait().unwrap_err().kind(), Kind::Exhausted);
         assert_eq!(transfer.failures()[0].blocks, 0..UNCUT);
         assert_eq!(path.0.load(Ordering::Relaxed), 0);

@@ -23,7 +23,7 @@ fn nobody_learns_of_the_end_before_the_local_memory_is_released() {
     let transfer = endpoint
         .read(&remote, &local)
         .by_workers(true)
-        .then(Box::new(move |result| {
+        .then(Box::new(move |result, _| {
             over.send(result.clone()).unwrap();
             let _ = lock(&goes_on).recv_timeout(WATCHDOG);
         }))

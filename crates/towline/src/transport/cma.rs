@@ -291,7 +291,7 @@ mod tests {
             for op in [Op::Read, Op::Write] {
                 assert_eq!(copy(op).unwrap_err().kind(), Kind::Stale, "{op:?} at {addr:#x}");
             }
-            let signal = process.signal(Signal { offset: u64::MAX - 1, add: 1 });
+            let signal = process.signal(Signal { part: 0, offset: u64::MAX - 1, add: 1 });
             assert_eq!(signal.unwrap_err().kind(), Kind::Invalid, "at {addr:#x}");
         }
     }

@@ -5,7 +5,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use super::{Attachment, Transport};
+use super::gpu::{self, GpuAttachment};
+use super::{Attachment, Transport, joint};
 use crate::fence::pins::ProcessPin;
 use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
@@ -13,7 +14,8 @@ use crate::memory::Mapping;
 use crate::region::RegionUse;
 use crate::runtime::{self, Device};
 use crate::session::GrantHandle;
-use crate::transfer::{After, Help, Op, Signal, TransferCore};
+use crate::transfer::submission::{Link, Started, Submission, Unit};
+use crate::transfer::{After, Help, Op, Several, Signal, TransferCore};
 use crate::{Error, Kind, Result, room};
 
 /// Unless a path says otherwise, requests up to this size are copied by the calling thread: waking a worker costs as much as copying that, and the call
@@ -67,8 +69,9 @@ pub(crate) trait Direct: Send + Sync + 'static {
         None
     }
 
-    /// How GPUs copy by this way; see [`Attachment::by_gpu`].
-    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
+    /// How GPUs copy by this path, for local memory that is on one. `None` where it knows host memory only: such requests then go
+    /// through pinned memory ([`gpu::Staged`]).
+    fn by_gpu(&self) -> Option<Arc<GpuAttachment>> {
         None
     }
 
@@ -87,7 +90,7 @@ pub(crate) trait Direct: Send + Sync + 'static {
         INLINE
     }
 
-    /// What follows the bytes.
+    /// What follows the bytes, where the signal's counter lies in this region.
     fn after(&self, after: &After) -> Result<()> {
         if let Some(signal) = after.signal {
             self.signal(signal)?;
@@ -99,100 +102,95 @@ pub(crate) trait Direct: Send + Sync + 'static {
     }
 }
 
-/// A direct path bound to a region.
+/// A region attached to a direct path.
 pub(crate) struct DirectAttachment<D>(pub(crate) Arc<D>);
 
-impl<D: Direct> Attachment for DirectAttachment<D> {
-    fn transport(&self) -> &'static dyn Transport {
-        self.0.transport()
-    }
-
-    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
-        self.0.by_gpu()
-    }
-
-    unsafe fn run_now(
-        &self,
-        op: Op,
-        local: *mut u8,
-        pieces: &[Piece],
-        bytes: u64,
-        after: &After,
-    ) -> Option<Result<Option<u64>>> {
-        if !self.at_once(bytes) || pieces.len() as u64 > INLINE_BLOCKS {
-            return None;
+impl<D: Direct> DirectAttachment<D> {
+    /// The parts of a submission that the calling thread copies.
+    fn inline(&self, submission: &mut Submission<'_>) -> Result<Option<u64>> {
+        let mut value = None;
+        for index in 0..submission.parts.len() {
+            (submission.moved, submission.reached) = (index, index);
+            let part = &submission.parts[index];
+            let direct = if index == 0 { &self.0 } else { &submission.attached::<Self>(index)?.0 };
+            let moved = match submission.op {
+                Op::Atomic { offset, op } => direct.atomic(offset, op).map(|found| value = Some(found)),
+                _ if part.pieces().is_empty() => Ok(()),
+                // SAFETY: the submission holds a use of the local region, which lives through the call, and the pieces were
+                // checked against the span that lies within it.
+                op => unsafe { direct.copy(op, part.base as *mut u8, part.pieces()) },
+            };
+            moved.map_err(|error| submission.of_part(index, error))?;
         }
-        let moved = match op {
-            Op::Atomic { offset, op } => self.0.atomic(offset, op).map(Some),
-            _ if pieces.is_empty() => Ok(None),
-            // SAFETY: the caller's obligation is the same.
-            _ => unsafe { self.0.copy(op, local, pieces) }.map(|()| None),
-        };
-        Some(moved.and_then(|value| self.0.after(after).map(|()| value)))
-    }
-
-    fn at_once(&self, bytes: u64) -> bool {
-        bytes == 0 || (bytes <= self.0.most_at_once() && !self.0.blocks())
-    }
-
-    fn starts_later(&self, _op: Op, bytes: u64, blocks: u64) -> bool {
-        // One range is checked by the call all the same. Cutting a long one into its portions was a third of the call.
-        blocks > INLINE_BLOCKS || (blocks == 1 && bytes >= SHARED)
-    }
-
-    fn cut(&self, op: Op, plan: Plan, _after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-        let workers = runtime::pool().limit() as u64;
-        let least = if plan.bytes() < SHARED { LEAST_PORTION } else { LEAST_SHARED };
-        let portion = (plan.bytes() / (workers * PORTIONS_EACH)).clamp(least, MOST_PORTION);
-        // Whole pages, so that no element of a reduction is cut in two.
-        let portion = portion & !4095;
-        let plan = plan.cut(portion)?;
-        let mut units = room::collect(op.name(), plan.chunks(portion))?;
-        if units.is_empty() {
-            units.push(0..0);
-        }
-        Ok((plan, units))
-    }
-
-    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
-        let run = Arc::new_cyclic(|me| Run {
-            direct: Arc::clone(&self.0),
-            transfer: Arc::clone(transfer),
-            next: AtomicUsize::new(0),
-            left: AtomicUsize::new(transfer.units.len()),
-            failed: AtomicBool::new(false),
-            wanted: runtime::pool().limit().min(transfer.units.len()),
-            working: AtomicUsize::new(0),
-            called: AtomicUsize::new(0),
-            me: Weak::clone(me),
-        });
-        let weak = Arc::downgrade(&run);
-        let help: Weak<dyn Help> = weak;
-        let few = transfer.units.len() <= FEW;
-        if few {
-            run.called.store(1, Ordering::Relaxed);
-        }
-        transfer.set_help(help);
-        let come = move || {
-            if few {
-                run.called.fetch_sub(1, Ordering::Relaxed);
+        match submission.after.signal {
+            Some(Signal { part, .. }) if part > 0 => {
+                submission.attached::<Self>(part)?.0.after(&submission.after)
             }
-            run.take_part();
-        };
-        let called = match self.0.device() {
-            Some(device) => runtime::devices().spawn(device, Box::new(come)),
-            // This is the thread that has planned it behind the call then: it may as well work on it.
-            None if transfer.starts_later() => return come(),
-            None => runtime::starters().spawn(Box::new(come)),
-        };
-        if let Err(refused) = called {
-            // No thread can be made: the caller does the work, late but surely.
-            (refused.job)();
+            _ => self.0.after(&submission.after),
         }
+        .map(|()| value)
+    }
+
+    /// All regions of a submission.
+    fn all(&self, submission: &Submission<'_>) -> Result<Several<Arc<D>>> {
+        let mut all = Several::one(Arc::clone(&self.0));
+        for index in 1..submission.parts.len() {
+            all.push(Arc::clone(&submission.attached::<Self>(index)?.0));
+        }
+        Ok(all)
+    }
+
+    /// Local memory on GPUs: they copy, where they reach the owner's, or the bytes stop over in pinned memory.
+    #[cold]
+    fn by_gpus(&self, submission: &mut Submission<'_>) -> Result<Started> {
+        let by_gpu = |direct: &Arc<D>| match submission.op {
+            Op::Read | Op::Write => direct.by_gpu(),
+            _ => None,
+        };
+        let regions: Option<Vec<_>> = self.all(submission)?.iter().map(by_gpu).collect();
+        match regions.and_then(Several::of) {
+            Some(regions) => gpu::submit(&regions, submission),
+            None if submission.parts.len() > 1 => joint::submit(submission),
+            None => gpu::staged(submission),
+        }
+    }
+}
+
+impl<D: Direct> Link for DirectAttachment<D> {
+    fn path(&self) -> &'static str {
+        self.0.transport().name()
+    }
+
+    fn submit(&self, submission: &mut Submission<'_>) -> Result<Started> {
+        if submission.is_on_gpu() {
+            return self.by_gpus(submission);
+        }
+        let (bytes, blocks) = submission.size()?;
+        // One range is checked by the call all the same. Cutting a long one into its portions was a third of the call.
+        let long = blocks > INLINE_BLOCKS || (blocks == submission.parts.len() as u64 && bytes >= SHARED);
+        if submission.deferrable && long {
+            return Ok(Started::Deferred);
+        }
+        submission.plan()?;
+        let pieces = submission.parts.iter().map(|part| part.pieces().len()).sum();
+        if submission.inline && self.is_inline(bytes, pieces) {
+            return Ok(Started::Done(self.inline(submission)));
+        }
+        start(self.all(submission)?, None, submission)
+    }
+
+    fn is_inline(&self, bytes: u64, pieces: usize) -> bool {
+        (bytes == 0 || (bytes <= self.0.most_at_once() && !self.0.blocks())) && pieces as u64 <= INLINE_BLOCKS
     }
 
     fn stop(&self, _transfer: &Arc<TransferCore>) {
         // Workers look at the transfer's flag before every portion.
+    }
+}
+
+impl<D: Direct> Attachment for DirectAttachment<D> {
+    fn transport(&self) -> &'static dyn Transport {
+        self.0.transport()
     }
 
     fn alive(&self) -> Result<()> {
@@ -202,6 +200,91 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
     fn hold(&self) -> Option<Result<Held>> {
         self.0.hold()
     }
+}
+
+/// Starts copying all parts, shared among workers in portions of about one size, whatever the sizes of the parts are: of that one, where
+/// one is given.
+pub(super) fn start<D: Direct>(
+    directs: Several<Arc<D>>,
+    portion: Option<u64>,
+    submission: &mut Submission<'_>,
+) -> Result<Started> {
+    let deferred = submission.was_deferred();
+    let (bytes, _) = submission.size()?;
+    let workers = runtime::pool().limit() as u64;
+    let least = if bytes < SHARED { LEAST_PORTION } else { LEAST_SHARED };
+    // Whole pages, so that no element of a reduction is cut in two.
+    let by_size = || (bytes / (workers * PORTIONS_EACH)).clamp(least, MOST_PORTION) & !4095;
+    let portion = portion.unwrap_or_else(by_size);
+    let op = submission.op.name();
+    let cut = |part, plan: Plan, units: &mut Vec<Unit>| {
+        let plan = plan.cut(portion)?;
+        for pieces in plan.chunks(portion) {
+            room::push(op, units, Unit { part, pieces })?;
+        }
+        Ok(plan)
+    };
+    let link = Arc::new(DirectAttachment(Arc::clone(directs.first())));
+    let transfer = submission.begin(link, cut, None)?;
+    let portions = match directs.len() {
+        1 => Vec::new(),
+        _ => joined(&transfer, portion),
+    };
+    let count = if portions.is_empty() { transfer.units.len() } else { portions.len() };
+    let few = count <= FEW;
+    let run = Arc::new_cyclic(|me| Run {
+        directs,
+        transfer: Arc::clone(&transfer),
+        portions,
+        next: AtomicUsize::new(0),
+        left: AtomicUsize::new(transfer.units.len()),
+        failed: AtomicBool::new(false),
+        count,
+        wanted: runtime::pool().limit().min(count),
+        working: AtomicUsize::new(0),
+        called: AtomicUsize::new(usize::from(few)),
+        me: Weak::clone(me),
+    });
+    let weak = Arc::downgrade(&run);
+    let help: Weak<dyn Help> = weak;
+    transfer.set_help(help);
+    let device = run.directs.first().device();
+    let come = move || {
+        if few {
+            run.called.fetch_sub(1, Ordering::Relaxed);
+        }
+        run.take_part();
+    };
+    let called = match device {
+        Some(device) => runtime::devices().spawn(device, Box::new(come)),
+        // This is the thread that has planned it behind the call then: it may as well work on it.
+        None if deferred => {
+            come();
+            return Ok(Started::Running(transfer));
+        }
+        None => runtime::starters().spawn(Box::new(come)),
+    };
+    if let Err(refused) = called {
+        // No thread can be made: the caller does the work, late but surely.
+        (refused.job)();
+    }
+    Ok(Started::Running(transfer))
+}
+
+/// Units of several parts, joined to portions of at least that many bytes.
+fn joined(transfer: &TransferCore, portion: u64) -> Vec<Range<usize>> {
+    let (mut portions, mut bytes, mut start) = (Vec::new(), 0, 0);
+    for unit in 0..transfer.units.len() {
+        bytes += transfer.bytes_of(unit);
+        if bytes >= portion {
+            portions.push(start..unit + 1);
+            (bytes, start) = (0, unit + 1);
+        }
+    }
+    if start < transfer.units.len() {
+        portions.push(start..transfer.units.len());
+    }
+    portions
 }
 
 /// A region that is pinned for long, with what keeps its memory reachable here.
@@ -248,9 +331,15 @@ impl Held {
 
 /// One transfer being copied by workers.
 struct Run<D> {
-    direct: Arc<D>,
+    /// The region of each part.
+    directs: Several<Arc<D>>,
     transfer: Arc<TransferCore>,
+    /// The units that are copied one after the other; empty where each is a portion of its own.
+    portions: Vec<Range<usize>>,
+    count: usize,
+    /// The next portion.
     next: AtomicUsize,
+    /// The units that have not ended.
     left: AtomicUsize,
     failed: AtomicBool,
     /// How many threads should work on it, how many do, and how many were called and have not come.
@@ -294,7 +383,7 @@ impl<D: Direct> Run<D> {
     fn join(&self) -> Option<Copying> {
         let join = |working| (working < self.wanted).then_some(working + 1);
         let before = self.working.fetch_update(Ordering::Relaxed, Ordering::Relaxed, join).ok()?;
-        let copying = Copying::begin(self.direct.blocks());
+        let copying = Copying::begin(self.directs.first().blocks());
         if before > 0 && !self.has_processor(COPYING.load(Ordering::Relaxed)) {
             self.working.fetch_sub(1, Ordering::Relaxed);
             return None;
@@ -304,14 +393,14 @@ impl<D: Direct> Run<D> {
 
     /// Whether so many threads have a processor each; those that wait for a device need none.
     fn has_processor(&self, copying: usize) -> bool {
-        self.direct.blocks() || copying <= runtime::pool().limit()
+        self.directs.first().blocks() || copying <= runtime::pool().limit()
     }
 
     /// Calls one more worker, where one is wanted besides those who are left out, and a processor is free for it; false where not. It
     /// has no place before it comes: a caller that waits is there sooner.
     fn call_one(&self, left_out: usize) -> bool {
         let called = self.called.load(Ordering::Relaxed);
-        if self.next.load(Ordering::Relaxed) >= self.transfer.units.len()
+        if self.next.load(Ordering::Relaxed) >= self.count
             || self.working.load(Ordering::Relaxed) + called + left_out >= self.wanted
             || !self.has_processor(COPYING.load(Ordering::Relaxed) + called + 1)
         {
@@ -323,7 +412,7 @@ impl<D: Direct> Run<D> {
             run.called.fetch_sub(1, Ordering::Relaxed);
             run.take_part();
         });
-        let called = match self.direct.device() {
+        let called = match self.directs.first().device() {
             Some(device) => runtime::devices().spawn(device, come),
             None => runtime::sharers().spawn(come),
         };
@@ -357,39 +446,68 @@ impl<D: Direct> Run<D> {
         self.work();
     }
 
+    /// The next portion that nobody has taken.
+    fn take(&self) -> Option<Range<usize>> {
+        let portion = self.next.fetch_add(1, Ordering::Relaxed);
+        match self.portions.is_empty() {
+            true => (portion < self.count).then_some(portion..portion + 1),
+            false => self.portions.get(portion).cloned(),
+        }
+    }
+
     fn work(&self) {
-        let transfer = &self.transfer;
-        let local = transfer.local_base();
-        loop {
-            let unit = self.next.fetch_add(1, Ordering::Relaxed);
-            let Some(pieces) = transfer.units.get(unit) else { return };
-            let mut outcome = if transfer.is_stopped() {
-                Err(transfer.stop_error())
-            } else if let Err(closed) = transfer.check_open() {
-                // Closing waits for the portions that have begun, and not for the rest.
-                Err(closed)
-            } else {
-                // SAFETY: the transfer holds a use of its local region until its last unit has reported, and the
-                // plan was checked against that region's length.
-                unsafe { self.direct.copy(transfer.op, local, &transfer.plan.pieces()[pieces.clone()]) }
-            };
-            if outcome.is_err() {
-                self.failed.store(true, Ordering::Release);
-            }
-            // The last worker to finish speaks for all: every portion is visible by then.
-            if self.left.fetch_sub(1, Ordering::AcqRel) == 1 && !self.failed.load(Ordering::Acquire) {
-                outcome = self.direct.after(&transfer.after);
-            }
-            match outcome {
-                Ok(()) => {
-                    transfer
-                        .progressed(transfer.plan.pieces()[pieces.clone()].iter().map(|one| one.len).sum());
-                    transfer.unit_done();
+        while let Some(units) = self.take() {
+            let (mut copied, mut bytes, mut last) = (0, 0, 0);
+            for unit in units {
+                match self.copy(unit) {
+                    Ok(()) => {
+                        (copied, bytes, last) = (copied + 1, bytes + self.transfer.bytes_of(unit), unit)
+                    }
+                    Err(error) => {
+                        self.failed.store(true, Ordering::Release);
+                        self.left.fetch_sub(1, Ordering::AcqRel);
+                        self.transfer.unit_failed(unit, error);
+                    }
                 }
-                Err(error) => transfer.unit_failed(unit, error),
+            }
+            if copied > 0 {
+                self.copied(copied, bytes, last);
             }
             // Another transfer may have ended meanwhile, and left a processor.
             self.call_one(0);
+        }
+    }
+
+    fn copy(&self, unit: usize) -> Result<()> {
+        let transfer = &self.transfer;
+        if transfer.is_stopped() {
+            return Err(transfer.stop_error());
+        }
+        // Closing waits for the portions that have begun, and not for the rest.
+        transfer.check_open()?;
+        let part = transfer.units[unit].part;
+        // SAFETY: the transfer holds a use of the local region of each part until its last unit has reported, and the plans were
+        // checked against those regions' lengths.
+        unsafe { self.directs[part].copy(transfer.op, transfer.base(part), transfer.pieces(unit)) }
+    }
+
+    /// So many units have been copied, with those bytes, and that one last.
+    fn copied(&self, count: usize, bytes: u64, last: usize) {
+        let transfer = &self.transfer;
+        let mut followed = Ok(());
+        // The last worker to finish speaks for all: every portion is visible by then.
+        if self.left.fetch_sub(count, Ordering::AcqRel) == count && !self.failed.load(Ordering::Acquire) {
+            let part = transfer.after.signal.map_or(0, |signal| signal.part);
+            followed = self.directs[part].after(&transfer.after);
+        }
+        match followed {
+            Ok(()) => transfer.units_done(count, bytes),
+            Err(error) => {
+                if count > 1 {
+                    transfer.units_done(count - 1, bytes - transfer.bytes_of(last));
+                }
+                transfer.unit_failed(last, error);
+            }
         }
     }
 }
@@ -397,7 +515,7 @@ impl<D: Direct> Run<D> {
 impl<D: Direct> Help for Run<D> {
     /// A caller that waits takes the place of a worker that is not needed then.
     fn help(&self) {
-        if self.direct.device().is_none() {
+        if self.directs.first().device().is_none() {
             self.take_part();
         }
     }
@@ -410,11 +528,12 @@ pub(crate) fn misaligned(op: &'static str, offset: u64) -> Error {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::panic)]
 
     use super::*;
     use crate::Limits;
-    use crate::transfer::{Parts, Transfer};
+    use crate::transfer::Transfer;
+    use crate::transfer::submission::{self, SubmittedPart, Terms};
     use crate::transport::inproc::InProc;
 
     /// A path that copies nothing, and notes how many portions were copied when something followed them.
@@ -468,27 +587,58 @@ mod tests {
         }
     }
 
-    fn write_over(direct: Counted) -> (Result<()>, Arc<Counted>, usize) {
+    fn write_parts_over(
+        direct: Counted,
+        plans: &[(u64, u64)],
+    ) -> (Result<()>, Arc<Counted>, Arc<TransferCore>) {
         let direct = Arc::new(direct);
-        let attachment = Arc::new(DirectAttachment(Arc::clone(&direct)));
-        let core = TransferCore::begin(Parts {
-            id: crate::transfer::next_id(),
-            op: Op::Write,
-            plan: Plan::span(0, 0, 8 * LEAST_PORTION * PORTIONS_EACH).unwrap(),
-            local: None,
-            local_base: 0,
-            after: After { signal: Some(Signal { offset: 0, add: 1 }), notify: None },
+        let region: Arc<dyn Link> = Arc::new(DirectAttachment(Arc::clone(&direct)));
+        let parts = plans
+            .iter()
+            .map(|(start, len)| SubmittedPart::planned(&region, 0, Plan::span(*start, 0, *len).unwrap()));
+        let terms = Terms {
+            after: After { signal: Some(Signal { part: 0, offset: 0, add: 1 }), notify: None },
             stream: None,
             limits: Limits::default(),
             checked: false,
-            attachment: Arc::clone(&attachment) as Arc<dyn Attachment>,
-            peer: "peer".into(),
-            on_end: Box::new(|_| ()),
-        })
-        .unwrap();
-        attachment.start(&core);
-        let units = core.units.len();
-        (Transfer::live(core).wait(), direct, units)
+            peer: &"peer".into(),
+            inline: false,
+            portion: true,
+            above: None,
+        };
+        let mut on_end = submission::nobody;
+        let mut submission = Submission::new(Op::Write, Several::of(parts).unwrap(), terms, &mut on_end);
+        let Started::Running(core) = region.submit(&mut submission).unwrap() else { panic!("it must go on") };
+        (Transfer::live(Arc::clone(&core)).wait(), direct, core)
+    }
+
+    fn write_over(direct: Counted) -> (Result<()>, Arc<Counted>, usize) {
+        let (ended, direct, core) = write_parts_over(direct, &[(0, 8 * LEAST_PORTION * PORTIONS_EACH)]);
+        (ended, direct, core.units.len())
+    }
+
+    #[test]
+    fn small_parts_share_portions_and_a_long_one_is_cut() {
+        let mut plans: Vec<_> = (1..=64).map(|part| (part * LEAST_PORTION, LEAST_PORTION / 16)).collect();
+        plans.push((100 * LEAST_PORTION, 3 * LEAST_PORTION));
+        let (ended, direct, core) = write_parts_over(Counted::default(), &plans);
+        ended.unwrap();
+        let portions = joined(&core, LEAST_PORTION);
+        assert_eq!((core.units.len(), portions.len()), (67, 7));
+        assert_eq!(direct.copied.load(Ordering::Acquire), 67);
+        assert_eq!(direct.followed.load(Ordering::Acquire), 68, "the signal comes behind all of them");
+    }
+
+    #[test]
+    fn a_part_that_fails_is_named_and_nothing_follows() {
+        let plans: Vec<_> = (1..=8).map(|part| (part * 4096, 4096)).collect();
+        let counted = Counted { fails_at: Some(3 * 4096), ..Counted::default() };
+        let (ended, direct, core) = write_parts_over(counted, &plans);
+        let error = ended.unwrap_err();
+        assert!(error.kind() == Kind::Stale && error.message().contains("part 2 of 8"), "{error}");
+        assert_eq!(direct.followed.load(Ordering::Acquire), 0);
+        let failed: Vec<_> = Transfer::live(core).failures().into_iter().map(|one| one.part).collect();
+        assert_eq!(failed, [2]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! A path whose memory a GPU reaches says how ([`Far`]) and gets the rest from here ([`GpuAttachment`]): where both sides are
 //! memory that the GPU reaches, one copy is launched in the calling thread and watched until it is done ([`flight`]); where
 //! one side is host memory that it does not reach, workers pass the bytes through pinned memory ([`ring`]). Paths that know
-//! host memory only serve local memory on a GPU by [`Staged`].
+//! host memory only serve local memory on a GPU by [`staged`].
 #![allow(unsafe_code, reason = "starts copies between addresses of registered memory")]
 
 mod flight;
@@ -15,17 +15,18 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use self::flight::Flight;
-pub(crate) use self::staged::Staged;
-use super::direct::{Direct, DirectAttachment};
-use super::{Attachment, Begun, Going, Transport};
-use crate::cuda::{Blocks, CopyOptions, Copying, Gpu, MemoryType, Run, StreamHandle};
+pub(crate) use self::staged::staged;
+use super::direct::Direct;
+use super::{Attachment, Transport, direct, joint};
+use crate::cuda::{Blocks, CopyOptions, Copying, Gpu, MemoryType, Run};
 use crate::fence::pins::ProcessPin;
-use crate::layout::{Indexed, Piece, Plan, Side};
+use crate::layout::{Piece, Side};
 use crate::memory::ring::{self, Slot};
 use crate::memory::{Mapping, Place, Segment};
 use crate::region::{RegionCore, RegionUse, no_words, stale};
 use crate::session::GrantHandle;
-use crate::transfer::{After, Op, Signal, TransferCore};
+use crate::transfer::submission::{Link, Started, Submission, SubmittedPart};
+use crate::transfer::{After, Op, Several, Signal, TransferCore};
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result, room, runtime};
 
@@ -43,12 +44,6 @@ const PORTION: u64 = 16 << 20;
 
 /// Plans of more pieces than this are not cut: that would take longer than it helps.
 const MANY: usize = 64 << 10;
-
-/// The way for a request whose local memory is on a GPU.
-pub(crate) fn serving(attachment: Arc<dyn Attachment>, op: Op) -> Arc<dyn Attachment> {
-    let by_gpu = if matches!(op, Op::Read | Op::Write) { attachment.by_gpu() } else { None };
-    by_gpu.unwrap_or_else(|| Staged::over(attachment))
-}
 
 /// The remote side of copies that a GPU makes.
 pub(crate) trait Far: Send + Sync + 'static {
@@ -149,7 +144,7 @@ fn copier(near: &Spot, far: &Spot) -> Result<Arc<Gpu>> {
     }
 }
 
-/// A path over which GPUs copy, bound to a region.
+/// A region attached to a path over which GPUs copy.
 pub(crate) struct GpuAttachment {
     far: Arc<dyn Far>,
     me: Weak<GpuAttachment>,
@@ -157,100 +152,266 @@ pub(crate) struct GpuAttachment {
 
 impl GpuAttachment {
     pub(crate) fn new(far: Arc<dyn Far>) -> Arc<GpuAttachment> {
-        Arc::new_cyclic(|me| GpuAttachment { far, me: me.clone() })
+        Arc::new_cyclic(|me| GpuAttachment { far, me: Weak::clone(me) })
     }
 
-    /// Starts one copy of all pieces, where the GPU reaches both sides; otherwise `None`, and nothing has begun.
-    ///
-    /// # Safety
-    /// The caller keeps the local region, in which `base` plus every piece's local range lies, until the copy is done.
-    unsafe fn launch(
-        &self,
-        op: Op,
-        near: &RegionCore,
-        base: usize,
-        pieces: &[Piece],
-        bytes: u64,
-        stream: Option<StreamHandle>,
-    ) -> Result<Option<Launched>> {
-        let reading = op == Op::Read;
-        self.launch_by(op, near, base, bytes, stream, |gpu, ours, theirs, options| {
-            let runs = pieces.iter().map(|piece| {
-                let (near, far) = (ours + piece.local, theirs + piece.remote);
-                let (from, to) = if reading { (far, near) } else { (near, far) };
-                Run { from, to, len: piece.len }
-            });
-            // SAFETY: the remote side is kept, and the caller keeps the local one; the pieces were checked against both. Who
-            // named a stream promised that it lives.
-            unsafe { gpu.copy(runs, options) }
-        })
+    fn this(&self) -> Result<Arc<GpuAttachment>> {
+        self.me.upgrade().ok_or_else(|| Error::new(Kind::Internal, "transfer", "the region is gone"))
     }
+}
 
-    /// Stays with a small copy for a moment.
-    fn stay(&self, mut launched: Launched, bytes: u64, after: &After) -> Begun {
-        let began = Instant::now();
-        loop {
-            match launched.look() {
-                Ok(false) if bytes <= SMALL && began.elapsed() < STAY => std::hint::spin_loop(),
-                Ok(false) => break,
-                copied => return Begun::Ended(launched.finish(copied, after).map(|()| None)),
+/// Where both sides of a part are for the GPU that copies, and what keeps the owner's there.
+struct Sides {
+    gpu: Arc<Gpu>,
+    inside: Inside,
+    ours: u64,
+    theirs: u64,
+    host: bool,
+}
+
+/// What became of the attempt to copy by one launch.
+enum Attempt {
+    Launched(Launched),
+    /// The GPU does not reach one side, on the host; nothing has begun.
+    OutOfReach,
+    /// The memory of the parts is on several GPUs; nothing has begun.
+    Apart,
+}
+
+/// Finds both sides of a part; `None` where the GPU does not reach one of them.
+fn sides(far: &dyn Far, op: Op, near: &RegionCore, base: usize, bytes: u64) -> Result<Option<Sides>> {
+    let (inside, far) = far.enter(op.name())?;
+    let near = Spot::of(near, base)?;
+    let gpu = copier(&near, &far)?;
+    let (Some(ours), Some(theirs)) = (near.seen_by(&gpu, bytes)?, far.seen_by(&gpu, bytes)?) else {
+        return Ok(None);
+    };
+    Ok(Some(Sides { gpu, inside, ours, theirs, host: near.host.is_some() || far.host.is_some() }))
+}
+
+/// Starts one copy of all pieces of all parts, where one GPU reaches all sides.
+///
+/// # Safety
+/// The parts' local uses, against whose regions the pieces were checked, last until the copy is done.
+unsafe fn launch(regions: &Several<Arc<GpuAttachment>>, submission: &mut Submission<'_>) -> Result<Attempt> {
+    let (bytes, _) = submission.size()?;
+    let op = submission.op;
+    // What follows the bytes is done in the region where the signal's counter lies.
+    let follows = &regions[submission.after.signal.map_or(0, |signal| signal.part)];
+    let (mut found, mut inside): (Option<Sides>, Vec<Inside>) = (None, Vec::new());
+    let mut runs = Vec::new();
+    for (index, region) in regions.iter().enumerate() {
+        submission.reached = index;
+        let part = &submission.parts[index];
+        let near = local_of(op, part)?;
+        let attempt = sides(&*region.far, op, near, part.base, bytes);
+        let Some(at) = attempt.map_err(|error| submission.of_part(index, error))? else {
+            return Ok(Attempt::OutOfReach);
+        };
+        if found.as_ref().is_some_and(|first| !Arc::ptr_eq(&first.gpu, &at.gpu)) {
+            return Ok(Attempt::Apart);
+        }
+        let pieces = part.pieces().iter().map(|piece| {
+            let (near, far) = (at.ours + piece.local, at.theirs + piece.remote);
+            let (from, to) = if op == Op::Read { (far, near) } else { (near, far) };
+            Run { from, to, len: piece.len }
+        });
+        if regions.len() == 1 {
+            let stream = submission.stream;
+            let options = CopyOptions { bytes, host: at.host, after: stream };
+            // SAFETY: the remote side is kept, and the caller keeps the local one; the pieces were checked against both. Who named a
+            // stream promised that it lives.
+            let copying = unsafe { at.gpu.copy(pieces, &options) }?;
+            return Ok(Attempt::Launched(Launched::new(copying, region, at.inside, Vec::new(), submission)?));
+        }
+        for run in pieces {
+            room::push(op.name(), &mut runs, run)?;
+        }
+        match &mut found {
+            None => found = Some(at),
+            Some(first) => {
+                first.host |= at.host;
+                inside.push(at.inside);
             }
         }
-        Begun::Going(Box::new(launched))
     }
+    let Some(first) = found else { return Ok(Attempt::OutOfReach) };
+    let options = CopyOptions { bytes, host: first.host, after: submission.stream };
+    // SAFETY: as above.
+    let copying = unsafe { first.gpu.copy(runs, &options) }?;
+    Ok(Attempt::Launched(Launched::new(copying, follows, first.inside, inside, submission)?))
+}
 
-    /// [`launch`](Self::launch) for what `copy` starts, given where the two sides are for the GPU.
-    fn launch_by(
-        &self,
-        op: Op,
-        near: &RegionCore,
-        base: usize,
-        bytes: u64,
-        stream: Option<StreamHandle>,
-        copy: impl FnOnce(&Arc<Gpu>, u64, u64, &CopyOptions) -> Result<Copying>,
-    ) -> Result<Option<Launched>> {
-        let (inside, far) = self.far.enter(op.name())?;
-        let near = Spot::of(near, base)?;
-        let gpu = copier(&near, &far)?;
-        let (Some(ours), Some(theirs)) = (near.seen_by(&gpu, bytes)?, far.seen_by(&gpu, bytes)?) else {
-            return Ok(None);
-        };
-        let options = CopyOptions { bytes, host: near.host.is_some() || far.host.is_some(), after: stream };
-        let copying = copy(&gpu, ours, theirs, &options)?;
-        let launched =
-            Launched { copying: Some(copying), inside: Some(inside), far: Arc::clone(&self.far), op };
-        if let (Some(stream), Some(copying)) = (stream, &launched.copying) {
-            // SAFETY: who named the stream promised that it lives. Where it fails, the value waits for the copy.
-            unsafe { copying.hold(stream) }?;
-        }
-        Ok(Some(launched))
+/// Starts a copy of blocks by their indices, which a GPU takes as they are; `None` where the blocks are not such, or are not all there: whoever
+/// makes the list of pieces says that again, and better.
+///
+/// # Safety
+/// As for [`launch`].
+unsafe fn launch_indexed(
+    region: &Arc<GpuAttachment>,
+    submission: &mut Submission<'_>,
+) -> Result<Option<Launched>> {
+    let op = submission.op;
+    let part = submission.parts.first();
+    let Some(blocks) = part.indexed() else { return Ok(None) };
+    let (bytes, count, block_len) = (blocks.bytes()?, blocks.count(), blocks.block_len());
+    let Some(at) = sides(&*region.far, op, local_of(op, part)?, part.base, bytes)? else { return Ok(None) };
+    let side =
+        |side: &Side<'_>, base: u64| -> (u64, u64, u64) { (base + side.base(), side.step(), side.blocks()) };
+    let (base, step, all) = side(&blocks.local, at.ours);
+    let near = Blocks { base, step, count: all, indices: blocks.local.indices() };
+    let (base, step, all) = side(&blocks.remote, at.theirs);
+    let far = Blocks { base, step, count: all, indices: blocks.remote.indices() };
+    let (from, to) = if op == Op::Read { (far, near) } else { (near, far) };
+    let options = CopyOptions { bytes, host: at.host, after: None };
+    // SAFETY: the remote side is kept, and the caller keeps the local one; the layouts were checked against both, and the call checks the
+    // indices against the layouts.
+    let copying = match unsafe { at.gpu.copy_blocks(&from, &to, block_len, &options) } {
+        Err(error) if error.kind() == Kind::Invalid => return Ok(None),
+        copying => copying?,
+    };
+    submission.parts[0].moved_by_index(bytes, count, block_len)?;
+    Launched::new(copying, region, at.inside, Vec::new(), submission).map(Some)
+}
+
+fn local_of<'a>(op: Op, part: &'a SubmittedPart<'_>) -> Result<&'a RegionCore> {
+    part.near()
+        .map(|near| &**near)
+        .ok_or_else(|| Error::new(Kind::Internal, op.name(), "a copy without a local side"))
+}
+
+/// Starts a submission whose bytes GPUs copy.
+pub(super) fn submit(
+    regions: &Several<Arc<GpuAttachment>>,
+    submission: &mut Submission<'_>,
+) -> Result<Started> {
+    let region = regions.first();
+    // What follows alone, and no bytes.
+    if submission.parts.iter().all(|part| part.near().is_none()) {
+        return Ok(Started::Done(region.far.follow(&submission.after).map(|()| None)));
     }
+    let inline = submission.inline && submission.stream.is_none();
+    if inline && regions.len() == 1 {
+        // SAFETY: the submission holds the use of the local region, and the transfer that is made of it does, until the copy is done.
+        match unsafe { launch_indexed(region, submission) } {
+            Ok(Some(launched)) => return go_on(launched, submission, true),
+            Ok(None) => {}
+            Err(error) => return Ok(Started::Done(Err(error))),
+        }
+    }
+    submission.plan()?;
+    let (bytes, _) = submission.size()?;
+    // SAFETY: as above; the pieces are checked.
+    match unsafe { launch(regions, submission) } {
+        Ok(Attempt::Launched(launched)) => go_on(launched, submission, inline),
+        Ok(Attempt::OutOfReach | Attempt::Apart) if submission.parts.len() > 1 => joint::submit(submission),
+        Ok(_) if submission.stream.is_some() => Ok(Started::Done(Err(Error::new(
+            Kind::Unsupported,
+            submission.op.name(),
+            "host memory that is neither pinned nor shared cannot be in the order of a stream",
+        )))),
+        Ok(_) => pass_on(region, submission, bytes, inline),
+        Err(error) => Ok(Started::Done(Err(error))),
+    }
+}
+
+/// Stays with a small copy for a moment; then others look at it.
+fn go_on(mut launched: Launched, submission: &mut Submission<'_>, stays: bool) -> Result<Started> {
+    let (bytes, _) = submission.size()?;
+    let until = stays.then(|| Instant::now() + STAY);
+    while let Some(until) = until {
+        match launched.look() {
+            Ok(false) if bytes <= SMALL && Instant::now() < until => std::hint::spin_loop(),
+            Ok(false) => break,
+            copied => {
+                let ended = launched.finish(copied, &submission.after).map_err(|(part, error)| {
+                    submission.reached = part.unwrap_or(0);
+                    part.map_or_else(|| error.clone(), |part| submission.of_part(part, error.clone()))
+                });
+                return Ok(Started::Done(ended.map(|()| None)));
+            }
+        }
+    }
+    let link = Arc::clone(&launched.region);
+    let transfer = submission.begin_whole(link)?;
+    Flight::begin(launched, &transfer);
+    Ok(Started::Running(transfer))
+}
+
+/// One part of which the GPU does not reach the side that is on the host: the bytes stop over in pinned memory.
+fn pass_on(
+    region: &Arc<GpuAttachment>,
+    submission: &mut Submission<'_>,
+    bytes: u64,
+    inline: bool,
+) -> Result<Started> {
+    let part = submission.parts.first();
+    let ringed =
+        Ringed { far: Arc::clone(&region.far), near: Near::of(local_of(submission.op, part)?.place) };
+    if inline && bytes <= INLINE && Slot::is_ready() && runtime::may_block(submission.op.name()).is_ok() {
+        // SAFETY: the submission keeps the local region during the call; the pieces were checked against it.
+        let passed = unsafe { ringed.copy(submission.op, part.base as *mut u8, part.pieces()) };
+        let followed = passed.and_then(|()| region.far.follow(&submission.after));
+        return Ok(Started::Done(followed.map(|()| None)));
+    }
+    let portion = if part.pieces().len() > MANY { u64::MAX } else { PORTION };
+    direct::start(Several::one(Arc::new(ringed)), Some(portion), submission)
 }
 
 /// A copy that a GPU makes now. Dropped, it waits for the end, which no peer can put off.
 struct Launched {
     copying: Option<Copying>,
-    inside: Option<Inside>,
-    far: Arc<dyn Far>,
+    /// What keeps the owner's memory of each part where it is.
+    inside: Option<(Inside, Vec<Inside>)>,
+    region: Arc<GpuAttachment>,
     op: Op,
 }
 
 impl Launched {
+    /// A copy of those parts that has begun.
+    fn new(
+        copying: Copying,
+        region: &Arc<GpuAttachment>,
+        first: Inside,
+        others: Vec<Inside>,
+        submission: &Submission<'_>,
+    ) -> Result<Launched> {
+        let launched = Launched {
+            copying: Some(copying),
+            inside: Some((first, others)),
+            region: Arc::clone(region),
+            op: submission.op,
+        };
+        if let (Some(stream), Some(copying)) = (submission.stream, &launched.copying) {
+            // SAFETY: who named the stream promised that it lives. Where it fails, the value waits for the copy.
+            unsafe { copying.hold(stream) }?;
+        }
+        Ok(launched)
+    }
+
     /// Whether the copy is over; an error means that it is, and that the bytes are not there.
     fn look(&self) -> Result<bool> {
         self.copying.as_ref().map_or(Ok(true), Copying::is_done)
     }
 
-    /// The copy is over: checks that the region was valid all the while, lets go of it, and does what follows.
-    fn finish(&mut self, copied: Result<bool>, after: &After) -> Result<()> {
+    /// The copy is over: checks that the regions were valid all the while, lets go of them, and does what follows. An error is that of one part,
+    /// or of all.
+    fn finish(&mut self, copied: Result<bool>, after: &After) -> Result<(), (Option<usize>, Error)> {
         drop(self.copying.take());
+        let far = &self.region.far;
         let checked = match self.inside.take() {
-            Some(inside) => inside.check(self.op.name()),
+            Some((first, others)) => {
+                let mut all = std::iter::once(&first).chain(&others).enumerate();
+                all.try_for_each(|(part, inside)| {
+                    inside.check(self.op.name()).map_err(|error| (Some(part), error))
+                })
+            }
             None => Ok(()),
         };
+        let copied = copied.map_err(|error| (None, error)).and(checked);
         // An owner that is gone is the better explanation.
-        copied.and(checked).map_err(|error| self.far.alive().err().unwrap_or(error))?;
-        self.far.follow(after)
+        copied.map_err(|found| far.alive().err().map_or(found, |gone| (None, gone)))?;
+        far.follow(after).map_err(|error| (None, error))
     }
 }
 
@@ -264,9 +425,21 @@ impl Drop for Launched {
     }
 }
 
-impl Going for Launched {
-    fn report_to(self: Box<Self>, transfer: &Arc<TransferCore>) {
-        Flight::begin(*self, transfer);
+impl Link for GpuAttachment {
+    fn path(&self) -> &'static str {
+        self.far.transport().name()
+    }
+
+    fn submit(&self, submission: &mut Submission<'_>) -> Result<Started> {
+        let mut regions = Several::one(self.this()?);
+        for part in 1..submission.parts.len() {
+            regions.push(submission.attached::<Self>(part)?.this()?);
+        }
+        submit(&regions, submission)
+    }
+
+    fn stop(&self, _transfer: &Arc<TransferCore>) {
+        // Whoever watches a flight looks at the transfer's flag.
     }
 }
 
@@ -275,134 +448,8 @@ impl Attachment for GpuAttachment {
         self.far.transport()
     }
 
-    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
-        self.me.upgrade().map(|this| this as Arc<dyn Attachment>)
-    }
-
-    fn begin(
-        &self,
-        op: Op,
-        local: &RegionUse,
-        base: usize,
-        pieces: &[Piece],
-        bytes: u64,
-        after: &After,
-    ) -> Option<Begun> {
-        // SAFETY: the caller keeps its use of the region until what is begun has ended; the pieces were checked against it.
-        match unsafe { self.launch(op, local.core(), base, pieces, bytes, None) } {
-            Ok(Some(launched)) => Some(self.stay(launched, bytes, after)),
-            Ok(None) if bytes <= INLINE && Slot::is_ready() && runtime::may_block(op.name()).is_ok() => {
-                let near = Near::of(local.core().place);
-                let ringed = Ringed { far: Arc::clone(&self.far), near };
-                // SAFETY: as above.
-                let passed = unsafe { ringed.copy(op, base as *mut u8, pieces) };
-                Some(Begun::Ended(passed.and_then(|()| self.far.follow(after)).map(|()| None)))
-            }
-            Ok(None) => None,
-            Err(error) => Some(Begun::Ended(Err(error))),
-        }
-    }
-
-    fn begin_blocks(
-        &self,
-        op: Op,
-        local: &RegionUse,
-        base: usize,
-        blocks: &Indexed<'_>,
-        after: &After,
-    ) -> Option<Begun> {
-        let side = |side: &Side<'_>, base: u64| -> (u64, u64, u64) {
-            (base + side.base(), side.step(), side.blocks())
-        };
-        let launched = blocks.bytes().and_then(|bytes| {
-            self.launch_by(op, local.core(), base, bytes, None, |gpu, ours, theirs, options| {
-                let (at, step, count) = side(&blocks.local, ours);
-                let near = Blocks { base: at, step, count, indices: blocks.local.indices() };
-                let (at, step, count) = side(&blocks.remote, theirs);
-                let far = Blocks { base: at, step, count, indices: blocks.remote.indices() };
-                let (from, to) = if op == Op::Read { (far, near) } else { (near, far) };
-                // SAFETY: the remote side is kept, and the caller keeps the local one; the layouts were checked against
-                // both, and the call checks the indices against the layouts.
-                unsafe { gpu.copy_blocks(&from, &to, blocks.block_len(), options) }
-            })
-        });
-        match launched {
-            Ok(launched) => Some(self.stay(launched?, blocks.bytes().unwrap_or(u64::MAX), after)),
-            // Said again, and better, by who makes the list of pieces.
-            Err(error) if error.kind() == Kind::Invalid => None,
-            Err(error) => Some(Begun::Ended(Err(error))),
-        }
-    }
-
-    unsafe fn run_now(
-        &self,
-        _op: Op,
-        _local: *mut u8,
-        pieces: &[Piece],
-        _bytes: u64,
-        after: &After,
-    ) -> Option<Result<Option<u64>>> {
-        pieces.is_empty().then(|| self.far.follow(after).map(|()| None))
-    }
-
-    fn cut(&self, op: Op, plan: Plan, _after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-        let count = plan.piece_count();
-        if count > MANY || plan.bytes() <= PORTION {
-            return Ok((plan, std::iter::once(0..count).collect()));
-        }
-        let plan = plan.cut(PORTION)?;
-        let units = room::collect(op.name(), plan.chunks(PORTION))?;
-        Ok((plan, units))
-    }
-
-    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
-        let launched = match &transfer.local {
-            // SAFETY: the transfer keeps its use of the local region until its units have reported, and beyond that while a
-            // flight is engaged in it; the plan was checked against it.
-            Some(local) => unsafe {
-                self.launch(
-                    transfer.op,
-                    local.core(),
-                    transfer.local_base().addr(),
-                    transfer.plan.pieces(),
-                    transfer.plan.bytes(),
-                    transfer.stream,
-                )
-            },
-            None => Err(Error::new(Kind::Internal, transfer.op.name(), "a copy without a local side")),
-        };
-        match launched {
-            Ok(Some(launched)) => Flight::begin(launched, transfer),
-            Ok(None) if transfer.stream.is_some() => fail(
-                transfer,
-                &Error::new(
-                    Kind::Unsupported,
-                    transfer.op.name(),
-                    "host memory that is neither pinned nor shared cannot be in the order of a stream",
-                ),
-            ),
-            Ok(None) => {
-                let far = Arc::clone(&self.far);
-                let near = transfer.local.as_ref().map_or(Near::Host, |local| Near::of(local.core().place));
-                Arc::new(DirectAttachment(Arc::new(Ringed { far, near }))).start(transfer);
-            }
-            Err(error) => fail(transfer, &error),
-        }
-    }
-
-    fn stop(&self, _transfer: &Arc<TransferCore>) {
-        // Whoever watches a flight looks at the transfer's flag.
-    }
-
     fn alive(&self) -> Result<()> {
         self.far.alive()
-    }
-}
-
-/// Every unit ends with that error.
-fn fail(transfer: &TransferCore, error: &Error) {
-    for unit in 0..transfer.units.len() {
-        transfer.unit_failed(unit, error.clone());
     }
 }
 

@@ -144,7 +144,7 @@ impl Direct for Local {
         owner_is_open(&self.region)
     }
 
-    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
+    fn by_gpu(&self) -> Option<Arc<GpuAttachment>> {
         Some(GpuAttachment::new(Arc::new(self.clone())))
     }
 }

@@ -145,7 +145,7 @@ impl Direct for Window {
         self.handle.session().alive()
     }
 
-    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
+    fn by_gpu(&self) -> Option<Arc<GpuAttachment>> {
         Some(GpuAttachment::new(Arc::new(self.clone())))
     }
 }

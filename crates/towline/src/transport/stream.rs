@@ -1,17 +1,17 @@
 //! Bytes over sockets: TCP between hosts, and a Unix stream on one host where memory cannot be shared.
 
+use std::any::Any;
 use std::net::SocketAddr;
-use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
-use super::{Attachment, Offer, Owner, Probe, Transport};
-use crate::layout::{Piece, Plan};
+use super::{Attachment, Offer, Owner, Probe, Transport, gpu, joint};
 use crate::route::Capabilities;
 use crate::runtime::socket::Socket;
 use crate::session::{self, GrantHandle, Run};
 use crate::sync::lock;
-use crate::transfer::{After, Op, TransferCore};
+use crate::transfer::submission::{Link, Started, Submission};
+use crate::transfer::{Op, Several, TransferCore};
 use crate::{Error, Kind, Result, runtime};
 
 /// The transport over a Unix socket.
@@ -94,8 +94,9 @@ fn attach(transport: &'static dyn Transport, offer: &Offer<'_>) -> Result<Arc<dy
     if medium.name() != transport.name() {
         return Err(Error::new(Kind::Unavailable, "import", format!("the owner is reached by {medium}")));
     }
-    Ok(Arc::new(Stream {
+    Ok(Arc::new_cyclic(|me| Stream {
         transport,
+        me: Weak::clone(me),
         handle: Mutex::new(Arc::clone(handle)),
         renewing: Mutex::default(),
         waiting: Mutex::default(),
@@ -103,16 +104,17 @@ fn attach(transport: &'static dyn Transport, offer: &Offer<'_>) -> Result<Arc<dy
     }))
 }
 
-/// A session bound to a granted region: another one once its connection has broken and something is asked for.
+/// A granted region attached to the session with its owner: another one once its connection has broken and something is asked for.
 struct Stream {
     transport: &'static dyn Transport,
+    me: Weak<Stream>,
     handle: Mutex<Arc<GrantHandle>>,
     /// Held by the one thread that connects anew.
     renewing: Mutex<()>,
     /// The transfers that wait for a new connection: whoever takes one out reports for it.
     waiting: Mutex<Vec<Arc<TransferCore>>>,
     /// The transfers in flight, for the one that is stopped.
-    runs: Mutex<Vec<std::sync::Weak<Run>>>,
+    runs: Mutex<Vec<Weak<Run>>>,
 }
 
 impl Stream {
@@ -120,14 +122,28 @@ impl Stream {
         Arc::clone(&lock(&self.handle))
     }
 
-    fn begin_over(&self, handle: &Arc<GrantHandle>, transfer: &Arc<TransferCore>) {
-        if let Some(message) = message_alone(transfer.op, transfer.plan.pieces(), &transfer.after) {
-            return match handle.session().notify(message) {
+    /// What was granted for each part.
+    fn handles(&self, transfer: &TransferCore) -> Result<Several<Arc<GrantHandle>>> {
+        let mut handles = Several::one(self.handle());
+        for part in transfer.parts.iter().skip(1) {
+            handles.push(of(&*part.region)?.handle());
+        }
+        Ok(handles)
+    }
+
+    fn begin_over(&self, handles: Several<Arc<GrantHandle>>, transfer: &Arc<TransferCore>) {
+        if let Some(message) = message_alone(transfer) {
+            return match handles.first().session().notify(message) {
                 Ok(()) => transfer.unit_done(),
                 Err(error) => transfer.unit_failed(0, error),
             };
         }
-        let run = Run::start(handle, transfer);
+        let session = handles.first().session();
+        if handles.iter().any(|handle| !Arc::ptr_eq(handle.session(), session)) {
+            let message = "the connection to the owner has broken, and not every part has been granted anew";
+            return transfer.all_failed(&Error::new(Kind::Disconnected, transfer.op.name(), message));
+        }
+        let run = Run::start(handles, transfer);
         let mut runs = lock(&self.runs);
         runs.retain(|run| run.strong_count() > 0);
         runs.push(Arc::downgrade(&run));
@@ -138,21 +154,31 @@ impl Stream {
         }
     }
 
+    /// The same region granted again, over a new connection where its own has broken. Blocks.
+    fn renew(&self, until: Instant) -> Result<Arc<GrantHandle>> {
+        let _one_connects = lock(&self.renewing);
+        let handle = self.handle();
+        if handle.is_renewable() { handle.renewed(until) } else { Ok(handle) }
+            .inspect(|renewed| lock(&self.handle).clone_from(renewed))
+    }
+
     /// Begins it over a new connection. Blocks.
     fn begin_anew(&self, transfer: &Arc<TransferCore>) {
         let until = runtime::later(Instant::now(), transfer.limits.no_progress);
-        let renewed = {
-            let _one_connects = lock(&self.renewing);
-            let handle = self.handle();
-            if handle.is_renewable() { handle.renewed(until) } else { Ok(handle) }
-                .inspect(|renewed| lock(&self.handle).clone_from(renewed))
+        let all = || {
+            let mut handles = Several::one(self.renew(until)?);
+            for part in transfer.parts.iter().skip(1) {
+                handles.push(of(&*part.region)?.renew(until)?);
+            }
+            Ok(handles)
         };
+        let renewed = all();
         if !self.take_waiting(transfer) {
             return;
         }
         match renewed {
-            Ok(handle) => self.begin_over(&handle, transfer),
-            Err(error) => fail_all(transfer, &error),
+            Ok(handles) => self.begin_over(handles, transfer),
+            Err(error) => transfer.all_failed(&error),
         }
     }
 
@@ -161,18 +187,104 @@ impl Stream {
         let found = waiting.iter().position(|one| one.id == transfer.id);
         found.map(|at| waiting.swap_remove(at)).is_some()
     }
-}
 
-fn fail_all(transfer: &TransferCore, error: &Error) {
-    for unit in 0..transfer.units.len() {
-        transfer.unit_failed(unit, error.clone());
+    /// Starts a transfer, once the owner is connected to.
+    fn start(&self, transfer: &Arc<TransferCore>) -> Result<()> {
+        let handles = self.handles(transfer)?;
+        if !handles.iter().any(|handle| handle.is_renewable()) {
+            self.begin_over(handles, transfer);
+            return Ok(());
+        }
+        lock(&self.waiting).push(Arc::clone(transfer));
+        let (this, waiting) = (Weak::clone(&self.me), Arc::clone(transfer));
+        let connecting = runtime::contacts().spawn(Box::new(move || {
+            if let Some(this) = this.upgrade() {
+                this.begin_anew(&waiting);
+            }
+        }));
+        // A stop that came before it was known to wait here did not find it.
+        let error = match connecting {
+            Err(refused) => Some(refused.error),
+            Ok(()) => transfer.is_stopped().then(|| transfer.stop_error()),
+        };
+        if let Some(error) = error.filter(|_| self.take_waiting(transfer)) {
+            transfer.all_failed(&error);
+        }
+        Ok(())
     }
 }
 
+/// The region of another part, which goes by the same path.
+fn of(region: &dyn Link) -> Result<&Stream> {
+    let region: &dyn Any = region;
+    region.downcast_ref::<Stream>().ok_or_else(|| {
+        Error::new(Kind::Internal, "transfer", "a part is attached to another link than the first")
+    })
+}
+
 /// The message, where there is nothing else: only that needs no answer.
-fn message_alone<'a>(op: Op, pieces: &[Piece], after: &'a After) -> Option<&'a [u8]> {
-    let alone = pieces.is_empty() && after.signal.is_none() && !matches!(op, Op::Atomic { .. });
-    after.notify.as_deref().filter(|_| alone)
+fn message_alone(transfer: &TransferCore) -> Option<&[u8]> {
+    let alone =
+        transfer.bytes() == 0 && transfer.after.signal.is_none() && !matches!(transfer.op, Op::Atomic { .. });
+    transfer.after.notify.as_deref().filter(|_| alone)
+}
+
+impl Link for Stream {
+    fn path(&self) -> &'static str {
+        self.transport.name()
+    }
+
+    fn submit(&self, submission: &mut Submission<'_>) -> Result<Started> {
+        if submission.is_on_gpu() {
+            return if submission.parts.len() > 1 {
+                joint::submit(submission)
+            } else {
+                gpu::staged(submission)
+            };
+        }
+        let (bytes, blocks) = submission.size()?;
+        let atomic = matches!(submission.op, Op::Atomic { .. });
+        if bytes == 0
+            && submission.inline
+            && !atomic
+            && submission.after.signal.is_none()
+            && let Some(message) = &submission.after.notify
+        {
+            let handle = self.handle();
+            if !handle.is_renewable() {
+                return Ok(Started::Done(handle.session().notify(message).map(|()| None)));
+            }
+        }
+        if submission.deferrable && session::takes_long(bytes, blocks) {
+            return Ok(Started::Deferred);
+        }
+        let link = Arc::clone(submission.parts.first().region);
+        let transfer = session::cut(submission, link, bytes)?;
+        if let Err(error) = self.start(&transfer) {
+            transfer.all_failed(&error);
+        }
+        Ok(Started::Running(transfer))
+    }
+
+    fn stop(&self, transfer: &Arc<TransferCore>) {
+        #[cfg(test)]
+        session::moments::reach(session::moments::Moment::Stopping, &Some(transfer.base(0).addr()));
+        if self.take_waiting(transfer) {
+            return transfer.all_failed(&transfer.stop_error());
+        }
+        let run =
+            lock(&self.runs).iter().filter_map(Weak::upgrade).find(|run| run.transfer.id == transfer.id);
+        match run {
+            // An atomic is one request, which has been sent: nobody has a run of it any more.
+            _ if matches!(transfer.op, Op::Atomic { .. }) => self.handle().session().settle(),
+            Some(run) => {
+                run.session().stop(&run);
+                run.fail_rest(&transfer.stop_error());
+            }
+            // Every unit has reported; what still names the memory is taken back.
+            None => self.handle().session().take_all_back(transfer.id),
+        }
+    }
 }
 
 impl Attachment for Stream {
@@ -185,72 +297,6 @@ impl Attachment for Stream {
             return "tcp+tls: the owner serves over TCP, encrypted by TLS 1.3";
         }
         self.transport.summary()
-    }
-
-    #[allow(unsafe_code, reason = "implements the seam; touches no memory itself")]
-    unsafe fn run_now(
-        &self,
-        op: Op,
-        _local: *mut u8,
-        pieces: &[Piece],
-        _bytes: u64,
-        after: &After,
-    ) -> Option<Result<Option<u64>>> {
-        let message = message_alone(op, pieces, after)?;
-        let handle = self.handle();
-        (!handle.is_renewable()).then(|| handle.session().notify(message).map(|()| None))
-    }
-
-    fn cut_portion(&self, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-        session::cut_portion(op, plan, after)
-    }
-
-    fn starts_later(&self, _op: Op, bytes: u64, blocks: u64) -> bool {
-        session::starts_later(bytes, blocks)
-    }
-
-    fn cut(&self, op: Op, plan: Plan, after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-        session::cut(op, plan, after)
-    }
-
-    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
-        let handle = self.handle();
-        if !handle.is_renewable() {
-            return self.begin_over(&handle, transfer);
-        }
-        lock(&self.waiting).push(Arc::clone(transfer));
-        let (this, waiting) = (Arc::clone(&self), Arc::clone(transfer));
-        let connecting = runtime::contacts().spawn(Box::new(move || this.begin_anew(&waiting)));
-        // A stop that came before it was known to wait here did not find it.
-        let error = match connecting {
-            Err(refused) => Some(refused.error),
-            Ok(()) => transfer.is_stopped().then(|| transfer.stop_error()),
-        };
-        if let Some(error) = error.filter(|_| self.take_waiting(transfer)) {
-            fail_all(transfer, &error);
-        }
-    }
-
-    fn stop(&self, transfer: &Arc<TransferCore>) {
-        #[cfg(test)]
-        session::moments::reach(session::moments::Moment::Stopping, &Some(transfer.local_base().addr()));
-        if self.take_waiting(transfer) {
-            return fail_all(transfer, &transfer.stop_error());
-        }
-        let run = lock(&self.runs)
-            .iter()
-            .filter_map(std::sync::Weak::upgrade)
-            .find(|run| run.transfer.id == transfer.id);
-        match run {
-            // An atomic is one request, which has been sent: nobody has a run of it any more.
-            _ if matches!(transfer.op, Op::Atomic { .. }) => self.handle().session().settle(),
-            Some(run) => {
-                run.session().stop(&run);
-                run.fail_rest(&transfer.stop_error());
-            }
-            // Every unit has reported; what still names the memory is taken back.
-            None => self.handle().session().take_all_back(transfer.id),
-        }
     }
 
     fn alive(&self) -> Result<()> {

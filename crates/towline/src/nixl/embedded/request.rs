@@ -1,17 +1,16 @@
-//! A transfer between two lists of ranges: one transfer of the library for each pair of regions, and one end.
+//! A transfer between two lists of ranges: one transfer of the library, with a part for each pair of regions.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::Embedded;
 use super::peer::Peer;
-use super::table::Part;
+use super::table::Part as Listed;
 use crate::nixl::transfer::{XferOp, XferTelemetry};
 use crate::region::Span;
-use crate::runtime;
 use crate::sync::lock;
-use crate::{Endpoint, Error, Remote, Result, Transfer, room};
+use crate::{BlockFailure, Error, Part, Remote, Result, Transfer, room};
 
 /// One transfer. It can be posted again once it has ended.
 pub(in crate::nixl) struct Request {
@@ -22,7 +21,7 @@ pub(in crate::nixl) struct Request {
     message: Option<Vec<u8>>,
     bytes: u64,
     descriptors: u64,
-    posted: Mutex<Option<Posted>>,
+    posted: Mutex<Option<Arc<Posted>>>,
 }
 
 /// What is moved between one region there and one here.
@@ -33,76 +32,20 @@ struct Group {
     spans: Vec<(u64, u64, u64)>,
 }
 
-#[derive(Clone)]
+/// One posting, and when it ended.
 struct Posted {
-    run: Arc<Run>,
-    transfers: Arc<[Transfer]>,
-}
-
-/// One posting, on its way to its one end.
-struct Run {
-    endpoint: Endpoint,
-    /// Whom to tell and what, once all groups have ended well; a single group tells it by itself.
-    tell: Option<(Arc<Remote>, Vec<u8>)>,
+    transfer: Transfer,
     started: Instant,
-    state: Mutex<State>,
-    ended: Condvar,
-}
-
-struct State {
-    left: usize,
-    failed: Option<Error>,
     posting: Duration,
-    end: Option<(Result<()>, Instant)>,
-}
-
-impl Run {
-    /// Some groups have ended, or never begun.
-    fn groups_ended(self: &Arc<Run>, count: usize, result: &Result<()>) {
-        let outcome = {
-            let mut state = lock(&self.state);
-            state.left -= count;
-            if let Err(error) = result {
-                state.failed.get_or_insert_with(|| error.clone());
-            }
-            if state.left > 0 {
-                return;
-            }
-            state.failed.clone().map_or(Ok(()), Err)
-        };
-        if outcome.is_err() || self.tell.is_none() {
-            return self.end(outcome);
-        }
-        // Not here: who reports an end may be the event loop, which must not wait for a peer.
-        let run = Arc::clone(self);
-        let told = runtime::pool().spawn(Box::new(move || {
-            let told = run.tell.as_ref().map_or(Ok(()), |(remote, message)| {
-                let message = room::copy("post_xfer_req", message)?;
-                run.endpoint.notify(remote, message).and_then(|transfer| transfer.wait())
-            });
-            run.end(told);
-        }));
-        if let Err(refused) = told {
-            self.end(Err(refused.error));
-        }
-    }
-
-    fn end(&self, result: Result<()>) {
-        lock(&self.state).end = Some((result, Instant::now()));
-        self.ended.notify_all();
-    }
-
-    fn result(&self) -> Option<Result<()>> {
-        lock(&self.state).end.as_ref().map(|(result, _)| result.clone())
-    }
+    ended: Arc<OnceLock<Instant>>,
 }
 
 impl Request {
     pub(super) fn new(
         engine: &Arc<Embedded>,
         op: XferOp,
-        (near, spans): (std::borrow::Cow<'_, [Part]>, &[Span]),
-        (far, remotes): (std::borrow::Cow<'_, [Part]>, &[Arc<Remote>]),
+        (near, spans): (std::borrow::Cow<'_, [Listed]>, &[Span]),
+        (far, remotes): (std::borrow::Cow<'_, [Listed]>, &[Arc<Remote>]),
         peer: Option<Arc<Peer>>,
         message: Option<Vec<u8>>,
     ) -> Result<Request> {
@@ -148,101 +91,58 @@ impl Request {
     /// Starts it; true while it is in progress. A message given here goes in place of that of the request.
     pub(in crate::nixl) fn post(&self, message: Option<&[u8]>) -> Result<bool> {
         let mut posted = lock(&self.posted);
-        if posted.as_ref().is_some_and(|posted| posted.run.result().is_none()) {
+        if posted.as_ref().is_some_and(|posted| posted.transfer.result().is_none()) {
             return Err(Error::invalid("post_xfer_req", "the request is in progress"));
         }
         self.peer.as_ref().map_or(Ok(()), |peer| peer.check())?;
         let endpoint = self.engine.endpoint();
-        let message = message.or(self.message.as_deref());
-        let mut message = message.map(|message| room::copy("post_xfer_req", message)).transpose()?;
-        let alone = self.groups.len() == 1;
-        let tell = if alone { None } else { message.take() };
-        let started = Instant::now();
-        let run = Arc::new(Run {
-            endpoint: endpoint.clone(),
-            tell: tell.map(|message| (Arc::clone(&self.groups[0].remote), message)),
-            started,
-            state: Mutex::new(State {
-                left: self.groups.len(),
-                failed: None,
-                posting: Duration::ZERO,
-                end: None,
-            }),
-            ended: Condvar::new(),
-        });
-        let mut transfers = Vec::with_capacity(self.groups.len());
-        for (index, group) in self.groups.iter().enumerate() {
-            let request = match self.op {
-                XferOp::Read => endpoint.read(&group.remote, &group.local),
-                XferOp::Write => endpoint.write(&group.remote, &group.local),
-            };
-            let mut request = request.spans(&group.spans);
-            if let Some(message) = message.take() {
-                request = request.notify(message);
-            }
-            let told = Arc::clone(&run);
-            match request.then(Box::new(move |result| told.groups_ended(1, result))).start() {
-                Ok(transfer) => transfers.push(transfer),
-                Err(error) if index == 0 => return Err(error),
-                Err(error) => {
-                    transfers.iter().for_each(Transfer::cancel);
-                    run.groups_ended(self.groups.len() - index, &Err(error));
-                    break;
-                }
-            }
-        }
-        lock(&run.state).posting = started.elapsed();
-        let result = run.result();
-        *posted = Some(Posted { run, transfers: transfers.into() });
+        let parts =
+            self.groups.iter().map(|group| Part::new(&group.remote, &group.local).spans(&group.spans));
+        let request = match self.op {
+            XferOp::Read => endpoint.read_parts(parts),
+            XferOp::Write => endpoint.write_parts(parts),
+        };
+        let request = match message.or(self.message.as_deref()) {
+            Some(message) => request.notify(room::copy("post_xfer_req", message)?),
+            None => request,
+        };
+        let (started, ended) = (Instant::now(), Arc::<OnceLock<Instant>>::default());
+        let told = Arc::clone(&ended);
+        let then = move |_: &Result<()>, _: &[BlockFailure]| {
+            let _ = told.set(Instant::now());
+        };
+        let transfer = request.then(Box::new(then)).start()?;
+        let result = transfer.result();
+        *posted = Some(Arc::new(Posted { transfer, started, posting: started.elapsed(), ended }));
         match result {
             None => Ok(true),
             Some(result) => result.map(|()| false),
         }
     }
 
-    fn posted(&self) -> Result<Posted> {
+    fn posted(&self) -> Result<Arc<Posted>> {
         let none = || Error::invalid("get_xfer_status", "the request was not posted");
         lock(&self.posted).clone().ok_or_else(none)
     }
 
     /// How it ended; `None` while it is in progress.
     pub(in crate::nixl) fn result(&self) -> Result<Option<Result<()>>> {
-        Ok(self.posted()?.run.result())
+        Ok(self.posted()?.transfer.result())
     }
 
-    /// Waits for its end for at most that long.
+    /// Waits for its end for at most that long. Who waits takes part in the copies.
     pub(in crate::nixl) fn wait_for(&self, time: Duration) -> Result<Option<Result<()>>> {
-        let Posted { run, transfers } = self.posted()?;
-        let until = runtime::later(Instant::now(), time);
-        // Who waits for a transfer takes part in its copies.
-        for transfer in transfers.iter() {
-            let left = until.saturating_duration_since(Instant::now());
-            if transfer.wait_for(left).is_none() {
-                return Ok(run.result());
-            }
-        }
-        let mut state = lock(&run.state);
-        loop {
-            if let Some((result, _)) = &state.end {
-                return Ok(Some(result.clone()));
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(None);
-            }
-            state = run.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        Ok(self.posted()?.transfer.wait_for(time))
     }
 
     pub(in crate::nixl) fn telemetry(&self) -> Result<XferTelemetry> {
         let posted = self.posted()?;
-        let state = lock(&posted.run.state);
-        let Some((_, ended)) = &state.end else {
+        let Some(ended) = posted.ended.get() else {
             return Err(Error::invalid("get_telemetry", "the request is in progress"));
         };
         Ok(XferTelemetry {
-            post_duration: state.posting,
-            xfer_duration: ended.duration_since(posted.run.started),
+            post_duration: posted.posting,
+            xfer_duration: ended.duration_since(posted.started),
             total_bytes: self.bytes,
             desc_count: self.descriptors,
         })

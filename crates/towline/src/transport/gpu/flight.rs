@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use super::Launched;
-use crate::Result;
 use crate::cuda::watch::{Watched, pause_since, watch};
 use crate::sync::lock;
 use crate::transfer::{Help, TransferCore};
+use crate::{Error, Result};
 
 /// A copy that waits for a stream gets this long after its transfer was stopped; then the transfer ends without it.
 const GRACE: Duration = Duration::from_millis(50);
@@ -80,13 +80,13 @@ impl Flight {
         }
     }
 
-    fn tell(&self, ended: Result<()>) {
+    fn tell(&self, ended: Result<(), (Option<usize>, Error)>) {
         match ended {
             Ok(()) => {
-                self.transfer.progressed(self.transfer.plan.bytes());
-                (0..self.transfer.units.len()).for_each(|_| self.transfer.unit_done());
+                self.transfer.units_done(self.transfer.units.len(), self.transfer.bytes());
             }
-            Err(error) => super::fail(&self.transfer, &error),
+            Err((Some(part), error)) => self.transfer.all_but_failed(part, &error),
+            Err((None, error)) => self.transfer.all_failed(&error),
         }
     }
 
@@ -97,7 +97,7 @@ impl Flight {
         }
         let since = *lock(&self.stopped).get_or_insert_with(Instant::now);
         if since.elapsed() >= GRACE && self.report.swap(REPORTED, Ordering::AcqRel) == UNREPORTED {
-            self.tell(Err(self.transfer.stop_error()));
+            self.tell(Err((None, self.transfer.stop_error())));
         }
     }
 

@@ -4,7 +4,6 @@
 //! others. What follows the bytes follows all of them.
 #![allow(unsafe_code, reason = "implements the seam over raw local addresses")]
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
@@ -12,11 +11,10 @@ use crate::cuda::{CopyOptions, Gpu};
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;
 use crate::memory::ring::{self, Passing, SLOT, Slot, portions};
-use crate::region::RegionUse;
 use crate::runtime;
 use crate::sync::lock;
-use crate::transfer::{self, After, Op, Parts, TransferCore};
-use crate::transport::{Attachment, Begun, Transport};
+use crate::transfer::submission::{self, Link, Started, Submission, SubmittedPart, Terms, What};
+use crate::transfer::{After, OnEnd, Op, Several, Transfer, TransferCore};
 use crate::{Error, Kind, Result, room};
 
 /// Slots that one transfer uses at a time.
@@ -28,89 +26,84 @@ const PORTIONS: usize = 8;
 /// And no shorter ones: each is a request of its own.
 const LEAST: usize = 512 << 10;
 
-/// A path that knows host memory, serving memory of a GPU.
-pub(crate) struct Staged {
-    under: Arc<dyn Attachment>,
-    /// The one transfer that it is made for.
+/// Who moves the bytes of one transfer between a GPU and a path that knows host memory.
+struct Staged {
+    under: Arc<dyn Link>,
     stage: OnceLock<Weak<Stage>>,
 }
 
-impl Staged {
-    pub(crate) fn over(under: Arc<dyn Attachment>) -> Arc<dyn Attachment> {
-        Arc::new(Staged { under, stage: OnceLock::new() })
+/// Starts a submission of one part, whose local memory is on a GPU, over a path that knows host memory only.
+pub(crate) fn staged(submission: &mut Submission<'_>) -> Result<Started> {
+    submission.plan()?;
+    let under = Arc::clone(submission.parts.first().region);
+    if let Some(ended) = passed(&under, submission) {
+        return Ok(Started::Done(ended.map(|()| None)));
     }
+    let staged = Arc::new(Staged { under, stage: OnceLock::new() });
+    let transfer = submission.begin_whole(Arc::clone(&staged) as Arc<dyn Link>)?;
+    staged.start(&transfer);
+    Ok(Started::Running(transfer))
 }
 
-impl Attachment for Staged {
-    fn transport(&self) -> &'static dyn Transport {
-        self.under.transport()
+/// A small one is passed on by the calling thread, where the path underneath does its part inline.
+fn passed(under: &Arc<dyn Link>, submission: &Submission<'_>) -> Option<Result<()>> {
+    let (op, part) = (submission.op, submission.parts.first());
+    let Some(Place::Cuda(ordinal)) = part.near().map(|near| near.place) else { return None };
+    let bytes = part.asked().0;
+    let small = bytes <= super::INLINE && under.is_inline(bytes, part.pieces().len());
+    let plain = submission.inline && submission.stream.is_none() && submission.after.is_empty();
+    if !small || !plain || !matches!(op, Op::Read | Op::Write) || runtime::may_block(op.name()).is_err() {
+        return None;
     }
-
-    /// A small one is passed on by the calling thread, where the path underneath does its part at once.
-    fn begin(
-        &self,
-        op: Op,
-        local: &RegionUse,
-        base: usize,
-        pieces: &[Piece],
-        bytes: u64,
-        after: &After,
-    ) -> Option<Begun> {
-        let Place::Cuda(ordinal) = local.core().place else { return None };
-        let small = bytes <= super::INLINE && self.under.at_once(bytes) && after.is_empty();
-        if !small || !matches!(op, Op::Read | Op::Write) || runtime::may_block(op.name()).is_err() {
-            return None;
-        }
-        let (slot, gpu) = (Slot::ready()?, Gpu::open(ordinal).ok()?);
-        let device = |piece: &Piece| base as u64 + piece.local;
-        let mut at = 0;
-        let along: Vec<Piece> = pieces
-            .iter()
-            .map(|piece| {
-                at += piece.len;
-                Piece { local: at - piece.len, ..*piece }
-            })
-            .collect();
-        // SAFETY: the caller keeps the local region for the whole call, and has checked the pieces against it; the slot has
-        // room for all of them.
-        let passed = unsafe {
-            let under = |slot: &Slot| match self.under.run_now(op, slot.ptr(), &along, bytes, after) {
-                Some(ended) => ended.map(drop),
-                None => Err(Error::new(Kind::Internal, op.name(), "the path has changed its mind")),
-            };
-            if op == Op::Read {
-                under(&slot)
-                    .and_then(|()| Passing::start(&gpu, true, slot, pieces.to_vec(), device)?.into_slot())
-                    .map(drop)
-            } else {
-                Passing::start(&gpu, false, slot, pieces.to_vec(), device)
-                    .and_then(Passing::into_slot)
-                    .and_then(|slot| under(&slot))
-            }
+    let (slot, gpu) = (Slot::ready()?, Gpu::open(ordinal).ok()?);
+    let device = |piece: &Piece| part.base as u64 + piece.local;
+    let over_the_path = |slot: &Slot| {
+        let plan = Plan::spans(&packed(op, part.pieces())?)?;
+        let part = SubmittedPart::planned(under, slot.ptr().expose_provenance(), plan);
+        let terms = Terms {
+            after: After::default(),
+            stream: None,
+            limits: submission.limits,
+            checked: submission.checked,
+            peer: submission.peer,
+            inline: true,
+            portion: true,
+            above: None,
         };
-        Some(Begun::Ended(passed.map(|()| None)))
-    }
+        let mut nobody = submission::nobody;
+        match under.submit(&mut Submission::new(op, Several::one(part), terms, &mut nobody))? {
+            Started::Done(ended) => ended.map(drop),
+            // It may not end before the slot goes: what was begun is waited for.
+            Started::Running(transfer) => Transfer::live(transfer).wait(),
+            Started::Deferred => Err(Error::new(Kind::Internal, op.name(), "the path has changed its mind")),
+        }
+    };
+    // SAFETY: the submission keeps the local region for the whole call, and its pieces were checked against it; the slot has room for
+    // all of them.
+    let between =
+        |to_device, slot| unsafe { Passing::start(&gpu, to_device, slot, part.pieces().to_vec(), device) };
+    Some(if op == Op::Read {
+        over_the_path(&slot).and_then(|()| between(true, slot)?.into_slot()).map(drop)
+    } else {
+        between(false, slot).and_then(Passing::into_slot).and_then(|slot| over_the_path(&slot))
+    })
+}
 
-    unsafe fn run_now(
-        &self,
-        _op: Op,
-        _local: *mut u8,
-        _pieces: &[Piece],
-        _bytes: u64,
-        _after: &After,
-    ) -> Option<Result<Option<u64>>> {
-        None
-    }
+/// Those pieces, one after the other in a slot.
+fn packed(op: Op, pieces: &[Piece]) -> Result<Vec<(u64, u64, u64)>> {
+    let mut at = 0;
+    let spans = pieces.iter().map(|piece| {
+        at += piece.len;
+        (piece.remote, at - piece.len, piece.len)
+    });
+    room::collect(op.name(), spans)
+}
 
-    fn cut(&self, _op: Op, plan: Plan, _after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-        let count = plan.piece_count();
-        Ok((plan, std::iter::once(0..count).collect()))
-    }
-
-    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
+impl Staged {
+    fn start(&self, transfer: &Arc<TransferCore>) {
         let stage = match Stage::new(&self.under, transfer) {
             Ok(stage) => stage,
-            Err(error) => return super::fail(transfer, &error),
+            Err(error) => return transfer.all_failed(&error),
         };
         let _ = self.stage.set(Arc::downgrade(&stage));
         if transfer.stream.is_none() && stage.begin_at_once() {
@@ -120,6 +113,16 @@ impl Attachment for Staged {
             (refused.job)();
         }
     }
+}
+
+impl Link for Staged {
+    fn path(&self) -> &'static str {
+        self.under.path()
+    }
+
+    fn submit(&self, submission: &mut Submission<'_>) -> Result<Started> {
+        staged(submission)
+    }
 
     fn stop(&self, transfer: &Arc<TransferCore>) {
         // The stage looks at the flag before it begins another part, and after it has begun one.
@@ -128,15 +131,11 @@ impl Attachment for Staged {
             parts.iter().for_each(|part| part.stop(transfer.stop_error()));
         }
     }
-
-    fn alive(&self) -> Result<()> {
-        self.under.alive()
-    }
 }
 
 /// One transfer on its way through the slots.
 struct Stage {
-    under: Arc<dyn Attachment>,
+    under: Arc<dyn Link>,
     transfer: Arc<TransferCore>,
     gpu: Arc<Gpu>,
     portions: Vec<Vec<Piece>>,
@@ -151,9 +150,9 @@ struct Stage {
 }
 
 impl Stage {
-    fn new(under: &Arc<dyn Attachment>, transfer: &Arc<TransferCore>) -> Result<Arc<Stage>> {
+    fn new(under: &Arc<dyn Link>, transfer: &Arc<TransferCore>) -> Result<Arc<Stage>> {
         let op = transfer.op.name();
-        let Some(Place::Cuda(ordinal)) = transfer.local.as_ref().map(|local| local.core().place) else {
+        let Some(Place::Cuda(ordinal)) = transfer.near(0).map(|near| near.place) else {
             return Err(Error::new(Kind::Internal, op, "the local side is not on a GPU"));
         };
         if transfer.stream.is_some() && transfer.op == Op::Read {
@@ -161,9 +160,9 @@ impl Stage {
                            and wait for the transfer";
             return Err(Error::new(Kind::Unsupported, op, message));
         }
-        let most = (transfer.plan.bytes() as usize / PORTIONS).clamp(LEAST, SLOT);
+        let most = (transfer.bytes() as usize / PORTIONS).clamp(LEAST, SLOT);
         let mut parts = Vec::new();
-        for portion in portions(op, transfer.plan.pieces(), most) {
+        for portion in portions(op, transfer.pieces_of(0), most) {
             room::push(op, &mut parts, portion?)?;
         }
         Ok(Arc::new(Stage {
@@ -262,53 +261,59 @@ impl Stage {
 
     /// Gives a slot to the path underneath.
     fn send(self: &Arc<Self>, number: usize, slot: Slot) -> Result<()> {
-        let mut at = 0;
-        let spans = self.portions[number].iter().map(|piece| {
-            let span = (piece.remote, at, piece.len);
-            at += piece.len;
-            span
-        });
-        let spans = room::collect(self.transfer.op.name(), spans)?;
+        let plan = Plan::spans(&packed(self.transfer.op, &self.portions[number])?)?;
         let base = slot.ptr().expose_provenance();
         let slot = Mutex::new(Some(slot));
         let stage = Arc::clone(self);
-        let part =
-            self.part(self.transfer.op, Plan::spans(&spans)?, base, After::default(), move |result| {
-                let slot = lock(&slot).take();
-                stage.arrived(number, slot, result.clone());
-            })?;
-        self.under_way(part);
-        Ok(())
-    }
-
-    /// One transfer on the path underneath.
-    fn part(
-        self: &Arc<Self>,
-        op: Op,
-        plan: Plan,
-        base: usize,
-        after: After,
-        on_end: impl Fn(&Result<()>) + Send + Sync + 'static,
-    ) -> Result<Arc<TransferCore>> {
-        TransferCore::begin(Parts {
-            id: transfer::next_id(),
-            op,
-            plan,
-            local: None,
-            local_base: base,
-            after,
-            stream: None,
-            checked: self.transfer.checked,
-            limits: self.transfer.limits,
-            attachment: Arc::clone(&self.under),
-            peer: self.transfer.peer(),
-            on_end: Box::new(on_end),
+        let part = SubmittedPart::planned(&self.under, base, plan);
+        self.submit(self.transfer.op, part, After::default(), move |result| {
+            let slot = lock(&slot).take();
+            stage.arrived(number, slot, result.clone());
         })
     }
 
+    /// Starts a submission on the path underneath; an error means that nobody is told of its end.
+    fn submit(
+        self: &Arc<Self>,
+        op: Op,
+        part: SubmittedPart<'_>,
+        after: After,
+        on_end: impl Fn(&Result<()>) + Send + Sync + 'static,
+    ) -> Result<()> {
+        let terms = Terms {
+            inline: part.near().is_none() && part.asked().0 == 0,
+            after,
+            stream: None,
+            limits: self.transfer.limits,
+            checked: self.transfer.checked,
+            peer: self.transfer.peer(),
+            portion: true,
+            above: None,
+        };
+        let told = Arc::new(on_end);
+        let mut made = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
+            let told = Arc::clone(&told);
+            Box::new(move |result, _| told(result))
+        };
+        let mut submission = Submission::new(op, Several::one(part), terms, &mut made);
+        match self.under.submit(&mut submission)? {
+            Started::Done(ended) => told(&ended.map(drop)),
+            Started::Running(part) => self.under_way(part),
+            Started::Deferred => {
+                return Err(Error::new(Kind::Internal, op.name(), "the path has changed its mind"));
+            }
+        }
+        Ok(())
+    }
+
     fn under_way(&self, part: Arc<TransferCore>) {
-        lock(&self.parts).push(Arc::clone(&part));
-        Arc::clone(&self.under).start(&part);
+        {
+            let mut parts = lock(&self.parts);
+            parts.retain(|part| !part.has_ended());
+            if !part.has_ended() {
+                parts.push(Arc::clone(&part));
+            }
+        }
         // The timer of the whole stops what is under way through its parts.
         if self.transfer.is_stopped() {
             part.stop(self.transfer.stop_error());
@@ -318,7 +323,7 @@ impl Stage {
     /// # Safety
     /// The local region stays until the answer is dropped.
     unsafe fn between(&self, to_device: bool, slot: Slot, pieces: &[Piece]) -> Result<Passing> {
-        let base = self.transfer.local_base().addr() as u64;
+        let base = self.transfer.base(0).addr() as u64;
         // SAFETY: the caller's promise; the plan was checked against the region.
         unsafe {
             let pieces = room::copy(self.transfer.op.name(), pieces)?;
@@ -381,23 +386,14 @@ impl Stage {
             self.transfer.unit_done();
             return;
         }
-        let after = &self.transfer.after;
-        // SAFETY: there are no pieces.
-        let followed = unsafe { self.under.run_now(Op::Write, std::ptr::null_mut(), &[], 0, after) };
-        match (followed, Plan::spans(&[])) {
-            (Some(Ok(_)), _) => self.transfer.unit_done(),
-            (Some(Err(error)), _) | (None, Err(error)) => self.transfer.unit_failed(0, error),
-            (None, Ok(plan)) => {
-                let told = Arc::clone(&self.transfer);
-                let part = self.part(Op::Write, plan, 0, after.clone(), move |result| match result {
-                    Ok(()) => told.unit_done(),
-                    Err(error) => told.unit_failed(0, error.clone()),
-                });
-                match part {
-                    Ok(part) => self.under_way(part),
-                    Err(error) => self.transfer.unit_failed(0, error),
-                }
-            }
+        let (told, after) = (Arc::clone(&self.transfer), self.transfer.after.clone());
+        let alone = SubmittedPart::new(&self.under, None, 0, What::Nothing, (0, 0));
+        let followed = self.submit(Op::Write, alone, after, move |result| match result {
+            Ok(()) => told.unit_done(),
+            Err(error) => told.unit_failed(0, error.clone()),
+        });
+        if let Err(error) = followed {
+            self.transfer.unit_failed(0, error);
         }
     }
 }

@@ -1,7 +1,6 @@
 //! NIXL bound to one granted region.
 #![allow(unsafe_code, reason = "hands addresses of registered memory to NIXL")]
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -19,14 +18,14 @@ use super::run::{self, Run};
 use super::words::{Answer, Word};
 use super::{NUMBER, NixlPath};
 use crate::fence::pins::ProcessPin;
-use crate::layout::{Piece, Plan};
+use crate::layout::Piece;
 use crate::memory::Place;
-use crate::region::{RegionUse, stale};
+use crate::region::stale;
 use crate::session::{Borrowing, GrantHandle, Medium};
+use crate::transfer::submission::{Link, Started, Submission};
 use crate::transfer::{After, Op, TransferCore};
 use crate::transport::direct::misaligned;
-use crate::transport::file;
-use crate::transport::{Attachment, Begun, Going, Offer, Transport};
+use crate::transport::{Attachment, Offer, Transport, file, gpu, joint};
 use crate::{Error, Kind, Result};
 
 /// Requests up to this size are posted by the calling thread: on paths where posting copies, that takes as long as a copy.
@@ -249,6 +248,15 @@ impl NixlAttachment {
         }
     }
 
+    /// What follows no bytes.
+    fn follow_alone(&self, op: Op, after: &After) -> Result<()> {
+        self.check_after(after)?;
+        if after.signal.is_some() {
+            self.enter(op.name())?.check(op.name())?;
+        }
+        self.follow(after)
+    }
+
     /// Asks the owner to do its part, unless it was asked just now.
     pub(super) fn call_for_help(&self) {
         if self.peer.is_own() {
@@ -402,19 +410,15 @@ impl NixlAttachment {
         }
     }
 
-    fn try_begin(
-        &self,
-        op: Op,
-        local: &RegionUse,
-        base: usize,
-        pieces: &[Piece],
-        memory: &Arc<Memory>,
-        after: &After,
-    ) -> Result<Begun> {
+    /// A small request is posted by the calling thread, which stays with it for a moment.
+    fn try_begin(&self, submission: &mut Submission<'_>, memory: &Arc<Memory>) -> Result<Started> {
+        let (op, after) = (submission.op, &submission.after);
+        let part = submission.parts.first();
+        let (base, pieces) = (part.base, part.pieces());
         self.check_after(after)?;
         let inside = self.enter(op.name())?;
-        // The caller's own use ends with the call.
-        let keep = local.core().begin_use(op.name())?;
+        // The submission's own use ends with the call, where it ends in an error.
+        let keep = part.near().map(|near| near.begin_use(op.name())).transpose()?;
         // SAFETY: the flight keeps that use until NIXL has let go, and the pieces were checked against the region.
         let (mut asked, key) = unsafe { self.request(op, memory, base, pieces) }?;
         let mut progress = self.post(&mut asked);
@@ -442,10 +446,21 @@ impl NixlAttachment {
             self.keep(key, asked);
             inside.check(op.name())?;
             drop((inside, keep));
-            return self.follow(after).map(|()| Begun::Ended(Ok(None)));
+            return Ok(Started::Done(self.follow(after).map(|()| None)));
         }
-        let flight = Flight::new(asked, key, inside, Some(keep), progress.err());
-        Ok(Begun::Going(Box::new(Gone { flight: Some(flight), attachment: self.this()? })))
+        let flight = Flight::new(asked, key, inside, keep, progress.err());
+        let this = self.this()?;
+        match submission.begin_whole(Arc::clone(&this) as Arc<dyn Link>) {
+            Ok(transfer) => {
+                Run::flying(&this, &transfer, flight);
+                Ok(Started::Running(transfer))
+            }
+            // It goes on all the same.
+            Err(error) => {
+                self.engine.add(flight);
+                Err(error)
+            }
+        }
     }
 }
 
@@ -458,25 +473,43 @@ impl Drop for NixlAttachment {
     }
 }
 
-/// A request that did not end in the call that began it.
-struct Gone {
-    flight: Option<Flight>,
-    attachment: Arc<NixlAttachment>,
-}
-
-impl Going for Gone {
-    fn report_to(mut self: Box<Self>, transfer: &Arc<TransferCore>) {
-        if let Some(flight) = self.flight.take() {
-            Run::flying(&self.attachment, transfer, flight);
-        }
+impl Link for NixlAttachment {
+    fn path(&self) -> &'static str {
+        NixlPath.name()
     }
-}
 
-impl Drop for Gone {
-    fn drop(&mut self) {
-        if let Some(flight) = self.flight.take() {
-            self.attachment.engine.add(flight);
+    fn submit(&self, submission: &mut Submission<'_>) -> Result<Started> {
+        if submission.parts.len() > 1 {
+            return joint::submit(submission);
         }
+        let op = submission.op;
+        let moved = matches!(op, Op::Read | Op::Write);
+        if submission.is_on_gpu() && !(moved && self.engine.takes_gpus(self.reach())) {
+            return gpu::staged(submission);
+        }
+        submission.plan()?;
+        let part = submission.parts.first();
+        let inline = submission.inline && submission.stream.is_none();
+        if inline && part.pieces().is_empty() {
+            return Ok(Started::Done(self.follow_alone(op, &submission.after).map(|()| None)));
+        }
+        if inline
+            && part.asked().0 <= INLINE
+            && part.pieces().len() == 1
+            // Registering a region may take long: others do that.
+            && let Some(memory) = part.near().and_then(|near| near.kept::<Known>().find(self.reach()))
+        {
+            return Ok(self.try_begin(submission, &memory).unwrap_or_else(|error| Started::Done(Err(error))));
+        }
+        let this = self.this()?;
+        let transfer = run::cut(submission, Arc::clone(&this) as Arc<dyn Link>)?;
+        Run::start(&this, &transfer);
+        Ok(Started::Running(transfer))
+    }
+
+    fn stop(&self, _transfer: &Arc<TransferCore>) {
+        // Whoever drives looks at the transfer's flag.
+        self.engine.look();
     }
 }
 
@@ -487,65 +520,6 @@ impl Attachment for NixlAttachment {
 
     fn detail(&self) -> Option<String> {
         Some(self.engine.detail(self.reach()))
-    }
-
-    fn begin(
-        &self,
-        op: Op,
-        local: &RegionUse,
-        base: usize,
-        pieces: &[Piece],
-        bytes: u64,
-        after: &After,
-    ) -> Option<Begun> {
-        if bytes > INLINE || pieces.len() != 1 {
-            return None;
-        }
-        // Registering a region may take long: others do that.
-        let memory = local.core().kept::<Known>().find(self.reach())?;
-        Some(
-            self.try_begin(op, local, base, pieces, &memory, after)
-                .unwrap_or_else(|error| Begun::Ended(Err(error))),
-        )
-    }
-
-    unsafe fn run_now(
-        &self,
-        op: Op,
-        _local: *mut u8,
-        pieces: &[Piece],
-        _bytes: u64,
-        after: &After,
-    ) -> Option<Result<Option<u64>>> {
-        if !pieces.is_empty() {
-            return None;
-        }
-        let followed = || {
-            self.check_after(after)?;
-            if after.signal.is_some() {
-                self.enter(op.name())?.check(op.name())?;
-            }
-            self.follow(after)
-        };
-        Some(followed().map(|()| None))
-    }
-
-    fn by_gpu(&self) -> Option<Arc<dyn Attachment>> {
-        let this = self.me.upgrade().filter(|_| self.engine.takes_gpus(self.reach()))?;
-        Some(this)
-    }
-
-    fn cut(&self, op: Op, plan: Plan, _after: &After) -> Result<(Plan, Vec<Range<usize>>)> {
-        run::cut(op, plan)
-    }
-
-    fn start(self: Arc<Self>, transfer: &Arc<TransferCore>) {
-        Run::start(&self, transfer);
-    }
-
-    fn stop(&self, _transfer: &Arc<TransferCore>) {
-        // Whoever drives looks at the transfer's flag.
-        self.engine.look();
     }
 
     fn alive(&self) -> Result<()> {

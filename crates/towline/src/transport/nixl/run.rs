@@ -1,7 +1,6 @@
 //! One transfer by NIXL: its units as requests, a few of which are under way at a time.
 #![allow(unsafe_code, reason = "hands addresses of registered memory to NIXL")]
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError, Weak};
 
@@ -11,7 +10,8 @@ use super::attachment::{INLINE, NixlAttachment};
 use super::driver::{Exiting, Flight};
 use super::memory::{Known, Memory};
 use crate::layout::Plan;
-use crate::transfer::{Help, Op, TransferCore};
+use crate::transfer::submission::{Link, Submission, Unit};
+use crate::transfer::{Help, TransferCore};
 use crate::{Error, Kind, Result, room, runtime};
 
 /// A request carries at most about this many bytes: where posting copies, a stop takes as long as that, and where it does
@@ -24,23 +24,23 @@ const UNIT_PIECES: usize = 1 << 14;
 /// Requests of one transfer that are under way at a time.
 const WINDOW: usize = 4;
 
-/// Cuts a plan into requests.
-pub(super) fn cut(op: Op, plan: Plan) -> Result<(Plan, Vec<Range<usize>>)> {
-    // NIXL goes through a list in its order, and both the kernel that copies and a disk are faster along the owner's pages.
-    let plan = plan.cut(UNIT)?.sorted_by_key(|piece| piece.remote);
-    let mut units = Vec::new();
-    for chunk in plan.chunks(UNIT) {
-        let mut start = chunk.start;
-        while start < chunk.end {
-            let end = chunk.end.min(start + UNIT_PIECES);
-            room::push(op.name(), &mut units, start..end)?;
-            start = end;
+/// Makes a transfer of a submission, cut into requests.
+pub(super) fn cut(submission: &mut Submission<'_>, link: Arc<dyn Link>) -> Result<Arc<TransferCore>> {
+    let op = submission.op.name();
+    let cut = |part, plan: Plan, units: &mut Vec<Unit>| {
+        // NIXL goes through a list in its order, and both the kernel that copies and a disk are faster along the owner's pages.
+        let plan = plan.cut(UNIT)?.sorted_by_key(|piece| piece.remote);
+        for chunk in plan.chunks(UNIT) {
+            let mut start = chunk.start;
+            while start < chunk.end {
+                let end = chunk.end.min(start + UNIT_PIECES);
+                room::push(op, units, Unit { part, pieces: start..end })?;
+                start = end;
+            }
         }
-    }
-    if units.is_empty() {
-        units.push(0..0);
-    }
-    Ok((plan, units))
+        Ok(plan)
+    };
+    submission.begin(link, cut, None)
 }
 
 /// One transfer by NIXL.
@@ -86,11 +86,9 @@ impl Run {
             run.work();
             return;
         }
-        let known = transfer
-            .local
-            .as_ref()
-            .is_none_or(|local| local.core().kept::<Known>().find(attachment.reach()).is_some());
-        if known && transfer.plan.bytes() <= INLINE {
+        let known =
+            transfer.near(0).is_none_or(|near| near.kept::<Known>().find(attachment.reach()).is_some());
+        if known && transfer.bytes() <= INLINE {
             run.work();
             return;
         }
@@ -167,21 +165,21 @@ impl Run {
         let op = transfer.op.name();
         attachment.check_after(&transfer.after)?;
         let inside = attachment.enter(op)?;
-        let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
-        let Some(local) = transfer.local.as_ref().filter(|_| !pieces.is_empty()) else {
+        let pieces = transfer.pieces(unit);
+        let Some(local) = transfer.near(0).filter(|_| !pieces.is_empty()) else {
             return inside.check(op).map(|()| None);
         };
         let memory = match self.memory.get() {
             Some(memory) => memory,
             None => {
                 let memory = {
-                    let (engine, region) = (&attachment.engine, local.core());
+                    let (engine, region) = (&attachment.engine, local);
                     region.kept::<Known>().register(attachment.reach(), engine, region)?
                 };
                 self.memory.get_or_init(|| memory)
             }
         };
-        let base = transfer.local_base() as usize;
+        let base = transfer.base(0) as usize;
         // SAFETY: the transfer keeps a use of its local region until NIXL has let go of all its requests, and its plan was
         // checked against that region.
         let (mut asked, key) = unsafe { attachment.request(transfer.op, memory, base, pieces) }?;
@@ -219,9 +217,7 @@ impl Run {
         };
         match outcome {
             Ok(()) => {
-                let pieces = &transfer.plan.pieces()[transfer.units[unit].clone()];
-                transfer.progressed(pieces.iter().map(|piece| piece.len).sum());
-                transfer.unit_done();
+                transfer.units_done(1, transfer.bytes_of(unit));
             }
             Err(error) => transfer.unit_failed(unit, error),
         }

@@ -1,0 +1,67 @@
+//! One part of a request: a remote region, a local one, and what moves between them.
+
+use std::borrow::Cow;
+
+use super::Remote;
+use crate::Result;
+use crate::layout::{IndexList, Layout, Listed, Plan};
+use crate::region::Span;
+use crate::transfer::submission::What;
+
+/// One part of a request over several regions of one peer: see [`Endpoint::read_parts`](crate::Endpoint::read_parts).
+///
+/// Without [`at`](Self::at), [`spans`](Self::spans) or [`blocks`](Self::blocks) it moves the whole local span, from
+/// or to the start of the remote region.
+#[must_use = "a part does nothing until it is handed to a request"]
+#[derive(Clone)]
+pub struct Part<'a> {
+    pub(super) remote: &'a Remote,
+    pub(super) local: Option<Span>,
+    pub(super) what: What<'a>,
+}
+
+impl<'a> Part<'a> {
+    /// Bytes of that remote region, to or from that local memory.
+    pub fn new(remote: &'a Remote, local: impl Into<Span>) -> Part<'a> {
+        Part { remote, local: Some(local.into()), what: What::Whole }
+    }
+
+    /// No bytes: something else is asked of that region.
+    pub(super) fn without_bytes(remote: &'a Remote) -> Part<'a> {
+        Part { remote, local: None, what: What::Nothing }
+    }
+
+    /// Moves `len` bytes between those offsets.
+    pub fn at(self, remote: u64, local: u64, len: u64) -> Part<'a> {
+        Part { what: What::Span(remote, local, len), ..self }
+    }
+
+    /// Moves several ranges, each given as remote offset, local offset and length. A list that is handed over, as a `Vec`, is
+    /// not copied.
+    pub fn spans(self, spans: impl Into<Cow<'a, [(u64, u64, u64)]>>) -> Part<'a> {
+        Part { what: What::Spans(spans.into()), ..self }
+    }
+
+    /// Moves blocks by index: the n-th remote index pairs with the n-th local index. The layouts are relative to the
+    /// remote region and to the local span. Long lists are best handed over: see [`Request::blocks`](crate::Request::blocks).
+    pub fn blocks(
+        self,
+        remote: &Layout,
+        remote_indices: impl Into<IndexList<'a>>,
+        local: &Layout,
+        local_indices: impl Into<IndexList<'a>>,
+    ) -> Part<'a> {
+        let listed = Listed::new(remote, remote_indices.into(), local, local_indices.into());
+        Part { what: What::Blocks(Box::new(listed)), ..self }
+    }
+
+    /// Moves what a plan says.
+    pub(crate) fn planned(self, plan: Result<Plan>) -> Part<'a> {
+        Part { what: What::Plan(plan), ..self }
+    }
+
+    /// The bytes that its offsets lie within, there and here.
+    pub(super) fn within(&self) -> (u64, u64) {
+        (self.remote.len(), self.local.as_ref().map_or(0, |span| span.len() as u64))
+    }
+}
