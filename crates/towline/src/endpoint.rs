@@ -202,11 +202,11 @@ impl Endpoint {
     /// ```
     /// # use towline::{Access, Endpoint, Layout, Part, SharedStorage};
     /// # let owner = Endpoint::open("owner")?;
-    /// # let kept = (0..2).map(|_| owner.register(SharedStorage::new(64 << 10)?, Access::READ)).collect::<Vec<_>>();
-    /// # let tickets = kept.iter().map(|layer| layer.as_ref().unwrap().ticket()).collect::<towline::Result<Vec<_>>>()?;
+    /// # let layer = || SharedStorage::new(64 << 10);
+    /// # let kept = [owner.register(layer()?, Access::READ)?, owner.register(layer()?, Access::READ)?];
     /// # let endpoint = Endpoint::open("reader")?;
-    /// # let remotes = tickets.iter().map(|ticket| endpoint.import(ticket)).collect::<towline::Result<Vec<_>>>()?;
-    /// # let layers = (0..2).map(|_| Ok(endpoint.register(SharedStorage::new(64 << 10)?, Access::NONE)?)).collect::<towline::Result<Vec<_>>>()?;
+    /// # let remotes = [endpoint.import(&kept[0].ticket()?)?, endpoint.import(&kept[1].ticket()?)?];
+    /// # let layers = [endpoint.register(layer()?, Access::NONE)?, endpoint.register(layer()?, Access::NONE)?];
     /// let pages = Layout::blocks(0, 4096, 16, 4096)?;
     /// let parts = remotes.iter().zip(&layers).map(|(remote, layer)| Part::new(remote, layer));
     /// endpoint
