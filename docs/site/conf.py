@@ -76,7 +76,7 @@ nitpick_ignore_regex = [
     # What the standard library documents; looking it up would need the network.
     ("py:.*", r"(asyncio|collections|types|typing|numpy)\..*"),
     # Names of types that the pages explain in words.
-    ("py:.*", r"(Access|Algorithm|Blocks|Isolation|Local|Names|.*\bT_co)"),
+    ("py:.*", r"(Access|Algorithm|Blocks|Isolation|Locals?|Names|Remotes|.*\bT_co)"),
     # Memory of a GPU from mem_alloc: something with __cuda_array_interface__, and no more is said of it.
     ("py:class", r"towline\._native\.DeviceArray"),
     # A base that only says which ranks an error is about.

@@ -198,7 +198,7 @@ pub fn three_hundred_overlapping_views_of_one_allocation_are_read(bench: &Bench)
     let local = bench.local(LEN);
     for (number, remote) in remotes.into_iter().enumerate() {
         let remote = remote.unwrap();
-        assert_eq!(remote.path(), bench.path);
+        assert_eq!(remote.path(), bench.path, "view {number}: {}", remote.explain());
         outcome(bench.user.read(&remote, &local).start()).unwrap();
         let mut bytes = vec![0; LEN];
         local.read_at(0, &mut bytes).unwrap();

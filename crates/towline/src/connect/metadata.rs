@@ -36,8 +36,8 @@ pub struct SerializedDescriptor {
 /// use towline::SharedStorage;
 /// let connector = Connector::new()?;
 /// let readable = connector.create_readable(Descriptor::new(SharedStorage::new(4096)?))?;
-/// let text = readable.metadata()?.to_json()?;
-/// assert_eq!(RdmaMetadata::from_json(&text)?, readable.metadata()?);
+/// let metadata = readable.metadata()?;
+/// assert_eq!(RdmaMetadata::from_json(&metadata.to_json()?)?, metadata);
 /// # Ok::<(), towline::Error>(())
 /// ```
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
