@@ -5,6 +5,7 @@
 pub mod allowance;
 pub mod budget;
 pub mod counting;
+pub mod owner;
 mod quotas;
 pub mod unauthenticated;
 

@@ -20,7 +20,7 @@ use crate::crypto::sha256;
 use crate::identity::Identity;
 use crate::layout::Layout;
 use crate::place::Place;
-use crate::{Access, Error, Result};
+use crate::{Access, Error, Kind, Result};
 
 pub(crate) use caveat::Rights;
 pub use caveat::{Caveat, MAX_CAVEATS};
@@ -239,6 +239,16 @@ pub(crate) fn seal(mut public: Vec<u8>, tag: &Tag) -> Vec<u8> {
     let check = checksum(&public);
     public.extend_from_slice(&check);
     public
+}
+
+/// Refuses a lease that has run out by the owner's clock, which is looked at only where there is a lease.
+pub fn check_lease(op: &'static str, expires_ms: Option<u64>, now_ms: impl FnOnce() -> u64) -> Result<()> {
+    match expires_ms {
+        Some(expires) if now_ms() >= expires => {
+            Err(Error::new(Kind::PermissionDenied, op, "the ticket's lease has run out"))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn checksum(bytes: &[u8]) -> [u8; CHECK_LEN] {
