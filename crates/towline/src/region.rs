@@ -35,6 +35,7 @@ use crate::memory::{
     FileSlice, MemType, MemoryAccess, MemoryDescription, NixlDescriptor, Place, Storage, StorageKind,
 };
 use crate::{Access, Error, Kind, Result, Ticket, fork};
+pub(crate) use towline_proto::session::owner::stale;
 
 /// A storage made reachable by other workers.
 ///
@@ -393,9 +394,4 @@ impl<S: Storage> From<StillPinned<S>> for Error {
 pub(crate) fn no_words(op: &'static str, place: Place) -> Error {
     let at = if place == Place::Disk { "in a file" } else { "on a GPU" };
     Error::new(Kind::Unsupported, op, format!("the bytes are {at}, which takes reads and writes only"))
-}
-
-/// The error of everything that finds the region revoked.
-pub(crate) fn stale(op: &'static str) -> Error {
-    Error::new(Kind::Stale, op, "the region was deregistered or its memory recycled")
 }

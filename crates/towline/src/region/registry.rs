@@ -105,6 +105,11 @@ impl Registry {
         self.reach.get().cloned().unwrap_or_default()
     }
 
+    /// When the endpoint was opened: leases count from there.
+    pub(crate) fn opened(&self) -> Instant {
+        self.opened
+    }
+
     /// Milliseconds since the endpoint was opened: the clock in which leases are counted.
     pub(crate) fn clock_ms(&self) -> u64 {
         self.opened.elapsed().as_millis() as u64
@@ -158,12 +163,7 @@ impl Registry {
 
     /// Refuses a lease that has run out.
     pub(crate) fn check_lease(&self, claims: &Claims) -> Result<()> {
-        match claims.expires_ms {
-            Some(expires) if self.clock_ms() >= expires => {
-                Err(Error::new(Kind::PermissionDenied, "access", "the ticket's lease has run out"))
-            }
-            _ => Ok(()),
-        }
+        ticket::check_lease("access", claims.expires_ms, || self.clock_ms())
     }
 
     /// Counts something that was refused.

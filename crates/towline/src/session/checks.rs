@@ -1,17 +1,8 @@
 //! Checksums of blocks: made where bytes leave, compared where they have arrived.
 #![allow(unsafe_code, reason = "reads raw parts of registered memory")]
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
-
-use super::connection::Connection;
-use crate::budget::Charge;
-use crate::sync::lock;
 use crate::wire::{Block, Check, Message};
 use crate::{Error, Result, bytes};
-
-/// Over the control connection, which the event loop drives, a request with checksums has at most this many bytes.
-pub(super) const MOST_ON_CONTROL: u64 = 1 << 20;
 
 /// The checksums of blocks that lie at those addresses.
 ///
@@ -57,38 +48,6 @@ pub(super) fn before(checks: Vec<u32>, request: u64, mut frame: Vec<u8>) -> Vec<
     let mut both = Message::from(Check { checks }).frame(request, 0, 0);
     both.append(&mut frame);
     both
-}
-
-/// What those checksums take.
-pub(super) fn cost(checks: &Vec<u32>) -> usize {
-    checks.capacity() * size_of::<u32>() + 128
-}
-
-/// The checksums that have come ahead of their frames: for each connection, those of the next one.
-#[derive(Default)]
-pub(super) struct Announced(Mutex<HashMap<usize, Next>>);
-
-/// Those of the next frame of a connection, and what they take.
-struct Next {
-    request: u64,
-    checks: Vec<u32>,
-    _charge: Charge,
-}
-
-impl Announced {
-    pub(super) fn put(&self, connection: &Arc<Connection>, request: u64, checks: Vec<u32>, charge: Charge) {
-        lock(&self.0).insert(Arc::as_ptr(connection).addr(), Next { request, checks, _charge: charge });
-    }
-
-    /// Those for that request.
-    pub(super) fn take(&self, connection: &Arc<Connection>, request: u64) -> Option<Vec<u32>> {
-        let next = lock(&self.0).remove(&Arc::as_ptr(connection).addr())?;
-        (next.request == request).then_some(next.checks)
-    }
-
-    pub(super) fn forget(&self, connection: &Arc<Connection>) {
-        lock(&self.0).remove(&Arc::as_ptr(connection).addr());
-    }
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use towline_proto::session::allowance::InFlight;
+use towline_proto::session::owner::Ranges;
 
 use super::checks;
 use super::connection::{Connection, Role};
@@ -20,7 +21,7 @@ use crate::region::{RegionCore, Stream, no_words, stale};
 use crate::runtime::socket::RawPart;
 use crate::runtime::{self, Device, EACH};
 use crate::sync::lock;
-use crate::wire::{self, Block, Message};
+use crate::wire::{self, Message};
 use crate::{Error, Kind, Result, room};
 
 /// One request may ask for this many bytes of a file: a few times what this library asks for.
@@ -69,16 +70,14 @@ impl Source {
 pub(super) struct Asked {
     pub(super) region: Arc<RegionCore>,
     pub(super) source: Source,
-    /// Where in the region the granted range begins.
-    pub(super) start: u64,
-    pub(super) blocks: Vec<Block>,
+    pub(super) ranges: Ranges,
     /// The peer's share that it takes.
     pub(super) flight: InFlight,
 }
 
 impl Asked {
     fn bytes(&self) -> u64 {
-        self.blocks.iter().map(|block| u64::from(block.len)).sum()
+        self.ranges.bytes()
     }
 
     /// The error of everything that acts on words.
@@ -100,8 +99,7 @@ impl Asked {
     /// The ranges of the region, neighbours joined.
     fn ranges(&self) -> Result<Vec<(u64, usize)>> {
         let mut ranges: Vec<(u64, usize)> = Vec::new();
-        for block in &self.blocks {
-            let (offset, len) = (self.start + block.offset, block.len as usize);
+        for (offset, len) in self.ranges.iter() {
             match ranges.last_mut() {
                 Some((at, last)) if *at + *last as u64 == offset => *last += len,
                 _ => room::push("transfer", &mut ranges, (offset, len))?,
@@ -269,7 +267,7 @@ impl Bounces {
     ) -> Result<()> {
         check_size("read", asked.bytes())?;
         let mut state = lock(&self.state);
-        if state.waiting.len() >= MOST_WAITING || state.blocks + asked.blocks.len() > MOST_BLOCKS {
+        if state.waiting.len() >= MOST_WAITING || state.blocks + asked.ranges.blocks().len() > MOST_BLOCKS {
             return Err(Error::new(
                 Kind::Exhausted,
                 "read",
@@ -296,7 +294,7 @@ impl Bounces {
             reading.by_gpu(self, slot);
             return Ok(());
         }
-        let blocks = reading.asked.blocks.len();
+        let blocks = reading.asked.ranges.blocks().len();
         state.blocks += blocks;
         state.waiting.push_back(Waiting {
             connection: Arc::clone(connection),
@@ -488,10 +486,10 @@ impl Bounce {
     /// The checksums of what was read, block by block: it lies there without gaps.
     fn checks(&self, asked: &Asked, parts: &[RawPart]) -> Vec<u32> {
         if let Some(slot) = &self.slot {
-            return checks::of_bytes(&asked.blocks, slot.bytes(self.bytes));
+            return checks::of_bytes(asked.ranges.blocks(), slot.bytes(self.bytes));
         }
         let start = parts.first().map_or(0, |part| part.ptr.addr() - self.buffer.as_ptr().addr());
-        checks::of_bytes(&asked.blocks, &self.buffer[start..])
+        checks::of_bytes(asked.ranges.blocks(), &self.buffer[start..])
     }
 
     /// Reads what was asked for; the parts stay valid until the bounce is dropped.

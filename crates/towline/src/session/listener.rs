@@ -11,7 +11,7 @@ use towline_proto::session::unauthenticated::{Entrant, Origin};
 
 use super::channel::Channel;
 use super::connection::{Connection, Handler, Next, Role};
-use super::owner::{Serving, Standing};
+use super::owner::Serving;
 use super::parts::{Keep, Payload, Sink};
 use super::{Sessions, UNANSWERED};
 use crate::identity::Identity;
@@ -295,7 +295,7 @@ impl Newcomer {
                     KeyRef::Session(id) => Serving::join(&sessions, id, challenge, connection),
                     KeyRef::Ticket(public) => {
                         // Only now: what has become of a region is the business of those who hold a ticket to it.
-                        let standing = Standing::of_ticket(&sessions, &public)?;
+                        let standing = Serving::standing(&sessions, &public)?;
                         Serving::begin(&sessions, client, (key, challenge), standing, connection)
                     }
                 }

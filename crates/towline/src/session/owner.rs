@@ -1,28 +1,30 @@
 //! The owner's side of a connection: verifies tickets, serves requests, and minds the pins of a peer on this host.
+//!
+//! What is allowed, and what follows from what, is decided by [`Owner`]; here is what it takes to do that.
 
 mod admitting;
 mod beating;
-mod grants;
+mod granting;
 mod local;
-mod standing;
 #[cfg(test)]
 mod tests;
 mod unwanted;
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+#[cfg(test)]
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Instant;
 
 use towline_proto::session::allowance::{Allowance, exhausted};
-use towline_proto::session::counting::{Counting, Due, Follower};
+use towline_proto::session::owner::{Act, Action, Owner, Reading, Refusal, Settling};
 
-use self::admitting::Admitted;
-use self::grants::Grants;
+use self::admitting::Target;
+pub(super) use self::granting::Granting;
 use self::local::Local;
-pub(super) use self::standing::Standing;
-use self::unwanted::EndingLanes;
-use super::checks::{self, Announced};
+use super::checks;
 use super::connection::{Connection, Handler, Next, Role, Wanted};
 use super::files::{Files, Source, Written};
 use super::parts::{Keep, Landed, Payload, Sink, hung_up, readable};
@@ -34,18 +36,44 @@ use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::notify::Notification;
 use crate::operations::Claimer;
-use crate::region::{Deed, Stream, stale};
+use crate::region::{Deed, RegionCore, Stream, stale};
 use crate::runtime::socket::Lane;
 use crate::runtime::{self, Device};
 use crate::session::Sessions;
-use crate::session::apply::{self, Word};
+use crate::session::apply;
 use crate::sync::lock;
 use crate::wire::handshake::SessionKey;
-use crate::wire::{self, Block, Done, Granted, Header, Import, Message, WireError};
-use crate::{Access, Error, Kind, Result};
+use crate::wire::{self, Done, Granted, Header, Import, Message, WireError};
+use crate::{Access, Error, Kind, Result, ticket};
 
-/// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
-const MOST_REDUCED: u64 = 4 << 20;
+/// One ticket that a peer has proven to hold.
+pub(super) type Standing = towline_proto::session::owner::Standing<RegionCore>;
+
+/// A word that a peer may change.
+type Word = towline_proto::session::owner::Word<Granting>;
+
+/// Names a connection, and keeps nothing of it.
+#[derive(Clone)]
+pub(super) struct Over(Weak<Connection>);
+
+impl Over {
+    fn of(connection: &Arc<Connection>) -> Over {
+        Over(Arc::downgrade(connection))
+    }
+
+    fn connection(&self) -> Result<Arc<Connection>> {
+        let closed = || Error::new(Kind::Disconnected, "send", "the connection is closed");
+        self.0.upgrade().ok_or_else(closed)
+    }
+}
+
+impl PartialEq for Over {
+    fn eq(&self, other: &Over) -> bool {
+        Weak::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Over {}
 
 /// What a session takes by itself.
 const SESSION: usize = 4 << 10;
@@ -58,24 +86,14 @@ pub(crate) struct Serving {
     key: SessionKey,
     challenge: [u8; 32],
     connections: Mutex<Vec<Arc<Connection>>>,
-    grants: Grants,
-    /// Without it the peer may not even send messages.
-    standing: Mutex<Standing>,
-    counting: Mutex<Counting<(Arc<Connection>, u64)>>,
-    announced: Announced,
+    /// Nothing else is locked, and nothing is waited for, while somebody has it.
+    rules: Mutex<Owner<Granting, Over>>,
     pub(super) allowance: Arc<Allowance>,
     /// What its messages take of the queue of those that are not received yet.
     messages: Arc<Account>,
     _charge: Charge,
     files: Arc<Files>,
-    ending: EndingLanes,
     pub(super) local: Option<Local>,
-    closed: AtomicBool,
-    /// The peer has said that nothing of it is under way any more.
-    goodbye: AtomicBool,
-    beating: AtomicBool,
-    /// Heartbeats since the last frame of the peer.
-    unanswered: AtomicU32,
     /// The next frame makes it panic.
     #[cfg(test)]
     panics: AtomicBool,
@@ -100,6 +118,8 @@ impl Serving {
             Some((local, files)) => (Some(local), files),
             None => (None, Vec::new()),
         };
+        let (control, opened) = (Over::of(connection), sessions.registry.opened());
+        let rules = Owner::new(control, standing, &allowance, local.is_some(), opened);
         let serving = Arc::new(Serving {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             sessions: Arc::downgrade(sessions),
@@ -107,20 +127,12 @@ impl Serving {
             key,
             challenge,
             connections: Mutex::new(vec![Arc::clone(connection)]),
-            grants: Grants::default(),
-            standing: Mutex::new(standing),
-            counting: Mutex::new(Counting::new(&allowance)),
-            announced: Announced::default(),
+            rules: Mutex::new(rules),
             messages: sessions.registry.notifications.account(),
             allowance,
             _charge: charge,
             files: Arc::default(),
-            ending: EndingLanes::default(),
             local,
-            closed: AtomicBool::new(false),
-            goodbye: AtomicBool::new(false),
-            beating: AtomicBool::new(false),
-            unanswered: AtomicU32::new(0),
             #[cfg(test)]
             panics: AtomicBool::new(false),
         });
@@ -139,6 +151,13 @@ impl Serving {
         connection.authenticate(serving, Role::Control, of_connection);
         let head = Message::from(ready).frame(0, 0, files.len() as u8);
         connection.send(head, files, Payload::None, Keep::Nothing)
+    }
+
+    /// Checks the ticket that a peer has just proven to hold.
+    pub(super) fn standing(sessions: &Sessions, public: &[u8]) -> Result<Standing> {
+        let claims = ticket::parse_public(public)?.claims();
+        let region = sessions.registry.check_current(&claims)?;
+        Ok(Standing::new(Arc::downgrade(&region), claims.expires_ms))
     }
 
     /// Refuses a session beyond what all peers, or this one, may have.
@@ -176,8 +195,9 @@ impl Serving {
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         connection.call(transcript);
         lock(&serving.connections).push(Arc::clone(connection));
+        lock(&serving.rules).joined(Over::of(connection), transcript);
         // Whoever ends it closes the connections that it finds after it has said so.
-        if serving.closed.load(Ordering::Acquire) {
+        if serving.is_closed() {
             lock(&serving.connections).clear();
             return Err(Error::new(Kind::Disconnected, "contact", "the session is over"));
         }
@@ -206,7 +226,7 @@ impl Serving {
     }
 
     pub(super) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
+        lock(&self.rules).is_over()
     }
 
     pub(super) fn sessions(&self) -> Result<Arc<Sessions>> {
@@ -227,7 +247,7 @@ impl Serving {
     }
 
     fn end(&self, error: &Error) {
-        if self.closed.swap(true, Ordering::AcqRel) {
+        if !lock(&self.rules).end() {
             return;
         }
         if let Some(local) = &self.local {
@@ -238,10 +258,8 @@ impl Serving {
             connection.close(error.clone());
             connection.let_go();
         }
-        let grants = self.grants.take();
-        lock(&self.counting).clear();
+        let remains = lock(&self.rules).clear();
         self.files.clear();
-        self.ending.clear();
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
             local.pins.end();
@@ -254,9 +272,9 @@ impl Serving {
             let gone =
                 Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
             sessions.operations.abandon(self.claimer(), &gone);
-            for granting in &grants {
+            for granting in &remains.grants {
                 // A peer says goodbye only when nothing of it is under way.
-                if self.goodbye.load(Ordering::Acquire) {
+                if remains.goodbye {
                     granting.lent.back();
                 } else {
                     granting.lent.orphaned();
@@ -281,7 +299,7 @@ impl Serving {
         let claim = move || {
             let _charge = charge;
             if let (Some(this), Some(to)) = (this.upgrade(), to.upgrade())
-                && !this.closed.load(Ordering::Acquire)
+                && !this.is_closed()
                 && let Err(error) = this.answer_import(&to, request, &import)
             {
                 tracing::debug!(%error, "a claim that waited was not answered");
@@ -334,31 +352,37 @@ impl Serving {
         Ok(())
     }
 
-    fn read(self: &Arc<Self>, connection: &Arc<Connection>, request: u64, read: &wire::Read) -> Result<()> {
-        let admitted = self.admit(read.handle, Access::READ, &read.blocks, request);
-        if admitted.is_ok() {
-            let bytes = read.blocks.iter().map(|block| u64::from(block.len)).sum();
-            self.served(read.handle, Deed::Read(bytes));
-        }
-        let checked = self.announced.take(connection, request).is_some();
-        match admitted {
-            Ok(Admitted::Bounced(asked)) => {
-                match self.files.at(&asked.source).read(self, connection, request, asked, checked) {
-                    Ok(()) => Ok(()),
-                    Err(error) => self.answer_read(connection, request, Err(error)),
+    fn read(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        request: u64,
+        reading: Reading<Granting>,
+    ) -> Result<()> {
+        let Reading { admitted, checks } = reading;
+        let read = self.target("read", admitted).and_then(|(granting, target)| {
+            granting.count(Deed::Read(target.bytes()));
+            match target {
+                Target::Bounced(asked) => {
+                    self.files.at(&asked.source).read(self, connection, request, asked, checks.is_some())?;
+                    Ok(None)
                 }
-            }
-            Ok(Admitted::Memory(keep, parts)) => {
-                let bytes: u64 = parts.iter().map(|part| part.len as u64).sum();
-                let mut head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
-                if checked {
-                    match self.checks(connection, "read", read.handle, Access::READ, &read.blocks) {
-                        Ok(checks) => head = checks::before(checks, request, head),
-                        Err(error) => return self.answer_read(connection, request, Err(error)),
+                Target::Memory(memory, parts) => {
+                    let bytes = memory.bytes();
+                    let mut head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
+                    if let Some(may) = checks {
+                        may?;
+                        head = checks::before(memory.checks("read")?, request, head);
                     }
+                    Ok(Some((head, parts, memory)))
                 }
-                connection.send(head, Vec::new(), Payload::Memory(readable(parts)), keep)
             }
+        });
+        match read {
+            Ok(Some((head, parts, memory))) => {
+                let payload = Payload::Memory(readable(parts));
+                connection.send(head, Vec::new(), payload, memory.keep(request))
+            }
+            Ok(None) => Ok(()),
             Err(error) => self.answer_read(connection, request, Err(error)),
         }
     }
@@ -383,13 +407,13 @@ impl Serving {
         write: wire::Write,
         (landed, charge): (Landed, (Option<Charge>, Option<Written>)),
     ) -> Result<()> {
-        let (serving, answered, write_handle) = (Arc::clone(self), Arc::clone(connection), write.handle);
+        let (serving, answered, handle) = (Arc::clone(self), Arc::clone(connection), write.handle);
         let work = move || {
             // A disk may take its time, and a GPU cannot be looked at in one step: whoever can see it is told meanwhile.
             let outcome = wanted("write", &answered).and_then(|wanted| {
-                match serving.admit(write.handle, Access::WRITE, &write.blocks, header.id)? {
-                    Admitted::Bounced(asked) => asked.write(landed, &|| wanted.stands_by(None)),
-                    Admitted::Memory(..) => {
+                match serving.admit(handle, Access::WRITE, write.blocks)?.1 {
+                    Target::Bounced(asked) => asked.write(landed, &|| wanted.stands_by(None)),
+                    Target::Memory(..) => {
                         Err(Error::new(Kind::Internal, "write", "a file has become memory"))
                     }
                 }
@@ -398,10 +422,8 @@ impl Serving {
             serving.applied(&answered, header, write.transfer, outcome)
         };
         let lane = connection.role() == Role::Lane;
-        let device = match self.check("write", write_handle, Access::WRITE, &[]) {
-            Ok((region, ..)) => Source::of(&region).map(|source| source.device()),
-            Err(_) => None,
-        };
+        let region = self.granted("write", handle, Access::WRITE);
+        let device = region.ok().and_then(|(_, region)| Some(Source::of(&region)?.device()));
         let hangs = matches!(device, Some(Device::Disk(_)));
         // The event loop reads from a lane before it has become one.
         if lane && !hangs && runtime::may_block("write").is_ok() {
@@ -430,11 +452,8 @@ impl Serving {
         transfer: u64,
         outcome: Result<()>,
     ) -> Result<()> {
-        // Before the answer: once the user has it, it may say that nothing more belongs to this transfer.
-        if transfer != 0 {
-            let due = lock(&self.counting).piece(transfer, outcome.is_ok())?;
-            self.settle(due)?;
-        }
+        let due = lock(&self.rules).applied(transfer, outcome.is_ok())?;
+        self.settle(due)?;
         self.answer(connection, header.id, outcome.map(|()| header.payload_len))
     }
 
@@ -449,80 +468,67 @@ impl Serving {
     fn word(
         &self,
         awaited: Option<&Connection>,
-        handle: u32,
-        offset: u64,
-        act: impl FnOnce(&dyn Fn() -> bool, Word) -> Result<Option<u64>>,
+        word: Result<Word, Refusal<Granting>>,
+        act: impl FnOnce(&dyn Fn() -> bool, apply::Word) -> Result<Option<u64>>,
     ) -> Result<u64> {
-        let block = Block { offset, len: 8 };
-        let (keep, parts) = self.admit_words("atomic", handle, &[block], 0)?;
-        let lent = keep.is_lent();
+        let (offset, admitted) = match word {
+            Ok(word) => (word.offset, Ok(word.admitted)),
+            Err(refusal) => (0, Err(refusal)),
+        };
+        let (granting, memory, parts) = self.in_memory("atomic", self.target("write", admitted)?)?;
+        let lent = memory.is_lent();
         let wanted = awaited.map(|connection| wanted_at_once("atomic", connection, lent)).transpose()?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
         if word.is_null() || word.addr() % 8 != 0 {
-            self.refused(handle);
+            self.refused(&granting);
             return Err(Error::invalid(
                 "atomic",
                 format!("the word at offset {offset} is not aligned to 8 bytes"),
             ));
         }
-        self.served(handle, Deed::Written(8));
+        granting.count(Deed::Written(8));
         let stands_by = || wanted.as_ref().is_none_or(|wanted| wanted.stands_by(Some(word)));
-        act(&stands_by, Word { at: word, lent })?.ok_or_else(|| hung_up("atomic"))
+        act(&stands_by, apply::Word { at: word, lent })?.ok_or_else(|| hung_up("atomic"))
     }
 
     /// Does what follows a transfer, or says that it will not be done.
-    fn settle(&self, due: Due<(Arc<Connection>, u64)>) -> Result<()> {
-        let (followers, act) = match due {
-            Due::Act(followers) => (followers, true),
-            Due::Drop(followers) => (followers, false),
-        };
-        for Follower { message, answer, .. } in followers {
-            let outcome = if act {
-                // A signal whose outcome somebody waits for is a change like a write.
-                self.act(message, answer.as_ref().map(|(connection, _)| &**connection))
-            } else {
-                Err(Error::new(Kind::Canceled, "signal", "the transfer before it failed"))
-            };
-            match answer {
-                Some((connection, request)) => self.answer(&connection, request, outcome)?,
-                None if act => drop(outcome?),
-                None => {}
-            }
-        }
-        Ok(())
+    fn settle(&self, mut settling: Settling<Over>) -> Result<()> {
+        let forgives = settling.forgives();
+        let settled = self.settle_all(&mut settling);
+        if forgives { Ok(()) } else { settled }
     }
 
-    fn act(&self, message: Message, awaited: Option<&Connection>) -> Result<u64> {
-        match message {
-            Message::Notify(notify) => {
-                self.check_standing()?;
-                let notification = Notification { from: self.peer.clone(), message: notify.message };
+    fn settle_all(&self, settling: &mut Settling<Over>) -> Result<()> {
+        loop {
+            let next = lock(&self.rules).settle(settling, Instant::now());
+            let Some(next) = next else { return Ok(()) };
+            let to = next.answer.map(|(over, request)| over.connection().map(|to| (to, request))).transpose();
+            let outcome = next.act.map_err(|refusal| self.refuse(refusal)).and_then(|act| match (act, &to) {
+                // Nobody is there any more who stands by it.
+                (Act::Raise(..), Err(gone)) => Err(gone.clone()),
+                (act, Ok(Some((connection, _)))) => self.act(act, Some(connection)),
+                (act, _) => self.act(act, None),
+            });
+            match to? {
+                Some((connection, request)) => self.answer(&connection, request, outcome)?,
+                None => drop(outcome?),
+            }
+        }
+    }
+
+    fn act(&self, act: Act<Granting>, awaited: Option<&Connection>) -> Result<u64> {
+        match act {
+            Act::Deliver(message) => {
+                let notification = Notification { from: self.peer.clone(), message };
                 let charge = self.allowance.charge("notify", notification.cost())?;
                 self.sessions()?.registry.deliver(notification, Some((&self.messages, charge))).map(|()| 0)
             }
-            Message::Signal(signal) => {
-                self.word(awaited, signal.handle, signal.offset, |look, word| match awaited {
-                    Some(_) => apply::signal_if(look, word, signal.add),
-                    None => apply::signal(word, signal.add).map(Some),
-                })
-            }
-            _ => Ok(0),
+            // A signal whose outcome somebody waits for is a change like a write.
+            Act::Raise(word, add) => self.word(awaited, Ok(word), |look, word| match awaited {
+                Some(_) => apply::signal_if(look, word, add),
+                None => apply::signal(word, add).map(Some),
+            }),
         }
-    }
-
-    /// Something is to follow the pieces of a transfer.
-    fn follow(&self, connection: &Arc<Connection>, request: u64, message: Message) -> Result<()> {
-        let (transfer, pieces) = match &message {
-            Message::Signal(signal) => (signal.transfer, signal.pieces),
-            Message::Notify(notify) => (notify.transfer, notify.pieces),
-            _ => (0, 0),
-        };
-        // Request 0 wants no answer; a signal that is refused then is not worth the session.
-        let alone = request == 0 && matches!(message, Message::Signal(_));
-        let answer = (request != 0).then(|| (Arc::clone(connection), request));
-        let due = lock(&self.counting).follow(transfer, pieces, Follower::new(message, answer))?;
-        let settled = self.settle(due);
-        if alone { Ok(()) } else { settled }
     }
 
     fn held(self: &Arc<Self>, files: Vec<OwnedFd>) -> Result<()> {
@@ -589,57 +595,39 @@ impl Handler for Arc<Serving> {
         body: &[u8],
         files: Vec<OwnedFd>,
     ) -> Result<()> {
-        self.unanswered.store(0, Ordering::Relaxed);
         #[cfg(test)]
         assert!(!self.panics.load(Ordering::Relaxed), "on purpose");
-        match Message::decode(header.kind, body)? {
-            Message::Import(import) => self.import(connection, header.id, import),
-            Message::Release(release) => {
-                if let Some(granting) = self.grants.release(release.handle) {
-                    granting.lent.back();
-                }
+        let message = Message::decode(header.kind, body)?;
+        let action = lock(&self.rules).frame(&Over::of(connection), header.id, message, Instant::now())?;
+        match action {
+            Action::Nothing => Ok(()),
+            Action::Answer(message) => {
+                connection.send(message.frame(header.id, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
+            }
+            Action::Import(import) => self.import(connection, header.id, import),
+            Action::LetGo(granting) => {
+                granting.lent.back();
                 Ok(())
             }
-            Message::Ask(ask) => self.answer_query(connection, header.id, ask),
-            Message::Read(read) => self.read(connection, header.id, &read),
-            Message::Atomic(atomic) => {
-                let done = self.word(Some(connection), atomic.handle, atomic.offset, |look, word| {
-                    apply::atomic(look, word, atomic.op)
-                });
+            Action::Reply(ask, granting) => self.answer_query(connection, header.id, ask, granting),
+            Action::Read(reading) => self.read(connection, header.id, reading),
+            Action::Atomic(op, word) => {
+                let act = |look: &dyn Fn() -> bool, word| apply::atomic(look, word, op);
+                let done = self.word(Some(connection), word, act);
                 self.answer(connection, header.id, done)
             }
-            message @ (Message::Signal(_) | Message::Notify(_)) => {
-                self.follow(connection, header.id, message)
-            }
-            Message::Cancel(_) => {
-                let due = lock(&self.counting).forget(header.id);
-                self.settle(due)
-            }
-            Message::Withdraw(_) => self.withdraw(connection, header.id),
-            Message::EndLane(end) => self.end_lane(connection, header.id, &end.lane),
-            Message::Finish(finish) => self.finish(finish),
-            Message::Check(check) => {
-                let charge = self.allowance.charge("serve", checks::cost(&check.checks))?;
-                self.announced.put(connection, header.id, check.checks, charge);
-                Ok(())
-            }
-            Message::Held(_) => self.held(files),
-            Message::Ping(_) => connection.send(
-                Message::from(wire::Pong {}).frame(header.id, 0, 0),
-                Vec::new(),
-                Payload::None,
-                Keep::Nothing,
-            ),
-            Message::Pong(_) => Ok(()),
-            Message::Bye(_) => {
+            Action::Settle(settling) => self.settle(settling),
+            Action::Withdraw(unwanted) => self.withdraw(connection, header.id, unwanted),
+            Action::EndLane(lane) => self.end_lane(connection, header.id, lane),
+            Action::Finish(finish) => self.finish(finish),
+            Action::Watch => self.held(files),
+            Action::Goodbye(goodbye) => {
                 // A peer says so only when it holds no pin and makes none any more.
-                self.goodbye.store(true, Ordering::Release);
                 if let Some(local) = &self.local {
                     local.pins.let_go();
                 }
-                Err(Error::new(Kind::Disconnected, "serve", "the peer has closed"))
+                Err(goodbye)
             }
-            other => Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind()))),
         }
     }
 
@@ -648,49 +636,31 @@ impl Handler for Arc<Serving> {
     }
 
     fn payload(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
-        self.unanswered.store(0, Ordering::Relaxed);
-        let (handle, blocks, buffered) = match Message::decode(header.kind, body)? {
-            Message::Write(write) => (write.handle, write.blocks, false),
-            Message::Reduce(reduce) if header.payload_len <= MOST_REDUCED => {
-                (reduce.handle, reduce.blocks, true)
+        let message = Message::decode(header.kind, body)?;
+        let arriving = lock(&self.rules).payload(&header, message, body.len(), Instant::now())?;
+        let (bytes, mut charge) = (header.payload_len, arriving.charge);
+        let target = self.target("write", arriving.admitted).map(|(granting, target)| {
+            granting.count(Deed::Written(bytes));
+            target
+        });
+        let sink = match target {
+            Ok(Target::Memory(memory, _)) if arriving.is_combined => {
+                Sink::buffer(bytes as usize, memory.keep(header.id))
             }
-            other => {
-                return Err(Error::protocol("serve", format!("a user does not send {:?}", other.kind())));
-            }
-        };
-        let bytes: u64 = blocks.iter().map(|block| u64::from(block.len)).sum();
-        if bytes != header.payload_len {
-            return Err(Error::protocol("serve", "the payload's length is not that of its blocks"));
-        }
-        let buffer = if buffered { bytes as usize } else { 0 };
-        let charge = self.allowance.charge("write", body.len() + buffer);
-        // A refusal is answered when the payload has passed, so that the stream stays whole; there is room for that in any case.
-        let (admitted, mut charge) = match charge {
-            Ok(charge) => (self.admit(handle, Access::WRITE, &blocks, header.id), charge),
-            Err(error) => (Err(error), self.allowance.charge("write", body.len())?),
-        };
-        if admitted.is_ok() {
-            self.served(handle, Deed::Written(bytes));
-        }
-        let sink = match admitted {
-            Ok(Admitted::Memory(keep, _)) if buffered => {
-                Sink::buffer(bytes as usize, keep).unwrap_or_else(|error| Sink::discard().refused(error))
-            }
-            Ok(Admitted::Memory(keep, parts)) => Sink::memory(parts, keep),
-            Ok(Admitted::Bounced(asked)) if buffered => {
-                Sink::discard().refused(asked.no_words("reduce_into"))
-            }
-            Ok(Admitted::Bounced(asked)) => charge
+            Ok(Target::Memory(memory, parts)) => Ok(Sink::memory(parts, memory.keep(header.id))),
+            Ok(Target::Bounced(asked)) if arriving.is_combined => Err(asked.no_words("reduce_into")),
+            Ok(Target::Bounced(asked)) => charge
                 .resize("write", body.len() as u64 + bytes)
-                .and_then(|()| self.files.sink(connection.role(), &asked, bytes))
-                .unwrap_or_else(|error| Sink::discard().refused(error)),
-            Err(error) => Sink::discard().refused(error),
+                .and_then(|()| self.files.sink(connection.role(), &asked, bytes)),
+            Err(error) => Err(error),
         };
+        let sink = sink.unwrap_or_else(|error| Sink::discard().refused(error));
         Ok(sink.with_body(body)?.paid_by(charge))
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
-        let sent = self.announced.take(connection, header.id);
+        let over = Over::of(connection);
+        let sent = lock(&self.rules).announced(&over, header.id);
         let message = Message::decode(header.kind, &sink.take_body())?;
         // Only the bytes of a file or of a GPU stop over.
         let landed = if matches!(message, Message::Write(_)) { sink.take_landed() } else { None };
@@ -709,11 +679,7 @@ impl Handler for Arc<Serving> {
             Message::Write(write) => {
                 // The sink still keeps the memory in place.
                 let outcome = sink.outcome("write").and_then(|()| match &sent {
-                    Some(sent) => {
-                        let arrived =
-                            self.checks(connection, "write", write.handle, Access::WRITE, &write.blocks)?;
-                        checks::compare("write", &write.blocks, sent, &arrived)
-                    }
+                    Some(sent) => self.compare(&over, write.handle, write.blocks, sent),
                     None => Ok(()),
                 });
                 (write.transfer, outcome)
@@ -724,9 +690,9 @@ impl Handler for Arc<Serving> {
                         let arrived = checks::of_bytes(&reduce.blocks, &sink.buffer);
                         checks::compare("reduce_into", &reduce.blocks, sent, &arrived)?;
                     }
-                    let (keep, parts) =
-                        self.admit_words("reduce_into", reduce.handle, &reduce.blocks, header.id)?;
-                    let lent = keep.is_lent();
+                    let admitted = self.admit(reduce.handle, Access::WRITE, reduce.blocks)?;
+                    let (_, memory, parts) = self.in_memory("reduce_into", admitted)?;
+                    let lent = memory.is_lent();
                     let wanted = wanted_at_once("reduce_into", connection, lent)?;
                     let stands_by = || wanted.stands_by(parts.first().map(|part| part.ptr));
                     match apply::reduce(&stands_by, &parts, lent, &sink.buffer, reduce.op, reduce.dtype)? {
@@ -745,19 +711,13 @@ impl Handler for Arc<Serving> {
 
     fn closed(&self, connection: &Arc<Connection>, error: Error) {
         connection.let_go();
-        self.announced.forget(connection);
-        match connection.role() {
-            Role::Control => self.end(&error),
-            Role::Lane => {
-                self.ending.left(connection);
-                lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection));
-                // Nobody knows what a panic has left behind.
-                if error.kind() == Kind::Internal {
-                    self.end(&error);
-                }
-            }
+        let is_there = |lane: &Over| lane.0.strong_count() > 0;
+        let gone = lock(&self.rules).gone(&Over::of(connection), &error, is_there);
+        lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection));
+        if gone.ends {
+            self.end(&error);
         }
-        if error.kind() == Kind::Protocol {
+        if gone.broken {
             if let Some(sessions) = self.sessions.upgrade() {
                 sessions.registry.refuse(&self.peer);
             }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use super::connection::Connection;
-use super::owner::Serving;
+use super::owner::{Granting, Serving};
 use super::parts::{Keep, Payload};
 use super::query::{Loan, Query, QueryReply};
 use crate::memory::FileSlice;
@@ -20,9 +20,10 @@ impl Serving {
         connection: &Arc<Connection>,
         request: u64,
         ask: wire::Ask,
+        granting: Option<Arc<Granting>>,
     ) -> Result<()> {
         // Request 0 wants no answer, also where its grant is gone.
-        if self.take_hint(&ask)? || request == 0 {
+        if self.take_hint(&ask, granting.as_deref())? || request == 0 {
             return Ok(());
         }
         let outcome = self.allowance.take("import", 0, 0, None).and_then(|flight| {
@@ -37,7 +38,8 @@ impl Serving {
                 return connection.send(frame, Vec::new(), Payload::None, Keep::Nothing);
             }
         };
-        let device = self.answered_by(&ask);
+        let device = answered_by(&ask, granting.as_deref());
+        drop(granting);
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
             let _counted = counted;
@@ -52,23 +54,10 @@ impl Serving {
         runtime::devices().spawn(device, Box::new(work)).map_err(|refused| refused.error)
     }
 
-    /// What answering may hang on: the file that is asked about, or the library behind the path.
-    fn answered_by(&self, ask: &wire::Ask) -> Device {
-        let file = self.granting("import", ask.handle).ok().and_then(|granting| {
-            let region = granting.served.region().upgrade()?;
-            region.file.as_ref().map(FileSlice::device)
-        });
-        file.unwrap_or(Device::Path(ask.path))
-    }
-
     /// Takes a word that wants no answer.
-    fn take_hint(&self, ask: &wire::Ask) -> Result<bool> {
+    fn take_hint(&self, ask: &wire::Ask, granting: Option<&Granting>) -> Result<bool> {
         // A grant that was given back meanwhile is no reason to end the session.
-        let Ok(granting) = self.granting("import", ask.handle) else { return Ok(ask.question.is_empty()) };
-        if ask.question.is_empty() {
-            granting.lent.back();
-            return Ok(true);
-        }
+        let Some(granting) = granting else { return Ok(false) };
         // Whoever was lent nothing, and is not in the audit, has nothing under way. Without a look at the lease: what was begun within it
         // may end after it.
         if !granting.lent.is_by(ask.path) {
@@ -79,8 +68,7 @@ impl Serving {
     }
 
     fn reply_to(self: &Arc<Self>, ask: &wire::Ask) -> Result<QueryReply> {
-        let granting = self.granting("import", ask.handle)?;
-        let (region, ..) = self.check("import", ask.handle, Access::NONE, &[])?;
+        let (granting, region) = self.granted("import", ask.handle, Access::NONE)?;
         let claims = &granting.claims;
         let pins = self.local.as_ref().map(|local| &local.pins);
         let query = Query { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
@@ -113,6 +101,13 @@ impl Serving {
         let message = format!("{} bytes and {} descriptors do not fit", reply.reply.len(), reply.files.len());
         Err(Error::new(Kind::Internal, "import", message))
     }
+}
+
+/// What answering may hang on: the file that is asked about, or the library behind the path.
+fn answered_by(ask: &wire::Ask, granting: Option<&Granting>) -> Device {
+    let region = granting.and_then(|granting| granting.served.region().upgrade());
+    let file = region.and_then(|region| region.file.as_ref().map(FileSlice::device));
+    file.unwrap_or(Device::Path(ask.path))
 }
 
 /// What a grant has lent to its peer: nothing, or the region.

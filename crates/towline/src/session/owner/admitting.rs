@@ -1,51 +1,91 @@
-//! What a peer may do: tickets become grants, and every request is checked against its grant, and counted.
+//! What a peer may do: tickets become grants, and what the rules admit becomes parts of memory, or of a file.
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
-use super::grants::{GRANT, Granting, no_such_grant};
-use super::{Serving, Standing};
+use towline_proto::session::owner::{Admitted, Blame, Ranges, Refusal};
+
+use super::granting::{GRANT, Granting, Hold};
+use super::{Over, Serving, Standing};
 use crate::bytes::checked;
 use crate::memory::Holder;
-use crate::region::{Deed, RegionCore, RegionUse, SERVED, Served, stale};
-use crate::runtime::socket::{RawPart, RawPartMut};
-use crate::session::connection::{Connection, Role};
-use crate::session::files::{Asked, Source};
+use crate::region::{Deed, RegionCore, RegionUse, SERVED};
+use crate::runtime::socket::RawPartMut;
+use crate::session::files::Asked;
 use crate::session::importing::proven;
 use crate::session::parts::Keep;
 use crate::session::reply::Lending;
 use crate::session::{Sessions, checks};
+use crate::sync::lock;
 use crate::ticket::Claims;
 use crate::wire::{Block, Grant, ImportItem};
 use crate::{Access, Error, Kind, Result, room};
 
-/// What a request may act on.
-pub(super) enum Admitted {
-    /// Parts of memory, and what keeps them in place.
-    Memory(Keep, Vec<RawPartMut>),
+/// What a request acts on.
+pub(super) enum Target {
+    /// Memory, and the parts of it.
+    Memory(Memory, Vec<RawPartMut>),
     /// A part of a file, or of a GPU's memory: the bytes stop over in a buffer.
     Bounced(Asked),
 }
 
-impl Admitted {
-    fn memory(
-        op: &'static str,
-        using: RegionUse,
-        base: usize,
-        blocks: &[Block],
-        request: u64,
-    ) -> Result<Admitted> {
-        let mut parts: Vec<RawPartMut> = room::list(op, blocks.len())?;
+impl Target {
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Target::Memory(memory, _) => memory.bytes(),
+            Target::Bounced(asked) => asked.ranges.bytes(),
+        }
+    }
+}
+
+/// Memory that a request acts on, and that stays in place as long.
+pub(super) struct Memory {
+    using: RegionUse,
+    ranges: Ranges,
+}
+
+impl Memory {
+    pub(super) fn bytes(&self) -> u64 {
+        self.ranges.bytes()
+    }
+
+    /// Whether it was lent to this process: pages of it may be gone.
+    pub(super) fn is_lent(&self) -> bool {
+        self.using.core().lent
+    }
+
+    pub(super) fn keep(self, request: u64) -> Keep {
+        Keep::Region(Arc::new(self.using), request)
+    }
+
+    fn at(&self, offset: u64) -> *mut u8 {
+        (self.using.core().addr + offset as usize) as *mut u8
+    }
+
+    fn parts(&self, op: &'static str) -> Result<Vec<RawPartMut>> {
+        let mut parts: Vec<RawPartMut> = room::list(op, self.ranges.blocks().len())?;
         // A part without bytes would never be filled, and so whoever fills them would never get past it.
-        for block in blocks.iter().filter(|block| block.len > 0) {
-            let (ptr, len) = ((base + block.offset as usize) as *mut u8, block.len as usize);
+        for (offset, len) in self.ranges.iter().filter(|(_, len)| *len > 0) {
+            let ptr = self.at(offset);
             match parts.last_mut() {
                 Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += len,
                 _ => parts.push(RawPartMut { ptr, len }),
             }
         }
-        Ok(Admitted::Memory(Keep::Region(Arc::new(using), request), parts))
+        Ok(parts)
+    }
+
+    /// The checksums of its blocks.
+    #[allow(unsafe_code, reason = "reads registered memory")]
+    pub(super) fn checks(&self, op: &'static str) -> Result<Vec<u32>> {
+        let ranges = self.ranges.iter().map(|(offset, len)| (self.at(offset).cast_const(), len));
+        if self.is_lent() {
+            return ranges.map(|(from, len)| checked::crc32c(op, from, len)).collect();
+        }
+        // SAFETY: the rules have seen that the ranges lie within the region, and the use keeps its memory in place.
+        Ok(unsafe { checks::of_memory(ranges) })
     }
 }
 
@@ -61,12 +101,10 @@ impl Serving {
         let proven = proven(&self.challenge, item.operation.as_ref());
         let (region, claims) = sessions.registry.verify(&item.ticket, &item.proof, &proven)?;
         // Before the ticket claims anything: what is granted then is not refused any more.
-        let new = match self.grants.again(&item.ticket, &claims) {
+        let again = lock(&self.rules).grant_again(&item.ticket, &claims)?;
+        let new = match again {
             Some(handle) => Err(handle),
-            None => {
-                self.allowance.check_grants(self.grants.count())?;
-                Ok(self.granting_of(sessions, &region, claims.clone())?)
-            }
+            None => Ok(self.granting_of(sessions, &region, claims.clone())?),
         };
         // A claim that is refused gives no descriptor away.
         let admitted = self.claim_with(sessions, item, &region, &claims).and_then(|()| {
@@ -78,19 +116,16 @@ impl Serving {
         });
         let attached = admitted.inspect_err(|_| {
             if let Err(handle) = &new {
-                self.grants.release(*handle);
+                let released = lock(&self.rules).release(*handle);
+                drop(released);
             }
         })?;
         let mut grant = region.grant(&claims, attached, sessions.paths.offers(&region, &claims));
         if self.local.is_none() {
             grant.segment = None;
         }
-        let standing = Standing::new(&region, &claims);
-        grant.handle = match new {
-            Ok(granting) => self.grants.add(&item.ticket, granting),
-            Err(handle) => handle,
-        };
-        self.holds_another(standing);
+        let standing = Standing::new(Arc::downgrade(&region), claims.expires_ms);
+        grant.handle = lock(&self.rules).grant(&item.ticket, new, standing);
         Ok(grant)
     }
 
@@ -147,135 +182,100 @@ impl Serving {
         Ok(true)
     }
 
-    /// Checks a request against what was granted; begins a use of the region where its bytes are in memory.
+    /// Checks a request against what was granted.
     pub(super) fn admit(
         &self,
         handle: u32,
         needed: Access,
-        blocks: &[Block],
-        request: u64,
-    ) -> Result<Admitted> {
+        blocks: Vec<Block>,
+    ) -> Result<(Arc<Granting>, Target)> {
         let op = if needed == Access::READ { "read" } else { "write" };
-        let admitted = self.check(op, handle, needed, blocks).and_then(|(region, start, served)| {
-            let bytes = blocks.iter().map(|block| u64::from(block.len)).sum();
-            let flight = self.allowance.take(op, bytes, blocks.len() * size_of::<RawPart>(), Some(served))?;
-            if let Some(source) = Source::of(&region) {
-                let blocks = room::copy(op, blocks)?;
-                return Ok(Admitted::Bounced(Asked { region, source, start, blocks, flight }));
-            }
-            let base = region.addr + start as usize;
-            let admitted = Admitted::memory(op, region.begin_use_with(op, flight)?, base, blocks, request)?;
-            // Before the answer begins, in which an error could not be told any more. Where bytes come in, the receive tells.
-            if let Admitted::Memory(_, parts) = &admitted
-                && region.lent
-                && needed == Access::READ
-            {
-                parts.iter().try_for_each(|part| checked::look(op, part.ptr, part.len))?;
-            }
-            Ok(admitted)
-        });
-        if admitted.is_err() {
-            self.refused(handle);
-        }
-        admitted
+        let admitted = lock(&self.rules).admit(handle, needed, blocks, Instant::now());
+        self.target(op, admitted)
     }
 
-    /// Counts a request that was refused.
-    pub(super) fn refused(&self, handle: u32) {
-        let Some(sessions) = self.sessions.upgrade() else { return };
-        match self.grants.find(handle) {
-            Some(granting) => {
-                sessions.registry.count_refused();
-                granting.count(Deed::Refused);
-            }
-            None => sessions.registry.refuse(&self.peer),
-        }
-    }
-
-    /// Counts a request that is served.
-    pub(super) fn served(&self, handle: u32, deed: Deed) {
-        if let Some(granting) = self.grants.find(handle) {
-            granting.count(deed);
-        }
-    }
-
-    /// [`admit`](Self::admit) for what acts on words in memory.
-    pub(super) fn admit_words(
+    /// What a request acts on, once the rules have decided; a refusal is counted.
+    pub(super) fn target(
         &self,
         op: &'static str,
-        handle: u32,
-        blocks: &[Block],
-        request: u64,
-    ) -> Result<(Keep, Vec<RawPartMut>)> {
-        match self.admit(handle, Access::WRITE, blocks, request)? {
-            Admitted::Memory(keep, parts) => Ok((keep, parts)),
-            Admitted::Bounced(asked) => {
-                self.refused(handle);
+        admitted: Result<Admitted<Granting>, Refusal<Granting>>,
+    ) -> Result<(Arc<Granting>, Target)> {
+        let admitted = admitted.map_err(|refusal| self.refuse(refusal))?;
+        let granting = Arc::clone(admitted.grant());
+        let (hold, ranges) = admitted.into_parts();
+        let using = match hold {
+            Hold::Memory(using) => using,
+            Hold::Bounced(region, source, flight) => {
+                return Ok((granting, Target::Bounced(Asked { region, source, ranges, flight })));
+            }
+        };
+        let memory = Memory { using, ranges };
+        let parts = memory.parts(op).and_then(|parts| {
+            // Before the answer begins, in which an error could not be told any more. Where bytes come in, the receive tells.
+            if memory.is_lent() && op == "read" {
+                parts.iter().try_for_each(|part| checked::look(op, part.ptr, part.len))?;
+            }
+            Ok(parts)
+        });
+        let parts = parts.inspect_err(|_| self.refused(&granting))?;
+        Ok((granting, Target::Memory(memory, parts)))
+    }
+
+    /// Refuses what acts on words where they are not in memory.
+    pub(super) fn in_memory(
+        &self,
+        op: &'static str,
+        (granting, target): (Arc<Granting>, Target),
+    ) -> Result<(Arc<Granting>, Memory, Vec<RawPartMut>)> {
+        match target {
+            Target::Memory(memory, parts) => Ok((granting, memory, parts)),
+            Target::Bounced(asked) => {
+                self.refused(&granting);
                 Err(asked.no_words(op))
             }
         }
     }
 
-    pub(in crate::session) fn granting(&self, op: &'static str, handle: u32) -> Result<Arc<Granting>> {
-        self.grants.find(handle).ok_or_else(|| no_such_grant(op))
+    /// Counts what the rules have refused.
+    pub(super) fn refuse(&self, refusal: Refusal<Granting>) -> Error {
+        match &refusal.blame {
+            Blame::Grant(granting) => self.refused(granting),
+            Blame::Peer => {
+                if let Some(sessions) = self.sessions.upgrade() {
+                    sessions.registry.refuse(&self.peer);
+                }
+            }
+            Blame::Nobody => {}
+        }
+        refusal.error
     }
 
-    pub(in crate::session) fn check(
+    /// Counts a request that was refused.
+    pub(super) fn refused(&self, granting: &Granting) {
+        if let Some(sessions) = self.sessions.upgrade() {
+            sessions.registry.count_refused();
+            granting.count(Deed::Refused);
+        }
+    }
+
+    pub(in crate::session) fn granted(
         &self,
         op: &'static str,
         handle: u32,
         needed: Access,
-        blocks: &[Block],
-    ) -> Result<(Arc<RegionCore>, u64, Arc<Served>)> {
-        let granting = self.granting(op, handle)?;
-        let claims = &granting.claims;
-        if !claims.access.contains(needed) {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                op,
-                format!("the ticket allows {}, and this needs {needed}", claims.access),
-            ));
-        }
-        self.sessions()?.registry.check_lease(claims)?;
-        let length = claims.range.end - claims.range.start;
-        let outside =
-            |block: &&Block| block.offset.checked_add(block.len.into()).is_none_or(|end| end > length);
-        if let Some(block) = blocks.iter().find(outside) {
-            return Err(Error::invalid(
-                op,
-                format!("{} bytes at offset {} do not lie within {length} bytes", block.len, block.offset),
-            ));
-        }
-        let region = granting.served.region().upgrade().ok_or_else(|| stale(op))?;
-        Ok((region, claims.range.start, Arc::clone(&granting.served)))
+    ) -> Result<(Arc<Granting>, Arc<RegionCore>)> {
+        lock(&self.rules).granted(op, handle, needed, Instant::now())
     }
 
-    /// The checksums of blocks in memory, which somebody keeps in place meanwhile.
-    #[allow(unsafe_code, reason = "reads registered memory")]
-    pub(super) fn checks(
-        &self,
-        connection: &Connection,
-        op: &'static str,
-        handle: u32,
-        needed: Access,
-        blocks: &[Block],
-    ) -> Result<Vec<u32>> {
-        let bytes: u64 = blocks.iter().map(|block| u64::from(block.len)).sum();
-        if connection.role() == Role::Control && bytes > checks::MOST_ON_CONTROL {
-            return Err(Error::invalid(
-                op,
-                "a request with checksums is too long for the control connection",
-            ));
-        }
-        let (region, start, _) = self.check(op, handle, needed, blocks)?;
-        let _in_place = region.begin_use(op)?;
-        let base = (region.addr + start as usize) as *const u8;
-        let ranges =
-            blocks.iter().map(|block| (base.wrapping_add(block.offset as usize), block.len as usize));
-        if region.lent {
-            return ranges.map(|(from, len)| checked::crc32c(op, from, len)).collect();
-        }
-        // SAFETY: `check` has seen that the blocks lie within the region, and the use keeps its memory in place.
-        Ok(unsafe { checks::of_memory(ranges) })
+    /// Compares what has been written to memory, which the sink keeps in place meanwhile, with what was sent.
+    pub(super) fn compare(&self, over: &Over, handle: u32, blocks: Vec<Block>, sent: &[u32]) -> Result<()> {
+        let now = Instant::now();
+        let admitted = lock(&self.rules).hold_to_check(over, "write", handle, Access::WRITE, blocks, now)?;
+        let (hold, ranges) = admitted.into_parts();
+        let Hold::Memory(using) = hold else {
+            return Err(Error::new(Kind::Internal, "write", "memory has become a file"));
+        };
+        let memory = Memory { using, ranges };
+        checks::compare("write", memory.ranges.blocks(), sent, &memory.checks("write")?)
     }
 }

@@ -1,7 +1,7 @@
 //! What a peer of the same user on this host is given, so that it can copy by itself.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use towline_proto::session::allowance::Allowance;
@@ -16,7 +16,6 @@ use crate::memory::Holder;
 use crate::notify::{Mail, Mailbox};
 use crate::region::{PeerPins, PeerProcess};
 use crate::runtime::socket::Family;
-use crate::runtime::{self, Timer};
 use crate::session::connection::Connection;
 use crate::session::parts::{Keep, Payload};
 use crate::session::{Sessions, sharing};
@@ -111,12 +110,8 @@ impl Holder for Serving {
         let mut gone = lock(&local.gone);
         gone.push(segment);
         // The last use of a segment can end anywhere, also under a connection's lock: the event loop tells.
-        if gone.len() == 1
-            && let Ok(reactor) = runtime::reactor()
-        {
-            let weak = Arc::downgrade(&self);
-            let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now(), timer, GONE);
+        if gone.len() == 1 {
+            self.at(Some(Instant::now()), GONE);
         }
     }
 }

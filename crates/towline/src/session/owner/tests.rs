@@ -1,10 +1,10 @@
 //! What an owner keeps of its peers.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicU32, AtomicUsize};
 use std::time::{Duration, Instant};
 
-use super::grants::GRANT;
+use super::granting::GRANT;
 use super::local::LOCAL;
 use super::*;
 use crate::Quotas;
@@ -48,6 +48,12 @@ impl Pair {
     }
 }
 
+impl Serving {
+    fn count_grants(&self) -> usize {
+        lock(&self.rules).count_grants()
+    }
+}
+
 fn over_tcp() -> Routing {
     Routing::default().require("tcp").unwrap()
 }
@@ -67,17 +73,17 @@ fn a_ticket_that_is_imported_again_has_the_same_handle_until_the_last_is_given_b
     let import = || pair.user.import_with(&ticket, &over_tcp()).unwrap();
     let first = import();
     let serving = pair.serving();
-    let (grants, memory) = (serving.grants.count(), pair.owner.stats().peer_memory);
+    let (grants, memory) = (serving.count_grants(), pair.owner.stats().peer_memory);
     let more: Vec<Remote> = (0..MANY).map(|_| import()).collect();
-    assert_eq!((serving.grants.count(), pair.owner.stats().peer_memory), (grants, memory));
+    assert_eq!((serving.count_grants(), pair.owner.stats().peer_memory), (grants, memory));
     drop(first);
     more.iter().take(3).for_each(|remote| pair.reads(remote));
     // Another ticket of the region is another handle.
     let narrowed = ticket.narrow().range(0, 8).finish().unwrap();
     let other = pair.user.import_with(&narrowed, &over_tcp()).unwrap();
-    assert_eq!(serving.grants.count(), grants + 1);
+    assert_eq!(serving.count_grants(), grants + 1);
     drop((more, other));
-    eventually("all are given back", || serving.grants.count() == 0);
+    eventually("all are given back", || serving.count_grants() == 0);
     let again = import();
     pair.reads(&again);
 }
@@ -87,18 +93,19 @@ fn handles_that_are_in_use_are_not_given_again_after_the_last_number() {
     let pair = Pair::open();
     let kept = pair.import();
     let serving = pair.serving();
-    serving.grants.begin_at(u32::MAX);
+    lock(&serving.rules).number_grants_from(u32::MAX);
     let narrowed = |len| {
         let ticket = pair.region.ticket().unwrap().narrow().range(0, len).finish().unwrap();
         pair.user.import_with(&ticket, &over_tcp()).unwrap()
     };
     // The last number, and then the first that is free: 0 means nothing, and 1 is in use.
     let (last, next) = (narrowed(8), narrowed(16));
+    let find = |handle| lock(&serving.rules).find("test", handle);
     for handle in [1, u32::MAX, 2] {
-        assert!(serving.grants.find(handle).is_some(), "handle {handle}");
+        assert!(find(handle).is_ok(), "handle {handle}");
     }
-    assert!(serving.grants.find(0).is_none());
-    assert_eq!(serving.grants.find(1).unwrap().claims.range, 0..4096);
+    assert!(find(0).is_err());
+    assert_eq!(find(1).unwrap().claims.range, 0..4096);
     pair.reads(&kept);
     drop((last, next));
 }
@@ -376,6 +383,7 @@ fn the_end_of_a_lane_is_said_when_nobody_applies_anything_of_it_any_more() {
     // Connections of our own, so that the answers can be read here.
     let ((control, told), (lane, _peer)) = (connection(Role::Control), connection(Role::Lane));
     lane.call(NAME);
+    lock(&serving.rules).joined(Over::of(&lane), NAME);
     *lock(&serving.connections) = vec![Arc::clone(&control), Arc::clone(&lane)];
     let answer = |within| {
         let mut head = [0; wire::HEADER_LEN];
@@ -390,18 +398,24 @@ fn the_end_of_a_lane_is_said_when_nobody_applies_anything_of_it_any_more() {
         })
     };
     let (soon, watchdog) = (Duration::from_millis(200), Duration::from_secs(30));
+    let end_lane = |request, lane| {
+        let frame = Message::from(wire::EndLane { lane }).frame(request, 0, 0);
+        let header = Header::decode(frame.first_chunk().unwrap()).unwrap();
+        let body = header.body(&frame[wire::HEADER_LEN..]).unwrap();
+        serving.frame(&control, header, body, Vec::new()).unwrap();
+    };
     let inside = lane.wanted().unwrap();
     for request in [1, 2] {
-        serving.end_lane(&control, request, &NAME).unwrap();
+        end_lane(request, NAME);
     }
     // One that is not there is over.
-    serving.end_lane(&control, 3, &[8; 32]).unwrap();
+    end_lane(3, [8; 32]);
     assert_eq!(answer(watchdog), Some(3));
     assert_eq!(answer(soon), None, "somebody is still inside");
     assert!(lane.wanted().is_none(), "nothing more of it is applied");
     drop(inside);
     assert_eq!([answer(watchdog), answer(watchdog)], [Some(1), Some(2)]);
-    serving.end_lane(&control, 4, &NAME).unwrap();
+    end_lane(4, NAME);
     assert_eq!(answer(watchdog), Some(4));
     serving.end(&Error::new(Kind::Canceled, "serve", "the test is over"));
 }
