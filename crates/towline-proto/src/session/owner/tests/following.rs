@@ -43,3 +43,27 @@ fn a_signal_for_nobody_that_is_refused_is_not_worth_the_session() {
     let settling = scene.rules.applied(7, true).unwrap();
     assert_eq!(scene.settle(settling).unwrap_err().kind(), Kind::NotFound);
 }
+
+#[test]
+fn a_signal_whose_outcome_somebody_waits_for_forgives_nothing() {
+    let mut scene = Scene::open();
+    let signal = Signal { transfer: 7, pieces: 0, handle: 9, offset: 0, add: 1 };
+    for (id, forgives) in [(0, true), (5, false)] {
+        let Action::Settle(settling) = scene.frame(CONTROL, id, signal).unwrap() else {
+            panic!("it follows")
+        };
+        assert_eq!(settling.forgives(), forgives);
+    }
+}
+
+#[test]
+fn pieces_of_no_transfer_are_not_counted() {
+    let mut scene = Scene::open();
+    scene.import(Access::NONE, None);
+    scene.applied(0, true);
+    scene.applied(0, true);
+    scene.follow(CONTROL, 0, notify(0, 1, "behind nothing")).unwrap();
+    assert!(scene.delivered.is_empty());
+    scene.follow(CONTROL, 0, notify(0, 0, "alone")).unwrap();
+    assert_eq!(scene.delivered, [b"alone"]);
+}

@@ -101,10 +101,12 @@ fn a_session_ends_once_and_leaves_what_was_not_given_back() {
     scene.import(Access::READ, None);
     scene.follow(CONTROL, 4, notify(7, 2, "behind")).unwrap();
     let held = scene.rules.admit(handle, Access::READ, vec![block(0, 8)], scene.now).ok().unwrap();
+    assert!(matches!(scene.end_lane(5, LANE, true).unwrap(), LaneEnd::Later(_)));
     assert!(scene.rules.end() && !scene.rules.end() && scene.rules.is_over());
     let Remains { grants, goodbye } = scene.rules.clear();
     assert_eq!((grants.len(), goodbye), (2, false));
     assert_eq!(refused(scene.read(LANE, handle, vec![block(0, 1)])).0, Kind::NotFound);
+    assert!(scene.rules.look_at_lanes(|_| false, scene.now).0.is_empty());
     // What waited for a last piece never comes; what is being sent stays until it is dropped.
     scene.applied(7, true);
     scene.applied(7, true);
@@ -137,6 +139,11 @@ fn a_peer_that_holds_a_claim_and_says_nothing_loses_it() {
     }
     // It says something, whatever that is.
     assert!(matches!(scene.frame(LANE, 0, Pong {}).unwrap(), Action::Nothing));
+    for _ in 0..3 {
+        assert!(matches!(scene.rules.beats(true, LIMIT), Beat::Ask));
+        assert!(scene.rules.beat(scene.now).is_some());
+    }
+    drop(scene.arrives(Write { transfer: 0, handle: 1, blocks: vec![block(0, 4)] }.into(), 4).unwrap());
     for _ in 0..4 {
         assert!(matches!(scene.rules.beats(true, LIMIT), Beat::Ask));
         assert!(scene.rules.beat(scene.now).is_some());
