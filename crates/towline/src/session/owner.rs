@@ -86,7 +86,7 @@ pub(crate) struct Serving {
     key: SessionKey,
     challenge: [u8; 32],
     connections: Mutex<Vec<Arc<Connection>>>,
-    /// Nothing else is locked, and nothing is waited for, while somebody has it.
+    /// Locked for one decision at a time: nothing is sent, and nobody waits, meanwhile.
     rules: Mutex<Owner<Granting, Over>>,
     pub(super) allowance: Arc<Allowance>,
     /// What its messages take of the queue of those that are not received yet.
@@ -359,7 +359,7 @@ impl Serving {
         reading: Reading<Granting>,
     ) -> Result<()> {
         let Reading { admitted, checks } = reading;
-        let read = self.target("read", admitted).and_then(|(granting, target)| {
+        let read = self.target(Access::READ, admitted).and_then(|(granting, target)| {
             granting.count(Deed::Read(target.bytes()));
             match target {
                 Target::Bounced(asked) => {
@@ -475,7 +475,7 @@ impl Serving {
             Ok(word) => (word.offset, Ok(word.admitted)),
             Err(refusal) => (0, Err(refusal)),
         };
-        let (granting, memory, parts) = self.in_memory("atomic", self.target("write", admitted)?)?;
+        let (granting, memory, parts) = self.in_memory("atomic", self.target(Access::WRITE, admitted)?)?;
         let lent = memory.is_lent();
         let wanted = awaited.map(|connection| wanted_at_once("atomic", connection, lent)).transpose()?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
@@ -639,7 +639,7 @@ impl Handler for Arc<Serving> {
         let message = Message::decode(header.kind, body)?;
         let arriving = lock(&self.rules).payload(&header, message, body.len(), Instant::now())?;
         let (bytes, mut charge) = (header.payload_len, arriving.charge);
-        let target = self.target("write", arriving.admitted).map(|(granting, target)| {
+        let target = self.target(Access::WRITE, arriving.admitted).map(|(granting, target)| {
             granting.count(Deed::Written(bytes));
             target
         });

@@ -189,17 +189,17 @@ impl Serving {
         needed: Access,
         blocks: Vec<Block>,
     ) -> Result<(Arc<Granting>, Target)> {
-        let op = if needed == Access::READ { "read" } else { "write" };
         let admitted = lock(&self.rules).admit(handle, needed, blocks, Instant::now());
-        self.target(op, admitted)
+        self.target(needed, admitted)
     }
 
     /// What a request acts on, once the rules have decided; a refusal is counted.
     pub(super) fn target(
         &self,
-        op: &'static str,
+        needed: Access,
         admitted: Result<Admitted<Granting>, Refusal<Granting>>,
     ) -> Result<(Arc<Granting>, Target)> {
+        let op = if needed == Access::READ { "read" } else { "write" };
         let admitted = admitted.map_err(|refusal| self.refuse(refusal))?;
         let granting = Arc::clone(admitted.grant());
         let (hold, ranges) = admitted.into_parts();
@@ -212,7 +212,7 @@ impl Serving {
         let memory = Memory { using, ranges };
         let parts = memory.parts(op).and_then(|parts| {
             // Before the answer begins, in which an error could not be told any more. Where bytes come in, the receive tells.
-            if memory.is_lent() && op == "read" {
+            if memory.is_lent() && needed == Access::READ {
                 parts.iter().try_for_each(|part| checked::look(op, part.ptr, part.len))?;
             }
             Ok(parts)
