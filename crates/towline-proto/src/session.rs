@@ -6,6 +6,7 @@ pub mod allowance;
 pub mod budget;
 pub mod counting;
 pub mod owner;
+pub mod initiator;
 mod quotas;
 pub mod unauthenticated;
 

@@ -39,13 +39,14 @@ pub(crate) use self::connection::moments;
 pub(crate) use self::contact::NoContact;
 pub(crate) use self::grant::GrantHandle;
 pub(crate) use self::importing::{Imported, Importing, proven};
-pub(crate) use self::initiator::{HEARTBEAT, Session};
+pub(crate) use self::initiator::Session;
 use self::listener::Listener;
 use self::owner::Serving;
 pub(crate) use self::query::{Borrowing, Loan, OwnerPaths, Query, QueryReply};
 use self::refusals::Refusals;
 pub(crate) use self::run::{Run, cut, takes_long};
 pub(crate) use self::sessions::{Sessions, Settings};
+pub(crate) use towline_proto::session::initiator::HEARTBEAT;
 
 /// Bytes that an initiator has not acknowledged for this long mean that it cannot be reached.
 const UNANSWERED: Duration = Duration::from_secs(2);

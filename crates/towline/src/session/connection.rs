@@ -11,9 +11,11 @@ mod wanted;
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
+
+use towline_proto::session::initiator::{ConnectionId, Opened};
 
 use self::incoming::{Incoming, Reading};
 use self::wanted::Appliers;
@@ -85,6 +87,7 @@ fn disconnected() -> Error {
 
 /// One socket.
 pub(super) struct Connection {
+    id: ConnectionId,
     socket: Channel,
     lane: AtomicBool,
     token: OnceLock<Token>,
@@ -132,7 +135,9 @@ impl Connection {
         authenticated: bool,
         handler: Arc<dyn Handler>,
     ) -> Arc<Connection> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         Arc::new_cyclic(|me| Connection {
+            id: ConnectionId(NEXT.fetch_add(1, Ordering::Relaxed)),
             socket,
             lane: AtomicBool::new(role == Role::Lane),
             token: OnceLock::new(),
@@ -165,6 +170,16 @@ impl Connection {
         let token = runtime::reactor()?.add(self.socket.as_fd(), self.interest(outgoing.armed), weak)?;
         let _ = self.token.set(token);
         Ok(())
+    }
+
+    /// Its number in this process.
+    pub(super) fn id(&self) -> ConnectionId {
+        self.id
+    }
+
+    /// Initiator: what the rules have to know of it.
+    pub(super) fn opened(&self) -> Opened {
+        Opened { id: self.id, name: self.name().copied(), ends_at_once: self.ends_at_once() }
     }
 
     pub(super) fn socket(&self) -> &Channel {

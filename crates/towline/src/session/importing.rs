@@ -4,20 +4,22 @@ use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
+use towline_proto::session::initiator::Asks;
+
 use super::grant::GrantHandle;
-use super::initiator::{Pending, Session};
+use super::initiator::{Session, Waiter};
 use crate::memory::Mapping;
 use crate::runtime::{self, Timer, TimerId};
 use crate::sync::lock;
-use crate::wire::{Finish, Grant, Granted, Import, ImportItem, Message, OperationId, Release, WireError};
+use crate::wire::{Finish, Grant, Granted, Import, ImportItem, OperationId, Release, WireError};
 use crate::{Error, Kind, Result, Ticket, interrupt};
 
 /// Imports per frame: bounded by the descriptors that can ride with the answer.
 const IMPORTS_PER_FRAME: usize = 128;
 
 /// The answer to one Import frame, and who waits for it.
+#[derive(Default)]
 pub(super) struct Reply {
-    tickets: usize,
     inner: Mutex<Waiting>,
     came: Condvar,
 }
@@ -38,15 +40,6 @@ pub(super) struct Answer {
 }
 
 impl Reply {
-    fn to(tickets: usize) -> Reply {
-        Reply { tickets, inner: Mutex::default(), came: Condvar::new() }
-    }
-
-    /// How many were shown.
-    pub(super) fn tickets(&self) -> usize {
-        self.tickets
-    }
-
     /// The owner has answered, or never will.
     pub(super) fn fill(&self, session: &Session, answer: Result<Answer>) {
         let mut inner = lock(&self.inner);
@@ -168,11 +161,11 @@ impl Session {
                     operation,
                 })
                 .collect();
-            let reply = Arc::new(Reply::to(some.len()));
-            let request = self.expect(Pending::Import(Arc::clone(&reply)))?;
+            let reply = Arc::new(Reply::default());
+            let (asks, waiter) = (Asks::Grants(some.len()), Waiter::Import(Arc::clone(&reply)));
             let kept = |ticket: &&Ticket| operation.is_none().then(|| ticket.encode().into_boxed_slice());
             importing.waiting.push((reply, some.iter().map(kept).collect()));
-            self.ask_for_files(Message::from(Import { items }).frame(request, 0, 0))?;
+            self.ask(asks, waiter, Import { items })?;
         }
         Ok(importing)
     }

@@ -3,31 +3,29 @@
 mod ending;
 mod hearing;
 mod lanes;
-mod owed;
-mod pulse;
-mod unquiet;
+mod waiter;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
+
+use towline_proto::session::initiator::{
+    Action, Actions, Asked, Asks, ConnectionId, Initiator, Look, Settings,
+};
 
 use self::hearing::ToSession;
 use self::lanes::Lanes;
-use self::owed::{Due, Owed};
-use self::pulse::Pulse;
-use self::unquiet::EndingLane;
-use super::connection::Connection;
+pub(super) use self::waiter::{UnitHold, Waiter};
+use super::connection::{Connection, Role};
 use super::contact::{self, NoContact};
 use super::grant::GrantHandle;
-use super::importing::Reply;
 use super::mappings::Mappings;
 use super::parts::{Keep, Payload};
-use super::query::{Borrowed, QueryReply};
+use super::query::Borrowed;
 use super::run::Run;
 use super::sharing::{self, Neighbour};
-use super::{Medium, Sessions};
+use super::{Medium, Sessions, outstanding};
 use crate::fence::applying::Place;
 use crate::fence::life::LifePage;
 use crate::fence::pins::{PinPage, ProcessPin, Side};
@@ -39,12 +37,8 @@ use crate::runtime::{self, Timer};
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
 use crate::wire::handshake::SessionKey;
-use crate::wire::{self, FrameKind, Message};
+use crate::wire::{self, Message};
 use crate::{Error, Kind, Result, Ticket, ended};
-
-/// While something is in flight between hosts, a frame goes out at least this often, so that a peer that does not acknowledge
-/// it is noticed.
-pub(crate) const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// The timers of a session.
 const HEARTBEAT_TIMER: u64 = 1;
@@ -59,18 +53,14 @@ pub(crate) struct Session {
     pub(super) id: u64,
     pub(super) key: SessionKey,
     challenge: [u8; 32],
-    control: OnceLock<Arc<Connection>>,
+    control: Arc<Connection>,
     lanes: Mutex<Lanes>,
     /// Held by the one thread that opens lanes.
     opening: Mutex<()>,
     /// Transfers that wait for lanes: nothing of them is pending yet.
     starting: Mutex<Vec<Weak<Run>>>,
-    pending: Mutex<HashMap<u64, Pending>>,
-    /// Taken under the lock of what is pending: a request goes from the one to the other.
-    owed: Mutex<Owed>,
-    /// Checksums that have come ahead of the bytes, by request.
-    checks: Mutex<HashMap<u64, Vec<u32>>>,
-    next_request: AtomicU64,
+    /// What is open, and the rules by which it ends.
+    rules: Mutex<Initiator<Waiter>>,
     /// Who must be told when the owner wants a grant back.
     pub(super) borrowing: Mutex<HashMap<u32, Borrowed>>,
     /// Held while the frames of one import are sent.
@@ -78,19 +68,10 @@ pub(crate) struct Session {
     local: Option<Local>,
     /// Why there is none.
     apart: String,
-    /// The owner understands Withdraw and EndLane.
-    ends_lanes: bool,
     to_copy_by: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
-    /// This side has ended it, and not the owner: on a wish, or because nothing came from the owner's host any more.
-    closed_here: AtomicBool,
     /// When that was, for all who imported something over it.
     lost: Arc<OnceLock<Instant>>,
-    beating: AtomicBool,
-    pulse: Mutex<Pulse>,
-    /// When the owner was last heard, in microseconds since the session began.
-    heard: AtomicU64,
-    began: Instant,
     me: Weak<Session>,
 }
 
@@ -106,62 +87,6 @@ pub(super) struct Local {
     pub(super) held: Mutex<HashMap<u64, Weak<ProcessPin>>>,
     /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
-}
-
-/// Who waits for the answer to a request.
-pub(super) enum Pending {
-    Import(Arc<Reply>),
-    Ask(mpsc::SyncSender<Result<QueryReply>>),
-    Unit {
-        run: Arc<Run>,
-        unit: usize,
-        connection: Arc<Connection>,
-    },
-    Atomic {
-        transfer: Arc<TransferCore>,
-    },
-    /// A read that was stopped then, and whose answer goes nowhere when it comes over that lane.
-    Unwanted {
-        connection: Arc<Connection>,
-        since: Instant,
-    },
-    /// The owner may still make this change, of which nobody waits for the end any more: until it has answered, the transfer is not
-    /// quiet.
-    Late(Arc<TransferCore>),
-    /// A lane is to end.
-    Ending(EndingLane),
-}
-
-impl Pending {
-    /// The transfer, where the owner's memory changes by this request.
-    fn changing(&self) -> Option<&Arc<TransferCore>> {
-        match self {
-            Pending::Unit { run, unit, .. } => run.changes(*unit).then_some(&run.transfer),
-            Pending::Atomic { transfer } => Some(transfer),
-            Pending::Import(_)
-            | Pending::Ask(_)
-            | Pending::Unwanted { .. }
-            | Pending::Late(_)
-            | Pending::Ending(_) => None,
-        }
-    }
-
-    /// The kind of frame that answers it.
-    fn answer(&self) -> FrameKind {
-        match self {
-            Pending::Import(_) => FrameKind::Granted,
-            Pending::Ask(_) => FrameKind::Told,
-            Pending::Unit { run, unit, .. } if !run.changes(*unit) => FrameKind::Data,
-            Pending::Unwanted { .. } => FrameKind::Data,
-            Pending::Unit { .. } | Pending::Atomic { .. } | Pending::Late(_) | Pending::Ending(_) => {
-                FrameKind::Done
-            }
-        }
-    }
-
-    fn changes_a_gpu(&self) -> bool {
-        matches!(self, Pending::Unit { run, unit, .. } if run.changes_a_gpu(*unit))
-    }
 }
 
 impl Session {
@@ -186,51 +111,41 @@ impl Session {
         };
         // An owner that says so over TCP knows of lanes that end.
         let seen_at = contact.ready.local.filter(|_| matches!(medium, Medium::Tcp(_)));
-        let ends_lanes = seen_at.is_some();
-        let session = Arc::new_cyclic(|me| Session {
-            sessions: Arc::downgrade(sessions),
-            owner,
-            medium,
-            id: contact.ready.session,
-            key: contact.key,
-            challenge: contact.challenge,
-            control: OnceLock::new(),
-            lanes: Mutex::default(),
-            opening: Mutex::default(),
-            starting: Mutex::default(),
-            pending: Mutex::default(),
-            owed: Mutex::default(),
-            checks: Mutex::default(),
-            next_request: AtomicU64::new(1),
-            borrowing: Mutex::default(),
-            importing: Mutex::default(),
-            local,
-            apart,
-            ends_lanes,
-            to_copy_by: OnceLock::new(),
-            dead: OnceLock::new(),
-            closed_here: AtomicBool::new(false),
-            lost: Arc::default(),
-            beating: AtomicBool::new(false),
-            pulse: Mutex::new(Pulse::new()),
-            heard: AtomicU64::new(0),
-            began: Instant::now(),
-            me: me.clone(),
+        let settings =
+            Settings { between_hosts: matches!(medium, Medium::Tcp(_)), ends_lanes: seen_at.is_some() };
+        let session = Arc::new_cyclic(|me| {
+            let handler = Arc::new(ToSession(Weak::clone(me)));
+            let control = Connection::new(contact.socket, Role::Control, true, handler);
+            if let Some(place) = local.as_ref().and_then(|local| Place::of(&local.pins, 0)) {
+                control.applied_at(place);
+            }
+            if let Some(port) = seen_at {
+                control.is_seen_at(port);
+            }
+            let rules = Initiator::new(settings, control.opened(), Instant::now());
+            Session {
+                sessions: Arc::downgrade(sessions),
+                owner,
+                medium,
+                id: contact.ready.session,
+                key: contact.key,
+                challenge: contact.challenge,
+                control,
+                lanes: Mutex::default(),
+                opening: Mutex::default(),
+                starting: Mutex::default(),
+                rules: Mutex::new(rules),
+                borrowing: Mutex::default(),
+                importing: Mutex::default(),
+                local,
+                apart,
+                to_copy_by: OnceLock::new(),
+                dead: OnceLock::new(),
+                lost: Arc::default(),
+                me: Weak::clone(me),
+            }
         });
-        let control = Connection::new(
-            contact.socket,
-            super::connection::Role::Control,
-            true,
-            Arc::new(ToSession(Arc::downgrade(&session))),
-        );
-        if let Some(place) = session.local.as_ref().and_then(|local| Place::of(&local.pins, 0)) {
-            control.applied_at(place);
-        }
-        if let Some(port) = seen_at {
-            control.is_seen_at(port);
-        }
-        control.watch()?;
-        let _ = session.control.set(control);
+        session.control.watch()?;
         session.stay_alive()?;
         Ok(session)
     }
@@ -267,20 +182,12 @@ impl Session {
 
     /// All connections.
     fn connections(&self) -> Vec<Arc<Connection>> {
-        lock(&self.lanes).open.iter().chain(self.control.get()).cloned().collect()
-    }
-
-    /// The connection over which that was asked.
-    fn connection_of<'a>(&'a self, pending: &'a Pending) -> Option<&'a Arc<Connection>> {
-        match pending {
-            Pending::Unit { connection, .. } | Pending::Unwanted { connection, .. } => Some(connection),
-            _ => self.control.get(),
-        }
+        lock(&self.lanes).open.iter().chain([&self.control]).cloned().collect()
     }
 
     fn control(&self) -> Result<&Arc<Connection>> {
         self.alive()?;
-        self.control.get().ok_or_else(|| Error::new(Kind::Internal, "session", "not connected"))
+        Ok(&self.control)
     }
 
     pub(crate) fn peer_name(&self) -> &str {
@@ -293,7 +200,7 @@ impl Session {
 
     /// Whether what is said on it is encrypted.
     pub(crate) fn is_encrypted(&self) -> bool {
-        self.control.get().is_some_and(|control| control.socket().is_encrypted())
+        self.control.socket().is_encrypted()
     }
 
     pub(crate) fn medium(&self) -> Medium {
@@ -310,7 +217,7 @@ impl Session {
 
     /// Whether something more can be asked over it, as far as anybody has noticed: its connection ends a moment before it does.
     pub(crate) fn is_open(&self) -> bool {
-        self.dead.get().is_none() && self.control.get().is_some_and(|control| !control.is_closed())
+        self.dead.get().is_none() && !self.control.is_closed()
     }
 
     /// When it was learned that it cannot be used any more.
@@ -323,75 +230,37 @@ impl Session {
         &self.challenge
     }
 
-    /// Sends a request whose answer is expected already.
-    pub(super) fn ask(&self, frame: Vec<u8>) -> Result<()> {
-        self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing)
-    }
-
-    /// [`ask`](Self::ask), where descriptors may come with the answer.
-    pub(super) fn ask_for_files(&self, frame: Vec<u8>) -> Result<()> {
-        self.control()?.expect_files();
-        self.ask(frame)
-    }
-
-    /// Remembers who waits for the answer to a new request.
-    pub(super) fn expect(&self, pending: Pending) -> Result<u64> {
-        let request = self.next_request();
-        lock(&self.pending).insert(request, pending);
-        // Whoever fails the session takes what is pending after it has said that it is dead.
-        if let Err(error) = self.alive()
-            && lock(&self.pending).remove(&request).is_some()
-        {
-            return Err(error);
+    /// Opens a request over that connection: its frame is sent afterwards.
+    pub(super) fn open(&self, over: &Connection, asks: Asks, waiter: Waiter) -> Result<Asked<UnitHold>> {
+        let asked = lock(&self.rules).ask(over.id(), asks, waiter, Instant::now());
+        let asked = asked.map_err(|(_, error)| self.alive().err().unwrap_or(error))?;
+        if let Some(when) = asked.look_at {
+            self.wake_at(when, HEARTBEAT_TIMER);
         }
-        self.beat();
-        Ok(request)
+        Ok(asked)
     }
 
-    fn next_request(&self) -> u64 {
-        self.next_request.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Forgets a request that was answered, or was never sent; whoever succeeds is the one to report its end.
-    pub(super) fn forget(&self, request: u64) -> Option<Pending> {
-        self.take(request, false)
-    }
-
-    /// Forgets a request that may have been sent, and that the owner may answer yet.
-    pub(super) fn give_up(&self, request: u64) -> Option<Pending> {
-        self.take(request, true)
-    }
-
-    fn take(&self, request: u64, owed: bool) -> Option<Pending> {
-        let mut pending = lock(&self.pending);
-        let forgotten = pending.remove(&request);
-        if !owed {
-            lock(&self.owed).settle(request);
-        } else if let Some(one) = &forgotten {
-            self.owes(request, one);
-        }
-        // Nobody waits for these any more, if some have come.
-        let mut checks = lock(&self.checks);
-        if !checks.is_empty() {
-            checks.retain(|request, _| pending.contains_key(request));
-        }
-        forgotten
-    }
-
-    /// Remembers the answer to a request that was given up. Under the lock of what is pending.
-    fn owes(&self, request: u64, given_up: &Pending) {
-        if let Some((over, due)) = self.awaits(given_up)
-            // Whoever closes it has nothing to do with those that are given up afterwards.
-            && !over.is_closed()
-        {
-            lock(&self.owed).note(request, due);
+    /// Opens a request over the control connection, and sends it; descriptors may come with the reply. Gives its number.
+    pub(super) fn ask(&self, asks: Asks, waiter: Waiter, message: impl Into<Message>) -> Result<u64> {
+        let control = self.control()?;
+        let request = self.open(control, asks, waiter)?.request;
+        control.expect_files();
+        let frame = message.into().frame(request, 0, 0);
+        match control.send(frame, Vec::new(), Payload::None, Keep::Nothing) {
+            // The failed connection has reported for it already.
+            Err(error) if self.give_up(request).is_some() => Err(error),
+            _ => Ok(request),
         }
     }
 
-    /// The answer that a request is to have, and the connection over which it comes.
-    fn awaits<'a>(&'a self, pending: &'a Pending) -> Option<(&'a Arc<Connection>, Due)> {
-        let over = self.connection_of(pending)?;
-        Some((over, Due::new(pending.answer(), over)))
+    /// Ends a request that was not sent, or taken back before it was; whoever gets who waits for it reports its end.
+    pub(super) fn unsent(&self, request: u64) -> Option<Waiter> {
+        lock(&self.rules).unsent(request)
+    }
+
+    /// Ends a request that may have been sent, and that the owner may answer yet.
+    pub(super) fn give_up(&self, request: u64) -> Option<Waiter> {
+        lock(&self.rules).give_up(request)
     }
 
     /// Sends a request whose answer nobody waits for.
@@ -432,16 +301,8 @@ impl Session {
 
     /// Asks the owner to perform an atomic operation.
     pub(super) fn atomic(&self, handle: u32, offset: u64, op: wire::AtomicOp, transfer: &Arc<TransferCore>) {
-        let sent = self.expect(Pending::Atomic { transfer: Arc::clone(transfer) }).and_then(|request| {
-            let frame = Message::from(wire::Atomic { handle, offset, op }).frame(request, 0, 0);
-            let sent = self.control()?.send(frame, Vec::new(), Payload::None, Keep::Nothing);
-            match sent {
-                // The failed connection has reported for it already.
-                Err(_) if self.forget(request).is_none() => Ok(()),
-                other => other,
-            }
-        });
-        if let Err(error) = sent {
+        let (asks, waiter) = (Asks::Change { on_gpu: false }, Waiter::Atomic(Arc::clone(transfer)));
+        if let Err(error) = self.ask(asks, waiter, wire::Atomic { handle, offset, op }) {
             transfer.unit_failed(0, error);
         }
     }
@@ -460,17 +321,13 @@ impl Session {
 
     /// How long the owner has not been heard.
     pub(crate) fn silence(&self) -> Duration {
-        self.began.elapsed().saturating_sub(Duration::from_micros(self.heard.load(Ordering::Relaxed)))
+        lock(&self.rules).silence(Instant::now())
     }
 
     /// As if nothing had been heard since it began.
     #[cfg(test)]
     pub(crate) fn heard_nothing(&self) {
-        self.heard.store(0, Ordering::Relaxed);
-    }
-
-    fn hear(&self) {
-        self.heard.store(self.began.elapsed().as_micros() as u64, Ordering::Relaxed);
+        lock(&self.rules).heard_nothing();
     }
 
     /// The owner's process, if the kernel lets this process copy from and to it: the probe tries that once, at the address of the
@@ -507,7 +364,7 @@ impl Session {
     /// The owner's process, where it can be named from here.
     fn owner_process(&self) -> Option<OwnedFd> {
         self.shared()?;
-        sharing::process_of(self.control.get()?.socket().socket()).ok()
+        sharing::process_of(self.control.socket().socket()).ok()
     }
 }
 
@@ -558,15 +415,65 @@ impl Timer for Session {
         if self.alive().is_err() {
             return;
         }
-        if key == HEARTBEAT_TIMER {
-            self.feel_pulse();
-            return;
+        match key {
+            HEARTBEAT_TIMER => self.look_at_host(),
+            SETTLE_TIMER => self.settle(),
+            _ => self.close_idle_lanes(),
         }
-        if key == SETTLE_TIMER {
-            self.settle();
-            return;
+    }
+}
+
+impl Session {
+    /// Does what the rules say; `closed` are connections that are not among the open ones any more.
+    fn act(&self, actions: Actions<Waiter>, closed: &[Arc<Connection>]) {
+        for action in actions {
+            match action {
+                Action::Send(over, frame) => {
+                    if let Some(connection) = self.connection(over, closed) {
+                        let _ = connection.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+                    }
+                }
+                Action::Stopped(waiter) => waiter.stopped(),
+                Action::Failed(waiter, error) => waiter.failed(self, error),
+                Action::Lost { waiter, error, unsent } => waiter.lost(self, error, unsent),
+                Action::Outstanding(transfer) => transfer.unfinished_afar(),
+                Action::OutstandingWhileApplied(transfer, over) => {
+                    let place = self.connection(over, closed).and_then(|connection| connection.unfinished());
+                    if let Some(place) = place {
+                        outstanding::listen(&transfer, place, self.owner_process());
+                    }
+                }
+                Action::Settled(transfer) => transfer.finished_afar(),
+                Action::Moved(transfer, when) => transfer.got_on(when),
+                Action::Reset(over, error) => {
+                    if let Some(connection) = self.connection(over, closed) {
+                        connection.reset(error);
+                    }
+                }
+                Action::SettleAt(when) => self.wake_at(when, SETTLE_TIMER),
+                Action::LookAt(when) => self.wake_at(when, HEARTBEAT_TIMER),
+            }
         }
-        self.close_idle_lanes();
+    }
+
+    fn connection(&self, id: ConnectionId, closed: &[Arc<Connection>]) -> Option<Arc<Connection>> {
+        let all = self.connections();
+        closed.iter().chain(&all).find(|connection| connection.id() == id).cloned()
+    }
+
+    /// The time has come to look whether the owner's host is there.
+    fn look_at_host(&self) {
+        let connections = self.connections();
+        let moved: Vec<_> =
+            connections.iter().filter_map(|one| Some((one.id(), one.last_got_on()?))).collect();
+        let now = Instant::now();
+        let silences = connections.iter().filter_map(|one| one.socket().socket().last_came());
+        let came = silences.min().and_then(|silence| now.checked_sub(silence));
+        let look = lock(&self.rules).look_at_host(now, came, &moved);
+        match look {
+            Look::There(actions) => self.act(actions, &[]),
+            Look::Gone(error) => self.fail(error),
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use crate::budget::Charge;
 use crate::bytes::{self, checked};
 use crate::region::{RegionCore, RegionUse};
 use crate::runtime::socket::{MAX_PARTS, RawPart, RawPartMut};
-use crate::transfer::LocalHold;
+use crate::session::initiator::UnitHold;
 use crate::wire::Header;
 use crate::{Error, Kind, Result};
 
@@ -21,7 +21,7 @@ use crate::{Error, Kind, Result};
 pub(super) enum Keep {
     Nothing,
     /// A transfer of this process; the number is the request's.
-    Transfer(LocalHold, u64),
+    Transfer(UnitHold, u64),
     /// A region that this endpoint serves; the number is the request's.
     Region(Arc<RegionUse>, u64),
     /// Bytes of a file that this endpoint serves; the number is the request's.
@@ -448,8 +448,8 @@ impl Outgoing {
 }
 
 /// The local memory of a unit, for whoever keeps the hold as long as that.
-pub(super) fn local_parts(hold: &LocalHold, unit: usize) -> Vec<RawPartMut> {
-    let transfer = hold.transfer();
+pub(super) fn local_parts(hold: &UnitHold) -> Vec<RawPartMut> {
+    let (transfer, unit) = (hold.transfer(), hold.unit);
     let (base, pieces) = (transfer.base(transfer.units[unit].part), transfer.pieces(unit));
     let mut parts: Vec<RawPartMut> = Vec::with_capacity(pieces.len());
     for piece in pieces {

@@ -7,13 +7,15 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak, mpsc};
 use std::time::Instant;
 
+use towline_proto::session::initiator::Asks;
+
 use super::grant::GrantHandle;
-use super::initiator::{Pending, Session};
+use super::initiator::{Session, Waiter};
 use crate::identity::Identity;
 use crate::region::{PeerPins, RegionCore};
 use crate::sync::lock;
 use crate::ticket::Claims;
-use crate::wire::{self, Message};
+use crate::wire;
 use crate::{Error, Kind, Result, runtime};
 
 /// At the owner: what a peer asks about one of its grants, so that it can take a path.
@@ -74,14 +76,14 @@ impl Session {
     pub(super) fn query(&self, ask: wire::Ask, until: Instant) -> Result<QueryReply> {
         runtime::may_block("import")?;
         let (asker, answer) = mpsc::sync_channel(1);
-        let request = self.expect(Pending::Ask(asker))?;
-        let told = self.ask_for_files(Message::from(ask).frame(request, 0, 0)).and_then(|()| {
-            answer.recv_timeout(until.saturating_duration_since(Instant::now())).unwrap_or_else(|_| {
+        let told = self.ask(Asks::Query, Waiter::Query(asker), ask).and_then(|request| {
+            let told = answer.recv_timeout(until.saturating_duration_since(Instant::now()));
+            told.unwrap_or_else(|_| {
+                self.give_up(request);
                 let message = "the owner did not answer about a path in time";
                 Err(Error::new(Kind::Timeout, "import", message))
             })
         });
-        self.give_up(request);
         told.map_err(|error| error.with_peer(self.peer_name()))
     }
 

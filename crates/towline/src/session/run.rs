@@ -3,19 +3,21 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use towline_proto::session::initiator::{Asked, Asks};
+
 use super::checks;
 use super::connection::Connection;
 #[cfg(test)]
 use super::connection::moments;
 use super::grant::GrantHandle;
-use super::initiator::{Pending, Session};
-use super::parts::{Keep, Payload, Sink, local_parts, readable};
+use super::initiator::{Session, UnitHold, Waiter};
+use super::parts::{Keep, Payload, local_parts, readable};
 use crate::bytes::checked;
 use crate::layout::Plan;
 use crate::sync::lock;
 use crate::transfer::submission::{Link, Submission, Unit};
-use crate::transfer::{LocalHold, Op, Several, TransferCore};
-use crate::wire::{self, Block, Header, Message};
+use crate::transfer::{Op, Several, TransferCore};
+use crate::wire::{self, Block, Message};
 use crate::{Error, Kind, Result, room, runtime};
 
 /// Requests carry at least about this many bytes: enough to hide the round trip with a few of them in flight.
@@ -185,9 +187,11 @@ impl Run {
         }
         let (transfer, handle) = (self.transfer.id, self.handles[signal.part].handle);
         let message = wire::Signal { transfer, pieces, handle, offset: signal.offset, add: signal.add };
-        let asked = self.session().control_lane().and_then(|control| {
-            self.ask(self.requests, &control, message.into(), 0, Payload::None, None, self.transfer.hold())
-        });
+        let asks = Asks::Change { on_gpu: self.changes_a_gpu(self.requests) };
+        let asked = self
+            .session()
+            .control_lane()
+            .and_then(|control| self.ask(self.requests, &control, asks, message.into(), 0));
         if let Err(error) = asked {
             self.failed(self.requests, error);
         }
@@ -263,25 +267,11 @@ impl Run {
                 return Err(Error::new(Kind::Internal, "transfer", "an atomic has no units"));
             }
         };
-        // Before the owner can answer: an answer that comes too early ends nothing while the frame names the memory.
-        let hold = transfer.hold();
-        let payload = if payload_len == 0 {
-            Payload::None
-        } else {
-            let parts = readable(local_parts(&hold, unit));
-            // Before the frame begins, which could not be sent whole any more.
-            if transfer.local_is_lent() {
-                parts.iter().try_for_each(|part| checked::look(transfer.op.name(), part.ptr, part.len))?;
-            }
-            Payload::Memory(parts)
+        let asks = match transfer.op {
+            Op::Read => Asks::Bytes { bytes, checks: transfer.checked.then_some(pieces.len()) },
+            _ => Asks::Change { on_gpu: self.changes_a_gpu(unit) },
         };
-        let checks = match transfer.op {
-            _ if !transfer.checked => None,
-            // The owner is asked for them.
-            Op::Read => Some(Vec::new()),
-            _ => Some(self.checks(unit)?),
-        };
-        self.ask(unit, connection, message, payload_len, payload, checks, hold)
+        self.ask(unit, connection, asks, message, payload_len)
     }
 
     /// The checksums of a unit's local pieces. Only while some unit has not reported, so that the memory is in place.
@@ -300,11 +290,6 @@ impl Run {
         Ok(unsafe { checks::of_memory(ranges) })
     }
 
-    /// How many checksums are to come ahead of a unit's bytes, where some are.
-    pub(super) fn checksums(&self, unit: usize) -> Option<usize> {
-        (self.transfer.checked && !self.changes(unit)).then(|| self.transfer.pieces(unit).len())
-    }
-
     /// Whether the bytes of a unit have arrived as they were sent.
     pub(super) fn verify(&self, unit: usize, sent: Option<Vec<u32>>) -> Result<()> {
         let transfer = &self.transfer;
@@ -319,42 +304,61 @@ impl Run {
     }
 
     /// Sends a unit's request; its answer, or its failure, reports.
-    #[allow(clippy::too_many_arguments, reason = "a request in its parts")]
     fn ask(
         self: &Arc<Self>,
         unit: usize,
         connection: &Arc<Connection>,
+        asks: Asks,
         message: Message,
         payload_len: u64,
-        payload: Payload,
-        checks: Option<Vec<u32>>,
-        hold: LocalHold,
     ) -> Result<()> {
         let (session, transfer) = (self.session(), &self.transfer);
-        let pending = Pending::Unit { run: Arc::clone(self), unit, connection: Arc::clone(connection) };
-        let request = session.expect(pending)?;
-        let keep = Keep::Transfer(hold, request);
-        let mut head = message.frame(request, payload_len, 0);
-        if let Some(checks) = checks {
-            head = checks::before(checks, request, head);
-        }
+        let asked = session.open(connection, asks, Waiter::Unit { run: Arc::clone(self), unit })?;
+        let request = asked.request;
+        let (head, payload, keep) = match self.frame(asked, &message, payload_len) {
+            Ok(frame) => frame,
+            Err(error) => return session.unsent(request).map_or(Ok(()), |_| Err(error)),
+        };
         let sent = connection.send(head, Vec::new(), payload, keep);
         #[cfg(test)]
         moments::reach(moments::Moment::Asked, &self.local_address(unit));
-        let error = match sent {
-            Ok(()) if !transfer.is_stopped() => return Ok(()),
-            // A stop that came before the request was pending did not find it.
+        match sent {
+            Ok(()) if !transfer.is_stopped() => Ok(()),
+            // A stop that came before the request was open did not find it.
             Ok(()) => {
-                session.take_back(connection, transfer.id);
-                if !self.changes(unit) {
-                    session.unwanted(request);
-                }
-                session.settle();
-                return Ok(());
+                session.stop_late(connection, transfer.id, request);
+                Ok(())
             }
-            Err(error) => error,
-        };
-        session.give_up(request).map_or(Ok(()), |_| Err(error))
+            Err(error) => session.give_up(request).map_or(Ok(()), |_| Err(error)),
+        }
+    }
+
+    /// The frame of a request, which keeps the memory in use that it names.
+    fn frame(
+        &self,
+        asked: Asked<UnitHold>,
+        message: &Message,
+        payload_len: u64,
+    ) -> Result<(Vec<u8>, Payload, Keep)> {
+        let (transfer, request) = (&self.transfer, asked.request);
+        let missing = || Error::new(Kind::Internal, "transfer", "a request without a hold on its memory");
+        let hold = asked.hold.ok_or_else(missing)?;
+        let mut head = message.frame(request, payload_len, 0);
+        let mut payload = Payload::None;
+        if payload_len > 0 {
+            let parts = readable(local_parts(&hold));
+            // Before the frame begins, which could not be sent whole any more.
+            if transfer.local_is_lent() {
+                parts.iter().try_for_each(|part| checked::look(transfer.op.name(), part.ptr, part.len))?;
+            }
+            payload = Payload::Memory(parts);
+        }
+        if transfer.checked && hold.unit < self.requests {
+            // Of a read, the owner is asked for them.
+            let checks = if transfer.op == Op::Read { Vec::new() } else { self.checks(hold.unit)? };
+            head = checks::before(checks, request, head);
+        }
+        Ok((head, payload, Keep::Transfer(hold, request)))
     }
 
     #[cfg(test)]
@@ -419,18 +423,6 @@ impl Run {
         let mut waiting = lock(&self.waiting);
         let found = waiting.iter().position(|one| *one == unit);
         found.map(|at| waiting.swap_remove(at)).is_some()
-    }
-
-    /// Where the bytes of a unit go.
-    pub(super) fn sink(&self, unit: usize, header: Header) -> Result<Sink> {
-        let pieces = self.transfer.pieces(unit);
-        let bytes: u64 = pieces.iter().map(|piece| piece.len).sum();
-        if bytes != header.payload_len || self.transfer.op != Op::Read {
-            return Err(Error::protocol("read", "the owner sent another number of bytes than was asked for"));
-        }
-        let hold = self.transfer.hold();
-        let parts = local_parts(&hold, unit);
-        Ok(Sink::memory(parts, Keep::Transfer(hold, header.id)))
     }
 
     /// A unit has ended well; the connection is free for the next.

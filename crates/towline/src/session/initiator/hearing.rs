@@ -2,14 +2,17 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
-use super::{Pending, Session};
+use towline_proto::session::initiator::{Landing, Reply};
+
+use super::{Session, Waiter};
 use crate::bytes::checked;
 use crate::memory::Mapping;
 use crate::session::QueryReply;
 use crate::session::connection::{Connection, Handler, Next, Role};
 use crate::session::importing::Answer;
-use crate::session::parts::Sink;
+use crate::session::parts::{Keep, Sink, local_parts};
 use crate::sync::lock;
 use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result};
@@ -40,49 +43,6 @@ impl Session {
         Ok(mapped)
     }
 
-    /// Refuses an answer that does not belong to a request: to none that is open, over another connection, to something else
-    /// than was asked, or before it was asked.
-    fn fits(&self, over: &Arc<Connection>, header: Header) -> Result<()> {
-        let wrong = {
-            let pending = lock(&self.pending);
-            let owed = lock(&self.owed);
-            match pending.get(&header.id).and_then(|one| self.awaits(one)) {
-                Some((_, due)) => due.refusal(header.kind, over),
-                None => match owed.due(header.id) {
-                    Some(due) => due.and_then(|due| due.refusal(header.kind, over)),
-                    None => Some("the owner answered what it was not asked, or has answered before"),
-                },
-            }
-        };
-        match wrong {
-            Some(wrong) => Err(Error::protocol("receive", wrong)),
-            None => over.answered(header.id),
-        }
-    }
-
-    /// Takes the checksums that come ahead of the bytes of a read.
-    fn announced(&self, over: &Connection, request: u64, sums: Vec<u32>) -> Result<()> {
-        let refuse = |wrong| Err(Error::protocol("receive", wrong));
-        // Under the lock of what is pending: nobody forgets the request meanwhile.
-        let pending = lock(&self.pending);
-        let due = pending.get(&request).and_then(|one| self.awaits(one)).map(|(_, due)| due);
-        let known = due.or_else(|| lock(&self.owed).due(request).flatten().cloned());
-        if let Some(wrong) = known.and_then(|due| due.refusal(FrameKind::Data, over)) {
-            return refuse(wrong);
-        }
-        let Some(Pending::Unit { run, unit, .. }) = pending.get(&request) else {
-            let open = pending.contains_key(&request) || lock(&self.owed).due(request).is_some();
-            return if open { Ok(()) } else { refuse("the owner sent checksums that it was not asked for") };
-        };
-        if run.checksums(*unit) != Some(sums.len()) {
-            return refuse("the owner sent checksums that it was not asked for, or another number of them");
-        }
-        match lock(&self.checks).insert(request, sums) {
-            None => Ok(()),
-            Some(_) => refuse("the owner sent the checksums of a request twice"),
-        }
-    }
-
     /// An owner that breaks the protocol on one connection is not believed on another.
     fn judge<T>(&self, over: &Connection, outcome: Result<T>) -> Result<T> {
         if let Err(error) = &outcome
@@ -101,71 +61,63 @@ impl Session {
         body: &[u8],
         files: Vec<OwnedFd>,
     ) -> Result<()> {
-        self.hear();
-        if matches!(header.kind, FrameKind::Granted | FrameKind::Told | FrameKind::Data | FrameKind::Done) {
-            self.fits(over, header)?;
-        }
-        match Message::decode(header.kind, body)? {
-            Message::Granted(granted) => {
-                if let Some(Pending::Import(reply)) = lock(&self.pending).get(&header.id)
-                    && reply.tickets() != granted.items.len()
-                {
-                    let message = "the owner answered for another number of tickets";
-                    return Err(Error::protocol("import", message));
-                }
-                let mapped = self.map_segments(&granted, files)?;
-                if let Some(Pending::Import(reply)) = self.forget(header.id) {
-                    reply.fill(self, Ok(Answer { granted, mapped }));
-                }
+        let message = Message::decode(header.kind, body)?;
+        let reply = lock(&self.rules).frame(over.id(), header, message, Instant::now())?;
+        let in_time = match header.kind {
+            FrameKind::Granted | FrameKind::Told | FrameKind::Data | FrameKind::Done => {
+                over.answered(header.id)
             }
-            Message::Told(told) => {
-                if let Some(Pending::Ask(asker)) = self.forget(header.id) {
-                    let told = told.outcome.map(|reply| QueryReply { reply, files, loan: None });
-                    // Where nobody waits any more, the descriptors close here.
-                    let _ = asker.try_send(told.map_err(|error| error.into_error("import")));
-                }
-            }
-            Message::Data(data) => match (self.forget(header.id), data.outcome) {
-                (Some(Pending::Unit { run, unit, .. }), Err(error)) => {
-                    run.failed(unit, error.into_error("read"))
-                }
-                (Some(Pending::Unit { run, unit, .. }), Ok(())) => {
-                    run.failed(unit, Error::protocol("read", "the owner answered without the bytes"));
-                }
+            _ => Ok(()),
+        };
+        if let Err(early) = in_time {
+            // Whoever waits for it is told once, and the frame keeps its memory in use.
+            match reply {
+                Reply::Granted(waiter, _)
+                | Reply::Queried(waiter, _)
+                | Reply::NoBytes(waiter, _)
+                | Reply::Done(waiter, _) => waiter.failed(self, early.clone()),
                 _ => {}
-            },
-            Message::Done(done) => match (self.forget(header.id), done.outcome) {
-                (Some(Pending::Unit { run, unit, connection }), Ok(_)) => run.done(unit, &connection),
-                (Some(Pending::Unit { run, unit, .. }), Err(error)) => {
-                    run.failed(unit, error.into_error("write"))
+            }
+            return Err(early);
+        }
+        match reply {
+            Reply::Granted(Waiter::Import(reply), granted) => match self.map_segments(&granted, files) {
+                Ok(mapped) => reply.fill(self, Ok(Answer { granted, mapped })),
+                Err(error) => {
+                    reply.fill(self, Err(error.clone()));
+                    return Err(error);
                 }
-                (Some(Pending::Atomic { transfer }), Ok(value)) => {
+            },
+            Reply::Queried(Waiter::Query(asker), told) => {
+                let told = told.map(|reply| QueryReply { reply, files, loan: None });
+                // Where nobody waits any more, the descriptors close here.
+                let _ = asker.try_send(told.map_err(|error| error.into_error("import")));
+            }
+            Reply::NoBytes(waiter, error) => waiter.failed(self, error),
+            Reply::Done(Waiter::Unit { run, unit }, outcome) => match outcome {
+                Ok(_) => run.done(unit, over),
+                Err(error) => run.failed(unit, error.into_error("write")),
+            },
+            Reply::Done(Waiter::Atomic(transfer), outcome) => match outcome {
+                Ok(value) => {
                     transfer.set_value(value);
                     transfer.unit_done();
                 }
-                (Some(Pending::Atomic { transfer }), Err(error)) => {
-                    transfer.unit_failed(0, error.into_error("atomic"));
-                }
-                (Some(Pending::Late(transfer)), _) => transfer.finished_afar(),
-                (Some(Pending::Ending(lane)), outcome) => self.lane_ended(lane, outcome.is_ok()),
-                _ => {}
+                Err(error) => transfer.unit_failed(0, error.into_error("atomic")),
             },
-            Message::Check(check) => self.announced(over, header.id, check.checks)?,
-            Message::Unmap(unmap) => {
+            Reply::Settled(actions) => self.act(actions, &[]),
+            Reply::Unmap(segment) => {
                 if let Some(local) = &self.local {
-                    local.mappings.forget(unmap.segment);
+                    local.mappings.forget(segment);
                 }
             }
-            Message::Recall(recall) => self.recall(recall.handle),
-            Message::Ping(_) => self.tell(wire::Pong {})?,
-            Message::Pong(_) => {}
-            Message::Bye(bye) => {
+            Reply::Recall(handle) => self.recall(handle),
+            Reply::Ping => self.tell(wire::Pong {})?,
+            Reply::Bye(bye) => {
                 over.peer_ends_it();
                 return Err(self.goodbye(bye));
             }
-            other => {
-                return Err(Error::protocol("receive", format!("an owner does not send {:?}", other.kind())));
-            }
+            Reply::Nothing | Reply::Granted(..) | Reply::Queried(..) | Reply::Done(..) => {}
         }
         Ok(())
     }
@@ -187,31 +139,19 @@ impl Handler for ToSession {
     }
 
     fn next(&self, connection: &Arc<Connection>) -> Next {
-        let Some(session) = self.0.upgrade() else { return Next::Nothing };
-        let asked = |one: &Pending| match one {
-            Pending::Unit { connection: over, .. } | Pending::Unwanted { connection: over, .. } => {
-                Arc::ptr_eq(over, connection)
-            }
-            _ => false,
-        };
-        if lock(&session.pending).values().any(asked) { Next::More } else { Next::Nothing }
+        let awaits =
+            self.0.upgrade().is_some_and(|session| lock(&session.rules).awaits_over(connection.id()));
+        if awaits { Next::More } else { Next::Nothing }
     }
 
     fn payload(&self, over: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
-        if header.kind != FrameKind::Data {
-            return Err(Error::protocol("receive", format!("an owner does not send {:?}", header.kind)));
-        }
-        wire::Data::decode(body)?
-            .outcome
-            .map_err(|_| Error::protocol("receive", "the owner sent an error and bytes with it"))?;
         let session = self.session()?;
-        session.judge(over, session.fits(over, header))?;
-        let sink = match lock(&session.pending).get(&header.id) {
-            Some(Pending::Unit { run, unit, .. }) => run.sink(*unit, header),
-            // Its transfer was stopped: the bytes are no longer wanted.
-            _ => Ok(Sink::discard()),
-        };
-        session.judge(over, sink)
+        let landing = lock(&session.rules).payload(over.id(), header, body);
+        let landing = landing.and_then(|landing| over.answered(header.id).map(|()| landing));
+        Ok(match session.judge(over, landing)? {
+            Landing::Memory(hold) => Sink::memory(local_parts(&hold), Keep::Transfer(hold, header.id)),
+            Landing::Nowhere => Sink::discard(),
+        })
     }
 
     fn received(&self, connection: &Arc<Connection>, header: Header, sink: Sink) -> Result<()> {
@@ -219,17 +159,15 @@ impl Handler for ToSession {
         let discarded = sink.is_discarded() && !gone;
         drop(sink);
         let session = self.session()?;
-        session.hear();
+        let received = lock(&session.rules).received(header.id, Instant::now());
+        let Some((Waiter::Unit { run, unit }, checks)) = received else { return Ok(()) };
         if discarded {
-            session.went_nowhere(header.id);
+            run.failed(unit, run.transfer.stop_error());
             return Ok(());
         }
-        let checks = lock(&session.checks).remove(&header.id);
-        if let Some(Pending::Unit { run, unit, .. }) = session.forget(header.id) {
-            match if gone { Err(checked::gone("read")) } else { run.verify(unit, checks) } {
-                Ok(()) => run.done(unit, connection),
-                Err(error) => run.failed(unit, error),
-            }
+        match if gone { Err(checked::gone("read")) } else { run.verify(unit, checks) } {
+            Ok(()) => run.done(unit, connection),
+            Err(error) => run.failed(unit, error),
         }
         Ok(())
     }

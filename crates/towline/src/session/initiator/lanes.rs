@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{IDLE_TIMER, Pending, Session, ToSession};
+use super::{IDLE_TIMER, Session, ToSession};
 use crate::fence::applying::Place;
 use crate::runtime;
 use crate::session::connection::{Connection, Role};
@@ -59,7 +59,8 @@ impl Session {
             (None, Some(port)) => lane.is_seen_at(port),
             (_, None) => {}
         }
-        lane.watch()?;
+        lock(&self.rules).opened(lane.opened());
+        lane.watch().inspect_err(|error| lane.close(error.clone()))?;
         lock(&self.lanes).open.push(Arc::clone(&lane));
         // Whoever fails the session closes the lanes that it finds after it has said that it is dead.
         self.alive().inspect_err(|error| lane.close(error.clone()))?;
@@ -98,7 +99,7 @@ impl Session {
         let idle: Vec<_> = {
             let mut lanes = lock(&self.lanes);
             lanes.timer = false;
-            let busy = lock(&self.pending).values().any(|one| matches!(one, Pending::Unit { .. }));
+            let busy = lock(&self.rules).is_moving();
             let since = lanes.last_used.map_or(LANES_IDLE, |used| used.elapsed());
             if busy || since < LANES_IDLE {
                 lanes.timer = true;

@@ -1,18 +1,18 @@
 //! Whether the owner's host is still there: asked while something is in flight, and never longer.
 
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{HEARTBEAT, HEARTBEAT_TIMER, Pending, Session};
-use crate::session::Medium;
-use crate::sync::lock;
-use crate::wire;
+use super::{Action, Actions, ConnectionId, Initiator, Waiter};
+use crate::wire::{Message, Ping};
 use crate::{Error, Kind};
+
+/// While something is in flight between hosts, a frame goes out at least this often, so that a peer that does not acknowledge
+/// it is noticed.
+pub const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// A host of which nothing has come for this long is gone: no frame, no byte, no acknowledgement of TCP. On a slow link these
 /// come late, but they come.
-const GONE: Duration = Duration::from_secs(2);
+pub const GONE: Duration = Duration::from_secs(2);
 
 /// And it was asked this long ago: a process that was stopped itself has asked nobody meanwhile.
 const LEAST_ASKED: Duration = Duration::from_secs(1);
@@ -29,10 +29,6 @@ pub(super) struct Pulse {
 }
 
 impl Pulse {
-    pub(super) fn new() -> Pulse {
-        Pulse { since: Instant::now(), asked: None }
-    }
-
     /// Takes the last sign of life; gives when to look again, or none where the host is gone.
     fn look(&mut self, now: Instant, sign: Option<Instant>) -> Option<Instant> {
         if sign.is_some_and(|sign| self.asked.is_some_and(|asked| sign + TICK > asked)) {
@@ -48,72 +44,58 @@ impl Pulse {
     }
 }
 
-impl Session {
-    /// Between hosts: keeps frames going out while something is in flight, and looks for what comes back.
-    pub(super) fn beat(&self) {
-        if matches!(self.medium, Medium::Tcp(_)) && !self.beating.swap(true, Ordering::AcqRel) {
-            *lock(&self.pulse) = Pulse::new();
-            self.wake_at(Instant::now() + HEARTBEAT, HEARTBEAT_TIMER);
+/// What a look at the owner's host has shown.
+pub enum Look<W: Waiter> {
+    /// It is there, as far as is known.
+    There(Actions<W>),
+    /// It is gone.
+    Gone(Error),
+}
+
+impl<W: Waiter> Initiator<W> {
+    /// Between hosts: when somebody has to look, where nobody is to yet.
+    pub(super) fn begin_to_look(&mut self, now: Instant) -> Option<Instant> {
+        if !self.settings.between_hosts || self.pulse.is_some() {
+            return None;
         }
+        self.pulse = Some(Pulse { since: now, asked: None });
+        Some(now + HEARTBEAT)
     }
 
-    /// The time for a look has come.
-    pub(super) fn feel_pulse(&self) {
-        if lock(&self.pending).is_empty() {
-            self.beating.store(false, Ordering::Release);
-            // Who asked for something meanwhile may have seen that somebody looks.
-            if !lock(&self.pending).is_empty() {
-                self.beat();
-            }
-            return;
+    /// The time for a look has come: keeps frames going out while something is in flight, and looks for what comes back.
+    ///
+    /// `came` is when the owner's host was last seen to live. `moved` has the connections whose bytes were acknowledged since the last
+    /// look, and when: that is progress of the changes that are asked for over them. Over a slow link the end of a write is on its way for long.
+    pub fn look_at_host(
+        &mut self,
+        now: Instant,
+        came: Option<Instant>,
+        moved: &[(ConnectionId, Instant)],
+    ) -> Look<W> {
+        if self.pending.is_empty() {
+            self.pulse = None;
         }
-        self.count_acknowledged();
-        let (now, sign) = (Instant::now(), self.sign_of_life());
-        let next = lock(&self.pulse).look(now, sign);
-        let Some(next) = next else {
+        let heard = self.heard;
+        let Some(pulse) = &mut self.pulse else { return Look::There(Vec::new()) };
+        let Some(next) = pulse.look(now, Some(came.map_or(heard, |came| came.max(heard)))) else {
             let message = format!(
                 "the owner's host is gone: nothing has come from it for {} s, not even an acknowledgement",
                 GONE.as_secs()
             );
-            return self.fail(Error::new(Kind::Disconnected, "session", message));
+            return Look::Gone(Error::new(Kind::Disconnected, "session", message));
         };
-        let _ = self.tell(wire::Ping {});
-        self.wake_at(next, HEARTBEAT_TIMER);
-    }
-
-    /// What the owner's host acknowledges is progress of the changes that are asked for over that connection: over a slow link the end
-    /// of a write is on its way for long.
-    fn count_acknowledged(&self) {
-        let moving: Vec<_> =
-            self.connections().into_iter().filter_map(|one| Some((one.last_got_on()?, one))).collect();
-        if moving.is_empty() {
-            return;
-        }
-        let moved = |pending: &Pending| {
-            let over = self.connection_of(pending)?;
-            moving.iter().find(|(_, one)| Arc::ptr_eq(one, over)).map(|(when, _)| *when)
-        };
-        let changes: Vec<_> = lock(&self.pending)
-            .values()
-            .filter_map(|pending| Some((moved(pending)?, pending.changing()?.clone())))
-            .collect();
-        for (when, transfer) in changes {
-            transfer.got_on(when);
-        }
-    }
-
-    /// When anything last came from the owner's host, over any connection.
-    fn sign_of_life(&self) -> Option<Instant> {
-        let connections = self.connections();
-        let heard = connections.iter().filter_map(|one| one.socket().socket().last_came());
-        Instant::now().checked_sub(heard.fold(self.silence(), Duration::min))
+        let when = |over: ConnectionId| moved.iter().find(|(one, _)| *one == over).map(|(_, when)| *when);
+        let changes =
+            self.pending.values().filter_map(|one| Some((one.changing()?.clone(), when(self.over_of(one))?)));
+        let mut actions: Actions<W> = changes.map(|(transfer, when)| Action::Moved(transfer, when)).collect();
+        actions.push(Action::Send(self.control.id, Message::from(Ping {}).frame(0, 0, 0)));
+        actions.push(Action::LookAt(next));
+        Look::There(actions)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use super::*;
 
     #[test]

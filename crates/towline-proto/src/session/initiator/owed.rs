@@ -4,34 +4,25 @@
 //! the connection is gone over which it would.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
 
-use crate::session::connection::Connection;
+use super::ConnectionId;
 use crate::wire::FrameKind;
 
 /// More than fit on their way into an owner that answers nothing. Of those before, answers are let pass.
 const MOST: usize = 1 << 16;
 
 /// The answer that a request is to have.
-#[derive(Clone)]
+#[derive(Clone, Copy)]
 pub(super) struct Due {
     pub(super) kind: FrameKind,
     /// It comes over the connection of its request.
-    pub(super) over: Weak<Connection>,
+    pub(super) over: ConnectionId,
 }
 
 impl Due {
-    pub(super) fn new(kind: FrameKind, over: &Arc<Connection>) -> Due {
-        Due { kind, over: Arc::downgrade(over) }
-    }
-
-    fn comes_over(&self, connection: &Connection) -> bool {
-        std::ptr::eq(self.over.as_ptr(), connection)
-    }
-
     /// Why this is not the answer, if it is not.
-    pub(super) fn refusal(&self, kind: FrameKind, over: &Connection) -> Option<&'static str> {
-        if !self.comes_over(over) {
+    pub(super) fn refusal(self, kind: FrameKind, over: ConnectionId) -> Option<&'static str> {
+        if self.over != over {
             return Some("the owner answered over another connection than it was asked on");
         }
         (kind != self.kind).then_some("the owner answered something else than it was asked")
@@ -57,9 +48,9 @@ impl Owed {
     }
 
     /// The answer that request is to have; the outer none where it is not to have one, the inner where nobody knows.
-    pub(super) fn due(&self, request: u64) -> Option<Option<&Due>> {
+    pub(super) fn due(&self, request: u64) -> Option<Option<Due>> {
         match self.requests.get(&request) {
-            Some(due) => Some(Some(due)),
+            Some(due) => Some(Some(*due)),
             None => (1..=self.forgotten).contains(&request).then_some(None),
         }
     }
@@ -70,26 +61,22 @@ impl Owed {
     }
 
     /// Nothing comes over that connection any more.
-    pub(super) fn gone(&mut self, connection: &Connection) {
-        self.requests.retain(|_, due| !due.comes_over(connection));
+    pub(super) fn gone(&mut self, connection: ConnectionId) {
+        self.requests.retain(|_, due| due.over != connection);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use super::*;
 
-    fn due() -> Due {
-        Due { kind: FrameKind::Data, over: Weak::new() }
-    }
+    const DUE: Due = Due { kind: FrameKind::Data, over: ConnectionId(0) };
 
     #[test]
     fn an_owner_that_answers_nothing_does_not_fill_the_memory() {
         let mut owed = Owed::default();
         let last = MOST as u64 + 10;
-        (1..=last).for_each(|request| owed.note(request, due()));
+        (1..=last).for_each(|request| owed.note(request, DUE));
         assert_eq!(owed.requests.len(), MOST);
         assert!(matches!(owed.due(10), Some(None)), "it may be answered, or not");
         assert!(matches!(owed.due(11), Some(Some(_))));
@@ -99,7 +86,7 @@ mod tests {
     #[test]
     fn a_request_is_answered_once() {
         let mut owed = Owed::default();
-        owed.note(7, due());
+        owed.note(7, DUE);
         assert!(owed.due(7).is_some());
         owed.settle(7);
         assert!(owed.due(7).is_none());
