@@ -237,7 +237,7 @@ step_tsan() {
   RUST_BACKTRACE=0 RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=thread" CARGO_TARGET_DIR=$target_dir/tsan \
     TSAN_OPTIONS="suppressions=$PWD/scripts/tsan.supp ${TSAN_OPTIONS:-}" \
     run_tests cargo "+$nightly" test -Zbuild-std -p towline-proto -p towline --lib --target "$host" --no-fail-fast -- \
-    transfer:: runtime::timers runtime::pool runtime::rseq session:: transport::stream route:: layout:: ticket:: wire:: simulated:: \
+    transfer:: runtime::timers runtime::pool runtime::rseq session:: transport::stream route:: layout:: ticket:: wire:: \
     --skip where_look_and_copy_are_two_steps
 }
 

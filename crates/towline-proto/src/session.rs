@@ -5,8 +5,8 @@
 pub mod allowance;
 pub mod budget;
 pub mod counting;
-pub mod owner;
 pub mod initiator;
+pub mod owner;
 mod quotas;
 pub mod unauthenticated;
 

@@ -49,8 +49,6 @@ pub mod room;
 mod route;
 mod runtime;
 mod session;
-#[cfg(test)]
-mod simulated;
 mod sync;
 mod tls;
 mod transfer;

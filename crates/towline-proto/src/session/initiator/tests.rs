@@ -1,9 +1,8 @@
 //! An owner that says what it likes, when it likes, over which connection it likes.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use std::cell::Cell;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::*;
 use crate::wire::{Bye, Check, Data, Done, Granted, Header, Message, Pong, Told, WireError};
@@ -16,7 +15,7 @@ const CHANGE: Asks = Asks::Change { on_gpu: false };
 
 struct Move {
     id: u64,
-    times: Cell<Times>,
+    times: Mutex<Times>,
 }
 
 impl Transfer for Move {
@@ -25,7 +24,7 @@ impl Transfer for Move {
     }
 
     fn times(&self) -> Times {
-        self.times.get()
+        *self.times.lock().unwrap()
     }
 }
 
@@ -63,7 +62,7 @@ impl Scene {
         let mut rules = Initiator::new(settings, opened(CONTROL, None), now);
         rules.opened(opened(LANE, Some(NAME)));
         let times = Times { started: now, stopped: None, no_progress: Duration::from_secs(5) };
-        Scene { rules, now, memory: Rc::default(), moved: Arc::new(Move { id: 7, times: Cell::new(times) }) }
+        Scene { rules, now, memory: Rc::default(), moved: Arc::new(Move { id: 7, times: Mutex::new(times) }) }
     }
 
     fn ask(&mut self, over: ConnectionId, asks: Asks) -> u64 {
@@ -92,8 +91,7 @@ impl Scene {
     }
 
     fn stop(&mut self) -> Actions<Somebody> {
-        let times = self.moved.times.get();
-        self.moved.times.set(Times { stopped: Some(self.now), ..times });
+        self.moved.times.lock().unwrap().stopped = Some(self.now);
         self.rules.stop(7, self.now)
     }
 
@@ -252,7 +250,7 @@ fn a_lane_with_a_write_on_it_is_worth_more_than_the_time_of_an_unwanted_read() {
     drop(scene.stop());
     scene.moved = Arc::new(Move {
         id: 8,
-        times: Cell::new(Times { started: scene.now, stopped: None, no_progress: Duration::from_secs(5) }),
+        times: Mutex::new(Times { started: scene.now, stopped: None, no_progress: Duration::from_secs(5) }),
     });
     scene.ask(LANE, CHANGE);
     assert_eq!(names(&scene.later(600)), ["settle at"]);
