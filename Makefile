@@ -12,13 +12,13 @@ help:
 	@echo "make check            the lints and the fast tests, for the inner loop"
 	@echo "make test-deep        sanitizers, Miri, loom and FUZZ_SECONDS ($(FUZZ_SECONDS)) of fuzzing, with a nightly toolchain"
 	@echo "make soak             the campaigns under faults, the short form (all of it: $(towline) soak)"
-	@echo "make soak-report      the campaigns for SOAK_SECONDS ($(SOAK_SECONDS); none: all rounds, about two hours), written to docs/reliability-report.md"
+	@echo "make soak-report      the campaigns for SOAK_SECONDS ($(SOAK_SECONDS); none: all rounds, about two hours), written to $(CARGO_TARGET_DIR)/reliability-report.md"
 	@echo "make lint             only the checks that run no test"
 	@echo "make test-unit        only the tests of the workspace"
 	@echo "make test-loom        only the memory-ordering tests, under loom"
 	@echo "make test-forced-tcp  the laws again, with every other path forbidden"
 	@echo "make test-rdma        the path nixl over RDMA: boots a guest whose kernel has an RDMA device in software"
-	@echo "make test-gpu         on a machine with a GPU: its tests, the sanitizer and the figures, written to docs/gpu-transfers.md"
+	@echo "make test-gpu         on a machine with a GPU: its tests, the sanitizer and the figures, written to $(CARGO_TARGET_DIR)/gpu-report.md"
 	@echo "make python           build the Python package into .venv, check its types and test it"
 	@echo "make stubs            generate the types of the native module anew from the Rust sources"
 	@echo "make torch            test the Python package with real tensors, in .venv-torch"
@@ -54,10 +54,10 @@ soak:
 soak-report:
 	$(CARGO) build --release -p towline-cli
 	@if [ -x .venv/bin/maturin ]; then .venv/bin/maturin develop --release --manifest-path bindings/python/Cargo.toml; fi
-	VIRTUAL_ENV=$(CURDIR)/.venv $(towline) soak $(if $(SOAK_SECONDS),--seconds $(SOAK_SECONDS)) --html $(CARGO_TARGET_DIR)/soak.html --report; status=$$?; \
+	VIRTUAL_ENV=$(CURDIR)/.venv $(towline) soak $(if $(SOAK_SECONDS),--seconds $(SOAK_SECONDS)) --html $(CARGO_TARGET_DIR)/soak.html --report $(CARGO_TARGET_DIR)/reliability-report.md; status=$$?; \
 	{ printf '\n## What defences and crowds cost\n\nBy `towline bench --filter ROWS`, in turns with the same request without the defence:\n\n'; \
 	  for rows in defence register-each hub-1000-peers post; do $(towline) bench --filter $$rows | sed 's/^/    /'; echo; done; } \
-	  >>docs/reliability-report.md; exit $$status
+	  >>$(CARGO_TARGET_DIR)/reliability-report.md; exit $$status
 
 lint:
 	scripts/test.sh fmt clippy doc decisions modules deny typos aarch64

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and measures on a real GPU, and writes all of it to docs/gpu-transfers.md (or the file that is named): the doctor, the tests,
+# Tests and measures on a real GPU, and writes all of it to target/gpu-report.md (or the file that is named): the doctor, the tests,
 # the Python package's, compute-sanitizer where it is installed, `towline bench --gpu`, and the figures of towline-testkit-gpu.
 # `make test-gpu` runs it. Three minutes, and the time that building takes.
 #
@@ -8,22 +8,25 @@
 # TOWLINE_GPU_PYTHON is the interpreter with torch and CuPy (python3).
 set -uo pipefail
 cd "$(dirname "$0")/.."
-report=${1:-docs/gpu-transfers.md}
+target_dir=${CARGO_TARGET_DIR:-target}
+report=${1:-$target_dir/gpu-report.md}
+mkdir -p "$(dirname "$report")"
 bin=${TOWLINE_GPU_BIN:-}
 python=${TOWLINE_GPU_PYTHON:-python3}
 [[ -e /dev/nvidiactl || -e /dev/dxg ]] || { echo "there is no NVIDIA GPU here" >&2; exit 3; }
 if [[ -z $bin ]]; then
   cargo build --release -p towline-testkit -p towline-cli --bins || exit 1
   cargo test --release -p towline-testkit --test gpu --no-run || exit 1
-  bin=target/release
-  built=$(find $bin/deps -maxdepth 1 -name 'gpu-*' -executable -type f -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2)
+  bin=$target_dir/release
+  built=$(find "$bin/deps" -maxdepth 1 -name 'gpu-*' -executable -type f -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2)
   ln -sf "$(realpath "$built")" "$bin/gpu"
   if "$python" -c 'import torch' 2>/dev/null; then
     # Torch stays where it is; the package goes into an environment of its own.
-    "$python" -m venv --system-site-packages target/gpu-venv &&
-      target/gpu-venv/bin/python -m pip install --quiet 'maturin>=1.16,<2' pytest &&
-      VIRTUAL_ENV=$PWD/target/gpu-venv target/gpu-venv/bin/maturin develop --release --manifest-path bindings/python/Cargo.toml || exit 1
-    python=$PWD/target/gpu-venv/bin/python
+    venv=$(realpath -m "$target_dir/gpu-venv")
+    "$python" -m venv --system-site-packages "$venv" &&
+      "$venv/bin/python" -m pip install --quiet 'maturin>=1.16,<2' pytest &&
+      VIRTUAL_ENV=$venv "$venv/bin/maturin" develop --release --manifest-path bindings/python/Cargo.toml || exit 1
+    python=$venv/bin/python
   fi
 fi
 bin=$(realpath "$bin")

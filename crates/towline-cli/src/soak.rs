@@ -56,7 +56,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "FILE", default_value = "towline-soak.html")]
     html: PathBuf,
     /// Write the report as Markdown too
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "docs/reliability-report.md")]
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "towline-soak.md")]
     report: Option<PathBuf>,
     /// The interpreter of the lane python, with the package; otherwise that of .venv here, or else python3
     #[arg(long, value_name = "PATH")]
