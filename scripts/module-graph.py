@@ -11,9 +11,6 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-# The cycles that are still there. The list may only become shorter: one that is gone has to be removed from it.
-KNOWN: dict[str, list[set[str]]] = {}
-
 # Modules that nothing else in their crate uses.
 LEAVES = {"crates/towline": ["connect", "nccl", "nixl"]}
 
@@ -189,14 +186,14 @@ def expand(tokens, at):
         return [(names, name)]
 
 
-def wrong_in_order(crate, order, known):
-    """What ARCHITECTURE.md says that is not so. A cycle that is known has no order."""
+def wrong_in_order(crate, order):
+    """What ARCHITECTURE.md says that is not so."""
     place = {module: at for at, module in enumerate(order)}
     yield from (f"ARCHITECTURE.md does not have the module {module}, or has it twice" for module in crate.modules if order.count(module) != 1)
     yield from (f"ARCHITECTURE.md has a module {name}, which is not there" for name in order if name not in crate.modules)
     for module in order:
         for used, places in crate.uses[module].items():
-            if place.get(used, -1) > place[module] and not any({module, used} <= cycle for cycle in known):
+            if place.get(used, -1) > place[module]:
                 yield f"{module} uses {used} ({', '.join(places[:3])}), which ARCHITECTURE.md has above it"
 
 
@@ -210,7 +207,7 @@ def main():
     if not roots:
         sys.exit("there are no crates here: run it at the root of the repository")
     orders = {found["crate"]: found["names"].split() for found in ORDER.finditer(Path("ARCHITECTURE.md").read_text())}
-    gone = (set(KNOWN) | set(LEAVES) | set(orders)) - {str(root.parent.parent) for root in roots}
+    gone = (set(LEAVES) | set(orders)) - {str(root.parent.parent) for root in roots}
     bad = bool(gone)
     for name in sorted(gone):
         print(f"{name}: this crate is gone: remove it from scripts/module-graph.py and ARCHITECTURE.md")
@@ -220,24 +217,19 @@ def main():
             print(f"{name}:")
             for module in sorted(crate.modules):
                 print(f"  {module} -> {', '.join(sorted(crate.uses[module])) or '(nothing)'}")
-        found, known = crate.cycles(), KNOWN.get(name, [])
-        for cycle in (cycle for cycle in found if cycle not in known):
+        for cycle in crate.cycles():
             bad = True
             print(f"{name}: these modules use each other in a circle: {', '.join(sorted(cycle))}")
             for module in sorted(cycle):
                 for used in sorted(cycle & set(crate.uses[module])):
                     print(f"  {module} uses {used}: {', '.join(crate.uses[module][used][:3])}")
-        wrong = list(wrong_in_order(crate, orders[name], known)) if name in orders else []
+        wrong = list(wrong_in_order(crate, orders[name])) if name in orders else []
         for leaf in LEAVES.get(name, []):
             users = [f"{module} ({', '.join(uses[leaf][:3])})" for module, uses in crate.uses.items() if leaf in uses]
             wrong += [f"{leaf} is a leaf, and is used by {', '.join(users)}"] if users else []
         for one in wrong:
             bad = True
             print(f"{name}: {one}")
-        # One that has grown has been reported as such.
-        for cycle in (cycle for cycle in known if not any(cycle <= other for other in found)):
-            bad = True
-            print(f"{name}: this cycle is gone: remove it from the list in scripts/module-graph.py: {', '.join(sorted(cycle))}")
     sys.exit(bad)
 
 
