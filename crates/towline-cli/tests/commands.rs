@@ -7,6 +7,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use serde_json::Value;
+use towline_testkit::skip::skip;
 
 /// Far longer than anything here takes: what hangs fails.
 const WATCHDOG: Duration = Duration::from_secs(120);
@@ -95,7 +96,7 @@ fn the_demo_moves_bytes_both_ways_over_every_path_that_is_available() {
             let row = rows.iter().find(|row| row["path"] == path.name && row["op"] == op).unwrap();
             match row["verdict"].as_str().unwrap() {
                 "verified" => assert!(row["gib_per_second"].as_f64().unwrap() > 0.0),
-                "skipped" => println!("SKIPPED demo over {}: {}", path.name, row["reason"]),
+                "skipped" => skip(&format!("demo over {}", path.name), "demo", &row["reason"].to_string()),
                 other => panic!("{} {op}: {other} {row}", path.name),
             }
         }
@@ -148,7 +149,7 @@ fn serve_and_fetch_move_a_file_over_every_path_between_processes() {
         let output =
             towline(&["fetch", &served.ticket, "--out", to.to_str().unwrap(), "--path", path, "--json"]);
         if code(&output) == 3 {
-            println!("SKIPPED fetch over {path}: {}", stderr(&output));
+            skip(&format!("fetch over {path}"), path, &stderr(&output));
             continue;
         }
         assert_eq!(code(&output), 0, "{path}: {}", stderr(&output));
@@ -358,7 +359,7 @@ fn every_path_and_direction_can_be_measured_and_is_verified() {
         let measured = towline::path_names().iter().filter(|path| !apart.contains(path)).count();
         assert_eq!(rows.len() + skipped.len(), measured, "{report}");
         for skipped in skipped {
-            println!("SKIPPED bench over {}: {}", skipped["path"], skipped["reason"]);
+            skip(&format!("bench over {}", skipped["path"]), "bench", &skipped["reason"].to_string());
         }
         assert!(rows.iter().any(|row| row["path"] == "tcp"), "{report}");
     }

@@ -9,7 +9,7 @@ const REQUIRE: &str = "TOWLINE_REQUIRE";
 
 /// Says that a test cannot run here, or fails it where `what` was required.
 ///
-/// `what` is what `TOWLINE_REQUIRE` names: a path, or `netns`, `users`, `seccomp`, `cgroup`.
+/// `what` is what `TOWLINE_REQUIRE` names: a path, or `netns`, `users`, `seccomp`, `cgroup`, `rseq`, `ipv6` and the like.
 pub fn skip(name: &str, what: &str, reason: &str) {
     let required = std::env::var(REQUIRE).unwrap_or_default();
     if required.split(',').any(|one| one.trim() == what || one.trim() == "all") {

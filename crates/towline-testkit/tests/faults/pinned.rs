@@ -8,6 +8,7 @@ use towline::{Access, Kind, Registered, SharedStorage, Ticket};
 use towline_testkit::bench::{forced, routing};
 use towline_testkit::oracle::Stamp;
 use towline_testkit::process::Process;
+use towline_testkit::skip::skip;
 use towline_testkit::watchdog::{eventually, watch};
 use towline_testkit::worker::{play, storage};
 
@@ -16,9 +17,13 @@ use super::{STALL, endpoint, path_works};
 const LEN: usize = 65_536;
 const STAMP: Stamp = Stamp { region: 1, generation: 1 };
 
-/// Only mapped memory is pinned between processes.
-fn can_pin() -> bool {
-    forced().is_none_or(|path| path == "mapped") && path_works("mapped")
+/// Only mapped memory is pinned between processes; else says that the test is skipped.
+fn can_pin(test: &str) -> bool {
+    if let Some(other) = forced().filter(|path| path != "mapped") {
+        skip(test, "pins", &format!("only mapped memory is pinned, and the path is forced to be {other}"));
+        return false;
+    }
+    path_works("mapped")
 }
 
 fn shared(owner: &towline::Endpoint) -> Registered<Arc<dyn towline::Storage>> {
@@ -40,7 +45,7 @@ fn pinning(name: &str, ticket: &Ticket) -> (Process, u64) {
 fn a_killed_holder_of_a_pin_is_reclaimed_and_a_stopped_one_is_not() {
     let _watchdog =
         watch("a_killed_holder_of_a_pin_is_reclaimed_and_a_stopped_one_is_not", Duration::from_secs(120));
-    if !can_pin() {
+    if !can_pin("a_killed_holder_of_a_pin_is_reclaimed_and_a_stopped_one_is_not") {
         return;
     }
     let owner = endpoint("owner");
@@ -71,7 +76,7 @@ fn a_killed_holder_of_a_pin_is_reclaimed_and_a_stopped_one_is_not() {
 #[test]
 fn a_pin_ends_when_its_holder_exits_or_lets_go() {
     let _watchdog = watch("a_pin_ends_when_its_holder_exits_or_lets_go", Duration::from_secs(120));
-    if !can_pin() {
+    if !can_pin("a_pin_ends_when_its_holder_exits_or_lets_go") {
         return;
     }
     let owner = endpoint("owner");
@@ -96,7 +101,7 @@ fn a_pin_ends_when_its_holder_exits_or_lets_go() {
 fn the_memory_of_a_killed_owner_stays_pinned_and_is_known_to_be_stale() {
     let _watchdog =
         watch("the_memory_of_a_killed_owner_stays_pinned_and_is_known_to_be_stale", Duration::from_secs(120));
-    if !can_pin() {
+    if !can_pin("the_memory_of_a_killed_owner_stays_pinned_and_is_known_to_be_stale") {
         return;
     }
     let user = endpoint("user");
@@ -122,7 +127,7 @@ fn the_memory_of_a_killed_owner_stays_pinned_and_is_known_to_be_stale() {
 #[test]
 fn two_processes_wake_each_other_a_hundred_thousand_times() {
     let _watchdog = watch("two_processes_wake_each_other_a_hundred_thousand_times", Duration::from_secs(300));
-    if !can_pin() {
+    if !can_pin("two_processes_wake_each_other_a_hundred_thousand_times") {
         return;
     }
     const ROUNDS: u64 = 100_000;

@@ -127,11 +127,14 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+    use crate::skip::skip;
     use crate::{Endpoint, Kind, SharedStorage};
 
     #[test]
     fn a_sum_is_refused_past_an_end_without_the_right_and_for_parts_of_elements() {
         if !can_sum(Dtype::U64) {
+            let test = "a_sum_is_refused_past_an_end_without_the_right_and_for_parts_of_elements";
+            skip(test, "avx2", "there are no sums by vectors for this processor");
             return;
         }
         let owner = Endpoint::open("owner").unwrap();

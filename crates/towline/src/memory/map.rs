@@ -281,6 +281,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
+    use crate::skip::skip;
 
     #[test]
     fn lengths_round_up_and_never_wrap() {
@@ -292,7 +293,10 @@ mod tests {
 
     #[test]
     fn transparent_huge_pages_start_aligned() {
-        let Some(unit) = transparent_size() else { return };
+        let Some(unit) = transparent_size() else {
+            let test = "transparent_huge_pages_start_aligned";
+            return skip(test, "huge-pages", "the kernel has no transparent huge pages");
+        };
         let map = Map::anonymous(unit + 1, HugePages::Try).unwrap();
         assert_eq!(map.ptr().addr() % unit, 0);
         let file = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();

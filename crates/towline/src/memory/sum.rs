@@ -89,6 +89,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::skip::skip;
+
+    const NO_VECTORS: &str = "there are no sums by vectors for this processor";
 
     /// The total of elements, by the plain rules of the type.
     fn plain(total: Total, dtype: Dtype, elements: &[&[u8]]) -> Vec<u8> {
@@ -131,6 +134,11 @@ mod tests {
         ) {
             let total = if average { Total::Average } else { Total::Sum };
             if !can_sum(total, dtype) {
+                // On no processor there is a mean of whole numbers.
+                if !average || matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64) {
+                    let test = "a_sum_is_that_of_its_elements_in_order_wherever_the_memories_lie_and_nothing_else_is_written";
+                    skip(test, "avx2", NO_VECTORS);
+                }
                 return Ok(());
             }
             let len = elements * dtype.size();
@@ -204,6 +212,7 @@ mod tests {
         let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect();
         for dtype in [Dtype::F16, Dtype::Bf16] {
             if !can_sum(Total::Average, dtype) {
+                skip("half_precision_is_rounded_to_even_and_keeps_what_is_no_number", "avx2", NO_VECTORS);
                 return;
             }
             // The third of each number is between two others.

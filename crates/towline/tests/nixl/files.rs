@@ -13,7 +13,7 @@ fn with_posix(test: &str, name: &str, engine: towline::nixl::Engine) -> Option<N
     let config = AgentConfig { capture_telemetry: true, engine: Some(engine), ..AgentConfig::default() };
     let agent = NixlAgent::new_with_config(&format!("{name}-{engine}"), &config).unwrap();
     if !agent.get_available_plugins().unwrap().iter().any(|plugin| plugin == "POSIX") {
-        skip(test, "this NIXL has no plug-in POSIX");
+        skip(test, "nixl", "this NIXL has no plug-in POSIX");
         return None;
     }
     agent.add_backend("POSIX").unwrap();
@@ -86,7 +86,7 @@ fn a_file_is_registered_by_its_descriptor() {
             Ok(handle) => handle,
             // Some versions of the plug-in want to write.
             Err(error) if engine == towline::nixl::Engine::Nixl => {
-                skip(test, &format!("POSIX refuses the file: {error}"));
+                skip(test, "nixl", &format!("POSIX refuses the file: {error}"));
                 continue;
             }
             Err(error) => panic!("{error}"),

@@ -44,7 +44,7 @@ impl Plain {
         let python = match python() {
             Ok(python) => python,
             Err(reason) => {
-                skip(test, &reason);
+                skip(test, "nixl", &reason);
                 return None;
             }
         };

@@ -6,6 +6,9 @@ mod both;
 mod files;
 mod interop;
 mod order;
+#[path = "../../../towline-testkit/src/skip.rs"]
+#[allow(unreachable_pub, reason = "it is the file of the test kit, which this crate cannot depend on")]
+mod skip;
 mod wrong;
 
 use std::time::{Duration, Instant};
@@ -16,6 +19,8 @@ use towline::nixl::{
     RegisteredView, XferDescList, XferRequest, availability, is_stub,
 };
 use towline::{Storage, SystemStorage};
+
+use self::skip::skip;
 
 /// A watchdog, not a measure.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -33,17 +38,8 @@ fn engines(test: &str) -> Vec<Engine> {
 fn there(test: &str) -> bool {
     let Availability::Missing { tried, .. } = availability() else { return true };
     assert!(is_stub());
-    skip(test, &format!("NIXL is not there: {}", tried.join("; ")));
+    skip(test, "nixl", &format!("NIXL is not there: {}", tried.join("; ")));
     false
-}
-
-/// Says that a test cannot run here, past the capture of the harness; or fails it where NIXL is required.
-fn skip(test: &str, reason: &str) {
-    use std::io::Write;
-    let required = std::env::var("TOWLINE_REQUIRE").unwrap_or_default();
-    let needed = required.split(',').any(|one| matches!(one.trim(), "nixl" | "all"));
-    assert!(!needed, "{test} is required (TOWLINE_REQUIRE={required}), but {reason}");
-    std::io::stderr().write_all(format!("SKIPPED {test}: {reason}\n").as_bytes()).unwrap();
 }
 
 /// An agent whose name no other test has.

@@ -7,6 +7,7 @@ use rustix::io::FdFlags;
 
 use super::*;
 use crate::memory::{MemoryAccess, OffsetBuffer, SystemStorage, create_buffer};
+use crate::skip::skip;
 
 /// Set where the file system is known to take neither `O_DIRECT` nor `fallocate`.
 const PLAIN: &str = "TOWLINE_TEST_PLAIN_FILES";
@@ -246,10 +247,8 @@ fn a_file_system_that_takes_neither_direct_io_nor_reservation_serves_all_the_sam
     };
     let tried = unshared("true", "");
     if !tried.as_ref().is_ok_and(|tried| tried.status.success()) {
-        use std::io::Write;
-        let line = format!("SKIPPED {name}: a ramfs cannot be mounted in a user namespace: {tried:?}\n");
-        io::stderr().write_all(line.as_bytes()).unwrap();
-        return;
+        let reason = format!("a ramfs cannot be mounted in a user namespace: {tried:?}");
+        return skip(name, "userns", &reason);
     }
     let test = "memory::disk::tests::direct_and_cached_access_see_the_same_bytes";
     let ran = unshared(std::env::current_exe().unwrap().to_str().unwrap(), test).unwrap();

@@ -13,6 +13,7 @@ use super::{Went, Word, copy, exchange, is_possible, pwrite, recvmsg, sequence};
 use crate::memory::reduce::{change_if, reduce_if};
 use crate::memory::{Dtype, ReduceOp};
 use crate::runtime::socket::{RawPartMut, Socket};
+use crate::skip::skip;
 
 const WATCHDOG: Duration = Duration::from_secs(30);
 
@@ -65,9 +66,17 @@ fn until_put_aside() {
     sched_setaffinity(None, &all).unwrap();
 }
 
+/// Whether a look and a deed can be one step here; else says that the test is skipped.
+fn possible(test: &str) -> bool {
+    if !is_possible() {
+        skip(test, "rseq", "this machine gives no restartable sequences");
+    }
+    is_possible()
+}
+
 #[test]
 fn a_copy_whose_thread_was_put_aside_after_the_look_looks_again_and_is_not_made() {
-    if !is_possible() {
+    if !possible("a_copy_whose_thread_was_put_aside_after_the_look_looks_again_and_is_not_made") {
         return;
     }
     let mut target = vec![0u8; 4096];
@@ -85,7 +94,7 @@ fn a_copy_whose_thread_was_put_aside_after_the_look_looks_again_and_is_not_made(
 
 #[test]
 fn nothing_is_received_by_a_thread_that_was_put_aside_after_the_look() {
-    if !is_possible() {
+    if !possible("nothing_is_received_by_a_thread_that_was_put_aside_after_the_look") {
         return;
     }
     let (here, there) = Socket::pair().unwrap();
@@ -130,7 +139,7 @@ fn once() -> (std::rc::Rc<Cell<usize>>, impl Fn() -> bool) {
 
 #[test]
 fn a_word_is_not_exchanged_by_a_thread_that_was_put_aside_after_the_look() {
-    if !is_possible() {
+    if !possible("a_word_is_not_exchanged_by_a_thread_that_was_put_aside_after_the_look") {
         return;
     }
     let mut word = 5u64;
@@ -151,7 +160,7 @@ fn a_word_is_not_exchanged_by_a_thread_that_was_put_aside_after_the_look() {
 
 #[test]
 fn nothing_is_written_to_a_file_by_a_thread_that_was_put_aside_after_the_look() {
-    if !is_possible() {
+    if !possible("nothing_is_written_to_a_file_by_a_thread_that_was_put_aside_after_the_look") {
         return;
     }
     let file = rustix::fs::memfd_create("at-once", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
