@@ -1,5 +1,5 @@
 """Computes which top-level modules of a crate use which, and fails where they use each other in a circle, where one is used that nothing
-in its crate may use, and where ARCHITECTURE.md says that they stand in another order.
+in its crate may use, where ARCHITECTURE.md says that they stand in another order, and where a thread is started past the one function for it.
 
 Without arguments it checks; with --print it prints the graph of every crate first. What counts is a path in the code (`crate::a::B`,
 `super::a::B`, in `use` lines and elsewhere), outside of what is compiled for tests only. A name that the root of the crate re-exports
@@ -13,6 +13,9 @@ from pathlib import Path
 
 # Modules that nothing else in their crate uses.
 LEAVES = {"crates/towline": ["connect", "nccl", "nixl"]}
+
+# The crates whose threads are all started by one function, and the file that has it.
+THREADS = {"crates/towline": "crates/towline/src/runtime/thread.rs", "crates/towline-comm": None}
 
 # ARCHITECTURE.md has the modules of a crate from bottom to top in a block of this kind: each uses only those that stand before it.
 ORDER = re.compile(r"^```modules (?P<crate>\S+)\n(?P<names>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -40,6 +43,7 @@ class Crate:
         self.exports = {}
         self.folder = root.parent
         self.found = []  # (module, name at the root of the crate, place)
+        self.threads = []  # (file, line) of what starts a thread by the standard library
         tokens = without_tests(tokens_of(root))
         self.modules = [tokens[at + 1][0] for at in range(len(tokens)) if is_declaration(tokens, at)]
         for at, (token, _) in enumerate(tokens):
@@ -70,6 +74,7 @@ class Crate:
         tokens = without_tests(tokens_of(file))
         self.read_declared(tokens, self.folder.joinpath(*path), path)
         inside = []  # for each brace that is open: whether it is that of a module
+        self.threads += [(str(file), line) for at, (_, line) in enumerate(tokens) if starts_thread(tokens, at)]
         for at, (token, line) in enumerate(tokens):
             if token == "{":
                 inside.append(at > 1 and tokens[at - 2][0] == "mod")
@@ -108,6 +113,14 @@ class Crate:
             if module not in number:
                 visit(module)
         return found
+
+
+def starts_thread(tokens, at):
+    """Whether the standard library's way to start a thread is named here: by its path, or as a method of a scope."""
+    names = [token for token, _ in tokens[at : at + 3]]
+    if names[:2] == ["thread", "::"]:
+        return any(path[1:2] in (["Builder"], ["spawn"]) for path, _ in expand(tokens, at))
+    return names[:2] == [".", "spawn_scoped"] or names == ["scope", ".", "spawn"]
 
 
 def is_declaration(tokens, at):
@@ -227,6 +240,9 @@ def main():
         for leaf in LEAVES.get(name, []):
             users = [f"{module} ({', '.join(uses[leaf][:3])})" for module, uses in crate.uses.items() if leaf in uses]
             wrong += [f"{leaf} is a leaf, and is used by {', '.join(users)}"] if users else []
+        if name in THREADS:
+            past = [f"{file}:{line}" for file, line in crate.threads if file != THREADS[name]]
+            wrong += [f"a thread is started past `start_thread`: {place}" for place in past]
         for one in wrong:
             bad = True
             print(f"{name}: {one}")

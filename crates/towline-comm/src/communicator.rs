@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::thread::{Scope, ScopedJoinHandle};
 
-use towline::room::no_thread;
+use towline::start_scoped_thread;
 use towline::{Buffer, Endpoint, Kind, Place, Storage};
 
 pub use self::collectives::Using;
@@ -530,11 +530,9 @@ fn start_rank<'scope>(
     stop: &Stop,
     join: impl FnOnce() -> Result<Communicator> + Send + 'scope,
 ) -> Joiner<'scope> {
-    const NAME: &str = "towline-rank";
     let stop = stop.clone();
     let joining = move || stop.during(join);
-    let started = std::thread::Builder::new().name(NAME.into()).spawn_scoped(scope, joining);
-    Ok(started.map_err(|error| no_thread("init_all", NAME, error))?)
+    Ok(start_scoped_thread(scope, "init_all", "towline-rank", joining)?)
 }
 
 /// All of them, or why one is missing: that its thread could not be started says more than that the others have waited for it, for

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use towline::room::no_thread;
+use towline::start_scoped_thread;
 
 use crate::member::job::Work;
 use crate::member::{Job, Member};
@@ -199,9 +199,9 @@ fn launch(jobs: Vec<(Arc<Member>, Job)>) -> Result<()> {
         let first = rest.next();
         let others: Vec<_> = rest
             .map(|(member, jobs)| {
-                let name = std::thread::Builder::new().name("towline-group".into());
                 let launched = Arc::clone(&member);
-                (member, name.spawn_scoped(scope, move || launched.launch(jobs)))
+                let work = move || launched.launch(jobs);
+                (member, start_scoped_thread(scope, "group_end", "towline-group", work))
             })
             .collect();
         outcomes.extend(first.map(|(member, jobs)| member.launch(jobs)));
@@ -217,7 +217,7 @@ fn launch(jobs: Vec<(Arc<Member>, Job)>) -> Result<()> {
                 }),
                 // Other ranks wait for its calls, and would do so to their limit.
                 Err(error) => {
-                    let error = Error::from(no_thread("group_end", "towline-group", error));
+                    let error = Error::from(error);
                     stop(&error);
                     Err(error)
                 }

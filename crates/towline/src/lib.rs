@@ -81,6 +81,8 @@ pub use region::{
     Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, StrangerAudit,
 };
 pub use route::{Candidate, Capabilities, Explanation, Isolation, Routing, Verdict};
+#[doc(hidden)]
+pub use runtime::{start_scoped_thread, start_thread};
 pub use tls::Tls;
 #[doc(hidden)]
 pub use tls::TlsStream;

@@ -4,7 +4,7 @@
 //! what takes long (lanes, blocking waits) on threads `towline-copy-N`, of which an idle process has none. [`starters()`] runs
 //! what a call leaves to others so that it can return, on threads `towline-start-N`, [`sharers()`] copies that several threads
 //! share, on threads `towline-share-N`, and [`devices()`] what waits for a disk or the like, on threads `towline-device-N`.
-//! [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
+//! [`start_thread`] is how every thread of the library begins. [`socket`] is the nonblocking stream socket that the stream transport stands on. Nothing here ticks:
 //! a process in which nothing happens makes no system call. After a transfer the event loop wakes once, when its deadline would have been.
 
 mod bell;
@@ -14,11 +14,11 @@ mod quick;
 mod reactor;
 pub(crate) mod rseq;
 pub(crate) mod socket;
+mod thread;
 mod timers;
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub(crate) use bell::Bell;
@@ -26,10 +26,11 @@ pub(crate) use devices::{Device, Devices, EACH};
 pub(crate) use pool::Pool;
 pub(crate) use quick::{wait_for_nothing, where_it_may_wait};
 pub(crate) use reactor::{Interest, Reactor, Readiness, Source, Token};
+pub use thread::{start_scoped_thread, start_thread};
 pub(crate) use timers::{Timer, TimerId};
 
+use crate::fork;
 use crate::{Error, Result};
-use crate::{fork, room};
 
 static REACTOR: OnceLock<Arc<Reactor>> = OnceLock::new();
 static STARTING: Mutex<()> = Mutex::new(());
@@ -103,21 +104,6 @@ pub(crate) fn devices() -> &'static Devices {
 /// The process's threads that share copies with whoever has begun them. They take no processor from who has posted a copy, and goes on.
 pub(crate) fn sharers() -> &'static Pool {
     &SHARERS
-}
-
-/// Starts a library thread (`Exhausted` where there is no room for one), which takes no signal that the program may want on a thread of its own.
-///
-/// A Python program counts on SIGINT interrupting its main thread, so the library's threads must not be
-/// the ones that receive it. Faults stay unblocked: they belong to the thread that causes them.
-pub(crate) fn start_thread(
-    op: &'static str,
-    name: impl Into<String>,
-    body: impl FnOnce() + Send + 'static,
-) -> Result<JoinHandle<()>> {
-    room::thread(op, name, move || {
-        reactor::block_signals();
-        body();
-    })
 }
 
 /// What is logged about a caught panic: its message, where it has one.

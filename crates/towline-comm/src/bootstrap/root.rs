@@ -88,7 +88,7 @@ pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>, unjoined: Duration) -> 
         called_off: Arc::clone(&called_off),
         closing: None,
     };
-    towline::room::thread(OP, "towline-root", move || host.run())?;
+    towline::start_thread(OP, "towline-root", move || host.run())?;
     Ok(Root { called_off, socket_name })
 }
 

@@ -7,8 +7,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use towline::room::{self, no_thread};
 use towline::{Kind as ErrorKind, Limits, Remote, Ticket};
+use towline::{room, start_scoped_thread};
 
 use super::Collectives;
 use super::direct::copy_here;
@@ -77,8 +77,8 @@ impl Collectives {
             let threads: Vec<_> = others
                 .iter()
                 .map(|lane| {
-                    let thread = std::thread::Builder::new().name("towline-messages".into());
-                    thread.spawn_scoped(scope, || in_order(self, team, lane))
+                    let work = || in_order(self, team, lane);
+                    start_scoped_thread(scope, "group_end", "towline-messages", work)
                 })
                 .collect();
             let mut outcomes = vec![in_order(self, team, first)];
@@ -96,7 +96,7 @@ impl Collectives {
                     }
                     // Its peer waits for these messages, and would do so to its limit.
                     Err(error) => {
-                        let error = Error::from(no_thread("group_end", "towline-messages", error));
+                        let error = Error::from(error);
                         team.abort(&error);
                         Err(error)
                     }

@@ -59,7 +59,7 @@ impl Communicator {
             let outcome = team.and_then(|team| signals::wait(&member, &team, &signals, Some(&withdrawn)));
             done.tell(outcome.map(|()| 0));
         };
-        towline::room::thread("wait_signal", "towline-signal", waiting)?;
+        towline::start_thread("wait_signal", "towline-signal", waiting)?;
         Ok(operation)
     }
 

@@ -102,7 +102,7 @@ impl Lane {
             return;
         }
         let lane = Arc::clone(self);
-        let started = towline::room::thread("put", "towline-lane", move || lane.run());
+        let started = towline::start_thread("put", "towline-lane", move || lane.run());
         match started {
             Ok(_) => state.running = true,
             Err(error) => {

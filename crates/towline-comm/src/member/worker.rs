@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use towline::{Kind, room};
+use towline::Kind;
 
 use crate::{Error, Result, interrupt};
 
@@ -59,7 +59,7 @@ impl Worker {
         state.queue.push_back(task);
         if !state.running {
             let worker = Arc::clone(self);
-            if let Err(error) = room::thread("submit", "towline-comm", move || worker.run()) {
+            if let Err(error) = towline::start_thread("submit", "towline-comm", move || worker.run()) {
                 state.queue.pop_back();
                 return Err(error.into());
             }

@@ -8,7 +8,6 @@
 #![allow(unsafe_code, reason = "blocks signals on the library's own thread, and asks for short turns for it")]
 
 use std::collections::{BTreeMap, VecDeque};
-use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
@@ -24,7 +23,7 @@ use crate::fence::robust::{OWNER_DIED, TID_MASK, WAITERS};
 use crate::fork::{guard, in_child};
 use crate::runtime;
 use crate::sync::lock;
-use crate::{Error, Kind, Result, room};
+use crate::{Error, Kind, Result};
 
 /// Watches at the same time in one process: the kernel waits for 128 words, and one is our own.
 pub(crate) const MAX_WATCHES: usize = 127;
@@ -197,8 +196,8 @@ impl Watcher {
         let mut state = lock(&self.state);
         if state.thread.is_none() {
             state.can_watch = futex_waitv_works();
-            state.thread =
-                Some(with_signals_blocked(|| room::thread("connect", "towline-watch", || self.run()))?);
+            let watching = runtime::start_thread("connect", "towline-watch", || self.run())?;
+            state.thread = Some(watching.thread().id());
         }
         Ok(state)
     }
@@ -370,24 +369,6 @@ fn come_promptly() {
             libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0);
         }
     }
-}
-
-/// Spawns with all signals blocked: the program's handlers run on the program's threads.
-fn with_signals_blocked(spawn: impl FnOnce() -> Result<std::thread::JoinHandle<()>>) -> Result<ThreadId> {
-    let mut all = MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: both sets are our own storage; the first is filled before it is read, and the second is read
-    // back below only when this call has filled it.
-    let blocked = unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) == 0
-    };
-    let spawned = spawn();
-    if blocked {
-        // SAFETY: filled by the call above.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
-    }
-    spawned.map(|handle| handle.thread().id())
 }
 
 #[cfg(test)]

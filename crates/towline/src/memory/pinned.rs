@@ -15,7 +15,7 @@ use towline_sys::cuda::HostFlags;
 use super::map::{self, HugePages, Map};
 use super::{MemoryDescription, Segment, SegmentSlice, Storage, StorageKind};
 use crate::cuda::{Gpu, HostRegistration, failed, not_given_back};
-use crate::{Error, Result, fork};
+use crate::{Error, Result, fork, runtime};
 
 const OP: &str = "allocate";
 
@@ -151,7 +151,7 @@ fn touch(map: &Map, size: usize, node: Option<u32>) {
                 let len = share.min(size - start);
                 map.advise_part(start, len, Advice::LinuxPopulateWrite)
             };
-            let spawned = thread::Builder::new().name("towline-touch".into()).spawn_scoped(scope, work);
+            let spawned = runtime::start_scoped_thread(scope, "allocate", "towline-touch", work);
             if let Err(error) = spawned {
                 tracing::debug!(%error, "pages are touched by one thread");
             }

@@ -18,7 +18,7 @@ use super::{failed, watch};
 use crate::cuda::Gpu;
 use crate::memory::Buffer;
 use crate::sync::lock;
-use crate::{Error, Kind, Result, fork, interrupt, room};
+use crate::{Error, Kind, Result, fork, interrupt, runtime};
 
 /// What is set when a communicator is made.
 #[derive(Debug, Clone)]
@@ -322,7 +322,7 @@ fn meet(core: &Arc<Core>, nranks: i32, id: &[u8; 128], rank: i32) -> Result<()> 
             let _ = tell.send(begun);
         }
     };
-    room::thread(OP, "towline-nccl-init", work)?;
+    runtime::start_thread(OP, "towline-nccl-init", work)?;
     let begun = Instant::now();
     let (mut left, mut interrupted) = (core.options.timeout, Ok(()));
     while !left.is_zero() && interrupted.is_ok() {

@@ -10,7 +10,7 @@ use towline_sys::nccl::Progress;
 use super::comm::Core;
 use crate::cuda::failed;
 use crate::sync::lock;
-use crate::{Error, Kind, Result, interrupt};
+use crate::{Error, Kind, Result, interrupt, runtime};
 
 /// The end of a job: it has ended when its stream has got past it. Cheap to clone.
 #[derive(Clone)]
@@ -157,7 +157,7 @@ mod watcher {
         let awaited = place.get_or_insert_default();
         awaited.all.push((pending, waker, Instant::now()));
         if !awaited.runs {
-            let thread = std::thread::Builder::new().name("towline-nccl-wait".into()).spawn(watch);
+            let thread = runtime::start_thread("wait", "towline-nccl-wait", watch);
             awaited.runs = thread.is_ok();
             if !awaited.runs {
                 // Who waits asks again by itself then, and comes by here.

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::comm::Core;
 use super::turn;
+use crate::runtime;
 use crate::sync::lock;
 
 /// How long a call may go on after its communicator was revoked, before it is aborted.
@@ -90,7 +91,7 @@ fn wake(core: &Arc<Core>) {
         watched.all.push(Watch { calls, core: Arc::downgrade(core), within, seen: 0, until: Instant::now() });
     }
     if !watched.runs {
-        let thread = std::thread::Builder::new().name("towline-nccl".into()).spawn(watch);
+        let thread = runtime::start_thread("wait", "towline-nccl", watch);
         // Without the thread the call goes on without a limit, which is what NCCL itself does.
         watched.runs = thread.is_ok();
     }

@@ -1,13 +1,12 @@
 //! The event loop: one thread that waits for descriptors and moments, and calls whoever asked.
 #![allow(
     unsafe_code,
-    reason = "calls epoll_pwait2, pthread_sigmask and sched_setscheduler, for which there is no safe wrapper"
+    reason = "calls epoll_pwait2 and sched_setscheduler, for which there is no safe wrapper"
 )]
 
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::fmt;
-use std::mem::MaybeUninit;
 use std::ops::BitOr;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -368,29 +367,6 @@ fn broken(op: &'static str) -> Error {
         op,
         "the event loop lost its epoll descriptor: something in this process closed it",
     )
-}
-
-/// Blocks, on the calling thread, every signal but faults and the profiler's.
-pub(super) fn block_signals() {
-    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: `sigfillset` initializes the set before the others use it; the signal numbers are valid; the
-    // old mask is not asked for.
-    unsafe {
-        libc::sigfillset(set.as_mut_ptr());
-        for signal in [
-            libc::SIGSEGV,
-            libc::SIGBUS,
-            libc::SIGFPE,
-            libc::SIGILL,
-            libc::SIGTRAP,
-            libc::SIGABRT,
-            libc::SIGSYS,
-            libc::SIGPROF,
-        ] {
-            libc::sigdelset(set.as_mut_ptr(), signal);
-        }
-        libc::pthread_sigmask(libc::SIG_SETMASK, set.as_ptr(), ptr::null_mut());
-    }
 }
 
 /// Makes the calling thread one that, woken, waits for its turn, in place of taking it from whoever runs: usually that is the
