@@ -14,14 +14,18 @@
 //! ```
 
 use std::fmt;
+use std::time::Duration;
 
 use towline::{MemoryAccess, Result, Storage};
 
 use crate::random::{mix, unmix};
+use crate::watchdog::stays;
 
 const WORD: u64 = 8;
 const MARK: u64 = 0xa7;
 const CHUNK: usize = 256 << 10;
+/// How far apart the words are that are looked at again and again.
+const SPREAD: usize = 128 << 10;
 
 /// What a region is filled with: its number (below 4096) and its generation (below 65536).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -166,6 +170,26 @@ impl Stamp {
         Ok(())
     }
 
+    /// For memory that nobody may write to any more: a few words of its first `len` bytes are looked at again and again for that
+    /// long, and all of them at the end. The first wrong one ends it.
+    pub fn stays_in(
+        self,
+        storage: &(impl Storage + ?Sized),
+        len: usize,
+        time: Duration,
+    ) -> std::result::Result<(), Wrong> {
+        let word = WORD as usize;
+        let look = || {
+            (0..len).step_by(SPREAD).try_for_each(|at| self.verify_storage(storage, at, word.min(len - at)))
+        };
+        let mut looked = Ok(());
+        stays(time, || {
+            looked = look();
+            looked.is_ok()
+        });
+        looked.and_then(|()| self.verify_storage(storage, 0, len))
+    }
+
     fn examine(self, start: u64, bytes: &[u8], wrong: &mut Option<Wrong>) {
         let mut at = 0;
         while at < bytes.len() {
@@ -227,6 +251,27 @@ mod tests {
         let mut bytes = vec![0; len];
         stamp.fill(0, &mut bytes);
         bytes
+    }
+
+    #[test]
+    fn memory_that_is_written_to_after_all_is_found_at_the_next_look_and_at_the_end() {
+        let stamp = Stamp::new(7, 9);
+        let len = 3 * SPREAD + 24;
+        let storage = towline::SystemStorage::new(len).unwrap();
+        stamp.fill_storage(&storage).unwrap();
+        stamp.stays_in(&storage, len, Duration::from_millis(2)).unwrap();
+        // Where it is looked again and again, it need not wait.
+        storage.write_at(2 * SPREAD, &[0; 8]).unwrap();
+        let begun = std::time::Instant::now();
+        assert_eq!(
+            stamp.stays_in(&storage, len, Duration::from_secs(3600)).unwrap_err().offset,
+            2 * SPREAD as u64
+        );
+        assert!(begun.elapsed() < Duration::from_secs(60));
+        stamp.fill_storage(&storage).unwrap();
+        storage.write_at(len - 8, &[0; 8]).unwrap();
+        let late = stamp.stays_in(&storage, len, Duration::from_millis(2)).unwrap_err();
+        assert_eq!(late.offset, len as u64 - 8);
     }
 
     #[test]

@@ -131,3 +131,8 @@ pub fn eventually(within: Duration, mut so: impl FnMut() -> bool) -> bool {
     }
     true
 }
+
+/// Looks for that long whether something stays so, for what must not happen any more: returns false as soon as it has.
+pub fn stays(time: Duration, mut so: impl FnMut() -> bool) -> bool {
+    !eventually(time, || !so())
+}

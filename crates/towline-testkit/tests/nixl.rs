@@ -346,8 +346,7 @@ fn a_peer_killed_in_mid_transfer_is_disconnected_and_later_peers_work() {
         // The buffer is ours again once NIXL has let go.
         assert!(transfer.wait_quiet(STALL * 2));
         mine.fill_storage(local.storage()).unwrap();
-        std::thread::sleep(Duration::from_millis(20));
-        mine.verify_storage(local.storage(), 0, len).unwrap();
+        mine.stays_in(local.storage(), len, Duration::from_millis(20)).unwrap();
     }
     let mut next = Process::open("owner", &lending());
     next.must("register 65536 system read+write");

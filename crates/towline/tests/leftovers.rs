@@ -52,6 +52,17 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool, now: impl Fn() -> Str
     }
 }
 
+/// Waits until the threads have ended that may still hold something of the last transfer, which is all but those that stay.
+fn idle() {
+    let names = || -> Vec<String> {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+        names.map(|name| name.trim().to_owned()).filter(|name| name.starts_with("towline-")).collect()
+    };
+    let stays = |name: &String| ["towline-io", "towline-watch"].contains(&name.as_str());
+    eventually("the end of the idle threads", || names().iter().all(stays), || format!("{:?}", names()));
+}
+
 fn over(path: &str) -> Routing {
     Routing::default().require(path).unwrap()
 }
@@ -142,8 +153,7 @@ fn a_closed_endpoint_keeps_no_descriptor() {
         if round == 0 {
             drop((owner, user));
             before = descriptors();
-            // Idle threads may still hold something of the last transfer.
-            thread::sleep(Duration::from_secs(2));
+            idle();
             before = descriptors().into_iter().filter(|name| before.contains(name)).collect();
             continue;
         }
@@ -170,7 +180,9 @@ fn of_a_user_that_was_killed_nothing_stays_mapped_at_the_owner() {
         user.kill();
         let Some((mapped, open)) = &before else {
             eventually("the first peer is noticed", || mappings().len() < with.0.len(), String::new);
-            thread::sleep(Duration::from_millis(500));
+            let pins = || mappings().iter().filter(|name| name.starts_with("towline-pins")).count();
+            eventually("the first peer's pins", || pins() == 0, || format!("{:?}", mappings()));
+            idle();
             before = Some((mappings(), descriptors()));
             continue;
         };

@@ -119,8 +119,7 @@ pub fn law_4_a_transfer_ends_once_and_then_nothing_touches_the_local_memory(benc
         bench.settle(&transfer);
         let mine = Stamp::new(3, round);
         mine.fill_storage(local.storage()).unwrap();
-        thread::sleep(Duration::from_millis(3));
-        mine.verify_storage(local.storage(), 0, LARGE).unwrap();
+        mine.stays_in(local.storage(), LARGE, Duration::from_millis(3)).unwrap();
         // It stays as it ended, whatever is done to it.
         transfer.cancel();
         let again = transfer.result().expect("it has ended");

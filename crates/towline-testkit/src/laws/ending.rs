@@ -195,8 +195,7 @@ pub fn a_deadline_ends_a_transfer(bench: &Bench) {
         }
         bench.settle(&transfer);
         OURS.fill_storage(local.storage()).unwrap();
-        std::thread::sleep(Duration::from_millis(2));
-        OURS.verify_storage(local.storage(), 0, LARGE).unwrap();
+        OURS.stays_in(local.storage(), LARGE, Duration::from_millis(2)).unwrap();
     }
     // A peer that stands still: only where bytes need its help does the deadline come.
     if let Owner::There(process) = &bench.owner {

@@ -9,7 +9,7 @@ use towline::{Access, Kind, MemoryAccess, Registered, Storage, Ticket};
 use towline_testkit::bench::routing;
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
-use towline_testkit::watchdog::{eventually, watch};
+use towline_testkit::watchdog::{eventually, stays, watch};
 use towline_testkit::worker::storage;
 
 use super::{MIB, STALL, endpoint, kind_for, lanes, local};
@@ -24,7 +24,15 @@ fn reuse<S: Storage>(region: &Registered<S>) {
     region.storage().memset(OURS, 0, LEN).unwrap();
 }
 
-fn is_still_ours<S: Storage>(region: &Registered<S>, what: &str) {
+/// Nobody writes into it for that long.
+fn stays_ours<S: Storage>(region: &Registered<S>, time: Duration, what: &str) {
+    stays(time, || {
+        (0..LEN).step_by(MIB).all(|at| {
+            let mut byte = [0];
+            region.read_at(at, &mut byte).unwrap();
+            byte == [OURS]
+        })
+    });
     let mut bytes = vec![0; LEN];
     region.read_at(0, &mut bytes).unwrap();
     let late = bytes.iter().position(|byte| *byte != OURS);
@@ -64,8 +72,7 @@ fn nothing_is_read_into_the_memory_of_an_endpoint_that_was_closed() {
             thread::sleep(random.micros(4000));
             user.close_within(STALL * 10).unwrap();
             reuse(&buffer);
-            thread::sleep(Duration::from_millis(20));
-            is_still_ours(&buffer, &format!("{path} round {round}"));
+            stays_ours(&buffer, Duration::from_millis(20), &format!("{path} round {round}"));
             let ended =
                 reading.wait_for(STALL * 10).unwrap_or_else(|| panic!("{path} round {round}: no end"));
             if let Err(error) = ended {
@@ -114,8 +121,10 @@ fn an_owner_that_closes_waits_for_writers_and_says_which_one_stands_still() {
             if stopped {
                 writer.resume();
             }
-            thread::sleep(Duration::from_millis(20));
-            is_still_ours(&region, &what);
+            // Its last write has ended when it answers, well or not.
+            writer.tell("halt");
+            let _ = writer.answer(STALL * 20);
+            stays_ours(&region, Duration::from_millis(20), &what);
         }
     });
     if towline_testkit::bench::forced().is_none() {
@@ -142,8 +151,8 @@ fn what_a_stopped_writer_is_inside_of_outlives_an_endpoint_that_is_only_dropped(
             writer.stop();
             drop(owner);
             drop(region);
-            thread::sleep(Duration::from_millis(50));
-            held.fetch_add((watched.strong_count() > 0).into(), Ordering::Relaxed);
+            let freed = eventually(Duration::from_millis(50), || watched.strong_count() == 0);
+            held.fetch_add((!freed).into(), Ordering::Relaxed);
             writer.resume();
             let freed = eventually(STALL * 10, || watched.strong_count() == 0);
             assert!(freed, "{path} round {round}: kept although nobody is inside any more");

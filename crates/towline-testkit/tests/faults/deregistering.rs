@@ -7,7 +7,7 @@ use towline::{Access, MemoryAccess};
 use towline_testkit::oracle::{Stamp, origin};
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
-use towline_testkit::watchdog::watch;
+use towline_testkit::watchdog::{stays, watch};
 use towline_testkit::worker::storage;
 
 use super::{MIB, STALL, endpoint};
@@ -95,12 +95,19 @@ fn is_nobodys(memory: &impl towline::Storage, meanwhile: Duration) {
     for tail in tails {
         memory.memset(0xee, tail, TAIL).unwrap();
     }
-    thread::sleep(meanwhile);
     let mut bytes = vec![0; TAIL];
-    for tail in tails {
-        memory.read_at(tail, &mut bytes).unwrap();
-        assert!(bytes.iter().all(|byte| *byte == 0xee), "written after it was taken back, at {tail}");
-    }
+    let mut written = || {
+        tails.into_iter().find(|tail| {
+            memory.read_at(*tail, &mut bytes).unwrap();
+            bytes.iter().any(|byte| *byte != 0xee)
+        })
+    };
+    let mut at = None;
+    stays(meanwhile, || {
+        at = written();
+        at.is_none()
+    });
+    assert_eq!(at, None, "written after it was taken back, there");
 }
 
 /// Every word is the owner's of this generation, or a writer's of this generation at its place. A write over a stream

@@ -13,7 +13,7 @@ use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
 use towline_testkit::proxy::{Faults, Proxy};
 use towline_testkit::random::{Random, seed};
-use towline_testkit::watchdog::{eventually, watch};
+use towline_testkit::watchdog::{eventually, stays, watch};
 
 const KIB: usize = 1 << 10;
 const LEN: usize = 3 << 20;
@@ -135,8 +135,8 @@ fn play(seed: u64, faults: Faults, tally: &mut Tally) {
                 assert!(BROKEN.contains(&error.kind()), "seed {seed}: {error}");
                 // Whatever is put there now stays.
                 mine.fill_storage(buffer.storage()).unwrap();
-                thread::sleep(DELAY * 3);
-                assert!(pair.look() == at_the_end, "seed {seed}, step {step}: written late");
+                let stayed = stays(DELAY * 3, || pair.look() == at_the_end);
+                assert!(stayed, "seed {seed}, step {step}: written late");
                 mine.verify_storage(buffer.storage(), 0, LEN)
                     .unwrap_or_else(|wrong| panic!("seed {seed}: {wrong}"));
             }
@@ -292,8 +292,7 @@ fn what_waits_for_a_new_connection_can_be_cancelled() {
     assert!(eventually(STALL * 10, || remote.alive().is_err()), "the cut is not noticed");
     let long = Duration::from_secs(600);
     let waits = pair.user.read(&remote, &buffer).within(long).stall_within(long).start().unwrap();
-    thread::sleep(DELAY);
-    assert!(!waits.is_done());
+    assert!(waits.wait_for(DELAY).is_none(), "it ends though nobody answers");
     waits.cancel();
     assert_eq!(waits.wait_for(STALL * 10).expect("it ends").unwrap_err().kind(), Kind::Canceled);
     assert!(waits.quiet());

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use towline::{Access, Endpoint, Kind, Limits, MemoryAccess, Registered, Remote, SystemStorage, Transfer};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::proxy::{Faults, Proxy};
-use towline_testkit::watchdog::{eventually, watch};
+use towline_testkit::watchdog::{eventually, stays, watch};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
@@ -68,7 +68,7 @@ impl Pair {
     fn lands_nothing_when_quiet(&self, transfer: &Transfer) {
         assert!(transfer.wait_quiet(LONG), "it never becomes quiet");
         let before = self.look();
-        thread::sleep(LATER);
+        stays(LATER, || self.look() == before);
         let late = before.iter().zip(self.look()).filter(|(before, now)| **before != *now).count();
         assert_eq!(late, 0, "so many bytes landed behind a quiet end");
     }

@@ -4,11 +4,13 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::connection::Next;
 use super::connection::moments::{self, Hold, Moment};
 use crate::memory::{Dtype, ReduceOp, SharedStorage, SystemStorage};
+use crate::runtime::rseq;
+use crate::skip::skip;
 use crate::sync::lock;
 use crate::{
     Access, Endpoint, Error, Kind, Limits, MemoryDescription, Registered, Remote, Routing, Transfer,
@@ -16,6 +18,8 @@ use crate::{
 
 const LEN: usize = 1 << 20;
 const WATCHDOG: Duration = Duration::from_secs(30);
+
+const NO_RSEQ: &str = "this machine gives no restartable sequences";
 
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
@@ -89,12 +93,24 @@ fn bytes(region: &Registered<SharedStorage>) -> Vec<u8> {
     bytes
 }
 
+/// Looks for that long whether anything lands.
+fn stays(region: &Registered<SharedStorage>, as_it_was: &[u8], time: Duration) {
+    let until = Instant::now() + time;
+    loop {
+        let last = Instant::now() >= until;
+        assert!(as_it_was == bytes(region), "bytes landed behind a quiet end");
+        if last {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 fn nothing_lands_of(scene: &Scene) {
     assert!(scene.transfer.quiet());
     let before = bytes(&scene.region);
     scene.go_on.send(()).unwrap();
-    std::thread::sleep(Duration::from_millis(50));
-    assert!(before == bytes(&scene.region), "bytes landed behind a quiet end");
+    stays(&scene.region, &before, Duration::from_millis(50));
 }
 
 #[test]
@@ -120,8 +136,9 @@ fn a_lane_waits_for_what_was_asked_over_it_and_for_nothing_else() {
 
 #[test]
 fn of_a_write_whose_owner_stands_between_look_and_copy_nothing_lands_any_more() {
-    if !crate::runtime::rseq::is_possible() {
-        return;
+    if !rseq::is_possible() {
+        let test = "of_a_write_whose_owner_stands_between_look_and_copy_nothing_lands_any_more";
+        return skip(test, "rseq", NO_RSEQ);
     }
     for path in ["unix", "tcp"] {
         nothing_lands_of(&held_up(path, Moment::BeforeTheCopy, false));
@@ -130,8 +147,9 @@ fn of_a_write_whose_owner_stands_between_look_and_copy_nothing_lands_any_more() 
 
 #[test]
 fn of_a_reduction_whose_owner_stands_between_look_and_change_nothing_is_changed_any_more() {
-    if !crate::runtime::rseq::is_possible() {
-        return;
+    if !rseq::is_possible() {
+        let test = "of_a_reduction_whose_owner_stands_between_look_and_change_nothing_is_changed_any_more";
+        return skip(test, "rseq", NO_RSEQ);
     }
     for path in ["unix", "tcp"] {
         let scene = held_up_at(path, SHORT, Moment::BeforeTheCopy, false, |user, remote, local| {
@@ -151,8 +169,7 @@ fn where_look_and_copy_are_two_steps_a_write_is_not_quiet_until_the_copy_between
     assert!(scene.transfer.wait_quiet(WATCHDOG), "it never becomes quiet");
     let quiet = bytes(&scene.region);
     assert_ne!(before, quiet, "the moment was not the one before the copy");
-    std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(quiet, bytes(&scene.region), "bytes landed behind a quiet end");
+    stays(&scene.region, &quiet, Duration::from_millis(20));
 }
 
 #[test]
