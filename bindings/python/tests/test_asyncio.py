@@ -33,6 +33,12 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], 
     return asyncio.run if request.param == "asyncio" else uvloop_runner
 
 
+async def _goes_on(task: asyncio.Future[Any], time: float) -> None:
+    """Waits that long for the task, which must not end meanwhile."""
+    done, _ = await asyncio.wait([task], timeout=time)
+    assert not done
+
+
 class Stalled:
     """A transfer that is in flight until the peer is resumed, or is cancelled."""
 
@@ -108,7 +114,7 @@ def test_cancelling_the_task_cancels_the_transfer_and_leaves_the_memory_quiet(
     async def main() -> None:
         transfer = stalled.start()
         task = asyncio.ensure_future(_awaited(transfer))
-        await asyncio.sleep(0.05)
+        await _goes_on(task, 0.05)
         assert not transfer.done() and not transfer.quiet()
         task.cancel()
         task.cancel()
@@ -152,7 +158,7 @@ def test_the_loop_is_not_polled_while_a_transfer_is_in_flight(
     async def main() -> None:
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(_awaited(stalled.start()))
-        await asyncio.sleep(0.01)
+        await _goes_on(task, 0.01)
         turns = 0
 
         class Counting:
@@ -168,7 +174,7 @@ def test_the_loop_is_not_polled_while_a_transfer_is_in_flight(
                 return self.selector.select(timeout)
 
         loop._selector = Counting(loop._selector)  # type: ignore[attr-defined]
-        await asyncio.sleep(0.3)
+        await _goes_on(task, 0.3)
         assert turns <= 4, turns
         stalled.owner.resume()
         await task
@@ -220,7 +226,8 @@ def test_a_loop_releases_memory_by_itself(
             await endpoint.import_async(owner.ticket)
             await endpoint.read(remote, local)
         target = numpy.zeros(SIZE, numpy.uint8)
-        gone = weakref.ref(target)
+        loop, released = asyncio.get_running_loop(), asyncio.Event()
+        gone = weakref.ref(target, lambda _: loop.call_soon_threadsafe(released.set))
         owner.stop()
         transfer = endpoint.read(remote, endpoint.register(target, "none"))
         del target, transfer
@@ -228,11 +235,7 @@ def test_a_loop_releases_memory_by_itself(
         # The region and the transfer are forgotten, and the bytes are still to come: the library holds the memory.
         assert gone() is not None
         owner.resume()
-        for _ in range(200):
-            await asyncio.sleep(0.01)
-            if gone() is None:
-                return
-        raise AssertionError("the memory was not released")
+        await asyncio.wait_for(released.wait(), 30)
 
     run(main())
 
@@ -285,13 +288,12 @@ def test_an_import_does_not_block_the_loop_and_can_be_cancelled(
     async def main() -> None:
         async with towline.Endpoint("impatient", timeout=30, stall_timeout=30) as endpoint:
             task = asyncio.ensure_future(endpoint.import_async(owner.ticket))
-            await asyncio.sleep(0.05)
-            assert not task.done()
+            await _goes_on(task, 0.05)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             other = asyncio.ensure_future(endpoint.import_async(owner.ticket))
-            await asyncio.sleep(0.01)
+            await _goes_on(other, 0.01)
             owner.resume()
             assert (await other).peer == "peer"
 
