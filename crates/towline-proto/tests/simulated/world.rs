@@ -46,6 +46,8 @@ pub(crate) enum Event {
         wire: usize,
         silently: bool,
     },
+    /// The user closes the session, whatever is in flight.
+    Closes,
     Stops,
     Resumes,
     Revokes,
@@ -255,6 +257,7 @@ impl World {
                     self.at(self.now, Event::HangsUp { wire, by_word: false });
                 }
             }
+            Event::Closes => self.end_session(Error::new(Kind::Canceled, "session", "it was closed"), true),
             Event::Stops => self.stopped = true,
             Event::Resumes => {
                 self.stopped = false;
@@ -313,6 +316,9 @@ impl World {
         }
         if self.random.once_in(4) {
             self.after(150_000, Event::Revokes);
+        }
+        if self.random.once_in(6) {
+            self.after(200_000, Event::Closes);
         }
         while let Some(((when, _), event)) = self.events.pop_first() {
             self.now = when;
