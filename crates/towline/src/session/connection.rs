@@ -298,18 +298,17 @@ impl Connection {
         }
     }
 
+    /// [`send`](Self::send), for a frame that is all of it and that nobody takes back.
+    pub(super) fn say(&self, head: Vec<u8>) -> Result<()> {
+        self.send(head, Vec::new(), Payload::None)
+    }
+
     /// Sends a frame, or queues it where the socket is full.
-    pub(super) fn send(
-        &self,
-        head: Vec<u8>,
-        files: Vec<OwnedFd>,
-        payload: Payload,
-        keep: Keep,
-    ) -> Result<()> {
+    pub(super) fn send(&self, head: Vec<u8>, files: Vec<OwnedFd>, payload: Payload) -> Result<()> {
         let mut outgoing = match self.outgoing.try_lock() {
             Ok(outgoing) => self.with_late(outgoing),
             Err(TryLockError::WouldBlock) if self.role() == Role::Lane => {
-                return self.send_late(Late::Frame { head, files, payload, keep });
+                return self.send_late(Late::Frame { head, files, payload });
             }
             Err(_) => self.queue(),
         };
@@ -317,7 +316,7 @@ impl Connection {
             return Err(disconnected());
         }
         let bulk = matches!(payload, Payload::Memory(_)) && self.role() == Role::Lane;
-        outgoing.push(head, files, payload, keep);
+        outgoing.push(head, files, payload);
         if let Some(error) = outgoing.why_broken().cloned() {
             drop(outgoing);
             self.close(error.clone());
@@ -370,7 +369,7 @@ impl Connection {
     fn with_late<'a>(&'a self, mut outgoing: MutexGuard<'a, Outgoing>) -> MutexGuard<'a, Outgoing> {
         for late in std::mem::take(&mut *lock(&self.late)) {
             match late {
-                Late::Frame { head, files, payload, keep } => outgoing.push(head, files, payload, keep),
+                Late::Frame { head, files, payload } => outgoing.push(head, files, payload),
                 // Whoever sends next learns of it.
                 Late::Answer(request) => drop(outgoing.answered(request)),
             }
@@ -432,7 +431,7 @@ impl Connection {
     fn give_up(&self, why: GivenUp, belongs: impl Fn(&Keep) -> bool) {
         let mut incoming = lock(&self.incoming);
         if let Reading::Payload { sink, .. } = &mut incoming.reading
-            && belongs(sink.keep())
+            && sink.keeps(belongs)
         {
             sink.give_up(why);
         }
@@ -685,7 +684,7 @@ impl Connection {
                     incoming = lock(&self.incoming);
                     if let Some(mut sink) = sink {
                         // A stop or a close that came while nobody held the lock did not find this sink.
-                        if sink.keep().is_over() {
+                        if sink.keeps(Keep::is_over) {
                             sink.give_up(GivenUp::NotWanted);
                         } else if self.is_closed() {
                             sink.give_up(GivenUp::HungUp);
@@ -787,7 +786,7 @@ impl Connection {
         let frame = crate::wire::Message::from(bye).frame(0, 0, 0);
         let mut outgoing = self.queue();
         if !outgoing.blocked() && !self.is_closed() {
-            outgoing.push(frame, Vec::new(), Payload::None, Keep::Nothing);
+            outgoing.push(frame, Vec::new(), Payload::None);
             let _ = self.flush(&mut outgoing);
         }
     }

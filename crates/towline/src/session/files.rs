@@ -11,7 +11,7 @@ use towline_proto::session::owner::Ranges;
 use super::checks;
 use super::connection::{Connection, Role};
 use super::owner::Serving;
-use super::parts::{Bounced, Keep, Landed, Payload, Sink, hung_up};
+use super::parts::{Bounced, Held, Keep, Landed, Payload, Sink, hung_up};
 use crate::budget::Charge;
 use crate::cuda::Gpu;
 use crate::layout::Piece;
@@ -229,7 +229,7 @@ impl Files {
         {
             return Ok(Sink::pinned(slot, bytes).counted(written));
         }
-        Ok(Sink::buffer(bytes, Keep::Nothing)?.counted(written))
+        Ok(Sink::buffer(bytes, None)?.counted(written))
     }
 
     /// Whether so much waits to be written that no more is to come over a lane.
@@ -456,8 +456,8 @@ impl Reading {
                 if self.checked {
                     head = checks::before(bounce.checks(&self.asked, &parts), self.request, head);
                 }
-                let keep = Keep::Bounce(Arc::new(bounce), self.request);
-                self.connection.send(head, Vec::new(), Payload::Memory(parts), keep)
+                let held = Held::to_send(parts, Keep::Bounce(Arc::new(bounce), self.request));
+                self.connection.send(head, Vec::new(), Payload::Memory(held))
             }
             Err(error) => serving.answer_read(&self.connection, self.request, Err(error)),
         };

@@ -21,7 +21,7 @@ use super::connection::{Connection, Role};
 use super::contact::{self, NoContact};
 use super::grant::GrantHandle;
 use super::mappings::Mappings;
-use super::parts::{Keep, Payload};
+use super::parts::Payload;
 use super::query::Borrowed;
 use super::run::Run;
 use super::sharing::{self, Neighbour};
@@ -172,12 +172,7 @@ impl Session {
             .fd()
             .try_clone_to_owned()
             .map_err(|error| Error::os("contact", "dup", error))?;
-        self.control()?.send(
-            Message::from(wire::Held {}).frame(0, 0, 1),
-            vec![life],
-            Payload::None,
-            Keep::Nothing,
-        )
+        self.control()?.send(Message::from(wire::Held {}).frame(0, 0, 1), vec![life], Payload::None)
     }
 
     /// All connections.
@@ -246,7 +241,7 @@ impl Session {
         let request = self.open(control, asks, waiter)?.request;
         control.expect_files();
         let frame = message.into().frame(request, 0, 0);
-        match control.send(frame, Vec::new(), Payload::None, Keep::Nothing) {
+        match control.say(frame) {
             // The failed connection has reported for it already.
             Err(error) if self.give_up(request).is_some() => Err(error),
             _ => Ok(request),
@@ -265,7 +260,7 @@ impl Session {
 
     /// Sends a request whose answer nobody waits for.
     pub(crate) fn tell(&self, message: impl Into<Message>) -> Result<()> {
-        self.control()?.send(message.into().frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
+        self.control()?.say(message.into().frame(0, 0, 0))
     }
 
     /// Hands the owner a message.
@@ -295,7 +290,7 @@ impl Session {
     pub(super) fn close_count(&self, transfer: u64) {
         if let Ok(control) = self.control() {
             let frame = Message::from(wire::Cancel {}).frame(transfer, 0, 0);
-            let _ = control.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+            let _ = control.say(frame);
         }
     }
 
@@ -430,7 +425,7 @@ impl Session {
             match action {
                 Action::Send(over, frame) => {
                     if let Some(connection) = self.connection(over, closed) {
-                        let _ = connection.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+                        let _ = connection.say(frame);
                     }
                 }
                 Action::Stopped(waiter) => waiter.stopped(),

@@ -12,7 +12,7 @@ use towline_proto::session::unauthenticated::{Entrant, Origin};
 use super::channel::Channel;
 use super::connection::{Connection, Handler, Next, Role};
 use super::owner::Serving;
-use super::parts::{Keep, Payload, Sink};
+use super::parts::Sink;
 use super::{Sessions, UNANSWERED};
 use crate::identity::Identity;
 use crate::region::Deed;
@@ -182,7 +182,7 @@ fn origin_of(socket: &Socket, peer: &PeerAddr) -> Origin {
 /// Tells a connection that has not proven itself why it goes, and closes it.
 fn dismiss(entrant: &Entrant<Weak<Connection>>, error: &Error) {
     if let Some(connection) = entrant.connection().and_then(Weak::upgrade) {
-        let _ = connection.send(refusal(error), Vec::new(), Payload::None, Keep::Nothing);
+        let _ = connection.say(refusal(error));
         connection.close(error.clone());
     }
 }
@@ -273,7 +273,7 @@ impl Newcomer {
         connection.socket().check_peer(&handshake.client().name)?;
         *lock(&self.handshake) = Some(handshake);
         self.entrant.has_spoken();
-        connection.send(welcome, Vec::new(), Payload::None, Keep::Nothing)
+        connection.say(welcome)
     }
 
     fn step(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<()> {
@@ -341,7 +341,7 @@ impl Handler for Newcomer {
         _files: Vec<OwnedFd>,
     ) -> Result<()> {
         self.step(connection, header, body).inspect_err(|error| {
-            let _ = connection.send(refusal(error), Vec::new(), Payload::None, Keep::Nothing);
+            let _ = connection.say(refusal(error));
         })
     }
 

@@ -27,7 +27,7 @@ use self::local::Local;
 use super::checks;
 use super::connection::{Connection, Handler, Next, Role, Wanted};
 use super::files::{Files, Source, Written};
-use super::parts::{Keep, Landed, Payload, Sink, hung_up, readable};
+use super::parts::{Held, Landed, Payload, Sink, hung_up};
 use crate::budget::{Account, Charge};
 use crate::fence::applying::Desk;
 use crate::fence::life::LifeView;
@@ -150,7 +150,7 @@ impl Serving {
         let ready = wire::Ready { session: serving.id, name: sessions.registry.name().to_owned(), local };
         connection.authenticate(serving, Role::Control, of_connection);
         let head = Message::from(ready).frame(0, 0, files.len() as u8);
-        connection.send(head, files, Payload::None, Keep::Nothing)
+        connection.send(head, files, Payload::None)
     }
 
     /// Checks the ticket that a peer has just proven to hold.
@@ -208,7 +208,7 @@ impl Serving {
         }
         let ready = wire::Ready { session: id, name: sessions.registry.name().to_owned(), local: place };
         connection.authenticate(serving, Role::Lane, charge);
-        connection.send(Message::from(ready).frame(0, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
+        connection.say(Message::from(ready).frame(0, 0, 0))
     }
 
     /// The peer with that session.
@@ -311,7 +311,7 @@ impl Serving {
             Err(error) => {
                 let items = (0..count).map(|_| Err(WireError::from(&error))).collect();
                 let frame = Message::from(Granted { items }).frame(request, 0, 0);
-                connection.send(frame, Vec::new(), Payload::None, Keep::Nothing)?;
+                connection.say(frame)?;
             }
         }
         Ok(())
@@ -338,7 +338,7 @@ impl Serving {
             })
             .collect();
         let frame = Message::from(Granted { items }).frame(request, 0, files.len() as u8);
-        connection.send(frame, files, Payload::None, Keep::Nothing)
+        connection.send(frame, files, Payload::None)
     }
 
     fn claimer(&self) -> Claimer {
@@ -379,8 +379,8 @@ impl Serving {
         });
         match read {
             Ok(Some((head, parts, memory))) => {
-                let payload = Payload::Memory(readable(parts));
-                connection.send(head, Vec::new(), payload, memory.keep(request))
+                let payload = Payload::Memory(Held::new(parts, memory.keep(request)));
+                connection.send(head, Vec::new(), payload)
             }
             Ok(None) => Ok(()),
             Err(error) => self.answer_read(connection, request, Err(error)),
@@ -395,7 +395,7 @@ impl Serving {
     ) -> Result<()> {
         let data = wire::Data { outcome: outcome.map_err(|error| WireError::from(&error)) };
         let head = Message::from(data).frame(request, 0, 0);
-        connection.send(head, Vec::new(), Payload::None, Keep::Nothing)
+        connection.say(head)
     }
 
     /// Writes what has come for a file or a GPU. A lane's thread may wait for a GPU, and its peer with it; the event loop may not.
@@ -460,7 +460,7 @@ impl Serving {
     fn answer(&self, connection: &Connection, request: u64, outcome: Result<u64>) -> Result<()> {
         let done = Done { outcome: outcome.map_err(|error| WireError::from(&error)) };
         let head = Message::from(done).frame(request, 0, 0);
-        connection.send(head, Vec::new(), Payload::None, Keep::Nothing)
+        connection.say(head)
     }
 
     /// An operation on one word of a region, for whoever waits for its outcome; it gives none where that one does not stand by it
@@ -601,9 +601,7 @@ impl Handler for Arc<Serving> {
         let action = lock(&self.rules).frame(&Over::of(connection), header.id, message, Instant::now())?;
         match action {
             Action::Nothing => Ok(()),
-            Action::Answer(message) => {
-                connection.send(message.frame(header.id, 0, 0), Vec::new(), Payload::None, Keep::Nothing)
-            }
+            Action::Answer(message) => connection.say(message.frame(header.id, 0, 0)),
             Action::Import(import) => self.import(connection, header.id, import),
             Action::LetGo(granting) => {
                 granting.lent.back();
@@ -645,9 +643,9 @@ impl Handler for Arc<Serving> {
         });
         let sink = match target {
             Ok(Target::Memory(memory, _)) if arriving.is_combined => {
-                Sink::buffer(bytes as usize, memory.keep(header.id))
+                Sink::buffer(bytes as usize, Some(memory.keep(header.id)))
             }
-            Ok(Target::Memory(memory, parts)) => Ok(Sink::memory(parts, memory.keep(header.id))),
+            Ok(Target::Memory(memory, parts)) => Ok(Sink::memory(Held::new(parts, memory.keep(header.id)))),
             Ok(Target::Bounced(asked)) if arriving.is_combined => Err(asked.no_words("reduce_into")),
             Ok(Target::Bounced(asked)) => charge
                 .resize("write", body.len() as u64 + bytes)

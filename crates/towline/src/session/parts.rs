@@ -19,7 +19,6 @@ use crate::{Error, Kind, Result};
 /// What keeps the memory behind a payload in place.
 #[derive(Clone)]
 pub(super) enum Keep {
-    Nothing,
     /// A transfer of this process; the number is the request's.
     Transfer(UnitHold, u64),
     /// A region that this endpoint serves; the number is the request's.
@@ -42,7 +41,7 @@ impl Keep {
         match self {
             Keep::Region(region, _) => region.core().generation == generation,
             Keep::Bounce(bounce, _) => bounce.region().generation == generation,
-            Keep::Nothing | Keep::Transfer(..) => false,
+            Keep::Transfer(..) => false,
         }
     }
 
@@ -51,38 +50,75 @@ impl Keep {
         match self {
             Keep::Region(region, _) => region.core().lent,
             Keep::Transfer(hold, _) => hold.transfer().local_is_lent(),
-            Keep::Nothing | Keep::Bounce(..) => false,
+            Keep::Bounce(..) => false,
         }
     }
 
     /// Whether the memory must not be touched any more.
     pub(super) fn is_over(&self) -> bool {
         match self {
-            Keep::Nothing => false,
             Keep::Transfer(hold, _) => hold.transfer().is_stopped(),
             Keep::Region(region, _) => region.core().is_closed(),
             Keep::Bounce(bounce, _) => bounce.region().is_closed(),
         }
     }
 
-    fn request(&self) -> Option<u64> {
+    fn request(&self) -> u64 {
         match self {
-            Keep::Transfer(_, request) | Keep::Region(_, request) | Keep::Bounce(_, request) => {
-                Some(*request)
-            }
-            Keep::Nothing => None,
+            Keep::Transfer(_, request) | Keep::Region(_, request) | Keep::Bounce(_, request) => *request,
         }
     }
 }
 
-/// The payload of a frame that is sent.
-pub(super) enum Payload {
-    None,
-    /// Parts of registered memory.
-    Memory(Vec<RawPart>),
+/// Parts of memory, with what keeps them in place: no frame and no sink names memory without that.
+pub(super) struct Held {
+    parts: Vec<RawPartMut>,
+    keep: Keep,
 }
 
-// SAFETY: the parts are addresses; whoever uses them holds the `Keep` that pins the memory.
+impl Held {
+    /// Parts that nothing is written to.
+    pub(super) fn to_send(parts: Vec<RawPart>, keep: Keep) -> Held {
+        let part = |part: RawPart| RawPartMut { ptr: part.ptr.cast_mut(), len: part.len };
+        Held::new(parts.into_iter().map(part).collect(), keep)
+    }
+
+    /// Parts that stay in place as long as `keep` lives.
+    pub(super) fn new(parts: Vec<RawPartMut>, keep: Keep) -> Held {
+        Held { parts, keep }
+    }
+
+    /// The local memory of a unit, for the request of that number.
+    pub(super) fn unit(hold: UnitHold, request: u64) -> Held {
+        let (transfer, unit) = (hold.transfer(), hold.unit);
+        let (base, pieces) = (transfer.base(transfer.units[unit].part), transfer.pieces(unit));
+        let mut parts: Vec<RawPartMut> = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            let ptr = base.wrapping_add(piece.local as usize);
+            match parts.last_mut() {
+                Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += piece.len as usize,
+                _ => parts.push(RawPartMut { ptr, len: piece.len as usize }),
+            }
+        }
+        Held::new(parts, Keep::Transfer(hold, request))
+    }
+
+    pub(super) fn parts(&self) -> &[RawPartMut] {
+        &self.parts
+    }
+}
+
+/// What follows the head of a frame that is sent, and whom the frame belongs to.
+pub(super) enum Payload {
+    /// Nothing; the frame belongs to nobody who could take it back.
+    None,
+    /// Nothing; the frame is taken back with what that keeps.
+    Of(Keep),
+    /// Parts of registered memory.
+    Memory(Held),
+}
+
+// SAFETY: the parts are addresses; the `Keep` beside them pins the memory.
 unsafe impl Send for Payload {}
 
 /// What the queue is to learn, and has not yet.
@@ -91,7 +127,6 @@ pub(super) enum Late {
         head: Vec<u8>,
         files: Vec<OwnedFd>,
         payload: Payload,
-        keep: Keep,
     },
     /// An answer to that request has come.
     Answer(u64),
@@ -116,7 +151,7 @@ struct Frame {
     head: Vec<u8>,
     files: Vec<OwnedFd>,
     payload: Vec<RawPart>,
-    keep: Keep,
+    keep: Option<Keep>,
     /// How much of the head has been sent.
     head_sent: usize,
     /// The first part that has not been sent whole; parts that were cut short have their start moved.
@@ -132,6 +167,11 @@ fn requested(head: &[u8]) -> u64 {
 impl Frame {
     fn cost(&self) -> usize {
         FRAME + self.head.capacity()
+    }
+
+    /// The request whose memory it keeps in place.
+    fn kept_for(&self) -> Option<u64> {
+        self.keep.as_ref().map(Keep::request)
     }
 
     fn started(&self) -> bool {
@@ -236,13 +276,14 @@ impl Outgoing {
         self.memory.charge = Some(charge);
     }
 
-    pub(super) fn push(&mut self, head: Vec<u8>, files: Vec<OwnedFd>, payload: Payload, keep: Keep) {
+    pub(super) fn push(&mut self, head: Vec<u8>, files: Vec<OwnedFd>, payload: Payload) {
         if self.broken.is_some() {
             return;
         }
-        let payload = match payload {
-            Payload::None => Vec::new(),
-            Payload::Memory(parts) => parts,
+        let (payload, keep) = match payload {
+            Payload::None => (Vec::new(), None),
+            Payload::Of(keep) => (Vec::new(), Some(keep)),
+            Payload::Memory(held) => (readable(held.parts), Some(held.keep)),
         };
         let request = requested(&head);
         let frame = Frame { request, head, files, payload, keep, head_sent: 0, next: 0 };
@@ -323,7 +364,7 @@ impl Outgoing {
             if index > 0 && !frame.files.is_empty() {
                 break;
             }
-            self.lent |= frame.keep.is_lent();
+            self.lent |= frame.keep.as_ref().is_some_and(Keep::is_lent);
             let unsent = &frame.head[frame.head_sent..];
             let head = RawPart { ptr: unsent.as_ptr(), len: unsent.len() };
             let parts =
@@ -346,7 +387,7 @@ impl Outgoing {
     pub(super) fn sent(&mut self, mut bytes: usize) {
         while let Some(first) = self.frames.front_mut() {
             let rest = first.sent(bytes);
-            if let Keep::Transfer(hold, _) = &first.keep {
+            if let Some(Keep::Transfer(hold, _)) = &first.keep {
                 hold.transfer().progressed(0);
             }
             let Some(rest) = rest else { return };
@@ -368,13 +409,11 @@ impl Outgoing {
     pub(super) fn withdraw(&mut self, belongs: impl Fn(&Keep) -> bool) -> Vec<u64> {
         let mut requests = Vec::new();
         self.frames.retain_mut(|frame| {
-            if !belongs(&frame.keep) {
-                return true;
-            }
+            let Some(keep) = frame.keep.as_ref().filter(|keep| belongs(keep)) else { return true };
             self.parts -= frame.payload.len();
             if !frame.started() {
                 self.memory.sub(frame.cost());
-                requests.extend(frame.keep.request());
+                requests.push(keep.request());
                 return false;
             }
             let left = frame.payload.iter().skip(frame.next).map(|part| part.len).sum::<usize>();
@@ -395,7 +434,7 @@ impl Outgoing {
                 // SAFETY: the frame's `Keep` still pins the part's memory; `rest` has room for it.
                 unsafe {
                     let into = rest.as_mut_ptr().add(start);
-                    if frame.keep.is_lent() {
+                    if keep.is_lent() {
                         let read = checked::read("read", into, part.ptr, part.len);
                         self.broken = self.broken.take().or(read.err().map(|_| checked::gone("read")));
                     } else {
@@ -407,7 +446,7 @@ impl Outgoing {
             frame.head = rest;
             frame.files.clear();
             (frame.head_sent, frame.next) = (0, 0);
-            frame.keep = Keep::Nothing;
+            frame.keep = None;
             // What it was counted with beside its own cost goes again.
             self.memory.used = self.memory.used + frame.cost() - before;
             true
@@ -420,13 +459,12 @@ impl Outgoing {
 
     /// The requests of which nothing has been sent.
     pub(super) fn unsent(&self) -> Vec<u64> {
-        self.frames.iter().filter(|frame| !frame.started()).filter_map(|frame| frame.keep.request()).collect()
+        self.frames.iter().filter(|frame| !frame.started()).filter_map(Frame::kept_for).collect()
     }
 
     /// Takes back the frame that belongs to that request, unless it has been begun.
     pub(super) fn withdraw_whole(&mut self, request: u64) -> bool {
-        let at =
-            self.frames.iter().position(|frame| frame.keep.request() == Some(request) && !frame.started());
+        let at = self.frames.iter().position(|frame| frame.kept_for() == Some(request) && !frame.started());
         let withdrawn = at.and_then(|at| self.frames.remove(at));
         if let Some(frame) = &withdrawn {
             self.parts -= frame.payload.len();
@@ -447,23 +485,8 @@ impl Outgoing {
     }
 }
 
-/// The local memory of a unit, for whoever keeps the hold as long as that.
-pub(super) fn local_parts(hold: &UnitHold) -> Vec<RawPartMut> {
-    let (transfer, unit) = (hold.transfer(), hold.unit);
-    let (base, pieces) = (transfer.base(transfer.units[unit].part), transfer.pieces(unit));
-    let mut parts: Vec<RawPartMut> = Vec::with_capacity(pieces.len());
-    for piece in pieces {
-        let ptr = base.wrapping_add(piece.local as usize);
-        match parts.last_mut() {
-            Some(last) if last.ptr.wrapping_add(last.len) == ptr => last.len += piece.len as usize,
-            _ => parts.push(RawPartMut { ptr, len: piece.len as usize }),
-        }
-    }
-    parts
-}
-
 /// The same parts to send from.
-pub(super) fn readable(parts: Vec<RawPartMut>) -> Vec<RawPart> {
+fn readable(parts: Vec<RawPartMut>) -> Vec<RawPart> {
     parts.into_iter().map(|part| RawPart { ptr: part.ptr, len: part.len }).collect()
 }
 
@@ -473,9 +496,10 @@ mod tests {
 
     use super::*;
     use crate::budget::Budget;
+    use crate::{Access, Endpoint, MemoryDescription as _, SystemStorage};
 
     fn ended(whys: &[GivenUp]) -> Result<()> {
-        let mut sink = Sink::buffer(64, Keep::Nothing).unwrap().with_body(b"asked").unwrap();
+        let mut sink = Sink::buffer(64, None).unwrap().with_body(b"asked").unwrap();
         for why in whys {
             sink.give_up(*why);
         }
@@ -489,7 +513,7 @@ mod tests {
         let mut outgoing = Outgoing::default();
         outgoing.paid_by(budget.account().charge("test", 5000).unwrap());
         let push = |outgoing: &mut Outgoing| {
-            outgoing.push(vec![0; 4000], Vec::new(), Payload::None, Keep::Nothing);
+            outgoing.push(vec![0; 4000], Vec::new(), Payload::None);
             budget.used()
         };
         for number in 1..=100 {
@@ -526,12 +550,16 @@ mod tests {
 
     #[test]
     fn bytes_whose_sender_has_hung_up_go_nowhere_and_say_so() {
-        let mut memory = [0u8; 64];
-        let part = RawPartMut { ptr: memory.as_mut_ptr(), len: memory.len() };
-        let mut sink = Sink::memory(vec![part], Keep::Nothing);
-        // SAFETY: the part is an array of this test's, and the bytes fit.
+        let endpoint = Endpoint::open("owner").unwrap();
+        let region = endpoint.register(SystemStorage::new(64).unwrap(), Access::READ_WRITE).unwrap();
+        let using = Arc::new(region.span(0, 64).unwrap().core().begin_use("write").unwrap());
+        let part = RawPartMut { ptr: region.addr() as *mut u8, len: 64 };
+        let mut sink = Sink::memory(Held::new(vec![part], Keep::Region(using, 1)));
+        // SAFETY: the part is the region's memory, which is in use, and the bytes fit.
         unsafe { sink.fill_if(&[7; 64], &|| false) };
         assert_eq!(sink.outcome("write").unwrap_err().kind(), Kind::Disconnected);
+        let mut memory = [9; 64];
+        region.read_at(0, &mut memory).unwrap();
         assert_eq!(memory, [0; 64]);
     }
 }

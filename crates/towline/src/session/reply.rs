@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::connection::Connection;
 use super::owner::{Granting, Serving};
-use super::parts::{Keep, Payload};
+use super::parts::Payload;
 use super::query::{Loan, Query, QueryReply};
 use crate::memory::FileSlice;
 use crate::region::{Borrower, Deed, Registry};
@@ -35,7 +35,7 @@ impl Serving {
             Err(error) => {
                 let outcome = Err(WireError::from(&error));
                 let frame = Message::from(wire::Told { outcome }).frame(request, 0, 0);
-                return connection.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+                return connection.say(frame);
             }
         };
         let device = answered_by(&ask, granting.as_deref());
@@ -49,7 +49,7 @@ impl Serving {
             };
             let frame = Message::from(wire::Told { outcome }).frame(request, 0, files.len() as u8);
             // Where it fails, the connection has ended, and the peer knows.
-            let _ = answered.send(frame, files, Payload::None, Keep::Nothing);
+            let _ = answered.send(frame, files, Payload::None);
         };
         runtime::devices().spawn(device, Box::new(work)).map_err(|refused| refused.error)
     }
@@ -186,7 +186,7 @@ impl Borrower for State {
         if let Some(control) = self.lent.serving.upgrade().and_then(|serving| serving.control()) {
             let frame = Message::from(wire::Recall { handle: self.lent.handle }).frame(0, 0, 0);
             // Where it fails, the connection has ended, and with it the loan.
-            let _ = control.send(frame, Vec::new(), Payload::None, Keep::Nothing);
+            let _ = control.say(frame);
         }
     }
 

@@ -11,9 +11,10 @@ use super::connection::Connection;
 use super::connection::moments;
 use super::grant::GrantHandle;
 use super::initiator::{Session, UnitHold, Waiter};
-use super::parts::{Keep, Payload, local_parts, readable};
+use super::parts::{Held, Keep, Payload};
 use crate::bytes::checked;
 use crate::layout::Plan;
+use crate::runtime::socket::RawPartMut;
 use crate::sync::lock;
 use crate::transfer::submission::{Link, Submission, Unit};
 use crate::transfer::{Op, Several, TransferCore};
@@ -315,11 +316,11 @@ impl Run {
         let (session, transfer) = (self.session(), &self.transfer);
         let asked = session.open(connection, asks, Waiter::Unit { run: Arc::clone(self), unit })?;
         let request = asked.request;
-        let (head, payload, keep) = match self.frame(asked, &message, payload_len) {
+        let (head, payload) = match self.frame(asked, &message, payload_len) {
             Ok(frame) => frame,
             Err(error) => return session.unsent(request).map_or(Ok(()), |_| Err(error)),
         };
-        let sent = connection.send(head, Vec::new(), payload, keep);
+        let sent = connection.send(head, Vec::new(), payload);
         #[cfg(test)]
         moments::reach(moments::Moment::Asked, &self.local_address(unit));
         match sent {
@@ -339,26 +340,26 @@ impl Run {
         asked: Asked<UnitHold>,
         message: &Message,
         payload_len: u64,
-    ) -> Result<(Vec<u8>, Payload, Keep)> {
+    ) -> Result<(Vec<u8>, Payload)> {
         let (transfer, request) = (&self.transfer, asked.request);
         let missing = || Error::new(Kind::Internal, "transfer", "a request without a hold on its memory");
         let hold = asked.hold.ok_or_else(missing)?;
         let mut head = message.frame(request, payload_len, 0);
-        let mut payload = Payload::None;
-        if payload_len > 0 {
-            let parts = readable(local_parts(&hold));
-            // Before the frame begins, which could not be sent whole any more.
-            if transfer.local_is_lent() {
-                parts.iter().try_for_each(|part| checked::look(transfer.op.name(), part.ptr, part.len))?;
-            }
-            payload = Payload::Memory(parts);
-        }
         if transfer.checked && hold.unit < self.requests {
             // Of a read, the owner is asked for them.
             let checks = if transfer.op == Op::Read { Vec::new() } else { self.checks(hold.unit)? };
             head = checks::before(checks, request, head);
         }
-        Ok((head, payload, Keep::Transfer(hold, request)))
+        if payload_len == 0 {
+            return Ok((head, Payload::Of(Keep::Transfer(hold, request))));
+        }
+        let held = Held::unit(hold, request);
+        // Before the frame begins, which could not be sent whole any more.
+        if transfer.local_is_lent() {
+            let look = |part: &RawPartMut| checked::look(transfer.op.name(), part.ptr, part.len);
+            held.parts().iter().try_for_each(look)?;
+        }
+        Ok((head, Payload::Memory(held)))
     }
 
     #[cfg(test)]

@@ -75,7 +75,7 @@ fn what_another_thread_kept_from_being_sent_is_sent_when_it_lets_go() {
     let (connection, theirs, _came) = connection();
     let mut sent = 0;
     while !lock(&connection.outgoing).blocked() {
-        connection.send(ping(sent), Vec::new(), Payload::None, Keep::Nothing).unwrap();
+        connection.say(ping(sent)).unwrap();
         sent += 1;
     }
     let whole = sent as usize * ping(0).len();
@@ -110,7 +110,7 @@ fn a_goodbye_that_nobody_has_read_is_found_when_a_send_has_failed() {
     let bye = Message::from(Bye { error: None }).frame(0, 0, 0);
     assert!(matches!(theirs.send(&[IoSlice::new(&bye)], &[]).unwrap(), Sent::Bytes(_)));
     drop(theirs);
-    let failed = connection.send(ping(2), Vec::new(), Payload::None, Keep::Nothing).unwrap_err();
+    let failed = connection.say(ping(2)).unwrap_err();
     assert_eq!(failed.kind(), Kind::Disconnected);
     assert!(connection.is_closed());
     assert_eq!(connection.farewell(), Some(Bye { error: None }));
@@ -136,7 +136,7 @@ fn what_is_no_goodbye_is_not_taken_for_one() {
 #[test]
 fn an_answer_that_comes_before_its_request_was_sent_is_refused_also_while_another_thread_is_sending() {
     let (connection, theirs, _came) = connection();
-    let ask = |id| connection.send(request(id), Vec::new(), Payload::None, Keep::Nothing).unwrap();
+    let ask = |id| connection.say(request(id)).unwrap();
     ask(1);
     connection.answered(1).unwrap();
     let mut last = 1;

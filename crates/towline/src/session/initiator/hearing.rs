@@ -12,7 +12,7 @@ use crate::memory::Mapping;
 use crate::session::QueryReply;
 use crate::session::connection::{Connection, Handler, Next, Role};
 use crate::session::importing::Answer;
-use crate::session::parts::{Keep, Sink, local_parts};
+use crate::session::parts::{Held, Sink};
 use crate::sync::lock;
 use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result};
@@ -149,7 +149,7 @@ impl Handler for ToSession {
         let landing = lock(&session.rules).payload(over.id(), header, body);
         let landing = landing.and_then(|landing| over.answered(header.id).map(|()| landing));
         Ok(match session.judge(over, landing)? {
-            Landing::Memory(hold) => Sink::memory(local_parts(&hold), Keep::Transfer(hold, header.id)),
+            Landing::Memory(hold) => Sink::memory(Held::unit(hold, header.id)),
             Landing::Nowhere => Sink::discard(),
         })
     }

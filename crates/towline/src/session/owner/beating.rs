@@ -7,7 +7,6 @@ use towline_proto::session::owner::Beat;
 
 use super::Serving;
 use crate::runtime::{self, Timer};
-use crate::session::parts::{Keep, Payload};
 use crate::sync::lock;
 use crate::wire::{self, Message};
 
@@ -53,7 +52,7 @@ impl Timer for Serving {
             Beat::Ask => {
                 if let Some(control) = self.control() {
                     let ping = Message::from(wire::Ping {}).frame(0, 0, 0);
-                    let _ = control.send(ping, Vec::new(), Payload::None, Keep::Nothing);
+                    let _ = control.say(ping);
                     self.beat();
                 }
             }

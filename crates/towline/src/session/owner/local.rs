@@ -17,7 +17,6 @@ use crate::notify::{Mail, Mailbox};
 use crate::region::{PeerPins, PeerProcess};
 use crate::runtime::socket::Family;
 use crate::session::connection::Connection;
-use crate::session::parts::{Keep, Payload};
 use crate::session::{Sessions, sharing};
 use crate::sync::lock;
 use crate::wire::{self, Message};
@@ -123,7 +122,7 @@ impl Serving {
         let Some(control) = self.control() else { return };
         for segment in gone {
             let unmap = Message::from(wire::Unmap { segment }).frame(0, 0, 0);
-            let _ = control.send(unmap, Vec::new(), Payload::None, Keep::Nothing);
+            let _ = control.say(unmap);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Where an incoming payload goes.
 #![allow(unsafe_code, reason = "receives into raw parts of registered memory")]
 
-use super::{AT_ONCE, Keep};
+use super::{AT_ONCE, Held, Keep};
 use crate::budget::Charge;
 use crate::bytes::{self, checked};
 use crate::memory::ring::Slot;
@@ -40,7 +40,7 @@ pub(in crate::session) struct Sink {
     pub(in crate::session) buffer: Vec<u8>,
     /// And one that a GPU takes comes into pinned memory.
     slot: Option<Slot>,
-    keep: Keep,
+    keep: Option<Keep>,
     scratch: Option<Box<[u8]>>,
     body: Vec<u8>,
     /// What its buffers take.
@@ -74,13 +74,13 @@ unsafe impl Send for Sink {}
 pub(in crate::session) const SCRATCH: usize = 16 << 10;
 
 impl Sink {
-    /// Parts of registered memory, which `keep` pins.
-    pub(in crate::session) fn memory(parts: Vec<RawPartMut>, keep: Keep) -> Sink {
-        Sink { parts, keep, ..Sink::nowhere() }
+    /// Registered memory.
+    pub(in crate::session) fn memory(held: Held) -> Sink {
+        Sink { parts: held.parts, keep: Some(held.keep), ..Sink::nowhere() }
     }
 
-    /// A buffer of its own.
-    pub(in crate::session) fn buffer(len: usize, keep: Keep) -> Result<Sink> {
+    /// A buffer of its own; it is given up with what `keep` keeps.
+    pub(in crate::session) fn buffer(len: usize, keep: Option<Keep>) -> Result<Sink> {
         let mut buffer = room::zeros("receive", len)?;
         let parts = vec![RawPartMut { ptr: buffer.as_mut_ptr(), len }];
         Ok(Sink { parts, buffer, keep, ..Sink::nowhere() })
@@ -112,7 +112,7 @@ impl Sink {
             next: 0,
             buffer: Vec::new(),
             slot: None,
-            keep: Keep::Nothing,
+            keep: None,
             scratch: None,
             body: Vec::new(),
             charge: None,
@@ -177,18 +177,19 @@ impl Sink {
         }
     }
 
-    pub(in crate::session) fn keep(&self) -> &Keep {
-        &self.keep
+    /// Whether it keeps something of which `what` is true.
+    pub(in crate::session) fn keeps(&self, what: impl FnOnce(&Keep) -> bool) -> bool {
+        self.keep.as_ref().is_some_and(what)
     }
 
     /// Whether the bytes go straight into memory that a peer writes to.
     pub(in crate::session) fn writes_a_region(&self) -> bool {
-        matches!(self.keep, Keep::Region(..)) && !self.is_discarded()
+        matches!(self.keep, Some(Keep::Region(..))) && !self.is_discarded()
     }
 
     /// Whether they go into memory that was lent, and that may be gone.
     pub(in crate::session) fn is_lent(&self) -> bool {
-        self.keep.is_lent() && !self.is_discarded()
+        self.keeps(Keep::is_lent) && !self.is_discarded()
     }
 
     pub(in crate::session) fn is_discarded(&self) -> bool {
@@ -207,7 +208,7 @@ impl Sink {
             self.parts = vec![RawPartMut { ptr: scratch.as_mut_ptr(), len }];
             self.next = 0;
         }
-        let most = if matches!(self.keep, Keep::Transfer(..)) { AWAITED_AT_ONCE } else { AT_ONCE };
+        let most = if matches!(self.keep, Some(Keep::Transfer(..))) { AWAITED_AT_ONCE } else { AT_ONCE };
         let mut bytes = 0;
         let unfilled = &self.parts[self.next..];
         let enough = unfilled.iter().position(|part| {
@@ -222,7 +223,7 @@ impl Sink {
         if self.scratch.is_some() {
             return;
         }
-        if let Keep::Transfer(hold, _) = &self.keep {
+        if let Some(Keep::Transfer(hold, _)) = &self.keep {
             hold.transfer().progressed(bytes as u64);
         }
         while bytes > 0 && self.next < self.parts.len() {
@@ -253,7 +254,7 @@ impl Sink {
             }
             // SAFETY: the caller's obligation; `taken` bytes fit the part.
             unsafe {
-                if self.keep.is_lent() {
+                if self.keep.as_ref().is_some_and(Keep::is_lent) {
                     if checked::write("write", part.ptr, bytes.as_ptr(), taken).is_err() {
                         return self.give_up(GivenUp::Gone);
                     }
