@@ -458,7 +458,8 @@ pub(super) fn known_session(
     ticket: &Ticket,
     routing: &Routing,
 ) -> Option<Arc<Session>> {
-    endpoint.sessions.to(ticket.body().identity.incarnation, media(ticket, routing).next()?)
+    let medium = media(ticket, routing).next()?;
+    endpoint.sessions.to(ticket.body().identity.incarnation, medium, !routing.is_enforced())
 }
 
 /// A session with the ticket's owner: an existing one, or a new one over the first way that answers.
@@ -479,7 +480,7 @@ pub(super) fn contact(
         // The next one has its turn too.
         let connected_by =
             if media.peek().is_some() { until.min(Instant::now() + ONE_ADDRESS) } else { until };
-        match endpoint.sessions.contact(ticket, medium, (connected_by, until)) {
+        match endpoint.sessions.contact(ticket, medium, !routing.is_enforced(), (connected_by, until)) {
             Ok(session) => return Ok(session),
             // The owner itself has answered: another way to it would not change its mind. Not so another life of it, or of somebody
             // who has such an address on this network. Or the caller has enough of it.

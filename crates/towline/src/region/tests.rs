@@ -45,7 +45,7 @@ impl Pair {
         let region = self.owner.register(storage, Access::READ_WRITE).unwrap();
         let (ticket, until) = (region.ticket().unwrap(), Instant::now() + WATCHDOG);
         let session = self.session.get_or_insert_with(|| {
-            Session::connect(&self.user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap()
+            Session::connect(&self.user.core().sessions, &ticket, Medium::Unix, true, (until, until)).unwrap()
         });
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         let (_, handle) = imported.outcomes.pop().unwrap().unwrap();

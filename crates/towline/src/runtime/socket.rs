@@ -14,6 +14,7 @@ use std::mem::{self, MaybeUninit, offset_of};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -65,6 +66,8 @@ const SO_PEERPIDFD: libc::c_int = 77;
 pub(crate) struct Socket {
     fd: OwnedFd,
     family: Family,
+    /// Descriptors that the peer passes along never become descriptors of this process.
+    refuses_files: AtomicBool,
 }
 
 /// Which kind of stream it is.
@@ -268,6 +271,23 @@ impl Socket {
         Ok(None)
     }
 
+    /// From now on descriptors that the peer passes along are left to the kernel: they never become descriptors of this process, which
+    /// would have to close them, and closing one takes as long as its file likes.
+    pub(crate) fn take_no_files(&self) {
+        self.refuses_files.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether descriptors can come along that become descriptors of this process.
+    pub(crate) fn takes_files(&self) -> bool {
+        self.family == Family::Unix && !self.refuses_files.load(Ordering::Relaxed)
+    }
+
+    /// Whether those are the descriptors that a frame names, as far as any are taken.
+    pub(crate) fn has_taken(&self, named: u8, files: &[OwnedFd]) -> bool {
+        let refused = self.refuses_files.load(Ordering::Relaxed) && files.is_empty();
+        refused || files.len() == usize::from(named)
+    }
+
     /// Which kind of stream it is.
     pub(crate) fn family(&self) -> Family {
         self.family
@@ -420,6 +440,9 @@ impl Socket {
         if message.flags.contains(ReturnFlags::CTRUNC) {
             let came = files.len() - before;
             files.truncate(before);
+            if !self.takes_files() {
+                return received(Ok(message.bytes));
+            }
             return Err(if came < named {
                 let message =
                     "descriptors that the peer sent could not be taken: this process has too many open";
@@ -602,7 +625,7 @@ impl Socket {
 
     fn over(fd: OwnedFd, family: Family) -> Socket {
         fork::not_for_children(fd.as_raw_fd());
-        Socket { fd, family }
+        Socket { fd, family, refuses_files: AtomicBool::new(false) }
     }
 
     /// Two connected Unix sockets.

@@ -216,7 +216,7 @@ impl Connection {
 
     /// One more frame is to come that may carry descriptors. Before the other side can know that it may send it.
     pub(super) fn expect_files(&self) {
-        if self.socket.socket().family() == Family::Unix {
+        if self.socket.socket().takes_files() {
             lock(&self.incoming).expect_files();
         }
     }
@@ -671,7 +671,7 @@ impl Connection {
                     if incoming.staging.len() > 2 * STAGING && incoming.end - incoming.start <= STAGING {
                         incoming.resize(STAGING)?;
                     }
-                    let files = incoming.take_files(header)?;
+                    let files = incoming.take_files(header, &self.socket)?;
                     incoming.reading = Reading::Header;
                     let Some(handler) = self.handler() else { return Ok(()) };
                     drop(incoming);

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use super::channel::{Ahead, Channel};
 use super::initiator::Session;
+use super::sharing::{self, Neighbour};
 use super::{Medium, Sessions};
 use crate::identity::Incarnation;
-use crate::runtime::socket::{Family, Lane, Received, Sent, Socket};
+use crate::runtime::socket::{Lane, Received, Sent, Socket};
 use crate::ticket::socket_name;
 use crate::wire::handshake::{ClientHandshake, ClientKey, SessionKey};
 use crate::wire::{FrameKind, HEADER_LEN, Header, Message, Ready, Refuse};
@@ -24,6 +25,8 @@ pub(super) struct Contact {
     pub(super) key: SessionKey,
     pub(super) challenge: [u8; 32],
     pub(super) files: Vec<OwnedFd>,
+    /// The owner's process, where this one may share memory with it; else why not.
+    pub(super) owner: Result<Neighbour, String>,
 }
 
 /// Why there is no contact.
@@ -51,13 +54,39 @@ pub(super) fn with_ticket(
     sessions: &Sessions,
     ticket: &Ticket,
     medium: Medium,
+    shares: bool,
     (connected_by, until): (Instant, Instant),
 ) -> Result<Contact, NoContact> {
     let owner = ticket.body().identity.incarnation;
     let socket = dial(medium, &owner, Lane::Control, connected_by)?;
     let name = &ticket.body().identity.name;
+    let neighbour = neighbour(sessions, medium, shares, &socket)?;
     let socket = Channel::connected(socket, sessions.settings.tls.as_ref(), name, until)?;
-    handshake(sessions, socket, owner, ClientKey::Ticket(ticket), until)
+    handshake(sessions, socket, neighbour, owner, ClientKey::Ticket(ticket), until)
+}
+
+/// The owner's process, where this one may share memory with it; else why not.
+///
+/// Pages that somebody else can write would be locked and followed here as if they were our own, and to close a descriptor can take as
+/// long as its file likes: of an owner that is kept apart from this process, none becomes a descriptor of this one.
+fn neighbour(
+    sessions: &Sessions,
+    medium: Medium,
+    shares: bool,
+    socket: &Socket,
+) -> Result<Result<Neighbour, String>> {
+    let neighbour = if medium != Medium::Unix {
+        Err("the owner is reached by tcp".to_owned())
+    } else if !shares || sessions.settings.enforces_isolation {
+        Err("isolation is enforced here: every access goes through the owner".to_owned())
+    } else {
+        let asked = sharing::may_share(socket, sessions.settings.shares_between_containers)?;
+        asked.map_err(|apart| format!("no memory is shared: the owner is {apart}"))
+    };
+    if neighbour.is_err() {
+        socket.take_no_files();
+    }
+    Ok(neighbour)
 }
 
 /// Connects once more to the owner of a session.
@@ -66,7 +95,8 @@ pub(super) fn with_session(sessions: &Sessions, session: &Session, until: Instan
     let socket = dial(session.medium(), &owner, Lane::Bulk, until)?;
     let socket = Channel::connected(socket, sessions.settings.tls.as_ref(), session.peer_name(), until)?;
     let key = ClientKey::Session { id: session.id, key: &session.key };
-    Ok(handshake(sessions, socket, owner, key, until)?)
+    let apart = Err("a lane carries no descriptors".to_owned());
+    Ok(handshake(sessions, socket, apart, owner, key, until)?)
 }
 
 fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Result<Socket> {
@@ -97,6 +127,7 @@ fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Resu
 fn handshake(
     sessions: &Sessions,
     socket: Channel,
+    neighbour: Result<Neighbour, String>,
     owner: Incarnation,
     key: ClientKey<'_>,
     until: Instant,
@@ -116,7 +147,7 @@ fn handshake(
     let ready = read_frame(&socket, FrameKind::Ready, true, &mut files, until).map_err(|error| {
         NoContact { of_ticket: matches!(error.kind(), Kind::Stale | Kind::PermissionDenied), error }
     })?;
-    Ok(Contact { socket, ready: Ready::decode(&ready)?, key, challenge, files })
+    Ok(Contact { socket, ready: Ready::decode(&ready)?, key, challenge, files, owner: neighbour })
 }
 
 /// An owner that has no room says so and hangs up without listening: its word explains more than the broken connection.
@@ -176,7 +207,7 @@ fn read_frame(
     body.truncate(header.body(&body)?.len());
     match Message::decode(header.kind, &body)? {
         Message::Refuse(Refuse { error }) => Err(error.into_error("contact")),
-        message if message.kind() == expected && header.files as usize == files.len() => Ok(body),
+        message if message.kind() == expected && socket.socket().has_taken(header.files, files) => Ok(body),
         message => {
             Err(Error::protocol("contact", format!("{:?} came instead of {expected:?}", message.kind())))
         }
@@ -185,7 +216,7 @@ fn read_frame(
 
 /// How many descriptors the next frame names.
 fn named(socket: &Channel, authenticated: bool, until: Instant) -> Result<usize> {
-    if socket.socket().family() != Family::Unix {
+    if !socket.socket().takes_files() {
         return Ok(0);
     }
     loop {

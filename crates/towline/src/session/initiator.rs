@@ -32,7 +32,6 @@ use crate::fence::pins::{PinPage, ProcessPin, Side};
 use crate::fence::table::TableView;
 use crate::fence::watcher;
 use crate::notify::Mailbox;
-use crate::runtime::socket::Socket;
 use crate::runtime::{self, Timer};
 use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
@@ -50,6 +49,8 @@ pub(crate) struct Session {
     pub(super) sessions: Weak<Sessions>,
     owner: crate::Identity,
     medium: Medium,
+    /// Memory may be shared with the owner, as far as who asked for the session has said.
+    shares: bool,
     pub(super) id: u64,
     pub(super) key: SessionKey,
     challenge: [u8; 32],
@@ -95,14 +96,13 @@ impl Session {
         sessions: &Arc<Sessions>,
         ticket: &Ticket,
         medium: Medium,
+        shares: bool,
         limits: (Instant, Instant),
     ) -> Result<Arc<Session>, NoContact> {
-        let contact = contact::with_ticket(sessions, ticket, medium, limits)?;
+        let contact = contact::with_ticket(sessions, ticket, medium, shares, limits)?;
         let mut owner = ticket.body().identity.clone();
         owner.name.clone_from(&contact.ready.name);
-        // Pages that somebody else can write would be locked and followed here as if they were our own: those of an owner that is kept
-        // apart from this process are closed before they are looked at.
-        let (local, apart) = match neighbour(sessions, medium, contact.socket.socket())? {
+        let (local, apart) = match contact.owner {
             Err(apart) => (None, apart),
             Ok(owner) => match Local::take(contact.ready.local, contact.files, &owner)? {
                 Some(local) => (Some(local), String::new()),
@@ -127,6 +127,7 @@ impl Session {
                 sessions: Arc::downgrade(sessions),
                 owner,
                 medium,
+                shares,
                 id: contact.ready.session,
                 key: contact.key,
                 challenge: contact.challenge,
@@ -202,6 +203,10 @@ impl Session {
         self.medium
     }
 
+    pub(super) fn shares(&self) -> bool {
+        self.shares
+    }
+
     /// Whether it can still be used; the error is why it cannot.
     pub(crate) fn alive(&self) -> Result<()> {
         match self.dead.get() {
@@ -239,7 +244,9 @@ impl Session {
     pub(super) fn ask(&self, asks: Asks, waiter: Waiter, message: impl Into<Message>) -> Result<u64> {
         let control = self.control()?;
         let request = self.open(control, asks, waiter)?.request;
-        control.expect_files();
+        if self.local.is_some() {
+            control.expect_files();
+        }
         let frame = message.into().frame(request, 0, 0);
         match control.say(frame) {
             // The failed connection has reported for it already.
@@ -380,18 +387,6 @@ impl Local {
             _ => Ok(None),
         }
     }
-}
-
-/// The owner's process, where this one may share memory with it; else why not.
-fn neighbour(sessions: &Sessions, medium: Medium, socket: &Socket) -> Result<Result<Neighbour, String>> {
-    if medium != Medium::Unix {
-        return Ok(Err("the owner is reached by tcp".to_owned()));
-    }
-    if sessions.settings.enforces_isolation {
-        return Ok(Err("this endpoint enforces isolation: every access goes through the owner".to_owned()));
-    }
-    let asked = sharing::may_share(socket, sessions.settings.shares_between_containers)?;
-    Ok(asked.map_err(|apart| format!("no memory is shared: the owner is {apart}")))
 }
 
 /// Why an owner gave nothing, as far as this side can know.

@@ -35,6 +35,9 @@ pub(crate) struct Settings {
     pub(crate) shares_between_containers: bool,
 }
 
+/// Who is at the other end, over what, and whether memory may be shared.
+type To = (Incarnation, &'static str, bool);
+
 /// The sessions of one endpoint.
 pub(crate) struct Sessions {
     pub(crate) registry: Arc<Registry>,
@@ -49,8 +52,8 @@ pub(crate) struct Sessions {
     /// Those that never became sessions.
     pub(crate) refusals: Refusals,
     listeners: Mutex<Vec<Arc<Listener>>>,
-    /// Connections to owners, by who is at the other end and over what.
-    pub(super) to_owners: Mutex<HashMap<(Incarnation, &'static str), Arc<Session>>>,
+    /// Connections to owners.
+    pub(super) to_owners: Mutex<HashMap<To, Arc<Session>>>,
     /// Connections of peers that use this endpoint's regions.
     serving: Mutex<Vec<Weak<Serving>>>,
 }
@@ -95,10 +98,10 @@ impl Sessions {
         Ok(())
     }
 
-    /// The session to that owner over a medium of that name.
-    pub(crate) fn to(&self, owner: Incarnation, medium: Medium) -> Option<Arc<Session>> {
+    /// The session to that owner over a medium of that name; `shares`: memory may be shared with the owner.
+    pub(crate) fn to(&self, owner: Incarnation, medium: Medium, shares: bool) -> Option<Arc<Session>> {
         let sessions = lock(&self.to_owners);
-        sessions.get(&(owner, medium.name())).filter(|session| session.is_open()).cloned()
+        sessions.get(&(owner, medium.name(), shares)).filter(|session| session.is_open()).cloned()
     }
 
     /// A session to a ticket's owner over that medium: the one that there is, or a new one. Blocks, at most until a socket should be
@@ -107,14 +110,15 @@ impl Sessions {
         self: &Arc<Self>,
         ticket: &Ticket,
         medium: Medium,
+        shares: bool,
         limits: (Instant, Instant),
     ) -> Result<Arc<Session>, NoContact> {
         let owner = ticket.body().identity.incarnation;
-        if let Some(session) = self.to(owner, medium) {
+        if let Some(session) = self.to(owner, medium, shares) {
             return Ok(session);
         }
-        let session = Session::connect(self, ticket, medium, limits)?;
-        let key = (owner, medium.name());
+        let session = Session::connect(self, ticket, medium, shares, limits)?;
+        let key = (owner, medium.name(), shares);
         let mut sessions = lock(&self.to_owners);
         // Two threads may have made contact at once; the first one's session serves both.
         if let Some(earlier) = sessions.get(&key).filter(|session| session.is_open()) {
@@ -127,7 +131,7 @@ impl Sessions {
     /// That session to an owner is over.
     pub(super) fn forget(&self, session: &Session) {
         let mut sessions = lock(&self.to_owners);
-        let key = (session.owner().incarnation, session.medium().name());
+        let key = (session.owner().incarnation, session.medium().name(), session.shares());
         if sessions.get(&key).is_some_and(|one| std::ptr::eq(Arc::as_ptr(one), session)) {
             sessions.remove(&key);
         }

@@ -273,7 +273,8 @@ mod tests {
         let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
         let region = owner.register(SystemStorage::new(4096).unwrap(), Access::READ_WRITE).unwrap();
         let (ticket, until) = (region.ticket().unwrap(), Instant::now() + Duration::from_secs(30));
-        let session = Session::connect(&user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap();
+        let session =
+            Session::connect(&user.core().sessions, &ticket, Medium::Unix, true, (until, until)).unwrap();
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         let (grant, handle) = imported.outcomes.pop().unwrap().unwrap();
         let pid = rustix::process::getpid().as_raw_nonzero().get();

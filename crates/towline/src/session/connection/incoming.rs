@@ -126,12 +126,12 @@ impl Incoming {
     }
 
     /// The descriptors of a frame that is there as a whole.
-    pub(super) fn take_files(&mut self, header: Header) -> Result<Vec<OwnedFd>> {
+    pub(super) fn take_files(&mut self, header: Header, socket: &Channel) -> Result<Vec<OwnedFd>> {
         if header.kind.max_files() > 0 {
             self.expected = self.expected.saturating_sub(1);
         }
         let files = std::mem::take(&mut self.files);
-        if files.len() != usize::from(header.files) {
+        if !socket.socket().has_taken(header.files, &files) {
             return Err(Error::protocol("receive", "descriptors that a frame names did not come"));
         }
         Ok(files)

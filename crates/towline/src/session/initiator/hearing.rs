@@ -21,6 +21,8 @@ impl Session {
     /// Maps the segments whose descriptors came along. One that cannot be mapped is no reason to refuse the grant:
     /// the path that needs it says so.
     fn map_segments(&self, granted: &Granted, files: Vec<OwnedFd>) -> Result<Vec<Arc<Mapping>>> {
+        // Of an owner that is kept apart, none was taken.
+        let Some(local) = &self.local else { return Ok(Vec::new()) };
         let mut files = files.into_iter();
         let mut mapped = Vec::new();
         let segments =
@@ -29,7 +31,6 @@ impl Session {
             let file = files
                 .next()
                 .ok_or_else(|| Error::protocol("import", "a segment's descriptor did not come"))?;
-            let Some(local) = &self.local else { continue };
             let writable =
                 segments().any(|(one, access)| one.id == segment.id && access.contains(Access::WRITE));
             match local.mappings.map(&segment, file, writable) {

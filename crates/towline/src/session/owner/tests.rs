@@ -253,7 +253,8 @@ fn questions_that_hang_count_as_requests_and_hold_up_nobody_else() {
     let asks = |name: &str, region: &Registered<DiskStorage>| {
         let user = Endpoint::open(name).unwrap();
         let ticket = region.ticket().unwrap();
-        let session = Session::connect(&user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap();
+        let session =
+            Session::connect(&user.core().sessions, &ticket, Medium::Unix, true, (until, until)).unwrap();
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         (user, session, imported.outcomes.pop().unwrap().unwrap().1)
     };
@@ -342,7 +343,7 @@ fn the_last_of_those_who_imported_a_ticket_says_that_its_region_is_let_go() {
     let pair = Pair::open();
     let (ticket, until) = (pair.region.ticket().unwrap(), Instant::now() + Duration::from_secs(30));
     let session =
-        Session::connect(&pair.user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap();
+        Session::connect(&pair.user.core().sessions, &ticket, Medium::Unix, true, (until, until)).unwrap();
     let import = || {
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         imported.outcomes.pop().unwrap().unwrap().1
