@@ -115,7 +115,7 @@ fuzz:
 	TOWLINE_REQUIRE=fuzz FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test.sh fuzz
 
 fmt:
-	$(CARGO) fmt --all
+	$(CARGO) fmt --all -- crates/towline/src/transport/*.rs
 
 clean-tools:
 	rm -rf .tools .venv .venv-torch

@@ -62,13 +62,15 @@ class Crate:
 
     def read_declared(self, tokens, folder, path):
         """Reads the files of the modules that are declared here, whose own files lie in that folder."""
-        for at in range(len(tokens)):
-            if is_declaration(tokens, at):
-                name = tokens[at + 1][0]
-                files = [file for file in (folder / f"{name}.rs", folder / name / "mod.rs") if file.exists()]
-                if not files:
-                    sys.exit(f"{folder}: there is no file of the module `{name}`")
-                self.read(files[0], [*path, name])
+        names = [tokens[at + 1][0] for at in range(len(tokens)) if is_declaration(tokens, at)]
+        # A macro that declares modules by a list declares all files of the folder that nothing else does.
+        if any([token for token, _ in two] == ["mod", "$"] for two in zip(tokens, tokens[1:])):
+            names += sorted(file.stem for file in folder.glob("*.rs") if file.stem not in names)
+        for name in names:
+            files = [file for file in (folder / f"{name}.rs", folder / name / "mod.rs") if file.exists()]
+            if not files:
+                sys.exit(f"{folder}: there is no file of the module `{name}`")
+            self.read(files[0], [*path, name])
 
     def read(self, file, path):
         tokens = without_tests(tokens_of(file))

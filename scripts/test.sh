@@ -40,7 +40,8 @@ failures=()
 
 # ---- the steps -------------------------------------------------------------------------------------------
 
-step_fmt() { check cargo fmt --all --check; }
+# The transports are declared by their list, through which rustfmt does not look: it is given their files.
+step_fmt() { check cargo fmt --all -- --check crates/towline/src/transport/*.rs; }
 
 # With the Python package, which a mere check builds without a Python; in one graph the others are not checked twice.
 step_clippy() {

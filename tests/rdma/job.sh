@@ -37,7 +37,7 @@ echo "booted in $(cut -d' ' -f1 /proc/uptime) s; $(uname -r); $(ls /sys/class/in
 # One process after another, and beside it the laws: it mostly waits for UCX to notice that a peer has been killed.
 "$TOWLINE_RDMA_TESTS" --test-threads=1 --skip bytes_cross --skip pays_nothing --skip says_why --skip listens >"$TMPDIR/tests.log" 2>&1 &
 tests=$!
-"$TOWLINE_RDMA_LAWS" nixl:: --test-threads=2 || failed=1
+TOWLINE_CUDA=off TOWLINE_TEST_SETTING="one process" "$TOWLINE_RDMA_LAWS" nixl:: --test-threads=2 || failed=1
 wait $tests || failed=1
 cat "$TMPDIR/tests.log"
 # UCX is told of no other device, and what this one counts is what went over it.

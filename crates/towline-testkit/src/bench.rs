@@ -2,12 +2,13 @@
 
 mod owner;
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use towline::{
-    Access, Endpoint, EndpointOptions, Error, Kind, Limits, Probe, Registered, Remote, Routing, Storage,
-    Ticket,
+    Access, Capabilities, Contact, Endpoint, EndpointOptions, Error, Kind, Limits, PathProperties, Probe,
+    Registered, Remote, Routing, Serves, Storage, Ticket,
 };
 
 pub use owner::{Owner, OwnerRegion, OwnerStats, Views};
@@ -16,6 +17,8 @@ use crate::forced::as_forced;
 pub use crate::forced::forced;
 use crate::lending;
 use crate::oracle::Stamp;
+use crate::paths;
+pub use crate::paths::routing;
 use crate::watchdog::eventually;
 use crate::worker::storage;
 
@@ -29,16 +32,38 @@ pub const STALL: Duration = Duration::from_secs(match option_env!("TOWLINE_TEST_
 /// Whether owner and user are two processes or one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Setting {
-    /// Both are in the process of the test. Paths other than `inproc` go through real sockets all the same.
+    /// Both are in the process of the test. A path that contacts its owner goes through real sockets all the same.
     OneProcess,
     /// The owner is in a worker.
     TwoProcesses,
+}
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Setting::OneProcess => "one process",
+            Setting::TwoProcesses => "two processes",
+        })
+    }
+}
+
+impl Setting {
+    /// The settings in which a path can be tried.
+    pub fn all_of(path: &PathProperties) -> &'static [Setting] {
+        match path.contact {
+            Contact::Nothing => &[Setting::OneProcess],
+            _ if path.apart => &[Setting::TwoProcesses],
+            _ => &[Setting::OneProcess, Setting::TwoProcesses],
+        }
+    }
 }
 
 /// An owner, a user, and one path between them.
 pub struct Bench {
     /// The path that bytes take.
     pub path: &'static str,
+    /// What it says of itself.
+    pub properties: PathProperties,
     /// Whether they are two processes.
     pub setting: Setting,
     /// The worker whose memory it is.
@@ -47,8 +72,6 @@ pub struct Bench {
     pub user: Endpoint,
     /// What allows that path only (and, where it cannot do everything, the one that helps it out).
     pub routing: Routing,
-    /// Whether a transfer that has ended is always quiet.
-    pub quiet_at_end: bool,
     /// The kinds of the owner's storages and the user's, where they are not the path's own.
     kinds: Option<(&'static str, &'static str)>,
 }
@@ -66,28 +89,24 @@ impl Bench {
         kinds: Option<(&'static str, &'static str)>,
     ) -> Result<Bench, String> {
         let path = forced().unwrap_or_else(|| path.to_owned());
-        // `inproc` needs one process, and `cma` two: it copies between processes.
-        let setting = match path.as_str() {
-            "inproc" => Setting::OneProcess,
-            "cma" | "cuda" => Setting::TwoProcesses,
-            _ => setting,
-        };
-        let paths = towline::paths();
-        let Some(info) = paths.iter().find(|info| info.name == path) else {
+        let Some(info) = towline::paths().into_iter().find(|info| info.name == path) else {
             panic!("no path is called {path:?}");
         };
+        // A path that is forced may have another setting only.
+        let settings = Setting::all_of(&info);
+        let setting = if settings.contains(&setting) { setting } else { settings[0] };
         if let Probe::Missing { reason, .. } = &info.probe {
             return Err(reason.clone());
         }
-        let (path, quiet_at_end) = (info.name, info.quiet_at_end);
+        let (path, properties) = (info.name, info.properties);
         let owner = Owner::open(path, "owner", setting, "");
         let routing = routing(path);
         let user = options("user").routing(routing.clone()).open().unwrap();
-        let bench = Bench { path, setting, owner, user, routing, quiet_at_end, kinds };
+        let bench = Bench { path, properties, setting, owner, user, routing, kinds };
         match bench.try_path() {
             Ok(()) => Ok(bench),
             // A container may forbid what the machine could do.
-            Err(error) if error.kind() == Kind::Unavailable && matches!(path, "cma" | "nixl") => {
+            Err(error) if error.kind() == Kind::Unavailable && bench.helper().is_some() => {
                 Err(error.to_string())
             }
             Err(error) => panic!("no bench for {path}: {error}"),
@@ -105,17 +124,30 @@ impl Bench {
 
     /// What the owner's storages are: those that the path can reach, and both kinds where it does not matter.
     pub fn kind(&self) -> &'static str {
-        match (self.path, self.setting) {
-            _ if self.kinds.is_some() => self.kinds.map_or("", |(owner, _)| owner),
-            ("mapped", _) => "shared",
-            ("cma", _) | (_, Setting::OneProcess) => "system",
-            _ => "shared",
+        if let Some((owner, _)) = self.kinds {
+            return owner;
+        }
+        match (self.properties.serves, self.setting) {
+            (Serves::GpuMemory, _) => "device",
+            (Serves::Files, _) => "disk",
+            (Serves::HostMemory, _) | (Serves::Anything, Setting::OneProcess) => "system",
+            (Serves::SharedMemory, _) | (Serves::Anything, Setting::TwoProcesses) => "shared",
         }
     }
 
-    /// Whether words of the owner's storages can be acted on: not on a GPU.
+    /// Whether words of the owner's storages can be acted on: neither on a GPU nor in a file.
     pub fn has_words(&self) -> bool {
-        !matches!(self.kind(), "device" | "exportable")
+        !matches!(self.kind(), "device" | "exportable" | "disk")
+    }
+
+    /// Whether the owner's storages can be pinned by the user.
+    pub fn shares_memory(&self) -> bool {
+        self.properties.shares_memory && self.has_words()
+    }
+
+    /// The path that does what this one cannot.
+    pub fn helper(&self) -> Option<&'static str> {
+        paths::helper(&self.properties)
     }
 
     /// A region of the owner.
@@ -160,21 +192,25 @@ impl Bench {
     /// A transfer has ended: from now on the local memory is the caller's again.
     pub fn settle(&self, transfer: &towline::Transfer) {
         assert!(transfer.is_done());
-        if self.quiet_at_end {
+        if self.properties.quiet_at_end {
             assert!(transfer.quiet(), "a transfer that has ended is quiet on {}", self.path);
         }
         assert!(transfer.wait_quiet(STALL * 2), "the engine does not let go");
         assert!(transfer.quiet());
     }
 
-    /// The other paths on which the same owner can be reached, with their routing.
+    /// The paths that act on words of shared memory of the same owner, each with its routing.
     pub fn all_paths(&self) -> Vec<Routing> {
-        let all = match self.setting {
-            _ if forced().is_some() => vec![self.path],
-            Setting::OneProcess => vec!["inproc", "mapped", "unix", "tcp"],
-            Setting::TwoProcesses => vec!["mapped", "unix", "tcp"],
+        if forced().is_some() {
+            return vec![routing(self.path)];
+        }
+        let acts = |one: &towline::PathInfo| {
+            one.capabilities.contains(Capabilities::ATOMIC)
+                && one.serves.has_words()
+                && Setting::all_of(one).contains(&self.setting)
+                && matches!(one.probe, Probe::Works(_))
         };
-        all.into_iter().map(routing).collect()
+        towline::paths().iter().filter(|one| acts(one)).map(|one| routing(one.name)).collect()
     }
 }
 
@@ -187,12 +223,6 @@ pub fn options(name: &str) -> EndpointOptions {
 pub fn options_for(path: &str, name: &str) -> EndpointOptions {
     let limits = Limits { no_progress: STALL, ..Limits::default() };
     as_forced(Endpoint::options(name).limits(limits).nixl(lending::options(path)))
-}
-
-/// What allows that path only. `cma` and `nixl` cannot do atomics and reductions: the stream helps them out.
-pub fn routing(path: &str) -> Routing {
-    let routing = Routing::default().require(path).unwrap();
-    if matches!(path, "cma" | "nixl") { routing.require("unix").unwrap() } else { routing }
 }
 
 /// The user's side of what became of a request, however it ended.

@@ -28,8 +28,10 @@ pub use routing::*;
 pub use telling::*;
 pub use tickets::*;
 
+use std::thread;
+
 use crate::bench::{Bench, STALL, Setting};
-use crate::{skip, watchdog};
+use crate::{paths, skip, watchdog};
 
 /// Calls a macro with the arguments given and the names of all laws.
 #[macro_export]
@@ -192,12 +194,36 @@ pub fn run_with(
     }
 }
 
-/// Runs a law over a path, or says why that cannot be done here.
-pub fn run(path: &str, setting: Setting, name: &str, law: fn(&Bench)) {
-    let name = format!("{path}::{name}");
-    let _watchdog = watchdog::watch(name.clone(), STALL * 10);
-    match Bench::open(path, setting) {
-        Ok(bench) => law(&bench),
-        Err(reason) => skip::skip(&name, path, &reason),
+/// Runs a law over a path, in one process and with the owner in a worker, where the path can be tried so; or says why that cannot
+/// be done here. Where [`SETTING`] names one of the two, the other is left out.
+pub fn run(path: &str, name: &str, law: fn(&Bench)) {
+    let wanted = std::env::var(SETTING).unwrap_or_default();
+    let is_wanted = |setting: &&Setting| wanted.is_empty() || wanted == setting.to_string();
+    let settings: Vec<_> = Setting::all_of(&paths::known(path)).iter().filter(is_wanted).collect();
+    if settings.is_empty() {
+        skip::skip(&format!("{path}::{name}"), path, &format!("{SETTING} leaves nothing of it"));
+    }
+    for setting in settings {
+        let name = format!("{path}::{name}, {setting}");
+        let _watchdog = watchdog::watch(name.clone(), STALL * 10);
+        let _named = Named(&name);
+        match Bench::open(path, *setting) {
+            Ok(bench) => law(&bench),
+            Err(reason) => skip::skip(&name, path, &reason),
+        }
+    }
+}
+
+/// The variable that leaves out all settings but that one: `one process` or `two processes`.
+const SETTING: &str = "TOWLINE_TEST_SETTING";
+
+/// Says in which setting a law did not hold: the test has the same name in both.
+struct Named<'a>(&'a str);
+
+impl Drop for Named<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            skip::say(&format!("FAILED {}\n", self.0));
+        }
     }
 }

@@ -18,6 +18,7 @@ pub mod laws;
 pub mod lending;
 pub mod netns;
 pub mod oracle;
+pub mod paths;
 pub mod process;
 pub mod proxy;
 pub mod random;

@@ -1,44 +1,53 @@
-//! Every law over every path.
+//! Every law over every path in the list of transports, in one process and between two.
 //!
 //! `TOWLINE_TEST_FORCE=tcp` runs all of them over that path, `tcp+tls` with TLS too, and `tcp+crc` with
 //! checksums; `TOWLINE_REQUIRE=mapped,cma,tcp` makes it a failure that
-//! one of these paths cannot run here.
+//! one of these paths cannot run here. `TOWLINE_TEST_SETTING="one process"` leaves out the owners in workers.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
-use towline_testkit::bench::{Bench, Setting, outcome};
+use towline_testkit::bench::{Bench, outcome};
 use towline_testkit::laws;
 use towline_testkit::oracle::Stamp;
+use towline_testkit::process::use_driver;
 
 macro_rules! suite {
-    ($module:ident $path:literal $setting:ident: $($law:ident)*) => {
-        mod $module {
+    ($path:ident: $($law:ident)*) => {
+        mod $path {
             use super::*;
 
             $(
                 #[test]
                 fn $law() {
-                    laws::run($path, Setting::$setting, stringify!($law), laws::$law);
+                    run(stringify!($path), stringify!($law), laws::$law);
                 }
             )*
 
             #[test]
             fn transfers_and_imports_are_awaited_under_tokio() {
-                laws::run($path, Setting::$setting, "transfers_and_imports_are_awaited_under_tokio", under_tokio);
+                run(stringify!($path), "transfers_and_imports_are_awaited_under_tokio", under_tokio);
             }
         }
     };
 }
 
-towline_testkit::each_law!(suite!(inproc "inproc" OneProcess));
-towline_testkit::each_law!(suite!(mapped "mapped" OneProcess));
-towline_testkit::each_law!(suite!(unix "unix" OneProcess));
-towline_testkit::each_law!(suite!(tcp "tcp" OneProcess));
-towline_testkit::each_law!(suite!(mapped_between_processes "mapped" TwoProcesses));
-towline_testkit::each_law!(suite!(cma_between_processes "cma" TwoProcesses));
-towline_testkit::each_law!(suite!(unix_between_processes "unix" TwoProcesses));
-towline_testkit::each_law!(suite!(tcp_between_processes "tcp" TwoProcesses));
-towline_testkit::each_law!(suite!(nixl "nixl" OneProcess));
-towline_testkit::each_law!(suite!(nixl_between_processes "nixl" TwoProcesses));
+macro_rules! suites {
+    (: $($path:ident)*) => {
+        $(towline_testkit::each_law!(suite!($path));)*
+    };
+}
+
+// A suite for each path in the list of transports: no other place names them.
+towline::each_path!(suites!());
+
+fn run(path: &str, name: &str, law: fn(&Bench)) {
+    // A machine with a GPU has tests of its own for it: here its place is taken by the fake, on which the laws hold just so.
+    if std::env::var_os(towline::cuda::SETTING).is_none()
+        && let Some(fake) = towline_fake_cuda::library()
+    {
+        use_driver(&fake);
+    }
+    laws::run(path, name, law);
+}
 
 /// No runtime is imposed: it works under tokio as it does without it.
 fn under_tokio(bench: &Bench) {

@@ -96,4 +96,4 @@ pub use towline_proto::{
 pub use towline_proto::{crypto, wire};
 pub use transfer::{BlockFailure, Limits, Transfer};
 pub use transport::nixl::{NixlOptions, NixlPrefer, NixlStats};
-pub use transport::{PathInfo, Probe, path_names, paths};
+pub use transport::{Contact, PathInfo, PathProperties, Probe, Serves, path_names, path_properties, paths};

@@ -1,7 +1,7 @@
 //! The seam: what a way of moving bytes must be able to say and do, and the list of those that exist.
 //!
-//! To add a transport, write one file beside the others and add one word to [`TRANSPORTS`]. The order of the
-//! list is the order of preference.
+//! To add a transport, write one file in `transport/` with a `TRANSPORT`, and add its name to the list in [`each_path!`](crate::each_path).
+//! The order of the list is the order of preference. Nothing else names a transport: what others must know of one, it says of itself.
 //!
 //! # What moves
 //! The unit of work is one [`Submission`](crate::transfer::submission::Submission) to one peer: an operation over any number of
@@ -31,15 +31,9 @@
 //! 9. A region may be in several parts, and parts may overlap. Where bytes that are written overlap, which of them stay is not
 //!    defined, but each byte is one of those that were to be written there.
 
-pub(crate) mod cma;
-pub(crate) mod cuda;
 pub(crate) mod direct;
-pub(crate) mod file;
 pub(crate) mod gpu;
-pub(crate) mod inproc;
 pub(crate) mod joint;
-pub(crate) mod mapped;
-pub(crate) mod nixl;
 pub(crate) mod stream;
 
 use std::ops::Deref;
@@ -56,17 +50,25 @@ use crate::transport::direct::Held;
 use crate::wire::Grant;
 use crate::{Error, Kind, Result};
 
-/// Every transport, the preferred ones first.
-pub(crate) static TRANSPORTS: [&dyn Transport; 8] = [
-    &inproc::InProc,
-    &mapped::Mapped,
-    &cuda::CudaPath,
-    &cma::Cma,
-    &file::FilePath,
-    &nixl::NixlPath,
-    &stream::Unix,
-    &stream::Tcp,
-];
+/// Calls a macro with the arguments given and the names of all paths, the preferred ones first: the list of transports.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! each_path {
+    ($then:ident!($($arguments:tt)*)) => {
+        $then! { $($arguments)*: inproc mapped cuda cma file nixl unix tcp }
+    };
+}
+
+macro_rules! transports {
+    (: $($path:ident)*) => {
+        $(pub(crate) mod $path;)*
+
+        /// Every transport, in the order of the list.
+        pub(crate) static TRANSPORTS: &[&dyn Transport] = &[$($path::TRANSPORT),*];
+    };
+}
+
+each_path!(transports!());
 
 /// Whether a transport works on this machine at all.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -102,6 +104,41 @@ impl Owner<'_> {
             Owner::There(handle) => handle.session().alive(),
         }
     }
+}
+
+/// What an owner's memory must be for a path to serve it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Serves {
+    /// Whatever an owner registers.
+    Anything,
+    /// Host memory, shared or not.
+    HostMemory,
+    /// Host memory that can be shared, as that of a [`SharedStorage`](crate::SharedStorage).
+    SharedMemory,
+    /// Memory of a GPU.
+    GpuMemory,
+    /// Files.
+    Files,
+}
+
+impl Serves {
+    /// Whether host memory is among it, whose words can be acted on by atomics, reductions and signals.
+    pub fn has_words(self) -> bool {
+        !matches!(self, Serves::GpuMemory | Serves::Files)
+    }
+}
+
+/// By which kind of connection an owner is contacted before its regions can be reached by a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Contact {
+    /// None: the owner is in this process.
+    Nothing,
+    /// A Unix socket: the owner is on this host.
+    Unix,
+    /// TCP.
+    Tcp,
+    /// Any that is there. For the sake of such a path one is made only where the path is required.
+    Any,
 }
 
 /// What transports know of their endpoint, and keep for it.
@@ -156,6 +193,37 @@ pub(crate) trait Transport: Send + Sync {
     /// What it can do.
     fn capabilities(&self) -> Capabilities;
 
+    /// What an owner's memory must be for it.
+    fn serves(&self) -> Serves;
+
+    /// How an owner is contacted for it.
+    fn contact(&self) -> Contact;
+
+    /// Whether the owner has to be in another process.
+    fn apart(&self) -> bool {
+        false
+    }
+
+    /// Whether host memory is shared with its owner, so that a region can be pinned ([`Attachment::hold`]).
+    fn shares_memory(&self) -> bool {
+        false
+    }
+
+    /// Whether owners lend by it only where their options say so.
+    fn opt_in(&self) -> bool {
+        false
+    }
+
+    /// What is said where a machine in good order does not have it; `None` where every machine should.
+    fn may_be_missing(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// What to do where it works on a machine, and yet another process is not reached by it.
+    fn mend(&self) -> &'static str {
+        ""
+    }
+
     /// Whether the owner checks bounds, rights and revocation on every access, so that they hold against a
     /// compromised peer too; otherwise they hold between cooperating processes.
     fn enforced(&self) -> bool;
@@ -205,7 +273,7 @@ pub(crate) fn routes(offer: &Offer<'_>) -> Result<Routes<Attached>> {
         let summary = attachment.detail().unwrap_or_else(|| attachment.summary().to_owned());
         Ok((Attached { link: Arc::clone(&attachment) as Arc<dyn Link>, attachment }, summary))
     };
-    let paths = TRANSPORTS.into_iter().map(|transport| (path(transport), transport));
+    let paths = all().map(|transport| (path(transport), transport));
     Routes::find(offer.routing, paths, attach, || offer.owner.alive())
 }
 
@@ -216,15 +284,20 @@ fn path(transport: &dyn Transport) -> Path {
 
 /// Whether finding the paths to that region would block.
 pub(crate) fn blocks(offer: &Offer<'_>) -> bool {
-    let allowed =
-        |transport: &dyn Transport| offer.routing.refusal(transport.name(), transport.enforced()).is_none();
-    TRANSPORTS.into_iter().any(|transport| allowed(transport) && transport.blocks(offer))
+    all().any(|transport| is_allowed(transport, offer.routing) && transport.blocks(offer))
+}
+
+fn all() -> impl Iterator<Item = &'static dyn Transport> {
+    TRANSPORTS.iter().copied()
+}
+
+fn is_allowed(transport: &dyn Transport, routing: &Routing) -> bool {
+    routing.refusal(transport.name(), transport.enforced()).is_none()
 }
 
 /// The path that a peer asks about.
 fn numbered(number: u8) -> Result<&'static dyn Transport> {
-    TRANSPORTS
-        .into_iter()
+    all()
         .find(|transport| transport.number() == Some(number))
         .ok_or_else(|| Error::new(Kind::Unsupported, "import", format!("there is no path {number} here")))
 }
@@ -273,41 +346,85 @@ impl Deref for Attached {
     }
 }
 
-/// One path as `towline doctor` shows it.
-#[derive(Debug, Clone)]
-pub struct PathInfo {
+/// What a path says of itself, whatever the machine is.
+#[derive(Debug, Clone, Copy)]
+pub struct PathProperties {
     /// The path's name.
     pub name: &'static str,
     /// What it is, in one line.
     pub summary: &'static str,
     /// What it can do.
     pub capabilities: Capabilities,
+    /// What an owner's memory must be for it.
+    pub serves: Serves,
+    /// How an owner is contacted for it.
+    pub contact: Contact,
+    /// Whether the owner has to be in another process.
+    pub apart: bool,
+    /// Whether host memory is shared with its owner, so that a region can be pinned.
+    pub shares_memory: bool,
+    /// Whether owners lend by it only where their options say so.
+    pub opt_in: bool,
+    /// What is said where a machine in good order does not have it; `None` where every machine should.
+    pub may_be_missing: Option<&'static str>,
+    /// What to do where it works on a machine, and yet another process is not reached by it.
+    pub mend: &'static str,
     /// Whether the owner checks every access on it.
     pub enforced: bool,
     /// Whether a transfer on one host is quiet when it has ended, however it ended.
     pub quiet_at_end: bool,
+}
+
+impl PathProperties {
+    fn of(transport: &dyn Transport) -> PathProperties {
+        PathProperties {
+            name: transport.name(),
+            summary: transport.summary(),
+            capabilities: transport.capabilities(),
+            serves: transport.serves(),
+            contact: transport.contact(),
+            apart: transport.apart(),
+            shares_memory: transport.shares_memory(),
+            opt_in: transport.opt_in(),
+            may_be_missing: transport.may_be_missing(),
+            mend: transport.mend(),
+            enforced: transport.enforced(),
+            quiet_at_end: transport.quiet_at_end(),
+        }
+    }
+}
+
+/// One path as `towline doctor` shows it: its properties, and whether it works here.
+#[derive(Debug, Clone)]
+pub struct PathInfo {
+    /// What it says of itself.
+    pub properties: PathProperties,
     /// Whether it works on this machine.
     pub probe: Probe,
 }
 
-/// The names of all paths in order of preference. Probes nothing.
-pub fn path_names() -> Vec<&'static str> {
-    TRANSPORTS.iter().map(|transport| transport.name()).collect()
+impl Deref for PathInfo {
+    type Target = PathProperties;
+
+    fn deref(&self) -> &PathProperties {
+        &self.properties
+    }
 }
 
-/// Every path in order of preference, probed on this machine. Loads NIXL, where it is there: [`path_names`] does not.
+/// The names of all paths in order of preference. Probes nothing.
+pub fn path_names() -> Vec<&'static str> {
+    all().map(Transport::name).collect()
+}
+
+/// What all paths say of themselves, in order of preference. Probes nothing.
+pub fn path_properties() -> Vec<PathProperties> {
+    all().map(PathProperties::of).collect()
+}
+
+/// Every path in order of preference, probed on this machine. Loads NIXL, where it is there: [`path_properties`] does not.
 pub fn paths() -> Vec<PathInfo> {
-    TRANSPORTS
-        .iter()
-        .map(|transport| PathInfo {
-            name: transport.name(),
-            summary: transport.summary(),
-            capabilities: transport.capabilities(),
-            enforced: transport.enforced(),
-            quiet_at_end: transport.quiet_at_end(),
-            probe: transport.probe(),
-        })
-        .collect()
+    let info = |one: &dyn Transport| PathInfo { properties: PathProperties::of(one), probe: one.probe() };
+    all().map(info).collect()
 }
 
 /// The part of it that knows which paths there are.
@@ -329,8 +446,28 @@ impl Routing {
 }
 
 fn named(path: &str) -> Result<&'static dyn Transport> {
-    TRANSPORTS.into_iter().find(|transport| transport.name() == path).ok_or_else(|| {
+    all().find(|transport| transport.name() == path).ok_or_else(|| {
         let names = path_names().join(", ");
         Error::invalid("route", format!("there is no path {path:?}; the paths are {names}"))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    macro_rules! words {
+        (: $($path:ident)*) => {
+            [$(stringify!($path)),*]
+        };
+    }
+
+    #[test]
+    fn the_words_of_the_list_are_the_names_of_the_paths_and_peers_tell_them_apart() {
+        assert_eq!(path_names(), each_path!(words!()));
+        let mut numbers: Vec<_> = all().filter_map(Transport::number).collect();
+        assert!(numbers.iter().all(|number| (1..=8).contains(number)), "{numbers:?}");
+        numbers.sort_unstable();
+        assert!(numbers.windows(2).all(|two| two[0] != two[1]), "two paths have one number: {numbers:?}");
+    }
 }

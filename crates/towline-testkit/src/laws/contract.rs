@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use towline::{Access, Kind, Layout};
 
+use super::counting::words_are_refused;
 use crate::bench::{Bench, Owner, STALL, outcome, refused};
 use crate::oracle::Stamp;
 use crate::random::Random;
@@ -222,6 +223,9 @@ pub fn law_7_a_cancelled_transfer_does_not_wait_for_its_peer(bench: &Bench) {
 
 /// Law 8: a 64-bit atomic is atomic with respect to every other path to the same word.
 pub fn law_8_atomics_on_one_word_stay_atomic_over_all_paths(bench: &Bench) {
+    if !bench.has_words() {
+        return words_are_refused(bench);
+    }
     const EACH: u64 = 200;
     let region = bench.owner.register(64, "shared", Access::READ_WRITE).unwrap();
     let ticket = region.ticket();

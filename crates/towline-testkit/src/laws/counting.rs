@@ -5,11 +5,36 @@ use std::thread;
 use towline::{Access, Dtype, Kind, ReduceOp};
 
 use crate::bench::{Bench, STALL, outcome, refused};
+use crate::oracle::Stamp;
 
 const THREADS: u64 = 4;
 
+/// Where words cannot be acted on, in a file or on a GPU, that is said, and nothing changes: what holds there instead of the laws of words.
+pub(super) fn words_are_refused(bench: &Bench) {
+    let stamp = Stamp::new(1, 1);
+    let region = bench.stamped(4096, Access::READ_WRITE, stamp);
+    let remote = bench.import(&region);
+    let local = bench.local(64);
+    let user = &bench.user;
+    for acted in [
+        outcome(user.fetch_add(&remote, 8, 1)),
+        outcome(user.compare_swap(&remote, 8, 0, 1)),
+        outcome(user.signal(&remote, 8, 1)),
+        outcome(user.write(&remote, &local).at(0, 0, 8).signal(8, 1).start()),
+        outcome(user.reduce_into(&remote, &local, ReduceOp::Sum, Dtype::U64).start()),
+    ] {
+        refused(acted, &[Kind::Unsupported]);
+    }
+    region.check(stamp, 0, 4096).unwrap();
+    outcome(user.read(&remote, &local).at(0, 0, 64).start()).unwrap();
+    stamp.verify_storage(local.storage(), 0, 64).unwrap();
+}
+
 /// No addition is lost, and every thread sees each old value once.
 pub fn fetch_add_from_four_threads_sums_exactly(bench: &Bench) {
+    if !bench.has_words() {
+        return words_are_refused(bench);
+    }
     const EACH: u64 = 250;
     let region = bench.region(64, Access::READ_WRITE);
     let remote = &bench.import(&region);
@@ -39,6 +64,9 @@ pub fn fetch_add_from_four_threads_sums_exactly(bench: &Bench) {
 
 /// A swap happens exactly where the expected value is there.
 pub fn compare_swap_from_four_threads_loses_nothing(bench: &Bench) {
+    if !bench.has_words() {
+        return words_are_refused(bench);
+    }
     const EACH: u64 = 60;
     let region = bench.region(64, Access::READ_WRITE);
     let remote = &bench.import(&region);
@@ -71,6 +99,9 @@ pub fn compare_swap_from_four_threads_loses_nothing(bench: &Bench) {
 
 /// Each element is updated atomically, so that no contribution is lost.
 pub fn reductions_from_four_threads_lose_nothing(bench: &Bench) {
+    if !bench.has_words() {
+        return words_are_refused(bench);
+    }
     const ELEMENTS: usize = 512;
     const EACH: u64 = 20;
     let region = bench.region(ELEMENTS * 16, Access::READ_WRITE);
@@ -106,6 +137,9 @@ pub fn reductions_from_four_threads_lose_nothing(bench: &Bench) {
 
 /// A reduction that is too large for one piece still reaches every element once.
 pub fn a_large_reduction_reaches_every_element(bench: &Bench) {
+    if !bench.has_words() {
+        return words_are_refused(bench);
+    }
     let len = 3 << 20;
     let region = bench.region(len, Access::READ_WRITE);
     let remote = bench.import(&region);
@@ -128,6 +162,9 @@ pub fn a_large_reduction_reaches_every_element(bench: &Bench) {
 
 /// Words and elements that are not aligned are refused, and nothing changes.
 pub fn misaligned_words_and_elements_are_refused(bench: &Bench) {
+    if !bench.has_words() {
+        return words_are_refused(bench);
+    }
     let region = bench.region(4096, Access::READ_WRITE);
     let remote = bench.import(&region);
     let local = bench.local(64);
@@ -149,6 +186,9 @@ pub fn misaligned_words_and_elements_are_refused(bench: &Bench) {
 
 /// A signal raises its counter, and whoever waits for it wakes.
 pub fn signals_add_up_and_wake_the_waiter(bench: &Bench) {
+    if !bench.has_words() {
+        return words_are_refused(bench);
+    }
     let region = bench.region(64, Access::READ_WRITE);
     let remote = bench.import(&region);
     let local = bench.local(8);

@@ -212,7 +212,7 @@ pub fn a_deadline_ends_a_transfer(bench: &Bench) {
             }
         }
         // An engine that cannot stop lets go when the peer goes on.
-        if bench.quiet_at_end {
+        if bench.properties.quiet_at_end {
             bench.settle(&transfer);
             OURS.fill_storage(local.storage()).unwrap();
             process.lock().unwrap().resume();

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use towline::{Access, Kind, Pinned, Span};
 
+use super::counting::words_are_refused;
 use crate::bench::{Bench, OwnerRegion, STALL, outcome, refused};
 use crate::oracle::Stamp;
 use crate::watchdog::eventually;
@@ -15,11 +16,7 @@ const OURS: Stamp = Stamp { region: 2, generation: 1 };
 
 /// The region, pinned; `None` on a path that shares no memory.
 fn pinned(bench: &Bench, region: &OwnerRegion<'_>) -> Option<Pinned> {
-    shares_memory(bench).then(|| bench.import(region).pin().unwrap())
-}
-
-fn shares_memory(bench: &Bench) -> bool {
-    matches!(bench.path, "inproc" | "mapped")
+    bench.shares_memory().then(|| bench.import(region).pin().unwrap())
 }
 
 /// Bytes of any length go both ways, from and to slices and spans.
@@ -63,6 +60,9 @@ fn read(span: &Span) -> Vec<u8> {
 
 /// Atomics by a pinned handle and by requests over any path add up.
 pub fn words_of_a_pinned_region_stay_atomic_over_all_paths(bench: &Bench) {
+    if !bench.has_words() {
+        return words_are_refused(bench);
+    }
     const EACH: u64 = 200;
     let region = bench.region(64, Access::READ_WRITE);
     let Some(pinned) = &pinned(bench, &region) else { return };
@@ -132,7 +132,7 @@ pub fn a_region_dropped_while_pinned_is_parked(bench: &Bench) {
 /// Offsets are those of the ticket, and neither its range nor its rights are left.
 pub fn pinned_access_outside_the_range_or_the_rights_is_refused(bench: &Bench) {
     let region = bench.stamped(4096, Access::READ_WRITE, THEIRS);
-    if !shares_memory(bench) {
+    if !bench.shares_memory() {
         return;
     }
     let pin = |access, offset, len| {
@@ -179,7 +179,7 @@ pub fn pinned_access_outside_the_range_or_the_rights_is_refused(bench: &Bench) {
 /// Hundreds of regions of one owner are pinned at the same time, and copies go on beside them.
 pub fn hundreds_of_regions_are_pinned_at_once(bench: &Bench) {
     let views = bench.owner.views(300, 64, 4096, bench.kind(), THEIRS);
-    if !shares_memory(bench) {
+    if !bench.shares_memory() {
         return;
     }
     let remotes: Vec<_> = views.tickets().iter().map(|ticket| bench.remote(ticket)).collect();
@@ -210,7 +210,7 @@ pub fn closing_the_user_leaves_what_it_has_pinned_in_place(bench: &Bench) {
 
 /// Where owner and user share no memory, pinning says so.
 pub fn memory_that_is_not_shared_cannot_be_pinned(bench: &Bench) {
-    if shares_memory(bench) {
+    if bench.shares_memory() {
         return;
     }
     let region = bench.region(64, Access::READ_WRITE);

@@ -4,6 +4,7 @@ use towline::{Access, Isolation, Kind, Routing, Verdict};
 
 use crate::bench::{Bench, outcome, refused, routing};
 use crate::oracle::Stamp;
+use crate::paths::required;
 
 /// Every path is named with what became of it; one is taken, and the transfer says which.
 pub fn every_candidate_is_explained(bench: &Bench) {
@@ -48,7 +49,7 @@ pub fn required_forbidden_and_isolated_paths_are_respected(bench: &Bench) {
     // A request may narrow what the import allowed, not widen it.
     outcome(bench.user.read(&remote, &local).routing(routing(bench.path)).start()).unwrap();
     let forbidden = Routing::default().forbid(bench.path).unwrap();
-    if !matches!(bench.path, "cma" | "nixl") {
+    if bench.helper().is_none() {
         let error = refused(
             bench.user.read(&remote, &local).routing(forbidden.clone()).start(),
             &[Kind::Unsupported],
@@ -59,10 +60,8 @@ pub fn required_forbidden_and_isolated_paths_are_respected(bench: &Bench) {
         assert_ne!(remote.path(), bench.path, "{}", remote.explain());
         outcome(bench.user.read(&remote, &local).start()).unwrap();
     }
-    refused(
-        import(&routing(bench.path).forbid(bench.path).unwrap().forbid("unix").unwrap()),
-        &[Kind::Unavailable],
-    );
+    let contradiction = required(bench.path).into_iter().try_fold(routing(bench.path), Routing::forbid);
+    refused(import(&contradiction.unwrap()), &[Kind::Unavailable]);
     refused(Routing::default().require("carrier-pigeon"), &[Kind::Invalid]);
     refused(Routing::default().forbid(""), &[Kind::Invalid]);
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use towline::ticket::{RegionKey, TicketBody};
-use towline::{Access, Kind, Ticket};
+use towline::{Access, Contact, Kind, Ticket};
 
 use crate::bench::{Bench, Owner, STALL, options, outcome, refused};
 use crate::oracle::Stamp;
@@ -207,7 +207,7 @@ pub fn secrets_open_and_shut(bench: &Bench) {
     let local = knows.register(towline::SystemStorage::new(64).unwrap(), Access::NONE).unwrap();
     outcome(knows.read(&remote, &local).start()).unwrap();
     THEIRS.verify_storage(local.storage(), 0, 64).unwrap();
-    if bench.path == "inproc" {
+    if bench.properties.contact == Contact::Nothing {
         return;
     }
     for stranger in [user(Some(b"open-barley")), user(None)] {

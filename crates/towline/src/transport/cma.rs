@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, misaligned};
-use super::{Attachment, Offer, Owner, Probe, Transport};
+use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
 use crate::layout::Piece;
 use crate::memory::Place;
 use crate::route::Capabilities;
@@ -22,6 +22,9 @@ const INLINE: u64 = 128 << 10;
 
 /// The transport by cross-memory attach.
 pub(crate) struct Cma;
+
+/// What stands in the list.
+pub(super) const TRANSPORT: &dyn Transport = &Cma;
 
 impl Transport for Cma {
     fn name(&self) -> &'static str {
@@ -64,6 +67,19 @@ impl Transport for Cma {
     fn capabilities(&self) -> Capabilities {
         // Signals are raised by the owner, asked over the session; atomics and reductions need its cooperation.
         Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL
+    }
+
+    fn serves(&self) -> Serves {
+        Serves::HostMemory
+    }
+
+    fn contact(&self) -> Contact {
+        Contact::Unix
+    }
+
+    fn mend(&self) -> &'static str {
+        "run both workers as one user in one pid namespace; set kernel.yama.ptrace_scope to 0 or give the workers \
+         CAP_SYS_PTRACE; allow process_vm_readv in the seccomp profile"
     }
 
     fn enforced(&self) -> bool {

@@ -21,7 +21,7 @@ use towline_sys::cuda::Cuda;
 use self::opened::{Borrow, Kept};
 use self::words::{Answer, Ask, Form, MAX_PARTS, Part};
 use super::gpu::{Far, GpuAttachment, Inside, Spot};
-use super::{Attachment, Offer, Owner, Probe, Transport, TransportContext};
+use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
 use crate::cuda::{Availability, Gpu, MemoryType, PointerFacts, availability, failed};
 use crate::memory::Place;
 use crate::region::{RegionCore, no_words};
@@ -38,6 +38,9 @@ const NUMBER: u8 = 1;
 
 /// The transport between processes that use GPUs of one machine.
 pub(crate) struct CudaPath;
+
+/// What stands in the list.
+pub(super) const TRANSPORT: &dyn Transport = &CudaPath;
 
 impl Transport for CudaPath {
     fn name(&self) -> &'static str {
@@ -63,6 +66,22 @@ impl Transport for CudaPath {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities::READ | Capabilities::WRITE
+    }
+
+    fn serves(&self) -> Serves {
+        Serves::GpuMemory
+    }
+
+    fn contact(&self) -> Contact {
+        Contact::Unix
+    }
+
+    fn apart(&self) -> bool {
+        true
+    }
+
+    fn may_be_missing(&self) -> Option<&'static str> {
+        Some("no GPU can be used")
     }
 
     fn enforced(&self) -> bool {

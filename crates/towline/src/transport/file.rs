@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment};
 use super::inproc::file::move_file_pieces;
-use super::{Attachment, Offer, Owner, Probe, Transport, TransportContext};
+use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
 use crate::region::{RegionCore, no_words};
@@ -28,6 +28,9 @@ const NUMBER: u8 = 3;
 
 /// The transport over passed descriptors of files.
 pub(crate) struct FilePath;
+
+/// What stands in the list.
+pub(super) const TRANSPORT: &dyn Transport = &FilePath;
 
 fn unavailable(reason: impl Into<Cow<'static, str>>) -> Error {
     Error::new(Kind::Unavailable, OP, reason)
@@ -73,6 +76,18 @@ impl Transport for FilePath {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities::READ | Capabilities::WRITE
+    }
+
+    fn serves(&self) -> Serves {
+        Serves::Files
+    }
+
+    fn contact(&self) -> Contact {
+        Contact::Unix
+    }
+
+    fn mend(&self) -> &'static str {
+        "let both workers run as one user, and TMPDIR name a folder that can be written"
     }
 
     fn enforced(&self) -> bool {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, Held, misaligned};
 use super::gpu::{Far, GpuAttachment, Inside, Spot};
-use super::{Attachment, Offer, Owner, Probe, Transport};
+use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
 use crate::memory::{Dtype, Place, ReduceOp, lent, reduce};
@@ -20,6 +20,9 @@ use crate::{Error, Kind, Result, bytes};
 
 /// The transport between endpoints of one process.
 pub(crate) struct InProc;
+
+/// What stands in the list.
+pub(super) const TRANSPORT: &dyn Transport = &InProc;
 
 impl Transport for InProc {
     fn name(&self) -> &'static str {
@@ -36,6 +39,18 @@ impl Transport for InProc {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities::ALL
+    }
+
+    fn serves(&self) -> Serves {
+        Serves::Anything
+    }
+
+    fn contact(&self) -> Contact {
+        Contact::Nothing
+    }
+
+    fn shares_memory(&self) -> bool {
+        true
     }
 
     fn enforced(&self) -> bool {

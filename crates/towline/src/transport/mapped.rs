@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::direct::{Direct, DirectAttachment, Held, misaligned};
 use super::gpu::{Far, GpuAttachment, HostPart, Inside, Pinnable, Spot};
 use super::inproc::{apply_atomic, move_pieces};
-use super::{Attachment, Offer, Owner, Probe, Transport};
+use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
 use crate::layout::Piece;
 use crate::memory::{Mapping, Place, SharedStorage};
 use crate::region::raise;
@@ -18,6 +18,9 @@ use crate::{Access, Error, Kind, Result};
 
 /// The transport over mapped shared memory.
 pub(crate) struct Mapped;
+
+/// What stands in the list.
+pub(super) const TRANSPORT: &dyn Transport = &Mapped;
 
 impl Transport for Mapped {
     fn name(&self) -> &'static str {
@@ -40,6 +43,22 @@ impl Transport for Mapped {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities::ALL
+    }
+
+    fn serves(&self) -> Serves {
+        Serves::SharedMemory
+    }
+
+    fn contact(&self) -> Contact {
+        Contact::Unix
+    }
+
+    fn shares_memory(&self) -> bool {
+        true
+    }
+
+    fn mend(&self) -> &'static str {
+        "run both workers as one user in one network namespace, and allow memfd_create"
     }
 
     fn enforced(&self) -> bool {

@@ -33,7 +33,7 @@ use self::engine::{EngineLoan, Reach};
 use self::memory::Known;
 pub use self::options::{NixlOptions, NixlPrefer};
 use self::words::{Answer, Word};
-use super::{Attachment, Offer, Owner, Probe, Transport, TransportContext};
+use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
 use crate::memory::Place;
 use crate::region::RegionCore;
 use crate::route::Capabilities;
@@ -62,6 +62,9 @@ pub(crate) fn of_nixl(error: towline_sys::Error) -> Error {
 /// The transport by NIXL.
 pub(crate) struct NixlPath;
 
+/// What stands in the list.
+pub(super) const TRANSPORT: &dyn Transport = &NixlPath;
+
 impl Transport for NixlPath {
     fn name(&self) -> &'static str {
         "nixl"
@@ -85,6 +88,26 @@ impl Transport for NixlPath {
     fn capabilities(&self) -> Capabilities {
         // Signals are raised by the owner, asked over the session; atomics and reductions need its cooperation.
         Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL
+    }
+
+    fn serves(&self) -> Serves {
+        Serves::Anything
+    }
+
+    fn contact(&self) -> Contact {
+        Contact::Any
+    }
+
+    fn opt_in(&self) -> bool {
+        true
+    }
+
+    fn may_be_missing(&self) -> Option<&'static str> {
+        Some("NIXL is not there")
+    }
+
+    fn mend(&self) -> &'static str {
+        "look at what UCX prints with UCX_LOG_LEVEL=info, and at UCX_TLS and UCX_NET_DEVICES"
     }
 
     fn enforced(&self) -> bool {

@@ -1,97 +1,27 @@
-//! Bytes over sockets: TCP between hosts, and a Unix stream on one host where memory cannot be shared.
+//! What the paths over sockets share: the owner serves, over the session with it.
 
 use std::any::Any;
-use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
-use super::{Attachment, Offer, Owner, Probe, Transport, gpu, joint};
-use crate::route::Capabilities;
-use crate::runtime::socket::Socket;
-use crate::session::{self, GrantHandle, Run};
+use super::{Attachment, Offer, Owner, Transport, gpu, joint};
+use crate::session::{self, GrantHandle, Medium, Run};
 use crate::sync::lock;
 use crate::transfer::submission::{Link, Started, Submission};
 use crate::transfer::{Op, Several, TransferCore};
 use crate::{Error, Kind, Result, runtime};
 
-/// The transport over a Unix socket.
-pub(crate) struct Unix;
-
-/// The transport over TCP.
-pub(crate) struct Tcp;
-
-impl Transport for Unix {
-    fn name(&self) -> &'static str {
-        "unix"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner serves over a Unix socket on this host"
-    }
-
-    fn probe(&self) -> Probe {
-        let mut name = *b"towline/probe/................";
-        let random = getrandom::fill(&mut name[14..]);
-        match random
-            .map_err(|error| error.to_string())
-            .and_then(|()| Socket::listen_unix_abstract(&name, 1).map_err(|error| error.to_string()))
-        {
-            Ok(_) => Probe::Works("abstract Unix sockets work".into()),
-            Err(reason) => Probe::Missing { reason, mend: "allow Unix sockets in this container".into() },
-        }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::ALL
-    }
-
-    fn enforced(&self) -> bool {
-        true
-    }
-
-    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
-        attach(&Unix, offer)
-    }
-}
-
-impl Transport for Tcp {
-    fn name(&self) -> &'static str {
-        "tcp"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner serves over TCP"
-    }
-
-    fn probe(&self) -> Probe {
-        match Socket::listen_tcp(SocketAddr::from(([127, 0, 0, 1], 0))) {
-            Ok(_) => Probe::Works("listening on loopback works".into()),
-            Err(error) => Probe::Missing {
-                reason: error.to_string(),
-                mend: "bring the loopback interface up and allow TCP sockets".into(),
-            },
-        }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::ALL
-    }
-
-    fn enforced(&self) -> bool {
-        true
-    }
-
-    fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
-        attach(&Tcp, offer)
-    }
-}
-
-fn attach(transport: &'static dyn Transport, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
+/// Attaches a region whose owner is reached by such a medium.
+pub(super) fn attach(
+    transport: &'static dyn Transport,
+    offer: &Offer<'_>,
+    is_medium: fn(&Medium) -> bool,
+) -> Result<Arc<dyn Attachment>> {
     let Owner::There(handle) = offer.owner else {
         return Err(Error::new(Kind::Unavailable, "import", "the owner is in this process"));
     };
     let medium = handle.session().medium();
-    if medium.name() != transport.name() {
+    if !is_medium(&medium) {
         return Err(Error::new(Kind::Unavailable, "import", format!("the owner is reached by {medium}")));
     }
     Ok(Arc::new_cyclic(|me| Stream {
