@@ -295,6 +295,31 @@ fn is_allowed(transport: &dyn Transport, routing: &Routing) -> bool {
     routing.refusal(transport.name(), transport.enforced()).is_none()
 }
 
+/// How an owner may be contacted for the paths that are allowed.
+#[derive(Default)]
+pub(crate) struct Contacts {
+    /// Not at all, where it is in this process.
+    pub(crate) nothing: bool,
+    pub(crate) unix: bool,
+    pub(crate) tcp: bool,
+}
+
+pub(crate) fn contacts(routing: &Routing) -> Contacts {
+    let mut contacts = Contacts::default();
+    for transport in all().filter(|transport| is_allowed(*transport, routing)) {
+        match transport.contact() {
+            Contact::Nothing => contacts.nothing = true,
+            Contact::Unix => contacts.unix = true,
+            Contact::Tcp => contacts.tcp = true,
+            Contact::Any if routing.requires(transport.name()) => {
+                (contacts.unix, contacts.tcp) = (true, true);
+            }
+            Contact::Any => {}
+        }
+    }
+    contacts
+}
+
 /// The path that a peer asks about.
 fn numbered(number: u8) -> Result<&'static dyn Transport> {
     all()
@@ -438,11 +463,6 @@ impl Routing {
     pub fn forbid(self, path: &str) -> Result<Routing> {
         Ok(self.forbidding(named(path)?.name()))
     }
-
-    /// Whether that path is allowed.
-    pub(crate) fn allows(&self, path: &str) -> bool {
-        named(path).is_ok_and(|one| self.refusal(one.name(), one.enforced()).is_none())
-    }
 }
 
 fn named(path: &str) -> Result<&'static dyn Transport> {
@@ -454,6 +474,8 @@ fn named(path: &str) -> Result<&'static dyn Transport> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     macro_rules! words {
@@ -469,5 +491,31 @@ mod tests {
         assert!(numbers.iter().all(|number| (1..=8).contains(number)), "{numbers:?}");
         numbers.sort_unstable();
         assert!(numbers.windows(2).all(|two| two[0] != two[1]), "two paths have one number: {numbers:?}");
+    }
+
+    #[test]
+    fn an_owner_is_contacted_for_the_paths_that_are_allowed_and_no_others() {
+        let of = |routing: &Routing| {
+            let Contacts { nothing, unix, tcp } = contacts(routing);
+            (nothing, unix, tcp)
+        };
+        for path in path_properties() {
+            let wanted = match path.contact {
+                Contact::Nothing => (true, false, false),
+                Contact::Unix => (false, true, false),
+                Contact::Tcp => (false, false, true),
+                Contact::Any => (false, true, true),
+            };
+            let required = Routing::default().require(path.name).unwrap();
+            assert_eq!(of(&required), wanted, "{}", path.name);
+            assert_eq!(of(&required.forbid(path.name).unwrap()), (false, false, false), "{}", path.name);
+        }
+        assert_eq!(of(&Routing::default()), (true, true, true));
+        // A path that takes any contact asks for none where nobody requires it.
+        let over_tcp = path_properties().into_iter().filter(|path| path.contact == Contact::Tcp);
+        let without = over_tcp.fold(Routing::default(), |all, path| all.forbid(path.name).unwrap());
+        assert_eq!(of(&without), (true, true, false));
+        let enforced = Routing::default().isolation(crate::Isolation::Enforced);
+        assert_eq!(of(&enforced), (true, true, true));
     }
 }

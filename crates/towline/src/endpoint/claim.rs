@@ -156,7 +156,7 @@ impl Wanted {
 
     fn owner_here(&self) -> Option<Arc<EndpointCore>> {
         let owner = EndpointCore::here(&self.tickets[0].body().identity.incarnation);
-        owner.filter(|_| self.routing.allows("inproc"))
+        owner.filter(|_| transport::contacts(&self.routing).nothing)
     }
 
     fn claim(&self) -> Result<Claimed> {

@@ -220,10 +220,11 @@ pub(super) fn import(
     let until = runtime::later(Instant::now(), within);
     let mut outcomes: Vec<Option<Result<Remote>>> = room::collect("import", tickets.iter().map(|_| None))?;
     let mut by_owner: HashMap<Incarnation, Vec<usize>> = HashMap::new();
+    let here = transport::contacts(routing).nothing;
     for (index, ticket) in tickets.iter().enumerate() {
         let incarnation = ticket.body().identity.incarnation;
         match EndpointCore::here(&incarnation) {
-            Some(owner) if routing.allows("inproc") => {
+            Some(owner) if here => {
                 outcomes[index] = Some(import_here(endpoint, &owner, ticket, (routing, until)));
             }
             _ => room::push("import", by_owner.entry(incarnation).or_default(), index)?,
@@ -440,14 +441,10 @@ fn granted(
 
 /// The ways to the ticket's owner that the caller allows, best first.
 fn media(ticket: &Ticket, routing: &Routing) -> impl Iterator<Item = Medium> {
-    // NIXL moves the bytes, and the rest goes over a connection of either kind.
-    let nixl = routing.requires("nixl") && routing.allows("nixl");
-    let local =
-        nixl || ["mapped", "cuda", "cma", "file", "unix"].into_iter().any(|path| routing.allows(path));
-    let far = nixl || routing.allows("tcp");
+    let allowed = transport::contacts(routing);
     ticket.body().reach.iter().filter_map(move |reach| match reach {
-        Reach::Unix => local.then_some(Medium::Unix),
-        Reach::Tcp(address) => far.then_some(Medium::Tcp(*address)),
+        Reach::Unix => allowed.unix.then_some(Medium::Unix),
+        Reach::Tcp(address) => allowed.tcp.then_some(Medium::Tcp(*address)),
         _ => None,
     })
 }
