@@ -135,13 +135,12 @@ fn ops() -> impl TypedValueParser<Value = Op> {
 }
 
 fn paths() -> impl TypedValueParser<Value = Path> {
-    let all = || Path::ALL.into_iter().chain([Path::Nixl]);
-    let value = |path: Path| match path {
-        Path::Nixl => PossibleValue::new(path.name()).help("Not measured unless named: it needs NIXL"),
-        _ => PossibleValue::new(path.name()),
+    let value = |path: Path| match path.is_opt_in() {
+        true => PossibleValue::new(path.name()).help("Not measured unless named: owners have to opt in"),
+        false => PossibleValue::new(path.name()),
     };
-    let named = move |name: String| all().find(|path| path.name() == name).ok_or("there is no such path");
-    PossibleValuesParser::new(all().map(value)).try_map(named)
+    let named = |name: String| Path::all().find(|path| path.name() == name).ok_or("there is no such path");
+    PossibleValuesParser::new(Path::all().map(value)).try_map(named)
 }
 
 impl Options {

@@ -2,7 +2,7 @@
 
 use clap::Args;
 use serde::Serialize;
-use towline::Probe;
+use towline::{Contact, PathProperties, Probe};
 use towline_lab::outcome::{Exit, Failure, Outcome};
 use towline_lab::size;
 use towline_lab::worker::{Memory, Op, Region, Worker};
@@ -65,7 +65,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     for path in towline::paths() {
         for op in Op::BOTH {
             let row = match &path.probe {
-                Probe::Works(_) => pair.row(path.name, op),
+                Probe::Works(_) => pair.row(&path, op),
                 Probe::Missing { reason, mend } => Row::without_time(
                     path.name,
                     op,
@@ -122,8 +122,9 @@ impl Pair {
         Ok(region)
     }
 
-    fn row(&mut self, path: &'static str, op: Op) -> Row {
-        match self.transfer(path, op) {
+    fn row(&mut self, properties: &PathProperties, op: Op) -> Row {
+        let path = properties.name;
+        match self.transfer(properties, op) {
             Ok((seconds, None)) => Row {
                 path,
                 op: op.name(),
@@ -141,7 +142,7 @@ impl Pair {
                 format!("the byte at offset {offset} is wrong"),
             ),
             // A path that these two processes do not have is no failure of the path.
-            Err(failure) if failure.lacking && path != "inproc" => {
+            Err(failure) if failure.lacking && !is_here(properties) => {
                 Row::without_time(path, op, self.bytes, Verdict::Skipped, failure.message)
             }
             Err(failure) => Row::without_time(path, op, self.bytes, Verdict::Failed, failure.message),
@@ -149,31 +150,35 @@ impl Pair {
     }
 
     /// One transfer over that path: how long it took, and the first wrong offset.
-    fn transfer(&mut self, path: &'static str, op: Op) -> Outcome<(f64, Option<u64>)> {
+    fn transfer(&mut self, properties: &PathProperties, op: Op) -> Outcome<(f64, Option<u64>)> {
+        let (path, here) = (properties.name, is_here(properties));
         // Bytes of an earlier transfer must not pass for those of this one.
         self.seed += 2;
         let (seed, bytes) = (self.seed, self.bytes);
-        let region = match path {
-            "inproc" => self.mover.register(Memory::System, bytes, 0)?,
-            _ => self.region(Memory::of_path(path))?,
-        };
-        let owner = if path == "inproc" { &mut self.mover } else { &mut self.owner };
+        let memory = Memory::served_by(properties);
+        let region = if here { self.mover.register(memory, bytes, 0)? } else { self.region(memory)? };
+        let owner = if here { &mut self.mover } else { &mut self.owner };
         let before = if op == Op::Read { seed } else { seed + 1 };
         owner.fill(&region, before)?;
         let moved = self.mover.transfer(&region.ticket, path, op, bytes, seed, REPEAT)?;
         if moved.path != path {
             return Err(Failure::failed(format!("the bytes went over {}", moved.path)));
         }
-        let owner = if path == "inproc" { &mut self.mover } else { &mut self.owner };
+        let owner = if here { &mut self.mover } else { &mut self.owner };
         let wrong = match op {
             Op::Read => moved.wrong,
             Op::Write => owner.verify(&region, seed, bytes)?,
         };
-        if path == "inproc" {
+        if here {
             owner.release(&region)?;
         }
         Ok((moved.seconds, wrong))
     }
+}
+
+/// Whether who moves the tensor has to own it, since there is no other process on that path.
+fn is_here(path: &PathProperties) -> bool {
+    path.contact == Contact::Nothing
 }
 
 impl Row {

@@ -123,9 +123,8 @@ fn the_doctor_finds_a_path_and_explains_the_machine() {
     assert_eq!(report["ok"], true);
     assert!(!report["usable"].as_array().unwrap().is_empty());
     let checks = report["checks"].as_array().unwrap();
-    for name in
-        ["mapped", "cma", "unix", "tcp", "file", "open an endpoint", "open files", "TOWLINE_LISTEN", "nixl"]
-    {
+    let paths = towline::path_names();
+    for name in ["open an endpoint", "open files", "TOWLINE_LISTEN"].into_iter().chain(paths) {
         assert!(checks.iter().any(|check| check["name"] == name), "{name}");
     }
     let text = stdout(&towline(&["doctor"]));
@@ -354,9 +353,9 @@ fn every_path_and_direction_can_be_measured_and_is_verified() {
         assert_eq!(code(&output), 0, "{}", stderr(&output));
         let report = json(&output);
         let (rows, skipped) = (report["rows"].as_array().unwrap(), report["skipped"].as_array().unwrap());
-        // NIXL is measured only where it is asked for; GPUs and files have shapes of their own, or none.
-        let apart = ["nixl", "cuda", "file"];
-        let measured = towline::path_names().iter().filter(|path| !apart.contains(path)).count();
+        // Where owners have to opt in, a path is measured only where it is asked for; GPUs and files have shapes of their own, or none.
+        let is_measured = |path: &towline::PathProperties| path.serves.has_words() && !path.opt_in;
+        let measured = towline::path_properties().into_iter().filter(is_measured).count();
         assert_eq!(rows.len() + skipped.len(), measured, "{report}");
         for skipped in skipped {
             skip(&format!("bench over {}", skipped["path"]), "bench", &skipped["reason"].to_string());

@@ -157,7 +157,7 @@ fn paths(options: &Options, progress: &dyn Progress) -> Outcome<Found> {
     }
     progress.begins(cases.len() + costs.len() + on_gpus.len());
     let mut session = Session::new(options, progress);
-    for path in Path::ALL.into_iter().chain([Path::Nixl]) {
+    for path in Path::all() {
         let mine: Vec<_> = cases.iter().filter(|case| case.path == path).collect();
         if !mine.is_empty() {
             transfers::run(&mut session, path, &mine);

@@ -29,8 +29,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use towline::{Contact, PathProperties, Serves};
+use towline_testkit::paths::{is_by_an_engine, is_complete, is_here, is_served, names};
 use towline_testkit::random::{Random, mix};
-use towline_testkit::scene::{self, CUDA, NIXL};
+use towline_testkit::scene;
 use towline_testkit::watchdog;
 
 pub(crate) use self::ranks::further;
@@ -46,14 +48,42 @@ const ROUND: Duration = Duration::from_secs(90);
 /// Samples beyond this many are thinned out: half of them are dropped, evenly.
 const MOST_SAMPLES: usize = 1 << 14;
 
-/// The lanes, in the order in which they are shown: paths between endpoints, and workers in Python over any of them.
-pub(crate) const LANES: [&str; 8] = ["inproc", "mapped", CUDA, "cma", "unix", "tcp", NIXL, PYTHON];
+/// The lanes of a campaign.
+#[derive(Clone, Copy)]
+pub(crate) enum Lanes {
+    /// The paths to memory of which this holds.
+    Paths(fn(&PathProperties) -> bool),
+    /// Those, and workers in Python over any of them.
+    PathsAndPython(fn(&PathProperties) -> bool),
+    /// These, since the campaign is about them.
+    Only(&'static [&'static str]),
+}
 
-const PATHS: &[&str] = &["inproc", "mapped", CUDA, "cma", "unix", "tcp", NIXL];
-const PATHS_AND_PYTHON: &[&str] = &["inproc", "mapped", CUDA, "cma", "unix", "tcp", NIXL, PYTHON];
-const BETWEEN_PROCESSES: &[&str] = &["mapped", CUDA, "cma", "unix", "tcp", NIXL];
-const BETWEEN_PROCESSES_AND_PYTHON: &[&str] = &["mapped", CUDA, "cma", "unix", "tcp", NIXL, PYTHON];
-const STREAMS: &[&str] = &["unix", "tcp"];
+impl Lanes {
+    fn names(self) -> Vec<&'static str> {
+        // What happens to files under a stream is part of other campaigns.
+        let to_memory =
+            |which: fn(&PathProperties) -> bool| names(|path| path.serves != Serves::Files && which(path));
+        match self {
+            Lanes::Paths(which) => to_memory(which),
+            Lanes::PathsAndPython(which) => to_memory(which).into_iter().chain([PYTHON]).collect(),
+            Lanes::Only(lanes) => lanes.to_vec(),
+        }
+    }
+}
+
+/// All lanes, in the order in which they are shown.
+pub(crate) fn lanes() -> Vec<&'static str> {
+    Lanes::PathsAndPython(any).names()
+}
+
+fn any(_: &PathProperties) -> bool {
+    true
+}
+
+fn between_processes(path: &PathProperties) -> bool {
+    !is_here(path)
+}
 
 /// One kind of ill treatment.
 pub(crate) struct Campaign {
@@ -62,7 +92,7 @@ pub(crate) struct Campaign {
     /// What is done and what must hold, in one line.
     pub(crate) summary: &'static str,
     /// The lanes that it runs over.
-    pub(crate) lanes: &'static [&'static str],
+    pub(crate) lanes: Lanes,
     /// Whether they run one after the other: times of a few milliseconds mean nothing beside lanes that want the same processors.
     pub(crate) in_turns: bool,
     /// How many rounds a lane has.
@@ -93,7 +123,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "kill",
         summary: "an owner or a user is killed in mid-transfer: an error in time, then quiet; others are served",
-        lanes: BETWEEN_PROCESSES_AND_PYTHON,
+        lanes: Lanes::PathsAndPython(between_processes),
         in_turns: true,
         rounds: rounds(60, 22, 1000),
         prepare: |course| {
@@ -104,7 +134,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "leftover",
         summary: "workers are killed at any moment of their lives: no socket, no file, no process is left",
-        lanes: &["unix"],
+        lanes: Lanes::Only(&["unix"]),
         in_turns: false,
         rounds: rounds(80, 8, 1000),
         prepare: |course| Ok(Box::new(kill::Leftover::new(course)?)),
@@ -112,7 +142,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "stop",
         summary: "an owner or a user is stopped in mid-transfer: an error at the limit, and nothing late when it goes on",
-        lanes: BETWEEN_PROCESSES_AND_PYTHON,
+        lanes: Lanes::PathsAndPython(between_processes),
         in_turns: false,
         rounds: rounds(24, 28, 200),
         prepare: |course| {
@@ -123,7 +153,8 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "partition",
         summary: "the cable between two hosts is pulled: an error at the limit, and nothing late when it is back",
-        lanes: &["tcp", NIXL],
+        // What reaches another host.
+        lanes: Lanes::Paths(|path| matches!(path.contact, Contact::Tcp | Contact::Any)),
         in_turns: false,
         rounds: rounds(6, 24, 200),
         prepare: |course| Ok(Box::new(partition::Partition::new(course)?)),
@@ -131,7 +162,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "cancel",
         summary: "transfers are cancelled at any moment: the end comes soon, and not one byte lands after it",
-        lanes: PATHS_AND_PYTHON,
+        lanes: Lanes::PathsAndPython(any),
         in_turns: false,
         rounds: rounds(300, 16, 10_000),
         prepare: |course| {
@@ -142,7 +173,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "deregister",
         summary: "memory is taken back under readers and writers: afterwards it is its owner's alone",
-        lanes: BETWEEN_PROCESSES,
+        lanes: Lanes::Paths(between_processes),
         in_turns: false,
         rounds: rounds(400, 16, 10_000),
         prepare: |course| Ok(Box::new(deregister::Deregister::new(course)?)),
@@ -150,7 +181,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "recycle",
         summary: "memory is used for something else: old tickets give Stale, never the new bytes",
-        lanes: PATHS,
+        lanes: Lanes::Paths(any),
         in_turns: false,
         rounds: rounds(400, 16, 10_000),
         prepare: |course| Ok(Box::new(recycle::Recycle::new(course)?)),
@@ -158,7 +189,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "fork",
         summary: "a worker with connections forks: the child can do nothing, the parent notices nothing",
-        lanes: &["mapped", "unix", "tcp"],
+        lanes: Lanes::Paths(is_complete),
         in_turns: false,
         rounds: rounds(20, 6, 200),
         prepare: |course| Ok(Box::new(life::Fork::new(course)?)),
@@ -166,7 +197,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "exit",
         summary: "a worker ends with work pending (exit, return, exec, signals): the code is right, its owner goes on",
-        lanes: BETWEEN_PROCESSES,
+        lanes: Lanes::Paths(between_processes),
         in_turns: false,
         rounds: rounds(20, 8, 500),
         prepare: |course| Ok(Box::new(life::Exit::new(course)?)),
@@ -174,7 +205,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "load",
         summary: "checked operations, one after the other and many at once: memory, descriptors and threads stay flat",
-        lanes: PATHS,
+        lanes: Lanes::Paths(any),
         in_turns: false,
         rounds: rounds(100, 20, 10_000),
         prepare: |course| Ok(Box::new(load::Load::new(course)?)),
@@ -182,7 +213,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "forge",
         summary: "a peer with one narrow ticket asks for all that it has no right to: refused, counted, unharmed",
-        lanes: STREAMS,
+        lanes: Lanes::Paths(is_served),
         in_turns: false,
         rounds: rounds(60, 8, 2500),
         prepare: |course| Ok(Box::new(forge::Forge::new(course)?)),
@@ -190,7 +221,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "strangers",
         summary: "connections that never prove anything: no descriptor stays, and a new client is served at once",
-        lanes: STREAMS,
+        lanes: Lanes::Paths(is_served),
         in_turns: false,
         rounds: rounds(20, 10, 200),
         prepare: |course| Ok(Box::new(strangers::Strangers::new(course)?)),
@@ -198,7 +229,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "neighbour",
         summary: "a reader beside one that was stopped in mid-transfer keeps its throughput",
-        lanes: BETWEEN_PROCESSES,
+        lanes: Lanes::Paths(between_processes),
         in_turns: false,
         rounds: rounds(4, 12, 20),
         prepare: |course| Ok(Box::new(neighbour::Neighbour::new(course)?)),
@@ -206,8 +237,8 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "claim",
         summary: "the claimer of an operation is killed or stopped: the passive side ends with the cause, and is quiet",
-        // An operation lets its peer read or write, and NIXL lends only for both.
-        lanes: &["mapped", CUDA, "cma", "unix", "tcp"],
+        // An operation lets its peer read or write, and an engine whose keys cannot be narrowed lends only for both.
+        lanes: Lanes::Paths(|path| between_processes(path) && !is_by_an_engine(path)),
         in_turns: false,
         rounds: rounds(8, 14, 200),
         prepare: |course| Ok(Box::new(stop::Claim::new(course)?)),
@@ -215,7 +246,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     Campaign {
         name: "beside",
         summary: "NIXL, where it is installed, when its peer is killed or stopped or it cancels: what it does is told, not judged",
-        lanes: &[NIXL],
+        lanes: Lanes::Only(&["nixl"]),
         in_turns: false,
         rounds: rounds(3, 10, 60),
         prepare: |course| Ok(Box::new(nixl::Beside::new(course)?)),
@@ -227,7 +258,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
 pub(crate) static SELF_CHECK: Campaign = Campaign {
     name: "self-check",
     summary: "a bit is flipped in some rounds: the campaign must fail, in the same rounds each time",
-    lanes: &["inproc"],
+    lanes: Lanes::Only(&["inproc"]),
     in_turns: false,
     rounds: rounds(10, 1, 10),
     prepare: |course| Ok(Box::new(selfcheck::SelfCheck::new(course)?)),
@@ -377,6 +408,11 @@ pub(crate) trait Watcher: Send + Sync {
 }
 
 impl Campaign {
+    /// The lanes that it runs over.
+    pub(crate) fn lanes(&self) -> Vec<&'static str> {
+        self.lanes.names()
+    }
+
     /// Runs it over its lanes, side by side, and goes on where an earlier turn has ended.
     pub(crate) fn run(
         &'static self,
@@ -385,9 +421,8 @@ impl Campaign {
         so_far: &[LaneResult],
     ) -> Vec<LaneResult> {
         let lanes: Vec<&'static str> = self
-            .lanes
-            .iter()
-            .copied()
+            .lanes()
+            .into_iter()
             .filter(|lane| plan.lanes.is_empty() || plan.lanes.iter().any(|one| one == lane))
             .collect();
         let one = |lane, time: Option<Duration>| {
@@ -632,7 +667,7 @@ mod tests {
         static CAMPAIGN: Campaign = Campaign {
             name: "noted",
             summary: "",
-            lanes: &["inproc"],
+            lanes: Lanes::Only(&["inproc"]),
             in_turns: true,
             rounds: rounds(1, 1, 3),
             prepare: |_| Ok(Box::new(Noted)),
@@ -654,7 +689,8 @@ mod tests {
     fn campaigns_have_different_names_and_known_lanes() {
         for (index, campaign) in CAMPAIGNS.iter().enumerate() {
             assert!(CAMPAIGNS[..index].iter().all(|other| other.name != campaign.name));
-            assert!(campaign.lanes.iter().all(|lane| LANES.contains(lane)));
+            let ran = campaign.lanes();
+            assert!(!ran.is_empty() && ran.iter().all(|lane| lanes().contains(lane)), "{}", campaign.name);
         }
     }
 }

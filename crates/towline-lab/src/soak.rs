@@ -14,7 +14,7 @@ use towline_testkit::process::become_worker_by;
 use self::record::Record;
 use self::report::CampaignReport;
 pub use self::report::Report;
-use crate::campaign::{self, CAMPAIGNS, Campaign, Failed, LANES, LaneResult, Plan, SELF_CHECK, Watcher};
+use crate::campaign::{self, CAMPAIGNS, Campaign, Failed, LaneResult, Plan, SELF_CHECK, Watcher};
 use crate::interpreter;
 use crate::outcome::{Failure, Outcome};
 
@@ -68,12 +68,12 @@ pub trait Audience: Send + Sync {
 }
 
 /// A campaign that can be run.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Listed {
     /// Its name.
     pub name: &'static str,
     /// The paths that it runs over.
-    pub lanes: &'static [&'static str],
+    pub lanes: Vec<&'static str>,
     /// How many rounds it has over each.
     pub rounds: u32,
     /// What must hold.
@@ -87,7 +87,7 @@ pub struct Listed {
 pub fn list(options: &Options) -> Outcome<Vec<Listed>> {
     let listed = |one: &Campaign| Listed {
         name: one.name,
-        lanes: one.lanes,
+        lanes: one.lanes(),
         rounds: one.rounds.long,
         summary: one.summary,
     };
@@ -181,8 +181,9 @@ fn chosen(options: &Options) -> Outcome<Vec<&'static Campaign>> {
         }
     }
     for lane in &options.lanes {
-        if !LANES.contains(&lane.as_str()) {
-            return Err(Failure::usage(format!("no path is called {lane}; there are {}", LANES.join(", "))));
+        let known = campaign::lanes();
+        if !known.contains(&lane.as_str()) {
+            return Err(Failure::usage(format!("no path is called {lane}; there are {}", known.join(", "))));
         }
     }
     let named = |campaign: &&Campaign| options.campaigns.iter().any(|name| name == campaign.name);
@@ -194,9 +195,8 @@ fn chosen(options: &Options) -> Outcome<Vec<&'static Campaign>> {
 
 fn lanes_of(campaign: &'static Campaign, options: &Options) -> impl Iterator<Item = &'static str> {
     campaign
-        .lanes
-        .iter()
-        .copied()
+        .lanes()
+        .into_iter()
         .filter(|lane| options.lanes.is_empty() || options.lanes.iter().any(|one| one == lane))
 }
 

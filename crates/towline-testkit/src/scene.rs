@@ -3,22 +3,19 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-use towline::{Access, Endpoint, EndpointOptions, Kind, Limits, Registered, Remote, SystemStorage, Ticket};
+use towline::{
+    Access, Endpoint, EndpointOptions, Kind, Limits, Registered, Remote, Serves, SystemStorage, Ticket,
+};
 
 use crate::bench::{outcome, routing};
 use crate::lending;
 use crate::oracle::Stamp;
+use crate::paths::{is_by_an_engine, is_direct, is_here, known, names, required};
 use crate::process::{Process, Reply};
 use crate::watchdog::eventually;
 
 /// The limit without progress of every endpoint here. What must end within it fails at ten times that.
 pub const STALL: Duration = Duration::from_secs(1);
-
-/// The lane of memory on a GPU.
-pub const CUDA: &str = "cuda";
-
-/// The lane of NIXL.
-pub const NIXL: &str = "nixl";
 
 /// A kibibyte.
 pub const KIB: usize = 1 << 10;
@@ -49,20 +46,19 @@ pub fn local(endpoint: &Endpoint, len: usize) -> Registered<SystemStorage> {
 
 /// The storage that a lane needs. Streams get shared memory too: that lets an observer look at it without the owner.
 pub fn kind_for(lane: &str) -> &'static str {
-    match lane {
-        "cma" | "inproc" => "system",
-        CUDA => "device",
-        _ => "shared",
+    let path = known(lane);
+    match path.serves {
+        Serves::GpuMemory => "device",
+        Serves::Files => "disk",
+        Serves::HostMemory => "system",
+        Serves::Anything if is_here(&path) => "system",
+        Serves::Anything | Serves::SharedMemory => "shared",
     }
 }
 
 /// The words of an order that require a lane.
-pub fn paths(lane: &str) -> &str {
-    match lane {
-        "cma" => "cma,unix",
-        NIXL => "nixl,unix",
-        other => other,
-    }
+pub fn paths(lane: &str) -> String {
+    required(lane).join(",")
 }
 
 /// A worker that owns one region, number 1.
@@ -117,8 +113,8 @@ impl Owner {
             tries += 1;
             last = Some(tried(user, &self.ticket, lane));
             match &last {
-                // Starting NIXL takes a moment, in which the stream that helps it out is taken.
-                Some(Ok(remote)) => lane != NIXL || remote.path() == lane,
+                // Starting an engine takes a moment, in which the stream that helps it out is taken.
+                Some(Ok(remote)) => !is_by_an_engine(&known(lane)) || remote.path() == lane,
                 Some(Err(error)) => error.kind() != Kind::Timeout,
                 None => false,
             }
@@ -142,11 +138,14 @@ impl Observer {
     /// Looks at the region of an owner that is reached by that lane.
     pub fn of(owner: &Owner, lane: &str) -> Observer {
         let endpoint = endpoint("observer");
-        let lane = match kind_for(lane) {
-            "shared" => "mapped",
-            "device" => CUDA,
-            _ => "cma",
+        // What reaches such memory without its help.
+        let kind = match kind_for(lane) {
+            "shared" => Serves::SharedMemory,
+            "device" => Serves::GpuMemory,
+            "disk" => Serves::Files,
+            _ => Serves::HostMemory,
         };
+        let lane = names(|path| is_direct(path) && path.serves == kind)[0];
         let remote = owner.import(&endpoint, lane);
         let glass = local(&endpoint, owner.len);
         Observer { endpoint, remote, glass, len: owner.len }

@@ -17,6 +17,7 @@ use towline::{
 use crate::attacker::Medium;
 use crate::guarded::Guarded;
 use crate::input::Input;
+use crate::paths::{is_direct, known};
 use crate::process::Process;
 use crate::rogue::{Actor, CANARY, STEP};
 
@@ -242,7 +243,7 @@ pub fn play_against<'a>(
     let mut order = way >> 3;
     if let Ok(remote) = imported {
         played.imported = 1;
-        played.shared = usize::from(["mapped", "cma", "file"].contains(&remote.path()));
+        played.shared = usize::from(is_direct(&known(remote.path())));
         let mut steps = 0;
         while !input.0.is_empty() && steps < MOST_STEPS {
             steps += 1;

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use towline::{Access, Endpoint, Probe, Routing, SystemStorage, Ticket};
+use towline::{Access, Contact, Endpoint, PathProperties, Probe, Routing, SystemStorage, Ticket};
 use towline_lab::outcome::{Failure, Outcome};
 use towline_lab::size;
 use towline_lab::worker::{Memory, Worker, nixl};
@@ -23,27 +23,23 @@ pub(super) fn check(checks: &mut Vec<Check>) -> Vec<&'static str> {
     for path in towline::paths() {
         let enforced = if path.enforced { "; the owner checks every access" } else { "" };
         let check = match (&path.probe, &endpoint, &mut other) {
-            // Nothing here needs them, and the groups below say where they were looked for.
-            (Probe::Missing { mend, .. }, ..) if path.name == "nixl" => {
-                Check::new(GROUP, path.name, Status::Note, "NIXL is not there").mend(mend)
-            }
-            (Probe::Missing { mend, .. }, ..) if path.name == "cuda" => {
-                Check::new(GROUP, path.name, Status::Note, "no GPU can be used").mend(mend)
-            }
-            (Probe::Missing { reason, mend }, ..) => {
-                Check::new(GROUP, path.name, Status::Missing, reason).mend(mend)
-            }
-            (Probe::Works(_), Ok(_), _) if path.name == "inproc" => {
+            (Probe::Missing { reason, mend }, ..) => match path.may_be_missing {
+                // Nothing here needs it, and the groups below say where it was looked for.
+                Some(what) => Check::new(GROUP, path.name, Status::Note, what).mend(mend),
+                None => Check::new(GROUP, path.name, Status::Missing, reason).mend(mend),
+            },
+            (Probe::Works(_), Ok(_), _) if path.contact == Contact::Nothing => {
                 Check::new(GROUP, path.name, Status::Ok, path.summary)
             }
-            (Probe::Works(_), Ok(endpoint), Ok(other)) => match other.reach(endpoint, path.name) {
+            (Probe::Works(_), Ok(endpoint), Ok(other)) => match other.reach(endpoint, &path) {
                 Ok(time) => {
                     usable.push(path.name);
                     let found = format!("{}; {} read in {time}{enforced}", path.summary, size::bytes(BYTES));
                     Check::new(GROUP, path.name, Status::Ok, found)
                 }
-                Err(failure) => Check::new(GROUP, path.name, Status::Missing, failure.message)
-                    .mend(mend_between_processes(path.name)),
+                Err(failure) => {
+                    Check::new(GROUP, path.name, Status::Missing, failure.message).mend(path.mend)
+                }
             },
             (Probe::Works(remark), ..) => Check::new(
                 GROUP,
@@ -74,21 +70,6 @@ pub(super) fn check(checks: &mut Vec<Check>) -> Vec<&'static str> {
     usable
 }
 
-fn mend_between_processes(path: &str) -> &'static str {
-    match path {
-        "cma" => {
-            "run both workers as one user in one pid namespace; set kernel.yama.ptrace_scope to 0 or give the workers \
-             CAP_SYS_PTRACE; allow process_vm_readv in the seccomp profile"
-        }
-        "mapped" => "run both workers as one user in one network namespace, and allow memfd_create",
-        "unix" => "run both workers in one network namespace: the socket's name is abstract",
-        "nixl" => "look at what UCX prints with UCX_LOG_LEVEL=info, and at UCX_TLS and UCX_NET_DEVICES",
-        "tcp" => "bring up the loopback interface, or name an address by --listen or TOWLINE_LISTEN",
-        "file" => "let both workers run as one user, and TMPDIR name a folder that can be written",
-        _ => "",
-    }
-}
-
 /// A second process with regions of its own.
 struct Other {
     worker: Worker,
@@ -104,9 +85,9 @@ impl Other {
     }
 
     /// Reads the other process's bytes over that path, compares them, and says how long it took.
-    fn reach(&mut self, endpoint: &Endpoint, path: &str) -> Outcome<String> {
-        let ticket = self.worker.register(Memory::of_path(path), BYTES, SEED)?.ticket;
-        let remote = endpoint.import_with(&ticket, &Routing::default().require(path)?)?;
+    fn reach(&mut self, endpoint: &Endpoint, path: &PathProperties) -> Outcome<String> {
+        let ticket = self.worker.register(Memory::served_by(path), BYTES, SEED)?.ticket;
+        let remote = endpoint.import_with(&ticket, &Routing::default().require(path.name)?)?;
         let local = endpoint
             .register(SystemStorage::new(BYTES as usize)?, Access::NONE)
             .map_err(towline::Error::from)?;

@@ -31,7 +31,7 @@ const SETTING: &str = "TOWLINE_BENCH_SETTING";
 struct Setting {
     name: &'static str,
     variables: &'static [(&'static str, &'static str)],
-    embedded: Path,
+    embedded: &'static str,
     /// Whether UCX needs the owner's processor there.
     driven: bool,
     /// Whether its notifications and its idling are measured too.
@@ -39,14 +39,8 @@ struct Setting {
 }
 
 const SETTINGS: [Setting; 2] = [
-    Setting { name: "cma", variables: &[], embedded: Path::Cma, driven: false, costs: true },
-    Setting {
-        name: "tcp",
-        variables: &[("UCX_TLS", "tcp")],
-        embedded: Path::Tcp,
-        driven: true,
-        costs: false,
-    },
+    Setting { name: "cma", variables: &[], embedded: "cma", driven: false, costs: true },
+    Setting { name: "tcp", variables: &[("UCX_TLS", "tcp")], embedded: "tcp", driven: true, costs: false },
 ];
 
 impl Setting {
@@ -155,7 +149,7 @@ fn measure(setting: &Setting, options: &Options) -> Found {
                     }
                     let case = Case {
                         name: format!("{}/{shape}", setting.name),
-                        path: Path::Nixl,
+                        path: measuring.nixl.path,
                         op,
                         manner,
                         blocks,
@@ -181,8 +175,7 @@ fn measure(setting: &Setting, options: &Options) -> Found {
 }
 
 /// Everything that takes its turn.
-struct Measuring<'a> {
-    setting: &'a Setting,
+struct Measuring {
     pace: Pace,
     nixl: Bed,
     embedded: Bed,
@@ -195,21 +188,21 @@ const API: usize = 1;
 const EMBEDDED: usize = 2;
 const LIMIT: usize = 3;
 
-impl<'a> Measuring<'a> {
-    fn prepare(setting: &'a Setting, pace: Pace) -> Outcome<Measuring<'a>> {
+impl Measuring {
+    fn prepare(setting: &Setting, pace: Pace) -> Outcome<Measuring> {
         let api = Peer::start(BYTES, false, setting.driven)?;
-        let nixl = Bed::prepare(Path::Nixl, BYTES)?;
-        let embedded = Bed::prepare(setting.embedded, BYTES)?;
-        Ok(Measuring { setting, pace, nixl, embedded, api })
+        let nixl = Bed::prepare(Path::named("nixl")?, BYTES)?;
+        let embedded = Bed::prepare(Path::named(setting.embedded)?, BYTES)?;
+        Ok(Measuring { pace, nixl, embedded, api })
     }
 
     fn rows(&mut self, case: &Case) -> Outcome<Vec<Row>> {
         let shape = Shape::of(case)?;
-        let embedded = Case { path: self.setting.embedded, ..case.clone() };
+        let embedded = Case { path: self.embedded.path, ..case.clone() };
         self.nixl.verify(case, &shape)?;
         self.embedded.verify(&embedded, &shape)?;
         self.api.prepare(case.op, case.blocks, case.block_size)?;
-        let limit = match self.setting.embedded.medium() {
+        let limit = match self.embedded.path.medium() {
             None => Limit::copy(case.op, &self.embedded.near(), &self.embedded.far()?, &shape.pieces, 1)?,
             Some(medium) => Limit::sockets(&mut self.embedded.worker, medium, case.op, case.bytes(), 1)?,
         };
@@ -248,10 +241,10 @@ impl<'a> Measuring<'a> {
             rounds,
             ..Row::new(&case.name, unit, shown(who)).against(what, Some(shown(other)), goal)
         };
-        let own = self.setting.embedded;
+        let own = self.embedded.path;
         Ok(vec![
-            row(NIXL, Path::Nixl, "NIXL's Python API".into(), API, case.goal),
-            row(NIXL, Path::Nixl, format!("limit: {}, one thread", own.against()), LIMIT, None),
+            row(NIXL, case.path, "NIXL's Python API".into(), API, case.goal),
+            row(NIXL, case.path, format!("limit: {}, one thread", own.against()), LIMIT, None),
             row(EMBEDDED, own, "NIXL's Python API".into(), API, None),
         ])
     }

@@ -22,7 +22,7 @@ const OURS: u64 = 13;
 
 /// One path, ready to be measured.
 pub(super) struct Bed {
-    path: Path,
+    pub(super) path: Path,
     pub(super) endpoint: Endpoint,
     pub(super) remote: Remote,
     pub(super) local: Registered<Arc<SystemStorage>>,
@@ -45,13 +45,10 @@ impl Bed {
         let lanes = machine::cores().clamp(1, 4);
         let endpoint = Endpoint::options("bench").lanes(lanes).nixl(nixl(false)).open()?;
         let mut worker = Worker::start("peer")?;
-        if path == Path::Nixl {
+        if path.is_opt_in() {
             worker.ask(&Ask::Lend)?;
         }
-        let (owner, ticket) = match path {
-            Path::Inproc => here(bytes)?,
-            _ => there(&mut worker, path, bytes)?,
-        };
+        let (owner, ticket) = if path.is_here() { here(bytes)? } else { there(&mut worker, path, bytes)? };
         let remote = endpoint.import_with(&ticket, &Routing::default().require(path.name())?)?;
         let storage = Arc::new(SystemStorage::new(bytes as usize)?);
         // Pages that are missing would be counted as copying.
@@ -73,7 +70,9 @@ impl Bed {
                 let storage: Arc<dyn Storage> = Arc::clone(region.storage()) as _;
                 Ok(Far::Memory(RawMemory::Storage(storage)))
             }
-            Owner::There { addr, bytes, .. } if matches!(self.path, Path::Cma | Path::Nixl) => {
+            Owner::There { addr, bytes, .. }
+                if self.path.medium().is_none() && !self.path.shares_memory() =>
+            {
                 Ok(Far::Process { pid: self.worker.pid(), addr: *addr, len: *bytes })
             }
             Owner::There { file, bytes, .. } => {

@@ -9,12 +9,13 @@ use towline::{Access, Endpoint, Layout, OffsetBuffer, Registered, Routing, Share
 use super::Session;
 use super::costs::one_region;
 use super::report::{Row, Unit};
+use super::shapes::Path;
 use crate::measure::median;
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::Shuffle;
 use crate::raw::sleeper::Sleeper;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Medium, Op, Told, Usage};
+use crate::worker::protocol::{Ask, Op, Told, Usage};
 use crate::worker::sockets::{Client, Style};
 
 /// Microseconds that registering one region may take, and taking one back.
@@ -32,9 +33,9 @@ const POSTED: f64 = 50.0;
 /// Seconds of a loop that nobody is called in, about as long as a call that hands a transfer over.
 const LOOP: f64 = 20e-6;
 
-/// How often a request is posted, how often a bare thread is woken, each time after such a transfer, and by which paths.
-const POSTS: (usize, usize, &[&str]) = (200, 50, &["mapped", "cma", "unix", "tcp"]);
-const QUICK_POSTS: (usize, usize, &[&str]) = (100, 20, &["mapped", "tcp"]);
+/// How often a request is posted, and how often a bare thread is woken, each time after such a transfer.
+const POSTS: (usize, usize) = (200, 50);
+const QUICK_POSTS: (usize, usize) = (100, 20);
 
 /// Registers few regions and many, and takes them back: each costs the same.
 pub(super) fn regions(session: &mut Session) -> Outcome<()> {
@@ -102,13 +103,18 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
     let (theirs, ours) = (wide(&shuffle.remote), wide(&shuffle.local));
     let layout = Layout::contiguous(BLOCKS * BLOCK, BLOCK)?;
     let sleeper = Sleeper::start().map_err(|error| Failure::os("thread creation", error))?;
-    let (posts, wakes, paths) = if session.quick { QUICK_POSTS } else { POSTS };
+    let (posts, wakes) = if session.quick { QUICK_POSTS } else { POSTS };
+    let mut paths: Vec<Path> = Path::all().filter(|path| !path.is_here() && !path.is_opt_in()).collect();
+    if session.quick {
+        // The nearest and the farthest.
+        paths = paths.iter().take(1).chain(paths.last()).copied().collect();
+    }
     let mut loops = Vec::with_capacity(posts * paths.len());
     for path in paths.iter().copied() {
         let mut worker = Worker::start("posted")?;
         let ticket = one_region(&mut worker, LONG)?;
         let endpoint = Endpoint::open("bench-posting")?;
-        let remote = endpoint.import_with(&ticket, &Routing::default().require(path)?)?;
+        let remote = endpoint.import_with(&ticket, &Routing::default().require(path.name())?)?;
         let local = endpoint
             .register(SystemStorage::new(LONG as usize)?, Access::NONE)
             .map_err(towline::Error::from)?;
@@ -168,7 +174,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                     None => row,
                 };
                 session.rows.push(Row {
-                    path: Some(path.into()),
+                    path: Some(path.name().into()),
                     op: Some("read".into()),
                     bytes,
                     blocks,
@@ -204,13 +210,9 @@ fn undisturbed(seconds: f64) -> f64 {
 }
 
 /// The p99 of a bare request for that many bytes over the socket of such a path, without the answer; `None` for the other paths.
-fn asking(worker: &mut Worker, path: &str, bytes: u64, times: usize) -> Outcome<Option<f64>> {
+fn asking(worker: &mut Worker, path: Path, bytes: u64, times: usize) -> Outcome<Option<f64>> {
     let failed = |error| Failure::os("the bare socket", error);
-    let medium = match path {
-        "unix" => Medium::Unix,
-        "tcp" => Medium::Tcp,
-        _ => return Ok(None),
-    };
+    let Some(medium) = path.medium() else { return Ok(None) };
     let (op, style) = (Op::Read, Style::default());
     let ask = Ask::Sockets { medium, op, streams: 1, buffer: bytes, bulk: false };
     let address = match worker.ask(&ask)? {

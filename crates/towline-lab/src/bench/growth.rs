@@ -17,7 +17,7 @@ const MANY: [u32; 2] = [1_000, 100_000];
 
 pub(super) fn measure(session: &mut Session) -> Outcome<()> {
     let mut worker = Worker::start("crowd")?;
-    for path in [Path::Mapped, Path::Cma, Path::Tcp] {
+    for path in Path::all().filter(|path| path.is_asked()) {
         let outcome = one_path(session, &mut worker, path);
         if let Err(failure) = outcome {
             session.fail("growth".to_owned(), Some(path.name()), &failure);

@@ -1,64 +1,96 @@
 //! What is measured: the shapes of transfers, per path and direction.
 
+use towline::{Contact, PathProperties};
+
 use super::Options;
+use crate::outcome::{Failure, Outcome};
 use crate::worker::protocol::{Medium, Memory, Op};
 
-/// A path of this build.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Path {
-    /// Within the process.
-    Inproc,
-    /// A memory file that both processes map.
-    Mapped,
-    /// `process_vm_readv` and `process_vm_writev`.
-    Cma,
-    /// A Unix socket.
-    Unix,
-    /// TCP.
-    Tcp,
-    /// NIXL. Not measured unless named: it needs NIXL.
-    Nixl,
+/// A path that can be measured: one to host memory. Those to GPUs and files have shapes of their own, or none.
+#[derive(Debug, Clone, Copy)]
+pub struct Path(PathProperties);
+
+impl PartialEq for Path {
+    fn eq(&self, other: &Path) -> bool {
+        self.name() == other.name()
+    }
 }
 
 impl Path {
-    /// Those that are measured where none is named.
-    pub const ALL: [Path; 5] = [Path::Inproc, Path::Mapped, Path::Cma, Path::Unix, Path::Tcp];
+    /// All of them, in order of preference.
+    pub fn all() -> impl Iterator<Item = Path> {
+        towline::path_properties().into_iter().filter(|path| path.serves.has_words()).map(Path)
+    }
+
+    /// The one of that name.
+    pub fn named(name: &str) -> Outcome<Path> {
+        let no_path = || Failure::usage(format!("no path to host memory is called {name}"));
+        Path::all().find(|path| path.name() == name).ok_or_else(no_path)
+    }
 
     /// Its name.
     pub fn name(self) -> &'static str {
-        match self {
-            Path::Inproc => "inproc",
-            Path::Mapped => "mapped",
-            Path::Cma => "cma",
-            Path::Unix => "unix",
-            Path::Tcp => "tcp",
-            Path::Nixl => "nixl",
-        }
+        self.0.name
+    }
+
+    /// Whether it is measured only where it is named: owners lend by it only where they say so.
+    pub fn is_opt_in(self) -> bool {
+        self.0.opt_in
+    }
+
+    /// Whether both ends have to be in this process.
+    pub(super) fn is_here(self) -> bool {
+        self.0.contact == Contact::Nothing
     }
 
     /// The memory that the owner has when this path is the one taken.
     pub(super) fn memory(self) -> Memory {
-        if self == Path::Mapped { Memory::Shared } else { Memory::System }
+        Memory::served_by(&self.0)
     }
 
+    /// The kind of socket over which the owner serves; `None` where it takes no part.
     pub(super) fn medium(self) -> Option<Medium> {
-        match self {
-            Path::Unix => Some(Medium::Unix),
-            Path::Tcp => Some(Medium::Tcp),
-            _ => None,
+        match self.0.contact {
+            _ if !self.0.enforced => None,
+            Contact::Unix => Some(Medium::Unix),
+            Contact::Tcp => Some(Medium::Tcp),
+            Contact::Nothing | Contact::Any => None,
         }
+    }
+
+    /// Whether its limit is a copy by this process from memory of its own.
+    pub(super) fn shares_memory(self) -> bool {
+        self.0.shares_memory
     }
 
     /// What the limit of this path is.
     pub(super) fn against(self) -> &'static str {
-        match self {
-            Path::Inproc | Path::Mapped => "memcpy",
-            Path::Cma | Path::Nixl => "process_vm",
-            Path::Unix => "bare unix socket",
-            Path::Tcp => "bare tcp socket",
+        match self.medium() {
+            Some(Medium::Unix) => "bare unix socket",
+            Some(Medium::Tcp) => "bare tcp socket",
+            None if self.shares_memory() => "memcpy",
+            None => "process_vm",
         }
     }
+
+    /// Whether figures are asked of it.
+    pub(super) fn is_asked(self) -> bool {
+        GOALS.iter().any(|(path, ..)| *path == self.name())
+    }
 }
+
+/// The ratios that are asked for: of which path, for which shape.
+const GOALS: [(&str, &str, f64); 6] = [
+    ("mapped", "256m", 0.9),
+    ("mapped", "16384x4k", 0.85),
+    ("cma", "256m", 0.9),
+    ("cma", "16384x4k", 0.9),
+    ("tcp", "256m", 0.85),
+    ("tcp", "16384x4k", 0.7),
+];
+
+/// The time in microseconds that is asked for: of which path, for which shape, read.
+const TARGET: (&str, &str, f64) = ("mapped", "4k", 1.0);
 
 /// How the blocks are asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,7 +163,8 @@ const SHAPES: [Shape; 18] = [
 /// The rows that the options ask for, reads before writes: a write leaves other bytes at the owner.
 pub(super) fn cases(options: &Options) -> Vec<Case> {
     let mut cases = Vec::new();
-    let paths = options.path.map_or(Path::ALL.to_vec(), |only| vec![only]);
+    let unnamed = || Path::all().filter(|path| !path.is_opt_in()).collect();
+    let paths: Vec<Path> = options.path.map_or_else(unnamed, |only| vec![only]);
     for path in paths {
         for op in Op::BOTH.into_iter().filter(|op| options.op.is_none_or(|only| only == *op)) {
             if options.blocks.is_some() || options.block_size.is_some() {
@@ -158,24 +191,17 @@ fn own(options: &Options, path: Path, op: Op) -> Case {
 fn standard(shape: &Shape, options: &Options, path: Path, op: Op) -> Option<Case> {
     let Shape(name, manner, blocks, block_size, quick_read, quick_write) = *shape;
     let quick = match op {
-        Op::Read => quick_read && (quick_write || !matches!(path, Path::Inproc | Path::Unix)),
+        Op::Read => quick_read && (quick_write || path.is_asked()),
         Op::Write => quick_write,
     };
     // What is in flight at once is read: an embedding is fetched.
     if (options.quick && !quick) || (manner == Manner::AtOnce && op == Op::Write) {
         return None;
     }
-    if name == WEIGHTS && (path != Path::Mapped || op == Op::Write) {
+    if name == WEIGHTS && (path.memory() != Memory::Shared || op == Op::Write) {
         return None;
     }
-    let goal = match (path, name) {
-        (Path::Mapped, "256m") => Some(0.9),
-        (Path::Mapped, "16384x4k") => Some(0.85),
-        (Path::Cma, "256m" | "16384x4k") => Some(0.9),
-        (Path::Tcp, "256m") => Some(0.85),
-        (Path::Tcp, "16384x4k") => Some(0.7),
-        _ => None,
-    };
-    let target = (path == Path::Mapped && name == "4k" && op == Op::Read).then_some(1.0);
+    let goal = GOALS.iter().find(|goal| (goal.0, goal.1) == (path.name(), name)).map(|goal| goal.2);
+    let target = ((path.name(), name) == (TARGET.0, TARGET.1) && op == Op::Read).then_some(TARGET.2);
     Some(Case { name: name.to_owned(), path, op, manner, blocks, block_size, goal, target })
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use towline::{Access, Endpoint, Kind, MemoryAccess, Registered, Remote, SystemStorage};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_here, is_served, known};
 use towline_testkit::scene::{KIB, MIB, Observer, Owner, STALL, endpoint, local, old_or_new, unchanged};
 use towline_testkit::worker::storage;
 
@@ -58,7 +59,7 @@ impl Cancel {
     pub(super) fn new(course: &Course) -> Result<Cancel, String> {
         let lane = course.lane;
         let user = endpoint("user");
-        let (target, remote) = if lane == "inproc" {
+        let (target, remote) = if is_here(&known(lane)) {
             let owner = endpoint("owner");
             let region = owner.register(storage(LEN, "system").unwrap(), Access::READ_WRITE).unwrap();
             let remote = user.import_with(&region.ticket().unwrap(), &routing(lane)).unwrap();
@@ -70,8 +71,7 @@ impl Cancel {
             (Target::There(Box::new((owner, observer))), remote)
         };
         let (buffer, small) = (local(&user, LEN), local(&user, 4 * KIB));
-        let mut cancel =
-            Cancel { user, remote, buffer, small, target, direct: !["unix", "tcp"].contains(&lane) };
+        let mut cancel = Cancel { user, remote, buffer, small, target, direct: !is_served(&known(lane)) };
         cancel.target.fill();
         Ok(cancel)
     }

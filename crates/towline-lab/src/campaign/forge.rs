@@ -8,6 +8,7 @@ use towline::wire::{
 use towline::{Access, Dtype, Endpoint, Kind, ReduceOp};
 use towline_testkit::attacker::{Attacker, Medium};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_served_here, known};
 use towline_testkit::random::Random;
 use towline_testkit::scene::{KIB, Owner, endpoint};
 
@@ -39,7 +40,7 @@ impl Forge {
         let mut owner = Owner::open(course.lane, LEN);
         owner.fill(STAMP);
         let narrow = owner.ticket.narrow().range(START, LENGTH).access(Access::READ).finish().unwrap();
-        let medium = if course.lane == "unix" { Medium::Unix } else { Medium::Tcp };
+        let medium = if is_served_here(&known(course.lane)) { Medium::Unix } else { Medium::Tcp };
         Ok(Forge { medium, owner, narrow, attacker: None, user: endpoint("user"), refused: 0 })
     }
 }

@@ -9,8 +9,9 @@ use towline::ticket::socket_name;
 use towline::{Access, Endpoint, Incarnation, Registered, SystemStorage, Ticket};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_by_an_engine, is_complete, known, names};
 use towline_testkit::process::Process;
-use towline_testkit::scene::{Bystander, GONE, MIB, NIXL, STALL, endpoint, kind_for, local, owner_on, paths};
+use towline_testkit::scene::{Bystander, GONE, MIB, STALL, endpoint, kind_for, local, owner_on, paths};
 use towline_testkit::watchdog::eventually;
 use towline_testkit::worker::storage;
 
@@ -105,7 +106,7 @@ impl Kill {
                 round.tally.time(rest, detected.saturating_sub(learned));
             }
         }
-        if self.lane == NIXL {
+        if is_by_an_engine(&known(self.lane)) {
             // What it was at when the owner died it cannot stop; that ends by itself.
             let quiet = transfers.iter().all(|transfer| transfer.wait_quiet(STALL * 10));
             assert!(quiet, "a transfer from a dead owner never becomes quiet");
@@ -240,7 +241,7 @@ impl Drill for Leftover {
             let incarnation = ticket.body().identity.incarnation;
             assert!(socket_is_there(incarnation), "the socket of a living worker cannot be seen");
             if moment > 1 {
-                let lane = round.random.pick(&["mapped", "unix", "tcp"]);
+                let lane = round.random.pick(&names(is_complete));
                 let remote = self.user.import_with(&ticket, &routing(lane)).unwrap();
                 let _ = self.user.read(&remote, &self.local).at(0, 0, 65_536).start();
                 thread::sleep(round.random.micros(1000));

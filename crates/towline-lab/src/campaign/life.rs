@@ -5,6 +5,7 @@ use std::thread;
 use rustix::process::Signal;
 use towline::{Access, Endpoint};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::known;
 use towline_testkit::process::Process;
 use towline_testkit::scene::{KIB, MIB, Owner, STALL, kind_for, owner_on, paths};
 use towline_testkit::worker::storage;
@@ -34,7 +35,7 @@ impl Fork {
 impl Drill for Fork {
     fn round(&mut self, round: &mut Round) {
         let (parent, remote) = (&mut self.parent, self.remote);
-        let pinned = (self.lane == "mapped" && round.random.below(2) == 0)
+        let pinned = (known(self.lane).shares_memory && round.random.below(2) == 0)
             .then(|| parent.must(&format!("pin {remote}")).number(0));
         parent.must(&format!("read {remote} 1 0 0 65536"));
         let wrong = parent.must("fork");

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use towline::{Access, Endpoint, MemoryAccess, Registered, Remote, SystemStorage};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_here, known};
 use towline_testkit::process::resident_of;
 use towline_testkit::scene::{KIB, MIB, Owner, STALL, endpoint, local};
 use towline_testkit::worker::storage;
@@ -60,7 +61,7 @@ impl Load {
     pub(super) fn new(course: &Course) -> Result<Load, String> {
         let lane = course.lane;
         let user = endpoint("user");
-        let (target, remote) = if lane == "inproc" {
+        let (target, remote) = if is_here(&known(lane)) {
             let owner = endpoint("owner");
             let region = owner.register(storage(LEN, "system").unwrap(), Access::READ_WRITE).unwrap();
             Stamp::new(1, 1).fill_storage(region.storage()).unwrap();

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use towline::Kind;
 use towline_testkit::netns::{End, Network};
+use towline_testkit::paths::{is_by_an_engine, known};
 use towline_testkit::process::Process;
-use towline_testkit::scene::{MIB, NIXL, STALL};
+use towline_testkit::scene::{MIB, STALL};
 use towline_testkit::watchdog::eventually;
 
 use super::{Course, Drill, Round};
@@ -75,7 +76,7 @@ impl Drill for Partition {
         // A lane that outlived the cut waits for TCP to send again, which may take longer than a transfer's limit.
         let read = eventually(STALL * 20, || self.user.ask(&format!("read {remote} 2 0 0 {MIB}")).is_ok());
         assert!(read, "no bytes after healing");
-        if lane != NIXL {
+        if !is_by_an_engine(&known(lane)) {
             let target = if op == "read" { &mut self.user } else { &mut self.owner };
             target.must(&format!("check 1 9 9 0 {LEN}"));
         }

@@ -7,13 +7,14 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 use towline::{Endpoint, Kind};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_by_an_engine, is_direct, is_here, is_served_here, known, names};
 use towline_testkit::process::Process;
 use towline_testkit::scene::{
-    CUDA, GONE, KIB, MIB, NIXL, Observer, Owner, STALL, endpoint, old_or_new, paths, served_again, unchanged,
+    GONE, KIB, MIB, Observer, Owner, STALL, endpoint, old_or_new, paths, served_again, unchanged,
 };
 
 use super::staff::{PYTHON, Staff};
-use super::{BETWEEN_PROCESSES, Course, Drill, Prepare, Round, Tally, missing};
+use super::{Course, Drill, Prepare, Round, Tally, missing};
 
 const LEN: usize = 8 * MIB;
 const OLD: Stamp = Stamp { region: 11, generation: 1 };
@@ -55,8 +56,9 @@ fn working_paths() -> Result<Vec<&'static str>, String> {
     if let Some(reason) = Staff::Python.missing() {
         return Err(reason);
     }
-    let embedded = BETWEEN_PROCESSES.iter().copied().filter(|path| ![NIXL, CUDA].contains(path));
-    Ok(embedded.filter(|path| missing(path).is_none()).collect())
+    // The package moves host memory; NIXL has its own.
+    let embedded = names(|path| !is_here(path) && !is_by_an_engine(path) && path.serves.has_words());
+    Ok(embedded.into_iter().filter(|path| missing(path).is_none()).collect())
 }
 
 struct Mixed {
@@ -181,7 +183,7 @@ impl Initiator {
     /// The owner is stopped: the await ends at the limit, and nothing comes when the owner goes on.
     pub(super) fn owner_stops(&mut self, round: &mut Round) {
         let path = round.random.pick(&self.paths.clone());
-        let direct = ["mapped", "cma"].contains(&path);
+        let direct = is_direct(&known(path));
         let mine = Stamp::new(13, round.generation());
         let mut owner = Owner::open(path, LEN);
         owner.fill(OLD);
@@ -195,7 +197,7 @@ impl Initiator {
         owner.process.stop();
         let stopped = now();
         let (kind, at, quiet) = self.ended();
-        assert!(quiet || path == "unix", "{path} keeps nobody inside");
+        assert!(quiet || is_served_here(&known(path)), "{path} keeps nobody inside");
         if let Some(kind) = kind {
             assert!(GONE.contains(&kind), "{kind:?}");
             assert!(!direct, "{path} needs no help of the owner: {kind:?}");

@@ -14,7 +14,7 @@ use towline_testkit::process::{Failure, Process};
 use towline_testkit::random::Random;
 use towline_testkit::scene::STALL;
 
-use super::{Campaign, Drill, PYTHON, Round, rounds, start_python};
+use super::{Campaign, Drill, Lanes, PYTHON, Round, rounds, start_python};
 
 /// The most bytes of one step.
 const MOST: usize = 256 << 10;
@@ -31,7 +31,7 @@ const ROOM: usize = 4 * MOST;
 pub(super) const CAMPAIGN: Campaign = Campaign {
     name: "ranks",
     summary: "a rank dies, stands still, leaves or is cut off in a collective or a put: the others get an error, and no wrong word",
-    lanes: &["mapped", "tcp", PYTHON],
+    lanes: Lanes::Only(&["mapped", "tcp", PYTHON]),
     in_turns: false,
     rounds: rounds(10, 14, 300),
     prepare: |course| {

@@ -6,6 +6,7 @@ use towline::{Access, Endpoint, Kind, Registered, Remote, SystemStorage, Ticket}
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::lending;
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_here, known};
 use towline_testkit::process::Process;
 use towline_testkit::scene::{KIB, STALL, endpoint, kind_for, local};
 use towline_testkit::worker::storage;
@@ -61,7 +62,7 @@ impl Recycle {
     pub(super) fn new(course: &Course) -> Result<Recycle, String> {
         let lane = course.lane;
         let user = endpoint("user");
-        let owner = if lane == "inproc" {
+        let owner = if is_here(&known(lane)) {
             let owner = endpoint("owner");
             let region = owner.register(storage(LEN, "system").unwrap(), Access::READ_WRITE).unwrap();
             Owner::Here(owner, Some(region))

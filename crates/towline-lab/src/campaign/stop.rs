@@ -5,14 +5,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline::connect::{Connector, Descriptor, OperationStatus};
-use towline::{Access, Endpoint, Kind, Registered, SystemStorage};
+use towline::{Access, Endpoint, Kind, PathProperties, Registered, SystemStorage};
 use towline_testkit::bench::routing;
 use towline_testkit::changes::Changes;
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_by_an_engine, is_direct, is_served, is_served_here, known};
 use towline_testkit::process::Process;
 use towline_testkit::scene::{
-    CUDA, GONE, KIB, MIB, NIXL, Observer, Owner, STALL, endpoint, kind_for, local, old_or_new, owner_on,
-    paths, served_again, unchanged,
+    GONE, KIB, MIB, Observer, Owner, STALL, endpoint, kind_for, local, old_or_new, owner_on, paths,
+    served_again, unchanged,
 };
 use towline_testkit::watchdog::eventually;
 use towline_testkit::worker::storage;
@@ -51,7 +52,7 @@ impl Stop {
         let mut reader = course.staff.open("reader", "");
         reader.must(&format!("register {LEN} system none"));
         let (buffer, small) = (local(&user, LEN), local(&user, 4 * KIB));
-        let changes = ["unix", "tcp"].contains(&course.lane).then(|| Changes::open(course.lane));
+        let changes = is_served(&known(course.lane)).then(|| Changes::open(course.lane));
         Ok(Stop {
             lane: course.lane,
             staff: course.staff,
@@ -67,7 +68,7 @@ impl Stop {
     }
 
     fn direct(&self) -> bool {
-        ["mapped", "cma", CUDA].contains(&self.lane)
+        is_direct(&known(self.lane))
     }
 
     fn reading(&mut self, round: &mut Round) {
@@ -94,7 +95,7 @@ impl Stop {
         // cannot be kept from it.
         let unquiet: Vec<_> =
             reads.iter().filter_map(|read| read.0.as_ref().ok()).filter(|read| !read.quiet()).collect();
-        assert!(unquiet.is_empty() || lane == NIXL, "{lane} can be kept from a buffer");
+        assert!(unquiet.is_empty() || is_by_an_engine(&known(lane)), "{lane} can be kept from a buffer");
         let mine = Stamp::new(99, round.generation());
         if unquiet.is_empty() {
             mine.fill_storage(self.buffer.storage()).unwrap();
@@ -143,7 +144,7 @@ impl Stop {
         }
         // An owner that is stopped in the middle of a portion finishes it when it goes on: where that can be, the write says so.
         let inside = transfers.iter().filter(|transfer| !transfer.quiet()).count();
-        assert!(inside == 0 || ["unix", NIXL].contains(&lane), "{lane} keeps nobody inside");
+        assert!(inside == 0 || may_stay_inside(&known(lane)), "{lane} keeps nobody inside");
         let mut at_the_end = self.observer.look();
         self.victim.process.resume();
         if inside > 0 {
@@ -185,7 +186,7 @@ impl Stop {
                 round.tally.count("users outside", 1);
             }
             Err(pinned) => {
-                assert!(self.direct() || lane == NIXL, "{}", pinned.error);
+                assert!(self.direct() || is_by_an_engine(&known(lane)), "{}", pinned.error);
                 assert_eq!(pinned.error.kind(), Kind::Timeout, "{}", pinned.error);
                 drop(pinned.registration);
                 assert!(watched.strong_count() > 0, "freed under a stopped peer");
@@ -199,6 +200,11 @@ impl Stop {
         assert!(last.number(1) == 0 || ["Stale", "Disconnected"].contains(&last.text(2)), "{}", last.text(2));
         self.reader.must(&format!("forget {remote}"));
     }
+}
+
+/// Whether somebody may be in the middle of a write when its owner is stopped: the owner, or the engine.
+fn may_stay_inside(path: &PathProperties) -> bool {
+    is_served_here(path) || is_by_an_engine(path)
 }
 
 impl Drill for Stop {
@@ -261,7 +267,7 @@ impl Drill for Claim {
         assert_eq!(writable.status(), OperationStatus::Errored, "{error}");
         assert!(matches!(error.kind(), Kind::Timeout | Kind::Disconnected), "{error}");
         let quiet = writable.quiet();
-        assert!(quiet || ["mapped", "cma", CUDA].contains(&lane), "{lane} keeps nobody inside: {error}");
+        assert!(quiet || is_direct(&known(lane)), "{lane} keeps nobody inside: {error}");
         let mine = Stamp::new(95, round.generation());
         if quiet {
             mine.fill_storage(&memory).unwrap();

@@ -6,6 +6,7 @@ use towline::wire::{FrameKind, HEADER_LEN, Message, Prove};
 use towline_testkit::attacker::{Attacker, Medium};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_served_here, known};
 use towline_testkit::scene::{KIB, Owner, endpoint, local};
 use towline_testkit::watchdog::eventually;
 
@@ -34,7 +35,7 @@ impl Strangers {
         let lane = course.lane;
         let mut owner = Owner::open(lane, LEN);
         owner.fill(STAMP);
-        let medium = if lane == "unix" { Medium::Unix } else { Medium::Tcp };
+        let medium = if is_served_here(&known(lane)) { Medium::Unix } else { Medium::Tcp };
         let mut strangers = Strangers { lane, medium, owner, descriptors: 0, staying: Vec::new() };
         // What the first contact starts for good belongs to the baseline.
         strangers.serves();

@@ -1,6 +1,8 @@
 //! The figures that the campaigns are to reach, and whether they did.
 
 use serde::Serialize;
+use towline::{Contact, PathProperties};
+use towline_testkit::paths::properties;
 
 use super::report::{CampaignReport, Sample, time};
 
@@ -24,8 +26,8 @@ enum Part {
 struct Target {
     name: &'static str,
     campaign: &'static str,
-    /// Only these lanes, where it matters.
-    lanes: &'static [&'static str],
+    /// Only the lanes of such paths, where it matters.
+    lanes: Option<Which>,
     sample: &'static str,
     part: Part,
     limit: Limit,
@@ -36,14 +38,21 @@ enum Limit {
     AtLeast(f64),
 }
 
-const ANY: &[&str] = &[];
+type Which = fn(&PathProperties) -> bool;
+
+const ANY: Option<Which> = None;
+
+/// On one host, from and to host memory.
+const ON_THIS_HOST: Option<Which> = Some(|path| path.contact == Contact::Unix && path.serves.has_words());
+
+const OVER_TCP: Option<Which> = Some(|path| path.contact == Contact::Tcp);
 
 /// The lines of the reliability tables that are times or rates.
 const TARGETS: &[Target] = &[
     Target {
         name: "a killed owner on this host is noticed",
         campaign: "kill",
-        lanes: &["mapped", "cma", "unix"],
+        lanes: ON_THIS_HOST,
         sample: "detected",
         part: Part::P99,
         limit: Limit::AtMost(0.020),
@@ -51,7 +60,7 @@ const TARGETS: &[Target] = &[
     Target {
         name: "of that: its death is known here",
         campaign: "kill",
-        lanes: &["mapped", "cma", "unix"],
+        lanes: ON_THIS_HOST,
         sample: "known",
         part: Part::P99,
         limit: Limit::AtMost(0.020),
@@ -59,7 +68,7 @@ const TARGETS: &[Target] = &[
     Target {
         name: "the same with a large process",
         campaign: "kill",
-        lanes: &["mapped", "cma", "unix"],
+        lanes: ON_THIS_HOST,
         sample: "detected with a large process",
         part: Part::P99,
         limit: Limit::AtMost(0.020),
@@ -67,7 +76,7 @@ const TARGETS: &[Target] = &[
     Target {
         name: "a killed owner over tcp is noticed",
         campaign: "kill",
-        lanes: &["tcp"],
+        lanes: OVER_TCP,
         sample: "detected",
         part: Part::P99,
         limit: Limit::AtMost(0.250),
@@ -157,7 +166,9 @@ impl Target {
         let values: Vec<f64> = campaign
             .lanes
             .iter()
-            .filter(|lane| self.lanes.is_empty() || self.lanes.contains(&lane.lane))
+            .filter(|lane| {
+                self.lanes.is_none_or(|which| properties(lane.lane).is_some_and(|path| which(&path)))
+            })
             .flat_map(|lane| &lane.samples)
             .filter(|sample| sample.name == self.sample)
             .flat_map(|sample| sample.values.iter().copied())

@@ -1,7 +1,9 @@
 //! What a worker can be asked, and what it answers.
 
 use serde::{Deserialize, Serialize};
-use towline::{Endpoint, EndpointOptions, Isolation, NixlOptions, Quotas, Routing, Ticket, Tls};
+use towline::{
+    Endpoint, EndpointOptions, Isolation, NixlOptions, PathProperties, Quotas, Routing, Serves, Ticket, Tls,
+};
 
 use super::order::{Answer, Order};
 use crate::outcome::{Exit, Failure, Outcome};
@@ -44,13 +46,13 @@ pub enum Memory {
 }
 
 impl Memory {
-    /// What a path of that name moves: the only kind that it knows, or private memory.
-    pub fn of_path(path: &str) -> Memory {
-        match path {
-            "mapped" => Memory::Shared,
-            "file" => Memory::Disk,
-            "cuda" => Memory::Device,
-            _ => Memory::System,
+    /// What that path moves: the only kind that it knows, or private memory.
+    pub fn served_by(path: &PathProperties) -> Memory {
+        match path.serves {
+            Serves::SharedMemory => Memory::Shared,
+            Serves::Files => Memory::Disk,
+            Serves::GpuMemory => Memory::Device,
+            Serves::Anything | Serves::HostMemory => Memory::System,
         }
     }
 }

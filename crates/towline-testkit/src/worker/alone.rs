@@ -11,6 +11,7 @@ use towline::{Access, Endpoint, Error, Kind, Registered, Remote, SharedStorage, 
 
 use super::{Answer, Failure, Line, Words, Worker, bad, requiring, said};
 use crate::oracle::Stamp;
+use crate::paths::{is_complete, names};
 
 const PAGE: usize = 4096;
 
@@ -33,7 +34,7 @@ pub(super) fn crowd(count: usize) -> Answer {
     for number in 0..count {
         let next = (number + 1) % count;
         let ticket = crowd[next].1.ticket()?;
-        for path in ["mapped", "unix", "tcp"] {
+        for path in names(is_complete) {
             let remote = crowd[number].0.import_with(&ticket, &requiring(path)?)?;
             read_and_verify(&crowd[number].0, &remote, Stamp::new(next as u16, 1))?;
             crowd[number].2.push(remote);
