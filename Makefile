@@ -10,7 +10,7 @@ help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
 	@echo "make test             everything that must pass before a change goes in"
 	@echo "make check            the lints and the fast tests, for the inner loop"
-	@echo "make test-deep        sanitizers, Miri, loom and FUZZ_SECONDS ($(FUZZ_SECONDS)) of fuzzing, with a nightly toolchain"
+	@echo "make test-deep        sanitizers, Miri, loom, a transport of one file and FUZZ_SECONDS ($(FUZZ_SECONDS)) of fuzzing, with a nightly toolchain"
 	@echo "make soak             the campaigns under faults, the short form (all of it: $(towline) soak)"
 	@echo "make soak-report      the campaigns for SOAK_SECONDS ($(SOAK_SECONDS); none: all rounds, about two hours), written to $(CARGO_TARGET_DIR)/reliability-report.md"
 	@echo "make lint             only the checks that run no test"

@@ -4,7 +4,7 @@
 #   scripts/test.sh                  everything
 #   scripts/test.sh check            what is checked again and again while working: the lints, and the fast tests
 #   scripts/test.sh clippy loom      only these steps
-#   scripts/test.sh deep             sanitizers, Miri, loom and fuzzing
+#   scripts/test.sh deep             sanitizers, Miri, loom, a transport of one file and fuzzing
 #
 # All steps run, also after a failure. A step that cannot run here is skipped with its reason; name it in
 # TOWLINE_REQUIRE (a comma-separated list, or `all`) to make that a failure. Tests say on a line of their own
@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 first_steps=(fmt clippy doc decisions modules typos workspace forced-tcp forced-tls forced-crc)
 second_steps=(deny aarch64 loom python soak torch docs rdma)
 check_steps=(fmt clippy decisions modules typos fast)
-deep_steps=(loom asan tsan miri fuzz) # those of `make test-deep`, which take long and need a nightly toolchain
+deep_steps=(loom sample asan tsan miri fuzz) # those of `make test-deep`, which take long; most need a nightly toolchain
 cargo_deny_version=0.20
 cargo_fuzz_version=0.13
 typos_version=1.51.1
@@ -188,6 +188,28 @@ step_soak() {
 }
 
 # ---- the deep ones: a nightly toolchain, and hours if one likes --------------------------------------------
+
+# That a transport takes one file and one word: a copy of the sources gets both and nothing else. The new path passes the laws, and demo,
+# doctor and bench know it. In deep only, because the copy has all to build: four minutes on two cores.
+step_sample() {
+  local target tree list=crates/towline/src/transport.rs
+  mkdir -p "$target_dir/sample"
+  target=$(realpath "$target_dir")/sample tree=$target/tree
+  rm -rf "$tree"
+  mkdir "$tree"
+  tar --exclude=./target --exclude=./fuzz/target --exclude=./.git --exclude='./.venv*' --exclude=./.tools -cf - . | tar -xf - -C "$tree"
+  cp crates/towline/tests/transport/sample.rs "$tree/crates/towline/src/transport/"
+  sed -i '/\$then! {/s/ cma / cma sample /' "$tree/$list"
+  log=$logs/sample-word.log
+  check test "$(diff "$list" "$tree/$list" | grep -c '^>')" = 1
+  local -x CARGO_TARGET_DIR=$target
+  log=$logs/sample-list.log
+  run_tests cargo test --manifest-path "$tree/Cargo.toml" -p towline --lib --no-fail-fast -- transport::tests transport::sample
+  log=$logs/sample.log
+  run_tests cargo test --manifest-path "$tree/Cargo.toml" -p towline-testkit --test laws --no-fail-fast sample::
+  log=$logs/sample-commands.log
+  run_tests cargo test --manifest-path "$tree/Cargo.toml" -p towline-cli --test commands --no-fail-fast -- demo_moves doctor_finds every_path
+}
 
 nightly=${NIGHTLY:-nightly}
 host=$(rustc -vV | sed -n 's/^host: //p')

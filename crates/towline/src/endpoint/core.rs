@@ -26,7 +26,7 @@ pub(crate) struct EndpointCore {
     pub(crate) registry: Arc<Registry>,
     pub(crate) operations: Arc<Operations>,
     pub(crate) sessions: Arc<Sessions>,
-    pub(super) transports: Arc<TransportContext>,
+    pub(crate) transports: Arc<TransportContext>,
     limits: Limits,
     checksums: bool,
     pub(super) counters: AllCounters,
