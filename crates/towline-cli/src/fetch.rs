@@ -31,7 +31,7 @@ pub(crate) struct Options {
     /// Write the bytes to this file, as they come
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Take this path and no other: inproc, mapped, cma, file, unix, nixl or tcp
+    /// Take this path and no other (towline doctor names them all)
     #[arg(long, value_name = "PATH")]
     path: Option<String>,
     /// Let NIXL use that device (mlx5_0:1, eth0, or tcp for all interfaces) where the owner lends by it

@@ -8,7 +8,7 @@ use towline_testkit::oracle::Stamp;
 use towline_testkit::process::{Process, own_address};
 use towline_testkit::watchdog::{eventually, watch};
 
-use super::{LANES, STALL, endpoint, kind_for, local};
+use super::{STALL, all_lanes, endpoint, kind_for, local};
 
 #[test]
 fn two_hundred_endpoints_share_three_threads_and_few_descriptors() {
@@ -144,7 +144,7 @@ fn the_tickets_of_an_owner_that_restarted_give_no_bytes() {
     for life in 0..4u16 {
         let mut owner = Process::open("phoenix", &options);
         let mut tickets = Vec::new();
-        for (number, path) in LANES.into_iter().enumerate() {
+        for (number, path) in all_lanes().into_iter().enumerate() {
             owner.must(&format!("register 4096 {} read+write", kind_for(path)));
             owner.must(&format!("fill {} {life} {number}", number + 1));
             let ticket: Ticket = owner.must(&format!("ticket {}", number + 1)).text(0).parse().unwrap();
@@ -154,7 +154,7 @@ fn the_tickets_of_an_owner_that_restarted_give_no_bytes() {
         let mine = Stamp::new(99, 9);
         for (ticket, remotes) in &before {
             mine.fill_storage(buffer.storage()).unwrap();
-            for path in LANES {
+            for path in all_lanes() {
                 let error = user.import_with(ticket, &routing(path)).unwrap_err();
                 assert!(gone.contains(&error.kind()), "life {life}, {path}: {error}");
             }

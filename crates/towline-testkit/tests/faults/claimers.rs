@@ -7,6 +7,7 @@ use towline::connect::{Connector, Descriptor, OperationStatus, RdmaMetadata};
 use towline::{Endpoint, Kind, Limits, MemoryAccess};
 use towline_testkit::bench::routing;
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_direct, known};
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
 use towline_testkit::watchdog::{eventually, watch};
@@ -101,7 +102,7 @@ fn a_claimer_that_is_stopped_in_mid_transfer_ends_the_passive_side_and_writes_no
                     assert_eq!(error.kind(), Kind::Timeout, "{path} round {round}: {error}");
                     let quiet = writable.quiet();
                     // A direct copy that was stopped inside the memory keeps it parked; everything else is over.
-                    assert!(quiet || ["mapped", "cma"].contains(&path), "{path} round {round}");
+                    assert!(quiet || is_direct(&known(path)), "{path} round {round}");
                     let mine = Stamp::new(95, round);
                     // Of a claimer that was stopped with its work done, only the word of it is missing.
                     let done = quiet && {

@@ -5,14 +5,12 @@ use std::time::Duration;
 use towline::{Access, Endpoint, EndpointOptions, Kind, Remote, SharedStorage, SystemStorage, Ticket};
 use towline_testkit::bench::{forced, outcome};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_direct, names};
 use towline_testkit::process::{Process, Wall};
 use towline_testkit::skip::skip;
 use towline_testkit::watchdog::{eventually, watch};
 
 use super::{MIB, STALL, local, path_works};
-
-/// The paths that move bytes without the owner.
-const DIRECT: [&str; 4] = ["mapped", "cuda", "cma", "file"];
 
 fn apart(wall: Wall, test: &str, options: &str) -> Option<Process> {
     // With a path forced there is nothing to fall back to.
@@ -83,7 +81,8 @@ fn nothing_is_shared_across(wall: Wall, test: &str, why: &str) {
     other.must(&format!("read {} {target} 0 0 {MIB}", imported.number(0)));
     other.must(&format!("check {target} 1 1 0 {MIB}"));
     assert_eq!(other.mapped_segments(), before);
-    for path in DIRECT {
+    // Those that move bytes without the owner.
+    for path in names(is_direct) {
         let refused = other.ask(&format!("import {ticket} {path}")).unwrap_err();
         assert_eq!(refused.kind, Kind::Unavailable, "{path}: {refused}");
     }

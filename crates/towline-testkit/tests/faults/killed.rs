@@ -7,6 +7,7 @@ use std::time::Duration;
 use towline::{Access, Ticket};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::required;
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
 use towline_testkit::watchdog::{eventually, watch};
@@ -91,7 +92,7 @@ fn a_killed_user_leaves_the_owner_serving_and_its_memory_its_own() {
             let mut user = Process::open("victim", "");
             user.must(&format!("register {LEN} system none"));
             user.must("fill 1 98 98");
-            let paths = if path == "cma" { "cma,unix" } else { path };
+            let paths = required(path).join(",");
             let imported = user.must(&format!("import {ticket} {paths}"));
             assert_eq!(imported.text(1), path);
             let op = if round % 2 == 0 { "write" } else { "read" };

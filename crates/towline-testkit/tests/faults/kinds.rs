@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SocketType};
 use towline::ticket::{RegionKey, TicketBody};
 use towline::{
-    Access, Endpoint, Error, Identity, Incarnation, Kind, Reach, Registered, Remote, Result, SystemStorage,
-    Ticket,
+    Access, Capabilities, Contact, Endpoint, Error, Identity, Incarnation, Kind, PathProperties, Reach,
+    Registered, Remote, Result, SystemStorage, Ticket,
 };
 use towline_testkit::bench::{outcome, routing};
+use towline_testkit::paths::known;
 use towline_testkit::process::{Process, own_address};
 use towline_testkit::random::Random;
 use towline_testkit::watchdog::{eventually, watch};
@@ -47,16 +48,18 @@ enum Act {
 
 use Act::{Add, Alive, Import, LargeRead, Notify, Pin, SmallRead, Write};
 
-const SHARED: &[&str] = &["mapped"];
-const ON_THE_HOST: &[&str] = &["mapped", "cma", "unix"];
-const TCP: &[&str] = &["tcp"];
-const ALL: &[&str] = &["mapped", "cma", "unix", "tcp"];
-const WITH_WORDS: &[&str] = &["mapped", "unix", "tcp"];
+type Which = fn(&PathProperties) -> bool;
+
+const SHARED: Which = |path| path.shares_memory;
+const ON_THE_HOST: Which = |path| path.contact == Contact::Unix;
+const TCP: Which = |path| path.contact == Contact::Tcp;
+const ALL: Which = |_| true;
+const WITH_WORDS: Which = |path| path.capabilities.contains(Capabilities::ATOMIC);
 
 const ACCESS: &[Act] = &[SmallRead, LargeRead, Write];
 const ANYTHING: &[Act] = &[Alive, SmallRead, LargeRead, Write, Notify];
 
-type Row = (Event, &'static [&'static str], &'static [Act], Option<Kind>);
+type Row = (Event, Which, &'static [Act], Option<Kind>);
 
 /// What happened, on which paths, what is asked for then, and the kind of error; no error where the owner lives on.
 const TABLE: &[Row] = &[
@@ -163,7 +166,7 @@ fn describes(error: &Error, path: &str, act: Act) -> bool {
 fn each_kind_promises_what_the_table_says() {
     let _watchdog = watch("each_kind_promises_what_the_table_says", Duration::from_secs(240));
     lanes(|path, _| {
-        let of_path = || TABLE.iter().filter(|(_, paths, ..)| paths.contains(&path));
+        let of_path = || TABLE.iter().filter(|(_, which, ..)| which(&known(path)));
         let mut events: Vec<Event> = of_path().map(|(event, ..)| *event).collect();
         events.dedup();
         for event in events {

@@ -14,15 +14,18 @@ mod walls;
 
 use std::time::Duration;
 
-use towline::{Access, Endpoint, Limits, Registered, SystemStorage};
+use towline::{Access, Endpoint, Limits, Registered, Serves, SystemStorage};
 use towline_testkit::bench::{forced, outcome, routing};
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_here, known, names};
 use towline_testkit::process::Process;
 
 const MIB: usize = 1 << 20;
 
-/// The paths between processes: one lane of rounds for each, side by side.
-const LANES: [&str; 4] = ["mapped", "cma", "unix", "tcp"];
+/// The paths between processes to host memory that nobody has to opt in to: one lane of rounds for each, side by side.
+fn all_lanes() -> Vec<&'static str> {
+    names(|path| !is_here(path) && path.serves.has_words() && !path.opt_in)
+}
 
 /// The limit without progress here. What must end within it gets ten times as long.
 const STALL: Duration = Duration::from_secs(1);
@@ -34,7 +37,7 @@ const GONE: [towline::Kind; 3] = [towline::Kind::Disconnected, towline::Kind::St
 fn lanes(body: impl Fn(&'static str, u64) + Sync) {
     let usable = |path: &&str| forced().is_none_or(|forced| forced == **path) && path_works(path);
     std::thread::scope(|scope| {
-        for (number, path) in LANES.into_iter().enumerate().filter(|(_, path)| usable(path)) {
+        for (number, path) in all_lanes().into_iter().enumerate().filter(|(_, path)| usable(path)) {
             let body = &body;
             std::thread::Builder::new()
                 .name(path.into())
@@ -56,7 +59,7 @@ fn path_works(path: &str) -> bool {
 }
 
 fn kind_for(path: &str) -> &'static str {
-    if path == "mapped" { "shared" } else { "system" }
+    if known(path).serves == Serves::SharedMemory { "shared" } else { "system" }
 }
 
 fn endpoint(name: &str) -> Endpoint {

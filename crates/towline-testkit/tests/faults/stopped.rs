@@ -9,6 +9,7 @@ use towline::{Access, Kind, Ticket};
 use towline_testkit::bench::{outcome, routing};
 use towline_testkit::changes::Changes;
 use towline_testkit::oracle::Stamp;
+use towline_testkit::paths::{is_direct, is_served, known, required};
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
 use towline_testkit::watchdog::{eventually, watch};
@@ -51,10 +52,7 @@ fn a_stopped_owner_ends_its_peers_transfers_in_time_and_quietly() {
                     Ok(()) => stamp.verify_storage(buffer.storage(), 0, len).unwrap(),
                     Err(error) => {
                         assert!(GONE.contains(&error.kind()), "{path} round {round}: {error}");
-                        assert!(
-                            ["unix", "tcp"].contains(&path),
-                            "{path} needs no help of the owner: {error}"
-                        );
+                        assert!(is_served(&known(path)), "{path} needs no help of the owner: {error}");
                     }
                 }
             }
@@ -118,7 +116,7 @@ fn what_a_stopped_owner_was_asked_to_change_is_not_changed_late_and_not_twice() 
     );
     let failed = AtomicUsize::new(0);
     lanes(|path, lane| {
-        if ["unix", "tcp"].contains(&path) {
+        if is_served(&known(path)) {
             let mut random = Random::new(70 + lane);
             let mut changes = Changes::open(path);
             for _ in 0..2 * ROUNDS {
@@ -139,7 +137,7 @@ fn memory_that_a_stopped_user_is_inside_of_is_parked_and_not_freed() {
     let pinned_rounds = AtomicUsize::new(0);
     lanes(|path, lane| {
         let mut random = Random::new(40 + lane);
-        let direct = ["mapped", "cma"].contains(&path);
+        let direct = is_direct(&known(path));
         let owner = endpoint("owner");
         let mut user = Process::open("victim", "");
         user.must(&format!("register {LEN} system none"));
@@ -147,7 +145,7 @@ fn memory_that_a_stopped_user_is_inside_of_is_parked_and_not_freed() {
             let memory = storage(LEN, kind_for(path)).unwrap();
             let watched = Arc::downgrade(&memory);
             let region = owner.register(memory, Access::READ_WRITE).unwrap();
-            let paths = if path == "cma" { "cma,unix" } else { path };
+            let paths = required(path).join(",");
             let imported = user.must(&format!("import {} {paths}", region.ticket().unwrap()));
             let op = if round % 2 == 0 { "write" } else { "read" };
             user.must("fill 1 98 98");
