@@ -195,7 +195,7 @@ pub fn run_with(
 }
 
 /// Runs a law over a path, in one process and with the owner in a worker, where the path can be tried so; or says why that cannot
-/// be done here. Where [`SETTING`] names one of the two, the other is left out.
+/// be done here. Where `TOWLINE_TEST_SETTING` names one of the two, the other is left out.
 pub fn run(path: &str, name: &str, law: fn(&Bench)) {
     let wanted = std::env::var(SETTING).unwrap_or_default();
     let is_wanted = |setting: &&Setting| wanted.is_empty() || wanted == setting.to_string();

@@ -19,7 +19,7 @@ fn reading(path: &str) -> (Connector, Connector, ReadableOperation, ReadOperatio
 
 #[test]
 fn cancelling_the_active_side_ends_both_as_cancelled() {
-    for path in PATHS {
+    for path in paths() {
         let (encode, decode, readable, read) = reading(path);
         read.cancel();
         let outcome = read.wait(Some(WATCHDOG));
@@ -42,7 +42,7 @@ fn cancelling_the_active_side_ends_both_as_cancelled() {
 
 #[test]
 fn cancelling_the_passive_side_ends_both() {
-    for path in PATHS {
+    for path in paths() {
         let (_encode, _decode, readable, read) = reading(path);
         readable.cancel();
         let there = readable.wait(Some(WATCHDOG));
@@ -77,7 +77,7 @@ fn a_cancelled_operation_was_never_claimed_by_anybody() {
 
 #[test]
 fn cancelling_after_the_end_changes_nothing() {
-    for path in PATHS {
+    for path in paths() {
         let (encode, decode) = pair(path);
         let readable = encode.create_readable(filled(1, 100)).unwrap();
         let read = decode.begin_read(&readable.metadata().unwrap(), empty(100)).unwrap();
@@ -96,7 +96,7 @@ fn cancelling_after_the_end_changes_nothing() {
 
 #[test]
 fn dropping_either_side_ends_the_other() {
-    for path in PATHS {
+    for path in paths() {
         let (_encode, decode, readable, read) = reading(path);
         drop(read);
         if let Err(error) = readable.wait(Some(WATCHDOG)) {
@@ -130,7 +130,7 @@ fn dropping_a_begin_gives_the_operation_back_as_cancelled() {
 
 #[test]
 fn closing_the_claimer_ends_what_it_claimed() {
-    for path in ["mapped", "cma", "unix", "tcp"] {
+    for path in paths_with_contact() {
         let (encode, decode, readable, read) = reading(path);
         decode.close();
         if let Err(error) = read.wait(Some(WATCHDOG)) {
@@ -149,7 +149,7 @@ fn closing_the_claimer_ends_what_it_claimed() {
 
 #[test]
 fn closing_the_owner_ends_both() {
-    for path in PATHS {
+    for path in paths() {
         let (encode, _decode, readable, read) = reading(path);
         encode.close();
         if let Err(error) = readable.wait(Some(WATCHDOG)) {
@@ -174,7 +174,7 @@ fn silent_claim(
 
 #[test]
 fn a_claimer_that_says_nothing_is_given_up_at_the_deadline() {
-    for path in PATHS {
+    for path in paths() {
         let short =
             Limits { no_progress: Duration::from_millis(20), ..Limits::within(Duration::from_millis(20)) };
         let (encode, decode) = (limited(path, "encode", short), over(path, "decode"));
@@ -190,7 +190,7 @@ fn a_claimer_that_says_nothing_is_given_up_at_the_deadline() {
 
 #[test]
 fn a_silent_claimer_that_closes_is_named() {
-    for path in ["mapped", "cma", "unix", "tcp"] {
+    for path in paths_with_contact() {
         let (encode, decode) = pair(path);
         let readable = encode.create_readable(filled(1, 100)).unwrap();
         let begun = silent_claim(&decode, &readable, 100);
@@ -219,7 +219,7 @@ fn the_other_process() {
 fn a_claimer_that_is_killed_is_noticed_and_named() {
     use std::io::Write;
     use std::process::{Command, Stdio};
-    for path in ["mapped", "cma", "unix", "tcp"] {
+    for path in paths_with_contact() {
         let encode = over(path, "encode");
         let readable = encode.create_readable(filled(1, 100)).unwrap();
         let mut child = Command::new(std::env::current_exe().unwrap())

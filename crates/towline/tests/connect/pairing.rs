@@ -9,7 +9,7 @@ use crate::scene::*;
 
 #[test]
 fn a_read_pairs_with_a_readable_over_every_path() {
-    for path in PATHS {
+    for path in paths() {
         for len in [1, 4096, (3 << 20) + 5] {
             let (encode, decode) = pair(path);
             let readable = encode.create_readable(filled(7, len)).unwrap();
@@ -35,7 +35,7 @@ fn a_read_pairs_with_a_readable_over_every_path() {
 
 #[test]
 fn a_write_pairs_with_a_writable_over_every_path() {
-    for path in PATHS {
+    for path in paths() {
         for len in [1, 4096, (3 << 20) + 5] {
             let (encode, decode) = pair(path);
             let target = empty_shared(len);
@@ -55,7 +55,7 @@ fn a_write_pairs_with_a_writable_over_every_path() {
 
 #[test]
 fn operations_can_be_awaited() {
-    for path in PATHS {
+    for path in paths() {
         let (encode, decode) = pair(path);
         for round in 0..3 {
             let readable = encode.create_readable(filled(round, 70_000)).unwrap();
@@ -81,7 +81,7 @@ fn operations_can_be_awaited() {
 
 #[test]
 fn several_descriptors_move_together() {
-    for path in PATHS {
+    for path in paths() {
         let (encode, decode) = pair(path);
         let sizes = [1, 4096, 300_000, 2 << 20, 17];
         let sources: Vec<Descriptor> =
@@ -140,7 +140,7 @@ fn more_than_may_be_in_flight_is_moved_in_turns() {
 
 #[test]
 fn one_connector_can_be_both_ends() {
-    for path in PATHS {
+    for path in paths() {
         let both = over(path, "both");
         let readable = both.create_readable(filled(5, 10_000)).unwrap();
         let target = empty(10_000);
@@ -164,7 +164,7 @@ fn connectors_that_open_by_themselves_find_each_other() {
 
 #[test]
 fn a_prefix_is_what_the_descriptor_says_when_the_metadata_is_asked_for() {
-    for path in PATHS {
+    for path in paths() {
         let (encode, decode) = pair(path);
         let pooled = filled(8, 8192);
         let readable = encode.create_readable(&pooled).unwrap();

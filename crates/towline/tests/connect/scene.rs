@@ -12,8 +12,20 @@ use towline::{Buffer, Endpoint, Limits, MemoryAccess, Routing, SharedStorage, Sy
 /// Nothing here takes that long unless it hangs.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
 
-/// The paths that two endpoints of one process can be made to take.
-pub(crate) const PATHS: [&str; 5] = ["inproc", "mapped", "cma", "unix", "tcp"];
+/// The paths that two endpoints of one process can be made to take for host memory, where nobody has to opt in.
+pub(crate) fn paths() -> Vec<&'static str> {
+    let takes = |path: &towline::PathProperties| path.serves.has_words() && !path.apart && !path.opt_in;
+    towline::path_properties().into_iter().filter(takes).map(|path| path.name).collect()
+}
+
+/// Those of them by which the owner is contacted.
+pub(crate) fn paths_with_contact() -> Vec<&'static str> {
+    let here = |name: &str| {
+        let path = towline::path_properties().into_iter().find(|path| path.name == name);
+        path.is_some_and(|path| path.contact == towline::Contact::Nothing)
+    };
+    paths().into_iter().filter(|path| !here(path)).collect()
+}
 
 /// A connector whose endpoint takes only that path.
 pub(crate) fn over(path: &str, name: &str) -> Connector {

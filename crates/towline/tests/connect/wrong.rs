@@ -68,7 +68,7 @@ fn a_read_only_source_is_fine() {
 
 #[test]
 fn a_second_claimer_gets_nothing() {
-    for path in PATHS {
+    for path in paths() {
         let (encode, decode) = pair(path);
         let third = over(path, "third");
         let writable = encode.create_writable(vec![empty_shared(5000), empty_shared(8)]).unwrap();
@@ -92,7 +92,7 @@ fn a_second_claimer_gets_nothing() {
 
 #[test]
 fn metadata_of_recycled_memory_is_stale() {
-    for path in PATHS {
+    for path in paths() {
         let (encode, decode) = pair(path);
         let source = filled(1, 4096);
         // Also where the user's own registration of the same memory goes on.
@@ -111,7 +111,7 @@ fn metadata_of_recycled_memory_is_stale() {
 
 #[test]
 fn metadata_of_an_owner_that_is_gone_gives_an_error() {
-    for path in PATHS {
+    for path in paths() {
         let (encode, decode) = pair(path);
         let readable = encode.create_readable(filled(1, 100)).unwrap();
         let metadata = readable.metadata().unwrap();
