@@ -232,6 +232,9 @@ impl Transfer {
     /// initiator and its change of memory one step, while it changes memory. It finishes that when it goes on: the transfer ends
     /// at its limit, and is quiet when the owner has finished or exited. The same may happen to a write to a GPU, and between users of one host nobody
     /// can see when the owner has finished: given up by this side, such a write is never quiet. The local memory is free at the end.
+    ///
+    /// Where this process reads or writes a file (`file`, and files over `inproc`) and the disk does not answer, a transfer that was stopped
+    /// ends before a thread comes back from the disk: until then it is not quiet, and the memory on both sides stays as with NIXL.
     pub fn quiet(&self) -> bool {
         match &self.0 {
             Repr::Done(_) => true,

@@ -216,6 +216,8 @@ impl FileBytes {
     pub(super) fn new(buffered: OwnedFd, direct: Option<OwnedFd>, writable: bool) -> FileBytes {
         // All whose disk cannot be told have one together.
         let number = rustix::fs::fstat(&buffered).map_or(0, |stat| stat.st_dev);
+        #[cfg(test)]
+        let number = stalled::disk_of(&buffered, number);
         FileBytes { buffered, direct, writable, device: Device::Disk(number) }
     }
 
@@ -265,7 +267,7 @@ impl FileBytes {
 /// Files whose disk hangs, for tests.
 #[cfg(test)]
 pub(crate) mod stalled {
-    use std::os::fd::OwnedFd;
+    use std::os::fd::{AsRawFd, OwnedFd};
     use std::sync::{Condvar, Mutex};
 
     use super::FileSlice;
@@ -294,6 +296,13 @@ pub(crate) mod stalled {
             lock(&FILES).retain(|name| *name != self.0);
             CHANGED.notify_all();
         }
+    }
+
+    /// A file that a test lets hang is on a disk of its own, so that the others are on theirs.
+    pub(super) fn disk_of(file: &OwnedFd, disk: u64) -> u64 {
+        let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let hangs = link.is_ok_and(|link| link.to_string_lossy().contains("/towline-hang"));
+        if hangs { disk ^ name(file).1 << 32 } else { disk }
     }
 
     pub(super) fn wait(file: &OwnedFd) {

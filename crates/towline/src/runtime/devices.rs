@@ -31,7 +31,8 @@ pub(crate) struct Devices(Mutex<Option<HashMap<Device, Queue>>>);
 #[derive(Default)]
 struct Queue {
     running: usize,
-    waiting: VecDeque<Job>,
+    /// Each with the number of what it is for.
+    waiting: VecDeque<(u64, Job)>,
 }
 
 impl Devices {
@@ -41,16 +42,45 @@ impl Devices {
 
     /// Has a thread run a job that waits for that device, when it is its turn. Handed back where no thread can be started.
     pub(crate) fn spawn(&'static self, device: Device, job: Job) -> Result<(), Refused> {
+        self.spawn_for(device, 0, job)
+    }
+
+    /// The same for something that has a number, by which it can be [withdrawn](Self::withdraw).
+    pub(crate) fn spawn_for(&'static self, device: Device, number: u64, job: Job) -> Result<(), Refused> {
         {
             let mut all = lock(&self.0);
             let queue = all.get_or_insert_default().entry(device).or_default();
             if queue.running >= EACH {
-                queue.waiting.push_back(job);
+                queue.waiting.push_back((number, job));
                 return Ok(());
             }
             queue.running += 1;
         }
         self.run(device, job)
+    }
+
+    /// Drops the jobs for what has that number, as far as none of the device's threads has begun them.
+    pub(crate) fn withdraw(&self, device: Device, number: u64) {
+        let mut withdrawn = Vec::new();
+        {
+            let mut all = lock(&self.0);
+            let Some(queue) = all.as_mut().and_then(|all| all.get_mut(&device)) else { return };
+            let mut at = 0;
+            while at < queue.waiting.len() {
+                match queue.waiting[at].0 == number {
+                    true => withdrawn.extend(queue.waiting.remove(at)),
+                    false => at += 1,
+                }
+            }
+        }
+        // Without the lock: what a job keeps alive may come back here when it goes.
+        drop(withdrawn);
+    }
+
+    /// How many jobs wait for that device, and have no thread.
+    #[cfg(test)]
+    pub(crate) fn waiting(&self, device: Device) -> usize {
+        lock(&self.0).as_ref().and_then(|all| all.get(&device)).map_or(0, |queue| queue.waiting.len())
     }
 
     /// The place is taken.
@@ -94,7 +124,7 @@ impl Drop for Turn {
             }
             next
         };
-        if let Some(next) = next
+        if let Some((_, next)) = next
             && let Err(refused) = self.devices.run(self.device, next)
         {
             tracing::warn!(error = %refused.error, "nobody can wait for a device");

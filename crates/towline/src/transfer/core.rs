@@ -24,6 +24,9 @@ pub(crate) type OnEnd = Box<dyn Fn(&Result<()>, &[BlockFailure]) + Send + Sync>;
 /// Work that a caller can take part in instead of sleeping until others have done it.
 pub(crate) trait Help: Send + Sync {
     fn help(&self);
+
+    /// The transfer is stopped: what nobody has begun reports, and what somebody hangs in is given up soon.
+    fn stop(&self) {}
 }
 
 /// One part of a transfer: what it keeps alive, and which bytes go where.
@@ -287,6 +290,18 @@ impl TransferCore {
     /// When it was started, and when it was stopped, if it was.
     pub(crate) fn span_of_time(&self) -> (Instant, Option<Instant>) {
         (lock(&self.inner).started, self.stopped_at.get().copied())
+    }
+
+    /// Whether it was told to stop. A stop that this does not see yet finds who [helps](Self::set_help) by now.
+    pub(crate) fn is_stopping(&self) -> bool {
+        lock(&self.inner).state.stopping().is_some()
+    }
+
+    /// Whoever copies for it is told that it was stopped.
+    pub(crate) fn stop_help(&self) {
+        if let Some(work) = self.help.get().and_then(Weak::upgrade) {
+            work.stop();
+        }
     }
 
     /// Why it was stopped, for the units that did not run.

@@ -1,9 +1,13 @@
 //! What the paths that copy by themselves share: who copies, in which portions, and what follows the bytes.
 #![allow(unsafe_code, reason = "passes on raw local addresses that the transfer keeps alive")]
 
+#[cfg(test)]
+mod hanging_tests;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
 
 use super::gpu::{self, GpuAttachment};
 use super::{Attachment, Transport, joint};
@@ -12,8 +16,9 @@ use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
 use crate::memory::Mapping;
 use crate::region::RegionUse;
-use crate::runtime::{self, Device};
+use crate::runtime::{self, Device, Timer};
 use crate::session::GrantHandle;
+use crate::sync::lock;
 use crate::transfer::submission::{Link, Started, Submission, Unit};
 use crate::transfer::{After, Help, Op, Several, Signal, TransferCore};
 use crate::{Error, Kind, Result, room};
@@ -183,8 +188,9 @@ impl<D: Direct> Link for DirectAttachment<D> {
         (bytes == 0 || (bytes <= self.0.most_at_once() && !self.0.blocks())) && pieces as u64 <= INLINE_BLOCKS
     }
 
-    fn stop(&self, _transfer: &Arc<TransferCore>) {
-        // Workers look at the transfer's flag before every portion.
+    fn stop(&self, transfer: &Arc<TransferCore>) {
+        // Workers look at the transfer's flag before every portion; those of a device may hang in one.
+        transfer.stop_help();
     }
 }
 
@@ -226,8 +232,11 @@ pub(super) fn start<D: Direct>(
     };
     let link = Arc::new(DirectAttachment(Arc::clone(directs.first())));
     let transfer = submission.begin(link, cut, None)?;
+    let device = directs.first().device();
     let portions = match directs.len() {
         1 => Vec::new(),
+        // What hangs is given up by the unit.
+        _ if device.is_some() => Vec::new(),
         _ => joined(&transfer, portion),
     };
     let count = if portions.is_empty() { transfer.units.len() } else { portions.len() };
@@ -239,6 +248,7 @@ pub(super) fn start<D: Direct>(
         next: AtomicUsize::new(0),
         left: AtomicUsize::new(transfer.units.len()),
         failed: AtomicBool::new(false),
+        inside: Mutex::default(),
         count,
         wanted: runtime::pool().limit().min(count),
         working: AtomicUsize::new(0),
@@ -248,15 +258,25 @@ pub(super) fn start<D: Direct>(
     let weak = Arc::downgrade(&run);
     let help: Weak<dyn Help> = weak;
     transfer.set_help(help);
-    let device = run.directs.first().device();
+    let worker = Arc::clone(&run);
     let come = move || {
         if few {
-            run.called.fetch_sub(1, Ordering::Relaxed);
+            worker.called.fetch_sub(1, Ordering::Relaxed);
         }
-        run.take_part();
+        worker.take_part();
     };
     let called = match device {
-        Some(device) => runtime::devices().spawn(device, Box::new(come)),
+        Some(device) => {
+            if let Err(refused) = runtime::devices().spawn_for(device, transfer.id, Box::new(come)) {
+                // The caller would wait for the device, whatever its limit is.
+                run.end_the_rest(&refused.error);
+            }
+            // A stop that came before the run was known here did not find it.
+            if transfer.is_stopping() {
+                run.stop();
+            }
+            return Ok(Started::Running(transfer));
+        }
         // This is the thread that has planned it behind the call then: it may as well work on it.
         None if deferred => {
             come();
@@ -342,6 +362,8 @@ struct Run<D> {
     /// The units that have not ended.
     left: AtomicUsize,
     failed: AtomicBool,
+    /// The units that threads of a device are at, each of which may hang: who takes one out reports it.
+    inside: Mutex<Vec<usize>>,
     /// How many threads should work on it, how many do, and how many were called and have not come.
     wanted: usize,
     working: AtomicUsize,
@@ -355,6 +377,10 @@ const FEW: usize = 4;
 
 /// Of so many processors one is left alone until the first portion has been copied.
 const MANY: usize = 8;
+
+/// A transfer that is stopped waits for so long for the threads that are inside a file: longer than a disk that is well takes for
+/// a portion.
+const PATIENCE: Duration = Duration::from_millis(400);
 
 /// How many threads of this process copy for transfers. With more of them than processors each waits for its turn in the middle of a
 /// portion; and so does who waits for the end of a transfer whose owner has died.
@@ -413,7 +439,7 @@ impl<D: Direct> Run<D> {
             run.take_part();
         });
         let called = match self.directs.first().device() {
-            Some(device) => runtime::devices().spawn(device, come),
+            Some(device) => runtime::devices().spawn_for(device, self.transfer.id, come),
             None => runtime::sharers().spawn(come),
         };
         // Those who are there do the work of one who cannot come.
@@ -456,6 +482,9 @@ impl<D: Direct> Run<D> {
     }
 
     fn work(&self) {
+        if self.directs.first().device().is_some() {
+            return self.work_at_device();
+        }
         while let Some(units) = self.take() {
             let (mut copied, mut bytes, mut last) = (0, 0, 0);
             for unit in units {
@@ -463,11 +492,7 @@ impl<D: Direct> Run<D> {
                     Ok(()) => {
                         (copied, bytes, last) = (copied + 1, bytes + self.transfer.bytes_of(unit), unit)
                     }
-                    Err(error) => {
-                        self.failed.store(true, Ordering::Release);
-                        self.left.fetch_sub(1, Ordering::AcqRel);
-                        self.transfer.unit_failed(unit, error);
-                    }
+                    Err(error) => self.not_copied(unit, error),
                 }
             }
             if copied > 0 {
@@ -476,6 +501,54 @@ impl<D: Direct> Run<D> {
             // Another transfer may have ended meanwhile, and left a processor.
             self.call_one(0);
         }
+    }
+
+    /// [`work`](Self::work) by a thread of the device that each copy waits for, perhaps for ever.
+    fn work_at_device(&self) {
+        while let Some(units) = self.take() {
+            for unit in units {
+                lock(&self.inside).push(unit);
+                let outcome = self.copy(unit);
+                let reported = {
+                    let mut inside = lock(&self.inside);
+                    let at = inside.iter().position(|one| *one == unit);
+                    at.map(|at| inside.swap_remove(at)).is_none()
+                };
+                match outcome {
+                    // It was given up meanwhile.
+                    _ if reported => self.transfer.let_go(),
+                    Ok(()) => self.copied(1, self.transfer.bytes_of(unit), unit),
+                    Err(error) => self.not_copied(unit, error),
+                }
+            }
+            self.call_one(0);
+        }
+    }
+
+    /// Ends the units that nobody has begun.
+    fn end_the_rest(&self, error: &Error) {
+        while let Some(units) = self.take() {
+            units.for_each(|unit| self.not_copied(unit, error.clone()));
+        }
+    }
+
+    /// Ends the units that threads hang in. Their memory stays until those come back.
+    fn give_up(&self) {
+        let given_up = {
+            let mut inside = lock(&self.inside);
+            // Under the lock: who comes back lets go of it.
+            inside.iter().for_each(|_| self.transfer.engaged());
+            std::mem::take(&mut *inside)
+        };
+        for unit in given_up {
+            self.not_copied(unit, self.transfer.stop_error());
+        }
+    }
+
+    fn not_copied(&self, unit: usize, error: Error) {
+        self.failed.store(true, Ordering::Release);
+        self.left.fetch_sub(1, Ordering::AcqRel);
+        self.transfer.unit_failed(unit, error);
     }
 
     fn copy(&self, unit: usize) -> Result<()> {
@@ -518,6 +591,26 @@ impl<D: Direct> Help for Run<D> {
         if self.directs.first().device().is_none() {
             self.take_part();
         }
+    }
+
+    fn stop(&self) {
+        let Some(device) = self.directs.first().device() else { return };
+        runtime::devices().withdraw(device, self.transfer.id);
+        self.end_the_rest(&self.transfer.stop_error());
+        if lock(&self.inside).is_empty() {
+            return;
+        }
+        let me: Weak<dyn Timer> = Weak::clone(&self.me) as Weak<dyn Timer>;
+        match runtime::reactor() {
+            Ok(reactor) => drop(reactor.at(runtime::later(Instant::now(), PATIENCE), me, 0)),
+            Err(_) => self.give_up(),
+        }
+    }
+}
+
+impl<D: Direct> Timer for Run<D> {
+    fn fired(self: Arc<Self>, _key: u64) {
+        self.give_up();
     }
 }
 

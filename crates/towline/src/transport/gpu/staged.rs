@@ -231,7 +231,7 @@ impl Stage {
             match begun {
                 Ok(()) => return true,
                 // Nobody else would come for the next one.
-                Err(error) => self.ended(number, Err(error)),
+                Err(error) => self.ended(Err(error)),
             }
         }
     }
@@ -251,7 +251,7 @@ impl Stage {
             passing,
             Box::new(move |slot| {
                 if let Err(error) = slot.and_then(|slot| stage.send(number, slot)) {
-                    stage.ended(number, Err(error));
+                    stage.ended(Err(error));
                     stage.advance(None);
                 }
             }),
@@ -267,7 +267,8 @@ impl Stage {
         let stage = Arc::clone(self);
         let part = SubmittedPart::planned(&self.under, base, plan);
         self.submit(self.transfer.op, part, After::default(), move |result| {
-            let slot = lock(&slot).take();
+            // Where it failed, the path may not have let go of the slot yet: it stays for as long as the path keeps this.
+            let slot = result.is_ok().then(|| lock(&slot).take()).flatten();
             stage.arrived(number, slot, result.clone());
         })
     }
@@ -288,7 +289,8 @@ impl Stage {
             checked: self.transfer.checked,
             peer: self.transfer.peer(),
             portion: true,
-            above: None,
+            // What the path has not let go of in time, the whole has not either.
+            above: Some(&self.transfer),
         };
         let told = Arc::new(on_end);
         let mut made = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
@@ -297,7 +299,13 @@ impl Stage {
         };
         let mut submission = Submission::new(op, Several::one(part), terms, &mut made);
         match self.under.submit(&mut submission)? {
-            Started::Done(ended) => told(&ended.map(drop)),
+            Started::Done(ended) => {
+                if ended.is_ok() {
+                    self.transfer.progressed(submission.size()?.0);
+                }
+                told(&ended.map(drop));
+            }
+            // It counts its bytes for the whole.
             Started::Running(part) => self.under_way(part),
             Started::Deferred => {
                 return Err(Error::new(Kind::Internal, op.name(), "the path has changed its mind"));
@@ -340,25 +348,26 @@ impl Stage {
                 match unsafe { self.between(true, slot, &self.portions[number]) } {
                     Ok(passing) => {
                         let stage = Arc::clone(self);
-                        ring::then(passing, Box::new(move |slot| stage.landed(number, slot)));
+                        ring::then(passing, Box::new(move |slot| stage.landed(slot)));
                     }
-                    Err(error) => self.landed(number, Err(error)),
+                    Err(error) => self.landed(Err(error)),
                 }
             }
-            (Ok(()), Some(slot)) => self.landed(number, Ok(slot)),
-            (Ok(()), None) => self
-                .landed(number, Err(Error::new(Kind::Internal, self.transfer.op.name(), "a slot was lost"))),
-            (Err(error), _) => self.landed(number, Err(error)),
+            (Ok(()), Some(slot)) => self.landed(Ok(slot)),
+            (Ok(()), None) => {
+                self.landed(Err(Error::new(Kind::Internal, self.transfer.op.name(), "a slot was lost")))
+            }
+            (Err(error), _) => self.landed(Err(error)),
         }
     }
 
     /// A portion is where it should be: its slot is free for the next.
-    fn landed(self: &Arc<Self>, number: usize, slot: Result<Slot>) {
+    fn landed(self: &Arc<Self>, slot: Result<Slot>) {
         let (slot, result) = match slot {
             Ok(slot) => (Some(slot), Ok(())),
             Err(error) => (None, Err(error)),
         };
-        self.ended(number, result);
+        self.ended(result);
         self.advance(slot);
     }
 
@@ -366,10 +375,9 @@ impl Stage {
         lock(&self.failed).get_or_insert(error);
     }
 
-    fn ended(self: &Arc<Self>, number: usize, result: Result<()>) {
-        match result {
-            Ok(()) => self.transfer.progressed(self.portions[number].iter().map(|piece| piece.len).sum()),
-            Err(error) => self.note(error),
+    fn ended(self: &Arc<Self>, result: Result<()>) {
+        if let Err(error) = result {
+            self.note(error);
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.over();
