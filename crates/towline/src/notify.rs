@@ -5,6 +5,7 @@ mod mailbox;
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::task::{Context, Poll, Waker};
 
@@ -55,6 +56,8 @@ pub(crate) struct Mail {
 pub(crate) struct Notifications {
     inner: Mutex<Inner>,
     mail: Mutex<Vec<Weak<Mail>>>,
+    /// Messages out of mailboxes since the queue has had its turn.
+    taken: AtomicUsize,
     budget: Arc<Budget>,
     /// For those of this process.
     own: Arc<Account>,
@@ -66,6 +69,7 @@ impl Default for Notifications {
         Notifications {
             inner: Mutex::default(),
             mail: Mutex::default(),
+            taken: AtomicUsize::new(0),
             own: budget.part(MAX_QUEUED),
             budget,
         }
@@ -82,6 +86,14 @@ struct Inner {
 }
 
 impl Inner {
+    fn pop(&mut self) -> Option<Notification> {
+        let queued = self.queue.pop_front()?;
+        if self.queue.is_empty() {
+            self.queue = VecDeque::new();
+        }
+        Some(queued.notification)
+    }
+
     /// Keeps the waker of the future that has that number, or gives it one.
     fn wake_later(&mut self, number: &mut Option<u64>, waker: &Waker) {
         let number = *number.get_or_insert_with(|| {
@@ -121,8 +133,12 @@ impl Notifications {
         Ok(())
     }
 
-    /// The next message: what has come through mailboxes first, since it is the older.
+    /// The next message: what has come through mailboxes first, since it is the older; but what has come over sockets has its turn
+    /// when each of them has had one.
     pub(crate) fn next(&self) -> Result<Option<Notification>> {
+        if let Some(queued) = self.turn_of_the_queue() {
+            return Ok(Some(queued));
+        }
         let nonsense = {
             let mut nonsense = Vec::new();
             let mut all = lock(&self.mail);
@@ -132,6 +148,7 @@ impl Notifications {
                     Ok(Some(message)) => {
                         // The others have their turn before this one has another.
                         all.rotate_left(at + 1);
+                        self.taken.fetch_add(1, Ordering::Relaxed);
                         return Ok(Some(Notification { from: mail.from.clone(), message }));
                     }
                     Ok(None) => {}
@@ -143,17 +160,23 @@ impl Notifications {
         for (mail, error) in nonsense {
             (mail.on_nonsense)(error);
         }
+        self.taken.store(0, Ordering::Relaxed);
         let mut inner = lock(&self.inner);
-        match inner.queue.pop_front() {
-            Some(queued) => {
-                if inner.queue.is_empty() {
-                    inner.queue = VecDeque::new();
-                }
-                Ok(Some(queued.notification))
-            }
+        match inner.pop() {
+            Some(notification) => Ok(Some(notification)),
             None if inner.closed => Err(Error::invalid("receive", "the endpoint is closed")),
             None => Ok(None),
         }
+    }
+
+    /// The first of the queue, where as many messages have come out of mailboxes since the last one as there are mailboxes.
+    fn turn_of_the_queue(&self) -> Option<Notification> {
+        let taken = self.taken.load(Ordering::Relaxed);
+        if taken == 0 || taken < lock(&self.mail).len() {
+            return None;
+        }
+        self.taken.store(0, Ordering::Relaxed);
+        lock(&self.inner).pop()
     }
 
     /// Keeps what is left in the mailbox of a peer that goes.
@@ -288,5 +311,35 @@ mod tests {
         let heard: Vec<_> =
             std::iter::from_fn(|| notifications.next().unwrap()).map(|message| message.from.name).collect();
         assert_eq!(heard, ["loud", "quiet", "other", "loud", "other", "loud"]);
+    }
+    #[test]
+    fn a_mailbox_that_is_never_empty_does_not_silence_who_sends_over_a_socket() {
+        let notifications = Notifications::default();
+        let endpoint = Endpoint::open("anyone").unwrap();
+        let someone = endpoint.identity();
+        let from = |name: &str| Identity { name: name.into(), ..someone.clone() };
+        let mail = |name: &str| {
+            let (mailbox, _) = Mailbox::create().unwrap();
+            assert!(mailbox.put(b"hello"));
+            Arc::new(Mail { from: from(name), mailbox, on_nonsense: Box::new(|error| panic!("{error}")) })
+        };
+        for loud in [1, 2] {
+            let loud: Vec<_> = (0..loud).map(|_| mail("loud")).collect();
+            loud.iter().for_each(|peer| notifications.subscribe(peer));
+            for message in [b"one", b"two"] {
+                let queued = Notification { from: from("quiet"), message: message.to_vec() };
+                notifications.queue(queued, None).unwrap();
+            }
+            let mut heard = Vec::new();
+            for _ in 0..8 {
+                let next = notifications.next().unwrap().unwrap();
+                if next.from.name == "quiet" {
+                    heard.push(next.message);
+                }
+                // Whoever sends through memory is there again at once.
+                loud.iter().for_each(|peer| assert!(peer.mailbox.put(b"again")));
+            }
+            assert_eq!(heard, [b"one", b"two"], "beside {} that are loud", loud.len());
+        }
     }
 }

@@ -1,0 +1,89 @@
+//! A panic in what handles a frame of the owner's: it ends that session of the initiator, and no other.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use super::{Medium, Session};
+use crate::ticket::Reach;
+use crate::{Access, Endpoint, Kind, Registered, Remote, Routing, SystemStorage, Ticket, Transfer};
+
+const LEN: usize = 8 << 20;
+const WATCHDOG: Duration = Duration::from_secs(30);
+
+/// A waker of the user's own, which is called where the answer is handled.
+#[derive(Default)]
+struct Panics(AtomicUsize);
+
+impl Wake for Panics {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        panic!("on purpose");
+    }
+}
+
+struct User {
+    endpoint: Endpoint,
+    remote: Remote,
+    local: Registered<SystemStorage>,
+}
+
+impl User {
+    fn of(region: &Registered<SystemStorage>) -> User {
+        let endpoint = Endpoint::open("user").unwrap();
+        let routing = Routing::default().require("tcp").unwrap();
+        let remote = endpoint.import_with(&region.ticket().unwrap(), &routing).unwrap();
+        let local = endpoint.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
+        User { endpoint, remote, local }
+    }
+
+    fn start(&self, len: usize) -> Transfer {
+        self.endpoint.read(&self.remote, &self.local).at(0, 0, len as u64).start().unwrap()
+    }
+
+    fn session(&self, ticket: &Ticket) -> Arc<Session> {
+        let (sessions, body) = (&self.endpoint.core().sessions, ticket.body());
+        let media = body.reach.iter().filter_map(|reach| match reach {
+            Reach::Tcp(address) => Some(Medium::Tcp(*address)),
+            _ => None,
+        });
+        media.filter_map(|medium| sessions.to(body.identity.incarnation, medium)).next().unwrap()
+    }
+}
+
+#[test]
+fn a_panic_where_an_answer_is_handled_ends_that_session_of_the_initiator_and_no_other() {
+    let owner = Endpoint::open("owner").unwrap();
+    let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ).unwrap();
+    let well = User::of(&region);
+    // Over the control connection, which the event loop drives, and over lanes, which workers drive.
+    for len in [64, LEN] {
+        let unwell = User::of(&region);
+        unwell.start(len).wait().unwrap();
+        let session = unwell.session(&region.ticket().unwrap());
+        let panics = Arc::new(Panics::default());
+        let waker = Waker::from(Arc::clone(&panics));
+        let until = Instant::now() + WATCHDOG;
+        while panics.0.load(Ordering::SeqCst) == 0 {
+            assert!(Instant::now() < until, "the answers were always there before anybody waited");
+            let mut transfer = unwell.start(len);
+            if Pin::new(&mut transfer).poll(&mut Context::from_waker(&waker)).is_pending() {
+                transfer.wait().unwrap();
+                // Its end is known before its waker is called.
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+        while session.alive().is_ok() {
+            assert!(Instant::now() < until, "the session goes on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(session.alive().unwrap_err().kind(), Kind::Disconnected);
+        well.start(len).wait().unwrap();
+        // It comes again, over another session.
+        unwell.start(len).wait().unwrap();
+    }
+}
