@@ -1,8 +1,10 @@
 //! Tickets made usable here: contact with their owner, grants, and the ways to the region.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
@@ -15,13 +17,13 @@ use crate::layout::Layout;
 use crate::memory::Place;
 use crate::region::Deed;
 use crate::route::{Capabilities, Explanation, Routes, Routing};
-use crate::runtime::{self, Timer};
+use crate::runtime::{self, Timer, TimerId};
 use crate::session::{GrantHandle, Importing, Medium, NoContact, Session};
 use crate::sync::lock;
 use crate::ticket::Reach;
 use crate::transport::{self, Attached, Offer, Owner, Way};
 use crate::wire::Grant;
-use crate::{Access, Error, Kind, Result, Ticket, ended, fork, room};
+use crate::{Access, Error, Kind, Result, Ticket, ended, fork, interruptible, room};
 
 /// Where a ticket names several addresses, each but the last gets at most this long.
 const ONE_ADDRESS: Duration = Duration::from_secs(2);
@@ -290,17 +292,55 @@ pub(super) async fn import_async(
 ) -> Result<Remote> {
     let until = runtime::later(Instant::now(), within);
     let slot = Arc::new(Slot::default());
-    let filled = Arc::clone(&slot);
+    let mut awaited = Awaited { slot: Arc::clone(&slot), timer: None, given_up: Arc::default() };
+    let (filled, given_up) = (Arc::clone(&slot), Arc::clone(&awaited.given_up));
     let job = move || {
         if filled.begin() {
             let left = until.saturating_duration_since(Instant::now());
-            filled.fill(import_one(&endpoint, &ticket, &routing, left));
+            filled.fill(while_wanted(given_up, || import_one(&endpoint, &ticket, &routing, left)));
         }
     };
     runtime::contacts().spawn(Box::new(job))?;
     let timer: Weak<dyn Timer> = Arc::downgrade(&(Arc::clone(&slot) as Arc<dyn Timer>));
-    runtime::reactor()?.at(until, timer, 0);
+    awaited.timer = Some(runtime::reactor()?.at(until, timer, 0));
     slot.filled().await
+}
+
+/// An import that somebody awaits. When it has ended, or is dropped before, it leaves no timer, and its thread goes on to the next.
+struct Awaited {
+    slot: Arc<Slot<Remote>>,
+    timer: Option<TimerId>,
+    given_up: Arc<AtomicBool>,
+}
+
+impl Drop for Awaited {
+    fn drop(&mut self) {
+        if fork::in_child() {
+            return;
+        }
+        if let (Some(timer), Ok(reactor)) = (self.timer, runtime::reactor()) {
+            reactor.cancel(timer);
+        }
+        // Nobody begins it any more, or who has begun is told.
+        self.slot.begin();
+        self.given_up.store(true, Ordering::Release);
+    }
+}
+
+thread_local! {
+    /// Whether what this thread waits for has been given up.
+    static GIVEN_UP: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
+}
+
+/// Makes a contact whose waits end when it is given up.
+fn while_wanted<T>(given_up: Arc<AtomicBool>, contact: impl FnOnce() -> T) -> T {
+    fn is_given_up() -> bool {
+        GIVEN_UP.with_borrow(|asked| asked.as_ref().is_some_and(|asked| asked.load(Ordering::Acquire)))
+    }
+    GIVEN_UP.set(Some(given_up));
+    let outcome = interruptible(is_given_up, contact);
+    GIVEN_UP.set(None);
+    outcome
 }
 
 /// Runs a blocking contact on a thread that lives only for it.
@@ -532,8 +572,12 @@ mod tests {
         names.filter(|name| name.starts_with("towline-import")).count()
     }
 
+    /// Each of them counts the threads of the process.
+    static ALONE: Mutex<()> = Mutex::new(());
+
     #[test]
     fn many_imports_as_futures_take_few_threads_and_none_before_they_are_polled() {
+        let _alone = lock(&ALONE);
         let owner = Endpoint::open("owner").unwrap();
         let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
         // Somebody who has an owner's name, and never answers.
@@ -562,6 +606,55 @@ mod tests {
             assert!(threads() <= 32);
             assert!(began.elapsed() < WATCHDOG, "{} imports have not ended", imports.len());
             thread::sleep(Duration::from_millis(5));
+        }
+    }
+    /// A ticket whose owner takes connections and never answers; who listens for it goes with the socket.
+    fn of_nobody(ticket: &Ticket, number: u8) -> (Ticket, Socket) {
+        let identity = Identity::new("silent", Incarnation([number; 16])).unwrap();
+        let body = TicketBody { identity, ..ticket.body().clone() };
+        let ticket = Ticket::mint(&body, &RegionKey::derive(&[1; 32], body.row, body.generation)).unwrap();
+        let name = socket_name(&ticket.body().identity.incarnation);
+        (ticket, Socket::listen_unix_abstract(&name, 300).unwrap())
+    }
+
+    #[test]
+    fn imports_as_futures_that_ended_or_were_dropped_leave_nothing_until_their_limit() {
+        const LIMIT: Duration = Duration::from_secs(600);
+        let _alone = lock(&ALONE);
+        let owner = Endpoint::open("owner").unwrap();
+        let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
+        let ticket = region.ticket().unwrap();
+        let user = Endpoint::open("user").unwrap();
+        let unix = Routing::default().require("unix").unwrap();
+        let mut cx = Context::from_waker(Waker::noop());
+        let before = runtime::reactor().unwrap().timers_after(LIMIT / 2);
+        let began = Instant::now();
+        for _ in 0..500 {
+            let mut import = Box::pin(user.import_async_within(&ticket, &unix, LIMIT));
+            while import.as_mut().poll(&mut cx).map(Result::unwrap).is_pending() {
+                assert!(began.elapsed() < WATCHDOG);
+                thread::yield_now();
+            }
+            let mut dropped = Box::pin(user.import_async_within(&ticket, &unix, LIMIT));
+            let _ = dropped.as_mut().poll(&mut cx);
+        }
+        assert_eq!(runtime::reactor().unwrap().timers_after(LIMIT / 2), before);
+        // As many as there are threads are asked for and given up, and nobody answers.
+        let (silent, _silent) = of_nobody(&ticket, 0xa1);
+        let mut given_up: Vec<_> =
+            (0..40).map(|_| Box::pin(user.import_async_within(&silent, &unix, LIMIT))).collect();
+        given_up.iter_mut().for_each(|import| assert!(import.as_mut().poll(&mut cx).is_pending()));
+        thread::sleep(Duration::from_millis(200));
+        drop(given_up);
+        let mut next = Box::pin(user.import_async_within(&ticket, &unix, LIMIT));
+        let began = Instant::now();
+        while next.as_mut().poll(&mut cx).map(Result::unwrap).is_pending() {
+            assert!(began.elapsed() < Duration::from_secs(20), "no thread was free");
+            thread::sleep(Duration::from_millis(1));
+        }
+        while threads() > 0 {
+            assert!(began.elapsed() < WATCHDOG, "{} threads are left", threads());
+            thread::sleep(Duration::from_millis(10));
         }
     }
 }

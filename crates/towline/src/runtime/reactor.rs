@@ -231,6 +231,12 @@ impl Reactor {
         !fork::in_child() && lock(&self.timers).cancel(id)
     }
 
+    /// How many timers are due later than that from now on.
+    #[cfg(test)]
+    pub(crate) fn timers_after(&self, time: std::time::Duration) -> usize {
+        lock(&self.timers).after(Instant::now() + time)
+    }
+
     /// Whether the caller runs inside a source or timer of this loop, and so must not block.
     pub(crate) fn on_reactor_thread(&self) -> bool {
         LOOP_OF_THIS_THREAD.get() == ptr::from_ref(self)

@@ -95,6 +95,12 @@ impl Timers {
         self.pending.len()
     }
 
+    /// How many are due later than that.
+    #[cfg(test)]
+    pub(super) fn after(&self, when: Instant) -> usize {
+        self.pending.range((when, 0)..).count()
+    }
+
     /// When the sleeping thread wakes by itself.
     #[cfg(test)]
     pub(super) fn sleeping_until(&self) -> Option<Instant> {
