@@ -37,6 +37,9 @@ static SLEEPERS_HERE: AtomicU32 = AtomicU32::new(0);
 /// How often a wait whose bell cannot be rung looks again.
 const WITHOUT_A_BELL: Duration = Duration::from_millis(1);
 
+/// How often a wait in memory that was lent looks whether that is still there.
+const LENT: Duration = Duration::from_millis(100);
+
 /// The 32 bits of a counter on which its waiters sleep: those that change with every signal.
 fn low_half(counter: *mut u64) -> *const AtomicU32 {
     if cfg!(target_endian = "little") { counter.cast() } else { counter.cast::<AtomicU32>().wrapping_add(1) }
@@ -95,6 +98,26 @@ pub(crate) unsafe fn ring(bell: *mut u64, sleepers: &AtomicU32) {
         // SAFETY: the caller's obligation.
         unsafe { ring_loudly(bell) };
     }
+}
+
+/// [`ring`] on a bell in memory of this process, which may be gone where it was lent.
+///
+/// # Safety
+/// As for [`raise_own`].
+#[inline]
+pub(super) unsafe fn ring_own(bell: *mut u64, sleepers: &AtomicU32, lent: bool) -> Result<()> {
+    // SAFETY: the caller's obligation.
+    unsafe {
+        match lent {
+            false => ring(bell, sleepers),
+            true if protocol::wake_wanted::<Machine>(sleepers) => {
+                lent::change("wake", &|| true, bell.cast(), |seen| Some(seen.wrapping_add(1)))?;
+                wake_all(bell);
+            }
+            true => {}
+        }
+    }
+    Ok(())
 }
 
 #[cold]
@@ -192,8 +215,10 @@ pub(super) fn wait_changed<T>(
     };
     let _asleep = Sleeper::new(row, core, bell.expose_provenance());
     loop {
-        // SAFETY: `word` checked that it lies within the region, whose registration the caller holds.
-        let (rung, word) = unsafe { (AtomicU64::from_ptr(bell).load(Ordering::Acquire), &*low_half(bell)) };
+        // Where the bell is gone, nobody can ring it.
+        let Ok(rung) = core.load("wait", bell) else { return check() };
+        // SAFETY: `word` checked that it lies within the region, whose registration the caller holds; only the kernel looks there.
+        let word = unsafe { &*low_half(bell) };
         if let Some(found) = check() {
             return Some(found);
         }
@@ -201,6 +226,8 @@ pub(super) fn wait_changed<T>(
             return None;
         }
         let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
+        // Who takes pages away wakes nobody.
+        let left = if core.lent { left.min(LENT) } else { left };
         let timeout = rustix::time::Timespec {
             tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: left.subsec_nanos().into(),
@@ -233,17 +260,16 @@ pub(super) fn wait(core: &RegionCore, offset: usize, at_least: u64, within: Dura
     let mut value = 0;
     let started = Instant::now();
     let found = wait_changed(core, offset, Patience::default(), within, || {
-        let _turn = core.turn();
-        // SAFETY: `word` checked that it lies within the region, whose registration the caller holds.
-        value = unsafe { AtomicU64::from_ptr(counter) }.load(Ordering::SeqCst);
-        (value >= at_least).then_some(value)
-    });
-    found.ok_or_else(|| {
-        if let Err(closed) = core.registry.check_open("wait_signal") {
-            return closed;
+        match core.load("wait_signal", counter) {
+            Ok(seen) => value = seen,
+            Err(gone) => return Some(Err(gone)),
         }
+        (value >= at_least).then_some(Ok(value))
+    });
+    found.unwrap_or_else(|| {
+        core.registry.check_open("wait_signal")?;
         let spent = started.elapsed().as_secs_f64();
         let message = format!("the counter is {value}, not {at_least}, after {spent:.3} s");
-        Error::new(Kind::Timeout, "wait_signal", message)
+        Err(Error::new(Kind::Timeout, "wait_signal", message))
     })
 }

@@ -29,12 +29,57 @@ impl RegionCore {
         self.lent.then(lent::turn)
     }
 
-    fn ring(&self, bell: *mut u64) {
-        if let Some(row) = self.registry.table.row(self.row) {
-            let _turn = self.turn();
-            // SAFETY: `bell` is a word of this region, whose memory the caller keeps.
-            unsafe { signal::ring(bell, row.sleepers()) };
+    /// Reads or changes the word at that address, and says what it held before: by `plain`, or, of memory that was lent and may be
+    /// gone, by calls that report it. `change` gives what is to be there, or `None` to leave it.
+    #[inline]
+    fn at_word(
+        &self,
+        op: &'static str,
+        word: *mut u64,
+        plain: impl FnOnce(*mut u64) -> u64,
+        change: impl Fn(u64) -> Option<u64>,
+    ) -> Result<u64> {
+        if !self.lent {
+            return Ok(plain(word));
         }
+        // SAFETY: a word of this region, which was lent for this, and to which nobody has a reference.
+        unsafe { lent::change(op, &|| true, word.cast(), change) }.map(Option::unwrap_or_default)
+    }
+
+    /// What the word at that address of this region holds.
+    #[inline]
+    pub(super) fn load(&self, op: &'static str, word: *mut u64) -> Result<u64> {
+        // SAFETY: an aligned word of the region, whose memory the caller keeps; all access to it is atomic or a copy that takes what it
+        // finds. So for the three below.
+        let plain = |word| unsafe { AtomicU64::from_ptr(word) }.load(Ordering::SeqCst);
+        self.at_word(op, word, plain, |_| None)
+    }
+
+    fn store(&self, op: &'static str, word: *mut u64, value: u64) -> Result<()> {
+        let plain = |word| {
+            // SAFETY: as in `load`.
+            unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
+            0
+        };
+        self.at_word(op, word, plain, |_| Some(value)).map(drop)
+    }
+
+    fn fetch_add(&self, op: &'static str, word: *mut u64, add: u64) -> Result<u64> {
+        // SAFETY: as in `load`.
+        let plain = |word: *mut u64| unsafe { reduce::fetch_add(word.cast(), add) };
+        self.at_word(op, word, plain, |seen| Some(seen.wrapping_add(add)))
+    }
+
+    fn compare_swap(&self, op: &'static str, word: *mut u64, expected: u64, new: u64) -> Result<u64> {
+        // SAFETY: as in `load`.
+        let plain = |word: *mut u64| unsafe { reduce::compare_swap(word.cast(), expected, new) };
+        self.at_word(op, word, plain, |seen| (seen == expected).then_some(new))
+    }
+
+    fn ring(&self, bell: *mut u64) -> Result<()> {
+        let Some(row) = self.registry.table.row(self.row) else { return Ok(()) };
+        // SAFETY: `bell` is a word of this region, whose memory the caller keeps.
+        unsafe { signal::ring_own(bell, row.sleepers(), self.lent) }
     }
 }
 
@@ -57,42 +102,29 @@ impl<S: Storage> Registered<S> {
     /// Reads the 64-bit word at that offset; what its writer stored before is visible afterwards (acquire).
     ///
     /// # Errors
-    /// `Invalid` unless the offset names eight aligned bytes of the region; so for all access to words.
+    /// `Invalid` unless the offset names eight aligned bytes of the region, and `Stale` where memory that was lent has lost its pages; so
+    /// for all access to words.
     pub fn load(&self, offset: usize) -> Result<u64> {
-        let word = self.core.word("load", offset)?;
-        let _turn = self.core.turn();
-        // SAFETY: an aligned word of the region, whose memory `self` keeps; all access to it is atomic or a copy
-        // that takes what it finds. So for the three below.
-        Ok(unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire))
+        self.core.load("load", self.core.word("load", offset)?)
     }
 
     /// Writes the 64-bit word at that offset; who loads it sees what was stored before (release).
     pub fn store(&self, offset: usize, value: u64) -> Result<()> {
-        let word = self.core.word("store", offset)?;
-        let _turn = self.core.turn();
-        // SAFETY: as in `load`.
-        unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
-        Ok(())
+        self.core.store("store", self.core.word("store", offset)?, value)
     }
 
     /// Adds to the 64-bit word at that offset, wrapping around; returns what it held before.
     pub fn fetch_add(&self, offset: usize, add: u64) -> Result<u64> {
-        let word = self.core.word("fetch_add", offset)?;
-        let _turn = self.core.turn();
-        // SAFETY: as in `load`.
-        Ok(unsafe { reduce::fetch_add(word.cast(), add) })
+        self.core.fetch_add("fetch_add", self.core.word("fetch_add", offset)?, add)
     }
 
     /// Replaces the 64-bit word at that offset if it holds `expected`; returns what it held before.
     pub fn compare_swap(&self, offset: usize, expected: u64, new: u64) -> Result<u64> {
-        let word = self.core.word("compare_swap", offset)?;
-        let _turn = self.core.turn();
-        // SAFETY: as in `load`.
-        Ok(unsafe { reduce::compare_swap(word.cast(), expected, new) })
+        self.core.compare_swap("compare_swap", self.core.word("compare_swap", offset)?, expected, new)
     }
 
-    /// Waits until `check` gives something: spins, gives way, then sleeps. `None` at the limit, and when
-    /// the endpoint is closed.
+    /// Waits until `check` gives something: spins, gives way, then sleeps. `None` at the limit, when the endpoint is closed, and when
+    /// memory that was lent has lost the page of the bell.
     ///
     /// `bell` is the offset of eight aligned bytes that are kept for this. Who changes what `check` looks at rings it
     /// afterwards: a peer that shares the memory by [`Pinned::wake`](crate::Pinned::wake), any peer by
@@ -130,8 +162,7 @@ impl<S: Storage> Registered<S> {
 
     /// Wakes who sleeps in [`wait_changed`](Self::wait_changed) on that bell. Costs no system call where nobody sleeps.
     pub fn wake(&self, bell: usize) -> Result<()> {
-        self.core.ring(self.core.word("wake", bell)?);
-        Ok(())
+        self.core.ring(self.core.word("wake", bell)?)
     }
 }
 
@@ -170,45 +201,36 @@ impl Span {
 
     /// Reads the 64-bit word at that offset (acquire).
     pub fn load(&self, offset: usize) -> Result<u64> {
-        // SAFETY: `word` gives an aligned word of the region and keeps its memory; all access to it is atomic or a copy
-        // that takes what it finds. So for the three below.
-        self.word("load", offset, |word| unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire))
+        self.word("load", offset, |word| self.core.load("load", word))
     }
 
     /// Writes the 64-bit word at that offset (release).
     pub fn store(&self, offset: usize, value: u64) -> Result<()> {
-        self.word("store", offset, |word| {
-            // SAFETY: as in `load`.
-            unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release)
-        })
+        self.word("store", offset, |word| self.core.store("store", word, value))
     }
 
     /// Adds to the 64-bit word at that offset, wrapping around; returns what it held before.
     pub fn fetch_add(&self, offset: usize, add: u64) -> Result<u64> {
-        // SAFETY: as in `load`.
-        self.word("fetch_add", offset, |word| unsafe { reduce::fetch_add(word.cast(), add) })
+        self.word("fetch_add", offset, |word| self.core.fetch_add("fetch_add", word, add))
     }
 
     /// Replaces the 64-bit word at that offset if it holds `expected`; returns what it held before.
     pub fn compare_swap(&self, offset: usize, expected: u64, new: u64) -> Result<u64> {
-        // SAFETY: as in `load`.
-        self.word("compare_swap", offset, |word| unsafe { reduce::compare_swap(word.cast(), expected, new) })
+        self.word("compare_swap", offset, |word| self.core.compare_swap("compare_swap", word, expected, new))
     }
 
     /// Wakes who sleeps in [`Registered::wait_changed`] on the bell at that offset of the span.
     pub fn wake(&self, bell: usize) -> Result<()> {
-        let ring = self.inside("wake", 0, self.len, |start| {
-            word_at("wake", start.expose_provenance(), self.len, bell).map(|word| self.core.ring(word))
-        });
-        ring?
+        self.word("wake", bell, |word| self.core.ring(word))
     }
 
-    fn word<T>(&self, op: &'static str, offset: usize, body: impl FnOnce(*mut u64) -> T) -> Result<T> {
-        self.inside(op, 0, self.len, |start| {
-            let word = word_at(op, start.expose_provenance(), self.len, offset)?;
-            let _turn = self.core.turn();
-            Ok(body(word))
-        })?
+    fn word<T>(
+        &self,
+        op: &'static str,
+        offset: usize,
+        body: impl FnOnce(*mut u64) -> Result<T>,
+    ) -> Result<T> {
+        self.inside(op, 0, self.len, |start| body(word_at(op, start.expose_provenance(), self.len, offset)?))?
     }
 
     /// Runs while the region is in use, so that its memory stays; with the address of that part of the span.

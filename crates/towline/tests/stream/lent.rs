@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 use towline::{
-    Access, Dtype, Endpoint, EndpointOptions, ExternalStorage, Kind, Place, ReduceOp, Registered, Remote,
-    Routing, SystemStorage, Tls,
+    Access, Dtype, Endpoint, EndpointOptions, ExternalStorage, Kind, Patience, Place, ReduceOp, Registered,
+    Remote, Routing, SystemStorage, Tls,
 };
 
 use crate::{LEN, bytes};
@@ -191,6 +191,52 @@ fn words_of_lent_memory_are_changed_one_at_a_time_whoever_changes_them() {
             });
         });
         assert_eq!(region.wait_signal(0, 8 * ADDS, Duration::from_secs(10)).unwrap(), 8 * ADDS, "{way}");
+    }
+}
+
+#[test]
+fn an_owner_that_waits_for_a_word_of_a_file_that_is_cut_is_told_and_lives_on() {
+    let limit = Duration::from_secs(20);
+    for cut_at in [0, LEN / 2] {
+        let mapped = Mapped::new();
+        let owner = open("owner", "unix");
+        let region = owner.register(mapped.lend(), Access::READ_WRITE).unwrap();
+        let word = LEN / 2 + 64;
+        std::thread::scope(|scope| {
+            let signal = scope.spawn(|| region.wait_signal(word, 1, limit).unwrap_err());
+            let change = scope.spawn(|| {
+                let awake = Patience { spin: Duration::ZERO, yielding: Duration::ZERO };
+                region.wait_changed(word, awake, limit, || region.load(word).ok().filter(|seen| *seen == 1))
+            });
+            // Both sleep by now, and their pages go.
+            std::thread::sleep(Duration::from_millis(200));
+            let began = Instant::now();
+            mapped.cut(cut_at);
+            let error = signal.join().unwrap();
+            assert_eq!(error.kind(), Kind::Stale, "{error}");
+            assert_eq!(change.join().unwrap(), None);
+            assert!(began.elapsed() < limit / 2, "they slept until their limit");
+        });
+        let errors = [
+            region.wait_signal(word, 1, limit).map(drop),
+            region.load(word).map(drop),
+            region.store(word, 1),
+            region.fetch_add(word, 1).map(drop),
+            region.compare_swap(word, 0, 1).map(drop),
+            region.span(word, 8).unwrap().load(0).map(drop),
+            region.span(word, 8).unwrap().store(0, 1),
+            region.span(word, 8).unwrap().fetch_add(0, 1).map(drop),
+            region.span(word, 8).unwrap().compare_swap(0, 0, 1).map(drop),
+        ];
+        for error in errors {
+            assert_eq!(error.unwrap_err().kind(), Kind::Stale);
+        }
+        // It comes back, with zeros.
+        mapped.cut(LEN);
+        region.store(word, 7).unwrap();
+        assert_eq!(region.wait_signal(word, 7, limit).unwrap(), 7);
+        assert_eq!(region.compare_swap(word, 7, 9).unwrap(), 7);
+        assert_eq!((region.fetch_add(word, 1).unwrap(), region.load(word).unwrap()), (9, 10));
     }
 }
 
