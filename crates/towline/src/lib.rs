@@ -88,6 +88,8 @@ pub use tls::Tls;
 pub use tls::TlsStream;
 pub(crate) use towline_proto::identity;
 pub(crate) use towline_proto::session::budget;
+#[doc(hidden)]
+pub use towline_proto::session::unauthenticated::Sparse as SparseLog;
 pub use towline_proto::{
     Access, Dim, EndpointId, Error, Identity, Incarnation, IndexList, Indices, Kind, Layout, Narrow, Quotas,
     Reach, Result, Ticket, layout, ticket,

@@ -1,6 +1,7 @@
 //! The root of a meeting: a thread that lets ranks in, waits for all of them, and tells everyone how it went.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
-use towline::{Tls, TlsStream};
+use towline::{SparseLog, Tls, TlsStream};
 
 use super::meeting::Meeting;
 use super::wire::{self, Answer, HELLO_LEN, Join, MOST_JOIN, Session, Side};
@@ -27,6 +28,7 @@ const HEARING: Duration = Duration::from_secs(10);
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// The most strangers at a time; one more sends the oldest of the largest crowd away.
 const MOST_STRANGERS: usize = 512;
+const HUNG_UP: &str = "it hung up before it was let in";
 /// How long the root looks away when the process has no descriptors left.
 const SHORTAGE: Duration = Duration::from_millis(50);
 
@@ -87,6 +89,7 @@ pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>, unjoined: Duration) -> 
         meeting: Meeting::by(Instant::now() + unjoined.min(LONGEST)),
         called_off: Arc::clone(&called_off),
         closing: None,
+        refusals: SparseLog::default(),
     };
     towline::start_thread(OP, "towline-root", move || host.run())?;
     Ok(Root { called_off, socket_name })
@@ -177,6 +180,15 @@ enum Origin {
     Host(IpAddr),
 }
 
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::User(uid) => write!(f, "user {uid} of this host"),
+            Origin::Host(address) => address.fmt(f),
+        }
+    }
+}
+
 impl Origin {
     fn of(address: IpAddr) -> Origin {
         Origin::Host(match address.to_canonical() {
@@ -194,9 +206,15 @@ struct Guest {
     output: VecDeque<u8>,
     until: Instant,
     told: bool,
+    /// Why it is sent away. Who connects and says nothing leaves of itself.
+    refused: Option<&'static str>,
 }
 
 impl Guest {
+    fn refuse(&mut self, why: &'static str) {
+        (self.phase, self.refused) = (Phase::Gone, Some(why));
+    }
+
     /// Reads what has come, up to what this phase may say. `false` where the connection has ended.
     fn fill(&mut self) -> bool {
         let most = match self.phase {
@@ -259,6 +277,7 @@ struct Host {
     called_off: Arc<Mutex<Option<Error>>>,
     /// Until when late ranks are told why there is no group.
     closing: Option<Instant>,
+    refusals: SparseLog,
 }
 
 impl Host {
@@ -323,8 +342,15 @@ impl Host {
             }
         }
         let now = Instant::now();
+        for guest in self.guests.iter_mut().filter(|guest| guest.is_stranger() && guest.until <= now) {
+            guest.refuse("it did not show in time that it knows the id");
+        }
+        let refusals = &mut self.refusals;
         self.guests.retain(|guest| {
-            !matches!(guest.phase, Phase::Gone) && (!guest.is_stranger() || guest.until > now)
+            if let Some(why) = guest.refused {
+                refuse(refusals, guest.origin, why);
+            }
+            !matches!(guest.phase, Phase::Gone)
         });
         if ready[..doors].contains(&true) {
             self.admit(now);
@@ -375,7 +401,16 @@ impl Host {
         for (stream, origin) in arrived {
             let until = now + STRANGER;
             let (phase, input, output) = (Phase::Greeting, Vec::new(), VecDeque::new());
-            self.guests.push(Guest { stream, origin, phase, input, output, until, told: false });
+            self.guests.push(Guest {
+                stream,
+                origin,
+                phase,
+                input,
+                output,
+                until,
+                told: false,
+                refused: None,
+            });
         }
         self.thin_out();
         if shortage {
@@ -398,8 +433,12 @@ impl Host {
             *away.entry(*origin).or_default() += 1;
             too_many -= 1;
         }
+        let refusals = &mut self.refusals;
         self.guests.retain(|guest| {
             let leave = away.get_mut(&guest.origin).filter(|left| guest.is_stranger() && **left > 0);
+            if leave.is_some() {
+                refuse(refusals, guest.origin, "more strangers wait than may, and it was the oldest");
+            }
             leave.map(|left| *left -= 1).is_none()
         });
     }
@@ -425,30 +464,32 @@ impl Host {
                     guest.phase = Phase::Welcomed(session);
                     guest.input.clear();
                 }
-                _ => guest.phase = Phase::Gone,
+                _ => guest.refuse("what it said was no greeting for this meeting"),
             }
             let more = guest.drain() && guest.fill();
-            if !more {
-                guest.phase = Phase::Gone;
+            if !more && guest.is_stranger() {
+                guest.refuse(HUNG_UP);
             }
         }
         let Phase::Welcomed(session) = &guest.phase else {
-            if !alive {
-                guest.phase = Phase::Gone;
+            match guest.input.is_empty() {
+                _ if alive || !guest.is_stranger() => {}
+                true => guest.phase = Phase::Gone,
+                false => guest.refuse(HUNG_UP),
             }
             return None;
         };
         match sealed(&guest.input) {
             Ok(None) => {
                 if !alive {
-                    guest.phase = Phase::Gone;
+                    guest.refuse(HUNG_UP);
                 }
                 None
             }
             Ok(Some(sealed)) => {
                 let join = session.unseal(Side::Rank, sealed).and_then(|plain| Join::decode(&plain).ok());
                 let Some(join) = join else {
-                    guest.phase = Phase::Gone;
+                    guest.refuse("it did not prove that it knows the id");
                     return None;
                 };
                 guest.phase = Phase::Seated(session.clone(), join.rank);
@@ -456,7 +497,7 @@ impl Host {
                 if self.closing.is_some() { None } else { self.meeting.arrive(join, Instant::now()) }
             }
             Err(()) => {
-                guest.phase = Phase::Gone;
+                guest.refuse("what it said is too long");
                 None
             }
         }
@@ -494,6 +535,13 @@ impl Phase {
     }
 }
 
+/// Says in the log that somebody was not let in, now and then.
+fn refuse(log: &mut SparseLog, origin: Origin, why: &str) {
+    if let Some(suppressed) = log.line(Instant::now()) {
+        tracing::warn!(%origin, why, suppressed, "the root of a meeting refused a connection");
+    }
+}
+
 /// The sealed message at the start of what a guest has said, once it is whole; an error where it is too long.
 pub(super) fn sealed(input: &[u8]) -> Result<Option<&[u8]>, ()> {
     let Some((len, rest)) = input.split_first_chunk::<4>() else { return Ok(None) };
@@ -512,3 +560,6 @@ fn wait(fds: &mut [PollFd<'_>], within: Option<Duration>) {
     });
     let _ = poll(fds, limit.as_ref());
 }
+
+#[cfg(test)]
+mod tests;

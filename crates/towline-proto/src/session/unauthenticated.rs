@@ -4,6 +4,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 /// Where a connection comes from, as far as that costs its maker something to change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -42,6 +43,28 @@ impl fmt::Display for Origin {
                 write!(f, "{}/64", Ipv6Addr::from(address))
             }
         }
+    }
+}
+
+/// At most one line in this time.
+const LOG_EVERY: Duration = Duration::from_secs(1);
+
+/// When a line of the log is written of what a stranger may cause as often as it likes.
+#[derive(Debug, Default)]
+pub struct Sparse {
+    last: Option<Instant>,
+    suppressed: u64,
+}
+
+impl Sparse {
+    /// How many lines were left out since the last one; `None` where this one is left out too.
+    pub fn line(&mut self, now: Instant) -> Option<u64> {
+        if self.last.is_some_and(|last| now.duration_since(last) < LOG_EVERY) {
+            self.suppressed += 1;
+            return None;
+        }
+        self.last = Some(now);
+        Some(std::mem::take(&mut self.suppressed))
     }
 }
 
@@ -181,5 +204,17 @@ mod tests {
         assert!(all.oldest_silent().is_none());
         all.leave(&first);
         assert_eq!(all.count(), 0);
+    }
+    #[test]
+    fn the_log_gets_one_line_a_second_with_the_number_of_those_left_out() {
+        let mut log = Sparse::default();
+        let start = Instant::now();
+        assert_eq!(log.line(start), Some(0));
+        for millis in 1..1000 {
+            assert_eq!(log.line(start + Duration::from_millis(millis)), None);
+        }
+        assert_eq!(log.line(start + LOG_EVERY), Some(999));
+        assert_eq!(log.line(start + LOG_EVERY), None);
+        assert_eq!(log.line(start + 3 * LOG_EVERY), Some(1));
     }
 }

@@ -125,6 +125,31 @@ fn every_refused_handshake_is_counted_by_reason_and_by_whom() {
 }
 
 #[test]
+fn who_hangs_up_in_the_middle_of_a_hello_is_counted_and_who_says_nothing_is_not() {
+    let test = "who_hangs_up_in_the_middle_of_a_hello_is_counted_and_who_says_nothing_is_not";
+    let _watchdog = watch(test, PATIENCE * 20);
+    let owner = Endpoint::options("owner").open().unwrap();
+    let region = owner.register(SystemStorage::new(64).unwrap(), Access::READ_WRITE).unwrap();
+    let ticket = region.ticket().unwrap();
+    let mut wanted = 0;
+    for medium in [Medium::Unix, Medium::Tcp] {
+        let hello = Attacker::hello(&ticket).1;
+        for part in [1, 20, hello.len() / 2, hello.len() - 1] {
+            drop(Attacker::connect(&ticket, medium));
+            let mut peer = Attacker::connect(&ticket, medium);
+            peer.send(&hello[..part]);
+            drop(peer);
+            wanted += 1;
+            let counted = eventually(PATIENCE, || {
+                metric(&owner, "towline_refused_handshakes_total{reason=\"hung_up\"}") == wanted
+            });
+            assert!(counted, "{part} bytes over {medium:?}: {}", owner.metrics());
+        }
+    }
+    assert_eq!(owner.stats().refused_handshakes, wanted, "silence is nobody's business");
+}
+
+#[test]
 fn strangers_that_hang_up_leave_nothing_for_as_long_as_they_had_time() {
     const FLOOD: usize = 30_000;
     let test = "strangers_that_hang_up_leave_nothing_for_as_long_as_they_had_time";

@@ -490,6 +490,11 @@ impl Connection {
         lock(&self.incoming).farewell(&self.socket).inspect(|_| self.peer_ends_it())
     }
 
+    /// Of a connection that has ended: whether that was in the middle of a frame of the peer's.
+    pub(super) fn ended_in_a_frame(&self) -> bool {
+        lock(&self.incoming).is_in_a_frame()
+    }
+
     /// The requests that waited to be sent when it ended.
     pub(super) fn unsent(&self) -> Vec<u64> {
         self.queue().unsent()

@@ -212,7 +212,9 @@ impl Source for Listener {
                     if self.take_from_silent() {
                         continue;
                     }
-                    tracing::warn!(%error, "no descriptor is left for a new peer");
+                    if let Some(sessions) = self.sessions.upgrade() {
+                        sessions.refusals.no_descriptor(sessions.registry.name(), &error);
+                    }
                     if !self.turn_away() {
                         self.pause();
                         return;
@@ -358,9 +360,11 @@ impl Handler for Newcomer {
     }
 
     /// A connection that has proven itself has another handler by now: this one was refused, or has given up.
-    fn closed(&self, _connection: &Arc<Connection>, error: Error) {
-        // Who connects and says nothing, such as whoever looks whether the port is open, was not refused.
-        let left = error.kind() == Kind::Disconnected && self.entrant.is_silent();
+    fn closed(&self, connection: &Arc<Connection>, error: Error) {
+        // Who connects and says nothing, such as whoever looks whether the port is open, was not refused. Who says half a hello was there
+        // for more.
+        let silent = self.entrant.is_silent() && !connection.ended_in_a_frame();
+        let left = error.kind() == Kind::Disconnected && silent;
         if !left && let Some(sessions) = self.sessions.upgrade() {
             count_refused(&sessions, self.entrant.origin(), self.proven.get(), &error);
         }

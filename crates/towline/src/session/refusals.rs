@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use towline_proto::session::unauthenticated::Origin;
+use towline_proto::session::unauthenticated::{Origin, Sparse};
 
 use crate::region::StrangerAudit;
 use crate::sync::lock;
@@ -14,9 +14,6 @@ use crate::{Error, Kind};
 /// So many origins are told apart; what comes from others is counted together. Whoever connects can make up as many as it has
 /// addresses.
 const MOST_ORIGINS: usize = 64;
-
-/// At most one line in this time.
-const LOG_EVERY: Duration = Duration::from_secs(1);
 
 /// Why a connection did not become a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +30,7 @@ enum Reason {
     Protocol,
     /// It did not prove itself in time.
     Late,
-    /// It hung up after it had said hello: it did not like the answer, or died.
+    /// It hung up in the middle of its hello, or after it: it did not like the answer, or died.
     HungUp,
     Other,
 }
@@ -71,25 +68,9 @@ pub(crate) struct Refusals {
     /// Those that had not proven anything.
     by_origin: Mutex<HashMap<Origin, u64>>,
     of_others: AtomicU64,
-    log: Mutex<Log>,
-}
-
-#[derive(Default)]
-struct Log {
-    last: Option<Instant>,
-    suppressed: u64,
-}
-
-impl Log {
-    /// How many lines were left out since the last one; `None` where this one is left out too.
-    fn line(&mut self, now: Instant) -> Option<u64> {
-        if self.last.is_some_and(|last| now.duration_since(last) < LOG_EVERY) {
-            self.suppressed += 1;
-            return None;
-        }
-        self.last = Some(now);
-        Some(std::mem::take(&mut self.suppressed))
-    }
+    log: Mutex<Sparse>,
+    /// Of the moments in which no descriptor was left for a peer.
+    shortages: Mutex<Sparse>,
 }
 
 impl Refusals {
@@ -104,6 +85,15 @@ impl Refusals {
             let peer = proven.unwrap_or("unproven");
             tracing::warn!(endpoint, %origin, peer, %error, suppressed, "a connection was refused");
         }
+    }
+
+    /// There was no descriptor for a peer; whether a line says so.
+    pub(super) fn no_descriptor(&self, endpoint: &str, error: &Error) -> bool {
+        let line = lock(&self.shortages).line(Instant::now());
+        if let Some(suppressed) = line {
+            tracing::warn!(endpoint, %error, suppressed, "no descriptor is left for a new peer");
+        }
+        line.is_some()
     }
 
     fn count_origin(&self, origin: Origin) {
@@ -173,15 +163,10 @@ mod tests {
     }
 
     #[test]
-    fn the_log_gets_one_line_a_second_with_the_number_of_those_left_out() {
-        let mut log = Log::default();
-        let start = Instant::now();
-        assert_eq!(log.line(start), Some(0));
-        for millis in 1..1000 {
-            assert_eq!(log.line(start + Duration::from_millis(millis)), None);
-        }
-        assert_eq!(log.line(start + LOG_EVERY), Some(999));
-        assert_eq!(log.line(start + LOG_EVERY), None);
-        assert_eq!(log.line(start + 3 * LOG_EVERY), Some(1));
+    fn a_shortage_of_descriptors_is_logged_once_a_second() {
+        let (refusals, began) = (Refusals::default(), Instant::now());
+        let error = Error::new(Kind::Exhausted, "accept", "too many open files");
+        let lines = (0..10_000).filter(|_| refusals.no_descriptor("here", &error)).count();
+        assert!(lines as u64 <= 1 + began.elapsed().as_secs(), "{lines} lines");
     }
 }

@@ -57,6 +57,11 @@ impl Default for Incoming {
 }
 
 impl Incoming {
+    /// Whether a frame has begun to come and has not ended.
+    pub(super) fn is_in_a_frame(&self) -> bool {
+        self.end > self.start || !matches!(self.reading, Reading::Header)
+    }
+
     pub(super) fn paid_by(&mut self, account: &Arc<Account>) {
         self.charge = account.charge("receive", 0).ok();
     }
