@@ -22,6 +22,8 @@ mod listener;
 mod mappings;
 mod outstanding;
 mod owner;
+#[cfg(test)]
+mod panic_tests;
 mod parts;
 mod query;
 mod refusals;

@@ -32,11 +32,14 @@ struct User {
     local: Registered<SystemStorage>,
 }
 
+fn import(endpoint: &Endpoint, region: &Registered<SystemStorage>) -> Remote {
+    endpoint.import_with(&region.ticket().unwrap(), &Routing::default().require("tcp").unwrap()).unwrap()
+}
+
 impl User {
     fn of(region: &Registered<SystemStorage>) -> User {
         let endpoint = Endpoint::open("user").unwrap();
-        let routing = Routing::default().require("tcp").unwrap();
-        let remote = endpoint.import_with(&region.ticket().unwrap(), &routing).unwrap();
+        let remote = import(&endpoint, region);
         let local = endpoint.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
         User { endpoint, remote, local }
     }
@@ -77,13 +80,18 @@ fn a_panic_where_an_answer_is_handled_ends_that_session_of_the_initiator_and_no_
                 std::thread::sleep(Duration::from_millis(20));
             }
         }
-        while session.alive().is_ok() {
-            assert!(Instant::now() < until, "the session goes on");
-            std::thread::sleep(Duration::from_millis(1));
+        // A lane goes alone, and the session with the connection that carries its messages.
+        if len == 64 {
+            while session.alive().is_ok() {
+                assert!(Instant::now() < until, "the session goes on");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let error = session.alive().unwrap_err();
+            assert!(error.kind() == Kind::Internal && error.message().contains("on purpose"), "{error}");
         }
-        assert_eq!(session.alive().unwrap_err().kind(), Kind::Disconnected);
         well.start(len).wait().unwrap();
-        // It comes again, over another session.
-        unwell.start(len).wait().unwrap();
+        // It comes again, over another session where that one is over.
+        let again = import(&unwell.endpoint, &region);
+        unwell.endpoint.read(&again, &unwell.local).start().unwrap().wait().unwrap();
     }
 }
