@@ -54,7 +54,7 @@ impl User {
             Reach::Tcp(address) => Some(Medium::Tcp(*address)),
             _ => None,
         });
-        media.filter_map(|medium| sessions.to(body.identity.incarnation, medium)).next().unwrap()
+        media.filter_map(|medium| sessions.to(body.identity.incarnation, medium, true)).next().unwrap()
     }
 }
 

@@ -211,7 +211,8 @@ mod tests {
         region.write_at(192, b"bytes of the owner").unwrap();
         let ticket = region.ticket().unwrap().narrow().range(64, 4032).finish().unwrap();
         let until = Instant::now() + Duration::from_secs(30);
-        let session = Session::connect(&user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap();
+        let session =
+            Session::connect(&user.core().sessions, &ticket, Medium::Unix, true, (until, until)).unwrap();
         let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
         let (grant, handle) = imported.outcomes.pop().unwrap().unwrap();
         let (context, routing) = (&user.core().transports, &Routing::default());

@@ -45,7 +45,7 @@ impl Scene {
         // Within one process no file is handed over: the session is made by hand.
         let attachment = if path == "file" {
             let session =
-                Session::connect(&user.core().sessions, &ticket, Medium::Unix, (until, until)).unwrap();
+                Session::connect(&user.core().sessions, &ticket, Medium::Unix, true, (until, until)).unwrap();
             let mut imported = session.import(&[&ticket], None, until).unwrap().wait().unwrap();
             let (grant, handle) = imported.outcomes.pop().unwrap().unwrap();
             let owner = Owner::There(&handle);
