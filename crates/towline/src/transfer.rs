@@ -238,7 +238,7 @@ impl Transfer {
     pub fn quiet(&self) -> bool {
         match &self.0 {
             Repr::Done(_) => true,
-            Repr::Live(core) => core.end().is_some() && core.is_silent(),
+            Repr::Live(core) => core.end().is_some() && core.is_quiet(),
         }
     }
 
@@ -252,11 +252,11 @@ impl Transfer {
         }
     }
 
-    /// What an engine may still be at after the end; `None` for a transfer that ended in the call that started it.
-    pub(crate) fn noise(&self) -> Option<Noise> {
+    /// Says whether it is quiet, without keeping it; `None` for a transfer that ended in the call that started it.
+    pub(crate) fn quiet_watch(&self) -> Option<QuietWatch> {
         match &self.0 {
             Repr::Done(_) => None,
-            Repr::Live(core) => Some(Noise(Arc::downgrade(core))),
+            Repr::Live(core) => Some(QuietWatch(Arc::downgrade(core))),
         }
     }
 
@@ -322,12 +322,12 @@ impl fmt::Debug for Transfer {
     }
 }
 
-/// What an engine may still be at. Keeps nothing alive.
-pub(crate) struct Noise(Weak<TransferCore>);
+/// Says whether a transfer is quiet, and does not keep it alive.
+pub(crate) struct QuietWatch(Weak<TransferCore>);
 
-impl Noise {
-    /// Whether the engine has let go.
-    pub(crate) fn is_over(&self) -> bool {
-        self.0.upgrade().is_none_or(|core| core.is_silent())
+impl QuietWatch {
+    /// Whether the transfer is quiet, or gone.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.0.upgrade().is_none_or(|core| core.is_quiet())
     }
 }

@@ -12,8 +12,8 @@ use crate::endpoint::claim::Claim;
 use crate::memory::{Buffer, MemoryDescription};
 use crate::region::Registered;
 use crate::sync::lock;
-use crate::transfer::Noise;
 use crate::transfer::Op;
+use crate::transfer::QuietWatch;
 use crate::{Endpoint, Error, Remote, Result, Span, Transfer, room};
 
 /// Sets up to this size may be copied by the calling thread; the paths use the same limit for one transfer.
@@ -49,8 +49,8 @@ pub(super) struct TransferSet {
     stream: Option<StreamHandle>,
     inner: Mutex<Inner>,
     completion: Completion,
-    /// What engines had not let go of at the end.
-    noise: Mutex<Vec<Noise>>,
+    /// The transfers that were not quiet at the end.
+    unquiet: Mutex<Vec<QuietWatch>>,
 }
 
 struct Inner {
@@ -130,15 +130,15 @@ impl TransferSet {
                 claim: Some(claim),
             }),
             completion: Completion::default(),
-            noise: Mutex::default(),
+            unquiet: Mutex::default(),
         });
         set.start_some();
         Ok(set)
     }
 
-    /// Whether it has ended, and no engine is at its local memory any more.
+    /// Whether it has ended and is quiet.
     pub(super) fn is_quiet(&self) -> bool {
-        self.completion.result().is_some() && lock(&self.noise).iter().all(Noise::is_over)
+        self.completion.result().is_some() && lock(&self.unquiet).iter().all(QuietWatch::is_quiet)
     }
 
     pub(super) fn completion(&self) -> &Completion {
@@ -294,8 +294,8 @@ impl TransferSet {
             };
             (result, inner.claim.take(), std::mem::take(&mut inner.local), std::mem::take(&mut inner.started))
         };
-        *lock(&self.noise) =
-            started.iter().filter_map(|one| one.noise()).filter(|one| !one.is_over()).collect();
+        *lock(&self.unquiet) =
+            started.iter().filter_map(|one| one.quiet_watch()).filter(|one| !one.is_quiet()).collect();
         // The registrations go before anybody learns of the end, so that the memory is the user's again.
         drop(local);
         // A success is one only where the owner can say so too.

@@ -426,14 +426,14 @@ impl Session {
                 Action::Stopped(waiter) => waiter.stopped(),
                 Action::Failed(waiter, error) => waiter.failed(self, error),
                 Action::Lost { waiter, error, unsent } => waiter.lost(self, error, unsent),
-                Action::Outstanding(transfer) => transfer.unfinished_afar(),
+                Action::Outstanding(transfer) => transfer.add_outstanding(),
                 Action::OutstandingWhileApplied(transfer, over) => {
                     let place = self.connection(over, closed).and_then(|connection| connection.unfinished());
                     if let Some(place) = place {
                         outstanding::listen(&transfer, place, self.owner_process());
                     }
                 }
-                Action::Settled(transfer) => transfer.finished_afar(),
+                Action::Settled(transfer) => transfer.remove_outstanding(),
                 Action::Moved(transfer, when) => transfer.got_on(when),
                 Action::Reset(over, error) => {
                     if let Some(connection) = self.connection(over, closed) {

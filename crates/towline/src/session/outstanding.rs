@@ -43,7 +43,7 @@ struct Listening {
 /// Marks a request of that transfer as one that the owner is in the middle of, until it has left that place or exited.
 pub(super) fn listen(transfer: &Arc<TransferCore>, place: Place, process: Option<OwnedFd>) {
     static LISTENER: OnceLock<Arc<Listener>> = OnceLock::new();
-    transfer.unfinished_afar();
+    transfer.add_outstanding();
     let listener = LISTENER.get_or_init(Arc::default);
     let mut listening = lock(&listener.0);
     listening.all.push(One { transfer: Arc::downgrade(transfer), place, process });
@@ -78,7 +78,7 @@ impl Timer for Listener {
             over
         };
         for transfer in over.iter().filter_map(|one| one.transfer.upgrade()) {
-            transfer.finished_afar();
+            transfer.remove_outstanding();
         }
     }
 }

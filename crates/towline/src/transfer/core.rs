@@ -86,11 +86,11 @@ pub(crate) struct TransferCore {
     pub(super) stopped: AtomicBool,
     pub(super) stopped_at: OnceLock<Instant>,
     /// How many requests an engine has not let go of: the local memory stays pinned until there is none.
-    pub(super) noise: AtomicUsize,
+    pub(super) held_by_engine: AtomicUsize,
     /// How many [`LocalHold`]s there are: it does not end before the last of them is gone.
     pub(super) holds: AtomicUsize,
     /// How many requests the owner may still be at, after their end: its memory changes, the local one is safe.
-    pub(super) afar: AtomicUsize,
+    pub(super) outstanding: AtomicUsize,
     /// What a caller that waits can do meanwhile.
     pub(super) help: OnceLock<Weak<dyn Help>>,
     pub(super) inner: Mutex<Inner>,
@@ -183,9 +183,9 @@ impl TransferCore {
             span,
             stopped: AtomicBool::new(false),
             stopped_at: OnceLock::new(),
-            noise: AtomicUsize::new(0),
+            held_by_engine: AtomicUsize::new(0),
             holds: AtomicUsize::new(0),
-            afar: AtomicUsize::new(0),
+            outstanding: AtomicUsize::new(0),
             help: OnceLock::new(),
             inner: Mutex::new(Inner {
                 state,

@@ -70,7 +70,7 @@ impl TransferCore {
         if let Some(above) = &self.above {
             above.engaged();
         }
-        self.noise.fetch_add(1, Ordering::AcqRel);
+        self.held_by_engine.fetch_add(1, Ordering::AcqRel);
     }
 
     /// It has let go: nothing of that touches the local memory any more. Before the unit's report, unless that came early.
@@ -78,7 +78,9 @@ impl TransferCore {
         if let Some(above) = &self.above {
             above.let_go();
         }
-        if self.noise.fetch_sub(1, Ordering::AcqRel) == 1 && lock(&self.inner).state.ended().is_some() {
+        if self.held_by_engine.fetch_sub(1, Ordering::AcqRel) == 1
+            && lock(&self.inner).state.ended().is_some()
+        {
             self.release_quiet();
             drop(lock(&self.inner));
             self.ended.notify_all();
@@ -86,38 +88,38 @@ impl TransferCore {
     }
 
     /// The owner is in the middle of a request that it will never answer. Before the unit's report.
-    pub(crate) fn unfinished_afar(&self) {
+    pub(crate) fn add_outstanding(&self) {
         if let Some(above) = &self.above {
-            above.unfinished_afar();
+            above.add_outstanding();
         }
-        self.afar.fetch_add(1, Ordering::AcqRel);
+        self.outstanding.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// It is not any more.
-    pub(crate) fn finished_afar(&self) {
+    /// The owner has left that request.
+    pub(crate) fn remove_outstanding(&self) {
         if let Some(above) = &self.above {
-            above.finished_afar();
+            above.remove_outstanding();
         }
-        if self.afar.fetch_sub(1, Ordering::AcqRel) == 1 {
+        if self.outstanding.fetch_sub(1, Ordering::AcqRel) == 1 {
             drop(lock(&self.inner));
             self.ended.notify_all();
         }
     }
 
-    pub(super) fn is_silent(&self) -> bool {
-        self.noise.load(Ordering::Acquire) == 0 && self.afar.load(Ordering::Acquire) == 0
+    pub(super) fn is_quiet(&self) -> bool {
+        self.held_by_engine.load(Ordering::Acquire) == 0 && self.outstanding.load(Ordering::Acquire) == 0
     }
 
     /// Gives the local memory back, once nothing touches it.
     fn release_quiet(&self) {
-        if self.noise.load(Ordering::Acquire) == 0 && !self.is_held() {
+        if self.held_by_engine.load(Ordering::Acquire) == 0 && !self.is_held() {
             self.parts.iter().filter_map(|part| part.local.as_ref()).for_each(RegionUse::release);
         }
     }
 
     pub(super) fn wait_quiet(&self, until: Instant) -> bool {
         let mut inner = lock(&self.inner);
-        while !self.is_silent() {
+        while !self.is_quiet() {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
             else {
                 return false;
