@@ -11,7 +11,7 @@ use crate::runtime::{Device, rseq};
 use crate::{Error, Kind, Result};
 
 /// What direct input and output is aligned to: no file system asks for more than a page, and parts that share no
-/// page with buffered ones cannot get in their way.
+/// page with buffered ones cannot get in the way of each other.
 pub(crate) const ALIGNMENT: usize = 4096;
 
 /// Direct input and output pays from about this length on.
@@ -146,7 +146,7 @@ impl FileSlice {
     /// `into` is valid for writes of `len` bytes during the call; others may touch them.
     pub(crate) unsafe fn read(&self, op: &'static str, offset: u64, into: *mut u8, len: usize) -> Result<()> {
         // SAFETY: the caller's obligation is the same.
-        unsafe { self.file.transfer(Way::Read, op, self.offset + offset, into, len) }.map(|_| ())
+        unsafe { self.file.transfer(FileAccess::Read, op, self.offset + offset, into, len) }.map(|_| ())
     }
 
     /// Writes `len` bytes from `offset` on. Blocks.
@@ -161,17 +161,18 @@ impl FileSlice {
         len: usize,
     ) -> Result<()> {
         self.may_write(op, offset, len)?;
-        // SAFETY: the caller's obligation is the same; `Way::Write` only reads.
-        unsafe { self.file.transfer(Way::Write, op, self.offset + offset, from.cast_mut(), len) }.map(|_| ())
+        // SAFETY: the caller's obligation is the same; `FileAccess::Write` only reads.
+        unsafe { self.file.transfer(FileAccess::Write, op, self.offset + offset, from.cast_mut(), len) }
+            .map(|_| ())
     }
 
-    /// The same as long as the look says so, [at once](rseq) after each look; whether all was written. Blocks.
+    /// The same as long as the check says yes, [in one step](rseq) with each check. Returns whether all was written. Blocks.
     ///
     /// # Safety
     /// As for [`write`](Self::write).
     pub(crate) unsafe fn write_if(
         &self,
-        look: &dyn Fn() -> bool,
+        check: &dyn Fn() -> bool,
         op: &'static str,
         offset: u64,
         from: *const u8,
@@ -179,7 +180,9 @@ impl FileSlice {
     ) -> Result<bool> {
         self.may_write(op, offset, len)?;
         // SAFETY: as above.
-        unsafe { self.file.transfer(Way::WriteIf(look), op, self.offset + offset, from.cast_mut(), len) }
+        unsafe {
+            self.file.transfer(FileAccess::WriteIf(check), op, self.offset + offset, from.cast_mut(), len)
+        }
     }
 
     fn may_write(&self, op: &'static str, offset: u64, len: usize) -> Result<()> {
@@ -205,10 +208,10 @@ pub(crate) struct FileBytes {
 }
 
 #[derive(Clone, Copy)]
-enum Way<'a> {
+enum FileAccess<'a> {
     Read,
     Write,
-    /// As long as that says so.
+    /// A write that goes on as long as the check says yes.
     WriteIf(&'a dyn Fn() -> bool),
 }
 
@@ -225,13 +228,13 @@ impl FileBytes {
         self.direct.as_ref().unwrap_or(&self.buffered).as_fd()
     }
 
-    /// Moves bytes between the file and memory: whole pages directly, the rest through the page cache. Whether all were.
+    /// Moves bytes between the file and memory: whole pages directly, the rest through the page cache. Returns whether all were moved.
     ///
     /// # Safety
-    /// `memory` is valid for the way of the call and `len` bytes.
+    /// `memory` is valid for that access and `len` bytes.
     unsafe fn transfer(
         &self,
-        way: Way<'_>,
+        access: FileAccess<'_>,
         op: &'static str,
         offset: u64,
         memory: *mut u8,
@@ -248,15 +251,15 @@ impl FileBytes {
             let (at, memory) = (offset + part.start as u64, memory.wrapping_add(part.start));
             let file = self.direct.as_ref().filter(|_| directly).unwrap_or(&self.buffered);
             // SAFETY: a part of the caller's range.
-            let moved = match unsafe { all(way, file, at, memory, part.len()) } {
+            let moved = match unsafe { all(access, file, at, memory, part.len()) } {
                 // A file system may take the flag and still refuse this very alignment.
                 Err(error) if directly && error.raw_os_error() == Some(libc::EINVAL) => {
                     // SAFETY: as above.
-                    unsafe { all(way, &self.buffered, at, memory, part.len()) }
+                    unsafe { all(access, &self.buffered, at, memory, part.len()) }
                 }
                 moved => moved,
             };
-            if !moved.map_err(|error| failed(way, op, error))? {
+            if !moved.map_err(|error| failed(access, op, error))? {
                 return Ok(false);
             }
         }
@@ -322,11 +325,11 @@ pub(crate) fn shorter(op: &'static str) -> Error {
     Error::new(Kind::Stale, op, message)
 }
 
-fn failed(way: Way<'_>, op: &'static str, error: io::Error) -> Error {
+fn failed(access: FileAccess<'_>, op: &'static str, error: io::Error) -> Error {
     if error.kind() == io::ErrorKind::UnexpectedEof {
         return shorter(op).caused_by(error);
     }
-    Error::os(op, if matches!(way, Way::Read) { "pread" } else { "pwrite" }, error)
+    Error::os(op, if matches!(access, FileAccess::Read) { "pread" } else { "pwrite" }, error)
 }
 
 /// The part of a range that covers whole pages of both the file and the memory; empty where that is not worth it.
@@ -343,8 +346,14 @@ fn whole_pages(offset: u64, memory: usize, len: usize) -> Range<usize> {
 /// Repeats the system call until all bytes have moved, or are not to be moved; whether all have.
 ///
 /// # Safety
-/// `memory` is valid for the way of the call and `len` bytes.
-unsafe fn all(way: Way<'_>, file: &OwnedFd, offset: u64, memory: *mut u8, len: usize) -> io::Result<bool> {
+/// `memory` is valid for that access and `len` bytes.
+unsafe fn all(
+    access: FileAccess<'_>,
+    file: &OwnedFd,
+    offset: u64,
+    memory: *mut u8,
+    len: usize,
+) -> io::Result<bool> {
     let mut done = 0;
     while done < len {
         let at = libc::off_t::try_from(offset + done as u64)
@@ -353,11 +362,13 @@ unsafe fn all(way: Way<'_>, file: &OwnedFd, offset: u64, memory: *mut u8, len: u
         // BYTES MOVE HERE
         // SAFETY: the rest of the caller's range.
         let moved = unsafe {
-            match way {
-                Way::Read => returned(libc::pread(file.as_raw_fd(), memory.cast(), left, at)),
-                Way::Write => returned(libc::pwrite(file.as_raw_fd(), memory.cast_const().cast(), left, at)),
-                Way::WriteIf(look) => {
-                    match rseq::pwrite(look, file.as_raw_fd(), memory.cast_const(), left, at) {
+            match access {
+                FileAccess::Read => returned(libc::pread(file.as_raw_fd(), memory.cast(), left, at)),
+                FileAccess::Write => {
+                    returned(libc::pwrite(file.as_raw_fd(), memory.cast_const().cast(), left, at))
+                }
+                FileAccess::WriteIf(check) => {
+                    match rseq::pwrite(check, file.as_raw_fd(), memory.cast_const(), left, at) {
                         Some(moved) => usize::try_from(moved).map_err(|_| {
                             io::Error::from_raw_os_error(i32::try_from(-moved).unwrap_or(libc::EIO))
                         }),

@@ -24,8 +24,8 @@ pub(crate) fn turn() -> Turn {
     Turn(lock(&TURN))
 }
 
-/// What an atomic does to the 64-bit number at `at`, if the look says so right before: `change` gives what replaces what is there,
-/// or `None` to leave it. Answers with what was there; `None` where the look said no.
+/// Changes the 64-bit number at `at` atomically, if the check right before says yes: `change` gives what replaces what is there,
+/// or `None` to leave it. Returns what was there; `None` if the check says no.
 ///
 /// # Errors
 /// `Stale` where the page is gone.
@@ -34,7 +34,7 @@ pub(crate) fn turn() -> Turn {
 /// `at` is in memory that was lent for this, and no Rust reference to it is alive. What is there is the kernel's to check.
 pub(crate) unsafe fn change(
     op: &'static str,
-    look: &dyn Fn() -> bool,
+    check: &dyn Fn() -> bool,
     at: *mut u8,
     change: impl Fn(u64) -> Option<u64>,
 ) -> Result<Option<u64>> {
@@ -42,7 +42,7 @@ pub(crate) unsafe fn change(
     let mut seen = 0u64;
     // SAFETY: the near side is a word of this function's; the caller's promise for the far side.
     unsafe { checked::read(op, (&raw mut seen).cast(), at, size_of::<u64>())? };
-    if !look() {
+    if !check() {
         return Ok(None);
     }
     if let Some(new) = change(seen) {
@@ -60,7 +60,7 @@ const CHUNK: usize = 4096;
 #[repr(align(8))]
 struct Chunk([u8; CHUNK]);
 
-/// [`reduce`](reduce::reduce) into memory that was lent, as long as the look says so; whether all elements were.
+/// [`reduce`](reduce::reduce) into memory that was lent, as long as the check says yes. Returns whether all elements were.
 ///
 /// # Errors
 /// As there, and `Stale` where a page is gone; what lies before it has been reduced.
@@ -68,7 +68,7 @@ struct Chunk([u8; CHUNK]);
 /// # Safety
 /// `src` is valid for reads of `len` bytes; `dst` as in [`change`].
 pub(crate) unsafe fn reduce(
-    look: &dyn Fn() -> bool,
+    check: &dyn Fn() -> bool,
     dst: *mut u8,
     src: *const u8,
     len: usize,
@@ -85,7 +85,7 @@ pub(crate) unsafe fn reduce(
         // SAFETY: the chunk has room for so many bytes, and is aligned to every element; `src` is the caller's promise.
         unsafe {
             checked::read(OP, here, there, some)?;
-            if !look() {
+            if !check() {
                 return Ok(false);
             }
             reduce::reduce(here, src.wrapping_add(done), some, op, dtype)?;
@@ -105,12 +105,12 @@ mod tests {
     use crate::memory::{MemoryAccess, MemoryDescription, SystemStorage};
 
     #[test]
-    fn a_word_is_changed_if_the_look_says_so_and_otherwise_left() {
+    fn a_word_is_changed_only_if_the_check_says_yes() {
         let storage = SystemStorage::new(64).unwrap();
         let at = std::ptr::with_exposed_provenance_mut(storage.addr() + 8);
-        let add = |look: &dyn Fn() -> bool| {
+        let add = |check: &dyn Fn() -> bool| {
             // SAFETY: a word of a storage that lives on.
-            unsafe { change("atomic", look, at, |seen| Some(seen + 3)) }.unwrap()
+            unsafe { change("atomic", check, at, |seen| Some(seen + 3)) }.unwrap()
         };
         assert_eq!((add(&|| true), add(&|| false), add(&|| true)), (Some(0), None, Some(3)));
         let mut word = [0; 8];
@@ -125,9 +125,9 @@ mod tests {
         let (base, len) = (storage.addr() + 4, 2 * CHUNK + 12);
         let dst = std::ptr::with_exposed_provenance_mut(base);
         let source = vec![2; len];
-        let go = |len: usize, look: &dyn Fn() -> bool| {
+        let go = |len: usize, check: &dyn Fn() -> bool| {
             // SAFETY: within the storage, and the source is a vector of that length.
-            unsafe { reduce(look, dst, source.as_ptr(), len, ReduceOp::Sum, Dtype::U32) }
+            unsafe { reduce(check, dst, source.as_ptr(), len, ReduceOp::Sum, Dtype::U32) }
         };
         assert!(go(len, &|| true).unwrap());
         assert!(!go(len, &|| false).unwrap());

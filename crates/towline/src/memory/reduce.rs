@@ -34,7 +34,7 @@ pub(crate) unsafe fn reduce(
     unsafe { reduce_by(&Plainly, dst, src, len, op, dtype) }.map(|_| ())
 }
 
-/// [`reduce`] as long as the look says so: each element is changed [at once](rseq) after a look, and once. Whether all were.
+/// [`reduce`] as long as the check says yes: each element is changed [in one step](rseq) with a check, and once. Returns whether all were.
 ///
 /// # Errors
 /// As for [`reduce`].
@@ -42,7 +42,7 @@ pub(crate) unsafe fn reduce(
 /// # Safety
 /// As for [`reduce`].
 pub(crate) unsafe fn reduce_if(
-    look: &dyn Fn() -> bool,
+    check: &dyn Fn() -> bool,
     dst: *mut u8,
     src: *const u8,
     len: usize,
@@ -50,7 +50,7 @@ pub(crate) unsafe fn reduce_if(
     dtype: Dtype,
 ) -> Result<bool> {
     // SAFETY: the caller's promise.
-    unsafe { reduce_by(&Upon(look), dst, src, len, op, dtype) }
+    unsafe { reduce_by(&WhileChecked(check), dst, src, len, op, dtype) }
 }
 
 /// Refuses what is not whole elements at aligned addresses.
@@ -119,20 +119,20 @@ pub(crate) unsafe fn compare_swap(addr: *mut u8, expected: u64, new: u64) -> u64
     }
 }
 
-/// What an atomic does to the 64-bit number at `addr` if the look says so, [at once](rseq) and once: `change` gives what replaces
-/// what is there, or `None` to leave it. Answers with what was there; `None` where the look said no.
+/// Changes the 64-bit number at `addr` atomically if the check says yes, [in one step](rseq) and once: `change` gives what replaces
+/// what is there, or `None` to leave it. Returns what was there; `None` if the check says no.
 ///
 /// # Safety
 /// As for [`fetch_add`].
 pub(crate) unsafe fn change_if(
-    look: &dyn Fn() -> bool,
+    check: &dyn Fn() -> bool,
     addr: *mut u8,
     change: impl Fn(u64) -> Option<u64>,
 ) -> Option<u64> {
     let addr = addr.cast::<u64>();
     // SAFETY: the caller's promise.
     let cell = unsafe { AtomicU64::from_ptr(addr) };
-    rseq::exchange::<u64, _>(look, |turn| {
+    rseq::exchange::<u64, _>(check, |turn| {
         loop {
             let seen = cell.load(Ordering::SeqCst);
             let Some(wanted) = change(seen) else { return Some(seen) };
@@ -140,7 +140,7 @@ pub(crate) unsafe fn change_if(
             match unsafe { u64::swap_all(turn, addr, &raw const seen, &raw const wanted, 1, 0) } {
                 Went::Through => return Some(seen),
                 Went::Changed(_) => {}
-                Went::Aside(_) => return None,
+                Went::Preempted(_) => return None,
             }
         }
     })
@@ -330,13 +330,13 @@ impl Changing for Plainly {
     }
 }
 
-/// As long as the look says so.
-struct Upon<'a>(&'a dyn Fn() -> bool);
+/// As long as the check says yes.
+struct WhileChecked<'a>(&'a dyn Fn() -> bool);
 
 /// So many bytes of elements are combined before they are stored: others may change them meanwhile, and then it is done again.
 const BATCH: usize = 512;
 
-/// A look holds for so many bytes at most: some ten microseconds' worth, beside which it does not show.
+/// A check holds for at most so many bytes: about ten microseconds of work, so that its own cost does not matter.
 const UPON_A_LOOK: usize = 64 << 10;
 
 /// Words of this thread's own.
@@ -351,7 +351,7 @@ impl Batch {
     }
 }
 
-impl Changing for Upon<'_> {
+impl Changing for WhileChecked<'_> {
     unsafe fn each<W: Word>(
         &self,
         dst: *mut u8,
@@ -387,7 +387,7 @@ impl Changing for Upon<'_> {
                     let (reached, aside) = match went {
                         Went::Through => (some, false),
                         Went::Changed(reached) => (reached, false),
-                        Went::Aside(reached) => (reached, true),
+                        Went::Preempted(reached) => (reached, true),
                     };
                     done += reached * size_of::<W>();
                     if aside {

@@ -1,18 +1,18 @@
-//! A look, and what is done upon it, with no moment between the two in which this thread did not run.
+//! A check and the action that depends on it, as one step: the thread is not preempted between the two.
 //!
-//! A process can be stopped between any two instructions, for any time. Who looks whether something is still wanted and then
-//! does it may therefore do it long after nobody wanted it any more. Here the last steps are a *restartable sequence*
-//! (`rseq(2)`): the kernel sends a thread that was taken off its processor inside of one to its start instead of letting it go
+//! A process can be stopped between any two instructions, for any time. A thread that checks whether something is still wanted and then
+//! does it may therefore do it long after nobody wants it any more. Here the last steps are a *restartable sequence*
+//! (`rseq(2)`): the kernel sends a thread that is preempted inside one back to its start instead of letting it go
 //! on. The C library registers every thread for that; where it does not (before glibc 2.35, other C libraries), and on
-//! other processors, the look comes first and the deed soon after: [`is_possible`] tells which.
+//! other processors, the check comes first and the action soon after: [`is_possible`] says which.
 //!
-//! How a stop is noticed, from the look on: while the thread is in the kernel for its look, by the clock, which is read before
+//! How a stop is noticed, from the check on: while the thread is in the kernel for its check, by the clock, which is read before
 //! it and after; from before that second reading on, because the kernel clears the word that names the sequence
-//! when it puts the thread aside outside of it; and inside of it, because the kernel sends the thread to its abort. The sequence
-//! ends with the deed: a copy, the exchange of one word, or the entry into a system call. What the kernel does from there on it does
+//! when it preempts the thread outside of it; and inside of it, because the kernel sends the thread to its abort. The sequence
+//! ends with the action: a copy, the exchange of one word, or the entry into a system call. What the kernel does from there on it does
 //! before the stop.
 //!
-//! A copy that is sent away in the middle is made again from its start. What must not be done twice, an atomic or the elements of a
+//! A copy that is preempted in the middle is made again from its start. What must not be done twice, an atomic or the elements of a
 //! reduction, is a series of exchanges: one instruction each, behind which the thread is outside of the sequence.
 #![allow(
     unsafe_code,
@@ -23,24 +23,24 @@ use std::time::{Duration, Instant};
 
 use crate::runtime::socket::RawPartMut;
 
-/// A look is fresh as long as this; but it is not repeated for ever where the machine is so busy that it never is.
+/// A check counts as fresh for this long. It is not repeated for ever: on a very busy machine it never is fresh.
 const FRESH: Duration = Duration::from_millis(1);
-const LOOKS: usize = 100;
+const MAX_CHECKS: usize = 100;
 
 /// One sequence copies at most about this many bytes: a few microseconds.
 pub(crate) const MOST_COPIED: usize = 64 << 10;
 
-/// Whether the look and the deed are one in this thread.
+/// Whether the check and the action are one step in this thread.
 pub(crate) fn is_possible() -> bool {
     sequence::area().is_some()
 }
 
-/// Receives a message if the look says so, at once; `None` where it does not. Gives what the kernel returned.
+/// Receives a message if the check says yes, in one step; `None` if it says no. Returns what the kernel returned.
 ///
 /// # Safety
 /// As for `recvmsg`: the header is valid, and what it names is writable.
 pub(crate) unsafe fn recvmsg(
-    look: &dyn Fn() -> bool,
+    check: &dyn Fn() -> bool,
     fd: i32,
     message: *mut libc::msghdr,
     flags: i32,
@@ -48,32 +48,32 @@ pub(crate) unsafe fn recvmsg(
     // SAFETY: the caller's promise.
     let plain = || unsafe { sequence::plain_recvmsg(fd, message, flags) };
     // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence.
-    let deed = |area| unsafe { sequence::recvmsg(fd, message, flags, area) };
-    after(look, sequence::of_recvmsg(), plain, |area| {
-        Some(deed(area)).filter(|one| *one != sequence::NOT_DONE)
+    let action = |area| unsafe { sequence::recvmsg(fd, message, flags, area) };
+    after(check, sequence::of_recvmsg(), plain, |area| {
+        Some(action(area)).filter(|one| *one != sequence::NOT_DONE)
     })
 }
 
-/// Copies bytes to those parts, which have room for them, if the look says so, at once; whether it did.
+/// Copies bytes to those parts, which have room for them, if the check says yes, in one step. Returns whether it did.
 ///
 /// # Safety
 /// The parts are writable and have room for the bytes, of which there are at most [`MOST_COPIED`], and nobody has a reference to
 /// them.
-pub(crate) unsafe fn copy(look: &dyn Fn() -> bool, parts: &[RawPartMut], bytes: &[u8]) -> bool {
+pub(crate) unsafe fn copy(check: &dyn Fn() -> bool, parts: &[RawPartMut], bytes: &[u8]) -> bool {
     // SAFETY: the caller's promise.
     let plain = || unsafe { plain_copy(parts, bytes) };
     // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence.
-    let deed =
+    let action =
         |area| unsafe { sequence::copy(parts.as_ptr(), parts.len(), bytes.as_ptr(), bytes.len(), area) };
-    after(look, sequence::of_copy(), plain, |area| (deed(area) == 1).then_some(())).is_some()
+    after(check, sequence::of_copy(), plain, |area| (action(area) == 1).then_some(())).is_some()
 }
 
-/// Writes to a file if the look says so, at once; `None` where it does not. Gives what the kernel returned.
+/// Writes to a file if the check says yes, in one step; `None` if it says no. Returns what the kernel returned.
 ///
 /// # Safety
 /// As for `pwrite`: the bytes are readable.
 pub(crate) unsafe fn pwrite(
-    look: &dyn Fn() -> bool,
+    check: &dyn Fn() -> bool,
     fd: i32,
     bytes: *const u8,
     len: usize,
@@ -85,9 +85,9 @@ pub(crate) unsafe fn pwrite(
         returned => returned,
     };
     // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence.
-    let deed = |area| unsafe { sequence::pwrite(fd, bytes, len, offset, area) };
-    after(look, sequence::of_pwrite(), plain, |area| {
-        Some(deed(area)).filter(|one| *one != sequence::NOT_DONE)
+    let action = |area| unsafe { sequence::pwrite(fd, bytes, len, offset, area) };
+    after(check, sequence::of_pwrite(), plain, |area| {
+        Some(action(area)).filter(|one| *one != sequence::NOT_DONE)
     })
 }
 
@@ -118,29 +118,29 @@ pub(crate) enum Went {
     Through,
     /// To a word that others have changed.
     Changed(usize),
-    /// The thread was put aside before it came to that word.
-    Aside(usize),
+    /// The thread was preempted before it came to that word.
+    Preempted(usize),
 }
 
-/// The time in which a look holds: as long as the thread is not put aside.
+/// The time in which a check holds: as long as the thread is not preempted.
 pub(crate) struct Turn(Option<*mut sequence::Area>);
 
-/// Does series of [exchanges](Word::swap_all) if the look says so, each exchange at once; `None` where it does not. The deed ends with
-/// `None` where its thread was put aside, and is called again after another look: it goes on from where it was.
+/// Does series of [exchanges](Word::swap_all) if the check says yes, each exchange in one step with it; `None` if it says no. The action
+/// returns `None` when its thread was preempted, and is called again after another check: it goes on from where it was.
 pub(crate) fn exchange<W: Word, T>(
-    look: &dyn Fn() -> bool,
-    deed: impl FnMut(&Turn) -> Option<T>,
+    check: &dyn Fn() -> bool,
+    action: impl FnMut(&Turn) -> Option<T>,
 ) -> Option<T> {
-    let deed = std::cell::RefCell::new(deed);
-    let act = |area| (*deed.borrow_mut())(&Turn(area));
-    for _ in 0..LOOKS {
+    let action = std::cell::RefCell::new(action);
+    let act = |area| (*action.borrow_mut())(&Turn(area));
+    for _ in 0..MAX_CHECKS {
         // Without a turn that can end every exchange is made.
-        let done = after(look, W::named(), || act(None), |area| Some(act(Some(area))))?;
+        let done = after(check, W::named(), || act(None), |area| Some(act(Some(area))))?;
         if done.is_some() {
             return done;
         }
     }
-    look().then(|| act(None)).flatten()
+    check().then(|| act(None)).flatten()
 }
 
 macro_rules! words {
@@ -158,12 +158,12 @@ macro_rules! words {
                 use std::sync::atomic::{$atomic, Ordering};
                 if let Some(area) = turn.0 {
                     // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence unless the thread
-                    // has been put aside since, which the sequence looks at.
+                    // has been preempted since, which the sequence checks.
                     let reached = unsafe { sequence::$swap(at, expected, new, count, area, from) };
-                    return match (reached & !sequence::ASIDE, reached & sequence::ASIDE) {
+                    return match (reached & !sequence::PREEMPTED, reached & sequence::PREEMPTED) {
                         (reached, 0) if reached == count => Went::Through,
                         (reached, 0) => Went::Changed(reached),
-                        (reached, _) => Went::Aside(reached),
+                        (reached, _) => Went::Preempted(reached),
                     };
                 }
                 for index in from..count {
@@ -204,14 +204,14 @@ unsafe fn plain_copy(parts: &[RawPartMut], mut bytes: &[u8]) {
 }
 
 fn after<T>(
-    look: &dyn Fn() -> bool,
+    check: &dyn Fn() -> bool,
     named: *const u8,
     plain: impl Fn() -> T,
-    deed: impl Fn(*mut sequence::Area) -> Option<T>,
+    action: impl Fn(*mut sequence::Area) -> Option<T>,
 ) -> Option<T> {
-    for _ in 0..LOOKS {
+    for _ in 0..MAX_CHECKS {
         let before = Instant::now();
-        if !look() {
+        if !check() {
             return None;
         }
         let area = sequence::area();
@@ -223,7 +223,7 @@ fn after<T>(
         #[cfg(test)]
         let before = tests::between(before);
         let done = match (before.elapsed() < FRESH, area) {
-            (true, Some(area)) => deed(area),
+            (true, Some(area)) => action(area),
             (true, None) => return Some(plain()),
             (false, _) => None,
         };
@@ -235,7 +235,7 @@ fn after<T>(
             return done;
         }
     }
-    look().then(plain)
+    check().then(plain)
 }
 
 /// The sequences, where there are some.
@@ -254,13 +254,13 @@ mod sequence {
         named: *const u8,
     }
 
-    /// What a sequence gives that was sent away before its last step: no number of an error is that low.
+    /// What a sequence returns that was preempted before its last step: no error number is that low.
     pub(super) const NOT_DONE: isize = isize::MIN;
 
-    /// The mark of a series of exchanges that was sent away.
-    pub(super) const ASIDE: usize = 1 << (usize::BITS - 1);
+    /// The mark of a series of exchanges that was preempted.
+    pub(super) const PREEMPTED: usize = 1 << (usize::BITS - 1);
 
-    /// This thread's area; none where the kernel or the C library knows of no such thing.
+    /// This thread's area; `None` where the kernel or the C library does not have it.
     #[inline]
     pub(super) fn area() -> Option<*mut Area> {
         static OFFSET: OnceLock<Option<isize>> = OnceLock::new();
@@ -285,7 +285,7 @@ mod sequence {
         }
     }
 
-    /// Names the sequence that this thread is about to enter, or none.
+    /// Names the sequence that this thread is about to enter; null for no sequence.
     ///
     /// # Safety
     /// The area is the calling thread's, and what is named stays.
@@ -296,7 +296,7 @@ mod sequence {
         std::sync::atomic::compiler_fence(std::sync::atomic::Ordering::SeqCst);
     }
 
-    /// Whether a sequence is still named: not, where the thread has been put aside since.
+    /// Whether a sequence is still named: not if the thread has been preempted since.
     #[cfg(test)]
     pub(super) fn is_named(area: *mut Area) -> bool {
         // SAFETY: the area is the calling thread's; the kernel writes the word when it likes.
@@ -468,7 +468,7 @@ mod sequence {
         )
     }
 
-    /// Exchanges of words: one sequence for each width, which has nothing but the look at its name and the exchange. What comes
+    /// Exchanges of words: one sequence for each width, which has nothing but the check of its name and the exchange. What comes
     /// before and behind it, from word to word, is outside.
     macro_rules! exchanges {
         ($($word:ty, $swap:ident, $named:ident, $symbol:literal, $old:literal, $new:literal, $exchange:literal;)*) => {$(
@@ -541,7 +541,7 @@ mod sequence {
     }
 }
 
-/// Where there are none: the look comes first, and the deed soon after.
+/// Where there are none: the check comes first, and the action soon after.
 #[cfg(not(all(target_arch = "x86_64", target_env = "gnu", not(miri))))]
 mod sequence {
     use super::RawPartMut;
@@ -550,8 +550,8 @@ mod sequence {
 
     pub(super) const NOT_DONE: isize = isize::MIN;
 
-    /// The mark of a series of exchanges that was sent away.
-    pub(super) const ASIDE: usize = 1 << (usize::BITS - 1);
+    /// The mark of a series of exchanges that was preempted.
+    pub(super) const PREEMPTED: usize = 1 << (usize::BITS - 1);
 
     pub(super) fn area() -> Option<*mut Area> {
         None
@@ -602,7 +602,7 @@ mod sequence {
                 _: *mut Area,
                 from: usize,
             ) -> usize {
-                from | ASIDE
+                from | PREEMPTED
             }
         )*};
     }

@@ -520,7 +520,7 @@ impl Socket {
         Ok(received.unwrap_or(Received::WouldBlock))
     }
 
-    /// One of the two, patient or not, if a look says so, [at once](rseq) after it; `None` where it does not.
+    /// One of the two, patient or not, [in one step](rseq) with a check that must say yes; `None` if it says no.
     ///
     /// # Safety
     /// As for [`recv_raw`](Self::recv_raw).
@@ -528,11 +528,11 @@ impl Socket {
         &self,
         parts: &[RawPartMut],
         patiently: bool,
-        look: &dyn Fn() -> bool,
+        check: &dyn Fn() -> bool,
     ) -> Result<Option<Received>> {
         let flags = if patiently { libc::MSG_WAITALL } else { libc::MSG_DONTWAIT };
         // SAFETY: the caller's obligation.
-        unsafe { self.recv_parts(parts, flags, Some(look)) }
+        unsafe { self.recv_parts(parts, flags, Some(check)) }
     }
 
     /// # Safety
@@ -541,7 +541,7 @@ impl Socket {
         &self,
         parts: &[RawPartMut],
         flags: libc::c_int,
-        look: Option<&dyn Fn() -> bool>,
+        check: Option<&dyn Fn() -> bool>,
     ) -> Result<Option<Received>> {
         if parts.iter().all(|part| part.len == 0) {
             return Ok(Some(Received::Bytes(0)));
@@ -551,7 +551,7 @@ impl Socket {
         message.msg_iov = parts.as_ptr().cast_mut().cast();
         message.msg_iovlen = parts.len().min(MAX_PARTS) as _;
         let (fd, call_flags) = (self.fd.as_raw_fd(), flags | libc::MSG_CMSG_CLOEXEC);
-        let outcome = match look {
+        let outcome = match check {
             None => {
                 // SAFETY: `parts` lies as an array of iovecs (asserted above), which the kernel only reads, and the
                 // caller keeps the memory behind it writable and free of references.
@@ -561,10 +561,10 @@ impl Socket {
                 };
                 if flags & libc::MSG_DONTWAIT != 0 { repeat(receive) } else { once(receive) }
             }
-            Some(look) => {
+            Some(check) => {
                 // SAFETY: as above.
                 // BYTES MOVE HERE
-                match unsafe { rseq::recvmsg(look, fd, ptr::from_mut(&mut message), call_flags) } {
+                match unsafe { rseq::recvmsg(check, fd, ptr::from_mut(&mut message), call_flags) } {
                     None => return Ok(None),
                     Some(returned) => usize::try_from(returned).map_err(|_| {
                         match Errno::from_raw_os_error(-(returned as i32)) {

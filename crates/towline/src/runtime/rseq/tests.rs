@@ -21,15 +21,15 @@ thread_local! {
     static BETWEEN: RefCell<Option<Box<dyn FnMut()>>> = const { RefCell::new(None) };
 }
 
-/// What happens in this thread between the look and the deed, and when the look was: just now, so that the clock notices nothing.
-pub(super) fn between(looked: Instant) -> Instant {
-    let Some(mut act) = BETWEEN.take() else { return looked };
+/// Runs what a test wants between the check and the action, and says when the check was: just now, so that the clock notices nothing.
+pub(super) fn between(checked: Instant) -> Instant {
+    let Some(mut act) = BETWEEN.take() else { return checked };
     act();
     BETWEEN.set(Some(act));
     Instant::now()
 }
 
-fn between_look_and_deed(act: impl FnMut() + 'static) {
+fn between_check_and_action(act: impl FnMut() + 'static) {
     BETWEEN.set(Some(Box::new(act)));
 }
 
@@ -38,7 +38,7 @@ fn part(bytes: &mut [u8]) -> RawPartMut {
 }
 
 /// Spins, without a system call, until this thread has been taken off its processor: another one wants it too.
-fn until_put_aside() {
+fn until_preempted() {
     let all = sched_getaffinity(None).unwrap();
     let mut one = CpuSet::new();
     one.set(sched_getcpu());
@@ -58,7 +58,7 @@ fn until_put_aside() {
     unsafe { sequence::name(area, sequence::of_copy()) };
     let begun = Instant::now();
     while sequence::is_named(area) {
-        assert!(begun.elapsed() < WATCHDOG, "a thread is never put aside");
+        assert!(begun.elapsed() < WATCHDOG, "a thread is never preempted");
         std::hint::spin_loop();
     }
     over.store(true, Ordering::Relaxed);
@@ -66,7 +66,7 @@ fn until_put_aside() {
     sched_setaffinity(None, &all).unwrap();
 }
 
-/// Whether a look and a deed can be one step here; else says that the test is skipped.
+/// Whether a check and an action can be one step here; if not, says that the test is skipped.
 fn possible(test: &str) -> bool {
     if !is_possible() {
         skip(test, "rseq", "this machine gives no restartable sequences");
@@ -75,26 +75,26 @@ fn possible(test: &str) -> bool {
 }
 
 #[test]
-fn a_copy_whose_thread_was_put_aside_after_the_look_looks_again_and_is_not_made() {
-    if !possible("a_copy_whose_thread_was_put_aside_after_the_look_looks_again_and_is_not_made") {
+fn a_copy_whose_thread_was_preempted_after_the_check_checks_again_and_is_not_made() {
+    if !possible("a_copy_whose_thread_was_preempted_after_the_check_checks_again_and_is_not_made") {
         return;
     }
     let mut target = vec![0u8; 4096];
-    let looks = Cell::new(0);
-    let look = || {
-        looks.set(looks.get() + 1);
-        looks.get() == 1
+    let checks = Cell::new(0);
+    let check = || {
+        checks.set(checks.get() + 1);
+        checks.get() == 1
     };
-    between_look_and_deed(until_put_aside);
+    between_check_and_action(until_preempted);
     // SAFETY: the part is this test's own.
-    assert!(!unsafe { copy(&look, &[part(&mut target)], &[7; 4096]) });
-    assert_eq!(looks.get(), 2);
+    assert!(!unsafe { copy(&check, &[part(&mut target)], &[7; 4096]) });
+    assert_eq!(checks.get(), 2);
     assert!(target.iter().all(|byte| *byte == 0), "it was made after all");
 }
 
 #[test]
-fn nothing_is_received_by_a_thread_that_was_put_aside_after_the_look() {
-    if !possible("nothing_is_received_by_a_thread_that_was_put_aside_after_the_look") {
+fn nothing_is_received_by_a_thread_that_was_preempted_after_the_check() {
+    if !possible("nothing_is_received_by_a_thread_that_was_preempted_after_the_check") {
         return;
     }
     let (here, there) = Socket::pair().unwrap();
@@ -105,15 +105,15 @@ fn nothing_is_received_by_a_thread_that_was_put_aside_after_the_look() {
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     (message.msg_iov, message.msg_iovlen) = (&raw mut vector, 1);
     let fd = std::os::fd::AsFd::as_fd(&here).as_raw_fd();
-    let looks = Cell::new(0);
-    let look = || {
-        looks.set(looks.get() + 1);
-        looks.get() == 1
+    let checks = Cell::new(0);
+    let check = || {
+        checks.set(checks.get() + 1);
+        checks.get() == 1
     };
-    between_look_and_deed(until_put_aside);
+    between_check_and_action(until_preempted);
     // SAFETY: the header names this test's own bytes.
-    let first = unsafe { recvmsg(&look, fd, &raw mut message, libc::MSG_DONTWAIT) };
-    assert_eq!((first, looks.get(), target), (None, 2, [0; 5]));
+    let first = unsafe { recvmsg(&check, fd, &raw mut message, libc::MSG_DONTWAIT) };
+    assert_eq!((first, checks.get(), target), (None, 2, [0; 5]));
     BETWEEN.take();
     let call = |wanted: bool| {
         let mut message = message;
@@ -126,50 +126,50 @@ fn nothing_is_received_by_a_thread_that_was_put_aside_after_the_look() {
     assert_eq!(call(true), Some(-(libc::EAGAIN as isize)));
 }
 
-/// A look that says yes once.
+/// A check that says yes once.
 fn once() -> (std::rc::Rc<Cell<usize>>, impl Fn() -> bool) {
-    let looks = std::rc::Rc::new(Cell::new(0));
-    let counted = std::rc::Rc::clone(&looks);
-    let look = move || {
+    let checks = std::rc::Rc::new(Cell::new(0));
+    let counted = std::rc::Rc::clone(&checks);
+    let check = move || {
         counted.set(counted.get() + 1);
         counted.get() == 1
     };
-    (looks, look)
+    (checks, check)
 }
 
 #[test]
-fn a_word_is_not_exchanged_by_a_thread_that_was_put_aside_after_the_look() {
-    if !possible("a_word_is_not_exchanged_by_a_thread_that_was_put_aside_after_the_look") {
+fn a_word_is_not_exchanged_by_a_thread_that_was_preempted_after_the_check() {
+    if !possible("a_word_is_not_exchanged_by_a_thread_that_was_preempted_after_the_check") {
         return;
     }
     let mut word = 5u64;
-    between_look_and_deed(until_put_aside);
-    let (looks, look) = once();
+    between_check_and_action(until_preempted);
+    let (checks, check) = once();
     // SAFETY: the word is this test's own.
-    let added = unsafe { change_if(&look, (&raw mut word).cast(), |seen| Some(seen + 1)) };
-    assert_eq!((added, looks.get(), word), (None, 2, 5));
+    let added = unsafe { change_if(&check, (&raw mut word).cast(), |seen| Some(seen + 1)) };
+    assert_eq!((added, checks.get(), word), (None, 2, 5));
     let mut elements = [1u32, 2, 3];
-    let (looks, look) = once();
+    let (checks, check) = once();
     // SAFETY: the elements are this test's own.
     let all = unsafe {
         let to = elements.as_mut_ptr().cast();
-        reduce_if(&look, to, [7u32; 3].as_ptr().cast(), 12, ReduceOp::Sum, Dtype::U32)
+        reduce_if(&check, to, [7u32; 3].as_ptr().cast(), 12, ReduceOp::Sum, Dtype::U32)
     };
-    assert_eq!((all.unwrap(), looks.get(), elements), (false, 2, [1, 2, 3]));
+    assert_eq!((all.unwrap(), checks.get(), elements), (false, 2, [1, 2, 3]));
 }
 
 #[test]
-fn nothing_is_written_to_a_file_by_a_thread_that_was_put_aside_after_the_look() {
-    if !possible("nothing_is_written_to_a_file_by_a_thread_that_was_put_aside_after_the_look") {
+fn nothing_is_written_to_a_file_by_a_thread_that_was_preempted_after_the_check() {
+    if !possible("nothing_is_written_to_a_file_by_a_thread_that_was_preempted_after_the_check") {
         return;
     }
     let file = rustix::fs::memfd_create("at-once", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let length = || rustix::fs::fstat(&file).unwrap().st_size;
     // SAFETY: the bytes are constant.
-    let write = |look: &dyn Fn() -> bool, fd| unsafe { pwrite(look, fd, b"bytes".as_ptr(), 5, 3) };
-    between_look_and_deed(until_put_aside);
-    let (looks, look) = once();
-    assert_eq!((write(&look, file.as_raw_fd()), looks.get(), length()), (None, 2, 0));
+    let write = |check: &dyn Fn() -> bool, fd| unsafe { pwrite(check, fd, b"bytes".as_ptr(), 5, 3) };
+    between_check_and_action(until_preempted);
+    let (checks, check) = once();
+    assert_eq!((write(&check, file.as_raw_fd()), checks.get(), length()), (None, 2, 0));
     BETWEEN.take();
     assert_eq!((write(&|| false, file.as_raw_fd()), length()), (None, 0));
     assert_eq!((write(&|| true, file.as_raw_fd()), length()), (Some(5), 8));
@@ -185,7 +185,7 @@ fn a_series_of_exchanges_stops_at_what_others_have_changed_in_every_width() {
             exchange::<W, _>(&|| true, |turn| {
                 // SAFETY: the words are this test's own.
                 match unsafe { W::swap_all(turn, at, [old; 4].as_ptr(), [new; 4].as_ptr(), 4, from) } {
-                    Went::Aside(reached) => {
+                    Went::Preempted(reached) => {
                         from = reached;
                         None
                     }
@@ -285,17 +285,17 @@ fn bytes_are_spread_over_parts_and_a_copy_that_is_sent_away_is_whole_in_the_end(
 }
 
 #[test]
-fn a_look_that_took_long_is_made_again() {
+fn a_check_that_took_long_is_made_again() {
     let mut target = [0u8; 8];
-    let looks = Cell::new(0);
-    let look = || {
-        looks.set(looks.get() + 1);
-        if looks.get() == 1 {
+    let checks = Cell::new(0);
+    let check = || {
+        checks.set(checks.get() + 1);
+        if checks.get() == 1 {
             thread::sleep(Duration::from_millis(5));
         }
-        looks.get() == 1
+        checks.get() == 1
     };
     // SAFETY: the part is this test's own.
-    assert!(!unsafe { copy(&look, &[part(&mut target)], &[7; 8]) });
-    assert_eq!((looks.get(), target), (2, [0; 8]));
+    assert!(!unsafe { copy(&check, &[part(&mut target)], &[7; 8]) });
+    assert_eq!((checks.get(), target), (2, [0; 8]));
 }
