@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use self::audit::{Audit, PeerAudit, StrangerAudit};
-pub(crate) use self::audit::{Deed, Ledger};
+pub(crate) use self::audit::{Counted, Ledger};
 use self::core::ParkingLot;
 pub(crate) use self::core::{Borrower, RegionCore, RegionUse, TransportState};
 pub(crate) use self::peers::PeerPins;

@@ -15,7 +15,7 @@ use super::stats::Counters;
 use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
-use crate::region::Deed;
+use crate::region::Counted;
 use crate::route::{Capabilities, Explanation, Routes, Routing};
 use crate::runtime::{self, Timer, TimerId};
 use crate::session::{GrantHandle, Importing, Medium, NoContact, Session};
@@ -428,7 +428,7 @@ fn import_here(
         .verify(ticket.public_bytes(), &ticket.proof(challenge), challenge)
         .inspect_err(|_| owner.registry.refuse_ticket(ticket.public_bytes(), endpoint.identity()))?;
     for ledger in [&region.ledger, &owner.registry.ledger] {
-        ledger.of(endpoint.identity()).count(Deed::GivenAway);
+        ledger.of(endpoint.identity()).count(Counted::GivenAway);
     }
     let grant = region.grant(&claims, false, 0);
     Remote::new(endpoint, Owner::Here(&region), grant, owner.name(), wanted)

@@ -1,29 +1,29 @@
 //! Whether an owner is applying what came over a connection right now, as the one who sent it sees it.
 //!
 //! An owner looks whether its peer still stands by a write, and then copies. A process can be stopped between the two for any
-//! time. So it says so first, in a place of the [page](PinPage) that it shares with a peer on the same host; a peer that gives a
+//! time. So it says so first, in a slot of the [page](PinPage) that it shares with a peer on the same host; a peer that gives a
 //! connection up says that first, and then looks. Whoever comes second sees the other: `protocol` has the order of it.
 
 use std::sync::{Arc, Mutex};
 
-use crate::fence::pins::{Applied, PLACES, PinPage};
+use crate::fence::pins::{APPLY_SLOTS, Applied, PinPage};
 use crate::fence::protocol::{self, APPLYING_BITS, Machine};
 use crate::sync::lock;
 
-/// The place of one connection, as either side sees it.
+/// The slot of one connection, as either side sees it.
 #[derive(Clone)]
-pub(crate) struct Place {
+pub(crate) struct ApplySlotView {
     page: Arc<PinPage>,
     index: u32,
     number: u64,
 }
 
-impl Place {
-    /// Initiator: the place that the owner has named for a connection that was just made.
-    pub(crate) fn of(page: &Arc<PinPage>, index: u32) -> Option<Place> {
+impl ApplySlotView {
+    /// Initiator: the slot that the owner has named for a connection that was just made.
+    pub(crate) fn of(page: &Arc<PinPage>, index: u32) -> Option<ApplySlotView> {
         let number =
             page.applied(index)?.applying.load(std::sync::atomic::Ordering::Acquire) >> APPLYING_BITS;
-        (number != 0).then(|| Place { page: Arc::clone(page), index, number })
+        (number != 0).then(|| ApplySlotView { page: Arc::clone(page), index, number })
     }
 
     /// Initiator: gives the connection up.
@@ -43,57 +43,57 @@ impl Place {
     }
 }
 
-/// The places that an owner gives to the connections of one peer.
+/// The slots that an owner gives to the connections of one peer.
 #[derive(Default)]
-pub(crate) struct Places(Mutex<Taken>);
+pub(crate) struct ApplySlots(Mutex<Taken>);
 
 #[derive(Default)]
 struct Taken {
-    places: u64,
+    slots: u64,
     last: u64,
 }
 
-impl Places {
-    /// A place for one more connection; none where all are taken.
-    pub(crate) fn take(self: &Arc<Self>, page: &Arc<PinPage>) -> Option<Desk> {
+impl ApplySlots {
+    /// A slot for one more connection; `None` if all are taken.
+    pub(crate) fn take(self: &Arc<Self>, page: &Arc<PinPage>) -> Option<ApplySlot> {
         let mut taken = lock(&self.0);
-        let index = (!taken.places).trailing_zeros();
-        let words = page.applied(index).filter(|_| index < PLACES)?;
-        taken.places |= 1 << index;
+        let index = (!taken.slots).trailing_zeros();
+        let words = page.applied(index).filter(|_| index < APPLY_SLOTS)?;
+        taken.slots |= 1 << index;
         taken.last += 1;
-        // Nobody is at it: the desk that had it before went when its last user had.
+        // Nobody uses it: the `ApplySlot` that had it before was dropped after its last user.
         words.applying.store(taken.last << APPLYING_BITS, std::sync::atomic::Ordering::Release);
-        let place = Place { page: Arc::clone(page), index, number: taken.last };
-        Some(Desk { place, places: Arc::clone(self) })
+        let slot = ApplySlotView { page: Arc::clone(page), index, number: taken.last };
+        Some(ApplySlot { slot, slots: Arc::clone(self) })
     }
 }
 
-/// A connection's place on the owner's side; given back on drop.
-pub(crate) struct Desk {
-    place: Place,
-    places: Arc<Places>,
+/// A connection's slot on the owner's side; given back on drop.
+pub(crate) struct ApplySlot {
+    slot: ApplySlotView,
+    slots: Arc<ApplySlots>,
 }
 
-impl Desk {
-    /// Which place it is, for the initiator.
+impl ApplySlot {
+    /// The number of the slot, for the initiator.
     pub(crate) fn index(&self) -> u32 {
-        self.place.index
+        self.slot.index
     }
 
-    /// Says that what came over the connection is being applied, until the guard is dropped; none where the initiator has
+    /// Says that what came over the connection is being applied, until the guard is dropped; `None` if the initiator has
     /// given the connection up.
     #[inline]
     pub(crate) fn enter(&self) -> Option<Applying<'_>> {
-        let words = self.place.words()?;
-        let wanted = protocol::enter::<Machine>(&words.applying, &words.over, self.place.number);
+        let words = self.slot.words()?;
+        let wanted = protocol::enter::<Machine>(&words.applying, &words.over, self.slot.number);
         let applying = Applying(words);
         wanted.then_some(applying)
     }
 }
 
-impl Drop for Desk {
+impl Drop for ApplySlot {
     fn drop(&mut self) {
-        lock(&self.places.0).places &= !(1 << self.place.index);
+        lock(&self.slots.0).slots &= !(1 << self.slot.index);
     }
 }
 
@@ -121,10 +121,12 @@ mod tests {
     #[test]
     fn what_was_given_up_is_not_entered_and_what_was_entered_is_seen() {
         let (owners, users) = pages();
-        let places = Arc::new(Places::default());
-        let (first, second) = (places.take(&owners).unwrap(), places.take(&owners).unwrap());
-        let (one, two) =
-            (Place::of(&users, first.index()).unwrap(), Place::of(&users, second.index()).unwrap());
+        let slots = Arc::new(ApplySlots::default());
+        let (first, second) = (slots.take(&owners).unwrap(), slots.take(&owners).unwrap());
+        let (one, two) = (
+            ApplySlotView::of(&users, first.index()).unwrap(),
+            ApplySlotView::of(&users, second.index()).unwrap(),
+        );
         let inside = first.enter().unwrap();
         one.give_up();
         assert!(one.is_applying() && !two.is_applying());
@@ -136,17 +138,17 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_serves_another_connection_says_nothing_about_the_one_before() {
+    fn a_slot_that_serves_another_connection_says_nothing_about_the_one_before() {
         let (owners, users) = pages();
-        let places = Arc::new(Places::default());
-        let first = places.take(&owners).unwrap();
-        let one = Place::of(&users, first.index()).unwrap();
+        let slots = Arc::new(ApplySlots::default());
+        let first = slots.take(&owners).unwrap();
+        let one = ApplySlotView::of(&users, first.index()).unwrap();
         one.give_up();
         drop(first);
-        let second = places.take(&owners).unwrap();
+        let second = slots.take(&owners).unwrap();
         let inside = second.enter().unwrap();
         assert!(!one.is_applying());
-        let two = Place::of(&users, second.index()).unwrap();
+        let two = ApplySlotView::of(&users, second.index()).unwrap();
         two.give_up();
         assert!(two.is_applying());
         drop(inside);
@@ -154,13 +156,13 @@ mod tests {
     }
 
     #[test]
-    fn there_are_as_many_places_as_the_page_has() {
+    fn there_are_as_many_slots_as_the_page_has() {
         let (owners, users) = pages();
-        let places = Arc::new(Places::default());
-        let desks: Vec<_> = std::iter::from_fn(|| places.take(&owners)).collect();
-        assert_eq!(desks.len(), PLACES as usize);
-        assert!(Place::of(&users, PLACES).is_none());
-        drop(desks);
-        assert!(places.take(&owners).is_some());
+        let slots = Arc::new(ApplySlots::default());
+        let all: Vec<_> = std::iter::from_fn(|| slots.take(&owners)).collect();
+        assert_eq!(all.len(), APPLY_SLOTS as usize);
+        assert!(ApplySlotView::of(&users, APPLY_SLOTS).is_none());
+        drop(all);
+        assert!(slots.take(&owners).is_some());
     }
 }

@@ -28,16 +28,16 @@ pub(crate) const PROCESS_SLOTS: u32 = 1024;
 pub(crate) const LONG_SLOTS: u32 = PROCESS_SLOTS - 64;
 
 /// Connections of one peer whose bytes the owner can be seen to apply; there is nothing to see about any beyond.
-pub(crate) const PLACES: u32 = 64;
+pub(crate) const APPLY_SLOTS: u32 = 64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"towl-pin");
 /// Of this page and of the table that comes with it. 2: more process slots; sleepers are counted in the table's rows.
-/// 3: places in which the owner shows that it applies a connection's bytes.
+/// 3: slots in which the owner shows that it applies a connection's bytes.
 const VERSION: u32 = 3;
 const THREADS_AT: usize = size_of::<Header>();
 const PROCESSES_AT: usize = THREADS_AT + THREAD_SLOTS as usize * size_of::<Slot>();
-const PLACES_AT: usize = PROCESSES_AT + PROCESS_SLOTS as usize * size_of::<Slot>();
-const BYTES: usize = PLACES_AT + PLACES as usize * size_of::<Applied>();
+const APPLY_SLOTS_AT: usize = PROCESSES_AT + PROCESS_SLOTS as usize * size_of::<Slot>();
+const BYTES: usize = APPLY_SLOTS_AT + APPLY_SLOTS as usize * size_of::<Applied>();
 
 #[repr(C)]
 struct Header {
@@ -322,9 +322,9 @@ impl PinPage {
         self.mapping.lend(THREADS_AT, THREAD_SLOTS as usize)
     }
 
-    /// What is said about the connection at that place.
-    pub(super) fn applied(&self, place: u32) -> Option<&Applied> {
-        self.mapping.lend::<Applied>(PLACES_AT, PLACES as usize).get(place as usize)
+    /// What is said about the connection in that slot.
+    pub(super) fn applied(&self, slot: u32) -> Option<&Applied> {
+        self.mapping.lend::<Applied>(APPLY_SLOTS_AT, APPLY_SLOTS as usize).get(slot as usize)
     }
 
     #[inline]

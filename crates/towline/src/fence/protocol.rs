@@ -258,7 +258,7 @@ pub(crate) fn give_up<M: Memory>(over: &M::U64, number: u64) {
     M::full_fence();
 }
 
-/// Initiator, after `give_up`: whether the owner is still applying bytes of that connection. A place that serves another one by
+/// Initiator, after `give_up`: whether the owner is still applying bytes of that connection. A slot that serves another one by
 /// now is not: the owner hands it on when everybody has left.
 #[inline]
 pub(crate) fn is_applying<M: Memory>(applying: &M::U64, number: u64) -> bool {

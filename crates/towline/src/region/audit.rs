@@ -108,9 +108,9 @@ pub(crate) struct Entry {
     unseen: AtomicBool,
 }
 
-/// What a request did.
+/// What is counted for a peer.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Deed {
+pub(crate) enum Counted {
     Read(u64),
     Written(u64),
     Refused,
@@ -118,21 +118,21 @@ pub(crate) enum Deed {
 }
 
 impl Entry {
-    pub(crate) fn count(&self, deed: Deed) {
+    pub(crate) fn count(&self, what: Counted) {
         let add = |counter: &AtomicU64, number| {
             counter.fetch_add(number, Ordering::Relaxed);
         };
-        match deed {
-            Deed::Read(bytes) => {
+        match what {
+            Counted::Read(bytes) => {
                 add(&self.reads, 1);
                 add(&self.read_bytes, bytes);
             }
-            Deed::Written(bytes) => {
+            Counted::Written(bytes) => {
                 add(&self.writes, 1);
                 add(&self.written_bytes, bytes);
             }
-            Deed::Refused => add(&self.refused, 1),
-            Deed::GivenAway => self.unseen.store(true, Ordering::Relaxed),
+            Counted::Refused => add(&self.refused, 1),
+            Counted::GivenAway => self.unseen.store(true, Ordering::Relaxed),
         }
     }
 }
@@ -210,7 +210,7 @@ mod tests {
         let ledger = ledger(1 << 30);
         for number in 0..MOST_PEERS + 500 {
             let peer = Identity::new(format!("peer-{number}"), Incarnation([1; 16])).unwrap();
-            ledger.of(&peer).count(Deed::Refused);
+            ledger.of(&peer).count(Counted::Refused);
         }
         let audit = ledger.audit();
         assert_eq!(audit.peers.len(), MOST_PEERS + 1);
@@ -224,7 +224,7 @@ mod tests {
         let ledger = ledger(10 * ENTRY);
         for number in 0..500 {
             let peer = Identity::new(format!("peer-{number}"), Incarnation([1; 16])).unwrap();
-            ledger.of(&peer).count(Deed::Refused);
+            ledger.of(&peer).count(Counted::Refused);
         }
         let audit = ledger.audit();
         assert_eq!(audit.peers.len(), 11);
@@ -235,8 +235,8 @@ mod tests {
     fn what_the_owner_does_not_see_is_said() {
         let ledger = ledger(1 << 20);
         let peer = Identity::new("near", Incarnation([0xab; 16])).unwrap();
-        ledger.of(&peer).count(Deed::Read(10));
-        ledger.of(&peer).count(Deed::GivenAway);
+        ledger.of(&peer).count(Counted::Read(10));
+        ledger.of(&peer).count(Counted::GivenAway);
         let audit = ledger.audit();
         assert!(audit.is_incomplete());
         let text = audit.to_string();

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
-use super::{Deed, Ledger, ParkingLot, RegionCore, stale};
+use super::{Counted, Ledger, ParkingLot, RegionCore, stale};
 use crate::budget::{Account, Charge};
 use crate::fence::table::Table;
 use crate::identity::{Identity, Incarnation};
@@ -174,7 +174,7 @@ impl Registry {
     /// Counts something that was refused to that peer.
     pub(crate) fn refuse(&self, peer: &Identity) {
         self.count_refused();
-        self.ledger.of(peer).count(Deed::Refused);
+        self.ledger.of(peer).count(Counted::Refused);
     }
 
     /// Counts a ticket that was refused.
@@ -185,12 +185,12 @@ impl Registry {
 
     /// Writes a refused ticket down for the peer, also for the region that it names, where there is one.
     pub(crate) fn blame(&self, public: &[u8], peer: &Identity) {
-        self.ledger.of(peer).count(Deed::Refused);
+        self.ledger.of(peer).count(Counted::Refused);
         if let Ok(ticket) = ticket::parse_public(public)
             && let claims = ticket.claims()
             && let Some(region) = self.regions.find(claims.row, claims.generation)
         {
-            region.ledger.of(peer).count(Deed::Refused);
+            region.ledger.of(peer).count(Counted::Refused);
         }
     }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 
 use super::RegionCore;
-use super::audit::{Deed, Entry};
+use super::audit::{Counted, Entry};
 use crate::budget::Charge;
 use crate::sync::lock;
 
@@ -22,7 +22,7 @@ pub(crate) struct Served {
     region: Weak<RegionCore>,
     session: u64,
     stream: Weak<dyn Stream>,
-    /// Where the peer's deeds are counted: for the region, and for the endpoint.
+    /// Where the peer's accesses are counted: for the region, and for the endpoint.
     entries: [Arc<Entry>; 2],
     _charge: Charge,
 }
@@ -36,8 +36,8 @@ impl Served {
         &self.region
     }
 
-    pub(crate) fn count(&self, deed: Deed) {
-        self.entries.iter().for_each(|entry| entry.count(deed));
+    pub(crate) fn count(&self, what: Counted) {
+        self.entries.iter().for_each(|entry| entry.count(what));
     }
 }
 

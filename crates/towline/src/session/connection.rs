@@ -23,7 +23,7 @@ pub(super) use self::wanted::Wanted;
 use super::channel::{Channel, Landing};
 use super::parts::{GivenUp, Keep, Late, Outgoing, Payload, QUEUE, SCRATCH, Sink};
 use crate::budget::Charge;
-use crate::fence::applying::{Desk, Place};
+use crate::fence::applying::{ApplySlot, ApplySlotView};
 use crate::runtime::socket::{Acknowledged, Family, MAX_PARTS, RawPart, Received, Sent};
 use crate::runtime::{self, Interest, Token, panic_message};
 use crate::sync::lock;
@@ -123,8 +123,8 @@ pub(super) struct Connection {
 
 /// On one host, between processes of one user: where it can be seen that the owner applies what came over this connection.
 enum AppliedAt {
-    Owner(Desk),
-    Initiator(Place),
+    Owner(ApplySlot),
+    Initiator(ApplySlotView),
 }
 
 impl Connection {
@@ -227,19 +227,19 @@ impl Connection {
     }
 
     /// Owner: shows there when something of this connection is applied. Before anything of it is.
-    pub(super) fn apply_at(&self, desk: Desk) {
-        let _ = self.side.set(AppliedAt::Owner(desk));
+    pub(super) fn apply_at(&self, slot: ApplySlot) {
+        let _ = self.side.set(AppliedAt::Owner(slot));
     }
 
     /// Initiator: knows where the owner shows that it applies something of this connection.
-    pub(super) fn applied_at(&self, place: Place) {
-        let _ = self.side.set(AppliedAt::Initiator(place));
+    pub(super) fn applied_at(&self, slot: ApplySlotView) {
+        let _ = self.side.set(AppliedAt::Initiator(slot));
     }
 
     /// Initiator, of a connection that has ended: where the owner is seen to be in the middle of something that came over it.
-    pub(super) fn unfinished(&self) -> Option<Place> {
+    pub(super) fn unfinished(&self) -> Option<ApplySlotView> {
         match self.side.get() {
-            Some(AppliedAt::Initiator(place)) => Some(place.clone()).filter(Place::is_applying),
+            Some(AppliedAt::Initiator(slot)) => Some(slot.clone()).filter(ApplySlotView::is_applying),
             _ => None,
         }
     }
@@ -474,8 +474,8 @@ impl Connection {
         if let (Some(token), Ok(reactor)) = (self.token.get(), runtime::reactor()) {
             reactor.remove(*token, self.socket.as_fd());
         }
-        if let Some(AppliedAt::Initiator(place)) = self.side.get() {
-            place.give_up();
+        if let Some(AppliedAt::Initiator(slot)) = self.side.get() {
+            slot.give_up();
         }
         how(self);
         let handler = lock(&self.handler).take();

@@ -26,7 +26,7 @@ use super::query::Borrowed;
 use super::run::Run;
 use super::sharing::{self, Neighbour};
 use super::{Medium, Sessions, outstanding};
-use crate::fence::applying::Place;
+use crate::fence::applying::ApplySlotView;
 use crate::fence::life::LifePage;
 use crate::fence::pins::{PinPage, ProcessPin, Side};
 use crate::fence::table::TableView;
@@ -116,8 +116,8 @@ impl Session {
         let session = Arc::new_cyclic(|me| {
             let handler = Arc::new(ToSession(Weak::clone(me)));
             let control = Connection::new(contact.socket, Role::Control, true, handler);
-            if let Some(place) = local.as_ref().and_then(|local| Place::of(&local.pins, 0)) {
-                control.applied_at(place);
+            if let Some(slot) = local.as_ref().and_then(|local| ApplySlotView::of(&local.pins, 0)) {
+                control.applied_at(slot);
             }
             if let Some(port) = seen_at {
                 control.is_seen_at(port);
@@ -428,9 +428,9 @@ impl Session {
                 Action::Lost { waiter, error, unsent } => waiter.lost(self, error, unsent),
                 Action::Outstanding(transfer) => transfer.add_outstanding(),
                 Action::OutstandingWhileApplied(transfer, over) => {
-                    let place = self.connection(over, closed).and_then(|connection| connection.unfinished());
-                    if let Some(place) = place {
-                        outstanding::listen(&transfer, place, self.owner_process());
+                    let slot = self.connection(over, closed).and_then(|connection| connection.unfinished());
+                    if let Some(slot) = slot {
+                        outstanding::listen(&transfer, slot, self.owner_process());
                     }
                 }
                 Action::Settled(transfer) => transfer.remove_outstanding(),

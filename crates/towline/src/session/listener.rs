@@ -15,7 +15,7 @@ use super::owner::Serving;
 use super::parts::Sink;
 use super::{Sessions, UNANSWERED};
 use crate::identity::Identity;
-use crate::region::Deed;
+use crate::region::Counted;
 use crate::runtime::socket::{Lane, PeerAddr, Socket};
 use crate::runtime::{self, Interest, Readiness, Source, Timer, TimerId, Token};
 use crate::sync::lock;
@@ -314,7 +314,7 @@ fn count_refused(sessions: &Sessions, origin: Origin, proven: Option<&(Identity,
     sessions.refusals.count(sessions.registry.name(), origin, who, error);
     match proven {
         Some((peer, KeyRef::Ticket(public))) => sessions.registry.blame(public, peer),
-        Some((peer, KeyRef::Session(_))) => sessions.registry.ledger.of(peer).count(Deed::Refused),
+        Some((peer, KeyRef::Session(_))) => sessions.registry.ledger.of(peer).count(Counted::Refused),
         None => {}
     }
 }

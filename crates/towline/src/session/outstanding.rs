@@ -1,13 +1,13 @@
 //! Writes that have ended while their owner was in the middle of them: stopped there, most likely. They are quiet when it has left.
 //!
-//! Nothing wakes who waits for that: the owner does not know of it. So the place is looked at from time to time, by a timer, and
+//! Nothing wakes who waits for that: the owner does not know of it. So the slot is looked at from time to time, by a timer, and
 //! only while there is such a write.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use crate::fence::applying::Place;
+use crate::fence::applying::ApplySlotView;
 use crate::fence::life::has_exited;
 use crate::runtime::{self, Timer};
 use crate::sync::lock;
@@ -19,14 +19,14 @@ const LAST: Duration = Duration::from_millis(100);
 
 struct One {
     transfer: Weak<TransferCore>,
-    place: Place,
+    slot: ApplySlotView,
     /// The owner's process; what it was in the middle of is over when it has exited.
     process: Option<OwnedFd>,
 }
 
 impl One {
     fn is_over(&self) -> bool {
-        !self.place.is_applying() || self.process.as_ref().is_some_and(has_exited)
+        !self.slot.is_applying() || self.process.as_ref().is_some_and(has_exited)
     }
 }
 
@@ -40,13 +40,13 @@ struct Listening {
     armed: bool,
 }
 
-/// Marks a request of that transfer as one that the owner is in the middle of, until it has left that place or exited.
-pub(super) fn listen(transfer: &Arc<TransferCore>, place: Place, process: Option<OwnedFd>) {
+/// Marks a request of that transfer as one that the owner is in the middle of, until it has left that slot or exited.
+pub(super) fn listen(transfer: &Arc<TransferCore>, slot: ApplySlotView, process: Option<OwnedFd>) {
     static LISTENER: OnceLock<Arc<Listener>> = OnceLock::new();
     transfer.add_outstanding();
     let listener = LISTENER.get_or_init(Arc::default);
     let mut listening = lock(&listener.0);
-    listening.all.push(One { transfer: Arc::downgrade(transfer), place, process });
+    listening.all.push(One { transfer: Arc::downgrade(transfer), slot, process });
     listening.pause = FIRST;
     listener.arm(&mut listening);
 }

@@ -29,14 +29,14 @@ use super::connection::{Connection, Handler, Next, Role, Wanted};
 use super::files::{Files, Source, Written};
 use super::parts::{Held, Landed, Payload, Sink, hung_up};
 use crate::budget::{Account, Charge};
-use crate::fence::applying::Desk;
+use crate::fence::applying::ApplySlot;
 use crate::fence::life::LifeView;
 use crate::fence::pins::Side;
 use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::notify::Notification;
 use crate::operations::Claimer;
-use crate::region::{Deed, RegionCore, Stream, stale};
+use crate::region::{Counted, RegionCore, Stream, stale};
 use crate::runtime::socket::Lane;
 use crate::runtime::{self, Device};
 use crate::session::Sessions;
@@ -137,9 +137,9 @@ impl Serving {
             panics: AtomicBool::new(false),
         });
         sessions.serve(&serving);
-        // The first connection is at the first place.
-        if let Some(desk) = serving.local.as_ref().and_then(Local::desk) {
-            connection.apply_at(desk);
+        // The first connection is at the first slot.
+        if let Some(slot) = serving.local.as_ref().and_then(Local::apply_slot) {
+            connection.apply_at(slot);
         }
         let mut local = connection.socket().socket().peer_port();
         if serving.local.is_some() {
@@ -201,12 +201,12 @@ impl Serving {
             lock(&serving.connections).clear();
             return Err(Error::new(Kind::Disconnected, "contact", "the session is over"));
         }
-        let desk = serving.local.as_ref().and_then(Local::desk);
-        let place = desk.as_ref().map(Desk::index).or_else(|| connection.socket().socket().peer_port());
-        if let Some(desk) = desk {
-            connection.apply_at(desk);
+        let slot = serving.local.as_ref().and_then(Local::apply_slot);
+        let index = slot.as_ref().map(ApplySlot::index).or_else(|| connection.socket().socket().peer_port());
+        if let Some(slot) = slot {
+            connection.apply_at(slot);
         }
-        let ready = wire::Ready { session: id, name: sessions.registry.name().to_owned(), local: place };
+        let ready = wire::Ready { session: id, name: sessions.registry.name().to_owned(), local: index };
         connection.authenticate(serving, Role::Lane, charge);
         connection.say(Message::from(ready).frame(0, 0, 0))
     }
@@ -360,7 +360,7 @@ impl Serving {
     ) -> Result<()> {
         let Reading { admitted, checks } = reading;
         let read = self.target(Access::READ, admitted).and_then(|(granting, target)| {
-            granting.count(Deed::Read(target.bytes()));
+            granting.count(Counted::Read(target.bytes()));
             match target {
                 Target::Bounced(asked) => {
                     self.files.at(&asked.source).read(self, connection, request, asked, checks.is_some())?;
@@ -486,7 +486,7 @@ impl Serving {
                 format!("the word at offset {offset} is not aligned to 8 bytes"),
             ));
         }
-        granting.count(Deed::Written(8));
+        granting.count(Counted::Written(8));
         let stands_by = || wanted.as_ref().is_none_or(|wanted| wanted.stands_by(Some(word)));
         act(&stands_by, apply::Word { at: word, lent })?.ok_or_else(|| hung_up("atomic"))
     }
@@ -638,7 +638,7 @@ impl Handler for Arc<Serving> {
         let arriving = lock(&self.rules).payload(&header, message, body.len(), Instant::now())?;
         let (bytes, mut charge) = (header.payload_len, arriving.charge);
         let target = self.target(Access::WRITE, arriving.admitted).map(|(granting, target)| {
-            granting.count(Deed::Written(bytes));
+            granting.count(Counted::Written(bytes));
             target
         });
         let sink = match target {

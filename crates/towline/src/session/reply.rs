@@ -8,7 +8,7 @@ use super::owner::{Granting, Serving};
 use super::parts::Payload;
 use super::query::{Loan, Query, QueryReply};
 use crate::memory::FileSlice;
-use crate::region::{Borrower, Deed, Registry};
+use crate::region::{Borrower, Counted, Registry};
 use crate::runtime::Device;
 use crate::wire::{self, Message, WireError};
 use crate::{Access, Error, Kind, Result, runtime};
@@ -74,7 +74,7 @@ impl Serving {
         let query = Query { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
         let mut reply = self.sessions()?.paths.answer_query(ask.path, &query)?;
         if reply.loan.is_some() || !reply.files.is_empty() {
-            granting.count(Deed::GivenAway);
+            granting.count(Counted::GivenAway);
         }
         if let Some(loan) = reply.loan.take() {
             let lent = Lent {

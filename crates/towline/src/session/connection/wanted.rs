@@ -100,7 +100,7 @@ impl Connection {
         }
         let applying = match self.side.get() {
             // In this order: first said, then looked.
-            Some(AppliedAt::Owner(desk)) => Some(desk.enter()?),
+            Some(AppliedAt::Owner(slot)) => Some(slot.enter()?),
             _ => None,
         };
         let wanted = Wanted { connection: self, applier, at_once: false, _applying: applying };

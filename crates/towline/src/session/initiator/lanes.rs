@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{IDLE_TIMER, Session, ToSession};
-use crate::fence::applying::Place;
+use crate::fence::applying::ApplySlotView;
 use crate::runtime;
 use crate::session::connection::{Connection, Role};
 use crate::session::run::Run;
@@ -50,10 +50,10 @@ impl Session {
         let lane = Connection::new(contact.socket, Role::Lane, true, handler);
         lane.call(contact.challenge);
         match (&self.local, contact.ready.local) {
-            // On one host, the connection's place in the page that both share.
-            (Some(local), Some(place)) => {
-                if let Some(place) = Place::of(&local.pins, place) {
-                    lane.applied_at(place);
+            // On one host, the connection's slot in the page that both share.
+            (Some(local), Some(slot)) => {
+                if let Some(slot) = ApplySlotView::of(&local.pins, slot) {
+                    lane.applied_at(slot);
                 }
             }
             (None, Some(port)) => lane.is_seen_at(port),

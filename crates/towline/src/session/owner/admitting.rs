@@ -11,7 +11,7 @@ use super::granting::{GRANT, Granting, Hold};
 use super::{Over, Serving, Standing};
 use crate::bytes::checked;
 use crate::memory::Holder;
-use crate::region::{Deed, RegionCore, RegionUse, SERVED};
+use crate::region::{Counted, RegionCore, RegionUse, SERVED};
 use crate::runtime::socket::RawPartMut;
 use crate::session::files::Asked;
 use crate::session::importing::proven;
@@ -154,7 +154,7 @@ impl Serving {
         let served = region.serve_over(self, entries, self.allowance.charge("import", SERVED)?);
         let granting = Granting { served, claims, lent: Lending::default(), _charge: charge };
         if self.local.is_some() {
-            granting.count(Deed::GivenAway);
+            granting.count(Counted::GivenAway);
         }
         Ok(granting)
     }
@@ -254,7 +254,7 @@ impl Serving {
     pub(super) fn refused(&self, granting: &Granting) {
         if let Some(sessions) = self.sessions.upgrade() {
             sessions.registry.count_refused();
-            granting.count(Deed::Refused);
+            granting.count(Counted::Refused);
         }
     }
 

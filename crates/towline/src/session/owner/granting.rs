@@ -8,7 +8,7 @@ use towline_proto::session::owner::{Grant, Owner};
 
 use super::Over;
 use crate::budget::Charge;
-use crate::region::{Deed, RegionCore, RegionUse, Served};
+use crate::region::{Counted, RegionCore, RegionUse, Served};
 use crate::session::files::Source;
 use crate::session::reply::Lending;
 use crate::ticket::Claims;
@@ -34,8 +34,8 @@ pub(in crate::session) enum Hold {
 }
 
 impl Granting {
-    pub(in crate::session) fn count(&self, deed: Deed) {
-        self.served.count(deed);
+    pub(in crate::session) fn count(&self, what: Counted) {
+        self.served.count(what);
     }
 }
 

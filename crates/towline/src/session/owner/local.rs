@@ -8,7 +8,7 @@ use towline_proto::session::allowance::Allowance;
 
 use super::Serving;
 use super::beating::GONE;
-use crate::fence::applying::{Desk, Places};
+use crate::fence::applying::{ApplySlot, ApplySlots};
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;
 use crate::identity::Identity;
@@ -32,13 +32,13 @@ pub(in crate::session) struct Local {
     pub(super) alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
     /// Segments that the peer may have mapped and that are gone.
     pub(super) gone: Mutex<Vec<u64>>,
-    places: Arc<Places>,
+    slots: Arc<ApplySlots>,
 }
 
 impl Local {
     /// Where the peer can see that something is applied which came over one of its connections.
-    pub(super) fn desk(&self) -> Option<Desk> {
-        self.places.take(&self.pins.page)
+    pub(super) fn apply_slot(&self) -> Option<ApplySlot> {
+        self.slots.take(&self.pins.page)
     }
 
     /// What a peer gets that [may share memory](sharing) with this process: the table, a page for its pins, the doorbell and a mailbox.
@@ -97,7 +97,7 @@ impl Local {
             mail,
             alive: Mutex::new(Some((hold, None))),
             gone: Mutex::default(),
-            places: Arc::default(),
+            slots: Arc::default(),
         };
         Ok(Some((local, vec![table, pins, doorbell, mailbox_file])))
     }
