@@ -84,7 +84,7 @@ impl Explanation {
     /// The candidates in order of preference.
     #[getter]
     fn candidates(&self) -> Vec<Candidate> {
-        self.0.candidates.iter().cloned().map(Candidate).collect()
+        self.0.paths.iter().cloned().map(Candidate).collect()
     }
 
     fn __str__(&self) -> String {
@@ -98,7 +98,7 @@ impl Explanation {
 
 /// One candidate path and what became of it.
 #[pyclass(frozen, module = "towline")]
-pub(crate) struct Candidate(towline::Candidate);
+pub(crate) struct Candidate(towline::ExplainedPath);
 
 #[pymethods]
 impl Candidate {

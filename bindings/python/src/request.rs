@@ -56,7 +56,7 @@ pub(crate) fn routing(
         Some(other) => {
             return Err(invalid(
                 py,
-                "route",
+                "path",
                 format!("isolation: {other:?} is neither \"cooperative\" nor \"enforced\""),
             ));
         }

@@ -113,7 +113,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
 
 fn candidates(explanation: &Explanation) -> Vec<Candidate> {
     explanation
-        .candidates
+        .paths
         .iter()
         .map(|candidate| Candidate {
             path: candidate.path,

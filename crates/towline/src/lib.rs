@@ -80,7 +80,7 @@ pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{
     Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, StrangerAudit,
 };
-pub use route::{Candidate, Capabilities, Explanation, Isolation, Routing, Verdict};
+pub use route::{Capabilities, ExplainedPath, Explanation, Isolation, Routing, Verdict};
 #[doc(hidden)]
 pub use runtime::{start_scoped_thread, start_thread};
 pub use tls::Tls;

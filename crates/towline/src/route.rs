@@ -1,4 +1,4 @@
-//! The only policy: which way for this pair, and why.
+//! The only policy: which path for this pair, and why.
 
 use std::fmt;
 use std::ops::BitOr;
@@ -55,14 +55,14 @@ impl fmt::Debug for Capabilities {
 /// Against whom bounds, rights and revocation must hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Isolation {
-    /// Between cooperating processes of one user: the fastest ways are allowed.
+    /// Between cooperating processes of one user: the fastest paths are allowed.
     #[default]
     Cooperative,
-    /// Against a compromised peer too: only ways in which the owner checks every access.
+    /// Against a compromised peer too: only paths on which the owner checks every access.
     Enforced,
 }
 
-/// Which ways a caller allows.
+/// Which paths a caller allows.
 ///
 /// ```
 /// use towline::{Isolation, Routing};
@@ -96,7 +96,7 @@ impl Routing {
         self
     }
 
-    /// Whether only ways are allowed in which the owner checks every access.
+    /// Whether only paths are allowed on which the owner checks every access.
     pub(crate) fn is_enforced(&self) -> bool {
         self.isolation == Isolation::Enforced
     }
@@ -121,7 +121,7 @@ impl Routing {
     }
 }
 
-/// What became of one candidate path.
+/// What became of one path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     /// Transfers take it.
@@ -132,9 +132,9 @@ pub enum Verdict {
     Refused,
 }
 
-/// One candidate path and what became of it.
+/// One path, what became of it and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Candidate {
+pub struct ExplainedPath {
     /// The path's name.
     pub path: &'static str,
     /// What became of it.
@@ -145,34 +145,34 @@ pub struct Candidate {
     pub enforced: bool,
 }
 
-/// Every candidate path to a remote region, the one taken, and the reason for the others.
+/// Every path to a remote region: which one is taken, and why the others are not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Explanation {
-    /// The candidates in order of preference.
-    pub candidates: Vec<Candidate>,
+    /// The paths in order of preference.
+    pub paths: Vec<ExplainedPath>,
 }
 
 impl Explanation {
     /// The path that transfers take.
     pub fn taken(&self) -> Option<&'static str> {
-        self.candidates.iter().find(|candidate| candidate.verdict == Verdict::Taken).map(|one| one.path)
+        self.paths.iter().find(|one| one.verdict == Verdict::Taken).map(|one| one.path)
     }
 }
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for candidate in &self.candidates {
-            let mark = match candidate.verdict {
+        for one in &self.paths {
+            let mark = match one.verdict {
                 Verdict::Taken => "->",
                 Verdict::Possible => " +",
                 Verdict::Refused => " -",
             };
-            let guard = match (&candidate.verdict, candidate.enforced) {
+            let guard = match (&one.verdict, one.enforced) {
                 (Verdict::Refused, _) => "",
                 (_, true) => " [the owner checks every access]",
                 (_, false) => " [rights hold between cooperating processes]",
             };
-            writeln!(f, "{mark} {:<7} {}{guard}", candidate.path, candidate.reason)?;
+            writeln!(f, "{mark} {:<7} {}{guard}", one.path, one.reason)?;
         }
         Ok(())
     }
@@ -187,31 +187,31 @@ pub(crate) struct Path {
     pub(crate) enforced: bool,
 }
 
-/// One path that can be used, by what was attached to it. What it says of itself was asked once, since every request wants to know.
-pub(crate) struct Way<A> {
+/// One path that can be used, with the attachment to it. What it can do is asked once and kept, since every request needs it.
+pub(crate) struct UsablePath<A> {
     pub(crate) attachment: A,
-    pub(crate) path: &'static str,
+    pub(crate) name: &'static str,
     capabilities: Capabilities,
     enforced: bool,
 }
 
 /// The paths to one remote region: the usable ones in order of preference, and what became of the others.
-pub(crate) struct Routes<A> {
-    usable: Vec<Way<A>>,
+pub(crate) struct Paths<A> {
+    usable: Vec<UsablePath<A>>,
     explanation: Explanation,
 }
 
-impl<A> Routes<A> {
-    /// Asks for every path, in order of preference. `attach` binds it to the region and says what it does, or why it cannot be used;
-    /// `alive` says whether there is an owner at all, where none can.
+impl<A> Paths<A> {
+    /// Tries every path, in order of preference. `attach` binds it to the region and says what it does, or why it cannot be used;
+    /// `alive` says whether there still is an owner, if no path can be used.
     pub(crate) fn find<T>(
         routing: &Routing,
         paths: impl IntoIterator<Item = (Path, T)>,
         mut attach: impl FnMut(T) -> Result<(A, String)>,
         alive: impl FnOnce() -> Result<()>,
-    ) -> Result<Routes<A>> {
-        let mut usable: Vec<Way<A>> = Vec::new();
-        let mut candidates = Vec::new();
+    ) -> Result<Paths<A>> {
+        let mut usable: Vec<UsablePath<A>> = Vec::new();
+        let mut explained = Vec::new();
         let mut ended = None;
         for (Path { name, capabilities, enforced }, path) in paths {
             let (verdict, reason) = match routing.refusal(name, enforced) {
@@ -219,7 +219,7 @@ impl<A> Routes<A> {
                 None => match attach(path) {
                     Ok((attachment, summary)) => {
                         let first = usable.is_empty();
-                        usable.push(Way { attachment, path: name, capabilities, enforced });
+                        usable.push(UsablePath { attachment, name, capabilities, enforced });
                         if first {
                             (Verdict::Taken, summary)
                         } else {
@@ -228,7 +228,7 @@ impl<A> Routes<A> {
                     }
                     Err(error) => {
                         let reason = error.message().to_owned();
-                        // No path that is missing, but a region or an owner that is gone: the caller does something else about it.
+                        // Not a missing path, but a region or an owner that is gone: the caller treats that differently.
                         if matches!(error.kind(), Kind::Stale | Kind::Disconnected | Kind::Timeout) {
                             ended.get_or_insert(error);
                         }
@@ -236,9 +236,9 @@ impl<A> Routes<A> {
                     }
                 },
             };
-            candidates.push(Candidate { path: name, verdict, reason, enforced });
+            explained.push(ExplainedPath { path: name, verdict, reason, enforced });
         }
-        let explanation = Explanation { candidates };
+        let explanation = Explanation { paths: explained };
         if usable.is_empty() {
             // Nothing can be said of paths to an owner that has gone meanwhile.
             let ended = alive().err().or(ended);
@@ -252,30 +252,34 @@ impl<A> Routes<A> {
                 None => Error::new(Kind::Unavailable, "import", message("")),
             });
         }
-        Ok(Routes { usable, explanation })
+        Ok(Paths { usable, explanation })
     }
 
-    /// The best way that can do all of that and that the caller allows, and its place among the [usable](Self::usable) ones.
+    /// The best path that can do all of that and that the caller allows, and its index among the [usable](Self::usable) ones.
     #[inline]
-    pub(crate) fn pick(&self, needs: Capabilities, routing: Option<&Routing>) -> Result<(usize, &Way<A>)> {
+    pub(crate) fn pick(
+        &self,
+        needs: Capabilities,
+        routing: Option<&Routing>,
+    ) -> Result<(usize, &UsablePath<A>)> {
         self.usable
             .iter()
             .enumerate()
-            .find(|(_, way)| {
-                way.capabilities.contains(needs)
-                    && routing.is_none_or(|routing| routing.refusal(way.path, way.enforced).is_none())
+            .find(|(_, path)| {
+                path.capabilities.contains(needs)
+                    && routing.is_none_or(|routing| routing.refusal(path.name, path.enforced).is_none())
             })
             .ok_or_else(|| {
                 Error::new(
                     Kind::Unsupported,
-                    "route",
+                    "path",
                     format!("no usable path can do {needs:?} as required:\n{}", self.explanation),
                 )
             })
     }
 
-    /// Every way that can be used, the preferred ones first.
-    pub(crate) fn usable(&self) -> &[Way<A>] {
+    /// Every path that can be used, in order of preference.
+    pub(crate) fn usable(&self) -> &[UsablePath<A>] {
         &self.usable
     }
 

@@ -46,7 +46,7 @@ use std::time::Instant;
 
 use crate::identity::Identity;
 use crate::region::{RegionCore, stale};
-use crate::route::{self, Capabilities, Path, Routes, Routing};
+use crate::route::{self, Capabilities, Path, Paths, Routing};
 use crate::session::{GrantHandle, OwnerPaths, Query, QueryReply};
 use crate::ticket::Claims;
 use crate::transfer::submission::Link;
@@ -268,17 +268,17 @@ pub(crate) trait Transport: Send + Sync {
 }
 
 /// One path that can be used.
-pub(crate) type Way = route::Way<Attached>;
+pub(crate) type UsablePath = route::UsablePath<Attached>;
 
-/// The paths to that region, asked for one after the other.
-pub(crate) fn routes(offer: &Offer<'_>) -> Result<Routes<Attached>> {
+/// The paths to that region, tried one after the other.
+pub(crate) fn paths_to(offer: &Offer<'_>) -> Result<Paths<Attached>> {
     let attach = |transport: &dyn Transport| {
         let attachment = transport.attach(offer)?;
         let summary = attachment.detail().unwrap_or_else(|| attachment.summary().to_owned());
         Ok((Attached { link: Arc::clone(&attachment) as Arc<dyn Link>, attachment }, summary))
     };
     let paths = all().map(|transport| (path(transport), transport));
-    Routes::find(offer.routing, paths, attach, || offer.owner.alive())
+    Paths::find(offer.routing, paths, attach, || offer.owner.alive())
 }
 
 fn path(transport: &dyn Transport) -> Path {
@@ -472,7 +472,7 @@ impl Routing {
 fn named(path: &str) -> Result<&'static dyn Transport> {
     all().find(|transport| transport.name() == path).ok_or_else(|| {
         let names = path_names().join(", ");
-        Error::invalid("route", format!("there is no path {path:?}; the paths are {names}"))
+        Error::invalid("path", format!("there is no path {path:?}; the paths are {names}"))
     })
 }
 

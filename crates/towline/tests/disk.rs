@@ -182,7 +182,7 @@ fn paths_that_need_memory_say_that_the_bytes_are_on_disk() {
     let remote = user.import_with(&region.ticket().unwrap(), &Routing::default().forbid("inproc").unwrap());
     let remote = remote.unwrap();
     assert_eq!(remote.path(), "file");
-    let reason = |path| &remote.explain().candidates.iter().find(|one| one.path == path).unwrap().reason;
+    let reason = |path| &remote.explain().paths.iter().find(|one| one.path == path).unwrap().reason;
     for path in ["mapped", "cma"] {
         assert_eq!(reason(path), "the bytes are on disk", "{path}");
     }

@@ -11,15 +11,14 @@ pub fn every_candidate_is_explained(bench: &Bench) {
     let region = bench.stamped(64, Access::READ_WRITE, Stamp::new(1, 1));
     let remote = bench.import(&region);
     let explanation = remote.explain();
-    let names: Vec<_> = explanation.candidates.iter().map(|candidate| candidate.path).collect();
+    let names: Vec<_> = explanation.paths.iter().map(|one| one.path).collect();
     let known: Vec<_> = towline::paths().iter().map(|path| path.name).collect();
     assert_eq!(names, known);
-    for candidate in &explanation.candidates {
-        assert!(!candidate.reason.is_empty(), "{explanation}");
-        assert!(explanation.to_string().contains(candidate.path));
+    for one in &explanation.paths {
+        assert!(!one.reason.is_empty(), "{explanation}");
+        assert!(explanation.to_string().contains(one.path));
     }
-    let taken: Vec<_> =
-        explanation.candidates.iter().filter(|candidate| candidate.verdict == Verdict::Taken).collect();
+    let taken: Vec<_> = explanation.paths.iter().filter(|one| one.verdict == Verdict::Taken).collect();
     assert_eq!(taken.len(), 1, "{explanation}");
     assert_eq!(
         (taken[0].path, explanation.taken(), remote.path()),
@@ -32,8 +31,8 @@ pub fn every_candidate_is_explained(bench: &Bench) {
     let free = bench.user.import_with(&region.ticket(), &Routing::default()).unwrap();
     let free = free.explain();
     assert!(free.taken().is_some());
-    for candidate in free.candidates.iter().filter(|candidate| candidate.verdict == Verdict::Refused) {
-        assert!(!candidate.reason.contains("the caller requires"), "{free}");
+    for one in free.paths.iter().filter(|one| one.verdict == Verdict::Refused) {
+        assert!(!one.reason.contains("the caller requires"), "{free}");
     }
 }
 

@@ -46,8 +46,8 @@ fn ticket_of(process: &mut Process, kind: &str) -> Ticket {
 
 /// The reason why a path is not taken.
 fn reason(remote: &Remote, path: &str) -> String {
-    let candidate = remote.explain().candidates.iter().find(|candidate| candidate.path == path);
-    candidate.map(|candidate| candidate.reason.clone()).unwrap()
+    let explained = remote.explain().paths.iter().find(|one| one.path == path);
+    explained.map(|one| one.reason.clone()).unwrap()
 }
 
 fn read_all(endpoint: &Endpoint, remote: &Remote) {

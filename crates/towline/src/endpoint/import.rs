@@ -16,12 +16,12 @@ use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
 use crate::region::Counted;
-use crate::route::{Capabilities, Explanation, Routes, Routing};
+use crate::route::{Capabilities, Explanation, Paths, Routing};
 use crate::runtime::{self, Timer, TimerId};
 use crate::session::{GrantHandle, Importing, Medium, NoContact, Session};
 use crate::sync::lock;
 use crate::ticket::Reach;
-use crate::transport::{self, Attached, Offer, Owner, Way};
+use crate::transport::{self, Attached, Offer, Owner, UsablePath};
 use crate::wire::Grant;
 use crate::{Access, Error, Kind, Result, Ticket, ended, fork, interruptible, room};
 
@@ -36,8 +36,8 @@ pub struct Remote {
     /// The life of the owner that has it.
     owner: Incarnation,
     grant: Grant,
-    routes: Routes<Attached>,
-    /// One for each usable way.
+    paths: Paths<Attached>,
+    /// One for each usable path.
     counters: Vec<Arc<Counters>>,
     expires: Option<Instant>,
     /// Set when the connection to an owner elsewhere has ended.
@@ -59,15 +59,20 @@ impl Remote {
                 (session.owner().incarnation, Some(Arc::clone(session.lost())))
             }
         };
-        let routes =
-            transport::routes(&Offer { context: &endpoint.transports, owner, grant: &grant, routing, until })
-                .map_err(|error| error.with_peer(peer))?;
+        let paths = transport::paths_to(&Offer {
+            context: &endpoint.transports,
+            owner,
+            grant: &grant,
+            routing,
+            until,
+        })
+        .map_err(|error| error.with_peer(peer))?;
         let peer: Arc<str> = peer.into();
-        let counters = routes.usable().iter().map(|way| endpoint.counters.of(&peer, way.path)).collect();
+        let counters = paths.usable().iter().map(|path| endpoint.counters.of(&peer, path.name)).collect();
         let expires =
             grant.expires_in_ms.map(|left| runtime::later(Instant::now(), Duration::from_millis(left)));
         let endpoint = Arc::downgrade(endpoint);
-        Ok(Remote { endpoint, peer, owner: incarnation, grant, routes, counters, expires, lost })
+        Ok(Remote { endpoint, peer, owner: incarnation, grant, paths, counters, expires, lost })
     }
 
     /// Whether the owner of another region has this one too.
@@ -111,9 +116,9 @@ impl Remote {
         self.explain().taken().unwrap_or("none")
     }
 
-    /// Every candidate path, the one taken, and the reason for the others.
+    /// Every path: which one is taken, and why the others are not.
     pub fn explain(&self) -> &Explanation {
-        self.routes.explanation()
+        self.paths.explanation()
     }
 
     /// Whether the owner can still be reached, as far as is known here; the error says what ended it.
@@ -122,8 +127,8 @@ impl Remote {
     /// nothing of the region: an owner that has deregistered it lives on.
     pub fn alive(&self) -> Result<()> {
         fork::guard("alive")?;
-        let first = self.routes.usable().first();
-        let alive = |way: &Way| way.attachment.alive().map_err(|error| error.on(way.path));
+        let first = self.paths.usable().first();
+        let alive = |path: &UsablePath| path.attachment.alive().map_err(|error| error.on(path.name));
         first.map_or(Ok(()), alive).map_err(|error| error.with_peer(&*self.peer))
     }
 
@@ -145,15 +150,15 @@ impl Remote {
         let pinned = || {
             fork::guard("pin")?;
             self.check_lease("pin")?;
-            let held = self.routes.usable().iter().find_map(|way| {
-                let path = way.path;
-                Some(way.attachment.hold()?.map(|held| (held, path)).map_err(|error| error.on(path)))
+            let held = self.paths.usable().iter().find_map(|path| {
+                let name = path.name;
+                Some(path.attachment.hold()?.map(|held| (held, name)).map_err(|error| error.on(name)))
             });
             let Some(held) = held else {
                 return Err(Error::new(
                     Kind::Unsupported,
                     "pin",
-                    format!("no way to the region shares its memory:\n{}", self.explain()),
+                    format!("no path to the region shares its memory:\n{}", self.explain()),
                 ));
             };
             let (held, path) = held?;
@@ -162,14 +167,14 @@ impl Remote {
         pinned().map_err(|error| error.with_peer(&*self.peer))
     }
 
-    /// The best way for that, and what is counted on it.
+    /// The best path for that, and what is counted on it.
     #[inline]
     pub(super) fn pick(
         &self,
         needs: Capabilities,
         routing: Option<&Routing>,
-    ) -> Result<(&Way, &Arc<Counters>)> {
-        self.routes.pick(needs, routing).map(|(place, way)| (way, &self.counters[place]))
+    ) -> Result<(&UsablePath, &Arc<Counters>)> {
+        self.paths.pick(needs, routing).map(|(index, path)| (path, &self.counters[index]))
     }
 
     /// Refuses what the lease no longer allows; the owner checks again wherever it takes part.
@@ -499,7 +504,7 @@ pub(super) fn known_session(
     endpoint.sessions.to(ticket.body().identity.incarnation, medium, !routing.is_enforced())
 }
 
-/// A session with the ticket's owner: an existing one, or a new one over the first way that answers.
+/// A session with the ticket's owner: an existing one, or a new one over the first path that answers.
 pub(super) fn contact(
     endpoint: &Arc<EndpointCore>,
     ticket: &Ticket,
@@ -519,7 +524,7 @@ pub(super) fn contact(
             if media.peek().is_some() { until.min(Instant::now() + ONE_ADDRESS) } else { until };
         match endpoint.sessions.contact(ticket, medium, !routing.is_enforced(), (connected_by, until)) {
             Ok(session) => return Ok(session),
-            // The owner itself has answered: another way to it would not change its mind. Not so another life of it, or of somebody
+            // The owner itself has answered: another path to it would not change its mind. Not so another life of it, or of somebody
             // who has such an address on this network. Or the caller has enough of it.
             Err(NoContact { error, of_ticket })
                 if of_ticket
@@ -539,7 +544,7 @@ pub(super) fn contact(
         .unwrap_or(Kind::Disconnected);
     let all: Vec<_> = tried.into_iter().map(|(_, message)| message).collect();
     let error = if all.is_empty() {
-        let message = "the ticket names no way to its owner that the caller allows";
+        let message = "the ticket names no path to its owner that the caller allows";
         Error::new(Kind::Unavailable, "import", message)
     } else if kind == Kind::Stale {
         Error::owner_gone("import", format!("its owner is not there any more ({})", all.join("; ")))

@@ -17,7 +17,7 @@ use crate::region::{RegionUse, no_words};
 use crate::route::{Capabilities, Routing};
 use crate::transfer::submission::{Link, Started, Submission, SubmittedPart, Terms, What, naming};
 use crate::transfer::{After, Limits, OnEnd, Op, Several, Signal, Transfer};
-use crate::transport::Way;
+use crate::transport::UsablePath;
 use crate::transport::joint::Joint;
 use crate::{Access, Error, Kind, Result, fork};
 
@@ -283,7 +283,7 @@ impl<'a> Request<'a> {
         let Some(Taken { way, counters, .. }) = taken else {
             return Err(Error::invalid(self.op.name(), "a transfer of no parts"));
         };
-        let path = way.path;
+        let path = way.name;
         let terms = Terms {
             after: std::mem::take(&mut self.after),
             stream: self.stream,
@@ -333,7 +333,7 @@ impl<'a> Request<'a> {
         index: usize,
         first: &Remote,
         part: Part<'r>,
-    ) -> Result<(SubmittedPart<'r>, &'r Way, &'r Arc<Counters>)>
+    ) -> Result<(SubmittedPart<'r>, &'r UsablePath, &'r Arc<Counters>)>
     where
         'a: 'r,
     {
@@ -356,7 +356,7 @@ impl<'a> Request<'a> {
         self.check_rights(&part, signal)?;
         self.check_after(remote, signal)?;
         let (way, counters) = remote.pick(self.needs(signal), self.routing.as_ref())?;
-        way.attachment.ready().map_err(|error| error.on(way.path))?;
+        way.attachment.ready().map_err(|error| error.on(way.name))?;
         let local = match &part.local {
             Some(span) => {
                 if !Arc::ptr_eq(&span.core().registry, &self.endpoint.registry) {
@@ -453,19 +453,19 @@ impl<'a> Request<'a> {
 
 /// The path of the first part, and where what moves is counted.
 struct Taken<'a> {
-    way: &'a Way,
+    way: &'a UsablePath,
     near: bool,
     counters: Several<&'a Arc<Counters>>,
 }
 
 impl Taken<'_> {
     /// Whether another part goes over the same link: its owner is the same.
-    fn goes_with(&self, way: &Way, part: &SubmittedPart<'_>) -> bool {
+    fn goes_with(&self, way: &UsablePath, part: &SubmittedPart<'_>) -> bool {
         let kind = |link: &Arc<dyn Link>| {
             let link: &dyn Any = &**link;
             link.type_id()
         };
-        way.path == self.way.path
+        way.name == self.way.name
             && kind(&way.attachment.link) == kind(&self.way.attachment.link)
             && on_gpu(part) == self.near
     }
