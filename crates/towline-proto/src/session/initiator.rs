@@ -36,9 +36,9 @@ pub struct Opened {
     pub id: ConnectionId,
     /// By what both sides know a lane: the transcript of its handshake.
     pub name: Option<[u8; 32]>,
-    /// The owner's kernel knows of its end when this side has made it. Otherwise bytes may be on their way, and the owner may still apply
-    /// what it has of them.
-    pub ends_at_once: bool,
+    /// It does not leave this host: the owner's kernel knows of its end as soon as this side has ended it. Between hosts, bytes may still be
+    /// on their way, and the owner may still apply what it has of them.
+    pub same_host: bool,
 }
 
 /// What is known of a connection that has ended.

@@ -115,7 +115,7 @@ impl World {
         let opened = |wire: usize| Opened {
             id: ConnectionId(wire as u64),
             name: (wire != CONTROL).then_some([wire as u8; 32]),
-            ends_at_once: !between_hosts,
+            same_host: !between_hosts,
         };
         let settings = Settings { between_hosts, ends_lanes: between_hosts };
         let mut user = Initiator::new(settings, opened(CONTROL), start);

@@ -27,7 +27,7 @@ const FIRST: usize = 4096;
 /// Indices are launched over as they are written: first so many as runs, then so many times more, and never more than that at
 /// once. The GPU begins early, and has little left to do when the last are written.
 const GROWTH: usize = 4;
-const MOST_AT_ONCE: usize = 16 << 10;
+const MAX_BATCH: usize = 16 << 10;
 /// Where in a list a portion of indices begins: the CPU hands on what it writes around its cache by lines of so many bytes.
 const LINE: usize = 64;
 /// How long a list is waited for: longer than any copy takes that could be in front of it.
@@ -53,7 +53,7 @@ pub struct Tuning {
 
 impl Default for Tuning {
     fn default() -> Tuning {
-        Tuning { per_block: 0, first: FIRST, growth: GROWTH, most: MOST_AT_ONCE, beside: true, unit: 0 }
+        Tuning { per_block: 0, first: FIRST, growth: GROWTH, most: MAX_BATCH, beside: true, unit: 0 }
     }
 }
 
@@ -239,7 +239,7 @@ impl Lane {
         let (parts_log2, part) = list::parts(len, unit);
         // As many as have room on both sides and whose units can be counted.
         let most = ((LIST - 2 * LINE) / PAIR).min(1 << (31 - parts_log2).min(30));
-        let (most_at_once, mut portion) = (tuning.most.clamp(1, most), tuning.first.clamp(1, most));
+        let (max_batch, mut portion) = (tuning.most.clamp(1, most), tuning.first.clamp(1, most));
         let (mut done, mut launches) = (0, 0);
         while done < count {
             let list = ptr::from_ref(self.list(op, entered)?);
@@ -286,7 +286,7 @@ impl Lane {
                 portion = match used {
                     // Where nothing has to be written there is nothing to wait for either.
                     0 => most,
-                    _ => portion.saturating_mul(tuning.growth.max(1)).min(most_at_once),
+                    _ => portion.saturating_mul(tuning.growth.max(1)).min(max_batch),
                 };
             }
             let joined = if tuning.beside && launches > 1 { self.join(entered) } else { Ok(()) };

@@ -10,7 +10,7 @@ use crate::cuda::Gpu;
 use crate::{Error, Kind, Result};
 
 /// A file is filled in portions of this size.
-const FILL_AT_ONCE: usize = 1 << 20;
+const FILL_PORTION: usize = 1 << 20;
 
 /// Copies bytes into and out of any storage, with bounds checks; those of a GPU go through its driver.
 ///
@@ -65,10 +65,10 @@ pub trait MemoryAccess: Storage {
     fn memset(&self, value: u8, offset: usize, len: usize) -> Result<()> {
         if self.file().is_some() {
             in_bounds("memset", self.size(), offset, len)?;
-            let some = vec![value; len.min(FILL_AT_ONCE)];
+            let some = vec![value; len.min(FILL_PORTION)];
             return (0..len)
-                .step_by(FILL_AT_ONCE)
-                .try_for_each(|start| self.write_at(offset + start, &some[..FILL_AT_ONCE.min(len - start)]));
+                .step_by(FILL_PORTION)
+                .try_for_each(|start| self.write_at(offset + start, &some[..FILL_PORTION.min(len - start)]));
         }
         if let Some((gpu, into)) = device_address(self, "memset", offset, len)? {
             // SAFETY: the range was checked, and is valid while `self` lives (`Storage`).

@@ -22,24 +22,24 @@ const TLS_HANDSHAKE: u8 = 22;
 const TLS_REFUSAL: [u8; 7] = [21, 3, 3, 0, 2, 2, 71];
 
 /// What is encrypted at a time before the socket has to take it.
-const AT_ONCE: usize = 128 << 10;
+const ENCRYPT_PORTION: usize = 128 << 10;
 
 /// Plaintext goes through a buffer of this size: memory that peers may touch is never handed to a library as a slice.
 const BOUNCE: usize = 32 << 10;
 
 /// What the TLS of a connection takes, about: what is encrypted and not sent, what came and is not decrypted, and the buffer between.
-pub(super) const INSIDE: usize = AT_ONCE + 3 * BOUNCE;
+pub(super) const TLS_BYTES: usize = ENCRYPT_PORTION + 3 * BOUNCE;
 
 /// A connected socket.
 pub(super) struct Channel {
     socket: Socket,
-    tls: Option<Mutex<Inside>>,
+    tls: Option<Mutex<TlsState>>,
     /// The first byte that comes is to be looked at: it tells whether the peer uses TLS.
     curious: AtomicBool,
 }
 
 /// The TLS of a connection.
-struct Inside {
+struct TlsState {
     tls: rustls::Connection,
     config: Tls,
     bounce: Vec<u8>,
@@ -61,8 +61,8 @@ impl Channel {
         if socket.family() == Family::Unix {
             return Ok(Channel::plain(socket));
         }
-        let inside = tls.map(|tls| Ok::<_, Error>(Mutex::new(Inside::new(tls.accept()?, tls))));
-        Ok(Channel { socket, tls: inside.transpose()?, curious: AtomicBool::new(true) })
+        let state = tls.map(|tls| Ok::<_, Error>(Mutex::new(TlsState::new(tls.accept()?, tls))));
+        Ok(Channel { socket, tls: state.transpose()?, curious: AtomicBool::new(true) })
     }
 
     /// A socket that was connected to the owner of that name: greets it by TLS where the endpoint uses it. Blocks, at most
@@ -76,18 +76,18 @@ impl Channel {
         let Some(tls) = tls.filter(|_| socket.family() == Family::Tcp) else {
             return Ok(Channel::plain(socket));
         };
-        let inside = Mutex::new(Inside::new(tls.connect(owner)?, tls));
-        let channel = Channel { socket, tls: Some(inside), curious: AtomicBool::new(false) };
+        let state = Mutex::new(TlsState::new(tls.connect(owner)?, tls));
+        let channel = Channel { socket, tls: Some(state), curious: AtomicBool::new(false) };
         channel.greet(until)?;
         Ok(channel)
     }
 
     fn greet(&self, until: Instant) -> Result<()> {
-        let Some(inside) = &self.tls else { return Ok(()) };
-        let mut inside = lock(inside);
+        let Some(state) = &self.tls else { return Ok(()) };
+        let mut state = lock(state);
         loop {
-            let flushed = inside.push_out(&self.socket)?;
-            if flushed && !inside.tls.is_handshaking() {
+            let flushed = state.push_out(&self.socket)?;
+            if flushed && !state.tls.is_handshaking() {
                 return Ok(());
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -98,7 +98,7 @@ impl Channel {
             if !self.socket.wait(flushed, !flushed, interrupt::turn(left))? {
                 continue;
             }
-            if flushed && inside.pull_in(&self.socket, false)? == Pulled::End {
+            if flushed && state.pull_in(&self.socket, false)? == Pulled::End {
                 return Err(Error::new(
                     Kind::Disconnected,
                     "contact",
@@ -110,16 +110,16 @@ impl Channel {
 
     /// What proofs on this connection are bound to; none without TLS.
     pub(super) fn binding(&self) -> Result<Option<[u8; 32]>> {
-        let Some(inside) = &self.tls else { return Ok(None) };
-        let binding = lock(inside).tls.export_keying_material([0; 32], BINDING, None);
+        let Some(state) = &self.tls else { return Ok(None) };
+        let binding = lock(state).tls.export_keying_material([0; 32], BINDING, None);
         binding.map(Some).map_err(|error| failed(&error))
     }
 
     /// Refuses a peer whose certificate is for another name.
     pub(super) fn check_peer(&self, name: &str) -> Result<()> {
-        let Some(inside) = &self.tls else { return Ok(()) };
-        let inside = lock(inside);
-        inside.config.check_peer(&inside.tls, name)
+        let Some(state) = &self.tls else { return Ok(()) };
+        let state = lock(state);
+        state.config.check_peer(&state.tls, name)
     }
 
     pub(super) fn is_encrypted(&self) -> bool {
@@ -128,35 +128,35 @@ impl Channel {
 
     /// Whether bytes have come that a receive gives without asking the socket.
     pub(super) fn holds_bytes(&self) -> bool {
-        self.tls.as_ref().is_some_and(|inside| lock(inside).holds_bytes())
+        self.tls.as_ref().is_some_and(|state| lock(state).holds_bytes())
     }
 
     /// Sends what is encrypted already; false where the socket is full.
     pub(super) fn flush(&self) -> Result<bool> {
         match &self.tls {
             None => Ok(true),
-            Some(inside) => lock(inside).push_out(&self.socket),
+            Some(state) => lock(state).push_out(&self.socket),
         }
     }
 
     /// [`Socket::send`].
     pub(super) fn send(&self, slices: &[IoSlice<'_>], files: &[BorrowedFd<'_>]) -> Result<Sent> {
-        let Some(inside) = &self.tls else { return self.socket.send(slices, files) };
+        let Some(state) = &self.tls else { return self.socket.send(slices, files) };
         if !files.is_empty() {
             return Err(Error::invalid("send", "descriptors do not travel over TLS"));
         }
-        let mut inside = lock(inside);
-        if !inside.push_out(&self.socket)? {
+        let mut state = lock(state);
+        if !state.push_out(&self.socket)? {
             return Ok(Sent::WouldBlock);
         }
         let mut taken = 0;
         for slice in slices {
-            taken += inside.encrypt(slice)?;
-            if taken >= AT_ONCE {
+            taken += state.encrypt(slice)?;
+            if taken >= ENCRYPT_PORTION {
                 break;
             }
         }
-        inside.push_out(&self.socket)?;
+        state.push_out(&self.socket)?;
         Ok(Sent::Bytes(taken))
     }
 
@@ -165,20 +165,20 @@ impl Channel {
     /// # Safety
     /// As for the socket: each part stays readable until this returns.
     pub(super) unsafe fn send_raw(&self, parts: &[RawPart], lent: bool) -> Result<Sent> {
-        let Some(inside) = &self.tls else {
+        let Some(state) = &self.tls else {
             // SAFETY: the caller's promise.
             return unsafe { self.socket.send_raw(parts) };
         };
-        let mut inside = lock(inside);
-        if !inside.push_out(&self.socket)? {
+        let mut state = lock(state);
+        if !state.push_out(&self.socket)? {
             return Ok(Sent::WouldBlock);
         }
-        let mut bounce = std::mem::take(&mut inside.bounce);
+        let mut bounce = std::mem::take(&mut state.bounce);
         bounce.resize(BOUNCE, 0);
         let mut taken = 0;
         for part in parts {
             let mut at = 0;
-            while at < part.len && taken < AT_ONCE {
+            while at < part.len && taken < ENCRYPT_PORTION {
                 let len = BOUNCE.min(part.len - at);
                 // SAFETY: the caller keeps the part readable, and `bounce` has room for `len`.
                 unsafe {
@@ -189,15 +189,15 @@ impl Channel {
                         bytes::copy(bounce.as_mut_ptr(), from, len);
                     }
                 }
-                inside.encrypt(&bounce[..len])?;
+                state.encrypt(&bounce[..len])?;
                 (at, taken) = (at + len, taken + len);
             }
-            if taken >= AT_ONCE {
+            if taken >= ENCRYPT_PORTION {
                 break;
             }
         }
-        inside.bounce = bounce;
-        inside.push_out(&self.socket)?;
+        state.bounce = bounce;
+        state.push_out(&self.socket)?;
         Ok(Sent::Bytes(taken))
     }
 
@@ -220,16 +220,16 @@ impl Channel {
         named: usize,
         files: &mut Vec<OwnedFd>,
     ) -> Result<Received> {
-        let Some(inside) = &self.tls else {
+        let Some(state) = &self.tls else {
             let received = self.socket.recv(slices, named, files)?;
             if matches!(received, Received::Bytes(_)) && self.curious.swap(false, Ordering::Relaxed) {
                 self.look_for_tls(slices)?;
             }
             return Ok(received);
         };
-        let mut inside = lock(inside);
+        let mut state = lock(state);
         let curious = self.curious.load(Ordering::Relaxed);
-        let received = inside.decrypt(&self.socket, curious, |tls| {
+        let received = state.decrypt(&self.socket, curious, |tls| {
             match slices.iter_mut().find(|slice| !slice.is_empty()) {
                 Some(slice) => tls.reader().read(slice),
                 None => Ok(0),
@@ -272,11 +272,11 @@ impl Channel {
     /// # Safety
     /// As for the socket: each part stays writable until this returns, and nobody has a reference to it.
     pub(super) unsafe fn recv_raw(&self, parts: &[RawPartMut]) -> Result<Received> {
-        let Some(inside) = &self.tls else {
+        let Some(state) = &self.tls else {
             // SAFETY: the caller's promise.
             return unsafe { self.socket.recv_raw(parts) };
         };
-        inside_bounce(inside, &self.socket, parts, |came| {
+        through_bounce(state, &self.socket, parts, |came| {
             let mut rest = came;
             for part in parts {
                 let len = rest.len().min(part.len);
@@ -292,14 +292,14 @@ impl Channel {
     /// # Safety
     /// The parts are memory that was lent for this, and nobody has a reference to it.
     pub(super) unsafe fn recv_lent(&self, parts: &[RawPartMut], patiently: bool) -> Result<Landing> {
-        let Some(inside) = &self.tls else {
+        let Some(state) = &self.tls else {
             // SAFETY: the caller's promise; the kernel says where pages are missing.
             return Landing::of(unsafe {
                 if patiently { self.socket.recv_raw_patiently(parts) } else { self.socket.recv_raw(parts) }
             });
         };
         let mut landed = Ok(());
-        let received = inside_bounce(inside, &self.socket, parts, |came| {
+        let received = through_bounce(state, &self.socket, parts, |came| {
             let mut rest = came;
             for part in parts {
                 let (now, behind) = rest.split_at(rest.len().min(part.len));
@@ -327,7 +327,7 @@ impl Channel {
         patiently: bool,
         look: &dyn Fn() -> bool,
     ) -> Result<Landing> {
-        let Some(inside) = &self.tls else {
+        let Some(state) = &self.tls else {
             // SAFETY: the caller's promise.
             return match unsafe { self.socket.recv_raw_if(parts, patiently, look) } {
                 Ok(None) => Ok(Landing::Unwanted(0)),
@@ -336,7 +336,7 @@ impl Channel {
             };
         };
         let mut landed = true;
-        let received = inside_bounce(inside, &self.socket, parts, |came| {
+        let received = through_bounce(state, &self.socket, parts, |came| {
             // SAFETY: the caller keeps the parts writable, and no more bytes came than they have room for.
             landed = unsafe { rseq::copy(look, parts, came) };
         })?;
@@ -431,21 +431,21 @@ impl Landing {
 }
 
 /// Gives what TLS has for those parts to `take`, from a buffer.
-fn inside_bounce(
-    inside: &Mutex<Inside>,
+fn through_bounce(
+    state: &Mutex<TlsState>,
     socket: &Socket,
     parts: &[RawPartMut],
     take: impl FnOnce(&[u8]),
 ) -> Result<Received> {
-    let mut inside = lock(inside);
-    let mut bounce = std::mem::take(&mut inside.bounce);
+    let mut state = lock(state);
+    let mut bounce = std::mem::take(&mut state.bounce);
     let room: usize = parts.iter().map(|part| part.len).sum();
     bounce.resize(BOUNCE, 0);
-    let received = inside.decrypt(socket, false, |tls| tls.reader().read(&mut bounce[..BOUNCE.min(room)]));
+    let received = state.decrypt(socket, false, |tls| tls.reader().read(&mut bounce[..BOUNCE.min(room)]));
     if let Ok(Received::Bytes(came)) = received {
         take(&bounce[..came]);
     }
-    inside.bounce = bounce;
+    state.bounce = bounce;
     received
 }
 
@@ -459,11 +459,11 @@ enum Pulled {
     End,
 }
 
-impl Inside {
-    fn new(mut tls: rustls::Connection, config: &Tls) -> Inside {
+impl TlsState {
+    fn new(mut tls: rustls::Connection, config: &Tls) -> TlsState {
         // What is encrypted waits for the socket in this buffer, and no more is encrypted meanwhile.
         tls.set_buffer_limit(None);
-        Inside { tls, config: config.clone(), bounce: Vec::new() }
+        TlsState { tls, config: config.clone(), bounce: Vec::new() }
     }
 
     fn encrypt(&mut self, plain: &[u8]) -> Result<usize> {

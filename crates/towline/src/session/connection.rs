@@ -179,7 +179,7 @@ impl Connection {
 
     /// Initiator: what the rules have to know of it.
     pub(super) fn opened(&self) -> Opened {
-        Opened { id: self.id, name: self.name().copied(), ends_at_once: self.ends_at_once() }
+        Opened { id: self.id, name: self.name().copied(), same_host: self.same_host() }
     }
 
     pub(super) fn socket(&self) -> &Channel {
@@ -196,7 +196,7 @@ impl Connection {
 
     /// What a connection of a peer takes of this process's memory, with little in it.
     pub(super) fn cost(&self) -> usize {
-        let tls = if self.socket.is_plain() { 0 } else { super::channel::INSIDE };
+        let tls = if self.socket.is_plain() { 0 } else { super::channel::TLS_BYTES };
         size_of::<Connection>() + STAGING + SCRATCH + QUEUE + MAX_PARTS * size_of::<RawPart>() + tls
     }
 
@@ -258,16 +258,16 @@ impl Connection {
         self.direct.store(self.socket.socket().is_direct(port), Ordering::Relaxed);
     }
 
-    /// Initiator: whether the owner's kernel knows of an end of this connection when this side has made it. Otherwise bytes may be on
-    /// their way, and what the owner has of them it may still apply.
-    pub(super) fn ends_at_once(&self) -> bool {
+    /// Initiator: whether it does not leave this host: the owner's kernel then knows of its end as soon as this side has ended it. Between
+    /// hosts, bytes may still be on their way, and the owner may still apply what it has of them.
+    pub(super) fn same_host(&self) -> bool {
         self.socket.socket().family() == Family::Unix || self.direct.load(Ordering::Relaxed)
     }
 
     /// When bytes were last acknowledged, where some have been that were on their way at the last look. Only they count: what is sent
     /// in between may be a question whether anybody is there. On one host it is this side's own kernel that acknowledges.
     pub(super) fn last_got_on(&self) -> Option<Instant> {
-        let now = self.socket.socket().acknowledged().filter(|_| !self.ends_at_once())?;
+        let now = self.socket.socket().acknowledged().filter(|_| !self.same_host())?;
         let before = std::mem::replace(&mut *lock(&self.acknowledged), now);
         (before.more && now.bytes > before.bytes).then(|| Instant::now().checked_sub(now.ago)).flatten()
     }
@@ -446,7 +446,7 @@ impl Connection {
     /// can send it.
     pub(super) fn is_forsaken(&self) -> bool {
         self.forsaken.load(Ordering::Acquire)
-            || !self.ends_at_once() && !self.ended_by_peer.load(Ordering::Acquire)
+            || !self.same_host() && !self.ended_by_peer.load(Ordering::Acquire)
     }
 
     /// The other side has said goodbye.

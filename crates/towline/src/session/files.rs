@@ -25,7 +25,7 @@ use crate::wire::{self, Message};
 use crate::{Error, Kind, Result, room};
 
 /// One request may ask for this many bytes of a file: a few times what this library asks for.
-const MOST_AT_ONCE: u64 = 16 << 20;
+const MAX_REQUEST: u64 = 16 << 20;
 
 /// For one peer this much is read and not sent yet; further requests wait.
 const MOST_READ: usize = 32 << 20;
@@ -374,10 +374,10 @@ impl State {
 
 /// Refuses requests whose bytes would take too much memory on their way.
 fn check_size(op: &'static str, bytes: u64) -> Result<()> {
-    if bytes > MOST_AT_ONCE {
+    if bytes > MAX_REQUEST {
         return Err(Error::invalid(
             op,
-            format!("a request moves at most {MOST_AT_ONCE} bytes of a file or a GPU"),
+            format!("a request moves at most {MAX_REQUEST} bytes of a file or a GPU"),
         ));
     }
     Ok(())

@@ -72,11 +72,11 @@ impl<W: Waiter> Initiator<W> {
             self.checks.remove(&request);
             let unsent = unsent.contains(&request);
             let sees_the_end = how.shows_what_is_applied || !one.changes_a_gpu();
-            let is_over = unsent || opened.ends_at_once && sees_the_end;
+            let is_over = unsent || opened.same_host && sees_the_end;
             let asks =
                 !is_over && one.changing().is_some() && self.settings.ends_lanes && self.over.is_none();
             if !asks && !unsent {
-                self.may_still_change(&one, opened.ends_at_once, how, false, now, &mut actions);
+                self.may_still_change(&one, opened.same_host, how, false, now, &mut actions);
             }
             if let Some(waiter) = Self::waiter(one) {
                 if asks {
@@ -138,7 +138,7 @@ impl<W: Waiter> Initiator<W> {
     fn may_still_change(
         &mut self,
         one: &Pending<W>,
-        ends_at_once: bool,
+        same_host: bool,
         how: Ended,
         owner_hung_up: bool,
         now: Instant,
@@ -150,7 +150,7 @@ impl<W: Waiter> Initiator<W> {
         } else if one.changes_a_gpu() && how.forsaken && !how.shows_what_is_applied && !owner_hung_up {
             // It may stand between its look at this side and the copy to its GPU, and nobody will say when it is past that.
             actions.push(Action::Outstanding(transfer));
-        } else if !ends_at_once && how.forsaken {
+        } else if !same_host && how.forsaken {
             if self.over.is_none() {
                 // An owner that does not know how to say when a lane is over. The end of the session says it.
                 self.expect(Pending::Late(transfer.clone()));
@@ -191,8 +191,8 @@ impl<W: Waiter> Initiator<W> {
                 Some(transfer) if !surely => actions.push(Action::Outstanding(transfer)),
                 Some(_) => {
                     let over = self.over_of(&one);
-                    let ends_at_once = self.connection(over).is_some_and(|one| one.ends_at_once);
-                    self.may_still_change(&one, ends_at_once, how(over), owner_hung_up, now, &mut actions);
+                    let same_host = self.connection(over).is_some_and(|one| one.same_host);
+                    self.may_still_change(&one, same_host, how(over), owner_hung_up, now, &mut actions);
                 }
                 None => {}
             }
@@ -209,6 +209,6 @@ impl<W: Waiter> Initiator<W> {
     /// Of a session that is over: whether nothing more of it will be applied, as far as can be known. Where this side has ended it,
     /// also because it heard nothing any more, bytes may still be on their way to the owner, which applies them.
     fn is_surely_over(&self) -> bool {
-        !self.ended_here || self.control.ends_at_once
+        !self.ended_here || self.control.same_host
     }
 }

@@ -91,7 +91,7 @@ impl<W: Waiter> Initiator<W> {
                 next = Some(next.map_or(when, |next| next.min(when)));
                 continue;
             }
-            let ends = self.is_lane(over) || self.connection(over).is_some_and(|one| one.ends_at_once);
+            let ends = self.is_lane(over) || self.connection(over).is_some_and(|one| one.same_host);
             if !ends || matches!(one, Pending::Ending(_)) {
                 due.push(*request);
             } else if !silent.contains(&over) {

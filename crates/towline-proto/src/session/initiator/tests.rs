@@ -58,7 +58,7 @@ impl Scene {
     fn new(between_hosts: bool) -> Scene {
         let now = Instant::now();
         let settings = Settings { between_hosts, ends_lanes: between_hosts };
-        let opened = |id, name| Opened { id, name, ends_at_once: !between_hosts };
+        let opened = |id, name| Opened { id, name, same_host: !between_hosts };
         let mut rules = Initiator::new(settings, opened(CONTROL, None), now);
         rules.opened(opened(LANE, Some(NAME)));
         let times = Times { started: now, stopped: None, no_progress: Duration::from_secs(5) };
