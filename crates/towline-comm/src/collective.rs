@@ -319,7 +319,7 @@ impl Everybody {
                 let gone: Vec<usize> = (0..nranks).filter(|rank| part(*rank).is_none()).collect();
                 let window =
                     |rank: usize| shared.clone().or_else(|| collectives.memory.windows().find(ids[rank]));
-                let why = gone.iter().find_map(|rank| window(*rank)?.way(*rank, job.kind.name()).err());
+                let why = gone.iter().find_map(|rank| window(*rank)?.access(*rank, job.kind.name()).err());
                 let message = "a rank has closed its window or buffer during the call";
                 let closed = || Error::new(towline::Kind::Stale, job.kind.name(), message);
                 Err(why.unwrap_or_else(closed).about(gone))

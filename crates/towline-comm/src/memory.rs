@@ -16,7 +16,7 @@ use towline::{Buffer, HugePages, MemoryAccess, MemoryDescription, Place, Registe
 pub(crate) use self::buffer::{BUFFER_BIT, BufferCore, Buffers};
 pub use self::options::{WindowFlag, WindowOptions};
 pub(crate) use self::registered::RegisteredMemory;
-pub(crate) use self::window::{Way, WindowCore, Windows, closed};
+pub(crate) use self::window::{PeerAccess, WindowCore, Windows, closed};
 use crate::{Error, Result};
 
 /// Allocates memory that windows map without copies: shared memory, zeroed, in huge pages where the kernel has them.

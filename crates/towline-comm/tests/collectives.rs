@@ -47,9 +47,9 @@ impl Rank {
     }
 }
 
-fn start_all(part: &str, way: &str, nranks: usize) -> Vec<Rank> {
+fn start_all(part: &str, links: &str, nranks: usize) -> Vec<Rank> {
     let id = get_unique_id().unwrap();
-    (0..nranks).map(|rank| Rank::start(&format!("{part} {way} {nranks} {rank} {id}"))).collect()
+    (0..nranks).map(|rank| Rank::start(&format!("{part} {links} {nranks} {rank} {id}"))).collect()
 }
 
 fn watch(what: &str) -> Watchdog {
@@ -183,16 +183,16 @@ fn growth(comm: &Communicator) -> Result<()> {
 #[test]
 fn processes_reduce_and_send_by_every_algorithm() {
     let _watchdog = watch("processes");
-    for way in ["near", "far"] {
-        start_all("sum", way, 3).into_iter().for_each(Rank::ends_well);
+    for links in ["near", "far"] {
+        start_all("sum", links, 3).into_iter().for_each(Rank::ends_well);
     }
 }
 
 #[test]
 fn a_rank_killed_in_the_middle_of_an_all_reduce_is_named_by_all_others_who_go_on_without_it() {
     let _watchdog = watch("kill");
-    for way in ["near", "far"] {
-        let mut ranks = start_all("kill", way, 4);
+    for links in ["near", "far"] {
+        let mut ranks = start_all("kill", links, 4);
         ranks.iter_mut().for_each(Rank::is_ready);
         std::thread::sleep(Duration::from_millis(50));
         drop(ranks.remove(1));

@@ -42,20 +42,20 @@ fn impatient() -> Config {
 
 /// How the ranks of a test reach each other's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Links {
     /// It is mapped.
     Near,
     /// Over sockets.
     Far,
 }
 
-const WAYS: [Way; 2] = [Way::Near, Way::Far];
+const ALL_LINKS: [Links; 2] = [Links::Near, Links::Far];
 
-impl Way {
+impl Links {
     fn config(self) -> Config {
         match self {
-            Way::Near => config(),
-            Way::Far => Config { routing: Routing::default().require("tcp").unwrap(), ..config() },
+            Links::Near => config(),
+            Links::Far => Config { routing: Routing::default().require("tcp").unwrap(), ..config() },
         }
     }
 }

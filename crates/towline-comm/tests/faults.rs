@@ -49,17 +49,17 @@ fn seeds(usual: u64) -> Range<u64> {
     }
 }
 
-fn try_all(fault: Fault, way: &str, usual: u64) {
+fn try_all(fault: Fault, links: &str, usual: u64) {
     for seed in seeds(usual) {
         let what =
-            format!("{fault:?} {way} seed {seed} of TOWLINE_TEST_SEED {}", towline_testkit::random::seed());
+            format!("{fault:?} {links} seed {seed} of TOWLINE_TEST_SEED {}", towline_testkit::random::seed());
         let limit = if matches!(fault, Fault::Stop | Fault::KillEarly) { SHORT } else { LONG };
         let _watchdog = watchdog::watch(what.clone(), 10 * limit);
-        one_fault(fault, way, seed, limit, &what);
+        one_fault(fault, links, seed, limit, &what);
     }
 }
 
-fn one_fault(fault: Fault, way: &str, seed: u64, limit: Duration, what: &str) {
+fn one_fault(fault: Fault, links: &str, seed: u64, limit: Duration, what: &str) {
     let mut random = Random::new(seed);
     let nranks = 3 + random.below(3) as usize;
     let victim = random.below(nranks as u64) as usize;
@@ -70,7 +70,7 @@ fn one_fault(fault: Fault, way: &str, seed: u64, limit: Duration, what: &str) {
         let otherwise = if fault == Fault::KillEarly { rank::EARLY } else { "-" };
         let aborts = aborts.map_or(otherwise.into(), |(when, exits)| format!("{when}:{exits}"));
         let limit = limit.as_millis();
-        Rank::start(&format!("fault {way} {nranks} {rank} {id} {seed} {victim} {limit} {aborts}"))
+        Rank::start(&format!("fault {links} {nranks} {rank} {id} {seed} {victim} {limit} {aborts}"))
     };
     let mut ranks: Vec<Option<Rank>> = (0..nranks).map(|rank| Some(start(rank))).collect();
     if fault != Fault::KillEarly {

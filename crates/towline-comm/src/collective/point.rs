@@ -14,7 +14,7 @@ use super::Collectives;
 use super::direct::copy_here;
 use super::run::{STEP, steps};
 use crate::combine::Scratch;
-use crate::memory::{BUFFER_BIT, Memory, Way};
+use crate::memory::{BUFFER_BIT, Memory, PeerAccess};
 use crate::team::{Incoming, Outgoing, Team};
 use crate::{Error, Result, interrupt};
 
@@ -244,14 +244,14 @@ fn take(collectives: &Collectives, team: &Team, peer: usize, note: &Note, into: 
             Error::new(ErrorKind::Stale, "recv", "the message lies in a window that is closed here")
                 .about([peer])
         })?;
-        match window.way(peer, "recv")? {
+        match window.access(peer, "recv")? {
             // BYTES MOVE HERE
-            Way::Near(pinned) => {
+            PeerAccess::Near(pinned) => {
                 pinned.copy_to(offset, into.span()?)?;
                 // What was copied counts only if the window was open to the end.
-                return window.way(peer, "recv").map(drop);
+                return window.access(peer, "recv").map(drop);
             }
-            Way::Far(remote) => remote,
+            PeerAccess::Far(remote) => remote,
         }
     } else {
         source(collectives, team, peer, note)?

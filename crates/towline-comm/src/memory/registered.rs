@@ -102,7 +102,7 @@ impl RegisteredMemory {
         let window = self.share_buffers(team, mine)?;
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
         // Their owners wait for the pins on what they have closed, and no call names it again.
-        let ended = |window: &WindowCore| (0..ids.len()).any(|rank| window.way(rank, "sweep").is_err());
+        let ended = |window: &WindowCore| (0..ids.len()).any(|rank| window.access(rank, "sweep").is_err());
         let gone: Vec<_> = shared.extract_if(|_, window| ended(window)).map(|(_, window)| window).collect();
         shared.insert(ids.to_vec(), Arc::clone(&window));
         drop(shared);

@@ -36,7 +36,7 @@ enum Link {
 }
 
 /// How one rank's memory is accessed.
-pub(crate) enum Way {
+pub(crate) enum PeerAccess {
     /// It is mapped here.
     Near(Arc<Pinned>),
     /// By requests.
@@ -103,8 +103,8 @@ impl WindowCore {
 
     /// That rank's memory, where it is mapped here; kept until the window is closed or the owner wants it back.
     pub(crate) fn pinned(&self, rank: usize) -> Option<Arc<Pinned>> {
-        match self.way(rank, "access") {
-            Ok(Way::Near(pinned)) => Some(pinned),
+        match self.access(rank, "access") {
+            Ok(PeerAccess::Near(pinned)) => Some(pinned),
             _ => None,
         }
     }
@@ -115,14 +115,14 @@ impl WindowCore {
     }
 
     /// How that rank's memory is accessed; looks first whether it still is what was registered.
-    pub(crate) fn way(&self, rank: usize, op: &'static str) -> Result<Way> {
+    pub(crate) fn access(&self, rank: usize, op: &'static str) -> Result<PeerAccess> {
         let (remote, pinned) = self.linked(rank, op, |remote, pinned| {
             let pinned = pinned.get_or_init(|| remote.pin().ok().map(Arc::new)).clone();
             (Arc::clone(remote), pinned)
         })?;
-        let Some(pinned) = pinned else { return Ok(Way::Far(remote)) };
+        let Some(pinned) = pinned else { return Ok(PeerAccess::Far(remote)) };
         if !pinned.is_stale() {
-            return Ok(Way::Near(pinned));
+            return Ok(PeerAccess::Near(pinned));
         }
         // The owner waits for this pin: it must go before anything else happens.
         drop(pinned);

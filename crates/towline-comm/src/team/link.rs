@@ -35,7 +35,7 @@ pub(super) enum Link {
         remote: Box<Remote>,
         pin: Pinned,
     },
-    Far(Box<Far>),
+    Far(Box<FarLink>),
 }
 
 impl Link {
@@ -49,7 +49,7 @@ impl Link {
 }
 
 /// The way to a rank whose memory is not shared.
-pub(super) struct Far {
+pub(super) struct FarLink {
     remote: Remote,
     /// Where in the staging memory the copy of its ring lies.
     ring: usize,
@@ -109,7 +109,7 @@ impl Links {
                     Ok(pin) => Link::Near { remote: Box::new(remote), pin },
                     Err(error) if error.kind() == Kind::Unsupported => {
                         far += 1;
-                        Link::Far(Box::new(Far {
+                        Link::Far(Box::new(FarLink {
                             remote,
                             ring: Staging::RINGS + (far - 1) * layout.ring_len(),
                             unseen: Mutex::default(),
@@ -448,14 +448,14 @@ impl Links {
         }
     }
 
-    fn bump(&self, peer: usize, far: &Far, counter: usize, add: u64) -> Result<()> {
+    fn bump(&self, peer: usize, far: &FarLink, counter: usize, add: u64) -> Result<()> {
         // A signal rides on a write, since only a request takes the team's limits.
         let sent = self.put(far, self.layout.scratch(self.rank), Staging::ZEROS, 8, counter, add)?;
         self.keep(peer, far, sent)
     }
 
     /// Keeps a transfer until somebody has looked at how it ended.
-    fn keep(&self, peer: usize, far: &Far, transfer: Transfer) -> Result<()> {
+    fn keep(&self, peer: usize, far: &FarLink, transfer: Transfer) -> Result<()> {
         let mut unseen = far.unseen.lock().unwrap_or_else(PoisonError::into_inner);
         unseen.push_back(transfer);
         while let Some(first) = unseen.front() {
@@ -499,7 +499,7 @@ impl Links {
 
     fn put(
         &self,
-        far: &Far,
+        far: &FarLink,
         to: usize,
         from: usize,
         len: usize,
@@ -530,7 +530,7 @@ fn not_near() -> Error {
     Error::new(Kind::Internal, "team", "bytes for another near rank were given to one that is none")
 }
 
-impl Far {
+impl FarLink {
     fn broken(&self) -> Result<()> {
         self.broken.get().map_or(Ok(()), |error| Err(error.clone()))
     }

@@ -17,7 +17,7 @@ use super::{Seat, Team, TeamOptions};
 
 /// How the ranks of a test reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Links {
     /// By shared memory.
     Near,
     /// By sockets only.
@@ -28,17 +28,17 @@ enum Way {
     Mixed,
 }
 
-const WAYS: [Way; 4] = [Way::Near, Way::Far, Way::Host, Way::Mixed];
+const ALL_LINKS: [Links; 4] = [Links::Near, Links::Far, Links::Host, Links::Mixed];
 
-impl Way {
+impl Links {
     fn routing(self, rank: usize) -> Routing {
         let far = Routing::default().require("tcp").unwrap();
         match self {
-            Way::Near => Routing::default(),
-            Way::Far => far,
-            Way::Host => Routing::default().forbid("inproc").and_then(|way| way.forbid("mapped")).unwrap(),
-            Way::Mixed if rank % 2 == 1 => far,
-            Way::Mixed => Routing::default(),
+            Links::Near => Routing::default(),
+            Links::Far => far,
+            Links::Host => Routing::default().forbid("inproc").and_then(|routing| routing.forbid("mapped")).unwrap(),
+            Links::Mixed if rank % 2 == 1 => far,
+            Links::Mixed => Routing::default(),
         }
     }
 }
@@ -52,15 +52,15 @@ fn options(timeout: Duration) -> TeamOptions {
 /// Makes a team of that many threads and runs the body in each; gives back what they return, by rank.
 fn with_ranks<T: Send>(
     nranks: usize,
-    way: Way,
+    links: Links,
     timeout: Duration,
     body: impl Fn(&Arc<Team>) -> T + Sync,
 ) -> Vec<T> {
-    let _watchdog = watchdog::watch(format!("{nranks} ranks, {way:?}"), Duration::from_secs(120));
+    let _watchdog = watchdog::watch(format!("{nranks} ranks, {links:?}"), Duration::from_secs(120));
     let mut seats = Vec::new();
     for rank in 0..nranks {
         let name = format!("rank-{rank}");
-        let endpoint = Endpoint::options(&name).routing(way.routing(rank)).open().unwrap();
+        let endpoint = Endpoint::options(&name).routing(links.routing(rank)).open().unwrap();
         seats.push(Seat::open(&endpoint, nranks, options(timeout)).unwrap());
     }
     let tickets: Vec<_> = seats.iter().map(|seat| seat.ticket().unwrap()).collect();

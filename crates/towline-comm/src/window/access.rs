@@ -10,7 +10,7 @@ use crate::cuda::Cuda;
 use crate::group::{self, one_sided};
 use crate::member::signals::{check_counter, flush, flush_all, signal};
 use crate::member::{Job, Member, Task};
-use crate::memory::{Memory, Way, WindowCore, WindowFlag};
+use crate::memory::{Memory, PeerAccess, WindowCore, WindowFlag};
 use crate::operation::Operation;
 use crate::team::Team;
 use crate::{Error, Result};
@@ -59,13 +59,13 @@ impl Window {
         if into.is_empty() {
             return Ok(());
         }
-        match core.way(peer, "get").map_err(|error| self.lost(peer, error))? {
-            Way::Near(pinned) => {
+        match core.access(peer, "get").map_err(|error| self.lost(peer, error))? {
+            PeerAccess::Near(pinned) => {
                 let got = pinned.read_at(offset, into).map_err(Error::from);
                 let got = got.and_then(|()| still(&core, peer, &pinned, "get"));
                 got.map_err(|error| self.lost(peer, error.during("get")))
             }
-            Way::Far(_) => {
+            PeerAccess::Far(_) => {
                 let landing = SystemStorage::new(into.len())?;
                 let region = self.host("get")?.endpoint().register(Buffer::new(landing), Access::NONE)?;
                 let target = Memory::loose(region);
@@ -87,8 +87,8 @@ impl Window {
     ) -> Result<Operation> {
         if let Engine::Nccl(window, cuda) = &self.engine {
             let from = source.on_device("put_signal").map_err(group::poison)?;
-            let (element, way) = (Element::from(Dtype::U8), (peer, offset));
-            let job = cuda.open("put_signal")?.put_job(window, &from, element, way, (context, index));
+            let (element, at) = (Element::from(Dtype::U8), (peer, offset));
+            let job = cuda.open("put_signal")?.put_job(window, &from, element, at, (context, index));
             return cuda.submit(job);
         }
         let core = self.checked(peer, offset, source.len(), "put_signal")?;
@@ -137,9 +137,9 @@ impl Window {
     /// Adds to a 64-bit word of `peer`'s memory; the operation's value is what it held before.
     pub fn fetch_add(&self, peer: usize, offset: usize, add: u64) -> Result<Operation> {
         let core = self.word(peer, offset, "fetch_add")?;
-        self.start("fetch_add", peer, move |member, _| match core.way(peer, "fetch_add")? {
-            Way::Near(pinned) => Ok(Operation::done(pinned.fetch_add(offset, add).map_err(Error::from))),
-            Way::Far(remote) => {
+        self.start("fetch_add", peer, move |member, _| match core.access(peer, "fetch_add")? {
+            PeerAccess::Near(pinned) => Ok(Operation::done(pinned.fetch_add(offset, add).map_err(Error::from))),
+            PeerAccess::Far(remote) => {
                 let endpoint = member.endpoint().clone();
                 let start = move || Ok(endpoint.fetch_add(&remote, offset as u64, add)?);
                 Ok(in_lane(member, &core, peer, "fetch_add", start))
@@ -150,11 +150,11 @@ impl Window {
     /// Replaces a 64-bit word of `peer`'s memory if it holds `expected`; the operation's value is what it held before.
     pub fn compare_swap(&self, peer: usize, offset: usize, expected: u64, new: u64) -> Result<Operation> {
         let core = self.word(peer, offset, "compare_swap")?;
-        self.start("compare_swap", peer, move |member, _| match core.way(peer, "compare_swap")? {
-            Way::Near(pinned) => {
+        self.start("compare_swap", peer, move |member, _| match core.access(peer, "compare_swap")? {
+            PeerAccess::Near(pinned) => {
                 Ok(Operation::done(pinned.compare_swap(offset, expected, new).map_err(Error::from)))
             }
-            Way::Far(remote) => {
+            PeerAccess::Far(remote) => {
                 let endpoint = member.endpoint().clone();
                 let start = move || Ok(endpoint.compare_swap(&remote, offset as u64, expected, new)?);
                 Ok(in_lane(member, &core, peer, "compare_swap", start))
@@ -272,13 +272,13 @@ impl Window {
         if !self.host(op).is_ok_and(|member| member.config.blocking) || group::is_open() {
             return None;
         }
-        match core.way(peer, op) {
-            Ok(Way::Near(pinned)) => {
+        match core.access(peer, op) {
+            Ok(PeerAccess::Near(pinned)) => {
                 core.order();
                 let put = pinned.write_at(offset, bytes);
                 Some(put.map_err(|error| self.lost(peer, Error::from(error).during(op))))
             }
-            Ok(Way::Far(_)) => None,
+            Ok(PeerAccess::Far(_)) => None,
             Err(error) => Some(Err(self.lost(peer, error))),
         }
     }
@@ -301,13 +301,13 @@ impl Window {
 fn copy(
     window: &towline::nccl::Window,
     cuda: &Cuda,
-    way: (usize, usize),
+    at: (usize, usize),
     near: &Memory,
     get: bool,
 ) -> Result<Operation> {
     let op = if get { "get" } else { "put" };
     let near = near.on_device(op).map_err(group::poison)?;
-    cuda.submit(cuda.open(op)?.copy_job(window, &near, way, get))
+    cuda.submit(cuda.open(op)?.copy_job(window, &near, at, get))
 }
 
 /// Refuses what was read while the owner took its memory back.
@@ -317,7 +317,7 @@ pub(super) fn still(
     pinned: &towline::Pinned,
     op: &'static str,
 ) -> Result<()> {
-    if pinned.is_stale() { core.way(peer, op).map(|_| ()) } else { Ok(()) }
+    if pinned.is_stale() { core.access(peer, op).map(|_| ()) } else { Ok(()) }
 }
 
 pub(super) fn put(
@@ -328,13 +328,13 @@ pub(super) fn put(
     source: &Memory,
     op: &'static str,
 ) -> Result<Operation> {
-    match core.way(peer, op)? {
-        Way::Near(pinned) => {
+    match core.access(peer, op)? {
+        PeerAccess::Near(pinned) => {
             core.order();
             let copied = pinned.copy_from(offset, source.span()?);
             Ok(Operation::done(copied.map(|()| 0).map_err(|error| Error::from(error).during(op))))
         }
-        Way::Far(remote) => {
+        PeerAccess::Far(remote) => {
             let (endpoint, source) = (member.endpoint().clone(), source.clone());
             let (len, limits) = (source.len() as u64, member.config.limits());
             let start = move || {
@@ -353,13 +353,13 @@ fn get(
     offset: usize,
     target: &Memory,
 ) -> Result<Operation> {
-    match core.way(peer, "get")? {
-        Way::Near(pinned) => {
+    match core.access(peer, "get")? {
+        PeerAccess::Near(pinned) => {
             let copied = pinned.copy_to(offset, target.span()?).map_err(Error::from);
             let copied = copied.and_then(|()| still(core, peer, &pinned, "get"));
             Ok(Operation::done(copied.map(|()| 0).map_err(|error| error.during("get"))))
         }
-        Way::Far(remote) => {
+        PeerAccess::Far(remote) => {
             let (endpoint, target) = (member.endpoint().clone(), target.clone());
             let (len, limits) = (target.len() as u64, member.config.limits());
             let start = move || {
@@ -371,7 +371,7 @@ fn get(
     }
 }
 
-/// Sends a transfer on its way to a far rank: beside the others, or behind them where the window is strict.
+/// Starts a transfer to a far rank: beside the others, or behind them where the window is strict.
 pub(super) fn in_lane(
     member: &Arc<Member>,
     core: &WindowCore,

@@ -9,7 +9,7 @@ use super::Window;
 use super::access::{in_lane, still, then_signal};
 use crate::member::Member;
 use crate::member::signals::check_counter;
-use crate::memory::{Memory, Way, WindowCore};
+use crate::memory::{Memory, PeerAccess, WindowCore};
 use crate::operation::Operation;
 use crate::{Error, Result, group};
 
@@ -115,8 +115,8 @@ fn put(
     source: &Memory,
     pairs: Pairs,
 ) -> Result<Operation> {
-    match core.way(peer, "put")? {
-        Way::Near(pinned) => {
+    match core.access(peer, "put")? {
+        PeerAccess::Near(pinned) => {
             core.order();
             for (remote, local, len) in &pairs.pieces {
                 let part = source.span()?.part(*local as usize, *len as usize)?;
@@ -124,7 +124,7 @@ fn put(
             }
             Ok(Operation::done(Ok(0)))
         }
-        Way::Far(remote) => {
+        PeerAccess::Far(remote) => {
             let (endpoint, source) = (member.endpoint().clone(), source.clone());
             let limits = member.config.limits();
             let start = move || {
@@ -142,8 +142,8 @@ fn get(
     target: &Memory,
     pairs: Pairs,
 ) -> Result<Operation> {
-    match core.way(peer, "get")? {
-        Way::Near(pinned) => {
+    match core.access(peer, "get")? {
+        PeerAccess::Near(pinned) => {
             for (remote, local, len) in &pairs.pieces {
                 let part = target.span()?.part(*local as usize, *len as usize)?;
                 pinned.copy_to(*remote as usize, &part)?;
@@ -151,7 +151,7 @@ fn get(
             still(core, peer, &pinned, "get")?;
             Ok(Operation::done(Ok(0)))
         }
-        Way::Far(remote) => {
+        PeerAccess::Far(remote) => {
             let (endpoint, target) = (member.endpoint().clone(), target.clone());
             let limits = member.config.limits();
             let start = move || {

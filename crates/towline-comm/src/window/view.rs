@@ -7,7 +7,7 @@ use towline::{Kind, Pinned};
 
 use super::Window;
 use super::access::still;
-use crate::memory::{Way, WindowCore, closed};
+use crate::memory::{PeerAccess, WindowCore, closed};
 use crate::team::Team;
 use crate::{Error, Result};
 
@@ -23,9 +23,9 @@ impl Window {
     /// A view of that rank's memory, where it is shared with this process; `Unsupported` where it is not.
     pub fn peer_view(&self, rank: usize) -> Result<PeerView> {
         let core = self.checked(rank, 0, 0, "peer_view")?;
-        match core.way(rank, "peer_view")? {
-            Way::Near(pinned) => Ok(PeerView { core, pinned, rank }),
-            Way::Far(remote) => Err(Error::new(
+        match core.access(rank, "peer_view")? {
+            PeerAccess::Near(pinned) => Ok(PeerView { core, pinned, rank }),
+            PeerAccess::Far(remote) => Err(Error::new(
                 Kind::Unsupported,
                 "peer_view",
                 format!("the rank's memory is not shared with this process (path {})", remote.path()),

@@ -7,7 +7,7 @@ use towline::{Kind, Place};
 use towline_comm::{Communicator, Config, Progress, WaitSignal, WindowFlag, get_unique_id, mem_alloc};
 use towline_testkit::watchdog::eventually;
 
-use super::{LONG, WAYS, all, config, errors, impatient, outcomes, watch};
+use super::{LONG, ALL_LINKS, all, config, errors, impatient, outcomes, watch};
 
 #[test]
 fn properties_are_told_and_a_closed_communicator_has_none() {
@@ -48,8 +48,8 @@ fn every_call_on_a_null_communicator_is_invalid() {
 #[test]
 fn a_split_orders_by_key_and_gives_nothing_to_ranks_without_colour() {
     let _watchdog = watch("split");
-    for way in WAYS {
-        all(5, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(5, &links.config(), |comm, rank| {
             let color = (rank < 4).then_some(rank as u32 % 2);
             let child = comm.split(color, -(rank as i64))?;
             if rank == 4 {
@@ -73,8 +73,8 @@ fn a_split_orders_by_key_and_gives_nothing_to_ranks_without_colour() {
 #[test]
 fn a_shrunk_group_leaves_out_who_was_excluded() {
     let _watchdog = watch("shrink");
-    for way in WAYS {
-        let ended = outcomes(4, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        let ended = outcomes(4, &links.config(), |comm, rank| {
             if rank == 1 {
                 return comm.shrink(&[1]).map(|_| 0);
             }
@@ -135,9 +135,9 @@ fn a_survivor_that_is_gone_too_is_named_at_once() {
 #[test]
 fn who_leaves_after_the_last_call_does_not_fail_the_others() {
     let _watchdog = watch("leaving");
-    for way in WAYS {
+    for links in ALL_LINKS {
         for _ in 0..10 {
-            all(4, &way.config(), |comm, _| {
+            all(4, &links.config(), |comm, _| {
                 comm.finalize()?;
                 comm.finalize()?;
                 comm.destroy();
@@ -161,8 +161,8 @@ fn calls_after_finalize_are_invalid() {
 #[test]
 fn an_abort_unblocks_everybody() {
     let _watchdog = watch("abort");
-    for way in WAYS {
-        let ended = outcomes(3, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        let ended = outcomes(3, &links.config(), |comm, rank| {
             if rank == 2 {
                 thread::sleep(Duration::from_millis(100));
                 comm.abort();
@@ -174,7 +174,7 @@ fn an_abort_unblocks_everybody() {
         });
         for outcome in &ended[..2] {
             let error = outcome.as_ref().unwrap_err();
-            assert_eq!((error.kind(), error.ranks()), (Kind::Canceled, &[2][..]), "{way:?}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Canceled, &[2][..]), "{links:?}: {error}");
         }
     }
 }
@@ -281,8 +281,8 @@ fn everything_can_be_used_from_any_thread() {
 #[test]
 fn threads_of_one_rank_share_its_communicator() {
     let _watchdog = watch("threads of one rank");
-    for way in WAYS {
-        all(2, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(2, &links.config(), |comm, rank| {
             let window = comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT)?.unwrap();
             thread::scope(|scope| {
                 for index in 0..4 {

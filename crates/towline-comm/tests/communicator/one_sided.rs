@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use towline::{Kind, Layout, SystemStorage};
 use towline_comm::{Communicator, Config, Result, WaitSignal, Window, WindowFlag, interruptible, mem_alloc};
 
-use super::{WAYS, Way, all, config, outcomes, watch};
+use super::{ALL_LINKS, Links, all, config, outcomes, watch};
 
 fn window(comm: &Communicator, size: usize, flags: WindowFlag) -> Result<Window> {
     Ok(comm.register_window(mem_alloc(size)?, flags)?.unwrap())
@@ -15,9 +15,9 @@ fn window(comm: &Communicator, size: usize, flags: WindowFlag) -> Result<Window>
 #[test]
 fn bytes_that_were_put_are_got_from_every_rank_in_groups_of_one_to_eight() {
     let _watchdog = watch("put and get");
-    for way in WAYS {
+    for links in ALL_LINKS {
         for nranks in [1, 2, 3, 5, 8] {
-            all(nranks, &way.config(), |comm, rank| {
+            all(nranks, &links.config(), |comm, rank| {
                 let window = window(comm, nranks * 64, WindowFlag::DEFAULT)?;
                 for peer in 0..nranks {
                     window.put_bytes(peer, rank * 64, &[rank as u8 + 1; 64])?.wait()?;
@@ -27,9 +27,9 @@ fn bytes_that_were_put_are_got_from_every_rank_in_groups_of_one_to_eight() {
                     let mut bytes = vec![0; nranks * 64];
                     window.get_bytes(peer, 0, &mut bytes)?;
                     let right = bytes.iter().enumerate().all(|(at, byte)| usize::from(*byte) == at / 64 + 1);
-                    assert!(right, "{way:?}: rank {peer} holds {bytes:?}");
+                    assert!(right, "{links:?}: rank {peer} holds {bytes:?}");
                 }
-                let expected = if way == Way::Far && nranks > 1 { "tcp" } else { "inproc" };
+                let expected = if links == Links::Far && nranks > 1 { "tcp" } else { "inproc" };
                 assert_eq!(window.path((rank + 1) % nranks)?, expected);
                 comm.finalize()
             });
@@ -40,7 +40,7 @@ fn bytes_that_were_put_are_got_from_every_rank_in_groups_of_one_to_eight() {
 #[test]
 fn ranks_talk_through_tls_where_they_want_it() {
     let _watchdog = watch("TLS");
-    let encrypted = Config { tls: Some(towline::Tls::by_ticket().unwrap()), ..Way::Far.config() };
+    let encrypted = Config { tls: Some(towline::Tls::by_ticket().unwrap()), ..Links::Far.config() };
     all(2, &encrypted, |comm, rank| {
         let size = 3 << 20;
         let window = window(comm, size, WindowFlag::DEFAULT)?;
@@ -57,8 +57,8 @@ fn ranks_talk_through_tls_where_they_want_it() {
 #[test]
 fn large_and_odd_pieces_arrive_whole_through_memory_of_any_kind() {
     let _watchdog = watch("large pieces");
-    for way in WAYS {
-        all(2, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(2, &links.config(), |comm, rank| {
             let size = 3 << 20;
             let window = window(comm, size, WindowFlag::DEFAULT)?;
             let source = comm.memory(SystemStorage::new(size - 13)?)?;
@@ -70,7 +70,7 @@ fn large_and_odd_pieces_arrive_whole_through_memory_of_any_kind() {
             window.get(1 - rank, 13, &target)?.wait()?;
             let mut bytes = vec![0; size - 13];
             target.read_at(0, &mut bytes)?;
-            assert!(bytes == pattern, "{way:?}");
+            assert!(bytes == pattern, "{links:?}");
             comm.finalize()
         });
     }
@@ -79,8 +79,8 @@ fn large_and_odd_pieces_arrive_whole_through_memory_of_any_kind() {
 #[test]
 fn no_access_goes_past_the_end_of_its_target() {
     let _watchdog = watch("bounds");
-    for way in WAYS {
-        all(2, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(2, &links.config(), |comm, rank| {
             let window = window(comm, 4096, WindowFlag::DEFAULT)?;
             let peer = 1 - rank;
             let wide = comm.memory(SystemStorage::new(4097)?)?;
@@ -126,9 +126,9 @@ fn no_access_goes_past_the_end_of_its_target() {
 #[test]
 fn data_is_visible_before_its_signal() {
     let _watchdog = watch("visibility");
-    for way in WAYS {
-        let rounds = if way == Way::Near { 2000 } else { 100 };
-        all(3, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        let rounds = if links == Links::Near { 2000 } else { 100 };
+        all(3, &links.config(), |comm, rank| {
             let window = window(comm, 3 * 4096, WindowFlag::DEFAULT)?;
             let next = (rank + 1) % 3;
             let before = (rank + 2) % 3;
@@ -141,7 +141,7 @@ fn data_is_visible_before_its_signal() {
                 comm.wait_signal(&[WaitSignal { context: 1, index: 3, ..WaitSignal::from_rank(before) }])?;
                 let mut bytes = vec![0; 4096];
                 window.memory()?.read_at(before * 4096, &mut bytes)?;
-                assert!(bytes.iter().all(|byte| *byte == round as u8), "{way:?}, round {round}");
+                assert!(bytes.iter().all(|byte| *byte == round as u8), "{links:?}, round {round}");
                 // The source may only go on once this rank has looked.
                 comm.signal(before, 0, 0)?.wait()?;
                 comm.wait_signal(&[WaitSignal::from_rank(next)])?;
@@ -154,8 +154,8 @@ fn data_is_visible_before_its_signal() {
 #[test]
 fn signals_are_counted_remembered_and_kept_apart_by_context_and_index() {
     let _watchdog = watch("signals");
-    for way in WAYS {
-        all(2, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(2, &links.config(), |comm, rank| {
             let peer = 1 - rank;
             for (context, index, count) in [(0, 0, 3), (1, 0, 2), (0, 5, 4)] {
                 for _ in 0..count {
@@ -178,10 +178,10 @@ fn signals_are_counted_remembered_and_kept_apart_by_context_and_index() {
 #[test]
 fn strict_puts_to_one_peer_become_visible_in_order() {
     let _watchdog = watch("strict order");
-    for way in WAYS {
-        let rounds: u64 = if way == Way::Near { 20_000 } else { 300 };
+    for links in ALL_LINKS {
+        let rounds: u64 = if links == Links::Near { 20_000 } else { 300 };
         let done = AtomicBool::new(false);
-        all(2, &way.config(), |comm, rank| {
+        all(2, &links.config(), |comm, rank| {
             let window = window(comm, 4096, WindowFlag::STRICT_ORDERING)?;
             if rank == 0 {
                 for round in 1..=rounds {
@@ -200,7 +200,7 @@ fn strict_puts_to_one_peer_become_visible_in_order() {
                 while !done.load(Ordering::Acquire) {
                     // The later one is looked at first.
                     let (later, earlier) = (read(2048)?, read(0)?);
-                    assert!(earlier >= later, "{way:?}: {earlier} after {later}");
+                    assert!(earlier >= later, "{links:?}: {earlier} after {later}");
                 }
                 assert_eq!((read(0)?, read(2048)?), (rounds, rounds));
             }
@@ -212,9 +212,9 @@ fn strict_puts_to_one_peer_become_visible_in_order() {
 #[test]
 fn atomic_updates_lose_nothing_whoever_makes_them() {
     let _watchdog = watch("atomicity");
-    for way in WAYS {
-        let rounds: u64 = if way == Way::Near { 5000 } else { 100 };
-        all(4, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        let rounds: u64 = if links == Links::Near { 5000 } else { 100 };
+        all(4, &links.config(), |comm, rank| {
             let window = window(comm, 64, WindowFlag::DEFAULT)?;
             let mut seen = Vec::new();
             for _ in 0..rounds {
@@ -242,8 +242,8 @@ fn atomic_updates_lose_nothing_whoever_makes_them() {
 #[test]
 fn blocks_and_strides_go_where_the_layouts_say() {
     let _watchdog = watch("blocks");
-    for way in WAYS {
-        all(2, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(2, &links.config(), |comm, rank| {
             let window = window(comm, 4096, WindowFlag::DEFAULT)?;
             let source = comm.memory(mem_alloc(1024)?)?;
             source.write_at(0, &(0..1024).map(|at| (at / 64) as u8 + 1).collect::<Vec<_>>())?;
@@ -257,7 +257,7 @@ fn blocks_and_strides_go_where_the_layouts_say() {
             window.memory()?.read_at(0, &mut bytes)?;
             for (block, value) in [(3, 16), (0, 8), (9, 9)] {
                 let at = 32 + block * 256;
-                assert!(bytes[at..at + 64].iter().all(|byte| *byte == value), "{way:?}");
+                assert!(bytes[at..at + 64].iter().all(|byte| *byte == value), "{links:?}");
                 assert!(bytes[at - 32..at].iter().chain(&bytes[at + 64..at + 100]).all(|byte| *byte == 0));
             }
             let back = comm.memory(mem_alloc(1024)?)?;
@@ -276,7 +276,7 @@ fn blocks_and_strides_go_where_the_layouts_say() {
 #[test]
 fn views_and_epochs_reach_near_ranks_directly_and_end_with_the_window() {
     let _watchdog = watch("views");
-    all(2, &Way::Near.config(), |comm, rank| {
+    all(2, &Links::Near.config(), |comm, rank| {
         let window = window(comm, 4096, WindowFlag::DEFAULT)?;
         let peer = 1 - rank;
         let view = window.peer_view(peer)?;
@@ -306,7 +306,7 @@ fn views_and_epochs_reach_near_ranks_directly_and_end_with_the_window() {
         assert_eq!(view.write_at(0, &[1]).unwrap_err().kind(), Kind::Invalid);
         comm.finalize()
     });
-    all(2, &Way::Far.config(), |comm, rank| {
+    all(2, &Links::Far.config(), |comm, rank| {
         let window = window(comm, 4096, WindowFlag::DEFAULT)?;
         assert_eq!(window.peer_view(1 - rank).unwrap_err().kind(), Kind::Unsupported);
         let epoch = window.epoch()?;
@@ -322,8 +322,8 @@ fn views_and_epochs_reach_near_ranks_directly_and_end_with_the_window() {
 #[test]
 fn operations_can_be_awaited() {
     let _watchdog = watch("futures");
-    for way in WAYS {
-        all(2, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(2, &links.config(), |comm, rank| {
             let window = window(comm, 64, WindowFlag::DEFAULT)?;
             let before = towline_testkit::executor::block_on(window.fetch_add(1 - rank, 0, 3)?)?;
             towline_testkit::executor::block_on(window.put_signal_bytes(1 - rank, 8, b"awaited!", 0, 0)?)?;

@@ -16,7 +16,7 @@ use towline_testkit::netns::{End, Network};
 use towline_testkit::skip::skip;
 use towline_testkit::watchdog::eventually;
 
-use super::{LONG, WAYS, Way, laws, watch};
+use super::{LONG, ALL_LINKS, Links, laws, watch};
 
 const PART: &str = "TOWLINE_COMM_TEST_PART";
 const WORKER: &str = "processes::what_a_rank_process_does";
@@ -66,8 +66,8 @@ impl Rank {
     }
 }
 
-fn start_all(part: &str, way: Way, nranks: usize, id: &UniqueId) -> Vec<Rank> {
-    (0..nranks).map(|rank| Rank::start(&format!("{part} {way:?} {nranks} {rank} {id}"))).collect()
+fn start_all(part: &str, links: Links, nranks: usize, id: &UniqueId) -> Vec<Rank> {
+    (0..nranks).map(|rank| Rank::start(&format!("{part} {links:?} {nranks} {rank} {id}"))).collect()
 }
 
 #[test]
@@ -86,25 +86,25 @@ fn what_a_rank_process_does() {
         hosts(&words).unwrap();
         return;
     }
-    let way = if words[1] == "Far" { Way::Far } else { Way::Near };
+    let links = if words[1] == "Far" { Links::Far } else { Links::Near };
     let (nranks, rank): (usize, usize) = (words[2].parse().unwrap(), words[3].parse().unwrap());
     let id: UniqueId = words[4].parse().unwrap();
-    let config = Config { timeout: LONG, ..way.config() };
+    let config = Config { timeout: LONG, ..links.config() };
     let comm = Communicator::init(nranks, rank, &id, config).unwrap();
     match words[0] {
-        "laws" => laws(&comm, way, rank, nranks).unwrap(),
+        "laws" => laws(&comm, links, rank, nranks).unwrap(),
         "kill" => killed(&comm, rank).unwrap(),
         "growth" => growth(&comm, rank, nranks).unwrap(),
         other => panic!("no part {other}"),
     }
 }
 
-fn laws(comm: &Communicator, way: Way, rank: usize, nranks: usize) -> Result<()> {
-    assert_eq!(comm.is_near((rank + 1) % nranks)?, way == Way::Near);
+fn laws(comm: &Communicator, links: Links, rank: usize, nranks: usize) -> Result<()> {
+    assert_eq!(comm.is_near((rank + 1) % nranks)?, links == Links::Near);
     laws::hold(comm)?;
     let shared = comm.register_window(mem_alloc(64 << 10)?, WindowFlag::DEFAULT)?.unwrap();
     let next = (rank + 1) % nranks;
-    if way == Way::Near {
+    if links == Links::Near {
         assert_eq!(shared.path(next)?, "mapped");
         shared.peer_view(next)?.write_at(0, b"direct")?;
     }
@@ -209,27 +209,27 @@ fn killed(comm: &Communicator, rank: usize) -> Result<()> {
 #[test]
 fn processes_keep_the_laws_of_one_sided_access_by_shared_memory_and_by_sockets() {
     let _watchdog = watch("processes");
-    for way in WAYS {
+    for links in ALL_LINKS {
         let id = get_unique_id().unwrap();
-        start_all("laws", way, 3, &id).into_iter().for_each(Rank::ends_well);
+        start_all("laws", links, 3, &id).into_iter().for_each(Rank::ends_well);
     }
 }
 
 #[test]
 fn a_thousand_windows_leave_no_thread_descriptor_or_memory_behind() {
     let _watchdog = watch("growth");
-    for way in WAYS {
+    for links in ALL_LINKS {
         let id = get_unique_id().unwrap();
-        start_all("growth", way, 2, &id).into_iter().for_each(Rank::ends_well);
+        start_all("growth", links, 2, &id).into_iter().for_each(Rank::ends_well);
     }
 }
 
 #[test]
 fn a_killed_rank_is_named_by_all_and_the_survivors_go_on_without_it() {
     let _watchdog = watch("kill and shrink");
-    for way in WAYS {
+    for links in ALL_LINKS {
         let id = get_unique_id().unwrap();
-        let mut ranks = start_all("kill", way, 4, &id);
+        let mut ranks = start_all("kill", links, 4, &id);
         for rank in &mut ranks {
             rank.says("READY");
         }

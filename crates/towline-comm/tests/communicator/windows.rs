@@ -6,7 +6,7 @@ use towline::{Arena, Buffer, Kind, OffsetBuffer, SharedStorage, SystemStorage, c
 use towline_comm::{Communicator, Error, WindowFlag, WindowOptions, get_unique_id, mem_alloc};
 use towline_testkit::watchdog::eventually;
 
-use super::{LONG, WAYS, all, config, errors, outcomes, watch};
+use super::{LONG, ALL_LINKS, all, config, errors, outcomes, watch};
 
 #[test]
 fn every_rank_gets_the_same_handle_and_closing_is_idempotent() {
@@ -32,8 +32,8 @@ fn every_rank_gets_the_same_handle_and_closing_is_idempotent() {
 #[test]
 fn sizes_that_differ_are_invalid_on_every_rank_and_the_communicator_goes_on() {
     let _watchdog = watch("sizes");
-    for way in WAYS {
-        all(3, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(3, &links.config(), |comm, rank| {
             let size = if rank == 1 { 8192 } else { 4096 };
             let error = comm.register_window(mem_alloc(size)?, WindowFlag::DEFAULT).unwrap_err();
             assert_eq!((error.kind(), error.ranks()), (Kind::Invalid, &[1][..]), "{error}");
@@ -209,8 +209,8 @@ fn handles_are_released_when_the_communicator_is_destroyed_or_aborted() {
 #[test]
 fn who_still_accesses_a_closed_window_gets_stale() {
     let _watchdog = watch("closed elsewhere");
-    for way in WAYS {
-        all(2, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(2, &links.config(), |comm, rank| {
             let window = comm.register_window(mem_alloc(4096)?, WindowFlag::DEFAULT)?.unwrap();
             window.put_bytes(1 - rank, 0, b"x")?.wait()?;
             let view = window.peer_view(1 - rank).ok();
@@ -222,7 +222,7 @@ fn who_still_accesses_a_closed_window_gets_stale() {
             } else {
                 comm.wait_signal(&[towline_comm::WaitSignal::from_rank(0)])?;
                 let put = window.put_bytes(0, 0, b"y").and_then(|put| put.wait());
-                assert_eq!(put.unwrap_err().kind(), Kind::Stale, "{way:?}");
+                assert_eq!(put.unwrap_err().kind(), Kind::Stale, "{links:?}");
                 let mut bytes = [0; 1];
                 assert_eq!(window.get_bytes(0, 0, &mut bytes).unwrap_err().kind(), Kind::Stale);
                 if let Some(view) = view {
@@ -240,8 +240,8 @@ fn who_still_accesses_a_closed_window_gets_stale() {
 #[test]
 fn a_window_over_private_memory_works_too() {
     let _watchdog = watch("private memory");
-    for way in WAYS {
-        all(2, &way.config(), |comm, rank| {
+    for links in ALL_LINKS {
+        all(2, &links.config(), |comm, rank| {
             let window = comm.register_window(SystemStorage::new(4096)?, WindowFlag::DEFAULT)?.unwrap();
             window.put_signal_bytes(1 - rank, 8, b"private", 1, 2)?.wait()?;
             let wait = towline_comm::WaitSignal {

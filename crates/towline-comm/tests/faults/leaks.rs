@@ -64,11 +64,11 @@ pub(crate) fn idle(words: &[&str]) {
 #[test]
 fn a_killed_group_leaves_no_file_and_no_socket_behind() {
     let _watchdog = watchdog::watch("what a killed group leaves", 10 * LONG);
-    for way in ["Near", "Far"] {
+    for links in ["Near", "Far"] {
         let before = traces();
         let id = get_unique_id().unwrap();
         let mut ranks: Vec<Rank> =
-            (0..3).map(|rank| Rank::start(&format!("idle {way} 3 {rank} {id}"))).collect();
+            (0..3).map(|rank| Rank::start(&format!("idle {links} 3 {rank} {id}"))).collect();
         ranks.iter_mut().for_each(|rank| drop(rank.says("READY", "an idle group")));
         let named: BTreeSet<String> = ranks.iter().flat_map(|rank| sockets_of(rank.child().id())).collect();
         assert!(!named.is_empty(), "the ranks of this test have no sockets by which they could be known");
@@ -78,7 +78,7 @@ fn a_killed_group_leaves_no_file_and_no_socket_behind() {
         let gone = eventually(LONG, || named.intersection(&sockets()).next().is_none() && left().is_empty());
         assert!(
             gone,
-            "{way}: {:?} and {:?} are left",
+            "{links}: {:?} and {:?} are left",
             left(),
             named.intersection(&sockets()).collect::<Vec<_>>()
         );
@@ -159,9 +159,9 @@ pub(crate) fn fork_and_go_on(words: &[&str]) {
 #[test]
 fn a_forked_child_gets_errors_at_once_and_its_parent_goes_on() {
     let _watchdog = watchdog::watch("fork with a communicator", 10 * LONG);
-    for way in ["Near", "Far"] {
+    for links in ["Near", "Far"] {
         let id = get_unique_id().unwrap();
-        let ranks: Vec<Rank> = (0..2).map(|rank| Rank::start(&format!("fork {way} 2 {rank} {id}"))).collect();
+        let ranks: Vec<Rank> = (0..2).map(|rank| Rank::start(&format!("fork {links} 2 {rank} {id}"))).collect();
         for mut rank in ranks {
             rank.says("END", "a fork");
             rank.ends_well("a fork", &[]);

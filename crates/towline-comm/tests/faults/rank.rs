@@ -89,9 +89,9 @@ pub(crate) fn join(words: &[&str], timeout: Duration) -> Result<Communicator> {
 }
 
 /// How that rank reaches the others.
-fn routing(way: &str, rank: usize) -> Result<Routing> {
+fn routing(links: &str, rank: usize) -> Result<Routing> {
     let usual = Routing::default();
-    Ok(match way {
+    Ok(match links {
         "Far" => usual.require("tcp")?,
         // Without shared memory.
         "Host" => usual.forbid("inproc")?.forbid("mapped")?,
@@ -164,10 +164,10 @@ fn awaits(words: &[&str]) {
     std::thread::sleep(Duration::from_secs(600));
 }
 
-fn go_on_without(comm: &Communicator, victim: usize, way: &str) -> Result<()> {
+fn go_on_without(comm: &Communicator, victim: usize, links: &str) -> Result<()> {
     // Survivors may come one limit after each other: who waits for whom decides when each gives up.
     let patient = Config { timeout: super::LONG, ..Config::default() };
-    let routing = routing(way, comm.rank()?)?;
+    let routing = routing(links, comm.rank()?)?;
     let child = comm.shrink_with(&[victim], Some(Config { routing, ..patient }))?;
     let (rank, nranks) = (child.rank()?, child.nranks()?);
     assert_eq!(nranks, comm.nranks()? - 1);

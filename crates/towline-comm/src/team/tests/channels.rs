@@ -21,8 +21,8 @@ fn chunks<'a>(random: &mut Random, mut bytes: &'a [u8], most: u64) -> Vec<&'a [u
 
 #[test]
 fn a_channel_keeps_its_bytes_in_order_however_they_are_cut() {
-    for way in WAYS {
-        with_ranks(2, way, LONG, |team| {
+    for links in ALL_LINKS {
+        with_ranks(2, links, LONG, |team| {
             let peer = 1 - team.rank();
             let of = |rank: usize| pattern(rank as u64, 3 << 20);
             thread::scope(|scope| {
@@ -41,7 +41,7 @@ fn a_channel_keeps_its_bytes_in_order_however_they_are_cut() {
                     team.recv(peer, now).unwrap();
                     rest = behind;
                 }
-                assert!(bytes == of(peer), "{way:?}");
+                assert!(bytes == of(peer), "{links:?}");
             });
         });
     }
@@ -50,8 +50,8 @@ fn a_channel_keeps_its_bytes_in_order_however_they_are_cut() {
 #[test]
 fn large_transfers_in_all_directions_at_once_do_not_block_each_other() {
     const LEN: usize = 10 << 20;
-    for (way, nranks) in [(Way::Near, 4), (Way::Far, 3), (Way::Mixed, 3)] {
-        with_ranks(nranks, way, LONG, |team| {
+    for (links, nranks) in [(Links::Near, 4), (Links::Far, 3), (Links::Mixed, 3)] {
+        with_ranks(nranks, links, LONG, |team| {
             let of = |from: usize, to: usize| pattern((from * 16 + to) as u64, LEN);
             let out: Vec<Vec<u8>> = (0..nranks).map(|peer| of(team.rank(), peer)).collect();
             let mut inn = vec![vec![0; LEN]; nranks];
@@ -61,7 +61,7 @@ fn large_transfers_in_all_directions_at_once_do_not_block_each_other() {
                 inn.iter_mut().enumerate().map(|(peer, one)| (peer, &mut one[..])).collect();
             team.exchange_all("all_to_all", &sends, &mut receives).unwrap();
             for (peer, bytes) in inn.iter().enumerate() {
-                assert!(*bytes == of(peer, team.rank()), "{way:?} from {peer}");
+                assert!(*bytes == of(peer, team.rank()), "{links:?} from {peer}");
             }
         });
     }
@@ -70,9 +70,9 @@ fn large_transfers_in_all_directions_at_once_do_not_block_each_other() {
 #[test]
 fn a_ring_of_exchanges_does_not_deadlock() {
     const LEN: usize = 2 << 20;
-    for way in WAYS {
+    for links in ALL_LINKS {
         for nranks in [1, 2, 3, 5] {
-            with_ranks(nranks, way, LONG, |team| {
+            with_ranks(nranks, links, LONG, |team| {
                 let rank = team.rank();
                 let (next, before) = ((rank + 1) % nranks, (rank + nranks - 1) % nranks);
                 let mut bytes = pattern(rank as u64, LEN);
@@ -81,7 +81,7 @@ fn a_ring_of_exchanges_does_not_deadlock() {
                     team.exchange(next, &bytes, before, &mut came).unwrap();
                     bytes = came;
                 }
-                assert!(bytes == pattern(rank as u64, LEN), "{way:?} {nranks}");
+                assert!(bytes == pattern(rank as u64, LEN), "{links:?} {nranks}");
             });
         }
     }
@@ -89,8 +89,8 @@ fn a_ring_of_exchanges_does_not_deadlock() {
 
 #[test]
 fn messages_arrive_and_what_differs_is_invalid_on_both_sides() {
-    for way in WAYS {
-        with_ranks(2, way, LONG, |team| {
+    for links in ALL_LINKS {
+        with_ranks(2, links, LONG, |team| {
             let peer = 1 - team.rank();
             for round in 0..20u64 {
                 let bytes = pattern(round, (round * 40_000) as usize);
@@ -101,7 +101,7 @@ fn messages_arrive_and_what_differs_is_invalid_on_both_sides() {
                 } else {
                     let mut into = vec![0; bytes.len()];
                     team.recv_message(peer, round, &mut into).unwrap();
-                    assert!(into == bytes, "{way:?} {round}");
+                    assert!(into == bytes, "{links:?} {round}");
                     // Another digest in one round, another length in the next.
                     let (digest, len) = if round % 2 == 0 { (6, bytes.len() / 2) } else { (5, bytes.len()) };
                     let error = team.recv_message(peer, digest, &mut into[..len]).unwrap_err();
@@ -115,8 +115,8 @@ fn messages_arrive_and_what_differs_is_invalid_on_both_sides() {
 
 #[test]
 fn grouped_messages_cross_and_keep_their_order() {
-    for way in WAYS {
-        with_ranks(3, way, LONG, |team| {
+    for links in ALL_LINKS {
+        with_ranks(3, links, LONG, |team| {
             let rank = team.rank();
             let of = |from: usize, to: usize, n: usize| {
                 pattern((from * 100 + to * 10 + n) as u64, 400_000 * (n + 1))
@@ -135,7 +135,7 @@ fn grouped_messages_cross_and_keep_their_order() {
                 .collect();
             team.exchange_messages("group", &sends, &mut receives).unwrap();
             for (n, from, bytes) in &room {
-                assert!(*bytes == of(*from, rank, *n), "{way:?} from {from}");
+                assert!(*bytes == of(*from, rank, *n), "{links:?} from {from}");
             }
         });
     }
@@ -143,8 +143,8 @@ fn grouped_messages_cross_and_keep_their_order() {
 
 #[test]
 fn signals_are_counted_early_and_late() {
-    for way in WAYS {
-        with_ranks(3, way, LONG, |team| {
+    for links in ALL_LINKS {
+        with_ranks(3, links, LONG, |team| {
             let rank = team.rank();
             // Early: before anybody waits.
             for peer in 0..3 {
@@ -180,7 +180,7 @@ fn signals_are_counted_early_and_late() {
 
 #[test]
 fn a_rank_that_does_not_exist_is_invalid_and_the_team_goes_on() {
-    with_ranks(2, Way::Near, LONG, |team| {
+    with_ranks(2, Links::Near, LONG, |team| {
         let mut into = [0; 4];
         let errors = [team.send(2, b"x"), team.recv(9, &mut into), team.exchange(0, b"x", 2, &mut into)];
         assert!(errors.into_iter().all(|one| one.unwrap_err().kind() == Kind::Invalid));

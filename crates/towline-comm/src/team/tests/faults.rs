@@ -14,8 +14,8 @@ const SHORT: Duration = Duration::from_secs(4);
 
 #[test]
 fn a_timeout_names_the_rank_that_did_not_come() {
-    every_way(|way| {
-        let errors = with_ranks(4, way, SHORT, |team| {
+    with_all_links(|links| {
+        let errors = with_ranks(4, links, SHORT, |team| {
             team.barrier().unwrap();
             if team.rank() == 2 {
                 while team.failure().is_none() {
@@ -28,15 +28,15 @@ fn a_timeout_names_the_rank_that_did_not_come() {
             first
         });
         for error in errors {
-            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[2][..]), "{way:?}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[2][..]), "{links:?}: {error}");
         }
     });
 }
 
 #[test]
 fn the_rank_that_holds_up_a_ring_is_named_and_not_its_victims() {
-    every_way(|way| {
-        let errors = with_ranks(4, way, SHORT, |team| {
+    with_all_links(|links| {
+        let errors = with_ranks(4, links, SHORT, |team| {
             team.barrier().unwrap();
             let rank = team.rank();
             let mut into = [0; 8];
@@ -50,17 +50,17 @@ fn the_rank_that_holds_up_a_ring_is_named_and_not_its_victims() {
             team.recv(rank - 1, &mut into).unwrap_err()
         });
         for error in errors {
-            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[0][..]), "{way:?}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[0][..]), "{links:?}: {error}");
         }
     });
 }
 
-/// Runs a test for every way, all at once: they wait for limits most of the time.
-fn every_way(test: impl Fn(Way) + Sync) {
+/// Runs a test with every kind of links, all at the same time: most of the time they wait for limits.
+fn with_all_links(test: impl Fn(Links) + Sync) {
     thread::scope(|scope| {
         let test = &test;
-        let ways: Vec<_> = WAYS.map(|way| scope.spawn(move || test(way))).into();
-        ways.into_iter().for_each(|way| way.join().unwrap());
+        let threads: Vec<_> = ALL_LINKS.map(|links| scope.spawn(move || test(links))).into();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
     });
 }
 
@@ -73,10 +73,10 @@ fn never_come(team: &Team) {
 
 #[test]
 fn the_rank_at_the_end_of_waits_of_all_kinds_is_named_whoever_gives_up_first() {
-    every_way(|way| {
+    with_all_links(|links| {
         // Who is in another round, or waits for something that is no collective, is held up all the same.
         let done = Barrier::new(5);
-        let errors = with_ranks(5, way, SHORT, |team| {
+        let errors = with_ranks(5, links, SHORT, |team| {
             team.barrier().unwrap();
             let mut into = [0; 8];
             let error = match team.rank() {
@@ -93,15 +93,15 @@ fn the_rank_at_the_end_of_waits_of_all_kinds_is_named_whoever_gives_up_first() {
             error
         });
         for error in errors {
-            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[4][..]), "{way:?}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[4][..]), "{links:?}: {error}");
         }
     });
 }
 
 #[test]
 fn a_rank_that_was_stopped_in_a_wait_is_named_though_it_says_for_whom_it_waits() {
-    every_way(|way| {
-        let errors = with_ranks(4, way, SHORT, |team| {
+    with_all_links(|links| {
+        let errors = with_ranks(4, links, SHORT, |team| {
             team.barrier().unwrap();
             let mut into = [0; 8];
             match team.rank() {
@@ -115,20 +115,20 @@ fn a_rank_that_was_stopped_in_a_wait_is_named_though_it_says_for_whom_it_waits()
             }
         });
         for error in errors {
-            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[0][..]), "{way:?}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[0][..]), "{links:?}: {error}");
         }
     });
 }
 
 #[test]
 fn one_that_has_given_up_on_a_rank_that_waits_for_it_is_named_itself() {
-    every_way(|way| {
-        let errors = with_ranks(3, way, SHORT, |team| {
+    with_all_links(|links| {
+        let errors = with_ranks(3, links, SHORT, |team| {
             team.barrier().unwrap();
             if team.rank() == 2 {
                 // Rank 1 owes it nothing, and waits for it in the barrier.
                 let error = team.wait("wait_signal", || vec![1], || None::<()>).unwrap_err();
-                assert!(error.kind() == Kind::Timeout, "{way:?}: {error}");
+                assert!(error.kind() == Kind::Timeout, "{links:?}: {error}");
                 never_come(team);
                 return team.failure().unwrap();
             }
@@ -137,17 +137,17 @@ fn one_that_has_given_up_on_a_rank_that_waits_for_it_is_named_itself() {
             team.barrier().unwrap_err()
         });
         for error in errors {
-            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[2][..]), "{way:?}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[2][..]), "{links:?}: {error}");
         }
     });
 }
 
 #[test]
 fn one_that_leaves_or_revokes_because_of_another_names_that_one_too() {
-    every_way(|way| {
+    with_all_links(|links| {
         for revokes in [false, true] {
             let (gave_up, done) = (Barrier::new(2), Barrier::new(2));
-            let errors = with_ranks(3, way, SHORT, |team| {
+            let errors = with_ranks(3, links, SHORT, |team| {
                 team.barrier().unwrap();
                 match team.rank() {
                     0 => {
@@ -172,16 +172,16 @@ fn one_that_leaves_or_revokes_because_of_another_names_that_one_too() {
                 }
             });
             let error = errors[0].as_ref().unwrap();
-            assert_eq!(error.ranks(), [1, 2], "{way:?}: {error}");
-            assert!(error.message().contains("in vain for rank 2"), "{way:?}: {error}");
+            assert_eq!(error.ranks(), [1, 2], "{links:?}: {error}");
+            assert!(error.message().contains("in vain for rank 2"), "{links:?}: {error}");
         }
     });
 }
 
 #[test]
 fn an_abort_unblocks_everybody_with_its_cause() {
-    for way in WAYS {
-        let errors = with_ranks(4, way, LONG, |team| match team.rank() {
+    for links in ALL_LINKS {
+        let errors = with_ranks(4, links, LONG, |team| match team.rank() {
             0 => {
                 thread::sleep(Duration::from_millis(50));
                 team.abort(
@@ -194,7 +194,7 @@ fn an_abort_unblocks_everybody_with_its_cause() {
             _ => team.wait("wait_signal", || vec![1], || None::<()>).unwrap_err(),
         });
         for (rank, error) in errors.iter().enumerate() {
-            assert_eq!((error.kind(), error.ranks()), (Kind::Native, &[0, 3][..]), "{way:?} {rank}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Native, &[0, 3][..]), "{links:?} {rank}: {error}");
             assert!(error.message().contains("has had enough"));
         }
         assert_eq!(errors[1].op(), "barrier");
@@ -203,8 +203,8 @@ fn an_abort_unblocks_everybody_with_its_cause() {
 
 #[test]
 fn an_abort_that_reached_one_rank_reaches_all() {
-    for way in WAYS {
-        let errors = with_ranks(4, way, LONG, |team| {
+    for links in ALL_LINKS {
+        let errors = with_ranks(4, links, LONG, |team| {
             if team.rank() == 0 {
                 // As if this rank had died after it had told the first.
                 let error = Error::new(Kind::Native, "all_reduce", "half told").about([2]);
@@ -213,7 +213,7 @@ fn an_abort_that_reached_one_rank_reaches_all() {
             team.recv((team.rank() + 1) % 4, &mut [0; 8]).unwrap_err()
         });
         for error in errors {
-            assert_eq!((error.kind(), error.ranks()), (Kind::Native, &[2][..]), "{way:?}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Native, &[2][..]), "{links:?}: {error}");
             assert!(error.message().starts_with("rank 0 gave up"), "{error}");
         }
     }
@@ -221,7 +221,7 @@ fn an_abort_that_reached_one_rank_reaches_all() {
 
 #[test]
 fn an_abort_unblocks_other_threads_of_the_same_rank() {
-    with_ranks(2, Way::Near, LONG, |team| {
+    with_ranks(2, Links::Near, LONG, |team| {
         if team.rank() == 0 {
             thread::scope(|scope| {
                 let waiting = scope.spawn(|| team.recv(1, &mut [0; 8]).unwrap_err());
@@ -237,20 +237,20 @@ fn an_abort_unblocks_other_threads_of_the_same_rank() {
 
 #[test]
 fn a_revoked_team_is_canceled_everywhere() {
-    for way in WAYS {
-        with_ranks(3, way, LONG, |team| {
+    for links in ALL_LINKS {
+        with_ranks(3, links, LONG, |team| {
             if team.rank() == 1 {
                 team.revoke();
             }
             let error = team.barrier().unwrap_err();
-            assert_eq!((error.kind(), error.ranks()), (Kind::Canceled, &[1][..]), "{way:?}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Canceled, &[1][..]), "{links:?}: {error}");
         });
     }
 }
 
 #[test]
 fn a_timeout_of_a_plain_wait_leaves_the_team_usable() {
-    with_ranks(2, Way::Near, SHORT, |team| {
+    with_ranks(2, Links::Near, SHORT, |team| {
         let error = team.wait("wait_signal", || vec![1 - team.rank()], || None::<()>).unwrap_err();
         assert_eq!((error.kind(), error.ranks()), (Kind::Timeout, &[1 - team.rank()][..]));
         team.barrier().unwrap();
@@ -259,8 +259,8 @@ fn a_timeout_of_a_plain_wait_leaves_the_team_usable() {
 
 #[test]
 fn who_waits_for_a_rank_that_has_left_is_told_so() {
-    for way in WAYS {
-        let errors = with_ranks(3, way, LONG, |team| {
+    for links in ALL_LINKS {
+        let errors = with_ranks(3, links, LONG, |team| {
             team.barrier().unwrap();
             if team.rank() == 1 {
                 return None;
@@ -269,16 +269,16 @@ fn who_waits_for_a_rank_that_has_left_is_told_so() {
         });
         assert!(errors[1].is_none());
         for error in errors.into_iter().flatten() {
-            assert_eq!((error.kind(), error.ranks()), (Kind::Disconnected, &[1][..]), "{way:?}: {error}");
+            assert_eq!((error.kind(), error.ranks()), (Kind::Disconnected, &[1][..]), "{links:?}: {error}");
         }
     }
 }
 
 #[test]
 fn a_rank_that_leaves_after_its_last_round_disturbs_nobody() {
-    for way in WAYS {
+    for links in ALL_LINKS {
         for _ in 0..10 {
-            with_ranks(4, way, LONG, |team| {
+            with_ranks(4, links, LONG, |team| {
                 if team.rank() % 2 == 0 {
                     team.send((team.rank() + 1) % 4, &[7; 1000]).unwrap();
                 } else {

@@ -67,15 +67,15 @@ fn what_a_rank_process_does() {
     let place = PathBuf::from(place);
     let (rank, what) = told.split_once(' ').unwrap();
     let rank: usize = rank.parse().unwrap();
-    let way = if what.contains("far") { Way::Far } else { Way::Near };
-    let endpoint = Endpoint::options(&format!("rank-{rank}")).routing(way.routing(rank)).open().unwrap();
+    let links = if what.contains("far") { Links::Far } else { Links::Near };
+    let endpoint = Endpoint::options(&format!("rank-{rank}")).routing(links.routing(rank)).open().unwrap();
     let timeout = Duration::from_secs(if what.contains("stop") { 3 } else { 20 });
     let seat = Seat::open(&endpoint, RANKS, options(timeout)).unwrap();
     leave_word(&place, &format!("ticket-{rank}"), &seat.ticket().unwrap().to_string());
     let tickets: Vec<Ticket> =
         (0..RANKS).map(|peer| find_word(&place, &format!("ticket-{peer}")).parse().unwrap()).collect();
     let team = Team::assemble(seat, rank, tickets).unwrap();
-    assert_eq!(team.is_near((rank + 1) % RANKS), way == Way::Near);
+    assert_eq!(team.is_near((rank + 1) % RANKS), links == Links::Near);
     for round in 0..50 {
         let all = team.all_gather_bytes("test", format!("{round}:{rank}").as_bytes()).unwrap();
         assert_eq!(all, (0..RANKS).map(|peer| format!("{round}:{peer}").into_bytes()).collect::<Vec<_>>());

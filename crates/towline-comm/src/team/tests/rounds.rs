@@ -15,9 +15,9 @@ fn call(name: &'static str, digest: u64) -> Call<'static> {
 
 #[test]
 fn every_rank_reads_what_all_ranks_announced_in_every_round() {
-    for way in WAYS {
-        for nranks in 1..=if way == Way::Near { 8 } else { 4 } {
-            with_ranks(nranks, way, LONG, |team| {
+    for links in ALL_LINKS {
+        for nranks in 1..=if links == Links::Near { 8 } else { 4 } {
+            with_ranks(nranks, links, LONG, |team| {
                 // All ranks draw the same numbers, so each knows what the others announce.
                 let mut random = Random::new(nranks as u64);
                 for round in 0..60u64 {
@@ -40,11 +40,11 @@ fn every_rank_reads_what_all_ranks_announced_in_every_round() {
                         })
                         .unwrap();
                     for (rank, len) in lengths.iter().enumerate() {
-                        assert_eq!(entered.words(rank), words(rank), "{way:?} round {round}");
+                        assert_eq!(entered.words(rank), words(rank), "{links:?} round {round}");
                         assert_eq!(entered.payload_len(rank), *len);
                         let mut bytes = vec![0; PAYLOAD];
                         assert_eq!(entered.payload_into(rank, &mut bytes).unwrap(), *len);
-                        assert!(bytes[..*len] == payload(rank), "{way:?} round {round} rank {rank}");
+                        assert!(bytes[..*len] == payload(rank), "{links:?} round {round} rank {rank}");
                     }
                     if random.below(3) == 0 {
                         team.leave(entered).unwrap();
@@ -57,8 +57,8 @@ fn every_rank_reads_what_all_ranks_announced_in_every_round() {
 
 #[test]
 fn a_digest_that_differs_is_invalid_on_every_rank_and_the_team_goes_on() {
-    for way in WAYS {
-        let errors = with_ranks(4, way, LONG, |team| {
+    for links in ALL_LINKS {
+        let errors = with_ranks(4, links, LONG, |team| {
             let odd = team.rank() == 2;
             let error = team.enter(call("reduce", u64::from(odd))).err().unwrap();
             team.barrier().unwrap();
@@ -81,7 +81,7 @@ fn a_digest_that_differs_is_invalid_on_every_rank_and_the_team_goes_on() {
 
 #[test]
 fn what_does_not_fit_is_refused_before_anything_is_announced() {
-    with_ranks(2, Way::Near, LONG, |team| {
+    with_ranks(2, Links::Near, LONG, |team| {
         let payload = vec![0; PAYLOAD + 1];
         let error = team.enter(Call { payload: &payload, ..call("reduce", 0) }).err().unwrap();
         assert_eq!(error.kind(), Kind::Invalid);
@@ -91,10 +91,10 @@ fn what_does_not_fit_is_refused_before_anything_is_announced() {
 
 #[test]
 fn nobody_passes_a_barrier_before_all_have_come() {
-    for way in WAYS {
+    for links in ALL_LINKS {
         for nranks in [1, 2, 3, 5] {
             let came = AtomicUsize::new(0);
-            with_ranks(nranks, way, LONG, |team| {
+            with_ranks(nranks, links, LONG, |team| {
                 let mut random = Random::new(team.rank() as u64);
                 for round in 1..=40 {
                     if random.below(4) == 0 {
@@ -111,9 +111,9 @@ fn nobody_passes_a_barrier_before_all_have_come() {
 
 #[test]
 fn nobody_leaves_a_round_before_all_do() {
-    for way in WAYS {
+    for links in ALL_LINKS {
         let done = AtomicUsize::new(0);
-        with_ranks(3, way, LONG, |team| {
+        with_ranks(3, links, LONG, |team| {
             let mut random = Random::new(7 + team.rank() as u64);
             for round in 1..=40 {
                 let entered = team.enter(call("copy", 1)).unwrap();
@@ -130,9 +130,9 @@ fn nobody_leaves_a_round_before_all_do() {
 
 #[test]
 fn gathered_bytes_of_any_length_come_to_all() {
-    for way in WAYS {
+    for links in ALL_LINKS {
         for nranks in [1, 2, 3, 5] {
-            with_ranks(nranks, way, LONG, |team| {
+            with_ranks(nranks, links, LONG, |team| {
                 let mut random = Random::new(nranks as u64);
                 for round in 0..12u64 {
                     let length = |random: &mut Random| match random.below(6) {
@@ -147,7 +147,7 @@ fn gathered_bytes_of_any_length_come_to_all() {
                     let all = team.all_gather_bytes("tickets", &of(team.rank())).unwrap();
                     assert_eq!(all.len(), nranks);
                     for (rank, bytes) in all.iter().enumerate() {
-                        assert!(*bytes == of(rank), "{way:?} round {round} rank {rank}");
+                        assert!(*bytes == of(rank), "{links:?} round {round} rank {rank}");
                     }
                 }
             });
@@ -157,7 +157,7 @@ fn gathered_bytes_of_any_length_come_to_all() {
 
 #[test]
 fn too_many_gathered_bytes_of_one_rank_are_invalid_on_all() {
-    let errors = with_ranks(3, Way::Near, LONG, |team| {
+    let errors = with_ranks(3, Links::Near, LONG, |team| {
         let mine = vec![0; if team.rank() == 1 { MOST_GATHERED + 1 } else { 5 }];
         let error = team.all_gather_bytes("tickets", &mine).unwrap_err();
         team.barrier().unwrap();
