@@ -36,7 +36,9 @@ impl Links {
         match self {
             Links::Near => Routing::default(),
             Links::Far => far,
-            Links::Host => Routing::default().forbid("inproc").and_then(|routing| routing.forbid("mapped")).unwrap(),
+            Links::Host => {
+                Routing::default().forbid("inproc").and_then(|routing| routing.forbid("mapped")).unwrap()
+            }
             Links::Mixed if rank % 2 == 1 => far,
             Links::Mixed => Routing::default(),
         }

@@ -138,7 +138,9 @@ impl Window {
     pub fn fetch_add(&self, peer: usize, offset: usize, add: u64) -> Result<Operation> {
         let core = self.word(peer, offset, "fetch_add")?;
         self.start("fetch_add", peer, move |member, _| match core.access(peer, "fetch_add")? {
-            PeerAccess::Near(pinned) => Ok(Operation::done(pinned.fetch_add(offset, add).map_err(Error::from))),
+            PeerAccess::Near(pinned) => {
+                Ok(Operation::done(pinned.fetch_add(offset, add).map_err(Error::from)))
+            }
             PeerAccess::Far(remote) => {
                 let endpoint = member.endpoint().clone();
                 let start = move || Ok(endpoint.fetch_add(&remote, offset as u64, add)?);

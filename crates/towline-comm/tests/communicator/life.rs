@@ -7,7 +7,7 @@ use towline::{Kind, Place};
 use towline_comm::{Communicator, Config, Progress, WaitSignal, WindowFlag, get_unique_id, mem_alloc};
 use towline_testkit::watchdog::eventually;
 
-use super::{LONG, ALL_LINKS, all, config, errors, impatient, outcomes, watch};
+use super::{ALL_LINKS, LONG, all, config, errors, impatient, outcomes, watch};
 
 #[test]
 fn properties_are_told_and_a_closed_communicator_has_none() {

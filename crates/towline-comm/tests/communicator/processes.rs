@@ -16,7 +16,7 @@ use towline_testkit::netns::{End, Network};
 use towline_testkit::skip::skip;
 use towline_testkit::watchdog::eventually;
 
-use super::{LONG, ALL_LINKS, Links, laws, watch};
+use super::{ALL_LINKS, LONG, Links, laws, watch};
 
 const PART: &str = "TOWLINE_COMM_TEST_PART";
 const WORKER: &str = "processes::what_a_rank_process_does";

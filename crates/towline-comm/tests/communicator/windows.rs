@@ -6,7 +6,7 @@ use towline::{Arena, Buffer, Kind, OffsetBuffer, SharedStorage, SystemStorage, c
 use towline_comm::{Communicator, Error, WindowFlag, WindowOptions, get_unique_id, mem_alloc};
 use towline_testkit::watchdog::eventually;
 
-use super::{LONG, ALL_LINKS, all, config, errors, outcomes, watch};
+use super::{ALL_LINKS, LONG, all, config, errors, outcomes, watch};
 
 #[test]
 fn every_rank_gets_the_same_handle_and_closing_is_idempotent() {

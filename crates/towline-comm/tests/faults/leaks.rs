@@ -161,7 +161,8 @@ fn a_forked_child_gets_errors_at_once_and_its_parent_goes_on() {
     let _watchdog = watchdog::watch("fork with a communicator", 10 * LONG);
     for links in ["Near", "Far"] {
         let id = get_unique_id().unwrap();
-        let ranks: Vec<Rank> = (0..2).map(|rank| Rank::start(&format!("fork {links} 2 {rank} {id}"))).collect();
+        let ranks: Vec<Rank> =
+            (0..2).map(|rank| Rank::start(&format!("fork {links} 2 {rank} {id}"))).collect();
         for mut rank in ranks {
             rank.says("END", "a fork");
             rank.ends_well("a fork", &[]);

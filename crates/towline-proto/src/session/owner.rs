@@ -283,6 +283,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
         let again = self.grants.again(ticket, claims);
         if again.is_none() {
             self.allowance.check_grants(self.grants.count())?;
+            self.grants.make_room()?;
         }
         Ok(again)
     }

@@ -15,6 +15,8 @@ pub(crate) enum Device {
     Gpu(u32),
     /// What answers questions about the path with that number.
     Path(u8),
+    /// Whoever has the pages of memory that was lent.
+    Lent,
 }
 
 /// Threads of one device, at a time: enough to keep a disk busy.

@@ -5,6 +5,8 @@
 mod admitting;
 mod beating;
 mod granting;
+#[cfg(test)]
+mod lent_tests;
 mod local;
 #[cfg(test)]
 mod tests;
@@ -21,7 +23,7 @@ use std::time::Instant;
 use towline_proto::session::allowance::{Allowance, exhausted};
 use towline_proto::session::owner::{Act, Action, Owner, Reading, Refusal, Settling};
 
-use self::admitting::Target;
+use self::admitting::{Memory, Target};
 pub(super) use self::granting::Granting;
 use self::local::Local;
 use super::checks;
@@ -37,7 +39,7 @@ use crate::identity::Identity;
 use crate::notify::Notification;
 use crate::operations::Claimer;
 use crate::region::{Counted, RegionCore, Stream, stale};
-use crate::runtime::socket::Lane;
+use crate::runtime::socket::{Lane, RawPartMut};
 use crate::runtime::{self, Device};
 use crate::session::Sessions;
 use crate::session::apply;
@@ -359,30 +361,59 @@ impl Serving {
         reading: Reading<Granting>,
     ) -> Result<()> {
         let Reading { admitted, checks } = reading;
-        let read = self.target(Access::READ, admitted).and_then(|(granting, target)| {
-            granting.count(Counted::Read(target.bytes()));
-            match target {
-                Target::Bounced(asked) => {
-                    self.files.at(&asked.source).read(self, connection, request, asked, checks.is_some())?;
-                    Ok(None)
+        let (granting, target) = match self.target(Access::READ, admitted) {
+            Ok(admitted) => admitted,
+            Err(error) => return self.answer_read(connection, request, Err(error)),
+        };
+        let (memory, parts) = match target {
+            Target::Bounced(asked) => {
+                granting.count(Counted::Read(asked.ranges.bytes()));
+                let files = self.files.at(&asked.source);
+                return match files.read(self, connection, request, asked, checks.is_some()) {
+                    Ok(()) => Ok(()),
+                    Err(error) => self.answer_read(connection, request, Err(error)),
+                };
+            }
+            Target::Memory(memory, parts) => (memory, parts),
+        };
+        // A page of lent memory may come from a disk, or from whoever lent it, and take as long as that likes.
+        if memory.is_lent() && runtime::may_block("read").is_err() {
+            let (this, to) = (Arc::clone(self), Arc::clone(connection));
+            let job = move || {
+                let sent = memory
+                    .parts("read")
+                    .and_then(|parts| this.answer_with(&to, request, &granting, (memory, parts), checks));
+                if let Err(error) = sent {
+                    to.close(error);
                 }
-                Target::Memory(memory, parts) => {
-                    let bytes = memory.bytes();
-                    let mut head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, bytes, 0);
-                    if let Some(may) = checks {
-                        may?;
-                        head = checks::before(memory.checks("read")?, request, head);
-                    }
-                    Ok(Some((head, parts, memory)))
-                }
+            };
+            return runtime::devices().spawn(Device::Lent, Box::new(job)).map_err(|refused| refused.error);
+        }
+        self.answer_with(connection, request, &granting, (memory, parts), checks)
+    }
+
+    /// Answers a read with bytes in memory, or says why not.
+    fn answer_with(
+        &self,
+        connection: &Connection,
+        request: u64,
+        granting: &Granting,
+        (memory, parts): (Memory, Vec<RawPartMut>),
+        checks: Option<Result<()>>,
+    ) -> Result<()> {
+        let head = memory.look(&parts).inspect_err(|_| self.refused(granting)).and_then(|()| {
+            granting.count(Counted::Read(memory.bytes()));
+            let head = Message::from(wire::Data { outcome: Ok(()) }).frame(request, memory.bytes(), 0);
+            match checks {
+                Some(may) => may.and_then(|()| Ok(checks::before(memory.checks("read")?, request, head))),
+                None => Ok(head),
             }
         });
-        match read {
-            Ok(Some((head, parts, memory))) => {
+        match head {
+            Ok(head) => {
                 let payload = Payload::Memory(Held::new(parts, memory.keep(request)));
                 connection.send(head, Vec::new(), payload)
             }
-            Ok(None) => Ok(()),
             Err(error) => self.answer_read(connection, request, Err(error)),
         }
     }

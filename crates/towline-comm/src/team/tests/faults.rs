@@ -194,7 +194,11 @@ fn an_abort_unblocks_everybody_with_its_cause() {
             _ => team.wait("wait_signal", || vec![1], || None::<()>).unwrap_err(),
         });
         for (rank, error) in errors.iter().enumerate() {
-            assert_eq!((error.kind(), error.ranks()), (Kind::Native, &[0, 3][..]), "{links:?} {rank}: {error}");
+            assert_eq!(
+                (error.kind(), error.ranks()),
+                (Kind::Native, &[0, 3][..]),
+                "{links:?} {rank}: {error}"
+            );
             assert!(error.message().contains("has had enough"));
         }
         assert_eq!(errors[1].op(), "barrier");

@@ -54,7 +54,16 @@ impl<G: Grant> Grants<G> {
         Some(handle)
     }
 
-    /// Adds a grant of a ticket under a handle of its own.
+    /// Makes room for one more.
+    pub(super) fn make_room(&mut self) -> Result<()> {
+        let held = self.held.try_reserve(1);
+        held.and_then(|()| self.tickets.try_reserve(1)).map_err(|cause| {
+            let message = format!("no memory for {} grants", self.held.len() + 1);
+            Error::new(Kind::Exhausted, "import", message).caused_by(cause)
+        })
+    }
+
+    /// Adds a grant of a ticket under a handle of its own; there [is room](Self::make_room) for it.
     pub(super) fn add(&mut self, ticket: &[u8], grant: G) -> u32 {
         let handle = self.free_handle();
         let ticket = self.hasher.hash_one(ticket);

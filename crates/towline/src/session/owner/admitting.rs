@@ -31,15 +31,6 @@ pub(super) enum Target {
     Bounced(Asked),
 }
 
-impl Target {
-    pub(super) fn bytes(&self) -> u64 {
-        match self {
-            Target::Memory(memory, _) => memory.bytes(),
-            Target::Bounced(asked) => asked.ranges.bytes(),
-        }
-    }
-}
-
 /// Memory that a request acts on, and that stays in place as long.
 pub(super) struct Memory {
     using: RegionUse,
@@ -64,7 +55,14 @@ impl Memory {
         (self.using.core().addr + offset as usize) as *mut u8
     }
 
-    fn parts(&self, op: &'static str) -> Result<Vec<RawPartMut>> {
+    /// Whether all of lent memory is there. Before the answer begins, in which an error could not be told any more; where bytes come in,
+    /// the receive tells.
+    pub(super) fn look(&self, parts: &[RawPartMut]) -> Result<()> {
+        let lent = if self.is_lent() { parts } else { &[] };
+        lent.iter().try_for_each(|part| checked::look("read", part.ptr, part.len))
+    }
+
+    pub(super) fn parts(&self, op: &'static str) -> Result<Vec<RawPartMut>> {
         let mut parts: Vec<RawPartMut> = room::list(op, self.ranges.blocks().len())?;
         // A part without bytes would never be filled, and so whoever fills them would never get past it.
         for (offset, len) in self.ranges.iter().filter(|(_, len)| *len > 0) {
@@ -210,14 +208,7 @@ impl Serving {
             }
         };
         let memory = Memory { using, ranges };
-        let parts = memory.parts(op).and_then(|parts| {
-            // Before the answer begins, in which an error could not be told any more. Where bytes come in, the receive tells.
-            if memory.is_lent() && needed == Access::READ {
-                parts.iter().try_for_each(|part| checked::look(op, part.ptr, part.len))?;
-            }
-            Ok(parts)
-        });
-        let parts = parts.inspect_err(|_| self.refused(&granting))?;
+        let parts = memory.parts(op).inspect_err(|_| self.refused(&granting))?;
         Ok((granting, Target::Memory(memory, parts)))
     }
 
