@@ -24,8 +24,13 @@ async def main() -> None:
     pages = towline.Layout.blocks(4096, 256)                   # block length, count
     await decode.read(remote, local, blocks=(pages, [0, 8, 200], pages, [7, 1, 2]))
 
+    # All layers of a request are one transfer: one end, one limit, one message behind all of them.
+    layers = [decode.register(towline.empty(1 << 20), "none") for _ in range(3)]
+    await decode.read([remote] * 3, layers, notify="three layers")
+
     assert target[:33] == target[7 * 4096 :][:33] == b"sixteen layers of keys and values"
     assert (await prefill.receive_async()).message == b"taken"
+    assert (await prefill.receive_async()).message == b"three layers"
     decode.close()
     prefill.close()
 
