@@ -17,6 +17,7 @@ HEADER = """\
 # Generated from the Rust sources by `make stubs`. Do not edit.
 import builtins
 import sys
+from collections.abc import Iterable
 from ._errors import Error
 from typing_extensions import CapsuleType
 """

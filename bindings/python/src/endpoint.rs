@@ -275,13 +275,13 @@ impl Endpoint {
 
     /// Starts a read (or, with `writes`, a write) of several parts.
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
-    #[pyo3(signature = (writes, parts: "list[tuple[Remote, Region | Span, int | tuple[int, int, int] | None, Any, tuple[Layout, Any, Layout, Any] | None]]", at: "int | tuple[int, int, int] | None",
+    #[pyo3(signature = (writes, parts: "Iterable[tuple[Remote, Region | Span, int | tuple[int, int, int] | None, Any, tuple[Layout, Any, Layout, Any] | None]]", at: "int | tuple[int, int, int] | None",
                         spans, blocks, notify, signal, timeout, stall_timeout, require, forbid, stream))]
     fn start_parts(
         &self,
         py: Python<'_>,
         writes: bool,
-        parts: Vec<PartArgument<'_>>,
+        parts: &Bound<'_, PyAny>,
         at: Option<&Bound<'_, PyAny>>,
         spans: Option<&Bound<'_, PyAny>>,
         blocks: Option<BlocksArgument<'_>>,
@@ -296,11 +296,12 @@ impl Endpoint {
         let op = if writes { "write" } else { "read" };
         let endpoint = self.enter(py, op)?;
         let of_all = What::from_objects(py, op, at, spans, blocks)?;
-        let mut given = Vec::with_capacity(parts.len());
-        for (remote, local, at, spans, blocks) in parts {
+        let mut given = Vec::new();
+        for part in parts.try_iter()? {
+            let (remote, local, at, spans, blocks): PartArgument<'_> = part?.extract()?;
             let local = region::local(op, &local, !writes)?;
             let own = What::from_objects(py, op, at.as_ref(), spans.as_ref(), blocks)?;
-            given.push((remote, local, own));
+            room::push(op, &mut given, (remote, local, own)).or_raise(py)?;
         }
         let routing = routing(py, &require, &forbid, None)?;
         let timeout = seconds(py, op, "timeout", timeout)?;

@@ -60,6 +60,11 @@ def indices(many):
 def spans(many):
     return lambda: user.read(remote, target, spans=many).wait()
 
+def parts(number):
+    "More parts than there is room for: each is a few hundred bytes to the library, and a pointer in this list."
+    many = [towline.Part(remote, target, at=8)] * number
+    return lambda: user.read(many).wait()
+
 def numbers():
     while True:
         yield 0, 0, 1
@@ -79,6 +84,8 @@ for name, call in {
     "spans": spans(again(numpy.uint64(1), 1 << 30, 3)),
     "signed spans": spans(again(numpy.int64(1), 1 << 30, 3)),
     "spans without an end": spans(numbers()),
+    "parts": parts(4 << 20),
+    "parts of which there is room for some": parts(600_000),
     "ranges of an agent": lambda: agent._native.metadata(("DRAM", ranges)),
     "ranges that are packed": lambda: towline._native.nixl_pack("DRAM", ranges, "nixl_cu12"),
     "a notification of an agent": lambda: other.read(own, lent.descriptors, known, notification=long),

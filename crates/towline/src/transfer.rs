@@ -275,18 +275,18 @@ impl Transfer {
 
 /// What did not move of a submission that ended in the call with that error.
 pub(crate) fn failures(submission: &Submission<'_>, error: &Error) -> Vec<BlockFailure> {
-    let parts = submission.parts.iter().enumerate().skip(submission.moved);
-    parts
-        .map(|(part, of)| {
-            let error = if part == submission.reached {
-                error.clone()
-            } else {
-                let message = format!("part {} failed, and this one with it", submission.reached);
-                Error::new(Kind::Canceled, submission.op.name(), message)
-            };
-            BlockFailure { part, blocks: 0..of.asked().1, error }
-        })
-        .collect()
+    let failure = |part: usize| {
+        let error = if part == submission.reached {
+            error.clone()
+        } else {
+            let message = format!("part {} failed, and this one with it", submission.reached);
+            Error::new(Kind::Canceled, submission.op.name(), message)
+        };
+        BlockFailure { part, blocks: 0..submission.parts[part].asked().1, error }
+    };
+    let all = (submission.moved..submission.parts.len()).map(failure);
+    // Where there is no room to name them, the one at which it failed is.
+    room::collect(submission.op.name(), all).unwrap_or_else(|_| vec![failure(submission.reached)])
 }
 
 impl Future for Transfer {

@@ -48,18 +48,18 @@ def _bytes(value: bytes | str, argument: str) -> bytes:
         raise TypeError(f"{argument}: bytes or a str is needed, not {type(value).__name__}") from None
 
 
-def _parts(remote: Sequence[Any], local: Locals) -> list[tuple[Any, Any, Any, Any, Any]]:
-    """The parts of a request over several regions, as the native module takes them."""
+def _parts(remote: Sequence[Any], local: Locals) -> Iterable[tuple[Any, Any, Any, Any, Any]]:
+    """The parts of a request over several regions, as the native module takes them: one by one, since there may be no room for all."""
     if local is None:
         if all(isinstance(part, Part) for part in remote):
-            return [(part.remote, part.local, part.at, part.spans, part.blocks) for part in remote]
+            return ((part.remote, part.local, part.at, part.spans, part.blocks) for part in remote)
         raise TypeError("remote: without local regions every part is a Part")
     if not isinstance(local, (list, tuple)):
         raise TypeError("local: a list is needed, with a region for each remote one")
     if len(local) != len(remote):
         message = f"{len(remote)} remote regions cannot pair with {len(local)} local ones"
         raise Invalid(message, op="transfer")
-    return [(theirs, ours, None, None, None) for theirs, ours in zip(remote, local)]
+    return ((theirs, ours, None, None, None) for theirs, ours in zip(remote, local))
 
 
 class Endpoint:

@@ -19,7 +19,7 @@ use crate::transfer::submission::{Link, Started, Submission, SubmittedPart, Term
 use crate::transfer::{After, Limits, OnEnd, Op, Several, Signal, Transfer};
 use crate::transport::UsablePath;
 use crate::transport::joint::Joint;
-use crate::{Access, Error, Kind, Result, fork};
+use crate::{Access, Error, Kind, Result, fork, room};
 
 /// A transfer that has not started yet.
 ///
@@ -72,8 +72,9 @@ impl<'a> Request<'a> {
         op: Op,
         parts: impl IntoIterator<Item = Part<'a>>,
     ) -> Self {
-        let parts = Several::of(parts);
-        Request::over(endpoint, op, parts.ok_or_else(|| Error::invalid(op.name(), "a transfer of no parts")))
+        let none = || Error::invalid(op.name(), "a transfer of no parts");
+        let parts = Several::of(op.name(), parts).and_then(|parts| parts.ok_or_else(none));
+        Request::over(endpoint, op, parts)
     }
 
     #[inline]
@@ -268,14 +269,14 @@ impl<'a> Request<'a> {
         let count = asked.len();
         let mut together = true;
         let mut taken: Option<Taken<'_>> = None;
-        let parts = asked.try_map(|index, part| {
+        let parts = asked.try_map(self.op.name(), |index, part| {
             let prepared = self.prepare(index, first, part);
             let (part, way, counters) = prepared.map_err(|error| naming(index, count, error))?;
             match &mut taken {
                 None => taken = Some(Taken { way, near: on_gpu(&part), counters: Several::one(counters) }),
                 Some(taken) => {
                     together &= taken.goes_with(way, &part);
-                    taken.counters.push(counters);
+                    taken.counters.push(self.op.name(), counters)?;
                 }
             }
             Ok::<_, Error>(part)
@@ -295,7 +296,7 @@ impl<'a> Request<'a> {
             above: None,
         };
         let (op, then) = (self.op, &mut self.then);
-        let (counted, joint) = (&counters, if together { None } else { Some(joint(&parts, path)) });
+        let (counted, joint) = (&counters, if together { None } else { Some(joint(op, &parts, path)?) });
         let mut on_end = |parts: &Several<SubmittedPart<'_>>| counting(op, counted, parts, then.take());
         let mut submission = Submission::new(op, parts, terms, &mut on_end);
         let link = joint.as_ref().unwrap_or(&way.attachment.link);
@@ -310,7 +311,9 @@ impl<'a> Request<'a> {
                     1 => counters.first().count(op, parts.first().asked().0, &result),
                     _ => {
                         let bytes = parts.iter().map(|part| part.asked().0);
-                        count_each(op, counters.iter().copied(), bytes, &result);
+                        for (counters, bytes) in each_path(counters.iter().copied(), bytes) {
+                            counters.count(op, bytes, &result);
+                        }
                     }
                 }
                 if let Some(then) = &self.then {
@@ -477,17 +480,17 @@ fn on_gpu(part: &SubmittedPart<'_>) -> bool {
 
 /// Who divides parts that need several links: those that need the same stay together.
 #[cold]
-fn joint(parts: &Several<SubmittedPart<'_>>, path: &'static str) -> Arc<dyn Link> {
+fn joint(op: Op, parts: &Several<SubmittedPart<'_>>, path: &'static str) -> Result<Arc<dyn Link>> {
     let mut groups: Vec<(_, Vec<usize>)> = Vec::new();
     for (index, part) in parts.iter().enumerate() {
         let link: &dyn Any = &**part.region;
         let link = (link.type_id(), part.region.path(), on_gpu(part));
         match groups.iter_mut().find(|(of, _)| *of == link) {
-            Some((_, group)) => group.push(index),
+            Some((_, group)) => room::push(op.name(), group, index)?,
             None => groups.push((link, vec![index])),
         }
     }
-    Joint::over(groups.into_iter().map(|(_, group)| group).collect(), path)
+    Ok(Joint::over(groups.into_iter().map(|(_, group)| group).collect(), path))
 }
 
 /// Counts the end of a transfer on each of its paths, and tells who asked to be told.
@@ -506,23 +509,24 @@ fn counting(
             }
         });
     }
-    let all: Vec<_> = counters.iter().map(|counters| Arc::clone(counters)).collect();
-    let bytes: Vec<_> = parts.iter().map(|part| part.asked().0).collect();
+    let bytes = parts.iter().map(|part| part.asked().0);
+    let each: Vec<_> = each_path(counters.iter().copied(), bytes)
+        .into_iter()
+        .map(|(counters, bytes)| (Arc::clone(counters), bytes))
+        .collect();
     Box::new(move |result, failures| {
-        count_each(op, &all, bytes.iter().copied(), result);
+        each.iter().for_each(|(counters, bytes)| counters.count(op, *bytes, result));
         if let Some(then) = &then {
             then(result, failures);
         }
     })
 }
 
-/// Counts a transfer once on each path that it took.
-fn count_each<'c>(
-    op: Op,
+/// The paths that a transfer takes, with the bytes that each of them moves.
+fn each_path<'c>(
     counters: impl IntoIterator<Item = &'c Arc<Counters>>,
     bytes: impl Iterator<Item = u64>,
-    result: &Result<()>,
-) {
+) -> Vec<(&'c Arc<Counters>, u64)> {
     let mut each: Vec<(&Arc<Counters>, u64)> = Vec::new();
     for (counters, bytes) in counters.into_iter().zip(bytes) {
         match each.iter_mut().find(|(known, _)| Arc::ptr_eq(known, counters)) {
@@ -530,7 +534,5 @@ fn count_each<'c>(
             None => each.push((counters, bytes)),
         }
     }
-    for (counters, bytes) in each {
-        counters.count(op, bytes, result);
-    }
+    each
 }

@@ -209,8 +209,10 @@ impl TransferCore {
     /// What was one unit until now is these. Before any of them has reported.
     pub(super) fn divide(&self, plans: Several<Plan>, units: Vec<Unit>) {
         lock(&self.inner).state.divide(units.len());
-        let set = plans.try_map(|index, plan| self.parts[index].plan.set(plan));
-        debug_assert!(set.is_ok(), "a transfer is divided once");
+        for (part, plan) in self.parts.iter().zip(plans) {
+            let set = part.plan.set(plan);
+            debug_assert!(set.is_ok(), "a transfer is divided once");
+        }
         self.units.set(units);
     }
 

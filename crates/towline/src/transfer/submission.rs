@@ -268,7 +268,7 @@ impl<'a> Submission<'a> {
         plans: Several<Plan>,
         on_end: &'a mut dyn FnMut(&Several<SubmittedPart<'_>>) -> OnEnd,
     ) -> Result<Submission<'a>> {
-        let parts = plans.try_map(|index, plan| {
+        let parts = plans.try_map(transfer.op.name(), |index, plan| {
             let part = &transfer.parts[index];
             Ok::<_, Error>(SubmittedPart::planned(&part.region, part.base, plan).kept(transfer.near(index)))
         })?;
@@ -398,7 +398,7 @@ impl<'a> Submission<'a> {
             Ok((what, part.within))
         })?;
         let planning = move || {
-            lists.try_map(|index, (what, within)| {
+            lists.try_map(op.name(), |index, (what, within)| {
                 let planned = || {
                     let pieces = checked(op, what, within)?.0;
                     check_elements(op, pieces.as_slice())?;
@@ -430,7 +430,7 @@ impl<'a> Submission<'a> {
         let mut all = Several::one(first);
         for index in 1..self.parts.len() {
             let one = f(index, &mut self.parts[index])?;
-            all.push(one);
+            all.push(self.op.name(), one)?;
         }
         Ok(all)
     }
@@ -443,7 +443,7 @@ pub(crate) fn nobody(_: &Several<SubmittedPart<'_>>) -> OnEnd {
 
 /// One unit for all of a part.
 pub(crate) fn whole(part: usize, plan: Plan, units: &mut Vec<Unit>) -> Result<Plan> {
-    units.push(Unit { part, pieces: 0..plan.piece_count() });
+    room::push("transfer", units, Unit { part, pieces: 0..plan.piece_count() })?;
     Ok(plan)
 }
 

@@ -140,7 +140,7 @@ impl<D: Direct> DirectAttachment<D> {
     fn all(&self, submission: &Submission<'_>) -> Result<Several<Arc<D>>> {
         let mut all = Several::one(Arc::clone(&self.0));
         for index in 1..submission.parts.len() {
-            all.push(Arc::clone(&submission.attached::<Self>(index)?.0));
+            all.push(submission.op.name(), Arc::clone(&submission.attached::<Self>(index)?.0))?;
         }
         Ok(all)
     }
@@ -152,8 +152,17 @@ impl<D: Direct> DirectAttachment<D> {
             Op::Read | Op::Write => direct.by_gpu(),
             _ => None,
         };
-        let regions: Option<Vec<_>> = self.all(submission)?.iter().map(by_gpu).collect();
-        match regions.and_then(Several::of) {
+        let mut regions = Vec::new();
+        for direct in self.all(submission)?.iter() {
+            match by_gpu(direct) {
+                Some(region) => room::push(submission.op.name(), &mut regions, region)?,
+                None => {
+                    regions.clear();
+                    break;
+                }
+            }
+        }
+        match Several::of(submission.op.name(), regions)? {
             Some(regions) => gpu::submit(&regions, submission),
             None if submission.parts.len() > 1 => joint::submit(submission),
             None => gpu::staged(submission),
@@ -237,7 +246,8 @@ pub(super) fn start<D: Direct>(
         1 => Vec::new(),
         // What hangs is given up by the unit.
         _ if device.is_some() => Vec::new(),
-        _ => joined(&transfer, portion),
+        // Where there is no room for the list, each unit is a portion.
+        _ => joined(&transfer, portion).unwrap_or_default(),
     };
     let count = if portions.is_empty() { transfer.units.len() } else { portions.len() };
     let few = count <= FEW;
@@ -292,19 +302,20 @@ pub(super) fn start<D: Direct>(
 }
 
 /// Units of several parts, joined to portions of at least that many bytes.
-fn joined(transfer: &TransferCore, portion: u64) -> Vec<Range<usize>> {
+fn joined(transfer: &TransferCore, portion: u64) -> Result<Vec<Range<usize>>> {
+    let op = transfer.op.name();
     let (mut portions, mut bytes, mut start) = (Vec::new(), 0, 0);
     for unit in 0..transfer.units.len() {
         bytes += transfer.bytes_of(unit);
         if bytes >= portion {
-            portions.push(start..unit + 1);
+            room::push(op, &mut portions, start..unit + 1)?;
             (bytes, start) = (0, unit + 1);
         }
     }
     if start < transfer.units.len() {
-        portions.push(start..transfer.units.len());
+        room::push(op, &mut portions, start..transfer.units.len())?;
     }
-    portions
+    Ok(portions)
 }
 
 /// A region that is pinned for long, with what keeps its memory reachable here.
@@ -700,7 +711,8 @@ mod tests {
             above: None,
         };
         let mut on_end = submission::nobody;
-        let mut submission = Submission::new(Op::Write, Several::of(parts).unwrap(), terms, &mut on_end);
+        let mut submission =
+            Submission::new(Op::Write, Several::of("write", parts).unwrap().unwrap(), terms, &mut on_end);
         let Started::Running(core) = region.submit(&mut submission).unwrap() else { panic!("it must go on") };
         (Transfer::live(Arc::clone(&core)).wait(), direct, core)
     }
@@ -716,7 +728,7 @@ mod tests {
         plans.push((100 * LEAST_PORTION, 3 * LEAST_PORTION));
         let (ended, direct, core) = write_parts_over(Counted::default(), &plans);
         ended.unwrap();
-        let portions = joined(&core, LEAST_PORTION);
+        let portions = joined(&core, LEAST_PORTION).unwrap();
         assert_eq!((core.units.len(), portions.len()), (67, 7));
         assert_eq!(direct.copied.load(Ordering::Acquire), 67);
         assert_eq!(direct.followed.load(Ordering::Acquire), 68, "the signal comes behind all of them");

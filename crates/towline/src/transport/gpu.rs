@@ -433,7 +433,7 @@ impl Link for GpuAttachment {
     fn submit(&self, submission: &mut Submission<'_>) -> Result<Started> {
         let mut regions = Several::one(self.this()?);
         for part in 1..submission.parts.len() {
-            regions.push(submission.attached::<Self>(part)?.this()?);
+            regions.push(submission.op.name(), submission.attached::<Self>(part)?.this()?)?;
         }
         submit(&regions, submission)
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use crate::sync::lock;
 use crate::transfer::submission::{Link, Started, Submission, SubmittedPart, Terms, What, whole};
 use crate::transfer::{BlockFailure, OnEnd, Op, Several, Signal, TransferCore, failures};
-use crate::{Error, Kind, Result, runtime};
+use crate::{Error, Kind, Result, room, runtime};
 
 /// Submissions that are under way at a time: some paths hold memory for each of them.
 const WINDOW: usize = 4;
@@ -36,8 +36,16 @@ struct State {
 
 /// Starts a submission whose path takes one part at a time.
 pub(crate) fn submit(submission: &mut Submission<'_>) -> Result<Started> {
-    let each = (0..submission.parts.len()).map(|part| vec![part]).collect();
+    let each = room::collect(submission.op.name(), (0..submission.parts.len()).map(|part| vec![part]))?;
     Joint::over(each, submission.parts.first().region.path()).submit(submission)
+}
+
+/// What of a group failed.
+enum Failed<'a> {
+    /// Those blocks, whose parts count within the group.
+    These(&'a [BlockFailure]),
+    /// All of it.
+    All(Error),
 }
 
 impl Joint {
@@ -76,12 +84,7 @@ impl Joint {
             None => self.submit_group(transfer, group),
         };
         if let Err(error) = outcome {
-            let all = (0..self.groups[group].len()).map(|part| {
-                let blocks = 0..transfer.parts[self.groups[group][part]].blocks();
-                BlockFailure { part, blocks, error: error.clone() }
-            });
-            let all: Vec<_> = all.collect();
-            self.ended(transfer, group, &all);
+            self.ended(transfer, group, &Failed::All(error));
         }
     }
 
@@ -91,7 +94,7 @@ impl Joint {
             let of = &transfer.parts[*part];
             SubmittedPart::planned(&of.region, of.base(), of.plan().clone()).kept(transfer.near(*part))
         });
-        let Some(parts) = Several::of(parts) else { return Ok(()) };
+        let Some(parts) = Several::of(transfer.op.name(), parts)? else { return Ok(()) };
         let terms = Terms {
             after: Default::default(),
             stream: transfer.stream,
@@ -105,7 +108,7 @@ impl Joint {
         let mut told = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
             let (joint, whole) = (Arc::clone(self), Arc::clone(transfer));
             Box::new(move |_, failed| {
-                joint.ended(&whole, group, failed);
+                joint.ended(&whole, group, &Failed::These(failed));
                 joint.go_on(&whole);
             })
         };
@@ -114,11 +117,11 @@ impl Joint {
         match region.submit(&mut submission)? {
             Started::Done(Ok(_)) => {
                 transfer.progressed(submission.size()?.0);
-                self.ended(transfer, group, &[]);
+                self.ended(transfer, group, &Failed::These(&[]));
             }
             Started::Done(Err(error)) => {
                 let failed = failures(&submission, &error);
-                self.ended(transfer, group, &failed);
+                self.ended(transfer, group, &Failed::These(&failed));
             }
             Started::Running(child) => self.keep(transfer, child),
             Started::Deferred => {
@@ -144,17 +147,24 @@ impl Joint {
         }
     }
 
-    /// A group has ended; those of its blocks failed.
-    fn ended(self: &Arc<Self>, transfer: &Arc<TransferCore>, group: usize, failed: &[BlockFailure]) {
+    /// A group has ended; that of it failed.
+    fn ended(self: &Arc<Self>, transfer: &Arc<TransferCore>, group: usize, failed: &Failed<'_>) {
         let last = {
             let mut state = lock(&self.state);
             state.children.retain(|child| !child.has_ended());
             state.under_way -= 1;
             state.ended += 1;
-            state.failed |= !failed.is_empty();
+            state.failed |= !matches!(failed, Failed::These([]));
             (state.ended == self.groups.len()).then_some(state.failed)
         };
-        transfer.parts_ended(&self.groups[group], failed);
+        match failed {
+            Failed::These(failed) => transfer.parts_ended(&self.groups[group], failed),
+            // One by one: there may be no room for a list of them.
+            Failed::All(error) => self.groups[group].iter().for_each(|part| {
+                let blocks = 0..transfer.parts[*part].blocks();
+                transfer.parts_ended(&[*part], &[BlockFailure { part: 0, blocks, error: error.clone() }]);
+            }),
+        }
         match last {
             Some(failed) if !transfer.after.is_empty() => self.follow(transfer, failed),
             _ => {}

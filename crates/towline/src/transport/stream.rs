@@ -56,7 +56,7 @@ impl Stream {
     fn handles(&self, transfer: &TransferCore) -> Result<Several<Arc<GrantHandle>>> {
         let mut handles = Several::one(self.handle());
         for part in transfer.parts.iter().skip(1) {
-            handles.push(of(&*part.region)?.handle());
+            handles.push(transfer.op.name(), of(&*part.region)?.handle())?;
         }
         Ok(handles)
     }
@@ -98,7 +98,7 @@ impl Stream {
         let all = || {
             let mut handles = Several::one(self.renew(until)?);
             for part in transfer.parts.iter().skip(1) {
-                handles.push(of(&*part.region)?.renew(until)?);
+                handles.push(transfer.op.name(), of(&*part.region)?.renew(until)?)?;
             }
             Ok(handles)
         };
