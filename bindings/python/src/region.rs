@@ -199,6 +199,8 @@ impl Region {
         let within = seconds(py, "wait_signal", "timeout", Some(timeout))?.unwrap_or_default();
         let until = Instant::now() + within;
         loop {
+            // What somebody else does to the memory wakes nobody.
+            self.holder.check(py, "wait_signal")?;
             let left = until.saturating_duration_since(Instant::now());
             let waited = py.detach(|| {
                 let registered = self.holder.enter("wait_signal")?;

@@ -6,8 +6,12 @@ import array
 import ctypes
 import gc
 import mmap
+import os
 import sys
+import threading
+import time
 import weakref
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy
@@ -332,6 +336,41 @@ with towline.Endpoint("a") as a, a.register(array) as region:
     assert target[28] == 9
 """
     )
+
+
+@pytest.mark.skipif(
+    int(numpy.__version__.partition(".")[0]) < 2, reason="StringDType is there from NumPy 2 on"
+)
+def test_strings_of_any_length_are_refused(endpoint: towline.Endpoint) -> None:
+    # Each element is a length and a pointer to memory of NumPy's own.
+    strings = numpy.array(["short", "x" * 1000, ""], dtype=numpy.dtypes.StringDType())
+    for array in (strings, strings[::2], strings.reshape(3, 1)):
+        with pytest.raises((towline.Invalid, TypeError)):
+            endpoint.register(array, "read+write")
+        with pytest.raises((towline.Invalid, TypeError, ValueError)):
+            towline.connect.Descriptor(array)
+
+
+def test_a_wait_for_a_signal_in_memory_that_goes_away_is_stale(tmp_path: Path) -> None:
+    def cut(memory: Any) -> None:
+        os.truncate(tmp_path / "mapped", 0)
+
+    def resize(memory: Any) -> None:
+        memory.resize((1 << 22,), refcheck=False)
+
+    for take_away in (cut, resize):
+        memory: Any = numpy.zeros(1 << 12, numpy.uint64)
+        if take_away is cut:
+            memory = numpy.memmap(tmp_path / "mapped", numpy.uint64, "w+", shape=(1 << 12,))
+        with towline.Endpoint("owner") as owner:
+            region = owner.register(memory, "read+write")
+            timer = threading.Timer(0.3, take_away, [memory])
+            timer.start()
+            began = time.monotonic()
+            with pytest.raises(towline.Stale):
+                region.wait_signal(64, 1, timeout=30)
+            assert 0.2 < time.monotonic() - began < 15
+            timer.join()
 
 
 # Of times NumPy exports no buffer.
