@@ -160,6 +160,7 @@ impl Agent {
         engine: Option<&str>,
         progress_thread: bool,
         packages: Option<PathBuf>,
+        devices: Vec<String>,
     ) -> PyResult<Agent> {
         process::guard(py, "nixl")?;
         let engine = match engine {
@@ -178,6 +179,7 @@ impl Agent {
             engine,
             enable_prog_thread: progress_thread,
             also_look_in: packages,
+            ucx_devices: devices,
             ..AgentConfig::default()
         };
         let made = py.detach(|| -> Result<NixlAgent> {

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,6 +21,8 @@ import pytest
 from conftest import run_python
 from test_nixl import Plain, needs_nixl, pattern, plain
 
+import towline
+import towline.nixl
 from towline import dropin
 from towline import nixl_connect as nc
 
@@ -84,8 +89,8 @@ def test_our_operations_read_and_write_those_of_the_original(
     plain: Callable[[], Plain], hex: bool
 ) -> None:
     peer = plain()
-    # Nothing has to be said for this: the metadata tells.
-    connector = nc.Connector()
+    # Which of them it is, the metadata tells; that NIXL may be used has to be said.
+    connector = nc.Connector(nixl_devices=["lo"])
 
     async def main() -> None:
         offer = peer.ask("offer", kind="READ", sizes=SIZES, seed=8, hex=hex)
@@ -114,7 +119,7 @@ def test_our_operations_read_and_write_those_of_the_original(
 
 
 def test_two_of_ours_can_meet_over_nixl(connector: nc.Connector) -> None:
-    other = nc.Connector()
+    other = nc.Connector(nixl_devices=["lo"])
 
     async def main() -> None:
         source, target = bytearray(pattern(1 << 16, 3)), bytearray(1 << 16)
@@ -195,7 +200,7 @@ def test_what_nixl_cannot_do_is_refused(connector: nc.Connector, plain: Callable
 
 
 def test_a_peer_that_has_died_is_an_error_and_others_go_on(plain: Callable[[], Plain]) -> None:
-    connector, dead, alive = nc.Connector(), plain(), plain()
+    connector, dead, alive = nc.Connector(nixl_devices=["lo"]), plain(), plain()
 
     async def main() -> None:
         metadata = nc.RdmaMetadata.model_validate(dead.ask("offer", kind="READ", sizes=[4096], seed=1))
@@ -214,6 +219,73 @@ def test_a_peer_that_has_died_is_an_error_and_others_go_on(plain: Callable[[], P
 
     asyncio.run(main())
     connector.close()
+
+
+def listening() -> set[str]:
+    """Where this process listens by TCP."""
+    own = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as file:
+            rows = [line.split() for line in file.readlines()[1:]]
+        for row in rows:
+            if row[3] == "0A" and f"socket:[{row[9]}]" in own:
+                found.add(row[1])
+    return found
+
+
+def test_metadata_of_the_original_starts_no_nixl_unless_the_user_has_opted_in(
+    plain: Callable[[], Plain],
+) -> None:
+    needs_nixl()
+    peer = plain()
+    metadata = nc.RdmaMetadata.model_validate(peer.ask("offer", kind="READ", sizes=[4096], seed=8))
+    target = bytearray(4096)
+    plainly, limited = nc.Connector(), nc.Connector(nixl_devices=["lo"])
+
+    async def main() -> None:
+        plainly._shared_connection(), limited._shared_connection()
+        before = listening()
+        for connector in (plainly, nc.Connector(offer="towline")):
+            with pytest.raises(towline.Unavailable, match="nixl_devices"):
+                await connector.begin_read(metadata, nc.Descriptor(target))
+            with pytest.raises(towline.Unavailable, match="nixl_devices"):
+                nc.ReadOperation(connector._shared_connection(), metadata, nc.Descriptor(target))
+        connected = listening() - before
+        assert all(one.split(":")[0].endswith("0100007F") for one in connected), "more than loopback"
+        assert plainly._connection is not None and plainly._connection._nixl is None
+        before = listening()
+        with await limited.begin_read(metadata, nc.Descriptor(target)) as read:
+            await ends(read)
+        assert target == pattern(4096, 8)
+        new = listening() - before
+        assert new, "UCX does not listen, or the test does not see it"
+        assert all(one.split(":")[0].endswith("0100007F") for one in new), new
+
+    asyncio.run(main())
+    plainly.close()
+    limited.close()
+    unknown = nc.Connector(nixl_devices=["no-such-device"])
+    with pytest.raises(towline.Unavailable, match="no-such-device"):
+        asyncio.run(unknown.begin_read(metadata, nc.Descriptor(target)))
+    unknown.close()
+
+
+def test_an_agent_listens_on_the_devices_that_it_was_given() -> None:
+    needs_nixl()
+    before = listening()
+    with contextlib.closing(towline.nixl.Agent("limited", engine="nixl", devices=["lo"])):
+        new = listening() - before
+        assert new and all(one.split(":")[0].endswith("0100007F") for one in new), new
+    with pytest.raises(towline.Unavailable, match="no-such-device"):
+        towline.nixl.Agent("none", engine="nixl", devices=["no-such-device"])
+    with pytest.raises(TypeError, match="devices"):
+        towline.nixl.Agent("none", devices="lo")
 
 
 def test_metadata_that_inflates_without_end_is_refused() -> None:
@@ -238,7 +310,7 @@ metadata = nc.RdmaMetadata(
     nixl_metadata="b64:" + base64.b64encode(zlib.compress(b"nixlSerDes|Agent\\x03" + bytes(7) + b"one|")).decode(),
     notification_key="key", operation_kind=1)
 try:
-    asyncio.run(nc.Connector().begin_read(metadata, nc.Descriptor(bytearray(8))))
+    asyncio.run(nc.Connector(nixl_devices=["lo"]).begin_read(metadata, nc.Descriptor(bytearray(8))))
 except RuntimeError as error:
     print(error)
 try:
@@ -266,3 +338,24 @@ def test_who_is_offered_to_is_said_by_the_connector_or_by_the_drop_in() -> None:
         assert found == str(dropin.path(offer))
         said = run_python(f"import sys; sys.path.insert(0, {found!r})\n" + ask)
         assert said.split() == [offer, "towline"]
+
+
+def test_the_devices_of_nixl_are_said_by_the_connector_or_by_the_drop_in(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="nixl_devices"):
+        nc.Connector(nixl_devices="lo")
+    ask = "from dynamo import nixl_connect as nc; one = nc.Connector(); print(one._offer, *one._nixl_devices)\n"
+    install = "import towline.dropin; towline.dropin.install({})\n"
+    assert run_python(install.format("nixl_devices=['lo', 'b']") + ask).split() == ["towline", "lo", "b"]
+    told = install.format("offer='nixl', nixl_devices=['lo']")
+    assert run_python(told + install.format("") + ask).split() == ["nixl", "lo"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    for offer in ("towline", "nixl"):
+        command = [sys.executable, "-m", "towline", "dropin-path", "--offer", offer, "--nixl-devices", "lo,b"]
+        paths = {
+            subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+            for _ in range(2)
+        }
+        found = paths.pop()
+        assert not paths and Path(found).is_relative_to(tmp_path)
+        said = run_python(f"import sys; sys.path.insert(0, {found!r})\n" + ask)
+        assert said.split() == [offer, "b", "lo"]

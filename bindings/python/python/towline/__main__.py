@@ -22,7 +22,15 @@ def main() -> None:
         default="towline",
         help="whom passive operations are offered to: nixl where peers run the original",
     )
-    print(dropin.path(parser.parse_args().offer))
+    where.add_argument(
+        "--nixl-devices",
+        metavar="NAMES",
+        default="",
+        help="the network devices that NIXL may use with peers that run the original, separated by commas "
+        "(mlx5_0:1, lo); without it, offer=nixl lets it use all of them",
+    )
+    given = parser.parse_args()
+    print(dropin.path(given.offer, [name for name in given.nixl_devices.split(",") if name]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The private native half of `towline`.
 # Generated from the Rust sources by `make stubs`. Do not edit.
 import builtins
 import sys
+from collections.abc import Iterable
 from ._errors import Error
 from typing_extensions import CapsuleType
 from _typeshed import SupportsGetItem
@@ -328,7 +329,7 @@ class Endpoint:
         Starts a read (or, with `writes`, a write).
         """
     def start_import(self, /, ticket: "Ticket | str | bytes | bytearray | memoryview", require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], isolation: str | None, timeout: SupportsFloat | SupportsIndex | None) -> Import: ...
-    def start_parts(self, /, writes: bool, parts: "list[tuple[Remote, Region | Span, int | tuple[int, int, int] | None, Any, tuple[Layout, Any, Layout, Any] | None]]", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, notify: bytes | None, signal: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None, timeout: SupportsFloat | SupportsIndex | None, stall_timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], stream: SupportsIndex | None) -> Transfer:
+    def start_parts(self, /, writes: bool, parts: "Iterable[tuple[Remote, Region | Span, int | tuple[int, int, int] | None, Any, tuple[Layout, Any, Layout, Any] | None]]", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, notify: bytes | None, signal: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None, timeout: SupportsFloat | SupportsIndex | None, stall_timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], stream: SupportsIndex | None) -> Transfer:
         """
         Starts a read (or, with `writes`, a write) of several parts.
         """
@@ -420,7 +421,7 @@ class NixlAgent:
     """
     An agent.
     """
-    def __new__(cls, /, name: str, backends: SupportsGetItem[int, tuple[str, dict[str, str]]], engine: str | None, progress_thread: bool, packages: str | PathLike[str] | None) -> NixlAgent: ...
+    def __new__(cls, /, name: str, backends: SupportsGetItem[int, tuple[str, dict[str, str]]], engine: str | None, progress_thread: bool, packages: str | PathLike[str] | None, devices: SupportsGetItem[int, str]) -> NixlAgent: ...
     def backends(self, /) -> list[str]: ...
     def close(self, /) -> None: ...
     def connect(self, /, peer: str) -> None: ...

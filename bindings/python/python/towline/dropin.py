@@ -10,14 +10,18 @@ or, at the start of the program::
     towline.dropin.install()
 
 Where peers run the original, passive operations have to be offered to NIXL: ``dropin-path --offer nixl``, or
-``install(offer="nixl")``.
+``install(offer="nixl")``. Operations with them are refused without that, or without the names of the network devices that NIXL may use:
+``dropin-path --nixl-devices mlx5_0:1``, or ``install(nixl_devices=["mlx5_0:1"])``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -25,6 +29,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
+
+from .nixl import named
 
 _PACKAGE = "dynamo"
 _NAME = "dynamo.nixl_connect"
@@ -35,9 +41,37 @@ Offer = Literal["towline", "nixl"]
 """Who can take part in passive operations: peers that use Towline, or peers that use NIXL."""
 
 
-def path(offer: Offer = "towline") -> Path:
-    """The directory to put first on the path. ``offer`` is that of connectors that are not told."""
-    return _OFFERED_TO_NIXL if offer == "nixl" else _DIRECTORY
+_MODULE = '''"""Stands for Dynamo's module of this name, and says which devices NIXL may use."""
+
+import sys
+
+import towline.nixl_connect
+from towline.nixl_connect._connector import offer_by_default
+
+offer_by_default({offer!r}, {devices!r})
+# The module itself, so that patches of its names are seen by both names.
+sys.modules[__name__] = towline.nixl_connect
+'''
+
+
+def path(offer: Offer = "towline", nixl_devices: Sequence[str] = ()) -> Path:
+    """The directory to put first on the path. ``offer`` and ``nixl_devices`` are those of connectors that are not told.
+
+    With devices it is made in the user's cache (``$XDG_CACHE_HOME``, else ``~/.cache``).
+    """
+    devices = sorted(named(nixl_devices, "nixl_devices"))
+    if not devices:
+        return _OFFERED_TO_NIXL if offer == "nixl" else _DIRECTORY
+    text = _MODULE.format(offer=offer, devices=devices)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    made = cache / "towline" / f"dropin-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    package = made / "dynamo" / "nixl_connect"
+    package.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # At once, so that a program which starts meanwhile finds all of it.
+    with tempfile.NamedTemporaryFile("w", dir=package, suffix=".new", delete=False) as file:
+        file.write(text)
+    os.replace(file.name, package / "__init__.py")
+    return made
 
 
 class _Finder(MetaPathFinder):
@@ -69,16 +103,17 @@ _finder = _Finder()
 _namespace_finder = _NamespaceFinder()
 
 
-def install(*, offer: Offer | None = None) -> None:
+def install(*, offer: Offer | None = None, nixl_devices: Sequence[str] | None = None) -> None:
     """Makes ``import dynamo.nixl_connect`` give `towline.nixl_connect` from now on. Again changes nothing but the offer.
 
     Call it before the first import of ``dynamo.nixl_connect``: what was imported from the original before stays as it is, and a
-    warning says so. ``offer`` says to whom connectors offer memory that are not told; ``"nixl"`` where peers run the original.
+    warning says so. ``offer`` says to whom connectors offer memory that are not told; ``"nixl"`` where peers run the original. ``nixl_devices`` names
+    the network devices that NIXL may use for them; see `towline.nixl_connect.Connector`.
     """
     from .nixl_connect._connector import offer_by_default
 
-    if offer is not None:
-        offer_by_default(offer)
+    if offer is not None or nixl_devices is not None:
+        offer_by_default(offer, nixl_devices)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
         sys.meta_path.append(_namespace_finder)

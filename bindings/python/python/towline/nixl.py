@@ -196,11 +196,22 @@ class Request:
         return f"<towline.nixl.Request {'done' if self.done() else 'going'}>"
 
 
+def named(devices: Sequence[str], argument: str) -> tuple[str, ...]:
+    """Names of devices, as they are given to UCX."""
+    if isinstance(devices, str) or not all(isinstance(one, str) and one for one in devices):
+        raise TypeError(f"{argument}: a list of names of devices is needed, not {devices!r:.80}")
+    return tuple(devices)
+
+
 class Agent:
     """Registers memory, tells peers of it, and moves bytes.
 
     ``backends`` are names of NIXL's plug-ins, or a mapping to their parameters. ``engine`` is ``"nixl"``, ``"embedded"``, or `None`
     for NIXL where it is there. Names must differ within a group of workers. Making one on NIXL takes about a second.
+
+    ``devices`` names the network devices that UCX may use (``"mlx5_0:1"``, ``"lo"``, or ``"tcp"`` for all interfaces). Without it UCX takes
+    all of them, and listens on every interface that has an address: whoever can connect there can read and write all memory of
+    this process. The embedded engine listens on loopback.
     """
 
     def __init__(
@@ -210,12 +221,13 @@ class Agent:
         backends: Sequence[str] | Mapping[str, Mapping[str, str]] = ("UCX",),
         engine: Engine | None = None,
         progress_thread: bool = True,
+        devices: Sequence[str] = (),
     ) -> None:
         if isinstance(backends, Mapping):
             listed = [(backend, dict(parameters)) for backend, parameters in backends.items()]
         else:
             listed = [(backend, {}) for backend in backends]
-        self._native = _native.NixlAgent(name, listed, engine, progress_thread, _packages())
+        self._native = _native.NixlAgent(name, listed, engine, progress_thread, _packages(), named(devices, "devices"))
         self._read_only: WeakSet[Region] = WeakSet()
 
     @property

@@ -10,7 +10,7 @@ use super::embedded;
 use super::list::{Key, Range, RegDescList, XferDescList};
 use super::transfer::{OptArgs, XferOp};
 use crate::sync::lock;
-use crate::transport::nixl::of_nixl;
+use crate::transport::nixl::{limited_to, of_nixl};
 use crate::{Error, Kind, Result};
 
 /// A registered storage, as transfers hold it.
@@ -26,6 +26,8 @@ pub(super) struct Native {
     nixl: Nixl,
     agent: native::Agent,
     backends: Mutex<BTreeMap<String, native::Backend>>,
+    /// Those that UCX may use; without any, all.
+    ucx_devices: Vec<String>,
     held: Mutex<BTreeMap<Key, Vec<Weak<dyn Held>>>>,
     /// The peers whose metadata is here.
     remotes: Mutex<BTreeSet<String>>,
@@ -50,6 +52,7 @@ impl Native {
             nixl,
             agent,
             backends: Mutex::default(),
+            ucx_devices: config.ucx_devices.clone(),
             held: Mutex::default(),
             remotes: Mutex::default(),
         })
@@ -67,6 +70,11 @@ impl Native {
     pub(super) fn add_backend(&self, name: &str, params: &BTreeMap<String, String>) -> Result<()> {
         let mut backends = lock(&self.backends);
         if !backends.contains_key(name) {
+            let limited = match name {
+                "UCX" if !self.ucx_devices.is_empty() => Some(limited_to(&self.ucx_devices, params.clone())?),
+                _ => None,
+            };
+            let params = limited.as_ref().unwrap_or(params);
             let made = self.agent.create_backend(name, params).map_err(of_nixl)?;
             backends.insert(name.to_owned(), made);
         }

@@ -21,6 +21,7 @@ mod system;
 mod words;
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,6 +49,14 @@ const FIRST_HELP: Duration = Duration::from_millis(50);
 const NUMBER: u8 = 2;
 
 /// What a foreign library said, with the kind that tells the caller what to do about it.
+/// Parameters of UCX's backend that hold it to those devices. `Unavailable` where one is not there.
+pub(crate) fn limited_to(
+    devices: &[String],
+    parameters: BTreeMap<String, String>,
+) -> Result<BTreeMap<String, String>> {
+    devices::Devices::of(devices, "nixl")?.limit(parameters).map_err(|error| error.during("nixl"))
+}
+
 pub(crate) fn of_nixl(error: towline_sys::Error) -> Error {
     let kind = match &error {
         error if error.is_unavailable() => Kind::Unavailable,

@@ -10,13 +10,15 @@ import socket
 import threading
 import uuid
 import zlib
+from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from .. import _native, aio
+from ..nixl import named
 from .._devices import OperationKind
-from .._errors import Protocol, Timeout
+from .._errors import Protocol, Timeout, Unavailable
 from . import _over_nixl
 from ._descriptor import Descriptor, original_errors
 from ._models import RdmaMetadata
@@ -39,6 +41,7 @@ Offer = Literal["towline", "nixl"]
 """Who can take part in a passive operation: peers that use Towline, or peers that use NIXL."""
 
 _usual: Offer = "towline"
+_usual_devices: tuple[str, ...] = ()
 
 
 def _offer(offer: str | None) -> Offer:
@@ -51,10 +54,13 @@ def _offer(offer: str | None) -> Offer:
     raise ValueError(f"offer: {offer!r:.80} is neither 'towline' nor 'nixl'")
 
 
-def offer_by_default(offer: Offer) -> None:
+def offer_by_default(offer: Offer | None, nixl_devices: Sequence[str] | None = None) -> None:
     """Says it for connectors that are not told: the original's constructor has no place for it."""
-    global _usual
-    _usual = _offer(offer)
+    global _usual, _usual_devices
+    chosen = _offer(offer)
+    if nixl_devices is not None:
+        _usual_devices = named(nixl_devices, "nixl_devices")
+    _usual = chosen
 
 
 class Connector:
@@ -62,10 +68,24 @@ class Connector:
 
     Active operations find out from the metadata whether the peer uses Towline or NIXL. A passive one has to choose: ``offer`` is
     ``"nixl"`` where peers run the original. Without it, it is what the drop-in was installed with, else ``"towline"``.
+
+    NIXL's UCX listens on the network, and gives whoever reaches it all memory of this process. So it is started only where
+    ``offer="nixl"`` or ``nixl_devices`` says so, never because a peer's metadata asks for it: then operations with the original raise
+    `Unavailable`. ``nixl_devices`` names the network devices that UCX may use, such as ``["mlx5_0:1"]`` or ``["lo"]``; without it,
+    UCX takes all that there are.
     """
 
-    def __init__(self, worker_id: str | None = None, *, offer: Offer | None = None) -> None:
+    def __init__(
+        self,
+        worker_id: str | None = None,
+        *,
+        offer: Offer | None = None,
+        nixl_devices: Sequence[str] | None = None,
+    ) -> None:
         self._offer = _offer(offer)
+        self._nixl_devices = (
+            _usual_devices if nixl_devices is None else named(nixl_devices, "nixl_devices")
+        )
         if worker_id is None:
             worker_id = uuid.uuid4().hex
         if not isinstance(worker_id, str) or not worker_id:
@@ -214,10 +234,17 @@ class Connection:
         self._native.endpoint()
 
     def _side(self) -> Side:
-        """What speaks to peers that use NIXL."""
+        """What speaks to peers that use NIXL, where the user has opted in."""
+        devices = self._connector._nixl_devices
+        if self._connector._offer != "nixl" and not devices:
+            raise Unavailable(
+                "the peer uses NIXL, which listens on the network and gives its peers all memory of this process: name the "
+                'devices that it may use (nixl_devices=), or say offer="nixl" for all of them',
+                op="nixl",
+            )
         with self._lock:
             if self._nixl is None:
-                self._nixl = _over_nixl.Side(self._name)
+                self._nixl = _over_nixl.Side(self._name, devices)
             return self._nixl
 
     def _close(self) -> None:

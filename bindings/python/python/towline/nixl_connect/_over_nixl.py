@@ -72,8 +72,10 @@ def agent_name(metadata: bytes) -> str:
 class Side:
     """The agent of a connection, made when it is first needed, and what is under way with it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, devices: Sequence[str] = ()) -> None:
         self._name = name
+        # Those that UCX may use; without any, all.
+        self._devices = devices
         self._lock = threading.RLock()
         self._agent: Agent | None = None
         self._closed = False
@@ -90,8 +92,10 @@ class Side:
                 raise Invalid("the connection is closed", op="nixl")
             if self._agent is None:
                 try:
-                    self._agent = Agent(self._name, engine="nixl")
+                    self._agent = Agent(self._name, engine="nixl", devices=self._devices)
                 except Unavailable as error:
+                    if self._devices and "finds no device" in error.message:
+                        raise
                     raise Unavailable(
                         f"the peer uses NIXL (the metadata is made by NIXL), and it is not there: {error.message}",
                         op="nixl",
