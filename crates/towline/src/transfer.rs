@@ -28,7 +28,7 @@ use self::submission::Submission;
 use crate::memory::{Dtype, ReduceOp};
 use crate::sync::lock;
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result, fork, runtime};
+use crate::{Error, Kind, Result, fork, room, runtime};
 
 /// What a transfer does to the remote memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

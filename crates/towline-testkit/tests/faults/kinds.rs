@@ -8,15 +8,15 @@ use rustix::net::{AddressFamily, SocketType};
 use towline::ticket::{RegionKey, TicketBody};
 use towline::{
     Access, Capabilities, Contact, Endpoint, Error, Identity, Incarnation, Kind, PathProperties, Reach,
-    Registered, Remote, Result, SystemStorage, Ticket,
+    Registered, Remote, Result, Serves, SystemStorage, Ticket,
 };
 use towline_testkit::bench::{outcome, routing};
-use towline_testkit::paths::known;
+use towline_testkit::paths::{is_here, known, names};
 use towline_testkit::process::{Process, own_address};
 use towline_testkit::random::Random;
 use towline_testkit::watchdog::{eventually, watch};
 
-use super::{MIB, STALL, endpoint, kind_for, lanes, local};
+use super::{MIB, STALL, endpoint, kind_for, lanes, lanes_of, local};
 
 const LEN: usize = 2 * MIB;
 
@@ -31,6 +31,8 @@ enum Event {
     Restarted,
     /// Killed before anybody here had heard of it.
     NeverMet,
+    /// It stands still, and what it serves with it.
+    Stopped,
 }
 
 /// What is asked for afterwards.
@@ -52,6 +54,8 @@ type Which = fn(&PathProperties) -> bool;
 
 const SHARED: Which = |path| path.shares_memory;
 const ON_THE_HOST: Which = |path| path.contact == Contact::Unix;
+const BY_ITSELF: Which = |path| !path.enforced;
+const STREAMS: Which = |path| path.enforced;
 const TCP: Which = |path| path.contact == Contact::Tcp;
 const ALL: Which = |_| true;
 const WITH_WORDS: Which = |path| path.capabilities.contains(Capabilities::ATOMIC);
@@ -90,6 +94,10 @@ const TABLE: &[Row] = &[
     (Event::Restarted, TCP, &[SmallRead, LargeRead, Write, Add, Notify], Some(Kind::Stale)),
     (Event::Restarted, ALL, &[Import], Some(Kind::Stale)),
     (Event::NeverMet, ALL, &[Import], Some(Kind::Disconnected)),
+    // Who reaches the memory by itself does not need it.
+    (Event::Stopped, BY_ITSELF, ACCESS, None),
+    (Event::Stopped, STREAMS, ACCESS, Some(Kind::Timeout)),
+    (Event::Stopped, ALL, &[Import], Some(Kind::Timeout)),
 ];
 
 struct Scene {
@@ -126,13 +134,15 @@ impl Scene {
             Event::LeaseOver => thread::sleep(lease),
             Event::Closed => drop(owner.must("close")),
             Event::Killed | Event::NeverMet => owner.kill(),
+            Event::Stopped => owner.stop(),
             Event::Restarted => {
                 owner.kill();
                 owner = Process::open("owner", &options);
                 owner.must(&format!("register {LEN} {} read+write", kind_for(path)));
             }
         }
-        if let (Some(remote), false) = (&remote, matches!(event, Event::Deregistered | Event::LeaseOver)) {
+        let lives_on = matches!(event, Event::Deregistered | Event::LeaseOver | Event::Stopped);
+        if let (Some(remote), false) = (&remote, lives_on) {
             assert!(eventually(STALL * 10, || remote.alive().is_err()), "{path}: {event:?} is not noticed");
         }
         Scene { path, owner, user, ticket, remote, local }
@@ -148,7 +158,7 @@ impl Scene {
             Add => outcome(self.user.fetch_add(remote(), 0, 1)),
             Notify => outcome(self.user.notify(remote(), "hello")),
             Pin => remote().pin().map(drop),
-            Import => self.user.import_with(&self.ticket, &routing(self.path)).map(drop),
+            Import => self.user.import_within(&self.ticket, &routing(self.path), 5 * STALL).map(drop),
         }
     }
 }
@@ -165,7 +175,8 @@ fn describes(error: &Error, path: &str, act: Act) -> bool {
 #[test]
 fn each_kind_promises_what_the_table_says() {
     let _watchdog = watch("each_kind_promises_what_the_table_says", Duration::from_secs(240));
-    lanes(|path, _| {
+    let with_files = names(|path| !is_here(path) && path.serves != Serves::GpuMemory && !path.opt_in);
+    lanes_of(&with_files, |path, _| {
         let of_path = || TABLE.iter().filter(|(_, which, ..)| which(&known(path)));
         let mut events: Vec<Event> = of_path().map(|(event, ..)| *event).collect();
         events.dedup();
@@ -282,6 +293,36 @@ fn a_goodbye_over_tls_is_remembered() {
     assert!(eventually(STALL * 10, || remote.alive().is_err()), "the goodbye is not heard");
     assert_eq!(remote.alive().unwrap_err().kind(), Kind::Stale);
     assert_eq!(user.import_with(&ticket, &routing("tcp")).unwrap_err().kind(), Kind::Stale);
+}
+
+#[test]
+fn within_one_process_a_region_that_was_taken_back_is_stale_and_a_lease_that_is_over_is_denied() {
+    let owner = endpoint("owner");
+    let user = endpoint("user");
+    let local = local(&user, 4096);
+    let register = || owner.register(SystemStorage::new(4096).unwrap(), Access::READ_WRITE).unwrap();
+    let taken_back = register();
+    let gone = taken_back.ticket().unwrap();
+    let kept = register();
+    let lease = Duration::from_millis(300);
+    let leased = kept.ticket().unwrap().narrow().lease(lease).finish().unwrap();
+    let remotes = [&gone, &leased].map(|ticket| user.import(ticket).unwrap());
+    assert!(remotes.iter().all(|remote| remote.path() == "inproc"));
+    taken_back.into_storage_within(STALL).unwrap();
+    thread::sleep(lease);
+    let kinds = [Kind::Stale, Kind::PermissionDenied];
+    for ((remote, ticket), kind) in remotes.iter().zip([&gone, &leased]).zip(kinds) {
+        remote.alive().unwrap();
+        for ended in [
+            outcome(user.read(remote, &local).start()),
+            outcome(user.write(remote, &local).start()),
+            outcome(user.fetch_add(remote, 0, 1)),
+            remote.pin().map(drop),
+            user.import(ticket).map(drop),
+        ] {
+            assert_eq!(ended.as_ref().unwrap_err().kind(), kind, "{ended:?}");
+        }
+    }
 }
 
 #[test]

@@ -35,9 +35,13 @@ const GONE: [towline::Kind; 3] = [towline::Kind::Disconnected, towline::Kind::St
 
 /// Runs one lane for each path that can be used here.
 fn lanes(body: impl Fn(&'static str, u64) + Sync) {
+    lanes_of(&all_lanes(), body);
+}
+
+fn lanes_of(paths: &[&'static str], body: impl Fn(&'static str, u64) + Sync) {
     let usable = |path: &&str| forced().is_none_or(|forced| forced == **path) && path_works(path);
     std::thread::scope(|scope| {
-        for (number, path) in all_lanes().into_iter().enumerate().filter(|(_, path)| usable(path)) {
+        for (number, path) in paths.iter().copied().enumerate().filter(|(_, path)| usable(path)) {
             let body = &body;
             std::thread::Builder::new()
                 .name(path.into())
@@ -59,7 +63,11 @@ fn path_works(path: &str) -> bool {
 }
 
 fn kind_for(path: &str) -> &'static str {
-    if known(path).serves == Serves::SharedMemory { "shared" } else { "system" }
+    match known(path).serves {
+        Serves::SharedMemory => "shared",
+        Serves::Files => "disk",
+        _ => "system",
+    }
 }
 
 fn endpoint(name: &str) -> Endpoint {
