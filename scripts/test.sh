@@ -239,9 +239,11 @@ step_asan() {
   run_tests cargo "+$nightly" test -p towline-proto -p towline --lib --target "$host" --no-fail-fast
   log=$logs/asan-hostile.log
   TOWLINE_PROGRAMS=${TOWLINE_PROGRAMS:-2000} \
-    run_tests cargo "+$nightly" test -p towline-testkit --test serving --test using --test hostile --target "$host" --no-fail-fast
+    run_tests cargo "+$nightly" test -p towline-testkit --test serving --test using --test hostile --test proxy --target "$host" --no-fail-fast
   log=$logs/asan-faults.log
-  run_tests cargo "+$nightly" test -p towline-testkit --test faults --target "$host" --no-fail-fast -- containers walls
+  run_tests cargo "+$nightly" test -p towline-testkit --test faults --target "$host" --no-fail-fast -- containers walls closing
+  log=$logs/asan-comm.log
+  run_tests cargo "+$nightly" test -p towline-comm --test communicator --target "$host" --no-fail-fast -- hostile
   log=$logs/asan-gpus.log
   run_tests cargo "+$nightly" test -p towline-testkit --test cuda --target "$host" --no-fail-fast -- hostile::
   log=$logs/asan-lent.log
