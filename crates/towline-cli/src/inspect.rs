@@ -95,7 +95,7 @@ fn show_audit(url: &str, output: &Output) -> Outcome {
         audit.generation,
         audit.endpoint,
         size::bytes(audit.bytes),
-        if audit.peers.is_empty() { "nobody has come" } else { "who came" }
+        if audit.peers.is_empty() { "no peer has connected" } else { "who came" }
     ));
     let rows: Vec<Vec<String>> = audit
         .peers

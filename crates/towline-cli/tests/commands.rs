@@ -207,7 +207,7 @@ fn serve_shows_metrics_and_inspect_shows_who_came() {
     let served = Served::start(&["--name", "library", "--bytes", "64K", "--metrics", &address]);
     let url = format!("http://{address}");
     let output = towline(&["inspect", &url]);
-    assert!(stdout(&output).contains("nobody has come"), "{}{}", stdout(&output), stderr(&output));
+    assert!(stdout(&output).contains("no peer has connected"), "{}{}", stdout(&output), stderr(&output));
     assert_eq!(code(&towline(&["fetch", &served.ticket, "--path", "tcp"])), 0);
     let report = json(&towline(&["inspect", &url, "--json"]));
     assert_eq!(report["endpoint"], "library");

@@ -320,7 +320,7 @@ impl Everybody {
                 let window =
                     |rank: usize| shared.clone().or_else(|| collectives.memory.windows().find(ids[rank]));
                 let why = gone.iter().find_map(|rank| window(*rank)?.access(*rank, job.kind.name()).err());
-                let message = "a rank has closed its window or buffer during the call";
+                let message = "a rank closed its window or buffer during the call";
                 let closed = || Error::new(towline::Kind::Stale, job.kind.name(), message);
                 Err(why.unwrap_or_else(closed).about(gone))
             }

@@ -74,7 +74,7 @@ pub(crate) struct Cuda {
 impl Cuda {
     pub(crate) fn init(nranks: usize, rank: usize, id: &UniqueId, config: Config) -> Result<Cuda> {
         if !id.is_nccl() {
-            let message = "a group on GPUs meets by an id of NCCL's: get_nccl_unique_id makes one";
+            let message = "a group on GPUs needs an id from NCCL: make one with get_nccl_unique_id";
             return Err(Error::invalid("init", message));
         }
         let gpu = config.gpu.unwrap_or(0);

@@ -38,7 +38,7 @@ pub(crate) fn is_held_back() -> bool {
 ///
 /// Its value is what an atomic operation found, and 0 for any other. An operation that was asked for inside a group
 /// starts at the outermost end of the group.
-#[must_use = "an operation goes on when dropped, but nobody learns how it ended"]
+#[must_use = "an operation goes on when dropped, but its result is lost"]
 pub struct Operation(Repr);
 
 enum Repr {

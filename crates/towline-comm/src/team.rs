@@ -143,7 +143,7 @@ impl Team {
         const OP: &str = "assemble";
         let Seat { endpoint, region, layout, nranks, options } = seat;
         if rank >= nranks || tickets.len() != nranks {
-            let message = format!("rank {rank} of {nranks} cannot sit down with {} tickets", tickets.len());
+            let message = format!("rank {rank} of {nranks} needs {nranks} tickets and has {}", tickets.len());
             return Err(Error::invalid(OP, message));
         }
         let (mut remotes, mut failed) = (Vec::with_capacity(nranks), None);
@@ -151,7 +151,7 @@ impl Team {
             match remote {
                 Ok(remote) if remote.len() == layout.len() as u64 => remotes.push(remote),
                 Ok(_) => {
-                    let message = format!("rank {peer} has come with other options than rank {rank}");
+                    let message = format!("rank {peer} has joined with other options than rank {rank}");
                     failed = failed.or(Some(Error::invalid(OP, message).about([peer])));
                 }
                 Err(error) => failed = failed.or(Some(lost(OP, peer, &error.into()))),

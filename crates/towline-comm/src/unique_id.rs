@@ -102,7 +102,7 @@ impl UniqueId {
             return refuse("the id names too many addresses".into());
         }
         if bytes[TLS] > 1 || bytes[TLS + 1] != 0 {
-            return refuse("the id asks for something that this version does not know".into());
+            return refuse("the id needs a feature that this version does not have".into());
         }
         Ok(UniqueId(bytes))
     }

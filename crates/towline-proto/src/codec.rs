@@ -84,7 +84,7 @@ impl<'a> Reader<'a> {
         match self.u8()? {
             0 => Ok(false),
             1 => Ok(true),
-            other => Err(self.bad(format!("{other} is neither yes nor no"))),
+            other => Err(self.bad(format!("{other} is not a boolean (0 or 1)"))),
         }
     }
 

@@ -140,7 +140,8 @@ impl Error {
     #[cold]
     #[doc(hidden)]
     pub fn owner_gone(op: &'static str, why: impl fmt::Display) -> Error {
-        let mut error = Error::new(Kind::Stale, op, format!("{why}: its tickets are void, ask for new ones"));
+        let mut error =
+            Error::new(Kind::Stale, op, format!("{why}: its tickets are no longer valid: get new ones"));
         error.0.owner_gone = true;
         error
     }

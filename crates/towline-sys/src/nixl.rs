@@ -82,7 +82,7 @@ impl Nixl {
                 let attempts = vec![loader::Attempt {
                     origin: SETTING.to_owned(),
                     name: String::new(),
-                    reason: "it says that NIXL is not to be used".into(),
+                    reason: "it is set to use no NIXL".into(),
                 }];
                 Err(NotLoaded { library: "NIXL", mend: String::new(), attempts }.into())
             }
@@ -181,10 +181,7 @@ mod tests {
         here.variable = Box::new(|name| (name == SETTING).then(|| "off".into()));
         let error = Nixl::search(&here).unwrap_err();
         assert!(error.is_unavailable());
-        assert_eq!(
-            error.to_string(),
-            "NIXL could not be loaded: TOWLINE_NIXL: it says that NIXL is not to be used"
-        );
+        assert_eq!(error.to_string(), "NIXL could not be loaded: TOWLINE_NIXL: it is set to use no NIXL");
     }
 
     #[test]

@@ -53,7 +53,7 @@ pub fn is_stub() -> bool {
     Nixl::load().is_err()
 }
 
-/// Whether NIXL is there, and what it can do; or where it was looked for in vain.
+/// Whether NIXL is there, and what it can do; or all the places that were tried.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Availability {

@@ -385,7 +385,7 @@ impl Passive {
             match outcome {
                 Ok(()) if whole => Ok(()),
                 Ok(()) => {
-                    let message = "the claimer says that it is done, and has not asked for all of the memory";
+                    let message = "the claimer reported success but did not request all of the memory";
                     Err(Error::protocol(self.name, message).with_peer(&**peer))
                 }
                 Err(error) => Err(error.during(self.name).with_peer(&**peer)),
@@ -499,7 +499,7 @@ impl Passive {
             match &inner.state {
                 State::Waiting => {
                     let limit = self.unclaimed_limit.unwrap_or_default().as_secs_f64();
-                    Error::new(Kind::Timeout, self.name, format!("nobody claimed it within {limit:.3} s"))
+                    Error::new(Kind::Timeout, self.name, format!("no peer claimed it within {limit:.3} s"))
                 }
                 State::Claimed { peer, .. } => {
                     let limit = self.claimed_limit.as_secs_f64();

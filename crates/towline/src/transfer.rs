@@ -113,7 +113,7 @@ impl Limits {
 /// One request in flight, over one or many regions of a peer: a future, which can also be waited on, polled and cancelled.
 ///
 /// Dropping a transfer does not stop it: the memory it touches stays alive until it has ended.
-#[must_use = "a transfer goes on when dropped, but nobody learns how it ended"]
+#[must_use = "a transfer goes on when dropped, but its result is lost"]
 pub struct Transfer(Repr);
 
 enum Repr {
@@ -279,7 +279,7 @@ pub(crate) fn failures(submission: &Submission<'_>, error: &Error) -> Vec<BlockF
         let error = if part == submission.reached {
             error.clone()
         } else {
-            let message = format!("part {} failed, and this one with it", submission.reached);
+            let message = format!("part {} failed, so this part did too", submission.reached);
             Error::new(Kind::Canceled, submission.op.name(), message)
         };
         BlockFailure { part, blocks: 0..submission.parts[part].asked().1, error }

@@ -130,15 +130,16 @@ fn greet(id: &UniqueId, mut stream: Stream, until: Instant) -> Result<(Stream, S
     let mut challenge = [0; 32];
     getrandom::fill(&mut challenge)
         .map_err(|error| Error::new(Kind::Native, OP, format!("no random bytes: {error}")))?;
-    let lost = |error: io::Error| lost(&error, "before the root had answered");
+    let lost = |error: io::Error| lost(&error, "before the root had replied");
     let left = until.saturating_duration_since(Instant::now()).min(GREETING);
     stream.limit(left);
     let binding = stream.encrypt(id).map_err(lost)?;
     stream.write_all(&wire::hello(id.nonce(), &challenge)).and_then(|()| stream.flush()).map_err(lost)?;
     let mut welcome = [0; WELCOME_LEN];
     stream.read_exact(&mut welcome).map_err(lost)?;
-    let stranger =
-        || Error::new(Kind::PermissionDenied, OP, "what answers at the id's address is not its root");
+    let stranger = || {
+        Error::new(Kind::PermissionDenied, OP, "the process at the id's address is not the root of the id")
+    };
     let (theirs, proof) = wire::parse_welcome(&welcome).ok_or_else(stranger)?;
     let session = Session::new(id.secret(), id.nonce(), &challenge, &theirs).bound_to(binding);
     if !session.proves(&proof) {
@@ -169,7 +170,7 @@ fn connect(id: &UniqueId, until: Instant) -> Result<Stream> {
     let slow = tried.iter().any(|(_, error)| error.kind() == io::ErrorKind::TimedOut);
     let list: Vec<String> = tried.iter().map(|(way, error)| format!("{way}: {error}")).collect();
     let (kind, what) = if slow {
-        (Kind::Timeout, "the root of the id does not answer")
+        (Kind::Timeout, "the root of the id does not reply")
     } else {
         (Kind::Stale, "the meeting of this id is over, or the process that made it is gone")
     };
@@ -231,12 +232,12 @@ fn hear(stream: &mut Stream, session: &Session, nranks: usize, until: Instant) -
     read_until(stream, &mut len, until)?;
     let len = u32::from_le_bytes(len) as usize;
     if len > wire::most_answer(nranks) {
-        return Err(Error::protocol(OP, "the root's answer is too long"));
+        return Err(Error::protocol(OP, "the root's reply is too long"));
     }
     let mut sealed = vec![0; len];
     read_until(stream, &mut sealed, until)?;
     let plain = session.unseal(Side::Root, &sealed);
-    let plain = plain.ok_or_else(|| Error::protocol(OP, "the root's answer was changed on its way"))?;
+    let plain = plain.ok_or_else(|| Error::protocol(OP, "the root's reply was changed on the network"))?;
     Answer::decode(&plain)
 }
 
@@ -251,7 +252,7 @@ fn read_until(stream: &mut Stream, into: &mut [u8], until: Instant) -> Result<()
             return Err(Error::new(
                 Kind::Timeout,
                 OP,
-                "the root did not say in time whether everybody had come",
+                "the root did not say in time whether all ranks had joined",
             ));
         }
         interrupt::check(OP)?;
@@ -283,7 +284,7 @@ fn lost(error: &io::Error, when: &str) -> Error {
         return interrupted;
     }
     if would_wait(error) {
-        return Error::new(Kind::Timeout, OP, "the root of the id accepts connections and does not answer");
+        return Error::new(Kind::Timeout, OP, "the root of the id accepts connections but does not reply");
     }
     Error::new(Kind::Disconnected, OP, format!("the connection to the root ended {when}: {error}"))
 }
@@ -464,7 +465,7 @@ mod tests {
         thread::sleep(Duration::from_millis(500));
         // Who comes soon after that is told.
         let error = joined(&id, connect_from([127, 0, 0, 1], address), 0, 1).unwrap_err();
-        assert!(error.kind() == Kind::Timeout && error.message().contains("nobody joined"), "{error}");
+        assert!(error.kind() == Kind::Timeout && error.message().contains("no rank joined"), "{error}");
         // Then nobody listens any more.
         let began = Instant::now();
         while TcpStream::connect(address).is_ok() {

@@ -19,7 +19,7 @@ pub(super) struct Meeting {
     seats: BTreeMap<usize, Join>,
     deadline: Option<Instant>,
     opened: Option<Instant>,
-    /// When it ends where nobody has come by then.
+    /// When it ends where no peer has connected by then.
     unjoined: Option<Instant>,
 }
 
@@ -46,7 +46,7 @@ impl Meeting {
             return Some(failed(Kind::Invalid, why, [rank]));
         }
         if self.seats.contains_key(&rank) {
-            return Some(failed(Kind::Invalid, "two ranks came under the same number".into(), [rank]));
+            return Some(failed(Kind::Invalid, "two ranks joined with the same number".into(), [rank]));
         }
         self.opened.get_or_insert(now);
         let patience = now + Duration::from_millis(join.timeout_ms).min(LONGEST);
@@ -64,20 +64,20 @@ impl Meeting {
 
     /// A rank that had come is gone.
     pub(super) fn depart(&self, rank: usize) -> Answer {
-        failed(Kind::Disconnected, "a rank left before everybody had come".into(), [rank])
+        failed(Kind::Disconnected, "a rank left before all ranks had joined".into(), [rank])
     }
 
     /// Ends the meeting where somebody has lost patience.
     pub(super) fn expire(&self, now: Instant) -> Option<Answer> {
         self.deadline().filter(|deadline| *deadline <= now)?;
         let Some(first) = self.seats.values().next() else {
-            let why = "nobody joined in time: an id is good for as long as its options say";
+            let why = "no rank joined in time: an id is valid for as long as its options say";
             return Some(failed(Kind::Timeout, why.into(), []));
         };
         let nranks = first.nranks;
         let missing: Vec<usize> = (0..nranks).filter(|rank| !self.seats.contains_key(rank)).collect();
         let waited = self.opened.map_or(Duration::ZERO, |opened| now - opened).as_secs_f64();
-        let why = format!("{} of {nranks} ranks did not come in {waited:.3} s", missing.len());
+        let why = format!("{} of {nranks} ranks did not join within {waited:.3} s", missing.len());
         Some(failed(Kind::Timeout, why, missing))
     }
 

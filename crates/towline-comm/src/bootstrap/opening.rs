@@ -82,7 +82,7 @@ pub(crate) fn open_meeting(options: &UniqueIdOptions) -> Result<(UniqueId, Root)
         if addresses.iter().any(|address| address.ip().is_unspecified()) {
             return Err(Error::invalid(
                 OP,
-                "an unspecified address tells nobody where to come: advertise one",
+                "other ranks cannot connect to an unspecified address: advertise one that they can reach",
             ));
         }
     }

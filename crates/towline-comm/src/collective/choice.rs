@@ -203,7 +203,9 @@ pub(crate) fn rides(
             wanted,
             format!("{bytes} bytes are more than the {limit} that an announcement carries"),
         )),
-        _ if !kind.has(wanted) => Err(refused(kind, wanted, "there is none for this operation".to_owned())),
+        _ if !kind.has(wanted) => {
+            Err(refused(kind, wanted, "it does not exist for this operation".to_owned()))
+        }
         _ => Ok(false),
     }
 }
@@ -224,7 +226,7 @@ pub(crate) fn choose(situation: Situation, wanted: Algorithm, rides: bool) -> Re
                 kind,
                 wanted,
                 format!(
-                    "the memory of {unregistered} of {nranks} ranks is in no window or registered buffer that all can map"
+                    "the memory of {unregistered} of {nranks} ranks is not in a window or registered buffer that all ranks can map"
                 ),
             ));
         }
@@ -261,21 +263,24 @@ impl fmt::Display for Choice {
         write!(f, "{} of {bytes} bytes among {nranks}: {}, because ", kind.name(), self.algorithm)?;
         match self.reason {
             Reason::Asked => write!(f, "the caller asked for it"),
-            Reason::Rides => write!(f, "so few bytes ride in the announcement"),
+            Reason::Rides => write!(f, "so few bytes fit into the announcement"),
             Reason::Alone => write!(f, "there is no other rank"),
             Reason::Reachable => write!(f, "all ranks share memory, and what they touch is in windows"),
             Reason::NotRegistered => {
                 write!(
                     f,
-                    "the memory of {unregistered} ranks is in no window or registered buffer that all can map"
+                    "the memory of {unregistered} ranks is not in a window or registered buffer that all ranks can map"
                 )
             }
             Reason::Mixed => write!(f, "{far} of {nranks} ranks do not share memory with all others"),
             Reason::FarAndSmall => {
-                write!(f, "{far} of {nranks} ranks are far, and at most {TREE} bytes are a matter of steps")
+                write!(
+                    f,
+                    "{far} of {nranks} ranks are far, and at most {TREE} bytes are limited by the number of steps"
+                )
             }
             Reason::FarAndLarge => {
-                write!(f, "all ranks are far, and more than {TREE} bytes are a matter of links")
+                write!(f, "all ranks are far, and more than {TREE} bytes are limited by the links")
             }
             Reason::FarAndPairwise => {
                 write!(f, "{far} of {nranks} ranks are far, and each pair has its own bytes to exchange")
@@ -321,7 +326,7 @@ mod tests {
             (Situation { far: 1, ..NEAR }, Algorithm::Direct, "do not share memory"),
             (Situation { unregistered: 2, ..NEAR }, Algorithm::Direct, "2 of 4 ranks is in no window"),
             (NEAR, Algorithm::Tiny, "more than the 8192"),
-            (Situation { kind: Kind::AllToAll, ..NEAR }, Algorithm::Tree, "there is none"),
+            (Situation { kind: Kind::AllToAll, ..NEAR }, Algorithm::Tree, "does not exist"),
         ] {
             let error = rides(situation.kind, situation.bytes, situation.nranks, wanted, 8 << 10)
                 .and_then(|rides| choose(situation, wanted, rides))

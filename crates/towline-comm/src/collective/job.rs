@@ -180,14 +180,14 @@ impl<'a> Job<'a> {
             (false, false) => "both must start at the same byte",
             (false, true) => "what is sent must be this rank's own block of what is received",
             (true, false) => "what is received must be this rank's own block of what is sent",
-            (true, true) => "there is no form in place",
+            (true, true) => "this call cannot work in place",
         };
         Err(Error::invalid(self.kind.name(), format!("the memory to send and to receive overlap: {allowed}")))
     }
 }
 
 fn needed<'a>(name: &'static str, what: &str, memory: Option<&'a Memory>) -> Result<&'a Memory> {
-    memory.ok_or_else(|| Error::invalid(name, format!("this rank has to {what}, and gave no memory for it")))
+    memory.ok_or_else(|| Error::invalid(name, format!("this rank has to {what}, but gave no memory for it")))
 }
 
 /// The bytes of one of `parts` equal blocks of whole elements.

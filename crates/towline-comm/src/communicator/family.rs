@@ -143,7 +143,7 @@ fn split(
     let without: Vec<usize> =
         members.iter().map(|(_, rank)| *rank).filter(|rank| told[*rank].is_empty()).collect();
     if !without.is_empty() {
-        return Err(Error::new(Kind::Exhausted, OP, "a rank could not take its seat").about(without));
+        return Err(Error::new(Kind::Exhausted, OP, "a rank could not join").about(without));
     }
     let tickets: Vec<Ticket> =
         members.iter().map(|(_, rank)| Ok(Ticket::decode(&told[*rank])?)).collect::<Result<_>>()?;

@@ -409,9 +409,9 @@ impl Team {
         } else {
             item.refused = Some(len);
             let message = if len == wanted {
-                format!("rank {peer} sends other elements than were asked for")
+                format!("rank {peer} sends elements of another type than this rank receives")
             } else {
-                format!("rank {peer} sends {len} bytes, {wanted} were asked for")
+                format!("rank {peer} sends {len} bytes, this rank receives {wanted}")
             };
             item.error = Some(Error::invalid(op, message).about([peer]));
             received.refused += 1;
@@ -442,12 +442,12 @@ impl Team {
             }
         }
         Ok(refused.first().map(|peer| {
-            let message = format!("rank {peer} asks for another length or other elements than this sends");
+            let message = format!("rank {peer} receives another length or element type than this rank sends");
             Error::invalid(op, message).about(refused.iter().copied())
         }))
     }
 }
 
 fn garbled(op: &'static str, peer: usize) -> Error {
-    Error::protocol(op, format!("what rank {peer} sends makes no sense")).about([peer])
+    Error::protocol(op, format!("rank {peer} sends a message that cannot be understood")).about([peer])
 }

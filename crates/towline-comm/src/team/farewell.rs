@@ -29,7 +29,7 @@ pub(super) fn part<'r>(
     let bytes = record::encode(&error, rank);
     for remote in others {
         if let Err(reason) = leave_with(endpoint, layout, rank, remote, &bytes, until) {
-            tracing::debug!(%reason, "could not be told");
+            tracing::debug!(%reason, "could not be notified");
         }
     }
     error

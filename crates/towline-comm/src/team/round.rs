@@ -278,13 +278,14 @@ impl Team {
         match (0..self.nranks()).find(|rank| all[*rank].len() != lengths[*rank]) {
             None => Ok(all),
             Some(rank) => {
-                Err(Error::protocol(name, format!("rank {rank} gave fewer bytes than it said")).about([rank]))
+                Err(Error::protocol(name, format!("rank {rank} gave fewer bytes than it announced"))
+                    .about([rank]))
             }
         }
     }
 }
 
-/// The error of a rank that could not be told something.
+/// The error of a rank that could not be notified something.
 pub(super) fn lost(op: &'static str, peer: usize, error: &Error) -> Error {
     let kind = match error.kind() {
         Kind::Stale => Kind::Disconnected,

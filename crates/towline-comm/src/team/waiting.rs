@@ -115,7 +115,7 @@ impl Team {
                 // Another rank may have come to its conclusion while this one asked.
                 self.working(op)?;
                 links.publish(Waits::in_vain(&ranks));
-                let message = format!("{} did not come in {:.3} s", named(&ranks), spent.as_secs_f64());
+                let message = format!("{} did not arrive within {:.3} s", named(&ranks), spent.as_secs_f64());
                 return Err(Error::new(Kind::Timeout, op, message).about(ranks));
             }
             slice = if spent < limit { look.min(limit - spent) } else { LATE };
@@ -200,7 +200,7 @@ impl Team {
             let peer = (self.rank() + places) % self.nranks();
             match self.links.tell_abort(peer, record) {
                 Ok(sent) => told.extend(sent.map(|sent| (peer, sent))),
-                Err(reason) => tracing::debug!(peer, %reason, "could not be told"),
+                Err(reason) => tracing::debug!(peer, %reason, "could not be notified"),
             }
         }
         told
@@ -229,7 +229,7 @@ impl Team {
                 _ if self.has_departed(peer) => match self.left_because_of(peer) {
                     Some(other) => {
                         ranks.push(other);
-                        format!("it has left the group, after it had waited in vain for rank {other}")
+                        format!("it has left the group, after it had waited without success for rank {other}")
                     }
                     None => "it has left the group".to_owned(),
                 },
@@ -339,7 +339,8 @@ impl Team {
         if blamed.is_empty() {
             return error;
         }
-        let message = format!("{}, after it had waited in vain for {}", error.message(), named(&blamed));
+        let message =
+            format!("{}, after it had waited without success for {}", error.message(), named(&blamed));
         Error::new(error.kind(), error.op(), message).about(error.ranks().iter().copied().chain(blamed))
     }
 

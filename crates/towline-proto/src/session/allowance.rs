@@ -77,7 +77,7 @@ impl Allowance {
 
 /// The error of a peer that asks for more than its share.
 pub fn exhausted(op: &'static str, what: String, when: &str) -> Error {
-    Error::new(Kind::Exhausted, op, format!("the owner allows a peer {what} {when}, and not one more"))
+    Error::new(Kind::Exhausted, op, format!("quota exceeded: the owner allows a peer {what} {when}"))
 }
 
 impl InFlight {

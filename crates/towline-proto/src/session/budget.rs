@@ -77,7 +77,7 @@ impl Account {
             Kind::Exhausted,
             op,
             format!(
-                "the owner has {most} bytes for {} of all peers; {} are taken, {} of them by this one, and {bytes} more do not fit",
+                "quota exceeded: the owner has {most} bytes for {} of all peers; {} are in use, {} of them by this peer, and {bytes} more do not fit",
                 self.budget.what,
                 all - bytes,
                 own - bytes

@@ -133,7 +133,7 @@ pub(super) fn parse_head(head: &[u8]) -> Result<TicketBody> {
         }
         value.finish()?;
         if reach.len() > MAX_REACH {
-            return Err(reader.bad("a ticket names at most 8 ways to reach its owner"));
+            return Err(reader.bad("a ticket names at most 8 addresses of its owner"));
         }
     }
     let Some(name) = name else {
@@ -149,7 +149,7 @@ pub(super) fn parse_head(head: &[u8]) -> Result<TicketBody> {
 fn check(body: &TicketBody) -> Result<(), &'static str> {
     body.identity.check()?;
     if body.reach.len() > MAX_REACH {
-        return Err("a ticket names at most 8 ways to reach its owner");
+        return Err("a ticket names at most 8 addresses of its owner");
     }
     for reach in &body.reach {
         reach.check()?;

@@ -38,7 +38,7 @@ impl Hello {
         let mut reader = Reader::new("hello", body);
         let (oldest, newest) = (reader.u16()?, reader.u16()?);
         if oldest > newest {
-            return Err(reader.bad(format!("versions {oldest} to {newest} are none")));
+            return Err(reader.bad(format!("the range of versions {oldest} to {newest} is empty")));
         }
         Ok((oldest, newest))
     }

@@ -203,7 +203,7 @@ impl ClientHandshake {
                 return Err(Error::new(
                     Kind::PermissionDenied,
                     OP,
-                    "the peer requires the endpoint secret, and none was given here",
+                    "the peer requires the endpoint secret: open this endpoint with the same secret",
                 ));
             }
             (LinkBase::Session(_), true, _) => {

@@ -102,7 +102,7 @@ pub(crate) fn borrowed_memory_is_looked_up(gpu: &Arc<Gpu>) {
     assert!(error.message().contains("pinned host memory"), "{error}");
     let plain = [0u8; 64];
     let error = borrow(plain.as_ptr().addr(), 64).unwrap_err();
-    assert!(error.message().contains("freed, or is not a GPU's"), "{error}");
+    assert!(error.message().contains("freed, or it is not GPU memory"), "{error}");
     let (gone, len) = (owner.addr(), owner.size());
     drop((storage, owner));
     assert_eq!(borrow(gone, len).unwrap_err().kind(), Kind::Invalid);

@@ -67,7 +67,7 @@ fn a_claimer_that_is_stopped_after_the_claim_leaves_the_passive_side_errored() {
             let error = error.unwrap();
             assert_eq!((status, error.kind()), (OperationStatus::Errored, Kind::Timeout), "{path}: {error}");
             assert_eq!(error.peer(), Some("claimer"));
-            assert!(error.message().contains("said nothing"), "{path}: {error}");
+            assert!(error.message().contains("sent nothing"), "{path}: {error}");
             assert!(quiet && !local.is_registered(), "{path}: nobody was inside");
             claimer.resume();
         }

@@ -97,7 +97,7 @@ impl Envelope {
         let operation = reader.array()?;
         let count = usize::from(reader.u16()?);
         if count == 0 || count > MAX_DESCRIPTORS || count * 2 > reader.remaining() {
-            return Err(reader.bad(format!("{count} tickets are not what fits")));
+            return Err(reader.bad(format!("{count} tickets do not fit")));
         }
         let mut tickets = Vec::with_capacity(count.min(reader.remaining() / 128 + 1));
         for _ in 0..count {

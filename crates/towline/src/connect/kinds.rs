@@ -55,7 +55,7 @@ impl<'de> Deserialize<'de> for OperationKind {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<OperationKind, D::Error> {
         let code = u8::deserialize(deserializer)?;
         OperationKind::from_code(code).filter(|kind| *kind != OperationKind::Unspecified).ok_or_else(|| {
-            serde::de::Error::custom(format!("{code} is no kind of operation: 1 reads, 2 writes"))
+            serde::de::Error::custom(format!("{code} is not a kind of operation: 1 reads, 2 writes"))
         })
     }
 }

@@ -9,7 +9,7 @@ use super::failed;
 use super::gpu::numa_node;
 use crate::Result;
 
-/// Whether the driver is there, and what it has; or where it was looked for in vain.
+/// Whether the driver is there, and what it has; or all the places that were tried.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Availability {

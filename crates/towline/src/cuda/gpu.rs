@@ -140,7 +140,9 @@ impl Gpu {
                 |what: String| Err(Error::invalid(op, format!("{len} bytes at {address:#x}: {what}")));
             let facts = match self.facts(op, at)? {
                 None if at == address => {
-                    return wrong("CUDA knows of no memory there; it was freed, or is not a GPU's".into());
+                    return wrong(
+                        "CUDA does not know this memory: it was freed, or it is not GPU memory".into(),
+                    );
                 }
                 None => {
                     let inside = at - address;
@@ -158,7 +160,7 @@ impl Gpu {
             }
             let next = facts.start.saturating_add(facts.len);
             if next <= at {
-                return wrong("the driver does not tell where its allocation ends".into());
+                return wrong("the driver does not say where its allocation ends".into());
             }
             at = next;
         }

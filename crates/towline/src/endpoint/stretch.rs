@@ -95,8 +95,7 @@ fn total(
 ) -> Result<()> {
     const OP: &str = "sum";
     if !sum::can_sum(total, dtype) {
-        let message =
-            format!("there is no way to add up elements of {dtype} where they are, on this processor");
+        let message = format!("elements of {dtype} cannot be added up in place on this processor");
         return Err(Error::new(crate::Kind::Unsupported, OP, message));
     }
     if sources.is_empty() || !len.is_multiple_of(dtype.size()) {

@@ -151,7 +151,7 @@ impl DeviceStorage {
             None => Err(Error::new(
                 crate::Kind::Unsupported,
                 OP,
-                "it was allocated by cuMemAlloc, which gives no descriptors: use DeviceMemory::Exportable",
+                "it was allocated by cuMemAlloc, which has no file descriptor: use DeviceMemory::Exportable",
             )),
         }
     }

@@ -185,13 +185,13 @@ impl DiskOptions {
             .map_err(|error| at("open", path, error))?;
         let found = file.metadata().map_err(|error| at("fstat", path, error))?;
         if !found.is_file() {
-            return Err(Error::invalid("allocate", format!("{} is no plain file", path.display())));
+            return Err(Error::invalid("allocate", format!("{} is not a regular file", path.display())));
         }
         let there =
             usize::try_from(found.len()).ok().filter(|there| (1..=isize::MAX as usize).contains(there));
         let Some(there) = there.filter(|there| len.is_none_or(|len| len == *there)) else {
             let wanted = len.map_or("is not a length that can be used".into(), |len| {
-                format!("and not the {len} that were asked for; a file that was there is never resized")
+                format!("but {len} were requested; an existing file is never resized")
             });
             return Err(Error::invalid(
                 "allocate",

@@ -87,7 +87,7 @@ impl FileSlice {
     pub(crate) fn passed(files: Vec<OwnedFd>, writable: bool, offset: u64, len: u64) -> Result<FileSlice> {
         let mut files = files.into_iter();
         let buffered =
-            files.next().ok_or_else(|| Error::protocol("import", "the file's descriptor did not come"))?;
+            files.next().ok_or_else(|| Error::protocol("import", "the file's descriptor did not arrive"))?;
         let direct = files.next();
         // Of a pipe, a device or a folder an access would block, or be no access to bytes.
         for file in [Some(&buffered), direct.as_ref()].into_iter().flatten() {
@@ -95,7 +95,7 @@ impl FileSlice {
             if !rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file() {
                 return Err(Error::protocol(
                     "import",
-                    "the owner handed over something that is no plain file",
+                    "the owner sent a descriptor that is not a regular file",
                 ));
             }
         }

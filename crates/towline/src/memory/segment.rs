@@ -264,7 +264,7 @@ fn no_space(len: usize, huge: HugePages, error: Errno) -> Error {
         Errno::NOSPC | Errno::NOMEM | Errno::FBIG => Error::new(
             Kind::Exhausted,
             "allocate",
-            format!("the system has no room for {len} bytes of shared memory"),
+            format!("the system has no memory for {len} bytes of shared memory"),
         )
         .caused_by(std::io::Error::from(error)),
         error => Error::os("allocate", "fallocate", error),

@@ -8,7 +8,7 @@ use towline_sys::nccl::Nccl;
 use super::failed;
 use crate::Result;
 
-/// Whether NCCL is there, and what it has; or where it was looked for in vain.
+/// Whether NCCL is there, and what it has; or all the places that were tried.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Availability {

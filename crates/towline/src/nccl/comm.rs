@@ -268,7 +268,9 @@ impl Comm {
         const OP: &str = "shrink";
         let (rank, nranks) = self.place()?;
         if exclude.is_empty() || exclude.contains(&rank) || exclude.iter().any(|one| *one >= nranks) {
-            let message = format!("{exclude:?} are not other ranks of {nranks}");
+            let message = format!(
+                "exclude: {exclude:?} must be ranks of this group of {nranks}, without the calling rank"
+            );
             return Err(Error::invalid(OP, message));
         }
         let list: Vec<i32> = exclude.iter().map(|rank| *rank as i32).collect();
@@ -317,7 +319,7 @@ fn meet(core: &Arc<Core>, nranks: i32, id: &[u8; 128], rank: i32) -> Result<()> 
         });
         let left = lock(&left);
         if *left {
-            inner.abort(Error::new(Kind::Timeout, OP, "the ranks came too late"));
+            inner.abort(Error::new(Kind::Timeout, OP, "the ranks joined too late"));
         } else {
             let _ = tell.send(begun);
         }
@@ -339,7 +341,7 @@ fn meet(core: &Arc<Core>, nranks: i32, id: &[u8; 128], rank: i32) -> Result<()> 
     interrupted?;
     let seconds = core.options.timeout.as_secs_f64();
     let message = format!(
-        "ncclCommInitRankConfig is still in progress after {seconds:.3} s: not all {nranks} ranks have come"
+        "ncclCommInitRankConfig is still in progress after {seconds:.3} s: not all {nranks} ranks have joined"
     );
     Err(Error::new(Kind::Timeout, OP, message))
 }
@@ -716,7 +718,7 @@ impl Core {
             self.flying.store(0, Ordering::Release);
             tracing::error!(
                 calls = left.len(),
-                "streams still use memory of a communicator that is gone; it is kept"
+                "streams still use memory of a destroyed communicator; the memory is kept"
             );
             std::mem::forget(left);
         }

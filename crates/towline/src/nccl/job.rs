@@ -262,7 +262,7 @@ impl Comm {
         }
         if (context, index) != (0, 0) && self.version() < SEVERAL {
             let message = format!(
-                "NCCL {} has one context and one signal: context {context}, index {index} came with 2.31",
+                "NCCL {} has one context and one signal: context {context}, index {index} need NCCL 2.31",
                 self.0.nccl.version_text()
             );
             return Err(Error::new(Kind::Unsupported, op, message));

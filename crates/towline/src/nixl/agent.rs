@@ -141,7 +141,7 @@ impl NixlAgent {
         }
     }
 
-    /// Why it is that engine: which NIXL was loaded, or where it was looked for in vain.
+    /// Why it is that engine: which NIXL was loaded, or all the places that were tried.
     pub fn engine_reason(&self) -> &str {
         &self.0.why
     }

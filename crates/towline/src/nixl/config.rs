@@ -58,7 +58,7 @@ impl NixlBackendConfig {
                 _ => {
                     return Err(Error::invalid(
                         "nixl",
-                        format!("{variable}={value:?} says neither yes nor no"),
+                        format!("{variable}={value:?} is not a boolean (yes or no)"),
                     ));
                 }
             };

@@ -64,7 +64,8 @@ pub(super) fn write(
     list: &[XferDescriptor],
 ) -> Result<Vec<u8>> {
     if !PACKAGES.contains(&package) {
-        let message = format!("{package:?} is no package of NIXL's; known are {}", PACKAGES.join(", "));
+        let message =
+            format!("{package:?} is not a package of NIXL: the packages are {}", PACKAGES.join(", "));
         return Err(Error::invalid("nixl", message));
     }
     // An entry is a field of its own in one of the two.
@@ -113,7 +114,7 @@ pub(super) fn read(class: Class, bytes: &[u8]) -> Result<(MemType, Vec<XferDescr
     let mut rest = Bytes(state);
     rest.expect(SERIAL)?;
     if rest.field(b"nixlDList")? != class.serial() {
-        return Err(damaged("the list is of another kind than was asked for"));
+        return Err(damaged("the list is of another kind than requested"));
     }
     let mem_type = kind(u32::from_le_bytes(exact(rest.field(b"t")?)?));
     let count = u64::from_le_bytes(exact(rest.field(b"n")?)?);
@@ -125,7 +126,7 @@ pub(super) fn read(class: Class, bytes: &[u8]) -> Result<(MemType, Vec<XferDescr
         Class::Xfer => {
             let entries = rest.field(b"")?;
             if entries.len() != count * ENTRY {
-                return Err(damaged("it counts other ranges than it has"));
+                return Err(damaged("its count of ranges is wrong"));
             }
             for one in entries.chunks_exact(ENTRY) {
                 list.push(entry(one)?);
@@ -154,7 +155,7 @@ fn unwrapped(class: Class, bytes: &[u8]) -> Result<&[u8]> {
     let mut rest = Bytes(bytes);
     rest.expect(b"\x80")?;
     if !matches!(rest.take(1)?, [2..=5]) {
-        return Err(damaged("it is no pickle of a known protocol"));
+        return Err(damaged("it is not a pickle of a known protocol"));
     }
     let module = rest.text()?;
     if !PACKAGES.iter().any(|package| module.strip_suffix(b"._bindings") == Some(package.as_bytes())) {

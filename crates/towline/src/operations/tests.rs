@@ -198,7 +198,7 @@ fn deadlines_say_whether_anybody_came() {
     let (lonely, _) = open(Some(SHORT));
     let (claimed, place) = open(None);
     claim(&endpoint, &claimed, 1, place).unwrap();
-    for (passive, words) in [(lonely, "nobody claimed it"), (claimed, "its claimer was not done")] {
+    for (passive, words) in [(lonely, "no peer claimed it"), (claimed, "its claimer was not done")] {
         let error = passive.completion().wait("readable", Some(Instant::now() + LONG)).unwrap().unwrap_err();
         assert_eq!(error.kind(), Kind::Timeout);
         assert!(error.message().contains(words), "{error}");

@@ -74,7 +74,7 @@ impl Audit {
 impl fmt::Display for Audit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.peers.is_empty() && self.strangers.is_empty() {
-            return writeln!(f, "nobody has come");
+            return writeln!(f, "no peer has connected");
         }
         for peer in &self.peers {
             let short: String = peer.incarnation.to_string().chars().take(8).collect();
@@ -242,6 +242,6 @@ mod tests {
         let text = audit.to_string();
         assert!(text.contains("near (abababab): 1 reads of 10 bytes"), "{text}");
         assert!(text.contains("does not see"), "{text}");
-        assert_eq!(Audit::default().to_string(), "nobody has come\n");
+        assert_eq!(Audit::default().to_string(), "no peer has connected\n");
     }
 }

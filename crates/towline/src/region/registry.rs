@@ -234,7 +234,7 @@ impl Registry {
                 return Err(Error::new(
                     Kind::Timeout,
                     "receive",
-                    format!("no notification came in {:.3} s", within.as_secs_f64()),
+                    format!("no notification arrived within {:.3} s", within.as_secs_f64()),
                 ));
             }
             interrupt::check("receive")?;

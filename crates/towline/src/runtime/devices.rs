@@ -129,7 +129,7 @@ impl Drop for Turn {
         if let Some((_, next)) = next
             && let Err(refused) = self.devices.run(self.device, next)
         {
-            tracing::warn!(error = %refused.error, "nobody can wait for a device");
+            tracing::warn!(error = %refused.error, "waiting for a device is not possible");
         }
     }
 }
@@ -178,7 +178,7 @@ mod tests {
         for _ in 0..60 {
             ends.recv_timeout(WATCHDOG).unwrap();
         }
-        assert!(begins.try_recv().is_err(), "more threads wait for one device than may");
+        assert!(begins.try_recv().is_err(), "too many threads wait for one device");
         drop(free);
         for _ in EACH..20 {
             begins.recv_timeout(WATCHDOG).unwrap();

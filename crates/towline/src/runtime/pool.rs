@@ -224,7 +224,7 @@ impl Pool {
             }
             Err(error) => {
                 drop(state);
-                tracing::debug!(%error, pool = self.name, "no further thread; the job waits for a busy one");
+                tracing::debug!(%error, pool = self.name, "cannot start another thread; the job waits for a busy one");
                 Ok(())
             }
         }

@@ -203,7 +203,7 @@ impl Socket {
         // Towards a dead listener on this host the kernel may pick the very port it connects to, and TCP then
         // connects the socket to itself.
         if peer == Some(net::getsockname(&self.fd).map_err(|e| failed(OP, "getsockname", e))?) {
-            return Err(Error::new(Kind::Disconnected, OP, "nobody listens at this address"));
+            return Err(Error::new(Kind::Disconnected, OP, "no process listens at this address"));
         }
         Ok(true)
     }

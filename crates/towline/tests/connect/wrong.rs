@@ -233,7 +233,7 @@ fn an_unclaimed_operation_ends_at_its_deadline() {
     let metadata = readable.metadata().unwrap();
     let error = readable.wait(Some(WATCHDOG)).unwrap_err();
     assert_eq!(error.kind(), Kind::Timeout);
-    assert!(error.message().contains("nobody claimed it"), "{error}");
+    assert!(error.message().contains("no peer claimed it"), "{error}");
     assert_eq!(readable.status(), OperationStatus::Errored);
     assert!(!source.is_registered());
     refused(over("unix", "decode").begin_read(&metadata, empty(100)), Kind::Stale, "");

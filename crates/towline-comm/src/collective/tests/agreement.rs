@@ -119,7 +119,7 @@ fn an_algorithm_that_cannot_work_is_invalid_on_every_rank_with_its_reason() {
         let [send, recv] = room.memory(Form::EverySecond, rank);
         let error = comm.using(Algorithm::Direct).all_reduce(&send, &recv, Dtype::U8, Op::Sum).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
-        assert!(error.to_string().contains("no window"), "{error}");
+        assert!(error.to_string().contains("not in a window"), "{error}");
         let error = comm.using(Algorithm::Tiny).all_reduce(&send, &recv, Dtype::U8, Op::Sum).unwrap_err();
         assert!(error.to_string().contains("announcement"), "{error}");
         usable(comm, &send, &recv);
@@ -133,11 +133,11 @@ fn the_choice_and_its_reason_are_told() {
         let room = Room::new(comm, ROOM);
         assert_eq!(comm.explain().unwrap(), "no collective has run yet");
         for (form, len, algorithm, why) in [
-            (Form::Windows, 64, Algorithm::Tiny, "ride in the announcement"),
+            (Form::Windows, 64, Algorithm::Tiny, "fit into the announcement"),
             (Form::Windows, ROOM, Algorithm::Direct, "share memory"),
             (Form::Buffers, ROOM, Algorithm::Direct, "share memory"),
-            (Form::Loose, ROOM, Algorithm::Staged, "no window"),
-            (Form::EverySecond, ROOM, Algorithm::Staged, "no window"),
+            (Form::Loose, ROOM, Algorithm::Staged, "not in a window"),
+            (Form::EverySecond, ROOM, Algorithm::Staged, "not in a window"),
         ] {
             let [send, recv] = room.memory(form, rank);
             let (send, recv) = (send.part(0, len).unwrap(), recv.part(0, len).unwrap());

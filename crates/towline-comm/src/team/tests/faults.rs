@@ -157,7 +157,7 @@ fn one_that_leaves_or_revokes_because_of_another_names_that_one_too() {
                         Some(error)
                     }
                     1 => {
-                        // Waits in vain for rank 2, and goes.
+                        // Waits without success for rank 2, and goes.
                         team.wait("wait_signal", || vec![2], || None::<()>).unwrap_err();
                         gave_up.wait();
                         if revokes {
@@ -173,7 +173,7 @@ fn one_that_leaves_or_revokes_because_of_another_names_that_one_too() {
             });
             let error = errors[0].as_ref().unwrap();
             assert_eq!(error.ranks(), [1, 2], "{links:?}: {error}");
-            assert!(error.message().contains("in vain for rank 2"), "{links:?}: {error}");
+            assert!(error.message().contains("without success for rank 2"), "{links:?}: {error}");
         }
     });
 }

@@ -23,9 +23,9 @@ impl Due {
     /// Why this is not the answer, if it is not.
     pub(super) fn refusal(self, kind: FrameKind, over: ConnectionId) -> Option<&'static str> {
         if self.over != over {
-            return Some("the owner answered over another connection than it was asked on");
+            return Some("the owner sent its reply over another connection than the request came on");
         }
-        (kind != self.kind).then_some("the owner answered something else than it was asked")
+        (kind != self.kind).then_some("the owner's reply does not fit the request")
     }
 }
 

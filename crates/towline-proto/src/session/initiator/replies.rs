@@ -67,7 +67,7 @@ impl<W: Waiter> Initiator<W> {
                 if tickets != granted.items.len() {
                     return Err(Error::protocol(
                         "import",
-                        "the owner answered for another number of tickets",
+                        "the owner's reply is about another number of tickets",
                     ));
                 }
                 self.waiter_of(id).map_or(Reply::Nothing, |waiter| Reply::Granted(waiter, granted))
@@ -114,7 +114,7 @@ impl<W: Waiter> Initiator<W> {
             Some(Pending::Open { waiter, asks: Asks::Bytes { bytes, .. }, .. }) => match waiter.hold() {
                 Some(hold) if *bytes == header.payload_len => Ok(Landing::Memory(hold)),
                 _ => {
-                    let message = "the owner sent another number of bytes than was asked for";
+                    let message = "the owner sent another number of bytes than was requested";
                     Err(Error::protocol("read", message))
                 }
             },
@@ -146,7 +146,7 @@ impl<W: Waiter> Initiator<W> {
     fn fits(&self, over: ConnectionId, kind: FrameKind, request: u64) -> Result<()> {
         let due = match self.due_reply(request) {
             Some(due) => due,
-            None => return refuse("the owner answered what it was not asked, or has answered before"),
+            None => return refuse("the owner sent a reply to no request, or a second reply"),
         };
         match due.and_then(|due| due.refusal(kind, over)) {
             Some(wrong) => refuse(wrong),
@@ -156,14 +156,14 @@ impl<W: Waiter> Initiator<W> {
 
     /// Takes the checksums that come ahead of the bytes of a read.
     fn announced(&mut self, over: ConnectionId, request: u64, sums: Vec<u32>) -> Result<()> {
-        const UNASKED: &str = "the owner sent checksums that it was not asked for";
+        const UNASKED: &str = "the owner sent checksums that were not requested";
         let Some(due) = self.due_reply(request) else { return refuse(UNASKED) };
         if let Some(wrong) = due.and_then(|due| due.refusal(FrameKind::Data, over)) {
             return refuse(wrong);
         }
         let Some(Pending::Open { asks, .. }) = self.pending.get(&request) else { return Ok(()) };
         if !matches!(asks, Asks::Bytes { checks: Some(asked), .. } if *asked == sums.len()) {
-            return refuse("the owner sent checksums that it was not asked for, or another number of them");
+            return refuse("the owner sent checksums that were not requested, or another number of them");
         }
         match self.checks.insert(request, sums) {
             None => Ok(()),

@@ -102,7 +102,7 @@ impl<W: Waiter> Initiator<W> {
         for request in due {
             self.ends_without_a_word(request, &mut actions);
         }
-        let message = "the owner did not answer in time what was stopped";
+        let message = "the owner did not reply in time to a request that was stopped";
         let reset = |over| Action::Reset(over, Error::new(Kind::Disconnected, "session", message));
         actions.extend(silent.into_iter().map(reset));
         actions.extend(next.map(Action::SettleAt));
@@ -148,7 +148,7 @@ impl<W: Waiter> Initiator<W> {
         let is_late = |one: &&Pending<W>| matches!(one, Pending::Late(_) | Pending::Ending(_));
         let late = self.pending.values().filter(is_late).count();
         if late > MOST_LATE {
-            let message = format!("the owner has not said what became of {late} changes that were stopped");
+            let message = format!("the owner has not replied to {late} requests that were stopped");
             actions.push(Action::Reset(self.control.id, Error::new(Kind::Disconnected, "session", message)));
         }
     }

@@ -155,12 +155,12 @@ fn sent(actions: &Actions<Somebody>) -> Vec<Header> {
 fn only_the_reply_to_an_open_request_ends_it_and_only_once() {
     let mut scene = Scene::new(false);
     let request = scene.ask(LANE, CHANGE);
-    refused(scene.says(LANE, request + 1, done()), "was not asked");
-    refused(scene.says(LANE, 0, done()), "was not asked");
+    refused(scene.says(LANE, request + 1, done()), "a reply to no request");
+    refused(scene.says(LANE, 0, done()), "a reply to no request");
     refused(scene.says(CONTROL, request, done()), "another connection");
-    refused(scene.says(LANE, request, Data { outcome: Ok(()) }), "something else");
+    refused(scene.says(LANE, request, Data { outcome: Ok(()) }), "does not fit the request");
     assert!(matches!(scene.says(LANE, request, done()), Ok(Reply::Done(_, Ok(0)))));
-    refused(scene.says(LANE, request, done()), "answered before");
+    refused(scene.says(LANE, request, done()), "a second reply");
 }
 
 #[test]
@@ -175,10 +175,10 @@ fn a_frame_that_no_owner_sends_is_refused() {
 fn bytes_land_only_where_they_were_asked_for_and_hold_the_memory() {
     let mut scene = Scene::new(false);
     let (write, read) = (scene.ask(LANE, CHANGE), scene.ask(LANE, BYTES));
-    refused(scene.sends(LANE, write, 64), "something else");
+    refused(scene.sends(LANE, write, 64), "does not fit the request");
     refused(scene.sends(LANE, read, 63), "another number of bytes");
     refused(scene.sends(CONTROL, read, 64), "another connection");
-    refused(scene.sends(LANE, read + 1, 64), "was not asked");
+    refused(scene.sends(LANE, read + 1, 64), "a reply to no request");
     let before = Rc::strong_count(&scene.memory);
     let landing = scene.sends(LANE, read, 64).unwrap();
     assert_eq!(Rc::strong_count(&scene.memory), before + 1);
@@ -187,7 +187,7 @@ fn bytes_land_only_where_they_were_asked_for_and_hold_the_memory() {
     assert_eq!(Rc::strong_count(&scene.memory), before);
     drop(landing);
     assert_eq!(Rc::strong_count(&scene.memory), before - 1);
-    refused(scene.sends(LANE, read, 64), "answered before");
+    refused(scene.sends(LANE, read, 64), "a second reply");
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn grants_come_for_as_many_tickets_as_were_shown() {
     let mut scene = Scene::new(false);
     let request = scene.ask(CONTROL, Asks::Grants(2));
     refused(scene.says(CONTROL, request, Granted { items: Vec::new() }), "another number of tickets");
-    refused(scene.says(CONTROL, request, Told { outcome: Ok(Vec::new()) }), "something else");
+    refused(scene.says(CONTROL, request, Told { outcome: Ok(Vec::new()) }), "does not fit the request");
 }
 
 #[test]
@@ -212,10 +212,10 @@ fn checksums_come_once_for_who_asked_and_as_many_as_were_asked_for() {
     let plain = scene.ask(LANE, BYTES);
     let checked = scene.ask(LANE, Asks::Bytes { bytes: 64, checks: Some(2) });
     let sums = |count| Check { checks: vec![1; count] };
-    refused(scene.says(LANE, plain, sums(1)), "not asked for");
+    refused(scene.says(LANE, plain, sums(1)), "not requested");
     refused(scene.says(LANE, checked, sums(1)), "another number");
     refused(scene.says(CONTROL, checked, sums(2)), "another connection");
-    refused(scene.says(LANE, 99, sums(2)), "not asked for");
+    refused(scene.says(LANE, 99, sums(2)), "not requested");
     assert!(scene.says(LANE, checked, sums(2)).is_ok());
     refused(scene.says(LANE, checked, sums(2)), "twice");
     assert_eq!(scene.rules.received(checked, scene.now).unwrap().1, Some(vec![1, 1]));
@@ -228,7 +228,7 @@ fn a_read_that_was_stopped_ends_at_once_and_its_bytes_go_nowhere() {
     assert_eq!(names(&scene.stop()), ["stopped"]);
     assert!(matches!(scene.sends(LANE, read, 64), Ok(Landing::Nowhere)));
     assert!(scene.rules.received(read, scene.now).is_none());
-    refused(scene.sends(LANE, read, 64), "answered before");
+    refused(scene.sends(LANE, read, 64), "a second reply");
     assert_eq!(Rc::strong_count(&scene.memory), 1);
 }
 
@@ -301,7 +301,7 @@ fn between_hosts_the_owners_word_about_a_lane_makes_its_writes_quiet() {
     refused(scene.says(LANE, end_lane.id, done()), "another connection");
     let Ok(Reply::Settled(actions)) = scene.says(CONTROL, end_lane.id, done()) else { panic!() };
     assert_eq!(names(&actions), ["lost"]);
-    refused(scene.says(CONTROL, end_lane.id, done()), "answered before");
+    refused(scene.says(CONTROL, end_lane.id, done()), "a second reply");
 }
 
 #[test]

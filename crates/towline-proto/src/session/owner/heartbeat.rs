@@ -54,7 +54,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
         if silent < no_progress {
             return Beat::Ask;
         }
-        let message = format!("its claimer has said nothing for {:.1} s", silent.as_secs_f64());
+        let message = format!("its claimer has sent nothing for {:.1} s", silent.as_secs_f64());
         Beat::Abandon(Error::new(Kind::Timeout, "serve", message))
     }
 }

@@ -54,7 +54,7 @@ impl Metadata {
     pub(in crate::nixl) fn decode(bytes: &[u8]) -> Result<Metadata> {
         let mut rest = bytes;
         if take(&mut rest, MAGIC.len())? != MAGIC {
-            return Err(damaged("it does not begin as metadata does"));
+            return Err(damaged("it does not start like metadata"));
         }
         let complete = match take(&mut rest, 1)? {
             [0] => false,
@@ -64,7 +64,7 @@ impl Metadata {
         let door = ticket(&mut rest)?;
         let count = number::<4>(&mut rest)? as usize;
         if count > rest.len() / LEAST_ENTRY {
-            return Err(damaged("it counts more regions than it has"));
+            return Err(damaged("its count of regions is wrong"));
         }
         let mut entries = room::list("nixl", count)?;
         for _ in 0..count {
