@@ -18,8 +18,8 @@ pub use crate::codec::{OLDEST, VERSION};
 pub use contact::{Bye, Cancel, Held, Hello, KeyRef, Ping, Pong, Prove, Ready, Refuse, Welcome, Withdraw};
 pub use error::{MAX_ERROR, WireError};
 pub use grant::{
-    Ask, Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, MAX_TOLD, OperationId, Recall, Release,
-    SegmentRef, Told, Unmap,
+    Finish, Grant, Granted, Import, ImportItem, MAX_ITEMS, MAX_QUERY, OperationId, Query, QueryReply, Recall,
+    Release, SegmentRef, Unmap,
 };
 pub use message::Message;
 pub use transfer::{
@@ -45,7 +45,7 @@ pub const MAX_PAYLOAD: u64 = 64 << 20;
 pub const MAX_FILES: u8 = 253;
 
 /// The most descriptors that an owner hands over for one path to one region.
-pub const MAX_TOLD_FILES: u8 = 16;
+pub const MAX_QUERY_FILES: u8 = 16;
 
 const OP: &str = "frame";
 
@@ -74,9 +74,9 @@ pub enum FrameKind {
     /// A segment of the owner is gone: nobody needs its mapping any more.
     Unmap = 19,
     /// What a path needs to know of a granted region before it can be taken.
-    Ask = 20,
+    Query = 20,
     /// The answer.
-    Told = 21,
+    QueryReply = 21,
     /// The owner wants a region back that a path of the peer still reaches by itself.
     Recall = 22,
     /// A request for bytes.
@@ -118,8 +118,8 @@ impl FrameKind {
     pub const ALL: [FrameKind; 29] = {
         use FrameKind::*;
         [
-            Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Ask, Told, Recall,
-            Read, Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Check, Withdraw,
+            Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Query, QueryReply,
+            Recall, Read, Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Check, Withdraw,
             EndLane, Ping, Pong, Bye,
         ]
     };
@@ -142,7 +142,7 @@ impl FrameKind {
         match self {
             FrameKind::Ready => 4,
             FrameKind::Held => 1,
-            FrameKind::Told => MAX_TOLD_FILES,
+            FrameKind::QueryReply => MAX_QUERY_FILES,
             FrameKind::Granted => MAX_FILES,
             _ => 0,
         }
@@ -152,7 +152,7 @@ impl FrameKind {
     #[inline]
     pub fn is_answered(self) -> bool {
         use FrameKind::*;
-        matches!(self, Import | Ask | Read | Write | Reduce | Atomic | Signal | Check)
+        matches!(self, Import | Query | Read | Write | Reduce | Atomic | Signal | Check)
     }
 
     /// Returns whether header and body are padded: not in the handshake.

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use towline::ticket::Ticket;
 use towline::wire::{
-    Ask, Atomic, AtomicOp, Block, Bye, Cancel, Check, Data, EndLane, Finish, FrameKind, Granted, Header,
-    Held, Import, ImportItem, Message, Notify, Ping, Pong, Read, Reduce, Release, Signal, Told, Withdraw,
-    Write,
+    Atomic, AtomicOp, Block, Bye, Cancel, Check, Data, EndLane, Finish, FrameKind, Granted, Header, Held,
+    Import, ImportItem, Message, Notify, Ping, Pong, Query, QueryReply, Read, Reduce, Release, Signal,
+    Withdraw, Write,
 };
 use towline::{Access, Dtype, Endpoint, ReduceOp, Registered, SystemStorage};
 
@@ -185,7 +185,7 @@ pub fn play(data: &[u8]) {
                 }
                 220..=231 => {
                     let (path, len) = (input.byte() % 16, usize::from(input.byte()));
-                    Message::from(Ask { handle, path, question: input.take(len) }).frame(id, 0, 0)
+                    Message::from(Query { handle, path, body: input.take(len) }).frame(id, 0, 0)
                 }
                 232..=243 => {
                     let checks = (0..input.byte() % 5).map(|_| input.number() as u32).collect();
@@ -264,8 +264,8 @@ fn right_answer(header: Header, body: &[u8]) {
             let granted = Granted::decode(body).expect("an answer that can be read");
             assert!(granted.items.iter().all(Result::is_err), "a wrong proof was taken");
         }
-        FrameKind::Told => {
-            let told = Told::decode(body).expect("an answer that can be read");
+        FrameKind::QueryReply => {
+            let told = QueryReply::decode(body).expect("an answer that can be read");
             assert!(told.outcome.is_err(), "a path that does not take this memory was told of it");
         }
         FrameKind::Check => {
@@ -298,11 +298,11 @@ pub fn grasp(ticket: &Ticket) -> (u64, u64, bool) {
     let handle = peer.log_in(ticket);
     let mut answered = 0;
     for (path, question) in QUESTIONS {
-        let ask = Ask { handle, path, question: question.to_vec() };
+        let ask = Query { handle, path, body: question.to_vec() };
         peer.send(&Message::from(ask).frame(7, 0, 0));
         let Some((header, body)) = peer.frame() else { break };
-        assert_eq!(header.kind, FrameKind::Told);
-        answered += u64::from(Told::decode(&body).unwrap().outcome.is_ok());
+        assert_eq!(header.kind, FrameKind::QueryReply);
+        answered += u64::from(QueryReply::decode(&body).unwrap().outcome.is_ok());
     }
     peer.send_with_files(&Message::from(Held {}).frame(0, 0, 1), &[life(0).as_fd()]);
     peer.send(&Message::from(Ping {}).frame(9, 0, 0));

@@ -112,7 +112,7 @@ impl Asks {
     fn reply(self) -> FrameKind {
         match self {
             Asks::Grants(_) => FrameKind::Granted,
-            Asks::Query => FrameKind::Told,
+            Asks::Query => FrameKind::QueryReply,
             Asks::Bytes { .. } => FrameKind::Data,
             Asks::Change { .. } => FrameKind::Done,
         }

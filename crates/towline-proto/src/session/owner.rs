@@ -34,7 +34,7 @@ use super::allowance::{Allowance, InFlight};
 use super::budget::Charge;
 use super::counting::Counting;
 use crate::ticket::Claims;
-use crate::wire::{Ask, AtomicOp, Done, Finish, Header, Import, Message, Pong};
+use crate::wire::{AtomicOp, Done, Finish, Header, Import, Message, Pong, Query};
 use crate::{Access, Error, Kind, Result};
 
 /// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
@@ -96,8 +96,8 @@ pub enum Action<G: Grant, C> {
     Import(Import),
     /// The peer has let go of what that grant has lent to it.
     LetGo(Arc<G>),
-    /// Answer a question about a path to a grant, unless the id is 0. The grant may be gone: then that is the answer.
-    Reply(Ask, Option<Arc<G>>),
+    /// Reply to a query about a path to a grant, unless the id is 0. The grant may be gone: then that is the reply.
+    Reply(Query, Option<Arc<G>>),
     /// Answer with bytes.
     Read(Reading<G>),
     /// Change a word, and answer with what was there.
@@ -192,13 +192,13 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
             Message::Release(release) => {
                 self.grants.release(release.handle).map_or(Action::Nothing, Action::LetGo)
             }
-            Message::Ask(ask) => match self.grants.find(ask.handle) {
-                Some(grant) if ask.question.is_empty() => Action::LetGo(Arc::clone(grant)),
+            Message::Query(query) => match self.grants.find(query.handle) {
+                Some(grant) if query.body.is_empty() => Action::LetGo(Arc::clone(grant)),
                 // A grant that was given back meanwhile is no reason to end the session.
-                None if ask.question.is_empty() => Action::Nothing,
+                None if query.body.is_empty() => Action::Nothing,
                 grant => {
                     let grant = grant.cloned();
-                    Action::Reply(ask, grant)
+                    Action::Reply(query, grant)
                 }
             },
             Message::Read(read) => {

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Whatever peers and strangers do, they cause an endpoint to hold at most [`memory`](Quotas::memory) bytes (4 GiB), and beside that
 /// - for each stranger 64 KiB, with TLS 288 KiB: 72 MiB in all;
 /// - 64 MiB of messages of peers that have gone;
-/// - 8 MiB for each thread that works for peers at that moment. There are at most 32 for disks and questions, and 64 in the copy
+/// - 8 MiB for each thread that works for peers at that moment. There are at most 32 for disks and queries, and 64 in the copy
 ///   pool, which has as many as processors, up to 16, and more only while some wait.
 ///
 /// The buffers of sockets are the kernel's, which bounds them. A session is counted with 58 KiB, and with 226 KiB where it shares memory with its

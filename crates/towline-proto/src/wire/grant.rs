@@ -103,7 +103,7 @@ pub struct Grant {
     /// How long the ticket's lease still runs, in milliseconds. The owner checks it wherever it takes part; on the
     /// other paths the holder does.
     pub expires_in_ms: Option<u64>,
-    /// The paths that the owner answers questions about: a bit for each, by its number.
+    /// The paths that the owner answers queries about: a bit for each, by its number.
     pub offers: u8,
 }
 
@@ -210,62 +210,62 @@ impl Release {
     }
 }
 
-/// The longest question and the longest answer about a path.
-pub const MAX_TOLD: usize = 48 << 10;
+/// The longest query about a path, and the longest reply.
+pub const MAX_QUERY: usize = 48 << 10;
 
-/// What a path needs to know of a granted region before it can be taken.
+/// A query about a granted region, which a path makes before it is taken.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ask {
+pub struct Query {
     /// The grant.
     pub handle: u32,
     /// The path's number.
     pub path: u8,
-    /// The question, in the path's own form.
-    pub question: Vec<u8>,
+    /// What is asked, in the path's own form.
+    pub body: Vec<u8>,
 }
 
-impl Ask {
+impl Query {
     /// Appends the body.
     pub fn encode(&self, out: &mut Vec<u8>) {
         put_u32(out, self.handle);
         out.push(self.path);
-        put_counted(out, &self.question);
+        put_counted(out, &self.body);
     }
 
     /// Reads a body.
-    pub fn decode(body: &[u8]) -> Result<Ask> {
-        let mut reader = Reader::new("ask", body);
+    pub fn decode(bytes: &[u8]) -> Result<Query> {
+        let mut reader = Reader::new("query", bytes);
         let (handle, path) = (reader.u32()?, reader.u8()?);
-        let question = reader.counted(MAX_TOLD)?.to_vec();
+        let body = reader.counted(MAX_QUERY)?.to_vec();
         reader.finish()?;
-        Ok(Ask { handle, path, question })
+        Ok(Query { handle, path, body })
     }
 }
 
-/// The answer to an [`Ask`]; descriptors may ride with it.
+/// The reply to a [`Query`]; descriptors may come with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Told {
-    /// The answer in the path's own form, or why there is none.
+pub struct QueryReply {
+    /// The reply in the path's own form, or an error.
     pub outcome: Result<Vec<u8>, WireError>,
 }
 
-impl Told {
+impl QueryReply {
     /// Appends the body.
     pub fn encode(&self, out: &mut Vec<u8>) {
-        WireError::put_outcome(out, &self.outcome, |out, answer| put_counted(out, answer));
+        WireError::put_outcome(out, &self.outcome, |out, reply| put_counted(out, reply));
     }
 
     /// Reads a body.
-    pub fn decode(body: &[u8]) -> Result<Told> {
-        let mut reader = Reader::new("told", body);
-        let outcome = WireError::take_outcome(&mut reader, |reader| Ok(reader.counted(MAX_TOLD)?.to_vec()))?;
+    pub fn decode(body: &[u8]) -> Result<QueryReply> {
+        let mut reader = Reader::new("query reply", body);
+        let outcome = WireError::take_outcome(&mut reader, |reader| Ok(reader.counted(MAX_QUERY)?.to_vec()))?;
         reader.finish()?;
-        Ok(Told { outcome })
+        Ok(QueryReply { outcome })
     }
 }
 
 /// The owner wants a region back that a path of the peer reaches without its help: the peer begins nothing new there, and
-/// once nothing of it is under way any more it says so, by an [`Ask`] without words.
+/// once nothing of it is under way any more it says so, by a [`Query`] with an empty body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Recall {
     /// The grant.

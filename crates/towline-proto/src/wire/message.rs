@@ -41,9 +41,9 @@ macro_rules! messages {
 }
 
 messages!(
-    Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Ask, Told, Recall, Read,
-    Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Check, Withdraw, EndLane, Ping, Pong,
-    Bye,
+    Hello, Welcome, Refuse, Prove, Ready, Held, Import, Granted, Release, Unmap, Query, QueryReply, Recall,
+    Read, Data, Write, Reduce, Done, Atomic, Signal, Notify, Cancel, Finish, Check, Withdraw, EndLane, Ping,
+    Pong, Bye,
 );
 
 impl Message {

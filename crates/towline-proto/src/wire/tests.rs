@@ -150,8 +150,8 @@ fn any_message() -> impl Strategy<Value = Message> {
         1 => any::<u32>().prop_map(|handle| Release { handle }.into()),
         1 => any::<u64>().prop_map(|segment| Unmap { segment }.into()),
         1 => (any::<u32>(), any::<u8>(), vec(any::<u8>(), 0..300))
-            .prop_map(|(handle, path, question)| Ask { handle, path, question }.into()),
-        1 => any_outcome(vec(any::<u8>(), 0..300)).prop_map(|outcome| Told { outcome }.into()),
+            .prop_map(|(handle, path, body)| Query { handle, path, body }.into()),
+        1 => any_outcome(vec(any::<u8>(), 0..300)).prop_map(|outcome| QueryReply { outcome }.into()),
         1 => any::<u32>().prop_map(|handle| Recall { handle }.into()),
         1 => (ids, any_blocks()).prop_map(|((transfer, handle), blocks)| Read { transfer, handle, blocks }.into()),
         1 => any_outcome(Just(())).prop_map(|outcome| Data { outcome }.into()),

@@ -1,7 +1,7 @@
 //! What a hostile owner says, at any moment, over any connection.
 
 use towline_proto::wire::{
-    Bye, Check, Data, Done, Granted, Message, Notify, Ping, Pong, Recall, Told, Unmap, WireError,
+    Bye, Check, Data, Done, Granted, Message, Notify, Ping, Pong, QueryReply, Recall, Unmap, WireError,
 };
 use towline_proto::{Error, Kind};
 
@@ -24,7 +24,7 @@ impl World {
             7 => (Data { outcome: Err(refused()) }.into(), self.random.below(2) * 8),
             8 => (Check { checks: vec![7; self.random.below(3) as usize] }.into(), 0),
             9 => (Granted { items: Vec::new() }.into(), 0),
-            10 => (Told { outcome: Ok(vec![1]) }.into(), 0),
+            10 => (QueryReply { outcome: Ok(vec![1]) }.into(), 0),
             11 => (Recall { handle: request as u32 }.into(), 0),
             12 => match self.random.below(4) {
                 0 => (Bye { error: None }.into(), 0),

@@ -144,9 +144,9 @@ pub(crate) fn frames() -> Vec<(String, Sample)> {
     add("granted", granted.into(), 0, 1);
     add("release", Release { handle: 11 }.into(), 0, 0);
     add("unmap", Unmap { segment: 5 }.into(), 0, 0);
-    add("ask", Ask { handle: 11, path: 2, question: vec![1, 2, 3] }.into(), 0, 0);
-    add("told", Told { outcome: Ok(vec![4, 5]) }.into(), 0, 2);
-    add("told-error", Told { outcome: Err(error()) }.into(), 0, 0);
+    add("ask", Query { handle: 11, path: 2, body: vec![1, 2, 3] }.into(), 0, 0);
+    add("told", QueryReply { outcome: Ok(vec![4, 5]) }.into(), 0, 2);
+    add("told-error", QueryReply { outcome: Err(error()) }.into(), 0, 0);
     add("recall", Recall { handle: 11 }.into(), 0, 0);
     add("read-equal", Read { transfer: 77, handle: 11, blocks: equal.clone() }.into(), 0, 0);
     add("read-mixed", Read { transfer: 77, handle: 11, blocks: mixed.clone() }.into(), 0, 0);

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use towline::ticket::Ticket;
-use towline::wire::{Told, WireError};
+use towline::wire::{QueryReply, WireError};
 use towline::{Access, Endpoint, Kind, Probe, SystemStorage};
 use towline_testkit::attacker::{Attacker, Medium};
 use towline_testkit::bench::options_for;
@@ -48,7 +48,7 @@ fn answer(peer: &mut Attacker, handle: u32, words: &[u8]) -> Result<Vec<u8>, Wir
     peer.send(&question(77, handle, words));
     let (header, body) = peer.frame().expect("an answer");
     assert_eq!((header.kind as u8, header.id), (21, 77));
-    Told::decode(&body).unwrap().outcome
+    QueryReply::decode(&body).unwrap().outcome
 }
 
 /// Asserts that nobody who holds that ticket is lent anything, and that the owner says why.

@@ -8,8 +8,8 @@ use std::time::Duration;
 use towline::ticket::Ticket;
 use towline::wire::handshake::{ClientHandshake, ClientKey};
 use towline::wire::{
-    Ask, Atomic, AtomicOp, Block, Data, Done, FrameKind, Granted, Import, ImportItem, KeyRef, Message, Ping,
-    Prove, Read, Reduce, Signal, Write,
+    Atomic, AtomicOp, Block, Data, Done, FrameKind, Granted, Import, ImportItem, KeyRef, Message, Ping,
+    Prove, Query, Read, Reduce, Signal, Write,
 };
 use towline::{Access, Dtype, Endpoint, Identity, Incarnation, Isolation, ReduceOp, Routing, SystemStorage};
 use towline_testkit::random::Random;
@@ -339,7 +339,7 @@ fn a_word_that_wants_no_answer_gets_none_also_about_a_grant_that_is_gone() {
     for medium in [Medium::Unix, Medium::Tcp] {
         let mut holder = Attacker::connect(&target.ticket, medium);
         holder.log_in(&target.ticket);
-        let word = Ask { handle: 4711, path: 2, question: b"let go".to_vec() };
+        let word = Query { handle: 4711, path: 2, body: b"let go".to_vec() };
         holder.send(&Message::from(word).frame(0, 0, 0));
         // A worker would answer it.
         assert!(holder.frame_within(Duration::from_millis(50)).is_none(), "over {medium:?}");

@@ -57,7 +57,7 @@ impl Claim {
                 let known = self.still_claimed(session, grants);
                 let outcome = outcome.clone().and(known.clone()).map_err(|error| (&error).into());
                 // Where the session is over, the owner knows by that.
-                let told = session.tell(Finish { operation: self.operation, outcome });
+                let told = session.send_one_way(Finish { operation: self.operation, outcome });
                 known.and(told)
             }
         }

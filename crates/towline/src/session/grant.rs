@@ -63,17 +63,17 @@ impl GrantHandle {
         &self.session
     }
 
-    /// Asks the owner what the path of that number needs to know; the descriptors come from an owner on this host only. Blocks.
-    pub(crate) fn query(&self, path: u8, question: Vec<u8>, until: Instant) -> Result<QueryReply> {
-        self.session.query(wire::Ask { handle: self.handle, path, question }, until)
+    /// Sends the owner a query about the path of that number; the descriptors come from an owner on this host only. Blocks.
+    pub(crate) fn query(&self, path: u8, body: Vec<u8>, until: Instant) -> Result<QueryReply> {
+        self.session.query(wire::Query { handle: self.handle, path, body }, until)
     }
 
-    /// Tells the owner something about the path of that number.
-    pub(crate) fn hint(&self, path: u8, words: Vec<u8>) -> Result<()> {
-        self.session.tell(wire::Ask { handle: self.handle, path, question: words })
+    /// Sends the owner a hint about the path of that number: it does not reply.
+    pub(crate) fn hint(&self, path: u8, body: Vec<u8>) -> Result<()> {
+        self.session.send_one_way(wire::Query { handle: self.handle, path, body })
     }
 
-    /// Tells the owner that nothing is under way there any more on that path. That goes for all who have imported the same ticket: the
+    /// Says to the owner that this side has nothing in flight on that path any more. That holds for all imports of the same ticket: the
     /// last of them to let go says it.
     pub(crate) fn give_back(&self, path: u8) -> Result<()> {
         if self.session.others_have_let_go(self) { self.hint(path, Vec::new()) } else { Ok(()) }
@@ -175,7 +175,7 @@ impl GrantHandle {
 impl Drop for GrantHandle {
     fn drop(&mut self) {
         if !crate::fork::in_child() {
-            let _ = self.session.tell(wire::Release { handle: self.handle });
+            let _ = self.session.send_one_way(wire::Release { handle: self.handle });
         }
     }
 }

@@ -109,11 +109,11 @@ fn give_back(session: &Session, granted: &Granted, claim: Option<OperationId>) {
     let mut any = false;
     for grant in granted.items.iter().flatten() {
         any = true;
-        let _ = session.tell(Release { handle: grant.handle });
+        let _ = session.send_one_way(Release { handle: grant.handle });
     }
     if let (true, Some(operation)) = (any, claim) {
         let error = Error::new(Kind::Canceled, "import", "the claimer has given up before it began");
-        let _ = session.tell(Finish { operation, outcome: Err(WireError::from(&error)) });
+        let _ = session.send_one_way(Finish { operation, outcome: Err(WireError::from(&error)) });
     }
 }
 
@@ -242,7 +242,7 @@ impl Importing {
 
     fn refuse_claim(&self, error: &Error) {
         if let Some(operation) = self.claim {
-            let _ = self.session.tell(Finish { operation, outcome: Err(error.into()) });
+            let _ = self.session.send_one_way(Finish { operation, outcome: Err(error.into()) });
         }
     }
 }

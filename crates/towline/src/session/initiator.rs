@@ -265,8 +265,8 @@ impl Session {
         lock(&self.rules).give_up(request)
     }
 
-    /// Sends a request whose answer nobody waits for.
-    pub(crate) fn tell(&self, message: impl Into<Message>) -> Result<()> {
+    /// Sends a message that gets no reply.
+    pub(crate) fn send_one_way(&self, message: impl Into<Message>) -> Result<()> {
         self.control()?.say(message.into().frame(0, 0, 0))
     }
 
@@ -279,12 +279,12 @@ impl Session {
             local.pins.ring();
             return Ok(());
         }
-        self.tell(wire::Notify { transfer: 0, pieces: 0, message: message.to_vec() })
+        self.send_one_way(wire::Notify { transfer: 0, pieces: 0, message: message.to_vec() })
     }
 
     /// Asks the owner to raise a counter.
     pub(crate) fn signal(&self, handle: &GrantHandle, signal: Signal) -> Result<()> {
-        self.tell(wire::Signal {
+        self.send_one_way(wire::Signal {
             transfer: 0,
             pieces: 0,
             handle: handle.handle,

@@ -61,33 +61,33 @@ pub(crate) trait Loan: Send + Sync {
 
 /// At the peer: who reaches a region by itself.
 pub(crate) trait Borrowing: Send + Sync {
-    /// The owner wants it back: nothing new begins, and the owner is told once nothing is under way. On the event loop.
+    /// The owner wants it back: nothing new begins, and the owner is notified once nothing is in flight. On the event loop.
     fn recalled(self: Arc<Self>);
 
-    /// Whether nothing is under way.
+    /// Whether nothing is in flight.
     fn is_idle(&self) -> bool;
 
-    /// Whether nothing is under way and nothing begins any more. Changes nothing.
+    /// Whether nothing is in flight and nothing begins any more. Changes nothing.
     fn has_let_go(&self) -> bool;
 }
 
 impl Session {
-    /// Asks the owner about a path to one of its grants, and waits for the answer.
-    pub(super) fn query(&self, ask: wire::Ask, until: Instant) -> Result<QueryReply> {
+    /// Sends the owner a query about a path to one of its grants, and waits for the reply.
+    pub(super) fn query(&self, query: wire::Query, until: Instant) -> Result<QueryReply> {
         runtime::may_block("import")?;
-        let (asker, answer) = mpsc::sync_channel(1);
-        let told = self.ask(Asks::Query, Waiter::Query(asker), ask).and_then(|request| {
-            let told = answer.recv_timeout(until.saturating_duration_since(Instant::now()));
-            told.unwrap_or_else(|_| {
+        let (asker, replied) = mpsc::sync_channel(1);
+        let reply = self.ask(Asks::Query, Waiter::Query(asker), query).and_then(|request| {
+            let received = replied.recv_timeout(until.saturating_duration_since(Instant::now()));
+            received.unwrap_or_else(|_| {
                 self.give_up(request);
-                let message = "the owner did not answer about a path in time";
+                let message = "the owner did not reply in time to a query about a path";
                 Err(Error::new(Kind::Timeout, "import", message))
             })
         });
-        told.map_err(|error| error.with_peer(self.peer_name()))
+        reply.map_err(|error| error.with_peer(self.peer_name()))
     }
 
-    /// Remembers who must be told when the owner wants that grant back.
+    /// Remembers whom to notify when the owner wants that grant back.
     pub(super) fn borrows(&self, grant: &GrantHandle, borrowing: Weak<dyn Borrowing>) {
         let late = {
             let mut all = lock(&self.borrowing);

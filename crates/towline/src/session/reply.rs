@@ -1,4 +1,4 @@
-//! What an owner tells a peer about a path to one of its grants, before the peer takes it.
+//! The replies of an owner to queries about a path to one of its grants, before the peer takes it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -14,74 +14,74 @@ use crate::wire::{self, Message, WireError};
 use crate::{Access, Error, Kind, Result, runtime};
 
 impl Serving {
-    /// Answers a query about a path. Not on the event loop: a path may open a device, or load a library.
+    /// Replies to a query about a path. Not on the event loop: a path may open a device, or load a library.
     pub(super) fn answer_query(
         self: &Arc<Self>,
         connection: &Arc<Connection>,
         request: u64,
-        ask: wire::Ask,
+        query: wire::Query,
         granting: Option<Arc<Granting>>,
     ) -> Result<()> {
-        // Request 0 wants no answer, also where its grant is gone.
-        if self.take_hint(&ask, granting.as_deref())? || request == 0 {
+        // Request 0 gets no reply, also if its grant is gone.
+        if self.take_hint(&query, granting.as_deref())? || request == 0 {
             return Ok(());
         }
         let outcome = self.allowance.take("import", 0, 0, None).and_then(|flight| {
-            let question = flight.charge("import", ask.question.capacity())?;
-            Ok((flight, question))
+            let body = flight.charge("import", query.body.capacity())?;
+            Ok((flight, body))
         });
         let counted = match outcome {
             Ok(counted) => counted,
             Err(error) => {
                 let outcome = Err(WireError::from(&error));
-                let frame = Message::from(wire::Told { outcome }).frame(request, 0, 0);
+                let frame = Message::from(wire::QueryReply { outcome }).frame(request, 0, 0);
                 return connection.say(frame);
             }
         };
-        let device = answered_by(&ask, granting.as_deref());
+        let device = answered_by(&query, granting.as_deref());
         drop(granting);
         let (serving, answered) = (Arc::clone(self), Arc::clone(connection));
         let work = move || {
             let _counted = counted;
-            let (outcome, files) = match serving.reply_to(&ask).and_then(|reply| serving.fits(reply)) {
+            let (outcome, files) = match serving.reply_to(&query).and_then(|reply| serving.fits(reply)) {
                 Ok(reply) => (Ok(reply.reply), reply.files),
                 Err(error) => (Err(WireError::from(&error)), Vec::new()),
             };
-            let frame = Message::from(wire::Told { outcome }).frame(request, 0, files.len() as u8);
+            let frame = Message::from(wire::QueryReply { outcome }).frame(request, 0, files.len() as u8);
             // Where it fails, the connection has ended, and the peer knows.
             let _ = answered.send(frame, files, Payload::None);
         };
         runtime::devices().spawn(device, Box::new(work)).map_err(|refused| refused.error)
     }
 
-    /// Takes a word that wants no answer.
-    fn take_hint(&self, ask: &wire::Ask, granting: Option<&Granting>) -> Result<bool> {
+    /// Takes a hint, which gets no reply.
+    fn take_hint(&self, query: &wire::Query, granting: Option<&Granting>) -> Result<bool> {
         // A grant that was given back meanwhile is no reason to end the session.
         let Some(granting) = granting else { return Ok(false) };
-        // Whoever was lent nothing, and is not in the audit, has nothing under way. Without a look at the lease: what was begun within it
+        // Whoever was lent nothing, and is not in the audit, has nothing in flight. Without a look at the lease: what was begun within it
         // may end after it.
-        if !granting.lent.is_by(ask.path) {
+        if !granting.lent.is_by(query.path) {
             return Ok(false);
         }
         let (sessions, region) = (self.sessions()?, granting.served.region().upgrade());
-        region.map_or(Ok(false), |region| sessions.paths.take_hint(ask.path, &region, &ask.question))
+        region.map_or(Ok(false), |region| sessions.paths.take_hint(query.path, &region, &query.body))
     }
 
-    fn reply_to(self: &Arc<Self>, ask: &wire::Ask) -> Result<QueryReply> {
-        let (granting, region) = self.granted("import", ask.handle, Access::NONE)?;
+    fn reply_to(self: &Arc<Self>, query: &wire::Query) -> Result<QueryReply> {
+        let (granting, region) = self.granted("import", query.handle, Access::NONE)?;
         let claims = &granting.claims;
         let pins = self.local.as_ref().map(|local| &local.pins);
-        let query = Query { region: &region, claims, peer: &self.peer, pins, words: &ask.question };
-        let mut reply = self.sessions()?.paths.answer_query(ask.path, &query)?;
+        let about = Query { region: &region, claims, peer: &self.peer, pins, words: &query.body };
+        let mut reply = self.sessions()?.paths.answer_query(query.path, &about)?;
         if reply.loan.is_some() || !reply.files.is_empty() {
             granting.count(Counted::GivenAway);
         }
         if let Some(loan) = reply.loan.take() {
             let lent = Lent {
                 serving: Arc::downgrade(self),
-                handle: ask.handle,
+                handle: query.handle,
                 peer: self.peer.name.clone(),
-                path: ask.path,
+                path: query.path,
                 loan,
             };
             granting.lent.begin(lent, |lent| region.lend(lent))?;
@@ -94,8 +94,8 @@ impl Serving {
     }
 
     fn fits(&self, reply: QueryReply) -> Result<QueryReply> {
-        let files = if self.local.is_some() { wire::MAX_TOLD_FILES } else { 0 };
-        if reply.reply.len() <= wire::MAX_TOLD && reply.files.len() <= usize::from(files) {
+        let files = if self.local.is_some() { wire::MAX_QUERY_FILES } else { 0 };
+        if reply.reply.len() <= wire::MAX_QUERY && reply.files.len() <= usize::from(files) {
             return Ok(reply);
         }
         let message = format!("{} bytes and {} descriptors do not fit", reply.reply.len(), reply.files.len());
@@ -103,11 +103,11 @@ impl Serving {
     }
 }
 
-/// What answering may hang on: the file that is asked about, or the library behind the path.
-fn answered_by(ask: &wire::Ask, granting: Option<&Granting>) -> Device {
+/// What a reply may have to wait for: the file that the query is about, or the library behind the path.
+fn answered_by(query: &wire::Query, granting: Option<&Granting>) -> Device {
     let region = granting.and_then(|granting| granting.served.region().upgrade());
     let file = region.and_then(|region| region.file.as_ref().map(FileSlice::device));
-    file.unwrap_or(Device::Path(ask.path))
+    file.unwrap_or(Device::Path(query.path))
 }
 
 /// What a grant has lent to its peer: nothing, or the region.

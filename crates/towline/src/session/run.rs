@@ -174,7 +174,7 @@ impl Run {
         let pieces = self.requests as u32;
         if let Some(message) = &self.transfer.after.notify {
             let (transfer, message) = (self.transfer.id, message.clone());
-            self.session().tell(wire::Notify { transfer, pieces, message })?;
+            self.session().send_one_way(wire::Notify { transfer, pieces, message })?;
         }
         self.signal(pieces);
         Ok(())

@@ -55,7 +55,10 @@ impl<W: Waiter> Initiator<W> {
     ) -> Result<Reply<W>> {
         self.heard = now;
         let id = header.id;
-        if matches!(header.kind, FrameKind::Granted | FrameKind::Told | FrameKind::Data | FrameKind::Done) {
+        if matches!(
+            header.kind,
+            FrameKind::Granted | FrameKind::QueryReply | FrameKind::Data | FrameKind::Done
+        ) {
             self.fits(over, header.kind, id)?;
         }
         Ok(match message {
@@ -72,8 +75,8 @@ impl<W: Waiter> Initiator<W> {
                 }
                 self.waiter_of(id).map_or(Reply::Nothing, |waiter| Reply::Granted(waiter, granted))
             }
-            Message::Told(told) => {
-                self.waiter_of(id).map_or(Reply::Nothing, |waiter| Reply::Queried(waiter, told.outcome))
+            Message::QueryReply(reply) => {
+                self.waiter_of(id).map_or(Reply::Nothing, |waiter| Reply::Queried(waiter, reply.outcome))
             }
             Message::Data(Data { outcome }) => self.waiter_of(id).map_or(Reply::Nothing, |waiter| {
                 let error = outcome.map_or_else(

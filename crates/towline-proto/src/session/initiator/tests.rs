@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
 use super::*;
-use crate::wire::{Bye, Check, Data, Done, Granted, Header, Message, Pong, Told, WireError};
+use crate::wire::{Bye, Check, Data, Done, Granted, Header, Message, Pong, QueryReply, WireError};
 
 const CONTROL: ConnectionId = ConnectionId(1);
 const LANE: ConnectionId = ConnectionId(2);
@@ -203,7 +203,7 @@ fn grants_come_for_as_many_tickets_as_were_shown() {
     let mut scene = Scene::new(false);
     let request = scene.ask(CONTROL, Asks::Grants(2));
     refused(scene.says(CONTROL, request, Granted { items: Vec::new() }), "another number of tickets");
-    refused(scene.says(CONTROL, request, Told { outcome: Ok(Vec::new()) }), "does not fit the request");
+    refused(scene.says(CONTROL, request, QueryReply { outcome: Ok(Vec::new()) }), "does not fit the request");
 }
 
 #[test]

@@ -65,7 +65,7 @@ impl Session {
         let message = Message::decode(header.kind, body)?;
         let reply = lock(&self.rules).frame(over.id(), header, message, Instant::now())?;
         let in_time = match header.kind {
-            FrameKind::Granted | FrameKind::Told | FrameKind::Data | FrameKind::Done => {
+            FrameKind::Granted | FrameKind::QueryReply | FrameKind::Data | FrameKind::Done => {
                 over.answered(header.id)
             }
             _ => Ok(()),
@@ -113,7 +113,7 @@ impl Session {
                 }
             }
             Reply::Recall(handle) => self.recall(handle),
-            Reply::Ping => self.tell(wire::Pong {})?,
+            Reply::Ping => self.send_one_way(wire::Pong {})?,
             Reply::Bye(bye) => {
                 over.peer_ends_it();
                 return Err(self.goodbye(bye));

@@ -1,4 +1,4 @@
-//! What the two sides say to each other about GPU memory, inside the frames Ask and Told. Pure.
+//! What the two sides say to each other about GPU memory, inside the frames Query and QueryReply. Pure.
 
 use crate::cuda::IpcHandle;
 use crate::{Error, Result};
@@ -10,7 +10,7 @@ const HANDLE: u8 = 1;
 const DESCRIPTORS: u8 = 2;
 
 /// Parts per answer: as many as descriptors can ride with one.
-pub(super) const MAX_PARTS: usize = crate::wire::MAX_TOLD_FILES as usize;
+pub(super) const MAX_PARTS: usize = crate::wire::MAX_QUERY_FILES as usize;
 
 /// The most parts of one region: more than 40 GiB in PyTorch's smallest.
 const MOST_PARTS: u32 = 1 << 16;

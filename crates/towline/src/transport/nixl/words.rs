@@ -1,4 +1,4 @@
-//! What the two sides say to each other about NIXL, inside the frames Ask and Told.
+//! What the two sides say to each other about NIXL, inside the frames Query and QueryReply.
 
 use crate::{Error, Result};
 

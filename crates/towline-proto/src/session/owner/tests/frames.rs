@@ -67,7 +67,7 @@ fn every_kind_of_frame_is_answered_done_or_refused() {
         FrameKind::Held,
         FrameKind::Import,
         FrameKind::Release,
-        FrameKind::Ask,
+        FrameKind::Query,
         FrameKind::Read,
         FrameKind::Atomic,
         FrameKind::Signal,
@@ -86,7 +86,7 @@ fn every_kind_of_frame_is_answered_done_or_refused() {
         Held {}.into(),
         Import { items: Vec::new() }.into(),
         Release { handle: 1 }.into(),
-        Ask { handle: 1, path: 0, question: Vec::new() }.into(),
+        Query { handle: 1, path: 0, body: Vec::new() }.into(),
         Read { transfer: 0, handle: 1, blocks: Vec::new() }.into(),
         Atomic { handle: 1, offset: 0, op: AtomicOp::Add(1) }.into(),
         Signal { transfer: 0, pieces: 0, handle: 1, offset: 0, add: 1 }.into(),
@@ -183,9 +183,9 @@ fn an_answer_is_taken_back_only_where_it_waits_and_nothing_is_kept_in_mind() {
 fn a_question_without_words_lets_go_and_one_about_nothing_is_answered() {
     let mut scene = Scene::open();
     let handle = scene.import(Access::READ, None);
-    let ask = |handle, words: &[u8]| Ask { handle, path: 1, question: words.to_vec() };
-    assert!(matches!(scene.frame(CONTROL, 0, ask(handle, b"")).unwrap(), Action::LetGo(_)));
-    assert!(matches!(scene.frame(CONTROL, 0, ask(99, b"")).unwrap(), Action::Nothing));
-    assert!(matches!(scene.frame(CONTROL, 1, ask(99, b"open")).unwrap(), Action::Reply(_, None)));
-    assert!(matches!(scene.frame(CONTROL, 1, ask(handle, b"open")).unwrap(), Action::Reply(_, Some(_))));
+    let query = |handle, words: &[u8]| Query { handle, path: 1, body: words.to_vec() };
+    assert!(matches!(scene.frame(CONTROL, 0, query(handle, b"")).unwrap(), Action::LetGo(_)));
+    assert!(matches!(scene.frame(CONTROL, 0, query(99, b"")).unwrap(), Action::Nothing));
+    assert!(matches!(scene.frame(CONTROL, 1, query(99, b"open")).unwrap(), Action::Reply(_, None)));
+    assert!(matches!(scene.frame(CONTROL, 1, query(handle, b"open")).unwrap(), Action::Reply(_, Some(_))));
 }
