@@ -1,8 +1,8 @@
-//! How ranks find each other: a root waits for all of them and tells everyone the list, or what went wrong.
+//! How ranks find each other: a root waits for all of them and sends everyone the list, or what went wrong.
 //!
 //! The root is a thread in the process that made the id. It listens on a Unix socket and on TCP, asleep in `poll`.
-//! A rank proves that it knows the id's secret without sending it, and what it says and hears afterwards is
-//! encrypted. Strangers, garbage, silence and slow senders cost the root a descriptor and a few hundred bytes for a
+//! A rank proves that it knows the id's secret without sending it, and what it sends and receives afterwards is
+//! encrypted. Unauthenticated connections, garbage, silence and slow senders cost the root a descriptor and a few hundred bytes for a
 //! few seconds, and the others nothing.
 
 pub mod fuzzing;

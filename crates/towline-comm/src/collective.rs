@@ -165,7 +165,7 @@ fn situation(job: &Job<'_>, nranks: usize, far: usize, unregistered: usize) -> S
     Situation { kind: job.kind, bytes: job.bytes(nranks), nranks, far, unregistered }
 }
 
-/// What one rank tells the others of its memory.
+/// What one rank sends the others about its memory.
 struct Announced {
     words: [u64; 4],
     flags: u64,

@@ -160,7 +160,7 @@ impl Scratch {
     }
 }
 
-/// One stretch of elements on its way through a reduction.
+/// One stretch of elements during a reduction.
 ///
 /// `start`, then `take` or `take_partial` once per rank, then `finish` or `partial`; then the next stretch.
 pub(crate) struct Accumulator {

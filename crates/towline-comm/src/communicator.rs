@@ -166,7 +166,7 @@ impl Communicator {
             tickets.push(seat.ticket()?);
             members.push((rank, Member::new(config.clone(), station, Some((rank, count))), seat));
         }
-        // The first meeting needs all of them at once.
+        // The first meeting needs all of them at the same time.
         std::thread::scope(|scope| {
             let (tickets, stop) = (&tickets, Stop::default());
             let threads: Vec<_> = members
@@ -241,7 +241,7 @@ impl Communicator {
         }
     }
 
-    /// [`submit`](Self::submit) of a call with arguments that `prepare` checks: `work` does it at once, without putting
+    /// [`submit`](Self::submit) of a call with arguments that `prepare` checks: `work` does it immediately, without putting
     /// it anywhere, unless a group or the communicator's thread holds it back, for which `keep` makes a job of it.
     pub(crate) fn submit_call<A>(
         &self,
@@ -365,7 +365,7 @@ impl Communicator {
         }
     }
 
-    /// Makes a call and follows it to its end: at once on a blocking communicator, otherwise when its work is done,
+    /// Makes a call and follows it to its end: immediately on a blocking communicator, otherwise when its work is done,
     /// inside a group after the outermost end. For calls whose own result says nothing about that: collectives,
     /// messages, registrations of windows, waits for signals, flushes and fences.
     ///
@@ -390,8 +390,8 @@ impl Communicator {
             call(self)?;
             return Ok(Operation::done(Ok(0)));
         }
-        let (operation, told) = Operation::live(op, member.config.timeout, true);
-        group::follow(told, || call(self))?;
+        let (operation, completion) = Operation::live(op, member.config.timeout, true);
+        group::follow(completion, || call(self))?;
         Ok(operation)
     }
 
@@ -410,7 +410,7 @@ impl Communicator {
         Ok(Memory::loose(member.endpoint().register(storage, towline::Access::NONE)?))
     }
 
-    /// Registers a buffer with this communicator for zero-copy communication. Local, and at once also inside a group.
+    /// Registers a buffer with this communicator for zero-copy communication. Local, and immediate also inside a group.
     // Always inlined: an answer of four words, written by the word and read by two, makes the processor wait for its own stores,
     // which was a third of what a registration with NCCL has over.
     #[inline(always)]
@@ -423,7 +423,7 @@ impl Communicator {
         }
     }
 
-    /// In a box: an answer of four words would be put into memory for both ways.
+    /// In a box: a result of four words would go through memory in both cases.
     #[inline(never)]
     fn register_on_host(&self, storage: Buffer) -> Result<Box<RegisteredBuffer>> {
         let register = || {

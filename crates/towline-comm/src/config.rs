@@ -17,7 +17,7 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Whether calls wait for their end. Where false they return at once, their work runs in order on a thread of the
+    /// Whether calls wait for their end. If false they return immediately, their work runs in order on a thread of the
     /// communicator, and [`get_async_error`](crate::Communicator::get_async_error) says how far it is.
     pub blocking: bool,
     /// The longest wait for another rank.
@@ -41,7 +41,7 @@ pub struct Config {
     /// How what goes over TCP between ranks is encrypted; all ranks must agree. A certificate is for the communicator's
     /// [`name`](Self::name).
     pub tls: Option<Tls>,
-    /// How much of this rank one other may use, and how many strangers may knock.
+    /// How much of this rank another rank may use, and how many unauthenticated connections it takes.
     pub quotas: Quotas,
     /// Whether memory is shared with ranks of the same user in other containers of this host, where they say so too: see
     /// [`EndpointOptions::share_between_containers`](towline::EndpointOptions::share_between_containers).

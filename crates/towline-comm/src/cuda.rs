@@ -187,7 +187,7 @@ impl Cuda {
         self.open(op)?.synchronize().map_err(|error| Error::from(error).during(op))
     }
 
-    /// NCCL has none: a sum of nothing that matters, waited for.
+    /// NCCL has no barrier: this is a sum of one element whose value does not matter, waited for.
     pub(crate) fn barrier(&self) -> Result<()> {
         const OP: &str = "barrier";
         group::refuse(OP)?;

@@ -134,7 +134,7 @@ impl From<towline::Error> for Error {
                 message = format!("{message} ({what} {value})");
             }
         }
-        // Among ranks that is what tells a rank that has died or left from a window that was closed.
+        // Among ranks this distinguishes a rank that has died or left from a window that was closed.
         let kind = if error.is_owner_gone() { Kind::Disconnected } else { error.kind() };
         Error::new(kind, error.op(), message).caused_by(error)
     }

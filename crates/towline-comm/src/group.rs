@@ -126,8 +126,8 @@ pub(crate) fn poison(error: Error) -> Error {
     error
 }
 
-/// Puts a job into the group that is open on this thread; gives it back where there is none. Either way the job tells
-/// whoever follows the call.
+/// Puts a job into the group that is open on this thread; gives it back if no group is open. In both cases the job
+/// reports its end to the completion that follows the call.
 pub(crate) fn defer(member: &Arc<Member>, job: Job) -> Option<Job> {
     let job = followed(job);
     OPEN.with_borrow_mut(|open| match open {
@@ -139,7 +139,7 @@ pub(crate) fn defer(member: &Arc<Member>, job: Job) -> Option<Job> {
     })
 }
 
-/// Puts a job of a GPU into the group that is open on this thread; gives it back where there is none.
+/// Puts a job of a GPU into the group that is open on this thread; gives it back if no group is open.
 pub(crate) fn defer_on_gpu(job: towline::nccl::Job) -> Option<towline::nccl::Job> {
     OPEN.with_borrow_mut(|open| match open {
         Some(group) => {
@@ -150,9 +150,9 @@ pub(crate) fn defer_on_gpu(job: towline::nccl::Job) -> Option<towline::nccl::Job
     })
 }
 
-/// Makes a call; the job that it submits tells how it ended.
-pub(crate) fn follow(told: Completion, call: impl FnOnce() -> Result<()>) -> Result<()> {
-    FOLLOWER.with_borrow_mut(|follower| *follower = Some(told));
+/// Makes a call; the job that it submits completes `completion`.
+pub(crate) fn follow(completion: Completion, call: impl FnOnce() -> Result<()>) -> Result<()> {
+    FOLLOWER.with_borrow_mut(|follower| *follower = Some(completion));
     let outcome = call();
     // Still there where the call submitted nothing; dropped outside of the borrow, since that wakes others.
     let unused = FOLLOWER.with_borrow_mut(Option::take);
@@ -160,20 +160,20 @@ pub(crate) fn follow(told: Completion, call: impl FnOnce() -> Result<()>) -> Res
     outcome
 }
 
-/// The job, which also tells whoever follows the call how it ended.
+/// The job, which also reports its end to the completion that follows the call.
 fn followed(job: Job) -> Job {
-    let Some(told) = FOLLOWER.with_borrow_mut(Option::take) else { return job };
-    let telling = |work: Work, told: Completion| -> Work {
+    let Some(completion) = FOLLOWER.with_borrow_mut(Option::take) else { return job };
+    let completing = |work: Work, completion: Completion| -> Work {
         Box::new(move |member, team| {
             let outcome = work(member, team);
-            told.tell(outcome.clone().map(|()| 0));
+            completion.complete(outcome.clone().map(|()| 0));
             outcome
         })
     };
     match job {
-        Job::Call(work) => Job::Call(telling(work, told)),
-        Job::Wait(work) => Job::Wait(telling(work, told)),
-        Job::Message(message, _) => Job::Message(message, Some(told)),
+        Job::Call(work) => Job::Call(completing(work, completion)),
+        Job::Wait(work) => Job::Wait(completing(work, completion)),
+        Job::Message(message, _) => Job::Message(message, Some(completion)),
     }
 }
 
@@ -240,9 +240,9 @@ pub(crate) fn one_sided(
     let (operation, done) = Operation::live(op, member.config.timeout, true);
     let job = Job::Call(Box::new(move |member, team| {
         let outcome = start(member, team).and_then(|operation| operation.wait());
-        let told = outcome.as_ref().map(|_| ()).map_err(Error::clone);
-        done.tell(outcome);
-        told
+        let result = outcome.as_ref().map(|_| ()).map_err(Error::clone);
+        done.complete(outcome);
+        result
     }));
     if let Some(job) = defer(member, job) {
         member.launch(vec![job])?;

@@ -48,11 +48,11 @@ enum Repr {
     InStream(Pending),
 }
 
-/// Where an operation's end is told.
+/// What ends an operation.
 pub(crate) struct Completion(Option<Arc<Shared>>);
 
-/// An operation whose end was told.
-pub(crate) struct Told(Arc<Shared>);
+/// An operation that was completed.
+pub(crate) struct Completed(Arc<Shared>);
 
 struct Shared {
     state: Mutex<State>,
@@ -88,7 +88,7 @@ impl Operation {
         Operation(Repr::InStream(pending))
     }
 
-    /// An operation towards that rank of that team that ends later, and the place where that is told.
+    /// An operation towards that rank of that team that ends later, and the completion that ends it.
     pub(crate) fn toward(
         peer: usize,
         team: Weak<Team>,
@@ -98,7 +98,7 @@ impl Operation {
         Operation::new(op, within, Some((peer, team)), false)
     }
 
-    /// An operation that ends later, and the place where that is told. `deferred`: it has not started yet.
+    /// An operation that ends later, and the completion that ends it. `deferred`: it has not started yet.
     pub(crate) fn live(op: &'static str, within: Duration, deferred: bool) -> (Operation, Completion) {
         Operation::new(op, within, None, deferred)
     }
@@ -114,7 +114,7 @@ impl Operation {
         (Operation(Repr::Live(Arc::clone(&shared))), Completion(Some(shared)))
     }
 
-    /// Replaces the error of one that has failed at once.
+    /// Replaces the error of an operation that failed immediately.
     pub(crate) fn explained(self, explain: impl FnOnce(Error) -> Error) -> Operation {
         match self.0 {
             Repr::Done(Err(error)) => Operation::done(Err(explain(error))),
@@ -151,7 +151,7 @@ impl Operation {
             }
             Repr::InStream(pending) => return of_stream(pending.wait()),
         };
-        // What carries it has limits of its own and always tells its end; this one is for the unforeseen.
+        // What carries it has limits of its own and always ends it; this limit is for what nobody foresaw.
         let until = Instant::now() + shared.within.saturating_mul(2).min(Duration::from_secs(86_400 * 365));
         let mut held_up = false;
         let mut state = shared.lock();
@@ -235,7 +235,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the team know whether this rank waits for the one it is about: who waits for this one looks for the culprit.
+    /// Lets the team know whether this rank waits for the rank of the operation: ranks that wait for this one need it to find the culprit.
     fn waits_for(&self, waits: AccessWait) {
         if let Some((peer, team)) = &self.toward
             && let Some(team) = team.upgrade()
@@ -279,15 +279,15 @@ impl Completion {
             .is_some_and(|shared| Arc::strong_count(shared) > 1 && !shared.lock().wakers.is_empty())
     }
 
-    /// Tells how it ended.
-    pub(crate) fn tell(mut self, outcome: Result<u64>) -> Option<Told> {
+    /// Ends the operation with that outcome.
+    pub(crate) fn complete(mut self, outcome: Result<u64>) -> Option<Completed> {
         let shared = self.0.take()?;
         shared.complete(outcome);
-        Some(Told(shared))
+        Some(Completed(shared))
     }
 }
 
-impl Told {
+impl Completed {
     /// Whether somebody has looked how it ended.
     pub(crate) fn was_seen(&self) -> bool {
         self.0.lock().seen

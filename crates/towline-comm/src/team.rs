@@ -86,7 +86,7 @@ pub(crate) struct Call<'a> {
     pub(crate) name: &'static str,
     /// What must be equal on all ranks.
     pub(crate) digest: u64,
-    /// What this rank tells the others.
+    /// What this rank sends the others.
     pub(crate) words: [u64; 4],
     /// At most [`PAYLOAD`] bytes that ride along.
     pub(crate) payload: &'a [u8],
@@ -281,7 +281,7 @@ impl Drop for Team {
         // Who waits for this rank learns with it because of whom it goes.
         let word = 1 | self.in_vain().next().map_or(0, |blamed| blamed as u64 + 1) << 1;
         for peer in (0..self.nranks()).filter(|peer| *peer != self.rank()) {
-            // Who is gone already need not be told.
+            // A rank that is gone already needs no message.
             let _ = self.links.advance(peer, self.links.layout.departed(self.rank()), word, word);
         }
         let until = Instant::now() + SETTLE;

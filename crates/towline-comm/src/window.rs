@@ -72,7 +72,7 @@ impl Slot {
         Job::Call(Box::new(move |member, team| {
             let core = member.memory.register_window(team, storage, options)?;
             let _ = self.core.set(Arc::clone(&core));
-            // The handle may have been closed while the registration was on its way.
+            // The handle may have been closed while the registration was running.
             if self.closed.load(Ordering::Acquire) {
                 member.memory.close_window(&core);
             }
@@ -135,7 +135,7 @@ impl Window {
     /// How many bytes that rank has registered.
     pub fn size_of(&self, rank: usize) -> Result<usize> {
         if let Engine::Nccl(_, cuda) = &self.engine {
-            // Sizes are equal on all ranks: NCCL does not tell others.
+            // Sizes are equal on all ranks: NCCL does not give other sizes.
             let (_, nranks) = cuda.place("size_of")?;
             let wrong = || Error::invalid("size_of", format!("there is no rank {rank} among {nranks}"));
             return if rank < nranks { Ok(self.size()) } else { Err(wrong()) };
@@ -200,7 +200,7 @@ fn close_on_host(member: &Member, slot: &Slot) {
 
 #[cold]
 fn not_closed(error: &towline::Error) {
-    // A forked child closes nothing, and need not be told.
+    // A forked child closes nothing.
     if towline::fork_guard("close").is_ok() {
         tracing::error!(%error, "a window could not be closed");
     }

@@ -1,4 +1,4 @@
-//! A rank's way into a meeting.
+//! How a rank joins a meeting.
 
 #[cfg(test)]
 mod through_faults;
@@ -65,7 +65,7 @@ pub(crate) fn join(id: &UniqueId, joining: &Joining<'_>) -> Result<Vec<Ticket>> 
     join_by(id, joining, connect)
 }
 
-/// [`join`], by connections that are made in that way.
+/// [`join`], by connections that `dial` makes.
 fn join_by(
     id: &UniqueId,
     joining: &Joining<'_>,
@@ -89,7 +89,7 @@ fn join_by(
     take_part(id, stream, &session, joining, until)
 }
 
-/// Says who has come, and hears who else has.
+/// Sends who has joined, and receives who else has.
 fn take_part(
     id: &UniqueId,
     mut stream: Stream,
@@ -113,7 +113,7 @@ fn take_part(
     let lost = |error: io::Error| lost(&error, "while waiting for the other ranks");
     stream.limit(GREETING);
     stream.write_all(&message).and_then(|()| stream.flush()).map_err(lost)?;
-    let answer = hear(&mut stream, session, joining.nranks, until + GRACE)?;
+    let answer = receive_reply(&mut stream, session, joining.nranks, until + GRACE)?;
     match answer {
         Answer::Failed(error) => Err(error),
         Answer::List(list) if list.len() == joining.nranks => {
@@ -137,13 +137,13 @@ fn greet(id: &UniqueId, mut stream: Stream, until: Instant) -> Result<(Stream, S
     stream.write_all(&wire::hello(id.nonce(), &challenge)).and_then(|()| stream.flush()).map_err(lost)?;
     let mut welcome = [0; WELCOME_LEN];
     stream.read_exact(&mut welcome).map_err(lost)?;
-    let stranger = || {
+    let not_the_root = || {
         Error::new(Kind::PermissionDenied, OP, "the process at the id's address is not the root of the id")
     };
-    let (theirs, proof) = wire::parse_welcome(&welcome).ok_or_else(stranger)?;
+    let (theirs, proof) = wire::parse_welcome(&welcome).ok_or_else(not_the_root)?;
     let session = Session::new(id.secret(), id.nonce(), &challenge, &theirs).bound_to(binding);
     if !session.proves(&proof) {
-        return Err(stranger());
+        return Err(not_the_root());
     }
     Ok((stream, session))
 }
@@ -168,7 +168,7 @@ fn connect(id: &UniqueId, until: Instant) -> Result<Stream> {
         return Err(interrupted);
     }
     let slow = tried.iter().any(|(_, error)| error.kind() == io::ErrorKind::TimedOut);
-    let list: Vec<String> = tried.iter().map(|(way, error)| format!("{way}: {error}")).collect();
+    let list: Vec<String> = tried.iter().map(|(address, error)| format!("{address}: {error}")).collect();
     let (kind, what) = if slow {
         (Kind::Timeout, "the root of the id does not reply")
     } else {
@@ -226,8 +226,8 @@ fn dial(address: &SocketAddr, within: Duration) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// Waits for what the root has to say.
-fn hear(stream: &mut Stream, session: &Session, nranks: usize, until: Instant) -> Result<Answer> {
+/// Waits for the root's reply.
+fn receive_reply(stream: &mut Stream, session: &Session, nranks: usize, until: Instant) -> Result<Answer> {
     let mut len = [0; 4];
     read_until(stream, &mut len, until)?;
     let len = u32::from_le_bytes(len) as usize;
@@ -447,7 +447,7 @@ mod tests {
     fn one_origin_that_opens_many_connections_keeps_no_other_out() {
         let id = meeting(false);
         let address = id.addresses()[0];
-        // The oldest of all strangers, and slow.
+        // The oldest of all unauthenticated connections, and slow.
         let rank = connect_from([127, 0, 0, 1], address);
         let flood: Vec<_> = (0..600).map(|_| connect_from([127, 0, 0, 2], address)).collect();
         // The root has let in the last of them, and sent somebody away.
@@ -463,7 +463,7 @@ mod tests {
         let (id, _root) = open_meeting(&UniqueIdOptions { unjoined, ..UniqueIdOptions::default() }).unwrap();
         let address = id.addresses()[0];
         thread::sleep(Duration::from_millis(500));
-        // Who comes soon after that is told.
+        // A rank that joins soon after that gets the reply.
         let error = joined(&id, connect_from([127, 0, 0, 1], address), 0, 1).unwrap_err();
         assert!(error.kind() == Kind::Timeout && error.message().contains("no rank joined"), "{error}");
         // Then nobody listens any more.

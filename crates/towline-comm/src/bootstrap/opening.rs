@@ -41,7 +41,7 @@ impl UniqueIdOptions {
                         format!("TOWLINE_LISTEN: {address:?} is not an address: {error}"),
                     )
                 })?;
-                // The port belongs to the endpoint; an unspecified address tells other hosts nothing.
+                // The port belongs to the endpoint; an unspecified address is useless to other hosts.
                 if !address.ip().is_unspecified() {
                     options.listen.push(SocketAddr::new(address.ip(), 0));
                 }

@@ -1,4 +1,4 @@
-//! The root of a meeting: a thread that lets ranks in, waits for all of them, and tells everyone how it went.
+//! The root of a meeting: a thread that lets ranks in, waits for all of them, and sends everyone the outcome.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -20,13 +20,13 @@ use crate::unique_id::UniqueId;
 use crate::{Error, Result};
 
 const OP: &str = "get_unique_id";
-/// How long a stranger may take to show that it knows the secret.
+/// How long an unauthenticated connection may take to show that it knows the secret.
 const STRANGER: Duration = Duration::from_secs(5);
-/// How long a rank may take to hear the answer.
-const HEARING: Duration = Duration::from_secs(10);
+/// How long a rank may take to receive the reply.
+const DELIVERY: Duration = Duration::from_secs(10);
 /// The longest that anybody is waited for.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-/// The most strangers at a time; one more sends the oldest of the largest crowd away.
+/// The most unauthenticated connections at a time; for one more, the oldest from the largest origin is closed.
 const MOST_STRANGERS: usize = 512;
 const HUNG_UP: &str = "it hung up before it was let in";
 /// How long the root looks away when the process has no descriptors left.
@@ -72,7 +72,7 @@ pub(crate) fn addresses(listeners: &[TcpListener]) -> Result<Vec<SocketAddr>> {
         .map_err(|e| towline::Error::os(OP, "getsockname", e))?)
 }
 
-/// Opens the meeting: its thread ends when everybody has heard the answer, or nobody has joined in that time.
+/// Opens the meeting: its thread ends when all ranks have received the reply, or no rank has joined in that time.
 pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>, unjoined: Duration) -> Result<Root> {
     let socket_name = id.socket_name();
     let unix = std::os::unix::net::SocketAddr::from_abstract_name(&socket_name)
@@ -106,7 +106,7 @@ impl AboutAddress for Error {
     }
 }
 
-/// A connection, by either way.
+/// A connection over either kind of socket.
 enum Stream {
     Unix(UnixStream),
     Tcp(TcpStream),
@@ -171,7 +171,7 @@ enum Phase {
     Gone,
 }
 
-/// Where a stranger comes from: whoever comes often must not keep others out.
+/// Where an unauthenticated connection comes from: many from one origin must not keep others out.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Origin {
     /// A user of this host.
@@ -205,7 +205,7 @@ struct Guest {
     input: Vec<u8>,
     output: VecDeque<u8>,
     until: Instant,
-    told: bool,
+    replied: bool,
     /// Why it is sent away. Who connects and says nothing leaves of itself.
     refused: Option<&'static str>,
 }
@@ -261,7 +261,7 @@ impl Guest {
         !self.output.is_empty() || self.stream.is_pending()
     }
 
-    fn is_stranger(&self) -> bool {
+    fn is_unauthenticated(&self) -> bool {
         matches!(self.phase, Phase::Greeting | Phase::Welcomed(_))
     }
 }
@@ -275,7 +275,7 @@ struct Host {
     guests: Vec<Guest>,
     meeting: Meeting,
     called_off: Arc<Mutex<Option<Error>>>,
-    /// Until when late ranks are told why there is no group.
+    /// Until when late ranks get the reason why there is no group.
     closing: Option<Instant>,
     refusals: SparseLog,
 }
@@ -293,12 +293,12 @@ impl Host {
         if matches!(answer, Answer::Failed(_)) {
             self.explain(&answer);
         }
-        self.tell(&answer);
+        self.send_to_all(&answer);
     }
 
-    /// Tells who comes late, for a while, what those who came in time were told.
+    /// For a while, sends late ranks the same reply.
     fn explain(&mut self, answer: &Answer) {
-        let until = Instant::now() + HEARING;
+        let until = Instant::now() + DELIVERY;
         self.closing = Some(until);
         while Instant::now() < until {
             self.queue(answer);
@@ -306,15 +306,15 @@ impl Host {
         }
     }
 
-    /// Puts the answer on its way to every rank that has not heard it.
+    /// Queues the reply for every rank that has not got it.
     fn queue(&mut self, answer: &Answer) {
         let plain = answer.encode();
         for guest in &mut self.guests {
-            if let (Phase::Seated(session, _), false) = (&guest.phase, guest.told) {
+            if let (Phase::Seated(session, _), false) = (&guest.phase, guest.replied) {
                 let sealed = session.seal(Side::Root, &plain);
                 guest.output.extend((sealed.len() as u32).to_le_bytes());
                 guest.output.extend(sealed);
-                guest.told = true;
+                guest.replied = true;
             }
         }
     }
@@ -322,8 +322,9 @@ impl Host {
     /// Waits for something to happen and deals with it. The answer, where the meeting ends.
     fn turn(&mut self) -> Option<Answer> {
         let now = Instant::now();
-        let strangers = self.guests.iter().filter(|guest| guest.is_stranger()).map(|guest| guest.until);
-        let until = strangers.chain(self.closing.or(self.meeting.deadline())).min();
+        let unauthenticated =
+            self.guests.iter().filter(|guest| guest.is_unauthenticated()).map(|guest| guest.until);
+        let until = unauthenticated.chain(self.closing.or(self.meeting.deadline())).min();
         let ready = {
             let mut fds = vec![PollFd::from_borrowed_fd(self.unix.as_fd(), PollFlags::IN)];
             fds.extend(self.tcp.iter().map(|tcp| PollFd::from_borrowed_fd(tcp.as_fd(), PollFlags::IN)));
@@ -342,7 +343,7 @@ impl Host {
             }
         }
         let now = Instant::now();
-        for guest in self.guests.iter_mut().filter(|guest| guest.is_stranger() && guest.until <= now) {
+        for guest in self.guests.iter_mut().filter(|guest| guest.is_unauthenticated() && guest.until <= now) {
             guest.refuse("it did not show in time that it knows the id");
         }
         let refusals = &mut self.refusals;
@@ -358,13 +359,13 @@ impl Host {
         if self.closing.is_some() { None } else { answer.or_else(|| self.meeting.expire(now)) }
     }
 
-    /// Lets in who stands at the doors: of each as many as there may be strangers.
+    /// Accepts connections: from each listener as many as may be unauthenticated.
     fn admit(&mut self, now: Instant) {
         let mut arrived: Vec<(Stream, Origin)> = Vec::new();
         let mut shortage = false;
         let mut take = |left: &mut usize, accepted: io::Result<(Stream, Origin)>| match accepted {
-            Ok(stranger) => {
-                arrived.push(stranger);
+            Ok(stream) => {
+                arrived.push(stream);
                 *left -= 1;
                 *left > 0
             }
@@ -408,21 +409,21 @@ impl Host {
                 input,
                 output,
                 until,
-                told: false,
+                replied: false,
                 refused: None,
             });
         }
         self.thin_out();
         if shortage {
-            // The queue of the listener stays full and would be reported again at once.
+            // The queue of the listener stays full and would be reported again immediately.
             std::thread::sleep(SHORTAGE);
         }
     }
 
-    /// Sends away whom there is no room for: of the origin with the most strangers, the oldest.
+    /// Closes connections beyond the limit: of the origin with the most unauthenticated connections, the oldest.
     fn thin_out(&mut self) {
         let mut crowds: BTreeMap<Origin, usize> = BTreeMap::new();
-        for guest in self.guests.iter().filter(|guest| guest.is_stranger()) {
+        for guest in self.guests.iter().filter(|guest| guest.is_unauthenticated()) {
             *crowds.entry(guest.origin).or_default() += 1;
         }
         let mut too_many = crowds.values().sum::<usize>().saturating_sub(MOST_STRANGERS);
@@ -435,9 +436,13 @@ impl Host {
         }
         let refusals = &mut self.refusals;
         self.guests.retain(|guest| {
-            let leave = away.get_mut(&guest.origin).filter(|left| guest.is_stranger() && **left > 0);
+            let leave = away.get_mut(&guest.origin).filter(|left| guest.is_unauthenticated() && **left > 0);
             if leave.is_some() {
-                refuse(refusals, guest.origin, "more strangers wait than may, and it was the oldest");
+                refuse(
+                    refusals,
+                    guest.origin,
+                    "too many unauthenticated connections wait, and this was the oldest",
+                );
             }
             leave.map(|left| *left -= 1).is_none()
         });
@@ -467,13 +472,13 @@ impl Host {
                 _ => guest.refuse("what it said was no greeting for this meeting"),
             }
             let more = guest.drain() && guest.fill();
-            if !more && guest.is_stranger() {
+            if !more && guest.is_unauthenticated() {
                 guest.refuse(HUNG_UP);
             }
         }
         let Phase::Welcomed(session) = &guest.phase else {
             match guest.input.is_empty() {
-                _ if alive || !guest.is_stranger() => {}
+                _ if alive || !guest.is_unauthenticated() => {}
                 true => guest.phase = Phase::Gone,
                 false => guest.refuse(HUNG_UP),
             }
@@ -503,13 +508,13 @@ impl Host {
         }
     }
 
-    /// Closes the doors and tells every rank that has come how it went.
-    fn tell(&mut self, answer: &Answer) {
+    /// Accepts no more ranks, and sends the reply to all that have joined.
+    fn send_to_all(&mut self, answer: &Answer) {
         super::join::used_up(self.id.nonce());
         self.tcp.clear();
         self.queue(answer);
         self.guests.retain(|guest| matches!(guest.phase, Phase::Seated(..)));
-        let until = Instant::now() + HEARING;
+        let until = Instant::now() + DELIVERY;
         loop {
             self.guests.retain_mut(|guest| guest.drain() && guest.has_output());
             let left = until.saturating_duration_since(Instant::now());

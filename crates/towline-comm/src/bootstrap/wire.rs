@@ -171,7 +171,7 @@ impl Join {
     }
 }
 
-/// What the root tells every rank.
+/// The root's reply to every rank.
 #[derive(Debug, Clone)]
 pub(super) enum Answer {
     /// The tickets of all ranks.

@@ -1,6 +1,6 @@
 //! Collectives through the channels between pairs of ranks: any memory, near or far.
 //!
-//! Data is cut into stretches that fit into the scratch memory of one step; each stretch goes all the way before the
+//! Data is cut into stretches that fit into the scratch memory of one step; each stretch arrives everywhere before the
 //! next one starts, so that the memory needed does not grow with the data, and forms in place need no care.
 
 use std::mem;

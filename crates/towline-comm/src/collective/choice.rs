@@ -8,7 +8,7 @@ use crate::{Error, Result};
 /// How the bytes of a collective travel.
 ///
 /// Left to [`Auto`](Algorithm::Auto), the choice follows from the size, the group and the registrations, which all
-/// ranks know of each other; [`Communicator::explain`](crate::Communicator::explain) tells it with its reason.
+/// ranks know of each other; [`Communicator::explain`](crate::Communicator::explain) gives it with its reason.
 ///
 /// ```
 /// use towline_comm::Algorithm;

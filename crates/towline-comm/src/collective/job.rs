@@ -17,12 +17,12 @@ pub(crate) struct Ask<'a> {
     pub(crate) recv: Option<&'a Memory>,
     pub(crate) dtype: Dtype,
     pub(crate) op: Op,
-    /// The root; the peer of a send or receive; 0 where there is none.
+    /// The root; the peer of a send or receive; 0 if there is none.
     pub(crate) root: usize,
     pub(crate) algorithm: Algorithm,
 }
 
-/// A call whose arguments make sense on this rank. Borrows the caller's memory while it runs at once; one that is
+/// A call whose arguments make sense on this rank. Borrows the caller's memory while it runs immediately; one that is
 /// [kept](Job::keep) owns what it touches, and can run later, at the end of a group.
 #[derive(Debug, Clone)]
 pub(crate) struct Job<'a> {
@@ -44,7 +44,7 @@ pub(crate) struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    /// Checks everything that this rank can check alone: `Invalid` before anybody hears of the call.
+    /// Checks everything that this rank can check alone: `Invalid` before any other rank learns of the call.
     pub(crate) fn new(rank: usize, nranks: usize, ask: Ask<'a>) -> Result<Job<'a>> {
         let Ask { kind, dtype, op, root, algorithm, .. } = ask;
         let name = kind.name();

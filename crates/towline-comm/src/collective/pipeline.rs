@@ -48,7 +48,7 @@ pub(super) fn all_reduce(run: &Run<'_>) -> Result<()> {
     Ok(())
 }
 
-/// One call on its way.
+/// One call while it runs.
 struct Pipeline<'a> {
     run: &'a Run<'a>,
     pipes: Pipes<'a>,
@@ -64,7 +64,7 @@ struct Pipeline<'a> {
 }
 
 impl Pipeline<'_> {
-    /// The bytes of a rank's chunk of a stretch; empty where there is no such stretch.
+    /// The bytes of a rank's chunk of a stretch; empty if there is no such stretch.
     fn cut(&self, step: usize, rank: usize) -> Range<usize> {
         let Some(stretch) = self.stretches.get(step) else { return 0..0 };
         let size = self.run.job.dtype.size();

@@ -1,7 +1,7 @@
 //! Messages between two ranks.
 //!
 //! A small message goes whole through the channel. A larger one begins with a note of where its bytes lie: from a window
-//! or a registered buffer the receiver takes them itself, and tells the sender by taking the closing message; any other
+//! or a registered buffer the receiver takes them itself, and says so to the sender by taking the closing message; any other
 //! memory follows through the channel.
 
 use std::collections::HashMap;
@@ -41,7 +41,7 @@ pub(crate) struct Message {
 }
 
 impl Collectives {
-    /// Sends and receives messages at once, so that ranks which send to each other in one group never wait for each other.
+    /// Sends and receives messages at the same time, so that ranks which send to each other in one group never wait for each other.
     ///
     /// How it progresses: the messages to one rank go in their order, and so do those from one rank; apart from that none
     /// waits for another. Where all are small, one loop moves whatever can be moved; otherwise each direction of each pair has
@@ -217,7 +217,7 @@ fn receive(collectives: &Collectives, team: &Team, message: &Message) -> Result<
     let note = Note::decode(&bytes)?;
     if note.id != 0 {
         let taken = take(collectives, team, peer, &note, memory).map_err(|error| team.lost(peer, error));
-        // Closing by another digest tells the sender that its bytes were not taken.
+        // Closing with another digest means to the sender that its bytes were not taken.
         let closing = if taken.is_ok() { digest ^ CLOSING } else { !digest };
         let closed = team.recv_message(peer, closing, &mut []);
         return taken.and(closed);

@@ -1,4 +1,4 @@
-//! One call on its way: who takes part, what this rank reads and writes, and how data is cut.
+//! One call while it runs: who takes part, what this rank reads and writes, and how data is cut.
 
 use std::borrow::Cow;
 use std::ops::Range;

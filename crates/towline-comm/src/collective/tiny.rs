@@ -43,7 +43,7 @@ pub(super) fn run(run: &Run<'_>, round: &Round<'_>, room: &mut Room) -> Result<(
 struct Announced<'a> {
     run: &'a Run<'a>,
     round: &'a Round<'a>,
-    /// What this rank did, which the round does not tell it.
+    /// What this rank did, which the round does not contain.
     mine: &'a [u8],
 }
 

@@ -106,7 +106,7 @@ impl Using<'_> {
 /// happened, and the communicator stays usable. A call on no elements moves nothing, but the ranks still agree on it.
 ///
 /// The calls of one communicator run one after another, whichever thread makes them: a thread that waits for a message
-/// holds up the others. What must run at once belongs into a [`group`](crate::group()), or on two communicators.
+/// holds up the others. What must run at the same time belongs into a [`group`](crate::group()), or on two communicators.
 impl Communicator {
     /// Combines the elements of all ranks and gives everybody the result. `recv` is at least as long as `send`; in place:
     /// both start at the same byte.

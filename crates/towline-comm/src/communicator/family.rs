@@ -119,9 +119,9 @@ fn split(
     let _one_call = team.serialise();
     let mut mine = color.map_or(-1, i64::from).to_le_bytes().to_vec();
     mine.extend(key.to_le_bytes());
-    let told = team.all_gather_bytes(OP, &mine)?;
+    let gathered = team.all_gather_bytes(OP, &mine)?;
     let mut members = Vec::new();
-    for (rank, bytes) in told.iter().enumerate() {
+    for (rank, bytes) in gathered.iter().enumerate() {
         let words = bytes.first_chunk::<8>().zip(bytes.last_chunk::<8>()).filter(|_| bytes.len() == 16);
         let (theirs, key) = words.ok_or_else(|| Error::protocol(OP, "a rank's announcement is too short"))?;
         if Some(i64::from_le_bytes(*theirs)) == color.map(i64::from) {
@@ -137,16 +137,16 @@ fn split(
     });
     // Nothing stands for a rank that has no seat; the others of its colour must learn of it.
     let ticket = seat.as_ref().and_then(|seat| seat.as_ref().ok()).map(|(_, ticket)| ticket.encode());
-    let told = team.all_gather_bytes(OP, &ticket.unwrap_or_default())?;
+    let gathered = team.all_gather_bytes(OP, &ticket.unwrap_or_default())?;
     let (Some(child), Some(seat)) = (child, seat) else { return Ok(()) };
     let (seat, _) = seat?;
     let without: Vec<usize> =
-        members.iter().map(|(_, rank)| *rank).filter(|rank| told[*rank].is_empty()).collect();
+        members.iter().map(|(_, rank)| *rank).filter(|rank| gathered[*rank].is_empty()).collect();
     if !without.is_empty() {
         return Err(Error::new(Kind::Exhausted, OP, "a rank could not join").about(without));
     }
     let tickets: Vec<Ticket> =
-        members.iter().map(|(_, rank)| Ok(Ticket::decode(&told[*rank])?)).collect::<Result<_>>()?;
+        members.iter().map(|(_, rank)| Ok(Ticket::decode(&gathered[*rank])?)).collect::<Result<_>>()?;
     let old = parent.seating(OP)?;
     let rank = members.iter().position(|(_, member)| *member == old.rank);
     let rank = rank.ok_or_else(|| Error::new(Kind::Internal, OP, "this rank is not of its own colour"))?;
@@ -198,7 +198,7 @@ fn shrink(
             .map_err(|error| error.during(OP))?;
         call.extend(id.as_bytes());
         for survivor in &survivors[1..] {
-            if let Err(error) = tell(parent, &seating.tickets[*survivor], &call) {
+            if let Err(error) = send_call(parent, &seating.tickets[*survivor], &call) {
                 let why = format!("a survivor cannot be reached: {}", error.message());
                 let error = Error::new(error.kind(), OP, why).about([*survivor]);
                 root.call_off(error.clone());
@@ -207,7 +207,7 @@ fn shrink(
         }
         id
     } else {
-        hear(parent, &call, survivors[0], child.config.timeout)?
+        receive_call(parent, &call, survivors[0], child.config.timeout)?
     };
     meet(child, survivors.len(), rank, &id, u64::from_le_bytes(about), OP)
 }
@@ -238,7 +238,7 @@ fn meeting_place(parent: &Member, ticket: &Ticket) -> UniqueIdOptions {
     }
 }
 
-fn tell(parent: &Member, ticket: &Ticket, call: &[u8]) -> Result<()> {
+fn send_call(parent: &Member, ticket: &Ticket, call: &[u8]) -> Result<()> {
     let remote = parent.endpoint().import(ticket)?;
     let transfer = parent.endpoint().notify(&remote, call.to_vec())?;
     loop {
@@ -250,7 +250,7 @@ fn tell(parent: &Member, ticket: &Ticket, call: &[u8]) -> Result<()> {
 }
 
 /// Waits for the call of the lowest survivor.
-fn hear(parent: &Member, call: &[u8], caller: usize, timeout: Duration) -> Result<UniqueId> {
+fn receive_call(parent: &Member, call: &[u8], caller: usize, timeout: Duration) -> Result<UniqueId> {
     const OP: &str = "shrink";
     let started = Instant::now();
     loop {

@@ -54,7 +54,7 @@ impl Communicator {
     }
 }
 
-/// NCCL's registration: at once, or at the end of the group.
+/// NCCL's registration: immediately, or at the end of the group.
 #[inline]
 fn on_device(cuda: &Arc<Cuda>, storage: Buffer, options: WindowOptions) -> Result<Option<Window>> {
     let flags = options.flags.bits();

@@ -17,7 +17,7 @@ pub(crate) enum Job {
     Call(Work),
     /// Waits for other ranks and touches no memory: handles may be closed meanwhile.
     Wait(Work),
-    /// Runs together with the messages beside it, and tells its end to who wants to know it.
+    /// Runs together with the messages beside it, and reports its end to the completion that follows it.
     Message(Message, Option<Completion>),
 }
 
@@ -28,17 +28,17 @@ pub(super) fn run(member: &Arc<Member>, team: &Arc<Team>, jobs: Vec<Job>) -> Res
     while let Some(job) = jobs.next() {
         let ended = match job {
             Job::Call(work) | Job::Wait(work) => work(member, team),
-            Job::Message(message, told) => {
-                let (mut messages, mut waiting) = (vec![message], vec![told]);
+            Job::Message(message, completion) => {
+                let (mut messages, mut waiting) = (vec![message], vec![completion]);
                 while let Some(Job::Message(..)) = jobs.peek() {
-                    if let Some(Job::Message(message, told)) = jobs.next() {
+                    if let Some(Job::Message(message, completion)) = jobs.next() {
                         messages.push(message);
-                        waiting.push(told);
+                        waiting.push(completion);
                     }
                 }
                 let ended = member.collectives.run_together(team, messages);
                 for one in waiting.into_iter().flatten() {
-                    one.tell(ended.clone().map(|()| 0));
+                    one.complete(ended.clone().map(|()| 0));
                 }
                 ended
             }

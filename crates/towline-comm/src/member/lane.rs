@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use towline::{Kind, Transfer};
 
-use crate::operation::{Completion, Told, WHILE};
+use crate::operation::{Completed, Completion, WHILE};
 use crate::team::{AccessWait, Team};
 use crate::{Error, Result, interrupt};
 
 /// How long the thread of a lane stays when it has nothing to do.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// How many transfers of one lane are in flight at once.
+/// How many transfers of one lane are in flight at the same time.
 const IN_FLIGHT: usize = 64;
 
 /// How many failures are remembered; the first matter.
@@ -55,7 +55,7 @@ impl Task {
 /// Something that went wrong.
 struct Failure {
     error: Error,
-    told: Option<Told>,
+    completed: Option<Completed>,
     /// What was pushed before this number could not know of it.
     known_from: u64,
 }
@@ -76,7 +76,7 @@ struct State {
     /// Tasks taken from the queue that have not ended.
     active: usize,
     running: bool,
-    /// What nobody was told of yet by a step that waits.
+    /// What nobody was completed of yet by a step that waits.
     failures: Vec<Failure>,
 }
 
@@ -110,7 +110,7 @@ impl Lane {
                 let tasks = std::mem::take(&mut state.queue);
                 drop(state);
                 for (_, task) in tasks {
-                    task.into_completion().tell(Err(why.clone()));
+                    task.into_completion().complete(Err(why.clone()));
                 }
             }
         }
@@ -120,7 +120,7 @@ impl Lane {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next task; `None` where none came in time (then the thread has signed off).
+    /// The next task; `None` if none came in time (then the thread has signed off).
     fn next(&self, wait: bool) -> Option<(u64, Task)> {
         let mut state = self.lock();
         loop {
@@ -141,25 +141,25 @@ impl Lane {
         }
     }
 
-    /// Tells how a task ended; its own failure is remembered for the steps behind it.
+    /// Completes a task; its own failure is remembered for the steps behind it.
     fn ended(&self, done: Completion, outcome: Result<u64>, own: bool) {
         let known_from = self.lock().pushed + 1;
         let outcome = outcome.map_err(|error| self.named(error));
         let error = outcome.as_ref().err().filter(|_| own).cloned();
-        let told = done.tell(outcome);
+        let completed = done.complete(outcome);
         let mut state = self.lock();
         state.active -= 1;
         if let Some(error) = error
             && state.failures.len() < MOST_FAILURES
         {
-            state.failures.push(Failure { error, told, known_from });
+            state.failures.push(Failure { error, completed, known_from });
         }
         drop(state);
         self.changed.notify_all();
     }
 
-    /// Says whom an error is about, and tells everybody where it means that a rank has died: they may wait for ranks
-    /// that hear of it only here.
+    /// Says whom an error is about. If it means that a rank has died, sends that to all ranks: they may wait for ranks
+    /// that learn of it only here.
     fn named(&self, error: Error) -> Error {
         match self.team.upgrade() {
             Some(team) => team.lost(self.peer, error),
@@ -171,10 +171,10 @@ impl Lane {
     /// What went wrong before a step, and is not known to who asked for it.
     fn failed_before(&self, number: u64) -> Option<Error> {
         let mut state = self.lock();
-        let seen = |failure: &Failure| failure.told.as_ref().is_some_and(Told::was_seen);
+        let seen = |failure: &Failure| failure.completed.as_ref().is_some_and(Completed::was_seen);
         state.failures.retain(|failure| number < failure.known_from || !seen(failure));
         let error = state.failures.first().map(|failure| failure.error.clone());
-        // Told now; but steps that were asked for before it happened must still learn of it.
+        // Completed now; but steps that were asked for before it happened must still learn of it.
         state.failures.retain(|failure| number < failure.known_from);
         error
     }
@@ -223,7 +223,7 @@ impl Lane {
         }
     }
 
-    /// Waits for the first transfer on its way; `next` is what waits for it, out of the queue already.
+    /// Waits for the first transfer in flight; `next` waits for it and has left the queue already.
     fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>, next: Option<&Completion>) {
         let Some((transfer, done)) = in_flight.pop_front() else { return };
         let mut shown = false;

@@ -114,7 +114,7 @@ pub(crate) fn wait(
     outcome
 }
 
-/// Raises the counter behind everything that is on its way to that rank.
+/// Raises the counter behind everything that is in flight to that rank.
 pub(crate) fn signal(
     member: &Arc<Member>,
     team: &Arc<Team>,

@@ -1,4 +1,4 @@
-//! Collective registration: every rank tells the others what it brings, and all come to the same verdict.
+//! Collective registration: every rank sends the others what it registers, and all come to the same verdict.
 
 use std::sync::Arc;
 
@@ -134,10 +134,10 @@ impl RegisteredMemory {
             next_id: self.windows().next_id(),
             ticket: prepared.as_ref().map_or_else(|_| Vec::new(), |(_, ticket)| ticket.encode()),
         };
-        let told = team.all_gather_bytes(OP, &mine.encode())?;
+        let gathered = team.all_gather_bytes(OP, &mine.encode())?;
         // Ranks wait for the memory of windows that they closed before they came here and this one keeps open.
         self.windows().release_ended();
-        let offers = told.iter().map(|bytes| Offer::decode(bytes)).collect::<Result<Vec<_>>>()?;
+        let offers = gathered.iter().map(|bytes| Offer::decode(bytes)).collect::<Result<Vec<_>>>()?;
         let id = offers.iter().map(|offer| offer.next_id).max().unwrap_or(1);
         self.windows().use_up(id);
         judge(&offers)?;
@@ -171,8 +171,8 @@ impl RegisteredMemory {
             next_id: 0,
             ticket: ticket.map_or_else(|_| Vec::new(), |ticket| ticket.encode()),
         };
-        let told = team.all_gather_bytes(OP, &offer.encode())?;
-        let offers = told.iter().map(|bytes| Offer::decode(bytes)).collect::<Result<Vec<_>>>()?;
+        let gathered = team.all_gather_bytes(OP, &offer.encode())?;
+        let offers = gathered.iter().map(|bytes| Offer::decode(bytes)).collect::<Result<Vec<_>>>()?;
         judge(&offers)?;
         let remotes = all_or_none(team, OP, self.import(team, &offers))?;
         let peers = offers.iter().map(|offer| offer.len as usize).zip(remotes).collect();
@@ -208,7 +208,7 @@ impl RegisteredMemory {
 /// The same outcome on every rank: what this rank has, or the error of the first rank that has none.
 fn all_or_none<T>(team: &Team, op: &'static str, mine: Result<T>) -> Result<T> {
     // Whom the error is about, one more than the rank: the one that cannot be reached is to blame, not who says so.
-    let told = match &mine {
+    let gathered = match &mine {
         Ok(_) => Vec::new(),
         Err(error) => {
             let (kind, why) = Offer::refusal(error);
@@ -216,7 +216,7 @@ fn all_or_none<T>(team: &Team, op: &'static str, mine: Result<T>) -> Result<T> {
             std::iter::once(kind).chain(about.to_le_bytes()).chain(why.into_bytes()).collect()
         }
     };
-    let answers = team.all_gather_bytes(op, &told)?;
+    let answers = team.all_gather_bytes(op, &gathered)?;
     let failing = answers.iter().enumerate().filter_map(|(rank, answer)| {
         let (code, rest) = answer.split_first()?;
         let (about, why) = rest.split_first_chunk::<4>()?;

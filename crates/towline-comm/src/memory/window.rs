@@ -1,4 +1,4 @@
-//! What a window is made of: the memory of this rank, and the way to that of every other.
+//! What a window is made of: the memory of this rank, and how the memory of every other is reached.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering, fence};

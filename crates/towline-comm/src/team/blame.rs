@@ -34,7 +34,7 @@ impl Schedule {
     pub(super) fn new(limit: Duration) -> Schedule {
         let answer = (limit / 2).clamp(ANSWER.0, ANSWER.1);
         let ask = limit.saturating_sub(answer + 2 * LOOK);
-        // A limit below the shortest time for an answer is not enough to tell the slow from the stopped.
+        // A limit below the shortest time for an answer is not enough to distinguish slow ranks from stopped ones.
         Schedule { answer, ask, end: (limit + GRACE).max(ask + STILL) }
     }
 }
@@ -127,7 +127,7 @@ impl Known {
         self.asked.get_or_insert(now);
     }
 
-    pub(super) fn hear(&mut self, state: State, now: Instant) {
+    pub(super) fn update(&mut self, state: State, now: Instant) {
         match self.said {
             Some((before, _)) if before == state => {}
             before => (self.since, self.changed) = (Some(now), before.is_some()),
@@ -244,9 +244,9 @@ mod tests {
         fn the_first_ranks_of_a_wait_are_published(peers in proptest::collection::vec(0usize..65536, 0..6)) {
             let first: Vec<usize> = peers.iter().copied().take(3).collect();
             for (waits, in_vain) in [(Waits::on(&peers), false), (Waits::in_vain(&peers), true)] {
-                let told = Waits::from_word(waits.word());
-                prop_assert_eq!(told.ranks().collect::<Vec<_>>(), first.clone());
-                prop_assert_eq!(told.is_in_vain(), in_vain);
+                let waits_read = Waits::from_word(waits.word());
+                prop_assert_eq!(waits_read.ranks().collect::<Vec<_>>(), first.clone());
+                prop_assert_eq!(waits_read.is_in_vain(), in_vain);
             }
         }
     }
@@ -260,7 +260,7 @@ mod tests {
             known.ask(now - SECOND);
             for (beat, at) in [(1, now - SECOND), (2, now - SECOND / 10)] {
                 if let Some((round, waits, beats)) = *state {
-                    known.hear(State { round, waits, beat: if beats { beat } else { 1 } }, at);
+                    known.update(State { round, waits, beat: if beats { beat } else { 1 } }, at);
                 }
             }
             known

@@ -1,7 +1,7 @@
 //! Ordered byte channels between ranks: a ring per pair and direction, and messages on top.
 //!
 //! The ring from one rank to another lies in the receiver's region; the sender moves its end there, and the receiver
-//! tells in the sender's region how much it has taken. Whatever a call sends and receives makes progress together, so
+//! writes into the sender's region how much it has taken. Whatever a call sends and receives makes progress together, so
 //! that ranks which send to each other never wait for each other's full rings.
 
 mod pipes;
@@ -39,8 +39,8 @@ struct Sent {
 struct Received {
     /// Bytes taken out of it.
     head: u64,
-    /// Those that the peer was told of.
-    told: u64,
+    /// Those that were acknowledged to the peer.
+    acknowledged: u64,
     accepted: u64,
     refused: u64,
 }
@@ -136,7 +136,7 @@ impl<'a> ToReceive<'a> {
 }
 
 impl Team {
-    /// Sends bytes on the ordered channel to that rank; returns when they are on their way.
+    /// Sends bytes on the ordered channel to that rank; returns when they are in flight.
     pub(crate) fn send(&self, peer: usize, bytes: &[u8]) -> Result<()> {
         let mut items = [ToSend::raw(bytes)];
         let mut out = [Outbound { peer, sent: self.sending("send", peer)?, items: &mut items, next: 0 }];
@@ -150,7 +150,7 @@ impl Team {
         self.pump("recv", &mut [], &mut inn)
     }
 
-    /// Sends to one rank and receives from one (it may be the same, or this rank itself) at once.
+    /// Sends to one rank and receives from one (it may be the same, or this rank itself) at the same time.
     pub(crate) fn exchange(&self, to: usize, bytes: &[u8], from: usize, into: &mut [u8]) -> Result<()> {
         const OP: &str = "exchange";
         let (mut sends, mut receives) = ([ToSend::raw(bytes)], [ToReceive::raw(into)]);
@@ -160,7 +160,7 @@ impl Team {
         self.pump(OP, &mut out, &mut inn)
     }
 
-    /// Sends to many ranks and receives from many at once; what concerns one rank goes in the order given.
+    /// Sends to many ranks and receives from many at the same time; what concerns one rank goes in the order given.
     pub(crate) fn exchange_all(
         &self,
         op: &'static str,
@@ -183,7 +183,7 @@ impl Team {
         self.exchange_messages("recv", &[], &mut [Incoming { peer, digest, into }])
     }
 
-    /// Sends and receives many messages at once; those of one rank go in the order given. All of them are finished
+    /// Sends and receives many messages at the same time; those of one rank go in the order given. All of them are finished
     /// before a refused one is reported.
     pub(crate) fn exchange_messages(
         &self,
@@ -373,23 +373,23 @@ impl Team {
             if head > 0 && item.done == head && item.refused.is_none() {
                 self.judge(op, one.peer, item, &mut one.received).map_err(|error| self.fail(error))?;
             }
-            self.tell_taken(one.peer, &mut one.received);
+            self.acknowledge(one.peer, &mut one.received);
         }
         Ok(moved)
     }
 
     /// Gives room back to the sender, in large pieces.
-    fn tell_taken(&self, peer: usize, received: &mut Received) {
+    fn acknowledge(&self, peer: usize, received: &mut Received) {
         let links = &self.links;
-        let add = received.head - received.told;
-        if add >= links.layout.untold() as u64 {
+        let add = received.head - received.acknowledged;
+        if add >= links.layout.acknowledge_after() as u64 {
             // A sender that has left in order has no use for it any more.
             let _ = links.advance(peer, links.layout.taken(self.rank()), received.head, add);
-            received.told = received.head;
+            received.acknowledged = received.head;
         }
     }
 
-    /// Looks at the head of a message, and tells the sender whether it is what was asked for.
+    /// Looks at the head of a message, and says to the sender whether it is what this rank receives.
     fn judge(
         &self,
         op: &'static str,

@@ -1,6 +1,6 @@
 //! What a rank that waits learns from the others, while it waits: for whom they wait, and whether they answer at all.
 //!
-//! A near rank's state is read where it is. A far one is asked by a small read, and nobody waits for the answer: it is looked
+//! A near rank's state is read where it is. A far one is queried by a small read, and nobody waits for the reply: it is looked
 //! for at the next look. One that stands still or is cut off therefore costs no time, and is known when the limit comes.
 
 use std::time::{Duration, Instant};
@@ -10,17 +10,17 @@ use towline::{Registered, SystemStorage, Transfer};
 use super::blame::{Chain, Known, Schedule};
 use super::link::Links;
 
-/// The shortest time that a question may be on its way. It may last beyond the wait: a read that is given up costs the
+/// The shortest limit of a query. It may last beyond the wait: a read that is given up costs the
 /// connection, and a rank that was only slow would be lost.
-const QUESTION: Duration = Duration::from_secs(5);
+const QUERY_LIMIT: Duration = Duration::from_secs(5);
 
 /// What one wait has learnt of the others.
 pub(super) struct Inquiry<'l> {
     links: &'l Links,
     schedule: Schedule,
     known: Vec<Known>,
-    /// The questions on their way, by rank.
-    questions: Vec<Option<Transfer>>,
+    /// The queries in flight, by rank.
+    queries: Vec<Option<Transfer>>,
     landing: Option<Registered<SystemStorage>>,
     within: Duration,
 }
@@ -31,9 +31,9 @@ impl<'l> Inquiry<'l> {
             links,
             schedule,
             known: vec![Known::default(); links.nranks()],
-            questions: (0..links.nranks()).map(|_| None).collect(),
+            queries: (0..links.nranks()).map(|_| None).collect(),
             landing: links.landing(),
-            within: limit.max(QUESTION),
+            within: limit.max(QUERY_LIMIT),
         }
     }
 
@@ -60,21 +60,21 @@ impl<'l> Inquiry<'l> {
         known.ask(now);
         if self.links.is_near(peer) {
             if let Some(state) = self.links.look_at(peer) {
-                known.hear(state, now);
+                known.update(state, now);
             }
             return;
         }
         let Some(landing) = &self.landing else { return };
-        match self.questions[peer].as_ref().map(Transfer::result) {
+        match self.queries[peer].as_ref().map(Transfer::result) {
             Some(None) => return,
             Some(Some(Ok(()))) => {
-                if let Some(state) = Links::answer_of(peer, landing) {
-                    known.hear(state, now);
+                if let Some(state) = Links::reply_of(peer, landing) {
+                    known.update(state, now);
                 }
             }
             Some(Some(Err(_))) | None => {}
         }
-        self.questions[peer] = self.links.ask(peer, landing, self.within).ok();
+        self.queries[peer] = self.links.query_state(peer, landing, self.within).ok();
     }
 
     fn chain(&self, wanted: &[usize], now: Instant) -> Chain<'_> {

@@ -38,7 +38,7 @@ pub(super) const RECORD: usize = 512;
 const LEFT: usize = 0;
 /// How many bytes its rank has put into the ring of this part.
 const TAIL: usize = LINE;
-/// How many bytes its rank has taken from the ring that goes the other way.
+/// How many bytes its rank has taken from the ring of the opposite direction.
 const TAKEN: usize = 2 * LINE;
 /// How many messages its rank has accepted and refused.
 const ACCEPTED: usize = 3 * LINE;
@@ -63,7 +63,7 @@ const LEAST_RING: usize = 16 << 10;
 /// Measured on an all_reduce of 1 MiB of unregistered memory with 2 ranks, on 2 busy cores: rings of 256 KiB make
 /// 2.5 GiB/s, of 512 KiB 3.9, of 1 MiB 4.4, of 2 MiB 4.4 and of 4 MiB 4.3.
 const MOST_RING: usize = 1 << 20;
-/// The most bytes that are put into a ring, or taken out of it, before the other side is told.
+/// The most bytes that are put into a ring, or taken out of it, before the other side is notified.
 const MOST_UNTOLD: usize = 64 << 10;
 
 /// The layout of the control regions of one team.
@@ -113,8 +113,8 @@ impl Layout {
         self.ring
     }
 
-    /// How many bytes of a ring one side moves before it tells the other, which works on them meanwhile.
-    pub(super) fn untold(&self) -> usize {
+    /// How many bytes of a ring one side moves before it notifies the other, which works on them meanwhile.
+    pub(super) fn acknowledge_after(&self) -> usize {
         (self.ring / 4).min(MOST_UNTOLD)
     }
 
@@ -154,7 +154,7 @@ impl Layout {
         self.part(rank) + ABORT_RECORD
     }
 
-    /// The counter of that context and index; `None` where there is none.
+    /// The counter of that context and index; `None` if it does not exist.
     #[inline]
     pub(super) fn signal(&self, rank: usize, context: u32, index: u32) -> Option<usize> {
         let exists = rank < self.nranks && context < self.contexts && index < self.signals;

@@ -1,6 +1,6 @@
 //! How one rank reaches another's control region: by plain stores where memory is shared, by transfers elsewhere.
 //!
-//! What a rank tells another is always *bytes, then a counter*: who sees the counter sees the bytes. A near link stores
+//! What a rank sends to another is always *bytes, then a counter*: who sees the counter sees the bytes. A near link stores
 //! the counter with release. A far one lets the owner raise it by the transfer's signal, which the core promises to do
 //! after the bytes are visible; the order of the bytes within one write is not promised, so no sequence rides in them.
 //! The transfers of one far link are small enough to take one connection, which keeps them in order.
@@ -27,7 +27,7 @@ const UNSEEN: usize = 256;
 /// The most bytes that go through a ring in one transfer: far below what the core spreads over several connections.
 const FAR_CHUNK: usize = 64 << 10;
 
-/// The way to one rank.
+/// How one rank is reached.
 pub(super) enum Link {
     /// This rank itself.
     Own,
@@ -48,7 +48,7 @@ impl Link {
     }
 }
 
-/// The way to a rank whose memory is not shared.
+/// The link to a rank whose memory is not shared.
 pub(super) struct FarLink {
     remote: Remote,
     /// Where in the staging memory the copy of its ring lies.
@@ -72,7 +72,7 @@ impl Staging {
     const RINGS: usize = (Staging::RECORD + RECORD).next_multiple_of(4096);
 }
 
-/// The ways to all ranks.
+/// The links to all ranks.
 pub(super) struct Links {
     pub(super) rank: usize,
     pub(super) layout: Layout,
@@ -170,7 +170,7 @@ impl Links {
         Ok(())
     }
 
-    /// Writes this rank's entry into a peer's region. A far peer's is on its way when this returns, from the staging
+    /// Writes this rank's entry into a peer's region. A far peer's is in flight when this returns, from the staging
     /// memory, which must not change until the transfer has ended.
     pub(super) fn post_entry(
         &self,
@@ -304,12 +304,12 @@ impl Links {
 
     /// The most bytes that one push takes.
     pub(super) fn chunk(&self, peer: usize) -> usize {
-        let untold = self.layout.untold();
-        if self.is_near(peer) { untold } else { untold.min(FAR_CHUNK) }
+        let chunk = self.layout.acknowledge_after();
+        if self.is_near(peer) { chunk } else { chunk.min(FAR_CHUNK) }
     }
 
-    /// Tells a peer that the team was aborted, unless another rank has told it already. Returns what is on its way.
-    pub(super) fn tell_abort(&self, peer: usize, record: &[u8; RECORD]) -> Result<Option<Transfer>> {
+    /// Sends a peer the abort of the team, unless another rank has sent it already. Returns the transfer that is in flight.
+    pub(super) fn send_abort(&self, peer: usize, record: &[u8; RECORD]) -> Result<Option<Transfer>> {
         let (at, mark) = (self.layout.abort_record(self.rank), self.rank as u64 + 1);
         let sent = match &self.links[peer] {
             Link::Own => {
@@ -334,7 +334,7 @@ impl Links {
         Ok(sent)
     }
 
-    /// The landing of answers to [`ask`](Self::ask), for all ranks; `None` where no rank is far.
+    /// The memory for the replies to [`query_state`](Self::query_state), for all ranks; `None` if no rank is far.
     pub(super) fn landing(&self) -> Option<Registered<SystemStorage>> {
         self.has_far().then_some(())?;
         let storage = SystemStorage::new(self.nranks() * STATE_LEN).ok()?;
@@ -342,7 +342,7 @@ impl Links {
     }
 
     /// Reads the state of a far rank into its place in the landing.
-    pub(super) fn ask(
+    pub(super) fn query_state(
         &self,
         peer: usize,
         landing: &Registered<SystemStorage>,
@@ -354,8 +354,8 @@ impl Links {
         Ok(request.limits(Limits::within(within)).start()?)
     }
 
-    /// The state of a far rank, as its answer says.
-    pub(super) fn answer_of(peer: usize, landing: &Registered<SystemStorage>) -> Option<State> {
+    /// The state of a far rank, from the reply.
+    pub(super) fn reply_of(peer: usize, landing: &Registered<SystemStorage>) -> Option<State> {
         State::of(|at| landing.load(peer * STATE_LEN + at - STATE).ok())
     }
 
@@ -402,7 +402,7 @@ impl Links {
         self.beat();
     }
 
-    /// Wakes a peer that sleeps. That it is gone is seen elsewhere: it may have left in order after what it was told.
+    /// Wakes a peer that sleeps. That it is gone is seen elsewhere: it may have left in order after it got the message.
     #[inline]
     pub(super) fn wake(&self, peer: usize) {
         match &self.links[peer] {
@@ -434,7 +434,7 @@ impl Links {
     pub(super) fn settle(&self, until: Instant) {
         let far =
             || self.links.iter().filter_map(|link| if let Link::Far(far) = link { Some(far) } else { None });
-        // Where bytes do not go by sockets, a transfer ends when its signal is on the way, and nobody has waited for the
+        // Where bytes do not go by sockets, a transfer ends when its signal is in flight, and nobody has waited for the
         // mark of an abort. Both take the connection that this takes, so they are there when its answer is here.
         let answers: Vec<Transfer> = far()
             .filter_map(|far| self.endpoint.compare_swap(&far.remote, ABORTED as u64, 0, 0).ok())
@@ -527,7 +527,7 @@ fn not_far() -> Error {
 }
 
 fn not_near() -> Error {
-    Error::new(Kind::Internal, "team", "bytes for another near rank were given to one that is none")
+    Error::new(Kind::Internal, "team", "bytes for a near rank were given to a far one")
 }
 
 impl FarLink {

@@ -10,7 +10,7 @@ const HEAD: usize = 6;
 /// Ranks that a record has room for; an error about more of them names the first.
 const MOST_RANKS: usize = 32;
 
-/// The bytes that tell other ranks of an error.
+/// The bytes by which other ranks learn of an error.
 pub(super) fn encode(error: &Error, origin: usize) -> [u8; RECORD] {
     let mut bytes = [0; RECORD];
     let kind = Kind::ALL.iter().position(|(kind, _)| *kind == error.kind()).unwrap_or_default();
@@ -34,7 +34,7 @@ pub(super) fn encode(error: &Error, origin: usize) -> [u8; RECORD] {
     bytes
 }
 
-/// The error that a record tells of. Takes whatever is there: a peer may be mistaken.
+/// The error in a record. Takes whatever is there: a peer may be mistaken.
 pub(super) fn decode(bytes: &[u8; RECORD], op: &'static str, nranks: usize) -> Error {
     let kind = Kind::ALL.get(usize::from(bytes[0])).map_or(Kind::Internal, |(kind, _)| *kind);
     let count = usize::from(bytes[1]).min(MOST_RANKS);
@@ -57,25 +57,25 @@ mod tests {
     #[test]
     fn an_error_survives_the_way_to_another_rank() {
         let error = Error::new(Kind::Timeout, "reduce", "nothing came").about([1, 7]);
-        let told = decode(&encode(&error, 3), "reduce", 8);
-        assert_eq!((told.kind(), told.ranks()), (Kind::Timeout, &[1, 7][..]));
-        assert_eq!(told.message(), "rank 3 gave up: reduce: nothing came");
+        let read = decode(&encode(&error, 3), "reduce", 8);
+        assert_eq!((read.kind(), read.ranks()), (Kind::Timeout, &[1, 7][..]));
+        assert_eq!(read.message(), "rank 3 gave up: reduce: nothing came");
     }
 
     #[test]
     fn what_is_too_long_is_cut() {
         let error = Error::new(Kind::Invalid, "reduce", "ä".repeat(1000)).about(0..1000);
-        let told = decode(&encode(&error, 3), "reduce", 10);
-        assert_eq!(told.ranks(), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
-        assert!(told.message().ends_with('ä'));
+        let read = decode(&encode(&error, 3), "reduce", 10);
+        assert_eq!(read.ranks(), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert!(read.message().ends_with('ä'));
     }
 
     proptest! {
         #[test]
         fn any_bytes_make_an_error(bytes in proptest::collection::vec(any::<u8>(), RECORD)) {
             let bytes: [u8; RECORD] = bytes.try_into().unwrap_or([0; RECORD]);
-            let told = decode(&bytes, "x", 4);
-            prop_assert!(told.ranks().iter().all(|rank| *rank < 4));
+            let read = decode(&bytes, "x", 4);
+            prop_assert!(read.ranks().iter().all(|rank| *rank < 4));
         }
     }
 }

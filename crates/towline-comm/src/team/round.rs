@@ -41,7 +41,7 @@ impl Round<'_> {
         word.unwrap_or_default()
     }
 
-    /// What that rank told the others; zeros for a rank that does not exist.
+    /// What that rank sent the others; zeros for a rank that does not exist.
     pub(crate) fn words(&self, rank: usize) -> [u64; 4] {
         std::array::from_fn(|index| self.word(rank, WORDS + 8 * index))
     }
@@ -162,7 +162,7 @@ impl Team {
         let sent = &mut progress.sent[(round % 2) as usize];
         let mut failed = None;
         let at_home = self.reads_at_home();
-        // This rank's own entry comes first: the others may look there as soon as they are told.
+        // This rank's own entry comes first: the others may look there as soon as they are notified.
         for places in 0..self.nranks() {
             let peer = (self.rank() + places) % self.nranks();
             let payload = match (places == 0, at_home) {
@@ -173,7 +173,7 @@ impl Team {
             match links.post_entry(peer, round, &head, payload) {
                 Ok(None) => {}
                 Ok(Some(transfer)) => sent.push((peer, transfer)),
-                // The others are told all the same: they wait for this rank.
+                // The others are notified all the same: they wait for this rank.
                 Err(error) => failed = failed.or(Some(lost(call.name, peer, &error))),
             }
         }

@@ -66,7 +66,7 @@ fn with_ranks<T: Send>(
         seats.push(Seat::open(&endpoint, nranks, options(timeout)).unwrap());
     }
     let tickets: Vec<_> = seats.iter().map(|seat| seat.ticket().unwrap()).collect();
-    // A body may abort at once, which must not meet a rank that is still assembling.
+    // A body may abort immediately, which must not meet a rank that is still assembling.
     let all_seated = Barrier::new(nranks);
     thread::scope(|scope| {
         let threads: Vec<_> = seats
@@ -88,7 +88,7 @@ fn with_ranks<T: Send>(
 /// Long enough for anything that is not meant to time out.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Bytes that tell where they belong.
+/// Bytes that say where they belong.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(len + 8);
     let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;

@@ -21,8 +21,8 @@ const LOOKS: usize = 16;
 /// How often a waiter looks that has come to its limit and does not know yet because of whom.
 const LATE: Duration = Duration::from_millis(20);
 
-/// How long the one that gives up waits until the others have been told; what is on its way then goes on.
-const TELL: Duration = Duration::from_millis(200);
+/// How long a rank that gives up waits until the others have got its record; what is in flight then goes on.
+const ABORT_LIMIT: Duration = Duration::from_millis(200);
 
 /// A waiter that has slept once does not spin again.
 const NO_PATIENCE: Patience = Patience { spin: Duration::ZERO, yielding: Duration::ZERO };
@@ -81,7 +81,7 @@ impl Team {
                 None => {}
             }
             if let Err(error) = interrupt::check(op) {
-                // Nobody but the one who interrupted it is to blame.
+                // Only the caller that interrupted it is to blame.
                 links.publish(Waits::NOBODY);
                 return Err(error.about([self.rank()]));
             }
@@ -169,8 +169,8 @@ impl Team {
         let error = record::decode(&bytes, "team", self.nranks());
         if self.failure.set(error).is_ok() {
             self.failed.store(true, Ordering::Release);
-            // Who gave up may have died before it had told everybody.
-            self.tell(&bytes);
+            // The rank that gave up may have died before it had sent its record to all.
+            self.send_abort_to_all(&bytes);
         }
         self.failure.get().cloned()
     }
@@ -182,28 +182,28 @@ impl Team {
         }
         self.failed.store(true, Ordering::Release);
         tracing::debug!(rank = self.rank(), %error, "gives the team up");
-        let told = self.tell(&record::encode(error, self.rank()));
-        let until = Instant::now() + TELL;
+        let in_flight = self.send_abort_to_all(&record::encode(error, self.rank()));
+        let until = Instant::now() + ABORT_LIMIT;
         // Who has not come does not answer now, either.
-        for (_, transfer) in told.into_iter().filter(|(peer, _)| !error.ranks().contains(peer)) {
+        for (_, transfer) in in_flight.into_iter().filter(|(peer, _)| !error.ranks().contains(peer)) {
             if transfer.wait_for(until.saturating_duration_since(Instant::now())).is_none() {
                 break;
             }
         }
     }
 
-    /// Leaves a record with every rank that has none, this one first: its own waits then end, also those that telling the others
-    /// might need. Returns what is on its way to far ones.
-    fn tell(&self, record: &[u8; RECORD]) -> Vec<(usize, Transfer)> {
-        let mut told = Vec::new();
+    /// Leaves a record with every rank that has none, this one first: its own waits then end, also those that sending to the others
+    /// might need. Returns what is in flight to far ones.
+    fn send_abort_to_all(&self, record: &[u8; RECORD]) -> Vec<(usize, Transfer)> {
+        let mut in_flight = Vec::new();
         for places in 0..self.nranks() {
             let peer = (self.rank() + places) % self.nranks();
-            match self.links.tell_abort(peer, record) {
-                Ok(sent) => told.extend(sent.map(|sent| (peer, sent))),
+            match self.links.send_abort(peer, record) {
+                Ok(sent) => in_flight.extend(sent.map(|sent| (peer, sent))),
                 Err(reason) => tracing::debug!(peer, %reason, "could not be notified"),
             }
         }
-        told
+        in_flight
     }
 
     /// Fails the team because this rank takes part no longer.
@@ -213,12 +213,12 @@ impl Team {
         self.abort(&self.with_reason(error.about([rank])));
     }
 
-    /// The ranks that cannot be reached any more, by this rank or by the one whose word on it has failed the team: that
+    /// The ranks that cannot be reached any more, by this rank or by the rank whose record has failed the team: that
     /// may come before this one notices.
     pub(crate) fn dead(&self) -> Vec<usize> {
         let failure = self.failure().filter(|error| error.kind() == Kind::Disconnected);
-        let told = |peer: usize| failure.as_ref().is_some_and(|error| error.ranks().contains(&peer));
-        (0..self.nranks()).filter(|peer| told(*peer) || self.links.check(*peer).is_err()).collect()
+        let is_named = |peer: usize| failure.as_ref().is_some_and(|error| error.ranks().contains(&peer));
+        (0..self.nranks()).filter(|peer| is_named(*peer) || self.links.check(*peer).is_err()).collect()
     }
 
     /// The error of waiting for ranks of which some are gone, and whether one of them did not leave in order.

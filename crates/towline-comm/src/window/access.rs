@@ -100,7 +100,7 @@ impl Window {
         })
     }
 
-    /// [`put_signal`](Self::put_signal) of bytes that are copied at the call; none at all only signals.
+    /// [`put_signal`](Self::put_signal) of bytes that are copied at the call; no bytes only signals.
     pub fn put_signal_bytes(
         &self,
         peer: usize,
@@ -224,7 +224,7 @@ impl Window {
         })
     }
 
-    /// What an access that failed at once has to say.
+    /// The operation of an access that failed immediately.
     fn lost(&self, peer: usize, error: Error) -> Error {
         match self.host(error.op()).and_then(|member| member.team(error.op())) {
             Ok(team) => team.lost(peer, error),

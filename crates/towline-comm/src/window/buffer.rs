@@ -141,7 +141,7 @@ fn closed(op: &'static str) -> Error {
 
 #[cold]
 fn not_closed(error: &towline::Error) {
-    // A forked child closes nothing, and need not be told.
+    // A forked child closes nothing.
     if towline::fork_guard("close").is_ok() {
         tracing::error!(%error, "a registered buffer could not be closed");
     }

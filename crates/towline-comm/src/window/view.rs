@@ -96,7 +96,7 @@ impl fmt::Debug for PeerView {
     }
 }
 
-/// A series of small accesses to a window: everything that each needs was looked up once. Its calls run at once, also
+/// A series of small accesses to a window: everything that each needs was looked up once. Its calls run immediately, also
 /// inside a group, and wait for their end.
 ///
 /// ```

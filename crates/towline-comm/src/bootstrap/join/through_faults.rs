@@ -1,4 +1,4 @@
-//! Meetings whose connections go through a bad network: everybody who comes is told something, or says itself what went wrong.
+//! Meetings whose connections go through a bad network: every rank that joins gets a reply, or says itself what went wrong.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::io::{Read, Write};
@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_millis(800);
 /// What a bad network may give.
 const BROKEN: [Kind; 4] = [Kind::Disconnected, Kind::Timeout, Kind::Protocol, Kind::PermissionDenied];
 
-/// About as much as goes over one connection each way: somewhere in it comes a fault.
+/// About as much as goes over one connection in each direction: a fault comes somewhere within it.
 const EVERY: u64 = 200;
 
 struct Ranks {
@@ -59,7 +59,7 @@ impl Ranks {
         join_by(id, &joining, |_, _| Ok(Stream::Tcp(Bounded::new(TcpStream::connect(address).unwrap()))))
     }
 
-    /// One meeting: how many ranks were told who is there.
+    /// One meeting: how many ranks got the list.
     fn meet(&self, number: u64, tls: bool, faults: &Faults) -> usize {
         let seed = seed().wrapping_mul(1000).wrapping_add(number);
         let (id, _root) = open_meeting(&UniqueIdOptions { tls, ..UniqueIdOptions::default() }).unwrap();
@@ -75,9 +75,12 @@ impl Ranks {
         for end in ends {
             match end {
                 Ok(tickets) => {
-                    let (told, right): (Vec<_>, Vec<_>) =
+                    let (replies, right): (Vec<_>, Vec<_>) =
                         tickets.iter().zip(&self.tickets).map(|(a, b)| (a.encode(), b.encode())).unzip();
-                    assert_eq!(told, right, "seed {seed}: a rank was told of others than those that came");
+                    assert_eq!(
+                        replies, right,
+                        "seed {seed}: a rank got a list with other ranks than those that joined"
+                    );
                     good += 1;
                 }
                 Err(error) => assert!(BROKEN.contains(&error.kind()), "seed {seed}: {error}"),
@@ -87,7 +90,7 @@ impl Ranks {
     }
 }
 
-/// Many meetings, some side by side: how many ranks were told who is there, and how many there were.
+/// Many meetings, some at the same time: how many ranks got the list, and how many ranks there were.
 fn meet_all(test: &str, tls: bool, faults: &Faults) -> (usize, usize) {
     const MEETINGS: u64 = 24;
     let _watchdog = watch(test, (PATIENCE + GRACE) * 30);
@@ -97,8 +100,8 @@ fn meet_all(test: &str, tls: bool, faults: &Faults) -> (usize, usize) {
         for _ in 0..8 {
             scope.spawn(|| {
                 while let number @ 0..MEETINGS = next.fetch_add(1, Ordering::Relaxed) {
-                    let told = ranks.meet(number, tls, faults);
-                    *good.lock().unwrap() += told;
+                    let replies = ranks.meet(number, tls, faults);
+                    *good.lock().unwrap() += replies;
                 }
             });
         }
@@ -111,7 +114,7 @@ fn delays_hold_nobody_up_for_ever_and_change_nothing() {
     for tls in [false, true] {
         let faults = Faults { every: EVERY, delay: Some(Duration::from_millis(10)), ..Faults::default() };
         let (good, _) = meet_all("delays_hold_nobody_up_for_ever_and_change_nothing", tls, &faults);
-        assert!(good > 0, "tls {tls}: no rank was told anything");
+        assert!(good > 0, "tls {tls}: no rank got a reply");
     }
 }
 

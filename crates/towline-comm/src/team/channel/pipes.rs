@@ -58,7 +58,7 @@ impl Team {
 }
 
 impl Pipes<'_> {
-    /// The most bytes of a chunk of which four find room in a ring, also where its owner has not told all it has taken.
+    /// The most bytes of a chunk of which four find room in a ring, also if its owner has not acknowledged all that it has taken.
     pub(crate) fn chunk(&self) -> usize {
         self.team.links.layout.ring_len() / 8
     }
@@ -136,7 +136,7 @@ impl Pipes<'_> {
             links.region.read_at(ring, second)?;
         }
         received.head += into.len() as u64;
-        team.tell_taken(peer, received);
+        team.acknowledge(peer, received);
         Ok(())
     }
 
@@ -178,7 +178,7 @@ impl Pipes<'_> {
             total(sum.dtype, &sources, &targets, now)?;
             for from in sum.from {
                 self.receiving[*from].head += now as u64;
-                team.tell_taken(*from, &mut self.receiving[*from]);
+                team.acknowledge(*from, &mut self.receiving[*from]);
             }
             sum.to.iter().for_each(|to| self.sending[*to].tail += now as u64);
             done += now;

@@ -210,9 +210,9 @@ fn an_abort_that_reached_one_rank_reaches_all() {
     for links in ALL_LINKS {
         let errors = with_ranks(4, links, LONG, |team| {
             if team.rank() == 0 {
-                // As if this rank had died after it had told the first.
-                let error = Error::new(Kind::Native, "all_reduce", "half told").about([2]);
-                let _ = team.links.tell_abort(1, &record::encode(&error, 0)).unwrap();
+                // As if this rank had died after it had sent its record to the first.
+                let error = Error::new(Kind::Native, "all_reduce", "half sent").about([2]);
+                let _ = team.links.send_abort(1, &record::encode(&error, 0)).unwrap();
             }
             team.recv((team.rank() + 1) % 4, &mut [0; 8]).unwrap_err()
         });
