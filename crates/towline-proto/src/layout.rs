@@ -61,7 +61,7 @@ pub struct Dim {
 /// not defined.
 ///
 /// A layout is valid from its making on, also when it was deserialized: no count or length is zero, and
-/// no reachable offset overflows. Whether it lies inside a region is a question for [`Layout::fits`].
+/// no reachable offset overflows. Whether it lies inside a region is checked by [`Layout::fits`].
 ///
 /// ```
 /// # use towline_proto as towline;

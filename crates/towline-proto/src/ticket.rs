@@ -43,7 +43,7 @@ const SEAL_LEN: usize = TAG_LEN + CHECK_LEN;
 pub struct TicketBody {
     /// The owner.
     pub identity: Identity,
-    /// The ways to reach it, best first; at most 8.
+    /// The addresses where it can be reached, best first; at most 8.
     pub reach: Vec<Reach>,
     /// The region's row in the owner's table.
     pub row: u32,

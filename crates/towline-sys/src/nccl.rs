@@ -138,8 +138,8 @@ impl Nccl {
         // The loader knows the file that a bare name led to.
         let path = loader::file_at(api.version as usize).unwrap_or_else(|| library.name().into());
         let path = path.canonicalize().unwrap_or(path);
-        let told = CHECKS.iter().any(|name| std::env::var_os(name).is_some());
-        let registers_plainly = PLAIN.contains(&version) && !told;
+        let checks_set = CHECKS.iter().any(|name| std::env::var_os(name).is_some());
+        let registers_plainly = PLAIN.contains(&version) && !checks_set;
         Ok(Nccl(Arc::new(Loaded { api, library, path, version, fake, registers_plainly })))
     }
 
@@ -221,7 +221,7 @@ impl Nccl {
     }
 
     /// Whether `ncclCommRegister` makes no call of CUDA's, so that it neither needs a context nor makes one current: 2.28 writes
-    /// an entry into a list, and later versions look at the memory. Not where NCCL was told to check pointers.
+    /// an entry into a list, and later versions look at the memory. Not if NCCL is set to check pointers.
     #[inline]
     pub fn registers_without_context(&self) -> bool {
         self.0.registers_plainly

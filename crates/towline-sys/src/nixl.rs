@@ -117,7 +117,7 @@ impl Nixl {
         self.0.library.origin()
     }
 
-    /// The version, where the library lies in a wheel; the C API itself does not tell.
+    /// The version, where the library lies in a wheel; the C API itself does not say.
     pub fn version(&self) -> Option<&str> {
         self.0.version.as_deref()
     }

@@ -1,7 +1,7 @@
 //! NCCL, where the machine has it: groups of ranks whose memory is that of GPUs. Found and loaded at run time, never needed.
 //!
 //! [`Comm`] is one rank's membership in a group of NCCL's. Work goes into CUDA streams as a [`Job`], alone or [together
-//! with others](run_together), and tells its end through a [`Pending`]. Memory is kept until the streams have got past
+//! with others](run_together), and reports its end through a [`Pending`]. Memory is kept until the streams have got past
 //! what uses it; handles are closed once, after that and before the group. Every wait has a limit: at its end the group is
 //! revoked, or aborted where NCCL cannot revoke, and the error says what it was waiting for.
 //!

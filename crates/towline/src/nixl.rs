@@ -1,4 +1,4 @@
-//! The names of `dynamo_memory::nixl`: agents that register memory, tell peers of it and move it.
+//! The names of `dynamo_memory::nixl`: agents that register memory, send its metadata to peers and move it.
 //!
 //! They run on NIXL where that is installed (found and loaded at run time, never needed) and on the transports of this library
 //! where it is not: [`Engine`], chosen in [`AgentConfig`] or [`NixlBackendConfig`], by default automatically, and visible in
@@ -63,7 +63,7 @@ pub enum Availability {
         path: PathBuf,
         /// Why it was looked for there.
         origin: String,
-        /// Its version, where that can be told.
+        /// Its version, if it is known.
         version: Option<String>,
         /// The plug-ins that came with it.
         plugins: Vec<String>,

@@ -391,12 +391,12 @@ impl Passive {
                 Err(error) => Err(error.during(self.name).with_peer(&**peer)),
             }
         };
-        // What its claimer says was bad is no news to it.
+        // It knows already what its claimer reports as bad.
         let answer = if said_well { outcome.clone() } else { Ok(()) };
         if self.end(outcome) { answer } else { Err(over()) }
     }
 
-    /// Ends it, unless it has ended or is about to, which it says: revokes its regions, and tells who waits when these are quiet.
+    /// Ends it, unless it has ended or is about to, which it says: revokes its regions, and wakes who waits when these are quiet.
     pub(crate) fn end(self: &Arc<Self>, result: Result<()>) -> bool {
         let (offered, claims) = {
             let mut inner = lock(&self.inner);
@@ -417,7 +417,7 @@ impl Passive {
         // They learn that it is over.
         claims.into_iter().for_each(|claim| claim());
         for (Offered { region, keep }, _) in offered {
-            // What is dropped first is told of first: the memory's user, then who waits for the operation.
+            // What is dropped first is reported first: the memory's user, then who waits for the operation.
             region.release_then((keep, Quiet(Arc::clone(self))));
         }
         self.one_quiet();
@@ -492,7 +492,7 @@ impl Passive {
     fn deadline_passed(self: &Arc<Self>) {
         let error = {
             let inner = lock(&self.inner);
-            // A timer that was replaced while it fired is none.
+            // A timer that was replaced while it fired counts for nothing.
             if inner.due.is_none_or(|(when, _)| when > Instant::now()) {
                 return;
             }

@@ -207,7 +207,7 @@ impl Transfer {
     }
 
     /// Asks it to stop. It ends with [`Kind::Canceled`] once the local memory is safe to reuse: wait for that. Over a stream, a write
-    /// that is under way ends when the owner has said what became of it, and within two seconds in any case, whatever the limits are.
+    /// that is in flight ends when the owner has said what became of it, and within two seconds in any case, whatever the limits are.
     /// Where the owner has said nothing by then, the connection is given up; nothing of the write changes the remote memory once
     /// it is [quiet](Self::quiet), which on one host it is at its end.
     ///
@@ -223,7 +223,7 @@ impl Transfer {
     /// Whether nothing of this transfer can touch the local memory any more, nor change the owner's.
     ///
     /// With the built-in paths a transfer ends only when it is quiet, so this is [`is_done`](Self::is_done), but for some cases. A write
-    /// to another host that was stopped may end while its bytes are on their way, or with an owner that says nothing: it is quiet when the
+    /// to another host that was stopped may end while its bytes are in flight, or with an owner that says nothing: it is quiet when the
     /// owner has said that nothing more of it will land, or has ended the session. One that was in flight when this endpoint was
     /// closed, or when its session was given up because nothing came from the owner's host, is never quiet: nobody asks any more. NIXL
     /// cannot stop what it has begun: there a transfer that was cancelled, ran out of time or lost its peer may end before it is

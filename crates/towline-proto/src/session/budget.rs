@@ -24,7 +24,7 @@ pub struct Account {
 /// So much each may have as long as there is some: an ordinary session with a few grants.
 const LEAST: u64 = 256 << 10;
 
-/// And so much more for a frame on its way in or out, while an eighth of all is left: who has used up its share is told so, and not
+/// And so much more for a frame that comes in or goes out, while an eighth of all is left: a peer that has used up its share gets an error, and is not
 /// cut off.
 const BRIEFLY: u64 = 1 << 20;
 

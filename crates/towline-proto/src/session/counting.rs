@@ -16,7 +16,7 @@ const MOST_COUNTED: usize = 1 << 16;
 /// What waits for pieces of one peer's transfers takes at most about this many bytes.
 const MOST_WAITING: usize = 64 << 20;
 
-/// Something that follows the pieces of a transfer, and to whom its outcome is to be told.
+/// Something that follows the pieces of a transfer, and who gets its outcome.
 pub struct Follower<A> {
     /// The signal or notification.
     pub message: Message,

@@ -37,7 +37,7 @@ pub struct Opened {
     /// By what both sides know a lane: the transcript of its handshake.
     pub name: Option<[u8; 32]>,
     /// It does not leave this host: the owner's kernel knows of its end as soon as this side has ended it. Between hosts, bytes may still be
-    /// on their way, and the owner may still apply what it has of them.
+    /// in flight, and the owner may still apply what it has of them.
     pub same_host: bool,
 }
 
@@ -138,7 +138,7 @@ pub enum Action<W: Waiter> {
     Stopped(W),
     /// That request ends with that error.
     Failed(W, Error),
-    /// The connection of that request is gone, or not heard of any more.
+    /// The connection of that request is gone, or nothing comes over it any more.
     Lost {
         /// Who waits for it.
         waiter: W,
@@ -202,7 +202,7 @@ impl<W: Waiter> Pending<W> {
 /// What a session to an owner is, for who it is between.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    /// It goes over TCP: bytes may be on their way for long, and a host may be gone without a word.
+    /// It goes over TCP: bytes may be in flight for long, and a host may be gone without a word.
     pub between_hosts: bool,
     /// The owner understands Withdraw and EndLane.
     pub ends_lanes: bool,
@@ -219,7 +219,7 @@ pub struct Initiator<W: Waiter> {
     /// Checksums that have come ahead of the bytes, by request.
     checks: BTreeMap<u64, Vec<u32>>,
     began: Instant,
-    heard: Instant,
+    last_received: Instant,
     pulse: Option<Pulse>,
     over: Option<Error>,
     /// This side has ended it, and not the owner: on a wish, or because nothing came from the owner's host any more.
@@ -238,7 +238,7 @@ impl<W: Waiter> Initiator<W> {
             owed: Owed::default(),
             checks: BTreeMap::new(),
             began: now,
-            heard: now,
+            last_received: now,
             pulse: None,
             over: None,
             ended_here: false,
@@ -339,7 +339,7 @@ impl<W: Waiter> Initiator<W> {
         })
     }
 
-    /// Whether bytes of transfers are on their way.
+    /// Whether bytes of transfers are in flight.
     pub fn is_moving(&self) -> bool {
         self.pending
             .values()
@@ -351,13 +351,13 @@ impl<W: Waiter> Initiator<W> {
         self.pending.values().any(|one| one.changing().is_some())
     }
 
-    /// How long the owner has not been heard.
+    /// How long nothing has come from the owner.
     pub fn silence(&self, now: Instant) -> Duration {
-        now.saturating_duration_since(self.heard)
+        now.saturating_duration_since(self.last_received)
     }
 
-    /// As if nothing had been heard since it began.
-    pub fn heard_nothing(&mut self) {
-        self.heard = self.began;
+    /// As if nothing had come since it began.
+    pub fn restart_silence(&mut self) {
+        self.last_received = self.began;
     }
 }

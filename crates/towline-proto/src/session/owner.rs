@@ -1,10 +1,10 @@
 //! The owner's role in a session: which ticket has which handle, what a request may touch, what follows it, and what becomes of everything
 //! when a connection ends.
 //!
-//! [`Owner`] is told what happens: a [frame](Owner::frame) has come, a [payload](Owner::payload) is announced, a piece is
+//! [`Owner`] gets what happens: a [frame](Owner::frame) has come, a [payload](Owner::payload) is announced, a piece is
 //! [applied](Owner::applied), a connection is [gone](Owner::gone), time has passed. It says what to do about that, and does nothing itself. A
 //! region that is taken back needs no event: its grants find that it is gone. What a request may touch comes out as [`Admitted`],
-//! together with what holds its region: there is no other way to [`Ranges`].
+//! together with what holds its region: nothing else gives [`Ranges`].
 
 mod admission;
 mod announced;
@@ -82,7 +82,7 @@ pub struct Owner<G: Grant, C> {
     heartbeat: Heartbeat,
     allowance: Arc<Allowance>,
     over: bool,
-    /// The peer has said that nothing of it is under way any more.
+    /// The peer has said that nothing of it is in flight any more.
     goodbye: bool,
 }
 
@@ -147,7 +147,7 @@ pub struct Gone {
 pub struct Remains<G> {
     /// The grants that were not given back.
     pub grants: Vec<Arc<G>>,
-    /// The peer has said goodbye: nothing of it is under way by them.
+    /// The peer has said goodbye: nothing of it is in flight by them.
     pub goodbye: bool,
 }
 
@@ -186,7 +186,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
 
     /// A frame without payload has come over that connection.
     pub fn frame(&mut self, over: &C, id: u64, message: Message, now: Instant) -> Result<Action<G, C>> {
-        self.heartbeat.heard();
+        self.heartbeat.received();
         Ok(match message {
             Message::Import(import) => Action::Import(import),
             Message::Release(release) => {
@@ -257,7 +257,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
         body_len: usize,
         now: Instant,
     ) -> Result<Arriving<G>> {
-        self.heartbeat.heard();
+        self.heartbeat.received();
         let (handle, blocks, is_combined) = match message {
             Message::Write(write) => (write.handle, write.blocks, false),
             Message::Reduce(reduce) if header.payload_len <= MOST_REDUCED => {

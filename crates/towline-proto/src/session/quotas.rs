@@ -1,16 +1,16 @@
-//! How much of an endpoint strangers and peers may take.
+//! How much of an endpoint unauthenticated connections and peers may take.
 
 use std::time::Duration;
 
-/// How much of an endpoint strangers and peers may take. What goes beyond is refused with `Exhausted`; what is running
+/// How much of an endpoint unauthenticated connections and peers may take. What goes beyond is refused with `Exhausted`; what is running
 /// goes on.
 ///
-/// A *stranger* is a connection that has not proven to hold a ticket yet. A *peer* is one life of an endpoint, as it calls
+/// An *unauthenticated* connection has not proven yet that it holds a ticket. A *peer* is one life of an endpoint, as it calls
 /// itself; the limit on all peers together is what bounds one that calls itself by many names.
 ///
 /// # The worst case
-/// Whatever peers and strangers do, they cause an endpoint to hold at most [`memory`](Quotas::memory) bytes (4 GiB), and beside that
-/// - for each stranger 64 KiB, with TLS 288 KiB: 72 MiB in all;
+/// Whatever peers and unauthenticated connections do, they cause an endpoint to hold at most [`memory`](Quotas::memory) bytes (4 GiB), and beside that
+/// - for each unauthenticated connection 64 KiB, with TLS 288 KiB: 72 MiB in all;
 /// - 64 MiB of messages of peers that have gone;
 /// - 8 MiB for each thread that works for peers at that moment. There are at most 32 for disks and queries, and 64 in the copy
 ///   pool, which has as many as processors, up to 16, and more only while some wait.
@@ -27,7 +27,7 @@ pub struct Quotas {
     pub prove_within: Duration,
     /// Sessions of all peers, at a time.
     pub peers: usize,
-    /// Connections of one peer. This library opens up to 17 by each way.
+    /// Connections of one peer. This library opens up to 17 over each path.
     pub connections: usize,
     /// Granted tickets that one peer holds, on one session. The same ticket counts once, however often it is imported.
     pub grants: usize,

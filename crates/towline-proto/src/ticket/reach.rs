@@ -1,16 +1,16 @@
-//! The ways to reach an endpoint.
+//! The addresses of an endpoint.
 
 use std::fmt;
 use std::net::SocketAddr;
 
 use crate::identity::Incarnation;
 
-/// The most ways to reach its owner that a ticket can name.
+/// The most addresses of its owner that a ticket can name.
 pub const MAX_REACH: usize = 8;
 
-/// One way to reach the owner of a ticket.
+/// One address of the owner of a ticket.
 ///
-/// Only where to knock: whoever answers must still prove, with the ticket's tag, to be the owner.
+/// Only where to connect: whoever answers must still prove, with the ticket's tag, to be the owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reach {
@@ -21,7 +21,7 @@ pub enum Reach {
 }
 
 impl Reach {
-    /// Says why nobody can be reached this way, where that is so.
+    /// Says why nobody can be reached at this address; `None` if it can be.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         match self {
             Reach::Tcp(address) if address.port() == 0 => Err("an address with port 0 cannot be reached"),

@@ -105,7 +105,7 @@ fn body_of(kind: FrameKind, body: &[u8]) {
     }
 }
 
-/// No bytes open a link, and no genuine handshake survives a change on the way.
+/// No bytes open a link, and no genuine handshake survives a change in flight.
 ///
 /// The bytes are tried as the body of each frame of the handshake, and then as a recipe: which of the three
 /// frames of a genuine handshake to change, where and how.

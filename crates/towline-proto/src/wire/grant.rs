@@ -265,7 +265,7 @@ impl QueryReply {
 }
 
 /// The owner wants a region back that a path of the peer reaches without its help: the peer begins nothing new there, and
-/// once nothing of it is under way any more it says so, by a [`Query`] with an empty body.
+/// once nothing of it is in flight any more it says so, by a [`Query`] with an empty body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Recall {
     /// The grant.

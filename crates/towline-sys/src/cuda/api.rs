@@ -181,7 +181,7 @@ impl Api {
         if code == 0 { Ok(()) } else { Err(self.refused(call, code)) }
     }
 
-    /// Like [`Api::check`] for a question: whether the work has ended.
+    /// Like [`Api::check`], for a call that asks whether the work has ended.
     pub(crate) fn ended(&self, call: &'static str, code: Code) -> Result<bool> {
         if code == code::NOT_READY { Ok(false) } else { self.check(call, code).map(|()| true) }
     }

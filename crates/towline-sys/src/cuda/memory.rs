@@ -42,7 +42,7 @@ pub struct PointerFacts {
     pub device: i32,
     /// A number that no other allocation of this process ever has.
     pub buffer: u64,
-    /// A number that no other physical allocation of this process ever has; 0 where the driver does not tell.
+    /// A number that no other physical allocation of this process ever has; 0 if the driver does not say.
     pub block: u64,
     /// Where its allocation (or the mapping of one) starts.
     pub start: u64,
@@ -68,7 +68,7 @@ const ATTRIBUTES: [c_uint; 12] = [2, 9, 7, 11, 12, 10, 14, 8, 17, 18, 19, 20];
 const OF_OLDER: [usize; 2] = [9, 8];
 
 impl Cuda {
-    /// What the driver knows of an address; `None` where it is none of its.
+    /// What the driver knows of an address; `None` if it does not know the address.
     pub fn pointer_facts(&self, address: u64) -> Result<Option<PointerFacts>> {
         self.init()?;
         let mut values = [0u64; ATTRIBUTES.len()];

@@ -148,7 +148,7 @@ pub(crate) fn status_name(code: Status) -> &'static str {
     }
 }
 
-/// Turns what a call returned into a result; a transfer that is in progress is no success here.
+/// Turns what a call returned into a result; a transfer that is in progress is not a success here.
 pub(crate) fn check(call: &'static str, code: Status) -> Result<()> {
     if code == SUCCESS { Ok(()) } else { Err(Error::Refused { call, code, name: status_name(code) }) }
 }

@@ -17,13 +17,13 @@ const WHEEL_FOLDERS: [&str; 3] = [".nixl_cu12.mesonpy.libs", ".nixl_cu13.mesonpy
 /// Prefixes into which NIXL installs itself, after the one that `NIXL_PREFIX` names.
 const PREFIXES: [&str; 2] = ["/opt/nvidia/nvda_nixl", "/usr/local/nixl"];
 
-/// Looks up a variable of the environment; an empty one is none.
+/// Looks up a variable of the environment; an empty one counts as unset.
 type Variables = Box<dyn Fn(&str) -> Option<OsString>>;
 
 /// What the search depends on. Taken from the process, or made up by a test.
 pub(crate) struct Surroundings {
     pub(crate) variable: Variables,
-    /// The library or executable that this code is in; in a Python package, that tells where the packages are.
+    /// The library or executable that this code is in; in a Python package, that says where the packages are.
     pub(crate) own_file: Option<PathBuf>,
     /// The `libnixl.so` that this process has loaded already, for instance by importing the wheel.
     pub(crate) loaded: Option<PathBuf>,

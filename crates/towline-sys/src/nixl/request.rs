@@ -13,7 +13,7 @@ use super::list::PreparedCore;
 use super::options::{OptArgs, Options};
 use crate::{Error, Result};
 
-/// Which way the bytes go, seen from the agent that asks.
+/// In which direction the bytes go, seen from the agent that asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// From the remote memory into the local one.

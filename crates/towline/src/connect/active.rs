@@ -20,12 +20,12 @@ use crate::transfer::Op;
 use crate::wire::OperationId;
 use crate::{Access, Endpoint, Error, Kind, Result, Ticket, runtime};
 
-/// A read from a peer's readable memory, under way from the start. Made by [`Connector::begin_read`].
+/// A read from a peer's readable memory, in flight from the start. Made by [`Connector::begin_read`].
 ///
 /// Dropping it before its end cancels it.
 pub struct ReadOperation(pub(super) ActiveOperation);
 
-/// A write to a peer's writable memory, under way from the start. Made by [`Connector::begin_write`].
+/// A write to a peer's writable memory, in flight from the start. Made by [`Connector::begin_write`].
 ///
 /// Dropping it before its end cancels it.
 pub struct WriteOperation(pub(super) ActiveOperation);

@@ -18,7 +18,7 @@ use crate::identity::Incarnation;
 use crate::sync::lock;
 use crate::{Endpoint, Error, Identity, Kind, Limits, Result};
 
-/// How long a passive operation waits to be claimed, unless told otherwise.
+/// How long a passive operation waits to be claimed, unless set otherwise.
 const UNCLAIMED_LIMIT: Duration = Duration::from_secs(600);
 
 /// The longest name of a connector, in bytes.
@@ -183,7 +183,7 @@ impl Connector {
         active::begin(self, OperationKind::Read, remote, local.into()).map(ReadOperation)
     }
 
-    /// [`begin_read`](Self::begin_read) as a future. The claim is under way when this returns; dropping the future
+    /// [`begin_read`](Self::begin_read) as a future. The claim is in flight when this returns; dropping the future
     /// gives it back.
     pub fn begin_read_async(
         &self,
@@ -253,7 +253,7 @@ impl Connector {
     }
 }
 
-/// Endpoints have shorter names than connectors may have: a long one is cut and told apart by its hash.
+/// Endpoints have shorter names than connectors may have: a long one is cut, and its hash makes it unique.
 fn endpoint_name(name: &str) -> String {
     if Identity::new(name, Incarnation([0; 16])).is_ok() {
         return name.to_owned();

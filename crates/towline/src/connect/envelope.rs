@@ -108,7 +108,7 @@ impl Envelope {
     }
 }
 
-/// The error for bytes that are not ours. NIXL's own metadata is a zlib stream, whose first two bytes tell.
+/// The error for bytes that are not ours. NIXL's own metadata is a zlib stream, whose first two bytes show it.
 fn foreign(bytes: &[u8]) -> Error {
     let zlib = matches!(*bytes, [method, flags, ..]
         if method & 0x0f == 8 && method >> 4 <= 7 && u16::from_be_bytes([method, flags]).is_multiple_of(31));

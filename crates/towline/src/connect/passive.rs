@@ -99,7 +99,7 @@ impl PassiveOperation {
             let both = offered.iter().zip(&self.local).map(|((offered, _), local)| {
                 let (size, whole) = (local.size() as u64, offered.region.size() as u64);
                 let ticket = match local.layout() {
-                    // A part of a layout is none: the size alone says how many of the packed bytes are offered.
+                    // A part of a layout is not a layout: the size alone says how many of the packed bytes are offered.
                     Some(layout) => offered.region.ticket_with_layout(layout.clone())?,
                     None if size != whole => offered.region.ticket()?.narrow().range(0, size).finish()?,
                     None => offered.region.ticket()?,

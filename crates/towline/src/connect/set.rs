@@ -209,10 +209,10 @@ impl TransferSet {
                 Some(stream) => unsafe { request.stream(stream) },
                 None => request,
             };
-            let told = Arc::clone(self);
+            let set = Arc::clone(self);
             request
                 .by_workers(self.by_workers)
-                .then(Box::new(move |result, _| told.some_ended(count, weight, result)))
+                .then(Box::new(move |result, _| set.some_ended(count, weight, result)))
                 .start()
         });
         match started {
@@ -299,9 +299,9 @@ impl TransferSet {
         // The registrations go before anybody learns of the end, so that the memory is the user's again.
         drop(local);
         // A success is one only where the owner can say so too.
-        let told = claim.map_or(Ok(()), |claim| claim.finish(&result));
+        let finished = claim.map_or(Ok(()), |claim| claim.finish(&result));
         let op = self.op.name();
-        let result = result.and(told.map_err(|error| error.during(op).with_peer(&*self.peer)));
+        let result = result.and(finished.map_err(|error| error.during(op).with_peer(&*self.peer)));
         self.completion.set(result);
         drop(started);
     }

@@ -59,7 +59,7 @@ pub struct DeviceFacts {
     pub registers_host: bool,
     /// The devices whose memory it reaches directly.
     pub reaches: Vec<u32>,
-    /// The NUMA node that it is near to, where the kernel tells.
+    /// The NUMA node that it is near to, if the kernel says.
     pub numa_node: Option<u32>,
 }
 

@@ -167,7 +167,7 @@ impl Gpu {
     }
 }
 
-/// Whether the driver's own copies are the better way: a call each costs five microseconds, and moves a tenth more in a second.
+/// Whether the driver's own copies are better: a call each costs five microseconds, and moves a tenth more in a second.
 fn by_driver(runs: usize, options: &CopyOptions) -> bool {
     let enough = if options.host { LONG_TO_HOST } else { LONG.saturating_mul(runs as u64) };
     runs <= 1 || options.bytes / runs as u64 >= enough
@@ -315,7 +315,7 @@ impl fmt::Debug for Copying {
 
 impl Drop for Copying {
     fn drop(&mut self) {
-        // Whoever waits for it on the GPU has been told which point is meant, so that it can mark another one.
+        // Whoever waits for it on the GPU knows which point is meant, so that it can mark another one.
         if let Some(event) = self.event.take() {
             lock(&self.gpu.engine.events).push(event);
         }

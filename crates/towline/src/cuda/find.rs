@@ -5,7 +5,7 @@ use towline_sys::cuda::{Cuda, MemoryType};
 use super::failed;
 use crate::{Result, fork};
 
-/// The GPU whose memory is at that address; `None` where it is none's. Makes no context.
+/// The GPU whose memory is at that address; `None` if it belongs to no GPU. Makes no context.
 ///
 /// ```no_run
 /// # let address = 0;

@@ -103,7 +103,7 @@ impl Gpu {
         &self.context
     }
 
-    /// The NUMA node that it is near to, where the kernel tells.
+    /// The NUMA node that it is near to, if the kernel says.
     pub fn numa_node(&self) -> Option<u32> {
         self.node
     }
@@ -120,7 +120,7 @@ impl Gpu {
         self.context.enter().map_err(|error| failed(op, error))
     }
 
-    /// What the driver knows of an address; `None` where it is none of its.
+    /// What the driver knows of an address; `None` if it does not know the address.
     pub fn facts(&self, op: &'static str, address: u64) -> Result<Option<PointerFacts>> {
         let entered = self.enter(op)?;
         entered.cuda().pointer_facts(address).map_err(|error| failed(op, error))
@@ -170,7 +170,7 @@ impl Gpu {
     /// Lets this GPU reach the other's memory directly; the first answer is kept.
     ///
     /// # Errors
-    /// `Unsupported` where the machine has no such way between them.
+    /// `Unsupported` if the machine cannot copy between them.
     pub fn reach(&self, other: &Gpu) -> Result<()> {
         const OP: &str = "reach a GPU";
         if self.ordinal() == other.ordinal() {
@@ -265,7 +265,7 @@ impl fmt::Debug for Gpu {
     }
 }
 
-/// The NUMA node of a device on the bus, where the kernel tells.
+/// The NUMA node of a device on the bus, if the kernel says.
 pub(super) fn numa_node(bus: &str) -> Option<u32> {
     let text = std::fs::read_to_string(format!("/sys/bus/pci/devices/{bus}/numa_node")).ok()?;
     // -1 where the machine has one node only, or does not know.

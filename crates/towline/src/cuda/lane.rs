@@ -316,7 +316,7 @@ impl Lane {
         if shape.units == 0 {
             return Ok(());
         }
-        // What was written around the cache is there before the GPU is told.
+        // What was written around the cache is there before the GPU is notified.
         fence(Ordering::SeqCst);
         let run = || {
             let per_block = match tuning.per_block {

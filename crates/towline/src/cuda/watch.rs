@@ -1,4 +1,4 @@
-//! Copies on GPUs that are under way: one thread looks at all of them.
+//! Copies on GPUs that are in flight: one thread looks at all of them.
 
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, Ordering};

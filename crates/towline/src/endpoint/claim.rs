@@ -352,7 +352,7 @@ mod tests {
         let Of::There(session, _) = &scene.claimed.claim.of else { panic!("the owner is reached by tcp") };
         // As after a stop: time has passed, and what the owner asked meanwhile was not read yet.
         std::thread::sleep(Duration::from_millis(100));
-        session.heard_nothing();
+        session.restart_silence();
         let error = scene.claimed.claim.finish(&Ok(())).unwrap_err();
         assert_eq!(error.kind(), Kind::Timeout, "{error}");
         // The owner learns it, and says the same.

@@ -1,4 +1,4 @@
-//! One robust mutex per copying thread, so that a peer can tell whether that very thread has died; and whether a process has.
+//! One robust mutex per copying thread, so that a peer can see whether that very thread has died; and whether a process has.
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -296,7 +296,7 @@ impl PinPage {
         }
     }
 
-    /// The mutex that tells whether that side lives; only that side's watcher thread locks it.
+    /// The mutex that shows whether that side lives; only that side's watcher thread locks it.
     pub(crate) fn life(&self, side: Side) -> &RobustMutex {
         match side {
             Side::Owner => &self.header().owner_life,

@@ -45,7 +45,7 @@ impl<S: Storage> Arena<S> {
     /// Takes the storage and divides it into pages.
     ///
     /// # Errors
-    /// `Invalid` where the page size is no power of two, or the storage is shorter than one page.
+    /// `Invalid` if the page size is not a power of two, or the storage is shorter than one page.
     pub fn new(storage: S, page_size: usize) -> Result<Arena<S>> {
         if !page_size.is_power_of_two() {
             return Err(Error::invalid("arena", format!("page size {page_size} is not a power of two")));

@@ -145,7 +145,7 @@ impl DiskOptions {
     /// Opens a file that is there, all of it.
     ///
     /// # Errors
-    /// `Invalid` where it is empty or no plain file; `NotFound` where there is none; otherwise what the operating
+    /// `Invalid` if it is empty or not a regular file; `NotFound` if it does not exist; otherwise what the operating
     /// system says.
     pub fn open(self, path: impl AsRef<Path>) -> Result<DiskStorage> {
         self.open_of(path.as_ref(), None)

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 /// Memory at a given address, with its owner kept alive.
 ///
 /// Close a registration of it before the memory goes away. Peers that are served over sockets or `cma` get `Stale` where pages are
-/// missing, and this process goes on; memory that was freed and is still mapped cannot be told from memory that is there, and copies within this
+/// missing, and this process goes on; memory that was freed and is still mapped cannot be distinguished from memory that is there, and copies within this
 /// process are plain accesses. Words of it are changed by peers in turns and not by atomic instructions: change them through the
 /// registration, or use memory that this library allocates ([`SystemStorage`](super::SystemStorage), [`SharedStorage`](super::SharedStorage)).
 ///

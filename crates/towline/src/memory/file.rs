@@ -44,7 +44,7 @@ impl FileSlice {
         if !kind.is_file() {
             return Err(Error::invalid("register", format!("descriptor {number} is of no plain file")));
         }
-        // SAFETY: it only asks; a number that is no descriptor is an error.
+        // SAFETY: it only asks; a number that is not a descriptor is an error.
         let flags = unsafe { libc::fcntl(number, libc::F_GETFL) };
         if flags < 0 {
             return Err(failed("fcntl", io::Error::last_os_error()));
@@ -217,7 +217,7 @@ enum FileAccess<'a> {
 
 impl FileBytes {
     pub(super) fn new(buffered: OwnedFd, direct: Option<OwnedFd>, writable: bool) -> FileBytes {
-        // All whose disk cannot be told have one together.
+        // Files whose disk is not known share one.
         let number = rustix::fs::fstat(&buffered).map_or(0, |stat| stat.st_dev);
         #[cfg(test)]
         let number = stalled::disk_of(&buffered, number);

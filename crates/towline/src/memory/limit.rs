@@ -65,7 +65,7 @@ fn ancestors(path: &str) -> impl Iterator<Item = &str> {
 fn unified(read: &impl Fn(&str) -> Option<String>, group: &str, swap: u64) -> Option<Room> {
     let file = |name: &str| read(&format!("/sys/fs/cgroup{group}/{name}"));
     let number = |name: &str| file(name)?.trim().parse::<u64>().ok();
-    // "max", which means no limit, is no number.
+    // "max", which means no limit, is not a number.
     let limit = number("memory.max")?;
     let used = number("memory.current")?;
     let stat = file("memory.stat").unwrap_or_default();

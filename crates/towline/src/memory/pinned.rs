@@ -26,7 +26,7 @@ const MAX_TOUCHERS: usize = 8;
 /// Host memory that is pinned, and that GPUs read and write directly.
 ///
 /// Unless asked otherwise it lies in a sealed memory file like [`SharedStorage`](super::SharedStorage): peers on the same
-/// host map it, and their GPUs reach it too. Its pages are taken near the GPU, where the kernel tells which memory that is.
+/// host map it, and their GPUs reach it too. Its pages are taken near the GPU, if the kernel says which memory that is.
 ///
 /// ```no_run
 /// use towline::memory::{MemoryAccess, PinnedStorage, Storage};

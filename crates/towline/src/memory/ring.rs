@@ -218,7 +218,7 @@ pub(crate) unsafe fn pass(
         if to_device {
             by_cpu(&slot, &portion);
         }
-        // SAFETY: the caller's promise; on any way out of here the values are dropped, and wait.
+        // SAFETY: the caller's promise; however this returns, the values are dropped, and wait.
         flying.push_back(unsafe { Passing::start(gpu, to_device, slot, portion, &device) }?);
     }
     for mut passing in flying {

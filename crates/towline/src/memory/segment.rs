@@ -133,7 +133,7 @@ impl Segment {
         unsafe { self.pinning.address(gpu, self.ptr(), self.len, true, bytes) }
     }
 
-    /// Remembers whom to tell when it is gone.
+    /// Remembers whom to notify when it is gone.
     pub(crate) fn lent_to(&self, holder: Weak<dyn Holder>) {
         let mut lent = lock(&self.lent);
         if !lent.iter().any(|one| one.ptr_eq(&holder)) {
@@ -299,7 +299,7 @@ impl Mapping {
     /// as zeros; in reserved huge pages it faults when the pool is empty.
     ///
     /// # Errors
-    /// `Invalid` for length 0; `Protocol` where the file is no sealed memory file or is too short;
+    /// `Invalid` for length 0; `Protocol` if the file is not a sealed memory file or is too short;
     /// `PermissionDenied` where it does not allow writing; `Exhausted` without address space.
     pub fn map(fd: OwnedFd, expected_len: usize, writable: bool) -> Result<Mapping> {
         if expected_len == 0 {

@@ -13,7 +13,7 @@ use towline_sys::nccl::{self as sys, BufferCalls, Nccl, Progress, Slot};
 
 use super::life::{Life, Stage};
 use super::registered::{self, List, Registered};
-use super::turn::Inside;
+use super::turn::TurnGuard;
 use super::{failed, watch};
 use crate::cuda::Gpu;
 use crate::memory::Buffer;
@@ -306,11 +306,11 @@ impl Comm {
     }
 }
 
-/// Calls the blocking init in a thread of its own: NCCL cannot be told to give it up.
+/// Calls the blocking init in a thread of its own: NCCL cannot give it up.
 fn meet(core: &Arc<Core>, nranks: i32, id: &[u8; 128], rank: i32) -> Result<()> {
     const OP: &str = "init";
     let abandoned = Arc::new(Mutex::new(false));
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let (id, inner, left) = (*id, Arc::clone(core), Arc::clone(&abandoned));
     let work = move || {
         let begun = inner.gpu.enter(OP).and_then(|_entered| {
@@ -321,21 +321,21 @@ fn meet(core: &Arc<Core>, nranks: i32, id: &[u8; 128], rank: i32) -> Result<()> 
         if *left {
             inner.abort(Error::new(Kind::Timeout, OP, "the ranks joined too late"));
         } else {
-            let _ = tell.send(begun);
+            let _ = sender.send(begun);
         }
     };
     runtime::start_thread(OP, "towline-nccl-init", work)?;
     let begun = Instant::now();
     let (mut left, mut interrupted) = (core.options.timeout, Ok(()));
     while !left.is_zero() && interrupted.is_ok() {
-        if let Ok(outcome) = told.recv_timeout(interrupt::turn(left)) {
+        if let Ok(outcome) = receiver.recv_timeout(interrupt::turn(left)) {
             return outcome.map(drop);
         }
         interrupted = interrupt::check(OP);
         left = core.options.timeout.saturating_sub(begun.elapsed());
     }
     *lock(&abandoned) = true;
-    if let Ok(outcome) = told.try_recv() {
+    if let Ok(outcome) = receiver.try_recv() {
         return outcome.map(drop);
     }
     interrupted?;
@@ -444,7 +444,7 @@ impl Core {
     }
 
     /// Takes the right to call NCCL for this communicator.
-    pub(super) fn serialise(&self) -> Inside<'_, Registered> {
+    pub(super) fn serialise(&self) -> TurnGuard<'_, Registered> {
         self.calling.lock()
     }
 
@@ -456,7 +456,7 @@ impl Core {
             let parent = lock(&self.parent).clone();
             let parent =
                 parent.ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))?;
-            // A parent that was revoked tells nothing more; the handle comes, or the deadline does.
+            // A parent that was revoked reports nothing more; the handle comes, or the deadline does.
             if parent.failure().is_some() {
                 return Ok(Progress::InProgress);
             }
@@ -573,7 +573,7 @@ impl Core {
                 over.push(memory);
             }
         }
-        // The owners are told outside of the lock.
+        // The owners are notified outside of the lock.
         drop(over);
     }
 

@@ -140,10 +140,10 @@ impl Comm {
 }
 
 /// Gives up a registration, once no stream uses it. One that is not there any more is no error. In a forked child no thread has
-/// the list, and the slow way finds that out.
+/// the list, and the slow path finds that out.
 #[inline(never)]
 fn close(key: Key) -> Result<()> {
-    // SAFETY: a thread that is inside a list calls nothing that comes here: owners of memory are told when it is out.
+    // SAFETY: a thread that is inside a list calls nothing that comes here: owners of memory are notified when it is out.
     match unsafe { key.list().enter() } {
         Some(registered) => close_inside(registered, key),
         None => close_in_turn(key),
@@ -194,7 +194,7 @@ fn close_inside(registered: impl DerefMut<Target = Registered>, key: Key) -> Res
     close_after_all(key)
 }
 
-/// Tells NCCL, where that takes no waiting for a window's handle. Buffers are not asked whether they are one.
+/// Deregisters with NCCL, if that needs no wait for the handle of a window. For buffers that is not checked.
 #[inline(always)]
 fn give_up<const WINDOW: bool>(
     mut registered: impl DerefMut<Target = Registered>,
@@ -208,13 +208,13 @@ fn give_up<const WINDOW: bool>(
             0
         } else {
             // SAFETY: as above; the communicator is alive, and the handle is one of it that was taken out of the list just now.
-            unsafe { (*core).tell(raw, handle, is_window) }
+            unsafe { (*core).deregister(raw, handle, is_window) }
         };
         let memory = ManuallyDrop::into_inner(memory);
         if code != 0 {
             return given_up_or_not(registered, memory, is_window, code);
         }
-        // Its owners are told outside of the lock.
+        // Its owners are notified outside of the lock.
         drop(registered);
         drop(memory);
         return Ok(());
@@ -223,7 +223,7 @@ fn give_up<const WINDOW: bool>(
     close_after_all(key)
 }
 
-/// Puts a buffer into its place, unless NCCL has refused it; its owners are told of that when nothing is locked.
+/// Puts a buffer into its place, unless NCCL has refused it; its owners are notified of that when nothing is locked.
 #[cold]
 #[inline(never)]
 fn registered_or_not(
@@ -285,7 +285,7 @@ fn close_after_all(key: Key) -> Result<()> {
             return Ok(());
         }
         // SAFETY: the communicator is alive, and the handle is one of it that was taken out of the list just now.
-        let code = unsafe { core.tell(raw, handle, is_window) };
+        let code = unsafe { core.deregister(raw, handle, is_window) };
         let closed = core.nccl.giving_up(is_window, code).map(drop);
         closed.map_err(|error| failed(CLOSE, Some(&core.nccl), error))
     });
@@ -371,12 +371,12 @@ impl Core {
         registered.fill(room, handle, buffer, None).into()
     }
 
-    /// Tells NCCL that a registration has ended.
+    /// Deregisters with NCCL.
     ///
     /// # Safety
     /// The communicator is alive, and what is given up was taken out of its list, in which this thread is.
     #[inline(always)]
-    unsafe fn tell(&self, raw: sys::Comm, handle: usize, is_window: bool) -> i32 {
+    unsafe fn deregister(&self, raw: sys::Comm, handle: usize, is_window: bool) -> i32 {
         // SAFETY: the caller's promise, and the library is loaded while there is a communicator.
         unsafe {
             if is_window {
@@ -493,7 +493,7 @@ impl Drop for RegisteredBuffer {
 /// Not inlined, so that the check whether it is needed can be.
 #[inline(never)]
 fn close_what_was_dropped(key: Key) {
-    // A forked child closes nothing, and need not be told.
+    // A forked child closes nothing.
     if !crate::fork::in_child()
         && let Err(error) = close(key)
     {

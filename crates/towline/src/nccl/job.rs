@@ -436,7 +436,7 @@ impl Job {
 /// Makes calls as one group of NCCL's, in this thread: they start together, and none does where one is refused.
 ///
 /// # Errors
-/// The first refusal; the ends of all of them tell it too.
+/// The first refusal; the ends of all of them have it too.
 pub fn run_together(mut jobs: Vec<Job>) -> Result<()> {
     const OP: &str = "group_end";
     let Some(nccl) = jobs.first().map(|job| job.comm.0.nccl.clone()) else { return Ok(()) };

@@ -1,7 +1,7 @@
 //! What is registered with a communicator, buffers and windows, in a list that outlives it.
 //!
 //! A handle names a list and a place in it, and owns nothing: to count owners takes longer than the rest of a registration. Lists
-//! and their places are never freed, but used again by later communicators, and numbers tell whether a place is still the
+//! and their places are never freed, but used again by later communicators, and numbers show whether a place is still the
 //! handle's. While there is something in a list, the list keeps its communicator.
 #![allow(unsafe_code, reason = "places are written by who is inside their list")]
 

@@ -30,7 +30,7 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
 /// A value that one thread at a time is inside of.
 pub(super) struct Turn<T> {
-    /// In a forked child it is nobody's number: there the first thread takes the slow way, on which that is found out.
+    /// In a forked child it is nobody's number: there the first thread takes the slow path, which finds that out.
     has: &'static AtomicU64,
     inside: AtomicBool,
     common: Mutex<()>,
@@ -53,11 +53,11 @@ impl<T> Turn<T> {
 
     /// Waits until nobody else is inside. A thread that is inside does not come in a second time.
     #[inline]
-    pub(super) fn lock(&self) -> Inside<'_, T> {
+    pub(super) fn lock(&self) -> TurnGuard<'_, T> {
         match self.mine() {
             Some(mine) => {
                 std::mem::forget(mine);
-                Inside { turn: self, common: None }
+                TurnGuard { turn: self, common: None }
             }
             None => self.lock_slowly(),
         }
@@ -93,7 +93,7 @@ impl<T> Turn<T> {
     }
 
     #[cold]
-    fn lock_slowly(&self) -> Inside<'_, T> {
+    fn lock_slowly(&self) -> TurnGuard<'_, T> {
         let common = lock(&self.common);
         match self.has.load(Ordering::Relaxed) {
             // Or this is a forked child, in which there is no other thread.
@@ -101,11 +101,11 @@ impl<T> Turn<T> {
             NOBODY => {
                 self.inside.store(true, Ordering::Relaxed);
                 self.has.store(thread(), Ordering::Relaxed);
-                return Inside { turn: self, common: None };
+                return TurnGuard { turn: self, common: None };
             }
             _ => self.take_away(),
         }
-        Inside { turn: self, common: Some(common) }
+        TurnGuard { turn: self, common: Some(common) }
     }
 
     /// Makes it everybody's, and waits until the thread that had it is out. With the ordinary lock held.
@@ -128,13 +128,13 @@ impl<T> Turn<T> {
 }
 
 /// The value, for the one thread that is inside.
-pub(super) struct Inside<'a, T> {
+pub(super) struct TurnGuard<'a, T> {
     turn: &'a Turn<T>,
     /// The ordinary lock, where it is everybody's.
     common: Option<MutexGuard<'a, ()>>,
 }
 
-impl<T> Deref for Inside<'_, T> {
+impl<T> Deref for TurnGuard<'_, T> {
     type Target = T;
 
     #[inline]
@@ -144,7 +144,7 @@ impl<T> Deref for Inside<'_, T> {
     }
 }
 
-impl<T> DerefMut for Inside<'_, T> {
+impl<T> DerefMut for TurnGuard<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: as above.
@@ -152,7 +152,7 @@ impl<T> DerefMut for Inside<'_, T> {
     }
 }
 
-impl<T> Drop for Inside<'_, T> {
+impl<T> Drop for TurnGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
         if self.common.is_none() {

@@ -45,7 +45,7 @@ struct Watch {
     until: Instant,
 }
 
-/// Counts the ways into calls and out of them; odd inside.
+/// Counts entries into calls and returns from them; odd inside.
 pub(super) struct Calls {
     count: AtomicU64,
     watched: AtomicBool,
@@ -66,7 +66,7 @@ pub(super) struct Guard<'a>(&'a Calls);
 pub(super) fn guard(core: &Arc<Core>) -> Guard<'_> {
     let calls: &Calls = &core.calls;
     calls.count.store(calls.count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-    // The thread says that it sleeps and then looks at the counts; here it is the other way round, so that one sees the other.
+    // The thread says that it sleeps and then looks at the counts; here it is the reverse, so that one sees the other.
     turn::pass();
     if ASLEEP.load(Ordering::Relaxed) || !calls.watched.load(Ordering::Relaxed) {
         wake(core);

@@ -21,7 +21,7 @@ use crate::sync::lock;
 use crate::transport::nixl::of_nixl;
 use crate::{Error, Kind, Result};
 
-/// An agent: it registers memory, tells peers of it, and moves bytes. Clones are the same agent.
+/// An agent: it registers memory, sends its metadata to peers, and moves bytes. Clones are the same agent.
 ///
 /// It runs on NIXL where that is there and on the transports of this library where it is not; [`engine`](Self::engine) says
 /// which it is, and [`AgentConfig::engine`] asks for one. An agent and its peers need the same engine.
@@ -88,7 +88,7 @@ impl NixlAgent {
     ///
     /// # Errors
     /// As for [`new`](Self::new); `Unavailable` also where the configuration asks for NIXL and it is not there; `Invalid`
-    /// where the name is none: for the embedded engine, 1 to 64 bytes without control characters.
+    /// if the name is not valid: for the embedded engine, 1 to 64 bytes without control characters.
     pub fn new_with_config(name: &str, config: &AgentConfig) -> Result<NixlAgent> {
         let (running, why) = match engine::choose(config.engine, config.also_look_in.as_deref())? {
             Chosen::Nixl(nixl, why) => (Running::Nixl(Native::create(nixl, name, config)?), why),

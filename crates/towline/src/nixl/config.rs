@@ -1,4 +1,4 @@
-//! Which backends an agent is to have, and how agents are set up.
+//! Which backends an agent gets, and how agents are set up.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;

@@ -89,7 +89,7 @@ impl<S: Storage> Drop for Core<S> {
 /// A storage that is registered with an agent.
 ///
 /// Dropping it deregisters, then frees the storage. While a transfer of this agent uses the memory, both wait for it. That peers
-/// have stopped using it is for the program to see to where the engine is NIXL, which has no way to tell; on the embedded
+/// have stopped using it is for the program to see to where the engine is NIXL, which cannot know; on the embedded
 /// engine later accesses give `Stale`, and the storage stays until the last peer has left it.
 pub struct NixlRegistered<S: Storage> {
     name: String,

@@ -16,7 +16,7 @@ use crate::sync::lock;
 use crate::transport::nixl::of_nixl;
 use crate::{Error, Kind, Result, room};
 
-/// Which way the bytes go, seen from the agent that asks.
+/// In which direction the bytes go, seen from the agent that asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum XferOp {
     /// From the remote memory into the local one.
@@ -72,24 +72,24 @@ impl OptArgs {
         Ok(())
     }
 
-    /// Sets what the owner of the remote memory is told once the bytes are there.
+    /// Sets the notification that the owner of the remote memory gets once the bytes are there.
     pub fn set_notification_message(&mut self, message: &[u8]) -> Result<()> {
         self.message = room::copy("nixl", message)?;
         Ok(())
     }
 
-    /// What it is told.
+    /// The notification.
     pub fn get_notification_message(&self) -> Result<Vec<u8>> {
         Ok(self.message.clone())
     }
 
-    /// Says whether it is told.
+    /// Sets whether the owner is notified.
     pub fn set_has_notification(&mut self, has_notification: bool) -> Result<()> {
         self.has_notification = has_notification;
         Ok(())
     }
 
-    /// Whether it is told.
+    /// Whether the owner is notified.
     pub fn has_notification(&self) -> Result<bool> {
         Ok(self.has_notification)
     }

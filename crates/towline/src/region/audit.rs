@@ -9,7 +9,7 @@ use crate::budget::{Account, Charge};
 use crate::identity::{Identity, Incarnation};
 use crate::sync::lock;
 
-/// So many peers are told apart; what the others do is counted together.
+/// So many peers are counted one by one; what the others do is counted together.
 const MOST_PEERS: usize = 1024;
 
 /// Who used a region, or an endpoint, and who was refused.
@@ -40,7 +40,7 @@ pub struct Audit {
 /// Connections from one place that were refused before they had proven anything.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StrangerAudit {
-    /// A host, a network, or a user of this host; `(others)` where there were too many to tell apart.
+    /// A host, a network, or a user of this host; `(others)` where there were too many to count each.
     pub origin: String,
     /// How many were refused.
     pub refused: u64,
@@ -49,7 +49,7 @@ pub struct StrangerAudit {
 /// What one peer did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerAudit {
-    /// What the peer calls itself; `(others)` where there were too many to tell apart.
+    /// What the peer calls itself; `(others)` where there were too many to count each.
     pub peer: String,
     /// The life of the peer that is meant.
     pub incarnation: Incarnation,

@@ -17,7 +17,7 @@ pub(crate) struct PeerPins {
     pub(crate) peer: String,
     /// The peer's process, opened when it made contact: its number may be another's by the time its pins are looked at.
     process: Arc<PeerProcess>,
-    /// The peer's life page: tells which of its threads have died.
+    /// The peer's life page: shows which of its threads have died.
     life: OnceLock<LifeView>,
     /// The connection has ended. The peer may not know yet, so its pins still count.
     ended: AtomicBool,
@@ -61,7 +61,7 @@ impl PeerPins {
     pub(crate) fn end(&self) {
         self.ended.store(true, Ordering::Release);
         if !self.gone.load(Ordering::Acquire) && !lock(&self.regions).is_empty() {
-            self.process.tell(self.me.clone());
+            self.process.notify(self.me.clone());
         }
     }
 
@@ -96,7 +96,7 @@ impl PeerPins {
         }
         // An import that is answered while the connection ends.
         if self.ended.load(Ordering::Acquire) {
-            self.process.tell(self.me.clone());
+            self.process.notify(self.me.clone());
         }
     }
 
@@ -131,8 +131,8 @@ impl PeerPins {
             !ended
         });
         if held {
-            // It stands in the way: whoever waits looks again when it has exited.
-            self.process.tell(self.me.clone());
+            // It blocks: whoever waits looks again when it has exited.
+            self.process.notify(self.me.clone());
         }
         held
     }

@@ -63,8 +63,8 @@ impl PeerProcess {
         has_exited(&self.process)
     }
 
-    /// Tells those pins when the process has exited.
-    pub(super) fn tell(self: &Arc<Self>, pins: Weak<PeerPins>) {
+    /// Notifies those pins when the process has exited.
+    pub(super) fn notify(self: &Arc<Self>, pins: Weak<PeerPins>) {
         let mut watched = lock(&self.watched);
         if watched.by.iter().any(|known| known.ptr_eq(&pins)) {
             return;
@@ -94,7 +94,7 @@ impl PeerProcess {
 
 impl Source for PeerProcess {
     fn ready(self: Arc<Self>, _readiness: Readiness) {
-        // The loop would be told again and again.
+        // Otherwise the loop would be notified again and again.
         for pins in self.unwatch().iter().filter_map(Weak::upgrade) {
             pins.let_go();
         }

@@ -1,4 +1,4 @@
-//! What an endpoint has registered: its table and regions, who used them, and what tells its user and its peers' memory apart.
+//! What an endpoint has registered: its table and regions, who used them, and what keeps the memory of its user and of its peers apart.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -60,7 +60,7 @@ impl Registry {
         let identity = Identity::new(name, Incarnation(incarnation))?;
         let table = Table::create(max_regions.saturating_add(1))?;
         let nonce = Box::new(incarnation);
-        // The first row is nobody's region: it tells peers where the nonce is.
+        // The first row is nobody's region: it shows peers where the nonce is.
         table.claim(nonce.as_ptr() as u64, nonce.len() as u64)?;
         Ok(Arc::new(Registry {
             identity,
@@ -336,11 +336,11 @@ impl Registry {
     /// Of a closed endpoint: closes the bell once no peer rings it any more, because no memory is used by any.
     fn retire(&self) {
         if self.parked.load().0 == 0 && self.regions.all().iter().all(|region| region.drained()) {
-            self.silence_bell();
+            self.close_bell();
         }
     }
 
-    fn silence_bell(&self) {
+    fn close_bell(&self) {
         let token = lock(&self.listening).0.take();
         if let (Some(token), Ok(reactor), Some(event)) = (token, runtime::reactor(), self.bell.event()) {
             reactor.remove(token, event.as_fd());
@@ -373,7 +373,7 @@ impl Inbox for Registry {
 
 impl Source for Registry {
     fn ready(self: Arc<Self>, _readiness: Readiness) {
-        self.bell.heard();
+        self.bell.drain();
         self.rung();
         let mut listening = lock(&self.listening);
         if !self.notifications.awaited() && self.parked.load().0 == 0 {
@@ -390,7 +390,7 @@ impl Source for Registry {
 impl Drop for Registry {
     fn drop(&mut self) {
         if !crate::fork::in_child() {
-            self.silence_bell();
+            self.close_bell();
             self.nonce.fill(0);
         }
     }

@@ -61,16 +61,16 @@ impl Bell {
         }
     }
 
-    /// Takes note of a peer's ring, for who has watched the descriptor; false where there was none.
-    pub(crate) fn heard(&self) -> bool {
+    /// Takes a peer's ring off the descriptor, for the event loop that watches it; false if the descriptor did not ring.
+    pub(crate) fn drain(&self) -> bool {
         let mut state = lock(&self.state);
         if state.leader {
-            // The leader sleeps until it finds the descriptor ringing: silenced here, it would sleep on.
+            // The leader sleeps until it finds the descriptor ringing: if it were drained here, it would sleep on.
             drop(state);
             std::thread::yield_now();
             return true;
         }
-        let rung = state.event.as_ref().is_some_and(silence);
+        let rung = state.event.as_ref().is_some_and(empty);
         if rung {
             state.rung += 1;
             self.changed.notify_all();
@@ -98,7 +98,7 @@ impl Bell {
             };
             // Interrupted or failed: the loop looks again, and the limit holds.
             let _ = poll(&mut [PollFd::new(&event, PollFlags::IN)], Some(&limit));
-            let rung = silence(&event);
+            let rung = empty(&event);
             state = lock(&self.state);
             state.leader = false;
             state.rung += u64::from(rung);
@@ -108,7 +108,7 @@ impl Bell {
     }
 }
 
-fn silence(event: &Arc<OwnedFd>) -> bool {
+fn empty(event: &Arc<OwnedFd>) -> bool {
     let mut count = [0u8; 8];
     rustix::io::retry_on_intr(|| rustix::io::read(event, &mut count)).is_ok()
 }
@@ -149,7 +149,7 @@ mod tests {
             assert!(bell.seen() > seen && Instant::now() < limit);
         };
         woken_by(Bell::close);
-        assert!(bell.event().is_none() && !bell.heard());
+        assert!(bell.event().is_none() && !bell.drain());
         woken_by(Bell::ring);
     }
 
@@ -170,7 +170,7 @@ mod tests {
                 let seen = bell.seen();
                 scope.spawn(|| {
                     while !ended.load(Ordering::SeqCst) {
-                        bell.heard();
+                        bell.drain();
                     }
                 });
                 scope.spawn(|| bell.ring());

@@ -13,7 +13,7 @@ pub(crate) enum Device {
     Disk(u64),
     /// The GPU with that ordinal.
     Gpu(u32),
-    /// What answers questions about the path with that number.
+    /// Answers queries about the path with that number.
     Path(u8),
     /// Whoever has the pages of memory that was lent.
     Lent,

@@ -230,7 +230,7 @@ impl Pool {
         }
     }
 
-    /// Takes the worker out of those that wait who is to have the next job: that one, who looks, or who waits since last.
+    /// Takes the waiting worker out of the list that gets the next job: the given one, one that spins, or the one that began to wait last.
     fn choose(&self, state: &mut State, worker: Option<usize>) -> Option<usize> {
         let idle = &state.idle;
         let place = |number| idle.iter().position(|idle| *idle == number);

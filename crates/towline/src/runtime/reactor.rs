@@ -154,7 +154,7 @@ impl Reactor {
 
     /// Watches a descriptor for a source.
     ///
-    /// The descriptor must stay open until [`Reactor::remove`]: the kernel cannot be told to forget one that
+    /// The descriptor must stay open until [`Reactor::remove`]: the kernel cannot forget one that
     /// was closed here while a copy of it lives elsewhere.
     pub(crate) fn add(
         &self,

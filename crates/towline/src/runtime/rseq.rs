@@ -368,8 +368,8 @@ mod sequence {
     }
 
     /// Copies the bytes to the parts, one after the other, if nothing has come between since the sequence was named; 1 where it
-    /// has. Sent away in the middle it has copied some of them, and is done again from the start or not at all: who is told that
-    /// nothing lands any more is told so after that.
+    /// has. Preempted in the middle it has copied some of them, and is done again from the start or not at all: who learns that
+    /// nothing lands any more learns it after that.
     #[unsafe(naked)]
     pub(super) unsafe extern "C" fn copy(
         parts: *const RawPartMut,

@@ -112,7 +112,7 @@ pub(crate) enum Lane {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum Sent {
-    /// That many bytes, and all of the descriptors, are on their way.
+    /// That many bytes, and all of the descriptors, are in flight.
     Bytes(usize),
     /// Nothing: there is no room.
     WouldBlock,
@@ -175,7 +175,7 @@ impl Socket {
         Ok(socket)
     }
 
-    /// Starts to connect to a TCP address; once it is writable, [`Socket::finish_connect`] tells the outcome.
+    /// Starts to connect to a TCP address; once it is writable, [`Socket::finish_connect`] gives the outcome.
     pub(crate) fn connect_tcp(address: SocketAddr) -> Result<Socket> {
         const OP: &str = "connect";
         let socket = Socket::new(OP, Family::Tcp, family_of(&address))?;
@@ -351,7 +351,7 @@ impl Socket {
     }
 
     /// Ends the connection so that nothing of it arrives later: TCP forgets what is not sent yet and resets the connection. The
-    /// peer may still have bytes that it has not read; [`Socket::hung_up`] tells it that nobody stands by them any more.
+    /// peer may still have bytes that it has not read; [`Socket::hung_up`] shows it that nobody wants them any more.
     pub(crate) fn reset(&self) {
         if fork::in_child() {
             return;
@@ -590,12 +590,12 @@ impl Socket {
         Ok(!self.poll(events, timeout)?.is_empty())
     }
 
-    /// Waits until a receive will not block (bytes, end or error: the receive tells); false at the limit.
+    /// Waits until a receive will not block (bytes, end or error: the receive says which); false at the limit.
     pub(crate) fn wait_readable(&self, timeout: Duration) -> Result<bool> {
         self.wait(true, false, timeout)
     }
 
-    /// Waits until a send will not block (room, or an error: the send tells); false at the limit.
+    /// Waits until a send will not block (room, or an error: the send says which); false at the limit.
     pub(crate) fn wait_writable(&self, timeout: Duration) -> Result<bool> {
         self.wait(false, true, timeout)
     }

@@ -1,4 +1,4 @@
-//! The one way in which the library starts threads.
+//! The one function with which the library starts threads.
 #![allow(unsafe_code, reason = "calls pthread_sigmask, for which there is no safe wrapper")]
 
 use std::io;

@@ -328,8 +328,8 @@ impl Session {
 
     /// As if nothing had been heard since it began.
     #[cfg(test)]
-    pub(crate) fn heard_nothing(&self) {
-        lock(&self.rules).heard_nothing();
+    pub(crate) fn restart_silence(&self) {
+        lock(&self.rules).restart_silence();
     }
 
     /// The owner's process, if the kernel lets this process copy from and to it: the probe tries that once, at the address of the

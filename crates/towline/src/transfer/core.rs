@@ -75,7 +75,7 @@ pub(crate) struct TransferCore {
     pub(crate) stream: Option<StreamHandle>,
     pub(crate) limits: Limits,
     pub(crate) checked: bool,
-    /// Who moves the bytes, and is told to stop.
+    /// Who moves the bytes, and can be asked to stop.
     pub(super) link: Arc<dyn Link>,
     /// It is a portion of something larger, and others are in flight beside it.
     pub(crate) portion: bool,
@@ -325,7 +325,7 @@ impl TransferCore {
         inner.last_progress = Instant::now();
     }
 
-    /// Bytes that were counted before were on their way, and some of them arrived then.
+    /// Bytes that were counted before were in flight, and some of them arrived then.
     pub(crate) fn got_on(&self, when: Instant) {
         if let Some(above) = &self.above {
             above.got_on(when);

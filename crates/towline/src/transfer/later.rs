@@ -97,7 +97,7 @@ impl TransferCore {
             }
             Err(error) => return self.whole_failed(error),
         };
-        // It has somebody who is told of its end.
+        // It has somebody who is notified of its end.
         let mut nobody = submission::nobody;
         // A stop that came meanwhile finds it there, or is found there.
         let started = Submission::again(self, plans, &mut nobody)

@@ -86,7 +86,7 @@ impl What<'_> {
 pub(crate) struct SubmittedPart<'a> {
     /// The peer's region, attached to a link.
     pub(crate) region: &'a Arc<dyn Link>,
-    /// The use of the local region, which lasts until the end; none where there is none, or somebody else keeps it.
+    /// The use of the local region, which lasts until the end; `None` if there is no local region, or somebody else keeps it.
     pub(crate) local: Option<RegionUse>,
     /// The local region, where somebody else keeps it in use.
     kept: Option<&'a Arc<RegionCore>>,
@@ -216,7 +216,7 @@ pub(crate) struct Submission<'a> {
     /// Where it ends in the call, with an error: how many parts have moved, and at which one it was.
     pub(crate) moved: usize,
     pub(crate) reached: usize,
-    /// Who is told of its end, where that comes behind the call: made for that many bytes.
+    /// Who is notified of its end, where that comes behind the call: made for that many bytes.
     pub(crate) on_end: &'a mut dyn FnMut(&Several<SubmittedPart<'_>>) -> OnEnd,
     /// The transfer that it is already, where a worker submits it again.
     transfer: Option<Arc<TransferCore>>,
@@ -372,7 +372,7 @@ impl<'a> Submission<'a> {
         }
     }
 
-    /// [`begin`](Self::begin) for what is under way already, as one unit for each part.
+    /// [`begin`](Self::begin) for what is in flight already, as one unit for each part.
     pub(crate) fn begin_whole(&mut self, link: Arc<dyn Link>) -> Result<Arc<TransferCore>> {
         self.begin(link, whole, None)
     }
@@ -436,7 +436,7 @@ impl<'a> Submission<'a> {
     }
 }
 
-/// For a submission of whose end nobody is told, or somebody is already.
+/// For a submission of whose end nobody is notified, or somebody is already.
 pub(crate) fn nobody(_: &Several<SubmittedPart<'_>>) -> OnEnd {
     Box::new(|_, _| ())
 }

@@ -1,6 +1,6 @@
 //! What becomes of open requests when their connection, or the session, is over.
 //!
-//! Of some changes this side does not know whether the owner still makes them: their bytes may be on their way, or with the owner, after
+//! Of some changes this side does not know whether the owner still makes them: their bytes may be in flight, or with the owner, after
 //! the connection was given up here. The owner's word ends that. Of a lane it is the answer to EndLane, over the control connection:
 //! nothing more that came over the lane will be applied. Of the control connection itself it is the answer to the request. A transfer
 //! whose owner says nothing in time ends without being quiet.
@@ -207,7 +207,7 @@ impl<W: Waiter> Initiator<W> {
     }
 
     /// Of a session that is over: whether nothing more of it will be applied, as far as can be known. Where this side has ended it,
-    /// also because it heard nothing any more, bytes may still be on their way to the owner, which applies them.
+    /// also because nothing came any more, bytes may still be in flight to the owner, which applies them.
     fn is_surely_over(&self) -> bool {
         !self.ended_here || self.control.same_host
     }

@@ -11,7 +11,7 @@ use crate::wire::FrameKind;
 /// More than fit on their way into an owner that answers nothing. Of those before, answers are let pass.
 const MOST: usize = 1 << 16;
 
-/// The answer that a request is to have.
+/// The reply that a request gets.
 #[derive(Clone, Copy)]
 pub(super) struct Due {
     pub(super) kind: FrameKind,
@@ -47,7 +47,7 @@ impl Owed {
         }
     }
 
-    /// The answer that request is to have; the outer none where it is not to have one, the inner where nobody knows.
+    /// The reply that the request gets; the outer `None` if it gets no reply, the inner if that is not known.
     pub(super) fn due(&self, request: u64) -> Option<Option<Due>> {
         match self.requests.get(&request) {
             Some(due) => Some(Some(*due)),

@@ -65,7 +65,7 @@ impl<W: Waiter> Initiator<W> {
     /// The time for a look has come: keeps frames going out while something is in flight, and looks for what comes back.
     ///
     /// `came` is when the owner's host was last seen to live. `moved` has the connections whose bytes were acknowledged since the last
-    /// look, and when: that is progress of the changes that are asked for over them. Over a slow link the end of a write is on its way for long.
+    /// look, and when: that is progress of the changes that are asked for over them. Over a slow link the end of a write is in flight for long.
     pub fn look_at_host(
         &mut self,
         now: Instant,
@@ -75,9 +75,9 @@ impl<W: Waiter> Initiator<W> {
         if self.pending.is_empty() {
             self.pulse = None;
         }
-        let heard = self.heard;
+        let last = self.last_received;
         let Some(pulse) = &mut self.pulse else { return Look::There(Vec::new()) };
-        let Some(next) = pulse.look(now, Some(came.map_or(heard, |came| came.max(heard)))) else {
+        let Some(next) = pulse.look(now, Some(came.map_or(last, |came| came.max(last)))) else {
             let message = format!(
                 "the owner's host is gone: nothing has come from it for {} s, not even an acknowledgement",
                 GONE.as_secs()

@@ -53,7 +53,7 @@ impl<W: Waiter> Initiator<W> {
         message: Message,
         now: Instant,
     ) -> Result<Reply<W>> {
-        self.heard = now;
+        self.last_received = now;
         let id = header.id;
         if matches!(
             header.kind,
@@ -127,7 +127,7 @@ impl<W: Waiter> Initiator<W> {
 
     /// The payload of the reply to that request has come whole. Gives who waits for it, and the checksums that came ahead.
     pub fn received(&mut self, request: u64, now: Instant) -> Option<(W, Option<Vec<u32>>)> {
-        self.heard = now;
+        self.last_received = now;
         let checks = self.checks.remove(&request);
         self.waiter_of(request).map(|waiter| (waiter, checks))
     }
@@ -136,7 +136,7 @@ impl<W: Waiter> Initiator<W> {
         self.forget(request).and_then(Self::waiter)
     }
 
-    /// The reply that a request is to have; the outer none where it is not to have one, the inner where nobody knows.
+    /// The reply that a request gets; the outer `None` if it gets no reply, the inner if that is not known.
     fn due_reply(&self, request: u64) -> Option<Option<Due>> {
         match self.pending.get(&request) {
             Some(one) => Some(Some(Due { kind: one.reply(), over: self.over_of(one) })),

@@ -6,13 +6,13 @@ use super::{Action, Actions, Asks, ConnectionId, Initiator, Pending, Transfer, W
 use crate::wire::{Message, Withdraw};
 use crate::{Error, Kind};
 
-/// How long the owner may take to say what became of a write that was stopped, since it was asked or was last heard: the write's
+/// How long the owner may take to say what became of a write that was stopped, since it was asked or last sent anything: the write's
 /// own limit without progress, but within these bounds, which leave time for a long round trip and still are no long wait.
 /// Then the connection is reset, so that nothing of the write happens any more.
 const LEAST_GRACE: Duration = Duration::from_millis(500);
 const MOST_GRACE: Duration = Duration::from_secs(2);
 
-/// However often it is heard, an owner has no longer than this since the stop: one that says everything but what became of the write
+/// However often something comes from it, an owner has no longer than this since the stop: one that says everything but what became of the write
 /// must not keep it for ever, nor a slow link. With the time for the [end of a lane](super::lost) it is less than two seconds.
 const PATIENCE: Duration = Duration::from_millis(1400);
 
@@ -50,7 +50,7 @@ impl<W: Waiter> Initiator<W> {
         actions
     }
 
-    /// Ends the request of a read that was stopped, which has been sent. Between hosts the owner is told, and a lane over which the
+    /// Ends the request of a read that was stopped, which has been sent. Between hosts the owner is notified, and a lane over which the
     /// answer comes all the same is not left to it for long: see [`settle`](Self::settle).
     fn unwanted(&mut self, request: u64, now: Instant, actions: &mut Actions<W>) {
         let Some(Pending::Open { asks: Asks::Bytes { .. }, over, .. }) = self.pending.get(&request) else {
@@ -119,7 +119,7 @@ impl<W: Waiter> Initiator<W> {
         let times = one.changing()?.times();
         let stopped = times.stopped?;
         let grace = times.no_progress.clamp(LEAST_GRACE, MOST_GRACE);
-        Some((times.started.max(self.heard) + grace).max(stopped).min(stopped + PATIENCE))
+        Some((times.started.max(self.last_received) + grace).max(stopped).min(stopped + PATIENCE))
     }
 
     fn is_changed_over(&self, over: ConnectionId) -> bool {

@@ -17,7 +17,7 @@ pub(super) struct Heartbeat {
 }
 
 impl Heartbeat {
-    pub(super) fn heard(&mut self) {
+    pub(super) fn received(&mut self) {
         self.unanswered = 0;
     }
 }

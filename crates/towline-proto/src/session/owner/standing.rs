@@ -32,7 +32,7 @@ impl<R> Standing<R> {
 
 impl<G: Grant, C: Clone + Eq> Owner<G, C> {
     /// Refuses what needs no grant of its own where none of the peer's tickets is good any more. Costs a look at one of them; at
-    /// all of them only when that one has ended.
+    /// all of them only when that request has ended.
     pub(super) fn check_standing(&mut self, now: Instant) -> Result<(), Refusal<G>> {
         let now_ms = self.clock_ms(now);
         let Err(ended) = self.standing.check::<G>(now_ms) else { return Ok(()) };

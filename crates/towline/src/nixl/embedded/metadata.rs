@@ -1,4 +1,4 @@
-//! What an agent on the embedded engine tells its peers: tickets, and the ranges that they stand for.
+//! What an agent on the embedded engine sends its peers: tickets, and the ranges that they stand for.
 //!
 //! ```text
 //! magic[16]  flags:u8 (1: everything that is registered)

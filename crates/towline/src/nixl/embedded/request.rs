@@ -107,9 +107,9 @@ impl Request {
             None => request,
         };
         let (started, ended) = (Instant::now(), Arc::<OnceLock<Instant>>::default());
-        let told = Arc::clone(&ended);
+        let set_ended = Arc::clone(&ended);
         let then = move |_: &Result<()>, _: &[BlockFailure]| {
-            let _ = told.set(Instant::now());
+            let _ = set_ended.set(Instant::now());
         };
         let transfer = request.then(Box::new(then)).start()?;
         let result = transfer.result();

@@ -28,7 +28,7 @@ pub(super) const LOCAL_BULK_BUFFER: usize = 212_992;
 /// its turn: 256 MiB went at 6.7 GiB/s, and with this at 7.5.
 pub(super) const LOCAL_CONGESTION: &str = "reno";
 
-/// On a control connection the kernel gets no more bytes than about this beyond those that are on their way: between hosts one second
+/// On a control connection the kernel gets no more bytes than about this beyond those that are in flight: between hosts one second
 /// of a link of 1 Mbit/s, and on one host as much as the largest answer that goes over it. With 64 KiB there, 256 blocks of 1 KiB
 /// over loopback went at 1.2 to 2.7 GiB/s instead of 3.3; with this there is no difference.
 const CONTROL_UNSENT: libc::c_int = 128 << 10;
