@@ -76,7 +76,7 @@ struct State {
     /// Tasks taken from the queue that have not ended.
     active: usize,
     running: bool,
-    /// What nobody was completed of yet by a step that waits.
+    /// Failures that no step that waits has reported yet.
     failures: Vec<Failure>,
 }
 

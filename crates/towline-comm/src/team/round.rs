@@ -285,7 +285,7 @@ impl Team {
     }
 }
 
-/// The error of a rank that could not be notified something.
+/// The error of a rank to which something could not be sent.
 pub(super) fn lost(op: &'static str, peer: usize, error: &Error) -> Error {
     let kind = match error.kind() {
         Kind::Stale => Kind::Disconnected,
