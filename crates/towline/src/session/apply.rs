@@ -2,10 +2,12 @@
 #![allow(unsafe_code, reason = "acts on registered memory by address")]
 
 use crate::Result;
+use crate::bytes::checked;
 use crate::memory::reduce::{change_if, reduce_if};
 use crate::memory::{Dtype, ReduceOp, lent};
 use crate::region::{raise_own, wake_raised};
 use crate::runtime::socket::RawPartMut;
+use crate::session::parts::hung_up;
 use crate::wire::AtomicOp;
 
 /// An aligned word inside a region that the caller holds a use of.
@@ -43,6 +45,20 @@ pub(super) fn atomic(look: &dyn Fn() -> bool, word: Word, op: AtomicOp) -> Resul
             word.change("atomic", look, |seen| (seen == expected).then_some(new))
         }
     }
+}
+
+/// Writes bytes to lent memory, as long as the look says so.
+pub(super) fn write_lent(look: &dyn Fn() -> bool, parts: &[RawPartMut], mut bytes: &[u8]) -> Result<()> {
+    for part in parts {
+        let (now, rest) = bytes.split_at(part.len.min(bytes.len()));
+        if !look() {
+            return Err(hung_up("write"));
+        }
+        // SAFETY: whoever has the parts holds a use of their region; that the pages are there is the kernel's to see.
+        unsafe { checked::write("write", part.ptr, now.as_ptr(), now.len())? };
+        bytes = rest;
+    }
+    Ok(())
 }
 
 /// Raises a counter, and wakes who waits for it.

@@ -11,6 +11,7 @@ mod local;
 #[cfg(test)]
 mod tests;
 mod unwanted;
+mod words;
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
@@ -21,7 +22,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
 use towline_proto::session::allowance::{Allowance, exhausted};
-use towline_proto::session::owner::{Act, Action, Owner, Reading, Refusal, Settling};
+use towline_proto::session::owner::{Action, Owner, Reading};
 
 use self::admitting::{Memory, Target};
 pub(super) use self::granting::Granting;
@@ -36,7 +37,6 @@ use crate::fence::life::LifeView;
 use crate::fence::pins::Side;
 use crate::fence::watcher;
 use crate::identity::Identity;
-use crate::notify::Notification;
 use crate::operations::Claimer;
 use crate::region::{Counted, RegionCore, Stream, stale};
 use crate::runtime::socket::{Lane, RawPartMut};
@@ -50,9 +50,6 @@ use crate::{Access, Error, Kind, Result, ticket};
 
 /// One ticket that a peer has proven to hold.
 pub(super) type Standing = towline_proto::session::owner::Standing<RegionCore>;
-
-/// A word that a peer may change.
-type Word = towline_proto::session::owner::Word<Granting>;
 
 /// Names a connection, and keeps nothing of it.
 #[derive(Clone)]
@@ -377,19 +374,29 @@ impl Serving {
             Target::Memory(memory, parts) => (memory, parts),
         };
         // A page of lent memory may come from a disk, or from whoever lent it, and take as long as that likes.
-        if memory.is_lent() && runtime::may_block("read").is_err() {
-            let (this, to) = (Arc::clone(self), Arc::clone(connection));
-            let job = move || {
-                let sent = memory
-                    .parts("read")
-                    .and_then(|parts| this.answer_with(&to, request, &granting, (memory, parts), checks));
-                if let Err(error) = sent {
-                    to.close(error);
-                }
-            };
-            return runtime::devices().spawn(Device::Lent, Box::new(job)).map_err(|refused| refused.error);
+        if !waits_for_pages(memory.is_lent()) {
+            return self.answer_with(connection, request, &granting, (memory, parts), checks);
         }
-        self.answer_with(connection, request, &granting, (memory, parts), checks)
+        drop(parts);
+        self.aside(connection, move |this, to| {
+            let parts = memory.parts("read")?;
+            this.answer_with(to, request, &granting, (memory, parts), checks)
+        })
+    }
+
+    /// Does that on a thread that may wait for pages of lent memory; an error ends the connection.
+    fn aside(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        work: impl FnOnce(&Arc<Serving>, &Arc<Connection>) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        let (this, to) = (Arc::clone(self), Arc::clone(connection));
+        let job = move || {
+            if let Err(error) = work(&this, &to) {
+                to.close(error);
+            }
+        };
+        runtime::devices().spawn(Device::Lent, Box::new(job)).map_err(|refused| refused.error)
     }
 
     /// Answers a read with bytes in memory, or says why not.
@@ -444,6 +451,11 @@ impl Serving {
             let outcome = wanted("write", &answered).and_then(|wanted| {
                 match serving.admit(handle, Access::WRITE, write.blocks)?.1 {
                     Target::Bounced(asked) => asked.write(landed, &|| wanted.stands_by(None)),
+                    Target::Memory(memory, parts) if memory.is_lent() => apply::write_lent(
+                        &|| wanted.stands_by(None),
+                        &parts,
+                        landed.bytes(memory.bytes() as usize),
+                    ),
                     Target::Memory(..) => {
                         Err(Error::new(Kind::Internal, "write", "a file has become memory"))
                     }
@@ -454,8 +466,11 @@ impl Serving {
         };
         let lane = connection.role() == Role::Lane;
         let region = self.granted("write", handle, Access::WRITE);
-        let device = region.ok().and_then(|(_, region)| Some(Source::of(&region)?.device()));
-        let hangs = matches!(device, Some(Device::Disk(_)));
+        let device = region.ok().and_then(|(_, region)| match Source::of(&region) {
+            Some(source) => Some(source.device()),
+            None => region.lent.then_some(Device::Lent),
+        });
+        let hangs = matches!(device, Some(Device::Disk(_) | Device::Lent));
         // The event loop reads from a lane before it has become one.
         if lane && !hangs && runtime::may_block("write").is_ok() {
             return work();
@@ -477,7 +492,7 @@ impl Serving {
 
     /// A piece of a transfer is applied, or not: acts on what waits for it, and answers.
     fn applied(
-        &self,
+        self: &Arc<Self>,
         connection: &Connection,
         header: Header,
         transfer: u64,
@@ -492,74 +507,6 @@ impl Serving {
         let done = Done { outcome: outcome.map_err(|error| WireError::from(&error)) };
         let head = Message::from(done).frame(request, 0, 0);
         connection.say(head)
-    }
-
-    /// An operation on one word of a region, for whoever waits for its outcome; it gives none where that one does not stand by it
-    /// any more.
-    fn word(
-        &self,
-        awaited: Option<&Connection>,
-        word: Result<Word, Refusal<Granting>>,
-        act: impl FnOnce(&dyn Fn() -> bool, apply::Word) -> Result<Option<u64>>,
-    ) -> Result<u64> {
-        let (offset, admitted) = match word {
-            Ok(word) => (word.offset, Ok(word.admitted)),
-            Err(refusal) => (0, Err(refusal)),
-        };
-        let (granting, memory, parts) = self.in_memory("atomic", self.target(Access::WRITE, admitted)?)?;
-        let lent = memory.is_lent();
-        let wanted = awaited.map(|connection| wanted_at_once("atomic", connection, lent)).transpose()?;
-        let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
-        if word.is_null() || word.addr() % 8 != 0 {
-            self.refused(&granting);
-            return Err(Error::invalid(
-                "atomic",
-                format!("the word at offset {offset} is not aligned to 8 bytes"),
-            ));
-        }
-        granting.count(Counted::Written(8));
-        let stands_by = || wanted.as_ref().is_none_or(|wanted| wanted.stands_by(Some(word)));
-        act(&stands_by, apply::Word { at: word, lent })?.ok_or_else(|| hung_up("atomic"))
-    }
-
-    /// Does what follows a transfer, or says that it will not be done.
-    fn settle(&self, mut settling: Settling<Over>) -> Result<()> {
-        let forgives = settling.forgives();
-        let settled = self.settle_all(&mut settling);
-        if forgives { Ok(()) } else { settled }
-    }
-
-    fn settle_all(&self, settling: &mut Settling<Over>) -> Result<()> {
-        loop {
-            let next = lock(&self.rules).settle(settling, Instant::now());
-            let Some(next) = next else { return Ok(()) };
-            let to = next.answer.map(|(over, request)| over.connection().map(|to| (to, request))).transpose();
-            let outcome = next.act.map_err(|refusal| self.refuse(refusal)).and_then(|act| match (act, &to) {
-                // Nobody is there any more who stands by it.
-                (Act::Raise(..), Err(gone)) => Err(gone.clone()),
-                (act, Ok(Some((connection, _)))) => self.act(act, Some(connection)),
-                (act, _) => self.act(act, None),
-            });
-            match to? {
-                Some((connection, request)) => self.answer(&connection, request, outcome)?,
-                None => drop(outcome?),
-            }
-        }
-    }
-
-    fn act(&self, act: Act<Granting>, awaited: Option<&Connection>) -> Result<u64> {
-        match act {
-            Act::Deliver(message) => {
-                let notification = Notification { from: self.peer.clone(), message };
-                let charge = self.allowance.charge("notify", notification.cost())?;
-                self.sessions()?.registry.deliver(notification, Some((&self.messages, charge))).map(|()| 0)
-            }
-            // A signal whose outcome somebody waits for is a change like a write.
-            Act::Raise(word, add) => self.word(awaited, Ok(word), |look, word| match awaited {
-                Some(_) => apply::signal_if(look, word, add),
-                None => apply::signal(word, add).map(Some),
-            }),
-        }
     }
 
     fn held(self: &Arc<Self>, files: Vec<OwnedFd>) -> Result<()> {
@@ -605,6 +552,11 @@ impl Serving {
     }
 }
 
+/// Whether a page of that memory may take as long as a disk, or whoever lent it, likes, and this thread must not wait for it.
+fn waits_for_pages(lent: bool) -> bool {
+    lent && runtime::may_block("serve").is_err()
+}
+
 /// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more. To be
 /// held until it is done.
 fn wanted<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>> {
@@ -640,11 +592,7 @@ impl Handler for Arc<Serving> {
             }
             Action::Reply(ask, granting) => self.answer_query(connection, header.id, ask, granting),
             Action::Read(reading) => self.read(connection, header.id, reading),
-            Action::Atomic(op, word) => {
-                let act = |look: &dyn Fn() -> bool, word| apply::atomic(look, word, op);
-                let done = self.word(Some(connection), word, act);
-                self.answer(connection, header.id, done)
-            }
+            Action::Atomic(op, word) => self.atomic(connection, header.id, op, word),
             Action::Settle(settling) => self.settle(settling),
             Action::Withdraw(unwanted) => self.withdraw(connection, header.id, unwanted),
             Action::EndLane(lane) => self.end_lane(connection, header.id, lane),
@@ -676,6 +624,10 @@ impl Handler for Arc<Serving> {
             Ok(Target::Memory(memory, _)) if arriving.is_combined => {
                 Sink::buffer(bytes as usize, Some(memory.keep(header.id)))
             }
+            // The pages may take long to come, which the event loop must not wait for.
+            Ok(Target::Memory(memory, _)) if waits_for_pages(memory.is_lent()) => charge
+                .resize("write", body.len() as u64 + bytes)
+                .and_then(|()| Sink::buffer(bytes as usize, Some(memory.keep(header.id)))),
             Ok(Target::Memory(memory, parts)) => Ok(Sink::memory(Held::new(parts, memory.keep(header.id)))),
             Ok(Target::Bounced(asked)) if arriving.is_combined => Err(asked.no_words("reduce_into")),
             Ok(Target::Bounced(asked)) => charge
@@ -691,7 +643,7 @@ impl Handler for Arc<Serving> {
         let over = Over::of(connection);
         let sent = lock(&self.rules).announced(&over, header.id);
         let message = Message::decode(header.kind, &sink.take_body())?;
-        // Only the bytes of a file or of a GPU stop over.
+        // The bytes of a file or of a GPU stop over, and some of lent memory.
         let landed = if matches!(message, Message::Write(_)) { sink.take_landed() } else { None };
         let charge = sink.take_charge();
         let (transfer, outcome) = match message {
@@ -713,24 +665,7 @@ impl Handler for Arc<Serving> {
                 });
                 (write.transfer, outcome)
             }
-            Message::Reduce(reduce) => {
-                let outcome = sink.outcome("reduce_into").and_then(|()| {
-                    if let Some(sent) = &sent {
-                        let arrived = checks::of_bytes(&reduce.blocks, &sink.buffer);
-                        checks::compare("reduce_into", &reduce.blocks, sent, &arrived)?;
-                    }
-                    let admitted = self.admit(reduce.handle, Access::WRITE, reduce.blocks)?;
-                    let (_, memory, parts) = self.in_memory("reduce_into", admitted)?;
-                    let lent = memory.is_lent();
-                    let wanted = wanted_at_once("reduce_into", connection, lent)?;
-                    let stands_by = || wanted.stands_by(parts.first().map(|part| part.ptr));
-                    match apply::reduce(&stands_by, &parts, lent, &sink.buffer, reduce.op, reduce.dtype)? {
-                        true => Ok(()),
-                        false => Err(hung_up("reduce_into")),
-                    }
-                });
-                (reduce.transfer, outcome)
-            }
+            Message::Reduce(reduce) => return self.reduce(connection, header, reduce, sink, sent),
             _ => (0, Err(Error::protocol("serve", "a payload that nobody asked for"))),
         };
         // The memory is let go before the peer learns of it.

@@ -53,6 +53,11 @@ impl<G: Grant> Admitted<G> {
         &self.grant
     }
 
+    /// Returns what keeps the region in place.
+    pub fn hold(&self) -> &G::Hold {
+        &self.hold
+    }
+
     /// Returns what may be touched.
     pub fn ranges(&self) -> &Ranges {
         &self.ranges

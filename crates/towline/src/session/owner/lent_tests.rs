@@ -9,7 +9,7 @@
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use crate::memory::ExternalStorage;
+use crate::memory::{Dtype, ExternalStorage, ReduceOp};
 use crate::skip::skip;
 use crate::{Access, Endpoint, Place, Routing, SystemStorage};
 
@@ -61,14 +61,23 @@ fn pages_of_lent_memory_that_do_not_come_hold_up_nobody_else() {
     let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
     // SAFETY: the pages stay mapped until the process ends.
     let lent = unsafe { ExternalStorage::new(pages, LEN, Place::Host, None) }.unwrap();
-    let lent = owner.register(lent, Access::READ).unwrap();
+    let lent = owner.register(lent, Access::READ_WRITE).unwrap();
     let other = owner.register(SystemStorage::new(4096).unwrap(), Access::READ).unwrap();
     let local = || user.register(SystemStorage::new(4096).unwrap(), Access::NONE).unwrap();
     let routing = Routing::default().require("tcp").unwrap();
     let of_lent = user.import_within(&lent.ticket().unwrap(), &routing, WATCHDOG).unwrap();
     let locals: Vec<_> = (0..8).map(|_| local()).collect();
-    let waiting: Vec<_> =
+    let mut waiting: Vec<_> =
         locals.iter().map(|local| user.read(&of_lent, local).at(0, 0, 4096).start().unwrap()).collect();
+    // Each of them a page of its own: as many kinds of requests as there are.
+    let page = |number: u64| (number * 4096, 0, 4096);
+    let (there, from, len) = page(8);
+    waiting.push(user.write(&of_lent, &locals[0]).at(there, from, len).start().unwrap());
+    let (there, from, len) = page(9);
+    let sum = user.reduce_into(&of_lent, &locals[0], ReduceOp::Sum, Dtype::U64).at(there, from, len);
+    waiting.push(sum.start().unwrap());
+    waiting.push(user.fetch_add(&of_lent, 10 * 4096, 1).unwrap());
+    waiting.push(user.write(&of_lent, &locals[0]).at(11 * 4096, 0, 8).signal(12 * 4096, 1).start().unwrap());
     // The same session, and a new one of another peer.
     let began = Instant::now();
     let second = Endpoint::open("second").unwrap();
