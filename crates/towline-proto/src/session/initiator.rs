@@ -153,6 +153,8 @@ pub enum Action<W: Waiter> {
     OutstandingWhileApplied(Arc<W::Transfer>, ConnectionId),
     /// The owner is not at that transfer any more.
     Settled(Arc<W::Transfer>),
+    /// Whether the owner is at that transfer will never be known: it is let go of.
+    NeverSettled(Arc<W::Transfer>),
     /// The owner's host has acknowledged bytes of that transfer, then.
     Moved(Arc<W::Transfer>, Instant),
     /// End that connection so that nothing of what was sent is acted upon later.
@@ -163,7 +165,8 @@ pub enum Action<W: Waiter> {
     LookAt(Instant),
 }
 
-/// All that is to be done after one event.
+/// All that is to be done after one event. What is let go of goes with it, and never under a lock on the rules: with the last who
+/// holds a transfer more may go than it, even the session.
 pub type Actions<W> = Vec<Action<W>>;
 
 enum Pending<W: Waiter> {
@@ -283,15 +286,19 @@ impl<W: Waiter> Initiator<W> {
 
     /// A request ends that was never sent, or taken back before it was; whoever gets its waiter reports its end.
     pub fn unsent(&mut self, request: u64) -> Option<W> {
-        self.forget(request).and_then(Self::waiter)
+        self.is_open(request).then(|| self.forget(request).and_then(Self::waiter)).flatten()
     }
 
     /// A request ends that may have been sent, and that the owner may answer yet.
     pub fn give_up(&mut self, request: u64) -> Option<W> {
-        let one = self.pending.remove(&request)?;
+        let one = self.is_open(request).then(|| self.pending.remove(&request)).flatten()?;
         self.owes(request, &one);
         self.checks.remove(&request);
         Self::waiter(one)
+    }
+
+    fn is_open(&self, request: u64) -> bool {
+        matches!(self.pending.get(&request), Some(Pending::Open { .. }))
     }
 
     fn forget(&mut self, request: u64) -> Option<Pending<W>> {

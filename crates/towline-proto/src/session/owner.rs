@@ -60,9 +60,13 @@ pub trait Grant {
     /// Returns whether the region is being taken back.
     fn is_closed(region: &Self::Region) -> bool;
 
-    /// Holds a region for a request, or refuses that where it is being taken back. A request that is already in flight comes without a
-    /// share of what the peer may have. Must not wait.
-    fn hold(op: &'static str, region: Arc<Self::Region>, flight: Option<InFlight>) -> Result<Self::Hold>;
+    /// Holds a region for a request, or gives it back and refuses that where it is being taken back. A request that is already in flight
+    /// comes without a share of what the peer may have. Must not wait.
+    fn hold(
+        op: &'static str,
+        region: Arc<Self::Region>,
+        flight: Option<InFlight>,
+    ) -> Result<Self::Hold, (Error, Arc<Self::Region>)>;
 }
 
 /// The rules of the owner's role in one session. `C` names a connection.
@@ -81,6 +85,8 @@ pub struct Owner<G: Grant, C> {
     lanes: Lanes<C>,
     heartbeat: Heartbeat,
     allowance: Arc<Allowance>,
+    /// Regions that were looked at, and that may be held by nobody else any more.
+    spent: Vec<Arc<G::Region>>,
     over: bool,
     /// The peer has said that nothing of it is in flight any more.
     goodbye: bool,
@@ -179,6 +185,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
             lanes: Lanes::new(),
             heartbeat: Heartbeat::default(),
             allowance: Arc::clone(allowance),
+            spent: Vec::new(),
             over: false,
             goodbye: false,
         }
@@ -343,6 +350,12 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
         self.counting.clear();
         self.lanes = Lanes::new();
         Remains { grants: self.grants.take(), goodbye: self.goodbye }
+    }
+
+    /// Gives the regions that were looked at since the last time. With the last of those who hold a region more may go than it, even
+    /// the endpoint: so they are dropped by somebody who has no lock on these rules.
+    pub fn take_spent(&mut self) -> Vec<Arc<G::Region>> {
+        std::mem::take(&mut self.spent)
     }
 
     /// Milliseconds since the endpoint was opened: the clock in which leases are counted.

@@ -59,9 +59,13 @@ impl Grant for Granted {
         array.closed.load(Ordering::Relaxed)
     }
 
-    fn hold(op: &'static str, array: Arc<Array>, flight: Option<InFlight>) -> Result<RegionHold> {
+    fn hold(
+        op: &'static str,
+        array: Arc<Array>,
+        flight: Option<InFlight>,
+    ) -> Result<RegionHold, (Error, Arc<Array>)> {
         if Granted::is_closed(&array) {
-            return Err(stale(op));
+            return Err((stale(op), array));
         }
         array.holds.fetch_add(1, Ordering::Relaxed);
         Ok(RegionHold { array, _flight: flight })

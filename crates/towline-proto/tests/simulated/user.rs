@@ -329,6 +329,7 @@ impl World {
                 Action::Settled(of) => {
                     assert!(of.outstanding.fetch_sub(1, Ordering::Relaxed) > 0, "settled twice");
                 }
+                Action::NeverSettled(of) => assert!(of.outstanding.load(Ordering::Relaxed) > 0),
                 Action::Moved(of, when) => {
                     let mut inner = of.inner.lock().unwrap();
                     inner.progress = inner.progress.max(when);

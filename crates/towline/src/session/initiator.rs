@@ -434,6 +434,7 @@ impl Session {
                     }
                 }
                 Action::Settled(transfer) => transfer.remove_outstanding(),
+                Action::NeverSettled(_) => {}
                 Action::Moved(transfer, when) => transfer.got_on(when),
                 Action::Reset(over, error) => {
                     if let Some(connection) = self.connection(over, closed) {

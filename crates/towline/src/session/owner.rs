@@ -14,11 +14,12 @@ mod unwanted;
 mod words;
 
 use std::collections::HashSet;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 #[cfg(test)]
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Instant;
 
 use towline_proto::session::allowance::{Allowance, exhausted};
@@ -194,7 +195,7 @@ impl Serving {
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         connection.call(transcript);
         lock(&serving.connections).push(Arc::clone(connection));
-        lock(&serving.rules).joined(Over::of(connection), transcript);
+        serving.rules().joined(Over::of(connection), transcript);
         // Whoever ends it closes the connections that it finds after it has said so.
         if serving.is_closed() {
             lock(&serving.connections).clear();
@@ -208,6 +209,11 @@ impl Serving {
         let ready = wire::Ready { session: id, name: sessions.registry.name().to_owned(), local: index };
         connection.authenticate(serving, Role::Lane, charge);
         connection.say(Message::from(ready).frame(0, 0, 0))
+    }
+
+    /// The rules, and nobody else has them meanwhile.
+    fn rules(&self) -> Rules<'_> {
+        Rules(Some(lock(&self.rules)))
     }
 
     /// The peer with that session.
@@ -225,7 +231,7 @@ impl Serving {
     }
 
     pub(super) fn is_closed(&self) -> bool {
-        lock(&self.rules).is_over()
+        self.rules().is_over()
     }
 
     pub(super) fn sessions(&self) -> Result<Arc<Sessions>> {
@@ -246,7 +252,7 @@ impl Serving {
     }
 
     fn end(&self, error: &Error) {
-        if !lock(&self.rules).end() {
+        if !self.rules().end() {
             return;
         }
         if let Some(local) = &self.local {
@@ -257,7 +263,7 @@ impl Serving {
             connection.close(error.clone());
             connection.let_go();
         }
-        let remains = lock(&self.rules).clear();
+        let remains = self.rules().clear();
         self.files.clear();
         if let Some(local) = &self.local {
             drop(lock(&local.alive).take());
@@ -498,7 +504,7 @@ impl Serving {
         transfer: u64,
         outcome: Result<()>,
     ) -> Result<()> {
-        let due = lock(&self.rules).applied(transfer, outcome.is_ok())?;
+        let due = self.rules().applied(transfer, outcome.is_ok())?;
         self.settle(due)?;
         self.answer(connection, header.id, outcome.map(|()| header.payload_len))
     }
@@ -527,6 +533,31 @@ impl Serving {
             alive.1 = watch;
         }
         Ok(())
+    }
+}
+
+/// The rules in one thread's hands. What they have looked at is let go of when they are not any more: that may end the session.
+struct Rules<'a>(Option<MutexGuard<'a, Owner<Granting, Over>>>);
+
+impl Deref for Rules<'_> {
+    type Target = Owner<Granting, Over>;
+
+    fn deref(&self) -> &Self::Target {
+        self.0.as_ref().unwrap_or_else(|| unreachable!("they are taken in the drop alone"))
+    }
+}
+
+impl DerefMut for Rules<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        self.0.as_mut().unwrap_or_else(|| unreachable!("they are taken in the drop alone"))
+    }
+}
+
+impl Drop for Rules<'_> {
+    fn drop(&mut self) {
+        let spent = self.take_spent();
+        drop(self.0.take());
+        drop(spent);
     }
 }
 
@@ -581,7 +612,7 @@ impl Handler for Arc<Serving> {
         #[cfg(test)]
         assert!(!self.panics.load(Ordering::Relaxed), "on purpose");
         let message = Message::decode(header.kind, body)?;
-        let action = lock(&self.rules).frame(&Over::of(connection), header.id, message, Instant::now())?;
+        let action = self.rules().frame(&Over::of(connection), header.id, message, Instant::now())?;
         match action {
             Action::Nothing => Ok(()),
             Action::Answer(message) => connection.say(message.frame(header.id, 0, 0)),
@@ -614,7 +645,7 @@ impl Handler for Arc<Serving> {
 
     fn payload(&self, connection: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
         let message = Message::decode(header.kind, body)?;
-        let arriving = lock(&self.rules).payload(&header, message, body.len(), Instant::now())?;
+        let arriving = self.rules().payload(&header, message, body.len(), Instant::now())?;
         let (bytes, mut charge) = (header.payload_len, arriving.charge);
         let target = self.target(Access::WRITE, arriving.admitted).map(|(granting, target)| {
             granting.count(Counted::Written(bytes));
@@ -641,7 +672,7 @@ impl Handler for Arc<Serving> {
 
     fn received(&self, connection: &Arc<Connection>, header: Header, mut sink: Sink) -> Result<()> {
         let over = Over::of(connection);
-        let sent = lock(&self.rules).announced(&over, header.id);
+        let sent = self.rules().announced(&over, header.id);
         let message = Message::decode(header.kind, &sink.take_body())?;
         // The bytes of a file or of a GPU stop over, and some of lent memory.
         let landed = if matches!(message, Message::Write(_)) { sink.take_landed() } else { None };
@@ -676,7 +707,7 @@ impl Handler for Arc<Serving> {
     fn closed(&self, connection: &Arc<Connection>, error: Error) {
         connection.let_go();
         let is_there = |lane: &Over| lane.0.strong_count() > 0;
-        let gone = lock(&self.rules).gone(&Over::of(connection), &error, is_there);
+        let gone = self.rules().gone(&Over::of(connection), &error, is_there);
         lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection));
         if gone.ends {
             self.end(&error);

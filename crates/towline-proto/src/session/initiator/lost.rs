@@ -128,6 +128,8 @@ impl<W: Waiter> Initiator<W> {
             } else if self.over.is_none() {
                 // The end of the session will say it.
                 self.expect(Pending::Late(transfer));
+            } else {
+                actions.push(Action::NeverSettled(transfer));
             }
         }
         actions
@@ -199,7 +201,8 @@ impl<W: Waiter> Initiator<W> {
             match one {
                 Pending::Open { waiter, .. } => actions.push(Action::Failed(waiter, error.clone())),
                 Pending::Late(transfer) if surely => actions.push(Action::Settled(transfer)),
-                Pending::Late(_) | Pending::Unwanted { .. } => {}
+                Pending::Late(transfer) => actions.push(Action::NeverSettled(transfer)),
+                Pending::Unwanted { .. } => {}
                 Pending::Ending(lane) => actions.append(&mut self.lane_ended(lane, surely)),
             }
         }

@@ -135,6 +135,7 @@ fn names(actions: &Actions<Somebody>) -> Vec<&'static str> {
         Action::Outstanding(_) => "outstanding",
         Action::OutstandingWhileApplied(..) => "applied",
         Action::Settled(_) => "settled",
+        Action::NeverSettled(_) => "never settled",
         Action::Moved(..) => "moved",
         Action::Reset(..) => "reset",
         Action::SettleAt(_) => "settle at",

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Grant, Owner, stale};
+use super::{Grant, InFlight, Owner, stale};
 use crate::ticket::check_lease;
 use crate::wire::Block;
 use crate::{Access, Error, Kind, Result};
@@ -98,43 +98,60 @@ impl<G> From<Error> for Refusal<G> {
 impl<G: Grant, C: Clone + Eq> Owner<G, C> {
     /// Checks a request against what was granted, counts it, and holds its region.
     pub fn admit(
-        &self,
+        &mut self,
         handle: u32,
         needed: Access,
         blocks: Vec<Block>,
         now: Instant,
     ) -> Result<Admitted<G>, Refusal<G>> {
         let op = if needed == Access::READ { "read" } else { "write" };
-        let grant =
-            self.grants.find_or_refuse(op, handle).map_err(|error| Refusal { error, blame: Blame::Peer })?;
-        let admitted = self.check(op, grant, needed, &blocks, now).and_then(|region| {
-            let list = blocks.len() * PART;
-            let flight = self.allowance.take(op, total(&blocks), list, Some(grant.served()))?;
-            G::hold(op, region, Some(flight))
+        let grant = self.grants.find_or_refuse(op, handle).cloned();
+        let grant = grant.map_err(|error| Refusal { error, blame: Blame::Peer })?;
+        let list = blocks.len() * PART;
+        let held = self.check(op, &grant, needed, &blocks, now).and_then(|region| {
+            match self.allowance.take(op, total(&blocks), list, Some(grant.served())) {
+                Ok(flight) => self.hold(op, region, Some(flight)),
+                Err(error) => {
+                    self.spent.push(region);
+                    Err(error)
+                }
+            }
         });
-        match admitted {
-            Ok(hold) => Ok(Admitted {
-                grant: Arc::clone(grant),
-                hold,
-                ranges: Ranges { start: grant.claims().range.start, blocks },
-            }),
-            Err(error) => Err(Refusal { error, blame: Blame::Grant(Arc::clone(grant)) }),
+        match held {
+            Ok(hold) => {
+                let ranges = Ranges { start: grant.claims().range.start, blocks };
+                Ok(Admitted { grant, hold, ranges })
+            }
+            Err(error) => Err(Refusal { error, blame: Blame::Grant(grant) }),
         }
+    }
+
+    fn hold(
+        &mut self,
+        op: &'static str,
+        region: Arc<G::Region>,
+        flight: Option<InFlight>,
+    ) -> Result<G::Hold> {
+        G::hold(op, region, flight).map_err(|(error, region)| {
+            self.spent.push(region);
+            error
+        })
     }
 
     /// Holds what a request names that was admitted before and goes on: it is not counted once more.
     pub(super) fn hold_again(
-        &self,
+        &mut self,
         op: &'static str,
         handle: u32,
         needed: Access,
         blocks: Vec<Block>,
         now: Instant,
     ) -> Result<Admitted<G>> {
-        let grant = self.grants.find_or_refuse(op, handle)?;
-        let hold = G::hold(op, self.check(op, grant, needed, &blocks, now)?, None)?;
+        let grant = Arc::clone(self.grants.find_or_refuse(op, handle)?);
+        let region = self.check(op, &grant, needed, &blocks, now)?;
+        let hold = self.hold(op, region, None)?;
         let ranges = Ranges { start: grant.claims().range.start, blocks };
-        Ok(Admitted { grant: Arc::clone(grant), hold, ranges })
+        Ok(Admitted { grant, hold, ranges })
     }
 
     /// Returns a grant and its region, which the peer may have something done with that needs that right. Nothing holds the region.

@@ -56,7 +56,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
 
     /// Holds the memory of a request that is being served, so that the checksums of its blocks can be made.
     pub fn hold_to_check(
-        &self,
+        &mut self,
         over: &C,
         op: &'static str,
         handle: u32,

@@ -107,7 +107,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
         }
     }
 
-    pub(super) fn word(&self, handle: u32, offset: u64, now: Instant) -> Result<Word<G>, Refusal<G>> {
+    pub(super) fn word(&mut self, handle: u32, offset: u64, now: Instant) -> Result<Word<G>, Refusal<G>> {
         let block = Block { offset, len: 8 };
         Ok(Word { admitted: self.admit(handle, Access::WRITE, vec![block], now)?, offset })
     }

@@ -78,7 +78,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
     /// Time has passed: returns the requests for the end of lanes that are over now, and when to look again.
     pub fn look_at_lanes(
         &mut self,
-        is_applying: impl Fn(&C) -> bool,
+        mut is_applying: impl FnMut(&C) -> bool,
         now: Instant,
     ) -> (Vec<u64>, Option<Instant>) {
         let lanes = &mut self.lanes;

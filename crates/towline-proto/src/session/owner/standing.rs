@@ -1,6 +1,6 @@
 //! Whether a peer holds a ticket that is still good: without one it delivers no message.
 
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::{Blame, Grant, Owner, Refusal, stale};
@@ -21,12 +21,12 @@ impl<R> Standing<R> {
         Standing { region, expires_ms, was_last: false }
     }
 
-    fn check<G: Grant<Region = R>>(&self, now_ms: u64) -> Result<()> {
+    fn check<G: Grant<Region = R>>(&self, now_ms: u64, spent: &mut Vec<Arc<R>>) -> Result<()> {
         check_lease("notify", self.expires_ms, || now_ms)?;
-        match self.region.upgrade() {
-            Some(region) if !G::is_closed(&region) => Ok(()),
-            _ => Err(stale("notify")),
-        }
+        let region = self.region.upgrade().ok_or_else(|| stale("notify"))?;
+        let closed = G::is_closed(&region);
+        spent.push(region);
+        if closed { Err(stale("notify")) } else { Ok(()) }
     }
 }
 
@@ -35,10 +35,11 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
     /// all of them only when that request has ended.
     pub(super) fn check_standing(&mut self, now: Instant) -> Result<(), Refusal<G>> {
         let now_ms = self.clock_ms(now);
-        let Err(ended) = self.standing.check::<G>(now_ms) else { return Ok(()) };
+        let Err(ended) = self.standing.check::<G>(now_ms, &mut self.spent) else { return Ok(()) };
         if !self.standing.was_last {
             let of_grant = |grant: &G| Standing::new(Weak::clone(grant.region()), grant.claims().expires_ms);
-            let good = self.grants.all().map(of_grant).filter(|one| one.check::<G>(now_ms).is_ok());
+            let spent = &mut self.spent;
+            let good = self.grants.all().map(of_grant).filter(|one| one.check::<G>(now_ms, spent).is_ok());
             match good.max_by_key(|standing| standing.expires_ms.unwrap_or(u64::MAX)) {
                 Some(good) => {
                     self.standing = good;

@@ -79,9 +79,13 @@ impl Grant for Ticketed {
         region.closed.load(Ordering::SeqCst)
     }
 
-    fn hold(op: &'static str, region: Arc<Array>, flight: Option<InFlight>) -> Result<HoldOfArray> {
+    fn hold(
+        op: &'static str,
+        region: Arc<Array>,
+        flight: Option<InFlight>,
+    ) -> Result<HoldOfArray, (Error, Arc<Array>)> {
         if Ticketed::is_closed(&region) {
-            return Err(stale(op));
+            return Err((stale(op), region));
         }
         region.begun.fetch_add(1, Ordering::SeqCst);
         Ok(HoldOfArray(region, flight))

@@ -18,7 +18,6 @@ use crate::session::importing::proven;
 use crate::session::parts::Keep;
 use crate::session::reply::Lending;
 use crate::session::{Sessions, checks};
-use crate::sync::lock;
 use crate::ticket::Claims;
 use crate::wire::{Block, Grant, ImportItem};
 use crate::{Access, Error, Kind, Result, room};
@@ -99,7 +98,7 @@ impl Serving {
         let proven = proven(&self.challenge, item.operation.as_ref());
         let (region, claims) = sessions.registry.verify(&item.ticket, &item.proof, &proven)?;
         // Before the ticket claims anything: what is granted then is not refused any more.
-        let again = lock(&self.rules).grant_again(&item.ticket, &claims)?;
+        let again = self.rules().grant_again(&item.ticket, &claims)?;
         let new = match again {
             Some(handle) => Err(handle),
             None => Ok(self.granting_of(sessions, &region, claims.clone())?),
@@ -114,7 +113,7 @@ impl Serving {
         });
         let attached = admitted.inspect_err(|_| {
             if let Err(handle) = &new {
-                let released = lock(&self.rules).release(*handle);
+                let released = self.rules().release(*handle);
                 drop(released);
             }
         })?;
@@ -123,7 +122,7 @@ impl Serving {
             grant.segment = None;
         }
         let standing = Standing::new(Arc::downgrade(&region), claims.expires_ms);
-        grant.handle = lock(&self.rules).grant(&item.ticket, new, standing);
+        grant.handle = self.rules().grant(&item.ticket, new, standing);
         Ok(grant)
     }
 
@@ -187,7 +186,7 @@ impl Serving {
         needed: Access,
         blocks: Vec<Block>,
     ) -> Result<(Arc<Granting>, Target)> {
-        let admitted = lock(&self.rules).admit(handle, needed, blocks, Instant::now());
+        let admitted = self.rules().admit(handle, needed, blocks, Instant::now());
         self.target(needed, admitted)
     }
 
@@ -255,13 +254,13 @@ impl Serving {
         handle: u32,
         needed: Access,
     ) -> Result<(Arc<Granting>, Arc<RegionCore>)> {
-        lock(&self.rules).granted(op, handle, needed, Instant::now())
+        self.rules().granted(op, handle, needed, Instant::now())
     }
 
     /// Compares what has been written to memory, which the sink keeps in place meanwhile, with what was sent.
     pub(super) fn compare(&self, over: &Over, handle: u32, blocks: Vec<Block>, sent: &[u32]) -> Result<()> {
         let now = Instant::now();
-        let admitted = lock(&self.rules).hold_to_check(over, "write", handle, Access::WRITE, blocks, now)?;
+        let admitted = self.rules().hold_to_check(over, "write", handle, Access::WRITE, blocks, now)?;
         let (hold, ranges) = admitted.into_parts();
         let Hold::Memory(using) = hold else {
             return Err(Error::new(Kind::Internal, "write", "memory has become a file"));

@@ -7,7 +7,6 @@ use towline_proto::session::owner::Beat;
 
 use super::Serving;
 use crate::runtime::{self, Timer};
-use crate::sync::lock;
 use crate::wire::{self, Message};
 
 /// The moments that it waits for: when to beat, when to tell of segments that are gone, and when to look at lanes that are to end.
@@ -18,7 +17,7 @@ pub(super) const ENDING: u64 = 2;
 impl Serving {
     /// Asks the peer from time to time whether it is there, while it holds a claim.
     pub(super) fn beat(self: &Arc<Self>) {
-        let next = lock(&self.rules).beat(Instant::now());
+        let next = self.rules().beat(Instant::now());
         self.at(next, BEAT);
     }
 
@@ -43,7 +42,7 @@ impl Timer for Serving {
         }
         let Some(sessions) = self.sessions.upgrade() else { return };
         let holds_a_claim = sessions.operations.any_claimed_by(self.claimer());
-        let beat = lock(&self.rules).beats(holds_a_claim, sessions.registry.no_progress());
+        let beat = self.rules().beats(holds_a_claim, sessions.registry.no_progress());
         match beat {
             Beat::Ends => {}
             Beat::Abandon(error) => {

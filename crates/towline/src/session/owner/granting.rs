@@ -59,12 +59,18 @@ impl Grant for Granting {
         region.is_closed()
     }
 
-    fn hold(op: &'static str, region: Arc<RegionCore>, flight: Option<InFlight>) -> Result<Hold> {
-        match (Source::of(&region), flight) {
-            (Some(source), Some(flight)) => Ok(Hold::Bounced(region, source, flight)),
+    fn hold(
+        op: &'static str,
+        region: Arc<RegionCore>,
+        flight: Option<InFlight>,
+    ) -> Result<Hold, (Error, Arc<RegionCore>)> {
+        let using = match (Source::of(&region), flight) {
+            (Some(source), Some(flight)) => return Ok(Hold::Bounced(region, source, flight)),
             (Some(_), None) => Err(Error::new(Kind::Internal, op, "memory has become a file")),
-            (None, Some(flight)) => region.begin_use_with(op, flight).map(Hold::Memory),
-            (None, None) => region.begin_use(op).map(Hold::Memory),
-        }
+            (None, Some(flight)) => region.begin_use_with(op, flight),
+            (None, None) => region.begin_use(op),
+        };
+        // What is used is held once more: the one that goes here is not the last.
+        using.map(Hold::Memory).map_err(|error| (error, region))
     }
 }

@@ -50,7 +50,7 @@ impl Pair {
 
 impl Serving {
     fn count_grants(&self) -> usize {
-        lock(&self.rules).count_grants()
+        self.rules().count_grants()
     }
 }
 
@@ -93,14 +93,14 @@ fn handles_that_are_in_use_are_not_given_again_after_the_last_number() {
     let pair = Pair::open();
     let kept = pair.import();
     let serving = pair.serving();
-    lock(&serving.rules).number_grants_from(u32::MAX);
+    serving.rules().number_grants_from(u32::MAX);
     let narrowed = |len| {
         let ticket = pair.region.ticket().unwrap().narrow().range(0, len).finish().unwrap();
         pair.user.import_with(&ticket, &over_tcp()).unwrap()
     };
     // The last number, and then the first that is free: 0 means nothing, and 1 is in use.
     let (last, next) = (narrowed(8), narrowed(16));
-    let find = |handle| lock(&serving.rules).find("test", handle);
+    let find = |handle| serving.rules().find("test", handle);
     for handle in [1, u32::MAX, 2] {
         assert!(find(handle).is_ok(), "handle {handle}");
     }
@@ -384,7 +384,7 @@ fn the_end_of_a_lane_is_said_when_nobody_applies_anything_of_it_any_more() {
     // Connections of our own, so that the answers can be read here.
     let ((control, told), (lane, _peer)) = (connection(Role::Control), connection(Role::Lane));
     lane.call(NAME);
-    lock(&serving.rules).joined(Over::of(&lane), NAME);
+    serving.rules().joined(Over::of(&lane), NAME);
     *lock(&serving.connections) = vec![Arc::clone(&control), Arc::clone(&lane)];
     let answer = |within| {
         let mut head = [0; wire::HEADER_LEN];

@@ -8,7 +8,6 @@ use towline_proto::session::owner::LaneEnd;
 use super::beating::ENDING;
 use super::{Over, Serving};
 use crate::session::connection::Connection;
-use crate::sync::lock;
 use crate::{Error, Result};
 
 impl Serving {
@@ -30,7 +29,7 @@ impl Serving {
         // One that nobody has any more is over.
         let Ok(lane) = name.connection() else { return self.answer(connection, request, Ok(0)) };
         lane.end_applying();
-        let end = lock(&self.rules).lane_ends(name, request, lane.is_applying(), Instant::now());
+        let end = self.rules().lane_ends(name, request, lane.is_applying(), Instant::now());
         match end {
             Ok(LaneEnd::Over) => self.answer(connection, request, Ok(0)),
             Ok(LaneEnd::Later(look)) => {
@@ -42,8 +41,16 @@ impl Serving {
     }
 
     pub(super) fn look_at_ending_lanes(self: &Arc<Self>) {
-        let is_applying = |lane: &Over| lane.0.upgrade().is_some_and(|lane| lane.is_applying());
-        let (over, next) = lock(&self.rules).look_at_lanes(is_applying, Instant::now());
+        // Held until nobody has the rules any more: what goes with the last of a lane may end the session.
+        let mut lanes = Vec::new();
+        let is_applying = |lane: &Over| {
+            let Some(lane) = lane.0.upgrade() else { return false };
+            let applying = lane.is_applying();
+            lanes.push(lane);
+            applying
+        };
+        let (over, next) = self.rules().look_at_lanes(is_applying, Instant::now());
+        drop(lanes);
         self.at(next, ENDING);
         let Some(control) = self.control() else { return };
         for request in over {

@@ -13,7 +13,6 @@ use crate::session::apply;
 use crate::session::checks;
 use crate::session::connection::Connection;
 use crate::session::parts::{Sink, hung_up};
-use crate::sync::lock;
 use crate::wire::{AtomicOp, Header, Reduce};
 use crate::{Access, Error, Result};
 
@@ -112,7 +111,7 @@ impl Serving {
 
     fn settle_all(self: &Arc<Self>, settling: &mut Settling<Over>) -> Result<()> {
         loop {
-            let next = lock(&self.rules).settle(settling, Instant::now());
+            let next = self.rules().settle(settling, Instant::now());
             let Some(next) = next else { return Ok(()) };
             // Whoever waits for a change of lent memory hears of it from another thread.
             if let (Ok(Act::Raise(word, _)), Some((over, request))) = (&next.act, &next.answer)

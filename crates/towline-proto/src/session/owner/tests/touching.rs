@@ -88,8 +88,8 @@ fn a_ticket_to_read_writes_nothing_and_one_to_write_reads_nothing() {
 fn what_is_in_flight_is_bounded_by_what_is_held() {
     let mut scene = Scene::with(Quotas { requests: 2, ..Quotas::default() }, None);
     let handle = scene.import(Access::READ, None);
-    let rules = &scene.rules;
-    let read = || rules.admit(handle, Access::READ, vec![block(0, 8)], scene.now);
+    let rules = &mut scene.rules;
+    let mut read = || rules.admit(handle, Access::READ, vec![block(0, 8)], scene.now);
     let held: Vec<_> = [read(), read()].into_iter().map(Result::ok).collect();
     assert!(matches!(refused(read()), (Kind::Exhausted, Blame::Grant(_))));
     assert!(held.iter().all(Option::is_some));
@@ -109,6 +109,8 @@ fn a_region_that_is_taken_back_is_not_held_any_more() {
     assert_eq!((scene.array.held(), scene.allowance.load()), (1, (1, 8)));
     drop(before);
     assert_eq!(scene.array.held(), 0);
+    // Two requests have looked at it in vain, and the rules let go of nothing themselves.
+    assert_eq!(scene.rules.take_spent().len(), 2);
     scene.array = Arc::new(Array::default());
     let error = scene.rules.granted("import", handle, Access::NONE, scene.now).err().unwrap();
     assert_eq!(error.kind(), Kind::Stale, "its memory is gone");
