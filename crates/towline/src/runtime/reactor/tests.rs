@@ -342,18 +342,21 @@ fn a_source_knows_that_it_is_on_the_loops_thread() {
     assert!(!mine.on_reactor_thread());
 }
 
-/// The file `name` of the thread with that name.
-fn task_file(thread: &str, name: &str) -> String {
+/// The file `name` of the thread with that name; `None` while no thread has the name, which it sets itself when it begins.
+fn task_file(thread: &str, name: &str) -> Option<String> {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let task = tasks
         .filter_map(|task| Some(task.ok()?.path()))
         .find(|path| std::fs::read_to_string(path.join("comm")).is_ok_and(|comm| comm.trim_end() == thread));
-    std::fs::read_to_string(task.expect("the thread runs").join(name)).unwrap()
+    std::fs::read_to_string(task?.join(name)).ok()
 }
 
 /// Waits until the loop, whose thread has that name, sleeps until its next timer.
 fn asleep(reactor: &Reactor, thread: &str) {
-    let sleeps = || task_file(thread, "stat").split(") ").nth(1).is_some_and(|rest| rest.starts_with('S'));
+    let sleeps = || {
+        task_file(thread, "stat")
+            .is_some_and(|stat| stat.split(") ").nth(1).is_some_and(|rest| rest.starts_with('S')))
+    };
     let watchdog = Instant::now() + WATCHDOG;
     while !sleeps()
         || !matches!(lock(&reactor.timers).sleeping_until(), Some(until) if until > Instant::now())
@@ -366,7 +369,7 @@ fn asleep(reactor: &Reactor, thread: &str) {
 #[test]
 fn the_idle_loop_does_not_run_at_all() {
     fn switches() -> Vec<String> {
-        let status = task_file("t-idle", "status");
+        let status = task_file("t-idle", "status").unwrap();
         status.lines().filter(|line| line.contains("ctxt_switches")).map(str::to_owned).collect()
     }
     let reactor = Reactor::start("t-idle").unwrap();
@@ -392,7 +395,7 @@ fn the_idle_loop_does_not_run_at_all() {
 fn the_loops_thread_takes_no_signal_but_faults() {
     settle(&Reactor::start("t-signals").unwrap());
     let blocked = || {
-        let status = task_file("t-signals", "status");
+        let status = task_file("t-signals", "status").unwrap();
         let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap().trim().to_owned();
         u64::from_str_radix(&mask, 16).unwrap()
     };
