@@ -324,7 +324,7 @@ mod tests {
     fn an_override_that_cannot_work_is_invalid_with_its_reason() {
         for (situation, wanted, why) in [
             (Situation { far: 1, ..NEAR }, Algorithm::Direct, "do not share memory"),
-            (Situation { unregistered: 2, ..NEAR }, Algorithm::Direct, "2 of 4 ranks is in no window"),
+            (Situation { unregistered: 2, ..NEAR }, Algorithm::Direct, "2 of 4 ranks is not in a window"),
             (NEAR, Algorithm::Tiny, "more than the 8192"),
             (Situation { kind: Kind::AllToAll, ..NEAR }, Algorithm::Tree, "does not exist"),
         ] {
@@ -344,12 +344,12 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_is_told_in_words() {
+    fn the_reason_is_shown_in_words() {
         let choice = choose(Situation { unregistered: 3, ..NEAR }, Algorithm::Auto, false).unwrap();
         assert_eq!(
             choice.to_string(),
-            "all_reduce of 1048576 bytes among 4: staged, because the memory of 3 ranks is in no window or \
-             registered buffer that all can map"
+            "all_reduce of 1048576 bytes among 4: staged, because the memory of 3 ranks is not in a window or \
+             registered buffer that all ranks can map"
         );
     }
 }
