@@ -89,7 +89,7 @@ mod _native {
     #[pymodule_export]
     use crate::region::{Region, Span};
     #[pymodule_export]
-    use crate::remote::{Candidate, Explanation, Remote};
+    use crate::remote::{ExplainedPath, Explanation, Remote};
     #[pymodule_export]
     use crate::shared::SharedArray;
     #[pymodule_export]

@@ -52,7 +52,7 @@ impl Remote {
         self.0.layout().cloned().map(Layout)
     }
 
-    /// Every candidate path, the one taken, and the reason for the others.
+    /// Every path, the one taken, and the reason for the others.
     fn explain(&self) -> Explanation {
         Explanation(self.0.explain().clone())
     }
@@ -69,7 +69,7 @@ impl Remote {
     }
 }
 
-/// Every candidate path to a remote region; ``str`` shows it as a table.
+/// Every path to a remote region; ``str`` shows it as a table.
 #[pyclass(frozen, module = "towline")]
 pub(crate) struct Explanation(towline::Explanation);
 
@@ -81,10 +81,10 @@ impl Explanation {
         self.0.taken()
     }
 
-    /// The candidates in order of preference.
+    /// The paths in order of preference.
     #[getter]
-    fn candidates(&self) -> Vec<Candidate> {
-        self.0.paths.iter().cloned().map(Candidate).collect()
+    fn paths(&self) -> Vec<ExplainedPath> {
+        self.0.paths.iter().cloned().map(ExplainedPath).collect()
     }
 
     fn __str__(&self) -> String {
@@ -96,12 +96,12 @@ impl Explanation {
     }
 }
 
-/// One candidate path and what became of it.
+/// One path and what became of it.
 #[pyclass(frozen, module = "towline")]
-pub(crate) struct Candidate(towline::ExplainedPath);
+pub(crate) struct ExplainedPath(towline::ExplainedPath);
 
 #[pymethods]
-impl Candidate {
+impl ExplainedPath {
     /// The path's name.
     #[getter]
     fn path(&self) -> &'static str {
@@ -131,6 +131,6 @@ impl Candidate {
     }
 
     fn __repr__(&self) -> String {
-        format!("<Candidate {}: {}, {}>", self.0.path, self.verdict(), self.0.reason)
+        format!("<ExplainedPath {}: {}, {}>", self.0.path, self.verdict(), self.0.reason)
     }
 }

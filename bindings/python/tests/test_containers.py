@@ -44,7 +44,7 @@ def test_containers_share_memory_only_where_both_sides_say_so(theirs: bool, ours
             remote = user.import_(ticket)
             assert remote.path == ("mapped" if theirs and ours else "unix")
             if remote.path == "unix":
-                why = next(one.reason for one in remote.explain().candidates if one.path == "mapped")
+                why = next(one.reason for one in remote.explain().paths if one.path == "mapped")
                 assert "pid namespace" in why and "share_between_containers" in why
             target = bytearray(5)
             with user.register(target, "none") as local:

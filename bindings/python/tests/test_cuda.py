@@ -159,7 +159,7 @@ def test_an_expandable_segment_is_read_or_the_reason_is_given(endpoint: towline.
     peer = Peer(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     try:
         remote = endpoint.import_(peer.ask("ticket"))
-        reasons = {one.path: one.reason for one in remote.explain().candidates}
+        reasons = {one.path: one.reason for one in remote.explain().paths}
         print("expandable segments:", remote.path, reasons["cuda"])
         assert remote.path == "cuda" or reasons["cuda"]
         target = zeros()

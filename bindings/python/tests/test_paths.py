@@ -109,7 +109,7 @@ def test_within_a_process_bytes_go_by_a_copy(endpoint: towline.Endpoint) -> None
 def test_why_a_path_was_taken_can_be_asked(peer: MakePeer, endpoint: towline.Endpoint) -> None:
     remote = endpoint.import_(peer(memory="plain").ticket, forbid=["cma"])
     why = remote.explain()
-    verdicts = {candidate.path: candidate.verdict for candidate in why.candidates}
+    verdicts = {one.path: one.verdict for one in why.paths}
     assert verdicts["cma"] == "refused" and why.taken == remote.path
     assert "forbidden by the caller" in str(why)
     assert list(verdicts) == towline.paths()

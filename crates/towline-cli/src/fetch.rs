@@ -37,7 +37,7 @@ pub(crate) struct Options {
     /// Let NIXL use that device (mlx5_0:1, eth0, or tcp for all interfaces) where the owner lends by it
     #[arg(long, value_name = "DEVICE")]
     nixl_reach_over: Vec<String>,
-    /// Show every candidate path, the one taken, and the reason for the others
+    /// Show every path, the one taken, and the reason for the others
     #[arg(long)]
     explain: bool,
 }
@@ -52,11 +52,11 @@ struct Report {
     gib_per_second: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     out: Option<String>,
-    candidates: Vec<Candidate>,
+    paths: Vec<ShownPath>,
 }
 
 #[derive(Serialize)]
-struct Candidate {
+struct ShownPath {
     path: &'static str,
     verdict: &'static str,
     enforced: bool,
@@ -93,7 +93,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
         seconds,
         gib_per_second: size::gib_per_second(remote.len(), seconds),
         out: options.out.as_ref().map(|out| out.display().to_string()),
-        candidates: candidates(remote.explain()),
+        paths: paths(remote.explain()),
     };
     output.text(format!(
         "{} from {} over {} in {} ({:.2} GiB/s); contact took {}",
@@ -111,19 +111,19 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     Ok(Exit::Fine)
 }
 
-fn candidates(explanation: &Explanation) -> Vec<Candidate> {
+fn paths(explanation: &Explanation) -> Vec<ShownPath> {
     explanation
         .paths
         .iter()
-        .map(|candidate| Candidate {
-            path: candidate.path,
-            verdict: match candidate.verdict {
+        .map(|path| ShownPath {
+            path: path.path,
+            verdict: match path.verdict {
                 Verdict::Taken => "taken",
                 Verdict::Possible => "possible",
                 Verdict::Refused => "refused",
             },
-            enforced: candidate.enforced,
-            reason: candidate.reason.clone(),
+            enforced: path.enforced,
+            reason: path.reason.clone(),
         })
         .collect()
 }

@@ -13,12 +13,12 @@ const RTLD_NOLOAD: i32 = libc::RTLD_NOLOAD;
 /// One place where a library may be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
-    what: Candidate,
+    what: Source,
     origin: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Candidate {
+enum Source {
     /// A library of that name which this process has loaded already.
     Loaded(OsString),
     /// A bare name, left to the dynamic loader's own search.
@@ -32,22 +32,22 @@ enum Candidate {
 impl Place {
     /// A library of that name which this process has loaded already.
     pub fn loaded(name: impl Into<OsString>) -> Place {
-        Place { what: Candidate::Loaded(name.into()), origin: "already loaded in this process".into() }
+        Place { what: Source::Loaded(name.into()), origin: "already loaded in this process".into() }
     }
 
     /// A bare name, looked up in the dynamic loader's path.
     pub fn name(name: impl Into<OsString>) -> Place {
-        Place { what: Candidate::Name(name.into()), origin: "the loader's path".into() }
+        Place { what: Source::Name(name.into()), origin: "the loader's path".into() }
     }
 
     /// A file; `origin` says why it is looked at.
     pub fn file(path: impl Into<PathBuf>, origin: impl Into<String>) -> Place {
-        Place { what: Candidate::File(path.into()), origin: origin.into() }
+        Place { what: Source::File(path.into()), origin: origin.into() }
     }
 
     /// A place that was looked through in vain.
     pub fn nothing(origin: impl Into<String>, reason: impl Into<String>) -> Place {
-        Place { what: Candidate::Nothing(reason.into()), origin: origin.into() }
+        Place { what: Source::Nothing(reason.into()), origin: origin.into() }
     }
 
     /// Why this place is looked at.
@@ -57,19 +57,19 @@ impl Place {
 
     fn open(&self) -> Result<Handle, String> {
         let (name, flags): (&OsStr, _) = match &self.what {
-            Candidate::Loaded(name) => (name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD),
-            Candidate::Name(name) => (name, RTLD_NOW | RTLD_LOCAL),
-            Candidate::File(path) => {
+            Source::Loaded(name) => (name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD),
+            Source::Name(name) => (name, RTLD_NOW | RTLD_LOCAL),
+            Source::File(path) => {
                 // The loader's own words for a missing file name neither the cause nor, at times, the file.
                 path.metadata().map_err(|error| error.to_string())?;
                 (path.as_os_str(), RTLD_NOW | RTLD_LOCAL)
             }
-            Candidate::Nothing(reason) => return Err(reason.clone()),
+            Source::Nothing(reason) => return Err(reason.clone()),
         };
         // SAFETY: the initialisers of the library run here; that it is the library it claims to be is what the user
         // vouches for by having installed or named it. It is never unloaded (see `Library`).
         unsafe { Handle::open(Some(name), flags) }.map_err(|error| match (&self.what, cause(&error)) {
-            (Candidate::Loaded(_), _) => "it is not".into(),
+            (Source::Loaded(_), _) => "it is not".into(),
             (_, Some(words)) => words,
             (_, None) => error.to_string(),
         })
@@ -77,9 +77,9 @@ impl Place {
 
     fn shown(&self) -> String {
         match &self.what {
-            Candidate::Loaded(name) | Candidate::Name(name) => name.to_string_lossy().into_owned(),
-            Candidate::File(path) => path.display().to_string(),
-            Candidate::Nothing(_) => String::new(),
+            Source::Loaded(name) | Source::Name(name) => name.to_string_lossy().into_owned(),
+            Source::File(path) => path.display().to_string(),
+            Source::Nothing(_) => String::new(),
         }
     }
 }

@@ -119,7 +119,7 @@ macro_rules! each_law {
             an_import_is_a_future
             a_notification_is_a_future
             // routing
-            every_candidate_is_explained
+            every_path_is_explained
             required_forbidden_and_isolated_paths_are_respected
         }
     };
@@ -172,7 +172,7 @@ macro_rules! each_law_without_words {
             what_was_moved_is_counted
             a_transfer_is_a_future
             an_import_is_a_future
-            every_candidate_is_explained
+            every_path_is_explained
             required_forbidden_and_isolated_paths_are_respected
         }
     };

@@ -45,7 +45,7 @@ from ._errors import (
 )
 from ._native import (
     Audit,
-    Candidate,
+    ExplainedPath,
     Explanation,
     Layout,
     Notification,
@@ -87,7 +87,6 @@ __all__ = [
     "Audit",
     "BlockFailure",
     "Canceled",
-    "Candidate",
     "CompletionQueue",
     "Connector",
     "Descriptor",
@@ -97,6 +96,7 @@ __all__ = [
     "Endpoint",
     "Error",
     "Exhausted",
+    "ExplainedPath",
     "Explanation",
     "Internal",
     "Invalid",

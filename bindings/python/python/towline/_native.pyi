@@ -12,7 +12,7 @@ from _typeshed import SupportsGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__build__", "__version__", "Audit", "Beginning", "Candidate", "CommConfig", "Communicator", "Completions", "Connector", "Descriptor", "DeviceArray", "Endpoint", "Explanation", "Import", "Layout", "NixlAgent", "NixlRegion", "NixlRequest", "Notification", "Operation", "PathStats", "PeerAudit", "PeerView", "Quotas", "Region", "RegisteredBuffer", "Remote", "SharedArray", "Span", "Stats", "Ticket", "Tls", "Transfer", "Waiter", "Window", "Work", "array_type", "cuda_device_of", "device_from_text", "group_end", "group_poison", "group_start", "held", "is_main_interpreter", "metadata_from_json", "metadata_owner", "nccl_found", "nccl_unique_id", "nixl_pack", "nixl_unpack", "paths", "unique_id", "unique_id_from_text", "unique_id_texts", "use_stream"]
+__all__ = ["__build__", "__version__", "Audit", "Beginning", "CommConfig", "Communicator", "Completions", "Connector", "Descriptor", "DeviceArray", "Endpoint", "ExplainedPath", "Explanation", "Import", "Layout", "NixlAgent", "NixlRegion", "NixlRequest", "Notification", "Operation", "PathStats", "PeerAudit", "PeerView", "Quotas", "Region", "RegisteredBuffer", "Remote", "SharedArray", "Span", "Stats", "Ticket", "Tls", "Transfer", "Waiter", "Window", "Work", "array_type", "cuda_device_of", "device_from_text", "group_end", "group_poison", "group_start", "held", "is_main_interpreter", "metadata_from_json", "metadata_owner", "nccl_found", "nccl_unique_id", "nixl_pack", "nixl_unpack", "paths", "unique_id", "unique_id_from_text", "unique_id_texts", "use_stream"]
 
 __build__: Final[str]
 __version__: Final[str]
@@ -63,9 +63,9 @@ class Beginning:
         """
 
 @final
-class Candidate:
+class ExplainedPath:
     """
-    One candidate path and what became of it.
+    One path and what became of it.
     """
     def __repr__(self, /) -> str: ...
     @property
@@ -338,14 +338,14 @@ class Endpoint:
 @final
 class Explanation:
     """
-    Every candidate path to a remote region; ``str`` shows it as a table.
+    Every path to a remote region; ``str`` shows it as a table.
     """
     def __repr__(self, /) -> str: ...
     def __str__(self, /) -> str: ...
     @property
-    def candidates(self, /) -> list[Candidate]:
+    def paths(self, /) -> list[ExplainedPath]:
         """
-        The candidates in order of preference.
+        The paths in order of preference.
         """
     @property
     def taken(self, /) -> str | None:
@@ -783,7 +783,7 @@ class Remote:
         """
     def explain(self, /) -> Explanation:
         """
-        Every candidate path, the one taken, and the reason for the others.
+        Every path, the one taken, and the reason for the others.
         """
     @property
     def layout(self, /) -> Layout | None:

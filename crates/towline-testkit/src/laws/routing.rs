@@ -7,7 +7,7 @@ use crate::oracle::Stamp;
 use crate::paths::required;
 
 /// Every path is named with what became of it; one is taken, and the transfer says which.
-pub fn every_candidate_is_explained(bench: &Bench) {
+pub fn every_path_is_explained(bench: &Bench) {
     let region = bench.stamped(64, Access::READ_WRITE, Stamp::new(1, 1));
     let remote = bench.import(&region);
     let explanation = remote.explain();

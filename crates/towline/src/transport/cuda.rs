@@ -94,11 +94,11 @@ impl Transport for CudaPath {
     }
 
     fn blocks(&self, offer: &Offer<'_>) -> bool {
-        candidate(offer).is_ok()
+        usable_owner(offer).is_ok()
     }
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
-        let handle = candidate(offer)?;
+        let handle = usable_owner(offer)?;
         runtime::may_block(OP)?;
         // Before the owner is troubled.
         Cuda::load().and_then(|cuda| cuda.init()).map_err(|error| failed(OP, error))?;
@@ -170,7 +170,7 @@ fn ask(handle: &Arc<GrantHandle>, skip: u32, until: Instant) -> Result<(Answer, 
 }
 
 /// Refuses an offer for which this way is not taken; the error says why. Quick.
-fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<GrantHandle>> {
+fn usable_owner<'a>(offer: &Offer<'a>) -> Result<&'a Arc<GrantHandle>> {
     let Owner::There(handle) = offer.owner else {
         return Err(unavailable("the owner is in this process"));
     };

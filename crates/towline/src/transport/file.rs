@@ -37,7 +37,7 @@ fn unavailable(reason: impl Into<Cow<'static, str>>) -> Error {
 }
 
 /// Whether the owner can be asked for a descriptor.
-fn candidate<'a>(offer: &'a Offer<'_>) -> Result<&'a Arc<GrantHandle>> {
+fn usable_owner<'a>(offer: &'a Offer<'_>) -> Result<&'a Arc<GrantHandle>> {
     let Owner::There(handle) = &offer.owner else {
         return Err(unavailable("the owner is in this process"));
     };
@@ -95,11 +95,11 @@ impl Transport for FilePath {
     }
 
     fn blocks(&self, offer: &Offer<'_>) -> bool {
-        candidate(offer).is_ok()
+        usable_owner(offer).is_ok()
     }
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
-        let handle = candidate(offer)?;
+        let handle = usable_owner(offer)?;
         let file = opened(offer, handle)?;
         Ok(Arc::new(DirectAttachment(Arc::new(Opened { handle: Arc::clone(handle), file }))))
     }

@@ -128,11 +128,11 @@ impl Transport for NixlPath {
     }
 
     fn blocks(&self, offer: &Offer<'_>) -> bool {
-        candidate(offer).is_ok()
+        usable_owner(offer).is_ok()
     }
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
-        let handle = candidate(offer)?;
+        let handle = usable_owner(offer)?;
         runtime::may_block("import")?;
         let engine = Domain::engine_by(offer.context, offer.until)?;
         let attachment = match offer.grant.place {
@@ -225,7 +225,7 @@ fn lends(context: &TransportContext, region: &RegionCore, claims: &Claims) -> Re
 }
 
 /// Refuses an offer that NIXL is not taken for; the error says why. Quick.
-fn candidate<'a>(offer: &Offer<'a>) -> Result<&'a Arc<crate::session::GrantHandle>> {
+fn usable_owner<'a>(offer: &Offer<'a>) -> Result<&'a Arc<crate::session::GrantHandle>> {
     let Owner::There(handle) = offer.owner else {
         return Err(unavailable("the owner is in this process"));
     };
