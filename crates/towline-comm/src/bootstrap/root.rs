@@ -89,7 +89,7 @@ pub(crate) fn open(id: &UniqueId, tcp: Vec<TcpListener>, unjoined: Duration) -> 
         meeting: Meeting::by(Instant::now() + unjoined.min(LONGEST)),
         called_off: Arc::clone(&called_off),
         closing: None,
-        refusals: SparseLog::default(),
+        refusals: Refusals { log: SparseLog::default(), meeting: socket_name.clone() },
     };
     towline::start_thread(OP, "towline-root", move || host.run())?;
     Ok(Root { called_off, socket_name })
@@ -277,7 +277,7 @@ struct Host {
     called_off: Arc<Mutex<Option<Error>>>,
     /// Until when late ranks get the reason why there is no group.
     closing: Option<Instant>,
-    refusals: SparseLog,
+    refusals: Refusals,
 }
 
 impl Host {
@@ -349,7 +349,7 @@ impl Host {
         let refusals = &mut self.refusals;
         self.guests.retain(|guest| {
             if let Some(why) = guest.refused {
-                refuse(refusals, guest.origin, why);
+                refusals.add(guest.origin, why);
             }
             !matches!(guest.phase, Phase::Gone)
         });
@@ -438,11 +438,8 @@ impl Host {
         self.guests.retain(|guest| {
             let leave = away.get_mut(&guest.origin).filter(|left| guest.is_unauthenticated() && **left > 0);
             if leave.is_some() {
-                refuse(
-                    refusals,
-                    guest.origin,
-                    "too many unauthenticated connections wait, and this was the oldest",
-                );
+                let why = "too many unauthenticated connections wait, and this was the oldest";
+                refusals.add(guest.origin, why);
             }
             leave.map(|left| *left -= 1).is_none()
         });
@@ -540,10 +537,18 @@ impl Phase {
     }
 }
 
-/// Says in the log that somebody was not let in, now and then.
-fn refuse(log: &mut SparseLog, origin: Origin, why: &str) {
-    if let Some(suppressed) = log.line(Instant::now()) {
-        tracing::warn!(%origin, why, suppressed, "the root of a meeting refused a connection");
+/// Says in the log who was not let in, now and then.
+struct Refusals {
+    log: SparseLog,
+    meeting: String,
+}
+
+impl Refusals {
+    fn add(&mut self, origin: Origin, why: &str) {
+        if let Some(suppressed) = self.log.line(Instant::now()) {
+            let meeting = &self.meeting;
+            tracing::warn!(meeting, %origin, why, suppressed, "the root of a meeting refused a connection");
+        }
     }
 }
 
