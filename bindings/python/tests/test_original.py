@@ -84,7 +84,7 @@ def test_the_original_takes_part_in_our_operations(original: Callable[[], Plain]
 @pytest.mark.parametrize("hex", [False, True])
 def test_we_take_part_in_operations_of_the_original(original: Callable[[], Plain], hex: bool) -> None:
     peer = original()
-    connector = nc.Connector()
+    connector = nc.Connector(nixl_devices=["lo"])
 
     async def main() -> None:
         offer = peer.ask("offer", kind="READ", sizes=SIZES, seed=8, hex=hex)

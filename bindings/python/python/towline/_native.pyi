@@ -63,33 +63,6 @@ class Beginning:
         """
 
 @final
-class ExplainedPath:
-    """
-    One path and what became of it.
-    """
-    def __repr__(self, /) -> str: ...
-    @property
-    def enforced(self, /) -> bool:
-        """
-        Whether the owner checks every access on it.
-        """
-    @property
-    def path(self, /) -> str:
-        """
-        The path's name.
-        """
-    @property
-    def reason(self, /) -> str:
-        """
-        Why.
-        """
-    @property
-    def verdict(self, /) -> str:
-        """
-        ``taken``, ``possible`` or ``refused``.
-        """
-
-@final
 class CommConfig:
     """
     Settings: what is not set is the default, or what the parent has.
@@ -334,6 +307,33 @@ class Endpoint:
         Starts a read (or, with `writes`, a write) of several parts.
         """
     def stats(self, /) -> Stats: ...
+
+@final
+class ExplainedPath:
+    """
+    One path and what became of it.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def enforced(self, /) -> bool:
+        """
+        Whether the owner checks every access on it.
+        """
+    @property
+    def path(self, /) -> str:
+        """
+        The path's name.
+        """
+    @property
+    def reason(self, /) -> str:
+        """
+        Why.
+        """
+    @property
+    def verdict(self, /) -> str:
+        """
+        ``taken``, ``possible`` or ``refused``.
+        """
 
 @final
 class Explanation:
