@@ -131,12 +131,13 @@ struct Done {
 
 impl Transfer {
     /// A transfer that ended in the call that started it.
+    #[inline]
     pub(crate) fn done(
         submission: &Submission<'_>,
         path: &'static str,
         ended: Result<Option<u64>>,
     ) -> Transfer {
-        let bytes = submission.parts.iter().map(|part| part.asked().0).sum();
+        let bytes = submission.size().map_or(0, |(bytes, _)| bytes);
         let value = ended.as_ref().ok().copied().flatten();
         let failures = ended.as_ref().err().map(|error| failures(submission, error)).unwrap_or_default();
         let result = ended.map(|_| ());

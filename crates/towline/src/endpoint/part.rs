@@ -57,7 +57,7 @@ impl<'a> Part<'a> {
 
     /// Moves what a plan says.
     pub(crate) fn planned(self, plan: Result<Plan>) -> Part<'a> {
-        Part { what: What::Plan(plan), ..self }
+        Part { what: What::Plan(plan.map(Box::new)), ..self }
     }
 
     /// The bytes that its offsets lie within, there and here.

@@ -47,14 +47,15 @@ use crate::{Access, Error, Kind, Result, fork, room};
 pub struct Request<'a> {
     endpoint: &'a Arc<EndpointCore>,
     op: Op,
-    parts: Result<Several<Part<'a>>>,
+    /// `None` once it has begun.
+    parts: Option<Result<Several<Part<'a>>>>,
     after: After,
     limits: Option<Limits>,
     /// Both set one of them, whatever else is said.
     total: Option<Duration>,
     stall: Option<Duration>,
     checked: Option<bool>,
-    routing: Option<Routing>,
+    routing: Option<Box<Routing>>,
     stream: Option<StreamHandle>,
     by_workers: bool,
     then: Option<OnEnd>,
@@ -82,7 +83,7 @@ impl<'a> Request<'a> {
         Request {
             endpoint,
             op,
-            parts,
+            parts: Some(parts),
             after: After::default(),
             limits: None,
             total: None,
@@ -97,7 +98,7 @@ impl<'a> Request<'a> {
 
     /// Says what moves, in every part.
     fn moving(mut self, what: What<'a>) -> Request<'a> {
-        if let Ok(parts) = &mut self.parts {
+        if let Some(Ok(parts)) = &mut self.parts {
             for index in 1..parts.len() {
                 parts[index].what = what.clone();
             }
@@ -205,7 +206,7 @@ impl<'a> Request<'a> {
 
     /// Restricts the paths for this request. It can only narrow what the import allowed.
     pub fn routing(mut self, routing: Routing) -> Request<'a> {
-        self.routing = Some(routing);
+        self.routing = Some(Box::new(routing));
         self
     }
 
@@ -241,9 +242,10 @@ impl<'a> Request<'a> {
     ///
     /// It takes some dozen microseconds, whatever the size (more where the caller loses its processor meanwhile): what takes longer is
     /// left to the workers, and to a caller that [waits](Transfer::wait). So is the check of long lists: see [`blocks`](Self::blocks).
-    pub fn start(self) -> Result<Transfer> {
+    pub fn start(mut self) -> Result<Transfer> {
         let op = self.op.name();
-        let peer = self.parts.as_ref().ok().map(|parts| parts.first().remote.peer());
+        let parts = self.parts.as_ref().and_then(|parts| parts.as_ref().ok());
+        let peer = parts.map(|parts| parts.first().remote.peer());
         self.begin().map_err(|error| {
             let error = error.during(op);
             match peer {
@@ -254,37 +256,30 @@ impl<'a> Request<'a> {
     }
 
     #[inline]
-    fn begin(mut self) -> Result<Transfer> {
+    fn begin(&mut self) -> Result<Transfer> {
         fork::guard(self.op.name())?;
         self.endpoint.registry.check_open(self.op.name())?;
-        let no_parts = Err(Error::invalid(self.op.name(), "a transfer of no parts"));
-        let asked = std::mem::replace(&mut self.parts, no_parts)?;
+        let none = || Error::invalid("read", "a transfer of no parts");
+        let asked = self.parts.take().ok_or_else(none)??;
         if let Some(signal) = self.after.signal
             && signal.part >= asked.len()
         {
             let message = format!("a signal in part {} of {}", signal.part, asked.len());
             return Err(Error::invalid(self.op.name(), message));
         }
-        let first = asked.first().remote;
-        let count = asked.len();
+        let (part, others) = asked.split();
+        let (first, count) = (part.remote, 1 + others.len());
+        let taken = self.prepare(0, first, &part).map_err(|error| naming(0, count, error))?;
+        let (path, near) = (taken.path, taken.is_on_gpu());
+        let mut counters = Several::one(taken.counters);
+        let mut parts = Several::one(taken.submitted(part));
         let mut together = true;
-        let mut taken: Option<Taken<'_>> = None;
-        let parts = asked.try_map(self.op.name(), |index, part| {
-            let prepared = self.prepare(index, first, part);
-            let (part, way, counters) = prepared.map_err(|error| naming(index, count, error))?;
-            match &mut taken {
-                None => taken = Some(Taken { way, near: on_gpu(&part), counters: Several::one(counters) }),
-                Some(taken) => {
-                    together &= taken.goes_with(way, &part);
-                    taken.counters.push(self.op.name(), counters)?;
-                }
-            }
-            Ok::<_, Error>(part)
-        })?;
-        let Some(Taken { way, counters, .. }) = taken else {
-            return Err(Error::invalid(self.op.name(), "a transfer of no parts"));
-        };
-        let path = way.name;
+        for (index, part) in (1..).zip(others) {
+            let taken = self.prepare(index, first, &part).map_err(|error| naming(index, count, error))?;
+            together &= taken.goes_with(path) && taken.is_on_gpu() == near;
+            counters.push(self.op.name(), taken.counters)?;
+            parts.push(self.op.name(), taken.submitted(part))?;
+        }
         let terms = Terms {
             after: std::mem::take(&mut self.after),
             stream: self.stream,
@@ -296,50 +291,37 @@ impl<'a> Request<'a> {
             above: None,
         };
         let (op, then) = (self.op, &mut self.then);
-        let (counted, joint) = (&counters, if together { None } else { Some(joint(op, &parts, path)?) });
+        let (counted, joint) = (&counters, if together { None } else { Some(joint(op, &parts, path.name)?) });
         let mut on_end = |parts: &Several<SubmittedPart<'_>>| counting(op, counted, parts, then.take());
         let mut submission = Submission::new(op, parts, terms, &mut on_end);
-        let link = joint.as_ref().unwrap_or(&way.attachment.link);
-        match link.submit(&mut submission)? {
-            Started::Done(ended) => {
-                let ended =
-                    ended.map_err(|error| error.on(path).with_peer(&**first.peer()).during(op.name()));
-                submission.release();
-                let transfer = Transfer::done(&submission, path, ended);
-                let (parts, result) = (submission.parts, transfer.result().unwrap_or(Ok(())));
-                match parts.len() {
-                    1 => counters.first().count(op, parts.first().asked().0, &result),
-                    _ => {
-                        let bytes = parts.iter().map(|part| part.asked().0);
-                        for (counters, bytes) in each_path(counters.iter().copied(), bytes) {
-                            counters.count(op, bytes, &result);
-                        }
-                    }
+        let link = joint.as_ref().unwrap_or(&path.attachment.link);
+        let ended = match link.submit(&mut submission)? {
+            Started::Done(ended) => ended,
+            Started::Running(core) => return Ok(Transfer::live(core)),
+            Started::Deferred => return submission.defer(Arc::clone(link)).map(Transfer::live),
+        };
+        let ended = ended.map_err(|error| error.on(path.name).with_peer(&**first.peer()).during(op.name()));
+        submission.release();
+        let transfer = Transfer::done(&submission, path.name, ended);
+        let result = transfer.result().unwrap_or(Ok(()));
+        match submission.parts.len() {
+            1 => counters.first().count(op, transfer.bytes(), &result),
+            _ => {
+                let bytes = submission.parts.iter().map(|part| part.asked().0);
+                for (counters, bytes) in each_path(counters.iter().copied(), bytes) {
+                    counters.count(op, bytes, &result);
                 }
-                if let Some(then) = &self.then {
-                    then(&result, &transfer.failures());
-                }
-                Ok(transfer)
-            }
-            Started::Running(core) => Ok(Transfer::live(core)),
-            Started::Deferred => {
-                let link = Arc::clone(link);
-                submission.defer(link).map(Transfer::live)
             }
         }
+        if let Some(then) = then {
+            then(&result, &transfer.failures());
+        }
+        Ok(transfer)
     }
 
     /// Checks one part, and finds its path.
     #[inline]
-    fn prepare<'r>(
-        &self,
-        index: usize,
-        first: &Remote,
-        part: Part<'r>,
-    ) -> Result<(SubmittedPart<'r>, &'r UsablePath, &'r Arc<Counters>)>
-    where
-        'a: 'r,
-    {
+    fn prepare<'r>(&self, index: usize, first: &Remote, part: &Part<'r>) -> Result<Taken<'r>> {
         let remote = part.remote;
         if !remote.is_of(self.endpoint) {
             return Err(Error::invalid(
@@ -356,10 +338,10 @@ impl<'a> Request<'a> {
             return Err(Error::invalid(self.op.name(), message));
         }
         let signal = self.after.signal.filter(|signal| signal.part == index);
-        self.check_rights(&part, signal)?;
+        self.check_rights(part, signal)?;
         self.check_after(remote, signal)?;
-        let (way, counters) = remote.pick(self.needs(signal), self.routing.as_ref())?;
-        way.attachment.ready().map_err(|error| error.on(way.name))?;
+        let (path, counters) = remote.pick(self.needs(signal), self.routing.as_deref())?;
+        path.attachment.ready().map_err(|error| error.on(path.name))?;
         let local = match &part.local {
             Some(span) => {
                 if !Arc::ptr_eq(&span.core().registry, &self.endpoint.registry) {
@@ -380,9 +362,7 @@ impl<'a> Request<'a> {
             None => None,
         };
         self.check_stream(remote, local.as_ref())?;
-        let base = part.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
-        let within = part.within();
-        Ok((SubmittedPart::new(&way.attachment.link, local, base, part.what, within), way, counters))
+        Ok(Taken { path, counters, local })
     }
 
     fn needs(&self, signal: Option<Signal>) -> Capabilities {
@@ -454,23 +434,32 @@ impl<'a> Request<'a> {
     }
 }
 
-/// The path of the first part, and where what moves is counted.
+/// What a part was found to need: its path, where what moves is counted, and the use of its local region.
 struct Taken<'a> {
-    way: &'a UsablePath,
-    near: bool,
-    counters: Several<&'a Arc<Counters>>,
+    path: &'a UsablePath,
+    counters: &'a Arc<Counters>,
+    local: Option<RegionUse>,
 }
 
-impl Taken<'_> {
-    /// Whether another part goes over the same link: its owner is the same.
-    fn goes_with(&self, way: &UsablePath, part: &SubmittedPart<'_>) -> bool {
+impl<'a> Taken<'a> {
+    fn is_on_gpu(&self) -> bool {
+        self.local.as_ref().is_some_and(|local| matches!(local.core().place, Place::Cuda(_)))
+    }
+
+    /// Whether it goes over the link of that path: its owner is the same.
+    fn goes_with(&self, path: &UsablePath) -> bool {
         let kind = |link: &Arc<dyn Link>| {
             let link: &dyn Any = &**link;
             link.type_id()
         };
-        way.name == self.way.name
-            && kind(&way.attachment.link) == kind(&self.way.attachment.link)
-            && on_gpu(part) == self.near
+        path.name == self.path.name && kind(&path.attachment.link) == kind(&self.path.attachment.link)
+    }
+
+    #[inline]
+    fn submitted(self, part: Part<'a>) -> SubmittedPart<'a> {
+        let base = part.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
+        let within = part.within();
+        SubmittedPart::new(&self.path.attachment.link, self.local, base, part.what, within)
     }
 }
 

@@ -112,8 +112,12 @@ impl RegionUse {
 }
 
 impl Drop for RegionUse {
+    #[inline]
     fn drop(&mut self) {
-        self.release();
+        // Nobody else can give it back any more.
+        if !*self.released.get_mut() {
+            self.core.end_use();
+        }
     }
 }
 

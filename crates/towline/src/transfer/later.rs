@@ -192,7 +192,7 @@ mod tests {
             portion: false,
             above: None,
         };
-        let what = What::Plan(Plan::of_blocks(8 * blocks, 8));
+        let what = What::Plan(Plan::of_blocks(8 * blocks, 8).map(Box::new));
         let part = SubmittedPart::new(&link, None, 0, what, (u64::MAX, u64::MAX));
         let mut on_end = submission::nobody;
         let mut submission = Submission::new(Op::Write, Several::one(part), terms, &mut on_end);

@@ -13,6 +13,7 @@ pub(crate) struct Several<T> {
 
 impl<T> Several<T> {
     /// Just one.
+    #[inline]
     pub(crate) fn one(first: T) -> Several<T> {
         Several { first, others: Vec::new() }
     }
@@ -32,18 +33,34 @@ impl<T> Several<T> {
         room::push(op, &mut self.others, one)
     }
 
+    /// The first, and the others.
+    #[inline]
+    pub(crate) fn split(self) -> (T, Vec<T>) {
+        (self.first, self.others)
+    }
+
+    #[inline]
     pub(crate) fn len(&self) -> usize {
         1 + self.others.len()
     }
 
+    #[inline]
     pub(crate) fn first(&self) -> &T {
         &self.first
     }
 
+    /// All but the first.
+    #[inline]
+    pub(crate) fn others(&self) -> &[T] {
+        &self.others
+    }
+
+    #[inline]
     pub(crate) fn iter(&self) -> impl Iterator<Item = &T> + Clone {
         std::iter::once(&self.first).chain(&self.others)
     }
 
+    #[inline]
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         std::iter::once(&mut self.first).chain(&mut self.others)
     }

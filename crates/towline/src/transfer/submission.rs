@@ -50,7 +50,8 @@ pub(crate) enum What<'a> {
     Whole,
     /// That many bytes between those offsets.
     Span(u64, u64, u64),
-    Plan(Result<Plan>),
+    /// Boxed, as all that few requests have: a request is moved several times before it starts.
+    Plan(Result<Box<Plan>>),
     Spans(Cow<'a, [(u64, u64, u64)]>),
     Blocks(Box<Listed<'a>>),
 }
@@ -127,7 +128,7 @@ impl<'a> SubmittedPart<'a> {
     /// One whose plan has been checked, and whose local memory somebody else keeps.
     pub(crate) fn planned(region: &'a Arc<dyn Link>, base: usize, plan: Plan) -> SubmittedPart<'a> {
         let (bytes, blocks) = (plan.bytes(), plan.block_count());
-        let pieces = if plan.is_empty() { Pieces::None } else { Pieces::Many(plan) };
+        let pieces = if plan.is_empty() { Pieces::None } else { Pieces::Many(Box::new(plan)) };
         SubmittedPart {
             pieces,
             bytes,
@@ -143,6 +144,7 @@ impl<'a> SubmittedPart<'a> {
     }
 
     /// The bytes and the blocks that are asked for; those of one block, where that cannot be said.
+    #[inline]
     pub(crate) fn asked(&self) -> (u64, u64) {
         self.size().unwrap_or((0, 1))
     }
@@ -155,7 +157,7 @@ impl<'a> SubmittedPart<'a> {
 
     /// Somebody moves its blocks without a list of pieces.
     pub(crate) fn moved_by_index(&mut self, bytes: u64, blocks: u64, block_len: u64) -> Result<()> {
-        self.pieces = Pieces::Many(Plan::of_blocks(bytes, block_len)?);
+        self.pieces = Pieces::Many(Box::new(Plan::of_blocks(bytes, block_len)?));
         (self.what, self.bytes, self.blocks) = (What::Nothing, bytes, blocks);
         Ok(())
     }
@@ -235,7 +237,8 @@ pub(crate) struct Terms<'a> {
 }
 
 impl<'a> Submission<'a> {
-    #[inline]
+    // In place: it is large.
+    #[inline(always)]
     pub(crate) fn new(
         op: Op,
         parts: Several<SubmittedPart<'a>>,
@@ -300,7 +303,7 @@ impl<'a> Submission<'a> {
     #[inline]
     pub(crate) fn size(&self) -> Result<(u64, u64)> {
         let (mut bytes, mut blocks) = self.parts.first().size()?;
-        for (index, part) in self.parts.iter().enumerate().skip(1) {
+        for (index, part) in (1..).zip(self.parts.others()) {
             let (more, count) = part.size().map_err(|error| self.of_part(index, error))?;
             bytes = bytes.checked_add(more).ok_or_else(too_long)?;
             blocks = blocks.checked_add(count).ok_or_else(too_long)?;
@@ -356,7 +359,7 @@ impl<'a> Submission<'a> {
         let mut units = Vec::new();
         for (index, part) in self.parts.iter_mut().enumerate() {
             let plan = std::mem::replace(&mut part.pieces, Pieces::None).into_plan()?;
-            part.pieces = Pieces::Many(cut(index, plan, &mut units)?);
+            part.pieces = Pieces::Many(Box::new(cut(index, plan, &mut units)?));
         }
         if units.is_empty() || last.is_some() {
             let part = last.unwrap_or(0);
@@ -393,7 +396,7 @@ impl<'a> Submission<'a> {
         let lists = self.each(|_, part| {
             let what = match std::mem::replace(&mut part.pieces, Pieces::None) {
                 Pieces::Unplanned => std::mem::replace(&mut part.what, What::Nothing).into_owned(op)?,
-                planned => What::Plan(planned.into_plan()),
+                planned => What::Plan(planned.into_plan().map(Box::new)),
             };
             Ok((what, part.within))
         })?;
@@ -413,7 +416,9 @@ impl<'a> Submission<'a> {
     /// It has ended: nothing touches its local memory any more.
     #[inline]
     pub(crate) fn release(&mut self) {
-        self.parts.iter_mut().for_each(|part| drop(part.local.take()));
+        for part in self.parts.iter_mut() {
+            part.local = None;
+        }
     }
 
     /// The plans that were made.
@@ -489,9 +494,9 @@ fn checked(op: Op, what: What<'_>, (remote_len, local_len): (u64, u64)) -> Resul
         what @ (What::Plan(_) | What::Spans(_) | What::Blocks(_)) => {
             let plan = match what {
                 What::Plan(plan) => plan?,
-                What::Spans(spans) => Plan::spans(&spans)?,
-                What::Blocks(list) => list.plan()?,
-                _ => Plan::nothing(),
+                What::Spans(spans) => Box::new(Plan::spans(&spans)?),
+                What::Blocks(list) => Box::new(list.plan()?),
+                _ => Box::new(Plan::nothing()),
             };
             plan.check_bounds(remote_len, local_len)?;
             if plan.is_empty() {
@@ -525,7 +530,7 @@ enum Pieces {
     Unplanned,
     None,
     One([Piece; 1]),
-    Many(Plan),
+    Many(Box<Plan>),
 }
 
 impl Pieces {
@@ -542,7 +547,7 @@ impl Pieces {
         match self {
             Pieces::Unplanned | Pieces::None => Plan::spans(&[]),
             Pieces::One([piece]) => Plan::span(piece.remote, piece.local, piece.len),
-            Pieces::Many(plan) => Ok(plan),
+            Pieces::Many(plan) => Ok(*plan),
         }
     }
 }
