@@ -3,10 +3,11 @@
 use std::future::Future;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -65,7 +66,7 @@ impl Waiter {
     }
 
     pub(crate) fn poll_next(&self, endpoint: &towline::Endpoint) -> Poll<towline::Result<Notification>> {
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = self.next.lock();
         let next = next.get_or_insert_with(|| endpoint.next_notification());
         Pin::new(next).poll(&mut self.context())
     }

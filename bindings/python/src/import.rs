@@ -1,9 +1,9 @@
 //! Imports that are under way: one of the library's threads waits for the owner.
 
 use std::pin::Pin;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use towline::Result;
 
@@ -30,7 +30,7 @@ impl Import {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     fn poll_once(&self, context: &mut Context<'_>) -> bool {

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use towline::nixl::{
@@ -44,10 +45,6 @@ impl<'py> FromPyObject<'_, 'py> for Ranges {
         }
         Ok(Ranges(ranges))
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// NIXL's words for kinds of memory.
@@ -116,7 +113,7 @@ impl Lent {
     /// Looks again at whose memory these ranges touch; all of it where there are none.
     fn check(&self, py: Python<'_>, op: &'static str, ranges: Option<&[Range]>) -> PyResult<()> {
         let touched: Vec<Lender> = {
-            let lent = lock(&self.0);
+            let lent = self.0.lock();
             let touches = |start: u64, end: u64| {
                 let before = lent.range(..end).next_back();
                 before.filter(|(_, (last, _))| *last > start).map(|(_, (_, lender))| lender.again(py))
@@ -135,7 +132,7 @@ impl Lent {
     }
 
     fn forget(&self, start: u64) {
-        let forgotten = lock(&self.0).remove(&start);
+        let forgotten = self.0.lock().remove(&start);
         drop(forgotten);
     }
 }
@@ -144,7 +141,8 @@ impl Agent {
     fn enter(&self, py: Python<'_>, op: &'static str) -> PyResult<NixlAgent> {
         process::guard(py, op)?;
         owners::release(py);
-        lock(&self.agent)
+        self.agent
+            .lock()
             .clone()
             .ok_or_else(|| raise(py, &Error::new(Kind::Invalid, op, "the agent is closed")))
     }
@@ -235,7 +233,7 @@ impl Agent {
         let descriptor = registered.descriptor();
         if let Some(lender) = Lender::of(data) {
             let end = descriptor.addr + descriptor.size as u64;
-            lock(&self.lent.0).insert(descriptor.addr, (end, Inherited::new(lender)));
+            self.lent.0.lock().insert(descriptor.addr, (end, Inherited::new(lender)));
         }
         Ok(Region {
             lent: Arc::clone(&self.lent),
@@ -346,7 +344,7 @@ impl Agent {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         process::guard(py, "nixl")?;
-        let agent = lock(&self.agent).take();
+        let agent = self.agent.lock().take();
         py.detach(|| drop(agent));
         Ok(())
     }
@@ -398,10 +396,8 @@ impl Holder {
     fn close(&self, within: Duration) -> Result<()> {
         let began = Instant::now();
         let left = || within.saturating_sub(began.elapsed());
-        let (mut state, late) = self
-            .ended
-            .wait_timeout_while(lock(&self.state), within, |state| state.closing)
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
+        let late = self.ended.wait_while_for(&mut state, |state| state.closing, within);
         if late.timed_out() && state.closing {
             let message = "another thread closes the region, and still waits for those inside";
             return Err(Error::new(Kind::Timeout, "deregister", message));
@@ -410,7 +406,7 @@ impl Holder {
         state.closing = true;
         drop(state);
         let closed = registered.into_storage_within(left());
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.closing = false;
         let (storage, closed) = match closed {
             Ok(storage) => (Some(storage), Ok(())),
@@ -443,7 +439,7 @@ impl Region {
     #[getter]
     fn closed(&self) -> bool {
         process::in_child() || {
-            let state = lock(&self.holder.state);
+            let state = self.holder.state.lock();
             state.closing || state.registered.is_none()
         }
     }
@@ -464,7 +460,7 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         if !process::in_child() {
-            let registered = lock(&self.holder.state).registered.take();
+            let registered = self.holder.state.lock().registered.take();
             if Python::try_attach(|py| py.detach(|| drop(registered))).is_some() {
                 Python::try_attach(|_| self.lent.forget(self.descriptor.addr));
                 Python::try_attach(owners::release);
@@ -503,13 +499,13 @@ impl Progress {
 impl Request {
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
         process::guard(py, "transfer")?;
-        Ok(py.detach(|| lock(&self.0).ended(Duration::ZERO)))
+        Ok(py.detach(|| self.0.lock().ended(Duration::ZERO)))
     }
 
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         process::guard(py, "transfer")?;
         let timeout = seconds(py, "wait", "timeout", timeout)?.unwrap_or(Duration::MAX);
-        attentively(py, timeout, |time| Ok(lock(&self.0).ended(time)))
+        attentively(py, timeout, |time| Ok(self.0.lock().ended(time)))
     }
 
     /// Why it has failed, where it has.
@@ -517,7 +513,7 @@ impl Request {
     fn error<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         process::guard(py, "transfer")?;
         owners::release(py);
-        let error = lock(&self.0).end.clone().and_then(Result::err);
+        let error = self.0.lock().end.clone().and_then(Result::err);
         error.map(|error| exception(py, &error)).transpose()
     }
 }
@@ -525,7 +521,7 @@ impl Request {
 impl Drop for Request {
     fn drop(&mut self) {
         if !process::in_child() {
-            let request = lock(&self.0).request.take();
+            let request = self.0.lock().request.take();
             Python::try_attach(|py| py.detach(|| drop(request)));
         }
     }

@@ -7,8 +7,9 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::process;
@@ -25,10 +26,6 @@ struct Dropped {
     listeners: Vec<Weak<Queue>>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Stands in the core for a Python object, which lives for as long as the token does.
 pub(crate) struct OwnerToken(u64);
 
@@ -36,7 +33,7 @@ impl OwnerToken {
     /// Keeps the object until the token is gone.
     pub(crate) fn keep(object: Bound<'_, PyAny>) -> OwnerToken {
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        lock(&HELD).get_or_insert_default().insert(id, object.unbind());
+        HELD.lock().get_or_insert_default().insert(id, object.unbind());
         OwnerToken(id)
     }
 }
@@ -47,7 +44,7 @@ impl Drop for OwnerToken {
             return;
         }
         let listeners: Vec<_> = {
-            let mut dropped = lock(&DROPPED);
+            let mut dropped = DROPPED.lock();
             dropped.ids.push(self.0);
             if dropped.ids.len() > 1 {
                 return;
@@ -64,7 +61,7 @@ impl Drop for OwnerToken {
 
 /// Wakes that queue when there is something to release.
 pub(crate) fn listen(queue: &Arc<Queue>) {
-    let mut dropped = lock(&DROPPED);
+    let mut dropped = DROPPED.lock();
     dropped.listeners.retain(|listener| listener.strong_count() > 0);
     dropped.listeners.push(Arc::downgrade(queue));
 }
@@ -74,11 +71,11 @@ pub(crate) fn release(_attached: Python<'_>) {
     if process::in_child() {
         return;
     }
-    let ids = std::mem::take(&mut lock(&DROPPED).ids);
+    let ids = std::mem::take(&mut DROPPED.lock().ids);
     if ids.is_empty() {
         return;
     }
-    let objects: Vec<_> = match lock(&HELD).as_mut() {
+    let objects: Vec<_> = match HELD.lock().as_mut() {
         Some(held) => ids.iter().filter_map(|id| held.remove(id)).collect(),
         None => Vec::new(),
     };
@@ -90,5 +87,5 @@ pub(crate) fn release(_attached: Python<'_>) {
 #[pyfunction]
 pub(crate) fn held(py: Python<'_>) -> usize {
     release(py);
-    lock(&HELD).as_ref().map_or(0, HashMap::len)
+    HELD.lock().as_ref().map_or(0, HashMap::len)
 }

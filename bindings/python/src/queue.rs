@@ -1,8 +1,8 @@
 //! Numbers of what has ended, and an eventfd that says that there are some.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 use towline::Error;
 
@@ -39,7 +39,7 @@ impl Queue {
 
     pub(crate) fn push(&self, id: u64) {
         let first = {
-            let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut ended = self.ended.lock();
             ended.push(id);
             ended.len() == 1
         };
@@ -56,6 +56,6 @@ impl Queue {
     pub(crate) fn take(&self) -> Vec<u64> {
         // In this order: what is queued after the clearing either is taken below or signals again.
         clear(&self.event);
-        std::mem::take(&mut *self.ended.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.ended.lock())
     }
 }

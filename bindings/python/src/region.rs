@@ -1,8 +1,9 @@
 //! Registered memory.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use pyo3::prelude::*;
 use pyo3::types::PyAny;
 use towline::{Access, Buffer, Error, Kind, MemoryDescription, Place, Registered, Result, StillPinned};
@@ -50,7 +51,7 @@ struct State {
 
 impl Holder {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn enter(&self, op: &'static str) -> Result<Arc<Registered<Buffer>>> {
@@ -71,8 +72,7 @@ impl Holder {
 
     /// Looks whether the memory is still the lender's. Where it is not, peers are kept out from now on.
     fn check(&self, py: Python<'_>, op: &'static str) -> PyResult<()> {
-        let lender =
-            self.lender.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|one| one.again(py));
+        let lender = self.lender.lock().as_ref().map(|one| one.again(py));
         // After the lock: asking the lender runs Python code.
         let checked = lender.map_or(Ok(()), |lender| lender.check(py, op));
         if checked.is_err() {
@@ -92,7 +92,7 @@ impl Holder {
                 let message = "another thread closes the region, and still waits for those inside";
                 return Err(Error::new(Kind::Timeout, "deregister", message));
             }
-            state = self.left.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.left.wait_for(&mut state, left);
         }
         let Some(mut registered) = state.registered.take() else { return Ok(()) };
         state.closing = true;
@@ -102,7 +102,7 @@ impl Holder {
                 // Those inside look up at least every `ATTENTION`.
                 Err(shared) => {
                     registered = shared;
-                    state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    self.left.wait(&mut state);
                 }
             }
         };
@@ -230,7 +230,7 @@ impl Region {
         let closed = in_turns(py, within, |turn| self.holder.close(turn));
         owners::release(py);
         closed?.or_raise(py)?;
-        let lender = self.holder.lender.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let lender = self.holder.lender.lock().take();
         drop(lender);
         Ok(())
     }

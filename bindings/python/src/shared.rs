@@ -4,8 +4,9 @@
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int};
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -36,7 +37,7 @@ impl Registry {
 
 /// The part of some shared memory that lies at that address, where all of it does.
 pub(crate) fn part_of(addr: usize, len: usize) -> Option<Buffer> {
-    let shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+    let shared = SHARED.lock();
     let (_, storage) = shared.by_address.range(..=addr).next_back()?;
     let storage = storage.upgrade()?;
     drop(shared);
@@ -84,7 +85,7 @@ impl SharedArray {
         };
         let options = SharedStorage::options().huge_pages(HugePages::Try);
         let storage = Arc::new(py.detach(|| options.allocate(len)).or_raise(py)?);
-        SHARED.lock().unwrap_or_else(PoisonError::into_inner).insert(&storage);
+        SHARED.lock().insert(&storage);
         let mut buffer_shape = shape.clone();
         let mut buffer_item = item;
         if format.is_empty() {

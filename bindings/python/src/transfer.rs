@@ -2,10 +2,10 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use towline::Result;
 
@@ -29,7 +29,7 @@ impl Transfer {
 
     /// Never held for long: what blocks does so outside, and nobody takes the GIL inside.
     fn lock(&self) -> MutexGuard<'_, towline::Transfer> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     fn poll_once(&self, context: &mut Context<'_>) -> Poll<Result<()>> {

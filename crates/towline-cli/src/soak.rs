@@ -2,11 +2,12 @@
 
 use std::io::Write as _;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
 use towline_lab::outcome::{Exit, Outcome};
 use towline_lab::soak::{self, Audience, Report};
 
@@ -111,7 +112,7 @@ impl Viewer {
 
     /// Whether it is time to say how far a campaign is.
     fn is_due(&self) -> bool {
-        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut said = self.said.lock();
         let due = said.elapsed() >= SAY;
         if due {
             *said = Instant::now();
@@ -132,7 +133,7 @@ impl Audience for Viewer {
     }
 
     fn begins(&self, campaign: &'static str) {
-        *self.said.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        *self.said.lock() = Instant::now();
         self.bar.set_length(1);
         self.bar.set_position(0);
         self.bar.set_message(campaign);

@@ -18,8 +18,10 @@ mod tiny;
 mod tree;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use self::channel::Pattern;
 pub use self::choice::Algorithm;
@@ -67,11 +69,11 @@ impl Collectives {
 
     /// The latest choice of an algorithm.
     pub(crate) fn last(&self) -> Option<Choice> {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.last.lock()
     }
 
     fn remember(&self, choice: Choice) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(choice);
+        *self.last.lock() = Some(choice);
     }
 
     /// Runs a collective call to its end. All ranks run the same calls in the same order.
@@ -90,7 +92,7 @@ impl Collectives {
 
     fn run_tiny(&self, team: &Team, job: &Job<'_>) -> Result<()> {
         let nranks = team.nranks();
-        let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut room = self.room.lock();
         let room = &mut *room;
         let payload = room.payload.bytes(job.send.as_ref().map_or(0, |send| send.len()));
         if let Some(send) = &job.send {
@@ -373,7 +375,7 @@ impl Reach {
 fn agree(collectives: &Collectives, team: &Team, ids: &[u64], mapped: bool) -> Result<bool> {
     /// A program that registers for every call would otherwise grow this for ever.
     const MOST_AGREED: usize = 4096;
-    let known = || collectives.agreed.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = || collectives.agreed.lock();
     if let Some(&agreed) = known().get(ids) {
         return Ok(agreed);
     }

@@ -6,9 +6,10 @@ mod registration;
 mod signals;
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::{Scope, ScopedJoinHandle};
 
+use parking_lot::Mutex;
 use towline::start_scoped_thread;
 use towline::{Buffer, Endpoint, Kind, Place, Storage};
 

@@ -1,9 +1,10 @@
 //! A rank's membership in a group of NCCL's: the same calls, on the memory of a GPU and in its streams.
 
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use half::{bf16, f16};
+use parking_lot::Mutex;
 use towline::nccl::{
     Call, Comm, CommOptions, Element, Job, NcclStorage, Part, Pending, Progress as Far, Reduce,
 };
@@ -192,7 +193,7 @@ impl Cuda {
         const OP: &str = "barrier";
         group::refuse(OP)?;
         let token = {
-            let mut token = self.token.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut token = self.token.lock();
             match &*token {
                 Some(token) => token.clone(),
                 None => {

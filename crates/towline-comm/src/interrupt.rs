@@ -1,11 +1,12 @@
 //! Waits that their caller can end: see [`towline::interruptible`].
 
 use std::cell::RefCell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 pub(crate) use towline::interrupt_turn as turn;
 
 use crate::Result;
@@ -53,9 +54,8 @@ pub(crate) fn wait_while<T>(
     let began = Instant::now();
     loop {
         let left = within.saturating_sub(began.elapsed());
-        let looking = state.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = changed.wait_timeout_while(looking, turn(left), &mut busy);
-        if !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out() {
+        let waited = changed.wait_while_for(&mut state.lock(), &mut busy, turn(left));
+        if !waited.timed_out() {
             return true;
         }
         if left.is_zero() || check("wait").is_err() {

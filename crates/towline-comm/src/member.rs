@@ -7,9 +7,10 @@ mod worker;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, RwLock};
 use towline::{Endpoint, Kind, Ticket};
 
 pub(crate) use self::job::Job;
@@ -81,7 +82,7 @@ impl Drop for Busy<'_> {
         let calls = &self.0.calls;
         // Who waits has counted itself before it looked: this sees it, or it has seen this.
         if calls.running.fetch_sub(1, Ordering::SeqCst) == 1 && calls.waiting.load(Ordering::SeqCst) > 0 {
-            drop(calls.looking.lock().unwrap_or_else(PoisonError::into_inner));
+            drop(calls.looking.lock());
             self.0.idle.notify_all();
         }
     }
@@ -115,7 +116,7 @@ impl Member {
 
     /// The group has met: from now on calls work.
     pub(crate) fn seat(&self, seating: Seating, team: Arc<Team>) -> Result<()> {
-        let mut place = self.team.write().unwrap_or_else(PoisonError::into_inner);
+        let mut place = self.team.write();
         if self.life.load(Ordering::Acquire) == CLOSED {
             team.revoke();
             return Err(Error::invalid("init", "the communicator was closed before the group had met"));
@@ -155,13 +156,13 @@ impl Member {
         if !self.is_open() {
             return Err(closed(op));
         }
-        let team = self.team.read().unwrap_or_else(PoisonError::into_inner);
+        let team = self.team.read();
         team.clone().ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))
     }
 
     /// The team, for what may outlive it.
     pub(crate) fn weak_team(&self) -> Weak<Team> {
-        let team = self.team.read().unwrap_or_else(PoisonError::into_inner);
+        let team = self.team.read();
         team.as_ref().map(Arc::downgrade).unwrap_or_default()
     }
 
@@ -214,21 +215,20 @@ impl Member {
         self.calls.waiting.fetch_add(1, Ordering::SeqCst);
         let calm = interrupt::wait_while(&self.calls.looking, &self.idle, left(), busy);
         self.calls.waiting.fetch_sub(1, Ordering::SeqCst);
-        let lanes: Vec<_> =
-            self.lanes.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        let lanes: Vec<_> = self.lanes.lock().values().cloned().collect();
         lanes.iter().all(|lane| lane.wait_idle(left())) && queued && calm
     }
 
     /// What goes to that far rank, in order.
     pub(crate) fn lane(&self, peer: usize) -> Arc<Lane> {
         let team = self.weak_team();
-        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lanes = self.lanes.lock();
         Arc::clone(lanes.entry(peer).or_insert_with(|| Arc::new(Lane::new(peer, team))))
     }
 
     /// The lane of that rank, where something was ever sent to it by requests.
     pub(crate) fn lane_in_use(&self, peer: usize) -> Option<Arc<Lane>> {
-        self.lanes.lock().unwrap_or_else(PoisonError::into_inner).get(&peer).cloned()
+        self.lanes.lock().get(&peer).cloned()
     }
 
     /// Ends the collective life of the communicator: later calls are `Invalid`. True the first time.
@@ -242,7 +242,7 @@ impl Member {
         if self.life.load(Ordering::Acquire) == CLOSED || towline::fork_guard("destroy").is_err() {
             return;
         }
-        let team = self.team.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let team = self.team.read().clone();
         if let Some(why) = abort {
             if let Some(team) = &team {
                 team.abort(why);
@@ -259,7 +259,7 @@ impl Member {
             return;
         }
         self.memory.close_all();
-        let team = self.team.write().unwrap_or_else(PoisonError::into_inner).take();
+        let team = self.team.write().take();
         drop(team);
     }
 }

@@ -4,10 +4,11 @@ use std::cell::Cell;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use towline::Kind;
 use towline::nccl::Pending;
 
@@ -174,9 +175,7 @@ impl Operation {
                 let error = Error::new(Kind::Timeout, shared.op, "the operation is still in flight");
                 return Err(error.about(shared.toward.as_ref().map(|(peer, _)| *peer)));
             }
-            let (after, timeout) =
-                shared.ended.wait_timeout(state, left.min(WHILE)).unwrap_or_else(PoisonError::into_inner);
-            state = after;
+            let timeout = shared.ended.wait_for(&mut state, left.min(WHILE));
             if timeout.timed_out() {
                 held_up = true;
                 shared.waits_for(AccessWait::Lasts);
@@ -231,8 +230,8 @@ impl fmt::Debug for Operation {
 }
 
 impl Shared {
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, State> {
+        self.state.lock()
     }
 
     /// Lets the team know whether this rank waits for the rank of the operation: ranks that wait for this one need it to find the culprit.

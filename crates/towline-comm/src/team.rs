@@ -18,9 +18,10 @@ mod waiting;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use towline::{Access, Endpoint, Patience, Registered, SharedStorage, Ticket};
 
 use self::channel::Channel;
@@ -201,7 +202,7 @@ impl Team {
 
     /// Holds off the collective calls of other threads: taken once around everything that one call does.
     pub(crate) fn serialise(&self) -> MutexGuard<'_, ()> {
-        self.serial.lock().unwrap_or_else(PoisonError::into_inner)
+        self.serial.lock()
     }
 
     /// Raises this rank's counter of that context and index at a peer.

@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::device::{device, give};
 use crate::state::*;
@@ -28,7 +30,7 @@ struct Allocations {
 
 fn allocations<T>(with: impl FnOnce(&mut Allocations) -> T) -> T {
     static ALLOCATIONS: Mutex<Option<Allocations>> = Mutex::new(None);
-    with(ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+    with(ALLOCATIONS.lock().get_or_insert_default())
 }
 
 /// What was reserved around an address.

@@ -4,8 +4,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
 
 /// What a function gives back: nothing, or the code of an error.
 pub(crate) type Done<T = ()> = Result<T, c_int>;
@@ -94,7 +96,7 @@ pub(crate) fn begin(call: &'static str) -> Done {
     static CALLS: Mutex<Option<HashMap<&'static str, u64>>> = Mutex::new(None);
     let settings = settings();
     if !settings.faults.is_empty() {
-        let mut calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut calls = CALLS.lock();
         let count = calls.get_or_insert_default().entry(call).or_default();
         *count += 1;
         let hit = |fault: &&Fault| fault.call == call && fault.only.is_none_or(|only| only == *count);
@@ -247,7 +249,7 @@ pub(crate) struct Memory {
 
 pub(crate) fn memory() -> MutexGuard<'static, Memory> {
     static MEMORY: OnceLock<Mutex<Memory>> = OnceLock::new();
-    MEMORY.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+    MEMORY.get_or_init(Mutex::default).lock()
 }
 
 /// Takes `len` bytes of a device, or says that there are none left.

@@ -2,7 +2,9 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
 
 use crate::device::{context_of, current, give};
 use crate::state::*;
@@ -51,36 +53,32 @@ pub(crate) struct Event {
     changed: Condvar,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Event {
     fn record(&self) -> u64 {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         inner.0 += 1;
         inner.0
     }
 
     fn recorded(&self) -> u64 {
-        lock(&self.inner).0
+        self.inner.lock().0
     }
 
     fn happen(&self, which: u64) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         inner.1 = inner.1.max(which);
         self.changed.notify_all();
     }
 
     fn has_happened(&self) -> bool {
-        let inner = lock(&self.inner);
+        let inner = self.inner.lock();
         inner.1 >= inner.0
     }
 
     fn wait(&self, which: u64) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         while inner.1 < which {
-            inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut inner);
         }
     }
 }
@@ -98,7 +96,7 @@ impl Stream {
 
     fn run(&self) {
         loop {
-            let mut queue = lock(&self.inner);
+            let mut queue = self.inner.lock();
             let work = loop {
                 queue.busy = false;
                 if let Some(work) = queue.work.pop_front() {
@@ -109,7 +107,7 @@ impl Stream {
                 if queue.destroyed {
                     return;
                 }
-                queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut queue);
             };
             drop(queue);
             if let Some(delay) = settings().delay {
@@ -123,20 +121,20 @@ impl Stream {
         if current()? != self.device {
             return Err(INVALID_HANDLE);
         }
-        lock(&self.inner).work.push_back(work);
+        self.inner.lock().work.push_back(work);
         self.changed.notify_all();
         Ok(())
     }
 
     fn is_idle(&self) -> bool {
-        let queue = lock(&self.inner);
+        let queue = self.inner.lock();
         queue.work.is_empty() && !queue.busy
     }
 
     fn drain(&self) {
-        let mut queue = lock(&self.inner);
+        let mut queue = self.inner.lock();
         while queue.busy || !queue.work.is_empty() {
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut queue);
         }
     }
 }
@@ -229,7 +227,7 @@ struct Objects {
 
 fn objects<T>(with: impl FnOnce(&mut Objects) -> T) -> T {
     static OBJECTS: Mutex<Option<Objects>> = Mutex::new(None);
-    with(lock(&OBJECTS).get_or_insert_default())
+    with(OBJECTS.lock().get_or_insert_default())
 }
 
 /// The number of a device's default stream, which is made when it is first named.
@@ -289,7 +287,7 @@ unsafe extern "C" fn cuStreamCreateWithPriority(
 extern "C" fn cuStreamDestroy_v2(handle: *mut c_void) -> c_int {
     let stream = objects(|all| all.streams.remove(&handle.addr()));
     let Some(stream) = stream else { return INVALID_HANDLE };
-    lock(&stream.inner).destroyed = true;
+    stream.inner.lock().destroyed = true;
     stream.changed.notify_all();
     0
 }

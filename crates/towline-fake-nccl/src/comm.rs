@@ -5,8 +5,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::driver::driver;
 use crate::element::How;
@@ -64,13 +66,13 @@ fn fresh() -> usize {
 
 fn comms() -> MutexGuard<'static, HashMap<usize, Arc<Comm>>> {
     static COMMS: OnceLock<Mutex<HashMap<usize, Arc<Comm>>>> = OnceLock::new();
-    COMMS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+    COMMS.get_or_init(Mutex::default).lock()
 }
 
 /// Memory of `ncclMemAlloc`: address and length.
 fn allocated() -> MutexGuard<'static, BTreeMap<u64, usize>> {
     static MEMORY: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
-    MEMORY.lock().unwrap_or_else(PoisonError::into_inner)
+    MEMORY.lock()
 }
 
 impl Comm {
@@ -89,7 +91,7 @@ impl Comm {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn add(team: Arc<Team>, rank: usize, blocking: bool) -> (usize, Arc<Comm>) {

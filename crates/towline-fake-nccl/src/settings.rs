@@ -3,8 +3,10 @@
 use std::collections::HashMap;
 use std::ffi::c_int;
 use std::io::Write;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 /// What a function gives back: nothing, or the code of an error.
 pub(crate) type Done<T = ()> = Result<T, c_int>;
@@ -58,7 +60,7 @@ impl Settings {
 pub(crate) fn begin(call: &'static str) -> Done {
     static CALLS: Mutex<Option<HashMap<&'static str, u64>>> = Mutex::new(None);
     let settings = settings();
-    let mut calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut calls = CALLS.lock();
     let count = calls.get_or_insert_default().entry(call).or_default();
     *count += 1;
     if let Some(path) = &settings.log

@@ -1,8 +1,10 @@
 //! The ranks of a group, which are threads of this process, and what they give each other.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// No call of a test takes longer.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -40,7 +42,7 @@ impl Team {
     /// The group that meets by that id.
     pub(crate) fn of_id(id: &[u8], size: usize) -> Arc<Team> {
         static TEAMS: OnceLock<Mutex<HashMap<Vec<u8>, Arc<Team>>>> = OnceLock::new();
-        let mut teams = TEAMS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        let mut teams = TEAMS.get_or_init(Mutex::default).lock();
         Arc::clone(teams.entry(id.to_vec()).or_insert_with(|| Team::new(size)))
     }
 
@@ -50,7 +52,7 @@ impl Team {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(crate) fn change(&self, change: impl FnOnce(&mut State)) {
@@ -77,7 +79,7 @@ impl Team {
             if state.stopped.contains(&rank) || left.is_zero() {
                 return None;
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.changed.wait_for(&mut state, left);
         }
     }
 

@@ -1,8 +1,10 @@
 //! What goes into streams: collectives, messages, puts and signals.
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use crate::comm::{Comm, finish, next_round};
 use crate::driver::driver;
@@ -20,7 +22,7 @@ static STAGED: Mutex<Vec<Staging>> = Mutex::new(Vec::new());
 
 /// Pinned memory for one call, which a later one uses again. It is never freed: that would wait for streams, and those for ranks.
 fn stage(len: usize) -> Done<(usize, Arc<AtomicBool>)> {
-    let mut staged = STAGED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut staged = STAGED.lock();
     let fits = |one: &&Staging| one.len >= len && one.done.load(Ordering::Acquire);
     if let Some(one) = staged.iter().find(fits) {
         one.done.store(false, Ordering::Release);

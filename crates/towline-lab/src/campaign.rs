@@ -25,10 +25,11 @@ mod strangers;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline::{Contact, PathProperties, Serves};
 use towline_testkit::paths::{is_by_an_engine, is_complete, is_here, is_served, names};
 use towline_testkit::random::{Random, mix};
@@ -601,7 +602,7 @@ pub(crate) fn take_panics() {
             info.location().map_or_else(String::new, |place| format!("{}:{}", place.file(), place.line()));
         if thread::current().name().is_some_and(|name| name.starts_with("towline-")) {
             let told = format!("a thread of the library panicked at {place}: {info}");
-            ELSEWHERE.lock().unwrap_or_else(PoisonError::into_inner).push(told);
+            ELSEWHERE.lock().push(told);
         }
         PLACE.with(|cell| *cell.borrow_mut() = Some(place));
     }));
@@ -609,7 +610,7 @@ pub(crate) fn take_panics() {
 
 /// The panics of the library's own threads, which end no round but fail the run.
 pub(crate) fn panics_elsewhere() -> Vec<String> {
-    std::mem::take(&mut ELSEWHERE.lock().unwrap_or_else(PoisonError::into_inner))
+    std::mem::take(&mut ELSEWHERE.lock())
 }
 
 fn caught<T>(body: impl FnOnce() -> T) -> Result<T, String> {
@@ -652,7 +653,7 @@ mod tests {
 
     impl Drill for Noted {
         fn round(&mut self, round: &mut Round) {
-            NOTED.lock().unwrap().push(round.number);
+            NOTED.lock().push(round.number);
         }
     }
 
@@ -682,7 +683,7 @@ mod tests {
             assert_eq!((lanes[0].rounds, lanes[0].passed, lanes[0].asked), (turn.min(3), turn.min(3), 3));
             assert_eq!(lanes[0].is_complete(), turn >= 3);
         }
-        assert_eq!(*NOTED.lock().unwrap(), [5, 6, 7]);
+        assert_eq!(*NOTED.lock(), [5, 6, 7]);
     }
 
     #[test]

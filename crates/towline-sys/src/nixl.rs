@@ -26,7 +26,9 @@ mod options;
 mod request;
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
 
 pub use agent::{Agent, AgentConfig, Backend, Notification, Plugin, Registration, ThreadSync};
 pub use find::SETTING;
@@ -161,7 +163,7 @@ fn fill(library: &Library) -> Result<Api, String> {
 #[allow(unsafe_code, reason = "changes the environment")]
 fn keep_efa_out() {
     static ONCE: Mutex<()> = Mutex::new(());
-    let _one = ONCE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ONCE.lock();
     if std::env::var_os("UCX_MODULES").is_none() {
         // SAFETY: Rust code takes the same lock for the environment. C code that reads the environment in another
         // thread at this moment reads the old array, which glibc keeps unless it had grown it before; a program that

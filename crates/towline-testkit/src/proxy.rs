@@ -11,11 +11,12 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 use towline::wire::{HEADER_LEN, Header};
 
@@ -165,7 +166,7 @@ impl Proxy {
 
     /// Passes new connections on to that address.
     pub fn aim(&self, target: SocketAddr) {
-        *self.shared.target.lock().unwrap_or_else(PoisonError::into_inner) = target;
+        *self.shared.target.lock() = target;
     }
 
     /// What has happened so far.
@@ -175,13 +176,13 @@ impl Proxy {
 
     /// Somebody on the way resets the oldest connection towards who opened it, and not towards the target.
     pub fn reset_oldest(&self) {
-        let open = self.shared.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = self.shared.open.lock();
         rustix::net::connect_unspec(&open[0]).unwrap();
     }
 
     /// Cuts all connections that are open now.
     pub fn cut_all(&self) {
-        for stream in self.shared.open.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        for stream in self.shared.open.lock().drain(..) {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -208,7 +209,7 @@ impl Shared {
     fn carry(&self, direction: u64, bytes: usize) {
         let Some(rate) = self.faults.slow else { return };
         let through = {
-            let mut free = self.free[direction as usize].lock().unwrap_or_else(PoisonError::into_inner);
+            let mut free = self.free[direction as usize].lock();
             *free = (*free).max(Instant::now()) + Duration::from_secs_f64(bytes as f64 / rate as f64);
             *free
         };
@@ -221,13 +222,13 @@ impl Shared {
             if self.over.load(Ordering::Acquire) {
                 return;
             }
-            let target = *self.target.lock().unwrap_or_else(PoisonError::into_inner);
+            let target = *self.target.lock();
             let Ok(far) = TcpStream::connect_timeout(&target, Duration::from_secs(2)) else { continue };
             self.happened.connections.fetch_add(1, Ordering::Relaxed);
             self.narrow(&far);
             let _ = (near.set_nodelay(true), far.set_nodelay(true));
             {
-                let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut open = self.open.lock();
                 open.extend([near.try_clone(), far.try_clone()].into_iter().flatten());
             }
             let speaker = Arc::new(AtomicU64::new(u64::MAX));

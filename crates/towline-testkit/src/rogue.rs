@@ -12,10 +12,10 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use towline::memory::Place;
@@ -435,7 +435,7 @@ impl Rogue {
         let mut nonce = [0; 32];
         let mut random = Random::from_seed(nanoseconds());
         nonce.fill_with(|| random.number() as u8);
-        let known = self.session.lock().unwrap().clone();
+        let known = self.session.lock().clone();
         let mut lane = false;
         let key = |key: &KeyRef| match (key, known) {
             (KeyRef::Ticket(bytes), _) => Ok(LinkBase::Tag(parse_public(bytes)?.tag(&self.key))),
@@ -451,7 +451,7 @@ impl Rogue {
         link.send(&welcome);
         let (key, _) = handshake.on_prove(&link.hear_within(PATIENCE)?.body).ok()?;
         if !lane {
-            *self.session.lock().unwrap() = Some(key);
+            *self.session.lock() = Some(key);
         }
         Some(link)
     }

@@ -5,10 +5,11 @@
 //! transfer has ended, its region is taken back, or its endpoint is closed: memory that is free is filled with canaries, and lies
 //! between pages that nobody may touch. The fuzz target `user` and a test over the stored corpus call [`play`].
 
-use std::sync::{Mutex, Once, PoisonError};
+use std::sync::Once;
 use std::thread;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use towline::{
     Access, Dtype, Endpoint, Limits, MemoryAccess, MemoryDescription, ReduceOp, Registered, Remote, Routing,
     Ticket, Transfer,
@@ -474,7 +475,7 @@ impl Using {
             assert!(only_canaries(memory, 0, memory.size()), "memory that was taken back was written into");
         }
         // Some of it is given back to the system, where a late access ends the process; what is kept tells the next input of it.
-        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = KEPT.lock();
         if !order.is_multiple_of(16) && kept.is_empty() {
             kept.push(freed);
         }
@@ -486,7 +487,7 @@ static KEPT: Mutex<Vec<Guarded>> = Mutex::new(Vec::new());
 
 /// Local memory with nothing but canaries.
 fn canaries() -> Guarded {
-    let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    let kept = KEPT.lock().pop();
     kept.unwrap_or_else(|| {
         let fresh = Guarded::new(LOCAL);
         fresh.write_at(0, &CANARIES).unwrap();

@@ -4,10 +4,10 @@ use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::skip::say;
@@ -60,7 +60,7 @@ fn bite(what: &str, time: Duration) {
 fn report(what: &str, time: Duration) -> String {
     let mut text = format!("\nWATCHDOG: {what} did not end in {time:?}. What every process was doing:\n");
     text.push_str(&dump(rustix::process::getpid().as_raw_nonzero().get(), "the test"));
-    let children = CHILDREN.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let children = CHILDREN.lock().clone();
     for (pid, name) in &children {
         text.push_str(&dump(*pid, name));
     }
@@ -68,7 +68,7 @@ fn report(what: &str, time: Duration) -> String {
 }
 
 fn end_all() {
-    let children = CHILDREN.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let children = CHILDREN.lock().clone();
     for (pid, _) in children {
         let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
     }
@@ -112,12 +112,12 @@ pub(crate) fn state_of(task: &Path) -> char {
 
 /// A test has started a process: the watchdog tells of it, and ends it.
 pub fn child_started(pid: i32, name: &str) {
-    CHILDREN.lock().unwrap_or_else(PoisonError::into_inner).push((pid, name.to_owned()));
+    CHILDREN.lock().push((pid, name.to_owned()));
 }
 
 /// It has ended, or is about to.
 pub fn child_ended(pid: i32) {
-    CHILDREN.lock().unwrap_or_else(PoisonError::into_inner).retain(|(known, _)| *known != pid);
+    CHILDREN.lock().retain(|(known, _)| *known != pid);
 }
 
 /// Waits until something is so, looking often, for at most that long; returns whether it came.

@@ -1,10 +1,10 @@
 //! How something ended, once, and who waits for it.
 
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use crate::sync::lock;
+use parking_lot::{Condvar, Mutex};
+
 use crate::{Result, runtime};
 
 /// The end of something, for any number of tasks and threads that wait for it. The first end is the only one.
@@ -24,7 +24,7 @@ impl Completion {
     /// Ends it; false where it had ended before, which changes nothing.
     pub(crate) fn set(&self, result: Result<()>) -> bool {
         let wakers = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             if inner.result.is_some() {
                 return false;
             }
@@ -37,11 +37,11 @@ impl Completion {
     }
 
     pub(crate) fn result(&self) -> Option<Result<()>> {
-        lock(&self.inner).result.clone()
+        self.inner.lock().result.clone()
     }
 
     pub(crate) fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<()>> {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         if let Some(result) = &inner.result {
             return Poll::Ready(result.clone());
         }
@@ -56,18 +56,18 @@ impl Completion {
         if let Err(error) = runtime::may_block(op) {
             return Some(self.result().unwrap_or(Err(error)));
         }
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         loop {
             if let Some(result) = &inner.result {
                 return Some(result.clone());
             }
-            inner = match until {
-                None => self.ended.wait(inner).unwrap_or_else(PoisonError::into_inner),
+            match until {
+                None => self.ended.wait(&mut inner),
                 Some(until) => {
                     let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-                    self.ended.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0
+                    self.ended.wait_for(&mut inner, left);
                 }
-            };
+            }
         }
     }
 }

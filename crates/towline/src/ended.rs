@@ -1,10 +1,10 @@
 //! Lives of endpoints that are known to be over: their tickets are worth nothing any more.
 
 use std::collections::VecDeque;
-use std::sync::Mutex;
+
+use parking_lot::Mutex;
 
 use crate::identity::Incarnation;
-use crate::sync::lock;
 
 /// The oldest is forgotten beyond so many: whoever asks for it then finds nobody, and is told that.
 const KEPT: usize = 1024;
@@ -13,7 +13,7 @@ static ENDED: Mutex<VecDeque<Incarnation>> = Mutex::new(VecDeque::new());
 
 /// Remembers that this life is over. Only where that is certain: nobody who asks for it here is sent to its owner again.
 pub(crate) fn remember(life: Incarnation) {
-    let mut ended = lock(&ENDED);
+    let mut ended = ENDED.lock();
     if !ended.contains(&life) {
         ended.push_back(life);
         if ended.len() > KEPT {
@@ -24,7 +24,7 @@ pub(crate) fn remember(life: Incarnation) {
 
 /// Whether this life is known to be over.
 pub(crate) fn contains(life: &Incarnation) -> bool {
-    lock(&ENDED).contains(life)
+    ENDED.lock().contains(life)
 }
 
 #[cfg(test)]
@@ -46,6 +46,6 @@ mod tests {
         // Other tests of this process end lives too.
         assert!(!contains(&life(0)));
         assert!(!contains(&life(KEPT + 1)));
-        assert!(lock(&ENDED).len() <= KEPT);
+        assert!(ENDED.lock().len() <= KEPT);
     }
 }

@@ -13,12 +13,12 @@
 use std::ffi::c_void;
 use std::os::fd::RawFd;
 use std::ptr;
+use std::sync::Once;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, Once};
 
+use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 const ALIVE: u32 = 1;
@@ -58,7 +58,7 @@ pub(crate) fn in_child() -> bool {
 /// A word that is 0 in every forked child; it is never freed. `None` where the kernel has no such memory (before 4.14).
 pub(crate) fn wiped_word(value: u64) -> Option<&'static AtomicU64> {
     static REST: Mutex<&'static [AtomicU64]> = Mutex::new(&[]);
-    let mut rest = lock(&REST);
+    let mut rest = REST.lock();
     if rest.is_empty() {
         let words = rustix::param::page_size() / size_of::<AtomicU64>();
         // SAFETY: the page is mapped, writable, aligned and zeroed, which is as many valid words; it is never unmapped.

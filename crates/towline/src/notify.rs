@@ -6,13 +6,14 @@ use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
+
+use parking_lot::Mutex;
 
 pub(crate) use self::mailbox::Mailbox;
 use crate::budget::{Account, Budget, Charge};
 use crate::identity::Identity;
-use crate::sync::lock;
 use crate::{Error, Result, fork};
 
 /// The longest message.
@@ -107,7 +108,7 @@ impl Inner {
 impl Notifications {
     /// Looks into that mailbox too, as long as it exists.
     pub(crate) fn subscribe(&self, mail: &Arc<Mail>) {
-        let mut all = lock(&self.mail);
+        let mut all = self.mail.lock();
         all.retain(|one| one.strong_count() > 0);
         all.push(Arc::downgrade(mail));
     }
@@ -125,7 +126,7 @@ impl Notifications {
     ) -> Result<()> {
         let (account, held) = from.unwrap_or((&self.own, None));
         let charge = account.charge("notify", notification.cost() as u64)?;
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         if inner.closed {
             return Err(Error::owner_gone("notify", "the owner has closed its endpoint"));
         }
@@ -141,7 +142,7 @@ impl Notifications {
         }
         let nonsense = {
             let mut nonsense = Vec::new();
-            let mut all = lock(&self.mail);
+            let mut all = self.mail.lock();
             for at in 0..all.len() {
                 let Some(mail) = all[at].upgrade() else { continue };
                 match mail.mailbox.take() {
@@ -161,7 +162,7 @@ impl Notifications {
             (mail.on_nonsense)(error);
         }
         self.taken.store(0, Ordering::Relaxed);
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         match inner.pop() {
             Some(notification) => Ok(Some(notification)),
             None if inner.closed => Err(Error::invalid("receive", "the endpoint is closed")),
@@ -172,11 +173,11 @@ impl Notifications {
     /// The first of the queue, where as many messages have come out of mailboxes since the last one as there are mailboxes.
     fn turn_of_the_queue(&self) -> Option<Notification> {
         let taken = self.taken.load(Ordering::Relaxed);
-        if taken == 0 || taken < lock(&self.mail).len() {
+        if taken == 0 || taken < self.mail.lock().len() {
             return None;
         }
         self.taken.store(0, Ordering::Relaxed);
-        lock(&self.inner).pop()
+        self.inner.lock().pop()
     }
 
     /// Keeps what is left in the mailbox of a peer that goes.
@@ -190,17 +191,17 @@ impl Notifications {
 
     /// Whether futures wait for a message.
     pub(crate) fn awaited(&self) -> bool {
-        !lock(&self.inner).wakers.is_empty()
+        !self.inner.lock().wakers.is_empty()
     }
 
     /// Lets futures look again.
     pub(crate) fn wake(&self) {
-        let wakers = std::mem::take(&mut lock(&self.inner).wakers);
+        let wakers = std::mem::take(&mut self.inner.lock().wakers);
         wakers.into_values().for_each(Waker::wake);
     }
 
     pub(crate) fn close(&self) {
-        lock(&self.inner).closed = true;
+        self.inner.lock().closed = true;
         self.wake();
     }
 }
@@ -240,7 +241,7 @@ impl Future for NextNotification {
         if let Some(next) = notifications.next().transpose() {
             return Poll::Ready(next);
         }
-        lock(&notifications.inner).wake_later(&mut self.number, cx.waker());
+        notifications.inner.lock().wake_later(&mut self.number, cx.waker());
         // Only now does the event loop listen for peers; one may have rung just before.
         Arc::clone(&inbox).listen();
         match notifications.next().transpose() {
@@ -257,7 +258,7 @@ impl Drop for NextNotification {
             && let Some(inbox) = self.inbox.upgrade()
         {
             // Dropped without the lock: a waker may run anything when it goes.
-            let waker = lock(&inbox.notifications().inner).wakers.remove(&number);
+            let waker = inbox.notifications().inner.lock().wakers.remove(&number);
             drop(waker);
         }
     }
@@ -281,7 +282,7 @@ mod tests {
             let mut dropped = endpoint.next_notification();
             assert!(Pin::new(&mut dropped).poll(&mut cx).is_pending());
             assert!(Pin::new(&mut dropped).poll(&mut cx).is_pending());
-            assert_eq!(lock(&notifications.inner).wakers.len(), 2);
+            assert_eq!(notifications.inner.lock().wakers.len(), 2);
         }
         assert!(notifications.awaited(), "the one that still waits is kept");
         let region = endpoint.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();

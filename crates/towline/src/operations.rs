@@ -11,15 +11,16 @@ mod tests;
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::completion::Completion;
 use crate::cuda::{self, Mark};
 use crate::memory::{Buffer, MemoryDescription};
 use crate::region::{Registered, Registry};
 use crate::runtime::{self, Timer, TimerId};
-use crate::sync::lock;
 use crate::transfer::Limits;
 use crate::wire::OperationId;
 use crate::{Access, Error, Kind, Result};
@@ -78,7 +79,7 @@ impl Operations {
 
     /// Whether it can be claimed now, or never.
     pub(crate) fn is_ready(&self, operation: &OperationId) -> bool {
-        self.find(operation).is_none_or(|passive| reached(&mut lock(&passive.inner)).unwrap_or(false))
+        self.find(operation).is_none_or(|passive| reached(&mut passive.inner.lock()).unwrap_or(false))
     }
 
     /// Gives `claim` back where it can be made now. Otherwise it is called once the work has ended that the operation waits for.
@@ -91,7 +92,7 @@ impl Operations {
 
     /// What the operation waits for before it can be claimed.
     pub(crate) fn not_before(&self, operation: &OperationId) -> Vec<Mark> {
-        self.find(operation).map(|passive| lock(&passive.inner).behind.clone()).unwrap_or_default()
+        self.find(operation).map(|passive| passive.inner.lock().behind.clone()).unwrap_or_default()
     }
 
     /// The claimer says how it ended. From anybody else it means nothing. An error where it had ended before, or ends otherwise
@@ -125,15 +126,15 @@ impl Operations {
     }
 
     pub(crate) fn count(&self) -> usize {
-        lock(&self.all).len()
+        self.all.lock().len()
     }
 
     fn find(&self, operation: &OperationId) -> Option<Arc<Passive>> {
-        lock(&self.all).get(operation)?.upgrade()
+        self.all.lock().get(operation)?.upgrade()
     }
 
     fn all(&self) -> Vec<Arc<Passive>> {
-        lock(&self.all).values().filter_map(Weak::upgrade).collect()
+        self.all.lock().values().filter_map(Weak::upgrade).collect()
     }
 }
 
@@ -234,10 +235,10 @@ impl Passive {
             completion: Completion::default(),
         });
         {
-            let mut inner = lock(&passive.inner);
+            let mut inner = passive.inner.lock();
             passive.arm(&mut inner, unclaimed_limit, DEADLINE);
         }
-        lock(&operations.all).insert(id, Arc::downgrade(&passive));
+        operations.all.lock().insert(id, Arc::downgrade(&passive));
         // A close that came before it was in the table did not find it.
         if let Err(error) = operations.registry.check_open(name) {
             passive.end(Err(error.clone()));
@@ -248,11 +249,11 @@ impl Passive {
 
     /// Lets claims wait until those have happened. Before anybody knows of the operation.
     pub(crate) fn behind(&self, marks: Vec<Mark>) {
-        lock(&self.inner).behind = marks;
+        self.inner.lock().behind = marks;
     }
 
     fn when_ready(self: &Arc<Self>, claim: Later) -> Result<Option<Later>> {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         match reached(&mut inner) {
             Ok(true) => Ok(Some(claim)),
             Ok(false) if inner.claims.len() >= MOST_WAITING => {
@@ -285,7 +286,7 @@ impl Passive {
     /// Somebody has claimed it too early: can it be now?
     fn look(self: &Arc<Self>) {
         let (claims, failed) = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             match reached(&mut inner) {
                 Ok(false) => {
                     let age = inner.early.map_or(Duration::ZERO, |early| early.elapsed());
@@ -310,7 +311,7 @@ impl Passive {
     }
 
     pub(crate) fn stage(&self) -> Stage {
-        match lock(&self.inner).state {
+        match self.inner.lock().state {
             State::Waiting => Stage::Waiting,
             State::Claimed { .. } | State::Ending { .. } => Stage::Claimed,
             State::Ended { .. } => Stage::Ended,
@@ -319,12 +320,12 @@ impl Passive {
 
     /// Whether it has ended and nobody is inside its memory.
     pub(crate) fn is_quiet(&self) -> bool {
-        matches!(lock(&self.inner).state, State::Ended { quiet: true })
+        matches!(self.inner.lock().state, State::Ended { quiet: true })
     }
 
     /// Runs with the regions, while these are still reachable.
     pub(crate) fn with_regions<T>(&self, f: impl FnOnce(&[(Offered, bool)]) -> Result<T>) -> Result<T> {
-        let inner = lock(&self.inner);
+        let inner = self.inner.lock();
         match inner.state {
             State::Waiting | State::Claimed { .. } => f(&inner.offered),
             State::Ending { .. } | State::Ended { .. } => {
@@ -334,7 +335,7 @@ impl Passive {
     }
 
     fn claim(self: &Arc<Self>, claimer: Claimer, by: &str, region: (u32, u64), access: Access) -> Result<()> {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         let Inner { state, offered, .. } = &mut *inner;
         let first = match state {
             State::Waiting => true,
@@ -370,13 +371,13 @@ impl Passive {
     }
 
     fn is_claimed_by(&self, claimer: Claimer) -> bool {
-        matches!(lock(&self.inner).state, State::Claimed { by, .. } if by == claimer)
+        matches!(self.inner.lock().state, State::Claimed { by, .. } if by == claimer)
     }
 
     fn finish(self: &Arc<Self>, claimer: Claimer, outcome: Result<()>) -> Result<()> {
         let said_well = outcome.is_ok();
         let outcome = {
-            let inner = lock(&self.inner);
+            let inner = self.inner.lock();
             let State::Claimed { by, peer } = &inner.state else { return Err(over()) };
             if *by != claimer {
                 return Err(over());
@@ -399,7 +400,7 @@ impl Passive {
     /// Ends it, unless it has ended or is about to, which it says: revokes its regions, and wakes who waits when these are quiet.
     pub(crate) fn end(self: &Arc<Self>, result: Result<()>) -> bool {
         let (offered, claims) = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             if matches!(inner.state, State::Ending { .. } | State::Ended { .. }) {
                 return false;
             }
@@ -412,7 +413,7 @@ impl Passive {
             (offered, claims)
         };
         if let Some(operations) = self.operations.upgrade() {
-            lock(&operations.all).remove(&self.id);
+            operations.all.lock().remove(&self.id);
         }
         // They learn that it is over.
         claims.into_iter().for_each(|claim| claim());
@@ -421,7 +422,7 @@ impl Passive {
             region.release_then((keep, Quiet(Arc::clone(self))));
         }
         self.one_quiet();
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         if matches!(inner.state, State::Ending { .. }) {
             self.arm(&mut inner, Some(self.quiet_limit), QUIET);
         }
@@ -430,7 +431,7 @@ impl Passive {
 
     fn one_quiet(&self) {
         let result = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             match &mut inner.state {
                 State::Ending { result, noisy } => {
                     *noisy -= 1;
@@ -456,7 +457,7 @@ impl Passive {
     /// Somebody is inside the memory for too long: it ends all the same, and the memory stays parked.
     fn give_up_on_quiet(&self) {
         let result = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             let State::Ending { result, .. } = &inner.state else { return };
             let result = match result {
                 // What was read was read; nothing can change any more.
@@ -491,7 +492,7 @@ impl Passive {
 
     fn deadline_passed(self: &Arc<Self>) {
         let error = {
-            let inner = lock(&self.inner);
+            let inner = self.inner.lock();
             // A timer that was replaced while it fired counts for nothing.
             if inner.due.is_none_or(|(when, _)| when > Instant::now()) {
                 return;

@@ -18,8 +18,10 @@ mod thread;
 mod timers;
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 pub(crate) use bell::Bell;
 pub(crate) use devices::{Device, Devices, EACH};
@@ -55,7 +57,7 @@ pub(crate) fn reactor() -> Result<&'static Reactor> {
 
 #[cold]
 fn start_reactor() -> Result<&'static Reactor> {
-    let _one_starts_it = lock(&STARTING);
+    let _one_starts_it = STARTING.lock();
     if let Some(reactor) = REACTOR.get() {
         return Ok(reactor);
     }
@@ -119,9 +121,4 @@ pub(crate) fn panic_message(payload: Box<dyn Any + Send>) -> String {
             }
         },
     }
-}
-
-/// Locks; a panic elsewhere does not poison, since every holder leaves its data consistent.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! The one place that chooses between the machine's atomics and loom's, and the way this crate takes a lock.
+//! The one place that chooses between the machine's atomics and loom's.
 //!
 //! Only protocol code that a model checker should explore uses the names of this module. Words that live in
 //! memory shared with other processes are always the standard library's atomics: loom's have no fixed layout.
@@ -17,12 +17,3 @@ pub(crate) use std::{
     sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
     thread,
 };
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Locks the mutex; a panic of an earlier holder does not make the data unreachable.
-///
-/// Every critical section of this crate leaves its data consistent at each point where it could panic.
-pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}

@@ -26,7 +26,6 @@ pub(crate) use self::hold::LocalHold;
 pub(crate) use self::several::Several;
 use self::submission::Submission;
 use crate::memory::{Dtype, ReduceOp};
-use crate::sync::lock;
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result, fork, room, runtime};
 
@@ -185,7 +184,7 @@ impl Transfer {
         match &self.0 {
             Repr::Done(done) => done.value,
             Repr::Live(_) if fork::in_child() => None,
-            Repr::Live(core) => lock(&core.inner).state.value(),
+            Repr::Live(core) => core.inner.lock().state.value(),
         }
     }
 
@@ -267,7 +266,7 @@ impl Transfer {
             Repr::Done(done) => done.failures.clone(),
             Repr::Live(_) if fork::in_child() => Vec::new(),
             Repr::Live(core) => {
-                let inner = lock(&core.inner);
+                let inner = core.inner.lock();
                 inner.end().map(|_| inner.state.failures().to_vec()).unwrap_or_default()
             }
         }
@@ -300,7 +299,7 @@ impl Future for Transfer {
                 if let Err(error) = fork::guard(core.op.name()) {
                     return Poll::Ready(Err(error));
                 }
-                let mut inner = lock(&core.inner);
+                let mut inner = core.inner.lock();
                 if let Some(result) = inner.end() {
                     return Poll::Ready(result.clone());
                 }

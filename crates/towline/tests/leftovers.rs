@@ -4,10 +4,10 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use towline::{Access, Endpoint, Registered, Remote, Routing, SharedStorage, SystemStorage, Ticket};
 
 const LEN: usize = 1 << 20;
@@ -17,7 +17,7 @@ const ROLE: &str = "TOWLINE_TEST_ROLE";
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
-    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
+    ONE_AT_A_TIME.lock()
 }
 
 fn descriptors() -> Vec<String> {

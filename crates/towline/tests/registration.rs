@@ -4,8 +4,9 @@
 
 use std::any::Any;
 use std::fs;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use towline::{
     Access, Endpoint, Kind, MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, RegisteredView,
     Routing, SharedStorage, Storage, StorageKind, SystemStorage, Ticket, create_buffer,
@@ -69,11 +70,8 @@ unsafe impl Storage for Witness {}
 
 impl Drop for Witness {
     fn drop(&mut self) {
-        if let Some((user, ticket)) = self.reached.lock().unwrap().take() {
-            self.seen
-                .lock()
-                .unwrap()
-                .push(user.import(&ticket).map_or_else(|error| error.kind(), |_| Kind::Internal));
+        if let Some((user, ticket)) = self.reached.lock().take() {
+            self.seen.lock().push(user.import(&ticket).map_or_else(|error| error.kind(), |_| Kind::Internal));
         }
     }
 }
@@ -90,9 +88,9 @@ fn memory_is_freed_after_it_was_revoked() {
     let region = owner.register(witness, Access::READ).unwrap();
     let ticket = region.ticket().unwrap();
     user.import(&ticket).unwrap();
-    *reached.lock().unwrap() = Some((user, ticket));
+    *reached.lock() = Some((user, ticket));
     drop(region);
-    assert_eq!(*seen.lock().unwrap(), [Kind::Stale]);
+    assert_eq!(*seen.lock(), [Kind::Stale]);
 }
 
 #[test]

@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 use std::fmt::{self, Write};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
+use parking_lot::Mutex;
 use towline::{Access, Endpoint, Routing, SharedStorage, SystemStorage};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -29,7 +30,7 @@ impl Subscriber for Spans {
         }
         let mut text = Text(span.metadata().name().to_owned());
         span.record(&mut text);
-        self.0.lock().unwrap().push(text.0);
+        self.0.lock().push(text.0);
         Id::from_u64(self.1.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
@@ -55,7 +56,7 @@ fn imports_and_transfers_are_spans_that_name_path_and_peer() {
         let remote = user.import_with(&region.ticket().unwrap(), &tcp).unwrap();
         user.read(&remote, &local).start().unwrap().wait().unwrap();
     });
-    let seen = spans.0.lock().unwrap().join("\n");
+    let seen = spans.0.lock().join("\n");
     assert!(seen.contains("import endpoint=\"user\" tickets=1"), "{seen}");
     let transfer =
         seen.lines().find(|span| span.starts_with("transfer ")).unwrap_or_else(|| panic!("{seen}"));

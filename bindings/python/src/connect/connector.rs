@@ -1,9 +1,9 @@
 //! What makes operations.
 #![allow(unsafe_code, reason = "passes on a stream that the caller vouches for")]
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use towline::Result;
@@ -177,7 +177,7 @@ enum State {
 
 impl Beginning {
     fn lock(&self) -> MutexGuard<'_, Option<State>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Without the GIL, since small copies happen in here.

@@ -1,7 +1,8 @@
 //! Another rank's memory, mapped here.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -25,7 +26,7 @@ impl PeerView {
 
     fn enter(&self, py: Python<'_>, op: &'static str) -> PyResult<Arc<towline_comm::PeerView>> {
         process::guard(py, op)?;
-        let view = self.view.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let view = self.view.lock().clone();
         view.ok_or_else(|| invalid(py, op, "the view is closed".to_owned()))
     }
 }
@@ -69,13 +70,13 @@ impl PeerView {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         process::guard(py, "close")?;
-        let view = self.view.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let view = self.view.lock().take();
         py.detach(|| drop(view));
         Ok(())
     }
 
     #[getter]
     fn closed(&self) -> bool {
-        self.view.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.view.lock().is_none()
     }
 }

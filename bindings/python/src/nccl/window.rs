@@ -1,7 +1,6 @@
 //! Handles: windows and registered buffers, and one-sided access through windows.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use towline::Kind;
 use towline_comm::{Error, Memory, Operation, Result};
@@ -73,7 +72,7 @@ impl Window {
     }
 
     fn lender(&self) -> MutexGuard<'_, Option<Inherited<Lender>>> {
-        self.lender.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lender.lock()
     }
 
     /// For a call on it, which fails where the memory is not the lender's any more: the window is closed then, so that no other rank

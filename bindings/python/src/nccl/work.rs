@@ -2,11 +2,12 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use towline_comm::{Operation, Result};
 
@@ -46,7 +47,7 @@ impl Work {
     }
 
     fn lock(&self) -> MutexGuard<'_, Operation> {
-        self.operation.lock().unwrap_or_else(PoisonError::into_inner)
+        self.operation.lock()
     }
 
     fn poll_once(&self, context: &mut Context<'_>) -> Poll<Result<u64>> {

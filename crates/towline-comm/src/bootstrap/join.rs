@@ -9,9 +9,9 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -39,7 +39,7 @@ const MOST_OVER: usize = 4096;
 
 /// Remembers that a meeting is over.
 pub(super) fn used_up(nonce: &[u8; 16]) {
-    let mut over = OVER.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut over = OVER.lock();
     if !over.contains(nonce) {
         if over.len() == MOST_OVER {
             over.pop_front();
@@ -71,7 +71,7 @@ fn join_by(
     joining: &Joining<'_>,
     connect: impl Fn(&UniqueId, Instant) -> Result<Stream>,
 ) -> Result<Vec<Ticket>> {
-    if OVER.lock().unwrap_or_else(PoisonError::into_inner).contains(id.nonce()) {
+    if OVER.lock().contains(id.nonce()) {
         return Err(Error::invalid(OP, "the id was used already: each meeting needs a new one"));
     }
     let until = Instant::now() + joining.timeout.min(Duration::from_secs(7 * 86_400));

@@ -7,9 +7,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 use towline::{SparseLog, Tls, TlsStream};
@@ -41,7 +42,7 @@ pub(crate) struct Root {
 impl Root {
     /// Ends the meeting with that error, for everybody who has come and will come.
     pub(crate) fn call_off(&self, error: Error) {
-        *self.called_off.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        *self.called_off.lock() = Some(error);
         // Somebody at the door wakes the thread.
         let _ = std::os::unix::net::SocketAddr::from_abstract_name(&self.socket_name)
             .and_then(|address| UnixStream::connect_addr(&address));
@@ -283,7 +284,7 @@ struct Host {
 impl Host {
     fn run(&mut self) {
         let answer = loop {
-            if let Some(error) = self.called_off.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            if let Some(error) = self.called_off.lock().take() {
                 break Answer::Failed(error);
             }
             if let Some(answer) = self.turn() {

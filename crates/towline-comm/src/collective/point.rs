@@ -5,8 +5,9 @@
 //! memory follows through the channel.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use towline::{Kind as ErrorKind, Limits, Remote, Ticket};
 use towline::{room, start_scoped_thread};
 
@@ -269,7 +270,7 @@ fn take(collectives: &Collectives, team: &Team, peer: usize, note: &Note, into: 
 fn source(collectives: &Collectives, team: &Team, peer: usize, note: &Note) -> Result<Arc<Remote>> {
     /// A peer that registers for every message would otherwise grow this for ever.
     const MOST_SOURCES: usize = 256;
-    let known = || collectives.sources.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = || collectives.sources.lock();
     if let Some(remote) = known().get(&(peer, note.id)) {
         return Ok(Arc::clone(remote));
     }

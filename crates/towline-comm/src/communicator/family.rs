@@ -6,7 +6,7 @@
 //! that all ranks know from the first meeting; so nothing depends on the dead.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline::crypto::sha256;
@@ -91,7 +91,7 @@ impl Communicator {
         let survivors = survivors(seating, exclude)?;
         let rank = survivors.iter().position(|survivor| *survivor == seating.rank).unwrap_or(0);
         let nth = {
-            let mut shrinks = parent.shrinks.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shrinks = parent.shrinks.lock();
             *shrinks += 1;
             *shrinks
         };
@@ -255,7 +255,7 @@ fn receive_call(parent: &Member, call: &[u8], caller: usize, timeout: Duration) 
     let started = Instant::now();
     loop {
         {
-            let mut mail = parent.station.mail.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut mail = parent.station.mail.lock();
             if let Some(index) = mail.iter().position(|message| message.starts_with(call)) {
                 let message = mail.swap_remove(index);
                 return UniqueId::from_bytes(&message[call.len()..]).map_err(|error| error.during(OP));
@@ -270,7 +270,7 @@ fn receive_call(parent: &Member, call: &[u8], caller: usize, timeout: Duration) 
         }
         match parent.endpoint().receive(left.min(LOOK)) {
             Ok(notification) if notification.message.starts_with(CALL) => {
-                let mut mail = parent.station.mail.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut mail = parent.station.mail.lock();
                 mail.push(notification.message);
             }
             Ok(_) => {}

@@ -4,9 +4,10 @@
 //! delays nobody else.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex};
 use towline::{Kind, Transfer};
 
 use crate::operation::{Completed, Completion, WHILE};
@@ -116,8 +117,8 @@ impl Lane {
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, State> {
+        self.state.lock()
     }
 
     /// The next task; `None` if none came in time (then the thread has signed off).
@@ -131,9 +132,7 @@ impl Lane {
             if !wait {
                 return None;
             }
-            let (after, timeout) =
-                self.changed.wait_timeout(state, LINGER).unwrap_or_else(PoisonError::into_inner);
-            state = after;
+            let timeout = self.changed.wait_for(&mut state, LINGER);
             if timeout.timed_out() && state.queue.is_empty() {
                 state.running = false;
                 return None;

@@ -1,7 +1,7 @@
 //! Counters between ranks: raised by the source after its data, waited for by the target.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
 
 use towline::Kind;
 
@@ -80,7 +80,7 @@ pub(crate) fn wait(
 ) -> Result<()> {
     let mut targets: Vec<((usize, u32, u32), u64)> = towline::room::list("wait_signal", signals.len())?;
     {
-        let mut awaited = member.awaited.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut awaited = member.awaited.lock();
         for signal in signals {
             let key = (signal.peer, signal.context, signal.index);
             let level = awaited.entry(key).or_default();
@@ -104,7 +104,7 @@ pub(crate) fn wait(
     let outcome = outcome.and_then(|ended| ended);
     if outcome.is_err() {
         // Nothing was taken: a signal that comes late serves the next wait.
-        let mut awaited = member.awaited.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut awaited = member.awaited.lock();
         for signal in signals {
             if let Some(level) = awaited.get_mut(&(signal.peer, signal.context, signal.index)) {
                 *level = level.saturating_sub(signal.count);

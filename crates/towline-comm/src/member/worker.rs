@@ -1,9 +1,10 @@
 //! The thread of a non-blocking communicator: runs its work in order and remembers how it went.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use towline::Kind;
 
 use crate::{Error, Result, interrupt};
@@ -46,8 +47,8 @@ impl State {
 }
 
 impl Worker {
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, State> {
+        self.state.lock()
     }
 
     /// Adds work behind all other.
@@ -117,7 +118,7 @@ impl Worker {
                     state.running = false;
                     return;
                 }
-                state = self.changed.wait_timeout(state, LINGER).unwrap_or_else(PoisonError::into_inner).0;
+                self.changed.wait_for(&mut state, LINGER);
             };
             state.active += 1;
             drop(state);

@@ -1,7 +1,8 @@
 //! Buffers registered by one rank: found by containment, counted, and known to the others once they are used.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use towline::{Access, Buffer, Endpoint, MemoryDescription, Registered, Span, Ticket};
 
 use crate::{Error, Result};
@@ -36,13 +37,13 @@ impl BufferCore {
     }
 
     pub(crate) fn ticket(&self, op: &'static str) -> Result<Ticket> {
-        let region = self.region.lock().unwrap_or_else(PoisonError::into_inner);
+        let region = self.region.lock();
         let region = region.as_ref().ok_or_else(|| Error::invalid(op, "the registered buffer is closed"))?;
         Ok(region.ticket()?)
     }
 
     fn close(&self) {
-        let region = self.region.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let region = self.region.lock().take();
         drop(region);
     }
 }
@@ -67,7 +68,7 @@ struct Range {
 impl Buffers {
     /// Registers a buffer, or counts one more handle to a registered range that contains it.
     pub(crate) fn register(&self, endpoint: &Endpoint, storage: Buffer) -> Result<(Arc<BufferCore>, usize)> {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = self.entries.lock();
         if let Some((range, offset)) = entries.find_mut(storage.addr(), storage.size()) {
             range.handles += 1;
             return Ok((Arc::clone(&range.core), offset));
@@ -87,13 +88,13 @@ impl Buffers {
 
     /// The registered range that holds all of those bytes, and where in it they start.
     pub(crate) fn containing(&self, addr: usize, len: usize) -> Option<(Arc<BufferCore>, usize)> {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = self.entries.lock();
         entries.find_mut(addr, len).map(|(range, offset)| (Arc::clone(&range.core), offset))
     }
 
     /// Gives up one handle; true for the last one, which deregisters.
     pub(super) fn release(&self, core: &Arc<BufferCore>) -> bool {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = self.entries.lock();
         let Some(index) = entries.ranges.iter().position(|range| Arc::ptr_eq(&range.core, core)) else {
             return false;
         };
@@ -108,14 +109,14 @@ impl Buffers {
     }
 
     pub(crate) fn close_all(&self) {
-        let ranges = std::mem::take(&mut self.entries.lock().unwrap_or_else(PoisonError::into_inner).ranges);
+        let ranges = std::mem::take(&mut self.entries.lock().ranges);
         for range in ranges {
             range.core.close();
         }
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner).ranges.len()
+        self.entries.lock().ranges.len()
     }
 }
 

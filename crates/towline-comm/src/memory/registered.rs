@@ -1,8 +1,9 @@
 //! What one rank has registered with one communicator, and what it reaches of the others' memory.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use towline::{Buffer, Endpoint, MemoryDescription, Routing};
 
 use super::{BUFFER_BIT, BufferCore, Buffers, Memory, WindowCore, Windows};
@@ -71,7 +72,7 @@ impl RegisteredMemory {
         // The combinations that it was part of have its id.
         let of_it = |window: &WindowCore| window.id() == buffer.id();
         let gone: Vec<_> = {
-            let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shared = self.shared.lock();
             shared.extract_if(|_, window| of_it(window)).map(|(_, window)| window).collect()
         };
         for window in gone {
@@ -95,12 +96,12 @@ impl RegisteredMemory {
         if !ids.iter().all(|id| id & BUFFER_BIT != 0) {
             return Ok(None);
         }
-        let known = self.shared.lock().unwrap_or_else(PoisonError::into_inner).get(ids).cloned();
+        let known = self.shared.lock().get(ids).cloned();
         if known.is_some() {
             return Ok(known);
         }
         let window = self.share_buffers(team, mine)?;
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = self.shared.lock();
         // Their owners wait for the pins on what they have closed, and no call names it again.
         let ended = |window: &WindowCore| (0..ids.len()).any(|rank| window.access(rank, "sweep").is_err());
         let gone: Vec<_> = shared.extract_if(|_, window| ended(window)).map(|(_, window)| window).collect();
@@ -121,7 +122,7 @@ impl RegisteredMemory {
     /// Gives up everything.
     pub(crate) fn close_all(&self) {
         self.windows.close_all();
-        let shared = std::mem::take(&mut *self.shared.lock().unwrap_or_else(PoisonError::into_inner));
+        let shared = std::mem::take(&mut *self.shared.lock());
         for window in shared.into_values() {
             window.close();
         }

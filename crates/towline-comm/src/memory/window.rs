@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 
+use parking_lot::{Mutex, RwLock};
 use towline::{Buffer, Kind, MemoryDescription, Pinned, Registered, Remote, Span};
 
 use super::{Memory, WindowFlag};
@@ -166,7 +167,7 @@ impl WindowCore {
             let ranks = self.peers.len();
             return Err(Error::invalid(op, format!("there is no rank {rank} among {ranks}")));
         };
-        match &*peer.link.read().unwrap_or_else(PoisonError::into_inner) {
+        match &*peer.link.read() {
             Link::Open(remote, pinned) => Ok(take(remote, pinned)),
             Link::Ended(error) => Err(error.clone().during(op)),
             Link::Closed => Err(closed(op)),
@@ -179,7 +180,7 @@ impl WindowCore {
             Err(error) => Error::from(error).about([rank]).during(op),
             Ok(()) => Error::new(Kind::Stale, op, "the rank has closed its window").about([rank]),
         };
-        let mut link = self.peers[rank].link.write().unwrap_or_else(PoisonError::into_inner);
+        let mut link = self.peers[rank].link.write();
         if matches!(*link, Link::Open(..)) {
             *link = Link::Ended(why.clone());
         }
@@ -189,7 +190,7 @@ impl WindowCore {
     /// Lets go of the memory that its owners want back; they wait for it.
     fn release_ended(&self) {
         for rank in 0..self.peers.len() {
-            let ended = match &*self.peers[rank].link.read().unwrap_or_else(PoisonError::into_inner) {
+            let ended = match &*self.peers[rank].link.read() {
                 Link::Open(remote, pinned) => {
                     let stale = pinned.get().and_then(Option::as_ref).is_some_and(|pinned| pinned.is_stale());
                     stale.then(|| Arc::clone(remote))
@@ -208,9 +209,9 @@ impl WindowCore {
             return;
         }
         for peer in &self.peers {
-            *peer.link.write().unwrap_or_else(PoisonError::into_inner) = Link::Closed;
+            *peer.link.write() = Link::Closed;
         }
-        let region = self.region.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let region = self.region.lock().take();
         // Frees the memory, or parks it until the ranks that hold a pin on it have noticed.
         drop(region);
     }
@@ -286,7 +287,7 @@ impl Windows {
         self.table().by_id.len()
     }
 
-    fn table(&self) -> std::sync::MutexGuard<'_, Table> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    fn table(&self) -> parking_lot::MutexGuard<'_, Table> {
+        self.open.lock()
     }
 }

@@ -6,7 +6,7 @@
 
 mod pipes;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
 
 pub(crate) use self::pipes::{Pipes, Sum};
 use super::round::lost;
@@ -199,12 +199,12 @@ impl Team {
 
     fn sending(&self, op: &'static str, peer: usize) -> Result<MutexGuard<'_, Sent>> {
         let channel = self.channels.get(peer).ok_or_else(|| self.no_such_rank(op, peer))?;
-        Ok(channel.sending.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(channel.sending.lock())
     }
 
     fn receiving(&self, op: &'static str, peer: usize) -> Result<MutexGuard<'_, Received>> {
         let channel = self.channels.get(peer).ok_or_else(|| self.no_such_rank(op, peer))?;
-        Ok(channel.receiving.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(channel.receiving.lock())
     }
 
     /// Sorts what is given by rank and moves all of it.

@@ -6,10 +6,11 @@
 //! The transfers of one far link are small enough to take one connection, which keeps them in order.
 
 use std::collections::VecDeque;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline::{
     Endpoint, Kind, Limits, Pinned, Registered, Remote, SharedStorage, Span, Stretch, SystemStorage, Transfer,
 };
@@ -439,8 +440,7 @@ impl Links {
         let answers: Vec<Transfer> = far()
             .filter_map(|far| self.endpoint.compare_swap(&far.remote, ABORTED as u64, 0, 0).ok())
             .collect();
-        let unseen = far()
-            .flat_map(|far| std::mem::take(&mut *far.unseen.lock().unwrap_or_else(PoisonError::into_inner)));
+        let unseen = far().flat_map(|far| std::mem::take(&mut *far.unseen.lock()));
         for transfer in unseen.chain(answers) {
             if transfer.wait_for(until.saturating_duration_since(Instant::now())).is_none() {
                 return;
@@ -456,7 +456,7 @@ impl Links {
 
     /// Keeps a transfer until somebody has looked at how it ended.
     fn keep(&self, peer: usize, far: &FarLink, transfer: Transfer) -> Result<()> {
-        let mut unseen = far.unseen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unseen = far.unseen.lock();
         unseen.push_back(transfer);
         while let Some(first) = unseen.front() {
             let ended = if unseen.len() > UNSEEN { Some(self.wait_for(peer, first)) } else { first.result() };
@@ -537,7 +537,7 @@ impl FarLink {
 
     /// Looks at transfers that have ended.
     fn look(&self) -> Result<()> {
-        let mut unseen = self.unseen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unseen = self.unseen.lock();
         while let Some(ended) = unseen.front().and_then(Transfer::result) {
             unseen.pop_front();
             if let Err(error) = ended {

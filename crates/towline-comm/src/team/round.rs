@@ -1,6 +1,5 @@
 //! Rounds: every rank announces a collective call to every other, and what it announced can be read by all.
 
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -115,7 +114,7 @@ impl Team {
             let message = format!("{} bytes do not ride along, {PAYLOAD} do", call.payload.len());
             return Err(Error::invalid(call.name, message));
         }
-        let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut progress = self.progress.lock();
         progress.round += 1;
         let round = progress.round;
         self.announce(&call, own, &mut progress).map_err(|error| self.fail(error))?;
@@ -206,7 +205,7 @@ impl Team {
 
     /// Waits until the announcements to far ranks have arrived, or until then.
     pub(super) fn settle_entries(&self, until: Instant) {
-        let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut progress = self.progress.lock();
         for (_, transfer) in progress.sent.iter_mut().flat_map(|sent| sent.drain(..)) {
             if transfer.wait_for(until.saturating_duration_since(Instant::now())).is_none() {
                 return;
@@ -219,7 +218,7 @@ impl Team {
         const OP: &str = "leave";
         debug_assert!(std::ptr::eq(round.team, self));
         self.working(OP)?;
-        let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut progress = self.progress.lock();
         progress.left += 1;
         let left = progress.left;
         let (links, nranks) = (&self.links, self.nranks());

@@ -1,7 +1,9 @@
 //! The handle to a registered buffer.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
 
 use crate::member::Member;
 use crate::memory::{BUFFER_BIT, BufferCore, Memory};
@@ -102,7 +104,7 @@ impl RegisteredBuffer {
 
 impl OnHost {
     fn core(&self, op: &'static str) -> Result<Arc<BufferCore>> {
-        let core = self.core.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let core = self.core.lock().clone();
         let open = self.member.upgrade().is_some_and(|member| member.is_open());
         match core {
             Some(core) if open => Ok(core),
@@ -114,7 +116,7 @@ impl OnHost {
         if towline::fork_guard("close").is_err() {
             return;
         }
-        let Some(core) = self.core.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        let Some(core) = self.core.lock().take() else { return };
         if let Some(member) = self.member.upgrade() {
             member.wait_idle();
             member.memory.release_buffer(&core);

@@ -1,9 +1,10 @@
 //! Starts several ranks on one GPU, as threads of a process or as processes, and ends them where they do not end by themselves.
 
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline::DeviceStorage;
 use towline::cuda::{Gpu, StreamHandle};
 use towline_comm::{
@@ -94,7 +95,7 @@ pub(super) fn ranks(test: &str, ways: &[Spread], rank: impl Fn(&Seat) + Sync) {
     }
     // One group after the other: kernels that wait for each other on one GPU would wait for the other groups' turns too.
     static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = ALONE.lock();
     let mut failed = Vec::new();
     for way in ways {
         let processes = matches!(way, Spread::Processes(_));

@@ -1,9 +1,11 @@
 //! The limits: what the machine does without the library, ready to be run in turns with it.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use super::team::{Team, Work};
 use crate::outcome::{Failure, Outcome};
@@ -112,7 +114,7 @@ impl Limit {
             let share = bytes.div_ceil(streams as u64);
             Arc::new(move |number| {
                 let rest = bytes.saturating_sub(share * number as u64).min(share);
-                clients[number].lock().unwrap_or_else(PoisonError::into_inner).transfer(rest, style)
+                clients[number].lock().transfer(rest, style)
             })
         };
         let mut limit = Limit {

@@ -1,8 +1,10 @@
 //! Threads that work together on one round after the other, and sleep in between.
 
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// What each member does: called with the member's number.
 pub(super) type Work = Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync>;
@@ -56,7 +58,7 @@ impl Team {
         let mine = work(0);
         let mut state = self.shared.lock();
         while state.running > 0 {
-            state = self.shared.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.shared.done.wait(&mut state);
         }
         state.error.take().map_or(mine, Err)
     }
@@ -74,7 +76,7 @@ impl Drop for Team {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn help(&self, number: usize) {
@@ -82,7 +84,7 @@ impl Shared {
         let mut state = self.lock();
         loop {
             while state.round == seen && !state.over {
-                state = self.start.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.start.wait(&mut state);
             }
             if state.over {
                 return;

@@ -2,8 +2,10 @@
 #![allow(unsafe_code, reason = "sched_setscheduler has no safe form")]
 
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// A thread that sleeps until it is called, and then sleeps again.
 ///
@@ -29,7 +31,7 @@ struct State {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -45,7 +47,7 @@ impl Sleeper {
             let mut state = its.state();
             while !state.over {
                 if state.answers == state.calls {
-                    state = its.called.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    its.called.wait(&mut state);
                     continue;
                 }
                 state.answers += 1;
@@ -67,7 +69,7 @@ impl Sleeper {
     pub(crate) fn answered(&self) {
         let mut state = self.shared.state();
         while state.answers < state.calls {
-            state = self.shared.answered.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.shared.answered.wait(&mut state);
         }
     }
 }

@@ -2,8 +2,10 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::report::{CampaignReport, FailureReport, LaneReport, Report, replay};
 use super::{Audience, page};
@@ -36,7 +38,7 @@ impl Record {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn say(&self, text: &str) {

@@ -83,7 +83,7 @@ fn whatever_a_user_sends_nothing_changes_but_what_its_ticket_allows_and_nothing_
                 world.serve(wire);
             }
         }
-        let bytes = world.array.bytes.lock().unwrap();
+        let bytes = world.array.bytes.lock();
         let first = |place: usize| bytes[place] == crate::world::byte_of(99, place);
         assert!((0..GUARD).chain(GUARD + LEN..bytes.len()).all(first), "seed {seed}");
         drop(bytes);

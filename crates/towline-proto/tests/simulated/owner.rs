@@ -2,8 +2,9 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use towline_proto::session::allowance::InFlight;
 use towline_proto::session::owner::{Act, Action, Grant, LaneEnd, Settled, Settling, stale};
 use towline_proto::ticket::Claims;
@@ -80,13 +81,13 @@ pub(crate) struct Ranges {
 
 impl Memory for Ranges {
     fn get(&self, at: usize) -> u8 {
-        self.hold.array.bytes.lock().unwrap()[self.places[at]]
+        self.hold.array.bytes.lock()[self.places[at]]
     }
 
     fn put(&self, at: usize, byte: u8) {
         let place = self.places[at];
-        self.hold.array.bytes.lock().unwrap()[place] = byte;
-        self.hold.array.changed.lock().unwrap().push(place);
+        self.hold.array.bytes.lock()[place] = byte;
+        self.hold.array.changed.lock().push(place);
     }
 }
 

@@ -1,9 +1,10 @@
 //! The user: what the rules of the initiator's role say is done to its transfers.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline_proto::session::initiator::{
     Action, Actions, Asks, ConnectionId, Ended, Landing, Look, Reply, Times, Transfer, Waiter,
 };
@@ -83,7 +84,7 @@ impl Move {
     }
 
     pub(crate) fn ended(&self) -> Option<Instant> {
-        self.inner.lock().unwrap().ended
+        self.inner.lock().ended
     }
 
     /// Nothing of it changes anything any more.
@@ -93,7 +94,7 @@ impl Move {
 
     /// It ends when all has reported and nothing names its memory.
     fn deliver(&self) {
-        let mut inner = self.inner.lock().unwrap();
+        let mut inner = self.inner.lock();
         if inner.state.ended().is_some() && inner.ended.is_none() && self.holds.load(Ordering::Relaxed) == 0 {
             inner.ended = Some(self.clock.now());
         }
@@ -106,7 +107,7 @@ impl Transfer for Move {
     }
 
     fn times(&self) -> Times {
-        Times { started: self.started, stopped: self.inner.lock().unwrap().stopped, no_progress: LIMIT }
+        Times { started: self.started, stopped: self.inner.lock().stopped, no_progress: LIMIT }
     }
 }
 
@@ -126,7 +127,7 @@ impl Drop for UnitHold {
 impl Memory for UnitHold {
     fn get(&self, at: usize) -> u8 {
         assert!(self.of.ended().is_none(), "memory of a transfer that has ended is sent");
-        self.of.memory.lock().unwrap()[self.unit * self.of.unit_len + at]
+        self.of.memory.lock()[self.unit * self.of.unit_len + at]
     }
 
     fn put(&self, at: usize, byte: u8) {
@@ -135,8 +136,8 @@ impl Memory for UnitHold {
             "memory of a transfer that has ended is written"
         );
         assert!(at < self.of.unit_len);
-        self.of.memory.lock().unwrap()[self.unit * self.of.unit_len + at] = byte;
-        self.of.inner.lock().unwrap().progress = self.of.clock.now();
+        self.of.memory.lock()[self.unit * self.of.unit_len + at] = byte;
+        self.of.inner.lock().progress = self.of.clock.now();
     }
 }
 
@@ -247,7 +248,7 @@ impl World {
     fn report(&mut self, waiter: Unit, outcome: Result<()>) {
         let of = &waiter.of;
         {
-            let mut inner = of.inner.lock().unwrap();
+            let mut inner = of.inner.lock();
             assert!(inner.state.ended().is_none(), "a unit reports after its transfer has ended");
             inner.progress = self.now;
             match outcome {
@@ -256,7 +257,7 @@ impl World {
             }
             let well = inner.state.ended().is_some_and(Result::is_ok);
             if well && self.lies == 0 {
-                let (ours, theirs) = (of.memory.lock().unwrap(), self.array.bytes.lock().unwrap());
+                let (ours, theirs) = (of.memory.lock(), self.array.bytes.lock());
                 assert!(
                     *ours == theirs[GUARD + of.range.start..GUARD + of.range.end],
                     "a transfer that went well moved other bytes"
@@ -264,7 +265,7 @@ impl World {
             }
         }
         of.deliver();
-        let over = of.inner.lock().unwrap().state.ended().is_some();
+        let over = of.inner.lock().state.ended().is_some();
         if over && of.notifies {
             self.send(CONTROL, Frame::bare(0, None, Message::from(Cancel {}).frame(of.id, 0, 0)));
         }
@@ -274,7 +275,7 @@ impl World {
         let of = &waiter.of;
         let again = (unsent || !of.write)
             && error.kind() == Kind::Disconnected
-            && of.inner.lock().unwrap().stopped.is_none()
+            && of.inner.lock().stopped.is_none()
             && self.user.why_over().is_none()
             && of.repeated.fetch_add(1, Ordering::Relaxed) < MOST_REPEATED;
         let open = self.wires.iter().position(|wire| !wire.ended);
@@ -287,7 +288,7 @@ impl World {
     pub(crate) fn stop(&mut self, id: u64, kind: Kind) {
         let of = Arc::clone(&self.moves[self.move_at(id)]);
         {
-            let mut inner = of.inner.lock().unwrap();
+            let mut inner = of.inner.lock();
             if !inner.state.stop(Error::new(kind, "transfer", "stopped")) {
                 return;
             }
@@ -331,7 +332,7 @@ impl World {
                 }
                 Action::NeverSettled(of) => assert!(of.outstanding.load(Ordering::Relaxed) > 0),
                 Action::Moved(of, when) => {
-                    let mut inner = of.inner.lock().unwrap();
+                    let mut inner = of.inner.lock();
                     inner.progress = inner.progress.max(when);
                 }
                 Action::Reset(over, error) => {

@@ -1,10 +1,11 @@
 //! A user and an owner, connections between them, and everything that may happen to these.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline_proto::session::Quotas;
 use towline_proto::session::allowance::Allowance;
 use towline_proto::session::budget::Budget;
@@ -196,7 +197,7 @@ impl World {
 
     /// Looks at what the owner has just changed.
     pub(crate) fn look_on(&mut self) {
-        let changed = std::mem::take(&mut *self.array.changed.lock().unwrap());
+        let changed = std::mem::take(&mut *self.array.changed.lock());
         for place in changed {
             assert!((GUARD..GUARD + LEN).contains(&place), "memory changed that the ticket does not allow");
             assert!(!self.revoked, "memory changed that was taken back");
@@ -214,12 +215,9 @@ impl World {
         self.delivered.push(id);
         self.look_on();
         let of = &self.moves[self.move_at(id)];
-        let bytes = self.array.bytes.lock().unwrap();
+        let bytes = self.array.bytes.lock();
         let there = &bytes[GUARD + of.range.start..GUARD + of.range.end];
-        assert!(
-            there == &of.memory.lock().unwrap()[..],
-            "a message is delivered before the bytes that it follows"
-        );
+        assert!(there == &of.memory.lock()[..], "a message is delivered before the bytes that it follows");
     }
 
     fn step(&mut self, event: Event) {
@@ -268,7 +266,7 @@ impl World {
             Event::Cancels(id) => self.stop(id, Kind::Canceled),
             Event::Limit(id) => {
                 let (ended, progress) = {
-                    let inner = self.moves[self.move_at(id)].inner.lock().unwrap();
+                    let inner = self.moves[self.move_at(id)].inner.lock();
                     (inner.ended.is_some() || inner.stopped.is_some(), inner.progress)
                 };
                 if !ended && self.now >= progress + LIMIT {
@@ -335,7 +333,7 @@ impl World {
         }
         for of in &self.moves {
             let ended = of.ended().expect("a transfer never ends");
-            let (stopped, started) = (of.inner.lock().unwrap().stopped, of.started);
+            let (stopped, started) = (of.inner.lock().stopped, of.started);
             // Within two seconds of its stop, whatever the owner does.
             if let Some(stopped) = stopped {
                 assert!(
@@ -348,7 +346,7 @@ impl World {
             assert!(ended <= started + most, "seed {seed}: it takes {:?}", ended - started);
             assert!(of.outstanding.load(Ordering::Relaxed) >= 0);
         }
-        let bytes = self.array.bytes.lock().unwrap();
+        let bytes = self.array.bytes.lock();
         let untouched = |place: &usize| bytes[*place] == byte_of(99, *place);
         assert!((0..GUARD).chain(GUARD + LEN..bytes.len()).all(|place| untouched(&place)));
         drop(bytes);

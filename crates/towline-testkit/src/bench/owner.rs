@@ -1,9 +1,10 @@
 //! The owner's side of a bench: in this process or in another one, with the same calls.
 
 use std::cell::Cell;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use towline::{Access, Endpoint, Layout, OffsetBuffer, Registered, Storage, Ticket};
 
 use super::{Setting, options_for};
@@ -137,7 +138,7 @@ impl Views {
 }
 
 fn ask(process: &Mutex<Process>, order: &str) -> Result<crate::process::Reply> {
-    process.lock().unwrap().ask(order)
+    process.lock().ask(order)
 }
 
 enum Inner<'a> {
@@ -227,7 +228,7 @@ impl OwnerRegion<'_> {
         match &self.inner {
             Inner::Here(_) => self.here(|region| region.write_at(offset, bytes)).unwrap(),
             Inner::There(process, id) => {
-                process.lock().unwrap().ask_with(&format!("put {id} {offset}"), bytes).unwrap();
+                process.lock().ask_with(&format!("put {id} {offset}"), bytes).unwrap();
             }
         }
     }
@@ -279,8 +280,7 @@ impl OwnerRegion<'_> {
 impl Drop for OwnerRegion<'_> {
     fn drop(&mut self) {
         if let Inner::There(process, id) = &self.inner {
-            let Ok(mut process) = process.lock() else { return };
-            let _ = process.ask(&format!("drop {id}"));
+            let _ = process.lock().ask(&format!("drop {id}"));
         }
     }
 }

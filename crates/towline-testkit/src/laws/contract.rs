@@ -211,13 +211,13 @@ pub fn law_7_a_cancelled_transfer_does_not_wait_for_its_peer(bench: &Bench) {
     }
     // A peer that stands still answers nothing.
     if let Owner::There(process) = &bench.owner {
-        process.lock().unwrap().stop();
+        process.lock().stop();
         let transfer = bench.user.read(&remote, &local).start().unwrap();
         transfer.cancel();
         let ended =
             transfer.wait_for(STALL / 2).expect("a cancelled transfer ends though its peer is stopped");
         assert!(ended.is_ok() || ended.unwrap_err().kind() == Kind::Canceled);
-        process.lock().unwrap().resume();
+        process.lock().resume();
     }
 }
 

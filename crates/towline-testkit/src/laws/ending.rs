@@ -199,7 +199,7 @@ pub fn a_deadline_ends_a_transfer(bench: &Bench) {
     }
     // A peer that stands still: only where bytes need its help does the deadline come.
     if let Owner::There(process) = &bench.owner {
-        process.lock().unwrap().stop();
+        process.lock().stop();
         let transfer = bench.user.read(&remote, &local).within(Duration::from_millis(100)).start().unwrap();
         match transfer.wait_for(STALL).expect("it ends though its peer is stopped") {
             Ok(()) => THEIRS.verify_storage(local.storage(), 0, LARGE).unwrap(),
@@ -215,9 +215,9 @@ pub fn a_deadline_ends_a_transfer(bench: &Bench) {
         if bench.properties.quiet_at_end {
             bench.settle(&transfer);
             OURS.fill_storage(local.storage()).unwrap();
-            process.lock().unwrap().resume();
+            process.lock().resume();
         } else {
-            process.lock().unwrap().resume();
+            process.lock().resume();
             bench.settle(&transfer);
             OURS.fill_storage(local.storage()).unwrap();
         }
@@ -277,7 +277,7 @@ pub fn closing_the_user_does_not_wait_for_its_peer(bench: &Bench) {
         if connected {
             outcome(user.read(&remote, &local).start()).unwrap();
         }
-        process.lock().unwrap().stop();
+        process.lock().stop();
         let transfer = user.read(&remote, &local).start().unwrap();
         if !connected {
             std::thread::sleep(std::time::Duration::from_millis(100));
@@ -288,7 +288,7 @@ pub fn closing_the_user_does_not_wait_for_its_peer(bench: &Bench) {
             assert!(!transfer.quiet(), "{error}");
         }
         let ended = transfer.wait_for(STALL * 2);
-        process.lock().unwrap().resume();
+        process.lock().resume();
         match ended.expect("it ends with its endpoint") {
             Ok(()) => THEIRS.verify_storage(local.storage(), 0, LARGE).unwrap(),
             Err(error) => assert!(matches!(error.kind(), Kind::Canceled | Kind::Stale), "{error}"),

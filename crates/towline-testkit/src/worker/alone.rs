@@ -3,9 +3,9 @@
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use towline::{Access, Endpoint, Error, Kind, Registered, Remote, SharedStorage, SystemStorage, Ticket};
 
@@ -23,7 +23,7 @@ type Member = (Endpoint, Registered<SharedStorage>, Vec<Remote>);
 /// Opens that many endpoints, lets each read from the next one over three paths, and keeps them open.
 pub(super) fn crowd(count: usize) -> Answer {
     raise_descriptor_limit();
-    let mut crowd = CROWD.lock().unwrap();
+    let mut crowd = CROWD.lock();
     for number in 0..count {
         let endpoint = Endpoint::open(&format!("crowd-{number}"))?;
         let region =

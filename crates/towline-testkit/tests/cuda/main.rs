@@ -11,7 +11,7 @@ mod suite;
 mod transfers;
 
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use towline::cuda::Gpu;
 use towline_testkit::process::use_driver;
@@ -39,7 +39,7 @@ macro_rules! tests {
         $(#[test] fn $name() {
             if let Some(gpu) = here(stringify!($name)) {
                 let beside = stringify!($name) != "a_copy_waits_for_a_stream_and_holds_one_back";
-                let _beside = beside.then(|| suite::ALONE.read().unwrap_or_else(PoisonError::into_inner));
+                let _beside = beside.then(|| suite::ALONE.read());
                 suite::$name(&gpu);
             }
         })*

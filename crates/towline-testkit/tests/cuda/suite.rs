@@ -1,8 +1,9 @@
 //! What must hold on every GPU, a fake one included.
 
-use std::sync::{Arc, PoisonError, RwLock, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use parking_lot::RwLock;
 use towline::cuda::{Blocks, CopyOptions, Gpu, Run, StreamHandle, Tuning};
 use towline::memory::{DeviceMemory, DeviceStorage, ExternalStorage, Mapping, PinnedStorage};
 use towline::{Indices, Kind, MemoryAccess, MemoryDescription, Place, Storage};
@@ -372,7 +373,7 @@ pub(crate) fn copies_run_beside_each_other(gpu: &Arc<Gpu>) {
 pub(crate) fn a_copy_waits_for_a_stream_and_holds_one_back(gpu: &Arc<Gpu>) {
     let _watch = watch("streams", 10 * LONG);
     // While a function of the host is called, a driver may let every other thread wait, and with them this one.
-    let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+    let _alone = ALONE.write();
     let len = 1 << 20;
     let [one, two, three] = [0; 3].map(|_| DeviceStorage::new(len, gpu.ordinal()).unwrap());
     one.memset(1, 0, len).unwrap();

@@ -13,7 +13,7 @@ mod suite;
 #[path = "../cuda/transfers.rs"]
 mod transfers;
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use towline::cuda::{Availability, Gpu, availability};
 use towline_testkit::skip::skip;
@@ -46,7 +46,7 @@ macro_rules! tests {
         $(#[test] fn $name() {
             if let Some(gpu) = here(stringify!($name)) {
                 let beside = stringify!($name) != "a_copy_waits_for_a_stream_and_holds_one_back";
-                let _beside = beside.then(|| suite::ALONE.read().unwrap_or_else(PoisonError::into_inner));
+                let _beside = beside.then(|| suite::ALONE.read());
                 suite::$name(&gpu);
             }
         })*

@@ -3,11 +3,12 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use towline::{Access, Endpoint, Limits, MemoryAccess, Registered, SystemStorage, Ticket};
 use towline_testkit::attacker::Attacker;
 use towline_testkit::bench::routing;
@@ -282,14 +283,14 @@ fn what_was_proven_on_one_connection_of_plain_tcp_opens_nothing_elsewhere() {
     let all = Arc::clone(&said);
     path.pass(move |user, owner| {
         let this = Arc::new(Mutex::new(Vec::new()));
-        all.lock().unwrap().push(Arc::clone(&this));
+        all.lock().push(Arc::clone(&this));
         let (mut back, mut to_user) = (owner.try_clone().unwrap(), user.try_clone().unwrap());
         thread::spawn(move || std::io::copy(&mut back, &mut to_user));
         let (mut user, mut owner) = (user, owner);
         thread::spawn(move || {
             let mut some = vec![0; 64 << 10];
             while let Ok(len @ 1..) = user.read(&mut some) {
-                this.lock().unwrap().extend(&some[..len]);
+                this.lock().extend(&some[..len]);
                 if owner.write_all(&some[..len]).is_err() {
                     return;
                 }
@@ -302,7 +303,7 @@ fn what_was_proven_on_one_connection_of_plain_tcp_opens_nothing_elsewhere() {
     let local = user.register(SystemStorage::new(LENGTH).unwrap(), Access::NONE).unwrap();
     // So large that it goes over a lane, whose proof is by the session's key.
     user.read(&remote, &local).start().unwrap().wait().unwrap();
-    let said: Vec<Vec<u8>> = said.lock().unwrap().iter().map(|one| one.lock().unwrap().clone()).collect();
+    let said: Vec<Vec<u8>> = said.lock().iter().map(|one| one.lock().clone()).collect();
     assert_eq!(said.len(), 2, "a control connection and a lane");
     let here = path.owner.identity();
     let direct = |ticket: &Ticket| {

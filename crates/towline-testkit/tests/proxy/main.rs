@@ -167,7 +167,7 @@ fn play(seed: u64, faults: Faults, tally: &mut Tally) {
 /// Plays many seeds, some side by side: most of the time is spent waiting.
 fn play_all(test: &str, seeds: u64, faults: &Faults) -> Tally {
     let _watchdog = watch(test, Duration::from_secs(300));
-    let (next, all) = (std::sync::atomic::AtomicU64::new(0), std::sync::Mutex::new(Tally::default()));
+    let (next, all) = (std::sync::atomic::AtomicU64::new(0), parking_lot::Mutex::new(Tally::default()));
     thread::scope(|scope| {
         for _ in 0..6 {
             scope.spawn(|| {
@@ -178,14 +178,14 @@ fn play_all(test: &str, seeds: u64, faults: &Faults) -> Tally {
                     }
                     let mut tally = Tally::default();
                     play(seed().wrapping_mul(1000).wrapping_add(number), faults.clone(), &mut tally);
-                    let mut all = all.lock().unwrap();
+                    let mut all = all.lock();
                     all.good += tally.good;
                     all.failed += tally.failed;
                 }
             });
         }
     });
-    all.into_inner().unwrap()
+    all.into_inner()
 }
 
 #[test]

@@ -2,14 +2,13 @@
 #![allow(unsafe_code, reason = "hands addresses to the kernel, which checks them")]
 
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::mm::Advice;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// The error for memory that was lent and is not there any more.
@@ -117,7 +116,7 @@ const PIPED: usize = 64 << 10;
 /// The end that was not lent is valid for that access; no Rust reference to the other is alive.
 unsafe fn through_pipe(op: &'static str, into: *mut u8, from: *const u8, len: usize) -> Result<()> {
     static DETOUR: Mutex<Option<Detour>> = Mutex::new(None);
-    let mut kept = lock(&DETOUR);
+    let mut kept = DETOUR.lock();
     // Taken out: a pipe in which something is left behind is not used again.
     let detour = match kept.take() {
         Some(detour) => detour,

@@ -4,10 +4,11 @@ use std::fmt;
 use std::future::Future;
 use std::hash::{Hash, Hasher};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use data_encoding::HEXLOWER;
+use parking_lot::Mutex;
 
 use super::active::{self, ReadOperation, WriteOperation};
 use super::descriptor::Descriptors;
@@ -15,7 +16,6 @@ use super::passive::{self, ReadableOperation, WritableOperation};
 use super::{OperationKind, RdmaMetadata};
 use crate::crypto::sha256;
 use crate::identity::Incarnation;
-use crate::sync::lock;
 use crate::{Endpoint, Error, Identity, Kind, Limits, Result};
 
 /// How long a passive operation waits to be claimed, unless set otherwise.
@@ -118,13 +118,13 @@ impl Connector {
     /// Sets how long passive operations wait to be claimed where they do not say: 10 minutes at first, `None` for
     /// ever (they can be cancelled).
     pub fn set_unclaimed_limit(&self, limit: Option<Duration>) {
-        *lock(&self.0.unclaimed_limit) = limit;
+        *self.0.unclaimed_limit.lock() = limit;
     }
 
     /// The endpoint, opened now if it was not.
     pub fn endpoint(&self) -> Result<Endpoint> {
         crate::fork::guard("connector")?;
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         match &*state {
             State::Open(endpoint) => {
                 endpoint.core().registry.check_open("connector")?;
@@ -142,12 +142,12 @@ impl Connector {
     }
 
     pub(super) fn is_open_as(&self, incarnation: &Incarnation) -> bool {
-        matches!(&*lock(&self.0.state), State::Open(endpoint) if endpoint.identity().incarnation == *incarnation)
+        matches!(&*self.0.state.lock(), State::Open(endpoint) if endpoint.identity().incarnation == *incarnation)
     }
 
     /// Offers memory for one peer to read, once.
     pub fn create_readable(&self, local: impl Into<Descriptors>) -> Result<ReadableOperation> {
-        let limit = *lock(&self.0.unclaimed_limit);
+        let limit = *self.0.unclaimed_limit.lock();
         self.create_readable_within(local, limit)
     }
 
@@ -162,7 +162,7 @@ impl Connector {
 
     /// Offers memory for one peer to write, once.
     pub fn create_writable(&self, local: impl Into<Descriptors>) -> Result<WritableOperation> {
-        let limit = *lock(&self.0.unclaimed_limit);
+        let limit = *self.0.unclaimed_limit.lock();
         self.create_writable_within(local, limit)
     }
 
@@ -228,7 +228,7 @@ impl Connector {
             return Ok(());
         }
         let endpoint = {
-            let mut state = lock(&self.0.state);
+            let mut state = self.0.state.lock();
             if let State::Open(endpoint) = &*state {
                 *state = State::Closed(Some(endpoint.clone()));
             }
@@ -240,13 +240,13 @@ impl Connector {
         if let Some(endpoint) = endpoint {
             endpoint.close_within(within)?;
         }
-        *lock(&self.0.state) = State::Closed(None);
+        *self.0.state.lock() = State::Closed(None);
         Ok(())
     }
 
     /// How long things may take: those of its endpoint.
     pub fn limits(&self) -> Limits {
-        match &*lock(&self.0.state) {
+        match &*self.0.state.lock() {
             State::Open(endpoint) | State::Closed(Some(endpoint)) => endpoint.limits(),
             _ => Limits::default(),
         }
@@ -288,7 +288,7 @@ impl fmt::Display for Connector {
 
 impl fmt::Debug for Connector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = match &*lock(&self.0.state) {
+        let state = match &*self.0.state.lock() {
             State::Unopened => "not opened yet",
             State::Open(_) => "open",
             State::Closed(_) => "closed",

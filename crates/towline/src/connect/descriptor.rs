@@ -1,15 +1,16 @@
 //! Memory that takes part in operations.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use super::{Connector, Device, DeviceKind};
 use crate::cuda::{Mark, StreamHandle};
 use crate::identity::Incarnation;
 use crate::memory::{Buffer, MemoryDescription, Place, Storage};
 use crate::region::Registered;
-use crate::sync::lock;
 use crate::{Access, Endpoint, Error, Kind, Layout, Result};
 
 /// Memory that takes part in operations: where it is, how long it is, and whether it is registered.
@@ -126,7 +127,7 @@ impl Descriptor {
             Memory::Foreign(ptr) => Memory::Foreign(*ptr),
         };
         let seen = Descriptor::build(memory, self.0.device, size, Some(layout)).read_only();
-        *lock(&seen.0.mark) = lock(&self.0.mark).clone();
+        *seen.0.mark.lock() = self.0.mark.lock().clone();
         Ok(seen)
     }
 
@@ -170,12 +171,12 @@ impl Descriptor {
     /// Lets every operation from now on wait for that point of a GPU's work before it touches the memory: what the library
     /// that has the memory says of it, as arrays do by `__cuda_array_interface__` and DLPack.
     pub fn set_mark(&self, mark: Mark) {
-        *lock(&self.0.mark) = Some(mark);
+        *self.0.mark.lock() = Some(mark);
     }
 
     /// What operations wait for, where that has not happened yet.
     pub(super) fn mark(&self) -> Option<Mark> {
-        let mut mark = lock(&self.0.mark);
+        let mut mark = self.0.mark.lock();
         if mark.as_ref().is_some_and(|mark| mark.has_happened().unwrap_or(false)) {
             *mark = None;
         }
@@ -226,7 +227,7 @@ impl Descriptor {
 
     /// Whether it is registered: by the user, or by an operation that has not ended.
     pub fn is_registered(&self) -> bool {
-        let bound = lock(&self.0.bound);
+        let bound = self.0.bound.lock();
         bound.uses > 0 || bound.explicit.as_ref().is_some_and(Registered::is_registered)
     }
 
@@ -245,7 +246,7 @@ impl Descriptor {
 
     /// Takes back what [`register_memory`](Self::register_memory) did; operations that use the memory go on.
     pub fn deregister_memory(&self, connector: &Connector) -> Result<()> {
-        let mut bound = lock(&self.0.bound);
+        let mut bound = self.0.bound.lock();
         let explicit = match (&bound.to, &bound.explicit) {
             (Some((to, name)), Some(_)) => {
                 if !connector.is_open_as(to) {
@@ -282,9 +283,9 @@ impl Descriptor {
         }
     }
 
-    fn bind(&self, endpoint: &Endpoint) -> Result<std::sync::MutexGuard<'_, Bound>> {
+    fn bind(&self, endpoint: &Endpoint) -> Result<parking_lot::MutexGuard<'_, Bound>> {
         let identity = endpoint.identity();
-        let mut bound = lock(&self.0.bound);
+        let mut bound = self.0.bound.lock();
         // A connector that was closed has taken its registrations with it.
         if bound.explicit.as_ref().is_some_and(|region| !region.is_registered()) {
             bound.explicit = None;
@@ -331,7 +332,7 @@ impl Drop for Use {
         if crate::fork::in_child() {
             return;
         }
-        let mut bound = lock(&self.0.0.bound);
+        let mut bound = self.0.0.bound.lock();
         bound.uses -= 1;
         bound.unbind_if_unused();
     }

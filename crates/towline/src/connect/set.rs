@@ -2,7 +2,9 @@
 #![allow(unsafe_code, reason = "puts copies into the order of a stream that the caller vouches for")]
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::descriptor::Use;
 use super::portion::Portion;
@@ -11,7 +13,6 @@ use crate::cuda::StreamHandle;
 use crate::endpoint::claim::Claim;
 use crate::memory::{Buffer, MemoryDescription};
 use crate::region::Registered;
-use crate::sync::lock;
 use crate::transfer::Op;
 use crate::transfer::QuietWatch;
 use crate::{Endpoint, Error, Remote, Result, Span, Transfer, room};
@@ -138,7 +139,7 @@ impl TransferSet {
 
     /// Whether it has ended and is quiet.
     pub(super) fn is_quiet(&self) -> bool {
-        self.completion.result().is_some() && lock(&self.unquiet).iter().all(QuietWatch::is_quiet)
+        self.completion.result().is_some() && self.unquiet.lock().iter().all(QuietWatch::is_quiet)
     }
 
     pub(super) fn completion(&self) -> &Completion {
@@ -161,7 +162,7 @@ impl TransferSet {
     fn start_some(self: &Arc<Self>) {
         loop {
             {
-                let mut inner = lock(&self.inner);
+                let mut inner = self.inner.lock();
                 if std::mem::replace(&mut inner.starting, true) {
                     return;
                 }
@@ -179,7 +180,7 @@ impl TransferSet {
 
     /// The parts for which there is room.
     fn next(&self) -> Option<Vec<Waiting>> {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         let mut some = Vec::new();
         while inner.has_room()
             && let Some(next) = inner.waiting.pop_front()
@@ -219,7 +220,7 @@ impl TransferSet {
             Ok(transfer) => {
                 let transfer = Arc::new(transfer);
                 let stopping = {
-                    let mut inner = lock(&self.inner);
+                    let mut inner = self.inner.lock();
                     inner.started.push(Arc::clone(&transfer));
                     inner.cause.is_some()
                 };
@@ -240,7 +241,7 @@ impl TransferSet {
     /// Counts the end of so many parts; true where more can be started now.
     fn count(self: &Arc<Self>, parts: usize, weight: u64, result: &Result<()>) -> bool {
         let (last, more) = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             inner.left -= parts;
             inner.in_flight -= weight;
             if let Err(error) = result {
@@ -264,7 +265,7 @@ impl TransferSet {
     }
 
     fn stop_started(&self) {
-        let nth = |at: usize| lock(&self.inner).started.get(at).cloned();
+        let nth = |at: usize| self.inner.lock().started.get(at).cloned();
         for transfer in (0..).map_while(nth) {
             transfer.cancel();
         }
@@ -273,7 +274,7 @@ impl TransferSet {
     /// Stops it; it ends when the local memory is quiet. What has ended stays as it ended.
     pub(super) fn cancel(self: &Arc<Self>, error: Error) {
         {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             if inner.left == 0 || inner.cause.is_some() {
                 return;
             }
@@ -287,14 +288,14 @@ impl TransferSet {
 
     fn end(&self) {
         let (result, claim, local, started) = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             let result = match inner.cause.take() {
                 Some(cause) if inner.failed => Err(cause),
                 _ => Ok(()),
             };
             (result, inner.claim.take(), std::mem::take(&mut inner.local), std::mem::take(&mut inner.started))
         };
-        *lock(&self.unquiet) =
+        *self.unquiet.lock() =
             started.iter().filter_map(|one| one.quiet_watch()).filter(|one| !one.is_quiet()).collect();
         // The registrations go before anybody learns of the end, so that the memory is the user's again.
         drop(local);

@@ -3,14 +3,14 @@
 
 use std::ffi::CStr;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline_sys::cuda::{Entered, Event, Function, Stream, StreamHandle};
 
 use super::lane::{Lane, Tuning};
 use super::{Gpu, failed};
-use crate::sync::lock;
 use crate::{Result, runtime};
 
 pub(super) const OP: &str = "copy on a GPU";
@@ -153,14 +153,14 @@ impl Gpu {
         let entered = self.enter(OP)?;
         self.engine.kernel(&entered)?;
         for lane in &self.engine.lanes {
-            let mut lane = lock(lane);
+            let mut lane = lane.lock();
             Engine::made(self, &entered, &mut lane)?.prepare(OP, &entered)?;
         }
         Ok(())
     }
 
     fn event(&self, entered: &Entered<'_>) -> Result<Event> {
-        match lock(&self.engine.events).pop() {
+        match self.engine.events.lock().pop() {
             Some(event) => Ok(event),
             None => entered.event().map_err(|error| failed(OP, error)),
         }
@@ -175,7 +175,7 @@ fn by_driver(runs: usize, options: &CopyOptions) -> bool {
 
 impl Engine {
     fn kernel(&self, entered: &Entered<'_>) -> Result<Function> {
-        let mut kernel = lock(&self.kernel);
+        let mut kernel = self.kernel.lock();
         if let Some(function) = &*kernel {
             return Ok(function.clone());
         }
@@ -193,8 +193,8 @@ impl Engine {
         work: impl FnOnce(&mut Lane) -> Result<T>,
     ) -> Result<T> {
         let turn = self.next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let free = (0..LANES).find_map(|step| self.lanes[(turn + step) % LANES].try_lock().ok());
-        let mut lane = free.unwrap_or_else(|| lock(&self.lanes[turn % LANES]));
+        let free = (0..LANES).find_map(|step| self.lanes[(turn + step) % LANES].try_lock());
+        let mut lane = free.unwrap_or_else(|| self.lanes[turn % LANES].lock());
         work(Engine::made(gpu, entered, &mut lane)?)
     }
 
@@ -281,7 +281,7 @@ impl Copying {
     /// What the driver says.
     pub fn on_done(&self, function: impl FnOnce() + Send + 'static) -> Result<()> {
         let entered = self.gpu.enter(OP)?;
-        let mut waking = lock(&self.gpu.engine.waking);
+        let mut waking = self.gpu.engine.waking.lock();
         let run = |waking: &mut Option<Stream>| {
             let stream = match waking {
                 Some(stream) => stream,
@@ -317,7 +317,7 @@ impl Drop for Copying {
     fn drop(&mut self) {
         // Whoever waits for it on the GPU knows which point is meant, so that it can mark another one.
         if let Some(event) = self.event.take() {
-            lock(&self.gpu.engine.events).push(event);
+            self.gpu.engine.events.lock().push(event);
         }
     }
 }

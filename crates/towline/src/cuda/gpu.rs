@@ -3,13 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use towline_sys::cuda::{Attribute, Context, Cuda, Device, Entered, MemoryType, PointerFacts, Stream};
 
 use super::copy::Engine;
 use super::failed;
-use crate::sync::lock;
 use crate::{Error, Kind, Result, fork};
 
 /// One GPU as this process uses it. There is one value per device, made when it is first asked for.
@@ -43,7 +43,7 @@ impl Gpu {
         const OP: &str = "open a GPU";
         static OPENED: Mutex<BTreeMap<u32, Arc<Gpu>>> = Mutex::new(BTreeMap::new());
         fork::guard(OP)?;
-        let mut opened = lock(&OPENED);
+        let mut opened = OPENED.lock();
         if let Some(gpu) = opened.get(&ordinal) {
             return Ok(Arc::clone(gpu));
         }
@@ -176,7 +176,7 @@ impl Gpu {
         if self.ordinal() == other.ordinal() {
             return Ok(());
         }
-        let mut peers = lock(&self.peers);
+        let mut peers = self.peers.lock();
         if let Some(known) = peers.get(&other.ordinal()) {
             return known.clone();
         }
@@ -238,7 +238,7 @@ impl Gpu {
         work: impl FnOnce(&Entered<'_>, &Stream) -> towline_sys::Result<()>,
     ) -> Result<()> {
         let entered = self.enter(op)?;
-        let mut plain = lock(&self.plain);
+        let mut plain = self.plain.lock();
         let run = |plain: &mut Option<Stream>| {
             let stream = match plain {
                 Some(stream) => stream,

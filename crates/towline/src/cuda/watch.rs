@@ -1,12 +1,13 @@
 //! Copies on GPUs that are in flight: one thread looks at all of them.
 
 use std::num::NonZeroU64;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
+
 use crate::runtime;
-use crate::sync::lock;
 
 /// For how long callers and the thread look again and again before they sleep in between.
 pub(crate) const SPIN: Duration = Duration::from_micros(500);
@@ -57,7 +58,7 @@ static ARRIVED: Condvar = Condvar::new();
 
 /// Has the thread look at it, too.
 pub(crate) fn watch(flight: Arc<dyn Watched>) {
-    let mut watch = lock(&WATCH);
+    let mut watch = WATCH.lock();
     watch.flights.push(flight);
     if watch.running {
         drop(watch);
@@ -80,12 +81,10 @@ fn look_at_all() {
     let mut mine: Vec<Arc<dyn Watched>> = Vec::new();
     loop {
         {
-            let mut watch = lock(&WATCH);
+            let mut watch = WATCH.lock();
             if mine.is_empty() && watch.flights.is_empty() {
                 BUSY.store(false, Ordering::Release);
-                let (guard, waited) =
-                    ARRIVED.wait_timeout(watch, LINGER).unwrap_or_else(PoisonError::into_inner);
-                watch = guard;
+                let waited = ARRIVED.wait_for(&mut watch, LINGER);
                 if waited.timed_out() && watch.flights.is_empty() {
                     watch.running = false;
                     return;
@@ -106,9 +105,9 @@ fn look_at_all() {
         let pause = mine.iter().map(|flight| flight.again()).min().flatten();
         match pause {
             Some(pause) => {
-                let watch = lock(&WATCH);
+                let mut watch = WATCH.lock();
                 if watch.flights.is_empty() {
-                    drop(ARRIVED.wait_timeout(watch, pause));
+                    ARRIVED.wait_for(&mut watch, pause);
                 }
             }
             None => std::thread::yield_now(),

@@ -1,8 +1,10 @@
 //! What an endpoint is made of: what it has registered, its sessions, and what its transports keep.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::options::EndpointOptions;
 use super::stats::{AllCounters, Stats};
@@ -12,7 +14,6 @@ use crate::operations::Operations;
 use crate::region::Registry;
 use crate::route::Routing;
 use crate::session::{OwnerPaths, Sessions};
-use crate::sync::lock;
 use crate::transfer::Limits;
 use crate::transport::TransportContext;
 use crate::transport::nixl::Domain;
@@ -62,13 +63,13 @@ impl EndpointCore {
             counters: AllCounters::default(),
         });
         core.sessions.listen(&options.listen, &options.advertise)?;
-        lock(&HERE).get_or_insert_default().insert(core.identity().incarnation, Arc::downgrade(&core));
+        HERE.lock().get_or_insert_default().insert(core.identity().incarnation, Arc::downgrade(&core));
         Ok(core)
     }
 
     /// The endpoint of this process with that incarnation.
     pub(super) fn here(incarnation: &Incarnation) -> Option<Arc<EndpointCore>> {
-        lock(&HERE).as_ref()?.get(incarnation)?.upgrade().filter(|core| !core.registry.is_closed())
+        HERE.lock().as_ref()?.get(incarnation)?.upgrade().filter(|core| !core.registry.is_closed())
     }
 
     pub(super) fn identity(&self) -> &Identity {
@@ -128,7 +129,7 @@ impl EndpointCore {
     /// From here on its tickets are worth nothing in this process; true for the call that did it.
     fn leave(&self) -> bool {
         let first = self.registry.shut();
-        if first && let Some(here) = lock(&HERE).as_mut() {
+        if first && let Some(here) = HERE.lock().as_mut() {
             here.remove(&self.identity().incarnation);
         }
         first

@@ -5,9 +5,11 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::EndpointCore;
 use super::pinned::Pinned;
@@ -19,7 +21,6 @@ use crate::region::Counted;
 use crate::route::{Capabilities, Explanation, Paths, Routing};
 use crate::runtime::{self, Timer, TimerId};
 use crate::session::{GrantHandle, Importing, Medium, NoContact, Session};
-use crate::sync::lock;
 use crate::ticket::Reach;
 use crate::transport::{self, Attached, Offer, Owner, UsablePath};
 use crate::wire::Grant;
@@ -379,12 +380,12 @@ impl<T> Default for Slot<T> {
 impl<T> Slot<T> {
     /// The first who begins is the one who fills it.
     fn begin(&self) -> bool {
-        !std::mem::replace(&mut lock(&self.0).begun, true)
+        !std::mem::replace(&mut self.0.lock().begun, true)
     }
 
     fn fill(&self, outcome: Result<T>) {
         let waker = {
-            let mut filling = lock(&self.0);
+            let mut filling = self.0.lock();
             filling.outcome = Some(outcome);
             filling.waker.take()
         };
@@ -398,7 +399,7 @@ impl<T> Slot<T> {
         T: Send,
     {
         std::future::poll_fn(|cx| {
-            let mut filling = lock(&self.0);
+            let mut filling = self.0.lock();
             match filling.outcome.take() {
                 Some(outcome) => Poll::Ready(outcome),
                 None => {
@@ -582,7 +583,7 @@ mod tests {
 
     #[test]
     fn many_imports_as_futures_take_few_threads_and_none_before_they_are_polled() {
-        let _alone = lock(&ALONE);
+        let _alone = ALONE.lock();
         let owner = Endpoint::open("owner").unwrap();
         let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
         // Somebody who has an owner's name, and never answers.
@@ -625,7 +626,7 @@ mod tests {
     #[test]
     fn imports_as_futures_that_ended_or_were_dropped_leave_nothing_until_their_limit() {
         const LIMIT: Duration = Duration::from_secs(600);
-        let _alone = lock(&ALONE);
+        let _alone = ALONE.lock();
         let owner = Endpoint::open("owner").unwrap();
         let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
         let ticket = region.ticket().unwrap();

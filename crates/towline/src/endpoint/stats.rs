@@ -1,11 +1,12 @@
 //! What was moved, per peer and path.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use crate::Result;
-use crate::sync::lock;
 use crate::transfer::Op;
 use crate::transport::nixl::NixlStats;
 
@@ -85,11 +86,13 @@ type PeerAndPath = (Arc<str>, &'static str);
 
 impl AllCounters {
     pub(crate) fn of(&self, peer: &Arc<str>, path: &'static str) -> Arc<Counters> {
-        Arc::clone(lock(&self.0).entry((Arc::clone(peer), path)).or_default())
+        Arc::clone(self.0.lock().entry((Arc::clone(peer), path)).or_default())
     }
 
     pub(crate) fn snapshot(&self) -> Vec<PathStats> {
-        let mut all: Vec<PathStats> = lock(&self.0)
+        let mut all: Vec<PathStats> = self
+            .0
+            .lock()
             .iter()
             .map(|((peer, path), counters)| {
                 let load = |one: &AtomicU64| one.load(Ordering::Relaxed);

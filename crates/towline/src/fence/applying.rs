@@ -4,11 +4,12 @@
 //! time. So it says so first, in a slot of the [page](PinPage) that it shares with a peer on the same host; a peer that gives a
 //! connection up says that first, and then looks. Whoever comes second sees the other: `protocol` has the order of it.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::fence::pins::{APPLY_SLOTS, Applied, PinPage};
 use crate::fence::protocol::{self, APPLYING_BITS, Machine};
-use crate::sync::lock;
 
 /// The slot of one connection, as either side sees it.
 #[derive(Clone)]
@@ -56,7 +57,7 @@ struct Taken {
 impl ApplySlots {
     /// A slot for one more connection; `None` if all are taken.
     pub(crate) fn take(self: &Arc<Self>, page: &Arc<PinPage>) -> Option<ApplySlot> {
-        let mut taken = lock(&self.0);
+        let mut taken = self.0.lock();
         let index = (!taken.slots).trailing_zeros();
         let words = page.applied(index).filter(|_| index < APPLY_SLOTS)?;
         taken.slots |= 1 << index;
@@ -93,7 +94,7 @@ impl ApplySlot {
 
 impl Drop for ApplySlot {
     fn drop(&mut self) {
-        lock(&self.slots.0).slots &= !(1 << self.slot.index);
+        self.slots.0.lock().slots &= !(1 << self.slot.index);
     }
 }
 

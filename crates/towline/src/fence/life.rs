@@ -2,16 +2,16 @@
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, OnceLock};
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::Result;
 use crate::fence::robust::{self, RobustMutex};
 use crate::fence::shared::{self, Mapping};
 use crate::fork::{guard, in_child};
-use crate::sync::lock;
 
 /// Threads of one process that can hold a slot at the same time.
 pub(crate) const SLOTS: u32 = 1024;
@@ -105,7 +105,7 @@ impl LifePage {
     }
 
     fn take(&self) -> Option<u32> {
-        let mut supply = lock(&self.supply);
+        let mut supply = self.supply.lock();
         let slot = match supply.free.pop() {
             Some(slot) => slot,
             None if supply.unused < SLOTS => {
@@ -122,7 +122,7 @@ impl LifePage {
 
     fn give_back(&self, slot: u32) {
         if let Some(mutex) = self.mutex(slot) {
-            let mut supply = lock(&self.supply);
+            let mut supply = self.supply.lock();
             mutex.unlock();
             supply.free.push(slot);
         }

@@ -3,12 +3,13 @@
 #![allow(unsafe_code, reason = "declares that a row may be lent from shared memory")]
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use crate::fence::protocol::{self, Machine};
 use crate::fence::shared::{self, Lendable, Mapping};
-use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// One region as its peers see it; `generation` is 0 while there is no live region.
@@ -109,7 +110,7 @@ impl Table {
 
     /// Takes a row for a region and makes it live.
     pub(crate) fn claim(&self, addr: u64, len: u64) -> Result<Claim> {
-        let mut supply = lock(&self.supply);
+        let mut supply = self.supply.lock();
         let index = match supply.free.pop() {
             Some(row) => row,
             None if supply.unused < self.rows => {
@@ -146,7 +147,7 @@ impl Table {
 
     /// Gives a row back; only after no pin of its generation is left. Revokes it if nobody did.
     pub(crate) fn free(&self, row: u32) {
-        let mut supply = lock(&self.supply);
+        let mut supply = self.supply.lock();
         let Some(entry) = self.row(row) else { return };
         if entry.taken.swap(0, Ordering::Relaxed) == 1 {
             protocol::revoke::<Machine>(&entry.generation);
@@ -176,12 +177,12 @@ impl Table {
 
     /// The descriptor to pass to a peer, nothing that maps it can write; none once it was closed.
     pub(crate) fn fd(&self) -> Option<Arc<OwnedFd>> {
-        lock(&self.readers).clone()
+        self.readers.lock().clone()
     }
 
     /// No peer gets it from here on.
     pub(crate) fn close(&self) {
-        *lock(&self.readers) = None;
+        *self.readers.lock() = None;
     }
 
     /// How many rows there are.

@@ -9,10 +9,12 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::life::{LifePage, LifeView, SlotState};
 use super::pins::{Holder, LONG_SLOTS, PROCESS_SLOTS, PinError, PinPage, Side};
@@ -21,7 +23,6 @@ use super::table::{Claim, Table, TableView};
 use super::watcher::{self, MAX_WATCHES};
 use crate::Kind;
 use crate::skip::skip;
-use crate::sync::lock;
 
 const WATCHDOG: Duration = Duration::from_secs(20);
 const MARK: &str = "TOWLINE-CHILD ";
@@ -29,7 +30,7 @@ const MARK: &str = "TOWLINE-CHILD ";
 /// The number of watches is the process's, and the tests of this binary share it.
 pub(crate) fn alone_with_the_watcher() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    lock(&ALONE)
+    ALONE.lock()
 }
 
 pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool) {

@@ -9,12 +9,13 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::thread::{ClockId, futex};
 
@@ -22,7 +23,6 @@ use crate::fence::pins::{PinPage, Side};
 use crate::fence::robust::{OWNER_DIED, TID_MASK, WAITERS};
 use crate::fork::{guard, in_child};
 use crate::runtime;
-use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// Watches at the same time in one process: the kernel waits for 128 words, and one is our own.
@@ -114,7 +114,7 @@ pub(crate) fn watch(page: Arc<PinPage>, side: Side, on_death: Box<dyn FnOnce() +
 impl Drop for Hold {
     fn drop(&mut self) {
         if !in_child() {
-            lock(&WATCHER.state).requests.push_back(Request::Release { id: self.id });
+            WATCHER.state.lock().requests.push_back(Request::Release { id: self.id });
             WATCHER.nudge();
         }
     }
@@ -124,7 +124,7 @@ impl Drop for Watch {
     fn drop(&mut self) {
         if !in_child() {
             // Bound to a name: what the callback owns is dropped after the lock is given back.
-            let ended = lock(&WATCHER.state).watches.remove(&self.id);
+            let ended = WATCHER.state.lock().watches.remove(&self.id);
             if ended.is_some() {
                 WATCHER.nudge();
             }
@@ -191,9 +191,9 @@ impl State {
 
 impl Watcher {
     /// The state, with the thread running.
-    fn started(&'static self) -> Result<std::sync::MutexGuard<'static, State>> {
+    fn started(&'static self) -> Result<parking_lot::MutexGuard<'static, State>> {
         guard("connect")?;
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.thread.is_none() {
             state.can_watch = futex_waitv_works();
             let watching = runtime::start_thread("connect", "towline-watch", || self.run())?;
@@ -223,7 +223,7 @@ impl Watcher {
 
     fn serve_requests(&self, held: &mut BTreeMap<u64, (Arc<PinPage>, Side)>) {
         loop {
-            let Some(request) = lock(&self.state).requests.pop_front() else { return };
+            let Some(request) = self.state.lock().requests.pop_front() else { return };
             match request {
                 Request::Hold { id, page, side, answer } => {
                     let result = page.life(side).try_lock();
@@ -241,7 +241,7 @@ impl Watcher {
                     if let Some((page, side)) = held.remove(&id) {
                         page.life(side).unlock();
                     }
-                    lock(&self.state).holds -= 1;
+                    self.state.lock().holds -= 1;
                 }
             }
         }
@@ -252,7 +252,7 @@ impl Watcher {
         let mut sleepers = Vec::new();
         let mut ended = Vec::new();
         {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             let mut gone = Vec::new();
             for (id, entry) in &mut state.watches {
                 match examine(entry.page.life(entry.side).word(), &mut entry.seen_held) {

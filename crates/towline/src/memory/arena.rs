@@ -4,7 +4,9 @@
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::{FileSlice, MemoryDescription, NixlDescriptor, Place, SegmentSlice, Storage, StorageKind};
 use crate::{Error, Kind, Result};
@@ -37,7 +39,7 @@ struct Inner<S> {
 
 impl<S> Inner<S> {
     fn free(&self) -> MutexGuard<'_, FreeList> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+        self.free.lock()
     }
 }
 

@@ -271,10 +271,10 @@ impl FileBytes {
 #[cfg(test)]
 pub(crate) mod stalled {
     use std::os::fd::{AsRawFd, OwnedFd};
-    use std::sync::{Condvar, Mutex};
+
+    use parking_lot::{Condvar, Mutex};
 
     use super::FileSlice;
-    use crate::sync::lock;
 
     static FILES: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
     static CHANGED: Condvar = Condvar::new();
@@ -289,14 +289,14 @@ pub(crate) mod stalled {
     impl Stalled {
         pub(crate) fn new(slice: &FileSlice) -> Stalled {
             let name = name(&slice.file.buffered);
-            lock(&FILES).push(name);
+            FILES.lock().push(name);
             Stalled(name)
         }
     }
 
     impl Drop for Stalled {
         fn drop(&mut self) {
-            lock(&FILES).retain(|name| *name != self.0);
+            FILES.lock().retain(|name| *name != self.0);
             CHANGED.notify_all();
         }
     }
@@ -309,11 +309,11 @@ pub(crate) mod stalled {
     }
 
     pub(super) fn wait(file: &OwnedFd) {
-        let mut stalled = lock(&FILES);
+        let mut stalled = FILES.lock();
         if !stalled.is_empty() {
             let name = name(file);
             while stalled.contains(&name) {
-                stalled = CHANGED.wait(stalled).unwrap_or_else(std::sync::PoisonError::into_inner);
+                CHANGED.wait(&mut stalled);
             }
         }
     }

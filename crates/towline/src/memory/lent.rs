@@ -6,12 +6,12 @@
 #![allow(unsafe_code, reason = "hands addresses to the kernel, which checks them")]
 
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Mutex, MutexGuard};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::{Dtype, ReduceOp, reduce};
 use crate::Result;
 use crate::bytes::checked;
-use crate::sync::lock;
 
 static TURN: Mutex<()> = Mutex::new(());
 
@@ -21,7 +21,7 @@ pub(crate) struct Turn(#[allow(dead_code, reason = "held")] MutexGuard<'static, 
 
 /// Waits for whoever changes a word of lent memory now.
 pub(crate) fn turn() -> Turn {
-    Turn(lock(&TURN))
+    Turn(TURN.lock())
 }
 
 /// Changes the 64-bit number at `at` atomically, if the check right before says yes: `change` gives what replaces what is there,

@@ -4,14 +4,15 @@
 mod stopover;
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 pub(crate) use self::stopover::{then, wait_idly, when_done};
 use super::PinnedStorage;
 use crate::cuda::{CopyOptions, Copying, Gpu, Run};
 use crate::layout::Piece;
-use crate::sync::lock;
 use crate::{Result, bytes, room};
 
 /// The bytes of one slot: long enough that the bus shows no gaps, short enough for a cache.
@@ -31,17 +32,17 @@ pub(crate) struct Slot(Option<PinnedStorage>);
 impl Slot {
     /// A free slot, where there is one at once.
     pub(crate) fn ready() -> Option<Slot> {
-        lock(&FREE).pop().map(|storage| Slot(Some(storage)))
+        FREE.lock().pop().map(|storage| Slot(Some(storage)))
     }
 
     /// Whether there is a free slot now.
     pub(crate) fn is_ready() -> bool {
-        !lock(&FREE).is_empty()
+        !FREE.lock().is_empty()
     }
 
     /// A free slot; they are pinned for all GPUs.
     pub(crate) fn take(gpu: &Gpu) -> Result<Slot> {
-        let free = lock(&FREE).pop();
+        let free = FREE.lock().pop();
         let storage = match free {
             Some(storage) => storage,
             None => PinnedStorage::options().near(gpu.ordinal()).private(true).allocate(SLOT)?,
@@ -76,7 +77,7 @@ impl Drop for Slot {
             std::mem::forget(storage);
             return;
         }
-        let mut free = lock(&FREE);
+        let mut free = FREE.lock();
         if free.len() < KEPT {
             free.push(storage);
         }

@@ -4,8 +4,9 @@
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -17,7 +18,6 @@ use super::pinning::Pinning;
 use crate::cuda::Gpu;
 use crate::fork;
 use crate::runtime;
-use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// A sealed memory file with the owner's mapping of it; peers that are handed the file map the same pages.
@@ -135,7 +135,7 @@ impl Segment {
 
     /// Remembers whom to notify when it is gone.
     pub(crate) fn lent_to(&self, holder: Weak<dyn Holder>) {
-        let mut lent = lock(&self.lent);
+        let mut lent = self.lent.lock();
         if !lent.iter().any(|one| one.ptr_eq(&holder)) {
             lent.retain(|one| one.strong_count() > 0);
             lent.push(holder);
@@ -148,7 +148,7 @@ impl Drop for Segment {
         if fork::in_child() {
             return;
         }
-        for holder in lock(&self.lent).drain(..).filter_map(|holder| holder.upgrade()) {
+        for holder in self.lent.lock().drain(..).filter_map(|holder| holder.upgrade()) {
             holder.segment_gone(self.id);
         }
         unmap(&mut self.pinning, &mut self.map);

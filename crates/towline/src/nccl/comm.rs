@@ -5,9 +5,10 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline_sys::cuda::{Context, ContextName, Entered, Event};
 use towline_sys::nccl::{self as sys, BufferCalls, Nccl, Progress, Slot};
 
@@ -17,7 +18,6 @@ use super::turn::TurnGuard;
 use super::{failed, watch};
 use crate::cuda::Gpu;
 use crate::memory::Buffer;
-use crate::sync::lock;
 use crate::{Error, Kind, Result, fork, interrupt, runtime};
 
 /// What is set when a communicator is made.
@@ -317,7 +317,7 @@ fn meet(core: &Arc<Core>, nranks: i32, id: &[u8; 128], rank: i32) -> Result<()> 
             let made = inner.nccl.init(&inner.raw, nranks, &id, rank, inner.config());
             made.map_err(|error| failed(OP, Some(&inner.nccl), error))
         });
-        let left = lock(&left);
+        let left = left.lock();
         if *left {
             inner.abort(Error::new(Kind::Timeout, OP, "the ranks joined too late"));
         } else {
@@ -334,7 +334,7 @@ fn meet(core: &Arc<Core>, nranks: i32, id: &[u8; 128], rank: i32) -> Result<()> 
         interrupted = interrupt::check(OP);
         left = core.options.timeout.saturating_sub(begun.elapsed());
     }
-    *lock(&abandoned) = true;
+    *abandoned.lock() = true;
     if let Ok(outcome) = receiver.try_recv() {
         return outcome.map(drop);
     }
@@ -453,7 +453,7 @@ impl Core {
             return Err(failure.during(op));
         }
         let Some(raw) = self.raw.comm() else {
-            let parent = lock(&self.parent).clone();
+            let parent = self.parent.lock().clone();
             let parent =
                 parent.ok_or_else(|| Error::invalid(op, "the communicator is not initialised yet"))?;
             // A parent that was revoked reports nothing more; the handle comes, or the deadline does.
@@ -477,7 +477,7 @@ impl Core {
         let progress = unsafe { self.nccl.progress(raw) };
         let progress = progress.map_err(|error| failed(op, Some(&self.nccl), error))?;
         if progress == Progress::Done {
-            lock(&self.parent).take();
+            self.parent.lock().take();
         }
         Ok(progress)
     }
@@ -542,7 +542,7 @@ impl Core {
         let mut pause = Duration::from_micros(5);
         loop {
             self.sweep(usize::MAX);
-            if lock(&self.in_flight).work.is_empty() {
+            if self.in_flight.lock().work.is_empty() {
                 return Ok(true);
             }
             if begun.elapsed() >= within {
@@ -558,7 +558,7 @@ impl Core {
     pub(super) fn sweep(&self, most: usize) {
         let mut over = Vec::new();
         {
-            let mut in_flight = lock(&self.in_flight);
+            let mut in_flight = self.in_flight.lock();
             for _ in 0..most {
                 // A lost context answers with an error: nothing runs there any more.
                 let Some((event, _)) = in_flight.work.front() else { break };
@@ -579,7 +579,7 @@ impl Core {
 
     /// An event for work that is put into a stream.
     pub(super) fn event(&self, op: &'static str, entered: &Entered<'_>) -> Result<Event> {
-        match lock(&self.in_flight).spare.pop() {
+        match self.in_flight.lock().spare.pop() {
             Some(event) => Ok(event),
             None => entered.event().map_err(|error| crate::cuda::failed(op, error)),
         }
@@ -587,7 +587,7 @@ impl Core {
 
     /// Keeps memory until the event has happened.
     pub(super) fn keep(&self, event: &Arc<Event>, memory: [Option<Buffer>; 2]) {
-        let mut in_flight = lock(&self.in_flight);
+        let mut in_flight = self.in_flight.lock();
         in_flight.work.push_back((Arc::clone(event), memory));
         self.flying.fetch_add(1, Ordering::Release);
     }
@@ -678,7 +678,7 @@ impl Core {
                 return;
             }
         }
-        if self.raw.comm().is_some() || lock(&self.parent).is_some() {
+        if self.raw.comm().is_some() || self.parent.lock().is_some() {
             // Whatever goes wrong here has stopped the communicator, and what follows sees that.
             let calm = self.settle(OP).and_then(|()| self.drain(OP));
             self.close_handles();
@@ -714,7 +714,7 @@ impl Core {
     fn release(self: &Arc<Self>) {
         self.close_handles();
         if !self.streams_end(self.options.timeout, "destroy").unwrap_or(false) {
-            let left = std::mem::take(&mut lock(&self.in_flight).work);
+            let left = std::mem::take(&mut self.in_flight.lock().work);
             self.flying.store(0, Ordering::Release);
             tracing::error!(
                 calls = left.len(),
@@ -722,7 +722,7 @@ impl Core {
             );
             std::mem::forget(left);
         }
-        drop(std::mem::take(&mut *lock(&self.kept)));
+        drop(std::mem::take(&mut *self.kept.lock()));
     }
 
     /// Whether NCCL has freed it, or will not be asked any more.

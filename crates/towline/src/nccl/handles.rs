@@ -14,7 +14,6 @@ use super::failed;
 use super::job::{Job, check_place};
 use super::registered::{Answer, Key, Place, Registered, Shape};
 use crate::memory::{Buffer, MemoryDescription, Storage};
-use crate::sync::lock;
 use crate::{Error, Result};
 
 /// The flags of windows that are known here: symmetric collectives, strict ordering.
@@ -258,7 +257,7 @@ fn given_up_or_not(
     drop(registered);
     let Some(core) = core else { return Ok(()) };
     core.nccl.giving_up(is_window, code).map(drop).map_err(|error| {
-        lock(&core.kept).push(memory);
+        core.kept.lock().push(memory);
         failed(CLOSE, Some(&core.nccl), error)
     })
 }
@@ -292,7 +291,7 @@ fn close_after_all(key: Key) -> Result<()> {
     // What went with the communicator may be used by streams for a moment, and what NCCL refused to close by NCCL.
     let mut memory = Some(taken.memory);
     if gone || closed.is_err() || calm.is_err() {
-        lock(&core.kept).extend(memory.take());
+        core.kept.lock().extend(memory.take());
     }
     let unused = registered.unused();
     drop(registered);

@@ -2,12 +2,11 @@
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard};
 
+use parking_lot::{Mutex, MutexGuard};
 use towline_sys::nccl::Comm;
 
 use crate::Error;
-use crate::sync::lock;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
@@ -73,7 +72,7 @@ impl Life {
     }
 
     pub(super) fn lock(&self) -> Held<'_> {
-        Held { life: self, state: lock(&self.state) }
+        Held { life: self, state: self.state.lock() }
     }
 }
 

@@ -1,15 +1,15 @@
 //! The end of a job: asked for, waited for, or awaited.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline_sys::cuda::Event;
 use towline_sys::nccl::Progress;
 
 use super::comm::Core;
 use crate::cuda::failed;
-use crate::sync::lock;
 use crate::{Error, Kind, Result, interrupt, runtime};
 
 /// The end of a job: it has ended when its stream has got past it. Cheap to clone.
@@ -39,18 +39,18 @@ impl Pending {
     }
 
     pub(super) fn started(&self, event: Arc<Event>) {
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         if matches!(*state, State::NotStarted) {
             *state = State::InStream(event, Instant::now());
         }
     }
 
     pub(super) fn settling(&self) {
-        *lock(&self.0.state) = State::Settling(Instant::now());
+        *self.0.state.lock() = State::Settling(Instant::now());
     }
 
     pub(super) fn ended(&self, outcome: Result<()>) {
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         if !matches!(*state, State::Ended(_)) {
             *state = State::Ended(outcome);
         }
@@ -63,7 +63,7 @@ impl Pending {
 
     /// How it ended, or `None` while it has not.
     pub fn result(&self) -> Option<Result<()>> {
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         let outcome = match &*state {
             State::NotStarted => return None,
             State::Ended(outcome) => return Some(outcome.clone()),
@@ -88,7 +88,7 @@ impl Pending {
 
     /// Whether it waits for the end of a group.
     pub fn is_deferred(&self) -> bool {
-        matches!(*lock(&self.0.state), State::NotStarted)
+        matches!(*self.0.state.lock(), State::NotStarted)
     }
 
     /// Waits until it has ended, for at most the communicator's timeout from its start; then the communicator is revoked or
@@ -100,7 +100,7 @@ impl Pending {
             if let Some(outcome) = self.result() {
                 return outcome;
             }
-            let since = match &*lock(&self.0.state) {
+            let since = match &*self.0.state.lock() {
                 State::InStream(_, since) | State::Settling(since) => *since,
                 _ => begun,
             };
@@ -153,7 +153,7 @@ mod watcher {
     static AWAITED: Mutex<Option<Awaited>> = Mutex::new(None);
 
     pub(super) fn add(pending: Pending, waker: Waker) {
-        let mut place = lock(&AWAITED);
+        let mut place = AWAITED.lock();
         let awaited = place.get_or_insert_default();
         awaited.all.push((pending, waker, Instant::now()));
         if !awaited.runs {
@@ -172,7 +172,7 @@ mod watcher {
         loop {
             std::thread::sleep(Duration::from_micros(100));
             let taken = {
-                let mut place = lock(&AWAITED);
+                let mut place = AWAITED.lock();
                 let Some(awaited) = place.as_mut() else { return };
                 if awaited.all.is_empty() {
                     awaited.runs = false;
@@ -191,7 +191,7 @@ mod watcher {
                     left.push((pending, waker, since));
                 }
             }
-            if let Some(awaited) = lock(&AWAITED).as_mut() {
+            if let Some(awaited) = AWAITED.lock().as_mut() {
                 awaited.all.append(&mut left);
             }
         }

@@ -8,15 +8,15 @@
 use std::cell::UnsafeCell;
 use std::mem::ManuallyDrop;
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
+use parking_lot::Mutex;
 use towline_sys::nccl::Slot;
 
 use super::comm::Core;
 use super::turn::Turn;
 use crate::memory::Buffer;
-use crate::sync::lock;
 use crate::{Error, Result};
 
 /// NCCL takes one call at a time for a communicator: whoever is inside the list may call.
@@ -30,7 +30,7 @@ const MANY: usize = 64;
 
 /// A list for a new communicator.
 pub(super) fn list() -> List {
-    let mut free = lock(&FREE);
+    let mut free = FREE.lock();
     let fits = free.iter().position(|list| list.suits());
     let fits = fits.or_else(|| (free.len() >= MANY).then_some(0));
     match fits {
@@ -41,7 +41,7 @@ pub(super) fn list() -> List {
 
 /// Gives a list back; its communicator is gone, and nothing is in it.
 pub(super) fn give_back(list: List) {
-    lock(&FREE).push(list);
+    FREE.lock().push(list);
 }
 
 /// A place in a list, for one registration after the other.

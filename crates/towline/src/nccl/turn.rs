@@ -9,12 +9,13 @@
 
 use std::cell::{Cell, UnsafeCell};
 use std::ops::{Deref, DerefMut};
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
-use std::sync::{LazyLock, Mutex, MutexGuard};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
+
 use crate::fork::wiped_word;
-use crate::sync::lock;
 
 /// No thread has it yet.
 const NOBODY: u64 = u64::MAX - 1;
@@ -94,7 +95,7 @@ impl<T> Turn<T> {
 
     #[cold]
     fn lock_slowly(&self) -> TurnGuard<'_, T> {
-        let common = lock(&self.common);
+        let common = self.common.lock();
         match self.has.load(Ordering::Relaxed) {
             // Or this is a forked child, in which there is no other thread.
             EVERYBODY | WIPED => {}

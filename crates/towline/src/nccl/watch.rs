@@ -6,13 +6,14 @@
 //! at the clock, which takes a tenth of what NCCL needs to register a window.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 use super::comm::Core;
 use super::turn;
 use crate::runtime;
-use crate::sync::lock;
 
 /// How long a call may go on after its communicator was revoked, before it is aborted.
 const GRACE: Duration = Duration::from_secs(2);
@@ -84,7 +85,7 @@ impl Drop for Guard<'_> {
 
 #[cold]
 fn wake(core: &Arc<Core>) {
-    let mut watched = lock(&WATCHED);
+    let mut watched = WATCHED.lock();
     if !core.calls.watched.swap(true, Ordering::Relaxed) {
         let (calls, within) = (Arc::clone(&core.calls), core.options.timeout);
         // Not odd, so that the thread sees that it has moved.
@@ -100,7 +101,7 @@ fn wake(core: &Arc<Core>) {
 }
 
 fn watch() {
-    let mut watched = lock(&WATCHED);
+    let mut watched = WATCHED.lock();
     loop {
         watched.all.retain(|one| one.core.strong_count() > 0);
         let now = Instant::now();
@@ -129,9 +130,9 @@ fn watch() {
             if let Some(core) = core.upgrade() {
                 core.stop_call("call");
             }
-            watched = lock(&WATCHED);
+            watched = WATCHED.lock();
         } else if moves {
-            watched = WOKEN.wait_timeout(watched, pause).unwrap_or_else(PoisonError::into_inner).0;
+            WOKEN.wait_for(&mut watched, pause);
         } else {
             ASLEEP.store(true, Ordering::SeqCst);
             // From here on either a call sees that this thread sleeps, or this thread sees the call.
@@ -141,7 +142,7 @@ fn watch() {
                 continue;
             }
             while ASLEEP.load(Ordering::Relaxed) {
-                watched = WOKEN.wait(watched).unwrap_or_else(PoisonError::into_inner);
+                WOKEN.wait(&mut watched);
             }
         }
     }

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use towline_sys::nixl as sys_nixl;
 
 use super::config::{AgentConfig, NixlBackendConfig};
@@ -17,7 +18,6 @@ use super::transfer::{
     pauses,
 };
 use crate::memory::MemType;
-use crate::sync::lock;
 use crate::transport::nixl::of_nixl;
 use crate::{Error, Kind, Result};
 
@@ -178,7 +178,7 @@ impl NixlAgent {
                     );
                     return Err(Error::new(Kind::Unavailable, "nixl", message));
                 }
-                lock(backends).insert(name);
+                backends.lock().insert(name);
                 Ok(())
             }
         }
@@ -204,7 +204,7 @@ impl NixlAgent {
     pub fn backends(&self) -> Vec<String> {
         match &self.0.running {
             Running::Nixl(native) => native.backends(),
-            Running::Embedded { backends, .. } => lock(backends).iter().cloned().collect(),
+            Running::Embedded { backends, .. } => backends.lock().iter().cloned().collect(),
         }
     }
 

@@ -10,8 +10,10 @@ mod table;
 
 use std::collections::HashMap;
 use std::collections::hash_map;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 pub(super) use self::metadata::MAGIC;
 use self::metadata::{Entry, Metadata};
@@ -23,7 +25,6 @@ use super::transfer::{OptArgs, XferOp};
 use super::wheel;
 use crate::memory::{Storage, SystemStorage};
 use crate::region::{RegisterError, Registered, Span};
-use crate::sync::lock;
 use crate::{Access, Endpoint, Error, Kind, Notification, Result, interrupt, room};
 
 /// The plug-ins of NIXL in whose place this engine can stand: those that move host memory between agents, and files.
@@ -107,17 +108,17 @@ impl Embedded {
         let registered = self.endpoint.register(storage, access)?;
         let local =
             Arc::new(Local { range: range.clone(), span: Span::from(&registered), looped: OnceLock::new() });
-        lock(&self.registered).insert(Arc::clone(&local));
+        self.registered.lock().insert(Arc::clone(&local));
         Ok(Kept { engine: Arc::clone(self), local, registered })
     }
 
     fn forget(&self, local: &Arc<Local>) {
-        lock(&self.registered).remove(&local.range, |one| Arc::ptr_eq(one, local));
+        self.registered.lock().remove(&local.range, |one| Arc::ptr_eq(one, local));
     }
 
     /// The metadata of everything that is registered.
     pub(super) fn metadata(&self) -> Result<Vec<u8>> {
-        let locals: Vec<_> = lock(&self.registered).iter().cloned().collect();
+        let locals: Vec<_> = self.registered.lock().iter().cloned().collect();
         self.describe(true, &locals)
     }
 
@@ -155,7 +156,7 @@ impl Embedded {
             return Err(Error::invalid("load_remote_md", message));
         }
         let name = identity.name.clone();
-        match lock(&self.peers).entry(name.clone()) {
+        match self.peers.lock().entry(name.clone()) {
             hash_map::Entry::Occupied(known) if known.get().is(identity) => known.get().learn(metadata),
             // It is new, or was started again: what it had before is gone.
             hash_map::Entry::Occupied(mut known) => {
@@ -176,7 +177,7 @@ impl Embedded {
     }
 
     fn peer(&self, name: &str) -> Result<Arc<Peer>> {
-        lock(&self.peers).get(name).cloned().ok_or_else(|| {
+        self.peers.lock().get(name).cloned().ok_or_else(|| {
             Error::new(Kind::NotFound, "nixl", format!("the metadata of agent {name} is not here"))
                 .with_peer(name)
         })
@@ -184,12 +185,12 @@ impl Embedded {
 
     pub(super) fn invalidate(&self, peer: &str) -> Result<()> {
         self.peer(peer)?.invalidate();
-        lock(&self.peers).remove(peer);
+        self.peers.lock().remove(peer);
         Ok(())
     }
 
     pub(super) fn invalidate_all(&self) {
-        let all = std::mem::take(&mut *lock(&self.peers));
+        let all = std::mem::take(&mut *self.peers.lock());
         all.into_values().for_each(|peer| peer.invalidate());
     }
 
@@ -201,7 +202,7 @@ impl Embedded {
     }
 
     fn local(&self, ranges: impl ExactSizeIterator<Item = Range>) -> Result<Side<Arc<Local>>> {
-        lock(&self.registered).find(ranges, |range| {
+        self.registered.lock().find(ranges, |range| {
             Error::invalid("nixl", format!("{range:?} is not registered with agent {}", self.name()))
         })
     }

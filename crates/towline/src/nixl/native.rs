@@ -1,15 +1,15 @@
 //! The engine that is NIXL itself.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use towline_sys::nixl::{self as native, Nixl};
 
 use super::config::AgentConfig;
 use super::embedded;
 use super::list::{Key, Range, RegDescList, XferDescList};
 use super::transfer::{OptArgs, XferOp};
-use crate::sync::lock;
 use crate::transport::nixl::{limited_to, of_nixl};
 use crate::{Error, Kind, Result};
 
@@ -68,7 +68,7 @@ impl Native {
 
     /// Makes a backend, unless it is there.
     pub(super) fn add_backend(&self, name: &str, params: &BTreeMap<String, String>) -> Result<()> {
-        let mut backends = lock(&self.backends);
+        let mut backends = self.backends.lock();
         if !backends.contains_key(name) {
             let limited = match name {
                 "UCX" if !self.ucx_devices.is_empty() => Some(limited_to(&self.ucx_devices, params.clone())?),
@@ -82,7 +82,7 @@ impl Native {
     }
 
     pub(super) fn backends(&self) -> Vec<String> {
-        lock(&self.backends).keys().cloned().collect()
+        self.backends.lock().keys().cloned().collect()
     }
 
     pub(super) fn partial_metadata(&self, list: &RegDescList, opt: Option<&OptArgs>) -> Result<Vec<u8>> {
@@ -100,17 +100,17 @@ impl Native {
             return Err(Error::new(Kind::Unsupported, "load_remote_md", message));
         }
         let name = self.agent.load_metadata(bytes).map_err(of_nixl)?;
-        lock(&self.remotes).insert(name.clone());
+        self.remotes.lock().insert(name.clone());
         Ok(name)
     }
 
     pub(super) fn invalidate(&self, peer: &str) -> Result<()> {
-        lock(&self.remotes).remove(peer);
+        self.remotes.lock().remove(peer);
         self.agent.forget(peer).map_err(of_nixl)
     }
 
     pub(super) fn invalidate_all(&self) -> Result<()> {
-        let all = std::mem::take(&mut *lock(&self.remotes));
+        let all = std::mem::take(&mut *self.remotes.lock());
         all.iter().try_for_each(|peer| self.agent.forget(peer).map_err(of_nixl))
     }
 
@@ -197,14 +197,14 @@ impl Native {
     }
 
     pub(super) fn note(&self, held: &Arc<dyn Held>) {
-        let mut all = lock(&self.held);
+        let mut all = self.held.lock();
         let at = all.entry(held.range().key()).or_default();
         at.retain(|one| one.strong_count() > 0);
         at.push(Arc::downgrade(held));
     }
 
     pub(super) fn forget(&self, range: &Range) {
-        let mut all = lock(&self.held);
+        let mut all = self.held.lock();
         if let Some(at) = all.get_mut(&range.key()) {
             at.retain(|one| one.strong_count() > 0);
             if at.is_empty() {
@@ -218,7 +218,7 @@ impl Native {
         // The last handle to a registration must not go while the lock is held, which its drop takes: these two go after it.
         let mut keep: Vec<Arc<dyn Held>> = Vec::new();
         let mut passed_over: Vec<Arc<dyn Held>> = Vec::new();
-        let all = lock(&self.held);
+        let all = self.held.lock();
         for range in list.ranges() {
             if keep.last().is_some_and(|last| last.range().covers(&range)) {
                 continue;
@@ -260,7 +260,7 @@ impl Native {
     ) -> Result<T> {
         let Some(opt) = opt else { return call(&native::Options::default()) };
         let backends = {
-            let known = lock(&self.backends);
+            let known = self.backends.lock();
             opt.backends()
                 .iter()
                 .map(|name| {

@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use towline_sys::nixl as native;
 
@@ -12,7 +12,6 @@ use super::embedded;
 use super::engine::Engine;
 use super::native::{Keepers, Prepared};
 use crate::runtime;
-use crate::sync::lock;
 use crate::transport::nixl::of_nixl;
 use crate::{Error, Kind, Result, room};
 
@@ -192,7 +191,7 @@ struct NativeRequest {
 
 impl NativeRequest {
     fn with<T>(&self, call: impl FnOnce(&mut native::Request) -> towline_sys::Result<T>) -> Result<T> {
-        match lock(&self.request).as_mut() {
+        match self.request.lock().as_mut() {
             Some(request) => Ok(call(request).map_err(of_nixl)?),
             None => Err(Error::new(Kind::Internal, "nixl", "the request is gone")),
         }
@@ -261,7 +260,7 @@ impl XferRequest {
 
 impl Drop for NativeRequest {
     fn drop(&mut self) {
-        let request = lock(&self.request).take();
+        let request = self.request.lock().take();
         if let Some(Err(unreleased)) = request.map(native::Request::release) {
             tracing::warn!(error = %unreleased.error, "NIXL keeps a transfer; its memory is kept too");
             std::mem::forget(std::mem::take(&mut self.keep));

@@ -5,11 +5,11 @@
 //! that makes no sense ends the session.
 
 use std::os::fd::OwnedFd;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use parking_lot::Mutex;
+
 use crate::fence::shared::{self, Mapping};
-use crate::sync::lock;
 use crate::{Error, Result};
 
 /// Words for messages.
@@ -67,7 +67,7 @@ impl Mailbox {
         if message.len() > LONGEST {
             return false;
         }
-        let _turn = lock(&self.turn);
+        let _turn = self.turn.lock();
         let words = self.words();
         let written = words[WRITTEN].load(Ordering::Relaxed);
         let read = words[READ].load(Ordering::Acquire);
@@ -94,7 +94,7 @@ impl Mailbox {
         if words[READ].load(Ordering::Relaxed) == words[WRITTEN].load(Ordering::Acquire) {
             return Ok(None);
         }
-        let _turn = lock(&self.turn);
+        let _turn = self.turn.lock();
         let read = words[READ].load(Ordering::Relaxed);
         let waiting = words[WRITTEN].load(Ordering::Acquire).wrapping_sub(read);
         if waiting == 0 {

@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use crate::budget::{Account, Charge};
 use crate::identity::{Identity, Incarnation};
-use crate::sync::lock;
 
 /// So many peers are counted one by one; what the others do is counted together.
 const MOST_PEERS: usize = 1024;
@@ -159,7 +160,7 @@ impl Ledger {
 
     /// The counters of that peer.
     pub(crate) fn of(&self, peer: &Identity) -> Arc<Entry> {
-        let mut all = lock(&self.all);
+        let mut all = self.all.lock();
         if let Some(known) = all.get(peer) {
             return Arc::clone(&known.entry);
         }
@@ -174,7 +175,9 @@ impl Ledger {
 
     pub(crate) fn audit(&self) -> Audit {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let mut peers: Vec<PeerAudit> = lock(&self.all)
+        let mut peers: Vec<PeerAudit> = self
+            .all
+            .lock()
             .iter()
             .map(|(peer, Known { entry, .. })| PeerAudit {
                 peer: peer.name.clone(),

@@ -2,8 +2,10 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::audit::Ledger;
 use super::peers::PeerPins;
@@ -13,7 +15,6 @@ use crate::layout::Layout;
 use crate::memory::{FileSlice, Place, SegmentSlice, Storage, StorageKind};
 use crate::notify::Inbox;
 use crate::runtime;
-use crate::sync::lock;
 use crate::ticket::{Claims, TicketBody};
 use crate::wire::{Grant, SegmentRef};
 use crate::{Access, Error, Kind, Result, Ticket, interrupt};
@@ -267,7 +268,7 @@ impl RegionCore {
 
     /// Lets a peer touch the memory directly: from now on its pins are respected.
     pub(crate) fn admit(self: &Arc<Self>, peer: &Arc<PeerPins>) -> Result<()> {
-        let mut peers = lock(&self.direct_peers);
+        let mut peers = self.direct_peers.lock();
         if self.is_closed() {
             return Err(stale("import"));
         }
@@ -281,12 +282,12 @@ impl RegionCore {
 
     /// Looks at the pins of that peer no more: none of them counts.
     pub(super) fn dismiss(&self, peer: &Arc<PeerPins>) {
-        lock(&self.direct_peers).retain(|known| !Arc::ptr_eq(known, peer));
+        self.direct_peers.lock().retain(|known| !Arc::ptr_eq(known, peer));
     }
 
     /// Lets a peer reach the memory by itself, until it has let go.
     pub(crate) fn lend(&self, borrower: Arc<dyn Borrower>) -> Result<()> {
-        let mut borrowers = lock(&self.borrowers);
+        let mut borrowers = self.borrowers.lock();
         if self.is_closed() {
             return Err(stale("import"));
         }
@@ -301,11 +302,11 @@ impl RegionCore {
         if first {
             let _ = self.revoked.set(Instant::now());
             self.registry.table.revoke(self.row);
-            for peer in lock(&self.direct_peers).iter() {
+            for peer in self.direct_peers.lock().iter() {
                 peer.page.drain_started();
             }
             // Outside of the lock: whoever answers at once looks at the borrowers.
-            let borrowers = lock(&self.borrowers).clone();
+            let borrowers = self.borrowers.lock().clone();
             borrowers.iter().filter(|one| !one.is_back()).for_each(|one| one.recall());
             // Between the revocation and the scan of the pins: the other half is in the pins' protocol.
             fence(Ordering::SeqCst);
@@ -317,8 +318,8 @@ impl RegionCore {
     pub(crate) fn drained(&self) -> bool {
         let generation = self.generation;
         self.uses.load(Ordering::SeqCst) == CLOSED
-            && lock(&self.borrowers).iter().all(|one| one.is_back())
-            && !lock(&self.direct_peers).iter().any(|peer| peer.holds(generation))
+            && self.borrowers.lock().iter().all(|one| one.is_back())
+            && !self.direct_peers.lock().iter().any(|peer| peer.holds(generation))
     }
 
     /// Revokes and waits until nobody is inside the memory any more.
@@ -350,34 +351,37 @@ impl RegionCore {
 
     /// A thread sleeps on the bell at that address from now on.
     pub(super) fn waits(&self, bell: usize) {
-        lock(&self.waiters).push(bell);
+        self.waiters.lock().push(bell);
     }
 
     /// It does not any more.
     pub(super) fn waits_no_more(&self, bell: usize) {
-        let mut waiters = lock(&self.waiters);
+        let mut waiters = self.waiters.lock();
         if let Some(one) = waiters.iter().position(|one| *one == bell) {
             waiters.swap_remove(one);
         }
     }
 
     pub(crate) fn has_waiters(&self) -> bool {
-        !lock(&self.waiters).is_empty()
+        !self.waiters.lock().is_empty()
     }
 
     /// Lets the threads that wait for a change look whether the endpoint was closed.
     pub(crate) fn wake_waiters(&self) {
-        super::signal::wake_here(&lock(&self.waiters));
+        super::signal::wake_here(&self.waiters.lock());
     }
 
     pub(crate) fn users(&self) -> String {
-        let mut users: Vec<String> = lock(&self.direct_peers)
+        let mut users: Vec<String> = self
+            .direct_peers
+            .lock()
             .iter()
             .filter(|peer| peer.holds(self.generation))
             .map(|peer| format!("peer {}", peer.peer))
             .collect();
         users.extend(
-            lock(&self.borrowers)
+            self.borrowers
+                .lock()
                 .iter()
                 .filter(|one| !one.is_back())
                 .map(|one| format!("peer {}", one.who())),
@@ -394,7 +398,7 @@ impl RegionCore {
 
     fn free(&self) {
         if !self.freed.swap(true, Ordering::AcqRel) {
-            for peer in lock(&self.direct_peers).drain(..) {
+            for peer in self.direct_peers.lock().drain(..) {
                 peer.page.drain_ended();
             }
             self.kept.free();
@@ -459,13 +463,13 @@ struct Held {
 
 impl ParkingLot {
     fn park(&self, parked: Parked) {
-        lock(&self.held).parked.push(parked);
+        self.held.lock().parked.push(parked);
     }
 
     /// Frees what nobody uses any more.
     pub(super) fn sweep(&self) {
         let free: Vec<Parked> = {
-            let mut held = lock(&self.held);
+            let mut held = self.held.lock();
             let free: Vec<Parked> = held.parked.extract_if(.., |parked| parked.core.drained()).collect();
             held.leaving.0 += free.len();
             held.leaving.1 += free.iter().map(|parked| parked.core.len).sum::<usize>();
@@ -476,7 +480,7 @@ impl ParkingLot {
             core.free();
             runtime::where_it_may_wait(move || {
                 drop(storage);
-                let mut held = lock(&core.registry.parked.held);
+                let mut held = core.registry.parked.held.lock();
                 held.leaving.0 -= 1;
                 held.leaving.1 -= core.len;
             });
@@ -485,7 +489,7 @@ impl ParkingLot {
 
     /// How many storages are parked, and their bytes.
     pub(super) fn load(&self) -> (usize, usize) {
-        let held = lock(&self.held);
+        let held = self.held.lock();
         let bytes = held.parked.iter().map(|parked| parked.core.len).sum::<usize>();
         (held.parked.len() + held.leaving.0, bytes + held.leaving.1)
     }

@@ -1,7 +1,9 @@
 //! The pins that peers on this host hold, and when they count no more.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
 
 use super::process::PeerProcess;
 use super::{RegionCore, Registry};
@@ -9,7 +11,6 @@ use crate::budget::Charge;
 use crate::fence::life::{LifeView, SlotState};
 use crate::fence::pins::{Holder, PinPage};
 use crate::runtime;
-use crate::sync::lock;
 
 /// The pins of one peer process on this endpoint's regions.
 pub(crate) struct PeerPins {
@@ -60,7 +61,7 @@ impl PeerPins {
     /// The connection has ended. They are looked at until the process has exited, unless it has said goodbye.
     pub(crate) fn end(&self) {
         self.ended.store(true, Ordering::Release);
-        if !self.gone.load(Ordering::Acquire) && !lock(&self.regions).is_empty() {
+        if !self.gone.load(Ordering::Acquire) && !self.regions.lock().is_empty() {
             self.process.notify(self.me.clone());
         }
     }
@@ -68,7 +69,7 @@ impl PeerPins {
     /// None of its pins counts any more: no region looks at them, and the page goes.
     pub(crate) fn let_go(&self) {
         self.gone.store(true, Ordering::Release);
-        let regions = std::mem::take(&mut *lock(&self.regions));
+        let regions = std::mem::take(&mut *self.regions.lock());
         let (me, registry) = (self.me.upgrade(), self.registry.clone());
         if let Some(me) = me.filter(|_| !regions.is_empty()) {
             // Not here, which may be the event loop: unmapping takes a while, and a region may go with the last who holds it.
@@ -87,7 +88,7 @@ impl PeerPins {
     /// A region looks at these pins from now on.
     pub(super) fn looked_at_by(&self, region: &Arc<RegionCore>) {
         {
-            let mut regions = lock(&self.regions);
+            let mut regions = self.regions.lock();
             // Only where it would grow: a peer may import a hundred thousand regions.
             if regions.len() == regions.capacity() {
                 regions.retain(|known| known.strong_count() > 0);

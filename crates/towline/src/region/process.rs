@@ -2,14 +2,14 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use rustix::fs::{fstat, fstatfs};
 
 use super::peers::PeerPins;
 use crate::fence::life::has_exited;
 use crate::runtime::{self, Interest, Readiness, Source, Token};
-use crate::sync::lock;
 
 /// The file system of pidfds, from Linux 6.9 on; there a process has one inode, whoever opens it.
 const PIDFS_MAGIC: u64 = 0x5049_4446;
@@ -48,7 +48,7 @@ impl PeerProcess {
         };
         let made = || Arc::new(PeerProcess { process, watched: Mutex::default() });
         let Some(key) = key else { return made() };
-        let mut known = lock(&KNOWN);
+        let mut known = KNOWN.lock();
         let known = known.get_or_insert_default();
         if let Some(same) = known.get(&key).and_then(Weak::upgrade).filter(|same| !same.has_exited()) {
             return same;
@@ -65,7 +65,7 @@ impl PeerProcess {
 
     /// Notifies those pins when the process has exited.
     pub(super) fn notify(self: &Arc<Self>, pins: Weak<PeerPins>) {
-        let mut watched = lock(&self.watched);
+        let mut watched = self.watched.lock();
         if watched.by.iter().any(|known| known.ptr_eq(&pins)) {
             return;
         }
@@ -84,7 +84,7 @@ impl PeerProcess {
     }
 
     fn unwatch(&self) -> Vec<Weak<PeerPins>> {
-        let mut watched = lock(&self.watched);
+        let mut watched = self.watched.lock();
         if let (Some(token), Ok(reactor)) = (watched.token.take(), runtime::reactor()) {
             reactor.remove(token, self.process.as_fd());
         }

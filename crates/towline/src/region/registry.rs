@@ -2,8 +2,10 @@
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, RwLock};
 
 use super::{Counted, Ledger, ParkingLot, RegionCore, stale};
 use crate::budget::{Account, Charge};
@@ -11,7 +13,6 @@ use crate::fence::table::Table;
 use crate::identity::{Identity, Incarnation};
 use crate::notify::{Inbox, Notification, Notifications};
 use crate::runtime::{self, Bell, Interest, Readiness, Source, Token};
-use crate::sync::lock;
 use crate::ticket::{self, Claims, Reach, RegionKey};
 use crate::{Error, Kind, Result, ended, interrupt};
 
@@ -201,7 +202,7 @@ impl Registry {
 
     /// How many regions there are.
     pub(crate) fn count(&self) -> usize {
-        self.regions.0.read().unwrap_or_else(PoisonError::into_inner).count
+        self.regions.0.read().count
     }
 
     /// How many storages of dropped regions are parked, and their bytes.
@@ -341,7 +342,7 @@ impl Registry {
     }
 
     fn close_bell(&self) {
-        let token = lock(&self.listening).0.take();
+        let token = self.listening.lock().0.take();
         if let (Some(token), Ok(reactor), Some(event)) = (token, runtime::reactor(), self.bell.event()) {
             reactor.remove(token, event.as_fd());
         }
@@ -355,7 +356,7 @@ impl Inbox for Registry {
     }
 
     fn listen(self: Arc<Self>) {
-        let mut listening = lock(&self.listening);
+        let mut listening = self.listening.lock();
         let (Ok(reactor), Some(event)) = (runtime::reactor(), self.bell.event()) else { return };
         match listening.0 {
             Some(token) if !listening.1 => {
@@ -375,7 +376,7 @@ impl Source for Registry {
     fn ready(self: Arc<Self>, _readiness: Readiness) {
         self.bell.drain();
         self.rung();
-        let mut listening = lock(&self.listening);
+        let mut listening = self.listening.lock();
         if !self.notifications.awaited() && self.parked.load().0 == 0 {
             if let (Some(token), Ok(reactor), Some(event)) =
                 (listening.0, runtime::reactor(), self.bell.event())
@@ -408,7 +409,7 @@ struct Rows {
 
 impl Regions {
     pub(super) fn insert(&self, core: &Arc<RegionCore>) {
-        let mut rows = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut rows = self.0.write();
         let row = core.row as usize;
         if rows.rows.len() <= row {
             rows.rows.resize(row + 1, None);
@@ -418,7 +419,7 @@ impl Regions {
     }
 
     pub(super) fn remove(&self, row: u32) {
-        let mut rows = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut rows = self.0.write();
         if let Some(slot) = rows.rows.get_mut(row as usize)
             && slot.take().is_some()
         {
@@ -427,13 +428,13 @@ impl Regions {
     }
 
     fn find(&self, row: u32, generation: u64) -> Option<Arc<RegionCore>> {
-        let rows = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let rows = self.0.read();
         let core = rows.rows.get(row as usize)?.as_ref()?.upgrade()?;
         (core.generation == generation && !core.is_closed()).then_some(core)
     }
 
     fn all(&self) -> Vec<Arc<RegionCore>> {
-        let rows = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let rows = self.0.read();
         rows.rows.iter().flatten().filter_map(Weak::upgrade).collect()
     }
 }

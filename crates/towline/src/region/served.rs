@@ -1,12 +1,13 @@
 //! The sessions over which a region is served, so that taking it back asks these and no others.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
 
 use super::RegionCore;
 use super::audit::{Counted, Entry};
 use crate::budget::Charge;
-use crate::sync::lock;
 
 /// A session over which bytes of regions go.
 pub(crate) trait Stream: Send + Sync {
@@ -44,7 +45,7 @@ impl Served {
 impl Drop for Served {
     fn drop(&mut self) {
         if let Some(region) = self.region.upgrade() {
-            let mut all = lock(&region.streams.0);
+            let mut all = region.streams.0.lock();
             // Another may have come in its place.
             if all.get(&self.session).is_some_and(|one| one.strong_count() == 0) {
                 all.remove(&self.session);
@@ -60,7 +61,7 @@ pub(super) struct Streams(Mutex<HashMap<u64, Weak<Served>>>);
 #[cfg(test)]
 impl Streams {
     pub(super) fn count(&self) -> usize {
-        lock(&self.0).len()
+        self.0.lock().len()
     }
 }
 
@@ -72,7 +73,7 @@ impl RegionCore {
         entries: impl FnOnce() -> [Arc<Entry>; 2],
         charge: Charge,
     ) -> Arc<Served> {
-        let mut all = lock(&self.streams.0);
+        let mut all = self.streams.0.lock();
         let known = all.get(&stream.id()).and_then(Weak::upgrade);
         known.unwrap_or_else(|| {
             let weak = Arc::downgrade(stream);
@@ -91,7 +92,7 @@ impl RegionCore {
     /// Stops serving its bytes over sockets: a slow peer does not delay the taking back.
     pub(super) fn break_streams(&self) {
         // Let go of without the lock, which the last of them takes when it goes.
-        let all: Vec<_> = lock(&self.streams.0).values().filter_map(Weak::upgrade).collect();
+        let all: Vec<_> = self.streams.0.lock().values().filter_map(Weak::upgrade).collect();
         for stream in all.iter().filter_map(|served| served.stream.upgrade()) {
             #[cfg(test)]
             looked::at_one();

@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 #![allow(unsafe_code, reason = "describes memory of the test")]
 
-use std::sync::{Arc, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::MutexGuard;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use super::served::looked;
@@ -216,18 +217,18 @@ impl Drop for Noted {
     }
 }
 
-impl crate::memory::Holder for std::sync::Mutex<std::sync::mpsc::Sender<String>> {
+impl crate::memory::Holder for parking_lot::Mutex<std::sync::mpsc::Sender<String>> {
     fn segment_gone(self: Arc<Self>, _segment: u64) {
-        drop(Noted(self.lock().unwrap().clone()));
+        drop(Noted(self.lock().clone()));
     }
 }
 
 /// Something that happens on the event loop.
-struct Soon(std::sync::Mutex<Option<Box<dyn FnOnce() + Send>>>);
+struct Soon(parking_lot::Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
 impl crate::runtime::Timer for Soon {
     fn fired(self: Arc<Self>, _key: u64) {
-        if let Some(job) = self.0.lock().unwrap().take() {
+        if let Some(job) = self.0.lock().take() {
             job();
         }
     }
@@ -240,7 +241,7 @@ fn on_the_event_loop(job: impl FnOnce() + Send + 'static) {
         job();
         done.send(()).unwrap();
     };
-    let soon = Arc::new(Soon(std::sync::Mutex::new(Some(Box::new(job)))));
+    let soon = Arc::new(Soon(parking_lot::Mutex::new(Some(Box::new(job)))));
     let timer: Weak<dyn crate::runtime::Timer> = Arc::downgrade(&(Arc::clone(&soon) as _));
     crate::runtime::reactor().unwrap().at(Instant::now(), timer, 0);
     ended.recv_timeout(WATCHDOG).unwrap();
@@ -283,7 +284,8 @@ fn what_ends_on_the_event_loop_or_the_watcher_is_dropped_elsewhere() {
     let bytes: &'static mut [u8] = Box::leak(vec![0; 64].into_boxed_slice());
     let addr = bytes.as_mut_ptr().expose_provenance();
     let register = || {
-        let owned: Box<dyn std::any::Any + Send + Sync> = Box::new(std::sync::Mutex::new(Noted(say.clone())));
+        let owned: Box<dyn std::any::Any + Send + Sync> =
+            Box::new(parking_lot::Mutex::new(Noted(say.clone())));
         // SAFETY: the bytes are never freed.
         let storage = unsafe { ExternalStorage::new(addr, 64, Place::Host, Some(owned)) }.unwrap();
         owner.register(storage, Access::READ).unwrap()
@@ -306,7 +308,7 @@ fn what_ends_on_the_event_loop_or_the_watcher_is_dropped_elsewhere() {
         elsewhere(&format!("what was parked, {thread}"));
 
         let region = owner.register(SharedStorage::new(1 << 20).unwrap(), Access::READ).unwrap();
-        let holder = Arc::new(std::sync::Mutex::new(say.clone()));
+        let holder = Arc::new(parking_lot::Mutex::new(say.clone()));
         let weak: Weak<dyn crate::memory::Holder> = Arc::downgrade(&(Arc::clone(&holder) as _));
         region.core.segment.as_ref().unwrap().segment.lent_to(weak);
         let span = region.span(0, 8).unwrap();

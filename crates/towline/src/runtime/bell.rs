@@ -4,12 +4,12 @@
 //! event loop. Where several threads wait, one of them (the leader) sleeps on the descriptor and wakes the others.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use crate::sync::lock;
 use crate::{Error, Result};
 
 /// The bell of an endpoint.
@@ -35,23 +35,23 @@ impl Bell {
 
     /// The descriptor that peers ring by writing to it; none once it was closed.
     pub(crate) fn event(&self) -> Option<Arc<OwnedFd>> {
-        lock(&self.state).event.clone()
+        self.state.lock().event.clone()
     }
 
     /// No peer rings any more: closes the descriptor. From within this process it can be rung all the same.
     pub(crate) fn close(&self) {
         self.ring();
-        lock(&self.state).event = None;
+        self.state.lock().event = None;
     }
 
     /// What to pass to [`wait`](Self::wait): taken before looking for what is waited for.
     pub(crate) fn seen(&self) -> u64 {
-        lock(&self.state).rung
+        self.state.lock().rung
     }
 
     /// Rings from within this process. A system call only where a thread sleeps on the descriptor.
     pub(crate) fn ring(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.rung += 1;
         let leaders = if state.leader { state.event.clone() } else { None };
         drop(state);
@@ -63,7 +63,7 @@ impl Bell {
 
     /// Takes a peer's ring off the descriptor, for the event loop that watches it; false if the descriptor did not ring.
     pub(crate) fn drain(&self) -> bool {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.leader {
             // The leader sleeps until it finds the descriptor ringing: if it were drained here, it would sleep on.
             drop(state);
@@ -80,14 +80,14 @@ impl Bell {
 
     /// Waits until the bell has rung since `seen`, or until then.
     pub(crate) fn wait(&self, seen: u64, until: Instant) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         while state.rung == seen {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
             else {
                 return;
             };
             let Some(event) = state.event.clone().filter(|_| !state.leader) else {
-                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                self.changed.wait_for(&mut state, left);
                 continue;
             };
             state.leader = true;
@@ -99,7 +99,7 @@ impl Bell {
             // Interrupted or failed: the loop looks again, and the limit holds.
             let _ = poll(&mut [PollFd::new(&event, PollFlags::IN)], Some(&limit));
             let rung = empty(&event);
-            state = lock(&self.state);
+            state = self.state.lock();
             state.leader = false;
             state.rung += u64::from(rung);
             // Those who wait look too, and one of them leads from here on.

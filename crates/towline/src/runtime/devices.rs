@@ -1,9 +1,10 @@
 //! Threads that wait for devices: disks, GPUs, and libraries that look for some. One that hangs keeps those that wait for it, and no others.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::lock;
+use parking_lot::Mutex;
+
 use super::pool::{Job, Pool, Refused};
 
 /// What is waited for.
@@ -50,7 +51,7 @@ impl Devices {
     /// The same for something that has a number, by which it can be [withdrawn](Self::withdraw).
     pub(crate) fn spawn_for(&'static self, device: Device, number: u64, job: Job) -> Result<(), Refused> {
         {
-            let mut all = lock(&self.0);
+            let mut all = self.0.lock();
             let queue = all.get_or_insert_default().entry(device).or_default();
             if queue.running >= EACH {
                 queue.waiting.push_back((number, job));
@@ -65,7 +66,7 @@ impl Devices {
     pub(crate) fn withdraw(&self, device: Device, number: u64) {
         let mut withdrawn = Vec::new();
         {
-            let mut all = lock(&self.0);
+            let mut all = self.0.lock();
             let Some(queue) = all.as_mut().and_then(|all| all.get_mut(&device)) else { return };
             let mut at = 0;
             while at < queue.waiting.len() {
@@ -82,7 +83,7 @@ impl Devices {
     /// How many jobs wait for that device, and have no thread.
     #[cfg(test)]
     pub(crate) fn waiting(&self, device: Device) -> usize {
-        lock(&self.0).as_ref().and_then(|all| all.get(&device)).map_or(0, |queue| queue.waiting.len())
+        self.0.lock().as_ref().and_then(|all| all.get(&device)).map_or(0, |queue| queue.waiting.len())
     }
 
     /// The place is taken.
@@ -90,14 +91,14 @@ impl Devices {
         let job = Arc::new(Mutex::new(Some(job)));
         let (mine, turn) = (Arc::clone(&job), Turn { devices: self, device });
         let refused = POOL.spawn(Box::new(move || {
-            let job = lock(&mine).take();
+            let job = mine.lock().take();
             let _turn = turn;
             if let Some(job) = job {
                 job();
             }
         }));
         refused.map_err(|Refused { job: wrapped, error }| {
-            let job = lock(&job).take().unwrap_or_else(|| Box::new(|| ()));
+            let job = job.lock().take().unwrap_or_else(|| Box::new(|| ()));
             drop(wrapped);
             Refused { job, error }
         })
@@ -113,7 +114,7 @@ struct Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         let next = {
-            let mut all = lock(&self.devices.0);
+            let mut all = self.devices.0.lock();
             let Some(queue) = all.as_mut().and_then(|all| all.get_mut(&self.device)) else { return };
             let next = queue.waiting.pop_front();
             if next.is_none() {
@@ -156,7 +157,7 @@ mod tests {
             let job = move || {
                 begun.send(number).unwrap();
                 // Ends when the other side is dropped; who waits for the lock waits as long.
-                let _ = lock(&hung).recv();
+                let _ = hung.lock().recv();
             };
             DEVICES.spawn(Device::Disk(1), Box::new(job)).unwrap();
         }

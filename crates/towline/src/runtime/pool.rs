@@ -9,14 +9,14 @@ use std::fmt;
 use std::hint::spin_loop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::reactor::be_polite;
-use super::{lock, panic_message, start_thread};
+use super::{panic_message, start_thread};
 use crate::Error;
 use crate::fork;
 
@@ -177,7 +177,7 @@ impl Pool {
             return Err(Refused { job, error });
         }
         let limit = self.limit();
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if let Some(number) = self.choose(&mut state, worker) {
             state.given[number] = Some(job);
             if state.looker == Some(number) {
@@ -286,10 +286,10 @@ impl Pool {
         struct Aside<'a>(&'a Pool);
         impl Drop for Aside<'_> {
             fn drop(&mut self) {
-                lock(&self.0.state).aside -= 1;
+                self.0.state.lock().aside -= 1;
             }
         }
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !state.queue.is_empty() {
             return None;
         }
@@ -319,13 +319,13 @@ impl Pool {
         }
         NUMBER.set(Some(number));
         OWN.set(Some(self));
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         loop {
             if let Some(job) = state.queue.pop_front() {
                 self.queued.store(state.queue.len(), Ordering::Relaxed);
                 drop(state);
                 self.run(job);
-                state = lock(&self.state);
+                state = self.state.lock();
                 continue;
             }
             state.idle.push(number);
@@ -338,7 +338,7 @@ impl Pool {
                 drop(state);
                 self.look(&*others);
                 drop(others);
-                state = lock(&self.state);
+                state = self.state.lock();
                 if state.looker == Some(number) {
                     state.looker = None;
                 }
@@ -355,12 +355,11 @@ impl Pool {
                     state.threads &= !(1 << number);
                     return;
                 }
-                state =
-                    self.calls[number].wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                self.calls[number].wait_for(&mut state, left);
             };
             drop(state);
             self.run(job);
-            state = lock(&self.state);
+            state = self.state.lock();
         }
     }
 }

@@ -12,16 +12,17 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 
 use super::timers::{Timer, TimerId, Timers};
-use super::{lock, panic_message, start_thread};
+use super::{panic_message, start_thread};
 use crate::fork;
 use crate::{Error, Kind, Result};
 
@@ -168,7 +169,7 @@ impl Reactor {
             return Err(broken(OP));
         }
         // Held over the system call, so that an event that comes at once finds the registration.
-        let mut sources = lock(&self.sources);
+        let mut sources = self.sources.lock();
         let token = sources.next_token;
         epoll::add(&self.epoll, fd, EventData::new_u64(token), interest.0)
             .map_err(|e| Error::os(OP, "epoll_ctl", e))?;
@@ -185,7 +186,7 @@ impl Reactor {
             return Err(broken(OP));
         }
         // Held over the system call, lest the descriptor be added again meanwhile and get the old token.
-        let sources = lock(&self.sources);
+        let sources = self.sources.lock();
         match sources.by_token.get(&token.0) {
             Some(registration) if registration.fd == fd.as_raw_fd() => {
                 epoll::modify(&self.epoll, fd, EventData::new_u64(token.0), interest.0)
@@ -205,7 +206,7 @@ impl Reactor {
         if fork::in_child() {
             return;
         }
-        let mut sources = lock(&self.sources);
+        let mut sources = self.sources.lock();
         if sources.by_token.remove(&token.0).is_some() {
             let _ = epoll::delete(&self.epoll, fd);
         }
@@ -219,7 +220,7 @@ impl Reactor {
         if fork::in_child() {
             return Timers::default().insert(when, timer, key).0;
         }
-        let (id, wake) = lock(&self.timers).insert(when, timer, key);
+        let (id, wake) = self.timers.lock().insert(when, timer, key);
         if wake {
             self.wake();
         }
@@ -228,13 +229,13 @@ impl Reactor {
 
     /// Forgets a timer; false where it has fired or is being called at this moment. Never a system call.
     pub(crate) fn cancel(&self, id: TimerId) -> bool {
-        !fork::in_child() && lock(&self.timers).cancel(id)
+        !fork::in_child() && self.timers.lock().cancel(id)
     }
 
     /// How many timers are due later than that from now on.
     #[cfg(test)]
     pub(crate) fn timers_after(&self, time: std::time::Duration) -> usize {
-        lock(&self.timers).after(Instant::now() + time)
+        self.timers.lock().after(Instant::now() + time)
     }
 
     /// Whether the caller runs inside a source or timer of this loop, and so must not block.
@@ -255,9 +256,9 @@ impl Reactor {
         super::wait_for_nothing();
         let mut events = Vec::with_capacity(BATCH);
         loop {
-            let sleep = lock(&self.timers).fall_asleep(Instant::now());
+            let sleep = self.timers.lock().fall_asleep(Instant::now());
             self.wait(&mut events, sleep);
-            let timers = lock(&self.timers).wake_up();
+            let timers = self.timers.lock().wake_up();
             for event in events.drain(..) {
                 let token = event.data.u64();
                 if token != WAKE {
@@ -320,7 +321,7 @@ impl Reactor {
     }
 
     fn dispatch(&self, token: u64, readiness: Readiness) {
-        let source = match lock(&self.sources).by_token.get(&token) {
+        let source = match self.sources.lock().by_token.get(&token) {
             // Removed after the kernel had reported it.
             None => return,
             Some(registration) => registration.source.upgrade(),
@@ -339,7 +340,7 @@ impl Reactor {
 
     /// Drops a registration whose owner did not remove it itself.
     fn forget(&self, token: u64) {
-        let mut sources = lock(&self.sources);
+        let mut sources = self.sources.lock();
         let Some(Registration { fd, .. }) = sources.by_token.remove(&token) else { return };
         // The owner may have closed the descriptor without a word, and its number may belong to a new source.
         if sources.by_token.values().all(|other| other.fd != fd) {
@@ -356,7 +357,7 @@ impl Reactor {
         }
         let now = Instant::now();
         for _ in 0..pending {
-            let Some((timer, key)) = lock(&self.timers).pop_due(now) else { return };
+            let Some((timer, key)) = self.timers.lock().pop_due(now) else { return };
             if let Some(timer) = timer.upgrade()
                 && let Err(payload) = catch_unwind(AssertUnwindSafe(|| timer.fired(key)))
             {

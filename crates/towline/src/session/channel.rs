@@ -3,14 +3,14 @@
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::bytes::{self, checked};
 use crate::runtime::rseq;
 use crate::runtime::socket::{Family, Lane, RawPart, RawPartMut, Received, Sent, Socket};
-use crate::sync::lock;
 use crate::tls::{BINDING, Tls};
 use crate::wire::handshake::refusal;
 use crate::wire::{FrameKind, HEADER_LEN, Header};
@@ -84,7 +84,7 @@ impl Channel {
 
     fn greet(&self, until: Instant) -> Result<()> {
         let Some(state) = &self.tls else { return Ok(()) };
-        let mut state = lock(state);
+        let mut state = state.lock();
         loop {
             let flushed = state.push_out(&self.socket)?;
             if flushed && !state.tls.is_handshaking() {
@@ -111,14 +111,14 @@ impl Channel {
     /// What proofs on this connection are bound to; none without TLS.
     pub(super) fn binding(&self) -> Result<Option<[u8; 32]>> {
         let Some(state) = &self.tls else { return Ok(None) };
-        let binding = lock(state).tls.export_keying_material([0; 32], BINDING, None);
+        let binding = state.lock().tls.export_keying_material([0; 32], BINDING, None);
         binding.map(Some).map_err(|error| failed(&error))
     }
 
     /// Refuses a peer whose certificate is for another name.
     pub(super) fn check_peer(&self, name: &str) -> Result<()> {
         let Some(state) = &self.tls else { return Ok(()) };
-        let state = lock(state);
+        let state = state.lock();
         state.config.check_peer(&state.tls, name)
     }
 
@@ -128,14 +128,14 @@ impl Channel {
 
     /// Whether bytes have come that a receive gives without asking the socket.
     pub(super) fn holds_bytes(&self) -> bool {
-        self.tls.as_ref().is_some_and(|state| lock(state).holds_bytes())
+        self.tls.as_ref().is_some_and(|state| state.lock().holds_bytes())
     }
 
     /// Sends what is encrypted already; false where the socket is full.
     pub(super) fn flush(&self) -> Result<bool> {
         match &self.tls {
             None => Ok(true),
-            Some(state) => lock(state).push_out(&self.socket),
+            Some(state) => state.lock().push_out(&self.socket),
         }
     }
 
@@ -145,7 +145,7 @@ impl Channel {
         if !files.is_empty() {
             return Err(Error::invalid("send", "descriptors do not travel over TLS"));
         }
-        let mut state = lock(state);
+        let mut state = state.lock();
         if !state.push_out(&self.socket)? {
             return Ok(Sent::WouldBlock);
         }
@@ -169,7 +169,7 @@ impl Channel {
             // SAFETY: the caller's promise.
             return unsafe { self.socket.send_raw(parts) };
         };
-        let mut state = lock(state);
+        let mut state = state.lock();
         if !state.push_out(&self.socket)? {
             return Ok(Sent::WouldBlock);
         }
@@ -227,7 +227,7 @@ impl Channel {
             }
             return Ok(received);
         };
-        let mut state = lock(state);
+        let mut state = state.lock();
         let curious = self.curious.load(Ordering::Relaxed);
         let received = state.decrypt(&self.socket, curious, |tls| {
             match slices.iter_mut().find(|slice| !slice.is_empty()) {
@@ -437,7 +437,7 @@ fn through_bounce(
     parts: &[RawPartMut],
     take: impl FnOnce(&[u8]),
 ) -> Result<Received> {
-    let mut state = lock(state);
+    let mut state = state.lock();
     let mut bounce = std::mem::take(&mut state.bounce);
     let room: usize = parts.iter().map(|part| part.len).sum();
     bounce.resize(BOUNCE, 0);

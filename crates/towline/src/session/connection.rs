@@ -12,9 +12,10 @@ use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use towline_proto::session::initiator::{ConnectionId, Opened};
 
 use self::incoming::{Incoming, Reading};
@@ -26,7 +27,6 @@ use crate::budget::Charge;
 use crate::fence::applying::{ApplySlot, ApplySlotView};
 use crate::runtime::socket::{Acknowledged, Family, MAX_PARTS, RawPart, Received, Sent};
 use crate::runtime::{self, Interest, Token, panic_message};
-use crate::sync::lock;
 use crate::wire::{Bye, HEADER_LEN, Header};
 use crate::{Error, Kind, Result, room};
 
@@ -165,7 +165,7 @@ impl Connection {
     /// Starts reading.
     pub(super) fn watch(self: &Arc<Self>) -> Result<()> {
         let weak = Arc::downgrade(self);
-        let mut outgoing = lock(&self.outgoing);
+        let mut outgoing = self.outgoing.lock();
         outgoing.armed = (true, outgoing.blocked());
         let token = runtime::reactor()?.add(self.socket.as_fd(), self.interest(outgoing.armed), weak)?;
         let _ = self.token.set(token);
@@ -203,9 +203,9 @@ impl Connection {
     /// The peer has proven who it is: from now on that handler gets the frames, and pays for what waits in the connection. Called by
     /// the thread that reads.
     pub(super) fn authenticate(&self, handler: impl Handler + 'static, role: Role, charge: Charge) {
-        lock(&self.incoming).paid_by(charge.account());
+        self.incoming.lock().paid_by(charge.account());
         self.queue().paid_by(charge);
-        *lock(&self.handler) = Some(Arc::new(handler));
+        *self.handler.lock() = Some(Arc::new(handler));
         self.authenticated.store(true, Ordering::Release);
         if role == Role::Lane {
             // The event loop is inside this connection; workers may not come in until it has left.
@@ -217,13 +217,13 @@ impl Connection {
     /// One more frame is to come that may carry descriptors. Before the other side can know that it may send it.
     pub(super) fn expect_files(&self) {
         if self.socket.socket().takes_files() {
-            lock(&self.incoming).expect_files();
+            self.incoming.lock().expect_files();
         }
     }
 
     /// Lives until it is closed, whoever else holds it.
     pub(super) fn hold_itself(self: &Arc<Self>) {
-        *lock(&self.itself) = Some(Arc::clone(self));
+        *self.itself.lock() = Some(Arc::clone(self));
     }
 
     /// Owner: shows there when something of this connection is applied. Before anything of it is.
@@ -268,7 +268,7 @@ impl Connection {
     /// in between may be a question whether anybody is there. On one host it is this side's own kernel that acknowledges.
     pub(super) fn last_got_on(&self) -> Option<Instant> {
         let now = self.socket.socket().acknowledged().filter(|_| !self.same_host())?;
-        let before = std::mem::replace(&mut *lock(&self.acknowledged), now);
+        let before = std::mem::replace(&mut *self.acknowledged.lock(), now);
         (before.more && now.bytes > before.bytes).then(|| Instant::now().checked_sub(now.ago)).flatten()
     }
 
@@ -306,11 +306,11 @@ impl Connection {
     /// Sends a frame, or queues it where the socket is full.
     pub(super) fn send(&self, head: Vec<u8>, files: Vec<OwnedFd>, payload: Payload) -> Result<()> {
         let mut outgoing = match self.outgoing.try_lock() {
-            Ok(outgoing) => self.with_late(outgoing),
-            Err(TryLockError::WouldBlock) if self.role() == Role::Lane => {
+            Some(outgoing) => self.with_late(outgoing),
+            None if self.role() == Role::Lane => {
                 return self.send_late(Late::Frame { head, files, payload });
             }
-            Err(_) => self.queue(),
+            None => self.queue(),
         };
         if self.is_closed() {
             return Err(disconnected());
@@ -350,7 +350,7 @@ impl Connection {
 
     /// The frames that wait to be sent, all of them.
     fn queue(&self) -> MutexGuard<'_, Outgoing> {
-        self.with_late(lock(&self.outgoing))
+        self.with_late(self.outgoing.lock())
     }
 
     /// [`queue`](Self::queue), for the thread that the socket has called; `None` where another thread has the frames, on a plain control
@@ -360,14 +360,14 @@ impl Connection {
     /// up, and the call, which would have to wake this thread.
     fn queue_if_free(&self) -> Option<MutexGuard<'_, Outgoing>> {
         match self.outgoing.try_lock() {
-            Ok(outgoing) => Some(self.with_late(outgoing)),
-            Err(TryLockError::WouldBlock) if self.role() == Role::Control && self.socket.is_plain() => None,
-            Err(_) => Some(self.queue()),
+            Some(outgoing) => Some(self.with_late(outgoing)),
+            None if self.role() == Role::Control && self.socket.is_plain() => None,
+            None => Some(self.queue()),
         }
     }
 
     fn with_late<'a>(&'a self, mut outgoing: MutexGuard<'a, Outgoing>) -> MutexGuard<'a, Outgoing> {
-        for late in std::mem::take(&mut *lock(&self.late)) {
+        for late in std::mem::take(&mut *self.late.lock()) {
             match late {
                 Late::Frame { head, files, payload } => outgoing.push(head, files, payload),
                 // Whoever sends next learns of it.
@@ -384,7 +384,7 @@ impl Connection {
         match self.queue_if_free() {
             Some(mut outgoing) => outgoing.answered(request),
             None => {
-                lock(&self.late).push(Late::Answer(request));
+                self.late.lock().push(Late::Answer(request));
                 Ok(())
             }
         }
@@ -397,10 +397,10 @@ impl Connection {
 
     /// Leaves a frame to whoever has the queue now.
     fn send_late(&self, late: Late) -> Result<()> {
-        lock(&self.late).push(late);
+        self.late.lock().push(late);
         if self.is_closed() {
             // Whoever let go of what was queued may not have found this.
-            lock(&self.late).clear();
+            self.late.lock().clear();
             return Err(disconnected());
         }
         self.drive_soon();
@@ -429,7 +429,7 @@ impl Connection {
     }
 
     fn give_up(&self, why: GivenUp, belongs: impl Fn(&Keep) -> bool) {
-        let mut incoming = lock(&self.incoming);
+        let mut incoming = self.incoming.lock();
         if let Reading::Payload { sink, .. } = &mut incoming.reading
             && sink.keeps(belongs)
         {
@@ -478,21 +478,21 @@ impl Connection {
             slot.give_up();
         }
         how(self);
-        let handler = lock(&self.handler).take();
+        let handler = self.handler.lock().take();
         if let (Some(handler), Some(me)) = (handler, self.me.upgrade()) {
             handler.closed(&me, error);
         }
-        drop(lock(&self.itself).take());
+        drop(self.itself.lock().take());
     }
 
     /// Of a connection that has ended: the goodbye that came before and that nobody has read.
     pub(super) fn farewell(&self) -> Option<Bye> {
-        lock(&self.incoming).farewell(&self.socket).inspect(|_| self.peer_ends_it())
+        self.incoming.lock().farewell(&self.socket).inspect(|_| self.peer_ends_it())
     }
 
     /// Of a connection that has ended: whether that was in the middle of a frame of the peer's.
     pub(super) fn ended_in_a_frame(&self) -> bool {
-        lock(&self.incoming).is_in_a_frame()
+        self.incoming.lock().is_in_a_frame()
     }
 
     /// The requests that waited to be sent when it ended.
@@ -545,7 +545,7 @@ impl Connection {
     /// fifth more bytes per second went through loopback TCP. Not while something comes in: the other side may wait in the
     /// same way; and not while other work waits for a thread. False: nothing was sent.
     fn send_patiently(&self) -> Result<bool> {
-        if matches!(lock(&self.incoming).reading, Reading::Payload { .. }) {
+        if matches!(self.incoming.lock().reading, Reading::Payload { .. }) {
             return Ok(false);
         }
         let mut outgoing = self.queue();
@@ -570,7 +570,7 @@ impl Connection {
             // Nobody waits for what is held up any more, and nothing else would notice.
             return if self.socket.hung_up() { Err(disconnected()) } else { Ok(false) };
         }
-        let mut incoming = lock(&self.incoming);
+        let mut incoming = self.incoming.lock();
         if std::mem::take(&mut incoming.left_over) {
             self.digest(incoming)?;
             return Ok(true);
@@ -642,7 +642,7 @@ impl Connection {
     }
 
     /// Handles every whole frame that was read. The lock is given up while a handler runs.
-    fn digest<'a>(self: &'a Arc<Self>, mut incoming: std::sync::MutexGuard<'a, Incoming>) -> Result<()> {
+    fn digest<'a>(self: &'a Arc<Self>, mut incoming: MutexGuard<'a, Incoming>) -> Result<()> {
         loop {
             let available = incoming.end - incoming.start;
             match &mut incoming.reading {
@@ -686,7 +686,7 @@ impl Connection {
                         handler.frame(self, header, &body, files)?;
                         None
                     };
-                    incoming = lock(&self.incoming);
+                    incoming = self.incoming.lock();
                     if let Some(mut sink) = sink {
                         // A stop or a close that came while nobody held the lock did not find this sink.
                         if sink.keeps(Keep::is_over) {
@@ -733,7 +733,7 @@ impl Connection {
                     let Some(handler) = self.handler() else { return Ok(()) };
                     drop(incoming);
                     handler.received(self, header, sink)?;
-                    incoming = lock(&self.incoming);
+                    incoming = self.incoming.lock();
                 }
             }
         }
@@ -745,7 +745,7 @@ impl Connection {
     }
 
     fn handler(&self) -> Option<Arc<dyn Handler>> {
-        lock(&self.handler).clone()
+        self.handler.lock().clone()
     }
 
     /// [`move_all`](Self::move_all); a panic in who handles the frames is an error, and ends the connection.

@@ -3,8 +3,9 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use towline_proto::session::allowance::InFlight;
 use towline_proto::session::owner::Ranges;
 
@@ -20,7 +21,6 @@ use crate::memory::{FileSlice, Place};
 use crate::region::{RegionCore, Stream, no_words, stale};
 use crate::runtime::socket::RawPart;
 use crate::runtime::{self, Device, EACH};
-use crate::sync::lock;
 use crate::wire::{self, Message};
 use crate::{Error, Kind, Result, room};
 
@@ -203,7 +203,7 @@ impl Files {
     pub(super) fn at(&self, source: &Source) -> Arc<Bounces> {
         let device = source.device();
         let new = || Arc::new(Bounces { device, state: Mutex::default() });
-        Arc::clone(lock(&self.devices).entry(device).or_insert_with(new))
+        Arc::clone(self.devices.lock().entry(device).or_insert_with(new))
     }
 
     /// Where bytes come to that are to be written. On a lane those for a GPU come straight into memory that it reads from; the
@@ -239,18 +239,18 @@ impl Files {
 
     /// Whether answers are being made, which other threads will send.
     pub(super) fn is_reading(&self) -> bool {
-        lock(&self.devices).values().any(|one| one.is_reading())
+        self.devices.lock().values().any(|one| one.is_reading())
     }
 
     /// Forgets a request over that connection that waits; whether it did.
     pub(super) fn withdraw(&self, connection: &Arc<Connection>, request: u64) -> bool {
-        let all: Vec<_> = lock(&self.devices).values().cloned().collect();
+        let all: Vec<_> = self.devices.lock().values().cloned().collect();
         all.iter().any(|one| one.withdraw(connection, request))
     }
 
     /// Forgets what waits.
     pub(super) fn clear(&self) {
-        let all: Vec<_> = lock(&self.devices).values().cloned().collect();
+        let all: Vec<_> = self.devices.lock().values().cloned().collect();
         all.iter().for_each(|one| one.clear());
     }
 }
@@ -266,7 +266,7 @@ impl Bounces {
         checked: bool,
     ) -> Result<()> {
         check_size("read", asked.bytes())?;
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.waiting.len() >= MOST_WAITING || state.blocks + asked.ranges.blocks().len() > MOST_BLOCKS {
             return Err(Error::new(
                 Kind::Exhausted,
@@ -309,12 +309,12 @@ impl Bounces {
     }
 
     fn is_reading(&self) -> bool {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         state.workers > 0 || state.read > 0
     }
 
     fn withdraw(&self, connection: &Arc<Connection>, request: u64) -> bool {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let mine = |one: &Waiting| one.request == request && Arc::ptr_eq(&one.connection, connection);
         let withdrawn = state.waiting.iter().position(mine).and_then(|at| state.waiting.remove(at));
         state.blocks -= withdrawn.as_ref().map_or(0, |one| one.blocks);
@@ -324,7 +324,7 @@ impl Bounces {
 
     fn clear(&self) {
         let waiting = {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             state.blocks = 0;
             std::mem::take(&mut state.waiting)
         };
@@ -333,7 +333,7 @@ impl Bounces {
 
     /// Calls a worker where there is something to do. Never blocks: it is called wherever a buffer becomes free.
     fn go_on(self: &Arc<Self>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.workers >= EACH || state.next().is_none() {
             return;
         }
@@ -343,14 +343,14 @@ impl Bounces {
         if let Err(refused) = runtime::devices().spawn(self.device, Box::new(move || files.work())) {
             // What waits is tried again with the next request; if none comes, the peer's limit ends its wait.
             tracing::warn!(error = %refused.error, "a file cannot be read for a peer");
-            lock(&self.state).workers -= 1;
+            self.state.lock().workers -= 1;
         }
     }
 
     /// A worker's turn.
     fn work(self: &Arc<Self>) {
         loop {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             let next = state.next().and_then(|bytes| Some((bytes, state.waiting.pop_front()?)));
             let Some((bytes, waiting)) = next else {
                 state.workers -= 1;
@@ -553,7 +553,7 @@ impl Bounced for Bounce {
 
 impl Drop for Bounce {
     fn drop(&mut self) {
-        let mut state = lock(&self.files.state);
+        let mut state = self.files.state.lock();
         state.read = state.read.saturating_sub(self.bytes);
         drop(state);
         self.files.go_on();

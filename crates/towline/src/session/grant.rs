@@ -10,7 +10,6 @@ use crate::fence::pins::{LONG_SLOTS, PinError, ProcessPin};
 use crate::fence::table::Row;
 use crate::memory::Mapping;
 use crate::region::stale;
-use crate::sync::lock;
 use crate::wire::{self, Grant, SegmentRef};
 use crate::{Error, Kind, Place, Result, Ticket};
 
@@ -130,7 +129,7 @@ impl GrantHandle {
     pub(crate) fn hold(&self, op: &'static str) -> Result<Arc<ProcessPin>> {
         let local = self.session.local()?;
         let row = self.row().ok_or_else(|| Error::protocol(op, "the grant names no row"))?;
-        let mut held = lock(&local.held);
+        let mut held = local.held.lock();
         let pin = match held.get(&self.generation).and_then(Weak::upgrade) {
             // It was confirmed when it was made; the check is whether the region has been revoked since.
             Some(pin) if pin.still_valid(row) => pin,

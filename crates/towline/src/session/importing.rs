@@ -1,16 +1,16 @@
 //! Tickets on their way to becoming grants: asked for over a session, answered by its owner.
 
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
+use parking_lot::{Condvar, Mutex};
 use towline_proto::session::initiator::Asks;
 
 use super::grant::GrantHandle;
 use super::initiator::{Session, Waiter};
 use crate::memory::Mapping;
 use crate::runtime::{self, Timer, TimerId};
-use crate::sync::lock;
 use crate::wire::{Finish, Grant, Granted, Import, ImportItem, OperationId, Release, WireError};
 use crate::{Error, Kind, Result, Ticket, interrupt};
 
@@ -42,7 +42,7 @@ pub(super) struct Answer {
 impl Reply {
     /// The owner has answered, or never will.
     pub(super) fn fill(&self, session: &Session, answer: Result<Answer>) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         if let Some(claim) = inner.abandoned {
             drop(inner);
             if let Ok(answer) = answer {
@@ -61,12 +61,13 @@ impl Reply {
 
     fn wait(&self, until: Instant) -> Option<Result<Answer>> {
         loop {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             if let Some(answer) = inner.answer.take() {
                 return Some(answer);
             }
             let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-            drop(self.came.wait_timeout(inner, interrupt::turn(left)));
+            self.came.wait_for(&mut inner, interrupt::turn(left));
+            drop(inner);
             if let Err(interrupted) = interrupt::check("import") {
                 return Some(Err(interrupted));
             }
@@ -75,7 +76,7 @@ impl Reply {
 
     /// Whether there is an answer; the waker is woken when there is.
     fn is_there(&self, cx: &mut Context<'_>) -> bool {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         if inner.answer.is_none() {
             inner.waker = Some(cx.waker().clone());
         }
@@ -84,7 +85,7 @@ impl Reply {
 
     fn abandon(&self, session: &Session, claim: Option<OperationId>) {
         let answer = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             inner.abandoned = Some(claim);
             inner.waker = None;
             inner.answer.take()
@@ -98,7 +99,7 @@ impl Reply {
 /// Wakes who polls at the time limit, so that the limit is noticed.
 impl Timer for Reply {
     fn fired(self: Arc<Self>, _key: u64) {
-        let waker = lock(&self.inner).waker.take();
+        let waker = self.inner.lock().waker.take();
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -151,7 +152,7 @@ impl Session {
             timer: None,
         };
         // The frames of one claim are not mixed with those of another: the first claimer gets all of it.
-        let _in_order = lock(&self.importing);
+        let _in_order = self.importing.lock();
         for some in tickets.chunks(IMPORTS_PER_FRAME) {
             let items = some
                 .iter()

@@ -7,9 +7,10 @@ mod waiter;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline_proto::session::initiator::{
     Action, Actions, Asked, Asks, ConnectionId, Initiator, Look, Settings,
 };
@@ -33,7 +34,6 @@ use crate::fence::table::TableView;
 use crate::fence::watcher;
 use crate::notify::Mailbox;
 use crate::runtime::{self, Timer};
-use crate::sync::lock;
 use crate::transfer::{Signal, TransferCore};
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Message};
@@ -168,7 +168,7 @@ impl Session {
         let watch = watcher::watch(Arc::clone(&local.pins), Side::Owner, died)
             .inspect_err(|error| tracing::debug!(%error, "no watch on the owner"))
             .ok();
-        *lock(&local.alive) = Some((hold, watch));
+        *local.alive.lock() = Some((hold, watch));
         let life = LifePage::ours()?
             .fd()
             .try_clone_to_owned()
@@ -178,7 +178,7 @@ impl Session {
 
     /// All connections.
     fn connections(&self) -> Vec<Arc<Connection>> {
-        lock(&self.lanes).open.iter().chain([&self.control]).cloned().collect()
+        self.lanes.lock().open.iter().chain([&self.control]).cloned().collect()
     }
 
     fn control(&self) -> Result<&Arc<Connection>> {
@@ -232,7 +232,7 @@ impl Session {
 
     /// Opens a request over that connection: its frame is sent afterwards.
     pub(super) fn open(&self, over: &Connection, asks: Asks, waiter: Waiter) -> Result<Asked<UnitHold>> {
-        let asked = lock(&self.rules).ask(over.id(), asks, waiter, Instant::now());
+        let asked = self.rules.lock().ask(over.id(), asks, waiter, Instant::now());
         let asked = asked.map_err(|(_, error)| self.alive().err().unwrap_or(error))?;
         if let Some(when) = asked.look_at {
             self.wake_at(when, HEARTBEAT_TIMER);
@@ -257,12 +257,12 @@ impl Session {
 
     /// Ends a request that was not sent, or taken back before it was; whoever gets who waits for it reports its end.
     pub(super) fn unsent(&self, request: u64) -> Option<Waiter> {
-        lock(&self.rules).unsent(request)
+        self.rules.lock().unsent(request)
     }
 
     /// Ends a request that may have been sent, and that the owner may answer yet.
     pub(super) fn give_up(&self, request: u64) -> Option<Waiter> {
-        lock(&self.rules).give_up(request)
+        self.rules.lock().give_up(request)
     }
 
     /// Sends a message that gets no reply.
@@ -323,13 +323,13 @@ impl Session {
 
     /// How long the owner has not been heard.
     pub(crate) fn silence(&self) -> Duration {
-        lock(&self.rules).silence(Instant::now())
+        self.rules.lock().silence(Instant::now())
     }
 
     /// As if nothing had been heard since it began.
     #[cfg(test)]
     pub(crate) fn restart_silence(&self) {
-        lock(&self.rules).restart_silence();
+        self.rules.lock().restart_silence();
     }
 
     /// The owner's process, if the kernel lets this process copy from and to it: the probe tries that once, at the address of the
@@ -460,7 +460,7 @@ impl Session {
         let now = Instant::now();
         let silences = connections.iter().filter_map(|one| one.socket().socket().last_came());
         let came = silences.min().and_then(|silence| now.checked_sub(silence));
-        let look = lock(&self.rules).look_at_host(now, came, &moved);
+        let look = self.rules.lock().look_at_host(now, came, &moved);
         match look {
             Look::There(actions) => self.act(actions, &[]),
             Look::Gone(error) => self.fail(error),

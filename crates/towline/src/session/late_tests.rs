@@ -3,15 +3,16 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use std::sync::{Arc, Mutex, MutexGuard, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::connection::Next;
 use super::connection::moments::{self, Hold, Moment};
 use crate::memory::{Dtype, ReduceOp, SharedStorage, SystemStorage};
 use crate::runtime::rseq;
 use crate::skip::skip;
-use crate::sync::lock;
 use crate::{
     Access, Endpoint, Error, Kind, Limits, MemoryDescription, Registered, Remote, Routing, Transfer,
 };
@@ -54,7 +55,7 @@ fn held_up_at(
     inexact: bool,
     start: impl Fn(&Endpoint, &Remote, &Registered<SystemStorage>) -> crate::Result<Transfer>,
 ) -> Scene {
-    let one = lock(&ONE_AT_A_TIME);
+    let one = ONE_AT_A_TIME.lock();
     moments::be_inexact(inexact);
     let limits = Limits { no_progress, ..Limits::default() };
     let owner = Endpoint::open("owner").unwrap();
@@ -80,7 +81,7 @@ fn hold_at(moment: Moment, region: &Registered<SharedStorage>) -> (mpsc::Sender<
     let act = Arc::new(move || {
         there.send(()).unwrap();
         // Until the test says so, or is gone.
-        let _ = lock(&wait).recv();
+        let _ = wait.lock().recv();
     });
     let base = region.addr();
     moments::hold(Hold { moment, memory: base..base + LEN, act });
@@ -115,7 +116,7 @@ fn nothing_lands_of(scene: &Scene) {
 
 #[test]
 fn a_lane_waits_for_what_was_asked_over_it_and_for_nothing_else() {
-    let _one = lock(&ONE_AT_A_TIME);
+    let _one = ONE_AT_A_TIME.lock();
     let (owner, user) = (Endpoint::open("owner").unwrap(), Endpoint::open("user").unwrap());
     let region = owner.register(SharedStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
     let local = user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
@@ -125,7 +126,7 @@ fn a_lane_waits_for_what_was_asked_over_it_and_for_nothing_else() {
     let transfer = user.write(&remote, &local).start().unwrap();
     arrived.recv_timeout(WATCHDOG).expect("the owner comes to that moment");
     moments::hold_nobody();
-    let session = lock(&user.core().sessions.to_owners).values().next().cloned().unwrap();
+    let session = user.core().sessions.to_owners.lock().values().next().cloned().unwrap();
     let lanes = session.open_lanes().unwrap();
     let waiting = |next: Next| lanes.iter().filter(|lane| lane.next() == next).count();
     assert_eq!((waiting(Next::More), waiting(Next::Nothing)), (1, lanes.len() - 1));
@@ -195,7 +196,7 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
     // As many as are asked for at once over one lane: the first is on its way, and the others wait behind it.
     const PIECES: usize = 4;
     for path in ["unix", "tcp"] {
-        let _one = lock(&ONE_AT_A_TIME);
+        let _one = ONE_AT_A_TIME.lock();
         let owner = Endpoint::open("owner").unwrap();
         let user = Endpoint::options("user").lanes(1).open().unwrap();
         let region = owner.register(SharedStorage::new(PIECES * LEN).unwrap(), Access::READ_WRITE).unwrap();
@@ -209,7 +210,7 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
         let owner_waits = Mutex::new(owner_waits);
         let piece = |base: usize, index: usize| base + index * LEN..base + (index + 1) * LEN;
         let act = Arc::new(move || {
-            let _ = lock(&owner_waits).recv();
+            let _ = owner_waits.lock().recv();
         });
         moments::hold(Hold { moment: Moment::BeforeTheCopy, memory: piece(region.addr(), 0), act });
         // The thread that sends has queued the last request and not looked yet …
@@ -218,13 +219,13 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
         let sender_waits = Mutex::new(sender_waits);
         let act = Arc::new(move || {
             asked.send(()).unwrap();
-            let _ = lock(&sender_waits).recv();
+            let _ = sender_waits.lock().recv();
         });
         moments::hold(Hold { moment: Moment::Asked, memory: piece(local.addr(), PIECES - 1), act });
         // … when the transfer is stopped; and it looks before whoever stops it does.
         let sender_goes_on = Mutex::new(sender_goes_on);
         let act = Arc::new(move || {
-            lock(&sender_goes_on).send(()).unwrap();
+            sender_goes_on.lock().send(()).unwrap();
             std::thread::sleep(Duration::from_millis(50));
         });
         moments::hold(Hold { moment: Moment::Stopping, memory: piece(local.addr(), 0), act });
@@ -247,7 +248,7 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
 fn a_read_that_is_stopped_while_it_is_being_asked_for_does_not_end_before_the_bytes_that_are_coming_go_nowhere()
  {
     for path in ["unix", "tcp"] {
-        let _one = lock(&ONE_AT_A_TIME);
+        let _one = ONE_AT_A_TIME.lock();
         let owner = Endpoint::open("owner").unwrap();
         let user = Endpoint::options("user").lanes(1).open().unwrap();
         let region = owner.register(SharedStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
@@ -262,7 +263,7 @@ fn a_read_that_is_stopped_while_it_is_being_asked_for_does_not_end_before_the_by
             let (say, waits) = (say.clone(), Mutex::new(waits));
             let act = Arc::new(move || {
                 say.send(()).unwrap();
-                let _ = lock(&waits).recv();
+                let _ = waits.lock().recv();
             });
             moments::hold(Hold { moment, memory: memory.clone(), act });
             go_on
@@ -275,7 +276,7 @@ fn a_read_that_is_stopped_while_it_is_being_asked_for_does_not_end_before_the_by
         }
         let asker = Mutex::new(Some(asker));
         let act = Arc::new(move || {
-            drop(lock(&asker).take());
+            drop(asker.lock().take());
             std::thread::sleep(Duration::from_millis(50));
         });
         moments::hold(Hold { moment: Moment::Stopping, memory: memory.clone(), act });
@@ -305,7 +306,7 @@ fn a_read_that_is_stopped_while_it_is_being_asked_for_does_not_end_before_the_by
 #[test]
 fn what_was_not_sent_of_a_write_goes_over_other_lanes_when_its_own_break() {
     const UNITS: usize = 8;
-    let _one = lock(&ONE_AT_A_TIME);
+    let _one = ONE_AT_A_TIME.lock();
     let owner = Endpoint::open("owner").unwrap();
     let user = Endpoint::options("user").lanes(2).open().unwrap();
     let region = owner.register(SharedStorage::new(UNITS * LEN).unwrap(), Access::READ_WRITE).unwrap();
@@ -313,7 +314,7 @@ fn what_was_not_sent_of_a_write_goes_over_other_lanes_when_its_own_break() {
     let routing = Routing::default().require("tcp").unwrap();
     let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
     user.write(&remote, &local).start().unwrap().wait().unwrap();
-    let session = lock(&user.core().sessions.to_owners).values().next().cloned().unwrap();
+    let session = user.core().sessions.to_owners.lock().values().next().cloned().unwrap();
     let lanes = session.open_lanes().unwrap();
     lanes.iter().for_each(|lane| moments::stand_still(lane));
     local.write_at(0, &vec![7; UNITS * LEN]).unwrap();

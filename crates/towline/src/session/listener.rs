@@ -4,9 +4,10 @@ use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline_proto::session::unauthenticated::{Entrant, Origin};
 
 use super::channel::Channel;
@@ -18,7 +19,6 @@ use crate::identity::Identity;
 use crate::region::Counted;
 use crate::runtime::socket::{Lane, PeerAddr, Socket};
 use crate::runtime::{self, Interest, Readiness, Source, Timer, TimerId, Token};
-use crate::sync::lock;
 use crate::ticket::{self, socket_name};
 use crate::wire::handshake::{LinkBase, ServerHandshake, refusal};
 use crate::wire::{FrameKind, Header, KeyRef};
@@ -67,7 +67,7 @@ impl Listener {
     }
 
     fn on(sessions: &Arc<Sessions>, socket: Socket) -> Result<Arc<Listener>> {
-        keep_reserve(&mut lock(&RESERVE));
+        keep_reserve(&mut RESERVE.lock());
         let listener = Arc::new(Listener {
             socket,
             sessions: Arc::downgrade(sessions),
@@ -107,12 +107,12 @@ impl Listener {
             .upgrade()
             .ok_or_else(|| Error::new(Kind::Disconnected, "accept", "the endpoint is closed"))?;
         let quotas = sessions.settings.quotas;
-        let displaced = lock(&sessions.unauthenticated).make_room(quotas.strangers);
+        let displaced = sessions.unauthenticated.lock().make_room(quotas.strangers);
         if let Some(displaced) = displaced {
             dismiss(&displaced, &too_many_strangers(quotas.strangers));
         }
         socket.tune(Lane::Control, Some(UNANSWERED))?;
-        let entrant = lock(&sessions.unauthenticated).enter(origin_of(&socket, peer));
+        let entrant = sessions.unauthenticated.lock().enter(origin_of(&socket, peer));
         let newcomer = Arc::new(Newcomer {
             sessions: self.sessions.clone(),
             handshake: Mutex::new(None),
@@ -136,7 +136,7 @@ impl Listener {
     /// There is no descriptor left. Takes one from a connection that has said nothing yet; true where there was one.
     fn take_from_silent(&self) -> bool {
         let sessions = self.sessions.upgrade();
-        let silent = sessions.and_then(|sessions| lock(&sessions.unauthenticated).oldest_silent());
+        let silent = sessions.and_then(|sessions| sessions.unauthenticated.lock().oldest_silent());
         if let Some(silent) = &silent {
             dismiss(silent, &no_descriptor());
         }
@@ -145,7 +145,7 @@ impl Listener {
 
     /// There is no descriptor left, and none to be had: with the reserve, tells a waiting peer so. False: nobody waits.
     fn turn_away(&self) -> bool {
-        let mut reserve = lock(&RESERVE);
+        let mut reserve = RESERVE.lock();
         drop(reserve.take());
         let turned_away = match self.socket.accept() {
             Ok(Some((socket, peer))) => {
@@ -233,7 +233,7 @@ impl Source for Listener {
 impl Timer for Listener {
     fn fired(self: Arc<Self>, _key: u64) {
         if !self.closed.load(Ordering::Acquire) {
-            keep_reserve(&mut lock(&RESERVE));
+            keep_reserve(&mut RESERVE.lock());
             self.listen_for(Interest::READ);
         }
     }
@@ -273,7 +273,7 @@ impl Newcomer {
             lookup,
         )?;
         connection.socket().check_peer(&handshake.client().name)?;
-        *lock(&self.handshake) = Some(handshake);
+        *self.handshake.lock() = Some(handshake);
         self.entrant.has_spoken();
         connection.say(welcome)
     }
@@ -285,9 +285,11 @@ impl Newcomer {
             .filter(|sessions| !sessions.registry.is_closed())
             .ok_or_else(|| Error::owner_gone("contact", "the owner has closed its endpoint"))?;
         match header.kind {
-            FrameKind::Hello if lock(&self.handshake).is_none() => self.hello(connection, &sessions, body),
+            FrameKind::Hello if self.handshake.lock().is_none() => self.hello(connection, &sessions, body),
             FrameKind::Prove => {
-                let handshake = lock(&self.handshake)
+                let handshake = self
+                    .handshake
+                    .lock()
                     .take()
                     .ok_or_else(|| Error::protocol("contact", "a proof came before the hello"))?;
                 let (client, used) = (handshake.client().clone(), handshake.key_ref().clone());
@@ -387,7 +389,7 @@ impl Drop for Newcomer {
             reactor.cancel(*deadline);
         }
         if let Some(sessions) = self.sessions.upgrade() {
-            lock(&sessions.unauthenticated).leave(&self.entrant);
+            sessions.unauthenticated.lock().leave(&self.entrant);
         }
     }
 }

@@ -6,12 +6,13 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::Result;
 use crate::memory::Mapping;
 use crate::runtime;
-use crate::sync::lock;
 use crate::wire::SegmentRef;
 
 /// The kernel allows a process about 65,000 mappings in all.
@@ -34,7 +35,7 @@ struct Entry {
 impl Mappings {
     /// The segment with that number, where it is mapped so.
     pub(super) fn find(&self, segment: u64, writable: bool) -> Option<Arc<Mapping>> {
-        let mut inner = lock(&self.0);
+        let mut inner = self.0.lock();
         inner.uses += 1;
         let now = inner.uses;
         let entry = inner.by_segment.get_mut(&segment)?;
@@ -48,7 +49,7 @@ impl Mappings {
             return Ok(mapping);
         }
         let mapping = Arc::new(Mapping::map(file, segment.len as usize, writable)?);
-        let mut inner = lock(&self.0);
+        let mut inner = self.0.lock();
         let entry = Entry { mapping: Arc::clone(&mapping), last_use: inner.uses };
         let replaced = inner.by_segment.insert(segment.id, entry);
         let dropped = inner.make_room();
@@ -60,13 +61,13 @@ impl Mappings {
 
     /// The owner has no such segment any more. Remotes that use the mapping keep it until they go.
     pub(super) fn forget(&self, segment: u64) {
-        let gone = lock(&self.0).by_segment.remove(&segment);
+        let gone = self.0.lock().by_segment.remove(&segment);
         drop(gone);
     }
 
     /// The session has ended: all of them go. Not here, which may be the event loop or the watcher: unmapping takes a while.
     pub(super) fn let_go(&self) {
-        let all = std::mem::take(&mut lock(&self.0).by_segment);
+        let all = std::mem::take(&mut self.0.lock().by_segment);
         if !all.is_empty() {
             // Where no worker can be had they go here all the same.
             let _ = runtime::pool().spawn(Box::new(move || drop(all)));

@@ -4,13 +4,14 @@
 //! only while there is such a write.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::fence::applying::ApplySlotView;
 use crate::fence::life::has_exited;
 use crate::runtime::{self, Timer};
-use crate::sync::lock;
 use crate::transfer::TransferCore;
 
 /// The first look comes after this time, and each further one after twice the time of that before, up to the last.
@@ -45,7 +46,7 @@ pub(super) fn listen(transfer: &Arc<TransferCore>, slot: ApplySlotView, process:
     static LISTENER: OnceLock<Arc<Listener>> = OnceLock::new();
     transfer.add_outstanding();
     let listener = LISTENER.get_or_init(Arc::default);
-    let mut listening = lock(&listener.0);
+    let mut listening = listener.0.lock();
     listening.all.push(One { transfer: Arc::downgrade(transfer), slot, process });
     listening.pause = FIRST;
     listener.arm(&mut listening);
@@ -67,7 +68,7 @@ impl Listener {
 impl Timer for Listener {
     fn fired(self: Arc<Self>, _key: u64) {
         let over: Vec<One> = {
-            let mut listening = lock(&self.0);
+            let mut listening = self.0.lock();
             listening.armed = false;
             listening.pause = (listening.pause * 2).min(LAST);
             let over = listening

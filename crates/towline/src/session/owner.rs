@@ -19,9 +19,10 @@ use std::os::fd::OwnedFd;
 #[cfg(test)]
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use parking_lot::{Mutex, MutexGuard};
 use towline_proto::session::allowance::{Allowance, exhausted};
 use towline_proto::session::owner::{Action, Owner, Reading};
 
@@ -44,7 +45,6 @@ use crate::runtime::socket::{Lane, RawPartMut};
 use crate::runtime::{self, Device};
 use crate::session::Sessions;
 use crate::session::apply;
-use crate::sync::lock;
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result, ticket};
@@ -174,7 +174,7 @@ impl Serving {
         let most = sessions.settings.quotas.connections;
         let serving = sessions.serving();
         let same = serving.iter().filter(|one| one.peer.incarnation == peer.incarnation);
-        let open: usize = same.map(|one| lock(&one.connections).len()).sum();
+        let open: usize = same.map(|one| one.connections.lock().len()).sum();
         if open >= most {
             return Err(exhausted("contact", format!("{most} connections"), "at a time"));
         }
@@ -194,11 +194,11 @@ impl Serving {
         let charge = serving.allowance.charge("contact", connection.cost())?;
         connection.socket().tune(Lane::Bulk, Some(super::UNANSWERED))?;
         connection.call(transcript);
-        lock(&serving.connections).push(Arc::clone(connection));
+        serving.connections.lock().push(Arc::clone(connection));
         serving.rules().joined(Over::of(connection), transcript);
         // Whoever ends it closes the connections that it finds after it has said so.
         if serving.is_closed() {
-            lock(&serving.connections).clear();
+            serving.connections.lock().clear();
             return Err(Error::new(Kind::Disconnected, "contact", "the session is over"));
         }
         let slot = serving.local.as_ref().and_then(Local::apply_slot);
@@ -213,7 +213,7 @@ impl Serving {
 
     /// The rules, and nobody else has them meanwhile.
     fn rules(&self) -> Rules<'_> {
-        Rules(Some(lock(&self.rules)))
+        Rules(Some(self.rules.lock()))
     }
 
     /// The peer with that session.
@@ -242,7 +242,7 @@ impl Serving {
 
     /// Ends it on this side's wish.
     pub(crate) fn close(&self) {
-        let connections = lock(&self.connections).clone();
+        let connections = self.connections.lock().clone();
         for connection in &connections {
             if connection.role() == Role::Control {
                 connection.bye(None);
@@ -258,7 +258,7 @@ impl Serving {
         if let Some(local) = &self.local {
             local.mail.mailbox.close();
         }
-        let connections: Vec<_> = lock(&self.connections).drain(..).collect();
+        let connections: Vec<_> = self.connections.lock().drain(..).collect();
         for connection in connections {
             connection.close(error.clone());
             connection.let_go();
@@ -266,7 +266,7 @@ impl Serving {
         let remains = self.rules().clear();
         self.files.clear();
         if let Some(local) = &self.local {
-            drop(lock(&local.alive).take());
+            drop(local.alive.lock().take());
             local.pins.end();
         }
         if let Some(sessions) = self.sessions.upgrade() {
@@ -529,7 +529,7 @@ impl Serving {
         let watch = watcher::watch(Arc::clone(&local.pins.page), Side::Initiator, died)
             .inspect_err(|error| tracing::debug!(%error, "no watch on the peer"))
             .ok();
-        if let Some(alive) = lock(&local.alive).as_mut() {
+        if let Some(alive) = local.alive.lock().as_mut() {
             alive.1 = watch;
         }
         Ok(())
@@ -567,7 +567,7 @@ impl Stream for Serving {
     }
 
     fn break_off(&self, generation: u64) {
-        let connections = lock(&self.connections).clone();
+        let connections = self.connections.lock().clone();
         for connection in connections {
             connection.discard(|keep| keep.is_generation(generation));
             for request in connection.withdraw(|keep| keep.is_generation(generation)) {
@@ -579,7 +579,7 @@ impl Stream for Serving {
 
 impl Serving {
     pub(super) fn control(&self) -> Option<Arc<Connection>> {
-        lock(&self.connections).iter().find(|one| one.role() == Role::Control).cloned()
+        self.connections.lock().iter().find(|one| one.role() == Role::Control).cloned()
     }
 }
 
@@ -708,7 +708,7 @@ impl Handler for Arc<Serving> {
         connection.let_go();
         let is_there = |lane: &Over| lane.0.strong_count() > 0;
         let gone = self.rules().gone(&Over::of(connection), &error, is_there);
-        lock(&self.connections).retain(|one| !Arc::ptr_eq(one, connection));
+        self.connections.lock().retain(|one| !Arc::ptr_eq(one, connection));
         if gone.ends {
             self.end(&error);
         }

@@ -13,7 +13,6 @@ use super::grant::GrantHandle;
 use super::initiator::{Session, Waiter};
 use crate::identity::Identity;
 use crate::region::{PeerPins, RegionCore};
-use crate::sync::lock;
 use crate::ticket::Claims;
 use crate::wire;
 use crate::{Error, Kind, Result, runtime};
@@ -90,7 +89,7 @@ impl Session {
     /// Remembers whom to notify when the owner wants that grant back.
     pub(super) fn borrows(&self, grant: &GrantHandle, borrowing: Weak<dyn Borrowing>) {
         let late = {
-            let mut all = lock(&self.borrowing);
+            let mut all = self.borrowing.lock();
             all.retain(|_, one| one.is_wanted());
             let borrowed = all.entry(grant.handle).or_default();
             borrowed.by.push((std::ptr::from_ref(grant).addr(), Weak::clone(&borrowing)));
@@ -104,7 +103,7 @@ impl Session {
 
     /// The owner wants that grant back.
     pub(in crate::session) fn recall(&self, handle: u32) {
-        let by: Vec<_> = match lock(&self.borrowing).get_mut(&handle) {
+        let by: Vec<_> = match self.borrowing.lock().get_mut(&handle) {
             Some(borrowed) => {
                 borrowed.recalled = true;
                 borrowed.living().collect()
@@ -117,7 +116,7 @@ impl Session {
     /// Whether nobody else has something under way, or may begin something, by the same grant.
     pub(in crate::session) fn others_have_let_go(&self, grant: &GrantHandle) -> bool {
         let me = std::ptr::from_ref(grant).addr();
-        let others: Vec<_> = match lock(&self.borrowing).get(&grant.handle) {
+        let others: Vec<_> = match self.borrowing.lock().get(&grant.handle) {
             Some(borrowed) => borrowed.by.iter().filter(|(who, _)| *who != me).cloned().collect(),
             None => Vec::new(),
         };
@@ -126,7 +125,7 @@ impl Session {
 
     /// Whether nothing is under way on a path that reaches the owner's memory by itself.
     pub(super) fn borrows_nothing(&self) -> bool {
-        let all: Vec<_> = lock(&self.borrowing).values().flat_map(Borrowed::living).collect();
+        let all: Vec<_> = self.borrowing.lock().values().flat_map(Borrowed::living).collect();
         all.iter().all(|one| one.is_idle())
     }
 }

@@ -1,14 +1,13 @@
 //! Connections that did not become sessions: how many, why, from where, and a line in the log now and then.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use towline_proto::session::unauthenticated::{Origin, Sparse};
 
 use crate::region::StrangerAudit;
-use crate::sync::lock;
 use crate::{Error, Kind};
 
 /// So many origins are told apart; what comes from others is counted together. Whoever connects can make up as many as it has
@@ -81,7 +80,7 @@ impl Refusals {
         if proven.is_none() {
             self.count_origin(origin);
         }
-        if let Some(suppressed) = lock(&self.log).line(Instant::now()) {
+        if let Some(suppressed) = self.log.lock().line(Instant::now()) {
             let peer = proven.unwrap_or("unproven");
             tracing::warn!(endpoint, %origin, peer, %error, suppressed, "a connection was refused");
         }
@@ -89,7 +88,7 @@ impl Refusals {
 
     /// There was no descriptor for a peer; whether a line says so.
     pub(super) fn no_descriptor(&self, endpoint: &str, error: &Error) -> bool {
-        let line = lock(&self.shortages).line(Instant::now());
+        let line = self.shortages.lock().line(Instant::now());
         if let Some(suppressed) = line {
             tracing::warn!(endpoint, %error, suppressed, "no descriptor is left for a new peer");
         }
@@ -97,7 +96,7 @@ impl Refusals {
     }
 
     fn count_origin(&self, origin: Origin) {
-        let mut origins = lock(&self.by_origin);
+        let mut origins = self.by_origin.lock();
         if let Some(count) = origins.get_mut(&origin) {
             *count += 1;
         } else if origins.len() < MOST_ORIGINS {
@@ -119,7 +118,9 @@ impl Refusals {
 
     /// Where those came from that had not proven anything.
     pub(crate) fn audit(&self) -> Vec<StrangerAudit> {
-        let mut all: Vec<StrangerAudit> = lock(&self.by_origin)
+        let mut all: Vec<StrangerAudit> = self
+            .by_origin
+            .lock()
             .iter()
             .map(|(origin, refused)| StrangerAudit { origin: origin.to_string(), refused: *refused })
             .collect();

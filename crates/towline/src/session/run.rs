@@ -1,8 +1,9 @@
 //! One transfer over sockets: its units as requests, spread over the connections as these become free.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 
+use parking_lot::Mutex;
 use towline_proto::session::initiator::{Asked, Asks};
 
 use super::checks;
@@ -15,7 +16,6 @@ use super::parts::{Held, Keep, Payload};
 use crate::bytes::checked;
 use crate::layout::Plan;
 use crate::runtime::socket::RawPartMut;
-use crate::sync::lock;
 use crate::transfer::submission::{Link, Submission, Unit};
 use crate::transfer::{Op, Several, TransferCore};
 use crate::wire::{self, Block, Message};
@@ -389,7 +389,7 @@ impl Run {
         if !again {
             return self.failed(unit, error);
         }
-        lock(&self.waiting).push(unit);
+        self.waiting.lock().push(unit);
         // A stop, or the end of the session, that came before did not find it there.
         if let Err(error) = self.session().will_start(self).and_then(|()| match self.transfer.is_stopped() {
             false => Ok(()),
@@ -421,7 +421,7 @@ impl Run {
     }
 
     fn take_waiting(&self, unit: usize) -> bool {
-        let mut waiting = lock(&self.waiting);
+        let mut waiting = self.waiting.lock();
         let found = waiting.iter().position(|one| *one == unit);
         found.map(|at| waiting.swap_remove(at)).is_some()
     }
@@ -486,7 +486,7 @@ impl Run {
             }
             self.unit_failed(unit, of(unit));
         }
-        let waiting = std::mem::take(&mut *lock(&self.waiting));
+        let waiting = std::mem::take(&mut *self.waiting.lock());
         for unit in waiting {
             self.unit_failed(unit, of(unit));
         }

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use towline_proto::session::unauthenticated::Unauthenticated;
 
 use super::connection::Connection;
@@ -14,7 +15,6 @@ use crate::budget::Budget;
 use crate::identity::{Identity, Incarnation};
 use crate::operations::Operations;
 use crate::region::Registry;
-use crate::sync::lock;
 use crate::ticket::{self, Reach};
 use crate::tls::Tls;
 use crate::wire::handshake::Secret;
@@ -94,13 +94,13 @@ impl Sessions {
         let named = if advertise.is_empty() { &bound } else { advertise };
         reach.extend(named.iter().take(ticket::MAX_REACH - 1).copied().map(Reach::Tcp));
         self.registry.is_reached_by(reach);
-        *lock(&self.listeners) = listeners;
+        *self.listeners.lock() = listeners;
         Ok(())
     }
 
     /// The session to that owner over a medium of that name; `shares`: memory may be shared with the owner.
     pub(crate) fn to(&self, owner: Incarnation, medium: Medium, shares: bool) -> Option<Arc<Session>> {
-        let sessions = lock(&self.to_owners);
+        let sessions = self.to_owners.lock();
         sessions.get(&(owner, medium.name(), shares)).filter(|session| session.is_open()).cloned()
     }
 
@@ -119,7 +119,7 @@ impl Sessions {
         }
         let session = Session::connect(self, ticket, medium, shares, limits)?;
         let key = (owner, medium.name(), shares);
-        let mut sessions = lock(&self.to_owners);
+        let mut sessions = self.to_owners.lock();
         // Two threads may have made contact at once; the first one's session serves both.
         if let Some(earlier) = sessions.get(&key).filter(|session| session.is_open()) {
             return Ok(Arc::clone(earlier));
@@ -130,7 +130,7 @@ impl Sessions {
 
     /// That session to an owner is over.
     pub(super) fn forget(&self, session: &Session) {
-        let mut sessions = lock(&self.to_owners);
+        let mut sessions = self.to_owners.lock();
         let key = (session.owner().incarnation, session.medium().name(), session.shares());
         if sessions.get(&key).is_some_and(|one| std::ptr::eq(Arc::as_ptr(one), session)) {
             sessions.remove(&key);
@@ -139,37 +139,37 @@ impl Sessions {
 
     /// The peers that are served.
     pub(crate) fn serving(&self) -> Vec<Arc<Serving>> {
-        lock(&self.serving).iter().filter_map(Weak::upgrade).collect()
+        self.serving.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
     /// One more peer is served.
     pub(super) fn serve(&self, serving: &Arc<Serving>) {
-        let mut all = lock(&self.serving);
+        let mut all = self.serving.lock();
         all.retain(|one| one.strong_count() > 0);
         all.push(Arc::downgrade(serving));
     }
 
     /// That peer is served no more.
     pub(super) fn serve_no_more(&self, serving: &Serving) {
-        lock(&self.serving).retain(|one| one.as_ptr() != std::ptr::from_ref(serving));
+        self.serving.lock().retain(|one| one.as_ptr() != std::ptr::from_ref(serving));
     }
 
     /// How many connections have not proven themselves.
     pub(crate) fn unauthenticated(&self) -> usize {
-        lock(&self.unauthenticated).count()
+        self.unauthenticated.lock().count()
     }
 
     /// Stops listening, and ends all sessions.
     pub(crate) fn hang_up(&self) {
-        for listener in lock(&self.listeners).drain(..) {
+        for listener in self.listeners.lock().drain(..) {
             listener.close();
         }
         let closed = || Error::new(Kind::Canceled, "close", "the endpoint was closed");
-        let sessions: Vec<_> = lock(&self.to_owners).drain().map(|(_, session)| session).collect();
+        let sessions: Vec<_> = self.to_owners.lock().drain().map(|(_, session)| session).collect();
         for session in sessions {
             session.close(closed());
         }
-        let serving: Vec<_> = lock(&self.serving).drain(..).filter_map(|peer| peer.upgrade()).collect();
+        let serving: Vec<_> = self.serving.lock().drain(..).filter_map(|peer| peer.upgrade()).collect();
         for peer in serving {
             peer.close();
         }

@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 use std::time::Instant;
 
+use parking_lot::{Condvar, Mutex};
 use towline_proto::transfer::{BlockFailure, State};
 
 use super::later::{LatePlan, LateUnits, Planning};
@@ -15,7 +16,6 @@ use crate::cuda::StreamHandle;
 use crate::layout::{Piece, Plan};
 use crate::region::{RegionCore, RegionUse};
 use crate::runtime::TimerId;
-use crate::sync::lock;
 use crate::{Error, Kind, Result, room};
 
 /// Told once how a transfer ended, and which blocks failed, before its waiters are.
@@ -199,7 +199,7 @@ impl TransferCore {
             ended: Condvar::new(),
             on_end,
         });
-        let mut inner = lock(&core.inner);
+        let mut inner = core.inner.lock();
         let first = core.next_check(&inner);
         core.check_at(&mut inner, first);
         drop(inner);
@@ -208,7 +208,7 @@ impl TransferCore {
 
     /// What was one unit until now is these. Before any of them has reported.
     pub(super) fn divide(&self, plans: Several<Plan>, units: Vec<Unit>) {
-        lock(&self.inner).state.divide(units.len());
+        self.inner.lock().state.divide(units.len());
         for (part, plan) in self.parts.iter().zip(plans) {
             let set = part.plan.set(plan);
             debug_assert!(set.is_ok(), "a transfer is divided once");
@@ -271,7 +271,7 @@ impl TransferCore {
 
     /// Whether it has ended, also where nobody knows yet.
     pub(crate) fn has_ended(&self) -> bool {
-        lock(&self.inner).state.ended().is_some()
+        self.inner.lock().state.ended().is_some()
     }
 
     /// Whether the paths should stop moving bytes for it.
@@ -291,12 +291,12 @@ impl TransferCore {
 
     /// When it was started, and when it was stopped, if it was.
     pub(crate) fn span_of_time(&self) -> (Instant, Option<Instant>) {
-        (lock(&self.inner).started, self.stopped_at.get().copied())
+        (self.inner.lock().started, self.stopped_at.get().copied())
     }
 
     /// Whether it was told to stop. A stop that this does not see yet finds who [helps](Self::set_help) by now.
     pub(crate) fn is_stopping(&self) -> bool {
-        lock(&self.inner).state.stopping().is_some()
+        self.inner.lock().state.stopping().is_some()
     }
 
     /// Whoever copies for it is told that it was stopped.
@@ -308,7 +308,8 @@ impl TransferCore {
 
     /// Why it was stopped, for the units that did not run.
     pub(crate) fn stop_error(&self) -> Error {
-        lock(&self.inner)
+        self.inner
+            .lock()
             .state
             .stopping()
             .cloned()
@@ -320,7 +321,7 @@ impl TransferCore {
         if let Some(above) = &self.above {
             above.progressed(bytes);
         }
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         inner.state.progressed(bytes);
         inner.last_progress = Instant::now();
     }
@@ -330,13 +331,13 @@ impl TransferCore {
         if let Some(above) = &self.above {
             above.got_on(when);
         }
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         inner.last_progress = inner.last_progress.max(when);
     }
 
     /// The word that an atomic operation found.
     pub(crate) fn set_value(&self, value: u64) {
-        lock(&self.inner).state.set_value(value);
+        self.inner.lock().state.set_value(value);
     }
 
     /// Of how many parts an error names one: whoever divided them names those of some parts.
@@ -417,7 +418,7 @@ impl TransferCore {
 
     pub(super) fn report(&self, step: impl FnOnce(&mut State)) {
         {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             inner.last_progress = Instant::now();
             step(&mut inner.state);
         }

@@ -1,7 +1,7 @@
 //! How a transfer ends: it is stopped, delivers its end once, and is quiet then or later; who waits for that, and the limits.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,6 @@ use super::TransferCore;
 use super::core::Inner;
 use crate::region::RegionUse;
 use crate::runtime::{self, Timer};
-use crate::sync::lock;
 use crate::{Error, Kind, Result, fork};
 
 /// A caller that waits for less than this does not help: what it takes on may last longer.
@@ -19,7 +18,7 @@ impl TransferCore {
     /// Stops it: the path makes it quiet, then it ends with that error.
     pub(crate) fn stop(self: &Arc<Self>, error: Error) {
         let error = self.dress(error);
-        if !lock(&self.inner).state.stop(error) {
+        if !self.inner.lock().state.stop(error) {
             // Every unit has reported, but a frame or a sink still names the memory: the path takes it back.
             if self.is_held() {
                 self.link.stop(self);
@@ -37,7 +36,7 @@ impl TransferCore {
     /// Delivers the end, once: when every unit has reported and nothing names the local memory any more.
     pub(super) fn deliver(&self) {
         let (result, failures, timer) = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             match inner.state.ended() {
                 Some(result) if !inner.delivering && !self.is_held() => {
                     let end = (result.clone(), inner.state.failures().to_vec(), inner.timer);
@@ -57,7 +56,7 @@ impl TransferCore {
             Err(error) => tracing::debug!(%error, "ended"),
         });
         let wakers = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             inner.released = true;
             std::mem::take(&mut inner.wakers)
         };
@@ -79,10 +78,10 @@ impl TransferCore {
             above.let_go();
         }
         if self.held_by_engine.fetch_sub(1, Ordering::AcqRel) == 1
-            && lock(&self.inner).state.ended().is_some()
+            && self.inner.lock().state.ended().is_some()
         {
             self.release_quiet();
-            drop(lock(&self.inner));
+            drop(self.inner.lock());
             self.ended.notify_all();
         }
     }
@@ -101,7 +100,7 @@ impl TransferCore {
             above.remove_outstanding();
         }
         if self.outstanding.fetch_sub(1, Ordering::AcqRel) == 1 {
-            drop(lock(&self.inner));
+            drop(self.inner.lock());
             self.ended.notify_all();
         }
     }
@@ -118,13 +117,13 @@ impl TransferCore {
     }
 
     pub(super) fn wait_quiet(&self, until: Instant) -> bool {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         while !self.is_quiet() {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
             else {
                 return false;
             };
-            inner = self.ended.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.ended.wait_for(&mut inner, left);
         }
         true
     }
@@ -132,7 +131,7 @@ impl TransferCore {
     /// How it ended; in a forked child, where its locks may never open again, the reason for that.
     pub(super) fn end(&self) -> Option<Result<()>> {
         match fork::guard(self.op.name()) {
-            Ok(()) => lock(&self.inner).end().cloned(),
+            Ok(()) => self.inner.lock().end().cloned(),
             Err(error) => Some(Err(error)),
         }
     }
@@ -145,18 +144,18 @@ impl TransferCore {
             self.launch();
             self.take_part();
         }
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         loop {
             if let Some(result) = inner.end() {
                 return Some(result.clone());
             }
-            inner = match until {
-                None => self.ended.wait(inner).unwrap_or_else(PoisonError::into_inner),
+            match until {
+                None => self.ended.wait(&mut inner),
                 Some(until) => {
                     let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-                    self.ended.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0
+                    self.ended.wait_for(&mut inner, left);
                 }
-            };
+            }
         }
     }
 
@@ -180,7 +179,7 @@ impl Timer for TransferCore {
     fn fired(self: Arc<Self>, _key: u64) {
         let now = Instant::now();
         let error = {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             if inner.state.ended().is_some() {
                 let delivered = inner.delivering;
                 drop(inner);

@@ -10,7 +10,6 @@ use std::sync::{Arc, OnceLock, Weak};
 use super::submission::{self, Link, Started, Submission, Unit};
 use super::{Several, TransferCore};
 use crate::layout::Plan;
-use crate::sync::lock;
 use crate::{Error, Kind, Result, runtime};
 
 /// Makes the plan of each part, and checks everything about it that was not checked before.
@@ -82,7 +81,7 @@ impl TransferCore {
 
     /// Plans it and submits it again, unless somebody has.
     pub(super) fn launch(self: &Arc<Self>) {
-        let Some(planning) = lock(&self.planning).take() else { return };
+        let Some(planning) = self.planning.lock().take() else { return };
         if self.is_stopped() {
             return self.whole_failed(self.stop_error());
         }
@@ -122,7 +121,7 @@ impl TransferCore {
 
     /// Takes the planning away from whoever would do it; false where somebody has begun it.
     pub(super) fn will_not_launch(&self) -> bool {
-        lock(&self.planning).take().is_some()
+        self.planning.lock().take().is_some()
     }
 
     /// It has ended before it was cut into units, and so all of its blocks have.

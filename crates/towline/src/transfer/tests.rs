@@ -2,11 +2,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::sync::Mutex;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use crate::sync::lock;
+use parking_lot::Mutex;
+
 use crate::{Access, Endpoint, Kind, Layout, Registered, Remote, Routing, SharedStorage, SystemStorage};
 
 const WATCHDOG: Duration = Duration::from_secs(20);
@@ -25,7 +25,7 @@ fn nobody_learns_of_the_end_before_the_local_memory_is_released() {
         .by_workers(true)
         .then(Box::new(move |result, _| {
             over.send(result.clone()).unwrap();
-            let _ = lock(&goes_on).recv_timeout(WATCHDOG);
+            let _ = goes_on.lock().recv_timeout(WATCHDOG);
         }))
         .start()
         .unwrap();

@@ -6,8 +6,10 @@ mod hanging_tests;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::gpu::{self, GpuAttachment};
 use super::{Attachment, Transport, joint};
@@ -18,7 +20,6 @@ use crate::memory::Mapping;
 use crate::region::RegionUse;
 use crate::runtime::{self, Device, Timer};
 use crate::session::GrantHandle;
-use crate::sync::lock;
 use crate::transfer::submission::{Link, Started, Submission, Unit};
 use crate::transfer::{After, Help, Op, Several, Signal, TransferCore};
 use crate::{Error, Kind, Result, room};
@@ -518,10 +519,10 @@ impl<D: Direct> Run<D> {
     fn work_at_device(&self) {
         while let Some(units) = self.take() {
             for unit in units {
-                lock(&self.inside).push(unit);
+                self.inside.lock().push(unit);
                 let outcome = self.copy(unit);
                 let reported = {
-                    let mut inside = lock(&self.inside);
+                    let mut inside = self.inside.lock();
                     let at = inside.iter().position(|one| *one == unit);
                     at.map(|at| inside.swap_remove(at)).is_none()
                 };
@@ -546,7 +547,7 @@ impl<D: Direct> Run<D> {
     /// Ends the units that threads hang in. Their memory stays until those come back.
     fn give_up(&self) {
         let given_up = {
-            let mut inside = lock(&self.inside);
+            let mut inside = self.inside.lock();
             // Under the lock: who comes back lets go of it.
             inside.iter().for_each(|_| self.transfer.engaged());
             std::mem::take(&mut *inside)
@@ -608,7 +609,7 @@ impl<D: Direct> Help for Run<D> {
         let Some(device) = self.directs.first().device() else { return };
         runtime::devices().withdraw(device, self.transfer.id);
         self.end_the_rest(&self.transfer.stop_error());
-        if lock(&self.inside).is_empty() {
+        if self.inside.lock().is_empty() {
             return;
         }
         let me: Weak<dyn Timer> = Weak::clone(&self.me) as Weak<dyn Timer>;

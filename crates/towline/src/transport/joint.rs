@@ -2,9 +2,10 @@
 //!
 //! Above the seam. Each submission underneath has some of the parts; what follows the bytes follows those of all of them.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::sync::lock;
+use parking_lot::Mutex;
+
 use crate::transfer::submission::{Link, Started, Submission, SubmittedPart, Terms, What, whole};
 use crate::transfer::{BlockFailure, OnEnd, Op, Several, Signal, TransferCore, failures};
 use crate::{Error, Kind, Result, room, runtime};
@@ -60,7 +61,7 @@ impl Joint {
         let window = if transfer.stream.is_some() { usize::MAX } else { WINDOW };
         loop {
             let group = {
-                let mut state = lock(&self.state);
+                let mut state = self.state.lock();
                 if state.starting || state.next >= self.groups.len() || state.under_way >= window {
                     return;
                 }
@@ -70,12 +71,12 @@ impl Joint {
                 state.next - 1
             };
             self.start(transfer, group);
-            lock(&self.state).starting = false;
+            self.state.lock().starting = false;
         }
     }
 
     fn start(self: &Arc<Self>, transfer: &Arc<TransferCore>, group: usize) {
-        let failed = lock(&self.state).failed;
+        let failed = self.state.lock().failed;
         let stopped = transfer.is_stopped().then(|| transfer.stop_error());
         let dropped =
             || Error::new(Kind::Canceled, transfer.op.name(), "not begun: another part failed before");
@@ -135,7 +136,7 @@ impl Joint {
     /// Remembers what is under way, for a stop.
     fn keep(&self, transfer: &TransferCore, child: Arc<TransferCore>) {
         {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             state.children.retain(|child| !child.has_ended());
             if !child.has_ended() {
                 state.children.push(Arc::clone(&child));
@@ -150,7 +151,7 @@ impl Joint {
     /// A group has ended; that of it failed.
     fn ended(self: &Arc<Self>, transfer: &Arc<TransferCore>, group: usize, failed: &Failed<'_>) {
         let last = {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             state.children.retain(|child| !child.has_ended());
             state.under_way -= 1;
             state.ended += 1;
@@ -173,7 +174,7 @@ impl Joint {
 
     /// Who reports an end may be the event loop, which starts nothing.
     fn go_on(self: &Arc<Self>, transfer: &Arc<TransferCore>) {
-        if lock(&self.state).next >= self.groups.len() {
+        if self.state.lock().next >= self.groups.len() {
             return;
         }
         let (joint, whole) = (Arc::clone(self), Arc::clone(transfer));
@@ -210,7 +211,7 @@ impl Joint {
         let mut told = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
             let (joint, whole) = (Arc::clone(self), Arc::clone(transfer));
             Box::new(move |result, _| {
-                lock(&joint.state).children.retain(|child| !child.has_ended());
+                joint.state.lock().children.retain(|child| !child.has_ended());
                 report(&whole, result.clone());
             })
         };
@@ -249,7 +250,7 @@ impl Link for Joint {
     }
 
     fn stop(&self, transfer: &Arc<TransferCore>) {
-        let children = lock(&self.state).children.clone();
+        let children = self.state.lock().children.clone();
         children.iter().for_each(|child| child.stop(transfer.stop_error()));
         // What was not begun reports now: whoever ends next would do it, if there is anybody.
         if let Some(this) = self.me.upgrade() {

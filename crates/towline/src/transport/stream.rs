@@ -1,12 +1,13 @@
 //! What the paths over sockets share: the owner serves, over the session with it.
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use super::{Attachment, Offer, Owner, Transport, gpu, joint};
 use crate::session::{self, GrantHandle, Medium, Run};
-use crate::sync::lock;
 use crate::transfer::submission::{Link, Started, Submission};
 use crate::transfer::{Op, Several, TransferCore};
 use crate::{Error, Kind, Result, runtime};
@@ -49,7 +50,7 @@ struct Stream {
 
 impl Stream {
     fn handle(&self) -> Arc<GrantHandle> {
-        Arc::clone(&lock(&self.handle))
+        Arc::clone(&self.handle.lock())
     }
 
     /// What was granted for each part.
@@ -74,7 +75,7 @@ impl Stream {
             return transfer.all_failed(&Error::new(Kind::Disconnected, transfer.op.name(), message));
         }
         let run = Run::start(handles, transfer);
-        let mut runs = lock(&self.runs);
+        let mut runs = self.runs.lock();
         runs.retain(|run| run.strong_count() > 0);
         runs.push(Arc::downgrade(&run));
         drop(runs);
@@ -86,10 +87,10 @@ impl Stream {
 
     /// The same region granted again, over a new connection where its own has broken. Blocks.
     fn renew(&self, until: Instant) -> Result<Arc<GrantHandle>> {
-        let _one_connects = lock(&self.renewing);
+        let _one_connects = self.renewing.lock();
         let handle = self.handle();
         if handle.is_renewable() { handle.renewed(until) } else { Ok(handle) }
-            .inspect(|renewed| lock(&self.handle).clone_from(renewed))
+            .inspect(|renewed| self.handle.lock().clone_from(renewed))
     }
 
     /// Begins it over a new connection. Blocks.
@@ -113,7 +114,7 @@ impl Stream {
     }
 
     fn take_waiting(&self, transfer: &TransferCore) -> bool {
-        let mut waiting = lock(&self.waiting);
+        let mut waiting = self.waiting.lock();
         let found = waiting.iter().position(|one| one.id == transfer.id);
         found.map(|at| waiting.swap_remove(at)).is_some()
     }
@@ -125,7 +126,7 @@ impl Stream {
             self.begin_over(handles, transfer);
             return Ok(());
         }
-        lock(&self.waiting).push(Arc::clone(transfer));
+        self.waiting.lock().push(Arc::clone(transfer));
         let (this, waiting) = (Weak::clone(&self.me), Arc::clone(transfer));
         let connecting = runtime::contacts().spawn(Box::new(move || {
             if let Some(this) = this.upgrade() {
@@ -203,7 +204,7 @@ impl Link for Stream {
             return transfer.all_failed(&transfer.stop_error());
         }
         let run =
-            lock(&self.runs).iter().filter_map(Weak::upgrade).find(|run| run.transfer.id == transfer.id);
+            self.runs.lock().iter().filter_map(Weak::upgrade).find(|run| run.transfer.id == transfer.id);
         match run {
             // An atomic is one request, which has been sent: nobody has a run of it any more.
             _ if matches!(transfer.op, Op::Atomic { .. }) => self.handle().session().settle(),

@@ -1,8 +1,9 @@
 //! A storage goes after its registration, never before.
 
 use std::any::Any;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use towline::memory::MemoryDescription;
 use towline::nixl::{
     MemType, NixlAgent, NixlDescriptor, NixlRegisterExt, RegDescList, RegisteredView, XferOp,
@@ -56,7 +57,7 @@ impl Drop for Recording {
     fn drop(&mut self) {
         let mut list = RegDescList::new(MemType::Dram).unwrap();
         list.add_desc(self.addr(), self.size(), 0).unwrap();
-        self.record.lock().unwrap().push(self.agent.get_local_partial_md(&list, None).is_ok());
+        self.record.lock().push(self.agent.get_local_partial_md(&list, None).is_ok());
     }
 }
 
@@ -71,23 +72,23 @@ fn the_registration_goes_before_the_storage() {
         let NixlDescriptor { addr, size, .. } = registered.descriptor();
         assert_eq!((addr as usize, size), (registered.addr(), 65536));
         drop(registered);
-        assert_eq!(*record.lock().unwrap(), [false], "freed once, and deregistered before ({engine})");
+        assert_eq!(*record.lock(), [false], "freed once, and deregistered before ({engine})");
 
         // Given back, it is deregistered and not freed.
         let (storage, record) = Recording::new(&agent);
         let storage = storage.register(&agent, None).unwrap().into_storage().unwrap();
-        assert!(record.lock().unwrap().is_empty());
+        assert!(record.lock().is_empty());
         drop(storage);
-        assert_eq!(*record.lock().unwrap(), [false]);
+        assert_eq!(*record.lock(), [false]);
 
         // Refused, it comes back as it was.
         let (storage, record) = Recording::new(&agent);
         let mut opt = towline::nixl::OptArgs::new().unwrap();
         opt.add_backend("POSIX").unwrap();
         let refused = storage.register(&agent, Some(&opt)).unwrap_err();
-        assert!(record.lock().unwrap().is_empty());
+        assert!(record.lock().is_empty());
         drop(refused.storage);
-        assert_eq!(record.lock().unwrap().len(), 1);
+        assert_eq!(record.lock().len(), 1);
     }
 }
 
@@ -104,6 +105,6 @@ fn a_storage_in_use_by_a_request_outlives_its_registration() {
         run(&agent, &request, None);
         drop(local);
         drop(request);
-        assert_eq!(*record.lock().unwrap(), [false], "{engine}");
+        assert_eq!(*record.lock(), [false], "{engine}");
     }
 }

@@ -2,10 +2,11 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread;
 
+use parking_lot::Mutex;
 use towline::{Endpoint, Tls};
 
 use crate::tcp;
@@ -37,7 +38,7 @@ impl Middle {
         let passed = Arc::clone(&middle.passed);
         thread::spawn(move || {
             while let Ok((near, _)) = listener.accept() {
-                let Some(owner) = *owner.lock().unwrap() else { continue };
+                let Some(owner) = *owner.lock() else { continue };
                 let Ok(far) = TcpStream::connect(owner) else { continue };
                 for (from, to) in [(&near, &far), (&far, &near)] {
                     let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
@@ -51,7 +52,7 @@ impl Middle {
                             if before + len > flip && !flipped.swap(true, Ordering::SeqCst) {
                                 some[flip.saturating_sub(before).min(len - 1)] ^= 4;
                             }
-                            let mut seen = seen.lock().unwrap();
+                            let mut seen = seen.lock();
                             if seen.len() < 4 << 20 {
                                 seen.extend_from_slice(&some[..len]);
                             }
@@ -85,7 +86,7 @@ impl Middle {
         let options = Endpoint::options("owner").routing(tcp()).listen(free).advertise(self.address);
         let options = options.checksums(checksums);
         let owner = tls.into_iter().fold(options, towline::EndpointOptions::tls).open().unwrap();
-        *self.owner.lock().unwrap() = Some(free);
+        *self.owner.lock() = Some(free);
         owner
     }
 }

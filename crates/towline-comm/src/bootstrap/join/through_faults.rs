@@ -3,11 +3,11 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use towline::{Access, Endpoint, Kind, Registered, SystemStorage, Ticket};
 use towline_testkit::proxy::{Faults, Proxy};
 use towline_testkit::random::seed;
@@ -101,12 +101,12 @@ fn meet_all(test: &str, tls: bool, faults: &Faults) -> (usize, usize) {
             scope.spawn(|| {
                 while let number @ 0..MEETINGS = next.fetch_add(1, Ordering::Relaxed) {
                     let replies = ranks.meet(number, tls, faults);
-                    *good.lock().unwrap() += replies;
+                    *good.lock() += replies;
                 }
             });
         }
     });
-    (good.into_inner().unwrap(), MEETINGS as usize * NRANKS)
+    (good.into_inner(), MEETINGS as usize * NRANKS)
 }
 
 #[test]

@@ -4,8 +4,7 @@
 //! out of its own, and moves the ends once per chunk: nothing is gathered in memory between, and nobody is woken for a
 //! piece. All bytes go through the same rings as those of [`exchange`](Team::exchange), in the same order.
 
-use std::sync::MutexGuard;
-
+use parking_lot::MutexGuard;
 use towline::{Dtype, Span, Stretch};
 
 use super::{Received, Sent, garbled};

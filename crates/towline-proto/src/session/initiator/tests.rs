@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::rc::Rc;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::*;
 use crate::wire::{Bye, Check, Data, Done, Granted, Header, Message, Pong, QueryReply, WireError};
@@ -24,7 +26,7 @@ impl Transfer for Move {
     }
 
     fn times(&self) -> Times {
-        *self.times.lock().unwrap()
+        *self.times.lock()
     }
 }
 
@@ -91,7 +93,7 @@ impl Scene {
     }
 
     fn stop(&mut self) -> Actions<Somebody> {
-        self.moved.times.lock().unwrap().stopped = Some(self.now);
+        self.moved.times.lock().stopped = Some(self.now);
         self.rules.stop(7, self.now)
     }
 

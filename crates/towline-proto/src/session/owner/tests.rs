@@ -7,9 +7,10 @@ mod grants;
 mod lanes;
 mod touching;
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::*;
 use crate::identity::Incarnation;
@@ -167,7 +168,7 @@ impl Scene {
         let Action::Read(reading) = action else { panic!("not read") };
         assert!(reading.checks.is_none());
         let (hold, ranges) = reading.admitted?.into_parts();
-        let bytes = hold.0.bytes.lock().unwrap();
+        let bytes = hold.0.bytes.lock();
         Ok(ranges.iter().flat_map(|(at, len)| bytes[at as usize..at as usize + len].to_vec()).collect())
     }
 
@@ -180,7 +181,7 @@ impl Scene {
     fn write(&mut self, handle: u32, blocks: &[Block], bytes: &[u8]) -> Result<(), Refusal<Ticketed>> {
         let write = Write { transfer: 0, handle, blocks: blocks.to_vec() };
         let (hold, ranges) = self.arrives(write.into(), bytes.len() as u64)?.admitted?.into_parts();
-        let (mut all, mut left) = (hold.0.bytes.lock().unwrap(), bytes);
+        let (mut all, mut left) = (hold.0.bytes.lock(), bytes);
         for (at, len) in ranges.iter() {
             let (now, rest) = left.split_at(len);
             all[at as usize..][..len].copy_from_slice(now);
@@ -210,7 +211,7 @@ impl Scene {
     fn change(&self, word: Word<Ticketed>, change: impl Fn(u64) -> u64) -> u64 {
         let (hold, ranges) = word.admitted.into_parts();
         let (at, len) = ranges.iter().next().unwrap();
-        let mut bytes = hold.0.bytes.lock().unwrap();
+        let mut bytes = hold.0.bytes.lock();
         let word = &mut bytes[at as usize..][..len];
         let seen = u64::from_le_bytes(word.try_into().unwrap());
         word.copy_from_slice(&change(seen).to_le_bytes());

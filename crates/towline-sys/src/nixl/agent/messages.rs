@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "foreign calls")]
 
 use std::ptr;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::{AgentCore, c_string, text};
 use crate::Result;
@@ -85,7 +85,7 @@ impl Drop for Mailbox {
 
 pub(super) fn take(agent: &AgentCore) -> Result<Vec<Notification>> {
     let call = "nixl_capi_get_notifs";
-    let mut place = agent.mailbox.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut place = agent.mailbox.lock();
     // An empty map is used again; one that holds messages has been read, and goes.
     let mailbox = match place.take() {
         Some(mailbox) => mailbox,

@@ -1,13 +1,14 @@
 //! Copies between slots and GPUs that nobody waits for: what follows them is called when the bytes are there.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::{Passing, Slot};
 use crate::cuda::watch::{self, SPIN, Watched, pause_since, watch};
-use crate::sync::lock;
 use crate::{Result, runtime};
 
 /// How often the thread looks at bytes that stop over.
@@ -33,7 +34,7 @@ pub(crate) fn when_done(passing: Passing, then: Then) {
 
 impl Watched for Stopover {
     fn watched(&self) -> bool {
-        let mut passing = lock(&self.passing);
+        let mut passing = self.passing.lock();
         let done = match &*passing {
             Some((copy, _)) => copy.is_done(),
             None => return true,

@@ -1,14 +1,15 @@
 //! A peer whose metadata is here, and its regions.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use super::metadata::{Entry, Metadata};
 use super::table::{Ranged, Side, Table};
 use crate::identity::Identity;
 use crate::nixl::list::{Key, Range};
-use crate::sync::lock;
 use crate::{Endpoint, Error, Kind, Remote, Result};
 
 /// A region of a peer, imported when it is first used.
@@ -23,7 +24,7 @@ impl Region {
     }
 
     fn remote(&self) -> Option<Arc<Remote>> {
-        lock(&self.remote).clone().filter(|remote| remote.alive().is_ok())
+        self.remote.lock().clone().filter(|remote| remote.alive().is_ok())
     }
 }
 
@@ -69,7 +70,7 @@ impl Peer {
 
     /// Adds regions. What lay there before has been taken back by its owner, or it could not be there again.
     pub(super) fn learn(&self, metadata: Metadata) {
-        let mut regions = lock(&self.regions);
+        let mut regions = self.regions.lock();
         let news = Cover::of(&metadata.entries);
         let number = |entry: &Entry| (entry.ticket.body().row, entry.ticket.body().generation);
         let mut replaced: HashMap<(u32, u64), Arc<Region>> = HashMap::new();
@@ -101,7 +102,7 @@ impl Peer {
     }
 
     pub(super) fn find(&self, ranges: impl ExactSizeIterator<Item = Range>) -> Result<Side<Arc<Region>>> {
-        lock(&self.regions).find(ranges, |range| {
+        self.regions.lock().find(ranges, |range| {
             let message = format!("the metadata of agent {} does not cover {range:?}", self.identity.name);
             Error::new(Kind::NotFound, "nixl", message).with_peer(&*self.identity.name)
         })
@@ -114,7 +115,7 @@ impl Peer {
             return Ok(remote);
         }
         let remote = Arc::new(endpoint.import(&self.door.entry.ticket)?);
-        *lock(&self.door.remote) = Some(Arc::clone(&remote));
+        *self.door.remote.lock() = Some(Arc::clone(&remote));
         Ok(remote)
     }
 }
@@ -143,7 +144,7 @@ pub(super) fn imported(
                 let answer = fresh.next();
                 let none = || Err(Error::new(Kind::Internal, "import", "no answer"));
                 let remote = Arc::new(answer.unwrap_or_else(none)?);
-                *lock(&region.remote) = Some(Arc::clone(&remote));
+                *region.remote.lock() = Some(Arc::clone(&remote));
                 Ok(remote)
             }
         })

@@ -1,15 +1,16 @@
 //! A transfer between two lists of ranges: one transfer of the library, with a part for each pair of regions.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::Embedded;
 use super::peer::Peer;
 use super::table::Part as Listed;
 use crate::nixl::transfer::{XferOp, XferTelemetry};
 use crate::region::Span;
-use crate::sync::lock;
 use crate::{BlockFailure, Error, Part, Remote, Result, Transfer, room};
 
 /// One transfer. It can be posted again once it has ended.
@@ -90,7 +91,7 @@ impl Request {
 
     /// Starts it; true while it is in progress. A message given here goes in place of that of the request.
     pub(in crate::nixl) fn post(&self, message: Option<&[u8]>) -> Result<bool> {
-        let mut posted = lock(&self.posted);
+        let mut posted = self.posted.lock();
         if posted.as_ref().is_some_and(|posted| posted.transfer.result().is_none()) {
             return Err(Error::invalid("post_xfer_req", "the request is in progress"));
         }
@@ -122,7 +123,7 @@ impl Request {
 
     fn posted(&self) -> Result<Arc<Posted>> {
         let none = || Error::invalid("get_xfer_status", "the request was not posted");
-        lock(&self.posted).clone().ok_or_else(none)
+        self.posted.lock().clone().ok_or_else(none)
     }
 
     /// How it ended; `None` while it is in progress.

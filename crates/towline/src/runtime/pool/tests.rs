@@ -132,9 +132,9 @@ fn a_waiting_thread_is_used_before_a_new_one_is_started() {
         let (sender, receiver) = channel();
         pool.spawn(Box::new(move || sender.send(()).unwrap())).unwrap();
         receiver.recv_timeout(WATCHDOG).unwrap();
-        wait_until("the worker waits again", || !lock(&pool.state).idle.is_empty());
+        wait_until("the worker waits again", || !pool.state.lock().idle.is_empty());
     }
-    assert_eq!(lock(&pool.state).threads, 1);
+    assert_eq!(pool.state.lock().threads, 1);
 }
 
 #[test]
@@ -159,15 +159,15 @@ fn of_two_waiting_threads_the_one_that_worked_last_is_called() {
     pool.spawn(Box::new(worker(None))).unwrap();
     let second = hear.recv_timeout(WATCHDOG).unwrap();
     assert_ne!(first, second);
-    wait_until("the second waits", || lock(&pool.state).idle.len() == 1);
+    wait_until("the second waits", || pool.state.lock().idle.len() == 1);
     here.send(()).unwrap();
-    wait_until("both wait", || lock(&pool.state).idle.len() == 2);
+    wait_until("both wait", || pool.state.lock().idle.len() == 2);
     for _ in 0..10 {
         pool.spawn(Box::new(worker(None))).unwrap();
         assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), first);
-        wait_until("both wait again", || lock(&pool.state).idle.len() == 2);
+        wait_until("both wait again", || pool.state.lock().idle.len() == 2);
     }
-    let number = *lock(&pool.state).idle.first().unwrap();
+    let number = *pool.state.lock().idle.first().unwrap();
     pool.spawn_near(Some(number), Box::new(worker(None))).unwrap();
     assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), second, "unless another is asked for");
 }
@@ -235,7 +235,7 @@ fn without_any_thread_the_job_is_handed_back_and_with_one_it_waits() {
 
     no_room_for_a_stack();
     pool.spawn(Box::new(move || again.send(2).unwrap())).unwrap();
-    assert_eq!(lock(&pool.state).threads, 1);
+    assert_eq!(pool.state.lock().threads, 1);
     setrlimit(Resource::As, old).unwrap();
     barrier.wait();
     assert_eq!(receiver.recv_timeout(WATCHDOG), Ok(1));
@@ -266,9 +266,9 @@ fn one_looks_and_one_sleeps(pool: &'static Pool) -> (thread::ThreadId, thread::T
     }))
     .unwrap();
     let looks = hear.recv_timeout(WATCHDOG).unwrap();
-    wait_until("one looks", || lock(&pool.state).looker.is_some());
+    wait_until("one looks", || pool.state.lock().looker.is_some());
     held.send(()).unwrap();
-    wait_until("the other sleeps", || lock(&pool.state).idle.len() == 2);
+    wait_until("the other sleeps", || pool.state.lock().idle.len() == 2);
     assert_ne!(looks, sleeps);
     (looks, sleeps)
 }
@@ -290,9 +290,9 @@ fn a_job_that_comes_while_somebody_looks_is_the_lookers_and_nobody_is_woken() {
     let (looks, _) = one_looks_and_one_sleeps(pool);
     for _ in 0..10 {
         assert_eq!(next_of(pool), looks);
-        wait_until("it looks again", || lock(&pool.state).looker.is_some());
+        wait_until("it looks again", || pool.state.lock().looker.is_some());
     }
-    assert_eq!(lock(&pool.state).threads, 3);
+    assert_eq!(pool.state.lock().threads, 3);
 }
 
 #[test]
@@ -309,11 +309,11 @@ fn while_the_looker_is_busy_another_is_called_and_only_one_looks() {
     .unwrap();
     assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), looks);
     assert_eq!(next_of(pool), sleeps);
-    wait_until("that one looks", || lock(&pool.state).looker.is_some());
-    let looker = lock(&pool.state).looker;
+    wait_until("that one looks", || pool.state.lock().looker.is_some());
+    let looker = pool.state.lock().looker;
     held.send(()).unwrap();
-    wait_until("both wait", || lock(&pool.state).idle.len() == 2);
-    assert_eq!(lock(&pool.state).looker, looker);
+    wait_until("both wait", || pool.state.lock().idle.len() == 2);
+    assert_eq!(pool.state.lock().looker, looker);
     assert_eq!(next_of(pool), sleeps, "the first one would look too, but sleeps");
 }
 
@@ -345,9 +345,9 @@ fn who_looks_sleeps_when_the_others_have_finished_and_is_called_again() {
     }))
     .unwrap();
     let worker = hear.recv_timeout(WATCHDOG).unwrap();
-    wait_until("it looks", || lock(&pool.state).looker.is_some());
+    wait_until("it looks", || pool.state.lock().looker.is_some());
     others.store(false, Ordering::Release);
-    wait_until("it looks no more", || lock(&pool.state).looker.is_none());
+    wait_until("it looks no more", || pool.state.lock().looker.is_none());
     assert_eq!(next_of(pool), worker);
 }
 
@@ -370,7 +370,7 @@ fn a_job_that_comes_when_the_looker_gives_up_is_not_lost() {
             spin_loop();
         }
     }
-    assert_eq!(lock(&pool.state).threads, 1);
+    assert_eq!(pool.state.lock().threads, 1);
 }
 
 #[test]
@@ -382,12 +382,12 @@ fn nobody_looks_for_another_pool_or_after_a_later_job() {
         other.look_next(|| true);
         pool.look_next(|| true);
         // Found in the queue, before it would look.
-        lock(&pool.state).queue.push_back(Box::new(move || again.send(2).unwrap()));
+        pool.state.lock().queue.push_back(Box::new(move || again.send(2).unwrap()));
         say.send(1).unwrap();
     }))
     .unwrap();
     assert_eq!([(); 2].map(|()| hear.recv_timeout(WATCHDOG).unwrap()), [1, 2]);
-    wait_until("it waits", || !lock(&pool.state).idle.is_empty());
-    assert_eq!(lock(&pool.state).looker, None);
-    assert_eq!(lock(&other.state).looker, None);
+    wait_until("it waits", || !pool.state.lock().idle.is_empty());
+    assert_eq!(pool.state.lock().looker, None);
+    assert_eq!(other.state.lock().looker, None);
 }

@@ -20,7 +20,7 @@ impl Source for Reader {
     fn ready(self: Arc<Self>, readiness: Readiness) {
         let mut bytes = [0; 64];
         let count = rustix::io::read(&self.fd, &mut bytes).unwrap_or(0);
-        let _ = lock(&self.seen).send((self.name, readiness, bytes[..count].to_vec()));
+        let _ = self.seen.lock().send((self.name, readiness, bytes[..count].to_vec()));
     }
 }
 
@@ -46,7 +46,7 @@ struct Bell {
 
 impl Timer for Bell {
     fn fired(self: Arc<Self>, key: u64) {
-        let _ = lock(&self.rung).send(key);
+        let _ = self.rung.lock().send(key);
     }
 }
 
@@ -190,7 +190,7 @@ fn a_source_that_removes_another_in_the_same_batch_keeps_its_event_from_it() {
     impl Source for Rival {
         fn ready(self: Arc<Self>, _: Readiness) {
             self.called.fetch_add(1, Ordering::SeqCst);
-            let tokens = lock(&self.tokens).clone();
+            let tokens = self.tokens.lock().clone();
             for side in [1 - self.me, self.me] {
                 self.reactor.remove(tokens[side], self.fds[side].as_fd());
             }
@@ -215,7 +215,7 @@ fn a_source_that_removes_another_in_the_same_batch_keeps_its_event_from_it() {
         })
         .collect();
     {
-        let mut held = lock(&tokens);
+        let mut held = tokens.lock();
         for (me, rival) in rivals.iter().enumerate() {
             held.push(reactor.add(fds[me].as_fd(), Interest::READ, weak(rival)).unwrap());
         }
@@ -320,7 +320,7 @@ fn the_loop_keeps_nothing_alive_and_forgets_what_is_dropped() {
     assert!(timer.upgrade().is_none());
     rustix::io::write(&write, b"x").unwrap();
     settle(&reactor);
-    assert!(lock(&reactor.sources).by_token.is_empty());
+    assert!(reactor.sources.lock().by_token.is_empty());
     assert_eq!(rung.recv_timeout(WATCHDOG), Err(RecvTimeoutError::Disconnected));
 }
 
@@ -329,7 +329,7 @@ fn a_source_knows_that_it_is_on_the_loops_thread() {
     struct Asks(Arc<Reactor>, Mutex<Sender<bool>>);
     impl Timer for Asks {
         fn fired(self: Arc<Self>, _: u64) {
-            lock(&self.1).send(self.0.on_reactor_thread()).unwrap();
+            self.1.lock().send(self.0.on_reactor_thread()).unwrap();
         }
     }
     let mine = Reactor::start("t-own").unwrap();
@@ -359,7 +359,7 @@ fn asleep(reactor: &Reactor, thread: &str) {
     };
     let watchdog = Instant::now() + WATCHDOG;
     while !sleeps()
-        || !matches!(lock(&reactor.timers).sleeping_until(), Some(until) if until > Instant::now())
+        || !matches!(reactor.timers.lock().sleeping_until(), Some(until) if until > Instant::now())
     {
         assert!(Instant::now() < watchdog, "the loop does not fall asleep");
         std::thread::sleep(Duration::from_millis(1));
@@ -411,8 +411,8 @@ fn a_forked_child_cannot_disturb_its_parents_loop() {
     let (source, seen) = reader(1, read);
     let token = reactor.add(source.fd.as_fd(), Interest::READ, weak(&source)).unwrap();
     // Held as some other thread's lock may be at the moment of a fork.
-    let sources = lock(&reactor.sources);
-    let timers = lock(&reactor.timers);
+    let sources = reactor.sources.lock();
+    let timers = reactor.timers.lock();
     let id = Timers::default().insert(Instant::now(), Weak::<Bell>::new(), 0).0;
     let harmless = fork::tests::in_a_child(|| {
         reactor.remove(token, source.fd.as_fd());

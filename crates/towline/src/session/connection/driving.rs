@@ -7,7 +7,6 @@ use std::time::Duration;
 use super::{Connection, MOST_UNSENT, Next, Role};
 use crate::Result;
 use crate::runtime::{self, Pool, Readiness, Source};
-use crate::sync::lock;
 
 /// How long a worker waits for the other side itself before it leaves the lane to the event loop: a few times as long as
 /// the other side needs to empty or fill a socket's buffer. In slices, between which it looks for other work.
@@ -38,7 +37,7 @@ impl Connection {
 
     /// Whether frames are there that nobody looks at, though nothing holds them up any more.
     pub(super) fn may_go_on(&self) -> bool {
-        !self.is_held_up() && lock(&self.incoming).left_over
+        !self.is_held_up() && self.incoming.lock().left_over
     }
 
     pub(super) fn drive_soon(&self) {

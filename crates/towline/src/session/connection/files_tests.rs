@@ -24,7 +24,7 @@ struct Hears(Mutex<mpsc::Sender<Heard>>);
 
 impl Handler for Hears {
     fn frame(&self, _: &Arc<Connection>, header: Header, _: &[u8], files: Vec<OwnedFd>) -> Result<()> {
-        let _ = lock(&self.0).send(Heard::Frame(header.kind, files.len()));
+        let _ = self.0.lock().send(Heard::Frame(header.kind, files.len()));
         Ok(())
     }
 
@@ -33,7 +33,7 @@ impl Handler for Hears {
     }
 
     fn received(&self, _: &Arc<Connection>, header: Header, _: Sink) -> Result<()> {
-        let _ = lock(&self.0).send(Heard::Frame(header.kind, 0));
+        let _ = self.0.lock().send(Heard::Frame(header.kind, 0));
         Ok(())
     }
 
@@ -42,7 +42,7 @@ impl Handler for Hears {
     }
 
     fn closed(&self, _: &Arc<Connection>, error: Error) {
-        let _ = lock(&self.0).send(Heard::Closed(error.kind()));
+        let _ = self.0.lock().send(Heard::Closed(error.kind()));
     }
 }
 

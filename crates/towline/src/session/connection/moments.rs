@@ -1,11 +1,12 @@
 //! Moments at which a test can hold a thread up: an owner's, as a stop of its process does at any, or an initiator's.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use super::{Connection, Role, Sink};
-use crate::sync::lock;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
@@ -31,12 +32,12 @@ static INEXACT: AtomicBool = AtomicBool::new(false);
 
 /// Does that, once, in a thread that drives a lane: on the event loop nobody's time would pass.
 pub(crate) fn hold(hold: Hold) {
-    lock(&HOLDS).push(hold);
+    HOLDS.lock().push(hold);
 }
 
 /// Nobody is held up any more.
 pub(crate) fn hold_nobody() {
-    lock(&HOLDS).clear();
+    HOLDS.lock().clear();
 }
 
 /// Lets looks and copies be two steps, as where they cannot be one.
@@ -65,7 +66,7 @@ pub(super) fn about(connection: &Connection, sink: &mut Sink) -> Option<usize> {
 pub(crate) fn reach(moment: Moment, about: &Option<usize>) {
     let Some(there) = about else { return };
     let held = {
-        let mut holds = lock(&HOLDS);
+        let mut holds = HOLDS.lock();
         let at = holds.iter().position(|hold| hold.moment == moment && hold.memory.contains(there));
         at.map(|at| holds.swap_remove(at))
     };

@@ -16,7 +16,7 @@ struct Told(Mutex<mpsc::Sender<u64>>);
 
 impl Handler for Told {
     fn frame(&self, _: &Arc<Connection>, header: Header, _: &[u8], _: Vec<OwnedFd>) -> Result<()> {
-        let _ = lock(&self.0).send(header.id);
+        let _ = self.0.lock().send(header.id);
         Ok(())
     }
 
@@ -62,7 +62,7 @@ fn say(socket: &Socket, id: u64) {
 #[test]
 fn an_answer_is_taken_while_the_request_is_still_being_sent() {
     let (connection, theirs, came) = connection();
-    let sending = lock(&connection.outgoing);
+    let sending = connection.outgoing.lock();
     say(&theirs, 7);
     assert_eq!(came.recv_timeout(WATCHDOG).unwrap(), 7);
     drop(sending);
@@ -74,7 +74,7 @@ fn an_answer_is_taken_while_the_request_is_still_being_sent() {
 fn what_another_thread_kept_from_being_sent_is_sent_when_it_lets_go() {
     let (connection, theirs, _came) = connection();
     let mut sent = 0;
-    while !lock(&connection.outgoing).blocked() {
+    while !connection.outgoing.lock().blocked() {
         connection.say(ping(sent)).unwrap();
         sent += 1;
     }
@@ -92,7 +92,7 @@ fn what_another_thread_kept_from_being_sent_is_sent_when_it_lets_go() {
         taken
     };
     // The socket has room again, which the event loop is told of, and finds the frames in other hands.
-    let held = lock(&connection.outgoing);
+    let held = connection.outgoing.lock();
     assert!(!held.is_empty());
     take(whole / 2);
     drop(held);
@@ -140,12 +140,12 @@ fn an_answer_that_comes_before_its_request_was_sent_is_refused_also_while_anothe
     ask(1);
     connection.answered(1).unwrap();
     let mut last = 1;
-    while lock(&connection.outgoing).weight() < 3 {
+    while connection.outgoing.lock().weight() < 3 {
         last += 1;
         ask(last);
     }
     connection.answered(2).unwrap();
-    let sending = lock(&connection.outgoing);
+    let sending = connection.outgoing.lock();
     connection.answered(last).unwrap();
     drop(sending);
     // Whoever sends next learns of it.

@@ -10,7 +10,6 @@ use crate::fence::pins::Side;
 use crate::session::connection::Connection;
 use crate::session::run::Run;
 use crate::session::{Medium, sharing};
-use crate::sync::lock;
 use crate::{Error, Kind, ended, wire};
 
 impl Session {
@@ -19,20 +18,20 @@ impl Session {
     pub(crate) fn stop(&self, run: &Run) {
         let id = run.transfer.id;
         self.take_all_back(id);
-        let actions = lock(&self.rules).stop(id, Instant::now());
+        let actions = self.rules.lock().stop(id, Instant::now());
         self.act(actions, &[]);
     }
 
     /// Ends what was stopped and has waited long enough for the owner's reply.
     pub(crate) fn settle(&self) {
-        let actions = lock(&self.rules).settle(Instant::now());
+        let actions = self.rules.lock().settle(Instant::now());
         self.act(actions, &[]);
     }
 
     /// A request was queued whose transfer was stopped before it was open.
     pub(in crate::session) fn stop_late(&self, connection: &Connection, transfer: u64, request: u64) {
         self.take_back(connection, transfer);
-        let actions = lock(&self.rules).stop_late(request, Instant::now());
+        let actions = self.rules.lock().stop_late(request, Instant::now());
         self.act(actions, &[]);
     }
 
@@ -71,7 +70,7 @@ impl Session {
 
     /// Nothing more is asked; false where it was over before.
     fn end(&self, error: &Error, here: bool) -> bool {
-        let first = lock(&self.rules).end(error.clone(), here);
+        let first = self.rules.lock().end(error.clone(), here);
         if first {
             let _ = self.dead.set(error.clone());
             let _ = self.lost.set(Instant::now());
@@ -115,18 +114,18 @@ impl Session {
     /// Everything in flight ends, and nothing moves any more.
     fn bury(&self, error: &Error) {
         if let Some(local) = &self.local {
-            drop(lock(&local.alive).take());
+            drop(local.alive.lock().take());
             local.mappings.let_go();
         }
         let borrowing: Vec<_> =
-            lock(&self.borrowing).drain().flat_map(|(_, one)| one.living().collect::<Vec<_>>()).collect();
+            self.borrowing.lock().drain().flat_map(|(_, one)| one.living().collect::<Vec<_>>()).collect();
         for one in borrowing {
             one.recalled();
         }
-        let mut connections: Vec<_> = lock(&self.lanes).open.drain(..).collect();
+        let mut connections: Vec<_> = self.lanes.lock().open.drain(..).collect();
         connections.push(Arc::clone(&self.control));
         // Their callers learn below that nothing of them happens any more.
-        let unsettled = lock(&self.rules).is_changing();
+        let unsettled = self.rules.lock().is_changing();
         for connection in &connections {
             if unsettled {
                 connection.reset(error.clone())
@@ -140,9 +139,9 @@ impl Session {
             let connection = connections.iter().find(|one| one.id() == over);
             connection.map_or_else(|| self.control.ended(), |one| one.ended())
         };
-        let actions = lock(&self.rules).bury(how, self.owner_hung_up(), Instant::now());
+        let actions = self.rules.lock().bury(how, self.owner_hung_up(), Instant::now());
         self.act(actions, &connections);
-        let starting: Vec<_> = lock(&self.starting).drain(..).filter_map(|run| run.upgrade()).collect();
+        let starting: Vec<_> = self.starting.lock().drain(..).filter_map(|run| run.upgrade()).collect();
         for run in starting {
             run.fail_rest(error);
         }
@@ -168,10 +167,10 @@ impl Session {
 
     /// A lane has failed: what was in flight on it fails, the rest goes on.
     pub(super) fn lane_closed(&self, lane: &Arc<Connection>, error: &Error) {
-        lock(&self.lanes).open.retain(|open| !Arc::ptr_eq(open, lane));
+        self.lanes.lock().open.retain(|open| !Arc::ptr_eq(open, lane));
         let unsent = lane.unsent();
         lane.let_go();
-        let actions = lock(&self.rules).lane_closed(lane.id(), lane.ended(), &unsent, error, Instant::now());
+        let actions = self.rules.lock().lane_closed(lane.id(), lane.ended(), &unsent, error, Instant::now());
         self.act(actions, &[Arc::clone(lane)]);
     }
 }

@@ -13,7 +13,6 @@ use crate::session::QueryReply;
 use crate::session::connection::{Connection, Handler, Next, Role};
 use crate::session::importing::Answer;
 use crate::session::parts::{Held, Sink};
-use crate::sync::lock;
 use crate::wire::{self, FrameKind, Granted, Header, Message};
 use crate::{Access, Error, Kind, Result};
 
@@ -63,7 +62,7 @@ impl Session {
         files: Vec<OwnedFd>,
     ) -> Result<()> {
         let message = Message::decode(header.kind, body)?;
-        let reply = lock(&self.rules).frame(over.id(), header, message, Instant::now())?;
+        let reply = self.rules.lock().frame(over.id(), header, message, Instant::now())?;
         let in_time = match header.kind {
             FrameKind::Granted | FrameKind::QueryReply | FrameKind::Data | FrameKind::Done => {
                 over.answered(header.id)
@@ -141,13 +140,13 @@ impl Handler for ToSession {
 
     fn next(&self, connection: &Arc<Connection>) -> Next {
         let awaits =
-            self.0.upgrade().is_some_and(|session| lock(&session.rules).awaits_over(connection.id()));
+            self.0.upgrade().is_some_and(|session| session.rules.lock().awaits_over(connection.id()));
         if awaits { Next::More } else { Next::Nothing }
     }
 
     fn payload(&self, over: &Arc<Connection>, header: Header, body: &[u8]) -> Result<Sink> {
         let session = self.session()?;
-        let landing = lock(&session.rules).payload(over.id(), header, body);
+        let landing = session.rules.lock().payload(over.id(), header, body);
         let landing = landing.and_then(|landing| over.answered(header.id).map(|()| landing));
         Ok(match session.judge(over, landing)? {
             Landing::Memory(hold) => Sink::memory(Held::unit(hold, header.id)),
@@ -160,7 +159,7 @@ impl Handler for ToSession {
         let discarded = sink.is_discarded() && !gone;
         drop(sink);
         let session = self.session()?;
-        let received = lock(&session.rules).received(header.id, Instant::now());
+        let received = session.rules.lock().received(header.id, Instant::now());
         let Some((Waiter::Unit { run, unit }, checks)) = received else { return Ok(()) };
         if discarded {
             run.failed(unit, run.transfer.stop_error());

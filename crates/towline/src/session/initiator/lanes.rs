@@ -9,7 +9,6 @@ use crate::runtime;
 use crate::session::connection::{Connection, Role};
 use crate::session::run::Run;
 use crate::session::{Sessions, contact};
-use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// Lanes that carried nothing for this long are closed.
@@ -26,7 +25,7 @@ impl Session {
     /// The connections for large requests, opened where they are not. Blocks while it opens them, but nobody else:
     /// whoever stops a transfer must get by.
     pub(in crate::session) fn lanes(self: &Arc<Self>) -> Result<Vec<Arc<Connection>>> {
-        let _one_opens = lock(&self.opening);
+        let _one_opens = self.opening.lock();
         let sessions =
             self.sessions.upgrade().ok_or_else(|| Error::invalid("transfer", "the endpoint is closed"))?;
         let mut open = self.open_lanes().unwrap_or_default();
@@ -59,9 +58,9 @@ impl Session {
             (None, Some(port)) => lane.is_seen_at(port),
             (_, None) => {}
         }
-        lock(&self.rules).opened(lane.opened());
+        self.rules.lock().opened(lane.opened());
         lane.watch().inspect_err(|error| lane.close(error.clone()))?;
-        lock(&self.lanes).open.push(Arc::clone(&lane));
+        self.lanes.lock().open.push(Arc::clone(&lane));
         // Whoever fails the session closes the lanes that it finds after it has said that it is dead.
         self.alive().inspect_err(|error| lane.close(error.clone()))?;
         Ok(lane)
@@ -69,7 +68,7 @@ impl Session {
 
     /// Remembers a transfer that waits for lanes, so that it ends with the session.
     pub(in crate::session) fn will_start(&self, run: &Arc<Run>) -> Result<()> {
-        let mut starting = lock(&self.starting);
+        let mut starting = self.starting.lock();
         starting.retain(|run| run.strong_count() > 0);
         starting.push(Arc::downgrade(run));
         drop(starting);
@@ -79,7 +78,7 @@ impl Session {
 
     /// The lanes that are open now.
     pub(in crate::session) fn open_lanes(&self) -> Option<Vec<Arc<Connection>>> {
-        let mut lanes = lock(&self.lanes);
+        let mut lanes = self.lanes.lock();
         lanes.open.retain(|lane| !lane.is_closed());
         lanes.last_used = Some(Instant::now());
         (!lanes.open.is_empty()).then(|| lanes.open.clone())
@@ -87,7 +86,7 @@ impl Session {
 
     /// A transfer over the lanes has ended: they close if nothing follows for a while.
     pub(in crate::session) fn lanes_used(&self) {
-        let mut lanes = lock(&self.lanes);
+        let mut lanes = self.lanes.lock();
         lanes.last_used = Some(Instant::now());
         if !std::mem::replace(&mut lanes.timer, true) {
             self.wake_at(Instant::now() + LANES_IDLE, IDLE_TIMER);
@@ -97,9 +96,9 @@ impl Session {
     /// Closes the lanes where nothing has gone over them for a while.
     pub(super) fn close_idle_lanes(&self) {
         let idle: Vec<_> = {
-            let mut lanes = lock(&self.lanes);
+            let mut lanes = self.lanes.lock();
             lanes.timer = false;
-            let busy = lock(&self.rules).is_moving();
+            let busy = self.rules.lock().is_moving();
             let since = lanes.last_used.map_or(LANES_IDLE, |used| used.elapsed());
             if busy || since < LANES_IDLE {
                 lanes.timer = true;

@@ -1,9 +1,10 @@
 //! What a peer of the same user on this host is given, so that it can copy by itself.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use towline_proto::session::allowance::Allowance;
 
 use super::Serving;
@@ -18,7 +19,6 @@ use crate::region::{PeerPins, PeerProcess};
 use crate::runtime::socket::Family;
 use crate::session::connection::Connection;
 use crate::session::{Sessions, sharing};
-use crate::sync::lock;
 use crate::wire::{self, Message};
 use crate::{Error, Kind, Result};
 
@@ -106,7 +106,7 @@ impl Local {
 impl Holder for Serving {
     fn segment_gone(self: Arc<Self>, segment: u64) {
         let Some(local) = &self.local else { return };
-        let mut gone = lock(&local.gone);
+        let mut gone = local.gone.lock();
         gone.push(segment);
         // The last use of a segment can end anywhere, also under a connection's lock: the event loop tells.
         if gone.len() == 1 {
@@ -118,7 +118,7 @@ impl Holder for Serving {
 impl Serving {
     pub(super) fn tell_gone(&self) {
         let Some(local) = &self.local else { return };
-        let gone = std::mem::take(&mut *lock(&local.gone));
+        let gone = std::mem::take(&mut *local.gone.lock());
         let Some(control) = self.control() else { return };
         for segment in gone {
             let unmap = Message::from(wire::Unmap { segment }).frame(0, 0, 0);

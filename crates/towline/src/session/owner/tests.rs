@@ -385,7 +385,7 @@ fn the_end_of_a_lane_is_said_when_nobody_applies_anything_of_it_any_more() {
     let ((control, told), (lane, _peer)) = (connection(Role::Control), connection(Role::Lane));
     lane.call(NAME);
     serving.rules().joined(Over::of(&lane), NAME);
-    *lock(&serving.connections) = vec![Arc::clone(&control), Arc::clone(&lane)];
+    *serving.connections.lock() = vec![Arc::clone(&control), Arc::clone(&lane)];
     let answer = |within| {
         let mut head = [0; wire::HEADER_LEN];
         told.wait_readable(within).unwrap().then(|| {

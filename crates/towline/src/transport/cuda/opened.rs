@@ -4,7 +4,9 @@
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
 
 use super::words::{Answer, Form, Part};
 use super::{NUMBER, OP, unavailable};
@@ -13,7 +15,6 @@ use crate::fence::pins::ProcessPin;
 use crate::identity::Incarnation;
 use crate::region::stale;
 use crate::session::{Borrowing, GrantHandle};
-use crate::sync::lock;
 use crate::wire::Grant;
 use crate::{Error, Result, fork, runtime};
 
@@ -126,7 +127,7 @@ impl Opened {
 
     /// From now on that one needs it. The pin is kept where there is none yet.
     fn join(&self, borrow: &Arc<Borrow>, pin: Arc<ProcessPin>) {
-        let mut users = lock(&self.users);
+        let mut users = self.users.lock();
         users.borrows.retain(|one| one.strong_count() > 0);
         users.borrows.push(Arc::downgrade(borrow));
         users.anchor.get_or_insert_with(|| (Arc::downgrade(borrow), pin));
@@ -137,7 +138,7 @@ impl Opened {
     fn leave(&self, borrow: &Borrow) -> Option<Arc<ProcessPin>> {
         // Dropped behind the lock, which the drop of the last reference to one of them wants.
         let mut others: Vec<Arc<Borrow>> = Vec::new();
-        let mut users = lock(&self.users);
+        let mut users = self.users.lock();
         users.borrows.retain(|one| one.strong_count() > 0 && !std::ptr::eq(one.as_ptr(), borrow));
         let anchored = |users: &Users| {
             users.anchor.as_ref().is_some_and(|(whose, _)| std::ptr::eq(whose.as_ptr(), borrow))
@@ -240,7 +241,7 @@ impl Borrow {
         let pin = self.handle.hold(OP)?;
         let owner = self.handle.session().owner().incarnation;
         let key = Memory::of(answer).map(|memory| Key { owner, memory });
-        let mut all = lock(&OPENED);
+        let mut all = OPENED.lock();
         let known = all.get_or_insert_default();
         known.retain(|_, opened| opened.strong_count() > 0);
         let opened = match key.as_ref().and_then(|key| known.get(key)).and_then(Weak::upgrade) {
@@ -255,7 +256,7 @@ impl Borrow {
         };
         opened.join(self, pin);
         drop(all);
-        *lock(&self.opened) = Some(opened);
+        *self.opened.lock() = Some(opened);
         // A recall that came before found nothing to close.
         if self.under_way.load(Ordering::SeqCst) & RECALLED != 0 {
             self.close();
@@ -272,13 +273,13 @@ impl Borrow {
             self.handle.session().alive()?;
             return Err(stale(op));
         }
-        let opened = lock(&self.opened).clone();
+        let opened = self.opened.lock().clone();
         opened.map(|opened| (opened, entered)).ok_or_else(|| unavailable("the memory is not open here"))
     }
 
     /// Nothing is under way and nothing begins any more: closes, and tells the owner. May take a while.
     fn close(&self) {
-        let opened = lock(&self.opened).take();
+        let opened = self.opened.lock().take();
         if let Some(opened) = opened {
             let pin = opened.leave(self);
             // In this order: the owner may free the memory once the pin is gone.
@@ -286,7 +287,7 @@ impl Borrow {
             drop(pin);
         }
         let lingering = {
-            let mut all = lock(&LINGERING);
+            let mut all = LINGERING.lock();
             let at = all.iter().position(|one| std::ptr::eq(Arc::as_ptr(one), self));
             at.and_then(|at| all.remove(at))
         };
@@ -334,12 +335,12 @@ impl Borrowing for Borrow {
                 self.close();
                 true
             }
-            Err(under_way) => under_way & !RECALLED == 0 && lock(&self.opened).is_none(),
+            Err(under_way) => under_way & !RECALLED == 0 && self.opened.lock().is_none(),
         }
     }
 
     fn has_let_go(&self) -> bool {
-        self.under_way.load(Ordering::SeqCst) == RECALLED && lock(&self.opened).is_none()
+        self.under_way.load(Ordering::SeqCst) == RECALLED && self.opened.lock().is_none()
     }
 }
 
@@ -348,7 +349,7 @@ impl Drop for Borrow {
         if fork::in_child() {
             return;
         }
-        if let Some(opened) = lock(&self.opened).take() {
+        if let Some(opened) = self.opened.lock().take() {
             let pin = opened.leave(self);
             drop(opened);
             drop(pin);
@@ -364,9 +365,9 @@ impl Drop for Kept {
         if fork::in_child() || self.0.handle.session().alive().is_err() {
             return;
         }
-        let alone = match &*lock(&self.0.opened) {
+        let alone = match &*self.0.opened.lock() {
             Some(opened) => {
-                lock(&opened.users).borrows.iter().filter(|one| one.strong_count() > 0).count() == 1
+                opened.users.lock().borrows.iter().filter(|one| one.strong_count() > 0).count() == 1
             }
             None => false,
         };
@@ -374,14 +375,14 @@ impl Drop for Kept {
             return;
         }
         let evicted = {
-            let mut all = lock(&LINGERING);
+            let mut all = LINGERING.lock();
             all.push_back(Arc::clone(&self.0));
             if all.len() > KEPT { all.pop_front() } else { None }
         };
         drop(evicted);
         // A recall in between did not find it there.
         if self.0.under_way.load(Ordering::SeqCst) & RECALLED != 0 {
-            let mut all = lock(&LINGERING);
+            let mut all = LINGERING.lock();
             let gone = all.iter().position(|one| Arc::ptr_eq(one, &self.0)).and_then(|at| all.remove(at));
             drop(all);
             drop(gone);

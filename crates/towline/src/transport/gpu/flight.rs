@@ -1,12 +1,13 @@
 //! Copies that GPUs make for transfers: one thread looks at all of them, and callers that wait look at their own.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::Launched;
 use crate::cuda::watch::{Watched, pause_since, watch};
-use crate::sync::lock;
 use crate::transfer::{Help, TransferCore};
 use crate::{Error, Result};
 
@@ -55,7 +56,7 @@ impl Flight {
         if self.over.load(Ordering::Acquire) {
             return true;
         }
-        let Ok(mut launched) = self.launched.try_lock() else { return false };
+        let Some(mut launched) = self.launched.try_lock() else { return false };
         if self.over.load(Ordering::Acquire) {
             return true;
         }
@@ -95,7 +96,7 @@ impl Flight {
         if self.transfer.stream.is_none() || !self.transfer.is_stopped() {
             return;
         }
-        let since = *lock(&self.stopped).get_or_insert_with(Instant::now);
+        let since = *self.stopped.lock().get_or_insert_with(Instant::now);
         if since.elapsed() >= GRACE && self.report.swap(REPORTED, Ordering::AcqRel) == UNREPORTED {
             self.tell(Err((None, self.transfer.stop_error())));
         }

@@ -5,14 +5,15 @@
 #![allow(unsafe_code, reason = "implements the seam over raw local addresses")]
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
 
 use crate::cuda::{CopyOptions, Gpu};
 use crate::layout::{Piece, Plan};
 use crate::memory::Place;
 use crate::memory::ring::{self, Passing, SLOT, Slot, portions};
 use crate::runtime;
-use crate::sync::lock;
 use crate::transfer::submission::{self, Link, Started, Submission, SubmittedPart, Terms, What};
 use crate::transfer::{After, OnEnd, Op, Several, Transfer, TransferCore};
 use crate::{Error, Kind, Result, room};
@@ -127,7 +128,7 @@ impl Link for Staged {
     fn stop(&self, transfer: &Arc<TransferCore>) {
         // The stage looks at the flag before it begins another part, and after it has begun one.
         if let Some(stage) = self.stage.get().and_then(Weak::upgrade) {
-            let parts = lock(&stage.parts).clone();
+            let parts = stage.parts.lock().clone();
             parts.iter().for_each(|part| part.stop(transfer.stop_error()));
         }
     }
@@ -223,7 +224,7 @@ impl Stage {
                 return false;
             }
             let stopped = self.transfer.is_stopped().then(|| self.transfer.stop_error());
-            let failed = stopped.or_else(|| lock(&self.failed).clone());
+            let failed = stopped.or_else(|| self.failed.lock().clone());
             let begun = match failed {
                 Some(error) => Err(error),
                 None => self.portion(number, slot.take()),
@@ -268,7 +269,7 @@ impl Stage {
         let part = SubmittedPart::planned(&self.under, base, plan);
         self.submit(self.transfer.op, part, After::default(), move |result| {
             // Where it failed, the path may not have let go of the slot yet: it stays for as long as the path keeps this.
-            let slot = result.is_ok().then(|| lock(&slot).take()).flatten();
+            let slot = result.is_ok().then(|| slot.lock().take()).flatten();
             stage.arrived(number, slot, result.clone());
         })
     }
@@ -316,7 +317,7 @@ impl Stage {
 
     fn under_way(&self, part: Arc<TransferCore>) {
         {
-            let mut parts = lock(&self.parts);
+            let mut parts = self.parts.lock();
             parts.retain(|part| !part.has_ended());
             if !part.has_ended() {
                 parts.push(Arc::clone(&part));
@@ -341,7 +342,7 @@ impl Stage {
 
     /// The path underneath has done its part. In any thread, which does not wait here.
     fn arrived(self: &Arc<Self>, number: usize, slot: Option<Slot>, result: Result<()>) {
-        lock(&self.parts).retain(|part| !part.has_ended());
+        self.parts.lock().retain(|part| !part.has_ended());
         match (result, slot) {
             (Ok(()), Some(slot)) if self.transfer.op == Op::Read => {
                 // SAFETY: as in `portion`.
@@ -372,7 +373,7 @@ impl Stage {
     }
 
     fn note(&self, error: Error) {
-        lock(&self.failed).get_or_insert(error);
+        self.failed.lock().get_or_insert(error);
     }
 
     fn ended(self: &Arc<Self>, result: Result<()>) {
@@ -386,7 +387,7 @@ impl Stage {
 
     /// All bytes are there, or some never will be.
     fn over(self: &Arc<Self>) {
-        if let Some(error) = lock(&self.failed).clone() {
+        if let Some(error) = self.failed.lock().clone() {
             self.transfer.unit_failed(0, error);
             return;
         }

@@ -1,7 +1,7 @@
 //! Who asks NIXL how far things are: callers that wait, and one thread while something is under way.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Once, PoisonError, TryLockError};
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use rustix::thread::CpuSet;
@@ -14,7 +14,6 @@ use super::of_nixl;
 use super::peer::Asked;
 use super::run::Run;
 use crate::region::RegionUse;
-use crate::sync::lock;
 use crate::{Error, Kind, Result, runtime};
 
 /// A transfer that was stopped gets this long for NIXL to end what it has begun, before it ends without being quiet.
@@ -185,7 +184,7 @@ impl Engine {
     /// Sees to it that somebody asks how far that is.
     pub(super) fn add(self: &Arc<Self>, flight: Flight) {
         self.flying.fetch_add(1, Ordering::SeqCst);
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.flights.push(flight);
         self.run_thread(&mut state);
     }
@@ -194,7 +193,7 @@ impl Engine {
     pub(super) fn help(self: &Arc<Self>, time: Duration, core: Option<u16>) {
         self.counts.help_given.fetch_add(1, Ordering::Relaxed);
         let until = Instant::now() + time;
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.help_until = Some(state.help_until.map_or(until, |before| before.max(until)));
         state.asked_from = core;
         self.run_thread(&mut state);
@@ -202,7 +201,7 @@ impl Engine {
 
     /// Calls that at that time, and takes in what comes until then.
     pub(super) fn cool(self: &Arc<Self>, at: Instant, then: Box<dyn FnOnce() + Send>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.cooling.push((at, then));
         self.run_thread(&mut state);
     }
@@ -238,12 +237,8 @@ impl Engine {
     /// Looks at everything once; says how much of it has landed, or `None` where somebody else is looking.
     pub(super) fn drive(self: &Arc<Self>) -> Option<usize> {
         let _inside = Exiting::enter_unless_exiting()?;
-        let looking = match self.driving.try_lock() {
-            Ok(looking) => looking,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        let mut flights = std::mem::take(&mut lock(&self.state).flights);
+        let looking = self.driving.try_lock()?;
+        let mut flights = std::mem::take(&mut self.state.lock().flights);
         let now = Instant::now();
         let (mut landed, mut left) = (Vec::new(), Vec::new());
         let mut at = 0;
@@ -260,7 +255,7 @@ impl Engine {
             }
         }
         {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             flights.append(&mut state.flights);
             state.flights = flights;
         }
@@ -305,7 +300,7 @@ impl Engine {
             }
             let now = Instant::now();
             let (flying, alone, helping, cooled, cooling, asked_from) = {
-                let mut state = lock(&self.state);
+                let mut state = self.state.lock();
                 if state.help_until.is_some_and(|until| until <= now) {
                     state.help_until = None;
                 }
@@ -321,9 +316,8 @@ impl Engine {
             cooled.into_iter().for_each(|(_, then)| then());
             if !flying && !helping && !cooling {
                 let since = *idle_since.get_or_insert(now);
-                let state = lock(&self.state);
-                let (mut state, _) =
-                    self.changed.wait_timeout(state, LINGER).unwrap_or_else(PoisonError::into_inner);
+                let mut state = self.state.lock();
+                self.changed.wait_for(&mut state, LINGER);
                 let nothing =
                     state.flights.is_empty() && state.help_until.is_none() && state.cooling.is_empty();
                 if nothing && self.flying.load(Ordering::SeqCst) == 0 && since.elapsed() >= LINGER {
@@ -360,8 +354,8 @@ impl Engine {
     }
 
     fn sleep(&self, time: Duration) {
-        let state = lock(&self.state);
-        drop(self.changed.wait_timeout(state, time));
+        let mut state = self.state.lock();
+        self.changed.wait_for(&mut state, time);
     }
 }
 

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak, mpsc};
+use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use towline_sys::nixl::{
     Agent, AgentConfig, Backend, Descriptor, MemoryKind, Nixl, Options, RegistrationList,
 };
@@ -17,7 +18,6 @@ use super::peer::PeerAgent;
 use super::system;
 use crate::identity::{Identity, Incarnation};
 use crate::session::Loan;
-use crate::sync::lock;
 use crate::transport::TransportContext;
 use crate::{Error, Kind, Result, interrupt, runtime};
 
@@ -286,7 +286,7 @@ impl Engine {
     /// Takes a range of a GPU, unless one that overlaps it is taken: NIXL looks memory up by device and address, and would
     /// reach one through the registration of the other, also when that goes.
     pub(super) fn take_on_gpu(&self, reach: Reach, range: Descriptor) -> Result<()> {
-        let mut taken = lock(&self.on_gpus);
+        let mut taken = self.on_gpus.lock();
         let overlaps = |(side, one): &(Reach, Descriptor)| {
             *side == reach
                 && one.device == range.device
@@ -303,7 +303,7 @@ impl Engine {
 
     /// Gives back what [`take_on_gpu`](Self::take_on_gpu) took.
     pub(super) fn leave_gpu(&self, reach: Reach, range: Descriptor) {
-        lock(&self.on_gpus).retain(|one| *one != (reach, range));
+        self.on_gpus.lock().retain(|one| *one != (reach, range));
     }
 
     /// What a peer needs to connect to this agent.
@@ -348,7 +348,7 @@ impl Engine {
         let counts = &self.counts;
         NixlStats {
             registered: load(&counts.registered),
-            peers: lock(&self.peers).len() as u64,
+            peers: self.peers.lock().len() as u64,
             posted: load(&counts.posted),
             reused: load(&counts.reused),
             polls: load(&counts.polls),

@@ -1,7 +1,8 @@
 //! What is prepared once and used often: lists of all blocks of a region, and requests that are posted again.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use towline_sys::nixl::{Descriptor, Direction, MemoryKind, Prepared, TransferList};
 
 use super::engine::{Engine, Reach};
@@ -9,7 +10,6 @@ use super::of_nixl;
 use super::peer::{Asked, PeerAgent};
 use crate::Result;
 use crate::layout::Piece;
-use crate::sync::lock;
 use std::sync::atomic::Ordering;
 
 /// Transfers of fewer pieces are described piece by piece.
@@ -133,7 +133,7 @@ impl Grids {
         if blocks > MOST_BLOCKS {
             return Ok(None);
         }
-        let mut entries = lock(&self.0);
+        let mut entries = self.0.lock();
         let at = match entries.iter().position(|entry| entry.grid == grid) {
             Some(at) => at,
             None => {
@@ -173,7 +173,7 @@ impl Grids {
     }
 
     pub(super) fn clear(&self) {
-        let entries = std::mem::take(&mut *lock(&self.0));
+        let entries = std::mem::take(&mut *self.0.lock());
         drop(entries);
     }
 }
@@ -195,14 +195,14 @@ pub(super) struct Requests(Mutex<Vec<(Key, Asked)>>);
 
 impl Requests {
     pub(super) fn take(&self, key: &Key) -> Option<Asked> {
-        let mut kept = lock(&self.0);
+        let mut kept = self.0.lock();
         // Those used last are at the end.
         let at = kept.iter().rposition(|(one, _)| one == key)?;
         Some(kept.remove(at).1)
     }
 
     pub(super) fn keep(&self, key: Key, asked: Asked) {
-        let mut kept = lock(&self.0);
+        let mut kept = self.0.lock();
         let oldest = (kept.len() >= KEPT).then(|| kept.remove(0));
         kept.push((key, asked));
         drop(kept);
@@ -211,12 +211,12 @@ impl Requests {
 
     /// Drops those that use local memory of that number.
     pub(super) fn forget(&self, number: u64) {
-        let dropped: Vec<_> = lock(&self.0).extract_if(.., |(key, _)| key.number == number).collect();
+        let dropped: Vec<_> = self.0.lock().extract_if(.., |(key, _)| key.number == number).collect();
         drop(dropped);
     }
 
     pub(super) fn clear(&self) {
-        let dropped = std::mem::take(&mut *lock(&self.0));
+        let dropped = std::mem::take(&mut *self.0.lock());
         drop(dropped);
     }
 }

@@ -2,8 +2,9 @@
 #![allow(unsafe_code, reason = "hands the address of registered memory to NIXL")]
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
+use parking_lot::Mutex;
 use towline_sys::nixl::{Descriptor, MemoryKind, Registration, RegistrationList};
 
 use super::engine::{Engine, Reach};
@@ -11,7 +12,6 @@ use super::lists::{Grids, Requests};
 use super::of_nixl;
 use crate::memory::Place;
 use crate::region::{RegionCore, TransportState};
-use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// A region's place for what NIXL knows of it: nothing, until a transfer by NIXL is asked for.
@@ -31,7 +31,7 @@ impl Known {
 
     /// What NIXL's plug-ins for that know, if they know the region.
     pub(super) fn find(&self, reach: Reach) -> Option<Arc<Memory>> {
-        lock(self.at(reach)).clone()
+        self.at(reach).lock().clone()
     }
 
     /// Registers the region with the agent, unless it is. May take as long as pinning all of its pages. The caller holds a
@@ -42,7 +42,7 @@ impl Known {
         engine: &Arc<Engine>,
         region: &RegionCore,
     ) -> Result<Arc<Memory>> {
-        let mut known = lock(self.at(reach));
+        let mut known = self.at(reach).lock();
         if let Some(memory) = &*known {
             return Ok(Arc::clone(memory));
         }
@@ -92,7 +92,7 @@ impl Known {
 impl TransportState for Known {
     fn free(&self) {
         for reach in [Reach::Memory, Reach::Files] {
-            let memory = lock(self.at(reach)).take();
+            let memory = self.at(reach).lock().take();
             if let Some(memory) = memory.filter(|_| !crate::fork::in_child()) {
                 memory.retire();
             }
@@ -135,7 +135,7 @@ impl Memory {
         if let Some(metadata) = self.metadata.get() {
             return Ok(metadata.clone());
         }
-        let metadata = match &*lock(&self.registration) {
+        let metadata = match &*self.registration.lock() {
             Some(registration) => engine
                 .agent
                 .partial_metadata(registration.list(), &engine.options(self.reach)?)
@@ -147,7 +147,7 @@ impl Memory {
 
     /// Remembers where a request that uses it is kept.
     pub(super) fn used_by(&self, requests: &Arc<Requests>) {
-        let mut all = lock(&self.requests);
+        let mut all = self.requests.lock();
         all.retain(|one| one.strong_count() > 0);
         if !all.iter().any(|one| std::ptr::eq(one.as_ptr(), Arc::as_ptr(requests))) {
             all.push(Arc::downgrade(requests));
@@ -156,11 +156,11 @@ impl Memory {
 
     /// Requests and lists first: they lead to what the registration holds.
     fn retire(&self) {
-        for requests in lock(&self.requests).drain(..).filter_map(|one| one.upgrade()) {
+        for requests in self.requests.lock().drain(..).filter_map(|one| one.upgrade()) {
             requests.forget(self.number);
         }
         self.grids.clear();
-        if let Some(registration) = lock(&self.registration).take() {
+        if let Some(registration) = self.registration.lock().take() {
             self.engine.counts.registered.fetch_sub(1, Ordering::Relaxed);
             match registration.deregister() {
                 Ok(()) if self.kind == MemoryKind::Vram => self.engine.leave_gpu(self.reach, self.descriptor),

@@ -2,9 +2,10 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use towline_sys::nixl::Request;
 
 use super::attachment::NixlAttachment;
@@ -13,7 +14,6 @@ use super::of_nixl;
 use super::words::Answer;
 use crate::identity::Incarnation;
 use crate::session::Session;
-use crate::sync::lock;
 use crate::{Error, Kind, Result};
 
 /// An owner that is driving its agent is not asked again for this long.
@@ -61,7 +61,7 @@ impl PeerAgent {
         // Dropped after the lock, which the drop of an attachment takes.
         let mut kept = Vec::new();
         // Under the lock: forgetting the old and loading the new must not change places.
-        let mut peers = lock(&engine.peers);
+        let mut peers = engine.peers.lock();
         let gone: Vec<Incarnation> = peers
             .iter()
             .filter(|(_, peer)| peer.is_done_with())
@@ -85,7 +85,7 @@ impl PeerAgent {
                 peer
             }
         };
-        let mut regions = lock(&peer.regions);
+        let mut regions = peer.regions.lock();
         if !regions.contains(&answer.region) {
             if engine.agent.load_metadata(&answer.region).map_err(of_nixl)? != peer.name {
                 return Err(Error::protocol("import", "the owner's metadata is of two agents"));
@@ -125,7 +125,7 @@ impl PeerAgent {
     }
 
     pub(super) fn attached(&self, attachment: &Arc<NixlAttachment>) {
-        let mut attachments = lock(&self.attachments);
+        let mut attachments = self.attachments.lock();
         attachments.retain(|one| one.strong_count() > 0);
         attachments.push(Arc::downgrade(attachment));
     }
@@ -133,9 +133,9 @@ impl PeerAgent {
     /// An attachment is gone, with all that it had prepared.
     pub(super) fn detach(&self, engine: &Arc<Engine>) {
         let mut kept = Vec::new();
-        let mut peers = lock(&engine.peers);
+        let mut peers = engine.peers.lock();
         let last = self.attached.fetch_sub(1, Ordering::AcqRel) == 1;
-        let full = lock(&self.regions).len() >= MOST_REGIONS;
+        let full = self.regions.lock().len() >= MOST_REGIONS;
         if !last || !(full || self.is_done_with()) {
             return;
         }
@@ -175,7 +175,7 @@ impl PeerAgent {
     fn forget(&self, engine: &Arc<Engine>, kept: &mut Vec<Arc<NixlAttachment>>) -> Result<()> {
         let until = Instant::now() + OLD_REQUESTS;
         loop {
-            let attachments: Vec<_> = lock(&self.attachments).iter().filter_map(Weak::upgrade).collect();
+            let attachments: Vec<_> = self.attachments.lock().iter().filter_map(Weak::upgrade).collect();
             attachments.iter().for_each(|one| one.forget_prepared());
             kept.extend(attachments);
             if self.requests.load(Ordering::Acquire) == 0 {

@@ -2,8 +2,9 @@
 #![allow(unsafe_code, reason = "hands addresses of registered memory to NIXL")]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, TryLockError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
+use parking_lot::Mutex;
 use towline_sys::nixl::Progress;
 
 use super::attachment::{INLINE, NixlAttachment};
@@ -129,12 +130,8 @@ impl Run {
         // A worker, or a caller, that posts while the process ends would find NIXL taken apart.
         let Some(_inside) = Exiting::enter_unless_exiting() else { return };
         while self.has_work() {
-            let posting = match self.posting.try_lock() {
-                Ok(posting) => posting,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                // That one looks again before it leaves.
-                Err(TryLockError::WouldBlock) => return,
-            };
+            // Another thread that has it looks again before it leaves.
+            let Some(posting) = self.posting.try_lock() else { return };
             while self.has_work() {
                 let unit = self.next.fetch_add(1, Ordering::SeqCst);
                 if unit >= self.transfer.units.len() {
