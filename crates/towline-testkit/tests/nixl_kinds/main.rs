@@ -2,5 +2,6 @@
 //! pretends.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
+mod fake;
 mod files;
 mod gpus;
