@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use towline::{Access, Endpoint, Kind, NixlOptions, Probe, Registered, Routing, SystemStorage, Ticket};
+use towline::{Access, Endpoint, Kind, NixlOptions, Part, Probe, Registered, Routing, SystemStorage, Ticket};
 use towline_testkit::bench::{STALL, options, options_for};
 use towline_testkit::lending;
 use towline_testkit::netns::{End, Network};
@@ -276,6 +276,39 @@ fn two_processes_read_and_write() {
     let mut user = Process::open("user", &stall());
     both_ways(&mut owner, &mut user, "nixl");
     both_ways(&mut owner, &mut user, "nixl");
+}
+
+#[test]
+fn many_parts_of_mixed_sizes_are_one_request() {
+    let test = "many_parts_of_mixed_sizes_are_one_request";
+    if !nixl(test) {
+        return;
+    }
+    let _watchdog = watch(test, STALL * 24);
+    let mut owner = Process::open("owner", &lending());
+    let user = user();
+    let lens: Vec<usize> = (0..64).map(|part| if part % 8 == 3 { 65536 + part } else { 8 + part }).collect();
+    let mut regions = |len: &usize| {
+        let id = owner.must(&format!("register {len} system read+write")).number(0);
+        owner.must(&format!("fill {id} {id} 1"));
+        let ticket = owner.must(&format!("ticket {id}")).text(0).parse().unwrap();
+        (id, user.import_with(&ticket, &only_nixl()).unwrap())
+    };
+    let remotes: Vec<_> = lens.iter().map(&mut regions).collect();
+    let locals: Vec<_> = lens.iter().map(|len| memory(&user, *len)).collect();
+    let parts = || remotes.iter().zip(&locals).map(|((_, remote), local)| Part::new(remote, local));
+    user.read_parts(parts()).start().unwrap().wait().unwrap();
+    assert_eq!(user.stats().nixl.unwrap().posted, 1);
+    for (((id, _), local), len) in remotes.iter().zip(&locals).zip(&lens) {
+        Stamp::new(*id as u16, 1).verify_storage(local.storage(), 0, *len).unwrap();
+        Stamp::new(*id as u16, 2).fill_storage(local.storage()).unwrap();
+    }
+    user.write_parts(parts()).notify("all of them").start().unwrap().wait().unwrap();
+    assert_eq!(user.stats().nixl.unwrap().posted, 2);
+    assert_eq!(owner.must("receive 20000").payload, b"all of them");
+    for ((id, _), len) in remotes.iter().zip(&lens) {
+        owner.must(&format!("check {id} {id} 2 0 {len}"));
+    }
 }
 
 #[test]

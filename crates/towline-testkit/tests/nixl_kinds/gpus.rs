@@ -4,7 +4,7 @@
 use std::any::Any;
 
 use towline::memory::{MemoryDescription, Place, Storage, StorageKind};
-use towline::{Access, Kind, SystemStorage};
+use towline::{Access, Kind, Part, SystemStorage};
 use towline_testkit::bench::{options, options_for};
 
 use super::fake::{CHILD, in_a_child, only_nixl};
@@ -85,6 +85,31 @@ fn memory_of_a_gpu_is_told_to_nixl_as_such_on_both_sides() {
     near.into_storage().unwrap();
     host.into_storage().unwrap();
     region.into_storage().unwrap();
+}
+
+#[test]
+fn parts_are_one_request_where_each_side_is_one_kind_of_memory_and_one_gpu() {
+    let test = "parts_are_one_request_where_each_side_is_one_kind_of_memory_and_one_gpu";
+    if std::env::var_os(CHILD).is_none() {
+        in_a_child("gpus", test, &[]);
+        return;
+    }
+    let (owner, user) = (options_for("nixl", "owner").open().unwrap(), options("user").open().unwrap());
+    let regions = [3, 3, 4].map(|gpu| owner.register(OnGpu::new(gpu, LEN), Access::READ_WRITE).unwrap());
+    let host = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
+    let tickets = regions.iter().map(|region| region.ticket().unwrap()).chain([host.ticket().unwrap()]);
+    let remotes: Vec<_> = tickets.map(|ticket| user.import_with(&ticket, &only_nixl()).unwrap()).collect();
+    let locals = [1, 1, 2].map(|gpu| user.register(OnGpu::new(gpu, LEN), Access::NONE).unwrap());
+    let mut before = 0;
+    for (theirs, ours, requests) in
+        [([0, 1], [0, 1], 1), ([0, 2], [0, 1], 2), ([0, 3], [0, 1], 2), ([0, 1], [0, 2], 2)]
+    {
+        let parts = theirs.iter().zip(ours).map(|(theirs, ours)| Part::new(&remotes[*theirs], &locals[ours]));
+        user.read_parts(parts).start().unwrap().wait().unwrap();
+        let posted = user.stats().nixl.unwrap().posted;
+        assert_eq!(posted - before, requests, "{theirs:?} {ours:?}");
+        before = posted;
+    }
 }
 
 #[test]

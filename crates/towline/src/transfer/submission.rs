@@ -452,11 +452,14 @@ pub(crate) fn whole(part: usize, plan: Plan, units: &mut Vec<Unit>) -> Result<Pl
     Ok(plan)
 }
 
-/// An error of one of several parts, which says of which; one that is the owner's or the caller's concerns all of them.
+/// Whether an error is the owner's or the caller's: it concerns all parts.
+pub(crate) fn concerns_all(error: &Error) -> bool {
+    matches!(error.kind(), Kind::Canceled | Kind::Disconnected | Kind::Timeout) || error.is_owner_gone()
+}
+
+/// An error of one of several parts, which says of which, unless it [concerns all](concerns_all) of them.
 pub(crate) fn naming(part: usize, parts: usize, error: Error) -> Error {
-    let of_all =
-        matches!(error.kind(), Kind::Canceled | Kind::Disconnected | Kind::Timeout) || error.is_owner_gone();
-    if parts < 2 || of_all {
+    if parts < 2 || concerns_all(&error) {
         return error;
     }
     let message = format!("part {part} of {parts}: {}", error.message());

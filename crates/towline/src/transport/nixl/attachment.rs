@@ -14,7 +14,7 @@ use super::lists::{Grids, Key, Requests, gridded};
 use super::memory::{Known, Memory};
 use super::of_nixl;
 use super::peer::{Asked, PeerAgent};
-use super::run::{self, Run};
+use super::run::{self, Run, Sides};
 use super::words::{Answer, Word};
 use super::{NUMBER, NixlPath};
 use crate::fence::pins::ProcessPin;
@@ -23,10 +23,13 @@ use crate::memory::Place;
 use crate::region::stale;
 use crate::session::{Borrowing, GrantHandle, Medium};
 use crate::transfer::submission::{Link, Started, Submission};
-use crate::transfer::{After, Op, TransferCore};
+use crate::transfer::{After, Op, Several, TransferCore};
 use crate::transport::direct::misaligned;
 use crate::transport::{Attachment, Offer, Transport, file, gpu, joint};
 use crate::{Error, Kind, Result};
+
+/// Lists of several parts with more blocks are planned by a worker.
+const MANY: u64 = 512;
 
 /// Requests up to this size are posted by the calling thread: on paths where posting copies, that takes as long as a copy.
 pub(super) const INLINE: u64 = 1 << 20;
@@ -90,6 +93,8 @@ impl Borrowing for Borrow {
 /// Keeps the owner's memory where it is while something is under way.
 pub(super) struct Inside {
     attachment: Arc<NixlAttachment>,
+    /// Which part of a transfer it is for.
+    part: usize,
     /// The pin, where owner and user share memory; otherwise the owner waits for what is under way.
     pin: Option<Arc<ProcessPin>>,
 }
@@ -97,6 +102,10 @@ pub(super) struct Inside {
 impl Inside {
     pub(super) fn attachment(&self) -> &Arc<NixlAttachment> {
         &self.attachment
+    }
+
+    pub(super) fn part(&self) -> usize {
+        self.part
     }
 
     /// Whether the region was valid up to now.
@@ -114,6 +123,14 @@ impl Drop for Inside {
             self.attachment.borrow.leave();
         }
     }
+}
+
+/// Pieces between a region and local memory, whose offsets are relative to that address.
+pub(super) struct Listed<'a> {
+    pub(super) of: &'a NixlAttachment,
+    pub(super) memory: &'a Arc<Memory>,
+    pub(super) base: usize,
+    pub(super) pieces: &'a [Piece],
 }
 
 /// NIXL bound to one granted region.
@@ -216,19 +233,19 @@ impl NixlAttachment {
         self.grids.clear();
     }
 
-    /// Begins something: from now on the owner's memory stays.
-    pub(super) fn enter(&self, op: &'static str) -> Result<Inside> {
+    /// Begins something, for that part of a transfer: from now on the owner's memory stays.
+    pub(super) fn enter(&self, op: &'static str, part: usize) -> Result<Inside> {
         self.handle.session().alive()?;
         let attachment = self.this()?;
         if self.pinned {
-            return Ok(Inside { pin: Some(self.handle.hold(op)?), attachment });
+            return Ok(Inside { pin: Some(self.handle.hold(op)?), attachment, part });
         }
         self.borrow.enter(op)?;
-        Ok(Inside { pin: None, attachment })
+        Ok(Inside { pin: None, attachment, part })
     }
 
     /// Refuses a signal that the owner would refuse.
-    pub(super) fn check_after(&self, after: &After) -> Result<()> {
+    fn check_after(&self, after: &After) -> Result<()> {
         match after.signal {
             Some(signal) if !(self.remote.address + signal.offset).is_multiple_of(8) => {
                 Err(misaligned("signal", signal.offset))
@@ -250,9 +267,8 @@ impl NixlAttachment {
 
     /// What follows no bytes.
     fn follow_alone(&self, op: Op, after: &After) -> Result<()> {
-        self.check_after(after)?;
         if after.signal.is_some() {
-            self.enter(op.name())?.check(op.name())?;
+            self.enter(op.name(), 0)?.check(op.name())?;
         }
         self.follow(after)
     }
@@ -272,18 +288,16 @@ impl NixlAttachment {
         }
     }
 
-    /// Makes a request for pieces whose local offsets are relative to that address.
+    /// Makes a request for pieces of regions that are reached by the same agent, of which this one is the first.
     ///
     /// # Safety
-    /// The pieces' local ranges lie in `memory`'s region, which the caller keeps until NIXL has let go of the request.
-    pub(super) unsafe fn request(
-        &self,
-        op: Op,
-        memory: &Arc<Memory>,
-        base: usize,
-        pieces: &[Piece],
-    ) -> Result<(Asked, Option<Key>)> {
+    /// The pieces' local ranges lie in the region of their `memory`, which the caller keeps until NIXL has let go of the request.
+    pub(super) unsafe fn request(&self, op: Op, listed: &[Listed<'_>]) -> Result<(Asked, Option<Key>)> {
         let direction = if op == Op::Read { Direction::Read } else { Direction::Write };
+        let [Listed { memory, base, pieces, .. }] = *listed else {
+            // SAFETY: the caller's obligation.
+            return Ok((unsafe { self.listed(direction, listed) }?, None));
+        };
         if let [piece] = pieces {
             let key = Key {
                 direction,
@@ -298,14 +312,14 @@ impl NixlAttachment {
             }
             memory.used_by(&self.requests);
             // SAFETY: the caller's obligation.
-            let asked = unsafe { self.listed(direction, memory, base, pieces) }?;
+            let asked = unsafe { self.listed(direction, listed) }?;
             return Ok((asked, Some(key)));
         }
         if let Some(asked) = self.by_index(direction, memory, base, pieces)? {
             return Ok((asked, None));
         }
         // SAFETY: the caller's obligation.
-        Ok((unsafe { self.listed(direction, memory, base, pieces) }?, None))
+        Ok((unsafe { self.listed(direction, listed) }?, None))
     }
 
     /// A request of prepared blocks, where the pieces are such.
@@ -346,30 +360,23 @@ impl NixlAttachment {
     ///
     /// # Safety
     /// As for [`request`](Self::request).
-    unsafe fn listed(
-        &self,
-        direction: Direction,
-        memory: &Memory,
-        base: usize,
-        pieces: &[Piece],
-    ) -> Result<Asked> {
+    unsafe fn listed(&self, direction: Direction, listed: &[Listed<'_>]) -> Result<Asked> {
         let engine = &self.engine;
-        let ours = memory.descriptor().device;
-        let theirs = match &self.file {
-            Some(file) => file.descriptor_for(base, pieces),
-            None => self.remote.device,
-        };
-        let near = pieces.iter().map(|piece| Descriptor {
-            address: base as u64 + piece.local,
-            length: piece.len,
-            device: ours,
+        let near = listed.iter().flat_map(|part| {
+            let device = part.memory.descriptor().device;
+            let address = |piece: &Piece| part.base as u64 + piece.local;
+            part.pieces.iter().map(move |piece| Descriptor { address: address(piece), length: piece.len, device })
         });
-        let far = pieces.iter().map(|piece| Descriptor {
-            address: self.remote.address + piece.remote,
-            length: piece.len,
-            device: theirs,
+        let far = listed.iter().flat_map(|part| {
+            let device = match &part.of.file {
+                Some(file) => file.descriptor_for(part.base, part.pieces),
+                None => part.of.remote.device,
+            };
+            let address = |piece: &Piece| part.of.remote.address + piece.remote;
+            part.pieces.iter().map(move |piece| Descriptor { address: address(piece), length: piece.len, device })
         });
-        let near = TransferList::new(&engine.nixl, memory.kind(), near).map_err(of_nixl)?;
+        let kind = listed.first().map_or(MemoryKind::Dram, |part| part.memory.kind());
+        let near = TransferList::new(&engine.nixl, kind, near).map_err(of_nixl)?;
         let far = TransferList::new(&engine.nixl, self.kind, far).map_err(of_nixl)?;
         let options = engine.options(self.reach())?;
         // SAFETY: the caller's obligation.
@@ -410,17 +417,36 @@ impl NixlAttachment {
         }
     }
 
+    /// Whether all parts of a submission can be in one list: over one session, between one agent and the own, and of one kind of memory
+    /// on each side.
+    fn is_one_list(&self, submission: &Submission<'_>) -> Result<bool> {
+        let place = submission.parts.first().near().map(|near| near.place);
+        for part in 0..submission.parts.len() {
+            let other = submission.attached::<Self>(part)?;
+            let one = place.is_some()
+                && place == submission.parts[part].near().map(|near| near.place)
+                && Arc::ptr_eq(&self.peer, &other.peer)
+                && Arc::ptr_eq(self.handle.session(), other.handle.session())
+                && self.kind == other.kind
+                // That of host memory is no more than a number.
+                && (self.kind == MemoryKind::Dram || self.remote.device == other.remote.device);
+            if !one || other.file.is_some() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// A small request is posted by the calling thread, which stays with it for a moment.
     fn try_begin(&self, submission: &mut Submission<'_>, memory: &Arc<Memory>) -> Result<Started> {
         let (op, after) = (submission.op, &submission.after);
         let part = submission.parts.first();
-        let (base, pieces) = (part.base, part.pieces());
-        self.check_after(after)?;
-        let inside = self.enter(op.name())?;
+        let inside = self.enter(op.name(), 0)?;
         // The submission's own use ends with the call, where it ends in an error.
         let keep = part.near().map(|near| near.begin_use(op.name())).transpose()?;
+        let listed = [Listed { of: self, memory, base: part.base, pieces: part.pieces() }];
         // SAFETY: the flight keeps that use until NIXL has let go, and the pieces were checked against the region.
-        let (mut asked, key) = unsafe { self.request(op, memory, base, pieces) }?;
+        let (mut asked, key) = unsafe { self.request(op, &listed) }?;
         let mut progress = self.post(&mut asked);
         let mut looks = 0;
         let began = Instant::now();
@@ -448,11 +474,11 @@ impl NixlAttachment {
             drop((inside, keep));
             return Ok(Started::Done(self.follow(after).map(|()| None)));
         }
-        let flight = Flight::new(asked, key, inside, keep, progress.err());
+        let flight = Flight::new(asked, key, Several::one(inside), keep, progress.err());
         let this = self.this()?;
         match submission.begin_whole(Arc::clone(&this) as Arc<dyn Link>) {
             Ok(transfer) => {
-                Run::flying(&this, &transfer, flight);
+                Run::flying(this, &transfer, flight);
                 Ok(Started::Running(transfer))
             }
             // It goes on all the same.
@@ -479,17 +505,27 @@ impl Link for NixlAttachment {
     }
 
     fn submit(&self, submission: &mut Submission<'_>) -> Result<Started> {
-        if submission.parts.len() > 1 {
-            return joint::submit(submission);
-        }
         let op = submission.op;
         let moved = matches!(op, Op::Read | Op::Write);
-        if submission.is_on_gpu() && !(moved && self.engine.takes_gpus(self.reach())) {
+        let reachable = !submission.is_on_gpu() || moved && self.engine.takes_gpus(self.reach());
+        let several = submission.parts.len() > 1;
+        if several && !(reachable && self.is_one_list(submission)?) {
+            return joint::submit(submission);
+        }
+        if !reachable {
             return gpu::staged(submission);
         }
+        if several && submission.deferrable && submission.size()?.1 > MANY {
+            return Ok(Started::Deferred);
+        }
         submission.plan()?;
+        let signalled = submission.after.signal.map_or(0, |signal| signal.part);
+        if let Err(error) = submission.attached::<Self>(signalled)?.check_after(&submission.after) {
+            submission.reached = signalled;
+            return Ok(Started::Done(Err(submission.of_part(signalled, error))));
+        }
         let part = submission.parts.first();
-        let inline = submission.inline && submission.stream.is_none();
+        let inline = submission.inline && submission.stream.is_none() && !several;
         if inline && part.pieces().is_empty() {
             return Ok(Started::Done(self.follow_alone(op, &submission.after).map(|()| None)));
         }
@@ -502,8 +538,12 @@ impl Link for NixlAttachment {
             return Ok(self.try_begin(submission, &memory).unwrap_or_else(|error| Started::Done(Err(error))));
         }
         let this = self.this()?;
-        let transfer = run::cut(submission, Arc::clone(&this) as Arc<dyn Link>)?;
-        Run::start(&this, &transfer);
+        let mut sides = Several::one(Sides::of(Arc::clone(&this)));
+        for part in 1..submission.parts.len() {
+            sides.push(op.name(), Sides::of(submission.attached::<Self>(part)?.this()?))?;
+        }
+        let transfer = run::cut(submission, this)?;
+        Run::start(sides, &transfer);
         Ok(Started::Running(transfer))
     }
 

@@ -12,9 +12,10 @@ use super::engine::Engine;
 use super::lists::Key;
 use super::of_nixl;
 use super::peer::Asked;
-use super::run::Run;
+use super::run::{Outcome, Run};
 use crate::region::RegionUse;
-use crate::{Error, Kind, Result, runtime};
+use crate::transfer::Several;
+use crate::{Error, runtime};
 
 /// A transfer that was stopped gets this long for NIXL to end what it has begun, before it ends without being quiet.
 const GRACE: Duration = Duration::from_millis(50);
@@ -56,7 +57,8 @@ pub(super) struct Driving {
 pub(super) struct Flight {
     asked: Option<Asked>,
     key: Option<Key>,
-    inside: Option<Inside>,
+    /// Of each of its parts.
+    inside: Option<Several<Inside>>,
     /// The local memory, where no transfer keeps it.
     keep: Option<RegionUse>,
     report: Option<(Arc<Run>, usize)>,
@@ -72,14 +74,14 @@ enum Look {
     Flying,
     /// The transfer ends, though NIXL is still at it.
     Leave(Error),
-    Landed(Result<()>),
+    Landed(Outcome),
 }
 
 impl Flight {
     pub(super) fn new(
         asked: Asked,
         key: Option<Key>,
-        inside: Inside,
+        inside: Several<Inside>,
         keep: Option<RegionUse>,
         failed: Option<Error>,
     ) -> Flight {
@@ -96,8 +98,8 @@ impl Flight {
         }
     }
 
-    pub(super) fn for_unit(mut self, run: &Arc<Run>, unit: usize) -> Flight {
-        self.report = Some((Arc::clone(run), unit));
+    pub(super) fn for_request(mut self, run: &Arc<Run>, request: usize) -> Flight {
+        self.report = Some((Arc::clone(run), request));
         self
     }
 
@@ -107,24 +109,26 @@ impl Flight {
 
     fn look(&mut self, now: Instant) -> Look {
         let (Some(inside), Some(asked)) = (&self.inside, &mut self.asked) else {
-            return Look::Landed(Ok(()));
+            return Look::Landed(Outcome::of_all(Ok(())));
         };
-        let attachment = inside.attachment();
+        let attachment = inside.first().attachment();
         let engine = &attachment.engine;
         if let Some((error, since)) = &self.failed {
             // Who is gone, and what was taken back, comes before what NIXL calls an error.
-            let cause = attachment.handle.session().alive().and_then(|()| inside.check("transfer"));
-            return match cause {
-                Err(cause) => Look::Landed(Err(cause)),
-                Ok(()) if attachment.peer.is_own() || now.duration_since(*since) >= WHY => {
-                    Look::Landed(Err(error.clone()))
+            if let Err(gone) = attachment.handle.session().alive() {
+                return Look::Landed(Outcome::of_all(Err(gone)));
+            }
+            return match Outcome::blamed(inside, self.op()) {
+                Some(outcome) => Look::Landed(outcome),
+                None if attachment.peer.is_own() || now.duration_since(*since) >= WHY => {
+                    Look::Landed(Outcome::of_all(Err(error.clone())))
                 }
-                Ok(()) => Look::Flying,
+                None => Look::Flying,
             };
         }
         engine.counts.polls.fetch_add(1, Ordering::Relaxed);
         match asked.request().map(|request| request.progress()) {
-            None | Some(Ok(Progress::Done)) => return Look::Landed(Ok(())),
+            None | Some(Ok(Progress::Done)) => return Look::Landed(Outcome::of_all(Ok(()))),
             Some(Err(error)) => {
                 self.failed = Some((of_nixl(error), now));
                 return Look::Flying;
@@ -150,30 +154,30 @@ impl Flight {
     }
 
     /// NIXL has let go: reports, unless that was done before.
-    fn land(mut self, outcome: Result<()>) {
+    fn land(mut self, outcome: Outcome) {
         let op = self.op();
         let (asked, inside) = (self.asked.take(), self.inside.take());
-        let outcome = match (outcome, &inside) {
-            (Ok(()), Some(inside)) => {
+        let outcome = match (&inside, outcome.is_good()) {
+            (Some(inside), true) => {
                 if let Some(asked) = asked {
-                    inside.attachment().keep(self.key, asked);
+                    inside.first().attachment().keep(self.key, asked);
                 }
-                inside.check(op)
+                Outcome::checked(inside, op)
             }
-            (Err(error), Some(inside)) => {
-                if error.kind() == Kind::Native {
-                    inside.attachment().peer.broke();
+            (Some(inside), false) => {
+                if outcome.is_of_nixl() {
+                    inside.first().attachment().peer.broke();
                 }
                 drop(asked);
-                Err(error)
+                outcome
             }
-            (outcome, None) => outcome,
+            (None, _) => outcome,
         };
         drop((inside, self.keep.take()));
-        if let Some((run, unit)) = self.report.take() {
+        if let Some((run, request)) = self.report.take() {
             run.landed();
             if !self.left_behind {
-                run.ended(unit, outcome);
+                run.ended(request, outcome);
             }
             run.work();
         }
@@ -261,8 +265,8 @@ impl Engine {
         }
         drop(looking);
         // Not under a lock: whoever is told may be the user's code.
-        for ((run, unit), error) in left {
-            run.ended(unit, Err(error));
+        for ((run, request), error) in left {
+            run.ended(request, Outcome::of_all(Err(error)));
             run.work();
         }
         let count = landed.len();

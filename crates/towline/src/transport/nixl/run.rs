@@ -1,18 +1,19 @@
-//! One transfer by NIXL: its units as requests, a few of which are under way at a time.
+//! One transfer by NIXL: its units as requests, a few of which are under way at a time. Units of several parts share requests.
 #![allow(unsafe_code, reason = "hands addresses of registered memory to NIXL")]
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 use towline_sys::nixl::Progress;
 
-use super::attachment::{INLINE, NixlAttachment};
+use super::attachment::{INLINE, Inside, Listed, NixlAttachment};
 use super::driver::{Exiting, Flight};
 use super::memory::{Known, Memory};
 use crate::layout::Plan;
-use crate::transfer::submission::{Link, Submission, Unit};
-use crate::transfer::{Help, TransferCore};
+use crate::transfer::submission::{Link, Submission, Unit, concerns_all};
+use crate::transfer::{Help, Several, Signal, TransferCore};
 use crate::{Error, Kind, Result, room, runtime};
 
 /// A request carries at most about this many bytes: where posting copies, a stop takes as long as that, and where it does
@@ -21,6 +22,10 @@ const UNIT: u64 = 32 << 20;
 
 /// And at most this many pieces.
 const UNIT_PIECES: usize = 1 << 14;
+
+/// And of at most this many parts: each may hold a pin of the owner's for as long as NIXL is at it, and there are some hundreds of these
+/// for all transfers.
+const UNIT_PARTS: usize = 64;
 
 /// Requests of one transfer that are under way at a time.
 const WINDOW: usize = 4;
@@ -44,30 +49,124 @@ pub(super) fn cut(submission: &mut Submission<'_>, link: Arc<dyn Link>) -> Resul
     submission.begin(link, cut, None)
 }
 
+/// Units of several parts, joined to requests.
+fn joined(transfer: &TransferCore) -> Result<Vec<Range<usize>>> {
+    let op = transfer.op.name();
+    let (mut requests, mut start, mut bytes, mut pieces) = (Vec::new(), 0, 0, 0);
+    for (unit, of) in transfer.units.iter().enumerate() {
+        let (more, count) = (transfer.bytes_of(unit), of.pieces.len());
+        let parts = of.part - transfer.units[start].part;
+        let full = bytes + more > UNIT || pieces + count > UNIT_PIECES || parts >= UNIT_PARTS;
+        if full && unit > start {
+            room::push(op, &mut requests, start..unit)?;
+            (start, bytes, pieces) = (unit, 0, 0);
+        }
+        (bytes, pieces) = (bytes + more, pieces + count);
+    }
+    room::push(op, &mut requests, start..transfer.units.len())?;
+    Ok(requests)
+}
+
+/// What became of a request.
+#[derive(Clone)]
+pub(super) struct Outcome {
+    /// Of these parts of it.
+    failed: Vec<(usize, Error)>,
+    /// And of the others.
+    others: Result<()>,
+}
+
+impl Outcome {
+    pub(super) fn of_all(others: Result<()>) -> Outcome {
+        Outcome { failed: Vec::new(), others }
+    }
+
+    /// Of one whose bytes have moved: they count where the region was valid all the time.
+    pub(super) fn checked(inside: &Several<Inside>, op: &'static str) -> Outcome {
+        let stale = |one: &Inside| one.check(op).err().map(|error| (one.part(), error));
+        Outcome { failed: inside.iter().filter_map(stale).collect(), others: Ok(()) }
+    }
+
+    /// Of one that has failed, where that is because some of its regions were taken back.
+    pub(super) fn blamed(inside: &Several<Inside>, op: &'static str) -> Option<Outcome> {
+        let Outcome { failed, .. } = Outcome::checked(inside, op);
+        let (part, _) = failed.first()?;
+        let message = format!("in one request with part {part}, which failed");
+        Some(Outcome { others: Err(Error::new(Kind::Canceled, op, message)), failed })
+    }
+
+    /// Why not all of it went well, and at which part that was, where it was at one.
+    fn cause(&self) -> Option<(Option<usize>, &Error)> {
+        match self.failed.first() {
+            Some((part, error)) => Some((Some(*part), error)),
+            None => self.others.as_ref().err().map(|error| (None, error)),
+        }
+    }
+
+    pub(super) fn is_good(&self) -> bool {
+        self.cause().is_none()
+    }
+
+    /// Whether NIXL itself has failed.
+    pub(super) fn is_of_nixl(&self) -> bool {
+        self.others.as_ref().is_err_and(|error| error.kind() == Kind::Native)
+    }
+
+    fn of(&self, part: usize) -> Result<()> {
+        match self.failed.iter().find(|(failed, _)| *failed == part) {
+            Some((_, error)) => Err(error.clone()),
+            None => self.others.clone(),
+        }
+    }
+}
+
+/// Both sides of a part: the owner's region, and what NIXL knows of the local memory.
+pub(super) struct Sides {
+    attachment: Arc<NixlAttachment>,
+    memory: OnceLock<Arc<Memory>>,
+}
+
+impl Sides {
+    pub(super) fn of(attachment: Arc<NixlAttachment>) -> Sides {
+        Sides { attachment, memory: OnceLock::new() }
+    }
+}
+
 /// One transfer by NIXL.
 pub(super) struct Run {
-    attachment: Arc<NixlAttachment>,
+    /// Of each part; all of them are of one peer's agent.
+    sides: Several<Sides>,
     pub(super) transfer: Arc<TransferCore>,
-    memory: OnceLock<Arc<Memory>>,
+    /// The units of each request; empty where each unit is one.
+    requests: Vec<Range<usize>>,
+    count: usize,
     next: AtomicUsize,
     left: AtomicUsize,
     flying: AtomicUsize,
+    /// Nothing follows any more.
+    failed: AtomicBool,
     /// Held by whoever posts.
     posting: Mutex<()>,
-    /// Why the rest is not posted.
-    hopeless: OnceLock<Error>,
+    /// What becomes of the requests that are not posted any more.
+    hopeless: OnceLock<Outcome>,
     me: Weak<Run>,
 }
 
 impl Run {
-    fn new(attachment: &Arc<NixlAttachment>, transfer: &Arc<TransferCore>) -> Arc<Run> {
+    fn new(sides: Several<Sides>, transfer: &Arc<TransferCore>) -> Arc<Run> {
+        // Where there is no room for the list, each unit is a request.
+        let requests =
+            if sides.len() > 1 { joined(transfer).unwrap_or_default() } else { Vec::new() };
+        let count = if requests.is_empty() { transfer.units.len() } else { requests.len() };
         let run = Arc::new_cyclic(|me| Run {
-            attachment: Arc::clone(attachment),
+            sides,
             transfer: Arc::clone(transfer),
-            memory: OnceLock::new(),
+            requests,
+            count,
             next: AtomicUsize::new(0),
-            left: AtomicUsize::new(transfer.units.len()),
+            left: AtomicUsize::new(count),
             flying: AtomicUsize::new(0),
+            failed: AtomicBool::new(false),
             posting: Mutex::default(),
             hopeless: OnceLock::new(),
             me: me.clone(),
@@ -79,50 +178,71 @@ impl Run {
     }
 
     /// Starts a transfer: a worker posts it, or the caller as soon as it waits.
-    pub(super) fn start(attachment: &Arc<NixlAttachment>, transfer: &Arc<TransferCore>) {
-        let run = Run::new(attachment, transfer);
+    pub(super) fn start(sides: Several<Sides>, transfer: &Arc<TransferCore>) {
+        let run = Run::new(sides, transfer);
         if transfer.stream.is_some() {
             let message = "NIXL moves the bytes, and a CUDA stream cannot wait for it: name none";
-            run.fail(&Error::new(Kind::Unsupported, transfer.op.name(), message));
+            run.fail(Error::new(Kind::Unsupported, transfer.op.name(), message));
             run.work();
             return;
         }
-        let known =
-            transfer.near(0).is_none_or(|near| near.kept::<Known>().find(attachment.reach()).is_some());
-        if known && transfer.bytes() <= INLINE {
+        let reach = run.first().reach();
+        let is_known = |part| transfer.near(part).is_none_or(|near| near.kept::<Known>().find(reach).is_some());
+        if transfer.bytes() <= INLINE && (0..run.sides.len()).all(is_known) {
             run.work();
             return;
         }
         let worked = Arc::clone(&run);
         if let Err(refused) = runtime::pool().spawn(Box::new(move || worked.work())) {
-            run.fail(&refused.error);
+            run.fail(refused.error.clone());
             run.work();
         }
     }
 
     /// Goes on with a transfer of one unit whose request is under way.
-    pub(super) fn flying(attachment: &Arc<NixlAttachment>, transfer: &Arc<TransferCore>, flight: Flight) {
-        let run = Run::new(attachment, transfer);
+    pub(super) fn flying(attachment: Arc<NixlAttachment>, transfer: &Arc<TransferCore>, flight: Flight) {
+        let run = Run::new(Several::one(Sides::of(attachment)), transfer);
         run.next.store(1, Ordering::SeqCst);
         run.launch(flight, 0);
     }
 
-    fn launch(self: &Arc<Self>, flight: Flight, unit: usize) {
+    /// The region of the first part: its agent and its session are those of all.
+    fn first(&self) -> &Arc<NixlAttachment> {
+        &self.sides.first().attachment
+    }
+
+    /// The units of a request.
+    fn units(&self, request: usize) -> Range<usize> {
+        self.requests.get(request).cloned().unwrap_or(request..request + 1)
+    }
+
+    fn launch(self: &Arc<Self>, flight: Flight, request: usize) {
         self.flying.fetch_add(1, Ordering::SeqCst);
         self.transfer.engaged();
-        self.attachment.engine.add(flight.for_unit(self, unit));
+        self.first().engine.add(flight.for_request(self, request));
     }
 
-    /// Why nothing more is posted.
-    fn over_because(&self) -> Option<Error> {
+    /// What becomes of requests now, where nothing more is posted.
+    fn over_because(&self) -> Option<Outcome> {
         if self.transfer.is_stopped() {
-            return Some(self.transfer.stop_error());
+            return Some(Outcome::of_all(Err(self.transfer.stop_error())));
         }
-        self.hopeless.get().cloned().or_else(|| self.attachment.handle.session().alive().err())
+        let gone = || self.first().handle.session().alive().err();
+        self.hopeless.get().cloned().or_else(|| gone().map(|error| Outcome::of_all(Err(error))))
     }
 
-    fn fail(&self, error: &Error) {
-        let _ = self.hopeless.set(error.clone());
+    fn fail(&self, error: Error) {
+        let _ = self.hopeless.set(Outcome::of_all(Err(error)));
+    }
+
+    /// What becomes of a request that is not posted because of one of the parts.
+    fn not_begun(&self, part: usize, error: Error) -> Outcome {
+        if self.sides.len() == 1 || concerns_all(&error) {
+            return Outcome::of_all(Err(error));
+        }
+        let message = format!("not begun: part {part} failed before");
+        let others = Err(Error::new(Kind::Canceled, self.transfer.op.name(), message));
+        Outcome { failed: vec![(part, error)], others }
     }
 
     /// Posts what there is room for, or reports for what will not be posted.
@@ -133,18 +253,17 @@ impl Run {
             // Another thread that has it looks again before it leaves.
             let Some(posting) = self.posting.try_lock() else { return };
             while self.has_work() {
-                let unit = self.next.fetch_add(1, Ordering::SeqCst);
-                if unit >= self.transfer.units.len() {
+                let request = self.next.fetch_add(1, Ordering::SeqCst);
+                if request >= self.count {
                     break;
                 }
                 let posted = match self.over_because() {
-                    Some(error) => Err(error),
-                    None => self.post(unit),
+                    Some(outcome) => Err(outcome),
+                    None => self.post(request),
                 };
                 match posted {
-                    Ok(Some(flight)) => self.launch(flight, unit),
-                    Ok(None) => self.ended(unit, Ok(())),
-                    Err(error) => self.ended(unit, Err(error)),
+                    Ok(flight) => self.launch(flight, request),
+                    Err(outcome) => self.ended(request, outcome),
                 }
             }
             drop(posting);
@@ -152,43 +271,64 @@ impl Run {
     }
 
     fn has_work(&self) -> bool {
-        self.next.load(Ordering::SeqCst) < self.transfer.units.len()
+        self.next.load(Ordering::SeqCst) < self.count
             && (self.flying.load(Ordering::SeqCst) < WINDOW || self.over_because().is_some())
     }
 
-    /// Posts a unit; `None` where it has ended.
-    fn post(self: &Arc<Self>, unit: usize) -> Result<Option<Flight>> {
-        let (transfer, attachment) = (&self.transfer, &self.attachment);
+    /// Posts a request, or says what became of it in this call.
+    fn post(self: &Arc<Self>, request: usize) -> Result<Flight, Outcome> {
+        let transfer = &self.transfer;
         let op = transfer.op.name();
-        attachment.check_after(&transfer.after)?;
-        let inside = attachment.enter(op)?;
-        let pieces = transfer.pieces(unit);
-        let Some(local) = transfer.near(0).filter(|_| !pieces.is_empty()) else {
-            return inside.check(op).map(|()| None);
+        let all = |error| Outcome::of_all(Err(error));
+        let enter = |part: usize| {
+            let entered = self.sides[part].attachment.enter(op, part);
+            entered.map_err(|error| self.not_begun(part, error))
         };
-        let memory = match self.memory.get() {
-            Some(memory) => memory,
-            None => {
-                let memory = {
-                    let (engine, region) = (&attachment.engine, local);
-                    region.kept::<Known>().register(attachment.reach(), engine, region)?
-                };
-                self.memory.get_or_init(|| memory)
+        let units = self.units(request);
+        let (first, last) = (transfer.units[units.start].part, transfer.units[units.end - 1].part);
+        let mut listed = Vec::new();
+        for unit in units {
+            let part = transfer.units[unit].part;
+            let (base, pieces) = (transfer.base(part) as usize, transfer.pieces(unit));
+            if let Some(memory) = self.memory(part).map_err(|error| self.not_begun(part, error))?
+                && !pieces.is_empty()
+            {
+                let of = &self.sides[part].attachment;
+                room::push(op, &mut listed, Listed { of, memory, base, pieces }).map_err(all)?;
             }
-        };
-        let base = transfer.base(0) as usize;
-        // SAFETY: the transfer keeps a use of its local region until NIXL has let go of all its requests, and its plan was
-        // checked against that region.
-        let (mut asked, key) = unsafe { attachment.request(transfer.op, memory, base, pieces) }?;
+        }
+        // Behind the registrations, which may take long: the owner waits for who is inside.
+        let mut inside = Several::one(enter(first)?);
+        for part in first + 1..=last {
+            inside.push(op, enter(part)?).map_err(all)?;
+        }
+        if listed.is_empty() {
+            return Err(Outcome::checked(&inside, op));
+        }
+        let attachment = &self.sides[first].attachment;
+        // SAFETY: the transfer keeps a use of each local region until NIXL has let go of all its requests, and its plans were
+        // checked against those regions.
+        let (mut asked, key) = unsafe { attachment.request(transfer.op, &listed) }.map_err(all)?;
         match attachment.post(&mut asked) {
             Ok(Progress::Done) => {
                 attachment.keep(key, asked);
-                inside.check(op).map(|()| None)
+                Err(Outcome::checked(&inside, op))
             }
-            Ok(Progress::InProgress) => Ok(Some(Flight::new(asked, key, inside, None, None))),
+            Ok(Progress::InProgress) => Ok(Flight::new(asked, key, inside, None, None)),
             // The engine finds out what it means.
-            Err(error) => Ok(Some(Flight::new(asked, key, inside, None, Some(error)))),
+            Err(error) => Ok(Flight::new(asked, key, inside, None, Some(error))),
         }
+    }
+
+    /// What NIXL knows of the local memory of a part, registered now where it is not; `None` where there is none.
+    fn memory(&self, part: usize) -> Result<Option<&Arc<Memory>>> {
+        let Sides { attachment, memory } = &self.sides[part];
+        let Some(near) = self.transfer.near(part) else { return Ok(None) };
+        if let Some(memory) = memory.get() {
+            return Ok(Some(memory));
+        }
+        let known = near.kept::<Known>().register(attachment.reach(), &attachment.engine, near)?;
+        Ok(Some(memory.get_or_init(|| known)))
     }
 
     /// NIXL has let go of a request.
@@ -197,27 +337,47 @@ impl Run {
         self.transfer.let_go();
     }
 
-    /// A unit has ended; the last one speaks for what follows the bytes.
-    pub(super) fn ended(self: &Arc<Self>, unit: usize, outcome: Result<()>) {
+    /// A request has ended; the last one speaks for what follows the bytes.
+    pub(super) fn ended(self: &Arc<Self>, request: usize, outcome: Outcome) {
         let transfer = &self.transfer;
-        if let Err(error) = &outcome
-            && !matches!(error.kind(), Kind::PermissionDenied | Kind::Invalid)
-        {
-            self.fail(error);
-        } else if let Err(error) = &outcome {
-            tracing::debug!(%error, "a request was refused");
+        if let Some((part, error)) = outcome.cause() {
+            self.failed.store(true, Ordering::SeqCst);
+            if matches!(error.kind(), Kind::PermissionDenied | Kind::Invalid) {
+                tracing::debug!(%error, "a request was refused");
+            } else {
+                let _ = self.hopeless.set(match part {
+                    Some(part) => self.not_begun(part, error.clone()),
+                    None => Outcome::of_all(Err(error.clone())),
+                });
+            }
         }
         let last = self.left.fetch_sub(1, Ordering::SeqCst) == 1;
-        let outcome = match outcome {
-            Ok(()) if last && self.hopeless.get().is_none() => self.attachment.follow(&transfer.after),
-            other => other,
-        };
-        match outcome {
-            Ok(()) => {
-                transfer.units_done(1, transfer.bytes_of(unit));
+        let (mut good, mut bytes, mut at) = (0, 0, None);
+        for unit in self.units(request) {
+            match outcome.of(transfer.units[unit].part) {
+                Ok(()) => (good, bytes, at) = (good + 1, bytes + transfer.bytes_of(unit), Some(unit)),
+                Err(error) => transfer.unit_failed(unit, error),
             }
-            Err(error) => transfer.unit_failed(unit, error),
         }
+        let Some(at) = at else { return };
+        let followed = match last && !self.failed.load(Ordering::SeqCst) {
+            true => self.follow(),
+            false => Ok(()),
+        };
+        match followed {
+            Ok(()) => transfer.units_done(good, bytes),
+            Err(error) => {
+                transfer.units_done(good - 1, bytes - transfer.bytes_of(at));
+                // One of the part that it is about speaks for it.
+                let of_signal = |signal: Signal| transfer.units.iter().position(|of| of.part == signal.part);
+                transfer.unit_failed(transfer.after.signal.and_then(of_signal).unwrap_or(at), error);
+            }
+        }
+    }
+
+    fn follow(&self) -> Result<()> {
+        let after = &self.transfer.after;
+        self.sides[after.signal.map_or(0, |signal| signal.part)].attachment.follow(after)
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -232,7 +392,7 @@ impl Help for Run {
             run.work();
             // While another thread posts there is nothing to drive: its caller sleeps.
             let flying = || run.flying.load(Ordering::SeqCst) > 0;
-            self.attachment.engine.drive_until(|| run.is_over() || !flying());
+            self.first().engine.drive_until(|| run.is_over() || !flying());
         }
     }
 }
