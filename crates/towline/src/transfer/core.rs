@@ -1,7 +1,7 @@
 //! What the paths drive: the request, what it keeps alive, and how far it is.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 use std::time::Instant;
@@ -77,6 +77,8 @@ pub(crate) struct TransferCore {
     pub(crate) checked: bool,
     /// Who moves the bytes, and can be asked to stop.
     pub(super) link: Arc<dyn Link>,
+    /// The same, where the submission was deferred: its link may have handed it on.
+    resumed: OnceLock<Arc<dyn Link>>,
     /// It is a portion of something larger, and others are in flight beside it.
     pub(crate) portion: bool,
     /// The transfer that it is some parts of, which keeps the local memory and must be as quiet.
@@ -177,6 +179,7 @@ impl TransferCore {
             limits: submission.limits,
             checked: submission.checked,
             link,
+            resumed: OnceLock::new(),
             portion: submission.portion,
             above: submission.above.cloned(),
             peer: Arc::clone(submission.peer),
@@ -206,8 +209,17 @@ impl TransferCore {
         Ok(core)
     }
 
-    /// What was one unit until now is these. Before any of them has reported.
-    pub(super) fn divide(&self, plans: Several<Plan>, units: Vec<Unit>) {
+    /// Asks who moves the bytes to stop.
+    pub(super) fn stop_link(self: &Arc<Self>) {
+        // Either this sees who has resumed it, or that one sees that it is stopped.
+        fence(Ordering::SeqCst);
+        self.resumed.get().unwrap_or(&self.link).stop(self);
+    }
+
+    /// What was one unit until now is these, and that link moves them. Before any of them has reported.
+    pub(super) fn divide(&self, link: Arc<dyn Link>, plans: Several<Plan>, units: Vec<Unit>) {
+        let _ = self.resumed.set(link);
+        fence(Ordering::SeqCst);
         self.inner.lock().state.divide(units.len());
         for (part, plan) in self.parts.iter().zip(plans) {
             let set = part.plan.set(plan);

@@ -21,7 +21,7 @@ impl TransferCore {
         if !self.inner.lock().state.stop(error) {
             // Every unit has reported, but a frame or a sink still names the memory: the path takes it back.
             if self.is_held() {
-                self.link.stop(self);
+                self.stop_link();
             }
             return;
         }
@@ -30,7 +30,7 @@ impl TransferCore {
         if self.will_not_launch() {
             return self.whole_failed(self.stop_error());
         }
-        self.link.stop(self);
+        self.stop_link();
     }
 
     /// Delivers the end, once: when every unit has reported and nothing names the local memory any more.
@@ -187,7 +187,7 @@ impl Timer for TransferCore {
                     self.deliver();
                 }
                 if !delivered && self.is_held() {
-                    self.link.stop(&self);
+                    self.stop_link();
                 }
                 return;
             }

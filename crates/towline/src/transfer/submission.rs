@@ -368,7 +368,7 @@ impl<'a> Submission<'a> {
         }
         match self.transfer.clone() {
             Some(transfer) => {
-                transfer.divide(self.take_plans()?, units);
+                transfer.divide(link, self.take_plans()?, units);
                 Ok(transfer)
             }
             None => TransferCore::begin(self, link, units),

@@ -263,12 +263,69 @@ impl Link for Joint {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::sync::mpsc::{self, Sender};
     use std::time::Duration;
 
-    use crate::{Access, DiskStorage, Endpoint, Kind, Part, SharedStorage, SystemStorage};
+    use super::*;
+    use crate::layout::Plan;
+    use crate::transfer::{Transfer, submission};
+    use crate::{Access, DiskStorage, Endpoint, Limits, Part, SharedStorage, SystemStorage};
 
     const LEN: usize = 3 << 20;
     const WATCHDOG: Duration = Duration::from_secs(30);
+
+    /// A path that hands several parts on, and moves one part until it is stopped.
+    struct OneByOne(Sender<()>);
+
+    impl Link for OneByOne {
+        fn path(&self) -> &'static str {
+            "inproc"
+        }
+
+        fn submit(&self, submission: &mut Submission<'_>) -> Result<Started> {
+            if submission.parts.len() > 1 {
+                return super::submit(submission);
+            }
+            let link = Arc::clone(submission.parts.first().region);
+            let transfer = submission.begin_whole(link)?;
+            self.0.send(()).unwrap();
+            Ok(Started::Running(transfer))
+        }
+
+        fn stop(&self, transfer: &Arc<TransferCore>) {
+            if transfer.parts.len() == 1 {
+                transfer.unit_failed(0, transfer.stop_error());
+            }
+        }
+    }
+
+    #[test]
+    fn a_cancel_reaches_parts_that_a_path_has_handed_on_behind_the_call() {
+        let (begun, begins) = mpsc::channel();
+        let link: Arc<dyn Link> = Arc::new(OneByOne(begun));
+        let plan = || Plan::of_blocks(8 * MANY, 8).map(Box::new);
+        let parts =
+            [(); 2].map(|()| SubmittedPart::new(&link, None, 0, What::Plan(plan()), (u64::MAX, u64::MAX)));
+        let peer = "peer".into();
+        let terms = Terms {
+            after: Default::default(),
+            stream: None,
+            limits: Limits::within(Duration::from_secs(600)),
+            checked: false,
+            peer: &peer,
+            inline: true,
+            portion: false,
+            above: None,
+        };
+        let mut on_end = submission::nobody;
+        let parts = Several::of("write", parts).unwrap().unwrap();
+        let mut submission = Submission::new(Op::Write, parts, terms, &mut on_end);
+        assert!(matches!(link.submit(&mut submission).unwrap(), Started::Deferred));
+        let transfer = Transfer::live(submission.defer(Arc::clone(&link)).unwrap());
+        (0..2).for_each(|_| begins.recv_timeout(WATCHDOG).unwrap());
+        transfer.cancel();
+        assert_eq!(transfer.wait_for(WATCHDOG).unwrap().unwrap_err().kind(), Kind::Canceled);
+    }
 
     #[test]
     fn parts_in_memory_and_on_a_disk_are_one_transfer() {
