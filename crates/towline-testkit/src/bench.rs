@@ -1,6 +1,7 @@
 //! Where laws are tried: an owner, a user, and one path between them.
 
 mod owner;
+mod parts;
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use towline::{
 };
 
 pub use owner::{Owner, OwnerRegion, OwnerStats, Views};
+pub use parts::{COUNTS, Parts, Range};
 
 use crate::forced::as_forced;
 pub use crate::forced::forced;
@@ -179,7 +181,12 @@ impl Bench {
 
     /// Memory as the user's is.
     pub fn storage(&self, len: usize) -> Arc<dyn Storage> {
-        storage(len, self.kinds.map_or("system", |(_, user)| user)).unwrap()
+        storage(len, self.both_kinds().1).unwrap()
+    }
+
+    /// What the owner's storages are, and the user's.
+    fn both_kinds(&self) -> (&'static str, &'static str) {
+        (self.kind(), self.kinds.map_or("system", |(_, user)| user))
     }
 
     /// Memory of the user, filled with a stamp.

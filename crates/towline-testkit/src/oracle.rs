@@ -105,6 +105,11 @@ impl Stamp {
         Stamp { region: region % 4096, generation }
     }
 
+    /// The stamp of one of the parts, fewer than 64, of what has this one in all; its region is below 64.
+    pub fn of_part(self, part: usize) -> Stamp {
+        Stamp::new(self.region * 64 + part as u16, self.generation)
+    }
+
     /// The word at that offset, which is taken down to a multiple of 8.
     pub fn word(self, offset: u64) -> u64 {
         let index = (offset / WORD) & 0x0fff_ffff;

@@ -8,6 +8,7 @@ mod chase;
 mod leaving;
 mod mapped;
 mod operations;
+mod parts;
 mod pinning;
 mod segments;
 
@@ -170,6 +171,11 @@ impl<'a> Words<'a> {
         Ok(Stamp::new(self.take()?, self.take()?))
     }
 
+    /// The words that are left, up to one of another kind.
+    fn rest<T: FromStr>(&mut self) -> Vec<T> {
+        self.words.by_ref().map_while(|word| word.parse().ok()).collect()
+    }
+
     /// The words that are left, as `key=value`.
     fn options(&mut self) -> Vec<(&'a str, &'a str)> {
         self.words.by_ref().filter_map(|word| word.split_once('=')).collect()
@@ -220,6 +226,9 @@ impl Worker {
                 words.stamp()?.fill_storage(region.storage())?;
                 said("")
             }
+            "register-parts" => self.register_parts(&mut words),
+            "fill-parts" => self.each_part(true, &mut words),
+            "check-parts" => self.each_part(false, &mut words),
             "check" => {
                 let region = self.region(&mut words)?;
                 let (stamp, offset, len) = (words.stamp()?, words.take()?, words.take()?);

@@ -65,6 +65,34 @@ impl Owner {
         Ok(OwnerRegion { inner, len })
     }
 
+    /// Registers storages of these lengths, each filled with the stamp of its part; and their tickets.
+    pub fn register_parts(
+        &self,
+        lens: &[usize],
+        kind: &str,
+        stamp: Stamp,
+    ) -> Result<(Vec<OwnerRegion<'_>>, Vec<Ticket>)> {
+        match self {
+            Owner::Here(_) => {
+                let register = |len: &usize| self.register(*len, kind, Access::READ_WRITE);
+                let regions = lens.iter().map(register).collect::<Result<Vec<_>>>()?;
+                fill_parts(&regions, stamp);
+                let tickets = regions.iter().map(OwnerRegion::try_ticket).collect::<Result<_>>()?;
+                Ok((regions, tickets))
+            }
+            Owner::There(process) => {
+                let order = words(&format!("register-parts {kind}"), stamp, lens.iter());
+                let reply = ask(process, &order)?;
+                let ids = reply.number(0)..;
+                let region =
+                    |(id, len): (u64, &usize)| OwnerRegion { inner: Inner::There(process, id), len: *len };
+                let tickets = String::from_utf8_lossy(&reply.payload);
+                let tickets = tickets.lines().map(|line| Ok(line.parse()?)).collect::<Result<_>>()?;
+                Ok((ids.zip(lens).map(region).collect(), tickets))
+            }
+        }
+    }
+
     /// Registers overlapping views of one storage: `count` of them, `step` apart, `len` long.
     pub fn views(&self, count: usize, step: usize, len: usize, kind: &str, stamp: Stamp) -> Views {
         match self {
@@ -135,6 +163,48 @@ impl Views {
             Views::There(text) => text.lines().map(|line| line.parse().unwrap()).collect(),
         }
     }
+}
+
+/// Fills regions of one owner, each with the stamp of its part.
+pub(super) fn fill_parts(regions: &[OwnerRegion<'_>], stamp: Stamp) {
+    match there(regions) {
+        Some((process, ids)) => drop(ask(process, &words("fill-parts", stamp, ids.iter())).unwrap()),
+        None => regions.iter().enumerate().for_each(|(part, region)| region.fill(stamp.of_part(part))),
+    }
+}
+
+/// Says whether regions of one owner are what they were filled with.
+pub(super) fn check_parts(regions: &[OwnerRegion<'_>], stamp: Stamp) -> std::result::Result<(), String> {
+    match there(regions) {
+        Some((process, ids)) => {
+            let checked = ask(process, &words("check-parts", stamp, ids.iter()));
+            checked.map(drop).map_err(|failure| failure.message)
+        }
+        None => regions.iter().enumerate().try_for_each(|(part, region)| {
+            region
+                .check(stamp.of_part(part), 0, region.len())
+                .map_err(|wrong| format!("part {part}: {wrong}"))
+        }),
+    }
+}
+
+/// The process of regions that are in another one, and their numbers.
+fn there<'a>(regions: &[OwnerRegion<'a>]) -> Option<(&'a Mutex<Process>, Vec<u64>)> {
+    let mut found = None;
+    let mut ids = Vec::new();
+    for region in regions {
+        if let Inner::There(process, id) = &region.inner {
+            found = Some(*process);
+            ids.push(*id);
+        }
+    }
+    found.map(|process| (process, ids))
+}
+
+fn words<T: std::fmt::Display>(order: &str, stamp: Stamp, rest: impl Iterator<Item = T>) -> String {
+    rest.fold(format!("{order} {} {}", stamp.region, stamp.generation), |order, word| {
+        format!("{order} {word}")
+    })
 }
 
 fn ask(process: &Mutex<Process>, order: &str) -> Result<crate::process::Reply> {
@@ -263,6 +333,14 @@ impl OwnerRegion<'_> {
                 ask(process, &format!("deregister {id} {}", within.as_millis())).map(drop)
             }
         }
+    }
+
+    /// Takes its memory back, fills it, and registers it again: the region that it is then.
+    pub fn recycle(self, stamp: Stamp, within: Duration) -> Result<Self> {
+        let Inner::There(process, id) = &self.inner else { panic!("only workers recycle their regions") };
+        let order = format!("recycle {id} {} {} {}", stamp.region, stamp.generation, within.as_millis());
+        let id = ask(process, &order)?.number(0);
+        Ok(OwnerRegion { inner: Inner::There(process, id), len: self.len })
     }
 
     fn here<T>(

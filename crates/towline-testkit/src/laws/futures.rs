@@ -28,29 +28,27 @@ impl Wake for Count {
 
 /// A transfer can be awaited; whoever has polled it is woken at the end.
 pub fn a_transfer_is_a_future(bench: &Bench) {
-    let len = 8 << 20;
-    let region = bench.stamped(len, Access::READ_WRITE, THEIRS);
-    let remote = bench.import(&region);
-    let local = bench.local(len);
-    block_on(bench.user.read(&remote, &local).start().unwrap()).unwrap();
-    THEIRS.verify_storage(local.storage(), 0, len).unwrap();
+    for mut parts in bench.several(8 << 20, THEIRS) {
+        block_on(parts.read().start().unwrap()).unwrap();
+        parts.check_here(THEIRS).unwrap();
 
-    let count = Arc::new(Count::default());
-    let waker = Waker::from(Arc::clone(&count));
-    let mut context = Context::from_waker(&waker);
-    let mut transfer = pin!(bench.user.read(&remote, &local).start().unwrap());
-    if transfer.as_mut().poll(&mut context).is_pending() {
-        // Polling again does not ask for a second wake.
-        let again = transfer.as_mut().poll(&mut context).is_pending();
-        assert!(eventually(STALL, || transfer.is_done()));
-        if again {
-            assert!(eventually(STALL, || count.0.load(Ordering::SeqCst) == 1), "{:?}", count.0);
+        let count = Arc::new(Count::default());
+        let waker = Waker::from(Arc::clone(&count));
+        let mut context = Context::from_waker(&waker);
+        let mut transfer = pin!(parts.read().start().unwrap());
+        if transfer.as_mut().poll(&mut context).is_pending() {
+            // Polling again does not ask for a second wake.
+            let again = transfer.as_mut().poll(&mut context).is_pending();
+            assert!(eventually(STALL, || transfer.is_done()));
+            if again {
+                assert!(eventually(STALL, || count.0.load(Ordering::SeqCst) == 1), "{:?}", count.0);
+            }
         }
+        assert!(matches!(transfer.as_mut().poll(&mut context), Poll::Ready(Ok(()))));
+        parts.regions.pop().unwrap().deregister(STALL).unwrap();
+        let ended = parts.read().start().map_or_else(Err, block_on);
+        assert_eq!(ended.unwrap_err().kind(), Kind::Stale);
     }
-    assert!(matches!(transfer.as_mut().poll(&mut context), Poll::Ready(Ok(()))));
-    region.deregister(STALL).unwrap();
-    let ended = bench.user.read(&remote, &local).start().map_or_else(Err, block_on);
-    assert_eq!(ended.unwrap_err().kind(), Kind::Stale);
 }
 
 /// A ticket can be imported without blocking the caller.

@@ -1,87 +1,34 @@
 //! Many regions of one peer in one transfer: one end, and one of everything else.
 
-use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use towline::{Access, Endpoint, Kind, Layout, Part, Registered, Remote, Storage, SystemStorage};
+use towline::{Access, Endpoint, Kind, Layout, Part, SystemStorage};
 
-use crate::bench::{Bench, OwnerRegion, STALL, outcome, refused};
+use crate::bench::{Bench, COUNTS, STALL, outcome, refused};
 use crate::oracle::Stamp;
 use crate::random::Random;
 
 const MIB: usize = 1 << 20;
 
-/// How many parts are tried.
-const COUNTS: [usize; 3] = [1, 2, 64];
-
-/// A region of the owner's for each part, and memory here.
-struct Parts<'b> {
-    regions: Vec<OwnerRegion<'b>>,
-    remotes: Vec<Remote>,
-    locals: Vec<Registered<Arc<dyn Storage>>>,
-    lens: Vec<usize>,
-}
-
-fn theirs(part: usize) -> Stamp {
-    Stamp::new(100 + part as u16, 1)
-}
-
-fn ours(part: usize) -> Stamp {
-    Stamp::new(300 + part as u16, 1)
-}
-
-impl<'b> Parts<'b> {
-    fn new(bench: &'b Bench, lens: Vec<usize>) -> Parts<'b> {
-        let stamped = |(part, len): (usize, &usize)| bench.stamped(*len, Access::READ_WRITE, theirs(part));
-        let regions: Vec<_> = lens.iter().enumerate().map(stamped).collect();
-        let tickets: Vec<_> = regions.iter().map(OwnerRegion::ticket).collect();
-        let remotes = bench.user.import_many(&tickets).unwrap().into_iter().map(Result::unwrap).collect();
-        let locals =
-            lens.iter().enumerate().map(|(part, len)| bench.local_stamped(*len, ours(part))).collect();
-        Parts { regions, remotes, locals, lens }
-    }
-
-    /// Of that many parts, each of another length, in all about so many bytes.
-    fn of_lengths(bench: &'b Bench, count: usize, bytes: usize) -> Parts<'b> {
-        let each = bytes / count;
-        Parts::new(bench, (0..count).map(|part| (each / 2 + each * part / count).max(8) + part % 5).collect())
-    }
-
-    fn whole(&self) -> impl Iterator<Item = Part<'_>> {
-        self.remotes.iter().zip(&self.locals).map(|(remote, local)| Part::new(remote, local))
-    }
-
-    fn bytes(&self) -> u64 {
-        self.lens.iter().map(|len| *len as u64).sum()
-    }
-
-    fn refill(&self) {
-        for (part, local) in self.locals.iter().enumerate() {
-            ours(part).fill_storage(local.storage()).unwrap();
-        }
-    }
-}
+const THEIRS: Stamp = Stamp { region: 1, generation: 1 };
+const OURS: Stamp = Stamp { region: 2, generation: 1 };
 
 /// Laws 1 and 2 over parts: each has its own bytes, whatever its length and however many there are.
 pub fn parts_of_many_regions_are_read_and_written(bench: &Bench) {
     for count in COUNTS {
         // By the calling thread, and by others.
         for bytes in [count * 64, 5 * MIB] {
-            let parts = Parts::of_lengths(bench, count, bytes);
+            let parts = bench.parts(count, bytes, THEIRS);
             let transfer = bench.user.read_parts(parts.whole()).start().unwrap();
             transfer.wait().unwrap();
             assert_eq!((transfer.bytes(), transfer.path()), (parts.bytes(), bench.path));
             assert!(transfer.failures().is_empty());
             bench.settle(&transfer);
-            for (part, local) in parts.locals.iter().enumerate() {
-                theirs(part).verify_storage(local.storage(), 0, parts.lens[part]).unwrap();
-            }
-            parts.refill();
+            parts.check_here(THEIRS).unwrap();
+            parts.fill_here(OURS);
             outcome(bench.user.write_parts(parts.whole()).start()).unwrap();
-            for (part, region) in parts.regions.iter().enumerate() {
-                region.check(ours(part), 0, parts.lens[part]).unwrap();
-            }
+            parts.check_there(OURS).unwrap();
         }
     }
 }
@@ -90,107 +37,121 @@ pub fn parts_of_many_regions_are_read_and_written(bench: &Bench) {
 pub fn parts_move_ranges_and_blocks(bench: &Bench) {
     const BLOCK: usize = 512;
     const BLOCKS: usize = 64;
-    let parts = Parts::new(bench, vec![BLOCK * BLOCKS; 24]);
     let pages = Layout::contiguous((BLOCK * BLOCKS) as u64, BLOCK as u64).unwrap();
     let mut random = Random::new(12);
     let mut from: Vec<u32> = (0..BLOCKS as u32).collect();
     random.shuffle(&mut from);
-    for count in [3, BLOCKS] {
-        let (from, to) = (&from[..count], (0..count as u64).collect::<Vec<_>>());
-        let request = bench.user.read_parts(parts.whole()).blocks(&pages, from, &pages, &to);
-        let transfer = request.start().unwrap();
-        transfer.wait().unwrap();
-        assert_eq!(transfer.bytes(), (24 * count * BLOCK) as u64);
-        for (part, local) in parts.locals.iter().enumerate() {
-            for (at, block) in from.iter().enumerate() {
-                let mut bytes = vec![0; BLOCK];
-                local.read_at(at * BLOCK, &mut bytes).unwrap();
-                theirs(part).verify(u64::from(*block) * BLOCK as u64, &bytes).unwrap();
+    for parts_count in COUNTS {
+        let parts = bench.parts_of(vec![BLOCK * BLOCKS; parts_count], THEIRS);
+        parts.fill_here(OURS);
+        for count in [3, BLOCKS] {
+            let (from, to) = (&from[..count], (0..count as u64).collect::<Vec<_>>());
+            let request = bench.user.read_parts(parts.whole()).blocks(&pages, from, &pages, &to);
+            let transfer = request.start().unwrap();
+            transfer.wait().unwrap();
+            assert_eq!(transfer.bytes(), (parts_count * count * BLOCK) as u64);
+            for (part, local) in parts.locals.iter().enumerate() {
+                for (at, block) in from.iter().enumerate() {
+                    let mut bytes = vec![0; BLOCK];
+                    local.read_at(at * BLOCK, &mut bytes).unwrap();
+                    THEIRS.of_part(part).verify(u64::from(*block) * BLOCK as u64, &bytes).unwrap();
+                }
+                let left = (BLOCKS - count) * BLOCK;
+                OURS.of_part(part).verify_storage(local.storage(), count * BLOCK, left).unwrap();
             }
-            ours(part).verify_storage(local.storage(), count * BLOCK, (BLOCKS - count) * BLOCK).unwrap();
+            parts.fill_here(OURS);
         }
-        parts.refill();
-    }
-    // Law 3: nothing else changes.
-    let spans = [(24u64, 512u64, 1000u64), (8192, 4096, 8)];
-    let mixed = parts.whole().enumerate().map(|(number, part)| match number % 3 {
-        0 => part.at(512, 1024, 100),
-        1 => part.spans(&spans),
-        _ => part.blocks(&pages, &[9u32], &pages, &[2u32]),
-    });
-    outcome(bench.user.write_parts(mixed).start()).unwrap();
-    for (part, region) in parts.regions.iter().enumerate() {
-        let mut left = 0;
-        let moved: &[(usize, usize)] = match part % 3 {
-            0 => &[(512, 100)],
-            1 => &[(24, 1000), (8192, 8)],
-            _ => &[(9 * BLOCK, BLOCK)],
-        };
-        for (start, len) in moved {
-            region.check(theirs(part), left, start - left).unwrap();
-            left = start + len;
+        // Law 3: nothing else changes.
+        let spans = [(24u64, 512u64, 1000u64), (8192, 4096, 8)];
+        let mixed = parts.whole().enumerate().map(|(number, part)| match number % 3 {
+            0 => part.at(512, 1024, 100),
+            1 => part.spans(&spans),
+            _ => part.blocks(&pages, &[9u32], &pages, &[2u32]),
+        });
+        outcome(bench.user.write_parts(mixed).start()).unwrap();
+        for (part, region) in parts.regions.iter().enumerate() {
+            let theirs = THEIRS.of_part(part);
+            let mut left = 0;
+            let moved: &[(usize, usize)] = match part % 3 {
+                0 => &[(512, 100)],
+                1 => &[(24, 1000), (8192, 8)],
+                _ => &[(9 * BLOCK, BLOCK)],
+            };
+            for (start, len) in moved {
+                region.check(theirs, left, start - left).unwrap();
+                left = start + len;
+            }
+            region.check(theirs, left, BLOCK * BLOCKS - left).unwrap();
+            let (start, len) = moved[0];
+            assert!(region.check(theirs, start, len).is_err(), "part {part} was written");
         }
-        region.check(theirs(part), left, BLOCK * BLOCKS - left).unwrap();
-        let (start, len) = moved[0];
-        assert!(region.check(theirs(part), start, len).is_err(), "part {part} was written");
     }
 }
 
 /// Law 9: a region may be in several parts, and what overlaps holds bytes of one of them.
 pub fn parts_share_a_region_and_overlap(bench: &Bench) {
-    let len = MIB;
-    let region = bench.stamped(len, Access::READ_WRITE, theirs(0));
-    let remote = bench.import(&region);
-    let locals: Vec<_> = (0..4).map(|part| bench.local_stamped(len, ours(part))).collect();
-    let twice = locals.iter().map(|local| Part::new(&remote, local));
-    outcome(bench.user.read_parts(twice).start()).unwrap();
-    for local in &locals {
-        theirs(0).verify_storage(local.storage(), 0, len).unwrap();
-    }
-    // One region here may be the target of several, too: of each half.
-    let half = (len / 2) as u64;
-    let halves =
-        [Part::new(&remote, &locals[0]).at(half, 0, half), Part::new(&remote, &locals[0]).at(0, half, half)];
-    outcome(bench.user.read_parts(halves).start()).unwrap();
-    let mut bytes = vec![0; len];
-    locals[0].read_at(0, &mut bytes).unwrap();
-    theirs(0).verify(half, &bytes[..len / 2]).unwrap();
-    theirs(0).verify(0, &bytes[len / 2..]).unwrap();
-
-    for (part, local) in locals.iter().enumerate() {
-        ours(part).fill_storage(local.storage()).unwrap();
-    }
-    let at = |part: usize| (part * 1000 * 8) as u64;
-    let overlapping = locals
-        .iter()
-        .enumerate()
-        .map(|(part, local)| Part::new(&remote, local).at(at(part), at(part), 256 << 10));
-    outcome(bench.user.write_parts(overlapping).start()).unwrap();
-    outcome(bench.user.read(&remote, &locals[0]).start()).unwrap();
-    locals[0].read_at(0, &mut bytes).unwrap();
-    // Of each byte, and not of each word: what comes over several connections may end anywhere.
-    for (index, word) in bytes[..(256 << 10) + at(3) as usize].chunks_exact(8).enumerate() {
-        let offset = index as u64 * 8;
-        let meant = (0..4).filter(|part| (at(*part)..at(*part) + (256 << 10)).contains(&offset));
-        let meant: Vec<_> = meant.map(|part| ours(part).word(offset).to_ne_bytes()).collect();
-        for (byte, found) in word.iter().enumerate() {
-            assert!(meant.iter().any(|word| word[byte] == *found), "a byte of nobody's at {offset} + {byte}");
+    for (count, len) in [(2, MIB), (4, MIB), (64, 64 << 10)] {
+        let region = bench.stamped(len, Access::READ_WRITE, THEIRS);
+        let remote = bench.import(&region);
+        let locals: Vec<_> = (0..count).map(|part| bench.local_stamped(len, OURS.of_part(part))).collect();
+        let same = locals.iter().map(|local| Part::new(&remote, local));
+        outcome(bench.user.read_parts(same).start()).unwrap();
+        for local in &locals {
+            THEIRS.verify_storage(local.storage(), 0, len).unwrap();
         }
+        // One region here may be the target of several, too: of pieces in the opposite order.
+        let piece = (len / count) as u64;
+        let place = |part: usize| (part as u64 * piece, (count - 1 - part) as u64 * piece);
+        let pieces = (0..count).map(|part| {
+            let (far, near) = place(part);
+            Part::new(&remote, &locals[0]).at(far, near, piece)
+        });
+        outcome(bench.user.read_parts(pieces).start()).unwrap();
+        let mut bytes = vec![0; len];
+        locals[0].read_at(0, &mut bytes).unwrap();
+        for (far, near) in (0..count).map(place) {
+            THEIRS.verify(far, &bytes[near as usize..(near + piece) as usize]).unwrap();
+        }
+
+        for (part, local) in locals.iter().enumerate() {
+            OURS.of_part(part).fill_storage(local.storage()).unwrap();
+        }
+        let (wide, step) = (len as u64 / 4, len as u64 / 1024 * 8);
+        let at = |part: usize| part as u64 * step;
+        let overlapping = locals
+            .iter()
+            .enumerate()
+            .map(|(part, local)| Part::new(&remote, local).at(at(part), at(part), wide));
+        outcome(bench.user.write_parts(overlapping).start()).unwrap();
+        outcome(bench.user.read(&remote, &locals[0]).start()).unwrap();
+        locals[0].read_at(0, &mut bytes).unwrap();
+        // Of each byte, and not of each word: what comes over several connections may end anywhere.
+        let written = (wide + at(count - 1)) as usize;
+        for (index, word) in bytes[..written].chunks_exact(8).enumerate() {
+            let offset = index as u64 * 8;
+            let meant = (0..count).filter(|part| (at(*part)..at(*part) + wide).contains(&offset));
+            let meant: Vec<_> = meant.map(|part| OURS.of_part(part).word(offset).to_ne_bytes()).collect();
+            for (byte, found) in word.iter().enumerate() {
+                assert!(
+                    meant.iter().any(|word| word[byte] == *found),
+                    "a byte of nobody's at {offset} + {byte}"
+                );
+            }
+        }
+        THEIRS.verify(written as u64, &bytes[written..]).unwrap();
     }
-    theirs(0).verify((256 << 10) + at(3), &bytes[(256 << 10) + at(3) as usize..]).unwrap();
 }
 
 /// Law 2: one message, and one raised counter, behind the bytes of all parts.
 pub fn what_follows_parts_follows_all_of_them(bench: &Bench) {
     for count in COUNTS {
         for bytes in [count * 64, 6 * MIB] {
-            let parts = Parts::of_lengths(bench, count, bytes);
+            let parts = bench.parts(count, bytes, THEIRS);
+            parts.fill_here(OURS);
             let message = (count as u64 ^ bytes as u64).to_le_bytes();
             let transfer = bench.user.write_parts(parts.whole()).notify(message).start().unwrap();
             assert_eq!(bench.owner.receive(STALL).unwrap().1, message);
-            for (part, region) in parts.regions.iter().enumerate() {
-                region.check(ours(part), 0, parts.lens[part]).unwrap();
-            }
+            parts.check_there(OURS).unwrap();
             transfer.wait().unwrap();
             outcome(bench.user.read_parts(parts.whole()).notify("read").start()).unwrap();
             assert_eq!(bench.owner.receive(STALL).unwrap().1, b"read");
@@ -199,7 +160,8 @@ pub fn what_follows_parts_follows_all_of_them(bench: &Bench) {
     if !bench.has_words() {
         return;
     }
-    let parts = Parts::of_lengths(bench, 16, 4 * MIB);
+    let parts = bench.parts(16, 4 * MIB, THEIRS);
+    parts.fill_here(OURS);
     let words = bench.region(64, Access::READ_WRITE);
     let counter = bench.import(&words);
     let word = bench.local(8);
@@ -207,9 +169,7 @@ pub fn what_follows_parts_follows_all_of_them(bench: &Bench) {
         let all = parts.whole().chain([Part::new(&counter, &word).at(32, 0, 8)]);
         let transfer = bench.user.write_parts(all).signal_in(16, 8, 1).start().unwrap();
         assert_eq!(words.wait_signal(8, round, STALL).unwrap(), round);
-        for (part, region) in parts.regions.iter().enumerate() {
-            region.check(ours(part), 0, parts.lens[part]).unwrap();
-        }
+        parts.check_there(OURS).unwrap();
         transfer.wait().unwrap();
     }
     refused(bench.user.write_parts(parts.whole()).signal_in(16, 0, 1).start(), &[Kind::Invalid]);
@@ -218,12 +178,12 @@ pub fn what_follows_parts_follows_all_of_them(bench: &Bench) {
 /// Law 5: one stale part ends the whole and is named; nothing follows, and parts that did not fail are right.
 pub fn a_stale_part_ends_the_whole_and_is_named(bench: &Bench) {
     for (count, bytes) in [(2, 128), (64, 4096), (2, 4 * MIB), (64, 6 * MIB)] {
-        let mut parts = Parts::of_lengths(bench, count, bytes);
+        let mut parts = bench.parts(count, bytes, THEIRS);
         let stale = count / 2;
         parts.regions.remove(stale).deregister(STALL).unwrap();
         let name = format!("part {stale} of {count}");
         for _ in 0..2 {
-            parts.refill();
+            parts.fill_here(OURS);
             let transfer = bench.user.read_parts(parts.whole()).notify("never").start().unwrap();
             let error = refused(transfer.wait(), &[Kind::Stale]);
             assert!(error.message().contains(&name), "{error}");
@@ -235,12 +195,10 @@ pub fn a_stale_part_ends_the_whole_and_is_named(bench: &Bench) {
                 let kind = if failure.part == stale { Kind::Stale } else { Kind::Canceled };
                 assert_eq!(failure.error.kind(), kind, "{failure:?}");
             }
-            for (part, local) in parts.locals.iter().enumerate().filter(|(part, _)| !failed(*part)) {
-                theirs(part).verify_storage(local.storage(), 0, parts.lens[part]).unwrap();
-            }
-            ours(stale).verify_storage(parts.locals[stale].storage(), 0, parts.lens[stale]).unwrap();
+            parts.check_unfailed(&transfer, THEIRS).unwrap();
+            OURS.of_part(stale).verify_storage(parts.locals[stale].storage(), 0, parts.lens[stale]).unwrap();
         }
-        parts.refill();
+        parts.fill_here(OURS);
         let error =
             refused(outcome(bench.user.write_parts(parts.whole()).notify("never").start()), &[Kind::Stale]);
         assert!(error.message().contains(&name), "{error}");
@@ -252,7 +210,7 @@ pub fn a_stale_part_ends_the_whole_and_is_named(bench: &Bench) {
 
 /// Law 6: what is wrong with one part is refused before a byte of any moves, and the error names it.
 pub fn a_wrong_part_is_refused_before_a_byte_of_any_moves(bench: &Bench) {
-    let parts = Parts::of_lengths(bench, 3, 64 << 10);
+    let parts = bench.parts(3, 64 << 10, THEIRS);
     let len = parts.lens[1] as u64;
     let narrow = bench.remote(&parts.regions[1].ticket().narrow().access(Access::READ).finish().unwrap());
     let out_of_range = parts.whole().enumerate().map(|(number, part)| match number {
@@ -304,41 +262,32 @@ pub fn a_wrong_part_is_refused_before_a_byte_of_any_moves(bench: &Bench) {
         let error = refused(started, &[kinds]);
         assert!(error.message().contains(message), "{error}");
     }
-    for (part, region) in parts.regions.iter().enumerate() {
-        region.check(theirs(part), 0, parts.lens[part]).unwrap();
-    }
+    parts.check_there(THEIRS).unwrap();
 }
 
 /// Laws 4 and 7: one cancel and one deadline for all parts; after the end nothing touches the memory of any.
 pub fn one_cancel_and_one_deadline_end_all_parts(bench: &Bench) {
-    let parts = Parts::of_lengths(bench, 16, 8 * MIB);
     let mut random = Random::new(13);
-    for round in 0..9u64 {
-        let request = bench.user.read_parts(parts.whole());
-        let limit = Duration::from_micros(100 * round);
-        let request = if round % 3 == 0 { request.within(limit) } else { request };
-        let transfer = request.start().unwrap();
-        if round % 3 == 1 {
-            thread::sleep(random.micros(1500));
-            transfer.cancel();
-        }
-        let ended = transfer.wait_for(STALL * 2).expect("it ends");
-        bench.settle(&transfer);
-        let failures = transfer.failures();
-        for (part, local) in parts.locals.iter().enumerate() {
-            if failures.iter().all(|failure| failure.part != part) {
-                theirs(part).verify_storage(local.storage(), 0, parts.lens[part]).unwrap();
+    for count in [2, 16, 64] {
+        let parts = bench.parts(count, 8 * MIB / if count == 16 { 1 } else { 4 }, THEIRS);
+        for round in 0..if count == 16 { 6u64 } else { 3 } {
+            let request = bench.user.read_parts(parts.whole());
+            let limit = Duration::from_micros(100 * round);
+            let request = if round % 3 == 0 { request.within(limit) } else { request };
+            let transfer = request.start().unwrap();
+            if round % 3 == 1 {
+                thread::sleep(random.micros(1500));
+                transfer.cancel();
             }
-        }
-        parts.refill();
-        for (part, local) in parts.locals.iter().enumerate() {
-            // All of them are looked at behind the wait for the first.
-            let time = if part == 0 { Duration::from_millis(3) } else { Duration::ZERO };
-            ours(part).stays_in(local.storage(), parts.lens[part], time).unwrap();
-        }
-        if let Err(error) = ended {
-            let allowed = if round % 3 == 1 { Kind::Canceled } else { Kind::Timeout };
-            assert!(round % 3 != 2 && error.kind() == allowed, "round {round}: {error}");
+            let ended = transfer.wait_for(STALL * 2).expect("it ends");
+            bench.settle(&transfer);
+            parts.check_unfailed(&transfer, THEIRS).unwrap();
+            parts.fill_here(OURS);
+            parts.stays_here(OURS, Duration::from_millis(3)).unwrap();
+            if let Err(error) = ended {
+                let allowed = if round % 3 == 1 { Kind::Canceled } else { Kind::Timeout };
+                assert!(round % 3 != 2 && error.kind() == allowed, "round {round}: {error}");
+            }
         }
     }
 }

@@ -2,27 +2,35 @@
 
 use towline::{Access, Endpoint, Kind, Layout, MemoryDescription, SystemStorage};
 
-use crate::bench::{Bench, outcome, refused};
+use crate::bench::{Bench, COUNTS, outcome, refused};
 use crate::oracle::Stamp;
 
 const THEIRS: Stamp = Stamp { region: 1, generation: 1 };
 const OURS: Stamp = Stamp { region: 2, generation: 1 };
 const INVALID: &[Kind] = &[Kind::Invalid];
 
-/// Nothing can be asked for, registered or named that has no bytes.
+/// Nothing can be asked for, registered or named that has no bytes: of no part.
 pub fn lengths_of_zero_are_refused(bench: &Bench) {
-    let region = bench.region(4096, Access::READ_WRITE);
-    let remote = bench.import(&region);
-    let local = bench.local(4096);
     let user = &bench.user;
-    refused(user.read(&remote, &local).at(0, 0, 0).start(), INVALID);
-    refused(user.write(&remote, &local).at(4096, 0, 0).start(), INVALID);
-    refused(user.read(&remote, &local).spans(&[]).start(), INVALID);
-    refused(user.read(&remote, &local).spans(&[(0, 0, 8), (8, 8, 0)]).start(), INVALID);
     let pages = Layout::contiguous(4096, 64).unwrap();
     let none: [u32; 0] = [];
-    refused(user.read(&remote, &local).blocks(&pages, &none, &pages, &none).start(), INVALID);
-    refused(local.span(0, 0), INVALID);
+    for count in COUNTS {
+        let parts = bench.parts_of(vec![4096; count], THEIRS);
+        refused(user.read_parts(parts.last_as(|part| part.at(0, 0, 0))).start(), INVALID);
+        refused(user.write_parts(parts.last_as(|part| part.at(4096, 0, 0))).start(), INVALID);
+        // A worker may check the lists of a long request.
+        refused(outcome(user.read_parts(parts.last_as(|part| part.spans(&[]))).start()), INVALID);
+        let spans = parts.last_as(|part| part.spans(&[(0, 0, 8), (8, 8, 0)]));
+        refused(outcome(user.read_parts(spans).start()), INVALID);
+        let blocks = parts.last_as(|part| part.blocks(&pages, &none, &pages, &none));
+        refused(outcome(user.read_parts(blocks).start()), INVALID);
+        refused(parts.locals[0].span(0, 0), INVALID);
+        if count == 1 {
+            refused(parts.read().spans(&[]).start(), INVALID);
+            refused(parts.read().spans(&[(0, 0, 8), (8, 8, 0)]).start(), INVALID);
+            refused(parts.read().blocks(&pages, &none, &pages, &none).start(), INVALID);
+        }
+    }
     refused(SystemStorage::new(0), INVALID);
     refused(Layout::contiguous(0, 64), INVALID);
     refused(Layout::blocks(0, 0, 1, 1), INVALID);
@@ -30,52 +38,80 @@ pub fn lengths_of_zero_are_refused(bench: &Bench) {
 
 /// Blocks pair one to one, and have one length.
 pub fn unequal_lengths_and_counts_are_refused(bench: &Bench) {
-    let region = bench.region(4096, Access::READ_WRITE);
-    let remote = bench.import(&region);
-    let local = bench.local(4096);
     let user = &bench.user;
     let (small, large) = (Layout::contiguous(4096, 64).unwrap(), Layout::contiguous(4096, 128).unwrap());
-    refused(user.read(&remote, &local).blocks(&small, &[0u32], &large, &[0u32]).start(), INVALID);
-    refused(user.read(&remote, &local).blocks(&small, &[0u32, 1], &small, &[0u32]).start(), INVALID);
-    refused(user.write(&remote, &local).blocks(&small, &[0u64], &small, &[0u32, 1]).start(), INVALID);
-    let longer = bench.local(4097);
-    refused(user.read(&remote, &longer).start(), INVALID);
+    for count in COUNTS {
+        let mut parts = bench.parts_of(vec![4096; count], THEIRS);
+        parts.fill_here(OURS);
+        let of_two = parts.last_as(|part| part.blocks(&small, &[0u32], &large, &[0u32]));
+        refused(outcome(user.read_parts(of_two).start()), INVALID);
+        let fewer = parts.last_as(|part| part.blocks(&small, &[0u32, 1], &small, &[0u32]));
+        refused(outcome(user.read_parts(fewer).start()), INVALID);
+        let more = parts.last_as(|part| part.blocks(&small, &[0u64], &small, &[0u32, 1]));
+        refused(outcome(user.write_parts(more).start()), INVALID);
+        if count == 1 {
+            refused(parts.read().blocks(&small, &[0u32], &large, &[0u32]).start(), INVALID);
+            refused(parts.read().blocks(&small, &[0u32, 1], &small, &[0u32]).start(), INVALID);
+            refused(parts.write().blocks(&small, &[0u64], &small, &[0u32, 1]).start(), INVALID);
+        }
+        parts.check_here(OURS).unwrap();
+        parts.check_there(THEIRS).unwrap();
+        parts.locals[count - 1] = bench.local(4097);
+        refused(parts.read().start(), INVALID);
+    }
 }
 
 /// Offsets and indices past either end are refused before a byte moves, and the error names them.
 pub fn offsets_and_indices_out_of_range_are_refused(bench: &Bench) {
-    let region = bench.stamped(4096, Access::READ_WRITE, THEIRS);
-    let remote = bench.import(&region);
-    let local = bench.local_stamped(2048, OURS);
     let user = &bench.user;
-    for (far, near, len) in [(0, 0, 2049), (4095, 0, 2), (0, 2047, 2), (u64::MAX, 0, 1), (0, u64::MAX, 1)] {
-        refused(user.read(&remote, &local).at(far, near, len).start(), INVALID);
-        refused(user.write(&remote, &local).spans(&[(0, 0, 8), (far, near, len)]).start(), INVALID);
-    }
     let (theirs, ours) = (Layout::contiguous(4096, 64).unwrap(), Layout::contiguous(2048, 64).unwrap());
-    let error =
-        refused(user.read(&remote, &local).blocks(&theirs, &[1u32, 64], &ours, &[0u32, 1]).start(), INVALID);
-    assert!(error.message().contains("64") && error.message().contains("remote"), "{error}");
-    let error =
-        refused(user.read(&remote, &local).blocks(&theirs, &[1u64, 2], &ours, &[0u64, 32]).start(), INVALID);
-    assert!(error.message().contains("32") && error.message().contains("local"), "{error}");
-    refused(user.write(&remote, &local).blocks(&theirs, &[u64::MAX], &ours, &[0u64]).start(), INVALID);
-    // A layout that is larger than the region.
-    let beyond = Layout::contiguous(8192, 64).unwrap();
-    refused(user.read(&remote, &local).blocks(&beyond, &[64u32], &ours, &[0u32]).start(), INVALID);
-    refused(user.read(&remote, &local).blocks(&theirs, &[0u32], &beyond, &[32u32]).start(), INVALID);
-    refused(local.span(2000, 49), INVALID);
-    region.check(THEIRS, 0, 4096).unwrap();
-    OURS.verify_storage(local.storage(), 0, 2048).unwrap();
+    for count in COUNTS {
+        let mut parts = bench.parts_of(vec![4096; count], THEIRS);
+        parts.lens = vec![2048; count];
+        parts.locals = (0..count).map(|_| bench.local(2048)).collect();
+        parts.fill_here(OURS);
+        // Of one part the call says so; a worker may check the lists of a long request.
+        let check = |started: towline::Result<towline::Transfer>| {
+            refused(if count == 1 { started.map(drop) } else { outcome(started) }, INVALID)
+        };
+        for (far, near, len) in [(0, 0, 2049), (4095, 0, 2), (0, 2047, 2), (u64::MAX, 0, 1), (0, u64::MAX, 1)]
+        {
+            refused(user.read_parts(parts.last_as(|part| part.at(far, near, len))).start(), INVALID);
+            let spans = [(0, 0, 8), (far, near, len)];
+            check(user.write_parts(parts.last_as(|part| part.spans(&spans))).start());
+        }
+        let beyond = parts.last_as(|part| part.blocks(&theirs, &[1u32, 64], &ours, &[0u32, 1]));
+        let error = check(user.read_parts(beyond).start());
+        assert!(error.message().contains("64") && error.message().contains("remote"), "{error}");
+        let beyond = parts.last_as(|part| part.blocks(&theirs, &[1u64, 2], &ours, &[0u64, 32]));
+        let error = check(user.read_parts(beyond).start());
+        assert!(error.message().contains("32") && error.message().contains("local"), "{error}");
+        let beyond = parts.last_as(|part| part.blocks(&theirs, &[u64::MAX], &ours, &[0u64]));
+        check(user.write_parts(beyond).start());
+        // A layout that is larger than the region.
+        let larger = Layout::contiguous(8192, 64).unwrap();
+        let beyond = parts.last_as(|part| part.blocks(&larger, &[64u32], &ours, &[0u32]));
+        check(user.read_parts(beyond).start());
+        let beyond = parts.last_as(|part| part.blocks(&theirs, &[0u32], &larger, &[32u32]));
+        check(user.read_parts(beyond).start());
+        refused(parts.locals[0].span(2000, 49), INVALID);
+        parts.check_here(OURS).unwrap();
+        parts.check_there(THEIRS).unwrap();
+    }
 }
 
 /// The local memory must be registered with the endpoint that is asked.
 pub fn a_local_region_of_another_endpoint_is_refused(bench: &Bench) {
-    let region = bench.region(64, Access::READ);
-    let remote = bench.import(&region);
     let stranger = Endpoint::open("stranger").unwrap();
-    let local = stranger.register(SystemStorage::new(64).unwrap(), Access::NONE).unwrap();
-    refused(bench.user.read(&remote, &local).start(), INVALID);
+    for mut parts in bench.several(64, THEIRS) {
+        parts.fill_here(OURS);
+        let last = parts.count() - 1;
+        let theirs = stranger.register(bench.storage(parts.lens[last]), Access::NONE).unwrap();
+        OURS.of_part(last).fill_storage(theirs.storage()).unwrap();
+        parts.locals[last] = theirs;
+        refused(parts.read().start(), INVALID);
+        parts.check_here(OURS).unwrap();
+    }
 }
 
 /// A read needs the right to read, everything that changes bytes the right to write.

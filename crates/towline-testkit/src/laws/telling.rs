@@ -31,36 +31,32 @@ pub fn messages_arrive_once_each(bench: &Bench) {
     assert_eq!(bench.owner.receive(STALL).unwrap().1, Vec::<u8>::new());
 }
 
-/// After a read the message says that the bytes have been taken: the owner may change them.
+/// After a read the message says that the bytes of all parts have been taken: the owner may change them.
 pub fn a_message_follows_the_bytes_of_a_read(bench: &Bench) {
-    let len = 3 << 20;
-    let region = bench.region(len, Access::READ_WRITE);
-    let remote = bench.import(&region);
-    let local = bench.local(len);
-    for round in 0..6 {
-        let stamp = Stamp::new(1, round);
-        region.fill(stamp);
-        let part = if round % 2 == 0 { len } else { 4096 };
-        let transfer =
-            bench.user.read(&remote, &local).at(0, 0, part as u64).notify("taken").start().unwrap();
-        assert_eq!(bench.owner.receive(STALL).unwrap().1, b"taken");
-        region.fill(Stamp::new(1, 1000));
-        transfer.wait().unwrap();
-        stamp.verify_storage(local.storage(), 0, part).unwrap();
+    for parts in bench.several(3 << 20, Stamp::new(1, 0)) {
+        for round in 1..3 {
+            let stamp = Stamp::new(1, round);
+            parts.fill_there(stamp);
+            let ranges = parts.ranges(|len| (0, 0, if round % 2 == 0 { len } else { 4096.min(len) }));
+            let transfer = parts.read_ranges(&ranges).notify("taken").start().unwrap();
+            assert_eq!(bench.owner.receive(STALL).unwrap().1, b"taken");
+            parts.fill_there(Stamp::new(1, 1000));
+            transfer.wait().unwrap();
+            parts.check_read(&ranges, stamp).unwrap();
+        }
     }
 }
 
 /// A message has a longest length, also behind bytes, and nothing moves for one that exceeds it.
 pub fn messages_that_are_too_long_are_refused(bench: &Bench) {
     let stamp = Stamp::new(1, 1);
-    let region = bench.stamped(64, Access::READ_WRITE, stamp);
-    let remote = bench.import(&region);
-    let local = bench.local(64);
-    local.write_at(0, &[1; 64]).unwrap();
     let long = vec![0; MAX_MESSAGE + 1];
-    refused(bench.user.notify(&remote, long.clone()), &[Kind::Invalid]);
-    refused(bench.user.write(&remote, &local).notify(long).start(), &[Kind::Invalid]);
-    region.check(stamp, 0, 64).unwrap();
+    for parts in bench.several(64, stamp) {
+        parts.fill_here(Stamp::new(2, 1));
+        refused(bench.user.notify(&parts.remotes[0], long.clone()), &[Kind::Invalid]);
+        refused(parts.write().notify(long.clone()).start(), &[Kind::Invalid]);
+        parts.check_there(stamp).unwrap();
+    }
     assert_eq!(bench.owner.receive(Duration::ZERO).unwrap_err().kind, Kind::Timeout);
 }
 
