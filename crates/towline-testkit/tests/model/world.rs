@@ -5,6 +5,9 @@
 //! these bytes, or an error of one of the kinds for which there is a reason. Memory of GPUs takes part too: it is full of other
 //! bytes at first, and words in it are refused.
 
+#[path = "parts.rs"]
+mod parts;
+
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -122,6 +125,8 @@ pub(crate) enum Step {
         /// By how much the numbers here are turned.
         turn: u8,
     },
+    /// Ranges of several regions move as one.
+    Parts(parts::Several),
     /// A word is added to.
     Add {
         /// Over which remote.
@@ -184,6 +189,7 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(remote, write, spans)| Step::Spans { remote, write, spans }),
         3 => (remote, any::<bool>(), prop::collection::vec(0..110u8, 0..20))
             .prop_map(|(remote, write, blocks)| Step::Blocks { remote, write, blocks }),
+        6 => parts::several(0..5000u32, len.clone()).prop_map(Step::Parts),
         2 => (remote, word.clone(), any::<u64>())
             .prop_map(|(remote, offset, value)| Step::Add { remote, offset, value }),
         2 => (remote, word.clone(), any::<bool>(), any::<u64>())
@@ -222,6 +228,7 @@ pub(crate) fn long_program(bits: u32) -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|(remote, write, far, near, len)| Step::Move { remote, write, far, near, len }),
         2 => (remote, any::<bool>(), prop::collection::vec((0..5000u16, 0..700u16), 0..40))
             .prop_map(|(remote, write, spans)| Step::Spans { remote, write, spans }),
+        4 => parts::several(offset(), len()).prop_map(Step::Parts),
         6 => (remote, any::<bool>(), any_len(bits - 6), 0..100u32, prop::collection::vec(0..300u16, 1..200), any::<u8>())
             .prop_map(|(remote, write, len, base, far, turn)| Step::Pages { remote, write, len, base, far, turn }),
     ];
@@ -391,6 +398,7 @@ impl World {
             Step::Pages { remote, write, len, base, far, turn } => {
                 self.pages(*remote, *write, *len, *base, far, *turn)
             }
+            Step::Parts(several) => self.several(several),
             Step::Add { remote, offset, value } => self.atomic(*remote, *offset, None, *value),
             Step::Swap { remote, offset, right, value } => {
                 self.atomic(*remote, *offset, Some(*right), *value)
