@@ -8,6 +8,7 @@ mod containers;
 mod deregistering;
 mod killed;
 mod kinds;
+mod parts;
 mod pinned;
 mod stopped;
 mod walls;
