@@ -108,6 +108,8 @@ pub struct Happened {
     pub bytes: AtomicU64,
     /// Those of them that came from the target.
     pub answered: AtomicU64,
+    /// Frames that were begun towards the target.
+    pub asked: AtomicU64,
     /// Waits.
     pub delays: AtomicU64,
     /// Connections that were cut or half closed.
@@ -127,6 +129,8 @@ struct Shared {
     faults: Faults,
     seed: u64,
     over: AtomicBool,
+    /// Whether what comes from the target waits.
+    held: AtomicBool,
     happened: Happened,
     open: Mutex<Vec<TcpStream>>,
     /// When a slow link is free again, each way.
@@ -149,6 +153,7 @@ impl Proxy {
             faults,
             seed,
             over: AtomicBool::new(false),
+            held: AtomicBool::new(false),
             happened: Happened::default(),
             open: Mutex::default(),
             free: [(); 2].map(|()| Mutex::new(Instant::now())),
@@ -172,6 +177,11 @@ impl Proxy {
     /// What has happened so far.
     pub fn happened(&self) -> &Happened {
         &self.shared.happened
+    }
+
+    /// Keeps back what comes from the target, or lets it pass again. What is asked of the target passes meanwhile.
+    pub fn hold_answers(&self, held: bool) {
+        self.shared.held.store(held, Ordering::Release);
     }
 
     /// Somebody on the way resets the oldest connection towards who opened it, and not towards the target.
@@ -389,7 +399,18 @@ impl Pump {
 
     /// Passes bytes on, one bit of them changed where that is asked for. False: there is nobody.
     fn pass(&mut self, bytes: &mut [u8], shared: &Shared, corrupt: Option<bool>) -> bool {
+        let before = self.frames.count;
         let protected = self.frames.pass(bytes);
+        if self.direction == 0 {
+            let begun = self.frames.count - before;
+            shared.happened.asked.fetch_add(u64::from(begun), Ordering::Relaxed);
+        }
+        while self.direction == 1
+            && shared.held.load(Ordering::Acquire)
+            && !shared.over.load(Ordering::Acquire)
+        {
+            thread::sleep(LOOK / 20);
+        }
         if let Some(anywhere) = corrupt {
             let place = match (anywhere, protected.as_slice()) {
                 (true, _) => Some(self.random.below(bytes.len() as u64) as usize),

@@ -2,6 +2,7 @@
 //! word. `TOWLINE_TEST_SEED` tries others.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
+mod parts;
 mod slow;
 
 use std::sync::atomic::Ordering;
