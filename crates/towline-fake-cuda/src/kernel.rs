@@ -1,6 +1,7 @@
 //! The one kernel that is known, done by the CPU.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::{current, give};
 use crate::state::*;
@@ -13,6 +14,9 @@ const FUNCTION: usize = 0xF0C0;
 
 /// The newest text that a driver of version 12.0 takes.
 const NEWEST_PTX: &str = ".version 8.0";
+
+/// How many launches there have been.
+pub(crate) static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 
 /// The parameters of `towline_copy`, in their order, and the shape of its launch.
 struct Launch {
@@ -173,6 +177,7 @@ unsafe extern "C" fn cuLaunchKernel(
         if launch.per_block > threads {
             return Err(INVALID_VALUE);
         }
+        LAUNCHES.fetch_add(1, Ordering::SeqCst);
         stream(handle)?.add(Work::Kernel(Box::new(move || launch.perform())))
     }))
 }

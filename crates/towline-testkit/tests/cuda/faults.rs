@@ -15,12 +15,17 @@ use towline_testkit::worker::storage;
 
 /// Runs one test of this module again, with the fake and these settings; true in that process.
 fn elsewhere(test: &str, settings: &[(&str, &str)]) -> bool {
+    alone(&format!("faults::{test}"), settings)
+}
+
+/// Runs one test again in a process of its own, with the fake and these settings; true in that process.
+pub(crate) fn alone(test: &str, settings: &[(&str, &str)]) -> bool {
     const MARK: &str = "TOWLINE_TEST_ELSEWHERE";
     if std::env::var(MARK).is_ok_and(|name| name == test) {
         return true;
     }
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", &format!("faults::{test}"), "--nocapture"])
+        .args(["--exact", test, "--nocapture"])
         .env(MARK, test)
         .env(SETTING, super::fake())
         .envs(settings.iter().copied())

@@ -5,6 +5,7 @@
 mod faults;
 mod hostile;
 mod kernel;
+mod launches;
 mod model;
 mod processes;
 mod suite;
