@@ -2,7 +2,7 @@
 
 use towline::{Access, Endpoint, Kind, Layout, MemoryDescription, SystemStorage};
 
-use crate::bench::{Bench, COUNTS, outcome, refused};
+use crate::bench::{Bench, outcome, refused};
 use crate::oracle::Stamp;
 
 const THEIRS: Stamp = Stamp { region: 1, generation: 1 };
@@ -14,7 +14,7 @@ pub fn lengths_of_zero_are_refused(bench: &Bench) {
     let user = &bench.user;
     let pages = Layout::contiguous(4096, 64).unwrap();
     let none: [u32; 0] = [];
-    for count in COUNTS {
+    for count in bench.counts() {
         let parts = bench.parts_of(vec![4096; count], THEIRS);
         refused(user.read_parts(parts.last_as(|part| part.at(0, 0, 0))).start(), INVALID);
         refused(user.write_parts(parts.last_as(|part| part.at(4096, 0, 0))).start(), INVALID);
@@ -40,7 +40,7 @@ pub fn lengths_of_zero_are_refused(bench: &Bench) {
 pub fn unequal_lengths_and_counts_are_refused(bench: &Bench) {
     let user = &bench.user;
     let (small, large) = (Layout::contiguous(4096, 64).unwrap(), Layout::contiguous(4096, 128).unwrap());
-    for count in COUNTS {
+    for count in bench.counts() {
         let mut parts = bench.parts_of(vec![4096; count], THEIRS);
         parts.fill_here(OURS);
         let of_two = parts.last_as(|part| part.blocks(&small, &[0u32], &large, &[0u32]));
@@ -65,7 +65,7 @@ pub fn unequal_lengths_and_counts_are_refused(bench: &Bench) {
 pub fn offsets_and_indices_out_of_range_are_refused(bench: &Bench) {
     let user = &bench.user;
     let (theirs, ours) = (Layout::contiguous(4096, 64).unwrap(), Layout::contiguous(2048, 64).unwrap());
-    for count in COUNTS {
+    for count in bench.counts() {
         let mut parts = bench.parts_of(vec![4096; count], THEIRS);
         parts.lens = vec![2048; count];
         parts.locals = (0..count).map(|_| bench.local(2048)).collect();
