@@ -1,6 +1,6 @@
 //! Requests over many regions of an owner that is killed, stopped, or takes one of them back meanwhile.
 
-use std::sync::Mutex;
+use parking_lot::Mutex;
 use std::thread;
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ fn victim() -> Owner {
 
 fn with(owner: &Owner, act: impl FnOnce(&mut Process)) {
     let Owner::There(process) = owner else { panic!("it is in this process") };
-    act(&mut process.lock().unwrap());
+    act(&mut process.lock());
 }
 
 /// How it ended, where that is one of these errors and what has not failed is right.

@@ -365,7 +365,11 @@ impl NixlAttachment {
         let near = listed.iter().flat_map(|part| {
             let device = part.memory.descriptor().device;
             let address = |piece: &Piece| part.base as u64 + piece.local;
-            part.pieces.iter().map(move |piece| Descriptor { address: address(piece), length: piece.len, device })
+            part.pieces.iter().map(move |piece| Descriptor {
+                address: address(piece),
+                length: piece.len,
+                device,
+            })
         });
         let far = listed.iter().flat_map(|part| {
             let device = match &part.of.file {
@@ -373,7 +377,11 @@ impl NixlAttachment {
                 None => part.of.remote.device,
             };
             let address = |piece: &Piece| part.of.remote.address + piece.remote;
-            part.pieces.iter().map(move |piece| Descriptor { address: address(piece), length: piece.len, device })
+            part.pieces.iter().map(move |piece| Descriptor {
+                address: address(piece),
+                length: piece.len,
+                device,
+            })
         });
         let kind = listed.first().map_or(MemoryKind::Dram, |part| part.memory.kind());
         let near = TransferList::new(&engine.nixl, kind, near).map_err(of_nixl)?;

@@ -155,8 +155,7 @@ pub(super) struct Run {
 impl Run {
     fn new(sides: Several<Sides>, transfer: &Arc<TransferCore>) -> Arc<Run> {
         // Where there is no room for the list, each unit is a request.
-        let requests =
-            if sides.len() > 1 { joined(transfer).unwrap_or_default() } else { Vec::new() };
+        let requests = if sides.len() > 1 { joined(transfer).unwrap_or_default() } else { Vec::new() };
         let count = if requests.is_empty() { transfer.units.len() } else { requests.len() };
         let run = Arc::new_cyclic(|me| Run {
             sides,
@@ -187,7 +186,8 @@ impl Run {
             return;
         }
         let reach = run.first().reach();
-        let is_known = |part| transfer.near(part).is_none_or(|near| near.kept::<Known>().find(reach).is_some());
+        let is_known =
+            |part| transfer.near(part).is_none_or(|near| near.kept::<Known>().find(reach).is_some());
         if transfer.bytes() <= INLINE && (0..run.sides.len()).all(is_known) {
             run.work();
             return;
