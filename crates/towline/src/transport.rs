@@ -47,8 +47,7 @@ use std::time::Instant;
 use crate::identity::Identity;
 use crate::region::{RegionCore, stale};
 use crate::route::{self, Capabilities, Path, Paths, Routing};
-use crate::session::{GrantHandle, OwnerPaths, Query, QueryReply};
-use crate::ticket::Claims;
+use crate::session::{GrantHandle, OwnerPaths, Query, QueryReply, Ticketed};
 use crate::transfer::submission::Link;
 use crate::transport::direct::Held;
 use crate::wire::Grant;
@@ -156,14 +155,14 @@ pub(crate) struct TransportContext {
 
 /// At the owner, each transport answers for its own path.
 impl OwnerPaths for TransportContext {
-    fn offers(&self, region: &RegionCore, claims: &Claims) -> u8 {
-        let offered = |one: &&&dyn Transport| one.number().is_some() && one.offers(self, region, claims);
+    fn offers(&self, ticketed: &Ticketed<'_>) -> u8 {
+        let offered = |one: &&&dyn Transport| one.number().is_some() && one.offers(self, ticketed);
         let bits = TRANSPORTS.iter().filter(offered).filter_map(|one| Some(1 << (one.number()? - 1)));
         bits.fold(0, |all, one: u8| all | one)
     }
 
-    fn take_hint(&self, path: u8, region: &RegionCore, words: &[u8]) -> Result<bool> {
-        Ok(numbered(path)?.take_hint(self, region, words))
+    fn take_hint(&self, path: u8, words: &[u8]) -> Result<bool> {
+        Ok(numbered(path)?.take_hint(self, words))
     }
 
     fn answer_query(&self, path: u8, query: &Query<'_>) -> Result<QueryReply> {
@@ -251,18 +250,18 @@ pub(crate) trait Transport: Send + Sync {
     }
 
     /// At the owner: whether who holds that ticket should ask about that region. Called with every grant, so it is quick.
-    fn offers(&self, _context: &TransportContext, _region: &RegionCore, _claims: &Claims) -> bool {
+    fn offers(&self, _context: &TransportContext, _ticketed: &Ticketed<'_>) -> bool {
         false
     }
 
     /// At the owner: takes a word that asks for nothing and gives nothing; false where it is a query. Quick.
-    fn take_hint(&self, _context: &TransportContext, _region: &RegionCore, _words: &[u8]) -> bool {
+    fn take_hint(&self, _context: &TransportContext, _words: &[u8]) -> bool {
         false
     }
 
     /// At the owner: answers what a peer asks before it attaches ([`GrantHandle::query`]). Runs on a worker, and may block.
     fn answer_query(&self, _context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
-        let message = format!("nothing is asked about {} on {}", query.region.place, self.name());
+        let message = format!("nothing is asked about {} on {}", query.ticketed.region.place, self.name());
         Err(Error::new(Kind::Unsupported, "import", message))
     }
 }

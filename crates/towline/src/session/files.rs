@@ -546,8 +546,12 @@ impl Bounce {
 }
 
 impl Bounced for Bounce {
-    fn region(&self) -> &RegionCore {
-        &self.region
+    fn generation(&self) -> u64 {
+        self.region.generation
+    }
+
+    fn is_closed(&self) -> bool {
+        self.region.is_closed()
     }
 }
 

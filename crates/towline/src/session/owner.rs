@@ -27,7 +27,7 @@ use towline_proto::session::allowance::{Allowance, exhausted};
 use towline_proto::session::owner::{Action, Owner, Reading};
 
 use self::admitting::{Memory, Target};
-pub(super) use self::granting::Granting;
+pub(super) use self::granting::{Granting, Standing};
 use self::local::Local;
 use super::checks;
 use super::connection::{Connection, Handler, Next, Role, Wanted};
@@ -40,7 +40,7 @@ use crate::fence::pins::Side;
 use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::operations::Claimer;
-use crate::region::{Counted, RegionCore, Stream, stale};
+use crate::region::{Counted, Stream, stale};
 use crate::runtime::socket::{Lane, RawPartMut};
 use crate::runtime::{self, Device};
 use crate::session::Sessions;
@@ -48,9 +48,6 @@ use crate::session::apply;
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Done, Granted, Header, Import, Message, WireError};
 use crate::{Access, Error, Kind, Result, ticket};
-
-/// One ticket that a peer has proven to hold.
-pub(super) type Standing = towline_proto::session::owner::Standing<RegionCore>;
 
 /// Names a connection, and keeps nothing of it.
 #[derive(Clone)]

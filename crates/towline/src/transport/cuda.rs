@@ -26,8 +26,7 @@ use crate::cuda::{Availability, Gpu, MemoryType, PointerFacts, availability, fai
 use crate::memory::Place;
 use crate::region::{RegionCore, no_words};
 use crate::route::Capabilities;
-use crate::session::{GrantHandle, Loan, Query, QueryReply};
-use crate::ticket::Claims;
+use crate::session::{GrantHandle, Loan, Query, QueryReply, Ticketed};
 use crate::transfer::After;
 use crate::{Error, Kind, Result, runtime};
 
@@ -128,13 +127,13 @@ impl Transport for CudaPath {
         Some(NUMBER)
     }
 
-    fn offers(&self, _context: &TransportContext, region: &RegionCore, _claims: &Claims) -> bool {
-        matches!(region.place, Place::Cuda(_))
+    fn offers(&self, _context: &TransportContext, ticketed: &Ticketed<'_>) -> bool {
+        matches!(ticketed.region.place, Place::Cuda(_))
     }
 
     fn answer_query(&self, _context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
         let Ask { skip } = Ask::decode(query.words)?;
-        let region = query.region;
+        let region = query.ticketed.region;
         let Place::Cuda(ordinal) = region.place else {
             return Err(unavailable(format!("the bytes are on {}", region.place)));
         };
@@ -146,7 +145,7 @@ impl Transport for CudaPath {
         let _used = region.begin_use(OP)?;
         let gpu = Gpu::open(ordinal)?;
         let (answer, files) = describe(&gpu, region, skip as usize)?;
-        tracing::debug!(peer, range = ?query.claims.range, form = ?answer.form, "a peer opens memory of a GPU");
+        tracing::debug!(peer, range = ?query.ticketed.claims.range, form = ?answer.form, "a peer opens memory of a GPU");
         Ok(QueryReply { reply: answer.encode(), files, loan: Some(Arc::new(Recalled)) })
     }
 }

@@ -36,10 +36,8 @@ pub use self::options::{NixlOptions, NixlPrefer};
 use self::words::{Answer, Word};
 use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
 use crate::memory::Place;
-use crate::region::RegionCore;
 use crate::route::Capabilities;
-use crate::session::{Medium, Query, QueryReply};
-use crate::ticket::Claims;
+use crate::session::{Medium, Query, QueryReply, Ticketed};
 use crate::{Access, Error, Kind, Result, runtime};
 
 /// How long the owner drives its agent after a peer has asked about a region: the first transfer connects.
@@ -146,11 +144,11 @@ impl Transport for NixlPath {
         Some(NUMBER)
     }
 
-    fn offers(&self, context: &TransportContext, region: &RegionCore, claims: &Claims) -> bool {
-        lends(context, region, claims).is_ok()
+    fn offers(&self, context: &TransportContext, ticketed: &Ticketed<'_>) -> bool {
+        lends(context, ticketed).is_ok()
     }
 
-    fn take_hint(&self, context: &TransportContext, _region: &RegionCore, words: &[u8]) -> bool {
+    fn take_hint(&self, context: &TransportContext, words: &[u8]) -> bool {
         let Ok(Word::Help { core }) = Word::decode(words) else { return false };
         if let Some(engine) = context.nixl.running() {
             engine.help(engine::HELP, core);
@@ -159,11 +157,11 @@ impl Transport for NixlPath {
     }
 
     fn answer_query(&self, context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
-        let region = query.region;
+        let region = query.ticketed.region;
         match Word::decode(query.words)? {
             Word::Help { .. } => Ok(QueryReply::default()),
             Word::Attach { pinned } => {
-                lends(context, region, query.claims)?;
+                lends(context, &query.ticketed)?;
                 // While it is being registered it does not go.
                 let _used = region.begin_use("import")?;
                 let engine = context.nixl.engine(&context.identity)?;
@@ -181,7 +179,7 @@ impl Transport for NixlPath {
                 // Pins speak for a peer that shares memory with its owner; another one is asked to let go.
                 let pinned = pinned && query.pins.is_some();
                 let loan = Some(EngineLoan::of(&engine, pinned));
-                let (peer, range) = (&query.peer.name, &query.claims.range);
+                let (peer, range) = (&query.peer.name, &query.ticketed.claims.range);
                 tracing::debug!(peer, ?range, pinned, "a peer reaches a region by NIXL");
                 Ok(QueryReply { reply: answer.encode(), files: Vec::new(), loan })
             }
@@ -198,7 +196,7 @@ const GIVES_AWAY: &str = "over NIXL each side can read and write all memory of t
 /// At the owner: whether it lends that region by NIXL to whoever holds that ticket; the error says why not. Quick.
 ///
 /// This alone decides, whatever the peer wishes. NIXL's keys cannot be narrowed, so a ticket that has been is not enough.
-fn lends(context: &TransportContext, region: &RegionCore, claims: &Claims) -> Result<()> {
+fn lends(context: &TransportContext, Ticketed { region, claims }: &Ticketed<'_>) -> Result<()> {
     if region.place == Place::Disk {
         return Err(unavailable("NIXL reads a file where it is open: it is asked for by the path file"));
     }

@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use towline_proto::session::owner::{Admitted, Blame, Ranges, Refusal};
 
-use super::granting::{GRANT, Granting, Hold};
-use super::{Over, Serving, Standing};
+use super::granting::{GRANT, Granting, Hold, Standing};
+use super::{Over, Serving};
 use crate::bytes::checked;
 use crate::memory::Holder;
 use crate::region::{Counted, RegionCore, RegionUse, SERVED};
@@ -17,7 +17,7 @@ use crate::session::files::Asked;
 use crate::session::importing::proven;
 use crate::session::parts::Keep;
 use crate::session::reply::Lending;
-use crate::session::{Sessions, checks};
+use crate::session::{Sessions, Ticketed, checks};
 use crate::ticket::Claims;
 use crate::wire::{Block, Grant, ImportItem};
 use crate::{Access, Error, Kind, Result, room};
@@ -117,7 +117,8 @@ impl Serving {
                 drop(released);
             }
         })?;
-        let mut grant = region.grant(&claims, attached, sessions.paths.offers(&region, &claims));
+        let offers = sessions.paths.offers(&Ticketed { region: &region, claims: &claims });
+        let mut grant = region.grant(&claims, attached, offers);
         if self.local.is_none() {
             grant.segment = None;
         }
