@@ -12,7 +12,7 @@ use towline_testkit::watchdog::{eventually, watch};
 use crate::{PATIENCE, Target};
 
 /// As many as the kernel passes at once.
-const AT_ONCE: usize = 253;
+const MOST_PASSED: usize = 253;
 
 #[test]
 fn descriptors_of_an_unauthenticated_peer_are_never_the_targets() {
@@ -57,7 +57,7 @@ fn a_peer_keeps_no_descriptors_in_the_target_beyond_the_one_that_its_frame_names
     let name = "a_peer_keeps_no_descriptors_in_the_target_beyond_the_one_that_its_frame_names";
     let mut target = Target::open(name);
     let file = std::fs::File::open("/dev/null").unwrap();
-    let files: Vec<BorrowedFd<'_>> = vec![file.as_fd(); AT_ONCE];
+    let files: Vec<BorrowedFd<'_>> = vec![file.as_fd(); MOST_PASSED];
     for _ in 0..8 {
         let mut peer = Attacker::connect(&target.ticket, Medium::Unix);
         peer.log_in(&target.ticket);
