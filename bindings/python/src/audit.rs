@@ -22,8 +22,8 @@ impl Audit {
 
     /// Of an endpoint: who was refused before it had proven to hold any ticket, as pairs of where it came from and how often.
     #[getter]
-    fn strangers(&self) -> Vec<(String, u64)> {
-        self.0.strangers.iter().map(|stranger| (stranger.origin.clone(), stranger.refused)).collect()
+    fn unauthenticated(&self) -> Vec<(String, u64)> {
+        self.0.unauthenticated.iter().map(|one| (one.origin.clone(), one.refused)).collect()
     }
 
     /// Whether some peer was given the memory itself, so that the numbers are not all there is.

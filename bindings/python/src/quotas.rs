@@ -13,12 +13,12 @@ pub(crate) struct Quotas(pub(crate) towline::Quotas);
 #[pymethods]
 impl Quotas {
     #[new]
-    #[pyo3(signature = (*, strangers=None, prove_within=None, peers=None, connections=None, grants=None, requests=None,
+    #[pyo3(signature = (*, unauthenticated=None, prove_within=None, peers=None, connections=None, grants=None, requests=None,
                         bytes=None, memory=None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         py: Python<'_>,
-        strangers: Option<i64>,
+        unauthenticated: Option<i64>,
         prove_within: Option<f64>,
         peers: Option<i64>,
         connections: Option<i64>,
@@ -34,7 +34,7 @@ impl Quotas {
                 .map_err(|_| invalid(py, "quotas", format!("{argument}: {value} is less than zero"))),
         };
         Ok(Quotas(towline::Quotas {
-            strangers: count("strangers", strangers, usual.strangers)?,
+            unauthenticated: count("unauthenticated", unauthenticated, usual.unauthenticated)?,
             prove_within: seconds(py, "quotas", "prove_within", prove_within)?.unwrap_or(usual.prove_within),
             peers: count("peers", peers, usual.peers)?,
             connections: count("connections", connections, usual.connections)?,
@@ -47,8 +47,8 @@ impl Quotas {
 
     /// Connections that have not proven themselves, at a time.
     #[getter]
-    fn strangers(&self) -> usize {
-        self.0.strangers
+    fn unauthenticated(&self) -> usize {
+        self.0.unauthenticated
     }
 
     /// How many seconds a connection may take to prove itself.
@@ -89,7 +89,7 @@ impl Quotas {
 
     /// The bytes of this process's memory that all peers together may take, 4 GiB by default: sessions, connections and what waits in
     /// them, grants, requests, messages, bytes on their way to and from files and GPUs. One that is alone gets three eighths of it, and
-    /// less the more is taken. Beside it stand 72 MiB for strangers, 64 MiB for messages of peers that have gone, and 8 MiB for each thread
+    /// less the more is taken. Beside it stand 72 MiB for unauthenticated connections, 64 MiB for messages of peers that have gone, and 8 MiB for each thread
     /// that works for peers: whatever peers do, they take no more.
     #[getter]
     fn memory(&self) -> u64 {

@@ -52,8 +52,8 @@ impl Stats {
 
     /// Connections that have not proven themselves yet.
     #[getter]
-    fn strangers(&self) -> usize {
-        self.0.strangers
+    fn unauthenticated(&self) -> usize {
+        self.0.unauthenticated
     }
 
     /// Requests of peers that are being served, and their bytes.

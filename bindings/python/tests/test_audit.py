@@ -39,20 +39,20 @@ def test_metrics_are_text_that_prometheus_reads() -> None:
         samples = [line for line in lines if not line.startswith("#")]
         assert all(line.rsplit(" ", 1)[1].isdigit() for line in samples)
         stats = owner.stats()
-        assert (stats.peers, stats.strangers) == (1, 0)
+        assert (stats.peers, stats.unauthenticated) == (1, 0)
 
 
 def test_who_is_refused_before_it_proves_anything_is_counted_by_where_it_comes_from() -> None:
     with towline.Endpoint("owner") as owner:
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.settimeout(30)
-            stranger.connect(f"\0towline/{owner.incarnation}")
-            stranger.sendall(b"\xff" * 64)
-            while stranger.recv(4096):
+        with socket.socket(socket.AF_UNIX) as attacker:
+            attacker.settimeout(30)
+            attacker.connect(f"\0towline/{owner.incarnation}")
+            attacker.sendall(b"\xff" * 64)
+            while attacker.recv(4096):
                 pass
         until = time.monotonic() + 30
-        while not owner.audit().strangers and time.monotonic() < until:
+        while not owner.audit().unauthenticated and time.monotonic() < until:
             time.sleep(0.01)
-        assert owner.audit().strangers == [(f"user {os.geteuid()} of this host", 1)]
+        assert owner.audit().unauthenticated == [(f"user {os.geteuid()} of this host", 1)]
         assert owner.stats().refused_handshakes == 1
         assert 'towline_refused_handshakes_total{reason="protocol"} 1' in owner.metrics().splitlines()

@@ -22,7 +22,7 @@ use crate::output::Output;
 const PORTION: u64 = 32 << 20;
 
 /// And is written in portions of this one.
-const AT_ONCE: usize = 1 << 20;
+const WRITE_LEN: usize = 1 << 20;
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -139,7 +139,7 @@ fn write_out(path: &Path, endpoint: &Endpoint, remote: &Remote, progress: &Progr
     let mut file = File::create(path).map_err(failed)?;
     let portion = PORTION.min(remote.len());
     let halves = [register(endpoint, portion)?, register(endpoint, portion)?];
-    let mut buffer = vec![0; AT_ONCE.min(portion as usize)];
+    let mut buffer = vec![0; WRITE_LEN.min(portion as usize)];
     let start = |number: u64| -> Outcome<Option<(u64, Transfer)>> {
         let at = number * portion;
         let len = portion.min(remote.len().saturating_sub(at));
@@ -155,8 +155,8 @@ fn write_out(path: &Path, endpoint: &Endpoint, remote: &Remote, progress: &Progr
         transfer.wait()?;
         coming = start(number + 1)?;
         let storage = halves[(number % 2) as usize].storage();
-        for at in (0..len as usize).step_by(AT_ONCE) {
-            let part = &mut buffer[..AT_ONCE.min(len as usize - at)];
+        for at in (0..len as usize).step_by(WRITE_LEN) {
+            let part = &mut buffer[..WRITE_LEN.min(len as usize - at)];
             storage.read_at(at, part)?;
             file.write_all(part).map_err(failed)?;
         }

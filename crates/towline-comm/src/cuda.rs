@@ -6,7 +6,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use parking_lot::Mutex;
 use towline::nccl::{
-    Call, Comm, CommOptions, Element, Job, NcclStorage, Part, Pending, Progress as Far, Reduce,
+    Call, Comm, CommOptions, Element, Job, NcclStorage, Part, Pending, Progress as NcclProgress, Reduce,
 };
 use towline::{Buffer, DeviceStorage, Dtype, Kind as ErrorKind, Storage};
 
@@ -103,8 +103,8 @@ impl Cuda {
 
     pub(crate) fn progress(&self) -> Result<Progress> {
         Ok(match self.open("get_async_error")?.progress()? {
-            Far::Done => Progress::Done,
-            Far::InProgress => Progress::InProgress,
+            NcclProgress::Done => Progress::Done,
+            NcclProgress::InProgress => Progress::InProgress,
         })
     }
 

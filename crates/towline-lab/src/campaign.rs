@@ -20,7 +20,7 @@ mod recycle;
 mod selfcheck;
 mod staff;
 mod stop;
-mod strangers;
+mod unauthenticated;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -220,12 +220,12 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
         prepare: |course| Ok(Box::new(forge::Forge::new(course)?)),
     },
     Campaign {
-        name: "strangers",
+        name: "unauthenticated",
         summary: "connections that never prove anything: no descriptor stays, and a new client is served at once",
         lanes: Lanes::Paths(is_served),
         in_turns: false,
         rounds: rounds(20, 10, 200),
-        prepare: |course| Ok(Box::new(strangers::Strangers::new(course)?)),
+        prepare: |course| Ok(Box::new(unauthenticated::Unauthenticated::new(course)?)),
     },
     Campaign {
         name: "neighbour",

@@ -64,7 +64,7 @@ impl Memory {
 
 /// The other side of a copy.
 #[derive(Clone)]
-pub(crate) enum Far {
+pub(crate) enum RemoteMemory {
     /// Memory that is mapped here.
     Memory(Memory),
     /// Memory of another process, reached by `process_vm_readv` and `process_vm_writev`.
@@ -117,20 +117,20 @@ impl RawCopy {
     pub(crate) fn new(
         direction: Direction,
         near: Memory,
-        far: Far,
+        far: RemoteMemory,
         pieces: &[(u64, u64, u64)],
         cut: Cut,
     ) -> io::Result<RawCopy> {
         let (near_base, near_len) = near.range()?;
         let (far_base, far_len, pid, far_memory) = match far {
-            Far::Memory(memory) => {
+            RemoteMemory::Memory(memory) => {
                 let (base, len) = memory.range()?;
                 (base, len, None, Some(memory))
             }
-            Far::Process { pid, .. } if pid == std::process::id() as i32 => {
+            RemoteMemory::Process { pid, .. } if pid == std::process::id() as i32 => {
                 return Err(invalid("the far side is this process"));
             }
-            Far::Process { pid, addr, len } => (addr as usize, len, Some(pid), None),
+            RemoteMemory::Process { pid, addr, len } => (addr as usize, len, Some(pid), None),
         };
         let target = if direction == Direction::Read { Some(&near) } else { far_memory.as_ref() };
         if target.is_some_and(|memory| !memory.is_writable()) {
@@ -316,7 +316,8 @@ mod tests {
         let pieces = [(40_000, 100, 5_000), (0, 20_000, 4_096), (9_000, 40_000, 1)];
         for cut in [Cut::Even(1), Cut::Even(3), Cut::Portions(1000), Cut::Portions(1 << 20)] {
             let to = Arc::new(SystemStorage::new(64 << 10).unwrap());
-            let (near, far) = (Memory::Storage(to.clone()), Far::Memory(Memory::Storage(from.clone())));
+            let (near, far) =
+                (Memory::Storage(to.clone()), RemoteMemory::Memory(Memory::Storage(from.clone())));
             let copy = RawCopy::new(Direction::Read, near, far, &pieces, cut).unwrap();
             (0..copy.parts()).for_each(|part| copy.run(part).unwrap());
             let mut expected = vec![0; 64 << 10];
@@ -346,10 +347,10 @@ mod tests {
     fn pieces_outside_the_memory_are_refused() {
         let memory = Memory::Storage(Arc::new(SystemStorage::new(4096).unwrap()));
         for piece in [(1, 0, 4096), (0, 1, 4096), (u64::MAX, 0, 2)] {
-            let far = Far::Memory(memory.clone());
+            let far = RemoteMemory::Memory(memory.clone());
             assert!(RawCopy::new(Direction::Write, memory.clone(), far, &[piece], Cut::Even(1)).is_err());
         }
-        let here = Far::Process { pid: std::process::id() as i32, addr: 4096, len: 4096 };
+        let here = RemoteMemory::Process { pid: std::process::id() as i32, addr: 4096, len: 4096 };
         assert!(RawCopy::new(Direction::Write, memory, here, &[(0, 0, 1)], Cut::Even(1)).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! The other process of `demo`, `doctor` and `bench`: the same program again, told what to do line by line.
+//! The other process of `demo`, `doctor` and `bench`: the same program again, which gets its orders line by line.
 //!
 //! The parent writes one JSON object per line to the worker's standard input and reads one back per line. A worker
 //! ends when its input does, and the kernel ends it with its parent whatever happens.
@@ -18,7 +18,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 
 pub(crate) use self::hire::start_echo;
 pub use self::hire::{Moved, Region, Worker};
-use self::protocol::{Ask, Told};
+use self::protocol::{Ask, Reply};
 pub use self::protocol::{Memory, Op, nixl};
 use crate::outcome::{Exit, Failure, Outcome};
 
@@ -35,10 +35,10 @@ pub struct Options {
     pub echo: bool,
 }
 
-/// Is a worker until its input ends. What goes wrong between two orders is told to `complain`.
+/// Is a worker until its input ends. What goes wrong between two orders is reported to `complain`.
 ///
 /// # Errors
-/// Where its parent is gone, or what it is told makes no sense.
+/// Where its parent is gone, or what it receives makes no sense.
 pub fn run(options: &Options, complain: impl Fn(&dyn Display)) -> Outcome {
     set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| Failure::os("prctl", error))?;
     // A parent that died before that line has another number already.
@@ -59,17 +59,17 @@ pub fn run(options: &Options, complain: impl Fn(&dyn Display)) -> Outcome {
         let line = line.map_err(|error| Failure::os("standard input", error))?;
         let ask: Ask = serde_json::from_str(&line)
             .map_err(|error| Failure::failed(format!("an order that this worker does not know: {error}")))?;
-        let mut answer = |told: &Told| {
-            let line = serde_json::to_string(told).map_err(|error| Failure::failed(error.to_string()))?;
+        let mut send = |reply: &Reply| {
+            let line = serde_json::to_string(reply).map_err(|error| Failure::failed(error.to_string()))?;
             writeln!(stdout, "{line}")
                 .and_then(|()| stdout.flush())
                 .map_err(|error| Failure::os("answer", error))
         };
         match duties.perform(ask) {
-            Ok(told) => answer(&told)?,
-            Err(failure) => answer(&Told::failed(&failure))?,
+            Ok(reply) => send(&reply)?,
+            Err(failure) => send(&Reply::failed(&failure))?,
         }
-        if let Err(error) = duties.after_answer() {
+        if let Err(error) = duties.after_reply() {
             complain(&error);
         }
     }

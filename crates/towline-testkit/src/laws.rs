@@ -8,24 +8,24 @@ mod contract;
 mod counting;
 mod ending;
 mod futures;
+mod messages;
 mod moving;
 mod parts;
 mod pinning;
 mod refusing;
 mod routing;
-mod telling;
 mod tickets;
 
 pub use contract::*;
 pub use counting::*;
 pub use ending::*;
 pub use futures::*;
+pub use messages::*;
 pub use moving::*;
 pub use parts::*;
 pub use pinning::*;
 pub use refusing::*;
 pub use routing::*;
-pub use telling::*;
 pub use tickets::*;
 
 use std::thread;
@@ -72,7 +72,7 @@ macro_rules! each_law {
             a_large_reduction_reaches_every_element
             misaligned_words_and_elements_are_refused
             signals_add_up_and_wake_the_waiter
-            // telling
+            // messages
             messages_arrive_once_each
             a_message_follows_the_bytes_of_a_read
             messages_that_are_too_long_are_refused

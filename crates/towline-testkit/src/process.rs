@@ -348,7 +348,7 @@ impl Process {
     }
 
     /// Kills it without waiting until it is gone.
-    pub fn kill_at_once(&mut self) {
+    pub fn kill_without_waiting(&mut self) {
         let _ = self.child.kill();
     }
 

@@ -90,18 +90,18 @@ impl Owner for Actor {
 }
 
 /// A rogue owner in a worker, which may die of what it does.
-pub struct Afar<'a> {
+pub struct RemoteOwner<'a> {
     process: &'a mut Process,
     ticket: Ticket,
     canaries: u64,
 }
 
-impl<'a> Afar<'a> {
+impl<'a> RemoteOwner<'a> {
     /// Opens one in that worker.
-    pub fn open(process: &'a mut Process, medium: Medium) -> Afar<'a> {
+    pub fn open(process: &'a mut Process, medium: Medium) -> RemoteOwner<'a> {
         let medium = if medium == Medium::Tcp { "tcp" } else { "unix" };
         let ticket = process.must(&format!("rogue-open {medium} {LENGTH}")).text(0).parse().unwrap();
-        Afar { process, ticket, canaries: 0 }
+        RemoteOwner { process, ticket, canaries: 0 }
     }
 
     fn order(&mut self, order: &str, step: &[u8]) -> u64 {
@@ -113,7 +113,7 @@ impl<'a> Afar<'a> {
     }
 }
 
-impl Owner for Afar<'_> {
+impl Owner for RemoteOwner<'_> {
     fn ticket(&self) -> Ticket {
         self.ticket.clone()
     }

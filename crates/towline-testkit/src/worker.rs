@@ -403,10 +403,10 @@ impl Worker {
                     quotas.prove_within = Duration::from_millis(number()?);
                     options.quotas(quotas)
                 }
-                "strangers" | "peers" | "connections" | "grants" | "requests" | "bytes" | "memory" => {
+                "unauthenticated" | "peers" | "connections" | "grants" | "requests" | "bytes" | "memory" => {
                     let number = number()?;
                     match key {
-                        "strangers" => quotas.strangers = number as usize,
+                        "unauthenticated" => quotas.unauthenticated = number as usize,
                         "peers" => quotas.peers = number as usize,
                         "connections" => quotas.connections = number as usize,
                         "grants" => quotas.grants = number as usize,

@@ -293,7 +293,7 @@ impl Endpoint {
         if fork::in_child() {
             return Audit::default();
         }
-        Audit { strangers: self.0.sessions.refusals.audit(), ..self.0.registry.ledger.audit() }
+        Audit { unauthenticated: self.0.sessions.refusals.audit(), ..self.0.registry.ledger.audit() }
     }
 
     /// Revokes every region, ends every transfer and closes every connection, then waits until nobody touches the memory of

@@ -78,7 +78,8 @@ pub use memory::{
 };
 pub use notify::{MAX_MESSAGE, NextNotification, Notification};
 pub use region::{
-    Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned, StrangerAudit,
+    Audit, Patience, PeerAudit, RegisterError, Registered, RegisteredView, Span, StillPinned,
+    UnauthenticatedAudit,
 };
 pub use route::{Capabilities, ExplainedPath, Explanation, Isolation, Routing, Verdict};
 #[doc(hidden)]

@@ -19,7 +19,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use self::audit::{Audit, PeerAudit, StrangerAudit};
+pub use self::audit::{Audit, PeerAudit, UnauthenticatedAudit};
 pub(crate) use self::audit::{Counted, Ledger};
 use self::core::ParkingLot;
 pub(crate) use self::core::{Borrower, RegionCore, RegionUse, TransportState};

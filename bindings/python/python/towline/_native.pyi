@@ -35,7 +35,7 @@ class Audit:
         The peers, by name.
         """
     @property
-    def strangers(self, /) -> list[tuple[str, int]]:
+    def unauthenticated(self, /) -> list[tuple[str, int]]:
         """
         Of an endpoint: who was refused before it had proven to hold any ticket, as pairs of where it came from and how often.
         """
@@ -643,7 +643,7 @@ class Quotas:
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
-    def __new__(cls, /, *, strangers: SupportsIndex | None = None, prove_within: SupportsFloat | SupportsIndex | None = None, peers: SupportsIndex | None = None, connections: SupportsIndex | None = None, grants: SupportsIndex | None = None, requests: SupportsIndex | None = None, bytes: SupportsIndex | None = None, memory: SupportsIndex | None = None) -> Quotas: ...
+    def __new__(cls, /, *, unauthenticated: SupportsIndex | None = None, prove_within: SupportsFloat | SupportsIndex | None = None, peers: SupportsIndex | None = None, connections: SupportsIndex | None = None, grants: SupportsIndex | None = None, requests: SupportsIndex | None = None, bytes: SupportsIndex | None = None, memory: SupportsIndex | None = None) -> Quotas: ...
     def __repr__(self, /) -> str: ...
     @property
     def bytes(self, /) -> int:
@@ -665,7 +665,7 @@ class Quotas:
         """
         The bytes of this process's memory that all peers together may take, 4 GiB by default: sessions, connections and what waits in
         them, grants, requests, messages, bytes on their way to and from files and GPUs. One that is alone gets three eighths of it, and
-        less the more is taken. Beside it stand 72 MiB for strangers, 64 MiB for messages of peers that have gone, and 8 MiB for each thread
+        less the more is taken. Beside it stand 72 MiB for unauthenticated connections, 64 MiB for messages of peers that have gone, and 8 MiB for each thread
         that works for peers: whatever peers do, they take no more.
         """
     @property
@@ -684,7 +684,7 @@ class Quotas:
         Requests of one session that are not answered yet.
         """
     @property
-    def strangers(self, /) -> int:
+    def unauthenticated(self, /) -> int:
         """
         Connections that have not proven themselves, at a time.
         """
@@ -910,7 +910,7 @@ class Stats:
         Regions that are registered now.
         """
     @property
-    def strangers(self, /) -> int:
+    def unauthenticated(self, /) -> int:
         """
         Connections that have not proven themselves yet.
         """

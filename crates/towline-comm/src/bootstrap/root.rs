@@ -22,13 +22,13 @@ use crate::{Error, Result};
 
 const OP: &str = "get_unique_id";
 /// How long an unauthenticated connection may take to show that it knows the secret.
-const STRANGER: Duration = Duration::from_secs(5);
+const AUTHENTICATE_WITHIN: Duration = Duration::from_secs(5);
 /// How long a rank may take to receive the reply.
 const DELIVERY: Duration = Duration::from_secs(10);
 /// The longest that anybody is waited for.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// The most unauthenticated connections at a time; for one more, the oldest from the largest origin is closed.
-const MOST_STRANGERS: usize = 512;
+const MOST_UNAUTHENTICATED: usize = 512;
 const HUNG_UP: &str = "it hung up before it was let in";
 /// How long the root looks away when the process has no descriptors left.
 const SHORTAGE: Duration = Duration::from_millis(50);
@@ -376,7 +376,7 @@ impl Host {
                 false
             }
         };
-        let mut left = MOST_STRANGERS;
+        let mut left = MOST_UNAUTHENTICATED;
         while take(
             &mut left,
             self.unix.accept().and_then(|(stream, _)| {
@@ -386,7 +386,7 @@ impl Host {
             }),
         ) {}
         for tcp in &self.tcp {
-            let mut left = MOST_STRANGERS;
+            let mut left = MOST_UNAUTHENTICATED;
             while take(
                 &mut left,
                 tcp.accept().and_then(|(stream, from)| {
@@ -401,7 +401,7 @@ impl Host {
             ) {}
         }
         for (stream, origin) in arrived {
-            let until = now + STRANGER;
+            let until = now + AUTHENTICATE_WITHIN;
             let (phase, input, output) = (Phase::Greeting, Vec::new(), VecDeque::new());
             self.guests.push(Guest {
                 stream,
@@ -427,7 +427,7 @@ impl Host {
         for guest in self.guests.iter().filter(|guest| guest.is_unauthenticated()) {
             *crowds.entry(guest.origin).or_default() += 1;
         }
-        let mut too_many = crowds.values().sum::<usize>().saturating_sub(MOST_STRANGERS);
+        let mut too_many = crowds.values().sum::<usize>().saturating_sub(MOST_UNAUTHENTICATED);
         let mut away: BTreeMap<Origin, usize> = BTreeMap::new();
         while too_many > 0 {
             let Some((origin, count)) = crowds.iter_mut().max_by_key(|(_, count)| **count) else { break };

@@ -100,15 +100,15 @@ impl Team {
     /// Announces a collective call and waits for everybody's announcement. A digest that differs is `Invalid` on
     /// every rank and names those that differ from most; the team stays usable.
     pub(crate) fn enter(&self, call: Call<'_>) -> Result<Round<'_>> {
-        self.enter_hearing(call, call.payload)
+        self.enter_with(call, call.payload)
     }
 
     /// [`enter`](Self::enter) of a rank that does not read back its own payload: the round has none of it.
     pub(crate) fn enter_knowing(&self, call: Call<'_>) -> Result<Round<'_>> {
-        self.enter_hearing(call, &[])
+        self.enter_with(call, &[])
     }
 
-    fn enter_hearing(&self, call: Call<'_>, own: &[u8]) -> Result<Round<'_>> {
+    fn enter_with(&self, call: Call<'_>, own: &[u8]) -> Result<Round<'_>> {
         self.working(call.name)?;
         if call.payload.len() > PAYLOAD {
             let message = format!("{} bytes do not ride along, {PAYLOAD} do", call.payload.len());

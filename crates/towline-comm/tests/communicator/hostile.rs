@@ -1,4 +1,4 @@
-//! Strangers, liars and the past at the door of a meeting: whoever comes with the right id is served or told why not.
+//! Unauthenticated connections, liars and earlier lives at the door of a meeting: whoever comes with the right id is served or told why not.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -163,12 +163,12 @@ fn a_crowd_that_says_nothing_holds_a_bounded_number_of_descriptors_and_none_in_t
     let joined = join(&id, &[(2, 0, config()), (2, 1, config())]);
     assert!(joined.iter().all(Result::is_ok), "{joined:?}");
     drop((joined, crowd));
-    // 512 strangers at most, and what other tests of this process open meanwhile.
+    // 512 unauthenticated connections at most, and what other tests of this process open meanwhile.
     assert!(most < before + 512 + 500, "{before} descriptors became {most}");
     // The meeting is over: its doors are closed, and everybody is gone.
     let closed =
         eventually(LONG, || TcpStream::connect(&tcp).is_err() && UnixStream::connect_addr(&address).is_err());
-    assert!(closed, "a meeting that is over still lets in strangers");
+    assert!(closed, "a meeting that is over still accepts connections");
     // Fewer than the crowd was; tests beside this one open some too, and close them again.
     let calm = eventually(LONG, || descriptors() < before + 250);
     assert!(calm, "{before} descriptors became {} in the end", descriptors());

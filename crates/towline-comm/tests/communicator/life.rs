@@ -98,7 +98,7 @@ fn a_shrunk_group_leaves_out_who_was_excluded() {
 }
 
 #[test]
-fn a_shrink_of_nobody_or_of_strangers_is_invalid() {
+fn a_shrink_of_no_rank_or_of_ranks_outside_the_group_is_invalid() {
     let _watchdog = watch("bad shrink");
     all(2, &config(), |comm, _| {
         assert_eq!(comm.shrink(&[]).unwrap_err().kind(), Kind::Invalid);

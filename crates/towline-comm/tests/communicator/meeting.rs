@@ -121,10 +121,10 @@ pub(super) fn doors(id: &UniqueId) -> (String, String) {
 
 #[test]
 fn garbage_silence_and_slow_senders_disturb_nobody() {
-    let _watchdog = watch("strangers");
+    let _watchdog = watch("unauthenticated connections");
     let id = get_unique_id().unwrap();
     let (unix, tcp) = doors(&id);
-    let mut strangers: Vec<Box<dyn Write>> = Vec::new();
+    let mut connections: Vec<Box<dyn Write>> = Vec::new();
     for round in 0..200 {
         let mut garbage = TcpStream::connect(&tcp).unwrap();
         let _ = garbage.write_all(&vec![round as u8; 10_000]);
@@ -132,9 +132,9 @@ fn garbage_silence_and_slow_senders_disturb_nobody() {
         let _ = long.write_all(b"TLm?");
         let address = SocketAddr::from_abstract_name(&unix).unwrap();
         let silent = UnixStream::connect_addr(&address).unwrap();
-        strangers.push(Box::new(garbage));
-        strangers.push(Box::new(long));
-        strangers.push(Box::new(silent));
+        connections.push(Box::new(garbage));
+        connections.push(Box::new(long));
+        connections.push(Box::new(silent));
     }
     let joined = join(&id, &[(3, 0, config()), (3, 1, config()), (3, 2, config())]);
     for comm in joined {
@@ -147,18 +147,18 @@ fn one_who_knows_the_place_but_not_the_secret_learns_nothing() {
     let _watchdog = watch("a wrong secret");
     let id = get_unique_id().unwrap();
     let (_, tcp) = doors(&id);
-    let mut stranger = TcpStream::connect(tcp).unwrap();
+    let mut attacker = TcpStream::connect(tcp).unwrap();
     let mut hello = b"TLm?".to_vec();
     hello.extend(&id.as_bytes()[40..56]);
     hello.extend([0; 32]);
-    stranger.write_all(&hello).unwrap();
+    attacker.write_all(&hello).unwrap();
     let mut welcome = [0; 68];
-    stranger.read_exact(&mut welcome).unwrap();
+    attacker.read_exact(&mut welcome).unwrap();
     let mut join = 200u32.to_le_bytes().to_vec();
     join.extend([7; 200]);
-    stranger.write_all(&join).unwrap();
+    attacker.write_all(&join).unwrap();
     let mut rest = Vec::new();
-    let _ = stranger.read_to_end(&mut rest);
+    let _ = attacker.read_to_end(&mut rest);
     assert!(rest.is_empty());
     assert!(Communicator::init(1, 0, &id, config()).is_ok());
 }

@@ -102,7 +102,7 @@ fn no_access_goes_past_the_end_of_its_target() {
             for error in refusals {
                 assert_eq!((error.kind(), error.ranks()), (Kind::Invalid, &[peer][..]), "{error}");
             }
-            let strangers = [
+            let foreign = [
                 window.put_bytes(2, 0, &[0]).unwrap_err(),
                 window.peer_view(9).unwrap_err(),
                 window.flush(2).unwrap_err(),
@@ -113,7 +113,7 @@ fn no_access_goes_past_the_end_of_its_target() {
                 comm.wait_signal(&[WaitSignal { count: 0, ..WaitSignal::from_rank(0) }]).unwrap_err(),
                 comm.wait_signal(&[WaitSignal::from_rank(3)]).unwrap_err(),
             ];
-            assert!(strangers.iter().all(|error| error.kind() == Kind::Invalid));
+            assert!(foreign.iter().all(|error| error.kind() == Kind::Invalid));
             window.fence()?;
             let mut bytes = vec![1; 4096];
             window.memory()?.read_at(0, &mut bytes)?;

@@ -22,7 +22,7 @@ use crate::measure::{Pace, median};
 use crate::outcome::{Failure, Outcome};
 use crate::size;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Op, Told, Usage, nixl};
+use crate::worker::protocol::{Ask, Op, Reply, Usage, nixl};
 
 /// Tells a process which setting it measures.
 const SETTING: &str = "TOWLINE_BENCH_SETTING";
@@ -286,8 +286,8 @@ impl Measuring {
         std::thread::sleep(Duration::from_millis(1500));
         let mut usage = || -> Outcome<f64> {
             match worker.ask(&Ask::Usage)? {
-                Told::Usage(usage) => Ok(usage.cpu_seconds + Usage::now().cpu_seconds),
-                told => Err(worker.surprise(&told)),
+                Reply::Usage(usage) => Ok(usage.cpu_seconds + Usage::now().cpu_seconds),
+                reply => Err(worker.surprise(&reply)),
             }
         };
         let before = usage()?;

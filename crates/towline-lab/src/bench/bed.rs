@@ -10,10 +10,10 @@ use super::shapes::{Case, Manner, Path};
 use crate::machine;
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::{self, Shuffle};
-use crate::raw::{Far, Memory as RawMemory};
+use crate::raw::{Memory as RawMemory, RemoteMemory};
 use crate::size;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Op, Told, nixl};
+use crate::worker::protocol::{Ask, Op, Reply, nixl};
 
 /// The pattern of the owner's bytes.
 const THEIRS: u64 = 11;
@@ -64,21 +64,21 @@ impl Bed {
     }
 
     /// The owner's memory, for bare copies: the very pages that the library reaches.
-    pub(super) fn far(&self) -> Outcome<Far> {
+    pub(super) fn far(&self) -> Outcome<RemoteMemory> {
         match &self.owner {
             Owner::Here { region, .. } => {
                 let storage: Arc<dyn Storage> = Arc::clone(region.storage()) as _;
-                Ok(Far::Memory(RawMemory::Storage(storage)))
+                Ok(RemoteMemory::Memory(RawMemory::Storage(storage)))
             }
             Owner::There { addr, bytes, .. }
                 if self.path.medium().is_none() && !self.path.shares_memory() =>
             {
-                Ok(Far::Process { pid: self.worker.pid(), addr: *addr, len: *bytes })
+                Ok(RemoteMemory::Process { pid: self.worker.pid(), addr: *addr, len: *bytes })
             }
             Owner::There { file, bytes, .. } => {
                 let memory = self.mapped(*file, *bytes)?;
                 memory.touch().map_err(|error| Failure::os("mapping", error))?;
-                Ok(Far::Memory(memory))
+                Ok(RemoteMemory::Memory(memory))
             }
         }
     }
@@ -117,8 +117,8 @@ impl Bed {
                 let (blocks, block_size) = (case.blocks, case.block_size);
                 let ask = Ask::VerifyBlocks { region: *region, seed: OURS, blocks, block_size };
                 match self.worker.ask(&ask)? {
-                    Told::Verified { wrong } => wrong,
-                    told => return Err(self.worker.surprise(&told)),
+                    Reply::Verified { wrong } => wrong,
+                    reply => return Err(self.worker.surprise(&reply)),
                 }
             }
         };
@@ -135,7 +135,7 @@ impl Bed {
             Op::Write => self.endpoint.write(&self.remote, &self.local),
         };
         match case.manner {
-            Manner::AtOnce => {
+            Manner::Concurrent => {
                 let mut flying = Vec::with_capacity(shape.pieces.len());
                 for (remote, local, len) in &shape.pieces {
                     flying.push(request().at(*remote, *local, *len).start()?);
@@ -181,10 +181,10 @@ fn here(bytes: u64) -> Outcome<(Owner, Ticket)> {
 
 fn there(worker: &mut Worker, path: Path, bytes: u64) -> Outcome<(Owner, Ticket)> {
     match worker.ask(&Ask::Register { memory: path.memory(), bytes, seed: THEIRS })? {
-        Told::Region { region, ticket, addr, file } => {
+        Reply::Region { region, ticket, addr, file } => {
             Ok((Owner::There { region, addr, file, bytes }, ticket))
         }
-        told => Err(worker.surprise(&told)),
+        reply => Err(worker.surprise(&reply)),
     }
 }
 

@@ -10,7 +10,7 @@ use super::report::{Row, Unit};
 use crate::measure::median;
 use crate::outcome::Outcome;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Told};
+use crate::worker::protocol::{Ask, Reply};
 
 /// Milliseconds that one contact may take, however many there are.
 const TARGET: f64 = 2.0;
@@ -45,8 +45,8 @@ pub(super) fn many(session: &mut Session) -> Outcome<()> {
         let mut tickets = Vec::new();
         for worker in &mut workers {
             match worker.ask(&Ask::Owners { count: each })? {
-                Told::Tickets { tickets: theirs } => tickets.extend(theirs),
-                told => return Err(worker.surprise(&told)),
+                Reply::Tickets { tickets: theirs } => tickets.extend(theirs),
+                reply => return Err(worker.surprise(&reply)),
             }
         }
         contacts(session, &tickets)?;

@@ -18,7 +18,7 @@ use super::growth;
 use super::report::{Row, Unit};
 use crate::measure::{self, median};
 use crate::outcome::{Failure, Outcome};
-use crate::worker::protocol::{Ask, Memory, Told, Usage};
+use crate::worker::protocol::{Ask, Memory, Reply, Usage};
 use crate::worker::{Worker, start_echo};
 
 /// A cost and how it is measured.
@@ -200,8 +200,8 @@ fn open(session: &mut Session) -> Outcome<()> {
 fn import_batch(session: &mut Session) -> Outcome<()> {
     const TICKETS: u32 = 1000;
     let mut worker = Worker::start("tickets")?;
-    let told = worker.ask(&Ask::Tickets { count: TICKETS })?;
-    let Told::Tickets { tickets } = told else { return Err(worker.surprise(&told)) };
+    let reply = worker.ask(&Ask::Tickets { count: TICKETS })?;
+    let Reply::Tickets { tickets } = reply else { return Err(worker.surprise(&reply)) };
     let endpoint = Endpoint::open("bench-import")?;
     let first = endpoint.import(&tickets[0])?;
     let (mut times, mut singles) = (Vec::new(), Vec::new());
@@ -242,8 +242,8 @@ fn idle(session: &mut Session) -> Outcome<()> {
     std::thread::sleep(SETTLE);
     let mut usage = || -> Outcome<Usage> {
         match worker.ask(&Ask::Usage)? {
-            Told::Usage(usage) => Ok(usage),
-            told => Err(worker.surprise(&told)),
+            Reply::Usage(usage) => Ok(usage),
+            reply => Err(worker.surprise(&reply)),
         }
     };
     let before = usage()?;
@@ -264,7 +264,7 @@ fn idle(session: &mut Session) -> Outcome<()> {
 /// A shared region of a worker.
 pub(super) fn one_region(worker: &mut Worker, bytes: u64) -> Outcome<Ticket> {
     match worker.ask(&Ask::Register { memory: Memory::Shared, bytes, seed: 1 })? {
-        Told::Region { ticket, .. } => Ok(ticket),
-        told => Err(worker.surprise(&told)),
+        Reply::Region { ticket, .. } => Ok(ticket),
+        reply => Err(worker.surprise(&reply)),
     }
 }

@@ -15,7 +15,7 @@ use crate::outcome::{Failure, Outcome};
 use crate::pattern::Shuffle;
 use crate::raw::sleeper::Sleeper;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Op, Told, Usage};
+use crate::worker::protocol::{Ask, Op, Reply, Usage};
 use crate::worker::sockets::{Client, Style};
 
 /// Microseconds that registering one region may take, and taking one back.
@@ -79,7 +79,7 @@ pub(super) fn hub(session: &mut Session) -> Outcome<()> {
         worker.tell(&Ask::Endpoints { count: PEERS / PROCESSES, ticket: ticket.clone() })?;
     }
     for worker in &mut workers {
-        worker.answer()?;
+        worker.reply()?;
     }
     let took = start.elapsed().as_secs_f64();
     let files = Usage::now().files.saturating_sub(before);
@@ -216,8 +216,8 @@ fn asking(worker: &mut Worker, path: Path, bytes: u64, times: usize) -> Outcome<
     let (op, style) = (Op::Read, Style::default());
     let ask = Ask::Sockets { medium, op, streams: 1, buffer: bytes, bulk: false };
     let address = match worker.ask(&ask)? {
-        Told::Address { address } => address,
-        told => return Err(worker.surprise(&told)),
+        Reply::Address { address } => address,
+        reply => return Err(worker.surprise(&reply)),
     };
     let mut client = Client::connect(medium, &address, op, bytes, false).map_err(failed)?;
     let mut asked = Vec::with_capacity(times);

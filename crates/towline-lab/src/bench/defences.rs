@@ -7,7 +7,7 @@ use super::report::{Row, Unit};
 use crate::measure;
 use crate::outcome::Outcome;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Guard, Op, Told};
+use crate::worker::protocol::{Ask, Guard, Op, Reply};
 
 /// One request over the control connection, and one that is spread over lanes.
 const SIZES: [(&str, u64); 2] = [("4k", 4 << 10), ("1m", 1 << 20)];
@@ -38,8 +38,8 @@ struct Pair {
 
 impl Pair {
     fn open(worker: &mut Worker, guard: Guard, path: Option<&'static str>, bytes: u64) -> Outcome<Pair> {
-        let told = worker.ask(&Ask::Guarded { guard, bytes })?;
-        let Told::Ticket { ticket } = told else { return Err(worker.surprise(&told)) };
+        let reply = worker.ask(&Ask::Guarded { guard, bytes })?;
+        let Reply::Ticket { ticket } = reply else { return Err(worker.surprise(&reply)) };
         let endpoint = guard.options("bench-defence")?.open()?;
         let remote = match path {
             Some(path) => endpoint.import_with(&ticket, &Routing::default().require(path)?)?,

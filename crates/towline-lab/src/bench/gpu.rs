@@ -16,7 +16,7 @@ use crate::outcome::{Failure, Outcome};
 use crate::pattern::{self, Shuffle};
 use crate::size;
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Memory, Op, Told};
+use crate::worker::protocol::{Ask, Memory, Op, Reply};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -41,7 +41,7 @@ const NIXL: [(&str, &str); 3] =
 
 /// Which memory moves, and how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Setup {
     /// Memory of the GPU in both processes.
     Gpu,
     /// Shared memory of the other process, and memory of the GPU here.
@@ -52,42 +52,42 @@ enum Way {
     Tcp,
 }
 
-impl Way {
-    const ALL: [Way; 4] = [Way::Gpu, Way::FromHost, Way::ToHost, Way::Tcp];
+impl Setup {
+    const ALL: [Setup; 4] = [Setup::Gpu, Setup::FromHost, Setup::ToHost, Setup::Tcp];
 
     fn path(self) -> &'static str {
         match self {
-            Way::Gpu | Way::ToHost => "cuda",
-            Way::FromHost => "mapped",
-            Way::Tcp => "tcp",
+            Setup::Gpu | Setup::ToHost => "cuda",
+            Setup::FromHost => "mapped",
+            Setup::Tcp => "tcp",
         }
     }
 
     /// As it is part of the rows' names.
     fn name(self) -> &'static str {
         match self {
-            Way::Gpu => "gpu",
-            Way::FromHost => "gpu-from-shared",
-            Way::ToHost => "gpu-to-pinned",
-            Way::Tcp => "gpu-tcp",
+            Setup::Gpu => "gpu",
+            Setup::FromHost => "gpu-from-shared",
+            Setup::ToHost => "gpu-to-pinned",
+            Setup::Tcp => "gpu-tcp",
         }
     }
 
     fn theirs(self) -> Memory {
-        if self == Way::FromHost { Memory::Shared } else { Memory::Device }
+        if self == Setup::FromHost { Memory::Shared } else { Memory::Device }
     }
 
     fn ours(self, bytes: usize) -> towline::Result<Arc<dyn Storage>> {
         Ok(match self {
-            Way::ToHost => Arc::new(PinnedStorage::new(bytes)?),
+            Setup::ToHost => Arc::new(PinnedStorage::new(bytes)?),
             _ => Arc::new(DeviceStorage::new(bytes, 0)?),
         })
     }
 }
 
-/// One row: the way, the shape, the ratio that is asked for, and whether it is also written.
+/// One row: the setup, the shape, the ratio that is asked for, and whether it is also written.
 struct Case {
-    way: Way,
+    setup: Setup,
     shape: &'static str,
     blocks: u64,
     block_size: u64,
@@ -95,38 +95,38 @@ struct Case {
     op: Op,
 }
 
-/// Way, shape, blocks, block size, goal, and which directions are measured.
-type Shape = (Way, &'static str, u64, u64, Option<f64>, &'static [Op]);
+/// Setup, shape, blocks, block size, goal, and which directions are measured.
+type Shape = (Setup, &'static str, u64, u64, Option<f64>, &'static [Op]);
 
 const READ: &[Op] = &[Op::Read];
 const BOTH: &[Op] = &Op::BOTH;
 
 const SHAPES: [Shape; 15] = [
     // At most 1.5 times as long as the driver's copy.
-    (Way::Gpu, "4k", 1, 4 * KIB, Some(0.667), BOTH),
-    (Way::Gpu, "1m", 1, MIB, None, BOTH),
-    (Way::Gpu, "256m", 1, 256 * MIB, Some(0.95), BOTH),
-    (Way::Gpu, "16384x4k", 16384, 4 * KIB, Some(0.9), BOTH),
-    (Way::Gpu, "81920x4k", 81920, 4 * KIB, Some(0.9), BOTH),
-    (Way::Gpu, "4096x16k", 4096, 16 * KIB, None, BOTH),
-    (Way::Gpu, "10240x32k", 10240, 32 * KIB, Some(0.95), BOTH),
-    (Way::Gpu, "1024x64k", 1024, 64 * KIB, None, BOTH),
-    (Way::Gpu, "256x1m", 256, MIB, None, READ),
-    (Way::FromHost, "256m", 1, 256 * MIB, Some(0.9), READ),
-    (Way::FromHost, "4096x16k", 4096, 16 * KIB, Some(0.85), READ),
-    (Way::ToHost, "256m", 1, 256 * MIB, Some(0.9), READ),
-    (Way::ToHost, "4096x16k", 4096, 16 * KIB, Some(0.85), READ),
-    (Way::Tcp, "1m", 1, MIB, None, BOTH),
-    (Way::Tcp, "256m", 1, 256 * MIB, Some(0.8), BOTH),
+    (Setup::Gpu, "4k", 1, 4 * KIB, Some(0.667), BOTH),
+    (Setup::Gpu, "1m", 1, MIB, None, BOTH),
+    (Setup::Gpu, "256m", 1, 256 * MIB, Some(0.95), BOTH),
+    (Setup::Gpu, "16384x4k", 16384, 4 * KIB, Some(0.9), BOTH),
+    (Setup::Gpu, "81920x4k", 81920, 4 * KIB, Some(0.9), BOTH),
+    (Setup::Gpu, "4096x16k", 4096, 16 * KIB, None, BOTH),
+    (Setup::Gpu, "10240x32k", 10240, 32 * KIB, Some(0.95), BOTH),
+    (Setup::Gpu, "1024x64k", 1024, 64 * KIB, None, BOTH),
+    (Setup::Gpu, "256x1m", 256, MIB, None, READ),
+    (Setup::FromHost, "256m", 1, 256 * MIB, Some(0.9), READ),
+    (Setup::FromHost, "4096x16k", 4096, 16 * KIB, Some(0.85), READ),
+    (Setup::ToHost, "256m", 1, 256 * MIB, Some(0.9), READ),
+    (Setup::ToHost, "4096x16k", 4096, 16 * KIB, Some(0.85), READ),
+    (Setup::Tcp, "1m", 1, MIB, None, BOTH),
+    (Setup::Tcp, "256m", 1, 256 * MIB, Some(0.8), BOTH),
 ];
 
 impl Case {
     fn name(&self) -> String {
-        format!("{}-{}", self.way.name(), self.shape)
+        format!("{}-{}", self.setup.name(), self.shape)
     }
 
     fn label(&self) -> String {
-        format!("{}/{}/{}", self.way.path(), self.name(), self.op.name())
+        format!("{}/{}/{}", self.setup.path(), self.name(), self.op.name())
     }
 
     fn bytes(&self) -> u64 {
@@ -146,11 +146,11 @@ pub(super) fn labels(options: &Options) -> Vec<String> {
 /// Reads before writes: a write leaves other bytes at the owner.
 fn cases(options: &Options) -> Vec<Case> {
     let mut cases = Vec::new();
-    for way in Way::ALL {
+    for setup in Setup::ALL {
         for op in Op::BOTH {
-            let mine = SHAPES.iter().filter(|shape| shape.0 == way && shape.5.contains(&op));
-            cases.extend(mine.map(|(way, shape, blocks, block_size, goal, _)| Case {
-                way: *way,
+            let mine = SHAPES.iter().filter(|shape| shape.0 == setup && shape.5.contains(&op));
+            cases.extend(mine.map(|(setup, shape, blocks, block_size, goal, _)| Case {
+                setup: *setup,
                 shape,
                 blocks: *blocks,
                 block_size: *block_size,
@@ -188,15 +188,15 @@ pub(super) fn run(session: &mut Session, options: &Options) {
         });
     }
     let cases: Vec<_> = cases.into_iter().filter(|case| case.bytes() <= region).collect();
-    for way in Way::ALL {
-        let mine: Vec<_> = cases.iter().filter(|case| case.way == way).collect();
+    for setup in Setup::ALL {
+        let mine: Vec<_> = cases.iter().filter(|case| case.setup == setup).collect();
         if mine.is_empty() {
             continue;
         }
-        let mut bed = match Bed::prepare(way, region) {
+        let mut bed = match Bed::prepare(setup, region) {
             Ok(bed) => bed,
             Err(failure) => {
-                session.fail(way.name().to_owned(), Some(way.path()), &failure);
+                session.fail(setup.name().to_owned(), Some(setup.path()), &failure);
                 continue;
             }
         };
@@ -206,10 +206,10 @@ pub(super) fn run(session: &mut Session, options: &Options) {
                 bare.enter().map_err(Failure::from).and_then(|turns| bed.row(session, case, &turns));
             match measured {
                 Ok(row) => session.rows.push(row),
-                Err(failure) => session.fail(case.name(), Some(way.path()), &failure),
+                Err(failure) => session.fail(case.name(), Some(setup.path()), &failure),
             }
         }
-        if way == Way::Gpu {
+        if setup == Setup::Gpu {
             beside_nixl(session, &mine, region);
         }
     }
@@ -229,7 +229,7 @@ fn gpu() -> Outcome<Arc<Gpu>> {
     }
 }
 
-/// Two processes with memory for one way.
+/// Two processes with memory for one setup.
 struct Bed {
     worker: Worker,
     endpoint: Endpoint,
@@ -242,20 +242,20 @@ struct Bed {
 }
 
 impl Bed {
-    fn prepare(way: Way, size: u64) -> Outcome<Bed> {
+    fn prepare(setup: Setup, size: u64) -> Outcome<Bed> {
         let endpoint = Endpoint::open("bench-gpu")?;
         let mut worker = Worker::start("peer-gpu")?;
-        let routing = Routing::default().require(way.path())?;
+        let routing = Routing::default().require(setup.path())?;
         let mut register = |memory| match worker.ask(&Ask::Register { memory, bytes: size, seed: THEIRS })? {
-            Told::Region { region, ticket, .. } => Ok((region, ticket)),
-            told => Err(worker.surprise(&told)),
+            Reply::Region { region, ticket, .. } => Ok((region, ticket)),
+            reply => Err(worker.surprise(&reply)),
         };
-        let (region, ticket) = register(way.theirs())?;
+        let (region, ticket) = register(setup.theirs())?;
         let remote = endpoint.import_with(&ticket, &routing)?;
-        let storage = way.ours(size as usize)?;
+        let storage = setup.ours(size as usize)?;
         let local = endpoint.register(storage, Access::NONE).map_err(towline::Error::from)?;
-        let plain = match way {
-            Way::Tcp => {
+        let plain = match setup {
+            Setup::Tcp => {
                 let remote = endpoint.import_with(&register(Memory::System)?.1, &routing)?;
                 let storage = SystemStorage::new(size as usize)?;
                 storage.memset(0, 0, size as usize)?;
@@ -310,8 +310,8 @@ impl Bed {
                 let (blocks, block_size) = (case.blocks, case.block_size);
                 let ask = Ask::VerifyBlocks { region: self.region, seed: OURS, blocks, block_size };
                 match self.worker.ask(&ask)? {
-                    Told::Verified { wrong } => wrong,
-                    told => return Err(self.worker.surprise(&told)),
+                    Reply::Verified { wrong } => wrong,
+                    reply => return Err(self.worker.surprise(&reply)),
                 }
             }
         };
@@ -326,23 +326,23 @@ impl Bed {
         let layout = Layout::contiguous(case.bytes(), case.block_size)?;
         self.verify(case, &shuffle, &layout)?;
         let bytes = case.bytes() as usize;
-        let (against, has_limit) = match (case.way, case.blocks) {
-            (Way::Tcp, _) => ("host memory over tcp", true),
-            (Way::FromHost | Way::ToHost, _) => ("cuMemcpyAsync of pinned memory", true),
-            (Way::Gpu, 1) => ("cuMemcpyAsync", true),
-            (Way::Gpu, _) => {
+        let (against, has_limit) = match (case.setup, case.blocks) {
+            (Setup::Tcp, _) => ("host memory over tcp", true),
+            (Setup::FromHost | Setup::ToHost, _) => ("cuMemcpyAsync of pinned memory", true),
+            (Setup::Gpu, 1) => ("cuMemcpyAsync", true),
+            (Setup::Gpu, _) => {
                 turns.prepare(&shuffle.remote, &shuffle.local, case.block_size as usize)?;
                 // Once, to see whether it runs at all.
                 ("a bare kernel", turns.paged().is_ok())
             }
         };
         let mut ours = || self.transfer(case, &shuffle, &layout);
-        let mut limit = || match (case.way, case.blocks) {
-            (Way::Tcp, _) => self.plainly(case),
-            (Way::FromHost, _) => Ok(turns.over_the_bus(true, bytes)?),
-            (Way::ToHost, _) => Ok(turns.over_the_bus(false, bytes)?),
-            (Way::Gpu, 1) => Ok(turns.on_gpu(bytes)?),
-            (Way::Gpu, _) => Ok(turns.paged()?),
+        let mut limit = || match (case.setup, case.blocks) {
+            (Setup::Tcp, _) => self.plainly(case),
+            (Setup::FromHost, _) => Ok(turns.over_the_bus(true, bytes)?),
+            (Setup::ToHost, _) => Ok(turns.over_the_bus(false, bytes)?),
+            (Setup::Gpu, 1) => Ok(turns.on_gpu(bytes)?),
+            (Setup::Gpu, _) => Ok(turns.paged()?),
         };
         let limit: Option<&mut measure::Step<'_>> = if has_limit { Some(&mut limit) } else { None };
         let times = measure::medians(session.pace, &mut ours, limit)?;
@@ -360,7 +360,7 @@ impl Case {
     fn shown(&self, seconds: f64) -> Row {
         let unit = if self.is_latency() { Unit::Microseconds } else { Unit::Rate };
         Row {
-            path: Some(self.way.path().into()),
+            path: Some(self.setup.path().into()),
             op: Some(self.op.name().into()),
             bytes: self.bytes(),
             blocks: self.blocks,
@@ -394,7 +394,7 @@ fn beside_nixl(session: &mut Session, cases: &[&Case], region: u64) {
                 }
             }
             Err(failure) => {
-                session.fail(format!("NIXL: {}", case.name()), Some(case.way.path()), &failure);
+                session.fail(format!("NIXL: {}", case.name()), Some(case.setup.path()), &failure);
                 return;
             }
         }

@@ -9,7 +9,7 @@ use super::shapes::Path;
 use crate::measure;
 use crate::outcome::{Failure, Outcome};
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Told};
+use crate::worker::protocol::{Ask, Reply};
 
 const BYTES: u64 = 4096;
 const FEW: u32 = 1;
@@ -60,8 +60,8 @@ struct Side {
 
 impl Side {
     fn new(worker: &mut Worker, path: Path, count: u32) -> Outcome<Side> {
-        let told = worker.ask(&Ask::Crowd { regions: count, bytes: BYTES })?;
-        let Told::Ticket { ticket } = told else { return Err(worker.surprise(&told)) };
+        let reply = worker.ask(&Ask::Crowd { regions: count, bytes: BYTES })?;
+        let Reply::Ticket { ticket } = reply else { return Err(worker.surprise(&reply)) };
         let endpoint = Endpoint::open(&format!("bench-growth-{count}"))?;
         let storage = create_buffer(SystemStorage::new(BYTES as usize)?);
         let mut locals = Vec::with_capacity(count as usize);

@@ -9,9 +9,9 @@ use parking_lot::Mutex;
 
 use super::team::{Team, Work};
 use crate::outcome::{Failure, Outcome};
-use crate::raw::{Cut, Direction, Far, Memory, RawCopy};
+use crate::raw::{Cut, Direction, Memory, RawCopy, RemoteMemory};
 use crate::worker::Worker;
-use crate::worker::protocol::{Ask, Medium, Op, Told};
+use crate::worker::protocol::{Ask, Medium, Op, Reply};
 use crate::worker::sockets::{Client, Style};
 
 /// Threads that help each other take portions of this size.
@@ -47,7 +47,7 @@ impl Limit {
     pub(super) fn copy(
         op: Op,
         near: &Memory,
-        far: &Far,
+        far: &RemoteMemory,
         pieces: &[(u64, u64, u64)],
         threads: usize,
     ) -> Outcome<Limit> {
@@ -62,7 +62,7 @@ impl Limit {
     fn copy_cut(
         op: Op,
         near: &Memory,
-        far: &Far,
+        far: &RemoteMemory,
         pieces: &[(u64, u64, u64)],
         threads: usize,
         cut: Cut,
@@ -101,8 +101,8 @@ impl Limit {
         let buffer = share.min(SOCKET_BUFFERS / streams as u64).max(1);
         let bulk = bytes >= BULK;
         let address = match worker.ask(&Ask::Sockets { medium, op, streams, buffer, bulk })? {
-            Told::Address { address } => address,
-            told => return Err(worker.surprise(&told)),
+            Reply::Address { address } => address,
+            reply => return Err(worker.surprise(&reply)),
         };
         let clients: Vec<_> = (0..streams)
             .map(|_| Client::connect(medium, &address, op, buffer, bulk).map(Mutex::new))

@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use serde::Deserialize;
 use serde_json::Value;
 
-use self::reference::{Answer, Question, Reference};
+use self::reference::{Query, Reference, Reply};
 use super::report::{Report, Row, Skipped};
 use super::{Figures, Found, Options, Progress};
 use crate::interpreter;
@@ -26,7 +26,7 @@ enum Said {
     /// What it found: the last line.
     Report(Measured),
     #[serde(untagged)]
-    Question(Question),
+    Query(Query),
 }
 
 #[derive(Deserialize)]
@@ -165,10 +165,10 @@ impl Package {
             match said {
                 Said::Step(label) => progress.step(&label),
                 Said::Report(found) => return Ok(found),
-                Said::Question(question) => {
-                    let answer = reference.answer(question).unwrap_or_else(|why| Answer::Error(why.message));
+                Said::Query(query) => {
+                    let reply = reference.reply(query).unwrap_or_else(|why| Reply::Error(why.message));
                     let line =
-                        serde_json::to_string(&answer).map_err(|error| Failure::failed(error.to_string()))?;
+                        serde_json::to_string(&reply).map_err(|error| Failure::failed(error.to_string()))?;
                     if writeln!(self.answers, "{line}").and_then(|()| self.answers.flush()).is_err() {
                         return Err(self.gone());
                     }
@@ -202,9 +202,9 @@ mod tests {
     fn what_the_package_says_is_understood() {
         let said = |text: &str| serde_json::from_str::<Said>(text).unwrap();
         assert!(matches!(said(r#"{"step": "py-64m"}"#), Said::Step(label) if label == "py-64m"));
-        let question = said(r#"{"transfers": {"prepared": 3, "count": 7}}"#);
-        let Said::Question(question) = question else { panic!("a question is something else") };
-        assert!(matches!(question, Question::Transfers { prepared: 3, count: 7 }));
+        let query = said(r#"{"transfers": {"prepared": 3, "count": 7}}"#);
+        let Said::Query(query) = query else { panic!("a query is something else") };
+        assert!(matches!(query, Query::Transfers { prepared: 3, count: 7 }));
         let report = said(
             r#"{"report": {"rows": [{"name": "py-64m", "unit": "GiB/s", "ours": 3.0, "path": "mapped", "op": "read",
                 "bytes": 1, "blocks": 1, "block_size": 1, "threads": null, "streams": null, "limit": 4.0, "target": null,

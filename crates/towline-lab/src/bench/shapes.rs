@@ -100,7 +100,7 @@ pub(super) enum Manner {
     /// All blocks in one transfer: bytes per second.
     Together,
     /// Each block as a transfer of its own, all in flight at once: bytes per second.
-    AtOnce,
+    Concurrent,
 }
 
 /// One row to measure.
@@ -150,11 +150,11 @@ const SHAPES: [Shape; 18] = [
     Shape("81920x4k", Manner::Together, 81920, 4 * KIB, true, false),
     Shape("10240x32k", Manner::Together, 10240, 32 * KIB, false, false),
     Shape("512x5m", Manner::Together, 512, 5 * MIB, false, false),
-    Shape("embedding-4m", Manner::AtOnce, 1, 4 * MIB, true, false),
-    Shape("embedding-8m", Manner::AtOnce, 1, 8 * MIB, true, false),
-    Shape("embedding-8x4m", Manner::AtOnce, 8, 4 * MIB, false, false),
-    Shape("embedding-32x4m", Manner::AtOnce, 32, 4 * MIB, false, false),
-    Shape("embedding-8x8m", Manner::AtOnce, 8, 8 * MIB, false, false),
+    Shape("embedding-4m", Manner::Concurrent, 1, 4 * MIB, true, false),
+    Shape("embedding-8m", Manner::Concurrent, 1, 8 * MIB, true, false),
+    Shape("embedding-8x4m", Manner::Concurrent, 8, 4 * MIB, false, false),
+    Shape("embedding-32x4m", Manner::Concurrent, 32, 4 * MIB, false, false),
+    Shape("embedding-8x8m", Manner::Concurrent, 8, 8 * MIB, false, false),
     Shape("hidden-128m", Manner::Together, 1, 128 * MIB, false, false),
     // A bucket of 2.67 GiB, as weights are handed over.
     Shape(WEIGHTS, Manner::Together, 1, 2734 * MIB, false, false),
@@ -195,7 +195,7 @@ fn standard(shape: &Shape, options: &Options, path: Path, op: Op) -> Option<Case
         Op::Write => quick_write,
     };
     // What is in flight at once is read: an embedding is fetched.
-    if (options.quick && !quick) || (manner == Manner::AtOnce && op == Op::Write) {
+    if (options.quick && !quick) || (manner == Manner::Concurrent && op == Op::Write) {
         return None;
     }
     if name == WEIGHTS && (path.memory() != Memory::Shared || op == Op::Write) {

@@ -71,7 +71,7 @@ impl Kill {
         let transfers = [start(&self.buffers[0]), start(&self.buffers[1])].map(|started| started.unwrap());
         thread::sleep(round.random.micros(4000));
         let killed = Instant::now();
-        owner.process.kill_at_once();
+        owner.process.kill_without_waiting();
         // The times first: to compare 16 MiB with what they must be takes longer than any of them.
         let ends = transfers.each_ref().map(|transfer| {
             let ended = transfer.wait_for(STALL * 10).expect("a transfer from a dead owner does not end");
@@ -144,7 +144,7 @@ impl Kill {
         user.must(&format!("loop {op} {remote} 1 {LEN}"));
         thread::sleep(round.random.micros(8000));
         let killed = Instant::now();
-        user.kill_at_once();
+        user.kill_without_waiting();
         if round.random.below(4) == 0 {
             // Dropped: parked where it must be, and freed once the dead one's copies are over.
             drop(region);

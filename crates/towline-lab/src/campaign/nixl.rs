@@ -103,7 +103,7 @@ impl Drill for Beside {
         thread::sleep(round.random.micros(8000));
         let at = now();
         match what {
-            "kill" => owner.process.kill_at_once(),
+            "kill" => owner.process.kill_without_waiting(),
             "stop" => owner.process.stop(),
             _ => return cancelled(round, &mut user, tell),
         }

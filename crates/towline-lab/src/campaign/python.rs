@@ -162,7 +162,7 @@ impl Initiator {
         self.python.must(&format!("begin {op} {remote} 1 0 {LEN}"));
         thread::sleep(round.random.micros(3000));
         let killed = now();
-        owner.process.kill_at_once();
+        owner.process.kill_without_waiting();
         match self.ended() {
             (None, ..) if op == "read" => self.verify("a read of one that dies", stamp, 0, LEN),
             (None, ..) => {}

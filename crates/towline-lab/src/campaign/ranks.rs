@@ -142,7 +142,7 @@ impl Drill for Ranks {
         std::thread::sleep(moment);
         let begun = Instant::now();
         match how {
-            "kill" => ranks[victim].kill_at_once(),
+            "kill" => ranks[victim].kill_without_waiting(),
             "stop" => ranks[victim].stop(),
             // Its input ends, and with it the worker: as a rank that exits in the middle of a call.
             _ => ranks[victim].end_input(),

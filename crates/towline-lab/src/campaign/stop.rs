@@ -251,7 +251,7 @@ impl Drill for Claim {
         let dies = round.random.below(2) == 0;
         let begun = Instant::now();
         if dies {
-            claimer.kill_at_once()
+            claimer.kill_without_waiting()
         } else {
             claimer.stop()
         }

@@ -146,8 +146,8 @@ const TARGETS: &[Target] = &[
         limit: Limit::AtLeast(0.9),
     },
     Target {
-        name: "a new client is served among strangers",
-        campaign: "strangers",
+        name: "a new client is served among unauthenticated connections",
+        campaign: "unauthenticated",
         lanes: ANY,
         sample: "a new client is served",
         part: Part::P99,

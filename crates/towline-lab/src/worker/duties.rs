@@ -10,7 +10,7 @@ use towline::{
 };
 
 use super::member::Member;
-use super::protocol::{Ask, Guard, Memory, Op, Told, Usage, nixl};
+use super::protocol::{Ask, Guard, Memory, Op, Reply, Usage, nixl};
 use super::sockets;
 use crate::outcome::{Failure, Outcome};
 use crate::pattern::{self, Shuffle};
@@ -45,46 +45,46 @@ impl Duties {
         }
     }
 
-    pub(super) fn perform(&mut self, ask: Ask) -> Outcome<Told> {
+    pub(super) fn perform(&mut self, ask: Ask) -> Outcome<Reply> {
         Ok(match ask {
             Ask::Lend => {
                 self.lends = true;
-                Told::Done
+                Reply::Done
             }
             Ask::Register { memory, bytes, seed } => self.register(memory, bytes, seed)?,
             Ask::Fill { region, seed } => {
                 pattern::fill(self.region(region)?.storage(), seed)?;
-                Told::Done
+                Reply::Done
             }
             Ask::Release { region } => {
                 if let Some(region) = self.regions.get_mut(region).and_then(Option::take) {
                     region.into_storage().map_err(towline::Error::from)?;
                 }
-                Told::Done
+                Reply::Done
             }
             Ask::Verify { region, seed, bytes } => {
                 let wrong = pattern::first_wrong(self.region(region)?.storage(), seed, bytes)?;
-                Told::Verified { wrong }
+                Reply::Verified { wrong }
             }
             Ask::VerifyBlocks { region, seed, blocks, block_size } => {
                 let pieces = Shuffle::new(blocks, block_size)?.pieces();
                 // A write: the source is the peer's local side.
                 let pieces = pieces.into_iter().map(|(remote, local, len)| (local, remote, len));
-                Told::Verified { wrong: pattern::wrong_piece(self.region(region)?.storage(), seed, pieces)? }
+                Reply::Verified { wrong: pattern::wrong_piece(self.region(region)?.storage(), seed, pieces)? }
             }
             Ask::Move { ticket, path, op, bytes, seed, repeat } => {
                 self.transfer(&ticket, &path, op, bytes, seed, repeat)?
             }
             Ask::Echo { ticket } => {
                 self.echo = Some(self.owner()?.import(&ticket)?);
-                Told::Done
+                Reply::Done
             }
             Ask::Crowd { regions, bytes } => self.crowd(regions, bytes)?,
             Ask::Guarded { guard, bytes } => self.guarded(guard, bytes)?,
             Ask::Tickets { count } => self.tickets(count)?,
             Ask::Owners { count } => self.owners(count)?,
             Ask::Sockets { medium, op, streams, buffer, bulk } => {
-                Told::Address { address: sockets::serve(medium, op, streams, buffer, bulk)? }
+                Reply::Address { address: sockets::serve(medium, op, streams, buffer, bulk)? }
             }
             Ask::Endpoints { count, ticket } => {
                 for index in 0..count {
@@ -92,15 +92,15 @@ impl Duties {
                     let remote = endpoint.import(&ticket)?;
                     self.others.push((endpoint, Some(remote)));
                 }
-                Told::Done
+                Reply::Done
             }
-            Ask::Usage => Told::Usage(Usage::now()),
-            Ask::Comm { order } => Told::Comm { answer: self.member.perform(order)? },
+            Ask::Usage => Reply::Usage(Usage::now()),
+            Ask::Comm { order } => Reply::Comm { answer: self.member.perform(order)? },
         })
     }
 
     /// What goes on after the answer: an echo listens here, in the thread that otherwise waits for orders.
-    pub(super) fn after_answer(&mut self) -> towline::Result<()> {
+    pub(super) fn after_reply(&mut self) -> towline::Result<()> {
         let (Some(remote), Some(owner)) = (self.echo.take(), &self.owner) else { return Ok(()) };
         while let Ok(notification) = owner.receive(QUIET) {
             if notification.message == b"stop" {
@@ -122,7 +122,7 @@ impl Duties {
             .ok_or_else(|| Failure::failed(format!("there is no region {region}")))
     }
 
-    fn register(&mut self, memory: Memory, bytes: u64, seed: u64) -> Outcome<Told> {
+    fn register(&mut self, memory: Memory, bytes: u64, seed: u64) -> Outcome<Reply> {
         let storage = match memory {
             Memory::Shared => create_buffer(SharedStorage::new(bytes as usize)?),
             Memory::System => create_buffer(SystemStorage::new(bytes as usize)?),
@@ -140,7 +140,7 @@ impl Duties {
         let region = self.owner()?.register(storage, Access::READ_WRITE).map_err(towline::Error::from)?;
         let ticket = region.ticket()?;
         self.regions.push(Some(region));
-        Ok(Told::Region { region: self.regions.len() - 1, ticket, addr, file })
+        Ok(Reply::Region { region: self.regions.len() - 1, ticket, addr, file })
     }
 
     fn transfer(
@@ -151,7 +151,7 @@ impl Duties {
         bytes: u64,
         seed: u64,
         repeat: u32,
-    ) -> Outcome<Told> {
+    ) -> Outcome<Reply> {
         let routing = Routing::default().require(path)?;
         let name = format!("{}-mover", self.name);
         let mover = open_once(&mut self.mover, &name, false)?;
@@ -179,10 +179,10 @@ impl Duties {
             times.push(start.elapsed().as_secs_f64());
         }
         times.sort_by(f64::total_cmp);
-        Ok(Told::Moved { seconds: times[times.len() / 2], path: first.path().to_owned(), wrong })
+        Ok(Reply::Moved { seconds: times[times.len() / 2], path: first.path().to_owned(), wrong })
     }
 
-    fn crowd(&mut self, regions: u32, bytes: u64) -> Outcome<Told> {
+    fn crowd(&mut self, regions: u32, bytes: u64) -> Outcome<Reply> {
         let endpoint = Endpoint::open(&format!("{}-crowd-{regions}", self.name))?;
         let storage = create_buffer(SharedStorage::new(bytes as usize)?);
         for _ in 0..regions {
@@ -191,12 +191,12 @@ impl Duties {
         }
         self.others.push((endpoint, None));
         match self.views.last() {
-            Some(last) => Ok(Told::Ticket { ticket: last.ticket()? }),
+            Some(last) => Ok(Reply::Ticket { ticket: last.ticket()? }),
             None => Err(Failure::failed("a crowd of nobody")),
         }
     }
 
-    fn guarded(&mut self, guard: Guard, bytes: u64) -> Outcome<Told> {
+    fn guarded(&mut self, guard: Guard, bytes: u64) -> Outcome<Reply> {
         let endpoint = guard.options(&format!("{}-{guard:?}", self.name))?.open()?;
         let storage = create_buffer(SharedStorage::new(bytes as usize)?);
         let view = OffsetBuffer::new(storage, 0, bytes as usize)?;
@@ -204,10 +204,10 @@ impl Duties {
         let ticket = region.ticket()?;
         self.views.push(region);
         self.others.push((endpoint, None));
-        Ok(Told::Ticket { ticket })
+        Ok(Reply::Ticket { ticket })
     }
 
-    fn owners(&mut self, count: u32) -> Outcome<Told> {
+    fn owners(&mut self, count: u32) -> Outcome<Reply> {
         let storage = create_buffer(SharedStorage::new(4096)?);
         let mut tickets = Vec::new();
         for index in 0..count {
@@ -218,10 +218,10 @@ impl Duties {
             self.views.push(region);
             self.others.push((endpoint, None));
         }
-        Ok(Told::Tickets { tickets })
+        Ok(Reply::Tickets { tickets })
     }
 
-    fn tickets(&mut self, count: u32) -> Outcome<Told> {
+    fn tickets(&mut self, count: u32) -> Outcome<Reply> {
         let storage = create_buffer(SharedStorage::new(4096)?);
         let mut tickets = Vec::new();
         for _ in 0..count {
@@ -230,7 +230,7 @@ impl Duties {
             tickets.push(region.ticket()?);
             self.views.push(region);
         }
-        Ok(Told::Tickets { tickets })
+        Ok(Reply::Tickets { tickets })
     }
 }
 

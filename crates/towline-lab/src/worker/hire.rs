@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use towline::Ticket;
 
-use super::protocol::{Ask, Memory, Op, Told};
+use super::protocol::{Ask, Memory, Op, Reply};
 use crate::outcome::{Failure, Outcome};
 
 /// How long an answer may take: the largest regions are filled and verified in a debug build too.
@@ -41,7 +41,7 @@ pub struct Moved {
 pub struct Worker {
     child: Child,
     orders: Option<ChildStdin>,
-    answers: Receiver<std::io::Result<String>>,
+    replies: Receiver<std::io::Result<String>>,
     name: String,
 }
 
@@ -64,10 +64,10 @@ impl Worker {
             .map_err(|error| Failure::os(format!("worker {name}"), error))?;
         let orders = child.stdin.take();
         let stdout = child.stdout.take();
-        let (sender, answers) = channel();
+        let (sender, replies) = channel();
         // Reading in a thread lets an answer have a limit. It ends with the worker's output.
         std::thread::Builder::new()
-            .name(format!("answers-{name}"))
+            .name(format!("replies-{name}"))
             .spawn(move || {
                 let Some(stdout) = stdout else { return };
                 for line in BufReader::new(stdout).lines() {
@@ -77,7 +77,7 @@ impl Worker {
                 }
             })
             .map_err(|error| Failure::os("thread", error))?;
-        Ok(Worker { child, orders, answers, name: name.to_owned() })
+        Ok(Worker { child, orders, replies, name: name.to_owned() })
     }
 
     /// The number of its process.
@@ -104,8 +104,8 @@ impl Worker {
     /// Where it fails, or is gone.
     pub fn register(&mut self, memory: Memory, bytes: u64, seed: u64) -> Outcome<Region> {
         match self.ask(&Ask::Register { memory, bytes, seed })? {
-            Told::Region { region, ticket, .. } => Ok(Region { number: region, ticket }),
-            told => Err(self.surprise(&told)),
+            Reply::Region { region, ticket, .. } => Ok(Region { number: region, ticket }),
+            reply => Err(self.surprise(&reply)),
         }
     }
 
@@ -123,8 +123,8 @@ impl Worker {
     /// Where it fails, or is gone.
     pub fn verify(&mut self, region: &Region, seed: u64, bytes: u64) -> Outcome<Option<u64>> {
         match self.ask(&Ask::Verify { region: region.number, seed, bytes })? {
-            Told::Verified { wrong } => Ok(wrong),
-            told => Err(self.surprise(&told)),
+            Reply::Verified { wrong } => Ok(wrong),
+            reply => Err(self.surprise(&reply)),
         }
     }
 
@@ -152,8 +152,8 @@ impl Worker {
     ) -> Outcome<Moved> {
         let ask = Ask::Move { ticket: ticket.clone(), path: path.to_owned(), op, bytes, seed, repeat };
         match self.ask(&ask)? {
-            Told::Moved { seconds, path, wrong } => Ok(Moved { seconds, path, wrong }),
-            told => Err(self.surprise(&told)),
+            Reply::Moved { seconds, path, wrong } => Ok(Moved { seconds, path, wrong }),
+            reply => Err(self.surprise(&reply)),
         }
     }
 
@@ -161,10 +161,10 @@ impl Worker {
         self.ask(ask).map(drop)
     }
 
-    /// Asks for something and waits for the answer.
-    pub(crate) fn ask(&mut self, ask: &Ask) -> Outcome<Told> {
+    /// Asks for something and waits for the reply.
+    pub(crate) fn ask(&mut self, ask: &Ask) -> Outcome<Reply> {
         self.tell(ask)?;
-        self.answer()
+        self.reply()
     }
 
     fn gone(&mut self) -> Failure {
@@ -173,7 +173,7 @@ impl Worker {
         Failure::failed(format!("worker {} is gone: {how}", self.name))
     }
 
-    /// Asks for something; [`answer`](Self::answer) waits for what it says.
+    /// Asks for something; [`reply`](Self::reply) waits for what it replies.
     pub(crate) fn tell(&mut self, ask: &Ask) -> Outcome<()> {
         let line = serde_json::to_string(ask).map_err(|error| Failure::failed(error.to_string()))?;
         let sent =
@@ -181,26 +181,26 @@ impl Worker {
         if matches!(sent, Some(Ok(()))) { Ok(()) } else { Err(self.gone()) }
     }
 
-    /// Waits for the answer to what it was asked.
-    pub(crate) fn answer(&mut self) -> Outcome<Told> {
-        let line = match self.answers.recv_timeout(PATIENCE) {
+    /// Waits for the reply to what it was asked.
+    pub(crate) fn reply(&mut self) -> Outcome<Reply> {
+        let line = match self.replies.recv_timeout(PATIENCE) {
             Ok(Ok(line)) => line,
             Ok(Err(error)) => return Err(Failure::os(format!("worker {}", self.name), error)),
             Err(RecvTimeoutError::Disconnected) => return Err(self.gone()),
             Err(RecvTimeoutError::Timeout) => {
                 let seconds = PATIENCE.as_secs();
-                return Err(Failure::failed(format!("worker {} gave no answer in {seconds} s", self.name)));
+                return Err(Failure::failed(format!("worker {} gave no reply in {seconds} s", self.name)));
             }
         };
-        match serde_json::from_str::<Told>(&line) {
-            Ok(told) => told.or_failure(),
+        match serde_json::from_str::<Reply>(&line) {
+            Ok(reply) => reply.or_failure(),
             Err(error) => Err(Failure::failed(format!("worker {}: {error}", self.name))),
         }
     }
 
-    /// The failure of an answer that is not the one asked for.
-    pub(crate) fn surprise(&self, told: &Told) -> Failure {
-        Failure::failed(format!("worker {} answered something else: {told:?}", self.name))
+    /// The failure of a reply that is not the one asked for.
+    pub(crate) fn surprise(&self, reply: &Reply) -> Failure {
+        Failure::failed(format!("worker {} answered something else: {reply:?}", self.name))
     }
 }
 

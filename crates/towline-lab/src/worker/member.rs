@@ -17,7 +17,7 @@ use super::order::{Answer, Memory, Order};
 use super::protocol::{Op, Usage};
 use crate::measure::{self, Pace, median};
 use crate::outcome::{Failure, Outcome};
-use crate::raw::{Cut, Direction, Far, Flag, Memory as RawMemory, RawCopy};
+use crate::raw::{Cut, Direction, Flag, Memory as RawMemory, RawCopy, RemoteMemory};
 
 /// Where in a rank's window the flag lies that the other rank raises by hand.
 const FLAG: u64 = 1024;
@@ -167,7 +167,7 @@ impl Member {
         let near = RawMemory::Storage(local as Arc<dyn Storage>);
         let failed = |error| Failure::os("copy", error);
         let by_hand = |direction| {
-            let (near, far) = (near.clone(), Far::Memory(far.clone()));
+            let (near, far) = (near.clone(), RemoteMemory::Memory(far.clone()));
             RawCopy::new(direction, near, far, &[(0, 0, bytes)], Cut::Even(1)).map_err(failed)
         };
         let window = &one_sided.window;

@@ -104,45 +104,45 @@ impl Guard {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "ask", rename_all = "snake_case")]
 pub(crate) enum Ask {
-    /// Lends what is registered from now on by NIXL, too, over the loopback interface: the first order. Answer: `Done`.
+    /// Lends what is registered from now on by NIXL, too, over the loopback interface: the first order. Reply: `Done`.
     Lend,
-    /// Registers memory for reading and writing, filled with a pattern. Answer: `Region`.
+    /// Registers memory for reading and writing, filled with a pattern. Reply: `Region`.
     Register { memory: Memory, bytes: u64, seed: u64 },
-    /// Fills a region with a pattern. Answer: `Done`.
+    /// Fills a region with a pattern. Reply: `Done`.
     Fill { region: usize, seed: u64 },
-    /// Takes a region back. Answer: `Done`.
+    /// Takes a region back. Reply: `Done`.
     Release { region: usize },
-    /// Compares the first bytes of a region with a pattern. Answer: `Verified`.
+    /// Compares the first bytes of a region with a pattern. Reply: `Verified`.
     Verify { region: usize, seed: u64, bytes: u64 },
-    /// Compares shuffled blocks that a peer wrote with the pattern that it wrote. Answer: `Verified`.
+    /// Compares shuffled blocks that a peer wrote with the pattern that it wrote. Reply: `Verified`.
     VerifyBlocks { region: usize, seed: u64, blocks: u64, block_size: u64 },
-    /// Moves the first bytes of somebody's region over one path; verified when read. Answer: `Moved`.
+    /// Moves the first bytes of somebody's region over one path; verified when read. Reply: `Moved`.
     Move { ticket: Ticket, path: String, op: Op, bytes: u64, seed: u64, repeat: u32 },
-    /// Answers notifications through that ticket until one says `stop`. Answer: `Done`, when it listens.
+    /// Answers notifications through that ticket until one says `stop`. Reply: `Done`, when it listens.
     Echo { ticket: Ticket },
-    /// Opens an endpoint with that many registrations. Answer: `Ticket`, of the last of them.
+    /// Opens an endpoint with that many registrations. Reply: `Ticket`, of the last of them.
     Crowd { regions: u32, bytes: u64 },
-    /// Opens an endpoint that is guarded in that way, with one shared region. Answer: `Ticket`.
+    /// Opens an endpoint that is guarded in that way, with one shared region. Reply: `Ticket`.
     Guarded { guard: Guard, bytes: u64 },
-    /// Registers that many small regions. Answer: `Tickets`.
+    /// Registers that many small regions. Reply: `Tickets`.
     Tickets { count: u32 },
-    /// Opens that many endpoints, each with a small region. Answer: `Tickets`, one of each.
+    /// Opens that many endpoints, each with a small region. Reply: `Tickets`, one of each.
     Owners { count: u32 },
     /// Serves bare sockets: that many streams, each with a buffer of that size; `bulk` ones with socket buffers like
-    /// the library's. Answer: `Address`.
+    /// the library's. Reply: `Address`.
     Sockets { medium: Medium, op: Op, streams: usize, buffer: u64, bulk: bool },
-    /// Opens that many endpoints, each in contact with the ticket's owner. Answer: `Done`.
+    /// Opens that many endpoints, each in contact with the ticket's owner. Reply: `Done`.
     Endpoints { count: u32, ticket: Ticket },
-    /// What this process uses. Answer: `Usage`.
+    /// What this process uses. Reply: `Usage`.
     Usage,
-    /// Takes part in a group. Answer: `Comm`.
+    /// Takes part in a group. Reply: `Comm`.
     Comm { order: Order },
 }
 
-/// One answer.
+/// One reply.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(tag = "told", rename_all = "snake_case")]
-pub(crate) enum Told {
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub(crate) enum Reply {
     Done,
     /// A region: its number here, its ticket, and what a bare copy needs to reach it.
     Region {
@@ -182,9 +182,9 @@ pub(crate) enum Told {
     },
 }
 
-impl Told {
-    pub(crate) fn failed(failure: &Failure) -> Told {
-        Told::Failed {
+impl Reply {
+    pub(crate) fn failed(failure: &Failure) -> Reply {
+        Reply::Failed {
             exit: failure.exit as u8,
             message: failure.message.clone(),
             causes: failure.causes.clone(),
@@ -192,14 +192,14 @@ impl Told {
         }
     }
 
-    /// The answer, or the failure that the worker reported as one of this process.
-    pub(crate) fn or_failure(self) -> Outcome<Told> {
+    /// The reply, or the failure that the worker reported as one of this process.
+    pub(crate) fn or_failure(self) -> Outcome<Reply> {
         match self {
-            Told::Failed { exit, message, causes, lacking } => {
+            Reply::Failed { exit, message, causes, lacking } => {
                 let exit = if exit == Exit::Unavailable as u8 { Exit::Unavailable } else { Exit::Failed };
                 Err(Failure { exit, message, causes, lacking })
             }
-            told => Ok(told),
+            reply => Ok(reply),
         }
     }
 }

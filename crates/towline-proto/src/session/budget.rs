@@ -140,15 +140,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_together_never_take_more_than_there_is_and_a_newcomer_finds_some() {
+    fn all_together_never_take_more_than_there_is_and_another_finds_some() {
         const MOST: u64 = 1 << 30;
         let budget = Budget::new("tests", MOST);
         let mut held = Vec::new();
         for greedy in 1..=40 {
             let account = budget.account();
-            let newcomer = account.charge("test", LEAST);
-            assert!(newcomer.is_ok(), "number {greedy} finds nothing");
-            held.extend(newcomer);
+            let another = account.charge("test", LEAST);
+            assert!(another.is_ok(), "number {greedy} finds nothing");
+            held.extend(another);
             while let Ok(charge) = account.charge("test", 64 << 10) {
                 held.push(charge);
             }

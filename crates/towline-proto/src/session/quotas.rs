@@ -22,7 +22,7 @@ use std::time::Duration;
 pub struct Quotas {
     /// Connections that have not proven themselves, at a time. One too many makes the origin that has the most of them
     /// lose its oldest, a silent one first: a flood displaces itself.
-    pub strangers: usize,
+    pub unauthenticated: usize,
     /// How long a connection may take to prove itself.
     pub prove_within: Duration,
     /// Sessions of all peers, at a time.
@@ -46,7 +46,7 @@ pub struct Quotas {
 impl Default for Quotas {
     fn default() -> Quotas {
         Quotas {
-            strangers: 256,
+            unauthenticated: 256,
             prove_within: Duration::from_secs(5),
             peers: 16 << 10,
             connections: 64,

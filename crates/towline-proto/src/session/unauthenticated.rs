@@ -49,7 +49,7 @@ impl fmt::Display for Origin {
 /// At most one line in this time.
 const LOG_EVERY: Duration = Duration::from_secs(1);
 
-/// When a line of the log is written of what a stranger may cause as often as it likes.
+/// When a line of the log is written of what an unauthenticated peer may cause as often as it likes.
 #[derive(Debug, Default)]
 pub struct Sparse {
     last: Option<Instant>,

@@ -217,10 +217,10 @@ pub fn a_wrong_part_is_refused_before_a_byte_of_any_moves(bench: &Bench) {
         1 => part.at(1, 0, len),
         _ => part,
     });
-    let stranger = Endpoint::open("elsewhere").unwrap();
-    let other = stranger.register(SystemStorage::new(64).unwrap(), Access::READ_WRITE).unwrap();
+    let elsewhere = Endpoint::open("elsewhere").unwrap();
+    let other = elsewhere.register(SystemStorage::new(64).unwrap(), Access::READ_WRITE).unwrap();
     let of_another = bench.user.import_with(&other.ticket().unwrap(), &towline::Routing::default()).unwrap();
-    let imported_there = stranger.import(&parts.regions[0].ticket()).unwrap();
+    let imported_there = elsewhere.import(&parts.regions[0].ticket()).unwrap();
     let one = bench.local(64);
     for (kinds, message, started) in [
         (Kind::Invalid, "part 1 of 3", bench.user.write_parts(out_of_range).start()),

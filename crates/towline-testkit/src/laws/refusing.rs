@@ -102,11 +102,11 @@ pub fn offsets_and_indices_out_of_range_are_refused(bench: &Bench) {
 
 /// The local memory must be registered with the endpoint that is asked.
 pub fn a_local_region_of_another_endpoint_is_refused(bench: &Bench) {
-    let stranger = Endpoint::open("stranger").unwrap();
+    let elsewhere = Endpoint::open("elsewhere").unwrap();
     for mut parts in bench.several(64, THEIRS) {
         parts.fill_here(OURS);
         let last = parts.count() - 1;
-        let theirs = stranger.register(bench.storage(parts.lens[last]), Access::NONE).unwrap();
+        let theirs = elsewhere.register(bench.storage(parts.lens[last]), Access::NONE).unwrap();
         OURS.of_part(last).fill_storage(theirs.storage()).unwrap();
         parts.locals[last] = theirs;
         refused(parts.read().start(), INVALID);

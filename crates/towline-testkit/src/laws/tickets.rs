@@ -193,7 +193,7 @@ pub fn a_batch_of_tickets_gets_an_answer_each(bench: &Bench) {
     assert!(bench.user.import_many(&[]).unwrap().is_empty());
 }
 
-/// Where an owner has a secret, a ticket alone does not open it. (Within one process nobody is a stranger.)
+/// Where an owner has a secret, a ticket alone does not open it. (Within one process no secret is asked for.)
 pub fn secrets_open_and_shut(bench: &Bench) {
     let owner = Owner::open(bench.path, "careful", bench.setting, "open-sesame");
     let region = owner.register(64, bench.kind(), Access::READ).unwrap();
@@ -210,8 +210,8 @@ pub fn secrets_open_and_shut(bench: &Bench) {
     if bench.properties.contact == Contact::Nothing {
         return;
     }
-    for stranger in [user(Some(b"open-barley")), user(None)] {
-        refused(stranger.import(&region.ticket()), &[Kind::PermissionDenied]);
+    for unauthenticated in [user(Some(b"open-barley")), user(None)] {
+        refused(unauthenticated.import(&region.ticket()), &[Kind::PermissionDenied]);
     }
     // Who has a secret trusts nobody who has none.
     let plain = bench.stamped(64, Access::READ, THEIRS);

@@ -61,7 +61,7 @@ pub(crate) fn a_killed_owner_ends_paged_copies_and_the_context_stays_usable() {
             |_| user.read(&remote, &buffer).blocks(&pages, &ids[..], &pages, &ids[..]).start().unwrap();
         let transfers: Vec<_> = (0..4).map(start).collect();
         thread::sleep(random.micros(2000));
-        owner.kill_at_once();
+        owner.kill_without_waiting();
         for transfer in &transfers {
             match transfer.wait_for(STALL * 10).expect("it ends") {
                 Ok(()) => {}
@@ -211,7 +211,7 @@ pub(crate) fn a_killed_user_does_not_hold_the_owners_gpu_memory() {
         let op = if round % 2 == 0 { "write" } else { "read" };
         user.must(&format!("loop {op} {} 1 {LEN} {BLOCK}", imported.number(0)));
         thread::sleep(random.micros(8000));
-        user.kill_at_once();
+        user.kill_without_waiting();
         if round % 4 == 3 {
             drop(region);
             let freed =

@@ -43,7 +43,7 @@ fn a_killed_owner_ends_its_peers_transfers_in_time_and_quietly() {
             };
             let transfers = [start(&buffers[0]), start(&buffers[1])];
             thread::sleep(random.micros(4000));
-            owner.kill_at_once();
+            owner.kill_without_waiting();
             for (transfer, buffer) in transfers.iter().zip(&buffers) {
                 let transfer = transfer.as_ref().expect("the owner was alive");
                 let ended =
@@ -99,7 +99,7 @@ fn a_killed_user_leaves_the_owner_serving_and_its_memory_its_own() {
             user.must(&format!("loop {op} {} 1 {LEN}", imported.number(0)));
             let remote = other.must(&format!("import {ticket} {paths}")).number(0);
             thread::sleep(random.micros(8000));
-            user.kill_at_once();
+            user.kill_without_waiting();
             // Others are served while the dead one is still being buried.
             other.must(&format!("read {remote} 1 0 0 {MIB}"));
             other.must(&format!("forget {remote}"));
@@ -142,7 +142,7 @@ fn an_owner_that_is_killed_is_noticed_though_its_child_lives() {
         owner.stop();
         let long = Duration::from_secs(600);
         let transfer = user.read(&remote, &buffer).within(long).stall_within(long).start().unwrap();
-        owner.kill_at_once();
+        owner.kill_without_waiting();
         let ended = transfer.wait_for(Duration::from_secs(20));
         let _ = rustix::process::kill_process(
             rustix::process::Pid::from_raw(child).unwrap(),

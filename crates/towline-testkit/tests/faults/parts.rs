@@ -64,7 +64,7 @@ fn a_killed_owner_ends_a_request_over_many_of_its_regions_in_time_and_quietly() 
             let write = round % 4 == 3;
             let transfer = if write { parts.write() } else { parts.read() }.start().unwrap();
             thread::sleep(random.micros(4000));
-            with(&owner, Process::kill_at_once);
+            with(&owner, Process::kill_without_waiting);
             ended(path, &parts, &transfer, &GONE, (!write).then_some(theirs));
             // Quiet: whatever is put there now stays.
             parts.fill_here(mine);

@@ -60,13 +60,13 @@ fn a_killed_holder_of_a_pin_is_reclaimed_and_a_stopped_one_is_not() {
         let pinned = pinned.registration.into_storage_within(Duration::from_millis(50)).unwrap_err();
         user.resume();
         if round % 2 == 0 {
-            user.kill_at_once();
+            user.kill_without_waiting();
             let memory = pinned.registration.into_storage_within(STALL * 10).unwrap();
             STAMP.verify_storage(&memory, 0, LEN).unwrap();
         } else {
             drop(pinned);
             assert_eq!(owner.stats().parked, (1, LEN));
-            user.kill_at_once();
+            user.kill_without_waiting();
             assert!(eventually(STALL * 10, || owner.stats().parked == (0, 0)), "round {round}");
         }
     }

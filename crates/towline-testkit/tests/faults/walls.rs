@@ -40,29 +40,29 @@ fn open_behind(wall: Wall, test: &str, what: &str) -> Option<Process> {
 fn a_peer_of_another_user_is_served_by_the_unix_stream_only() {
     const NAME: &str = "a_peer_of_another_user_is_served_by_the_unix_stream_only";
     let _watchdog = watch(NAME, Duration::from_secs(60));
-    let Some(mut stranger) = open_behind(Wall::User(NOBODY), NAME, "users") else { return };
+    let Some(mut other) = open_behind(Wall::User(NOBODY), NAME, "users") else { return };
     let mine = endpoint("mine");
     let stamp = Stamp::new(1, 1);
     let region = mine.register(SharedStorage::new(MIB).unwrap(), Access::READ).unwrap();
     stamp.fill_storage(region.storage()).unwrap();
     let ticket = region.ticket().unwrap();
-    stranger.must(&format!("register {MIB} system none"));
+    other.must(&format!("register {MIB} system none"));
 
     // It holds a ticket and gets the bytes, and none of what would let it take them by itself.
-    let imported = stranger.must(&format!("import {ticket}"));
+    let imported = other.must(&format!("import {ticket}"));
     assert_eq!(imported.text(1), "unix");
-    stranger.must(&format!("read {} 1 0 0 {MIB}", imported.number(0)));
-    stranger.must(&format!("check 1 1 1 0 {MIB}"));
-    assert_eq!(stranger.mapped_segments(), 0);
+    other.must(&format!("read {} 1 0 0 {MIB}", imported.number(0)));
+    other.must(&format!("check 1 1 1 0 {MIB}"));
+    assert_eq!(other.mapped_segments(), 0);
     for path in ["mapped", "cma"] {
-        let refused = stranger.ask(&format!("import {ticket} {path}")).unwrap_err();
+        let refused = other.ask(&format!("import {ticket} {path}")).unwrap_err();
         assert_eq!(refused.kind, Kind::Unavailable, "{path}: {refused}");
     }
 
     // The other way round, where this side's rights would allow more.
-    stranger.must(&format!("register {MIB} shared read"));
-    stranger.must(&format!("fill {} 1 1", imported.number(0) + 1));
-    let theirs = stranger.must(&format!("ticket {}", imported.number(0) + 1));
+    other.must(&format!("register {MIB} shared read"));
+    other.must(&format!("fill {} 1 1", imported.number(0) + 1));
+    let theirs = other.must(&format!("ticket {}", imported.number(0) + 1));
     let remote = mine.import(&theirs.text(0).parse().unwrap()).unwrap();
     assert_eq!(remote.path(), "unix");
     assert!(remote.explain().to_string().contains("another user"), "{}", remote.explain());

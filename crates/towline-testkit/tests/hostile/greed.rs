@@ -1,4 +1,4 @@
-//! Peers and strangers that take all they can get: connections, descriptors, requests, grants.
+//! Peers and unauthenticated connections that take all they can get: connections, descriptors, requests, grants.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ fn a_new_client_is_served_beside_hundreds_of_silent_ones() {
     let hello = Attacker::hello(&target.ticket).1;
     for medium in [Medium::Unix, Medium::Tcp] {
         let silent: Vec<Attacker> = (0..400).map(|_| Attacker::connect(&target.ticket, medium)).collect();
-        serves_soon(&target, "silent strangers");
+        serves_soon(&target, "silent connections");
         let half: Vec<Attacker> = (0..400)
             .map(|_| {
                 let mut attacker = Attacker::connect(&target.ticket, medium);
@@ -42,15 +42,16 @@ fn a_new_client_is_served_beside_hundreds_of_silent_ones() {
                 attacker
             })
             .collect();
-        serves_soon(&target, "strangers that stop in the middle");
+        serves_soon(&target, "connections that stop in the middle");
         drop((silent, half));
     }
     target.is_unharmed();
 }
 
 #[test]
-fn a_stranger_that_must_go_is_told_why() {
-    let mut target = Target::open_with("a_stranger_that_must_go_is_told_why", "strangers=4");
+fn an_unauthenticated_connection_that_must_go_gets_the_reason() {
+    let mut target =
+        Target::open_with("an_unauthenticated_connection_that_must_go_gets_the_reason", "unauthenticated=4");
     for medium in [Medium::Unix, Medium::Tcp] {
         let mut first = Attacker::connect(&target.ticket, medium);
         let rest: Vec<Attacker> = (0..4).map(|_| Attacker::connect(&target.ticket, medium)).collect();

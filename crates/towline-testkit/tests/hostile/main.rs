@@ -13,7 +13,7 @@ mod memory;
 mod middle;
 mod owner;
 mod scarce;
-mod stranger;
+mod unauthenticated;
 
 use std::time::Duration;
 

@@ -164,7 +164,7 @@ fn buffers_for_sums_that_stop_half_way_stay_within_the_bound() {
 /// Those that have not proven anything yet are beside the bound of all peers: each with as much as its half of a handshake can hold.
 #[test]
 fn half_handshakes_stay_within_what_is_said() {
-    const STRANGERS: u64 = 256;
+    const CROWD: u64 = 256;
     let test = "half_handshakes_stay_within_what_is_said";
     let _watchdog = watch(test, PATIENCE * 40);
     for (medium, options, each) in
@@ -174,23 +174,23 @@ fn half_handshakes_stay_within_what_is_said() {
         process.must(&format!("register {LEN} system read+write"));
         let ticket: Ticket = process.must("ticket 1").text(0).parse().unwrap();
         let (before, descriptors) = (process.resident(), process.descriptors());
-        let crowd: Vec<Attacker> = (0..STRANGERS)
+        let crowd: Vec<Attacker> = (0..CROWD)
             .map(|_| {
-                let mut stranger = Attacker::connect(&ticket, medium);
+                let mut attacker = Attacker::connect(&ticket, medium);
                 if options.is_empty() {
-                    stranger.send(&Attacker::hello(&ticket).1);
-                    assert_eq!(stranger.frame().expect("a welcome").0.kind, FrameKind::Welcome);
+                    attacker.send(&Attacker::hello(&ticket).1);
+                    assert_eq!(attacker.frame().expect("a welcome").0.kind, FrameKind::Welcome);
                     let proof = frame(FrameKind::Prove, 0, &vec![0; MAX_HELLO as usize - 64], 0, 0);
-                    stranger.send(&proof[..proof.len() - 1]);
+                    attacker.send(&proof[..proof.len() - 1]);
                 } else {
                     // About the longest greeting of TLS, whose last byte is missing: records of 16 KiB.
                     let hello = [&[1, 0, 0xf0, 0][..], &[0; 0xefff]].concat();
                     for record in hello.chunks(1 << 14) {
                         let len = (record.len() as u16).to_be_bytes();
-                        stranger.send(&[&[22, 3, 1][..], &len, record].concat());
+                        attacker.send(&[&[22, 3, 1][..], &len, record].concat());
                     }
                 }
-                stranger
+                attacker
             })
             .collect();
         let mut most = 0;
@@ -199,13 +199,9 @@ fn half_handshakes_stay_within_what_is_said() {
             false
         });
         let kept = (process.descriptors() - descriptors) as u64;
-        assert!(kept >= STRANGERS - 8, "{kept} strangers are there, over {medium:?} {options}");
+        assert!(kept >= CROWD - 8, "{kept} connections are there, over {medium:?} {options}");
         let grown = most.saturating_sub(before);
-        assert!(
-            grown <= STRANGERS * each,
-            "{} KiB each, over {medium:?} {options}",
-            (grown / STRANGERS) >> 10
-        );
+        assert!(grown <= CROWD * each, "{} KiB each, over {medium:?} {options}", (grown / CROWD) >> 10);
         drop(crowd);
     }
 }

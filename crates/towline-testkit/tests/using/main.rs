@@ -11,7 +11,7 @@ use towline_testkit::process::{Process, Wall};
 use towline_testkit::random::Random;
 use towline_testkit::rogue::STEP;
 use towline_testkit::skip::skip;
-use towline_testkit::using::{Afar, Played, play, play_against};
+use towline_testkit::using::{Played, RemoteOwner, play, play_against};
 use towline_testkit::watchdog::{Watchdog, watch};
 
 fn programs() -> u64 {
@@ -167,7 +167,7 @@ fn no_made_up_program_from_behind_harms_the_user(wall: Wall, test: &str) {
         // Over a Unix socket, and most by whatever path there is, with pages all the same.
         program[0] = program[0] & !7 | [2, 6, 6, 6, 4, 7][number as usize % 6];
         program[1] |= 1;
-        let played = play_against(&program, true, |medium| Box::new(Afar::open(&mut process, medium)));
+        let played = play_against(&program, true, |medium| Box::new(RemoteOwner::open(&mut process, medium)));
         assert_eq!(played.shared, 0, "program {number}");
         all += played;
     }
@@ -197,7 +197,7 @@ fn no_made_up_program_of_another_process_harms_the_user() {
             process = Process::start("rogue");
         }
         all += play_against(&program(1 << 32 | number), true, |medium| {
-            Box::new(Afar::open(&mut process, medium))
+            Box::new(RemoteOwner::open(&mut process, medium))
         });
     }
     were_worth_it(all, programs());

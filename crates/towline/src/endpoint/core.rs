@@ -104,7 +104,7 @@ impl EndpointCore {
             refused: self.registry.refused(),
             refused_handshakes: self.sessions.refusals.total(),
             peers: serving.len(),
-            strangers: self.sessions.unauthenticated(),
+            unauthenticated: self.sessions.unauthenticated(),
             peer_memory: self.sessions.held.used(),
             in_flight: in_flight.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1)),
             nixl: self.transports.nixl.stats(),

@@ -21,8 +21,8 @@ impl EndpointCore {
         page.single("towline_parked_storages", "gauge", parked, stats.parked.0 as u64);
         page.single("towline_parked_bytes", "gauge", "The bytes of these storages.", stats.parked.1 as u64);
         page.single("towline_peers", "gauge", "Sessions of peers that are served.", stats.peers as u64);
-        let strangers = "Connections that have not proven themselves yet.";
-        page.single("towline_strangers", "gauge", strangers, stats.strangers as u64);
+        let unauthenticated = "Connections that have not proven themselves yet.";
+        page.single("towline_unauthenticated", "gauge", unauthenticated, stats.unauthenticated as u64);
         let requests = "Requests of peers that are being served.";
         page.single("towline_requests_in_flight", "gauge", requests, stats.in_flight.0 as u64);
         let memory = "The bytes of this process's memory that peers take.";

@@ -108,7 +108,7 @@ impl EndpointOptions {
         self
     }
 
-    /// Sets how much of this endpoint strangers and peers may take.
+    /// Sets how much of this endpoint unauthenticated connections and peers may take.
     ///
     /// ```
     /// use towline::{Endpoint, Quotas};

@@ -29,7 +29,7 @@ pub struct Stats {
     /// Sessions of peers that use this endpoint's regions.
     pub peers: usize,
     /// Connections that have not proven themselves yet.
-    pub strangers: usize,
+    pub unauthenticated: usize,
     /// Requests of peers that are being served, and their bytes.
     pub in_flight: (usize, u64),
     /// The bytes of this process's memory that peers take now, of those that they may ([`Quotas::memory`](crate::Quotas::memory)).

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fen
 use half::{bf16, f16};
 
 use super::{Dtype, ReduceOp};
-use crate::runtime::rseq::{self, Went, Word as _};
+use crate::runtime::rseq::{self, SequenceOutcome, Word as _};
 use crate::{Error, Result, bytes};
 
 /// Reduces `len` bytes of elements into the destination: `dst[i] = op(dst[i], src[i])`.
@@ -138,9 +138,9 @@ pub(crate) unsafe fn change_if(
             let Some(wanted) = change(seen) else { return Some(seen) };
             // SAFETY: the caller's promise; the others are one word each.
             match unsafe { u64::swap_all(turn, addr, &raw const seen, &raw const wanted, 1, 0) } {
-                Went::Through => return Some(seen),
-                Went::Changed(_) => {}
-                Went::Preempted(_) => return None,
+                SequenceOutcome::Complete => return Some(seen),
+                SequenceOutcome::Changed(_) => {}
+                SequenceOutcome::Preempted(_) => return None,
             }
         }
     })
@@ -385,9 +385,9 @@ impl Changing for WhileChecked<'_> {
                         W::swap_all(turn, target, seen.as_ptr(), wanted.as_ptr(), some, 0)
                     };
                     let (reached, aside) = match went {
-                        Went::Through => (some, false),
-                        Went::Changed(reached) => (reached, false),
-                        Went::Preempted(reached) => (reached, true),
+                        SequenceOutcome::Complete => (some, false),
+                        SequenceOutcome::Changed(reached) => (reached, false),
+                        SequenceOutcome::Preempted(reached) => (reached, true),
                     };
                     done += reached * size_of::<W>();
                     if aside {

@@ -35,12 +35,12 @@ pub struct Audit {
     /// The peers, by name.
     pub peers: Vec<PeerAudit>,
     /// Of an endpoint: who was refused before it had proven to hold any ticket, by where it came from.
-    pub strangers: Vec<StrangerAudit>,
+    pub unauthenticated: Vec<UnauthenticatedAudit>,
 }
 
 /// Connections from one place that were refused before they had proven anything.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StrangerAudit {
+pub struct UnauthenticatedAudit {
     /// A host, a network, or a user of this host; `(others)` where there were too many to count each.
     pub origin: String,
     /// How many were refused.
@@ -74,7 +74,7 @@ impl Audit {
 
 impl fmt::Display for Audit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.peers.is_empty() && self.strangers.is_empty() {
+        if self.peers.is_empty() && self.unauthenticated.is_empty() {
             return writeln!(f, "no peer has connected");
         }
         for peer in &self.peers {
@@ -91,8 +91,8 @@ impl fmt::Display for Audit {
                 if peer.unseen { "; may copy by itself, which the owner does not see" } else { "" }
             )?;
         }
-        for stranger in &self.strangers {
-            writeln!(f, "{}: {} refused without a proof", stranger.origin, stranger.refused)?;
+        for one in &self.unauthenticated {
+            writeln!(f, "{}: {} refused without a proof", one.origin, one.refused)?;
         }
         Ok(())
     }
@@ -189,7 +189,7 @@ impl Ledger {
             })
             .collect();
         peers.sort_by(|a, b| (&a.peer, a.incarnation).cmp(&(&b.peer, b.incarnation)));
-        Audit { peers, strangers: Vec::new() }
+        Audit { peers, unauthenticated: Vec::new() }
     }
 }
 

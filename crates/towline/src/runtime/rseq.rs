@@ -105,7 +105,7 @@ pub(crate) trait Word: Copy + PartialEq {
         new: *const Self,
         count: usize,
         from: usize,
-    ) -> Went;
+    ) -> SequenceOutcome;
 
     /// What names the sequence.
     fn named() -> *const u8;
@@ -113,9 +113,9 @@ pub(crate) trait Word: Copy + PartialEq {
 
 /// How far a series of exchanges went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Went {
+pub(crate) enum SequenceOutcome {
     /// To its end.
-    Through,
+    Complete,
     /// To a word that others have changed.
     Changed(usize),
     /// The thread was preempted before it came to that word.
@@ -154,16 +154,16 @@ macro_rules! words {
                 new: *const $word,
                 count: usize,
                 from: usize,
-            ) -> Went {
+            ) -> SequenceOutcome {
                 use std::sync::atomic::{$atomic, Ordering};
                 if let Some(area) = turn.0 {
                     // SAFETY: the caller's promise; the area is this thread's own, and the word names the sequence unless the thread
                     // has been preempted since, which the sequence checks.
                     let reached = unsafe { sequence::$swap(at, expected, new, count, area, from) };
                     return match (reached & !sequence::PREEMPTED, reached & sequence::PREEMPTED) {
-                        (reached, 0) if reached == count => Went::Through,
-                        (reached, 0) => Went::Changed(reached),
-                        (reached, _) => Went::Preempted(reached),
+                        (reached, 0) if reached == count => SequenceOutcome::Complete,
+                        (reached, 0) => SequenceOutcome::Changed(reached),
+                        (reached, _) => SequenceOutcome::Preempted(reached),
                     };
                 }
                 for index in from..count {
@@ -172,10 +172,10 @@ macro_rules! words {
                         ($atomic::from_ptr(at.add(index)), expected.add(index).read(), new.add(index).read())
                     };
                     if cell.compare_exchange(old, new, Ordering::SeqCst, Ordering::SeqCst).is_err() {
-                        return Went::Changed(index);
+                        return SequenceOutcome::Changed(index);
                     }
                 }
-                Went::Through
+                SequenceOutcome::Complete
             }
 
             fn named() -> *const u8 {

@@ -582,7 +582,7 @@ impl Connection {
         };
         let came = match &mut incoming.reading {
             Reading::Payload { sink, left, .. } if *left > 0 => {
-                let (left_before, exact, lent) = (*left, self.looks_at_once(sink), sink.is_lent());
+                let (left_before, exact, lent) = (*left, self.checks_in_one_step(sink), sink.is_lent());
                 let exact = exact && !(lent && self.socket.is_encrypted());
                 let _wanted = (!exact).then(|| self.wanted_by(sink));
                 #[cfg(test)]
@@ -705,7 +705,7 @@ impl Connection {
                     let Reading::Payload { sink, left, .. } = reading else { return Ok(()) };
                     let take = (*end - *start).min(usize::try_from(*left).unwrap_or(usize::MAX));
                     let bytes = &staging[*start..*start + take];
-                    if self.looks_at_once(sink) && !sink.is_lent() {
+                    if self.checks_in_one_step(sink) && !sink.is_lent() {
                         let applier = self.appliers.one();
                         let look = || {
                             self.look(

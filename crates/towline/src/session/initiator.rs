@@ -1,8 +1,8 @@
 //! The initiator's side of a connection to an owner: imports, requests, and what same-host paths need of it.
 
 mod ending;
-mod hearing;
 mod lanes;
+mod replies;
 mod waiter;
 
 use std::collections::HashMap;
@@ -15,8 +15,8 @@ use towline_proto::session::initiator::{
     Action, Actions, Asked, Asks, ConnectionId, Initiator, Look, Settings,
 };
 
-use self::hearing::ToSession;
 use self::lanes::Lanes;
+use self::replies::ToSession;
 pub(super) use self::waiter::{UnitHold, Waiter};
 use super::connection::{Connection, Role};
 use super::contact::{self, NoContact};

@@ -107,13 +107,13 @@ impl Listener {
             .upgrade()
             .ok_or_else(|| Error::new(Kind::Disconnected, "accept", "the endpoint is closed"))?;
         let quotas = sessions.settings.quotas;
-        let displaced = sessions.unauthenticated.lock().make_room(quotas.strangers);
+        let displaced = sessions.unauthenticated.lock().make_room(quotas.unauthenticated);
         if let Some(displaced) = displaced {
-            dismiss(&displaced, &too_many_strangers(quotas.strangers));
+            dismiss(&displaced, &too_many_unauthenticated(quotas.unauthenticated));
         }
         socket.tune(Lane::Control, Some(UNANSWERED))?;
         let entrant = sessions.unauthenticated.lock().enter(origin_of(&socket, peer));
-        let newcomer = Arc::new(Newcomer {
+        let unauthenticated = Arc::new(UnauthenticatedConnection {
             sessions: self.sessions.clone(),
             handshake: Mutex::new(None),
             entrant: Arc::clone(&entrant),
@@ -122,14 +122,14 @@ impl Listener {
             deadline: OnceLock::new(),
         });
         let socket = Channel::accepted(socket, sessions.settings.tls.as_ref())?;
-        let handler: Arc<dyn Handler> = Arc::clone(&newcomer) as Arc<dyn Handler>;
+        let handler: Arc<dyn Handler> = Arc::clone(&unauthenticated) as Arc<dyn Handler>;
         let connection = Connection::new(socket, Role::Control, false, handler);
-        let _ = newcomer.connection.set(Arc::downgrade(&connection));
+        let _ = unauthenticated.connection.set(Arc::downgrade(&connection));
         entrant.belongs_to(Arc::downgrade(&connection));
         connection.hold_itself();
-        let weak: Weak<dyn Timer> = Arc::downgrade(&newcomer) as Weak<dyn Timer>;
+        let weak: Weak<dyn Timer> = Arc::downgrade(&unauthenticated) as Weak<dyn Timer>;
         let until = runtime::later(Instant::now(), quotas.prove_within);
-        let _ = newcomer.deadline.set(runtime::reactor()?.at(until, weak, 0));
+        let _ = unauthenticated.deadline.set(runtime::reactor()?.at(until, weak, 0));
         connection.watch().inspect_err(|error| connection.close(error.clone()))
     }
 
@@ -187,7 +187,7 @@ fn dismiss(entrant: &Entrant<Weak<Connection>>, error: &Error) {
     }
 }
 
-fn too_many_strangers(most: usize) -> Error {
+fn too_many_unauthenticated(most: usize) -> Error {
     let message =
         format!("more than {most} connections wait to prove themselves, and this one was the oldest");
     Error::new(Kind::Exhausted, "contact", message)
@@ -246,7 +246,7 @@ impl Drop for Listener {
 }
 
 /// A connection that has not proven itself yet.
-struct Newcomer {
+struct UnauthenticatedConnection {
     sessions: Weak<Sessions>,
     handshake: Mutex<Option<ServerHandshake>>,
     entrant: Arc<Entrant<Weak<Connection>>>,
@@ -257,7 +257,7 @@ struct Newcomer {
     deadline: OnceLock<TimerId>,
 }
 
-impl Newcomer {
+impl UnauthenticatedConnection {
     fn hello(&self, connection: &Arc<Connection>, sessions: &Sessions, body: &[u8]) -> Result<()> {
         let mut nonce = [0; 32];
         getrandom::fill(&mut nonce)
@@ -336,7 +336,7 @@ fn link_base(sessions: &Sessions, key: &KeyRef) -> Result<LinkBase> {
     }
 }
 
-impl Handler for Newcomer {
+impl Handler for UnauthenticatedConnection {
     fn frame(
         &self,
         connection: &Arc<Connection>,
@@ -373,7 +373,7 @@ impl Handler for Newcomer {
     }
 }
 
-impl Timer for Newcomer {
+impl Timer for UnauthenticatedConnection {
     fn fired(self: Arc<Self>, _key: u64) {
         // Once a connection has proven itself this object is gone, and with it the timer.
         if let Some(connection) = self.connection.get().and_then(Weak::upgrade) {
@@ -382,7 +382,7 @@ impl Timer for Newcomer {
     }
 }
 
-impl Drop for Newcomer {
+impl Drop for UnauthenticatedConnection {
     fn drop(&mut self) {
         // Kept until it is due, what each of them leaves in the timers would add up: they may come and go as fast as they like.
         if let (Some(deadline), Ok(reactor)) = (self.deadline.get(), runtime::reactor()) {

@@ -3,8 +3,8 @@
 //! What is allowed, and what follows from what, is decided by [`Owner`]; here is what it takes to do that.
 
 mod admitting;
-mod beating;
 mod granting;
+mod heartbeat;
 #[cfg(test)]
 mod lent_tests;
 mod local;
@@ -591,9 +591,9 @@ fn wanted<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>
     connection.wanted().ok_or_else(|| hung_up(op))
 }
 
-/// The same for what is done at once after a look, where that is possible; in memory that was lent it is not.
-fn wanted_at_once<'a>(op: &'static str, connection: &'a Connection, lent: bool) -> Result<Wanted<'a>> {
-    let wanted = if lent { connection.wanted() } else { connection.wanted_at_once() };
+/// The same for what is done in one step with a check, where that is possible; in memory that was lent it is not.
+fn wanted_in_one_step<'a>(op: &'static str, connection: &'a Connection, lent: bool) -> Result<Wanted<'a>> {
+    let wanted = if lent { connection.wanted() } else { connection.wanted_in_one_step() };
     wanted.ok_or_else(|| hung_up(op))
 }
 

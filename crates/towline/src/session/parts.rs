@@ -204,7 +204,7 @@ impl Frame {
 
 /// One system call is given at most about this many bytes: more than a local socket takes at once, and few enough that
 /// the kernel does not look at parts which it will not reach.
-pub(super) const AT_ONCE: usize = 512 << 10;
+pub(super) const PER_CALL: usize = 512 << 10;
 
 /// The beginning of a part that is not longer than this is fetched into the cache before it is sent: while one part is
 /// copied, nothing tells the processor where the next one is. Sent from 4 KiB parts, 4 % more went through loopback TCP.
@@ -373,7 +373,7 @@ impl Outgoing {
             let parts =
                 std::iter::once(&head).filter(|head| head.len > 0).chain(&frame.payload[frame.next..]);
             for part in parts {
-                if self.gathered.len() == MAX_PARTS || len >= AT_ONCE {
+                if self.gathered.len() == MAX_PARTS || len >= PER_CALL {
                     return (&self.gathered, self.lent);
                 }
                 if part.len <= SHORT {

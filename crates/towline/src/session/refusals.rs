@@ -7,7 +7,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use towline_proto::session::unauthenticated::{Origin, Sparse};
 
-use crate::region::StrangerAudit;
+use crate::region::UnauthenticatedAudit;
 use crate::{Error, Kind};
 
 /// So many origins are told apart; what comes from others is counted together. Whoever connects can make up as many as it has
@@ -117,17 +117,17 @@ impl Refusals {
     }
 
     /// Where those came from that had not proven anything.
-    pub(crate) fn audit(&self) -> Vec<StrangerAudit> {
-        let mut all: Vec<StrangerAudit> = self
+    pub(crate) fn audit(&self) -> Vec<UnauthenticatedAudit> {
+        let mut all: Vec<UnauthenticatedAudit> = self
             .by_origin
             .lock()
             .iter()
-            .map(|(origin, refused)| StrangerAudit { origin: origin.to_string(), refused: *refused })
+            .map(|(origin, refused)| UnauthenticatedAudit { origin: origin.to_string(), refused: *refused })
             .collect();
         all.sort_by(|a, b| a.origin.cmp(&b.origin));
         let others = self.of_others.load(Ordering::Relaxed);
         if others > 0 {
-            all.push(StrangerAudit { origin: "(others)".to_owned(), refused: others });
+            all.push(UnauthenticatedAudit { origin: "(others)".to_owned(), refused: others });
         }
         all
     }

@@ -41,8 +41,8 @@ const SMALL: u64 = 256 << 10;
 
 /// Up to so many bytes, in so many blocks, are asked for or sent by the calling thread: in about the time that calling another
 /// one takes.
-const MOST_AT_ONCE: u64 = 64 << 10;
-const BLOCKS_AT_ONCE: u64 = 512;
+const INLINE_BYTES: u64 = 64 << 10;
+const INLINE_BLOCKS: u64 = 512;
 
 /// Requests in flight per lane.
 const WINDOW: usize = 4;
@@ -73,7 +73,7 @@ pub(crate) struct Run {
 
 /// Whether a worker plans a request of that size, and sends the first of it.
 pub(crate) fn takes_long(bytes: u64, blocks: u64) -> bool {
-    bytes > MOST_AT_ONCE || blocks > BLOCKS_AT_ONCE
+    bytes > INLINE_BYTES || blocks > INLINE_BLOCKS
 }
 
 /// Cuts the plans of a submission of that many bytes into requests, each about one part's region. A signal is a unit of its own, the last

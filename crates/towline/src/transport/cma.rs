@@ -119,7 +119,7 @@ impl Direct for Process {
         &Cma
     }
 
-    fn most_at_once(&self) -> u64 {
+    fn most_inline(&self) -> u64 {
         INLINE
     }
 

@@ -20,7 +20,7 @@ use towline_sys::cuda::Cuda;
 
 use self::opened::{Borrow, Kept};
 use self::words::{Answer, Ask, Form, MAX_PARTS, Part};
-use super::gpu::{Far, GpuAttachment, Inside, Spot};
+use super::gpu::{CopyAddress, GpuAttachment, OwnerMemory, PinnedRegion};
 use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
 use crate::cuda::{Availability, Gpu, MemoryType, PointerFacts, availability, failed};
 use crate::memory::Place;
@@ -268,19 +268,20 @@ struct Opening {
     start: u64,
 }
 
-impl Far for Opening {
+impl OwnerMemory for Opening {
     fn transport(&self) -> &'static dyn Transport {
         &CudaPath
     }
 
-    fn enter(&self, op: &'static str) -> Result<(Inside, Spot)> {
+    fn enter(&self, op: &'static str) -> Result<(PinnedRegion, CopyAddress)> {
         self.handle.session().alive()?;
         // First the pin: what is open stays so while it is held.
         let pin = self.handle.hold(op)?;
         let (open, entered) = self.kept.0.enter(op)?;
-        let spot = Spot { address: open.base() + self.start, gpu: Some(Arc::clone(open.gpu())), host: None };
+        let address =
+            CopyAddress { address: open.base() + self.start, gpu: Some(Arc::clone(open.gpu())), host: None };
         let keep = Box::new((open, entered));
-        Ok((Inside::There { _keep: keep, pin, handle: Arc::clone(&self.handle) }, spot))
+        Ok((PinnedRegion::There { _keep: keep, pin, handle: Arc::clone(&self.handle) }, address))
     }
 
     fn follow(&self, after: &After) -> Result<()> {

@@ -92,7 +92,7 @@ pub(crate) trait Direct: Send + Sync + 'static {
     }
 
     /// Requests up to this size are copied by the calling thread.
-    fn most_at_once(&self) -> u64 {
+    fn most_inline(&self) -> u64 {
         INLINE
     }
 
@@ -195,7 +195,7 @@ impl<D: Direct> Link for DirectAttachment<D> {
     }
 
     fn is_inline(&self, bytes: u64, pieces: usize) -> bool {
-        (bytes == 0 || (bytes <= self.0.most_at_once() && !self.0.blocks())) && pieces as u64 <= INLINE_BLOCKS
+        (bytes == 0 || (bytes <= self.0.most_inline() && !self.0.blocks())) && pieces as u64 <= INLINE_BLOCKS
     }
 
     fn stop(&self, transfer: &Arc<TransferCore>) {

@@ -1,6 +1,6 @@
 //! Copies that a GPU makes: between memory of GPUs, and between that and host memory.
 //!
-//! A path whose memory a GPU reaches says how ([`Far`]) and gets the rest from here ([`GpuAttachment`]): where both sides are
+//! A path whose memory a GPU reaches says how ([`OwnerMemory`]) and gets the rest from here ([`GpuAttachment`]): where both sides are
 //! memory that the GPU reaches, one copy is launched in the calling thread and watched until it is done ([`flight`]); where
 //! one side is host memory that it does not reach, workers pass the bytes through pinned memory ([`ring`]). Paths that know
 //! host memory only serve local memory on a GPU by [`staged`].
@@ -46,11 +46,11 @@ const PORTION: u64 = 16 << 20;
 const MANY: usize = 64 << 10;
 
 /// The remote side of copies that a GPU makes.
-pub(crate) trait Far: Send + Sync + 'static {
+pub(crate) trait OwnerMemory: Send + Sync + 'static {
     fn transport(&self) -> &'static dyn Transport;
 
     /// Keeps the memory where it is until the first answer is dropped, and says where that is. `Stale` once it was revoked.
-    fn enter(&self, op: &'static str) -> Result<(Inside, Spot)>;
+    fn enter(&self, op: &'static str) -> Result<(PinnedRegion, CopyAddress)>;
 
     /// What follows the bytes.
     fn follow(&self, after: &After) -> Result<()>;
@@ -60,26 +60,26 @@ pub(crate) trait Far: Send + Sync + 'static {
 }
 
 /// Keeps the owner's memory where it is.
-pub(crate) enum Inside {
+pub(crate) enum PinnedRegion {
     /// A region of this process.
     Here(RegionUse),
     /// A region of another process, pinned; and what else must stay until the copy is done.
     There { _keep: Box<dyn Any + Send + Sync>, pin: Arc<ProcessPin>, handle: Arc<GrantHandle> },
 }
 
-impl Inside {
+impl PinnedRegion {
     /// Whether the region was valid up to now.
     fn check(&self, op: &'static str) -> Result<()> {
         let valid = match self {
-            Inside::Here(used) => !used.core().is_closed(),
-            Inside::There { pin, handle, .. } => handle.row().is_some_and(|row| pin.still_valid(row)),
+            PinnedRegion::Here(used) => !used.core().is_closed(),
+            PinnedRegion::There { pin, handle, .. } => handle.row().is_some_and(|row| pin.still_valid(row)),
         };
         if valid { Ok(()) } else { Err(stale(op)) }
     }
 }
 
 /// Where one side of a copy is.
-pub(crate) struct Spot {
+pub(crate) struct CopyAddress {
     /// The byte that offsets are relative to, by the address of the GPU that has it or, on the host, of this process.
     pub(crate) address: u64,
     /// The GPU whose memory it is; none on the host.
@@ -100,18 +100,18 @@ pub(crate) enum Pinnable {
     Mapping(Arc<Mapping>),
 }
 
-impl Spot {
+impl CopyAddress {
     /// Part of a region of this process.
-    pub(crate) fn of(region: &RegionCore, address: usize) -> Result<Spot> {
+    pub(crate) fn of(region: &RegionCore, address: usize) -> Result<CopyAddress> {
         let address = address as u64;
         match region.place {
-            Place::Cuda(ordinal) => Ok(Spot { address, gpu: Some(Gpu::open(ordinal)?), host: None }),
+            Place::Cuda(ordinal) => Ok(CopyAddress { address, gpu: Some(Gpu::open(ordinal)?), host: None }),
             _ => {
                 let start = region.addr as u64;
                 let pinnable =
                     region.segment.as_ref().map(|slice| Pinnable::Segment(Arc::clone(&slice.segment)));
                 let host = HostPart { range: start..start + region.len as u64, pinnable };
-                Ok(Spot { address, gpu: None, host: Some(host) })
+                Ok(CopyAddress { address, gpu: None, host: Some(host) })
             }
         }
     }
@@ -136,7 +136,7 @@ impl Spot {
 }
 
 /// The GPU that copies between two places.
-fn copier(near: &Spot, far: &Spot) -> Result<Arc<Gpu>> {
+fn copier(near: &CopyAddress, far: &CopyAddress) -> Result<Arc<Gpu>> {
     match (&near.gpu, &far.gpu) {
         (Some(near), Some(far)) => near.reach(far).map(|()| Arc::clone(near)),
         (Some(gpu), None) | (None, Some(gpu)) => Ok(Arc::clone(gpu)),
@@ -146,12 +146,12 @@ fn copier(near: &Spot, far: &Spot) -> Result<Arc<Gpu>> {
 
 /// A region attached to a path over which GPUs copy.
 pub(crate) struct GpuAttachment {
-    far: Arc<dyn Far>,
+    far: Arc<dyn OwnerMemory>,
     me: Weak<GpuAttachment>,
 }
 
 impl GpuAttachment {
-    pub(crate) fn new(far: Arc<dyn Far>) -> Arc<GpuAttachment> {
+    pub(crate) fn new(far: Arc<dyn OwnerMemory>) -> Arc<GpuAttachment> {
         Arc::new_cyclic(|me| GpuAttachment { far, me: Weak::clone(me) })
     }
 
@@ -163,7 +163,7 @@ impl GpuAttachment {
 /// Where both sides of a part are for the GPU that copies, and what keeps the owner's there.
 struct Sides {
     gpu: Arc<Gpu>,
-    inside: Inside,
+    pinned: PinnedRegion,
     ours: u64,
     theirs: u64,
     host: bool,
@@ -179,14 +179,14 @@ enum Attempt {
 }
 
 /// Finds both sides of a part; `None` where the GPU does not reach one of them.
-fn sides(far: &dyn Far, op: Op, near: &RegionCore, base: usize, bytes: u64) -> Result<Option<Sides>> {
-    let (inside, far) = far.enter(op.name())?;
-    let near = Spot::of(near, base)?;
+fn sides(far: &dyn OwnerMemory, op: Op, near: &RegionCore, base: usize, bytes: u64) -> Result<Option<Sides>> {
+    let (pinned, far) = far.enter(op.name())?;
+    let near = CopyAddress::of(near, base)?;
     let gpu = copier(&near, &far)?;
     let (Some(ours), Some(theirs)) = (near.seen_by(&gpu, bytes)?, far.seen_by(&gpu, bytes)?) else {
         return Ok(None);
     };
-    Ok(Some(Sides { gpu, inside, ours, theirs, host: near.host.is_some() || far.host.is_some() }))
+    Ok(Some(Sides { gpu, pinned, ours, theirs, host: near.host.is_some() || far.host.is_some() }))
 }
 
 /// Starts one copy of all pieces of all parts, where one GPU reaches all sides.
@@ -198,7 +198,7 @@ unsafe fn launch(regions: &Several<Arc<GpuAttachment>>, submission: &mut Submiss
     let op = submission.op;
     // What follows the bytes is done in the region where the signal's counter lies.
     let follows = &regions[submission.after.signal.map_or(0, |signal| signal.part)];
-    let (mut found, mut inside): (Option<Sides>, Vec<Inside>) = (None, Vec::new());
+    let (mut found, mut pinned): (Option<Sides>, Vec<PinnedRegion>) = (None, Vec::new());
     let mut runs = Vec::new();
     for (index, region) in regions.iter().enumerate() {
         submission.reached = index;
@@ -222,7 +222,7 @@ unsafe fn launch(regions: &Several<Arc<GpuAttachment>>, submission: &mut Submiss
             // SAFETY: the remote side is kept, and the caller keeps the local one; the pieces were checked against both. Who named a
             // stream promised that it lives.
             let copying = unsafe { at.gpu.copy(pieces, &options) }?;
-            return Ok(Attempt::Launched(Launched::new(copying, region, at.inside, Vec::new(), submission)?));
+            return Ok(Attempt::Launched(Launched::new(copying, region, at.pinned, Vec::new(), submission)?));
         }
         for run in pieces {
             room::push(op.name(), &mut runs, run)?;
@@ -231,7 +231,7 @@ unsafe fn launch(regions: &Several<Arc<GpuAttachment>>, submission: &mut Submiss
             None => found = Some(at),
             Some(first) => {
                 first.host |= at.host;
-                inside.push(at.inside);
+                pinned.push(at.pinned);
             }
         }
     }
@@ -239,7 +239,7 @@ unsafe fn launch(regions: &Several<Arc<GpuAttachment>>, submission: &mut Submiss
     let options = CopyOptions { bytes, host: first.host, after: submission.stream };
     // SAFETY: as above.
     let copying = unsafe { first.gpu.copy(runs, &options) }?;
-    Ok(Attempt::Launched(Launched::new(copying, follows, first.inside, inside, submission)?))
+    Ok(Attempt::Launched(Launched::new(copying, follows, first.pinned, pinned, submission)?))
 }
 
 /// Starts a copy of blocks by their indices, which a GPU takes as they are; `None` where the blocks are not such, or are not all there: whoever
@@ -271,7 +271,7 @@ unsafe fn launch_indexed(
         copying => copying?,
     };
     submission.parts[0].moved_by_index(bytes, count, block_len)?;
-    Launched::new(copying, region, at.inside, Vec::new(), submission).map(Some)
+    Launched::new(copying, region, at.pinned, Vec::new(), submission).map(Some)
 }
 
 fn local_of<'a>(op: Op, part: &'a SubmittedPart<'_>) -> Result<&'a RegionCore> {
@@ -362,7 +362,7 @@ fn pass_on(
 struct Launched {
     copying: Option<Copying>,
     /// What keeps the owner's memory of each part where it is.
-    inside: Option<(Inside, Vec<Inside>)>,
+    pinned: Option<(PinnedRegion, Vec<PinnedRegion>)>,
     region: Arc<GpuAttachment>,
     op: Op,
 }
@@ -372,13 +372,13 @@ impl Launched {
     fn new(
         copying: Copying,
         region: &Arc<GpuAttachment>,
-        first: Inside,
-        others: Vec<Inside>,
+        first: PinnedRegion,
+        others: Vec<PinnedRegion>,
         submission: &Submission<'_>,
     ) -> Result<Launched> {
         let launched = Launched {
             copying: Some(copying),
-            inside: Some((first, others)),
+            pinned: Some((first, others)),
             region: Arc::clone(region),
             op: submission.op,
         };
@@ -399,11 +399,11 @@ impl Launched {
     fn finish(&mut self, copied: Result<bool>, after: &After) -> Result<(), (Option<usize>, Error)> {
         drop(self.copying.take());
         let far = &self.region.far;
-        let checked = match self.inside.take() {
+        let checked = match self.pinned.take() {
             Some((first, others)) => {
                 let mut all = std::iter::once(&first).chain(&others).enumerate();
-                all.try_for_each(|(part, inside)| {
-                    inside.check(self.op.name()).map_err(|error| (Some(part), error))
+                all.try_for_each(|(part, pinned)| {
+                    pinned.check(self.op.name()).map_err(|error| (Some(part), error))
                 })
             }
             None => Ok(()),
@@ -470,7 +470,7 @@ impl Near {
 
 /// Copies through pinned memory, by workers: one side is host memory that the GPU does not reach.
 struct Ringed {
-    far: Arc<dyn Far>,
+    far: Arc<dyn OwnerMemory>,
     near: Near,
 }
 
@@ -480,11 +480,11 @@ impl Direct for Ringed {
     }
 
     unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()> {
-        let (inside, far) = self.far.enter(op.name())?;
+        let (pinned, far) = self.far.enter(op.name())?;
         let (base, reading) = (local.expose_provenance() as u64, op == Op::Read);
         let local = |piece: &Piece| base + piece.local;
         let remote = |piece: &Piece| far.address + piece.remote;
-        // SAFETY: `inside` keeps the remote side, the caller the local one; the pieces were checked against both.
+        // SAFETY: `pinned` keeps the remote side, the caller the local one; the pieces were checked against both.
         let copied = unsafe {
             match (&self.near, &far.gpu) {
                 (Near::Host, Some(gpu)) => ring::pass(gpu, !reading, pieces, remote, local),
@@ -494,7 +494,7 @@ impl Direct for Ringed {
                 (Near::Host, None) => Err(Error::new(Kind::Internal, op.name(), "neither side is on a GPU")),
             }
         };
-        copied.and(inside.check(op.name())).map_err(|error| self.far.alive().err().unwrap_or(error))
+        copied.and(pinned.check(op.name())).map_err(|error| self.far.alive().err().unwrap_or(error))
     }
 
     fn atomic(&self, _offset: u64, _op: AtomicOp) -> Result<u64> {

@@ -6,7 +6,7 @@ pub(crate) mod file;
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, Held, misaligned};
-use super::gpu::{Far, GpuAttachment, Inside, Spot};
+use super::gpu::{CopyAddress, GpuAttachment, OwnerMemory, PinnedRegion};
 use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
@@ -164,15 +164,15 @@ impl Direct for Local {
     }
 }
 
-impl Far for Local {
+impl OwnerMemory for Local {
     fn transport(&self) -> &'static dyn Transport {
         &InProc
     }
 
-    fn enter(&self, op: &'static str) -> Result<(Inside, Spot)> {
+    fn enter(&self, op: &'static str) -> Result<(PinnedRegion, CopyAddress)> {
         let used = self.region.begin_use(op)?;
-        let spot = Spot::of(&self.region, self.region.addr + self.offset)?;
-        Ok((Inside::Here(used), spot))
+        let address = CopyAddress::of(&self.region, self.region.addr + self.offset)?;
+        Ok((PinnedRegion::Here(used), address))
     }
 
     fn follow(&self, after: &After) -> Result<()> {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, Held, misaligned};
-use super::gpu::{Far, GpuAttachment, HostPart, Inside, Pinnable, Spot};
+use super::gpu::{CopyAddress, GpuAttachment, HostPart, OwnerMemory, Pinnable, PinnedRegion};
 use super::inproc::{apply_atomic, move_pieces};
 use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
 use crate::layout::Piece;
@@ -169,25 +169,25 @@ impl Direct for Window {
     }
 }
 
-impl Far for Window {
+impl OwnerMemory for Window {
     fn transport(&self) -> &'static dyn Transport {
         &Mapped
     }
 
-    fn enter(&self, op: &'static str) -> Result<(Inside, Spot)> {
+    fn enter(&self, op: &'static str) -> Result<(PinnedRegion, CopyAddress)> {
         let pin = self.handle.hold(op)?;
         let start = self.mapping.ptr().expose_provenance() as u64;
         let host = HostPart {
             range: start..start + self.mapping.len() as u64,
             pinnable: Some(Pinnable::Mapping(Arc::clone(&self.mapping))),
         };
-        let spot = Spot { address: start + self.start as u64, gpu: None, host: Some(host) };
-        let inside = Inside::There {
+        let address = CopyAddress { address: start + self.start as u64, gpu: None, host: Some(host) };
+        let pinned = PinnedRegion::There {
             _keep: Box::new(Arc::clone(&self.mapping)),
             pin,
             handle: Arc::clone(&self.handle),
         };
-        Ok((inside, spot))
+        Ok((pinned, address))
     }
 
     fn follow(&self, after: &After) -> Result<()> {

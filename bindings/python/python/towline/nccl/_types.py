@@ -269,7 +269,7 @@ class NCCLConfig:
     ranks give each other, a `towline.Tls` by certificates for the communicator's name. All ranks must agree, and groups that are split
     off are encrypted too. `get_unique_id` has its own, for the meeting."""
     quotas: _native.Quotas | None = None
-    """Towline's own: how much of this rank one other may use, and how many strangers may knock."""
+    """Towline's own: how much of this rank one other may use, and how many unauthenticated connections it takes."""
     share_between_containers: bool | None = None
     """Towline's own: shares memory with ranks of the same user in other containers of this host, where they say so too."""
     nixl_lend_over: str | Iterable[str] | None = None

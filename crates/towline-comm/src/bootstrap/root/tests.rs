@@ -79,22 +79,22 @@ fn whom_the_root_does_not_let_in_is_logged_once_a_second() {
     MEETING.set(id.socket_name()).unwrap();
     let root = open(&id, listeners, Duration::from_secs(60)).unwrap();
     let began = Instant::now();
-    let is_cut_off = |mut stranger: TcpStream| {
-        stranger.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let is_cut_off = |mut stream: TcpStream| {
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let mut rest = [0; 8];
-        assert!(!matches!(stranger.read(&mut rest), Ok(1..)), "it was welcomed");
+        assert!(!matches!(stream.read(&mut rest), Ok(1..)), "it was welcomed");
     };
     // Who says nothing is not refused.
     (0..10).for_each(|_| drop(TcpStream::connect(address).unwrap()));
     for number in 0..MANY {
-        let mut stranger = TcpStream::connect(address).unwrap();
+        let mut stream = TcpStream::connect(address).unwrap();
         // No greeting, or half of one.
         match number % 2 {
             0 => {
-                stranger.write_all(&[0xff; HELLO_LEN]).unwrap();
-                is_cut_off(stranger);
+                stream.write_all(&[0xff; HELLO_LEN]).unwrap();
+                is_cut_off(stream);
             }
-            _ => stranger.write_all(&[0xff; HELLO_LEN / 2]).unwrap(),
+            _ => stream.write_all(&[0xff; HELLO_LEN / 2]).unwrap(),
         }
     }
     std::thread::sleep(Duration::from_millis(1100));

@@ -4,7 +4,7 @@ use crate::machine;
 use crate::outcome::{Failure, Outcome};
 use crate::worker::Worker;
 use crate::worker::order::{Answer, Order};
-use crate::worker::protocol::{Ask, Told};
+use crate::worker::protocol::{Ask, Reply};
 
 /// Rank processes that have met; they end with this value.
 pub(super) struct Group(Vec<Worker>);
@@ -30,12 +30,13 @@ impl Group {
             worker.tell(&Ask::Comm { order: order(rank) })?;
         }
         // All are heard, so that a failure leaves no answer for the next question.
-        let told: Vec<Outcome<Told>> = self.0.iter_mut().map(Worker::answer).collect();
-        told.into_iter()
+        let reply: Vec<Outcome<Reply>> = self.0.iter_mut().map(Worker::reply).collect();
+        reply
+            .into_iter()
             .zip(&self.0)
-            .map(|(told, worker)| match told? {
-                Told::Comm { answer } => Ok(answer),
-                told => Err(worker.surprise(&told)),
+            .map(|(reply, worker)| match reply? {
+                Reply::Comm { answer } => Ok(answer),
+                reply => Err(worker.surprise(&reply)),
             })
             .collect()
     }
@@ -53,8 +54,8 @@ impl Group {
     pub(super) fn one(&mut self, rank: usize, order: Order) -> Outcome<Answer> {
         let Some(worker) = self.0.get_mut(rank) else { return Err(Failure::failed("there is no such rank")) };
         match worker.ask(&Ask::Comm { order })? {
-            Told::Comm { answer } => Ok(answer),
-            told => Err(worker.surprise(&told)),
+            Reply::Comm { answer } => Ok(answer),
+            reply => Err(worker.surprise(&reply)),
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::outcome::{Failure, Outcome};
 /// What the package asks for.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Question {
+pub(super) enum Query {
     /// Make ready to read a region: as a whole, or its blocks by index.
     Prepare { ticket: Box<Ticket>, bytes: u64, block: u64, remote: Option<Vec<u32>>, local: Option<Vec<u32>> },
     /// Read what was prepared that many times, one after the other.
@@ -23,10 +23,10 @@ pub(super) enum Question {
     Operation { metadata: String, bytes: u64 },
 }
 
-/// What it is told.
+/// What it replies.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Answer {
+pub(super) enum Reply {
     /// The number of what is ready.
     Prepared(usize),
     /// The time of each.
@@ -54,9 +54,9 @@ impl Reference {
         Ok(Reference { endpoint, connector, prepared: Vec::new(), memory: HashMap::new() })
     }
 
-    pub(super) fn answer(&mut self, question: Question) -> Outcome<Answer> {
-        match question {
-            Question::Prepare { ticket, bytes, block, remote, local } => {
+    pub(super) fn reply(&mut self, query: Query) -> Outcome<Reply> {
+        match query {
+            Query::Prepare { ticket, bytes, block, remote, local } => {
                 let blocks = match remote.zip(local) {
                     Some((remote, local)) => Some((Layout::contiguous(bytes, block)?, remote, local)),
                     None => None,
@@ -65,16 +65,16 @@ impl Reference {
                 let storage = Arc::new(touched(bytes)?);
                 let local = self.endpoint.register(storage, Access::NONE).map_err(towline::Error::from)?;
                 self.prepared.push(Prepared { remote, local, blocks });
-                Ok(Answer::Prepared(self.prepared.len() - 1))
+                Ok(Reply::Prepared(self.prepared.len() - 1))
             }
-            Question::Transfers { prepared, count } => {
+            Query::Transfers { prepared, count } => {
                 let Some(prepared) = self.prepared.get(prepared) else {
                     return Err(Failure::failed(format!("nothing with the number {prepared} is prepared")));
                 };
                 let times = (0..count).map(|_| self.transfer(prepared)).collect::<Outcome<_>>()?;
-                Ok(Answer::Seconds(times))
+                Ok(Reply::Seconds(times))
             }
-            Question::Operation { metadata, bytes } => {
+            Query::Operation { metadata, bytes } => {
                 let remote = RdmaMetadata::from_json(&metadata)?;
                 if !self.memory.contains_key(&bytes) {
                     let descriptor = Descriptor::new(touched(bytes)?);
@@ -84,7 +84,7 @@ impl Reference {
                 let local = &self.memory[&bytes];
                 let start = Instant::now();
                 self.connector.begin_read(&remote, local)?.wait(None)?;
-                Ok(Answer::Seconds(vec![start.elapsed().as_secs_f64()]))
+                Ok(Reply::Seconds(vec![start.elapsed().as_secs_f64()]))
             }
         }
     }
@@ -123,19 +123,19 @@ mod tests {
         let shuffled = (Some(vec![1, 0]), Some(vec![0, 1]));
         for (number, (remote, local)) in [whole, shuffled].into_iter().enumerate() {
             let ticket = Box::new(region.ticket().unwrap());
-            let question = Question::Prepare { ticket, bytes: 8192, block: 4096, remote, local };
-            let answer = reference.answer(question).unwrap();
-            assert!(matches!(answer, Answer::Prepared(prepared) if prepared == number));
-            let answer = reference.answer(Question::Transfers { prepared: number, count: 3 }).unwrap();
-            assert!(matches!(answer, Answer::Seconds(times) if times.len() == 3));
+            let query = Query::Prepare { ticket, bytes: 8192, block: 4096, remote, local };
+            let reply = reference.reply(query).unwrap();
+            assert!(matches!(reply, Reply::Prepared(prepared) if prepared == number));
+            let reply = reference.reply(Query::Transfers { prepared: number, count: 3 }).unwrap();
+            assert!(matches!(reply, Reply::Seconds(times) if times.len() == 3));
         }
-        assert!(reference.answer(Question::Transfers { prepared: 2, count: 1 }).is_err());
+        assert!(reference.reply(Query::Transfers { prepared: 2, count: 1 }).is_err());
         let connector = Connector::with_endpoint(owner.clone());
         let memory = Descriptor::new(SharedStorage::new(4096).unwrap());
         let readable = connector.create_readable(memory).unwrap();
         let metadata = readable.metadata().unwrap().to_json().unwrap();
-        let answer = reference.answer(Question::Operation { metadata, bytes: 4096 }).unwrap();
-        assert!(matches!(answer, Answer::Seconds(times) if times.len() == 1));
+        let reply = reference.reply(Query::Operation { metadata, bytes: 4096 }).unwrap();
+        assert!(matches!(reply, Reply::Seconds(times) if times.len() == 1));
         readable.wait(None).unwrap();
         owner.close().unwrap();
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
-use super::{Went, Word, copy, exchange, is_possible, pwrite, recvmsg, sequence};
+use super::{SequenceOutcome, Word, copy, exchange, is_possible, pwrite, recvmsg, sequence};
 use crate::memory::reduce::{change_if, reduce_if};
 use crate::memory::{Dtype, ReduceOp};
 use crate::runtime::socket::{RawPartMut, Socket};
@@ -185,7 +185,7 @@ fn a_series_of_exchanges_stops_at_what_others_have_changed_in_every_width() {
             exchange::<W, _>(&|| true, |turn| {
                 // SAFETY: the words are this test's own.
                 match unsafe { W::swap_all(turn, at, [old; 4].as_ptr(), [new; 4].as_ptr(), 4, from) } {
-                    Went::Preempted(reached) => {
+                    SequenceOutcome::Preempted(reached) => {
                         from = reached;
                         None
                     }
@@ -193,9 +193,9 @@ fn a_series_of_exchanges_stops_at_what_others_have_changed_in_every_width() {
                 }
             })
         };
-        assert_eq!(swap(1), Some(Went::Changed(2)));
-        assert_eq!(swap(3), Some(Went::Through));
-        assert_eq!(swap(4), Some(Went::Through));
+        assert_eq!(swap(1), Some(SequenceOutcome::Changed(2)));
+        assert_eq!(swap(3), Some(SequenceOutcome::Complete));
+        assert_eq!(swap(4), Some(SequenceOutcome::Complete));
         assert_eq!(words, [old, new, other, new]);
         assert_eq!(exchange::<W, W>(&|| false, |_| Some(old)), None);
     }

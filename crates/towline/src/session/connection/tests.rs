@@ -12,9 +12,9 @@ use crate::wire::{Atomic, AtomicOp, Message, Ping};
 const WATCHDOG: Duration = Duration::from_secs(30);
 
 /// Says which frames have come.
-struct Told(Mutex<mpsc::Sender<u64>>);
+struct Notified(Mutex<mpsc::Sender<u64>>);
 
-impl Handler for Told {
+impl Handler for Notified {
     fn frame(&self, _: &Arc<Connection>, header: Header, _: &[u8], _: Vec<OwnedFd>) -> Result<()> {
         let _ = self.0.lock().send(header.id);
         Ok(())
@@ -38,11 +38,11 @@ impl Handler for Told {
 /// A control connection that the event loop watches, its other end, and what comes over it.
 fn connection() -> (Arc<Connection>, Socket, mpsc::Receiver<u64>) {
     let (ours, theirs) = Socket::pair().unwrap();
-    let (say, hear) = mpsc::channel();
-    let handler = Arc::new(Told(Mutex::new(say)));
+    let (say, received) = mpsc::channel();
+    let handler = Arc::new(Notified(Mutex::new(say)));
     let connection = Connection::new(Channel::plain(ours), Role::Control, true, handler);
     connection.watch().unwrap();
-    (connection, theirs, hear)
+    (connection, theirs, received)
 }
 
 fn ping(id: u64) -> Vec<u8> {
@@ -102,7 +102,7 @@ fn what_another_thread_kept_from_being_sent_is_sent_when_it_lets_go() {
 #[test]
 fn a_goodbye_that_nobody_has_read_is_found_when_a_send_has_failed() {
     let (ours, theirs) = Socket::pair().unwrap();
-    let handler = Arc::new(Told(Mutex::new(mpsc::channel().0)));
+    let handler = Arc::new(Notified(Mutex::new(mpsc::channel().0)));
     // Nobody watches it: the goodbye lies there.
     let connection = Connection::new(Channel::plain(ours), Role::Control, true, handler);
     connection.expect_files();
@@ -123,7 +123,7 @@ fn what_is_no_goodbye_is_not_taken_for_one() {
     for said in [Vec::new(), vec![0xff; 100], ping(1), bye[..bye.len() - 1].to_vec(), [payload, bye].concat()]
     {
         let (ours, theirs) = Socket::pair().unwrap();
-        let handler = Arc::new(Told(Mutex::new(mpsc::channel().0)));
+        let handler = Arc::new(Notified(Mutex::new(mpsc::channel().0)));
         let connection = Connection::new(Channel::plain(ours), Role::Control, true, handler);
         if !said.is_empty() {
             assert!(matches!(theirs.send(&[IoSlice::new(&said)], &[]).unwrap(), Sent::Bytes(_)));

@@ -67,8 +67,8 @@ impl Drop for Applier<'_> {
 pub(in crate::session) struct Wanted<'a> {
     connection: &'a Connection,
     applier: Applier<'a>,
-    /// Each change is made at once after a look, and nobody is inside before it.
-    at_once: bool,
+    /// Each change is made in one step with a check, and nobody is inside before it.
+    in_one_step: bool,
     _applying: Option<Applying<'a>>,
 }
 
@@ -76,7 +76,7 @@ impl Wanted<'_> {
     /// Whether the initiator has not hung up. Looked at before memory is changed at that address, or a file.
     #[cfg_attr(not(test), allow(unused_variables, reason = "only tests hold somebody up there"))]
     pub(in crate::session) fn stands_by(&self, at: Option<*mut u8>) -> bool {
-        if self.at_once {
+        if self.in_one_step {
             self.applier.leave();
         }
         let stays = !self.connection.socket.hung_up();
@@ -103,20 +103,20 @@ impl Connection {
             Some(AppliedAt::Owner(slot)) => Some(slot.enter()?),
             _ => None,
         };
-        let wanted = Wanted { connection: self, applier, at_once: false, _applying: applying };
+        let wanted = Wanted { connection: self, applier, in_one_step: false, _applying: applying };
         (!self.is_abandoned()).then_some(wanted)
     }
 
-    /// The same for what is done [at once](rseq) after a look at [`stands_by`](Wanted::stands_by): nobody need be told of
+    /// The same for what is done [in one step](rseq) with the check of [`stands_by`](Wanted::stands_by): the initiator need not be notified of
     /// it, where that is possible.
-    pub(in crate::session) fn wanted_at_once(&self) -> Option<Wanted<'_>> {
+    pub(in crate::session) fn wanted_in_one_step(&self) -> Option<Wanted<'_>> {
         if !rseq::is_possible() {
             return self.wanted();
         }
-        Some(Wanted { connection: self, applier: self.appliers.one(), at_once: true, _applying: None })
+        Some(Wanted { connection: self, applier: self.appliers.one(), in_one_step: true, _applying: None })
     }
 
-    /// A look at the initiator, at once before bytes of its land.
+    /// A check of the initiator, in one step with which bytes of its land.
     pub(super) fn look(&self, applier: &Applier<'_>, #[cfg(test)] about: &Option<usize>) -> bool {
         applier.leave();
         let stays = !self.socket.hung_up();
@@ -151,9 +151,9 @@ impl Connection {
         false
     }
 
-    /// Whether the bytes of a write land [at once](rseq) after the look at their initiator, so that a stop has no room between:
+    /// Whether the bytes of a write land [in one step](rseq) with the check of their initiator, so that a stop has no room between:
     /// nobody need be told of it then.
-    pub(super) fn looks_at_once(&self, sink: &Sink) -> bool {
+    pub(super) fn checks_in_one_step(&self, sink: &Sink) -> bool {
         #[cfg(test)]
         if moments::inexact() {
             return false;

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use towline_proto::session::allowance::Allowance;
 
 use super::Serving;
-use super::beating::GONE;
+use super::heartbeat::GONE;
 use crate::fence::applying::{ApplySlot, ApplySlots};
 use crate::fence::pins::{PinPage, Side};
 use crate::fence::watcher;

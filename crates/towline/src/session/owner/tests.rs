@@ -176,8 +176,8 @@ fn a_disk_that_hangs_holds_up_neither_memory_nor_another_disk() {
         }
     }
     // Users that were there already, and one that comes.
-    let newcomer = open("newcomer".to_owned());
-    for user in [&users[0], &newcomer] {
+    let latest = open("latest".to_owned());
+    for user in [&users[0], &latest] {
         for name in ["tcp", "unix", "inproc"] {
             for (ticket, byte) in [(memory.ticket().unwrap(), 3), (well.ticket().unwrap(), 2)] {
                 let remote = user.import_with(&ticket, &path(name)).unwrap();

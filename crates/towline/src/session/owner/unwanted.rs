@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use towline_proto::session::owner::LaneEnd;
 
-use super::beating::ENDING;
+use super::heartbeat::ENDING;
 use super::{Over, Serving};
 use crate::session::connection::Connection;
 use crate::{Error, Result};

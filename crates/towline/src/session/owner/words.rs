@@ -6,7 +6,7 @@ use std::time::Instant;
 use towline_proto::session::owner::{Act, Refusal, Settling, Word};
 
 use super::granting::{Granting, Hold};
-use super::{Over, Serving, waits_for_pages, wanted_at_once};
+use super::{Over, Serving, waits_for_pages, wanted_in_one_step};
 use crate::notify::Notification;
 use crate::region::Counted;
 use crate::session::apply;
@@ -60,7 +60,7 @@ impl Serving {
                 let admitted = this.admit(reduce.handle, Access::WRITE, reduce.blocks)?;
                 let (_, memory, parts) = this.in_memory("reduce_into", admitted)?;
                 let lent = memory.is_lent();
-                let wanted = wanted_at_once("reduce_into", to, lent)?;
+                let wanted = wanted_in_one_step("reduce_into", to, lent)?;
                 let stands_by = || wanted.stands_by(parts.first().map(|part| part.ptr));
                 match apply::reduce(&stands_by, &parts, lent, &sink.buffer, reduce.op, reduce.dtype)? {
                     true => Ok(()),
@@ -88,7 +88,7 @@ impl Serving {
         };
         let (granting, memory, parts) = self.in_memory("atomic", self.target(Access::WRITE, admitted)?)?;
         let lent = memory.is_lent();
-        let wanted = awaited.map(|connection| wanted_at_once("atomic", connection, lent)).transpose()?;
+        let wanted = awaited.map(|connection| wanted_in_one_step("atomic", connection, lent)).transpose()?;
         let word = parts.first().map_or(std::ptr::null_mut(), |part| part.ptr);
         if word.is_null() || word.addr() % 8 != 0 {
             self.refused(&granting);

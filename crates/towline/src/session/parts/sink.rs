@@ -1,7 +1,7 @@
 //! Where an incoming payload goes.
 #![allow(unsafe_code, reason = "receives into raw parts of registered memory")]
 
-use super::{AT_ONCE, Held, Keep};
+use super::{Held, Keep, PER_CALL};
 use crate::budget::Charge;
 use crate::bytes::{self, checked};
 use crate::memory::ring::Slot;
@@ -13,7 +13,7 @@ use crate::{Error, Kind, Result, room};
 
 /// One system call that waits until bytes have come may take this many where they are the answer to a read: whoever is woken less
 /// often, for more bytes each time, finds them in the cache.
-const AWAITED_AT_ONCE: usize = 2 << 20;
+const AWAITED_PER_CALL: usize = 2 << 20;
 
 /// A payload that has come and is on its way to a file or a GPU.
 pub(in crate::session) enum Landed {
@@ -208,7 +208,7 @@ impl Sink {
             self.parts = vec![RawPartMut { ptr: scratch.as_mut_ptr(), len }];
             self.next = 0;
         }
-        let most = if matches!(self.keep, Some(Keep::Transfer(..))) { AWAITED_AT_ONCE } else { AT_ONCE };
+        let most = if matches!(self.keep, Some(Keep::Transfer(..))) { AWAITED_PER_CALL } else { PER_CALL };
         let mut bytes = 0;
         let unfilled = &self.parts[self.next..];
         let enough = unfilled.iter().position(|part| {

@@ -107,7 +107,7 @@ impl Staged {
             Err(error) => return transfer.all_failed(&error),
         };
         let _ = self.stage.set(Arc::downgrade(&stage));
-        if transfer.stream.is_none() && stage.begin_at_once() {
+        if transfer.stream.is_none() && stage.begin_inline() {
             return;
         }
         if let Err(refused) = runtime::pool().spawn(Box::new(move || stage.begin())) {
@@ -193,7 +193,7 @@ impl Stage {
     }
 
     /// The same in any thread, with the slots that are free; false where there were not enough.
-    fn begin_at_once(self: &Arc<Self>) -> bool {
+    fn begin_inline(self: &Arc<Self>) -> bool {
         while self.begun.load(Ordering::Acquire) < IN_FLIGHT.min(self.portions.len()) {
             let Some(slot) = Slot::ready() else { return false };
             self.begun.fetch_add(1, Ordering::AcqRel);

@@ -91,7 +91,7 @@ impl Borrowing for Borrow {
 }
 
 /// Keeps the owner's memory where it is while something is under way.
-pub(super) struct Inside {
+pub(super) struct PinnedRegion {
     attachment: Arc<NixlAttachment>,
     /// Which part of a transfer it is for.
     part: usize,
@@ -99,7 +99,7 @@ pub(super) struct Inside {
     pin: Option<Arc<ProcessPin>>,
 }
 
-impl Inside {
+impl PinnedRegion {
     pub(super) fn attachment(&self) -> &Arc<NixlAttachment> {
         &self.attachment
     }
@@ -117,7 +117,7 @@ impl Inside {
     }
 }
 
-impl Drop for Inside {
+impl Drop for PinnedRegion {
     fn drop(&mut self) {
         if self.pin.is_none() {
             self.attachment.borrow.leave();
@@ -234,14 +234,14 @@ impl NixlAttachment {
     }
 
     /// Begins something, for that part of a transfer: from now on the owner's memory stays.
-    pub(super) fn enter(&self, op: &'static str, part: usize) -> Result<Inside> {
+    pub(super) fn enter(&self, op: &'static str, part: usize) -> Result<PinnedRegion> {
         self.handle.session().alive()?;
         let attachment = self.this()?;
         if self.pinned {
-            return Ok(Inside { pin: Some(self.handle.hold(op)?), attachment, part });
+            return Ok(PinnedRegion { pin: Some(self.handle.hold(op)?), attachment, part });
         }
         self.borrow.enter(op)?;
-        Ok(Inside { pin: None, attachment, part })
+        Ok(PinnedRegion { pin: None, attachment, part })
     }
 
     /// Refuses a signal that the owner would refuse.
@@ -449,7 +449,7 @@ impl NixlAttachment {
     fn try_begin(&self, submission: &mut Submission<'_>, memory: &Arc<Memory>) -> Result<Started> {
         let (op, after) = (submission.op, &submission.after);
         let part = submission.parts.first();
-        let inside = self.enter(op.name(), 0)?;
+        let pinned = self.enter(op.name(), 0)?;
         // The submission's own use ends with the call, where it ends in an error.
         let keep = part.near().map(|near| near.begin_use(op.name())).transpose()?;
         let listed = [Listed { of: self, memory, base: part.base, pieces: part.pieces() }];
@@ -478,11 +478,11 @@ impl NixlAttachment {
         }
         if let Ok(Progress::Done) = progress {
             self.keep(key, asked);
-            inside.check(op.name())?;
-            drop((inside, keep));
+            pinned.check(op.name())?;
+            drop((pinned, keep));
             return Ok(Started::Done(self.follow(after).map(|()| None)));
         }
-        let flight = Flight::new(asked, key, Several::one(inside), keep, progress.err());
+        let flight = Flight::new(asked, key, Several::one(pinned), keep, progress.err());
         let this = self.this()?;
         match submission.begin_whole(Arc::clone(&this) as Arc<dyn Link>) {
             Ok(transfer) => {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::thread::CpuSet;
 use towline_sys::nixl::Progress;
 
-use super::attachment::{Inside, PATIENT_LOOKS};
+use super::attachment::{PATIENT_LOOKS, PinnedRegion};
 use super::engine::Engine;
 use super::lists::Key;
 use super::of_nixl;
@@ -58,7 +58,7 @@ pub(super) struct Flight {
     asked: Option<Asked>,
     key: Option<Key>,
     /// Of each of its parts.
-    inside: Option<Several<Inside>>,
+    pinned: Option<Several<PinnedRegion>>,
     /// The local memory, where no transfer keeps it.
     keep: Option<RegionUse>,
     report: Option<(Arc<Run>, usize)>,
@@ -81,14 +81,14 @@ impl Flight {
     pub(super) fn new(
         asked: Asked,
         key: Option<Key>,
-        inside: Several<Inside>,
+        pinned: Several<PinnedRegion>,
         keep: Option<RegionUse>,
         failed: Option<Error>,
     ) -> Flight {
         Flight {
             asked: Some(asked),
             key,
-            inside: Some(inside),
+            pinned: Some(pinned),
             keep,
             report: None,
             left_behind: false,
@@ -108,17 +108,17 @@ impl Flight {
     }
 
     fn look(&mut self, now: Instant) -> Look {
-        let (Some(inside), Some(asked)) = (&self.inside, &mut self.asked) else {
+        let (Some(pinned), Some(asked)) = (&self.pinned, &mut self.asked) else {
             return Look::Landed(Outcome::of_all(Ok(())));
         };
-        let attachment = inside.first().attachment();
+        let attachment = pinned.first().attachment();
         let engine = &attachment.engine;
         if let Some((error, since)) = &self.failed {
             // Who is gone, and what was taken back, comes before what NIXL calls an error.
             if let Err(gone) = attachment.handle.session().alive() {
                 return Look::Landed(Outcome::of_all(Err(gone)));
             }
-            return match Outcome::blamed(inside, self.op()) {
+            return match Outcome::blamed(pinned, self.op()) {
                 Some(outcome) => Look::Landed(outcome),
                 None if attachment.peer.is_own() || now.duration_since(*since) >= WHY => {
                     Look::Landed(Outcome::of_all(Err(error.clone())))
@@ -156,24 +156,24 @@ impl Flight {
     /// NIXL has let go: reports, unless that was done before.
     fn land(mut self, outcome: Outcome) {
         let op = self.op();
-        let (asked, inside) = (self.asked.take(), self.inside.take());
-        let outcome = match (&inside, outcome.is_good()) {
-            (Some(inside), true) => {
+        let (asked, pinned) = (self.asked.take(), self.pinned.take());
+        let outcome = match (&pinned, outcome.is_good()) {
+            (Some(pinned), true) => {
                 if let Some(asked) = asked {
-                    inside.first().attachment().keep(self.key, asked);
+                    pinned.first().attachment().keep(self.key, asked);
                 }
-                Outcome::checked(inside, op)
+                Outcome::checked(pinned, op)
             }
-            (Some(inside), false) => {
+            (Some(pinned), false) => {
                 if outcome.is_of_nixl() {
-                    inside.first().attachment().peer.broke();
+                    pinned.first().attachment().peer.broke();
                 }
                 drop(asked);
                 outcome
             }
             (None, _) => outcome,
         };
-        drop((inside, self.keep.take()));
+        drop((pinned, self.keep.take()));
         if let Some((run, request)) = self.report.take() {
             run.landed();
             if !self.left_behind {

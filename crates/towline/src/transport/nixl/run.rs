@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::Mutex;
 use towline_sys::nixl::Progress;
 
-use super::attachment::{INLINE, Inside, Listed, NixlAttachment};
+use super::attachment::{INLINE, Listed, NixlAttachment, PinnedRegion};
 use super::driver::{Exiting, Flight};
 use super::memory::{Known, Memory};
 use crate::layout::Plan;
@@ -82,14 +82,14 @@ impl Outcome {
     }
 
     /// Of one whose bytes have moved: they count where the region was valid all the time.
-    pub(super) fn checked(inside: &Several<Inside>, op: &'static str) -> Outcome {
-        let stale = |one: &Inside| one.check(op).err().map(|error| (one.part(), error));
-        Outcome { failed: inside.iter().filter_map(stale).collect(), others: Ok(()) }
+    pub(super) fn checked(pinned: &Several<PinnedRegion>, op: &'static str) -> Outcome {
+        let stale = |one: &PinnedRegion| one.check(op).err().map(|error| (one.part(), error));
+        Outcome { failed: pinned.iter().filter_map(stale).collect(), others: Ok(()) }
     }
 
     /// Of one that has failed, where that is because some of its regions were taken back.
-    pub(super) fn blamed(inside: &Several<Inside>, op: &'static str) -> Option<Outcome> {
-        let Outcome { failed, .. } = Outcome::checked(inside, op);
+    pub(super) fn blamed(pinned: &Several<PinnedRegion>, op: &'static str) -> Option<Outcome> {
+        let Outcome { failed, .. } = Outcome::checked(pinned, op);
         let (part, _) = failed.first()?;
         let message = format!("in one request with part {part}, which failed");
         Some(Outcome { others: Err(Error::new(Kind::Canceled, op, message)), failed })
@@ -298,12 +298,12 @@ impl Run {
             }
         }
         // Behind the registrations, which may take long: the owner waits for who is inside.
-        let mut inside = Several::one(enter(first)?);
+        let mut pinned = Several::one(enter(first)?);
         for part in first + 1..=last {
-            inside.push(op, enter(part)?).map_err(all)?;
+            pinned.push(op, enter(part)?).map_err(all)?;
         }
         if listed.is_empty() {
-            return Err(Outcome::checked(&inside, op));
+            return Err(Outcome::checked(&pinned, op));
         }
         let attachment = &self.sides[first].attachment;
         // SAFETY: the transfer keeps a use of each local region until NIXL has let go of all its requests, and its plans were
@@ -312,11 +312,11 @@ impl Run {
         match attachment.post(&mut asked) {
             Ok(Progress::Done) => {
                 attachment.keep(key, asked);
-                Err(Outcome::checked(&inside, op))
+                Err(Outcome::checked(&pinned, op))
             }
-            Ok(Progress::InProgress) => Ok(Flight::new(asked, key, inside, None, None)),
+            Ok(Progress::InProgress) => Ok(Flight::new(asked, key, pinned, None, None)),
             // The engine finds out what it means.
-            Err(error) => Ok(Flight::new(asked, key, inside, None, Some(error))),
+            Err(error) => Ok(Flight::new(asked, key, pinned, None, Some(error))),
         }
     }
 

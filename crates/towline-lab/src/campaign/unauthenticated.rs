@@ -21,8 +21,8 @@ const CROWD: usize = 50;
 /// How long a connection without a proof may stay; ten times that ends the campaign.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Strangers at the door of an owner.
-pub(super) struct Strangers {
+/// Unauthenticated connections to an owner.
+pub(super) struct Unauthenticated {
     lane: &'static str,
     medium: Medium,
     owner: Owner,
@@ -30,23 +30,23 @@ pub(super) struct Strangers {
     staying: Vec<Attacker>,
 }
 
-impl Strangers {
-    pub(super) fn new(course: &Course) -> Result<Strangers, String> {
+impl Unauthenticated {
+    pub(super) fn new(course: &Course) -> Result<Unauthenticated, String> {
         let lane = course.lane;
         let mut owner = Owner::open(lane, LEN);
         owner.fill(STAMP);
         let medium = if is_served_here(&known(lane)) { Medium::Unix } else { Medium::Tcp };
-        let mut strangers = Strangers { lane, medium, owner, descriptors: 0, staying: Vec::new() };
+        let mut drill = Unauthenticated { lane, medium, owner, descriptors: 0, staying: Vec::new() };
         // What the first contact starts for good belongs to the baseline.
-        strangers.serves();
+        drill.serves();
         let mut last = (0, 0);
         eventually(Duration::from_secs(10), || {
-            let now = strangers.owner.process.descriptors();
+            let now = drill.owner.process.descriptors();
             last = if now == last.0 { (now, last.1 + 1) } else { (now, 0) };
             last.1 > 100
         });
-        strangers.descriptors = last.0;
-        Ok(strangers)
+        drill.descriptors = last.0;
+        Ok(drill)
     }
 
     /// A new client is served, whatever else goes on; says how long that took.
@@ -62,26 +62,26 @@ impl Strangers {
     }
 }
 
-impl Drill for Strangers {
+impl Drill for Unauthenticated {
     fn round(&mut self, round: &mut Round) {
         let random = &mut round.random;
         for _ in 0..CROWD {
-            let mut stranger = Attacker::connect(&self.owner.ticket, self.medium);
+            let mut attacker = Attacker::connect(&self.owner.ticket, self.medium);
             let (_, hello) = Attacker::hello(&self.owner.ticket);
             let stays = match random.below(5) {
                 0 => true,
                 1 => {
-                    stranger.send(&hello[..random.below(hello.len() as u64) as usize]);
+                    attacker.send(&hello[..random.below(hello.len() as u64) as usize]);
                     true
                 }
                 2 => {
                     let garbage: Vec<u8> = (0..HEADER_LEN + 100).map(|_| random.number() as u8).collect();
-                    stranger.send(&garbage);
+                    attacker.send(&garbage);
                     false
                 }
                 3 => {
-                    stranger.send(&hello);
-                    let answer = stranger.frame();
+                    attacker.send(&hello);
+                    let answer = attacker.frame();
                     assert!(
                         answer.as_ref().is_none_or(|(header, _)| matches!(
                             header.kind,
@@ -89,22 +89,22 @@ impl Drill for Strangers {
                         )),
                         "{answer:?}"
                     );
-                    stranger.send(&Message::from(Prove { mac: [random.number() as u8; 32] }).frame(0, 0, 0));
-                    assert!(stranger.gets_nothing_but_refusals(), "a wrong proof is taken");
+                    attacker.send(&Message::from(Prove { mac: [random.number() as u8; 32] }).frame(0, 0, 0));
+                    assert!(attacker.gets_nothing_but_refusals(), "a wrong proof is taken");
                     false
                 }
                 _ => {
-                    stranger.send(&hello);
+                    attacker.send(&hello);
                     true
                 }
             };
             if stays {
-                self.staying.push(stranger);
+                self.staying.push(attacker);
             }
         }
         round.tally.time("a new client is served", self.serves());
         round.tally.count("connections", CROWD as u64);
-        // Some leave by themselves, some are shown the door.
+        // Some leave by themselves, the owner closes the others.
         let keep = round.random.below(100) as usize;
         self.staying.truncate(keep);
     }
@@ -113,7 +113,7 @@ impl Drill for Strangers {
         let staying = std::mem::take(&mut self.staying);
         let back = eventually(PATIENCE * 10, || self.owner.process.descriptors() <= self.descriptors);
         assert!(back, "{} descriptors, {} before", self.owner.process.descriptors(), self.descriptors);
-        tally.count("strangers that were shown the door", staying.len() as u64);
+        tally.count("unauthenticated connections that the owner closed", staying.len() as u64);
         self.serves();
         self.owner.process.must(&format!("check 1 1 1 0 {LEN}"));
     }

@@ -1,4 +1,4 @@
-//! What an owner says, and whom it concerns.
+//! What an owner replies, and which request it concerns.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};

@@ -1,4 +1,4 @@
-//! A stranger without a ticket: what it passes along with its words, and what is written down of it.
+//! A peer without a ticket: what it passes along with its messages, and what is written down of it.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
@@ -12,11 +12,11 @@ use towline_testkit::watchdog::{eventually, watch};
 use crate::{PATIENCE, Target};
 
 /// As many as the kernel passes at once.
-const AT_ONCE: usize = 253;
+const MOST_PASSED: usize = 253;
 
 #[test]
-fn descriptors_of_a_stranger_are_never_the_targets() {
-    let mut target = Target::open("descriptors_of_a_stranger_are_never_the_targets");
+fn descriptors_of_an_unauthenticated_peer_are_never_the_targets() {
+    let mut target = Target::open("descriptors_of_an_unauthenticated_peer_are_never_the_targets");
     let hello = Attacker::hello(&target.ticket).1;
     let file = std::fs::File::open("/dev/null").unwrap();
     // Few enough that no single message is refused for the limit below.
@@ -30,18 +30,18 @@ fn descriptors_of_a_stranger_are_never_the_targets() {
         let mut crowd = Vec::new();
         // Before anything, in the middle of a header, behind it, with the last byte; then with each of some more bytes.
         for start in [0, 5, HEADER_LEN, hello.len() - 1] {
-            let mut stranger = Attacker::connect(&target.ticket, Medium::Unix);
-            stranger.send(&hello[..start]);
+            let mut attacker = Attacker::connect(&target.ticket, Medium::Unix);
+            attacker.send(&hello[..start]);
             for byte in hello[start..].iter().take(1 + round) {
-                stranger.send_with_files(std::slice::from_ref(byte), &files);
+                attacker.send_with_files(std::slice::from_ref(byte), &files);
             }
-            crowd.push(stranger);
+            crowd.push(attacker);
         }
         // Long enough to be read, and not so long that its time is over.
         std::thread::sleep(Duration::from_millis(50));
         most = most.max(target.process.descriptors());
-        for mut stranger in crowd {
-            assert!(stranger.is_cut_off(PATIENCE), "a stranger that passes descriptors is kept");
+        for mut attacker in crowd {
+            assert!(attacker.is_cut_off(PATIENCE), "an unauthenticated peer that passes descriptors is kept");
         }
     }
     let room = target.descriptors + 16;
@@ -57,7 +57,7 @@ fn a_peer_keeps_no_descriptors_in_the_target_beyond_the_one_that_its_frame_names
     let name = "a_peer_keeps_no_descriptors_in_the_target_beyond_the_one_that_its_frame_names";
     let mut target = Target::open(name);
     let file = std::fs::File::open("/dev/null").unwrap();
-    let files: Vec<BorrowedFd<'_>> = vec![file.as_fd(); AT_ONCE];
+    let files: Vec<BorrowedFd<'_>> = vec![file.as_fd(); MOST_PASSED];
     for _ in 0..8 {
         let mut peer = Attacker::connect(&target.ticket, Medium::Unix);
         peer.log_in(&target.ticket);
@@ -114,9 +114,10 @@ fn every_refused_handshake_is_counted_by_reason_and_by_whom() {
     assert_eq!(metric(&owner, "towline_refused_total"), 5 * wanted);
     let audit = owner.audit();
     let uid = rustix::process::geteuid().as_raw();
-    let strangers: Vec<_> = audit.strangers.iter().map(|one| (one.origin.as_str(), one.refused)).collect();
+    let unauthenticated: Vec<_> =
+        audit.unauthenticated.iter().map(|one| (one.origin.as_str(), one.refused)).collect();
     let here = format!("user {uid} of this host");
-    assert_eq!(strangers, [("127.0.0.1", 4), (here.as_str(), 4)], "{audit}");
+    assert_eq!(unauthenticated, [("127.0.0.1", 4), (here.as_str(), 4)], "{audit}");
     // Who had proven to hold the ticket is called by its name, also at the region.
     for audit in [audit, region.audit()] {
         let attacker = audit.peers.iter().find(|peer| peer.peer == "attacker").unwrap();
@@ -150,9 +151,9 @@ fn who_hangs_up_in_the_middle_of_a_hello_is_counted_and_who_says_nothing_is_not(
 }
 
 #[test]
-fn strangers_that_hang_up_leave_nothing_for_as_long_as_they_had_time() {
+fn unauthenticated_peers_that_hang_up_leave_nothing_for_as_long_as_they_had_time() {
     const FLOOD: usize = 30_000;
-    let test = "strangers_that_hang_up_leave_nothing_for_as_long_as_they_had_time";
+    let test = "unauthenticated_peers_that_hang_up_leave_nothing_for_as_long_as_they_had_time";
     // So long that nothing of what they leave is gone by itself before the test is over.
     let mut target = Target::open_with(test, "prove=600000");
     let flood = |count: usize| {
@@ -167,6 +168,6 @@ fn strangers_that_hang_up_leave_nothing_for_as_long_as_they_had_time() {
     };
     let before = flood(2000);
     let grown = flood(FLOOD).saturating_sub(before);
-    assert!(grown < 4 << 20, "{grown} bytes for {FLOOD} strangers that are gone");
+    assert!(grown < 4 << 20, "{grown} bytes for {FLOOD} connections that are gone");
     target.is_unharmed();
 }
