@@ -328,6 +328,8 @@ impl Run {
             // A stop that came before the request was open did not find it.
             Ok(()) => {
                 session.stop_late(connection, transfer.id, request);
+                #[cfg(test)]
+                moments::reach(moments::Moment::Looked, &self.local_address(unit));
                 Ok(())
             }
             Err(error) => session.give_up(request).map_or(Ok(()), |_| Err(error)),
