@@ -21,7 +21,7 @@ use crate::{Endpoint, Error, Remote, Result, Span, Transfer, room};
 const INLINE: u64 = 1 << 20;
 
 /// Parts are started while fewer bytes than this are in flight: what waits behind others for long would be taken for what does
-/// not move. So most operations are one transfer.
+/// not move. So most operations are one transfer, and of a larger one the next begins when there is room.
 const IN_FLIGHT: u64 = 64 << 20;
 
 /// The registered local memory, the remote memory, and what is moved between them.

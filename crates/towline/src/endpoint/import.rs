@@ -645,12 +645,16 @@ mod tests {
             let _ = dropped.as_mut().poll(&mut cx);
         }
         assert_eq!(runtime::reactor().unwrap().timers_after(LIMIT / 2), before);
-        // As many as there are threads are asked for and given up, and nobody answers.
+        // More than there are threads are asked for and given up once each thread has one, and nobody answers.
         let (silent, _silent) = of_nobody(&ticket, 0xa1);
         let mut given_up: Vec<_> =
             (0..40).map(|_| Box::pin(user.import_async_within(&silent, &unix, LIMIT))).collect();
         given_up.iter_mut().for_each(|import| assert!(import.as_mut().poll(&mut cx).is_pending()));
-        thread::sleep(Duration::from_millis(200));
+        let all = given_up.len() - runtime::contacts().limit();
+        while runtime::contacts().queued() > all {
+            assert!(began.elapsed() < WATCHDOG, "{} wait for a thread", runtime::contacts().queued());
+            thread::sleep(Duration::from_millis(1));
+        }
         drop(given_up);
         let mut next = Box::pin(user.import_async_within(&ticket, &unix, LIMIT));
         let began = Instant::now();

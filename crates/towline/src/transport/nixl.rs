@@ -46,8 +46,7 @@ const FIRST_HELP: Duration = Duration::from_millis(50);
 /// By which peers and owners speak of it.
 const NUMBER: u8 = 2;
 
-/// What a foreign library said, with the kind that tells the caller what to do about it.
-/// Parameters of UCX's backend that hold it to those devices. `Unavailable` where one is not there.
+/// Parameters of UCX's backend that hold it to those devices, or to RDMA devices where none is named. `Unavailable` where one is not there.
 pub(crate) fn limited_to(
     devices: &[String],
     parameters: BTreeMap<String, String>,
@@ -55,6 +54,7 @@ pub(crate) fn limited_to(
     devices::Devices::of(devices, "nixl")?.limit(parameters).map_err(|error| error.during("nixl"))
 }
 
+/// What a foreign library said, with the kind that tells the caller what to do about it.
 pub(crate) fn of_nixl(error: towline_sys::Error) -> Error {
     let kind = match &error {
         error if error.is_unavailable() => Kind::Unavailable,
