@@ -159,7 +159,7 @@ pub(crate) struct Passive {
     /// How long it waits for the memory to become quiet.
     quiet_limit: Duration,
     inner: Mutex<Inner>,
-    completion: Completion,
+    completion: Completion<Result<()>>,
 }
 
 struct Inner {
@@ -306,7 +306,7 @@ impl Passive {
         &self.id
     }
 
-    pub(crate) fn completion(&self) -> &Completion {
+    pub(crate) fn completion(&self) -> &Completion<Result<()>> {
         &self.completion
     }
 
@@ -451,7 +451,7 @@ impl Passive {
                 State::Waiting | State::Claimed { .. } => return,
             }
         };
-        self.completion.set(result);
+        let _ = self.completion.set(result);
     }
 
     /// Somebody is inside the memory for too long: it ends all the same, and the memory stays parked.
@@ -468,7 +468,7 @@ impl Passive {
             inner.state = State::Ended { quiet: false };
             result
         };
-        self.completion.set(result);
+        let _ = self.completion.set(result);
     }
 
     fn still_held(&self, cause: &str) -> Error {
