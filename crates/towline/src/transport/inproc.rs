@@ -5,18 +5,18 @@ pub(crate) mod file;
 
 use std::sync::Arc;
 
-use super::direct::{Direct, DirectAttachment, Held, misaligned};
+use super::direct::{Direct, DirectAttachment, Held, apply_atomic, misaligned, move_pieces};
 use super::gpu::{Far, GpuAttachment, Inside, Spot};
 use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
-use crate::memory::{Dtype, Place, ReduceOp, lent, reduce};
+use crate::memory::{Dtype, Place, ReduceOp, lent};
 use crate::notify::Notification;
 use crate::region::{RegionCore, raise_own, stale};
 use crate::route::Capabilities;
 use crate::transfer::{After, Op, Signal};
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result, bytes};
+use crate::{Error, Kind, Result};
 
 /// The transport between endpoints of one process.
 pub(crate) struct InProc;
@@ -192,27 +192,6 @@ fn owner_is_open(region: &RegionCore) -> Result<()> {
         .map_err(|_| Error::owner_gone("use", "the owner has closed its endpoint"))
 }
 
-/// Moves the pieces between local and remote memory that is mapped here.
-///
-/// # Safety
-/// Both ranges of every piece lie in mapped memory that stays during the call.
-pub(crate) unsafe fn move_pieces(op: Op, local: *mut u8, remote: *mut u8, pieces: &[Piece]) -> Result<()> {
-    for piece in pieces {
-        // SAFETY: the caller's obligation.
-        unsafe {
-            let (near, far) = (local.add(piece.local as usize), remote.add(piece.remote as usize));
-            let len = piece.len as usize;
-            match op {
-                Op::Read => bytes::copy(near, far, len),
-                Op::Write => bytes::copy(far, near, len),
-                Op::Reduce(op, dtype) => reduce::reduce(far, near, len, op, dtype)?,
-                Op::Atomic { .. } => {}
-            }
-        }
-    }
-    Ok(())
-}
-
 /// Reduces the pieces into memory that was lent, in turn with whoever else changes such memory.
 ///
 /// # Safety
@@ -232,20 +211,6 @@ unsafe fn reduce_lent(
         }
     }
     Ok(())
-}
-
-/// Performs an atomic operation on a word that is mapped here; returns what it held before.
-///
-/// # Safety
-/// `word` points to eight aligned bytes that stay mapped during the call.
-pub(crate) unsafe fn apply_atomic(word: *mut u8, op: AtomicOp) -> u64 {
-    // SAFETY: the caller's obligation.
-    unsafe {
-        match op {
-            AtomicOp::Add(value) => reduce::fetch_add(word, value),
-            AtomicOp::CompareSwap { expected, new } => reduce::compare_swap(word, expected, new),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -3,9 +3,8 @@
 
 use std::sync::Arc;
 
-use super::direct::{Direct, DirectAttachment, Held, misaligned};
+use super::direct::{Direct, DirectAttachment, Held, apply_atomic, misaligned, move_pieces};
 use super::gpu::{Far, GpuAttachment, HostPart, Inside, Pinnable, Spot};
-use super::inproc::{apply_atomic, move_pieces};
 use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
 use crate::layout::Piece;
 use crate::memory::{Mapping, Place, SharedStorage};
