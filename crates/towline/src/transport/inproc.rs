@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, Held, apply_atomic, misaligned, move_pieces};
 use super::gpu::{Far, GpuAttachment, Inside, Spot};
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
 use crate::memory::{Dtype, Place, ReduceOp, lent};
@@ -25,37 +25,23 @@ pub(crate) struct InProc;
 pub(super) const TRANSPORT: &dyn Transport = &InProc;
 
 impl Transport for InProc {
-    fn name(&self) -> &'static str {
-        "inproc"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner is in this process: plain memory copies"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            shares_memory: true,
+            // One process is one trust domain; the library checks every access, as an owner would.
+            enforced: true,
+            ..PathProperties::new(
+                "inproc",
+                "the owner is in this process: plain memory copies",
+                Capabilities::ALL,
+                Serves::Anything,
+                Contact::Nothing,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
         Probe::Works("always".into())
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::ALL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::Anything
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Nothing
-    }
-
-    fn shares_memory(&self) -> bool {
-        true
-    }
-
-    fn enforced(&self) -> bool {
-        // One process is one trust domain; the library checks every access, as an owner would.
-        true
     }
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {

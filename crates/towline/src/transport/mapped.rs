@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, Held, apply_atomic, misaligned, move_pieces};
 use super::gpu::{Far, GpuAttachment, HostPart, Inside, Pinnable, Spot};
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport};
 use crate::layout::Piece;
 use crate::memory::{Mapping, Place, SharedStorage};
 use crate::region::raise;
@@ -22,12 +22,18 @@ pub(crate) struct Mapped;
 pub(super) const TRANSPORT: &dyn Transport = &Mapped;
 
 impl Transport for Mapped {
-    fn name(&self) -> &'static str {
-        "mapped"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner's shared memory is mapped here: plain memory copies"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            shares_memory: true,
+            mend: "run both workers as one user in one network namespace, and allow memfd_create",
+            ..PathProperties::new(
+                "mapped",
+                "the owner's shared memory is mapped here: plain memory copies",
+                Capabilities::ALL,
+                Serves::SharedMemory,
+                Contact::Unix,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
@@ -38,30 +44,6 @@ impl Transport for Mapped {
                 mend: "allow memfd_create and raise the memory limit of this process".into(),
             },
         }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::ALL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::SharedMemory
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Unix
-    }
-
-    fn shares_memory(&self) -> bool {
-        true
-    }
-
-    fn mend(&self) -> &'static str {
-        "run both workers as one user in one network namespace, and allow memfd_create"
-    }
-
-    fn enforced(&self) -> bool {
-        false
     }
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
