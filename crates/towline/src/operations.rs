@@ -276,11 +276,7 @@ impl Passive {
     }
 
     fn look_again(self: &Arc<Self>, age: Duration) {
-        if let Ok(reactor) = runtime::reactor() {
-            let weak = Arc::downgrade(self);
-            let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now() + cuda::pause(age), timer, LOOK);
-        }
+        runtime::call_at(Instant::now() + cuda::pause(age), self, LOOK);
     }
 
     /// Somebody has claimed it too early: can it be now?
@@ -483,11 +479,7 @@ impl Passive {
     fn arm(self: &Arc<Self>, inner: &mut Inner, within: Option<Duration>, key: u64) {
         disarm(inner);
         let Some(when) = within.and_then(|within| Instant::now().checked_add(within)) else { return };
-        if let Ok(reactor) = runtime::reactor() {
-            let weak = Arc::downgrade(self);
-            let timer: Weak<dyn Timer> = weak;
-            inner.due = Some((when, reactor.at(when, timer, key)));
-        }
+        inner.due = runtime::call_at(when, self, key).map(|timer| (when, timer));
     }
 
     fn deadline_passed(self: &Arc<Self>) {
@@ -526,9 +518,7 @@ fn reached(inner: &mut Inner) -> Result<bool> {
 }
 
 fn disarm(inner: &mut Inner) {
-    if let (Some((_, timer)), Ok(reactor)) = (inner.due.take(), runtime::reactor()) {
-        reactor.cancel(timer);
-    }
+    runtime::forget(inner.due.take().map(|(_, timer)| timer));
 }
 
 impl Timer for Passive {

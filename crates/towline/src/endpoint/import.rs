@@ -306,7 +306,7 @@ pub(super) async fn import_async(
         }
     };
     runtime::contacts().spawn(Box::new(job))?;
-    let timer: Weak<dyn Timer> = Arc::downgrade(&(Arc::clone(&queued) as Arc<dyn Timer>));
+    let timer = Arc::downgrade(&queued);
     awaited.timer = Some(runtime::reactor()?.at(until, timer, 0));
     poll_fn(|cx| queued.end.poll_take(cx)).await
 }
@@ -323,9 +323,7 @@ impl Drop for Awaited {
         if fork::in_child() {
             return;
         }
-        if let (Some(timer), Ok(reactor)) = (self.timer, runtime::reactor()) {
-            reactor.cancel(timer);
-        }
+        runtime::forget(self.timer);
         // Nobody begins it any more, or who has begun is told.
         self.queued.begin();
         self.given_up.store(true, Ordering::Release);

@@ -1,6 +1,6 @@
 //! Tickets on their way to becoming grants: asked for over a session, answered by its owner.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -136,12 +136,8 @@ impl Importing {
         if let Some((reply, _)) = missing
             && Instant::now() < self.until
         {
-            if self.timer.is_none()
-                && let Ok(reactor) = runtime::reactor()
-            {
-                let weak = Arc::downgrade(reply);
-                let timer: Weak<dyn Timer> = weak;
-                self.timer = Some(reactor.at(self.until, timer, 0));
+            if self.timer.is_none() {
+                self.timer = runtime::call_at(self.until, reply, 0);
             }
             return Poll::Pending;
         }
@@ -200,9 +196,7 @@ impl Drop for Importing {
         if crate::fork::in_child() {
             return;
         }
-        if let (Some(timer), Ok(reactor)) = (self.timer, runtime::reactor()) {
-            reactor.cancel(timer);
-        }
+        runtime::forget(self.timer);
         for (reply, _) in self.waiting.drain(..) {
             reply.abandon(&self.session);
         }

@@ -569,9 +569,8 @@ impl<D: Direct> Help for Run<D> {
         if self.inside.lock().is_empty() {
             return;
         }
-        let me: Weak<dyn Timer> = Weak::clone(&self.me) as Weak<dyn Timer>;
         match runtime::reactor() {
-            Ok(reactor) => drop(reactor.at(runtime::later(Instant::now(), PATIENCE), me, 0)),
+            Ok(reactor) => drop(reactor.at(runtime::later(Instant::now(), PATIENCE), self.me.clone(), 0)),
             Err(_) => self.give_up(),
         }
     }
