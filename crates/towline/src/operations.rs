@@ -343,18 +343,12 @@ impl Passive {
         };
         let Some((_, claimed)) = offered.iter_mut().find(|(one, _)| one.region.place_in_table() == region)
         else {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                "import",
-                "the ticket is for memory that the operation does not offer",
-            ));
+            let message = "the ticket is for memory that the operation does not offer";
+            return Err(Error::new(Kind::PermissionDenied, "import", message));
         };
         if !access.contains(self.access) {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                "import",
-                format!("the ticket allows {access}, and the operation needs {}", self.access),
-            ));
+            let message = format!("the ticket allows {access}, and the operation needs {}", self.access);
+            return Err(Error::new(Kind::PermissionDenied, "import", message));
         }
         if std::mem::replace(claimed, true) {
             return Err(Error::invalid("import", format!("the operation was already claimed by {by}")));

@@ -154,11 +154,8 @@ impl Remote {
                 Some(path.attachment.hold()?.map(|held| (held, name)).map_err(|error| error.on(name)))
             });
             let Some(held) = held else {
-                return Err(Error::new(
-                    Kind::Unsupported,
-                    "pin",
-                    format!("no path to the region shares its memory:\n{}", self.explain()),
-                ));
+                let message = format!("no path to the region shares its memory:\n{}", self.explain());
+                return Err(Error::new(Kind::Unsupported, "pin", message));
             };
             let (held, path) = held?;
             Ok(Pinned::new(held, self.len() as usize, self.access(), path, Arc::clone(&self.peer)))

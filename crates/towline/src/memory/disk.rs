@@ -193,10 +193,8 @@ impl DiskOptions {
             let wanted = len.map_or("is not a length that can be used".into(), |len| {
                 format!("but {len} were requested; an existing file is never resized")
             });
-            return Err(Error::invalid(
-                "allocate",
-                format!("{} has {} bytes, which {wanted}", path.display(), found.len()),
-            ));
+            let message = format!("{} has {} bytes, which {wanted}", path.display(), found.len());
+            return Err(Error::invalid("allocate", message));
         };
         let mut storage = DiskStorage {
             file: Arc::new(FileBytes::new(file.into(), None, !self.read_only)),

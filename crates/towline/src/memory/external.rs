@@ -54,10 +54,8 @@ impl ExternalStorage {
     ) -> Result<ExternalStorage> {
         let fits = addr.checked_add(len).is_some() && len <= isize::MAX as usize;
         if addr == 0 || len == 0 || !fits || place == Place::Disk {
-            return Err(Error::invalid(
-                "describe external memory",
-                format!("{len} bytes at {addr:#x} on {place} cannot be a storage"),
-            ));
+            let message = format!("{len} bytes at {addr:#x} on {place} cannot be a storage");
+            return Err(Error::invalid("describe external memory", message));
         }
         Ok(ExternalStorage { addr, len, place, owner })
     }

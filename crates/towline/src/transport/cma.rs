@@ -76,11 +76,8 @@ impl Transport for Cma {
             return Err(Error::new(Kind::Unavailable, "import", "the owner is in this process"));
         };
         if offer.grant.place != Place::Host {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "import",
-                format!("the bytes are on {}", offer.grant.place),
-            ));
+            let message = format!("the bytes are on {}", offer.grant.place);
+            return Err(Error::new(Kind::Unsupported, "import", message));
         }
         let pid = handle.session().process_to_copy_by(probe_peer)?;
         Ok(Arc::new(DirectAttachment(Arc::new(Process {

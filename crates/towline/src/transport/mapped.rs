@@ -52,18 +52,12 @@ impl Transport for Mapped {
         };
         handle.local_fence()?;
         if offer.grant.place != Place::Host {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "import",
-                format!("the bytes are on {}", offer.grant.place),
-            ));
+            let message = format!("the bytes are on {}", offer.grant.place);
+            return Err(Error::new(Kind::Unsupported, "import", message));
         }
         let Some(segment) = &offer.grant.segment else {
-            return Err(Error::new(
-                Kind::Unavailable,
-                "import",
-                "the owner's storage is private memory, not a SharedStorage that could be mapped",
-            ));
+            let message = "the owner's storage is private memory, not a SharedStorage that could be mapped";
+            return Err(Error::new(Kind::Unavailable, "import", message));
         };
         let writable = offer.grant.access.contains(Access::WRITE);
         let mapping = handle.mapping(segment, writable)?;
