@@ -4,7 +4,7 @@
 use std::any::Any;
 use std::fmt;
 
-use super::{MemoryDescription, Place, Storage, StorageKind};
+use super::{Place, Storage, StorageKind, describe};
 use crate::cuda::Gpu;
 use crate::{Error, Result};
 
@@ -95,23 +95,7 @@ impl fmt::Debug for ExternalStorage {
     }
 }
 
-impl MemoryDescription for ExternalStorage {
-    fn addr(&self) -> usize {
-        self.addr
-    }
-
-    fn size(&self) -> usize {
-        self.len
-    }
-
-    fn storage_kind(&self) -> StorageKind {
-        StorageKind::External
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+describe!(ExternalStorage, |this| this.addr, this.len, StorageKind::External);
 
 // SAFETY: whoever called `new` promised that the bytes keep the contract while the value lives; the fields
 // never change, and nothing gives out references.
@@ -129,6 +113,7 @@ mod tests {
 
     use super::*;
     use crate::Kind;
+    use crate::memory::MemoryDescription;
     use crate::memory::{MemoryAccess, SystemStorage};
 
     fn at(addr: usize, len: usize, place: Place) -> Result<ExternalStorage> {
