@@ -51,10 +51,8 @@ impl Envelope {
             put_counted(&mut bytes, &ticket.encode());
         }
         if bytes.len() > MAX_ENVELOPE {
-            return Err(Error::invalid(
-                OP,
-                format!("the tickets take {} bytes, at most {MAX_ENVELOPE} fit", bytes.len()),
-            ));
+            let message = format!("the tickets take {} bytes, at most {MAX_ENVELOPE} fit", bytes.len());
+            return Err(Error::invalid(OP, message));
         }
         Ok(match form {
             Form::Base64 => format!("{BASE64_PREFIX}{}", BASE64.encode(&bytes)),

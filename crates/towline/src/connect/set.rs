@@ -49,7 +49,7 @@ pub(super) struct TransferSet {
     /// The stream that all of them are in order with.
     stream: Option<StreamHandle>,
     inner: Mutex<Inner>,
-    completion: Completion,
+    completion: Completion<Result<()>>,
     /// The transfers that were not quiet at the end.
     unquiet: Mutex<Vec<QuietWatch>>,
 }
@@ -142,7 +142,7 @@ impl TransferSet {
         self.completion.result().is_some() && self.unquiet.lock().iter().all(QuietWatch::is_quiet)
     }
 
-    pub(super) fn completion(&self) -> &Completion {
+    pub(super) fn completion(&self) -> &Completion<Result<()>> {
         &self.completion
     }
 
@@ -303,7 +303,7 @@ impl TransferSet {
         let finished = claim.map_or(Ok(()), |claim| claim.finish(&result));
         let op = self.op.name();
         let result = result.and(finished.map_err(|error| error.during(op).with_peer(&*self.peer)));
-        self.completion.set(result);
+        let _ = self.completion.set(result);
         drop(started);
     }
 }

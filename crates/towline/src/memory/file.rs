@@ -93,10 +93,8 @@ impl FileSlice {
         for file in [Some(&buffered), direct.as_ref()].into_iter().flatten() {
             let stat = rustix::fs::fstat(file).map_err(|error| Error::os("import", "fstat", error))?;
             if !rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file() {
-                return Err(Error::protocol(
-                    "import",
-                    "the owner sent a descriptor that is not a regular file",
-                ));
+                let message = "the owner sent a descriptor that is not a regular file";
+                return Err(Error::protocol("import", message));
             }
         }
         FileSlice::of_len(FileBytes::new(buffered, direct, writable), offset, len)

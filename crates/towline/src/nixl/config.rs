@@ -56,10 +56,8 @@ impl NixlBackendConfig {
                 "1" | "true" | "on" | "yes" => true,
                 "" | "0" | "false" | "off" | "no" => false,
                 _ => {
-                    return Err(Error::invalid(
-                        "nixl",
-                        format!("{variable}={value:?} is not a boolean (yes or no)"),
-                    ));
+                    let message = format!("{variable}={value:?} is not a boolean (yes or no)");
+                    return Err(Error::invalid("nixl", message));
                 }
             };
             if name.is_empty() {

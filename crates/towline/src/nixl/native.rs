@@ -242,10 +242,8 @@ impl Native {
             match found {
                 Some(held) => keep.push(held),
                 None => {
-                    return Err(Error::invalid(
-                        "nixl",
-                        format!("{range:?} is not registered with agent {}", self.name()),
-                    ));
+                    let message = format!("{range:?} is not registered with agent {}", self.name());
+                    return Err(Error::invalid("nixl", message));
                 }
             }
         }

@@ -136,11 +136,8 @@ impl RegionCore {
         }
         let file = storage.file();
         if access.contains(Access::WRITE) && file.as_ref().is_some_and(|file| !file.is_writable()) {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                "register",
-                "the file was opened for reading only, and cannot be lent for writing",
-            ));
+            let message = "the file was opened for reading only, and cannot be lent for writing";
+            return Err(Error::new(Kind::PermissionDenied, "register", message));
         }
         let claim = registry.table.claim(addr as u64, len as u64)?;
         let core = Arc::new(RegionCore {
@@ -336,11 +333,8 @@ impl RegionCore {
             if started.elapsed() >= within {
                 // Since it was first asked for: a caller may wait in several turns.
                 let spent = self.revoked.get().map_or(within, Instant::elapsed);
-                return Err(Error::new(
-                    Kind::Timeout,
-                    "deregister",
-                    format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users()),
-                ));
+                let message = format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users());
+                return Err(Error::new(Kind::Timeout, "deregister", message));
             }
             interrupt::check("deregister")?;
             let left = within.saturating_sub(started.elapsed());

@@ -215,11 +215,8 @@ impl Files {
         let written = Written { all, bytes };
         // A lane is held up before there are so many.
         if before + bytes > MOST_WRITTEN && role == Role::Control {
-            return Err(Error::new(
-                Kind::Exhausted,
-                "write",
-                "the owner cannot write files or GPUs as fast as the bytes come",
-            ));
+            let message = "the owner cannot write files or GPUs as fast as the bytes come";
+            return Err(Error::new(Kind::Exhausted, "write", message));
         }
         if let Source::Gpu(ordinal) = asked.source
             && role == Role::Lane
@@ -268,11 +265,8 @@ impl Bounces {
         check_size("read", asked.bytes())?;
         let mut state = self.state.lock();
         if state.waiting.len() >= MOST_WAITING || state.blocks + asked.ranges.blocks().len() > MOST_BLOCKS {
-            return Err(Error::new(
-                Kind::Exhausted,
-                "read",
-                "too many requests for bytes of files or GPUs wait",
-            ));
+            let message = "too many requests for bytes of files or GPUs wait";
+            return Err(Error::new(Kind::Exhausted, "read", message));
         }
         let bytes = asked.bytes() as usize;
         let by_gpu = matches!(asked.source, Source::Gpu(_)) && !checked && bytes <= ring::SLOT;
@@ -375,10 +369,8 @@ impl State {
 /// Refuses requests whose bytes would take too much memory on their way.
 fn check_size(op: &'static str, bytes: u64) -> Result<()> {
     if bytes > MAX_REQUEST {
-        return Err(Error::invalid(
-            op,
-            format!("a request moves at most {MAX_REQUEST} bytes of a file or a GPU"),
-        ));
+        let message = format!("a request moves at most {MAX_REQUEST} bytes of a file or a GPU");
+        return Err(Error::invalid(op, message));
     }
     Ok(())
 }

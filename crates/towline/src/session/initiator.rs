@@ -322,8 +322,7 @@ impl Session {
 
     fn wake_at(&self, when: Instant, key: u64) {
         if let Ok(reactor) = runtime::reactor() {
-            let weak: Weak<dyn Timer> = self.me.clone();
-            reactor.at(when, weak, key);
+            reactor.at(when, self.me.clone(), key);
         }
     }
 

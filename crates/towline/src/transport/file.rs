@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment};
 use super::inproc::file::move_file_pieces;
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport, TransportContext};
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
 use crate::region::no_words;
@@ -61,36 +61,21 @@ pub(super) fn opened(offer: &Offer<'_>, handle: &Arc<GrantHandle>) -> Result<Fil
 }
 
 impl Transport for FilePath {
-    fn name(&self) -> &'static str {
-        "file"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner's file is open in this process, which reads and writes it"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            mend: "let both workers run as one user, and TMPDIR name a folder that can be written",
+            ..PathProperties::new(
+                "file",
+                "the owner's file is open in this process, which reads and writes it",
+                Capabilities::READ | Capabilities::WRITE,
+                Serves::Files,
+                Contact::Unix,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
         Probe::Works("for files of owners on this host".into())
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::READ | Capabilities::WRITE
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::Files
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Unix
-    }
-
-    fn mend(&self) -> &'static str {
-        "let both workers run as one user, and TMPDIR name a folder that can be written"
-    }
-
-    fn enforced(&self) -> bool {
-        false
     }
 
     fn blocks(&self, offer: &Offer<'_>) -> bool {

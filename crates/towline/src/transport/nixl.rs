@@ -34,7 +34,7 @@ use self::engine::{EngineLoan, Reach};
 use self::memory::Known;
 pub use self::options::{NixlOptions, NixlPrefer};
 use self::words::{Answer, Word};
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport, TransportContext};
 use crate::memory::Place;
 use crate::route::Capabilities;
 use crate::session::{Medium, Query, QueryReply, Ticketed};
@@ -73,12 +73,21 @@ pub(crate) struct NixlPath;
 pub(super) const TRANSPORT: &dyn Transport = &NixlPath;
 
 impl Transport for NixlPath {
-    fn name(&self) -> &'static str {
-        "nixl"
-    }
-
-    fn summary(&self) -> &'static str {
-        "NIXL moves the bytes (UCX: RDMA, shared memory, tcp)"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            opt_in: true,
+            may_be_missing: Some("NIXL is not there"),
+            mend: "look at what UCX prints with UCX_LOG_LEVEL=info, and at UCX_TLS and UCX_NET_DEVICES",
+            quiet_at_end: false,
+            ..PathProperties::new(
+                "nixl",
+                "NIXL moves the bytes (UCX: RDMA, shared memory, tcp)",
+                // Signals are raised by the owner, asked over the session; atomics and reductions need its cooperation.
+                Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL,
+                Serves::Anything,
+                Contact::Any,
+            )
+        }
     }
 
     /// Loads the library, which then stays loaded.
@@ -90,39 +99,6 @@ impl Transport for NixlPath {
                 mend: "install NIXL (pip install nixl-cu12), or name it in TOWLINE_NIXL".into(),
             },
         }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        // Signals are raised by the owner, asked over the session; atomics and reductions need its cooperation.
-        Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::Anything
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Any
-    }
-
-    fn opt_in(&self) -> bool {
-        true
-    }
-
-    fn may_be_missing(&self) -> Option<&'static str> {
-        Some("NIXL is not there")
-    }
-
-    fn mend(&self) -> &'static str {
-        "look at what UCX prints with UCX_LOG_LEVEL=info, and at UCX_TLS and UCX_NET_DEVICES"
-    }
-
-    fn enforced(&self) -> bool {
-        false
-    }
-
-    fn quiet_at_end(&self) -> bool {
-        false
     }
 
     fn blocks(&self, offer: &Offer<'_>) -> bool {
@@ -203,7 +179,7 @@ fn lends(context: &TransportContext, Ticketed { region, claims }: &Ticketed<'_>)
     if !context.nixl.options().lends() {
         return Err(unavailable(format!("the owner does not lend by NIXL: it has not opted in ({OPT_IN})")));
     }
-    if context.routing.refusal(NixlPath.name(), NixlPath.enforced()).is_some() {
+    if context.routing.refusal(NixlPath.name(), NixlPath.properties().enforced).is_some() {
         return Err(unavailable(
             "the owner does not lend by NIXL: its own routing, or its isolation, keeps NIXL out",
         ));
