@@ -583,7 +583,7 @@ impl Connection {
         loop {
             let available = incoming.end - incoming.start;
             match &mut incoming.reading {
-                Reading::Header if self.is_held_up() => {
+                Reading::Header | Reading::Payload { left: 1.., .. } if self.is_held_up() => {
                     incoming.left_over = true;
                     return Ok(());
                 }

@@ -116,9 +116,12 @@ impl Direct for Local {
     fn atomic(&self, offset: u64, op: AtomicOp) -> Result<u64> {
         self.word("atomic", offset)?;
         self.inside("atomic", |remote| {
-            let _turn = self.region.turn();
             // SAFETY: eight aligned bytes within the grant, kept by `inside`.
-            Ok(unsafe { apply_atomic(remote.add(offset as usize), op) })
+            unsafe {
+                let word = remote.add(offset as usize);
+                let _turn = self.region.turn(word.cast());
+                Ok(apply_atomic(word, op))
+            }
         })
     }
 

@@ -13,7 +13,8 @@ use crate::bytes::checked;
 use crate::memory::Holder;
 use crate::region::{Counted, RegionCore, RegionUse, SERVED};
 use crate::runtime::socket::RawPartMut;
-use crate::session::files::Asked;
+use crate::runtime::{self, Device};
+use crate::session::files::{Asked, Source};
 use crate::session::importing::proven;
 use crate::session::parts::Keep;
 use crate::session::reply::Lending;
@@ -44,6 +45,11 @@ impl Memory {
     /// Whether it was lent to this process: pages of it may be gone.
     pub(super) fn is_lent(&self) -> bool {
         self.using.core().lent
+    }
+
+    /// Who has to bring pages of it, where this thread must not wait for them.
+    pub(super) fn awaits(&self) -> Option<Device> {
+        awaits(self.using.core(), &self.ranges)
     }
 
     pub(super) fn keep(self, request: u64) -> Keep {
@@ -84,6 +90,18 @@ impl Memory {
         // SAFETY: the rules have seen that the ranges lie within the region, and the use keeps its memory in place.
         Ok(unsafe { checks::of_memory(ranges) })
     }
+}
+
+/// Who has to bring pages of lent memory before those ranges can be touched, where this thread must not wait for them: neither the
+/// event loop, which looks at none, nor a lane's.
+pub(super) fn awaits(region: &RegionCore, ranges: &Ranges) -> Option<Device> {
+    if !region.lent {
+        return None;
+    }
+    if runtime::may_block("serve").is_err() {
+        return Some(region.brings_pages());
+    }
+    region.awaits(ranges.bytes(), ranges.iter())
 }
 
 impl Serving {
@@ -220,6 +238,11 @@ impl Serving {
     ) -> Result<(Arc<Granting>, Memory, Vec<RawPartMut>)> {
         match target {
             Target::Memory(memory, parts) => Ok((granting, memory, parts)),
+            Target::Bounced(Asked { region, source: Source::Mapped(_), ranges, flight }) => {
+                let memory = Memory { using: region.begin_use_with(op, flight)?, ranges };
+                let parts = memory.parts(op)?;
+                Ok((granting, memory, parts))
+            }
             Target::Bounced(asked) => {
                 self.refused(&granting);
                 Err(asked.no_words(op))
