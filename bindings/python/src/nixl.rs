@@ -59,7 +59,7 @@ const KINDS: [(&str, MemType); 5] = [
 fn kind(py: Python<'_>, name: &str) -> PyResult<MemType> {
     KINDS.iter().find(|(known, _)| *known == name).map(|(_, kind)| *kind).ok_or_else(|| {
         let known: Vec<_> = KINDS.iter().map(|(known, _)| *known).collect();
-        invalid(py, "nixl", format!("memory: {name:?} is none of {}", known.join(", ")))
+        invalid(py, "nixl", format!("memory: {name:?} is not one of {}", known.join(", ")))
     })
 }
 

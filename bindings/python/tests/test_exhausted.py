@@ -255,6 +255,6 @@ def test_operations_over_nixl_do_without_a_thread_or_say_so(monkeypatch: pytest.
     with pytest.raises(towline.Exhausted, match="cannot start the thread towline-nixl:"):
         _over_nixl.Passive(side, OperationKind.READ, [])
     assert side.enlisted == 0
-    # What is under way is waited for.
+    # What is in flight is waited for.
     active.start()
     assert active.done() and active.error() is None and side.enlisted == 0

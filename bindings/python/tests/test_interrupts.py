@@ -285,22 +285,22 @@ NCCL: dict[str, Case] = {
     "a shrink": ("comms = nccl.Communicator.init_all(3)", "comms[1].shrink([2])", ""),
     "finalizing": ("comms = ranks()", "comms[0].finalize()", ""),
     "leaving the block": ("comms = ranks()", "comms[0].__exit__(None, None, None)", ""),
-    "a call that is under way": (
+    "a call that is in flight": (
         "comms = ranks(blocking=False); barrier = comms[0].barrier()",
         "barrier.wait()",
         "assert not barrier.done(); comms[1].barrier().wait(); barrier.wait()",
     ),
-    "all that is under way": (
+    "all that is in flight": (
         "comms = ranks(blocking=False); barrier = comms[0].barrier()",
         "comms[0].synchronize()",
         "assert not barrier.done(); comms[1].barrier(); comms[0].synchronize()",
     ),
-    "destroying while calls are under way": (
+    "destroying while calls are in flight": (
         "comms = ranks(blocking=False); barrier = comms[0].barrier()",
         "comms[0].destroy()",
         "comms[0].destroy(); assert not comms[0].is_valid",
     ),
-    "closing a window while calls are under way": (
+    "closing a window while calls are in flight": (
         "comms = ranks(blocking=False)\n"
         "windows = [comm.register_window(nccl.empty(64)) for comm in comms]\n"
         "for window in windows: window.wait()\n"

@@ -60,7 +60,7 @@ task._log_destroy_pending = False
 """,
         0,
     ),
-    "with an import under way": (
+    "with an import in flight": (
         """
 other = towline.Endpoint("second")
 loop = asyncio.new_event_loop()

@@ -118,7 +118,7 @@ pub(crate) fn code(done: Done) -> c_int {
     done.err().unwrap_or(0)
 }
 
-/// The bytes behind device memory: a memory file, mapped at addresses that nobody is told.
+/// The bytes behind device memory: a memory file, mapped at addresses that no caller knows.
 pub(crate) struct Backing {
     pub(crate) file: c_int,
     pub(crate) len: usize,

@@ -5,7 +5,7 @@
 //!    tried then. `TOWLINE_CUDA=off` turns CUDA off.
 //! 2. What this process has loaded already.
 //! 3. The dynamic loader's path (`LD_LIBRARY_PATH`, `ldconfig`).
-//! 4. Folders into which drivers are installed or mounted without telling the loader.
+//! 4. Folders into which drivers are installed or mounted without an entry for the loader.
 //!
 //! The test kit's fake of the driver is used only where it is named by 1.
 //!
@@ -53,7 +53,7 @@ const FAKE: &str = "towline_fake_cuda";
 
 const MEND: &str = "Install the NVIDIA driver; in a container, start it with the GPUs (--gpus all). TOWLINE_CUDA names a library elsewhere";
 
-/// Folders into which drivers are installed or mounted without telling the dynamic loader.
+/// Folders into which drivers are installed or mounted without an entry for the dynamic loader.
 const FOLDERS: [&str; 5] = [
     "/usr/local/nvidia/lib64",
     "/usr/lib/x86_64-linux-gnu",

@@ -1,4 +1,4 @@
-//! A peer that speaks the protocol by hand, as badly as it is told to.
+//! A peer that speaks the protocol by hand, as badly as a test asks for.
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -296,7 +296,7 @@ impl Attacker {
     /// Whether what was sent is answered with an error, the end, or nothing before the answer to a ping.
     pub fn gets_nothing_but_errors(&mut self) -> bool {
         self.send(&Message::from(towline::wire::Ping {}).frame(8, 0, 0));
-        // What swallows the ping as part of something longer has to be told that nothing more comes.
+        // What swallows the ping as part of something longer has to learn that nothing more comes.
         let _ = match &self.stream {
             Stream::Unix(stream) => stream.shutdown(std::net::Shutdown::Write),
             Stream::Tcp(stream) => stream.shutdown(std::net::Shutdown::Write),

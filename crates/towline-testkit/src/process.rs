@@ -1,4 +1,4 @@
-//! Real processes to kill and stop: a worker that is told what to do, line by line.
+//! Real processes to kill and stop: a worker that gets its orders line by line.
 //!
 //! A child dies with the thread that started it (`PR_SET_PDEATHSIG`), with its [`Process`], and with its standard
 //! input; none survives a test, however that ends.

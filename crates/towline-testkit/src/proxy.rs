@@ -51,7 +51,7 @@ pub struct Faults {
     pub anywhere: bool,
     /// From then on about so many bytes pass in a second.
     pub throttle: Option<u64>,
-    /// From then on bytes vanish, and nobody is told.
+    /// From then on bytes vanish without a notice.
     pub black_hole: bool,
     /// All connections share a link that carries so many bytes in a second, each way, and that has no room for many.
     pub slow: Option<u64>,

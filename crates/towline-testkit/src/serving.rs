@@ -265,8 +265,8 @@ fn right_answer(header: Header, body: &[u8]) {
             assert!(granted.items.iter().all(Result::is_err), "a wrong proof was taken");
         }
         FrameKind::QueryReply => {
-            let told = QueryReply::decode(body).expect("an answer that can be read");
-            assert!(told.outcome.is_err(), "a path that does not take this memory was told of it");
+            let reply = QueryReply::decode(body).expect("a reply that can be read");
+            assert!(reply.outcome.is_err(), "a path that does not take this memory was given it");
         }
         FrameKind::Check => {
             let check = Check::decode(body).expect("an answer that can be read");

@@ -136,7 +136,7 @@ fn a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time() {
     cable_pulled("a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time", "write", End::A);
 }
 
-/// A read that gives up during a cut leaves connections that the owner's kernel ends while nobody can be told.
+/// A read that gives up during a cut leaves connections that the owner's kernel ends while no notice gets through.
 #[test]
 fn the_first_read_after_a_cut_has_healed_succeeds() {
     let test = "the_first_read_after_a_cut_has_healed_succeeds";
@@ -186,7 +186,7 @@ fn an_owner_whose_peer_is_cut_off_takes_its_memory_back() {
     user.must(&format!("loop read {remote} 1 {}", 256 * MIB));
     std::thread::sleep(Duration::from_millis(50));
     network.cut(End::B);
-    // Bytes are under way to somebody who will never take them.
+    // Bytes are in flight to somebody who will never take them.
     owner.must(&format!("deregister 1 {}", (STALL * 5).as_millis()));
     let stats = owner.must("stats");
     assert_eq!((stats.number(0), stats.number(1)), (0, 0), "regions and parked storages");

@@ -84,8 +84,8 @@ fn a_program_that_does_not_ask_for_nixl_pays_nothing_for_it() {
 }
 
 #[test]
-fn the_thread_leaves_when_nothing_is_under_way_and_the_agent_stays() {
-    let test = "the_thread_leaves_when_nothing_is_under_way_and_the_agent_stays";
+fn the_thread_leaves_when_nothing_is_in_flight_and_the_agent_stays() {
+    let test = "the_thread_leaves_when_nothing_is_in_flight_and_the_agent_stays";
     if !nixl(test) {
         return;
     }

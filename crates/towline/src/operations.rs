@@ -139,7 +139,11 @@ impl Operations {
 }
 
 fn over() -> Error {
-    Error::new(Kind::Stale, "import", "the operation has ended, or is none of this endpoint's")
+    Error::new(
+        Kind::Stale,
+        "import",
+        "the operation has ended, or belongs to another endpoint: ask the peer for new metadata",
+    )
 }
 
 /// Memory that an operation offers: a region of its own, and what is dropped when the memory is quiet.

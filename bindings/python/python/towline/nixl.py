@@ -162,7 +162,7 @@ class Region:
 
 
 class Request:
-    """A transfer under way; made by `Agent.read` and `Agent.write`. NIXL cannot stop one.
+    """A transfer in flight; made by `Agent.read` and `Agent.write`. NIXL cannot stop one.
 
     ``await`` gives the wait to a thread: NIXL has no descriptor that an event loop could watch.
     """

@@ -68,9 +68,9 @@ fn end_with_the_test() {
 
 #[test]
 fn what_a_rank_process_does() {
-    let Ok(told) = env::var(PART) else { return };
+    let Ok(orders) = env::var(PART) else { return };
     end_with_the_test();
-    let words: Vec<&str> = told.split(' ').collect();
+    let words: Vec<&str> = orders.split(' ').collect();
     match words[0] {
         "fault" => fault(&words),
         "await" => awaits(&words),

@@ -1,4 +1,4 @@
-//! A rank of a measured group: a worker process that joins and does what it is told.
+//! A rank of a measured group: a worker process that joins and follows its orders.
 
 use std::collections::HashMap;
 use std::fs::OpenOptions;

@@ -1,4 +1,4 @@
-//! What the processes of a group are told to do, and what they answer.
+//! The orders that the processes of a group get, and their replies.
 
 use serde::{Deserialize, Serialize};
 use towline_comm::UniqueId;

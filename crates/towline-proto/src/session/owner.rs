@@ -244,7 +244,10 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
             }
             Message::Held(_) if self.is_local => Action::Watch,
             Message::Held(_) => {
-                return Err(Error::protocol("serve", "a life page came that nobody asked for"));
+                return Err(Error::protocol(
+                    "serve",
+                    "the peer sent a life page, which only a peer on this host may send",
+                ));
             }
             Message::Ping(_) => Action::Answer(Pong {}.into()),
             Message::Pong(_) => Action::Nothing,

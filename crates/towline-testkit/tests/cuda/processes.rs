@@ -244,7 +244,7 @@ pub(crate) fn a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_
     let remote = user.must(&format!("import {} cuda", region.ticket().unwrap())).number(0);
     user.must(&format!("read {remote} 1 0 0 {LEN}"));
     user.stop();
-    // It has the memory open, though no copy is under way.
+    // It has the memory open, though no copy is in flight.
     let pinned = region.into_storage_within(Duration::from_millis(200)).unwrap_err();
     assert_eq!(pinned.error.kind(), Kind::Timeout);
     drop(pinned.registration);

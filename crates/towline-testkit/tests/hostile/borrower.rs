@@ -13,7 +13,7 @@ use towline_testkit::{lending, skip};
 
 use crate::{LEN, Target};
 
-/// The path's number, and what it is asked: to reach a region, and to do the owner's part of what is under way.
+/// The path's number, and what it is asked: to reach a region, and to do the owner's part of what is in flight.
 const NIXL: u8 = 2;
 const ATTACH: u8 = 1;
 const HELP: u8 = 2;
@@ -57,7 +57,7 @@ fn refused(ticket: &Ticket, why: &str) {
     for medium in MEDIA {
         for flags in FLAGS {
             let answer = asked(ticket, medium, flags).map(|answer| answer.len());
-            let error = answer.expect_err("the owner told how to reach its memory");
+            let error = answer.expect_err("the owner said how to reach its memory");
             assert_eq!(error.kind, Kind::Unavailable, "{}", error.message);
             assert!(error.message.contains(why), "over {medium:?}: {}", error.message);
         }

@@ -39,7 +39,7 @@ struct Seen {
 }
 
 /// Passes everything on up to the first request for bytes. From there on it says that this one and those behind it are done, reads
-/// nothing until it is told to, and then counts the canaries that come.
+/// nothing until a test asks for it, and then counts the canaries that come.
 fn lie(mut user: TcpStream, mut owner: TcpStream, seen: &Seen) {
     let (mut answers, mut to_user) = (owner.try_clone().unwrap(), user.try_clone().unwrap());
     thread::spawn(move || std::io::copy(&mut answers, &mut to_user));

@@ -160,7 +160,7 @@ fn unauthenticated_peers_that_hang_up_leave_nothing_for_as_long_as_they_had_time
         for _ in 0..count {
             drop(Attacker::connect(&target.ticket, Medium::Unix));
         }
-        // Who came last has been let go when this one is told.
+        // Who came last has been let go when this one gets its refusal.
         let mut last = Attacker::connect(&target.ticket, Medium::Unix);
         last.send(&[0xff; 64]);
         assert!(last.is_cut_off(PATIENCE * 4));

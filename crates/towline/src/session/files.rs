@@ -418,7 +418,7 @@ impl Reading {
         });
         match begun {
             Ok((using, mut passing)) => {
-                // A lane that has nothing to send waits for this, and sends it sooner than if somebody told it.
+                // A lane that has nothing to send waits for this, and sends it sooner than if another thread woke it.
                 let idle = self.connection.role() == Role::Lane && self.connection.has_sent_all();
                 let waited = idle && ring::wait_idly(&mut passing);
                 let filled = move |slot: Result<Slot>| {

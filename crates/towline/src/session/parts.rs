@@ -204,7 +204,7 @@ impl Frame {
 pub(super) const PER_CALL: usize = 512 << 10;
 
 /// The beginning of a part that is not longer than this is fetched into the cache before it is sent: while one part is
-/// copied, nothing tells the processor where the next one is. Sent from 4 KiB parts, 4 % more went through loopback TCP.
+/// copied, nothing shows the processor where the next one is. Sent from 4 KiB parts, 4 % more went through loopback TCP.
 const SHORT: usize = 16 << 10;
 
 /// So many parts weigh as much as a frame.

@@ -306,12 +306,12 @@ impl TransferCore {
         (self.inner.lock().started, self.stopped_at.get().copied())
     }
 
-    /// Whether it was told to stop. A stop that this does not see yet finds who [helps](Self::set_help) by now.
+    /// Whether its stop was asked for. A stop that this does not see yet finds who [helps](Self::set_help) by now.
     pub(crate) fn is_stopping(&self) -> bool {
         self.inner.lock().state.stopping().is_some()
     }
 
-    /// Whoever copies for it is told that it was stopped.
+    /// The thread that copies for it is notified that it was stopped.
     pub(crate) fn stop_help(&self) {
         if let Some(work) = self.help.get().and_then(Weak::upgrade) {
             work.stop();

@@ -258,7 +258,7 @@ mod tests {
     #[test]
     fn a_cancel_while_it_is_planned_ends_it_and_nothing_is_started() {
         let (here, there) = mpsc::channel::<()>();
-        let (say, hear) = mpsc::channel();
+        let (say, said) = mpsc::channel();
         let (transfer, path) = transfer(
             3,
             Box::new(move || {
@@ -267,7 +267,7 @@ mod tests {
                 Err(Error::invalid("layout", "too late to matter"))
             }),
         );
-        hear.recv().unwrap();
+        said.recv().unwrap();
         transfer.cancel();
         assert!(!transfer.is_done(), "the list is still being read");
         here.send(()).unwrap();

@@ -36,7 +36,7 @@ impl Transport for Cma {
     }
 
     fn probe(&self) -> Probe {
-        // Reading ourselves needs no permission, so this tells whether the system call exists and is not filtered.
+        // Reading ourselves needs no permission, so this shows whether the system call exists and is not filtered.
         let source = *b"towline";
         let mut target = [0u8; 7];
         let pid = rustix::process::getpid().as_raw_nonzero().get();

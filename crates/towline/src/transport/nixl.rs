@@ -48,7 +48,7 @@ const FIRST_HELP: Duration = Duration::from_millis(50);
 /// By which peers and owners speak of it.
 const NUMBER: u8 = 2;
 
-/// What a foreign library said, with the kind that tells the caller what to do about it.
+/// What a foreign library said, with the kind that says what the caller can do about it.
 /// Parameters of UCX's backend that hold it to those devices. `Unavailable` where one is not there.
 pub(crate) fn limited_to(
     devices: &[String],

@@ -57,7 +57,7 @@ class Peer:
     def bytes(self, order):
         return {"bytes": base64.b64encode(self.memory.tobytes()).decode()}
 
-    def told(self, order):
+    def notified(self, order):
         until = time.monotonic() + 60
         while time.monotonic() < until:
             new = self.agent.get_new_notifs()

@@ -23,7 +23,7 @@ BLOCK = 4096
 TICK = 0.0005
 """How often the loop is asked to show that it is awake, in seconds."""
 BATCH = 100
-"""Messages that may be under way at once."""
+"""Messages that may be in flight at once."""
 
 
 @dataclass(frozen=True)

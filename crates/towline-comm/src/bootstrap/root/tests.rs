@@ -104,7 +104,7 @@ fn whom_the_root_does_not_let_in_is_logged_once_a_second() {
     let until = Instant::now() + Duration::from_secs(20);
     let counted = || LINES.load(Ordering::SeqCst) + LEFT_OUT.load(Ordering::SeqCst);
     while counted() < MANY + 1 {
-        assert!(Instant::now() < until, "{} of {} were told of", counted(), MANY + 1);
+        assert!(Instant::now() < until, "{} of {} were logged", counted(), MANY + 1);
         std::thread::sleep(Duration::from_millis(10));
     }
     assert_eq!(counted(), MANY + 1);

@@ -63,9 +63,9 @@ fn start(place: &Path, rank: usize, what: &str) -> Rank {
 
 #[test]
 fn what_a_rank_process_does() {
-    let (Ok(place), Ok(told)) = (env::var(PLACE), env::var(RANK)) else { return };
+    let (Ok(place), Ok(orders)) = (env::var(PLACE), env::var(RANK)) else { return };
     let place = PathBuf::from(place);
-    let (rank, what) = told.split_once(' ').unwrap();
+    let (rank, what) = orders.split_once(' ').unwrap();
     let rank: usize = rank.parse().unwrap();
     let links = if what.contains("far") { Links::Far } else { Links::Near };
     let endpoint = Endpoint::options(&format!("rank-{rank}")).routing(links.routing(rank)).open().unwrap();

@@ -29,7 +29,7 @@ impl Group {
         for (rank, worker) in self.0.iter_mut().enumerate() {
             worker.tell(&Ask::Comm { order: order(rank) })?;
         }
-        // All are heard, so that a failure leaves no answer for the next question.
+        // All replies are received, so that a failure leaves no reply for the next query.
         let reply: Vec<Outcome<Reply>> = self.0.iter_mut().map(Worker::reply).collect();
         reply
             .into_iter()

@@ -1,4 +1,4 @@
-"""An agent of NIXL, by its own Python API and with its default settings, that is told what to do line by line.
+"""An agent of NIXL, by its own Python API and with its default settings, that gets its orders line by line.
 
 A line is words, and ``+N`` at its end says how many bytes follow it. It ends with its input.
 """

@@ -80,7 +80,7 @@ mod tests {
         assert_eq!(owed.requests.len(), MOST);
         assert!(matches!(owed.due(10), Some(None)), "it may be answered, or not");
         assert!(matches!(owed.due(11), Some(Some(_))));
-        assert!(owed.due(last + 1).is_none() && owed.due(0).is_none(), "nobody asked for it");
+        assert!(owed.due(last + 1).is_none() && owed.due(0).is_none(), "no such request was sent");
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl<C> Settling<C> {
         Settling::new(Due::Drop(Vec::new()))
     }
 
-    /// Returns whether the session goes on though one of them fails of which nobody waits to hear.
+    /// Returns whether the session goes on though one of them fails for whose end nothing waits.
     pub fn forgives(&self) -> bool {
         self.forgives
     }

@@ -136,7 +136,7 @@ impl Source for Connection {
             }
         }
         // Whoever has the frames may not know what this thread could not send. All else that is left to watch for is watched
-        // for already, or is that one's to say.
+        // for already, or the thread with the frames watches for it.
         let outgoing = if stuck { Some(self.queue()) } else { self.queue_if_free() };
         if let Some(mut outgoing) = outgoing {
             self.arm(&mut outgoing);

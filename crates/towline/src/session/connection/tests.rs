@@ -91,7 +91,7 @@ fn what_another_thread_kept_from_being_sent_is_sent_when_it_lets_go() {
         }
         taken
     };
-    // The socket has room again, which the event loop is told of, and finds the frames in other hands.
+    // The socket has room again, of which the event loop is notified, and finds the frames in other hands.
     let held = connection.outgoing.lock();
     assert!(!held.is_empty());
     take(whole / 2);

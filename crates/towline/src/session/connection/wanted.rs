@@ -152,7 +152,7 @@ impl Connection {
     }
 
     /// Whether the bytes of a write land [in one step](rseq) with the check of their initiator, so that a stop has no room between:
-    /// nobody need be told of it then.
+    /// the initiator need not be notified of it then.
     pub(super) fn checks_in_one_step(&self, sink: &Sink) -> bool {
         #[cfg(test)]
         if moments::inexact() {
@@ -161,7 +161,7 @@ impl Connection {
         sink.writes_a_region() && rseq::is_possible()
     }
 
-    /// Lets the bytes of a write go nowhere if its initiator has hung up: it has told its caller that nothing of the write
+    /// Lets the bytes of a write go nowhere if its initiator has hung up: it has said to its caller that nothing of the write
     /// lands any more. This side may have been stopped since the bytes came.
     pub(super) fn wanted_by(&self, sink: &mut Sink) -> Option<Wanted<'_>> {
         if !sink.writes_a_region() {

@@ -89,7 +89,7 @@ impl Session {
         self.owner_died().caused_by(error)
     }
 
-    /// What everybody is told where the owner's process has ended.
+    /// The error that all get where the owner's process has ended.
     pub(super) fn owner_died(&self) -> Error {
         Error::owner_gone("session", "the owner's process has ended").with_peer(self.peer_name())
     }
