@@ -386,12 +386,12 @@ struct Holder {
 
 struct State {
     registered: Option<NixlRegistered<Buffer>>,
-    /// Somebody closes it.
+    /// A thread closes it.
     closing: bool,
 }
 
 impl Holder {
-    /// Deregisters. Where somebody else does that, waits for what becomes of it. No lock is held while peers are waited for: whoever
+    /// Deregisters. Where another thread does that, waits for what becomes of it. No lock is held while peers are waited for: a thread that
     /// has the GIL may ask meanwhile whether it is closed.
     fn close(&self, within: Duration) -> Result<()> {
         let began = Instant::now();

@@ -66,7 +66,7 @@ class Peer:
                 if any(message.decode() == self.key for message in messages):
                     return {"status": "DONE"}
             time.sleep(0.005)
-        return {"error": "nobody told"}
+        return {"error": "no notification"}
 
     def begin(self, kind: str, metadata: dict[str, Any], seed: int | None) -> dict[str, Any]:
         """An active operation of the original, from its metadata to its end."""
@@ -124,13 +124,13 @@ class Peer:
         self.agent.release_xfer_handle(handle)
         return {"status": state}
 
-    def told(self) -> dict[str, Any]:
+    def notified(self) -> dict[str, Any]:
         until = time.monotonic() + 50
         while time.monotonic() < until:
             new = self.agent.get_new_notifs()
             for peer, messages in new.items():
                 return {"from": peer, "message": messages[0].decode()}
-        return {"error": "nobody told"}
+        return {"error": "no notification"}
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ struct Shared {
 struct State {
     outcome: Option<Result<u64>>,
     deferred: bool,
-    /// Somebody has looked how it ended.
+    /// A caller has looked how it ended.
     seen: bool,
     wakers: Vec<Waker>,
 }
@@ -271,7 +271,7 @@ impl Completion {
         self.0.as_ref().map_or("access", |shared| shared.op)
     }
 
-    /// Whether somebody awaits the operation as a future. Who waits for it on a thread shows so itself.
+    /// Whether a task awaits the operation as a future. Who waits for it on a thread shows so itself.
     pub(crate) fn is_awaited(&self) -> bool {
         self.0
             .as_ref()
@@ -287,7 +287,7 @@ impl Completion {
 }
 
 impl Completed {
-    /// Whether somebody has looked how it ended.
+    /// Whether a caller has looked how it ended.
     pub(crate) fn was_seen(&self) -> bool {
         self.0.lock().seen
     }

@@ -198,7 +198,7 @@ pub(crate) fn reserve(len: usize) -> Done<u64> {
     if start == libc::MAP_FAILED {
         return Err(OUT_OF_MEMORY);
     }
-    // Never given back: an address is used once, so that whoever keeps one too long is found out.
+    // Never given back: an address is used once, so that a caller that keeps one too long is found out.
     let start = (start.addr() as u64).next_multiple_of(unit as u64);
     memory().reserved.push(start..start + len as u64);
     Ok(start)

@@ -275,7 +275,7 @@ impl Header {
 
 /// Writes header and body into one buffer; a payload of `payload_len` bytes is sent behind it.
 pub fn frame(kind: FrameKind, id: u64, body: &[u8], payload_len: u64, files: u8) -> Vec<u8> {
-    // A body that does not fit the field is announced as too long, and refused by whoever gets it.
+    // A body that does not fit the field is announced as too long, and refused by the receiver.
     let body_len = u32::try_from(body.len()).unwrap_or(u32::MAX);
     let len = HEADER_LEN + body.len();
     let padded = if kind.is_padded() { len.next_multiple_of(ALIGNED) } else { len };

@@ -69,7 +69,7 @@ impl Attacker {
         Attacker { stream: Stream::Tcp(stream), said: Vec::new(), passed: 0 }
     }
 
-    /// The first frame of somebody who holds that ticket.
+    /// The first frame of a peer that holds that ticket.
     pub fn hello(ticket: &Ticket) -> (ClientHandshake, Vec<u8>) {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let mut random = Random::new(NEXT.fetch_add(1, Ordering::Relaxed) ^ u64::from(std::process::id()));

@@ -1,4 +1,4 @@
-//! What ill treatment of a worker takes: endpoints with their limits, a worker that owns memory, and somebody who looks on.
+//! What ill treatment of a worker takes: endpoints with their limits, a worker that owns memory, and an observer.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
@@ -219,7 +219,7 @@ pub fn served_again(user: &Endpoint, ticket: &Ticket, lane: &str, what: &str) {
     assert!(served, "{what}: the owner goes on, and nobody is served");
 }
 
-/// An owner that nothing happens to: whoever fails somewhere else must still reach it.
+/// An owner that nothing happens to: a peer that fails somewhere else must still reach it.
 pub struct Bystander {
     owner: Owner,
     stamp: Stamp,

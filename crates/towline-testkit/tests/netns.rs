@@ -186,7 +186,7 @@ fn an_owner_whose_peer_is_cut_off_takes_its_memory_back() {
     user.must(&format!("loop read {remote} 1 {}", 256 * MIB));
     std::thread::sleep(Duration::from_millis(50));
     network.cut(End::B);
-    // Bytes are in flight to somebody who will never take them.
+    // Bytes are in flight to a peer that will never take them.
     owner.must(&format!("deregister 1 {}", (STALL * 5).as_millis()));
     let stats = owner.must("stats");
     assert_eq!((stats.number(0), stats.number(1)), (0, 0), "regions and parked storages");

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::identity::Incarnation;
 
-/// The oldest is forgotten beyond so many: whoever asks for it then finds nothing, and gets an error that says so.
+/// The oldest is forgotten beyond so many: a query for it then finds nothing, and gets an error that says so.
 const KEPT: usize = 1024;
 
 static ENDED: Mutex<VecDeque<Incarnation>> = Mutex::new(VecDeque::new());

@@ -302,7 +302,7 @@ impl Endpoint {
     /// Closing twice is harmless: the second call waits too. Does nothing in a forked child.
     ///
     /// # Errors
-    /// `Timeout` when somebody is still inside at the limit, with who it is. Everything else is closed then, and no new access can
+    /// `Timeout` when a peer is still inside at the limit, with its name. Everything else is closed then, and no new access can
     /// begin; the memory stays valid, is parked where it is dropped, and closing again waits again.
     pub fn close(&self) -> Result<()> {
         self.close_within(self.0.limits().no_progress)

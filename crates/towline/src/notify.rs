@@ -337,7 +337,7 @@ mod tests {
                 if next.from.name == "quiet" {
                     received.push(next.message);
                 }
-                // Whoever sends through memory is there again at once.
+                // A peer that sends through memory is there again immediately.
                 loud.iter().for_each(|peer| assert!(peer.mailbox.put(b"again")));
             }
             assert_eq!(received, [b"one", b"two"], "beside {} that are loud", loud.len());

@@ -2,7 +2,7 @@
 //!
 //! An operation is opened by the owner of some memory. One peer claims it (with an import), reads or writes, and says
 //! how that went. It ends once, by that word, at its deadline, with the claimer's session, or because its owner wants it
-//! to; and only when its regions are revoked and nobody is inside their memory any more, so that whoever learns of the end
+//! to; and only when its regions are revoked and nobody is inside their memory any more, so that a peer that learns of the end
 //! may reuse the memory.
 
 #[cfg(test)]
@@ -287,7 +287,7 @@ impl Passive {
         }
     }
 
-    /// Somebody has claimed it too early: can it be now?
+    /// A peer has claimed it too early: can it be now?
     fn look(self: &Arc<Self>) {
         let (claims, failed) = {
             let mut inner = self.inner.lock();
@@ -458,7 +458,7 @@ impl Passive {
         self.completion.set(result);
     }
 
-    /// Somebody is inside the memory for too long: it ends all the same, and the memory stays parked.
+    /// A peer is inside the memory for too long: it ends all the same, and the memory stays parked.
     fn give_up_on_quiet(&self) {
         let result = {
             let mut inner = self.inner.lock();

@@ -206,7 +206,7 @@ fn of_an_owner_that_was_killed_nothing_stays_mapped_at_the_user() {
         let ticket: Ticket = owner.wait_for("TICKET ").parse().unwrap();
         let remote = user.import_with(&ticket, &over("mapped")).unwrap();
         read(&user, &remote);
-        // Whoever keeps a remote keeps what it has mapped, and nobody else does.
+        // A holder of a remote keeps what it has mapped, and no other does.
         let kept = kept.then_some(remote);
         owner.kill();
         if let Some(remote) = kept {

@@ -115,7 +115,7 @@ class Communicator:
     def register_buffer(self, /, buffer: Any) -> RegisteredBuffer: ...
     def register_window(self, /, buffer: Any, flags: SupportsIndex, unequal_sizes: bool) -> tuple[Window | None, Work]:
         """
-        The window, and the registration that is in flight. A rank without a usable buffer tells the others.
+        The window, and the registration that is in flight. A rank without a usable buffer notifies the others.
         """
     def revoke(self, /) -> None: ...
     def shrink(self, /, exclude: SupportsGetItem[int, SupportsIndex], config: CommConfig | None) -> Communicator: ...
@@ -194,7 +194,7 @@ class Descriptor:
     """
     def __new__(cls, /, data: Any) -> Descriptor:
         """
-        Describes the memory of an object that can tell where it is.
+        Describes the memory of an object that can say where it is.
         """
     def after(self, /, stream: SupportsIndex) -> None:
         """
@@ -748,7 +748,7 @@ class Region:
         """
     def ticket(self, /, layout: Layout | None = None) -> Ticket:
         """
-        What your own channel carries to another worker. A layout tells it how the region is divided into blocks.
+        What your own channel carries to another worker. A layout says how the region is divided into blocks.
         """
     def wait_signal(self, /, offset: SupportsIndex, at_least: SupportsIndex, timeout: SupportsFloat | SupportsIndex = 30.0) -> int:
         """
@@ -920,7 +920,7 @@ class Ticket:
     """
     What your own channel carries to another worker: who owns a region, how to reach them, and what is allowed.
 
-    Whoever holds a ticket may use it: treat its text like a password. ``repr`` never shows the secret part.
+    Everyone who holds a ticket may use it: treat its text like a password. ``repr`` never shows the secret part.
     """
     def __bytes__(self, /) -> bytes: ...
     def __eq__(self, value: object, /) -> bool: ...

@@ -20,7 +20,7 @@ passive one, moves the bytes, and ends both.
 >>> asyncio.run(main())
 b'embeddings'
 
-A passive operation has one claimer. It ends when that one is done, or has failed or died; when nobody claimed it in time; or
+A passive operation has one claimer. It ends when its claimer is done, or has failed or died; when nobody claimed it in time; or
 when it is cancelled. Both sides learn why. When an operation has ended, nobody touches its memory any more.
 """
 

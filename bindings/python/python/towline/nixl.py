@@ -48,7 +48,7 @@ Range = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """Ranges of one kind of memory, as they are told to peers."""
+    """Ranges of one kind of memory, as peers get them."""
 
     ranges: tuple[Range, ...]
     """Address, length and device of each."""
@@ -204,13 +204,13 @@ def named(devices: Sequence[str], argument: str) -> tuple[str, ...]:
 
 
 class Agent:
-    """Registers memory, tells peers of it, and moves bytes.
+    """Registers memory, describes it to peers, and moves bytes.
 
     ``backends`` are names of NIXL's plug-ins, or a mapping to their parameters. ``engine`` is ``"nixl"``, ``"embedded"``, or `None`
     for NIXL where it is there. Names must differ within a group of workers. Making one on NIXL takes about a second.
 
     ``devices`` names the network devices that UCX may use (``"mlx5_0:1"``, ``"lo"``, or ``"tcp"`` for all interfaces). Without it UCX takes
-    all of them, and listens on every interface that has an address: whoever can connect there can read and write all memory of
+    all of them, and listens on every interface that has an address: a program that can connect there can read and write all memory of
     this process. The embedded engine listens on loopback.
     """
 
@@ -251,7 +251,7 @@ class Agent:
         return self._native.backends()
 
     def register(self, data: object, *, source_only: bool = False) -> Region:
-        """Registers the memory of an object that tells where it is, or of a tuple of address, size and owner.
+        """Registers the memory of an object that says where it is, or of a tuple of address, size and owner.
 
         With ``source_only``, memory that is read-only is taken too: the caller vouches that peers will not write to it, which NIXL
         does not check.
@@ -296,7 +296,7 @@ class Agent:
         *,
         notification: bytes | None = None,
     ) -> Request:
-        """Starts to read a peer's memory into memory that is registered here; the peer is told when it has been read."""
+        """Starts to read a peer's memory into memory that is registered here; the peer is notified when it has been read."""
         into = _described(local)
         for region in self._read_only:
             start, end = region.address, region.address + region.nbytes
@@ -312,7 +312,7 @@ class Agent:
         *,
         notification: bytes | None = None,
     ) -> Request:
-        """Starts to write memory that is registered here to a peer's memory; the peer is told when the bytes are there."""
+        """Starts to write memory that is registered here to a peer's memory; the peer is notified when the bytes are there."""
         return self._transfer(False, _described(local), remote, peer, notification)
 
     def _transfer(

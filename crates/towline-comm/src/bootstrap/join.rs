@@ -450,7 +450,7 @@ mod tests {
         // The oldest of all unauthenticated connections, and slow.
         let rank = connect_from([127, 0, 0, 1], address);
         let flood: Vec<_> = (0..600).map(|_| connect_from([127, 0, 0, 2], address)).collect();
-        // The root has let in the last of them, and sent somebody away.
+        // The root has let in the last of them, and sent others away.
         let mut away = flood.first().unwrap();
         away.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         assert_eq!(away.read(&mut [0]).unwrap(), 0);

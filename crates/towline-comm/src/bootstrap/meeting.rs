@@ -24,12 +24,12 @@ pub(super) struct Meeting {
 }
 
 impl Meeting {
-    /// A meeting to which somebody should come by then.
+    /// A meeting to which a rank should come by then.
     pub(super) fn by(unjoined: Instant) -> Meeting {
         Meeting { unjoined: Some(unjoined), ..Meeting::default() }
     }
 
-    /// When somebody loses patience, or the root does that nobody joins.
+    /// When a rank's patience is over, or the root's, because no rank joins.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadline.or(self.unjoined)
     }
@@ -67,7 +67,7 @@ impl Meeting {
         failed(Kind::Disconnected, "a rank left before all ranks had joined".into(), [rank])
     }
 
-    /// Ends the meeting where somebody has lost patience.
+    /// Ends the meeting where the patience of a rank is over.
     pub(super) fn expire(&self, now: Instant) -> Option<Answer> {
         self.deadline().filter(|deadline| *deadline <= now)?;
         let Some(first) = self.seats.values().next() else {

@@ -43,7 +43,7 @@ impl Root {
     /// Ends the meeting with that error, for everybody who has come and will come.
     pub(crate) fn call_off(&self, error: Error) {
         *self.called_off.lock() = Some(error);
-        // Somebody at the door wakes the thread.
+        // A connection wakes the thread.
         let _ = std::os::unix::net::SocketAddr::from_abstract_name(&self.socket_name)
             .and_then(|address| UnixStream::connect_addr(&address));
     }

@@ -49,7 +49,7 @@ impl Session {
         Session { key: hmac_sha256(secret, &[b"towline meeting", nonce, rank, root]) }
     }
 
-    /// Binds it to the encrypted connection that carries it: somebody who has another one to each side gets nowhere.
+    /// Binds it to the encrypted connection that carries it: an attacker with another one to each side gets nowhere.
     pub(super) fn bound_to(self, binding: Option<[u8; 32]>) -> Session {
         match binding {
             Some(binding) => Session { key: hmac_sha256(&self.key, &[b"binding", &binding]) },

@@ -178,7 +178,7 @@ impl Lane {
         error
     }
 
-    /// Starts a transfer, unless the rank was not reached since somebody asked for it.
+    /// Starts a transfer, unless the rank was not reached since it was asked for.
     fn begin(&self, number: u64, start: Start) -> Result<Transfer> {
         let lost = |failure: &&Failure| {
             number < failure.known_from && matches!(failure.error.kind(), Kind::Timeout | Kind::Disconnected)
@@ -251,7 +251,7 @@ impl Lane {
         self.ended(done, outcome, true);
     }
 
-    /// Whether somebody awaits one of the operations of this lane as a future.
+    /// Whether a task awaits one of the operations of this lane as a future.
     fn is_awaited(&self, first: &Completion, in_flight: &VecDeque<(Transfer, Completion)>) -> bool {
         first.is_awaited()
             || in_flight.iter().any(|(_, done)| done.is_awaited())

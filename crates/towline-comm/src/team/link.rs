@@ -454,7 +454,7 @@ impl Links {
         self.keep(peer, far, sent)
     }
 
-    /// Keeps a transfer until somebody has looked at how it ended.
+    /// Keeps a transfer until a caller has looked at how it ended.
     fn keep(&self, peer: usize, far: &FarLink, transfer: Transfer) -> Result<()> {
         let mut unseen = far.unseen.lock();
         unseen.push_back(transfer);

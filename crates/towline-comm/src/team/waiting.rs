@@ -12,7 +12,7 @@ use super::link::is_missing;
 use super::{Team, record};
 use crate::{Error, Result, interrupt};
 
-/// How often a waiter looks whether somebody died.
+/// How often a waiter looks whether a rank died.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// How often a waiter that may spin looks before it looks at the clock: ranks in step wait for less than the clock takes.

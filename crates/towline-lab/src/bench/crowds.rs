@@ -76,7 +76,7 @@ pub(super) fn hub(session: &mut Session) -> Outcome<()> {
     let before = Usage::now().files;
     let start = Instant::now();
     for worker in &mut workers {
-        worker.tell(&Ask::Endpoints { count: PEERS / PROCESSES, ticket: ticket.clone() })?;
+        worker.send(&Ask::Endpoints { count: PEERS / PROCESSES, ticket: ticket.clone() })?;
     }
     for worker in &mut workers {
         worker.reply()?;
@@ -162,7 +162,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                 }
                 _ => None,
             };
-            // On a busy machine a call that wakes somebody may have to leave its processor to whom it woke, which the time
+            // On a busy machine a call that wakes a thread may have to leave its processor to whom it woke, which the time
             // of the thread alone does not see.
             for (name, mut times, target) in
                 [(name.to_owned(), times, Some(POSTED)), (format!("{name}-own-time"), busy, None)]

@@ -191,7 +191,7 @@ pub(crate) fn further(order: &str, say: &mut dyn FnMut(&str)) -> Option<Result<S
         let mut random = Random::from_seed(seed);
         loop {
             if let Err(failure) = group.step(&mut random) {
-                // To leave a group in which somebody stands still takes time, and that is not the time of the error.
+                // To leave a group in which a rank stands still takes time, and that is not the time of the error.
                 std::thread::spawn(move || drop(group));
                 return Err(failure);
             }

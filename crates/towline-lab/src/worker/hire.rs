@@ -136,7 +136,7 @@ impl Worker {
         self.must(&Ask::Release { region: region.number })
     }
 
-    /// Lets it move the first bytes of somebody's region over one path, so many times after one that is verified when read;
+    /// Lets it move the first bytes of a region over one path, so many times after one that is verified when read;
     /// what it writes are the bytes of that seed.
     ///
     /// # Errors
@@ -163,7 +163,7 @@ impl Worker {
 
     /// Asks for something and waits for the reply.
     pub(crate) fn ask(&mut self, ask: &Ask) -> Outcome<Reply> {
-        self.tell(ask)?;
+        self.send(ask)?;
         self.reply()
     }
 
@@ -174,7 +174,7 @@ impl Worker {
     }
 
     /// Asks for something; [`reply`](Self::reply) waits for what it replies.
-    pub(crate) fn tell(&mut self, ask: &Ask) -> Outcome<()> {
+    pub(crate) fn send(&mut self, ask: &Ask) -> Outcome<()> {
         let line = serde_json::to_string(ask).map_err(|error| Failure::failed(error.to_string()))?;
         let sent =
             self.orders.as_mut().map(|orders| writeln!(orders, "{line}").and_then(|()| orders.flush()));

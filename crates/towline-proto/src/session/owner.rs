@@ -326,7 +326,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
         self.grants.begin_at(handle);
     }
 
-    /// A connection is gone. `is_there` says of a lane whether somebody still has it, who may apply something of it.
+    /// A connection is gone. `is_there` says of a lane whether a thread still has it, which may apply something of it.
     pub fn gone(&mut self, over: &C, error: &Error, is_there: impl Fn(&C) -> bool) -> Gone {
         self.announced.forget(over);
         let is_control = *over == self.control;
@@ -356,7 +356,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
     }
 
     /// Gives the regions that were looked at since the last time. With the last of those who hold a region more may go than it, even
-    /// the endpoint: so they are dropped by somebody who has no lock on these rules.
+    /// the endpoint: so they are dropped by a thread that has no lock on these rules.
     pub fn take_spent(&mut self) -> Vec<Arc<G::Region>> {
         std::mem::take(&mut self.spent)
     }

@@ -40,7 +40,7 @@ pub(crate) struct Move {
     pub(crate) range: std::ops::Range<usize>,
     pub(crate) unit_len: usize,
     pub(crate) memory: Mutex<Vec<u8>>,
-    /// Whoever names the local memory.
+    /// What names the local memory.
     holds: AtomicUsize,
     /// What the owner may still be at.
     pub(crate) outstanding: AtomicI64,

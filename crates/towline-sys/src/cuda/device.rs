@@ -222,7 +222,7 @@ unsafe impl Sync for Retained {}
 
 impl Drop for Retained {
     fn drop(&mut self) {
-        // SAFETY: it was retained once by whoever made this value. A refusal leaves it to the end of the process.
+        // SAFETY: it was retained once by the code that made this value. A refusal leaves it to the end of the process.
         unsafe { (self.device.api().release_primary)(self.device.raw) };
     }
 }

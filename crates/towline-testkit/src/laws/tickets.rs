@@ -82,7 +82,7 @@ pub fn a_lease_ends(bench: &Bench) {
     refused(bench.user.import(&short), &[Kind::PermissionDenied]);
 }
 
-/// Whoever does not have the region's key cannot make a ticket, however good it looks.
+/// A peer without the region's key cannot make a ticket, however good it looks.
 pub fn forged_tickets_are_refused_and_counted(bench: &Bench) {
     let region = bench.stamped(4096, Access::READ, THEIRS);
     let body = region.ticket().body().clone();

@@ -479,7 +479,7 @@ pub(crate) fn operations_keep_the_order_of_a_stream() {
     let refused = connector.begin_read(&metadata.parse().unwrap(), ordered(host())).unwrap_err();
     assert_eq!(refused.kind(), Kind::Invalid, "{refused}");
     connector.begin_read(&metadata.parse().unwrap(), host()).unwrap().wait(Some(STALL * 10)).unwrap();
-    // One that ends before its time ends for whoever waits to claim it.
+    // One that ends before its time ends for a peer that waits to claim it.
     work(0x58);
     let readable = connector.create_readable(ordered(ours())).unwrap();
     peer.tell_with(&reading, readable.metadata().unwrap().to_json().unwrap().as_bytes());

@@ -90,7 +90,7 @@ const TABLE: &[Row] = &[
     (Event::Killed, TCP, ANYTHING, Some(Kind::Disconnected)),
     (Event::Killed, TCP, &[Import], Some(Kind::Disconnected)),
     (Event::Restarted, ON_THE_HOST, ANYTHING, Some(Kind::Stale)),
-    // Whoever asks for something connects anew, and meets the other life.
+    // The next request connects anew, and meets the other life.
     (Event::Restarted, TCP, &[SmallRead, LargeRead, Write, Add, Notify], Some(Kind::Stale)),
     (Event::Restarted, ALL, &[Import], Some(Kind::Stale)),
     (Event::NeverMet, ALL, &[Import], Some(Kind::Disconnected)),

@@ -1,4 +1,4 @@
-//! Somebody who holds a ticket and wants the memory lent by NIXL, whatever its owner says. It asks by itself, because the library would
+//! A peer that holds a ticket and wants the memory lent by NIXL, whatever its owner says. It asks by itself, because the library would
 //! not: the owner refuses before it looks for NIXL, so none has to be here.
 
 use std::time::Duration;
@@ -128,7 +128,7 @@ fn memory_that_may_go_away_is_not_lent_over_an_interface() {
     target.is_unharmed();
 }
 
-/// Whoever comes over TCP shares nothing with the owner: that a loan is counted is all that shows it.
+/// A peer over TCP shares nothing with the owner: that a loan is counted is all that shows it.
 #[test]
 fn a_loan_is_counted_before_its_answer_goes_out() {
     let test = "a_loan_is_counted_before_its_answer_goes_out";
@@ -165,7 +165,7 @@ fn help_is_given_only_to_who_was_lent_something() {
     answer(&mut borrower, lent, &[1, ATTACH, 0]).expect("a loan");
     let connecting = help_given();
     call(&mut borrower, lent);
-    assert_eq!(help_given(), connecting + 1, "somebody who was lent the region is helped");
+    assert_eq!(help_given(), connecting + 1, "a peer that was lent the region is helped");
     let read_only = ticket.narrow().access(Access::READ).finish().unwrap();
     let half = ticket.narrow().range(0, LEN as u64 / 2).finish().unwrap();
     for ticket in [&ticket, &read_only, &half] {
@@ -173,7 +173,7 @@ fn help_is_given_only_to_who_was_lent_something() {
         let handle = other.log_in(ticket);
         call(&mut other, handle);
     }
-    assert_eq!(help_given(), connecting + 1, "somebody to whom nothing was lent was helped");
+    assert_eq!(help_given(), connecting + 1, "a peer to which nothing was lent was helped");
 }
 
 /// A watchdog, where NIXL is here; otherwise says that it is not.

@@ -1,4 +1,4 @@
-//! Somebody who once held a ticket: the region is gone, its row is another's now, or the lease has run out. It speaks the protocol by
+//! A peer that once held a ticket: the region is gone, its row is another's now, or the lease has run out. It speaks the protocol by
 //! itself, because the library would not even try.
 
 use std::time::Duration;

@@ -216,7 +216,7 @@ fn an_owner_without_descriptors_says_so_goes_on_and_recovers() {
         });
         let refused = refused.expect("there is an end to descriptors");
         assert_eq!(refused.kind, Kind::Exhausted, "{}", refused.message);
-        // Whoever comes now gets an answer too, and not silence.
+        // A peer that comes now gets a reply too, and not silence.
         for _ in 0..20 {
             let _ = Attacker::connect(&target.ticket, medium).try_log_in(&target.ticket);
         }

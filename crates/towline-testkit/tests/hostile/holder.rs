@@ -137,7 +137,7 @@ fn refusals(attacker: &mut Attacker) -> usize {
 #[test]
 fn forged_accesses_are_all_refused_and_counted() {
     let mut target = Target::open("forged_accesses_are_all_refused_and_counted");
-    // Somebody else's region, and one that is gone.
+    // A region of another holder, and one that is gone.
     target.process.must(&format!("register {LEN} system read+write"));
     target.process.must("fill 2 2 1");
     let other: Ticket = target.process.must("ticket 2").text(0).parse().unwrap();

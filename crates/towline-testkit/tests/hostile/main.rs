@@ -113,7 +113,7 @@ fn garbage_is_cut_off() {
             let len = 1 + random.below(if round % 4 == 0 { 100_000 } else { 300 }) as usize;
             let garbage: Vec<u8> = (0..len).map(|_| random.number() as u8).collect();
             attacker.send(&garbage);
-            // Less than a header says nothing yet: that one is cut off for its silence.
+            // Less than a header says nothing yet: such a peer is cut off for its silence.
             if len >= HEADER_LEN {
                 assert!(attacker.is_cut_off(PATIENCE * 4), "{len} bytes of garbage, round {round}");
             }

@@ -63,7 +63,7 @@ fn followed(mut frame: Vec<u8>, payload: usize) -> Vec<u8> {
     frame
 }
 
-/// Lists take pages of their own, and what is small comes from a heap that has room, whoever allocates it: what is promised is about
+/// Lists take pages of their own, and what is small comes from a heap that has room for all callers: what is promised is about
 /// lists.
 const ALLOCATOR: [(&str, &str); 3] =
     [("MALLOC_ARENA_MAX", "1"), ("MALLOC_MMAP_THRESHOLD_", "65536"), ("MALLOC_TOP_PAD_", "524288")];

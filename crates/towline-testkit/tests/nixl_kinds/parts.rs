@@ -194,7 +194,7 @@ fn a_region_that_is_taken_back_in_flight_is_named_and_stays_until_nixl_lets_go()
         return;
     }
     let _watchdog = watch(test, STALL * 24);
-    // Where NIXL moves the bytes, those of the other parts count; where it fails, nothing does, but only that one is to blame.
+    // Where NIXL moves the bytes, those of the other parts count; where it fails, nothing does, but only the failed part is to blame.
     for fails in [false, true] {
         let mut scene = Scene::new(&[64, 4096, 100]);
         keep_in_flight();

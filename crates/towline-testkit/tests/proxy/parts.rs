@@ -69,7 +69,7 @@ fn a_request_over_many_small_parts_is_one_stream_of_requests() {
     for write in [false, true] {
         regions.fill_here(Stamp::new(2, 1));
         let before = (asked(), turns());
-        // Whoever waited for the first answer before it asked for the next part would ask for one part only.
+        // A user that waited for the first reply before it asked for the next part would ask for one part only.
         pair.proxy.hold_answers(true);
         let request = match write {
             true => pair.user.write_parts(regions.parts()),

@@ -202,7 +202,7 @@ fn bytes_that_are_acknowledged_are_progress() {
     assert!(started.elapsed() > stall, "the link is not slow");
 }
 
-/// Passes frames on between a user and an owner of a former version: that one does not say where it sees its user, and does not know
+/// Passes frames on between a user and an owner of a former version: such an owner does not say where it sees its user, and does not know
 /// some kinds of frames.
 fn former(mut user: TcpStream, mut owner: TcpStream, unknown: Arc<AtomicU64>) {
     const READY: u8 = 5;

@@ -2,7 +2,7 @@
 //!
 //! An owner looks whether its peer still stands by a write, and then copies. A process can be stopped between the two for any
 //! time. So it says so first, in a slot of the [page](PinPage) that it shares with a peer on the same host; a peer that gives a
-//! connection up says that first, and then looks. Whoever comes second sees the other: `protocol` has the order of it.
+//! connection up says that first, and then looks. The side that comes second sees the other: `protocol` has the order of it.
 
 use std::sync::Arc;
 

@@ -203,7 +203,7 @@ pub(crate) fn reclaim<M: Memory>(slot: &M::U64, generation: u64) -> bool {
     slot.replace(generation, 0)
 }
 
-/// Owner: from here on, whoever changes something that this thread waits for wakes it.
+/// Owner: from here on, a thread that changes something that this thread waits for wakes it.
 ///
 /// Followed by a load of the bell, then by the check of what is waited for, then by a sleep that begins only if the
 /// bell is still what was loaded. Why no wake-up is lost: of the fence here and the one in `wake_wanted` one comes
@@ -222,7 +222,7 @@ pub(crate) fn sleeper_left<M: Memory>(sleepers: &M::U32) {
     sleepers.add(u32::MAX);
 }
 
-/// Anybody, after a change that the owner may be waiting for: whether somebody may be asleep. If so, the bell is raised
+/// Anybody, after a change that the owner may be waiting for: whether a thread may be asleep. If so, the bell is raised
 /// (a release) and who sleeps on it is woken, in this order.
 #[inline]
 #[must_use]

@@ -128,7 +128,7 @@ impl Pending {
         error
     }
 
-    /// Wakes the waker when it has ended; a thread asks for that while somebody waits.
+    /// Wakes the waker when it has ended; a thread asks for that while there is a waiter.
     pub fn wake(&self, waker: &Waker) {
         watcher::add(self.clone(), waker.clone());
     }

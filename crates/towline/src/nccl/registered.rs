@@ -19,7 +19,7 @@ use super::turn::Turn;
 use crate::memory::Buffer;
 use crate::{Error, Result};
 
-/// NCCL takes one call at a time for a communicator: whoever is inside the list may call.
+/// NCCL takes one call at a time for a communicator: the thread inside the list may call.
 pub(super) type List = &'static Turn<Registered>;
 
 /// Lists that no communicator uses.
@@ -188,7 +188,7 @@ impl Registered {
     }
 
     #[inline]
-    #[allow(clippy::unused_self, reason = "whoever has the list is inside of it")]
+    #[allow(clippy::unused_self, reason = "the thread that has the list is inside of it")]
     fn held(&self, place: &'static Place) -> &Held {
         // SAFETY: the place is one of this list, and the answer lives as long as a borrow of what only one thread is inside of.
         unsafe { &*place.held.get() }

@@ -132,7 +132,7 @@ impl PeerPins {
             !ended
         });
         if held {
-            // It blocks: whoever waits looks again when it has exited.
+            // It blocks: the waiter looks again when it has exited.
             self.process.notify(self.me.clone());
         }
         held

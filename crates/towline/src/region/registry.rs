@@ -257,7 +257,7 @@ impl Registry {
         }
     }
 
-    /// Somebody has let go of memory that is being taken back.
+    /// A peer has let go of memory that is being taken back.
     pub(crate) fn let_go(&self) {
         self.bell.ring();
         self.rung();

@@ -143,7 +143,7 @@ unsafe fn wake_all(counter: *mut u64) {
 /// The addresses are those of sleepers that are counted now: each holds its registration until it has left the list.
 pub(super) fn wake_here(bells: &[usize]) {
     for bell in bells {
-        // SAFETY: whoever put the address into the list checked it, and holds the registration for as long as it is there.
+        // SAFETY: the thread that put the address into the list checked it, and holds the registration for as long as it is there.
         unsafe { wake_all(std::ptr::with_exposed_provenance_mut(*bell)) };
     }
 }

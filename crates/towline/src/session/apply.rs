@@ -54,7 +54,7 @@ pub(super) fn write_lent(look: &dyn Fn() -> bool, parts: &[RawPartMut], mut byte
         if !look() {
             return Err(hung_up("write"));
         }
-        // SAFETY: whoever has the parts holds a use of their region; that the pages are there is the kernel's to see.
+        // SAFETY: the holder of the parts holds a use of their region; that the pages are there is the kernel's to see.
         unsafe { checked::write("write", part.ptr, now.as_ptr(), now.len())? };
         bytes = rest;
     }

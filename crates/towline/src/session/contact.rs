@@ -67,7 +67,7 @@ pub(super) fn with_ticket(
 
 /// The owner's process, where this one may share memory with it; else why not.
 ///
-/// Pages that somebody else can write would be locked and followed here as if they were our own, and to close a descriptor can take as
+/// Pages that another process can write would be locked and followed here as if they were our own, and to close a descriptor can take as
 /// long as its file likes: of an owner that is kept apart from this process, none becomes a descriptor of this one.
 fn neighbour(
     sessions: &Sessions,

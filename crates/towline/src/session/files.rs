@@ -426,7 +426,7 @@ impl Reading {
                     let filled = slot.and_then(|slot| bounce.filled(&self.asked, slot));
                     let Some(serving) = self.send(bounce, filled) else { return drop(using) };
                     let generation = self.asked.region.generation;
-                    // Not here: it waits for whoever is reading from a connection.
+                    // Not here: it waits for the thread that is reading from a connection.
                     let work = move || {
                         serving.break_off(generation);
                         drop(using);
@@ -445,7 +445,7 @@ impl Reading {
         }
     }
 
-    /// Sends what was read, or why it was not. Somebody uses the region meanwhile; where it was taken back before, all that is
+    /// Sends what was read, or why it was not. The sender uses the region meanwhile; where it was taken back before, all that is
     /// on its way from there is to be broken off.
     fn send(&self, bounce: Bounce, filled: Result<Vec<RawPart>>) -> Option<Arc<Serving>> {
         let serving = self.serving.upgrade()?;

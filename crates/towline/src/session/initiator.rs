@@ -255,7 +255,7 @@ impl Session {
         }
     }
 
-    /// Ends a request that was not sent, or taken back before it was; whoever gets who waits for it reports its end.
+    /// Ends a request that was not sent, or taken back before it was; the caller that gets its waiter reports its end.
     pub(super) fn unsent(&self, request: u64) -> Option<Waiter> {
         self.rules.lock().unsent(request)
     }

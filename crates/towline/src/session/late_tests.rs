@@ -222,7 +222,7 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
             let _ = sender_waits.lock().recv();
         });
         moments::hold(Hold { moment: Moment::Asked, memory: piece(local.addr(), PIECES - 1), act });
-        // … when the transfer is stopped; and it looks before whoever stops it does.
+        // … when the transfer is stopped; and it looks before the thread that stops it does.
         let sender_goes_on = Mutex::new(sender_goes_on);
         let act = Arc::new(move || {
             sender_goes_on.lock().send(()).unwrap();

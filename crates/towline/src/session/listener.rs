@@ -363,7 +363,7 @@ impl Handler for UnauthenticatedConnection {
 
     /// A connection that has proven itself has another handler by now: this one was refused, or has given up.
     fn closed(&self, connection: &Arc<Connection>, error: Error) {
-        // Who connects and says nothing, such as whoever looks whether the port is open, was not refused. Who says half a hello was there
+        // A peer that connects and says nothing, such as a program that checks whether the port is open, was not refused. Who says half a hello was there
         // for more.
         let silent = self.entrant.is_silent() && !connection.ended_in_a_frame();
         let left = error.kind() == Kind::Disconnected && silent;

@@ -15,7 +15,7 @@ use crate::{Access, Endpoint, Kind, Registered, Remote, Routing, SystemStorage, 
 const LEN: usize = 8 << 20;
 const WATCHDOG: Duration = Duration::from_secs(30);
 
-/// A waker of the user's own. It panics where it is called by a thread that handles answers: that one delivers the end, unless another
+/// A waker of the user's own. It panics where it is called by a thread that handles replies: this thread delivers the end, unless another
 /// was the last to let go of the memory.
 struct Panics {
     /// How the names of such threads begin.
@@ -96,7 +96,7 @@ fn a_panic_where_an_answer_is_handled_ends_that_session_of_the_initiator_and_no_
             assert!(error.kind() == Kind::Internal && error.message().contains("on purpose"), "{error}");
         }
         well.start(len).wait().unwrap();
-        // It comes again, over another session where that one is over.
+        // It comes again, over another session where this one is over.
         let again = import(&unwell.endpoint, &region);
         unwell.endpoint.read(&again, &unwell.local).start().unwrap().wait().unwrap();
     }

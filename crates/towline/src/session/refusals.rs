@@ -10,7 +10,7 @@ use towline_proto::session::unauthenticated::{Origin, Sparse};
 use crate::region::UnauthenticatedAudit;
 use crate::{Error, Kind};
 
-/// So many origins are told apart; what comes from others is counted together. Whoever connects can make up as many as it has
+/// So many origins are told apart; what comes from others is counted together. A peer that connects can make up as many as it has
 /// addresses.
 const MOST_ORIGINS: usize = 64;
 

@@ -242,7 +242,7 @@ unsafe fn launch(regions: &Several<Arc<GpuAttachment>>, submission: &mut Submiss
     Ok(Attempt::Launched(Launched::new(copying, follows, first.pinned, pinned, submission)?))
 }
 
-/// Starts a copy of blocks by their indices, which a GPU takes as they are; `None` where the blocks are not such, or are not all there: whoever
+/// Starts a copy of blocks by their indices, which a GPU takes as they are; `None` where the blocks are not such, or are not all there: the code that
 /// makes the list of pieces says that again, and better.
 ///
 /// # Safety
@@ -439,7 +439,7 @@ impl Link for GpuAttachment {
     }
 
     fn stop(&self, _transfer: &Arc<TransferCore>) {
-        // Whoever watches a flight looks at the transfer's flag.
+        // The thread that watches a flight looks at the transfer's flag.
     }
 }
 

@@ -213,7 +213,7 @@ pub(crate) unsafe fn move_pieces(op: Op, local: *mut u8, remote: *mut u8, pieces
     Ok(())
 }
 
-/// Reduces the pieces into memory that was lent, in turn with whoever else changes such memory.
+/// Reduces the pieces into memory that was lent, in turn with all others that change such memory.
 ///
 /// # Safety
 /// As for [`move_pieces`].

@@ -29,7 +29,7 @@ struct State {
     next: usize,
     in_flight: usize,
     ended: usize,
-    /// Somebody starts what may be started.
+    /// A thread is starting what may be started.
     starting: bool,
     failed: bool,
     children: Vec<Arc<TransferCore>>,
@@ -252,7 +252,7 @@ impl Link for Joint {
     fn stop(&self, transfer: &Arc<TransferCore>) {
         let children = self.state.lock().children.clone();
         children.iter().for_each(|child| child.stop(transfer.stop_error()));
-        // What was not begun reports now: whoever ends next would do it, if there is anybody.
+        // What was not begun reports now: the next one to end would do it, if there is one.
         if let Some(this) = self.me.upgrade() {
             this.go_on(transfer);
         }

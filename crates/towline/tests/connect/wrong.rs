@@ -196,7 +196,7 @@ fn hostile_metadata_is_refused_and_harms_nobody() {
         assert_eq!(bytes(&target), vec![0; 100]);
         let mut pointers = good;
         pointers.descriptors[0].ptr = u64::MAX;
-        pointers.notification_key = "somebody else's".into();
+        pointers.notification_key = "another one's".into();
         read(&pointers).unwrap().wait(None).unwrap();
         assert_eq!(bytes(&target), pattern(1, 100));
         readable.wait(None).unwrap();

@@ -126,7 +126,7 @@ fn a_kill_is_told(what: &str) {
 
 #[test]
 fn a_stopped_process_is_named_by_the_others_at_the_limit() {
-    // Over TCP a write to it that is given up resets the connection, so that nothing of it lands later: whoever sees that first
+    // Over TCP a write to it that is given up resets the connection, so that nothing of it lands later: the rank that sees that first
     // says that the rank is gone, the others that it did not come in time.
     for (what, ends) in [
         ("near ring stop", &["Timeout [1] "][..]),

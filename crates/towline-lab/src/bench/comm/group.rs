@@ -27,7 +27,7 @@ impl Group {
     /// Gives every rank its order, then waits for all answers.
     pub(super) fn each(&mut self, order: impl Fn(usize) -> Order) -> Outcome<Vec<Answer>> {
         for (rank, worker) in self.0.iter_mut().enumerate() {
-            worker.tell(&Ask::Comm { order: order(rank) })?;
+            worker.send(&Ask::Comm { order: order(rank) })?;
         }
         // All replies are received, so that a failure leaves no reply for the next query.
         let reply: Vec<Outcome<Reply>> = self.0.iter_mut().map(Worker::reply).collect();

@@ -25,7 +25,7 @@ pub enum Reply<W: Waiter> {
     Unmap(u64),
     /// The owner wants that grant back.
     Recall(u32),
-    /// The owner asks whether somebody is there.
+    /// The owner asks whether this side is there.
     Ping,
     /// The owner ends the session.
     Bye(Bye),

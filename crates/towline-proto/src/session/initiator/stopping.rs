@@ -42,7 +42,7 @@ impl<W: Waiter> Initiator<W> {
         actions
     }
 
-    /// A request was sent whose transfer was stopped before it was open: whoever stopped it has not seen it.
+    /// A request was sent whose transfer was stopped before it was open: the thread that stopped it has not seen it.
     pub fn stop_late(&mut self, request: u64, now: Instant) -> Actions<W> {
         let mut actions = Vec::new();
         self.unwanted(request, now, &mut actions);
@@ -109,7 +109,7 @@ impl<W: Waiter> Initiator<W> {
         actions
     }
 
-    /// When somebody has waited long enough for the owner.
+    /// When a waiter has waited long enough for the owner.
     fn due(&self, one: &Pending<W>) -> Option<Instant> {
         match one {
             Pending::Unwanted { since, .. } => return Some(*since + UNWANTED),

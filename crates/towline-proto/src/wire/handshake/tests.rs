@@ -265,7 +265,7 @@ fn no_key_is_ever_shown() {
 fn proofs_that_are_bound_to_a_connection_are_worth_nothing_on_another() {
     let ticket = ticket_signed_with(&key());
     let owner = identity("owner", 1);
-    // What each end derives from its own encrypted connection: with somebody in the middle these are two.
+    // What each end derives from its own encrypted connection: with an attacker in the middle these are two.
     let talk = |here: Option<[u8; 32]>, there: Option<[u8; 32]>| {
         let me = identity("client", 9);
         let (client, hello) =

@@ -42,7 +42,7 @@ impl Session {
         }
     }
 
-    /// Takes the frames of a stopped transfer back that have not been sent over that connection, and ends their requests. Whoever does
+    /// Takes the frames of a stopped transfer back that have not been sent over that connection, and ends their requests. The thread that does
     /// the one does the other, for all of them: to anybody who comes later, a request without a frame looks like one that was sent.
     /// Bytes of the transfer that are coming in go nowhere from here on, and those that come later neither: their request may be ended.
     fn take_back(&self, connection: &Connection, transfer: u64) {

@@ -11,7 +11,7 @@ use crate::runtime::socket::RawPartMut;
 use crate::session::files::Written;
 use crate::{Error, Kind, Result, room};
 
-/// One system call that waits until bytes have come may take this many where they are the answer to a read: whoever is woken less
+/// One system call that waits until bytes have come may take this many where they are the reply to a read: a thread that is woken less
 /// often, for more bytes each time, finds them in the cache.
 const AWAITED_PER_CALL: usize = 2 << 20;
 
@@ -67,7 +67,7 @@ pub(in crate::session) fn hung_up(op: &'static str) -> Error {
     Error::new(Kind::Disconnected, op, "the peer has hung up since it asked")
 }
 
-// SAFETY: the parts are addresses; whoever uses them holds the `Keep` that pins the memory.
+// SAFETY: the parts are addresses; their user holds the `Keep` that pins the memory.
 unsafe impl Send for Sink {}
 
 /// A payload that goes nowhere is read in portions of this size.

@@ -125,7 +125,7 @@ impl Opened {
         Ok(opened)
     }
 
-    /// From now on that one needs it. The pin is kept where there is none yet.
+    /// From now on this import needs it. The pin is kept where there is none yet.
     fn join(&self, borrow: &Arc<Borrow>, pin: Arc<ProcessPin>) {
         let mut users = self.users.lock();
         users.borrows.retain(|one| one.strong_count() > 0);
@@ -177,7 +177,7 @@ impl Drop for Opened {
         }
         let closed = self.gpu.enter("close GPU memory").and_then(|entered| {
             let cuda = entered.cuda();
-            // SAFETY: opened by this value; whoever copies keeps it alive.
+            // SAFETY: opened by this value; the copier keeps it alive.
             let closed = unsafe {
                 match &self.parts {
                     None => entered.close_ipc(self.base),

@@ -68,7 +68,7 @@ impl Flight {
             }
             copied => {
                 let ended = launched.finish(copied, &self.transfer.after);
-                // Within the lock: whoever gets it next must not finish again.
+                // Within the lock: the next holder must not finish again.
                 self.over.store(true, Ordering::Release);
                 drop(launched);
                 let first = self.report.swap(REPORTED, Ordering::AcqRel) == UNREPORTED;

@@ -556,7 +556,7 @@ impl Link for NixlAttachment {
     }
 
     fn stop(&self, _transfer: &Arc<TransferCore>) {
-        // Whoever drives looks at the transfer's flag.
+        // The thread that drives looks at the transfer's flag.
         self.engine.look();
     }
 }

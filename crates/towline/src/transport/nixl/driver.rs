@@ -29,10 +29,10 @@ const LINGER: Duration = Duration::from_millis(200);
 /// A caller that waits drives for this long without success before it sleeps.
 const STAY: Duration = Duration::from_millis(2);
 
-/// Rounds without success: first at once, then behind whoever else wants the processor, then after a sleep.
+/// Rounds without success: first immediately, then behind the others that want the processor, then after a sleep.
 const SPINS: u32 = 32;
 const YIELDS: u32 = 1000;
-/// A peer waits for what this agent does: somebody else gets the processor only now and then.
+/// A peer waits for what this agent does: others get the processor only now and then.
 const HELPING_SPINS: u32 = 8;
 const LEAST_SLEEP: Duration = Duration::from_micros(20);
 const MOST_SLEEP: Duration = Duration::from_millis(1);
@@ -185,7 +185,7 @@ impl Flight {
 }
 
 impl Engine {
-    /// Sees to it that somebody asks how far that is.
+    /// Sees to it that a thread asks how far that is.
     pub(super) fn add(self: &Arc<Self>, flight: Flight) {
         self.flying.fetch_add(1, Ordering::SeqCst);
         let mut state = self.state.lock();
@@ -238,7 +238,7 @@ impl Engine {
         }
     }
 
-    /// Looks at everything once; says how much of it has landed, or `None` where somebody else is looking.
+    /// Looks at everything once; says how much of it has landed, or `None` where another thread is looking.
     pub(super) fn drive(self: &Arc<Self>) -> Option<usize> {
         let _inside = Exiting::enter_unless_exiting()?;
         let looking = self.driving.try_lock()?;

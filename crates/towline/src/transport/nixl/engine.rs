@@ -176,7 +176,7 @@ pub(crate) struct Engine {
     pub(super) counts: Counts,
     pub(super) state: Mutex<Driving>,
     pub(super) changed: Condvar,
-    /// Held by whoever asks NIXL how far things are.
+    /// Held by the thread that asks NIXL how far things are.
     pub(super) driving: Mutex<()>,
     /// Callers that drive while they wait.
     pub(super) helpers: AtomicUsize,

@@ -145,7 +145,7 @@ pub(super) struct Run {
     flying: AtomicUsize,
     /// Nothing follows any more.
     failed: AtomicBool,
-    /// Held by whoever posts.
+    /// Held by the thread that posts.
     posting: Mutex<()>,
     /// What becomes of the requests that are not posted any more.
     hopeless: OnceLock<Outcome>,
