@@ -12,7 +12,7 @@ use towline_lab::outcome::{Failure, Outcome};
 /// Neither side waits longer than this for the other.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The longest request that is read, and the longest answer.
+/// The longest request that is read, and the longest reply.
 const LONGEST_REQUEST: usize = 8 << 10;
 const LONGEST_ANSWER: u64 = 16 << 20;
 

@@ -81,7 +81,7 @@ pub(crate) struct Loaded {
 }
 
 impl Cuda {
-    /// Loads the driver from where it is found; the first answer is kept for the life of the process.
+    /// Loads the driver from where it is found; the first result is kept for the life of the process.
     ///
     /// This starts nothing on a device. The first call that needs one does ([`Cuda::init`]).
     pub fn load() -> Result<Cuda> {
@@ -162,7 +162,7 @@ impl Cuda {
         self.0.fake
     }
 
-    /// Starts the driver; the first answer is kept. Every call that needs a device begins with it.
+    /// Starts the driver; the first result is kept. Every call that needs a device begins with it.
     ///
     /// Returns the version of CUDA that the driver is made for, 13000 for 13.0.
     ///

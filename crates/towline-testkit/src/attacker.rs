@@ -19,7 +19,7 @@ use towline::{Identity, Incarnation};
 
 use crate::random::Random;
 
-/// How long an answer may take.
+/// How long a reply may take.
 const ANSWER: Duration = Duration::from_secs(20);
 
 /// Which of an owner's sockets it comes to.
@@ -85,13 +85,13 @@ impl Attacker {
         self.try_log_in(ticket).unwrap()
     }
 
-    /// A whole handshake and an import; the owner's answer to the ticket.
+    /// A whole handshake and an import; the owner's reply to the ticket.
     pub fn try_log_in(&mut self, ticket: &Ticket) -> Result<u32, WireError> {
         let challenge = self.shake_hands(ticket)?;
         self.import(ticket, &challenge)
     }
 
-    /// An import over a session that is there already; the owner's answer to the ticket.
+    /// An import over a session that is there already; the owner's reply to the ticket.
     pub fn import(&mut self, ticket: &Ticket, challenge: &[u8; 32]) -> Result<u32, WireError> {
         let item = ImportItem {
             ticket: ticket.public_bytes().to_vec(),
@@ -293,7 +293,7 @@ impl Attacker {
         true
     }
 
-    /// Whether what was sent is answered with an error, the end, or nothing before the answer to a ping.
+    /// Whether what was sent is answered with an error, the end, or nothing before the reply to a ping.
     pub fn gets_nothing_but_errors(&mut self) -> bool {
         self.send(&Message::from(towline::wire::Ping {}).frame(8, 0, 0));
         // What swallows the ping as part of something longer has to learn that nothing more comes.

@@ -105,7 +105,7 @@ impl Owner {
         self.process.must(&format!("fill 1 {} {}", stamp.region, stamp.generation))
     }
 
-    /// Imports what a living owner offers. On a busy machine its answer may take longer than the limit: that this ends
+    /// Imports what a living owner offers. On a busy machine its reply may take longer than the limit: that this ends
     /// the wait is right, and it is asked again. Each try is held against the limit, and more than one is reported.
     pub fn import(&self, user: &Endpoint, lane: &str) -> Remote {
         let (mut last, mut tries) = (None, 0);

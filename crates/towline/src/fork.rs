@@ -209,7 +209,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// Forks, runs `check` in the child and returns its answer. `check` must not allocate nor lock.
+    /// Forks, runs `check` in the child and returns its result. `check` must not allocate nor lock.
     pub(crate) fn in_a_child(check: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child calls only `check` (loads, getpid) and `_exit`: nothing that takes a lock.
         let pid = unsafe { libc::fork() };

@@ -18,7 +18,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use towline::{Kind, Ticket, Tls, TlsStream};
 
-use super::wire::{self, Answer, Join, Session, Side, VERSION, WELCOME_LEN};
+use super::wire::{self, Join, Reply, Session, Side, VERSION, WELCOME_LEN};
 use crate::unique_id::UniqueId;
 use crate::{Error, Result, interrupt};
 
@@ -113,15 +113,15 @@ fn take_part(
     let lost = |error: io::Error| lost(&error, "while waiting for the other ranks");
     stream.limit(GREETING);
     stream.write_all(&message).and_then(|()| stream.flush()).map_err(lost)?;
-    let answer = receive_reply(&mut stream, session, joining.nranks, until + GRACE)?;
-    match answer {
-        Answer::Failed(error) => Err(error),
-        Answer::List(list) if list.len() == joining.nranks => {
+    let reply = receive_reply(&mut stream, session, joining.nranks, until + GRACE)?;
+    match reply {
+        Reply::Failed(error) => Err(error),
+        Reply::List(list) if list.len() == joining.nranks => {
             // Ranks of this process that come now are too late, wherever the root is.
             used_up(id.nonce());
             wire::tickets(&list)
         }
-        Answer::List(_) => Err(Error::protocol(OP, "the root's list has another length")),
+        Reply::List(_) => Err(Error::protocol(OP, "the root's list has another length")),
     }
 }
 
@@ -227,7 +227,7 @@ fn dial(address: &SocketAddr, within: Duration) -> io::Result<TcpStream> {
 }
 
 /// Waits for the root's reply.
-fn receive_reply(stream: &mut Stream, session: &Session, nranks: usize, until: Instant) -> Result<Answer> {
+fn receive_reply(stream: &mut Stream, session: &Session, nranks: usize, until: Instant) -> Result<Reply> {
     let mut len = [0; 4];
     read_until(stream, &mut len, until)?;
     let len = u32::from_le_bytes(len) as usize;
@@ -238,7 +238,7 @@ fn receive_reply(stream: &mut Stream, session: &Session, nranks: usize, until: I
     read_until(stream, &mut sealed, until)?;
     let plain = session.unseal(Side::Root, &sealed);
     let plain = plain.ok_or_else(|| Error::protocol(OP, "the root's reply was changed on the network"))?;
-    Answer::decode(&plain)
+    Reply::decode(&plain)
 }
 
 /// How often a rank that waits for the others looks whether its caller was interrupted.

@@ -436,7 +436,7 @@ impl Links {
         let far =
             || self.links.iter().filter_map(|link| if let Link::Far(far) = link { Some(far) } else { None });
         // Where bytes do not go by sockets, a transfer ends when its signal is in flight, and nobody has waited for the
-        // mark of an abort. Both take the connection that this takes, so they are there when its answer is here.
+        // mark of an abort. Both take the connection that this takes, so they are there when its reply is here.
         let answers: Vec<Transfer> = far()
             .filter_map(|far| self.endpoint.compare_swap(&far.remote, ABORTED as u64, 0, 0).ok())
             .collect();

@@ -209,7 +209,7 @@ fn undisturbed(seconds: f64) -> f64 {
     (last - start).as_secs_f64()
 }
 
-/// The p99 of a bare request for that many bytes over the socket of such a path, without the answer; `None` for the other paths.
+/// The p99 of a bare request for that many bytes over the socket of such a path, without the reply; `None` for the other paths.
 fn asking(worker: &mut Worker, path: Path, bytes: u64, times: usize) -> Outcome<Option<f64>> {
     let failed = |error| Failure::os("the bare socket", error);
     let Some(medium) = path.medium() else { return Ok(None) };

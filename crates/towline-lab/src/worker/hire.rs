@@ -11,7 +11,7 @@ use towline::Ticket;
 use super::protocol::{Ask, Memory, Op, Reply};
 use crate::outcome::{Failure, Outcome};
 
-/// How long an answer may take: the largest regions are filled and verified in a debug build too.
+/// How long a reply may take: the largest regions are filled and verified in a debug build too.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// How long a worker may take to end by itself.
@@ -65,7 +65,7 @@ impl Worker {
         let orders = child.stdin.take();
         let stdout = child.stdout.take();
         let (sender, replies) = channel();
-        // Reading in a thread lets an answer have a limit. It ends with the worker's output.
+        // Reading in a thread lets a reply have a limit. It ends with the worker's output.
         std::thread::Builder::new()
             .name(format!("replies-{name}"))
             .spawn(move || {

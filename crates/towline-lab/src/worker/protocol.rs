@@ -5,7 +5,7 @@ use towline::{
     Endpoint, EndpointOptions, Isolation, NixlOptions, PathProperties, Quotas, Routing, Serves, Ticket, Tls,
 };
 
-use super::order::{Answer, Order};
+use super::order::{Order, RankReply};
 use crate::outcome::{Exit, Failure, Outcome};
 
 /// Read or write, seen from the process that starts the transfer.
@@ -172,7 +172,7 @@ pub(crate) enum Reply {
     },
     Usage(Usage),
     Comm {
-        answer: Answer,
+        answer: RankReply,
     },
     Failed {
         exit: u8,

@@ -110,7 +110,7 @@ pub enum Action<G: Grant, C> {
     Atomic(AtomicOp, Result<Word<G>, Refusal<G>>),
     /// [Settle](Owner::settle) what has followed.
     Settle(Settling<C>),
-    /// Take the answer to that request back where nothing of it has been sent, and answer with that error instead.
+    /// Take the reply to that request back where nothing of it has been sent, and answer with that error instead.
     Withdraw(Error),
     /// Let nothing more of that lane be applied, and say [how far that is](Owner::lane_ends).
     EndLane(C),

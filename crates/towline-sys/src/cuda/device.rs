@@ -233,7 +233,7 @@ impl Context {
         &self.0.device
     }
 
-    /// Makes it current in the calling thread until the answer is dropped; then the one before is current again. Nothing is
+    /// Makes it current in the calling thread until the result is dropped; then the one before is current again. Nothing is
     /// done where it is current already, which is cheaper to ask than to switch.
     #[inline]
     pub fn enter(&self) -> Result<Entered<'_>> {

@@ -84,7 +84,7 @@ impl User {
         User { endpoint, local }
     }
 
-    /// Imports a region of that length from an owner that answers each question with these words and descriptors, and says the rest
+    /// Imports a region of that length from an owner that answers each query with these words and descriptors, and says the rest
     /// after the first of them; then does what is asked for with it.
     fn import<T>(
         &self,

@@ -87,7 +87,7 @@ pub(crate) fn memory_in_many_parts_is_opened_side_by_side() {
         return;
     }
     let _watchdog = watch("gpu: memory in parts", Duration::from_secs(120));
-    // More parts than descriptors go along with one answer.
+    // More parts than descriptors go along with one reply.
     const MANY: usize = 40 * MIB + 12_345;
     let user = endpoint("user");
     let mut owner = Process::open("owner", "");

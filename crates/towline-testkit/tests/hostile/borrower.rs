@@ -20,12 +20,12 @@ const HELP: u8 = 2;
 
 const MEDIA: [Medium; 2] = [Medium::Unix, Medium::Tcp];
 
-/// What a peer may say of itself, in the last byte of its question: that it insists, and that it pins.
+/// What a peer may say of itself, in the last byte of its query: that it insists, and that it pins.
 const FLAGS: std::ops::Range<u8> = 0..4;
 
-/// The question, in bytes: kind 20, the padding, the length of the body, the request; the grant, the path, and words of which the
+/// The query, in bytes: kind 20, the padding, the length of the body, the request; the grant, the path, and words of which the
 /// first byte is version 1; zeros up to 64.
-fn question(request: u8, handle: u32, words: &[u8]) -> Vec<u8> {
+fn query(request: u8, handle: u32, words: &[u8]) -> Vec<u8> {
     let mut body = handle.to_le_bytes().to_vec();
     body.extend([NIXL, words.len() as u8, 0]);
     body.extend(words);
@@ -37,7 +37,7 @@ fn question(request: u8, handle: u32, words: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// The owner's answer to who holds that ticket.
+/// The owner's reply to who holds that ticket.
 fn asked(ticket: &Ticket, medium: Medium, flags: u8) -> Result<Vec<u8>, WireError> {
     let mut peer = Attacker::connect(ticket, medium);
     let handle = peer.log_in(ticket);
@@ -45,8 +45,8 @@ fn asked(ticket: &Ticket, medium: Medium, flags: u8) -> Result<Vec<u8>, WireErro
 }
 
 fn answer(peer: &mut Attacker, handle: u32, words: &[u8]) -> Result<Vec<u8>, WireError> {
-    peer.send(&question(77, handle, words));
-    let (header, body) = peer.frame().expect("an answer");
+    peer.send(&query(77, handle, words));
+    let (header, body) = peer.frame().expect("a reply");
     assert_eq!((header.kind as u8, header.id), (21, 77));
     QueryReply::decode(&body).unwrap().outcome
 }
@@ -155,9 +155,9 @@ fn help_is_given_only_to_who_was_lent_something() {
     let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
     let ticket = region.ticket().unwrap();
     let help_given = || owner.stats().nixl.map_or(0, |nixl| nixl.help_given);
-    // Request 0 wants no answer; the question behind it has one, that it is no question.
+    // Request 0 wants no reply; the query behind it has one, that it is not a query.
     let call = |peer: &mut Attacker, handle| {
-        peer.send(&question(0, handle, &[1, HELP]));
+        peer.send(&query(0, handle, &[1, HELP]));
         answer(peer, handle, &[9]).unwrap_err();
     };
     let mut borrower = Attacker::connect(&ticket, Medium::Tcp);

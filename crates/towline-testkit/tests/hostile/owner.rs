@@ -21,7 +21,7 @@ const READ: u8 = 32;
 const WRITE: u8 = 34;
 const DONE: u8 = 36;
 
-/// An answer that says that all went well: 24 bytes of header, 9 of body, zeros up to 64.
+/// A reply that says that all went well: 24 bytes of header, 9 of body, zeros up to 64.
 fn done(id: u64) -> [u8; 64] {
     let mut frame = [0; 64];
     (frame[0], frame[3], frame[4]) = (DONE, 31, 9);

@@ -92,11 +92,11 @@ fn attacked(test: &str, kind: &str) {
             // A thread for the disk is there, and stays for a second.
             let small = Read { transfer: 0, handle, blocks: vec![Block { offset: 0, len: 8 }] };
             session.send(&Message::from(small).frame(3, 0, 0));
-            session.frame().expect("an answer");
+            session.frame().expect("a reply");
             let room = Some(target.process.address_space() + step * STEP);
             prlimit(pid, Resource::As, Rlimit { current: room, maximum: before.maximum }).unwrap();
             session.send(&demand);
-            // An answer, whatever it says, or the end of the session.
+            // A reply, whatever it says, or the end of the session.
             match session.frame() {
                 Some(_) => answered += 1,
                 None => ended += 1,

@@ -187,7 +187,7 @@ fn small_reads_that_ran_out_of_time_are_dropped_where_they_are() {
     let before = pair.answered();
     outcome(pair.user.read(&pair.remote, &pair.buffer).at(0, 0, 4096).start()).unwrap();
     let crossed = pair.answered() - before;
-    // What the owner's kernel had taken already, and the rest of one answer, cross all the same.
+    // What the owner's kernel had taken already, and the rest of one reply, cross all the same.
     assert!(crossed < READS * len / 4, "{crossed} bytes crossed for 4096");
 }
 

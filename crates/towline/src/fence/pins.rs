@@ -226,7 +226,7 @@ impl PinPage {
 
     /// Asks the initiator to ring on release. Counted: each call is paired with `drain_ended`.
     ///
-    /// Called before the first scan whose answer is waited for.
+    /// Called before the first scan whose result is waited for.
     pub(crate) fn drain_started(&self) {
         protocol::drain_started::<Machine>(&self.header().draining);
     }

@@ -165,7 +165,7 @@ fn wait(until: Instant, is_ready: impl Fn(Duration) -> Result<bool>) -> Result<(
     loop {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Error::new(Kind::Timeout, "contact", "no answer in time"));
+            return Err(Error::new(Kind::Timeout, "contact", "no reply in time"));
         }
         interrupt::check("contact")?;
         if is_ready(interrupt::turn(left))? {

@@ -78,7 +78,7 @@ fn a_panic_where_an_answer_is_handled_ends_that_session_of_the_initiator_and_no_
         let waker = Waker::from(Arc::clone(&panics));
         let until = Instant::now() + WATCHDOG;
         while panics.count.load(Ordering::SeqCst) == 0 {
-            assert!(Instant::now() < until, "the answers were always there before anybody waited");
+            assert!(Instant::now() < until, "the replies were always there before anybody waited");
             let mut transfer = unwell.start(len);
             if Pin::new(&mut transfer).poll(&mut Context::from_waker(&waker)).is_pending() {
                 transfer.wait().unwrap();

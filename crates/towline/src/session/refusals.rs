@@ -29,7 +29,7 @@ enum Reason {
     Protocol,
     /// It did not prove itself in time.
     Late,
-    /// It hung up in the middle of its hello, or after it: it did not like the answer, or died.
+    /// It hung up in the middle of its hello, or after it: it did not like the reply, or died.
     HungUp,
     Other,
 }

@@ -37,7 +37,7 @@ pub(crate) enum Started {
     Done(Result<Option<u64>>),
     /// It goes on behind the call, as that transfer.
     Running(Arc<TransferCore>),
-    /// Nothing has been done: to plan and start it takes longer than to call a worker, who submits it again. Not an answer for one that
+    /// Nothing has been done: to plan and start it takes longer than to call a worker, who submits it again. Not a result for one that
     /// is not [deferrable](Submission::deferrable).
     Deferred,
 }

@@ -49,7 +49,7 @@ const MANY: usize = 64 << 10;
 pub(crate) trait OwnerMemory: Send + Sync + 'static {
     fn transport(&self) -> &'static dyn Transport;
 
-    /// Keeps the memory where it is until the first answer is dropped, and says where that is. `Stale` once it was revoked.
+    /// Keeps the memory where it is until the first result is dropped, and says where that is. `Stale` once it was revoked.
     fn enter(&self, op: &'static str) -> Result<(PinnedRegion, CopyAddress)>;
 
     /// What follows the bytes.

@@ -153,7 +153,7 @@ fn of(region: &dyn Link) -> Result<&Stream> {
     })
 }
 
-/// The message, where there is nothing else: only that needs no answer.
+/// The message, where there is nothing else: only that needs no reply.
 fn message_alone(transfer: &TransferCore) -> Option<&[u8]> {
     let alone =
         transfer.bytes() == 0 && transfer.after.signal.is_none() && !matches!(transfer.op, Op::Atomic { .. });

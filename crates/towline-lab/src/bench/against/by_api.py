@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-# NIXL writes its log to standard output, which is for the answers.
+# NIXL writes its log to standard output, which is for the replies.
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 

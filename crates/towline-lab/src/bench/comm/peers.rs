@@ -15,7 +15,7 @@ const GLOO: &str = include_str!("peers/gloo.py");
 /// The interpreter of the distribution comes first: its packages bring torch along.
 const PYTHONS: [&str; 2] = ["/usr/bin/python3", "python3"];
 
-/// How long an answer may take; the first one needs a while on a busy machine.
+/// How long a reply may take; the first one needs a while on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// How long a peer may take to end by itself.
@@ -223,7 +223,7 @@ impl Process {
     }
 
     fn gone(&self) -> Failure {
-        Failure::lacking(format!("{} does not run here, or gives no answer", self.name))
+        Failure::lacking(format!("{} does not run here, or gives no reply", self.name))
     }
 }
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-# NIXL writes its log to standard output, which is for the answers.
+# NIXL writes its log to standard output, which is for the replies.
 ANSWERS = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
 

@@ -144,7 +144,7 @@ impl<W: Waiter> Initiator<W> {
         }
     }
 
-    /// Refuses an answer that does not belong to a request: to none that is open, over another connection, to something else
+    /// Refuses a reply that does not belong to a request: to none that is open, over another connection, to something else
     /// than was asked, or the second.
     fn fits(&self, over: ConnectionId, kind: FrameKind, request: u64) -> Result<()> {
         let due = match self.due_reply(request) {

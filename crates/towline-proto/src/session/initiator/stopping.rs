@@ -16,7 +16,7 @@ const MOST_GRACE: Duration = Duration::from_secs(2);
 /// must not keep it for ever, nor a slow link. With the time for the [end of a lane](super::lost) it is less than two seconds.
 const PATIENCE: Duration = Duration::from_millis(1400);
 
-/// How long the answer to a read that was stopped may keep a lane busy: then the lane is reset, and what is left of the answer dropped
+/// How long the reply to a read that was stopped may keep a lane busy: then the lane is reset, and what is left of the reply dropped
 /// where it is.
 const UNWANTED: Duration = Duration::from_millis(500);
 
@@ -70,7 +70,7 @@ impl<W: Waiter> Initiator<W> {
         actions.extend(Self::waiter(one).map(Action::Stopped));
     }
 
-    /// Ends what was stopped and may still change the owner's memory: the owner's answer ends it, or, where none comes in time,
+    /// Ends what was stopped and may still change the owner's memory: the owner's reply ends it, or, where none comes in time,
     /// the reset of its connection. Of a lane that is not known to end at once the owner is asked whether it has; a control connection like
     /// that stays, and the transfer ends without being quiet.
     pub fn settle(&mut self, now: Instant) -> Actions<W> {

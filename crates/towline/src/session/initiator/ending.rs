@@ -1,4 +1,4 @@
-//! How what is in flight ends before its answer has come: stopped, or with the session or one of its lanes.
+//! How what is in flight ends before its reply has come: stopped, or with the session or one of its lanes.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -82,7 +82,7 @@ impl Opened {
         self.base
     }
 
-    /// Opens what the answer describes. The caller holds a pin on a region in it.
+    /// Opens what the reply describes. The caller holds a pin on a region in it.
     fn open(gpu: &Arc<Gpu>, answer: &Answer, files: Vec<OwnedFd>) -> Result<Opened> {
         let entered = gpu.enter(OP)?;
         let users = Mutex::default();
@@ -265,7 +265,7 @@ impl Borrow {
         Ok(start)
     }
 
-    /// Begins a copy: what is open stays so until the second answer is dropped.
+    /// Begins a copy: what is open stays so until the second result is dropped.
     pub(super) fn enter(self: &Arc<Self>, op: &'static str) -> Result<(Arc<Opened>, Entered)> {
         let before = self.in_flight.fetch_add(1, Ordering::SeqCst);
         let entered = Entered(Arc::clone(self));

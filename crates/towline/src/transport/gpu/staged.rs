@@ -330,7 +330,7 @@ impl Stage {
     }
 
     /// # Safety
-    /// The local region stays until the answer is dropped.
+    /// The local region stays until the result is dropped.
     unsafe fn between(&self, to_device: bool, slot: Slot, pieces: &[Piece]) -> Result<Passing> {
         let base = self.transfer.base(0).addr() as u64;
         // SAFETY: the caller's promise; the plan was checked against the region.
