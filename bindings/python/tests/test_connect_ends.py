@@ -389,7 +389,7 @@ def test_a_keyboard_interrupt_ends_a_wait() -> None:
             "-c",
             """
 import signal, towline
-# Who is started in the background by a shell inherits that it is ignored.
+# A program that is started in the background by a shell inherits that it is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 connector = towline.Connector()
 readable = connector.create_readable_sync(towline.Descriptor(b"x"))

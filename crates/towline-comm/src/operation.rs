@@ -271,7 +271,7 @@ impl Completion {
         self.0.as_ref().map_or("access", |shared| shared.op)
     }
 
-    /// Whether a task awaits the operation as a future. Who waits for it on a thread shows so itself.
+    /// Whether a task awaits the operation as a future. A thread that waits for it shows so itself.
     pub(crate) fn is_awaited(&self) -> bool {
         self.0
             .as_ref()

@@ -123,7 +123,7 @@ pub(crate) struct Backing {
     pub(crate) file: c_int,
     pub(crate) len: usize,
     pub(crate) device: c_int,
-    /// Where the CPU reaches the bytes; followed by one page that counts who has it open.
+    /// Where the CPU reaches the bytes; followed by one page that counts the processes that have it open.
     alias: *mut u8,
     /// Whether another process allocated it.
     pub(crate) foreign: bool,

@@ -399,7 +399,7 @@ pub(crate) struct Plan {
     pub(crate) lanes: Vec<String>,
 }
 
-/// Who looks on.
+/// The observer.
 pub(crate) trait Watcher: Send + Sync {
     /// A lane has ended a round, well or not.
     fn round(&self, campaign: &'static str, lane: &'static str, done: u32, of: u32);

@@ -245,7 +245,7 @@ impl Flag {
         self.word().load(Ordering::Acquire)
     }
 
-    /// Sets it; what was written before is visible to who sees it.
+    /// Sets it; what was written before is visible to a process that sees it.
     #[inline(always)]
     pub(crate) fn raise(&self, value: u64) {
         self.word().store(value, Ordering::Release);

@@ -1,4 +1,4 @@
-//! The path `nixl` beyond the laws: what it costs who does not use it, two hosts, death, growth, broken libraries.
+//! The path `nixl` beyond the laws: what it costs programs that do not use it, two hosts, death, growth, broken libraries.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 use std::path::Path;

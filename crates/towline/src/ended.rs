@@ -11,7 +11,7 @@ const KEPT: usize = 1024;
 
 static ENDED: Mutex<VecDeque<Incarnation>> = Mutex::new(VecDeque::new());
 
-/// Remembers that this life is over. Only where that is certain: nobody who asks for it here is sent to its owner again.
+/// Remembers that this life is over. Only where that is certain: no request for it goes to its owner again.
 pub(crate) fn remember(life: Incarnation) {
     let mut ended = ENDED.lock();
     if !ended.contains(&life) {

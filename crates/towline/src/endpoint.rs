@@ -251,7 +251,7 @@ impl Endpoint {
         Request::new(&self.0, Op::Atomic { offset, op }, Part::without_bytes(remote)).start()
     }
 
-    /// Raises a 64-bit counter of a remote region and wakes who waits for it there.
+    /// Raises a 64-bit counter of a remote region and wakes its waiters there.
     pub fn signal(&self, remote: &Remote, offset: u64, add: u64) -> Result<Transfer> {
         Request::new(&self.0, Op::Write, Part::without_bytes(remote)).signal(offset, add).start()
     }

@@ -37,7 +37,7 @@ const MOST_WAITING: usize = 64;
 /// What is done when an operation is ready, or over.
 pub(crate) type Later = Box<dyn FnOnce() + Send>;
 
-/// Who claims an operation.
+/// The claimer of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Claimer {
     /// The peer of that session.
@@ -214,7 +214,7 @@ impl Passive {
     ) -> Result<Arc<Passive>> {
         let mut id = [0; 16];
         getrandom::fill(&mut id)
-            .map_err(|error| Error::new(Kind::Native, name, format!("no randomness: {error}")))?;
+            .map_err(|error| Error::new(Kind::Native, name, format!("no random bytes: {error}")))?;
         // Shown to users as a UUID of version 4.
         id[6] = id[6] & 0x0f | 0x40;
         id[8] = id[8] & 0x3f | 0x80;
@@ -401,7 +401,7 @@ impl Passive {
         if self.end(outcome) { answer } else { Err(over()) }
     }
 
-    /// Ends it, unless it has ended or is about to, which it says: revokes its regions, and wakes who waits when these are quiet.
+    /// Ends it, unless it has ended or is about to, which it says: revokes its regions, and wakes the waiters when these are quiet.
     pub(crate) fn end(self: &Arc<Self>, result: Result<()>) -> bool {
         let (offered, claims) = {
             let mut inner = self.inner.lock();
@@ -422,7 +422,7 @@ impl Passive {
         // They learn that it is over.
         claims.into_iter().for_each(|claim| claim());
         for (Offered { region, keep }, _) in offered {
-            // What is dropped first is reported first: the memory's user, then who waits for the operation.
+            // What is dropped first is reported first: the memory's user, then the waiters for the operation.
             region.release_then((keep, Quiet(Arc::clone(self))));
         }
         self.one_quiet();

@@ -80,7 +80,7 @@ pub struct RegisterError<T> {
 /// The region is revoked already: nobody can start a new access. Holds the registration, so that the memory
 /// stays valid for the peers that are still in it; call [`Registered::into_storage`] again later.
 pub struct StillPinned<S: Storage> {
-    /// Who holds it and for how long was waited.
+    /// Which peers hold it, and how long was waited.
     pub error: Error,
     /// The registration.
     pub registration: Registered<S>,

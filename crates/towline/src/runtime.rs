@@ -103,7 +103,7 @@ pub(crate) fn devices() -> &'static Devices {
     &DEVICES
 }
 
-/// The process's threads that share copies with the threads that have begun them. They take no processor from who has posted a copy, and goes on.
+/// The process's threads that share copies with the threads that have begun them. They take no processor from a thread that has posted a copy, and goes on.
 pub(crate) fn sharers() -> &'static Pool {
     &SHARERS
 }

@@ -89,7 +89,7 @@ fn join_by(
     take_part(id, stream, &session, joining, until)
 }
 
-/// Sends who has joined, and receives who else has.
+/// Sends which ranks have joined, and receives which others have.
 fn take_part(
     id: &UniqueId,
     mut stream: Stream,
@@ -125,7 +125,7 @@ fn take_part(
     }
 }
 
-/// Makes sure that who is at the other end of a connection knows the secret.
+/// Makes sure that the other end of a connection knows the secret.
 fn greet(id: &UniqueId, mut stream: Stream, until: Instant) -> Result<(Stream, Session)> {
     let mut challenge = [0; 32];
     getrandom::fill(&mut challenge)

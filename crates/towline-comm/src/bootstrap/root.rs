@@ -40,7 +40,7 @@ pub(crate) struct Root {
 }
 
 impl Root {
-    /// Ends the meeting with that error, for everybody who has come and will come.
+    /// Ends the meeting with that error, for all guests that have come and will come.
     pub(crate) fn call_off(&self, error: Error) {
         *self.called_off.lock() = Some(error);
         // A connection wakes the thread.
@@ -168,7 +168,7 @@ enum Phase {
     Welcomed(Session),
     /// It is the rank of that number.
     Seated(Session, usize),
-    /// Gone, or to be sent away.
+    /// Gone, or to be closed.
     Gone,
 }
 
@@ -207,7 +207,7 @@ struct Guest {
     output: VecDeque<u8>,
     until: Instant,
     replied: bool,
-    /// Why it is sent away. Who connects and says nothing leaves of itself.
+    /// Why it is closed. A guest that connects and says nothing leaves of itself.
     refused: Option<&'static str>,
 }
 
@@ -538,7 +538,7 @@ impl Phase {
     }
 }
 
-/// Says in the log who was not let in, now and then.
+/// Logs refused guests, now and then.
 struct Refusals {
     log: SparseLog,
     meeting: String,

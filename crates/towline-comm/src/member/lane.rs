@@ -239,7 +239,7 @@ impl Lane {
             shown = shows;
         };
         if shown {
-            // In one step: who comes to its limit now must not find a rank that waits for nobody.
+            // In one step: a rank that comes to its limit now must not find a rank that waits for nobody.
             let missed = |error: &towline::Error| {
                 error.is_owner_gone() || matches!(error.kind(), Kind::Timeout | Kind::Disconnected)
             };

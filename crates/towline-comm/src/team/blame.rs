@@ -1,6 +1,6 @@
 //! Who is to blame when a rank has waited in vain: not those that are themselves held up (pure).
 //!
-//! A rank that has waited for a while publishes for whom, and shows by a beat that it is not stopped. Who comes to its limit
+//! A rank that has waited for a while publishes for whom, and shows by a beat that it is not stopped. A rank that comes to its limit
 //! follows these words from rank to rank, until it finds ranks that wait for nobody or give no reply. What the others say is
 //! gathered while the wait lasts ([`inquiry`](super::inquiry)), so that the verdict costs no time beyond the limit.
 
@@ -198,7 +198,7 @@ impl<'k> Chain<'k> {
         self.found.iter().copied().filter(|peer| which(*peer)).collect()
     }
 
-    /// Who has kept this rank waiting; `None` where that may be known a little later. Empty where nobody is to blame more
+    /// The ranks that have kept this rank waiting; `None` where that may be known a little later. Empty where nobody is to blame more
     /// than the others.
     pub(super) fn culprits(&self, own: State, last: bool) -> Option<Vec<usize>> {
         if !last && !self.found.iter().all(|peer| self.known[*peer].is_sure(self.answer, self.now)) {
@@ -219,7 +219,7 @@ impl<'k> Chain<'k> {
         Some(if still.is_empty() { self.laggards(own) } else { still })
     }
 
-    /// Of ranks that all wait for each other: who has given up, else who is the furthest behind. Empty where nobody is.
+    /// Of ranks that all wait for each other: those that have given up, else those furthest behind. Empty where there are none.
     fn laggards(&self, own: State) -> Vec<usize> {
         let these = |which: &dyn Fn(State) -> bool| self.those(|peer| self.state(peer).is_some_and(which));
         let gave_up = these(&|state| state.waits.is_in_vain());

@@ -1,6 +1,6 @@
 //! How one rank reaches another's control region: by plain stores where memory is shared, by transfers elsewhere.
 //!
-//! What a rank sends to another is always *bytes, then a counter*: who sees the counter sees the bytes. A near link stores
+//! What a rank sends to another is always *bytes, then a counter*: a rank that sees the counter sees the bytes. A near link stores
 //! the counter with release. A far one lets the owner raise it by the transfer's signal, which the core promises to do
 //! after the bytes are visible; the order of the bytes within one write is not promised, so no sequence rides in them.
 //! The transfers of one far link are small enough to take one connection, which keeps them in order.

@@ -165,7 +165,7 @@ fn awaits(words: &[&str]) {
 }
 
 fn go_on_without(comm: &Communicator, victim: usize, links: &str) -> Result<()> {
-    // Survivors may come one limit after each other: who waits for whom decides when each gives up.
+    // Survivors may come one limit after each other: which rank waits for which decides when each gives up.
     let patient = Config { timeout: super::LONG, ..Config::default() };
     let routing = routing(links, comm.rank()?)?;
     let child = comm.shrink_with(&[victim], Some(Config { routing, ..patient }))?;

@@ -72,7 +72,7 @@ pub struct Times {
     pub no_progress: Duration,
 }
 
-/// Who waits for the reply to a request. Given back once, when the request ends.
+/// The waiter for the reply to a request. Given back once, when the request ends.
 pub trait Waiter {
     /// What the request is part of.
     type Transfer: Transfer;
@@ -140,7 +140,7 @@ pub enum Action<W: Waiter> {
     Failed(W, Error),
     /// The connection of that request is gone, or nothing comes over it any more.
     Lost {
-        /// Who waits for it.
+        /// Its waiter.
         waiter: W,
         /// Why.
         error: Error,

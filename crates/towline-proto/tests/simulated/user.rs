@@ -18,7 +18,7 @@ use crate::world::{CONTROL, Event, GUARD, LIMIT, Play, World, byte_of, room_of};
 /// So often a request is asked for again.
 const MOST_REPEATED: usize = 4;
 
-/// The time of the simulation, for who has no world at hand.
+/// The time of the simulation, for code that has no world at hand.
 #[derive(Clone)]
 pub(crate) struct Clock {
     pub(crate) start: Instant,
@@ -141,7 +141,7 @@ impl Memory for UnitHold {
     }
 }
 
-/// Who waits for a reply.
+/// A waiter for a reply.
 pub(crate) struct Unit {
     pub(crate) of: Arc<Move>,
     pub(crate) unit: usize,

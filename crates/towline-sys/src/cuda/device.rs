@@ -263,7 +263,7 @@ impl Context {
         self.name().was_current() || self.is_current()
     }
 
-    /// Its name, for who asks often; that of none where there are other devices.
+    /// Its name, for callers that ask often; the name of no device where there are other devices.
     pub fn name(&self) -> ContextName {
         if self.0.alone { ContextName(self.0.raw.addr()) } else { ContextName::NONE }
     }

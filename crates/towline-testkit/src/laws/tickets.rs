@@ -213,7 +213,7 @@ pub fn secrets_open_and_shut(bench: &Bench) {
     for unauthenticated in [user(Some(b"open-barley")), user(None)] {
         refused(unauthenticated.import(&region.ticket()), &[Kind::PermissionDenied]);
     }
-    // Who has a secret trusts nobody who has none.
+    // A side with a secret trusts no side without one.
     let plain = bench.stamped(64, Access::READ, THEIRS);
     refused(knows.import(&plain.ticket()), &[Kind::PermissionDenied]);
 }

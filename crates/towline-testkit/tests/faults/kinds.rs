@@ -94,7 +94,7 @@ const TABLE: &[Row] = &[
     (Event::Restarted, TCP, &[SmallRead, LargeRead, Write, Add, Notify], Some(Kind::Stale)),
     (Event::Restarted, ALL, &[Import], Some(Kind::Stale)),
     (Event::NeverMet, ALL, &[Import], Some(Kind::Disconnected)),
-    // Who reaches the memory by itself does not need it.
+    // A peer that reaches the memory by itself does not need it.
     (Event::Stopped, BY_ITSELF, ACCESS, None),
     (Event::Stopped, STREAMS, ACCESS, Some(Kind::Timeout)),
     (Event::Stopped, ALL, &[Import], Some(Kind::Timeout)),

@@ -37,7 +37,7 @@ fn query(request: u8, handle: u32, words: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// The owner's reply to who holds that ticket.
+/// The owner's reply to a holder of that ticket.
 fn asked(ticket: &Ticket, medium: Medium, flags: u8) -> Result<Vec<u8>, WireError> {
     let mut peer = Attacker::connect(ticket, medium);
     let handle = peer.log_in(ticket);
@@ -51,7 +51,7 @@ fn answer(peer: &mut Attacker, handle: u32, words: &[u8]) -> Result<Vec<u8>, Wir
     QueryReply::decode(&body).unwrap().outcome
 }
 
-/// Asserts that nobody who holds that ticket is lent anything, and that the owner says why.
+/// Asserts that no holder of that ticket is lent anything, and that the owner says why.
 #[track_caller]
 fn refused(ticket: &Ticket, why: &str) {
     for medium in MEDIA {
@@ -146,7 +146,7 @@ fn a_loan_is_counted_before_its_answer_goes_out() {
     }
 }
 
-/// The owner's agent works for who is in the audit, and for nobody else.
+/// The owner's agent works for the peers in the audit, and for no other.
 #[test]
 fn help_is_given_only_to_who_was_lent_something() {
     let test = "help_is_given_only_to_who_was_lent_something";

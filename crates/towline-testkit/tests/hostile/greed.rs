@@ -105,7 +105,7 @@ fn requests_and_bytes_beyond_the_quota_are_refused_and_the_rest_is_served() {
                 let read = Read { transfer: 0, handle, blocks: blocks.clone() };
                 attacker.send(&Message::from(read).frame(7, 0, 0));
             }
-            // Who reads the replies as they come may never have more than one in flight.
+            // A peer that reads the replies as they come may never have more than one in flight.
             assert!(eventually(PATIENCE * 4, || target.refused() > before), "nothing was refused");
             let (mut served, mut refused) = (0, 0);
             for _ in 0..ASKED {

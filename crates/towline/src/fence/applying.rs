@@ -133,7 +133,7 @@ mod tests {
         assert!(one.is_applying() && !two.is_applying());
         assert!(first.enter().is_none(), "entered once more");
         assert!(second.enter().is_some());
-        assert!(one.is_applying(), "who was refused has taken the other's mark along");
+        assert!(one.is_applying(), "the refused one has taken the other's mark along");
         drop(inside);
         assert!(!one.is_applying());
     }

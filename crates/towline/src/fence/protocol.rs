@@ -231,7 +231,7 @@ pub(crate) fn wake_wanted<M: Memory>(sleepers: &M::U32) -> bool {
     sleepers.load(Ordering::Relaxed) != 0
 }
 
-/// The lower bits of the owner's word about a connection count who is applying its bytes; the upper ones are its number.
+/// The lower bits of the owner's word about a connection count the threads that are applying its bytes; the upper ones are its number.
 pub(crate) const APPLYING_BITS: u32 = 16;
 
 /// Owner: says that it is about to apply bytes of that connection; whether they are still wanted. Where they are not, the
@@ -575,7 +575,7 @@ mod loom_tests {
     }
 
     /// The bell as the kernel treats it: a sleep begins only while it holds the value that was loaded, and the wake
-    /// call comes after it was raised. So who has not seen the change must find the bell raised in the end.
+    /// call comes after it was raised. So a thread that has not seen the change must find the bell raised in the end.
     fn sleep_against_wake<M: Memory<U64 = AtomicU64, U32 = AtomicU32> + 'static>() {
         let (sleepers, bell) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
         let flag = Arc::new(AtomicU64::new(0));

@@ -42,7 +42,10 @@ impl FileSlice {
         let same = format!("/proc/self/fd/{number}");
         let kind = std::fs::metadata(&same).map_err(|error| failed("stat", error))?;
         if !kind.is_file() {
-            return Err(Error::invalid("register", format!("descriptor {number} is of no plain file")));
+            return Err(Error::invalid(
+                "register",
+                format!("descriptor {number} does not refer to a plain file"),
+            ));
         }
         // SAFETY: it only asks; a number that is not a descriptor is an error.
         let flags = unsafe { libc::fcntl(number, libc::F_GETFL) };

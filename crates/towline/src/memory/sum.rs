@@ -42,7 +42,7 @@ pub(crate) fn can_sum(total: Total, dtype: Dtype) -> bool {
 ///
 /// Others may be writing the sources or the targets meanwhile: which bytes are taken or arrive is then unspecified, byte by
 /// byte, and nothing else is. All of it is loaded and stored by machine code that takes what it finds, as by [`bytes::copy`](crate::bytes::copy). What
-/// was written is visible to who sees a release store that follows.
+/// was written is visible to a thread that sees a release store that follows.
 ///
 /// A target may be one of the sources. Where memories overlap otherwise, what arrives there is unspecified.
 ///

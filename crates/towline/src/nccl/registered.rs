@@ -3,7 +3,7 @@
 //! A handle names a list and a place in it, and owns nothing: to count owners takes longer than the rest of a registration. Lists
 //! and their places are never freed, but used again by later communicators, and numbers show whether a place is still the
 //! handle's. While there is something in a list, the list keeps its communicator.
-#![allow(unsafe_code, reason = "places are written by who is inside their list")]
+#![allow(unsafe_code, reason = "places are written by the thread inside their list")]
 
 use std::cell::UnsafeCell;
 use std::mem::ManuallyDrop;

@@ -433,7 +433,7 @@ impl RegionCore {
 
 impl Drop for RegionCore {
     fn drop(&mut self) {
-        // The last who held it may be the event loop, and the last who had its memory mapped, or its file open.
+        // The last holder may be the event loop, and the last one that had its memory mapped, or its file open.
         let (segment, file) = (self.segment.take(), self.file.take());
         if segment.is_some() || file.is_some() {
             runtime::where_it_may_wait(move || drop((segment, file)));

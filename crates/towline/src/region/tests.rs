@@ -314,6 +314,6 @@ fn what_ends_on_the_event_loop_or_the_watcher_is_dropped_elsewhere() {
         let span = region.span(0, 8).unwrap();
         drop(region.into_storage().unwrap());
         on(Box::new(move || drop(span)));
-        elsewhere(&format!("the last who has a segment mapped, {thread}"));
+        elsewhere(&format!("the last one with a segment mapped, {thread}"));
     }
 }

@@ -37,7 +37,7 @@ struct Looks {
     after: Duration,
     /// And for so long in all.
     most: Duration,
-    /// Who has not looked for this long has lost its processor, and finds nothing until it has one again.
+    /// A looker that has not looked for this long has lost its processor, and finds nothing until it has one again.
     lost: Duration,
 }
 
@@ -88,7 +88,7 @@ pub(crate) struct Pool {
     calls: [Condvar; MOST],
     /// The queue's length, readable without the lock.
     queued: AtomicUsize,
-    /// Who looks has been given a job.
+    /// The looker has been given a job.
     found: AtomicBool,
     /// When it looked last, in nanoseconds.
     looked: AtomicU64,

@@ -300,7 +300,7 @@ impl Socket {
         SocketAddr::try_from(address).map_err(|_| Error::invalid(OP, "not a TCP socket"))
     }
 
-    /// Who was at the other end when the connection was made.
+    /// The process at the other end when the connection was made.
     pub(crate) fn peer_credentials(&self) -> Result<Ucred> {
         const OP: &str = "peer credentials";
         // rustix's type has a pid that cannot be zero, but a process of an outer pid namespace has none here.

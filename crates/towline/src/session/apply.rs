@@ -61,7 +61,7 @@ pub(super) fn write_lent(look: &dyn Fn() -> bool, parts: &[RawPartMut], mut byte
     Ok(())
 }
 
-/// Raises a counter, and wakes who waits for it.
+/// Raises a counter, and wakes its waiters.
 pub(super) fn signal(word: Word, add: u64) -> Result<u64> {
     // SAFETY: the word's own promise.
     unsafe { raise_own(word.at.cast(), add, word.lent) }

@@ -317,7 +317,7 @@ impl Channel {
         })
     }
 
-    /// [`recv_raw`](Self::recv_raw), or the patient form of it, if a look says so, [at once](rseq) after it.
+    /// [`recv_raw`](Self::recv_raw), or the patient form of it, if a check says so, [in one step](rseq) with it.
     ///
     /// # Safety
     /// As for the socket: each part stays writable until this returns, and nobody has a reference to it.

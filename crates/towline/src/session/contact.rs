@@ -119,7 +119,7 @@ fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Resu
         }
     };
     // The kernel sets no limit for bytes that the owner does not take: it would end the connection without a word, and the owner would
-    // apply what it has of a write that has failed here. Heartbeats tell who is gone, and the end is then a reset.
+    // apply what it has of a write that has failed here. Heartbeats show which peer is gone, and the end is then a reset.
     socket.tune(lane, None)?;
     Ok(socket)
 }
@@ -134,7 +134,7 @@ fn handshake(
 ) -> Result<Contact, NoContact> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)
-        .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+        .map_err(|error| Error::new(Kind::Native, "contact", format!("no random bytes: {error}")))?;
     let (client, hello) =
         ClientHandshake::start(sessions.identity(), owner, key, nonce, sessions.settings.secret.as_ref());
     let client = client.bound_to(socket.binding()?);

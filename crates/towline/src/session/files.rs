@@ -392,7 +392,7 @@ impl Reading {
     /// Reads and sends; the bytes have been counted. Blocks.
     fn answer(self, files: &Arc<Bounces>) {
         let mut bounce = self.bounce(files);
-        // Until the reply is in its queue: who takes the region back then finds it there, or waits for it here.
+        // Until the reply is in its queue: the thread that takes the region back then finds it there, or waits for it here.
         let using = self.asked.region.begin_use("read");
         let filled = using.as_ref().map_err(Clone::clone).and_then(|_| bounce.fill(&self.asked));
         if let Some(serving) = self.send(bounce, filled) {

@@ -261,7 +261,7 @@ impl UnauthenticatedConnection {
     fn hello(&self, connection: &Arc<Connection>, sessions: &Sessions, body: &[u8]) -> Result<()> {
         let mut nonce = [0; 32];
         getrandom::fill(&mut nonce)
-            .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+            .map_err(|error| Error::new(Kind::Native, "contact", format!("no random bytes: {error}")))?;
         let binding = connection.socket().binding()?;
         let lookup = |key: &KeyRef| link_base(sessions, key);
         let (handshake, welcome) = ServerHandshake::on_hello_over(
@@ -363,7 +363,7 @@ impl Handler for UnauthenticatedConnection {
 
     /// A connection that has proven itself has another handler by now: this one was refused, or has given up.
     fn closed(&self, connection: &Arc<Connection>, error: Error) {
-        // A peer that connects and says nothing, such as a program that checks whether the port is open, was not refused. Who says half a hello was there
+        // A peer that connects and says nothing, such as a program that checks whether the port is open, was not refused. A peer that says half a hello was there
         // for more.
         let silent = self.entrant.is_silent() && !connection.ended_in_a_frame();
         let left = error.kind() == Kind::Disconnected && silent;

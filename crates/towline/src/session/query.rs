@@ -38,7 +38,7 @@ pub(crate) struct QueryReply {
 
 /// At the owner: who answers for the paths to its regions, each of which has a number. The transports do.
 pub(crate) trait OwnerPaths: Send + Sync {
-    /// The paths that who holds that ticket should ask about, a bit for each. Called with every grant, so it is quick.
+    /// The paths that a holder of that ticket should ask about, a bit for each. Called with every grant, so it is quick.
     fn offers(&self, region: &RegionCore, claims: &Claims) -> u8;
 
     /// Takes a word that asks for nothing and gives nothing; false where it is a query. Quick.
@@ -130,7 +130,7 @@ impl Session {
     }
 }
 
-/// Who reaches the memory of one grant by itself: each by the address of its handle. All who import the same ticket have one grant.
+/// The imports that reach the memory of one grant by themselves: each by the address of its handle. All imports of the same ticket have one grant.
 #[derive(Default)]
 pub(super) struct Borrowed {
     by: Vec<(usize, Weak<dyn Borrowing>)>,

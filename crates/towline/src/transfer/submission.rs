@@ -218,7 +218,7 @@ pub(crate) struct Submission<'a> {
     /// Where it ends in the call, with an error: how many parts have moved, and at which one it was.
     pub(crate) moved: usize,
     pub(crate) reached: usize,
-    /// Who is notified of its end, where that comes behind the call: made for that many bytes.
+    /// What is notified of its end, where that comes behind the call: made for that many bytes.
     pub(crate) on_end: &'a mut dyn FnMut(&Several<SubmittedPart<'_>>) -> OnEnd,
     /// The transfer that it is already, where a worker submits it again.
     transfer: Option<Arc<TransferCore>>,

@@ -219,7 +219,7 @@ unsafe fn launch(regions: &Several<Arc<GpuAttachment>>, submission: &mut Submiss
         if regions.len() == 1 {
             let stream = submission.stream;
             let options = CopyOptions { bytes, host: at.host, after: stream };
-            // SAFETY: the remote side is kept, and the caller keeps the local one; the pieces were checked against both. Who named a
+            // SAFETY: the remote side is kept, and the caller keeps the local one; the pieces were checked against both. The caller that named a
             // stream promised that it lives.
             let copying = unsafe { at.gpu.copy(pieces, &options) }?;
             return Ok(Attempt::Launched(Launched::new(copying, region, at.pinned, Vec::new(), submission)?));

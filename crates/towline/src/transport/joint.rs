@@ -172,7 +172,7 @@ impl Joint {
         }
     }
 
-    /// Who reports an end may be the event loop, which starts nothing.
+    /// The thread that reports an end may be the event loop, which starts nothing.
     fn go_on(self: &Arc<Self>, transfer: &Arc<TransferCore>) {
         if self.state.lock().next >= self.groups.len() {
             return;

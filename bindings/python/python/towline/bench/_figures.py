@@ -295,7 +295,7 @@ async def large(bench: Bench) -> AsyncIterator[Row | Skipped]:
         pauses: list[float] = []
         idle: list[float] = []
         for number in range(-1, pace.rounds * 3):
-            # Who comes first changes, so that neither always finds what the other left in the caches.
+            # The first one changes, so that neither always finds what the other left in the caches.
             for turn in (0, 1) if number % 2 == 0 else (1, 0):
                 if turn == 0:
                     times["operation"].append(await reads.operation())

@@ -125,7 +125,7 @@ impl<W: Waiter> Initiator<W> {
         }
     }
 
-    /// The payload of the reply to that request has come whole. Gives who waits for it, and the checksums that came ahead.
+    /// The payload of the reply to that request has come whole. Gives its waiter, and the checksums that came ahead.
     pub fn received(&mut self, request: u64, now: Instant) -> Option<(W, Option<Vec<u32>>)> {
         self.last_received = now;
         let checks = self.checks.remove(&request);

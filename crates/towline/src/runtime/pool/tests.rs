@@ -329,7 +329,7 @@ fn a_looker_without_a_processor_is_not_relied_on_while_another_waits() {
     }))
     .unwrap();
     assert_eq!(said.recv_timeout(WATCHDOG).unwrap(), sleeps);
-    assert_eq!(next_of(pool), looks, "who has to have a turn some time");
+    assert_eq!(next_of(pool), looks, "which has to have a turn some time");
     held.send(()).unwrap();
 }
 

@@ -194,7 +194,7 @@ mod tests {
         appliers.ended.store(true, Ordering::SeqCst);
         assert_eq!(inside(), 1);
         assert!(!other.enter());
-        assert_eq!(inside(), 1, "who was refused has taken the other's mark along");
+        assert_eq!(inside(), 1, "the refused one has taken the other's mark along");
         one.leave();
         assert_eq!(inside(), 0);
         assert!(!one.enter());

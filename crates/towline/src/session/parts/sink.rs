@@ -56,7 +56,7 @@ pub(in crate::session) struct Sink {
 pub(in crate::session) enum GivenUp {
     /// Its region was taken back, or its transfer was stopped.
     NotWanted,
-    /// Who sent it has hung up since, or the connection has ended.
+    /// Its sender has hung up since, or the connection has ended.
     HungUp,
     /// Its memory was lent, and is gone.
     Gone,
@@ -144,7 +144,7 @@ impl Sink {
         self
     }
 
-    /// For who takes the bytes elsewhere: what they take, and what counts them.
+    /// For code that takes the bytes elsewhere: what they take, and what counts them.
     pub(in crate::session) fn take_charge(&mut self) -> (Option<Charge>, Option<Written>) {
         (self.charge.take(), self.written.take())
     }
@@ -267,7 +267,7 @@ impl Sink {
         }
     }
 
-    /// [`fill`](Self::fill), where a look says before each portion that it is wanted, [at once](rseq) after it; stops where it
+    /// [`fill`](Self::fill), where a check says for each portion that it is wanted, [in one step](rseq) with it; stops where it
     /// is not.
     ///
     /// # Safety

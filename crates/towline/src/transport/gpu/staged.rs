@@ -76,7 +76,9 @@ fn passed(under: &Arc<dyn Link>, submission: &Submission<'_>) -> Option<Result<(
             Started::Done(ended) => ended.map(drop),
             // It may not end before the slot goes: what was begun is waited for.
             Started::Running(transfer) => Transfer::live(transfer).wait(),
-            Started::Deferred => Err(Error::new(Kind::Internal, op.name(), "the path has changed its mind")),
+            Started::Deferred => {
+                Err(Error::new(Kind::Internal, op.name(), "the path defers a submission that it has planned"))
+            }
         }
     };
     // SAFETY: the submission keeps the local region for the whole call, and its pieces were checked against it; the slot has room for
@@ -309,7 +311,11 @@ impl Stage {
             // It counts its bytes for the whole.
             Started::Running(part) => self.in_flight(part),
             Started::Deferred => {
-                return Err(Error::new(Kind::Internal, op.name(), "the path has changed its mind"));
+                return Err(Error::new(
+                    Kind::Internal,
+                    op.name(),
+                    "the path defers a submission that it has planned",
+                ));
             }
         }
         Ok(())
