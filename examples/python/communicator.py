@@ -49,7 +49,7 @@ def main() -> None:
     ]
     for other in others:
         assert other.stdin is not None
-        other.stdin.write(str(unique_id))  # whoever has the id can join: it carries a secret
+        other.stdin.write(str(unique_id))  # everyone who has the id can join: it carries a secret
         other.stdin.close()
     run(0, unique_id)
     assert [other.wait(30) for other in others] == [0] * len(others), "a rank failed"

@@ -39,7 +39,7 @@ class EncodeWorker:
         task = asyncio.create_task(taken(readable))
         self.pending.add(task)
         task.add_done_callback(self.pending.discard)
-        # Whoever has the metadata can read the embedding: it belongs to the peer and in no log.
+        # Everyone who has the metadata can read the embedding: it belongs to the peer and in no log.
         return web.json_response(
             {
                 "shape": embedding.shape,

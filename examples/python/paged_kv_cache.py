@@ -3,7 +3,7 @@
     python paged_kv_cache.py
 
 The prefill worker has computed keys and values for a request; they lie in whatever pages were free there. The decode
-worker has other free pages. It reads the request's pages of all layers in one transfer and tells the prefill worker,
+worker has other free pages. It reads the request's pages of all layers in one transfer and notifies the prefill worker,
 which can then use its pages again. Needs NumPy.
 """
 

@@ -15,7 +15,7 @@ pub(crate) struct Asked {
     /// Memory with gaps is described by a layout, in the order of its elements. Otherwise it is refused, and the order does
     /// not matter.
     pub(crate) views: bool,
-    /// Whoever has memory of a GPU is asked to let the work end first that fills it.
+    /// The owner of memory of a GPU is asked to let the work end first that fills it.
     pub(crate) ordered: bool,
 }
 

@@ -22,16 +22,16 @@ pub(crate) struct Memory<'py> {
     pub(crate) read_only: bool,
     /// DLPack's kind and number of the device where it is, unless that is the host.
     pub(crate) device: Option<(i32, i32)>,
-    /// The type of its elements, where DLPack told.
+    /// The type of its elements, where DLPack says it.
     pub(crate) element: Option<dlpack::Type>,
-    /// The point of a GPU's work from which on the memory may be used, where DLPack told.
+    /// The point of a GPU's work from which on the memory may be used, where DLPack says it.
     pub(crate) mark: Option<cuda::Mark>,
     /// Keeps the bytes where they are for as long as it lives.
     owner: Option<Bound<'py, PyAny>>,
 }
 
 impl<'py> Memory<'py> {
-    /// Finds the memory of anything that can tell: a tuple of address, size and owner, the buffer protocol,
+    /// Finds the memory of anything that can say where it is: a tuple of address, size and owner, the buffer protocol,
     /// `__array_interface__`, `__cuda_array_interface__` or DLPack.
     pub(crate) fn of(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<Memory<'py>> {
         let py = object.py();
@@ -63,7 +63,7 @@ impl<'py> Memory<'py> {
             if asked.host_only {
                 return Err(unsupported_place(py, asked, "a CUDA device"));
             }
-            // It tells everything but the device, which the driver knows.
+            // It says everything but the device, which the driver knows.
             let mut memory = of_array_interface(object, &interface, asked)?;
             let device =
                 cuda::device_of(memory.addr as u64).map_err(|error| error.during(asked.op)).or_raise(py)?;
@@ -256,7 +256,7 @@ fn fields_hold_pointers(fields: &Bound<'_, PyAny>) -> bool {
     })
 }
 
-/// Whether NumPy says that an array's elements hold Python objects. Its array interface does not tell of fields whose order is not that
+/// Whether NumPy says that an array's elements hold Python objects. Its array interface does not list fields whose order is not that
 /// of their addresses.
 fn is_array_of_objects(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     let Some(dtype) = object.getattr_opt("dtype")? else { return Ok(false) };
@@ -267,7 +267,7 @@ fn is_array_of_objects(object: &Bound<'_, PyAny>) -> PyResult<bool> {
 }
 
 /// Whether an object is one of ctypes that holds pointers. Of unions and packed structures, and of what has them for parts, the format
-/// tells nothing but their bytes.
+/// says nothing but their bytes.
 fn is_c_with_pointers(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     // What only objects of ctypes have.
     match object.getattr_opt("_b_needsfree_")? {

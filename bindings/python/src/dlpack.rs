@@ -178,7 +178,7 @@ unsafe fn extent(py: Python<'_>, tensor: &Tensor, asked: Asked) -> PyResult<(usi
     }
     let extent = match strides {
         Some(strides) if !whole => {
-            // Elements that share a byte cannot be told apart by bytes.
+            // Elements that share a byte cannot be distinguished by bytes.
             if !bits.is_multiple_of(8) {
                 return Err(not_contiguous(py, asked));
             }
@@ -247,7 +247,7 @@ unsafe extern "C" fn delete(managed: *mut Managed) {
     }
 }
 
-/// The destructor of a capsule: frees the tensor unless somebody took it over, and renamed the capsule.
+/// The destructor of a capsule: frees the tensor unless a consumer took it over, and renamed the capsule.
 unsafe extern "C" fn unconsumed(capsule: *mut ffi::PyObject) {
     // SAFETY: Python calls it with the capsule, whose name says whether the pointer is still ours to free.
     unsafe {

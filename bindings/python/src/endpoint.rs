@@ -447,7 +447,7 @@ pub(crate) fn paths() -> Vec<&'static str> {
     towline::path_names()
 }
 
-/// The GPU whose memory is at that address; `None` where it is none's, or without a driver.
+/// The GPU whose memory is at that address; `None` where no GPU has it, or without a driver.
 #[pyfunction]
 pub(crate) fn cuda_device_of(address: u64) -> Option<u32> {
     cuda::device_of(address).ok().flatten()

@@ -1,4 +1,4 @@
-//! Imports that are under way: one of the library's threads waits for the owner.
+//! Imports that are in flight: one of the library's threads waits for the owner.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -14,7 +14,7 @@ use crate::remote::Remote;
 
 type Importing = Pin<Box<dyn Future<Output = Result<towline::Remote>> + Send>>;
 
-/// An import under way, from when it is first asked for its end.
+/// An import in flight, from when it is first asked for its end.
 #[pyclass(frozen, module = "towline._native")]
 pub(crate) struct Import(Inherited<Mutex<State>>);
 
@@ -64,7 +64,11 @@ impl Import {
             other => {
                 *state = other;
                 drop(state);
-                Err(invalid(py, "import", "the import is under way, or was taken".to_owned()))
+                Err(invalid(
+                    py,
+                    "import",
+                    "the import is still in flight, or its result was already taken".to_owned(),
+                ))
             }
         }
     }

@@ -42,7 +42,7 @@ impl Seen {
                 nbytes: storage.call_method0("nbytes")?.extract()?,
             }));
         }
-        // Other exporters of buffers keep them in place while somebody holds one.
+        // Other exporters of buffers keep them in place while a consumer holds one.
         if !object.hasattr("__array_interface__")? {
             return Ok(None);
         }

@@ -59,7 +59,7 @@ const KINDS: [(&str, MemType); 5] = [
 fn kind(py: Python<'_>, name: &str) -> PyResult<MemType> {
     KINDS.iter().find(|(known, _)| *known == name).map(|(_, kind)| *kind).ok_or_else(|| {
         let known: Vec<_> = KINDS.iter().map(|(known, _)| *known).collect();
-        invalid(py, "nixl", format!("memory: {name:?} is none of {}", known.join(", ")))
+        invalid(py, "nixl", format!("memory: {name:?} is not one of {}", known.join(", ")))
     })
 }
 
@@ -386,12 +386,12 @@ struct Holder {
 
 struct State {
     registered: Option<NixlRegistered<Buffer>>,
-    /// Somebody closes it.
+    /// A thread closes it.
     closing: bool,
 }
 
 impl Holder {
-    /// Deregisters. Where somebody else does that, waits for what becomes of it. No lock is held while peers are waited for: whoever
+    /// Deregisters. Where another thread does that, waits for what becomes of it. No lock is held while peers are waited for: a thread that
     /// has the GIL may ask meanwhile whether it is closed.
     fn close(&self, within: Duration) -> Result<()> {
         let began = Instant::now();

@@ -45,7 +45,7 @@ struct Holder {
 
 struct State {
     registered: Option<Arc<Registered<Buffer>>>,
-    /// Somebody closes it, and waits for those who are inside.
+    /// A thread closes it, and waits for those who are inside.
     closing: bool,
 }
 
@@ -63,7 +63,7 @@ impl Holder {
     }
 
     fn leave(&self, registered: Arc<Registered<Buffer>>) {
-        // Inside the lock, so that whoever closes does not miss it.
+        // Inside the lock, so that the thread that closes does not miss it.
         let state = self.lock();
         drop(registered);
         drop(state);
@@ -76,13 +76,13 @@ impl Holder {
         // After the lock: asking the lender runs Python code.
         let checked = lender.map_or(Ok(()), |lender| lender.check(py, op));
         if checked.is_err() {
-            // Somebody may still be inside: then the region stays, for whoever closes it to wait for.
+            // A peer may still be inside: then the region stays, and the thread that closes it waits for it.
             let _ = py.detach(|| self.close(Duration::ZERO));
         }
         checked
     }
 
-    /// Deregisters. Where somebody else does that, waits for what becomes of it.
+    /// Deregisters. Where another thread does that, waits for what becomes of it.
     fn close(&self, within: Duration) -> Result<()> {
         let until = Instant::now() + within;
         let mut state = self.lock();
@@ -170,7 +170,7 @@ impl Region {
 
 #[pymethods]
 impl Region {
-    /// What your own channel carries to another worker. A layout tells it how the region is divided into blocks.
+    /// What your own channel carries to another worker. A layout says how the region is divided into blocks.
     #[pyo3(signature = (layout=None))]
     fn ticket(&self, py: Python<'_>, layout: Option<&Layout>) -> PyResult<Ticket> {
         self.with(py, "ticket", |registered| match layout {
@@ -199,7 +199,7 @@ impl Region {
         let within = seconds(py, "wait_signal", "timeout", Some(timeout))?.unwrap_or_default();
         let until = Instant::now() + within;
         loop {
-            // What somebody else does to the memory wakes nobody.
+            // What others do to the memory wakes no waiter.
             self.holder.check(py, "wait_signal")?;
             let left = until.saturating_duration_since(Instant::now());
             let waited = py.detach(|| {

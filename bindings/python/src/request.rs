@@ -29,7 +29,11 @@ pub(crate) fn seconds(
 /// Rights by name.
 pub(crate) fn access(py: Python<'_>, op: &'static str, name: &str) -> PyResult<Access> {
     name.parse().map_err(|_| {
-        invalid(py, op, format!("access: {name:?} is none of \"none\", \"read\", \"write\", \"read+write\""))
+        invalid(
+            py,
+            op,
+            format!("access: {name:?} is not one of \"none\", \"read\", \"write\", \"read+write\""),
+        )
     })
 }
 

@@ -16,7 +16,7 @@ use crate::request::{access, seconds};
 
 /// What your own channel carries to another worker: who owns a region, how to reach them, and what is allowed.
 ///
-/// Whoever holds a ticket may use it: treat its text like a password. ``repr`` never shows the secret part.
+/// Everyone who holds a ticket may use it: treat its text like a password. ``repr`` never shows the secret part.
 #[pyclass(frozen, eq, module = "towline")]
 #[derive(PartialEq, Eq)]
 pub(crate) struct Ticket(pub(crate) towline::Ticket);

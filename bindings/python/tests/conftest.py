@@ -27,7 +27,7 @@ def watchdog() -> Iterator[None]:
 
 
 class Process:
-    """A process that runs a script of this directory and does what it is told."""
+    """A process that runs a script of this directory and follows its orders."""
 
     def __init__(self, script: str, *arguments: str) -> None:
         self.process = subprocess.Popen(

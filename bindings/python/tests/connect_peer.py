@@ -1,4 +1,4 @@
-"""The other process of the tests of operations: makes operations over one path and does what it is told."""
+"""The other process of the tests of operations: makes operations over one path and follows its orders."""
 
 import os
 import signal

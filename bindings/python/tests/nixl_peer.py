@@ -1,6 +1,6 @@
 """A plain process of NIXL: its own Python API, used as `dynamo.nixl_connect` uses it, and nothing of Towline.
 
-It reads one JSON object per line from its standard input and writes one answer per line to its standard output.
+It reads one JSON object per line from its standard input and writes one reply per line to its standard output.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Peer:
                 if any(message.decode() == self.key for message in messages):
                     return {"status": "DONE"}
             time.sleep(0.005)
-        return {"error": "nobody told"}
+        return {"error": "no notification"}
 
     def begin(self, kind: str, metadata: dict[str, Any], seed: int | None) -> dict[str, Any]:
         """An active operation of the original, from its metadata to its end."""
@@ -124,17 +124,17 @@ class Peer:
         self.agent.release_xfer_handle(handle)
         return {"status": state}
 
-    def told(self) -> dict[str, Any]:
+    def notified(self) -> dict[str, Any]:
         until = time.monotonic() + 50
         while time.monotonic() < until:
             new = self.agent.get_new_notifs()
             for peer, messages in new.items():
                 return {"from": peer, "message": messages[0].decode()}
-        return {"error": "nobody told"}
+        return {"error": "no notification"}
 
 
 def main() -> None:
-    # What NIXL prints to standard output would be taken for an answer.
+    # What NIXL prints to standard output would be taken for a reply.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     peer = Peer(sys.argv[1])

@@ -1,6 +1,6 @@
 """A worker of Dynamo: the real `dynamo.nixl_connect` from a folder, and nothing of Towline.
 
-It reads one JSON object per line from its standard input and writes one answer per line to its standard output.
+It reads one JSON object per line from its standard input and writes one reply per line to its standard output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import types
 from typing import Any
 
-# NIXL writes its log to standard output, which is for the answers.
+# NIXL writes its log to standard output, which is for the replies.
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 

@@ -62,7 +62,7 @@ def every(
 ) -> list[T]:
     """`outcomes`, where nobody may raise."""
     found = _outcomes(nranks, body, settings, unique_id)
-    # Errors that follow from another rank's are told last.
+    # Errors that follow from another rank's are printed last.
     for kind in (AssertionError, Exception):
         for value, raised in found:
             if raised and isinstance(value, kind):

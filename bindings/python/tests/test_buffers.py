@@ -160,10 +160,10 @@ class PlainPacked(ctypes.Structure):
 
 
 def test_pointers_that_no_format_tells_are_refused(endpoint: towline.Endpoint) -> None:
-    # Of unions and packed structures ctypes tells nothing but their bytes.
+    # Of unions and packed structures ctypes says nothing but their bytes.
     hidden: list[Any] = [(kind * 2)() for kind in (Either, Packed, Around, Derived, Call, Link)]
     hidden += [Packed(), memoryview(Either()), memoryview((Packed * 2)()).cast("B")]
-    # Fields in another order than their addresses can be told neither by a buffer nor by an array interface.
+    # Fields in another order than their addresses can be described neither by a buffer nor by an array interface.
     def turned(kind: str) -> numpy.ndarray[Any, Any]:
         return numpy.zeros(
             4, numpy.dtype({"names": ["a", "b"], "formats": [kind, "i1"], "offsets": [8, 0], "itemsize": 16})

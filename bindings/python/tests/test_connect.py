@@ -339,7 +339,7 @@ def test_a_tensor_of_torch_is_known_by_its_class_alone() -> None:
 
 
 class Cuda:
-    """An array on a GPU, as far as it tells."""
+    """An array on a GPU, as far as it says so."""
 
     def __init__(self, **changes: Any) -> None:
         self.__cuda_array_interface__ = {

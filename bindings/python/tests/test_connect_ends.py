@@ -30,7 +30,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def stalled_read(connector: Connector, peer: Process) -> towline.ReadOperation:
-    """A read that is under way and does not move, since its peer is stopped."""
+    """A read that is in flight and does not move, since its peer is stopped."""
     for _ in range(20):
         metadata = RdmaMetadata.from_json(peer.tell(f"readable {LARGE}"))
         read = connector.begin_read_sync(metadata, Descriptor(bytearray(LARGE)))
@@ -360,7 +360,7 @@ os.kill(pid, signal.SIGSTOP)
 """,
         0,
     ),
-    "with a claim under way": (
+    "with a claim in flight": (
         """
 os.kill(pid, signal.SIGSTOP)
 loop = asyncio.new_event_loop()
@@ -389,7 +389,7 @@ def test_a_keyboard_interrupt_ends_a_wait() -> None:
             "-c",
             """
 import signal, towline
-# Who is started in the background by a shell inherits that it is ignored.
+# A program that is started in the background by a shell inherits that it is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 connector = towline.Connector()
 readable = connector.create_readable_sync(towline.Descriptor(b"x"))

@@ -34,7 +34,7 @@ def run(example: str, *arguments: str, **environment: str) -> str:
 
 
 class Running:
-    """A program that runs until it is told to stop."""
+    """A program that runs until it is asked to stop."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process

@@ -22,7 +22,7 @@ import numpy
 import towline
 from towline import connect, nccl, nixl
 
-TOLD = json.loads(sys.argv[1])
+SETTINGS = json.loads(sys.argv[1])
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 
@@ -109,10 +109,10 @@ print("done")
 THREADS = """
 owner, user = towline.Endpoint("owner"), towline.Endpoint("user", require="unix", stall_timeout=20)
 source = owner.register(bytearray(1 << 20), "read+write")
-remote = user.import_(TOLD["tickets"][0])
+remote = user.import_(SETTINGS["tickets"][0])
 target = user.register(bytearray(32 << 20), "none")
 agent = nixl.Agent("user", engine="embedded")
-local, peer = agent.register(bytearray(32 << 20)), agent.add_peer(bytes.fromhex(TOLD["agent"]))
+local, peer = agent.register(bytearray(32 << 20)), agent.add_peer(bytes.fromhex(SETTINGS["agent"]))
 nonblocking = nccl.NCCLConfig(blocking=False)
 comms, others, loose = nccl.Communicator.init_all(1), nccl.Communicator.init_all(1), nccl.Communicator.init_all(1, nonblocking)
 connector = connect.Connector()
@@ -144,11 +144,11 @@ for name, call in {
     except RuntimeError:
         pass
 for name, call in {
-    "an import of an event loop": lambda: asyncio.run(waiting.import_async(TOLD["tickets"][0])) and None,
+    "an import of an event loop": lambda: asyncio.run(waiting.import_async(SETTINGS["tickets"][0])) and None,
     "a large read": lambda: user.read(remote, target).wait(),
-    "a read of an agent": lambda: agent.read(local, [tuple(one) for one in TOLD["ranges"]], peer).wait(),
+    "a read of an agent": lambda: agent.read(local, [tuple(one) for one in SETTINGS["ranges"]], peer).wait(),
     "a claim": lambda: connector.begin_read_sync(
-        connect.RdmaMetadata.from_json(TOLD["readable"]), connect.Descriptor(bytearray(32 << 20))
+        connect.RdmaMetadata.from_json(SETTINGS["readable"]), connect.Descriptor(bytearray(32 << 20))
     ).wait(),
     "a meeting": lambda: nccl.get_unique_id() and None,
     "a group of ranks": lambda: nccl.Communicator.init_all(2) and None,
@@ -163,7 +163,7 @@ print("done")
 
 
 @pytest.fixture
-def told() -> Iterator[str]:
+def settings() -> Iterator[str]:
     with subprocess.Popen(
         [sys.executable, str(HERE / "waiting_peer.py"), "peer"], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -172,10 +172,10 @@ def told() -> Iterator[str]:
         process.kill()
 
 
-def outcomes(source: str, told: str) -> tuple[dict[str, str], str]:
+def outcomes(source: str, settings: str) -> tuple[dict[str, str], str]:
     """What each of the calls came to, and what their errors say; the process ends in order."""
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED + source, told],
+        [sys.executable, "-c", LIMITED + source, settings],
         capture_output=True,
         text=True,
         timeout=50,
@@ -187,14 +187,14 @@ def outcomes(source: str, told: str) -> tuple[dict[str, str], str]:
     return dict(line.rsplit(": ", 1) for line in lines), done.stderr
 
 
-def test_a_size_for_which_there_is_no_memory_is_an_error(told: str) -> None:
-    found, _ = outcomes(SIZES, told)
+def test_a_size_for_which_there_is_no_memory_is_an_error(settings: str) -> None:
+    found, _ = outcomes(SIZES, settings)
     assert found.pop("dimensions") == found.pop("ranks") == "'Invalid'"
     assert found and set(found.values()) == {"Exhausted"}, found
 
 
-def test_where_no_thread_can_be_started_calls_do_without_or_say_so(told: str) -> None:
-    found, said = outcomes(THREADS, told)
+def test_where_no_thread_can_be_started_calls_do_without_or_say_so(settings: str) -> None:
+    found, said = outcomes(THREADS, settings)
     # The C library keeps the stacks of a few threads that have ended.
     assert set(found.values()) == {"Exhausted", "None"}, found
     assert found["an async block"] == "None"
@@ -255,6 +255,6 @@ def test_operations_over_nixl_do_without_a_thread_or_say_so(monkeypatch: pytest.
     with pytest.raises(towline.Exhausted, match="cannot start the thread towline-nixl:"):
         _over_nixl.Passive(side, OperationKind.READ, [])
     assert side.enlisted == 0
-    # What is under way is waited for.
+    # What is in flight is waited for.
     active.start()
     assert active.done() and active.error() is None and side.enlisted == 0

@@ -1,6 +1,6 @@
 """Ctrl-C ends every call that waits, and what was waited for is as it was.
 
-Each call of the package that waits for somebody stands in one of these tables: one that is missing is one that nobody has tried.
+Each call of the package that waits for others stands in one of these tables: one that is missing is one that nobody has tried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import asyncio, contextlib, json, os, signal, socket, sys, tempfile, threading, 
 import towline
 from towline import connect, nccl, nixl, nixl_connect
 
-PEER, TOLD = int(sys.argv[1]), json.loads(sys.argv[2])
+PEER, SETTINGS = int(sys.argv[1]), json.loads(sys.argv[2])
 PATIENCE = 600.0
 
 def runs(task):
@@ -42,7 +42,7 @@ def endpoint(path="unix"):
 
 def imported():
     user = endpoint()
-    return user, user.import_(TOLD["tickets"][0])
+    return user, user.import_(SETTINGS["tickets"][0])
 
 def reading():
     "A read of which nothing comes any more."
@@ -53,11 +53,11 @@ def reading():
 
 def visited(make):
     "Has the peer read memory that is made so, and stops it while it is inside."
-    told = towline.Endpoint("teller")
-    door = told.import_(TOLD["tickets"][1])
+    notifier = towline.Endpoint("notifier")
+    door = notifier.import_(SETTINGS["tickets"][1])
     while True:
         owner, region, order = make()
-        told.notify(door, json.dumps(order)).wait()
+        notifier.notify(door, json.dumps(order)).wait()
         time.sleep(0.3)
         stop()
         try:
@@ -83,11 +83,11 @@ def agent_with_a_visitor():
 
 def agents():
     agent = nixl.Agent("user", engine="embedded")
-    return agent, agent.register(bytearray(32 << 20)), agent.add_peer(bytes.fromhex(TOLD["agent"]))
+    return agent, agent.register(bytearray(32 << 20)), agent.add_peer(bytes.fromhex(SETTINGS["agent"]))
 
-RANGES = [tuple(one) for one in TOLD["ranges"]]
-READABLE = connect.RdmaMetadata.from_json(TOLD["readable"])
-MEETING = nccl.UniqueId.from_bytes(bytes.fromhex(TOLD["meeting"]))
+RANGES = [tuple(one) for one in SETTINGS["ranges"]]
+READABLE = connect.RdmaMetadata.from_json(SETTINGS["readable"])
+MEETING = nccl.UniqueId.from_bytes(bytes.fromhex(SETTINGS["meeting"]))
 
 def ranks(**settings):
     return nccl.Communicator.init_all(2, nccl.NCCLConfig(timeout=PATIENCE, **settings))
@@ -99,7 +99,7 @@ async def leave(thing):
     async with thing:
         pass
 
-# Whoever is started in the background of a shell inherits that it is ignored.
+# A program that is started in the background of a shell inherits that it is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 
@@ -131,13 +131,13 @@ user = endpoint("tcp")
     ),
     "a first contact with an owner that is stopped": (
         "user = endpoint(); stop()",
-        "user.import_(TOLD['tickets'][0])",
-        "resume(); user.import_(TOLD['tickets'][0])",
+        "user.import_(SETTINGS['tickets'][0])",
+        "resume(); user.import_(SETTINGS['tickets'][0])",
     ),
     "a further import from an owner that is stopped": (
         "user, _ = imported(); stop()",
-        "user.import_(TOLD['tickets'][1])",
-        "resume(); user.import_(TOLD['tickets'][1])",
+        "user.import_(SETTINGS['tickets'][1])",
+        "resume(); user.import_(SETTINGS['tickets'][1])",
     ),
     "a transfer": ("user, local, transfer = reading()", "transfer.wait()", "resume(); transfer.wait()"),
     "an import while NIXL starts": (
@@ -285,22 +285,22 @@ NCCL: dict[str, Case] = {
     "a shrink": ("comms = nccl.Communicator.init_all(3)", "comms[1].shrink([2])", ""),
     "finalizing": ("comms = ranks()", "comms[0].finalize()", ""),
     "leaving the block": ("comms = ranks()", "comms[0].__exit__(None, None, None)", ""),
-    "a call that is under way": (
+    "a call that is in flight": (
         "comms = ranks(blocking=False); barrier = comms[0].barrier()",
         "barrier.wait()",
         "assert not barrier.done(); comms[1].barrier().wait(); barrier.wait()",
     ),
-    "all that is under way": (
+    "all that is in flight": (
         "comms = ranks(blocking=False); barrier = comms[0].barrier()",
         "comms[0].synchronize()",
         "assert not barrier.done(); comms[1].barrier(); comms[0].synchronize()",
     ),
-    "destroying while calls are under way": (
+    "destroying while calls are in flight": (
         "comms = ranks(blocking=False); barrier = comms[0].barrier()",
         "comms[0].destroy()",
         "comms[0].destroy(); assert not comms[0].is_valid",
     ),
-    "closing a window while calls are under way": (
+    "closing a window while calls are in flight": (
         "comms = ranks(blocking=False)\n"
         "windows = [comm.register_window(nccl.empty(64)) for comm in comms]\n"
         "for window in windows: window.wait()\n"
@@ -311,7 +311,7 @@ NCCL: dict[str, Case] = {
 }
 
 ASYNCIO: dict[str, Case] = {
-    "an import": ("user = endpoint(); stop()", "asyncio.run(user.import_async(TOLD['tickets'][0]))", ""),
+    "an import": ("user = endpoint(); stop()", "asyncio.run(user.import_async(SETTINGS['tickets'][0]))", ""),
     "a message": ("user = endpoint()", "asyncio.run(user.receive_async(PATIENCE))", ""),
     "a transfer": (
         # What is cancelled is waited for, until the memory is quiet.
@@ -352,9 +352,9 @@ def other() -> Iterator[subprocess.Popen[str]]:
 def program(source: str, other: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
     """A program that knows of the other process. It is killed long after a wait that is interrupted, and long before others end."""
     assert other.stdout is not None
-    told = json.loads(other.stdout.readline())
+    settings = json.loads(other.stdout.readline())
     with subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + source, str(other.pid), json.dumps(told)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PRELUDE + source, str(other.pid), json.dumps(settings)], stdout=subprocess.PIPE, text=True
     ) as process:
         alarm = threading.Timer(40, process.kill)
         alarm.start()
@@ -382,7 +382,7 @@ LEAVING = """
 user, region = with_a_visitor()
 
 async def main():
-    # Whoever is inside goes on only if the loop does.
+    # A call that is inside goes on only if the loop does.
     asyncio.get_running_loop().call_later(0.5, resume)
     async with {thing}:
         pass
@@ -406,12 +406,12 @@ def threads():
 
 user = endpoint()
 for _ in range(20):
-    user.import_(TOLD["tickets"][0])
+    user.import_(SETTINGS["tickets"][0])
 before = threads()
 
 async def main():
     stop()
-    pending = [asyncio.ensure_future(towline.Endpoint(str(number)).import_async(TOLD["tickets"][0])) for number in range(50)]
+    pending = [asyncio.ensure_future(towline.Endpoint(str(number)).import_async(SETTINGS["tickets"][0])) for number in range(50)]
     await asyncio.sleep(0.5)
     during = threads()
     resume()

@@ -47,7 +47,7 @@ try:
     nccl.Communicator.init(2, 0, id, settings)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
-# NCCL's own thread still waits for the other rank, and cannot be told to stop.
+# NCCL's own thread still waits for the other rank, and cannot be stopped.
 import os
 os._exit(0)
 """

@@ -245,11 +245,11 @@ def test_a_non_blocking_communicator_returns_at_once() -> None:
     numbers = [numpy.full(1000, rank + 1.0) for rank in (0, 1)]
     first = comms[0].allreduce(numbers[0], numbers[0])
     assert not first.done() and comms[0].get_async_error() is nccl.Result.IN_PROGRESS
-    with pytest.raises(nccl.NcclInvalid, match="under way"):
+    with pytest.raises(nccl.NcclInvalid, match="in flight"):
         first.result()
     with pytest.raises(TimeoutError):
         first.wait(0.05)
-    assert "under way" in repr(first)
+    assert "in flight" in repr(first)
     second = comms[1].allreduce(numbers[1], numbers[1])
     first.wait()
     second.wait()

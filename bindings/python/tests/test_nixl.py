@@ -48,7 +48,7 @@ def needs_nixl() -> None:
 
 
 class Plain:
-    """A process that runs `nixl_peer.py`, or another one that is told what to do in the same way."""
+    """A process that runs `nixl_peer.py`, or another one that gets its orders in the same way."""
 
     def __init__(self, program: Path = HERE / "nixl_peer.py", *arguments: str) -> None:
         self.name = f"plain-{uuid.uuid4().hex[:8]}"
@@ -261,7 +261,7 @@ def test_another_process_on_the_embedded_engine() -> None:
     )
     assert owner.stdin is not None and owner.stdout is not None
 
-    def told() -> list[str]:
+    def notified() -> list[str]:
         assert owner.stdin is not None and owner.stdout is not None
         print("what", file=owner.stdin, flush=True)
         return owner.stdout.readline().split()
@@ -274,10 +274,10 @@ def test_another_process_on_the_embedded_engine() -> None:
             remote = [(int(address), int(nbytes), 0)]
             ours.read(local, remote, peer, notification=b"taken").wait(30)
             assert target == bytes(range(251)) * 400
-            assert told() == [ours.name, "taken", str(sum(target))]
+            assert notified() == [ours.name, "taken", str(sum(target))]
             target[:] = b"\1" * len(target)
             ours.write(local, remote, peer, notification=b"put").wait(30)
-            assert told() == [ours.name, "put", nbytes]
+            assert notified() == [ours.name, "put", nbytes]
             owner.kill()
             owner.wait()
             with pytest.raises(towline.Stale):
@@ -296,10 +296,10 @@ def test_a_plain_process_is_read_and_written_and_told(plain: Callable[[], Plain]
         halves = [(region.address, 1 << 19, 0), (region.address + (1 << 19), 1 << 19, 0)]
         ours.read(halves, remote, name, notification=b"read").wait(30)
         assert memory == pattern(1 << 20, 7)
-        assert peer.ask("told") == {"from": ours.name, "message": "read"}
+        assert peer.ask("notified") == {"from": ours.name, "message": "read"}
         memory[:] = pattern(1 << 20, 100)
         ours.write(halves, remote, name, notification=b"written").wait(30)
-        assert peer.ask("told") == {"from": ours.name, "message": "written"}
+        assert peer.ask("notified") == {"from": ours.name, "message": "written"}
         assert peer.bytes() == [pattern(1 << 20, 100)]
 
 

@@ -66,8 +66,8 @@ def test_the_original_reads_and_writes_our_operations(
             assert set(metadata) == {"descriptors", "nixl_metadata", "notification_key", "operation_kind"}
             assert [one["ptr"] for one in metadata["descriptors"]] == [one.ctypes.data for one in sources]
             assert readable.status is nc.OperationStatus.INITIALIZED
-            told = peer.ask("begin", kind="READ", metadata=metadata, seed=None)
-            assert told == {"status": "DONE", "peer": f"{connector.name}-1"}
+            reply = peer.ask("begin", kind="READ", metadata=metadata, seed=None)
+            assert reply == {"status": "DONE", "peer": f"{connector.name}-1"}
             await ends(readable)
         assert peer.bytes() == [pattern(size, 5) for size in SIZES]
 
@@ -89,7 +89,7 @@ def test_our_operations_read_and_write_those_of_the_original(
     plain: Callable[[], Plain], hex: bool
 ) -> None:
     peer = plain()
-    # Which of them it is, the metadata tells; that NIXL may be used has to be said.
+    # Which of them it is, the metadata says; that NIXL may be used has to be said.
     connector = nc.Connector(nixl_devices=["lo"])
 
     async def main() -> None:
@@ -381,8 +381,8 @@ def test_the_devices_of_nixl_are_said_by_the_connector_or_by_the_drop_in(tmp_pat
     ask = "from dynamo import nixl_connect as nc; one = nc.Connector(); print(one._offer, *one._nixl_devices)\n"
     install = "import towline.dropin; towline.dropin.install({})\n"
     assert run_python(install.format("nixl_devices=['lo', 'b']") + ask).split() == ["towline", "lo", "b"]
-    told = install.format("offer='nixl', nixl_devices=['lo']")
-    assert run_python(told + install.format("") + ask).split() == ["nixl", "lo"]
+    setup = install.format("offer='nixl', nixl_devices=['lo']")
+    assert run_python(setup + install.format("") + ask).split() == ["nixl", "lo"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     for offer in ("towline", "nixl"):
         command = [sys.executable, "-m", "towline", "dropin-path", "--offer", offer, "--nixl-devices", "lo,b"]

@@ -64,16 +64,16 @@ def test_the_original_takes_part_in_our_operations(original: Callable[[], Plain]
         sources = [bytearray(pattern(size, 5)) for size in SIZES]
         with await connector.create_readable([nc.Descriptor(one) for one in sources]) as readable:
             metadata = json.loads(readable.metadata(hex_encode=hex).model_dump_json())
-            told = await asyncio.to_thread(peer.ask, "begin", kind="READ", metadata=metadata, sizes=SIZES, seed=None)
-            assert told == {"status": str(nc.OperationStatus.COMPLETE)}
+            reply = await asyncio.to_thread(peer.ask, "begin", kind="READ", metadata=metadata, sizes=SIZES, seed=None)
+            assert reply == {"status": str(nc.OperationStatus.COMPLETE)}
             await ends(readable)
         assert peer.bytes() == [pattern(size, 5) for size in SIZES]
 
         targets = [bytearray(size) for size in SIZES]
         with await connector.create_writable([nc.Descriptor(one) for one in targets]) as writable:
             metadata = json.loads(writable.metadata(hex_encode=hex).model_dump_json())
-            told = await asyncio.to_thread(peer.ask, "begin", kind="WRITE", metadata=metadata, sizes=SIZES, seed=77)
-            assert told == {"status": str(nc.OperationStatus.COMPLETE)}
+            reply = await asyncio.to_thread(peer.ask, "begin", kind="WRITE", metadata=metadata, sizes=SIZES, seed=77)
+            assert reply == {"status": str(nc.OperationStatus.COMPLETE)}
             await ends(writable)
         assert [bytes(one) for one in targets] == [pattern(size, 77) for size in SIZES]
 

@@ -60,7 +60,7 @@ task._log_destroy_pending = False
 """,
         0,
     ),
-    "with an import under way": (
+    "with an import in flight": (
         """
 other = towline.Endpoint("second")
 loop = asyncio.new_event_loop()
@@ -184,7 +184,7 @@ def test_a_keyboard_interrupt_ends_a_wait(call: str, peer: MakePeer) -> None:
             PENDING
             + f"""
 import signal
-# Where the tests run in the background of a shell, the interrupt is ignored unless somebody asks for it.
+# Where the tests run in the background of a shell, the interrupt is ignored unless it is asked for.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     print("waiting", flush=True)

@@ -1,6 +1,6 @@
-"""The other process of `test_interrupts.py`: everything that somebody can wait for, and nobody who answers once it is stopped.
+"""The other process of `test_interrupts.py`: everything that a call can wait for, and no reply once it is stopped.
 
-Told to by a message, it reads memory of whoever sent it, over and over, so that it is inside that memory when it is stopped.
+Asked to by a message, it reads memory of the sender, over and over, so that it is inside that memory when it is stopped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def main() -> None:
     readable = connector.create_readable_sync(connect.Descriptor(bytearray(NBYTES)))
     agent = nixl.Agent(sys.argv[1], engine="embedded")
     lent = agent.register(bytearray(NBYTES))
-    told = {
+    settings = {
         "tickets": [str(region.ticket()) for region in regions],
         "readable": readable.metadata().to_json(),
         "agent": agent.metadata().hex(),
         "ranges": lent.descriptors.ranges,
         "meeting": nccl.get_unique_id().as_bytes.hex(),
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(settings), flush=True)
 
     def read(ticket: str) -> None:
         remote = endpoint.import_(ticket)

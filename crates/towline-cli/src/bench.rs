@@ -189,7 +189,7 @@ fn print(figures: &Figures, output: &Output) -> Outcome {
     if failures.is_empty() { Ok(Exit::Fine) } else { Err(Failure::failed(failures.join("; "))) }
 }
 
-/// How far a run is, for who looks on.
+/// How far a run is, for an observer.
 struct Progress {
     bar: ProgressBar,
     json: bool,

@@ -1,6 +1,6 @@
 //! Two small pages over HTTP/1.0: the metrics of an endpoint for Prometheus, and who used the region that is served.
 //!
-//! One request at a time and nothing but GET: whoever needs more puts a real server in front.
+//! One request at a time and nothing but GET: users that need more put a real server in front.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -12,7 +12,7 @@ use towline_lab::outcome::{Failure, Outcome};
 /// Neither side waits longer than this for the other.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The longest request that is read, and the longest answer.
+/// The longest request that is read, and the longest reply.
 const LONGEST_REQUEST: usize = 8 << 10;
 const LONGEST_ANSWER: u64 = 16 << 20;
 
@@ -78,7 +78,7 @@ pub(crate) fn serve(address: SocketAddr, source: impl Source) -> Outcome<SocketA
         .spawn(move || {
             for stream in listener.incoming() {
                 match stream {
-                    // Whoever does not take its answer gets none.
+                    // A client that does not take its reply gets none.
                     Ok(stream) => drop(answer(stream, &source)),
                     // No descriptor is left, perhaps: not a reason to spin.
                     Err(_) => std::thread::sleep(PATIENCE),

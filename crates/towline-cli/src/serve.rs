@@ -19,7 +19,7 @@ use crate::pages::{self, AuditReport};
 
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Serve this file where it is: the owner reads (and, where allowed, writes) it for whoever holds the ticket
+    /// Serve this file where it is: the owner reads (and, where allowed, writes) it for every holder of the ticket
     #[arg(value_name = "FILE", conflicts_with_all = ["file", "bytes"])]
     in_place: Option<PathBuf>,
     /// The name of the endpoint
@@ -41,7 +41,7 @@ pub(crate) struct Options {
     /// read and write all memory of this process, and on an interface that is everybody who can connect to it
     #[arg(long, value_name = "DEVICE")]
     nixl_lend_over: Vec<String>,
-    /// Show metrics for Prometheus at http://ADDRESS/metrics, and who used the region at /audit, to whoever asks
+    /// Show metrics for Prometheus at http://ADDRESS/metrics, and who used the region at /audit, to every client
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<SocketAddr>,
     /// End after this many seconds; without it, on Ctrl-C or when standard input ends
@@ -107,7 +107,7 @@ pub(crate) fn run(options: &Options, output: &Output) -> Outcome {
     output.document(&report);
     if !output.is_json() {
         eprintln!(
-            "{} of {} served for {} by {}; whoever holds the ticket can use it. Ctrl-C ends.",
+            "{} of {} served for {} by {}; every holder of the ticket can use it. Ctrl-C ends.",
             size::bytes(report.bytes),
             report.name,
             report.access,

@@ -22,6 +22,6 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Outcome {
     let Options { parent, core, echo, .. } = *options;
-    let told = worker::Options { parent, name: options.name.clone(), core, echo };
-    worker::run(&told, |error| eprintln!("towline worker: {error}"))
+    let worker_options = worker::Options { parent, name: options.name.clone(), core, echo };
+    worker::run(&worker_options, |error| eprintln!("towline worker: {error}"))
 }

@@ -1,4 +1,4 @@
-//! `towline launch` with real processes: what ranks are told, what becomes of their output, and how they end.
+//! `towline launch` with real processes: what ranks get in their environment, what becomes of their output, and how they end.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
 use std::io::{BufRead, BufReader, Read};
@@ -96,9 +96,9 @@ fn ranks_meet_by_what_the_launcher_tells_them() {
     let arguments = [&["launch", "-n", "4", "--"][..], &rank].concat();
     let output = finish(command(&arguments).env(PART, "sum").spawn().unwrap());
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
-    let told: Vec<String> =
+    let settings: Vec<String> =
         lines(&output.stdout).into_iter().filter(|line| line.contains("SUM 6 of 4")).collect();
-    assert_eq!(told.len(), 4, "{}", String::from_utf8_lossy(&output.stdout));
+    assert_eq!(settings.len(), 4, "{}", String::from_utf8_lossy(&output.stdout));
 }
 
 #[test]

@@ -124,7 +124,7 @@ impl Collectives {
         };
         let round = team.enter(call)?;
         let everybody = Everybody::read(&round, nranks)?;
-        // Who finds a window gone may be the first to notice that its rank has aborted: that is the cause then.
+        // A rank that finds a window gone may be the first to notice that its rank has aborted: that is the cause then.
         let fail = |error: Error| team.fail(error);
         let (far, unregistered, reach) = everybody.reach(self, team, job).map_err(fail)?;
         let choice = choice::choose(situation(job, nranks, far, unregistered), job.algorithm, false)?;

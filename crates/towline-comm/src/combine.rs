@@ -109,7 +109,7 @@ impl Scalar {
         };
         match self {
             Scalar::Int(scalar) if range.contains(&scalar) => Ok(scalar as u64),
-            _ => Err(Error::invalid("scaled sum", format!("{self} is no factor for elements of {dtype}"))),
+            _ => Err(Error::invalid("scaled sum", format!("{self} is not a factor for elements of {dtype}"))),
         }
     }
 }

@@ -412,7 +412,7 @@ impl Communicator {
     }
 
     /// Registers a buffer with this communicator for zero-copy communication. Local, and immediate also inside a group.
-    // Always inlined: an answer of four words, written by the word and read by two, makes the processor wait for its own stores,
+    // Always inlined: a result of four words, written by the word and read by two, makes the processor wait for its own stores,
     // which was a third of what a registration with NCCL has over.
     #[inline(always)]
     pub fn register_buffer(&self, storage: impl Storage) -> Result<RegisteredBuffer> {

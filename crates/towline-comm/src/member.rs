@@ -80,7 +80,7 @@ struct Busy<'i>(&'i Member);
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
         let calls = &self.0.calls;
-        // Who waits has counted itself before it looked: this sees it, or it has seen this.
+        // A waiter has counted itself before it looked: this sees it, or it has seen this.
         if calls.running.fetch_sub(1, Ordering::SeqCst) == 1 && calls.waiting.load(Ordering::SeqCst) > 0 {
             drop(calls.looking.lock());
             self.0.idle.notify_all();

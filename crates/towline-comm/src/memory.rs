@@ -118,7 +118,7 @@ impl Memory {
             return Ok(Memory { len: 0, offset: self.offset + offset, ..self.clone() });
         }
         if self.is_empty() {
-            return Err(Error::invalid("part", format!("{len} bytes do not lie within none")));
+            return Err(Error::invalid("part", format!("{len} bytes do not lie within memory of no bytes")));
         }
         if offset.checked_add(len).is_none_or(|end| end > self.len) {
             let message = format!("{len} bytes at {offset} do not lie within {}", self.len);
@@ -157,7 +157,7 @@ impl Memory {
     /// The span checks against its own length, which is too long where this names nothing.
     fn inside(&self, op: &'static str, offset: usize, len: usize) -> Result<()> {
         if self.is_empty() && (offset, len) != (0, 0) {
-            return Err(Error::invalid(op, format!("{len} bytes do not lie within none")));
+            return Err(Error::invalid(op, format!("{len} bytes do not lie within memory of no bytes")));
         }
         Ok(())
     }

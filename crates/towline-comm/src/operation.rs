@@ -238,7 +238,7 @@ impl Promise {
         self.0.as_ref().map_or("access", |shared| shared.op)
     }
 
-    /// Whether somebody awaits the operation as a future. Who waits for it on a thread shows so itself.
+    /// Whether a task awaits the operation as a future. A thread that waits for it shows so itself.
     pub(crate) fn is_awaited(&self) -> bool {
         self.0.as_ref().is_some_and(|shared| Arc::strong_count(shared) > 1 && shared.end.is_awaited())
     }

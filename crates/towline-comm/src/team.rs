@@ -1,7 +1,7 @@
 //! The ranks of one communicator, how each is reached, and how they wait for each other.
 //!
 //! Every rank owns a control region ([`layout`]) into which the others write: near ones by plain stores, far ones by
-//! transfers ([`link`]). Who waits sleeps on one word of its own region ([`waiting`]). On that stand rounds, in which
+//! transfers ([`link`]). A waiter sleeps on one word of its own region ([`waiting`]). On that stand rounds, in which
 //! all ranks announce a collective call ([`round`]), byte channels between two ranks ([`channel`]), and signals.
 
 mod blame;
@@ -41,7 +41,7 @@ pub(crate) const MOST_GATHERED: usize = 1 << 20;
 /// How long a rank that leaves waits until what it sent to far ranks has arrived.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// How often who may spin looks for a signal and for nothing else: for about a microsecond, in which ranks in step answer.
+/// How often a rank that may spin looks for a signal and for nothing else: for about a microsecond, in which ranks in step answer.
 const LOOKS: usize = 100;
 
 /// What all ranks of a team agree on, and how long they wait.
@@ -207,7 +207,7 @@ impl Team {
 
     /// Raises this rank's counter of that context and index at a peer.
     ///
-    /// What this thread has written into a near peer's memory before is visible to who sees the counter, and so is what
+    /// What this thread has written into a near peer's memory before is visible to a rank that sees the counter, and so is what
     /// was written to a far one by transfers that have ended.
     #[inline]
     pub(crate) fn signal(&self, peer: usize, context: u32, index: u32, add: u64) -> Result<()> {
@@ -279,7 +279,7 @@ impl Drop for Team {
         if towline::fork_guard("leave").is_err() {
             return;
         }
-        // Who waits for this rank learns with it because of whom it goes.
+        // A rank that waits for this one learns with it which rank is the cause.
         let word = 1 | self.in_vain().next().map_or(0, |blamed| blamed as u64 + 1) << 1;
         for peer in (0..self.nranks()).filter(|peer| *peer != self.rank()) {
             // A rank that is gone already needs no message.

@@ -26,7 +26,7 @@ const CHECKSUM: usize = UNIQUE_ID_LEN - 8;
 
 /// The id of a meeting: 128 bytes that carry where it takes place and the secret that lets a rank in.
 ///
-/// Whoever has it can join: hand it to the ranks by a channel that you trust. It prints as text and reads back from
+/// Everyone who has it can join: hand it to the ranks by a channel that you trust. It prints as text and reads back from
 /// it. An id serves one meeting.
 ///
 /// ```

@@ -58,8 +58,8 @@ fn watch(what: &str) -> Watchdog {
 
 #[test]
 fn what_a_rank_does() {
-    let Ok(told) = env::var(PART) else { return };
-    let words: Vec<&str> = told.split(' ').collect();
+    let Ok(orders) = env::var(PART) else { return };
+    let words: Vec<&str> = orders.split(' ').collect();
     let (nranks, rank): (usize, usize) = (words[2].parse().unwrap(), words[3].parse().unwrap());
     let id: UniqueId = words[4].parse().unwrap();
     let mut config = Config { timeout: LONG, ..Config::default() };

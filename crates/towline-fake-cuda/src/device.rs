@@ -27,7 +27,7 @@ pub(crate) fn device(device: c_int) -> Done<c_int> {
     if (0..settings().devices).contains(&device) { Ok(device) } else { Err(INVALID_DEVICE) }
 }
 
-/// Writes an answer where the caller wants it.
+/// Writes a result where the caller wants it.
 ///
 /// # Safety
 /// `place` is valid for one value, or null.

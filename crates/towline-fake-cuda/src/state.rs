@@ -118,12 +118,12 @@ pub(crate) fn code(done: Done) -> c_int {
     done.err().unwrap_or(0)
 }
 
-/// The bytes behind device memory: a memory file, mapped at addresses that nobody is told.
+/// The bytes behind device memory: a memory file, mapped at addresses that no caller knows.
 pub(crate) struct Backing {
     pub(crate) file: c_int,
     pub(crate) len: usize,
     pub(crate) device: c_int,
-    /// Where the CPU reaches the bytes; followed by one page that counts who has it open.
+    /// Where the CPU reaches the bytes; followed by one page that counts the processes that have it open.
     alias: *mut u8,
     /// Whether another process allocated it.
     pub(crate) foreign: bool,
@@ -198,7 +198,7 @@ pub(crate) fn reserve(len: usize) -> Done<u64> {
     if start == libc::MAP_FAILED {
         return Err(OUT_OF_MEMORY);
     }
-    // Never given back: an address is used once, so that whoever keeps one too long is found out.
+    // Never given back: an address is used once, so that a caller that keeps one too long is found out.
     let start = (start.addr() as u64).next_multiple_of(unit as u64);
     memory().reserved.push(start..start + len as u64);
     Ok(start)

@@ -142,7 +142,7 @@ impl Stream {
 /// Does one thing; what touches unknown memory loses the context.
 fn perform(work: Work) {
     if is_lost() {
-        // Whoever waits gets on, and is told by the next call.
+        // The waiter goes on, and learns of it by its next call.
         if let Work::Record(event, which) = work {
             event.happen(which);
         }

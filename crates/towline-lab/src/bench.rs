@@ -70,7 +70,7 @@ pub struct Options {
     pub python_exe: Option<PathBuf>,
 }
 
-/// Who looks on while rows are measured.
+/// An observer while rows are measured.
 pub trait Progress {
     /// So many rows are measured now.
     fn begins(&self, rows: usize);

@@ -246,7 +246,7 @@ pub(crate) static CAMPAIGNS: [Campaign; 16] = [
     },
     Campaign {
         name: "beside",
-        summary: "NIXL, where it is installed, when its peer is killed or stopped or it cancels: what it does is told, not judged",
+        summary: "NIXL, where it is installed, when its peer is killed or stopped or it cancels: what it does is reported, not judged",
         lanes: Lanes::Only(&["nixl"]),
         in_turns: false,
         rounds: rounds(3, 10, 60),
@@ -399,7 +399,7 @@ pub(crate) struct Plan {
     pub(crate) lanes: Vec<String>,
 }
 
-/// Who looks on.
+/// The observer.
 pub(crate) trait Watcher: Send + Sync {
     /// A lane has ended a round, well or not.
     fn round(&self, campaign: &'static str, lane: &'static str, done: u32, of: u32);
@@ -595,14 +595,14 @@ thread_local! {
 /// Where threads that the campaigns did not start have panicked.
 static ELSEWHERE: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// Lets panics be told as results of rounds instead of being printed. Call it once, before the first campaign.
+/// Lets panics be reported as results of rounds instead of being printed. Call it once, before the first campaign.
 pub(crate) fn take_panics() {
     std::panic::set_hook(Box::new(|info| {
         let place =
             info.location().map_or_else(String::new, |place| format!("{}:{}", place.file(), place.line()));
         if thread::current().name().is_some_and(|name| name.starts_with("towline-")) {
-            let told = format!("a thread of the library panicked at {place}: {info}");
-            ELSEWHERE.lock().push(told);
+            let report = format!("a thread of the library panicked at {place}: {info}");
+            ELSEWHERE.lock().push(report);
         }
         PLACE.with(|cell| *cell.borrow_mut() = Some(place));
     }));

@@ -1,7 +1,7 @@
 //! What measures Towline and what tries to break it, on one machine: the benchmarks of `towline bench` and the campaigns of
 //! `towline soak`, with the worker processes that these and other commands start.
 //!
-//! Nothing here prints: a run gives a report, and says how far it is to who looks on ([`bench::Progress`],
+//! Nothing here prints: a run gives a report, and says how far it is to an observer ([`bench::Progress`],
 //! [`soak::Audience`]). The command `towline` reads the command line and prints.
 
 pub mod bench;

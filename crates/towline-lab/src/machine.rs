@@ -70,7 +70,7 @@ impl Processors {
         Some(Processors { all: known.iter().sum(), stolen: *known.last()? })
     }
 
-    /// The share of their time since then that the host gave to others while somebody here wanted it.
+    /// The share of their time since then that the host gave to others while a thread here wanted it.
     pub(crate) fn stolen_since(self, earlier: Processors) -> Option<f64> {
         let all = self.all.checked_sub(earlier.all).filter(|all| *all > 0)?;
         Some(self.stolen.saturating_sub(earlier.stolen) as f64 / all as f64)

@@ -56,7 +56,7 @@ pub(crate) fn rates(pace: Pace, ours: &mut Step<'_>, mut limit: Option<&mut Step
     let limit_repeats = limit.as_deref_mut().map_or(Ok(1), repeats)?;
     let (mut ours_times, mut limit_times) = (Vec::new(), Vec::new());
     rounds(pace, |round| {
-        // Who comes first changes, so that neither always finds what the other left in the caches.
+        // The first one changes, so that neither always finds what the other left in the caches.
         for turn in [round % 2, (round + 1) % 2] {
             match (turn, limit.as_deref_mut()) {
                 (0, _) => ours_times.push(time(our_repeats, ours)?),

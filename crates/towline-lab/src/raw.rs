@@ -23,7 +23,7 @@ const IOV_MAX: usize = 1024;
 /// The kernel moves less than 2 GiB in one call; longer pieces are cut.
 const LONGEST: u64 = 1 << 30;
 
-/// Memory of this process, kept alive by whoever copies from or into it.
+/// Memory of this process, kept alive by the code that copies from or into it.
 #[derive(Clone)]
 pub(crate) enum Memory {
     /// A storage.
@@ -245,7 +245,7 @@ impl Flag {
         self.word().load(Ordering::Acquire)
     }
 
-    /// Sets it; what was written before is visible to who sees it.
+    /// Sets it; what was written before is visible to a process that sees it.
     #[inline(always)]
     pub(crate) fn raise(&self, value: u64) {
         self.word().store(value, Ordering::Release);

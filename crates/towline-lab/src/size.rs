@@ -14,7 +14,7 @@ pub fn parse(text: &str) -> Result<u64, String> {
         "k" | "kib" => 10,
         "m" | "mib" => 20,
         "g" | "gib" => 30,
-        other => return Err(format!("{other:?} is no unit of bytes; use K, M or G")),
+        other => return Err(format!("{other:?} is not a unit of bytes; use K, M or G")),
     };
     match number.checked_mul(1 << shift) {
         Some(0) => Err("zero bytes are too few".to_owned()),

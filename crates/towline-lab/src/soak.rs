@@ -49,7 +49,7 @@ pub struct Options {
     pub python_exe: Option<PathBuf>,
 }
 
-/// Who looks on while campaigns run.
+/// An observer while campaigns run.
 pub trait Audience: Send + Sync {
     /// Something is to be read: one line, or a few.
     fn says(&self, text: &str);

@@ -22,7 +22,7 @@ use self::protocol::{Ask, Reply};
 pub use self::protocol::{Memory, Op, nixl};
 use crate::outcome::{Exit, Failure, Outcome};
 
-/// How this process is a worker. Whoever starts one calls the running program again as `worker`, with an option for each of these.
+/// How this process is a worker. The program that starts one calls the running program again as `worker`, with an option for each of these.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The process that started it.

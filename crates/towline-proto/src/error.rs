@@ -146,7 +146,7 @@ impl Error {
         error
     }
 
-    /// What the operating system said, with the kind that tells the caller what to do about it.
+    /// What the operating system said, with the kind that says what the caller can do about it.
     #[cold]
     pub fn os(op: &'static str, call: &'static str, error: impl Into<std::io::Error>) -> Error {
         let error = error.into();

@@ -63,7 +63,7 @@ pub struct TicketBody {
 
 /// A region's ticket: who owns it, how to reach them, what is allowed, and the tag that proves it.
 ///
-/// Whoever holds a ticket may use it, and may [`narrow`](Ticket::narrow) it before passing it on. Its text
+/// Everyone who holds a ticket may use it, and may [`narrow`](Ticket::narrow) it before passing it on. Its text
 /// form ([`Display`](fmt::Display), [`FromStr`](std::str::FromStr), serde) is the whole capability: treat it
 /// like a password. The [`Debug`](fmt::Debug) form never shows the tag and is safe to log.
 ///

@@ -75,7 +75,7 @@ pub enum FrameKind {
     Unmap = 19,
     /// What a path needs to know of a granted region before it can be taken.
     Query = 20,
-    /// The answer.
+    /// The reply.
     QueryReply = 21,
     /// The owner wants a region back that a path of the peer still reaches by itself.
     Recall = 22,
@@ -101,7 +101,7 @@ pub enum FrameKind {
     Finish = 41,
     /// The checksums of the blocks of the next frame.
     Check = 42,
-    /// The answer to the request with this frame's id is not wanted any more.
+    /// The reply to the request with this frame's id is not wanted any more.
     Withdraw = 43,
     /// Nothing more that came over a lane is to be applied.
     EndLane = 44,
@@ -148,7 +148,7 @@ impl FrameKind {
         }
     }
 
-    /// Returns whether it is a request, whose id comes again in its answer, or what goes ahead of one.
+    /// Returns whether it is a request, whose id comes again in its reply, or what goes ahead of one.
     #[inline]
     pub fn is_answered(self) -> bool {
         use FrameKind::*;
@@ -186,7 +186,7 @@ pub struct Header {
     pub body_len: u32,
     /// The length of the payload behind them.
     pub payload_len: u64,
-    /// The request that this frame belongs to; an answer carries the id of its request.
+    /// The request that this frame belongs to; a reply carries the id of its request.
     pub id: u64,
 }
 
@@ -275,7 +275,7 @@ impl Header {
 
 /// Writes header and body into one buffer; a payload of `payload_len` bytes is sent behind it.
 pub fn frame(kind: FrameKind, id: u64, body: &[u8], payload_len: u64, files: u8) -> Vec<u8> {
-    // A body that does not fit the field is announced as too long, and refused by whoever gets it.
+    // A body that does not fit the field is announced as too long, and refused by the receiver.
     let body_len = u32::try_from(body.len()).unwrap_or(u32::MAX);
     let len = HEADER_LEN + body.len();
     let padded = if kind.is_padded() { len.next_multiple_of(ALIGNED) } else { len };

@@ -5,7 +5,7 @@
 //!    tried then. `TOWLINE_CUDA=off` turns CUDA off.
 //! 2. What this process has loaded already.
 //! 3. The dynamic loader's path (`LD_LIBRARY_PATH`, `ldconfig`).
-//! 4. Folders into which drivers are installed or mounted without telling the loader.
+//! 4. Folders into which drivers are installed or mounted without an entry for the loader.
 //!
 //! The test kit's fake of the driver is used only where it is named by 1.
 //!
@@ -53,7 +53,7 @@ const FAKE: &str = "towline_fake_cuda";
 
 const MEND: &str = "Install the NVIDIA driver; in a container, start it with the GPUs (--gpus all). TOWLINE_CUDA names a library elsewhere";
 
-/// Folders into which drivers are installed or mounted without telling the dynamic loader.
+/// Folders into which drivers are installed or mounted without an entry for the dynamic loader.
 const FOLDERS: [&str; 5] = [
     "/usr/local/nvidia/lib64",
     "/usr/lib/x86_64-linux-gnu",
@@ -81,7 +81,7 @@ pub(crate) struct Loaded {
 }
 
 impl Cuda {
-    /// Loads the driver from where it is found; the first answer is kept for the life of the process.
+    /// Loads the driver from where it is found; the first result is kept for the life of the process.
     ///
     /// This starts nothing on a device. The first call that needs one does ([`Cuda::init`]).
     pub fn load() -> Result<Cuda> {
@@ -162,7 +162,7 @@ impl Cuda {
         self.0.fake
     }
 
-    /// Starts the driver; the first answer is kept. Every call that needs a device begins with it.
+    /// Starts the driver; the first result is kept. Every call that needs a device begins with it.
     ///
     /// Returns the version of CUDA that the driver is made for, 13000 for 13.0.
     ///

@@ -93,7 +93,7 @@ struct Loaded {
 }
 
 impl Nccl {
-    /// Loads NCCL from where it is found; the first answer is kept for the life of the process.
+    /// Loads NCCL from where it is found; the first result is kept for the life of the process.
     pub fn load() -> Result<Nccl> {
         FOUND.get_or_init(|| Nccl::search(&Surroundings::of_this_process())).clone()
     }

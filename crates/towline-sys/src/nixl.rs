@@ -67,7 +67,7 @@ pub(crate) struct Loaded {
 }
 
 impl Nixl {
-    /// Loads NIXL from where it is found; the first answer is kept for the life of the process.
+    /// Loads NIXL from where it is found; the first result is kept for the life of the process.
     pub fn load() -> Result<Nixl> {
         static FOUND: OnceLock<Result<Nixl>> = OnceLock::new();
         FOUND.get_or_init(|| Nixl::search(&Surroundings::of_this_process())).clone()

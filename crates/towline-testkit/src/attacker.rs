@@ -1,4 +1,4 @@
-//! A peer that speaks the protocol by hand, as badly as it is told to.
+//! A peer that speaks the protocol by hand, as badly as a test asks for.
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -19,7 +19,7 @@ use towline::{Identity, Incarnation};
 
 use crate::random::Random;
 
-/// How long an answer may take.
+/// How long a reply may take.
 const ANSWER: Duration = Duration::from_secs(20);
 
 /// Which of an owner's sockets it comes to.
@@ -69,7 +69,7 @@ impl Attacker {
         Attacker { stream: Stream::Tcp(stream), said: Vec::new(), passed: 0 }
     }
 
-    /// The first frame of somebody who holds that ticket.
+    /// The first frame of a peer that holds that ticket.
     pub fn hello(ticket: &Ticket) -> (ClientHandshake, Vec<u8>) {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let mut random = Random::new(NEXT.fetch_add(1, Ordering::Relaxed) ^ u64::from(std::process::id()));
@@ -85,13 +85,13 @@ impl Attacker {
         self.try_log_in(ticket).unwrap()
     }
 
-    /// A whole handshake and an import; the owner's answer to the ticket.
+    /// A whole handshake and an import; the owner's reply to the ticket.
     pub fn try_log_in(&mut self, ticket: &Ticket) -> Result<u32, WireError> {
         let challenge = self.shake_hands(ticket)?;
         self.import(ticket, &challenge)
     }
 
-    /// An import over a session that is there already; the owner's answer to the ticket.
+    /// An import over a session that is there already; the owner's reply to the ticket.
     pub fn import(&mut self, ticket: &Ticket, challenge: &[u8; 32]) -> Result<u32, WireError> {
         let item = ImportItem {
             ticket: ticket.public_bytes().to_vec(),
@@ -293,10 +293,10 @@ impl Attacker {
         true
     }
 
-    /// Whether what was sent is answered with an error, the end, or nothing before the answer to a ping.
+    /// Whether what was sent is answered with an error, the end, or nothing before the reply to a ping.
     pub fn gets_nothing_but_errors(&mut self) -> bool {
         self.send(&Message::from(towline::wire::Ping {}).frame(8, 0, 0));
-        // What swallows the ping as part of something longer has to be told that nothing more comes.
+        // What swallows the ping as part of something longer has to learn that nothing more comes.
         let _ = match &self.stream {
             Stream::Unix(stream) => stream.shutdown(std::net::Shutdown::Write),
             Stream::Tcp(stream) => stream.shutdown(std::net::Shutdown::Write),

@@ -21,7 +21,7 @@ const SWAPPED: usize = ELEMENTS + 8;
 const RAISED: usize = ELEMENTS + 16;
 const LEN: usize = ELEMENTS + 4 * KIB;
 
-/// Transfers that are under way at a time.
+/// Transfers that are in flight at a time.
 const MANY: usize = 12;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,7 +114,7 @@ impl Changes {
             }
         }
         seen.inside = !done.iter().all(Transfer::quiet);
-        // Elsewhere the look and the change are two steps, and a peer that can see it is told of an owner between them.
+        // Elsewhere the check and the change are two steps, and a peer that can see it is notified of an owner between them.
         let one_step = cfg!(all(target_arch = "x86_64", target_env = "gnu"));
         let exact = one_step && !matches!(change, Change::File(_));
         assert!(

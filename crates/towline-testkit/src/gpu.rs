@@ -77,7 +77,7 @@ impl Bare {
         self.kernel.as_ref().err().map(String::as_str)
     }
 
-    /// Makes the GPU's context current until the answer is dropped, so that a copy is a copy and nothing else.
+    /// Makes the GPU's context current until the result is dropped, so that a copy is a copy and nothing else.
     pub fn enter(&self) -> Result<Turns<'_>> {
         Ok(Turns { bare: self, entered: self.gpu.enter("bench")? })
     }

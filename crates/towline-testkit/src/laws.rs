@@ -214,7 +214,7 @@ pub fn run(path: &str, name: &str, law: fn(&Bench)) {
     }
 }
 
-/// The variable that leaves out all settings but that one: `one process` or `two processes`.
+/// The variable that leaves out all settings but one: `one process` or `two processes`.
 const SETTING: &str = "TOWLINE_TEST_SETTING";
 
 /// Says in which setting a law did not hold: the test has the same name in both.

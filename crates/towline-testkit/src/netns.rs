@@ -90,7 +90,7 @@ impl Network {
         Ok(())
     }
 
-    /// Pulls the plug at one end: packets are lost, and nobody is told.
+    /// Pulls the plug at one end: packets are lost without a notice.
     pub fn cut(&self, end: End) {
         ip(&["-n", &self.namespace(end), "link", "set", &self.device(end), "down"]).unwrap();
     }

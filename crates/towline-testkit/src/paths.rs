@@ -47,7 +47,7 @@ pub fn is_complete(path: &PathProperties) -> bool {
     path.capabilities.contains(Capabilities::ALL) && !is_here(path)
 }
 
-/// The path that does what that one cannot: atomics and reductions in host memory. `None` where it can do all, and where there
+/// The path that does what the given one cannot: atomics and reductions in host memory. `None` where it can do all, and where there
 /// are no words to do that with.
 pub fn helper(path: &PathProperties) -> Option<&'static str> {
     if !path.serves.has_words() || path.capabilities.contains(Capabilities::ALL) {

@@ -1,4 +1,4 @@
-//! Real processes to kill and stop: a worker that is told what to do, line by line.
+//! Real processes to kill and stop: a worker that gets its orders line by line.
 //!
 //! A child dies with the thread that started it (`PR_SET_PDEATHSIG`), with its [`Process`], and with its standard
 //! input; none survives a test, however that ends.
@@ -35,7 +35,7 @@ pub fn become_worker_by(program: PathBuf, arguments: &[&str]) {
     let _ = PROGRAM.set((program, arguments.iter().map(|one| (*one).to_owned()).collect()));
 }
 
-/// How long an answer may take where nothing else was said.
+/// How long a reply may take where nothing else was said.
 const ANSWER: Duration = Duration::from_secs(60);
 
 /// An error that a worker reported, or that ended the talk with it.
@@ -254,7 +254,7 @@ impl Process {
         self.child.id() as i32
     }
 
-    /// Gives an order and waits for the answer.
+    /// Gives an order and waits for the reply.
     pub fn ask(&mut self, order: &str) -> Result<Reply, Failure> {
         self.ask_with(order, &[])
     }
@@ -271,7 +271,7 @@ impl Process {
             .unwrap_or_else(|failure| panic!("worker {}: {order}: {failure}\n{}", self.name, self.log()))
     }
 
-    /// Gives an order without waiting for the answer.
+    /// Gives an order without waiting for the reply.
     pub fn tell(&mut self, order: &str) {
         self.tell_with(order, &[]);
     }
@@ -280,13 +280,13 @@ impl Process {
     pub fn tell_with(&mut self, order: &str, payload: &[u8]) {
         self.last = order.chars().take(80).collect();
         let line = Line::order(order, payload);
-        // A worker that is gone says so when the answer is waited for.
+        // A worker that is gone says so when the reply is waited for.
         if let Some(stdin) = &mut self.stdin {
             let _ = line.write(stdin).and_then(|()| stdin.flush());
         }
     }
 
-    /// Waits for the answer to an order; one that does not come in time is a failure of the test.
+    /// Waits for the reply to an order; one that does not come in time is a failure of the test.
     pub fn answer(&mut self, within: Duration) -> Result<Reply, Failure> {
         match self.answers.recv_timeout(within) {
             Ok(line) => line.into_reply(),
@@ -303,7 +303,7 @@ impl Process {
         }
     }
 
-    /// An answer that has come already, to an order that nobody has waited for yet.
+    /// A reply that has come already, to an order that nobody has waited for yet.
     pub fn early_answer(&mut self) -> Option<Result<Reply, Failure>> {
         self.answers.try_recv().ok().map(Line::into_reply)
     }

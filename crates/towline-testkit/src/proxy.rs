@@ -28,7 +28,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// What is passed on at once.
 const PORTION: usize = 64 << 10;
 
-/// What a slow link passes on at once: so much is in it, and lands when whoever sent it may have hung up.
+/// What a slow link passes on at once: so much is in it, and lands when its sender may have hung up.
 const IN_THE_LINK: usize = 16 << 10;
 
 /// The frames of a handshake: every byte of them is authenticated.
@@ -51,7 +51,7 @@ pub struct Faults {
     pub anywhere: bool,
     /// From then on about so many bytes pass in a second.
     pub throttle: Option<u64>,
-    /// From then on bytes vanish, and nobody is told.
+    /// From then on bytes vanish without a notice.
     pub black_hole: bool,
     /// All connections share a link that carries so many bytes in a second, each way, and that has no room for many.
     pub slow: Option<u64>,
@@ -184,7 +184,7 @@ impl Proxy {
         self.shared.held.store(held, Ordering::Release);
     }
 
-    /// Somebody on the way resets the oldest connection towards who opened it, and not towards the target.
+    /// A device on the network path resets the oldest connection towards the side that opened it, and not towards the target.
     pub fn reset_oldest(&self) {
         let open = self.shared.open.lock();
         rustix::net::connect_unspec(&open[0]).unwrap();

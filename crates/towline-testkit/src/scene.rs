@@ -1,4 +1,4 @@
-//! What ill treatment of a worker takes: endpoints with their limits, a worker that owns memory, and somebody who looks on.
+//! What ill treatment of a worker takes: endpoints with their limits, a worker that owns memory, and an observer.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
@@ -105,8 +105,8 @@ impl Owner {
         self.process.must(&format!("fill 1 {} {}", stamp.region, stamp.generation))
     }
 
-    /// Imports what a living owner offers. On a busy machine its answer may take longer than the limit: that this ends
-    /// the wait is right, and it is asked again. Each try is held against the limit, and that there was more than one is told.
+    /// Imports what a living owner offers. On a busy machine its reply may take longer than the limit: that this ends
+    /// the wait is right, and it is asked again. Each try is held against the limit, and more than one is reported.
     pub fn import(&self, user: &Endpoint, lane: &str) -> Remote {
         let (mut last, mut tries) = (None, 0);
         eventually(STALL * 10, || {
@@ -219,7 +219,7 @@ pub fn served_again(user: &Endpoint, ticket: &Ticket, lane: &str, what: &str) {
     assert!(served, "{what}: the owner goes on, and nobody is served");
 }
 
-/// An owner that nothing happens to: whoever fails somewhere else must still reach it.
+/// An owner that nothing happens to: a peer that fails somewhere else must still reach it.
 pub struct Bystander {
     owner: Owner,
     stamp: Stamp,

@@ -253,7 +253,7 @@ fn with_payload(message: Message, id: u64, len: u64, input: &mut Input<'_>) -> V
 fn right_answer(header: Header, body: &[u8]) {
     match header.kind {
         FrameKind::Data => {
-            let data = Data::decode(body).expect("an answer that can be read");
+            let data = Data::decode(body).expect("a reply that can be read");
             assert!(data.outcome.is_ok() || header.payload_len == 0, "an error with bytes");
             assert!(
                 header.payload_len <= 3 * LENGTH as u64,
@@ -261,15 +261,15 @@ fn right_answer(header: Header, body: &[u8]) {
             );
         }
         FrameKind::Granted => {
-            let granted = Granted::decode(body).expect("an answer that can be read");
+            let granted = Granted::decode(body).expect("a reply that can be read");
             assert!(granted.items.iter().all(Result::is_err), "a wrong proof was taken");
         }
         FrameKind::QueryReply => {
-            let told = QueryReply::decode(body).expect("an answer that can be read");
-            assert!(told.outcome.is_err(), "a path that does not take this memory was told of it");
+            let reply = QueryReply::decode(body).expect("a reply that can be read");
+            assert!(reply.outcome.is_err(), "a path that does not take this memory was given it");
         }
         FrameKind::Check => {
-            let check = Check::decode(body).expect("an answer that can be read");
+            let check = Check::decode(body).expect("a reply that can be read");
             assert!(check.checks.len() <= 3, "more checksums than three blocks have");
         }
         FrameKind::Done | FrameKind::Ping | FrameKind::Pong | FrameKind::Bye | FrameKind::Refuse => {}
@@ -287,18 +287,18 @@ fn unharmed(owner: &Owner) {
     assert_eq!(owner.endpoint.stats().regions, 1);
 }
 
-/// The numbers of the paths that are asked about, and the questions.
-const QUESTIONS: [(u8, &[u8]); 3] = [(1, &[1, 0, 0, 0, 0]), (2, &[1, 1, 2]), (3, b"open")];
+/// The numbers of the paths that are asked about, and the queries.
+const QUERIES: [(u8, &[u8]); 3] = [(1, &[1, 0, 0, 0, 0]), (2, &[1, 1, 2]), (3, b"open")];
 
 /// Everything by which a process of the same user comes to memory of an owner on its host, with that ticket of something that may be a
-/// file: how many descriptors it was passed, and how many of its questions were answered. Then it says that it lives, by a page that was not
+/// file: how many descriptors it was passed, and how many of its queries were answered. Then it says that it lives, by a page that was not
 /// asked for where nothing is shared; whether the owner puts up with that.
 pub fn grasp(ticket: &Ticket) -> (u64, u64, bool) {
     let mut peer = Attacker::connect(ticket, Medium::Unix);
     let handle = peer.log_in(ticket);
     let mut answered = 0;
-    for (path, question) in QUESTIONS {
-        let ask = Query { handle, path, body: question.to_vec() };
+    for (path, query) in QUERIES {
+        let ask = Query { handle, path, body: query.to_vec() };
         peer.send(&Message::from(ask).frame(7, 0, 0));
         let Some((header, body)) = peer.frame() else { break };
         assert_eq!(header.kind, FrameKind::QueryReply);

@@ -110,7 +110,7 @@ pub(crate) fn state_of(task: &Path) -> char {
     stat.rsplit(')').next().and_then(|rest| rest.trim().chars().next()).unwrap_or('?')
 }
 
-/// A test has started a process: the watchdog tells of it, and ends it.
+/// A test has started a process: the watchdog reports it, and ends it.
 pub fn child_started(pid: i32, name: &str) {
     CHILDREN.lock().push((pid, name.to_owned()));
 }

@@ -1,4 +1,4 @@
-//! What a worker process does: one order per line, one answer per order.
+//! What a worker process does: one order per line, one reply per order.
 //!
 //! Regions and remotes are named by the numbers that `register` and `import` answer with. `loop` and `chase` go on
 //! until the next line (`halt`) comes, or until the worker is killed, which is what they are for.

@@ -136,7 +136,7 @@ fn a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time() {
     cable_pulled("a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time", "write", End::A);
 }
 
-/// A read that gives up during a cut leaves connections that the owner's kernel ends while nobody can be told.
+/// A read that gives up during a cut leaves connections that the owner's kernel ends while no notice gets through.
 #[test]
 fn the_first_read_after_a_cut_has_healed_succeeds() {
     let test = "the_first_read_after_a_cut_has_healed_succeeds";

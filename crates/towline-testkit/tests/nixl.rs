@@ -1,4 +1,4 @@
-//! The path `nixl` beyond the laws: what it costs who does not use it, two hosts, death, growth, broken libraries.
+//! The path `nixl` beyond the laws: what it costs programs that do not use it, two hosts, death, growth, broken libraries.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 use std::path::Path;
@@ -84,8 +84,8 @@ fn a_program_that_does_not_ask_for_nixl_pays_nothing_for_it() {
 }
 
 #[test]
-fn the_thread_leaves_when_nothing_is_under_way_and_the_agent_stays() {
-    let test = "the_thread_leaves_when_nothing_is_under_way_and_the_agent_stays";
+fn the_thread_leaves_when_nothing_is_in_flight_and_the_agent_stays() {
+    let test = "the_thread_leaves_when_nothing_is_in_flight_and_the_agent_stays";
     if !nixl(test) {
         return;
     }

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 
 /// Copies `len` bytes; the ranges may overlap.
 ///
-/// Somebody else may be writing the source or the destination meanwhile: then which bytes arrive is
+/// Others may be writing the source or the destination meanwhile: then which bytes arrive is
 /// unspecified, byte by byte, and nothing else is. A copy in Rust would promise the compiler that nobody
 /// interferes; the C library's is machine code that takes what it finds, and calling it through a pointer that
 /// the optimiser cannot see through keeps it that way.
@@ -42,7 +42,7 @@ pub(crate) fn expect(src: *const u8, len: usize) {
     let _ = (src, len, BEGINNING);
 }
 
-/// The CRC32C of `len` bytes. Somebody else may be writing them meanwhile, as for [`copy`].
+/// The CRC32C of `len` bytes. Others may be writing them meanwhile, as for [`copy`].
 ///
 /// # Safety
 /// `src` is valid for reads of `len` bytes for the whole call.

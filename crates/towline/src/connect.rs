@@ -10,7 +10,7 @@
 //! | [`create_writable`](Connector::create_writable) | [`begin_write`](Connector::begin_write) | to the passive side |
 //!
 //! Every operation is a future; it can be waited for, polled, cancelled and dropped, and its status never goes back. When it
-//! has ended, nobody touches its memory any more. A passive operation has one claimer. It ends when that one is done, or
+//! has ended, nobody touches its memory any more. A passive operation has one claimer. It ends when its claimer is done, or
 //! has failed or died; when nobody claimed it in time (10 minutes unless set otherwise); when a claimer that says nothing has
 //! used up the endpoint's [limits](crate::Limits); or when it is cancelled. Both sides learn why.
 //!

@@ -6,12 +6,12 @@ use parking_lot::Mutex;
 
 use crate::identity::Incarnation;
 
-/// The oldest is forgotten beyond so many: whoever asks for it then finds nobody, and is told that.
+/// The oldest is forgotten beyond so many: a query for it then finds nothing, and gets an error that says so.
 const KEPT: usize = 1024;
 
 static ENDED: Mutex<VecDeque<Incarnation>> = Mutex::new(VecDeque::new());
 
-/// Remembers that this life is over. Only where that is certain: nobody who asks for it here is sent to its owner again.
+/// Remembers that this life is over. Only where that is certain: no request for it goes to its owner again.
 pub(crate) fn remember(life: Incarnation) {
     let mut ended = ENDED.lock();
     if !ended.contains(&life) {

@@ -251,7 +251,7 @@ impl Endpoint {
         Request::new(&self.0, Op::Atomic { offset, op }, Part::without_bytes(remote)).start()
     }
 
-    /// Raises a 64-bit counter of a remote region and wakes who waits for it there.
+    /// Raises a 64-bit counter of a remote region and wakes its waiters there.
     pub fn signal(&self, remote: &Remote, offset: u64, add: u64) -> Result<Transfer> {
         Request::new(&self.0, Op::Write, Part::without_bytes(remote)).signal(offset, add).start()
     }
@@ -302,7 +302,7 @@ impl Endpoint {
     /// Closing twice is harmless: the second call waits too. Does nothing in a forked child.
     ///
     /// # Errors
-    /// `Timeout` when somebody is still inside at the limit, with who it is. Everything else is closed then, and no new access can
+    /// `Timeout` when a peer is still inside at the limit, with its name. Everything else is closed then, and no new access can
     /// begin; the memory stays valid, is parked where it is dropped, and closing again waits again.
     pub fn close(&self) -> Result<()> {
         self.close_within(self.0.limits().no_progress)

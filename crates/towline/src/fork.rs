@@ -2,7 +2,7 @@
 //!
 //! The child has no progress threads, its copies of the locks may be held for ever by threads that do not
 //! exist there, and its sockets and its epoll are the parent's. So every entry into the library asks
-//! [`guard`] before it takes any lock, and every `Drop` that would lock or tell somebody asks [`in_child`].
+//! [`guard`] before it takes any lock, and every `Drop` that would lock or notify a peer asks [`in_child`].
 //! Opening a new endpoint in the child is refused too, since the process-wide threads cannot be restarted.
 //! A child forked *before* Towline was first used is an ordinary process and is not affected.
 //!
@@ -92,7 +92,7 @@ pub(crate) fn not_for_children(fd: RawFd) {
     }
 }
 
-/// The number is about to be somebody else's.
+/// The number is about to have another owner.
 pub(crate) fn no_longer_ours(fd: RawFd) {
     if let Some((word, bit)) = place_of(fd) {
         word.fetch_and(!bit, Ordering::Relaxed);
@@ -209,7 +209,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// Forks, runs `check` in the child and returns its answer. `check` must not allocate nor lock.
+    /// Forks, runs `check` in the child and returns its result. `check` must not allocate nor lock.
     pub(crate) fn in_a_child(check: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child calls only `check` (loads, getpid) and `_exit`: nothing that takes a lock.
         let pid = unsafe { libc::fork() };

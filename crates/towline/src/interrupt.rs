@@ -1,4 +1,4 @@
-//! Waits that their caller can end: for hosts such as Python, where Ctrl-C is noticed by whoever asks.
+//! Waits that their caller can end: for hosts such as Python, where Ctrl-C is noticed by a thread that asks.
 
 use std::cell::Cell;
 use std::time::Duration;

@@ -309,9 +309,9 @@ mod tests {
         };
         let peers = [mail("loud", 3), mail("quiet", 1), mail("other", 2)];
         peers.iter().for_each(|peer| notifications.subscribe(peer));
-        let heard: Vec<_> =
+        let received: Vec<_> =
             std::iter::from_fn(|| notifications.next().unwrap()).map(|message| message.from.name).collect();
-        assert_eq!(heard, ["loud", "quiet", "other", "loud", "other", "loud"]);
+        assert_eq!(received, ["loud", "quiet", "other", "loud", "other", "loud"]);
     }
     #[test]
     fn a_mailbox_that_is_never_empty_does_not_silence_who_sends_over_a_socket() {
@@ -331,16 +331,16 @@ mod tests {
                 let queued = Notification { from: from("quiet"), message: message.to_vec() };
                 notifications.queue(queued, None).unwrap();
             }
-            let mut heard = Vec::new();
+            let mut received = Vec::new();
             for _ in 0..8 {
                 let next = notifications.next().unwrap().unwrap();
                 if next.from.name == "quiet" {
-                    heard.push(next.message);
+                    received.push(next.message);
                 }
-                // Whoever sends through memory is there again at once.
+                // A peer that sends through memory is there again immediately.
                 loud.iter().for_each(|peer| assert!(peer.mailbox.put(b"again")));
             }
-            assert_eq!(heard, [b"one", b"two"], "beside {} that are loud", loud.len());
+            assert_eq!(received, [b"one", b"two"], "beside {} that are loud", loud.len());
         }
     }
 }

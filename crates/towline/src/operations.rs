@@ -2,7 +2,7 @@
 //!
 //! An operation is opened by the owner of some memory. One peer claims it (with an import), reads or writes, and says
 //! how that went. It ends once, by that word, at its deadline, with the claimer's session, or because its owner wants it
-//! to; and only when its regions are revoked and nobody is inside their memory any more, so that whoever learns of the end
+//! to; and only when its regions are revoked and nobody is inside their memory any more, so that a peer that learns of the end
 //! may reuse the memory.
 
 #[cfg(test)]
@@ -37,7 +37,7 @@ const MOST_WAITING: usize = 64;
 /// What is done when an operation is ready, or over.
 pub(crate) type Later = Box<dyn FnOnce() + Send>;
 
-/// Who claims an operation.
+/// The claimer of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Claimer {
     /// The peer of that session.
@@ -139,7 +139,11 @@ impl Operations {
 }
 
 fn over() -> Error {
-    Error::new(Kind::Stale, "import", "the operation has ended, or is none of this endpoint's")
+    Error::new(
+        Kind::Stale,
+        "import",
+        "the operation has ended, or belongs to another endpoint: ask the peer for new metadata",
+    )
 }
 
 /// Memory that an operation offers: a region of its own, and what is dropped when the memory is quiet.
@@ -210,7 +214,7 @@ impl Passive {
     ) -> Result<Arc<Passive>> {
         let mut id = [0; 16];
         getrandom::fill(&mut id)
-            .map_err(|error| Error::new(Kind::Native, name, format!("no randomness: {error}")))?;
+            .map_err(|error| Error::new(Kind::Native, name, format!("no random bytes: {error}")))?;
         // Shown to users as a UUID of version 4.
         id[6] = id[6] & 0x0f | 0x40;
         id[8] = id[8] & 0x3f | 0x80;
@@ -279,7 +283,7 @@ impl Passive {
         runtime::call_at(Instant::now() + cuda::pause(age), self, LOOK);
     }
 
-    /// Somebody has claimed it too early: can it be now?
+    /// A peer has claimed it too early: can it be now?
     fn look(self: &Arc<Self>) {
         let (claims, failed) = {
             let mut inner = self.inner.lock();
@@ -387,7 +391,7 @@ impl Passive {
         if self.end(outcome) { answer } else { Err(over()) }
     }
 
-    /// Ends it, unless it has ended or is about to, which it says: revokes its regions, and wakes who waits when these are quiet.
+    /// Ends it, unless it has ended or is about to, which it says: revokes its regions, and wakes the waiters when these are quiet.
     pub(crate) fn end(self: &Arc<Self>, result: Result<()>) -> bool {
         let (offered, claims) = {
             let mut inner = self.inner.lock();
@@ -408,7 +412,7 @@ impl Passive {
         // They learn that it is over.
         claims.into_iter().for_each(|claim| claim());
         for (Offered { region, keep }, _) in offered {
-            // What is dropped first is reported first: the memory's user, then who waits for the operation.
+            // What is dropped first is reported first: the memory's user, then the waiters for the operation.
             region.release_then((keep, Quiet(Arc::clone(self))));
         }
         self.one_quiet();
@@ -444,7 +448,7 @@ impl Passive {
         let _ = self.completion.set(result);
     }
 
-    /// Somebody is inside the memory for too long: it ends all the same, and the memory stays parked.
+    /// A peer is inside the memory for too long: it ends all the same, and the memory stays parked.
     fn give_up_on_quiet(&self) {
         let result = {
             let mut inner = self.inner.lock();

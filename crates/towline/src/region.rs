@@ -78,9 +78,9 @@ pub struct RegisterError<T> {
 /// A region that could not be taken back in time: a peer is still inside a copy.
 ///
 /// The region is revoked already: nobody can start a new access. Holds the registration, so that the memory
-/// stays valid for whoever is still in it; call [`Registered::into_storage`] again later.
+/// stays valid for the peers that are still in it; call [`Registered::into_storage`] again later.
 pub struct StillPinned<S: Storage> {
-    /// Who holds it and for how long was waited.
+    /// Which peers hold it, and how long was waited.
     pub error: Error,
     /// The registration.
     pub registration: Registered<S>,
@@ -227,7 +227,7 @@ impl<S: Storage> Drop for Registered<S> {
         if fork::in_child() {
             return;
         }
-        // SAFETY: this is the only place besides `into_storage` that takes it, and that one forgets `self`.
+        // SAFETY: this is the only place besides `into_storage` that takes it, and `into_storage` forgets `self`.
         #[allow(unsafe_code, reason = "takes the storage out of its ManuallyDrop")]
         let storage = unsafe { ManuallyDrop::take(&mut self.storage) };
         RegionCore::release_or_park(&self.core, storage);

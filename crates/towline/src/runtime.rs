@@ -38,7 +38,7 @@ static REACTOR: OnceLock<Arc<Reactor>> = OnceLock::new();
 static STARTING: Mutex<()> = Mutex::new(());
 static POOL: Pool = Pool::new("towline-copy", 0);
 static STARTERS: Pool = Pool::new("towline-start", 0).polite();
-/// Contacts mostly wait for somebody else: more threads than cores, but a number that a process can have.
+/// Contacts mostly wait for a peer: more threads than cores, but a number that a process can have.
 static CONTACTS: Pool = Pool::new("towline-import", 32);
 static DEVICES: Devices = Devices::new();
 static SHARERS: Pool = Pool::new("towline-share", 0).polite();
@@ -116,7 +116,7 @@ pub(crate) fn devices() -> &'static Devices {
     &DEVICES
 }
 
-/// The process's threads that share copies with whoever has begun them. They take no processor from who has posted a copy, and goes on.
+/// The process's threads that share copies with the threads that have begun them. They take no processor from a thread that has posted a copy, and goes on.
 pub(crate) fn sharers() -> &'static Pool {
     &SHARERS
 }

@@ -235,7 +235,7 @@ impl<S: Read + Write> TlsStream<S> {
         }
         let processed =
             self.tls.process_new_packets().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error));
-        // An alert tells the other side what is wrong; that it cannot be sent now is no error of the reading.
+        // An alert says to the other side what is wrong; that it cannot be sent now is not an error of the reading.
         match self.push_out() {
             Err(error) if error.kind() != io::ErrorKind::WouldBlock => processed.and(Err(error)),
             _ => processed.map(drop),
@@ -290,7 +290,7 @@ fn server_name(name: &str) -> Result<ServerName<'static>> {
     let name = name.split([':', '/']).next().unwrap_or(name);
     ServerName::try_from(name.to_owned()).map_err(|_| {
         let message =
-            format!("with certificates an endpoint is named like a host, and {name:?} is no such name");
+            format!("with certificates an endpoint is named like a host, and {name:?} is not such a name");
         Error::invalid(OP, message)
     })
 }

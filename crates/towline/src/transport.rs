@@ -430,7 +430,7 @@ impl Routing {
         Ok(self.requiring(named(path)?.name()))
     }
 
-    /// Allows every path but that one.
+    /// Allows every other path.
     pub fn forbid(self, path: &str) -> Result<Routing> {
         Ok(self.forbidding(named(path)?.name()))
     }

@@ -284,7 +284,7 @@ fn a_file_that_was_opened_for_reading_cannot_be_lent_for_writing() {
     let local = scene.local(5000);
     scene.user.read(&remote, &local).start().unwrap().wait().unwrap();
     assert!(bytes_of(&local) == pattern(5000, 9));
-    // Somebody else makes it shorter: an error, and the connection goes on.
+    // Another process makes it shorter: an error, and the connection goes on.
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(10).unwrap();
     let error = scene.user.read(&remote, &local).start().and_then(|transfer| transfer.wait()).unwrap_err();
     assert!(error.message().contains("shorter"), "{error}");

@@ -97,7 +97,7 @@ impl Other {
     }
 
     /// What it says behind that word, which the test harness never says.
-    fn hear(&mut self, word: &str) -> String {
+    fn wait_for(&mut self, word: &str) -> String {
         loop {
             let mut line = String::new();
             assert!(self.1.read_line(&mut line).unwrap() > 0, "the other process has ended");
@@ -175,7 +175,7 @@ fn of_a_user_that_was_killed_nothing_stays_mapped_at_the_owner() {
     for _ in 0..2 {
         let mut user = Other::start("user");
         user.tell(&region.ticket().unwrap().to_string());
-        user.hear("DONE");
+        user.wait_for("DONE");
         let with = (mappings(), descriptors());
         user.kill();
         let Some((mapped, open)) = &before else {
@@ -203,10 +203,10 @@ fn of_an_owner_that_was_killed_nothing_stays_mapped_at_the_user() {
     let before: Vec<String> = mappings().into_iter().chain(["towline-life".to_owned()]).collect();
     for kept in [false, true] {
         let mut owner = Other::start("owner");
-        let ticket: Ticket = owner.hear("TICKET ").parse().unwrap();
+        let ticket: Ticket = owner.wait_for("TICKET ").parse().unwrap();
         let remote = user.import_with(&ticket, &over("mapped")).unwrap();
         read(&user, &remote);
-        // Whoever keeps a remote keeps what it has mapped, and nobody else does.
+        // A holder of a remote keeps what it has mapped, and no other does.
         let kept = kept.then_some(remote);
         owner.kill();
         if let Some(remote) = kept {

@@ -66,7 +66,7 @@ impl MemoryDescription for Witness {
     }
 }
 
-// SAFETY: every answer is that of the memory, which it owns and gives nobody.
+// SAFETY: every result is that of the memory, which it owns and gives nobody.
 unsafe impl Storage for Witness {}
 
 impl Drop for Witness {

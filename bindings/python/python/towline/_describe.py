@@ -70,7 +70,7 @@ def of_torch(data: Any) -> Described:
 
 
 def of_object(data: Any, device: Device | None = None) -> Described:
-    """The memory of anything that tells: by the buffer protocol, ``__array_interface__``, CUDA's, or DLPack."""
+    """The memory of anything that says where it is: by the buffer protocol, ``__array_interface__``, CUDA's, or DLPack."""
     interface = None
     if not isinstance(data, (bytes, bytearray, memoryview)):
         interface = getattr(data, "__cuda_array_interface__", None)
@@ -89,7 +89,7 @@ def of_object(data: Any, device: Device | None = None) -> Described:
 
 
 def _cuda_device(interface: Any, data: Any) -> int:
-    """The number of the GPU: the driver knows, and without one the array may tell."""
+    """The number of the GPU: the driver knows, and without one the array may say it."""
     try:
         known = _native.cuda_device_of(int(interface["data"][0]))
     except (KeyError, TypeError, ValueError, OverflowError, IndexError):

@@ -49,7 +49,7 @@ class OperationStatus(IntEnum):
 
     UNINITIALIZED = 0
     INITIALIZED = 1
-    """It waits for somebody to claim it."""
+    """It waits for a peer to claim it."""
     IN_PROGRESS = 2
     """Bytes are moving, or are about to."""
     COMPLETE = 3

@@ -76,7 +76,7 @@ class Endpoint:
     the same user in other containers of this host, too.
 
     Nothing is lent by NIXL unless ``nixl_lend_over`` names the devices over which it is, as UCX calls them: ``"mlx5_0:1"``, ``"eth0"``, or
-    ``"tcp"`` for all interfaces. Who borrows by NIXL can read and write **all memory of this process**, and nobody checks or counts it;
+    ``"tcp"`` for all interfaces. A peer that borrows by NIXL can read and write **all memory of this process**, and nobody checks or counts it;
     over an interface that is everybody who can connect to it. Lent is only to tickets of a whole region with read and write, and over an
     interface only memory that Towline allocated (:func:`empty`).
     ``nixl_reach_over`` names the devices for an endpoint that only reaches others; without it these are the RDMA devices.
@@ -346,7 +346,7 @@ class Endpoint:
         return Transfer(self._native.compare_swap(remote, offset, expected, new))
 
     def signal(self, remote: Remote, offset: int, add: int = 1) -> Transfer[None]:
-        """Raises a 64-bit counter of a remote region and wakes who waits for it there."""
+        """Raises a 64-bit counter of a remote region and wakes its waiters there."""
         return Transfer(self._native.signal(remote, offset, add))
 
     def notify(self, remote: Remote, message: bytes | str) -> Transfer[None]:

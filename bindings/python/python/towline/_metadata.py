@@ -49,7 +49,7 @@ class SerializedDescriptor:
 class RdmaMetadata:
     """All that an active operation needs to know about its passive one.
 
-    It is a capability: whoever has it can claim the operation, so it belongs to the peer and in no log (``repr`` leaves the
+    It is a capability: a peer that has it can claim the operation, so it belongs to the peer and in no log (``repr`` leaves the
     secret part out). ``to_json`` and ``to_dict`` give a form to send, with exactly the four keys of the fields.
     """
 

@@ -115,7 +115,7 @@ class Communicator:
     def register_buffer(self, /, buffer: Any) -> RegisteredBuffer: ...
     def register_window(self, /, buffer: Any, flags: SupportsIndex, unequal_sizes: bool) -> tuple[Window | None, Work]:
         """
-        The window, and the registration that is under way. A rank without a usable buffer tells the others.
+        The window, and the registration that is in flight. A rank without a usable buffer notifies the others.
         """
     def revoke(self, /) -> None: ...
     def shrink(self, /, exclude: SupportsGetItem[int, SupportsIndex], config: CommConfig | None) -> Communicator: ...
@@ -194,7 +194,7 @@ class Descriptor:
     """
     def __new__(cls, /, data: Any) -> Descriptor:
         """
-        Describes the memory of an object that can tell where it is.
+        Describes the memory of an object that can say where it is.
         """
     def after(self, /, stream: SupportsIndex) -> None:
         """
@@ -356,7 +356,7 @@ class Explanation:
 @final
 class Import:
     """
-    An import under way, from when it is first asked for its end.
+    An import in flight, from when it is first asked for its end.
     """
     def poll(self, /, waiter: Waiter) -> bool:
         """
@@ -503,7 +503,7 @@ class Notification:
 @final
 class Operation:
     """
-    One of the four operations, under way or over.
+    One of the four operations, in flight or over.
     """
     def __repr__(self, /) -> str: ...
     def cancel(self, /) -> None:
@@ -748,7 +748,7 @@ class Region:
         """
     def ticket(self, /, layout: Layout | None = None) -> Ticket:
         """
-        What your own channel carries to another worker. A layout tells it how the region is divided into blocks.
+        What your own channel carries to another worker. A layout says how the region is divided into blocks.
         """
     def wait_signal(self, /, offset: SupportsIndex, at_least: SupportsIndex, timeout: SupportsFloat | SupportsIndex = 30.0) -> int:
         """
@@ -920,7 +920,7 @@ class Ticket:
     """
     What your own channel carries to another worker: who owns a region, how to reach them, and what is allowed.
 
-    Whoever holds a ticket may use it: treat its text like a password. ``repr`` never shows the secret part.
+    Everyone who holds a ticket may use it: treat its text like a password. ``repr`` never shows the secret part.
     """
     def __bytes__(self, /) -> bytes: ...
     def __eq__(self, value: object, /) -> bool: ...
@@ -1088,7 +1088,7 @@ class Window:
 @final
 class Work:
     """
-    A call under way or over.
+    A call in flight or over.
     """
     def cancel(self, /) -> None:
         """
@@ -1118,7 +1118,7 @@ def array_type(buffer: Any, gpu: SupportsIndex | None = None) -> tuple[str, int,
 
 def cuda_device_of(address: SupportsIndex) -> int | None:
     """
-    The GPU whose memory is at that address; `None` where it is none's, or without a driver.
+    The GPU whose memory is at that address; `None` where no GPU has it, or without a driver.
     """
 
 def device_from_text(text: str) -> tuple[int, int]:

@@ -59,7 +59,7 @@ def _type_name(dtype: object) -> str:
     name = name.removeprefix("torch.").removeprefix("numpy.")
     name = {"bool_": "bool", "half": "float16", "float": "float32", "double": "float64"}.get(name, name)
     if name not in _TYPES:
-        raise Invalid(f"dtype: {dtype!r} is none of {', '.join(_TYPES)}", op="empty")
+        raise Invalid(f"dtype: {dtype!r} is not one of {', '.join(_TYPES)}", op="empty")
     return name
 
 

@@ -20,7 +20,7 @@ passive one, moves the bytes, and ends both.
 >>> asyncio.run(main())
 b'embeddings'
 
-A passive operation has one claimer. It ends when that one is done, or has failed or died; when nobody claimed it in time; or
+A passive operation has one claimer. It ends when its claimer is done, or has failed or died; when nobody claimed it in time; or
 when it is cancelled. Both sides learn why. When an operation has ended, nobody touches its memory any more.
 """
 
@@ -214,7 +214,7 @@ def _seconds(timeout: float | None, argument: str = "timeout") -> float | None:
 
 
 class Operation:
-    """An operation under way or over: what the four have in common.
+    """An operation in flight or over: what the four have in common.
 
     ``await`` it, or ``wait()`` for it in code without an event loop; both raise why it failed or was cancelled. Leaving a
     ``with`` or an ``async with`` block cancels what has not ended, and returns once the memory is safe to reuse. So does dropping
@@ -392,7 +392,7 @@ class WritableOperation(_Passive):
 
 
 class ReadOperation(_Active):
-    """A read from a peer's readable memory, under way from the start. Made by `Connector.begin_read`."""
+    """A read from a peer's readable memory, in flight from the start. Made by `Connector.begin_read`."""
 
     __slots__ = ()
     _kind = OperationKind.READ
@@ -405,7 +405,7 @@ class ReadOperation(_Active):
 
 
 class WriteOperation(_Active):
-    """A write to a peer's writable memory, under way from the start. Made by `Connector.begin_write`."""
+    """A write to a peer's writable memory, in flight from the start. Made by `Connector.begin_write`."""
 
     __slots__ = ()
     _kind = OperationKind.WRITE

@@ -55,7 +55,7 @@ sys.modules[__name__] = towline.nixl_connect
 
 
 def path(offer: Offer = "towline", nixl_devices: Sequence[str] = ()) -> Path:
-    """The directory to put first on the path. ``offer`` and ``nixl_devices`` are those of connectors that are not told.
+    """The directory to put first on the path. ``offer`` and ``nixl_devices`` are those of connectors that set none.
 
     With devices it is made in the user's cache (``$XDG_CACHE_HOME``, else ``~/.cache``).
     """
@@ -107,7 +107,7 @@ def install(*, offer: Offer | None = None, nixl_devices: Sequence[str] | None = 
     """Makes ``import dynamo.nixl_connect`` give `towline.nixl_connect` from now on. Again changes nothing but the offer.
 
     Call it before the first import of ``dynamo.nixl_connect``: what was imported from the original before stays as it is, and a
-    warning says so. ``offer`` says to whom connectors offer memory that are not told; ``"nixl"`` where peers run the original. ``nixl_devices`` names
+    warning says so. ``offer`` says to whom connectors offer memory that do not set it; ``"nixl"`` where peers run the original. ``nixl_devices`` names
     the network devices that NIXL may use for them; see `towline.nixl_connect.Connector`.
     """
     from .nixl_connect._connector import offer_by_default

@@ -48,7 +48,7 @@ Range = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """Ranges of one kind of memory, as they are told to peers."""
+    """Ranges of one kind of memory, as peers get them."""
 
     ranges: tuple[Range, ...]
     """Address, length and device of each."""
@@ -162,7 +162,7 @@ class Region:
 
 
 class Request:
-    """A transfer under way; made by `Agent.read` and `Agent.write`. NIXL cannot stop one.
+    """A transfer in flight; made by `Agent.read` and `Agent.write`. NIXL cannot stop one.
 
     ``await`` gives the wait to a thread: NIXL has no descriptor that an event loop could watch.
     """
@@ -204,7 +204,7 @@ def named(devices: Sequence[str], argument: str) -> tuple[str, ...]:
 
 
 class Agent:
-    """Registers memory, tells peers of it, and moves bytes.
+    """Registers memory, describes it to peers, and moves bytes.
 
     ``backends`` are names of NIXL's plug-ins, or a mapping to their parameters. ``engine`` is ``"nixl"``, ``"embedded"``, or `None`
     for NIXL where it is there. Names must differ within a group of workers. Making one on NIXL takes about a second.
@@ -252,7 +252,7 @@ class Agent:
         return self._native.backends()
 
     def register(self, data: object, *, source_only: bool = False) -> Region:
-        """Registers the memory of an object that tells where it is, or of a tuple of address, size and owner.
+        """Registers the memory of an object that says where it is, or of a tuple of address, size and owner.
 
         With ``source_only``, memory that is read-only is taken too: the caller vouches that peers will not write to it, which NIXL
         does not check.
@@ -297,7 +297,7 @@ class Agent:
         *,
         notification: bytes | None = None,
     ) -> Request:
-        """Starts to read a peer's memory into memory that is registered here; the peer is told when it has been read."""
+        """Starts to read a peer's memory into memory that is registered here; the peer is notified when it has been read."""
         into = _described(local)
         for region in self._read_only:
             start, end = region.address, region.address + region.nbytes
@@ -313,7 +313,7 @@ class Agent:
         *,
         notification: bytes | None = None,
     ) -> Request:
-        """Starts to write memory that is registered here to a peer's memory; the peer is told when the bytes are there."""
+        """Starts to write memory that is registered here to a peer's memory; the peer is notified when the bytes are there."""
         return self._transfer(False, _described(local), remote, peer, notification)
 
     def _transfer(

@@ -91,7 +91,7 @@ fn at(
 
 #[pymethods]
 impl Descriptor {
-    /// Describes the memory of an object that can tell where it is.
+    /// Describes the memory of an object that can say where it is.
     #[new]
     fn from_object(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<Descriptor> {
         process::guard(py, "descriptor")?;

@@ -1,4 +1,4 @@
-//! Operations under way.
+//! Operations in flight.
 
 use std::task::Poll;
 use std::time::Instant;
@@ -35,7 +35,7 @@ macro_rules! each {
     };
 }
 
-/// One of the four operations, under way or over.
+/// One of the four operations, in flight or over.
 #[pyclass(frozen, module = "towline._native")]
 pub(crate) struct Operation(Inherited<Option<Started>>);
 

@@ -278,7 +278,7 @@ impl Communicator {
         registered().map_err(|error| settle(py, OP, error))
     }
 
-    /// The window, and the registration that is under way. A rank without a usable buffer tells the others.
+    /// The window, and the registration that is in flight. A rank without a usable buffer notifies the others.
     fn register_window(
         &self,
         py: Python<'_>,

@@ -15,7 +15,7 @@ use crate::{dlpack, process};
 /// DLPack's number for CUDA.
 const CUDA: i32 = 2;
 
-/// The memory of an array on a GPU; `None` where the object is none.
+/// The memory of an array on a GPU; `None` where the object has no such memory.
 pub(super) fn memory<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<Option<Memory<'py>>> {
     let py = object.py();
     // PyTorch's own words come first: its other protocols refuse tensors that need a gradient, and some types.

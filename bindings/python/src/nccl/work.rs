@@ -1,4 +1,4 @@
-//! Calls of a communicator that are under way.
+//! Calls of a communicator that are in flight.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,7 +18,7 @@ use crate::owners;
 use crate::process::{self, Inherited};
 use crate::request::seconds;
 
-/// A call under way or over.
+/// A call in flight or over.
 #[pyclass(frozen, module = "towline._native")]
 pub(crate) struct Work {
     operation: Inherited<Mutex<Operation>>,
@@ -95,7 +95,9 @@ impl Work {
         let result = self.lock().result();
         match result {
             Some(result) => result.map(|value| self.valued.then_some(value)).or_raise(py),
-            None => Err(invalid(py, "result", "it is still under way".to_owned())),
+            None => {
+                Err(invalid(py, "result", "the call is still in flight: wait for its end first".to_owned()))
+            }
         }
     }
 

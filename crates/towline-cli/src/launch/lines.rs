@@ -21,10 +21,10 @@ impl Lines {
     pub(super) fn pass_on(rank: usize, from: impl Read + Send + 'static, to: Stream) -> io::Result<Lines> {
         let (sender, ended) = channel();
         std::thread::Builder::new().name(format!("lines-{rank}")).spawn(move || {
-            // The end of this thread is all that is told.
+            // The end of this thread is the only report.
             let _sender = sender;
             let prefix = format!("[{rank}] ");
-            // When nobody reads any more, closing the pipe tells the rank as it would tell it without a launcher.
+            // When nobody reads any more, the rank learns of it by the closed pipe, as it would without a launcher.
             let _ = copy(&prefix, BufReader::new(from), |line| match to {
                 Stream::Output => io::stdout().lock().write_all(line).and_then(|()| io::stdout().flush()),
                 Stream::Error => io::stderr().lock().write_all(line),

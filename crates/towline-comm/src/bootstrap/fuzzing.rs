@@ -7,7 +7,7 @@ use towline::Kind;
 
 use super::meeting::Meeting;
 use super::root;
-use super::wire::{self, Answer, HELLO_LEN, Join, MOST_JOIN, Session, Side, VERSION, WELCOME_LEN};
+use super::wire::{self, HELLO_LEN, Join, MOST_JOIN, Reply, Session, Side, VERSION, WELCOME_LEN};
 use crate::{Error, UniqueId};
 
 const NONCE: [u8; 16] = [6; 16];
@@ -37,7 +37,7 @@ pub fn meeting(data: &[u8]) {
     }
     assert!(session().unseal(Side::Rank, data).is_none(), "a seal was guessed");
     join(data);
-    answer(data);
+    reply(data);
     id(data);
     if let [low, high, change, plain @ ..] = data {
         let mut sealed = session().seal(Side::Rank, plain);
@@ -63,10 +63,10 @@ fn join(data: &[u8]) {
             let (version, nranks, rank) = (join.version, join.nranks, join.rank);
             match meeting.arrive(join.clone(), now) {
                 None => assert!(version == VERSION && rank < nranks),
-                Some(Answer::List(list)) => assert_eq!((list.len(), nranks, rank), (1, 1, 0)),
-                Some(Answer::Failed(error)) => assert_eq!(error.ranks(), [rank]),
+                Some(Reply::List(list)) => assert_eq!((list.len(), nranks, rank), (1, 1, 0)),
+                Some(Reply::Failed(error)) => assert_eq!(error.ranks(), [rank]),
             }
-            if let Some(Answer::List(_)) = meeting.arrive(join, now) {
+            if let Some(Reply::List(_)) = meeting.arrive(join, now) {
                 assert_eq!(nranks, 1, "a rank filled two seats");
             }
         }
@@ -74,18 +74,18 @@ fn join(data: &[u8]) {
     }
 }
 
-fn answer(data: &[u8]) {
-    match Answer::decode(data) {
-        Ok(Answer::List(list)) => {
-            assert_eq!(Answer::List(list.clone()).encode(), data);
+fn reply(data: &[u8]) {
+    match Reply::decode(data) {
+        Ok(Reply::List(list)) => {
+            assert_eq!(Reply::List(list.clone()).encode(), data);
             if let Err(error) = wire::tickets(&list) {
                 refused(&error);
             }
         }
-        Ok(Answer::Failed(error)) => {
-            let again = Answer::Failed(error.clone()).encode();
+        Ok(Reply::Failed(error)) => {
+            let again = Reply::Failed(error.clone()).encode();
             // Ranks are put in order, and text that is not text is shown as well as it can be.
-            if let Ok(Answer::Failed(same)) = Answer::decode(&again) {
+            if let Ok(Reply::Failed(same)) = Reply::decode(&again) {
                 assert_eq!((same.kind(), same.ranks()), (error.kind(), error.ranks()));
             }
         }
@@ -138,10 +138,10 @@ pub fn samples() -> Vec<(&'static str, Vec<u8>)> {
         ("join-with-more-behind", [join.encode(), vec![0]].concat()),
         ("join-sealed", framed),
         ("join-sealed-too-long", (MOST_JOIN as u32 + 1).to_le_bytes().to_vec()),
-        ("answer-list", Answer::List(vec![vec![1; 80], vec![2; 90]]).encode()),
-        ("answer-list-too-long", [&VERSION.to_le_bytes()[..], &[0], &u32::MAX.to_le_bytes()].concat()),
-        ("answer-failed", Answer::Failed(failed).encode()),
-        ("answer-unknown", [&VERSION.to_le_bytes()[..], &[7]].concat()),
+        ("reply-list", Reply::List(vec![vec![1; 80], vec![2; 90]]).encode()),
+        ("reply-list-too-long", [&VERSION.to_le_bytes()[..], &[0], &u32::MAX.to_le_bytes()].concat()),
+        ("reply-failed", Reply::Failed(failed).encode()),
+        ("reply-unknown", [&VERSION.to_le_bytes()[..], &[7]].concat()),
         ("nothing", Vec::new()),
     ]
 }

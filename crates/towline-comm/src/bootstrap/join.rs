@@ -18,7 +18,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use towline::{Kind, Ticket, Tls, TlsStream};
 
-use super::wire::{self, Answer, Join, Session, Side, VERSION, WELCOME_LEN};
+use super::wire::{self, Join, Reply, Session, Side, VERSION, WELCOME_LEN};
 use crate::unique_id::UniqueId;
 use crate::{Error, Result, interrupt};
 
@@ -89,7 +89,7 @@ fn join_by(
     take_part(id, stream, &session, joining, until)
 }
 
-/// Sends who has joined, and receives who else has.
+/// Sends which ranks have joined, and receives which others have.
 fn take_part(
     id: &UniqueId,
     mut stream: Stream,
@@ -113,19 +113,19 @@ fn take_part(
     let lost = |error: io::Error| lost(&error, "while waiting for the other ranks");
     stream.limit(GREETING);
     stream.write_all(&message).and_then(|()| stream.flush()).map_err(lost)?;
-    let answer = receive_reply(&mut stream, session, joining.nranks, until + GRACE)?;
-    match answer {
-        Answer::Failed(error) => Err(error),
-        Answer::List(list) if list.len() == joining.nranks => {
+    let reply = receive_reply(&mut stream, session, joining.nranks, until + GRACE)?;
+    match reply {
+        Reply::Failed(error) => Err(error),
+        Reply::List(list) if list.len() == joining.nranks => {
             // Ranks of this process that come now are too late, wherever the root is.
             used_up(id.nonce());
             wire::tickets(&list)
         }
-        Answer::List(_) => Err(Error::protocol(OP, "the root's list has another length")),
+        Reply::List(_) => Err(Error::protocol(OP, "the root's list has another length")),
     }
 }
 
-/// Makes sure that who is at the other end of a connection knows the secret.
+/// Makes sure that the other end of a connection knows the secret.
 fn greet(id: &UniqueId, mut stream: Stream, until: Instant) -> Result<(Stream, Session)> {
     let mut challenge = [0; 32];
     getrandom::fill(&mut challenge)
@@ -227,7 +227,7 @@ fn dial(address: &SocketAddr, within: Duration) -> io::Result<TcpStream> {
 }
 
 /// Waits for the root's reply.
-fn receive_reply(stream: &mut Stream, session: &Session, nranks: usize, until: Instant) -> Result<Answer> {
+fn receive_reply(stream: &mut Stream, session: &Session, nranks: usize, until: Instant) -> Result<Reply> {
     let mut len = [0; 4];
     read_until(stream, &mut len, until)?;
     let len = u32::from_le_bytes(len) as usize;
@@ -238,7 +238,7 @@ fn receive_reply(stream: &mut Stream, session: &Session, nranks: usize, until: I
     read_until(stream, &mut sealed, until)?;
     let plain = session.unseal(Side::Root, &sealed);
     let plain = plain.ok_or_else(|| Error::protocol(OP, "the root's reply was changed on the network"))?;
-    Answer::decode(&plain)
+    Reply::decode(&plain)
 }
 
 /// How often a rank that waits for the others looks whether its caller was interrupted.
@@ -450,7 +450,7 @@ mod tests {
         // The oldest of all unauthenticated connections, and slow.
         let rank = connect_from([127, 0, 0, 1], address);
         let flood: Vec<_> = (0..600).map(|_| connect_from([127, 0, 0, 2], address)).collect();
-        // The root has let in the last of them, and sent somebody away.
+        // The root has let in the last of them, and sent others away.
         let mut away = flood.first().unwrap();
         away.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         assert_eq!(away.read(&mut [0]).unwrap(), 0);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use towline::Kind;
 
 use super::MOST_RANKS;
-use super::wire::{Answer, Join, VERSION};
+use super::wire::{Join, Reply, VERSION};
 use crate::Error;
 
 const OP: &str = "init";
@@ -24,18 +24,18 @@ pub(super) struct Meeting {
 }
 
 impl Meeting {
-    /// A meeting to which somebody should come by then.
+    /// A meeting to which a rank should come by then.
     pub(super) fn by(unjoined: Instant) -> Meeting {
         Meeting { unjoined: Some(unjoined), ..Meeting::default() }
     }
 
-    /// When somebody loses patience, or the root does that nobody joins.
+    /// When a rank's patience is over, or the root's, because no rank joins.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadline.or(self.unjoined)
     }
 
-    /// A rank has come. The answer, where the meeting ends with it.
-    pub(super) fn arrive(&mut self, join: Join, now: Instant) -> Option<Answer> {
+    /// A rank has come. The reply, where the meeting ends with it.
+    pub(super) fn arrive(&mut self, join: Join, now: Instant) -> Option<Reply> {
         let rank = join.rank;
         if join.version != VERSION {
             let why = format!("a rank speaks version {} of the meeting, the root {VERSION}", join.version);
@@ -52,23 +52,23 @@ impl Meeting {
         let patience = now + Duration::from_millis(join.timeout_ms).min(LONGEST);
         self.deadline = Some(self.deadline.map_or(patience, |deadline| deadline.min(patience)));
         self.seats.insert(rank, join);
-        if let Some(answer) = self.differing("sizes of the group", |join| join.nranks as u64) {
-            return Some(answer);
+        if let Some(reply) = self.differing("sizes of the group", |join| join.nranks as u64) {
+            return Some(reply);
         }
-        if let Some(answer) = self.differing("settings", |join| join.digest) {
-            return Some(answer);
+        if let Some(reply) = self.differing("settings", |join| join.digest) {
+            return Some(reply);
         }
         let complete = self.seats.values().next().is_some_and(|first| first.nranks == self.seats.len());
-        complete.then(|| Answer::List(self.seats.values().map(|join| join.ticket.clone()).collect()))
+        complete.then(|| Reply::List(self.seats.values().map(|join| join.ticket.clone()).collect()))
     }
 
     /// A rank that had come is gone.
-    pub(super) fn depart(&self, rank: usize) -> Answer {
+    pub(super) fn depart(&self, rank: usize) -> Reply {
         failed(Kind::Disconnected, "a rank left before all ranks had joined".into(), [rank])
     }
 
-    /// Ends the meeting where somebody has lost patience.
-    pub(super) fn expire(&self, now: Instant) -> Option<Answer> {
+    /// Ends the meeting where the patience of a rank is over.
+    pub(super) fn expire(&self, now: Instant) -> Option<Reply> {
         self.deadline().filter(|deadline| *deadline <= now)?;
         let Some(first) = self.seats.values().next() else {
             let why = "no rank joined in time: an id is valid for as long as its options say";
@@ -82,7 +82,7 @@ impl Meeting {
     }
 
     /// Refuses where the ranks do not all say the same: names those that differ from most.
-    fn differing(&self, what: &str, of: impl Fn(&Join) -> u64) -> Option<Answer> {
+    fn differing(&self, what: &str, of: impl Fn(&Join) -> u64) -> Option<Reply> {
         let mut votes: BTreeMap<u64, usize> = BTreeMap::new();
         for join in self.seats.values() {
             *votes.entry(of(join)).or_default() += 1;
@@ -97,8 +97,8 @@ impl Meeting {
     }
 }
 
-fn failed(kind: Kind, why: String, ranks: impl IntoIterator<Item = usize>) -> Answer {
-    Answer::Failed(Error::new(kind, OP, why).about(ranks))
+fn failed(kind: Kind, why: String, ranks: impl IntoIterator<Item = usize>) -> Reply {
+    Reply::Failed(Error::new(kind, OP, why).about(ranks))
 }
 
 #[cfg(test)]
@@ -118,9 +118,9 @@ mod tests {
         }
     }
 
-    fn error(answer: Option<Answer>) -> Error {
-        match answer {
-            Some(Answer::Failed(error)) => error,
+    fn error(reply: Option<Reply>) -> Error {
+        match reply {
+            Some(Reply::Failed(error)) => error,
             other => panic!("no error: {other:?}"),
         }
     }
@@ -130,7 +130,7 @@ mod tests {
         let (mut meeting, now) = (Meeting::default(), Instant::now());
         assert!(meeting.arrive(rank(2, 3), now).is_none());
         assert!(meeting.arrive(rank(0, 3), now).is_none());
-        let Some(Answer::List(tickets)) = meeting.arrive(rank(1, 3), now) else { panic!("not complete") };
+        let Some(Reply::List(tickets)) = meeting.arrive(rank(1, 3), now) else { panic!("not complete") };
         assert_eq!(tickets, [[0], [1], [2]]);
     }
 

@@ -16,7 +16,7 @@ use rustix::net::sockopt::socket_peercred;
 use towline::{SparseLog, Tls, TlsStream};
 
 use super::meeting::Meeting;
-use super::wire::{self, Answer, HELLO_LEN, Join, MOST_JOIN, Session, Side};
+use super::wire::{self, HELLO_LEN, Join, MOST_JOIN, Reply, Session, Side};
 use crate::unique_id::UniqueId;
 use crate::{Error, Result};
 
@@ -40,10 +40,10 @@ pub(crate) struct Root {
 }
 
 impl Root {
-    /// Ends the meeting with that error, for everybody who has come and will come.
+    /// Ends the meeting with that error, for all guests that have come and will come.
     pub(crate) fn call_off(&self, error: Error) {
         *self.called_off.lock() = Some(error);
-        // Somebody at the door wakes the thread.
+        // A connection wakes the thread.
         let _ = std::os::unix::net::SocketAddr::from_abstract_name(&self.socket_name)
             .and_then(|address| UnixStream::connect_addr(&address));
     }
@@ -168,7 +168,7 @@ enum Phase {
     Welcomed(Session),
     /// It is the rank of that number.
     Seated(Session, usize),
-    /// Gone, or to be sent away.
+    /// Gone, or to be closed.
     Gone,
 }
 
@@ -207,7 +207,7 @@ struct Guest {
     output: VecDeque<u8>,
     until: Instant,
     replied: bool,
-    /// Why it is sent away. Who connects and says nothing leaves of itself.
+    /// Why it is closed. A guest that connects and says nothing leaves of itself.
     refused: Option<&'static str>,
 }
 
@@ -283,33 +283,33 @@ struct Host {
 
 impl Host {
     fn run(&mut self) {
-        let answer = loop {
+        let reply = loop {
             if let Some(error) = self.called_off.lock().take() {
-                break Answer::Failed(error);
+                break Reply::Failed(error);
             }
-            if let Some(answer) = self.turn() {
-                break answer;
+            if let Some(reply) = self.turn() {
+                break reply;
             }
         };
-        if matches!(answer, Answer::Failed(_)) {
-            self.explain(&answer);
+        if matches!(reply, Reply::Failed(_)) {
+            self.explain(&reply);
         }
-        self.send_to_all(&answer);
+        self.send_to_all(&reply);
     }
 
     /// For a while, sends late ranks the same reply.
-    fn explain(&mut self, answer: &Answer) {
+    fn explain(&mut self, reply: &Reply) {
         let until = Instant::now() + DELIVERY;
         self.closing = Some(until);
         while Instant::now() < until {
-            self.queue(answer);
+            self.queue(reply);
             let _ = self.turn();
         }
     }
 
     /// Queues the reply for every rank that has not got it.
-    fn queue(&mut self, answer: &Answer) {
-        let plain = answer.encode();
+    fn queue(&mut self, reply: &Reply) {
+        let plain = reply.encode();
         for guest in &mut self.guests {
             if let (Phase::Seated(session, _), false) = (&guest.phase, guest.replied) {
                 let sealed = session.seal(Side::Root, &plain);
@@ -320,8 +320,8 @@ impl Host {
         }
     }
 
-    /// Waits for something to happen and deals with it. The answer, where the meeting ends.
-    fn turn(&mut self) -> Option<Answer> {
+    /// Waits for something to happen and deals with it. The reply, where the meeting ends.
+    fn turn(&mut self) -> Option<Reply> {
         let now = Instant::now();
         let unauthenticated =
             self.guests.iter().filter(|guest| guest.is_unauthenticated()).map(|guest| guest.until);
@@ -337,10 +337,10 @@ impl Host {
             fds.iter().map(|fd| !fd.revents().is_empty()).collect::<Vec<_>>()
         };
         let doors = 1 + self.tcp.len();
-        let mut answer = None;
+        let mut reply = None;
         for index in 0..self.guests.len() {
-            if answer.is_none() && ready.get(doors + index).copied().unwrap_or(false) {
-                answer = self.attend(index);
+            if reply.is_none() && ready.get(doors + index).copied().unwrap_or(false) {
+                reply = self.attend(index);
             }
         }
         let now = Instant::now();
@@ -357,7 +357,7 @@ impl Host {
         if ready[..doors].contains(&true) {
             self.admit(now);
         }
-        if self.closing.is_some() { None } else { answer.or_else(|| self.meeting.expire(now)) }
+        if self.closing.is_some() { None } else { reply.or_else(|| self.meeting.expire(now)) }
     }
 
     /// Accepts connections: from each listener as many as may be unauthenticated.
@@ -446,8 +446,8 @@ impl Host {
         });
     }
 
-    /// Deals with what one guest has said. The answer, where the meeting ends with it.
-    fn attend(&mut self, index: usize) -> Option<Answer> {
+    /// Deals with what one guest has said. The reply, where the meeting ends with it.
+    fn attend(&mut self, index: usize) -> Option<Reply> {
         let guest = &mut self.guests[index];
         let alive = guest.fill() && guest.drain();
         if let Phase::Seated(_, rank) = guest.phase {
@@ -507,10 +507,10 @@ impl Host {
     }
 
     /// Accepts no more ranks, and sends the reply to all that have joined.
-    fn send_to_all(&mut self, answer: &Answer) {
+    fn send_to_all(&mut self, reply: &Reply) {
         super::join::used_up(self.id.nonce());
         self.tcp.clear();
-        self.queue(answer);
+        self.queue(reply);
         self.guests.retain(|guest| matches!(guest.phase, Phase::Seated(..)));
         let until = Instant::now() + DELIVERY;
         loop {
@@ -538,7 +538,7 @@ impl Phase {
     }
 }
 
-/// Says in the log who was not let in, now and then.
+/// Logs refused guests, now and then.
 struct Refusals {
     log: SparseLog,
     meeting: String,

@@ -33,7 +33,7 @@ pub(super) enum Side {
     Root,
 }
 
-/// The most bytes of a sealed answer in a group of that many.
+/// The most bytes of a sealed reply in a group of that many.
 pub(super) fn most_answer(nranks: usize) -> usize {
     TAG_LEN + 64 + MOST_TEXT + nranks.min(MOST_RANKS) * (MOST_TICKET + 8)
 }
@@ -49,7 +49,7 @@ impl Session {
         Session { key: hmac_sha256(secret, &[b"towline meeting", nonce, rank, root]) }
     }
 
-    /// Binds it to the encrypted connection that carries it: somebody who has another one to each side gets nowhere.
+    /// Binds it to the encrypted connection that carries it: an attacker with another one to each side gets nowhere.
     pub(super) fn bound_to(self, binding: Option<[u8; 32]>) -> Session {
         match binding {
             Some(binding) => Session { key: hmac_sha256(&self.key, &[b"binding", &binding]) },
@@ -173,25 +173,25 @@ impl Join {
 
 /// The root's reply to every rank.
 #[derive(Debug, Clone)]
-pub(super) enum Answer {
+pub(super) enum Reply {
     /// The tickets of all ranks.
     List(Vec<Vec<u8>>),
     /// Why there is no group.
     Failed(Error),
 }
 
-impl Answer {
+impl Reply {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = VERSION.to_le_bytes().to_vec();
         match self {
-            Answer::List(tickets) => {
+            Reply::List(tickets) => {
                 bytes.push(0);
                 bytes.extend((tickets.len() as u32).to_le_bytes());
                 for ticket in tickets {
                     put_bytes(&mut bytes, ticket);
                 }
             }
-            Answer::Failed(error) => {
+            Reply::Failed(error) => {
                 let kind = Kind::ALL.iter().position(|(kind, _)| *kind == error.kind()).unwrap_or(0);
                 bytes.extend([1, kind as u8]);
                 bytes.extend((error.ranks().len() as u32).to_le_bytes());
@@ -206,7 +206,7 @@ impl Answer {
         bytes
     }
 
-    pub(super) fn decode(bytes: &[u8]) -> Result<Answer> {
+    pub(super) fn decode(bytes: &[u8]) -> Result<Reply> {
         let mut reader = Reader(bytes);
         let version = reader.u16()?;
         if version != VERSION {
@@ -214,7 +214,7 @@ impl Answer {
                 "the root speaks version {version} of the meeting, this rank {VERSION}"
             )));
         }
-        let answer = match reader.u8()? {
+        let reply = match reader.u8()? {
             0 => {
                 let count = reader.u32()? as usize;
                 if count > MOST_RANKS {
@@ -224,7 +224,7 @@ impl Answer {
                 for _ in 0..count {
                     tickets.push(reader.bytes(MOST_TICKET)?.to_vec());
                 }
-                Answer::List(tickets)
+                Reply::List(tickets)
             }
             1 => {
                 let kind = Kind::ALL.get(usize::from(reader.u8()?)).map_or(Kind::Internal, |(kind, _)| *kind);
@@ -234,12 +234,12 @@ impl Answer {
                 }
                 let ranks = (0..count).map(|_| Ok(reader.u32()? as usize)).collect::<Result<Vec<_>>>()?;
                 let text = String::from_utf8_lossy(reader.bytes(MOST_TEXT)?).into_owned();
-                Answer::Failed(Error::new(kind, "init", text).about(ranks))
+                Reply::Failed(Error::new(kind, "init", text).about(ranks))
             }
-            _ => return Err(bad("an unknown answer")),
+            _ => return Err(bad("an unknown reply")),
         };
         reader.end()?;
-        Ok(answer)
+        Ok(reply)
     }
 }
 
@@ -339,11 +339,11 @@ mod tests {
 
     #[test]
     fn an_answer_survives_the_wire() {
-        let list = Answer::List(vec![vec![1, 2], vec![]]);
-        let Answer::List(tickets) = Answer::decode(&list.encode()).unwrap() else { panic!("a list") };
+        let list = Reply::List(vec![vec![1, 2], vec![]]);
+        let Reply::List(tickets) = Reply::decode(&list.encode()).unwrap() else { panic!("a list") };
         assert_eq!(tickets, [vec![1, 2], vec![]]);
         let error = Error::new(Kind::Timeout, "init", "nobody came").about([2, 5]);
-        let Answer::Failed(read) = Answer::decode(&Answer::Failed(error).encode()).unwrap() else {
+        let Reply::Failed(read) = Reply::decode(&Reply::Failed(error).encode()).unwrap() else {
             panic!("an error")
         };
         assert_eq!((read.kind(), read.ranks(), read.message()), (Kind::Timeout, &[2, 5][..], "nobody came"));
@@ -353,7 +353,7 @@ mod tests {
         #[test]
         fn garbage_is_refused_and_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
             let _ = Join::decode(&bytes);
-            let _ = Answer::decode(&bytes);
+            let _ = Reply::decode(&bytes);
             prop_assert!(session(1).unseal(Side::Rank, &bytes).is_none());
         }
     }

@@ -10,7 +10,7 @@ use super::run::{Run, STEP, share, steps};
 use crate::Result;
 use crate::combine::{Accumulator, Scratch, wide};
 
-/// Who talks to whom.
+/// The two ranks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pattern {
     /// Each with each, in `n - 1` rounds of disjoint pairs.

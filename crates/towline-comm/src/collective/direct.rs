@@ -3,7 +3,7 @@
 //! A reduction is cut into one share per rank. Its owner reads the share from every rank, combines in private memory, or
 //! in registers where it is a sum, and writes the result to every rank that wants it: each byte is read once where it is
 //! and written once where it goes, and nobody but the owner touches a share, so that forms in place need no care. Data that is only moved goes
-//! from memory to memory by whoever receives it (by the sender in a gather, so that all of them work at the same time).
+//! from memory to memory by the rank that receives it (by the sender in a gather, so that all of them work at the same time).
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -277,7 +277,7 @@ fn source(collectives: &Collectives, team: &Team, peer: usize, note: &Note) -> R
     let ticket = Ticket::decode(&note.ticket)?;
     let (routing, within) = (collectives.memory.routing(), collectives.timeout);
     let imported = team.import(collectives.memory.endpoint(), routing, within, vec![(peer, ticket)])?;
-    let unanswered = || Err(towline::Error::new(ErrorKind::Internal, "recv", "no answer"));
+    let unanswered = || Err(towline::Error::new(ErrorKind::Internal, "recv", "no reply"));
     let remote = Arc::new(imported.into_iter().next().unwrap_or_else(unanswered)?);
     let mut known = known();
     // What its owner has closed is never named again, and would stay mapped here.

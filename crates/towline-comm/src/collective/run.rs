@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// waking the other side does not show. Measured from 16 KiB to 512 KiB with 2 and 4 ranks: half of a ring or all of it.
 pub(super) const STEP: usize = 128 << 10;
 
-/// From this many bytes on, results are written around the cache: they would not stay in it until somebody reads them.
+/// From this many bytes on, results are written around the cache: they would not stay in it until they are read.
 const LONG: usize = 16 << 20;
 
 /// A call that everybody has announced.

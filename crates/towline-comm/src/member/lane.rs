@@ -178,7 +178,7 @@ impl Lane {
         error
     }
 
-    /// Starts a transfer, unless the rank was not reached since somebody asked for it.
+    /// Starts a transfer, unless the rank was not reached since it was asked for.
     fn begin(&self, number: u64, start: Start) -> Result<Transfer> {
         let lost = |failure: &&Failure| {
             number < failure.known_from && matches!(failure.error.kind(), Kind::Timeout | Kind::Disconnected)
@@ -239,7 +239,7 @@ impl Lane {
             shown = shows;
         };
         if shown {
-            // In one step: who comes to its limit now must not find a rank that waits for nobody.
+            // In one step: a rank that comes to its limit now must not find a rank that waits for nobody.
             let missed = |error: &towline::Error| {
                 error.is_owner_gone() || matches!(error.kind(), Kind::Timeout | Kind::Disconnected)
             };

@@ -135,7 +135,7 @@ pub(crate) fn signal(
     operation
 }
 
-/// Waits until everything that this rank has sent to that one has landed.
+/// Waits until everything that this rank has sent to that rank has landed.
 pub(crate) fn flush(member: &Arc<Member>, peer: usize) -> Result<()> {
     let Some(lane) = member.lane_in_use(peer) else { return Ok(()) };
     let (operation, done) = Operation::toward(peer, member.weak_team(), "flush", member.config.timeout);

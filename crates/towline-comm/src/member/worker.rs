@@ -33,7 +33,7 @@ pub(crate) struct Worker {
 #[derive(Default)]
 struct State {
     queue: VecDeque<Task>,
-    /// Tasks that run here, and work that somebody else does for this communicator.
+    /// Tasks that run here, and work that others do for this communicator.
     active: usize,
     running: bool,
     /// How the latest work ended; cleared when new work comes after it.
@@ -70,7 +70,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Counts work that is done by somebody else for this communicator; [`finish`](Self::finish) ends it.
+    /// Counts work that is done by others for this communicator; [`finish`](Self::finish) ends it.
     pub(crate) fn begin(&self) {
         self.lock().active += 1;
     }

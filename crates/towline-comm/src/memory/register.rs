@@ -229,7 +229,7 @@ fn all_or_none<T>(team: &Team, op: &'static str, mine: Result<T>) -> Result<T> {
     let kind = Kind::ALL.get(usize::from(*code)).map_or(Kind::Internal, |(kind, _)| *kind);
     let error = Error::new(kind, op, format!("a rank cannot reach another: {why}"))
         .about(failing.iter().map(|(_, blamed, _)| *blamed));
-    // Who died after it had announced its part is missed only here.
+    // A rank that died after it had announced its part is missed only here.
     Err(if kind == Kind::Disconnected { team.fail(error) } else { error })
 }
 

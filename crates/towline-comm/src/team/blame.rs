@@ -1,7 +1,7 @@
 //! Who is to blame when a rank has waited in vain: not those that are themselves held up (pure).
 //!
-//! A rank that has waited for a while publishes for whom, and shows by a beat that it is not stopped. Who comes to its limit
-//! follows these words from rank to rank, until it finds ranks that wait for nobody or give no answer. What the others say is
+//! A rank that has waited for a while publishes for whom, and shows by a beat that it is not stopped. A rank that comes to its limit
+//! follows these words from rank to rank, until it finds ranks that wait for nobody or give no reply. What the others say is
 //! gathered while the wait lasts ([`inquiry`](super::inquiry)), so that the verdict costs no time beyond the limit.
 
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ const GRACE: Duration = Duration::from_millis(250);
 pub(super) struct Schedule {
     /// How long a rank has to answer.
     pub(super) answer: Duration,
-    /// How long a wait has lasted when it begins to ask: early enough for an answer within its limit.
+    /// How long a wait has lasted when it begins to ask: early enough for a reply within its limit.
     pub(super) ask: Duration,
     /// How long it has lasted when it names whom it has to, whatever it knows.
     pub(super) end: Duration,
@@ -34,7 +34,7 @@ impl Schedule {
     pub(super) fn new(limit: Duration) -> Schedule {
         let answer = (limit / 2).clamp(ANSWER.0, ANSWER.1);
         let ask = limit.saturating_sub(answer + 2 * LOOK);
-        // A limit below the shortest time for an answer is not enough to distinguish slow ranks from stopped ones.
+        // A limit below the shortest time for a reply is not enough to distinguish slow ranks from stopped ones.
         Schedule { answer, ask, end: (limit + GRACE).max(ask + STILL) }
     }
 }
@@ -198,13 +198,13 @@ impl<'k> Chain<'k> {
         self.found.iter().copied().filter(|peer| which(*peer)).collect()
     }
 
-    /// Who has kept this rank waiting; `None` where that may be known a little later. Empty where nobody is to blame more
+    /// The ranks that have kept this rank waiting; `None` where that may be known a little later. Empty where nobody is to blame more
     /// than the others.
     pub(super) fn culprits(&self, own: State, last: bool) -> Option<Vec<usize>> {
         if !last && !self.found.iter().all(|peer| self.known[*peer].is_sure(self.answer, self.now)) {
             return None;
         }
-        // The ranks that wait for nobody, or give no answer.
+        // The ranks that wait for nobody, or give no reply.
         let ends = self.those(|peer| self.state(peer).is_none_or(|state| state.waits == Waits::NOBODY));
         if !ends.is_empty() {
             return Some(ends);
@@ -219,7 +219,7 @@ impl<'k> Chain<'k> {
         Some(if still.is_empty() { self.laggards(own) } else { still })
     }
 
-    /// Of ranks that all wait for each other: who has given up, else who is the furthest behind. Empty where nobody is.
+    /// Of ranks that all wait for each other: those that have given up, else those furthest behind. Empty where there are none.
     fn laggards(&self, own: State) -> Vec<usize> {
         let these = |which: &dyn Fn(State) -> bool| self.those(|peer| self.state(peer).is_some_and(which));
         let gave_up = these(&|state| state.waits.is_in_vain());

@@ -81,7 +81,7 @@ impl<'l> Inquiry<'l> {
         Chain::new(&self.known, self.links.rank, wanted, self.schedule.answer, now)
     }
 
-    /// Who has kept this rank waiting, of those that it misses and those that they miss in turn; `None` where that may be known
+    /// The ranks that have kept this rank waiting, of those that it misses and those that they miss in turn; `None` where that may be known
     /// a little later, unless this is the last moment.
     pub(super) fn verdict(&self, wanted: &[usize], last: bool) -> Option<Vec<usize>> {
         let own = self.links.look_at(self.links.rank).unwrap_or_default();
@@ -89,7 +89,7 @@ impl<'l> Inquiry<'l> {
         if culprits.is_empty() {
             culprits = wanted.iter().copied().filter(|peer| *peer < self.links.nranks()).collect();
         }
-        // Who waits for something of its own as well has itself to blame for that.
+        // A rank that waits for something of its own as well is to blame for that itself.
         culprits.extend(wanted.iter().copied().filter(|peer| *peer == self.links.rank));
         culprits.sort_unstable();
         culprits.dedup();

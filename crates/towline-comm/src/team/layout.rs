@@ -194,7 +194,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every range that somebody may touch, by name.
+    /// Every range that may be touched, by name.
     fn ranges(layout: &Layout) -> Vec<(String, usize, usize)> {
         let mut all = vec![
             ("bell".to_owned(), BELL, 8),

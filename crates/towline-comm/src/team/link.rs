@@ -1,6 +1,6 @@
 //! How one rank reaches another's control region: by plain stores where memory is shared, by transfers elsewhere.
 //!
-//! What a rank sends to another is always *bytes, then a counter*: who sees the counter sees the bytes. A near link stores
+//! What a rank sends to another is always *bytes, then a counter*: a rank that sees the counter sees the bytes. A near link stores
 //! the counter with release. A far one lets the owner raise it by the transfer's signal, which the core promises to do
 //! after the bytes are visible; the order of the bytes within one write is not promised, so no sequence rides in them.
 //! The transfers of one far link are small enough to take one connection, which keeps them in order.
@@ -436,7 +436,7 @@ impl Links {
         let far =
             || self.links.iter().filter_map(|link| if let Link::Far(far) = link { Some(far) } else { None });
         // Where bytes do not go by sockets, a transfer ends when its signal is in flight, and nobody has waited for the
-        // mark of an abort. Both take the connection that this takes, so they are there when its answer is here.
+        // mark of an abort. Both take the connection that this takes, so they are there when its reply is here.
         let answers: Vec<Transfer> = far()
             .filter_map(|far| self.endpoint.compare_swap(&far.remote, ABORTED as u64, 0, 0).ok())
             .collect();
@@ -454,7 +454,7 @@ impl Links {
         self.keep(peer, far, sent)
     }
 
-    /// Keeps a transfer until somebody has looked at how it ended.
+    /// Keeps a transfer until a caller has looked at how it ended.
     fn keep(&self, peer: usize, far: &FarLink, transfer: Transfer) -> Result<()> {
         let mut unseen = far.unseen.lock();
         unseen.push_back(transfer);

@@ -46,7 +46,7 @@ impl Links {
 }
 
 fn options(timeout: Duration) -> TeamOptions {
-    // Tests share few cores: whoever spins keeps another rank from running.
+    // Tests share few cores: a rank that spins keeps another rank from running.
     let patience = Patience { spin: Duration::from_micros(1), yielding: Duration::from_micros(20) };
     TeamOptions { timeout, contexts: 2, signals: 4, patience }
 }

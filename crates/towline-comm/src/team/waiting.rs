@@ -12,7 +12,7 @@ use super::link::is_missing;
 use super::{Team, record};
 use crate::{Error, Result, interrupt};
 
-/// How often a waiter looks whether somebody died.
+/// How often a waiter looks whether a rank died.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// How often a waiter that may spin looks before it looks at the clock: ranks in step wait for less than the clock takes.
@@ -46,7 +46,7 @@ impl Team {
         self.working(op)?;
         let links = &self.links;
         let mut patience = self.options.patience;
-        // Who waits for this rank must find whom it waits for well before they give up.
+        // The ranks that wait for this one must find which rank it waits for well before they give up.
         let limit = self.options.timeout;
         let look = LOOK.min(limit / 4);
         let schedule = Schedule::new(limit);
@@ -103,7 +103,7 @@ impl Team {
                     return Ok(it);
                 }
                 links.publish(Waits::in_vain(error.ranks()));
-                // Who waits for this rank waits for the dead one, and does not know it.
+                // A rank that waits for this one waits for the dead one, and does not know it.
                 return Err(if died { self.fail(error) } else { error });
             }
             if spent >= schedule.ask {
@@ -184,7 +184,7 @@ impl Team {
         tracing::debug!(rank = self.rank(), %error, "gives the team up");
         let in_flight = self.send_abort_to_all(&record::encode(error, self.rank()));
         let until = Instant::now() + ABORT_LIMIT;
-        // Who has not come does not answer now, either.
+        // A rank that has not come does not answer now, either.
         for (_, transfer) in in_flight.into_iter().filter(|(peer, _)| !error.ranks().contains(peer)) {
             if transfer.wait_for(until.saturating_duration_since(Instant::now())).is_none() {
                 break;

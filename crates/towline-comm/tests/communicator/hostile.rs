@@ -1,4 +1,4 @@
-//! Unauthenticated connections, liars and earlier lives at the door of a meeting: whoever comes with the right id is served or told why not.
+//! Unauthenticated connections, liars and earlier lives at the door of a meeting: a rank with the right id is served or gets the reason why not.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -82,7 +82,7 @@ fn a_rank_of_another_version_is_named_to_every_rank_that_came() {
         assert_eq!((error.kind(), error.ranks()), (Kind::Protocol, &[1][..]), "{error}");
         assert!(error.message().contains("version 7"), "{error}");
     }
-    // It hears of it too, in an answer that every version can open.
+    // It learns of it too, in a reply that every version can read.
     let mut len = [0; 4];
     stream.read_exact(&mut len).unwrap();
     assert!(u32::from_le_bytes(len) > 32);
@@ -95,7 +95,7 @@ fn a_replayed_greeting_and_join_let_nobody_in() {
     let challenge = [5; 32];
     let (mut first, theirs) = greet(&id, &challenge);
     let join_of_one = sealed_join(&id, &challenge, &theirs, 1, 2, 1);
-    // Somebody on the path has seen everything that this rank said, and says it again.
+    // An attacker on the network path has seen everything that this rank said, and says it again.
     let (mut again, new) = greet(&id, &challenge);
     assert_ne!(theirs, new, "the root's challenge is new for every connection");
     again.write_all(&join_of_one).unwrap();
@@ -185,7 +185,7 @@ fn used_and_failed_ids_are_refused_on_every_rank_and_again() {
     }
     let id = get_unique_id().unwrap();
     refused(&id, &[(3, 0, impatient()), (3, 2, impatient())], Kind::Timeout, &[1]);
-    // The meeting has failed; whoever comes now hears with what, and after a while that it is over.
+    // The meeting has failed; a rank that comes now learns with which error, and after a while that it is over.
     let error = Communicator::init(3, 1, &id, config()).unwrap_err();
     assert!(matches!(error.kind(), Kind::Timeout | Kind::Invalid | Kind::Stale), "{error}");
 }

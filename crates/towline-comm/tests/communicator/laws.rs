@@ -58,7 +58,7 @@ fn bounds(comm: &Communicator, window: &Window) -> Result<()> {
     window.fence()
 }
 
-/// Who sees a signal sees what was put before it.
+/// A rank that sees a signal sees what was put before it.
 fn visibility(comm: &Communicator, window: &Window) -> Result<()> {
     let (next, before) = neighbours(comm)?;
     let source = comm.memory(mem_alloc(WORDS)?)?;

@@ -243,7 +243,7 @@ fn a_non_blocking_communicator_returns_at_once_and_tells_when_it_is_done() {
     other.memory().unwrap().read_at(8, &mut bytes).unwrap();
     assert_eq!(&bytes, b"later");
 
-    // An error is told by the state, not by the call, and the communicator goes on.
+    // An error is reported by the state, not by the call, and the communicator goes on.
     let bad = first.register_window(mem_alloc(64).unwrap(), WindowFlag::DEFAULT).unwrap().unwrap();
     let worse = second.register_window(mem_alloc(128).unwrap(), WindowFlag::DEFAULT).unwrap().unwrap();
     assert_eq!(first.synchronize().unwrap_err().kind(), Kind::Invalid);

@@ -1,4 +1,4 @@
-//! How ranks find each other, and what is told when they do not.
+//! How ranks find each other, and which errors they get when they do not.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

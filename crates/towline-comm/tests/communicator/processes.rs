@@ -73,8 +73,8 @@ fn start_all(part: &str, links: Links, nranks: usize, id: &UniqueId) -> Vec<Rank
 #[test]
 #[allow(clippy::print_stdout, reason = "a rank tells its parent by its output")]
 fn what_a_rank_process_does() {
-    let Ok(told) = env::var(PART) else { return };
-    let words: Vec<&str> = told.split(' ').collect();
+    let Ok(orders) = env::var(PART) else { return };
+    let words: Vec<&str> = orders.split(' ').collect();
     if words[0] == "id" {
         println!("ID {}", get_unique_id().unwrap());
         if words.get(1) == Some(&"stays") {
@@ -113,7 +113,7 @@ fn laws(comm: &Communicator, links: Links, rank: usize, nranks: usize) -> Result
     Ok(())
 }
 
-/// A rank that listens on the address that it was told, and makes the id where it was told none.
+/// A rank that listens on the address that it was given, and makes the id where it was given none.
 #[allow(clippy::print_stdout, reason = "a rank tells its parent by its output")]
 fn hosts(words: &[&str]) -> Result<()> {
     let address = SocketAddr::new(words[1].parse().unwrap(), 0);
@@ -249,14 +249,14 @@ fn ranks_on_two_hosts_meet_keep_the_laws_of_one_sided_access_and_shrink() {
     let part = |end: End, rest: String| {
         (network.namespace(end), format!("hosts {} {rest}", network.address(end, false)))
     };
-    let (namespace, told) = part(End::A, "0".into());
-    let mut first = Rank::start_in(&namespace, &told);
+    let (namespace, orders) = part(End::A, "0".into());
+    let mut first = Rank::start_in(&namespace, &orders);
     let id = first.says("ID");
     let others: Vec<Rank> = [1, 2]
         .into_iter()
         .map(|rank| {
-            let (namespace, told) = part(End::B, format!("{rank} {id}"));
-            Rank::start_in(&namespace, &told)
+            let (namespace, orders) = part(End::B, format!("{rank} {id}"));
+            Rank::start_in(&namespace, &orders)
         })
         .collect();
     for mut rank in others.into_iter().chain([first]) {

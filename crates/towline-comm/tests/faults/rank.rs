@@ -68,9 +68,9 @@ fn end_with_the_test() {
 
 #[test]
 fn what_a_rank_process_does() {
-    let Ok(told) = env::var(PART) else { return };
+    let Ok(orders) = env::var(PART) else { return };
     end_with_the_test();
-    let words: Vec<&str> = told.split(' ').collect();
+    let words: Vec<&str> = orders.split(' ').collect();
     match words[0] {
         "fault" => fault(&words),
         "await" => awaits(&words),
@@ -165,7 +165,7 @@ fn awaits(words: &[&str]) {
 }
 
 fn go_on_without(comm: &Communicator, victim: usize, links: &str) -> Result<()> {
-    // Survivors may come one limit after each other: who waits for whom decides when each gives up.
+    // Survivors may come one limit after each other: which rank waits for which decides when each gives up.
     let patient = Config { timeout: super::LONG, ..Config::default() };
     let routing = routing(links, comm.rank()?)?;
     let child = comm.shrink_with(&[victim], Some(Config { routing, ..patient }))?;

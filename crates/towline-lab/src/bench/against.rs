@@ -214,7 +214,7 @@ impl Measuring {
             if round >= self.pace.fewest && began.elapsed() >= self.pace.budget * 2 {
                 break;
             }
-            // Who comes first changes, so that nobody always finds what the same one left behind.
+            // The first one changes, so that none always finds what the same one left behind.
             for turn in 0..times.len() {
                 let who = (turn + round) % times.len();
                 match who {

@@ -251,7 +251,7 @@ fn idle(session: &mut Session) -> Outcome<()> {
     let after = usage()?;
     let cpu = (after.cpu_seconds - before.cpu_seconds).max(0.0);
     let blocks = u64::from(ENDPOINTS);
-    // Answering the two questions costs a little.
+    // Answering the two queries costs a little.
     let row = Row::new("idle-cpu-2s", Unit::Seconds, cpu).target(Some(0.002));
     session.rows.push(Row { blocks, ..row });
     let row = Row::new("idle-threads", Unit::Count, after.threads as f64).target(Some(3.0));

@@ -76,7 +76,7 @@ pub(super) fn hub(session: &mut Session) -> Outcome<()> {
     let before = Usage::now().files;
     let start = Instant::now();
     for worker in &mut workers {
-        worker.tell(&Ask::Endpoints { count: PEERS / PROCESSES, ticket: ticket.clone() })?;
+        worker.send(&Ask::Endpoints { count: PEERS / PROCESSES, ticket: ticket.clone() })?;
     }
     for worker in &mut workers {
         worker.reply()?;
@@ -162,7 +162,7 @@ pub(super) fn posting(session: &mut Session) -> Outcome<()> {
                 }
                 _ => None,
             };
-            // On a busy machine a call that wakes somebody may have to leave its processor to whom it woke, which the time
+            // On a busy machine a call that wakes a thread may have to leave its processor to whom it woke, which the time
             // of the thread alone does not see.
             for (name, mut times, target) in
                 [(name.to_owned(), times, Some(POSTED)), (format!("{name}-own-time"), busy, None)]
@@ -209,7 +209,7 @@ fn undisturbed(seconds: f64) -> f64 {
     (last - start).as_secs_f64()
 }
 
-/// The p99 of a bare request for that many bytes over the socket of such a path, without the answer; `None` for the other paths.
+/// The p99 of a bare request for that many bytes over the socket of such a path, without the reply; `None` for the other paths.
 fn asking(worker: &mut Worker, path: Path, bytes: u64, times: usize) -> Outcome<Option<f64>> {
     let failed = |error| Failure::os("the bare socket", error);
     let Some(medium) = path.medium() else { return Ok(None) };

@@ -132,8 +132,8 @@ fn module(python: &Path, options: &Options) -> Command {
 /// The package, measuring itself in a process; that is ended with this value.
 struct Package {
     child: Child,
-    answers: ChildStdin,
-    questions: Lines<BufReader<ChildStdout>>,
+    replies: ChildStdin,
+    queries: Lines<BufReader<ChildStdout>>,
 }
 
 impl Package {
@@ -145,17 +145,17 @@ impl Package {
             .stdout(Stdio::piped())
             .spawn()
             .map_err(failed)?;
-        let (Some(answers), Some(questions)) = (child.stdin.take(), child.stdout.take()) else {
+        let (Some(replies), Some(queries)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(Failure::failed("the interpreter has no pipes"));
         };
-        Ok(Package { child, answers, questions: BufReader::new(questions).lines() })
+        Ok(Package { child, replies, queries: BufReader::new(queries).lines() })
     }
 
-    /// Answers its questions until it has found everything.
+    /// Answers its queries until it has found everything.
     fn measure(&mut self, progress: &dyn Progress) -> Outcome<Measured> {
         let mut reference = Reference::open()?;
         loop {
-            let line = match self.questions.next() {
+            let line = match self.queries.next() {
                 Some(line) => line.map_err(|error| Failure::os("the Python package", error))?,
                 None => return Err(self.gone()),
             };
@@ -169,7 +169,7 @@ impl Package {
                     let reply = reference.reply(query).unwrap_or_else(|why| Reply::Error(why.message));
                     let line =
                         serde_json::to_string(&reply).map_err(|error| Failure::failed(error.to_string()))?;
-                    if writeln!(self.answers, "{line}").and_then(|()| self.answers.flush()).is_err() {
+                    if writeln!(self.replies, "{line}").and_then(|()| self.replies.flush()).is_err() {
                         return Err(self.gone());
                     }
                 }

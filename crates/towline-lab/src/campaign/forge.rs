@@ -133,7 +133,7 @@ impl Drill for Forge {
             operation: None,
         };
         attacker.send(&Message::from(Import { items: vec![item] }).frame(5, 0, 0));
-        let (header, body) = attacker.frame().expect("an answer");
+        let (header, body) = attacker.frame().expect("a reply");
         assert!(is_refused(header.kind, &body), "a wrong proof is taken");
         self.owner.process.must(&format!("check 1 1 1 0 {LEN}"));
         round.tally.count("refused accesses", ACCESSES);

@@ -99,7 +99,7 @@ impl Kill {
             };
             round.tally.time(whole, detected);
             // Until the kernel has let go of the dead one's mutex and the watcher has seen it; and from then on until the
-            // copies that were under way have come to their end, and who waits has run.
+            // copies that were in flight have come to their end, and their waiters have run.
             if let Some(lost) = remote.lost_at() {
                 let learned = lost.saturating_duration_since(killed);
                 round.tally.time(known, learned);

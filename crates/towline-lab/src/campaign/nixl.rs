@@ -76,7 +76,7 @@ impl Agent {
         Agent { process, address: reply.number(0), metadata: reply.payload }
     }
 
-    /// An answer, unless none comes.
+    /// A reply, unless none comes.
     fn answer(&mut self, within: Duration) -> Option<Result<Reply, Failure>> {
         let mut answer = None;
         eventually(within, || {
@@ -157,7 +157,7 @@ fn late(round: &mut Round, user: &mut Agent, released: Option<Result<Reply, Fail
     match released {
         Some(Ok(_)) => {}
         Some(Err(_)) => return round.tally.count("releases refused", 1),
-        None => return round.tally.count("releases without an answer in 10 s", 1),
+        None => return round.tally.count("releases without a reply in 10 s", 1),
     }
     user.process.tell(&format!("changed 9 {LATE}"));
     let Some(Ok(reply)) = user.answer(NOTICE) else {

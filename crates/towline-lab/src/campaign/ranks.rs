@@ -169,12 +169,12 @@ pub(crate) fn further(order: &str, say: &mut dyn FnMut(&str)) -> Option<Result<S
         let address = listen.parse().map_err(|_| bad("address"));
         return Some(address.and_then(|address| {
             let options = UniqueIdOptions { listen: vec![address], ..UniqueIdOptions::default() };
-            get_unique_id_with(&options).map(|id| id.to_string()).map_err(told)
+            get_unique_id_with(&options).map(|id| id.to_string()).map_err(failure)
         }));
     }
     let ["rank", id, nranks, rank, seed, lane, listen @ ..] = words.as_slice() else { return None };
     let outcome = (|| {
-        let id: UniqueId = id.parse().map_err(told)?;
+        let id: UniqueId = id.parse().map_err(failure)?;
         let nranks = nranks.parse().map_err(|_| bad("number"))?;
         let rank = rank.parse().map_err(|_| bad("place"))?;
         let seed = seed.parse().map_err(|_| bad("seed"))?;
@@ -185,13 +185,13 @@ pub(crate) fn further(order: &str, say: &mut dyn FnMut(&str)) -> Option<Result<S
         for address in listen {
             config.listen.push(address.parse().map_err(|_| bad("address"))?);
         }
-        let comm = Communicator::init(nranks, rank, &id, config).map_err(told)?;
-        let mut group = Group::new(comm, nranks, rank).map_err(told)?;
+        let comm = Communicator::init(nranks, rank, &id, config).map_err(failure)?;
+        let mut group = Group::new(comm, nranks, rank).map_err(failure)?;
         say("joined");
         let mut random = Random::from_seed(seed);
         loop {
             if let Err(failure) = group.step(&mut random) {
-                // To leave a group in which somebody stands still takes time, and that is not the time of the error.
+                // To leave a group in which a rank stands still takes time, and that is not the time of the error.
                 std::thread::spawn(move || drop(group));
                 return Err(failure);
             }
@@ -200,7 +200,7 @@ pub(crate) fn further(order: &str, say: &mut dyn FnMut(&str)) -> Option<Result<S
     Some(outcome)
 }
 
-fn told(error: towline_comm::Error) -> Failure {
+fn failure(error: towline_comm::Error) -> Failure {
     Failure { kind: error.kind(), message: error.to_string() }
 }
 
@@ -242,7 +242,7 @@ impl Group {
         let len = 8 << random.below(16);
         let len = usize::min(len, MOST);
         match random.below(4) {
-            0 => self.comm.barrier().map_err(told),
+            0 => self.comm.barrier().map_err(failure),
             1 => self.all_reduce(len),
             2 => self.broadcast(len, random.below(self.nranks as u64) as usize),
             _ => self.put(len),
@@ -251,9 +251,9 @@ impl Group {
 
     fn all_reduce(&self, len: usize) -> Result<(), Failure> {
         let (send, recv) =
-            (self.memory.part(0, len).map_err(told)?, self.memory.part(MOST, len).map_err(told)?);
-        send.write_at(0, &self.words(self.rank, len)).map_err(told)?;
-        self.comm.all_reduce(&send, &recv, Dtype::U64, Op::Sum).map_err(told)?;
+            (self.memory.part(0, len).map_err(failure)?, self.memory.part(MOST, len).map_err(failure)?);
+        send.write_at(0, &self.words(self.rank, len)).map_err(failure)?;
+        self.comm.all_reduce(&send, &recv, Dtype::U64, Op::Sum).map_err(failure)?;
         let mut sums = vec![0u64; len / 8];
         for rank in 0..self.nranks {
             for (sum, word) in sums.iter_mut().zip(self.words(rank, len).chunks_exact(8)) {
@@ -262,31 +262,31 @@ impl Group {
         }
         let right: Vec<u8> = sums.into_iter().flat_map(u64::to_ne_bytes).collect();
         let mut got = vec![0; len];
-        recv.read_at(0, &mut got).map_err(told)?;
+        recv.read_at(0, &mut got).map_err(failure)?;
         self.expect("all_reduce", &got, &right)
     }
 
     fn broadcast(&self, len: usize, root: usize) -> Result<(), Failure> {
         let (send, recv) =
-            (self.memory.part(0, len).map_err(told)?, self.memory.part(MOST, len).map_err(told)?);
-        send.write_at(0, &self.words(self.rank, len)).map_err(told)?;
+            (self.memory.part(0, len).map_err(failure)?, self.memory.part(MOST, len).map_err(failure)?);
+        send.write_at(0, &self.words(self.rank, len)).map_err(failure)?;
         let from = (self.rank == root).then_some(&send);
-        self.comm.broadcast(from, Some(&recv), Dtype::U8, root).map_err(told)?;
+        self.comm.broadcast(from, Some(&recv), Dtype::U8, root).map_err(failure)?;
         let mut got = vec![0; len];
-        recv.read_at(0, &mut got).map_err(told)?;
+        recv.read_at(0, &mut got).map_err(failure)?;
         self.expect("broadcast", &got, &self.words(root, len))
     }
 
     fn put(&self, len: usize) -> Result<(), Failure> {
         let (next, before) = ((self.rank + 1) % self.nranks, (self.rank + self.nranks - 1) % self.nranks);
         let bytes = self.words(self.rank, len);
-        let put = self.window.put_signal_bytes(next, 0, &bytes, 0, 0).map_err(told)?;
-        self.comm.wait_signal(&[WaitSignal::from_rank(before)]).map_err(told)?;
+        let put = self.window.put_signal_bytes(next, 0, &bytes, 0, 0).map_err(failure)?;
+        self.comm.wait_signal(&[WaitSignal::from_rank(before)]).map_err(failure)?;
         let mut got = vec![0; len];
-        self.window.memory().and_then(|memory| memory.read_at(0, &mut got)).map_err(told)?;
+        self.window.memory().and_then(|memory| memory.read_at(0, &mut got)).map_err(failure)?;
         self.expect("put_signal", &got, &self.words(before, len))?;
-        put.wait().map_err(told)?;
+        put.wait().map_err(failure)?;
         // Nobody writes there again before everybody has looked.
-        self.comm.barrier().map_err(told)
+        self.comm.barrier().map_err(failure)
     }
 }

@@ -202,7 +202,7 @@ impl Stop {
     }
 }
 
-/// Whether somebody may be in the middle of a write when its owner is stopped: the owner, or the engine.
+/// Whether a thread may be in the middle of a write when its owner is stopped: the owner's, or the engine's.
 fn may_stay_inside(path: &PathProperties) -> bool {
     is_served_here(path) || is_by_an_engine(path)
 }

@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// A thread that sleeps until it is called, and then sleeps again.
 ///
-/// It is of the kind that the library leaves work to: `SCHED_BATCH`, so that it does not take the processor of whoever wakes it.
+/// It is of the kind that the library leaves work to: `SCHED_BATCH`, so that it does not take the processor of the thread that wakes it.
 pub(crate) struct Sleeper {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,

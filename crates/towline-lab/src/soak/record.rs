@@ -1,4 +1,4 @@
-//! What the campaigns have found so far, told while they run and written when they end, however that is.
+//! What the campaigns have found so far, reported while they run and written when they end, however that is.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -52,14 +52,14 @@ impl Record {
 
     pub(super) fn ended(&self, campaign: CampaignReport) {
         self.say(&campaign.verdict());
-        let told: Vec<_> = {
+        let reported: Vec<_> = {
             let state = self.state();
             let before = state.report.campaigns.iter().filter(|one| one.name == campaign.name);
             before.flat_map(|one| &one.lanes).map(|lane| (lane.lane, lane.failures.len())).collect()
         };
         for lane in &campaign.lanes {
-            let told = told.iter().find(|one| one.0 == lane.lane).map_or(0, |one| one.1);
-            for failure in lane.failures.iter().skip(told) {
+            let reported = reported.iter().find(|one| one.0 == lane.lane).map_or(0, |one| one.1);
+            for failure in lane.failures.iter().skip(reported) {
                 self.say(&format!(
                     "  {} over {}, round {}: {}\n  again: {}",
                     campaign.name, lane.lane, failure.round, failure.message, failure.replay

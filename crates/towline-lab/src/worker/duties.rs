@@ -99,7 +99,7 @@ impl Duties {
         })
     }
 
-    /// What goes on after the answer: an echo listens here, in the thread that otherwise waits for orders.
+    /// What goes on after the reply: an echo listens here, in the thread that otherwise waits for orders.
     pub(super) fn after_reply(&mut self) -> towline::Result<()> {
         let (Some(remote), Some(owner)) = (self.echo.take(), &self.owner) else { return Ok(()) };
         while let Ok(notification) = owner.receive(QUIET) {

@@ -11,7 +11,7 @@ use towline::Ticket;
 use super::protocol::{Ask, Memory, Op, Reply};
 use crate::outcome::{Failure, Outcome};
 
-/// How long an answer may take: the largest regions are filled and verified in a debug build too.
+/// How long a reply may take: the largest regions are filled and verified in a debug build too.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// How long a worker may take to end by itself.
@@ -65,7 +65,7 @@ impl Worker {
         let orders = child.stdin.take();
         let stdout = child.stdout.take();
         let (sender, replies) = channel();
-        // Reading in a thread lets an answer have a limit. It ends with the worker's output.
+        // Reading in a thread lets a reply have a limit. It ends with the worker's output.
         std::thread::Builder::new()
             .name(format!("replies-{name}"))
             .spawn(move || {
@@ -136,7 +136,7 @@ impl Worker {
         self.must(&Ask::Release { region: region.number })
     }
 
-    /// Lets it move the first bytes of somebody's region over one path, so many times after one that is verified when read;
+    /// Lets it move the first bytes of a region over one path, so many times after one that is verified when read;
     /// what it writes are the bytes of that seed.
     ///
     /// # Errors
@@ -163,7 +163,7 @@ impl Worker {
 
     /// Asks for something and waits for the reply.
     pub(crate) fn ask(&mut self, ask: &Ask) -> Outcome<Reply> {
-        self.tell(ask)?;
+        self.send(ask)?;
         self.reply()
     }
 
@@ -174,7 +174,7 @@ impl Worker {
     }
 
     /// Asks for something; [`reply`](Self::reply) waits for what it replies.
-    pub(crate) fn tell(&mut self, ask: &Ask) -> Outcome<()> {
+    pub(crate) fn send(&mut self, ask: &Ask) -> Outcome<()> {
         let line = serde_json::to_string(ask).map_err(|error| Failure::failed(error.to_string()))?;
         let sent =
             self.orders.as_mut().map(|orders| writeln!(orders, "{line}").and_then(|()| orders.flush()));

@@ -1,4 +1,4 @@
-//! A rank of a measured group: a worker process that joins and does what it is told.
+//! A rank of a measured group: a worker process that joins and follows its orders.
 
 use std::collections::HashMap;
 use std::fs::OpenOptions;
@@ -13,7 +13,7 @@ use towline_comm::{
     WindowFlag, mem_alloc,
 };
 
-use super::order::{Answer, Memory, Order};
+use super::order::{Memory, Order, RankReply};
 use super::protocol::{Op, Usage};
 use crate::measure::{self, Pace, median};
 use crate::outcome::{Failure, Outcome};
@@ -52,14 +52,14 @@ struct Reduction {
 }
 
 impl Member {
-    pub(super) fn perform(&mut self, order: Order) -> Outcome<Answer> {
+    pub(super) fn perform(&mut self, order: Order) -> Outcome<RankReply> {
         Ok(match order {
             Order::Join { nranks, rank, id, spinning } => {
                 let spin = Patience { spin: Duration::from_millis(20), yielding: Duration::from_millis(1) };
                 let patience = spinning.then_some(spin);
                 let config = Config { name: "bench".into(), patience, ..Config::default() };
                 self.comm = Some(Communicator::init(nranks, rank, &id, config)?);
-                Answer::Done
+                RankReply::Done
             }
             Order::Open { bytes } => self.open(bytes)?,
             Order::Map { pid, file, bytes } => {
@@ -74,21 +74,21 @@ impl Member {
                 let theirs = Flag::new(far.clone(), FLAG).map_err(failed)?;
                 let mine = Flag::new(RawMemory::Storage(mine), FLAG).map_err(failed)?;
                 one_sided.far = Some((far, theirs, mine));
-                Answer::Done
+                RankReply::Done
             }
-            Order::Ping { bare, count } => Answer::Seconds(self.ping(bare, count)?),
+            Order::Ping { bare, count } => RankReply::Seconds(self.ping(bare, count)?),
             Order::Copy { op, bytes, budget_ms, fewest, most } => {
                 let pace = Pace { budget: Duration::from_millis(budget_ms), fewest, most };
                 self.copy(op, bytes, pace)?
             }
             Order::AllReduce { memory, bytes, repeats } => {
-                Answer::Seconds(self.all_reduce(memory, bytes, repeats)?)
+                RankReply::Seconds(self.all_reduce(memory, bytes, repeats)?)
             }
             Order::Forget => {
                 self.reductions.clear();
-                Answer::Done
+                RankReply::Done
             }
-            Order::Register { bytes, rounds } => Answer::Seconds(self.register(bytes, rounds)?),
+            Order::Register { bytes, rounds } => RankReply::Seconds(self.register(bytes, rounds)?),
             Order::Windows { count, at_a_time } => self.windows(count, at_a_time)?,
         })
     }
@@ -101,13 +101,13 @@ impl Member {
         self.window.as_mut().ok_or_else(|| Failure::failed("there is no window"))
     }
 
-    fn open(&mut self, bytes: u64) -> Outcome<Answer> {
+    fn open(&mut self, bytes: u64) -> Outcome<RankReply> {
         let storage = Arc::new(touched(bytes)?);
         let segment = storage.segment().ok_or_else(|| Failure::failed("shared memory has no file"))?;
         let file = segment.segment.file().as_raw_fd();
         let window = window(self.comm()?, Arc::clone(&storage))?;
         self.window = Some(OneSided { window, storage, far: None, signalled: 0, flagged: 0 });
-        Ok(Answer::Opened { pid: std::process::id() as i32, file })
+        Ok(RankReply::Opened { pid: std::process::id() as i32, file })
     }
 
     fn ping(&mut self, bare: bool, count: u64) -> Outcome<f64> {
@@ -158,7 +158,7 @@ impl Member {
         })
     }
 
-    fn copy(&mut self, op: Op, bytes: u64, pace: Pace) -> Outcome<Answer> {
+    fn copy(&mut self, op: Op, bytes: u64, pace: Pace) -> Outcome<RankReply> {
         let local = Arc::new(touched(bytes)?);
         let memory = self.comm()?.memory(Arc::clone(&local))?;
         let one_sided = self.one_sided()?;
@@ -198,7 +198,11 @@ impl Member {
         let raw = by_hand(direction)?;
         let (mut ours, mut bare) = (|| ours(op), || raw.run(0).map_err(failed));
         let times = measure::rates(pace, &mut ours, Some(&mut bare))?;
-        Ok(Answer::Copied { ours: times.ours, bare: times.limit.unwrap_or(f64::NAN), rounds: times.rounds })
+        Ok(RankReply::Copied {
+            ours: times.ours,
+            bare: times.limit.unwrap_or(f64::NAN),
+            rounds: times.rounds,
+        })
     }
 
     fn all_reduce(&mut self, memory: Memory, bytes: u64, repeats: u64) -> Outcome<f64> {
@@ -277,7 +281,7 @@ impl Member {
         Ok(median(&mut times))
     }
 
-    fn windows(&self, count: usize, at_a_time: usize) -> Outcome<Answer> {
+    fn windows(&self, count: usize, at_a_time: usize) -> Outcome<RankReply> {
         let comm = self.comm()?;
         let batch = || -> Outcome<()> {
             let open: Vec<Window> =
@@ -294,7 +298,7 @@ impl Member {
         all()?;
         let (after, after_bytes) = (Usage::now(), resident());
         let grown = |after: usize, before: usize| after as i64 - before as i64;
-        Ok(Answer::Grown {
+        Ok(RankReply::Grown {
             bytes: after_bytes - before_bytes,
             files: grown(after.files, before.files),
             threads: grown(after.threads, before.threads),

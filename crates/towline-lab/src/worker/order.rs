@@ -1,4 +1,4 @@
-//! What the processes of a group are told to do, and what they answer.
+//! The orders that the processes of a group get, and their replies.
 
 use serde::{Deserialize, Serialize};
 use towline_comm::UniqueId;
@@ -33,29 +33,29 @@ impl Memory {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Order {
-    /// Joins the group; a waiter spins where `spinning`. Answer: `Done`.
+    /// Joins the group; a waiter spins where `spinning`. Reply: `Done`.
     Join { nranks: usize, rank: usize, id: Box<UniqueId>, spinning: bool },
-    /// Opens the window of the one-sided rows. Answer: `Opened`.
+    /// Opens the window of the one-sided rows. Reply: `Opened`.
     Open { bytes: u64 },
-    /// Maps the window's memory of the other rank by hand. Answer: `Done`.
+    /// Maps the window's memory of the other rank by hand. Reply: `Done`.
     Map { pid: i32, file: i32, bytes: u64 },
-    /// Goes back and forth so many times: by puts with signals, or by bare flags. Answer: `Seconds` of one round trip.
+    /// Goes back and forth so many times: by puts with signals, or by bare flags. Reply: `Seconds` of one round trip.
     Ping { bare: bool, count: u64 },
-    /// To rank 0: puts into or gets from the other rank's window, in turns with a bare copy. Answer: `Copied`.
+    /// To rank 0: puts into or gets from the other rank's window, in turns with a bare copy. Reply: `Copied`.
     Copy { op: Op, bytes: u64, budget_ms: u64, fewest: usize, most: usize },
-    /// Reduces so many times. Answer: `Seconds` of one.
+    /// Reduces so many times. Reply: `Seconds` of one.
     AllReduce { memory: Memory, bytes: u64, repeats: u64 },
-    /// Gives back the memory of reductions. Answer: `Done`.
+    /// Gives back the memory of reductions. Reply: `Done`.
     Forget,
-    /// Registers and closes a window so many times. Answer: `Seconds` of one registration.
+    /// Registers and closes a window so many times. Reply: `Seconds` of one registration.
     Register { bytes: u64, rounds: usize },
-    /// Opens and closes windows, many at a time. Answer: `Grown`.
+    /// Opens and closes windows, many at a time. Reply: `Grown`.
     Windows { count: usize, at_a_time: usize },
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Answer {
+pub(crate) enum RankReply {
     Done,
     /// The descriptor of the window's memory in this process.
     Opened {

@@ -5,7 +5,7 @@ use towline::{
     Endpoint, EndpointOptions, Isolation, NixlOptions, PathProperties, Quotas, Routing, Serves, Ticket, Tls,
 };
 
-use super::order::{Answer, Order};
+use super::order::{Order, RankReply};
 use crate::outcome::{Exit, Failure, Outcome};
 
 /// Read or write, seen from the process that starts the transfer.
@@ -116,7 +116,7 @@ pub(crate) enum Ask {
     Verify { region: usize, seed: u64, bytes: u64 },
     /// Compares shuffled blocks that a peer wrote with the pattern that it wrote. Reply: `Verified`.
     VerifyBlocks { region: usize, seed: u64, blocks: u64, block_size: u64 },
-    /// Moves the first bytes of somebody's region over one path; verified when read. Reply: `Moved`.
+    /// Moves the first bytes of a region over one path; verified when read. Reply: `Moved`.
     Move { ticket: Ticket, path: String, op: Op, bytes: u64, seed: u64, repeat: u32 },
     /// Answers notifications through that ticket until one says `stop`. Reply: `Done`, when it listens.
     Echo { ticket: Ticket },
@@ -172,7 +172,7 @@ pub(crate) enum Reply {
     },
     Usage(Usage),
     Comm {
-        answer: Answer,
+        answer: RankReply,
     },
     Failed {
         exit: u8,

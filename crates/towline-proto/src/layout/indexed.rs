@@ -1,4 +1,4 @@
-//! Blocks by index, kept as they were given: for whoever moves them without a list of pieces.
+//! Blocks by index, kept as they were given: for code that moves them without a list of pieces.
 
 use super::{Indices, Layout};
 use crate::{Error, Result};

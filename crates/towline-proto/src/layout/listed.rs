@@ -146,7 +146,7 @@ impl<'a> Listed<'a> {
         Plan::blocks(&self.remote, self.remote_indices.indices(), &self.local, self.local_indices.indices())
     }
 
-    /// For whoever takes the indices as they are.
+    /// For code that takes the indices as they are.
     pub fn indexed(&self) -> Option<Indexed<'_>> {
         let (theirs, ours) = (self.remote_indices.indices(), self.local_indices.indices());
         Indexed::new(&self.remote, theirs, &self.local, ours)

@@ -115,7 +115,7 @@ impl Plan {
         Plan::spans(&[(remote, local, len)])
     }
 
-    /// Stands for blocks of one length that somebody moves by other means: one piece of all their bytes.
+    /// Stands for blocks of one length that are moved by other means: one piece of all their bytes.
     #[doc(hidden)]
     #[inline]
     pub fn of_blocks(bytes: u64, block_len: u64) -> Result<Plan> {
@@ -248,7 +248,7 @@ impl Plan {
 
     /// Puts the pieces into the order of a key, such as the offset on one side. Blocks keep their numbers.
     ///
-    /// Blocks that lie side by side there, in whatever order they were asked for, then follow each other, and whoever
+    /// Blocks that lie side by side there, in whatever order they were asked for, then follow each other, and code that
     /// moves them there can do so in one go.
     ///
     /// ```

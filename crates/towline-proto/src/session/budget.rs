@@ -91,7 +91,7 @@ impl Account {
     }
 }
 
-/// What one may have where so much of the whole is left. Who takes all of it again and again, by ever new names, leaves one part
+/// What one may have where so much of the whole is left. A peer that takes all of it again and again, by ever new names, leaves one part
 /// in two, in three, in four, instead of half of a half of a half.
 fn share(most: u64, left: u64) -> u64 {
     let part = u128::from(left) * u128::from(left) / u128::from(most.max(1));

@@ -16,11 +16,11 @@ const MOST_COUNTED: usize = 1 << 16;
 /// What waits for pieces of one peer's transfers takes at most about this many bytes.
 const MOST_WAITING: usize = 64 << 20;
 
-/// Something that follows the pieces of a transfer, and who gets its outcome.
+/// Something that follows the pieces of a transfer, and what gets its outcome.
 pub struct Follower<A> {
     /// The signal or notification.
     pub message: Message,
-    /// Who waits for the outcome.
+    /// The waiter for the outcome.
     pub answer: Option<A>,
     /// What it takes while it waits.
     _charge: Option<Charge>,
@@ -30,7 +30,7 @@ impl<A> Follower<A> {
     /// Beside its message.
     const COST: usize = 2 * size_of::<(u32, Follower<A>)>() + 64;
 
-    /// A message that follows, and who waits for its outcome.
+    /// A message that follows, and the waiter for its outcome.
     pub fn new(message: Message, answer: Option<A>) -> Follower<A> {
         Follower { message, answer, _charge: None }
     }

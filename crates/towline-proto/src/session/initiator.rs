@@ -3,7 +3,7 @@
 //!
 //! Events go in, with the time at which they happen. What is to be done comes out as [`Action`]s, to be done in their order. Local memory
 //! is named by what a [`Waiter`] gives as its hold, and only an open request gives one: with [`Asked`] for its frame, and with
-//! [`Landing`] for the bytes that come in reply. Whoever has neither cannot touch the memory, and it stays in use until the last hold is gone.
+//! [`Landing`] for the bytes that come in reply. Code that has neither cannot touch the memory, and it stays in use until the last hold is gone.
 
 mod lost;
 mod owed;
@@ -73,7 +73,7 @@ pub struct Times {
     pub no_progress: Duration,
 }
 
-/// Who waits for the reply to a request. Given back once, when the request ends.
+/// The waiter for the reply to a request. Given back once, when the request ends.
 pub trait Waiter {
     /// What the request is part of.
     type Transfer: Transfer;
@@ -130,7 +130,7 @@ pub struct Asked<H> {
     pub request: u64,
     /// Keeps the memory in use that the frame names.
     pub hold: Option<H>,
-    /// Somebody has to look at the owner's host then.
+    /// The owner's host has to be looked at then.
     pub look_at: Option<Instant>,
 }
 
@@ -167,7 +167,7 @@ pub enum Action<W: Waiter> {
 pub type Actions<W> = Vec<Action<W>>;
 
 enum Pending<W: Waiter> {
-    /// Somebody waits for the reply.
+    /// A caller waits for the reply.
     Open { waiter: W, asks: Asks, over: ConnectionId },
     /// A read that was stopped then, and whose reply goes nowhere when it comes.
     Unwanted { over: ConnectionId, since: Instant },
@@ -282,7 +282,7 @@ impl<W: Waiter> Initiator<W> {
         request
     }
 
-    /// A request ends that was never sent, or taken back before it was; whoever gets its waiter reports its end.
+    /// A request ends that was never sent, or taken back before it was; the caller that gets its waiter reports its end.
     pub fn unsent(&mut self, request: u64) -> Option<W> {
         self.is_open(request).then(|| self.forget(request).and_then(Self::waiter)).flatten()
     }

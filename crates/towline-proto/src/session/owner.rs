@@ -113,7 +113,7 @@ pub enum Action<G: Grant, C> {
     Atomic(AtomicOp, Result<Word<G>, Refusal<G>>),
     /// [Settle](Owner::settle) what has followed.
     Settle(Settling<C>),
-    /// Take the answer to that request back where nothing of it has been sent, and answer with that error instead.
+    /// Take the reply to that request back where nothing of it has been sent, and answer with that error instead.
     Withdraw(Error),
     /// Let nothing more of that lane be applied, and say [how far that is](Owner::lane_ends).
     EndLane(C),
@@ -247,7 +247,10 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
             }
             Message::Held(_) if self.is_local => Action::Watch,
             Message::Held(_) => {
-                return Err(Error::protocol("serve", "a life page came that nobody asked for"));
+                return Err(Error::protocol(
+                    "serve",
+                    "the peer sent a life page, which only a peer on this host may send",
+                ));
             }
             Message::Ping(_) => Action::Answer(Pong {}.into()),
             Message::Pong(_) => Action::Nothing,
@@ -421,7 +424,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
         self.grants.begin_at(handle);
     }
 
-    /// A connection is gone. `is_there` says of a lane whether somebody still has it, who may apply something of it.
+    /// A connection is gone. `is_there` says of a lane whether a thread still has it, which may apply something of it.
     pub fn gone(&mut self, over: &C, error: &Error, is_there: impl Fn(&C) -> bool) -> Gone {
         self.announced.forget(over);
         let is_control = *over == self.control;
@@ -451,7 +454,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
     }
 
     /// Gives the regions that were looked at since the last time. With the last of those who hold a region more may go than it, even
-    /// the endpoint: so they are dropped by somebody who has no lock on these rules.
+    /// the endpoint: so they are dropped by a thread that has no lock on these rules.
     pub fn take_spent(&mut self) -> Vec<Arc<G::Region>> {
         std::mem::take(&mut self.spent)
     }

@@ -145,7 +145,7 @@ pub(super) fn parse_head(head: &[u8]) -> Result<TicketBody> {
     Ok(body)
 }
 
-/// Says what no ticket may contain, whoever wrote it.
+/// Says what no ticket may contain, wherever it comes from.
 fn check(body: &TicketBody) -> Result<(), &'static str> {
     body.identity.check()?;
     if body.reach.len() > MAX_REACH {

@@ -1,4 +1,4 @@
-//! Keys: the region's, which never leaves the owner, and the tag, which is a key for whoever holds the ticket.
+//! Keys: the region's, which never leaves the owner, and the tag, which is a key for the holder of the ticket.
 
 use std::fmt;
 

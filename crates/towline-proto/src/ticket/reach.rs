@@ -10,7 +10,7 @@ pub const MAX_REACH: usize = 8;
 
 /// One address of the owner of a ticket.
 ///
-/// Only where to connect: whoever answers must still prove, with the ticket's tag, to be the owner.
+/// Only where to connect: the process that answers must still prove, with the ticket's tag, to be the owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reach {

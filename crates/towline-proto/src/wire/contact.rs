@@ -248,7 +248,7 @@ empty_bodies! {
     Held "held";
     /// Nothing more belongs to the transfer with the frame's id.
     Cancel "cancel";
-    /// The answer to the request with the frame's id is not wanted any more. Over the connection of the request.
+    /// The reply to the request with the frame's id is not wanted any more. Over the connection of the request.
     Withdraw "withdraw";
     /// Are you there?
     Ping "ping";

@@ -6,7 +6,7 @@ use crate::{Error, Kind, Result};
 /// The longest message of an error on the wire, in bytes.
 pub const MAX_ERROR: usize = 512;
 
-/// An error as a peer is told about it: its kind and what happened, without causes.
+/// An error as a peer receives it: its kind and what happened, without causes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WireError {
     /// What the peer can do about it.

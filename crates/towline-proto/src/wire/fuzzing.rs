@@ -111,12 +111,12 @@ fn body_of(kind: FrameKind, body: &[u8]) {
 /// frames of a genuine handshake to change, where and how.
 pub fn handshake(data: &[u8]) {
     let scene = Scene::new();
-    if let Ok((server, welcome)) = scene.hear(data) {
+    if let Ok((server, welcome)) = scene.welcome(data) {
         frame(&welcome);
         assert!(server.on_prove(data).is_err());
     }
     assert!(scene.start().0.on_welcome(data).is_err());
-    let (server, _) = scene.hear(&scene.start().1[HEADER_LEN..]).expect("a genuine hello is welcome");
+    let (server, _) = scene.welcome(&scene.start().1[HEADER_LEN..]).expect("a genuine hello is welcome");
     assert!(server.on_prove(data).is_err());
 
     if let [which, low, high, change, ..] = *data {
@@ -167,7 +167,7 @@ impl Scene {
         ClientHandshake::start(&self.client, self.owner.incarnation, key, [3; 32], Some(&self.secret))
     }
 
-    fn hear(&self, hello: &[u8]) -> Result<(ServerHandshake, Vec<u8>)> {
+    fn welcome(&self, hello: &[u8]) -> Result<(ServerHandshake, Vec<u8>)> {
         ServerHandshake::on_hello(hello, &self.owner, [4; 32], Some(&self.secret), |key| match key {
             KeyRef::Ticket(public) => Ok(LinkBase::Tag(parse_public(public)?.tag(&region_key()))),
             KeyRef::Session(_) => Err(Error::new(Kind::NotFound, "handshake", "no such session")),
@@ -178,7 +178,7 @@ impl Scene {
     fn exchange(&self, mut meddle: impl FnMut(u8, &mut [u8])) -> Result<SessionKey> {
         let (client, mut hello) = self.start();
         meddle(0, &mut hello[HEADER_LEN..]);
-        let (server, mut welcome) = self.hear(&hello[HEADER_LEN..])?;
+        let (server, mut welcome) = self.welcome(&hello[HEADER_LEN..])?;
         meddle(1, &mut welcome[HEADER_LEN..]);
         let (mut prove, key, challenge) = client.on_welcome(&welcome[HEADER_LEN..])?;
         meddle(2, &mut prove[HEADER_LEN..]);

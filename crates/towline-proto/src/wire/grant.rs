@@ -79,7 +79,7 @@ pub struct SegmentRef {
     pub attached: bool,
 }
 
-/// The owner's answer to a ticket.
+/// The owner's reply to a ticket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Grant {
     /// The number by which later frames on this link name the grant.
@@ -161,7 +161,7 @@ impl Grant {
     }
 }
 
-/// The answers to an [`Import`], in its order.
+/// The replies to an [`Import`], in its order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Granted {
     /// A grant or the reason why not, for each ticket.

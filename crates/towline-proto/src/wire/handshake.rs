@@ -237,7 +237,7 @@ pub struct ServerHandshake {
 impl ServerHandshake {
     /// Checks a client's first frame; returns the frame to send. The nonce must be random and fresh.
     ///
-    /// `lookup` finds the key that the client says it has. Where this fails, [`refusal`] makes the answer.
+    /// `lookup` finds the key that the client says it has. Where this fails, [`refusal`] makes the reply.
     pub fn on_hello(
         body: &[u8],
         me: &Identity,

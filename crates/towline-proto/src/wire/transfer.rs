@@ -119,7 +119,7 @@ impl Read {
     }
 }
 
-/// The answer to a [`Read`]; where it is good, the blocks' bytes follow as payload, one after the other.
+/// The reply to a [`Read`]; where it is good, the blocks' bytes follow as payload, one after the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Data {
     /// Whether the bytes follow.
@@ -212,7 +212,7 @@ impl Reduce {
 }
 
 /// The CRC32C of each block of the next frame of that connection, which has the same id. Before a [`Read`] there are none:
-/// it asks for those of the answer.
+/// it asks for those of the reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Check {
     /// The checksums, in the order of the blocks.

@@ -108,7 +108,7 @@ impl<M: Memory> Outgoing<M> {
 /// What has come.
 pub(crate) enum Came<M> {
     Frame(Header, Vec<u8>),
-    /// A payload is to follow: somebody [places](Incoming::place) it.
+    /// A payload is to follow: the caller [places](Incoming::place) it.
     Payload(Header, Vec<u8>),
     /// It has come whole, and gone there; none where it went nowhere.
     Whole(Header, Vec<u8>, Option<M>),
@@ -212,7 +212,7 @@ pub(crate) struct Wire<U, O> {
     pub(crate) hung_up: bool,
     /// The owner has ended it, and applies nothing more of it.
     pub(crate) ended_by_owner: bool,
-    /// Bytes have arrived since somebody asked.
+    /// Bytes have arrived since the last query.
     pub(crate) moved: bool,
 }
 

@@ -109,7 +109,7 @@ impl World {
         if self.stopped || self.wires[wire].ended_by_owner {
             return;
         }
-        // Nothing is applied for somebody who has hung up.
+        // Nothing is applied for an initiator that has hung up.
         if self.wires[wire].hung_up {
             return self
                 .owner_leaves(wire, &Error::new(towline_proto::Kind::Disconnected, "receive", "hung up"));
@@ -312,7 +312,7 @@ impl World {
         assert_eq!(
             self.array.holds.load(Ordering::Relaxed),
             0,
-            "somebody still holds a region that was taken back"
+            "a peer still holds a region that was taken back"
         );
         self.revoked = true;
     }

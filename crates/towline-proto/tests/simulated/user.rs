@@ -37,7 +37,7 @@ pub(crate) struct Move {
     pub(crate) range: std::ops::Range<usize>,
     pub(crate) unit_len: usize,
     pub(crate) memory: Mutex<Vec<u8>>,
-    /// Whoever names the local memory.
+    /// What names the local memory.
     holds: AtomicUsize,
     /// What the owner may still be at.
     pub(crate) outstanding: AtomicI64,
@@ -138,7 +138,7 @@ impl Memory for UnitHold {
     }
 }
 
-/// Who waits for a reply.
+/// A waiter for a reply.
 pub(crate) struct Unit {
     pub(crate) of: Arc<Move>,
     pub(crate) unit: usize,
@@ -170,7 +170,7 @@ impl World {
     pub(crate) fn start(&mut self, id: u64) {
         let write = !self.random.once_in(3);
         let units = 1 + self.random.below(4) as usize;
-        // Writes do not overlap, so that each byte tells whose it is.
+        // Writes do not overlap, so that each byte shows whose it is.
         let (base, room) = room_of(id);
         let len = (1 + self.random.below(400) as usize).min(room / units);
         let notifies = write && self.random.once_in(2);
@@ -407,7 +407,7 @@ impl World {
     }
 
     /// The user reads all that has come.
-    pub(crate) fn hear(&mut self, wire: usize, bytes: &[u8]) {
+    pub(crate) fn receive(&mut self, wire: usize, bytes: &[u8]) {
         self.wires[wire].at_user.feed(bytes);
         while !self.wires[wire].ended {
             let came = match self.wires[wire].at_user.next() {

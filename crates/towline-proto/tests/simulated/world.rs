@@ -240,7 +240,7 @@ impl World {
             }
             Event::Arrives { wire, at_owner: false, bytes } => {
                 if !self.wires[wire].dead && !self.wires[wire].ended {
-                    self.hear(wire, &bytes);
+                    self.receive(wire, &bytes);
                 }
             }
             Event::OwnerLearns(wire) => {

@@ -1,4 +1,4 @@
-//! Inputs that somebody with bad intentions, or a bug, would send. Each is also a seed of the fuzz targets.
+//! Inputs that an attacker, or a bug, would send. Each is also a seed of the fuzz targets.
 
 use towline_proto::Ticket;
 use towline_proto::crypto::sha256;

@@ -222,7 +222,7 @@ unsafe impl Sync for Retained {}
 
 impl Drop for Retained {
     fn drop(&mut self) {
-        // SAFETY: it was retained once by whoever made this value. A refusal leaves it to the end of the process.
+        // SAFETY: it was retained once by the code that made this value. A refusal leaves it to the end of the process.
         unsafe { (self.device.api().release_primary)(self.device.raw) };
     }
 }
@@ -233,7 +233,7 @@ impl Context {
         &self.0.device
     }
 
-    /// Makes it current in the calling thread until the answer is dropped; then the one before is current again. Nothing is
+    /// Makes it current in the calling thread until the result is dropped; then the one before is current again. Nothing is
     /// done where it is current already, which is cheaper to ask than to switch.
     #[inline]
     pub fn enter(&self) -> Result<Entered<'_>> {
@@ -263,7 +263,7 @@ impl Context {
         self.name().was_current() || self.is_current()
     }
 
-    /// Its name, for who asks often; that of none where there are other devices.
+    /// Its name, for callers that ask often; the name of no device where there are other devices.
     pub fn name(&self) -> ContextName {
         if self.0.alone { ContextName(self.0.raw.addr()) } else { ContextName::NONE }
     }

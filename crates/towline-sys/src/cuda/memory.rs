@@ -62,7 +62,7 @@ const WRITE_COMBINED: c_uint = 4;
 const READ_ONLY: c_uint = 8;
 const LAZY_PEER_ACCESS: c_uint = 1;
 
-/// The attributes of a pointer that are asked for, in the order in which the answers are read. Drivers before CUDA 11.7 do not
+/// The attributes of a pointer that are asked for, in the order in which the results are read. Drivers before CUDA 11.7 do not
 /// know the last three, and those before CUDA 11.3 not the one before.
 const ATTRIBUTES: [c_uint; 12] = [2, 9, 7, 11, 12, 10, 14, 8, 17, 18, 19, 20];
 const OF_OLDER: [usize; 2] = [9, 8];

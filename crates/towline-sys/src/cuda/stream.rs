@@ -13,7 +13,7 @@ use crate::{Error, Result};
 const NON_BLOCKING: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
 
-/// A stream that somebody else owns, by the driver's handle for it.
+/// A stream of another owner, by the driver's handle for it.
 ///
 /// 0 and 1 are the default stream, 2 the calling thread's default stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -94,7 +94,7 @@ impl Entered<'_> {
         Ok(Module(Arc::new(Code { context: self.context().clone(), raw })))
     }
 
-    /// Lets a stream of somebody else's wait for an event, without blocking the host.
+    /// Lets a stream of another owner wait for an event, without blocking the host.
     ///
     /// # Safety
     /// The handle is that of a live stream.
@@ -104,7 +104,7 @@ impl Entered<'_> {
         self.api().check("cuStreamWaitEvent", answer)
     }
 
-    /// Puts a copy between addresses of the device into a stream of somebody else's.
+    /// Puts a copy between addresses of the device into a stream of another owner.
     ///
     /// # Safety
     /// The handle is that of a live stream, and both ranges are valid until it has got past the copy.
@@ -113,7 +113,7 @@ impl Entered<'_> {
         self.api().check("cuMemcpyAsync", unsafe { (self.api().copy)(to, from, len, stream.raw()) })
     }
 
-    /// Records an event in a stream of somebody else's, which is of this context.
+    /// Records an event in a stream of another owner, which is of this context.
     ///
     /// # Safety
     /// The handle is that of a live stream.
@@ -122,7 +122,7 @@ impl Entered<'_> {
         self.api().check("cuEventRecord", unsafe { (self.api().record)(event.raw, stream.raw()) })
     }
 
-    /// Lets `waiting` wait for what is in a stream of somebody else's by now, also where that is of another context.
+    /// Lets `waiting` wait for what is in a stream of another owner by now, also where that is of another context.
     ///
     /// # Safety
     /// The handle is that of a live stream.
@@ -132,7 +132,7 @@ impl Entered<'_> {
         waiting.wait(self, &event)
     }
 
-    /// Makes an event of the point that a stream of somebody else's has come to, also where that is of another context.
+    /// Makes an event of the point that a stream of another owner has come to, also where that is of another context.
     ///
     /// # Safety
     /// The handle is that of a live stream.

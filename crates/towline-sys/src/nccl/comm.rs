@@ -438,7 +438,7 @@ impl Nccl {
         self.check("ncclCommWindowDeregister", code)
     }
 
-    /// The same for who looks at the code alone where it is 0, and otherwise [asks](Nccl::giving_up) what it means.
+    /// The same for callers that look at the code alone where it is 0, and otherwise [asks](Nccl::giving_up) what it means.
     ///
     /// # Safety
     /// As above.

@@ -490,7 +490,7 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // Who must know whether it worked calls `deregister`.
+        // A caller that must know whether it worked calls `deregister`.
         if !self.agent.in_child() {
             let _ = self.give_back();
         }

@@ -67,7 +67,7 @@ pub(crate) fn wanted(here: &Surroundings) -> Wanted {
     }
 }
 
-/// The places to try for a file or folder that somebody named: those and no others, so that a wrong setting shows.
+/// The places to try for a file or folder that was named: those and no others, so that a wrong setting shows.
 pub(crate) fn named(path: &Path, origin: &str) -> Vec<Place> {
     if !path.is_dir() {
         return vec![Place::file(path, origin)];

@@ -1,4 +1,4 @@
-//! The CUDA driver: a fake that behaves, the faults that it can be told to have, and whatever the machine has.
+//! The CUDA driver: a fake that behaves, the faults that a test can ask it for, and whatever the machine has.
 #![allow(clippy::unwrap_used, clippy::panic)]
 #![allow(unsafe_code, reason = "calls the driver")]
 
@@ -189,11 +189,11 @@ fn streams_keep_their_order_and_wait_for_each_other() {
     assert!(!one.is_idle(&entered).unwrap() && !other.is_idle(&entered).unwrap());
     // SAFETY: the stream is alive.
     unsafe { entered.wait_for_foreign(other.handle(), &one) }.unwrap();
-    let (done, told) = mpsc::channel();
+    let (done, ended) = mpsc::channel();
     one.call_back(&entered, move || done.send(()).unwrap()).unwrap();
-    assert!(told.try_recv().is_err());
+    assert!(ended.try_recv().is_err());
     open.send(()).unwrap();
-    told.recv_timeout(Duration::from_secs(20)).unwrap();
+    ended.recv_timeout(Duration::from_secs(20)).unwrap();
     event.synchronize().unwrap();
     let bytes = download(&entered, &other, address, 64);
     assert_eq!((bytes[0], bytes[31], bytes[32], bytes[63]), (2, 2, 1, 1));

@@ -144,8 +144,8 @@ fn two_agents_move_bytes_and_tell_each_other() {
     let posted = request.post(Some(b"taken\0all")).unwrap();
     finish(&mut request, posted);
     assert!(reader.bytes() == source);
-    let told = Notification { peer: "reader".into(), message: b"taken\0all".to_vec() };
-    assert_eq!(await_messages(&owner.agent, 1), [told]);
+    let notification = Notification { peer: "reader".into(), message: b"taken\0all".to_vec() };
+    assert_eq!(await_messages(&owner.agent, 1), [notification]);
     assert_eq!(request.telemetry().unwrap().bytes, 1 << 20);
     request.release().unwrap();
 

@@ -35,7 +35,7 @@ pub struct OwnerStats {
 }
 
 impl Owner {
-    /// Opens an owner that can be reached by that path; `secret` is none where it is empty.
+    /// Opens an owner that can be reached by that path; there is no secret where `secret` is empty.
     pub fn open(path: &str, name: &str, setting: Setting, secret: &str) -> Owner {
         match setting {
             Setting::OneProcess => {

@@ -184,7 +184,7 @@ pub fn misaligned_words_and_elements_are_refused(bench: &Bench) {
     outcome(reduce().at(8, 4, 8).start()).expect("the local side may lie anywhere");
 }
 
-/// A signal raises its counter, and whoever waits for it wakes.
+/// A signal raises its counter, and its waiter wakes.
 pub fn signals_add_up_and_wake_the_waiter(bench: &Bench) {
     if !bench.has_words() {
         return words_are_refused(bench);

@@ -26,7 +26,7 @@ impl Wake for Count {
     }
 }
 
-/// A transfer can be awaited; whoever has polled it is woken at the end.
+/// A transfer can be awaited; the task that has polled it is woken at the end.
 pub fn a_transfer_is_a_future(bench: &Bench) {
     for mut parts in bench.several(8 << 20, THEIRS) {
         block_on(parts.read().start().unwrap()).unwrap();

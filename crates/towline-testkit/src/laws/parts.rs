@@ -134,7 +134,7 @@ pub fn parts_share_a_region_and_overlap(bench: &Bench) {
             for (byte, found) in word.iter().enumerate() {
                 assert!(
                     meant.iter().any(|word| word[byte] == *found),
-                    "a byte of nobody's at {offset} + {byte}"
+                    "a byte that belongs to no part at {offset} + {byte}"
                 );
             }
         }

@@ -82,7 +82,7 @@ pub fn a_lease_ends(bench: &Bench) {
     refused(bench.user.import(&short), &[Kind::PermissionDenied]);
 }
 
-/// Whoever does not have the region's key cannot make a ticket, however good it looks.
+/// A peer without the region's key cannot make a ticket, however good it looks.
 pub fn forged_tickets_are_refused_and_counted(bench: &Bench) {
     let region = bench.stamped(4096, Access::READ, THEIRS);
     let body = region.ticket().body().clone();
@@ -213,7 +213,7 @@ pub fn secrets_open_and_shut(bench: &Bench) {
     for unauthenticated in [user(Some(b"open-barley")), user(None)] {
         refused(unauthenticated.import(&region.ticket()), &[Kind::PermissionDenied]);
     }
-    // Who has a secret trusts nobody who has none.
+    // A side with a secret trusts no side without one.
     let plain = bench.stamped(64, Access::READ, THEIRS);
     refused(knows.import(&plain.ticket()), &[Kind::PermissionDenied]);
 }

@@ -252,7 +252,7 @@ pub(super) fn leave_child() -> Answer {
         return Err(bad("fork failed"));
     }
     if pid == 0 {
-        // SAFETY: as above. Whoever reads what the worker says must see its end.
+        // SAFETY: as above. The reader of what the worker says must see its end.
         unsafe {
             for stream in 0..3 {
                 libc::close(stream);

@@ -1,4 +1,4 @@
-//! Memory as `numpy.memmap` has it: a file that is mapped, and that somebody else can cut.
+//! Memory as `numpy.memmap` has it: a file that is mapped, and that others can cut.
 #![allow(unsafe_code, reason = "maps a file, and lends the mapping")]
 
 use std::fs::File;

@@ -25,7 +25,7 @@ impl Drop for Parts {
     fn drop(&mut self) {
         let Ok(entered) = self.gpu.enter("free segments") else { return };
         let cuda = entered.cuda();
-        // SAFETY: mapped and reserved by this value, and whoever used the storage has let go of it.
+        // SAFETY: mapped and reserved by this value, and the users of the storage have let go of it.
         unsafe {
             for part in 0..self.count {
                 let _ = cuda.unmap(self.first + (part * self.unit) as u64, self.unit);

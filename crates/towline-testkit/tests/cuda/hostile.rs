@@ -42,7 +42,7 @@ fn by_descriptors(all: u32, parts: &[u64]) -> Vec<u8> {
     [&[2][..], &all.to_le_bytes(), &numbers].concat()
 }
 
-fn told(id: u64, words: &[u8], files: usize) -> Vec<u8> {
+fn reply(id: u64, words: &[u8], files: usize) -> Vec<u8> {
     let body = [&[0][..], &(words.len() as u16).to_le_bytes(), words].concat();
     frame(kind::TOLD, id, &body, 0, files as u8)
 }
@@ -84,7 +84,7 @@ impl User {
         User { endpoint, local }
     }
 
-    /// Imports a region of that length from an owner that answers each question with these words and descriptors, and says the rest
+    /// Imports a region of that length from an owner that answers each query with these words and descriptors, and says the rest
     /// after the first of them; then does what is asked for with it.
     fn import<T>(
         &self,
@@ -102,9 +102,9 @@ impl User {
                 let grant = Grant { gpu: true, offers: 1, ..Grant::whole(length) };
                 control.send(&granted(import.id, &[grant], 0));
                 let mut rest = Some(rest);
-                while let Some(heard) = control.hear_within(STALL * 2) {
-                    if heard.kind == kind::ASK && heard.id != 0 {
-                        control.send_with_files(&told(heard.id, words, files.len()), files);
+                while let Some(frame) = control.hear_within(STALL * 2) {
+                    if frame.kind == kind::ASK && frame.id != 0 {
+                        control.send_with_files(&reply(frame.id, words, files.len()), files);
                         control.send(rest.take().unwrap_or_default());
                     }
                 }
@@ -188,7 +188,7 @@ fn gpu_memory_that_is_told_twice_or_recalled_gives_errors_and_is_closed() {
     owner.must(&format!("register {LEN} device read+write"));
     let honest = words(0, LEN, &by_handle(&handle(&owner)));
     let recall = frame(kind::RECALL, 0, &9u32.to_le_bytes(), 0, 0);
-    for rest in [told(1, &honest, 0), told(2, &honest, 0), told(9, &honest, 0), recall.repeat(2)] {
+    for rest in [reply(1, &honest, 0), reply(2, &honest, 0), reply(9, &honest, 0), recall.repeat(2)] {
         let user = User::open();
         user.import(LEN, &honest, &[], &rest, |user, remote| {
             let Ok(remote) = remote else { return };

@@ -87,7 +87,7 @@ pub(crate) fn memory_in_many_parts_is_opened_side_by_side() {
         return;
     }
     let _watchdog = watch("gpu: memory in parts", Duration::from_secs(120));
-    // More parts than descriptors go along with one answer.
+    // More parts than descriptors go along with one reply.
     const MANY: usize = 40 * MIB + 12_345;
     let user = endpoint("user");
     let mut owner = Process::open("owner", "");
@@ -244,7 +244,7 @@ pub(crate) fn a_stopped_user_keeps_the_memory_that_it_has_open_and_lets_go_when_
     let remote = user.must(&format!("import {} cuda", region.ticket().unwrap())).number(0);
     user.must(&format!("read {remote} 1 0 0 {LEN}"));
     user.stop();
-    // It has the memory open, though no copy is under way.
+    // It has the memory open, though no copy is in flight.
     let pinned = region.into_storage_within(Duration::from_millis(200)).unwrap_err();
     assert_eq!(pinned.error.kind(), Kind::Timeout);
     drop(pinned.registration);
@@ -479,7 +479,7 @@ pub(crate) fn operations_keep_the_order_of_a_stream() {
     let refused = connector.begin_read(&metadata.parse().unwrap(), ordered(host())).unwrap_err();
     assert_eq!(refused.kind(), Kind::Invalid, "{refused}");
     connector.begin_read(&metadata.parse().unwrap(), host()).unwrap().wait(Some(STALL * 10)).unwrap();
-    // One that ends before its time ends for whoever waits to claim it.
+    // One that ends before its time ends for a peer that waits to claim it.
     work(0x58);
     let readable = connector.create_readable(ordered(ours())).unwrap();
     peer.tell_with(&reading, readable.metadata().unwrap().to_json().unwrap().as_bytes());

@@ -400,8 +400,8 @@ pub(crate) fn a_copy_waits_for_a_stream_and_holds_one_back(gpu: &Arc<Gpu>) {
     unsafe { copying.hold(then.handle()) }.unwrap();
     // SAFETY: the ranges are the storages'.
     unsafe { then.copy(&entered, three.addr() as u64, two.addr() as u64, len) }.unwrap();
-    let (told, done) = mpsc::channel();
-    copying.on_done(move || told.send(()).unwrap()).unwrap();
+    let (sender, done) = mpsc::channel();
+    copying.on_done(move || sender.send(()).unwrap()).unwrap();
     assert!(!copying.is_done().unwrap() && !then.is_idle(&entered).unwrap());
     assert!(!copying.wait(Some(Instant::now() + Duration::from_millis(5))).unwrap(), "it is held back");
     assert!(done.try_recv().is_err());

@@ -46,7 +46,7 @@ fn twenty_processes_all_read_from_all() {
         let ticket = process.must("ticket 1").text(0).to_owned();
         targets.push_str(&format!("{ticket} {number} 1\n"));
     }
-    // All at once; the answers are collected afterwards.
+    // All at once; the replies are collected afterwards.
     for process in &mut processes {
         process.tell_with("read-all 3", targets.as_bytes());
     }

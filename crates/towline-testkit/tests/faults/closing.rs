@@ -39,7 +39,7 @@ fn stays_ours<S: Storage>(region: &Registered<S>, time: Duration, what: &str) {
     assert_eq!(late, None, "{what}: written after the endpoint was closed");
 }
 
-/// Somebody who has begun to write into it, over and over.
+/// A peer that has begun to write into it, over and over.
 fn writing<S: Storage>(path: &str, region: &Registered<S>, what: &str) -> Process {
     let mut writer = Process::open("writer", &format!("stall={}", STALL.as_millis()));
     writer.must(&format!("chase {path} write 0 {LEN} 100"));

@@ -56,7 +56,7 @@ fn read_all(endpoint: &Endpoint, remote: &Remote) {
     Stamp::new(1, 1).verify_storage(target.storage(), 0, MIB).unwrap();
 }
 
-/// Neither side gives the other memory, whichever of them is the owner; the stream serves, and both are told why.
+/// Neither side gives the other memory, whichever of them is the owner; the stream serves, and both get the reason.
 fn nothing_is_shared_across(wall: Wall, test: &str, why: &str) {
     let _watchdog = watch(test, Duration::from_secs(60));
     let Some(mut other) = apart(wall, test, "") else { return };

@@ -1,4 +1,4 @@
-//! Which kind of error tells of what: the table of `docs/decisions/0047-what-each-kind-promises.md`, row by row.
+//! What each kind of error means: the table of `docs/decisions/0047-what-each-kind-promises.md`, row by row.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;
@@ -29,7 +29,7 @@ enum Event {
     Killed,
     /// Killed, and another life of it listens at the same address.
     Restarted,
-    /// Killed before anybody here had heard of it.
+    /// Killed before this process had any contact with it.
     NeverMet,
     /// It stands still, and what it serves with it.
     Stopped,
@@ -86,15 +86,15 @@ const TABLE: &[Row] = &[
     (Event::Killed, ON_THE_HOST, ANYTHING, Some(Kind::Stale)),
     (Event::Killed, ON_THE_HOST, &[Import], Some(Kind::Stale)),
     (Event::Killed, SHARED, &[Add, Pin], Some(Kind::Stale)),
-    // A connection that has ended tells nothing of its owner.
+    // A connection that has ended shows nothing of its owner.
     (Event::Killed, TCP, ANYTHING, Some(Kind::Disconnected)),
     (Event::Killed, TCP, &[Import], Some(Kind::Disconnected)),
     (Event::Restarted, ON_THE_HOST, ANYTHING, Some(Kind::Stale)),
-    // Whoever asks for something connects anew, and meets the other life.
+    // The next request connects anew, and meets the other life.
     (Event::Restarted, TCP, &[SmallRead, LargeRead, Write, Add, Notify], Some(Kind::Stale)),
     (Event::Restarted, ALL, &[Import], Some(Kind::Stale)),
     (Event::NeverMet, ALL, &[Import], Some(Kind::Disconnected)),
-    // Who reaches the memory by itself does not need it.
+    // A peer that reaches the memory by itself does not need it.
     (Event::Stopped, BY_ITSELF, ACCESS, None),
     (Event::Stopped, STREAMS, ACCESS, Some(Kind::Timeout)),
     (Event::Stopped, ALL, &[Import], Some(Kind::Timeout)),
@@ -290,7 +290,7 @@ fn a_goodbye_over_tls_is_remembered() {
     let user = Endpoint::options("user").tls(towline::Tls::by_ticket().unwrap()).open().unwrap();
     let remote = user.import_with(&ticket, &routing("tcp")).unwrap();
     owner.must("close");
-    assert!(eventually(STALL * 10, || remote.alive().is_err()), "the goodbye is not heard");
+    assert!(eventually(STALL * 10, || remote.alive().is_err()), "the goodbye is not received");
     assert_eq!(remote.alive().unwrap_err().kind(), Kind::Stale);
     assert_eq!(user.import_with(&ticket, &routing("tcp")).unwrap_err().kind(), Kind::Stale);
 }

@@ -80,7 +80,7 @@ fn local(endpoint: &Endpoint, len: usize) -> Registered<SystemStorage> {
     endpoint.register(SystemStorage::new(len).unwrap(), Access::NONE).unwrap()
 }
 
-/// An owner that nothing happens to: whoever fails somewhere else must still reach it.
+/// An owner that nothing happens to: a peer that fails somewhere else must still reach it.
 struct Bystander {
     process: Process,
     stamp: Stamp,

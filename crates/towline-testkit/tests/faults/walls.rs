@@ -130,7 +130,7 @@ fn where_copies_between_processes_are_forbidden_the_unix_stream_serves() {
     assert!(refused.message.contains("process_vm_readv"), "{refused}");
 }
 
-/// Where the calls that report a missing page are forbidden, others must report it: whoever may cut a file ends no owner.
+/// Where the calls that report a missing page are forbidden, others must report it: a process that may cut a file ends no owner.
 #[test]
 fn an_owner_that_may_not_copy_between_processes_outlives_memory_that_goes_away() {
     const NAME: &str = "an_owner_that_may_not_copy_between_processes_outlives_memory_that_goes_away";
@@ -170,7 +170,7 @@ fn an_owner_that_may_not_copy_between_processes_outlives_memory_that_goes_away()
         let mut word = [0; 8];
         near.read_at(0, &mut word).unwrap();
         assert_eq!(u64::from_le_bytes(word), 8, "by {way} {options}");
-        // And when half of it is not, for whoever begins behind the end and in front of it.
+        // And when half of it is not, for a request that begins behind the end and in front of it.
         file.set_len(half).unwrap();
         let outcomes = [
             ("small read", outcome(user.read(&remote, &near).at(half, 0, 100).start())),

@@ -10,7 +10,7 @@ use crate::{LEN, Target};
 /// Nobody's number, on Linux and elsewhere.
 const NOBODY: u32 = 65_534;
 
-/// What such a peer is passed and told of memory that is shared within one user, and of a file.
+/// What such a peer is passed and learns of memory that is shared within one user, and of a file.
 fn grasped(target: &mut Target, attacker: &mut Process) -> [(u64, u64, bool); 2] {
     ["shared", "disk"].map(|kind| {
         let region = target.process.must(&format!("register {LEN} {kind} read+write")).number(0);

@@ -1,4 +1,4 @@
-//! Somebody who holds a ticket and wants the memory lent by NIXL, whatever its owner says. It asks by itself, because the library would
+//! A peer that holds a ticket and wants the memory lent by NIXL, whatever its owner says. It asks by itself, because the library would
 //! not: the owner refuses before it looks for NIXL, so none has to be here.
 
 use std::time::Duration;
@@ -13,19 +13,19 @@ use towline_testkit::{lending, skip};
 
 use crate::{LEN, Target};
 
-/// The path's number, and what it is asked: to reach a region, and to do the owner's part of what is under way.
+/// The path's number, and what it is asked: to reach a region, and to do the owner's part of what is in flight.
 const NIXL: u8 = 2;
 const ATTACH: u8 = 1;
 const HELP: u8 = 2;
 
 const MEDIA: [Medium; 2] = [Medium::Unix, Medium::Tcp];
 
-/// What a peer may say of itself, in the last byte of its question: that it insists, and that it pins.
+/// What a peer may say of itself, in the last byte of its query: that it insists, and that it pins.
 const FLAGS: std::ops::Range<u8> = 0..4;
 
-/// The question, in bytes: kind 20, the padding, the length of the body, the request; the grant, the path, and words of which the
+/// The query, in bytes: kind 20, the padding, the length of the body, the request; the grant, the path, and words of which the
 /// first byte is version 1; zeros up to 64.
-fn question(request: u8, handle: u32, words: &[u8]) -> Vec<u8> {
+fn query(request: u8, handle: u32, words: &[u8]) -> Vec<u8> {
     let mut body = handle.to_le_bytes().to_vec();
     body.extend([NIXL, words.len() as u8, 0]);
     body.extend(words);
@@ -37,7 +37,7 @@ fn question(request: u8, handle: u32, words: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// The owner's answer to who holds that ticket.
+/// The owner's reply to a holder of that ticket.
 fn asked(ticket: &Ticket, medium: Medium, flags: u8) -> Result<Vec<u8>, WireError> {
     let mut peer = Attacker::connect(ticket, medium);
     let handle = peer.log_in(ticket);
@@ -45,19 +45,19 @@ fn asked(ticket: &Ticket, medium: Medium, flags: u8) -> Result<Vec<u8>, WireErro
 }
 
 fn answer(peer: &mut Attacker, handle: u32, words: &[u8]) -> Result<Vec<u8>, WireError> {
-    peer.send(&question(77, handle, words));
-    let (header, body) = peer.frame().expect("an answer");
+    peer.send(&query(77, handle, words));
+    let (header, body) = peer.frame().expect("a reply");
     assert_eq!((header.kind as u8, header.id), (21, 77));
     QueryReply::decode(&body).unwrap().outcome
 }
 
-/// Asserts that nobody who holds that ticket is lent anything, and that the owner says why.
+/// Asserts that no holder of that ticket is lent anything, and that the owner says why.
 #[track_caller]
 fn refused(ticket: &Ticket, why: &str) {
     for medium in MEDIA {
         for flags in FLAGS {
             let answer = asked(ticket, medium, flags).map(|answer| answer.len());
-            let error = answer.expect_err("the owner told how to reach its memory");
+            let error = answer.expect_err("the owner said how to reach its memory");
             assert_eq!(error.kind, Kind::Unavailable, "{}", error.message);
             assert!(error.message.contains(why), "over {medium:?}: {}", error.message);
         }
@@ -128,7 +128,7 @@ fn memory_that_may_go_away_is_not_lent_over_an_interface() {
     target.is_unharmed();
 }
 
-/// Whoever comes over TCP shares nothing with the owner: that a loan is counted is all that shows it.
+/// A peer over TCP shares nothing with the owner: that a loan is counted is all that shows it.
 #[test]
 fn a_loan_is_counted_before_its_answer_goes_out() {
     let test = "a_loan_is_counted_before_its_answer_goes_out";
@@ -146,7 +146,7 @@ fn a_loan_is_counted_before_its_answer_goes_out() {
     }
 }
 
-/// The owner's agent works for who is in the audit, and for nobody else.
+/// The owner's agent works for the peers in the audit, and for no other.
 #[test]
 fn help_is_given_only_to_who_was_lent_something() {
     let test = "help_is_given_only_to_who_was_lent_something";
@@ -155,9 +155,9 @@ fn help_is_given_only_to_who_was_lent_something() {
     let region = owner.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
     let ticket = region.ticket().unwrap();
     let help_given = || owner.stats().nixl.map_or(0, |nixl| nixl.help_given);
-    // Request 0 wants no answer; the question behind it has one, that it is no question.
+    // Request 0 wants no reply; the query behind it has one, that it is not a query.
     let call = |peer: &mut Attacker, handle| {
-        peer.send(&question(0, handle, &[1, HELP]));
+        peer.send(&query(0, handle, &[1, HELP]));
         answer(peer, handle, &[9]).unwrap_err();
     };
     let mut borrower = Attacker::connect(&ticket, Medium::Tcp);
@@ -165,7 +165,7 @@ fn help_is_given_only_to_who_was_lent_something() {
     answer(&mut borrower, lent, &[1, ATTACH, 0]).expect("a loan");
     let connecting = help_given();
     call(&mut borrower, lent);
-    assert_eq!(help_given(), connecting + 1, "somebody who was lent the region is helped");
+    assert_eq!(help_given(), connecting + 1, "a peer that was lent the region is helped");
     let read_only = ticket.narrow().access(Access::READ).finish().unwrap();
     let half = ticket.narrow().range(0, LEN as u64 / 2).finish().unwrap();
     for ticket in [&ticket, &read_only, &half] {
@@ -173,7 +173,7 @@ fn help_is_given_only_to_who_was_lent_something() {
         let handle = other.log_in(ticket);
         call(&mut other, handle);
     }
-    assert_eq!(help_given(), connecting + 1, "somebody to whom nothing was lent was helped");
+    assert_eq!(help_given(), connecting + 1, "a peer to which nothing was lent was helped");
 }
 
 /// A watchdog, where NIXL is here; otherwise says that it is not.

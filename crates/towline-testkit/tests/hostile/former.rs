@@ -1,4 +1,4 @@
-//! Somebody who once held a ticket: the region is gone, its row is another's now, or the lease has run out. It speaks the protocol by
+//! A peer that once held a ticket: the region is gone, its row is another's now, or the lease has run out. It speaks the protocol by
 //! itself, because the library would not even try.
 
 use std::time::Duration;
@@ -17,7 +17,7 @@ const MEDIA: [Medium; 2] = [Medium::Unix, Medium::Tcp];
 /// How long a message may take to arrive.
 const ARRIVES: &str = "receive 5000";
 
-/// A moment after which a message that was not delivered never will be: an answer has come that was sent behind it.
+/// A moment after which a message that was not delivered never will be: a reply has come that was sent behind it.
 const NOTHING: &str = "receive 1";
 
 /// A message, in bytes: kind 39, the padding, the length of the body; no transfer, no pieces, the text; zeros up to 64.
@@ -110,7 +110,7 @@ fn who_holds_another_good_ticket_still_delivers_messages() {
         peer.send(&notify(b"still here"));
         assert_eq!(target.process.must(ARRIVES).payload, b"still here", "over {medium:?}");
         peer.send(&Message::from(Ping {}).frame(9, 0, 0));
-        assert_eq!(peer.frame().expect("an answer").0.kind, FrameKind::Pong);
+        assert_eq!(peer.frame().expect("a reply").0.kind, FrameKind::Pong);
     }
     target.is_unharmed();
 }

@@ -105,11 +105,11 @@ fn requests_and_bytes_beyond_the_quota_are_refused_and_the_rest_is_served() {
                 let read = Read { transfer: 0, handle, blocks: blocks.clone() };
                 attacker.send(&Message::from(read).frame(7, 0, 0));
             }
-            // Who reads the answers as they come may never have more than one in flight.
+            // A peer that reads the replies as they come may never have more than one in flight.
             assert!(eventually(PATIENCE * 4, || target.refused() > before), "nothing was refused");
             let (mut served, mut refused) = (0, 0);
             for _ in 0..ASKED {
-                let (header, body) = attacker.frame().expect("an answer");
+                let (header, body) = attacker.frame().expect("a reply");
                 assert_eq!(header.kind, FrameKind::Data);
                 match Data::decode(&body).unwrap().outcome {
                     Ok(()) => served += 1,
@@ -124,7 +124,7 @@ fn requests_and_bytes_beyond_the_quota_are_refused_and_the_rest_is_served() {
             // What was given back can be taken again.
             let read = Read { transfer: 0, handle, blocks };
             attacker.send(&Message::from(read).frame(7, 0, 0));
-            let (_, body) = attacker.frame().expect("an answer");
+            let (_, body) = attacker.frame().expect("a reply");
             assert!(Data::decode(&body).unwrap().outcome.is_ok());
         }
         target.is_unharmed();
@@ -178,7 +178,7 @@ fn peers_and_connections_beyond_the_quota_are_refused() {
             // Those that are there go on.
             for attacker in &mut logged_in {
                 attacker.send(&Message::from(Ping {}).frame(9, 0, 0));
-                assert_eq!(attacker.frame().expect("an answer").0.kind, FrameKind::Pong);
+                assert_eq!(attacker.frame().expect("a reply").0.kind, FrameKind::Pong);
             }
         }
         target.is_unharmed();
@@ -216,7 +216,7 @@ fn an_owner_without_descriptors_says_so_goes_on_and_recovers() {
         });
         let refused = refused.expect("there is an end to descriptors");
         assert_eq!(refused.kind, Kind::Exhausted, "{}", refused.message);
-        // Whoever comes now gets an answer too, and not silence.
+        // A peer that comes now gets a reply too, and not silence.
         for _ in 0..20 {
             let _ = Attacker::connect(&target.ticket, medium).try_log_in(&target.ticket);
         }
@@ -268,7 +268,7 @@ fn requests_and_lanes_that_are_not_there_are_given_up_without_a_trace() {
             assert!(towline::wire::Done::decode(&body).unwrap().outcome.is_ok());
         }
         assert!(target.process.resident() < before + (4 << 20), "it keeps what is not there in mind");
-        // Of a request that is there exactly one answer comes, whole or not.
+        // Of a request that is there exactly one reply comes, whole or not.
         let blocks = vec![Block { offset: 0, len: LEN as u32 }];
         for id in 1..=40 {
             attacker

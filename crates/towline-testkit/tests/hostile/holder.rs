@@ -33,7 +33,7 @@ pub(crate) fn forged_accesses() -> usize {
     std::env::var("TOWLINE_FORGED").ok().and_then(|number| number.parse().ok()).unwrap_or(10_000)
 }
 
-/// How many frames are sent before their answers are read: fewer than fill a socket.
+/// How many frames are sent before their replies are read: fewer than fill a socket.
 const BATCH: usize = 64;
 
 fn narrowed(target: &mut Target) -> Ticket {
@@ -118,9 +118,9 @@ fn trespass(handle: u32, random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// How many refusals an answer holds; one that is not a refusal ends the test.
+/// How many refusals a reply holds; one that is not a refusal ends the test.
 fn refusals(attacker: &mut Attacker) -> usize {
-    let (header, body) = attacker.frame().expect("an answer");
+    let (header, body) = attacker.frame().expect("a reply");
     match header.kind {
         FrameKind::Data => assert!(Data::decode(&body).unwrap().outcome.is_err(), "bytes were given away"),
         FrameKind::Done => assert!(Done::decode(&body).unwrap().outcome.is_err(), "something was changed"),
@@ -137,7 +137,7 @@ fn refusals(attacker: &mut Attacker) -> usize {
 #[test]
 fn forged_accesses_are_all_refused_and_counted() {
     let mut target = Target::open("forged_accesses_are_all_refused_and_counted");
-    // Somebody else's region, and one that is gone.
+    // A region of another holder, and one that is gone.
     target.process.must(&format!("register {LEN} system read+write"));
     target.process.must("fill 2 2 1");
     let other: Ticket = target.process.must("ticket 2").text(0).parse().unwrap();
@@ -186,7 +186,7 @@ fn forged_accesses_are_all_refused_and_counted() {
         // And it still has what it is allowed.
         let read = Read { transfer: 0, handle, blocks: vec![Block { offset: 0, len: LENGTH as u32 }] };
         attacker.send(&Message::from(read).frame(7, 0, 0));
-        let (_, body) = attacker.frame().expect("an answer");
+        let (_, body) = attacker.frame().expect("a reply");
         assert!(Data::decode(&body).unwrap().outcome.is_ok());
     }
     target.process.must(&format!("check 2 2 1 0 {LEN}"));
@@ -344,7 +344,7 @@ fn a_word_that_wants_no_answer_gets_none_also_about_a_grant_that_is_gone() {
         // A worker would answer it.
         assert!(holder.frame_within(Duration::from_millis(50)).is_none(), "over {medium:?}");
         holder.send(&Message::from(Ping {}).frame(9, 0, 0));
-        assert_eq!(holder.frame().expect("an answer").0.kind, FrameKind::Pong, "over {medium:?}");
+        assert_eq!(holder.frame().expect("a reply").0.kind, FrameKind::Pong, "over {medium:?}");
     }
     target.is_unharmed();
 }

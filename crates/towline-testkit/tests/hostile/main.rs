@@ -113,7 +113,7 @@ fn garbage_is_cut_off() {
             let len = 1 + random.below(if round % 4 == 0 { 100_000 } else { 300 }) as usize;
             let garbage: Vec<u8> = (0..len).map(|_| random.number() as u8).collect();
             attacker.send(&garbage);
-            // Less than a header says nothing yet: that one is cut off for its silence.
+            // Less than a header says nothing yet: such a peer is cut off for its silence.
             if len >= HEADER_LEN {
                 assert!(attacker.is_cut_off(PATIENCE * 4), "{len} bytes of garbage, round {round}");
             }
@@ -284,7 +284,7 @@ fn mischief(handle: u32) -> Vec<(&'static str, Vec<u8>)> {
         ("descriptors that do not come", header(FrameKind::Held, 0, 0, 1)),
         ("a body that ends early", short_read),
         ("a second hello", header(FrameKind::Hello, 0, 0, 0)),
-        ("an answer that nobody asked for", header(FrameKind::Data, 1, 8, 0)),
+        ("a reply to no request", header(FrameKind::Data, 1, 8, 0)),
         ("a grant", header(FrameKind::Granted, 2, 0, 0)),
         ("an empty read", frame(FrameKind::Read, 7, &[], 0, 0)),
     ]
@@ -334,7 +334,7 @@ fn a_peer_that_asks_for_files_and_takes_nothing_does_not_fill_the_owners_memory(
         attacker.send(&read(handle, vec![Block { offset: 0, len: ASKED }; 5]));
         attacker.send(&Message::from(Atomic { handle, offset: 0, op: AtomicOp::Add(1) }).frame(7, 0, 0));
         assert!(attacker.gets_nothing_but_errors(), "over {medium:?}");
-        // Far more requests than are served while their answers are not taken.
+        // Far more requests than are served while their replies are not taken.
         let mut attacker = Attacker::connect(&ticket, medium);
         let handle = attacker.log_in(&ticket);
         for _ in 0..500 {
@@ -418,7 +418,7 @@ fn a_peer_may_die_at_any_byte() {
         for _ in 0..60 {
             let mut attacker = Attacker::connect(&target.ticket, medium);
             let handle = attacker.log_in(&target.ticket);
-            // Half a request, half a payload, or all of it and no wait for the answer.
+            // Half a request, half a payload, or all of it and no wait for the reply.
             let stamp = {
                 let mut bytes = vec![0; LEN];
                 STAMP.fill(0, &mut bytes);

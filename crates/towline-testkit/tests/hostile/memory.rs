@@ -110,7 +110,7 @@ fn a_session_that_has_its_share_is_refused_more_and_goes_on() {
         }
         let read = Read { transfer: 0, handle, blocks: vec![Block { offset: 0, len: 64 }] };
         attacker.send(&Message::from(read).frame(7, 0, 0));
-        let (_, body) = attacker.frame().expect("an answer");
+        let (_, body) = attacker.frame().expect("a reply");
         assert!(Data::decode(&body).unwrap().outcome.is_ok(), "over {medium:?}");
     }
     target.is_unharmed();
@@ -222,7 +222,7 @@ fn messages_of_one_sender_do_not_fill_the_queue_of_all() {
         let short =
             Message::from(Notify { transfer: 0, pieces: 0, message: b"hello".to_vec() }).frame(9, 0, 0);
         other.send(&short);
-        let (header, body) = other.frame().expect("an answer");
+        let (header, body) = other.frame().expect("a reply");
         assert_eq!(header.kind, FrameKind::Done);
         assert!(towline::wire::Done::decode(&body).unwrap().outcome.is_ok(), "over {medium:?}");
     }

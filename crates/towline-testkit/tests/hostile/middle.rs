@@ -1,4 +1,4 @@
-//! Somebody on the path of plain TCP, who reads and changes what passes. Nothing protects it after the handshake: that one acts in the
+//! An attacker on the network path of plain TCP, who reads and changes what passes. Nothing protects it after the handshake: the attacker acts in the
 //! name of either side, within what the connection was granted and asked. These are the limits that hold all the same.
 
 use std::io::{Read as _, Write as _};
@@ -150,7 +150,7 @@ fn meddle(mut from: TcpStream, mut to: TcpStream, seed: u64, often: u64, changed
     let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
 }
 
-/// An owner whose tickets lead to somebody on the path.
+/// An owner whose tickets lead to an attacker on the network path.
 struct Path {
     owner: Endpoint,
     first: Registered<SystemStorage>,
@@ -316,7 +316,7 @@ fn what_was_proven_on_one_connection_of_plain_tcp_opens_nothing_elsewhere() {
         replay.send(all);
         assert!(replay.gets_nothing_but_refusals(), "a recorded connection was accepted");
     }
-    // Somebody who holds another ticket of this owner shows the proof of the one that it has only seen.
+    // A holder of another ticket of this owner shows the proof of the one that it has only seen.
     let mut control = &said[0][..];
     let import = loop {
         let length = |at: usize| u32::from_le_bytes(control[at..at + 4].try_into().unwrap()) as usize;

@@ -21,7 +21,7 @@ const READ: u8 = 32;
 const WRITE: u8 = 34;
 const DONE: u8 = 36;
 
-/// An answer that says that all went well: 24 bytes of header, 9 of body, zeros up to 64.
+/// A reply that says that all went well: 24 bytes of header, 9 of body, zeros up to 64.
 fn done(id: u64) -> [u8; 64] {
     let mut frame = [0; 64];
     (frame[0], frame[3], frame[4]) = (DONE, 31, 9);
@@ -39,7 +39,7 @@ struct Seen {
 }
 
 /// Passes everything on up to the first request for bytes. From there on it says that this one and those behind it are done, reads
-/// nothing until it is told to, and then counts the canaries that come.
+/// nothing until a test asks for it, and then counts the canaries that come.
 fn lie(mut user: TcpStream, mut owner: TcpStream, seen: &Seen) {
     let (mut answers, mut to_user) = (owner.try_clone().unwrap(), user.try_clone().unwrap());
     thread::spawn(move || std::io::copy(&mut answers, &mut to_user));

@@ -63,7 +63,7 @@ fn followed(mut frame: Vec<u8>, payload: usize) -> Vec<u8> {
     frame
 }
 
-/// Lists take pages of their own, and what is small comes from a heap that has room, whoever allocates it: what is promised is about
+/// Lists take pages of their own, and what is small comes from a heap that has room for all callers: what is promised is about
 /// lists.
 const ALLOCATOR: [(&str, &str); 3] =
     [("MALLOC_ARENA_MAX", "1"), ("MALLOC_MMAP_THRESHOLD_", "65536"), ("MALLOC_TOP_PAD_", "524288")];
@@ -92,11 +92,11 @@ fn attacked(test: &str, kind: &str) {
             // A thread for the disk is there, and stays for a second.
             let small = Read { transfer: 0, handle, blocks: vec![Block { offset: 0, len: 8 }] };
             session.send(&Message::from(small).frame(3, 0, 0));
-            session.frame().expect("an answer");
+            session.frame().expect("a reply");
             let room = Some(target.process.address_space() + step * STEP);
             prlimit(pid, Resource::As, Rlimit { current: room, maximum: before.maximum }).unwrap();
             session.send(&demand);
-            // An answer, whatever it says, or the end of the session.
+            // A reply, whatever it says, or the end of the session.
             match session.frame() {
                 Some(_) => answered += 1,
                 None => ended += 1,

@@ -101,7 +101,7 @@ fn every_refused_handshake_is_counted_by_reason_and_by_whom() {
         assert!(Attacker::connect(&ticket, medium).is_cut_off(PATIENCE));
         // A hello, and no more.
         Attacker::connect(&ticket, medium).send(&Attacker::hello(&ticket).1);
-        // Nobody's business: a connection that says nothing and goes.
+        // Not counted: a connection that says nothing and goes.
         drop(Attacker::connect(&ticket, medium));
         wanted += 1;
         for reason in ["protocol", "proof", "ticket", "late", "hung_up"] {
@@ -118,7 +118,7 @@ fn every_refused_handshake_is_counted_by_reason_and_by_whom() {
         audit.unauthenticated.iter().map(|one| (one.origin.as_str(), one.refused)).collect();
     let here = format!("user {uid} of this host");
     assert_eq!(unauthenticated, [("127.0.0.1", 4), (here.as_str(), 4)], "{audit}");
-    // Who had proven to hold the ticket is called by its name, also at the region.
+    // A peer that had proven to hold the ticket is called by its name, also at the region.
     for audit in [audit, region.audit()] {
         let attacker = audit.peers.iter().find(|peer| peer.peer == "attacker").unwrap();
         assert_eq!(attacker.refused, 2, "{audit}");
@@ -147,7 +147,7 @@ fn who_hangs_up_in_the_middle_of_a_hello_is_counted_and_who_says_nothing_is_not(
             assert!(counted, "{part} bytes over {medium:?}: {}", owner.metrics());
         }
     }
-    assert_eq!(owner.stats().refused_handshakes, wanted, "silence is nobody's business");
+    assert_eq!(owner.stats().refused_handshakes, wanted, "silence is not counted");
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn unauthenticated_peers_that_hang_up_leave_nothing_for_as_long_as_they_had_time
         for _ in 0..count {
             drop(Attacker::connect(&target.ticket, Medium::Unix));
         }
-        // Who came last has been let go when this one is told.
+        // The last of them has been let go when this one gets its refusal.
         let mut last = Attacker::connect(&target.ticket, Medium::Unix);
         last.send(&[0xff; 64]);
         assert!(last.is_cut_off(PATIENCE * 4));

@@ -1,4 +1,4 @@
-//! A NIXL that moves nothing: it writes down what it is told, and is at its requests for as long as a test wants.
+//! A NIXL that moves nothing: it writes down its calls, and is at its requests for as long as a test wants.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -58,7 +58,7 @@ int nixl_capi_xfer_dlist_add_desc(struct list *list, size_t address, size_t leng
     return nixl_capi_reg_dlist_add_desc(list, address, length, device, NULL, 0);
 }
 int nixl_capi_destroy_xfer_dlist(struct list *list) { free(list); return 0; }
-static int told(const char *what, const char *agent, struct list *list) {
+static int note(const char *what, const char *agent, struct list *list) {
     char text[256];
     int end = snprintf(text, sizeof text, "%s %.4s kind %d device %d length %zu", what, agent, list->kind,
                        list->kind == 0 ? -1 : (int)list->device, list->length);
@@ -66,8 +66,8 @@ static int told(const char *what, const char *agent, struct list *list) {
     note(text);
     return 0;
 }
-int nixl_capi_register_mem(void *agent, struct list *list, void *args) { return told("register", agent, list); }
-int nixl_capi_deregister_mem(void *agent, struct list *list, void *args) { return told("deregister", agent, list); }
+int nixl_capi_register_mem(void *agent, struct list *list, void *args) { return note("register", agent, list); }
+int nixl_capi_deregister_mem(void *agent, struct list *list, void *args) { return note("deregister", agent, list); }
 int nixl_capi_get_local_partial_md(void *agent, struct list *list, void **data, size_t *length, void *args) {
     char text[256];
     *length = (size_t)snprintf(text, sizeof text, "%s %zx %d", (char *)agent, list->address, (int)list->device);
@@ -80,8 +80,8 @@ int nixl_capi_load_remote_md(void *agent, const void *data, size_t length, char 
     return 0;
 }
 int nixl_capi_create_xfer_req(void *agent, int op, struct list *near, struct list *far, const char *peer, void **request, void *args) {
-    told(op == 0 ? "read into" : "write from", agent, near);
-    told(op == 0 ? "read from" : "write into", peer, far);
+    note(op == 0 ? "read into" : "write from", agent, near);
+    note(op == 0 ? "read from" : "write into", peer, far);
     *request = malloc(1);
     return 0;
 }
@@ -120,12 +120,12 @@ pub(super) const CHILD: &str = "TOWLINE_TEST_OWN_PROCESS";
 const LOG: &str = "TOWLINE_TEST_FAKE_LOG";
 pub(super) const HOLD: &str = "TOWLINE_TEST_FAKE_HOLD";
 
-/// Runs that test of that module once more in a process that finds the fake, with these variables; says what the fake was told.
+/// Runs that test of that module once more in a process that finds the fake, with these variables; says which calls the fake has had.
 pub(super) fn in_a_child(module: &str, test: &str, variables: &[(&str, &str)]) -> Option<String> {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(test);
     std::fs::create_dir_all(&folder).unwrap();
     let library = fake(test, &folder)?;
-    let log = folder.join("told");
+    let log = folder.join("calls");
     for left in [&log, &folder.join("hold")] {
         let _ = std::fs::remove_file(left);
     }

@@ -1,4 +1,4 @@
-//! Memory of GPUs, on a library that writes down what it is told and moves nothing: no GPU is needed to see what NIXL is told.
+//! Memory of GPUs, on a library that writes down its calls and moves nothing: no GPU is needed to see which calls NIXL gets.
 #![allow(unsafe_code, reason = "implements a storage that says it is on a GPU")]
 
 use std::any::Any;
@@ -51,11 +51,11 @@ unsafe impl Storage for OnGpu {
 const LEN: usize = 65536;
 
 #[test]
-fn memory_of_a_gpu_is_told_to_nixl_as_such_on_both_sides() {
-    let test = "memory_of_a_gpu_is_told_to_nixl_as_such_on_both_sides";
+fn memory_of_a_gpu_is_calls_to_nixl_as_such_on_both_sides() {
+    let test = "memory_of_a_gpu_is_calls_to_nixl_as_such_on_both_sides";
     if std::env::var_os(CHILD).is_none() {
-        let Some(told) = in_a_child("gpus", test, &[]) else { return };
-        let told: Vec<_> = told.lines().collect();
+        let Some(calls) = in_a_child("gpus", test, &[]) else { return };
+        let calls: Vec<_> = calls.lines().collect();
         let expected = [
             "register owne kind 1 device 3 length 65536",
             "register user kind 1 device 1 length 65536",
@@ -68,7 +68,7 @@ fn memory_of_a_gpu_is_told_to_nixl_as_such_on_both_sides() {
             "deregister user kind 0 device -1 length 65536",
             "deregister owne kind 1 device 3 length 65536",
         ];
-        assert_eq!(told, expected);
+        assert_eq!(calls, expected);
         return;
     }
     let (owner, user) = (options_for("nixl", "owner").open().unwrap(), options("user").open().unwrap());
@@ -116,8 +116,8 @@ fn parts_are_one_request_where_each_side_is_one_kind_of_memory_and_one_gpu() {
 fn two_regions_that_share_memory_of_a_gpu_are_not_both_given_to_nixl() {
     let test = "two_regions_that_share_memory_of_a_gpu_are_not_both_given_to_nixl";
     if std::env::var_os(CHILD).is_none() {
-        if let Some(told) = in_a_child("gpus", test, &[]) {
-            assert_eq!(told.lines().filter(|line| line.starts_with("register")).count(), 2, "{told}");
+        if let Some(calls) = in_a_child("gpus", test, &[]) {
+            assert_eq!(calls.lines().filter(|line| line.starts_with("register")).count(), 2, "{calls}");
         }
         return;
     }
@@ -139,8 +139,8 @@ fn memory_of_a_gpu_is_not_offered_where_ucx_has_no_cuda() {
     let test = "memory_of_a_gpu_is_not_offered_where_ucx_has_no_cuda";
     if std::env::var_os(CHILD).is_none() {
         for variable in [("UCX_TLS", "tcp"), ("UCX_MODULES", "^cuda")] {
-            if let Some(told) = in_a_child("gpus", test, &[variable]) {
-                assert_eq!(told, "", "nothing was registered");
+            if let Some(calls) = in_a_child("gpus", test, &[variable]) {
+                assert_eq!(calls, "", "nothing was registered");
             }
         }
         return;

@@ -95,11 +95,11 @@ fn kinds(failures: &[BlockFailure]) -> Vec<(usize, Kind)> {
 fn sixty_four_small_parts_are_one_request_of_nixls() {
     let test = "sixty_four_small_parts_are_one_request_of_nixls";
     if std::env::var_os(CHILD).is_none() {
-        let Some(told) = in_a_child("parts", test, &[]) else { return };
+        let Some(calls) = in_a_child("parts", test, &[]) else { return };
         let all: usize = (1..=64).map(|part| part * 64).sum();
         for expected in ["read into user", "read from owne", "write from user", "write into owne"] {
             let line = format!("{expected} kind 0 device -1 length {all} in 64 ranges");
-            assert_eq!(told.matches(&line).count(), 1, "{told}");
+            assert_eq!(calls.matches(&line).count(), 1, "{calls}");
         }
         return;
     }
@@ -194,7 +194,7 @@ fn a_region_that_is_taken_back_in_flight_is_named_and_stays_until_nixl_lets_go()
         return;
     }
     let _watchdog = watch(test, STALL * 24);
-    // Where NIXL moves the bytes, those of the other parts count; where it fails, nothing does, but only that one is to blame.
+    // Where NIXL moves the bytes, those of the other parts count; where it fails, nothing does, but only the failed part is to blame.
     for fails in [false, true] {
         let mut scene = Scene::new(&[64, 4096, 100]);
         keep_in_flight();
@@ -266,7 +266,7 @@ fn a_cancelled_request_of_several_parts_keeps_the_memory_of_all_until_nixl_lets_
     assert!(owner.try_receive().unwrap().is_none(), "nothing follows");
 }
 
-/// An owner that shares no memory sees no pins: it asks for its region, and waits until nothing of any transfer is under way there.
+/// An owner that shares no memory sees no pins: it asks for its region, and waits until nothing of any transfer is in flight there.
 #[test]
 fn an_owner_that_sees_no_pins_gets_its_region_back_when_the_request_with_it_has_ended() {
     let test = "an_owner_that_sees_no_pins_gets_its_region_back_when_the_request_with_it_has_ended";
@@ -291,7 +291,7 @@ fn an_owner_that_sees_no_pins_gets_its_region_back_when_the_request_with_it_has_
     assert!(eventually(STALL, || in_flight(&user) == 1));
     let held = owner.ask("deregister 2 200").unwrap_err();
     assert_eq!(held.kind, Kind::Timeout, "{held}");
-    // Nothing new begins there, and what is under way ends well: the region is still there.
+    // Nothing new begins there, and what is in flight ends well: the region is still there.
     let late = user.read_parts(sides.parts()).start().unwrap();
     let error = late.wait().unwrap_err();
     assert!(error.kind() == Kind::Stale && error.message().contains("part 1 of 3"), "{error}");

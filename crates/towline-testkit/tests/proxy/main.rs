@@ -286,7 +286,7 @@ fn what_waits_for_a_new_connection_can_be_cancelled() {
     let pair = Pair::open(1, Faults::default());
     let buffer = pair.user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap();
     let remote = pair.user.import(&pair.region.ticket().unwrap()).unwrap();
-    // Somebody who accepts and never answers.
+    // A peer that accepts and never answers.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     pair.proxy.aim(silent.local_addr().unwrap());
     pair.proxy.cut_all();

@@ -69,7 +69,7 @@ fn a_request_over_many_small_parts_is_one_stream_of_requests() {
     for write in [false, true] {
         regions.fill_here(Stamp::new(2, 1));
         let before = (asked(), turns());
-        // Whoever waited for the first answer before it asked for the next part would ask for one part only.
+        // A user that waited for the first reply before it asked for the next part would ask for one part only.
         pair.proxy.hold_answers(true);
         let request = match write {
             true => pair.user.write_parts(regions.parts()),
@@ -179,7 +179,7 @@ fn a_region_that_its_owner_takes_back_ends_what_is_in_flight_over_it_and_others(
             false => pair.user.read_parts(regions.parts()),
         };
         let transfer = request.stall_within(STALL * 10).start().unwrap();
-        // The last is taken back while nobody has got an answer: what of it was not sent or applied by then never is.
+        // The last is taken back while nobody has got a reply: what of it was not sent or applied by then never is.
         let taken = regions.owned.pop().unwrap().into_storage_within(STALL * 10).unwrap();
         let (last, new) = (regions.owned.len(), Stamp::new(7, round));
         new.fill_storage(&taken).unwrap();

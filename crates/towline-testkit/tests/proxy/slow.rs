@@ -188,7 +188,7 @@ fn small_reads_that_ran_out_of_time_are_dropped_where_they_are() {
     let before = pair.answered();
     outcome(pair.user.read(&pair.remote, &pair.buffer).at(0, 0, 4096).start()).unwrap();
     let crossed = pair.answered() - before;
-    // What the owner's kernel had taken already, and the rest of one answer, cross all the same.
+    // What the owner's kernel had taken already, and the rest of one reply, cross all the same.
     assert!(crossed < READS * len / 4, "{crossed} bytes crossed for 4096");
 }
 
@@ -203,7 +203,7 @@ fn bytes_that_are_acknowledged_are_progress() {
     assert!(started.elapsed() > stall, "the link is not slow");
 }
 
-/// Passes frames on between a user and an owner of a former version: that one does not say where it sees its user, and does not know
+/// Passes frames on between a user and an owner of a former version: such an owner does not say where it sees its user, and does not know
 /// some kinds of frames.
 fn former(mut user: TcpStream, mut owner: TcpStream, unknown: Arc<AtomicU64>) {
     const READY: u8 = 5;

@@ -77,7 +77,7 @@ impl Connector {
     pub fn new() -> Result<Connector> {
         let mut name = [0; 16];
         getrandom::fill(&mut name)
-            .map_err(|error| Error::new(Kind::Native, "connector", format!("no randomness: {error}")))?;
+            .map_err(|error| Error::new(Kind::Native, "connector", format!("no random bytes: {error}")))?;
         Ok(Connector::build(HEXLOWER.encode(&name), State::Unopened))
     }
 

@@ -154,7 +154,7 @@ impl FromStr for Device {
 
 fn unknown(text: &str) -> Error {
     let shown: String = text.chars().take(64).collect();
-    Error::invalid("device", format!("{shown:?} is no device: cpu, cuda:N or xpu:N was expected"))
+    Error::invalid("device", format!("{shown:?} is not a device: use cpu, cuda:N or xpu:N"))
 }
 
 impl Serialize for Device {

@@ -67,7 +67,7 @@ pub enum OperationStatus {
     /// There is no operation yet.
     #[default]
     Uninitialized = 0,
-    /// It waits for somebody to claim it.
+    /// It waits for a peer to claim it.
     Initialized = 1,
     /// Bytes are moving, or are about to.
     InProgress = 2,

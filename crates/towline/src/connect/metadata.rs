@@ -28,7 +28,7 @@ pub struct SerializedDescriptor {
 
 /// All that an active operation needs to know about its passive one.
 ///
-/// In JSON it has exactly the four keys of its fields. It is a capability: whoever has it can claim the operation,
+/// In JSON it has exactly the four keys of its fields. It is a capability: a peer that has it can claim the operation,
 /// so it belongs to the peer and in no log ([`Debug`](fmt::Debug) leaves the secret part out).
 ///
 /// ```

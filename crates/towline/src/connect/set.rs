@@ -58,7 +58,7 @@ struct Inner {
     waiting: VecDeque<Waiting>,
     /// What runs or has run; emptied at the end, since each of them refers back to the set.
     started: Vec<Arc<Transfer>>,
-    /// Parts that have not ended, and one more while somebody is starting some.
+    /// Parts that have not ended, and one more while a thread is starting some.
     left: usize,
     /// What the transfers that run weigh, and how much that may be.
     in_flight: u64,

@@ -315,7 +315,7 @@ impl fmt::Debug for Copying {
 
 impl Drop for Copying {
     fn drop(&mut self) {
-        // Whoever waits for it on the GPU knows which point is meant, so that it can mark another one.
+        // The waiter for it on the GPU knows which point is meant, so that it can mark another one.
         if let Some(event) = self.event.take() {
             self.gpu.engine.events.lock().push(event);
         }

@@ -1,4 +1,4 @@
-//! What the driver said, with the kind that tells the caller what to do about it.
+//! What the driver said, with the kind that says what the caller can do about it.
 
 use towline_sys::cuda::code;
 

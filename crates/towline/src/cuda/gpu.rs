@@ -113,7 +113,7 @@ impl Gpu {
         self.same_host_pointer
     }
 
-    /// Makes its context current in this thread, until the answer is dropped.
+    /// Makes its context current in this thread, until the result is dropped.
     #[inline]
     pub fn enter(&self, op: &'static str) -> Result<Entered<'_>> {
         fork::guard(op)?;
@@ -167,7 +167,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Lets this GPU reach the other's memory directly; the first answer is kept.
+    /// Lets this GPU reach the other's memory directly; the first result is kept.
     ///
     /// # Errors
     /// `Unsupported` if the machine cannot copy between them.

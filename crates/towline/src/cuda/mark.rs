@@ -1,4 +1,4 @@
-//! Points in the work of a GPU that somebody waits for.
+//! Points in the work of a GPU that others wait for.
 #![allow(unsafe_code, reason = "passes on streams that the caller vouches for")]
 
 use std::fmt;
@@ -43,7 +43,7 @@ impl Mark {
         Ok(Mark(Arc::new(Inner { gpu, event })))
     }
 
-    /// Lends a stream of that GPU to somebody who lets it wait for work of theirs, and marks the point behind that: what DLPack
+    /// Lends a stream of that GPU to a borrower, which lets it wait for work of its own, and marks the point behind that: what DLPack
     /// calls the stream of the consumer.
     ///
     /// # Errors
@@ -54,7 +54,7 @@ impl Mark {
             let entered = gpu.enter(OP)?;
             entered.stream(0).map_err(|error| failed(OP, error))?
         };
-        // Whoever it is lent to sees the caller's current context.
+        // The borrower sees the caller's current context.
         let lent = lend(stream.handle());
         // SAFETY: the stream lives to the end of the block. What is in it then still ends.
         let mark = unsafe { Mark::of(stream.handle(), ordinal) }?;

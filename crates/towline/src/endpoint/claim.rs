@@ -17,11 +17,11 @@ use crate::transport::{self, Offer, Owner};
 use crate::wire::{Finish, OperationId};
 use crate::{Error, Kind, Result, Ticket, fork, runtime};
 
-/// An operation of a peer that this endpoint has claimed. Its owner is told once how it ended.
+/// An operation of a peer that this endpoint has claimed. Its owner is notified once of how it ended.
 pub(crate) struct Claim {
     operation: OperationId,
     of: Of,
-    told: AtomicBool,
+    reported: AtomicBool,
     /// How long this side may stand still.
     limit: Duration,
 }
@@ -37,15 +37,15 @@ fn ended(why: &str) -> Error {
 
 impl Claim {
     fn new(wanted: &Wanted, of: Of) -> Claim {
-        // Between two of the owner's questions there may be nothing to hear.
+        // Between two pings of the owner no message need come.
         let limit = wanted.endpoint.limits().no_progress.max(2 * HEARTBEAT);
-        Claim { operation: wanted.operation, of, told: AtomicBool::new(false), limit }
+        Claim { operation: wanted.operation, of, reported: AtomicBool::new(false), limit }
     }
 
-    /// Tells the owner how it ended; only the first word counts. An error where the owner had ended it before, as far as can be
-    /// known here: a success that its owner does not share is none.
+    /// Reports to the owner how it ended; only the first report counts. An error where the owner had ended it before, as far as can be
+    /// known here: a success counts only where the owner agrees.
     pub(crate) fn finish(&self, outcome: &Result<()>) -> Result<()> {
-        if self.told.swap(true, Ordering::AcqRel) {
+        if self.reported.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
         match &self.of {
@@ -57,17 +57,19 @@ impl Claim {
                 let known = self.still_claimed(session, grants);
                 let outcome = outcome.clone().and(known.clone()).map_err(|error| (&error).into());
                 // Where the session is over, the owner knows by that.
-                let told = session.send_one_way(Finish { operation: self.operation, outcome });
-                known.and(told)
+                let sent = session.send_one_way(Finish { operation: self.operation, outcome });
+                known.and(sent)
             }
         }
     }
 
-    /// Whether the owner has not ended it yet. On one host its table tells. Elsewhere the clock does: an owner asks twice a
-    /// second whether its claimer is there, and one that has heard nothing of that for as long as its limit was not there to answer.
+    /// Whether the owner has not ended it yet. On one host its table shows that. Elsewhere the clock does: an owner pings its claimer twice a
+    /// second, and a claimer that has received no ping for as long as its limit was not there to reply.
     fn still_claimed(&self, session: &Session, grants: &[Arc<GrantHandle>]) -> Result<()> {
         if grants.iter().any(|grant| grant.is_revoked()) {
-            return Err(ended("it did not hear of this side in time, or was cancelled"));
+            return Err(ended(
+                "the owner received nothing from this side in time, or cancelled the operation",
+            ));
         }
         if session.silence() > self.limit {
             let limit = self.limit.as_secs_f64();
@@ -339,7 +341,7 @@ mod tests {
     fn a_claimer_whose_owner_has_ended_it_before_does_not_succeed() {
         for path in ["inproc", "unix"] {
             let scene = claimed_over(path);
-            scene.passive.end(Err(Error::new(Kind::Timeout, "readable", "nothing was heard")));
+            scene.passive.end(Err(Error::new(Kind::Timeout, "readable", "nothing was received")));
             let error = scene.claimed.claim.finish(&Ok(())).unwrap_err();
             assert_eq!(error.kind(), Kind::Stale, "{path}: {error}");
         }

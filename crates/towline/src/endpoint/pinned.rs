@@ -181,7 +181,7 @@ impl Pinned {
     }
 
     /// Wakes who of the owner sleeps in [`Registered::wait_changed`](crate::Registered::wait_changed) on the bell at that
-    /// offset. What was stored before is visible to it. Costs a fence, and a system call only where somebody sleeps.
+    /// offset. What was stored before is visible to it. Costs a fence, and a system call only where a thread sleeps.
     #[inline]
     pub fn wake(&self, bell: usize) -> Result<()> {
         let word = self.word("wake", Access::WRITE, bell)?;

@@ -197,7 +197,7 @@ impl<'a> Request<'a> {
 
     /// Sets whether a checksum goes along with each block over sockets, in place of what the endpoint says.
     ///
-    /// A block that does not arrive as it was sent is then an error that names it. So is one that somebody changes while
+    /// A block that does not arrive as it was sent is then an error that names it. So is one that others change while
     /// it is being sent.
     pub fn checked(mut self, checked: bool) -> Request<'a> {
         self.checked = Some(checked);
@@ -216,7 +216,7 @@ impl<'a> Request<'a> {
     /// The copy must be one that a GPU makes by itself: one side is memory of a GPU, and the other is too, or is pinned or
     /// shared host memory of this machine. Otherwise the transfer ends with `Unsupported`, and nothing has moved.
     /// A transfer that ends at its deadline, or is cancelled, while the stream is not yet there may not be
-    /// [quiet](crate::Transfer::quiet) then: GPUs cannot be told to forget a copy.
+    /// [quiet](crate::Transfer::quiet) then: GPUs cannot abandon a copy.
     ///
     /// # Safety
     /// The handle is that of a live CUDA stream of this process, and stays so until the transfer has ended.
@@ -232,7 +232,7 @@ impl<'a> Request<'a> {
         self
     }
 
-    /// Tells that how it ended, before anybody who waits. Not called where [`start`](Self::start) fails.
+    /// Calls `then` with how it ended, before any waiter learns of it. Not called where [`start`](Self::start) fails.
     pub(crate) fn then(mut self, then: OnEnd) -> Request<'a> {
         self.then = Some(then);
         self
@@ -472,7 +472,7 @@ fn joint(op: Op, parts: &Several<SubmittedPart<'_>>, path: &'static str) -> Resu
     Ok(Joint::over(groups.into_iter().map(|(_, group)| group).collect(), path))
 }
 
-/// Counts the end of a transfer on each of its paths, and tells who asked to be told.
+/// Counts the end of a transfer on each of its paths, and calls what was given to be called then.
 fn counting(
     op: Op,
     counters: &Several<&Arc<Counters>>,

@@ -2,7 +2,7 @@
 //!
 //! An owner looks whether its peer still stands by a write, and then copies. A process can be stopped between the two for any
 //! time. So it says so first, in a slot of the [page](PinPage) that it shares with a peer on the same host; a peer that gives a
-//! connection up says that first, and then looks. Whoever comes second sees the other: `protocol` has the order of it.
+//! connection up says that first, and then looks. The side that comes second sees the other: `protocol` has the order of it.
 
 use std::sync::Arc;
 
@@ -133,7 +133,7 @@ mod tests {
         assert!(one.is_applying() && !two.is_applying());
         assert!(first.enter().is_none(), "entered once more");
         assert!(second.enter().is_some());
-        assert!(one.is_applying(), "who was refused has taken the other's mark along");
+        assert!(one.is_applying(), "the refused one has taken the other's mark along");
         drop(inside);
         assert!(!one.is_applying());
     }

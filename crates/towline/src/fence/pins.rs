@@ -142,7 +142,7 @@ impl PinPage {
         Ok(PinPage { mapping, fd: None, doorbell: None })
     }
 
-    /// Gives the eventfd that a release rings while the owner drains. Anything else could block whoever rings, or end it by a signal.
+    /// Gives the eventfd that a release rings while the owner drains. Anything else could block the thread that rings, or end it by a signal.
     pub(crate) fn with_doorbell(mut self, doorbell: OwnedFd) -> Result<PinPage> {
         let link = std::fs::read_link(format!("/proc/self/fd/{}", doorbell.as_raw_fd()))
             .map_err(|error| Error::os("connect", "readlink of /proc/self/fd", error))?;
@@ -226,7 +226,7 @@ impl PinPage {
 
     /// Asks the initiator to ring on release. Counted: each call is paired with `drain_ended`.
     ///
-    /// Called before the first scan whose answer is waited for.
+    /// Called before the first scan whose result is waited for.
     pub(crate) fn drain_started(&self) {
         protocol::drain_started::<Machine>(&self.header().draining);
     }

@@ -203,7 +203,7 @@ pub(crate) fn reclaim<M: Memory>(slot: &M::U64, generation: u64) -> bool {
     slot.replace(generation, 0)
 }
 
-/// Owner: from here on, whoever changes something that this thread waits for wakes it.
+/// Owner: from here on, a thread that changes something that this thread waits for wakes it.
 ///
 /// Followed by a load of the bell, then by the check of what is waited for, then by a sleep that begins only if the
 /// bell is still what was loaded. Why no wake-up is lost: of the fence here and the one in `wake_wanted` one comes
@@ -222,7 +222,7 @@ pub(crate) fn sleeper_left<M: Memory>(sleepers: &M::U32) {
     sleepers.add(u32::MAX);
 }
 
-/// Anybody, after a change that the owner may be waiting for: whether somebody may be asleep. If so, the bell is raised
+/// Anybody, after a change that the owner may be waiting for: whether a thread may be asleep. If so, the bell is raised
 /// (a release) and who sleeps on it is woken, in this order.
 #[inline]
 #[must_use]
@@ -231,7 +231,7 @@ pub(crate) fn wake_wanted<M: Memory>(sleepers: &M::U32) -> bool {
     sleepers.load(Ordering::Relaxed) != 0
 }
 
-/// The lower bits of the owner's word about a connection count who is applying its bytes; the upper ones are its number.
+/// The lower bits of the owner's word about a connection count the threads that are applying its bytes; the upper ones are its number.
 pub(crate) const APPLYING_BITS: u32 = 16;
 
 /// Owner: says that it is about to apply bytes of that connection; whether they are still wanted. Where they are not, the
@@ -575,7 +575,7 @@ mod loom_tests {
     }
 
     /// The bell as the kernel treats it: a sleep begins only while it holds the value that was loaded, and the wake
-    /// call comes after it was raised. So who has not seen the change must find the bell raised in the end.
+    /// call comes after it was raised. So a thread that has not seen the change must find the bell raised in the end.
     fn sleep_against_wake<M: Memory<U64 = AtomicU64, U32 = AtomicU32> + 'static>() {
         let (sleepers, bell) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
         let flag = Arc::new(AtomicU64::new(0));

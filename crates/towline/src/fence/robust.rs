@@ -17,7 +17,7 @@ pub(crate) const SUPPORTED: bool = cfg!(target_env = "gnu");
 
 /// Set in the word by the kernel when the holder died.
 pub(crate) const OWNER_DIED: u32 = 0x4000_0000;
-/// Set in the word by whoever waits, so that an unlock or a death wakes.
+/// Set in the word by a waiter, so that an unlock or a death wakes.
 pub(crate) const WAITERS: u32 = 0x8000_0000;
 /// The thread that holds the mutex, in its own pid namespace.
 pub(crate) const TID_MASK: u32 = 0x3fff_ffff;

@@ -91,7 +91,7 @@ impl Peer {
         Peer { child, stdin, lines }
     }
 
-    fn hear(&self, expected: &str) -> String {
+    fn wait_for(&self, expected: &str) -> String {
         let line = self.lines.recv_timeout(WATCHDOG).unwrap();
         assert!(line.starts_with(expected), "{line:?} instead of {expected:?}");
         line
@@ -119,7 +119,7 @@ fn tell(line: &str) {
     writeln!(std::io::stdout(), "\n{MARK}{line}").unwrap();
 }
 
-fn heard() -> Option<String> {
+fn line() -> Option<String> {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).ok().filter(|len| *len > 0)?;
     Some(line.trim().to_owned())
@@ -138,11 +138,11 @@ fn the_other_process() {
             };
             let holds: Vec<_> = files.iter().map(hold).collect();
             tell("holding");
-            match heard().as_deref() {
+            match line().as_deref() {
                 Some("release") => {
                     drop(holds);
                     tell("released");
-                    heard();
+                    line();
                 }
                 // In good order as far as the process goes, but it still holds.
                 _ => std::process::exit(0),
@@ -157,7 +157,7 @@ fn the_other_process() {
                 let slot = LifePage::thread_slot().unwrap();
                 let pin = page.pin_thread(slot, row, row.generation()).ok().unwrap();
                 tell(&format!("pinned {} {life} {slot}", std::process::id()));
-                heard();
+                line();
                 std::mem::forget(pin);
                 // SAFETY: ends this thread alone, without unwinding: what a fault in one thread can do. The
                 // process lives on, and nothing that the thread owned is used by another.
@@ -294,7 +294,7 @@ impl PinnedByAChild {
             "pinner",
             &[path_of(std::os::fd::AsFd::as_fd(&table.fd().unwrap())), path_of(page.fd().unwrap())],
         );
-        let line = peer.hear("pinned");
+        let line = peer.wait_for("pinned");
         let numbers: Vec<u32> = line.split(' ').skip(1).map(|number| number.parse().unwrap()).collect();
         let [pid, life, slot] = numbers[..] else { panic!("{line}") };
         let life = LifeView::map(open(&format!("/proc/{pid}/fd/{life}"), false)).unwrap();
@@ -343,7 +343,7 @@ fn watched_child(count: usize) -> (Peer, Vec<Arc<PinPage>>, Vec<watcher::Watch>,
         watcher::watch(page.clone(), Side::Initiator, Box::new(move || sender.send(index).unwrap())).unwrap()
     };
     let mut watches: Vec<_> = pages.iter().enumerate().take(count / 2).map(watch).collect();
-    peer.hear("holding");
+    peer.wait_for("holding");
     watches.extend(pages.iter().enumerate().skip(count / 2).map(watch));
     (peer, pages, watches, deaths)
 }
@@ -366,10 +366,10 @@ fn a_killed_peer_is_reported_by_every_watch_and_a_stopped_one_by_none() {
     let mut reported: Vec<usize> = (0..MAX_WATCHES).map(|_| deaths.recv_timeout(WATCHDOG).unwrap()).collect();
     reported.sort_unstable();
     assert_eq!(reported, (0..MAX_WATCHES).collect::<Vec<_>>());
-    let (sender, told) = channel();
+    let (sender, ended) = channel();
     let late = watcher::watch(pages[0].clone(), Side::Initiator, Box::new(move || sender.send(()).unwrap()))
         .unwrap();
-    told.recv_timeout(WATCHDOG).unwrap();
+    ended.recv_timeout(WATCHDOG).unwrap();
     drop((watches, late));
 }
 
@@ -389,7 +389,7 @@ fn a_peer_that_lets_go_is_not_reported() {
         |page: &Arc<PinPage>| page.life(Side::Initiator).word().load(Ordering::Relaxed) & WAITERS != 0;
     until("the watches have noticed the hold", || pages.iter().all(noticed));
     peer.say("release");
-    peer.hear("released");
+    peer.wait_for("released");
     let free = |page: &Arc<PinPage>| page.life(Side::Initiator).word().load(Ordering::Relaxed) == 0;
     until("the release", || pages.iter().all(free));
     peer.signal(libc::SIGKILL);

@@ -29,7 +29,7 @@ use crate::{Error, Kind, Result};
 pub(crate) const MAX_WATCHES: usize = 127;
 /// Holds at the same time in one process: the kernel walks at most 2048 of a thread's mutexes at its death.
 pub(crate) const MAX_HOLDS: usize = 1900;
-/// The watcher answers in microseconds; past this it is stuck in somebody's callback.
+/// The watcher answers in microseconds; past this it is stuck in a callback.
 const HOLD_WAIT: Duration = Duration::from_secs(1);
 
 /// Our life mutex in a page, held by the watcher thread until this is dropped.
@@ -339,7 +339,7 @@ fn futex_waitv_works() -> bool {
 }
 
 /// Asks for short turns on the calling thread, which Linux gives sooner (from 6.12 on; before, nothing changes): this thread has
-/// something to do for some microseconds when somebody has died. Then others wait for it: when a peer has, to know, and when its
+/// something to do for some microseconds when a process has died. Then others wait for it: when a peer has, to know, and when its
 /// own process is killed, for it to leave, since the kernel lets go of its mutexes no sooner.
 fn come_promptly() {
     /// The kernel's `struct sched_attr`, in the size of its first version.

@@ -251,7 +251,7 @@ impl<S: Storage> MemoryDescription for ArenaBuffer<S> {
     }
 }
 
-// SAFETY: the pages lie inside the storage, which keeps the contract, never changes its answers, and lives as
+// SAFETY: the pages lie inside the storage, which keeps the contract, never changes its results, and lives as
 // long as the buffer holds the arena; the part of the segment moves on by the same offset. The arena gives out no
 // `&mut` to the storage.
 unsafe impl<S: Storage> Storage for ArenaBuffer<S> {

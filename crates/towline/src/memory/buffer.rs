@@ -90,7 +90,7 @@ impl MemoryDescription for Buffer {
     }
 }
 
-// SAFETY: every answer is the inner storage's, which keeps the contract and lives at least as long; the handle
+// SAFETY: every result is the inner storage's, which keeps the contract and lives at least as long; the handle
 // gives out no `&mut` to it.
 unsafe impl Storage for Buffer {
     fn place(&self) -> Place {
@@ -187,7 +187,7 @@ impl MemoryDescription for OffsetBuffer {
     }
 }
 
-// SAFETY: `new` checked that the part lies inside the base, whose answers never change, which keeps the contract
+// SAFETY: `new` checked that the part lies inside the base, whose results never change, which keeps the contract
 // and which the view keeps alive; the part of the segment moves on by the same offset.
 unsafe impl Storage for OffsetBuffer {
     fn place(&self) -> Place {

@@ -129,7 +129,7 @@ impl fmt::Display for StorageKind {
 /// Memory that can be registered, and that other processes then read and write.
 ///
 /// # Safety
-/// Registration hands the answers of this trait to copy engines and to other processes, which trust them
+/// Registration hands the results of this trait to copy engines and to other processes, which trust them
 /// without a further check. The implementer promises, for as long as the value lives:
 ///
 /// 1. **One allocation.** `addr()..addr() + size()` lies in one valid allocation at `place()`. It does not
@@ -166,7 +166,7 @@ pub unsafe trait Storage: MemoryDescription + 'static {
     }
 
     /// Address and size, where the bytes are on that GPU; otherwise a size of 0. One call where it is not known which storage it
-    /// is, with an answer in registers. Not for implementers to change.
+    /// is, with a result in registers. Not for implementers to change.
     #[doc(hidden)]
     fn on_gpu(&self, ordinal: u32) -> (usize, usize) {
         if self.place() == Place::Cuda(ordinal) { (self.addr(), self.size()) } else { (0, 0) }
@@ -195,7 +195,7 @@ impl<S: MemoryDescription + ?Sized> MemoryDescription for Arc<S> {
     }
 }
 
-// SAFETY: every answer is the inner storage's, which keeps the contract and lives at least as long; an `Arc`
+// SAFETY: every result is the inner storage's, which keeps the contract and lives at least as long; an `Arc`
 // that shares gives out no `&mut`.
 unsafe impl<S: Storage + ?Sized> Storage for Arc<S> {
     fn place(&self) -> Place {

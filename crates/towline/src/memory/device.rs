@@ -158,7 +158,7 @@ impl DeviceStorage {
     fn release(&mut self) -> Result<()> {
         const OP: &str = "free device memory";
         let entered = self.gpu.enter(OP)?;
-        // SAFETY: the memory is this value's. Whoever used it kept the value alive meanwhile (`Storage`, promises 1 and 2);
+        // SAFETY: the memory is this value's. Its users kept the value alive meanwhile (`Storage`, promises 1 and 2);
         // a peer that has it open is waited for, or the value parked, by the registration.
         let freed = unsafe {
             match self.pages.take() {

@@ -97,7 +97,7 @@ impl fmt::Debug for ExternalStorage {
 
 describe!(ExternalStorage, |this| this.addr, this.len, StorageKind::External);
 
-// SAFETY: whoever called `new` promised that the bytes keep the contract while the value lives; the fields
+// SAFETY: the caller of `new` promised that the bytes keep the contract while the value lives; the fields
 // never change, and nothing gives out references.
 unsafe impl Storage for ExternalStorage {
     fn place(&self) -> Place {

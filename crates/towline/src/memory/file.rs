@@ -42,7 +42,10 @@ impl FileSlice {
         let same = format!("/proc/self/fd/{number}");
         let kind = std::fs::metadata(&same).map_err(|error| failed("stat", error))?;
         if !kind.is_file() {
-            return Err(Error::invalid("register", format!("descriptor {number} is of no plain file")));
+            return Err(Error::invalid(
+                "register",
+                format!("descriptor {number} does not refer to a plain file"),
+            ));
         }
         // SAFETY: it only asks; a number that is not a descriptor is an error.
         let flags = unsafe { libc::fcntl(number, libc::F_GETFL) };
@@ -65,7 +68,7 @@ impl FileSlice {
         Ok(slice)
     }
 
-    /// Descriptors of the file, made to be handed to somebody else: what they allow is only what is said here.
+    /// Descriptors of the file, made to be handed to others: what they allow is only what is said here.
     pub(crate) fn opened_anew(&self, writable: bool) -> Result<Vec<OwnedFd>> {
         #[cfg(test)]
         stalled::wait(&self.file.buffered);
@@ -83,7 +86,7 @@ impl FileSlice {
         Ok(std::iter::once(buffered).chain(direct).collect())
     }
 
-    /// `len` bytes of the file behind descriptors that somebody else has [opened anew](Self::opened_anew) and handed over.
+    /// `len` bytes of the file behind descriptors that the owner has [opened anew](Self::opened_anew) and handed over.
     pub(crate) fn passed(files: Vec<OwnedFd>, writable: bool, offset: u64, len: u64) -> Result<FileSlice> {
         let mut files = files.into_iter();
         let buffered =
@@ -343,7 +346,7 @@ pub(crate) mod stalled {
     }
 }
 
-/// The error for a file that somebody has cut.
+/// The error for a file that was cut.
 pub(crate) fn shorter(op: &'static str) -> Error {
     let message = "the file has become shorter since it was described; close the region before it is cut";
     Error::new(Kind::Stale, op, message)

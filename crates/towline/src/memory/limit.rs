@@ -27,7 +27,7 @@ pub(super) fn has_room_for(len: usize) -> Result<()> {
     }
 }
 
-/// How many bytes somebody's limit leaves.
+/// How many bytes a limit leaves.
 struct Room {
     bytes: u64,
     whose: String,

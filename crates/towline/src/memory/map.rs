@@ -171,7 +171,7 @@ impl Drop for Map {
         if self.mapped == 0 {
             return;
         }
-        // SAFETY: the range was mapped by this value, is unmapped nowhere else, and whoever used the pointer
+        // SAFETY: the range was mapped by this value, is unmapped nowhere else, and the users of the pointer
         // kept the value alive meanwhile (`Storage`, promises 1 and 2).
         if let Err(error) = unsafe { mm::munmap(self.base.cast(), self.mapped) } {
             tracing::error!(%error, len = self.mapped, "a mapping could not be removed");

@@ -177,7 +177,7 @@ impl Drop for Pages {
         if fork::in_child() {
             return;
         }
-        // SAFETY: allocated by this value; whoever used it kept the value alive meanwhile (`Storage`, promises 1 and 2).
+        // SAFETY: allocated by this value; its users kept the value alive meanwhile (`Storage`, promises 1 and 2).
         if let Err(error) = unsafe { gpu.device().cuda().free_host(*start) } {
             not_given_back("pinned memory", &failed("free pinned memory", error));
         }

@@ -13,7 +13,7 @@ use crate::{Error, Result, bytes};
 /// Reduces `len` bytes of elements into the destination: `dst[i] = op(dst[i], src[i])`.
 ///
 /// Each destination element is updated atomically, so that several peers and the owner can reduce into one span
-/// at once and no contribution is lost. The elements of one call become visible in no particular order; whoever
+/// at once and no contribution is lost. The elements of one call become visible in no particular order; a thread that
 /// announces the reduction afterwards announces all of it. The source may lie anywhere; one that others write
 /// meanwhile, or that overlaps the destination, gives a mixture.
 ///

@@ -35,7 +35,7 @@ pub struct Segment {
     lent: Mutex<Vec<Weak<dyn Holder>>>,
 }
 
-/// Somebody whose peer may have mapped a segment.
+/// A session whose peer may have mapped a segment.
 pub(crate) trait Holder: Send + Sync {
     /// The segment is gone. Called from wherever the last use of it ended: must neither block nor take long.
     fn segment_gone(self: Arc<Self>, segment: u64);
@@ -127,7 +127,7 @@ impl Segment {
 
     /// The address of its first byte for that GPU, where it is pinned or `bytes` more make that worth it.
     ///
-    /// Whoever uses the address keeps the segment for as long.
+    /// The user of the address keeps the segment for as long.
     pub(crate) fn on_gpu(&self, gpu: &Arc<Gpu>, bytes: u64) -> Option<u64> {
         // SAFETY: the mapping lives as long as the segment, whose users keep it.
         unsafe { self.pinning.address(gpu, self.ptr(), self.len, true, bytes) }
@@ -342,7 +342,7 @@ impl Mapping {
 
     /// The address of its first byte for that GPU, where it is pinned or `bytes` more make that worth it.
     ///
-    /// Whoever uses the address keeps the mapping for as long.
+    /// The user of the address keeps the mapping for as long.
     pub(crate) fn on_gpu(&self, gpu: &Arc<Gpu>, bytes: u64) -> Option<u64> {
         // SAFETY: the mapping lives as long as the value, whose users keep it.
         unsafe { self.pinning.address(gpu, self.ptr(), self.len, self.writable, bytes) }

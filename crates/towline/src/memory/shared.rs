@@ -77,7 +77,7 @@ impl SharedStorage {
     /// The bytes, exclusively, while the caller vouches for that.
     ///
     /// # Safety
-    /// For as long as the slice lives nobody else touches the bytes. `&mut self` does not prove it: whoever
+    /// For as long as the slice lives nobody else touches the bytes. `&mut self` does not prove it: a process that
     /// holds the [`Segment`] or its file can reach them.
     pub unsafe fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: `len` bytes from the start are mapped and initialised by the kernel; exclusive access is the

@@ -40,9 +40,9 @@ pub(crate) fn can_sum(total: Total, dtype: Dtype) -> bool {
 /// Adds up `len` bytes of all sources, element by element in their order, and writes the total to every target. Half-precision
 /// elements are added up, and divided, in single precision and rounded once. Nothing, and `false`, where it [cannot](can_sum).
 ///
-/// Somebody else may be writing the sources or the targets meanwhile: which bytes are taken or arrive is then unspecified, byte by
+/// Others may be writing the sources or the targets meanwhile: which bytes are taken or arrive is then unspecified, byte by
 /// byte, and nothing else is. All of it is loaded and stored by machine code that takes what it finds, as by [`bytes::copy`](crate::bytes::copy). What
-/// was written is visible to who sees a release store that follows.
+/// was written is visible to a thread that sees a release store that follows.
 ///
 /// A target may be one of the sources. Where memories overlap otherwise, what arrives there is unspecified.
 ///

@@ -1,4 +1,4 @@
-//! What NCCL said, with the kind that tells the caller what to do about it.
+//! What NCCL said, with the kind that says what the caller can do about it.
 
 use towline_sys::nccl::{Nccl, code};
 

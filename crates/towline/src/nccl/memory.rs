@@ -51,7 +51,7 @@ impl Drop for NcclStorage {
             return;
         }
         let freed = self.gpu.enter(OP).and_then(|_entered| {
-            // SAFETY: the memory is this value's; whoever used it kept the value alive meanwhile.
+            // SAFETY: the memory is this value's; its users kept the value alive meanwhile.
             unsafe { self.nccl.free(self.addr) }.map_err(|error| failed(OP, Some(&self.nccl), error))
         });
         if let Err(error) = freed {

@@ -128,7 +128,7 @@ impl Pending {
         error
     }
 
-    /// Wakes the waker when it has ended; a thread asks for that while somebody waits.
+    /// Wakes the waker when it has ended; a thread asks for that while there is a waiter.
     pub fn wake(&self, waker: &Waker) {
         watcher::add(self.clone(), waker.clone());
     }
@@ -160,7 +160,7 @@ mod watcher {
             let thread = runtime::start_thread("wait", "towline-nccl-wait", watch);
             awaited.runs = thread.is_ok();
             if !awaited.runs {
-                // Who waits asks again by itself then, and comes by here.
+                // The waiter asks again by itself then, and comes by here.
                 let waiting = std::mem::take(&mut awaited.all);
                 drop(place);
                 waiting.into_iter().for_each(|(_, waker, _)| waker.wake());

@@ -3,7 +3,7 @@
 //! A handle names a list and a place in it, and owns nothing: to count owners takes longer than the rest of a registration. Lists
 //! and their places are never freed, but used again by later communicators, and numbers show whether a place is still the
 //! handle's. While there is something in a list, the list keeps its communicator.
-#![allow(unsafe_code, reason = "places are written by who is inside their list")]
+#![allow(unsafe_code, reason = "places are written by the thread inside their list")]
 
 use std::cell::UnsafeCell;
 use std::mem::ManuallyDrop;
@@ -19,7 +19,7 @@ use super::turn::Turn;
 use crate::memory::Buffer;
 use crate::{Error, Result};
 
-/// NCCL takes one call at a time for a communicator: whoever is inside the list may call.
+/// NCCL takes one call at a time for a communicator: the thread inside the list may call.
 pub(super) type List = &'static Turn<Registered>;
 
 /// Lists that no communicator uses.
@@ -118,7 +118,7 @@ impl Answer {
     #[cold]
     #[inline(never)]
     fn into_error(self) -> Error {
-        // SAFETY: an answer without a place was made of such a box, and is taken apart once.
+        // SAFETY: a result without a place was made of such a box, and is taken apart once.
         unsafe { *Box::from_raw(ptr::with_exposed_provenance_mut::<Error>(self.word as usize)) }
     }
 }
@@ -188,9 +188,9 @@ impl Registered {
     }
 
     #[inline]
-    #[allow(clippy::unused_self, reason = "whoever has the list is inside of it")]
+    #[allow(clippy::unused_self, reason = "the thread that has the list is inside of it")]
     fn held(&self, place: &'static Place) -> &Held {
-        // SAFETY: the place is one of this list, and the answer lives as long as a borrow of what only one thread is inside of.
+        // SAFETY: the place is one of this list, and the result lives as long as a borrow of what only one thread is inside of.
         unsafe { &*place.held.get() }
     }
 
@@ -344,14 +344,14 @@ impl Registered {
         Some((taken, self.core()?))
     }
 
-    /// Nobody uses the communicator any more; the answer is dropped outside of the list.
+    /// Nobody uses the communicator any more; the result is dropped outside of the list.
     pub(super) fn leave(&mut self) -> Option<Arc<Core>> {
         let len = self.len();
         self.left = self.core.take().map(|core| (core, len));
         self.unused()
     }
 
-    /// The communicator, where the list need not keep it any more; the answer is dropped outside of the list.
+    /// The communicator, where the list need not keep it any more; the result is dropped outside of the list.
     pub(super) fn unused(&mut self) -> Option<Arc<Core>> {
         let (core, _) = self.left.take_if(|(_, len)| *len == 0)?;
         self.spare = self.free.take();

@@ -83,7 +83,7 @@ impl<T> Turn<T> {
         let (me, has) = (NUMBER.get(), self.has);
         if has.load(Ordering::Relaxed) == me {
             self.inside.store(true, Ordering::Relaxed);
-            // The processor may look before others see the store: whoever takes the lock away makes it pass a barrier.
+            // The processor may look before others see the store: the thread that takes the lock away makes it pass a barrier.
             compiler_fence(Ordering::SeqCst);
             if has.load(Ordering::Relaxed) == me {
                 return Some(Mine(self));

@@ -12,7 +12,7 @@ use crate::memory::{FileSlice, MemType, MemoryDescription, NixlDescriptor, Place
 use crate::region::{RegisterError, RegisteredView};
 use crate::{Error, Kind, Result};
 
-/// Memory that somebody else keeps.
+/// Memory that others keep.
 #[derive(Debug)]
 pub(super) struct Lent {
     descriptor: NixlDescriptor,
@@ -42,7 +42,7 @@ impl MemoryDescription for Lent {
     }
 }
 
-// SAFETY: whoever made it promised so much of the memory (`NixlAgent::register_memory`); nothing here changes, and nothing gives
+// SAFETY: the caller that made it promised so much of the memory (`NixlAgent::register_memory`); nothing here changes, and nothing gives
 // out references.
 unsafe impl Storage for Lent {
     fn place(&self) -> Place {

@@ -1,6 +1,6 @@
 //! Lists of descriptors as NIXL's Python API writes them: a pickle of one object, whose state is NIXL's own serial form.
 //!
-//! Only that one shape is read, opcode by opcode; nothing is unpickled. Pure, and hostile input is expected.
+//! Only this shape is read, opcode by opcode; nothing is unpickled. Pure, and hostile input is expected.
 
 use super::list::XferDescriptor;
 use crate::memory::MemType;

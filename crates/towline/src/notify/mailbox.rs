@@ -57,7 +57,7 @@ impl Mailbox {
         &self.words()[TEXT + (position % CAPACITY) as usize]
     }
 
-    /// Takes no more messages: whoever puts one afterwards is sent to the socket, which is closed too.
+    /// Takes no more messages: a sender that puts one afterwards is sent to the socket, which is closed too.
     pub(crate) fn close(&self) {
         self.words()[CLOSED].store(1, Ordering::Release);
     }

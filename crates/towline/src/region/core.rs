@@ -324,7 +324,7 @@ impl RegionCore {
             for peer in self.direct_peers.lock().iter() {
                 peer.page.drain_started();
             }
-            // Outside of the lock: whoever answers at once looks at the borrowers.
+            // Outside of the lock: a borrower that replies immediately looks at the borrowers.
             let borrowers = self.borrowers.lock().clone();
             borrowers.iter().filter(|one| !one.is_back()).for_each(|one| one.recall());
             // Between the revocation and the scan of the pins: the other half is in the pins' protocol.
@@ -449,7 +449,7 @@ impl RegionCore {
 
 impl Drop for RegionCore {
     fn drop(&mut self) {
-        // The last who held it may be the event loop, and the last who had its memory mapped, or its file open.
+        // The last holder may be the event loop, and the last one that had its memory mapped, or its file open.
         let (segment, file) = (self.segment.take(), self.file.take());
         if segment.is_some() || file.is_some() {
             runtime::where_it_may_wait(move || drop((segment, file)));
@@ -457,14 +457,14 @@ impl Drop for RegionCore {
     }
 }
 
-/// A storage whose registration was dropped while somebody was inside a copy.
+/// A storage whose registration was dropped while a peer was inside a copy.
 struct Parked {
     core: Arc<RegionCore>,
     storage: Box<dyn Any + Send>,
 }
 
 /// The storages that wait for their last users. What a peer never lets go stays here for the life of the process:
-/// freeing it would let a stopped peer write into somebody else's memory.
+/// freeing it would let a stopped peer write into memory with another owner.
 #[derive(Default)]
 pub(super) struct ParkingLot {
     held: Mutex<Held>,

@@ -72,7 +72,7 @@ impl PeerPins {
         let regions = std::mem::take(&mut *self.regions.lock());
         let (me, registry) = (self.me.upgrade(), self.registry.clone());
         if let Some(me) = me.filter(|_| !regions.is_empty()) {
-            // Not here, which may be the event loop: unmapping takes a while, and a region may go with the last who holds it.
+            // Not here, which may be the event loop: unmapping takes a while, and a region may go with its last holder.
             let _ = runtime::pool().spawn(Box::new(move || {
                 for region in regions.iter().filter_map(Weak::upgrade) {
                     region.dismiss(&me);
@@ -132,7 +132,7 @@ impl PeerPins {
             !ended
         });
         if held {
-            // It blocks: whoever waits looks again when it has exited.
+            // It blocks: the waiter looks again when it has exited.
             self.process.notify(self.me.clone());
         }
         held

@@ -11,7 +11,7 @@ use super::peers::PeerPins;
 use crate::fence::life::has_exited;
 use crate::runtime::{self, Interest, Readiness, Source, Token};
 
-/// The file system of pidfds, from Linux 6.9 on; there a process has one inode, whoever opens it.
+/// The file system of pidfds, from Linux 6.9 on; there a process has one inode in every process that opens it.
 const PIDFS_MAGIC: u64 = 0x5049_4446;
 
 /// Processes that some peer's pins are of.

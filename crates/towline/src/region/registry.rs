@@ -56,7 +56,7 @@ impl Registry {
         let mut master_key = [0u8; 32];
         for bytes in [&mut incarnation[..], &mut master_key[..]] {
             getrandom::fill(bytes)
-                .map_err(|error| Error::new(Kind::Native, "open", format!("no randomness: {error}")))?;
+                .map_err(|error| Error::new(Kind::Native, "open", format!("no random bytes: {error}")))?;
         }
         let identity = Identity::new(name, Incarnation(incarnation))?;
         let table = Table::create(max_regions.saturating_add(1))?;
@@ -251,13 +251,13 @@ impl Registry {
         }
     }
 
-    /// Somebody has let go of memory that is being taken back.
+    /// A peer has let go of memory that is being taken back.
     pub(crate) fn let_go(&self) {
         self.bell.ring();
         self.rung();
     }
 
-    /// [`let_go`](Self::let_go) for who may hold locks: a storage's drop may be the user's code, and runs elsewhere.
+    /// [`let_go`](Self::let_go) for callers that may hold locks: a storage's drop may be the user's code, and runs elsewhere.
     pub(crate) fn let_go_elsewhere(self: &Arc<Self>) {
         self.bell.ring();
         if self.parked.load().0 > 0 {

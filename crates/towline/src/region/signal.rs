@@ -45,7 +45,7 @@ fn low_half(counter: *mut u64) -> *const AtomicU32 {
     if cfg!(target_endian = "little") { counter.cast() } else { counter.cast::<AtomicU32>().wrapping_add(1) }
 }
 
-/// Raises the counter at that address and wakes who waits for it; returns what it was. `sleepers`: as the owner counts
+/// Raises the counter at that address and wakes its waiters; returns what it was. `sleepers`: as the owner counts
 /// them in the region's row.
 ///
 /// # Safety
@@ -57,7 +57,7 @@ pub(crate) unsafe fn raise(counter: *mut u64, add: u64, sleepers: &AtomicU32) {
     unsafe { wake_raised(counter, Some(sleepers)) };
 }
 
-/// Raises a counter in memory of this process and wakes who waits for it; returns what it was. Memory that was lent may be gone.
+/// Raises a counter in memory of this process and wakes its waiters; returns what it was. Memory that was lent may be gone.
 ///
 /// # Safety
 /// As for [`raise`]; what was lent is the kernel's to check.
@@ -76,7 +76,7 @@ pub(crate) unsafe fn raise_own(counter: *mut u64, add: u64, lent: bool) -> Resul
     Ok(before)
 }
 
-/// Wakes who waits for the counter at that address, which has been raised. `sleepers`: as for [`raise`]; `None` where this process
+/// Wakes the waiters for the counter at that address, which has been raised. `sleepers`: as for [`raise`]; `None` where this process
 /// is the owner.
 ///
 /// # Safety
@@ -88,7 +88,7 @@ pub(crate) unsafe fn wake_raised(counter: *mut u64, sleepers: Option<&AtomicU32>
     }
 }
 
-/// Wakes who waits on the bell at that address, if anybody does. What was stored before is visible to it.
+/// Wakes the waiters on the bell at that address, if there are any. What was stored before is visible to it.
 ///
 /// # Safety
 /// As for [`raise`].
@@ -143,7 +143,7 @@ unsafe fn wake_all(counter: *mut u64) {
 /// The addresses are those of sleepers that are counted now: each holds its registration until it has left the list.
 pub(super) fn wake_here(bells: &[usize]) {
     for bell in bells {
-        // SAFETY: whoever put the address into the list checked it, and holds the registration for as long as it is there.
+        // SAFETY: the thread that put the address into the list checked it, and holds the registration for as long as it is there.
         unsafe { wake_all(std::ptr::with_exposed_provenance_mut(*bell)) };
     }
 }
@@ -226,7 +226,7 @@ pub(super) fn wait_changed<T>(
             return None;
         }
         let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-        // Who takes pages away wakes nobody.
+        // A process that takes pages away wakes no waiter.
         let left = if core.lent { left.min(LENT) } else { left };
         let timeout = rustix::time::Timespec {
             tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),

@@ -276,9 +276,9 @@ fn on_the_watcher(job: impl FnOnce() + Send + 'static) {
 fn what_ends_on_the_event_loop_or_the_watcher_is_dropped_elsewhere() {
     let _alone = alone_with_the_watcher();
     let owner = Endpoint::open("owner").unwrap();
-    let (say, hear) = std::sync::mpsc::channel();
+    let (say, said) = std::sync::mpsc::channel();
     let elsewhere = |what: &str| {
-        let name = hear.recv_timeout(WATCHDOG).unwrap();
+        let name = said.recv_timeout(WATCHDOG).unwrap();
         assert!(name != "towline-io" && name != "towline-watch", "{what}: dropped on {name}");
     };
     let bytes: &'static mut [u8] = Box::leak(vec![0; 64].into_boxed_slice());
@@ -314,6 +314,6 @@ fn what_ends_on_the_event_loop_or_the_watcher_is_dropped_elsewhere() {
         let span = region.span(0, 8).unwrap();
         drop(region.into_storage().unwrap());
         on(Box::new(move || drop(span)));
-        elsewhere(&format!("the last who has a segment mapped, {thread}"));
+        elsewhere(&format!("the last one with a segment mapped, {thread}"));
     }
 }

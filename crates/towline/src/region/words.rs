@@ -135,7 +135,7 @@ impl<S: Storage> Registered<S> {
     /// Waits until `check` gives something: spins, gives way, then sleeps. `None` at the limit, when the endpoint is closed, and when
     /// memory that was lent has lost the page of the bell.
     ///
-    /// `bell` is the offset of eight aligned bytes that are kept for this. Who changes what `check` looks at rings it
+    /// `bell` is the offset of eight aligned bytes that are kept for this. A peer that changes what `check` looks at rings it
     /// afterwards: a peer that shares the memory by [`Pinned::wake`](crate::Pinned::wake), any peer by
     /// [`Endpoint::signal`](crate::Endpoint::signal) or [`Request::signal`](crate::Request::signal), this process by
     /// [`wake`](Self::wake). A peer that shares the memory rings through a ticket of this registration: another

@@ -37,7 +37,7 @@ struct Looks {
     after: Duration,
     /// And for so long in all.
     most: Duration,
-    /// Who has not looked for this long has lost its processor, and finds nothing until it has one again.
+    /// A looker that has not looked for this long has lost its processor, and finds nothing until it has one again.
     lost: Duration,
 }
 
@@ -88,7 +88,7 @@ pub(crate) struct Pool {
     calls: [Condvar; MOST],
     /// The queue's length, readable without the lock.
     queued: AtomicUsize,
-    /// Who looks has been given a job.
+    /// The looker has been given a job.
     found: AtomicBool,
     /// When it looked last, in nanoseconds.
     looked: AtomicU64,
@@ -138,7 +138,7 @@ impl Pool {
         }
     }
 
-    /// Whoever calls its threads keeps its processor.
+    /// A thread that calls its threads keeps its processor.
     pub(super) const fn polite(mut self) -> Pool {
         self.polite = true;
         self
@@ -248,7 +248,7 @@ impl Pool {
     /// are still at what it has worked on, and a little longer. Nobody has to be woken for a job that comes meanwhile, which takes
     /// up to 60 µs of the caller's time where the processor that is to take it has been halted. One looks at a time.
     ///
-    /// Not for who has just woken somebody: the kernel may have put that thread behind this one, on the same processor.
+    /// Not for a thread that has just woken another: the kernel may have put that thread behind this one, on the same processor.
     pub(crate) fn look_next(&'static self, others: impl Fn() -> bool + 'static) {
         if OWN.get().is_some_and(|own| std::ptr::eq(own, self)) {
             OTHERS.set(Some(Box::new(others)));

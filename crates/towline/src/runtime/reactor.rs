@@ -1,4 +1,4 @@
-//! The event loop: one thread that waits for descriptors and moments, and calls whoever asked.
+//! The event loop: one thread that waits for descriptors and moments, and calls the handlers.
 #![allow(
     unsafe_code,
     reason = "calls epoll_pwait2 and sched_setscheduler, for which there is no safe wrapper"
@@ -376,7 +376,7 @@ fn broken(op: &'static str) -> Error {
     )
 }
 
-/// Makes the calling thread one that, woken, waits for its turn, in place of taking it from whoever runs: usually that is the
+/// Makes the calling thread one that, woken, waits for its turn, in place of taking it from the running thread: usually that is the
 /// thread that woke it. It has its fair share all the same, and an idle processor at once.
 pub(super) fn be_polite() {
     let parameters = libc::sched_param { sched_priority: 0 };

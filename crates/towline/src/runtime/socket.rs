@@ -82,9 +82,9 @@ pub(crate) enum Family {
 /// Who connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PeerAddr {
-    /// Somebody at that address.
+    /// A peer at that address.
     Tcp(SocketAddr),
-    /// Somebody on this host: see [`Socket::peer_credentials`].
+    /// A peer on this host: see [`Socket::peer_credentials`].
     Unix,
 }
 
@@ -300,7 +300,7 @@ impl Socket {
         SocketAddr::try_from(address).map_err(|_| Error::invalid(OP, "not a TCP socket"))
     }
 
-    /// Who was at the other end when the connection was made.
+    /// The process at the other end when the connection was made.
     pub(crate) fn peer_credentials(&self) -> Result<Ucred> {
         const OP: &str = "peer credentials";
         // rustix's type has a pid that cannot be zero, but a process of an outer pid namespace has none here.
@@ -308,7 +308,7 @@ impl Socket {
         Ok(Ucred { pid: ucred.pid, uid: ucred.uid, gid: ucred.gid })
     }
 
-    /// The process that was at the other end then, as a pidfd: it stays that one, whoever gets its number later.
+    /// The process that was at the other end then, as a pidfd: it stays this process, also when another gets its number later.
     /// `ENOPROTOOPT` before Linux 6.5.
     pub(crate) fn peer_process(&self) -> rustix::io::Result<OwnedFd> {
         let mut fd: libc::c_int = -1;
@@ -356,7 +356,7 @@ impl Socket {
         if fork::in_child() {
             return;
         }
-        // The descriptor stays, so that no other thread finds somebody else's socket under its number.
+        // The descriptor stays, so that no other thread finds another socket under its number.
         let mut over = self.family == Family::Unix || net::connect_unspec(&self.fd).is_ok();
         self.shutdown();
         // Some kernels refuse while a thread waits for room in a send; the shutdown has woken it.

@@ -54,14 +54,14 @@ pub(super) fn write_lent(look: &dyn Fn() -> bool, parts: &[RawPartMut], mut byte
         if !look() {
             return Err(hung_up("write"));
         }
-        // SAFETY: whoever has the parts holds a use of their region; that the pages are there is the kernel's to see.
+        // SAFETY: the holder of the parts holds a use of their region; that the pages are there is the kernel's to see.
         unsafe { checked::write("write", part.ptr, now.as_ptr(), now.len())? };
         bytes = rest;
     }
     Ok(())
 }
 
-/// Raises a counter, and wakes who waits for it.
+/// Raises a counter, and wakes its waiters.
 pub(super) fn signal(word: Word, add: u64) -> Result<u64> {
     // SAFETY: the word's own promise.
     unsafe { raise_own(word.at.cast(), add, word.lent) }

@@ -34,7 +34,7 @@ pub(super) const TLS_BYTES: usize = ENCRYPT_PORTION + 3 * BOUNCE;
 pub(super) struct Channel {
     socket: Socket,
     tls: Option<Mutex<TlsState>>,
-    /// The first byte that comes is to be looked at: it tells whether the peer uses TLS.
+    /// The first byte that comes is to be looked at: it shows whether the peer uses TLS.
     curious: AtomicBool,
 }
 
@@ -252,7 +252,7 @@ impl Channel {
         })
     }
 
-    /// A peer that speaks TLS to an endpoint that does not use it is told so in a way that it understands.
+    /// A peer that speaks TLS to an endpoint that does not use it gets an error in a form that it understands.
     fn look_for_tls(&self, slices: &[IoSliceMut<'_>]) -> Result<()> {
         if slices.iter().find_map(|slice| slice.first()) == Some(&TLS_HANDSHAKE) {
             let _ = self.socket.send(&[IoSlice::new(&TLS_REFUSAL)], &[]);
@@ -312,7 +312,7 @@ impl Channel {
         })
     }
 
-    /// [`recv_raw`](Self::recv_raw), or the patient form of it, if a look says so, [at once](rseq) after it.
+    /// [`recv_raw`](Self::recv_raw), or the patient form of it, if a check says so, [in one step](rseq) with it.
     ///
     /// # Safety
     /// As for the socket: each part stays writable until this returns, and nobody has a reference to it.
@@ -497,7 +497,7 @@ impl TlsState {
             }
         }
         let processed = self.tls.process_new_packets().map_err(|error| failed(&error));
-        // Answers of the greeting, and the alert that tells the peer what is wrong.
+        // Answers of the greeting, and the alert that says to the peer what is wrong.
         let pushed = self.push_out(socket);
         processed?;
         pushed?;
@@ -549,8 +549,8 @@ impl Read for Wire<'_> {
             Ok(Received::Bytes(_)) if self.curious && into[0] == FrameKind::Hello as u8 => {
                 let denied = |message| Error::new(Kind::PermissionDenied, "contact", message);
                 // Each side reads of itself as this endpoint.
-                let told = denied("the owner requires TLS, and this endpoint was opened without it");
-                let _ = self.socket.send(&[IoSlice::new(&refusal(&told))], &[]);
+                let error = denied("the owner requires TLS, and this endpoint was opened without it");
+                let _ = self.socket.send(&[IoSlice::new(&refusal(&error))], &[]);
                 Err(self.fail(denied("this endpoint requires TLS, and the peer was opened without it")))
             }
             Ok(Received::Bytes(came)) => Ok(came),

@@ -67,7 +67,7 @@ pub(super) fn with_ticket(
 
 /// The owner's process, where this one may share memory with it; else why not.
 ///
-/// Pages that somebody else can write would be locked and followed here as if they were our own, and to close a descriptor can take as
+/// Pages that another process can write would be locked and followed here as if they were our own, and to close a descriptor can take as
 /// long as its file likes: of an owner that is kept apart from this process, none becomes a descriptor of this one.
 fn neighbour(
     sessions: &Sessions,
@@ -119,7 +119,7 @@ fn dial(medium: Medium, owner: &Incarnation, lane: Lane, until: Instant) -> Resu
         }
     };
     // The kernel sets no limit for bytes that the owner does not take: it would end the connection without a word, and the owner would
-    // apply what it has of a write that has failed here. Heartbeats tell who is gone, and the end is then a reset.
+    // apply what it has of a write that has failed here. Heartbeats show which peer is gone, and the end is then a reset.
     socket.tune(lane, None)?;
     Ok(socket)
 }
@@ -134,7 +134,7 @@ fn handshake(
 ) -> Result<Contact, NoContact> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)
-        .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+        .map_err(|error| Error::new(Kind::Native, "contact", format!("no random bytes: {error}")))?;
     let (client, hello) =
         ClientHandshake::start(sessions.identity(), owner, key, nonce, sessions.settings.secret.as_ref());
     let client = client.bound_to(socket.binding()?);
@@ -165,7 +165,7 @@ fn wait(until: Instant, is_ready: impl Fn(Duration) -> Result<bool>) -> Result<(
     loop {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Error::new(Kind::Timeout, "contact", "no answer in time"));
+            return Err(Error::new(Kind::Timeout, "contact", "no reply in time"));
         }
         interrupt::check("contact")?;
         if is_ready(interrupt::turn(left))? {

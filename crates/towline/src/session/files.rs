@@ -393,7 +393,7 @@ impl Reading {
     /// Reads and sends; the bytes have been counted. Blocks.
     fn answer(self, files: &Arc<Bounces>) {
         let mut bounce = self.bounce(files);
-        // Until the answer is in its queue: who takes the region back then finds it there, or waits for it here.
+        // Until the reply is in its queue: the thread that takes the region back then finds it there, or waits for it here.
         let using = self.asked.region.begin_use("read");
         let filled = using.as_ref().map_err(Clone::clone).and_then(|_| bounce.fill(&self.asked));
         if let Some(serving) = self.send(bounce, filled) {
@@ -419,7 +419,7 @@ impl Reading {
         });
         match begun {
             Ok((using, mut passing)) => {
-                // A lane that has nothing to send waits for this, and sends it sooner than if somebody told it.
+                // A lane that has nothing to send waits for this, and sends it sooner than if another thread woke it.
                 let idle = self.connection.role() == Role::Lane && self.connection.has_sent_all();
                 let waited = idle && ring::wait_idly(&mut passing);
                 let filled = move |slot: Result<Slot>| {
@@ -427,7 +427,7 @@ impl Reading {
                     let filled = slot.and_then(|slot| bounce.filled(&self.asked, slot));
                     let Some(serving) = self.send(bounce, filled) else { return drop(using) };
                     let generation = self.asked.region.generation;
-                    // Not here: it waits for whoever is reading from a connection.
+                    // Not here: it waits for the thread that is reading from a connection.
                     let work = move || {
                         serving.break_off(generation);
                         drop(using);
@@ -446,7 +446,7 @@ impl Reading {
         }
     }
 
-    /// Sends what was read, or why it was not. Somebody uses the region meanwhile; where it was taken back before, all that is
+    /// Sends what was read, or why it was not. The sender uses the region meanwhile; where it was taken back before, all that is
     /// on its way from there is to be broken off.
     fn send(&self, bounce: Bounce, filled: Result<Vec<RawPart>>) -> Option<Arc<Serving>> {
         let serving = self.serving.upgrade()?;

@@ -78,7 +78,7 @@ impl GrantHandle {
         if self.session.others_have_let_go(self) { self.hint(path, Vec::new()) } else { Ok(()) }
     }
 
-    /// Tells that one when the owner wants the region back.
+    /// Notifies the borrower when the owner wants the region back.
     pub(crate) fn borrow_by(&self, borrowing: Weak<dyn Borrowing>) {
         self.session.borrows(self, borrowing);
     }

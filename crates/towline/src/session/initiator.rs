@@ -62,7 +62,7 @@ pub(crate) struct Session {
     starting: Mutex<Vec<Weak<Run>>>,
     /// What is open, and the rules by which it ends.
     rules: Mutex<Initiator<Waiter>>,
-    /// Who must be told when the owner wants a grant back.
+    /// What must be notified when the owner wants a grant back.
     pub(super) borrowing: Mutex<HashMap<u32, Borrowed>>,
     /// Held while the frames of one import are sent.
     pub(super) importing: Mutex<()>,
@@ -86,7 +86,7 @@ pub(super) struct Local {
     pub(super) mappings: Mappings,
     /// The owner's regions that are pinned for long, by generation.
     pub(super) held: Mutex<HashMap<u64, Weak<ProcessPin>>>,
-    /// Dropped on close: the lock that tells the owner we are alive, and the watch on the owner's.
+    /// Dropped on close: the lock that shows the owner that we are alive, and the watch on the owner's.
     alive: Mutex<Option<(Option<watcher::Hold>, Option<watcher::Watch>)>>,
 }
 
@@ -154,7 +154,7 @@ impl Session {
     /// On one host: shows the owner that this process lives, and learns when the owner's does not.
     fn stay_alive(self: &Arc<Self>) -> Result<()> {
         let Some(local) = &self.local else { return Ok(()) };
-        // Where the kernel lacks what is needed, the end of the connection tells, only later.
+        // Where the kernel lacks what is needed, the end of the connection shows it, only later.
         let hold = watcher::hold(Arc::clone(&local.pins), Side::Initiator)
             .inspect_err(|error| tracing::debug!(%error, "no robust futex towards the owner"))
             .ok();
@@ -255,7 +255,7 @@ impl Session {
         }
     }
 
-    /// Ends a request that was not sent, or taken back before it was; whoever gets who waits for it reports its end.
+    /// Ends a request that was not sent, or taken back before it was; the caller that gets its waiter reports its end.
     pub(super) fn unsent(&self, request: u64) -> Option<Waiter> {
         self.rules.lock().unsent(request)
     }
@@ -326,12 +326,12 @@ impl Session {
         }
     }
 
-    /// How long the owner has not been heard.
+    /// How long nothing has come from the owner.
     pub(crate) fn silence(&self) -> Duration {
         self.rules.lock().silence(Instant::now())
     }
 
-    /// As if nothing had been heard since it began.
+    /// As if nothing had come since it began.
     #[cfg(test)]
     pub(crate) fn restart_silence(&self) {
         self.rules.lock().restart_silence();
@@ -363,7 +363,7 @@ impl Session {
         self.local.as_ref()
     }
 
-    /// [`shared`](Self::shared); the error says why this is none.
+    /// [`shared`](Self::shared); the error says why this is not one.
     pub(super) fn local(&self) -> Result<&Local> {
         self.shared().ok_or_else(|| Error::new(Kind::Unavailable, "import", self.apart.clone()))
     }

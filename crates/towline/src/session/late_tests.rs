@@ -73,7 +73,7 @@ fn held_up_at(
     Scene { _one: one, region, _local: local, transfer, go_on, _ends: (owner, user) }
 }
 
-/// Holds whoever comes to that moment of the region until it is told to go on; says when it has come.
+/// Holds the thread that comes to that moment of the region until it may go on; says when it has come.
 fn hold_at(moment: Moment, region: &Registered<SharedStorage>) -> (mpsc::Sender<()>, mpsc::Receiver<()>) {
     let (go_on, wait) = mpsc::channel::<()>();
     let (there, arrived) = mpsc::channel();
@@ -223,7 +223,7 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
         });
         moments::hold(Hold { moment: Moment::BeforeTheCopy, memory: piece(region.addr(), 0), act });
         // The thread that sends has queued the last request and not looked yet …
-        let (asked, hear) = mpsc::channel();
+        let (asked, received) = mpsc::channel();
         let (sender_goes_on, sender_waits) = mpsc::channel::<()>();
         let sender_waits = Mutex::new(sender_waits);
         let act = Arc::new(move || {
@@ -240,7 +240,7 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
         });
         moments::hold(Hold { moment: Moment::Stopping, memory: piece(local.addr(), 0), act });
         let transfer = user.write(&remote, &local).start().unwrap();
-        hear.recv_timeout(WATCHDOG).expect("the last request is queued");
+        received.recv_timeout(WATCHDOG).expect("the last request is queued");
         transfer.cancel();
         moments::hold_nobody();
         drop(owner_goes_on);
@@ -267,7 +267,7 @@ fn a_read_that_is_stopped_while_it_is_being_asked_for_does_not_end_before_the_by
         let remote = user.import_within(&region.ticket().unwrap(), &routing, WATCHDOG).unwrap();
         user.read(&remote, &local).start().unwrap().wait().unwrap();
         let memory = local.addr()..local.addr() + LEN;
-        let (say, hear) = mpsc::channel();
+        let (say, received) = mpsc::channel();
         let held_at = |moment| {
             let (go_on, waits) = mpsc::channel::<()>();
             let (say, waits) = (say.clone(), Mutex::new(waits));
@@ -282,7 +282,7 @@ fn a_read_that_is_stopped_while_it_is_being_asked_for_does_not_end_before_the_by
         let (asker, receiver) = (held_at(Moment::Asked), held_at(Moment::Landing));
         let transfer = user.read(&remote, &local).start().unwrap();
         for _ in 0..2 {
-            hear.recv_timeout(WATCHDOG).expect("it is asked for and answered");
+            received.recv_timeout(WATCHDOG).expect("it is asked for and answered");
         }
         let looked = looked(memory.clone());
         let asker = Mutex::new(Some(asker));

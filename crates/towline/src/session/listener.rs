@@ -30,8 +30,8 @@ const BACKLOG: i32 = 1024;
 /// How long accepting pauses when the process has no descriptor left.
 const NO_DESCRIPTORS: Duration = Duration::from_millis(100);
 
-/// A descriptor that is kept for the moment when there is none left: with it a waiting peer can be taken in, told why it
-/// cannot stay, and let go, instead of waiting for an answer that never comes.
+/// A descriptor that is kept for the moment when there is none left: with it a waiting peer can be accepted, get the reason why it
+/// cannot stay, and be closed, instead of waiting for a reply that never comes.
 static RESERVE: Mutex<Option<OwnedFd>> = Mutex::new(None);
 
 /// Opens the reserve where it is missing.
@@ -143,7 +143,7 @@ impl Listener {
         silent.is_some()
     }
 
-    /// There is no descriptor left, and none to be had: with the reserve, tells a waiting peer so. False: nobody waits.
+    /// There is no descriptor left, and none to be had: with the reserve, says so to a waiting peer. False: no peer waits.
     fn turn_away(&self) -> bool {
         let mut reserve = RESERVE.lock();
         drop(reserve.take());
@@ -258,7 +258,7 @@ impl UnauthenticatedConnection {
     fn hello(&self, connection: &Arc<Connection>, sessions: &Sessions, body: &[u8]) -> Result<()> {
         let mut nonce = [0; 32];
         getrandom::fill(&mut nonce)
-            .map_err(|error| Error::new(Kind::Native, "contact", format!("no randomness: {error}")))?;
+            .map_err(|error| Error::new(Kind::Native, "contact", format!("no random bytes: {error}")))?;
         let binding = connection.socket().binding()?;
         let lookup = |key: &KeyRef| link_base(sessions, key);
         let (handshake, welcome) = ServerHandshake::on_hello_over(
@@ -324,7 +324,7 @@ fn link_base(sessions: &Sessions, key: &KeyRef) -> Result<LinkBase> {
         KeyRef::Ticket(public) => {
             let ticket = ticket::parse_public(public)?;
             let claims = ticket.claims();
-            // Whether the region still exists is told only to who has proven to hold the ticket.
+            // Whether the region still exists is said only to a peer that has proven to hold the ticket.
             Ok(LinkBase::Tag(ticket.tag(&sessions.registry.region_key(claims.row, claims.generation))))
         }
         KeyRef::Session(id) => Serving::find(sessions, *id)
@@ -360,7 +360,7 @@ impl Handler for UnauthenticatedConnection {
 
     /// A connection that has proven itself has another handler by now: this one was refused, or has given up.
     fn closed(&self, connection: &Arc<Connection>, error: Error) {
-        // Who connects and says nothing, such as whoever looks whether the port is open, was not refused. Who says half a hello was there
+        // A peer that connects and says nothing, such as a program that checks whether the port is open, was not refused. A peer that says half a hello was there
         // for more.
         let silent = self.entrant.is_silent() && !connection.ended_in_a_frame();
         let left = error.kind() == Kind::Disconnected && silent;

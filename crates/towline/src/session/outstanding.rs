@@ -1,6 +1,6 @@
 //! Writes that have ended while their owner was in the middle of them: stopped there, most likely. They are quiet when it has left.
 //!
-//! Nothing wakes who waits for that: the owner does not know of it. So the slot is looked at from time to time, by a timer, and
+//! Nothing wakes a waiter for that: the owner does not know of it. So the slot is looked at from time to time, by a timer, and
 //! only while there is such a write.
 
 use std::os::fd::OwnedFd;

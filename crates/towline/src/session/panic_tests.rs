@@ -15,7 +15,7 @@ use crate::{Access, Endpoint, Kind, Registered, Remote, Routing, SystemStorage, 
 const LEN: usize = 8 << 20;
 const WATCHDOG: Duration = Duration::from_secs(30);
 
-/// A waker of the user's own. It panics where it is called by a thread that handles answers: that one delivers the end, unless another
+/// A waker of the user's own. It panics where it is called by a thread that handles replies: this thread delivers the end, unless another
 /// was the last to let go of the memory.
 struct Panics {
     /// How the names of such threads begin.
@@ -78,7 +78,7 @@ fn a_panic_where_an_answer_is_handled_ends_that_session_of_the_initiator_and_no_
         let waker = Waker::from(Arc::clone(&panics));
         let until = Instant::now() + WATCHDOG;
         while panics.count.load(Ordering::SeqCst) == 0 {
-            assert!(Instant::now() < until, "the answers were always there before anybody waited");
+            assert!(Instant::now() < until, "the replies were always there before anybody waited");
             let mut transfer = unwell.start(len);
             if Pin::new(&mut transfer).poll(&mut Context::from_waker(&waker)).is_pending() {
                 transfer.wait().unwrap();

@@ -131,7 +131,7 @@ pub(super) enum Late {
         files: Vec<OwnedFd>,
         payload: Payload,
     },
-    /// An answer to that request has come.
+    /// A reply to that request has come.
     Answer(u64),
 }
 
@@ -207,7 +207,7 @@ impl Frame {
 pub(super) const PER_CALL: usize = 512 << 10;
 
 /// The beginning of a part that is not longer than this is fetched into the cache before it is sent: while one part is
-/// copied, nothing tells the processor where the next one is. Sent from 4 KiB parts, 4 % more went through loopback TCP.
+/// copied, nothing shows the processor where the next one is. Sent from 4 KiB parts, 4 % more went through loopback TCP.
 const SHORT: usize = 16 << 10;
 
 /// So many parts weigh as much as a frame.
@@ -229,7 +229,7 @@ pub(super) struct Outgoing {
     memory: Memory,
     /// No request that waits has a lower number.
     lowest: u64,
-    /// The answer to a request has come before all of the request was sent.
+    /// The reply to a request has come before all of the request was sent.
     early: bool,
     blocked: bool,
     /// What the event loop was last asked to watch for: reading, writing.
@@ -302,7 +302,7 @@ impl Outgoing {
         self.frames.push_back(frame);
     }
 
-    /// An answer to that request has come: refused where some of the request has not been sent.
+    /// A reply to that request has come: refused where some of the request has not been sent.
     pub(super) fn answered(&mut self, request: u64) -> Result<()> {
         // Answers come in about the order of their requests, so that few of them have to look.
         if request >= self.lowest {
@@ -315,7 +315,7 @@ impl Outgoing {
         self.check_answers()
     }
 
-    /// Refuses an answer that came too early.
+    /// Refuses a reply that came too early.
     pub(super) fn check_answers(&self) -> Result<()> {
         match self.early {
             false => Ok(()),

@@ -55,7 +55,7 @@ pub(crate) trait OwnerPaths: Send + Sync {
 
 /// At the owner: a region that a peer reaches by itself.
 pub(crate) trait Loan: Send + Sync {
-    /// Whether the peer pins the region while something is under way. Where it does not, taking the region back asks it to let
+    /// Whether the peer pins the region while something is in flight. Where it does not, taking the region back asks it to let
     /// go, and waits for that.
     fn pinned(&self) -> bool;
 
@@ -118,7 +118,7 @@ impl Session {
         by.into_iter().for_each(Borrowing::recalled);
     }
 
-    /// Whether nobody else has something under way, or may begin something, by the same grant.
+    /// Whether nobody else has something in flight, or may begin something, by the same grant.
     pub(in crate::session) fn others_have_let_go(&self, grant: &GrantHandle) -> bool {
         let me = std::ptr::from_ref(grant).addr();
         let others: Vec<_> = match self.borrowing.lock().get(&grant.handle) {
@@ -128,14 +128,14 @@ impl Session {
         others.iter().filter_map(|(_, one)| one.upgrade()).all(|one| one.has_let_go())
     }
 
-    /// Whether nothing is under way on a path that reaches the owner's memory by itself.
+    /// Whether nothing is in flight on a path that reaches the owner's memory by itself.
     pub(super) fn borrows_nothing(&self) -> bool {
         let all: Vec<_> = self.borrowing.lock().values().flat_map(Borrowed::living).collect();
         all.iter().all(|one| one.is_idle())
     }
 }
 
-/// Who reaches the memory of one grant by itself: each by the address of its handle. All who import the same ticket have one grant.
+/// The imports that reach the memory of one grant by themselves: each by the address of its handle. All imports of the same ticket have one grant.
 #[derive(Default)]
 pub(super) struct Borrowed {
     by: Vec<(usize, Weak<dyn Borrowing>)>,

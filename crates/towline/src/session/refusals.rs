@@ -13,7 +13,7 @@ use towline_proto::session::unauthenticated::{Origin, Sparse};
 use crate::region::UnauthenticatedAudit;
 use crate::{Error, Kind};
 
-/// So many origins are told apart; what comes from others is counted together. Whoever connects can make up as many as it has
+/// So many origins are told apart; what comes from others is counted together. A peer that connects can make up as many as it has
 /// addresses.
 const MOST_ORIGINS: usize = 64;
 
@@ -32,7 +32,7 @@ enum Reason {
     Protocol,
     /// It did not prove itself in time.
     Late,
-    /// It hung up in the middle of its hello, or after it: it did not like the answer, or died.
+    /// It hung up in the middle of its hello, or after it: it did not like the reply, or died.
     HungUp,
     Other,
 }

@@ -58,7 +58,7 @@ impl Serving {
     fn take_hint(&self, query: &wire::Query, granting: Option<&Granting>) -> Result<bool> {
         // A grant that was given back meanwhile is no reason to end the session.
         let Some(granting) = granting else { return Ok(false) };
-        // Whoever was lent nothing, and is not in the audit, has nothing in flight. Without a look at the lease: what was begun within it
+        // A peer that was lent nothing, and is not in the audit, has nothing in flight. Without a look at the lease: what was begun within it
         // may end after it.
         if !granting.lent.is_by(query.path) {
             return Ok(false);
@@ -85,7 +85,7 @@ impl Serving {
                 loan,
             };
             granting.lent.begin(lent, |lent| region.lend(lent))?;
-            // Whoever ends the session gives back what it finds after it has said so.
+            // The thread that ends the session gives back what it finds after it has said so.
             if self.is_closed() {
                 granting.lent.orphaned();
             }

@@ -35,7 +35,7 @@ pub(crate) struct Settings {
     pub(crate) shares_between_containers: bool,
 }
 
-/// Who is at the other end, over what, and whether memory may be shared.
+/// Which process is at the other end, over what, and whether memory may be shared.
 type To = (Incarnation, &'static str, bool);
 
 /// The sessions of one endpoint.

@@ -25,7 +25,7 @@ pub(crate) type OnEnd = Box<dyn Fn(&Result<()>, &[BlockFailure]) + Send + Sync>;
 pub(crate) trait Help: Send + Sync {
     fn help(&self);
 
-    /// The transfer is stopped: what nobody has begun reports, and what somebody hangs in is given up soon.
+    /// The transfer is stopped: what no thread has begun reports, and what a thread hangs in is given up soon.
     fn stop(&self) {}
 }
 
@@ -67,7 +67,7 @@ pub(crate) struct TransferCore {
     pub(crate) parts: Several<PartCore>,
     /// The runs of pieces that the path works in; each reports once.
     pub(crate) units: LateUnits,
-    /// What is left to do before the path can start; whoever takes it does it.
+    /// What is left to do before the path can start; the thread that takes it does it.
     pub(super) planning: Mutex<Option<Planning>>,
     pub(super) bytes: u64,
     pub(crate) after: After,
@@ -108,7 +108,7 @@ pub(super) struct Inner {
     pub(super) last_progress: Instant,
     /// The local memory is no longer pinned: only then do callers learn of the end.
     pub(super) released: bool,
-    /// Somebody has taken it upon himself to deliver the end.
+    /// A thread delivers the end.
     pub(super) delivering: bool,
     /// The next look at the limits.
     pub(super) timer: Option<TimerId>,
@@ -211,7 +211,7 @@ impl TransferCore {
 
     /// Asks who moves the bytes to stop.
     pub(super) fn stop_link(self: &Arc<Self>) {
-        // Either this sees who has resumed it, or that one sees that it is stopped.
+        // Either this sees who has resumed it, or the other sees that it is stopped.
         fence(Ordering::SeqCst);
         self.resumed.get().unwrap_or(&self.link).stop(self);
     }
@@ -306,12 +306,12 @@ impl TransferCore {
         (self.inner.lock().started, self.stopped_at.get().copied())
     }
 
-    /// Whether it was told to stop. A stop that this does not see yet finds who [helps](Self::set_help) by now.
+    /// Whether its stop was asked for. A stop that this does not see yet finds who [helps](Self::set_help) by now.
     pub(crate) fn is_stopping(&self) -> bool {
         self.inner.lock().state.stopping().is_some()
     }
 
-    /// Whoever copies for it is told that it was stopped.
+    /// The thread that copies for it is notified that it was stopped.
     pub(crate) fn stop_help(&self) {
         if let Some(work) = self.help.get().and_then(Weak::upgrade) {
             work.stop();
@@ -352,7 +352,7 @@ impl TransferCore {
         self.inner.lock().state.set_value(value);
     }
 
-    /// Of how many parts an error names one: whoever divided them names those of some parts.
+    /// Of how many parts an error names one: the code that divided them names those of some parts.
     fn named(&self) -> usize {
         if self.above.is_some() { 1 } else { self.parts.len() }
     }

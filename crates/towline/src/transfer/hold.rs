@@ -47,7 +47,7 @@ impl Drop for LocalHold {
         if self.0.holds.fetch_sub(1, Ordering::AcqRel) > 1 || fork::in_child() || !self.0.has_ended() {
             return;
         }
-        // Whoever drops this may have a connection's queue in hand, which those that learn of the end may want.
+        // The thread that drops this may have a connection's queue in hand, which those that learn of the end may want.
         let core = Arc::clone(&self.0);
         if runtime::pool().spawn(Box::new(move || core.deliver())).is_err() {
             runtime::call_at(Instant::now(), &self.0, 0);

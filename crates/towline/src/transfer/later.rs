@@ -79,7 +79,7 @@ impl TransferCore {
         Ok(core)
     }
 
-    /// Plans it and submits it again, unless somebody has.
+    /// Plans it and submits it again, unless another thread has.
     pub(super) fn launch(self: &Arc<Self>) {
         let Some(planning) = self.planning.lock().take() else { return };
         if self.is_stopped() {
@@ -96,7 +96,7 @@ impl TransferCore {
             }
             Err(error) => return self.whole_failed(error),
         };
-        // It has somebody who is notified of its end.
+        // Its end is reported already.
         let mut nobody = submission::nobody;
         // A stop that came meanwhile finds it there, or is found there.
         let started = Submission::again(self, plans, &mut nobody)
@@ -119,7 +119,7 @@ impl TransferCore {
         }
     }
 
-    /// Takes the planning away from whoever would do it; false where somebody has begun it.
+    /// Takes the planning away from the thread that would do it; false where one has begun it.
     pub(super) fn will_not_launch(&self) -> bool {
         self.planning.lock().take().is_some()
     }
@@ -258,7 +258,7 @@ mod tests {
     #[test]
     fn a_cancel_while_it_is_planned_ends_it_and_nothing_is_started() {
         let (here, there) = mpsc::channel::<()>();
-        let (say, hear) = mpsc::channel();
+        let (say, said) = mpsc::channel();
         let (transfer, path) = transfer(
             3,
             Box::new(move || {
@@ -267,7 +267,7 @@ mod tests {
                 Err(Error::invalid("layout", "too late to matter"))
             }),
         );
-        hear.recv().unwrap();
+        said.recv().unwrap();
         transfer.cancel();
         assert!(!transfer.is_done(), "the list is still being read");
         here.send(()).unwrap();

@@ -37,7 +37,7 @@ pub(crate) enum Started {
     Done(Result<Option<u64>>),
     /// It goes on behind the call, as that transfer.
     Running(Arc<TransferCore>),
-    /// Nothing has been done: to plan and start it takes longer than to call a worker, who submits it again. Not an answer for one that
+    /// Nothing has been done: to plan and start it takes longer than to call a worker, who submits it again. Not a result for one that
     /// is not [deferrable](Submission::deferrable).
     Deferred,
 }
@@ -87,9 +87,9 @@ impl What<'_> {
 pub(crate) struct SubmittedPart<'a> {
     /// The peer's region, attached to a link.
     pub(crate) region: &'a Arc<dyn Link>,
-    /// The use of the local region, which lasts until the end; `None` if there is no local region, or somebody else keeps it.
+    /// The use of the local region, which lasts until the end; `None` if there is no local region, or another keeps it.
     pub(crate) local: Option<RegionUse>,
-    /// The local region, where somebody else keeps it in use.
+    /// The local region, where another keeps it in use.
     kept: Option<&'a Arc<RegionCore>>,
     /// The address that local offsets are relative to.
     pub(crate) base: usize,
@@ -125,7 +125,7 @@ impl<'a> SubmittedPart<'a> {
         SubmittedPart { kept, ..self }
     }
 
-    /// One whose plan has been checked, and whose local memory somebody else keeps.
+    /// One whose plan has been checked, and whose local memory another keeps.
     pub(crate) fn planned(region: &'a Arc<dyn Link>, base: usize, plan: Plan) -> SubmittedPart<'a> {
         let (bytes, blocks) = (plan.bytes(), plan.block_count());
         let pieces = if plan.is_empty() { Pieces::None } else { Pieces::Many(Box::new(plan)) };
@@ -155,7 +155,7 @@ impl<'a> SubmittedPart<'a> {
         list.indexed().filter(|indexed| indexed.fits(self.within.0, self.within.1))
     }
 
-    /// Somebody moves its blocks without a list of pieces.
+    /// Its blocks are moved without a list of pieces.
     pub(crate) fn moved_by_index(&mut self, bytes: u64, blocks: u64, block_len: u64) -> Result<()> {
         self.pieces = Pieces::Many(Box::new(Plan::of_blocks(bytes, block_len)?));
         (self.what, self.bytes, self.blocks) = (What::Nothing, bytes, blocks);
@@ -218,7 +218,7 @@ pub(crate) struct Submission<'a> {
     /// Where it ends in the call, with an error: how many parts have moved, and at which one it was.
     pub(crate) moved: usize,
     pub(crate) reached: usize,
-    /// Who is notified of its end, where that comes behind the call: made for that many bytes.
+    /// What is notified of its end, where that comes behind the call: made for that many bytes.
     pub(crate) on_end: &'a mut dyn FnMut(&Several<SubmittedPart<'_>>) -> OnEnd,
     /// The transfer that it is already, where a worker submits it again.
     transfer: Option<Arc<TransferCore>>,
@@ -341,7 +341,7 @@ impl<'a> Submission<'a> {
         naming(part, self.named(), error)
     }
 
-    /// Of how many parts an error names one: whoever divided them names those of some parts.
+    /// Of how many parts an error names one: the code that divided them names those of some parts.
     pub(crate) fn named(&self) -> usize {
         if self.above.is_some() { 1 } else { self.parts.len() }
     }
@@ -441,7 +441,7 @@ impl<'a> Submission<'a> {
     }
 }
 
-/// For a submission of whose end nobody is notified, or somebody is already.
+/// For a submission whose end need not be reported, or is reported already.
 pub(crate) fn nobody(_: &Several<SubmittedPart<'_>>) -> OnEnd {
     Box::new(|_, _| ())
 }

@@ -43,7 +43,7 @@ impl Transport for Cma {
     }
 
     fn probe(&self) -> Probe {
-        // Reading ourselves needs no permission, so this tells whether the system call exists and is not filtered.
+        // Reading ourselves needs no permission, so this shows whether the system call exists and is not filtered.
         let source = *b"towline";
         let mut target = [0u8; 7];
         let pid = rustix::process::getpid().as_raw_nonzero().get();
@@ -167,7 +167,7 @@ impl Process {
             Some(libc::EFAULT) => Error::new(
                 Kind::Stale,
                 op.name(),
-                "part of the memory is gone, in the owner or here, or does not allow the access; whoever registered it should \
+                "part of the memory is gone, in the owner or here, or does not allow the access; the process that registered it should \
                  close the region before it goes",
             )
             .caused_by(error),
@@ -176,7 +176,7 @@ impl Process {
     }
 }
 
-/// Checks that this process may copy from and to that one: reads a nonce that only the right process holds.
+/// Checks that this process may copy from and to that process: reads a nonce that only the right process holds.
 pub(crate) fn probe_peer(pid: i32, addr: u64, nonce: &[u8; 16]) -> Result<()> {
     let mut found = [0u8; 16];
     // SAFETY: the local range is an array that outlives the call; the remote one is the kernel's to check.

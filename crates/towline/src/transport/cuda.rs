@@ -91,7 +91,7 @@ impl Transport for CudaPath {
             let (further, more) = ask(handle, parts.len() as u32, until)?;
             match further.form {
                 Form::Descriptors { parts: new, .. } if !new.is_empty() => parts.extend(new),
-                _ => return Err(Error::protocol(OP, "the owner does not tell the rest of a region")),
+                _ => return Err(Error::protocol(OP, "the owner's reply lacks the rest of a region's parts")),
             }
             files.extend(more);
         }

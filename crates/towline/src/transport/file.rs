@@ -52,7 +52,8 @@ fn usable_owner<'a>(offer: &'a Offer<'_>) -> Result<&'a Arc<GrantHandle>> {
 pub(super) fn opened(offer: &Offer<'_>, handle: &Arc<GrantHandle>) -> Result<FileSlice> {
     handle.local_fence()?;
     let reply = handle.query(NUMBER, OPEN.to_vec(), offer.until)?;
-    let nonsense = || Error::protocol(OP, "the owner does not tell where its file is");
+    let nonsense =
+        || Error::protocol(OP, "the owner's reply does not say where in its file the region starts");
     let offset = u64::from_le_bytes(reply.reply.try_into().map_err(|_| nonsense())?);
     // The owner's word against overflow only: what lies there is its own file.
     offset.checked_add(offer.grant.length).ok_or_else(nonsense)?;

@@ -49,7 +49,7 @@ const MANY: usize = 64 << 10;
 pub(crate) trait OwnerMemory: Send + Sync + 'static {
     fn transport(&self) -> &'static dyn Transport;
 
-    /// Keeps the memory where it is until the first answer is dropped, and says where that is. `Stale` once it was revoked.
+    /// Keeps the memory where it is until the first result is dropped, and says where that is. `Stale` once it was revoked.
     fn enter(&self, op: &'static str) -> Result<(PinnedRegion, CopyAddress)>;
 
     /// What follows the bytes.
@@ -219,7 +219,7 @@ unsafe fn launch(regions: &Several<Arc<GpuAttachment>>, submission: &mut Submiss
         if regions.len() == 1 {
             let stream = submission.stream;
             let options = CopyOptions { bytes, host: at.host, after: stream };
-            // SAFETY: the remote side is kept, and the caller keeps the local one; the pieces were checked against both. Who named a
+            // SAFETY: the remote side is kept, and the caller keeps the local one; the pieces were checked against both. The caller that named a
             // stream promised that it lives.
             let copying = unsafe { at.gpu.copy(pieces, &options) }?;
             return Ok(Attempt::Launched(Launched::new(copying, region, at.pinned, Vec::new(), submission)?));
@@ -242,7 +242,7 @@ unsafe fn launch(regions: &Several<Arc<GpuAttachment>>, submission: &mut Submiss
     Ok(Attempt::Launched(Launched::new(copying, follows, first.pinned, pinned, submission)?))
 }
 
-/// Starts a copy of blocks by their indices, which a GPU takes as they are; `None` where the blocks are not such, or are not all there: whoever
+/// Starts a copy of blocks by their indices, which a GPU takes as they are; `None` where the blocks are not such, or are not all there: the code that
 /// makes the list of pieces says that again, and better.
 ///
 /// # Safety
@@ -439,7 +439,7 @@ impl Link for GpuAttachment {
     }
 
     fn stop(&self, _transfer: &Arc<TransferCore>) {
-        // Whoever watches a flight looks at the transfer's flag.
+        // The thread that watches a flight looks at the transfer's flag.
     }
 }
 

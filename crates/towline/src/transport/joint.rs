@@ -10,7 +10,7 @@ use crate::transfer::submission::{Link, Started, Submission, SubmittedPart, Term
 use crate::transfer::{BlockFailure, OnEnd, Op, Several, Signal, TransferCore, failures};
 use crate::{Error, Kind, Result, room, runtime};
 
-/// Submissions that are under way at a time: some paths hold memory for each of them.
+/// Submissions that are in flight at a time: some paths hold memory for each of them.
 const WINDOW: usize = 4;
 
 /// Lists of more blocks are planned by a worker.
@@ -27,9 +27,9 @@ pub(crate) struct Joint {
 #[derive(Default)]
 struct State {
     next: usize,
-    under_way: usize,
+    in_flight: usize,
     ended: usize,
-    /// Somebody starts what may be started.
+    /// A thread is starting what may be started.
     starting: bool,
     failed: bool,
     children: Vec<Arc<TransferCore>>,
@@ -55,18 +55,18 @@ impl Joint {
         Arc::new_cyclic(|me| Joint { me: Weak::clone(me), groups, path, state: Mutex::default() })
     }
 
-    /// Starts as many of them as may be under way. One thread at a time; what ends meanwhile leaves the next ones to it.
+    /// Starts as many of them as may be in flight. One thread at a time; what ends meanwhile leaves the next ones to it.
     fn advance(self: &Arc<Self>, transfer: &Arc<TransferCore>) {
         // What is queued in the caller's stream next comes behind all of them.
         let window = if transfer.stream.is_some() { usize::MAX } else { WINDOW };
         loop {
             let group = {
                 let mut state = self.state.lock();
-                if state.starting || state.next >= self.groups.len() || state.under_way >= window {
+                if state.starting || state.next >= self.groups.len() || state.in_flight >= window {
                     return;
                 }
                 state.starting = true;
-                state.under_way += 1;
+                state.in_flight += 1;
                 state.next += 1;
                 state.next - 1
             };
@@ -89,7 +89,7 @@ impl Joint {
         }
     }
 
-    /// An error means that nothing of the group is under way, and nobody has reported for it.
+    /// An error means that nothing of the group is in flight, and nobody has reported for it.
     fn submit_group(self: &Arc<Self>, transfer: &Arc<TransferCore>, group: usize) -> Result<()> {
         let parts = self.groups[group].iter().map(|part| {
             let of = &transfer.parts[*part];
@@ -106,7 +106,7 @@ impl Joint {
             portion: false,
             above: Some(transfer),
         };
-        let mut told = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
+        let mut on_end = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
             let (joint, whole) = (Arc::clone(self), Arc::clone(transfer));
             Box::new(move |_, failed| {
                 joint.ended(&whole, group, &Failed::These(failed));
@@ -114,7 +114,7 @@ impl Joint {
             })
         };
         let region = Arc::clone(parts.first().region);
-        let mut submission = Submission::new(transfer.op, parts, terms, &mut told);
+        let mut submission = Submission::new(transfer.op, parts, terms, &mut on_end);
         match region.submit(&mut submission)? {
             Started::Done(Ok(_)) => {
                 transfer.progressed(submission.size()?.0);
@@ -133,7 +133,7 @@ impl Joint {
         Ok(())
     }
 
-    /// Remembers what is under way, for a stop.
+    /// Remembers what is in flight, for a stop.
     fn keep(&self, transfer: &TransferCore, child: Arc<TransferCore>) {
         {
             let mut state = self.state.lock();
@@ -153,7 +153,7 @@ impl Joint {
         let last = {
             let mut state = self.state.lock();
             state.children.retain(|child| !child.has_ended());
-            state.under_way -= 1;
+            state.in_flight -= 1;
             state.ended += 1;
             state.failed |= !matches!(failed, Failed::These([]));
             (state.ended == self.groups.len()).then_some(state.failed)
@@ -172,7 +172,7 @@ impl Joint {
         }
     }
 
-    /// Who reports an end may be the event loop, which starts nothing.
+    /// The thread that reports an end may be the event loop, which starts nothing.
     fn go_on(self: &Arc<Self>, transfer: &Arc<TransferCore>) {
         if self.state.lock().next >= self.groups.len() {
             return;
@@ -208,7 +208,7 @@ impl Joint {
             Ok(()) => transfer.unit_done(),
             Err(error) => transfer.unit_failed(unit, error),
         };
-        let mut told = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
+        let mut on_end = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
             let (joint, whole) = (Arc::clone(self), Arc::clone(transfer));
             Box::new(move |result, _| {
                 joint.state.lock().children.retain(|child| !child.has_ended());
@@ -217,7 +217,7 @@ impl Joint {
         };
         let region = &transfer.parts[part].region;
         let alone = SubmittedPart::new(region, None, 0, What::Nothing, (0, 0));
-        let mut submission = Submission::new(Op::Write, Several::one(alone), terms, &mut told);
+        let mut submission = Submission::new(Op::Write, Several::one(alone), terms, &mut on_end);
         match region.submit(&mut submission) {
             Ok(Started::Done(ended)) => report(transfer, ended.map(drop)),
             Ok(Started::Running(child)) => self.keep(transfer, child),
@@ -252,7 +252,7 @@ impl Link for Joint {
     fn stop(&self, transfer: &Arc<TransferCore>) {
         let children = self.state.lock().children.clone();
         children.iter().for_each(|child| child.stop(transfer.stop_error()));
-        // What was not begun reports now: whoever ends next would do it, if there is anybody.
+        // What was not begun reports now: the next one to end would do it, if there is one.
         if let Some(this) = self.me.upgrade() {
             this.go_on(transfer);
         }

@@ -169,7 +169,7 @@ const OPT_IN: &str = "NixlOptions::lend_over, nixl_lend_over in Python";
 /// What both sides give away, in one sentence: UCX does what a message says, at whatever address it names.
 const GIVES_AWAY: &str = "over NIXL each side can read and write all memory of the other's process, and nobody checks or counts it";
 
-/// At the owner: whether it lends that region by NIXL to whoever holds that ticket; the error says why not. Quick.
+/// At the owner: whether it lends that region by NIXL to the holder of that ticket; the error says why not. Quick.
 ///
 /// This alone decides, whatever the peer wishes. NIXL's keys cannot be narrowed, so a ticket that has been is not enough.
 fn lends(context: &TransportContext, Ticketed { region, claims }: &Ticketed<'_>) -> Result<()> {

@@ -42,7 +42,7 @@ struct Stream {
     handle: Mutex<Arc<GrantHandle>>,
     /// Held by the one thread that connects anew.
     renewing: Mutex<()>,
-    /// The transfers that wait for a new connection: whoever takes one out reports for it.
+    /// The transfers that wait for a new connection: the thread that takes one out reports for it.
     waiting: Mutex<Vec<Arc<TransferCore>>>,
     /// The transfers in flight, for the one that is stopped.
     runs: Mutex<Vec<Weak<Run>>>,
@@ -153,7 +153,7 @@ fn of(region: &dyn Link) -> Result<&Stream> {
     })
 }
 
-/// The message, where there is nothing else: only that needs no answer.
+/// The message, where there is nothing else: only that needs no reply.
 fn message_alone(transfer: &TransferCore) -> Option<&[u8]> {
     let alone =
         transfer.bytes() == 0 && transfer.after.signal.is_none() && !matches!(transfer.op, Op::Atomic { .. });

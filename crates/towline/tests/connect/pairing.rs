@@ -61,7 +61,7 @@ fn operations_can_be_awaited() {
             let readable = encode.create_readable(filled(round, 70_000)).unwrap();
             let metadata = readable.metadata().unwrap();
             let target = empty(70_000);
-            // The first contact takes a thread, the others only wait for the answer.
+            // The first contact takes a thread, the others only wait for the reply.
             let mut read: ReadOperation = block_on(decode.begin_read_async(&metadata, &target)).unwrap();
             block_on(&mut read).unwrap();
             block_on(readable).unwrap();

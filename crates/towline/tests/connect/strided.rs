@@ -150,7 +150,7 @@ fn a_view_is_paired_by_its_packed_size() {
         let error = decode.begin_read(&metadata, empty(wrong)).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid, "{error}");
     }
-    // More than the view has, told by metadata that was meddled with.
+    // More than the view has, according to metadata that was meddled with.
     let mut meddled = metadata.clone();
     meddled.descriptors[0].size = 964;
     let error = decode.begin_read(&meddled, empty(964)).unwrap_err();

@@ -146,7 +146,7 @@ fn hostile_metadata_is_refused_and_harms_nobody() {
         let read = |metadata: &RdmaMetadata| decode.begin_read(metadata, &target);
 
         let mixed = meddled(&good, |bytes| bytes[6] ^= 0x80);
-        refused(read(&mixed), Kind::Stale, "none of this endpoint's");
+        refused(read(&mixed), Kind::Stale, "belongs to another endpoint");
 
         // A ticket for another operation.
         let others = BASE64.decode(&other.metadata().unwrap().nixl_metadata.as_bytes()[4..]).unwrap();
@@ -196,7 +196,7 @@ fn hostile_metadata_is_refused_and_harms_nobody() {
         assert_eq!(bytes(&target), vec![0; 100]);
         let mut pointers = good;
         pointers.descriptors[0].ptr = u64::MAX;
-        pointers.notification_key = "somebody else's".into();
+        pointers.notification_key = "another one's".into();
         read(&pointers).unwrap().wait(None).unwrap();
         assert_eq!(bytes(&target), pattern(1, 100));
         readable.wait(None).unwrap();

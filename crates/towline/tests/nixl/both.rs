@@ -7,7 +7,7 @@ use towline::nixl::{
 };
 use towline::{DiskStorage, Kind, SystemStorage};
 
-use crate::{LIMIT, agent, bytes_of, engines, filled, notifying, pattern, run, told, whole};
+use crate::{LIMIT, agent, bytes_of, engines, filled, notified, notifying, pattern, run, whole};
 
 #[test]
 fn the_engine_is_nixl_where_it_is_there_and_says_why() {
@@ -60,7 +60,7 @@ fn registered_storages_are_read_and_written_between_agents() {
             user.create_xfer_req(XferOp::Read, &whole(&target), &remote, &owner.name(), Some(&opt)).unwrap();
         run(&user, &request, Some(&opt));
         assert!(bytes_of(target.storage()) == bytes);
-        assert_eq!(told(&owner).take_notifs().unwrap()[&user.name()], [b"taken"]);
+        assert_eq!(notified(&owner).take_notifs().unwrap()[&user.name()], [b"taken"]);
         drop(request);
 
         // The other way, and a second time with the same request.
@@ -72,12 +72,12 @@ fn registered_storages_are_read_and_written_between_agents() {
             for _ in 0..2 {
                 source.storage().memset(0, 0, 1 << 20).unwrap();
                 run(&user, &request, Some(&notifying(b"put")));
-                assert_eq!(told(&owner).get_notifications(&user.name()), [b"put"]);
+                assert_eq!(notified(&owner).get_notifications(&user.name()), [b"put"]);
                 assert!(bytes_of(source.storage()) == bytes);
             }
         }
         user.send_notification(&owner.name(), b"a word", None).unwrap();
-        assert_eq!(told(&owner).get_notifications(&user.name()), [b"a word"]);
+        assert_eq!(notified(&owner).get_notifications(&user.name()), [b"a word"]);
         assert_eq!(bytes_of(&target.into_storage().unwrap()).len(), 1 << 20);
         user.invalidate_remote_md(&owner.name()).unwrap();
         assert!(!user.check_remote_metadata(&owner.name(), None));
@@ -109,7 +109,7 @@ fn blocks_of_prepared_lists_are_moved_by_index() {
         let request =
             user.make_xfer_req(XferOp::Read, &near, &here, &far, &there, Some(&notifying(b"all"))).unwrap();
         run(&user, &request, Some(&notifying(b"all")));
-        assert_eq!(told(&owner).get_notifications(&user.name()), [b"all"]);
+        assert_eq!(notified(&owner).get_notifications(&user.name()), [b"all"]);
         let got = bytes_of(target.storage());
         for at in 0..count {
             let from = count - 1 - at;

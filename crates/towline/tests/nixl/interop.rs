@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use towline::memory::{MemoryAccess, MemoryDescription};
 use towline::nixl::{Engine, NixlRegisterExt, XferDescList, XferOp};
 
-use crate::{agent, bytes_of, filled, notifying, pattern, run, skip, there, told};
+use crate::{agent, bytes_of, filled, notified, notifying, pattern, run, skip, there};
 
 /// The process. It ends when its standard input does.
 struct Plain {
@@ -103,14 +103,14 @@ fn a_plain_process_is_read_and_written_and_told() {
     let request = ours.create_xfer_req(XferOp::Read, &local, &remote, name, None).unwrap();
     run(&ours, &request, Some(&notifying(b"read")));
     assert!(bytes_of(memory.storage()) == pattern(len, 3));
-    let said = plain.ask(json!({"do": "told"}));
+    let said = plain.ask(json!({"do": "notified"}));
     assert_eq!((said["from"].as_str(), said["message"].as_str()), (Some(&*ours.name()), Some("read")));
 
     let bytes = pattern(len, 200);
     memory.storage().write_at(0, &bytes).unwrap();
     let request = ours.create_xfer_req(XferOp::Write, &local, &remote, name, None).unwrap();
     run(&ours, &request, Some(&notifying(b"written")));
-    assert_eq!(plain.ask(json!({"do": "told"}))["message"], "written");
+    assert_eq!(plain.ask(json!({"do": "notified"}))["message"], "written");
     assert!(decoded(&plain.ask(json!({"do": "bytes"}))["bytes"]) == bytes);
 }
 
@@ -142,7 +142,7 @@ fn a_plain_process_reads_and_writes_here_and_tells() {
         }
         let order = json!({"do": "move", "op": op, "descs": descs, "peer": ours.name(), "message": message});
         assert_eq!(plain.ask(order)["state"], "DONE");
-        assert_eq!(told(&ours).get_notifications(name), [message.as_bytes()]);
+        assert_eq!(notified(&ours).get_notifications(name), [message.as_bytes()]);
         if op == "WRITE" {
             assert!(bytes_of(memory.storage()) == mine);
         } else {

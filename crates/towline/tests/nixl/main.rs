@@ -71,8 +71,8 @@ fn run(agent: &NixlAgent, request: &XferRequest, opt: Option<&OptArgs>) {
     assert!(agent.get_xfer_status(request).unwrap().is_success());
 }
 
-/// What the peer was told, once it was told something.
-fn told(agent: &NixlAgent) -> NotificationMap {
+/// What the agent was notified of, once it was notified of something.
+fn notified(agent: &NixlAgent) -> NotificationMap {
     let (start, mut came) = (Instant::now(), NotificationMap::new().unwrap());
     while came.is_empty().unwrap() {
         assert!(start.elapsed() < LIMIT);

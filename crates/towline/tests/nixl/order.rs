@@ -46,7 +46,7 @@ impl MemoryDescription for Recording {
     }
 }
 
-// SAFETY: every answer is the inner storage's, which keeps the contract.
+// SAFETY: every result is the inner storage's, which keeps the contract.
 unsafe impl Storage for Recording {
     fn place(&self) -> Place {
         Place::Host

@@ -1,6 +1,6 @@
 """A plain process of NIXL: its own Python API, nothing of Towline.
 
-It reads one JSON object per line from its standard input and writes one answer per line to its standard output.
+It reads one JSON object per line from its standard input and writes one reply per line to its standard output.
 """
 
 import base64
@@ -57,7 +57,7 @@ class Peer:
     def bytes(self, order):
         return {"bytes": base64.b64encode(self.memory.tobytes()).decode()}
 
-    def told(self, order):
+    def notified(self, order):
         until = time.monotonic() + 60
         while time.monotonic() < until:
             new = self.agent.get_new_notifs()
@@ -67,7 +67,7 @@ class Peer:
 
 
 def main():
-    # What NIXL prints to standard output would be taken for an answer.
+    # What NIXL prints to standard output would be taken for a reply.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     peer = None

@@ -1,4 +1,4 @@
-//! Memory that was lent and goes away under its registration: peers are told, and the owner lives on.
+//! Memory that was lent and goes away under its registration: peers get errors, and the owner lives on.
 #![allow(unsafe_code, reason = "maps a file, and lends the mapping")]
 
 use std::fs::File;
@@ -258,7 +258,7 @@ fn a_page_that_goes_and_comes_while_peers_change_words_ends_nobody() {
     let mapped = Mapped::new();
     let Scene { user, remote, local, region: _region, owner: _owner } = Scene::on("unix", &mapped);
     let over = AtomicBool::new(false);
-    let (mut changed, mut told) = (0, 0);
+    let (mut changed, mut refused) = (0, 0);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !over.load(Ordering::Relaxed) {
@@ -280,7 +280,7 @@ fn a_page_that_goes_and_comes_while_peers_change_words_ends_nobody() {
                         Ok(()) => changed += 1,
                         Err(error) => {
                             assert_eq!(error.kind(), Kind::Stale, "{error}");
-                            told += 1;
+                            refused += 1;
                         }
                     }
                 }
@@ -288,7 +288,7 @@ fn a_page_that_goes_and_comes_while_peers_change_words_ends_nobody() {
         }
         over.store(true, Ordering::Relaxed);
     });
-    assert!(changed > 0 && told > 0, "{changed} changes went well, {told} did not");
+    assert!(changed > 0 && refused > 0, "{changed} changes went well, {refused} did not");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What goes over TCP, and somebody on the path: TLS, and the checksums of blocks.
+//! What goes over TCP, and an attacker on the network path: TLS, and the checksums of blocks.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 mod checksums;

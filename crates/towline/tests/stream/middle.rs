@@ -1,4 +1,4 @@
-//! Somebody on the path between two endpoints.
+//! An attacker on the network path between two endpoints.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -11,7 +11,7 @@ use towline::{Endpoint, Tls};
 
 use crate::tcp;
 
-/// Somebody on the path: passes bytes on both ways, remembers them, and flips a bit where it is told to.
+/// An attacker on the network path: passes bytes on both ways, remembers them, and flips a bit where the test asks for it.
 pub(crate) struct Middle {
     address: SocketAddr,
     owner: Arc<Mutex<Option<SocketAddr>>>,

@@ -1,4 +1,4 @@
-//! TLS: whom it lets in, what somebody in the middle can do, and that everything else works inside it.
+//! TLS: whom it lets in, what an attacker in the middle can do, and that everything else works inside it.
 
 use std::time::Duration;
 
@@ -110,7 +110,7 @@ fn an_expired_certificate_is_refused_by_either_side() {
 #[test]
 fn a_certificate_for_another_name_is_refused_by_either_side() {
     let authority = Authority::new();
-    let (good, other) = (authority.tls("user"), authority.tls("somebody"));
+    let (good, other) = (authority.tls("user"), authority.tls("other"));
     denied(&open("owner", Some(other.clone())), &open("user", Some(good)), "certificate is not accepted");
     denied(&open("owner", Some(authority.tls("owner"))), &open("user", Some(other)), "calls itself \"user\"");
     let unnamed = open("two words", Some(authority.tls("user")));

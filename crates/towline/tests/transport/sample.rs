@@ -87,7 +87,7 @@ fn attached(offer: &Offer<'_>) -> Result<Memory> {
 
 struct Memory {
     handle: Arc<GrantHandle>,
-    /// The memory of that life of the process, whoever has its number later.
+    /// The memory of that life of the process, also when another has its number later.
     memory: File,
     offset: u64,
     end: u64,

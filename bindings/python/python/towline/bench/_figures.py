@@ -23,7 +23,7 @@ BLOCK = 4096
 TICK = 0.0005
 """How often the loop is asked to show that it is awake, in seconds."""
 BATCH = 100
-"""Messages that may be under way at once."""
+"""Messages that may be in flight at once."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ async def large(bench: Bench) -> AsyncIterator[Row | Skipped]:
         pauses: list[float] = []
         idle: list[float] = []
         for number in range(-1, pace.rounds * 3):
-            # Who comes first changes, so that neither always finds what the other left in the caches.
+            # The first one changes, so that neither always finds what the other left in the caches.
             for turn in (0, 1) if number % 2 == 0 else (1, 0):
                 if turn == 0:
                     times["operation"].append(await reads.operation())

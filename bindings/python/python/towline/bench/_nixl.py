@@ -1,7 +1,7 @@
 """The same read by NIXL's own Python API, between two processes that wait as `dynamo.nixl_connect` does.
 
 Neither process is the one that measures: NIXL may crash a process that ends. Each reads one JSON object per line from its
-standard input and writes its answers to its standard output.
+standard input and writes its replies to its standard output.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    # What NIXL prints to standard output would be taken for an answer.
+    # What NIXL prints to standard output would be taken for a reply.
     _ANSWERS = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     asyncio.run(_main())

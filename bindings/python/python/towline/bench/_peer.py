@@ -1,6 +1,6 @@
 """The other process of the figures: owns memory, offers it, answers messages.
 
-It reads one JSON object per line from its standard input and writes its answers to its standard output. It ends when its
+It reads one JSON object per line from its standard input and writes its replies to its standard output. It ends when its
 input does.
 """
 

@@ -98,8 +98,8 @@ class Command:
         say({"step": label})
 
     @staticmethod
-    def _ask(question: dict[str, Any]) -> dict[str, Any]:
-        say(question)
+    def _ask(query: dict[str, Any]) -> dict[str, Any]:
+        say(query)
         line = sys.stdin.readline()
         if not line:
             raise RuntimeError("the program that measures Rust has ended")

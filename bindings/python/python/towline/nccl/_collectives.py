@@ -78,7 +78,7 @@ class Collectives:
             scalar = self._scalar(kind, op, sendbuf)
             op = SUM
         elif isinstance(op, bool) or not isinstance(op, int) or op not in _OPERATIONS:
-            raise invalid(kind, f"op: {op!r} is none of SUM, PROD, MAX, MIN, AVG, nor a CustomRedOp")
+            raise invalid(kind, f"op: {op!r} is neither one of SUM, PROD, MAX, MIN, AVG nor a CustomRedOp")
         with in_stream(native, stream):
             work = native.collective(kind, sendbuf, recvbuf, int(op), scalar, root, algorithm)
         return Operation(work, kind)

@@ -1,4 +1,4 @@
-"""What a communicator hands out: operations under way, registered buffers, windows, views, reductions."""
+"""What a communicator hands out: operations in flight, registered buffers, windows, views, reductions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Operation(Generic[T_co]):
-    """A call under way: ``await`` it in any event loop, or ``wait()`` for it in code without one.
+    """A call in flight: ``await`` it in any event loop, or ``wait()`` for it in code without one.
 
     On a blocking communicator it has ended when you get it. Dropping it does not stop it: the memory that it touches stays
     alive until it has ended.
@@ -41,15 +41,15 @@ class Operation(Generic[T_co]):
     def wait(self, timeout: float | None = None) -> T_co:
         """Blocks until it has ended, without holding the GIL.
 
-        Without a timeout that of the communicator bounds the wait. With one, raises `NCCLTimeout` when it is still under way
+        Without a timeout that of the communicator bounds the wait. With one, raises `NCCLTimeout` when it is still in flight
         then; it goes on.
         """
         if not self._native.done() and not self._native.wait(timeout):
-            raise NCCLTimeout(f"still under way after {timeout} s", op=self._op)
+            raise NCCLTimeout(f"still in flight after {timeout} s", op=self._op)
         return self.result()
 
     def result(self) -> T_co:
-        """What it gave, or raises why it failed; `NcclInvalid` while it is under way."""
+        """What it gave, or raises why it failed; `NcclInvalid` while it is in flight."""
         return cast(T_co, self._native.result())
 
     def done(self) -> bool:
@@ -57,7 +57,7 @@ class Operation(Generic[T_co]):
         return self._native.done()
 
     def __repr__(self) -> str:
-        state = "ended" if self._native.done() else "under way"
+        state = "ended" if self._native.done() else "in flight"
         return f"<Operation {self._op}, {state}>"
 
 
@@ -136,7 +136,7 @@ class RegisteredWindowHandle(CommResource):
     """Memory that all ranks of a communicator have registered together.
 
     It keeps the buffer alive. Closing is local: ranks that still access the memory get an error, never bytes of something
-    else. A ``with`` block closes it. On a non-blocking communicator, and inside a group, the registration is under way: poll
+    else. A ``with`` block closes it. On a non-blocking communicator, and inside a group, the registration is in flight: poll
     ``handle``, ``await`` the window or ``wait()`` for it.
     """
 

@@ -19,7 +19,7 @@ LENGTH = 128
 class UniqueId:
     """The id of a meeting: 128 bytes that carry where it takes place and the secret that lets a rank in.
 
-    Whoever has it can join: hand it to the ranks by a channel that you trust. ``bytes(id)`` and ``str(id)`` are for that;
+    Everyone who has it can join: hand it to the ranks by a channel that you trust. ``bytes(id)`` and ``str(id)`` are for that;
     ``repr`` does not show the secret. An id serves one meeting.
     """
 

@@ -1,4 +1,4 @@
-//! Who is not let in is said in the log, now and then.
+//! Refused guests are logged, now and then.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::sync::OnceLock;
@@ -84,7 +84,7 @@ fn whom_the_root_does_not_let_in_is_logged_once_a_second() {
         let mut rest = [0; 8];
         assert!(!matches!(stream.read(&mut rest), Ok(1..)), "it was welcomed");
     };
-    // Who says nothing is not refused.
+    // A guest that says nothing is not refused.
     (0..10).for_each(|_| drop(TcpStream::connect(address).unwrap()));
     for number in 0..MANY {
         let mut stream = TcpStream::connect(address).unwrap();
@@ -104,7 +104,7 @@ fn whom_the_root_does_not_let_in_is_logged_once_a_second() {
     let until = Instant::now() + Duration::from_secs(20);
     let counted = || LINES.load(Ordering::SeqCst) + LEFT_OUT.load(Ordering::SeqCst);
     while counted() < MANY + 1 {
-        assert!(Instant::now() < until, "{} of {} were told of", counted(), MANY + 1);
+        assert!(Instant::now() < until, "{} of {} were logged", counted(), MANY + 1);
         std::thread::sleep(Duration::from_millis(10));
     }
     assert_eq!(counted(), MANY + 1);

@@ -180,7 +180,7 @@ fn arguments_that_make_no_sense_are_refused_before_anything_is_announced() {
         let rank = comm.rank().unwrap();
         let room = Room::new(comm, ROOM);
         let [send, recv] = room.memory(Form::Windows, rank);
-        // Only one rank errs, and the others never hear of it.
+        // Only one rank errs, and the others never learn of it.
         if rank == 0 {
             let part = |from: &Memory, offset, len| from.part(offset, len).unwrap();
             let refused: Vec<(&str, Result<()>)> = vec![

@@ -13,7 +13,7 @@ use crate::team::Team;
 use crate::team::round::lost;
 
 /// How often a waiter that may spin looks before it waits in earnest: the peer is at work on what is waited for, and
-/// takes some ten microseconds for a chunk. Who gives the core away for that long may not get it back for milliseconds.
+/// takes some ten microseconds for a chunk. A rank that gives the core away for that long may not get it back for milliseconds.
 const LOOKS: usize = 1000;
 
 /// This rank's ends of the rings to and from all others, held for one call.

@@ -74,7 +74,7 @@ fn never_come(team: &Team) {
 #[test]
 fn the_rank_at_the_end_of_waits_of_all_kinds_is_named_whoever_gives_up_first() {
     with_all_links(|links| {
-        // Who is in another round, or waits for something that is no collective, is held up all the same.
+        // A rank that is in another round, or waits for something that is no collective, is held up all the same.
         let done = Barrier::new(5);
         let errors = with_ranks(5, links, SHORT, |team| {
             team.barrier().unwrap();

@@ -63,9 +63,9 @@ fn start(place: &Path, rank: usize, what: &str) -> Rank {
 
 #[test]
 fn what_a_rank_process_does() {
-    let (Ok(place), Ok(told)) = (env::var(PLACE), env::var(RANK)) else { return };
+    let (Ok(place), Ok(orders)) = (env::var(PLACE), env::var(RANK)) else { return };
     let place = PathBuf::from(place);
-    let (rank, what) = told.split_once(' ').unwrap();
+    let (rank, what) = orders.split_once(' ').unwrap();
     let rank: usize = rank.parse().unwrap();
     let links = if what.contains("far") { Links::Far } else { Links::Near };
     let endpoint = Endpoint::options(&format!("rank-{rank}")).routing(links.routing(rank)).open().unwrap();
@@ -126,7 +126,7 @@ fn a_kill_is_told(what: &str) {
 
 #[test]
 fn a_stopped_process_is_named_by_the_others_at_the_limit() {
-    // Over TCP a write to it that is given up resets the connection, so that nothing of it lands later: whoever sees that first
+    // Over TCP a write to it that is given up resets the connection, so that nothing of it lands later: the rank that sees that first
     // says that the rank is gone, the others that it did not come in time.
     for (what, ends) in [
         ("near ring stop", &["Timeout [1] "][..]),

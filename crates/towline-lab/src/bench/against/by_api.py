@@ -1,4 +1,4 @@
-"""NIXL by its own Python API, for `towline bench`: an owner and a user, told what to do on standard input.
+"""NIXL by its own Python API, for `towline bench`: an owner and a user, which get their orders on standard input.
 
 The user answers each line with one line of JSON. Both drive their agents themselves, without NIXL's thread, which is NIXL's
 best setting for transfers; `notify` is also measured with that thread, which is its default.
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-# NIXL writes its log to standard output, which is for the answers.
+# NIXL writes its log to standard output, which is for the replies.
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
@@ -127,9 +127,9 @@ class User:
             stdout=subprocess.PIPE,
             text=True,
         )
-        told = json.loads(self.child.stdout.readline())
-        self.address = told["address"]
-        self.mine.add_remote_agent(bytes.fromhex(told["metadata"]))
+        reply = json.loads(self.child.stdout.readline())
+        self.address = reply["address"]
+        self.mine.add_remote_agent(bytes.fromhex(reply["metadata"]))
         self.tell(json.dumps({"metadata": self.mine.get_agent_metadata().hex()}))
         self.handle = None
         # The first transfer connects, for which both sides have to be driven.

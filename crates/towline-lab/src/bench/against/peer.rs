@@ -1,4 +1,4 @@
-//! NIXL by its own Python API: an interpreter that measures what it is told to.
+//! NIXL by its own Python API: an interpreter that measures what it is asked to.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};

@@ -3,7 +3,7 @@
 use crate::machine;
 use crate::outcome::{Failure, Outcome};
 use crate::worker::Worker;
-use crate::worker::order::{Answer, Order};
+use crate::worker::order::{Order, RankReply};
 use crate::worker::protocol::{Ask, Reply};
 
 /// Rank processes that have met; they end with this value.
@@ -24,12 +24,12 @@ impl Group {
         self.0.len()
     }
 
-    /// Gives every rank its order, then waits for all answers.
-    pub(super) fn each(&mut self, order: impl Fn(usize) -> Order) -> Outcome<Vec<Answer>> {
+    /// Gives every rank its order, then waits for all replies.
+    pub(super) fn each(&mut self, order: impl Fn(usize) -> Order) -> Outcome<Vec<RankReply>> {
         for (rank, worker) in self.0.iter_mut().enumerate() {
-            worker.tell(&Ask::Comm { order: order(rank) })?;
+            worker.send(&Ask::Comm { order: order(rank) })?;
         }
-        // All are heard, so that a failure leaves no answer for the next question.
+        // All replies are received, so that a failure leaves no reply for the next query.
         let reply: Vec<Outcome<Reply>> = self.0.iter_mut().map(Worker::reply).collect();
         reply
             .into_iter()
@@ -45,13 +45,13 @@ impl Group {
     pub(super) fn seconds(&mut self, order: &Order) -> Outcome<f64> {
         let answers = self.each(|_| order.clone())?;
         answers.into_iter().try_fold(0.0, |most: f64, answer| match answer {
-            Answer::Seconds(seconds) => Ok(most.max(seconds)),
+            RankReply::Seconds(seconds) => Ok(most.max(seconds)),
             answer => Err(surprise(&answer)),
         })
     }
 
     /// Gives one rank an order that concerns nobody else.
-    pub(super) fn one(&mut self, rank: usize, order: Order) -> Outcome<Answer> {
+    pub(super) fn one(&mut self, rank: usize, order: Order) -> Outcome<RankReply> {
         let Some(worker) = self.0.get_mut(rank) else { return Err(Failure::failed("there is no such rank")) };
         match worker.ask(&Ask::Comm { order })? {
             Reply::Comm { answer } => Ok(answer),
@@ -60,7 +60,7 @@ impl Group {
     }
 }
 
-/// The failure of an answer that is not the one asked for.
-pub(super) fn surprise(answer: &Answer) -> Failure {
+/// The failure of a reply that is not the one asked for.
+pub(super) fn surprise(answer: &RankReply) -> Failure {
     Failure::failed(format!("a rank answered something else: {answer:?}"))
 }

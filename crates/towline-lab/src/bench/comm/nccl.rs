@@ -126,7 +126,7 @@ impl Ours {
     }
 
     /// A batch of each in turns, of which the first tenth warms up. A tenth of the rounds is enough where they take long: a window of
-    /// some versions takes 85 µs. Whoever registers gives a share of the buffer away: to make it is the caller's, to drop it is ours.
+    /// some versions takes 85 µs. The caller that registers gives a share of the buffer away: to make it is the caller's, to drop it is ours.
     fn turns(
         &self,
         ours: impl Fn(Buffer) -> io::Result<()>,

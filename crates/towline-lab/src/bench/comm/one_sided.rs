@@ -9,7 +9,7 @@ use super::peers::{Peer, Peers, SETTINGS};
 use crate::measure::median;
 use crate::outcome::{Failure, Outcome};
 use crate::size;
-use crate::worker::order::{Answer, Order};
+use crate::worker::order::{Order, RankReply};
 use crate::worker::protocol::Op;
 
 const WINDOW: u64 = 4 << 20;
@@ -27,7 +27,7 @@ fn pair() -> Outcome<Group> {
     let files: Vec<(i32, i32)> = opened
         .iter()
         .map(|answer| match answer {
-            Answer::Opened { pid, file } => Ok((*pid, *file)),
+            RankReply::Opened { pid, file } => Ok((*pid, *file)),
             answer => Err(surprise(answer)),
         })
         .collect::<Outcome<_>>()?;
@@ -117,7 +117,7 @@ fn copy(session: &mut Session, group: &mut Group, name: &'static str, op: Op) ->
     let (fewest, most) = (pace.fewest, pace.most);
     let order = Order::Copy { op, bytes: WINDOW, budget_ms: pace.budget.as_millis() as u64, fewest, most };
     let (ours, bare, rounds) = match group.one(0, order)? {
-        Answer::Copied { ours, bare, rounds } => (ours, bare, rounds),
+        RankReply::Copied { ours, bare, rounds } => (ours, bare, rounds),
         answer => return Err(surprise(&answer)),
     };
     let rate = |seconds| size::gib_per_second(WINDOW, seconds);

@@ -15,7 +15,7 @@ const GLOO: &str = include_str!("peers/gloo.py");
 /// The interpreter of the distribution comes first: its packages bring torch along.
 const PYTHONS: [&str; 2] = ["/usr/bin/python3", "python3"];
 
-/// How long an answer may take; the first one needs a while on a busy machine.
+/// How long a reply may take; the first one needs a while on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// How long a peer may take to end by itself.
@@ -28,7 +28,7 @@ macro_rules! with_cma {
     };
 }
 
-/// Ways to run Open MPI: what they are called, and what is told to mpirun.
+/// Ways to run Open MPI: what they are called, and which arguments mpirun gets.
 pub(super) const SETTINGS: [(&str, &[&str]); 8] = [
     ("defaults", &[]),
     ("vader with cma", with_cma!()),
@@ -106,7 +106,7 @@ impl Peers {
         };
         let mut peer = Peer((0..nranks).map(start).collect::<Outcome<_>>()?);
         for process in &mut peer.0 {
-            process.hear()?;
+            process.line()?;
         }
         Ok(peer)
     }
@@ -169,7 +169,7 @@ impl Peer {
         }
         let mut most: f64 = 0.0;
         for process in &mut self.0 {
-            let said = process.hear()?;
+            let said = process.line()?;
             let seconds: f64 = said
                 .trim()
                 .parse()
@@ -180,7 +180,7 @@ impl Peer {
     }
 }
 
-/// A process that is told something line by line.
+/// A process that gets its orders line by line.
 struct Process {
     name: &'static str,
     child: Child,
@@ -218,12 +218,12 @@ impl Process {
         if matches!(said, Some(Ok(()))) { Ok(()) } else { Err(self.gone()) }
     }
 
-    fn hear(&mut self) -> Outcome<String> {
+    fn line(&mut self) -> Outcome<String> {
         self.answers.recv_timeout(PATIENCE).map_err(|_| self.gone())
     }
 
     fn gone(&self) -> Failure {
-        Failure::lacking(format!("{} does not run here, or gives no answer", self.name))
+        Failure::lacking(format!("{} does not run here, or gives no reply", self.name))
     }
 }
 

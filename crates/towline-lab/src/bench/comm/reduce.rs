@@ -113,7 +113,7 @@ struct Field {
 }
 
 /// What ranks read and write in a sum, by threads of this process and with nothing around it: the limit that the memory sets. Where
-/// ranks share cores it is none: four loops on two cores were slower than the ranks.
+/// ranks share cores it is not a limit: four loops on two cores were slower than the ranks.
 struct Bare {
     sum: RawSum,
     threads: usize,

@@ -4,7 +4,7 @@ use super::super::Session;
 use super::super::report::{Row, Unit};
 use super::group::{Group, surprise};
 use crate::outcome::Outcome;
-use crate::worker::order::{Answer, Order};
+use crate::worker::order::{Order, RankReply};
 
 pub(super) const LARGE: &str = "window-1g";
 pub(super) const MANY: &str = "windows-1000";
@@ -45,7 +45,7 @@ fn many(session: &mut Session, group: &mut Group) -> Outcome<()> {
     let answers = group.each(|_| Order::Windows { count: COUNT, at_a_time: 100 })?;
     let (mut bytes, mut files, mut threads) = (0, 0, 0);
     for answer in &answers {
-        let Answer::Grown { bytes: more_bytes, files: more_files, threads: more_threads } = answer else {
+        let RankReply::Grown { bytes: more_bytes, files: more_files, threads: more_threads } = answer else {
             return Err(surprise(answer));
         };
         bytes = bytes.max(*more_bytes);

@@ -1,4 +1,4 @@
-"""An agent of NIXL, by its own Python API and with its default settings, that is told what to do line by line.
+"""An agent of NIXL, by its own Python API and with its default settings, that gets its orders line by line.
 
 A line is words, and ``+N`` at its end says how many bytes follow it. It ends with its input.
 """
@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-# NIXL writes its log to standard output, which is for the answers.
+# NIXL writes its log to standard output, which is for the replies.
 ANSWERS = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
 

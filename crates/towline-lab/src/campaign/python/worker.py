@@ -77,7 +77,7 @@ class Worker:
             case ["begin", op, remote, region, at, length]:
                 transfer = self.begun = self.start(op, int(remote), int(region), int(at), int(length))
                 self.task = asyncio.create_task(self.timed(transfer))
-                # The task has begun to wait before the answer goes out.
+                # The task has begun to wait before the reply goes out.
                 await asyncio.sleep(0)
                 return "started"
             case ["ended"]:

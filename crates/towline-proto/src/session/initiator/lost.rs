@@ -1,8 +1,8 @@
 //! What becomes of open requests when their connection, or the session, is over.
 //!
 //! Of some changes this side does not know whether the owner still makes them: their bytes may be in flight, or with the owner, after
-//! the connection was given up here. The owner's word ends that. Of a lane it is the answer to EndLane, over the control connection:
-//! nothing more that came over the lane will be applied. Of the control connection itself it is the answer to the request. A transfer
+//! the connection was given up here. The owner's word ends that. Of a lane it is the reply to EndLane, over the control connection:
+//! nothing more that came over the lane will be applied. Of the control connection itself it is the reply to the request. A transfer
 //! whose owner says nothing in time ends without being quiet.
 
 use std::sync::Arc;

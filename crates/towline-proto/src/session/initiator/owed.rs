@@ -1,6 +1,6 @@
 //! Requests that nobody here waits for any more, and that the owner may still answer: once each.
 //!
-//! An answer to anything else breaks the protocol. So what was given up is remembered until its answer has come, or until
+//! A reply to anything else breaks the protocol. So what was given up is remembered until its reply has come, or until
 //! the connection is gone over which it would.
 
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ pub(super) struct Due {
 }
 
 impl Due {
-    /// Why this is not the answer, if it is not.
+    /// Why this is not the reply, if it is not.
     pub(super) fn refusal(self, kind: FrameKind, over: ConnectionId) -> Option<&'static str> {
         if self.over != over {
             return Some("the owner sent its reply over another connection than the request came on");
@@ -80,7 +80,7 @@ mod tests {
         assert_eq!(owed.requests.len(), MOST);
         assert!(matches!(owed.due(10), Some(None)), "it may be answered, or not");
         assert!(matches!(owed.due(11), Some(Some(_))));
-        assert!(owed.due(last + 1).is_none() && owed.due(0).is_none(), "nobody asked for it");
+        assert!(owed.due(last + 1).is_none() && owed.due(0).is_none(), "no such request was sent");
     }
 
     #[test]

@@ -22,7 +22,7 @@ const TICK: Duration = Duration::from_millis(10);
 
 /// What is known of the owner's host.
 pub(super) struct Pulse {
-    /// When somebody began to look.
+    /// When a look began.
     since: Instant,
     /// When it was asked first that has not given a sign of life since.
     asked: Option<Instant>,
@@ -53,7 +53,7 @@ pub enum Look<W: Waiter> {
 }
 
 impl<W: Waiter> Initiator<W> {
-    /// Between hosts: when somebody has to look, where nobody is to yet.
+    /// Between hosts: when a look is needed, where none is planned yet.
     pub(super) fn begin_to_look(&mut self, now: Instant) -> Option<Instant> {
         if !self.settings.between_hosts || self.pulse.is_some() {
             return None;

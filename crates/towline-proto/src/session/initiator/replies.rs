@@ -25,7 +25,7 @@ pub enum Reply<W: Waiter> {
     Unmap(u64),
     /// The owner wants that grant back.
     Recall(u32),
-    /// The owner asks whether somebody is there.
+    /// The owner asks whether this side is there.
     Ping,
     /// The owner ends the session.
     Bye(Bye),
@@ -125,7 +125,7 @@ impl<W: Waiter> Initiator<W> {
         }
     }
 
-    /// The payload of the reply to that request has come whole. Gives who waits for it, and the checksums that came ahead.
+    /// The payload of the reply to that request has come whole. Gives its waiter, and the checksums that came ahead.
     pub fn received(&mut self, request: u64, now: Instant) -> Option<(W, Option<Vec<u32>>)> {
         self.last_received = now;
         let checks = self.checks.remove(&request);
@@ -144,7 +144,7 @@ impl<W: Waiter> Initiator<W> {
         }
     }
 
-    /// Refuses an answer that does not belong to a request: to none that is open, over another connection, to something else
+    /// Refuses a reply that does not belong to a request: to none that is open, over another connection, to something else
     /// than was asked, or the second.
     fn fits(&self, over: ConnectionId, kind: FrameKind, request: u64) -> Result<()> {
         let due = match self.due_reply(request) {

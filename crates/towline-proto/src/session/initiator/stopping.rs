@@ -16,7 +16,7 @@ const MOST_GRACE: Duration = Duration::from_secs(2);
 /// must not keep it for ever, nor a slow link. With the time for the [end of a lane](super::lost) it is less than two seconds.
 const PATIENCE: Duration = Duration::from_millis(1400);
 
-/// How long the answer to a read that was stopped may keep a lane busy: then the lane is reset, and what is left of the answer dropped
+/// How long the reply to a read that was stopped may keep a lane busy: then the lane is reset, and what is left of the reply dropped
 /// where it is.
 const UNWANTED: Duration = Duration::from_millis(500);
 
@@ -42,7 +42,7 @@ impl<W: Waiter> Initiator<W> {
         actions
     }
 
-    /// A request was sent whose transfer was stopped before it was open: whoever stopped it has not seen it.
+    /// A request was sent whose transfer was stopped before it was open: the thread that stopped it has not seen it.
     pub fn stop_late(&mut self, request: u64, now: Instant) -> Actions<W> {
         let mut actions = Vec::new();
         self.unwanted(request, now, &mut actions);
@@ -70,7 +70,7 @@ impl<W: Waiter> Initiator<W> {
         actions.extend(Self::waiter(one).map(Action::Stopped));
     }
 
-    /// Ends what was stopped and may still change the owner's memory: the owner's answer ends it, or, where none comes in time,
+    /// Ends what was stopped and may still change the owner's memory: the owner's reply ends it, or, where none comes in time,
     /// the reset of its connection. Of a lane that is not known to end at once the owner is asked whether it has; a control connection like
     /// that stays, and the transfer ends without being quiet.
     pub fn settle(&mut self, now: Instant) -> Actions<W> {
@@ -109,7 +109,7 @@ impl<W: Waiter> Initiator<W> {
         actions
     }
 
-    /// When somebody has waited long enough for the owner.
+    /// When a waiter has waited long enough for the owner.
     fn due(&self, one: &Pending<W>) -> Option<Instant> {
         match one {
             Pending::Unwanted { since, .. } => return Some(*since + UNWANTED),

@@ -31,13 +31,13 @@ impl Transfer for Move {
     }
 }
 
-/// Somebody who waits, and counts the holds on its memory.
-struct Somebody {
+/// A waiter that counts the holds on its memory.
+struct Counting {
     of: Arc<Move>,
     memory: Rc<()>,
 }
 
-impl Waiter for Somebody {
+impl Waiter for Counting {
     type Transfer = Move;
     type Hold = Rc<()>;
 
@@ -55,7 +55,7 @@ impl Waiter for Somebody {
 }
 
 struct Scene {
-    rules: Initiator<Somebody>,
+    rules: Initiator<Counting>,
     now: Instant,
     memory: Rc<()>,
     moved: Arc<Move>,
@@ -73,12 +73,12 @@ impl Scene {
         Scene { rules, now, memory: Rc::default(), moved }
     }
 
-    fn somebody(&self) -> Somebody {
-        Somebody { of: Arc::clone(&self.moved), memory: Rc::clone(&self.memory) }
+    fn counting(&self) -> Counting {
+        Counting { of: Arc::clone(&self.moved), memory: Rc::clone(&self.memory) }
     }
 
     fn ask(&mut self, over: ConnectionId, asks: Asks) -> u64 {
-        let asked = self.rules.ask(over, asks, self.somebody(), self.now);
+        let asked = self.rules.ask(over, asks, self.counting(), self.now);
         asked.map_err(|(_, error)| error).unwrap().request
     }
 
@@ -87,7 +87,7 @@ impl Scene {
         over: ConnectionId,
         request: u64,
         message: impl Into<Message>,
-    ) -> Result<Reply<Somebody>> {
+    ) -> Result<Reply<Counting>> {
         let message = message.into();
         let frame = message.frame(request, 0, 0);
         let header = Header::decode(frame.first_chunk().unwrap()).unwrap();
@@ -101,23 +101,23 @@ impl Scene {
         self.rules.payload(over, Header::decode(frame.first_chunk().unwrap()).unwrap(), &bytes)
     }
 
-    fn stop(&mut self) -> Actions<Somebody> {
+    fn stop(&mut self) -> Actions<Counting> {
         self.moved.times.lock().stopped = Some(self.now);
         self.rules.stop(7, self.now)
     }
 
-    fn later(&mut self, millis: u64) -> Actions<Somebody> {
+    fn later(&mut self, millis: u64) -> Actions<Counting> {
         self.now += Duration::from_millis(millis);
         self.rules.settle(self.now)
     }
 
-    fn lane_ends(&mut self, how: Ended, unsent: &[u64]) -> Actions<Somebody> {
+    fn lane_ends(&mut self, how: Ended, unsent: &[u64]) -> Actions<Counting> {
         let error = Error::new(Kind::Disconnected, "session", "the lane is gone");
         self.rules.lane_closed(LANE, how, unsent, &error, self.now)
     }
 
     /// The session ends, and with it all that is open.
-    fn ends(&mut self, here: bool) -> Actions<Somebody> {
+    fn ends(&mut self, here: bool) -> Actions<Counting> {
         assert!(self.rules.end(Error::new(Kind::Disconnected, "session", "over"), here));
         self.rules.bury(|_| FORSAKEN, false, self.now)
     }
@@ -136,8 +136,8 @@ fn refused<T>(outcome: Result<T>, words: &str) {
 }
 
 /// What the actions are, in short.
-fn names(actions: &Actions<Somebody>) -> Vec<&'static str> {
-    let name = |action: &Action<Somebody>| match action {
+fn names(actions: &Actions<Counting>) -> Vec<&'static str> {
+    let name = |action: &Action<Counting>| match action {
         Action::Send(..) => "send",
         Action::Stopped(_) => "stopped",
         Action::Failed(..) => "failed",
@@ -154,8 +154,8 @@ fn names(actions: &Actions<Somebody>) -> Vec<&'static str> {
     actions.iter().map(name).collect()
 }
 
-fn sent(actions: &Actions<Somebody>) -> Vec<Header> {
-    let frame = |action: &Action<Somebody>| match action {
+fn sent(actions: &Actions<Counting>) -> Vec<Header> {
+    let frame = |action: &Action<Counting>| match action {
         Action::Send(_, frame) => Some(Header::decode(frame.first_chunk().unwrap()).unwrap()),
         _ => None,
     };
@@ -378,7 +378,7 @@ fn what_was_not_sent_is_asked_again_whatever_it_is() {
     let mut scene = Scene::new(true);
     let write = scene.ask(LANE, CHANGE);
     assert_eq!(names(&scene.lane_ends(FORSAKEN, &[write])), ["again"]);
-    let Err((somebody, error)) = scene.rules.ask(LANE, CHANGE, scene.somebody(), scene.now) else { panic!() };
+    let Err((somebody, error)) = scene.rules.ask(LANE, CHANGE, scene.counting(), scene.now) else { panic!() };
     assert_eq!(error.kind(), Kind::Disconnected);
     assert!(matches!(scene.rules.not_sent(somebody, error), Action::Again(..)));
 }
@@ -396,7 +396,7 @@ fn of_what_was_sent_over_a_lane_that_is_lost_reads_are_asked_again_and_changes_a
 fn nothing_is_asked_again_that_was_stopped_or_refused_or_whose_session_is_over() {
     let gone = || Error::new(Kind::Disconnected, "session", "the lane is gone");
     let mut scene = Scene::new(false);
-    let again = |scene: &Scene, error| scene.rules.not_sent(scene.somebody(), error);
+    let again = |scene: &Scene, error| scene.rules.not_sent(scene.counting(), error);
     assert!(matches!(again(&scene, gone()), Action::Again(..)));
     let refused = Error::new(Kind::PermissionDenied, "session", "no");
     assert!(matches!(again(&scene, refused), Action::Failed(..)));
@@ -411,7 +411,7 @@ fn nothing_is_asked_again_that_was_stopped_or_refused_or_whose_session_is_over()
 fn a_transfer_whose_lanes_are_lost_over_and_over_ends() {
     let scene = Scene::new(false);
     let gone = Error::new(Kind::Disconnected, "session", "the lane is gone");
-    let lost = || scene.rules.not_sent(scene.somebody(), gone.clone());
+    let lost = || scene.rules.not_sent(scene.counting(), gone.clone());
     let again = std::iter::repeat_with(lost).take_while(|action| matches!(action, Action::Again(..)));
     assert_eq!(again.take(1000).count(), lost::MOST_REPEATED);
 }
@@ -422,8 +422,8 @@ fn nothing_is_asked_over_a_session_that_is_over() {
     scene.ask(CONTROL, BYTES);
     assert_eq!(names(&scene.ends(false)), ["failed"]);
     assert!(!scene.rules.end(Error::new(Kind::Canceled, "session", "again"), true));
-    let somebody = Somebody { of: Arc::clone(&scene.moved), memory: Rc::clone(&scene.memory) };
-    assert!(scene.rules.ask(CONTROL, BYTES, somebody, scene.now).is_err());
+    let waiter = Counting { of: Arc::clone(&scene.moved), memory: Rc::clone(&scene.memory) };
+    assert!(scene.rules.ask(CONTROL, BYTES, waiter, scene.now).is_err());
     assert_eq!(Rc::strong_count(&scene.memory), 1, "all holds are gone");
 }
 

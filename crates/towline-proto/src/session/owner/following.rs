@@ -28,7 +28,7 @@ impl<C> Settling<C> {
         Settling::new(Due::Drop(Vec::new()))
     }
 
-    /// Returns whether the session goes on though one of them fails of which nobody waits to hear.
+    /// Returns whether the session goes on though one of them fails for whose end nothing waits.
     pub fn forgives(&self) -> bool {
         self.forgives
     }
@@ -60,7 +60,7 @@ pub struct Word<G: Grant> {
 
 impl<G: Grant, C: Clone + Eq> Owner<G, C> {
     /// A piece of a transfer was applied, or not: returns what waited for it. To be settled before the piece is answered: once the user
-    /// has the answer, it may say that nothing more belongs to this transfer.
+    /// has the reply, it may say that nothing more belongs to this transfer.
     pub fn applied(&mut self, transfer: u64, ok: bool) -> Result<Settling<C>> {
         match transfer {
             0 => Ok(Settling::nothing()),
@@ -76,7 +76,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
         message: Message,
         (transfer, pieces): (u64, u32),
     ) -> Result<Settling<C>> {
-        // Request 0 wants no answer; a signal that is refused then is not worth the session.
+        // Request 0 wants no reply; a signal that is refused then is not worth the session.
         let forgives = request == 0 && matches!(message, Message::Signal(_));
         let answer = (request != 0).then(|| (over.clone(), request));
         let due = self.counting.follow(transfer, pieces, Follower::new(message, answer))?;

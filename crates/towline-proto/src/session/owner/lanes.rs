@@ -6,7 +6,7 @@ use super::super::allowance::exhausted;
 use super::{Grant, Owner};
 use crate::Result;
 
-/// A lane on which somebody is at work is looked at again after this time, and then after twice the time of that before, up to the last.
+/// A lane on which a thread is at work is looked at again after this time, and then after twice the time of that before, up to the last.
 const FIRST: Duration = Duration::from_millis(1);
 const LAST: Duration = Duration::from_millis(100);
 
@@ -17,7 +17,7 @@ const MOST_ENDING: usize = 64;
 pub(super) struct Lanes<C> {
     /// Those that are open, and those that were closed as long as some thread has them.
     known: Vec<(C, [u8; 32])>,
-    /// Those that somebody is at work on, and the requests that wait for that.
+    /// Those that a thread is at work on, and the requests that wait for that.
     asked: Vec<(C, u64)>,
     pause: Duration,
     armed: bool,
@@ -51,7 +51,7 @@ impl<C: Clone + Eq> Lanes<C> {
 pub enum LaneEnd {
     /// Nothing more that came over it will be applied.
     Over,
-    /// Somebody is in the middle of something. Where a time is given, [`look_at_lanes`](Owner::look_at_lanes) then.
+    /// A thread is in the middle of something. Where a time is given, [`look_at_lanes`](Owner::look_at_lanes) then.
     Later(Option<Instant>),
 }
 
@@ -61,7 +61,7 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
         self.lanes.known.push((lane, name));
     }
 
-    /// A lane that the peer has [asked to end](super::Action::EndLane) applies nothing more, or somebody is still in the middle of it.
+    /// A lane that the peer has [asked to end](super::Action::EndLane) applies nothing more, or a thread is still in the middle of it.
     pub fn lane_ends(&mut self, lane: C, request: u64, is_applying: bool, now: Instant) -> Result<LaneEnd> {
         if !is_applying {
             return Ok(LaneEnd::Over);

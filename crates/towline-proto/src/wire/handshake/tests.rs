@@ -125,20 +125,20 @@ fn a_client_that_ignores_the_servers_proof_cannot_prove_itself() {
         [1; 32],
         None,
     );
-    let hear = || {
+    let meet = || {
         ServerHandshake::on_hello(&hello[HEADER_LEN..], &owner, [2; 32], None, |_| {
             Ok(LinkBase::Tag(parse_public(forged.public_bytes())?.tag(&key())))
         })
     };
-    let (server, welcome) = hear().unwrap();
+    let (server, welcome) = meet().unwrap();
     let welcome = Welcome::decode(&welcome[HEADER_LEN..]).unwrap();
     let transcript = transcript(&hello[HEADER_LEN..], &welcome, None);
     let mac = client.base.link_key(None).proof(CLIENT, &transcript);
     assert_eq!(server.on_prove(&mac).map(|_| ()).unwrap_err().kind(), Kind::PermissionDenied);
     // Nor by sending the server's own proof back.
-    let (server, _) = hear().unwrap();
+    let (server, _) = meet().unwrap();
     assert_eq!(server.on_prove(&welcome.mac).map(|_| ()).unwrap_err().kind(), Kind::PermissionDenied);
-    let (server, _) = hear().unwrap();
+    let (server, _) = meet().unwrap();
     assert_eq!(server.on_prove(&mac[1..]).map(|_| ()).unwrap_err().kind(), Kind::Protocol);
 }
 
@@ -216,7 +216,7 @@ fn versions_without_overlap_are_named() {
         [1; 32],
         None,
     );
-    let hear = |oldest: u16, newest: u16| {
+    let meet = |oldest: u16, newest: u16| {
         let mut body = hello[HEADER_LEN..].to_vec();
         body[..2].copy_from_slice(&oldest.to_le_bytes());
         body[2..4].copy_from_slice(&newest.to_le_bytes());
@@ -225,11 +225,11 @@ fn versions_without_overlap_are_named() {
         })
     };
     // A newer client that still speaks ours, and one that does not.
-    assert_eq!(hear(1, 2).unwrap().0.version(), 1);
-    let error = hear(2, 3).map(|_| ()).unwrap_err();
+    assert_eq!(meet(1, 2).unwrap().0.version(), 1);
+    let error = meet(2, 3).map(|_| ()).unwrap_err();
     assert_eq!(error.kind(), Kind::Protocol);
     assert!(error.message().contains("2 to 3") && error.message().contains("1 to 1"), "{error}");
-    assert_eq!(hear(3, 2).map(|_| ()).unwrap_err().kind(), Kind::Protocol);
+    assert_eq!(meet(3, 2).map(|_| ()).unwrap_err().kind(), Kind::Protocol);
     let hello = [2, 0, 3, 0, 0xff];
     let error = ServerHandshake::on_hello(&hello, &owner, [2; 32], None, |_| panic!("no key is looked up"));
     assert!(error.unwrap_err().message().contains("no common version"));
@@ -265,7 +265,7 @@ fn no_key_is_ever_shown() {
 fn proofs_that_are_bound_to_a_connection_are_worth_nothing_on_another() {
     let ticket = ticket_signed_with(&key());
     let owner = identity("owner", 1);
-    // What each end derives from its own encrypted connection: with somebody in the middle these are two.
+    // What each end derives from its own encrypted connection: with an attacker in the middle these are two.
     let talk = |here: Option<[u8; 32]>, there: Option<[u8; 32]>| {
         let me = identity("client", 9);
         let (client, hello) =

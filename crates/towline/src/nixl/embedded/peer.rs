@@ -142,7 +142,7 @@ pub(super) fn imported(
             Some(remote) => Ok(remote),
             None => {
                 let answer = fresh.next();
-                let none = || Err(Error::new(Kind::Internal, "import", "no answer"));
+                let none = || Err(Error::new(Kind::Internal, "import", "no reply"));
                 let remote = Arc::new(answer.unwrap_or_else(none)?);
                 *region.remote.lock() = Some(Arc::clone(&remote));
                 Ok(remote)

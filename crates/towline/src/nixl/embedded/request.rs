@@ -131,7 +131,7 @@ impl Request {
         Ok(self.posted()?.transfer.result())
     }
 
-    /// Waits for its end for at most that long. Who waits takes part in the copies.
+    /// Waits for its end for at most that long. The waiter takes part in the copies.
     pub(in crate::nixl) fn wait_for(&self, time: Duration) -> Result<Option<Result<()>>> {
         Ok(self.posted()?.transfer.wait_for(time))
     }

@@ -15,8 +15,8 @@ fn leaked(name: &'static str, limit: usize) -> &'static Pool {
 #[test]
 fn while_a_worker_is_aside_another_takes_its_place() {
     let pool = leaked("aside", 1);
-    let (say, hear) = channel();
-    let (told, wait) = channel::<()>();
+    let (say, said) = channel();
+    let (go, wait) = channel::<()>();
     let first = say;
     pool.spawn(Box::new(move || {
         let waited = pool.aside(|| {
@@ -26,16 +26,16 @@ fn while_a_worker_is_aside_another_takes_its_place() {
         first.send(if waited == Some(true) { "back" } else { "alone" }).unwrap();
     }))
     .unwrap();
-    assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), "aside");
+    assert_eq!(said.recv_timeout(WATCHDOG).unwrap(), "aside");
     // The only thread is taken, and yet this runs.
-    pool.spawn(Box::new(move || told.send(()).unwrap())).unwrap();
-    assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), "back");
+    pool.spawn(Box::new(move || go.send(()).unwrap())).unwrap();
+    assert_eq!(said.recv_timeout(WATCHDOG).unwrap(), "back");
 }
 
 #[test]
 fn nobody_steps_aside_while_a_job_waits_for_a_thread() {
     let pool = leaked("waits", 1);
-    let (say, hear) = channel();
+    let (say, said) = channel();
     let (held, release) = channel::<()>();
     let after = say.clone();
     pool.spawn(Box::new(move || {
@@ -44,11 +44,11 @@ fn nobody_steps_aside_while_a_job_waits_for_a_thread() {
         say.send(if pool.aside(|| ()).is_none() { "refused" } else { "let go" }).unwrap();
     }))
     .unwrap();
-    assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), "busy");
+    assert_eq!(said.recv_timeout(WATCHDOG).unwrap(), "busy");
     pool.spawn(Box::new(move || after.send("after").unwrap())).unwrap();
     held.send(()).unwrap();
-    let heard = [(); 2].map(|()| hear.recv_timeout(WATCHDOG).unwrap());
-    assert_eq!(heard, ["refused", "after"]);
+    let all = [(); 2].map(|()| said.recv_timeout(WATCHDOG).unwrap());
+    assert_eq!(all, ["refused", "after"]);
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn of_two_waiting_threads_the_one_that_worked_last_is_called() {
     let patient = Pool { linger: 10 * WATCHDOG, ..Pool::new("t-last", 2) };
     let pool: &'static Pool = Box::leak(Box::new(patient));
     let (here, there) = channel::<()>();
-    let (say, hear) = channel();
+    let (say, said) = channel();
     let worker = |wait: Option<std::sync::mpsc::Receiver<()>>| {
         let say = say.clone();
         move || {
@@ -155,21 +155,21 @@ fn of_two_waiting_threads_the_one_that_worked_last_is_called() {
         }
     };
     pool.spawn(Box::new(worker(Some(there)))).unwrap();
-    let first = hear.recv_timeout(WATCHDOG).unwrap();
+    let first = said.recv_timeout(WATCHDOG).unwrap();
     pool.spawn(Box::new(worker(None))).unwrap();
-    let second = hear.recv_timeout(WATCHDOG).unwrap();
+    let second = said.recv_timeout(WATCHDOG).unwrap();
     assert_ne!(first, second);
     wait_until("the second waits", || pool.state.lock().idle.len() == 1);
     here.send(()).unwrap();
     wait_until("both wait", || pool.state.lock().idle.len() == 2);
     for _ in 0..10 {
         pool.spawn(Box::new(worker(None))).unwrap();
-        assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), first);
+        assert_eq!(said.recv_timeout(WATCHDOG).unwrap(), first);
         wait_until("both wait again", || pool.state.lock().idle.len() == 2);
     }
     let number = *pool.state.lock().idle.first().unwrap();
     pool.spawn_near(Some(number), Box::new(worker(None))).unwrap();
-    assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), second, "unless another is asked for");
+    assert_eq!(said.recv_timeout(WATCHDOG).unwrap(), second, "unless another is asked for");
 }
 
 #[test]
@@ -251,7 +251,7 @@ const FOR_LONG: Looks = Looks { after: Duration::ZERO, most: WATCHDOG, lost: WAT
 
 /// Starts both workers of a pool, of which the one looks and the other sleeps, and was the last to work.
 fn one_looks_and_one_sleeps(pool: &'static Pool) -> (thread::ThreadId, thread::ThreadId) {
-    let (say, hear) = channel();
+    let (say, said) = channel();
     let (held, release) = channel::<()>();
     let also = say.clone();
     pool.spawn(Box::new(move || {
@@ -259,13 +259,13 @@ fn one_looks_and_one_sleeps(pool: &'static Pool) -> (thread::ThreadId, thread::T
         release.recv_timeout(WATCHDOG).unwrap();
     }))
     .unwrap();
-    let sleeps = hear.recv_timeout(WATCHDOG).unwrap();
+    let sleeps = said.recv_timeout(WATCHDOG).unwrap();
     pool.spawn(Box::new(move || {
         say.send(thread::current().id()).unwrap();
         pool.look_next(|| true);
     }))
     .unwrap();
-    let looks = hear.recv_timeout(WATCHDOG).unwrap();
+    let looks = said.recv_timeout(WATCHDOG).unwrap();
     wait_until("one looks", || pool.state.lock().looker.is_some());
     held.send(()).unwrap();
     wait_until("the other sleeps", || pool.state.lock().idle.len() == 2);
@@ -275,13 +275,13 @@ fn one_looks_and_one_sleeps(pool: &'static Pool) -> (thread::ThreadId, thread::T
 
 /// Who runs the next job, and looks afterwards.
 fn next_of(pool: &'static Pool) -> thread::ThreadId {
-    let (say, hear) = channel();
+    let (say, said) = channel();
     pool.spawn(Box::new(move || {
         pool.look_next(|| true);
         say.send(thread::current().id()).unwrap();
     }))
     .unwrap();
-    hear.recv_timeout(WATCHDOG).unwrap()
+    said.recv_timeout(WATCHDOG).unwrap()
 }
 
 #[test]
@@ -299,7 +299,7 @@ fn a_job_that_comes_while_somebody_looks_is_the_lookers_and_nobody_is_woken() {
 fn while_the_looker_is_busy_another_is_called_and_only_one_looks() {
     let pool = looking("t-look-busy", FOR_LONG);
     let (looks, sleeps) = one_looks_and_one_sleeps(pool);
-    let (say, hear) = channel();
+    let (say, said) = channel();
     let (held, release) = channel::<()>();
     pool.spawn(Box::new(move || {
         pool.look_next(|| true);
@@ -307,7 +307,7 @@ fn while_the_looker_is_busy_another_is_called_and_only_one_looks() {
         release.recv_timeout(WATCHDOG).unwrap();
     }))
     .unwrap();
-    assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), looks);
+    assert_eq!(said.recv_timeout(WATCHDOG).unwrap(), looks);
     assert_eq!(next_of(pool), sleeps);
     wait_until("that one looks", || pool.state.lock().looker.is_some());
     let looker = pool.state.lock().looker;
@@ -321,15 +321,15 @@ fn while_the_looker_is_busy_another_is_called_and_only_one_looks() {
 fn a_looker_without_a_processor_is_not_relied_on_while_another_waits() {
     let pool = looking("t-look-lost", Looks { lost: Duration::ZERO, ..FOR_LONG });
     let (looks, sleeps) = one_looks_and_one_sleeps(pool);
-    let (say, hear) = channel();
+    let (say, said) = channel();
     let (held, release) = channel::<()>();
     pool.spawn(Box::new(move || {
         say.send(thread::current().id()).unwrap();
         release.recv_timeout(WATCHDOG).unwrap();
     }))
     .unwrap();
-    assert_eq!(hear.recv_timeout(WATCHDOG).unwrap(), sleeps);
-    assert_eq!(next_of(pool), looks, "who has to have a turn some time");
+    assert_eq!(said.recv_timeout(WATCHDOG).unwrap(), sleeps);
+    assert_eq!(next_of(pool), looks, "which has to have a turn some time");
     held.send(()).unwrap();
 }
 
@@ -337,14 +337,14 @@ fn a_looker_without_a_processor_is_not_relied_on_while_another_waits() {
 fn who_looks_sleeps_when_the_others_have_finished_and_is_called_again() {
     let pool = looking("t-look-ends", FOR_LONG);
     let others = Arc::new(AtomicBool::new(true));
-    let (say, hear) = channel();
+    let (say, said) = channel();
     let seen = Arc::clone(&others);
     pool.spawn(Box::new(move || {
         pool.look_next(move || seen.load(Ordering::Acquire));
         say.send(thread::current().id()).unwrap();
     }))
     .unwrap();
-    let worker = hear.recv_timeout(WATCHDOG).unwrap();
+    let worker = said.recv_timeout(WATCHDOG).unwrap();
     wait_until("it looks", || pool.state.lock().looker.is_some());
     others.store(false, Ordering::Release);
     wait_until("it looks no more", || pool.state.lock().looker.is_none());
@@ -356,7 +356,7 @@ fn a_job_that_comes_when_the_looker_gives_up_is_not_lost() {
     let shortly = Looks { after: Duration::from_micros(2), most: Duration::from_micros(4), lost: WATCHDOG };
     let pool: &'static Pool =
         Box::leak(Box::new(Pool { linger: 10 * WATCHDOG, looks: shortly, ..Pool::new("t-look-late", 1) }));
-    let (say, hear) = channel();
+    let (say, said) = channel();
     for round in 0..50_000_u32 {
         let say = say.clone();
         pool.spawn(Box::new(move || {
@@ -364,7 +364,7 @@ fn a_job_that_comes_when_the_looker_gives_up_is_not_lost() {
             say.send(round).unwrap();
         }))
         .unwrap();
-        assert_eq!(hear.recv_timeout(WATCHDOG), Ok(round));
+        assert_eq!(said.recv_timeout(WATCHDOG), Ok(round));
         // From before it looks until after it sleeps.
         for _ in 0..round % 500 {
             spin_loop();
@@ -376,7 +376,7 @@ fn a_job_that_comes_when_the_looker_gives_up_is_not_lost() {
 #[test]
 fn nobody_looks_for_another_pool_or_after_a_later_job() {
     let (pool, other) = (looking("t-look-own", FOR_LONG), looking("t-look-other", FOR_LONG));
-    let (say, hear) = channel();
+    let (say, said) = channel();
     let again = say.clone();
     pool.spawn(Box::new(move || {
         other.look_next(|| true);
@@ -386,7 +386,7 @@ fn nobody_looks_for_another_pool_or_after_a_later_job() {
         say.send(1).unwrap();
     }))
     .unwrap();
-    assert_eq!([(); 2].map(|()| hear.recv_timeout(WATCHDOG).unwrap()), [1, 2]);
+    assert_eq!([(); 2].map(|()| said.recv_timeout(WATCHDOG).unwrap()), [1, 2]);
     wait_until("it waits", || !pool.state.lock().idle.is_empty());
     assert_eq!(pool.state.lock().looker, None);
     assert_eq!(other.state.lock().looker, None);

@@ -179,7 +179,7 @@ fn a_removed_source_gets_nothing_more_even_when_its_number_is_reused() {
 
 #[test]
 fn a_source_that_removes_another_in_the_same_batch_keeps_its_event_from_it() {
-    /// Whoever is called first removes the other.
+    /// The one that is called first removes the other.
     struct Rival {
         reactor: Arc<Reactor>,
         fds: Arc<[OwnedFd; 2]>,

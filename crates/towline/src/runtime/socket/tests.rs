@@ -401,7 +401,7 @@ fn without_free_descriptors_accepting_and_receiving_are_exhausted_and_nothing_le
     assert_eq!(open(), before);
 }
 
-/// The end of a pipe that can be sent many times, and the other end, which shows whether somebody has one of these.
+/// The end of a pipe that can be sent many times, and the other end, which shows whether a process has one of these.
 fn marked() -> (OwnedFd, OwnedFd) {
     rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap()
 }

@@ -71,7 +71,7 @@ impl Connection {
                 }
             }
             self.driven.store(false, Ordering::SeqCst);
-            // Somebody may have queued a frame, or ended what held it up, after the pump and before the flag was down.
+            // Another thread may have queued a frame, or ended what held it up, after the pump and before the flag was down.
             if (!self.queue().is_idle() || self.may_go_on()) && !self.driven.swap(true, Ordering::AcqRel) {
                 continue;
             }
@@ -91,7 +91,7 @@ impl Connection {
         }
         match self.next() {
             Next::Nothing => return Ok(false),
-            // In one piece: each time that a worker wakes up it takes a processor from somebody, such as a caller that posts the
+            // In one piece: each time that a worker wakes up it takes a processor from another thread, such as a caller that posts the
             // next transfer. Nobody but the other side has anything for this lane.
             Next::Request if self.has_sent_all() => {
                 let waited = runtime::pool().aside(|| self.socket.wait_readable(LINGER * LINGERS));
@@ -135,8 +135,8 @@ impl Source for Connection {
                 self.drive_soon();
             }
         }
-        // Whoever has the frames may not know what this thread could not send. All else that is left to watch for is watched
-        // for already, or is that one's to say.
+        // The thread that has the frames may not know what this thread could not send. All else that is left to watch for is watched
+        // for already, or the thread with the frames watches for it.
         let outgoing = if stuck { Some(self.queue()) } else { self.queue_if_free() };
         if let Some(mut outgoing) = outgoing {
             self.arm(&mut outgoing);

@@ -13,18 +13,18 @@ use crate::wire::{FrameKind, frame};
 
 const WATCHDOG: Duration = Duration::from_secs(30);
 
-/// What a connection tells its handler.
+/// What a connection passes to its handler.
 #[derive(Debug, PartialEq, Eq)]
-enum Heard {
+enum Event {
     Frame(FrameKind, usize),
     Closed(Kind),
 }
 
-struct Hears(Mutex<mpsc::Sender<Heard>>);
+struct Hears(Mutex<mpsc::Sender<Event>>);
 
 impl Handler for Hears {
     fn frame(&self, _: &Arc<Connection>, header: Header, _: &[u8], files: Vec<OwnedFd>) -> Result<()> {
-        let _ = self.0.lock().send(Heard::Frame(header.kind, files.len()));
+        let _ = self.0.lock().send(Event::Frame(header.kind, files.len()));
         Ok(())
     }
 
@@ -33,7 +33,7 @@ impl Handler for Hears {
     }
 
     fn received(&self, _: &Arc<Connection>, header: Header, _: Sink) -> Result<()> {
-        let _ = self.0.lock().send(Heard::Frame(header.kind, 0));
+        let _ = self.0.lock().send(Event::Frame(header.kind, 0));
         Ok(())
     }
 
@@ -42,14 +42,14 @@ impl Handler for Hears {
     }
 
     fn closed(&self, _: &Arc<Connection>, error: Error) {
-        let _ = self.0.lock().send(Heard::Closed(error.kind()));
+        let _ = self.0.lock().send(Event::Closed(error.kind()));
     }
 }
 
 struct Rig {
     connection: Arc<Connection>,
     peer: Socket,
-    hears: mpsc::Receiver<Heard>,
+    events: mpsc::Receiver<Event>,
     /// What the peer sends again and again, and the end that shows whether anybody has it.
     sent: OwnedFd,
     watched: OwnedFd,
@@ -58,12 +58,12 @@ struct Rig {
 impl Rig {
     fn new(authenticated: bool) -> Rig {
         let (ours, peer) = Socket::pair().unwrap();
-        let (say, hears) = mpsc::channel();
+        let (say, events) = mpsc::channel();
         let handler = Arc::new(Hears(Mutex::new(say)));
         let connection = Connection::new(Channel::plain(ours), Role::Control, authenticated, handler);
         connection.watch().unwrap();
         let (watched, sent) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-        Rig { connection, peer, hears, sent, watched }
+        Rig { connection, peer, events, sent, watched }
     }
 
     fn send(&self, bytes: &[u8], files: usize) {
@@ -72,8 +72,8 @@ impl Rig {
         let _ = self.peer.send(&[IoSlice::new(bytes)], &files);
     }
 
-    fn hear(&self) -> Heard {
-        self.hears.recv_timeout(WATCHDOG).unwrap()
+    fn next(&self) -> Event {
+        self.events.recv_timeout(WATCHDOG).unwrap()
     }
 
     /// Ends the sender's side and says whether no copy is left, though the connection is still there.
@@ -115,7 +115,7 @@ fn a_peer_that_sends_descriptors_with_every_byte_is_cut_off_before_and_after_the
         for byte in &bytes {
             rig.send(std::slice::from_ref(byte), MAX_FILES);
         }
-        assert_eq!(rig.hear(), Heard::Closed(Kind::Protocol));
+        assert_eq!(rig.next(), Event::Closed(Kind::Protocol));
         assert!(rig.nothing_is_left());
     }
 }
@@ -125,7 +125,7 @@ fn half_a_hello_with_descriptors_leaves_none_while_the_connection_waits() {
     let rig = Rig::new(false);
     let hello = frame(FrameKind::Hello, 0, &[0; 200], 0, 0);
     rig.send(&hello[..1], MAX_FILES);
-    assert_eq!(rig.hear(), Heard::Closed(Kind::Protocol));
+    assert_eq!(rig.next(), Event::Closed(Kind::Protocol));
     assert!(rig.nothing_is_kept());
 }
 
@@ -143,16 +143,16 @@ fn an_expected_frame_brings_exactly_what_it_names_between_frames_that_bring_noth
     rig.send(&ping(), 0);
     rig.send(&long, MAX_FILES);
     rig.send(&ping(), 0);
-    let heard: Vec<Heard> = (0..6).map(|_| rig.hear()).collect();
+    let events: Vec<Event> = (0..6).map(|_| rig.next()).collect();
     let expected = [
-        Heard::Frame(FrameKind::Ping, 0),
-        Heard::Frame(FrameKind::Granted, 3),
-        Heard::Frame(FrameKind::Data, 0),
-        Heard::Frame(FrameKind::Ping, 0),
-        Heard::Frame(FrameKind::Granted, MAX_FILES),
-        Heard::Frame(FrameKind::Ping, 0),
+        Event::Frame(FrameKind::Ping, 0),
+        Event::Frame(FrameKind::Granted, 3),
+        Event::Frame(FrameKind::Data, 0),
+        Event::Frame(FrameKind::Ping, 0),
+        Event::Frame(FrameKind::Granted, MAX_FILES),
+        Event::Frame(FrameKind::Ping, 0),
     ];
-    assert_eq!(heard, expected);
+    assert_eq!(events, expected);
     assert!(rig.nothing_is_kept());
 }
 
@@ -184,12 +184,12 @@ fn an_expected_frame_with_more_fewer_or_misplaced_descriptors_ends_the_connectio
             }
         }
         loop {
-            match rig.hear() {
-                Heard::Closed(kind) => {
+            match rig.next() {
+                Event::Closed(kind) => {
                     assert_eq!(kind, Kind::Protocol, "case {case}");
                     break;
                 }
-                Heard::Frame(kind, files) => assert_eq!((kind, files), (FrameKind::Ping, 0), "case {case}"),
+                Event::Frame(kind, files) => assert_eq!((kind, files), (FrameKind::Ping, 0), "case {case}"),
             }
         }
         // Of the cases with one message, all of it was received.
@@ -203,8 +203,8 @@ fn a_second_frame_with_descriptors_is_refused_where_one_was_expected() {
     let rig = Rig::new(true);
     rig.connection.expect_files();
     rig.send(&granted(1, 10), 1);
-    assert_eq!(rig.hear(), Heard::Frame(FrameKind::Granted, 1));
+    assert_eq!(rig.next(), Event::Frame(FrameKind::Granted, 1));
     rig.send(&granted(1, 10), 1);
-    assert_eq!(rig.hear(), Heard::Closed(Kind::Protocol));
+    assert_eq!(rig.next(), Event::Closed(Kind::Protocol));
     assert!(rig.nothing_is_kept());
 }

@@ -118,7 +118,7 @@ impl Incoming {
         }
         let there = self.end - self.start;
         Ok(match &self.reading {
-            // A receive goes on behind a frame until there are descriptors: it has to end with this one, whose header tells.
+            // A receive goes on behind a frame until there are descriptors: it has to end with this frame, whose header says so.
             Reading::Header if there == 0 => match socket.next_header(true)? {
                 Ahead::Header(header) => Piece::Take(HEADER_LEN + header.rest(), header.files.into()),
                 Ahead::Part(bytes) => Piece::Take(bytes, 0),

@@ -91,7 +91,7 @@ fn what_another_thread_kept_from_being_sent_is_sent_when_it_lets_go() {
         }
         taken
     };
-    // The socket has room again, which the event loop is told of, and finds the frames in other hands.
+    // The socket has room again, of which the event loop is notified, and finds the frames in other hands.
     let held = connection.outgoing.lock();
     assert!(!held.is_empty());
     take(whole / 2);
@@ -148,7 +148,7 @@ fn an_answer_that_comes_before_its_request_was_sent_is_refused_also_while_anothe
     let sending = connection.outgoing.lock();
     connection.answered(last).unwrap();
     drop(sending);
-    // Whoever sends next learns of it.
+    // The next sender learns of it.
     let mut room = vec![0; 64 << 10];
     while !connection.is_closed() && theirs.wait_readable(WATCHDOG).unwrap() {
         let _ = theirs.recv(&mut [IoSliceMut::new(&mut room)], 0, &mut Vec::new()).unwrap();

@@ -1,4 +1,4 @@
-//! Owner: whether what came over a connection is still to be applied, and whether somebody is in the middle of that.
+//! Owner: whether what came over a connection is still to be applied, and whether a thread is in the middle of that.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -37,7 +37,7 @@ pub(super) struct Applier<'a> {
 }
 
 impl Applier<'_> {
-    /// False where nothing more is to be applied. First it is said, then looked; whoever [ends](Connection::end_applying) the
+    /// False where nothing more is to be applied. First it is said, then looked; the thread that [ends](Connection::end_applying) the
     /// connection says that first and then looks, so that one of the two sees the other.
     fn enter(&self) -> bool {
         if !self.inside.replace(true) {
@@ -63,7 +63,7 @@ impl Drop for Applier<'_> {
     }
 }
 
-/// What an owner holds while it applies something of a connection: whoever looks from the initiator's side, or asks, learns of it.
+/// What an owner holds while it applies something of a connection: an initiator that looks, or asks, learns of it.
 pub(in crate::session) struct Wanted<'a> {
     connection: &'a Connection,
     applier: Applier<'a>,
@@ -74,7 +74,7 @@ pub(in crate::session) struct Wanted<'a> {
 
 impl Wanted<'_> {
     /// Whether the initiator has not hung up. Looked at before memory is changed at that address, or a file.
-    #[cfg_attr(not(test), allow(unused_variables, reason = "only tests hold somebody up there"))]
+    #[cfg_attr(not(test), allow(unused_variables, reason = "only tests hold a thread up there"))]
     pub(in crate::session) fn stands_by(&self, at: Option<*mut u8>) -> bool {
         if self.in_one_step {
             self.applier.leave();
@@ -125,14 +125,14 @@ impl Connection {
         stays && applier.enter()
     }
 
-    /// Lets nothing more that came over it be applied, and ends it. Whoever [is applying](Self::is_applying) something goes on.
+    /// Lets nothing more that came over it be applied, and ends it. A thread that [is applying](Self::is_applying) something goes on.
     pub(in crate::session) fn end_applying(&self) {
         self.appliers.ended.store(true, Ordering::SeqCst);
-        // Whoever drives it learns of the end, and closes it.
+        // The thread that drives it learns of the end, and closes it.
         self.socket.shutdown();
     }
 
-    /// After [`end_applying`](Self::end_applying): whether somebody is still in the middle of something that came over it.
+    /// After [`end_applying`](Self::end_applying): whether a thread is still in the middle of something that came over it.
     pub(in crate::session) fn is_applying(&self) -> bool {
         self.appliers.inside.load(Ordering::SeqCst) > 0
     }
@@ -152,7 +152,7 @@ impl Connection {
     }
 
     /// Whether the bytes of a write land [in one step](rseq) with the check of their initiator, so that a stop has no room between:
-    /// nobody need be told of it then.
+    /// the initiator need not be notified of it then.
     pub(super) fn checks_in_one_step(&self, sink: &Sink) -> bool {
         #[cfg(test)]
         if moments::inexact() {
@@ -161,7 +161,7 @@ impl Connection {
         sink.writes_a_region() && rseq::is_possible()
     }
 
-    /// Lets the bytes of a write go nowhere if its initiator has hung up: it has told its caller that nothing of the write
+    /// Lets the bytes of a write go nowhere if its initiator has hung up: it has said to its caller that nothing of the write
     /// lands any more. This side may have been stopped since the bytes came.
     pub(super) fn wanted_by(&self, sink: &mut Sink) -> Option<Wanted<'_>> {
         if !sink.writes_a_region() {
@@ -194,7 +194,7 @@ mod tests {
         appliers.ended.store(true, Ordering::SeqCst);
         assert_eq!(inside(), 1);
         assert!(!other.enter());
-        assert_eq!(inside(), 1, "who was refused has taken the other's mark along");
+        assert_eq!(inside(), 1, "the refused one has taken the other's mark along");
         one.leave();
         assert_eq!(inside(), 0);
         assert!(!one.enter());

@@ -1,4 +1,4 @@
-//! How what is in flight ends before its answer has come: stopped, or with the session or one of its lanes.
+//! How what is in flight ends before its reply has come: stopped, or with the session or one of its lanes.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,7 +42,7 @@ impl Session {
         }
     }
 
-    /// Takes the frames of a stopped transfer back that have not been sent over that connection, and ends their requests. Whoever does
+    /// Takes the frames of a stopped transfer back that have not been sent over that connection, and ends their requests. The thread that does
     /// the one does the other, for all of them: to anybody who comes later, a request without a frame looks like one that was sent.
     /// Bytes of the transfer that are coming in go nowhere from here on, and those that come later neither: their request may be ended.
     fn take_back(&self, connection: &Connection, transfer: u64) {
@@ -89,7 +89,7 @@ impl Session {
         self.owner_died().caused_by(error)
     }
 
-    /// What everybody is told where the owner's process has ended.
+    /// The error that all get where the owner's process has ended.
     pub(super) fn owner_died(&self) -> Error {
         Error::owner_gone("session", "the owner's process has ended").with_peer(self.peer_name())
     }

@@ -23,7 +23,7 @@ pub(super) struct Lanes {
 
 impl Session {
     /// The connections for large requests, opened where they are not. Blocks while it opens them, but nobody else:
-    /// whoever stops a transfer must get by.
+    /// a thread that stops a transfer must get by.
     pub(in crate::session) fn lanes(self: &Arc<Self>) -> Result<Vec<Arc<Connection>>> {
         let _one_opens = self.opening.lock();
         let sessions =
@@ -61,7 +61,7 @@ impl Session {
         self.rules.lock().opened(lane.opened());
         lane.watch().inspect_err(|error| lane.close(error.clone()))?;
         self.lanes.lock().open.push(Arc::clone(&lane));
-        // Whoever fails the session closes the lanes that it finds after it has said that it is dead.
+        // The thread that fails the session closes the lanes that it finds after it has said that it is dead.
         self.alive().inspect_err(|error| lane.close(error.clone()))?;
         Ok(lane)
     }
@@ -72,7 +72,7 @@ impl Session {
         starting.retain(|run| run.strong_count() > 0);
         starting.push(Arc::downgrade(run));
         drop(starting);
-        // Whoever ends the session takes what is starting after it has said that it is over.
+        // The thread that ends the session takes what is starting after it has said that it is over.
         self.alive()
     }
 

@@ -70,7 +70,7 @@ impl Session {
             _ => Ok(()),
         };
         if let Err(early) = in_time {
-            // Whoever waits for it is told once, and the frame keeps its memory in use.
+            // The waiter is notified once, and the frame keeps its memory in use.
             match reply {
                 Reply::Granted(waiter, _)
                 | Reply::Queried(waiter, _)
@@ -88,10 +88,10 @@ impl Session {
                     return Err(error);
                 }
             },
-            Reply::Queried(Waiter::Query(asker), told) => {
-                let told = told.map(|reply| QueryReply { reply, files, loan: None });
+            Reply::Queried(Waiter::Query(asker), reply) => {
+                let reply = reply.map(|reply| QueryReply { reply, files, loan: None });
                 // Where nobody waits any more, the descriptors close here.
-                let _ = asker.try_send(told.map_err(|error| error.into_error("import")));
+                let _ = asker.try_send(reply.map_err(|error| error.into_error("import")));
             }
             Reply::NoBytes(waiter, error) => waiter.failed(self, error),
             Reply::Done(Waiter::Unit { run, unit }, outcome) => match outcome {

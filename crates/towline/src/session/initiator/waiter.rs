@@ -1,4 +1,4 @@
-//! Who waits for the reply to a request, and what the request names.
+//! The waiter for the reply to a request, and what the request names.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, mpsc};
@@ -12,7 +12,7 @@ use crate::session::run::Run;
 use crate::transfer::{LocalHold, TransferCore};
 use crate::{Error, Result};
 
-/// Who waits for the reply to a request.
+/// The waiter for the reply to a request.
 pub(in crate::session) enum Waiter {
     Import(Arc<Reply>),
     Query(mpsc::SyncSender<Result<QueryReply>>),

@@ -11,7 +11,7 @@ use crate::runtime::socket::RawPartMut;
 use crate::session::files::Written;
 use crate::{Error, Kind, Result, room};
 
-/// One system call that waits until bytes have come may take this many where they are the answer to a read: whoever is woken less
+/// One system call that waits until bytes have come may take this many where they are the reply to a read: a thread that is woken less
 /// often, for more bytes each time, finds them in the cache.
 const AWAITED_PER_CALL: usize = 2 << 20;
 
@@ -56,7 +56,7 @@ pub(in crate::session) struct Sink {
 pub(in crate::session) enum GivenUp {
     /// Its region was taken back, or its transfer was stopped.
     NotWanted,
-    /// Who sent it has hung up since, or the connection has ended.
+    /// Its sender has hung up since, or the connection has ended.
     HungUp,
     /// Its memory was lent, and is gone.
     Gone,
@@ -67,7 +67,7 @@ pub(in crate::session) fn hung_up(op: &'static str) -> Error {
     Error::new(Kind::Disconnected, op, "the peer has hung up since it asked")
 }
 
-// SAFETY: the parts are addresses; whoever uses them holds the `Keep` that pins the memory.
+// SAFETY: the parts are addresses; their user holds the `Keep` that pins the memory.
 unsafe impl Send for Sink {}
 
 /// A payload that goes nowhere is read in portions of this size.
@@ -144,7 +144,7 @@ impl Sink {
         self
     }
 
-    /// For who takes the bytes elsewhere: what they take, and what counts them.
+    /// For code that takes the bytes elsewhere: what they take, and what counts them.
     pub(in crate::session) fn take_charge(&mut self) -> (Option<Charge>, Option<Written>) {
         (self.charge.take(), self.written.take())
     }
@@ -275,7 +275,7 @@ impl Sink {
         }
     }
 
-    /// [`fill`](Self::fill), where a look says before each portion that it is wanted, [at once](rseq) after it; stops where it
+    /// [`fill`](Self::fill), where a check says for each portion that it is wanted, [in one step](rseq) with it; stops where it
     /// is not.
     ///
     /// # Safety

@@ -18,7 +18,7 @@ use crate::session::{Borrowing, GrantHandle};
 use crate::wire::Grant;
 use crate::{Error, Result, fork, runtime};
 
-/// The owner wants the region back, or it was closed: the top bit of the count of what is under way.
+/// The owner wants the region back, or it was closed: the top bit of the count of what is in flight.
 const RECALLED: usize = 1 << (usize::BITS - 1);
 
 /// So many allocations stay open after the last remote that used them is gone: opening one takes half a millisecond.
@@ -82,7 +82,7 @@ impl Opened {
         self.base
     }
 
-    /// Opens what the answer describes. The caller holds a pin on a region in it.
+    /// Opens what the reply describes. The caller holds a pin on a region in it.
     fn open(gpu: &Arc<Gpu>, answer: &Answer, files: Vec<OwnedFd>) -> Result<Opened> {
         let entered = gpu.enter(OP)?;
         let users = Mutex::default();
@@ -125,7 +125,7 @@ impl Opened {
         Ok(opened)
     }
 
-    /// From now on that one needs it. The pin is kept where there is none yet.
+    /// From now on this import needs it. The pin is kept where there is none yet.
     fn join(&self, borrow: &Arc<Borrow>, pin: Arc<ProcessPin>) {
         let mut users = self.users.lock();
         users.borrows.retain(|one| one.strong_count() > 0);
@@ -177,7 +177,7 @@ impl Drop for Opened {
         }
         let closed = self.gpu.enter("close GPU memory").and_then(|entered| {
             let cuda = entered.cuda();
-            // SAFETY: opened by this value; whoever copies keeps it alive.
+            // SAFETY: opened by this value; the copier keeps it alive.
             let closed = unsafe {
                 match &self.parts {
                     None => entered.close_ipc(self.base),
@@ -203,7 +203,7 @@ impl Drop for Opened {
 /// One grant that needs an open allocation.
 pub(super) struct Borrow {
     handle: Arc<GrantHandle>,
-    under_way: AtomicUsize,
+    in_flight: AtomicUsize,
     opened: Mutex<Option<Arc<Opened>>>,
     me: Weak<Borrow>,
 }
@@ -212,7 +212,7 @@ impl Borrow {
     pub(super) fn new(handle: &Arc<GrantHandle>) -> Arc<Borrow> {
         Arc::new_cyclic(|me| Borrow {
             handle: Arc::clone(handle),
-            under_way: AtomicUsize::new(0),
+            in_flight: AtomicUsize::new(0),
             opened: Mutex::new(None),
             me: me.clone(),
         })
@@ -258,16 +258,16 @@ impl Borrow {
         drop(all);
         *self.opened.lock() = Some(opened);
         // A recall that came before found nothing to close.
-        if self.under_way.load(Ordering::SeqCst) & RECALLED != 0 {
+        if self.in_flight.load(Ordering::SeqCst) & RECALLED != 0 {
             self.close();
             return Err(stale(OP));
         }
         Ok(start)
     }
 
-    /// Begins a copy: what is open stays so until the second answer is dropped.
+    /// Begins a copy: what is open stays so until the second result is dropped.
     pub(super) fn enter(self: &Arc<Self>, op: &'static str) -> Result<(Arc<Opened>, Entered)> {
-        let before = self.under_way.fetch_add(1, Ordering::SeqCst);
+        let before = self.in_flight.fetch_add(1, Ordering::SeqCst);
         let entered = Entered(Arc::clone(self));
         if before & RECALLED != 0 {
             self.handle.session().alive()?;
@@ -277,7 +277,7 @@ impl Borrow {
         opened.map(|opened| (opened, entered)).ok_or_else(|| unavailable("the memory is not open here"))
     }
 
-    /// Nothing is under way and nothing begins any more: closes, and tells the owner. May take a while.
+    /// Nothing is in flight and nothing begins any more: closes, and notifies the owner. May take a while.
     fn close(&self) {
         let opened = self.opened.lock().take();
         if let Some(opened) = opened {
@@ -310,12 +310,12 @@ impl Borrow {
     }
 }
 
-/// A copy is under way.
+/// A copy is in flight.
 pub(super) struct Entered(Arc<Borrow>);
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        if self.0.under_way.fetch_sub(1, Ordering::SeqCst) == RECALLED + 1 {
+        if self.0.in_flight.fetch_sub(1, Ordering::SeqCst) == RECALLED + 1 {
             self.0.close_elsewhere();
         }
     }
@@ -323,24 +323,24 @@ impl Drop for Entered {
 
 impl Borrowing for Borrow {
     fn recalled(self: Arc<Self>) {
-        if self.under_way.fetch_or(RECALLED, Ordering::SeqCst) == 0 {
+        if self.in_flight.fetch_or(RECALLED, Ordering::SeqCst) == 0 {
             self.close_elsewhere();
         }
     }
 
     /// Asked when the session is about to say goodbye: what is open is closed before.
     fn is_idle(&self) -> bool {
-        match self.under_way.compare_exchange(0, RECALLED, Ordering::SeqCst, Ordering::SeqCst) {
+        match self.in_flight.compare_exchange(0, RECALLED, Ordering::SeqCst, Ordering::SeqCst) {
             Ok(_) => {
                 self.close();
                 true
             }
-            Err(under_way) => under_way & !RECALLED == 0 && self.opened.lock().is_none(),
+            Err(in_flight) => in_flight & !RECALLED == 0 && self.opened.lock().is_none(),
         }
     }
 
     fn has_let_go(&self) -> bool {
-        self.under_way.load(Ordering::SeqCst) == RECALLED && self.opened.lock().is_none()
+        self.in_flight.load(Ordering::SeqCst) == RECALLED && self.opened.lock().is_none()
     }
 }
 
@@ -371,7 +371,7 @@ impl Drop for Kept {
             }
             None => false,
         };
-        if !alone || self.0.under_way.load(Ordering::SeqCst) & RECALLED != 0 {
+        if !alone || self.0.in_flight.load(Ordering::SeqCst) & RECALLED != 0 {
             return;
         }
         let evicted = {
@@ -381,7 +381,7 @@ impl Drop for Kept {
         };
         drop(evicted);
         // A recall in between did not find it there.
-        if self.0.under_way.load(Ordering::SeqCst) & RECALLED != 0 {
+        if self.0.in_flight.load(Ordering::SeqCst) & RECALLED != 0 {
             let mut all = LINGERING.lock();
             let gone = all.iter().position(|one| Arc::ptr_eq(one, &self.0)).and_then(|at| all.remove(at));
             drop(all);
@@ -392,7 +392,7 @@ impl Drop for Kept {
 
 impl std::fmt::Debug for Borrow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Borrow").field("under_way", &self.under_way).finish_non_exhaustive()
+        f.debug_struct("Borrow").field("in_flight", &self.in_flight).finish_non_exhaustive()
     }
 }
 

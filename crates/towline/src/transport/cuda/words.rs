@@ -31,7 +31,7 @@ impl Ask {
     pub(super) fn decode(words: &[u8]) -> Result<Ask> {
         match *words {
             [VERSION, a, b, c, d] => Ok(Ask { skip: u32::from_le_bytes([a, b, c, d]) }),
-            _ => Err(Error::protocol("import", "an unknown question about cuda")),
+            _ => Err(Error::protocol("import", "an unknown query about cuda")),
         }
     }
 }
@@ -102,7 +102,7 @@ impl Answer {
 
     pub(super) fn decode(bytes: &[u8]) -> Result<Answer> {
         fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N]> {
-            let short = || Error::protocol("import", "the owner's answer about cuda is cut short");
+            let short = || Error::protocol("import", "the owner's reply about cuda is too short");
             let (now, later) = rest.split_first_chunk().ok_or_else(short)?;
             *rest = later;
             Ok(*now)
@@ -134,7 +134,7 @@ impl Answer {
             [form] => return Err(Error::protocol("import", format!("form {form} of GPU memory is unknown"))),
         };
         if !rest.is_empty() {
-            return Err(Error::protocol("import", "the owner's answer about cuda has a tail"));
+            return Err(Error::protocol("import", "the owner's reply about cuda has extra bytes at its end"));
         }
         Ok(Answer { uuid, start, len, form })
     }

@@ -98,16 +98,16 @@ impl Scene {
 
 /// Each transfer's end, and when it came. A caller that waits by itself is one of them.
 fn ends(transfers: Vec<Transfer>) -> Vec<(Transfer, Result<()>, Instant)> {
-    let (told, tells) = mpsc::channel();
+    let (sender, ends) = mpsc::channel();
     let count = transfers.len();
     for transfer in transfers {
-        let told = told.clone();
+        let sender = sender.clone();
         std::thread::spawn(move || {
             let ended = transfer.wait();
-            let _ = told.send((transfer, ended, Instant::now()));
+            let _ = sender.send((transfer, ended, Instant::now()));
         });
     }
-    (0..count).map(|_| tells.recv_timeout(WATCHDOG).expect("a transfer has not ended")).collect()
+    (0..count).map(|_| ends.recv_timeout(WATCHDOG).expect("a transfer has not ended")).collect()
 }
 
 fn end_in_time(path: &str, cancelled: bool) {

@@ -20,13 +20,13 @@ const HELPED: Duration = Duration::from_millis(1);
 const UNREPORTED: u8 = 0;
 const REPORTED: u8 = 1;
 
-/// One copy that is under way for a transfer.
+/// One copy that is in flight for a transfer.
 pub(super) struct Flight {
     transfer: Arc<TransferCore>,
     launched: Mutex<Launched>,
     began: Instant,
     stopped: Mutex<Option<Instant>>,
-    /// Whether the transfer has been told how its units ended.
+    /// Whether the transfer has been notified of how its units ended.
     report: AtomicU8,
     over: AtomicBool,
     /// Callers that look at it by themselves: two threads that ask the driver hold each other up.
@@ -68,20 +68,20 @@ impl Flight {
             }
             copied => {
                 let ended = launched.finish(copied, &self.transfer.after);
-                // Within the lock: whoever gets it next must not finish again.
+                // Within the lock: the next holder must not finish again.
                 self.over.store(true, Ordering::Release);
                 drop(launched);
                 let first = self.report.swap(REPORTED, Ordering::AcqRel) == UNREPORTED;
                 self.transfer.let_go();
                 if first {
-                    self.tell(ended);
+                    self.report(ended);
                 }
                 true
             }
         }
     }
 
-    fn tell(&self, ended: Result<(), (Option<usize>, Error)>) {
+    fn report(&self, ended: Result<(), (Option<usize>, Error)>) {
         match ended {
             Ok(()) => {
                 self.transfer.units_done(self.transfer.units.len(), self.transfer.bytes());
@@ -98,7 +98,7 @@ impl Flight {
         }
         let since = *self.stopped.lock().get_or_insert_with(Instant::now);
         if since.elapsed() >= GRACE && self.report.swap(REPORTED, Ordering::AcqRel) == UNREPORTED {
-            self.tell(Err((None, self.transfer.stop_error())));
+            self.report(Err((None, self.transfer.stop_error())));
         }
     }
 

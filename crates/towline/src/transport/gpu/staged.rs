@@ -76,7 +76,9 @@ fn passed(under: &Arc<dyn Link>, submission: &Submission<'_>) -> Option<Result<(
             Started::Done(ended) => ended.map(drop),
             // It may not end before the slot goes: what was begun is waited for.
             Started::Running(transfer) => Transfer::live(transfer).wait(),
-            Started::Deferred => Err(Error::new(Kind::Internal, op.name(), "the path has changed its mind")),
+            Started::Deferred => {
+                Err(Error::new(Kind::Internal, op.name(), "the path defers a submission that it has planned"))
+            }
         }
     };
     // SAFETY: the submission keeps the local region for the whole call, and its pieces were checked against it; the slot has room for
@@ -274,7 +276,7 @@ impl Stage {
         })
     }
 
-    /// Starts a submission on the path underneath; an error means that nobody is told of its end.
+    /// Starts a submission on the path underneath; an error means that its end is not reported.
     fn submit(
         self: &Arc<Self>,
         op: Op,
@@ -293,10 +295,10 @@ impl Stage {
             // What the path has not let go of in time, the whole has not either.
             above: Some(&self.transfer),
         };
-        let told = Arc::new(on_end);
+        let report = Arc::new(on_end);
         let mut made = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
-            let told = Arc::clone(&told);
-            Box::new(move |result, _| told(result))
+            let report = Arc::clone(&report);
+            Box::new(move |result, _| report(result))
         };
         let mut submission = Submission::new(op, Several::one(part), terms, &mut made);
         match self.under.submit(&mut submission)? {
@@ -304,18 +306,22 @@ impl Stage {
                 if ended.is_ok() {
                     self.transfer.progressed(submission.size()?.0);
                 }
-                told(&ended.map(drop));
+                report(&ended.map(drop));
             }
             // It counts its bytes for the whole.
-            Started::Running(part) => self.under_way(part),
+            Started::Running(part) => self.in_flight(part),
             Started::Deferred => {
-                return Err(Error::new(Kind::Internal, op.name(), "the path has changed its mind"));
+                return Err(Error::new(
+                    Kind::Internal,
+                    op.name(),
+                    "the path defers a submission that it has planned",
+                ));
             }
         }
         Ok(())
     }
 
-    fn under_way(&self, part: Arc<TransferCore>) {
+    fn in_flight(&self, part: Arc<TransferCore>) {
         {
             let mut parts = self.parts.lock();
             parts.retain(|part| !part.has_ended());
@@ -323,14 +329,14 @@ impl Stage {
                 parts.push(Arc::clone(&part));
             }
         }
-        // The timer of the whole stops what is under way through its parts.
+        // The timer of the whole stops what is in flight through its parts.
         if self.transfer.is_stopped() {
             part.stop(self.transfer.stop_error());
         }
     }
 
     /// # Safety
-    /// The local region stays until the answer is dropped.
+    /// The local region stays until the result is dropped.
     unsafe fn between(&self, to_device: bool, slot: Slot, pieces: &[Piece]) -> Result<Passing> {
         let base = self.transfer.base(0).addr() as u64;
         // SAFETY: the caller's promise; the plan was checked against the region.
@@ -395,11 +401,11 @@ impl Stage {
             self.transfer.unit_done();
             return;
         }
-        let (told, after) = (Arc::clone(&self.transfer), self.transfer.after.clone());
+        let (transfer, after) = (Arc::clone(&self.transfer), self.transfer.after.clone());
         let alone = SubmittedPart::new(&self.under, None, 0, What::Nothing, (0, 0));
         let followed = self.submit(Op::Write, alone, after, move |result| match result {
-            Ok(()) => told.unit_done(),
-            Err(error) => told.unit_failed(0, error.clone()),
+            Ok(()) => transfer.unit_done(),
+            Err(error) => transfer.unit_failed(0, error.clone()),
         });
         if let Err(error) = followed {
             self.transfer.unit_failed(0, error);

@@ -44,18 +44,18 @@ const ROUND_TRIP: Duration = Duration::from_micros(40);
 /// After this many looks without an end, the owner's processor may be needed.
 pub(super) const PATIENT_LOOKS: u32 = 16;
 
-/// The owner wants the region back: the top bit of the count of what is under way.
+/// The owner wants the region back: the top bit of the count of what is in flight.
 const RECALLED: usize = 1 << (usize::BITS - 1);
 
-/// What is under way to a region whose owner sees no pins; the owner is told when it wants the region back and nothing is.
+/// What is in flight to a region whose owner sees no pins; the owner is notified when it wants the region back and nothing is.
 pub(super) struct Borrow {
     handle: Arc<GrantHandle>,
-    under_way: AtomicUsize,
+    in_flight: AtomicUsize,
 }
 
 impl Borrow {
     fn enter(&self, op: &'static str) -> Result<()> {
-        if self.under_way.fetch_add(1, Ordering::SeqCst) & RECALLED != 0 {
+        if self.in_flight.fetch_add(1, Ordering::SeqCst) & RECALLED != 0 {
             self.leave();
             return Err(stale(op));
         }
@@ -63,7 +63,7 @@ impl Borrow {
     }
 
     fn leave(&self) {
-        if self.under_way.fetch_sub(1, Ordering::SeqCst) == RECALLED + 1 {
+        if self.in_flight.fetch_sub(1, Ordering::SeqCst) == RECALLED + 1 {
             self.let_go();
         }
     }
@@ -76,26 +76,26 @@ impl Borrow {
 
 impl Borrowing for Borrow {
     fn recalled(self: Arc<Self>) {
-        if self.under_way.fetch_or(RECALLED, Ordering::SeqCst) == 0 {
+        if self.in_flight.fetch_or(RECALLED, Ordering::SeqCst) == 0 {
             self.let_go();
         }
     }
 
     fn is_idle(&self) -> bool {
-        self.under_way.load(Ordering::SeqCst) & !RECALLED == 0
+        self.in_flight.load(Ordering::SeqCst) & !RECALLED == 0
     }
 
     fn has_let_go(&self) -> bool {
-        self.under_way.load(Ordering::SeqCst) == RECALLED
+        self.in_flight.load(Ordering::SeqCst) == RECALLED
     }
 }
 
-/// Keeps the owner's memory where it is while something is under way.
+/// Keeps the owner's memory where it is while something is in flight.
 pub(super) struct PinnedRegion {
     attachment: Arc<NixlAttachment>,
     /// Which part of a transfer it is for.
     part: usize,
-    /// The pin, where owner and user share memory; otherwise the owner waits for what is under way.
+    /// The pin, where owner and user share memory; otherwise the owner waits for what is in flight.
     pin: Option<Arc<ProcessPin>>,
 }
 
@@ -158,7 +158,7 @@ impl NixlAttachment {
         engine: Arc<Engine>,
     ) -> Result<Arc<NixlAttachment>> {
         let pinned = handle.local_fence().is_ok();
-        let borrow = Arc::new(Borrow { handle: Arc::clone(handle), under_way: AtomicUsize::new(0) });
+        let borrow = Arc::new(Borrow { handle: Arc::clone(handle), in_flight: AtomicUsize::new(0) });
         // Before the owner lends it: from then on it may want it back.
         let weak = Arc::downgrade(&borrow);
         handle.borrow_by(weak);
@@ -187,7 +187,7 @@ impl NixlAttachment {
     ) -> Result<Arc<NixlAttachment>> {
         let file = OpenFile::register(&engine, file::opened(offer, handle)?, offer.grant.length)?;
         let remote = file.range();
-        let borrow = Arc::new(Borrow { handle: Arc::clone(handle), under_way: AtomicUsize::new(0) });
+        let borrow = Arc::new(Borrow { handle: Arc::clone(handle), in_flight: AtomicUsize::new(0) });
         let peer = PeerAgent::own(&engine, handle.session());
         Ok(NixlAttachment::new(handle, engine, peer, (MemoryKind::File, remote), Some(file), true, borrow))
     }
@@ -556,7 +556,7 @@ impl Link for NixlAttachment {
     }
 
     fn stop(&self, _transfer: &Arc<TransferCore>) {
-        // Whoever drives looks at the transfer's flag.
+        // The thread that drives looks at the transfer's flag.
         self.engine.look();
     }
 }

@@ -1,6 +1,6 @@
-//! The network devices that UCX may use, and how it is told.
+//! The network devices that UCX may use, and how that is set.
 //!
-//! Left to itself, UCX takes every device of the machine, and listens on every interface that has an address. Whoever reaches it
+//! Left to itself, UCX takes every device of the machine, and listens on every interface that has an address. A host that reaches it
 //! there is asked for nothing: so it gets the devices that the user has named, or RDMA devices alone.
 
 use std::collections::BTreeMap;

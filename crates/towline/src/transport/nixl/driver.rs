@@ -1,4 +1,4 @@
-//! Who asks NIXL how far things are: callers that wait, and one thread while something is under way.
+//! Who asks NIXL how far things are: callers that wait, and one thread while something is in flight.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Once};
@@ -20,7 +20,7 @@ use crate::{Error, runtime};
 /// A transfer that was stopped gets this long for NIXL to end what it has begun, before it ends without being quiet.
 const GRACE: Duration = Duration::from_millis(50);
 
-/// NIXL's general error may mean that the peer has died: the connection tells, but perhaps a little later.
+/// NIXL's general error may mean that the peer has died: the connection shows it, but perhaps a little later.
 const WHY: Duration = Duration::from_millis(500);
 
 /// The thread stays this long without anything to do.
@@ -29,10 +29,10 @@ const LINGER: Duration = Duration::from_millis(200);
 /// A caller that waits drives for this long without success before it sleeps.
 const STAY: Duration = Duration::from_millis(2);
 
-/// Rounds without success: first at once, then behind whoever else wants the processor, then after a sleep.
+/// Rounds without success: first immediately, then behind the others that want the processor, then after a sleep.
 const SPINS: u32 = 32;
 const YIELDS: u32 = 1000;
-/// A peer waits for what this agent does: somebody else gets the processor only now and then.
+/// A peer waits for what this agent does: others get the processor only now and then.
 const HELPING_SPINS: u32 = 8;
 const LEAST_SLEEP: Duration = Duration::from_micros(20);
 const MOST_SLEEP: Duration = Duration::from_millis(1);
@@ -40,7 +40,7 @@ const MOST_SLEEP: Duration = Duration::from_millis(1);
 /// The thread looks this often where it only waits for NIXL to let go, or for what may still arrive.
 const RARELY: Duration = Duration::from_millis(2);
 
-/// What is under way, and what the thread has to do besides.
+/// What is in flight, and what the thread has to do besides.
 #[derive(Default)]
 pub(super) struct Driving {
     flights: Vec<Flight>,
@@ -185,7 +185,7 @@ impl Flight {
 }
 
 impl Engine {
-    /// Sees to it that somebody asks how far that is.
+    /// Sees to it that a thread asks how far that is.
     pub(super) fn add(self: &Arc<Self>, flight: Flight) {
         self.flying.fetch_add(1, Ordering::SeqCst);
         let mut state = self.state.lock();
@@ -238,7 +238,7 @@ impl Engine {
         }
     }
 
-    /// Looks at everything once; says how much of it has landed, or `None` where somebody else is looking.
+    /// Looks at everything once; says how much of it has landed, or `None` where another thread is looking.
     pub(super) fn drive(self: &Arc<Self>) -> Option<usize> {
         let _inside = Exiting::enter_unless_exiting()?;
         let looking = self.driving.try_lock()?;
@@ -264,7 +264,7 @@ impl Engine {
             state.flights = flights;
         }
         drop(looking);
-        // Not under a lock: whoever is told may be the user's code.
+        // Not under a lock: what is notified may be the user's code.
         for ((run, request), error) in left {
             run.ended(request, Outcome::of_all(Err(error)));
             run.work();
@@ -294,7 +294,7 @@ impl Engine {
         self.changed.notify_all();
     }
 
-    /// The thread: as long as something is under way.
+    /// The thread: as long as something is in flight.
     fn run(self: &Arc<Self>) {
         let mut fruitless = 0_u32;
         let mut idle_since: Option<Instant> = None;

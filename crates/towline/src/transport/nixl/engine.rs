@@ -24,7 +24,7 @@ use crate::{Error, Kind, Result, interrupt, runtime};
 /// How long an owner drives its agent after a peer has asked for it; peers ask again in time.
 pub(super) const HELP: Duration = Duration::from_millis(5);
 
-/// What a peer has begun before its session ended may still be under way, and needs this agent where UCX moves bytes over
+/// What a peer has begun before its session ended may still be in flight, and needs this agent where UCX moves bytes over
 /// sockets: the agent takes in what comes for this long, and what was lent is not given back before. As long as a
 /// connection may be silent.
 const COOLING: Duration = Duration::from_secs(2);
@@ -168,7 +168,7 @@ pub(crate) struct Engine {
     /// Ranges of GPUs that are registered now: NIXL would take one for the other where they overlap.
     on_gpus: Mutex<Vec<(Reach, Descriptor)>>,
     pub(super) opened: Instant,
-    /// Those that UCX was told to use.
+    /// Those that UCX was set to use.
     devices: Result<Devices>,
     pub(super) peers: Mutex<HashMap<Incarnation, Arc<PeerAgent>>>,
     connection: OnceLock<Vec<u8>>,
@@ -176,7 +176,7 @@ pub(crate) struct Engine {
     pub(super) counts: Counts,
     pub(super) state: Mutex<Driving>,
     pub(super) changed: Condvar,
-    /// Held by whoever asks NIXL how far things are.
+    /// Held by the thread that asks NIXL how far things are.
     pub(super) driving: Mutex<()>,
     /// Callers that drive while they wait.
     pub(super) helpers: AtomicUsize,

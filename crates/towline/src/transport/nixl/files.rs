@@ -54,7 +54,7 @@ impl OpenFile {
         }
     }
 
-    /// Whether the bytes are all there: POSIX reports a read beyond the end of a file that somebody has shortened, and others
+    /// Whether the bytes are all there: POSIX reports a read beyond the end of a file that was shortened, and others
     /// need not.
     pub(super) fn check(&self, op: &'static str) -> Result<()> {
         if self.file.file_len(op)? < self.file.offset() + self.len {

@@ -117,7 +117,7 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// What tells it from every other registration of the agent.
+    /// What distinguishes it from every other registration of the agent.
     pub(super) fn number(&self) -> u64 {
         self.number
     }

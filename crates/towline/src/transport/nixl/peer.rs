@@ -22,11 +22,11 @@ const ASK_AGAIN: Duration = Duration::from_millis(2);
 /// How long a new contact waits for what NIXL still does with what it knew before.
 const OLD_REQUESTS: Duration = Duration::from_millis(500);
 
-/// A peer to which nothing leads any more is forgotten once it has told about this many regions: what NIXL knows of them goes
+/// A peer to which nothing leads any more is forgotten once it has sent replies about this many regions: what NIXL knows of them goes
 /// with the peer, and not before. Sooner, every import would connect anew.
 const MOST_REGIONS: usize = 256;
 
-/// How long the agent is driven after it was told to forget somebody: connections close in their own time.
+/// How long the agent is driven after it was asked to forget a peer: connections close in their own time.
 const CLOSING: Duration = Duration::from_millis(20);
 
 /// Another endpoint's agent, whose metadata is loaded here.
@@ -52,7 +52,7 @@ pub(super) struct PeerAgent {
 }
 
 impl PeerAgent {
-    /// Loads what an owner has told about one of its regions. Paired with [`detach`](Self::detach).
+    /// Loads what an owner has replied about one of its regions. Paired with [`detach`](Self::detach).
     pub(super) fn load(
         engine: &Arc<Engine>,
         session: &Arc<Session>,
@@ -171,7 +171,7 @@ impl PeerAgent {
         self.broken.store(!self.own, Ordering::Release);
     }
 
-    /// Makes NIXL forget what it was told, once nothing leads to it any more.
+    /// Makes NIXL forget what it was given, once nothing leads to it any more.
     fn forget(&self, engine: &Arc<Engine>, kept: &mut Vec<Arc<NixlAttachment>>) -> Result<()> {
         let until = Instant::now() + OLD_REQUESTS;
         loop {

@@ -1,4 +1,4 @@
-//! One transfer by NIXL: its units as requests, a few of which are under way at a time. Units of several parts share requests.
+//! One transfer by NIXL: its units as requests, a few of which are in flight at a time. Units of several parts share requests.
 #![allow(unsafe_code, reason = "hands addresses of registered memory to NIXL")]
 
 use std::ops::Range;
@@ -27,7 +27,7 @@ const UNIT_PIECES: usize = 1 << 14;
 /// for all transfers.
 const UNIT_PARTS: usize = 64;
 
-/// Requests of one transfer that are under way at a time.
+/// Requests of one transfer that are in flight at a time.
 const WINDOW: usize = 4;
 
 /// Makes a transfer of a submission, cut into requests.
@@ -145,7 +145,7 @@ pub(super) struct Run {
     flying: AtomicUsize,
     /// Nothing follows any more.
     failed: AtomicBool,
-    /// Held by whoever posts.
+    /// Held by the thread that posts.
     posting: Mutex<()>,
     /// What becomes of the requests that are not posted any more.
     hopeless: OnceLock<Outcome>,
@@ -199,7 +199,7 @@ impl Run {
         }
     }
 
-    /// Goes on with a transfer of one unit whose request is under way.
+    /// Goes on with a transfer of one unit whose request is in flight.
     pub(super) fn flying(attachment: Arc<NixlAttachment>, transfer: &Arc<TransferCore>, flight: Flight) {
         let run = Run::new(Several::one(Sides::of(attachment)), transfer);
         run.next.store(1, Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! What NIXL can run on here, as far as that can be told without asking UCX: devices, and UCX's modules and variables.
+//! What NIXL can run on here, as far as that can be seen without asking UCX: devices, and UCX's modules and variables.
 
 use std::fs;
 use std::path::Path;
@@ -42,7 +42,7 @@ fn ucx_modules(nixl: &Nixl) -> Option<Vec<String>> {
     Some(modules)
 }
 
-/// Whether UCX can be told of memory of a GPU: its module for CUDA came with NIXL, and neither variable leaves it out. A UCX of
+/// Whether UCX can register memory of a GPU: its module for CUDA came with NIXL, and neither variable leaves it out. A UCX of
 /// the system is believed to have it; a registration shows.
 pub(super) fn ucx_has_cuda(nixl: &Nixl) -> bool {
     let module = ucx_modules(nixl).is_none_or(|modules| modules.iter().any(|module| module == "cuda"));

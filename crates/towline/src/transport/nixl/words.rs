@@ -14,9 +14,9 @@ const PINNED: u8 = 2;
 /// What a peer says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Word {
-    /// It wants to reach the region. `pinned`: it pins the region in memory that both share while something is under way.
+    /// It wants to reach the region. `pinned`: it pins the region in memory that both share while something is in flight.
     Attach { pinned: bool },
-    /// Something of it is under way and does not move: the owner's agent may have to do its part. `core`: where, on this host,
+    /// Something of it is in flight and does not move: the owner's agent may have to do its part. `core`: where, on this host,
     /// the thread that waits for it runs.
     Help { core: Option<u16> },
 }
@@ -69,7 +69,7 @@ impl Answer {
 
     pub(super) fn decode(bytes: &[u8]) -> Result<Answer> {
         fn take<'a>(rest: &mut &'a [u8], len: usize) -> Result<&'a [u8]> {
-            let short = || Error::protocol("import", "the owner's answer about nixl is cut short");
+            let short = || Error::protocol("import", "the owner's reply about nixl is too short");
             let (now, later) = rest.split_at_checked(len).ok_or_else(short)?;
             *rest = later;
             Ok(now)
@@ -90,7 +90,7 @@ impl Answer {
         };
         let (connection, region) = (metadata()?, metadata()?);
         if !rest.is_empty() {
-            return Err(Error::protocol("import", "the owner's answer about nixl has a tail"));
+            return Err(Error::protocol("import", "the owner's reply about nixl has extra bytes at its end"));
         }
         Ok(Answer { device, base, connection, region })
     }

@@ -48,7 +48,7 @@ fn a_peer_whose_tickets_are_no_good_any_more_delivers_nothing() {
     scene.pass(Duration::from_millis(3));
     let error = scene.follow(CONTROL, 0, notify(0, 0, "late")).unwrap_err();
     assert_eq!((error.kind(), error.op()), (Kind::PermissionDenied, "notify"));
-    // Whoever waits for it learns why, and the session lives.
+    // The waiter learns why, and the session lives.
     scene.follow(CONTROL, 4, notify(0, 0, "late")).unwrap();
     assert_eq!(scene.answers, [(CONTROL, 4, Err(Kind::PermissionDenied))]);
     assert_eq!(scene.delivered.len(), 3);

@@ -5,7 +5,7 @@ use super::*;
 const SOON: Duration = Duration::from_millis(1);
 
 impl Scene {
-    /// The peer asks for the end of a lane, on which somebody is at work or not.
+    /// The peer asks for the end of a lane, on which a thread is at work or not.
     fn end_lane(&mut self, id: u64, lane: u8, is_applying: bool) -> Result<LaneEnd> {
         match self.frame(CONTROL, id, EndLane { lane: [lane; 32] })? {
             Action::EndLane(found) => {
@@ -31,7 +31,7 @@ fn a_lane_is_asked_about_twice_and_both_learn_of_its_end() {
     let mut scene = Scene::open();
     let LaneEnd::Later(Some(at)) = scene.end_lane(1, LANE, true).unwrap() else { panic!("no time") };
     assert_eq!(at, scene.now + SOON);
-    // Somebody looks already.
+    // A look is planned already.
     assert!(matches!(scene.end_lane(2, LANE, true).unwrap(), LaneEnd::Later(None)));
     let (over, next) = scene.rules.look_at_lanes(|_| true, at);
     assert_eq!((over, next), (Vec::new(), Some(at + 2 * SOON)));

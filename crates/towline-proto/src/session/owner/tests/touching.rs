@@ -105,7 +105,7 @@ fn a_region_that_is_taken_back_is_not_held_any_more() {
     scene.array.closed.store(true, Ordering::SeqCst);
     assert!(matches!(refused(scene.write(handle, &[block(0, 1)], b"x")), (Kind::Stale, Blame::Grant(_))));
     assert_eq!(refused(scene.read(LANE, handle, vec![block(0, 1)])).0, Kind::Stale);
-    // Who was inside before stays until he leaves.
+    // A thread that was inside before stays until it leaves.
     assert_eq!((scene.array.held(), scene.allowance.load()), (1, (1, 8)));
     drop(before);
     assert_eq!(scene.array.held(), 0);
