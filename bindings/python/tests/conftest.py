@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -119,6 +120,16 @@ def worker() -> Iterator[MakeWorker]:
 def endpoint() -> Iterator[towline.Endpoint]:
     with towline.Endpoint("test") as endpoint:
         yield endpoint
+
+
+def until_it_waits(pid: int, task: int | None = None) -> None:
+    """Waits until a thread of a process (its first where none is named) sleeps, and not only in passing."""
+    deadline, asleep = time.monotonic() + LIMIT / 2, 0
+    while asleep < 10:
+        assert time.monotonic() < deadline, "it does not wait"
+        stat = Path(f"/proc/{pid}/task/{task or pid}/stat").read_text()
+        asleep = asleep + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+        time.sleep(0.005)
 
 
 def run_python(source: str, *arguments: str, code: int = 0, timeout: float = LIMIT) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy
 import pytest
+from conftest import until_it_waits
 
 import towline
 
@@ -76,7 +78,8 @@ def test_a_second_close_says_that_somebody_is_still_inside() -> None:
 
         closing = threading.Thread(target=close)
         closing.start()
-        time.sleep(0.3)
+        while not region.closed:
+            time.sleep(0.001)
         with pytest.raises(towline.Timeout):
             region.close(timeout=0.3)
         with alarm(0.2), pytest.raises(Rung):
@@ -144,7 +147,7 @@ def test_closing_an_endpoint_ends_a_wait_for_a_signal() -> None:
     ended: list[str] = []
     waiting = threading.Thread(target=lambda: wait(region, ended))
     waiting.start()
-    time.sleep(0.05)
+    until_it_waits(os.getpid(), waiting.native_id)
     owner.close(timeout=30)
     waiting.join(60)
     assert ended == ["Invalid"]

@@ -8,7 +8,7 @@ use towline_testkit::netns::{End, Network};
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
 use towline_testkit::skip;
-use towline_testkit::watchdog::{eventually, watch};
+use towline_testkit::watchdog::{eventually, stays, watch};
 
 const MIB: usize = 1 << 20;
 
@@ -136,6 +136,13 @@ fn a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time() {
     cable_pulled("a_write_whose_cable_is_pulled_at_the_owners_end_fails_in_time", "write", End::A);
 }
 
+/// How many connections of a process's host have sent bytes that nobody has acknowledged.
+fn unacknowledged(pid: i32) -> usize {
+    let table = std::fs::read_to_string(format!("/proc/{pid}/net/tcp")).unwrap();
+    let queue = |line: &str| Some(line.split_whitespace().nth(4)?.split_once(':')?.0.to_owned());
+    table.lines().skip(1).filter_map(queue).filter(|queue| queue.as_str() != "00000000").count()
+}
+
 /// A read that gives up during a cut leaves connections that the owner's kernel ends while no notice gets through.
 #[test]
 fn the_first_read_after_a_cut_has_healed_succeeds() {
@@ -157,8 +164,9 @@ fn the_first_read_after_a_cut_has_healed_succeeds() {
         std::thread::sleep(Duration::from_millis(10));
         network.cut(End::B);
         given_up += u32::from(user.answer(STALL * 10).is_err());
-        // The owner's kernel waits for two seconds for bytes that nobody takes.
-        std::thread::sleep(Duration::from_millis(2500));
+        // The owner's kernel waits for two seconds for bytes that nobody takes, and ends their connection.
+        let ended = eventually(Duration::from_secs(20), || unacknowledged(owner.pid()) == 0);
+        assert!(ended, "the owner's kernel keeps its bytes");
         network.heal(End::B);
         let again = eventually(Duration::from_secs(20), || user.ask(&format!("import {ticket} tcp")).is_ok());
         assert!(again, "no contact after healing");
@@ -320,9 +328,8 @@ fn of_a_write_over_a_slow_link_that_is_cancelled_nothing_lands_once_it_is_quiet(
         let took = user.answer(Duration::from_secs(100)).unwrap().number(0);
         assert!(took < 10_000, "it ended after {took} ms");
         let quiet = landed(&mut owner);
-        std::thread::sleep(Duration::from_millis(800));
-        let late = quiet.iter().zip(landed(&mut owner)).filter(|(before, now)| **before != *now).count();
-        assert_eq!(late, 0, "so many bytes landed behind a quiet end");
+        let stayed = stays(Duration::from_millis(800), || landed(&mut owner) == quiet);
+        assert!(stayed, "bytes landed behind a quiet end");
     }
     // What was given up does not hold up what comes next, nor does a read that is given up.
     user.tell(&format!("give-up read {remote} 1 {LEN} 1500"));

@@ -10,7 +10,7 @@ use towline_testkit::oracle::Stamp;
 use towline_testkit::paths::{is_direct, known};
 use towline_testkit::process::Process;
 use towline_testkit::random::Random;
-use towline_testkit::watchdog::{eventually, watch};
+use towline_testkit::watchdog::{eventually, stays, watch};
 use towline_testkit::worker::storage;
 
 use super::{MIB, STALL, kind_for, lanes};
@@ -170,7 +170,7 @@ fn a_claimer_that_is_stopped_for_less_than_the_limit_goes_on() {
         let readable = owner.create_readable(Descriptor::new(storage(LEN, kind_for(path)).unwrap())).unwrap();
         claim(&mut claimer, "read", &readable.metadata().unwrap(), "");
         claimer.stop();
-        thread::sleep(STALL);
+        assert!(stays(STALL, || readable.error().is_none()), "{path}: {readable:?}");
         claimer.resume();
         readable.wait(Some(STALL * 30)).unwrap();
         claimer.must("ended 30000");
