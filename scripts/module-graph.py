@@ -1,5 +1,6 @@
 """Computes which top-level modules of a crate use which, and fails where they use each other in a circle, where one is used that nothing
-in its crate may use, where ARCHITECTURE.md says that they stand in another order, and where a thread is started past the one function for it.
+in its crate may use, where ARCHITECTURE.md says that they stand in another order, where a thread is started past the one function for it,
+and where a file of the project is too long.
 
 Without arguments it checks; with --print it prints the graph of every crate first. What counts is a path in the code (`crate::a::B`,
 `super::a::B`, in `use` lines and elsewhere), outside of what is compiled for tests only. A name that the root of the crate re-exports
@@ -16,6 +17,9 @@ LEAVES = {"crates/towline": ["connect", "nccl", "nixl"]}
 
 # The crates whose threads are all started by one function, and the file that has it.
 THREADS = {"crates/towline": "crates/towline/src/runtime/thread.rs", "crates/towline-comm": None}
+
+# What is written by hand, and how many lines a file of it may have.
+FOLDERS, MOST_LINES = ("bindings", "crates", "docs", "examples", "fuzz", "scripts", "tests"), 800
 
 # ARCHITECTURE.md has the modules of a crate from bottom to top in a block of this kind: each uses only those that stand before it.
 ORDER = re.compile(r"^```modules (?P<crate>\S+)\n(?P<names>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -212,6 +216,14 @@ def wrong_in_order(crate, order):
                 yield f"{module} uses {used} ({', '.join(places[:3])}), which ARCHITECTURE.md has above it"
 
 
+def too_long():
+    """What is said of the files that have too many lines."""
+    for file in sorted(file for folder in FOLDERS for end in ("rs", "py") for file in Path(folder).rglob(f"*.{end}")):
+        lines = 0 if "target" in file.parts else file.read_bytes().count(b"\n")
+        if lines > MOST_LINES:
+            yield f"{file}: it has {lines} lines, and may have {MOST_LINES}: make two files of it"
+
+
 def main():
     printing = sys.argv[1:] == ["--print"]
     if sys.argv[1:] and not printing:
@@ -248,6 +260,9 @@ def main():
         for one in wrong:
             bad = True
             print(f"{name}: {one}")
+    for one in too_long():
+        bad = True
+        print(one)
     sys.exit(bad)
 
 

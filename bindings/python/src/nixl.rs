@@ -158,7 +158,7 @@ impl Agent {
         engine: Option<&str>,
         progress_thread: bool,
         packages: Option<PathBuf>,
-        devices: Vec<String>,
+        devices: Option<Vec<String>>,
     ) -> PyResult<Agent> {
         process::guard(py, "nixl")?;
         let engine = match engine {

@@ -34,7 +34,7 @@ SIZES = [1 << 20, 4096, 333]
 @pytest.fixture
 def connector() -> Iterator[nc.Connector]:
     needs_nixl()
-    connector = nc.Connector(offer="nixl")
+    connector = nc.Connector(offer="nixl", nixl_devices=["lo"])
     yield connector
     connector.close()
 
@@ -274,6 +274,41 @@ def test_metadata_of_the_original_starts_no_nixl_unless_the_user_has_opted_in(
     with pytest.raises(towline.Unavailable, match="no-such-device"):
         asyncio.run(unknown.begin_read(metadata, nc.Descriptor(target)))
     unknown.close()
+
+
+def rdma_devices() -> list[str]:
+    """The RDMA devices of this host."""
+    folder = Path("/sys/class/infiniband")
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+def test_an_offer_to_nixl_that_names_no_device_opens_no_network_interface() -> None:
+    needs_nixl()
+    connector = nc.Connector(offer="nixl")
+    connector._shared_connection()
+    before = listening()
+
+    async def main() -> None:
+        (await connector.create_readable(nc.Descriptor(bytearray(8)))).cancel()
+
+    if rdma_devices():
+        asyncio.run(main())
+    else:
+        with pytest.raises(towline.Unavailable, match=r'nixl_devices=\["tcp"\]'):
+            asyncio.run(main())
+    assert listening() == before
+    connector.close()
+
+
+def test_an_agent_that_is_given_no_device_at_all_has_rdma_devices_alone() -> None:
+    needs_nixl()
+    before = listening()
+    if rdma_devices():
+        towline.nixl.Agent("without", engine="nixl", devices=[]).close()
+    else:
+        with pytest.raises(towline.Unavailable, match="no RDMA device"):
+            towline.nixl.Agent("without", engine="nixl", devices=[])
+    assert listening() == before
 
 
 def test_an_agent_listens_on_the_devices_that_it_was_given() -> None:

@@ -58,7 +58,7 @@ async def ends(operation: nc.AbstractOperation) -> None:
 @pytest.mark.parametrize("hex", [False, True])
 def test_the_original_takes_part_in_our_operations(original: Callable[[], Plain], hex: bool) -> None:
     peer = original()
-    connector = nc.Connector(offer="nixl")
+    connector = nc.Connector(offer="nixl", nixl_devices=["lo"])
 
     async def main() -> None:
         sources = [bytearray(pattern(size, 5)) for size in SIZES]

@@ -391,8 +391,8 @@ impl Communicator {
             call(self)?;
             return Ok(Operation::done(Ok(0)));
         }
-        let (operation, completion) = Operation::live(op, member.config.timeout, true);
-        group::follow(completion, || call(self))?;
+        let (operation, promise) = Operation::live(op, member.config.timeout, true);
+        group::follow(promise, || call(self))?;
         Ok(operation)
     }
 

@@ -11,7 +11,7 @@ use towline::start_scoped_thread;
 
 use crate::member::job::Work;
 use crate::member::{Job, Member};
-use crate::operation::{self, Completion, Operation};
+use crate::operation::{self, Operation, Promise};
 use crate::team::Team;
 use crate::{Error, Result, interrupt};
 
@@ -26,7 +26,7 @@ struct Group {
 thread_local! {
     static OPEN: RefCell<Option<Group>> = const { RefCell::new(None) };
     /// What is notified of how the call that this thread is making ends.
-    static FOLLOWER: RefCell<Option<Completion>> = const { RefCell::new(None) };
+    static FOLLOWER: RefCell<Option<Promise>> = const { RefCell::new(None) };
 }
 
 /// Begins a group of calls on this thread: they are launched by the [`group_end`] that matches the first start.
@@ -127,7 +127,7 @@ pub(crate) fn poison(error: Error) -> Error {
 }
 
 /// Puts a job into the group that is open on this thread; gives it back if no group is open. In both cases the job
-/// reports its end to the completion that follows the call.
+/// reports its end to the promise that follows the call.
 pub(crate) fn defer(member: &Arc<Member>, job: Job) -> Option<Job> {
     let job = followed(job);
     OPEN.with_borrow_mut(|open| match open {
@@ -150,9 +150,9 @@ pub(crate) fn defer_on_gpu(job: towline::nccl::Job) -> Option<towline::nccl::Job
     })
 }
 
-/// Makes a call; the job that it submits completes `completion`.
-pub(crate) fn follow(completion: Completion, call: impl FnOnce() -> Result<()>) -> Result<()> {
-    FOLLOWER.with_borrow_mut(|follower| *follower = Some(completion));
+/// Makes a call; the job that it submits ends that operation.
+pub(crate) fn follow(promise: Promise, call: impl FnOnce() -> Result<()>) -> Result<()> {
+    FOLLOWER.with_borrow_mut(|follower| *follower = Some(promise));
     let outcome = call();
     // Still there where the call submitted nothing; dropped outside of the borrow, since that wakes others.
     let unused = FOLLOWER.with_borrow_mut(Option::take);
@@ -160,20 +160,20 @@ pub(crate) fn follow(completion: Completion, call: impl FnOnce() -> Result<()>) 
     outcome
 }
 
-/// The job, which also reports its end to the completion that follows the call.
+/// The job, which also reports its end to the promise that follows the call.
 fn followed(job: Job) -> Job {
-    let Some(completion) = FOLLOWER.with_borrow_mut(Option::take) else { return job };
-    let completing = |work: Work, completion: Completion| -> Work {
+    let Some(promise) = FOLLOWER.with_borrow_mut(Option::take) else { return job };
+    let ending = |work: Work, promise: Promise| -> Work {
         Box::new(move |member, team| {
             let outcome = work(member, team);
-            completion.complete(outcome.clone().map(|()| 0));
+            promise.end(outcome.clone().map(|()| 0));
             outcome
         })
     };
     match job {
-        Job::Call(work) => Job::Call(completing(work, completion)),
-        Job::Wait(work) => Job::Wait(completing(work, completion)),
-        Job::Message(message, _) => Job::Message(message, Some(completion)),
+        Job::Call(work) => Job::Call(ending(work, promise)),
+        Job::Wait(work) => Job::Wait(ending(work, promise)),
+        Job::Message(message, _) => Job::Message(message, Some(promise)),
     }
 }
 
@@ -241,7 +241,7 @@ pub(crate) fn one_sided(
     let job = Job::Call(Box::new(move |member, team| {
         let outcome = start(member, team).and_then(|operation| operation.wait());
         let result = outcome.as_ref().map(|_| ()).map_err(Error::clone);
-        done.complete(outcome);
+        done.end(outcome);
         result
     }));
     if let Some(job) = defer(member, job) {

@@ -4,13 +4,13 @@ use std::cell::Cell;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-use towline::Kind;
 use towline::nccl::Pending;
+use towline::{Completion, Kind};
 
 use crate::team::{AccessWait, Team};
 use crate::{Error, Result, interrupt};
@@ -49,35 +49,22 @@ enum Repr {
     InStream(Pending),
 }
 
-/// What ends an operation.
-pub(crate) struct Completion(Option<Arc<Shared>>);
+/// The promise to end an operation.
+pub(crate) struct Promise(Option<Arc<Shared>>);
 
-/// An operation that was completed.
-pub(crate) struct Completed(Arc<Shared>);
+/// An operation that has ended.
+pub(crate) struct Ended(Arc<Shared>);
 
 struct Shared {
-    state: Mutex<State>,
-    ended: Condvar,
+    end: Completion<Result<u64>>,
+    /// It starts at the end of a group.
+    deferred: bool,
+    /// A caller has looked how it ended.
+    seen: AtomicBool,
     op: &'static str,
     within: Duration,
     /// The rank whose memory it is about, where it is one, and its team.
     toward: Option<(usize, Weak<Team>)>,
-}
-
-#[derive(Default)]
-struct State {
-    outcome: Option<Result<u64>>,
-    deferred: bool,
-    /// A caller has looked how it ended.
-    seen: bool,
-    wakers: Vec<Waker>,
-}
-
-impl State {
-    fn look(&mut self) -> Option<Result<u64>> {
-        self.seen |= self.outcome.is_some();
-        self.outcome.clone()
-    }
 }
 
 impl Operation {
@@ -89,18 +76,18 @@ impl Operation {
         Operation(Repr::InStream(pending))
     }
 
-    /// An operation towards that rank of that team that ends later, and the completion that ends it.
+    /// An operation towards that rank of that team that ends later, and the promise to end it.
     pub(crate) fn toward(
         peer: usize,
         team: Weak<Team>,
         op: &'static str,
         within: Duration,
-    ) -> (Operation, Completion) {
+    ) -> (Operation, Promise) {
         Operation::new(op, within, Some((peer, team)), false)
     }
 
-    /// An operation that ends later, and the completion that ends it. `deferred`: it has not started yet.
-    pub(crate) fn live(op: &'static str, within: Duration, deferred: bool) -> (Operation, Completion) {
+    /// An operation that ends later, and the promise to end it. `deferred`: it has not started yet.
+    pub(crate) fn live(op: &'static str, within: Duration, deferred: bool) -> (Operation, Promise) {
         Operation::new(op, within, None, deferred)
     }
 
@@ -109,10 +96,10 @@ impl Operation {
         within: Duration,
         toward: Option<(usize, Weak<Team>)>,
         deferred: bool,
-    ) -> (Operation, Completion) {
-        let state = State { deferred, ..State::default() };
-        let shared = Arc::new(Shared { state: Mutex::new(state), ended: Condvar::new(), op, within, toward });
-        (Operation(Repr::Live(Arc::clone(&shared))), Completion(Some(shared)))
+    ) -> (Operation, Promise) {
+        let (end, seen) = (Completion::default(), AtomicBool::new(false));
+        let shared = Arc::new(Shared { end, deferred, seen, op, within, toward });
+        (Operation(Repr::Live(Arc::clone(&shared))), Promise(Some(shared)))
     }
 
     /// Replaces the error of an operation that failed immediately.
@@ -127,7 +114,7 @@ impl Operation {
     pub fn is_done(&self) -> bool {
         match &self.0 {
             Repr::Done(_) => true,
-            Repr::Live(shared) => shared.lock().outcome.is_some(),
+            Repr::Live(shared) => shared.end.result().is_some(),
             Repr::InStream(pending) => pending.result().is_some(),
         }
     }
@@ -136,7 +123,7 @@ impl Operation {
     pub fn result(&self) -> Option<Result<u64>> {
         match &self.0 {
             Repr::Done(outcome) => Some(outcome.clone()),
-            Repr::Live(shared) => shared.lock().look(),
+            Repr::Live(shared) => shared.look(shared.end.result()),
             Repr::InStream(pending) => pending.result().map(of_stream),
         }
     }
@@ -153,39 +140,37 @@ impl Operation {
             Repr::InStream(pending) => return of_stream(pending.wait()),
         };
         // What carries it has limits of its own and always ends it; this limit is for what nobody foresaw.
-        let until = Instant::now() + shared.within.saturating_mul(2).min(Duration::from_secs(86_400 * 365));
+        let began = Instant::now();
+        let until = began + shared.within.saturating_mul(2).min(Duration::from_secs(86_400 * 365));
         let mut held_up = false;
-        let mut state = shared.lock();
+        // The first look does not wait.
+        let mut turn = began;
         loop {
-            if let Some(outcome) = state.look() {
+            if let Some(outcome) = shared.look(shared.end.wait_until(Some(turn))) {
                 if outcome.is_ok() && held_up {
                     shared.waits_for(AccessWait::Done);
                 }
                 shared.gave_up(&outcome);
                 return outcome;
             }
-            if state.deferred && is_held_back() {
-                return Err(Error::invalid(
-                    shared.op,
-                    "it starts at the end of the group: end the group first",
-                ));
+            if shared.deferred && is_held_back() {
+                let message = "it starts at the end of the group: end the group first";
+                return Err(Error::invalid(shared.op, message));
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let error = Error::new(Kind::Timeout, shared.op, "the operation is still in flight");
-                return Err(error.about(shared.toward.as_ref().map(|(peer, _)| *peer)));
-            }
-            let timeout = shared.ended.wait_for(&mut state, left.min(WHILE));
-            if timeout.timed_out() {
+            let about = |error: Error| error.about(shared.toward.as_ref().map(|(peer, _)| *peer));
+            if turn > began {
                 held_up = true;
                 shared.waits_for(AccessWait::Lasts);
-                drop(state);
-                if let Err(interrupted) = interrupt::check(shared.op) {
+                interrupt::check(shared.op).map_err(|interrupted| {
                     shared.waits_for(AccessWait::Done);
-                    return Err(interrupted.about(shared.toward.as_ref().map(|(peer, _)| *peer)));
-                }
-                state = shared.lock();
+                    about(interrupted)
+                })?;
             }
+            let now = Instant::now();
+            if now >= until {
+                return Err(about(Error::new(Kind::Timeout, shared.op, "the operation is still in flight")));
+            }
+            turn = until.min(now + WHILE);
         }
     }
 }
@@ -207,18 +192,11 @@ impl Future for Operation {
                     Poll::Pending
                 }
             },
-            Repr::Live(shared) => {
-                let mut state = shared.lock();
-                if let Some(outcome) = state.look() {
-                    drop(state);
-                    shared.gave_up(&outcome);
-                    return Poll::Ready(outcome);
-                }
-                if !state.wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
-                    state.wakers.push(cx.waker().clone());
-                }
-                Poll::Pending
-            }
+            Repr::Live(shared) => shared.end.poll(cx).map(|outcome| {
+                shared.seen.store(true, Ordering::Release);
+                shared.gave_up(&outcome);
+                outcome
+            }),
         }
     }
 }
@@ -230,8 +208,9 @@ impl fmt::Debug for Operation {
 }
 
 impl Shared {
-    fn lock(&self) -> parking_lot::MutexGuard<'_, State> {
-        self.state.lock()
+    /// Somebody looks how it ended.
+    fn look(&self, outcome: Option<Result<u64>>) -> Option<Result<u64>> {
+        outcome.inspect(|_| self.seen.store(true, Ordering::Release))
     }
 
     /// Lets the team know whether this rank waits for the rank of the operation: ranks that wait for this one need it to find the culprit.
@@ -251,21 +230,9 @@ impl Shared {
             self.waits_for(AccessWait::InVain);
         }
     }
-
-    fn complete(&self, outcome: Result<u64>) {
-        let wakers = {
-            let mut state = self.lock();
-            state.outcome.get_or_insert(outcome);
-            std::mem::take(&mut state.wakers)
-        };
-        self.ended.notify_all();
-        for waker in wakers {
-            waker.wake();
-        }
-    }
 }
 
-impl Completion {
+impl Promise {
     /// The operation that it is of.
     pub(crate) fn op(&self) -> &'static str {
         self.0.as_ref().map_or("access", |shared| shared.op)
@@ -273,31 +240,29 @@ impl Completion {
 
     /// Whether a task awaits the operation as a future. A thread that waits for it shows so itself.
     pub(crate) fn is_awaited(&self) -> bool {
-        self.0
-            .as_ref()
-            .is_some_and(|shared| Arc::strong_count(shared) > 1 && !shared.lock().wakers.is_empty())
+        self.0.as_ref().is_some_and(|shared| Arc::strong_count(shared) > 1 && shared.end.is_awaited())
     }
 
     /// Ends the operation with that outcome.
-    pub(crate) fn complete(mut self, outcome: Result<u64>) -> Option<Completed> {
+    pub(crate) fn end(mut self, outcome: Result<u64>) -> Option<Ended> {
         let shared = self.0.take()?;
-        shared.complete(outcome);
-        Some(Completed(shared))
+        let _ = shared.end.set(outcome);
+        Some(Ended(shared))
     }
 }
 
-impl Completed {
+impl Ended {
     /// Whether a caller has looked how it ended.
     pub(crate) fn was_seen(&self) -> bool {
-        self.0.lock().seen
+        self.0.seen.load(Ordering::Acquire)
     }
 }
 
-impl Drop for Completion {
+impl Drop for Promise {
     fn drop(&mut self) {
         if let Some(shared) = self.0.take() {
-            let op = shared.op;
-            shared.complete(Err(Error::new(Kind::Canceled, op, "it was never started")));
+            let canceled = Error::new(Kind::Canceled, shared.op, "it was never started");
+            let _ = shared.end.set(Err(canceled));
         }
     }
 }

@@ -24,7 +24,7 @@ use towline::wire::KeyRef;
 use towline::wire::handshake::{LinkBase, ServerHandshake, SessionKey};
 use towline::{Access, Identity, Incarnation};
 
-pub use self::acting::{Actor, CANARY, STEP};
+pub use self::acting::{Actor, CANARY, STEP, Told};
 pub use self::pages::Pages;
 pub(crate) use self::pages::life;
 use crate::attacker::Medium;
@@ -54,6 +54,8 @@ pub mod kind {
     pub const NOTIFY: u8 = 39;
     pub const CANCEL: u8 = 40;
     pub const CHECK: u8 = 42;
+    pub const WITHDRAW: u8 = 43;
+    pub const END_LANE: u8 = 44;
     pub const PING: u8 = 48;
     pub const PONG: u8 = 49;
     pub const BYE: u8 = 50;
@@ -103,7 +105,8 @@ pub fn check(id: u64, sums: &[u32]) -> Vec<u8> {
     frame(kind::CHECK, id, &body, 0, 0)
 }
 
-/// The first words on a connection: of the control connection with the rows of the table, of a lane with its place.
+/// The first words on a connection: of the control connection with the rows of the table, of a lane with its place; over TCP with the
+/// port at which the owner sees the user. Who says that port knows of lanes that end and of reads that nobody wants any more.
 pub fn ready(rows: Option<u32>, files: u8) -> Vec<u8> {
     let mut body = SESSION.to_le_bytes().to_vec();
     body.extend([5, 0]);
@@ -224,6 +227,14 @@ pub struct Link {
 }
 
 impl Link {
+    /// The port at which the user is seen; none over a Unix socket.
+    pub fn seen_at(&self) -> Option<u32> {
+        match &self.stream {
+            Stream::Unix(_) => None,
+            Stream::Tcp(stream) => Some(stream.peer_addr().map_or(0, |address| address.port().into())),
+        }
+    }
+
     /// Sends; that the user has hung up is no surprise, and neither is one that takes nothing: the rest is left out.
     pub fn send(&mut self, bytes: &[u8]) {
         let _ = match &mut self.stream {
@@ -314,13 +325,14 @@ impl Link {
 
     /// Whether any of them has bytes, or has ended, within that time.
     fn await_any<'a>(links: impl Iterator<Item = &'a Link>, time: Duration) -> bool {
-        let fds: Vec<_> = links
-            .map(|link| match &link.stream {
-                Stream::Unix(stream) => stream.as_fd(),
-                Stream::Tcp(stream) => stream.as_fd(),
-            })
-            .collect();
-        has_come(&fds, time)
+        has_come(&links.map(Link::as_fd).collect::<Vec<_>>(), time)
+    }
+
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.stream {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
+        }
     }
 
     /// Ends both directions.
@@ -405,14 +417,19 @@ impl Rogue {
         &self.ticket
     }
 
-    /// The next connection, whose proofs are right, up to the word that it is [ready]; `None` where none comes in that time, or the
-    /// user turns away.
-    pub fn meet(&self, time: Duration) -> Option<Link> {
-        let fd = match &self.door {
+    /// Whether somebody comes in, or any of them has bytes or has ended, within that time.
+    fn await_any<'a>(&'a self, links: impl Iterator<Item = &'a Link>, time: Duration) -> bool {
+        let door = match &self.door {
             Door::Unix(door) => door.as_fd(),
             Door::Tcp(door) => door.as_fd(),
         };
-        if !has_come(&[fd], time) {
+        has_come(&links.map(Link::as_fd).chain([door]).collect::<Vec<_>>(), time)
+    }
+
+    /// The next connection, whose proofs are right, up to the word that it is [ready]; `None` where none comes in that time, or the
+    /// user turns away.
+    pub fn meet(&self, time: Duration) -> Option<Link> {
+        if !self.await_any(std::iter::empty(), time) {
             return None;
         }
         let stream = match &self.door {
@@ -463,7 +480,14 @@ impl Rogue {
         link
     }
 
-    /// The same, with pages as an honest owner of a region of that length shares them.
+    /// The same over TCP, where it says that it sees the user at a port which is not the user's: as between hosts.
+    pub fn let_in_from_afar(&self) -> Link {
+        let mut link = self.meet(PATIENCE).expect("a user comes");
+        link.send(&ready(Some(0), 0));
+        link
+    }
+
+    /// [`let_in`](Self::let_in) with pages as an honest owner of a region of that length shares them.
     pub fn let_in_sharing(&self, length: u64) -> (Link, Pages) {
         let mut link = self.meet(PATIENCE).expect("a user comes");
         let pages = Pages::new(length, self.identity.incarnation.0, &mut Input(&[]));

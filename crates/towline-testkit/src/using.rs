@@ -20,7 +20,7 @@ use crate::guarded::Guarded;
 use crate::input::Input;
 use crate::paths::{is_direct, known};
 use crate::process::Process;
-use crate::rogue::{Actor, CANARY, STEP};
+use crate::rogue::{Actor, CANARY, STEP, Told};
 
 /// The owner's region.
 const LENGTH: u64 = 2 << 20;
@@ -65,6 +65,11 @@ pub trait Owner {
 
     /// Hangs up; returns how many canaries it was sent.
     fn end(&mut self) -> u64;
+
+    /// What it was told, as far as that is known here.
+    fn told(&self) -> Told {
+        Told::default()
+    }
 }
 
 impl Owner for Actor {
@@ -86,6 +91,10 @@ impl Owner for Actor {
 
     fn end(&mut self) -> u64 {
         self.end()
+    }
+
+    fn told(&self) -> Told {
+        self.told()
     }
 }
 
@@ -150,6 +159,10 @@ pub struct Played {
     pub taken_back: usize,
     /// Transfers that were quiet in time.
     pub quiet: usize,
+    /// Reads of which the owner was told that nobody wants them any more.
+    pub withdrawn: usize,
+    /// Lanes that the owner was asked to end.
+    pub ended_lanes: usize,
 }
 
 impl std::ops::AddAssign for Played {
@@ -160,6 +173,8 @@ impl std::ops::AddAssign for Played {
         self.failed += other.failed;
         self.taken_back += other.taken_back;
         self.quiet += other.quiet;
+        self.withdrawn += other.withdrawn;
+        self.ended_lanes += other.ended_lanes;
     }
 }
 
@@ -260,7 +275,8 @@ pub fn play_against<'a>(
         }
     }
     using.end(&mut *owner, order, &mut played);
-    played
+    let Told { withdrawn, ends } = owner.told();
+    Played { withdrawn, ended_lanes: ends, ..played }
 }
 
 /// A request under way, and the part of the local memory that it has; none where it has memory of its own.

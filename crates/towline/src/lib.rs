@@ -62,6 +62,8 @@ mod tls;
 mod transfer;
 mod transport;
 
+#[doc(hidden)]
+pub use completion::Completion;
 pub use endpoint::{
     Endpoint, EndpointOptions, Part, PathStats, Pinned, Remote, Request, Stats, Stretch, average,
     can_average, can_sum, sum,

@@ -53,6 +53,7 @@ mod system;
 pub use access::MemoryAccess;
 pub use arena::{Arena, ArenaBuffer};
 pub use buffer::{Buffer, OffsetBuffer, create_buffer};
+pub(crate) use description::describe;
 pub use description::{MemoryDescription, Storage, StorageKind};
 pub use device::{DeviceMemory, DeviceOptions, DeviceStorage};
 pub use disk::{DirectIo, DiskOptions, DiskStorage};

@@ -163,7 +163,7 @@ pub(crate) struct Passive {
     /// How long it waits for the memory to become quiet.
     quiet_limit: Duration,
     inner: Mutex<Inner>,
-    completion: Completion,
+    completion: Completion<Result<()>>,
 }
 
 struct Inner {
@@ -280,11 +280,7 @@ impl Passive {
     }
 
     fn look_again(self: &Arc<Self>, age: Duration) {
-        if let Ok(reactor) = runtime::reactor() {
-            let weak = Arc::downgrade(self);
-            let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now() + cuda::pause(age), timer, LOOK);
-        }
+        runtime::call_at(Instant::now() + cuda::pause(age), self, LOOK);
     }
 
     /// A peer has claimed it too early: can it be now?
@@ -310,7 +306,7 @@ impl Passive {
         &self.id
     }
 
-    pub(crate) fn completion(&self) -> &Completion {
+    pub(crate) fn completion(&self) -> &Completion<Result<()>> {
         &self.completion
     }
 
@@ -351,18 +347,12 @@ impl Passive {
         };
         let Some((_, claimed)) = offered.iter_mut().find(|(one, _)| one.region.place_in_table() == region)
         else {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                "import",
-                "the ticket is for memory that the operation does not offer",
-            ));
+            let message = "the ticket is for memory that the operation does not offer";
+            return Err(Error::new(Kind::PermissionDenied, "import", message));
         };
         if !access.contains(self.access) {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                "import",
-                format!("the ticket allows {access}, and the operation needs {}", self.access),
-            ));
+            let message = format!("the ticket allows {access}, and the operation needs {}", self.access);
+            return Err(Error::new(Kind::PermissionDenied, "import", message));
         }
         if std::mem::replace(claimed, true) {
             return Err(Error::invalid("import", format!("the operation was already claimed by {by}")));
@@ -455,7 +445,7 @@ impl Passive {
                 State::Waiting | State::Claimed { .. } => return,
             }
         };
-        self.completion.set(result);
+        let _ = self.completion.set(result);
     }
 
     /// A peer is inside the memory for too long: it ends all the same, and the memory stays parked.
@@ -472,7 +462,7 @@ impl Passive {
             inner.state = State::Ended { quiet: false };
             result
         };
-        self.completion.set(result);
+        let _ = self.completion.set(result);
     }
 
     fn still_held(&self, cause: &str) -> Error {
@@ -487,11 +477,7 @@ impl Passive {
     fn arm(self: &Arc<Self>, inner: &mut Inner, within: Option<Duration>, key: u64) {
         disarm(inner);
         let Some(when) = within.and_then(|within| Instant::now().checked_add(within)) else { return };
-        if let Ok(reactor) = runtime::reactor() {
-            let weak = Arc::downgrade(self);
-            let timer: Weak<dyn Timer> = weak;
-            inner.due = Some((when, reactor.at(when, timer, key)));
-        }
+        inner.due = runtime::call_at(when, self, key).map(|timer| (when, timer));
     }
 
     fn deadline_passed(self: &Arc<Self>) {
@@ -530,9 +516,7 @@ fn reached(inner: &mut Inner) -> Result<bool> {
 }
 
 fn disarm(inner: &mut Inner) {
-    if let (Some((_, timer)), Ok(reactor)) = (inner.due.take(), runtime::reactor()) {
-        reactor.cancel(timer);
-    }
+    runtime::forget(inner.due.take().map(|(_, timer)| timer));
 }
 
 impl Timer for Passive {

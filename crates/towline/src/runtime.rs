@@ -65,6 +65,19 @@ fn start_reactor() -> Result<&'static Reactor> {
     Ok(REACTOR.get_or_init(|| started))
 }
 
+/// Calls a timer at that moment, as [`Reactor::at`] does; `None` where there is no event loop and none can be started.
+pub(crate) fn call_at<T: Timer + 'static>(when: Instant, timer: &Arc<T>, key: u64) -> Option<TimerId> {
+    let timer = Arc::downgrade(timer);
+    reactor().ok().map(|reactor| reactor.at(when, timer, key))
+}
+
+/// Forgets a timer, where there is one.
+pub(crate) fn forget(timer: Option<TimerId>) {
+    if let (Some(timer), Ok(reactor)) = (timer, reactor()) {
+        reactor.cancel(timer);
+    }
+}
+
 /// That long after that moment; a caller's "for ever" becomes a century, which an `Instant` can hold.
 pub(crate) fn later(from: Instant, by: Duration) -> Instant {
     const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);

@@ -44,7 +44,7 @@ pub(crate) use self::importing::{Imported, Importing, proven};
 pub(crate) use self::initiator::Session;
 use self::listener::Listener;
 use self::owner::Serving;
-pub(crate) use self::query::{Borrowing, Loan, OwnerPaths, Query, QueryReply};
+pub(crate) use self::query::{Borrowing, Loan, OwnerPaths, Query, QueryReply, Ticketed};
 use self::refusals::Refusals;
 pub(crate) use self::run::{Run, cut, takes_long};
 pub(crate) use self::sessions::{Sessions, Settings};

@@ -47,8 +47,7 @@ use std::time::Instant;
 use crate::identity::Identity;
 use crate::region::{RegionCore, stale};
 use crate::route::{self, Capabilities, Path, Paths, Routing};
-use crate::session::{GrantHandle, OwnerPaths, Query, QueryReply};
-use crate::ticket::Claims;
+use crate::session::{GrantHandle, OwnerPaths, Query, QueryReply, Ticketed};
 use crate::transfer::submission::Link;
 use crate::transport::direct::Held;
 use crate::wire::Grant;
@@ -156,14 +155,14 @@ pub(crate) struct TransportContext {
 
 /// At the owner, each transport answers for its own path.
 impl OwnerPaths for TransportContext {
-    fn offers(&self, region: &RegionCore, claims: &Claims) -> u8 {
-        let offered = |one: &&&dyn Transport| one.number().is_some() && one.offers(self, region, claims);
+    fn offers(&self, ticketed: &Ticketed<'_>) -> u8 {
+        let offered = |one: &&&dyn Transport| one.number().is_some() && one.offers(self, ticketed);
         let bits = TRANSPORTS.iter().filter(offered).filter_map(|one| Some(1 << (one.number()? - 1)));
         bits.fold(0, |all, one: u8| all | one)
     }
 
-    fn take_hint(&self, path: u8, region: &RegionCore, words: &[u8]) -> Result<bool> {
-        Ok(numbered(path)?.take_hint(self, region, words))
+    fn take_hint(&self, path: u8, words: &[u8]) -> Result<bool> {
+        Ok(numbered(path)?.take_hint(self, words))
     }
 
     fn answer_query(&self, path: u8, query: &Query<'_>) -> Result<QueryReply> {
@@ -185,57 +184,16 @@ pub(crate) struct Offer<'a> {
 
 /// One way of moving bytes.
 pub(crate) trait Transport: Send + Sync {
-    /// The name that users see, require and forbid.
-    fn name(&self) -> &'static str;
+    /// What it says of itself, whatever the machine is.
+    fn properties(&self) -> PathProperties;
 
-    /// What it is, in one line.
-    fn summary(&self) -> &'static str;
+    /// The name that users see, require and forbid.
+    fn name(&self) -> &'static str {
+        self.properties().name
+    }
 
     /// Whether it works on this machine. Cost: a few system calls.
     fn probe(&self) -> Probe;
-
-    /// What it can do.
-    fn capabilities(&self) -> Capabilities;
-
-    /// What an owner's memory must be for it.
-    fn serves(&self) -> Serves;
-
-    /// How an owner is contacted for it.
-    fn contact(&self) -> Contact;
-
-    /// Whether the owner has to be in another process.
-    fn apart(&self) -> bool {
-        false
-    }
-
-    /// Whether host memory is shared with its owner, so that a region can be pinned ([`Attachment::hold`]).
-    fn shares_memory(&self) -> bool {
-        false
-    }
-
-    /// Whether owners lend by it only where their options say so.
-    fn opt_in(&self) -> bool {
-        false
-    }
-
-    /// What is said where a machine in good order does not have it; `None` where every machine should.
-    fn may_be_missing(&self) -> Option<&'static str> {
-        None
-    }
-
-    /// What to do where it works on a machine, and yet another process is not reached by it.
-    fn mend(&self) -> &'static str {
-        ""
-    }
-
-    /// Whether the owner checks bounds, rights and revocation on every access, so that they hold against a
-    /// compromised peer too; otherwise they hold between cooperating processes.
-    fn enforced(&self) -> bool;
-
-    /// Whether a transfer on one host is quiet when it has ended, however it ended. Between hosts it may say that it is not.
-    fn quiet_at_end(&self) -> bool {
-        true
-    }
 
     /// Whether [`attach`](Self::attach) would block for that offer: asks the owner, or loads a library. Quick.
     fn blocks(&self, _offer: &Offer<'_>) -> bool {
@@ -251,18 +209,18 @@ pub(crate) trait Transport: Send + Sync {
     }
 
     /// At the owner: whether who holds that ticket should ask about that region. Called with every grant, so it is quick.
-    fn offers(&self, _context: &TransportContext, _region: &RegionCore, _claims: &Claims) -> bool {
+    fn offers(&self, _context: &TransportContext, _ticketed: &Ticketed<'_>) -> bool {
         false
     }
 
     /// At the owner: takes a word that asks for nothing and gives nothing; false where it is a query. Quick.
-    fn take_hint(&self, _context: &TransportContext, _region: &RegionCore, _words: &[u8]) -> bool {
+    fn take_hint(&self, _context: &TransportContext, _words: &[u8]) -> bool {
         false
     }
 
     /// At the owner: answers what a peer asks before it attaches ([`GrantHandle::query`]). Runs on a worker, and may block.
     fn answer_query(&self, _context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
-        let message = format!("nothing is asked about {} on {}", query.region.place, self.name());
+        let message = format!("nothing is asked about {} on {}", query.ticketed.region.place, self.name());
         Err(Error::new(Kind::Unsupported, "import", message))
     }
 }
@@ -282,8 +240,8 @@ pub(crate) fn paths_to(offer: &Offer<'_>) -> Result<Paths<Attached>> {
 }
 
 fn path(transport: &dyn Transport) -> Path {
-    let (name, capabilities) = (transport.name(), transport.capabilities());
-    Path { name, capabilities, enforced: transport.enforced() }
+    let PathProperties { name, capabilities, enforced, .. } = transport.properties();
+    Path { name, capabilities, enforced }
 }
 
 /// Whether finding the paths to that region would block.
@@ -296,7 +254,8 @@ fn all() -> impl Iterator<Item = &'static dyn Transport> {
 }
 
 fn is_allowed(transport: &dyn Transport, routing: &Routing) -> bool {
-    routing.refusal(transport.name(), transport.enforced()).is_none()
+    let PathProperties { name, enforced, .. } = transport.properties();
+    routing.refusal(name, enforced).is_none()
 }
 
 /// How an owner may be contacted for the paths that are allowed.
@@ -311,7 +270,7 @@ pub(crate) struct Contacts {
 pub(crate) fn contacts(routing: &Routing) -> Contacts {
     let mut contacts = Contacts::default();
     for transport in all().filter(|transport| is_allowed(*transport, routing)) {
-        match transport.contact() {
+        match transport.properties().contact {
             Contact::Nothing => contacts.nothing = true,
             Contact::Unix => contacts.unix = true,
             Contact::Tcp => contacts.tcp = true,
@@ -339,7 +298,7 @@ pub(crate) trait Attachment: Link {
 
     /// What this path does, in one line.
     fn summary(&self) -> &'static str {
-        self.transport().summary()
+        self.transport().properties().summary
     }
 
     /// Whether a request can be started; the error is why not. It need not end well.
@@ -378,7 +337,7 @@ impl Deref for Attached {
 /// What a path says of itself, whatever the machine is.
 #[derive(Debug, Clone, Copy)]
 pub struct PathProperties {
-    /// The path's name.
+    /// The name that users see, require and forbid.
     pub name: &'static str,
     /// What it is, in one line.
     pub summary: &'static str,
@@ -390,7 +349,7 @@ pub struct PathProperties {
     pub contact: Contact,
     /// Whether the owner has to be in another process.
     pub apart: bool,
-    /// Whether host memory is shared with its owner, so that a region can be pinned.
+    /// Whether host memory is shared with its owner, so that a region can be [pinned](crate::Remote::pin).
     pub shares_memory: bool,
     /// Whether owners lend by it only where their options say so.
     pub opt_in: bool,
@@ -398,27 +357,35 @@ pub struct PathProperties {
     pub may_be_missing: Option<&'static str>,
     /// What to do where it works on a machine, and yet another process is not reached by it.
     pub mend: &'static str,
-    /// Whether the owner checks every access on it.
+    /// Whether the owner checks bounds, rights and revocation on every access, so that they hold against a compromised peer too;
+    /// otherwise they hold between cooperating processes.
     pub enforced: bool,
-    /// Whether a transfer on one host is quiet when it has ended, however it ended.
+    /// Whether a transfer on one host is quiet when it has ended, however it ended. Between hosts it may say that it is not.
     pub quiet_at_end: bool,
 }
 
 impl PathProperties {
-    fn of(transport: &dyn Transport) -> PathProperties {
+    /// A path that needs nothing else to be said.
+    pub(crate) fn new(
+        name: &'static str,
+        summary: &'static str,
+        capabilities: Capabilities,
+        serves: Serves,
+        contact: Contact,
+    ) -> PathProperties {
         PathProperties {
-            name: transport.name(),
-            summary: transport.summary(),
-            capabilities: transport.capabilities(),
-            serves: transport.serves(),
-            contact: transport.contact(),
-            apart: transport.apart(),
-            shares_memory: transport.shares_memory(),
-            opt_in: transport.opt_in(),
-            may_be_missing: transport.may_be_missing(),
-            mend: transport.mend(),
-            enforced: transport.enforced(),
-            quiet_at_end: transport.quiet_at_end(),
+            name,
+            summary,
+            capabilities,
+            serves,
+            contact,
+            apart: false,
+            shares_memory: false,
+            opt_in: false,
+            may_be_missing: None,
+            mend: "",
+            enforced: false,
+            quiet_at_end: true,
         }
     }
 }
@@ -447,12 +414,12 @@ pub fn path_names() -> Vec<&'static str> {
 
 /// What all paths say of themselves, in order of preference. Probes nothing.
 pub fn path_properties() -> Vec<PathProperties> {
-    all().map(PathProperties::of).collect()
+    all().map(Transport::properties).collect()
 }
 
 /// Every path in order of preference, probed on this machine. Loads NIXL, where it is there: [`path_properties`] does not.
 pub fn paths() -> Vec<PathInfo> {
-    let info = |one: &dyn Transport| PathInfo { properties: PathProperties::of(one), probe: one.probe() };
+    let info = |one: &dyn Transport| PathInfo { properties: one.properties(), probe: one.probe() };
     all().map(info).collect()
 }
 

@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use towline::{
-    Access, Endpoint, Kind, MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, RegisteredView,
-    Routing, SharedStorage, Storage, StorageKind, SystemStorage, Ticket, create_buffer,
+    Access, Dtype, Endpoint, Kind, MemoryAccess, MemoryDescription, MemoryDescriptor, OffsetBuffer, Part,
+    ReduceOp, RegisteredView, Routing, SharedStorage, Storage, StorageKind, SystemStorage, Ticket,
+    create_buffer,
 };
 
 const MIB: usize = 1 << 20;
@@ -125,9 +126,16 @@ fn a_remote_region_of_another_endpoint_is_refused_like_a_local_one() {
     let strict =
         Endpoint::options("strict").routing(Routing::default().require("tcp").unwrap()).open().unwrap();
     let local = strict.register(SystemStorage::new(4096).unwrap(), Access::NONE).unwrap();
+    let other = owner.register(SharedStorage::new(4096).unwrap(), Access::READ_WRITE).unwrap();
+    let own = strict.import(&other.ticket().unwrap()).unwrap();
+    let parts = || [Part::new(&own, &local), Part::new(&remote, &local)];
     for refused in [
         strict.read(&remote, &local).start().unwrap_err(),
         strict.write(&remote, &local).start().unwrap_err(),
+        strict.reduce_into(&remote, &local, ReduceOp::Sum, Dtype::U8).start().unwrap_err(),
+        // Also where it is the second of some.
+        strict.read_parts(parts()).start().unwrap_err(),
+        strict.write_parts(parts()).start().unwrap_err(),
         strict.fetch_add(&remote, 0, 1).unwrap_err(),
         strict.notify(&remote, "hello").unwrap_err(),
     ] {

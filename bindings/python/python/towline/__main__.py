@@ -27,7 +27,7 @@ def main() -> None:
         metavar="NAMES",
         default="",
         help="the network devices that NIXL may use with peers that run the original, separated by commas "
-        "(mlx5_0:1, lo); without it, offer=nixl lets it use all of them",
+        "(mlx5_0:1, lo; tcp for all interfaces); without it, offer=nixl lets it use RDMA devices alone",
     )
     given = parser.parse_args()
     print(dropin.path(given.offer, [name for name in given.nixl_devices.split(",") if name]))

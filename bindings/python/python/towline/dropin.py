@@ -10,8 +10,8 @@ or, at the start of the program::
     towline.dropin.install()
 
 Where peers run the original, passive operations have to be offered to NIXL: ``dropin-path --offer nixl``, or
-``install(offer="nixl")``. Operations with them are refused without that, or without the names of the network devices that NIXL may use:
-``dropin-path --nixl-devices mlx5_0:1``, or ``install(nixl_devices=["mlx5_0:1"])``.
+``install(offer="nixl")``. NIXL then uses RDMA devices. Others it uses only where they are named: ``dropin-path --nixl-devices lo``, or
+``install(nixl_devices=["lo"])``. Without either, operations with such peers are refused.
 """
 
 from __future__ import annotations

@@ -209,9 +209,9 @@ class Agent:
     ``backends`` are names of NIXL's plug-ins, or a mapping to their parameters. ``engine`` is ``"nixl"``, ``"embedded"``, or `None`
     for NIXL where it is there. Names must differ within a group of workers. Making one on NIXL takes about a second.
 
-    ``devices`` names the network devices that UCX may use (``"mlx5_0:1"``, ``"lo"``, or ``"tcp"`` for all interfaces). Without it UCX takes
-    all of them, and listens on every interface that has an address: a program that can connect there can read and write all memory of
-    this process. The embedded engine listens on loopback.
+    ``devices`` names the network devices that UCX may use (``"mlx5_0:1"``, ``"lo"``, or ``"tcp"`` for all interfaces); an empty list stands for
+    RDMA devices alone. Without it UCX takes what an agent of NIXL's own API has: all of them. It listens on every interface that has an
+    address then, and a program that can connect there can read and write all memory of this process. The embedded engine listens on loopback.
     """
 
     def __init__(
@@ -221,13 +221,14 @@ class Agent:
         backends: Sequence[str] | Mapping[str, Mapping[str, str]] = ("UCX",),
         engine: Engine | None = None,
         progress_thread: bool = True,
-        devices: Sequence[str] = (),
+        devices: Sequence[str] | None = None,
     ) -> None:
         if isinstance(backends, Mapping):
             listed = [(backend, dict(parameters)) for backend, parameters in backends.items()]
         else:
             listed = [(backend, {}) for backend in backends]
-        self._native = _native.NixlAgent(name, listed, engine, progress_thread, _packages(), named(devices, "devices"))
+        those = None if devices is None else named(devices, "devices")
+        self._native = _native.NixlAgent(name, listed, engine, progress_thread, _packages(), those)
         self._read_only: WeakSet[Region] = WeakSet()
 
     @property

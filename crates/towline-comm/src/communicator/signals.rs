@@ -57,7 +57,7 @@ impl Communicator {
         let waiting = move || {
             let team = member.team("wait_signal");
             let outcome = team.and_then(|team| signals::wait(&member, &team, &signals, Some(&withdrawn)));
-            done.complete(outcome.map(|()| 0));
+            done.end(outcome.map(|()| 0));
         };
         towline::start_thread("wait_signal", "towline-signal", waiting)?;
         Ok(operation)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Member;
 use crate::Result;
 use crate::collective::Message;
-use crate::operation::Completion;
+use crate::operation::Promise;
 use crate::team::Team;
 
 /// What a call does once its arguments were checked.
@@ -17,8 +17,8 @@ pub(crate) enum Job {
     Call(Work),
     /// Waits for other ranks and touches no memory: handles may be closed meanwhile.
     Wait(Work),
-    /// Runs together with the messages beside it, and reports its end to the completion that follows it.
-    Message(Message, Option<Completion>),
+    /// Runs together with the messages beside it, and reports its end to the promise that follows it.
+    Message(Message, Option<Promise>),
 }
 
 /// Runs jobs in order, neighbouring messages together. All of them run; the error is the first.
@@ -28,17 +28,17 @@ pub(super) fn run(member: &Arc<Member>, team: &Arc<Team>, jobs: Vec<Job>) -> Res
     while let Some(job) = jobs.next() {
         let ended = match job {
             Job::Call(work) | Job::Wait(work) => work(member, team),
-            Job::Message(message, completion) => {
-                let (mut messages, mut waiting) = (vec![message], vec![completion]);
+            Job::Message(message, promise) => {
+                let (mut messages, mut waiting) = (vec![message], vec![promise]);
                 while let Some(Job::Message(..)) = jobs.peek() {
-                    if let Some(Job::Message(message, completion)) = jobs.next() {
+                    if let Some(Job::Message(message, promise)) = jobs.next() {
                         messages.push(message);
-                        waiting.push(completion);
+                        waiting.push(promise);
                     }
                 }
                 let ended = member.collectives.run_together(team, messages);
                 for one in waiting.into_iter().flatten() {
-                    one.complete(ended.clone().map(|()| 0));
+                    one.end(ended.clone().map(|()| 0));
                 }
                 ended
             }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use towline::{Kind, Transfer};
 
-use crate::operation::{Completed, Completion, WHILE};
+use crate::operation::{Ended, Promise, WHILE};
 use crate::team::{AccessWait, Team};
 use crate::{Error, Result, interrupt};
 
@@ -31,22 +31,22 @@ pub(crate) type Step = Box<dyn FnOnce() -> Result<u64> + Send>;
 pub(crate) enum Task {
     /// A transfer that may run beside its neighbours. One that waits for its turn while another does not reach the rank in time is not
     /// begun: its own limit would come on top.
-    Beside(Start, Completion),
+    Beside(Start, Promise),
     /// A transfer that begins when everything before it has ended, under the same rules as a step.
-    Behind(Start, Completion),
+    Behind(Start, Promise),
     /// A step that begins when everything before it has ended. It ends with the first error of what was before it,
     /// unless the caller had seen that error before it asked for the step.
-    After(Step, Completion),
+    After(Step, Promise),
 }
 
 impl Task {
-    fn completion(&self) -> &Completion {
+    fn promise(&self) -> &Promise {
         match self {
             Task::Beside(_, done) | Task::Behind(_, done) | Task::After(_, done) => done,
         }
     }
 
-    fn into_completion(self) -> Completion {
+    fn into_promise(self) -> Promise {
         match self {
             Task::Beside(_, done) | Task::Behind(_, done) | Task::After(_, done) => done,
         }
@@ -56,7 +56,7 @@ impl Task {
 /// Something that went wrong.
 struct Failure {
     error: Error,
-    completed: Option<Completed>,
+    ended: Option<Ended>,
     /// What was pushed before this number could not know of it.
     known_from: u64,
 }
@@ -111,7 +111,7 @@ impl Lane {
                 let tasks = std::mem::take(&mut state.queue);
                 drop(state);
                 for (_, task) in tasks {
-                    task.into_completion().complete(Err(why.clone()));
+                    task.into_promise().end(Err(why.clone()));
                 }
             }
         }
@@ -141,17 +141,17 @@ impl Lane {
     }
 
     /// Completes a task; its own failure is remembered for the steps behind it.
-    fn ended(&self, done: Completion, outcome: Result<u64>, own: bool) {
+    fn ended(&self, done: Promise, outcome: Result<u64>, own: bool) {
         let known_from = self.lock().pushed + 1;
         let outcome = outcome.map_err(|error| self.named(error));
         let error = outcome.as_ref().err().filter(|_| own).cloned();
-        let completed = done.complete(outcome);
+        let ended = done.end(outcome);
         let mut state = self.lock();
         state.active -= 1;
         if let Some(error) = error
             && state.failures.len() < MOST_FAILURES
         {
-            state.failures.push(Failure { error, completed, known_from });
+            state.failures.push(Failure { error, ended, known_from });
         }
         drop(state);
         self.changed.notify_all();
@@ -170,10 +170,10 @@ impl Lane {
     /// What went wrong before a step, and is not known to who asked for it.
     fn failed_before(&self, number: u64) -> Option<Error> {
         let mut state = self.lock();
-        let seen = |failure: &Failure| failure.completed.as_ref().is_some_and(Completed::was_seen);
+        let seen = |failure: &Failure| failure.ended.as_ref().is_some_and(Ended::was_seen);
         state.failures.retain(|failure| number < failure.known_from || !seen(failure));
         let error = state.failures.first().map(|failure| failure.error.clone());
-        // Completed now; but steps that were asked for before it happened must still learn of it.
+        // Ended now; but steps that were asked for before it happened must still learn of it.
         state.failures.retain(|failure| number < failure.known_from);
         error
     }
@@ -188,7 +188,7 @@ impl Lane {
     }
 
     fn run(&self) {
-        let mut in_flight: VecDeque<(Transfer, Completion)> = VecDeque::new();
+        let mut in_flight: VecDeque<(Transfer, Promise)> = VecDeque::new();
         loop {
             match self.next(in_flight.is_empty()) {
                 Some((number, Task::Beside(start, done))) => match self.begin(number, start) {
@@ -202,10 +202,10 @@ impl Lane {
                 },
                 Some((number, task)) => {
                     while !in_flight.is_empty() {
-                        self.settle_one(&mut in_flight, Some(task.completion()));
+                        self.settle_one(&mut in_flight, Some(task.promise()));
                     }
                     match (self.failed_before(number), task) {
-                        (Some(error), task) => self.ended(task.into_completion(), Err(error), false),
+                        (Some(error), task) => self.ended(task.into_promise(), Err(error), false),
                         (None, Task::After(step, done)) => self.ended(done, step(), true),
                         (None, Task::Beside(start, done) | Task::Behind(start, done)) => match start() {
                             Ok(transfer) => {
@@ -223,7 +223,7 @@ impl Lane {
     }
 
     /// Waits for the first transfer in flight; `next` waits for it and has left the queue already.
-    fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Completion)>, next: Option<&Completion>) {
+    fn settle_one(&self, in_flight: &mut VecDeque<(Transfer, Promise)>, next: Option<&Promise>) {
         let Some((transfer, done)) = in_flight.pop_front() else { return };
         let mut shown = false;
         let outcome = loop {
@@ -231,7 +231,7 @@ impl Lane {
                 break ended;
             }
             // Nobody else can show that this rank waits: a future has no thread.
-            let waits = next.is_some_and(Completion::is_awaited);
+            let waits = next.is_some_and(Promise::is_awaited);
             let shows = waits || self.is_awaited(&done, in_flight);
             if shows || shown {
                 self.show(if shows { AccessWait::Lasts } else { AccessWait::Done });
@@ -252,10 +252,10 @@ impl Lane {
     }
 
     /// Whether a task awaits one of the operations of this lane as a future.
-    fn is_awaited(&self, first: &Completion, in_flight: &VecDeque<(Transfer, Completion)>) -> bool {
+    fn is_awaited(&self, first: &Promise, in_flight: &VecDeque<(Transfer, Promise)>) -> bool {
         first.is_awaited()
             || in_flight.iter().any(|(_, done)| done.is_awaited())
-            || self.lock().queue.iter().any(|(_, task)| task.completion().is_awaited())
+            || self.lock().queue.iter().any(|(_, task)| task.promise().is_awaited())
     }
 
     /// Lets the team know whether this rank waits for what goes to that of the lane.

@@ -15,6 +15,7 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::time::{Duration, Instant};
 
 use self::lost::EndingLane;
@@ -84,6 +85,9 @@ pub trait Waiter {
 
     /// A hold on the local memory of the request; none where it has no memory.
     fn hold(&self) -> Option<Self::Hold>;
+
+    /// How many requests of its transfer were asked again; none where it is nobody's to ask again.
+    fn repeated(&self) -> Option<&AtomicUsize>;
 }
 
 /// What a request asks for.
@@ -138,15 +142,8 @@ pub enum Action<W: Waiter> {
     Stopped(W),
     /// That request ends with that error.
     Failed(W, Error),
-    /// The connection of that request is gone, or nothing comes over it any more.
-    Lost {
-        /// Its waiter.
-        waiter: W,
-        /// Why.
-        error: Error,
-        /// Nothing of the request was sent, so that it can be asked again.
-        unsent: bool,
-    },
+    /// The connection of that request is gone: ask it again over another one. Where there is none, it ends with that error.
+    Again(W, Error),
     /// The owner may still change its memory for that transfer: it is not quiet. Before its request ends.
     Outstanding(Arc<W::Transfer>),
     /// The same, until the owner is seen to have left what came over that connection.
@@ -258,7 +255,8 @@ impl<W: Waiter> Initiator<W> {
         self.over.as_ref()
     }
 
-    /// Opens a request over that connection. Its frame is sent afterwards: who cannot send it [gives it up](Self::give_up).
+    /// Opens a request over that connection. Its frame is sent afterwards: who cannot send it [gives it up](Self::give_up). Where the
+    /// connection has ended since it was chosen, the request may go [over another](Self::not_sent).
     pub fn ask(
         &mut self,
         over: ConnectionId,

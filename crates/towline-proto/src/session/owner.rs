@@ -6,7 +6,7 @@
 //! region that is taken back needs no event: its grants find that it is gone. What a request may touch comes out as [`Admitted`],
 //! together with what holds its region: nothing else gives [`Ranges`].
 
-mod admission;
+mod admitted;
 mod announced;
 mod following;
 mod grants;
@@ -20,8 +20,8 @@ use std::any::Any;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use self::admission::total;
-pub use self::admission::{Admitted, Blame, Ranges, Refusal};
+use self::admitted::total;
+pub use self::admitted::{Admitted, Blame, Ranges, Refusal};
 use self::announced::Announced;
 pub use self::following::{Act, Settled, Settling, Word};
 use self::grants::Grants;
@@ -33,12 +33,15 @@ pub use self::standing::Standing;
 use super::allowance::{Allowance, InFlight};
 use super::budget::Charge;
 use super::counting::Counting;
-use crate::ticket::Claims;
-use crate::wire::{AtomicOp, Done, Finish, Header, Import, Message, Pong, Query};
+use crate::ticket::{Claims, check_lease};
+use crate::wire::{AtomicOp, Block, Done, Finish, Header, Import, Message, Pong, Query};
 use crate::{Access, Error, Kind, Result};
 
 /// A reduction's bytes are held until all of them are there, so a frame carries at most this many.
 pub const MOST_REDUCED: u64 = 4 << 20;
+
+/// What a request's list of parts takes for each block: an address and a length.
+const PART: usize = 2 * size_of::<usize>();
 
 /// What an owner keeps of a grant.
 pub trait Grant {
@@ -286,6 +289,101 @@ impl<G: Grant, C: Clone + Eq> Owner<G, C> {
             Err(error) => (Err(error.into()), self.allowance.charge("write", body_len)?),
         };
         Ok(Arriving { admitted, is_combined, charge })
+    }
+
+    /// Checks a request against what was granted, counts it, and holds its region.
+    pub fn admit(
+        &mut self,
+        handle: u32,
+        needed: Access,
+        blocks: Vec<Block>,
+        now: Instant,
+    ) -> Result<Admitted<G>, Refusal<G>> {
+        let op = if needed == Access::READ { "read" } else { "write" };
+        let grant = self.grants.find_or_refuse(op, handle).cloned();
+        let grant = grant.map_err(|error| Refusal { error, blame: Blame::Peer })?;
+        let list = blocks.len() * PART;
+        let held = self.check(op, &grant, needed, &blocks, now).and_then(|region| {
+            match self.allowance.take(op, total(&blocks), list, Some(grant.served())) {
+                Ok(flight) => self.hold(op, region, Some(flight)),
+                Err(error) => {
+                    self.spent.push(region);
+                    Err(error)
+                }
+            }
+        });
+        match held {
+            Ok(hold) => Ok(Admitted::of(grant, hold, blocks)),
+            Err(error) => Err(Refusal { error, blame: Blame::Grant(grant) }),
+        }
+    }
+
+    fn hold(
+        &mut self,
+        op: &'static str,
+        region: Arc<G::Region>,
+        flight: Option<InFlight>,
+    ) -> Result<G::Hold> {
+        G::hold(op, region, flight).map_err(|(error, region)| {
+            self.spent.push(region);
+            error
+        })
+    }
+
+    /// Holds what a request names that was admitted before and goes on: it is not counted once more.
+    fn hold_again(
+        &mut self,
+        op: &'static str,
+        handle: u32,
+        needed: Access,
+        blocks: Vec<Block>,
+        now: Instant,
+    ) -> Result<Admitted<G>> {
+        let grant = Arc::clone(self.grants.find_or_refuse(op, handle)?);
+        let region = self.check(op, &grant, needed, &blocks, now)?;
+        let hold = self.hold(op, region, None)?;
+        Ok(Admitted::of(grant, hold, blocks))
+    }
+
+    /// Returns a grant and its region, which the peer may have something done with that needs that right. Nothing holds the region.
+    pub fn granted(
+        &self,
+        op: &'static str,
+        handle: u32,
+        needed: Access,
+        now: Instant,
+    ) -> Result<(Arc<G>, Arc<G::Region>)> {
+        let grant = self.grants.find_or_refuse(op, handle)?;
+        Ok((Arc::clone(grant), self.check(op, grant, needed, &[], now)?))
+    }
+
+    fn check(
+        &self,
+        op: &'static str,
+        grant: &G,
+        needed: Access,
+        blocks: &[Block],
+        now: Instant,
+    ) -> Result<Arc<G::Region>> {
+        let claims = grant.claims();
+        if !claims.access.contains(needed) {
+            return Err(Error::new(
+                Kind::PermissionDenied,
+                op,
+                format!("the ticket allows {}, and this needs {needed}", claims.access),
+            ));
+        }
+        check_lease("access", claims.expires_ms, || self.clock_ms(now))?;
+        let length = claims.range.end - claims.range.start;
+        let outside =
+            |block: &&Block| block.offset.checked_add(block.len.into()).is_none_or(|end| end > length);
+        if let Some(block) = blocks.iter().find(outside) {
+            return Err(Error::invalid(
+                op,
+                format!("{} bytes at offset {} do not lie within {length} bytes", block.len, block.offset),
+            ));
+        }
+        grant.region().upgrade().ok_or_else(|| stale(op))
     }
 
     /// Returns the handle that a ticket has already, held once more. Where it has none it may be given one, unless the peer holds too many.

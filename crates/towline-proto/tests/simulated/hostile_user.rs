@@ -4,14 +4,26 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use towline_proto::wire::{
-    Atomic, AtomicOp, Block, Bye, Cancel, Check, EndLane, Message, Notify, Ping, Read, Reduce, Release,
-    Signal, Withdraw, Write,
+    Atomic, AtomicOp, Block, Bye, Cancel, Check, EndLane, Finish, Import, ImportItem, Message, Notify, Ping,
+    Pong, Query, Read, Reduce, Release, Signal, Withdraw, Write,
 };
 use towline_proto::{Dtype, ReduceOp};
 
-use crate::world::{GUARD, LEN, Play, WIRES, World};
+use crate::world::{GUARD, LEN, Play, TICKETS, WIRES, World};
 
 impl World {
+    /// Some tickets: right ones, again and again, and wrong ones.
+    fn any_import(&mut self) -> Import {
+        let items = (0..self.random.below(4)).map(|_| {
+            let ticket = match self.random.below(3) {
+                right @ 0..=1 => TICKETS[right as usize].to_vec(),
+                _ => vec![b't'; self.random.below(9) as usize],
+            };
+            ImportItem { ticket, proof: [0; 32], operation: None }
+        });
+        Import { items: items.collect() }
+    }
+
     /// One frame, and the bytes behind it.
     fn any_frame(&mut self) -> Vec<u8> {
         let handle = if self.random.once_in(6) { self.random.below(4) as u32 } else { self.handle };
@@ -29,7 +41,7 @@ impl World {
         let pieces = self.random.below(3) as u32;
         let payload = if self.random.once_in(8) { self.random.below(900) } else { bytes };
         let offset = self.random.below(LEN as u64 + 16);
-        let (message, payload) = match self.random.below(16) {
+        let (message, payload) = match self.random.below(18) {
             0..=2 => (Message::from(Read { transfer, handle, blocks }), 0),
             3..=6 => (Write { transfer, handle, blocks }.into(), payload),
             7 => (Reduce { transfer, handle, op: ReduceOp::Sum, dtype: Dtype::U8, blocks }.into(), payload),
@@ -39,12 +51,17 @@ impl World {
             11 => (Cancel {}.into(), 0),
             12 => (Check { checks: vec![1; pieces as usize] }.into(), 0),
             13 => (EndLane { lane: [self.random.below(5) as u8; 32] }.into(), 0),
-            14 => match self.random.below(5) {
+            14 => match self.random.below(8) {
                 0 => (Bye { error: None }.into(), 0),
-                1 => (Release { handle }.into(), 0),
-                2 => (Withdraw {}.into(), 0),
+                1..=2 => (Release { handle }.into(), 0),
+                3 => (Withdraw {}.into(), 0),
+                4 => (Pong {}.into(), 0),
+                5 => (Finish { operation: [1; 16], outcome: Ok(()) }.into(), 0),
                 _ => (Ping {}.into(), 0),
             },
+            15 => (self.any_import().into(), 0),
+            // An empty one lets go of what was lent.
+            16 => (Query { handle, path: pieces as u8, body: vec![1; pieces as usize] }.into(), 0),
             _ => (towline_proto::wire::Held {}.into(), 0),
         };
         let mut frame = message.frame(request, payload, 0);

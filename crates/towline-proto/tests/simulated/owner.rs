@@ -6,10 +6,12 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use towline_proto::session::allowance::InFlight;
-use towline_proto::session::owner::{Act, Action, Grant, LaneEnd, Settled, Settling, stale};
+use towline_proto::session::owner::{
+    Act, Action, Admitted, Grant, LaneEnd, Settled, Settling, Standing, stale,
+};
 use towline_proto::ticket::Claims;
-use towline_proto::wire::{Data, Done, Message, WireError};
-use towline_proto::{Error, Result};
+use towline_proto::wire::{self, Data, Done, Import, Message, QueryReply, WireError};
+use towline_proto::{Access, Error, Kind, Place, Result};
 
 use crate::network::{Came, Memory};
 use crate::world::{Event, World};
@@ -91,8 +93,12 @@ impl Memory for Ranges {
     }
 }
 
-fn ranges(admitted: towline_proto::session::owner::Admitted<Granted>) -> Ranges {
+fn ranges(admitted: Admitted<Granted>, needed: Access) -> Ranges {
+    let claims = admitted.grant().claims.clone();
+    assert!(claims.access.contains(needed), "what was admitted is not what its ticket allows");
     let (hold, ranges) = admitted.into_parts();
+    let inside = |(at, len): (u64, usize)| claims.range.start <= at && at + len as u64 <= claims.range.end;
+    assert!(ranges.iter().all(inside), "what was admitted is not all in the range of its ticket");
     let places = ranges.iter().flat_map(|(at, len)| at as usize..at as usize + len).collect();
     Ranges { hold, places }
 }
@@ -143,7 +149,7 @@ impl World {
             Came::Payload(header, body) => {
                 let message = Message::decode(header.kind, &body)?;
                 let arriving = self.owner.payload(&header, message, body.len(), self.now)?;
-                let place = arriving.admitted.ok().map(ranges);
+                let place = arriving.admitted.ok().map(|admitted| ranges(admitted, Access::WRITE));
                 self.wires[wire].at_owner.place(place);
                 Ok(())
             }
@@ -168,7 +174,7 @@ impl World {
             Action::Answer(message) => self.reply(wire, &message.frame(request, 0, 0)),
             Action::Read(reading) => match reading.admitted {
                 Ok(admitted) => {
-                    let bytes = ranges(admitted);
+                    let bytes = ranges(admitted, Access::READ);
                     let len = bytes.places.len();
                     let mut frame = Message::from(Data { outcome: Ok(()) }).frame(request, len as u64, 0);
                     frame.extend((0..len).map(|at| bytes.get(at)));
@@ -197,10 +203,55 @@ impl World {
             Action::Goodbye(error) => return Err(error),
             // Answers leave at once here, so that none can be taken back.
             Action::Withdraw(_) => {}
-            Action::Nothing | Action::Import(_) | Action::LetGo(_) | Action::Reply(..) => {}
-            Action::Finish(_) | Action::Watch => {}
+            Action::Import(import) => {
+                let granted = self.owner_grants(&import)?;
+                self.reply(wire, &Message::from(granted).frame(request, 0, 0));
+            }
+            Action::Reply(..) if request != 0 => {
+                let error = Error::new(Kind::Unsupported, "query", "no path has anything to say");
+                let reply = QueryReply { outcome: Err(WireError::from(&error)) };
+                self.reply(wire, &Message::from(reply).frame(request, 0, 0));
+            }
+            Action::Nothing | Action::LetGo(_) | Action::Reply(..) | Action::Finish(_) | Action::Watch => {}
         }
         Ok(())
+    }
+
+    /// Grants what there is a ticket for.
+    fn owner_grants(&mut self, import: &Import) -> Result<wire::Granted> {
+        let mut items = Vec::new();
+        for item in &import.items {
+            let claims = self.tickets.iter().find(|(ticket, _)| *ticket == &item.ticket[..]);
+            let Some(claims) = claims.map(|(_, claims)| claims.clone()).filter(|_| !self.revoked) else {
+                items.push(Err(WireError::from(&stale("import"))));
+                continue;
+            };
+            let region = || Arc::downgrade(&self.array);
+            let new = match self.owner.grant_again(&item.ticket, &claims) {
+                Ok(again) => {
+                    again.map_or_else(|| Ok(Granted { claims: claims.clone(), region: region() }), Err)
+                }
+                Err(error) => {
+                    items.push(Err(WireError::from(&error)));
+                    continue;
+                }
+            };
+            let handle = self.owner.grant(&item.ticket, new, Standing::new(region(), None));
+            items.push(Ok(wire::Grant {
+                handle,
+                row: claims.row,
+                generation: claims.generation,
+                offset: claims.range.start,
+                length: claims.range.end - claims.range.start,
+                access: claims.access,
+                place: Place::Host,
+                layout: None,
+                segment: None,
+                expires_in_ms: None,
+                offers: 0,
+            }));
+        }
+        Ok(wire::Granted { items })
     }
 
     fn owner_settles(&mut self, mut settling: Settling<usize>) -> Result<()> {

@@ -15,9 +15,6 @@ use towline_proto::{Error, Kind, Result};
 use crate::network::{Came, Frame, INBOX, Memory};
 use crate::world::{CONTROL, Event, GUARD, LIMIT, Play, World, byte_of, room_of};
 
-/// So often a request is asked for again.
-const MOST_REPEATED: usize = 4;
-
 /// The time of the simulation, for code that has no world at hand.
 #[derive(Clone)]
 pub(crate) struct Clock {
@@ -159,6 +156,10 @@ impl Waiter for Unit {
         self.of.holds.fetch_add(1, Ordering::Relaxed);
         Some(UnitHold { of: Arc::clone(&self.of), unit: self.unit })
     }
+
+    fn repeated(&self) -> Option<&AtomicUsize> {
+        Some(&self.of.repeated)
+    }
 }
 
 fn disconnected() -> Error {
@@ -200,7 +201,10 @@ impl World {
         };
         let asked = match self.user.ask(ConnectionId(wire as u64), asks, waiter, self.now) {
             Ok(asked) => asked,
-            Err((waiter, error)) => return self.lost(waiter, error, true),
+            Err((waiter, error)) => {
+                let action = self.user.not_sent(waiter, error);
+                return self.user_acts(vec![action]);
+            }
         };
         if let Some(when) = asked.look_at {
             self.at(when, Event::LooksAtHost);
@@ -271,15 +275,8 @@ impl World {
         }
     }
 
-    fn lost(&mut self, waiter: Unit, error: Error, unsent: bool) {
-        let of = &waiter.of;
-        let again = (unsent || !of.write)
-            && error.kind() == Kind::Disconnected
-            && of.inner.lock().stopped.is_none()
-            && self.user.why_over().is_none()
-            && of.repeated.fetch_add(1, Ordering::Relaxed) < MOST_REPEATED;
-        let open = self.wires.iter().position(|wire| !wire.ended);
-        match open.filter(|_| again) {
+    fn again(&mut self, waiter: Unit, error: Error) {
+        match self.wires.iter().position(|wire| !wire.ended) {
             Some(wire) => self.ask(waiter, wire),
             None => self.report(waiter, Err(error)),
         }
@@ -324,7 +321,7 @@ impl World {
                     self.report(waiter, Err(Error::new(Kind::Canceled, "transfer", "stopped")));
                 }
                 Action::Failed(waiter, error) => self.report(waiter, Err(error)),
-                Action::Lost { waiter, error, unsent } => self.lost(waiter, error, unsent),
+                Action::Again(waiter, error) => self.again(waiter, error),
                 Action::Outstanding(of) => drop(of.outstanding.fetch_add(1, Ordering::Relaxed)),
                 Action::OutstandingWhileApplied(..) => panic!("nobody shows what is applied"),
                 Action::Settled(of) => {

@@ -29,6 +29,9 @@ pub(crate) const WIRES: usize = 4;
 pub(crate) const CONTROL: usize = 0;
 pub(crate) const TRANSFERS: usize = 8;
 
+/// A ticket for all of that, and one that reads its first half.
+pub(crate) const TICKETS: [&[u8]; 2] = [b"ticket", b"narrowed"];
+
 pub(crate) enum Event {
     /// Bytes reach the owner's kernel, or the user.
     Arrives {
@@ -97,6 +100,8 @@ pub(crate) struct World {
     pub(crate) owner: Owner<Granted, usize>,
     pub(crate) array: Arc<Array>,
     pub(crate) handle: u32,
+    /// What is granted to whoever shows that.
+    pub(crate) tickets: [(&'static [u8], Claims); 2],
     pub(crate) stopped: bool,
     pub(crate) revoked: bool,
     /// How often the owner still says what it should not.
@@ -143,8 +148,10 @@ impl World {
             expires_ms: None,
             layout: None,
         };
-        let granted = Granted { claims, region: region() };
-        let handle = owner.grant(b"ticket", Ok(granted), Standing::new(region(), None));
+        let granted = Granted { claims: claims.clone(), region: region() };
+        let handle = owner.grant(TICKETS[0], Ok(granted), Standing::new(region(), None));
+        let half = GUARD as u64..(GUARD + LEN / 2) as u64;
+        let narrowed = Claims { range: half, access: Access::READ, ..claims.clone() };
         World {
             clock: Clock { start, micros: Arc::new(AtomicU64::new(0)) },
             now: start,
@@ -158,6 +165,7 @@ impl World {
             owner,
             array,
             handle,
+            tickets: [(TICKETS[0], claims), (TICKETS[1], narrowed)],
             stopped: false,
             revoked: false,
             lies: 0,

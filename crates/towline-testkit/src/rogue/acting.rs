@@ -26,6 +26,9 @@ const FILLING: u8 = 0x77;
 const MOMENT: Duration = Duration::from_millis(2);
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// And for what takes some threads of its user.
+const LONG: Duration = Duration::from_millis(20);
+
 /// More than this it neither sends nor takes in one piece.
 const MOST: u64 = 2 << 20;
 
@@ -35,11 +38,13 @@ struct Side {
     left: u64,
     /// The rest did not come when it was last waited for.
     slow: bool,
+    /// It was hung up.
+    over: bool,
 }
 
 impl Side {
     fn new(link: Link) -> Side {
-        Side { link, left: 0, slow: false }
+        Side { link, left: 0, slow: false, over: false }
     }
 }
 
@@ -55,12 +60,42 @@ pub struct Actor {
     /// The last that was answered.
     answered: Option<(usize, Heard)>,
     pages: Option<Pages>,
+    /// What it says over TCP of the ports at which it sees its user.
+    ports: Ports,
     disk: bool,
     /// For so many steps it takes no payload, whatever it says to it.
     deaf: u8,
     /// Whether something is worth waiting for: the user has begun something, or has just spoken.
     expects: bool,
     canaries: u64,
+    told: Told,
+    /// The highest number of a request that has come.
+    last: u64,
+}
+
+/// Whether the port of a user is said at all, and then the right one: of the control connection, and of lanes.
+#[derive(Default, Clone, Copy)]
+struct Ports {
+    said: bool,
+    control: bool,
+    lanes: bool,
+}
+
+impl Ports {
+    fn of(self, link: &Link) -> Option<u32> {
+        let right = if link.lane { self.lanes } else { self.control };
+        // No user is at port 0.
+        link.seen_at().filter(|_| self.said).map(|port| if right { port } else { 0 })
+    }
+}
+
+/// What only an owner is told that knows of it.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Told {
+    /// Reads that nobody wants any more.
+    pub withdrawn: usize,
+    /// Lanes that are to end.
+    pub ends: usize,
 }
 
 impl Actor {
@@ -79,10 +114,13 @@ impl Actor {
             asked,
             answered: None,
             pages: None,
+            ports: Ports::default(),
             disk: false,
             deaf: 0,
             expects: true,
             canaries: 0,
+            told: Told::default(),
+            last: 0,
         }
     }
 
@@ -101,7 +139,12 @@ impl Actor {
         self.canaries
     }
 
-    /// Waits for the first connection, and says that it is ready: with pages, where it has such to share.
+    /// What it was told until now.
+    pub fn told(&self) -> Told {
+        self.told
+    }
+
+    /// Waits for the first connection, and says that it is ready: with pages, where it has such to share, or over TCP with a port.
     pub fn meet(&mut self, setup: &[u8]) {
         let mut input = Input(setup);
         let Some(mut link) = self.rogue.as_ref().and_then(|rogue| rogue.meet(PATIENCE)) else { return };
@@ -118,11 +161,16 @@ impl Actor {
     }
 
     fn be_ready(&mut self, link: &mut Link, how: u8, input: &mut Input<'_>) {
-        if how & 1 != 0 {
+        let too_few = how & 0xf6 == 0x20;
+        if link.seen_at().is_some() && !too_few {
+            let bit = |bit: u8| how & bit != 0;
+            self.ports = Ports { said: bit(1), control: bit(0x40), lanes: bit(0x80) };
+            link.send(&ready(self.ports.of(link), 0));
+        } else if how & 1 != 0 {
             let pages = Pages::new(self.length, self.incarnation, input);
             let rows = if how & 0xf0 == 0xf0 { input.number() as u32 } else { ROWS };
             let files = pages.files();
-            let files = if how & 0xf6 == 0x20 { &files[..3] } else { &files[..] };
+            let files = if too_few { &files[..3] } else { &files[..] };
             link.send_with_files(&ready(Some(rows), 4), files);
             self.pages = Some(pages);
         } else {
@@ -158,6 +206,7 @@ impl Actor {
             16 if input.byte().is_multiple_of(4) => {
                 if let Some(side) = self.side(&mut input) {
                     self.sides[side].link.hang_up();
+                    self.sides[side].over = true;
                 }
             }
             17..=20 => {
@@ -166,6 +215,7 @@ impl Actor {
                 }
             }
             21 => self.pass_files(&mut input),
+            22 if input.byte() == 255 => self.wait(),
             22 => std::thread::sleep(MOMENT / 8),
             23 => self.deaf = input.byte() % 16,
             _ => {}
@@ -192,8 +242,16 @@ impl Actor {
         while let Some(link) = self.rogue.as_ref().and_then(|rogue| rogue.meet(Duration::ZERO)) {
             let mut link = link;
             // The first connection again, or a lane with its place in the page.
-            link.send(&ready(self.pages.as_ref().map(|_| 1), 0));
+            link.send(&ready(self.pages.as_ref().map(|_| 1).or(self.ports.of(&link)), 0));
             self.sides.push(Side::new(link));
+        }
+    }
+
+    /// Until another connection or frame comes, and not for long.
+    fn wait(&self) {
+        let quiet = self.sides.iter().filter(|side| side.left == 0 && !side.over);
+        if let Some(rogue) = &self.rogue {
+            rogue.await_any(quiet.map(|side| &side.link), LONG);
         }
     }
 
@@ -222,6 +280,16 @@ impl Actor {
                 let heard = if side.left == 0 { side.link.hear_within(Duration::ZERO) } else { None };
                 let Some(heard) = heard else { break };
                 side.left = heard.payload;
+                self.last = self.last.max(heard.id);
+                if heard.kind == kind::WITHDRAW {
+                    self.told.withdrawn += 1;
+                    // It is answered all the same, behind everything else.
+                    let read =
+                        self.asked.iter().position(|(over, read)| (*over, read.id) == (number, heard.id));
+                    let read = read.map(|at| self.asked.remove(at));
+                    self.asked.extend(read);
+                }
+                self.told.ends += usize::from(heard.kind == kind::END_LANE);
                 if matches!(
                     heard.kind,
                     kind::IMPORT
@@ -231,10 +299,13 @@ impl Actor {
                         | kind::REDUCE
                         | kind::ATOMIC
                         | kind::SIGNAL
+                        | kind::END_LANE
                 ) && heard.id != 0
                     && self.asked.len() < 64
                 {
-                    self.asked.push((number, heard));
+                    // What became of a lane is said first.
+                    let at = if heard.kind == kind::END_LANE { 0 } else { self.asked.len() };
+                    self.asked.insert(at, (number, heard));
                 }
             }
         }
@@ -377,6 +448,8 @@ impl Actor {
             10 => frame(kind::PONG, id, &[], 0, 0),
             11 if word.is_multiple_of(8) => frame(kind::BYE, 0, &[0], 0, 0),
             12 if word.is_multiple_of(8) => frame(kind::REFUSE, 0, &[7, 2, 0, b'n', b'o'], 0, 0),
+            // An answer to what will be asked next.
+            13 if word >= 128 => done(self.last + 1 + id % 2, word),
             // What a user sends, and no owner.
             _ => frame(
                 [kind::READ, kind::HELD, kind::RELEASE, kind::CANCEL][word as usize % 4],

@@ -10,6 +10,8 @@ use towline_testkit::rogue::{Grant, Link, Rogue, check, data, done, frame, grant
 use towline_testkit::watchdog::{eventually, watch};
 
 const LEN: usize = 8 << 20;
+/// What goes over a lane, in one piece.
+const ONE_UNIT: u64 = 1 << 20;
 const STALL: Duration = Duration::from_secs(10);
 const CANARY: u8 = 0xee;
 
@@ -30,6 +32,15 @@ impl Scene {
     }
 
     fn open_with(medium: Medium, path: &str, checksums: bool) -> Scene {
+        Scene::let_in(medium, path, checksums, Rogue::let_in)
+    }
+
+    /// Over TCP, as between hosts, with an owner that knows of lanes that end and of reads that nobody wants any more.
+    fn open_from_afar() -> Scene {
+        Scene::let_in(Medium::Tcp, "tcp", false, Rogue::let_in_from_afar)
+    }
+
+    fn let_in(medium: Medium, path: &str, checksums: bool, let_in: fn(&Rogue) -> Link) -> Scene {
         let rogue = Rogue::open(medium, LEN as u64);
         let limits = Limits { no_progress: STALL, ..Limits::default() };
         let options = Endpoint::options("user").limits(limits).routing(routing(path)).lanes(2);
@@ -37,7 +48,7 @@ impl Scene {
         let local = user.register(SystemStorage::new(LEN).unwrap(), Access::READ_WRITE).unwrap();
         let (remote, control) = thread::scope(|scope| {
             let owner = scope.spawn(|| {
-                let mut control = rogue.let_in();
+                let mut control = let_in(&rogue);
                 let import = control.hear_of(kind::IMPORT);
                 control.send(&granted(import.id, &[Grant::whole(LEN as u64)], 0));
                 control
@@ -67,6 +78,46 @@ impl Scene {
         assert_eq!(error.kind(), Kind::Protocol, "{what}: {error}");
         assert_eq!(self.remote.alive().expect_err(what).kind(), Kind::Protocol, "{what}");
         self.is_free(transfer, what);
+    }
+
+    /// The session ends because of what the owner has said; the transfer too, and its memory is free.
+    fn breaks(mut self, transfer: &Transfer, what: &str) {
+        assert!(self.breaks_within(STALL), "{what}: the session goes on");
+        transfer.wait().expect_err(what);
+        self.is_free(transfer, what);
+    }
+
+    fn breaks_within(&self, time: Duration) -> bool {
+        eventually(time, || self.remote.alive().is_err_and(|error| error.kind() == Kind::Protocol))
+    }
+
+    /// The session goes on: what is asked next is answered.
+    fn goes_on(&mut self, what: &str) {
+        let next = self.read(64);
+        let asked = self.control.hear_of(kind::READ);
+        self.control.send(&data(asked.id, &[8; 64]));
+        next.wait().unwrap_or_else(|error| panic!("{what}: {error}"));
+    }
+
+    /// A write over a lane which the owner ends without a word: the write, the other lane, and the number of the question whether nothing
+    /// more of that lane will be applied.
+    fn loses_a_lane(&mut self) -> (Transfer, Link, u64) {
+        let transfer = self.write(ONE_UNIT);
+        let [mut first, second] = self.lanes();
+        first.hear_of(kind::WRITE);
+        first.hang_up();
+        (transfer, second, self.control.hear_of(kind::END_LANE).id)
+    }
+
+    /// A read over a lane that is cancelled, of which the owner is told: the read, both lanes, and its number.
+    fn withdraws_a_read(&self) -> (Transfer, [Link; 2], u64) {
+        let transfer = self.read(ONE_UNIT);
+        let [mut first, second] = self.lanes();
+        let request = first.hear_of(kind::READ);
+        transfer.cancel();
+        assert_eq!(transfer.wait().unwrap_err().kind(), Kind::Canceled);
+        assert_eq!(first.hear_of(kind::WITHDRAW).id, request.id);
+        (transfer, [first, second], request.id)
     }
 
     fn is_free(&mut self, transfer: &Transfer, what: &str) {
@@ -275,8 +326,140 @@ fn a_frame_that_makes_no_sense_on_a_lane_ends_the_session() {
         first.send(&[0xff; 64]);
         // A request that was just being sent may find the lane closed before the session is.
         transfer.wait().expect_err(path);
-        let broken = || scene.remote.alive().is_err_and(|error| error.kind() == Kind::Protocol);
-        assert!(eventually(STALL, broken), "over {path}");
+        assert!(scene.breaks_within(STALL), "over {path}");
         scene.is_free(&transfer, path);
     }
+}
+
+#[test]
+fn a_write_whose_lane_is_lost_ends_with_the_owners_word_that_the_lane_is_over() {
+    let _watchdog = watch("a_write_whose_lane_is_lost_ends_with_the_owners_word", STALL * 10);
+    let mut scene = Scene::open_from_afar();
+    let (transfer, _second, asked) = scene.loses_a_lane();
+    scene.control.send(&done(asked, 0));
+    assert_eq!(transfer.wait().unwrap_err().kind(), Kind::Disconnected);
+    assert!(transfer.wait_quiet(STALL), "the owner has said that it is");
+    scene.goes_on("a lane that is over");
+    scene.is_free(&transfer, "a lane that is over");
+}
+
+#[test]
+fn a_write_whose_owner_does_not_say_that_its_lane_is_over_ends_and_is_quiet_when_it_does() {
+    let _watchdog = watch("a_write_whose_owner_does_not_say_that_its_lane_is_over", STALL * 10);
+    let mut scene = Scene::open_from_afar();
+    let (transfer, _second, asked) = scene.loses_a_lane();
+    transfer.wait().unwrap_err();
+    assert!(!transfer.wait_quiet(Duration::ZERO), "the owner has not said so");
+    scene.goes_on("an owner that says nothing of a lane");
+    scene.control.send(&done(asked, 0));
+    assert!(transfer.wait_quiet(STALL));
+    let next = scene.read(4096);
+    scene.control.hear_of(kind::READ);
+    scene.control.send(&done(asked, 0));
+    scene.ends(&next, "a lane that is over twice");
+}
+
+#[test]
+fn a_write_whose_owner_refuses_to_end_its_lane_ends_and_is_quiet_with_the_session() {
+    let _watchdog = watch("a_write_whose_owner_refuses_to_end_its_lane", STALL * 10);
+    let mut scene = Scene::open_from_afar();
+    let (transfer, _second, asked) = scene.loses_a_lane();
+    scene.control.send(&refused(kind::DONE, asked, 7));
+    assert_eq!(transfer.wait().unwrap_err().kind(), Kind::Disconnected);
+    assert!(!transfer.wait_quiet(Duration::ZERO), "the owner has not said that the lane is over");
+    scene.goes_on("an owner that does not end a lane");
+    scene.control.hang_up();
+    scene.is_free(&transfer, "an owner that did not end a lane, and ended the session");
+}
+
+#[test]
+fn an_owner_that_lies_about_the_end_of_a_lane_ends_the_session() {
+    let _watchdog = watch("an_owner_that_lies_about_the_end_of_a_lane_ends_the_session", STALL * 10);
+    type Lie = fn(&mut Scene, &mut Link, u64);
+    let lies: [(&str, Lie); 5] = [
+        ("twice", |scene, _, asked| scene.control.send(&[done(asked, 0), done(asked, 0)].concat())),
+        ("over a lane", |_, lane, asked| lane.send(&done(asked, 0))),
+        ("by bytes", |scene, _, asked| scene.control.send(&data(asked, &[1; 64]))),
+        ("by a grant", |scene, _, asked| scene.control.send(&granted(asked, &[Grant::whole(64)], 0))),
+        ("of what was not asked yet", |scene, _, asked| scene.control.send(&done(asked + 1, 0))),
+    ];
+    for (what, lie) in lies {
+        let mut scene = Scene::open_from_afar();
+        let (transfer, mut lane, asked) = scene.loses_a_lane();
+        lie(&mut scene, &mut lane, asked);
+        scene.breaks(&transfer, what);
+    }
+}
+
+/// What is said of a withdrawn read over its lane ends the session. Half a second after the withdrawal the lane is given up and nothing
+/// is read from it: then once more.
+fn breaks_over_the_lane(what: &str, lie: impl Fn(u64) -> Vec<u8>) {
+    let broken = (0..20).any(|_| {
+        let mut scene = Scene::open_from_afar();
+        let (transfer, [mut first, _second], asked) = scene.withdraws_a_read();
+        first.send(&lie(asked));
+        assert!(first.drain(STALL).1, "{what}: neither the lane nor the session ends");
+        let broken = scene.breaks_within(Duration::from_millis(500));
+        scene.is_free(&transfer, what);
+        broken
+    });
+    assert!(broken, "{what}: the session goes on");
+}
+
+#[test]
+fn a_read_that_was_withdrawn_may_be_answered_once() {
+    let _watchdog = watch("a_read_that_was_withdrawn_may_be_answered_once", STALL * 10);
+    let bytes = |id| data(id, &[9; ONE_UNIT as usize]);
+    type Answer<'a> = (&'a str, &'a dyn Fn(u64) -> Vec<u8>);
+    let answers: [Answer<'_>; 3] = [
+        ("bytes", &bytes),
+        ("too many bytes", &|id| data(id, &[9; ONE_UNIT as usize + 7])),
+        ("no bytes", &|id| refused(kind::DATA, id, 7)),
+    ];
+    for (what, answer) in answers {
+        let mut scene = Scene::open_from_afar();
+        let (transfer, [mut first, _second], asked) = scene.withdraws_a_read();
+        first.send(&answer(asked));
+        scene.goes_on(what);
+        scene.is_free(&transfer, what);
+        breaks_over_the_lane(&format!("{what}, twice"), |asked| [answer(asked), answer(asked)].concat());
+    }
+    let mut scene = Scene::open_from_afar();
+    let small = scene.read(4096);
+    let request = scene.control.hear_of(kind::READ);
+    small.cancel();
+    assert_eq!(scene.control.hear_of(kind::WITHDRAW).id, request.id);
+    scene.control.send(&data(request.id, &[7; 4096]));
+    scene.goes_on("over the control connection");
+    scene.control.send(&data(request.id, &[7; 4096]));
+    scene.breaks(&small, "over the control connection, twice");
+}
+
+#[test]
+fn a_read_that_was_withdrawn_is_not_answered_elsewhere_or_otherwise() {
+    let _watchdog = watch("a_read_that_was_withdrawn_is_not_answered_elsewhere_or_otherwise", STALL * 10);
+    type Lie = fn(&mut Scene, &mut Link, u64);
+    breaks_over_the_lane("by Done", |asked| done(asked, 0));
+    let lies: [(&str, Lie); 2] = [
+        ("over another lane", |_, second, asked| second.send(&data(asked, &[1; 64]))),
+        ("over the control connection", |scene, _, asked| scene.control.send(&data(asked, &[1; 64]))),
+    ];
+    for (what, lie) in lies {
+        let mut scene = Scene::open_from_afar();
+        let (transfer, [_first, mut second], asked) = scene.withdraws_a_read();
+        lie(&mut scene, &mut second, asked);
+        scene.breaks(&transfer, what);
+    }
+}
+
+#[test]
+fn a_lane_over_which_a_withdrawn_read_is_not_answered_is_given_up() {
+    let _watchdog = watch("a_lane_over_which_a_withdrawn_read_is_not_answered_is_given_up", STALL * 10);
+    let mut scene = Scene::open_from_afar();
+    let (transfer, [mut first, _second], asked) = scene.withdraws_a_read();
+    let half = data(asked, &[9; ONE_UNIT as usize]);
+    first.send(&half[..half.len() / 2]);
+    assert!(first.drain(STALL).1, "it hangs up");
+    scene.goes_on("half of an answer that nobody wants");
+    scene.is_free(&transfer, "half of an answer that nobody wants");
 }

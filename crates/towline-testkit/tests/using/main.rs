@@ -68,6 +68,50 @@ const SCENES: [&[[u8; STEP]]; 4] = [
     ],
 ];
 
+/// What an owner that says where it sees its user is asked besides: whether a lane is over that it has ended under a write, and not to
+/// answer a read that nobody wants any more. It answers early, twice, with an error, over a lane, late, or not at all.
+const ENDS: [(&str, &[[u8; STEP]]); 2] = [
+    (
+        "ended-lane",
+        &[
+            [23, 14, 0, 0, 0, 0, 0, 0],
+            [255, 0, 4, 250, 0, 0, 0, 0],
+            WAIT,
+            WAIT,
+            WAIT,
+            [16, 4, 1, 0, 0, 0, 0, 0],
+            WAIT,
+        ],
+    ),
+    ("withdrawn-read", &[[255, 0, 0, 250, 0, 0, 0, 0], WAIT, WAIT, WAIT, [255, 10, 0, 0, 0, 0, 0, 0], WAIT]),
+];
+
+/// For a lane, or a frame.
+const WAIT: [u8; STEP] = [22, 255, 0, 0, 0, 0, 0, 0];
+
+/// Answers to these, by name.
+const ENDINGS: [(&str, &[[u8; STEP]]); 6] = [
+    ("never", &[[22, 0, 0, 0, 0, 0, 0, 0]]),
+    ("late", &[[255, 11, 255, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]),
+    ("twice", &[[6, 1, 0, 0, 0, 0, 0, 0], [255, 11, 255, 0, 0, 0, 0, 0]]),
+    ("refused", &[[0, 1, 255, 0, 0, 0, 0, 0], [255, 11, 255, 0, 0, 0, 0, 0]]),
+    ("elsewhere", &[[9, 2, 0, 0, 0, 0, 0, 0], [255, 11, 255, 0, 0, 0, 0, 0]]),
+    ("early", &[[13, 0, 13, 0, 200, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]),
+];
+
+/// These as programs, with their names.
+fn ends() -> impl Iterator<Item = (String, Vec<u8>)> {
+    ENDS.iter().flat_map(|(what, begin)| {
+        ENDINGS.iter().map(move |(how, end)| {
+            let mut program = vec![0; 17 + 2 * STEP];
+            // The port of the control connection is the user's, and that of its lanes is none.
+            program[1] = 0x41;
+            program.extend([begin.as_flattened(), end.as_flattened()].concat());
+            (format!("{what}-{how}"), program)
+        })
+    })
+}
+
 /// A program by its number, the same in every run with the same seed.
 fn program(number: u64) -> Vec<u8> {
     let mut random = Random::new(9500 + number);
@@ -85,7 +129,8 @@ fn program(number: u64) -> Vec<u8> {
             step.copy_from_slice(&[0, 1, 0, 0, 0, 0, 0, 0]);
         }
     }
-    if let Some(scene) = SCENES.get(random.below(8) as usize) {
+    let mut scenes = SCENES.into_iter().chain(ENDS.map(|(_, scene)| scene));
+    if let Some(scene) = scenes.nth(random.below(8) as usize) {
         let at = 17 + STEP * (2 + random.below(steps as u64 - 1) as usize);
         program.splice(at..at, scene.iter().flatten().copied());
     }
@@ -109,6 +154,22 @@ fn no_input_of_the_corpus_harms_the_user() {
     assert!(!inputs.is_empty(), "the corpus is empty");
     for input in inputs {
         play(&std::fs::read(&input).unwrap());
+    }
+}
+
+#[test]
+fn an_owner_is_asked_to_end_lanes_and_told_of_reads_that_nobody_wants_whatever_it_answers() {
+    let _watchdog = watchdog("an_owner_is_asked_to_end_lanes_and_told_of_reads_that_nobody_wants");
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/using/corpus");
+    for (name, program) in ends() {
+        assert_eq!(
+            std::fs::read(corpus.join(&name)).ok().as_ref(),
+            Some(&program),
+            "{name} is not in the corpus"
+        );
+        // Where its threads are late, the user has asked nothing yet.
+        let asked = |played: Played| played.ended_lanes + played.withdrawn > 0;
+        assert!((0..200).any(|_| asked(play(&program))), "{name}");
     }
 }
 

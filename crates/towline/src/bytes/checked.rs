@@ -1,6 +1,7 @@
 //! Access to memory that was lent, which may be gone: by calls that report a missing page where an access would end the process.
 #![allow(unsafe_code, reason = "hands addresses to the kernel, which checks them")]
 
+use std::ffi::c_void;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -168,10 +169,7 @@ fn moved_by(op: &'static str, moved: isize) -> Result<usize> {
 /// Refuses a range of lent memory of which a page is missing now, and takes the others. What is looked at may be gone a moment
 /// later.
 pub(crate) fn look(op: &'static str, from: *const u8, len: usize) -> Result<()> {
-    let page = rustix::param::page_size();
-    let start = from.addr() & !(page - 1);
-    let whole = (from.addr() + len).next_multiple_of(page) - start;
-    let range = std::ptr::with_exposed_provenance_mut(start);
+    let (range, whole) = pages(from, len);
     loop {
         // SAFETY: brings pages in and changes nothing that a program sees; the kernel checks the range.
         match unsafe { rustix::mm::madvise(range, whole, Advice::LinuxPopulateRead) } {
@@ -179,16 +177,36 @@ pub(crate) fn look(op: &'static str, from: *const u8, len: usize) -> Result<()> 
             Err(Errno::INTR | Errno::AGAIN) => {}
             Err(Errno::FAULT | Errno::NOMEM) => return Err(gone(op)),
             // An older kernel, pages of a device, or pages that may not be read.
-            Err(Errno::INVAL) => return touch(op, range.cast(), whole, page),
+            Err(Errno::INVAL) => return touch(op, range.cast(), whole),
             Err(error) => return Err(Error::os(op, "madvise", error)),
         }
     }
 }
 
-/// The same by a read of one byte of each page.
-fn touch(op: &'static str, start: *mut u8, len: usize, page: usize) -> Result<()> {
+/// Brings pages of lent memory in that are about to be written; [looks](look) at those that cannot be.
+pub(crate) fn bring(op: &'static str, from: *const u8, len: usize) -> Result<()> {
+    let (range, whole) = pages(from, len);
+    loop {
+        // SAFETY: brings pages in and changes nothing that a program sees; the kernel checks the range.
+        match unsafe { rustix::mm::madvise(range, whole, Advice::LinuxPopulateWrite) } {
+            Ok(()) => return Ok(()),
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            Err(_) => return look(op, from, len),
+        }
+    }
+}
+
+/// The whole pages of that range.
+fn pages(from: *const u8, len: usize) -> (*mut c_void, usize) {
+    let page = rustix::param::page_size();
+    let start = from.addr() & !(page - 1);
+    (std::ptr::with_exposed_provenance_mut(start), (from.addr() + len).next_multiple_of(page) - start)
+}
+
+/// [`look`] by a read of one byte of each page.
+fn touch(op: &'static str, start: *mut u8, len: usize) -> Result<()> {
     let mut byte = 0;
-    for at in (0..len).step_by(page) {
+    for at in (0..len).step_by(rustix::param::page_size()) {
         // SAFETY: the near side is a byte of this function's.
         unsafe { read(op, &raw mut byte, start.wrapping_add(at), 1)? };
     }

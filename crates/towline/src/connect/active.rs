@@ -211,7 +211,7 @@ impl ActiveOperation {
         }
     }
 
-    pub(super) fn completion(&self) -> &Completion {
+    pub(super) fn completion(&self) -> &Completion<Result<()>> {
         self.set.completion()
     }
 

@@ -10,9 +10,10 @@ use crate::ticket::MAX_TICKET;
 use crate::wire::OperationId;
 use crate::{Error, Kind, Result, Ticket};
 
-/// The most descriptors in one operation. Moving more would be no trouble, since all of them are one transfer. But each is a ticket of a few
-/// hundred bytes in metadata that travel by the user's own channel and that anybody may have made up: longer metadata are refused before
-/// they are read. Blocks at equal distances need no descriptor each: one with a layout names all of them.
+/// The most descriptors in one operation. Moving more would be no trouble: what is in flight at a time, 64 MiB or, in a stream, all of it, is
+/// one transfer. But each is a ticket of a few hundred bytes in metadata that travel by the user's own channel and that anybody may have made
+/// up: longer metadata are refused before they are read. Blocks at equal distances need no descriptor each: one with a layout names all of
+/// them.
 pub const MAX_DESCRIPTORS: usize = 1024;
 
 /// The longest envelope: [`MAX_DESCRIPTORS`] tickets of the length that full ones have, and some room.
@@ -50,10 +51,8 @@ impl Envelope {
             put_counted(&mut bytes, &ticket.encode());
         }
         if bytes.len() > MAX_ENVELOPE {
-            return Err(Error::invalid(
-                OP,
-                format!("the tickets take {} bytes, at most {MAX_ENVELOPE} fit", bytes.len()),
-            ));
+            let message = format!("the tickets take {} bytes, at most {MAX_ENVELOPE} fit", bytes.len());
+            return Err(Error::invalid(OP, message));
         }
         Ok(match form {
             Form::Base64 => format!("{BASE64_PREFIX}{}", BASE64.encode(&bytes)),

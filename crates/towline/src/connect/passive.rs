@@ -134,7 +134,7 @@ impl PassiveOperation {
         }
     }
 
-    pub(super) fn completion(&self) -> &Completion {
+    pub(super) fn completion(&self) -> &Completion<Result<()>> {
         self.passive.completion()
     }
 

@@ -21,7 +21,7 @@ use crate::{Endpoint, Error, Remote, Result, Span, Transfer, room};
 const INLINE: u64 = 1 << 20;
 
 /// Parts are started while fewer bytes than this are in flight: what waits behind others for long would be taken for what does
-/// not move. So most operations are one transfer.
+/// not move. So most operations are one transfer, and of a larger one the next begins when there is room.
 const IN_FLIGHT: u64 = 64 << 20;
 
 /// The registered local memory, the remote memory, and what is moved between them.
@@ -49,7 +49,7 @@ pub(super) struct TransferSet {
     /// The stream that all of them are in order with.
     stream: Option<StreamHandle>,
     inner: Mutex<Inner>,
-    completion: Completion,
+    completion: Completion<Result<()>>,
     /// The transfers that were not quiet at the end.
     unquiet: Mutex<Vec<QuietWatch>>,
 }
@@ -142,7 +142,7 @@ impl TransferSet {
         self.completion.result().is_some() && self.unquiet.lock().iter().all(QuietWatch::is_quiet)
     }
 
-    pub(super) fn completion(&self) -> &Completion {
+    pub(super) fn completion(&self) -> &Completion<Result<()>> {
         &self.completion
     }
 
@@ -303,7 +303,7 @@ impl TransferSet {
         let finished = claim.map_or(Ok(()), |claim| claim.finish(&result));
         let op = self.op.name();
         let result = result.and(finished.map_err(|error| error.during(op).with_peer(&*self.peer)));
-        self.completion.set(result);
+        let _ = self.completion.set(result);
         drop(started);
     }
 }

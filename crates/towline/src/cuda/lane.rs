@@ -133,11 +133,8 @@ impl Lane {
                 break oldest;
             }
             if Instant::now() > until {
-                return Err(Error::new(
-                    Kind::Timeout,
-                    op,
-                    "the GPU has not read its last lists for a minute",
-                ));
+                let message = "the GPU has not read its last lists for a minute";
+                return Err(Error::new(Kind::Timeout, op, message));
             }
             std::thread::yield_now();
         };

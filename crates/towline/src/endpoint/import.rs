@@ -3,17 +3,15 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
-
-use parking_lot::Mutex;
 
 use super::EndpointCore;
 use super::pinned::Pinned;
 use super::stats::Counters;
+use crate::completion::Completion;
 use crate::identity::Incarnation;
 use crate::layout::Layout;
 use crate::memory::Place;
@@ -156,11 +154,8 @@ impl Remote {
                 Some(path.attachment.hold()?.map(|held| (held, name)).map_err(|error| error.on(name)))
             });
             let Some(held) = held else {
-                return Err(Error::new(
-                    Kind::Unsupported,
-                    "pin",
-                    format!("no path to the region shares its memory:\n{}", self.explain()),
-                ));
+                let message = format!("no path to the region shares its memory:\n{}", self.explain());
+                return Err(Error::new(Kind::Unsupported, "pin", message));
             };
             let (held, path) = held?;
             Ok(Pinned::new(held, self.len() as usize, self.access(), path, Arc::clone(&self.peer)))
@@ -297,24 +292,25 @@ pub(super) async fn import_async(
     within: Duration,
 ) -> Result<Remote> {
     let until = runtime::later(Instant::now(), within);
-    let slot = Arc::new(Slot::default());
-    let mut awaited = Awaited { slot: Arc::clone(&slot), timer: None, given_up: Arc::default() };
-    let (filled, given_up) = (Arc::clone(&slot), Arc::clone(&awaited.given_up));
+    let queued = Arc::new(Queued::default());
+    let mut awaited = Awaited { queued: Arc::clone(&queued), timer: None, given_up: Arc::default() };
+    let (begun, given_up) = (Arc::clone(&queued), Arc::clone(&awaited.given_up));
     let job = move || {
-        if filled.begin() {
+        if begun.begin() {
             let left = until.saturating_duration_since(Instant::now());
-            filled.fill(while_wanted(given_up, || import_one(&endpoint, &ticket, &routing, left)));
+            let remote = while_wanted(given_up, || import_one(&endpoint, &ticket, &routing, left));
+            let _ = begun.end.set(remote);
         }
     };
     runtime::contacts().spawn(Box::new(job))?;
-    let timer: Weak<dyn Timer> = Arc::downgrade(&(Arc::clone(&slot) as Arc<dyn Timer>));
+    let timer = Arc::downgrade(&queued);
     awaited.timer = Some(runtime::reactor()?.at(until, timer, 0));
-    slot.filled().await
+    poll_fn(|cx| queued.end.poll_take(cx)).await
 }
 
 /// An import that somebody awaits. When it has ended, or is dropped before, it leaves no timer, and its thread goes on to the next.
 struct Awaited {
-    slot: Arc<Slot<Remote>>,
+    queued: Arc<Queued>,
     timer: Option<TimerId>,
     given_up: Arc<AtomicBool>,
 }
@@ -324,11 +320,9 @@ impl Drop for Awaited {
         if fork::in_child() {
             return;
         }
-        if let (Some(timer), Ok(reactor)) = (self.timer, runtime::reactor()) {
-            reactor.cancel(timer);
-        }
+        runtime::forget(self.timer);
         // Nobody begins it any more, or who has begun is told.
-        self.slot.begin();
+        self.queued.begin();
         self.given_up.store(true, Ordering::Release);
     }
 }
@@ -353,71 +347,35 @@ fn while_wanted<T>(given_up: Arc<AtomicBool>, contact: impl FnOnce() -> T) -> T 
 pub(crate) fn on_a_thread<T: Send + 'static>(
     contact: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> impl Future<Output = Result<T>> + Send {
-    let slot = Arc::new(Slot::default());
-    let filled = Arc::clone(&slot);
-    let spawned = runtime::start_thread("import", "towline-contact", move || filled.fill(contact()));
+    let made = Arc::new(Completion::default());
+    let making = Arc::clone(&made);
+    let spawned = runtime::start_thread("import", "towline-contact", move || drop(making.set(contact())));
     if let Err(error) = spawned {
-        slot.fill(Err(error));
+        let _ = made.set(Err(error));
     }
-    async move { slot.filled().await }
+    poll_fn(move |cx| made.poll_take(cx))
 }
 
-/// What a thread finds out for a future.
-struct Slot<T>(Mutex<Filling<T>>);
-
-struct Filling<T> {
-    begun: bool,
-    outcome: Option<Result<T>>,
-    waker: Option<Waker>,
+/// An import that waits for a thread. The first who begins it is the one who ends it.
+#[derive(Default)]
+struct Queued {
+    begun: AtomicBool,
+    end: Completion<Result<Remote>>,
 }
 
-impl<T> Default for Slot<T> {
-    fn default() -> Slot<T> {
-        Slot(Mutex::new(Filling { begun: false, outcome: None, waker: None }))
-    }
-}
-
-impl<T> Slot<T> {
-    /// The first who begins is the one who fills it.
+impl Queued {
     fn begin(&self) -> bool {
-        !std::mem::replace(&mut self.0.lock().begun, true)
-    }
-
-    fn fill(&self, outcome: Result<T>) {
-        let waker = {
-            let mut filling = self.0.lock();
-            filling.outcome = Some(outcome);
-            filling.waker.take()
-        };
-        if let Some(waker) = waker {
-            waker.wake();
-        }
-    }
-
-    fn filled(&self) -> impl Future<Output = Result<T>> + Send
-    where
-        T: Send,
-    {
-        std::future::poll_fn(|cx| {
-            let mut filling = self.0.lock();
-            match filling.outcome.take() {
-                Some(outcome) => Poll::Ready(outcome),
-                None => {
-                    filling.waker = Some(cx.waker().clone());
-                    Poll::Pending
-                }
-            }
-        })
+        !self.begun.swap(true, Ordering::AcqRel)
     }
 }
 
-impl<T: Send> Timer for Slot<T> {
+impl Timer for Queued {
     fn fired(self: Arc<Self>, _key: u64) {
         // A contact that has begun keeps the limit by itself, and says more.
         if self.begin() {
             let message =
                 "every thread for contacts was busy until the limit; import fewer at once, or by import_many";
-            self.fill(Err(Error::new(Kind::Timeout, "import", message)));
+            let _ = self.end.set(Err(Error::new(Kind::Timeout, "import", message)));
         }
     }
 }
@@ -561,8 +519,10 @@ mod tests {
 
     use std::fs;
     use std::pin::Pin;
-    use std::task::Context;
+    use std::task::{Context, Poll, Waker};
     use std::thread;
+
+    use parking_lot::Mutex;
 
     use super::*;
     use crate::identity::Identity;
@@ -645,12 +605,16 @@ mod tests {
             let _ = dropped.as_mut().poll(&mut cx);
         }
         assert_eq!(runtime::reactor().unwrap().timers_after(LIMIT / 2), before);
-        // As many as there are threads are asked for and given up, and nobody answers.
+        // More than there are threads are asked for and given up once each thread has one, and nobody answers.
         let (silent, _silent) = of_nobody(&ticket, 0xa1);
         let mut given_up: Vec<_> =
             (0..40).map(|_| Box::pin(user.import_async_within(&silent, &unix, LIMIT))).collect();
         given_up.iter_mut().for_each(|import| assert!(import.as_mut().poll(&mut cx).is_pending()));
-        thread::sleep(Duration::from_millis(200));
+        let all = given_up.len() - runtime::contacts().limit();
+        while runtime::contacts().queued() > all {
+            assert!(began.elapsed() < WATCHDOG, "{} wait for a thread", runtime::contacts().queued());
+            thread::sleep(Duration::from_millis(1));
+        }
         drop(given_up);
         let mut next = Box::pin(user.import_async_within(&ticket, &unix, LIMIT));
         let began = Instant::now();

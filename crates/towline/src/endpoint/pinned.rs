@@ -86,7 +86,7 @@ impl Pinned {
         if let Ok(word) = <&mut [u8; 8]>::try_from(&mut *into)
             && from.addr().is_multiple_of(8)
         {
-            let _turn = self.turn();
+            let _turn = self.turn(from.cast());
             // SAFETY: `range` checked the eight bytes, which the pin keeps; others use atomics or copies that take what
             // they find. So for all access below.
             *word = unsafe { AtomicU64::from_ptr(from.cast()) }.load(Ordering::Relaxed).to_ne_bytes();
@@ -104,7 +104,7 @@ impl Pinned {
         if let Ok(word) = <[u8; 8]>::try_from(from)
             && into.addr().is_multiple_of(8)
         {
-            let _turn = self.turn();
+            let _turn = self.turn(into.cast());
             // SAFETY: as in `read_at`.
             unsafe { AtomicU64::from_ptr(into.cast()) }.store(u64::from_ne_bytes(word), Ordering::Relaxed);
             return Ok(());
@@ -147,7 +147,7 @@ impl Pinned {
     #[inline]
     pub fn load(&self, offset: usize) -> Result<u64> {
         let word = self.word("load", Access::READ, offset)?;
-        let _turn = self.turn();
+        let _turn = self.turn(word);
         // SAFETY: as in `read_at`.
         Ok(unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire))
     }
@@ -156,7 +156,7 @@ impl Pinned {
     #[inline]
     pub fn store(&self, offset: usize, value: u64) -> Result<()> {
         let word = self.word("store", Access::WRITE, offset)?;
-        let _turn = self.turn();
+        let _turn = self.turn(word);
         // SAFETY: as in `read_at`.
         unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
         Ok(())
@@ -166,7 +166,7 @@ impl Pinned {
     #[inline]
     pub fn fetch_add(&self, offset: usize, add: u64) -> Result<u64> {
         let word = self.word("fetch_add", Access::WRITE, offset)?;
-        let _turn = self.turn();
+        let _turn = self.turn(word);
         // SAFETY: as in `read_at`.
         Ok(unsafe { reduce::fetch_add(word.cast(), add) })
     }
@@ -175,7 +175,7 @@ impl Pinned {
     #[inline]
     pub fn compare_swap(&self, offset: usize, expected: u64, new: u64) -> Result<u64> {
         let word = self.word("compare_swap", Access::WRITE, offset)?;
-        let _turn = self.turn();
+        let _turn = self.turn(word);
         // SAFETY: as in `read_at`.
         Ok(unsafe { reduce::compare_swap(word.cast(), expected, new) })
     }
@@ -185,7 +185,7 @@ impl Pinned {
     #[inline]
     pub fn wake(&self, bell: usize) -> Result<()> {
         let word = self.word("wake", Access::WRITE, bell)?;
-        let _turn = self.turn();
+        let _turn = self.turn(word);
         if let Some(row) = self.held.row() {
             // SAFETY: as in `read_at`.
             unsafe { ring(word, row.sleepers()) };
@@ -209,9 +209,11 @@ impl Pinned {
         Err(self.refusal(op, needed, offset, len))
     }
 
+    /// For one access to that word, which a call has checked.
     #[inline]
-    fn turn(&self) -> Option<Turn> {
-        self.lent.then(lent::turn)
+    fn turn(&self, word: *mut u64) -> Option<Turn> {
+        // SAFETY: as in `read_at`.
+        self.lent.then(|| unsafe { lent::turn_at(word) })
     }
 
     #[inline]

@@ -345,17 +345,12 @@ impl<'a> Request<'a> {
         let local = match &part.local {
             Some(span) => {
                 if !Arc::ptr_eq(&span.core().registry, &self.endpoint.registry) {
-                    return Err(Error::invalid(
-                        self.op.name(),
-                        "the local region belongs to another endpoint",
-                    ));
+                    let message = "the local region belongs to another endpoint";
+                    return Err(Error::invalid(self.op.name(), message));
                 }
                 if span.core().place == Place::Disk {
-                    return Err(Error::new(
-                        Kind::Unsupported,
-                        self.op.name(),
-                        "no path moves bytes from or to a local file",
-                    ));
+                    let message = "no path moves bytes from or to a local file";
+                    return Err(Error::new(Kind::Unsupported, self.op.name(), message));
                 }
                 Some(span.core().begin_use(self.op.name())?)
             }
@@ -387,11 +382,8 @@ impl<'a> Request<'a> {
         if held.contains(needed) {
             return part.remote.check_lease(self.op.name());
         }
-        Err(Error::new(
-            Kind::PermissionDenied,
-            self.op.name(),
-            format!("the ticket allows {held}, and this needs {needed}"),
-        ))
+        let message = format!("the ticket allows {held}, and this needs {needed}");
+        Err(Error::new(Kind::PermissionDenied, self.op.name(), message))
     }
 
     fn check_after(&self, remote: &Remote, signal: Option<Signal>) -> Result<()> {
@@ -409,10 +401,8 @@ impl<'a> Request<'a> {
         if let Some(offset) = word
             && offset.checked_add(8).is_none_or(|end| end > remote.len())
         {
-            return Err(Error::invalid(
-                self.op.name(),
-                format!("the word at offset {offset} does not lie within {} bytes", remote.len()),
-            ));
+            let message = format!("the word at offset {offset} does not lie within {} bytes", remote.len());
+            return Err(Error::invalid(self.op.name(), message));
         }
         match &self.after.notify {
             Some(message) if message.len() > MAX_MESSAGE => Err(Error::invalid(

@@ -125,11 +125,8 @@ impl Table {
         supply.last_generation += 1;
         let generation = supply.last_generation;
         let Some(row) = self.row(index) else {
-            return Err(Error::new(
-                Kind::Internal,
-                "register",
-                "the free list names a row outside the table",
-            ));
+            let message = "the free list names a row outside the table";
+            return Err(Error::new(Kind::Internal, "register", message));
         };
         row.taken.store(1, Ordering::Relaxed);
         row.addr.store(addr, Ordering::Relaxed);

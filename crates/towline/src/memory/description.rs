@@ -31,6 +31,35 @@ pub trait MemoryDescription: Send + Sync + fmt::Debug {
     }
 }
 
+/// Describes a storage of this crate's: its address, its length and its kind.
+macro_rules! describe {
+    ($storage:ty, |$this:ident| $addr:expr, $size:expr, $kind:expr) => {
+        #[allow(unused_variables, reason = "a result need not depend on the value")]
+        impl $crate::memory::MemoryDescription for $storage {
+            fn addr(&self) -> usize {
+                let $this = self;
+                $addr
+            }
+
+            fn size(&self) -> usize {
+                let $this = self;
+                $size
+            }
+
+            fn storage_kind(&self) -> $crate::memory::StorageKind {
+                let $this = self;
+                $kind
+            }
+
+            fn as_any(&self) -> &dyn std::any::Any {
+                self
+            }
+        }
+    };
+}
+
+pub(crate) use describe;
+
 /// What a storage is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]

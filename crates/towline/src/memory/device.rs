@@ -1,13 +1,12 @@
 //! Memory of a GPU.
 #![allow(unsafe_code, reason = "frees memory of the driver's")]
 
-use std::any::Any;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use towline_sys::cuda::Allocation;
 
-use super::{MemoryDescription, Place, Storage, StorageKind, map};
+use super::{Place, Storage, StorageKind, describe, map};
 use crate::cuda::{Gpu, failed, not_given_back};
 use crate::{Error, Result, fork};
 
@@ -193,23 +192,7 @@ impl Drop for DeviceStorage {
     }
 }
 
-impl MemoryDescription for DeviceStorage {
-    fn addr(&self) -> usize {
-        self.addr as usize
-    }
-
-    fn size(&self) -> usize {
-        self.len
-    }
-
-    fn storage_kind(&self) -> StorageKind {
-        StorageKind::Device(self.gpu.ordinal())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+describe!(DeviceStorage, |this| this.addr as usize, this.len, StorageKind::Device(this.gpu.ordinal()));
 
 // SAFETY: the driver keeps the allocation at its address, readable and writable by the device, until drop; the fields
 // never change before that; nothing gives out references to the bytes, which the CPU cannot reach at all.

@@ -1,7 +1,6 @@
 //! Bytes in a file.
 #![allow(unsafe_code, reason = "implements the storage contract")]
 
-use std::any::Any;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -13,7 +12,7 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::file::{FileBytes, FileSlice};
-use super::{MemoryDescription, Place, Storage, StorageKind, map};
+use super::{Place, Storage, StorageKind, describe, map};
 use crate::{Error, Kind, Result, fork};
 
 /// The variable in which users of `dynamo_memory` name the folder for files without a name of their own.
@@ -193,10 +192,8 @@ impl DiskOptions {
             let wanted = len.map_or("is not a length that can be used".into(), |len| {
                 format!("but {len} were requested; an existing file is never resized")
             });
-            return Err(Error::invalid(
-                "allocate",
-                format!("{} has {} bytes, which {wanted}", path.display(), found.len()),
-            ));
+            let message = format!("{} has {} bytes, which {wanted}", path.display(), found.len());
+            return Err(Error::invalid("allocate", message));
         };
         let mut storage = DiskStorage {
             file: Arc::new(FileBytes::new(file.into(), None, !self.read_only)),
@@ -360,23 +357,7 @@ fn at(call: &'static str, path: &Path, error: io::Error) -> Error {
     Error::new(kind, "allocate", format!("{call} of {} failed: {error}", path.display())).caused_by(error)
 }
 
-impl MemoryDescription for DiskStorage {
-    fn addr(&self) -> usize {
-        0
-    }
-
-    fn size(&self) -> usize {
-        self.len
-    }
-
-    fn storage_kind(&self) -> StorageKind {
-        StorageKind::Disk(self.fd())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+describe!(DiskStorage, |this| 0, this.len, StorageKind::Disk(this.fd()));
 
 // SAFETY: a file has no addresses; `addr` is an offset and never changes, nor do the length and the file. (`keep` and
 // `unlink` change only who removes its name.) Nothing gives out references to the bytes.

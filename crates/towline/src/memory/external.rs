@@ -4,7 +4,7 @@
 use std::any::Any;
 use std::fmt;
 
-use super::{MemoryDescription, Place, Storage, StorageKind};
+use super::{Place, Storage, StorageKind, describe};
 use crate::cuda::Gpu;
 use crate::{Error, Result};
 
@@ -54,10 +54,8 @@ impl ExternalStorage {
     ) -> Result<ExternalStorage> {
         let fits = addr.checked_add(len).is_some() && len <= isize::MAX as usize;
         if addr == 0 || len == 0 || !fits || place == Place::Disk {
-            return Err(Error::invalid(
-                "describe external memory",
-                format!("{len} bytes at {addr:#x} on {place} cannot be a storage"),
-            ));
+            let message = format!("{len} bytes at {addr:#x} on {place} cannot be a storage");
+            return Err(Error::invalid("describe external memory", message));
         }
         Ok(ExternalStorage { addr, len, place, owner })
     }
@@ -97,23 +95,7 @@ impl fmt::Debug for ExternalStorage {
     }
 }
 
-impl MemoryDescription for ExternalStorage {
-    fn addr(&self) -> usize {
-        self.addr
-    }
-
-    fn size(&self) -> usize {
-        self.len
-    }
-
-    fn storage_kind(&self) -> StorageKind {
-        StorageKind::External
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+describe!(ExternalStorage, |this| this.addr, this.len, StorageKind::External);
 
 // SAFETY: the caller of `new` promised that the bytes keep the contract while the value lives; the fields
 // never change, and nothing gives out references.
@@ -131,6 +113,7 @@ mod tests {
 
     use super::*;
     use crate::Kind;
+    use crate::memory::MemoryDescription;
     use crate::memory::{MemoryAccess, SystemStorage};
 
     fn at(addr: usize, len: usize, place: Place) -> Result<ExternalStorage> {

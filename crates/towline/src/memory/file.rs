@@ -96,10 +96,8 @@ impl FileSlice {
         for file in [Some(&buffered), direct.as_ref()].into_iter().flatten() {
             let stat = rustix::fs::fstat(file).map_err(|error| Error::os("import", "fstat", error))?;
             if !rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file() {
-                return Err(Error::protocol(
-                    "import",
-                    "the owner sent a descriptor that is not a regular file",
-                ));
+                let message = "the owner sent a descriptor that is not a regular file";
+                return Err(Error::protocol("import", message));
             }
         }
         FileSlice::of_len(FileBytes::new(buffered, direct, writable), offset, len)
@@ -274,12 +272,19 @@ impl FileBytes {
 #[cfg(test)]
 pub(crate) mod stalled {
     use std::os::fd::{AsRawFd, OwnedFd};
+    use std::time::{Duration, Instant};
 
     use parking_lot::{Condvar, Mutex};
 
     use super::FileSlice;
 
-    static FILES: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
+    struct Hanging {
+        name: (u64, u64),
+        /// Threads that do not come back.
+        inside: usize,
+    }
+
+    static FILES: Mutex<Vec<Hanging>> = Mutex::new(Vec::new());
     static CHANGED: Condvar = Condvar::new();
 
     fn name(file: &OwnedFd) -> (u64, u64) {
@@ -292,14 +297,28 @@ pub(crate) mod stalled {
     impl Stalled {
         pub(crate) fn new(slice: &FileSlice) -> Stalled {
             let name = name(&slice.file.buffered);
-            FILES.lock().push(name);
+            FILES.lock().push(Hanging { name, inside: 0 });
             Stalled(name)
+        }
+
+        /// Waits until so many threads hang, for at most that long; returns whether they do.
+        pub(crate) fn holds(&self, threads: usize, within: Duration) -> bool {
+            let until = Instant::now() + within;
+            let mut files = FILES.lock();
+            let held =
+                |files: &[Hanging]| files.iter().any(|one| one.name == self.0 && one.inside >= threads);
+            while !held(&files) {
+                if CHANGED.wait_until(&mut files, until).timed_out() {
+                    return held(&files);
+                }
+            }
+            true
         }
     }
 
     impl Drop for Stalled {
         fn drop(&mut self) {
-            FILES.lock().retain(|name| *name != self.0);
+            FILES.lock().retain(|one| one.name != self.0);
             CHANGED.notify_all();
         }
     }
@@ -312,12 +331,17 @@ pub(crate) mod stalled {
     }
 
     pub(super) fn wait(file: &OwnedFd) {
-        let mut stalled = FILES.lock();
-        if !stalled.is_empty() {
-            let name = name(file);
-            while stalled.contains(&name) {
-                CHANGED.wait(&mut stalled);
-            }
+        let mut files = FILES.lock();
+        if files.is_empty() {
+            return;
+        }
+        let name = name(file);
+        if let Some(one) = files.iter_mut().find(|one| one.name == name) {
+            one.inside += 1;
+            CHANGED.notify_all();
+        }
+        while files.iter().any(|one| one.name == name) {
+            CHANGED.wait(&mut files);
         }
     }
 }

@@ -2,13 +2,16 @@
 //!
 //! The kernel reads and writes for us, and has no call that changes a word. So a change is a read and a write, and whoever
 //! changes words of lent memory in this process waits for its turn: one turn for all of it, since one memory can be registered
-//! several times, and a file can be mapped several times.
+//! several times, and a file can be mapped several times. Nobody waits for a page during its turn: each brings its own in before.
 #![allow(unsafe_code, reason = "hands addresses to the kernel, which checks them")]
 
-use std::sync::atomic::{Ordering, fence};
+mod pages;
+
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use parking_lot::{Mutex, MutexGuard};
 
+pub(crate) use self::pages::Pages;
 use super::{Dtype, ReduceOp, reduce};
 use crate::Result;
 use crate::bytes::checked;
@@ -19,9 +22,36 @@ static TURN: Mutex<()> = Mutex::new(());
 #[must_use]
 pub(crate) struct Turn(#[allow(dead_code, reason = "held")] MutexGuard<'static, ()>);
 
-/// Waits for whoever changes a word of lent memory now.
-pub(crate) fn turn() -> Turn {
+fn turn() -> Turn {
     Turn(TURN.lock())
+}
+
+/// Waits for whoever changes a word of lent memory now, for a plain access to that word: its page comes before, since all others wait
+/// while this one has its turn.
+///
+/// # Safety
+/// `word` points to eight aligned bytes that are mapped, and to which nobody has a reference.
+#[inline]
+pub(crate) unsafe fn turn_at(word: *mut u64) -> Turn {
+    // SAFETY: the caller's promise.
+    unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Relaxed);
+    turn()
+}
+
+/// Reads the 64-bit number at `at` while nobody changes it by [`change`].
+///
+/// # Errors
+/// `Stale` where the page is gone.
+///
+/// # Safety
+/// As for [`change`].
+pub(crate) unsafe fn load(op: &'static str, at: *const u8) -> Result<u64> {
+    checked::look(op, at, size_of::<u64>())?;
+    let _turn = turn();
+    let mut seen = 0u64;
+    // SAFETY: as in `change`.
+    unsafe { checked::read(op, (&raw mut seen).cast(), at, size_of::<u64>())? };
+    Ok(seen)
 }
 
 /// Changes the 64-bit number at `at` atomically, if the check right before says yes: `change` gives what replaces what is there,
@@ -38,6 +68,7 @@ pub(crate) unsafe fn change(
     at: *mut u8,
     change: impl Fn(u64) -> Option<u64>,
 ) -> Result<Option<u64>> {
+    checked::bring(op, at, size_of::<u64>())?;
     let _turn = turn();
     let mut seen = 0u64;
     // SAFETY: the near side is a word of this function's; the caller's promise for the far side.
@@ -81,6 +112,7 @@ pub(crate) unsafe fn reduce(
     let here = chunk.0.as_mut_ptr();
     for done in (0..len).step_by(CHUNK) {
         let (there, some) = (dst.wrapping_add(done), CHUNK.min(len - done));
+        checked::bring(OP, there, some)?;
         let _turn = turn();
         // SAFETY: the chunk has room for so many bytes, and is aligned to every element; `src` is the caller's promise.
         unsafe {

@@ -4,7 +4,6 @@
     reason = "frees memory of the driver's, and sets the memory policy of short-lived threads"
 )]
 
-use std::any::Any;
 use std::num::NonZero;
 use std::sync::Arc;
 use std::thread;
@@ -13,7 +12,7 @@ use rustix::mm::Advice;
 use towline_sys::cuda::HostFlags;
 
 use super::map::{self, HugePages, Map};
-use super::{MemoryDescription, Segment, SegmentSlice, Storage, StorageKind};
+use super::{Segment, SegmentSlice, Storage, StorageKind, describe};
 use crate::cuda::{Gpu, HostRegistration, failed, not_given_back};
 use crate::{Error, Result, fork, runtime};
 
@@ -213,23 +212,7 @@ impl PinnedStorage {
     }
 }
 
-impl MemoryDescription for PinnedStorage {
-    fn addr(&self) -> usize {
-        self.as_ptr().addr()
-    }
-
-    fn size(&self) -> usize {
-        self.len
-    }
-
-    fn storage_kind(&self) -> StorageKind {
-        StorageKind::Pinned
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+describe!(PinnedStorage, |this| this.as_ptr().addr(), this.len, StorageKind::Pinned);
 
 // SAFETY: the segment's mapping, or the driver's allocation, is readable, writable, at least `len` long, exposed, and stays
 // at its address until drop; the fields never change; nothing gives out references; the storage starts where the segment

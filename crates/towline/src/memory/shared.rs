@@ -1,13 +1,12 @@
 //! Host memory that peers can map.
 #![allow(unsafe_code, reason = "gives out slices of a mapping")]
 
-use std::any::Any;
 use std::slice;
 use std::sync::Arc;
 
 use super::map::HugePages;
 use super::system::not_elements;
-use super::{MemoryDescription, Segment, SegmentSlice, Storage, StorageKind};
+use super::{Segment, SegmentSlice, Storage, StorageKind, describe};
 use crate::Result;
 
 /// Page-aligned, zeroed host memory in a sealed memory file.
@@ -121,23 +120,7 @@ impl SharedStorage {
     }
 }
 
-impl MemoryDescription for SharedStorage {
-    fn addr(&self) -> usize {
-        self.segment.ptr().addr()
-    }
-
-    fn size(&self) -> usize {
-        self.len
-    }
-
-    fn storage_kind(&self) -> StorageKind {
-        StorageKind::Shared
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+describe!(SharedStorage, |this| this.segment.ptr().addr(), this.len, StorageKind::Shared);
 
 // SAFETY: the segment's mapping is readable, writable, at least `len` long, exposed by `Map`, and stays at its
 // address until the last handle to the segment goes; the fields never change; every method that gives out a

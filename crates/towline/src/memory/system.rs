@@ -1,11 +1,10 @@
 //! Private host memory.
 #![allow(unsafe_code, reason = "gives out slices of a mapping")]
 
-use std::any::Any;
 use std::slice;
 
 use super::map::{self, HugePages, Map};
-use super::{MemoryDescription, Storage, StorageKind};
+use super::{Storage, StorageKind, describe};
 use crate::{Error, Result};
 
 /// Private, page-aligned, zeroed host memory.
@@ -123,23 +122,7 @@ pub(super) fn not_elements<T>(error: bytemuck::PodCastError) -> Error {
     Error::invalid("slice", format!("the storage is not a slice of {}: {error}", std::any::type_name::<T>()))
 }
 
-impl MemoryDescription for SystemStorage {
-    fn addr(&self) -> usize {
-        self.map.ptr().addr()
-    }
-
-    fn size(&self) -> usize {
-        self.len
-    }
-
-    fn storage_kind(&self) -> StorageKind {
-        StorageKind::System
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+describe!(SystemStorage, |this| this.map.ptr().addr(), this.len, StorageKind::System);
 
 // SAFETY: the mapping is readable, writable and at least `len` long, stays at its address until drop wherever
 // the value moves, and was exposed by `Map`; the fields never change; only `&mut self` and `unsafe` methods
@@ -152,6 +135,7 @@ mod tests {
 
     use super::*;
     use crate::Kind;
+    use crate::memory::MemoryDescription;
 
     fn resident_pages(storage: &SystemStorage) -> usize {
         let pages = storage.size().div_ceil(map::page_size());

@@ -505,11 +505,8 @@ impl Core {
         while self.progress(op)? == Progress::InProgress {
             if begun.elapsed() >= self.options.timeout {
                 let (seconds, state) = (self.options.timeout.as_secs_f64(), self.stop(op));
-                return Err(Error::new(
-                    Kind::Timeout,
-                    op,
-                    format!("still in progress after {seconds:.3} s; {state}"),
-                ));
+                let message = format!("still in progress after {seconds:.3} s; {state}");
+                return Err(Error::new(Kind::Timeout, op, message));
             }
             if let Err(interrupted) = interrupt::check(op) {
                 self.stop(op);

@@ -1,14 +1,13 @@
 //! Memory that windows accept.
 #![allow(unsafe_code, reason = "frees memory of NCCL's")]
 
-use std::any::Any;
 use std::sync::Arc;
 
 use towline_sys::nccl::Nccl;
 
 use super::failed;
 use crate::cuda::Gpu;
-use crate::memory::{MemoryDescription, Place, Storage, StorageKind};
+use crate::memory::{Place, Storage, StorageKind, describe};
 use crate::{Error, Result, fork};
 
 /// Memory of a GPU that NCCL allocated, so that windows accept it. Owned; what is in it at first is not defined.
@@ -61,23 +60,7 @@ impl Drop for NcclStorage {
     }
 }
 
-impl MemoryDescription for NcclStorage {
-    fn addr(&self) -> usize {
-        self.addr as usize
-    }
-
-    fn size(&self) -> usize {
-        self.len
-    }
-
-    fn storage_kind(&self) -> StorageKind {
-        StorageKind::Device(self.gpu.ordinal())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
+describe!(NcclStorage, |this| this.addr as usize, this.len, StorageKind::Device(this.gpu.ordinal()));
 
 // SAFETY: NCCL keeps the allocation at its address, readable and writable by the device, until drop; the fields never change
 // before that; nothing gives out references to the bytes, which the CPU cannot reach at all.

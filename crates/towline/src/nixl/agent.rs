@@ -214,11 +214,8 @@ impl NixlAgent {
             return Ok(());
         }
         let (name, has) = (self.name(), self.backends().join(", "));
-        Err(Error::new(
-            Kind::Unavailable,
-            "nixl",
-            format!("agent {name} has no backend {backend}; it has: {has}"),
-        ))
+        let message = format!("agent {name} has no backend {backend}; it has: {has}");
+        Err(Error::new(Kind::Unavailable, "nixl", message))
     }
 
     /// The agent itself: there is no other one beneath it.

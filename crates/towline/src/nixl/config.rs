@@ -56,10 +56,8 @@ impl NixlBackendConfig {
                 "1" | "true" | "on" | "yes" => true,
                 "" | "0" | "false" | "off" | "no" => false,
                 _ => {
-                    return Err(Error::invalid(
-                        "nixl",
-                        format!("{variable}={value:?} is not a boolean (yes or no)"),
-                    ));
+                    let message = format!("{variable}={value:?} is not a boolean (yes or no)");
+                    return Err(Error::invalid("nixl", message));
                 }
             };
             if name.is_empty() {
@@ -160,9 +158,10 @@ pub struct AgentConfig {
     pub capture_telemetry: bool,
     /// The engine; without one, NIXL where that is there, and else the embedded one, to which the rest of this does not apply.
     pub engine: Option<Engine>,
-    /// The network devices that UCX may use, as [`NixlOptions::reach_over`](crate::NixlOptions::reach_over) names them. Without any, UCX
-    /// takes all that there are, and listens on every interface with an address, for everybody who can connect to it there.
-    pub ucx_devices: Vec<String>,
+    /// The network devices that UCX may use, as [`NixlOptions::reach_over`](crate::NixlOptions::reach_over) names them; of an empty list, RDMA
+    /// devices alone. Without a list UCX takes what NIXL's own agents have: all that there are. It listens on every interface with an
+    /// address then, for everybody who can connect to it there.
+    pub ucx_devices: Option<Vec<String>>,
     /// A library, its folder, a `site-packages` folder or a prefix to look in where NIXL is found nowhere else.
     pub also_look_in: Option<PathBuf>,
 }
@@ -177,7 +176,7 @@ impl Default for AgentConfig {
             thread_sync: ThreadSync::Default,
             capture_telemetry: false,
             engine: None,
-            ucx_devices: Vec::new(),
+            ucx_devices: None,
             also_look_in: None,
         }
     }

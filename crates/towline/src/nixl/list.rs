@@ -152,10 +152,8 @@ impl<P: Purpose> DescList<P> {
     /// Adds what a descriptor names. `Invalid` where it is of another kind.
     pub fn add_storage_desc(&mut self, descriptor: &(impl sys::NixlDescriptor + ?Sized)) -> Result<()> {
         if descriptor.mem_type() != self.mem_type {
-            return Err(Error::invalid(
-                "nixl",
-                format!("a range of {:?} in a list of {:?}", descriptor.mem_type(), self.mem_type),
-            ));
+            let message = format!("a range of {:?} in a list of {:?}", descriptor.mem_type(), self.mem_type);
+            return Err(Error::invalid("nixl", message));
         }
         // SAFETY: the pointer is not followed; only its address is written down.
         let addr = unsafe { descriptor.as_ptr() }.addr();

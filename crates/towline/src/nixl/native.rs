@@ -26,8 +26,8 @@ pub(super) struct Native {
     nixl: Nixl,
     agent: native::Agent,
     backends: Mutex<BTreeMap<String, native::Backend>>,
-    /// Those that UCX may use; without any, all.
-    ucx_devices: Vec<String>,
+    /// Those that UCX may use, as the configuration has them.
+    ucx_devices: Option<Vec<String>>,
     held: Mutex<BTreeMap<Key, Vec<Weak<dyn Held>>>>,
     /// The peers whose metadata is here.
     remotes: Mutex<BTreeSet<String>>,
@@ -70,8 +70,8 @@ impl Native {
     pub(super) fn add_backend(&self, name: &str, params: &BTreeMap<String, String>) -> Result<()> {
         let mut backends = self.backends.lock();
         if !backends.contains_key(name) {
-            let limited = match name {
-                "UCX" if !self.ucx_devices.is_empty() => Some(limited_to(&self.ucx_devices, params.clone())?),
+            let limited = match (name, &self.ucx_devices) {
+                ("UCX", Some(devices)) => Some(limited_to(devices, params.clone())?),
                 _ => None,
             };
             let params = limited.as_ref().unwrap_or(params);
@@ -242,10 +242,8 @@ impl Native {
             match found {
                 Some(held) => keep.push(held),
                 None => {
-                    return Err(Error::invalid(
-                        "nixl",
-                        format!("{range:?} is not registered with agent {}", self.name()),
-                    ));
+                    let message = format!("{range:?} is not registered with agent {}", self.name());
+                    return Err(Error::invalid("nixl", message));
                 }
             }
         }

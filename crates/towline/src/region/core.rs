@@ -12,9 +12,10 @@ use super::peers::PeerPins;
 use super::served::Streams;
 use super::{Registry, stale};
 use crate::layout::Layout;
+use crate::memory::lent::Pages;
 use crate::memory::{FileSlice, Place, SegmentSlice, Storage, StorageKind};
 use crate::notify::Inbox;
-use crate::runtime;
+use crate::runtime::{self, Device};
 use crate::ticket::{Claims, TicketBody};
 use crate::wire::{Grant, SegmentRef};
 use crate::{Access, Error, Kind, Result, Ticket, interrupt};
@@ -37,6 +38,8 @@ pub(crate) struct RegionCore {
     pub(crate) file: Option<FileSlice>,
     /// Host memory that this library neither allocated nor sealed: pages of it may go away.
     pub(crate) lent: bool,
+    /// What is known of these.
+    pages: Pages,
     /// Uses by this process (its own transfers, copies by endpoints of this process, serving streams).
     uses: AtomicUsize,
     /// The peers that touch the memory directly, and may hold a pin.
@@ -136,11 +139,8 @@ impl RegionCore {
         }
         let file = storage.file();
         if access.contains(Access::WRITE) && file.as_ref().is_some_and(|file| !file.is_writable()) {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                "register",
-                "the file was opened for reading only, and cannot be lent for writing",
-            ));
+            let message = "the file was opened for reading only, and cannot be lent for writing";
+            return Err(Error::new(Kind::PermissionDenied, "register", message));
         }
         let claim = registry.table.claim(addr as u64, len as u64)?;
         let core = Arc::new(RegionCore {
@@ -154,6 +154,7 @@ impl RegionCore {
             access,
             segment: storage.segment(),
             lent: storage.place() == Place::Host && storage.storage_kind() == StorageKind::External,
+            pages: Pages::default(),
             file,
             uses: AtomicUsize::new(0),
             direct_peers: Mutex::new(Vec::new()),
@@ -173,6 +174,24 @@ impl RegionCore {
             return Err(error);
         }
         Ok(core)
+    }
+
+    /// The file system that pages come from, of lent memory that a file is mapped to.
+    pub(crate) fn file_system(&self) -> Option<Device> {
+        if self.lent { self.pages.file_system(self.addr..self.addr + self.len) } else { None }
+    }
+
+    /// Who has to bring pages of lent memory before those ranges, given by offset and length, can be touched; nobody where all are there.
+    pub(crate) fn awaits(&self, bytes: u64, ranges: impl Iterator<Item = (u64, usize)>) -> Option<Device> {
+        let ranges =
+            ranges.map(|(offset, len)| self.addr + offset as usize..self.addr + offset as usize + len);
+        let there = || self.pages.are_there(&(self.addr..self.addr + self.len), bytes, ranges);
+        (self.lent && (self.file_system().is_some() || !there())).then(|| self.brings_pages())
+    }
+
+    /// Who brings pages of lent memory.
+    pub(crate) fn brings_pages(&self) -> Device {
+        self.file_system().unwrap_or(Device::Lent(self.addr))
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -336,11 +355,8 @@ impl RegionCore {
             if started.elapsed() >= within {
                 // Since it was first asked for: a caller may wait in several turns.
                 let spent = self.revoked.get().map_or(within, Instant::elapsed);
-                return Err(Error::new(
-                    Kind::Timeout,
-                    "deregister",
-                    format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users()),
-                ));
+                let message = format!("still in use after {:.3} s by {}", spent.as_secs_f64(), self.users());
+                return Err(Error::new(Kind::Timeout, "deregister", message));
             }
             interrupt::check("deregister")?;
             let left = within.saturating_sub(started.elapsed());

@@ -146,11 +146,8 @@ impl Registry {
         }
         let tag = ticket.tag(&self.region_key(claims.row, claims.generation));
         if !tag.verify_proof(challenge, proof) {
-            return Err(Error::new(
-                Kind::PermissionDenied,
-                "import",
-                "the ticket's tag is not this endpoint's",
-            ));
+            let message = "the ticket's tag is not this endpoint's";
+            return Err(Error::new(Kind::PermissionDenied, "import", message));
         }
         let region = self.check_current(&claims)?;
         Ok((region, claims))
@@ -232,11 +229,8 @@ impl Registry {
                 return Ok(notification);
             }
             if Instant::now() >= until {
-                return Err(Error::new(
-                    Kind::Timeout,
-                    "receive",
-                    format!("no notification arrived within {:.3} s", within.as_secs_f64()),
-                ));
+                let message = format!("no notification arrived within {:.3} s", within.as_secs_f64());
+                return Err(Error::new(Kind::Timeout, "receive", message));
             }
             interrupt::check("receive")?;
             self.bell.wait(seen, until.min(runtime::later(Instant::now(), interrupt::turn(within))));
@@ -312,17 +306,14 @@ impl Registry {
             };
             let spent = started.elapsed();
             if spent >= within {
-                return Err(Error::new(
-                    Kind::Timeout,
-                    "close",
-                    format!(
-                        "{} regions are still in use after {:.3} s, one of {} bytes by {}; close again to wait for them",
-                        left.len(),
-                        spent.as_secs_f64(),
-                        one.len,
-                        one.users()
-                    ),
-                ));
+                let message = format!(
+                    "{} regions are still in use after {:.3} s, one of {} bytes by {}; close again to wait for them",
+                    left.len(),
+                    spent.as_secs_f64(),
+                    one.len,
+                    one.users()
+                );
+                return Err(Error::new(Kind::Timeout, "close", message));
             }
             // Those who wait for a signal may go to sleep after they were woken: they are woken again soon.
             let waiting = left.iter().any(|region| region.has_waiters());

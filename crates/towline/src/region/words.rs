@@ -23,10 +23,14 @@ impl RegionCore {
         Error::new(Kind::Unsupported, op, format!("the CPU cannot reach bytes on {}", self.place))
     }
 
-    /// Waits until nobody changes a word of lent memory; to be held for one access to a word of this region.
+    /// Waits until nobody changes a word of lent memory; to be held for one plain access to that word of this region.
+    ///
+    /// # Safety
+    /// `word` points to eight aligned bytes of this region, which the caller keeps.
     #[inline]
-    pub(crate) fn turn(&self) -> Option<Turn> {
-        self.lent.then(lent::turn)
+    pub(crate) unsafe fn turn(&self, word: *mut u64) -> Option<Turn> {
+        // SAFETY: the caller's promise.
+        self.lent.then(|| unsafe { lent::turn_at(word) })
     }
 
     /// Reads or changes the word at that address, and says what it held before: by `plain`, or, of memory that was lent and may be
@@ -51,8 +55,13 @@ impl RegionCore {
     pub(super) fn load(&self, op: &'static str, word: *mut u64) -> Result<u64> {
         // SAFETY: an aligned word of the region, whose memory the caller keeps; all access to it is atomic or a copy that takes what it
         // finds. So for the three below.
-        let plain = |word| unsafe { AtomicU64::from_ptr(word) }.load(Ordering::SeqCst);
-        self.at_word(op, word, plain, |_| None)
+        unsafe {
+            if self.lent {
+                lent::load(op, word.cast())
+            } else {
+                Ok(AtomicU64::from_ptr(word).load(Ordering::SeqCst))
+            }
+        }
     }
 
     fn store(&self, op: &'static str, word: *mut u64, value: u64) -> Result<()> {

@@ -16,8 +16,8 @@ pub(crate) enum Device {
     Gpu(u32),
     /// Answers queries about the path with that number.
     Path(u8),
-    /// Whoever has the pages of memory that was lent.
-    Lent,
+    /// Whoever has the pages of the memory at that address, which was lent.
+    Lent(usize),
 }
 
 /// Threads of one device, at a time: enough to keep a disk busy.

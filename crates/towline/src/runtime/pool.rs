@@ -280,6 +280,12 @@ impl Pool {
         self.queued.load(Ordering::Relaxed) > 0
     }
 
+    /// How many jobs wait for a thread.
+    #[cfg(test)]
+    pub(crate) fn queued(&self) -> usize {
+        self.queued.load(Ordering::Relaxed)
+    }
+
     /// Lets a worker wait for the other side, for a bounded time, while jobs that come meanwhile find another thread.
     /// `None`, without waiting, where jobs wait already.
     pub(crate) fn aside<T>(&self, wait: impl FnOnce() -> T) -> Option<T> {

@@ -99,11 +99,8 @@ impl Channel {
                 continue;
             }
             if flushed && state.pull_in(&self.socket, false)? == Pulled::End {
-                return Err(Error::new(
-                    Kind::Disconnected,
-                    "contact",
-                    "the owner hung up during the TLS greeting: perhaps it does not use TLS",
-                ));
+                let message = "the owner hung up during the TLS greeting: perhaps it does not use TLS";
+                return Err(Error::new(Kind::Disconnected, "contact", message));
             }
         }
     }
@@ -259,10 +256,8 @@ impl Channel {
     fn look_for_tls(&self, slices: &[IoSliceMut<'_>]) -> Result<()> {
         if slices.iter().find_map(|slice| slice.first()) == Some(&TLS_HANDSHAKE) {
             let _ = self.socket.send(&[IoSlice::new(&TLS_REFUSAL)], &[]);
-            return Err(Error::protocol(
-                "contact",
-                "the peer uses TLS, and this endpoint was opened without it",
-            ));
+            let message = "the peer uses TLS, and this endpoint was opened without it";
+            return Err(Error::protocol("contact", message));
         }
         Ok(())
     }

@@ -26,10 +26,8 @@ pub(super) fn of_bytes(blocks: &[Block], mut bytes: &[u8]) -> Vec<u32> {
 /// Compares what has arrived with what was sent; the error names the first block that differs.
 pub(super) fn compare(op: &'static str, blocks: &[Block], sent: &[u32], arrived: &[u32]) -> Result<()> {
     if sent.len() != blocks.len() {
-        return Err(Error::protocol(
-            op,
-            format!("{} checksums came for {} blocks", sent.len(), blocks.len()),
-        ));
+        let message = format!("{} checksums came for {} blocks", sent.len(), blocks.len());
+        return Err(Error::protocol(op, message));
     }
     let differs = sent.iter().zip(arrived).position(|(sent, arrived)| sent != arrived);
     differs.and_then(|at| Some((at, blocks.get(at)?))).map_or(Ok(()), |(at, block)| {

@@ -5,6 +5,7 @@
 #![allow(unsafe_code, reason = "hands raw parts of registered memory to the socket")]
 
 mod driving;
+mod ending;
 mod incoming;
 mod wanted;
 
@@ -27,7 +28,7 @@ use crate::budget::Charge;
 use crate::fence::applying::{ApplySlot, ApplySlotView};
 use crate::runtime::socket::{Acknowledged, Family, MAX_PARTS, RawPart, Received, Sent};
 use crate::runtime::{self, Interest, Token, panic_message};
-use crate::wire::{Bye, HEADER_LEN, Header};
+use crate::wire::{HEADER_LEN, Header};
 use crate::{Error, Kind, Result, room};
 
 /// What is read ahead of the frames: a header, its body and a small payload come with one system call.
@@ -437,73 +438,9 @@ impl Connection {
         }
     }
 
-    /// Closes; the handler is told once.
-    pub(super) fn close(&self, error: Error) {
-        self.end(error, |connection| connection.socket.shutdown());
-    }
-
-    /// Of a connection that has ended: whether it did without a word of the other side's. Between hosts a reset is none: anybody on the way
-    /// can send it.
-    pub(super) fn is_forsaken(&self) -> bool {
-        self.forsaken.load(Ordering::Acquire)
-            || !self.same_host() && !self.ended_by_peer.load(Ordering::Acquire)
-    }
-
-    /// The other side has said goodbye.
-    pub(super) fn peer_ends_it(&self) {
-        self.ended_by_peer.store(true, Ordering::Release);
-    }
-
     /// Initiator: whether the owner shows here when it is in the middle of something that came over this connection.
     pub(super) fn shows_what_is_applied(&self) -> bool {
         self.side.get().is_some()
-    }
-
-    /// Closes so that nothing of what was sent is acted upon later; the handler is told once.
-    pub(super) fn reset(&self, error: Error) {
-        self.end(error, |connection| {
-            connection.forsaken.store(true, Ordering::Release);
-            connection.socket.reset();
-        });
-    }
-
-    fn end(&self, error: Error, how: fn(&Connection)) {
-        if self.closed.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        if let (Some(token), Ok(reactor)) = (self.token.get(), runtime::reactor()) {
-            reactor.remove(*token, self.socket.as_fd());
-        }
-        if let Some(AppliedAt::Initiator(slot)) = self.side.get() {
-            slot.give_up();
-        }
-        how(self);
-        let handler = self.handler.lock().take();
-        if let (Some(handler), Some(me)) = (handler, self.me.upgrade()) {
-            handler.closed(&me, error);
-        }
-        drop(self.itself.lock().take());
-    }
-
-    /// Of a connection that has ended: the goodbye that came before and that nobody has read.
-    pub(super) fn farewell(&self) -> Option<Bye> {
-        self.incoming.lock().farewell(&self.socket).inspect(|_| self.peer_ends_it())
-    }
-
-    /// Of a connection that has ended: whether that was in the middle of a frame of the peer's.
-    pub(super) fn ended_in_a_frame(&self) -> bool {
-        self.incoming.lock().is_in_a_frame()
-    }
-
-    /// The requests that waited to be sent when it ended.
-    pub(super) fn unsent(&self) -> Vec<u64> {
-        self.queue().unsent()
-    }
-
-    /// Drops what the queues keep alive; called by the handler once nothing of it is needed.
-    pub(super) fn let_go(&self) {
-        self.queue().clear();
-        self.give_up(GivenUp::HungUp, |_| true);
     }
 
     /// Sends as much as the socket takes.
@@ -646,7 +583,7 @@ impl Connection {
         loop {
             let available = incoming.end - incoming.start;
             match &mut incoming.reading {
-                Reading::Header if self.is_held_up() => {
+                Reading::Header | Reading::Payload { left: 1.., .. } if self.is_held_up() => {
                     incoming.left_over = true;
                     return Ok(());
                 }
@@ -783,17 +720,6 @@ impl Connection {
             stuck = outgoing.blocked();
         }
         Ok(stuck)
-    }
-
-    /// Says goodbye where the socket takes it at once.
-    pub(super) fn bye(&self, error: Option<&Error>) {
-        let bye = Bye { error: error.map(Into::into) };
-        let frame = crate::wire::Message::from(bye).frame(0, 0, 0);
-        let mut outgoing = self.queue();
-        if !outgoing.blocked() && !self.is_closed() {
-            outgoing.push(frame, Vec::new(), Payload::None);
-            let _ = self.flush(&mut outgoing);
-        }
     }
 }
 

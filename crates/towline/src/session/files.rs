@@ -9,17 +9,18 @@ use parking_lot::Mutex;
 use towline_proto::session::allowance::InFlight;
 use towline_proto::session::owner::Ranges;
 
-use super::checks;
 use super::connection::{Connection, Role};
 use super::owner::Serving;
 use super::parts::{Bounced, Held, Keep, Landed, Payload, Sink, hung_up};
+use super::{apply, checks};
 use crate::budget::Charge;
+use crate::bytes::checked;
 use crate::cuda::Gpu;
 use crate::layout::Piece;
 use crate::memory::ring::{self, Passing, Slot};
 use crate::memory::{FileSlice, Place};
 use crate::region::{RegionCore, Stream, no_words, stale};
-use crate::runtime::socket::RawPart;
+use crate::runtime::socket::{RawPart, RawPartMut};
 use crate::runtime::{self, Device, EACH};
 use crate::wire::{self, Message};
 use crate::{Error, Kind, Result, room};
@@ -45,6 +46,8 @@ pub(super) enum Source {
     File(FileSlice),
     /// Memory of the GPU with that ordinal.
     Gpu(u32),
+    /// Memory that was lent and that a file of that file system is mapped to.
+    Mapped(Device),
 }
 
 impl Source {
@@ -53,7 +56,7 @@ impl Source {
         match (&region.file, region.place) {
             (Some(file), _) => Some(Source::File(file.clone())),
             (None, Place::Cuda(ordinal)) => Some(Source::Gpu(ordinal)),
-            (None, _) => None,
+            (None, _) => region.file_system().map(Source::Mapped),
         }
     }
 
@@ -62,6 +65,7 @@ impl Source {
         match self {
             Source::File(file) => file.device(),
             Source::Gpu(ordinal) => Device::Gpu(*ordinal),
+            Source::Mapped(device) => *device,
         }
     }
 }
@@ -125,6 +129,11 @@ impl Asked {
                     }
                     bytes = rest;
                 }
+            }
+            (Source::Mapped(_), landed) => {
+                let part = |(offset, len)| RawPartMut { ptr: (base + offset) as *mut u8, len };
+                let parts = room::collect("write", self.ranges()?.into_iter().map(part))?;
+                apply::write_lent(stands_by, &parts, landed.bytes(self.bytes() as usize))?;
             }
             (Source::Gpu(ordinal), Landed::Pinned(slot)) => {
                 // SAFETY: the use keeps the region, against which the blocks were checked; the payload has their length.
@@ -215,11 +224,8 @@ impl Files {
         let written = Written { all, bytes };
         // A lane is held up before there are so many.
         if before + bytes > MOST_WRITTEN && role == Role::Control {
-            return Err(Error::new(
-                Kind::Exhausted,
-                "write",
-                "the owner cannot write files or GPUs as fast as the bytes come",
-            ));
+            let message = "the owner cannot write files or GPUs as fast as the bytes come";
+            return Err(Error::new(Kind::Exhausted, "write", message));
         }
         if let Source::Gpu(ordinal) = asked.source
             && role == Role::Lane
@@ -268,11 +274,8 @@ impl Bounces {
         check_size("read", asked.bytes())?;
         let mut state = self.state.lock();
         if state.waiting.len() >= MOST_WAITING || state.blocks + asked.ranges.blocks().len() > MOST_BLOCKS {
-            return Err(Error::new(
-                Kind::Exhausted,
-                "read",
-                "too many requests for bytes of files or GPUs wait",
-            ));
+            let message = "too many requests for bytes of files or GPUs wait";
+            return Err(Error::new(Kind::Exhausted, "read", message));
         }
         let bytes = asked.bytes() as usize;
         let by_gpu = matches!(asked.source, Source::Gpu(_)) && !checked && bytes <= ring::SLOT;
@@ -375,10 +378,8 @@ impl State {
 /// Refuses requests whose bytes would take too much memory on their way.
 fn check_size(op: &'static str, bytes: u64) -> Result<()> {
     if bytes > MAX_REQUEST {
-        return Err(Error::invalid(
-            op,
-            format!("a request moves at most {MAX_REQUEST} bytes of a file or a GPU"),
-        ));
+        let message = format!("a request moves at most {MAX_REQUEST} bytes of a file or a GPU");
+        return Err(Error::invalid(op, message));
     }
     Ok(())
 }
@@ -497,6 +498,7 @@ impl Bounce {
         let part = match &asked.source {
             Source::File(file) => self.fill_from_file(asked, file)?,
             Source::Gpu(ordinal) => self.fill_from_gpu(asked, &Gpu::open(*ordinal)?)?,
+            Source::Mapped(_) => self.fill_from_mapped(asked)?,
         };
         if asked.region.is_closed() { Err(stale("read")) } else { Ok(vec![part]) }
     }
@@ -525,6 +527,19 @@ impl Bounce {
         Ok(RawPart { ptr: filled.as_ptr(), len: filled.len() })
     }
 
+    fn fill_from_mapped(&mut self, asked: &Asked) -> Result<RawPart> {
+        self.make_room(asked, self.bytes)?;
+        let mut at = 0;
+        for (offset, len) in asked.ranges()? {
+            let into = &mut self.buffer[at..at + len];
+            let from = (asked.region.addr + offset as usize) as *const u8;
+            // SAFETY: `into` is an exclusive slice of that length; the memory was lent for this, and is the kernel's to check.
+            unsafe { checked::read("read", into.as_mut_ptr(), from, len)? };
+            at += len;
+        }
+        Ok(RawPart { ptr: self.buffer.as_ptr(), len: at })
+    }
+
     fn fill_from_gpu(&mut self, asked: &Asked, gpu: &Arc<Gpu>) -> Result<RawPart> {
         let (base, pieces) = (asked.region.addr as u64, asked.pieces()?);
         if self.bytes <= ring::SLOT {
@@ -546,8 +561,12 @@ impl Bounce {
 }
 
 impl Bounced for Bounce {
-    fn region(&self) -> &RegionCore {
-        &self.region
+    fn generation(&self) -> u64 {
+        self.region.generation
+    }
+
+    fn is_closed(&self) -> bool {
+        self.region.is_closed()
     }
 }
 

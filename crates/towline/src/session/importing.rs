@@ -1,35 +1,27 @@
 //! Tickets on their way to becoming grants: asked for over a session, answered by its owner.
 
-use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Waker};
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Instant;
 
-use parking_lot::{Condvar, Mutex};
 use towline_proto::session::initiator::Asks;
 
 use super::grant::GrantHandle;
 use super::initiator::{Session, Waiter};
+use crate::completion::Completion;
 use crate::memory::Mapping;
 use crate::runtime::{self, Timer, TimerId};
 use crate::wire::{Finish, Grant, Granted, Import, ImportItem, OperationId, Release, WireError};
-use crate::{Error, Kind, Result, Ticket, interrupt};
+use crate::{Error, Kind, Result, Ticket};
 
 /// Imports per frame: bounded by the descriptors that can ride with the answer.
 const IMPORTS_PER_FRAME: usize = 128;
 
 /// The answer to one Import frame, and who waits for it.
-#[derive(Default)]
 pub(super) struct Reply {
-    inner: Mutex<Waiting>,
-    came: Condvar,
-}
-
-#[derive(Default)]
-struct Waiting {
-    answer: Option<Result<Answer>>,
-    waker: Option<Waker>,
-    /// Nobody waits any more: what is granted goes back, and what is claimed with it ends.
-    abandoned: Option<Option<OperationId>>,
+    answer: Completion<Result<Answer>>,
+    /// Where nobody waits any more, this ends with what is given back.
+    claim: Option<OperationId>,
 }
 
 /// The owner's answer to an import, and the segments that came with it.
@@ -42,56 +34,14 @@ pub(super) struct Answer {
 impl Reply {
     /// The owner has answered, or never will.
     pub(super) fn fill(&self, session: &Session, answer: Result<Answer>) {
-        let mut inner = self.inner.lock();
-        if let Some(claim) = inner.abandoned {
-            drop(inner);
-            if let Ok(answer) = answer {
-                give_back(session, &answer.granted, claim);
-            }
-            return;
-        }
-        inner.answer = Some(answer);
-        let waker = inner.waker.take();
-        drop(inner);
-        self.came.notify_all();
-        if let Some(waker) = waker {
-            waker.wake();
+        if let Err(Ok(unwanted)) = self.answer.set(answer) {
+            give_back(session, &unwanted.granted, self.claim);
         }
     }
 
-    fn wait(&self, until: Instant) -> Option<Result<Answer>> {
-        loop {
-            let mut inner = self.inner.lock();
-            if let Some(answer) = inner.answer.take() {
-                return Some(answer);
-            }
-            let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-            self.came.wait_for(&mut inner, interrupt::turn(left));
-            drop(inner);
-            if let Err(interrupted) = interrupt::check("import") {
-                return Some(Err(interrupted));
-            }
-        }
-    }
-
-    /// Whether there is an answer; the waker is woken when there is.
-    fn is_there(&self, cx: &mut Context<'_>) -> bool {
-        let mut inner = self.inner.lock();
-        if inner.answer.is_none() {
-            inner.waker = Some(cx.waker().clone());
-        }
-        inner.answer.is_some()
-    }
-
-    fn abandon(&self, session: &Session, claim: Option<OperationId>) {
-        let answer = {
-            let mut inner = self.inner.lock();
-            inner.abandoned = Some(claim);
-            inner.waker = None;
-            inner.answer.take()
-        };
-        if let Some(Ok(answer)) = answer {
-            give_back(session, &answer.granted, claim);
+    fn abandon(&self, session: &Session) {
+        if let Some(Ok(unwanted)) = self.answer.abandon() {
+            give_back(session, &unwanted.granted, self.claim);
         }
     }
 }
@@ -99,10 +49,7 @@ impl Reply {
 /// Wakes who polls at the time limit, so that the limit is noticed.
 impl Timer for Reply {
     fn fired(self: Arc<Self>, _key: u64) {
-        let waker = self.inner.lock().waker.take();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+        self.answer.wake();
     }
 }
 
@@ -162,7 +109,7 @@ impl Session {
                     operation,
                 })
                 .collect();
-            let reply = Arc::new(Reply::default());
+            let reply = Arc::new(Reply { answer: Completion::default(), claim: operation });
             let (asks, waiter) = (Asks::Grants(some.len()), Waiter::Import(Arc::clone(&reply)));
             let kept = |ticket: &&Ticket| operation.is_none().then(|| ticket.encode().into_boxed_slice());
             importing.waiting.push((reply, some.iter().map(kept).collect()));
@@ -185,16 +132,12 @@ impl Importing {
 
     /// The answers, once all of them are there.
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Imported>> {
-        let missing = self.waiting.iter().find(|(reply, _)| !reply.is_there(cx));
+        let missing = self.waiting.iter().find(|(reply, _)| !reply.answer.is_there(cx));
         if let Some((reply, _)) = missing
             && Instant::now() < self.until
         {
-            if self.timer.is_none()
-                && let Ok(reactor) = runtime::reactor()
-            {
-                let weak = Arc::downgrade(reply);
-                let timer: Weak<dyn Timer> = weak;
-                self.timer = Some(reactor.at(self.until, timer, 0));
+            if self.timer.is_none() {
+                self.timer = runtime::call_at(self.until, reply, 0);
             }
             return Poll::Pending;
         }
@@ -205,11 +148,11 @@ impl Importing {
         let mut imported = Imported { outcomes: Vec::new(), _mapped: Vec::new() };
         while !self.waiting.is_empty() {
             let (reply, _) = &self.waiting[0];
-            let answer = reply.wait(self.until).unwrap_or_else(|| {
+            let late = || {
                 let message = format!("the owner did not answer over {} in time", self.session.medium());
                 Err(Error::new(Kind::Timeout, "import", message).with_peer(self.session.peer_name()))
-            });
-            match answer {
+            };
+            match reply.answer.take("import", self.until).and_then(|answer| answer.unwrap_or_else(late)) {
                 Ok(answer) => {
                     let (_, tickets) = self.waiting.remove(0);
                     imported._mapped.extend(answer.mapped);
@@ -253,11 +196,9 @@ impl Drop for Importing {
         if crate::fork::in_child() {
             return;
         }
-        if let (Some(timer), Ok(reactor)) = (self.timer, runtime::reactor()) {
-            reactor.cancel(timer);
-        }
+        runtime::forget(self.timer);
         for (reply, _) in self.waiting.drain(..) {
-            reply.abandon(&self.session, self.claim);
+            reply.abandon(&self.session);
         }
     }
 }

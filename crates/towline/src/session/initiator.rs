@@ -260,6 +260,12 @@ impl Session {
         self.rules.lock().unsent(request)
     }
 
+    /// A request was not sent, because its connection has ended since it was chosen.
+    pub(super) fn not_sent(&self, waiter: Waiter, error: Error) {
+        let action = self.rules.lock().not_sent(waiter, error);
+        self.act(vec![action], &[]);
+    }
+
     /// Ends a request that may have been sent, and that the owner may answer yet.
     pub(super) fn give_up(&self, request: u64) -> Option<Waiter> {
         self.rules.lock().give_up(request)
@@ -316,8 +322,7 @@ impl Session {
 
     fn wake_at(&self, when: Instant, key: u64) {
         if let Ok(reactor) = runtime::reactor() {
-            let weak: Weak<dyn Timer> = self.me.clone();
-            reactor.at(when, weak, key);
+            reactor.at(when, self.me.clone(), key);
         }
     }
 
@@ -425,7 +430,7 @@ impl Session {
                 }
                 Action::Stopped(waiter) => waiter.stopped(),
                 Action::Failed(waiter, error) => waiter.failed(self, error),
-                Action::Lost { waiter, error, unsent } => waiter.lost(self, error, unsent),
+                Action::Again(waiter, error) => waiter.again(self, error),
                 Action::Outstanding(transfer) => transfer.add_outstanding(),
                 Action::OutstandingWhileApplied(transfer, over) => {
                     let slot = self.connection(over, closed).and_then(|connection| connection.unfinished());

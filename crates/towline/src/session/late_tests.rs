@@ -191,6 +191,15 @@ fn an_owner_that_is_heard_and_never_says_what_became_of_a_write_does_not_keep_it
     }
 }
 
+/// Waits for who asks for that memory to have looked whether the transfer was stopped.
+fn looked(memory: std::ops::Range<usize>) -> impl Fn() + Send + Sync {
+    let (say, received) = mpsc::channel();
+    let act = Arc::new(move || say.send(()).unwrap_or_default());
+    moments::hold(Hold { moment: Moment::Looked, memory, act });
+    let received = Mutex::new(hear);
+    move || received.lock().recv_timeout(WATCHDOG).expect("it looks")
+}
+
 #[test]
 fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_requests_back() {
     // As many as are asked for at once over one lane: the first is on its way, and the others wait behind it.
@@ -223,10 +232,11 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
         });
         moments::hold(Hold { moment: Moment::Asked, memory: piece(local.addr(), PIECES - 1), act });
         // … when the transfer is stopped; and it looks before the thread that stops it does.
+        let looked = looked(piece(local.addr(), PIECES - 1));
         let sender_goes_on = Mutex::new(sender_goes_on);
         let act = Arc::new(move || {
             sender_goes_on.lock().send(()).unwrap();
-            std::thread::sleep(Duration::from_millis(50));
+            looked();
         });
         moments::hold(Hold { moment: Moment::Stopping, memory: piece(local.addr(), 0), act });
         let transfer = user.write(&remote, &local).start().unwrap();
@@ -274,10 +284,11 @@ fn a_read_that_is_stopped_while_it_is_being_asked_for_does_not_end_before_the_by
         for _ in 0..2 {
             received.recv_timeout(WATCHDOG).expect("it is asked for and answered");
         }
+        let looked = looked(memory.clone());
         let asker = Mutex::new(Some(asker));
         let act = Arc::new(move || {
             drop(asker.lock().take());
-            std::thread::sleep(Duration::from_millis(50));
+            looked();
         });
         moments::hold(Hold { moment: Moment::Stopping, memory: memory.clone(), act });
         std::thread::scope(|scope| {

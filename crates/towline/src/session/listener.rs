@@ -127,9 +127,9 @@ impl Listener {
         let _ = unauthenticated.connection.set(Arc::downgrade(&connection));
         entrant.belongs_to(Arc::downgrade(&connection));
         connection.hold_itself();
-        let weak: Weak<dyn Timer> = Arc::downgrade(&unauthenticated) as Weak<dyn Timer>;
+        let timer = Arc::downgrade(&unauthenticated);
         let until = runtime::later(Instant::now(), quotas.prove_within);
-        let _ = unauthenticated.deadline.set(runtime::reactor()?.at(until, weak, 0));
+        let _ = unauthenticated.deadline.set(runtime::reactor()?.at(until, timer, 0));
         connection.watch().inspect_err(|error| connection.close(error.clone()))
     }
 
@@ -164,10 +164,7 @@ impl Listener {
     /// Stops accepting for a moment.
     fn pause(self: &Arc<Self>) {
         self.listen_for(Interest::NONE);
-        let weak: Weak<dyn Timer> = Arc::downgrade(self) as Weak<dyn Timer>;
-        if let Ok(reactor) = runtime::reactor() {
-            reactor.at(Instant::now() + NO_DESCRIPTORS, weak, 0);
-        }
+        runtime::call_at(Instant::now() + NO_DESCRIPTORS, self, 0);
     }
 }
 
@@ -385,9 +382,7 @@ impl Timer for UnauthenticatedConnection {
 impl Drop for UnauthenticatedConnection {
     fn drop(&mut self) {
         // Kept until it is due, what each of them leaves in the timers would add up: they may come and go as fast as they like.
-        if let (Some(deadline), Ok(reactor)) = (self.deadline.get(), runtime::reactor()) {
-            reactor.cancel(*deadline);
-        }
+        runtime::forget(self.deadline.get().copied());
         if let Some(sessions) = self.sessions.upgrade() {
             sessions.unauthenticated.lock().leave(&self.entrant);
         }

@@ -57,11 +57,7 @@ impl Listener {
         if listening.armed || listening.all.is_empty() {
             return;
         }
-        if let Ok(reactor) = runtime::reactor() {
-            let weak: Weak<dyn Timer> = Arc::downgrade(self) as Weak<dyn Timer>;
-            reactor.at(Instant::now() + listening.pause, weak, 0);
-            listening.armed = true;
-        }
+        listening.armed = runtime::call_at(Instant::now() + listening.pause, self, 0).is_some();
     }
 }
 

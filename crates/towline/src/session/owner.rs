@@ -27,30 +27,28 @@ use towline_proto::session::allowance::{Allowance, exhausted};
 use towline_proto::session::owner::{Action, Owner, Reading};
 
 use self::admitting::{Memory, Target};
-pub(super) use self::granting::Granting;
+pub(super) use self::granting::{Granting, Standing};
 use self::local::Local;
 use super::checks;
 use super::connection::{Connection, Handler, Next, Role, Wanted};
 use super::files::{Files, Source, Written};
 use super::parts::{Held, Landed, Payload, Sink, hung_up};
 use crate::budget::{Account, Charge};
+use crate::bytes::checked;
 use crate::fence::applying::ApplySlot;
 use crate::fence::life::LifeView;
 use crate::fence::pins::Side;
 use crate::fence::watcher;
 use crate::identity::Identity;
 use crate::operations::Claimer;
-use crate::region::{Counted, RegionCore, Stream, stale};
+use crate::region::{Counted, Stream, stale};
 use crate::runtime::socket::{Lane, RawPartMut};
 use crate::runtime::{self, Device};
 use crate::session::Sessions;
 use crate::session::apply;
 use crate::wire::handshake::SessionKey;
 use crate::wire::{self, Done, Granted, Header, Import, Message, WireError};
-use crate::{Access, Error, Kind, Result, ticket};
-
-/// One ticket that a peer has proven to hold.
-pub(super) type Standing = towline_proto::session::owner::Standing<RegionCore>;
+use crate::{Access, Error, Kind, Result, room, ticket};
 
 /// Names a connection, and keeps nothing of it.
 #[derive(Clone)]
@@ -379,20 +377,21 @@ impl Serving {
             }
             Target::Memory(memory, parts) => (memory, parts),
         };
-        // A page of lent memory may come from a disk, or from whoever lent it, and take as long as that likes.
-        if !waits_for_pages(memory.is_lent()) {
+        let Some(device) = memory.awaits() else {
             return self.answer_with(connection, request, &granting, (memory, parts), checks);
-        }
+        };
         drop(parts);
-        self.aside(connection, move |this, to| {
+        self.aside(device, connection, move |this, to| {
             let parts = memory.parts("read")?;
             this.answer_with(to, request, &granting, (memory, parts), checks)
         })
     }
 
-    /// Does that on a thread that may wait for pages of lent memory; an error ends the connection.
+    /// Does that on a thread that may wait for pages of lent memory, which come when a disk or whoever lent it likes; an error ends
+    /// the connection.
     fn aside(
         self: &Arc<Self>,
+        device: Device,
         connection: &Arc<Connection>,
         work: impl FnOnce(&Arc<Serving>, &Arc<Connection>) -> Result<()> + Send + 'static,
     ) -> Result<()> {
@@ -402,7 +401,7 @@ impl Serving {
                 to.close(error);
             }
         };
-        runtime::devices().spawn(Device::Lent, Box::new(job)).map_err(|refused| refused.error)
+        runtime::devices().spawn(device, Box::new(job)).map_err(|refused| refused.error)
     }
 
     /// Answers a read with bytes in memory, or says why not.
@@ -429,6 +428,34 @@ impl Serving {
             }
             Err(error) => self.answer_read(connection, request, Err(error)),
         }
+    }
+
+    /// Where bytes come to that are written to memory. Pages of lent memory that are missing are brought by a thread that may wait for
+    /// them. A lane waits for that thread; the event loop cannot, and takes the bytes into a buffer, which is paid for.
+    fn memory_sink(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        request: u64,
+        (memory, parts): (Memory, Vec<RawPartMut>),
+        pay: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<Sink> {
+        if let Some(device) = memory.awaits() {
+            if connection.role() != Role::Lane || runtime::may_block("write").is_err() {
+                let bytes = memory.bytes();
+                pay(bytes)?;
+                return Sink::buffer(bytes as usize, Some(memory.keep(request)));
+            }
+            let missing = parts.iter().map(|part| (part.ptr.expose_provenance(), part.len));
+            let (missing, next) = (room::collect("write", missing)?, connection.hold_up());
+            let bring = move || {
+                let from = |at| std::ptr::with_exposed_provenance(at);
+                // What is missing then, the receive tells.
+                let _ = missing.into_iter().try_for_each(|(at, len)| checked::bring("write", from(at), len));
+                drop(next);
+            };
+            runtime::devices().spawn(device, Box::new(bring)).map_err(|refused| refused.error)?;
+        }
+        Ok(Sink::memory(Held::new(parts, memory.keep(request))))
     }
 
     pub(super) fn answer_read(
@@ -474,9 +501,9 @@ impl Serving {
         let region = self.granted("write", handle, Access::WRITE);
         let device = region.ok().and_then(|(_, region)| match Source::of(&region) {
             Some(source) => Some(source.device()),
-            None => region.lent.then_some(Device::Lent),
+            None => region.lent.then(|| region.brings_pages()),
         });
-        let hangs = matches!(device, Some(Device::Disk(_) | Device::Lent));
+        let hangs = matches!(device, Some(Device::Disk(_) | Device::Lent(_)));
         // The event loop reads from a lane before it has become one.
         if lane && !hangs && runtime::may_block("write").is_ok() {
             return work();
@@ -583,11 +610,6 @@ impl Serving {
     }
 }
 
-/// Whether a page of that memory may take as long as a disk, or whoever lent it, likes, and this thread must not wait for it.
-fn waits_for_pages(lent: bool) -> bool {
-    lent && runtime::may_block("serve").is_err()
-}
-
 /// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more. To be
 /// held until it is done.
 fn wanted<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>> {
@@ -649,19 +671,18 @@ impl Handler for Arc<Serving> {
         let (bytes, mut charge) = (header.payload_len, arriving.charge);
         let target = self.target(Access::WRITE, arriving.admitted).map(|(granting, target)| {
             granting.count(Counted::Written(bytes));
-            target
+            (granting, target)
         });
         let sink = match target {
-            Ok(Target::Memory(memory, _)) if arriving.is_combined => {
-                Sink::buffer(bytes as usize, Some(memory.keep(header.id)))
+            Ok((granting, target)) if arriving.is_combined => self
+                .in_memory("reduce_into", (granting, target))
+                .and_then(|(_, memory, _)| Sink::buffer(bytes as usize, Some(memory.keep(header.id)))),
+            Ok((_, Target::Memory(memory, parts))) => {
+                self.memory_sink(connection, header.id, (memory, parts), |bytes| {
+                    charge.resize("write", body.len() as u64 + bytes)
+                })
             }
-            // The pages may take long to come, which the event loop must not wait for.
-            Ok(Target::Memory(memory, _)) if waits_for_pages(memory.is_lent()) => charge
-                .resize("write", body.len() as u64 + bytes)
-                .and_then(|()| Sink::buffer(bytes as usize, Some(memory.keep(header.id)))),
-            Ok(Target::Memory(memory, parts)) => Ok(Sink::memory(Held::new(parts, memory.keep(header.id)))),
-            Ok(Target::Bounced(asked)) if arriving.is_combined => Err(asked.no_words("reduce_into")),
-            Ok(Target::Bounced(asked)) => charge
+            Ok((_, Target::Bounced(asked))) => charge
                 .resize("write", body.len() as u64 + bytes)
                 .and_then(|()| self.files.sink(connection.role(), &asked, bytes)),
             Err(error) => Err(error),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 pub(super) use self::sink::{GivenUp, Landed, SCRATCH, Sink, hung_up};
 use crate::budget::Charge;
 use crate::bytes::{self, checked};
-use crate::region::{RegionCore, RegionUse};
+use crate::region::RegionUse;
 use crate::runtime::socket::{MAX_PARTS, RawPart, RawPartMut};
 use crate::session::initiator::UnitHold;
 use crate::wire::Header;
@@ -29,7 +29,10 @@ pub(super) enum Keep {
 
 /// Bytes of a region that stop over in a buffer. Of no type, so that compilers need not follow all that a buffer names.
 pub(super) trait Bounced: Send + Sync {
-    fn region(&self) -> &RegionCore;
+    fn generation(&self) -> u64;
+
+    /// Whether the region is being taken back.
+    fn is_closed(&self) -> bool;
 }
 
 impl Keep {
@@ -40,7 +43,7 @@ impl Keep {
     pub(super) fn is_generation(&self, generation: u64) -> bool {
         match self {
             Keep::Region(region, _) => region.core().generation == generation,
-            Keep::Bounce(bounce, _) => bounce.region().generation == generation,
+            Keep::Bounce(bounce, _) => bounce.generation() == generation,
             Keep::Transfer(..) => false,
         }
     }
@@ -59,7 +62,7 @@ impl Keep {
         match self {
             Keep::Transfer(hold, _) => hold.transfer().is_stopped(),
             Keep::Region(region, _) => region.core().is_closed(),
-            Keep::Bounce(bounce, _) => bounce.region().is_closed(),
+            Keep::Bounce(bounce, _) => bounce.is_closed(),
         }
     }
 

@@ -17,10 +17,15 @@ use crate::ticket::Claims;
 use crate::wire;
 use crate::{Error, Kind, Result, runtime};
 
-/// At the owner: what a peer asks about one of its grants, so that it can take a path.
-pub(crate) struct Query<'a> {
+/// At the owner: a region, and what a ticket of it allows.
+pub(crate) struct Ticketed<'a> {
     pub(crate) region: &'a Arc<RegionCore>,
     pub(crate) claims: &'a Claims,
+}
+
+/// At the owner: what a peer asks about one of its grants, so that it can take a path.
+pub(crate) struct Query<'a> {
+    pub(crate) ticketed: Ticketed<'a>,
     pub(crate) peer: &'a Identity,
     /// A peer of the same user on this host has pins, and descriptors can be handed to it.
     pub(crate) pins: Option<&'a Arc<PeerPins>>,
@@ -39,10 +44,10 @@ pub(crate) struct QueryReply {
 /// At the owner: who answers for the paths to its regions, each of which has a number. The transports do.
 pub(crate) trait OwnerPaths: Send + Sync {
     /// The paths that a holder of that ticket should ask about, a bit for each. Called with every grant, so it is quick.
-    fn offers(&self, region: &RegionCore, claims: &Claims) -> u8;
+    fn offers(&self, ticketed: &Ticketed<'_>) -> u8;
 
     /// Takes a word that asks for nothing and gives nothing; false where it is a query. Quick.
-    fn take_hint(&self, path: u8, region: &RegionCore, words: &[u8]) -> Result<bool>;
+    fn take_hint(&self, path: u8, words: &[u8]) -> Result<bool>;
 
     /// Answers what a peer asks before it takes that path ([`GrantHandle::query`]). Runs on a worker, and may block.
     fn answer_query(&self, path: u8, query: &Query<'_>) -> Result<QueryReply>;

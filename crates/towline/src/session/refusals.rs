@@ -1,5 +1,8 @@
 //! Connections that did not become sessions: how many, why, from where, and a line in the log now and then.
 
+#[cfg(test)]
+mod log_tests;
+
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;

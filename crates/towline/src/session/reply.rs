@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use super::connection::Connection;
 use super::owner::{Granting, Serving};
 use super::parts::Payload;
-use super::query::{Loan, Query, QueryReply};
+use super::query::{Loan, Query, QueryReply, Ticketed};
 use crate::memory::FileSlice;
 use crate::region::{Borrower, Counted, Registry};
 use crate::runtime::Device;
@@ -64,14 +64,14 @@ impl Serving {
             return Ok(false);
         }
         let (sessions, region) = (self.sessions()?, granting.served.region().upgrade());
-        region.map_or(Ok(false), |region| sessions.paths.take_hint(query.path, &region, &query.body))
+        region.map_or(Ok(false), |_| sessions.paths.take_hint(query.path, &query.body))
     }
 
     fn reply_to(self: &Arc<Self>, query: &wire::Query) -> Result<QueryReply> {
         let (granting, region) = self.granted("import", query.handle, Access::NONE)?;
-        let claims = &granting.claims;
+        let ticketed = Ticketed { region: &region, claims: &granting.claims };
         let pins = self.local.as_ref().map(|local| &local.pins);
-        let about = Query { region: &region, claims, peer: &self.peer, pins, words: &query.body };
+        let about = Query { ticketed, peer: &self.peer, pins, words: &query.body };
         let mut reply = self.sessions()?.paths.answer_query(query.path, &about)?;
         if reply.loan.is_some() || !reply.files.is_empty() {
             granting.count(Counted::GivenAway);

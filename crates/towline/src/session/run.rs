@@ -50,9 +50,6 @@ const WINDOW: usize = 4;
 /// And of small parts, each of which is a request of its own, up to so many: as many bytes as of long ones.
 const MOST_IN_FLIGHT: u64 = 64;
 
-/// Requests of one transfer that are sent again after their lane was lost.
-const MOST_REPEATED: usize = 64;
-
 /// One transfer over sockets.
 pub(crate) struct Run {
     pub(crate) transfer: Arc<TransferCore>,
@@ -66,7 +63,7 @@ pub(crate) struct Run {
     /// Somebody has taken it upon himself to report for the signal's unit.
     signalled: AtomicBool,
     /// How often a unit was asked for again.
-    repeated: AtomicUsize,
+    pub(super) repeated: AtomicUsize,
     /// The units that wait for a lane to be asked for again: whoever takes one out reports for it.
     waiting: Mutex<Vec<usize>>,
 }
@@ -248,7 +245,10 @@ impl Run {
 
     /// A unit could not be sent. Where that is only because its connection has ended since it was chosen, nothing has happened yet.
     fn unsent(self: &Arc<Self>, unit: usize, connection: &Connection, error: Error) {
-        if connection.is_closed() { self.lost(unit, error, true) } else { self.failed(unit, error) }
+        if !connection.is_closed() {
+            return self.failed(unit, error);
+        }
+        self.session().not_sent(Waiter::Unit { run: Arc::clone(self), unit }, error);
     }
 
     fn request(self: &Arc<Self>, unit: usize, connection: &Arc<Connection>) -> Result<()> {
@@ -328,6 +328,8 @@ impl Run {
             // A stop that came before the request was open did not find it.
             Ok(()) => {
                 session.stop_late(connection, transfer.id, request);
+                #[cfg(test)]
+                moments::reach(moments::Moment::Looked, &self.local_address(unit));
                 Ok(())
             }
             Err(error) => session.give_up(request).map_or(Ok(()), |_| Err(error)),
@@ -368,27 +370,13 @@ impl Run {
         Some(self.transfer.base(self.transfer.units[unit].part).addr() + piece.local as usize)
     }
 
-    /// Whether a unit changes the owner's memory: it has ended only when the owner has said so, or cannot do it any more.
-    pub(super) fn changes(&self, unit: usize) -> bool {
-        self.transfer.op != Op::Read || unit >= self.requests
-    }
-
     /// Whether what a unit changes is on a GPU.
     pub(super) fn changes_a_gpu(&self, unit: usize) -> bool {
         self.handle(unit).on_gpu
     }
 
-    /// The lane of a unit is lost. It is asked for again over another one where that changes nothing twice: of a read, and of what was
-    /// not sent. Whether the owner has done the rest nobody can tell.
-    pub(super) fn lost(self: &Arc<Self>, unit: usize, error: Error, unsent: bool) {
-        let again = (unsent || !self.changes(unit))
-            && error.kind() == Kind::Disconnected
-            && !self.transfer.is_stopped()
-            && self.session().alive().is_ok()
-            && self.repeated.fetch_add(1, Ordering::Relaxed) < MOST_REPEATED;
-        if !again {
-            return self.failed(unit, error);
-        }
+    /// The lane of a unit is lost, and the rules say that it is asked for again over another one.
+    pub(super) fn again(self: &Arc<Self>, unit: usize, error: Error) {
         self.waiting.lock().push(unit);
         // A stop, or the end of the session, that came before did not find it there.
         if let Err(error) = self.session().will_start(self).and_then(|()| match self.transfer.is_stopped() {

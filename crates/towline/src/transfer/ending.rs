@@ -1,7 +1,7 @@
 //! How a transfer ends: it is stopped, delivers its end once, and is quiet then or later; who waits for that, and the limits.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -47,9 +47,7 @@ impl TransferCore {
             }
         };
         self.release_quiet();
-        if let (Some(timer), Ok(reactor)) = (timer, runtime::reactor()) {
-            reactor.cancel(timer);
-        }
+        runtime::forget(timer);
         (self.on_end)(&result, &failures);
         self.span.in_scope(|| match &result {
             Ok(()) => tracing::debug!("ended well"),
@@ -167,11 +165,7 @@ impl TransferCore {
 
     /// Has the limits looked at then.
     pub(super) fn check_at(self: &Arc<Self>, inner: &mut Inner, when: Instant) {
-        if let Ok(reactor) = runtime::reactor() {
-            let weak = Arc::downgrade(self);
-            let timer: Weak<dyn Timer> = weak;
-            inner.timer = Some(reactor.at(when, timer, 0));
-        }
+        inner.timer = runtime::call_at(when, self, 0);
     }
 }
 

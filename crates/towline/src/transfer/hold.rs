@@ -1,12 +1,12 @@
 //! What keeps the local memory of a transfer in use.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::TransferCore;
 use crate::fork;
-use crate::runtime::{self, Timer};
+use crate::runtime;
 
 /// Held by whatever names the local memory of a transfer: a frame that is not sent, a payload that is coming in. While there is
 /// one, the transfer does not end and its region stays in use, whatever the other side has said.
@@ -49,12 +49,8 @@ impl Drop for LocalHold {
         }
         // The thread that drops this may have a connection's queue in hand, which those that learn of the end may want.
         let core = Arc::clone(&self.0);
-        if runtime::pool().spawn(Box::new(move || core.deliver())).is_err()
-            && let Ok(reactor) = runtime::reactor()
-        {
-            let weak = Arc::downgrade(&self.0);
-            let timer: Weak<dyn Timer> = weak;
-            reactor.at(Instant::now(), timer, 0);
+        if runtime::pool().spawn(Box::new(move || core.deliver())).is_err() {
+            runtime::call_at(Instant::now(), &self.0, 0);
         }
     }
 }

@@ -520,10 +520,8 @@ fn checked(op: Op, what: What<'_>, (remote_len, local_len): (u64, u64)) -> Resul
         ));
     }
     if !inside(local, local_len) {
-        return Err(Error::invalid(
-            op.name(),
-            format!("{len} bytes at offset {local} do not lie within the local {local_len} bytes"),
-        ));
+        let message = format!("{len} bytes at offset {local} do not lie within the local {local_len} bytes");
+        return Err(Error::invalid(op.name(), message));
     }
     Ok((Pieces::One([Piece { remote, local, len }]), len, 1))
 }

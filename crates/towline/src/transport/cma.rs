@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment, misaligned};
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport};
 use crate::layout::Piece;
 use crate::memory::Place;
 use crate::route::Capabilities;
@@ -27,12 +27,19 @@ pub(crate) struct Cma;
 pub(super) const TRANSPORT: &dyn Transport = &Cma;
 
 impl Transport for Cma {
-    fn name(&self) -> &'static str {
-        "cma"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the kernel copies between the two processes (process_vm_readv)"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            mend: "run both workers as one user in one pid namespace; set kernel.yama.ptrace_scope to 0 or give \
+                   the workers CAP_SYS_PTRACE; allow process_vm_readv in the seccomp profile",
+            ..PathProperties::new(
+                "cma",
+                "the kernel copies between the two processes (process_vm_readv)",
+                // Signals are raised by the owner, asked over the session; atomics and reductions need its cooperation.
+                Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL,
+                Serves::HostMemory,
+                Contact::Unix,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
@@ -64,38 +71,13 @@ impl Transport for Cma {
         }
     }
 
-    fn capabilities(&self) -> Capabilities {
-        // Signals are raised by the owner, asked over the session; atomics and reductions need its cooperation.
-        Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::HostMemory
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Unix
-    }
-
-    fn mend(&self) -> &'static str {
-        "run both workers as one user in one pid namespace; set kernel.yama.ptrace_scope to 0 or give the workers \
-         CAP_SYS_PTRACE; allow process_vm_readv in the seccomp profile"
-    }
-
-    fn enforced(&self) -> bool {
-        false
-    }
-
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
         let Owner::There(handle) = offer.owner else {
             return Err(Error::new(Kind::Unavailable, "import", "the owner is in this process"));
         };
         if offer.grant.place != Place::Host {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "import",
-                format!("the bytes are on {}", offer.grant.place),
-            ));
+            let message = format!("the bytes are on {}", offer.grant.place);
+            return Err(Error::new(Kind::Unsupported, "import", message));
         }
         let pid = handle.session().process_to_copy_by(probe_peer)?;
         Ok(Arc::new(DirectAttachment(Arc::new(Process {

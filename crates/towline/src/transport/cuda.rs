@@ -21,13 +21,12 @@ use towline_sys::cuda::Cuda;
 use self::opened::{Borrow, Kept};
 use self::words::{Answer, Ask, Form, MAX_PARTS, Part};
 use super::gpu::{CopyAddress, GpuAttachment, OwnerMemory, PinnedRegion};
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport, TransportContext};
 use crate::cuda::{Availability, Gpu, MemoryType, PointerFacts, availability, failed};
 use crate::memory::Place;
 use crate::region::{RegionCore, no_words};
 use crate::route::Capabilities;
-use crate::session::{GrantHandle, Loan, Query, QueryReply};
-use crate::ticket::Claims;
+use crate::session::{GrantHandle, Loan, Query, QueryReply, Ticketed};
 use crate::transfer::After;
 use crate::{Error, Kind, Result, runtime};
 
@@ -43,12 +42,20 @@ pub(crate) struct CudaPath;
 pub(super) const TRANSPORT: &dyn Transport = &CudaPath;
 
 impl Transport for CudaPath {
-    fn name(&self) -> &'static str {
-        "cuda"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner's GPU memory is opened here, and a GPU copies"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            apart: true,
+            may_be_missing: Some("no GPU can be used"),
+            // A copy in the order of a stream cannot be called off.
+            quiet_at_end: false,
+            ..PathProperties::new(
+                "cuda",
+                "the owner's GPU memory is opened here, and a GPU copies",
+                Capabilities::READ | Capabilities::WRITE,
+                Serves::GpuMemory,
+                Contact::Unix,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
@@ -62,35 +69,6 @@ impl Transport for CudaPath {
             }
             Availability::Missing { tried, mend } => Probe::Missing { reason: tried.join("; "), mend },
         }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::READ | Capabilities::WRITE
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::GpuMemory
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Unix
-    }
-
-    fn apart(&self) -> bool {
-        true
-    }
-
-    fn may_be_missing(&self) -> Option<&'static str> {
-        Some("no GPU can be used")
-    }
-
-    fn enforced(&self) -> bool {
-        false
-    }
-
-    fn quiet_at_end(&self) -> bool {
-        // A copy in the order of a stream cannot be called off.
-        false
     }
 
     fn blocks(&self, offer: &Offer<'_>) -> bool {
@@ -128,13 +106,13 @@ impl Transport for CudaPath {
         Some(NUMBER)
     }
 
-    fn offers(&self, _context: &TransportContext, region: &RegionCore, _claims: &Claims) -> bool {
-        matches!(region.place, Place::Cuda(_))
+    fn offers(&self, _context: &TransportContext, ticketed: &Ticketed<'_>) -> bool {
+        matches!(ticketed.region.place, Place::Cuda(_))
     }
 
     fn answer_query(&self, _context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
         let Ask { skip } = Ask::decode(query.words)?;
-        let region = query.region;
+        let region = query.ticketed.region;
         let Place::Cuda(ordinal) = region.place else {
             return Err(unavailable(format!("the bytes are on {}", region.place)));
         };
@@ -146,7 +124,7 @@ impl Transport for CudaPath {
         let _used = region.begin_use(OP)?;
         let gpu = Gpu::open(ordinal)?;
         let (answer, files) = describe(&gpu, region, skip as usize)?;
-        tracing::debug!(peer, range = ?query.claims.range, form = ?answer.form, "a peer opens memory of a GPU");
+        tracing::debug!(peer, range = ?query.ticketed.claims.range, form = ?answer.form, "a peer opens memory of a GPU");
         Ok(QueryReply { reply: answer.encode(), files, loan: Some(Arc::new(Recalled)) })
     }
 }

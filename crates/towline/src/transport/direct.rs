@@ -1,8 +1,9 @@
 //! What the paths that copy by themselves share: who copies, in which portions, and what follows the bytes.
-#![allow(unsafe_code, reason = "passes on raw local addresses that the transfer keeps alive")]
+#![allow(unsafe_code, reason = "copies between memory that the transfer keeps alive, by address")]
 
 #[cfg(test)]
 mod hanging_tests;
+mod held;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,18 +12,16 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+pub(crate) use self::held::Held;
 use super::gpu::{self, GpuAttachment};
 use super::{Attachment, Transport, joint};
-use crate::fence::pins::ProcessPin;
-use crate::fence::table::Row;
 use crate::layout::{Piece, Plan};
-use crate::memory::Mapping;
-use crate::region::RegionUse;
+use crate::memory::reduce;
 use crate::runtime::{self, Device, Timer};
-use crate::session::GrantHandle;
 use crate::transfer::submission::{Link, Started, Submission, Unit};
 use crate::transfer::{After, Help, Op, Several, Signal, TransferCore};
-use crate::{Error, Kind, Result, room};
+use crate::wire::AtomicOp;
+use crate::{Error, Kind, Result, bytes, room};
 
 /// Unless a path says otherwise, requests up to this size are copied by the calling thread: waking a worker costs as much as copying that, and the call
 /// that starts a request is to take no longer than 50 µs.
@@ -59,7 +58,7 @@ pub(crate) trait Direct: Send + Sync + 'static {
     unsafe fn copy(&self, op: Op, local: *mut u8, pieces: &[Piece]) -> Result<()>;
 
     /// An atomic operation on a word of the region, where this path can do it.
-    fn atomic(&self, offset: u64, op: crate::wire::AtomicOp) -> Result<u64>;
+    fn atomic(&self, offset: u64, op: AtomicOp) -> Result<u64>;
 
     /// Raises a counter of the region and wakes who waits for it.
     fn signal(&self, signal: Signal) -> Result<()>;
@@ -319,48 +318,6 @@ fn joined(transfer: &TransferCore, portion: u64) -> Result<Vec<Range<usize>>> {
     Ok(portions)
 }
 
-/// A region that is pinned for long, with what keeps its memory reachable here.
-pub(crate) enum Held {
-    /// A region of this process, and where in it the grant begins.
-    Here { used: RegionUse, offset: usize },
-    /// A region of another process, and where in the mapping the grant begins.
-    There { pin: Arc<ProcessPin>, handle: Arc<GrantHandle>, mapping: Arc<Mapping>, start: usize },
-}
-
-impl Held {
-    /// The first byte of the grant.
-    pub(crate) fn base(&self) -> usize {
-        match self {
-            Held::Here { used, offset } => used.core().addr + offset,
-            Held::There { mapping, start, .. } => mapping.ptr().expose_provenance() + start,
-        }
-    }
-
-    /// Whether it is memory that was lent to this process.
-    pub(crate) fn is_lent(&self) -> bool {
-        matches!(self, Held::Here { used, .. } if used.core().lent)
-    }
-
-    /// The region's row in its owner's table.
-    #[inline]
-    pub(crate) fn row(&self) -> Option<&Row> {
-        match self {
-            Held::Here { used, .. } => used.core().registry.table.row(used.core().row),
-            Held::There { handle, .. } => handle.row(),
-        }
-    }
-
-    /// Whether the owner wants the region back, or is gone.
-    pub(crate) fn is_stale(&self) -> bool {
-        match self {
-            Held::Here { used, .. } => used.core().is_closed(),
-            Held::There { pin, handle, .. } => {
-                handle.session().alive().is_err() || handle.row().is_none_or(|row| pin.is_unwanted(row))
-            }
-        }
-    }
-}
-
 /// One transfer being copied by workers.
 struct Run<D> {
     /// The region of each part.
@@ -612,9 +569,8 @@ impl<D: Direct> Help for Run<D> {
         if self.inside.lock().is_empty() {
             return;
         }
-        let me: Weak<dyn Timer> = Weak::clone(&self.me) as Weak<dyn Timer>;
         match runtime::reactor() {
-            Ok(reactor) => drop(reactor.at(runtime::later(Instant::now(), PATIENCE), me, 0)),
+            Ok(reactor) => drop(reactor.at(runtime::later(Instant::now(), PATIENCE), self.me.clone(), 0)),
             Err(_) => self.give_up(),
         }
     }
@@ -623,6 +579,41 @@ impl<D: Direct> Help for Run<D> {
 impl<D: Direct> Timer for Run<D> {
     fn fired(self: Arc<Self>, _key: u64) {
         self.give_up();
+    }
+}
+
+/// Moves the pieces between local and remote memory that is mapped here.
+///
+/// # Safety
+/// Both ranges of every piece lie in mapped memory that stays during the call.
+pub(super) unsafe fn move_pieces(op: Op, local: *mut u8, remote: *mut u8, pieces: &[Piece]) -> Result<()> {
+    for piece in pieces {
+        // SAFETY: the caller's obligation.
+        unsafe {
+            let (near, far) = (local.add(piece.local as usize), remote.add(piece.remote as usize));
+            let len = piece.len as usize;
+            match op {
+                Op::Read => bytes::copy(near, far, len),
+                Op::Write => bytes::copy(far, near, len),
+                Op::Reduce(op, dtype) => reduce::reduce(far, near, len, op, dtype)?,
+                Op::Atomic { .. } => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Performs an atomic operation on a word that is mapped here; returns what it held before.
+///
+/// # Safety
+/// `word` points to eight aligned bytes that stay mapped during the call.
+pub(super) unsafe fn apply_atomic(word: *mut u8, op: AtomicOp) -> u64 {
+    // SAFETY: the caller's obligation.
+    unsafe {
+        match op {
+            AtomicOp::Add(value) => reduce::fetch_add(word, value),
+            AtomicOp::CompareSwap { expected, new } => reduce::compare_swap(word, expected, new),
+        }
     }
 }
 
@@ -674,7 +665,7 @@ mod tests {
             Ok(())
         }
 
-        fn atomic(&self, _offset: u64, _op: crate::wire::AtomicOp) -> Result<u64> {
+        fn atomic(&self, _offset: u64, _op: AtomicOp) -> Result<u64> {
             Ok(0)
         }
 

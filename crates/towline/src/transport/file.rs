@@ -6,14 +6,13 @@ use std::sync::Arc;
 
 use super::direct::{Direct, DirectAttachment};
 use super::inproc::file::move_file_pieces;
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport, TransportContext};
 use crate::layout::Piece;
 use crate::memory::{FileSlice, Place};
-use crate::region::{RegionCore, no_words};
+use crate::region::no_words;
 use crate::route::Capabilities;
 use crate::runtime::Device;
-use crate::session::{GrantHandle, Query, QueryReply};
-use crate::ticket::Claims;
+use crate::session::{GrantHandle, Query, QueryReply, Ticketed};
 use crate::transfer::{Op, Signal};
 use crate::wire::AtomicOp;
 use crate::{Access, Error, Kind, Result};
@@ -63,36 +62,21 @@ pub(super) fn opened(offer: &Offer<'_>, handle: &Arc<GrantHandle>) -> Result<Fil
 }
 
 impl Transport for FilePath {
-    fn name(&self) -> &'static str {
-        "file"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner's file is open in this process, which reads and writes it"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            mend: "let both workers run as one user, and TMPDIR name a folder that can be written",
+            ..PathProperties::new(
+                "file",
+                "the owner's file is open in this process, which reads and writes it",
+                Capabilities::READ | Capabilities::WRITE,
+                Serves::Files,
+                Contact::Unix,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
         Probe::Works("for files of owners on this host".into())
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::READ | Capabilities::WRITE
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::Files
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Unix
-    }
-
-    fn mend(&self) -> &'static str {
-        "let both workers run as one user, and TMPDIR name a folder that can be written"
-    }
-
-    fn enforced(&self) -> bool {
-        false
     }
 
     fn blocks(&self, offer: &Offer<'_>) -> bool {
@@ -109,15 +93,15 @@ impl Transport for FilePath {
         Some(NUMBER)
     }
 
-    fn offers(&self, _context: &TransportContext, region: &RegionCore, _claims: &Claims) -> bool {
-        region.file.is_some()
+    fn offers(&self, _context: &TransportContext, ticketed: &Ticketed<'_>) -> bool {
+        ticketed.region.file.is_some()
     }
 
     fn answer_query(&self, _context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
         if query.words != OPEN {
             return Err(Error::protocol(OP, "nothing else is asked about a file"));
         }
-        let region = query.region;
+        let region = query.ticketed.region;
         let Some(file) = &region.file else {
             return Err(unavailable(format!("the bytes are on {}", region.place)));
         };
@@ -125,8 +109,8 @@ impl Transport for FilePath {
             return Err(unavailable("the peer shares nothing with the owner"));
         }
         // A descriptor allows what it was opened for, whatever the ticket says: so it is opened anew.
-        let files = file.opened_anew(query.claims.access.contains(Access::WRITE))?;
-        let reply = (file.offset() + query.claims.range.start).to_le_bytes().to_vec();
+        let files = file.opened_anew(query.ticketed.claims.access.contains(Access::WRITE))?;
+        let reply = (file.offset() + query.ticketed.claims.range.start).to_le_bytes().to_vec();
         Ok(QueryReply { reply, files, loan: None })
     }
 }

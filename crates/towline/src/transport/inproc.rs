@@ -5,18 +5,18 @@ pub(crate) mod file;
 
 use std::sync::Arc;
 
-use super::direct::{Direct, DirectAttachment, Held, misaligned};
+use super::direct::{Direct, DirectAttachment, Held, apply_atomic, misaligned, move_pieces};
 use super::gpu::{CopyAddress, GpuAttachment, OwnerMemory, PinnedRegion};
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport};
 use crate::identity::Identity;
 use crate::layout::Piece;
-use crate::memory::{Dtype, Place, ReduceOp, lent, reduce};
+use crate::memory::{Dtype, Place, ReduceOp, lent};
 use crate::notify::Notification;
 use crate::region::{RegionCore, raise_own, stale};
 use crate::route::Capabilities;
 use crate::transfer::{After, Op, Signal};
 use crate::wire::AtomicOp;
-use crate::{Error, Kind, Result, bytes};
+use crate::{Error, Kind, Result};
 
 /// The transport between endpoints of one process.
 pub(crate) struct InProc;
@@ -25,37 +25,23 @@ pub(crate) struct InProc;
 pub(super) const TRANSPORT: &dyn Transport = &InProc;
 
 impl Transport for InProc {
-    fn name(&self) -> &'static str {
-        "inproc"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner is in this process: plain memory copies"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            shares_memory: true,
+            // One process is one trust domain; the library checks every access, as an owner would.
+            enforced: true,
+            ..PathProperties::new(
+                "inproc",
+                "the owner is in this process: plain memory copies",
+                Capabilities::ALL,
+                Serves::Anything,
+                Contact::Nothing,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
         Probe::Works("always".into())
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::ALL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::Anything
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Nothing
-    }
-
-    fn shares_memory(&self) -> bool {
-        true
-    }
-
-    fn enforced(&self) -> bool {
-        // One process is one trust domain; the library checks every access, as an owner would.
-        true
     }
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
@@ -130,9 +116,12 @@ impl Direct for Local {
     fn atomic(&self, offset: u64, op: AtomicOp) -> Result<u64> {
         self.word("atomic", offset)?;
         self.inside("atomic", |remote| {
-            let _turn = self.region.turn();
             // SAFETY: eight aligned bytes within the grant, kept by `inside`.
-            Ok(unsafe { apply_atomic(remote.add(offset as usize), op) })
+            unsafe {
+                let word = remote.add(offset as usize);
+                let _turn = self.region.turn(word.cast());
+                Ok(apply_atomic(word, op))
+            }
         })
     }
 
@@ -192,27 +181,6 @@ fn owner_is_open(region: &RegionCore) -> Result<()> {
         .map_err(|_| Error::owner_gone("use", "the owner has closed its endpoint"))
 }
 
-/// Moves the pieces between local and remote memory that is mapped here.
-///
-/// # Safety
-/// Both ranges of every piece lie in mapped memory that stays during the call.
-pub(crate) unsafe fn move_pieces(op: Op, local: *mut u8, remote: *mut u8, pieces: &[Piece]) -> Result<()> {
-    for piece in pieces {
-        // SAFETY: the caller's obligation.
-        unsafe {
-            let (near, far) = (local.add(piece.local as usize), remote.add(piece.remote as usize));
-            let len = piece.len as usize;
-            match op {
-                Op::Read => bytes::copy(near, far, len),
-                Op::Write => bytes::copy(far, near, len),
-                Op::Reduce(op, dtype) => reduce::reduce(far, near, len, op, dtype)?,
-                Op::Atomic { .. } => {}
-            }
-        }
-    }
-    Ok(())
-}
-
 /// Reduces the pieces into memory that was lent, in turn with all others that change such memory.
 ///
 /// # Safety
@@ -232,20 +200,6 @@ unsafe fn reduce_lent(
         }
     }
     Ok(())
-}
-
-/// Performs an atomic operation on a word that is mapped here; returns what it held before.
-///
-/// # Safety
-/// `word` points to eight aligned bytes that stay mapped during the call.
-pub(crate) unsafe fn apply_atomic(word: *mut u8, op: AtomicOp) -> u64 {
-    // SAFETY: the caller's obligation.
-    unsafe {
-        match op {
-            AtomicOp::Add(value) => reduce::fetch_add(word, value),
-            AtomicOp::CompareSwap { expected, new } => reduce::compare_swap(word, expected, new),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -3,10 +3,9 @@
 
 use std::sync::Arc;
 
-use super::direct::{Direct, DirectAttachment, Held, misaligned};
+use super::direct::{Direct, DirectAttachment, Held, apply_atomic, misaligned, move_pieces};
 use super::gpu::{CopyAddress, GpuAttachment, HostPart, OwnerMemory, Pinnable, PinnedRegion};
-use super::inproc::{apply_atomic, move_pieces};
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport};
 use crate::layout::Piece;
 use crate::memory::{Mapping, Place, SharedStorage};
 use crate::region::raise;
@@ -23,12 +22,18 @@ pub(crate) struct Mapped;
 pub(super) const TRANSPORT: &dyn Transport = &Mapped;
 
 impl Transport for Mapped {
-    fn name(&self) -> &'static str {
-        "mapped"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner's shared memory is mapped here: plain memory copies"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            shares_memory: true,
+            mend: "run both workers as one user in one network namespace, and allow memfd_create",
+            ..PathProperties::new(
+                "mapped",
+                "the owner's shared memory is mapped here: plain memory copies",
+                Capabilities::ALL,
+                Serves::SharedMemory,
+                Contact::Unix,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
@@ -41,48 +46,18 @@ impl Transport for Mapped {
         }
     }
 
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::ALL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::SharedMemory
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Unix
-    }
-
-    fn shares_memory(&self) -> bool {
-        true
-    }
-
-    fn mend(&self) -> &'static str {
-        "run both workers as one user in one network namespace, and allow memfd_create"
-    }
-
-    fn enforced(&self) -> bool {
-        false
-    }
-
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {
         let Owner::There(handle) = offer.owner else {
             return Err(Error::new(Kind::Unavailable, "import", "the owner is in this process"));
         };
         handle.local_fence()?;
         if offer.grant.place != Place::Host {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "import",
-                format!("the bytes are on {}", offer.grant.place),
-            ));
+            let message = format!("the bytes are on {}", offer.grant.place);
+            return Err(Error::new(Kind::Unsupported, "import", message));
         }
         let Some(segment) = &offer.grant.segment else {
-            return Err(Error::new(
-                Kind::Unavailable,
-                "import",
-                "the owner's storage is private memory, not a SharedStorage that could be mapped",
-            ));
+            let message = "the owner's storage is private memory, not a SharedStorage that could be mapped";
+            return Err(Error::new(Kind::Unavailable, "import", message));
         };
         let writable = offer.grant.access.contains(Access::WRITE);
         let mapping = handle.mapping(segment, writable)?;

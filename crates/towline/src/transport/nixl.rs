@@ -34,12 +34,10 @@ use self::engine::{EngineLoan, Reach};
 use self::memory::Known;
 pub use self::options::{NixlOptions, NixlPrefer};
 use self::words::{Answer, Word};
-use super::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport, TransportContext};
+use super::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport, TransportContext};
 use crate::memory::Place;
-use crate::region::RegionCore;
 use crate::route::Capabilities;
-use crate::session::{Medium, Query, QueryReply};
-use crate::ticket::Claims;
+use crate::session::{Medium, Query, QueryReply, Ticketed};
 use crate::{Access, Error, Kind, Result, runtime};
 
 /// How long the owner drives its agent after a peer has asked about a region: the first transfer connects.
@@ -48,8 +46,7 @@ const FIRST_HELP: Duration = Duration::from_millis(50);
 /// By which peers and owners speak of it.
 const NUMBER: u8 = 2;
 
-/// What a foreign library said, with the kind that says what the caller can do about it.
-/// Parameters of UCX's backend that hold it to those devices. `Unavailable` where one is not there.
+/// Parameters of UCX's backend that hold it to those devices, or to RDMA devices where none is named. `Unavailable` where one is not there.
 pub(crate) fn limited_to(
     devices: &[String],
     parameters: BTreeMap<String, String>,
@@ -57,6 +54,7 @@ pub(crate) fn limited_to(
     devices::Devices::of(devices, "nixl")?.limit(parameters).map_err(|error| error.during("nixl"))
 }
 
+/// What a foreign library said, with the kind that says what the caller can do about it.
 pub(crate) fn of_nixl(error: towline_sys::Error) -> Error {
     let kind = match &error {
         error if error.is_unavailable() => Kind::Unavailable,
@@ -75,12 +73,21 @@ pub(crate) struct NixlPath;
 pub(super) const TRANSPORT: &dyn Transport = &NixlPath;
 
 impl Transport for NixlPath {
-    fn name(&self) -> &'static str {
-        "nixl"
-    }
-
-    fn summary(&self) -> &'static str {
-        "NIXL moves the bytes (UCX: RDMA, shared memory, tcp)"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            opt_in: true,
+            may_be_missing: Some("NIXL is not there"),
+            mend: "look at what UCX prints with UCX_LOG_LEVEL=info, and at UCX_TLS and UCX_NET_DEVICES",
+            quiet_at_end: false,
+            ..PathProperties::new(
+                "nixl",
+                "NIXL moves the bytes (UCX: RDMA, shared memory, tcp)",
+                // Signals are raised by the owner, asked over the session; atomics and reductions need its cooperation.
+                Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL,
+                Serves::Anything,
+                Contact::Any,
+            )
+        }
     }
 
     /// Loads the library, which then stays loaded.
@@ -92,39 +99,6 @@ impl Transport for NixlPath {
                 mend: "install NIXL (pip install nixl-cu12), or name it in TOWLINE_NIXL".into(),
             },
         }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        // Signals are raised by the owner, asked over the session; atomics and reductions need its cooperation.
-        Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::Anything
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Any
-    }
-
-    fn opt_in(&self) -> bool {
-        true
-    }
-
-    fn may_be_missing(&self) -> Option<&'static str> {
-        Some("NIXL is not there")
-    }
-
-    fn mend(&self) -> &'static str {
-        "look at what UCX prints with UCX_LOG_LEVEL=info, and at UCX_TLS and UCX_NET_DEVICES"
-    }
-
-    fn enforced(&self) -> bool {
-        false
-    }
-
-    fn quiet_at_end(&self) -> bool {
-        false
     }
 
     fn blocks(&self, offer: &Offer<'_>) -> bool {
@@ -146,11 +120,11 @@ impl Transport for NixlPath {
         Some(NUMBER)
     }
 
-    fn offers(&self, context: &TransportContext, region: &RegionCore, claims: &Claims) -> bool {
-        lends(context, region, claims).is_ok()
+    fn offers(&self, context: &TransportContext, ticketed: &Ticketed<'_>) -> bool {
+        lends(context, ticketed).is_ok()
     }
 
-    fn take_hint(&self, context: &TransportContext, _region: &RegionCore, words: &[u8]) -> bool {
+    fn take_hint(&self, context: &TransportContext, words: &[u8]) -> bool {
         let Ok(Word::Help { core }) = Word::decode(words) else { return false };
         if let Some(engine) = context.nixl.running() {
             engine.help(engine::HELP, core);
@@ -159,11 +133,11 @@ impl Transport for NixlPath {
     }
 
     fn answer_query(&self, context: &TransportContext, query: &Query<'_>) -> Result<QueryReply> {
-        let region = query.region;
+        let region = query.ticketed.region;
         match Word::decode(query.words)? {
             Word::Help { .. } => Ok(QueryReply::default()),
             Word::Attach { pinned } => {
-                lends(context, region, query.claims)?;
+                lends(context, &query.ticketed)?;
                 // While it is being registered it does not go.
                 let _used = region.begin_use("import")?;
                 let engine = context.nixl.engine(&context.identity)?;
@@ -181,7 +155,7 @@ impl Transport for NixlPath {
                 // Pins speak for a peer that shares memory with its owner; another one is asked to let go.
                 let pinned = pinned && query.pins.is_some();
                 let loan = Some(EngineLoan::of(&engine, pinned));
-                let (peer, range) = (&query.peer.name, &query.claims.range);
+                let (peer, range) = (&query.peer.name, &query.ticketed.claims.range);
                 tracing::debug!(peer, ?range, pinned, "a peer reaches a region by NIXL");
                 Ok(QueryReply { reply: answer.encode(), files: Vec::new(), loan })
             }
@@ -198,14 +172,14 @@ const GIVES_AWAY: &str = "over NIXL each side can read and write all memory of t
 /// At the owner: whether it lends that region by NIXL to the holder of that ticket; the error says why not. Quick.
 ///
 /// This alone decides, whatever the peer wishes. NIXL's keys cannot be narrowed, so a ticket that has been is not enough.
-fn lends(context: &TransportContext, region: &RegionCore, claims: &Claims) -> Result<()> {
+fn lends(context: &TransportContext, Ticketed { region, claims }: &Ticketed<'_>) -> Result<()> {
     if region.place == Place::Disk {
         return Err(unavailable("NIXL reads a file where it is open: it is asked for by the path file"));
     }
     if !context.nixl.options().lends() {
         return Err(unavailable(format!("the owner does not lend by NIXL: it has not opted in ({OPT_IN})")));
     }
-    if context.routing.refusal(NixlPath.name(), NixlPath.enforced()).is_some() {
+    if context.routing.refusal(NixlPath.name(), NixlPath.properties().enforced).is_some() {
         return Err(unavailable(
             "the owner does not lend by NIXL: its own routing, or its isolation, keeps NIXL out",
         ));

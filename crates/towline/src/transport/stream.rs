@@ -227,7 +227,7 @@ impl Attachment for Stream {
         if self.handle().session().is_encrypted() {
             return "tcp+tls: the owner serves over TCP, encrypted by TLS 1.3";
         }
-        self.transport.summary()
+        self.transport.properties().summary
     }
 
     fn alive(&self) -> Result<()> {

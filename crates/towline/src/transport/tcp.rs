@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use super::{Attachment, Contact, Offer, Probe, Serves, Transport, stream};
+use super::{Attachment, Contact, Offer, PathProperties, Probe, Serves, Transport, stream};
 use crate::Result;
 use crate::route::Capabilities;
 use crate::runtime::socket::Socket;
@@ -16,12 +16,18 @@ pub(crate) struct Tcp;
 pub(super) const TRANSPORT: &dyn Transport = &Tcp;
 
 impl Transport for Tcp {
-    fn name(&self) -> &'static str {
-        "tcp"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner serves over TCP"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            mend: "bring up the loopback interface, or name an address by --listen or TOWLINE_LISTEN",
+            enforced: true,
+            ..PathProperties::new(
+                "tcp",
+                "the owner serves over TCP",
+                Capabilities::ALL,
+                Serves::Anything,
+                Contact::Tcp,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
@@ -32,26 +38,6 @@ impl Transport for Tcp {
                 mend: "bring the loopback interface up and allow TCP sockets".into(),
             },
         }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::ALL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::Anything
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Tcp
-    }
-
-    fn mend(&self) -> &'static str {
-        "bring up the loopback interface, or name an address by --listen or TOWLINE_LISTEN"
-    }
-
-    fn enforced(&self) -> bool {
-        true
     }
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Attachment, Contact, Offer, Probe, Serves, Transport, stream};
+use super::{Attachment, Contact, Offer, PathProperties, Probe, Serves, Transport, stream};
 use crate::Result;
 use crate::route::Capabilities;
 use crate::runtime::socket::Socket;
@@ -15,12 +15,18 @@ pub(crate) struct Unix;
 pub(super) const TRANSPORT: &dyn Transport = &Unix;
 
 impl Transport for Unix {
-    fn name(&self) -> &'static str {
-        "unix"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner serves over a Unix socket on this host"
+    fn properties(&self) -> PathProperties {
+        PathProperties {
+            mend: "run both workers in one network namespace: the socket's name is abstract",
+            enforced: true,
+            ..PathProperties::new(
+                "unix",
+                "the owner serves over a Unix socket on this host",
+                Capabilities::ALL,
+                Serves::Anything,
+                Contact::Unix,
+            )
+        }
     }
 
     fn probe(&self) -> Probe {
@@ -33,26 +39,6 @@ impl Transport for Unix {
             Ok(_) => Probe::Works("abstract Unix sockets work".into()),
             Err(reason) => Probe::Missing { reason, mend: "allow Unix sockets in this container".into() },
         }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::ALL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::Anything
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Unix
-    }
-
-    fn mend(&self) -> &'static str {
-        "run both workers in one network namespace: the socket's name is abstract"
-    }
-
-    fn enforced(&self) -> bool {
-        true
     }
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {

@@ -1,8 +1,9 @@
 //! Memory that was lent and goes away under its registration: peers get errors, and the owner lives on.
 #![allow(unsafe_code, reason = "maps a file, and lends the mapping")]
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -21,8 +22,22 @@ struct Mapped {
 }
 
 impl Mapped {
+    /// A file in memory, whose pages come from no disk.
     fn new() -> Mapped {
-        let file = memfd_create("lent", MemfdFlags::CLOEXEC).unwrap();
+        Mapped::of(memfd_create("lent", MemfdFlags::CLOEXEC).unwrap())
+    }
+
+    /// One that has a file system behind it.
+    fn on_disk() -> Mapped {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("towline-lent-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        Mapped::of(file.into())
+    }
+
+    fn of(file: OwnedFd) -> Mapped {
         ftruncate(&file, LEN as u64).unwrap();
         let (rights, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         // SAFETY: a fresh mapping where the kernel likes it.
@@ -123,8 +138,7 @@ impl Scene {
 
 #[test]
 fn a_file_that_is_cut_under_its_mapping_is_stale_to_peers() {
-    for way in WAYS {
-        let mapped = Mapped::new();
+    for (way, mapped) in WAYS.iter().flat_map(|way| [(way, Mapped::new()), (way, Mapped::on_disk())]) {
         let scene = Scene::on(way, &mapped);
         scene.works();
         // The first half is still there: what begins there runs into the part that is not.
@@ -140,8 +154,7 @@ fn a_file_that_is_cut_under_its_mapping_is_stale_to_peers() {
 
 #[test]
 fn memory_that_was_unmapped_under_its_registration_is_stale_to_peers() {
-    for way in WAYS {
-        let mapped = Mapped::new();
+    for (way, mapped) in WAYS.iter().flat_map(|way| [(way, Mapped::new()), (way, Mapped::on_disk())]) {
         let scene = Scene::on(way, &mapped);
         scene.works();
         mapped.unmap();

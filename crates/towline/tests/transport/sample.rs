@@ -15,7 +15,7 @@ use crate::route::Capabilities;
 use crate::session::GrantHandle;
 use crate::transfer::{Op, Signal};
 use crate::transport::direct::{Direct, DirectAttachment, misaligned};
-use crate::transport::{Attachment, Contact, Offer, Owner, Probe, Serves, Transport};
+use crate::transport::{Attachment, Contact, Offer, Owner, PathProperties, Probe, Serves, Transport};
 use crate::wire::AtomicOp;
 use crate::{Error, Kind, Result};
 
@@ -44,12 +44,14 @@ fn is_the_owner(pid: i32, addr: u64, nonce: &[u8; 16]) -> Result<()> {
 }
 
 impl Transport for Sample {
-    fn name(&self) -> &'static str {
-        "sample"
-    }
-
-    fn summary(&self) -> &'static str {
-        "the owner's memory is read and written as a file (/proc/PID/mem)"
+    fn properties(&self) -> PathProperties {
+        PathProperties::new(
+            "sample",
+            "the owner's memory is read and written as a file (/proc/PID/mem)",
+            Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL,
+            Serves::HostMemory,
+            Contact::Unix,
+        )
     }
 
     fn probe(&self) -> Probe {
@@ -59,22 +61,6 @@ impl Transport for Sample {
                 Probe::Missing { reason: error.message().to_owned(), mend: "mount /proc for writing".into() }
             }
         }
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::READ | Capabilities::WRITE | Capabilities::SIGNAL
-    }
-
-    fn serves(&self) -> Serves {
-        Serves::HostMemory
-    }
-
-    fn contact(&self) -> Contact {
-        Contact::Unix
-    }
-
-    fn enforced(&self) -> bool {
-        false
     }
 
     fn attach(&self, offer: &Offer<'_>) -> Result<Arc<dyn Attachment>> {

@@ -71,8 +71,8 @@ class Connector:
 
     NIXL's UCX listens on the network, and gives whoever reaches it all memory of this process. So it is started only where
     ``offer="nixl"`` or ``nixl_devices`` says so, never because a peer's metadata asks for it: then operations with the original raise
-    `Unavailable`. ``nixl_devices`` names the network devices that UCX may use, such as ``["mlx5_0:1"]`` or ``["lo"]``; without it,
-    UCX takes all that there are.
+    `Unavailable`. ``nixl_devices`` names the network devices that UCX may use, such as ``["mlx5_0:1"]``, ``["lo"]``, or
+    ``["tcp"]`` for all interfaces. Without it UCX takes RDMA devices alone, and where there are none, NIXL's operations raise `Unavailable`.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Connection:
         if self._connector._offer != "nixl" and not devices:
             raise Unavailable(
                 "the peer uses NIXL, which listens on the network and gives its peers all memory of this process: name the "
-                'devices that it may use (nixl_devices=), or say offer="nixl" for all of them',
+                'devices that it may use (nixl_devices=), or say offer="nixl" for the RDMA devices of this host',
                 op="nixl",
             )
         with self._lock:

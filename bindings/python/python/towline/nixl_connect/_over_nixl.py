@@ -74,7 +74,7 @@ class Side:
 
     def __init__(self, name: str, devices: Sequence[str] = ()) -> None:
         self._name = name
-        # Those that UCX may use; without any, all.
+        # Those that UCX may use; without any, RDMA devices alone: nobody has said that it may listen on an interface.
         self._devices = devices
         self._lock = threading.RLock()
         self._agent: Agent | None = None
@@ -96,6 +96,13 @@ class Side:
                 except Unavailable as error:
                     if self._devices and "finds no device" in error.message:
                         raise
+                    if not self._devices and "no RDMA device" in error.message:
+                        raise Unavailable(
+                            "there is no RDMA device here, and NIXL uses others only where they are named: "
+                            'nixl_devices=["lo"] for peers on this host (dropin-path --nixl-devices lo), or '
+                            'nixl_devices=["tcp"] for all network interfaces, where whoever connects gets all memory of this process',
+                            op="nixl",
+                        ) from error
                     raise Unavailable(
                         f"the peer uses NIXL (the metadata is made by NIXL), and it is not there: {error.message}",
                         op="nixl",

@@ -6,14 +6,18 @@
 //! whose owner says nothing in time ends without being quiet.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Action, Actions, ConnectionId, Ended, Initiator, Pending, Waiter};
-use crate::wire::{EndLane, Message};
+use super::{Action, Actions, ConnectionId, Ended, Initiator, Pending, Transfer, Waiter};
+use crate::wire::{EndLane, FrameKind, Message};
 use crate::{Error, Kind};
 
 /// How long a transfer waits for the owner's word that a lane is over before it ends without it.
 const WORD: Duration = Duration::from_millis(400);
+
+/// So many requests of a transfer are asked again.
+pub(super) const MOST_REPEATED: usize = 64;
 
 /// A lane that was given up, and what may still be applied of it.
 pub(super) struct EndingLane<W: Waiter> {
@@ -38,12 +42,8 @@ impl<W: Waiter> EndingLane<W> {
             self.late.push(Arc::clone(transfer));
             actions.push(Action::Outstanding(Arc::clone(transfer)));
         }
-        actions.extend(lost.into_iter().map(|waiter| lost_for(waiter, &self.error, false)));
+        actions.extend(lost.into_iter().map(|waiter| Action::Failed(waiter, self.error.clone())));
     }
-}
-
-fn lost_for<W: Waiter>(waiter: W, error: &Error, unsent: bool) -> Action<W> {
-    Action::Lost { waiter, error: error.clone(), unsent }
 }
 
 impl<W: Waiter> Initiator<W> {
@@ -78,18 +78,36 @@ impl<W: Waiter> Initiator<W> {
             if !asks && !unsent {
                 self.may_still_change(&one, opened.same_host, how, false, now, &mut actions);
             }
-            if let Some(waiter) = Self::waiter(one) {
-                if asks {
-                    unsure.push(waiter);
-                } else {
-                    actions.push(lost_for(waiter, &error, unsent));
-                }
+            let changes = !unsent && one.reply() == FrameKind::Done;
+            match Self::waiter(one) {
+                Some(waiter) if asks => unsure.push(waiter),
+                Some(waiter) => actions.push(self.lost(waiter, error.clone(), changes)),
+                None => {}
             }
         }
         if !unsure.is_empty() {
             self.end_lane(opened.name, unsure, error, now, &mut actions);
         }
         actions
+    }
+
+    /// A request was not sent, because its connection has ended since it was chosen. Nothing has happened yet.
+    pub fn not_sent(&self, waiter: W, error: Error) -> Action<W> {
+        self.lost(waiter, error, false)
+    }
+
+    /// The connection of a request is lost. It is asked again where that changes nothing twice: of a read, and of what was not sent.
+    /// Whether the owner has done the rest nobody can tell.
+    fn lost(&self, waiter: W, error: Error, changes: bool) -> Action<W> {
+        let stopped = || waiter.transfer().is_some_and(|transfer| transfer.times().stopped.is_some());
+        let again = !changes
+            && error.kind() == Kind::Disconnected
+            && self.over.is_none()
+            && !stopped()
+            && waiter
+                .repeated()
+                .is_some_and(|repeated| repeated.fetch_add(1, Ordering::Relaxed) < MOST_REPEATED);
+        if again { Action::Again(waiter, error) } else { Action::Failed(waiter, error) }
     }
 
     /// Asks the owner to end a lane that was lost; these requests wait for its word.
@@ -121,7 +139,7 @@ impl<W: Waiter> Initiator<W> {
             lane.give_up(&mut actions);
         }
         let EndingLane { lost, late, error, .. } = lane;
-        actions.extend(lost.into_iter().map(|waiter| lost_for(waiter, &error, false)));
+        actions.extend(lost.into_iter().map(|waiter| Action::Failed(waiter, error.clone())));
         for transfer in late {
             if surely {
                 actions.push(Action::Settled(transfer));

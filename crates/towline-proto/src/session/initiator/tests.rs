@@ -18,6 +18,7 @@ const CHANGE: Asks = Asks::Change { on_gpu: false };
 struct Move {
     id: u64,
     times: Mutex<Times>,
+    repeated: AtomicUsize,
 }
 
 impl Transfer for Move {
@@ -47,6 +48,10 @@ impl Waiter for Counting {
     fn hold(&self) -> Option<Rc<()>> {
         Some(Rc::clone(&self.memory))
     }
+
+    fn repeated(&self) -> Option<&AtomicUsize> {
+        Some(&self.of.repeated)
+    }
 }
 
 struct Scene {
@@ -64,12 +69,16 @@ impl Scene {
         let mut rules = Initiator::new(settings, opened(CONTROL, None), now);
         rules.opened(opened(LANE, Some(NAME)));
         let times = Times { started: now, stopped: None, no_progress: Duration::from_secs(5) };
-        Scene { rules, now, memory: Rc::default(), moved: Arc::new(Move { id: 7, times: Mutex::new(times) }) }
+        let moved = Arc::new(Move { id: 7, times: Mutex::new(times), repeated: AtomicUsize::new(0) });
+        Scene { rules, now, memory: Rc::default(), moved }
+    }
+
+    fn waiter(&self) -> Counting {
+        Counting { of: Arc::clone(&self.moved), memory: Rc::clone(&self.memory) }
     }
 
     fn ask(&mut self, over: ConnectionId, asks: Asks) -> u64 {
-        let waiter = Counting { of: Arc::clone(&self.moved), memory: Rc::clone(&self.memory) };
-        let asked = self.rules.ask(over, asks, waiter, self.now);
+        let asked = self.rules.ask(over, asks, self.waiter(), self.now);
         asked.map_err(|(_, error)| error).unwrap().request
     }
 
@@ -132,8 +141,7 @@ fn names(actions: &Actions<Counting>) -> Vec<&'static str> {
         Action::Send(..) => "send",
         Action::Stopped(_) => "stopped",
         Action::Failed(..) => "failed",
-        Action::Lost { unsent: true, .. } => "lost unsent",
-        Action::Lost { .. } => "lost",
+        Action::Again(..) => "again",
         Action::Outstanding(_) => "outstanding",
         Action::OutstandingWhileApplied(..) => "applied",
         Action::Settled(_) => "settled",
@@ -254,6 +262,7 @@ fn a_lane_with_a_write_on_it_is_worth_more_than_the_time_of_an_unwanted_read() {
     scene.moved = Arc::new(Move {
         id: 8,
         times: Mutex::new(Times { started: scene.now, stopped: None, no_progress: Duration::from_secs(5) }),
+        repeated: AtomicUsize::new(0),
     });
     scene.ask(LANE, CHANGE);
     assert_eq!(names(&scene.later(600)), ["settle at"]);
@@ -276,7 +285,7 @@ fn a_write_whose_owner_says_nothing_is_quiet_with_the_reset_of_its_lane() {
     assert_eq!(names(&scene.later(1399)), ["settle at"], "however long its own limit is");
     assert_eq!(names(&scene.later(1)), ["reset"]);
     // On one host the owner's kernel knows of it: nothing is outstanding.
-    assert_eq!(names(&scene.lane_ends(FORSAKEN, &[])), ["lost"]);
+    assert_eq!(names(&scene.lane_ends(FORSAKEN, &[])), ["failed"]);
 }
 
 #[test]
@@ -303,7 +312,7 @@ fn between_hosts_the_owners_word_about_a_lane_makes_its_writes_quiet() {
     assert_eq!(end_lane.kind, FrameKind::EndLane);
     refused(scene.says(LANE, end_lane.id, done()), "another connection");
     let Ok(Reply::Settled(actions)) = scene.says(CONTROL, end_lane.id, done()) else { panic!() };
-    assert_eq!(names(&actions), ["lost"]);
+    assert_eq!(names(&actions), ["failed"]);
     refused(scene.says(CONTROL, end_lane.id, done()), "a second reply");
 }
 
@@ -314,7 +323,7 @@ fn without_that_word_a_write_ends_without_being_quiet_until_it_comes() {
     drop(scene.stop());
     drop(scene.later(1400));
     let end_lane = sent(&scene.lane_ends(FORSAKEN, &[]))[0].id;
-    assert_eq!(names(&scene.later(400)), ["outstanding", "lost"]);
+    assert_eq!(names(&scene.later(400)), ["outstanding", "failed"]);
     assert!(scene.later(10_000).is_empty());
     let Ok(Reply::Settled(actions)) = scene.says(CONTROL, end_lane, done()) else { panic!() };
     assert_eq!(names(&actions), ["settled"]);
@@ -329,7 +338,7 @@ fn an_owner_that_refuses_to_end_a_lane_leaves_its_writes_outstanding() {
     let Ok(Reply::Settled(actions)) = scene.says(CONTROL, end_lane, Done { outcome: Err(no) }) else {
         panic!()
     };
-    assert_eq!(names(&actions), ["outstanding", "lost"]);
+    assert_eq!(names(&actions), ["outstanding", "failed"]);
     assert_eq!(names(&scene.ends(false)), ["settled"], "the owner has ended the session");
 }
 
@@ -354,24 +363,57 @@ fn an_owner_that_is_seen_in_the_middle_of_a_write_is_waited_for() {
     let mut scene = Scene::new(false);
     scene.ask(LANE, CHANGE);
     let how = Ended { is_applying: true, shows_what_is_applied: true, forsaken: true };
-    assert_eq!(names(&scene.lane_ends(how, &[])), ["applied", "lost"]);
+    assert_eq!(names(&scene.lane_ends(how, &[])), ["applied", "failed"]);
 }
 
 #[test]
 fn a_write_to_a_gpu_that_nobody_sees_applied_is_outstanding() {
     let mut scene = Scene::new(false);
     scene.ask(LANE, Asks::Change { on_gpu: true });
-    assert_eq!(names(&scene.lane_ends(FORSAKEN, &[])), ["outstanding", "lost"]);
+    assert_eq!(names(&scene.lane_ends(FORSAKEN, &[])), ["outstanding", "failed"]);
 }
 
 #[test]
 fn what_was_not_sent_is_asked_again_whatever_it_is() {
     let mut scene = Scene::new(true);
     let write = scene.ask(LANE, CHANGE);
-    assert_eq!(names(&scene.lane_ends(FORSAKEN, &[write])), ["lost unsent"]);
-    let waiter = Counting { of: Arc::clone(&scene.moved), memory: Rc::clone(&scene.memory) };
-    let Err((_, error)) = scene.rules.ask(LANE, CHANGE, waiter, scene.now) else { panic!() };
+    assert_eq!(names(&scene.lane_ends(FORSAKEN, &[write])), ["again"]);
+    let Err((waiter, error)) = scene.rules.ask(LANE, CHANGE, scene.waiter(), scene.now) else { panic!() };
     assert_eq!(error.kind(), Kind::Disconnected);
+    assert!(matches!(scene.rules.not_sent(waiter, error), Action::Again(..)));
+}
+
+#[test]
+fn of_what_was_sent_over_a_lane_that_is_lost_reads_are_asked_again_and_changes_are_not() {
+    for (asks, expected) in [(BYTES, "again"), (CHANGE, "failed")] {
+        let mut scene = Scene::new(false);
+        scene.ask(LANE, asks);
+        assert_eq!(names(&scene.lane_ends(FORSAKEN, &[])), [expected], "{asks:?}");
+    }
+}
+
+#[test]
+fn nothing_is_asked_again_that_was_stopped_or_refused_or_whose_session_is_over() {
+    let gone = || Error::new(Kind::Disconnected, "session", "the lane is gone");
+    let mut scene = Scene::new(false);
+    let again = |scene: &Scene, error| scene.rules.not_sent(scene.waiter(), error);
+    assert!(matches!(again(&scene, gone()), Action::Again(..)));
+    let refused = Error::new(Kind::PermissionDenied, "session", "no");
+    assert!(matches!(again(&scene, refused), Action::Failed(..)));
+    drop(scene.stop());
+    assert!(matches!(again(&scene, gone()), Action::Failed(..)));
+    scene.moved.times.lock().stopped = None;
+    assert!(scene.rules.end(gone(), true));
+    assert!(matches!(again(&scene, gone()), Action::Failed(..)));
+}
+
+#[test]
+fn a_transfer_whose_lanes_are_lost_over_and_over_ends() {
+    let scene = Scene::new(false);
+    let gone = Error::new(Kind::Disconnected, "session", "the lane is gone");
+    let lost = || scene.rules.not_sent(scene.waiter(), gone.clone());
+    let again = std::iter::repeat_with(lost).take_while(|action| matches!(action, Action::Again(..)));
+    assert_eq!(again.take(1000).count(), lost::MOST_REPEATED);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::super::budget::Charge;
-use super::admission::total;
+use super::admitted::total;
 use super::{Admitted, Grant, Owner};
 use crate::wire::Block;
 use crate::{Access, Error, Result};

@@ -6,6 +6,7 @@ use rustix::fs::OFlags;
 use rustix::io::FdFlags;
 
 use super::*;
+use crate::memory::MemoryDescription;
 use crate::memory::{MemoryAccess, OffsetBuffer, SystemStorage, create_buffer};
 use crate::skip::skip;
 

@@ -14,6 +14,8 @@ pub(crate) enum Moment {
     BeforeTheCopy,
     /// An initiator has queued a request, and not looked yet whether the transfer was stopped meanwhile.
     Asked,
+    /// It has looked, and ended what the stop did not find.
+    Looked,
     /// Bytes that an initiator has asked for are about to be received.
     Landing,
     /// A transfer was stopped, and its requests have not been looked for.

@@ -7,7 +7,7 @@ use std::sync::mpsc;
 
 use super::*;
 use crate::runtime::socket::Socket;
-use crate::wire::{Atomic, AtomicOp, Message, Ping};
+use crate::wire::{Atomic, AtomicOp, Bye, Message, Ping};
 
 const WATCHDOG: Duration = Duration::from_secs(30);
 

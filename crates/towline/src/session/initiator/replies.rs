@@ -178,8 +178,10 @@ impl Handler for ToSession {
             Role::Control if error.kind() == Kind::Disconnected => {
                 session.fail(connection.farewell().map_or(error, |bye| session.goodbye(bye)));
             }
-            Role::Lane if error.kind() != Kind::Protocol => session.lane_closed(connection, &error),
-            // An owner that breaks the protocol on one connection is not believed on another.
+            // An owner that breaks the protocol on one connection is not believed on another, and nobody knows what a panic has left behind.
+            Role::Lane if !matches!(error.kind(), Kind::Protocol | Kind::Internal) => {
+                session.lane_closed(connection, &error);
+            }
             Role::Lane | Role::Control => session.fail(error),
         }
     }

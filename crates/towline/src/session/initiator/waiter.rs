@@ -1,5 +1,6 @@
 //! The waiter for the reply to a request, and what the request names.
 
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, mpsc};
 
 use towline_proto::session::initiator::{self, Times};
@@ -61,6 +62,13 @@ impl initiator::Waiter for Waiter {
             _ => None,
         }
     }
+
+    fn repeated(&self) -> Option<&AtomicUsize> {
+        match self {
+            Waiter::Unit { run, .. } => Some(&run.repeated),
+            _ => None,
+        }
+    }
 }
 
 impl Waiter {
@@ -83,10 +91,10 @@ impl Waiter {
         }
     }
 
-    /// Its connection is gone.
-    pub(super) fn lost(self, session: &Session, error: Error, unsent: bool) {
+    /// It is asked again over another connection, and ends with that error where there is none.
+    pub(super) fn again(self, session: &Session, error: Error) {
         match self {
-            Waiter::Unit { run, unit } => run.lost(unit, error, unsent),
+            Waiter::Unit { run, unit } => run.again(unit, error),
             other => other.failed(session, error),
         }
     }

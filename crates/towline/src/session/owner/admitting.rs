@@ -7,17 +7,18 @@ use std::time::Instant;
 
 use towline_proto::session::owner::{Admitted, Blame, Ranges, Refusal};
 
-use super::granting::{GRANT, Granting, Hold};
-use super::{Over, Serving, Standing};
+use super::granting::{GRANT, Granting, Hold, Standing};
+use super::{Over, Serving};
 use crate::bytes::checked;
 use crate::memory::Holder;
 use crate::region::{Counted, RegionCore, RegionUse, SERVED};
 use crate::runtime::socket::RawPartMut;
-use crate::session::files::Asked;
+use crate::runtime::{self, Device};
+use crate::session::files::{Asked, Source};
 use crate::session::importing::proven;
 use crate::session::parts::Keep;
 use crate::session::reply::Lending;
-use crate::session::{Sessions, checks};
+use crate::session::{Sessions, Ticketed, checks};
 use crate::ticket::Claims;
 use crate::wire::{Block, Grant, ImportItem};
 use crate::{Access, Error, Kind, Result, room};
@@ -44,6 +45,11 @@ impl Memory {
     /// Whether it was lent to this process: pages of it may be gone.
     pub(super) fn is_lent(&self) -> bool {
         self.using.core().lent
+    }
+
+    /// Who has to bring pages of it, where this thread must not wait for them.
+    pub(super) fn awaits(&self) -> Option<Device> {
+        awaits(self.using.core(), &self.ranges)
     }
 
     pub(super) fn keep(self, request: u64) -> Keep {
@@ -86,6 +92,18 @@ impl Memory {
     }
 }
 
+/// Who has to bring pages of lent memory before those ranges can be touched, where this thread must not wait for them: neither the
+/// event loop, which looks at none, nor a lane's.
+pub(super) fn awaits(region: &RegionCore, ranges: &Ranges) -> Option<Device> {
+    if !region.lent {
+        return None;
+    }
+    if runtime::may_block("serve").is_err() {
+        return Some(region.brings_pages());
+    }
+    region.awaits(ranges.bytes(), ranges.iter())
+}
+
 impl Serving {
     /// Verifies one ticket and remembers what it allows.
     pub(super) fn grant(
@@ -117,7 +135,8 @@ impl Serving {
                 drop(released);
             }
         })?;
-        let mut grant = region.grant(&claims, attached, sessions.paths.offers(&region, &claims));
+        let offers = sessions.paths.offers(&Ticketed { region: &region, claims: &claims });
+        let mut grant = region.grant(&claims, attached, offers);
         if self.local.is_none() {
             grant.segment = None;
         }
@@ -219,6 +238,11 @@ impl Serving {
     ) -> Result<(Arc<Granting>, Memory, Vec<RawPartMut>)> {
         match target {
             Target::Memory(memory, parts) => Ok((granting, memory, parts)),
+            Target::Bounced(Asked { region, source: Source::Mapped(_), ranges, flight }) => {
+                let memory = Memory { using: region.begin_use_with(op, flight)?, ranges };
+                let parts = memory.parts(op)?;
+                Ok((granting, memory, parts))
+            }
             Target::Bounced(asked) => {
                 self.refused(&granting);
                 Err(asked.no_words(op))

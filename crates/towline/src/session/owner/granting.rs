@@ -22,6 +22,9 @@ pub(in crate::session) struct Granting {
     pub(super) _charge: Charge,
 }
 
+/// One ticket that a peer has proven to hold.
+pub(in crate::session) type Standing = towline_proto::session::owner::Standing<RegionCore>;
+
 /// What an owner keeps of a grant, besides what it keeps of the region for its session.
 pub(super) const GRANT: usize = Owner::<Granting, Over>::GRANT;
 

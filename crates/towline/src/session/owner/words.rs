@@ -5,10 +5,12 @@ use std::time::Instant;
 
 use towline_proto::session::owner::{Act, Refusal, Settling, Word};
 
+use super::admitting::awaits;
 use super::granting::{Granting, Hold};
-use super::{Over, Serving, waits_for_pages, wanted_in_one_step};
+use super::{Over, Serving, wanted_in_one_step};
 use crate::notify::Notification;
 use crate::region::Counted;
+use crate::runtime::Device;
 use crate::session::apply;
 use crate::session::checks;
 use crate::session::connection::Connection;
@@ -16,8 +18,13 @@ use crate::session::parts::{Sink, hung_up};
 use crate::wire::{AtomicOp, Header, Reduce};
 use crate::{Access, Error, Result};
 
-fn is_lent(word: &Word<Granting>) -> bool {
-    matches!(word.admitted.hold(), Hold::Memory(using) if using.core().lent)
+/// Who has to bring the page of a word of lent memory, where this thread must not wait for it.
+fn brings_page(word: &Word<Granting>) -> Option<Device> {
+    let region = match word.admitted.hold() {
+        Hold::Memory(using) => using.core(),
+        Hold::Bounced(region, ..) => region,
+    };
+    awaits(region, word.admitted.ranges())
 }
 
 impl Serving {
@@ -30,8 +37,8 @@ impl Serving {
         word: Result<Word<Granting>, Refusal<Granting>>,
     ) -> Result<()> {
         let act = move |look: &dyn Fn() -> bool, word| apply::atomic(look, word, op);
-        if word.as_ref().is_ok_and(|word| waits_for_pages(is_lent(word))) {
-            return self.aside(connection, move |this, to| {
+        if let Some(device) = word.as_ref().ok().and_then(brings_page) {
+            return self.aside(device, connection, move |this, to| {
                 let done = this.word(Some(to), word, act);
                 this.answer(to, request, done)
             });
@@ -49,7 +56,7 @@ impl Serving {
         mut sink: Sink,
         sent: Option<Vec<u32>>,
     ) -> Result<()> {
-        let aside = waits_for_pages(sink.is_lent());
+        let device = sink.lent_region().map(|region| region.brings_pages());
         let work = move |this: &Arc<Serving>, to: &Arc<Connection>| {
             let transfer = reduce.transfer;
             let outcome = sink.outcome("reduce_into").and_then(|()| {
@@ -71,7 +78,10 @@ impl Serving {
             drop(sink);
             this.applied(to, header, transfer, outcome)
         };
-        if aside { self.aside(connection, work) } else { work(self, connection) }
+        match device {
+            Some(device) => self.aside(device, connection, work),
+            None => work(self, connection),
+        }
     }
 
     /// An operation on one word of a region, for whoever waits for its outcome; it gives none where that one does not stand by it
@@ -113,16 +123,25 @@ impl Serving {
         loop {
             let next = self.rules().settle(settling, Instant::now());
             let Some(next) = next else { return Ok(()) };
-            // Whoever waits for a change of lent memory hears of it from another thread.
-            if let (Ok(Act::Raise(word, _)), Some((over, request))) = (&next.act, &next.answer)
-                && waits_for_pages(is_lent(word))
+            // A word of lent memory is changed by another thread, whether or not somebody waits for it.
+            if let Ok(Act::Raise(word, _)) = &next.act
+                && let Some(device) = brings_page(word)
             {
-                let (act, request) = (next.act, *request);
-                let connection = over.connection()?;
-                self.aside(&connection, move |this, to| {
+                let (act, forgives) = (next.act, settling.forgives());
+                let (connection, request) = match &next.answer {
+                    Some((over, request)) => (Some(over.connection()?), Some(*request)),
+                    None => (self.control(), None),
+                };
+                let Some(connection) = connection else { continue };
+                self.aside(device, &connection, move |this, to| {
+                    let awaited = request.map(|_| &**to);
                     let outcome =
-                        act.map_err(|refusal| this.refuse(refusal)).and_then(|act| this.act(act, Some(to)));
-                    this.answer(to, request, outcome)
+                        act.map_err(|refusal| this.refuse(refusal)).and_then(|act| this.act(act, awaited));
+                    match request {
+                        Some(request) => this.answer(to, request, outcome),
+                        None if forgives => Ok(()),
+                        None => outcome.map(drop),
+                    }
                 })?;
                 continue;
             }

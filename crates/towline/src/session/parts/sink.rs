@@ -5,7 +5,7 @@ use super::{Held, Keep, PER_CALL};
 use crate::budget::Charge;
 use crate::bytes::{self, checked};
 use crate::memory::ring::Slot;
-use crate::region::stale;
+use crate::region::{RegionCore, stale};
 use crate::runtime::rseq;
 use crate::runtime::socket::RawPartMut;
 use crate::session::files::Written;
@@ -190,6 +190,14 @@ impl Sink {
     /// Whether they go into memory that was lent, and that may be gone.
     pub(in crate::session) fn is_lent(&self) -> bool {
         self.keeps(Keep::is_lent) && !self.is_discarded()
+    }
+
+    /// The region of this process whose lent memory the bytes are for.
+    pub(in crate::session) fn lent_region(&self) -> Option<&RegionCore> {
+        match &self.keep {
+            Some(Keep::Region(region, _)) if self.is_lent() => Some(region.core()),
+            _ => None,
+        }
     }
 
     pub(in crate::session) fn is_discarded(&self) -> bool {

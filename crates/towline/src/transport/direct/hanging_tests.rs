@@ -63,6 +63,11 @@ impl Scene {
         Scene { owner, user, region, stalled, link }
     }
 
+    /// Waits until all threads of the disk are inside.
+    fn hangs(&self) {
+        assert!(self.stalled.as_ref().unwrap().holds(EACH, WATCHDOG), "the disk does not hang");
+    }
+
     fn local(&self) -> Registered<SystemStorage> {
         self.user.register(SystemStorage::new(LEN).unwrap(), Access::NONE).unwrap()
     }
@@ -118,8 +123,8 @@ fn end_in_time(path: &str, cancelled: bool) {
     let transfers: Vec<_> =
         locals.iter().enumerate().map(|(number, local)| scene.start(op(number), local, limits)).collect();
     if cancelled {
-        // Threads are inside of some by now, and none has come for the rest.
-        std::thread::sleep(Duration::from_millis(300));
+        // Threads are inside of some, and none comes for the rest.
+        scene.hangs();
         assert!(transfers.iter().all(|transfer| !transfer.is_done()), "the disk did not hang");
         transfers.iter().for_each(Transfer::cancel);
     }
@@ -185,7 +190,7 @@ fn what_was_cancelled_leaves_no_work_behind_for_the_disk() {
     let rest = scene.local();
     let device = scene.region.storage().file().unwrap().device();
     let waiting = || runtime::devices().waiting(device);
-    std::thread::sleep(Duration::from_millis(300));
+    scene.hangs();
     let before = waiting();
     for _ in 0..100 {
         let transfer = scene.start(Op::Read, &rest, limits);

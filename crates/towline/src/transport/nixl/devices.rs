@@ -45,8 +45,8 @@ impl Devices {
     fn among(named: &[String], ports: &[String], interfaces: &[String]) -> Result<Devices> {
         let lacking = |message: String| Error::new(Kind::Unavailable, "open", message);
         if named.is_empty() && ports.is_empty() {
-            let message = "there is no RDMA device here; NixlOptions::reach_over (nixl_reach_over in Python) names other devices that \
-                           UCX may use, such as \"tcp\"";
+            let message = "there is no RDMA device here, and UCX gets others, such as \"tcp\", only where they are named: by \
+                           NixlOptions::reach_over (nixl_reach_over in Python), or by AgentConfig::ucx_devices of an agent (devices)";
             return Err(lacking(message.to_owned()));
         }
         let mut names: Vec<String> = if named.is_empty() { ports.to_vec() } else { Vec::new() };
