@@ -258,7 +258,7 @@ impl Far for Opening {
         // First the pin: what is open stays so while it is held.
         let pin = self.handle.hold(op)?;
         let (open, entered) = self.kept.0.enter(op)?;
-        let spot = Spot { address: open.base() + self.start, gpu: Some(Arc::clone(open.gpu())), host: None };
+        let spot = Spot { address: open.base + self.start, gpu: Some(Arc::clone(&open.gpu)), host: None };
         let keep = Box::new((open, entered));
         Ok((Inside::There { _keep: keep, pin, handle: Arc::clone(&self.handle) }, spot))
     }

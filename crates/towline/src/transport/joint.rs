@@ -153,7 +153,7 @@ impl Joint {
             Failed::These(failed) => transfer.parts_ended(&self.groups[group], failed),
             // One by one: there may be no room for a list of them.
             Failed::All(error) => self.groups[group].iter().for_each(|part| {
-                let blocks = 0..transfer.parts[*part].blocks();
+                let blocks = 0..transfer.parts[*part].blocks;
                 transfer.parts_ended(&[*part], &[BlockFailure { part: 0, blocks, error: error.clone() }]);
             }),
         }

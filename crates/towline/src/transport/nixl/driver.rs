@@ -111,7 +111,7 @@ impl Flight {
         let (Some(inside), Some(asked)) = (&self.inside, &mut self.asked) else {
             return Look::Landed(Outcome::of_all(Ok(())));
         };
-        let attachment = inside.first().attachment();
+        let attachment = &inside.first().attachment;
         let engine = &attachment.engine;
         if let Some((error, since)) = &self.failed {
             // Who is gone, and what was taken back, comes before what NIXL calls an error.
@@ -160,13 +160,13 @@ impl Flight {
         let outcome = match (&inside, outcome.is_good()) {
             (Some(inside), true) => {
                 if let Some(asked) = asked {
-                    inside.first().attachment().keep(self.key, asked);
+                    inside.first().attachment.keep(self.key, asked);
                 }
                 Outcome::checked(inside, op)
             }
             (Some(inside), false) => {
                 if outcome.is_of_nixl() {
-                    inside.first().attachment().peer.broke();
+                    inside.first().attachment.peer.broke();
                 }
                 drop(asked);
                 outcome
