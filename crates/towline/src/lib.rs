@@ -63,8 +63,8 @@ mod transfer;
 mod transport;
 
 pub use endpoint::{
-    Endpoint, EndpointOptions, Part, PathStats, Pinned, Remote, Request, Stats, Stretch, average,
-    can_average, can_sum, sum,
+    Endpoint, EndpointOptions, Part, PathStats, Pinned, Program, ProgramExplanation, ProgramPart, Remote,
+    Request, Stats, Stretch, average, can_average, can_sum, sum,
 };
 #[doc(hidden)]
 pub use fork::guard as fork_guard;
