@@ -260,7 +260,7 @@ impl Endpoint {
     /// Compiles a request over those parts, to be started many times with nothing but indices.
     #[pyo3(signature = (parts: "Iterable[tuple[Remote, Region | Span, Layout, Layout]]"))]
     fn program(&self, py: Python<'_>, parts: &Bound<'_, PyAny>) -> PyResult<Program> {
-        Program::compile(py, &*self.enter(py, "program")?, parts)
+        Program::compile(py, self.enter(py, "program")?, parts)
     }
 
     fn fetch_add(

@@ -89,9 +89,8 @@ impl Program {
         let mut all: Vec<(IndexList<'static>, IndexList<'static>)> = Vec::new();
         for pair in lists.try_iter()? {
             let (theirs, ours): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair?.extract()?;
-            let number = all.len();
-            let theirs = Blocks::from_object(&theirs, op, &format!("remote_blocks of part {number}"))?;
-            let ours = Blocks::from_object(&ours, op, &format!("local_blocks of part {number}"))?;
+            let theirs = Blocks::from_object(&theirs, op, "remote blocks")?;
+            let ours = Blocks::from_object(&ours, op, "local blocks")?;
             room::push(op, &mut all, (theirs.list(), ours.list())).or_raise(py)?;
         }
         let terms = Terms::from_argument(py, op, terms)?;
